@@ -1,0 +1,108 @@
+"""The exceptions polymoe raises (leaf: imports nothing of ours).
+
+.. code-block:: text
+
+    PolymoeError
+    ├── CheckpointError (ValueError)            a checkpoint that cannot be read as what it claims to be
+    │   └── CheckpointNotFound (FileNotFoundError)   no such file, directory, repository or layer
+    ├── FormatError (ValueError)                bytes, shapes or dtypes that do not fit an encoding
+    ├── ArgumentError (ValueError)              an argument of a call: wrong shape, dtype, device, range or name
+    ├── UnsupportedProblem (NotImplementedError)  no backend, or not the named one, runs this problem here
+    ├── PlanError (RuntimeError)                a plan that does not cover a call or does not fit its weights
+    ├── VerificationError (RuntimeError)        a backend's result differs from the reference
+    └── MissingDependency (ImportError)         an optional package is not installed
+
+Each message says where, what was expected, what came, and what to do about it::
+
+    model.layers.3.mlp.experts.gate_up_proj_scales: expected shape [8, 384, 6], got [8, 384, 5]
+      hint: the shard is from another revision of the checkpoint; download it again
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "ArgumentError",
+    "CheckpointError",
+    "CheckpointNotFound",
+    "FormatError",
+    "MissingDependency",
+    "PlanError",
+    "PolymoeError",
+    "UnsupportedProblem",
+    "VerificationError",
+    "nearest",
+]
+
+
+class PolymoeError(Exception):
+    """Base of every exception polymoe raises on purpose.
+
+    Args:
+        where: the file, tensor, layer or argument at fault.
+        expected: what would have been right.
+        got: what was found instead.
+        hint: what the reader can do.
+
+    All but ``where`` may be left out; ``str(error)`` joins what is given.
+    """
+
+    def __init__(
+        self, where: str, *, expected: str | None = None, got: str | None = None, hint: str | None = None
+    ) -> None:
+        self.where, self.expected, self.got, self.hint = where, expected, got, hint
+        super().__init__(where, expected, got, hint)
+
+    def __str__(self) -> str:
+        facts = [f"expected {self.expected}"] if self.expected else []
+        facts += [f"got {self.got}"] if self.got else []
+        text = self.where + (": " + ", ".join(facts) if facts else "")
+        return text + (f"\n  hint: {self.hint}" if self.hint else "")
+
+
+class CheckpointError(PolymoeError, ValueError):
+    """A checkpoint cannot be read as what it claims to be: a missing, truncated or contradictory file or tensor."""
+
+
+class CheckpointNotFound(CheckpointError, FileNotFoundError):
+    """The named checkpoint, file or layer does not exist."""
+
+    __str__ = PolymoeError.__str__
+
+
+class FormatError(PolymoeError, ValueError):
+    """Bytes, shapes or dtypes do not fit the encoding they are said to have."""
+
+
+class ArgumentError(PolymoeError, ValueError):
+    """An argument of a call has a wrong shape, dtype, device, range or name."""
+
+
+class UnsupportedProblem(PolymoeError, NotImplementedError):
+    """No backend, or not the one that was named, runs this problem on this machine. The message lists every reason."""
+
+
+class PlanError(PolymoeError, RuntimeError):
+    """A plan does not cover the call, or packed weights do not belong to it."""
+
+
+class VerificationError(PolymoeError, RuntimeError):
+    """A backend's result on real experts differs from the reference by more than the format's tolerance."""
+
+
+class MissingDependency(PolymoeError, ImportError):
+    """An optional package is needed and not installed; the hint names the extra that brings it."""
+
+    __str__ = PolymoeError.__str__
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Hint text for a name that is not known: the closest one, if any is close, then all of them.
+
+    ``nearest("mxpf4", ["mxfp4", "nvfp4"])`` is ``"did you mean 'mxfp4'? known: mxfp4, nvfp4"``.
+    """
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    return (f"did you mean {close[0]!r}? " if close else "") + "known: " + ", ".join(names)
