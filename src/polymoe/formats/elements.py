@@ -1,0 +1,105 @@
+"""Codes to numbers and back: E2M1, E4M3 and INT4 elements, nibbles in bytes, E8M0 scales. Torch only.
+
+E2M1 and E8M0 are defined by the OCP Microscaling (MX) specification 1.0; E4M3 by the OCP 8-bit floating point
+specification, here always the ``e4m3fn`` variant (no infinities, largest number 448).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from polymoe.errors import FormatError
+
+__all__ = [
+    "CODE_DTYPES",
+    "E2M1_VALUES",
+    "SCALE_DTYPES",
+    "decode",
+    "decode_scale",
+    "encode_e2m1",
+    "encode_e4m3",
+    "encode_e8m0",
+    "pack_nibbles",
+    "unpack_nibbles",
+]
+
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""Value of each 4-bit code: bit 3 is the sign, bits 2 to 0 index the magnitudes."""
+
+CODE_DTYPES: dict[str, torch.dtype] = {
+    "e2m1": torch.uint8,
+    "int4": torch.uint8,
+    "e4m3": torch.float8_e4m3fn,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+SCALE_DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "e8m0": torch.float8_e8m0fnu,
+    "e4m3": torch.float8_e4m3fn,
+}
+
+# Halfway points between neighbouring magnitudes. Ties go to the even code, so the points below an even code are
+# lowered by one step: bucketize() sends a value equal to a boundary down.
+_E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+
+
+def pack_nibbles(values: Tensor) -> Tensor:
+    """Two 4-bit codes a byte, the even column in the low nibble: uint8 ``[..., K]`` to uint8 ``[..., K/2]``.
+
+    Raises:
+        FormatError: if K is odd.
+    """
+    if values.shape[-1] % 2:
+        raise FormatError("4-bit codes", expected="an even number of columns", got=str(list(values.shape)))
+    return values[..., 0::2] | (values[..., 1::2] << 4)
+
+
+def unpack_nibbles(codes: Tensor) -> Tensor:
+    """Inverse of :func:`pack_nibbles`: uint8 ``[..., K/2]`` to uint8 ``[..., K]``, each 0 to 15."""
+    return torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2)
+
+
+def decode(codes: Tensor, element: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Numbers that ``codes`` stand for, before scales and zero points: ``[..., N, K]`` in ``dtype``.
+
+    Packed 4-bit codes are ``[..., N, K/2]``. INT4 codes give 0 to 15, since the zero point belongs to the group.
+    """
+    if element == "e2m1":
+        table = torch.tensor(E2M1_VALUES, dtype=dtype, device=codes.device)
+        pairs = torch.stack((table.repeat(16), table.repeat_interleave(16)), dim=-1)
+        return pairs[codes.int()].flatten(-2)
+    if element == "int4":
+        return unpack_nibbles(codes).to(dtype)
+    return codes.to(dtype)
+
+
+def decode_scale(scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Scales as numbers in ``dtype``, exactly. E8M0 byte b is ``2**(b - 127)``; 255 is NaN."""
+    return scales.to(dtype) if scales.dtype != torch.float8_e8m0fnu else scales.to(torch.float32).to(dtype)
+
+
+def encode_e2m1(values: Tensor) -> Tensor:
+    """Nearest E2M1 code of each number, ties to the even code, magnitudes above 6 to 6: uint8, one code a byte."""
+    points = torch.tensor(_E2M1_MIDPOINTS, dtype=torch.float32, device=values.device)
+    below_even = torch.tensor([False, True] * 3 + [False], device=values.device)
+    points = torch.where(below_even, torch.nextafter(points, torch.zeros_like(points)), points)
+    values = values.float()
+    magnitude = torch.bucketize(values.abs(), points).to(torch.uint8)
+    return magnitude | (torch.signbit(values).to(torch.uint8) << 3)
+
+
+def encode_e4m3(values: Tensor) -> Tensor:
+    """Nearest E4M3 number of each value, magnitudes above 448 to 448: float8_e4m3fn."""
+    return values.float().clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+
+
+def encode_e8m0(exponents: Tensor) -> Tensor:
+    """E8M0 scales ``2**exponents`` of integer exponents, clamped to the range -127 to 127: float8_e8m0fnu.
+
+    Built from the exponent, never by casting a float: a cast would round 3 to 4 and hide the mistake.
+    """
+    return (exponents.clamp(-127, 127) + 127).to(torch.uint8).view(torch.float8_e8m0fnu)

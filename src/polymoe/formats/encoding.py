@@ -1,0 +1,155 @@
+"""What one weight matrix's stored numbers are: element, scale granularity, scale dtype, zero points, global scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from polymoe.errors import FormatError
+from polymoe.shapes import ceil_div
+
+__all__ = ["Element", "Encoding", "Granularity", "PerChannel", "PerGroup", "PerTensor", "ScaleDtype"]
+
+Element = Literal["e2m1", "e4m3", "int4", "bf16", "fp16"]
+ScaleDtype = Literal["float32", "bfloat16", "float16", "e8m0", "e4m3"]
+
+ELEMENT_BITS: dict[str, int] = {"e2m1": 4, "int4": 4, "e4m3": 8, "bf16": 16, "fp16": 16}
+SCALE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "e8m0": 1, "e4m3": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class PerTensor:
+    """One scale for the whole matrix; scales have shape ``[1, 1]``."""
+
+    def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """Shape of the scales of a ``[rows, columns]`` matrix."""
+        return (1, 1)
+
+    def __str__(self) -> str:
+        return "tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class PerChannel:
+    """One scale an output row; scales have shape ``[N, 1]``."""
+
+    def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """Shape of the scales of a ``[rows, columns]`` matrix."""
+        return (rows, 1)
+
+    def __str__(self) -> str:
+        return "channel"
+
+
+@dataclass(frozen=True, slots=True)
+class PerGroup:
+    """One scale for each block of ``n`` rows by ``k`` columns; scales have shape ``[ceil(N/n), ceil(K/k)]``.
+
+    The last block of a row or column may be partial: 320 rows in blocks of 128 have three scale rows.
+    """
+
+    n: int
+    k: int
+
+    def __post_init__(self) -> None:
+        if self.n < 1 or self.k < 1:
+            raise FormatError("PerGroup", expected="positive block sizes", got=f"{self.n} x {self.k}")
+
+    def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """Shape of the scales of a ``[rows, columns]`` matrix."""
+        return (ceil_div(rows, self.n), ceil_div(columns, self.k))
+
+    def __str__(self) -> str:
+        return f"group {self.n}x{self.k}"
+
+
+Granularity = PerTensor | PerChannel | PerGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoding:
+    """How a ``[N, K]`` weight matrix is stored.
+
+    Attributes:
+        element: what one code is: ``e2m1`` (FP4), ``e4m3`` (FP8), ``int4``, or a 16-bit float stored as it is.
+        granularity: which weights share one scale; None for 16-bit floats, which have no scales.
+        scale_dtype: the scales' stored dtype.
+        zero_points: int4 only: each group has an integer zero point; without them the zero is 8.
+        global_scale: one float32 that multiplies the whole matrix as well (NVFP4).
+
+    A weight is ``(element - zero) * scale * global_scale``. Two encodings that differ in the scale dtype alone have
+    the same :attr:`name`.
+    """
+
+    element: Element
+    granularity: Granularity | None = None
+    scale_dtype: ScaleDtype | None = None
+    zero_points: bool = False
+    global_scale: bool = False
+
+    def __post_init__(self) -> None:
+        if self.element not in ELEMENT_BITS:
+            raise FormatError("Encoding.element", expected=f"one of {', '.join(ELEMENT_BITS)}", got=repr(self.element))
+        if (self.granularity is None) != (self.scale_dtype is None):
+            raise FormatError(
+                "Encoding",
+                expected="granularity and scale_dtype together",
+                got=f"{self.granularity}, {self.scale_dtype}",
+            )
+        if self.scale_dtype is not None and self.scale_dtype not in SCALE_BYTES:
+            raise FormatError(
+                "Encoding.scale_dtype", expected=f"one of {', '.join(SCALE_BYTES)}", got=repr(self.scale_dtype)
+            )
+        if (self.element in ("bf16", "fp16")) != (self.granularity is None):
+            raise FormatError(
+                "Encoding",
+                expected="scales exactly for elements of 8 bits and less",
+                got=f"{self.element} with {self.granularity}",
+            )
+        if self.zero_points and self.element != "int4":
+            raise FormatError("Encoding.zero_points", expected="int4 elements", got=self.element)
+
+    @property
+    def bits(self) -> int:
+        """Bits of one code, scales not counted."""
+        return ELEMENT_BITS[self.element]
+
+    @property
+    def name(self) -> str:
+        """The name in ``FORMATS``, or one of the same style for a variant that has no row there (``int4_g64_zp``)."""
+        g = self.granularity
+        if g is None:
+            return self.element
+        if self.element == "int4":
+            k = f"g{g.k}" if isinstance(g, PerGroup) else str(g)
+            return f"int4_{k}" + ("_zp" if self.zero_points else "")
+        if self.element == "e2m1":
+            base = "nvfp4" if self.global_scale else "mxfp4"
+            usual = PerGroup(1, 16 if self.global_scale else 32)
+            return base if g == usual else f"{base}_{g.n}x{g.k}" if isinstance(g, PerGroup) else f"{base}_{g}"
+        if isinstance(g, PerGroup):
+            return f"fp8_block{g.n}" if g.n == g.k else f"fp8_block{g.n}x{g.k}"
+        return f"fp8_{g}"
+
+    def codes_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """Shape of a ``[rows, columns]`` matrix's codes: ``[N, K/2]`` bytes for 4-bit elements, else ``[N, K]``."""
+        if self.bits == 4 and columns % 2:
+            raise FormatError(f"{self.name} matrix", expected="an even number of columns", got=f"[{rows}, {columns}]")
+        return (rows, columns * self.bits // 8) if self.bits == 4 else (rows, columns)
+
+    def nbytes(self, rows: int, columns: int) -> int:
+        """Bytes of a ``[rows, columns]`` matrix: codes, scales, zero points (4 bits each), global scale."""
+        total = rows * columns * self.bits // 8
+        if self.granularity is not None and self.scale_dtype is not None:
+            g_rows, g_columns = self.granularity.scale_shape(rows, columns)
+            total += g_rows * g_columns * SCALE_BYTES[self.scale_dtype]
+            total += ceil_div(g_rows * g_columns, 2) if self.zero_points else 0
+        return total + (4 if self.global_scale else 0)
+
+    @property
+    def group_columns(self) -> int:
+        """Columns that share one scale; 1 where scales bind no slice of columns."""
+        return self.granularity.k if isinstance(self.granularity, PerGroup) else 1
+
+    def __str__(self) -> str:
+        return self.name

@@ -1,0 +1,35 @@
+"""INT4: integers 0 to 15 with a scale, and a zero point or the fixed zero 8, a group along a row."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from polymoe.formats.base import Format, group_reduce
+from polymoe.formats.elements import SCALE_DTYPES, pack_nibbles
+from polymoe.formats.tensor import QuantTensor
+
+__all__ = ["Int4"]
+
+
+class Int4(Format):
+    """INT4 group-wise: symmetric (-8 to 7, zero 8) or with zero points (``(code - zero) * scale``)."""
+
+    __slots__ = ()
+    elements: ClassVar[tuple[str, ...]] = ("int4",)
+
+    def _quantize(self, w_NK: Tensor) -> QuantTensor:
+        w = w_NK.float()
+        high = group_reduce(w, self.encoding).clamp_min(0)
+        low = group_reduce(w, self.encoding, "amin").clamp_max(0)
+        # The range always holds 0, so that a zero weight stays exactly zero.
+        asymmetric = self.encoding.zero_points
+        wanted = (high - low) / 15 if asymmetric else torch.maximum(high / 7, -low / 8)
+        assert self.encoding.scale_dtype is not None
+        scales = torch.where(wanted == 0, torch.ones_like(wanted), wanted).to(SCALE_DTYPES[self.encoding.scale_dtype])
+        zeros = (-low / scales.float()).round().clamp(0, 15) if asymmetric else torch.full_like(low, 8.0)
+        codes = (w / self._expand(scales.float(), w)).round() + self._expand(zeros, w)
+        codes = pack_nibbles(codes.clamp(0, 15).to(torch.uint8))
+        return QuantTensor(codes, self.encoding, scales, zero_points=zeros.to(torch.uint8) if asymmetric else None)

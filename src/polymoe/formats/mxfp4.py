@@ -1,0 +1,43 @@
+"""MXFP4: E2M1 elements, one E8M0 scale for 32 of them along a row (OCP Microscaling specification 1.0)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from polymoe.formats.base import Format, group_reduce
+from polymoe.formats.elements import E2M1_VALUES, decode_scale, encode_e2m1, encode_e8m0, pack_nibbles
+from polymoe.formats.tensor import QuantTensor
+
+__all__ = ["Mxfp4"]
+
+
+class Mxfp4(Format):
+    """MXFP4 and its variants with another group size."""
+
+    __slots__ = ()
+    elements: ClassVar[tuple[str, ...]] = ("e2m1",)
+
+    def _quantize(self, w_NK: Tensor) -> QuantTensor:
+        w = w_NK.float()
+        amax = group_reduce(w.abs(), self.encoding)
+        # amax = m * 2**exponent with 0.5 <= m < 1. The specification's scale 2**(exponent - 3) puts amax in [4, 8) and
+        # clips what is above 6; the next larger one clips nothing. Each group takes whichever errs less.
+        exponent = torch.frexp(amax).exponent
+        exponent = torch.where(amax == 0, torch.full_like(exponent, 3), exponent)
+        values = torch.tensor(E2M1_VALUES, device=w.device)
+
+        def attempt(shift: int) -> tuple[Tensor, Tensor, Tensor]:
+            scales = encode_e8m0(exponent - shift)
+            spread = self._expand(decode_scale(scales), w)
+            codes = encode_e2m1(w / spread)
+            error = group_reduce((values[codes.int()] * spread - w).square(), self.encoding, "sum")
+            return codes, scales.view(torch.uint8), error
+
+        (codes, scales, error), (wide_codes, wide_scales, wide_error) = attempt(3), attempt(2)
+        wider = wide_error < error
+        codes = torch.where(self._expand(wider, w), wide_codes, codes)
+        scales = torch.where(wider, wide_scales, scales).view(torch.float8_e8m0fnu)
+        return QuantTensor(pack_nibbles(codes), self.encoding, scales)

@@ -1,0 +1,38 @@
+"""NVFP4: E2M1 elements, one E4M3 scale for 16 of them along a row, one float32 scale for the matrix.
+
+Source: NVIDIA Model Optimizer's NVFP4 export (``weight_scale_2 = amax / (6 * 448)``, which multiplies).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from polymoe.formats.base import Format, group_reduce
+from polymoe.formats.elements import encode_e2m1, encode_e4m3, pack_nibbles
+from polymoe.formats.tensor import QuantTensor
+
+__all__ = ["Nvfp4"]
+
+_LARGEST = 6.0 * 448.0
+
+
+class Nvfp4(Format):
+    """NVFP4, global scale per matrix."""
+
+    __slots__ = ()
+    elements: ClassVar[tuple[str, ...]] = ("e2m1",)
+
+    def _quantize(self, w_NK: Tensor) -> QuantTensor:
+        w = w_NK.float()
+        global_scale = w.abs().amax((-2, -1)) / _LARGEST
+        global_scale = torch.where(global_scale == 0, torch.ones_like(global_scale), global_scale)
+        w = w / global_scale[..., None, None]
+        amax = group_reduce(w.abs(), self.encoding)
+        # The smallest E4M3 number keeps a tiny group from dividing by zero; a group of zeros takes 1.
+        wanted = torch.where(amax == 0, torch.ones_like(amax), (amax / 6.0).clamp_min(2.0**-9))
+        scales = encode_e4m3(wanted)
+        codes = encode_e2m1(w / self._expand(scales.float(), w))
+        return QuantTensor(pack_nibbles(codes), self.encoding, scales, global_scale=global_scale)

@@ -1,0 +1,235 @@
+"""QuantTensor: codes, scales and what they mean, kept together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polymoe.errors import FormatError
+from polymoe.formats.elements import CODE_DTYPES, SCALE_DTYPES, decode, decode_scale
+from polymoe.formats.encoding import Encoding, PerChannel, PerGroup
+from polymoe.shapes import ceil_div
+
+__all__ = ["QuantTensor", "expand_groups"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantTensor:
+    """A weight ``[..., N, K]`` (or a stack of them) in its stored encoding.
+
+    Attributes:
+        codes: ``[..., N, K/2]`` uint8 for 4-bit elements (low nibble = even column, int4 unsigned), else
+            ``[..., N, K]`` in the element's own dtype.
+        encoding: what the codes and scales mean.
+        scales: ``[..., *granularity.scale_shape(N, K)]`` in the stored dtype, or None for 16-bit floats.
+        zero_points: uint8, one a scale, or None where the zero is fixed.
+        global_scale: float32 of the leading shape ``[...]``; always multiplies. None where there is none.
+
+    One 2 x 32 MXFP4 matrix: ``codes`` [2, 16] uint8, ``scales`` [2, 1] float8_e8m0fnu. Byte 0x21 in ``codes[0, 0]``
+    holds the weights 0.5 (column 0) and 1.0 (column 1), times ``scales[0, 0]``.
+
+    It is no tensor: a torch operation on it raises TypeError, so that no one computes with codes by mistake.
+    """
+
+    codes: Tensor
+    encoding: Encoding
+    scales: Tensor | None = None
+    zero_points: Tensor | None = None
+    global_scale: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        e, name = self.encoding, self.encoding.name
+        _expect(f"{name} codes", self.codes, CODE_DTYPES[e.element], None)
+        if self.codes.dim() < 2:
+            raise FormatError(f"{name} codes", expected="[..., N, K]", got=str(list(self.codes.shape)))
+        *lead, rows, columns = self.shape
+        for part, present in (
+            ("scales", e.granularity),
+            ("zero_points", e.zero_points),
+            ("global_scale", e.global_scale),
+        ):
+            if (getattr(self, part) is not None) != bool(present):
+                raise FormatError(
+                    f"{name} {part}", expected="a tensor" if present else "None", got=str(type(getattr(self, part)))
+                )
+        if e.granularity is not None and e.scale_dtype is not None:
+            grid = [*lead, *e.granularity.scale_shape(rows, columns)]
+            _expect(f"{name} scales", self.scales, SCALE_DTYPES[e.scale_dtype], grid)
+            if e.zero_points:
+                _expect(f"{name} zero points", self.zero_points, torch.uint8, grid)
+        if e.global_scale:
+            _expect(f"{name} global scale", self.global_scale, torch.float32, lead)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Logical shape ``[..., N, K]``, as if the weights were numbers."""
+        *lead, columns = self.codes.shape
+        return torch.Size([*lead, columns * 2 if self.encoding.bits == 4 else columns])
+
+    @property
+    def device(self) -> torch.device:
+        """Where the codes are."""
+        return self.codes.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts as they are held."""
+        return sum(part.numel() * part.element_size() for part in self.parts().values())
+
+    def parts(self) -> dict[str, Tensor]:
+        """The tensors that are there, by field name, in a fixed order."""
+        names = ("codes", "scales", "zero_points", "global_scale")
+        return {name: part for name in names if (part := getattr(self, name)) is not None}
+
+    def _map(self, function: Any) -> QuantTensor:
+        return replace(self, **{name: function(part) for name, part in self.parts().items()})
+
+    def to(self, device: torch.device | str) -> QuantTensor:
+        """The same weights on ``device``."""
+        return self._map(lambda part: part.to(device))
+
+    def contiguous(self) -> QuantTensor:
+        """The same weights with every part contiguous in memory."""
+        return self._map(lambda part: part.contiguous())
+
+    def __getitem__(self, index: int) -> QuantTensor:
+        """Matrix ``index`` of a stack ``[E, N, K]``, as views."""
+        if self.codes.dim() < 3:
+            raise FormatError("QuantTensor[index]", expected="a stack [E, N, K]", got=str(list(self.shape)))
+        return self._map(lambda part: part[index])
+
+    def rows(self, start: int, stop: int, *, step: int = 1) -> QuantTensor:
+        """Rows ``start`` to ``stop`` (views). Block scales must begin and end with a block of rows.
+
+        Raises:
+            FormatError: if the slice cuts a block, whose scale would then not fit either side.
+        """
+        return self._slice(-2, start, stop, step)
+
+    def columns(self, start: int, stop: int) -> QuantTensor:
+        """Columns ``start`` to ``stop`` (views), at group boundaries.
+
+        Raises:
+            FormatError: if the slice cuts a group or a byte.
+        """
+        return self._slice(-1, start, stop, 1)
+
+    def _slice(self, axis: int, start: int, stop: int, step: int) -> QuantTensor:
+        g, size = self.encoding.granularity, self.shape[axis]
+        per_byte = 2 if axis == -1 and self.encoding.bits == 4 else 1
+        block = (g.n if axis == -2 else g.k) if isinstance(g, PerGroup) else 1
+        grain = max(block, per_byte)
+        if step != 1 and block != 1:
+            raise FormatError(f"{self.encoding.name} slice", expected="step 1 across blocks", got=f"step {step}")
+        if start % grain or (stop % grain and stop != size):
+            what = "rows" if axis == -2 else "columns"
+            raise FormatError(
+                f"{self.encoding.name} {what} {start}:{stop}",
+                expected=f"multiples of {grain}",
+                got=f"a cut group of {size}",
+            )
+        scale_unit = block if isinstance(g, PerGroup) else 1 if isinstance(g, PerChannel) and axis == -2 else None
+        units = {"codes": per_byte, "scales": scale_unit, "zero_points": scale_unit, "global_scale": None}
+
+        def cut(part: Tensor, unit: int | None) -> Tensor:
+            if unit is None:
+                return part
+            span = slice(start // unit, ceil_div(stop, unit), step)
+            return part[..., span, :] if axis == -2 else part[..., span]
+
+        return replace(self, **{name: cut(part, units[name]) for name, part in self.parts().items()})
+
+    def refine(self, n: int, k: int) -> QuantTensor:
+        """The same weights with block scales repeated onto a finer grid of ``n`` by ``k``: lossless.
+
+        Raises:
+            FormatError: if the present blocks are no multiples of the new ones.
+        """
+        g = self.encoding.granularity
+        if not isinstance(g, PerGroup) or g.n % n or g.k % k or self.encoding.zero_points:
+            raise FormatError(f"refine {self.encoding.name}", expected=f"divisors of {g}", got=f"{n} x {k}")
+        fine = PerGroup(n, k)
+        rows, columns = fine.scale_shape(*self.shape[-2:])
+        assert self.scales is not None
+        # Repeated as bytes: float8 dtypes have no repeat_interleave.
+        scales = _as_ints(self.scales).repeat_interleave(g.n // n, -2).repeat_interleave(g.k // k, -1)
+        scales = scales[..., :rows, :columns].contiguous().view(self.scales.dtype)
+        return replace(self, scales=scales, encoding=replace(self.encoding, granularity=fine))
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weights as numbers, ``[..., N, K]`` in ``dtype``: ``(element - zero) * scale * global_scale``.
+
+        Computed in ``dtype`` (float32, or float64 for the oracle; lower ones are computed in float32 and rounded).
+        """
+        work = dtype if dtype in (torch.float32, torch.float64) else torch.float32
+        e = self.encoding
+        values = decode(self.codes, e.element, work)
+        if e.element == "int4":
+            values -= 8 if self.zero_points is None else expand_groups(self.zero_points.to(work), e, self.shape)
+        if self.scales is not None:
+            values *= expand_groups(decode_scale(self.scales, work), e, self.shape)
+        if self.global_scale is not None:
+            values *= self.global_scale.to(work)[..., None, None]
+        return values.to(dtype)
+
+    def validate(self, where: str) -> None:
+        """Check every scale: finite, no NaN (E8M0 byte 0xFF included). Reads all scales, so not for hot paths.
+
+        Raises:
+            FormatError: naming ``where`` and the first bad position.
+        """
+        for name in ("scales", "global_scale"):
+            part = getattr(self, name)
+            if part is None:
+                continue
+            finite = torch.isfinite(decode_scale(part))
+            if not bool(finite.all()):
+                position = [int(i) for i in (~finite).nonzero()[0]] if part.dim() else []
+                raise FormatError(
+                    f"{where} {name.replace('_', ' ')}",
+                    expected="finite numbers",
+                    got=f"NaN or infinity at {position}",
+                    hint="the file is damaged or its scales were never set: fetch or convert it again",
+                )
+
+    @staticmethod
+    def stack(tensors: Sequence[QuantTensor]) -> QuantTensor:
+        """One ``[E, N, K]`` tensor of E matrices of one encoding."""
+        first = tensors[0]
+        return replace(first, **{n: torch.stack([t.parts()[n] for t in tensors]) for n in first.parts()})
+
+    def __repr__(self) -> str:
+        return f"QuantTensor({self.encoding.name}, {list(self.shape)}, {self.device})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise TypeError(
+            f"{getattr(func, '__name__', func)} got a QuantTensor: call .dequantize() for numbers, .codes for bytes"
+        )
+
+
+def expand_groups(scales: Tensor, encoding: Encoding, shape: Sequence[int]) -> Tensor:
+    """Scales spread over the weights they belong to, broadcastable to ``shape`` ``[..., N, K]``."""
+    g = encoding.granularity
+    if not isinstance(g, PerGroup):
+        return scales
+    for axis, size in ((-2, g.n), (-1, g.k)):
+        if size > 1:
+            scales = scales.repeat_interleave(size, axis).narrow(axis, 0, shape[axis])
+    return scales
+
+
+def _as_ints(scales: Tensor) -> Tensor:
+    return scales.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[scales.element_size()])
+
+
+def _expect(what: str, tensor: Tensor | None, dtype: torch.dtype, shape: list[int] | None) -> None:
+    assert tensor is not None
+    if tensor.dtype != dtype:
+        raise FormatError(what, expected=str(dtype), got=str(tensor.dtype), hint="re-view raw bytes, do not cast them")
+    if shape is not None and list(tensor.shape) != shape:
+        raise FormatError(what, expected=f"shape {shape}", got=str(list(tensor.shape)))

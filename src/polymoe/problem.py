@@ -1,0 +1,70 @@
+"""Problem: everything on which a kernel's fitness for a layer's experts depends, and no model's name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from polymoe.activations import Activation
+from polymoe.errors import ArgumentError, nearest
+from polymoe.tensors import ExpertsSpec
+
+__all__ = ["ActivationMode", "Dtype", "Problem", "WeightOn"]
+
+ActivationMode = Literal["16bit", "fp8_token", "fp8_group128", "fp8_static"]
+"""How a kernel holds the experts' inputs: as they are, or in E4M3 with one scale a token, a token and 128 columns, or
+the checkpoint's own."""
+
+Dtype = Literal["bf16", "fp16", "fp32"]
+WeightOn = Literal["output", "input"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One layer's experts as a kernel sees them. Hashable: equal problems share one plan.
+
+    Attributes:
+        spec: sizes after sharding, encodings, bias, and the range of experts on this rank.
+        activation: the function between the projections, with its constants.
+        top_k: experts active per token (A) as the model declares it; calls may use another.
+        weight_on: whether the routing weight multiplies each expert's output, or its input (Llama-4).
+        dtype: of x and of the result.
+        activations: how inputs of the two projections are quantized, if at all.
+        tp, ep: sizes of the tensor and expert parallel groups.
+        batch_invariant: whether a token's result must not depend, to the bit, on the rest of the batch.
+    """
+
+    spec: ExpertsSpec
+    activation: Activation
+    top_k: int
+    weight_on: WeightOn = "output"
+    dtype: Dtype = "bf16"
+    activations: ActivationMode = "16bit"
+    tp: int = 1
+    ep: int = 1
+    batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
+        for name, kind in (("weight_on", WeightOn), ("dtype", Dtype), ("activations", ActivationMode)):
+            value = getattr(self, name)
+            if value not in get_args(kind):
+                raise ArgumentError(f"Problem.{name}", got=repr(value), hint=nearest(str(value), get_args(kind)))
+        if not 1 <= self.top_k:
+            raise ArgumentError("Problem.top_k", expected="at least 1", got=str(self.top_k))
+        if self.activation.gated != self.spec.gated:
+            raise ArgumentError(
+                "Problem.activation",
+                expected="a gated activation exactly where experts have a gate projection",
+                got=f"{self.activation.name} with {'a' if self.spec.gated else 'no'} gate projection",
+            )
+
+    def __str__(self) -> str:
+        s = self.spec
+        local = "" if s.local_experts == s.experts else f" ({s.local_experts} from {s.first_expert})"
+        parts = [s.format, f"H={s.hidden} F={s.intermediate} E={s.experts}{local} A={self.top_k}", self.activation.name]
+        parts += ["bias"] if s.bias else []
+        parts += ["weight on input"] if self.weight_on == "input" else []
+        parts += [f"x {self.dtype}" + ("" if self.activations == "16bit" else f" as {self.activations}")]
+        parts += [f"tp={self.tp}"] if self.tp > 1 else []
+        parts += [f"ep={self.ep}"] if self.ep > 1 else []
+        return ", ".join(parts)

@@ -1,0 +1,226 @@
+"""Expert and ExpertWeights: what one layer's experts are, read one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from polymoe.errors import ArgumentError, FormatError, nearest
+from polymoe.formats import FORMATS, Encoding, Format, QuantTensor
+
+__all__ = ["Expert", "ExpertWeights", "ExpertsSpec", "QuantTensor"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsSpec:
+    """Sizes and encodings of a layer's experts, as this rank holds them.
+
+    Attributes:
+        hidden: H, the experts' own input and output width (Nemotron-3: the latent width).
+        intermediate: F on this rank, after tensor parallelism.
+        experts: E in the whole layer.
+        up, down: encodings of the up and down projections.
+        gate: the gate projection's, or None for experts without one.
+        bias: whether every projection has one.
+        first_expert, local_experts: the contiguous range of experts on this rank (expert parallelism).
+    """
+
+    hidden: int
+    intermediate: int
+    experts: int
+    up: Encoding
+    down: Encoding
+    gate: Encoding | None
+    bias: bool = False
+    first_expert: int = 0
+    local_experts: int = -1
+
+    def __post_init__(self) -> None:
+        if self.local_experts < 0:
+            object.__setattr__(self, "local_experts", self.experts - self.first_expert)
+        for name in ("hidden", "intermediate", "experts", "local_experts"):
+            if getattr(self, name) < 1:
+                raise ArgumentError(f"ExpertsSpec.{name}", expected="at least 1", got=str(getattr(self, name)))
+        if not 0 <= self.first_expert <= self.experts - self.local_experts:
+            raise ArgumentError(
+                "ExpertsSpec",
+                expected=f"local experts within 0 to {self.experts}",
+                got=f"{self.local_experts} from {self.first_expert}",
+            )
+
+    @property
+    def gated(self) -> bool:
+        """Whether experts have a gate projection."""
+        return self.gate is not None
+
+    @property
+    def encodings(self) -> dict[str, Encoding]:
+        """Encoding of each projection that is there: gate, up, down."""
+        gate = {"gate": self.gate} if self.gate is not None else {}
+        return {**gate, "up": self.up, "down": self.down}
+
+    def matrix_shape(self, projection: str) -> tuple[int, int]:
+        """``[N, K]`` of one expert's projection: ``[F, H]`` for gate and up, ``[H, F]`` for down."""
+        return (self.hidden, self.intermediate) if projection == "down" else (self.intermediate, self.hidden)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert in its encodings, biases (counted as 2 bytes each) included."""
+        weights = sum(e.nbytes(*self.matrix_shape(p)) for p, e in self.encodings.items())
+        biases = 2 * (self.intermediate * (len(self.encodings) - 1) + self.hidden) if self.bias else 0
+        return weights + biases
+
+    @property
+    def format(self) -> str:
+        """The encodings' name where all projections share it, else ``gate+up/down`` names joined."""
+        up, down = self.up.name, self.down.name
+        return up if up == down and (self.gate is None or self.gate.name == up) else f"{up}/{down}"
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Expert:
+    """One expert: ``gate`` and ``up`` are [F, H], ``down`` is [H, F]; biases [F], [F], [H] in a float dtype or None.
+
+    ``gate_up_input_scale`` and ``down_input_scale`` are the checkpoint's static activation scales (float32, no
+    dimensions; they multiply: ``x ~ x_quantized * scale``), or None where it has none.
+    """
+
+    gate: QuantTensor | None
+    up: QuantTensor
+    down: QuantTensor
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    gate_up_input_scale: Tensor | None = None
+    down_input_scale: Tensor | None = None
+
+    @property
+    def projections(self) -> dict[str, QuantTensor]:
+        """The projections that are there: gate, up, down."""
+        gate = {"gate": self.gate} if self.gate is not None else {}
+        return {**gate, "up": self.up, "down": self.down}
+
+    @property
+    def vectors(self) -> dict[str, Tensor]:
+        """Biases and input scales that are there, by field name."""
+        names = ("gate_bias", "up_bias", "down_bias", "gate_up_input_scale", "down_input_scale")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything held."""
+        return sum(p.nbytes for p in self.projections.values()) + sum(
+            v.numel() * v.element_size() for v in self.vectors.values()
+        )
+
+    def to(self, device: torch.device | str) -> Expert:
+        """The same expert on ``device``."""
+        moved = {n: p.to(device) for n, p in self.projections.items()} | {
+            n: v.to(device) for n, v in self.vectors.items()
+        }
+        return replace(self, **moved)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertWeights:
+    """A layer's experts, lazily: ``expert(e)`` reads one from files, or from a packed layer through its layout.
+
+    ``e`` counts this rank's experts from 0; its id in the router is ``spec.first_expert + e``.
+    """
+
+    spec: ExpertsSpec
+    read: Callable[[int], Expert]
+
+    def expert(self, e: int) -> Expert:
+        """Expert ``e`` of ``spec.local_experts``, checked against the spec.
+
+        Raises:
+            ArgumentError: for ``e`` out of range.
+            FormatError: if what was read is not what the spec says.
+        """
+        if not 0 <= e < self.spec.local_experts:
+            raise ArgumentError("expert", expected=f"0 to {self.spec.local_experts - 1}", got=str(e))
+        expert = self.read(e)
+        found = {name: (p.encoding, tuple(p.shape)) for name, p in expert.projections.items()}
+        wanted = {name: (enc, self.spec.matrix_shape(name)) for name, enc in self.spec.encodings.items()}
+        if found != wanted:
+            bad = sorted(set(found.items()) ^ set(wanted.items()), key=str)[0][0]
+            raise FormatError(f"expert {e} {bad}", expected=str(wanted.get(bad)), got=str(found.get(bad)))
+        return expert
+
+    def __iter__(self) -> Iterator[Expert]:
+        return (self.expert(e) for e in range(self.spec.local_experts))
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """``(gate_up_EFH [E, 2F, H], down_EHF [E, H, F])`` in natural order: all gate rows, then all up rows.
+
+        Experts without a gate give ``[E, F, H]``. Biases are not included.
+        """
+        gate_up, down = [], []
+        for x in self:
+            up = x.up.dequantize(dtype)
+            gate_up.append(up if x.gate is None else torch.cat((x.gate.dequantize(dtype), up)))
+            down.append(x.down.dequantize(dtype))
+        return torch.stack(gate_up), torch.stack(down)
+
+    @classmethod
+    def of(cls, experts: Sequence[Expert], *, total: int | None = None, first_expert: int = 0) -> ExpertWeights:
+        """Experts already in memory, of one shape and encoding; ``total`` is E of the whole layer."""
+        x = experts[0]
+        intermediate, hidden = x.up.shape
+        spec = ExpertsSpec(
+            hidden=hidden,
+            intermediate=intermediate,
+            experts=total or len(experts),
+            gate=x.gate.encoding if x.gate is not None else None,
+            up=x.up.encoding,
+            down=x.down.encoding,
+            bias=x.down_bias is not None,
+            first_expert=first_expert,
+            local_experts=len(experts),
+        )
+        return cls(spec, list(experts).__getitem__)
+
+    @classmethod
+    def quantize(
+        cls,
+        gate_up_EFH: Tensor,
+        down_EHF: Tensor,
+        format: str | Format = "bf16",
+        *,
+        gated: bool = True,
+        gate_up_bias_EF: Tensor | None = None,
+        down_bias_EH: Tensor | None = None,
+    ) -> ExpertWeights:
+        """Experts from float weights in natural order: ``[E, 2F, H]`` (gate rows, then up rows), or ``[E, F, H]`` if
+        not ``gated``, and ``[E, H, F]``; biases ``[E, 2F]`` or ``[E, F]``, and ``[E, H]``.
+
+        Raises:
+            ArgumentError: for an unknown format name or shapes that do not fit together.
+        """
+        if isinstance(format, str) and format not in FORMATS:
+            raise ArgumentError("format", got=repr(format), hint=nearest(format, FORMATS))
+        f = FORMATS[format] if isinstance(format, str) else format
+        count, hidden, intermediate = down_EHF.shape
+        parts = 2 if gated else 1
+        if tuple(gate_up_EFH.shape) != (count, parts * intermediate, hidden):
+            raise ArgumentError(
+                "gate_up_EFH", expected=str([count, parts * intermediate, hidden]), got=str(list(gate_up_EFH.shape))
+            )
+
+        def one(e: int) -> Expert:
+            halves = gate_up_EFH[e].split(intermediate)
+            biases = (None, None) if gate_up_bias_EF is None else gate_up_bias_EF[e].split(intermediate)
+            return Expert(
+                gate=f.quantize(halves[0]) if gated else None,
+                up=f.quantize(halves[-1]),
+                down=f.quantize(down_EHF[e]),
+                gate_bias=biases[0] if gated else None,
+                up_bias=biases[-1],
+                down_bias=None if down_bias_EH is None else down_bias_EH[e],
+            )
+
+        return cls.of([one(e) for e in range(count)])
