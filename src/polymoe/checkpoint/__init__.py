@@ -1,0 +1,1 @@
+"""Checkpoints: files and configs in, expert weights in one convention out, and back."""
