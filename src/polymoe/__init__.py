@@ -1,1 +1,105 @@
-"""polymoe."""
+"""polymoe: run the experts of any quantized mixture-of-experts checkpoint, packed, and say why it ran so.
+
+::
+
+    import polymoe
+
+    experts = polymoe.load_experts("path/to/checkpoint", layer=3, device="cuda")
+    y_TH = experts(x_TH, topk_ids_TA, topk_weights_TA)
+    print(experts.explain())
+
+Public names are resolved on first use, so importing polymoe imports neither torch nor a kernel library.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from polymoe import formats as formats
+    from polymoe.activations import GeGLU, ReLU2, SwiGLU
+    from polymoe.checkpoint import Checkpoint, write_checkpoint
+    from polymoe.errors import (
+        ArgumentError,
+        CheckpointError,
+        CheckpointNotFound,
+        FormatError,
+        MissingDependency,
+        PlanError,
+        PolymoeError,
+        UnsupportedProblem,
+        VerificationError,
+    )
+    from polymoe.experts import FusedExperts, load_experts
+    from polymoe.explanation import Explanation, explain
+    from polymoe.machine import Device, Machine
+    from polymoe.problem import Problem
+    from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights, QuantTensor
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "activations": ("GeGLU", "ReLU2", "SwiGLU"),
+    "checkpoint": ("Checkpoint", "write_checkpoint"),
+    "errors": (
+        "ArgumentError",
+        "CheckpointError",
+        "CheckpointNotFound",
+        "FormatError",
+        "MissingDependency",
+        "PlanError",
+        "PolymoeError",
+        "UnsupportedProblem",
+        "VerificationError",
+    ),
+    "experts": ("FusedExperts", "load_experts"),
+    "explanation": ("Explanation", "explain"),
+    "machine": ("Device", "Machine"),
+    "problem": ("Problem",),
+    "tensors": ("Expert", "ExpertWeights", "ExpertsSpec", "QuantTensor"),
+}
+_MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
+
+__all__ = [
+    "ArgumentError",
+    "Checkpoint",
+    "CheckpointError",
+    "CheckpointNotFound",
+    "Device",
+    "Expert",
+    "ExpertWeights",
+    "ExpertsSpec",
+    "Explanation",
+    "FormatError",
+    "FusedExperts",
+    "GeGLU",
+    "Machine",
+    "MissingDependency",
+    "PlanError",
+    "PolymoeError",
+    "Problem",
+    "QuantTensor",
+    "ReLU2",
+    "SwiGLU",
+    "UnsupportedProblem",
+    "VerificationError",
+    "explain",
+    "formats",
+    "load_experts",
+    "write_checkpoint",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "formats":
+        return importlib.import_module("polymoe.formats")
+    if name in _MODULE_OF:
+        value = getattr(importlib.import_module(f"polymoe.{_MODULE_OF[name]}"), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'polymoe' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,11 @@
+"""Backends: what runs a packed layer. :data:`BACKENDS` names them; :mod:`polymoe.backends.select` chooses."""
+
+from __future__ import annotations
+
+from polymoe.backends.base import Backend
+from polymoe.backends.reference import Reference
+
+__all__ = ["BACKENDS", "Backend"]
+
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Reference(),)}
+"""Backends by name, in the order in which explanations list them. Checking one loads no kernel."""

@@ -1,0 +1,71 @@
+"""The backend protocol, and what backends share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from polymoe.layouts import Packed
+from polymoe.machine import Machine
+from polymoe.planning.plan import Config
+from polymoe.problem import Problem
+from polymoe.routing import Routing
+from polymoe.verdict import Verdict
+
+__all__ = ["TOLERANCE", "Backend", "Prediction"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Expected time of one call in microseconds, and where the number comes from."""
+
+    time_us: float
+    source: Literal["measured", "cost model"]
+
+
+class Backend(Protocol):
+    """Runs experts packed in one of its ``layouts``.
+
+    A check reads properties of the problem and the machine, never a model's or a format's name, and reports every
+    reason. An exception inside a check is a bug and is not caught.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name in ``BACKENDS``, in ``--backend`` and in records."""
+        ...
+
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """Layouts it reads."""
+        ...
+
+    def check(self, problem: Problem, machine: Machine) -> Verdict:
+        """Whether it runs the problem on the machine."""
+        ...
+
+    def configure(self, problem: Problem, machine: Machine, tokens: int) -> Config:
+        """Its configuration for calls of ``tokens`` tokens; only for problems it accepts."""
+        ...
+
+    def predict(self, problem: Problem, machine: Machine, tokens: int) -> Prediction:
+        """Expected time of a call of ``tokens`` tokens; only for problems it accepts."""
+        ...
+
+    def run(
+        self, problem: Problem, packed: Packed, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor
+    ) -> None:
+        """Write this rank's weighted sum of the experts to ``out_TH`` [T, H], in x's dtype.
+
+        ``routing`` holds ids [T, A] int32 or int64 and weights [T, A] float32; ids that are not of this rank's experts
+        contribute exactly 0. T is at least 1 and at most what the verdict allows. Where the verdict says capturable:
+        no synchronization, no allocation outside the graph's pool, no branch on tensor values.
+        """
+        ...
+
+
+TOLERANCE = 6e-3
+"""Largest relative error (norm of the difference over norm of the reference) of a correct backend, against the
+reference that emulates the same activations: about two roundings to bfloat16."""

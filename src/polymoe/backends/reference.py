@@ -1,0 +1,123 @@
+"""The reference: plain torch, one expert at a time, float32 throughout. The oracle for every other backend.
+
+Only experts that received tokens are dequantized, one at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from polymoe.activations import Activation
+from polymoe.backends.base import Prediction
+from polymoe.errors import CheckpointError
+from polymoe.formats.elements import encode_e4m3
+from polymoe.layouts import LAYOUTS, Packed
+from polymoe.machine import Machine
+from polymoe.planning.cost import cost
+from polymoe.planning.plan import Config
+from polymoe.problem import Problem
+from polymoe.routing import Routing
+from polymoe.tensors import Expert, ExpertWeights
+from polymoe.verdict import Accepted, Verdict
+
+__all__ = ["Reference", "emulate_activations", "run_expert", "run_experts"]
+
+# Bytes a weight that dequantization moves in torch: codes to float32, scales spread, the product, and the read by the
+# matrix product.
+_DEQUANTIZED_BYTES = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Runs everything, anywhere, slowly. Not capturable: it looks at which experts have tokens."""
+
+    name: str = "reference"
+    layouts: tuple[str, ...] = ("natural",)
+
+    def check(self, problem: Problem, machine: Machine) -> Verdict:
+        """Accepts every problem; on a GPU only when named, since it would hide that nothing fast was found."""
+        on_gpu = machine.device.kind == "cuda"
+        return Accepted(by_name_only="slow on a GPU: runs there only when named" if on_gpu else "")
+
+    def configure(self, problem: Problem, machine: Machine, tokens: int) -> Config:
+        """Nothing to choose."""
+        return Config()
+
+    def predict(self, problem: Problem, machine: Machine, tokens: int) -> Prediction:
+        """Dequantization at memory bandwidth plus the products at a 16-bit rate."""
+        c = cost(problem, machine.device, tokens)
+        weights = c.active_experts * sum(n * k for n, k in map(problem.spec.matrix_shape, problem.spec.encodings))
+        return Prediction(1e6 * weights * _DEQUANTIZED_BYTES / machine.device.bandwidth + c.compute_us, "cost model")
+
+    def run(
+        self, problem: Problem, packed: Packed, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor
+    ) -> None:
+        """See :meth:`polymoe.backends.Backend.run`."""
+        weights = LAYOUTS[packed.layout].unpack(packed)
+        out_TH.copy_(run_experts(problem, weights, x_TH, routing))
+
+
+def run_experts(
+    problem: Problem, weights: ExpertWeights, x_TH: Tensor, routing: Routing, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Weighted sum of the experts, ``[T, H]`` in ``dtype`` (float32, or float64 for the oracle of oracles).
+
+    ``sum over slots a of weight[t, a] * expert[ids[t, a]](x[t])``; the down bias is inside the weighted sum. With
+    ``weight_on="input"``: ``expert(weight * x)``. Ids outside this rank's experts add nothing.
+    """
+    spec = problem.spec
+    x = x_TH.to(dtype)
+    out = torch.zeros(x_TH.shape[0], spec.hidden, dtype=dtype, device=x_TH.device)
+    local = routing.topk_ids_TA - spec.first_expert
+    for e in local[(local >= 0) & (local < spec.local_experts)].unique().tolist():
+        token, slot = (local == e).nonzero(as_tuple=True)
+        weight = routing.topk_weights_TA[token, slot].to(dtype)[:, None]
+        rows = x[token] * weight if problem.weight_on == "input" else x[token]
+        y = run_expert(weights.expert(e), rows, problem.activation, problem.activations)
+        out.index_add_(0, token, y if problem.weight_on == "input" else y * weight)
+    return out
+
+
+def run_expert(expert: Expert, x_TH: Tensor, activation: Activation, activations: str = "16bit") -> Tensor:
+    """One expert on every row of x, in x's dtype (float32 or float64): ``down(activation(gate(x), up(x)))``."""
+
+    def project(name: str, x: Tensor) -> Tensor:
+        y = x @ expert.projections[name].dequantize(x.dtype).T
+        bias = getattr(expert, f"{name}_bias")
+        return y if bias is None else y + bias.to(x.dtype)
+
+    x = emulate_activations(x_TH, activations, expert.gate_up_input_scale)
+    up = project("up", x)
+    h = activation(up) if expert.gate is None else activation(project("gate", x), up)
+    return project("down", emulate_activations(h, activations, expert.down_input_scale))
+
+
+def emulate_activations(x_TK: Tensor, mode: str, input_scale: Tensor | None = None) -> Tensor:
+    """x rounded to E4M3 and back as a kernel with that activation mode would hold it; unchanged for "16bit".
+
+    Scales are ``amax / 448`` of a row (fp8_token) or of 128 columns of a row (fp8_group128), or ``input_scale``.
+
+    Raises:
+        CheckpointError: for fp8_static where the checkpoint has no input scale.
+    """
+    if mode == "16bit":
+        return x_TK
+    if mode == "fp8_static":
+        if input_scale is None:
+            raise CheckpointError(
+                "input scale",
+                expected="one for each projection",
+                got="none in the checkpoint",
+                hint='load with activations="fp8_token" or "16bit"',
+            )
+        scale = input_scale.to(x_TK.dtype)
+        return encode_e4m3(x_TK / scale).to(x_TK.dtype) * scale
+    rows, columns = x_TK.shape
+    width = columns if mode == "fp8_token" else 128
+    blocks = torch.nn.functional.pad(x_TK, (0, -columns % width)).view(rows, -1, width)
+    scale = blocks.abs().amax(-1, keepdim=True) / 448
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    return (encode_e4m3(blocks / scale).to(x_TK.dtype) * scale).view(rows, -1)[:, :columns]

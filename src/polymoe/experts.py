@@ -1,0 +1,364 @@
+"""FusedExperts: a layer's experts, packed once, each call on the planned backend for its token count."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from polymoe.activations import Activation
+from polymoe.backends import BACKENDS
+from polymoe.backends.base import TOLERANCE, Backend
+from polymoe.backends.reference import run_experts
+from polymoe.backends.select import Selection, select
+from polymoe.checkpoint import Checkpoint
+from polymoe.errors import ArgumentError, VerificationError
+from polymoe.layouts import LAYOUTS, Layout, Packed
+from polymoe.machine import Machine
+from polymoe.planning.plan import Plan
+from polymoe.problem import ActivationMode, Problem, WeightOn
+from polymoe.routing import Routing
+from polymoe.tensors import ExpertWeights
+
+__all__ = ["DTYPES", "FusedExperts", "load_experts", "relative_error", "resolve_activations"]
+
+log = logging.getLogger("polymoe")
+
+DTYPES: dict[torch.dtype, Literal["bf16", "fp16", "fp32"]] = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+}
+"""Dtypes of x, and their names in a Problem."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Tables and wishes that plan a layer, kept to plan again when x comes in another dtype."""
+
+    machine: Machine
+    role: str
+    backend: str
+    backends: Mapping[str, Backend]
+    layouts: Mapping[str, Layout]
+
+    def select(self, problem: Problem, layout: str | None = None) -> Selection:
+        """The selection for ``problem``, bound to ``layout`` if given."""
+        return select(
+            problem, self.machine, role=self.role, backend=self.backend, layout=layout, backends=self.backends
+        )
+
+
+class FusedExperts(nn.Module):
+    """The experts of one layer; ``experts(x_TH, topk_ids_TA, topk_weights_TA)`` is their weighted sum.
+
+    Make one with :func:`load_experts` from a checkpoint, or :meth:`from_weights`. The packed tensors are non-persistent
+    buffers: they move with ``.to(device)``, and are not in ``state_dict()``.
+    """
+
+    def __init__(self, problem: Problem, packed: Packed, choice: Choice) -> None:
+        super().__init__()
+        self.problem = problem
+        self._choice = choice
+        self._packed_as = (packed.layout, packed.spec)
+        self._selections: dict[str, Selection] = {}
+        self._names = {name: f"packed_{name.replace('.', '_')}" for name in packed.tensors}
+        for name, tensor in packed.tensors.items():
+            self.register_buffer(self._names[name], tensor, persistent=False)
+
+    @classmethod
+    def from_weights(
+        cls,
+        weights: ExpertWeights,
+        activation: Activation,
+        *,
+        top_k: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        weight_on: WeightOn = "output",
+        activations: ActivationMode = "16bit",
+        backend: str = "auto",
+        role: str = "mixed",
+        check: bool = True,
+    ) -> FusedExperts:
+        """Pack ``weights`` for ``device`` (None: the GPU if there is one).
+
+        Args:
+            weights: the experts, read one at a time.
+            activation: the function between the projections.
+            top_k: experts active per token, for planning; calls may use another.
+            device: "cuda", "cuda:1", "cpu" or None.
+            dtype: of x, for planning; calls may use another.
+            weight_on: what the routing weight multiplies.
+            activations: how inputs of the projections are quantized.
+            backend: "auto", or the name of one, which is then used or refused.
+            role: token counts to plan for: "decode", "prefill" or "mixed".
+            check: compare a few experts with the reference before returning.
+
+        Raises:
+            UnsupportedProblem: if no backend, or not the named one, runs it here.
+            VerificationError: if the packed experts do not compute what ``weights`` say.
+        """
+        problem = Problem(
+            spec=weights.spec,
+            activation=activation,
+            top_k=top_k,
+            weight_on=weight_on,
+            dtype=_dtype(dtype),
+            activations=activations,
+        )
+        choice = Choice(Machine.of(_device_name(device)), role, backend, BACKENDS, LAYOUTS)
+        return cls.pack(problem, weights, choice, device=device, check=check)
+
+    @classmethod
+    def pack(
+        cls,
+        problem: Problem,
+        weights: ExpertWeights,
+        choice: Choice,
+        *,
+        device: torch.device | str | None = None,
+        check: bool = True,
+        where: str = "experts",
+    ) -> FusedExperts:
+        """As :meth:`from_weights`, with the problem and the tables to choose from given."""
+        target = torch.device(device or choice.machine.device.kind)
+        plan = choice.select(problem).require(where)
+        self = cls(problem, choice.layouts[plan.layout].pack(weights, target), choice)
+        if check:
+            self.check(weights, where=where)
+        return self
+
+    @property
+    def packed(self) -> Packed:
+        """The packed tensors, in their layout, wherever the module is now."""
+        layout, spec = self._packed_as
+        return Packed(layout, spec, {name: self.get_buffer(buffer) for name, buffer in self._names.items()})
+
+    @property
+    def weights(self) -> ExpertWeights:
+        """The experts as the checkpoint has them, read through the layout's inverse: nothing is kept twice."""
+        return self._choice.layouts[self._packed_as[0]].unpack(self.packed)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the packed tensors are."""
+        return self.get_buffer(next(iter(self._names.values()))).device
+
+    def explain(self) -> Selection:
+        """Every backend with its verdict and the plan by token count; ``print()`` it, or ``.to_dict()``."""
+        return self._selection(self.problem)
+
+    def update(self, weights: ExpertWeights) -> None:
+        """Refill the packed tensors in place, at the same addresses, from experts of the same spec.
+
+        Raises:
+            PlanError: if the spec differs.
+        """
+        self._choice.layouts[self._packed_as[0]].pack(weights, self.device, out=self.packed)
+
+    def forward(self, x_TH: Tensor, topk_ids_TA: Tensor, topk_weights_TA: Tensor) -> Tensor:
+        """Weighted sum over each token's experts: ``[T, H]`` in x's dtype.
+
+        Args:
+            x_TH: bfloat16, float16 or float32.
+            topk_ids_TA: int32 or int64; -1, E and experts of other ranks contribute exactly 0.
+            topk_weights_TA: float32, of the same shape; scaled by the router already. Any A of at least 1.
+
+        Under tensor or expert parallelism the result is this rank's partial sum; the caller reduces.
+
+        Raises:
+            ArgumentError: for a wrong shape, dtype, device, or (on a CPU) an id outside -1 to E.
+        """
+        problem = self._check_call(x_TH, topk_ids_TA, topk_weights_TA)
+        out_TH = torch.empty_like(x_TH, memory_format=torch.contiguous_format)
+        if x_TH.shape[0]:
+            plan = self._plan(problem)
+            self._run(problem, plan, x_TH.shape[0], x_TH, Routing(topk_ids_TA, topk_weights_TA), out_TH)
+        return out_TH
+
+    def check(self, weights: ExpertWeights | None = None, *, where: str = "experts") -> None:
+        """Compare up to four experts with the float32 reference, on every backend of the plan.
+
+        Args:
+            weights: the experts to compare with: those that were packed, by default what is packed now.
+            where: the layer's name for the message.
+
+        Raises:
+            VerificationError: naming backend, layer and error.
+        """
+        spec = self.problem.spec
+        weights = weights or self.weights
+        local = sorted({round(i * (spec.local_experts - 1) / 3) for i in range(4)})
+        generator = torch.Generator().manual_seed(0)
+        x_TH = torch.randn(8, spec.hidden, generator=generator).to(_TORCH[self.problem.dtype])
+        ids_TA = torch.tensor(local)[torch.arange(8 * 2).reshape(8, 2) % len(local)] + spec.first_expert
+        weights_TA = torch.rand(8, 2, generator=generator) + 0.5
+        few = ExpertWeights(spec, lambda e: weights.expert(e).to("cpu"))
+        expected = run_experts(self.problem, few, x_TH, Routing(ids_TA, weights_TA))
+        routing = Routing(ids_TA.to(self.device), weights_TA.to(self.device))
+        plan = self._plan(self.problem)
+        for step in plan.steps:
+            rows = 8 if step.max_tokens is None else min(8, step.max_tokens)
+            x, some = x_TH[:rows].to(self.device), Routing(*(part[:rows] for part in routing))
+            got = torch.empty_like(x)
+            backend = self._choice.backends[step.backend]
+            backend.run(self.problem, self.packed, x, some, step.config, got)
+            error = relative_error(got.cpu(), expected[:rows])
+            if not error <= TOLERANCE:  # NaN fails too
+                raise VerificationError(
+                    f"{where}, backend {step.backend!r} ({step.config}), layout {plan.layout!r}",
+                    expected=f"a relative error of at most {TOLERANCE:g} against the reference",
+                    got=f"{error:.3g}",
+                    hint="this is a bug: report it with this message, and load with another backend meanwhile",
+                )
+
+    def _selection(self, problem: Problem) -> Selection:
+        if problem.dtype not in self._selections:
+            self._selections[problem.dtype] = self._choice.select(problem, self._packed_as[0])
+        return self._selections[problem.dtype]
+
+    def _plan(self, problem: Problem) -> Plan:
+        return self._selection(problem).require()
+
+    def _run(self, problem: Problem, plan: Plan, tokens: int, x: Tensor, routing: Routing, out: Tensor) -> None:
+        step = plan.step(tokens)
+        self._choice.backends[step.backend].run(problem, self.packed, x, routing, step.config, out)
+
+    def _check_call(self, x_TH: Tensor, ids_TA: Tensor, weights_TA: Tensor) -> Problem:
+        spec = self.problem.spec
+        if x_TH.dim() != 2 or x_TH.shape[1] != spec.hidden:
+            raise ArgumentError("x_TH", expected=f"[T, {spec.hidden}]", got=str(list(x_TH.shape)))
+        if x_TH.dtype not in DTYPES:
+            raise ArgumentError("x_TH", expected="bfloat16, float16 or float32", got=str(x_TH.dtype))
+        tokens = x_TH.shape[0]
+        for name, tensor, dtypes in (
+            ("topk_ids_TA", ids_TA, (torch.int32, torch.int64)),
+            ("topk_weights_TA", weights_TA, (torch.float32,)),
+        ):
+            if tensor.dtype not in dtypes:
+                raise ArgumentError(name, expected=" or ".join(map(str, dtypes)), got=str(tensor.dtype))
+            if tensor.dim() != 2 or tensor.shape[0] != tokens or tensor.shape[1] < 1 or tensor.shape != ids_TA.shape:
+                raise ArgumentError(
+                    name, expected=f"[{tokens}, A], the same for ids and weights", got=str(list(tensor.shape))
+                )
+            if tensor.device != x_TH.device:
+                raise ArgumentError(name, expected=f"on {x_TH.device}, like x", got=str(tensor.device))
+        if x_TH.device != self.device:
+            raise ArgumentError("x_TH", expected=f"on {self.device}, like the packed experts", got=str(x_TH.device))
+        if x_TH.device.type == "cpu" and tokens:
+            low, high = int(ids_TA.min()), int(ids_TA.max())
+            if low < -1 or high > spec.experts:
+                raise ArgumentError(
+                    "topk_ids_TA",
+                    expected=f"0 to {spec.experts - 1}, or -1 or {spec.experts} for none",
+                    got=f"{low} to {high}",
+                )
+        return replace(self.problem, dtype=DTYPES[x_TH.dtype])
+
+    def _apply(self, fn: Any, recurse: bool = True) -> FusedExperts:
+        # Module.to(dtype), .half() and .float() cast what is floating point, and float8 codes and scales count as
+        # that: only the device is taken from them.
+        before = self.device
+        device = fn(torch.empty(0, dtype=torch.int8, device=before)).device
+        for buffer in self._names.values():
+            setattr(self, buffer, self.get_buffer(buffer).to(device))
+        if device.type != before.type:
+            self._choice = replace(self._choice, machine=Machine.of(str(device)))
+            self._selections.clear()
+        return self
+
+    def extra_repr(self) -> str:
+        """The problem, and the packed size."""
+        return f"{self.problem}, {self._packed_as[0]}, {self.packed.nbytes / 2**20:.1f} MiB"
+
+
+def load_experts(
+    path: str | Path | Checkpoint,
+    layer: int,
+    *,
+    device: torch.device | str | None = None,
+    tp: int | tuple[int, int] = 1,
+    ep: int | tuple[int, int] = 1,
+    backend: str = "auto",
+    activations: str = "auto",
+    role: str = "mixed",
+    dtype: torch.dtype = torch.bfloat16,
+    check: bool = True,
+) -> FusedExperts:
+    """One layer's experts from a checkpoint, streamed expert by expert and packed for ``device``.
+
+    Args:
+        path: a checkpoint's directory, a Hub id, or an open :class:`~polymoe.checkpoint.Checkpoint`.
+        layer: its index in the model.
+        device: "cuda", "cuda:1", "cpu", or None for the GPU if there is one.
+        tp, ep: ``(rank, size)`` of the tensor and expert parallel group; a size alone means rank 0.
+        backend: "auto", or the name of one, which is then used or refused.
+        activations: "16bit", "fp8_token", "fp8_group128", "fp8_static", or "auto": on a GPU the checkpoint's own
+            recipe, on a CPU "16bit".
+        role: token counts to plan for: "decode", "prefill" or "mixed".
+        dtype: of x, for planning; calls may use another.
+        check: compare a few experts with the reference before returning (milliseconds).
+
+    Raises:
+        CheckpointError: for a checkpoint that cannot be read, or a layer without routed experts.
+        UnsupportedProblem: if no backend, or not the named one, runs it here.
+        VerificationError: if the packed experts do not compute what the checkpoint says.
+    """
+    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
+    machine = Machine.of(_device_name(device))
+    problem = checkpoint.problem(
+        layer,
+        tp=tp,
+        ep=ep,
+        dtype=_dtype(dtype),
+        activations=resolve_activations(checkpoint, layer, machine, activations),
+    )
+    experts = FusedExperts.pack(
+        problem,
+        checkpoint.weights(layer, tp=tp, ep=ep),
+        Choice(machine, role, backend, BACKENDS, LAYOUTS),
+        device=device,
+        check=check,
+        where=f"layer {layer}",
+    )
+    log.info("layer %d: %s", layer, _summary(experts.explain()))
+    return experts
+
+
+def resolve_activations(checkpoint: Checkpoint, layer: int, machine: Machine, activations: str) -> ActivationMode:
+    """``activations``, or for "auto" the checkpoint's own recipe on a GPU and "16bit" on a CPU."""
+    if activations != "auto":
+        return activations  # type: ignore[return-value]  # Problem checks the name
+    return checkpoint.recipe(layer) if machine.device.kind == "cuda" else "16bit"
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over norm of ``expected``, in float64; 0 where both are zero."""
+    difference = (got.double() - expected.double()).norm()
+    norm = expected.double().norm()
+    return float(difference / norm) if norm else float(difference)
+
+
+_TORCH = {name: dtype for dtype, name in DTYPES.items()}
+
+
+def _dtype(dtype: torch.dtype) -> Literal["bf16", "fp16", "fp32"]:
+    if dtype not in DTYPES:
+        raise ArgumentError("dtype", expected="torch.bfloat16, torch.float16 or torch.float32", got=str(dtype))
+    return DTYPES[dtype]
+
+
+def _device_name(device: torch.device | str | None) -> str | None:
+    return None if device is None else str(torch.device(device))
+
+
+def _summary(selection: Selection) -> str:
+    plan = selection.require()
+    steps = "; ".join(f"{tokens} tokens: {step.backend} ({step.config})" for tokens, step in plan.ranges())
+    return f"{selection.problem} on {selection.machine.device}: layout {plan.layout}, {steps}"

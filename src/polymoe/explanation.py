@@ -1,0 +1,134 @@
+"""Explanation: what a checkpoint's experts are and how they would run on a device, without loading a weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from polymoe.backends.select import Selection, select
+from polymoe.checkpoint import Checkpoint
+from polymoe.experts import resolve_activations
+from polymoe.machine import Device, Machine
+from polymoe.problem import Dtype, Problem
+
+__all__ = ["Explanation", "Row", "explain", "layer_ranges"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Layers that share one problem, and the selection for it."""
+
+    layers: tuple[int, ...]
+    problem: Problem
+    selection: Selection
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of these layers' experts as stored, on this rank."""
+        return len(self.layers) * self.problem.spec.local_experts * self.problem.spec.expert_bytes
+
+    @property
+    def dequantized_bytes(self) -> int:
+        """Bytes of the same experts as 16-bit floats."""
+        s = self.problem.spec
+        weights = sum(n * k for n, k in map(s.matrix_shape, s.encodings))
+        return len(self.layers) * s.local_experts * 2 * weights
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A whole checkpoint's experts on one device; ``print()`` it, or ``.to_dict()`` for JSON.
+
+    Attributes:
+        name: the checkpoint as it was named.
+        model_type: its family's name in the config.
+        device: name of the device it was explained for.
+        rows: layers that share a problem, in order.
+        notes: what else a reader should know, such as unequal tensor-parallel slices.
+    """
+
+    name: str
+    model_type: str
+    device: Device
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values, for JSON."""
+        return {
+            "checkpoint": self.name,
+            "model_type": self.model_type,
+            "device": str(self.device),
+            "notes": list(self.notes),
+            "rows": [
+                {
+                    "layers": list(row.layers),
+                    "packed_bytes": row.packed_bytes,
+                    "dequantized_bytes": row.dequantized_bytes,
+                    **row.selection.to_dict(),
+                }
+                for row in self.rows
+            ],
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}: {self.model_type} on {self.device}"]
+        for row in self.rows:
+            lines += [
+                f"layers {layer_ranges(row.layers)}: {row.packed_bytes / 2**20:.1f} MiB packed",
+                str(row.selection),
+            ]
+        return "\n".join([*lines, *self.notes])
+
+
+def explain(
+    path: str | Path | Checkpoint,
+    *,
+    device: str | Device | None = None,
+    tp: int | tuple[int, int] = 1,
+    ep: int | tuple[int, int] = 1,
+    role: str = "mixed",
+    backend: str = "auto",
+    activations: str = "auto",
+    dtype: Dtype = "bf16",
+) -> Explanation:
+    """How every layer's experts of a checkpoint would run on a device, and why.
+
+    Args:
+        path: a checkpoint's directory, a ``config.json`` alone, or a Hub id (only its config files are fetched).
+        device: a GPU's name ("h200", "rtx5090"), an architecture ("sm_120"), "cpu", or None for what is here.
+        tp, ep: size, or ``(rank, size)``, of the tensor and expert parallel group.
+        role, backend, activations: as for :func:`polymoe.load_experts`.
+        dtype: of the experts' input.
+
+    Raises:
+        CheckpointError: if the checkpoint or its config cannot be understood, or ``tp`` would split a group.
+        UnsupportedProblem: if ``backend`` names one and it is rejected.
+    """
+    machine = Machine.of(device)
+    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path, config_only=True)
+    grouped: dict[Problem, list[int]] = {}
+    for layer in checkpoint.layers:
+        mode = resolve_activations(checkpoint, layer, machine, activations)
+        problem = checkpoint.problem(layer, tp=tp, ep=ep, dtype=dtype, activations=mode)
+        grouped.setdefault(problem, []).append(layer)
+    rows = tuple(
+        Row(tuple(layers), problem, select(problem, machine, role=role, backend=backend))
+        for problem, layers in grouped.items()
+    )
+    if backend != "auto":
+        for row in rows:
+            row.selection.require(f"layers {layer_ranges(row.layers)}")
+    return Explanation(str(checkpoint.name), checkpoint.model_type, machine.device, rows, checkpoint.notes(tp=tp))
+
+
+def layer_ranges(layers: tuple[int, ...] | list[int]) -> str:
+    """Layer numbers as ranges: ``(3, 4, 5, 9)`` gives ``"3-5, 9"``."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return ", ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in runs)

@@ -1,0 +1,11 @@
+"""How a packed layer lies in memory. :data:`LAYOUTS` names the layouts; each packs and unpacks exactly."""
+
+from __future__ import annotations
+
+from polymoe.layouts.base import Layout, Packed
+from polymoe.layouts.natural import Natural
+
+__all__ = ["LAYOUTS", "Layout", "Natural", "Packed"]
+
+LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (Natural(),)}
+"""Layouts by name."""

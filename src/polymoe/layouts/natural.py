@@ -1,0 +1,88 @@
+"""The natural layout: each projection's codes, scales and zero points stacked over experts, otherwise as they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from polymoe.errors import PlanError
+from polymoe.formats import QuantTensor
+from polymoe.layouts.base import Packed
+from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
+from polymoe.verdict import Reason
+
+__all__ = ["Natural"]
+
+
+@dataclass(frozen=True, slots=True)
+class Natural:
+    """Tensors ``{projection}.{part}``, for example ``gate.codes`` [E, F, H/2] and ``down.scales`` [E, H, F/32], and
+    ``{projection}_bias``: the checkpoint's own bytes, so packing copies and does not compute.
+    """
+
+    name: str = "natural"
+
+    def check(self, spec: ExpertsSpec) -> tuple[Reason, ...]:
+        """Takes everything."""
+        return ()
+
+    def nbytes(self, spec: ExpertsSpec) -> int:
+        """Bytes of the packed layer, up to input scales and zero points kept as bytes."""
+        return spec.local_experts * spec.expert_bytes
+
+    def pack(self, weights: ExpertWeights, device: torch.device, out: Packed | None = None) -> Packed:
+        """Copy expert by expert into tensors on ``device``.
+
+        Raises:
+            PlanError: if ``out`` holds experts of another spec.
+        """
+        if out is not None and out.spec != weights.spec:
+            raise PlanError("update", expected=str(out.spec), got=str(weights.spec), hint="load these experts anew")
+        tensors = {} if out is None else out.tensors
+        for e in range(weights.spec.local_experts):
+            parts = _parts(weights.expert(e))
+            if e == 0 and out is None:
+                shape = {n: (weights.spec.local_experts, *p.shape) for n, p in parts.items()}
+                tensors = {n: torch.empty(shape[n], dtype=p.dtype, device=device) for n, p in parts.items()}
+            if parts.keys() != tensors.keys():
+                odd = ", ".join(sorted(parts.keys() ^ tensors.keys()))
+                raise PlanError(f"expert {e}", expected="the same tensors as expert 0", got=f"a difference in {odd}")
+            for name, part in parts.items():
+                tensors[name][e].copy_(part)
+        return Packed(self.name, weights.spec, tensors)
+
+    def unpack(self, packed: Packed) -> ExpertWeights:
+        """Experts as views of the packed tensors."""
+
+        def read(e: int) -> Expert:
+            mine = {name: tensor[e] for name, tensor in packed.tensors.items()}
+            projections = {
+                p: QuantTensor(
+                    encoding=encoding, **{n.split(".")[1]: t for n, t in mine.items() if n.startswith(p + ".")}
+                )
+                for p, encoding in packed.spec.encodings.items()
+            }
+            vectors = {n: t for n, t in mine.items() if "." not in n}
+            return Expert(**{"gate": None, **projections, **vectors})  # type: ignore[arg-type]
+
+        return ExpertWeights(packed.spec, read)
+
+    def view(
+        self, spec: ExpertsSpec, stacks: dict[str, QuantTensor], vectors: dict[str, Tensor] | None = None
+    ) -> Packed:
+        """Stacked tensors that exist already, any strides, as a packed layer without copying.
+
+        Args:
+            spec: what they are.
+            stacks: gate (where there is one), up and down as [E, N, K].
+            vectors: biases, [E, F] or [E, H], by name ("up_bias").
+        """
+        tensors = {f"{p}.{n}": part for p, stack in stacks.items() for n, part in stack.parts().items()}
+        return Packed(self.name, spec, {**tensors, **(vectors or {})})
+
+
+def _parts(expert: Expert) -> dict[str, Tensor]:
+    parts = {f"{p}.{n}": part for p, tensor in expert.projections.items() for n, part in tensor.parts().items()}
+    return {**parts, **expert.vectors}

@@ -1,0 +1,190 @@
+"""Device and Machine: what a GPU is, and what is installed beside it. The one place that asks (leaf).
+
+Named devices describe GPUs one does not have, so that ``polymoe.explain(..., device="rtx5090")`` works on a laptop.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from importlib import metadata
+from typing import Any, Literal
+
+from polymoe.errors import ArgumentError, nearest
+
+__all__ = ["DEVICES", "Device", "Machine"]
+
+PACKAGES = ("torch", "triton", "transformers", "flashinfer-python", "vllm", "sglang")
+"""Distributions a backend may need; a machine records which of them are installed, and their versions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """What a device can do.
+
+    Attributes:
+        name: short name, as given to ``--device``.
+        kind: "cuda" or "cpu".
+        capability: compute capability (9, 0) of a GPU.
+        sms: streaming multiprocessors.
+        memory_bytes: device memory; 0 where it is not a property of the device (cpu).
+        bandwidth: bytes a second from device memory.
+        flops_16bit, flops_fp8: dense tensor-core rates with float32 accumulation, 1/s; fp8 None where there is none.
+        shared_memory_bytes: most shared memory of one thread block.
+        rates: where the rates come from: "measured" or "datasheet" or "nominal".
+    """
+
+    name: str
+    kind: Literal["cuda", "cpu"]
+    capability: tuple[int, int] | None = None
+    sms: int = 1
+    memory_bytes: int = 0
+    bandwidth: float
+    flops_16bit: float
+    flops_fp8: float | None = None
+    shared_memory_bytes: int = 0
+    rates: Literal["measured", "datasheet", "nominal"] = "datasheet"
+
+    @property
+    def arch(self) -> str:
+        """``"sm_90"`` for a GPU, ``"cpu"`` otherwise."""
+        return f"sm_{self.capability[0]}{self.capability[1]}" if self.capability else "cpu"
+
+    @property
+    def sm(self) -> int:
+        """Compute capability as one number, 90 for (9, 0); 0 for a CPU."""
+        return 10 * self.capability[0] + self.capability[1] if self.capability else 0
+
+    def __str__(self) -> str:
+        return self.name if self.name == self.arch else f"{self.name} ({self.arch})"
+
+
+# Shared memory of one block (opt-in maximum), CUDA C++ Programming Guide, table of technical specifications.
+_SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
+
+
+def _gpu(name: str, sm: int, sms: int, gigabytes: int, tb_s: float, bf16: float, fp8: float | None = None) -> Device:
+    return Device(
+        name=name,
+        kind="cuda",
+        capability=divmod(sm, 10),
+        sms=sms,
+        memory_bytes=gigabytes * 10**9,
+        bandwidth=tb_s * 1e12,
+        flops_16bit=bf16 * 1e12,
+        flops_fp8=fp8 * 1e12 if fp8 else None,
+        shared_memory_bytes=_SHARED_KIB[sm] * 1024,
+    )
+
+
+# Vendors' data sheets, dense rates with float32 accumulation; the h200's copy bandwidth and matrix rate are measured.
+DEVICES: dict[str, Device] = {
+    d.name: d
+    for d in (
+        _gpu("a100", 80, 108, 80, 2.039, 312),
+        _gpu("rtx3090", 86, 82, 24, 0.936, 71),
+        _gpu("a10", 86, 72, 24, 0.600, 125),
+        _gpu("l4", 89, 58, 24, 0.300, 121, 242),
+        _gpu("l40s", 89, 142, 48, 0.864, 362, 733),
+        _gpu("rtx4090", 89, 128, 24, 1.008, 165, 330),
+        _gpu("h100", 90, 132, 80, 3.35, 989, 1979),
+        replace(_gpu("h200", 90, 132, 141, 4.3, 790, 1580), rates="measured"),
+        _gpu("b200", 100, 148, 180, 7.7, 2250, 4500),
+        _gpu("b300", 103, 148, 288, 8.0, 2250, 4500),
+        _gpu("rtx5090", 120, 170, 32, 1.792, 209, 419),
+        _gpu("rtxpro6000", 120, 188, 96, 1.792, 503, 1007),
+        _gpu("gb10", 121, 48, 128, 0.273, 125, 250),
+        # A CPU's rates differ tenfold between machines and choose nothing: there is one backend for it.
+        Device(name="cpu", kind="cpu", bandwidth=40e9, flops_16bit=0.5e12, rates="nominal"),
+    )
+}
+"""Named devices."""
+
+_TYPICAL = {80: "a100", 86: "rtx3090", 89: "rtx4090", 90: "h100", 100: "b200", 103: "b300", 120: "rtx5090", 121: "gb10"}
+
+
+def _named(name: str) -> Device:
+    key = name.lower().replace("-", "").replace(" ", "")
+    if key in DEVICES:
+        return DEVICES[key]
+    arch = re.fullmatch(r"sm_?(\d+)[a-z]?", key)
+    if arch and int(arch[1]) in _TYPICAL:
+        return replace(DEVICES[_TYPICAL[int(arch[1])]], name=f"sm_{arch[1]}")
+    raise ArgumentError("device", got=repr(name), hint=nearest(name, [*DEVICES, *(f"sm_{sm}" for sm in _TYPICAL)]))
+
+
+def _detected(index: int) -> Device:
+    import torch
+
+    p: Any = torch.cuda.get_device_properties(index)
+    sm = 10 * p.major + p.minor
+    key = re.sub(r"nvidia|geforce|blackwell|[^a-z0-9]", "", p.name.lower())
+    known = [d for d in DEVICES.values() if d.capability == (p.major, p.minor) and key.startswith(d.name)]
+    typical = known[0] if known else DEVICES[_TYPICAL[max((s for s in _TYPICAL if s <= sm), default=80)]]
+    clock, bus = getattr(p, "memory_clock_rate", 0), getattr(p, "memory_bus_width", 0)
+    return replace(
+        typical,
+        name=typical.name if known else p.name,
+        capability=(p.major, p.minor),
+        sms=p.multi_processor_count,
+        memory_bytes=p.total_memory,
+        # Double data rate, kHz times bits.
+        bandwidth=typical.bandwidth if known or not clock or not bus else 2e3 * clock * bus / 8,
+        shared_memory_bytes=getattr(p, "shared_memory_per_block_optin", typical.shared_memory_bytes),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A device with the software beside it: all that a backend's check may know of its surroundings.
+
+    Attributes:
+        device: what computes.
+        packages: installed distributions of interest, ``{"triton": "3.6.0"}``.
+        driver: newest CUDA version the driver runs, (13, 0), or None where there is no driver or it is not known.
+    """
+
+    device: Device
+    packages: Mapping[str, str] = field(default_factory=dict, hash=False)
+    driver: tuple[int, int] | None = None
+
+    @classmethod
+    def of(cls, device: str | Device | None = None) -> Machine:
+        """The machine for a device name: "cuda", "cuda:1", "cpu", a GPU's name, an architecture ("sm_90"), or None for
+        what is here. Packages are those installed here.
+
+        Raises:
+            ArgumentError: for an unknown name, or "cuda" where there is no GPU.
+        """
+        packages = {name: version for name in PACKAGES if (version := _version(name))}
+        if isinstance(device, Device):
+            return cls(device, packages)
+        if device is not None and not device.startswith("cuda"):
+            return cls(_named(device), packages)
+        import torch
+
+        if not torch.cuda.is_available():
+            if device is None:
+                return cls(DEVICES["cpu"], packages)
+            raise ArgumentError(
+                "device",
+                expected="a CUDA device",
+                got="none in this machine",
+                hint='use device="cpu", or name a GPU to explain',
+            )
+        index = torch.device(device or "cuda").index
+        # 13000 for CUDA 13.0; torch has no public name for it.
+        version = int(getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)())
+        return cls(
+            _detected(torch.cuda.current_device() if index is None else index),
+            packages,
+            (version // 1000, version % 1000 // 10) if version else None,
+        )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

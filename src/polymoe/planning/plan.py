@@ -1,0 +1,86 @@
+"""Plan: one layout, and the backend with its configuration for each token count."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from polymoe.errors import ArgumentError, PlanError, nearest
+
+__all__ = ["ROLE_TOKENS", "Config", "Plan", "PlanStep", "Role", "role_tokens"]
+
+Role = Literal["decode", "prefill", "mixed"]
+
+_DECODE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_PREFILL = (1024, 2048, 4096, 8192)
+ROLE_TOKENS: dict[str, tuple[int, ...]] = {"decode": _DECODE, "prefill": _PREFILL, "mixed": _DECODE + _PREFILL}
+"""Token counts at which layouts are compared for each role."""
+
+
+def role_tokens(role: str) -> tuple[int, ...]:
+    """Token counts of a role.
+
+    Raises:
+        ArgumentError: for an unknown role.
+    """
+    if role not in ROLE_TOKENS:
+        raise ArgumentError("role", got=repr(role), hint=nearest(role, ROLE_TOKENS))
+    return ROLE_TOKENS[role]
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Base of backends' configurations: frozen, so that equal choices compare equal. Prints its fields."""
+
+    def __str__(self) -> str:
+        return ", ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self)) or "-"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanStep:
+    """Calls of up to ``max_tokens`` tokens (None: any number) go to ``backend`` with ``config``."""
+
+    max_tokens: int | None
+    backend: str
+    config: Config
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Steps in ascending order of ``max_tokens``, all reading the one ``layout``.
+
+    ``Plan("natural", (PlanStep(63, "small", c1), PlanStep(None, "large", c2)))`` runs 1 to 63 tokens on ``small``.
+    """
+
+    layout: str
+    steps: tuple[PlanStep, ...]
+
+    def __post_init__(self) -> None:
+        bounds = [float("inf") if s.max_tokens is None else s.max_tokens for s in self.steps]
+        if not bounds or bounds != sorted(set(bounds)):
+            raise PlanError(f"plan for layout {self.layout}", expected="ascending token bounds", got=str(bounds))
+
+    def step(self, tokens: int) -> PlanStep:
+        """The step for a call of ``tokens`` tokens.
+
+        Raises:
+            PlanError: if the plan ends below.
+        """
+        for step in self.steps:
+            if step.max_tokens is None or tokens <= step.max_tokens:
+                return step
+        raise PlanError(
+            f"call with {tokens} tokens",
+            expected=f"at most {self.steps[-1].max_tokens} (backend {self.steps[-1].backend})",
+            got=str(tokens),
+            hint='use backend="auto", or split the call',
+        )
+
+    def ranges(self) -> list[tuple[str, PlanStep]]:
+        """Each step with its token range as text: ``[("1-63", ...), ("64+", ...)]``."""
+        result, start = [], 1
+        for step in self.steps:
+            last = step.max_tokens
+            result.append((f"{start}+" if last is None else f"{start}-{last}" if last > start else str(start), step))
+            start = (last or 0) + 1
+        return result

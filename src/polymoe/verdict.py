@@ -1,0 +1,68 @@
+"""Verdict: whether something fits a problem, with every reason why not (leaf: imports nothing of ours)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["Accepted", "Reason", "Reasons", "Rejected", "Verdict"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """One requirement that is not met: ``Reason("GPU", "SM90", "SM80")``."""
+
+    what: str
+    wanted: str
+    got: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: wants {self.wanted}, got {self.got}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """It fits.
+
+    Attributes:
+        max_tokens: most tokens of one call, or None for any number.
+        capturable: whether a call can be captured in a CUDA graph.
+        by_name_only: why ``auto`` passes it over, or "" if ``auto`` may take it.
+    """
+
+    max_tokens: int | None = None
+    capturable: bool = False
+    by_name_only: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """It does not fit, for all of these reasons."""
+
+    reasons: tuple[Reason, ...]
+
+
+Verdict = Accepted | Rejected
+
+
+@dataclass(slots=True)
+class Reasons:
+    """Collects what fails, so that a check reports everything and not the first thing.
+
+    ::
+
+        reasons = Reasons()
+        reasons.need(problem.spec.hidden % 64 == 0, "H", "a multiple of 64", problem.spec.hidden)
+        return reasons.verdict(Accepted(capturable=True))
+    """
+
+    found: list[Reason] = field(default_factory=list)
+
+    def need(self, holds: bool, what: str, wanted: object, got: object) -> bool:
+        """Note the requirement unless it ``holds``; returns ``holds``."""
+        if not holds:
+            self.found.append(Reason(what, str(wanted), str(got)))
+        return holds
+
+    def verdict(self, accepted: Accepted) -> Verdict:
+        """``accepted`` if nothing failed, else the rejection."""
+        return Rejected(tuple(self.found)) if self.found else accepted
