@@ -91,7 +91,8 @@ def run_expert(expert: Expert, x_TH: Tensor, activation: Activation, activations
 
     x = emulate_activations(x_TH, activations, expert.gate_up_input_scale)
     up = project("up", x)
-    h = activation(up) if expert.gate is None else activation(project("gate", x), up)
+    inputs = (up,) if expert.gate is None else (project("gate", x), up)
+    h = activation(*inputs)
     return project("down", emulate_activations(h, activations, expert.down_input_scale))
 
 

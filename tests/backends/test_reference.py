@@ -1,0 +1,156 @@
+"""The reference against the plainest possible loop in float64, over formats, activations and ragged calls."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from polymoe.activations import GeGLU, SwiGLU
+from polymoe.backends import BACKENDS
+from polymoe.backends.reference import emulate_activations, run_experts
+from polymoe.backends.select import select
+from polymoe.errors import CheckpointError, UnsupportedProblem
+from polymoe.experts import relative_error
+from polymoe.formats import FORMATS
+from polymoe.machine import Machine
+from polymoe.routing import Routing
+from polymoe.tensors import ExpertsSpec, ExpertWeights
+from polymoe.verdict import Accepted
+from problems import GPT_OSS, plain_experts, problem_of, random_call, random_experts
+
+
+def check(weights: ExpertWeights, routing: Routing, x: torch.Tensor, **kwargs: object) -> None:
+    problem = problem_of(weights, **kwargs)  # type: ignore[arg-type]
+    expected = plain_experts(weights, problem, x, routing)
+    assert relative_error(run_experts(problem, weights, x, routing), expected) < 2e-6
+    assert relative_error(run_experts(problem, weights, x, routing, torch.float64), expected) < 1e-14
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("format", FORMATS)
+def test_formats(format: str, gated: bool) -> None:
+    weights = random_experts(format, gated=gated)
+    x, routing = random_call(7, 64, 5)
+    check(weights, routing, x)
+
+
+@pytest.mark.parametrize(
+    "activation", [SwiGLU(), GPT_OSS, SwiGLU(limit=0.5), GeGLU(), GeGLU("tanh")], ids=lambda a: a.name
+)
+@pytest.mark.parametrize("weight_on", ["output", "input"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_activations_bias_and_weight(activation: SwiGLU, weight_on: str, bias: bool) -> None:
+    weights = random_experts(bias=bias)
+    x, routing = random_call(9, 64, 5)
+    check(weights, routing, x, activation=activation, weight_on=weight_on)
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 22])
+@pytest.mark.parametrize("tokens", [1, 2, 33])
+def test_token_counts_and_top_k(tokens: int, top_k: int) -> None:
+    """k = 22 of 5 experts has every id many times over in one token."""
+    weights = random_experts()
+    x, routing = random_call(tokens, 64, 5, top_k)
+    check(weights, routing, x)
+
+
+def test_one_expert_gets_everything() -> None:
+    weights = random_experts()
+    x, routing = random_call(6, 64, 5)
+    check(weights, Routing(torch.full_like(routing.topk_ids_TA, 4), routing.topk_weights_TA), x)
+
+
+@pytest.mark.parametrize(("hidden", "intermediate"), [(2880, 64), (96, 336), (64, 192)])
+def test_odd_sizes(hidden: int, intermediate: int) -> None:
+    weights = random_experts("nvfp4", experts=3, hidden=hidden, intermediate=intermediate)
+    x, routing = random_call(3, hidden, 3)
+    check(weights, routing, x)
+
+
+def test_sentinels_contribute_exactly_nothing_even_beside_nan() -> None:
+    weights = random_experts(bias=True)
+    x, _ = random_call(4, 64, 5)
+    ids = torch.tensor([[-1, 5], [-1, -1], [5, 5], [2, -1]])
+    nan = torch.full((4, 2), float("nan"))
+    nan[3, 0] = 1.0
+    y = run_experts(problem_of(weights), weights, x, Routing(ids, nan))
+    assert torch.equal(y[:3], torch.zeros(3, 64))
+    assert torch.isfinite(y[3]).all()
+    assert y[3].norm() > 0
+
+
+def test_ranks_add_up_to_the_whole() -> None:
+    whole = random_experts(bias=True)
+    x, routing = random_call(11, 64, 5, 3)
+    expected = run_experts(problem_of(whole), whole, x, routing)
+    total = torch.zeros_like(expected)
+    for first, count in ((0, 2), (2, 3)):
+        s = whole.spec
+        spec = ExpertsSpec(
+            hidden=s.hidden, intermediate=s.intermediate, experts=5, gate=s.gate, up=s.up, down=s.down, bias=True,
+            first_expert=first, local_experts=count,
+        )  # fmt: skip
+        part = ExpertWeights(spec, lambda e, first=first: whole.expert(first + e))
+        total += run_experts(problem_of(part, ep=2), part, x, routing)
+    assert relative_error(total, expected) < 1e-6
+
+
+def test_only_experts_with_tokens_are_read() -> None:
+    weights = random_experts()
+    read: list[int] = []
+
+    def spy(e: int):  # type: ignore[no-untyped-def]
+        read.append(e)
+        return weights.expert(e)
+
+    x, _ = random_call(3, 64, 5)
+    ids = torch.tensor([[1, 3], [3, 3], [1, -1]])
+    run_experts(problem_of(weights), ExpertWeights(weights.spec, spy), x, Routing(ids, torch.ones(3, 2)))
+    assert read == [1, 3]
+
+
+class TestActivationModes:
+    def test_16bit_is_exact(self) -> None:
+        x = torch.randn(3, 200)
+        assert emulate_activations(x, "16bit") is x
+
+    @pytest.mark.parametrize(("mode", "blocks"), [("fp8_token", [(0, 200)]), ("fp8_group128", [(0, 128), (128, 200)])])
+    def test_dynamic_scales(self, mode: str, blocks: list[tuple[int, int]]) -> None:
+        x = torch.randn(3, 200) * torch.tensor([[1e-3], [1.0], [1e3]])
+        x[0, :128] = 0
+        expected = torch.empty_like(x)
+        for row in range(3):
+            for start, stop in blocks:
+                block = x[row, start:stop]
+                scale = block.abs().max() / 448 if block.abs().max() > 0 else torch.tensor(1.0)
+                expected[row, start:stop] = (block / scale).to(torch.float8_e4m3fn).float() * scale
+        got = emulate_activations(x, mode)
+        assert torch.equal(got, expected)
+        assert 0 < relative_error(got, x) < 0.04
+
+    def test_static_scale_clips(self) -> None:
+        got = emulate_activations(torch.tensor([[1.0, 1000.0, -1000.0]]), "fp8_static", torch.tensor(1.0))
+        assert got.tolist() == [[1.0, 448.0, -448.0]]
+
+    def test_static_without_a_scale_is_refused(self) -> None:
+        with pytest.raises(CheckpointError, match="input scale"):
+            emulate_activations(torch.ones(1, 4), "fp8_static")
+
+    def test_the_mode_is_part_of_the_problem(self) -> None:
+        weights = random_experts("fp8_block128", hidden=256, intermediate=128)
+        x, routing = random_call(8, 256, 5)
+        exact = run_experts(problem_of(weights), weights, x, routing)
+        emulated = run_experts(problem_of(weights, activations="fp8_group128"), weights, x, routing)
+        assert 1e-3 < relative_error(emulated, exact) < 5.5e-2
+
+
+def test_auto_takes_the_reference_only_without_a_gpu() -> None:
+    problem = problem_of(random_experts())
+    assert select(problem, Machine.of("cpu")).require().steps[0].backend == "reference"
+    on_gpu = select(problem, Machine.of("h200"))
+    if set(BACKENDS) == {"reference"}:
+        with pytest.raises(UnsupportedProblem, match='backend="reference"'):
+            on_gpu.require()
+    assert select(problem, Machine.of("h200"), backend="reference").require().steps[0].backend == "reference"
+    assert not isinstance(on_gpu.candidates[0].verdict, type(None))
+    assert isinstance(on_gpu.candidates[0].verdict, Accepted)

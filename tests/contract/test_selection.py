@@ -1,0 +1,192 @@
+"""Selection's promises, proven with the toy backends."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from contract.toys import LAYOUTS, Toy, choice, toys
+from polymoe.errors import ArgumentError, PlanError, UnsupportedProblem, VerificationError
+from polymoe.experts import FusedExperts, relative_error
+from polymoe.verdict import Accepted, Rejected
+from problems import plain_experts, problem_of, random_call, random_experts
+
+
+def test_backends_that_share_a_layout_split_the_token_range() -> None:
+    weights = random_experts()
+    backends = toys()
+    experts = FusedExperts.pack(problem_of(weights), weights, choice(backends), check=False)
+    plan = experts.explain().require()
+    assert plan.layout == "flipped"
+    assert [(tokens, step.backend) for tokens, step in plan.ranges()] == [
+        ("1-63", "small"), ("64-512", "large"), ("513+", "large"),
+    ]  # fmt: skip
+    for tokens in (1, 63, 64, 700):
+        x, routing = random_call(tokens, 64, 5)
+        y = experts(x, *routing)
+        assert relative_error(y, plain_experts(weights, experts.problem, x, routing)) < 1e-5
+    assert (backends["small"].calls, backends["large"].calls) == ([1, 63], [64, 700])
+
+
+def test_every_reason_is_reported_not_the_first() -> None:
+    weights = random_experts()
+    selection = choice(toys()).select(problem_of(weights))
+    absent = next(c for c in selection.candidates if c.backend == "absent")
+    assert isinstance(absent.verdict, Rejected)
+    assert [(r.what, r.wanted, r.got) for r in absent.verdict.reasons] == [
+        ("package toykernels", "any version", "not installed"),
+        ("H", "a multiple of 4096", "64"),
+    ]
+    text = str(selection)
+    assert "package toykernels: wants any version, got not installed" in text
+    assert "H: wants a multiple of 4096, got 64" in text
+
+
+def test_one_copy_of_the_weights() -> None:
+    weights = random_experts(bias=True)
+    experts = FusedExperts.pack(problem_of(weights), weights, choice(toys()))
+    held = sum(b.numel() * b.element_size() for b in experts.buffers())
+    assert held == experts.packed.nbytes == sum(x.nbytes for x in weights)
+    assert experts.state_dict() == {}
+    for got, expected in zip(experts.weights, weights, strict=True):
+        for name, tensor in expected.projections.items():
+            for part, value in tensor.parts().items():
+                assert torch.equal(got.projections[name].parts()[part].view(torch.uint8), value.view(torch.uint8))
+
+
+@pytest.mark.parametrize("backend", ["absent"])
+def test_a_named_backend_that_is_rejected_raises_with_its_reasons(backend: str) -> None:
+    weights = random_experts()
+    with pytest.raises(UnsupportedProblem) as error:
+        FusedExperts.pack(problem_of(weights), weights, choice(toys(), backend), where="layer 7")
+    text = str(error.value)
+    assert "layer 7" in text
+    assert "backend 'absent'" in text
+    assert "toykernels" in text
+    assert "multiple of 4096" in text
+    assert 'backend="small"' in text
+    assert isinstance(error.value, NotImplementedError)
+
+
+def test_a_named_backend_is_never_replaced() -> None:
+    weights = random_experts()
+    backends = toys()
+    experts = FusedExperts.pack(problem_of(weights), weights, choice(backends, "small"), check=False)
+    experts(*_flat(random_call(63, 64, 5)))
+    with pytest.raises(PlanError, match=r"at most 63 \(backend small\)"):
+        experts(*_flat(random_call(64, 64, 5)))
+    assert backends["large"].calls == []
+
+
+def test_auto_needs_a_layout_that_takes_any_number_of_tokens() -> None:
+    weights = random_experts()
+    only_small = {"small": toys()["small"]}
+    selection = choice(only_small).select(problem_of(weights))
+    assert selection.plan is None
+    with pytest.raises(UnsupportedProblem, match="up to 63 tokens"):
+        selection.require()
+
+
+def test_unknown_backend_names_the_nearest() -> None:
+    weights = random_experts()
+    with pytest.raises(ArgumentError, match="did you mean 'small'"):
+        choice(toys(), "smal").select(problem_of(weights))
+
+
+def test_the_layout_with_the_least_mean_over_the_role_wins() -> None:
+    """``decoder`` is best to 256 tokens and hopeless above: decode takes its layout, prefill the other one."""
+    weights = random_experts()
+    problem = problem_of(weights)
+
+    class Decoder(Toy):
+        def predict(self, problem, machine, tokens):  # type: ignore[no-untyped-def]
+            times = 1.1 if tokens <= 256 else 40.0
+            return type(super().predict(problem, machine, tokens))(
+                times * super().predict(problem, machine, tokens).time_us / self.times_floor, "measured"
+            )
+
+    table = {**toys(), "decoder": Decoder("decoder", layouts=("natural",))}
+    chosen = {
+        role: choice(table, role=role).select(problem).require().layout for role in ("decode", "prefill", "mixed")
+    }
+    assert chosen == {"decode": "natural", "prefill": "flipped", "mixed": "flipped"}
+
+
+def test_an_exception_inside_a_check_surfaces() -> None:
+    class Broken(Toy):
+        def check(self, problem, machine):  # type: ignore[no-untyped-def]
+            raise ZeroDivisionError("a bug in a check")
+
+    weights = random_experts()
+    with pytest.raises(ZeroDivisionError):
+        choice({**toys(), "broken": Broken("broken")}).select(problem_of(weights))
+
+
+def test_a_backend_that_computes_something_else_is_refused_at_load() -> None:
+    weights = random_experts()
+    wrong = {"wrong": Toy("wrong", error=0.02)}
+    with pytest.raises(VerificationError) as error:
+        FusedExperts.pack(problem_of(weights), weights, choice(wrong), where="layer 3")
+    assert "layer 3" in str(error.value)
+    assert "'wrong'" in str(error.value)
+    assert 0.019 < float(error.value.got or "nan") < 0.021
+    FusedExperts.pack(problem_of(weights), weights, choice(wrong), check=False)
+
+
+def test_the_load_check_runs_every_backend_of_the_plan() -> None:
+    weights = random_experts()
+    backends = {**toys(), "large": Toy("large", times_floor=3.0, error=0.5)}
+    with pytest.raises(VerificationError, match="'large'"):
+        FusedExperts.pack(problem_of(weights), weights, choice(backends))
+    assert backends["small"].calls == [8]
+
+
+def test_the_load_check_compares_with_the_checkpoint_and_not_with_itself() -> None:
+    """A layout that loses something is caught although its own round trip agrees with itself."""
+
+    class Lossy(type(LAYOUTS["flipped"])):  # type: ignore[misc]
+        def pack(self, weights, device, out=None):  # type: ignore[no-untyped-def]
+            packed = super().pack(weights, device, out)
+            packed.tensors["up.codes"].bitwise_and_(0x77)  # every sign lost
+            return packed
+
+    weights = random_experts()
+    lossy = choice(toys())
+    lossy = type(lossy)(lossy.machine, "mixed", "auto", lossy.backends, {"flipped": Lossy()})
+    with pytest.raises(VerificationError, match="'small'"):
+        FusedExperts.pack(problem_of(weights), weights, lossy)
+
+
+def test_selection_as_json_has_verdicts_predictions_and_plan() -> None:
+    weights = random_experts()
+    found = choice(toys(), device="h200").select(problem_of(weights)).to_dict()
+    assert [c["backend"] for c in found["candidates"]] == ["small", "large", "absent"]
+    assert [c["accepted"] for c in found["candidates"]] == [True, True, False]
+    assert found["candidates"][2]["reasons"][0]["what"] == "package toykernels"
+    assert [p["tokens"] for p in found["candidates"][0]["predicted"]] == [1, 2, 4, 8, 16, 32]
+    assert found["plan"]["steps"][0] == {"tokens": "1-63", "max_tokens": 63, "backend": "small", "config": "tile=16"}
+    assert found["device"] == {"name": "h200", "arch": "sm_90", "rates": "measured"}
+
+
+def test_update_keeps_addresses() -> None:
+    weights, other = random_experts(seed=0), random_experts(seed=9)
+    experts = FusedExperts.pack(problem_of(weights), weights, choice(toys()))
+    addresses = [b.data_ptr() for b in experts.buffers()]
+    experts.update(other)
+    assert [b.data_ptr() for b in experts.buffers()] == addresses
+    experts.check(other)
+    with pytest.raises(VerificationError):
+        experts.check(weights)
+
+
+def test_verdicts_say_what_they_accept() -> None:
+    weights = random_experts()
+    selection = choice(toys()).select(problem_of(weights))
+    small = next(c for c in selection.candidates if c.backend == "small")
+    assert isinstance(small.verdict, Accepted)
+    assert small.verdict.max_tokens == 63
+
+
+def _flat(call):  # type: ignore[no-untyped-def]
+    x, routing = call
+    return x, *routing

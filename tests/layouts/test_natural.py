@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from polymoe.errors import PlanError
+from polymoe.formats import FORMATS
+from polymoe.layouts import LAYOUTS, Natural
+from polymoe.tensors import Expert
+from problems import random_experts
+
+CPU = torch.device("cpu")
+
+
+def parts(expert: Expert) -> dict[str, torch.Tensor]:
+    found = {f"{p}.{n}": t for p, q in expert.projections.items() for n, t in q.parts().items()}
+    return {**found, **expert.vectors}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("format", FORMATS)
+def test_round_trip_is_exact(layout: Natural, format: str, gated: bool) -> None:
+    weights = random_experts(format, gated=gated, bias=gated, hidden=160, intermediate=96)
+    assert layout.check(weights.spec) == ()
+    packed = layout.pack(weights, CPU)
+    back = layout.unpack(packed)
+    assert back.spec == weights.spec
+    for got, expected in zip(back, weights, strict=True):
+        assert parts(got).keys() == parts(expected).keys()
+        for name, tensor in parts(expected).items():
+            assert torch.equal(parts(got)[name].float(), tensor.float()), name
+    assert packed.nbytes == layout.nbytes(weights.spec)
+
+
+def test_repacking_in_place_keeps_the_tensors() -> None:
+    weights, other = random_experts(seed=1), random_experts(seed=2)
+    packed = Natural().pack(weights, CPU)
+    addresses = {n: t.data_ptr() for n, t in packed.tensors.items()}
+    again = Natural().pack(other, CPU, out=packed)
+    assert {n: t.data_ptr() for n, t in again.tensors.items()} == addresses
+    assert torch.equal(again.tensors["up.codes"], Natural().pack(other, CPU).tensors["up.codes"])
+
+
+def test_repacking_other_sizes_is_refused() -> None:
+    packed = Natural().pack(random_experts(), CPU)
+    with pytest.raises(PlanError, match="load these experts anew"):
+        Natural().pack(random_experts(hidden=96), CPU, out=packed)
+
+
+def test_experts_must_agree_on_what_they_have() -> None:
+    weights = random_experts()
+    scale = torch.tensor(0.5)
+
+    def read(e: int) -> Expert:
+        x = weights.expert(e)
+        return x if e else Expert(gate=x.gate, up=x.up, down=x.down, down_input_scale=scale)
+
+    with pytest.raises(PlanError, match="down_input_scale"):
+        Natural().pack(type(weights)(weights.spec, read), CPU)
+
+
+def test_view_copies_nothing() -> None:
+    weights = random_experts("bf16", hidden=32, intermediate=16)
+    gate_up = torch.randn(5, 32, 32).bfloat16()
+    from polymoe.formats import QuantTensor
+
+    bf16 = weights.spec.up
+    stacks = {
+        "gate": QuantTensor(gate_up[:, :16], bf16),
+        "up": QuantTensor(gate_up[:, 16:], bf16),
+        "down": QuantTensor(torch.randn(5, 32, 16).bfloat16(), bf16),
+    }
+    packed = Natural().view(weights.spec, stacks, {})
+    assert packed.tensors["up.codes"].data_ptr() == gate_up[0, 16:].data_ptr()
+    gate_up.zero_()
+    assert float(Natural().unpack(packed).expert(3).up.dequantize().abs().sum()) == 0

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from polymoe.errors import ArgumentError
+from polymoe.machine import DEVICES, Machine
+
+
+@pytest.mark.parametrize("name", sorted(DEVICES))
+def test_named_devices(name: str) -> None:
+    machine = Machine.of(name)
+    assert machine.device is DEVICES[name]
+    assert (machine.device.kind == "cpu") == (machine.device.capability is None)
+    assert machine.packages["torch"].split("+")[0] == torch.__version__.split("+")[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "like"), [("sm_90", "h100"), ("sm_120", "rtx5090"), ("sm_80", "a100"), ("SM_121", "gb10")]
+)
+def test_architectures(name: str, like: str) -> None:
+    device = Machine.of(name).device
+    assert (device.name, device.capability) == (name.lower(), DEVICES[like].capability)
+
+
+def test_spellings() -> None:
+    assert Machine.of("RTX-5090").device is DEVICES["rtx5090"]
+    assert Machine.of("RTX PRO 6000").device is DEVICES["rtxpro6000"]
+
+
+def test_unknown_name_suggests() -> None:
+    with pytest.raises(ArgumentError, match=r"did you mean 'h200'.*sm_90"):
+        Machine.of("h20")
+
+
+def test_older_than_any_known_architecture() -> None:
+    with pytest.raises(ArgumentError, match="sm_70"):
+        Machine.of("sm_70")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_no_gpu_here() -> None:
+    assert Machine.of().device.name == "cpu"
+    with pytest.raises(ArgumentError, match="none in this machine"):
+        Machine.of("cuda")
+
+
+@pytest.mark.gpu
+def test_the_gpu_here() -> None:
+    machine = Machine.of("cuda:0")
+    assert machine.device == Machine.of(machine.device).device
+    assert machine.device.capability == torch.cuda.get_device_capability(0)
+    assert machine.device.memory_bytes == torch.cuda.get_device_properties(0).total_memory
+    assert machine.driver is not None
+    assert machine.driver >= (11, 0)
+
+
+def test_machines_hash_and_compare_by_device() -> None:
+    assert Machine.of("h200") == Machine.of("h200")
+    assert hash(Machine.of("h200")) == hash(Machine.of("h200"))
