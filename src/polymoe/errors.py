@@ -22,6 +22,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from functools import partial
+from typing import Any
 
 __all__ = [
     "ArgumentError",
@@ -55,6 +57,11 @@ class PolymoeError(Exception):
         self.where, self.expected, self.got, self.hint = where, expected, got, hint
         super().__init__(where, expected, got, hint)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions are rebuilt from positional arguments, which would not fit; they must survive a process boundary.
+        rebuild = partial(type(self), expected=self.expected, got=self.got, hint=self.hint)
+        return rebuild, (self.where,)
+
     def __str__(self) -> str:
         facts = [f"expected {self.expected}"] if self.expected else []
         facts += [f"got {self.got}"] if self.got else []
@@ -68,8 +75,6 @@ class CheckpointError(PolymoeError, ValueError):
 
 class CheckpointNotFound(CheckpointError, FileNotFoundError):
     """The named checkpoint, file or layer does not exist."""
-
-    __str__ = PolymoeError.__str__
 
 
 class FormatError(PolymoeError, ValueError):
@@ -94,8 +99,6 @@ class VerificationError(PolymoeError, RuntimeError):
 
 class MissingDependency(PolymoeError, ImportError):
     """An optional package is needed and not installed; the hint names the extra that brings it."""
-
-    __str__ = PolymoeError.__str__
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

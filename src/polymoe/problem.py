@@ -49,8 +49,9 @@ class Problem:
             value = getattr(self, name)
             if value not in get_args(kind):
                 raise ArgumentError(f"Problem.{name}", got=repr(value), hint=nearest(str(value), get_args(kind)))
-        if not 1 <= self.top_k:
-            raise ArgumentError("Problem.top_k", expected="at least 1", got=str(self.top_k))
+        for name in ("top_k", "tp", "ep"):
+            if getattr(self, name) < 1:
+                raise ArgumentError(f"Problem.{name}", expected="at least 1", got=str(getattr(self, name)))
         if self.activation.gated != self.spec.gated:
             raise ArgumentError(
                 "Problem.activation",

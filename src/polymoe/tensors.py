@@ -75,9 +75,11 @@ class ExpertsSpec:
 
     @property
     def format(self) -> str:
-        """The encodings' name where all projections share it, else ``gate+up/down`` names joined."""
+        """The encodings' name where all projections share it, else ``up/down``, or ``gate+up/down`` if those differ."""
         up, down = self.up.name, self.down.name
-        return up if up == down and (self.gate is None or self.gate.name == up) else f"{up}/{down}"
+        if self.gate is not None and self.gate.name != up:
+            return f"{self.gate.name}+{up}/{down}"
+        return up if up == down else f"{up}/{down}"
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -86,6 +88,9 @@ class Expert:
 
     ``gate_up_input_scale`` and ``down_input_scale`` are the checkpoint's static activation scales (float32, no
     dimensions; they multiply: ``x ~ x_quantized * scale``), or None where it has none.
+
+    Raises:
+        FormatError: if the shapes do not fit together.
     """
 
     gate: QuantTensor | None
@@ -96,6 +101,14 @@ class Expert:
     down_bias: Tensor | None = None
     gate_up_input_scale: Tensor | None = None
     down_input_scale: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        intermediate, hidden = self.up.shape[-2:]
+        wanted = {"gate": [intermediate, hidden], "up": [intermediate, hidden], "down": [hidden, intermediate]}
+        wanted |= {"gate_bias": [intermediate], "up_bias": [intermediate], "down_bias": [hidden]}
+        for name, part in {**self.projections, **self.vectors}.items():
+            if list(part.shape) != wanted.get(name, []):
+                raise FormatError(name, expected=f"shape {wanted.get(name, [])}", got=str(list(part.shape)))
 
     @property
     def projections(self) -> dict[str, QuantTensor]:
@@ -159,26 +172,36 @@ class ExpertWeights:
 
         Experts without a gate give ``[E, F, H]``. Biases are not included.
         """
-        gate_up, down = [], []
-        for x in self:
-            up = x.up.dequantize(dtype)
-            gate_up.append(up if x.gate is None else torch.cat((x.gate.dequantize(dtype), up)))
-            down.append(x.down.dequantize(dtype))
-        return torch.stack(gate_up), torch.stack(down)
+        gate_up, down = torch.empty(0), torch.empty(0)
+        for e, x in enumerate(self):
+            halves = [p.dequantize(dtype) for p in (x.gate, x.up) if p is not None]
+            if e == 0:  # the first expert says on which device
+                sizes = (len(halves) * self.spec.intermediate, self.spec.hidden)
+                gate_up = halves[0].new_empty(self.spec.local_experts, *sizes)
+                down = halves[0].new_empty(self.spec.local_experts, self.spec.hidden, self.spec.intermediate)
+            torch.cat(halves, out=gate_up[e])
+            down[e] = x.down.dequantize(dtype)
+        return gate_up, down
 
     @classmethod
     def of(cls, experts: Sequence[Expert], *, total: int | None = None, first_expert: int = 0) -> ExpertWeights:
-        """Experts already in memory, of one shape and encoding; ``total`` is E of the whole layer."""
+        """Experts already in memory, of one shape and encoding; ``total`` is E of the whole layer.
+
+        Raises:
+            ArgumentError: for no experts, or a range that does not lie within ``total``.
+        """
+        if not experts:
+            raise ArgumentError("experts", expected="at least one", got="none")
         x = experts[0]
         intermediate, hidden = x.up.shape
         spec = ExpertsSpec(
             hidden=hidden,
             intermediate=intermediate,
-            experts=total or len(experts),
+            experts=len(experts) if total is None else total,
             gate=x.gate.encoding if x.gate is not None else None,
             up=x.up.encoding,
             down=x.down.encoding,
-            bias=x.down_bias is not None,
+            bias=any(name.endswith("_bias") for name in x.vectors),
             first_expert=first_expert,
             local_experts=len(experts),
         )
@@ -199,17 +222,24 @@ class ExpertWeights:
         not ``gated``, and ``[E, H, F]``; biases ``[E, 2F]`` or ``[E, F]``, and ``[E, H]``.
 
         Raises:
-            ArgumentError: for an unknown format name or shapes that do not fit together.
+            ArgumentError: for an unknown format name, shapes that do not fit together, or one bias without the other.
         """
         if isinstance(format, str) and format not in FORMATS:
             raise ArgumentError("format", got=repr(format), hint=nearest(format, FORMATS))
         f = FORMATS[format] if isinstance(format, str) else format
+        if down_EHF.dim() != 3:
+            raise ArgumentError("down_EHF", expected="shape [E, H, F]", got=str(list(down_EHF.shape)))
         count, hidden, intermediate = down_EHF.shape
-        parts = 2 if gated else 1
-        if tuple(gate_up_EFH.shape) != (count, parts * intermediate, hidden):
-            raise ArgumentError(
-                "gate_up_EFH", expected=str([count, parts * intermediate, hidden]), got=str(list(gate_up_EFH.shape))
-            )
+        rows = (2 if gated else 1) * intermediate
+        for name, tensor, shape in (
+            ("gate_up_EFH", gate_up_EFH, [count, rows, hidden]),
+            ("gate_up_bias_EF", gate_up_bias_EF, [count, rows]),
+            ("down_bias_EH", down_bias_EH, [count, hidden]),
+        ):
+            if tensor is not None and list(tensor.shape) != shape:
+                raise ArgumentError(name, expected=f"shape {shape}", got=str(list(tensor.shape)))
+        if (gate_up_bias_EF is None) != (down_bias_EH is None):
+            raise ArgumentError("bias", expected="both gate_up_bias_EF and down_bias_EH, or neither", got="one")
 
         def one(e: int) -> Expert:
             halves = gate_up_EFH[e].split(intermediate)

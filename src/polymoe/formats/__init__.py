@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from polymoe.formats.base import Format
 from polymoe.formats.encoding import Encoding, Granularity, PerChannel, PerGroup, PerTensor
 from polymoe.formats.float16 import Float16
@@ -34,18 +37,17 @@ def format_of(encoding: Encoding) -> Format:
     return kind(encoding)
 
 
-FORMATS: dict[str, Format] = {
-    f.name: f
-    for f in (
-        Float16(Encoding(element="bf16")),
-        Float16(Encoding(element="fp16")),
-        Fp8(Encoding(element="e4m3", granularity=PerTensor(), scale_dtype="float32")),
-        Fp8(Encoding(element="e4m3", granularity=PerChannel(), scale_dtype="float32")),
-        Fp8(Encoding(element="e4m3", granularity=PerGroup(128, 128), scale_dtype="float32")),
-        Mxfp4(Encoding(element="e2m1", granularity=PerGroup(1, 32), scale_dtype="e8m0")),
-        Nvfp4(Encoding(element="e2m1", granularity=PerGroup(1, 16), scale_dtype="e4m3", global_scale=True)),
-        Int4(Encoding(element="int4", granularity=PerGroup(1, 32), scale_dtype="bfloat16")),
-        Int4(Encoding(element="int4", granularity=PerGroup(1, 128), scale_dtype="bfloat16")),
-    )
-}
+_ROWS = (
+    Float16(Encoding(element="bf16")),
+    Float16(Encoding(element="fp16")),
+    Fp8(Encoding(element="e4m3", granularity=PerTensor(), scale_dtype="float32")),
+    Fp8(Encoding(element="e4m3", granularity=PerChannel(), scale_dtype="float32")),
+    Fp8(Encoding(element="e4m3", granularity=PerGroup(128, 128), scale_dtype="float32")),
+    Mxfp4(Encoding(element="e2m1", granularity=PerGroup(1, 32), scale_dtype="e8m0")),
+    Nvfp4(Encoding(element="e2m1", granularity=PerGroup(1, 16), scale_dtype="e4m3", global_scale=True)),
+    Int4(Encoding(element="int4", granularity=PerGroup(1, 32), scale_dtype="bfloat16")),
+    Int4(Encoding(element="int4", granularity=PerGroup(1, 128), scale_dtype="bfloat16")),
+)
+
+FORMATS: Mapping[str, Format] = MappingProxyType({f.name: f for f in _ROWS})
 """The usual formats by name: ``FORMATS["mxfp4"].quantize(w_NK)``."""

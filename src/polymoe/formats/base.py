@@ -20,7 +20,8 @@ __all__ = ["Format", "group_reduce"]
 class Format:
     """Base of the format classes; :data:`polymoe.formats.FORMATS` names the usual ones.
 
-    A subclass implements :meth:`_quantize`. Decoding needs no subclass: the encoding says it all.
+    A subclass implements :meth:`_quantize`, which gets finite, contiguous float32 weights. Decoding needs no subclass:
+    the encoding says it all.
     """
 
     encoding: Encoding
@@ -28,9 +29,16 @@ class Format:
     elements: ClassVar[tuple[str, ...]] = ()
     """Elements this class quantizes to."""
 
+    scale_dtypes: ClassVar[tuple[str | None, ...]] = (None,)
+    """Scale dtypes this class quantizes to; other ones are only read."""
+
     def __post_init__(self) -> None:
-        if self.encoding.element not in self.elements:
-            raise FormatError(type(self).__name__, expected=" or ".join(self.elements), got=self.encoding.element)
+        kind, e = type(self).__name__, self.encoding
+        if e.element not in self.elements:
+            raise FormatError(kind, expected=f"elements {' or '.join(self.elements)}", got=e.element)
+        if e.scale_dtype not in self.scale_dtypes:
+            known = " or ".join(map(str, self.scale_dtypes))
+            raise FormatError(kind, expected=f"scales in {known}", got=str(e.scale_dtype))
 
     @property
     def name(self) -> str:
@@ -43,18 +51,22 @@ class Format:
         return 8 * self.encoding.nbytes(4096, 4096) / 4096**2
 
     def quantize(self, w_NK: Tensor) -> QuantTensor:
-        """Round float weights ``[..., N, K]`` (any float dtype, finite) to this format.
+        """Round float weights ``[..., N, K]`` (any float dtype, finite) to this format, by way of float32.
 
         Raises:
-            FormatError: for weights that are not floating point, hold NaN or infinity, or whose K does not fit.
+            FormatError: for weights that are not floating point or have no rows or columns, for NaN and infinity, for
+                an odd K where two codes share a byte, and for weights too large for the element or its scale.
         """
         if w_NK.dim() < 2 or not w_NK.is_floating_point():
             raise FormatError(
                 f"{self.name}.quantize", expected="float [..., N, K]", got=f"{w_NK.dtype} {list(w_NK.shape)}"
             )
-        if not bool(torch.isfinite(w_NK).all()):
-            raise FormatError(f"{self.name}.quantize", expected="finite weights", got="NaN or infinity")
+        if 0 in w_NK.shape[-2:]:
+            raise FormatError(f"{self.name}.quantize", expected="rows and columns", got=str(list(w_NK.shape)))
         self.encoding.codes_shape(*w_NK.shape[-2:])
+        w_NK = w_NK.detach().float().contiguous()
+        if not bool(torch.isfinite(w_NK).all()):
+            raise FormatError(f"{self.name}.quantize", expected="finite float32 weights", got="NaN or infinity")
         return self._quantize(w_NK)
 
     def dequantize(self, tensor: QuantTensor, dtype: torch.dtype = torch.float32) -> Tensor:

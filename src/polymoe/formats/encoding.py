@@ -108,6 +108,8 @@ class Encoding:
             )
         if self.zero_points and self.element != "int4":
             raise FormatError("Encoding.zero_points", expected="int4 elements", got=self.element)
+        if self.global_scale and self.element != "e2m1":
+            raise FormatError("Encoding.global_scale", expected="e2m1 elements", got=self.element)
 
     @property
     def bits(self) -> int:
@@ -121,7 +123,7 @@ class Encoding:
         if g is None:
             return self.element
         if self.element == "int4":
-            k = f"g{g.k}" if isinstance(g, PerGroup) else str(g)
+            k = str(g) if not isinstance(g, PerGroup) else f"g{g.k}" if g.n == 1 else f"g{g.n}x{g.k}"
             return f"int4_{k}" + ("_zp" if self.zero_points else "")
         if self.element == "e2m1":
             base = "nvfp4" if self.global_scale else "mxfp4"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
+from polymoe.errors import FormatError
 from polymoe.formats.base import Format
 from polymoe.formats.elements import CODE_DTYPES
 from polymoe.formats.tensor import QuantTensor
@@ -20,4 +22,10 @@ class Float16(Format):
     elements: ClassVar[tuple[str, ...]] = ("bf16", "fp16")
 
     def _quantize(self, w_NK: Tensor) -> QuantTensor:
-        return QuantTensor(w_NK.to(CODE_DTYPES[self.encoding.element]), self.encoding)
+        codes = w_NK.to(CODE_DTYPES[self.encoding.element])
+        if not bool(torch.isfinite(codes).all()):
+            largest = torch.finfo(codes.dtype).max
+            raise FormatError(
+                f"{self.name}.quantize", expected=f"weights up to {largest:g}", got=f"{w_NK.abs().max():g}"
+            )
+        return QuantTensor(codes, self.encoding)

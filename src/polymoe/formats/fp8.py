@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from polymoe.formats.base import Format, group_reduce
-from polymoe.formats.elements import SCALE_DTYPES, decode_scale, encode_e4m3, encode_e8m0
+from polymoe.formats.elements import decode_scale, encode_e4m3, encode_scale
 from polymoe.formats.tensor import QuantTensor
 
 __all__ = ["Fp8"]
@@ -22,16 +21,10 @@ class Fp8(Format):
 
     __slots__ = ()
     elements: ClassVar[tuple[str, ...]] = ("e4m3",)
+    scale_dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16", "float16", "e8m0")
 
     def _quantize(self, w_NK: Tensor) -> QuantTensor:
-        w = w_NK.float()
-        amax = group_reduce(w.abs(), self.encoding)
-        wanted = torch.where(amax == 0, torch.ones_like(amax), amax / 448.0)
         assert self.encoding.scale_dtype is not None
-        if self.encoding.scale_dtype == "e8m0":
-            mantissa, exponent = torch.frexp(wanted)  # wanted = mantissa * 2**exponent, 0.5 <= mantissa < 1
-            scales = encode_e8m0(torch.where(mantissa == 0.5, exponent - 1, exponent))  # rounded up: nothing clips
-        else:
-            scales = wanted.to(SCALE_DTYPES[self.encoding.scale_dtype])
-        codes = encode_e4m3(w / self._expand(decode_scale(scales), w))
+        scales = encode_scale(group_reduce(w_NK.abs(), self.encoding) / 448.0, self.encoding.scale_dtype)
+        codes = encode_e4m3(w_NK / self._expand(decode_scale(scales), w_NK))
         return QuantTensor(codes, self.encoding, scales)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from polymoe.formats.base import Format, group_reduce
-from polymoe.formats.elements import SCALE_DTYPES, pack_nibbles
+from polymoe.formats.elements import decode_scale, encode_scale, pack_nibbles
 from polymoe.formats.tensor import QuantTensor
 
 __all__ = ["Int4"]
@@ -19,17 +19,18 @@ class Int4(Format):
 
     __slots__ = ()
     elements: ClassVar[tuple[str, ...]] = ("int4",)
+    scale_dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16", "float16", "e8m0")
 
     def _quantize(self, w_NK: Tensor) -> QuantTensor:
-        w = w_NK.float()
-        high = group_reduce(w, self.encoding).clamp_min(0)
-        low = group_reduce(w, self.encoding, "amin").clamp_max(0)
         # The range always holds 0, so that a zero weight stays exactly zero.
+        high = group_reduce(w_NK, self.encoding).clamp_min(0)
+        low = group_reduce(w_NK, self.encoding, "amin").clamp_max(0)
         asymmetric = self.encoding.zero_points
-        wanted = (high - low) / 15 if asymmetric else torch.maximum(high / 7, -low / 8)
+        wanted = high / 15 - low / 15 if asymmetric else torch.maximum(high / 7, -low / 8)
         assert self.encoding.scale_dtype is not None
-        scales = torch.where(wanted == 0, torch.ones_like(wanted), wanted).to(SCALE_DTYPES[self.encoding.scale_dtype])
-        zeros = (-low / scales.float()).round().clamp(0, 15) if asymmetric else torch.full_like(low, 8.0)
-        codes = (w / self._expand(scales.float(), w)).round() + self._expand(zeros, w)
+        scales = encode_scale(wanted, self.encoding.scale_dtype)
+        steps = decode_scale(scales)
+        zeros = (-low / steps).round().clamp(0, 15) if asymmetric else torch.full_like(low, 8.0)
+        codes = (w_NK / self._expand(steps, w_NK)).round() + self._expand(zeros, w_NK)
         codes = pack_nibbles(codes.clamp(0, 15).to(torch.uint8))
         return QuantTensor(codes, self.encoding, scales, zero_points=zeros.to(torch.uint8) if asymmetric else None)

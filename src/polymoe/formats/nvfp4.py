@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from polymoe.formats.base import Format, group_reduce
-from polymoe.formats.elements import encode_e2m1, encode_e4m3, pack_nibbles
+from polymoe.formats.elements import encode_e2m1, encode_e4m3, encode_scale, pack_nibbles
 from polymoe.formats.tensor import QuantTensor
 
 __all__ = ["Nvfp4"]
@@ -24,12 +24,11 @@ class Nvfp4(Format):
 
     __slots__ = ()
     elements: ClassVar[tuple[str, ...]] = ("e2m1",)
+    scale_dtypes: ClassVar[tuple[str, ...]] = ("e4m3",)
 
     def _quantize(self, w_NK: Tensor) -> QuantTensor:
-        w = w_NK.float()
-        global_scale = w.abs().amax((-2, -1)) / _LARGEST
-        global_scale = torch.where(global_scale == 0, torch.ones_like(global_scale), global_scale)
-        w = w / global_scale[..., None, None]
+        global_scale = encode_scale(w_NK.abs().amax((-2, -1)) / _LARGEST, "float32")
+        w = w_NK / global_scale[..., None, None]
         amax = group_reduce(w.abs(), self.encoding)
         # The smallest E4M3 number keeps a tiny group from dividing by zero; a group of zeros takes 1.
         wanted = torch.where(amax == 0, torch.ones_like(amax), (amax / 6.0).clamp_min(2.0**-9))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -106,7 +107,7 @@ class QuantTensor:
         """Rows ``start`` to ``stop`` (views). Block scales must begin and end with a block of rows.
 
         Raises:
-            FormatError: if the slice cuts a block, whose scale would then not fit either side.
+            FormatError: if the slice cuts a block, whose scale would then not fit either side, or is out of range.
         """
         return self._slice(-2, start, stop, step)
 
@@ -114,7 +115,7 @@ class QuantTensor:
         """Columns ``start`` to ``stop`` (views), at group boundaries.
 
         Raises:
-            FormatError: if the slice cuts a group or a byte.
+            FormatError: if the slice cuts a group or a byte, or is out of range.
         """
         return self._slice(-1, start, stop, 1)
 
@@ -122,16 +123,14 @@ class QuantTensor:
         g, size = self.encoding.granularity, self.shape[axis]
         per_byte = 2 if axis == -1 and self.encoding.bits == 4 else 1
         block = (g.n if axis == -2 else g.k) if isinstance(g, PerGroup) else 1
-        grain = max(block, per_byte)
+        grain = math.lcm(block, per_byte)
+        where = f"{self.encoding.name} {'rows' if axis == -2 else 'columns'} {start}:{stop}"
+        if not 0 <= start <= stop <= size:
+            raise FormatError(where, expected=f"a range within 0 to {size}")
         if step != 1 and block != 1:
-            raise FormatError(f"{self.encoding.name} slice", expected="step 1 across blocks", got=f"step {step}")
+            raise FormatError(where, expected="step 1 across blocks", got=f"step {step}")
         if start % grain or (stop % grain and stop != size):
-            what = "rows" if axis == -2 else "columns"
-            raise FormatError(
-                f"{self.encoding.name} {what} {start}:{stop}",
-                expected=f"multiples of {grain}",
-                got=f"a cut group of {size}",
-            )
+            raise FormatError(where, expected=f"multiples of {grain}, or the end at {size}", got="a cut block")
         scale_unit = block if isinstance(g, PerGroup) else 1 if isinstance(g, PerChannel) and axis == -2 else None
         units = {"codes": per_byte, "scales": scale_unit, "zero_points": scale_unit, "global_scale": None}
 
@@ -149,10 +148,9 @@ class QuantTensor:
         Raises:
             FormatError: if the present blocks are no multiples of the new ones.
         """
-        g = self.encoding.granularity
+        g, fine = self.encoding.granularity, PerGroup(n, k)
         if not isinstance(g, PerGroup) or g.n % n or g.k % k or self.encoding.zero_points:
             raise FormatError(f"refine {self.encoding.name}", expected=f"divisors of {g}", got=f"{n} x {k}")
-        fine = PerGroup(n, k)
         rows, columns = fine.scale_shape(*self.shape[-2:])
         assert self.scales is not None
         # Repeated as bytes: float8 dtypes have no repeat_interleave.
@@ -188,17 +186,25 @@ class QuantTensor:
                 continue
             finite = torch.isfinite(decode_scale(part))
             if not bool(finite.all()):
-                position = [int(i) for i in (~finite).nonzero()[0]] if part.dim() else []
+                position = [int(i) for i in (~finite).nonzero()[0]]
                 raise FormatError(
                     f"{where} {name.replace('_', ' ')}",
                     expected="finite numbers",
-                    got=f"NaN or infinity at {position}",
+                    got="NaN or infinity" + (f" at {position}" if position else ""),
                     hint="the file is damaged or its scales were never set: fetch or convert it again",
                 )
 
     @staticmethod
     def stack(tensors: Sequence[QuantTensor]) -> QuantTensor:
-        """One ``[E, N, K]`` tensor of E matrices of one encoding."""
+        """One ``[E, N, K]`` tensor of E matrices of one encoding.
+
+        Raises:
+            FormatError: for no matrices, or ones that differ in encoding or shape.
+        """
+        kinds = {(t.encoding, t.shape) for t in tensors}
+        if len(kinds) != 1:
+            got = ", ".join(sorted(f"{encoding!r} {list(shape)}" for encoding, shape in kinds))
+            raise FormatError("QuantTensor.stack", expected="matrices of one encoding and shape", got=got or "none")
         first = tensors[0]
         return replace(first, **{n: torch.stack([t.parts()[n] for t in tensors]) for n in first.parts()})
 
