@@ -1,0 +1,181 @@
+"""What a dialect is: an exact pair of reader and writer for one stored matrix.
+
+A dialect sees the tensors of one projection by suffix (``{"weight": ..., "weight_scale": ...}``), natural order
+``[N, K]``, one expert. Errors name the suffix; the checkpoint puts the tensor's full name there.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from polymoe.checkpoint.files import Header
+from polymoe.errors import FormatError
+from polymoe.formats import Encoding, PerChannel, QuantTensor
+from polymoe.formats.encoding import ScaleDtype
+
+__all__ = ["DTYPES", "SCALE_NAMES", "Dialect", "divided", "expect", "headers_of", "reciprocal", "stored_as"]
+
+DTYPES: dict[str, torch.dtype] = {
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+}
+"""Safetensors' dtype names that expert tensors use."""
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+SCALE_NAMES: dict[str, ScaleDtype] = {
+    "F32": "float32",
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F8_E8M0": "e8m0",
+    "F8_E4M3": "e4m3",
+    "U8": "e8m0",
+}
+"""Scale dtype that each stored dtype stands for; plain bytes are E8M0 exponents."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect(ABC):
+    """One way to store a matrix as named tensors.
+
+    ``write`` undoes ``read`` to the byte, in the dialect's usual dtypes and shapes (:func:`stored_as` gives back
+    unusual ones); only a global scale that is stored as a divisor may differ in its last bit, since float32
+    reciprocals are not one to one.
+    """
+
+    name: str
+
+    @property
+    @abstractmethod
+    def required(self) -> tuple[str, ...]:
+        """Suffixes without which the matrix cannot be read."""
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """Suffixes that may be there as well."""
+        return ()
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """Required and optional ones."""
+        return self.required + self.optional
+
+    @abstractmethod
+    def detect(self, headers: Mapping[str, Header], shape: tuple[int, int], hint: Encoding | None = None) -> Encoding:
+        """Encoding of the ``[N, K]`` matrix stored under ``headers``: dtypes and shapes decide, ``hint`` (what the
+        config says) only where both readings are possible.
+
+        Raises:
+            FormatError: for a dtype or shape that does not fit, naming the suffix.
+        """
+
+    @abstractmethod
+    def read(self, tensors: Mapping[str, Tensor], shape: tuple[int, int], hint: Encoding | None = None) -> QuantTensor:
+        """The matrix, as views of the stored tensors wherever the bytes already are ours.
+
+        Raises:
+            FormatError: as :meth:`detect`, and for values that contradict the shape or encoding.
+        """
+
+    @abstractmethod
+    def write(self, matrix: QuantTensor, input_scale: Tensor | None = None) -> dict[str, Tensor]:
+        """The tensors to store.
+
+        Raises:
+            FormatError: if this dialect has no place for the matrix's encoding.
+        """
+
+    def input_scale(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
+        """The static activation scale that is stored (float32, no dimensions, multiplies), or None.
+
+        A scale that is zero, negative or not finite was never calibrated (an expert without tokens): None too.
+        """
+        return None
+
+    def _refuse(self, encoding: Encoding, stores: str) -> FormatError:
+        return FormatError(f"dialect {self.name}", expected=stores, got=repr(encoding))
+
+
+def headers_of(tensors: Mapping[str, Tensor]) -> dict[str, Header]:
+    """Header of each tensor as safetensors would store it."""
+    return {suffix: Header(_NAMES.get(t.dtype, str(t.dtype)), tuple(t.shape)) for suffix, t in tensors.items()}
+
+
+def expect(
+    headers: Mapping[str, Header],
+    suffix: str,
+    dtypes: tuple[str, ...],
+    *shapes: tuple[int, ...],
+    hint: str | None = None,
+) -> Header:
+    """The suffix's header, after checking that it is there, of one of ``dtypes`` and of one of ``shapes`` (if any)."""
+    if suffix not in headers:
+        raise FormatError(suffix, expected="a tensor", got="none", hint=hint)
+    header = headers[suffix]
+    if header.dtype not in dtypes:
+        raise FormatError(suffix, expected=f"dtype {' or '.join(dtypes)}", got=header.dtype, hint=hint)
+    if shapes and tuple(header.shape) not in shapes:
+        wanted = " or ".join(str(list(s)) for s in shapes)
+        raise FormatError(suffix, expected=f"shape {wanted}", got=str(list(header.shape)), hint=hint)
+    return header
+
+
+def divided(columns: int, groups: int, suffix: str) -> int:
+    """Columns a group, from the number of stored scales along a row (P18: never taken from the config)."""
+    if groups < 1 or columns % groups:
+        raise FormatError(suffix, expected=f"a number of groups that divides {columns} columns", got=str(groups))
+    return columns // groups
+
+
+def granularity_axis(encoding: Encoding | None) -> bool:
+    """Whether the config calls a single scale column a channel scale rather than one wide group."""
+    return encoding is not None and isinstance(encoding.granularity, PerChannel)
+
+
+def reciprocal(scale: Tensor) -> Tensor:
+    """Float32 divisor ``y`` whose own reciprocal is ``scale`` if there is one (nearest if there is none)."""
+    guess = scale.float().reciprocal()
+    up, down = (torch.nextafter(guess, torch.full_like(guess, limit)) for limit in (torch.inf, 0.0))
+    for other in (up, down):
+        exact = (guess.reciprocal() != scale) & (other.reciprocal() == scale)
+        guess = torch.where(exact, other, guess)
+    return guess
+
+
+def stored_as(tensors: Mapping[str, Tensor], headers: Mapping[str, Header]) -> dict[str, Tensor]:
+    """The same bytes under the dtypes and shapes of ``headers``: U8 for I8, ``[1]`` for ``[]``; shape records as I32.
+
+    Raises:
+        FormatError: if a tensor does not hold as many bytes as its header asks for.
+    """
+    result = {}
+    for suffix, tensor in tensors.items():
+        header = headers.get(suffix)
+        if header is None:
+            result[suffix] = tensor
+            continue
+        dtype = DTYPES[header.dtype]
+        if suffix == "weight_shape":
+            tensor = tensor.to(dtype)
+        elif dtype.itemsize == tensor.dtype.itemsize and dtype != tensor.dtype:
+            tensor = tensor.view(dtype)
+        if tensor.dtype != dtype or tensor.numel() != torch.Size(header.shape).numel():
+            raise FormatError(
+                suffix,
+                expected=f"{header.dtype} {list(header.shape)}",
+                got=f"{_NAMES.get(tensor.dtype)} {list(tensor.shape)}",
+            )
+        result[suffix] = tensor.reshape(header.shape)
+    return result

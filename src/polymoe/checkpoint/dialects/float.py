@@ -1,0 +1,117 @@
+"""Dialects of weights that are one number an element: 16-bit floats, and FP8 with every kind of scale."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from polymoe.checkpoint.dialects.base import SCALE_NAMES, Dialect, expect, headers_of
+from polymoe.checkpoint.files import Header
+from polymoe.errors import FormatError
+from polymoe.formats import Encoding, Granularity, PerChannel, PerGroup, PerTensor, QuantTensor
+
+__all__ = ["Fp8", "Plain", "static_scale"]
+
+_USUAL_BLOCKS = (128, 64, 32)
+
+
+@dataclass(frozen=True, slots=True)
+class Plain(Dialect):
+    """16-bit floats: ``weight`` [N, K], BF16 or F16."""
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        return ("weight",)
+
+    def detect(self, headers: Mapping[str, Header], shape: tuple[int, int], hint: Encoding | None = None) -> Encoding:
+        note = "a weight of 8 or 4 bits needs its scale, and no tensor of that name lies beside it"
+        narrow = "weight" in headers and headers["weight"].dtype in ("F8_E4M3", "U8", "I8")
+        header = expect(headers, "weight", ("BF16", "F16"), hint=note if narrow else None)
+        expect({"weight": header}, "weight", (header.dtype,), shape)
+        return Encoding(element="bf16" if header.dtype == "BF16" else "fp16")
+
+    def read(self, tensors: Mapping[str, Tensor], shape: tuple[int, int], hint: Encoding | None = None) -> QuantTensor:
+        return QuantTensor(tensors["weight"], self.detect(headers_of(tensors), shape))
+
+    def write(self, matrix: QuantTensor, input_scale: Tensor | None = None) -> dict[str, Tensor]:
+        if matrix.scales is not None:
+            raise self._refuse(matrix.encoding, "bf16 or fp16")
+        return {"weight": matrix.codes}
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8(Dialect):
+    """FP8: ``weight`` F8_E4M3 [N, K] and a scale that multiplies, whatever its name.
+
+    The scale's shape says its granularity: one number a tensor, ``[N, 1]`` or ``[N]`` a row, else a grid of blocks
+    (the block's size is the config's where that fits, since ceil(192 / 128) and ceil(192 / 96) are both 2).
+
+    Attributes:
+        scale: suffix of the scale.
+        scalar: shape in which a single scale is stored.
+        calibrated: whether a static ``input_scale`` may be there.
+    """
+
+    scale: str
+    scalar: tuple[int, ...] = ()
+    calibrated: bool = False
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        return ("weight", self.scale)
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        return ("input_scale",) if self.calibrated else ()
+
+    def detect(self, headers: Mapping[str, Header], shape: tuple[int, int], hint: Encoding | None = None) -> Encoding:
+        expect(headers, "weight", ("F8_E4M3",), shape)
+        header = expect(headers, self.scale, ("F32", "BF16", "F16", "F8_E8M0"))
+        stored = tuple(header.shape)
+        grid = (1, 1) if stored in ((), (1,)) else (*stored, 1) if len(stored) == 1 else stored
+        blocks = [PerGroup(n, n) for n in _USUAL_BLOCKS]
+        known: list[Granularity] = [PerTensor(), PerChannel(), *blocks]
+        if hint is not None and hint.element == "e4m3" and hint.granularity is not None:
+            known.insert(0, hint.granularity)
+        for granularity in known:
+            if granularity.scale_shape(*shape) == grid:
+                return Encoding(element="e4m3", granularity=granularity, scale_dtype=SCALE_NAMES[header.dtype])
+        wanted = {str(g): str(list(g.scale_shape(*shape))) for g in known}
+        raise FormatError(
+            self.scale,
+            expected="shape " + ", ".join(f"{s} ({g})" for g, s in wanted.items()),
+            got=str(list(stored)),
+        )
+
+    def read(self, tensors: Mapping[str, Tensor], shape: tuple[int, int], hint: Encoding | None = None) -> QuantTensor:
+        encoding = self.detect(headers_of(tensors), shape, hint)
+        assert encoding.granularity is not None
+        scales = tensors[self.scale].reshape(encoding.granularity.scale_shape(*shape))
+        return QuantTensor(tensors["weight"], encoding, scales)
+
+    def write(self, matrix: QuantTensor, input_scale: Tensor | None = None) -> dict[str, Tensor]:
+        if matrix.encoding.element != "e4m3" or matrix.scales is None:
+            raise self._refuse(matrix.encoding, "fp8")
+        scales = matrix.scales
+        if isinstance(matrix.encoding.granularity, PerTensor):
+            scales = scales.reshape(self.scalar)
+        stored = {"weight": matrix.codes, self.scale: scales}
+        if self.calibrated and input_scale is not None:
+            stored["input_scale"] = input_scale.to(torch.float32).reshape(self.scalar)
+        return stored
+
+    def input_scale(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
+        return static_scale(tensors.get("input_scale"))
+
+
+def static_scale(stored: Tensor | None, *, divides: bool = False) -> Tensor | None:
+    """A stored activation scale as float32 without dimensions that multiplies; None for what was never calibrated."""
+    if stored is None or stored.numel() != 1:
+        return None
+    scale = stored.to(torch.float32).reshape(())
+    if not bool(torch.isfinite(scale) & (scale > 0)):
+        return None
+    return scale.reciprocal() if divides else scale

@@ -1,0 +1,332 @@
+"""StoredLayer: where one layer's experts lie in the files, in which dialect, and reading one of them.
+
+Everything is a view of mapped files: what an expert's tensors cost in memory is what a dialect must rearrange
+(GPTQ, AWQ), and nothing for the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from polymoe.checkpoint.config import Quantization
+from polymoe.checkpoint.dialects import DIALECTS, SUFFIXES, Dialect, choose, require
+from polymoe.checkpoint.families import Arrangement, Family, Fused, MoeConfig, PerExpert
+from polymoe.checkpoint.files import CheckpointFiles, Header
+from polymoe.checkpoint.naming import BIAS, module_name, part_shape, parts, tensor_name
+from polymoe.checkpoint.shard import align, align_encoding
+from polymoe.errors import CheckpointError, CheckpointNotFound, FormatError
+from polymoe.formats import Encoding, PerGroup, QuantTensor
+from polymoe.problem import ActivationMode
+from polymoe.tensors import Expert, ExpertsSpec
+
+__all__ = ["Part", "StoredLayer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One stored matrix of each expert: its shape [N, K], dialect and encoding, and whether the config told so."""
+
+    name: str
+    shape: tuple[int, int]
+    dialect: Dialect
+    encoding: Encoding
+    configured: str
+    configured_encoding: Encoding
+    recipe: ActivationMode
+
+    @property
+    def as_configured(self) -> bool:
+        """Whether the tensors are what the config says, the scales' dtype aside."""
+        return self.dialect.name == self.configured and self.encoding.name == self.configured_encoding.name
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLayer:
+    """One layer's experts as they are stored; :meth:`find` looks at the tensors, :meth:`described` at the config only.
+
+    Attributes:
+        container: full name of the module that holds the experts.
+        arrangement: how it holds them.
+        parts: the stored matrices of one expert, by name.
+        bias: whether they have biases.
+    """
+
+    container: str
+    arrangement: Arrangement
+    moe: MoeConfig
+    parts: dict[str, Part]
+    bias: bool
+
+    @classmethod
+    def described(cls, family: Family, moe: MoeConfig, quantization: Quantization, layer: int) -> StoredLayer:
+        """What the config says of a layer, without a look at any tensor."""
+        container = family.containers[0].format(layer=layer)
+        found: dict[str, Part] = {}
+        for arrangement in family.arrangements:
+            found = {
+                part: _configured(container, arrangement, moe, quantization, part)
+                for part in parts(arrangement, gated=moe.gated)
+            }
+            if all(_admits(arrangement, p.dialect.name) for p in found.values()):
+                return cls(container, arrangement, moe, found, moe.bias)
+        dialects = sorted({p.dialect.name for p in found.values()})
+        raise CheckpointError(
+            f"config.json: {family.name} experts of layer {layer}",
+            expected="a quantization that this family is stored in",
+            got=", ".join(dialects),
+        )
+
+    @classmethod
+    def find(
+        cls, files: CheckpointFiles, family: Family, moe: MoeConfig, quantization: Quantization, layer: int
+    ) -> StoredLayer:
+        """The layer's tensors: the first container and arrangement of the family that they fit.
+
+        Raises:
+            CheckpointNotFound: there are none.
+            CheckpointError, FormatError: there are some, but one is missing, or of a wrong dtype or shape.
+        """
+        failures: list[tuple[bool, CheckpointError | FormatError]] = []
+        tried = []
+        for template in family.containers:
+            container = template.format(layer=layer)
+            for arrangement in family.arrangements:
+                names = parts(arrangement, gated=moe.gated)
+                tried.append(tensor_name(container, arrangement, names[0], 0, "*"))
+                if not any(_present(files, container, arrangement, part, 0) for part in names):
+                    continue
+                try:
+                    return cls._fit(files, container, arrangement, moe, quantization)
+                except (CheckpointError, FormatError) as error:
+                    scheme = quantization.scheme(module_name(container, arrangement, names[-1], 0))
+                    failures.append((not _admits(arrangement, scheme.dialect), error))
+        if failures:
+            raise min(failures, key=lambda f: f[0])[1]
+        raise CheckpointNotFound(
+            f"{files.path}: experts of layer {layer}",
+            expected="tensors named " + " or ".join(dict.fromkeys(tried)),
+            got="none",
+            hint="the files may hold other layers only",
+        )
+
+    @classmethod
+    def _fit(
+        cls,
+        files: CheckpointFiles,
+        container: str,
+        arrangement: Arrangement,
+        moe: MoeConfig,
+        quantization: Quantization,
+    ) -> StoredLayer:
+        found, biases = {}, {}
+        for part in parts(arrangement, gated=moe.gated):
+            plan = _configured(container, arrangement, moe, quantization, part)
+            names = _present(files, container, arrangement, part, 0)
+            biases[part] = BIAS in names
+            headers = {s: _expert_header(files, n, arrangement, moe) for s, n in names.items() if s != BIAS}
+            with _naming(lambda suffix, part=part: tensor_name(container, arrangement, part, 0, suffix)):
+                allowed = getattr(arrangement, "dialects", None)
+                dialect, encoding = choose(headers, plan.shape, plan.configured, plan.encoding, allowed)
+            found[part] = Part(
+                part, plan.shape, dialect, encoding, plan.configured, plan.configured_encoding, plan.recipe
+            )
+        if any(biases.values()) or moe.bias:
+            for part, there in biases.items():
+                if not there:
+                    raise CheckpointError(
+                        tensor_name(container, arrangement, part, 0, BIAS),
+                        expected="this bias, as the model or its other projections have one",
+                        got="no such tensor",
+                    )
+        return cls(container, arrangement, moe, found, any(biases.values()))
+
+    def spec(self) -> ExpertsSpec:
+        """Sizes and encodings of the whole layer."""
+        return ExpertsSpec(
+            hidden=self.moe.hidden,
+            intermediate=self.moe.intermediate,
+            experts=self.moe.experts,
+            gate=self._encoding("gate") if self.moe.gated else None,
+            up=self._encoding("up"),
+            down=self._encoding("down"),
+            bias=self.bias,
+        )
+
+    def recipe(self) -> ActivationMode:
+        """How the authors meant the experts' inputs to be quantized, as far as the projections agree and are stored
+        as the config says; else "16bit"."""
+        modes: set[ActivationMode] = {p.recipe for p in self.parts.values()}
+        same = len(modes) == 1 and all(p.dialect.name == p.configured for p in self.parts.values())
+        return modes.pop() if same else "16bit"
+
+    def read(self, files: CheckpointFiles, expert: int) -> Expert:
+        """One expert, checked: every tensor's dtype and shape, every scale and bias finite.
+
+        Raises:
+            CheckpointError: a tensor is missing, or its shard is damaged.
+            FormatError: a tensor is not what it must be; it is named.
+        """
+        matrices: dict[str, QuantTensor | None] = {"gate": None}
+        scales: dict[str, Tensor | None] = {}
+        biases: dict[str, Tensor | None] = {}
+        for name, part in self.parts.items():
+            matrices[name], scales[name], biases[name] = self._read_part(files, part, expert)
+        if "gate_up" in matrices:
+            matrices["gate"], matrices["up"] = self._halves(matrices["gate_up"])
+            biases["gate"], biases["up"] = self._bias_halves(biases["gate_up"])
+            scales["up"] = scales["gate_up"]
+        up, down = matrices["up"], matrices["down"]
+        assert up is not None
+        assert down is not None
+        return Expert(
+            gate=matrices["gate"],
+            up=up,
+            down=down,
+            gate_bias=biases.get("gate"),
+            up_bias=biases["up"],
+            down_bias=biases["down"],
+            gate_up_input_scale=_largest(scales.get("gate"), scales["up"]),
+            down_input_scale=scales["down"],
+        )
+
+    def _read_part(
+        self, files: CheckpointFiles, part: Part, expert: int
+    ) -> tuple[QuantTensor, Tensor | None, Tensor | None]:
+        def name(suffix: str) -> str:
+            return tensor_name(self.container, self.arrangement, part.name, expert, suffix)
+
+        suffixes = [s for s in part.dialect.suffixes if name(s) in files]
+        module = module_name(self.container, self.arrangement, part.name, expert)
+        with _naming(name, module, expert if isinstance(self.arrangement, Fused) else None):
+            require(part.dialect, suffixes)
+            tensors = {s: _expert_tensor(files, name(s), self.arrangement, self.moe, expert) for s in suffixes}
+            matrix = part.dialect.read(tensors, part.shape, part.encoding)
+            input_scale = part.dialect.input_scale(tensors)
+        matrix.validate(f"{module}[{expert}]" if isinstance(self.arrangement, Fused) else module)
+        if not self.bias:
+            return matrix, input_scale, None
+        bias = _expert_tensor(files, name(BIAS), self.arrangement, self.moe, expert)
+        if tuple(bias.shape) != part.shape[:1] or not bias.is_floating_point():
+            raise FormatError(
+                name(BIAS), expected=f"floats {list(part.shape[:1])}", got=f"{bias.dtype} {[*bias.shape]}"
+            )
+        if not bool(torch.isfinite(bias).all()):
+            raise FormatError(name(BIAS), expected="finite numbers", got="NaN or infinity")
+        return matrix, input_scale, bias
+
+    def _encoding(self, projection: str) -> Encoding:
+        """A projection's encoding once gate and up are taken apart."""
+        if projection in self.parts:
+            return self.parts[projection].encoding
+        encoding = self.parts["gate_up"].encoding
+        return align_encoding(encoding, -2, _half_block(encoding, self.moe.intermediate))
+
+    def _halves(self, matrix: QuantTensor | None) -> tuple[QuantTensor | None, QuantTensor]:
+        """Gate and up of a matrix that holds both."""
+        assert matrix is not None
+        f = self.moe.intermediate
+        if not self.moe.gated:
+            return None, matrix
+        if self._interleaved:
+            return matrix.rows(0, 2 * f, step=2), matrix.rows(1, 2 * f, step=2)
+        # A block of rows that reaches from gate into up (320 rows in blocks of 128) is cut into finer ones.
+        matrix = align(matrix, -2, _half_block(matrix.encoding, f))
+        return matrix.rows(0, f), matrix.rows(f, 2 * f)
+
+    def _bias_halves(self, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        if bias is None or not self.moe.gated:
+            return None, bias
+        if self._interleaved:
+            return bias[0::2], bias[1::2]
+        return bias[: self.moe.intermediate], bias[self.moe.intermediate :]
+
+    @property
+    def _interleaved(self) -> bool:
+        return isinstance(self.arrangement, Fused) and self.arrangement.order == "interleaved"
+
+
+def _configured(
+    container: str, arrangement: Arrangement, moe: MoeConfig, quantization: Quantization, part: str
+) -> Part:
+    scheme = quantization.scheme(module_name(container, arrangement, part, 0))
+    return Part(
+        part,
+        part_shape(part, moe.hidden, moe.intermediate, gated=moe.gated),
+        DIALECTS[scheme.dialect],
+        scheme.encoding,
+        scheme.dialect,
+        scheme.encoding,
+        scheme.activations,
+    )
+
+
+def _admits(arrangement: Arrangement, dialect: str) -> bool:
+    return arrangement.dialects is None or dialect in arrangement.dialects
+
+
+def _present(
+    files: CheckpointFiles, container: str, arrangement: Arrangement, part: str, expert: int
+) -> dict[str, str]:
+    """Names of the part's tensors that are there, by suffix, bias included."""
+    names = {suffix: tensor_name(container, arrangement, part, expert, suffix) for suffix in (*SUFFIXES, BIAS)}
+    return {suffix: name for suffix, name in names.items() if name in files}
+
+
+def _expert_header(files: CheckpointFiles, name: str, arrangement: Arrangement, moe: MoeConfig) -> Header:
+    """Header of one expert's tensor, as :func:`_expert_tensor` gives it."""
+    header = files.header(name)
+    if isinstance(arrangement, PerExpert):
+        return header
+    shape = header.shape[1:] if _stacked(name, header, moe) else header.shape
+    if arrangement.k_first and len(shape) >= 2:
+        shape = (*shape[:-2], shape[-1], shape[-2])
+    return Header(header.dtype, tuple(shape))
+
+
+def _expert_tensor(files: CheckpointFiles, name: str, arrangement: Arrangement, moe: MoeConfig, expert: int) -> Tensor:
+    """One expert's tensor in natural order; a single number that all experts share is everyone's."""
+    if isinstance(arrangement, PerExpert):
+        return files.get(name)
+    tensor = files.get(name, expert if _stacked(name, files.header(name), moe) else None)
+    return tensor.transpose(-1, -2) if arrangement.k_first and tensor.dim() >= 2 else tensor
+
+
+def _stacked(name: str, header: Header, moe: MoeConfig) -> bool:
+    if math.prod(header.shape) == 1 and len(header.shape) <= 1:
+        return False
+    if header.shape[0] != moe.experts:
+        raise FormatError(
+            name, expected=f"{moe.experts} experts along the first axis", got=f"shape {list(header.shape)}"
+        )
+    return True
+
+
+def _half_block(encoding: Encoding, half: int) -> int:
+    g = encoding.granularity
+    return math.gcd(g.n, half) if isinstance(g, PerGroup) else 1
+
+
+def _largest(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    """Gate and up read the same input, so one scale serves both; the larger clips neither."""
+    if first is None or second is None:
+        return second if first is None else first
+    return torch.maximum(first, second)
+
+
+@contextmanager
+def _naming(name: Callable[[str], str], module: str = "", expert: int | None = None) -> Iterator[None]:
+    """Put a tensor's full name into the errors of a dialect, which knows suffixes only."""
+    try:
+        yield
+    except (CheckpointError, FormatError) as error:
+        if error.where not in SUFFIXES:
+            where = f"{module}: {error.where}" if isinstance(error, FormatError) and module else error.where
+        else:
+            where = name(error.where) + ("" if expert is None else f"[{expert}]")
+        raise type(error)(where, expected=error.expected, got=error.got, hint=error.hint) from error

@@ -1,0 +1,187 @@
+"""Checkpoint: what users open. A layer's sizes, its problem, and its experts one at a time.
+
+::
+
+    with Checkpoint.open("openai/gpt-oss-20b") as checkpoint:
+        checkpoint.layers                        # (0, 1, ... 23)
+        checkpoint.problem(3, tp=2)              # from headers alone
+        expert = checkpoint.weights(3).expert(5) # views of the mapped files
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from polymoe.checkpoint.config import Quantization, parse_quantization
+from polymoe.checkpoint.families import Family, MoeConfig, family_of, text_config
+from polymoe.checkpoint.files import CheckpointFiles
+from polymoe.checkpoint.layer import StoredLayer
+from polymoe.checkpoint.shard import Parallel, Shard, shard_expert, shard_spec, widths
+from polymoe.errors import CheckpointNotFound
+from polymoe.problem import ActivationMode, Dtype, Problem
+from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
+
+__all__ = ["Checkpoint"]
+
+
+class Checkpoint:
+    """A mixture-of-experts checkpoint, opened; close it, or use it as a context manager.
+
+    Layers are looked up when they are asked for: files may hold some layers only. Tensors' dtypes and shapes decide
+    what a layer is; without tensors (a config alone), the config does.
+
+    Attributes:
+        name: the checkpoint as it was named.
+        files: its files.
+        family: its row in ``FAMILIES``.
+        moe: what its config says of the experts.
+        quantization: what its config says of each module's encoding.
+    """
+
+    def __init__(self, name: str, files: CheckpointFiles) -> None:
+        self.name, self.files = name, files
+        self.family: Family = family_of(files.config)
+        self.moe: MoeConfig = self.family.describe(text_config(files.config))
+        self.quantization: Quantization = parse_quantization(files.config, files.side)
+        self._found: dict[int, StoredLayer] = {}
+        self._warned: set[str] = set()
+
+    @classmethod
+    def open(cls, path: str | Path, *, config_only: bool = False, revision: str | None = None) -> Checkpoint:
+        """The checkpoint at a directory, a ``config.json`` alone, or a Hub id; reads configs and no tensor.
+
+        Args:
+            path: what exists on disk is a path, ``org/name`` otherwise a Hub repository, which is downloaded.
+            config_only: use no tensors; of a Hub repository, fetch only the config files.
+            revision: branch, tag or commit of a Hub repository.
+
+        Raises:
+            CheckpointNotFound: nothing is there.
+            CheckpointError: it cannot be read, or its family, activation or quantization is unknown.
+        """
+        return cls(str(path), CheckpointFiles.open(path, config_only=config_only, revision=revision))
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """``config.json``."""
+        return self.files.config
+
+    @property
+    def model_type(self) -> str:
+        """The config's ``model_type``."""
+        return str(self.config.get("model_type"))
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers with routed experts, ascending, whether or not their tensors are here."""
+        return self.moe.layers
+
+    def spec(self, layer: int, *, tp: Parallel = 1, ep: Parallel = 1) -> ExpertsSpec:
+        """Sizes and encodings of a layer's experts on one rank: ``(rank, size)``, or a size alone for rank 0.
+
+        Raises:
+            CheckpointNotFound: the layer has no routed experts, or its tensors are not here.
+            CheckpointError, FormatError: a tensor is missing, or is not what it must be.
+            ArgumentError: a size that would cut a group of weights or leave a rank with nothing.
+        """
+        return shard_spec(self._layer(layer).spec(), Shard.of(tp, ep), uneven=self.family.uneven_tp)
+
+    def recipe(self, layer: int) -> ActivationMode:
+        """How the checkpoint's authors meant the inputs of a layer's experts to be quantized."""
+        return self._layer(layer).recipe()
+
+    def problem(
+        self,
+        layer: int,
+        *,
+        tp: Parallel = 1,
+        ep: Parallel = 1,
+        dtype: Dtype = "bf16",
+        activations: ActivationMode = "16bit",
+        batch_invariant: bool = False,
+    ) -> Problem:
+        """The problem that a layer's experts pose to a kernel on one rank; raises as :meth:`spec`."""
+        shard = Shard.of(tp, ep)
+        return Problem(
+            spec=self.spec(layer, tp=tp, ep=ep),
+            activation=self.moe.activation,
+            top_k=self.moe.top_k,
+            weight_on=self.moe.weight_on,
+            dtype=dtype,
+            activations=activations,
+            tp=shard.tp,
+            ep=shard.ep,
+            batch_invariant=batch_invariant,
+        )
+
+    def weights(self, layer: int, *, tp: Parallel = 1, ep: Parallel = 1) -> ExpertWeights:
+        """A layer's experts on one rank, each read, checked and sliced when it is asked for.
+
+        Raises:
+            CheckpointNotFound: also if only a config was opened.
+            CheckpointError, FormatError, ArgumentError: as :meth:`spec`; of an expert, when it is read.
+        """
+        shard = Shard.of(tp, ep)
+        stored = self._layer(layer)
+        if not self.files.has_tensors:
+            raise CheckpointNotFound(
+                f"{self.name}: experts of layer {layer}", expected="tensors", got="only a config, or opened as such"
+            )
+        spec = shard_spec(stored.spec(), shard, uneven=self.family.uneven_tp)
+
+        def read(e: int) -> Expert:
+            expert = stored.read(self.files, spec.first_expert + e)
+            return shard_expert(expert, shard, uneven=self.family.uneven_tp)
+
+        return ExpertWeights(spec, read)
+
+    def notes(self, *, tp: Parallel = 1) -> tuple[str, ...]:
+        """What else a reader of an explanation should know: tensor-parallel slices that are not equal."""
+        size = Shard.of(tp).tp
+        said: dict[str, None] = {}
+        for layer in self.layers:
+            spec = (self._found.get(layer) or self._described(layer)).spec()
+            each = widths(spec.intermediate, spec.encodings, size, uneven=self.family.uneven_tp)
+            if len(set(each)) > 1:
+                slices = f"{each[0]} on {each.count(each[0])} ranks, {each[-1]} on the last"
+                said[f"tp={size}: F={sum(each)} in slices of whole groups: {slices}"] = None
+        return tuple(said)
+
+    def close(self) -> None:
+        """Forget the opened files; tensors that are still referenced stay valid."""
+        self.files.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({self.name!r}, {self.model_type}, {len(self.layers)} layers with experts)"
+
+    def _layer(self, layer: int) -> StoredLayer:
+        self.moe.router(layer)  # raises for a layer without experts
+        if not self.files.has_tensors:
+            return self._described(layer)
+        if layer not in self._found:
+            found = StoredLayer.find(self.files, self.family, self.moe, self.quantization, layer)
+            self._warn_of_difference(found)
+            self._found[layer] = found
+        return self._found[layer]
+
+    def _described(self, layer: int) -> StoredLayer:
+        return StoredLayer.described(self.family, self.moe, self.quantization, layer)
+
+    def _warn_of_difference(self, stored: StoredLayer) -> None:
+        """Once a kind of difference: tensors count more than the config, but someone may want to know."""
+        for part in stored.parts.values():
+            if not part.as_configured:
+                text = f"{part.configured_encoding.name}, {part.configured}; tensors: {part.encoding.name}"
+                if text not in self._warned:
+                    self._warned.add(text)
+                    message = f"{self.name}: {stored.container} {part.name}: config: {text}, {part.dialect.name}"
+                    warnings.warn(f"{message}. The tensors count.", stacklevel=4)

@@ -1,0 +1,246 @@
+"""Which part of a layer's experts one rank holds: tensor parallel over F, expert parallel over E.
+
+Slices of F begin and end with a group of weights that share a scale, never inside one. FP8 blocks alone may be cut:
+their scales are repeated onto a finer grid first, which changes no number. Everything but the cutting itself needs a
+config only.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from polymoe.errors import ArgumentError
+from polymoe.formats import Encoding, PerGroup, QuantTensor
+from polymoe.shapes import ceil_div
+from polymoe.tensors import Expert, ExpertsSpec
+
+__all__ = [
+    "Parallel",
+    "Shard",
+    "align",
+    "align_encoding",
+    "shard_expert",
+    "shard_spec",
+    "split_experts",
+    "split_intermediate",
+    "widths",
+]
+
+Parallel = int | tuple[int, int]
+"""A parallel group: ``(rank, size)``, or its size alone for rank 0."""
+
+FINEST_BLOCK = 32
+"""Smallest FP8 block that scales are repeated onto: kernels contract 32 and more columns at a time."""
+
+_SIZES_TRIED = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """One rank's place: ``tp_rank`` of ``tp`` that split every expert, ``ep_rank`` of ``ep`` that split the experts."""
+
+    tp_rank: int = 0
+    tp: int = 1
+    ep_rank: int = 0
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        for name, rank, size in (("tp", self.tp_rank, self.tp), ("ep", self.ep_rank, self.ep)):
+            if size < 1:
+                raise ArgumentError(name, expected="at least one rank", got=str(size))
+            if not 0 <= rank < size:
+                raise ArgumentError(f"{name} rank", expected=f"0 to {size - 1}", got=str(rank))
+
+    @classmethod
+    def of(cls, tp: Parallel = 1, ep: Parallel = 1) -> Shard:
+        """From ``(rank, size)`` or a size alone, which stands for rank 0.
+
+        Raises:
+            ArgumentError: for anything else, and ranks out of range.
+        """
+        (tp_rank, tp_size), (ep_rank, ep_size) = _rank_and_size("tp", tp), _rank_and_size("ep", ep)
+        return cls(tp_rank=tp_rank, tp=tp_size, ep_rank=ep_rank, ep=ep_size)
+
+
+def split_experts(experts: int, shard: Shard) -> tuple[int, int]:
+    """``(first, count)`` of this rank's experts; the first ``experts % ep`` ranks hold one more than the others.
+
+    Raises:
+        ArgumentError: if a rank would hold none.
+    """
+    if shard.ep > experts:
+        raise ArgumentError(f"ep={shard.ep}", expected=f"at most one rank an expert, {experts}", got=str(shard.ep))
+    each, more = divmod(experts, shard.ep)
+    return shard.ep_rank * each + min(shard.ep_rank, more), each + (shard.ep_rank < more)
+
+
+def widths(intermediate: int, encodings: dict[str, Encoding], tp: int, *, uneven: bool = False) -> tuple[int, ...]:
+    """F of each rank when ``tp`` ranks split ``intermediate``. ``encodings`` are those of gate (if any), up and down.
+
+    Equal slices where they fit the groups; else, with ``uneven``, whole groups of at least 32, as many on each rank as
+    the fullest needs and what is left on the last: 2880 over 8 ranks is seven times 384 and 192.
+
+    Raises:
+        ArgumentError: if a group would be cut or a rank left with nothing; the hint lists the sizes that work.
+    """
+    found = _widths(intermediate, encodings, tp, uneven)
+    if not isinstance(found, str):
+        return found
+    working = [
+        n for n in range(1, _SIZES_TRIED + 1) if not isinstance(_widths(intermediate, encodings, n, uneven), str)
+    ]
+    raise ArgumentError(
+        f"tp={tp}",
+        expected="slices of whole groups",
+        got=found,
+        hint=f"tensor parallel sizes that work, up to {_SIZES_TRIED}: {', '.join(map(str, working))}",
+    )
+
+
+def split_intermediate(
+    intermediate: int, encodings: dict[str, Encoding], tp: int, rank: int, *, uneven: bool = False
+) -> tuple[int, int]:
+    """``(start, stop)`` of one rank's slice of ``intermediate``; raises as :func:`widths`."""
+    each = widths(intermediate, encodings, tp, uneven=uneven)
+    start = sum(each[:rank])
+    return start, start + each[rank]
+
+
+def shard_spec(spec: ExpertsSpec, shard: Shard, *, uneven: bool = False) -> ExpertsSpec:
+    """What one rank holds of a whole layer ``spec``: F, encodings (finer FP8 blocks where needed) and experts.
+
+    Raises:
+        ArgumentError: as :func:`widths` and :func:`split_experts`.
+    """
+    each = widths(spec.intermediate, spec.encodings, shard.tp, uneven=uneven)
+    first, count = split_experts(spec.experts, shard)
+    cut = {n: align_encoding(e, _axis(n), _block(e, _axis(n), each)) for n, e in spec.encodings.items()}
+    return replace(
+        spec,
+        intermediate=each[shard.tp_rank],
+        gate=cut.get("gate"),
+        up=cut["up"],
+        down=cut["down"],
+        first_expert=first,
+        local_experts=count,
+    )
+
+
+def shard_expert(expert: Expert, shard: Shard, *, uneven: bool = False) -> Expert:
+    """This rank's slice of a whole expert, views wherever no scale grid is refined.
+
+    Rows of gate and up and their biases, columns of down; down's bias on the first rank, zeros on the others, so that
+    the ranks' sum has it once.
+    """
+    if shard.tp == 1:
+        return expert
+    intermediate = expert.up.shape[0]
+    encodings = {name: p.encoding for name, p in expert.projections.items()}
+    each = widths(intermediate, encodings, shard.tp, uneven=uneven)
+    start = sum(each[: shard.tp_rank])
+    stop = start + each[shard.tp_rank]
+
+    def rows(matrix: QuantTensor) -> QuantTensor:
+        return align(matrix, -2, _block(matrix.encoding, -2, each)).rows(start, stop)
+
+    down = align(expert.down, -1, _block(expert.down.encoding, -1, each))
+    bias = expert.down_bias
+    return replace(
+        expert,
+        gate=None if expert.gate is None else rows(expert.gate),
+        up=rows(expert.up),
+        down=down.columns(start, stop),
+        gate_bias=None if expert.gate_bias is None else expert.gate_bias[start:stop],
+        up_bias=None if expert.up_bias is None else expert.up_bias[start:stop],
+        down_bias=torch.zeros_like(bias) if bias is not None and shard.tp_rank else bias,
+    )
+
+
+def align_encoding(encoding: Encoding, axis: int, block: int) -> Encoding:
+    """``encoding`` with blocks of ``block`` rows (``axis`` -2) or columns (-1), where it has coarser ones."""
+    g = encoding.granularity
+    if not isinstance(g, PerGroup) or _size(g, axis) <= block:
+        return encoding
+    fine = PerGroup(block, g.k) if axis == -2 else PerGroup(g.n, block)
+    return replace(encoding, granularity=fine)
+
+
+def align(matrix: QuantTensor, axis: int, block: int) -> QuantTensor:
+    """The same numbers in :func:`align_encoding`'s encoding, scales repeated.
+
+    Raises:
+        FormatError: if the present blocks are no multiple of the new ones.
+    """
+    g = align_encoding(matrix.encoding, axis, block).granularity
+    if g == matrix.encoding.granularity:
+        return matrix
+    assert isinstance(g, PerGroup)
+    return matrix.refine(g.n, g.k)
+
+
+def _rank_and_size(name: str, group: Parallel) -> tuple[int, int]:
+    if type(group) is int:
+        return 0, group
+    if isinstance(group, tuple) and len(group) == 2 and all(type(n) is int for n in group):
+        return group
+    raise ArgumentError(name, expected="a size, or (rank, size)", got=repr(group))
+
+
+def _size(granularity: PerGroup, axis: int) -> int:
+    return granularity.n if axis == -2 else granularity.k
+
+
+def _axis(projection: str) -> int:
+    """The axis of a projection that is F."""
+    return -1 if projection == "down" else -2
+
+
+def _widths(intermediate: int, encodings: dict[str, Encoding], tp: int, uneven: bool) -> tuple[int, ...] | str:
+    """The slices, or why there are none."""
+    if tp == 1:
+        return (intermediate,)
+    if intermediate % tp:
+        why = f"{intermediate} is no multiple of {tp}"
+    else:
+        equal = (intermediate // tp,) * tp
+        why = _misfit(encodings, equal)
+        if why is None:
+            return equal
+    if not uneven:
+        return why
+    group = math.lcm(32, *(_grain(e, _axis(name)) for name, e in encodings.items()))
+    groups = ceil_div(intermediate, group)
+    each = ceil_div(groups, tp) * group
+    slices = tuple(min(each, intermediate - rank * each) for rank in range(tp))
+    if slices[-1] <= 0:
+        return f"{groups} groups of {group} for {tp} ranks, some of which would hold none"
+    return slices
+
+
+def _misfit(encodings: dict[str, Encoding], slices: tuple[int, ...]) -> str | None:
+    """Which slice cuts which group, or None. The last slice ends where the matrix does, so it cuts nothing."""
+    for name, e in encodings.items():
+        grain = _block(e, _axis(name), slices)
+        for width in slices[:-1]:
+            if width % grain:
+                return f"{width} is no multiple of {grain} ({e.name}, {name} projection)"
+    return None
+
+
+def _grain(encoding: Encoding, axis: int) -> int:
+    """Rows or columns that stay together: those of one scale, and of one byte."""
+    per_byte = 2 if encoding.bits == 4 and axis == -1 else 1
+    g = encoding.granularity
+    return math.lcm(per_byte, _size(g, axis)) if isinstance(g, PerGroup) else per_byte
+
+
+def _block(encoding: Encoding, axis: int, slices: tuple[int, ...]) -> int:
+    """The grain along F, once FP8 blocks are as fine as the slices need and no finer than allowed."""
+    grain = _grain(encoding, axis)
+    if encoding.element != "e4m3":
+        return grain
+    fine = math.gcd(grain, *slices[:-1])
+    return fine if fine >= min(FINEST_BLOCK, grain) else grain
