@@ -1,70 +1,81 @@
 """Quantization: what a checkpoint's config says of how each module's weights are stored.
 
-Pure: takes dicts, reads no files. What the tensors themselves say comes later and counts more.
+Pure: takes dicts, reads no files. The tensors themselves count more than what is said here, so an odd config costs a
+wrong prediction, never wrong numbers.
+
+Where the description lives, first found first taken: ``quantization_config``, ``text_config.quantization_config``,
+``compression_config``, ``text_config.compression_config``, and ``hf_quant_config.json``, which also completes a
+ModelOpt config that lacks its per-layer map.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
-from polymoe.checkpoint.families import text_config
+from polymoe.checkpoint.families import family_of, text_config
+from polymoe.checkpoint.keys import Keys
+from polymoe.checkpoint.methods import METHODS, Context
+from polymoe.checkpoint.scheme import Quantization, Scheme, matcher
 from polymoe.errors import CheckpointError, nearest
-from polymoe.formats import FORMATS, Encoding
-from polymoe.problem import ActivationMode
+from polymoe.formats import FORMATS
 
 __all__ = ["Quantization", "Scheme", "parse_quantization"]
-
-
-@dataclass(frozen=True, slots=True)
-class Scheme:
-    """How one module's weight is stored.
-
-    Attributes:
-        dialect: names and arrangement of its tensors, a key of ``DIALECTS``.
-        encoding: what they mean; the scales' dtype is the usual one where the config does not say.
-        activations: how the checkpoint's authors meant the module's input to be quantized.
-    """
-
-    dialect: str
-    encoding: Encoding
-    activations: ActivationMode = "16bit"
-
-
-@dataclass(frozen=True, slots=True)
-class Quantization:
-    """A checkpoint's scheme for every module.
-
-    Attributes:
-        method: the config's ``quant_method``, or "none".
-        default: the scheme of modules that nothing else is said of.
-    """
-
-    method: str
-    default: Scheme
-
-    def scheme(self, module: str) -> Scheme:
-        """The scheme of ``module``, named as in the checkpoint: ``model.layers.3.mlp.experts.0.up_proj``, or of
-        stacked experts ``model.layers.3.mlp.experts.gate_up_proj``."""
-        return self.default
 
 
 def parse_quantization(config: Mapping[str, Any], side: Mapping[str, Any] | None = None) -> Quantization:
     """What ``config.json`` and ``hf_quant_config.json`` (``side``) say of quantization.
 
     Raises:
-        CheckpointError: the method is unknown (the hint has the nearest known), or its description is wrong.
+        CheckpointError: the model family or the method is unknown (the hint has the nearest known), or the
+            description has a wrong or missing key.
     """
-    text = text_config(config)
+    family, text = family_of(config), text_config(config)
     dtype = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
-    plain = Scheme("plain", FORMATS["fp16" if dtype == "float16" else "bf16"].encoding)
-    described = config.get("quantization_config")
-    if not described:
-        return Quantization("none", plain)
-    method = described.get("quant_method")
-    if method != "mxfp4":
+    half = dtype == "float16"
+    plain = Scheme("plain", FORMATS["fp16" if half else "bf16"].encoding)
+    nothing = Quantization(
+        method="none", layers={}, ignored=matcher(()), targets=(), default=lambda: plain, plain=plain
+    )
+    found = _find(config, side)
+    if found is None:
+        return nothing
+    method = _method(found.config)
+    parse = METHODS.get(method)
+    if parse is None:
         raise CheckpointError(
-            "config.json: quantization_config.quant_method", got=repr(method), hint=nearest(str(method), ["mxfp4"])
+            f"{found.where}.quant_method", expected="a known method", got=repr(method), hint=nearest(method, METHODS)
         )
-    return Quantization("mxfp4", Scheme("gpt_oss", FORMATS["mxfp4"].encoding))
+    context = Context(
+        keys=found,
+        text=text,
+        side=side or {},
+        family=family,
+        scale_dtype="float16" if half else "bfloat16",
+        nothing=replace(nothing, method=method),
+    )
+    return parse(context)
+
+
+def _find(config: Mapping[str, Any], side: Mapping[str, Any] | None) -> Keys | None:
+    """The description, with the name of the place where it was found."""
+    text = text_config(config)
+    parts = {"config.json": config} if text is config else {"config.json": config, "config.json: text_config": text}
+    for key in ("quantization_config", "compression_config"):
+        for where, part in parts.items():
+            if described := Keys(part, where).mapping(key):
+                return Keys(described, f"{where}: {key}")
+    return Keys(side, "hf_quant_config.json") if side else None
+
+
+def _method(found: Mapping[str, Any]) -> str:
+    """``quant_method``, or what else gives the method away."""
+    method = found.get("quant_method")
+    if method is None:
+        if "config_groups" in found and "quant_algo" not in found:
+            return "compressed-tensors"
+        if "quantization" in found or "quant_algo" in found:
+            return "modelopt"
+    method = str(method).lower()
+    return "modelopt" if method.startswith("modelopt") else method

@@ -1,7 +1,6 @@
-"""FAMILIES: one row a model family: where its experts lie in a checkpoint, and what its config means.
+"""FAMILIES: one row a model family: where its experts lie in a checkpoint, and which function reads its config.
 
-A row is data and one short function from the config to :class:`MoeConfig`; it says nothing of quantization, which
-:mod:`polymoe.checkpoint.config` reads from the same file.
+A row says nothing of quantization, which :mod:`polymoe.checkpoint.config` reads from the same file.
 """
 
 from __future__ import annotations
@@ -10,10 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from polymoe.activations import Activation, parse_activation
-from polymoe.errors import CheckpointError, CheckpointNotFound, nearest
-from polymoe.problem import WeightOn
-from polymoe.routing import Router, TopKSoftmax
+from polymoe.checkpoint import describe
+from polymoe.checkpoint.describe import MoeConfig
+from polymoe.errors import CheckpointError, nearest
+from polymoe.formats.encoding import ScaleDtype
 
 __all__ = ["FAMILIES", "Arrangement", "Family", "Fused", "MoeConfig", "PerExpert", "family_of", "text_config"]
 
@@ -56,60 +55,6 @@ Arrangement = PerExpert | Fused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MoeConfig:
-    """What a model's config says of its routed experts.
-
-    Attributes:
-        hidden: H, the experts' own width (Nemotron-3: the latent width).
-        intermediate: F, before tensor parallelism.
-        experts: E.
-        top_k: A, experts active per token.
-        gated: whether experts have a gate projection.
-        bias: whether projections have biases.
-        activation: the function between the projections, with its constants.
-        layers: the layers with routed experts, ascending.
-        routers: the router of each of ``layers``.
-        num_layers: of the whole model, layers for multi-token prediction not counted.
-    """
-
-    hidden: int
-    intermediate: int
-    experts: int
-    top_k: int
-    bias: bool = False
-    activation: Activation
-    layers: tuple[int, ...]
-    routers: tuple[Router, ...]
-    num_layers: int
-
-    def __post_init__(self) -> None:
-        assert len(self.layers) == len(self.routers)
-        if self.top_k > self.experts:
-            raise CheckpointError(
-                "config.json: experts per token", expected=f"at most {self.experts} experts", got=str(self.top_k)
-            )
-
-    @property
-    def gated(self) -> bool:
-        """Whether experts have a gate projection."""
-        return self.activation.gated
-
-    @property
-    def weight_on(self) -> WeightOn:
-        """Whether the routing weight multiplies each expert's output, or its input."""
-        return self.routers[0].weight_on if self.routers else "output"
-
-    def router(self, layer: int) -> Router:
-        """The router of ``layer``; CheckpointNotFound, listing the layers with experts, if it has none."""
-        if layer not in self.layers:
-            what = "a dense layer" if 0 <= layer < self.num_layers else "no such layer"
-            raise CheckpointNotFound(
-                f"layer {layer}", expected=f"a layer with routed experts: {ranges(self.layers)}", got=what
-            )
-        return self.routers[self.layers.index(layer)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """A row of :data:`FAMILIES`.
 
@@ -120,6 +65,8 @@ class Family:
         arrangements: possible arrangements, tried in order against the tensors that exist.
         describe: from the config's text part to what it says of the experts.
         uneven_tp: tensor parallelism gives each rank whole groups of columns, the last ranks fewer.
+        fp8_dialect: the dialect that ``quant_method: fp8`` with block scales means here.
+        fp8_scale: the dtype in which this family stores those scales; no config says it.
     """
 
     name: str
@@ -128,6 +75,8 @@ class Family:
     arrangements: tuple[Arrangement, ...]
     describe: Callable[[Mapping[str, Any]], MoeConfig]
     uneven_tp: bool = False
+    fp8_dialect: str = "deepseek"
+    fp8_scale: ScaleDtype = "float32"
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -147,96 +96,111 @@ def family_of(config: Mapping[str, Any]) -> Family:
     )
 
 
-def ranges(layers: tuple[int, ...]) -> str:
-    """Ascending numbers as text: ``3-60``, ``1, 3, 5``, ``none``."""
-    parts: list[list[int]] = []
-    for layer in layers:
-        if parts and layer == parts[-1][-1] + 1:
-            parts[-1].append(layer)
-        else:
-            parts.append([layer])
-    return ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts) or "none"
-
-
-@dataclass(frozen=True, slots=True)
-class _Keys:
-    """A config whose wrong or missing keys are errors that name them."""
-
-    config: Mapping[str, Any]
-
-    def integer(self, *names: str, default: int | None = None, least: int = 1) -> int:
-        """The first of the keys that is there and not null, an integer of at least ``least``."""
-        name, value = self._find(names, default)
-        if type(value) is not int or value < least:
-            raise self._error(name, f"an integer of at least {least}", value)
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        """A finite number above 0."""
-        name, value = self._find((name,), default)
-        if type(value) not in (int, float) or not 0 < value < float("inf"):
-            raise self._error(name, "a number above 0", value)
-        return float(value)
-
-    def flag(self, name: str, default: bool) -> bool:
-        """True or false."""
-        name, value = self._find((name,), default)
-        if not isinstance(value, bool):
-            raise self._error(name, "true or false", value)
-        return value
-
-    def word(self, name: str, *known: str) -> None:
-        """Check that a key, where it is there, has one of the values that are known."""
-        value = self.config.get(name)
-        if value is not None and value not in known:
-            raise self._error(name, f"one of {', '.join(known)}", value)
-
-    def activation(
-        self, name: str = "hidden_act", *, gated: bool = True, default: str = "silu", **constants: float
-    ) -> Activation:
-        """The activation that a key means; an ArgumentError names the known ones."""
-        return parse_activation(self._find((name,), default)[1], gated=gated, **constants)
-
-    def _find(self, names: tuple[str, ...], default: Any) -> tuple[str, Any]:
-        found = ((name, self.config[name]) for name in names if self.config.get(name) is not None)
-        name, value = next(found, (names[0], default))
-        if value is None:
-            raise CheckpointError(f"config.json: {' or '.join(names)}", expected="this key", got="nothing")
-        return name, value
-
-    def _error(self, name: str, expected: str, value: Any) -> CheckpointError:
-        return CheckpointError(f"config.json: {name}", expected=expected, got=repr(value))
-
-
-def _gpt_oss(config: Mapping[str, Any]) -> MoeConfig:
-    keys = _Keys(config)
-    top_k = keys.integer("num_experts_per_tok", "experts_per_token")
-    layers = keys.integer("num_hidden_layers")
-    alpha, limit = keys.number("swiglu_alpha", 1.702), keys.number("swiglu_limit", 7.0)
-    return MoeConfig(
-        hidden=keys.integer("hidden_size"),
-        intermediate=keys.integer("intermediate_size"),
-        experts=keys.integer("num_local_experts", "num_experts"),
-        top_k=top_k,
-        bias=True,
-        activation=keys.activation(alpha=alpha, beta=1.0, limit=limit),
-        layers=tuple(range(layers)),
-        routers=(TopKSoftmax(top_k),) * layers,
-        num_layers=layers,
-    )
-
+_MLP = "layers.{layer}.mlp.experts"
+_GATED = PerExpert(gate="gate_proj", up="up_proj", down="down_proj")
+_W123 = PerExpert(gate="w1", up="w3", down="w2")
+_STACKED = Fused(dialects=("plain",))  # as Transformers holds experts, and saves those it loads stacked
 
 _ROWS = (
     Family(
         name="gpt-oss",
         model_types=("gpt_oss",),
-        containers=("model.layers.{layer}.mlp.experts",),
+        containers=(f"model.{_MLP}",),
         arrangements=(
             Fused(order="interleaved", dialects=("gpt_oss",)),
             Fused(order="interleaved", k_first=True, dialects=("plain",)),
         ),
-        describe=_gpt_oss,
+        describe=describe.gpt_oss,
         uneven_tp=True,
+    ),
+    Family(
+        name="deepseek-v3",
+        model_types=("deepseek_v3", "deepseek_v32", "kimi_k2"),
+        containers=(f"model.{_MLP}",),
+        arrangements=(_GATED, _STACKED),
+        describe=describe.deepseek_v3,
+    ),
+    Family(
+        name="kimi-k2.5",
+        model_types=("kimi_k25",),
+        containers=(f"language_model.model.{_MLP}", f"language_model.{_MLP}", f"model.language_model.{_MLP}"),
+        arrangements=(_GATED, _STACKED),
+        describe=describe.deepseek_v3,
+    ),
+    Family(
+        name="deepseek-v4",
+        model_types=("deepseek_v4", "deepseek_v41"),
+        containers=("layers.{layer}.ffn.experts", f"model.{_MLP}"),
+        arrangements=(_W123, _STACKED),
+        describe=describe.deepseek_v4,
+        fp8_dialect="deepseek_v4",
+    ),
+    Family(
+        name="nemotron-h",
+        model_types=("nemotron_h",),
+        containers=("backbone.layers.{layer}.mixer.experts", "model.layers.{layer}.mixer.experts"),
+        arrangements=(
+            PerExpert(gate=None, up="up_proj", down="down_proj"),
+            Fused(gate_up="up_proj", dialects=("plain",)),
+        ),
+        describe=describe.nemotron_h,
+    ),
+    Family(
+        name="glm-4",
+        model_types=("glm4_moe", "glm4_moe_lite"),
+        containers=(f"model.{_MLP}",),
+        arrangements=(_GATED, _STACKED),
+        describe=describe.glm,
+    ),
+    Family(
+        name="qwen3",
+        model_types=("qwen3_moe",),
+        containers=(f"model.{_MLP}",),
+        arrangements=(_GATED, _STACKED),
+        describe=describe.qwen3,
+        fp8_scale="bfloat16",
+    ),
+    Family(
+        name="qwen3-next",
+        model_types=("qwen3_next",),
+        containers=(f"model.{_MLP}",),
+        arrangements=(_GATED, _STACKED),
+        describe=describe.qwen,
+        fp8_scale="bfloat16",
+    ),
+    Family(
+        name="qwen3-vl",
+        model_types=("qwen3_vl_moe", "qwen3_vl_moe_text"),
+        containers=(f"model.language_model.{_MLP}", f"model.{_MLP}"),
+        # [E, H, 2F] and [E, 2F, H] look alike where 2F = H, so the family decides.
+        arrangements=(Fused(k_first=True, dialects=("plain",)), _GATED),
+        describe=describe.qwen,
+        fp8_scale="bfloat16",
+    ),
+    Family(
+        name="qwen3.5",
+        model_types=("qwen3_5_moe", "qwen3_5_moe_text"),
+        containers=(f"model.language_model.{_MLP}", f"model.{_MLP}"),
+        arrangements=(_STACKED, _GATED),
+        describe=describe.qwen,
+        fp8_scale="bfloat16",
+    ),
+    Family(
+        name="mixtral",
+        model_types=("mixtral",),
+        containers=("model.layers.{layer}.block_sparse_moe.experts", f"model.{_MLP}"),
+        arrangements=(_W123, _GATED, _STACKED),
+        describe=describe.mixtral,
+    ),
+    Family(
+        name="llama-4",
+        model_types=("llama4", "llama4_text"),
+        containers=(
+            "language_model.model.layers.{layer}.feed_forward.experts",
+            "model.layers.{layer}.feed_forward.experts",
+        ),
+        arrangements=(Fused(k_first=True, dialects=("plain", "modelopt_fp8")), _GATED),
+        describe=describe.llama4,
     ),
 )
 

@@ -54,7 +54,7 @@ class CheckpointFiles:
     ) -> None:
         self.path, self.config, self.side = path, config, side
         self._shards = dict(shards)
-        self._handles: dict[str, Any] = {}
+        self._handles: dict[str, tuple[Any, frozenset[str]]] = {}
 
     @classmethod
     def open(
@@ -132,9 +132,10 @@ class CheckpointFiles:
             raise CheckpointNotFound(f"{self.path}: tensor {name}", expected="in the checkpoint", got="no such tensor")
         shard = self._shards[name]
         if shard not in self._handles:
-            self._handles[shard] = _open_shard(self.path / shard)
-        handle = self._handles[shard]
-        if name not in handle.keys():  # noqa: SIM118  (the handle is no mapping)
+            handle = _open_shard(self.path / shard)
+            self._handles[shard] = handle, frozenset(handle.keys())
+        handle, names = self._handles[shard]
+        if name not in names:
             raise CheckpointError(
                 f"{self.path / shard}: tensor {name}",
                 expected="in this shard, as the index says",
