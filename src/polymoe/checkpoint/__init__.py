@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from polymoe.checkpoint.load import Checkpoint
+from polymoe.checkpoint.write import write_checkpoint
 
-__all__ = ["Checkpoint"]
+__all__ = ["Checkpoint", "write_checkpoint"]

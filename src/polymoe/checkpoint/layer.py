@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,7 +30,16 @@ __all__ = ["Part", "StoredLayer"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One stored matrix of each expert: its shape [N, K], dialect and encoding, and whether the config told so."""
+    """One stored matrix of each expert.
+
+    Attributes:
+        name: ``gate``, ``up``, ``down`` or ``gate_up``.
+        shape: [N, K].
+        dialect, encoding: how it is stored.
+        configured, configured_encoding: how the config says that it is.
+        recipe: how the config says that its input is quantized.
+        calibrated: whether a static scale of its input is there.
+    """
 
     name: str
     shape: tuple[int, int]
@@ -39,6 +48,7 @@ class Part:
     configured: str
     configured_encoding: Encoding
     recipe: ActivationMode
+    calibrated: bool = True
 
     @property
     def as_configured(self) -> bool:
@@ -133,9 +143,8 @@ class StoredLayer:
             with _naming(lambda suffix, part=part: tensor_name(container, arrangement, part, 0, suffix)):
                 allowed = getattr(arrangement, "dialects", None)
                 dialect, encoding = choose(headers, plan.shape, plan.configured, plan.encoding, allowed)
-            found[part] = Part(
-                part, plan.shape, dialect, encoding, plan.configured, plan.configured_encoding, plan.recipe
-            )
+            calibrated = "input_scale" in headers
+            found[part] = replace(plan, dialect=dialect, encoding=encoding, calibrated=calibrated)
         if any(biases.values()) or moe.bias:
             for part, there in biases.items():
                 if not there:
@@ -159,11 +168,14 @@ class StoredLayer:
         )
 
     def recipe(self) -> ActivationMode:
-        """How the authors meant the experts' inputs to be quantized, as far as the projections agree and are stored
-        as the config says; else "16bit"."""
+        """How the authors meant the experts' inputs to be quantized, as far as the projections agree, are stored as
+        the config says, and have their static scales where it takes them; else "16bit"."""
         modes: set[ActivationMode] = {p.recipe for p in self.parts.values()}
-        same = len(modes) == 1 and all(p.dialect.name == p.configured for p in self.parts.values())
-        return modes.pop() if same else "16bit"
+        configured = all(p.dialect.name == p.configured for p in self.parts.values())
+        if len(modes) > 1 or not configured:
+            return "16bit"
+        mode = modes.pop()
+        return "16bit" if mode == "fp8_static" and not all(p.calibrated for p in self.parts.values()) else mode
 
     def read(self, files: CheckpointFiles, expert: int) -> Expert:
         """One expert, checked: every tensor's dtype and shape, every scale and bias finite.
@@ -233,7 +245,7 @@ class StoredLayer:
         f = self.moe.intermediate
         if not self.moe.gated:
             return None, matrix
-        if self._interleaved:
+        if self.interleaved:
             return matrix.rows(0, 2 * f, step=2), matrix.rows(1, 2 * f, step=2)
         # A block of rows that reaches from gate into up (320 rows in blocks of 128) is cut into finer ones.
         matrix = align(matrix, -2, _half_block(matrix.encoding, f))
@@ -242,12 +254,13 @@ class StoredLayer:
     def _bias_halves(self, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         if bias is None or not self.moe.gated:
             return None, bias
-        if self._interleaved:
+        if self.interleaved:
             return bias[0::2], bias[1::2]
         return bias[: self.moe.intermediate], bias[self.moe.intermediate :]
 
     @property
-    def _interleaved(self) -> bool:
+    def interleaved(self) -> bool:
+        """Whether rows of gate and up alternate."""
         return isinstance(self.arrangement, Fused) and self.arrangement.order == "interleaved"
 
 

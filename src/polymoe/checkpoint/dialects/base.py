@@ -15,7 +15,7 @@ from torch import Tensor
 
 from polymoe.checkpoint.files import Header
 from polymoe.errors import FormatError
-from polymoe.formats import Encoding, PerChannel, QuantTensor
+from polymoe.formats import Encoding, QuantTensor
 from polymoe.formats.encoding import ScaleDtype
 
 __all__ = ["DTYPES", "SCALE_NAMES", "Dialect", "divided", "expect", "headers_of", "reciprocal", "stored_as"]
@@ -137,11 +137,6 @@ def divided(columns: int, groups: int, suffix: str) -> int:
     if groups < 1 or columns % groups:
         raise FormatError(suffix, expected=f"a number of groups that divides {columns} columns", got=str(groups))
     return columns // groups
-
-
-def granularity_axis(encoding: Encoding | None) -> bool:
-    """Whether the config calls a single scale column a channel scale rather than one wide group."""
-    return encoding is not None and isinstance(encoding.granularity, PerChannel)
 
 
 def reciprocal(scale: Tensor) -> Tensor:

@@ -51,10 +51,11 @@ class CompressedInt4(Dialect):
         zeros = "weight_zero_point" in headers
         if zeros:
             expect(headers, "weight_zero_point", ("I32",), (ceil_div(rows, 8), groups))
-        channel = hint is not None and isinstance(hint.granularity, PerChannel) and groups == 1
-        granularity: Granularity = PerChannel() if channel else PerGroup(1, divided(columns, groups, "weight_scale"))
         return Encoding(
-            element="int4", granularity=granularity, scale_dtype=SCALE_NAMES[scale.dtype], zero_points=zeros
+            element="int4",
+            granularity=_granularity(columns, groups, "weight_scale", hint),
+            scale_dtype=SCALE_NAMES[scale.dtype],
+            zero_points=zeros,
         )
 
     def read(self, tensors: Mapping[str, Tensor], shape: tuple[int, int], hint: Encoding | None = None) -> QuantTensor:
@@ -64,7 +65,7 @@ class CompressedInt4(Dialect):
             raise FormatError("weight_shape", expected=str(list(shape)), got=str(list(recorded)))
         zeros = tensors.get("weight_zero_point")
         if zeros is not None:
-            zeros = unpack_words(zeros.T.contiguous())[:, : shape[0]].T.contiguous()
+            zeros = unpack_words(zeros.T)[:, : shape[0]].T.contiguous()
         # A little-endian word's bytes are its nibble pairs, lowest first.
         codes = tensors["weight_packed"].view(torch.uint8)
         return QuantTensor(codes, encoding, tensors["weight_scale"], zero_points=zeros)
@@ -74,13 +75,13 @@ class CompressedInt4(Dialect):
             raise self._refuse(matrix.encoding, "int4")
         _words(matrix.shape[-1], "weight_packed")
         stored = {
-            "weight_packed": matrix.codes.contiguous().view(torch.int32),
+            "weight_packed": _view(matrix.codes, torch.int32),
             "weight_scale": matrix.scales,
             "weight_shape": torch.tensor(tuple(matrix.shape), dtype=torch.int64),
         }
         if matrix.zero_points is not None:
             padded = torch.nn.functional.pad(matrix.zero_points, (0, 0, 0, -matrix.shape[0] % 8))
-            stored["weight_zero_point"] = pack_words(padded.T.contiguous()).T.contiguous()
+            stored["weight_zero_point"] = pack_words(padded.T).T.contiguous()
         return stored
 
 
@@ -105,7 +106,7 @@ class _KFirst(Dialect):
         expect(headers, "qzeros", ("I32",), (groups, _words(rows, "qzeros")))
         return Encoding(
             element="int4",
-            granularity=PerGroup(1, divided(columns, groups, "scales")),
+            granularity=_granularity(columns, groups, "scales", hint),
             scale_dtype=SCALE_NAMES[scale.dtype],
             zero_points=hint is None or hint.element != "int4" or hint.zero_points,
         )
@@ -136,7 +137,7 @@ class _KFirst(Dialect):
             zeros = torch.full(tuple(matrix.scales.shape), _SYMMETRIC_ZERO, dtype=torch.uint8)
         return {
             "qweight": self._write_codes(matrix.codes),
-            "qzeros": self._write_zeros(zeros.T.contiguous()),
+            "qzeros": self._write_zeros(zeros.T),
             "scales": matrix.scales.T.contiguous(),
         }
 
@@ -170,23 +171,21 @@ class Gptq(_KFirst):
     def read(self, tensors: Mapping[str, Tensor], shape: tuple[int, int], hint: Encoding | None = None) -> QuantTensor:
         matrix = _KFirst.read(self, tensors, shape, hint)
         if "g_idx" in tensors:
-            natural = torch.arange(shape[1], dtype=torch.int32) // matrix.encoding.group_columns
-            _refuse_order(not torch.equal(tensors["g_idx"].to(torch.int32), natural), "g_idx")
+            stored = tensors["g_idx"].to(torch.int32)
+            _refuse_order(not torch.equal(stored, _natural_order(matrix)), "g_idx")
         return matrix
 
     def write(self, matrix: QuantTensor, input_scale: Tensor | None = None) -> dict[str, Tensor]:
-        stored = _KFirst.write(self, matrix)
-        index = torch.arange(matrix.shape[1], dtype=torch.int32) // matrix.encoding.group_columns
-        return {**stored, "g_idx": index}
+        return {**_KFirst.write(self, matrix), "g_idx": _natural_order(matrix)}
 
     def _packed_shape(self, rows: int, columns: int) -> tuple[int, int]:
         return (_words(columns, "qweight"), rows)
 
     def _read_codes(self, words: Tensor) -> Tensor:
-        return words.T.contiguous().view(torch.uint8)
+        return _view(words.T, torch.uint8)
 
     def _write_codes(self, codes: Tensor) -> Tensor:
-        return codes.contiguous().view(torch.int32).T.contiguous()
+        return _view(codes, torch.int32).T.contiguous()
 
     def _read_zeros(self, words: Tensor) -> Tensor:
         stored = unpack_words(words)
@@ -216,7 +215,7 @@ class Awq(_KFirst):
         return pack_nibbles(self._read_zeros(words).T)
 
     def _write_codes(self, codes: Tensor) -> Tensor:
-        return self._write_zeros(unpack_nibbles(codes).T.contiguous())
+        return self._write_zeros(unpack_nibbles(codes).T)
 
     def _read_zeros(self, words: Tensor) -> Tensor:
         nibbles = unpack_words(words).unflatten(-1, (-1, 8))
@@ -229,12 +228,32 @@ class Awq(_KFirst):
 
 def unpack_words(words: Tensor) -> Tensor:
     """int32 ``[..., M]`` to uint8 ``[..., 8 M]``, a word's lowest nibble first."""
-    return unpack_nibbles(words.contiguous().view(torch.uint8))
+    return unpack_nibbles(_view(words, torch.uint8))
 
 
 def pack_words(values: Tensor) -> Tensor:
     """Inverse of :func:`unpack_words`."""
-    return pack_nibbles(values).contiguous().view(torch.int32)
+    return _view(pack_nibbles(values), torch.int32)
+
+
+def _view(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The last axis' bytes as ``dtype``. By way of one axis, since a contiguous tensor whose last axis has size 1 may
+    have any stride there, which views refuse."""
+    return tensor.reshape(-1).view(dtype).reshape(*tensor.shape[:-1], -1)
+
+
+def _granularity(columns: int, groups: int, suffix: str, hint: Encoding | None) -> Granularity:
+    """By group; one group a row is what the config calls it."""
+    if groups == 1 and hint is not None and isinstance(hint.granularity, PerChannel):
+        return PerChannel()
+    return PerGroup(1, divided(columns, groups, suffix))
+
+
+def _natural_order(matrix: QuantTensor) -> Tensor:
+    """Each column's group, int32 [K], when columns are not reordered."""
+    assert matrix.scales is not None
+    columns = matrix.shape[-1]
+    return torch.arange(columns, dtype=torch.int32) // (columns // matrix.scales.shape[-1])
 
 
 def _words(count: int, suffix: str) -> int:

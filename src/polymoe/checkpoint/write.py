@@ -1,0 +1,256 @@
+"""write_checkpoint: experts into files, in the names, arrangement and dialect that their config calls for.
+
+Names, dialects and encodings come from the same rows that reading uses, so that what is written reads back the same.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from polymoe.checkpoint.config import Quantization, parse_quantization
+from polymoe.checkpoint.families import Family, Fused, MoeConfig, family_of, text_config
+from polymoe.checkpoint.layer import StoredLayer
+from polymoe.checkpoint.naming import BIAS, tensor_name
+from polymoe.errors import ArgumentError, CheckpointError
+from polymoe.formats import Encoding, PerGroup, PerTensor, QuantTensor, format_of
+from polymoe.tensors import Expert, ExpertWeights
+
+__all__ = ["FloatExperts", "write_checkpoint"]
+
+FloatExperts = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]
+"""``(gate_up_EFH, down_EHF)``, and biases ``gate_up_EF``, ``down_EH`` where the model has them, in natural order: all
+gate rows, then all up rows (experts without a gate: up rows only)."""
+
+
+def write_checkpoint(
+    path: str | Path,
+    config: Mapping[str, Any],
+    layers: Mapping[int, ExpertWeights | FloatExperts],
+    *,
+    other_tensors: Mapping[str, Tensor] | None = None,
+    side: Mapping[str, Any] | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+) -> Path:
+    """Write a checkpoint directory: ``config.json``, safetensors shards and, for more than one, their index.
+
+    It appears as a whole or not at all: files are written beside ``path`` and renamed.
+
+    Args:
+        path: the directory to create.
+        config: ``config.json`` as the model's own releases have it; ``quantization_config`` decides the encodings.
+        layers: experts by layer. Float weights are quantized as the config says; ones already quantized must be so.
+            Layers may be left out.
+        other_tensors: everything else, by name.
+        side: ``hf_quant_config.json``, if the description of the quantization lies there.
+        max_shard_bytes: a shard is closed before it would grow beyond this, if it holds a tensor.
+
+    Returns:
+        ``path``.
+
+    Raises:
+        CheckpointError: ``path`` exists; the config is not understood; two tensors have one name; the arrangement has
+            no place for these experts.
+        ArgumentError: weights of other sizes than the config's, or other encodings.
+    """
+    path = Path(path)
+    if path.exists():
+        raise CheckpointError(str(path), expected="a new directory", got="one that exists", hint="nothing was written")
+    family = family_of(config)
+    writer = _Writer(family, family.describe(text_config(config)), parse_quantization(config, side))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as temporary:
+        directory = Path(temporary) / path.name
+        directory.mkdir()
+        shards = _Shards(directory, max_shard_bytes)
+        for name, tensor in (other_tensors or {}).items():
+            shards.add(name, tensor)
+        for layer, weights in layers.items():
+            for name, tensor in writer.tensors(layer, weights):
+                shards.add(name, tensor)
+        shards.finish()
+        _write_json(directory / "config.json", config)
+        if side is not None:
+            _write_json(directory / "hf_quant_config.json", side)
+        shutil.move(directory, path)
+    return path
+
+
+@dataclass(frozen=True, slots=True)
+class _Writer:
+    """Experts to named tensors."""
+
+    family: Family
+    moe: MoeConfig
+    quantization: Quantization
+
+    def tensors(self, layer: int, weights: ExpertWeights | FloatExperts) -> Iterator[tuple[str, Tensor]]:
+        """Names and tensors of one layer; stacked ones when the last expert is in them."""
+        self.moe.router(layer)
+        stored = StoredLayer.described(self.family, self.moe, self.quantization, layer)
+        self._check(stored, layer, weights)
+        stacks: dict[str, Tensor] = {}
+        for e in range(self.moe.experts):
+            expert = weights.expert(e) if isinstance(weights, ExpertWeights) else _quantize(weights, e, stored)
+            for name, tensor in _expert_tensors(stored, expert, e):
+                if not isinstance(stored.arrangement, Fused):
+                    yield name, tensor
+                    continue
+                if stored.arrangement.k_first and tensor.dim() >= 2:
+                    tensor = tensor.transpose(-1, -2)
+                if name not in stacks:
+                    stacks[name] = torch.empty((self.moe.experts, *tensor.shape), dtype=tensor.dtype)
+                stacks[name][e] = tensor
+        yield from stacks.items()
+
+    def _check(self, stored: StoredLayer, layer: int, weights: ExpertWeights | FloatExperts) -> None:
+        wanted = stored.spec()
+        where = f"experts of layer {layer}"
+        if isinstance(weights, ExpertWeights):
+            have = weights.spec
+            # A scale's dtype is the weights' own affair: configs do not say it.
+            found = [have.hidden, have.intermediate, have.local_experts, have.bias, *map(str, have.encodings.values())]
+            expected = [self.moe.hidden, self.moe.intermediate, self.moe.experts, wanted.bias]
+            expected += map(str, wanted.encodings.values())
+            what = "H, F, experts, bias and encodings"
+        else:
+            h, f, experts = self.moe.hidden, self.moe.intermediate, self.moe.experts
+            rows = f * (2 if self.moe.gated else 1)
+            found = [list(t.shape) for t in weights]
+            expected = [[experts, rows, h], [experts, h, f]] + ([[experts, rows], [experts, h]] if wanted.bias else [])
+            what = "shapes"
+        if found != expected:
+            raise ArgumentError(where, expected=f"{what} {expected}, as the config says", got=str(found))
+
+
+def _quantize(weights: FloatExperts, e: int, stored: StoredLayer) -> Expert:
+    """One expert of float weights, in the config's encodings."""
+    moe, encodings = stored.moe, stored.spec().encodings
+    halves = weights[0][e].split(moe.intermediate)
+    biases = tuple(b[e].to(torch.bfloat16) for b in weights[2:])
+    parts = biases[0].split(moe.intermediate) if biases else (None, None)
+    return Expert(
+        gate=format_of(encodings["gate"]).quantize(halves[0]) if moe.gated else None,
+        up=format_of(encodings["up"]).quantize(halves[-1]),
+        down=format_of(encodings["down"]).quantize(weights[1][e]),
+        gate_bias=parts[0] if moe.gated else None,
+        up_bias=parts[-1],
+        down_bias=biases[1] if biases else None,
+    )
+
+
+def _expert_tensors(stored: StoredLayer, expert: Expert, e: int) -> Iterator[tuple[str, Tensor]]:
+    matrices: dict[str, QuantTensor] = expert.projections
+    biases = {name: getattr(expert, f"{name}_bias") for name in ("gate", "up", "down")}
+    if "gate_up" in stored.parts:
+        matrices = {"gate_up": _merge(matrices, stored, e), "down": expert.down}
+        if expert.up_bias is not None:
+            biases["gate_up"] = _join(expert.gate_bias, expert.up_bias, stored)
+    for part, plan in stored.parts.items():
+        scale = expert.down_input_scale if part == "down" else expert.gate_up_input_scale
+        tensors = plan.dialect.write(matrices[part], scale)
+        if stored.bias:
+            tensors[BIAS] = biases[part]
+        for suffix, tensor in tensors.items():
+            yield tensor_name(stored.container, stored.arrangement, part, e, suffix), tensor
+
+
+def _merge(matrices: Mapping[str, QuantTensor], stored: StoredLayer, e: int) -> QuantTensor:
+    """Gate and up as one matrix, in the arrangement's order of rows."""
+    up = matrices["up"]
+    if "gate" not in matrices:
+        return up
+    gate = matrices["gate"]
+    if gate.encoding != up.encoding or not _stackable(up.encoding, stored):
+        raise CheckpointError(
+            f"{stored.container} expert {e}",
+            expected="gate and up of one encoding, every scale of which belongs to rows of one of them",
+            got=f"{gate.encoding} and {up.encoding}",
+            hint="this family stores both in one tensor",
+        )
+    theirs = gate.parts()
+    return replace(up, **{name: _join(theirs[name], part, stored) for name, part in up.parts().items()})
+
+
+def _stackable(encoding: Encoding, stored: StoredLayer) -> bool:
+    if encoding.global_scale or isinstance(encoding.granularity, PerTensor):
+        return False
+    rows = encoding.granularity.n if isinstance(encoding.granularity, PerGroup) else 1
+    return rows == 1 if stored.interleaved else stored.moe.intermediate % rows == 0
+
+
+def _join(gate: Tensor | None, up: Tensor, stored: StoredLayer) -> Tensor:
+    """Rows of both, one after another or in turn. Joined as bytes, which any dtype has."""
+    if gate is None:
+        return up
+    halves = [half.contiguous().unsqueeze(-1).view(torch.uint8) for half in (gate, up)]
+    joined = torch.stack(halves, 1).flatten(0, 1) if stored.interleaved else torch.cat(halves)
+    return joined.view(up.dtype).squeeze(-1)
+
+
+@dataclass(slots=True)
+class _Shards:
+    """Tensors into safetensors files of a limited size, in the order in which they come."""
+
+    directory: Path
+    limit: int
+    weight_map: dict[str, int] = field(default_factory=dict)
+    total: int = 0
+    count: int = 0
+    pending: dict[str, Tensor] = field(default_factory=dict)
+    pending_bytes: int = 0
+    storages: set[int] = field(default_factory=set)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Append a tensor, after writing out the shard that it would overfill."""
+        if name in self.weight_map:
+            raise CheckpointError(name, expected="one tensor of this name", got="two")
+        size = tensor.numel() * tensor.element_size()
+        if self.pending and self.pending_bytes + size > self.limit:
+            self.flush()
+        tensor = tensor.contiguous()
+        # safetensors refuses tensors that share memory, such as one input scale for two projections.
+        if tensor.untyped_storage().data_ptr() in self.storages:
+            tensor = tensor.clone()
+        self.storages.add(tensor.untyped_storage().data_ptr())
+        self.pending[name] = tensor
+        self.weight_map[name] = self.count
+        self.pending_bytes += size
+        self.total += size
+
+    def flush(self) -> None:
+        """Write out what has come since the last time."""
+        save_file(self.pending, self.directory / _draft(self.count), metadata={"format": "pt"})
+        self.pending, self.pending_bytes, self.storages = {}, 0, set()
+        self.count += 1
+
+    def finish(self) -> None:
+        """Write what is left, give the files their final names, and write the index if there are several."""
+        if not self.weight_map:
+            return
+        self.flush()
+        names = [f"model-{i + 1:05}-of-{self.count:05}.safetensors" for i in range(self.count)]
+        names = names if self.count > 1 else ["model.safetensors"]
+        for i, name in enumerate(names):
+            (self.directory / _draft(i)).rename(self.directory / name)
+        if self.count > 1:
+            weight_map = {name: names[shard] for name, shard in self.weight_map.items()}
+            index = {"metadata": {"total_size": self.total}, "weight_map": weight_map}
+            _write_json(self.directory / "model.safetensors.index.json", index)
+
+
+def _draft(shard: int) -> str:
+    return f"{shard}.safetensors"
+
+
+def _write_json(file: Path, value: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
