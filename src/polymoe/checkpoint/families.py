@@ -130,7 +130,7 @@ _ROWS = (
     Family(
         name="deepseek-v4",
         model_types=("deepseek_v4", "deepseek_v41"),
-        containers=("layers.{layer}.ffn.experts", f"model.{_MLP}"),
+        containers=("layers.{layer}.ffn.experts", "model.layers.{layer}.ffn.experts", f"model.{_MLP}"),
         arrangements=(_W123, _STACKED),
         describe=describe.deepseek_v4,
         fp8_dialect="deepseek_v4",
@@ -170,10 +170,10 @@ _ROWS = (
     ),
     Family(
         name="qwen3-vl",
-        model_types=("qwen3_vl_moe", "qwen3_vl_moe_text"),
+        model_types=("qwen3_vl_moe",),
         containers=(f"model.language_model.{_MLP}", f"model.{_MLP}"),
-        # [E, H, 2F] and [E, 2F, H] look alike where 2F = H, so the family decides.
-        arrangements=(Fused(k_first=True, dialects=("plain",)), _GATED),
+        # [E, H, 2F] as released, [E, 2F, H] as Transformers may save it; where 2F = H they look alike.
+        arrangements=(Fused(k_first=True, dialects=("plain",)), _STACKED, _GATED),
         describe=describe.qwen,
         fp8_scale="bfloat16",
     ),

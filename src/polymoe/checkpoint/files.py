@@ -54,7 +54,7 @@ class CheckpointFiles:
     ) -> None:
         self.path, self.config, self.side = path, config, side
         self._shards = dict(shards)
-        self._handles: dict[str, tuple[Any, frozenset[str]]] = {}
+        self._handles: dict[Path, tuple[Any, frozenset[str]]] = {}
 
     @classmethod
     def open(
@@ -102,6 +102,12 @@ class CheckpointFiles:
     def __contains__(self, name: object) -> bool:
         return name in self._shards
 
+    def shard_of(self, name: str) -> Path:
+        """The file that holds a tensor, which need not exist; raises CheckpointNotFound if there is no such tensor."""
+        if name not in self._shards:
+            raise CheckpointNotFound(f"{self.path}: tensor {name}", expected="in the checkpoint", got="no such tensor")
+        return self.path / self._shards[name]
+
     def header(self, name: str) -> Header:
         """Dtype and shape of a tensor, from its shard's header; raises like :meth:`get`."""
         piece = self._shard(name).get_slice(name)
@@ -128,16 +134,14 @@ class CheckpointFiles:
         self.close()
 
     def _shard(self, name: str) -> Any:
-        if name not in self._shards:
-            raise CheckpointNotFound(f"{self.path}: tensor {name}", expected="in the checkpoint", got="no such tensor")
-        shard = self._shards[name]
+        shard = self.shard_of(name)
         if shard not in self._handles:
-            handle = _open_shard(self.path / shard)
+            handle = _open_shard(shard)
             self._handles[shard] = handle, frozenset(handle.keys())
         handle, names = self._handles[shard]
         if name not in names:
             raise CheckpointError(
-                f"{self.path / shard}: tensor {name}",
+                f"{shard}: tensor {name}",
                 expected="in this shard, as the index says",
                 got="no such tensor",
                 hint="index and shards are of different revisions; download the checkpoint again",
