@@ -1,0 +1,478 @@
+"""The contract of every format: what quantizing promises, for each row of FORMATS and variants of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import plain_formats as plain
+from polymoe.errors import FormatError
+from polymoe.formats import FORMATS, Encoding, PerChannel, PerGroup, PerTensor, QuantTensor, format_of
+from polymoe.formats.base import Format, group_reduce
+from polymoe.formats.elements import CODE_DTYPES, SCALE_DTYPES
+from polymoe.formats.fp8 import Fp8
+from polymoe.formats.mxfp4 import Mxfp4
+from polymoe.formats.nvfp4 import Nvfp4
+from variants import ENCODINGS
+
+every_encoding = pytest.mark.parametrize("encoding", ENCODINGS)
+SYMMETRIC = [p for p in ENCODINGS if not p.values[0].zero_points]
+LARGEST = {"e2m1": 6.0, "e4m3": 448.0, "int4": 8.0}
+
+
+def rough_weights(*shape: int, seed: int = 0, scale: float = 0.05) -> Tensor:
+    """Normal weights whose rows and columns differ in size, with outliers, zeros of both signs and a row of zeros."""
+    g = torch.Generator().manual_seed(seed)
+    w = torch.randn(shape, generator=g) * scale
+    w *= torch.exp2(torch.randint(-6, 6, (*shape[:-1], 1), generator=g))
+    w *= torch.exp2(torch.randint(-2, 3, (shape[-1],), generator=g))
+    w[torch.rand(shape, generator=g) < 0.02] = 0.0
+    w[torch.rand(shape, generator=g) < 0.02] = -0.0
+    w[..., -1, :] = 0.0
+    return w
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def assert_same(a: QuantTensor, b: QuantTensor) -> None:
+    """Equal to the bit."""
+    assert a.encoding == b.encoding
+    assert a.shape == b.shape
+    for name, part in a.parts().items():
+        assert torch.equal(bits(part), bits(b.parts()[name])), name
+
+
+def per_group(values: np.ndarray, encoding: Encoding, reduce: np.ufunc) -> np.ndarray:
+    """``values`` reduced over the weights that share a scale, then back at every weight."""
+    rows, columns = values.shape
+    assert encoding.granularity is not None
+    n, k = encoding.granularity.scale_shape(rows, columns)
+    group = plain.spread(np.arange(n * k).reshape(n, k), encoding, rows, columns)
+    result = np.full(n * k, np.inf if reduce is np.minimum else -np.inf)
+    reduce.at(result, group, values)
+    return result[group]
+
+
+# --- what comes out ---
+
+
+@every_encoding
+def test_parts(encoding: Encoding) -> None:
+    f = format_of(encoding)
+    q = f.quantize(rough_weights(37, 288))
+    assert f.encoding == q.encoding == encoding
+    assert f.name == encoding.name
+    assert q.shape == (37, 288)
+    assert q.codes.dtype == CODE_DTYPES[encoding.element]
+    assert q.codes.is_contiguous()
+    if encoding.scale_dtype is not None:
+        assert q.scales is not None
+        assert q.scales.dtype == SCALE_DTYPES[encoding.scale_dtype]
+        assert (plain.floats(q.scales) > 0).all()
+    q.validate("it")
+
+
+@every_encoding
+def test_dequantize(encoding: Encoding) -> None:
+    f = format_of(encoding)
+    q = f.quantize(rough_weights(37, 288))
+    np.testing.assert_array_equal(f.dequantize(q, torch.float64).numpy(), plain.weights(q))
+    np.testing.assert_allclose(f.dequantize(q).numpy(), plain.weights(q), rtol=2**-23, atol=0)
+
+
+def test_dequantize_refuses_another_format() -> None:
+    q = FORMATS["mxfp4"].quantize(rough_weights(4, 64))
+    with pytest.raises(FormatError, match=r"nvfp4\.dequantize"):
+        FORMATS["nvfp4"].dequantize(q)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_of_the_table_are_found_by_their_encoding(name: str) -> None:
+    assert format_of(FORMATS[name].encoding) == FORMATS[name]
+
+
+# --- how near it is ---
+
+
+@every_encoding
+@pytest.mark.parametrize("shape", [(37, 288), (320, 200), (1, 2), (3, 50)], ids=str)
+def test_every_code_is_the_nearest_one(encoding: Encoding, shape: tuple[int, int]) -> None:
+    """Each weight takes the element nearest to it, given its scale; zero points included."""
+    w = rough_weights(*shape)
+    q = format_of(encoding).quantize(w)
+    x, got = w.double().numpy(), plain.weights(q)
+    if encoding.scale_dtype is None:
+        wanted = np.abs(w.to(CODE_DTYPES[encoding.element]).double().numpy() - x)
+        np.testing.assert_array_equal(np.abs(got - x), wanted)
+        return
+    step = plain.steps(q)
+    grid = plain.GRIDS[encoding.element]
+    if q.zero_points is None:
+        nearest = plain.distance_to_grid(x / step, grid)
+    else:
+        zero = plain.spread(q.zero_points.numpy().astype(np.float64), encoding, *shape)
+        nearest = plain.distance_to_grid(x / step + zero, np.arange(16.0))
+    # The quotient w / scale is rounded to float32 before it is compared.
+    slack = 2**-22 * np.maximum(np.abs(x / step), LARGEST[encoding.element])
+    assert (np.abs(got - x) / step <= nearest + slack).all()
+
+
+@every_encoding
+def test_the_theoretical_bound(encoding: Encoding) -> None:
+    """Half a step at the size of the weight, relative to the weight or to the largest of its group."""
+    w = rough_weights(320, 200)
+    q = format_of(encoding).quantize(w)
+    x = w.double().numpy()
+    error = np.abs(plain.weights(q) - x)
+    if encoding.scale_dtype is None:
+        unit, smallest = {"bf16": (2**-8, 2.0**-134), "fp16": (2**-11, 2.0**-25)}[encoding.element]
+        assert (error <= np.maximum(unit * np.abs(x), smallest)).all()
+        return
+    amax = per_group(np.abs(x), encoding, np.maximum)
+    # How much larger than needed a scale may be: one unit in the last place of its dtype, a whole binade for E8M0.
+    coarse = {"float32": 1 + 2**-22, "bfloat16": 1 + 2**-7, "float16": 1 + 2**-9, "e8m0": 2.0, "e4m3": 17 / 16}
+    larger = coarse[encoding.scale_dtype]
+    if encoding.element == "e4m3":  # 4 significant bits; below 2**-6 the steps are 2**-9
+        bound = np.maximum(np.abs(x) / 16, amax / 448 * larger * 2**-10)
+    elif encoding.element == "int4":
+        span = per_group(np.maximum(x, 0), encoding, np.maximum) - per_group(np.minimum(x, 0), encoding, np.minimum)
+        bound = larger * (span / 30 if encoding.zero_points else amax / 14)
+        if encoding.scale_dtype == "float16":  # its steps below 2**-14
+            bound = np.maximum(bound, bound / larger + 2.0**-25)
+    elif encoding.global_scale:  # half of the widest gap, 4 to 6; or what the rounded scale leaves above 6
+        smallest = np.abs(x).max() / 2688 * 2**-9
+        bound = np.maximum(amax / 6 * larger, smallest)
+    else:  # clipped from just below 8 to 6, where that is less than the coarser scale costs
+        bound = amax / 4
+    assert (error <= bound * (1 + 2**-20)).all()
+
+
+@pytest.mark.parametrize("encoding", [p for p in SYMMETRIC if p.values[0].granularity])
+def test_nothing_is_clipped(encoding: Encoding) -> None:
+    """Scales are no smaller than the largest weight needs, up to the rounding of E4M3 scales and MXFP4's own rule."""
+    w = rough_weights(320, 200)
+    x = w.double().numpy() / plain.steps(format_of(encoding).quantize(w))
+    high = {"e2m1": 6.0, "e4m3": 448.0, "int4": 7.0}[encoding.element]
+    low = -8.0 if encoding.element == "int4" else -high
+    slack = 1 + 2**-22
+    if encoding.element == "e2m1":
+        slack = 16 / 15 if encoding.global_scale else 8 / 6
+    assert x.max() <= high * slack
+    assert x.min() >= low * slack
+
+
+@pytest.mark.parametrize("k", [16, 32, 128])
+def test_mxfp4_takes_the_better_of_two_scales(k: int) -> None:
+    """By brute force in float64: the specification's scale, and the next larger one."""
+    encoding = Encoding(element="e2m1", granularity=PerGroup(1, k), scale_dtype="e8m0")
+    w = rough_weights(64, 256).double()
+    q = format_of(encoding).quantize(w)
+    got = (plain.weights(q) - w.numpy()) ** 2
+    groups = w.numpy().reshape(64, -1, k)
+    amax = np.abs(groups).max(-1, keepdims=True)
+    exponent = np.floor(np.log2(np.where(amax == 0, 4, amax))) - 2
+    errors = []
+    for scale in (2.0**exponent, 2.0 ** (exponent + 1)):
+        errors.append(((plain.distance_to_grid(groups / scale, plain.GRIDS["e2m1"]) * scale) ** 2).sum(-1))
+    assert (errors[1] < errors[0]).any()
+    assert (errors[1] > errors[0]).any()
+    np.testing.assert_allclose(got.reshape(64, -1, k).sum(-1), np.minimum(*errors), rtol=1e-4)
+
+
+@pytest.mark.parametrize("exponent", [-110, -70, 0, 70, 110])
+def test_mxfp4_does_not_depend_on_the_size_of_the_weights(exponent: int) -> None:
+    w = rough_weights(16, 128)
+    q = FORMATS["mxfp4"].quantize(w)
+    scaled = FORMATS["mxfp4"].quantize(w * 2.0**exponent)
+    assert torch.equal(scaled.codes, q.codes)
+    assert torch.equal(scaled.dequantize(torch.float64), q.dequantize(torch.float64) * 2.0**exponent)
+
+
+def test_1_4_nvfp4_global_scale() -> None:
+    w = rough_weights(3, 8, 64)
+    q = FORMATS["nvfp4"].quantize(w)
+    assert q.global_scale is not None
+    np.testing.assert_allclose(q.global_scale.numpy(), w.abs().amax((-2, -1)).numpy() / (6 * 448), rtol=1e-6)
+    assert q.scales is not None
+    assert plain.floats(q.scales).max() == 448.0  # of the group with the largest weight
+
+
+def test_1_3_nvfp4_group_scales() -> None:
+    w = torch.zeros(1, 48)
+    w[0, 0], w[0, 16] = 6 * 448.0, 1e-6  # global scale 1; the second group would need a scale below the smallest
+    q = FORMATS["nvfp4"].quantize(w)
+    assert q.scales is not None
+    assert plain.floats(q.scales).tolist() == [[448.0, 2.0**-9, 1.0]]  # and 1 for a group of zeros
+
+
+@pytest.mark.parametrize("scale_dtype", ["float32", "bfloat16", "float16"])
+def test_int4_keeps_zero(scale_dtype: str) -> None:
+    """With zero points a group of one sign still represents zero exactly."""
+    encoding = Encoding(element="int4", granularity=PerGroup(1, 32), scale_dtype=scale_dtype, zero_points=True)  # type: ignore[arg-type]
+    w = torch.rand(4, 64) + 0.5
+    w[2:] *= -1
+    w[:, ::3] = 0
+    q = format_of(encoding).quantize(w)
+    assert (q.dequantize()[:, ::3] == 0).all()
+    assert q.zero_points is not None
+    assert q.zero_points.tolist() == [[0, 0], [0, 0], [15, 15], [15, 15]]
+
+
+def test_int4_uses_both_ends() -> None:
+    w = torch.tensor([[-8.0, 7.0, 0.0, 3.0], [8.0, -7.0, 0.0, 3.0]])
+    q = format_of(Encoding(element="int4", granularity=PerChannel(), scale_dtype="float32")).quantize(w)
+    assert q.dequantize()[0].tolist() == w[0].tolist()
+    assert q.scales is not None
+    assert q.scales[1].item() == pytest.approx(8 / 7)  # +8 is no code
+
+
+@pytest.mark.parametrize("granularity", [PerTensor(), PerChannel(), PerGroup(128, 128)], ids=str)
+def test_fp8_e8m0_scales_are_the_next_power_of_two(granularity: PerTensor | PerChannel | PerGroup) -> None:
+    f = format_of(Encoding(element="e4m3", granularity=granularity, scale_dtype="e8m0"))
+    for amax, scale in ((448.0, 1.0), (449.0, 2.0), (447.0, 1.0), (224.0, 0.5), (1.0, 2.0**-8)):
+        q = f.quantize(torch.tensor([[amax, 0.0]]))
+        assert q.scales is not None
+        assert plain.floats(q.scales).tolist() == [[scale]]
+
+
+# --- again ---
+
+
+@pytest.mark.parametrize("encoding", SYMMETRIC)  # with zero points the outermost codes can stay unused
+def test_quantizing_again_changes_nothing(encoding: Encoding) -> None:
+    f = format_of(encoding)
+    w = rough_weights(64, 256, scale=1.0)
+    once = f.quantize(w)
+    twice = f.quantize(once.dequantize())
+    # FP8 scales may differ: amax * 448 / 448 in its last bit, a power of two where the largest was rounded down.
+    if encoding.element == "e4m3" and encoding.scale_dtype != "e8m0":
+        assert torch.equal(bits(twice.codes), bits(once.codes))
+    np.testing.assert_allclose(plain.weights(twice), plain.weights(once), rtol=2**-21 if encoding.bits < 16 else 0)
+    if encoding.element == "e2m1" and not encoding.global_scale:
+        assert torch.equal(twice.dequantize(), once.dequantize())
+
+
+# --- awkward weights ---
+
+
+@every_encoding
+def test_zeros(encoding: Encoding) -> None:
+    q = format_of(encoding).quantize(torch.zeros(4, 64))
+    q.validate("zeros")
+    assert torch.equal(q.dequantize(), torch.zeros(4, 64))
+
+
+@every_encoding
+def test_negative_zero(encoding: Encoding) -> None:
+    w = torch.tensor([[0.0, -0.0, 1.0, -1.0] * 16])
+    got = format_of(encoding).quantize(w).dequantize()
+    assert (got[w == 0] == 0).all()
+    if encoding.element != "int4":
+        assert torch.equal(torch.signbit(got), torch.signbit(w))
+
+
+@every_encoding
+@pytest.mark.parametrize("size", [1e-3, 1e-5, 1e-7, 1e-9, 1e-20, 1e-36, 1e-38, 1e-40, 1e-45])
+def test_tiny_weights(encoding: Encoding, size: float) -> None:
+    """Down to the smallest subnormal numbers and through every scale dtype's smallest: finite, never larger."""
+    w = torch.full((2, 64), size)
+    w[0, ::2] *= -0.6
+    q = format_of(encoding).quantize(w)
+    q.validate("tiny")
+    got = q.dequantize(torch.float64)
+    # No bf16, MXFP4 or FP32-scaled weight vanishes above this; the rest is bounded by what it rounds to.
+    representable = {"fp16": 1e-7, "bf16": 1e-39}.get(
+        encoding.element, 1e-4 if encoding.scale_dtype == "float16" else 1e-37
+    )
+    if size >= representable:
+        assert (got != 0).all()
+        assert (got - w.double()).abs().max() <= 0.35 * size
+    assert got.abs().max() <= 1.5 * float(w.abs().max())
+
+
+@every_encoding
+def test_a_tiny_group_beside_a_large_one(encoding: Encoding) -> None:
+    w = torch.full((256, 256), 3e-7)
+    w[:128, :128] = 1.0
+    q = format_of(encoding).quantize(w)
+    q.validate("both")
+    got = q.dequantize()
+    assert ((got[:128, :128] - 1).abs() < 0.1).all()
+    assert (got[128:, 128:].abs() < 1e-6).all()
+
+
+@every_encoding
+@pytest.mark.parametrize("size", [6e4, 1e6, 1e20, 1e38, 3.4e38])
+def test_huge_weights(encoding: Encoding, size: float) -> None:
+    """Quantized to finite numbers of the right size, or refused: never infinity, never NaN."""
+    w = torch.full((2, 64), size)
+    w[0, ::2] *= -0.6
+    limit = {"fp16": 65504, "bf16": 3.389e38}.get(encoding.element, float("inf"))
+    if encoding.scale_dtype == "float16":
+        limit = 65504 * {"e4m3": 448, "int4": 15 if encoding.zero_points else 7}[encoding.element]
+    if (1.6 * size if encoding.zero_points else size) > limit:  # zero points span from -0.6 to 1
+        with pytest.raises(FormatError, match=r"expected (at most|weights up to)"):
+            format_of(encoding).quantize(w)
+        return
+    q = format_of(encoding).quantize(w)
+    q.validate("huge")
+    got = q.dequantize(torch.float64)
+    assert torch.isfinite(q.dequantize()).all() or got.abs().max() > torch.finfo(torch.float32).max
+    assert ((got - w.double()).abs() <= 0.26 * size).all()
+
+
+@every_encoding
+def test_subnormal_weights(encoding: Encoding) -> None:
+    w = torch.arange(1, 129, dtype=torch.int32).view(torch.float32).view(2, 64)
+    q = format_of(encoding).quantize(w)
+    q.validate("subnormal")
+    assert torch.isfinite(q.dequantize()).all()
+    assert q.dequantize().abs().max() <= 2 * w.max()
+
+
+# --- what is refused ---
+
+
+@every_encoding
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_weights_must_be_finite(encoding: Encoding, bad: float) -> None:
+    w = torch.ones(4, 64)
+    w[2, 3] = bad
+    with pytest.raises(FormatError, match="finite float32 weights, got NaN or infinity"):
+        format_of(encoding).quantize(w)
+
+
+def test_float64_weights_must_fit_float32() -> None:
+    with pytest.raises(FormatError, match="finite float32 weights"):
+        FORMATS["mxfp4"].quantize(torch.full((2, 32), 1e300, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_odd_columns(name: str) -> None:
+    f = FORMATS[name]
+    if f.encoding.bits == 4:
+        with pytest.raises(FormatError, match="even number of columns"):
+            f.quantize(torch.ones(4, 33))
+    else:
+        assert torch.equal(f.quantize(torch.ones(4, 33)).dequantize(), torch.ones(4, 33))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "w",
+    [torch.ones(64), torch.ones(4, 64, dtype=torch.int32), torch.ones(0, 64), torch.ones(4, 0), torch.ones(2, 0, 64)],
+    ids=lambda w: f"{w.dtype}{list(w.shape)}",
+)
+def test_weights_must_be_float_matrices(name: str, w: Tensor) -> None:
+    with pytest.raises(FormatError, match=rf"{name}\.quantize"):
+        FORMATS[name].quantize(w)
+
+
+@pytest.mark.parametrize(
+    ("kind", "encoding", "message"),
+    [
+        (Mxfp4, FORMATS["fp8_tensor"].encoding, "Mxfp4: expected elements e2m1, got e4m3"),
+        (
+            Mxfp4,
+            replace(FORMATS["mxfp4"].encoding, scale_dtype="float32"),
+            "Mxfp4: expected scales in e8m0, got float32",
+        ),
+        (Nvfp4, replace(FORMATS["nvfp4"].encoding, scale_dtype="e8m0"), "Nvfp4: expected scales in e4m3, got e8m0"),
+        (Fp8, replace(FORMATS["fp8_tensor"].encoding, scale_dtype="e4m3"), "Fp8: expected scales in float32 or"),
+    ],
+)
+def test_formats_refuse_encodings_they_cannot_write(kind: type[Format], encoding: Encoding, message: str) -> None:
+    with pytest.raises(FormatError, match=message):
+        kind(encoding)
+
+
+# --- what the weights come as ---
+
+
+@every_encoding
+def test_strides_do_not_matter(encoding: Encoding) -> None:
+    w = rough_weights(64, 288)
+    f = format_of(encoding)
+    turned = w.t().contiguous().t()
+    spaced = torch.empty(64, 576)[:, ::2].copy_(w)
+    assert not turned.is_contiguous()
+    for other in (turned, spaced):
+        q = f.quantize(other)
+        assert_same(q, f.quantize(w))
+        assert all(part.is_contiguous() for part in q.parts().values())
+
+
+@every_encoding
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_every_float_dtype(encoding: Encoding, dtype: torch.dtype) -> None:
+    w = rough_weights(16, 288).to(dtype)
+    assert_same(format_of(encoding).quantize(w), format_of(encoding).quantize(w.float()))
+
+
+@every_encoding
+def test_stacks_are_quantized_matrix_by_matrix(encoding: Encoding) -> None:
+    w = rough_weights(3, 40, 288)
+    w[1] *= 100
+    f = format_of(encoding)
+    assert_same(f.quantize(w), QuantTensor.stack([f.quantize(matrix) for matrix in w]))
+
+
+@every_encoding
+def test_a_stack_of_nothing(encoding: Encoding) -> None:
+    q = format_of(encoding).quantize(torch.empty(0, 4, 64))
+    assert q.shape == (0, 4, 64)
+    assert q.dequantize().shape == (0, 4, 64)
+
+
+@every_encoding
+def test_the_weights_are_left_alone(encoding: Encoding) -> None:
+    w = rough_weights(16, 288).requires_grad_()
+    before = w.detach().clone()
+    q = format_of(encoding).quantize(w)
+    assert torch.equal(w, before)
+    assert not any(part.requires_grad for part in q.parts().values())
+
+
+@pytest.mark.gpu
+@every_encoding
+def test_a_gpu_makes_the_same_bytes(encoding: Encoding) -> None:
+    w = rough_weights(320, 288)
+    f = format_of(encoding)
+    q = f.quantize(w.cuda())
+    assert q.device.type == "cuda"
+    assert_same(q.to("cpu"), f.quantize(w))
+    assert torch.equal(q.dequantize().cpu(), f.quantize(w).dequantize())
+
+
+# --- group_reduce ---
+
+
+@pytest.mark.parametrize(
+    ("granularity", "amax", "amin", "total"),
+    [
+        (PerTensor(), [[6.0]], [[-9.0]], [[-3.0]]),
+        (PerChannel(), [[3.0], [6.0], [-7.0]], [[1.0], [4.0], [-9.0]], [[6.0], [15.0], [-24.0]]),
+        (PerGroup(2, 2), [[5.0, 6.0], [-7.0, -9.0]], [[1.0, 3.0], [-8.0, -9.0]], [[12.0, 9.0], [-15.0, -9.0]]),
+        (PerGroup(4, 4), [[6.0]], [[-9.0]], [[-3.0]]),
+    ],
+    ids=str,
+)
+def test_group_reduce(
+    granularity: PerTensor | PerChannel | PerGroup,
+    amax: list[list[float]],
+    amin: list[list[float]],
+    total: list[list[float]],
+) -> None:
+    """Blocks that reach over the edge count what they have."""
+    w = torch.tensor([[1.0, 2, 3], [4, 5, 6], [-7, -8, -9]])
+    encoding = Encoding(element="e4m3", granularity=granularity, scale_dtype="float32")
+    assert group_reduce(w, encoding).tolist() == amax
+    assert group_reduce(w, encoding, "amin").tolist() == amin
+    assert group_reduce(w, encoding, "sum").tolist() == total
+    assert group_reduce(w.expand(2, 3, 3), encoding).tolist() == [amax, amax]
