@@ -38,8 +38,8 @@ _CORE = ALLOWED["explanation"] | {"explanation"}
 for _outer in ("parallel", "bench", "engines"):
     ALLOWED[_outer] = set(_CORE)
 ALLOWED["verify"] = set(_CORE)
-ALLOWED["serve"] = ALLOWED["evaluate"] = _CORE | {"engines"}
-ALLOWED["cli"] = _CORE | {"parallel", "bench", "engines", "serve", "evaluate", "verify"}
+ALLOWED["serve"] = ALLOWED["generate"] = ALLOWED["evaluate"] = _CORE | {"engines"}
+ALLOWED["cli"] = _CORE | {"parallel", "bench", "engines", "serve", "generate", "evaluate", "verify"}
 
 ENGINES = {"transformers", "vllm", "sglang", "triton", "flashinfer"}
 

@@ -31,9 +31,7 @@ class Row:
     @property
     def dequantized_bytes(self) -> int:
         """Bytes of the same experts as 16-bit floats."""
-        s = self.problem.spec
-        weights = sum(n * k for n, k in map(s.matrix_shape, s.encodings))
-        return len(self.layers) * s.local_experts * 2 * weights
+        return len(self.layers) * self.problem.spec.dequantized_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +105,8 @@ def explain(
         UnsupportedProblem: if ``backend`` names one and it is rejected.
     """
     machine = Machine.of(device)
-    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path, config_only=True)
+    # Files that are here are looked into, since tensors count more than a config; of the Hub only configs are fetched.
+    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path, config_only=not Path(path).is_dir())
     grouped: dict[Problem, list[int]] = {}
     for layer in checkpoint.layers:
         mode = resolve_activations(checkpoint, layer, machine, activations)

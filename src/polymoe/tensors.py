@@ -74,6 +74,11 @@ class ExpertsSpec:
         return weights + biases
 
     @property
+    def dequantized_bytes(self) -> int:
+        """Bytes of this rank's experts as 16-bit floats, biases not counted."""
+        return self.local_experts * 2 * sum(n * k for n, k in map(self.matrix_shape, self.encodings))
+
+    @property
     def format(self) -> str:
         """The encodings' name where all projections share it, else ``up/down``, or ``gate+up/down`` if those differ."""
         up, down = self.up.name, self.down.name

@@ -59,13 +59,15 @@ class Selection:
         """
         if self.plan is not None:
             return self.plan
-        named = [c.backend for c in self.candidates if isinstance(c.verdict, Accepted)]
         raise UnsupportedProblem(
             f"{where} ({self.problem}) on {self.machine.device}",
             expected="a backend that runs it" if self.requested == "auto" else f"backend {self.requested!r} to run it",
             got="none:\n  " + "\n  ".join(self._verdict_lines()),
-            hint=" or ".join(f'backend="{name}"' for name in named if name != self.requested) or None,
+            hint=" or ".join(f'backend="{name}"' for name in self._runs_when_named()) or None,
         )
+
+    def _runs_when_named(self) -> list[str]:
+        return [c.backend for c in self.candidates if isinstance(c.verdict, Accepted) and c.backend != self.requested]
 
     def _verdict_lines(self) -> list[str]:
         lines = []
@@ -129,9 +131,8 @@ class Selection:
         lines = [f"{self.problem}", f"on {self.machine.device}, role {self.role}, backend {self.requested}"]
         lines += [f"  {line}" for line in self._verdict_lines()]
         if self.plan is None:
-            return "\n".join(
-                [*lines, "no plan: nothing above runs it" + ("" if self.requested == "auto" else " as named")]
-            )
+            named = self._runs_when_named()
+            return "\n".join([*lines, "no plan" + (f": name {' or '.join(named)} to run it here" if named else "")])
         lines.append(f"layout {self.plan.layout}")
         lines += [f"  {tokens} tokens: {step.backend} ({step.config})" for tokens, step in self.plan.ranges()]
         return "\n".join(lines)

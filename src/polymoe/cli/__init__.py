@@ -1,0 +1,56 @@
+"""The ``polymoe`` command: one module a verb, each parses, calls and prints. Nothing heavy is imported for ``--help``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from polymoe.cli import explain, run, serve, verify
+from polymoe.cli.output import fail
+from polymoe.errors import PolymoeError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="polymoe",
+    help="Run the experts of quantized mixture-of-experts checkpoints, packed, and say why they run so.",
+    epilog="Data goes to stdout, everything else to stderr. Exit codes: 0 done, 1 refused, 2 wrong usage.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for _name, _verb in {"explain": explain, "verify": verify, "run": run, "serve": serve}.items():
+    app.command(_name)(_verb.command)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from polymoe import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Entry point: run the command line, with polymoe's own errors as messages and exit code 1."""
+    try:
+        app()
+    except PolymoeError as error:
+        fail(error)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader of our output is gone, as with `| head`; keep the interpreter from complaining at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)

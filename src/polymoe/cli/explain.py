@@ -1,0 +1,93 @@
+"""``polymoe explain``: what a checkpoint's experts are and how they would run, from its config alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from polymoe.cli.output import Backend, Json, console, print_json, size
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from polymoe.explanation import Explanation, Row
+
+__all__ = ["command"]
+
+
+def command(
+    checkpoint: Annotated[
+        str, typer.Argument(help="A checkpoint's directory, a config.json, or a Hub id.", show_default=False)
+    ],
+    device: Annotated[
+        str | None,
+        typer.Option(help="h200, b200, rtx5090, sm_120, cpu ...: also a GPU you do not have. Default: what is here."),
+    ] = None,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor parallel size.")] = 1,
+    tp_rank: Annotated[int, typer.Option(min=0, help="This rank's number.")] = 0,
+    ep: Annotated[int, typer.Option(min=1, help="Expert parallel size.")] = 1,
+    ep_rank: Annotated[int, typer.Option(min=0, help="This rank's number.")] = 0,
+    role: Annotated[str, typer.Option(help="Token counts to plan for: decode, prefill or mixed.")] = "mixed",
+    backend: Backend = "auto",
+    activations: Annotated[
+        str, typer.Option(help="auto, 16bit, fp8_token, fp8_group128 or fp8_static.")
+    ] = "auto",
+    json: Json = False,
+) -> None:
+    """Say what a checkpoint's experts are, and on which backend they would run for each token count, and why.
+
+    Reads config files only, and tensor headers where there are any: no weight is loaded.
+    """
+    from polymoe.explanation import explain
+
+    explanation = explain(
+        checkpoint, device=device, tp=(tp_rank, tp), ep=(ep_rank, ep), role=role, backend=backend, activations=activations
+    )
+    if json:
+        print_json(explanation.to_dict())
+        return
+    out = console()
+    out.print(f"[bold]{explanation.name}[/bold]: {explanation.model_type}, on {explanation.device}", highlight=False)
+    out.print(_experts(explanation))
+    for row in explanation.rows:
+        out.print(_candidates(row))
+    for note in explanation.notes:
+        out.print(f"note: {note}", highlight=False)
+
+
+def _experts(explanation: Explanation) -> Table:
+    from rich.table import Table
+
+    from polymoe.explanation import layer_ranges
+
+    table = Table("layers", "format", "H", "F", "experts", "active", "activation", "packed", "as 16 bit", title="experts")
+    for row in explanation.rows:
+        s = row.problem.spec
+        local = str(s.experts) if s.local_experts == s.experts else f"{s.local_experts} of {s.experts}"
+        table.add_row(
+            layer_ranges(row.layers), s.format, str(s.hidden), str(s.intermediate), local, str(row.problem.top_k),
+            row.problem.activation.name + (" + bias" if s.bias else ""), size(row.packed_bytes), size(row.dequantized_bytes),
+        )  # fmt: skip
+    return table
+
+
+def _candidates(row: Row) -> Table:
+    from rich.table import Table
+
+    from polymoe.backends.select import describe
+    from polymoe.explanation import layer_ranges
+    from polymoe.verdict import Accepted
+
+    selection = row.selection
+    plan = selection.plan
+    steps = {} if plan is None else {step.backend: [] for step in plan.steps}
+    for tokens, step in plan.ranges() if plan is not None else ():
+        steps[step.backend].append(tokens)
+    chosen = f"layout {plan.layout}" if plan else f"nothing runs here with backend {selection.requested}"
+    table = Table("backend", "verdict", "chosen for", title=f"layers {layer_ranges(row.layers)}: {chosen}")
+    for c in selection.candidates:
+        verdict = c.verdict
+        said = describe(verdict) if isinstance(verdict, Accepted) else "\n".join(map(str, verdict.reasons))
+        table.add_row(c.backend, said, ", ".join(f"{t} tokens" for t in steps.get(c.backend, ())) or "-")
+    return table

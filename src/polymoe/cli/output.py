@@ -1,0 +1,56 @@
+"""What the verbs share: where output goes, how sizes and errors read."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from polymoe.errors import PolymoeError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["Backend", "Checkpoint", "Json", "OnDevice", "console", "fail", "print_json", "size", "status"]
+
+Checkpoint = Annotated[str, typer.Argument(help="A checkpoint's directory or a Hub id.", show_default=False)]
+Backend = Annotated[str, typer.Option(help="Backend of the experts: auto, or a name, which is then used or refused.")]
+OnDevice = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, or auto: the GPU if there is one.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+
+
+def console() -> Console:
+    """Where tables go: stdout."""
+    from rich.console import Console
+
+    # A pipe has no width: keep tables whole instead of folding them at 80 columns.
+    return Console() if sys.stdout.isatty() else Console(width=160, soft_wrap=True)
+
+
+def status() -> Console:
+    """Where everything else goes: stderr."""
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
+def print_json(value: Any) -> None:
+    """One JSON object on stdout, indented."""
+    print(json.dumps(value, indent=2))
+
+
+def fail(error: PolymoeError) -> NoReturn:
+    """Print the error's message on stderr and exit with code 1."""
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(1)
+
+
+def size(count: float) -> str:
+    """Bytes as text: ``"1.2 MiB"``."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"

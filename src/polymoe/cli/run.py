@@ -1,0 +1,54 @@
+"""``polymoe run``: answer prompts with a checkpoint whose experts stay packed."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from polymoe.cli.output import Backend, Checkpoint, Json, OnDevice, print_json, size, status
+
+__all__ = ["command"]
+
+
+def command(
+    checkpoint: Checkpoint,
+    prompt: Annotated[
+        list[str] | None, typer.Argument(help="What to ask, one answer each. Default: lines of stdin.", show_default=False)
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens an answer.")] = 256,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered together.")] = 32,
+    backend: Backend = "auto",
+    device: OnDevice = "auto",
+    json: Json = False,
+) -> None:
+    """Answer prompts, and say how fast and how large the experts are, packed and dequantized."""
+    from polymoe.errors import ArgumentError
+    from polymoe.generate import Generator
+
+    prompts = list(prompt or [])
+    if not prompts:
+        prompts = [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    if not prompts:
+        raise ArgumentError("run", expected="a prompt", got="none on the command line or on stdin")
+    err = status()
+    with err.status("loading"):
+        generator = Generator.load(checkpoint, device=device, backend=backend)
+    answers = []
+    for start in range(0, len(prompts), batch_size):
+        for answer in generator.answer(prompts[start : start + batch_size], max_tokens=max_tokens, raw=raw):
+            answers.append(answer)
+            if not json:
+                print(answer.text if len(prompts) == 1 else f"{answer.prompt} {answer.text}", flush=True)
+    speed = generator.speed()
+    if json:
+        print_json({"answers": [{"prompt": a.prompt, "text": a.text, "tokens": a.tokens} for a in answers], **speed})
+        return
+    err.print(
+        f"{speed['new_tokens']} tokens in {speed['seconds']:.2f} s, {speed['tokens_per_second']:.1f} tokens/s; "
+        f"experts {size(speed['packed_bytes'])} packed, {size(speed['dequantized_bytes'])} as 16 bit; "
+        f"backend {', '.join(speed['backends'])} on {speed['device']}",
+        highlight=False,
+    )

@@ -1,0 +1,50 @@
+"""``polymoe serve``: an OpenAI-compatible server for one checkpoint."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+from polymoe.cli.output import Backend, Checkpoint, OnDevice, status
+
+__all__ = ["command"]
+
+
+def command(
+    checkpoint: Checkpoint,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="POLYMOE_API_KEY", help="What clients must send as a bearer token.", show_default=False),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="What clients call the model. Default: the path's last part.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens an answer. Default: what fits.")] = None,
+    max_request_bytes: Annotated[int, typer.Option(min=1, help="Larger requests are refused.")] = 4 * 2**20,
+    continuous_batching: Annotated[
+        bool, typer.Option("--continuous-batching", help="Requests share forward passes (CUDA only).")
+    ] = False,
+    backend: Backend = "auto",
+    device: OnDevice = "auto",
+) -> None:
+    """Serve /v1/chat/completions, /v1/completions, /v1/models and /health until stopped."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from polymoe.serve import serve
+
+    err = status()
+    err.print(f"loading {checkpoint}", highlight=False)
+    serve(
+        checkpoint,
+        host=host,
+        port=port,
+        api_key=api_key,
+        name=name,
+        backend=backend,
+        device=device,
+        max_tokens=max_tokens,
+        max_request_bytes=max_request_bytes,
+        continuous_batching=continuous_batching,
+        on_ready=lambda url: err.print(f"serving on {url}", highlight=False),
+    )

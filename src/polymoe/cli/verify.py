@@ -1,0 +1,88 @@
+"""``polymoe verify``: real experts of a checkpoint, on every backend, against the reference."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from polymoe.cli.output import Backend, Checkpoint, Json, OnDevice, console, print_json, status
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from polymoe.verify import Report
+
+__all__ = ["command"]
+
+
+def command(
+    checkpoint: Checkpoint,
+    layer: Annotated[int | None, typer.Option(help="One layer. Default: every layer whose experts are there.")] = None,
+    tokens: Annotated[str, typer.Option(help="Token counts to run and time, separated by commas.")] = "1,16,256",
+    backend: Backend = "auto",
+    device: OnDevice = "auto",
+    json: Json = False,
+) -> None:
+    """Check real experts: every expert unpacked a second way and repacked byte for byte, every backend's error and time.
+
+    The checkpoint need hold no more than the experts of one layer and its config.
+    """
+    from polymoe.errors import ArgumentError
+    from polymoe.verify import verify
+
+    try:
+        counts = tuple(int(part) for part in tokens.split(","))
+    except ValueError:
+        counts = ()
+    if not counts or min(counts) < 1:
+        raise ArgumentError("--tokens", expected="numbers such as 1,16,256", got=repr(tokens))
+    with status().status("verifying") as progress:
+        report = verify(
+            checkpoint,
+            layer=layer,
+            tokens=counts,
+            backend=backend,
+            device=None if device == "auto" else device,
+            progress=lambda text: progress.update(text),
+        )
+    if json:
+        print_json(report.to_dict())
+    else:
+        out = console()
+        out.print(_bytes(report))
+        out.print(_backends(report))
+        out.print("all good" if report.ok else "FAILED", style="bold green" if report.ok else "bold red")
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def _bytes(report: Report) -> Table:
+    from rich.table import Table
+
+    table = Table("layer", "format", "experts", "repacked byte for byte", "unpacked a second way", "reference, float64 oracle")
+    for row in report.layers:
+        table.add_row(
+            str(row.layer), row.format, str(row.experts), _mark(row.repacked == row.experts, f"{row.repacked}"),
+            _mark(row.second_reading == row.experts, f"{row.second_reading}"), f"error {row.oracle_error:.1e}",
+        )  # fmt: skip
+    return table
+
+
+def _backends(report: Report) -> Table:
+    from rich.table import Table
+
+    table = Table("layer", "backend", "tokens", "error", "at most", "time", title=f"on {report.device}")
+    for row in report.backends:
+        if row.rejected:
+            table.add_row(str(row.layer), row.backend, "-", row.rejected, "", "")
+        else:
+            table.add_row(
+                str(row.layer), row.backend, str(row.tokens), _mark(row.ok, f"{row.error:.1e}"), f"{row.tolerance:.0e}",
+                f"{row.time_us / 1000:.2f} ms",
+            )  # fmt: skip
+    return table
+
+
+def _mark(good: bool, text: str) -> str:
+    return text if good else f"[bold red]{text}[/bold red]"

@@ -1,0 +1,87 @@
+"""Answers from a loaded model: what ``polymoe run`` and the demo's exact-match measurement share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from polymoe.experts import FusedExperts
+
+__all__ = ["Answer", "Generator"]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One prompt's answer and how many tokens it took."""
+
+    prompt: str
+    text: str
+    tokens: int
+
+
+@dataclass(slots=True)
+class Generator:
+    """A Transformers model and tokenizer that answer batches of prompts and keep count of time and tokens."""
+
+    model: Any
+    tokenizer: Any
+    seconds: float = field(default=0.0, init=False)
+    new_tokens: int = field(default=0, init=False)
+
+    @classmethod
+    def load(cls, path: str, *, device: str = "auto", backend: str = "auto") -> Generator:
+        """Load a checkpoint with packed experts; see :func:`polymoe.engines.transformers.load` for the errors."""
+        from polymoe.engines.transformers import load
+
+        return cls(*load(path, device=device, backend=backend))
+
+    def answer(self, prompts: Sequence[str], *, max_tokens: int, raw: bool = False) -> list[Answer]:
+        """Answers to all ``prompts`` in one batch, in order.
+
+        The chat template is applied if the tokenizer has one, unless ``raw``. Decoding is the checkpoint's own
+        generation config, greedy where it says nothing.
+        """
+        chat = not raw and getattr(self.tokenizer, "chat_template", None) is not None
+        texts = [
+            self.tokenizer.apply_chat_template([{"role": "user", "content": p}], tokenize=False, add_generation_prompt=True)
+            if chat
+            else p
+            for p in prompts
+        ]
+        # Decoder-only models continue from the right end, so padding goes to the left.
+        inputs = self.tokenizer(
+            texts, return_tensors="pt", padding=len(texts) > 1, padding_side="left", add_special_tokens=not chat
+        ).to(self.model.device)
+        start = time.perf_counter()
+        with torch.inference_mode():
+            out = self.model.generate(
+                input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=max_tokens
+            )
+        self.seconds += time.perf_counter() - start
+        pad = self.model.generation_config.pad_token_id
+        new = out[:, inputs["input_ids"].shape[1] :]
+        counts = (new != pad).sum(1).tolist() if pad is not None else [new.shape[1]] * len(prompts)
+        self.new_tokens += sum(counts)
+        decoded = self.tokenizer.batch_decode(new, skip_special_tokens=True)
+        return [Answer(p, t.strip(), c) for p, t, c in zip(prompts, decoded, counts, strict=True)]
+
+    def experts(self) -> list[FusedExperts]:
+        """The packed experts of every layer."""
+        return [m for m in self.model.modules() if isinstance(m, FusedExperts)]
+
+    def speed(self) -> dict[str, Any]:
+        """Seconds, tokens and their ratio so far, sizes of the experts, backends and device, as plain values."""
+        layers = self.experts()
+        return {
+            "seconds": self.seconds,
+            "new_tokens": self.new_tokens,
+            "tokens_per_second": self.new_tokens / self.seconds if self.seconds else 0.0,
+            "packed_bytes": sum(x.packed.nbytes for x in layers),
+            "dequantized_bytes": sum(x.problem.spec.dequantized_bytes for x in layers),
+            "backends": sorted({step.backend for x in layers for step in x.explain().require().steps}),
+            "device": str(self.model.device),
+        }

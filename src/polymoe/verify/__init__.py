@@ -1,0 +1,220 @@
+"""Verify: real experts of a checkpoint, their bytes and every backend's result, against the reference and an oracle."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from polymoe.backends import BACKENDS
+from polymoe.backends.base import TOLERANCE
+from polymoe.backends.reference import run_experts
+from polymoe.backends.select import select
+from polymoe.checkpoint import Checkpoint
+from polymoe.errors import CheckpointNotFound
+from polymoe.experts import Choice, FusedExperts, relative_error, resolve_activations
+from polymoe.layouts import LAYOUTS
+from polymoe.machine import Machine
+from polymoe.problem import Problem
+from polymoe.routing import Routing
+from polymoe.tensors import Expert, ExpertWeights
+from polymoe.verdict import Rejected
+from polymoe.verify.oracle import oracle, second_expert
+
+__all__ = ["BackendRow", "LayerRow", "Report", "verify"]
+
+ORACLE_TOLERANCE = 1e-12
+"""Largest relative error of the float64 reference against the float64 oracle, which sum in different orders."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRow:
+    """What one layer's bytes showed.
+
+    Attributes:
+        layer, format, experts: what was looked at.
+        repacked: experts whose stored bytes came out the same after reading and writing.
+        second_reading: experts whose numbers are the same in an independent reading.
+        oracle_error: relative error of the float64 reference against numpy on that reading.
+    """
+
+    layer: int
+    format: str
+    experts: int
+    repacked: int
+    second_reading: int
+    oracle_error: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything agreed."""
+        return self.repacked == self.second_reading == self.experts and self.oracle_error <= ORACLE_TOLERANCE
+
+
+@dataclass(frozen=True, slots=True)
+class BackendRow:
+    """One backend on one layer: its error against the reference and its time, or why it was rejected."""
+
+    layer: int
+    backend: str
+    tokens: int = 0
+    error: float = 0.0
+    tolerance: float = TOLERANCE
+    time_us: float = 0.0
+    rejected: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the error is within the tolerance; a rejected backend has none."""
+        return bool(self.rejected) or self.error <= self.tolerance
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All rows, and the device they were made on."""
+
+    checkpoint: str
+    device: str
+    layers: tuple[LayerRow, ...]
+    backends: tuple[BackendRow, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every row is good."""
+        return all(row.ok for row in (*self.layers, *self.backends))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values, for JSON."""
+        return {
+            "checkpoint": self.checkpoint,
+            "device": self.device,
+            "ok": self.ok,
+            "layers": [{**asdict(row), "ok": row.ok} for row in self.layers],
+            "backends": [{**asdict(row), "ok": row.ok} for row in self.backends],
+        }
+
+
+def verify(
+    path: str | Path,
+    *,
+    layer: int | None = None,
+    tokens: tuple[int, ...] = (1, 16, 256),
+    backend: str = "auto",
+    device: str | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Report:
+    """Check a checkpoint's experts on this machine.
+
+    Each expert of a layer is read, written back and compared byte for byte, and read a second time by code that shares
+    nothing with the first; the reference is checked in float64 against numpy; then every backend runs on the packed
+    layer and is compared with the reference, which emulates the same activations.
+
+    Args:
+        path: a checkpoint's directory or a Hub id. It need hold no more than its config and one layer's experts.
+        layer: one layer, or None for every layer whose experts are there.
+        tokens: token counts to run.
+        backend: "auto" for every backend, or a name.
+        device: "cpu", "cuda", "cuda:1", or None for the GPU if there is one.
+        progress: told what is being looked at.
+
+    Raises:
+        CheckpointError: for a checkpoint that cannot be read, or a layer that is not there.
+        UnsupportedProblem: if the named backend is rejected.
+    """
+    machine = Machine.of(device)
+    with Checkpoint.open(path) as checkpoint:
+        layers = checkpoint.layers_here if layer is None else (layer,)
+        if not layers:
+            raise CheckpointNotFound(str(path), expected="the experts of at least one layer", got="none in its files")
+        layer_rows, backend_rows = [], []
+        for number in layers:
+            progress(f"layer {number}: bytes")
+            layer_rows.append(_verify_bytes(checkpoint, number))
+            progress(f"layer {number}: backends")
+            backend_rows += _verify_backends(checkpoint, number, machine, device, backend, tokens)
+        return Report(str(path), str(machine.device), tuple(layer_rows), tuple(backend_rows))
+
+
+def _verify_bytes(checkpoint: Checkpoint, layer: int) -> LayerRow:
+    weights = checkpoint.weights(layer)
+    problem = checkpoint.problem(layer, dtype="fp32")
+    repacked = agreed = 0
+    for e in range(weights.spec.local_experts):
+        stored, again = checkpoint.stored(layer, e), checkpoint.repacked(layer, e)
+        repacked += stored.keys() == again.keys() and all(
+            stored[n].dtype == again[n].dtype and torch.equal(_bytes(stored[n]), _bytes(again[n])) for n in stored
+        )
+        agreed += _same(weights.expert(e), second_expert(checkpoint, layer, e))
+    few = sorted({0, weights.spec.experts // 2, weights.spec.experts - 1})
+    x_TH, routing = _call(problem, 4, few)
+    got = run_experts(problem, weights, x_TH.double(), routing, torch.float64)
+    expected = oracle(problem, {e: second_expert(checkpoint, layer, e) for e in few}, x_TH, routing)
+    return LayerRow(
+        layer, weights.spec.format, weights.spec.experts, repacked, agreed, relative_error(got, torch.from_numpy(expected))
+    )
+
+
+def _verify_backends(
+    checkpoint: Checkpoint, layer: int, machine: Machine, device: str | None, backend: str, tokens: tuple[int, ...]
+) -> list[BackendRow]:
+    mode = resolve_activations(checkpoint, layer, machine, "auto")
+    problem = checkpoint.problem(layer, activations=mode)
+    selection = select(problem, machine, backend=backend)
+    if backend != "auto":
+        selection.require(f"layer {layer}")
+    weights = checkpoint.weights(layer)
+    rows = []
+    for candidate in selection.candidates:
+        if backend not in ("auto", candidate.backend):
+            continue
+        if isinstance(candidate.verdict, Rejected):
+            reasons = "; ".join(map(str, candidate.verdict.reasons))
+            rows.append(BackendRow(layer, candidate.backend, rejected=reasons))
+            continue
+        choice = Choice(machine, "mixed", candidate.backend, BACKENDS, LAYOUTS)
+        experts = FusedExperts.pack(problem, weights, choice, device=device, check=False, where=f"layer {layer}")
+        limit = candidate.verdict.max_tokens
+        for count in tokens:
+            if limit is None or count <= limit:
+                rows.append(_time(experts, weights, layer, candidate.backend, count))
+    return rows
+
+
+def _time(experts: FusedExperts, weights: ExpertWeights, layer: int, backend: str, tokens: int) -> BackendRow:
+    x_TH, routing = _call(experts.problem, tokens, range(experts.problem.spec.experts))
+    x_TH = x_TH.bfloat16()
+    expected = run_experts(experts.problem, weights, x_TH, routing)
+    x, ids, w = (t.to(experts.device) for t in (x_TH, *routing))
+    got = experts(x, ids, w)
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        experts(x, ids, w).cpu()  # the copy waits for the device
+        times.append(1e6 * (time.perf_counter() - start))
+    return BackendRow(layer, backend, tokens, relative_error(got.cpu(), expected), TOLERANCE, sorted(times)[1])
+
+
+def _call(problem: Problem, tokens: int, ids: Any) -> tuple[torch.Tensor, Routing]:
+    """Random tokens, each to ``top_k`` different experts of ``ids``."""
+    g = torch.Generator().manual_seed(tokens)
+    among = torch.tensor(list(ids))
+    chosen = torch.rand(tokens, len(among), generator=g).argsort(1)[:, : problem.top_k]
+    weights_TA = torch.rand(chosen.shape, generator=g) + 0.5
+    return torch.randn(tokens, problem.spec.hidden, generator=g), Routing(among[chosen], weights_TA)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _same(expert: Expert, numbers: dict[str, np.ndarray[Any, Any]]) -> bool:
+    """Whether the two readings agree: to float64's rounding, since scales may be multiplied in another order."""
+    return expert.projections.keys() <= numbers.keys() and all(
+        np.allclose(p.dequantize(torch.float64).numpy(), numbers[name], rtol=1e-6 if p.global_scale is not None else 1e-14, atol=0)
+        for name, p in expert.projections.items()
+    )

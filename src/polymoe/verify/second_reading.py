@@ -1,0 +1,153 @@
+"""A second, independent reading of stored expert tensors: numpy, float64, from the file's bytes.
+
+Shares nothing with the formats, dialects and file reader that polymoe runs on, so that a mistake there shows as a
+difference. It knows the stored tensors by their names' endings, and takes the arithmetic from the specifications.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["RawTensor", "matrix", "read_raw"]
+
+Float64 = NDArray[np.float64]
+
+_WIDTH = {"U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E8M0": 1, "BF16": 2, "F16": 2, "F32": 4, "I32": 4, "I64": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class RawTensor:
+    """One tensor's bytes as they lie in the file, with the header's dtype name and shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: NDArray[np.uint8]
+
+    def item(self, index: int) -> RawTensor:
+        """Item ``index`` of the leading axis."""
+        each = self.data.size // self.shape[0]
+        return RawTensor(self.dtype, self.shape[1:], self.data[index * each : (index + 1) * each])
+
+    def transposed(self) -> RawTensor:
+        """The last two axes exchanged, bytes of one element kept together."""
+        if len(self.shape) < 2:
+            return self
+        cells = self.data.reshape(*self.shape, _WIDTH[self.dtype])
+        turned = np.ascontiguousarray(np.swapaxes(cells, -2, -3))
+        return RawTensor(self.dtype, turned.shape[:-1], turned.reshape(-1))
+
+    def numbers(self) -> Float64:
+        """The tensor as numbers, each dtype decoded by its own arithmetic."""
+        bits = self.data
+        if self.dtype in ("F32", "F16", "I32", "I64"):
+            kind = {"F32": "<f4", "F16": "<f2", "I32": "<i4", "I64": "<i8"}[self.dtype]
+            values = bits.view(kind).astype(np.float64)
+        elif self.dtype == "BF16":
+            values = (bits.view("<u2").astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        elif self.dtype == "F8_E8M0":
+            values = _e8m0(bits)
+        elif self.dtype == "F8_E4M3":
+            exponent, fraction = (bits >> 3 & 15).astype(np.int64), (bits & 7).astype(np.float64)
+            normal = (1 + fraction / 8) * np.exp2(exponent - 7.0)
+            magnitude = np.where(exponent == 0, fraction / 8 * 2.0**-6, normal)
+            values = np.where(bits & 0x7F == 0x7F, np.nan, np.where(bits & 0x80, -magnitude, magnitude))
+        else:
+            values = bits.astype(np.float64)
+        return values.reshape(self.shape)
+
+
+def read_raw(path: Path, name: str) -> RawTensor:
+    """Tensor ``name`` of the safetensors file at ``path``: the bytes between the header's offsets, mapped."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        entry: dict[str, Any] = json.loads(file.read(length))[name]
+    start, stop = entry["data_offsets"]
+    data = np.memmap(path, np.uint8, "r", offset=8 + length + start, shape=(stop - start,))
+    return RawTensor(entry["dtype"], tuple(entry["shape"]), data)
+
+
+def matrix(stored: Mapping[str, RawTensor], shape: tuple[int, int], *, awq: bool = False, gptq_v1: bool = True) -> Float64:
+    """The ``[N, K]`` matrix that ``stored`` tensors (by the ending of their names) hold, in float64.
+
+    Args:
+        stored: for example ``{"blocks": ..., "scales": ...}`` or ``{"weight": ..., "weight_scale_inv": ...}``.
+        shape: [N, K].
+        awq: whether ``qweight`` is AWQ's and not GPTQ's.
+        gptq_v1: whether GPTQ's stored zeros are one too small.
+    """
+    if "blocks" in stored:  # gpt-oss: MXFP4 with 16 bytes a block
+        codes = _fp4(stored["blocks"].data.reshape(shape[0], -1))
+        return codes * _spread(_e8m0(stored["scales"].data).reshape(shape[0], -1), shape)
+    if "qweight" in stored:
+        return _gptq_or_awq(stored, shape, awq, 1 if gptq_v1 and not awq else 0)
+    if "weight_packed" in stored:
+        return _compressed_tensors(stored, shape)
+    weight = stored["weight"]
+    scale = next((stored[s] for s in ("weight_scale_inv", "weight_scale", "scale") if s in stored), None)
+    if scale is None:
+        return weight.numbers().reshape(shape)
+    codes = _fp4(weight.data.reshape(shape[0], -1)) if weight.dtype in ("U8", "I8") else weight.numbers()
+    numbers = _e8m0(scale.data).reshape(scale.shape) if scale.dtype == "U8" else scale.numbers()
+    numbers = numbers * (stored["weight_scale_2"].numbers().reshape(()) if "weight_scale_2" in stored else 1.0)
+    return codes * _spread(numbers if numbers.ndim == 2 else numbers.reshape(1, 1), shape)
+
+
+def _compressed_tensors(stored: Mapping[str, RawTensor], shape: tuple[int, int]) -> Float64:
+    packed, scale = stored["weight_packed"], stored["weight_scale"]
+    if packed.dtype == "U8":  # NVFP4 divides by its global scale; MXFP4 has none and its scales are exponents
+        codes = _fp4(packed.data.reshape(shape[0], -1))
+        divisor = stored["weight_global_scale"].numbers().reshape(()) if "weight_global_scale" in stored else 1.0
+        numbers = _e8m0(scale.data).reshape(scale.shape) if scale.dtype == "U8" else scale.numbers()
+        return codes * _spread(numbers, shape) / divisor
+    codes = _nibbles(packed.data.view("<u4").reshape(shape[0], -1))
+    zeros: Float64 | float = 8.0
+    if "weight_zero_point" in stored:  # packed along the rows
+        words = stored["weight_zero_point"]
+        zeros = _spread(_nibbles(words.data.view("<u4").reshape(words.shape).T).T[: shape[0]], shape)
+    return (codes - zeros) * _spread(scale.numbers(), shape)
+
+
+def _gptq_or_awq(stored: Mapping[str, RawTensor], shape: tuple[int, int], awq: bool, zero_offset: int) -> Float64:
+    words = stored["qweight"].data.view("<u4").reshape(stored["qweight"].shape)
+    zero_words = stored["qzeros"].data.view("<u4").reshape(stored["qzeros"].shape)
+    order = (0, 4, 1, 5, 2, 6, 3, 7) if awq else tuple(range(8))
+    codes = _nibbles(words, order).T if awq else _nibbles(np.ascontiguousarray(words.T))
+    zeros = _nibbles(zero_words, order) + zero_offset
+    return (codes - _spread(zeros.T, shape)) * _spread(stored["scales"].numbers().T, shape)
+
+
+def _nibbles(words: NDArray[Any], order: tuple[int, ...] = tuple(range(8))) -> Float64:
+    """Eight numbers a 32-bit word along the last axis; number i is nibble ``order[i]``."""
+    split = np.stack([(words >> (4 * i)) & 15 for i in order], axis=-1)
+    return split.reshape(*words.shape[:-1], -1).astype(np.float64)
+
+
+def _fp4(data: NDArray[np.uint8]) -> Float64:
+    """Two E2M1 numbers a byte along the last axis, low nibble first: sign, two exponent bits, one fraction bit."""
+    codes = np.stack((data & 15, data >> 4), axis=-1).reshape(*data.shape[:-1], -1)
+    exponent, fraction = (codes >> 1 & 3).astype(np.float64), (codes & 1).astype(np.float64)
+    magnitude = np.where(exponent == 0, fraction / 2, (1 + fraction / 2) * np.exp2(exponent - 1))
+    return np.where(codes & 8, -magnitude, magnitude)
+
+
+def _e8m0(data: NDArray[np.uint8]) -> Float64:
+    return np.where(data == 255, np.nan, np.exp2(data.astype(np.float64) - 127.0))
+
+
+def _spread(scales: Float64, shape: tuple[int, int]) -> Float64:
+    """Scales ``[a, b]`` over ``[N, K]``: each covers a block of 128 where the grid is ragged, else an equal share."""
+    for axis in (0, 1):
+        count, size = scales.shape[axis], shape[axis]
+        block = -(-size // count)
+        if size % count:
+            block = next(b for b in (128, 64, 32, block) if -(-size // b) == count)
+        scales = np.repeat(scales, block, axis)
+    return scales[: shape[0], : shape[1]]
