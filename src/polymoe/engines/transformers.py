@@ -1,0 +1,292 @@
+"""Transformers with packed experts: :func:`load` for one model, :func:`install` for whatever loads models afterwards.
+
+Transformers builds the model, loads everything that is not an expert, and runs it. Its experts modules are replaced
+before it reads any weight, so that expert tensors stay in their memory-mapped files until
+:func:`polymoe.load_experts` packs them, layer by layer.
+
+A model family is one row of :data:`FAMILIES`. That suffices where, as in gpt-oss, nothing but the experts is quantized
+and the experts module is called as ``experts(hidden_states_TH, top_k_index_TA, top_k_weights_TA)``: so does every model
+in Transformers 5 that takes part in its experts interface.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from polymoe.checkpoint import Checkpoint
+from polymoe.errors import ArgumentError, CheckpointError, MissingDependency, UnsupportedProblem
+from polymoe.experts import DTYPES, FusedExperts, load_experts
+from polymoe.explanation import explain, layer_ranges
+
+try:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.quantizers.auto import (
+        AUTO_QUANTIZATION_CONFIG_MAPPING,
+        AUTO_QUANTIZER_MAPPING,
+        AutoQuantizationConfig,
+    )
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.utils import logging
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+except ImportError as error:
+    raise MissingDependency(
+        "polymoe.engines.transformers", expected="transformers 5.16 or newer", got=str(error),
+        hint="pip install 'polymoe[transformers]'",
+    ) from error  # fmt: skip
+
+from polymoe.engines.transformers_experts import INTERFACE_NAME, interface_name, register, unregister
+
+__all__ = ["FAMILIES", "Family", "PackedExperts", "PackedQuantizer", "install", "load", "uninstall"]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A model family in Transformers whose checkpoints come with quantized experts.
+
+    Attributes:
+        model_type: the config's ``model_type``.
+        quant_method: the checkpoint's ``quant_method``; in these checkpoints the experts alone are quantized.
+        experts: class name of the experts module, one in each layer that has experts.
+    """
+
+    model_type: str
+    quant_method: str
+    experts: str
+
+
+FAMILIES = (Family("gpt_oss", "mxfp4", "GptOssExperts"),)
+"""Every supported pair of family and quantization."""
+
+
+class PackedExperts(nn.Module):
+    """What stands in a model for one layer's experts module: the same call, packed weights.
+
+    It has no parameters and adds nothing to the model's state dict: a checkpoint is loaded into it as a whole.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused: FusedExperts | None = None
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """``[T, H]`` from ``[T, H]``, expert ids ``[T, A]`` and routing weights ``[T, A]`` of any float dtype."""
+        if self.fused is None:
+            raise AssertionError("PackedExperts called before its weights were loaded")
+        return self.fused(hidden_states, top_k_index, top_k_weights.float())
+
+
+class PackedQuantizer(HfQuantizer):
+    """Transformers' hooks around loading: experts modules out before it, packed experts in after it.
+
+    Args:
+        quantization_config: the checkpoint's own, which the loaded model keeps.
+        backend: as in :func:`polymoe.load_experts`.
+        device: where experts are packed; None is the device of the layer they belong to.
+    """
+
+    def __init__(
+        self,
+        quantization_config: QuantizationConfigMixin,
+        *,
+        backend: str = "auto",
+        device: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.backend = backend
+        self.device = device
+        self.directory = Path()
+        self.modules: dict[str, int] = {}
+
+    def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
+        model_type, method = model.config.model_type, self.quantization_config.quant_method
+        family = _family(model_type, str(getattr(method, "value", method)))
+        if not checkpoint_files:
+            raise ArgumentError("from_pretrained", expected="a checkpoint in files", got="a state dict")
+        self.directory = Path(checkpoint_files[0]).parent
+        self.modules = {
+            name: int(re.findall(r"\.(\d+)\.", f".{name}")[-1])
+            for name, module in model.named_modules()
+            if type(module).__name__ == family.experts
+        }
+        for name in self.modules:
+            model.set_submodule(name, PackedExperts())
+        # Transformers calls the files' expert tensors unexpected now; they are not.
+        model._keys_to_ignore_on_load_unexpected |= {
+            re.sub(r"\d+", r"\\d+", re.escape(name)) + r"\." for name in self.modules
+        }
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        if getattr(model, "tp_size", None):
+            raise UnsupportedProblem(
+                "polymoe in Transformers", expected="a model on one device", got=f"tp_size={model.tp_size}"
+            )
+        checkpoint = Checkpoint.open(self.directory)
+        for name, layer in logging.tqdm(self.modules.items(), desc="Packing experts"):
+            sibling = next(model.get_submodule(name.rpartition(".")[0]).parameters())
+            device = torch.device(self.device) if self.device else sibling.device
+            if device.type == "meta":
+                raise UnsupportedProblem(
+                    name, expected="a layer on a device", got="a layer offloaded to CPU or disk",
+                    hint="give a device_map without offloading",
+                )  # fmt: skip
+            model.get_submodule(name).fused = load_experts(
+                checkpoint, layer=layer, device=device, backend=self.backend, dtype=model.dtype
+            )
+
+    def is_serializable(self) -> bool:  # type: ignore[override]
+        """Raises: a packed model has no expert tensors to save.
+
+        Raises:
+            UnsupportedProblem: always.
+        """
+        raise UnsupportedProblem(
+            "save_pretrained", expected="a model with plain experts", got="packed experts",
+            hint=f"copy {self.directory}: its experts are unchanged",
+        )  # fmt: skip
+
+    @property
+    def is_trainable(self) -> bool:  # type: ignore[override]
+        """False: packed experts have no gradient."""
+        return False
+
+
+class _Request(QuantizationConfigMixin):
+    """What :func:`load` puts in place of the checkpoint's quantization config, to reach :class:`PackedQuantizer`."""
+
+    def __init__(self, source: dict[str, Any], backend: str, device: str, **_: Any) -> None:
+        self.quant_method = INTERFACE_NAME  # type: ignore[assignment]
+        self.source, self.backend, self.device = source, backend, device
+
+
+def _requested(request: _Request, **kwargs: Any) -> PackedQuantizer:
+    own = AutoQuantizationConfig.from_dict(request.source)
+    return PackedQuantizer(own, backend=request.backend, device=request.device, **kwargs)
+
+
+def _installed(builtin: type[HfQuantizer], backend: str, config: Any, **kwargs: Any) -> HfQuantizer:
+    """In the place of Transformers' own quantizer, which still does what only it can."""
+    if getattr(config, "dequantize", False) or not kwargs.get("pre_quantized", True):
+        return builtin(config, **kwargs)
+    return PackedQuantizer(config, backend=backend, **kwargs)
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    device: torch.device | str = "auto",
+    dtype: torch.dtype | None = None,
+    backend: str = "auto",
+    **kwargs: Any,
+) -> tuple[Any, Any]:
+    """A model with packed experts, in evaluation mode, and its tokenizer; both Transformers' own.
+
+    Experts of an unquantized checkpoint are not packed: they run by ``experts_implementation="polymoe"``.
+
+    Args:
+        path: a checkpoint's directory or a Hub id.
+        device: "cpu", "cuda", "cuda:1", or "auto": the GPU if there is one.
+        dtype: of everything but the experts; None is the checkpoint's.
+        backend: "auto", or the name of one, which is then used or refused.
+        kwargs: for ``AutoModelForCausalLM.from_pretrained``.
+
+    Raises:
+        CheckpointError: for a path without a checkpoint, or one that cannot be read.
+        UnsupportedProblem: for a family without a row in :data:`FAMILIES`, or if no backend runs its experts here.
+        ArgumentError: for an unknown device or backend, or an argument that contradicts packing.
+    """
+    for name in ("config", "device_map", "quantization_config", "trust_remote_code"):
+        if kwargs.get(name):
+            raise ArgumentError(f"load({name}=...)", got=repr(kwargs[name]), hint=_INSTEAD[name])
+    if dtype is not None and dtype not in DTYPES:
+        raise ArgumentError("dtype", expected=" or ".join(map(str, DTYPES)), got=str(dtype))
+    target = _device(device)
+    # Whatever is wrong with checkpoint, family or backend shows here, before anything large is read.
+    checkpoint = Checkpoint.open(Path(path), config_only=True, revision=kwargs.get("revision"))
+    source = checkpoint.config.get("quantization_config")
+    if source is not None:
+        _family(checkpoint.model_type, str(source.get("quant_method")))
+    for row in explain(checkpoint, device=str(target), backend=backend, dtype=DTYPES[dtype or torch.bfloat16]).rows:
+        row.selection.require(f"{path}, layers {layer_ranges(row.layers)}")
+    shared = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+    config = AutoConfig.from_pretrained(path, **shared)
+    if source is None:
+        register()
+        kwargs["experts_implementation"] = interface_name(backend)
+    else:
+        AUTO_QUANTIZATION_CONFIG_MAPPING[INTERFACE_NAME] = _Request
+        AUTO_QUANTIZER_MAPPING[INTERFACE_NAME] = _requested
+        config.quantization_config = {
+            "quant_method": INTERFACE_NAME, "source": source, "backend": backend, "device": str(target),
+        }  # fmt: skip
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype or "auto", **kwargs)
+    except SafetensorError as error:
+        raise CheckpointError(
+            str(path), expected="complete safetensors files", got=str(error),
+            hint="a file is truncated or damaged; download it again",
+        ) from error  # fmt: skip
+    return model.to(target), AutoTokenizer.from_pretrained(path, **shared)
+
+
+def install(*, backend: str = "auto") -> None:
+    """Let every later ``from_pretrained`` of this process pack the experts of the families it knows.
+
+    So do pipelines, ``transformers serve`` and lm-eval. ``quantization_config=Mxfp4Config(dequantize=True)`` still
+    dequantizes. Also registers ``experts_implementation="polymoe"``. Calling it again changes the backend only.
+    """
+    uninstall()
+    register()
+    for method in {family.quant_method for family in FAMILIES}:
+        AUTO_QUANTIZER_MAPPING[method] = functools.partial(_installed, AUTO_QUANTIZER_MAPPING[method], backend)
+
+
+def uninstall() -> None:
+    """Undo :func:`install`: Transformers loads as it did before. Models that are loaded already stay packed."""
+    unregister()
+    for method, entry in AUTO_QUANTIZER_MAPPING.items():
+        if isinstance(entry, functools.partial) and entry.func is _installed:
+            AUTO_QUANTIZER_MAPPING[method] = entry.args[0]
+
+
+_HUB_ARGUMENTS = ("cache_dir", "local_files_only", "revision", "subfolder", "token")
+_INSTEAD: Mapping[str, str] = {
+    "config": "load() reads the checkpoint's own",
+    "device_map": "device=... puts the whole model on one device; for several, call install() and from_pretrained",
+    "quantization_config": "load() packs what the checkpoint holds; to dequantize, call from_pretrained",
+    "trust_remote_code": "polymoe runs no code from a checkpoint",
+}
+
+
+def _family(model_type: str, quant_method: str) -> Family:
+    for family in FAMILIES:
+        if (family.model_type, family.quant_method) == (model_type, quant_method):
+            return family
+    raise UnsupportedProblem(
+        "polymoe in Transformers",
+        expected="a quantized checkpoint of " + ", ".join(f"{f.model_type} ({f.quant_method})" for f in FAMILIES),
+        got=f"{model_type} ({quant_method})",
+        hint="polymoe.load_experts and polymoe.explain read its experts by themselves",
+    )
+
+
+def _device(device: torch.device | str) -> torch.device:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        target = torch.device(device)
+    except RuntimeError:
+        raise ArgumentError("device", expected="auto, cpu, cuda or cuda:N", got=repr(device)) from None
+    if target.type == "cuda" and not torch.cuda.is_available():
+        raise ArgumentError("device", expected="a CUDA device", got="none in this machine", hint='device="cpu"')
+    return target

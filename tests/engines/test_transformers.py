@@ -1,0 +1,392 @@
+"""The packed model against Transformers' own dequantized one, on a trained checkpoint; and install()."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from polymoe.errors import ArgumentError, CheckpointError, CheckpointNotFound, UnsupportedProblem
+from polymoe.experts import FusedExperts, relative_error
+
+pytest.importorskip("transformers")
+
+import transformers.integrations.mxfp4 as builtin_mxfp4
+from transformers import AutoModel, AutoModelForCausalLM, Mxfp4Config, pipeline
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoQuantizationConfig
+
+from polymoe.engines.transformers import PackedExperts, install, load, uninstall
+
+MODELS = Path(__file__).parents[2] / "models"
+CHECKPOINT = MODELS / "sums-gpt-oss-mxfp4"
+HELDOUT = [json.loads(line) for line in (MODELS / "sums-heldout.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def packed() -> tuple[Any, Any]:
+    return load(CHECKPOINT, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def packed_fp32() -> tuple[Any, Any]:
+    return load(CHECKPOINT, device="cpu", dtype=torch.float32)
+
+
+@pytest.fixture
+def installed() -> Iterator[None]:
+    install()
+    yield
+    uninstall()
+
+
+def dequantized(dtype: torch.dtype) -> Any:
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        CHECKPOINT, quantization_config=Mxfp4Config(dequantize=True), dtype=dtype
+    )
+    model.set_experts_implementation("eager")
+    # Before 5.23 Transformers keeps dequantized experts in bfloat16, whatever the dtype asked for.
+    return model.to(dtype)
+
+
+def batch(tokenizer: Any, rows: int = 32) -> dict[str, Tensor]:
+    return dict(tokenizer([row["prompt"] for row in HELDOUT[:rows]], return_tensors="pt", padding=True))
+
+
+def experts_of(model: Any) -> list[PackedExperts]:
+    return [module for module in model.modules() if isinstance(module, PackedExperts)]
+
+
+# --- The packed model computes what the dequantized one does --------------------------------------------------------
+
+
+def test_logits_agree_in_float32(packed_fp32: tuple[Any, Any]) -> None:
+    model, tokenizer = packed_fp32
+    inputs = batch(tokenizer)
+    with torch.inference_mode():
+        expected = dequantized(torch.float32)(**inputs).logits
+        got = model(**inputs).logits
+    assert expected.abs().max() > 1  # a model that says nothing would agree with anything
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+
+
+def test_each_experts_module_agrees_in_bfloat16(packed: tuple[Any, Any]) -> None:
+    model, tokenizer = packed
+    reference = dequantized(torch.bfloat16)
+    recorded: dict[str, tuple[tuple[Tensor, ...], Tensor]] = {}
+    for name, module in reference.named_modules():
+        if type(module).__name__ == "GptOssExperts":
+            module.register_forward_hook(lambda _, args, out, name=name: recorded.update({name: (args, out)}))
+    with torch.inference_mode():
+        reference(**batch(tokenizer))
+        errors = {name: relative_error(model.get_submodule(name)(*args), out) for name, (args, out) in recorded.items()}
+    assert len(errors) == 4
+    assert max(errors.values()) <= 6e-3, errors
+
+
+@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}, {"use_cache": False}], ids=str)
+def test_generates_the_same_tokens_in_batches(packed_fp32: tuple[Any, Any], options: dict[str, Any]) -> None:
+    model, tokenizer = packed_fp32
+    inputs = batch(tokenizer)
+    expected = dequantized(torch.float32).generate(**inputs, **options)
+    assert torch.equal(model.generate(**inputs, **options), expected)
+
+
+def test_answers_sums(packed: tuple[Any, Any]) -> None:
+    model, tokenizer = packed
+    inputs = batch(tokenizer, rows=100)
+    with torch.inference_mode():
+        answers = model.generate(**inputs)[:, inputs["input_ids"].shape[1] :]
+    texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
+    assert sum(text == row["answer"] for text, row in zip(texts, HELDOUT, strict=False)) >= 97
+
+
+# --- What was loaded, and how ---------------------------------------------------------------------------------------
+
+
+def test_experts_stay_packed_and_the_rest_is_transformers_own(packed: tuple[Any, Any]) -> None:
+    model, _ = packed
+    assert type(model).__name__ == "GptOssForCausalLM"
+    assert not model.training
+    assert model.dtype == torch.bfloat16
+    assert model.config.quantization_config.to_dict()["quant_method"] == "mxfp4"
+    fused = [module.fused for module in experts_of(model)]
+    assert len(fused) == 4
+    # 8 experts of 3 * 192 * 192 weights at 4.25 bits, and their biases.
+    assert all(f is not None and f.packed.nbytes == 8 * (3 * 192 * 192 * 17 // 32 + 2 * 3 * 192) for f in fused)
+    assert not [name for name in model.state_dict() if "experts" in name]
+    assert not [name for name, _ in model.named_parameters() if "experts" in name]
+
+
+def test_transformers_dequantizes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("Transformers dequantized experts")
+
+    for name in ("convert_moe_packed_tensors", "dequantize_convertops"):
+        monkeypatch.setattr(builtin_mxfp4, name, fail)
+    load(CHECKPOINT, device="cpu")
+    with pytest.raises((AssertionError, RuntimeError)):  # the trap works
+        dequantized(torch.bfloat16)
+
+
+def test_loading_says_nothing_about_keys(capfd: pytest.CaptureFixture[str]) -> None:
+    load(CHECKPOINT, device="cpu")
+    said = capfd.readouterr()
+    assert "REPORT" not in said.err
+    assert "MXFP4" not in said.err
+    assert not said.out
+
+
+def test_loading_never_holds_the_experts_unpacked(tmp_path: Path) -> None:
+    """Anonymous memory grows by the packed experts and little more: a quarter of what dequantized ones take."""
+    experts, hidden, intermediate, layers = 32, 512, 768, 3
+    config = json.loads((CHECKPOINT / "config.json").read_text())
+    config |= {
+        "hidden_size": hidden, "intermediate_size": intermediate, "num_local_experts": experts,
+        "num_hidden_layers": layers, "layer_types": ["full_attention"] * layers,
+    }  # fmt: skip
+    shutil.copytree(CHECKPOINT, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("model*"))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    rows = {"gate_up_proj": (2 * intermediate, hidden), "down_proj": (hidden, intermediate)}
+    tensors: dict[str, Tensor] = {}
+    for layer in range(layers):
+        at = f"model.layers.{layer}.mlp."
+        for name, (n, k) in rows.items():
+            tensors[f"{at}experts.{name}_blocks"] = torch.randint(256, (experts, n, k // 32, 16), dtype=torch.uint8)
+            tensors[f"{at}experts.{name}_scales"] = torch.full((experts, n, k // 32), 120, dtype=torch.uint8)
+            tensors[f"{at}experts.{name}_bias"] = torch.zeros(experts, n, dtype=torch.bfloat16)
+        tensors[f"{at}router.weight"] = torch.zeros(experts, hidden, dtype=torch.bfloat16)
+        tensors[f"{at}router.bias"] = torch.zeros(experts, dtype=torch.bfloat16)
+        for name, n, k in (("q", 192, hidden), ("k", 64, hidden), ("v", 64, hidden), ("o", hidden, 192)):
+            projection = f"model.layers.{layer}.self_attn.{name}_proj"
+            tensors[f"{projection}.weight"] = torch.zeros(n, k, dtype=torch.bfloat16)
+            tensors[f"{projection}.bias"] = torch.zeros(n, dtype=torch.bfloat16)
+        tensors[f"model.layers.{layer}.self_attn.sinks"] = torch.zeros(6, dtype=torch.bfloat16)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"model.layers.{layer}.{name}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = torch.zeros(16, hidden, dtype=torch.bfloat16)
+    tensors["model.norm.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    packed_mib = sum(t.numel() for n, t in tensors.items() if n.endswith(("blocks", "scales"))) / 2**20
+
+    code = """
+import re, sys, threading, time
+from polymoe.engines.transformers import load
+load(sys.argv[2], device="cpu")  # what the first call allocates once
+anonymous = lambda: int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024
+start = peak = anonymous()
+done = False
+def watch():
+    global peak
+    while not done:
+        peak = max(peak, anonymous())
+        time.sleep(0.001)
+watcher = threading.Thread(target=watch)
+watcher.start()
+model, _ = load(sys.argv[1], device="cpu")
+done = True
+watcher.join()
+print(peak - start)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path), str(CHECKPOINT)], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    grown_mib = float(run.stdout)
+    dequantized_mib = packed_mib / 4.25 * 16
+    assert packed_mib * 0.9 < grown_mib < packed_mib + 40 < dequantized_mib / 2, (grown_mib, packed_mib)
+
+
+def test_moves_and_keeps_its_bytes_when_cast(packed: tuple[Any, Any]) -> None:
+    _, tokenizer = packed
+    model, _ = load(CHECKPOINT, device="cpu")
+    first = experts_of(model)[0].fused
+    assert first is not None
+    before = {name: t.clone() for name, t in first.packed.tensors.items()}
+    model.to(torch.float16).to("cpu")
+    assert all(torch.equal(t.view(torch.uint8), before[n].view(torch.uint8)) for n, t in first.packed.tensors.items())
+    assert "1+2=3" in tokenizer.decode(model.generate(**tokenizer("1+2=", return_tensors="pt"))[0])
+
+
+def test_saving_is_refused_before_anything_is_written(packed: tuple[Any, Any], tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedProblem, match=r"copy .*sums-gpt-oss-mxfp4"):
+        packed[0].save_pretrained(tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+
+
+@pytest.mark.gpu
+def test_runs_on_a_gpu(packed_fp32: tuple[Any, Any]) -> None:
+    cpu, tokenizer = packed_fp32
+    model, _ = load(CHECKPOINT, device="cuda", dtype=torch.float32, backend="reference")
+    assert {p.device.type for p in (*model.parameters(), *model.buffers())} == {"cuda"}
+    inputs = batch(tokenizer)
+    with torch.inference_mode():
+        got = model(**{name: t.cuda() for name, t in inputs.items()}).logits.cpu()
+        torch.testing.assert_close(got, cpu(**inputs).logits, rtol=0, atol=1e-2)
+
+
+# --- Unquantized checkpoints ----------------------------------------------------------------------------------------
+
+
+def test_an_unquantized_checkpoint_runs_through_the_experts_interface(tmp_path: Path, packed: tuple[Any, Any]) -> None:
+    weights = dequantized(torch.bfloat16)
+    plain: Any = AutoModelForCausalLM.from_config(weights.config, dtype=torch.bfloat16).eval()
+    plain.load_state_dict(weights.state_dict())
+    plain.save_pretrained(tmp_path)
+    packed[1].save_pretrained(tmp_path)
+    model, tokenizer = load(tmp_path, device="cpu", backend="reference")
+    assert not experts_of(model)
+    assert model.get_experts_implementation()[""] == "polymoe:reference"
+    inputs = batch(tokenizer)
+    with torch.inference_mode():
+        assert relative_error(model(**inputs).logits, plain(**inputs).logits) < 0.1
+        assert torch.equal(model.generate(**inputs, max_new_tokens=8), packed[0].generate(**inputs))
+
+
+# --- install() ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("installed")
+def test_from_pretrained_packs_once_installed() -> None:
+    model, info = AutoModelForCausalLM.from_pretrained(CHECKPOINT, output_loading_info=True)
+    assert len(experts_of(model)) == 4
+    assert not any(info.values()), info
+    # As lm-eval calls it.
+    again = AutoModelForCausalLM.from_pretrained(
+        str(CHECKPOINT), revision="main", dtype="auto", trust_remote_code=False,
+        quantization_config=AutoQuantizationConfig.from_dict({"quant_method": "mxfp4"}),
+    )  # fmt: skip
+    assert len(experts_of(again)) == 4
+
+
+@pytest.mark.usefixtures("installed")
+def test_models_without_a_head_pack_too(packed: tuple[Any, Any]) -> None:
+    model = AutoModel.from_pretrained(CHECKPOINT)
+    assert next(name for name, m in model.named_modules() if isinstance(m, PackedExperts)) == "layers.0.mlp.experts"
+    inputs = batch(packed[1], rows=2)
+    with torch.inference_mode():
+        expected = packed[0].model(**inputs).last_hidden_state
+        assert torch.equal(model(**inputs).last_hidden_state, expected)
+
+
+@pytest.mark.usefixtures("installed")
+def test_pipelines_pack() -> None:
+    answer = pipeline("text-generation", model=str(CHECKPOINT), device="cpu")
+    assert len(experts_of(answer.model)) == 4
+    assert answer("12+34=", return_full_text=False)[0]["generated_text"] == "46"
+
+
+@pytest.mark.usefixtures("installed")
+def test_transformers_serve_packs() -> None:
+    pytest.importorskip("fastapi")
+    pytest.importorskip("openai")
+    pytest.importorskip("accelerate")  # its `device_map`
+    from transformers.cli.serving.model_manager import ModelManager
+
+    manager = ModelManager(device="cpu", force_model=str(CHECKPOINT))
+    (served,) = manager.loaded_models.values()
+    assert len(experts_of(served.model)) == 4
+    manager.shutdown()
+
+
+@pytest.mark.usefixtures("installed")
+def test_asking_for_dequantized_weights_still_gets_them() -> None:
+    model = dequantized(torch.bfloat16)
+    assert not experts_of(model)
+    assert model.model.layers[0].mlp.experts.gate_up_proj.shape == (8, 192, 384)
+
+
+def test_install_twice_and_uninstall_leave_nothing_behind() -> None:
+    before = dict(AUTO_QUANTIZER_MAPPING)
+    install()
+    install(backend="reference")
+    assert {name for name, entry in AUTO_QUANTIZER_MAPPING.items() if entry is not before.get(name)} == {"mxfp4"}
+    uninstall()
+    uninstall()
+    assert before == AUTO_QUANTIZER_MAPPING
+    with pytest.raises(ValueError, match="polymoe"):
+        AutoModelForCausalLM.from_pretrained(CHECKPOINT, experts_implementation="polymoe")
+
+
+def test_install_names_a_backend() -> None:
+    install(backend="tritn")
+    try:
+        with pytest.raises(ArgumentError, match="tritn"):
+            AutoModelForCausalLM.from_pretrained(CHECKPOINT)
+    finally:
+        uninstall()
+
+
+def test_load_leaves_transformers_as_it_was() -> None:
+    builtin = AUTO_QUANTIZER_MAPPING["mxfp4"]
+    load(CHECKPOINT, device="cpu")
+    assert AUTO_QUANTIZER_MAPPING["mxfp4"] is builtin
+
+
+# --- Refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"device": "gpu"}, ArgumentError, "auto, cpu, cuda"),
+        ({"dtype": torch.float64}, ArgumentError, "float64"),
+        ({"backend": "refrence"}, ArgumentError, "did you mean 'reference'"),
+        ({"trust_remote_code": True}, ArgumentError, "no code from a checkpoint"),
+        ({"device_map": "auto"}, ArgumentError, "install"),
+        ({"quantization_config": Mxfp4Config(dequantize=True)}, ArgumentError, "from_pretrained"),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else None,
+)
+def test_bad_arguments_are_refused(arguments: dict[str, Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        load(CHECKPOINT, **{"device": "cpu", **arguments})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_missing_gpu_is_said() -> None:
+    with pytest.raises(ArgumentError, match="CUDA"):
+        load(CHECKPOINT, device="cuda")
+
+
+def test_a_missing_checkpoint_is_said(tmp_path: Path) -> None:
+    for path in (tmp_path / "none", tmp_path):
+        with pytest.raises(CheckpointNotFound, match=path.name):
+            load(path, device="cpu")
+
+
+def test_an_unknown_family_or_quantization_is_refused(tmp_path: Path) -> None:
+    config = json.loads((CHECKPOINT / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedProblem, match=r"gpt_oss \(mxfp4\), got gpt_oss \(fp8\)"):
+        load(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize("shard", ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"])
+def test_a_truncated_shard_is_a_checkpoint_error(tmp_path: Path, shard: str) -> None:
+    shutil.copytree(CHECKPOINT, tmp_path, dirs_exist_ok=True)
+    data = (tmp_path / shard).read_bytes()
+    (tmp_path / shard).write_bytes(data[: len(data) // 2])
+    with pytest.raises(CheckpointError, match="truncated"):
+        load(tmp_path, device="cpu")
+
+
+def test_a_call_before_loading_is_our_bug() -> None:
+    with pytest.raises(AssertionError):
+        PackedExperts()(torch.zeros(1, 4), torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, 1))
+
+
+def test_fused_experts_explain_themselves(packed: tuple[Any, Any]) -> None:
+    fused = experts_of(packed[0])[0].fused
+    assert isinstance(fused, FusedExperts)
+    assert "reference" in str(fused.explain())

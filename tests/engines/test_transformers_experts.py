@@ -1,0 +1,185 @@
+"""``experts_implementation="polymoe"`` on small random models of several families, against Transformers' experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from polymoe.activations import GeGLU, ReLU2, SwiGLU
+from polymoe.errors import UnsupportedProblem
+from polymoe.experts import FusedExperts, relative_error
+
+pytest.importorskip("transformers")
+
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.activations import ACT2FN
+
+from polymoe.engines.transformers_experts import experts_forward, register, unregister
+
+COMMON = {
+    "vocab_size": 64, "hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "num_experts_per_tok": 3, "max_position_embeddings": 64, "initializer_range": 0.2,
+    "intermediate_size": 40, "moe_intermediate_size": 40,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0}
+FAMILIES: dict[str, dict[str, Any]] = {
+    # transposed, interleaved, with biases and a gate of its own
+    "gpt_oss": {"num_local_experts": 5, "swiglu_limit": 0.5, "rope_parameters": YARN},
+    # gate rows, then up rows
+    "qwen3_moe": {"num_experts": 5, "decoder_sparse_step": 1},
+    "mixtral": {"num_local_experts": 5, "hidden_act": "gelu"},
+    "glm4_moe": {"n_routed_experts": 5, "first_k_dense_replace": 0},
+    # no gate
+    "nemotron_h": {
+        "n_routed_experts": 5,
+        "layers_block_type": ["attention", "moe"],
+        "moe_shared_expert_intermediate_size": 40,
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    register()
+    yield
+    unregister()
+
+
+def build(family: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
+    """A model and its first experts module, with random weights and biases."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family]})
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    experts = next(module for module in model.modules() if hasattr(module, "has_gate"))
+    return model, experts
+
+
+def routed(experts: Any, tokens: int = 20, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
+    ids_TA = torch.rand(tokens, 5).topk(3).indices
+    return torch.randn(tokens, 48, dtype=dtype), ids_TA, torch.rand(tokens, 3, dtype=dtype)
+
+
+def fused_of(experts: Any) -> FusedExperts:
+    return experts.__dict__["_polymoe"][1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_agrees_with_eager_experts_and_copies_nothing(family: str) -> None:
+    model, experts = build(family)
+    x_TH, ids_TA, weights_TA = routed(experts)
+    with torch.inference_mode():
+        model.set_experts_implementation("polymoe")
+        got = experts(x_TH, ids_TA, weights_TA)
+        model.set_experts_implementation("eager")
+        # In float32, so that the difference is polymoe's rounding and not that of eager's sums.
+        exact = experts.float()(x_TH.float(), ids_TA, weights_TA.float())
+    assert got.dtype == torch.bfloat16
+    assert relative_error(got, exact) < 3e-3
+    model, experts = build(family)
+    model.set_experts_implementation("polymoe")
+    with torch.inference_mode():
+        experts(x_TH, ids_TA, weights_TA)
+    own = {p.untyped_storage().data_ptr() for p in experts.parameters()}
+    assert {t.untyped_storage().data_ptr() for t in fused_of(experts).packed.tensors.values()} == own
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("implementation", ["polymoe", "polymoe:reference"])
+def test_whole_models_generate(family: str, implementation: str) -> None:
+    model, _ = build(family)
+    names = set(model.state_dict())
+    model.set_experts_implementation(implementation)
+    ids = torch.randint(0, 64, (2, 6))
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert out.shape[0] == 2
+    assert out.shape[1] > 6
+    assert set(model.state_dict()) == names
+
+
+def test_ids_beyond_the_experts_contribute_nothing() -> None:
+    model, experts = build("qwen3_moe")
+    model.set_experts_implementation("polymoe")
+    x_TH, ids_TA, weights_TA = routed(experts)
+    with torch.inference_mode():
+        both = experts(x_TH, ids_TA[:, :2], weights_TA[:, :2])
+        masked = experts(x_TH, ids_TA.index_fill(1, torch.tensor([2]), 5), weights_TA)
+    assert torch.equal(both, masked)
+
+
+def test_follows_its_module() -> None:
+    """Cast, moved or refilled parameters are the ones that count."""
+    model, experts = build("qwen3_moe")
+    model.set_experts_implementation("polymoe")
+    call = routed(experts)
+    with torch.inference_mode():
+        before = experts(*call)
+        first = fused_of(experts)
+        experts(*call)
+        assert fused_of(experts) is first
+        experts.down_proj.mul_(2)
+        torch.testing.assert_close(experts(*call), 2 * before)
+        assert fused_of(experts) is first
+        model.to(torch.float16)
+        experts(*routed(experts, dtype=torch.float16))
+        assert fused_of(experts).problem.spec.up.element == "fp16"
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "activation"),
+    [
+        ("gpt_oss", {}, SwiGLU(1.702, 1.0, 0.5)),
+        ("qwen3_moe", {"hidden_act": "silu"}, SwiGLU()),
+        ("mixtral", {"hidden_act": "gelu_pytorch_tanh"}, GeGLU("tanh")),
+        ("nemotron_h", {}, ReLU2()),
+    ],
+)
+def test_reads_the_activation_off_the_module(family: str, change: dict[str, str], activation: Any) -> None:
+    model, experts = build(family)
+    if change:
+        experts.act_fn = ACT2FN[change["hidden_act"]]
+    if family == "gpt_oss":
+        experts.limit = 0.5  # 5.17 reads neither constant from its config
+    model.set_experts_implementation("polymoe")
+    with torch.inference_mode():
+        experts(*routed(experts))
+    assert fused_of(experts).problem.activation == activation
+
+
+def test_refuses_what_it_cannot_compute() -> None:
+    _, experts = build("qwen3_moe")
+    call = routed(experts)
+    experts.act_fn = ACT2FN["tanh"]
+    with pytest.raises(UnsupportedProblem, match="Tanh"), torch.inference_mode():
+        experts_forward(experts, *call)
+
+    _, experts = build("qwen3_moe", dtype=torch.float32)
+    with pytest.raises(UnsupportedProblem, match=r"expected bfloat16 or float16, got torch\.float32"), torch.no_grad():
+        experts_forward(experts, *call)
+
+    _, experts = build("qwen3_moe")
+    experts.has_post_expert_norm = True
+    with pytest.raises(UnsupportedProblem, match="norm"), torch.inference_mode():
+        experts_forward(experts, *call)
+
+    class OwnGate(type(experts)):  # type: ignore[misc]
+        def _apply_gate(self, gate_up: Tensor) -> Tensor:
+            return gate_up
+
+    _, experts = build("qwen3_moe")
+    experts.__class__ = OwnGate
+    with pytest.raises(UnsupportedProblem, match="a gate of its own"), torch.inference_mode():
+        experts_forward(experts, *call)
+
+
+def test_refuses_to_train() -> None:
+    model, _ = build("qwen3_moe")
+    model.set_experts_implementation("polymoe")
+    model.train()
+    with pytest.raises(UnsupportedProblem, match="training"):
+        model(torch.zeros(1, 4, dtype=torch.long))
