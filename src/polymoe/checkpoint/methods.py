@@ -84,7 +84,7 @@ def _compressed_tensors(context: Context) -> Quantization:
     for name, group in keys.mapping("config_groups").items():
         if not isinstance(group, Mapping):
             raise keys.error(f"config_groups.{name}", "an object", group)
-        group_keys = Keys({"format": keys.config.get("format"), **group}, f"{keys.where}.config_groups.{name}")
+        group_keys = Keys(group, f"{keys.where}.config_groups.{name}")
         make = partial(_compressed_scheme, group_keys, context.scale_dtype)
         for target in group_keys.items("targets", str) or ():
             if target.startswith("re:"):
