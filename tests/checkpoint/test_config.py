@@ -233,8 +233,13 @@ def test_deepseek_v4_expert_dtype(where: str, dtype: str) -> None:
     assert parse_quantization(v4).scheme(V4_UP).encoding == expected
 
 
+def test_deepseek_v4_expert_dtype_that_is_not_known() -> None:
+    with pytest.raises(CheckpointError, match="expert_dtype: expected fp4 or fp8, got 'fp6'"):
+        parse_quantization(config("deepseek-v4-fp4") | {"expert_dtype": "fp6"})
+
+
 def test_deepseek_v41_blocks_are_32_by_32() -> None:
-    text = config("deepseek-v4-fp4") | {"model_type": "deepseek_v41_text"}
+    text = config("deepseek-v4-fp4")
     section = text.pop("quantization_config") | {"weight_block_size": [32, 32], "expert_dtype": "fp8"}
     scheme = parse_quantization({"model_type": "deepseek_v41", "text_config": text, "quantization_config": section})
     assert scheme.scheme(V4_UP).encoding.granularity == PerGroup(32, 32)

@@ -77,7 +77,7 @@ def test_deepseek_v4_hash_layers() -> None:
     kinds = ["moe", "hash_moe", "moe", "moe", "moe"]
     moe = describe(config("deepseek-v4-fp4", layers=5) | {"mlp_layer_types": kinds})
     assert [moe.router(i) == hashed for i in range(5)] == [kind == "hash_moe" for kind in kinds]
-    text = config("deepseek-v4-fp4") | {"model_type": "deepseek_v41_text", "num_hash_layers": None}
+    text = {k: v for k, v in config("deepseek-v4-fp4").items() if k not in ("model_type", "num_hash_layers")}
     assert describe({"model_type": "deepseek_v41", "text_config": text}).router(0) == SqrtSoftplusTopK(2, scaling=1.5)
 
 
@@ -153,6 +153,9 @@ def test_layers_are_listed_as_ranges() -> None:
         ("deepseek-v3-fp8", {"topk_method": "greedy"}, "topk_method: expected one of noaux_tc"),
         ("deepseek-v3-fp8", {"norm_topk_prob": 1}, "norm_topk_prob: expected true or false, got 1"),
         ("deepseek-v3-fp8", {"first_k_dense_replace": 4}, "a layer with routed experts, got dense layers only"),
+        ("deepseek-v3-fp8", {"topk_group": 5}, "topk_group: expected at most n_group=4, got 5"),
+        ("deepseek-v3-fp8", {"n_group": 3}, "n_group: expected a divisor of the 8 experts, got 3"),
+        ("llama4-bf16", {"text_config": config("mixtral-bf16") | {"moe_layers": [4]}}, "moe_layers: expected layers"),
         ("deepseek-v4-fp4", {"scoring_func": "sigmoid"}, "scoring_func: expected one of sqrtsoftplus"),
         ("deepseek-v4-fp4", {"mlp_layer_types": ["moe"]}, "mlp_layer_types: expected 4 of hash_moe and moe"),
         ("qwen3-bf16", {"mlp_only_layers": 3}, "mlp_only_layers: expected a list of int, got 3"),

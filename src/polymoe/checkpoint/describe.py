@@ -27,6 +27,7 @@ __all__ = [
     "MoeConfig",
     "deepseek_v3",
     "deepseek_v4",
+    "deepseek_v41",
     "glm",
     "gpt_oss",
     "llama4",
@@ -106,6 +107,7 @@ def ranges(layers: tuple[int, ...]) -> str:
 
 
 def gpt_oss(config: Mapping[str, Any]) -> MoeConfig:
+    """Softmax over the chosen experts; every layer has experts, and every projection a bias."""
     keys = Keys(config)
     top_k, layers = keys.integer("num_experts_per_tok", "experts_per_token"), keys.integer("num_hidden_layers")
     alpha, limit = keys.number("swiglu_alpha", 1.702), keys.number("swiglu_limit", 7.0)
@@ -149,29 +151,37 @@ def _sigmoid(config: Mapping[str, Any], *, scaling: float, groups: tuple[int, in
 
 
 def _sigmoid_router(keys: Keys, scaling: float, groups: tuple[int, int]) -> SigmoidTopK:
+    experts = keys.integer("n_routed_experts", "num_local_experts")
+    n_group, topk_group = keys.integer("n_group", default=groups[0]), keys.integer("topk_group", default=groups[1])
+    if topk_group > n_group:
+        raise keys.error("topk_group", f"at most n_group={n_group}", topk_group)
+    if topk_group < n_group and experts % n_group:
+        raise keys.error("n_group", f"a divisor of the {experts} experts", n_group)
     return SigmoidTopK(
         keys.integer("num_experts_per_tok"),
         renormalize=keys.flag("norm_topk_prob", True),
         scaling=keys.number("routed_scaling_factor", scaling),
-        n_group=keys.integer("n_group", default=groups[0]),
-        topk_group=keys.integer("topk_group", default=groups[1]),
+        n_group=n_group,
+        topk_group=topk_group,
     )
 
 
 def deepseek_v3(config: Mapping[str, Any]) -> MoeConfig:
+    """DeepSeek V3, V3.1, R1 and V3.2, Kimi K2: groups of experts, a few dense layers first."""
     return _sigmoid(config, scaling=2.5, groups=(8, 4), dense=3)
 
 
 def glm(config: Mapping[str, Any]) -> MoeConfig:
+    """GLM-4.5 to 4.7: as DeepSeek V3, usually with one group."""
     return _sigmoid(config, scaling=1.0, groups=(1, 1), dense=1)
 
 
-def deepseek_v4(config: Mapping[str, Any]) -> MoeConfig:
-    # n_group and topk_group may be left from V3's template; V4 has no groups. V4.1 has no hash layers either.
+def deepseek_v4(config: Mapping[str, Any], *, hashed: int = 3) -> MoeConfig:
+    """Square root of softplus, or in the first layers experts by token. ``n_group`` may be left from V3's template; V4
+    has no groups."""
     keys = Keys(config)
     keys.word("scoring_func", "sqrtsoftplus", default="sqrtsoftplus")
     num_layers = keys.integer("num_hidden_layers")
-    hashed = 0 if str(config.get("model_type")).startswith("deepseek_v41") else 3
     hashed = keys.integer("num_hash_layers", default=hashed, least=0)
     kinds = keys.items("mlp_layer_types", str) or tuple("hash_moe" if i < hashed else "moe" for i in range(num_layers))
     top_k, renormalize = keys.integer("num_experts_per_tok"), keys.flag("norm_topk_prob", True)
@@ -194,7 +204,13 @@ def deepseek_v4(config: Mapping[str, Any]) -> MoeConfig:
     )
 
 
+def deepseek_v41(config: Mapping[str, Any]) -> MoeConfig:
+    """As V4, but no layer chooses experts by token."""
+    return deepseek_v4(config, hashed=0)
+
+
 def nemotron_h(config: Mapping[str, Any]) -> MoeConfig:
+    """Nemotron-H and -3: no gate projection, experts among other kinds of layers, of a latent width if there is one."""
     keys = Keys(config)
     kinds = keys.items("layers_block_type", str) or keys.items("layer_types", str)
     if kinds is None:
@@ -217,6 +233,7 @@ def nemotron_h(config: Mapping[str, Any]) -> MoeConfig:
 
 
 def qwen(config: Mapping[str, Any], *, renormalize: bool = True) -> MoeConfig:
+    """Qwen3-Next, Qwen3-VL, Qwen3.5: softmax over all experts; ``renormalize`` where the config does not say."""
     keys = Keys(config)
     num_layers, step = keys.integer("num_hidden_layers"), keys.integer("decoder_sparse_step", default=1)
     dense = keys.items("mlp_only_layers", int) or ()
@@ -235,10 +252,12 @@ def qwen(config: Mapping[str, Any], *, renormalize: bool = True) -> MoeConfig:
 
 
 def qwen3(config: Mapping[str, Any]) -> MoeConfig:
+    """Qwen3-MoE, which renormalizes only if the config says so."""
     return qwen(config, renormalize=False)
 
 
 def mixtral(config: Mapping[str, Any]) -> MoeConfig:
+    """Mixtral: every layer has experts."""
     keys = Keys(config)
     num_layers, top_k = keys.integer("num_hidden_layers"), keys.integer("num_experts_per_tok", default=2)
     return MoeConfig(
@@ -254,10 +273,13 @@ def mixtral(config: Mapping[str, Any]) -> MoeConfig:
 
 
 def llama4(config: Mapping[str, Any]) -> MoeConfig:
+    """Llama-4: weights multiply the input; layers with experts at regular steps or as listed."""
     keys = Keys(config)
     num_layers, step = keys.integer("num_hidden_layers"), keys.integer("interleave_moe_layer_step", default=1)
     listed = keys.items("moe_layers", int)
     layers = tuple(range(step - 1, num_layers, step)) if listed is None else tuple(sorted(listed))
+    if not set(layers) <= set(range(num_layers)):
+        raise keys.error("moe_layers", f"layers from 0 to {num_layers - 1}", list(layers))
     top_k = keys.integer("num_experts_per_tok", default=1)
     return MoeConfig(
         hidden=keys.integer("hidden_size"),

@@ -129,10 +129,18 @@ _ROWS = (
     ),
     Family(
         name="deepseek-v4",
-        model_types=("deepseek_v4", "deepseek_v41"),
+        model_types=("deepseek_v4",),
         containers=("layers.{layer}.ffn.experts", "model.layers.{layer}.ffn.experts", f"model.{_MLP}"),
         arrangements=(_W123, _STACKED),
         describe=describe.deepseek_v4,
+        fp8_dialect="deepseek_v4",
+    ),
+    Family(
+        name="deepseek-v4.1",
+        model_types=("deepseek_v41",),
+        containers=("layers.{layer}.ffn.experts",),
+        arrangements=(_W123,),
+        describe=describe.deepseek_v41,
         fp8_dialect="deepseek_v4",
     ),
     Family(
