@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import polymoe
+from polymoe.errors import ArgumentError, CheckpointError, CheckpointNotFound, PolymoeError
+from polymoe.explanation import layer_ranges
+from polymoe.machine import DEVICES
+
+SUMS = Path(__file__).parent.parent / "models" / "sums-gpt-oss-mxfp4"
+
+
+def write(path: Path, config: dict[str, object]) -> Path:
+    path.write_text(json.dumps(config))
+    return path
+
+
+def test_a_directory() -> None:
+    found = polymoe.explain(SUMS, device="cpu")
+    (row,) = found.rows
+    assert row.layers == (0, 1, 2, 3)
+    assert row.selection.require().steps[0].backend == "reference"
+    experts = polymoe.load_experts(SUMS, layer=0, device="cpu")
+    assert row.packed_bytes == 4 * experts.packed.nbytes
+    assert row.dequantized_bytes == 4 * 8 * 3 * 192 * 192 * 2
+
+
+@pytest.mark.parametrize("device", [*DEVICES, "sm_80", "sm_121"])
+def test_every_named_device(device: str) -> None:
+    found = polymoe.explain(SUMS, device=device)
+    assert json.loads(json.dumps(found.to_dict()))["rows"][0]["candidates"][0]["backend"] == "reference"
+    assert str(found.device) in str(found)
+
+
+def test_a_config_alone_explains_the_same(tmp_path: Path) -> None:
+    alone = write(tmp_path / "config.json", json.loads((SUMS / "config.json").read_text()))
+    assert polymoe.explain(alone, device="h200").rows == polymoe.explain(SUMS, device="h200").rows
+
+
+def test_ranks(tmp_path: Path) -> None:
+    whole, half = polymoe.explain(SUMS, device="h200"), polymoe.explain(SUMS, device="h200", tp=2, ep=(1, 2))
+    assert half.rows[0].problem.spec.intermediate == 96
+    assert (half.rows[0].problem.spec.first_expert, half.rows[0].problem.spec.local_experts) == (4, 4)
+    assert (half.rows[0].problem.tp, half.rows[0].problem.ep) == (2, 2)
+    assert half.rows[0].packed_bytes < whole.rows[0].packed_bytes / 3.9
+
+
+def test_unequal_slices_are_said(tmp_path: Path) -> None:
+    config = json.loads((SUMS / "config.json").read_text()) | {"hidden_size": 2880, "intermediate_size": 2880}
+    found = polymoe.explain(write(tmp_path / "config.json", config), tp=4)
+    assert found.rows[0].problem.spec.intermediate == 736
+    assert any("736" in note and "672" in note for note in found.notes)
+    assert found.notes[0] in str(found)
+
+
+def test_a_named_backend_must_run_it() -> None:
+    assert polymoe.explain(SUMS, device="b200", backend="reference").rows[0].selection.plan is not None
+    with pytest.raises(ArgumentError, match="known: auto, reference"):
+        polymoe.explain(SUMS, backend="fastest")
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "message"),
+    [
+        ("no/such/place", CheckpointNotFound, "no/such/place"),
+        ("README.md", CheckpointError, "config.json"),
+        ("docs", CheckpointNotFound, "config.json"),
+    ],
+)
+def test_paths_without_a_checkpoint(path: str, error: type[PolymoeError], message: str) -> None:
+    target = Path(__file__).parent.parent / path
+    with pytest.raises(error, match=message):
+        polymoe.explain(target if target.exists() else path)
+
+
+def test_layer_ranges() -> None:
+    assert layer_ranges((3, 4, 5, 9)) == "3-5, 9"
+    assert layer_ranges(()) == ""
+    assert layer_ranges([7]) == "7"
