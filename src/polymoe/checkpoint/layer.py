@@ -19,9 +19,8 @@ from polymoe.checkpoint.dialects import DIALECTS, SUFFIXES, Dialect, choose, req
 from polymoe.checkpoint.families import Arrangement, Family, Fused, MoeConfig, PerExpert
 from polymoe.checkpoint.files import CheckpointFiles, Header
 from polymoe.checkpoint.naming import BIAS, module_name, part_shape, parts, tensor_name
-from polymoe.checkpoint.shard import align, align_encoding
 from polymoe.errors import CheckpointError, CheckpointNotFound, FormatError
-from polymoe.formats import Encoding, PerGroup, QuantTensor
+from polymoe.formats import Encoding, QuantTensor
 from polymoe.problem import ActivationMode
 from polymoe.tensors import Expert, ExpertsSpec
 
@@ -54,6 +53,19 @@ class Part:
     def as_configured(self) -> bool:
         """Whether the tensors are what the config says, the scales' dtype aside."""
         return self.dialect.name == self.configured and self.encoding.name == self.configured_encoding.name
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Piece:
+    """One expert's part, read."""
+
+    matrix: QuantTensor
+    input_scale: Tensor | None
+    bias: Tensor | None = None
+
+    def rows(self, start: int, stop: int, step: int = 1) -> _Piece:
+        bias = None if self.bias is None else self.bias[start:stop:step]
+        return _Piece(self.matrix.rows(start, stop, step=step), self.input_scale, bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,32 +196,22 @@ class StoredLayer:
             CheckpointError: a tensor is missing, or its shard is damaged.
             FormatError: a tensor is not what it must be; it is named.
         """
-        matrices: dict[str, QuantTensor | None] = {"gate": None}
-        scales: dict[str, Tensor | None] = {}
-        biases: dict[str, Tensor | None] = {}
-        for name, part in self.parts.items():
-            matrices[name], scales[name], biases[name] = self._read_part(files, part, expert)
-        if "gate_up" in matrices:
-            matrices["gate"], matrices["up"] = self._halves(matrices["gate_up"])
-            biases["gate"], biases["up"] = self._bias_halves(biases["gate_up"])
-            scales["up"] = scales["gate_up"]
-        up, down = matrices["up"], matrices["down"]
-        assert up is not None
-        assert down is not None
+        pieces = {name: self._read_part(files, part, expert) for name, part in self.parts.items()}
+        if "gate_up" in pieces:
+            pieces |= self._apart(pieces.pop("gate_up"))
+        gate, up, down = pieces.get("gate"), pieces["up"], pieces["down"]
         return Expert(
-            gate=matrices["gate"],
-            up=up,
-            down=down,
-            gate_bias=biases.get("gate"),
-            up_bias=biases["up"],
-            down_bias=biases["down"],
-            gate_up_input_scale=_largest(scales.get("gate"), scales["up"]),
-            down_input_scale=scales["down"],
+            gate=gate.matrix if gate else None,
+            up=up.matrix,
+            down=down.matrix,
+            gate_bias=gate.bias if gate else None,
+            up_bias=up.bias,
+            down_bias=down.bias,
+            gate_up_input_scale=_largest(gate.input_scale if gate else None, up.input_scale),
+            down_input_scale=down.input_scale,
         )
 
-    def _read_part(
-        self, files: CheckpointFiles, part: Part, expert: int
-    ) -> tuple[QuantTensor, Tensor | None, Tensor | None]:
+    def _read_part(self, files: CheckpointFiles, part: Part, expert: int) -> _Piece:
         def name(suffix: str) -> str:
             return tensor_name(self.container, self.arrangement, part.name, expert, suffix)
 
@@ -222,7 +224,7 @@ class StoredLayer:
             input_scale = part.dialect.input_scale(tensors)
         matrix.validate(f"{module}[{expert}]" if isinstance(self.arrangement, Fused) else module)
         if not self.bias:
-            return matrix, input_scale, None
+            return _Piece(matrix, input_scale)
         bias = _expert_tensor(files, name(BIAS), self.arrangement, self.moe, expert)
         if tuple(bias.shape) != part.shape[:1] or not bias.is_floating_point():
             raise FormatError(
@@ -230,33 +232,20 @@ class StoredLayer:
             )
         if not bool(torch.isfinite(bias).all()):
             raise FormatError(name(BIAS), expected="finite numbers", got="NaN or infinity")
-        return matrix, input_scale, bias
+        return _Piece(matrix, input_scale, bias)
 
     def _encoding(self, projection: str) -> Encoding:
-        """A projection's encoding once gate and up are taken apart."""
-        if projection in self.parts:
-            return self.parts[projection].encoding
-        encoding = self.parts["gate_up"].encoding
-        return align_encoding(encoding, -2, _half_block(encoding, self.moe.intermediate))
+        """A projection's encoding, which is that of both where gate and up are one matrix."""
+        return self.parts[projection if projection in self.parts else "gate_up"].encoding
 
-    def _halves(self, matrix: QuantTensor | None) -> tuple[QuantTensor | None, QuantTensor]:
-        """Gate and up of a matrix that holds both."""
-        assert matrix is not None
+    def _apart(self, both: _Piece) -> dict[str, _Piece]:
+        """Gate and up of what is stored as one matrix."""
         f = self.moe.intermediate
         if not self.moe.gated:
-            return None, matrix
+            return {"up": both}
         if self.interleaved:
-            return matrix.rows(0, 2 * f, step=2), matrix.rows(1, 2 * f, step=2)
-        # A block of rows that reaches from gate into up (320 rows in blocks of 128) is cut into finer ones.
-        matrix = align(matrix, -2, _half_block(matrix.encoding, f))
-        return matrix.rows(0, f), matrix.rows(f, 2 * f)
-
-    def _bias_halves(self, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        if bias is None or not self.moe.gated:
-            return None, bias
-        if self.interleaved:
-            return bias[0::2], bias[1::2]
-        return bias[: self.moe.intermediate], bias[self.moe.intermediate :]
+            return {"gate": both.rows(0, 2 * f, 2), "up": both.rows(1, 2 * f, 2)}
+        return {"gate": both.rows(0, f), "up": both.rows(f, 2 * f)}
 
     @property
     def interleaved(self) -> bool:
@@ -318,11 +307,6 @@ def _stacked(name: str, header: Header, moe: MoeConfig) -> bool:
             name, expected=f"{moe.experts} experts along the first axis", got=f"shape {list(header.shape)}"
         )
     return True
-
-
-def _half_block(encoding: Encoding, half: int) -> int:
-    g = encoding.granularity
-    return math.gcd(g.n, half) if isinstance(g, PerGroup) else 1
 
 
 def _largest(first: Tensor | None, second: Tensor | None) -> Tensor | None:
