@@ -70,6 +70,11 @@ def test_expert_bytes_are_those_of_an_expert(format: str, gated: bool, bias: boo
     assert weights.spec.expert_bytes == weights.expert(0).nbytes
 
 
+def test_dequantized_bytes() -> None:
+    assert SPEC.dequantized_bytes == E * 3 * H * F * 2
+    assert replace(SPEC, gate=None, local_experts=2).dequantized_bytes == 2 * 2 * H * F * 2
+
+
 def test_local_experts_reach_to_the_end_unless_told() -> None:
     assert replace(SPEC, local_experts=-1, first_expert=1).local_experts == 2
     assert SPEC.local_experts == E
