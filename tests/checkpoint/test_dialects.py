@@ -253,6 +253,14 @@ def test_symmetric_gptq_leaves_its_zero_points_out():
         DIALECTS["gptq"].read(stored("gptq"), (N, K), hint)
 
 
+def test_gptq_has_no_zero_point_of_0():
+    matrix = format_of(DIALECTS["awq"].read(stored("awq"), (N, K)).encoding).quantize(torch.rand(N, K))
+    assert matrix.zero_points is not None
+    assert not matrix.zero_points.any()  # positive weights
+    with pytest.raises(FormatError, match="zero points from 1"):
+        DIALECTS["gptq"].write(matrix)
+
+
 def test_modelopt_and_compressed_tensors_global_scales_are_reciprocal():
     modelopt, compressed = stored("modelopt_nvfp4"), stored("ct_nvfp4")
     modelopt["weight_scale_2"] = power(-9)

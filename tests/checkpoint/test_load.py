@@ -250,6 +250,12 @@ BAD_TENSORS = {
         f"{DEEPSEEK}.weight_global_scale",
         "0.0",
     ),
+    "bias of another shape": (
+        "gpt-oss-mxfp4",
+        lambda t: t.update({f"{GPT_OSS}.down_proj_bias": torch.zeros(E, H + 1)}),
+        "down_proj_bias",
+        "257",
+    ),
     "int4 scale infinite": (
         "kimi-k2-thinking-int4",
         set_first(f"{DEEPSEEK}.weight_scale", float("inf")),
@@ -288,7 +294,8 @@ def test_bad_tensors_are_found_when_their_expert_is_read(case: str, library: Lib
     name, change, where, got = BAD_TENSORS[case]
     with Checkpoint.open(damaged(library(name), tmp_path / "c", change)) as checkpoint:
         weights = checkpoint.weights(LAYER)
-        weights.expert(0)
+        if "shape" not in case:
+            weights.expert(0)
         with pytest.raises((CheckpointError, FormatError)) as refusal:
             weights.expert(7)
     assert where in refusal.value.where
@@ -369,6 +376,13 @@ def test_bad_layers_are_found_from_the_headers(case: str, library: Library, tmp_
             checkpoint.weights(LAYER)
     assert where in refusal.value.where
     assert got in (refusal.value.got or "")
+
+
+def test_a_quantization_that_the_family_is_not_stored_in(tmp_path: Path) -> None:
+    described = config("gpt-oss-mxfp4") | {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
+    (tmp_path / "config.json").write_text(json.dumps(described), encoding="utf-8")
+    with Checkpoint.open(tmp_path) as checkpoint, pytest.raises(CheckpointError, match=r"gpt-oss.*modelopt_nvfp4"):
+        checkpoint.spec(LAYER)
 
 
 @pytest.mark.parametrize(("layer", "got"), [(0, "dense"), (-1, "no such"), (4, "no such"), (61, "no such")])

@@ -268,17 +268,14 @@ def test_bad_arguments_leave_nothing_behind(arguments: dict[str, Any], error, ma
     assert os.listdir(tmp_path) == []
 
 
-def test_gate_and_up_in_one_tensor_need_one_encoding(tmp_path: Path) -> None:
-    described = config("gpt-oss-mxfp4", **sizes(""))
-    described["quantization_config"] = None
-    torch.manual_seed(0)
-    bias = {"up_bias": torch.zeros(F), "gate_bias": torch.zeros(F), "down_bias": torch.zeros(H)}
-    bf16, fp16 = FORMATS["bf16"], FORMATS["fp16"]
-    mixed = Expert(
-        gate=fp16.quantize(torch.randn(F, H)),
-        up=bf16.quantize(torch.randn(F, H)),
-        down=bf16.quantize(torch.randn(H, F)),
-        **bias,
-    )
-    with pytest.raises((CheckpointError, ArgumentError), match="fp16"):
-        write_checkpoint(tmp_path / "c", described, {LAYER: ExpertWeights.of([mixed] * E)})
+def test_gate_and_up_in_one_tensor_need_scales_by_row(tmp_path: Path) -> None:
+    """ModelOpt's FP8 Llama-4 has one number for all experts, which no two matrices share by chance."""
+    described = config("llama4-bf16", **sizes(""))
+    described["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "FP8"}
+    with pytest.raises(CheckpointError, match="scales of their own for each row"):
+        write_checkpoint(tmp_path / "c", described, {LAYER: (torch.randn(E, 2 * F, H), torch.randn(E, H, F))})
+
+
+def test_a_config_without_tensors(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "c", config("gpt-oss-mxfp4"), {})
+    assert [p.name for p in path.iterdir()] == ["config.json"]

@@ -22,7 +22,7 @@ from polymoe.checkpoint.families import Family, Fused, MoeConfig, family_of, tex
 from polymoe.checkpoint.layer import StoredLayer
 from polymoe.checkpoint.naming import BIAS, tensor_name
 from polymoe.errors import ArgumentError, CheckpointError
-from polymoe.formats import Encoding, PerGroup, PerTensor, QuantTensor, format_of
+from polymoe.formats import Encoding, PerChannel, PerGroup, QuantTensor, format_of
 from polymoe.tensors import Expert, ExpertWeights
 
 __all__ = ["FloatExperts", "write_checkpoint"]
@@ -153,8 +153,8 @@ def _expert_tensors(stored: StoredLayer, expert: Expert, e: int) -> Iterator[tup
     biases = {name: getattr(expert, f"{name}_bias") for name in ("gate", "up", "down")}
     if "gate_up" in stored.parts:
         matrices = {"gate_up": _merge(matrices, stored, e), "down": expert.down}
-        if expert.up_bias is not None:
-            biases["gate_up"] = _join(expert.gate_bias, expert.up_bias, stored)
+        if stored.bias:
+            biases["gate_up"] = _join(biases["gate"], biases["up"], stored)
     for part, plan in stored.parts.items():
         scale = expert.down_input_scale if part == "down" else expert.gate_up_input_scale
         tensors = plan.dialect.write(matrices[part], scale)
@@ -166,14 +166,11 @@ def _expert_tensors(stored: StoredLayer, expert: Expert, e: int) -> Iterator[tup
 
 def _merge(matrices: Mapping[str, QuantTensor], stored: StoredLayer, e: int) -> QuantTensor:
     """Gate and up as one matrix, in the arrangement's order of rows."""
-    up = matrices["up"]
-    if "gate" not in matrices:
-        return up
-    gate = matrices["gate"]
-    if gate.encoding != up.encoding or not _stackable(up.encoding, stored):
+    gate, up = matrices["gate"], matrices["up"]
+    if gate.encoding != up.encoding or not _by_row(up.encoding):
         raise CheckpointError(
             f"{stored.container} expert {e}",
-            expected="gate and up of one encoding, every scale of which belongs to rows of one of them",
+            expected="gate and up of one encoding with scales of their own for each row",
             got=f"{gate.encoding} and {up.encoding}",
             hint="this family stores both in one tensor",
         )
@@ -181,17 +178,15 @@ def _merge(matrices: Mapping[str, QuantTensor], stored: StoredLayer, e: int) -> 
     return replace(up, **{name: _join(theirs[name], part, stored) for name, part in up.parts().items()})
 
 
-def _stackable(encoding: Encoding, stored: StoredLayer) -> bool:
-    if encoding.global_scale or isinstance(encoding.granularity, PerTensor):
-        return False
-    rows = encoding.granularity.n if isinstance(encoding.granularity, PerGroup) else 1
-    return rows == 1 if stored.interleaved else stored.moe.intermediate % rows == 0
+def _by_row(encoding: Encoding) -> bool:
+    g = encoding.granularity
+    return not encoding.global_scale and (
+        g is None or isinstance(g, PerChannel) or (isinstance(g, PerGroup) and g.n == 1)
+    )
 
 
-def _join(gate: Tensor | None, up: Tensor, stored: StoredLayer) -> Tensor:
+def _join(gate: Tensor, up: Tensor, stored: StoredLayer) -> Tensor:
     """Rows of both, one after another or in turn. Joined as bytes, which any dtype has."""
-    if gate is None:
-        return up
     halves = [half.contiguous().unsqueeze(-1).view(torch.uint8) for half in (gate, up)]
     joined = torch.stack(halves, 1).flatten(0, 1) if stored.interleaved else torch.cat(halves)
     return joined.view(up.dtype).squeeze(-1)

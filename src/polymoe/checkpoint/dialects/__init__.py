@@ -95,6 +95,6 @@ def require(dialect: Dialect, suffixes: Collection[str]) -> None:
             raise CheckpointError(
                 suffix,
                 expected=f"this tensor, as dialect {dialect.name} needs it",
-                got=f"only {', '.join(sorted(suffixes)) or 'none'}",
-                hint="codes mean nothing without their scales: fetch the missing tensor or shard",
+                got=f"only {', '.join(sorted(suffixes))}" if suffixes else "none of its tensors",
+                hint="weights mean nothing without all their parts: fetch the missing tensor or shard",
             )

@@ -7,6 +7,7 @@ own, so both cost a copy.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -141,20 +142,25 @@ class _KFirst(Dialect):
             "scales": matrix.scales.T.contiguous(),
         }
 
+    @abstractmethod
     def _packed_shape(self, rows: int, columns: int) -> tuple[int, int]:
-        raise NotImplementedError
+        """Of ``qweight``."""
 
+    @abstractmethod
     def _read_codes(self, words: Tensor) -> Tensor:
-        raise NotImplementedError
+        """``qweight`` to our codes."""
 
+    @abstractmethod
     def _write_codes(self, codes: Tensor) -> Tensor:
-        raise NotImplementedError
+        """Our codes to ``qweight``."""
 
+    @abstractmethod
     def _read_zeros(self, words: Tensor) -> Tensor:
-        raise NotImplementedError
+        """``qzeros`` to zero points uint8 [K/g, N]."""
 
+    @abstractmethod
     def _write_zeros(self, zeros: Tensor) -> Tensor:
-        raise NotImplementedError
+        """Zero points uint8 [K/g, N] to ``qzeros``."""
 
 
 @dataclass(frozen=True, slots=True)
