@@ -465,6 +465,8 @@ def test_a_gpu_makes_the_same_bytes(encoding: Encoding) -> None:
     assert q.device.type == "cuda"
     assert_same(q.to("cpu"), f.quantize(w))
     assert torch.equal(q.dequantize().cpu(), f.quantize(w).dequantize())
+    again = f.quantize(q.dequantize())  # largest weights that are exact multiples of their scales
+    assert_same(again.to("cpu"), f.quantize(f.quantize(w).dequantize()))
 
 
 # --- group_reduce ---

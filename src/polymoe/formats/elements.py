@@ -17,6 +17,7 @@ __all__ = [
     "SCALE_DTYPES",
     "decode",
     "decode_scale",
+    "divide",
     "encode_e2m1",
     "encode_e4m3",
     "encode_e8m0",
@@ -88,6 +89,14 @@ def _lookup(table: Tensor, codes: Tensor) -> Tensor:
 def decode_scale(scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Scales as numbers in ``dtype``, exactly. E8M0 byte b is ``2**(b - 127)``; 255 is NaN."""
     return scales.to(dtype) if scales.dtype != torch.float8_e8m0fnu else scales.to(torch.float32).to(dtype)
+
+
+def divide(values: Tensor, divisor: float) -> Tensor:
+    """``values / divisor``, rounded once on every device.
+
+    On a GPU torch multiplies by the reciprocal of a Python number, and one bit too much would double an E8M0 scale.
+    """
+    return values / torch.full_like(values, divisor)
 
 
 def encode_e2m1(values: Tensor) -> Tensor:

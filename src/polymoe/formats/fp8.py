@@ -10,7 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from polymoe.formats.base import Format, group_reduce
-from polymoe.formats.elements import decode_scale, encode_e4m3, encode_scale
+from polymoe.formats.elements import decode_scale, divide, encode_e4m3, encode_scale
 from polymoe.formats.tensor import QuantTensor
 
 __all__ = ["Fp8"]
@@ -25,6 +25,6 @@ class Fp8(Format):
 
     def _quantize(self, w_NK: Tensor) -> QuantTensor:
         assert self.encoding.scale_dtype is not None
-        scales = encode_scale(group_reduce(w_NK.abs(), self.encoding) / 448.0, self.encoding.scale_dtype)
+        scales = encode_scale(divide(group_reduce(w_NK.abs(), self.encoding), 448.0), self.encoding.scale_dtype)
         codes = encode_e4m3(w_NK / self._expand(decode_scale(scales), w_NK))
         return QuantTensor(codes, self.encoding, scales)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from polymoe.formats.base import Format, group_reduce
-from polymoe.formats.elements import decode_scale, encode_scale, pack_nibbles
+from polymoe.formats.elements import decode_scale, divide, encode_scale, pack_nibbles
 from polymoe.formats.tensor import QuantTensor
 
 __all__ = ["Int4"]
@@ -26,7 +26,7 @@ class Int4(Format):
         high = group_reduce(w_NK, self.encoding).clamp_min(0)
         low = group_reduce(w_NK, self.encoding, "amin").clamp_max(0)
         asymmetric = self.encoding.zero_points
-        wanted = high / 15 - low / 15 if asymmetric else torch.maximum(high / 7, -low / 8)
+        wanted = divide(high, 15) - divide(low, 15) if asymmetric else torch.maximum(divide(high, 7), -low / 8)
         assert self.encoding.scale_dtype is not None
         scales = encode_scale(wanted, self.encoding.scale_dtype)
         steps = decode_scale(scales)

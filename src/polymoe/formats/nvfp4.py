@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from polymoe.formats.base import Format, group_reduce
-from polymoe.formats.elements import encode_e2m1, encode_e4m3, encode_scale, pack_nibbles
+from polymoe.formats.elements import divide, encode_e2m1, encode_e4m3, encode_scale, pack_nibbles
 from polymoe.formats.tensor import QuantTensor
 
 __all__ = ["Nvfp4"]
@@ -27,11 +27,11 @@ class Nvfp4(Format):
     scale_dtypes: ClassVar[tuple[str, ...]] = ("e4m3",)
 
     def _quantize(self, w_NK: Tensor) -> QuantTensor:
-        global_scale = encode_scale(w_NK.abs().amax((-2, -1)) / _LARGEST, "float32")
+        global_scale = encode_scale(divide(w_NK.abs().amax((-2, -1)), _LARGEST), "float32")
         w = w_NK / global_scale[..., None, None]
         amax = group_reduce(w.abs(), self.encoding)
         # The smallest E4M3 number keeps a tiny group from dividing by zero; a group of zeros takes 1.
-        wanted = torch.where(amax == 0, torch.ones_like(amax), (amax / 6.0).clamp_min(2.0**-9))
+        wanted = torch.where(amax == 0, torch.ones_like(amax), divide(amax, 6.0).clamp_min(2.0**-9))
         scales = encode_e4m3(wanted)
         codes = encode_e2m1(w / self._expand(scales.float(), w))
         return QuantTensor(pack_nibbles(codes), self.encoding, scales, global_scale=global_scale)
