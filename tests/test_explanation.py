@@ -76,7 +76,16 @@ def test_paths_without_a_checkpoint(path: str, error: type[PolymoeError], messag
         polymoe.explain(target if target.exists() else path)
 
 
-def test_layer_ranges() -> None:
-    assert layer_ranges((3, 4, 5, 9)) == "3-5, 9"
-    assert layer_ranges(()) == ""
-    assert layer_ranges([7]) == "7"
+@pytest.mark.parametrize(
+    ("layers", "text"),
+    [
+        ((), ""),
+        ((7,), "7"),
+        ((3, 4, 5, 9), "3-5, 9"),
+        ((1, 3, 5, 7), "1-7 by 2"),
+        ((1, 3, 4, 5), "1, 3-5"),
+        ((0, 2, 4, 5, 6), "0-4 by 2, 5-6"),
+    ],
+)
+def test_layer_ranges(layers: tuple[int, ...], text: str) -> None:
+    assert layer_ranges(layers) == text

@@ -40,6 +40,7 @@ for _outer in ("parallel", "bench", "engines"):
 ALLOWED["verify"] = set(_CORE)
 ALLOWED["serve"] = ALLOWED["generate"] = ALLOWED["evaluate"] = _CORE | {"engines"}
 ALLOWED["cli"] = _CORE | {"parallel", "bench", "engines", "serve", "generate", "evaluate", "verify"}
+ALLOWED["__main__"] = {"cli"}
 
 ENGINES = {"transformers", "vllm", "sglang", "triton", "flashinfer"}
 

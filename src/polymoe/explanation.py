@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,12 +123,14 @@ def explain(
     return Explanation(str(checkpoint.name), checkpoint.model_type, machine.device, rows, checkpoint.notes(tp=tp))
 
 
-def layer_ranges(layers: tuple[int, ...] | list[int]) -> str:
-    """Layer numbers as ranges: ``(3, 4, 5, 9)`` gives ``"3-5, 9"``."""
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and layer == runs[-1][-1] + 1:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
-    return ", ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in runs)
+def layer_ranges(layers: Sequence[int]) -> str:
+    """Layer numbers as ranges: ``(3, 4, 5, 9)`` gives ``"3-5, 9"``; ``(1, 3, 5, 7)`` gives ``"1-7 by 2"``."""
+    texts, rest = [], list(layers)
+    while rest:
+        step = rest[1] - rest[0] if len(rest) > 1 else 1
+        count = next((i for i, layer in enumerate(rest) if layer != rest[0] + i * step), len(rest))
+        if step > 1 and count < 3:
+            count = 1  # two numbers make no pattern
+        run, rest = rest[:count], rest[count:]
+        texts.append(str(run[0]) if count == 1 else f"{run[0]}-{run[-1]}" + (f" by {step}" if step > 1 else ""))
+    return ", ".join(texts)

@@ -133,9 +133,10 @@ def test_experts_are_views_of_the_mapped_files(library: Library) -> None:
 def test_files_may_hold_some_layers_only(library: Library) -> None:
     with Checkpoint.open(library("qwen3-bf16")) as checkpoint:
         assert checkpoint.layers == (0, 1, 2, 3)
-        assert checkpoint.spec(LAYER).format == "bf16"
+        assert checkpoint.layers_here == (LAYER,)
+        assert checkpoint.spec(1) == checkpoint.spec(LAYER)  # by the config
         with pytest.raises(CheckpointNotFound, match=r"experts of layer 1.*mlp\.experts\.0\.gate_proj"):
-            checkpoint.spec(1)
+            checkpoint.weights(1)
 
 
 def test_unequal_slices_are_said(tmp_path: Path) -> None:
@@ -431,8 +432,9 @@ def test_a_shard_of_other_layers_may_be_missing(library: Library, tmp_path: Path
     index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}), encoding="utf-8")
     with Checkpoint.open(path) as checkpoint:
         assert checkpoint.weights(LAYER).expert(0).nbytes == checkpoint.spec(LAYER).expert_bytes
+        assert checkpoint.layers_here == (LAYER,)
         with pytest.raises(CheckpointNotFound, match="model-00001-of-00002"):
-            checkpoint.spec(2)
+            checkpoint.weights(2)
 
 
 def test_no_experts_at_all(tmp_path: Path) -> None:

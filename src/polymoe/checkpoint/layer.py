@@ -24,7 +24,7 @@ from polymoe.formats import Encoding, QuantTensor
 from polymoe.problem import ActivationMode
 from polymoe.tensors import Expert, ExpertsSpec
 
-__all__ = ["Part", "StoredLayer"]
+__all__ = ["Part", "StoredLayer", "expert_tensor"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,13 +219,13 @@ class StoredLayer:
         module = module_name(self.container, self.arrangement, part.name, expert)
         with _naming(name, module, expert if isinstance(self.arrangement, Fused) else None):
             require(part.dialect, suffixes)
-            tensors = {s: _expert_tensor(files, name(s), self.arrangement, self.moe, expert) for s in suffixes}
+            tensors = {s: expert_tensor(files, name(s), self.arrangement, self.moe, expert) for s in suffixes}
             matrix = part.dialect.read(tensors, part.shape, part.encoding)
             input_scale = part.dialect.input_scale(tensors)
         matrix.validate(f"{module}[{expert}]" if isinstance(self.arrangement, Fused) else module)
         if not self.bias:
             return _Piece(matrix, input_scale)
-        bias = _expert_tensor(files, name(BIAS), self.arrangement, self.moe, expert)
+        bias = expert_tensor(files, name(BIAS), self.arrangement, self.moe, expert)
         if tuple(bias.shape) != part.shape[:1] or not bias.is_floating_point():
             raise FormatError(
                 name(BIAS), expected=f"floats {list(part.shape[:1])}", got=f"{bias.dtype} {[*bias.shape]}"
@@ -281,7 +281,7 @@ def _present(
 
 
 def _expert_header(files: CheckpointFiles, name: str, arrangement: Arrangement, moe: MoeConfig) -> Header:
-    """Header of one expert's tensor, as :func:`_expert_tensor` gives it."""
+    """Header of one expert's tensor, as :func:`expert_tensor` gives it."""
     header = files.header(name)
     if isinstance(arrangement, PerExpert):
         return header
@@ -291,7 +291,7 @@ def _expert_header(files: CheckpointFiles, name: str, arrangement: Arrangement, 
     return Header(header.dtype, tuple(shape))
 
 
-def _expert_tensor(files: CheckpointFiles, name: str, arrangement: Arrangement, moe: MoeConfig, expert: int) -> Tensor:
+def expert_tensor(files: CheckpointFiles, name: str, arrangement: Arrangement, moe: MoeConfig, expert: int) -> Tensor:
     """One expert's tensor in natural order; a single number that all experts share is everyone's."""
     if isinstance(arrangement, PerExpert):
         return files.get(name)

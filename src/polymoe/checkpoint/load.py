@@ -79,6 +79,21 @@ class Checkpoint:
         """Layers with routed experts, ascending, whether or not their tensors are here."""
         return self.moe.layers
 
+    @property
+    def layers_here(self) -> tuple[int, ...]:
+        """Those of them whose experts' tensors are here, as far as the first expert's tell."""
+        return tuple(layer for layer in self.layers if self._find(layer) is not None)
+
+    def layer(self, layer: int) -> StoredLayer:
+        """How a layer's experts are stored: by its tensors if they are here, by the config otherwise.
+
+        Raises:
+            CheckpointNotFound: the layer has no routed experts.
+            CheckpointError, FormatError: a tensor is missing, or is not what it must be.
+        """
+        self.moe.router(layer)  # raises for a layer without experts
+        return self._find(layer) or StoredLayer.described(self.family, self.moe, self.quantization, layer)
+
     def spec(self, layer: int, *, tp: Parallel = 1, ep: Parallel = 1) -> ExpertsSpec:
         """Sizes and encodings of a layer's experts on one rank: ``(rank, size)``, or a size alone for rank 0.
 
@@ -87,11 +102,11 @@ class Checkpoint:
             CheckpointError, FormatError: a tensor is missing, or is not what it must be.
             ArgumentError: a size that would cut a group of weights or leave a rank with nothing.
         """
-        return shard_spec(self._layer(layer).spec(), Shard.of(tp, ep), uneven=self.family.uneven_tp)
+        return shard_spec(self.layer(layer).spec(), Shard.of(tp, ep), uneven=self.family.uneven_tp)
 
     def recipe(self, layer: int) -> ActivationMode:
         """How the checkpoint's authors meant the inputs of a layer's experts to be quantized."""
-        return self._layer(layer).recipe()
+        return self.layer(layer).recipe()
 
     def problem(
         self,
@@ -125,11 +140,9 @@ class Checkpoint:
             CheckpointError, FormatError, ArgumentError: as :meth:`spec`; of an expert, when it is read.
         """
         shard = Shard.of(tp, ep)
-        stored = self._layer(layer)
-        if not self.files.has_tensors:
-            raise CheckpointNotFound(
-                f"{self.name}: experts of layer {layer}", expected="tensors", got="only a config, or opened as such"
-            )
+        self.moe.router(layer)
+        # find(), not layer(): its message names the tensors that are not here.
+        stored = self._find(layer) or StoredLayer.find(self.files, self.family, self.moe, self.quantization, layer)
         spec = shard_spec(stored.spec(), shard, uneven=self.family.uneven_tp)
 
         def read(e: int) -> Expert:
@@ -143,7 +156,7 @@ class Checkpoint:
         size = Shard.of(tp).tp
         said: dict[str, None] = {}
         for layer in self.layers:
-            spec = (self._found.get(layer) or self._described(layer)).spec()
+            spec = self.layer(layer).spec()
             each = widths(spec.intermediate, spec.encodings, size, uneven=self.family.uneven_tp)
             if len(set(each)) > 1:
                 slices = f"{each[0]} on {each.count(each[0])} ranks, {each[-1]} on the last"
@@ -163,18 +176,16 @@ class Checkpoint:
     def __repr__(self) -> str:
         return f"Checkpoint({self.name!r}, {self.model_type}, {len(self.layers)} layers with experts)"
 
-    def _layer(self, layer: int) -> StoredLayer:
-        self.moe.router(layer)  # raises for a layer without experts
-        if not self.files.has_tensors:
-            return self._described(layer)
+    def _find(self, layer: int) -> StoredLayer | None:
+        """The layer by its tensors, or None if none of them is here."""
         if layer not in self._found:
-            found = StoredLayer.find(self.files, self.family, self.moe, self.quantization, layer)
+            try:
+                found = StoredLayer.find(self.files, self.family, self.moe, self.quantization, layer)
+            except CheckpointNotFound:
+                return None
             self._warn_of_difference(found)
             self._found[layer] = found
         return self._found[layer]
-
-    def _described(self, layer: int) -> StoredLayer:
-        return StoredLayer.described(self.family, self.moe, self.quantization, layer)
 
     def _warn_of_difference(self, stored: StoredLayer) -> None:
         """Once a kind of difference: tensors count more than the config, but someone may want to know."""

@@ -1,4 +1,4 @@
-"""The ``polymoe`` command: one module a verb, each parses, calls and prints. Nothing heavy is imported for ``--help``."""
+"""The ``polymoe`` command: one module a verb; each parses, calls and prints, and imports nothing heavy for ``--help``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     pass
 
@@ -44,7 +46,7 @@ def _options(
 def main() -> None:
     """Entry point: run the command line, with polymoe's own errors as messages and exit code 1."""
     try:
-        app()
+        app(prog_name="polymoe")
     except PolymoeError as error:
         fail(error)
     except KeyboardInterrupt:

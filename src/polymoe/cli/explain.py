@@ -30,9 +30,7 @@ def command(
     ep_rank: Annotated[int, typer.Option(min=0, help="This rank's number.")] = 0,
     role: Annotated[str, typer.Option(help="Token counts to plan for: decode, prefill or mixed.")] = "mixed",
     backend: Backend = "auto",
-    activations: Annotated[
-        str, typer.Option(help="auto, 16bit, fp8_token, fp8_group128 or fp8_static.")
-    ] = "auto",
+    activations: Annotated[str, typer.Option(help="auto, 16bit, fp8_token, fp8_group128 or fp8_static.")] = "auto",
     json: Json = False,
 ) -> None:
     """Say what a checkpoint's experts are, and on which backend they would run for each token count, and why.
@@ -42,7 +40,13 @@ def command(
     from polymoe.explanation import explain
 
     explanation = explain(
-        checkpoint, device=device, tp=(tp_rank, tp), ep=(ep_rank, ep), role=role, backend=backend, activations=activations
+        checkpoint,
+        device=device,
+        tp=(tp_rank, tp),
+        ep=(ep_rank, ep),
+        role=role,
+        backend=backend,
+        activations=activations,
     )
     if json:
         print_json(explanation.to_dict())
@@ -61,13 +65,16 @@ def _experts(explanation: Explanation) -> Table:
 
     from polymoe.explanation import layer_ranges
 
-    table = Table("layers", "format", "H", "F", "experts", "active", "activation", "packed", "as 16 bit", title="experts")
+    table = Table(
+        "layers", "format", "H", "F", "experts", "active", "activation", "packed", "as 16 bit", title="experts"
+    )
     for row in explanation.rows:
         s = row.problem.spec
         local = str(s.experts) if s.local_experts == s.experts else f"{s.local_experts} of {s.experts}"
         table.add_row(
             layer_ranges(row.layers), s.format, str(s.hidden), str(s.intermediate), local, str(row.problem.top_k),
-            row.problem.activation.name + (" + bias" if s.bias else ""), size(row.packed_bytes), size(row.dequantized_bytes),
+            row.problem.activation.name + (" + bias" if s.bias else ""),
+            size(row.packed_bytes), size(row.dequantized_bytes),
         )  # fmt: skip
     return table
 

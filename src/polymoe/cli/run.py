@@ -15,7 +15,8 @@ __all__ = ["command"]
 def command(
     checkpoint: Checkpoint,
     prompt: Annotated[
-        list[str] | None, typer.Argument(help="What to ask, one answer each. Default: lines of stdin.", show_default=False)
+        list[str] | None,
+        typer.Argument(help="What to ask, one answer each. Default: lines of stdin.", show_default=False),
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens an answer.")] = 256,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,

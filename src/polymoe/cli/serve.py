@@ -20,7 +20,9 @@ def command(
         str | None,
         typer.Option(envvar="POLYMOE_API_KEY", help="What clients must send as a bearer token.", show_default=False),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="What clients call the model. Default: the path's last part.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="What clients call the model. Default: the path's last part.")
+    ] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens an answer. Default: what fits.")] = None,
     max_request_bytes: Annotated[int, typer.Option(min=1, help="Larger requests are refused.")] = 4 * 2**20,
     continuous_batching: Annotated[

@@ -24,7 +24,7 @@ def command(
     device: OnDevice = "auto",
     json: Json = False,
 ) -> None:
-    """Check real experts: every expert unpacked a second way and repacked byte for byte, every backend's error and time.
+    """Check real experts: each unpacked a second way and repacked byte for byte, and every backend's error and time.
 
     The checkpoint need hold no more than the experts of one layer and its config.
     """
@@ -60,7 +60,9 @@ def command(
 def _bytes(report: Report) -> Table:
     from rich.table import Table
 
-    table = Table("layer", "format", "experts", "repacked byte for byte", "unpacked a second way", "reference, float64 oracle")
+    table = Table(
+        "layer", "format", "experts", "repacked byte for byte", "unpacked a second way", "reference, float64 oracle"
+    )
     for row in report.layers:
         table.add_row(
             str(row.layer), row.format, str(row.experts), _mark(row.repacked == row.experts, f"{row.repacked}"),

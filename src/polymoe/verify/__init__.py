@@ -16,6 +16,7 @@ from polymoe.backends.base import TOLERANCE
 from polymoe.backends.reference import run_experts
 from polymoe.backends.select import select
 from polymoe.checkpoint import Checkpoint
+from polymoe.checkpoint.repack import repacked
 from polymoe.errors import CheckpointNotFound
 from polymoe.experts import Choice, FusedExperts, relative_error, resolve_activations
 from polymoe.layouts import LAYOUTS
@@ -143,19 +144,23 @@ def verify(
 def _verify_bytes(checkpoint: Checkpoint, layer: int) -> LayerRow:
     weights = checkpoint.weights(layer)
     problem = checkpoint.problem(layer, dtype="fp32")
-    repacked = agreed = 0
+    same_bytes = agreed = 0
+    stored = checkpoint.layer(layer)
     for e in range(weights.spec.local_experts):
-        stored, again = checkpoint.stored(layer, e), checkpoint.repacked(layer, e)
-        repacked += stored.keys() == again.keys() and all(
-            stored[n].dtype == again[n].dtype and torch.equal(_bytes(stored[n]), _bytes(again[n])) for n in stored
-        )
+        pairs = list(repacked(checkpoint.files, stored, e))
+        same_bytes += all(a.dtype == b.dtype and torch.equal(_bytes(a), _bytes(b)) for _, a, b in pairs)
         agreed += _same(weights.expert(e), second_expert(checkpoint, layer, e))
     few = sorted({0, weights.spec.experts // 2, weights.spec.experts - 1})
     x_TH, routing = _call(problem, 4, few)
     got = run_experts(problem, weights, x_TH.double(), routing, torch.float64)
     expected = oracle(problem, {e: second_expert(checkpoint, layer, e) for e in few}, x_TH, routing)
     return LayerRow(
-        layer, weights.spec.format, weights.spec.experts, repacked, agreed, relative_error(got, torch.from_numpy(expected))
+        layer,
+        weights.spec.format,
+        weights.spec.experts,
+        same_bytes,
+        agreed,
+        relative_error(got, torch.from_numpy(expected)),
     )
 
 
@@ -215,6 +220,11 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 def _same(expert: Expert, numbers: dict[str, np.ndarray[Any, Any]]) -> bool:
     """Whether the two readings agree: to float64's rounding, since scales may be multiplied in another order."""
     return expert.projections.keys() <= numbers.keys() and all(
-        np.allclose(p.dequantize(torch.float64).numpy(), numbers[name], rtol=1e-6 if p.global_scale is not None else 1e-14, atol=0)
+        np.allclose(
+            p.dequantize(torch.float64).numpy(),
+            numbers[name],
+            rtol=1e-6 if p.global_scale is not None else 1e-14,
+            atol=0,
+        )
         for name, p in expert.projections.items()
     )

@@ -10,6 +10,7 @@ import torch
 from polymoe.activations import SwiGLU
 from polymoe.checkpoint import Checkpoint
 from polymoe.checkpoint.families import Fused
+from polymoe.checkpoint.repack import stored_names
 from polymoe.problem import Problem
 from polymoe.routing import Routing
 from polymoe.verify.second_reading import RawTensor, matrix, read_raw
@@ -24,7 +25,7 @@ def second_expert(checkpoint: Checkpoint, layer: int, e: int) -> dict[str, Array
     stored = checkpoint.layer(layer)
     fused = stored.arrangement if isinstance(stored.arrangement, Fused) else None
     tensors: dict[str, dict[str, RawTensor]] = {}
-    for name, part, suffix in checkpoint.stored_names(layer, e):
+    for name, part, suffix in stored_names(checkpoint.files, stored, e):
         raw = read_raw(checkpoint.files.shard_of(name), name)
         if fused and raw.shape[:1] == (stored.moe.experts,):
             raw = raw.item(e)

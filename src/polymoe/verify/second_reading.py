@@ -74,7 +74,9 @@ def read_raw(path: Path, name: str) -> RawTensor:
     return RawTensor(entry["dtype"], tuple(entry["shape"]), data)
 
 
-def matrix(stored: Mapping[str, RawTensor], shape: tuple[int, int], *, awq: bool = False, gptq_v1: bool = True) -> Float64:
+def matrix(
+    stored: Mapping[str, RawTensor], shape: tuple[int, int], *, awq: bool = False, gptq_v1: bool = True
+) -> Float64:
     """The ``[N, K]`` matrix that ``stored`` tensors (by the ending of their names) hold, in float64.
 
     Args:

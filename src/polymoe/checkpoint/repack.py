@@ -1,0 +1,38 @@
+"""One expert's stored tensors by name, and the same tensors written again: the check that reading loses no bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from polymoe.checkpoint.dialects import headers_of, stored_as
+from polymoe.checkpoint.files import CheckpointFiles
+from polymoe.checkpoint.layer import StoredLayer, expert_tensor
+from polymoe.checkpoint.naming import BIAS, tensor_name
+
+__all__ = ["repacked", "stored_names"]
+
+
+def stored_names(files: CheckpointFiles, stored: StoredLayer, expert: int) -> Iterator[tuple[str, str, str]]:
+    """``(tensor name, part, suffix)`` of everything that is stored of an expert; stacked tensors hold all experts."""
+    for part in stored.parts.values():
+        for suffix in (*part.dialect.suffixes, BIAS):
+            name = tensor_name(stored.container, stored.arrangement, part.name, expert, suffix)
+            if name in files:
+                yield name, part.name, suffix
+
+
+def repacked(files: CheckpointFiles, stored: StoredLayer, expert: int) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """``(tensor name, as stored, as written again)`` of an expert's matrices, in natural order.
+
+    Written again means read to a ``QuantTensor`` and back through the dialect. Biases are not packed, so they are not
+    here.
+    """
+    for part in stored.parts.values():
+        names = {s: n for n, p, s in stored_names(files, stored, expert) if p == part.name and s != BIAS}
+        tensors = {s: expert_tensor(files, n, stored.arrangement, stored.moe, expert) for s, n in names.items()}
+        matrix = part.dialect.read(tensors, part.shape, part.encoding)
+        again = stored_as(part.dialect.write(matrix, part.dialect.input_scale(tensors)), headers_of(tensors))
+        for suffix in tensors.keys() | again.keys():
+            yield names.get(suffix, suffix), tensors[suffix], again[suffix]

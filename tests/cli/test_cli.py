@@ -1,0 +1,207 @@
+"""The command line: what each verb prints where, exit codes, JSON, bad input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from checkpoint.configs import config
+from polymoe.cli import main
+
+ROOT = Path(__file__).parent.parent.parent
+SUMS = ROOT / "models" / "sums-gpt-oss-mxfp4"
+
+Cli = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Runs ``polymoe`` in this process: exit code, stdout, stderr."""
+
+    def run(*args: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["polymoe", *map(str, args)])
+        code = 0
+        try:
+            main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def write(path: Path, content: dict[str, object]) -> Path:
+    path.write_text(json.dumps(content))
+    return path
+
+
+class TestExplain:
+    def test_tables(self, cli: Cli) -> None:
+        code, out, err = cli("explain", SUMS, "--device", "h200")
+        assert (code, err) == (0, "")
+        for text in ("gpt_oss, on h200 (sm_90)", "mxfp4", "0-3", "reference", "only when named", "1.8 MiB", "6.8 MiB"):
+            assert text in out
+
+    def test_json(self, cli: Cli) -> None:
+        code, out, err = cli("explain", SUMS, "--device", "rtx5090", "--json")
+        found = json.loads(out)
+        assert (code, err) == (0, "")
+        assert found["rows"][0]["layers"] == [0, 1, 2, 3]
+        assert found["rows"][0]["device"] == {"name": "rtx5090", "arch": "sm_120", "rates": "datasheet"}
+
+    def test_nested_config_alone_with_ranks(self, cli: Cli, tmp_path: Path) -> None:
+        kimi = config("kimi-k2.5-int4", hidden=7168, intermediate=2048, experts=384, top_k=8, layers=61)
+        path = write(tmp_path / "config.json", kimi)
+        code, out, _ = cli("explain", path, "--device", "b200", "--tp", 8, "--tp-rank", 7, "--json")
+        (row,) = json.loads(out)["rows"]
+        assert code == 0
+        assert row["problem"] == "int4_g32, H=7168 F=256 E=384 A=8, swiglu, x bf16, tp=8"
+        assert row["layers"] == list(range(1, 61))
+
+    def test_a_split_group_is_refused_with_the_sizes_that_work(self, cli: Cli, tmp_path: Path) -> None:
+        nemotron = config(
+            "nemotron-3-nvfp4", latent=1024, hidden=4096, intermediate=2688, experts=512, top_k=22, layers=88
+        )
+        code, out, err = cli("explain", write(tmp_path / "config.json", nemotron), "--tp", 16)
+        assert (code, out) == (1, "")
+        assert "168 is no multiple of 16" in err
+        assert "1, 2, 3, 4, 6, 7, 8" in err
+
+    def test_a_named_backend(self, cli: Cli) -> None:
+        code, out, _ = cli("explain", SUMS, "--device", "a100", "--backend", "reference")
+        assert code == 0
+        assert "1+ tokens" in out
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("args", "message"),
+        [
+            (("explain", "no/such/path"), "no/such/path"),
+            (("verify", "/no/such/path"), "/no/such/path"),
+            (("run", "/no/such/path", "1+1="), "/no/such/path"),
+            (("serve", "/no/such/path"), "/no/such/path"),
+            (("explain", ROOT / "docs"), "config.json"),
+            (("explain", ROOT / "README.md"), "config.json"),
+            (("explain", SUMS, "--device", "h20"), "did you mean 'h200'"),
+            (("explain", SUMS, "--role", "decoder"), "did you mean 'decode'"),
+            (("explain", SUMS, "--activations", "fp4"), "known: 16bit"),
+            (("verify", SUMS, "--layer", 9), "0-3"),
+            (("verify", SUMS, "--tokens", "1,x"), "--tokens: expected numbers"),
+            (("verify", SUMS, "--backend", "magic"), "known: auto, reference"),
+            (("run", SUMS, "--backend", "magic", "1+1="), "known: auto, reference"),
+        ],
+    )
+    def test_problems_exit_with_1_and_a_message(self, cli: Cli, args: tuple[object, ...], message: str) -> None:
+        code, out, err = cli(*args)
+        assert (code, out) == (1, "")
+        assert message in err
+        assert "Traceback" not in err
+
+    @pytest.mark.parametrize(
+        "args",
+        [
+            ("explain",),
+            ("explain", SUMS, "--tp", "0"),
+            ("explain", SUMS, "--nonsense"),
+            ("fly",),
+            ("serve", SUMS, "--port", "x"),
+        ],
+    )
+    def test_wrong_usage_exits_with_2(self, cli: Cli, args: tuple[object, ...]) -> None:
+        code, out, err = cli(*args)
+        assert (code, out) == (2, "")
+        assert "Usage: polymoe" in err
+
+    def test_unknown_things_in_a_config(self, cli: Cli, tmp_path: Path) -> None:
+        good = config("gpt-oss-mxfp4")
+        for change, message in (
+            ({"quantization_config": {"quant_method": "mxpf4"}}, "did you mean 'mxfp4'"),
+            ({"model_type": "gpt_osss"}, "did you mean 'gpt_oss'"),
+            ({"hidden_size": "wide"}, "hidden_size"),
+        ):
+            code, _, err = cli("explain", write(tmp_path / "config.json", good | change))
+            assert code == 1
+            assert message in err
+
+
+class TestVerify:
+    def test_the_trained_checkpoint(self, cli: Cli) -> None:
+        code, out, err = cli("verify", SUMS, "--layer", 1, "--tokens", "1,16")
+        assert code == 0
+        assert "all good" in out
+        assert "reference" in out
+
+    def test_json(self, cli: Cli) -> None:
+        code, out, _ = cli("verify", SUMS, "--layer", 2, "--tokens", "3", "--backend", "reference", "--json")
+        found = json.loads(out)
+        assert code == 0
+        assert found["ok"]
+        assert found["layers"][0]["repacked"] == found["layers"][0]["second_reading"] == 8
+        assert found["layers"][0]["oracle_error"] < 1e-12
+        assert [(row["backend"], row["tokens"]) for row in found["backends"]] == [("reference", 3)]
+        assert 0 < found["backends"][0]["error"] < 6e-3
+
+
+class TestRun:
+    def test_answers_and_figures(self, cli: Cli) -> None:
+        code, out, err = cli("run", SUMS, "123+456=", "12 - 34")
+        assert code == 0
+        assert out.splitlines() == ["123+456= 579", "12 - 34 -22"]
+        assert "tokens/s" in err
+        assert "1.8 MiB packed, 6.8 MiB as 16 bit" in err
+
+    def test_json(self, cli: Cli) -> None:
+        code, out, _ = cli("run", SUMS, "999+1=", "--json", "--max-tokens", 9)
+        found = json.loads(out)
+        assert code == 0
+        assert found["answers"] == [{"prompt": "999+1=", "text": "1000", "tokens": 5}]
+        assert found["backends"] == ["reference"]
+        assert found["packed_bytes"] < 0.3 * found["dequantized_bytes"]
+        assert found["tokens_per_second"] > 0
+
+    def test_prompts_from_stdin(self, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+        import io
+
+        monkeypatch.setattr(sys, "stdin", io.StringIO("2+2=\n\n500-499=\n"))
+        assert cli("run", SUMS)[1].splitlines() == ["2+2= 4", "500-499= 1"]
+        monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
+        code, _, err = cli("run", SUMS)
+        assert code == 1
+        assert "expected a prompt" in err
+
+
+def test_help_is_fast_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; sys.argv = ['polymoe', '--help']\n"
+        "from polymoe.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "print([m for m in ('torch', 'transformers', 'numpy', 'safetensors') if m in sys.modules])"
+    )
+    start = time.perf_counter()
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.endswith("[]\n")
+    assert "explain" in run.stdout
+    assert time.perf_counter() - start < 3
+
+
+def test_the_installed_command() -> None:
+    script = Path(sys.executable).parent / "polymoe"
+    if not script.exists():
+        pytest.skip("polymoe is not installed, only on the path")
+    assert subprocess.run([script, "--version"], capture_output=True, text=True, check=True).stdout == "0.1.0\n"
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    command = f"'{sys.executable}' -c 'from polymoe.cli import main; main()' explain '{SUMS}' --json | head -1"
+    run = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True)
+    assert run.stdout == "{\n"
+    assert run.stderr == ""
