@@ -134,7 +134,7 @@ class TestRefusals:
 
 class TestVerify:
     def test_the_trained_checkpoint(self, cli: Cli) -> None:
-        code, out, err = cli("verify", SUMS, "--layer", 1, "--tokens", "1,16")
+        code, out, _ = cli("verify", SUMS, "--layer", 1, "--tokens", "1,16")
         assert code == 0
         assert "all good" in out
         assert "reference" in out

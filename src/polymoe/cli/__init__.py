@@ -1,4 +1,4 @@
-"""The ``polymoe`` command: one module a verb; each parses, calls and prints, and imports nothing heavy for ``--help``."""
+"""The ``polymoe`` command: one module a verb; each parses, calls and prints. ``--help`` imports nothing heavy."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from polymoe.checkpoint import Checkpoint
 from polymoe.checkpoint.repack import repacked
 from polymoe.errors import CheckpointNotFound
 from polymoe.experts import Choice, FusedExperts, relative_error, resolve_activations
+from polymoe.formats import Encoding
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import Machine
 from polymoe.problem import Problem
@@ -29,8 +30,11 @@ from polymoe.verify.oracle import oracle, second_expert
 
 __all__ = ["BackendRow", "LayerRow", "Report", "verify"]
 
-ORACLE_TOLERANCE = 1e-12
-"""Largest relative error of the float64 reference against the float64 oracle, which sum in different orders."""
+
+def _exactness(encoding: Encoding) -> float:
+    """Relative difference that two right readings may have: float64's rounding, since they multiply in another order;
+    float32's where a global scale may have been stored as a divisor, whose reciprocal is kept in float32."""
+    return 1e-6 if encoding.global_scale else 1e-12
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,7 @@ class LayerRow:
         repacked: experts whose stored bytes came out the same after reading and writing.
         second_reading: experts whose numbers are the same in an independent reading.
         oracle_error: relative error of the float64 reference against numpy on that reading.
+        tolerance: the largest such error of a right reading.
     """
 
     layer: int
@@ -50,11 +55,12 @@ class LayerRow:
     repacked: int
     second_reading: int
     oracle_error: float
+    tolerance: float
 
     @property
     def ok(self) -> bool:
         """Whether everything agreed."""
-        return self.repacked == self.second_reading == self.experts and self.oracle_error <= ORACLE_TOLERANCE
+        return self.repacked == self.second_reading == self.experts and self.oracle_error <= self.tolerance
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +161,13 @@ def _verify_bytes(checkpoint: Checkpoint, layer: int) -> LayerRow:
     got = run_experts(problem, weights, x_TH.double(), routing, torch.float64)
     expected = oracle(problem, {e: second_expert(checkpoint, layer, e) for e in few}, x_TH, routing)
     return LayerRow(
-        layer,
-        weights.spec.format,
-        weights.spec.experts,
-        same_bytes,
-        agreed,
-        relative_error(got, torch.from_numpy(expected)),
+        layer=layer,
+        format=weights.spec.format,
+        experts=weights.spec.experts,
+        repacked=same_bytes,
+        second_reading=agreed,
+        oracle_error=relative_error(got, torch.from_numpy(expected)),
+        tolerance=max(map(_exactness, weights.spec.encodings.values())),
     )
 
 
@@ -218,13 +225,8 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _same(expert: Expert, numbers: dict[str, np.ndarray[Any, Any]]) -> bool:
-    """Whether the two readings agree: to float64's rounding, since scales may be multiplied in another order."""
+    """Whether the two readings agree in every weight."""
     return expert.projections.keys() <= numbers.keys() and all(
-        np.allclose(
-            p.dequantize(torch.float64).numpy(),
-            numbers[name],
-            rtol=1e-6 if p.global_scale is not None else 1e-14,
-            atol=0,
-        )
+        np.allclose(p.dequantize(torch.float64).numpy(), numbers[name], rtol=_exactness(p.encoding), atol=0)
         for name, p in expert.projections.items()
     )

@@ -145,11 +145,9 @@ def _e8m0(data: NDArray[np.uint8]) -> Float64:
 
 
 def _spread(scales: Float64, shape: tuple[int, int]) -> Float64:
-    """Scales ``[a, b]`` over ``[N, K]``: each covers a block of 128 where the grid is ragged, else an equal share."""
+    """Scales ``[a, b]`` over ``[N, K]``: blocks of 128 where so many cover the axis, the last one partial (192 in two:
+    128 and 64), and equal shares otherwise."""
     for axis in (0, 1):
         count, size = scales.shape[axis], shape[axis]
-        block = -(-size // count)
-        if size % count:
-            block = next(b for b in (128, 64, 32, block) if -(-size // b) == count)
-        scales = np.repeat(scales, block, axis)
+        scales = np.repeat(scales, 128 if -(-size // 128) == count else size // count, axis)
     return scales[: shape[0], : shape[1]]
