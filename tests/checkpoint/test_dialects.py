@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -374,6 +376,35 @@ def test_reordered_columns_are_refused():
     tensors = stored("ct_int4") | {"weight_g_idx": torch.zeros(K, dtype=torch.int32)}
     with pytest.raises(FormatError, match="desc_act"):
         DIALECTS["ct_int4"].read(tensors, (N, K))
+
+
+@pytest.mark.parametrize("case", STORED)
+def test_rewrite_gives_back_what_was_stored(case: str):
+    """Also unusual dtypes and shapes, divisors whose reciprocals collide, and scales that were never calibrated."""
+    tensors, d = stored(case), dialect(case)
+    if "weight_shape" in tensors:
+        tensors["weight_shape"] = tensors["weight_shape"].to(torch.int32)
+    if tensors.get("weight", tensors.get("weight_packed", torch.empty(0))).dtype == torch.int8:
+        tensors["weight"] = tensors["weight"].view(torch.uint8)
+    if "input_scale" in tensors:
+        tensors["input_scale"] = torch.full_like(tensors["input_scale"], float("nan"))
+    tensors.pop("g_idx", None)
+    for value in torch.linspace(1.0, 2.0, 40) if "weight_global_scale" in tensors else [None]:
+        if value is not None:
+            tensors["weight_global_scale"], tensors["input_global_scale"] = value.reshape(()), value.reshape(())
+        again = d.rewrite(d.read(tensors, (N, K)), tensors)
+        assert headers_of(again) == headers_of(tensors)
+        assert all(same_bytes(again[s], t) for s, t in tensors.items())
+
+
+def test_rewrite_shows_what_is_lost():
+    tensors, d = stored("ct_nvfp4"), DIALECTS["ct_nvfp4"]
+    matrix = d.read(tensors, (N, K))
+    assert matrix.global_scale is not None
+    other = replace(matrix, codes=matrix.codes ^ 1, global_scale=matrix.global_scale * 2)
+    again = d.rewrite(other, tensors)
+    assert not same_bytes(again["weight_packed"], tensors["weight_packed"])
+    assert not same_bytes(again["weight_global_scale"], tensors["weight_global_scale"])
 
 
 @pytest.mark.parametrize("name", DIALECTS)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from polymoe.checkpoint.dialects import headers_of, stored_as
 from polymoe.checkpoint.files import CheckpointFiles
 from polymoe.checkpoint.layer import StoredLayer, expert_tensor
 from polymoe.checkpoint.naming import BIAS, tensor_name
@@ -33,6 +32,6 @@ def repacked(files: CheckpointFiles, stored: StoredLayer, expert: int) -> Iterat
         names = {s: n for n, p, s in stored_names(files, stored, expert) if p == part.name and s != BIAS}
         tensors = {s: expert_tensor(files, n, stored.arrangement, stored.moe, expert) for s, n in names.items()}
         matrix = part.dialect.read(tensors, part.shape, part.encoding)
-        again = stored_as(part.dialect.write(matrix, part.dialect.input_scale(tensors)), headers_of(tensors))
-        for suffix in tensors.keys() | again.keys():
-            yield names.get(suffix, suffix), tensors[suffix], again[suffix]
+        again = part.dialect.rewrite(matrix, tensors)
+        for suffix, tensor in tensors.items():
+            yield names[suffix], tensor, again[suffix]

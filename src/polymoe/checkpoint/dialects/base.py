@@ -50,9 +50,9 @@ SCALE_NAMES: dict[str, ScaleDtype] = {
 class Dialect(ABC):
     """One way to store a matrix as named tensors.
 
-    ``write`` undoes ``read`` to the byte, in the dialect's usual dtypes and shapes (:func:`stored_as` gives back
-    unusual ones); only a global scale that is stored as a divisor may differ in its last bit, since float32
-    reciprocals are not one to one.
+    ``write`` undoes ``read`` to the byte, in the dialect's usual dtypes and shapes (:meth:`rewrite` gives back unusual
+    ones); only a global scale that is stored as a divisor may differ in its last bit, since float32 reciprocals are not
+    one to one. The number that it stands for does not.
     """
 
     name: str
@@ -103,6 +103,12 @@ class Dialect(ABC):
         A scale that is zero, negative or not finite was never calibrated (an expert without tokens): None too.
         """
         return None
+
+    def rewrite(self, matrix: QuantTensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """``write`` of a ``matrix`` that was read from ``tensors``, in their dtypes and shapes: the same bytes, unless
+        reading lost something. What a matrix does not hold, such as an input scale never calibrated, is theirs."""
+        written = self.write(matrix, self.input_scale(tensors))
+        return stored_as({s: written.get(s, t) for s, t in tensors.items()}, headers_of(tensors))
 
     def _refuse(self, encoding: Encoding, stores: str) -> FormatError:
         return FormatError(f"dialect {self.name}", expected=stores, got=repr(encoding))

@@ -95,6 +95,16 @@ class Fp4(Dialect):
     def input_scale(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
         return static_scale(tensors.get(self.input), divides=self.divides) if self.input else None
 
+    def rewrite(self, matrix: QuantTensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """As the base class; of the divisors that stand for one float32 number, the one in ``tensors``."""
+        again = Dialect.rewrite(self, matrix, tensors)
+        for suffix in (self.global_scale, self.input):
+            if self.divides and suffix is not None and suffix in tensors:
+                theirs = tensors[suffix]
+                if torch.equal(again[suffix].reciprocal(), theirs.reciprocal()):
+                    again[suffix] = theirs
+        return again
+
     def _single(self, factor: Tensor) -> Tensor:
         return reciprocal(factor).reshape(1) if self.divides else factor.reshape(())
 
