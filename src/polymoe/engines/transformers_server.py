@@ -1,0 +1,363 @@
+"""Transformers' OpenAI-compatible server around one loaded model: what it can do, bounded to what one may ask of it.
+
+Transformers brings endpoints, chat templates, streaming and generation (its ``transformers serve``). Added here: one
+model that no request can replace or unload, requests that are checked before they run, a clean refusal of prompts
+longer than the context, errors in OpenAI's form, and generation that ends when its client has gone.
+
+API: https://platform.openai.com/docs/api-reference
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polymoe.errors import MissingDependency, UnsupportedProblem
+
+try:
+    import jinja2
+    from fastapi import FastAPI, HTTPException, Request
+    from fastapi.exceptions import RequestValidationError
+    from fastapi.responses import JSONResponse
+    from starlette.exceptions import HTTPException as StarletteHTTPException
+    from transformers import ContinuousBatchingConfig, StoppingCriteria, StoppingCriteriaList
+    from transformers.cli.serving.chat_completion import ChatCompletionHandler
+    from transformers.cli.serving.completion import CompletionHandler
+    from transformers.cli.serving.model_manager import ModelManager
+    from transformers.cli.serving.server import build_server
+    from transformers.cli.serving.utils import BaseHandler, CBGenerateManager, GenerateManager, GenerationState
+except (ImportError, NameError) as error:  # NameError: what Transformers' modules raise without fastapi or openai
+    raise MissingDependency(
+        "polymoe serve",
+        expected="transformers with its serving extra",
+        got=str(error),
+        hint="pip install 'polymoe[serve]'",
+    ) from error
+
+__all__ = ["CLIENT_GONE", "Limits", "ModelServer", "error_body"]
+
+CLIENT_GONE: ContextVar[threading.Event | None] = ContextVar("CLIENT_GONE", default=None)
+"""Set by whoever watches the connection; generation for this request ends soon after the event is set."""
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health")
+"""What stays of Transformers' server. The rest would load or unload models, or is not tested here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one request may ask for.
+
+    Attributes:
+        context: most tokens of prompt and answer together, or None for no limit.
+        max_tokens: most tokens of an answer, or None for what fits in the context.
+    """
+
+    context: int | None
+    max_tokens: int | None = None
+
+    def bound(self, prompt_tokens: int, wanted: int | None) -> int | None:
+        """Tokens that the answer may have.
+
+        Raises:
+            HTTPException: 400 for a prompt that is empty or leaves no room in the context.
+        """
+        if prompt_tokens < 1:
+            raise _refusal("the prompt is empty")
+        if self.context is not None and prompt_tokens >= self.context:
+            raise _refusal(
+                f"the prompt has {prompt_tokens} tokens; a context of {self.context} holds prompt and answer",
+                code="context_length_exceeded",
+            )
+        room = None if self.context is None else self.context - prompt_tokens
+        return min((n for n in (wanted, self.max_tokens, room) if n is not None), default=None)
+
+
+class ModelServer:
+    """The application for one model, in :attr:`app` (ASGI), and the ways to end its generations.
+
+    Args:
+        model, tokenizer: as :func:`polymoe.engines.transformers.load` returns them.
+        name: what clients call the model.
+        max_tokens: most tokens of one answer.
+        continuous_batching: Transformers' own, for CUDA: requests share forward passes.
+
+    Raises:
+        UnsupportedProblem: for continuous batching on a CPU, where it does not answer.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        name: str,
+        max_tokens: int | None = None,
+        continuous_batching: bool = False,
+    ) -> None:
+        if continuous_batching and model.device.type != "cuda":
+            raise UnsupportedProblem(
+                "continuous batching",
+                expected="a CUDA device",
+                got=str(model.device),
+                hint="serve without it: requests then run one after the other",
+            )
+        limits = Limits(getattr(model.config.get_text_config(), "max_position_embeddings", None), max_tokens)
+        manager = _OneModel(name, model, tokenizer)
+        self._generation = _Generation(name, limits, continuous_batching)
+        handlers = {
+            "chat_handler": _Chat(manager, self._generation),
+            "completion_handler": _Completion(manager, self._generation),
+        }
+        # Handlers differ between versions of Transformers; endpoints without one are taken out below.
+        wanted = [p for p in inspect.signature(build_server).parameters if p.endswith("_handler")]
+        build: Any = build_server
+        self.app: FastAPI = build(
+            model_manager=manager,
+            generation_state=self._generation,
+            **{parameter: handlers.get(parameter) for parameter in wanted},
+        )
+        self.app.router.routes[:] = [r for r in self.app.router.routes if getattr(r, "path", None) in ENDPOINTS]
+        for kind, answer in (
+            (StarletteHTTPException, _http_error),
+            (RequestValidationError, _body_error),
+            (jinja2.TemplateError, _template_error),
+            (Exception, _failure),
+        ):
+            self.app.add_exception_handler(kind, answer)
+
+    def end(self) -> None:
+        """End every generation at its next token; answers are cut short, not broken off."""
+        self._generation.stopping.set()
+
+    def close(self, timeout_s: float = 20.0) -> None:
+        """:meth:`end`, and wait until the model rests."""
+        self.end()
+        self._generation.close(timeout_s)
+
+
+def error_body(message: str, *, code: str | None = None, kind: str = "invalid_request_error") -> dict[str, Any]:
+    """An error as OpenAI's clients read it."""
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+class _OneModel(ModelManager):
+    """Transformers' model manager, with one model that is there from the start and stays."""
+
+    def __init__(self, name: str, model: Any, tokenizer: Any) -> None:
+        super().__init__(device=str(model.device))
+        self.force_model = name
+        self._loaded = model, tokenizer
+        self._since = int(time.time())
+
+    @staticmethod
+    def process_model_name(model_id: str) -> str:
+        return model_id
+
+    def load_model_and_processor(self, *_: Any, **__: Any) -> tuple[Any, Any]:
+        return self._loaded
+
+    def get_gen_models(self, cache_dir: str | None = None) -> list[dict]:  # type: ignore[override]
+        return [{"id": self.force_model, "object": "model", "created": self._since, "owned_by": "polymoe"}]
+
+
+# --- Generation -----------------------------------------------------------------------------------------------------
+
+
+class _Stop(StoppingCriteria):
+    """Ends a generation at its next token once any of the events is set."""
+
+    def __init__(self, *events: threading.Event) -> None:
+        self.events = events
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Any:
+        stop = any(event.is_set() for event in self.events)
+        return torch.full((input_ids.shape[0],), stop, dtype=torch.bool, device=input_ids.device)
+
+
+class _Bounded:
+    """Bounds what a manager of Transformers generates; every endpoint passes here with its tokens counted.
+
+    Managers tell requests apart by an id that comes from a header. Two clients may send the same, so it is replaced.
+    """
+
+    limits: Limits
+
+    def generate_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
+    ) -> Any:
+        inputs, own_id = self._bound(inputs, gen_config), uuid.uuid4().hex
+        return super().generate_streaming(  # type: ignore[misc]
+            model, processor, inputs, gen_config, request_id=own_id, response_parser=response_parser
+        )
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
+    ) -> Any:
+        inputs, own_id = self._bound(inputs, gen_config), uuid.uuid4().hex
+        return await super().generate_non_streaming(  # type: ignore[misc]
+            model, processor, inputs, gen_config, request_id=own_id
+        )
+
+    def _bound(self, inputs: Mapping[str, Any], gen_config: Any) -> dict[str, Any]:
+        ids = inputs["input_ids"]
+        count = len(ids) if isinstance(ids, list) else ids.shape[-1]
+        gen_config.max_new_tokens = self.limits.bound(count, gen_config.max_new_tokens)
+        return dict(inputs)
+
+
+class _Sequential(_Bounded, GenerateManager):
+    def __init__(self, limits: Limits, stopping: threading.Event) -> None:
+        super().__init__()
+        self.limits, self.stopping = limits, stopping
+
+    def _bound(self, inputs: Mapping[str, Any], gen_config: Any) -> dict[str, Any]:
+        gone = CLIENT_GONE.get() or threading.Event()
+        stop = StoppingCriteriaList([_Stop(gone, self.stopping)])
+        return {**super()._bound(inputs, gen_config), "stopping_criteria": stop}
+
+
+class _Batched(_Bounded, CBGenerateManager):
+    def __init__(self, limits: Limits) -> None:
+        # Capture needs kernels that never look at a tensor's values, which the plan of a layer need not have.
+        super().__init__(cb_config=ContinuousBatchingConfig(use_cuda_graph=False))
+        self.limits = limits
+
+
+class _Generation(GenerationState):
+    """Transformers' generation state, with one bounded manager."""
+
+    def __init__(self, name: str, limits: Limits, continuous_batching: bool) -> None:
+        super().__init__(continuous_batching=continuous_batching)
+        self.stopping = threading.Event()
+        self._sequential = _Sequential(limits, self.stopping)
+        if continuous_batching:
+            self._cb_manager, self._cb_model_id = _Batched(limits), name
+
+    def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
+        return super().get_manager(model_id, use_cb=True) if use_cb else self._sequential
+
+    def close(self, timeout_s: float) -> None:
+        self.shutdown()
+        # The thread takes calls in turn: once this one has passed, those before it have ended.
+        self._sequential.submit(lambda: None).result(timeout_s)
+
+
+# --- Requests -------------------------------------------------------------------------------------------------------
+
+
+class _Checked(BaseHandler):
+    def _validate_request(self, body: dict) -> None:
+        for name in [name for name, value in body.items() if value is None]:
+            del body[name]  # null stands for a field that is left out
+        super()._validate_request(body)
+        check_request(body)
+
+
+class _Chat(_Checked, ChatCompletionHandler):
+    def _validate_request(self, body: dict) -> None:
+        super()._validate_request(body)
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not messages:
+            raise _refusal("messages must be a list with at least one message")
+        if not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
+            raise _refusal("each message must be an object with a role")
+        model, tokenizer = self.model_manager.load_model_and_processor("")
+        reserved = inspect.signature(tokenizer.apply_chat_template).parameters
+        for name in body.get("chat_template_kwargs", ()):
+            if name in reserved:
+                raise _refusal(f"chat_template_kwargs must not set {name}")
+        bias = body.get("logit_bias", {})
+        vocabulary = model.config.get_text_config().vocab_size
+        if not all(token.isdecimal() and int(token) < vocabulary for token in bias):
+            raise _refusal(f"logit_bias must name tokens from 0 to {vocabulary - 1}")
+        body["logit_bias"] = {token: float(value) for token, value in bias.items()} or None
+
+    def get_processor_inputs_from_messages(self, messages: list[dict], modality: Any) -> list[dict]:  # type: ignore[override]
+        try:
+            return BaseHandler.get_processor_inputs_from_messages(messages, modality)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise _refusal(f"a message's content or tool call is not understood: {error!r}") from error
+
+
+class _Completion(_Checked, CompletionHandler):
+    def _validate_request(self, body: dict) -> None:
+        super()._validate_request(body)
+        if not isinstance(body.get("prompt"), str):
+            raise _refusal("prompt must be a string")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_list_of(kind: type, value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, kind) for item in value)
+
+
+_FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "best_of": (lambda v: v == 1, "1"),
+    "chat_template_kwargs": (lambda v: isinstance(v, dict), "an object"),
+    "echo": (lambda v: v is False, "false"),
+    "frequency_penalty": (lambda v: _is_number(v) and -1 < v <= 2, "a number above -1, at most 2"),
+    "generation_config": (lambda v: False, "left out"),
+    "logit_bias": (lambda v: isinstance(v, dict) and all(map(_is_number, v.values())), "an object of numbers"),
+    "logprobs": (lambda v: v is False, "left out"),
+    "max_completion_tokens": (_is_count, "an integer of at least 1"),
+    "max_tokens": (_is_count, "an integer of at least 1"),
+    "n": (lambda v: v == 1, "1"),
+    "seed": (lambda v: isinstance(v, int) and 0 <= v < 2**63, "an integer of at least 0"),
+    "stop": (lambda v: bool(v) and (isinstance(v, str) or _is_list_of(str, v)), "a string or a list of strings"),
+    "stream": (lambda v: isinstance(v, bool), "true or false"),
+    "suffix": (lambda v: isinstance(v, str), "a string"),
+    "temperature": (lambda v: _is_number(v) and v >= 0, "a number of at least 0"),
+    "tools": (lambda v: _is_list_of(dict, v), "a list of objects"),
+    "top_p": (lambda v: _is_number(v) and 0 < v <= 1, "a number above 0, at most 1"),
+}
+"""Fields that Transformers takes as they come or quietly ignores: when one is right, and how to say what is."""
+
+
+def check_request(body: Mapping[str, Any]) -> None:
+    """Check every field by itself.
+
+    Raises:
+        HTTPException: 400, naming the first that is wrong.
+    """
+    for name, (fits, expected) in _FIELDS.items():
+        if name in body and not fits(body[name]):
+            raise _refusal(f"{name} must be {expected}")
+
+
+def _refusal(message: str, *, code: str | None = None) -> HTTPException:
+    return HTTPException(400, detail=error_body(message, code=code))
+
+
+async def _http_error(_: Request, error: Any) -> JSONResponse:
+    body = error.detail if isinstance(error.detail, dict) else error_body(str(error.detail))
+    return JSONResponse(body, status_code=error.status_code)
+
+
+async def _body_error(_: Request, __: Any) -> JSONResponse:
+    return JSONResponse(error_body("the body must be a JSON object, sent as application/json"), status_code=400)
+
+
+async def _template_error(_: Request, error: Any) -> JSONResponse:
+    return JSONResponse(error_body(f"the chat template refuses the messages: {error}"), status_code=400)
+
+
+async def _failure(_: Request, error: Any) -> JSONResponse:
+    # The error itself goes to the log, with its traceback.
+    return JSONResponse(error_body(f"generation failed: {error}", kind="server_error"), status_code=500)
