@@ -9,14 +9,21 @@ Prints one line each; exits with 1 if the two differ by more than 0.2 points or 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
+import shlex
+import subprocess
 import sys
 import time
 from pathlib import Path
 
+import torch
+import transformers
+
 from polymoe.generate import Generator
 
-HELD_OUT = Path(__file__).resolve().parent / "sums-heldout.jsonl"
+HERE = Path(__file__).resolve().parent
+HELD_OUT = HERE / "sums-heldout.jsonl"
 MOST_APART = 0.2  # points
 LEAST = 98.0  # percent
 
@@ -31,15 +38,31 @@ def exact_match(generator: Generator, rows: list[dict[str, str]], batch: int) ->
     return 100 * right / len(rows)
 
 
-def dequantized(path: str) -> Generator:
-    """The same checkpoint as Transformers loads it without polymoe, experts expanded to 16 bit."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
+def packed(path: str, device: str) -> Generator:
+    """The checkpoint with its experts packed; on a GPU by the reference, which has to be named there."""
+    return Generator.load(path, device=device, backend="auto" if device == "cpu" else "reference")
 
-    config = Mxfp4Config(dequantize=True)
-    return Generator(
-        AutoModelForCausalLM.from_pretrained(path, quantization_config=config, dtype="auto"),
-        AutoTokenizer.from_pretrained(path),
-    )
+
+def dequantized(path: str, device: str) -> Generator:
+    """The same checkpoint as Transformers loads it without polymoe, experts expanded to 16 bit."""
+    config = transformers.Mxfp4Config(dequantize=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, quantization_config=config, dtype="auto")
+    return Generator(model.to(device), transformers.AutoTokenizer.from_pretrained(path))
+
+
+def record(checkpoint: str, questions: int, device: str) -> dict[str, object]:
+    """Where and when a measurement was made."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE).stdout
+    return {
+        "checkpoint": checkpoint,
+        "questions": questions,
+        "device": device,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "commit": commit.strip(),
+        "date": datetime.date.today().isoformat(),
+        "command": "python " + shlex.join([str(Path(sys.argv[0])), *sys.argv[1:]]),
+    }
 
 
 def main() -> None:
@@ -47,22 +70,23 @@ def main() -> None:
     parser.add_argument("checkpoint")
     parser.add_argument("--questions", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=100)
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--json", action="store_true", help="one JSON line instead")
     args = parser.parse_args()
     rows = [json.loads(line) for line in HELD_OUT.read_text().splitlines()][: args.questions]
     found = {}
-    for name, load in (("packed", Generator.load), ("dequantized", dequantized)):
+    for name, load in (("packed", packed), ("dequantized", dequantized)):
         start = time.perf_counter()
-        found[name] = exact_match(load(args.checkpoint), rows, args.batch)
+        found[name] = exact_match(load(args.checkpoint, args.device), rows, args.batch)
         if not args.json:
-            print(f"{name:11} {found[name]:6.2f} % of {len(rows)} right, {time.perf_counter() - start:.1f} s", flush=True)
+            seconds = time.perf_counter() - start
+            print(f"{name:11} {found[name]:6.2f} % of {len(rows)} right, {seconds:.1f} s", flush=True)
     apart = abs(found["packed"] - found["dequantized"])
-    good = apart <= MOST_APART and found["packed"] >= LEAST
     if args.json:
-        print(json.dumps({**found, "questions": len(rows), "difference": apart, "ok": good}))
+        print(json.dumps({**found, **record(args.checkpoint, len(rows), args.device)}))
     else:
         print(f"difference  {apart:6.2f} points (at most {MOST_APART})")
-    sys.exit(0 if good else 1)
+    sys.exit(0 if apart <= MOST_APART and found["packed"] >= LEAST else 1)
 
 
 if __name__ == "__main__":

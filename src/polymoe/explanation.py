@@ -102,7 +102,8 @@ def explain(
         dtype: of the experts' input.
 
     Raises:
-        CheckpointError: if the checkpoint or its config cannot be understood, or ``tp`` would split a group.
+        CheckpointError: if the checkpoint or its config cannot be understood.
+        ArgumentError: for an unknown name, or if ``tp`` would split a group; the sizes that work are listed.
         UnsupportedProblem: if ``backend`` names one and it is rejected.
     """
     machine = Machine.of(device)

@@ -47,7 +47,9 @@ class Generator:
         """
         chat = not raw and getattr(self.tokenizer, "chat_template", None) is not None
         texts = [
-            self.tokenizer.apply_chat_template([{"role": "user", "content": p}], tokenize=False, add_generation_prompt=True)
+            self.tokenizer.apply_chat_template(
+                [{"role": "user", "content": p}], tokenize=False, add_generation_prompt=True
+            )
             if chat
             else p
             for p in prompts

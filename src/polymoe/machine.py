@@ -5,6 +5,7 @@ Named devices describe GPUs one does not have, so that ``polymoe.explain(..., de
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -174,13 +175,19 @@ class Machine:
                 hint='use device="cpu", or name a GPU to explain',
             )
         index = torch.device(device or "cuda").index
-        # 13000 for CUDA 13.0; torch has no public name for it.
-        version = int(getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)())
-        return cls(
-            _detected(torch.cuda.current_device() if index is None else index),
-            packages,
-            (version // 1000, version % 1000 // 10) if version else None,
-        )
+        return cls(_detected(torch.cuda.current_device() if index is None else index), packages, _driver())
+
+
+def _driver() -> tuple[int, int] | None:
+    """Asks the driver's own library, for which torch has no public function."""
+    for library in ("libcuda.so.1", "nvcuda.dll"):
+        try:
+            version = ctypes.c_int()
+            if ctypes.CDLL(library).cuDriverGetVersion(ctypes.byref(version)) == 0:
+                return version.value // 1000, version.value % 1000 // 10  # 13000 is CUDA 13.0
+        except OSError:
+            continue
+    return None
 
 
 def _version(name: str) -> str | None:

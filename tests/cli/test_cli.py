@@ -152,14 +152,14 @@ class TestVerify:
 
 class TestRun:
     def test_answers_and_figures(self, cli: Cli) -> None:
-        code, out, err = cli("run", SUMS, "123+456=", "12 - 34")
+        code, out, err = cli("run", SUMS, "--device", "cpu", "123+456=", "12 - 34")
         assert code == 0
         assert out.splitlines() == ["123+456= 579", "12 - 34 -22"]
         assert "tokens/s" in err
         assert "1.8 MiB packed, 6.8 MiB as 16 bit" in err
 
     def test_json(self, cli: Cli) -> None:
-        code, out, _ = cli("run", SUMS, "999+1=", "--json", "--max-tokens", 9)
+        code, out, _ = cli("run", SUMS, "--device", "cpu", "999+1=", "--json", "--max-tokens", 9)
         found = json.loads(out)
         assert code == 0
         assert found["answers"] == [{"prompt": "999+1=", "text": "1000", "tokens": 5}]
@@ -171,9 +171,9 @@ class TestRun:
         import io
 
         monkeypatch.setattr(sys, "stdin", io.StringIO("2+2=\n\n500-499=\n"))
-        assert cli("run", SUMS)[1].splitlines() == ["2+2= 4", "500-499= 1"]
+        assert cli("run", SUMS, "--device", "cpu")[1].splitlines() == ["2+2= 4", "500-499= 1"]
         monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
-        code, _, err = cli("run", SUMS)
+        code, _, err = cli("run", SUMS, "--device", "cpu")
         assert code == 1
         assert "expected a prompt" in err
 

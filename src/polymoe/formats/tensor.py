@@ -182,17 +182,15 @@ class QuantTensor:
         """
         for name in ("scales", "global_scale"):
             part = getattr(self, name)
-            if part is None:
+            if part is None or _all_finite(part):
                 continue
-            finite = torch.isfinite(decode_scale(part))
-            if not bool(finite.all()):
-                position = [int(i) for i in (~finite).nonzero()[0]]
-                raise FormatError(
-                    f"{where} {name.replace('_', ' ')}",
-                    expected="finite numbers",
-                    got="NaN or infinity" + (f" at {position}" if position else ""),
-                    hint="the file is damaged or its scales were never set: fetch or convert it again",
-                )
+            position = [int(i) for i in (~torch.isfinite(decode_scale(part))).nonzero()[0]]
+            raise FormatError(
+                f"{where} {name.replace('_', ' ')}",
+                expected="finite numbers",
+                got="NaN or infinity" + (f" at {position}" if position else ""),
+                hint="the file is damaged or its scales were never set: fetch or convert it again",
+            )
 
     @staticmethod
     def stack(tensors: Sequence[QuantTensor]) -> QuantTensor:
@@ -227,6 +225,16 @@ def expand_groups(scales: Tensor, encoding: Encoding, shape: Sequence[int]) -> T
         if size > 1:
             scales = scales.repeat_interleave(size, axis).narrow(axis, 0, shape[axis])
     return scales
+
+
+def _all_finite(scales: Tensor) -> bool:
+    """Whether there is no NaN or infinity, by the bytes of 8-bit scales: much faster than decoding them."""
+    if scales.dtype == torch.float8_e8m0fnu:
+        return int(scales.view(torch.uint8).max()) < 0xFF
+    if scales.dtype == torch.float8_e4m3fn:
+        return int((scales.view(torch.uint8) & 0x7F).max()) < 0x7F
+    low, high = torch.aminmax(scales)  # a NaN anywhere makes both NaN
+    return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
 def _as_ints(scales: Tensor) -> Tensor:
