@@ -166,8 +166,11 @@ class ExpertWeights:
         wanted = {name: (enc, self.spec.matrix_shape(name)) for name, enc in self.spec.encodings.items()}
         if found != wanted:
             bad = sorted(set(found.items()) ^ set(wanted.items()), key=str)[0][0]
-            said = [f"{x[0]!r} {list(x[1])}" if x else "none" for x in (wanted.get(bad), found.get(bad))]
-            raise FormatError(f"expert {e} {bad}", expected=said[0], got=said[1])
+            expected, got = (
+                f"{x[0]} ({x[0].scale_dtype} scales) {list(x[1])}" if x else "none"
+                for x in (wanted.get(bad), found.get(bad))
+            )
+            raise FormatError(f"expert {e} {bad}", expected=expected, got=got)
         return expert
 
     def __iter__(self) -> Iterator[Expert]:

@@ -21,7 +21,7 @@ from polymoe.experts import FusedExperts, relative_error
 pytest.importorskip("transformers")
 
 import transformers.integrations.mxfp4 as builtin_mxfp4
-from transformers import AutoModel, AutoModelForCausalLM, Mxfp4Config, pipeline
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Mxfp4Config, pipeline
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoQuantizationConfig
 
 from polymoe.engines.transformers import PackedExperts, install, load, uninstall
@@ -342,6 +342,8 @@ def test_load_leaves_transformers_as_it_was() -> None:
         ({"dtype": torch.float64}, ArgumentError, "float64"),
         ({"backend": "refrence"}, ArgumentError, "did you mean 'reference'"),
         ({"trust_remote_code": True}, ArgumentError, "no code from a checkpoint"),
+        ({"subfolder": "model"}, ArgumentError, "own path"),
+        ({"use_kernels": True}, ArgumentError, "use_kernels"),
         ({"device_map": "auto"}, ArgumentError, "install"),
         ({"quantization_config": Mxfp4Config(dequantize=True)}, ArgumentError, "from_pretrained"),
     ],
@@ -379,6 +381,28 @@ def test_a_truncated_shard_is_a_checkpoint_error(tmp_path: Path, shard: str) -> 
     (tmp_path / shard).write_bytes(data[: len(data) // 2])
     with pytest.raises(CheckpointError, match="truncated"):
         load(tmp_path, device="cpu")
+
+
+@pytest.mark.usefixtures("installed")
+def test_layers_that_are_offloaded_or_split_are_refused(tmp_path: Path) -> None:
+    class Split:
+        tp_size = 2
+
+    quantizer = AUTO_QUANTIZER_MAPPING["mxfp4"](AutoQuantizationConfig.from_dict({"quant_method": "mxfp4"}))
+    with pytest.raises(UnsupportedProblem, match="tp_size=2"):
+        quantizer._process_model_after_weight_loading(Split())
+
+    pytest.importorskip("accelerate")
+    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    places |= {f"model.layers.{layer}": "disk" if layer == 2 else "cpu" for layer in range(4)}
+    with pytest.raises(UnsupportedProblem, match=r"model\.layers\.2\.mlp\.experts.*offloaded"):
+        AutoModelForCausalLM.from_pretrained(CHECKPOINT, device_map=places, offload_folder=tmp_path)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_state_dict_in_memory_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="state dict"):
+        AutoModelForCausalLM.from_pretrained(None, config=AutoConfig.from_pretrained(CHECKPOINT), state_dict={})
 
 
 def test_a_call_before_loading_is_our_bug() -> None:

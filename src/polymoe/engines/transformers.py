@@ -113,6 +113,13 @@ class PackedQuantizer(HfQuantizer):
         family = _family(model_type, str(getattr(method, "value", method)))
         if not checkpoint_files:
             raise ArgumentError("from_pretrained", expected="a checkpoint in files", got="a state dict")
+        if kwargs.get("use_kernels"):
+            raise ArgumentError(
+                "from_pretrained(use_kernels=True)",
+                expected="polymoe's experts or the Hub's kernels",
+                got="both",
+                hint="the Hub's kernel for this layer reads unpacked experts; leave use_kernels out",
+            )
         self.directory = Path(checkpoint_files[0]).parent
         self.modules = {
             name: int(re.findall(r"\.(\d+)\.", f".{name}")[-1])
@@ -205,9 +212,9 @@ def load(
         UnsupportedProblem: for a family without a row in :data:`FAMILIES`, or if no backend runs its experts here.
         ArgumentError: for an unknown device or backend, or an argument that contradicts packing.
     """
-    for name in ("config", "device_map", "quantization_config", "trust_remote_code"):
+    for name, instead in _INSTEAD.items():
         if kwargs.get(name):
-            raise ArgumentError(f"load({name}=...)", got=repr(kwargs[name]), hint=_INSTEAD[name])
+            raise ArgumentError(f"load({name}=...)", got=repr(kwargs[name]), hint=instead)
     if dtype is not None and dtype not in DTYPES:
         raise ArgumentError("dtype", expected=" or ".join(map(str, DTYPES)), got=str(dtype))
     target = _device(device)
@@ -244,6 +251,11 @@ def install(*, backend: str = "auto") -> None:
 
     So do pipelines, ``transformers serve`` and lm-eval. ``quantization_config=Mxfp4Config(dequantize=True)`` still
     dequantizes. Also registers ``experts_implementation="polymoe"``. Calling it again changes the backend only.
+
+    A command line starts in a process of its own, so it is installed there::
+
+        python -c "from polymoe.engines.transformers import install; install()
+        from transformers.cli.transformers import main; main()" serve path/to/checkpoint
     """
     uninstall()
     register()
@@ -259,11 +271,12 @@ def uninstall() -> None:
             AUTO_QUANTIZER_MAPPING[method] = entry.args[0]
 
 
-_HUB_ARGUMENTS = ("cache_dir", "local_files_only", "revision", "subfolder", "token")
+_HUB_ARGUMENTS = ("cache_dir", "local_files_only", "revision", "token")
 _INSTEAD: Mapping[str, str] = {
     "config": "load() reads the checkpoint's own",
     "device_map": "device=... puts the whole model on one device; for several, call install() and from_pretrained",
     "quantization_config": "load() packs what the checkpoint holds; to dequantize, call from_pretrained",
+    "subfolder": "name the subfolder's own path",
     "trust_remote_code": "polymoe runs no code from a checkpoint",
 }
 

@@ -89,7 +89,8 @@ class ModelServer:
         model, tokenizer: as :func:`polymoe.engines.transformers.load` returns them.
         name: what clients call the model.
         max_tokens: most tokens of one answer.
-        continuous_batching: Transformers' own, for CUDA: requests share forward passes.
+        continuous_batching: Transformers' own, for CUDA: requests share forward passes, and all of them the sampling
+            settings of the first.
 
     Raises:
         UnsupportedProblem: for continuous batching on a CPU, where it does not answer.
