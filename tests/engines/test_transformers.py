@@ -21,7 +21,7 @@ from polymoe.experts import FusedExperts, relative_error
 pytest.importorskip("transformers")
 
 import transformers.integrations.mxfp4 as builtin_mxfp4
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Mxfp4Config, pipeline
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GptOssForCausalLM, Mxfp4Config, pipeline
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoQuantizationConfig
 
 from polymoe.engines.transformers import PackedExperts, install, load, uninstall
@@ -402,7 +402,7 @@ def test_layers_that_are_offloaded_or_split_are_refused(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("installed")
 def test_a_state_dict_in_memory_is_refused() -> None:
     with pytest.raises(ArgumentError, match="state dict"):
-        AutoModelForCausalLM.from_pretrained(None, config=AutoConfig.from_pretrained(CHECKPOINT), state_dict={})
+        GptOssForCausalLM.from_pretrained(None, config=AutoConfig.from_pretrained(CHECKPOINT), state_dict={})
 
 
 def test_a_call_before_loading_is_our_bug() -> None:
