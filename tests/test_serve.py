@@ -181,6 +181,12 @@ def test_32_requests_at_once(server: Running) -> None:
     assert asyncio.run(all_at_once()) == [row["answer"] for row in HELDOUT[:32]]
 
 
+def test_null_means_left_out(server: Running) -> None:
+    nothing = dict.fromkeys(("max_tokens", "stop", "n", "logprobs", "temperature", "stream"))
+    answer = server.post("/v1/completions", {"model": "sums", "prompt": "1+2=", **nothing})
+    assert answer.json()["choices"][0]["text"] == "3"
+
+
 # --- Clients that go away -------------------------------------------------------------------------------------------
 
 
@@ -281,6 +287,9 @@ def test_a_request_in_chunks_counts_as_a_whole(server: Running) -> None:
         ({"prompt": "1+2=", "max_tokens": True}, "max_tokens"),
         ({"prompt": "1+2=", "temperature": -1}, "temperature"),
         ({"prompt": "1+2=", "temperature": "hot"}, "temperature"),
+        ({"prompt": "1+2=", "temperature": 10**400}, "temperature"),
+        ({"prompt": "1+2=", "temperature": float("nan")}, "temperature"),
+        ({"prompt": "\ud800"}, "Unicode"),
         ({"prompt": "1+2=", "top_p": 0}, "top_p"),
         ({"prompt": "1+2=", "frequency_penalty": -1}, "frequency_penalty"),
         ({"prompt": "1+2=", "n": 2}, "n must be 1"),
@@ -296,7 +305,7 @@ def test_a_request_in_chunks_counts_as_a_whole(server: Running) -> None:
         ({"prompt": "1+2=", "generation_config": "{}"}, "generation_config"),
         ({"prompt": "1+2=", "model": "another"}, "another"),
     ],
-    ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
+    ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else "",
 )
 def test_a_wrong_completion_request_is_refused(server: Running, body: dict[str, Any], says: str) -> None:
     refused = server.post("/v1/completions", {"model": "sums", **body})

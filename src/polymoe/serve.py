@@ -215,7 +215,7 @@ class Gate:
 
 
 async def _answer(send: Send, status: int, message: str, *, kind: str = "invalid_request_error") -> None:
-    from polymoe.engines.transformers_server import error_body
+    from polymoe.engines.openai_requests import error_body
 
     body = json.dumps(error_body(message, kind=kind)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]

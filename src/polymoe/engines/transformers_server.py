@@ -10,11 +10,10 @@ API: https://platform.openai.com/docs/api-reference
 from __future__ import annotations
 
 import inspect
-import math
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -25,11 +24,7 @@ from torch import Tensor
 from polymoe.errors import MissingDependency, UnsupportedProblem
 
 try:
-    import jinja2
-    from fastapi import FastAPI, HTTPException, Request
-    from fastapi.exceptions import RequestValidationError
-    from fastapi.responses import JSONResponse
-    from starlette.exceptions import HTTPException as StarletteHTTPException
+    from fastapi import FastAPI
     from transformers import ContinuousBatchingConfig, StoppingCriteria, StoppingCriteriaList
     from transformers.cli.serving.chat_completion import ChatCompletionHandler
     from transformers.cli.serving.completion import CompletionHandler
@@ -44,7 +39,9 @@ except (ImportError, NameError) as error:  # NameError: what Transformers' modul
         hint="pip install 'polymoe[serve]'",
     ) from error
 
-__all__ = ["CLIENT_GONE", "Limits", "ModelServer", "error_body"]
+from polymoe.engines.openai_requests import answer_errors, check_request, refusal
+
+__all__ = ["CLIENT_GONE", "Limits", "ModelServer"]
 
 CLIENT_GONE: ContextVar[threading.Event | None] = ContextVar("CLIENT_GONE", default=None)
 """Set by whoever watches the connection; generation for this request ends soon after the event is set."""
@@ -72,9 +69,9 @@ class Limits:
             HTTPException: 400 for a prompt that is empty or leaves no room in the context.
         """
         if prompt_tokens < 1:
-            raise _refusal("the prompt is empty")
+            raise refusal("the prompt is empty")
         if self.context is not None and prompt_tokens >= self.context:
-            raise _refusal(
+            raise refusal(
                 f"the prompt has {prompt_tokens} tokens; a context of {self.context} holds prompt and answer",
                 code="context_length_exceeded",
             )
@@ -128,13 +125,7 @@ class ModelServer:
             **{parameter: handlers.get(parameter) for parameter in wanted},
         )
         self.app.router.routes[:] = [r for r in self.app.router.routes if getattr(r, "path", None) in ENDPOINTS]
-        for kind, answer in (
-            (StarletteHTTPException, _http_error),
-            (RequestValidationError, _body_error),
-            (jinja2.TemplateError, _template_error),
-            (Exception, _failure),
-        ):
-            self.app.add_exception_handler(kind, answer)
+        answer_errors(self.app)
 
     def end(self) -> None:
         """End every generation at its next token; answers are cut short, not broken off."""
@@ -144,11 +135,6 @@ class ModelServer:
         """:meth:`end`, and wait until the model rests."""
         self.end()
         self._generation.close(timeout_s)
-
-
-def error_body(message: str, *, code: str | None = None, kind: str = "invalid_request_error") -> dict[str, Any]:
-    """An error as OpenAI's clients read it."""
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
 class _OneModel(ModelManager):
@@ -258,10 +244,8 @@ class _Generation(GenerationState):
 
 class _Checked(BaseHandler):
     def _validate_request(self, body: dict) -> None:
-        for name in [name for name, value in body.items() if value is None]:
-            del body[name]  # null stands for a field that is left out
-        super()._validate_request(body)
         check_request(body)
+        super()._validate_request(body)
 
 
 class _Chat(_Checked, ChatCompletionHandler):
@@ -269,96 +253,29 @@ class _Chat(_Checked, ChatCompletionHandler):
         super()._validate_request(body)
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages:
-            raise _refusal("messages must be a list with at least one message")
+            raise refusal("messages must be a list with at least one message")
         if not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
-            raise _refusal("each message must be an object with a role")
+            raise refusal("each message must be an object with a role")
         model, tokenizer = self.model_manager.load_model_and_processor("")
         reserved = inspect.signature(tokenizer.apply_chat_template).parameters
         for name in body.get("chat_template_kwargs", ()):
             if name in reserved:
-                raise _refusal(f"chat_template_kwargs must not set {name}")
+                raise refusal(f"chat_template_kwargs must not set {name}")
         bias = body.get("logit_bias", {})
         vocabulary = model.config.get_text_config().vocab_size
         if not all(token.isdecimal() and int(token) < vocabulary for token in bias):
-            raise _refusal(f"logit_bias must name tokens from 0 to {vocabulary - 1}")
+            raise refusal(f"logit_bias must name tokens from 0 to {vocabulary - 1}")
         body["logit_bias"] = {token: float(value) for token, value in bias.items()} or None
 
     def get_processor_inputs_from_messages(self, messages: list[dict], modality: Any) -> list[dict]:  # type: ignore[override]
         try:
             return BaseHandler.get_processor_inputs_from_messages(messages, modality)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise _refusal(f"a message's content or tool call is not understood: {error!r}") from error
+            raise refusal(f"a message's content or tool call is not understood: {error!r}") from error
 
 
 class _Completion(_Checked, CompletionHandler):
     def _validate_request(self, body: dict) -> None:
         super()._validate_request(body)
         if not isinstance(body.get("prompt"), str):
-            raise _refusal("prompt must be a string")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _is_list_of(kind: type, value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(item, kind) for item in value)
-
-
-_FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "best_of": (lambda v: v == 1, "1"),
-    "chat_template_kwargs": (lambda v: isinstance(v, dict), "an object"),
-    "echo": (lambda v: v is False, "false"),
-    "frequency_penalty": (lambda v: _is_number(v) and -1 < v <= 2, "a number above -1, at most 2"),
-    "generation_config": (lambda v: False, "left out"),
-    "logit_bias": (lambda v: isinstance(v, dict) and all(map(_is_number, v.values())), "an object of numbers"),
-    "logprobs": (lambda v: v is False, "left out"),
-    "max_completion_tokens": (_is_count, "an integer of at least 1"),
-    "max_tokens": (_is_count, "an integer of at least 1"),
-    "n": (lambda v: v == 1, "1"),
-    "seed": (lambda v: isinstance(v, int) and 0 <= v < 2**63, "an integer of at least 0"),
-    "stop": (lambda v: bool(v) and (isinstance(v, str) or _is_list_of(str, v)), "a string or a list of strings"),
-    "stream": (lambda v: isinstance(v, bool), "true or false"),
-    "suffix": (lambda v: isinstance(v, str), "a string"),
-    "temperature": (lambda v: _is_number(v) and v >= 0, "a number of at least 0"),
-    "tools": (lambda v: _is_list_of(dict, v), "a list of objects"),
-    "top_p": (lambda v: _is_number(v) and 0 < v <= 1, "a number above 0, at most 1"),
-}
-"""Fields that Transformers takes as they come or quietly ignores: when one is right, and how to say what is."""
-
-
-def check_request(body: Mapping[str, Any]) -> None:
-    """Check every field by itself.
-
-    Raises:
-        HTTPException: 400, naming the first that is wrong.
-    """
-    for name, (fits, expected) in _FIELDS.items():
-        if name in body and not fits(body[name]):
-            raise _refusal(f"{name} must be {expected}")
-
-
-def _refusal(message: str, *, code: str | None = None) -> HTTPException:
-    return HTTPException(400, detail=error_body(message, code=code))
-
-
-async def _http_error(_: Request, error: Any) -> JSONResponse:
-    body = error.detail if isinstance(error.detail, dict) else error_body(str(error.detail))
-    return JSONResponse(body, status_code=error.status_code)
-
-
-async def _body_error(_: Request, __: Any) -> JSONResponse:
-    return JSONResponse(error_body("the body must be a JSON object, sent as application/json"), status_code=400)
-
-
-async def _template_error(_: Request, error: Any) -> JSONResponse:
-    return JSONResponse(error_body(f"the chat template refuses the messages: {error}"), status_code=400)
-
-
-async def _failure(_: Request, error: Any) -> JSONResponse:
-    # The error itself goes to the log, with its traceback.
-    return JSONResponse(error_body(f"generation failed: {error}", kind="server_error"), status_code=500)
+            raise refusal("prompt must be a string")
