@@ -327,7 +327,9 @@ def load_experts(
         check=check,
         where=f"layer {layer}",
     )
-    log.info("layer %d: %s", layer, _summary(experts.explain()))
+    summary = _summary(experts.explain())
+    if checkpoint.first_time(summary):
+        log.info("layer %d, and all layers like it: %s", layer, summary)
     return experts
 
 

@@ -47,7 +47,7 @@ class Checkpoint:
         self.moe: MoeConfig = self.family.describe(text_config(files.config))
         self.quantization: Quantization = parse_quantization(files.config, files.side)
         self._found: dict[int, StoredLayer] = {}
-        self._warned: set[str] = set()
+        self._said: set[str] = set()
 
     @classmethod
     def open(cls, path: str | Path, *, config_only: bool = False, revision: str | None = None) -> Checkpoint:
@@ -163,6 +163,12 @@ class Checkpoint:
                 said[f"tp={size}: F={sum(each)} in slices of whole groups: {slices}"] = None
         return tuple(said)
 
+    def first_time(self, text: str) -> bool:
+        """Whether ``text`` comes for the first time: what holds for many layers of a checkpoint is said once."""
+        new = text not in self._said
+        self._said.add(text)
+        return new
+
     def close(self) -> None:
         """Forget the opened files; tensors that are still referenced stay valid."""
         self.files.close()
@@ -192,7 +198,6 @@ class Checkpoint:
         for part in stored.parts.values():
             if not part.as_configured:
                 text = f"{part.configured_encoding.name}, {part.configured}; tensors: {part.encoding.name}"
-                if text not in self._warned:
-                    self._warned.add(text)
+                if self.first_time(text):
                     message = f"{self.name}: {stored.container} {part.name}: config: {text}, {part.dialect.name}"
                     warnings.warn(f"{message}. The tensors count.", stacklevel=4)
