@@ -14,6 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping
+from concurrent.futures import wait
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -132,7 +133,7 @@ class ModelServer:
         self._generation.stopping.set()
 
     def close(self, timeout_s: float = 20.0) -> None:
-        """:meth:`end`, and wait until the model rests."""
+        """:meth:`end`, and wait until the model rests, at most ``timeout_s`` seconds."""
         self.end()
         self._generation.close(timeout_s)
 
@@ -236,7 +237,7 @@ class _Generation(GenerationState):
     def close(self, timeout_s: float) -> None:
         self.shutdown()
         # The thread takes calls in turn: once this one has passed, those before it have ended.
-        self._sequential.submit(lambda: None).result(timeout_s)
+        wait([self._sequential.submit(lambda: None)], timeout_s)
 
 
 # --- Requests -------------------------------------------------------------------------------------------------------
