@@ -373,8 +373,7 @@ def test_nothing_else_is_offered(server: Running, path: str) -> None:
 
 
 def test_a_port_in_use_is_said_before_anything_is_loaded(tmp_path: Path) -> None:
-    with bind("127.0.0.1", 0) as taken:
-        taken.listen()
+    with bind("127.0.0.1", 0) as taken:  # as another server does while it loads
         port = taken.getsockname()[1]
         with pytest.raises(ArgumentError, match=rf"127\.0\.0\.1:{port}.*in use"):
             serve(tmp_path / "no checkpoint", port=port)

@@ -114,7 +114,7 @@ def serve(
 
 @contextmanager
 def bind(host: str, port: int) -> Iterator[socket.socket]:
-    """A TCP socket bound to the address, not listening yet; closed at the end.
+    """A TCP socket that listens on the address; closed at the end.
 
     Raises:
         ArgumentError: if the host is unknown, or the port in use or not allowed.
@@ -131,6 +131,9 @@ def bind(host: str, port: int) -> Iterator[socket.socket]:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(address)
+            # Two sockets may be bound to one address while neither listens. Listening takes it for good, before the
+            # model is loaded; who connects early waits.
+            listener.listen()
         except OSError as error:
             raise ArgumentError(
                 where,
