@@ -167,10 +167,9 @@ def test_tensor_and_expert_parallel_together(sums: FusedExperts) -> None:
 
 
 def test_loading_says_what_was_chosen_and_why(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "polymoe"):
-        with polymoe.Checkpoint.open(SUMS) as checkpoint:
-            for layer in (2, 3):
-                load_experts(checkpoint, layer=layer, device="cpu")
+    with caplog.at_level(logging.INFO, "polymoe"), polymoe.Checkpoint.open(SUMS) as checkpoint:
+        for layer in (2, 3):
+            load_experts(checkpoint, layer=layer, device="cpu")
     (record,) = caplog.records  # once for all layers that pose the same problem
     assert "layer 2, and all layers like it: mxfp4, H=192" in record.message
     assert "layout natural, 1+ tokens: reference" in record.message
