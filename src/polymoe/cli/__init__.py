@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from polymoe.cli import explain, run, serve, verify
+from polymoe.cli import bench, explain, run, serve, verify
 from polymoe.cli.output import fail
 from polymoe.errors import PolymoeError
 
@@ -22,7 +22,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for _name, _verb in {"explain": explain, "verify": verify, "run": run, "serve": serve}.items():
+for _name, _verb in {"explain": explain, "verify": verify, "bench": bench, "run": run, "serve": serve}.items():
     app.command(_name)(_verb.command)
 
 

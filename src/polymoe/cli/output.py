@@ -8,12 +8,23 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from polymoe.errors import PolymoeError
+from polymoe.errors import ArgumentError, PolymoeError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Backend", "Checkpoint", "Json", "OnDevice", "console", "fail", "print_json", "size", "status"]
+__all__ = [
+    "Backend",
+    "Checkpoint",
+    "Json",
+    "OnDevice",
+    "console",
+    "fail",
+    "print_json",
+    "size",
+    "status",
+    "token_counts",
+]
 
 Checkpoint = Annotated[str, typer.Argument(help="A checkpoint's directory or a Hub id.", show_default=False)]
 Backend = Annotated[str, typer.Option(help="Backend of the experts: auto, or a name, which is then used or refused.")]
@@ -54,3 +65,18 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} GiB"
+
+
+def token_counts(text: str) -> tuple[int, ...]:
+    """Token counts of ``--tokens``: ``"1,16,256"``.
+
+    Raises:
+        ArgumentError: for anything but positive numbers.
+    """
+    try:
+        counts = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        counts = ()
+    if not counts or min(counts) < 1:
+        raise ArgumentError("--tokens", expected="numbers such as 1,16,256", got=repr(text))
+    return counts

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from polymoe.cli.output import Backend, Checkpoint, Json, OnDevice, console, print_json, status
+from polymoe.cli.output import Backend, Checkpoint, Json, OnDevice, console, print_json, status, token_counts
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -28,15 +28,9 @@ def command(
 
     The checkpoint need hold no more than the experts of one layer and its config.
     """
-    from polymoe.errors import ArgumentError
     from polymoe.verify import verify
 
-    try:
-        counts = tuple(int(part) for part in tokens.split(","))
-    except ValueError:
-        counts = ()
-    if not counts or min(counts) < 1:
-        raise ArgumentError("--tokens", expected="numbers such as 1,16,256", got=repr(tokens))
+    counts = token_counts(tokens)
     with status().status("verifying") as progress:
         report = verify(
             checkpoint,

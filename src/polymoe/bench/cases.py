@@ -1,0 +1,217 @@
+"""What is measured: named layer shapes of real models with random weights, or a checkpoint's own layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+import torch
+
+from polymoe.activations import Activation, ReLU2, SwiGLU
+from polymoe.checkpoint import Checkpoint
+from polymoe.errors import ArgumentError, CheckpointNotFound, nearest
+from polymoe.formats import FORMATS, Encoding, PerGroup, QuantTensor
+from polymoe.formats.elements import CODE_DTYPES, E2M1_VALUES, encode_scale
+from polymoe.problem import ActivationMode, Problem
+from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
+
+__all__ = ["CASES", "Case", "Workload", "case_named", "default_activations", "random_weights"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """The experts of one layer of a model, as one GPU holds them.
+
+    Attributes:
+        name: in ``--case`` and in records; names what was changed: ``deepseek-v4-flash[E=16]``.
+        hidden, intermediate, experts, top_k: H, F on this GPU, E, A.
+        format: the checkpoint's own, a key of ``FORMATS``.
+        activation, bias: as the model has them.
+        tp: tensor parallel size of which F is one rank's share.
+    """
+
+    name: str
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+    format: str
+    activation: Activation = field(default_factory=SwiGLU)
+    bias: bool = False
+    tp: int = 1
+
+    def changed(
+        self,
+        *,
+        hidden: int | None = None,
+        intermediate: int | None = None,
+        experts: int | None = None,
+        bias: bool | None = None,
+    ) -> Case:
+        """The case with other sizes or bias, and a name that says so."""
+        wanted = {"hidden": hidden, "intermediate": intermediate, "experts": experts, "bias": bias}
+        new = {name: value for name, value in wanted.items() if value is not None and value != getattr(self, name)}
+        letters = {"hidden": "H", "intermediate": "F", "experts": "E"}
+        texts = [f"{letters[n]}={v}" if n in letters else "bias" if v else "no bias" for n, v in new.items()]
+        case = replace(self, **new, name=self.name + (f"[{', '.join(texts)}]" if texts else ""))  # type: ignore[arg-type]
+        return replace(case, top_k=min(case.top_k, case.experts))
+
+    def problem(self, format: str | None = None, activations: ActivationMode | None = None) -> Problem:
+        """The problem it poses with bfloat16 inputs, in its own format and that format's activations by default.
+
+        Raises:
+            ArgumentError: for an unknown format or activation mode, or sizes that are not positive.
+        """
+        name = self.format if format is None else format
+        if name not in FORMATS:
+            raise ArgumentError("--format", got=repr(name), hint=nearest(name, FORMATS))
+        encoding = FORMATS[name].encoding
+        spec = ExpertsSpec(
+            hidden=self.hidden,
+            intermediate=self.intermediate,
+            experts=self.experts,
+            gate=encoding if self.activation.gated else None,
+            up=encoding,
+            down=encoding,
+            bias=self.bias,
+        )
+        mode = activations or default_activations(spec)
+        return Problem(spec=spec, activation=self.activation, top_k=self.top_k, activations=mode, tp=self.tp)
+
+
+def _case(name: str, sizes: tuple[int, int, int, int], format: str, activation: Activation, **kwargs: int) -> Case:
+    hidden, intermediate, experts, top_k = sizes
+    return Case(
+        name=name, hidden=hidden, intermediate=intermediate, experts=experts, top_k=top_k, format=format,
+        activation=activation, bias=bool(kwargs.get("bias")), tp=kwargs.get("tp", 1),
+    )  # fmt: skip
+
+
+_SILU, _GPT_OSS = SwiGLU(), SwiGLU(alpha=1.702, beta=1.0, limit=7.0)
+
+CASES: Mapping[str, Case] = MappingProxyType(
+    {
+        case.name: case
+        for case in (  # name, (H, F, E, A), format, activation
+            _case("deepseek-v4-flash", (4096, 2048, 256, 6), "mxfp4", SwiGLU(limit=10.0)),
+            _case("gpt-oss-120b", (2880, 2880, 128, 4), "mxfp4", _GPT_OSS, bias=1),
+            _case("gpt-oss-20b", (2880, 2880, 32, 4), "mxfp4", _GPT_OSS, bias=1),
+            _case("deepseek-v3", (7168, 2048, 256, 8), "fp8_block128", _SILU),
+            _case("deepseek-v3-tp8", (7168, 256, 256, 8), "fp8_block128", _SILU, tp=8),
+            _case("kimi-k2", (7168, 2048, 384, 8), "int4_g32", _SILU),
+            _case("kimi-k2-tp8", (7168, 256, 384, 8), "int4_g32", _SILU, tp=8),
+            _case("nemotron-3-super", (1024, 2688, 512, 22), "nvfp4", ReLU2()),
+            _case("glm-4.7", (5120, 1536, 160, 8), "nvfp4", _SILU),
+            _case("qwen3-235b", (4096, 1536, 128, 8), "int4_g128", _SILU),
+            _case("qwen3-235b-tp4-bf16", (4096, 384, 128, 8), "bf16", _SILU, tp=4),
+            _case("mixtral-8x7b", (4096, 14336, 8, 2), "fp8_tensor", _SILU),
+        )
+    }
+)
+"""Named cases."""
+
+
+def case_named(name: str) -> Case:
+    """The case of that name.
+
+    Raises:
+        ArgumentError: for an unknown name, with the nearest one.
+    """
+    if name not in CASES:
+        raise ArgumentError("--case", got=repr(name), hint=nearest(name, CASES))
+    return CASES[name]
+
+
+def default_activations(spec: ExpertsSpec) -> ActivationMode:
+    """E4M3 for FP8 weights, scaled as finely as they are; 16 bit for all others."""
+    if {e.element for e in spec.encodings.values()} != {"e4m3"}:
+        return "16bit"
+    return "fp8_group128" if isinstance(spec.up.granularity, PerGroup) else "fp8_token"
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A problem, the weights to run it on (on the device, or moved there expert by expert), and a name for records."""
+
+    case: str
+    problem: Problem
+    weights: ExpertWeights
+
+    @classmethod
+    def of_case(
+        cls, case: Case, device: torch.device, format: str | None = None, activations: ActivationMode | None = None
+    ) -> Workload:
+        """A case with random weights; raises as :meth:`Case.problem`."""
+        problem = case.problem(format, activations)
+        return cls(case.name, problem, random_weights(problem, device))
+
+    @classmethod
+    def of_checkpoint(
+        cls,
+        checkpoint: Checkpoint,
+        layer: int | None,
+        device: torch.device,
+        activations: ActivationMode | None = None,
+    ) -> Workload:
+        """A checkpoint's layer (None: the first whose experts are there); FP8 weights take the checkpoint's own
+        activations by default, others 16 bit.
+
+        Raises:
+            CheckpointError: if there is no such layer, or it cannot be read.
+        """
+        if layer is None:
+            if not checkpoint.layers_here:
+                raise CheckpointNotFound(checkpoint.name, expected="a layer's experts", got="none in its files")
+            layer = checkpoint.layers_here[0]
+        fp8 = {e.element for e in checkpoint.spec(layer).encodings.values()} == {"e4m3"}
+        mode = activations or (checkpoint.recipe(layer) if fp8 else "16bit")
+        problem, weights = checkpoint.problem(layer, activations=mode), checkpoint.weights(layer)
+        name = f"{checkpoint.name.rstrip('/').split('/')[-1]}:layer{layer}"
+        return cls(name, problem, ExpertWeights(problem.spec, lambda e: weights.expert(e).to(device)))
+
+
+def random_weights(problem: Problem, device: torch.device, seed: int = 0) -> ExpertWeights:
+    """Experts of random codes and scales, the same at each reading, made on ``device`` one at a time.
+
+    Nothing is quantized: codes are drawn as they are stored, scales so that outputs have about the inputs' size.
+    """
+    spec = problem.spec
+
+    def read(e: int) -> Expert:
+        g = torch.Generator(device).manual_seed(seed * spec.experts + e)
+        parts: dict[str, object] = {
+            p: _random_matrix(encoding, *spec.matrix_shape(p), g) for p, encoding in spec.encodings.items()
+        }
+        for p in spec.encodings if spec.bias else ():
+            parts[f"{p}_bias"] = torch.randn(spec.matrix_shape(p)[0], generator=g, device=device).bfloat16() / 8
+        if problem.activations == "fp8_static":
+            parts |= {n: torch.tensor(0.02, device=device) for n in ("gate_up_input_scale", "down_input_scale")}
+        return Expert(**{"gate": None, **parts})  # type: ignore[arg-type]
+
+    return ExpertWeights(spec, read)
+
+
+_INT4_VALUES = range(-8, 8)
+_E4M3_SIZE = 64.0  # of random E4M3 codes: 448 is seven times that
+
+
+def _random_matrix(encoding: Encoding, rows: int, columns: int, g: torch.Generator) -> QuantTensor:
+    size, shape = columns**-0.5, encoding.codes_shape(rows, columns)
+    dtype = CODE_DTYPES[encoding.element]
+    if encoding.bits == 4:
+        codes = torch.randint(256, shape, generator=g, dtype=dtype, device=g.device)
+        values = E2M1_VALUES if encoding.element == "e2m1" else _INT4_VALUES
+        size /= (sum(v * v for v in values) / 16) ** 0.5
+    else:
+        unit = size if encoding.granularity is None else _E4M3_SIZE
+        codes = torch.randn(shape, generator=g, device=g.device).mul_(unit).to(dtype)
+        size /= unit
+    if encoding.granularity is None or encoding.scale_dtype is None:
+        return QuantTensor(codes, encoding)
+    assert not encoding.zero_points, "no row of FORMATS has them"
+    spread = 0.5 + torch.rand(encoding.granularity.scale_shape(rows, columns), generator=g, device=g.device)
+    if encoding.global_scale:
+        scales = spread.to(torch.float8_e4m3fn)
+        return QuantTensor(codes, encoding, scales, global_scale=torch.tensor(size, device=g.device))
+    return QuantTensor(codes, encoding, encode_scale(spread * size, encoding.scale_dtype))

@@ -1,0 +1,259 @@
+"""Bench: each backend on a workload at each token count, checked against the reference before it is timed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from polymoe.backends import BACKENDS
+from polymoe.backends.base import TOLERANCE
+from polymoe.backends.reference import run_experts
+from polymoe.backends.select import select
+from polymoe.bench import baseline
+from polymoe.bench.cases import Workload
+from polymoe.bench.energy import EnergyMeter
+from polymoe.bench.records import Record, Stamp
+from polymoe.bench.routings import Spread, floor_us
+from polymoe.bench.timing import Turn, calls_per_turn
+from polymoe.errors import ArgumentError, UnsupportedProblem, nearest
+from polymoe.experts import relative_error
+from polymoe.layouts import LAYOUTS, Packed
+from polymoe.machine import Machine
+from polymoe.planning.plan import Plan
+from polymoe.problem import Problem
+from polymoe.routing import Routing
+from polymoe.verdict import Accepted, Rejected
+
+__all__ = ["Bench", "Row"]
+
+Call = tuple[Tensor, Routing]
+Run = Callable[[Tensor, Routing, Tensor], None]
+
+_ENERGY_SECONDS = 1.0  # the counter moves every 20 to 100 ms
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One backend at one token count (None: at all of them).
+
+    Attributes:
+        record: the measurement, or None where there is none.
+        note: how it was timed ("graph" or "calls"), or why it was not.
+        wrong: whether the result differed from the reference by more than the tolerance.
+        tokens_per_joule: where energy was asked for.
+    """
+
+    backend: str
+    tokens: int | None
+    record: Record | None = None
+    note: str = ""
+    wrong: bool = False
+    tokens_per_joule: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Contender:
+    """A backend that accepts: its problem and verdict, and its plan, which the baseline does not have."""
+
+    name: str
+    problem: Problem
+    verdict: Accepted
+    plan: Plan | None = None
+
+    @property
+    def tolerance(self) -> float:
+        """Largest relative error against the reference."""
+        return TOLERANCE if self.plan else baseline.TOLERANCE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """What is measured, where and how.
+
+    Attributes:
+        workload: what runs.
+        spread: how tokens are routed.
+        machine, device: where, as checks and as torch see it; a GPU is torch's current one.
+        stamp: what all records share.
+        meter: measures tokens per joule as well.
+        trace: writes a profiler trace for each row, with backend and token count put before the suffix.
+    """
+
+    workload: Workload
+    spread: Spread
+    machine: Machine
+    device: torch.device
+    stamp: Stamp
+    meter: EnergyMeter | None = None
+    trace: Path | None = None
+
+    def rows(
+        self,
+        tokens: Sequence[int],
+        backends: Sequence[str] | None = None,
+        progress: Callable[[str], None] = lambda text: None,
+    ) -> Iterator[Row]:
+        """Rows as they are finished.
+
+        Args:
+            tokens: token counts.
+            backends: names; by default every one that ``auto`` may take here, and the baseline.
+            progress: told what is being done.
+
+        Raises:
+            ArgumentError: for an unknown backend.
+            UnsupportedProblem: if a named backend is rejected.
+        """
+        found = self._contenders(backends)
+        contenders = [c for c in found if isinstance(c, _Contender)]
+        yield from (c for c in found if isinstance(c, Row))
+        if not contenders:
+            return
+        progress("reference")
+        calls = {t: self._calls(t) for t in tokens}
+        modes = {"16bit", *(c.problem.activations for c in contenders)}
+        expected = {mode: self._expected(mode, [calls[t][0] for t in tokens]) for mode in modes}
+        # Backends that share a layout follow each other, and only one packed layer is held.
+        packed: Packed | None = None
+        for c in sorted(contenders, key=lambda c: c.plan.layout if c.plan else ""):
+            progress(f"{c.name}: packing")
+            try:
+                if c.plan is None:
+                    run = _run_baseline(c, baseline.dequantize(self.workload.weights))
+                else:
+                    if packed is None or packed.layout != c.plan.layout:
+                        packed = None
+                        packed = LAYOUTS[c.plan.layout].pack(self.workload.weights, self.device)
+                    run = _run_backend(c, packed)
+            except torch.OutOfMemoryError:
+                yield Row(c.name, None, note="out of GPU memory when packing")
+                continue
+            for t, emulated, exact in zip(tokens, expected[c.problem.activations], expected["16bit"], strict=True):
+                progress(f"{c.name}: {t} tokens")
+                try:
+                    row = self._row(c, run, calls[t], emulated, exact)
+                except torch.OutOfMemoryError:
+                    row = Row(c.name, t, note="out of GPU memory")
+                yield row
+            del run
+
+    def _contenders(self, names: Sequence[str] | None) -> list[_Contender | Row]:
+        """Those who run, as contenders; those who do not, as rows that say why."""
+        problem, known = self.workload.problem, [*BACKENDS, baseline.NAME]
+        for name in names or ():
+            if name not in known:
+                raise ArgumentError("--backends", got=repr(name), hint=nearest(name, known))
+        found: list[_Contender | Row] = []
+        for name in known if names is None else dict.fromkeys(names):
+            plain, plan = name == baseline.NAME, None
+            if plain:
+                problem = replace(self.workload.problem, activations="16bit")
+                verdict = baseline.check(problem, self.machine, _free_bytes(self.device))
+            else:
+                problem = self.workload.problem
+                verdict = BACKENDS[name].check(problem, self.machine)
+                plan = select(problem, self.machine, backend=name).plan
+            if isinstance(verdict, Rejected):
+                reasons = "; ".join(map(str, verdict.reasons))
+                if names is not None:
+                    raise UnsupportedProblem(f"bench ({problem})", expected=f"{name} to run it", got=reasons)
+                found.append(Row(name, None, note=reasons))
+            elif verdict.by_name_only and names is None:
+                found.append(Row(name, None, note=verdict.by_name_only))
+            else:
+                found.append(_Contender(name, problem, verdict, plan))
+        return found
+
+    def _calls(self, tokens: int) -> list[Call]:
+        calls = []
+        for turn in range(calls_per_turn(tokens)):
+            g = torch.Generator(self.device).manual_seed(turn)
+            x_TH = torch.randn(tokens, self.workload.problem.spec.hidden, generator=g, device=self.device).bfloat16()
+            calls.append((x_TH, self.spread.draw(tokens, self.workload.problem, self.device, turn=turn)))
+        return calls
+
+    def _expected(self, mode: str, calls: Sequence[Call]) -> Sequence[Tensor]:
+        """The reference's results of all calls, reading each expert once."""
+        problem = replace(self.workload.problem, activations=mode)  # type: ignore[arg-type]
+        x_TH = torch.cat([x for x, _ in calls])
+        routing = Routing(*map(torch.cat, zip(*(r for _, r in calls), strict=True)))
+        return run_experts(problem, self.workload.weights, x_TH, routing).split([len(x) for x, _ in calls])
+
+    def _row(self, c: _Contender, run: Run, calls: Sequence[Call], emulated: Tensor, exact: Tensor) -> Row:
+        tokens = len(calls[0][0])
+        if c.verdict.max_tokens is not None and tokens > c.verdict.max_tokens:
+            return Row(c.name, tokens, note=f"takes at most {c.verdict.max_tokens} tokens")
+        outs = [torch.full_like(x, float("nan")) for x, _ in calls]  # what is not written shows
+        run(*calls[0], outs[0])
+        before = relative_error(outs[0], emulated)
+        if not before <= c.tolerance:  # NaN fails too
+            return Row(
+                c.name, tokens, note=f"WRONG, not timed: error {before:.2g}, at most {c.tolerance:g}", wrong=True
+            )
+        timed = [partial(run, *call, out) for call, out in zip(calls, outs, strict=True)]
+        turn = Turn(timed, self.device, graph=c.verdict.capturable)
+        outs[0].fill_(float("nan"))
+        timing = turn.time()
+        error = relative_error(outs[0], emulated)
+        if not error <= c.tolerance:
+            return Row(c.name, tokens, note=f"WRONG: error {before:.2g} before timing, {error:.2g} after", wrong=True)
+        tokens_per_joule = None
+        if self.meter is not None:
+            joules = self.meter.joules()
+            count = turn.sustain(_ENERGY_SECONDS)
+            tokens_per_joule = round(tokens * count / (self.meter.joules() - joules), 2)
+        if self.trace is not None:
+            turn.trace(self.trace.with_suffix(f".{c.name}-{tokens}{self.trace.suffix}"))
+        floor = floor_us(c.problem, self.machine.device, [r for _, r in calls])
+        record = Record(
+            case=self.workload.case,
+            backend=c.name,
+            format=c.problem.spec.format,
+            activations=c.problem.activations,
+            tokens=tokens,
+            routing=self.spread.name,
+            median_us=round(timing.median_us, 2),
+            p25_us=round(timing.p25_us, 2),
+            p75_us=round(timing.p75_us, 2),
+            floor_us=round(floor, 2),
+            share=round(floor / timing.median_us, 4),
+            error=float(f"{error:.3g}"),
+            error_exact=float(f"{relative_error(outs[0], exact):.3g}"),
+            device=self.stamp.device,
+            torch=self.stamp.torch,
+            triton=self.stamp.triton,
+            commit=self.stamp.commit,
+            date=self.stamp.date(),
+            command=self.stamp.command,
+        )
+        return Row(c.name, tokens, record, timing.by, tokens_per_joule=tokens_per_joule)
+
+
+def _run_baseline(c: _Contender, weights: baseline.Dequantized) -> Run:
+    return partial(baseline.run, c.problem, weights)
+
+
+def _run_backend(c: _Contender, packed: Packed) -> Run:
+    backend, plan = BACKENDS[c.name], c.plan
+    assert plan is not None
+
+    def run(x_TH: Tensor, routing: Routing, out_TH: Tensor) -> None:
+        backend.run(c.problem, packed, x_TH, routing, plan.step(len(x_TH)).config, out_TH)
+
+    return run
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """Free memory of the device, or None where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None

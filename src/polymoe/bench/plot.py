@@ -1,0 +1,53 @@
+"""The picture of a measurement: share of the floor over tokens, one line a backend."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+from polymoe.bench.records import Record
+from polymoe.errors import ArgumentError, MissingDependency
+
+__all__ = ["check_plot", "plot"]
+
+
+def check_plot(path: Path) -> None:
+    """Raises now what :func:`plot` would raise after the measurement.
+
+    Raises:
+        MissingDependency: without matplotlib.
+        ArgumentError: for a name that does not end in .png, or a directory that is not there.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise MissingDependency(
+            "--plot", expected="matplotlib", got="not installed", hint="pip install 'polymoe[bench]'"
+        )
+    if path.suffix != ".png" or not path.parent.is_dir():
+        raise ArgumentError(
+            "--plot", expected="a name ending in .png in a directory that is there", got=repr(str(path))
+        )
+
+
+def plot(records: Sequence[Record], path: Path) -> None:
+    """Write a PNG of records that share case, format, routing and device."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for backend, activations in dict.fromkeys((r.backend, r.activations) for r in records):
+        line = sorted((r.tokens, r.share) for r in records if (r.backend, r.activations) == (backend, activations))
+        label = backend if activations == "16bit" else f"{backend}, {activations}"
+        axes.plot(*zip(*line, strict=True), marker="o", label=label)
+    counts = sorted({r.tokens for r in records})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(counts, [str(t) for t in counts])
+    axes.set_ylim(0, max(1.0, *(1.05 * r.share for r in records)))
+    axes.axhline(1.0, color="grey", linewidth=0.8)
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("share of floor (1 is the physical limit)")
+    r = records[0]
+    axes.set_title(f"{r.case}, {r.format}, {r.routing} routing, {r.device}")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)

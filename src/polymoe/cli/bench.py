@@ -1,0 +1,169 @@
+"""``polymoe bench``: time and share of the physical limit of each backend on one layer's experts."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from polymoe.cli.output import Json, OnDevice, console, print_json, status, token_counts
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from polymoe.bench.measure import Row
+
+__all__ = ["command"]
+
+
+def command(
+    case: Annotated[str | None, typer.Option(help="A model's layer by name, with random weights.")] = None,
+    tokens: Annotated[str, typer.Option(help="Token counts, separated by commas.")] = "1,4,16,64,256,1024,4096",
+    backends: Annotated[
+        str | None,
+        typer.Option(
+            "--backends",
+            "--backend",
+            help="Names, separated by commas. Default: all that auto may take, and a baseline.",
+        ),
+    ] = None,
+    format: Annotated[str | None, typer.Option(help="Weight format. Default: the case's own.")] = None,
+    activations: Annotated[
+        str | None,
+        typer.Option(help="16bit, fp8_token, fp8_group128 or fp8_static. Default: E4M3 for FP8 weights, else 16bit."),
+    ] = None,
+    routing: Annotated[
+        str, typer.Option(help="uniform, zipf, zipf:S, or a JSON file of each token's experts.")
+    ] = "uniform",
+    bias: Annotated[bool | None, typer.Option(help="With or without biases. Default: as the model.")] = None,
+    experts: Annotated[int | None, typer.Option(min=1, help="Another number of experts.")] = None,
+    hidden: Annotated[int | None, typer.Option(min=1, help="Another hidden width.")] = None,
+    intermediate: Annotated[int | None, typer.Option(min=1, help="Another expert width.")] = None,
+    checkpoint: Annotated[
+        str | None, typer.Option(help="Real weights instead of a case: a directory or Hub id.")
+    ] = None,
+    layer: Annotated[int | None, typer.Option(help="The checkpoint's layer. Default: its first with experts.")] = None,
+    device: OnDevice = "auto",
+    out: Annotated[Path | None, typer.Option(help="Append each record to this file, one JSON line each.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="PNG of share of floor over tokens, a line a backend.")] = None,
+    energy: Annotated[bool, typer.Option("--energy", help="Tokens per joule as well, by the GPU's counter.")] = False,
+    profile: Annotated[
+        Path | None, typer.Option(help="Profiler traces: trace.json gives trace.BACKEND-TOKENS.json.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Check and time each backend on one layer's experts, beside the time below which no kernel can go.
+
+    Name a case, or a checkpoint. A wrong result is not timed. Exit code 1 if there was one.
+    """
+    of_case = {
+        "--format": format,
+        "--bias": bias,
+        "--experts": experts,
+        "--hidden": hidden,
+        "--intermediate": intermediate,
+    }
+    if (case is None) == (checkpoint is None):
+        raise typer.BadParameter("name either --case or --checkpoint")
+    if checkpoint is None and layer is not None:
+        raise typer.BadParameter("--layer goes with --checkpoint")
+    if checkpoint is not None and (given := [name for name, value in of_case.items() if value is not None]):
+        raise typer.BadParameter(f"{given[0]} goes with --case")
+    counts = token_counts(tokens)
+
+    import torch
+
+    from polymoe.bench.cases import Workload, case_named
+    from polymoe.bench.energy import EnergyMeter
+    from polymoe.bench.measure import Bench
+    from polymoe.bench.plot import check_plot
+    from polymoe.bench.plot import plot as draw
+    from polymoe.bench.records import Stamp, append, check_writable, newest, read
+    from polymoe.bench.routings import parse_routing
+    from polymoe.checkpoint import Checkpoint
+    from polymoe.errors import ArgumentError
+    from polymoe.machine import Machine
+
+    if device not in ("auto", "cpu") and not device.startswith("cuda"):
+        raise ArgumentError("--device", expected="cpu, cuda, cuda:1 or auto", got=repr(device))
+    machine = Machine.of(None if device == "auto" else device)
+    where = torch.device(machine.device.kind if device == "auto" else device)
+    if where.index is not None and where.type == "cuda":
+        torch.cuda.set_device(where)
+    # What could fail after minutes of timing fails here.
+    meter = EnergyMeter(where) if energy else None
+    if plot is not None:
+        check_plot(plot)
+    if profile is not None and not profile.parent.is_dir():
+        raise ArgumentError("--profile", expected="a directory that is there", got=repr(str(profile.parent)))
+    mode: Any = activations  # Problem checks the name
+    if case is not None:
+        changed = case_named(case).changed(experts=experts, hidden=hidden, intermediate=intermediate, bias=bias)
+        workload = Workload.of_case(changed, where, format, mode)
+    else:
+        workload = Workload.of_checkpoint(Checkpoint.open(checkpoint or ""), layer, where, mode)
+    spread, problem = parse_routing(routing, workload.problem)
+    workload = replace(workload, problem=problem)
+    earlier = []
+    if out is not None:
+        check_writable(out)
+        earlier = read(out) if plot is not None else []
+    stamp = Stamp.now(machine, shlex.join(["polymoe", *sys.argv[1:]]))
+    bench = Bench(
+        workload=workload, spread=spread, machine=machine, device=where, stamp=stamp, meter=meter, trace=profile
+    )
+    print(f"{workload.case}: {problem}; {spread.name} routing, on {machine.device}", file=sys.stderr)
+    rows: list[Row] = []
+    try:
+        with status().status("bench") as progress:
+            for row in bench.rows(counts, backends.split(",") if backends else None, progress.update):
+                rows.append(row)
+                if out is not None and row.record is not None:
+                    append(out, row.record)
+    finally:  # also what was finished before an interruption
+        if json and rows:
+            print_json([_plain(row) for row in rows])
+        elif rows:
+            console().print(
+                _table(rows, f"{workload.case}, {problem.spec.format}, {spread.name} routing, {machine.device}")
+            )
+    measured = [row.record for row in rows if row.record is not None]
+    if machine.device.rates == "nominal":
+        print("floor and share are by nominal rates of this device, not by measured ones", file=sys.stderr)
+    if plot is not None and measured:
+        like = {(r.case, r.format, r.routing, r.device) for r in measured}
+        draw(newest([r for r in earlier if (r.case, r.format, r.routing, r.device) in like] + measured), plot)
+    if any(row.wrong for row in rows):
+        raise typer.Exit(1)
+
+
+def _table(rows: list[Row], title: str) -> Table:
+    from rich.table import Table
+
+    with_energy = any(row.tokens_per_joule is not None for row in rows)
+    table = Table(
+        "tokens", "backend", "median", "quartiles", "floor", "share", "error", "error, exact", "timed by",
+        *(["tokens/J"] if with_energy else []), title=title,
+    )  # fmt: skip
+    for row in sorted(rows, key=lambda row: row.tokens or 0):
+        r, tokens = row.record, "-" if row.tokens is None else str(row.tokens)
+        if r is None:
+            table.add_row(tokens, row.backend, f"[bold red]{row.note}[/bold red]" if row.wrong else row.note)
+            continue
+        table.add_row(
+            tokens, row.backend, f"{r.median_us:.1f} us", f"{r.p25_us:.1f} - {r.p75_us:.1f}", f"{r.floor_us:.1f} us",
+            f"{r.share:.2f}", f"{r.error:.1e}", f"{r.error_exact:.1e}", row.note,
+            *([f"{row.tokens_per_joule:.2f}"] if row.tokens_per_joule is not None else []),
+        )  # fmt: skip
+    return table
+
+
+def _plain(row: Row) -> dict[str, Any]:
+    if row.record is None:
+        return {"backend": row.backend, "tokens": row.tokens, "wrong": row.wrong, "note": row.note}
+    extra = {} if row.tokens_per_joule is None else {"tokens_per_joule": row.tokens_per_joule}
+    return {**row.record.to_dict(), "timed_by": row.note, **extra}
