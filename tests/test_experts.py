@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import polymoe
 from polymoe.activations import SwiGLU
-from polymoe.errors import ArgumentError, CheckpointNotFound, PlanError, UnsupportedProblem
+from polymoe.errors import ArgumentError, CheckpointNotFound, PlanError, UnsupportedProblem, VerificationError
 from polymoe.experts import FusedExperts, load_experts, relative_error
 from polymoe.formats import FORMATS
 from problems import GPT_OSS, plain_experts, random_call, random_experts
@@ -187,6 +189,12 @@ def test_loading_says_what_was_chosen_and_why(caplog: pytest.LogCaptureFixture) 
         ({"dtype": torch.float64}, ArgumentError, "dtype: expected torch.bfloat16"),
         ({"tp": 4}, ArgumentError, "sizes that work.*1, 2, 3, 6"),
         ({"tp": (2, 2)}, ValueError, "rank"),
+        ({"device": "cdua"}, ArgumentError, "device: expected cpu, cuda or cuda:1, got 'cdua'"),
+        ({"device": "h200"}, ArgumentError, "device: expected cpu, cuda or cuda:1"),
+        ({"device": "meta"}, ArgumentError, "device: expected cpu, cuda or cuda:1"),
+        ({"layer": "1"}, ArgumentError, "layer: expected an integer, got '1'"),
+        ({"layer": True}, ArgumentError, "layer: expected an integer"),
+        ({"path": SUMS / "config.json"}, CheckpointNotFound, "name a directory that holds tensors"),
         ({"ep": 9}, ValueError, "8"),
     ],
 )
@@ -194,6 +202,19 @@ def test_refusals_at_load(kwargs: dict[str, object], error: type[Exception], mes
     arguments = {"path": SUMS, "layer": 0, "device": "cpu", **kwargs}
     with pytest.raises(error, match=message):
         load_experts(**arguments)  # type: ignore[arg-type]
+
+
+def test_weights_that_overflow_are_not_a_backend_s_fault(tmp_path: Path) -> None:
+    """A scale of 2^127 is a number; six times it is none in float32."""
+    shutil.copytree(SUMS, tmp_path / "huge")
+    for shard in (tmp_path / "huge").glob("*.safetensors"):
+        tensors = load_file(shard)
+        for name in tensors:
+            if name.endswith("_scales"):
+                tensors[name].fill_(254)
+        save_file(tensors, shard)
+    with pytest.raises(VerificationError, match=r"layer 1, experts 0, 2, 5, 7: expected finite results"):
+        load_experts(tmp_path / "huge", 1, device="cpu")
 
 
 def test_naming_the_reference_is_allowed_anywhere() -> None:

@@ -201,6 +201,13 @@ class FusedExperts(nn.Module):
         weights_TA = torch.rand(8, 2, generator=generator) + 0.5
         few = ExpertWeights(spec, lambda e: weights.expert(e).to("cpu"))
         expected = run_experts(self.problem, few, x_TH, Routing(ids_TA, weights_TA))
+        if not bool(torch.isfinite(expected).all()):
+            raise VerificationError(
+                f"{where}, experts {', '.join(str(spec.first_expert + e) for e in local)}",
+                expected="finite results in float32",
+                got="NaN or infinity",
+                hint="weights or scales are far too large: the files are damaged, or converted wrongly",
+            )
         routing = Routing(ids_TA.to(self.device), weights_TA.to(self.device))
         plan = self._plan(self.problem)
         for step in plan.steps:
@@ -357,7 +364,16 @@ def _dtype(dtype: torch.dtype) -> Literal["bf16", "fp16", "fp32"]:
 
 
 def _device_name(device: torch.device | str | None) -> str | None:
-    return None if device is None else str(torch.device(device))
+    if device is None:
+        return None
+    expected = "cpu, cuda or cuda:1"
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ArgumentError("device", expected=expected, got=repr(device)) from None
+    if found.type not in ("cpu", "cuda"):
+        raise ArgumentError("device", expected=expected, got=repr(str(found)))
+    return str(found)
 
 
 def _summary(selection: Selection) -> str:

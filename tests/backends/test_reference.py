@@ -26,6 +26,13 @@ def check(weights: ExpertWeights, routing: Routing, x: torch.Tensor, **kwargs: o
     assert relative_error(run_experts(problem, weights, x, routing, torch.float64), expected) < 1e-14
 
 
+def test_autocast_does_not_round_the_oracle() -> None:
+    weights = random_experts("mxfp4")
+    x, routing = random_call(7, 64, 5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        check(weights, routing, x)
+
+
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("format", FORMATS)
 def test_formats(format: str, gated: bool) -> None:

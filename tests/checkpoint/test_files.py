@@ -129,9 +129,29 @@ def test_a_directory_without_config(single: Path) -> None:
         CheckpointFiles.open(single)
 
 
+def test_a_directory_in_the_config_s_place(single: Path) -> None:
+    (single / "config.json").unlink()
+    (single / "config.json").mkdir()
+    with pytest.raises(CheckpointError, match="expected a file that can be read, got Is a directory"):
+        CheckpointFiles.open(single)
+
+
+def test_a_path_that_cannot_be_looked_up() -> None:
+    with pytest.raises(CheckpointError, match="got File name too long"):
+        CheckpointFiles.open("x" * 5000)
+
+
 @pytest.mark.parametrize("name", ["config.json", "hf_quant_config.json"])
 @pytest.mark.parametrize(
-    ("content", "message"), [(b"{", "expected JSON"), (b"\xff", "expected JSON"), (b"[1]", "JSON object, got list")]
+    ("content", "message"),
+    [
+        (b"{", "expected JSON"),
+        (b"\xff", "expected JSON"),
+        (b"[1]", "JSON object, got list"),
+        (b'{"a":' * 100_000, "expected JSON"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "expected JSON"),
+    ],
+    ids=["cut off", "not UTF-8", "list", "too deep", "too many digits"],
 )
 def test_json_that_is_none(single: Path, name: str, content: bytes, message: str) -> None:
     (single / name).write_bytes(content)

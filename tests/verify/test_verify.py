@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint.configs import CONFIGS
 from checkpoint.written import LAYER, Library
-from polymoe.errors import CheckpointNotFound, FormatError
+from polymoe.errors import ArgumentError, CheckpointNotFound, FormatError
 from polymoe.formats import QuantTensor
 from polymoe.verify import verify
 
@@ -31,6 +31,17 @@ def test_every_family_as_it_is_stored(library: Library, name: str) -> None:
         ("reference", 5),
     ]
     assert all(0 < row.error < 6e-3 for row in report.backends)
+
+
+@pytest.mark.parametrize("tokens", [(), (0,), (1, 10**9)])
+def test_token_counts(library: Library, tokens: tuple[int, ...]) -> None:
+    with pytest.raises(ArgumentError, match="tokens: expected counts from 1 to 65536"):
+        verify(library("gpt-oss-mxfp4"), tokens=tokens, device="cpu")
+
+
+def test_a_config_alone_holds_no_experts(library: Library) -> None:
+    with pytest.raises(CheckpointNotFound, match="name a directory that holds them"):
+        verify(library("gpt-oss-mxfp4") / "config.json", device="cpu")
 
 
 def test_a_wrong_decoder_is_noticed(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:

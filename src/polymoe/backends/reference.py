@@ -72,12 +72,13 @@ def run_experts(
     x = x_TH.to(dtype)
     out = torch.zeros(x_TH.shape[0], spec.hidden, dtype=dtype, device=x_TH.device)
     local = routing.topk_ids_TA - spec.first_expert
-    for e in local[(local >= 0) & (local < spec.local_experts)].unique().tolist():
-        token, slot = (local == e).nonzero(as_tuple=True)
-        weight = routing.topk_weights_TA[token, slot].to(dtype)[:, None]
-        rows = x[token] * weight if problem.weight_on == "input" else x[token]
-        y = run_expert(weights.expert(e), rows, problem.activation, problem.activations)
-        out.index_add_(0, token, y if problem.weight_on == "input" else y * weight)
+    with torch.autocast(x_TH.device.type, enabled=False):  # it would compute the products in 16 bit
+        for e in local[(local >= 0) & (local < spec.local_experts)].unique().tolist():
+            token, slot = (local == e).nonzero(as_tuple=True)
+            weight = routing.topk_weights_TA[token, slot].to(dtype)[:, None]
+            rows = x[token] * weight if problem.weight_on == "input" else x[token]
+            y = run_expert(weights.expert(e), rows, problem.activation, problem.activations)
+            out.index_add_(0, token, y if problem.weight_on == "input" else y * weight)
     return out
 
 

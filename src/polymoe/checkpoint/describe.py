@@ -11,7 +11,7 @@ from typing import Any
 
 from polymoe.activations import Activation
 from polymoe.checkpoint.keys import Keys
-from polymoe.errors import CheckpointError, CheckpointNotFound
+from polymoe.errors import ArgumentError, CheckpointError, CheckpointNotFound
 from polymoe.problem import WeightOn
 from polymoe.routing import (
     HashTopK,
@@ -86,7 +86,14 @@ class MoeConfig:
         return self.routers[0].weight_on
 
     def router(self, layer: int) -> Router:
-        """The router of ``layer``; CheckpointNotFound, listing the layers with experts, if it has none."""
+        """The router of ``layer``.
+
+        Raises:
+            CheckpointNotFound: the layer has no routed experts; those that have are listed.
+            ArgumentError: ``layer`` is no integer.
+        """
+        if type(layer) is not int:
+            raise ArgumentError("layer", expected="an integer", got=repr(layer))
         if layer not in self.layers:
             what = "a dense layer" if 0 <= layer < self.num_layers else "no such layer"
             raise CheckpointNotFound(
@@ -109,7 +116,7 @@ def ranges(layers: tuple[int, ...]) -> str:
 def gpt_oss(config: Mapping[str, Any]) -> MoeConfig:
     """Softmax over the chosen experts; every layer has experts, and every projection a bias."""
     keys = Keys(config)
-    top_k, layers = keys.integer("num_experts_per_tok", "experts_per_token"), keys.integer("num_hidden_layers")
+    top_k, layers = keys.integer("num_experts_per_tok", "experts_per_token"), keys.layers()
     alpha, limit = keys.number("swiglu_alpha", 1.702), keys.number("swiglu_limit", 7.0)
     return MoeConfig(
         hidden=keys.integer("hidden_size"),
@@ -129,7 +136,7 @@ def _sigmoid(config: Mapping[str, Any], *, scaling: float, groups: tuple[int, in
     keys = Keys(config)
     keys.word("scoring_func", "sigmoid", default="sigmoid")
     keys.word("topk_method", "noaux_tc", default="noaux_tc")
-    num_layers = keys.integer("num_hidden_layers")
+    num_layers = keys.layers()
     kinds = keys.items("mlp_layer_types", str)
     if kinds is not None:
         layers = tuple(i for i, kind in enumerate(kinds) if kind == "sparse")
@@ -181,7 +188,7 @@ def deepseek_v4(config: Mapping[str, Any], *, hashed: int = 3) -> MoeConfig:
     has no groups."""
     keys = Keys(config)
     keys.word("scoring_func", "sqrtsoftplus", default="sqrtsoftplus")
-    num_layers = keys.integer("num_hidden_layers")
+    num_layers = keys.layers()
     hashed = keys.integer("num_hash_layers", default=hashed, least=0)
     kinds = keys.items("mlp_layer_types", str) or tuple("hash_moe" if i < hashed else "moe" for i in range(num_layers))
     top_k, renormalize = keys.integer("num_experts_per_tok"), keys.flag("norm_topk_prob", True)
@@ -235,7 +242,7 @@ def nemotron_h(config: Mapping[str, Any]) -> MoeConfig:
 def qwen(config: Mapping[str, Any], *, renormalize: bool = True) -> MoeConfig:
     """Qwen3-Next, Qwen3-VL, Qwen3.5: softmax over all experts; ``renormalize`` where the config does not say."""
     keys = Keys(config)
-    num_layers, step = keys.integer("num_hidden_layers"), keys.integer("decoder_sparse_step", default=1)
+    num_layers, step = keys.layers(), keys.integer("decoder_sparse_step", default=1)
     dense = keys.items("mlp_only_layers", int) or ()
     layers = tuple(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0)
     router = SoftmaxTopK(keys.integer("num_experts_per_tok"), keys.flag("norm_topk_prob", renormalize))
@@ -259,7 +266,7 @@ def qwen3(config: Mapping[str, Any]) -> MoeConfig:
 def mixtral(config: Mapping[str, Any]) -> MoeConfig:
     """Mixtral: every layer has experts."""
     keys = Keys(config)
-    num_layers, top_k = keys.integer("num_hidden_layers"), keys.integer("num_experts_per_tok", default=2)
+    num_layers, top_k = keys.layers(), keys.integer("num_experts_per_tok", default=2)
     return MoeConfig(
         hidden=keys.integer("hidden_size"),
         intermediate=keys.integer("intermediate_size"),
@@ -275,7 +282,7 @@ def mixtral(config: Mapping[str, Any]) -> MoeConfig:
 def llama4(config: Mapping[str, Any]) -> MoeConfig:
     """Llama-4: weights multiply the input; layers with experts at regular steps or as listed."""
     keys = Keys(config)
-    num_layers, step = keys.integer("num_hidden_layers"), keys.integer("interleave_moe_layer_step", default=1)
+    num_layers, step = keys.layers(), keys.integer("interleave_moe_layer_step", default=1)
     listed = keys.items("moe_layers", int)
     layers = tuple(range(step - 1, num_layers, step)) if listed is None else tuple(sorted(listed))
     if not set(layers) <= set(range(num_layers)):

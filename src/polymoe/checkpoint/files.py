@@ -72,7 +72,13 @@ class CheckpointFiles:
             CheckpointError: a file is not what it must be, files contradict each other, or weights are pickles.
         """
         path = Path(path_or_hub_id)
-        if not path.exists():
+        try:
+            there = path.exists()
+        except OSError as error:  # a name that is too long, a directory that may not be entered
+            raise CheckpointError(
+                str(path)[:200], expected="a path that can be looked up", got=str(error.strerror)
+            ) from error
+        if not there:
             path = _download(str(path_or_hub_id), config_only, revision)
         if path.is_file():
             if path.suffix != ".json":
@@ -152,7 +158,9 @@ class CheckpointFiles:
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise CheckpointError(str(file), expected="a file that can be read", got=str(error.strerror)) from error
+    except (ValueError, RecursionError) as error:  # ValueError: not JSON, not UTF-8, a number of thousands of digits
         raise CheckpointError(str(file), expected="JSON", got=str(error)) from error
     if not isinstance(value, dict):
         raise CheckpointError(str(file), expected="a JSON object", got=type(value).__name__)

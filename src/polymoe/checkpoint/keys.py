@@ -23,12 +23,17 @@ class Keys:
     config: Mapping[str, Any]
     where: str = "config.json"
 
-    def integer(self, *names: str, default: int | None = None, least: int = 1) -> int:
-        """The first of the keys that is there: an integer of at least ``least``."""
+    def integer(self, *names: str, default: int | None = None, least: int = 1, most: int = 2**31 - 1) -> int:
+        """The first of the keys that is there: an integer from ``least`` to ``most``."""
         name, value = self._find(names, default)
-        if type(value) is not int or value < least:
-            raise self.error(name, f"an integer of at least {least}", value)
+        if type(value) is not int or not least <= value <= most:
+            limit = f"at least {least}" if type(value) is not int or value < least else f"at most {most}"
+            raise self.error(name, f"an integer of {limit}", value)
         return value
+
+    def layers(self) -> int:
+        """``num_hidden_layers``. Bounded, since every layer is looked at: a bad number must not fill the memory."""
+        return self.integer("num_hidden_layers", most=10_000)
 
     def number(self, name: str, default: float | None = None) -> float:
         """A finite number above 0."""

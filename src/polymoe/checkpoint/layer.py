@@ -134,7 +134,7 @@ class StoredLayer:
             f"{files.path}: experts of layer {layer}",
             expected="tensors named " + " or ".join(dict.fromkeys(tried)),
             got="none",
-            hint="the files may hold other layers only",
+            hint="the files may hold other layers only" if files.has_tensors else "name a directory that holds tensors",
         )
 
     @classmethod

@@ -17,7 +17,7 @@ from polymoe.backends.reference import run_experts
 from polymoe.backends.select import select
 from polymoe.checkpoint import Checkpoint
 from polymoe.checkpoint.repack import repacked
-from polymoe.errors import CheckpointNotFound
+from polymoe.errors import ArgumentError, CheckpointNotFound
 from polymoe.experts import Choice, FusedExperts, relative_error, resolve_activations
 from polymoe.formats import Encoding
 from polymoe.layouts import LAYOUTS
@@ -29,6 +29,9 @@ from polymoe.verdict import Rejected
 from polymoe.verify.oracle import oracle, second_expert
 
 __all__ = ["BackendRow", "LayerRow", "Report", "verify"]
+
+MOST_TOKENS = 65_536
+"""Most tokens of one call: what they need in memory grows with experts and width."""
 
 
 def _exactness(encoding: Encoding) -> float:
@@ -132,12 +135,22 @@ def verify(
     Raises:
         CheckpointError: for a checkpoint that cannot be read, or a layer that is not there.
         UnsupportedProblem: if the named backend is rejected.
+        ArgumentError: for no token counts, or one that is not from 1 to 65536.
     """
+    if not tokens or not all(1 <= count <= MOST_TOKENS for count in tokens):
+        raise ArgumentError(
+            "tokens", expected=f"counts from 1 to {MOST_TOKENS}", got=", ".join(map(str, tokens)) or "none"
+        )
     machine = Machine.of(device)
     with Checkpoint.open(path) as checkpoint:
         layers = checkpoint.layers_here if layer is None else (layer,)
         if not layers:
-            raise CheckpointNotFound(str(path), expected="the experts of at least one layer", got="none in its files")
+            raise CheckpointNotFound(
+                str(path),
+                expected="the experts of at least one layer",
+                got="none in its files",
+                hint="verify needs tensors: name a directory that holds them beside its config.json",
+            )
         layer_rows, backend_rows = [], []
         for number in layers:
             progress(f"layer {number}: bytes")
