@@ -16,7 +16,10 @@ ActivationMode = Literal["16bit", "fp8_token", "fp8_group128", "fp8_static"]
 the checkpoint's own."""
 
 Dtype = Literal["bf16", "fp16", "fp32"]
+"""Of the experts' input and output."""
+
 WeightOn = Literal["output", "input"]
+"""What the routing weight multiplies: an expert's output, or its input (Llama-4)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,6 +42,7 @@ class Rejected:
 
 
 Verdict = Accepted | Rejected
+"""What a check answers."""
 
 
 @dataclass(slots=True)

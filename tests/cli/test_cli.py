@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -148,6 +149,27 @@ class TestVerify:
         assert found["layers"][0]["oracle_error"] < 1e-12
         assert [(row["backend"], row["tokens"]) for row in found["backends"]] == [("reference", 3)]
         assert 0 < found["backends"][0]["error"] < 6e-3
+
+    def test_a_difference_from_the_config_is_a_plain_warning(self, cli: Cli, tmp_path: Path) -> None:
+        claimed = tmp_path / "claimed"
+        shutil.copytree(SUMS, claimed)
+        wrong = {"quantization_config": {"quant_method": "fp8"}}
+        write(claimed / "config.json", json.loads((SUMS / "config.json").read_text()) | wrong)
+        code, out, err = cli("verify", claimed, "--layer", 1, "--tokens", 1, "--json")
+        assert code == 0
+        assert json.loads(out)["layers"][0]["format"] == "mxfp4"
+        assert err.strip().splitlines()[-1].startswith(f"warning: {claimed}: model.layers.1.mlp.experts")
+
+    def test_an_interrupt_leaves_no_traceback(self, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+        import polymoe.verify
+
+        def interrupted(*args: object, **kwargs: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(polymoe.verify, "verify", interrupted)
+        code, out, err = cli("verify", SUMS)
+        assert (code, out) == (130, "")
+        assert "Traceback" not in err
 
 
 class TestRun:

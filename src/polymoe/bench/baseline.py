@@ -17,6 +17,7 @@ from polymoe.verdict import Accepted, Reasons, Verdict
 __all__ = ["NAME", "TOLERANCE", "Dequantized", "check", "dequantize", "run"]
 
 NAME = "torch-dequantized"
+"""Its name in records, beside those of backends."""
 
 TOLERANCE = 1.2e-2
 """Twice a backend's: weights, and what stands between torch's operations, are rounded to bfloat16."""

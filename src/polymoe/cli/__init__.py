@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from typing import Annotated
 
 import typer
@@ -22,6 +23,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+"""The command line, one command a verb."""
+
 for _name, _verb in {"explain": explain, "verify": verify, "bench": bench, "run": run, "serve": serve}.items():
     app.command(_name)(_verb.command)
 
@@ -43,10 +46,17 @@ def _options(
     pass
 
 
+def _warn(message: Warning | str, *_: object) -> None:
+    """A warning as users of a command read it: without the line of source that gave it."""
+    print(f"warning: {message}", file=sys.stderr)
+
+
 def main() -> None:
     """Entry point: run the command line, with polymoe's own errors as messages and exit code 1."""
     try:
-        app(prog_name="polymoe")
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            app(prog_name="polymoe")
     except PolymoeError as error:
         fail(error)
     except KeyboardInterrupt:

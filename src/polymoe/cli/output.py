@@ -27,9 +27,13 @@ __all__ = [
 ]
 
 Checkpoint = Annotated[str, typer.Argument(help="A checkpoint's directory or a Hub id.", show_default=False)]
+"""The argument of the verbs that read weights."""
 Backend = Annotated[str, typer.Option(help="Backend of the experts: auto, or a name, which is then used or refused.")]
+"""``--backend``."""
 OnDevice = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, or auto: the GPU if there is one.")]
+"""``--device`` of the verbs that compute."""
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+"""``--json``."""
 
 
 def console() -> Console:

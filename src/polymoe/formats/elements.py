@@ -36,6 +36,8 @@ CODE_DTYPES: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+"""Dtype of an element's codes; those of 4 bits are two to a byte."""
+
 SCALE_DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -43,6 +45,7 @@ SCALE_DTYPES: dict[str, torch.dtype] = {
     "e8m0": torch.float8_e8m0fnu,
     "e4m3": torch.float8_e4m3fn,
 }
+"""Dtype of scales by its name in an Encoding."""
 
 # Halfway points between neighbouring magnitudes: entry i lies between codes i and i + 1.
 _E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)

@@ -11,7 +11,10 @@ from polymoe.shapes import ceil_div
 __all__ = ["Element", "Encoding", "Granularity", "PerChannel", "PerGroup", "PerTensor", "ScaleDtype"]
 
 Element = Literal["e2m1", "e4m3", "int4", "bf16", "fp16"]
+"""What one code is: OCP FP4 and FP8, an unsigned 4-bit integer, or a 16-bit float."""
+
 ScaleDtype = Literal["float32", "bfloat16", "float16", "e8m0", "e4m3"]
+"""What a scale is stored as; e8m0 is a power of two in a byte (OCP MX)."""
 
 ELEMENT_BITS: dict[str, int] = {"e2m1": 4, "int4": 4, "e4m3": 8, "bf16": 16, "fp16": 16}
 SCALE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "e8m0": 1, "e4m3": 1}
@@ -64,6 +67,7 @@ class PerGroup:
 
 
 Granularity = PerTensor | PerChannel | PerGroup
+"""Which weights share a scale."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from polymoe.errors import ArgumentError, PlanError, nearest
 __all__ = ["ROLE_TOKENS", "Config", "Plan", "PlanStep", "Role", "role_tokens"]
 
 Role = Literal["decode", "prefill", "mixed"]
+"""Which token counts a plan is made for."""
 
 _DECODE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _PREFILL = (1024, 2048, 4096, 8192)
