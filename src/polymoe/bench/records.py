@@ -73,21 +73,25 @@ class Stamp:
     command: str
 
     @classmethod
-    def now(cls, machine: Machine, command: str) -> Stamp:
-        """Of this process; ``commit`` is the source tree's, "-dirty" where it has changes, or the package's version."""
-        from polymoe import __version__
-
-        git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
-        try:
-            commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-        except OSError:  # no git
-            commit = ""
-        packages = machine.packages
-        return cls(machine.device.name, torch.__version__, packages.get("triton"), commit or __version__, command)
+    def now(cls, machine: Machine, command: str, commit: str | None = None) -> Stamp:
+        """Of this process; the commit, if not given, is the source tree's, or the package's version without git."""
+        commit = commit or _commit()
+        return cls(machine.device.name, torch.__version__, machine.packages.get("triton"), commit, command)
 
     def date(self) -> str:
         """Now, in UTC."""
         return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _commit() -> str:
+    """``"22f841a"``, ``"22f841a-dirty"`` with changes not committed, or ``"0.1.0"``."""
+    from polymoe import __version__
+
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True).stdout.strip() or __version__
+    except OSError:  # no git
+        return __version__
 
 
 def check_writable(path: Path) -> None:

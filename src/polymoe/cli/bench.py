@@ -54,6 +54,7 @@ def command(
     profile: Annotated[
         Path | None, typer.Option(help="Profiler traces: trace.json gives trace.BACKEND-TOKENS.json.")
     ] = None,
+    commit: Annotated[str | None, typer.Option(help="Source of the records, where git cannot tell.")] = None,
     json: Json = False,
 ) -> None:
     """Check and time each backend on one layer's experts, beside the time below which no kernel can go.
@@ -112,7 +113,7 @@ def command(
     if out is not None:
         check_writable(out)
         earlier = read(out) if plot is not None else []
-    stamp = Stamp.now(machine, shlex.join(["polymoe", *sys.argv[1:]]))
+    stamp = Stamp.now(machine, shlex.join(["polymoe", *sys.argv[1:]]), commit)
     bench = Bench(
         workload=workload, spread=spread, machine=machine, device=where, stamp=stamp, meter=meter, trace=profile
     )
@@ -128,9 +129,13 @@ def command(
         if json and rows:
             print_json([_plain(row) for row in rows])
         elif rows:
-            console().print(
+            tables = console()
+            tables.print(
                 _table(rows, f"{workload.case}, {problem.spec.format}, {spread.name} routing, {machine.device}")
             )
+            for row in rows:
+                if row.record is None:
+                    tables.print(_unmeasured(row), style="bold red" if row.wrong else None, highlight=False)
     measured = [row.record for row in rows if row.record is not None]
     if machine.device.rates == "nominal":
         print("floor and share are by nominal rates of this device, not by measured ones", file=sys.stderr)
@@ -149,17 +154,19 @@ def _table(rows: list[Row], title: str) -> Table:
         "tokens", "backend", "median", "quartiles", "floor", "share", "error", "error, exact", "timed by",
         *(["tokens/J"] if with_energy else []), title=title,
     )  # fmt: skip
-    for row in sorted(rows, key=lambda row: row.tokens or 0):
-        r, tokens = row.record, "-" if row.tokens is None else str(row.tokens)
-        if r is None:
-            table.add_row(tokens, row.backend, f"[bold red]{row.note}[/bold red]" if row.wrong else row.note)
-            continue
+    measured = ((row.record, row) for row in rows if row.record is not None)
+    for r, row in sorted(measured, key=lambda pair: pair[0].tokens):
         table.add_row(
-            tokens, row.backend, f"{r.median_us:.1f} us", f"{r.p25_us:.1f} - {r.p75_us:.1f}", f"{r.floor_us:.1f} us",
-            f"{r.share:.2f}", f"{r.error:.1e}", f"{r.error_exact:.1e}", row.note,
+            str(r.tokens), r.backend, f"{r.median_us:.1f} us", f"{r.p25_us:.1f} - {r.p75_us:.1f}",
+            f"{r.floor_us:.1f} us", f"{r.share:.2f}", f"{r.error:.1e}", f"{r.error_exact:.1e}", row.note,
             *([f"{row.tokens_per_joule:.2f}"] if row.tokens_per_joule is not None else []),
         )  # fmt: skip
     return table
+
+
+def _unmeasured(row: Row) -> str:
+    count = "any number of" if row.tokens is None else row.tokens
+    return f"not measured: {row.backend}, {count} tokens: {row.note}"
 
 
 def _plain(row: Row) -> dict[str, Any]:

@@ -1,0 +1,135 @@
+"""``polymoe bench``: tables, JSON, records, bad input, an interruption."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from polymoe.backends.reference import Reference
+from polymoe.bench.records import read
+from polymoe.cli import main
+
+SUMS = Path(__file__).parent.parent.parent / "models" / "sums-gpt-oss-mxfp4"
+SMALL = ("--case", "deepseek-v4-flash", "--experts", 4, "--hidden", 64, "--intermediate", 32, "--device", "cpu")
+
+Cli = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Runs ``polymoe bench`` in this process: exit code, stdout, stderr."""
+
+    def run(*args: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["polymoe", "bench", *map(str, args)])
+        code = 0
+        try:
+            main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def test_a_table_records_and_a_plot(cli: Cli, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out, png = tmp_path / "r.jsonl", tmp_path / "p.png"
+    code, stdout, stderr = cli(*SMALL, "--tokens", "1,8", "--out", out, "--plot", png, "--commit", "abc")
+    assert code == 0
+    for text in ("deepseek-v4-flash[H=64, F=32, E=4]", "reference", "torch-dequantized", "median", "share", "calls"):
+        assert text in stdout
+    assert "nominal rates" in stderr
+    records = read(out)
+    assert len(records) == 4
+    assert {r.commit for r in records} == {"abc"}
+    assert records[0].command.startswith("polymoe bench --case deepseek-v4-flash --experts 4")
+    assert png.stat().st_size > 1000
+    assert cli(*SMALL, "--tokens", "16", "--backend", "reference", "--out", out, "--plot", png)[0] == 0
+    assert len(read(out)) == 5
+
+
+def test_json_of_a_checkpoints_layer(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "ids.json").write_text("[[0, 1, 2], [7, 6, 5]]")
+    code, stdout, _ = cli(
+        "--checkpoint", SUMS, "--layer", 1, "--tokens", "3", "--device", "cpu", "--backends", "reference", "--json",
+        "--routing", tmp_path / "ids.json",
+    )  # fmt: skip
+    (row,) = json.loads(stdout)
+    assert code == 0
+    assert (row["case"], row["routing"], row["tokens"]) == ("sums-gpt-oss-mxfp4:layer1", "file:ids.json", 3)
+    assert 0 < row["error"] < 6e-3
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--case", "deepseek-v4-flsh"), "did you mean 'deepseek-v4-flash'"),
+        ((*SMALL, "--format", "mxpf4"), "did you mean 'mxfp4'"),
+        ((*SMALL, "--activations", "8bit"), "did you mean '16bit'"),
+        ((*SMALL, "--backends", "tritn"), "known: "),
+        ((*SMALL, "--tokens", "1,0"), "numbers such as"),
+        ((*SMALL, "--routing", "zipff"), "uniform, zipf"),
+        ((*SMALL, "--energy"), "expected a GPU, got cpu"),
+        ((*SMALL, "--out", "no/such/r.jsonl"), "a file to append to"),
+        ((*SMALL, "--profile", "no/such/t.json"), "a directory that is there"),
+        (("--case", "kimi-k2", "--device", "h200"), "cpu, cuda, cuda:1 or auto"),
+        (("--checkpoint", "no/such/checkpoint"), "no/such/checkpoint"),
+        (("--checkpoint", SUMS, "--layer", "99", "--device", "cpu"), "99"),
+    ],
+)
+def test_refusals_come_before_any_timing(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, args: tuple[object, ...], message: str
+) -> None:
+    def run(*_: object) -> None:
+        raise AssertionError("ran")
+
+    monkeypatch.setattr(Reference, "run", run)
+    code, stdout, stderr = cli(*args)
+    assert (code, stdout) == (1, "")
+    assert message in stderr
+    assert "Traceback" not in stderr
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (),
+        ("--case", "kimi-k2", "--checkpoint", SUMS),
+        ("--case", "kimi-k2", "--layer", 1),
+        ("--checkpoint", SUMS, "--experts", 4),
+        ("--checkpoint", SUMS, "--no-bias"),
+        (*SMALL, "--experts", 0),
+    ],
+)
+def test_wrong_usage_exits_with_2(cli: Cli, args: tuple[object, ...]) -> None:
+    assert cli(*args)[:2] == (2, "")
+
+
+def test_a_wrong_result_exits_with_1(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    right = Reference.run
+
+    def wrong(*args: object) -> None:
+        right(*args)  # type: ignore[arg-type]
+        args[-1].mul_(1.5)  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(Reference, "run", wrong)
+    code, stdout, _ = cli(*SMALL, "--tokens", "4", "--out", tmp_path / "r.jsonl")
+    assert code == 1
+    assert "WRONG, not timed" in stdout
+    assert [r.backend for r in read(tmp_path / "r.jsonl")] == ["torch-dequantized"]
+
+
+def test_an_interruption_keeps_what_is_finished(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Reference, "run", interrupted)
+    code, stdout, _ = cli(*SMALL, "--tokens", "4", "--out", tmp_path / "r.jsonl")
+    assert code != 0
+    assert "torch-dequantized" in stdout
+    assert [r.backend for r in read(tmp_path / "r.jsonl")] == ["torch-dequantized"]
