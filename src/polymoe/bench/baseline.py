@@ -17,6 +17,7 @@ from polymoe.verdict import Accepted, Reasons, Verdict
 __all__ = ["NAME", "TOLERANCE", "Dequantized", "check", "dequantize", "run"]
 
 NAME = "torch-dequantized"
+"""Its name beside those of backends."""
 """Its name in records, beside those of backends."""
 
 TOLERANCE = 1.2e-2
