@@ -17,7 +17,7 @@ from polymoe.backends.base import TOLERANCE, Backend
 from polymoe.backends.reference import run_experts
 from polymoe.backends.select import Selection, select
 from polymoe.checkpoint import Checkpoint
-from polymoe.errors import ArgumentError, VerificationError
+from polymoe.errors import ArgumentError, CheckpointError, VerificationError
 from polymoe.layouts import LAYOUTS, Layout, Packed
 from polymoe.machine import Machine
 from polymoe.planning.plan import Plan
@@ -130,6 +130,8 @@ class FusedExperts(nn.Module):
         target = torch.device(device or choice.machine.device.kind)
         plan = choice.select(problem).require(where)
         self = cls(problem, choice.layouts[plan.layout].pack(weights, target), choice)
+        if problem.activations == "fp8_static":
+            self._require_input_scales(where)
         if check:
             self.check(weights, where=where)
         return self
@@ -223,6 +225,17 @@ class FusedExperts(nn.Module):
                     expected=f"a relative error of at most {TOLERANCE:g} against the reference",
                     got=f"{error:.3g}",
                     hint="this is a bug: report it with this message, and load with another backend meanwhile",
+                )
+
+    def _require_input_scales(self, where: str) -> None:
+        """Refuse at load what would otherwise fail at the first token that meets an expert without its scales."""
+        for e, expert in enumerate(self.weights):
+            if expert.gate_up_input_scale is None or expert.down_input_scale is None:
+                raise CheckpointError(
+                    f"{where}, expert {self.problem.spec.first_expert + e}",
+                    expected="static input scales, for activations='fp8_static'",
+                    got="none, or not a number",
+                    hint='the expert was never calibrated: load with activations="fp8_token" or "16bit"',
                 )
 
     def _selection(self, problem: Problem) -> Selection:

@@ -18,6 +18,7 @@ from checkpoint.written import LAYER, Library, damaged, patch_config, sizes, wri
 from polymoe.activations import SwiGLU
 from polymoe.checkpoint import Checkpoint
 from polymoe.errors import ArgumentError, CheckpointError, CheckpointNotFound, FormatError
+from polymoe.experts import load_experts
 
 H, F, E = 256, 192, 8
 GPT_OSS = "model.layers.3.mlp.experts"
@@ -101,6 +102,25 @@ def test_static_scales_make_a_static_recipe(library: Library, tmp_path: Path) ->
         expert = checkpoint.weights(LAYER).expert(1)
     assert expert.gate_up_input_scale == 0.5  # the larger of gate's and up's
     assert expert.down_input_scale == 0.5
+
+
+@pytest.mark.parametrize("value", [None, 0.0, float("nan")])
+def test_p10_experts_that_were_never_calibrated(value: float | None, library: Library, tmp_path: Path) -> None:
+    def calibrate_some(tensors: dict[str, Tensor]) -> None:
+        for name in [n for n in tensors if n.endswith(".weight")]:
+            scale = value if ".experts.2." in name else 0.5
+            if scale is not None:
+                tensors[name.removesuffix("weight") + "input_scale"] = torch.tensor(scale)
+
+    path = damaged(library("mixtral-fp8-static"), tmp_path / "c", calibrate_some)
+    experts = load_experts(path, LAYER, device="cpu")
+    assert [x.down_input_scale is None for x in experts.weights] == [e == 2 for e in range(8)]
+    with Checkpoint.open(path) as checkpoint:
+        # From the headers alone: a scale that is there but not a number is seen when it is read.
+        assert checkpoint.recipe(LAYER) == ("16bit" if value is None else "fp8_static")
+    with pytest.raises(CheckpointError, match=r"layer 3, expert 2: expected static input scales(.|\n)*fp8_token"):
+        load_experts(path, LAYER, device="cpu", activations="fp8_static")
+    load_experts(path, LAYER, device="cpu", activations="fp8_static", ep=(1, 2))  # experts 4 to 7
 
 
 def test_problem(library: Library) -> None:

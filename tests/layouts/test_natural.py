@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -50,14 +52,29 @@ def test_repacking_other_sizes_is_refused() -> None:
 
 def test_experts_must_agree_on_what_they_have() -> None:
     weights = random_experts()
-    scale = torch.tensor(0.5)
+    bias = torch.zeros(weights.spec.hidden)
 
     def read(e: int) -> Expert:
-        x = weights.expert(e)
-        return x if e else Expert(gate=x.gate, up=x.up, down=x.down, down_input_scale=scale)
+        return weights.expert(e) if e else replace(weights.expert(e), down_bias=bias)
 
-    with pytest.raises(PlanError, match="down_input_scale"):
+    with pytest.raises(PlanError, match="down_bias"):
         Natural().pack(type(weights)(weights.spec, read), CPU)
+
+
+@pytest.mark.parametrize("calibrated", [{0}, {3}, {1, 2}, {0, 4}, set()], ids=str)
+def test_p10_experts_that_were_never_calibrated_have_no_input_scale(calibrated: set[int]) -> None:
+    weights = random_experts()
+
+    def read(e: int) -> Expert:
+        scale = torch.tensor(0.5 + e) if e in calibrated else None
+        return replace(weights.expert(e), gate_up_input_scale=scale)
+
+    some = type(weights)(weights.spec, read)
+    packed = Natural().pack(some, CPU)
+    got = [x.gate_up_input_scale for x in Natural().unpack(packed)]
+    assert [None if s is None else float(s) for s in got] == [0.5 + e if e in calibrated else None for e in range(5)]
+    again = Natural().pack(some, CPU, out=packed)
+    assert {e for e, x in enumerate(Natural().unpack(again)) if x.gate_up_input_scale is not None} == calibrated
 
 
 def test_view_copies_nothing() -> None:

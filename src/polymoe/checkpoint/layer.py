@@ -155,7 +155,9 @@ class StoredLayer:
             with _naming(lambda suffix, part=part: tensor_name(container, arrangement, part, 0, suffix)):
                 allowed = getattr(arrangement, "dialects", None)
                 dialect, encoding = choose(headers, plan.shape, plan.configured, plan.encoding, allowed)
-            calibrated = "input_scale" in headers
+            calibrated = "input_scale" in headers and all(
+                tensor_name(container, arrangement, part, e, "input_scale") in files for e in range(moe.experts)
+            )
             found[part] = replace(plan, dialect=dialect, encoding=encoding, calibrated=calibrated)
         if any(biases.values()) or moe.bias:
             for part, there in biases.items():

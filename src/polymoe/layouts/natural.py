@@ -15,11 +15,15 @@ from polymoe.verdict import Reason
 
 __all__ = ["Natural"]
 
+# Calibration leaves experts that no token reached without these: NaN stands in their place.
+INPUT_SCALES = frozenset({"gate_up_input_scale", "down_input_scale"})
+
 
 @dataclass(frozen=True, slots=True)
 class Natural:
     """Tensors ``{projection}.{part}``, for example ``gate.codes`` [E, F, H/2] and ``down.scales`` [E, H, F/32], and
-    ``{projection}_bias``: the checkpoint's own bytes, so packing copies and does not compute.
+    ``{projection}_bias``, and ``{projections}_input_scale`` [E]: the checkpoint's own bytes, so packing copies and does
+    not compute.
     """
 
     name: str = "natural"
@@ -41,16 +45,23 @@ class Natural:
         if out is not None and out.spec != weights.spec:
             raise PlanError("update", expected=str(out.spec), got=str(weights.spec), hint="load these experts anew")
         tensors = {} if out is None else out.tensors
-        for e in range(weights.spec.local_experts):
+        count = weights.spec.local_experts
+        for e in range(count):
             parts = _parts(weights.expert(e))
-            if e == 0 and out is None:
-                shape = {n: (weights.spec.local_experts, *p.shape) for n, p in parts.items()}
-                tensors = {n: torch.empty(shape[n], dtype=p.dtype, device=device) for n, p in parts.items()}
-            if parts.keys() != tensors.keys():
-                odd = ", ".join(sorted(parts.keys() ^ tensors.keys()))
-                raise PlanError(f"expert {e}", expected="the same tensors as expert 0", got=f"a difference in {odd}")
-            for name, part in parts.items():
-                tensors[name][e].copy_(part)
+            for name, part in parts.items() if out is None else ():
+                if name not in tensors and (e == 0 or name in INPUT_SCALES):
+                    tensors[name] = torch.empty((count, *part.shape), dtype=part.dtype, device=device)
+                    if e:  # the experts before this one had none
+                        tensors[name][:e].fill_(float("nan"))
+            odd = (parts.keys() ^ tensors.keys()) - (INPUT_SCALES - parts.keys())
+            if odd:
+                got = f"a difference in {', '.join(sorted(odd))}"
+                raise PlanError(f"expert {e}", expected="the same tensors as expert 0", got=got)
+            for name, tensor in tensors.items():
+                if name in parts:
+                    tensor[e].copy_(parts[name])
+                else:
+                    tensor[e].fill_(float("nan"))
         return Packed(self.name, weights.spec, tensors)
 
     def unpack(self, packed: Packed) -> ExpertWeights:
@@ -64,7 +75,7 @@ class Natural:
                 )
                 for p, encoding in packed.spec.encodings.items()
             }
-            vectors = {n: t for n, t in mine.items() if "." not in n}
+            vectors = {n: t for n, t in mine.items() if "." not in n and not (n in INPUT_SCALES and t.isnan())}
             return Expert(**{"gate": None, **projections, **vectors})  # type: ignore[arg-type]
 
         return ExpertWeights(packed.spec, read)
