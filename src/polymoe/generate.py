@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from polymoe.errors import ArgumentError
 from polymoe.experts import FusedExperts
 
 __all__ = ["Answer", "Generator"]
@@ -44,6 +45,9 @@ class Generator:
 
         The chat template is applied if the tokenizer has one, unless ``raw``. Decoding is the checkpoint's own
         generation config, greedy where it says nothing.
+
+        Raises:
+            ArgumentError: for a prompt that leaves no room for an answer in the model's context.
         """
         chat = not raw and getattr(self.tokenizer, "chat_template", None) is not None
         texts = [
@@ -54,10 +58,20 @@ class Generator:
             else p
             for p in prompts
         ]
-        # Decoder-only models continue from the right end, so padding goes to the left.
+        # Decoder-only models continue from the right end, so padding goes to the left. Not verbose: a prompt that is too
+        # long is an error below, not a warning.
         inputs = self.tokenizer(
-            texts, return_tensors="pt", padding=len(texts) > 1, padding_side="left", add_special_tokens=not chat
+            texts,
+            return_tensors="pt",
+            padding=len(texts) > 1,
+            padding_side="left",
+            add_special_tokens=not chat,
+            verbose=False,
         ).to(self.model.device)
+        length = inputs["input_ids"].shape[1]
+        context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if context is not None and length >= context:
+            raise ArgumentError("prompt", expected=f"fewer tokens than the context's {context}", got=f"{length}")
         start = time.perf_counter()
         with torch.inference_mode():
             out = self.model.generate(
@@ -65,7 +79,7 @@ class Generator:
             )
         self.seconds += time.perf_counter() - start
         pad = self.model.generation_config.pad_token_id
-        new = out[:, inputs["input_ids"].shape[1] :]
+        new = out[:, length:]
         counts = (new != pad).sum(1).tolist() if pad is not None else [new.shape[1]] * len(prompts)
         self.new_tokens += sum(counts)
         decoded = self.tokenizer.batch_decode(new, skip_special_tokens=True)

@@ -98,6 +98,7 @@ class TestRefusals:
             (("verify", SUMS, "--tokens", "1,x"), "--tokens: expected numbers"),
             (("verify", SUMS, "--backend", "magic"), "known: auto, reference"),
             (("run", SUMS, "--backend", "magic", "1+1="), "known: auto, reference"),
+            (("run", SUMS, "--device", "cpu", "1+" * 200), "prompt: expected fewer tokens than the context's 256"),
         ],
     )
     def test_problems_exit_with_1_and_a_message(self, cli: Cli, args: tuple[object, ...], message: str) -> None:
@@ -160,6 +161,17 @@ class TestVerify:
         assert json.loads(out)["layers"][0]["format"] == "mxfp4"
         assert err.strip().splitlines()[-1].startswith(f"warning: {claimed}: model.layers.1.mlp.experts")
 
+    def test_layers_that_are_not_there_are_said(self, cli: Cli, tmp_path: Path) -> None:
+        part = tmp_path / "part"
+        shutil.copytree(SUMS, part)
+        (part / "model-00002-of-00002.safetensors").unlink()
+        code, out, err = cli("verify", part, "--tokens", 1, "--json")
+        found = json.loads(out)
+        assert code == 0
+        assert [row["layer"] for row in found["layers"]] + found["absent"] == [0, 1, 2, 3]
+        assert found["absent"]
+        assert "note: not in the files, so not verified: layers" in err
+
     def test_an_interrupt_leaves_no_traceback(self, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
         import polymoe.verify
 
@@ -213,6 +225,29 @@ def test_help_is_fast_and_imports_nothing_heavy() -> None:
     assert run.stdout.endswith("[]\n")
     assert "explain" in run.stdout
     assert time.perf_counter() - start < 3
+
+
+def test_a_full_disk_is_no_traceback() -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    code = "from polymoe.cli import main; main()"
+    with open("/dev/full", "w") as full:
+        run = subprocess.run(
+            [sys.executable, "-c", code, "explain", str(SUMS), "--json"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert run.returncode == 1
+    assert "No space left" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_a_missing_shard_stops_run_with_its_name(cli: Cli, tmp_path: Path) -> None:
+    part = tmp_path / "part"
+    shutil.copytree(SUMS, part)
+    (part / "model-00002-of-00002.safetensors").unlink()
+    code, out, err = cli("run", part, "--device", "cpu", "1+1=")
+    assert (code, out) == (1, "")
+    assert "model-00002-of-00002.safetensors" in err
+    assert "Traceback" not in err
 
 
 def test_the_installed_command() -> None:

@@ -66,3 +66,6 @@ def main() -> None:
         # The reader of our output is gone, as with `| head`; keep the interpreter from complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+    except OSError as error:  # a file that is missing or may not be read, a disk that is full: no bug of ours
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)

@@ -28,6 +28,7 @@ def command(
 
     The checkpoint need hold no more than the experts of one layer and its config.
     """
+    from polymoe.explanation import layer_ranges
     from polymoe.verify import verify
 
     counts = token_counts(tokens)
@@ -39,6 +40,10 @@ def command(
             backend=backend,
             device=None if device == "auto" else device,
             progress=lambda text: progress.update(text),
+        )
+    if report.absent:
+        status().print(
+            f"note: not in the files, so not verified: layers {layer_ranges(report.absent)}", highlight=False
         )
     if json:
         print_json(report.to_dict())

@@ -86,12 +86,19 @@ class BackendRow:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All rows, and the device they were made on."""
+    """All rows, and the device they were made on.
+
+    Attributes:
+        checkpoint, device: what was verified, and where.
+        layers, backends: a row a layer, and a row a layer, backend and token count.
+        absent: layers that the config has and whose experts are not in the files, where all layers were asked for.
+    """
 
     checkpoint: str
     device: str
     layers: tuple[LayerRow, ...]
     backends: tuple[BackendRow, ...]
+    absent: tuple[int, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -104,6 +111,7 @@ class Report:
             "checkpoint": self.checkpoint,
             "device": self.device,
             "ok": self.ok,
+            "absent": list(self.absent),
             "layers": [{**asdict(row), "ok": row.ok} for row in self.layers],
             "backends": [{**asdict(row), "ok": row.ok} for row in self.backends],
         }
@@ -157,7 +165,8 @@ def verify(
             layer_rows.append(_verify_bytes(checkpoint, number))
             progress(f"layer {number}: backends")
             backend_rows += _verify_backends(checkpoint, number, machine, device, backend, tokens)
-        return Report(str(path), str(machine.device), tuple(layer_rows), tuple(backend_rows))
+        absent = () if layer is not None else tuple(n for n in checkpoint.layers if n not in layers)
+        return Report(str(path), str(machine.device), tuple(layer_rows), tuple(backend_rows), absent)
 
 
 def _verify_bytes(checkpoint: Checkpoint, layer: int) -> LayerRow:
