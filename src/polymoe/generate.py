@@ -58,8 +58,8 @@ class Generator:
             else p
             for p in prompts
         ]
-        # Decoder-only models continue from the right end, so padding goes to the left. Not verbose: a prompt that is too
-        # long is an error below, not a warning.
+        # Decoder-only models continue from the right end, so padding goes to the left. Not verbose: too long a prompt
+        # is an error below, not a warning.
         inputs = self.tokenizer(
             texts,
             return_tensors="pt",
