@@ -81,6 +81,11 @@ def test_deepseek_v4_hash_layers() -> None:
     assert describe({"model_type": "deepseek_v41", "text_config": text}).router(0) == SqrtSoftplusTopK(2, scaling=1.5)
 
 
+def test_p20_deepseek_v4_has_no_groups_even_if_its_template_left_some() -> None:
+    plain = config("deepseek-v4-fp4")
+    assert describe(plain | {"n_group": 8, "topk_group": 4, "topk_method": "noaux_tc"}) == describe(plain)
+
+
 def test_layers_of_nemotron_by_pattern_or_by_list() -> None:
     nemotron = config("nemotron-3-nvfp4", layers=6)
     assert describe(nemotron).layers == (1, 3, 5)
