@@ -198,6 +198,14 @@ def test_blocks_get_no_finer_than_kernels_contract():
         shard_spec(_block_spec(192), Shard(tp=4))
 
 
+def test_blocks_that_would_be_too_fine_are_said():
+    blocks = FORMATS["fp8_block128"].encoding
+    with pytest.raises(
+        ArgumentError, match="80 is no multiple of 128, and of 16 only, where blocks of 32 are the finest"
+    ):
+        widths(320, {"gate": blocks, "up": blocks, "down": blocks}, 4)
+
+
 def test_a_shard_spec_needs_no_weights():
     spec = shard_spec(_block_spec(2048), Shard(tp=8, ep_rank=1, ep=3))
     assert (spec.intermediate, spec.experts, spec.first_expert, spec.local_experts) == (256, 8, 3, 3)

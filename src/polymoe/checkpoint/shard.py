@@ -226,7 +226,11 @@ def _misfit(encodings: dict[str, Encoding], slices: tuple[int, ...]) -> str | No
         grain = _block(e, _axis(name), slices)
         for width in slices[:-1]:
             if width % grain:
-                return f"{width} is no multiple of {grain} ({e.name}, {name} projection)"
+                fine = math.gcd(grain, *slices[:-1]) if e.element == "e4m3" else grain
+                too_fine = (
+                    f", and of {fine} only, where blocks of {FINEST_BLOCK} are the finest" if fine < grain else ""
+                )
+                return f"{width} is no multiple of {grain}{too_fine} ({e.name}, {name} projection)"
     return None
 
 
