@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from polymoe.errors import ArgumentError
+from polymoe.errors import ArgumentError, CheckpointError
 from polymoe.experts import FusedExperts
 
 __all__ = ["Answer", "Generator"]
@@ -48,16 +48,10 @@ class Generator:
 
         Raises:
             ArgumentError: for a prompt that leaves no room for an answer in the model's context.
+            CheckpointError: for a chat template that fails.
         """
         chat = not raw and getattr(self.tokenizer, "chat_template", None) is not None
-        texts = [
-            self.tokenizer.apply_chat_template(
-                [{"role": "user", "content": p}], tokenize=False, add_generation_prompt=True
-            )
-            if chat
-            else p
-            for p in prompts
-        ]
+        texts = [self._chat(p) for p in prompts] if chat else list(prompts)
         # Decoder-only models continue from the right end, so padding goes to the left. Not verbose: too long a prompt
         # is an error below, not a warning.
         inputs = self.tokenizer(
@@ -84,6 +78,20 @@ class Generator:
         self.new_tokens += sum(counts)
         decoded = self.tokenizer.batch_decode(new, skip_special_tokens=True)
         return [Answer(p, t.strip(), c) for p, t, c in zip(prompts, decoded, counts, strict=True)]
+
+    def _chat(self, prompt: str) -> str:
+        from jinja2 import TemplateError
+
+        message = {"role": "user", "content": prompt}
+        try:
+            return self.tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise CheckpointError(
+                "chat template",
+                expected="one that renders a user's message",
+                got=str(error),
+                hint="--raw goes without it",
+            ) from error
 
     def experts(self) -> list[FusedExperts]:
         """The packed experts of every layer."""

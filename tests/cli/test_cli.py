@@ -190,7 +190,7 @@ class TestRun:
         assert code == 0
         assert out.splitlines() == ["123+456= 579", "12 - 34 -22"]
         assert "tokens/s" in err
-        assert "1.8 MiB packed, 6.8 MiB as 16 bit" in err
+        assert "on cpu; experts 1.8 MiB packed, 6.8 MiB as 16 bit, backend reference" in err
 
     def test_json(self, cli: Cli) -> None:
         code, out, _ = cli("run", SUMS, "--device", "cpu", "999+1=", "--json", "--max-tokens", 9)

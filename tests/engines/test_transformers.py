@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from polymoe.errors import ArgumentError, CheckpointError, CheckpointNotFound, UnsupportedProblem
@@ -107,6 +107,47 @@ def test_answers_sums(packed: tuple[Any, Any]) -> None:
         answers = model.generate(**inputs)[:, inputs["input_ids"].shape[1] :]
     texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
     assert sum(text == row["answer"] for text, row in zip(texts, HELDOUT, strict=False)) >= 97
+
+
+def test_a_tensor_that_is_missing_is_not_made_up(tmp_path: Path) -> None:
+    path = shutil.copytree(CHECKPOINT, tmp_path / "c")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    shard = path / index["weight_map"].pop(name)
+    tensors = load_file(shard)
+    del tensors[name]
+    save_file(tensors, shard, metadata={"format": "pt"})
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        load(path, device="cpu")
+
+
+def test_a_shard_that_is_missing(tmp_path: Path) -> None:
+    path = shutil.copytree(CHECKPOINT, tmp_path / "c")
+    (path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="model-00002-of-00002"):
+        load(path, device="cpu")
+
+
+def test_a_file_is_no_model() -> None:
+    with pytest.raises(CheckpointError, match="expected a directory or a Hub id"):
+        load(CHECKPOINT / "config.json", device="cpu")
+
+
+def test_a_tokenizer_that_cannot_be_read(tmp_path: Path) -> None:
+    path = shutil.copytree(CHECKPOINT, tmp_path / "c")
+    (path / "tokenizer.json").write_text('{"model": 3}')
+    with pytest.raises(CheckpointError, match="tokenizer"):
+        load(path, device="cpu")
+
+
+def test_quantization_that_is_nested_is_seen(tmp_path: Path) -> None:
+    """Kimi-K2.5 has it under text_config: refused by name, not taken for an unquantized model."""
+    from checkpoint.configs import config
+
+    (tmp_path / "config.json").write_text(json.dumps(config("kimi-k2.5-int4")))
+    with pytest.raises(UnsupportedProblem, match=r"kimi_k25 \(compressed-tensors\)"):
+        load(tmp_path, device="cpu")
 
 
 # --- What was loaded, and how ---------------------------------------------------------------------------------------

@@ -47,9 +47,16 @@ def command(
     if json:
         print_json({"answers": [{"prompt": a.prompt, "text": a.text, "tokens": a.tokens} for a in answers], **speed})
         return
+    # Experts that the checkpoint has in 16 bit are run where they lie: nothing is packed.
+    experts = (
+        f"{size(speed['packed_bytes'])} packed, {size(speed['dequantized_bytes'])} as 16 bit, "
+        f"backend {', '.join(speed['backends'])}"
+        if speed["packed_bytes"]
+        else "not quantized"
+    )
     err.print(
-        f"{speed['new_tokens']} tokens in {speed['seconds']:.2f} s, {speed['tokens_per_second']:.1f} tokens/s; "
-        f"experts {size(speed['packed_bytes'])} packed, {size(speed['dequantized_bytes'])} as 16 bit; "
-        f"backend {', '.join(speed['backends'])} on {speed['device']}",
+        f"{speed['new_tokens']} tokens in {speed['seconds']:.2f} s, {speed['tokens_per_second']:.1f} tokens/s "
+        f"on {speed['device']}; experts {experts}",
         highlight=False,
+        soft_wrap=True,
     )

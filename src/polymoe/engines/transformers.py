@@ -218,32 +218,55 @@ def load(
     if dtype is not None and dtype not in DTYPES:
         raise ArgumentError("dtype", expected=" or ".join(map(str, DTYPES)), got=str(dtype))
     target = _device(device)
+    if Path(path).is_file():
+        raise CheckpointError(str(path), expected="a directory or a Hub id", got="a file")
     # Whatever is wrong with checkpoint, family or backend shows here, before anything large is read.
     checkpoint = Checkpoint.open(Path(path), config_only=True, revision=kwargs.get("revision"))
-    source = checkpoint.config.get("quantization_config")
-    if source is not None:
-        _family(checkpoint.model_type, str(source.get("quant_method")))
+    quantized = checkpoint.quantization.method != "none"
+    if quantized:
+        _family(checkpoint.model_type, checkpoint.quantization.method)
     for row in explain(checkpoint, device=str(target), backend=backend, dtype=DTYPES[dtype or torch.bfloat16]).rows:
         row.selection.require(f"{path}, layers {layer_ranges(row.layers)}")
     shared = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
     config = AutoConfig.from_pretrained(path, **shared)
-    if source is None:
+    if not quantized:
         register()
         kwargs["experts_implementation"] = interface_name(backend)
     else:
         AUTO_QUANTIZATION_CONFIG_MAPPING[INTERFACE_NAME] = _Request
         AUTO_QUANTIZER_MAPPING[INTERFACE_NAME] = _requested
         config.quantization_config = {
-            "quant_method": INTERFACE_NAME, "source": source, "backend": backend, "device": str(target),
+            "quant_method": INTERFACE_NAME, "source": checkpoint.config["quantization_config"],
+            "backend": backend, "device": str(target),
         }  # fmt: skip
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype or "auto", **kwargs)
-    except SafetensorError as error:
+        found: Any = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype or "auto", output_loading_info=True, **kwargs
+        )
+    except (SafetensorError, OSError) as error:
+        if isinstance(error, CheckpointError):
+            raise
         raise CheckpointError(
             str(path), expected="complete safetensors files", got=str(error),
-            hint="a file is truncated or damaged; download it again",
+            hint="a file is missing, truncated or damaged; download it again",
         ) from error  # fmt: skip
-    return model.to(target), AutoTokenizer.from_pretrained(path, **shared)
+    model, loaded = found
+    # Transformers makes up what it does not find, with a warning.
+    absent = sorted({*loaded["missing_keys"], *(str(key) for key in loaded["mismatched_keys"])})
+    if absent:
+        raise CheckpointError(
+            str(path), expected="every tensor of the model, in its shape", got=f"none for {', '.join(absent[:5])}"
+            + (f" and {len(absent) - 5} more" if len(absent) > 5 else ""),
+            hint="the checkpoint is incomplete, or its config is another model's",
+        )  # fmt: skip
+    return model.to(target), _tokenizer(path, shared)
+
+
+def _tokenizer(path: str | os.PathLike[str], shared: Mapping[str, Any]) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(path, **shared)
+    except Exception as error:  # tokenizers raises plain Exception for a file it cannot read
+        raise CheckpointError(f"{path}: tokenizer", expected="one that Transformers reads", got=str(error)) from error
 
 
 def install(*, backend: str = "auto") -> None:
@@ -275,6 +298,7 @@ _HUB_ARGUMENTS = ("cache_dir", "local_files_only", "revision", "token")
 _INSTEAD: Mapping[str, str] = {
     "config": "load() reads the checkpoint's own",
     "device_map": "device=... puts the whole model on one device; for several, call install() and from_pretrained",
+    "output_loading_info": "load() raises for tensors that are missing",
     "quantization_config": "load() packs what the checkpoint holds; to dequantize, call from_pretrained",
     "subfolder": "name the subfolder's own path",
     "trust_remote_code": "polymoe runs no code from a checkpoint",
