@@ -279,3 +279,9 @@ def test_gate_and_up_in_one_tensor_need_scales_by_row(tmp_path: Path) -> None:
 def test_a_config_without_tensors(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "c", config("gpt-oss-mxfp4"), {})
     assert [p.name for p in path.iterdir()] == ["config.json"]
+
+
+def test_files_are_as_readable_as_others_are(tmp_path: Path) -> None:
+    path = write(tmp_path / "c", "gpt-oss-mxfp4")
+    (tmp_path / "plain").write_text("")
+    assert {f.stat().st_mode for f in path.iterdir()} == {(tmp_path / "plain").stat().st_mode}

@@ -81,6 +81,10 @@ def write_checkpoint(
         _write_json(directory / "config.json", config)
         if side is not None:
             _write_json(directory / "hf_quant_config.json", side)
+        # safetensors lets only the owner read what it writes; a config file is as readable as the user's umask says.
+        readable = (directory / "config.json").stat().st_mode
+        for file in directory.iterdir():
+            file.chmod(readable)
         shutil.move(directory, path)
     return path
 
