@@ -1,0 +1,207 @@
+"""Codes and scales to 16-bit operands, one function a format: each a constexpr argument of the grouped GEMM.
+
+A *word* holds the codes of P adjacent columns: int16 with four nibbles (P = 4) or two bytes (P = 2), or one number as
+it is (P = 1). ``decode(words, factor, zero)`` returns P planes: plane p holds columns p, p + P, p + 2P ... of the tile.
+The other operand has its columns in the same order, so no nibble ever moves.
+
+With ``PLAIN`` the arithmetic is ordinary float32 (Triton's interpreter has no inline assembly). Otherwise pairs of
+bfloat16 are made in 32-bit registers: the code's bits go where bfloat16 has sign, low exponent and high mantissa, which
+is the value times a power of two far below 1, and one exact multiplication brings it back with its scale.
+"""
+
+# Kernel arguments are not what a type checker takes them for.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = [
+    "E2M1_SHIFT",
+    "decode_16bit",
+    "decode_e2m1",
+    "decode_e4m3",
+    "decode_int4",
+    "factor_e4m3",
+    "factor_e8m0",
+    "factor_float",
+]
+
+E2M1_SHIFT = 24
+"""The fast path holds E2M1 weights times 2**-24, which the accumulator gets back: E8M0 scales from 2**-101 to 2**25 are
+then exact in bfloat16. Larger ones become NaN, never a wrong number."""
+
+
+@triton.jit
+def factor_e8m0(byte, PLAIN: tl.constexpr):
+    """E8M0 bytes to float32 scales (PLAIN), or to bfloat16 scales times 2**(126 - 24)."""
+    b = byte.to(tl.int32)
+    if PLAIN:
+        bits = tl.where(b == 0, 0x00400000, b << 23)  # 2**-127 is subnormal in float32
+        return tl.where(b == 255, float("nan"), bits.to(tl.float32, bitcast=True))
+    else:
+        return tl.where(b > 152, 0x7FC0, (b + 102) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def factor_e4m3(byte, PLAIN: tl.constexpr):
+    """E4M3 bytes to float32 numbers (PLAIN), or to bfloat16 scales times 2**(126 - 24). SM80 has no FP8: bits only."""
+    b = byte.to(tl.int32)
+    if PLAIN:
+        bits = ((b & 0x80) << 24) | ((b & 0x7F) << 20)  # the number times 2**-120
+        value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+        return tl.where((b & 0x7F) == 0x7F, float("nan"), value)
+    else:
+        small = (((b & 0x80) << 8) | ((b & 0x7F) << 4)).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        one = tl.full((1, 1), 1.329227995784916e36, tl.bfloat16)  # 2**120
+        return small * one * tl.full((1, 1), 5.070602400912918e30, tl.bfloat16)  # 2**102
+
+
+@triton.jit
+def factor_float(scale, PLAIN: tl.constexpr):
+    """Float scales as float32 (PLAIN) or bfloat16."""
+    if PLAIN:
+        return scale.to(tl.float32)
+    else:
+        return scale.to(tl.bfloat16)
+
+
+@triton.jit
+def decode_16bit(words, factor, zero, OPERAND: tl.constexpr, PLAIN: tl.constexpr):
+    """One plane: the numbers themselves."""
+    return (words.to(OPERAND),)
+
+
+@triton.jit
+def decode_e2m1(words, factor, zero, OPERAND: tl.constexpr, PLAIN: tl.constexpr):
+    """Four planes of E2M1 times their factor. Without PLAIN: times 2**-24 (see E2M1_SHIFT)."""
+    if PLAIN:
+        w = words.to(tl.int32)
+        return (
+            _e2m1(w, factor).to(OPERAND),
+            _e2m1(w >> 4, factor).to(OPERAND),
+            _e2m1(w >> 8, factor).to(OPERAND),
+            _e2m1(w >> 12, factor).to(OPERAND),
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 s, m, z;
+            mov.b32 z, 0x80008000;
+            shl.b32 s, $4, 12;
+            shl.b32 m, $4, 6;
+            and.b32 m, m, 0x01C001C0;
+            lop3.b32 m, s, z, m, 0xEA;
+            fma.rn.bf16x2 $0, m, $5, z;
+            shl.b32 s, $4, 8;
+            shl.b32 m, $4, 2;
+            and.b32 m, m, 0x01C001C0;
+            lop3.b32 m, s, z, m, 0xEA;
+            fma.rn.bf16x2 $1, m, $5, z;
+            shl.b32 s, $4, 4;
+            shr.u32 m, $4, 2;
+            and.b32 m, m, 0x01C001C0;
+            lop3.b32 m, s, z, m, 0xEA;
+            fma.rn.bf16x2 $2, m, $5, z;
+            shr.u32 m, $4, 6;
+            and.b32 m, m, 0x01C001C0;
+            lop3.b32 m, $4, z, m, 0xEA;
+            fma.rn.bf16x2 $3, m, $5, z;
+            }
+            """,
+            "=&r,=&r,=&r,=&r,r,r",
+            [words, factor],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
+def _e2m1(nibble, factor):
+    exponent = (nibble >> 1) & 3
+    mantissa = (nibble & 1).to(tl.float32)
+    magnitude = tl.where(exponent == 0, 0.5 * mantissa, (1 << exponent).to(tl.float32) * (0.5 + 0.25 * mantissa))
+    return tl.where((nibble & 8) != 0, -magnitude, magnitude) * factor
+
+
+@triton.jit
+def decode_int4(words, factor, zero, OPERAND: tl.constexpr, PLAIN: tl.constexpr):
+    """Four planes of ``(nibble - zero) * factor``, the product rounded once to the operand dtype."""
+    if PLAIN:
+        w = words.to(tl.int32)
+        return (
+            (((w & 15).to(tl.float32) - zero) * factor).to(OPERAND),
+            ((((w >> 4) & 15).to(tl.float32) - zero) * factor).to(OPERAND),
+            ((((w >> 8) & 15).to(tl.float32) - zero) * factor).to(OPERAND),
+            ((((w >> 12) & 15).to(tl.float32) - zero) * factor).to(OPERAND),
+        )
+    else:
+        # 0x4300 | n is the bfloat16 128 + n; `zero` comes as -(128 + zero point).
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 a, o, z;
+            mov.b32 o, 0x3F803F80;
+            mov.b32 z, 0x80008000;
+            and.b32 a, $4, 0x000F000F;
+            or.b32 a, a, 0x43004300;
+            fma.rn.bf16x2 a, a, o, $6;
+            fma.rn.bf16x2 $0, a, $5, z;
+            shr.u32 a, $4, 4;
+            and.b32 a, a, 0x000F000F;
+            or.b32 a, a, 0x43004300;
+            fma.rn.bf16x2 a, a, o, $6;
+            fma.rn.bf16x2 $1, a, $5, z;
+            shr.u32 a, $4, 8;
+            and.b32 a, a, 0x000F000F;
+            or.b32 a, a, 0x43004300;
+            fma.rn.bf16x2 a, a, o, $6;
+            fma.rn.bf16x2 $2, a, $5, z;
+            shr.u32 a, $4, 12;
+            and.b32 a, a, 0x000F000F;
+            or.b32 a, a, 0x43004300;
+            fma.rn.bf16x2 a, a, o, $6;
+            fma.rn.bf16x2 $3, a, $5, z;
+            }
+            """,
+            "=&r,=&r,=&r,=&r,r,r,r",
+            [words, factor, zero],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
+def decode_e4m3(words, factor, zero, OPERAND: tl.constexpr, PLAIN: tl.constexpr):
+    """Two planes of E4M3, without scales (those go onto the accumulator): exact."""
+    if PLAIN:
+        w = words.to(tl.int32)
+        return (factor_e4m3(w & 255, True).to(OPERAND), factor_e4m3((w >> 8) & 255, True).to(OPERAND))
+    else:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 s, m, f, z;
+            mov.b32 z, 0x80008000;
+            mov.b32 f, 0x7B807B80;
+            shl.b32 s, $2, 8;
+            shl.b32 m, $2, 4;
+            and.b32 m, m, 0x07F007F0;
+            lop3.b32 m, s, z, m, 0xEA;
+            fma.rn.bf16x2 $0, m, f, z;
+            shr.u32 m, $2, 4;
+            and.b32 m, m, 0x07F007F0;
+            lop3.b32 m, $2, z, m, 0xEA;
+            fma.rn.bf16x2 $1, m, f, z;
+            }
+            """,
+            "=&r,=&r,r",
+            [words],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )

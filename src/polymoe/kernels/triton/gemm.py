@@ -1,0 +1,284 @@
+"""The grouped GEMM: each expert's weights times the rows that chose it, decoded on the way to the matrix units.
+
+Weights are the left operand (M is their rows) and stay in registers; the routed rows are the right one, in tiles as
+narrow as 16. One program makes one tile of one expert, gate and up together, so that the activation is local to it.
+"""
+
+# Kernel arguments are not what a type checker takes them for.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["grouped_gemm"]
+
+
+@triton.jit
+def _groups(
+    ptr, row_at, stride, step, USED: tl.constexpr, GROUP_K: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr,
+    BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Scales or zero points of one step, as stored: [BLOCK_N, GROUPS]. Without USED, the step's number."""
+    if not USED:
+        return step
+    else:
+        group = step * BLOCK_K // GROUP_K + tl.arange(0, GROUPS)
+        ptrs = ptr + row_at + group[None, :] * stride
+        if MASKED:
+            return tl.load(ptrs, mask=(group * GROUP_K < K)[None, :], other=0)
+        else:
+            return tl.load(ptrs)
+
+
+@triton.jit
+def _step(
+    acc, gate_acc, up_ptr, up_scale_ptr, up_scales, up_zeros, gate_ptr, gate_scale_ptr, gate_scales, gate_zeros,
+    x_at, code_at, code_k, scale_at, scale_k, step, K: tl.constexpr, GATED: tl.constexpr, DECODE: tl.constexpr,
+    FACTOR: tl.constexpr, PLANES: tl.constexpr, OPERAND: tl.constexpr, PLAIN: tl.constexpr, SCALE_AT: tl.constexpr,
+    GROUP_K: tl.constexpr, GROUPS: tl.constexpr, ZERO_POINTS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Both accumulators after one step along K."""
+    WORDS: tl.constexpr = BLOCK_K // PLANES
+    LOOP: tl.constexpr = SCALE_AT == "loop"
+    words: tl.constexpr = K // PLANES
+    word = step * WORDS + tl.arange(0, WORDS)
+    word_mask = word < words
+    at = code_at + word[None, :] * code_k
+    up_words = tl.load(up_ptr + at, mask=word_mask[None, :], other=0) if MASKED else tl.load(up_ptr + at)
+    up_planes = _planes(
+        up_words, up_scales, up_zeros, DECODE, FACTOR, LOOP, ZERO_POINTS, OPERAND, PLAIN, BLOCK_N, WORDS, GROUPS
+    )  # fmt: skip
+    if GATED:
+        gate_words = tl.load(gate_ptr + at, mask=word_mask[None, :], other=0) if MASKED else tl.load(gate_ptr + at)
+        gate_planes = _planes(
+            gate_words, gate_scales, gate_zeros, DECODE, FACTOR, LOOP, ZERO_POINTS, OPERAND, PLAIN, BLOCK_N, WORDS,
+            GROUPS,
+        )  # fmt: skip
+    BLOCK_SCALED: tl.constexpr = SCALE_AT == "block"
+    part = tl.zeros((BLOCK_N, BLOCK_T), tl.float32) if BLOCK_SCALED else acc
+    gate_part = tl.zeros((BLOCK_N, BLOCK_T), tl.float32) if BLOCK_SCALED else gate_acc
+    for p in tl.static_range(PLANES):
+        x_ptrs = x_at + p * words + word[:, None]
+        x = tl.load(x_ptrs, mask=word_mask[:, None], other=0.0) if MASKED else tl.load(x_ptrs)
+        part = tl.dot(up_planes[p], x, part, input_precision="ieee")
+        if GATED:
+            gate_part = tl.dot(gate_planes[p], x, gate_part, input_precision="ieee")
+    if BLOCK_SCALED:
+        scale = scale_at + step * BLOCK_K // GROUP_K * scale_k
+        part = acc + part * tl.load(up_scale_ptr + scale).to(tl.float32)
+        if GATED:
+            gate_part = gate_acc + gate_part * tl.load(gate_scale_ptr + scale).to(tl.float32)
+    return part, gate_part
+
+
+@triton.jit
+def _planes(
+    words, scales, points,
+    DECODE: tl.constexpr, FACTOR: tl.constexpr, IN_LOOP: tl.constexpr, ZERO_POINTS: tl.constexpr,
+    OPERAND: tl.constexpr, PLAIN: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Decoded planes [BLOCK_N, WORDS] of one step along K."""
+    factor = words
+    zero = words
+    if IN_LOOP:
+        factor = _spread(FACTOR(scales, PLAIN), BLOCK_N, WORDS, GROUPS)
+        if ZERO_POINTS:
+            zero = _spread(_zero(points, PLAIN), BLOCK_N, WORDS, GROUPS)
+        else:
+            zero = tl.full((BLOCK_N, WORDS), 8.0 if PLAIN else -136.0, factor.dtype)
+    return DECODE(words, factor, zero, OPERAND, PLAIN)
+
+
+@triton.jit
+def _zero(points, PLAIN: tl.constexpr):
+    if PLAIN:
+        return points.to(tl.float32)
+    else:
+        return (-128.0 - points.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def _spread(groups, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, GROUPS: tl.constexpr):
+    """[BLOCK_N, GROUPS] repeated along the columns to [BLOCK_N, WORDS]."""
+    wide = tl.broadcast_to(groups[:, :, None], (BLOCK_N, GROUPS, WORDS // GROUPS))
+    return tl.reshape(wide, (BLOCK_N, WORDS))
+
+
+@triton.jit
+def _finish(
+    acc, codes_scale_ptr, global_ptr, bias_ptr, expert, n, scale_e, scale_n, bias_e, x_scale, weight,
+    POST: tl.constexpr, GROUP_N: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr, UNSHIFT: tl.constexpr,
+    X_SCALE: tl.constexpr, WEIGHT_IN: tl.constexpr,
+):  # fmt: skip
+    """The accumulator [BLOCK_N, BLOCK_T] with everything that multiplies or adds to a whole row or column of it."""
+    if UNSHIFT != 0:
+        acc *= 2.0**UNSHIFT
+    if POST:
+        acc *= tl.load(codes_scale_ptr + expert * scale_e + (n // GROUP_N) * scale_n).to(tl.float32)[:, None]
+    if GLOBAL:
+        acc *= tl.load(global_ptr + expert)
+    if X_SCALE:
+        acc *= x_scale[None, :]
+    if WEIGHT_IN:
+        acc *= weight[None, :]
+    if BIAS:
+        acc += tl.load(bias_ptr + expert * bias_e + n).to(tl.float32)[:, None]
+    return acc
+
+
+@triton.jit
+def _activate(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr):
+    if ACTIVATION == "swiglu":
+        if LIMIT > 0:
+            gate = tl.minimum(gate, LIMIT)
+            up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        return gate * tl.sigmoid(ALPHA * gate) * (up + BETA)
+    elif ACTIVATION == "gelu":
+        return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
+    elif ACTIVATION == "gelu_tanh":
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        return gate * tl.sigmoid(inner) * up
+    elif ACTIVATION == "relu2":
+        positive = tl.maximum(up, 0.0)
+        return positive * positive
+    else:
+        return up
+
+
+@triton.jit
+def grouped_gemm(
+    x_ptr, x_scale_ptr, out_ptr,
+    gate_ptr, gate_scale_ptr, gate_zero_ptr, gate_global_ptr, gate_bias_ptr,
+    up_ptr, up_scale_ptr, up_zero_ptr, up_global_ptr, up_bias_ptr,
+    order_ptr, tile_expert_ptr, tile_first_ptr, tile_last_ptr, weight_ptr,
+    slots,
+    code_e, code_n, code_k, scale_e, scale_n, scale_k, bias_e, out_split,
+    N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr,
+    DECODE: tl.constexpr, FACTOR: tl.constexpr, PLANES: tl.constexpr, OPERAND: tl.constexpr, PLAIN: tl.constexpr,
+    SCALE_AT: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, SCALE_ALIGN: tl.constexpr,
+    ZERO_POINTS: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr, UNSHIFT: tl.constexpr,
+    X_SCALE: tl.constexpr, WEIGHT_IN: tl.constexpr,
+    GATHER: tl.constexpr, SCATTER: tl.constexpr, OUT_PLANES: tl.constexpr, SPLIT_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One tile: rows of one expert's weights by up to BLOCK_T of the routed rows that chose it.
+
+    Grid: ``tiles * ceil(N / BLOCK_N) * SPLIT_K`` programs; those beyond the tiles in use leave at once.
+    x is [rows, K] with its columns in PLANES planes; out [rows, N], its columns in OUT_PLANES planes.
+    GATHER takes x's rows by token, SCATTER writes rows where they came from; otherwise both are in expert order.
+    SCALE_AT: "none", "loop" (scales multiply the codes), "block" (the product of each step), "row" (the whole row).
+    """
+    LOOP: tl.constexpr = SCALE_AT == "loop"
+    GROUPS: tl.constexpr = BLOCK_K // GROUP_K if LOOP and BLOCK_K > GROUP_K else 1
+    pid = tl.program_id(0)
+    blocks_n = tl.cdiv(N, BLOCK_N)
+    split = pid % SPLIT_K
+    block = (pid // SPLIT_K) % blocks_n
+    tile = pid // (SPLIT_K * blocks_n)
+    expert = tl.load(tile_expert_ptr + tile).to(tl.int64)
+    if expert < 0:
+        return
+    last = tl.load(tile_last_ptr + tile)
+    row = tl.load(tile_first_ptr + tile) + tl.arange(0, BLOCK_T)
+    valid = row < last
+    row = tl.minimum(row, last - 1)
+    if GATHER or SCATTER:
+        routed = tl.load(order_ptr + row)
+    else:
+        routed = row
+    x_row = (routed // slots if GATHER else row).to(tl.int64)
+
+    # Output columns: with planes, a tile's rows of weights are OUT_PLANES apart, so that what it writes is contiguous.
+    place = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    per_plane = N // OUT_PLANES
+    inside = place < N
+    place_in = tl.minimum(place, N - 1)
+    n = (place_in % per_plane) * OUT_PLANES + place_in // per_plane if OUT_PLANES > 1 else place_in
+
+    STEPS: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
+    EVEN: tl.constexpr = STEPS * BLOCK_K * SPLIT_K == K
+    # Whole steps run without masks; what is left of K is one step with them. An uneven split masks every step.
+    FULL: tl.constexpr = STEPS if EVEN else (STEPS - 1 if SPLIT_K == 1 else 0)
+    first_step = split * STEPS
+    code_at = expert * code_e + n[:, None].to(tl.int64) * code_n
+    # Told here because a stride like 90 is known only as "not a multiple of 16", and single bytes load badly.
+    scale_at = tl.multiple_of(expert * scale_e + (n // GROUP_N)[:, None] * scale_n, (SCALE_ALIGN, SCALE_ALIGN))
+    x_at = x_ptr + x_row[None, :] * K
+
+    acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    gate_acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    if FULL > 0:
+        # Scales are loaded a step ahead by hand: they are too small for the load pipeline, and their latency shows.
+        up_scales = _groups(up_scale_ptr, scale_at, scale_k, first_step, LOOP, GROUP_K, GROUPS, K, BLOCK_K, False)
+        up_zeros = _groups(up_zero_ptr, scale_at, scale_k, first_step, ZERO_POINTS, GROUP_K, GROUPS, K, BLOCK_K, False)
+        gate_scales = up_scales
+        gate_zeros = up_zeros
+        if GATED:
+            gate_scales = _groups(
+                gate_scale_ptr, scale_at, scale_k, first_step, LOOP, GROUP_K, GROUPS, K, BLOCK_K, False
+            )  # fmt: skip
+            gate_zeros = _groups(
+                gate_zero_ptr, scale_at, scale_k, first_step, ZERO_POINTS, GROUP_K, GROUPS, K, BLOCK_K, False
+            )  # fmt: skip
+        for i in range(FULL):
+            step = first_step + i
+            acc, gate_acc = _step(
+                acc, gate_acc, up_ptr, up_scale_ptr, up_scales, up_zeros,
+                gate_ptr, gate_scale_ptr, gate_scales, gate_zeros,
+                x_at, code_at, code_k, scale_at, scale_k, step, K, GATED, DECODE, FACTOR, PLANES, OPERAND, PLAIN,
+                SCALE_AT, GROUP_K, GROUPS, ZERO_POINTS, BLOCK_N, BLOCK_T, BLOCK_K, False,
+            )  # fmt: skip
+            ahead = first_step + tl.minimum(i + 1, FULL - 1)
+            up_scales = _groups(up_scale_ptr, scale_at, scale_k, ahead, LOOP, GROUP_K, GROUPS, K, BLOCK_K, False)
+            up_zeros = _groups(up_zero_ptr, scale_at, scale_k, ahead, ZERO_POINTS, GROUP_K, GROUPS, K, BLOCK_K, False)
+            if GATED:
+                gate_scales = _groups(
+                    gate_scale_ptr, scale_at, scale_k, ahead, LOOP, GROUP_K, GROUPS, K, BLOCK_K, False
+                )  # fmt: skip
+                gate_zeros = _groups(
+                    gate_zero_ptr, scale_at, scale_k, ahead, ZERO_POINTS, GROUP_K, GROUPS, K, BLOCK_K, False
+                )  # fmt: skip
+    for i in tl.range(FULL, STEPS, num_stages=1 if FULL > 0 else None):
+        step = first_step + i
+        rest = _groups(up_scale_ptr, scale_at, scale_k, step, LOOP, GROUP_K, GROUPS, K, BLOCK_K, True)
+        rest_zeros = _groups(up_zero_ptr, scale_at, scale_k, step, ZERO_POINTS, GROUP_K, GROUPS, K, BLOCK_K, True)
+        gate_rest = rest
+        gate_rest_zeros = rest_zeros
+        if GATED:
+            gate_rest = _groups(gate_scale_ptr, scale_at, scale_k, step, LOOP, GROUP_K, GROUPS, K, BLOCK_K, True)
+            gate_rest_zeros = _groups(
+                gate_zero_ptr, scale_at, scale_k, step, ZERO_POINTS, GROUP_K, GROUPS, K, BLOCK_K, True
+            )  # fmt: skip
+        acc, gate_acc = _step(
+            acc, gate_acc, up_ptr, up_scale_ptr, rest, rest_zeros, gate_ptr, gate_scale_ptr, gate_rest, gate_rest_zeros,
+            x_at, code_at, code_k, scale_at, scale_k, step, K, GATED, DECODE, FACTOR, PLANES, OPERAND, PLAIN,
+            SCALE_AT, GROUP_K, GROUPS, ZERO_POINTS, BLOCK_N, BLOCK_T, BLOCK_K, True,
+        )  # fmt: skip
+
+    x_scale = valid
+    weight = valid
+    if X_SCALE:
+        x_scale = tl.load(x_scale_ptr + x_row)
+    if WEIGHT_IN:
+        weight = tl.load(weight_ptr + routed)
+    POST: tl.constexpr = SCALE_AT == "row"
+    BIASED: tl.constexpr = BIAS and SPLIT_K == 1
+    acc = _finish(
+        acc, up_scale_ptr, up_global_ptr, up_bias_ptr, expert, n, scale_e, scale_n, bias_e, x_scale, weight,
+        POST, GROUP_N, GLOBAL, BIASED, UNSHIFT, X_SCALE, WEIGHT_IN,
+    )  # fmt: skip
+    if GATED:
+        gate_acc = _finish(
+            gate_acc, gate_scale_ptr, gate_global_ptr, gate_bias_ptr, expert, n, scale_e, scale_n, bias_e, x_scale,
+            weight, POST, GROUP_N, GLOBAL, BIASED, UNSHIFT, X_SCALE, WEIGHT_IN,
+        )  # fmt: skip
+    if BIAS and SPLIT_K > 1:
+        acc += tl.where(split == 0, 1.0, 0.0) * tl.load(up_bias_ptr + expert * bias_e + n).to(tl.float32)[:, None]
+    result = _activate(gate_acc, acc, ACTIVATION, ALPHA, BETA, LIMIT)
+    out_row = (routed if SCATTER else row).to(tl.int64)
+    out_at = out_ptr + split.to(tl.int64) * out_split + out_row[:, None] * N + place[None, :]
+    tl.store(out_at, tl.trans(result).to(out_ptr.dtype.element_ty), mask=valid[:, None] & inside[None, :])

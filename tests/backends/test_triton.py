@@ -1,0 +1,165 @@
+"""The Triton backend: its verdicts and tiles anywhere, its results on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from polymoe.activations import GeGLU
+from polymoe.backends.base import TOLERANCE
+from polymoe.backends.reference import run_experts
+from polymoe.backends.triton import Tile, Triton, TritonConfig
+from polymoe.experts import Choice, FusedExperts, relative_error
+from polymoe.formats import FORMATS
+from polymoe.layouts import LAYOUTS
+from polymoe.machine import DEVICES, Machine
+from polymoe.problem import Problem
+from polymoe.routing import Routing
+from polymoe.tensors import ExpertsSpec, ExpertWeights
+from polymoe.verdict import Accepted, Rejected
+from problems import GPT_OSS, problem_of, random_call, random_experts
+
+WITH_TRITON = {"triton": "3.6.0"}
+CHOICE = {"triton": Triton()}
+
+
+def machine(name: str, packages: dict[str, str] = WITH_TRITON) -> Machine:
+    return Machine(DEVICES[name], packages)
+
+
+def seed_problem(format: str = "mxfp4", **kwargs: Any) -> Problem:
+    encoding = FORMATS[format].encoding
+    spec = ExpertsSpec(hidden=4096, intermediate=2048, experts=256, gate=encoding, up=encoding, down=encoding)
+    return Problem(spec=spec, activation=GPT_OSS, top_k=6, **kwargs)
+
+
+class TestCheck:
+    @pytest.mark.parametrize("format", FORMATS)
+    @pytest.mark.parametrize("gpu", ["a100", "rtx4090", "h200", "b200", "rtx5090"])
+    def test_every_format_on_every_gpu_since_ampere(self, format: str, gpu: str) -> None:
+        assert Triton().check(seed_problem(format), machine(gpu)) == Accepted(capturable=True)
+
+    def test_all_reasons_at_once(self) -> None:
+        verdict = Triton().check(
+            seed_problem(activations="fp8_token", batch_invariant=True), machine("cpu", {"triton": "3.5.1"})
+        )
+        assert isinstance(verdict, Rejected)
+        assert {r.what for r in verdict.reasons} == {"GPU", "triton", "activations", "batch-invariant results"}
+
+    def test_triton_missing(self) -> None:
+        verdict = Triton().check(seed_problem(), machine("h200", {}))
+        assert isinstance(verdict, Rejected)
+        assert str(verdict.reasons[0]) == "triton: wants 3.6 or newer, got none"
+
+    def test_gate_unlike_up(self) -> None:
+        problem = seed_problem()
+        mixed = replace(problem, spec=replace(problem.spec, gate=FORMATS["bf16"].encoding))
+        assert isinstance(Triton().check(mixed, machine("h200")), Rejected)
+
+
+class TestConfigure:
+    def test_tiles_widen_with_tokens(self) -> None:
+        backend, problem, h200 = Triton(), seed_problem(), machine("h200")
+        widths = [backend.configure(problem, h200, t).tokens for t in (1, 256, 512, 1024, 2560, 8192)]
+        assert widths == [8, 8, 16, 32, 64, 128]
+
+    @pytest.mark.parametrize("format", FORMATS)
+    @pytest.mark.parametrize("gpu", [name for name, d in DEVICES.items() if d.kind == "cuda"])
+    def test_pipelines_fit_into_shared_memory(self, gpu: str, format: str) -> None:
+        for tokens in (1, 64, 512, 1024, 4096, 65536):
+            config = Triton().configure(seed_problem(format), machine(gpu), tokens)
+            bits = FORMATS[format].encoding.bits
+            for tile, matrices in ((config.up, 2), (config.down, 1)):
+                step = matrices * tile.rows * tile.columns * bits // 8 + tile.columns * config.tokens * 2
+                assert tile.stages * step <= DEVICES[gpu].shared_memory_bytes
+
+    def test_predicted_time_is_above_the_floor_and_grows(self) -> None:
+        times = [Triton().predict(seed_problem(), machine("h200"), t).time_us for t in (1, 16, 256, 4096)]
+        assert times == sorted(times)
+        assert times[0] > 18.7
+        assert str(Triton().configure(seed_problem(), machine("h200"), 1)).startswith("tokens=8, up=64x256")
+
+
+def on_gpu(weights: ExpertWeights, x: torch.Tensor, routing: Routing, **kwargs: Any) -> None:
+    """Compare with the reference, and twenty runs with each other to the bit; outputs start as NaN."""
+    config = kwargs.pop("config", None)
+    problem = problem_of(weights, **kwargs)
+    here = Machine.of("cuda")
+    expected = run_experts(problem, weights, x, routing)
+    packed = LAYOUTS["natural"].pack(weights, torch.device("cuda"))
+    config = config or Triton().configure(problem, here, x.shape[0])
+    first = None
+    for _ in range(20):
+        out = torch.full_like(x, float("nan"), device="cuda")
+        there = Routing(*(part.cuda() for part in routing))
+        Triton().run(problem, packed, x.cuda(), there, config, out)
+        first = out if first is None else first
+        assert torch.equal(out, first)
+    assert first is not None
+    assert relative_error(first.cpu(), expected) < TOLERANCE
+
+
+@pytest.mark.gpu
+class TestOnGpu:
+    @pytest.mark.parametrize("tokens", [1, 33, 700])
+    @pytest.mark.parametrize("format", FORMATS)
+    def test_formats(self, format: str, tokens: int) -> None:
+        weights = random_experts(format, hidden=256, intermediate=192)
+        on_gpu(weights, *random_call(tokens, 256, 5, dtype=torch.bfloat16))
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+    @pytest.mark.parametrize("format", ["fp16", "bf16", "mxfp4"])
+    def test_dtypes_of_x(self, format: str, dtype: torch.dtype) -> None:
+        on_gpu(random_experts(format), *random_call(9, 64, 5, dtype=dtype))
+
+    @pytest.mark.parametrize("weight_on", ["output", "input"])
+    @pytest.mark.parametrize("activation", [GPT_OSS, GeGLU(), GeGLU("tanh")], ids=lambda a: a.name)
+    def test_activations(self, activation: Any, weight_on: str) -> None:
+        weights = random_experts(bias=True)
+        on_gpu(weights, *random_call(9, 64, 5, dtype=torch.bfloat16), activation=activation, weight_on=weight_on)
+
+    @pytest.mark.parametrize(
+        ("hidden", "intermediate", "gated", "top_k"),
+        [(2880, 2880, True, 4), (1024, 2688, False, 22), (192, 336, True, 1)],
+    )
+    @pytest.mark.parametrize("tokens", [1, 40, 300])
+    def test_odd_sizes(self, tokens: int, hidden: int, intermediate: int, gated: bool, top_k: int) -> None:
+        weights = random_experts("nvfp4", hidden=hidden, intermediate=intermediate, gated=gated, experts=7)
+        on_gpu(weights, *random_call(tokens, hidden, 7, top_k, torch.bfloat16))
+
+    @pytest.mark.parametrize("block", [8, 16, 32, 64, 128])
+    def test_tiles(self, block: int) -> None:
+        config = TritonConfig(block, Tile(64, 64), Tile(64, 64, splits=2))
+        weights = random_experts(bias=True, hidden=192)
+        on_gpu(weights, *random_call(3 * block, 192, 5, dtype=torch.bfloat16), config=config)
+
+    def test_ids_of_others_are_never_read(self) -> None:
+        weights = random_experts(bias=True)
+        x, routing = random_call(40, 64, 5, dtype=torch.bfloat16)
+        routing.topk_ids_TA[::3, 0] = -1
+        routing.topk_ids_TA[1::3, 1] = 5
+        routing.topk_weights_TA[::3, 0] = float("nan")
+        on_gpu(weights, x, routing)
+
+    def test_captured_graph_follows_new_routings(self) -> None:
+        weights = random_experts("mxfp4", experts=16, hidden=256, intermediate=256)
+        problem = problem_of(weights)
+        choice = Choice(Machine.of("cuda"), "mixed", "triton", CHOICE, LAYOUTS)
+        experts = FusedExperts.pack(problem, weights, choice)
+        x, routing = random_call(20, 256, 16, dtype=torch.bfloat16)
+        x, ids, scores = x.cuda(), routing.topk_ids_TA.cuda(), routing.topk_weights_TA.cuda()
+        experts(x, ids, scores)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = experts(x, ids, scores)
+        for seed in range(5):
+            new_x, new = random_call(20, 256, 16, dtype=torch.bfloat16, seed=10 + seed)
+            x.copy_(new_x)
+            ids.copy_(new.topk_ids_TA)
+            scores.copy_(new.topk_weights_TA)
+            graph.replay()
+            assert relative_error(out.cpu(), run_experts(problem, weights, new_x, new)) < TOLERANCE

@@ -1,0 +1,59 @@
+"""Triton kernels: in the interpreter against the reference, and compiled ahead of time for every architecture."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polymoe.formats import FORMATS
+
+pytest.importorskip("triton")
+
+CASES: dict[str, dict[str, Any]] = {
+    **{format: {"format": format} for format in FORMATS},
+    "one token": {"tokens": 1},
+    "zero points": {"zero_points": True},
+    "bias, gpt-oss": {"bias": True, "activation": "gpt_oss"},
+    "bias, split K": {"bias": True, "splits": 2},
+    "no gate": {"gated": False},
+    "weight on input": {"weight_on": "input", "bias": True, "format": "bf16"},
+    "gelu": {"activation": "gelu", "format": "bf16"},
+    "gelu tanh": {"activation": "gelu_tanh", "format": "bf16"},
+    "clamped": {"activation": "limit", "format": "bf16"},
+    "partial tiles": {"hidden": 96, "intermediate": 80, "format": "int4_g32", "tile": [32, 64]},
+    "partial groups": {"hidden": 72, "intermediate": 40, "format": "mxfp4"},
+    "partial blocks": {"hidden": 192, "intermediate": 160, "format": "fp8_block128", "tile": [32, 128]},
+    "22 of 5": {"top_k": 22, "tokens": 4, "format": "bf16"},
+    "one expert has all": {"all_to": 4, "tokens": 20},
+    "ids of others": {"ids": [[0, 0, -1], [0, 1, 5], [2, 1, -1], [3, 0, 5]], "ids_dtype": "int32"},
+    "no id of ours": {"all_to": -1},
+    "rank of two": {"rank": [2, 2], "bias": True},
+    "two launches of dispatch": {"tokens": 300, "format": "bf16", "hidden": 16, "intermediate": 16, "tile": [16, 16]},
+    "tiles of 64": {"tokens": 60, "block_t": 64, "format": "bf16", "hidden": 32, "intermediate": 32},
+    "half x": {"dtype": "float16"},
+}
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, dict[str, Any]]:
+    tests = Path(__file__).parent.parent
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), *filter(None, sys.path)])}
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("interpreted.py"))],
+        input="\n".join(map(json.dumps, CASES.values())),
+        capture_output=True, text=True, env=env,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return dict(zip(CASES, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_interpreter_agrees_with_the_reference(interpreted: dict[str, dict[str, Any]], name: str) -> None:
+    limit = 1e-3 if CASES[name].get("dtype") == "float16" else 2e-6
+    assert interpreted[name]["error"] < limit
