@@ -60,6 +60,8 @@ class TritonConfig(Config):
 # Rows a tile, by the mean number of rows of an expert that has any: the first bound at least as large.
 _TOKENS = ((8, 8), (16, 16), (40, 32), (64, 64))
 _MOST_TOKENS = 128
+_MOST_TOKENS_IN_REGISTERS = 64
+"""On GPUs whose matrix units take both operands from registers (SM80, SM89, SM120), wider tiles spill."""
 
 # Tiles of gate and up, and of down, by bits of an element and rows a tile: the best on one H200. Up to 8 rows a tile
 # (and with two warps) the products are made by mma.sync, which wants no synchronization of warps.
@@ -76,7 +78,7 @@ _TILES: dict[int, dict[int, tuple[Tile, Tile]]] = {
         16: (Tile(64, 128), Tile(64, 128)),
         32: (Tile(64, 128), Tile(64, 128)),
         64: (Tile(64, 128), Tile(128, 128, 8)),
-        128: (Tile(128, 128, 8), Tile(128, 128, 8)),
+        128: (Tile(64, 128, 8), Tile(128, 128, 8)),
     },
     16: {
         8: (Tile(32, 128, 2, 4), Tile(64, 128)),
@@ -125,7 +127,9 @@ class Triton:
         spec = problem.spec
         c = cost(problem, machine.device, tokens)
         mean = tokens * problem.top_k * spec.local_experts / spec.experts / max(c.active_experts, 1e-9)
-        block = next((t for bound, t in _TOKENS if mean <= bound), _MOST_TOKENS)
+        wide = machine.device.sm // 10 in (9, 10)
+        most = _MOST_TOKENS if wide else _MOST_TOKENS_IN_REGISTERS
+        block = next((t for bound, t in _TOKENS if mean <= bound), most)
         limit = machine.device.shared_memory_bytes
         return TritonConfig(
             block,
@@ -182,7 +186,8 @@ def _fit(tile: Tile, encoding: Encoding, matrices: int, tokens: int, limit: int)
         # The result passes through shared memory on its way out.
         return t.stages * (weights + t.columns * tokens * 2) + t.rows * tokens * 4
 
-    while nbytes(tile) > limit and (tile.stages > 2 or tile.columns > 32):
+    least = 16 * _PLANES[encoding.element]  # a plane of a step is at least one instruction's 16 columns
+    while nbytes(tile) > limit and (tile.stages > 2 or tile.columns > least):
         tile = replace(tile, stages=tile.stages - 1) if tile.stages > 2 else replace(tile, columns=tile.columns // 2)
     return tile
 
