@@ -61,7 +61,8 @@ class TritonConfig(Config):
 _TOKENS = ((8, 8), (16, 16), (40, 32), (64, 64))
 _MOST_TOKENS = 128
 _MOST_TOKENS_IN_REGISTERS = 64
-"""On GPUs whose matrix units take both operands from registers (SM80, SM89, SM120), wider tiles spill."""
+"""Wider tiles spill on GPUs whose matrix units take both operands from registers (SM80, SM89, SM120), and where FP8's
+block scales need a second accumulator."""
 
 # Tiles of gate and up, and of down, by bits of an element and rows a tile: the best on one H200. Up to 8 rows a tile
 # (and with two warps) the products are made by mma.sync, which wants no synchronization of warps.
@@ -78,7 +79,6 @@ _TILES: dict[int, dict[int, tuple[Tile, Tile]]] = {
         16: (Tile(64, 128), Tile(64, 128)),
         32: (Tile(64, 128), Tile(64, 128)),
         64: (Tile(64, 128), Tile(128, 128, 8)),
-        128: (Tile(64, 128, 8), Tile(128, 128, 8)),
     },
     16: {
         8: (Tile(32, 128, 2, 4), Tile(64, 128)),
@@ -127,7 +127,7 @@ class Triton:
         spec = problem.spec
         c = cost(problem, machine.device, tokens)
         mean = tokens * problem.top_k * spec.local_experts / spec.experts / max(c.active_experts, 1e-9)
-        wide = machine.device.sm // 10 in (9, 10)
+        wide = machine.device.sm // 10 in (9, 10) and 8 not in (spec.up.bits, spec.down.bits)
         most = _MOST_TOKENS if wide else _MOST_TOKENS_IN_REGISTERS
         block = next((t for bound, t in _TOKENS if mean <= bound), most)
         limit = machine.device.shared_memory_bytes
