@@ -45,7 +45,10 @@ def test_public_names_are_documented(path: Path) -> None:
     assert ast.get_docstring(ast.parse(source)), "the module has no docstring"
     if "__all__ =" not in source:
         return  # an entry point or a package's marker: nothing is public
-    module = importlib.import_module(name_of(path))
+    try:
+        module = importlib.import_module(name_of(path))
+    except polymoe.MissingDependency as error:
+        pytest.skip(str(error))
     assert [name for name in module.__all__ if not hasattr(module, name)] == []
     assert undocumented(source, module) == []
 

@@ -110,9 +110,7 @@ def cells() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("format", "sm"), cells())
-def test_every_cell_compiles_without_spills(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, format: str, sm: int
-) -> None:
+def test_every_cell_compiles_and_fits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, format: str, sm: int) -> None:
     for tokens in (1, 8192):
         found = launches(monkeypatch, format, sm, tokens)
         assert [kernel.__name__ for kernel, *_ in found if kernel.__name__ == "grouped_gemm"] == ["grouped_gemm"] * 2
@@ -123,4 +121,5 @@ def test_every_cell_compiles_without_spills(
             shared = Machine.of(f"sm_{sm}").device.shared_memory_bytes
             assert binary.metadata.shared <= shared, f"{kernel.__name__} at {tokens} tokens"
             spilled = local_bytes(binary, tmp_path)
+            # Not one spilled byte would be better: SM120 has 72 for MXFP4, and FP8 blocks up to 88 but on Hopper.
             assert spilled <= 128, f"{kernel.__name__} at {tokens} tokens spills {spilled} bytes"
