@@ -47,7 +47,8 @@ def test_public_names_are_documented(path: Path) -> None:
         return  # an entry point or a package's marker: nothing is public
     try:
         module = importlib.import_module(name_of(path))
-    except polymoe.MissingDependency as error:
+    except ImportError as error:  # an extra that is not installed here
+        assert not (error.name or "").startswith("polymoe")
         pytest.skip(str(error))
     assert [name for name in module.__all__ if not hasattr(module, name)] == []
     assert undocumented(source, module) == []
