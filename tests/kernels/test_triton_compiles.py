@@ -109,7 +109,7 @@ def cells() -> Iterator[Any]:
             yield pytest.param(format, sm, marks=[] if (format, sm) in QUICK else [pytest.mark.slow])
 
 
-@pytest.mark.parametrize(("format", "sm"), cells())
+@pytest.mark.parametrize(("format", "sm"), list(cells()))
 def test_every_cell_compiles_and_fits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, format: str, sm: int) -> None:
     for tokens in (1, 8192):
         found = launches(monkeypatch, format, sm, tokens)
