@@ -1,8 +1,10 @@
-"""Shared fixtures: seeded random experts, skips for tests that need a GPU."""
+"""Shared fixtures: the command line in this process; skips for tests that need a GPU."""
 
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -26,3 +28,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(1234)
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Runs ``polymoe`` in this process: exit code, stdout, stderr."""
+    from polymoe.cli import main
+
+    def run(*args: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["polymoe", *map(str, args)])
+        code = 0
+        try:
+            main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import pytest
 
 from polymoe.backends.reference import Reference
 from polymoe.bench.records import read
-from polymoe.cli import main
 
 SUMS = Path(__file__).parent.parent.parent / "models" / "sums-gpt-oss-mxfp4"
 SMALL = ("--case", "deepseek-v4-flash", "--experts", 4, "--hidden", 64, "--intermediate", 32, "--device", "cpu")
@@ -20,26 +18,15 @@ Cli = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+def bench(cli: Cli) -> Cli:
     """Runs ``polymoe bench`` in this process: exit code, stdout, stderr."""
-
-    def run(*args: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["polymoe", "bench", *map(str, args)])
-        code = 0
-        try:
-            main()
-        except SystemExit as end:
-            code = int(end.code or 0)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
+    return lambda *args: cli("bench", *args)
 
 
-def test_a_table_records_and_a_plot(cli: Cli, tmp_path: Path) -> None:
+def test_a_table_records_and_a_plot(bench: Cli, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     out, png = tmp_path / "r.jsonl", tmp_path / "p.png"
-    code, stdout, stderr = cli(*SMALL, "--tokens", "1,8", "--out", out, "--plot", png, "--commit", "abc")
+    code, stdout, stderr = bench(*SMALL, "--tokens", "1,8", "--out", out, "--plot", png, "--commit", "abc")
     assert code == 0
     for text in ("deepseek-v4-flash[H=64, F=32, E=4]", "reference", "torch-dequantized", "median", "share", "calls"):
         assert text in stdout
@@ -49,13 +36,13 @@ def test_a_table_records_and_a_plot(cli: Cli, tmp_path: Path) -> None:
     assert {r.commit for r in records} == {"abc"}
     assert records[0].command.startswith("polymoe bench --case deepseek-v4-flash --experts 4")
     assert png.stat().st_size > 1000
-    assert cli(*SMALL, "--tokens", "16", "--backend", "reference", "--out", out, "--plot", png)[0] == 0
+    assert bench(*SMALL, "--tokens", "16", "--backend", "reference", "--out", out, "--plot", png)[0] == 0
     assert len(read(out)) == 5
 
 
-def test_json_of_a_checkpoints_layer(cli: Cli, tmp_path: Path) -> None:
+def test_json_of_a_checkpoints_layer(bench: Cli, tmp_path: Path) -> None:
     (tmp_path / "ids.json").write_text("[[0, 1, 2], [7, 6, 5]]")
-    code, stdout, _ = cli(
+    code, stdout, _ = bench(
         "--checkpoint", SUMS, "--layer", 1, "--tokens", "3", "--device", "cpu", "--backends", "reference", "--json",
         "--routing", tmp_path / "ids.json",
     )  # fmt: skip
@@ -83,13 +70,13 @@ def test_json_of_a_checkpoints_layer(cli: Cli, tmp_path: Path) -> None:
     ],
 )
 def test_refusals_come_before_any_timing(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, args: tuple[object, ...], message: str
+    bench: Cli, monkeypatch: pytest.MonkeyPatch, args: tuple[object, ...], message: str
 ) -> None:
     def run(*_: object) -> None:
         raise AssertionError("ran")
 
     monkeypatch.setattr(Reference, "run", run)
-    code, stdout, stderr = cli(*args)
+    code, stdout, stderr = bench(*args)
     assert (code, stdout) == (1, "")
     assert message in stderr
     assert "Traceback" not in stderr
@@ -106,11 +93,11 @@ def test_refusals_come_before_any_timing(
         (*SMALL, "--experts", 0),
     ],
 )
-def test_wrong_usage_exits_with_2(cli: Cli, args: tuple[object, ...]) -> None:
-    assert cli(*args)[:2] == (2, "")
+def test_wrong_usage_exits_with_2(bench: Cli, args: tuple[object, ...]) -> None:
+    assert bench(*args)[:2] == (2, "")
 
 
-def test_a_wrong_result_exits_with_1(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_wrong_result_exits_with_1(bench: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     right = Reference.run
 
     def wrong(*args: object) -> None:
@@ -118,18 +105,18 @@ def test_a_wrong_result_exits_with_1(cli: Cli, monkeypatch: pytest.MonkeyPatch, 
         args[-1].mul_(1.5)  # type: ignore[attr-defined]
 
     monkeypatch.setattr(Reference, "run", wrong)
-    code, stdout, _ = cli(*SMALL, "--tokens", "4", "--out", tmp_path / "r.jsonl")
+    code, stdout, _ = bench(*SMALL, "--tokens", "4", "--out", tmp_path / "r.jsonl")
     assert code == 1
     assert "WRONG, not timed" in stdout
     assert [r.backend for r in read(tmp_path / "r.jsonl")] == ["torch-dequantized"]
 
 
-def test_an_interruption_keeps_what_is_finished(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_interruption_keeps_what_is_finished(bench: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Reference, "run", interrupted)
-    code, stdout, _ = cli(*SMALL, "--tokens", "4", "--out", tmp_path / "r.jsonl")
+    code, stdout, _ = bench(*SMALL, "--tokens", "4", "--out", tmp_path / "r.jsonl")
     assert code != 0
     assert "torch-dequantized" in stdout
     assert [r.backend for r in read(tmp_path / "r.jsonl")] == ["torch-dequantized"]

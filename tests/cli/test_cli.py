@@ -13,29 +13,11 @@ from pathlib import Path
 import pytest
 
 from checkpoint.configs import config
-from polymoe.cli import main
 
 ROOT = Path(__file__).parent.parent.parent
 SUMS = ROOT / "models" / "sums-gpt-oss-mxfp4"
 
 Cli = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Runs ``polymoe`` in this process: exit code, stdout, stderr."""
-
-    def run(*args: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["polymoe", *map(str, args)])
-        code = 0
-        try:
-            main()
-        except SystemExit as end:
-            code = int(end.code or 0)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
 
 
 def write(path: Path, content: dict[str, object]) -> Path:
