@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,7 @@ from polymoe.checkpoint import Checkpoint
 from polymoe.errors import ArgumentError, CheckpointError, VerificationError
 from polymoe.layouts import LAYOUTS, Layout, Packed
 from polymoe.machine import Machine
-from polymoe.planning.plan import Plan
-from polymoe.problem import ActivationMode, Problem, WeightOn
+from polymoe.problem import ActivationMode, Dtype, Problem, WeightOn
 from polymoe.routing import Routing
 from polymoe.tensors import ExpertWeights
 
@@ -29,7 +28,7 @@ __all__ = ["DTYPES", "FusedExperts", "load_experts", "relative_error", "resolve_
 
 log = logging.getLogger("polymoe")
 
-DTYPES: dict[torch.dtype, Literal["bf16", "fp16", "fp32"]] = {
+DTYPES: dict[torch.dtype, Dtype] = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.float32: "fp32",
@@ -154,7 +153,7 @@ class FusedExperts(nn.Module):
 
     def explain(self) -> Selection:
         """Every backend with its verdict and the plan by token count; ``print()`` it, or ``.to_dict()``."""
-        return self._selection(self.problem)
+        return self._selection(self.problem.dtype)
 
     def update(self, weights: ExpertWeights) -> None:
         """Refill the packed tensors in place, at the same addresses, from experts of the same spec.
@@ -177,11 +176,13 @@ class FusedExperts(nn.Module):
         Raises:
             ArgumentError: for a wrong shape, dtype, device, or (on a CPU) an id outside -1 to E.
         """
-        problem = self._check_call(x_TH, topk_ids_TA, topk_weights_TA)
+        self._check_call(x_TH, topk_ids_TA, topk_weights_TA)
         out_TH = torch.empty_like(x_TH, memory_format=torch.contiguous_format)
         if x_TH.shape[0]:
-            plan = self._plan(problem)
-            self._run(problem, plan, x_TH.shape[0], x_TH, Routing(topk_ids_TA, topk_weights_TA), out_TH)
+            selection = self._selection(DTYPES[x_TH.dtype])
+            step = selection.require().step(x_TH.shape[0])
+            routing = Routing(topk_ids_TA, topk_weights_TA)
+            self._choice.backends[step.backend].run(selection.problem, self.packed, x_TH, routing, step.config, out_TH)
         return out_TH
 
     def check(self, weights: ExpertWeights | None = None, *, where: str = "experts") -> None:
@@ -211,7 +212,7 @@ class FusedExperts(nn.Module):
                 hint="weights or scales are far too large: the files are damaged, or converted wrongly",
             )
         routing = Routing(ids_TA.to(self.device), weights_TA.to(self.device))
-        plan = self._plan(self.problem)
+        plan = self.explain().require()
         for step in plan.steps:
             rows = 8 if step.max_tokens is None else min(8, step.max_tokens)
             x, some = x_TH[:rows].to(self.device), Routing(*(part[:rows] for part in routing))
@@ -238,19 +239,13 @@ class FusedExperts(nn.Module):
                     hint='the expert was never calibrated: load with activations="fp8_token" or "16bit"',
                 )
 
-    def _selection(self, problem: Problem) -> Selection:
-        if problem.dtype not in self._selections:
-            self._selections[problem.dtype] = self._choice.select(problem, self._packed_as[0])
-        return self._selections[problem.dtype]
+    def _selection(self, dtype: Dtype) -> Selection:
+        """For the problem with x in ``dtype``, made once: calls only look it up."""
+        if dtype not in self._selections:
+            self._selections[dtype] = self._choice.select(replace(self.problem, dtype=dtype), self._packed_as[0])
+        return self._selections[dtype]
 
-    def _plan(self, problem: Problem) -> Plan:
-        return self._selection(problem).require()
-
-    def _run(self, problem: Problem, plan: Plan, tokens: int, x: Tensor, routing: Routing, out: Tensor) -> None:
-        step = plan.step(tokens)
-        self._choice.backends[step.backend].run(problem, self.packed, x, routing, step.config, out)
-
-    def _check_call(self, x_TH: Tensor, ids_TA: Tensor, weights_TA: Tensor) -> Problem:
+    def _check_call(self, x_TH: Tensor, ids_TA: Tensor, weights_TA: Tensor) -> None:
         spec = self.problem.spec
         if x_TH.dim() != 2 or x_TH.shape[1] != spec.hidden:
             raise ArgumentError("x_TH", expected=f"[T, {spec.hidden}]", got=str(list(x_TH.shape)))
@@ -279,7 +274,6 @@ class FusedExperts(nn.Module):
                     expected=f"0 to {spec.experts - 1}, or -1 or {spec.experts} for none",
                     got=f"{low} to {high}",
                 )
-        return replace(self.problem, dtype=DTYPES[x_TH.dtype])
 
     def _apply(self, fn: Any, recurse: bool = True) -> FusedExperts:
         # Module.to(dtype), .half() and .float() cast what is floating point, and float8 codes and scales count as
@@ -370,7 +364,7 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
 _TORCH = {name: dtype for dtype, name in DTYPES.items()}
 
 
-def _dtype(dtype: torch.dtype) -> Literal["bf16", "fp16", "fp32"]:
+def _dtype(dtype: torch.dtype) -> Dtype:
     if dtype not in DTYPES:
         raise ArgumentError("dtype", expected="torch.bfloat16, torch.float16 or torch.float32", got=str(dtype))
     return DTYPES[dtype]
