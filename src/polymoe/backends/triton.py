@@ -5,7 +5,7 @@ Five launches: dispatch, prepare, gate and up with the activation, down, combine
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from polymoe.activations import Activation, GeGLU, SwiGLU
 from polymoe.backends.base import Prediction
+from polymoe.backends.triton_tiles import PLANES, Tile, TritonConfig, heuristic
 from polymoe.formats import Encoding, PerGroup, PerTensor
 from polymoe.layouts import Packed
 from polymoe.machine import Machine
@@ -28,69 +29,6 @@ if TYPE_CHECKING:
     from polymoe.kernels.triton.dispatch import Dispatch
 
 __all__ = ["Tile", "Triton", "TritonConfig"]
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """One product's tile: rows of weights by columns a step, warps, stages of the load pipeline, splits of K, and most
-    registers a thread (None: as the compiler likes)."""
-
-    rows: int = 64
-    columns: int = 128
-    warps: int = 4
-    stages: int = 3
-    splits: int = 1
-    registers: int | None = None
-
-    def __str__(self) -> str:
-        split = f" / {self.splits}" if self.splits > 1 else ""
-        cap = f", {self.registers} registers" if self.registers else ""
-        return f"{self.rows}x{self.columns}{split}, {self.warps} warps, {self.stages} stages{cap}"
-
-
-@dataclass(frozen=True, slots=True)
-class TritonConfig(Config):
-    """Routed rows a tile, and the tiles of both products."""
-
-    tokens: int = 16
-    up: Tile = Tile()
-    down: Tile = Tile()
-
-
-# Rows a tile, by the mean number of rows of an expert that has any: the first bound at least as large.
-_TOKENS = ((8, 8), (16, 16), (40, 32), (64, 64))
-_MOST_TOKENS = 128
-_MOST_TOKENS_IN_REGISTERS = 64
-"""Wider tiles spill on GPUs whose matrix units take both operands from registers (SM80, SM89, SM120), and where FP8's
-block scales need a second accumulator."""
-
-# Tiles of gate and up, and of down, by bits of an element and rows a tile: the best on one H200. Up to 8 rows a tile
-# (and with two warps) the products are made by mma.sync, which wants no synchronization of warps.
-_TILES: dict[int, dict[int, tuple[Tile, Tile]]] = {
-    4: {
-        8: (Tile(64, 256), Tile(64, 256)),
-        16: (Tile(32, 256, 2), Tile(64, 128, 2)),
-        32: (Tile(64, 128), Tile(128, 128)),
-        64: (Tile(64, 128), Tile(128, 128)),
-        128: (Tile(64, 128), Tile(128, 128, 8)),
-    },
-    8: {
-        8: (Tile(64, 128), Tile(64, 128)),
-        16: (Tile(64, 128), Tile(64, 128)),
-        32: (Tile(64, 128), Tile(64, 128)),
-        64: (Tile(64, 128), Tile(128, 128, 8)),
-    },
-    16: {
-        8: (Tile(32, 128, 2, 4), Tile(64, 128)),
-        16: (Tile(64, 64, 4, 4), Tile(64, 64, 4, 4)),
-        32: (Tile(64, 64, 4, 4), Tile(64, 64, 4, 4)),
-        64: (Tile(128, 64, 8, 4), Tile(128, 64, 8, 4)),
-        128: (Tile(128, 64, 8, 4), Tile(128, 64, 8)),
-    },
-}
-
-# Columns that one word of codes holds.
-_PLANES = {"e2m1": 4, "int4": 4, "e4m3": 2, "bf16": 1, "fp16": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +49,7 @@ class Triton:
         if spec.gate is not None:
             reasons.need(spec.gate == spec.up, "gate and up", "one encoding", f"{spec.gate!r}, {spec.up!r}")
         for projection, encoding in spec.encodings.items():
-            columns, planes = spec.matrix_shape(projection)[1], _PLANES[encoding.element]
+            columns, planes = spec.matrix_shape(projection)[1], PLANES[encoding.element]
             reasons.need(columns % planes == 0, f"{projection} columns", f"a multiple of {planes}", columns)
             granularity, group = encoding.granularity, encoding.group_columns
             if isinstance(granularity, PerGroup):
@@ -123,19 +61,8 @@ class Triton:
         return reasons.verdict(Accepted(capturable=True))
 
     def configure(self, problem: Problem, machine: Machine, tokens: int) -> TritonConfig:
-        """Tiles by the mean number of rows that an expert with any rows gets, made to fit into shared memory."""
-        spec = problem.spec
-        c = cost(problem, machine.device, tokens)
-        mean = tokens * problem.top_k * spec.local_experts / spec.experts / max(c.active_experts, 1e-9)
-        wide = machine.device.sm // 10 in (9, 10) and 8 not in (spec.up.bits, spec.down.bits)
-        most = _MOST_TOKENS if wide else _MOST_TOKENS_IN_REGISTERS
-        block = next((t for bound, t in _TOKENS if mean <= bound), most)
-        limit = machine.device.shared_memory_bytes
-        return TritonConfig(
-            block,
-            _fit(_TILES[spec.up.bits][block][0], spec.up, 2 if spec.gated else 1, block, limit),
-            _fit(_TILES[spec.down.bits][block][1], spec.down, 1, block, limit),
-        )
+        """The heuristic's tiles."""
+        return heuristic(problem, machine, tokens)
 
     def predict(self, problem: Problem, machine: Machine, tokens: int) -> Prediction:
         """Bytes at 0.72 and products at 0.44 of the device's rates (measured on one H200, where each alone binds),
@@ -157,8 +84,8 @@ class Triton:
         rows = tokens * slots
         plan = dispatch(routing.topk_ids_TA, spec.first_expert, spec.local_experts, config.tokens)
         operand_up, operand_down = _operand(spec.up, x_TH), _operand(spec.down, x_TH)
-        planes_down = _PLANES[spec.down.element]
-        x = prepare(x_TH, _PLANES[spec.up.element], operand_up)
+        planes_down = PLANES[spec.down.element]
+        x = prepare(x_TH, PLANES[spec.up.element], operand_up)
         h_RF = torch.empty(rows, spec.intermediate, dtype=operand_down, device=x.device)
         _product(
             problem, packed, "up", x, h_RF, plan, routing, config.up, config.tokens,
@@ -176,20 +103,6 @@ class Triton:
             y_SRH, routing.topk_ids_TA, routing.topk_weights_TA, out_TH, spec.first_expert, spec.local_experts,
             problem.weight_on == "output",
         )  # fmt: skip
-
-
-def _fit(tile: Tile, encoding: Encoding, matrices: int, tokens: int, limit: int) -> Tile:
-    """The tile with fewer stages, then fewer columns, until its pipeline fits into ``limit`` bytes."""
-
-    def nbytes(t: Tile) -> int:
-        weights = matrices * t.rows * t.columns * encoding.bits // 8
-        # The result passes through shared memory on its way out.
-        return t.stages * (weights + t.columns * tokens * 2) + t.rows * tokens * 4
-
-    least = 16 * _PLANES[encoding.element]  # a plane of a step is at least one instruction's 16 columns
-    while nbytes(tile) > limit and (tile.stages > 2 or tile.columns > least):
-        tile = replace(tile, stages=tile.stages - 1) if tile.stages > 2 else replace(tile, columns=tile.columns // 2)
-    return tile
 
 
 def _operand(encoding: Encoding, x: Tensor) -> torch.dtype:
@@ -212,7 +125,7 @@ def _product(
     encoding = spec.encodings[projection]
     n_rows, columns = spec.matrix_shape(projection)
     gated = projection == "up" and spec.gated
-    planes = _PLANES[encoding.element]
+    planes = PLANES[encoding.element]
     plain = x.device.type == "cpu"
     up = _operands(packed, projection, planes, out)
     gate = _operands(packed, "gate", planes, out) if gated else up
@@ -237,7 +150,7 @@ def _product(
         SCALE_ALIGN=gcd(scale_e, scale_n, 16), ZERO_POINTS=encoding.zero_points,
         GLOBAL=encoding.global_scale, BIAS=spec.bias, X_SCALE=False,
         WEIGHT_IN=projection == "up" and problem.weight_on == "input",
-        GATHER=gather, SCATTER=not gather, OUT_PLANES=out_planes, SPLIT_K=splits,
+        GATHER=gather, SCATTER=not gather, OUTPLANES=out_planes, SPLIT_K=splits,
         BLOCK_N=tile.rows, BLOCK_T=tokens, BLOCK_K=block_k,
         num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
     )  # fmt: skip
