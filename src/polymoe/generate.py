@@ -34,11 +34,11 @@ class Generator:
     new_tokens: int = field(default=0, init=False)
 
     @classmethod
-    def load(cls, path: str, *, device: str = "auto", backend: str = "auto") -> Generator:
+    def load(cls, path: str, *, device: str = "auto", backend: str = "auto", role: str = "mixed") -> Generator:
         """Load a checkpoint with packed experts; see :func:`polymoe.engines.transformers.load` for the errors."""
         from polymoe.engines.transformers import load
 
-        return cls(*load(path, device=device, backend=backend))
+        return cls(*load(path, device=device, backend=backend, role=role))
 
     def answer(self, prompts: Sequence[str], *, max_tokens: int, raw: bool = False) -> list[Answer]:
         """Answers to all ``prompts`` in one batch, in order.

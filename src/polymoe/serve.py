@@ -41,6 +41,7 @@ def serve(
     api_key: str | None = None,
     name: str | None = None,
     backend: str = "auto",
+    role: str = "mixed",
     device: str = "auto",
     max_tokens: int | None = None,
     max_request_bytes: int = 4 * 2**20,
@@ -54,7 +55,7 @@ def serve(
         host, port: where to listen; port 0 takes a free one.
         api_key: what clients must send as a bearer token; None lets everybody in. ``/health`` needs none.
         name: what clients call the model; by default the last part of ``path``.
-        backend, device: as in :func:`polymoe.engines.transformers.load`.
+        backend, role, device: as in :func:`polymoe.engines.transformers.load`.
         max_tokens: most tokens of one answer; None is what fits in the model's context.
         max_request_bytes: larger requests are refused with 413.
         continuous_batching: let requests share forward passes (CUDA only); otherwise they run one after the other.
@@ -80,7 +81,7 @@ def serve(
     with bind(host, port) as listener:
         if api_key is None and not _is_loopback(listener):
             log.warning("%s can be reached from other machines, and there is no API key", host)
-        model, tokenizer = load(path, device=device, backend=backend)
+        model, tokenizer = load(path, device=device, backend=backend, role=role)
         set_verbosity_error()  # Transformers' server warns of every request
         served = ModelServer(
             model,

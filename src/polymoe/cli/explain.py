@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from polymoe.cli.output import Backend, Json, console, print_json, size
+from polymoe.cli.output import Backend, Json, Role, console, print_json, size
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -28,7 +28,7 @@ def command(
     tp_rank: Annotated[int, typer.Option(min=0, help="This rank's number.")] = 0,
     ep: Annotated[int, typer.Option(min=1, help="Expert parallel size.")] = 1,
     ep_rank: Annotated[int, typer.Option(min=0, help="This rank's number.")] = 0,
-    role: Annotated[str, typer.Option(help="Token counts to plan for: decode, prefill or mixed.")] = "mixed",
+    role: Role = "mixed",
     backend: Backend = "auto",
     activations: Annotated[str, typer.Option(help="auto, 16bit, fp8_token, fp8_group128 or fp8_static.")] = "auto",
     json: Json = False,

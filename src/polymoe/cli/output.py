@@ -18,6 +18,7 @@ __all__ = [
     "Checkpoint",
     "Json",
     "OnDevice",
+    "Role",
     "console",
     "fail",
     "print_json",
@@ -30,6 +31,11 @@ Checkpoint = Annotated[str, typer.Argument(help="A checkpoint's directory or a H
 """The argument of the verbs that read weights."""
 Backend = Annotated[str, typer.Option(help="Backend of the experts: auto, or a name, which is then used or refused.")]
 """``--backend``."""
+Role = Annotated[
+    str,
+    typer.Option(help="Token counts that choose the layout: decode (1 to 256), prefill (from 1024) or mixed (both)."),
+]
+"""``--role`` of workers that do one part of the work, or both."""
 OnDevice = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, or auto: the GPU if there is one.")]
 """``--device`` of the verbs that compute."""
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from polymoe.cli.output import Backend, Checkpoint, Json, OnDevice, print_json, size, status
+from polymoe.cli.output import Backend, Checkpoint, Json, OnDevice, Role, print_json, size, status
 
 __all__ = ["command"]
 
@@ -22,6 +22,7 @@ def command(
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered together.")] = 32,
     backend: Backend = "auto",
+    role: Role = "mixed",
     device: OnDevice = "auto",
     json: Json = False,
 ) -> None:
@@ -36,7 +37,7 @@ def command(
         raise ArgumentError("run", expected="a prompt", got="none on the command line or on stdin")
     err = status()
     with err.status("loading"):
-        generator = Generator.load(checkpoint, device=device, backend=backend)
+        generator = Generator.load(checkpoint, device=device, backend=backend, role=role)
     answers = []
     for start in range(0, len(prompts), batch_size):
         for answer in generator.answer(prompts[start : start + batch_size], max_tokens=max_tokens, raw=raw):

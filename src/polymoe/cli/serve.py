@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from polymoe.cli.output import Backend, Checkpoint, OnDevice, status
+from polymoe.cli.output import Backend, Checkpoint, OnDevice, Role, status
 
 __all__ = ["command"]
 
@@ -29,6 +29,7 @@ def command(
         bool, typer.Option("--continuous-batching", help="Requests share forward passes (CUDA only).")
     ] = False,
     backend: Backend = "auto",
+    role: Role = "mixed",
     device: OnDevice = "auto",
 ) -> None:
     """Serve /v1/chat/completions, /v1/completions, /v1/models and /health until stopped."""
@@ -44,6 +45,7 @@ def command(
         api_key=api_key,
         name=name,
         backend=backend,
+        role=role,
         device=device,
         max_tokens=max_tokens,
         max_request_bytes=max_request_bytes,

@@ -90,7 +90,7 @@ class PackedQuantizer(HfQuantizer):
 
     Args:
         quantization_config: the checkpoint's own, which the loaded model keeps.
-        backend: as in :func:`polymoe.load_experts`.
+        backend, role: as in :func:`polymoe.load_experts`.
         device: where experts are packed; None is the device of the layer they belong to.
     """
 
@@ -99,11 +99,13 @@ class PackedQuantizer(HfQuantizer):
         quantization_config: QuantizationConfigMixin,
         *,
         backend: str = "auto",
+        role: str = "mixed",
         device: str | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(quantization_config, **kwargs)
         self.backend = backend
+        self.role = role
         self.device = device
         self.directory = Path()
         self.modules: dict[str, int] = {}
@@ -148,7 +150,7 @@ class PackedQuantizer(HfQuantizer):
                     hint="give a device_map without offloading",
                 )  # fmt: skip
             model.get_submodule(name).fused = load_experts(
-                checkpoint, layer=layer, device=device, backend=self.backend, dtype=model.dtype
+                checkpoint, layer=layer, device=device, backend=self.backend, role=self.role, dtype=model.dtype
             )
 
     def is_serializable(self) -> bool:  # type: ignore[override]
@@ -171,21 +173,21 @@ class PackedQuantizer(HfQuantizer):
 class _Request(QuantizationConfigMixin):
     """What :func:`load` puts in place of the checkpoint's quantization config, to reach :class:`PackedQuantizer`."""
 
-    def __init__(self, source: dict[str, Any], backend: str, device: str, **_: Any) -> None:
+    def __init__(self, source: dict[str, Any], backend: str, role: str, device: str, **_: Any) -> None:
         self.quant_method = INTERFACE_NAME  # type: ignore[assignment]
-        self.source, self.backend, self.device = source, backend, device
+        self.source, self.backend, self.role, self.device = source, backend, role, device
 
 
 def _requested(request: _Request, **kwargs: Any) -> PackedQuantizer:
     own = AutoQuantizationConfig.from_dict(request.source)
-    return PackedQuantizer(own, backend=request.backend, device=request.device, **kwargs)
+    return PackedQuantizer(own, backend=request.backend, role=request.role, device=request.device, **kwargs)
 
 
-def _installed(builtin: type[HfQuantizer], backend: str, config: Any, **kwargs: Any) -> HfQuantizer:
+def _installed(builtin: type[HfQuantizer], backend: str, role: str, config: Any, **kwargs: Any) -> HfQuantizer:
     """In the place of Transformers' own quantizer, which still does what only it can."""
     if getattr(config, "dequantize", False) or not kwargs.get("pre_quantized", True):
         return builtin(config, **kwargs)
-    return PackedQuantizer(config, backend=backend, **kwargs)
+    return PackedQuantizer(config, backend=backend, role=role, **kwargs)
 
 
 def load(
@@ -194,6 +196,7 @@ def load(
     device: torch.device | str = "auto",
     dtype: torch.dtype | None = None,
     backend: str = "auto",
+    role: str = "mixed",
     **kwargs: Any,
 ) -> tuple[Any, Any]:
     """A model with packed experts, in evaluation mode, and its tokenizer; both Transformers' own.
@@ -205,12 +208,14 @@ def load(
         device: "cpu", "cuda", "cuda:1", or "auto": the GPU if there is one.
         dtype: of everything but the experts; None is the checkpoint's.
         backend: "auto", or the name of one, which is then used or refused.
+        role: token counts that choose the experts' layout: "decode" (1 to 256), "prefill" (from 1024) or "mixed".
+            The model takes any number in each role. Experts that are not packed lie as they are in every role.
         kwargs: for ``AutoModelForCausalLM.from_pretrained``.
 
     Raises:
         CheckpointError: for a path without a checkpoint, or one that cannot be read.
         UnsupportedProblem: for a family without a row in :data:`FAMILIES`, or if no backend runs its experts here.
-        ArgumentError: for an unknown device or backend, or an argument that contradicts packing.
+        ArgumentError: for an unknown device, backend or role, or an argument that contradicts packing.
     """
     for name, instead in _INSTEAD.items():
         if kwargs.get(name):
@@ -225,7 +230,10 @@ def load(
     quantized = checkpoint.quantization.method != "none"
     if quantized:
         _family(checkpoint.model_type, checkpoint.quantization.method)
-    for row in explain(checkpoint, device=str(target), backend=backend, dtype=DTYPES[dtype or torch.bfloat16]).rows:
+    explanation = explain(
+        checkpoint, device=str(target), backend=backend, role=role, dtype=DTYPES[dtype or torch.bfloat16]
+    )
+    for row in explanation.rows:
         row.selection.require(f"{path}, layers {layer_ranges(row.layers)}")
     shared = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
     config = AutoConfig.from_pretrained(path, **shared)
@@ -237,7 +245,7 @@ def load(
         AUTO_QUANTIZER_MAPPING[INTERFACE_NAME] = _requested
         config.quantization_config = {
             "quant_method": INTERFACE_NAME, "source": checkpoint.config["quantization_config"],
-            "backend": backend, "device": str(target),
+            "backend": backend, "role": role, "device": str(target),
         }  # fmt: skip
     try:
         found: Any = AutoModelForCausalLM.from_pretrained(
@@ -269,11 +277,11 @@ def _tokenizer(path: str | os.PathLike[str], shared: Mapping[str, Any]) -> Any:
         raise CheckpointError(f"{path}: tokenizer", expected="one that Transformers reads", got=str(error)) from error
 
 
-def install(*, backend: str = "auto") -> None:
+def install(*, backend: str = "auto", role: str = "mixed") -> None:
     """Let every later ``from_pretrained`` of this process pack the experts of the families it knows.
 
     So do pipelines, ``transformers serve`` and lm-eval. ``quantization_config=Mxfp4Config(dequantize=True)`` still
-    dequantizes. Also registers ``experts_implementation="polymoe"``. Calling it again changes the backend only.
+    dequantizes. Also registers ``experts_implementation="polymoe"``. Calling it again changes backend and role only.
 
     A command line starts in a process of its own, so it is installed there::
 
@@ -283,7 +291,7 @@ def install(*, backend: str = "auto") -> None:
     uninstall()
     register()
     for method in {family.quant_method for family in FAMILIES}:
-        AUTO_QUANTIZER_MAPPING[method] = functools.partial(_installed, AUTO_QUANTIZER_MAPPING[method], backend)
+        AUTO_QUANTIZER_MAPPING[method] = functools.partial(_installed, AUTO_QUANTIZER_MAPPING[method], backend, role)
 
 
 def uninstall() -> None:
