@@ -16,6 +16,7 @@ TREE = {
     "UnsupportedProblem": ("PolymoeError", NotImplementedError),
     "PlanError": ("PolymoeError", RuntimeError),
     "VerificationError": ("PolymoeError", RuntimeError),
+    "ServerError": ("PolymoeError", ConnectionError),
     "MissingDependency": ("PolymoeError", ImportError),
 }
 CLASSES = [getattr(errors, name) for name in TREE]

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         MissingDependency,
         PlanError,
         PolymoeError,
+        ServerError,
         UnsupportedProblem,
         VerificationError,
     )
@@ -50,6 +51,7 @@ _WHERE = {
         "MissingDependency",
         "PlanError",
         "PolymoeError",
+        "ServerError",
         "UnsupportedProblem",
         "VerificationError",
     ),
@@ -81,6 +83,7 @@ __all__ = [
     "Problem",
     "QuantTensor",
     "ReLU2",
+    "ServerError",
     "SwiGLU",
     "UnsupportedProblem",
     "VerificationError",

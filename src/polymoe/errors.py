@@ -10,6 +10,7 @@
     ├── UnsupportedProblem (NotImplementedError)  no backend, or not the named one, runs this problem here
     ├── PlanError (RuntimeError)                a plan that does not cover a call or does not fit its weights
     ├── VerificationError (RuntimeError)        a backend's result differs from the reference
+    ├── ServerError (ConnectionError)           a server that cannot be reached, or that refuses or fails
     └── MissingDependency (ImportError)         an optional package is not installed
 
 Each message says where, what was expected, what came, and what to do about it::
@@ -33,6 +34,7 @@ __all__ = [
     "MissingDependency",
     "PlanError",
     "PolymoeError",
+    "ServerError",
     "UnsupportedProblem",
     "VerificationError",
     "nearest",
@@ -95,6 +97,10 @@ class PlanError(PolymoeError, RuntimeError):
 
 class VerificationError(PolymoeError, RuntimeError):
     """A backend's result on real experts differs from the reference by more than the format's tolerance."""
+
+
+class ServerError(PolymoeError, ConnectionError):
+    """A server cannot be reached, refuses what every request needs (key, model), or fails again and again."""
 
 
 class MissingDependency(PolymoeError, ImportError):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from polymoe.cli import bench, explain, run, serve, verify
 from polymoe.cli.output import fail
@@ -15,8 +16,18 @@ from polymoe.errors import PolymoeError
 
 __all__ = ["app", "main"]
 
+
+class _Verbs(TyperGroup):
+    """Verbs of one or two words: of ``eval`` and ``eval compare``, the longer one is meant where both fit."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        both = " ".join(args[:2])
+        return super().resolve_command(ctx, [both, *args[2:]] if both in self.commands else args)
+
+
 app = typer.Typer(
     name="polymoe",
+    cls=_Verbs,
     help="Run the experts of quantized mixture-of-experts checkpoints, packed, and say why they run so.",
     epilog="Data goes to stdout, everything else to stderr. Exit codes: 0 done, 1 refused, 2 wrong usage.",
     no_args_is_help=True,
