@@ -12,6 +12,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import json
 import sys
+from dataclasses import replace
 
 import torch
 
@@ -38,6 +39,13 @@ def weights_of(case: dict) -> ExpertWeights:
         )  # fmt: skip
         gate_up, down = weights.dequantize()
         weights = ExpertWeights.quantize(gate_up, down, Int4(encoding))
+    if case.get("activations") == "fp8_static":
+        plain = weights
+        scales = torch.rand(2, weights.spec.local_experts) * 0.02 + 0.005
+        weights = ExpertWeights(
+            plain.spec,
+            lambda e: replace(plain.expert(e), gate_up_input_scale=scales[0, e], down_input_scale=scales[1, e]),
+        )
     if "rank" in case:
         first, count = case["rank"]
         s, whole = weights.spec, weights
@@ -52,7 +60,9 @@ def weights_of(case: dict) -> ExpertWeights:
 def run(case: dict) -> dict:
     weights = weights_of(case)
     activation = ACTIVATIONS.get(case.get("activation", ""))
-    problem = problem_of(weights, activation, weight_on=case.get("weight_on", "output"))
+    problem = problem_of(
+        weights, activation, weight_on=case.get("weight_on", "output"), activations=case.get("activations", "16bit")
+    )  # fmt: skip
     dtype = getattr(torch, case.get("dtype", "float32"))
     spec = weights.spec
     x, routing = random_call(case.get("tokens", 7), spec.hidden, spec.experts, case.get("top_k", 2), dtype)
@@ -65,7 +75,7 @@ def run(case: dict) -> dict:
     weights_TA[(ids < 0) | (ids >= spec.experts)] = float("nan")
     routing = Routing(ids, weights_TA)
     tile = Tile(*case.get("tile", (32, 64)), splits=case.get("splits", 1))
-    config = TritonConfig(case.get("block_t", 16), tile, tile)
+    config = TritonConfig(case.get("block_t", 16), tile, tile, tail=case.get("tail", 0))
     packed = LAYOUTS["natural"].pack(weights, torch.device("cpu"))
     out = torch.full_like(x, float("nan"))
     Triton().run(problem, packed, x, routing, config, out)

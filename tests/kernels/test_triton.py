@@ -37,6 +37,17 @@ CASES: dict[str, dict[str, Any]] = {
     "two launches of dispatch": {"tokens": 300, "format": "bf16", "hidden": 16, "intermediate": 16, "tile": [16, 16]},
     "tiles of 64": {"tokens": 60, "block_t": 64, "format": "bf16", "hidden": 32, "intermediate": 32},
     "half x": {"dtype": "float16"},
+    "narrow tail": {"tokens": 50, "block_t": 64, "tail": 16, "format": "bf16", "hidden": 32, "intermediate": 32},
+    "split gate and up": {"splits": 2, "bias": True, "format": "bf16", "activation": "gpt_oss", "weight_on": "input"},
+    "split up, no gate": {"splits": 2, "gated": False, "format": "int4_g32"},
+    **{
+        f"{mode}, {format}": {"activations": mode, "format": format, "hidden": 256, "intermediate": 160, "tokens": 5}
+        for mode in ("fp8_token", "fp8_group128", "fp8_static")
+        for format in ("fp8_block128", "fp8_channel", "mxfp4", "bf16")
+    },
+    "fp8, split": {"activations": "fp8_group128", "format": "fp8_block128", "splits": 2, "hidden": 320, "bias": True},
+    "fp8, weight on input": {"activations": "fp8_token", "format": "fp8_tensor", "weight_on": "input"},
+    "fp8, rank of two": {"activations": "fp8_static", "format": "fp8_tensor", "rank": [2, 2]},
 }
 
 

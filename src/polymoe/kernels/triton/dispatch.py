@@ -1,7 +1,7 @@
-"""Which routed rows go to which expert: rows sorted by expert, and the tiles of the grouped GEMM.
+"""The first launch: which routed rows go to which expert, and x in operand order.
 
-Routed row r = t * A + a. Rows whose id is not one of this rank's experts come last and belong to no tile. Sorting is
-stable, so results do not depend on timing.
+Routed row r = t * A + a. Rows are sorted by expert; those whose id is not one of this rank's experts come last and
+belong to no tile. Sorting is stable, so results do not depend on timing.
 """
 
 # Kernel arguments are not what a type checker takes them for.
@@ -14,6 +14,8 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
+from polymoe.kernels.triton.activation import chain
+from polymoe.kernels.triton.rows import UNQUANTIZED, Operand, Quantization, convert_row, pdl
 
 __all__ = ["Dispatch", "dispatch", "tile_bound"]
 
@@ -37,9 +39,15 @@ def tile_bound(rows: int, experts: int, block_t: int) -> int:
     return min(experts, rows) + rows // block_t
 
 
-def dispatch(ids_TA: Tensor, first_expert: int, experts: int, block_t: int) -> Dispatch:
-    """Sort routed rows by expert, on the ids' device, without synchronizing."""
-    rows = ids_TA.numel()
+def dispatch(
+    ids_TA: Tensor, first_expert: int, experts: int, block_t: int, x_TH: Tensor | None = None,
+    operand: Operand | None = None, quantization: Quantization = UNQUANTIZED, *, chained: bool = False,
+) -> Dispatch:  # fmt: skip
+    """Sort routed rows by expert, on the ids' device, without synchronizing.
+
+    In the same launch, x goes to ``operand``: row by row, or with a static quantization each token once a slot.
+    """
+    rows, slots = ids_TA.numel(), ids_TA.shape[1]
     ids = ids_TA.contiguous()
     tiles = tile_bound(rows, experts, block_t)
     work = torch.empty(rows + 3 * tiles, dtype=torch.int32, device=ids.device)
@@ -50,11 +58,25 @@ def dispatch(ids_TA: Tensor, first_expert: int, experts: int, block_t: int) -> D
     counts = order
     if blocks > 1:
         counts = torch.empty(blocks, bins, dtype=torch.int32, device=ids.device)
-        _count[(blocks,)](ids, counts, rows, first_expert, experts, BLOCK=block, BINS=bins)
+        _count[(blocks,)](
+            ids, counts, rows, first_expert, experts, BLOCK=block, BINS=bins, CHAINED=chained, **pdl(chained)
+        )
     programs = max(triton.cdiv(rows, _ROWS), triton.cdiv(tiles, _TILES))
-    _place[(programs,)](
-        ids, counts, order, expert, first, last, rows, first_expert, experts, blocks, tiles,
+    x = values = scales = static = ids
+    extra, parts, x_row, x_column, per_row = 0, 1, 0, 0, 1
+    constants = {"MODE": "none", "GROUP": 16, "PLANES": 1, "BLOCK_X": 16}
+    if operand is not None:
+        assert x_TH is not None
+        x, values, scales, parts = x_TH, operand.values, operand.scales, operand.parts
+        (x_row, x_column), extra = x_TH.stride(), values.shape[0] * parts
+        constants = {k if k != "BLOCK" else "BLOCK_X": v for k, v in operand.constants.items()}
+        if quantization.static_E is not None:
+            static, per_row = quantization.static_E, slots
+    _start[(programs + extra,)](
+        ids, counts, order, expert, first, last, rows, first_expert, experts, blocks, tiles, programs,
+        x, values, scales, static, x_TH.shape[1] if x_TH is not None else 1, x_row, x_column, per_row, parts,
         BLOCK=block, BINS=bins, BLOCK_T=block_t, SINGLE=blocks == 1, ROWS=_ROWS, TILES=_TILES,
+        CONVERT=operand is not None, CHAINED=chained, **constants, num_warps=4, **pdl(chained),
     )  # fmt: skip
     return Dispatch(order, expert, first, last)
 
@@ -67,7 +89,11 @@ def _local(ids_ptr, row, rows, first_expert, experts):
 
 
 @triton.jit
-def _count(ids_ptr, counts_ptr, rows, first_expert, experts, BLOCK: tl.constexpr, BINS: tl.constexpr):
+def _count(
+    ids_ptr, counts_ptr, rows, first_expert, experts,
+    BLOCK: tl.constexpr, BINS: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    chain(CHAINED)
     block = tl.program_id(0)
     row = block * BLOCK + tl.arange(0, BLOCK)
     ids = _local(ids_ptr, row, rows, first_expert, experts)
@@ -76,13 +102,37 @@ def _count(ids_ptr, counts_ptr, rows, first_expert, experts, BLOCK: tl.constexpr
 
 
 @triton.jit
-def _place(
+def _start(
     ids_ptr, counts_ptr, order_ptr, expert_ptr, first_ptr, last_ptr, rows, first_expert, experts, blocks, tiles,
+    programs, x_ptr, values_ptr, scale_ptr, static_ptr, columns, x_row, x_column, per_row, parts,
+    BLOCK: tl.constexpr, BINS: tl.constexpr, BLOCK_T: tl.constexpr, SINGLE: tl.constexpr, ROWS: tl.constexpr,
+    TILES: tl.constexpr, CONVERT: tl.constexpr, CHAINED: tl.constexpr,
+    MODE: tl.constexpr, GROUP: tl.constexpr, PLANES: tl.constexpr, BLOCK_X: tl.constexpr,
+):  # fmt: skip
+    """The first ``programs`` programs place rows and describe tiles, the others convert rows of x."""
+    chain(CHAINED)
+    program = tl.program_id(0)
+    if program < programs:
+        _place(
+            program, ids_ptr, counts_ptr, order_ptr, expert_ptr, first_ptr, last_ptr, rows, first_expert, experts,
+            blocks, tiles, BLOCK, BINS, BLOCK_T, SINGLE, ROWS, TILES,
+        )  # fmt: skip
+    elif CONVERT:
+        row = (program - programs) // parts
+        convert_row(
+            row, row // per_row, row, (program - programs) % parts, x_ptr, values_ptr, scale_ptr, static_ptr, ids_ptr,
+            columns, 0, 0, x_row, x_column, first_expert, experts,
+            1, False, "none", 1.0, 0.0, 0.0, MODE, GROUP, PLANES, BLOCK_X,
+        )  # fmt: skip
+
+
+@triton.jit
+def _place(
+    program, ids_ptr, counts_ptr, order_ptr, expert_ptr, first_ptr, last_ptr, rows, first_expert, experts, blocks, tiles,
     BLOCK: tl.constexpr, BINS: tl.constexpr, BLOCK_T: tl.constexpr, SINGLE: tl.constexpr, ROWS: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
     """Program p places rows ``p * ROWS`` and on, and describes tiles ``p * TILES`` and on."""
-    program = tl.program_id(0)
     row = program * ROWS + tl.arange(0, ROWS)
     block = program * ROWS // BLOCK
     bins = tl.arange(0, BINS)

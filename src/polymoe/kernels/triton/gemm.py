@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from polymoe.kernels.triton.activation import activate, chain
 
 __all__ = ["grouped_gemm"]
 
@@ -33,12 +34,33 @@ def _groups(
 
 
 @triton.jit
+def _scales(
+    up_ptr, up_zero_ptr, gate_ptr, gate_zero_ptr, x_at, row_at, stride, step,
+    GATED: tl.constexpr, SCALED: tl.constexpr, ZERO_POINTS: tl.constexpr, GROUP_K: tl.constexpr, GROUPS: tl.constexpr,
+    X_SCALE: tl.constexpr, X_GROUP: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Scales and zero points of one step, of up, gate and x: the step's number where there are none."""
+    up_scales = _groups(up_ptr, row_at, stride, step, SCALED, GROUP_K, GROUPS, K, BLOCK_K, MASKED)
+    up_zeros = _groups(up_zero_ptr, row_at, stride, step, ZERO_POINTS, GROUP_K, GROUPS, K, BLOCK_K, MASKED)
+    gate_scales = up_scales
+    gate_zeros = up_zeros
+    if GATED:
+        gate_scales = _groups(gate_ptr, row_at, stride, step, SCALED, GROUP_K, GROUPS, K, BLOCK_K, MASKED)
+        gate_zeros = _groups(gate_zero_ptr, row_at, stride, step, ZERO_POINTS, GROUP_K, GROUPS, K, BLOCK_K, MASKED)
+    x_scales = step
+    if X_SCALE == "block":
+        group = step * BLOCK_K // X_GROUP
+        x_scales = tl.load(x_at + group, mask=group * X_GROUP < K, other=0.0) if MASKED else tl.load(x_at + group)
+    return up_scales, up_zeros, gate_scales, gate_zeros, x_scales
+
+
+@triton.jit
 def _step(
-    acc, gate_acc, up_ptr, up_scale_ptr, up_scales, up_zeros, gate_ptr, gate_scale_ptr, gate_scales, gate_zeros,
-    x_at, code_at, code_k, scale_at, scale_k, step, K: tl.constexpr, GATED: tl.constexpr, DECODE: tl.constexpr,
-    FACTOR: tl.constexpr, PLANES: tl.constexpr, OPERAND: tl.constexpr, PLAIN: tl.constexpr, SCALE_AT: tl.constexpr,
-    GROUP_K: tl.constexpr, GROUPS: tl.constexpr, ZERO_POINTS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
+    acc, gate_acc, up_ptr, up_scales, up_zeros, gate_ptr, gate_scales, gate_zeros, x_scales,
+    x_at, code_at, code_k, step, K: tl.constexpr, GATED: tl.constexpr, DECODE: tl.constexpr, FACTOR: tl.constexpr,
+    PLANES: tl.constexpr, OPERAND: tl.constexpr, PLAIN: tl.constexpr, SCALE_AT: tl.constexpr, X_SCALE: tl.constexpr,
+    GROUPS: tl.constexpr, ZERO_POINTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Both accumulators after one step along K."""
     WORDS: tl.constexpr = BLOCK_K // PLANES
@@ -57,21 +79,31 @@ def _step(
             gate_words, gate_scales, gate_zeros, DECODE, FACTOR, LOOP, ZERO_POINTS, OPERAND, PLAIN, BLOCK_N, WORDS,
             GROUPS,
         )  # fmt: skip
-    BLOCK_SCALED: tl.constexpr = SCALE_AT == "block"
-    part = tl.zeros((BLOCK_N, BLOCK_T), tl.float32) if BLOCK_SCALED else acc
-    gate_part = tl.zeros((BLOCK_N, BLOCK_T), tl.float32) if BLOCK_SCALED else gate_acc
+    BY_STEP: tl.constexpr = SCALE_AT == "block" or X_SCALE == "block"
+    part = tl.zeros((BLOCK_N, BLOCK_T), tl.float32) if BY_STEP else acc
+    gate_part = tl.zeros((BLOCK_N, BLOCK_T), tl.float32) if BY_STEP else gate_acc
     for p in tl.static_range(PLANES):
         x_ptrs = x_at + p * words + word[:, None]
         x = tl.load(x_ptrs, mask=word_mask[:, None], other=0.0) if MASKED else tl.load(x_ptrs)
         part = tl.dot(up_planes[p], x, part, input_precision="ieee")
         if GATED:
             gate_part = tl.dot(gate_planes[p], x, gate_part, input_precision="ieee")
-    if BLOCK_SCALED:
-        scale = scale_at + step * BLOCK_K // GROUP_K * scale_k
-        part = acc + part * tl.load(up_scale_ptr + scale).to(tl.float32)
+    if BY_STEP:
+        part = acc + part * _step_scale(up_scales, x_scales, SCALE_AT, X_SCALE)
         if GATED:
-            gate_part = gate_acc + gate_part * tl.load(gate_scale_ptr + scale).to(tl.float32)
+            gate_part = gate_acc + gate_part * _step_scale(gate_scales, x_scales, SCALE_AT, X_SCALE)
     return part, gate_part
+
+
+@triton.jit
+def _step_scale(scales, x_scales, SCALE_AT: tl.constexpr, X_SCALE: tl.constexpr):
+    """What multiplies a step's products: of a weight's block, of x's, or both."""
+    if SCALE_AT != "block":
+        return x_scales[None, :]
+    elif X_SCALE != "block":
+        return scales.to(tl.float32)
+    else:
+        return scales.to(tl.float32) * x_scales[None, :]
 
 
 @triton.jit
@@ -110,7 +142,7 @@ def _spread(groups, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, GROUPS: tl.const
 @triton.jit
 def _finish(
     acc, codes_scale_ptr, global_ptr, bias_ptr, expert, n, scale_e, scale_n, bias_e, x_scale, weight,
-    POST: tl.constexpr, GROUP_N: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr, UNSHIFT: tl.constexpr,
+    bias_share, POST: tl.constexpr, GROUP_N: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr, UNSHIFT: tl.constexpr,
     X_SCALE: tl.constexpr, WEIGHT_IN: tl.constexpr,
 ):  # fmt: skip
     """The accumulator [BLOCK_N, BLOCK_T] with everything that multiplies or adds to a whole row or column of it."""
@@ -120,32 +152,13 @@ def _finish(
         acc *= tl.load(codes_scale_ptr + expert * scale_e + (n // GROUP_N) * scale_n).to(tl.float32)[:, None]
     if GLOBAL:
         acc *= tl.load(global_ptr + expert)
-    if X_SCALE:
+    if X_SCALE == "row":
         acc *= x_scale[None, :]
     if WEIGHT_IN:
         acc *= weight[None, :]
     if BIAS:
-        acc += tl.load(bias_ptr + expert * bias_e + n).to(tl.float32)[:, None]
+        acc += bias_share * tl.load(bias_ptr + expert * bias_e + n).to(tl.float32)[:, None]
     return acc
-
-
-@triton.jit
-def _activate(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr):
-    if ACTIVATION == "swiglu":
-        if LIMIT > 0:
-            gate = tl.minimum(gate, LIMIT)
-            up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-        return gate * tl.sigmoid(ALPHA * gate) * (up + BETA)
-    elif ACTIVATION == "gelu":
-        return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
-    elif ACTIVATION == "gelu_tanh":
-        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-        return gate * tl.sigmoid(inner) * up
-    elif ACTIVATION == "relu2":
-        positive = tl.maximum(up, 0.0)
-        return positive * positive
-    else:
-        return up
 
 
 @triton.jit
@@ -154,26 +167,28 @@ def grouped_gemm(
     gate_ptr, gate_scale_ptr, gate_zero_ptr, gate_global_ptr, gate_bias_ptr,
     up_ptr, up_scale_ptr, up_zero_ptr, up_global_ptr, up_bias_ptr,
     order_ptr, tile_expert_ptr, tile_first_ptr, tile_last_ptr, weight_ptr,
-    slots,
-    code_e, code_n, code_k, scale_e, scale_n, scale_k, bias_e, out_split,
-    N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
+    slots, x_groups,
+    code_e, code_n, code_k, scale_e, scale_n, scale_k, bias_e, out_split, out_gate,
+    N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, RAW: tl.constexpr, ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr,
     DECODE: tl.constexpr, FACTOR: tl.constexpr, PLANES: tl.constexpr, OPERAND: tl.constexpr, PLAIN: tl.constexpr,
     SCALE_AT: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, SCALE_ALIGN: tl.constexpr,
     ZERO_POINTS: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr, UNSHIFT: tl.constexpr,
-    X_SCALE: tl.constexpr, WEIGHT_IN: tl.constexpr,
+    X_SCALE: tl.constexpr, X_GROUP: tl.constexpr, WEIGHT_IN: tl.constexpr,
     GATHER: tl.constexpr, SCATTER: tl.constexpr, OUT_PLANES: tl.constexpr, SPLIT_K: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, TAIL_T: tl.constexpr, BLOCK_K: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One tile: rows of one expert's weights by up to BLOCK_T of the routed rows that chose it.
 
-    Grid: ``tiles * ceil(N / BLOCK_N) * SPLIT_K`` programs; those beyond the tiles in use leave at once.
-    x is [rows, K] with its columns in PLANES planes; out [rows, N], its columns in OUT_PLANES planes.
+    Grid: ``tiles * ceil(N / BLOCK_N) * SPLIT_K`` programs; those beyond the tiles in use leave at once. A tile with no
+    more rows than TAIL_T is computed that wide only: an expert's last tile is seldom full.
+    x is [rows, K] with its columns in PLANES planes; out [rows, N], its columns in OUT_PLANES planes. RAW: out is
+    [SPLIT_K, gate and up, rows, N], before the activation.
     GATHER takes x's rows by token, SCATTER writes rows where they came from; otherwise both are in expert order.
     SCALE_AT: "none", "loop" (scales multiply the codes), "block" (the product of each step), "row" (the whole row).
+    X_SCALE: "none", "row" or "block" (one for X_GROUP columns of a row): what multiplies products of quantized x.
     """
-    LOOP: tl.constexpr = SCALE_AT == "loop"
-    GROUPS: tl.constexpr = BLOCK_K // GROUP_K if LOOP and BLOCK_K > GROUP_K else 1
+    chain(CHAINED)
     pid = tl.program_id(0)
     blocks_n = tl.cdiv(N, BLOCK_N)
     split = pid % SPLIT_K
@@ -182,8 +197,50 @@ def grouped_gemm(
     expert = tl.load(tile_expert_ptr + tile).to(tl.int64)
     if expert < 0:
         return
+    first = tl.load(tile_first_ptr + tile)
     last = tl.load(tile_last_ptr + tile)
-    row = tl.load(tile_first_ptr + tile) + tl.arange(0, BLOCK_T)
+    if TAIL_T > 0 and last - first <= TAIL_T:
+        _tile(
+            x_ptr, x_scale_ptr, out_ptr, gate_ptr, gate_scale_ptr, gate_zero_ptr, gate_global_ptr, gate_bias_ptr,
+            up_ptr, up_scale_ptr, up_zero_ptr, up_global_ptr, up_bias_ptr, order_ptr, weight_ptr,
+            slots, x_groups, code_e, code_n, code_k, scale_e, scale_n, scale_k, bias_e, out_split, out_gate,
+            split, block, expert, first, last,
+            N, K, GATED, RAW, ACTIVATION, ALPHA, BETA, LIMIT, DECODE, FACTOR, PLANES, OPERAND, PLAIN,
+            SCALE_AT, GROUP_N, GROUP_K, SCALE_ALIGN, ZERO_POINTS, GLOBAL, BIAS, UNSHIFT, X_SCALE, X_GROUP, WEIGHT_IN,
+            GATHER, SCATTER, OUT_PLANES, SPLIT_K, BLOCK_N, TAIL_T, BLOCK_K,
+        )  # fmt: skip
+    else:
+        _tile(
+            x_ptr, x_scale_ptr, out_ptr, gate_ptr, gate_scale_ptr, gate_zero_ptr, gate_global_ptr, gate_bias_ptr,
+            up_ptr, up_scale_ptr, up_zero_ptr, up_global_ptr, up_bias_ptr, order_ptr, weight_ptr,
+            slots, x_groups, code_e, code_n, code_k, scale_e, scale_n, scale_k, bias_e, out_split, out_gate,
+            split, block, expert, first, last,
+            N, K, GATED, RAW, ACTIVATION, ALPHA, BETA, LIMIT, DECODE, FACTOR, PLANES, OPERAND, PLAIN,
+            SCALE_AT, GROUP_N, GROUP_K, SCALE_ALIGN, ZERO_POINTS, GLOBAL, BIAS, UNSHIFT, X_SCALE, X_GROUP, WEIGHT_IN,
+            GATHER, SCATTER, OUT_PLANES, SPLIT_K, BLOCK_N, BLOCK_T, BLOCK_K,
+        )  # fmt: skip
+
+
+@triton.jit
+def _tile(
+    x_ptr, x_scale_ptr, out_ptr,
+    gate_ptr, gate_scale_ptr, gate_zero_ptr, gate_global_ptr, gate_bias_ptr,
+    up_ptr, up_scale_ptr, up_zero_ptr, up_global_ptr, up_bias_ptr, order_ptr, weight_ptr, slots, x_groups,
+    code_e, code_n, code_k, scale_e, scale_n, scale_k, bias_e, out_split, out_gate,
+    split, block, expert, first, last,
+    N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, RAW: tl.constexpr, ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr,
+    DECODE: tl.constexpr, FACTOR: tl.constexpr, PLANES: tl.constexpr, OPERAND: tl.constexpr, PLAIN: tl.constexpr,
+    SCALE_AT: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, SCALE_ALIGN: tl.constexpr,
+    ZERO_POINTS: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr, UNSHIFT: tl.constexpr,
+    X_SCALE: tl.constexpr, X_GROUP: tl.constexpr, WEIGHT_IN: tl.constexpr,
+    GATHER: tl.constexpr, SCATTER: tl.constexpr, OUT_PLANES: tl.constexpr, SPLIT_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    LOOP: tl.constexpr = SCALE_AT == "loop"
+    SCALED: tl.constexpr = LOOP or SCALE_AT == "block"
+    GROUPS: tl.constexpr = BLOCK_K // GROUP_K if LOOP and BLOCK_K > GROUP_K else 1
+    row = first + tl.arange(0, BLOCK_T)
     valid = row < last
     row = tl.minimum(row, last - 1)
     if GATHER or SCATTER:
@@ -208,77 +265,64 @@ def grouped_gemm(
     # Told here because a stride like 90 is known only as "not a multiple of 16", and single bytes load badly.
     scale_at = tl.multiple_of(expert * scale_e + (n // GROUP_N)[:, None] * scale_n, (SCALE_ALIGN, SCALE_ALIGN))
     x_at = x_ptr + x_row[None, :] * K
+    x_scale_at = x_scale_ptr + x_row * x_groups
 
     acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     gate_acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     if FULL > 0:
         # Scales are loaded a step ahead by hand: they are too small for the load pipeline, and their latency shows.
-        up_scales = _groups(up_scale_ptr, scale_at, scale_k, first_step, LOOP, GROUP_K, GROUPS, K, BLOCK_K, False)
-        up_zeros = _groups(up_zero_ptr, scale_at, scale_k, first_step, ZERO_POINTS, GROUP_K, GROUPS, K, BLOCK_K, False)
-        gate_scales = up_scales
-        gate_zeros = up_zeros
-        if GATED:
-            gate_scales = _groups(
-                gate_scale_ptr, scale_at, scale_k, first_step, LOOP, GROUP_K, GROUPS, K, BLOCK_K, False
-            )  # fmt: skip
-            gate_zeros = _groups(
-                gate_zero_ptr, scale_at, scale_k, first_step, ZERO_POINTS, GROUP_K, GROUPS, K, BLOCK_K, False
-            )  # fmt: skip
+        up_scales, up_zeros, gate_scales, gate_zeros, x_scales = _scales(
+            up_scale_ptr, up_zero_ptr, gate_scale_ptr, gate_zero_ptr, x_scale_at, scale_at, scale_k, first_step,
+            GATED, SCALED, ZERO_POINTS, GROUP_K, GROUPS, X_SCALE, X_GROUP, K, BLOCK_K, False,
+        )  # fmt: skip
         for i in range(FULL):
             step = first_step + i
             acc, gate_acc = _step(
-                acc, gate_acc, up_ptr, up_scale_ptr, up_scales, up_zeros,
-                gate_ptr, gate_scale_ptr, gate_scales, gate_zeros,
-                x_at, code_at, code_k, scale_at, scale_k, step, K, GATED, DECODE, FACTOR, PLANES, OPERAND, PLAIN,
-                SCALE_AT, GROUP_K, GROUPS, ZERO_POINTS, BLOCK_N, BLOCK_T, BLOCK_K, False,
+                acc, gate_acc, up_ptr, up_scales, up_zeros, gate_ptr, gate_scales, gate_zeros, x_scales,
+                x_at, code_at, code_k, step, K, GATED, DECODE, FACTOR, PLANES, OPERAND, PLAIN,
+                SCALE_AT, X_SCALE, GROUPS, ZERO_POINTS, BLOCK_N, BLOCK_T, BLOCK_K, False,
             )  # fmt: skip
-            ahead = first_step + tl.minimum(i + 1, FULL - 1)
-            up_scales = _groups(up_scale_ptr, scale_at, scale_k, ahead, LOOP, GROUP_K, GROUPS, K, BLOCK_K, False)
-            up_zeros = _groups(up_zero_ptr, scale_at, scale_k, ahead, ZERO_POINTS, GROUP_K, GROUPS, K, BLOCK_K, False)
-            if GATED:
-                gate_scales = _groups(
-                    gate_scale_ptr, scale_at, scale_k, ahead, LOOP, GROUP_K, GROUPS, K, BLOCK_K, False
-                )  # fmt: skip
-                gate_zeros = _groups(
-                    gate_zero_ptr, scale_at, scale_k, ahead, ZERO_POINTS, GROUP_K, GROUPS, K, BLOCK_K, False
-                )  # fmt: skip
+            up_scales, up_zeros, gate_scales, gate_zeros, x_scales = _scales(
+                up_scale_ptr, up_zero_ptr, gate_scale_ptr, gate_zero_ptr, x_scale_at, scale_at, scale_k,
+                first_step + tl.minimum(i + 1, FULL - 1),
+                GATED, SCALED, ZERO_POINTS, GROUP_K, GROUPS, X_SCALE, X_GROUP, K, BLOCK_K, False,
+            )  # fmt: skip
     for i in tl.range(FULL, STEPS, num_stages=1 if FULL > 0 else None):
         step = first_step + i
-        rest = _groups(up_scale_ptr, scale_at, scale_k, step, LOOP, GROUP_K, GROUPS, K, BLOCK_K, True)
-        rest_zeros = _groups(up_zero_ptr, scale_at, scale_k, step, ZERO_POINTS, GROUP_K, GROUPS, K, BLOCK_K, True)
-        gate_rest = rest
-        gate_rest_zeros = rest_zeros
-        if GATED:
-            gate_rest = _groups(gate_scale_ptr, scale_at, scale_k, step, LOOP, GROUP_K, GROUPS, K, BLOCK_K, True)
-            gate_rest_zeros = _groups(
-                gate_zero_ptr, scale_at, scale_k, step, ZERO_POINTS, GROUP_K, GROUPS, K, BLOCK_K, True
-            )  # fmt: skip
+        up_scales, up_zeros, gate_scales, gate_zeros, x_scales = _scales(
+            up_scale_ptr, up_zero_ptr, gate_scale_ptr, gate_zero_ptr, x_scale_at, scale_at, scale_k, step,
+            GATED, SCALED, ZERO_POINTS, GROUP_K, GROUPS, X_SCALE, X_GROUP, K, BLOCK_K, True,
+        )  # fmt: skip
         acc, gate_acc = _step(
-            acc, gate_acc, up_ptr, up_scale_ptr, rest, rest_zeros, gate_ptr, gate_scale_ptr, gate_rest, gate_rest_zeros,
-            x_at, code_at, code_k, scale_at, scale_k, step, K, GATED, DECODE, FACTOR, PLANES, OPERAND, PLAIN,
-            SCALE_AT, GROUP_K, GROUPS, ZERO_POINTS, BLOCK_N, BLOCK_T, BLOCK_K, True,
+            acc, gate_acc, up_ptr, up_scales, up_zeros, gate_ptr, gate_scales, gate_zeros, x_scales,
+            x_at, code_at, code_k, step, K, GATED, DECODE, FACTOR, PLANES, OPERAND, PLAIN,
+            SCALE_AT, X_SCALE, GROUPS, ZERO_POINTS, BLOCK_N, BLOCK_T, BLOCK_K, True,
         )  # fmt: skip
 
     x_scale = valid
     weight = valid
-    if X_SCALE:
-        x_scale = tl.load(x_scale_ptr + x_row)
+    if X_SCALE == "row":
+        x_scale = tl.load(x_scale_at)
     if WEIGHT_IN:
         weight = tl.load(weight_ptr + routed)
     POST: tl.constexpr = SCALE_AT == "row"
-    BIASED: tl.constexpr = BIAS and SPLIT_K == 1
+    # The bias counts once: with the first split.
+    bias_share = tl.where(split == 0, 1.0, 0.0) if SPLIT_K > 1 else 1.0
     acc = _finish(
         acc, up_scale_ptr, up_global_ptr, up_bias_ptr, expert, n, scale_e, scale_n, bias_e, x_scale, weight,
-        POST, GROUP_N, GLOBAL, BIASED, UNSHIFT, X_SCALE, WEIGHT_IN,
+        bias_share, POST, GROUP_N, GLOBAL, BIAS, UNSHIFT, X_SCALE, WEIGHT_IN,
     )  # fmt: skip
     if GATED:
         gate_acc = _finish(
             gate_acc, gate_scale_ptr, gate_global_ptr, gate_bias_ptr, expert, n, scale_e, scale_n, bias_e, x_scale,
-            weight, POST, GROUP_N, GLOBAL, BIASED, UNSHIFT, X_SCALE, WEIGHT_IN,
+            weight, bias_share, POST, GROUP_N, GLOBAL, BIAS, UNSHIFT, X_SCALE, WEIGHT_IN,
         )  # fmt: skip
-    if BIAS and SPLIT_K > 1:
-        acc += tl.where(split == 0, 1.0, 0.0) * tl.load(up_bias_ptr + expert * bias_e + n).to(tl.float32)[:, None]
-    result = _activate(gate_acc, acc, ACTIVATION, ALPHA, BETA, LIMIT)
     out_row = (routed if SCATTER else row).to(tl.int64)
     out_at = out_ptr + split.to(tl.int64) * out_split + out_row[:, None] * N + place[None, :]
-    tl.store(out_at, tl.trans(result).to(out_ptr.dtype.element_ty), mask=valid[:, None] & inside[None, :])
+    mask = valid[:, None] & inside[None, :]
+    if RAW and GATED:
+        tl.store(out_at, tl.trans(gate_acc), mask=mask)
+        tl.store(out_at + out_gate, tl.trans(acc), mask=mask)
+    else:
+        result = activate(gate_acc, acc, ACTIVATION, ALPHA, BETA, LIMIT)
+        tl.store(out_at, tl.trans(result).to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,48 +1,165 @@
-"""Kernels on whole rows: x into operand order before the first product, experts' results into y after the last."""
+"""Kernels on whole rows: inputs of a product into operand order, experts' results into y after the last."""
 
 # Kernel arguments are not what a type checker takes them for.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
 import triton
 import triton.language as tl
+from polymoe.kernels.triton.activation import activate, chain, round_e4m3
 
-__all__ = ["combine", "prepare"]
+__all__ = ["UNQUANTIZED", "Operand", "Quantization", "combine", "convert_row", "hidden", "pdl"]
+
+_GROUP = 128
+_BLOCK = 1024
 
 
-def prepare(x_TH: Tensor, planes: int, operand: torch.dtype) -> Tensor:
-    """x in the operand dtype with its columns in planes; x itself where nothing changes.
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """How a product's input is rounded to E4M3, to be multiplied in 16 bit, which holds every E4M3 number.
 
-    Column c goes to ``(c % planes) * (H / planes) + c // planes``.
+    ``mode`` is "none", "row" (a scale a row), "block" (one a row and 128 columns), or "static": ``static_E`` float32 has
+    each expert's scale, so that the rows are routed ones.
     """
-    rows, columns = x_TH.shape
-    if planes == 1 and x_TH.dtype == operand and x_TH.is_contiguous():
-        return x_TH
-    out = torch.empty(rows, columns, dtype=operand, device=x_TH.device)
-    block = min(1024, triton.next_power_of_2(columns))
-    _prepare[(rows, triton.cdiv(columns, block))](
-        x_TH, out, columns, x_TH.stride(0), x_TH.stride(1), PLANES=planes, BLOCK=block, num_warps=4
-    )
-    return out
+
+    mode: str = "none"
+    static_E: Tensor | None = None
+
+
+UNQUANTIZED = Quantization()
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A product's input to be: where it is written, and the arguments of :func:`convert_row` that do it.
+
+    Column c of a row goes to ``(c % planes) * (K / planes) + c // planes`` of ``values`` [rows, K]. ``scales`` [rows,
+    groups] are float32; without quantization, ``values``.
+    """
+
+    values: Tensor
+    scales: Tensor
+    parts: int
+    """Programs a row."""
+    constants: dict[str, Any]
+
+    @classmethod
+    def empty(
+        cls, rows: int, columns: int, planes: int, dtype: torch.dtype, quantization: Quantization, device: torch.device
+    ) -> Operand:
+        """For ``rows`` of ``columns``, not yet written."""
+        mode = quantization.mode
+        values = torch.empty(rows, columns, dtype=dtype, device=device)
+        width = triton.next_power_of_2(columns)
+        block = width if mode == "row" else min(_BLOCK, max(width, _GROUP if mode == "block" else planes))
+        scales = values
+        if mode != "none":
+            groups = triton.cdiv(columns, _GROUP) if mode == "block" else 1
+            scales = torch.empty(rows, groups, dtype=torch.float32, device=device)
+        constants = {
+            "MODE": mode, "GROUP": {"block": _GROUP}.get(mode, block), "PLANES": planes, "BLOCK": block,
+        }  # fmt: skip
+        return cls(values, scales, triton.cdiv(columns, block), constants)
+
+
+def pdl(chained: bool) -> dict[str, bool]:
+    """Launch options for programmatic dependent launch."""
+    return {"launch_pdl": True} if chained else {}
+
+
+def hidden(
+    parts_SGRF: Tensor, operand: Operand, quantization: Quantization, activation: dict[str, Any], order_R: Tensor,
+    ids_TA: Tensor, first_expert: int, experts: int, *, chained: bool,
+) -> None:  # fmt: skip
+    """Fill ``operand`` with the activation of gate (``[:, 0]``) and up (``[:, -1]``), each summed over splits first.
+
+    Rows are in expert order. ``activation`` holds ACTIVATION, ALPHA, BETA and LIMIT of :func:`~.activation.activate`.
+    """
+    splits, matrices, rows, columns = parts_SGRF.shape
+    static = operand.values if quantization.static_E is None else quantization.static_E
+    _hidden[(rows * operand.parts,)](
+        parts_SGRF, operand.values, operand.scales, static, ids_TA, order_R,
+        columns, parts_SGRF.stride(0), parts_SGRF.stride(1), first_expert, experts,
+        SPLITS=splits, GATED=matrices == 2, PARTS=operand.parts, CHAINED=chained, **activation, **operand.constants,
+        num_warps=4, **pdl(chained),
+    )  # fmt: skip
 
 
 @triton.jit
-def _prepare(x_ptr, out_ptr, columns, x_row, x_column, PLANES: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    width = columns // PLANES
-    column = (place % width) * PLANES + place // width
-    x = tl.load(x_ptr + row * x_row + column * x_column, mask=place < columns)
-    tl.store(out_ptr + row * columns + place, x.to(out_ptr.dtype.element_ty), mask=place < columns)
+def _hidden(
+    in_ptr, out_ptr, scale_ptr, static_ptr, ids_ptr, order_ptr, columns, in_split, in_gate, first_expert, experts,
+    SPLITS: tl.constexpr, GATED: tl.constexpr, PARTS: tl.constexpr, CHAINED: tl.constexpr,
+    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr,
+    MODE: tl.constexpr, GROUP: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    chain(CHAINED)
+    row = tl.program_id(0) // PARTS
+    routed = row
+    if MODE == "static":
+        routed = tl.load(order_ptr + row)
+    convert_row(
+        row, row, routed, tl.program_id(0) % PARTS, in_ptr, out_ptr, scale_ptr, static_ptr, ids_ptr,
+        columns, in_split, in_gate, columns, 1, first_expert, experts,
+        SPLITS, GATED, ACTIVATION, ALPHA, BETA, LIMIT, MODE, GROUP, PLANES, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def convert_row(
+    row, source, routed, part, in_ptr, out_ptr, scale_ptr, static_ptr, ids_ptr,
+    columns, in_split, in_gate, in_row, in_column, first_expert, experts,
+    SPLITS: tl.constexpr, GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr,
+    MODE: tl.constexpr, GROUP: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Columns ``part * BLOCK`` and on of row ``source`` of the input, to row ``row`` of the output."""
+    WORDS: tl.constexpr = BLOCK // PLANES
+    word = part * WORDS + tl.arange(0, WORDS)[None, :]
+    plane = tl.arange(0, PLANES)[:, None]
+    column = word * PLANES + plane
+    inside = column < columns
+    at = in_ptr + source.to(tl.int64) * in_row + column * in_column
+    up = tl.zeros((PLANES, WORDS), tl.float32)
+    gate = up
+    for split in tl.static_range(SPLITS):
+        if GATED:
+            gate += tl.load(at + split * in_split, mask=inside, other=0.0).to(tl.float32)
+            up += tl.load(at + split * in_split + in_gate, mask=inside, other=0.0).to(tl.float32)
+        else:
+            up += tl.load(at + split * in_split, mask=inside, other=0.0).to(tl.float32)
+    x = activate(gate, up, ACTIVATION, ALPHA, BETA, LIMIT)
+    if MODE == "static":
+        expert = tl.load(ids_ptr + routed).to(tl.int64) - first_expert
+        # Rows of other ranks are quantized like any, by some scale, and never read.
+        scale = tl.load(static_ptr + tl.where((expert >= 0) & (expert < experts), expert, 0))
+        x = round_e4m3(tl.div_rn(x, tl.full((1, 1), 0.0, tl.float32) + scale))
+        tl.store(scale_ptr + row, scale)
+    elif MODE != "none":
+        GROUPS: tl.constexpr = BLOCK // GROUP
+        grouped = tl.reshape(tl.where(inside, x, 0.0), (PLANES, GROUPS, GROUP // PLANES))
+        largest = tl.max(tl.max(tl.abs(grouped), 2), 0)
+        scale = tl.div_rn(largest, tl.full((GROUPS,), 448.0, tl.float32))
+        scale = tl.where(scale == 0, 1.0, scale)
+        quantized = round_e4m3(tl.div_rn(grouped, tl.zeros_like(grouped) + scale[None, :, None]))
+        x = tl.reshape(quantized, (PLANES, WORDS))
+        count = tl.cdiv(columns, GROUP)
+        group = part * GROUPS + tl.arange(0, GROUPS)
+        tl.store(scale_ptr + row * count + group, scale, mask=group < count)
+    place = out_ptr + row.to(tl.int64) * columns + plane * (columns // PLANES) + word
+    tl.store(place, x.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def combine(
-    y_SRH: Tensor, ids_TA: Tensor, weights_TA: Tensor, out_TH: Tensor, first_expert: int, experts: int, weighted: bool
-) -> None:
+    y_SRH: Tensor, ids_TA: Tensor, weights_TA: Tensor, out_TH: Tensor, first_expert: int, experts: int, *,
+    weighted: bool, chained: bool,
+) -> None:  # fmt: skip
     """``out[t] = sum over slots a, in order, of weight[t, a] * sum over splits of y[s, t * A + a]`` in float32.
 
     Slots whose expert is not of this rank are never read. Without ``weighted`` every weight is 1.
@@ -54,7 +171,8 @@ def combine(
         y_SRH, ids_TA, weights_TA, out_TH, columns, y_SRH.stride(0),
         ids_TA.stride(0), ids_TA.stride(1), weights_TA.stride(0), weights_TA.stride(1),
         out_TH.stride(0), out_TH.stride(1), first_expert, experts,
-        SLOTS=slots, SPLITS=y_SRH.shape[0], WEIGHTED=weighted, BLOCK=block, num_warps=4 if block > 256 else 2,
+        SLOTS=slots, SPLITS=y_SRH.shape[0], WEIGHTED=weighted, BLOCK=block, CHAINED=chained,
+        num_warps=4 if block > 256 else 2, **pdl(chained),
     )  # fmt: skip
 
 
@@ -62,7 +180,9 @@ def combine(
 def _combine(
     y_ptr, ids_ptr, weights_ptr, out_ptr, columns, y_split, ids_t, ids_a, weights_t, weights_a, out_t, out_h,
     first_expert, experts, SLOTS: tl.constexpr, SPLITS: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
+    chain(CHAINED)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
