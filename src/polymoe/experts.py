@@ -49,7 +49,13 @@ class Choice:
     def select(self, problem: Problem, layout: str | None = None) -> Selection:
         """The selection for ``problem``, bound to ``layout`` if given."""
         return select(
-            problem, self.machine, role=self.role, backend=self.backend, layout=layout, backends=self.backends
+            problem,
+            self.machine,
+            role=self.role,
+            backend=self.backend,
+            layout=layout,
+            backends=self.backends,
+            layouts=self.layouts,
         )
 
 

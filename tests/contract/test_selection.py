@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from contract.toys import LAYOUTS, Toy, choice, toys
 from polymoe.errors import ArgumentError, PlanError, UnsupportedProblem, VerificationError
 from polymoe.experts import FusedExperts, relative_error
-from polymoe.verdict import Accepted, Rejected
+from polymoe.verdict import Accepted, Reason, Rejected
 from problems import plain_experts, problem_of, random_call, random_experts
 
 
@@ -40,6 +42,21 @@ def test_every_reason_is_reported_not_the_first() -> None:
     text = str(selection)
     assert "package toykernels: wants any version, got not installed" in text
     assert "H: wants a multiple of 4096, got 64" in text
+
+
+def test_a_layout_that_cannot_hold_the_experts_rejects_its_backends_with_its_reasons() -> None:
+    class Wide(type(LAYOUTS["flipped"])):  # type: ignore[misc]
+        def check(self, spec):  # type: ignore[no-untyped-def]
+            return (Reason("H", "a multiple of 128", str(spec.hidden)),)
+
+    weights = random_experts()
+    picky = replace(choice(toys(Toy("either", layouts=("flipped", "natural")))), layouts={**LAYOUTS, "flipped": Wide()})
+    selection = picky.select(problem_of(weights))
+    verdicts = {c.backend: c.verdict for c in selection.candidates}
+    assert verdicts["small"] == Rejected((Reason("layout flipped, H", "a multiple of 128", "64"),))
+    assert isinstance(verdicts["either"], Accepted)
+    assert selection.require().layout == "natural"
+    assert {step.backend for step in selection.require().steps} == {"either"}
 
 
 def test_one_copy_of_the_weights() -> None:

@@ -13,11 +13,12 @@ from typing import Any
 
 from polymoe.backends.base import Backend, Prediction
 from polymoe.errors import ArgumentError, UnsupportedProblem, nearest
+from polymoe.layouts import LAYOUTS, Layout
 from polymoe.machine import Machine
 from polymoe.planning.cost import cost
 from polymoe.planning.plan import ROLE_TOKENS, Plan, PlanStep, role_tokens
 from polymoe.problem import Problem
-from polymoe.verdict import Accepted, Rejected, Verdict
+from polymoe.verdict import Accepted, Reason, Rejected, Verdict
 
 __all__ = ["Candidate", "Selection", "select"]
 
@@ -154,6 +155,7 @@ def select(
     backend: str = "auto",
     layout: str | None = None,
     backends: Mapping[str, Backend] | None = None,
+    layouts: Mapping[str, Layout] = LAYOUTS,
 ) -> Selection:
     """Ask every backend, then plan. Pure: the machine is an argument, so a laptop can ask for a GPU.
 
@@ -164,6 +166,7 @@ def select(
         backend: "auto" or a name.
         layout: only backends that read this layout (for weights that are packed already).
         backends: the table to choose from; all of polymoe's by default.
+        layouts: the table that says which layouts can hold the experts.
 
     Raises:
         ArgumentError: for an unknown role or backend name.
@@ -175,22 +178,24 @@ def select(
         raise ArgumentError("backend", got=repr(backend), hint=nearest(backend, ["auto", *backends]))
     candidates = []
     usable: dict[str, tuple[Backend, Accepted]] = {}
+    readable: dict[str, tuple[str, ...]] = {}
     for name, candidate in backends.items():
-        verdict = candidate.check(problem, machine)
+        verdict, held = _with_layouts(candidate, candidate.check(problem, machine), problem, layouts)
         predictions: tuple[tuple[int, Prediction], ...] = ()
         if isinstance(verdict, Accepted):
             fitting = [t for t in points if verdict.max_tokens is None or t <= verdict.max_tokens]
             predictions = tuple((t, candidate.predict(problem, machine, t)) for t in fitting)
             if backend == name or (backend == "auto" and not verdict.by_name_only):
                 usable[name] = (candidate, verdict)
+                readable[name] = held
         candidates.append(Candidate(name, candidate.layouts, verdict, predictions))
 
     plans: dict[str, Plan] = {}
     scores: dict[str, float] = {}
-    for name in dict.fromkeys(n for b, _ in usable.values() for n in b.layouts):
+    for name in dict.fromkeys(n for held in readable.values() for n in held):
         if layout not in (None, name):
             continue
-        readers = {n: (b, v) for n, (b, v) in usable.items() if name in b.layouts}
+        readers = {n: candidate for n, candidate in usable.items() if name in readable[n]}
         unlimited = any(v.max_tokens is None for _, v in readers.values())
         if not unlimited and backend == "auto":
             continue  # a plan of auto must take any number of tokens
@@ -204,6 +209,19 @@ def select(
         scores[name] = sum(ratios) / len(ratios) if ratios else float("inf")
     best = min(scores, key=scores.__getitem__, default=None)
     return Selection(problem, machine, role, backend, tuple(candidates), scores, plans[best] if best else None)
+
+
+def _with_layouts(
+    backend: Backend, verdict: Verdict, problem: Problem, layouts: Mapping[str, Layout]
+) -> tuple[Verdict, tuple[str, ...]]:
+    """The verdict, and the backend's layouts that can hold the experts; a rejection if there is none, with every
+    layout's reasons beside the backend's own."""
+    refused = {name: layouts[name].check(problem.spec) if name in layouts else () for name in backend.layouts}
+    held = tuple(name for name, reasons in refused.items() if not reasons)
+    if held:
+        return verdict, held
+    found = tuple(Reason(f"layout {n}, {r.what}", r.wanted, r.got) for n, reasons in refused.items() for r in reasons)
+    return Rejected((verdict.reasons if isinstance(verdict, Rejected) else ()) + found), ()
 
 
 def _plan(problem: Problem, machine: Machine, layout: str, readers: Mapping[str, tuple[Backend, Accepted]]) -> Plan:
