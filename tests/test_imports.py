@@ -17,6 +17,7 @@ ROOT = Path(polymoe.__file__).parent
 # Each part may import the parts named, and itself. `kernels` stands alone.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
+    "environment": set(),
     "shapes": set(),
     "verdict": set(),
     "machine": {"errors", "shapes"},
@@ -30,7 +31,7 @@ ALLOWED["tensors"] = {"errors", "shapes", "formats", "activations"}
 ALLOWED["layouts"] = ALLOWED["tensors"] | {"tensors", "verdict"}
 ALLOWED["problem"] = ALLOWED["tensors"] | {"tensors"}
 ALLOWED["checkpoint"] = {"errors", "shapes", "formats", "activations", "tensors", "problem", "routing"}
-ALLOWED["planning"] = {"errors", "shapes", "machine", "problem", "verdict"}
+ALLOWED["planning"] = {"errors", "environment", "shapes", "machine", "problem", "verdict"}
 ALLOWED["backends"] = _VALUES | {"tensors", "layouts", "problem", "planning", "kernels"}
 ALLOWED["experts"] = ALLOWED["backends"] | {"backends", "checkpoint"}
 ALLOWED["explanation"] = ALLOWED["experts"] | {"experts"}

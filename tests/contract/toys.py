@@ -6,6 +6,7 @@ layout of its own and needs a package that is not installed. ``wrong`` computes 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -91,6 +92,16 @@ class Toy:
 
     def predict(self, problem: Problem, machine: Machine, tokens: int) -> Prediction:
         return Prediction(self.times_floor * cost(problem, machine.device, tokens).floor_us, "cost model")
+
+    def candidates(
+        self, problem: Problem, machine: Machine, tokens: int, timed: Sequence[tuple[Config, float]] = ()
+    ) -> Sequence[Config]:
+        return () if timed else (self.configure(problem, machine, tokens),)
+
+    def compile(
+        self, problem: Problem, packed: Packed, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor
+    ) -> None:
+        pass
 
     def run(
         self, problem: Problem, packed: Packed, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -19,10 +20,16 @@ __all__ = ["TOLERANCE", "Backend", "Prediction"]
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Expected time of one call in microseconds, and where the number comes from."""
+    """Expected time of one call in microseconds, and where the number comes from: "cost model", or "measured" and with
+    what, where that differs from here."""
 
     time_us: float
-    source: Literal["measured", "cost model"]
+    source: str = "cost model"
+
+    @property
+    def measured(self) -> bool:
+        """Whether it comes from a table of measured times."""
+        return self.source.startswith("measured")
 
 
 class Backend(Protocol):
@@ -47,11 +54,28 @@ class Backend(Protocol):
         ...
 
     def configure(self, problem: Problem, machine: Machine, tokens: int) -> Config:
-        """Its configuration for calls of ``tokens`` tokens; only for problems it accepts."""
+        """Its own choice for calls of ``tokens`` tokens, without any table; only for problems it accepts."""
         ...
 
     def predict(self, problem: Problem, machine: Machine, tokens: int) -> Prediction:
-        """Expected time of a call of ``tokens`` tokens; only for problems it accepts."""
+        """Time of a call of ``tokens`` tokens by its cost model; only for problems it accepts."""
+        ...
+
+    def candidates(
+        self, problem: Problem, machine: Machine, tokens: int, timed: Sequence[tuple[Config, float]] = ()
+    ) -> Sequence[Config]:
+        """What tuning tries for calls of ``tokens`` tokens, the likeliest first, all of which fit the device.
+
+        With ``timed``, every configuration that was right and its time in microseconds: what to try next. What was
+        tried is not tried again, and tuning ends when nothing new comes.
+        """
+        ...
+
+    def compile(
+        self, problem: Problem, packed: Packed, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor
+    ) -> None:
+        """Compile what :meth:`run` with such arguments launches, into a cache on disk where there is one. The tensors
+        may be on the meta device; nothing is launched."""
         ...
 
     def run(

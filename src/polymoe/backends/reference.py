@@ -5,6 +5,7 @@ Only experts that received tokens are dequantized, one at a time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +52,17 @@ class Reference:
         c = cost(problem, machine.device, tokens)
         weights = c.active_experts * sum(n * k for n, k in map(problem.spec.matrix_shape, problem.spec.encodings))
         return Prediction(1e6 * weights * _DEQUANTIZED_BYTES / machine.device.bandwidth + c.compute_us, "cost model")
+
+    def candidates(
+        self, problem: Problem, machine: Machine, tokens: int, timed: Sequence[tuple[Config, float]] = ()
+    ) -> Sequence[Config]:
+        """The one there is."""
+        return () if timed else (Config(),)
+
+    def compile(
+        self, problem: Problem, packed: Packed, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor
+    ) -> None:
+        """Nothing to compile."""
 
     def run(
         self, problem: Problem, packed: Packed, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor

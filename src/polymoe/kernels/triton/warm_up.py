@@ -1,0 +1,27 @@
+"""Compiling without launching: what a call would need, into Triton's cache on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import triton
+
+__all__ = ["compile_only"]
+
+
+@contextmanager
+def compile_only() -> Iterator[None]:
+    """Within, launches of Triton kernels compile and do not run; tensors may be on the meta device, whose addresses
+    count as aligned like those of fresh tensors."""
+    launch = triton.JITFunction.run
+
+    def compile(self: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:
+        return launch(self, *args, warmup=True, **kwargs)
+
+    triton.JITFunction.run = compile  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        triton.JITFunction.run = launch  # type: ignore[method-assign]

@@ -1,0 +1,113 @@
+"""Files of measured times: one JSON line a row, one file a GPU. Shipped with the package, and the user's own in the
+cache directory, which ``polymoe tune`` writes."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Sequence
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from polymoe.environment import cache_directory
+from polymoe.errors import FormatError
+from polymoe.planning.measured import Measured, Table, newest
+
+if TYPE_CHECKING:
+    from importlib.abc import Traversable
+
+__all__ = ["add", "file_name", "installed", "parse", "read", "user_file"]
+
+
+def file_name(device: str) -> str:
+    """Of a GPU's table: ``"h200.jsonl"``, ``"nvidia-rtx-4000-ada.jsonl"``."""
+    return re.sub(r"[^a-z0-9.]+", "-", device.lower()).strip("-.") + ".jsonl"
+
+
+def user_file(device: str) -> Path:
+    """Where ``polymoe tune`` keeps a GPU's rows; it may not exist yet."""
+    return cache_directory() / "tables" / file_name(device)
+
+
+def parse(text: str, where: str) -> list[Measured]:
+    """Rows of a table's text.
+
+    Raises:
+        FormatError: naming the line that is none.
+    """
+    rows = []
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            rows.append(Measured.from_dict(json.loads(line)))
+        except FormatError as error:
+            what = f"{where}, line {number}, {error.where}"
+            raise FormatError(what, expected=error.expected, got=error.got) from error
+        except ValueError as error:
+            raise FormatError(f"{where}, line {number}", expected="a row as JSON", got=line[:80]) from error
+    return rows
+
+
+def read(path: Path | Traversable) -> list[Measured]:
+    """Rows of a file; none if there is no such file.
+
+    Raises:
+        FormatError: if it is no table.
+    """
+    try:
+        return parse(path.read_text(encoding="utf-8"), str(path))
+    except FileNotFoundError:
+        return []
+    except UnicodeDecodeError as error:
+        raise FormatError(str(path), expected="UTF-8 text", got=str(error)) from error
+
+
+@cache
+def installed(device: str) -> Table:
+    """The user's rows and the shipped ones of a GPU, read once a process.
+
+    A file that is no table, or may not be read, is left out with a warning: times then come from the cost model.
+    """
+    mine, shipped = user_file(device), resources.files("polymoe.planning") / "tables" / file_name(device)
+    return Table((_rows_of(mine), _rows_of(shipped) if shipped.is_file() else ()))
+
+
+def _rows_of(file: Path | Traversable) -> tuple[Measured, ...]:
+    try:
+        return tuple(read(file))
+    except (FormatError, OSError) as error:
+        warnings.warn(f"measured times are not used: {error}\n  hint: the next `polymoe tune` keeps this file aside")
+        return ()
+
+
+def add(path: Path, rows: Sequence[Measured]) -> Path | None:
+    """Merge rows into a file, replacing older ones of the same key. Processes that share it lose nothing: each reads,
+    merges and renames under a lock.
+
+    Returns:
+        Where a file that was no table is kept now (``h200.jsonl.corrupt-1``), or None.
+    """
+    from filelock import FileLock
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_name(path.name + ".lock")):
+        aside = None
+        try:
+            earlier = read(path)
+        except FormatError:
+            earlier, aside = [], _set_aside(path)
+        new = path.with_name(path.name + ".new")  # nobody else writes it while the lock is held
+        new.write_text("".join(json.dumps(row.to_dict()) + "\n" for row in newest([*earlier, *rows])), encoding="utf-8")
+        new.replace(path)
+    installed.cache_clear()
+    return aside
+
+
+def _set_aside(path: Path) -> Path:
+    number = 1
+    while (aside := path.with_name(f"{path.name}.corrupt-{number}")).exists():
+        number += 1
+    path.rename(aside)
+    return aside
