@@ -1,6 +1,8 @@
 """Triton: every format on every GPU since Ampere, from the natural layout, without a compiler or a binary wheel.
 
-Five launches: dispatch, prepare, gate and up with the activation, down, combine. Weights are decoded in registers.
+Four launches: dispatch with x into operand order, gate and up with the activation, down, combine. A fifth after gate
+and up sums splits of K and rounds activations to E4M3, where these are asked for. Weights are decoded in registers, and
+all products are made of 16-bit operands: they hold every E4M3 number, and Hopper's FP8 units add up too coarsely.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from polymoe.verdict import Accepted, Reasons, Verdict
 
 if TYPE_CHECKING:
     from polymoe.kernels.triton.dispatch import Dispatch
+    from polymoe.kernels.triton.rows import Quantization
 
 __all__ = ["Tile", "Triton", "TritonConfig"]
 
@@ -46,7 +49,8 @@ class Triton:
         version = machine.packages.get("triton", "")
         recent = bool(version) and tuple(int(v) for v in version.split(".")[:2]) >= (3, 6)
         reasons.need(recent, "triton", "3.6 or newer", version or "none")
-        reasons.need(problem.activations == "16bit", "activations", "16bit", problem.activations)
+        static_input = problem.activations == "fp8_static" and problem.weight_on == "input"
+        reasons.need(not static_input, "weight on the input", "dynamic input scales", "fp8_static")
         if spec.gate is not None:
             reasons.need(spec.gate == spec.up, "gate and up", "one encoding", f"{spec.gate!r}, {spec.up!r}")
         for projection, encoding in spec.encodings.items():
@@ -92,33 +96,67 @@ class Triton:
     ) -> None:
         """See :meth:`polymoe.backends.Backend.run`. On a CPU (Triton's interpreter) operands are float32."""
         from polymoe.kernels.triton.dispatch import dispatch
-        from polymoe.kernels.triton.rows import combine, prepare
+        from polymoe.kernels.triton.rows import Operand, combine, hidden
 
         assert isinstance(config, TritonConfig)
-        spec = problem.spec
+        spec, chained = problem.spec, config.chained
         tokens, slots = routing.topk_ids_TA.shape
-        rows = tokens * slots
-        plan = dispatch(routing.topk_ids_TA, spec.first_expert, spec.local_experts, config.tokens)
+        rows, device = tokens * slots, x_TH.device
         operand_up, operand_down = _operand(spec.up, x_TH), _operand(spec.down, x_TH)
-        planes_down = PLANES[spec.down.element]
-        x = prepare(x_TH, PLANES[spec.up.element], operand_up)
-        h_RF = torch.empty(rows, spec.intermediate, dtype=operand_down, device=x.device)
-        _product(
-            problem, packed, "up", x, h_RF, plan, routing, config.up, config.tokens,
-            out_planes=planes_down, gather=True, slots=slots,
+        planes_up, planes_down = PLANES[spec.up.element], PLANES[spec.down.element]
+        quantization = _quantization(problem, packed, "gate_up")
+        quantized = quantization.mode != "none"
+        static = quantization.mode == "static"
+
+        x: Operand | None = None
+        if quantized or planes_up > 1 or x_TH.dtype != operand_up or not x_TH.is_contiguous():
+            x = Operand.empty(rows if static else tokens, spec.hidden, planes_up, operand_up, quantization, device)
+        plan = dispatch(
+            routing.topk_ids_TA, spec.first_expert, spec.local_experts, config.tokens, x_TH, x, quantization,
+            chained=chained,
         )  # fmt: skip
+        values, scales = (x_TH, x_TH) if x is None else (x.values, x.scales)
+
+        launch = _Launch(problem, packed, plan, routing, config, quantization.mode)
+        if quantized or config.up.splits > 1:
+            # A launch of its own sums splits and quantizes. Rounded twice, E4M3 would differ from the reference more
+            # often than once in a hundred: float32 until then.
+            raw = config.up.splits > 1
+            matrices = 2 if raw and spec.gated else 1
+            parts = torch.empty(config.up.splits, matrices, rows, spec.intermediate, dtype=torch.float32, device=device)
+            launch.product("up", values, scales, parts, config.up, slots=1 if static else slots, raw=raw)
+            down_quantization = _quantization(problem, packed, "down")
+            h = Operand.empty(rows, spec.intermediate, planes_down, operand_down, down_quantization, device)
+            hidden(
+                parts, h, down_quantization, _activation(problem.activation if raw else None), plan.order_R,
+                routing.topk_ids_TA.contiguous(), spec.first_expert, spec.local_experts, chained=chained,
+            )  # fmt: skip
+            values, scales = h.values, h.scales
+        else:
+            h_RF = torch.empty(rows, spec.intermediate, dtype=operand_down, device=device)
+            launch.product("up", values, scales, h_RF, config.up, slots=slots, out_planes=planes_down)
+            values = scales = h_RF
         # Rows are summed over slots and splits: kept in float32 while they are few.
         exact = rows <= 4096 or operand_down == torch.float32
         y_type = torch.float32 if exact or config.down.splits > 1 else operand_down
-        y_SRH = torch.empty(config.down.splits, rows, spec.hidden, dtype=y_type, device=x.device)
-        _product(
-            problem, packed, "down", h_RF, y_SRH, plan, routing, config.down, config.tokens,
-            out_planes=1, gather=False, slots=slots,
-        )  # fmt: skip
+        y_SRH = torch.empty(config.down.splits, rows, spec.hidden, dtype=y_type, device=device)
+        launch.product("down", values, scales, y_SRH, config.down, slots=slots)
         combine(
             y_SRH, routing.topk_ids_TA, routing.topk_weights_TA, out_TH, spec.first_expert, spec.local_experts,
-            problem.weight_on == "output",
+            weighted=problem.weight_on == "output", chained=chained,
         )  # fmt: skip
+
+
+_MODES = {"16bit": "none", "fp8_token": "row", "fp8_group128": "block", "fp8_static": "static"}
+_X_GROUP = 128
+
+
+def _quantization(problem: Problem, packed: Packed, inputs: str) -> Quantization:
+    """How the input of ``inputs`` ("gate_up" or "down") is rounded."""
+    from polymoe.kernels.triton.rows import Quantization
+
+    mode = _MODES[problem.activations]
+    return Quantization(mode, packed.tensors[f"{inputs}_input_scale"] if mode == "static" else None)
 
 
 def _operand(encoding: Encoding, x: Tensor) -> torch.dtype:
@@ -128,48 +166,61 @@ def _operand(encoding: Encoding, x: Tensor) -> torch.dtype:
     return torch.float16 if encoding.element == "fp16" and x.dtype == torch.float16 else torch.bfloat16
 
 
-def _product(
-    problem: Problem, packed: Packed, projection: str, x: Tensor, out: Tensor, plan: Dispatch, routing: Routing,
-    tile: Tile, tokens: int, *, out_planes: int, gather: bool, slots: int,
-) -> None:  # fmt: skip
-    """Launch gate and up with the activation (``projection`` "up"), or down."""
-    import triton.language as tl
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """One call's products."""
 
-    from polymoe.kernels.triton.gemm import grouped_gemm
+    problem: Problem
+    packed: Packed
+    plan: Dispatch
+    routing: Routing
+    config: TritonConfig
+    quantization: str
 
-    spec = problem.spec
-    encoding = spec.encodings[projection]
-    n_rows, columns = spec.matrix_shape(projection)
-    gated = projection == "up" and spec.gated
-    planes = PLANES[encoding.element]
-    plain = x.device.type == "cpu"
-    up = _operands(packed, projection, planes, out)
-    gate = _operands(packed, "gate", planes, out) if gated else up
-    assert [t.stride() for t in gate] == [t.stride() for t in up]
-    codes, scales, bias = up[0], up[1], up[4]
-    scale_at, group_n, group_k = _scales(encoding, n_rows)
-    scale_e, scale_n, scale_k = scales.stride() if scale_at != "none" else (0, 0, 0)
-    activation = _activation(problem.activation) if projection == "up" else ("none", 1.0, 0.0, 0.0)
-    splits = tile.splits if projection == "down" else 1
-    block_k = min(tile.columns, group_k) if scale_at == "block" else tile.columns
-    operand = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[x.dtype]
-    kernel: Any = grouped_gemm
-    grid = (plan.tiles * ceil_div(n_rows, tile.rows) * splits,)
-    kernel[grid](
-        x, x, out, *gate, *up, plan.order_R, plan.tile_expert, plan.tile_first, plan.tile_last, routing.topk_weights_TA,
-        slots, *codes.stride(), scale_e, scale_n, scale_k,
-        bias.stride(0), out.stride(0) if out.dim() == 3 else 0,
-        N=n_rows, K=columns, GATED=gated,
-        ACTIVATION=activation[0], ALPHA=activation[1], BETA=activation[2], LIMIT=activation[3],
-        **_decoding(encoding, plain), PLANES=planes, OPERAND=operand, PLAIN=plain,
-        SCALE_AT=scale_at, GROUP_N=group_n, GROUP_K=group_k,
-        SCALE_ALIGN=gcd(scale_e, scale_n, 16), ZERO_POINTS=encoding.zero_points,
-        GLOBAL=encoding.global_scale, BIAS=spec.bias, X_SCALE=False,
-        WEIGHT_IN=projection == "up" and problem.weight_on == "input",
-        GATHER=gather, SCATTER=not gather, OUTPLANES=out_planes, SPLIT_K=splits,
-        BLOCK_N=tile.rows, BLOCK_T=tokens, BLOCK_K=block_k,
-        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
-    )  # fmt: skip
+    def product(
+        self, projection: str, x: Tensor, x_scales: Tensor, out: Tensor, tile: Tile, *, slots: int,
+        out_planes: int = 1, raw: bool = False,
+    ) -> None:  # fmt: skip
+        """Gate and up with the activation (``projection`` "up"; without it if ``raw``), or down."""
+        import triton.language as tl
+
+        from polymoe.kernels.triton.gemm import grouped_gemm
+        from polymoe.kernels.triton.rows import pdl
+
+        problem, plan, config = self.problem, self.plan, self.config
+        spec = problem.spec
+        encoding = spec.encodings[projection]
+        n_rows, columns = spec.matrix_shape(projection)
+        gated = projection == "up" and spec.gated
+        planes = PLANES[encoding.element]
+        plain = x.device.type == "cpu"
+        up = _operands(self.packed, projection, planes, out)
+        gate = _operands(self.packed, "gate", planes, out) if gated else up
+        assert [t.stride() for t in gate] == [t.stride() for t in up]
+        codes, scales, bias = up[0], up[1], up[4]
+        scale_at, group_n, group_k = _scales(encoding, n_rows)
+        scale_e, scale_n, scale_k = scales.stride() if scale_at != "none" else (0, 0, 0)
+        x_scale = {"none": "none", "block": "block"}.get(self.quantization, "row")
+        block_k = min(tile.columns, group_k) if scale_at == "block" else tile.columns
+        block_k = min(block_k, _X_GROUP) if x_scale == "block" else block_k
+        operand = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[x.dtype]
+        kernel: Any = grouped_gemm
+        kernel[(plan.tiles * ceil_div(n_rows, tile.rows) * tile.splits,)](
+            x, x_scales, out, *gate, *up,
+            plan.order_R, plan.tile_expert, plan.tile_first, plan.tile_last, self.routing.topk_weights_TA,
+            slots, x_scales.shape[1], *codes.stride(), scale_e, scale_n, scale_k,
+            bias.stride(0), out.stride(0) if out.dim() > 2 else 0, out.stride(1) if out.dim() == 4 else 0,
+            N=n_rows, K=columns, GATED=gated, RAW=raw,
+            **_activation(problem.activation if projection == "up" and not raw else None),
+            **_decoding(encoding, plain), PLANES=planes, OPERAND=operand, PLAIN=plain,
+            SCALE_AT=scale_at, GROUP_N=group_n, GROUP_K=group_k,
+            SCALE_ALIGN=gcd(scale_e, scale_n, 16), ZERO_POINTS=encoding.zero_points,
+            GLOBAL=encoding.global_scale, BIAS=spec.bias, X_SCALE=x_scale, X_GROUP=_X_GROUP,
+            WEIGHT_IN=projection == "up" and problem.weight_on == "input",
+            GATHER=projection == "up", SCATTER=projection == "down", OUT_PLANES=out_planes, SPLIT_K=tile.splits,
+            BLOCK_N=tile.rows, BLOCK_T=config.tokens, TAIL_T=config.tail, BLOCK_K=block_k, CHAINED=config.chained,
+            num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **pdl(config.chained),
+        )  # fmt: skip
 
 
 def _operands(packed: Packed, projection: str, planes: int, unused: Tensor) -> tuple[Tensor, ...]:
@@ -207,10 +258,13 @@ def _decoding(encoding: Encoding, plain: bool) -> dict[str, Any]:
     }
 
 
-def _activation(activation: Activation) -> tuple[str, float, float, float]:
-    """Name and constants as the kernel takes them; a limit of 0 is none."""
+def _activation(activation: Activation | None) -> dict[str, Any]:
+    """Name and constants as kernels take them; a limit of 0 is none."""
+    name, constants = "none", (1.0, 0.0, 0.0)
     if isinstance(activation, SwiGLU):
-        return "swiglu", activation.alpha, activation.beta, activation.limit or 0.0
-    if isinstance(activation, GeGLU):
-        return "gelu_tanh" if activation.approximate == "tanh" else "gelu", 1.0, 0.0, 0.0
-    return "relu2", 1.0, 0.0, 0.0
+        name, constants = "swiglu", (activation.alpha, activation.beta, activation.limit or 0.0)
+    elif isinstance(activation, GeGLU):
+        name = "gelu_tanh" if activation.approximate == "tanh" else "gelu"
+    elif activation is not None:
+        name = "relu2"
+    return {"ACTIVATION": name, **dict(zip(("ALPHA", "BETA", "LIMIT"), constants, strict=True))}
