@@ -347,9 +347,11 @@ def load_experts(
         check=check,
         where=f"layer {layer}",
     )
-    summary = _summary(experts.explain())
-    if checkpoint.first_time(summary):
-        log.info("layer %d, and all layers like it: %s", layer, summary)
+    selection = experts.explain()
+    if checkpoint.first_time(selection.summary()):
+        size = "".join(f" --{n} {getattr(problem, n)}" for n in ("tp", "ep") if getattr(problem, n) > 1)
+        tune = f"polymoe tune --checkpoint {checkpoint.name} --layer {layer}{size} --activations {problem.activations}"
+        log.info("layer %d, and all layers like it: %s", layer, selection.summary(tune))
     return experts
 
 
@@ -387,9 +389,3 @@ def _device_name(device: torch.device | str | None) -> str | None:
     if found.type not in ("cpu", "cuda"):
         raise ArgumentError("device", expected=expected, got=repr(str(found)))
     return str(found)
-
-
-def _summary(selection: Selection) -> str:
-    plan = selection.require()
-    steps = "; ".join(f"{tokens} tokens: {step.backend} ({step.config})" for tokens, step in plan.ranges())
-    return f"{selection.problem} on {selection.machine.device}: layout {plan.layout}, {steps}"

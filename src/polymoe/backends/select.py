@@ -12,11 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polymoe.backends.base import Backend, Prediction
+from polymoe.backends.planner import Planner
 from polymoe.errors import ArgumentError, UnsupportedProblem, nearest
 from polymoe.layouts import LAYOUTS, Layout
 from polymoe.machine import Machine
 from polymoe.planning.cost import cost
+from polymoe.planning.measured import Table
 from polymoe.planning.plan import ROLE_TOKENS, Plan, PlanStep, role_tokens
+from polymoe.planning.table_files import installed
 from polymoe.problem import Problem
 from polymoe.verdict import Accepted, Reason, Rejected, Verdict
 
@@ -25,12 +28,14 @@ __all__ = ["Candidate", "Selection", "select"]
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One backend's verdict, and where accepted its predictions at the role's token counts."""
+    """One backend's verdict, and where accepted its predictions at the role's token counts, and whether there is
+    something that tuning could choose and has not."""
 
     backend: str
     layouts: tuple[str, ...]
     verdict: Verdict
     predictions: tuple[tuple[int, Prediction], ...] = ()
+    tunable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +88,37 @@ class Selection:
         """Time below which no kernel can go on this device."""
         return cost(self.problem, self.machine.device, tokens).floor_us
 
+    @property
+    def untuned(self) -> tuple[str, ...]:
+        """Backends of the plan that run as their heuristic says, because no table has this problem on this GPU."""
+        chosen = {step.backend for step in self.plan.steps} if self.plan else set()
+        gpu = self.machine.device.kind == "cuda"
+        return tuple(c.backend for c in self.candidates if c.tunable and c.backend in chosen and gpu)
+
+    def ranges(self) -> list[tuple[str, PlanStep, str]]:
+        """Each step of the plan with its token range and the time expected, as text: ``("1-4", ..., "180 us at 4
+        (measured)")``; the time is "" where the role has no token count in the range."""
+        result = []
+        for tokens, step in self.plan.ranges() if self.plan else ():
+            predictions = next(c.predictions for c in self.candidates if c.backend == step.backend)
+            within = [(t, p) for t, p in predictions if self.plan and self.plan.step(t) is step]
+            time = f"{within[-1][1].time_us:.3g} us at {within[-1][0]} ({within[-1][1].source})" if within else ""
+            result.append((tokens, step, time))
+        return result
+
+    def summary(self, tune: str = "polymoe tune") -> str:
+        """One line for a log: layout, backends by token range, where times come from, and the command ``tune`` where it
+        would help."""
+        plan = self.require()
+        steps = "; ".join(
+            f"{tokens} tokens: {step.backend} ({step.config})" + (f", {time}" if time else "")
+            for tokens, step, time in self.ranges()
+        )
+        text = f"{self.problem} on {self.machine.device}: layout {plan.layout}, {steps}"
+        if self.untuned:
+            text += f". {', '.join(self.untuned)} is not tuned for this on this GPU and goes by a heuristic: `{tune}`"
+        return text
+
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values, for JSON."""
         return {
@@ -126,6 +162,7 @@ class Selection:
                     for tokens, s in self.plan.ranges()
                 ],
             },
+            "untuned": list(self.untuned),
         }
 
     def __str__(self) -> str:
@@ -135,7 +172,9 @@ class Selection:
             named = self._runs_when_named()
             return "\n".join([*lines, "no plan" + (f": name {' or '.join(named)} to run it here" if named else "")])
         lines.append(f"layout {self.plan.layout}")
-        lines += [f"  {tokens} tokens: {step.backend} ({step.config})" for tokens, step in self.plan.ranges()]
+        for tokens, step, time in self.ranges():
+            lines.append(f"  {tokens} tokens: {step.backend} ({step.config})" + (f", {time}" if time else ""))
+        lines += [f"  {name}: not tuned for this problem on this GPU: `polymoe tune` does" for name in self.untuned]
         return "\n".join(lines)
 
 
@@ -156,8 +195,9 @@ def select(
     layout: str | None = None,
     backends: Mapping[str, Backend] | None = None,
     layouts: Mapping[str, Layout] = LAYOUTS,
+    table: Table | None = None,
 ) -> Selection:
-    """Ask every backend, then plan. Pure: the machine is an argument, so a laptop can ask for a GPU.
+    """Ask every backend, then plan. The machine is an argument, so a laptop can ask for a GPU.
 
     Args:
         problem: what is to run.
@@ -167,28 +207,33 @@ def select(
         layout: only backends that read this layout (for weights that are packed already).
         backends: the table to choose from; all of polymoe's by default.
         layouts: the table that says which layouts can hold the experts.
+        table: measured times; by default the user's and the shipped ones for the machine's device.
 
     Raises:
         ArgumentError: for an unknown role or backend name.
     """
     if backends is None:
         from polymoe.backends import BACKENDS as backends
+    if table is None:
+        table = installed(machine.device.name)
     points = role_tokens(role)
     if backend != "auto" and backend not in backends:
         raise ArgumentError("backend", got=repr(backend), hint=nearest(backend, ["auto", *backends]))
     candidates = []
-    usable: dict[str, tuple[Backend, Accepted]] = {}
+    usable: dict[str, tuple[Planner, Accepted]] = {}
     readable: dict[str, tuple[str, ...]] = {}
     for name, candidate in backends.items():
         verdict, held = _with_layouts(candidate, candidate.check(problem, machine), problem, layouts)
         predictions: tuple[tuple[int, Prediction], ...] = ()
+        tunable = False
         if isinstance(verdict, Accepted):
+            planner = Planner.of(candidate, problem, machine, table)
             fitting = [t for t in points if verdict.max_tokens is None or t <= verdict.max_tokens]
-            predictions = tuple((t, candidate.predict(problem, machine, t)) for t in fitting)
+            predictions, tunable = tuple((t, planner.predict(t)) for t in fitting), planner.tunable
             if backend == name or (backend == "auto" and not verdict.by_name_only):
-                usable[name] = (candidate, verdict)
+                usable[name] = (planner, verdict)
                 readable[name] = held
-        candidates.append(Candidate(name, candidate.layouts, verdict, predictions))
+        candidates.append(Candidate(name, candidate.layouts, verdict, predictions, tunable))
 
     plans: dict[str, Plan] = {}
     scores: dict[str, float] = {}
@@ -199,11 +244,10 @@ def select(
         unlimited = any(v.max_tokens is None for _, v in readers.values())
         if not unlimited and backend == "auto":
             continue  # a plan of auto must take any number of tokens
-        plans[name] = _plan(problem, machine, name, readers)
+        plans[name] = _plan(name, readers)
         covered = [t for t in points if unlimited or t <= (plans[name].steps[-1].max_tokens or t)]
         ratios = [
-            readers[plans[name].step(t).backend][0].predict(problem, machine, t).time_us
-            / cost(problem, machine.device, t).floor_us
+            readers[plans[name].step(t).backend][0].predict(t).time_us / cost(problem, machine.device, t).floor_us
             for t in covered
         ]
         scores[name] = sum(ratios) / len(ratios) if ratios else float("inf")
@@ -224,29 +268,27 @@ def _with_layouts(
     return Rejected((verdict.reasons if isinstance(verdict, Rejected) else ()) + found), ()
 
 
-def _plan(problem: Problem, machine: Machine, layout: str, readers: Mapping[str, tuple[Backend, Accepted]]) -> Plan:
-    """Fastest reader of ``layout`` for each token range. Ranges end at powers of two and at readers' limits."""
-    limits = {v.max_tokens for _, v in readers.values()}
-    points = sorted({*ROLE_TOKENS["mixed"], 512, *(limit for limit in limits if limit is not None)})
-    if None not in limits:
-        points = [p for p in points if p <= max(limit for limit in limits if limit is not None)]
+def _plan(layout: str, readers: Mapping[str, tuple[Planner, Accepted]]) -> Plan:
+    """Fastest reader of ``layout`` for each token range. Ranges end at powers of two, at readers' limits and at the
+    token counts that were measured."""
+    limits = [v.max_tokens for _, v in readers.values() if v.max_tokens is not None]
+    unlimited = len(limits) < len(readers)
+    measured = [point.tokens for planner, _ in readers.values() for point in planner.points]
+    points = sorted({*ROLE_TOKENS["mixed"], 512, *limits, *measured})
+    if not unlimited:
+        points = [p for p in points if p <= max(limits)]
+
+    def step(tokens: int, last: int | None) -> PlanStep:
+        fitting = [
+            p for p, v in readers.values() if v.max_tokens is None or (last is not None and last <= v.max_tokens)
+        ]
+        fastest = min(fitting, key=lambda planner: planner.predict(tokens).time_us)
+        return PlanStep(last, fastest.backend.name, fastest.configure(tokens))
 
     steps: list[PlanStep] = []
-    for tokens in points:
-        fitting = [b for b, v in readers.values() if v.max_tokens is None or tokens <= v.max_tokens]
-        fastest = min(fitting, key=lambda b: b.predict(problem, machine, tokens).time_us)
-        step = PlanStep(tokens, fastest.name, fastest.configure(problem, machine, tokens))
-        if steps and (steps[-1].backend, steps[-1].config) == (step.backend, step.config):
+    # Beyond the largest point only unlimited readers remain; the last step is theirs.
+    for new in [step(p, p) for p in points] + ([step(points[-1], None)] if unlimited else []):
+        if steps and (steps[-1].backend, steps[-1].config) == (new.backend, new.config):
             steps.pop()
-        steps.append(step)
-    if None in limits:
-        # Beyond the largest point only unlimited readers remain; the last step is theirs.
-        tail = min(
-            (b for b, v in readers.values() if v.max_tokens is None),
-            key=lambda b: b.predict(problem, machine, points[-1]).time_us,
-        )
-        last = PlanStep(None, tail.name, tail.configure(problem, machine, points[-1]))
-        if steps and (steps[-1].backend, steps[-1].config) == (last.backend, last.config):
-            steps.pop()
-        steps.append(last)
+        steps.append(new)
     return Plan(layout, tuple(steps))

@@ -88,13 +88,13 @@ def _candidates(row: Row) -> Table:
 
     selection = row.selection
     plan = selection.plan
-    steps = {} if plan is None else {step.backend: [] for step in plan.steps}
-    for tokens, step in plan.ranges() if plan is not None else ():
-        steps[step.backend].append(tokens)
+    steps: dict[str, list[str]] = {}
+    for tokens, step, time in selection.ranges():
+        steps.setdefault(step.backend, []).append(f"{tokens} tokens" + (f": {time}" if time else ""))
     chosen = f"layout {plan.layout}" if plan else f"nothing runs here with backend {selection.requested}"
     table = Table("backend", "verdict", "chosen for", title=f"layers {layer_ranges(row.layers)}: {chosen}")
     for c in selection.candidates:
         verdict = c.verdict
         said = describe(verdict) if isinstance(verdict, Accepted) else "\n".join(map(str, verdict.reasons))
-        table.add_row(c.backend, said, ", ".join(f"{t} tokens" for t in steps.get(c.backend, ())) or "-")
+        table.add_row(c.backend, said, "\n".join(steps.get(c.backend, ["-"])))
     return table
