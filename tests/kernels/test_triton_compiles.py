@@ -35,10 +35,10 @@ QUICK = {("mxfp4", sm) for sm in ARCHITECTURES} | {
 }
 
 
-def meta_problem(format: str, gated: bool = True) -> tuple[Problem, Packed]:
+def meta_problem(format: str, gated: bool = True, **kwargs: Any) -> tuple[Problem, Packed]:
     e = FORMATS[format].encoding
     spec = ExpertsSpec(hidden=2880, intermediate=1536, experts=8, gate=e if gated else None, up=e, down=e, bias=True)
-    problem = Problem(spec=spec, activation=SwiGLU(limit=7.0) if gated else ReLU2(), top_k=4)
+    problem = Problem(spec=spec, activation=SwiGLU(limit=7.0) if gated else ReLU2(), top_k=4, **kwargs)
     tensors = {}
     for projection in spec.encodings:
         rows, columns = spec.matrix_shape(projection)

@@ -35,7 +35,7 @@ def activate(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.c
 def round_e4m3(x):
     """Nearest E4M3 number of float32 x, ties to even, magnitudes above 448 to 448, as float32.
 
-    In arithmetic, because SM80 has no FP8: a number 2**20 times the power of two below x has E4M3's last bit as its own.
+    In arithmetic, because SM80 has no FP8: a number 2**20 times the power of two below x ends with E4M3's last bit.
     """
     magnitude = tl.minimum(tl.abs(x), 448.0)
     exponent = tl.maximum(magnitude.to(tl.int32, bitcast=True) >> 23, 121)  # E4M3 is subnormal below 2**-6

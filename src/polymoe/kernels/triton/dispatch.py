@@ -128,7 +128,8 @@ def _start(
 
 @triton.jit
 def _place(
-    program, ids_ptr, counts_ptr, order_ptr, expert_ptr, first_ptr, last_ptr, rows, first_expert, experts, blocks, tiles,
+    program, ids_ptr, counts_ptr, order_ptr, expert_ptr, first_ptr, last_ptr, rows, first_expert, experts, blocks,
+    tiles,
     BLOCK: tl.constexpr, BINS: tl.constexpr, BLOCK_T: tl.constexpr, SINGLE: tl.constexpr, ROWS: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip

@@ -142,8 +142,8 @@ def _spread(groups, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, GROUPS: tl.const
 @triton.jit
 def _finish(
     acc, codes_scale_ptr, global_ptr, bias_ptr, expert, n, scale_e, scale_n, bias_e, x_scale, weight,
-    bias_share, POST: tl.constexpr, GROUP_N: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr, UNSHIFT: tl.constexpr,
-    X_SCALE: tl.constexpr, WEIGHT_IN: tl.constexpr,
+    bias_share, POST: tl.constexpr, GROUP_N: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr,
+    UNSHIFT: tl.constexpr, X_SCALE: tl.constexpr, WEIGHT_IN: tl.constexpr,
 ):  # fmt: skip
     """The accumulator [BLOCK_N, BLOCK_T] with everything that multiplies or adds to a whole row or column of it."""
     if UNSHIFT != 0:

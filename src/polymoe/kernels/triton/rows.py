@@ -25,8 +25,8 @@ _BLOCK = 1024
 class Quantization:
     """How a product's input is rounded to E4M3, to be multiplied in 16 bit, which holds every E4M3 number.
 
-    ``mode`` is "none", "row" (a scale a row), "block" (one a row and 128 columns), or "static": ``static_E`` float32 has
-    each expert's scale, so that the rows are routed ones.
+    ``mode`` is "none", "row" (a scale a row), "block" (one a row and 128 columns), or "static": ``static_E`` float32
+    has each expert's scale, so that the rows are routed ones.
     """
 
     mode: str = "none"
