@@ -1,43 +1,78 @@
-"""Energy of a GPU, from the driver's own counter (NVML)."""
+"""Energy of GPUs, from the driver's own counter (NVML)."""
 
 from __future__ import annotations
 
 import ctypes
-
-import torch
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from polymoe.errors import ArgumentError
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["EnergyMeter"]
 
 
 class EnergyMeter:
-    """Reads a GPU's energy counter: NVML's ``nvmlDeviceGetTotalEnergyConsumption``, in millijoules.
+    """Reads GPUs' energy counters: NVML's ``nvmlDeviceGetTotalEnergyConsumption``, in millijoules.
 
     Raises:
         ArgumentError: where there is no GPU, no NVML, or a GPU without the counter (before Volta).
     """
 
     def __init__(self, device: torch.device) -> None:
+        import torch
+
         if device.type != "cuda":
             raise ArgumentError("--energy", expected="a GPU", got=str(device), hint="leave --energy out")
+        self._open("--energy")
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        self._add("nvmlDeviceGetHandleByUUID", uuid.encode())
+
+    @classmethod
+    def of_indices(cls, indices: Sequence[int]) -> EnergyMeter:
+        """Of GPUs by NVML's numbers, which are ``nvidia-smi``'s, whatever process runs on them."""
+        self = cls.__new__(cls)
+        self._open("--gpu-ids")
+        for index in indices:
+            self._add("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index))
+        return self
+
+    def _open(self, option: str) -> None:
+        self._option = option
+        self._handles: list[ctypes.c_void_p] = []
         try:
             self._nvml = ctypes.CDLL("libnvidia-ml.so.1")
         except OSError as error:
-            raise ArgumentError("--energy", expected="NVML, which the driver brings", got=str(error)) from error
-        self._handle = ctypes.c_void_p()
-        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+            raise ArgumentError(option, expected="NVML, which the driver brings", got=str(error)) from error
         self._call("nvmlInit_v2")
-        self._call("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(self._handle))
+
+    def _add(self, by: str, key: object) -> None:
+        handle = ctypes.c_void_p()
+        self._call(by, key, ctypes.byref(handle))
+        self._handles.append(handle)
         self.joules()
 
     def joules(self) -> float:
-        """Energy so far; differences count."""
-        millijoules = ctypes.c_ulonglong()
-        self._call("nvmlDeviceGetTotalEnergyConsumption", self._handle, ctypes.byref(millijoules))
-        return millijoules.value / 1e3
+        """Energy so far, of all together; differences count."""
+        total = 0
+        for handle in self._handles:
+            millijoules = ctypes.c_ulonglong()
+            self._call("nvmlDeviceGetTotalEnergyConsumption", handle, ctypes.byref(millijoules))
+            total += millijoules.value
+        return total / 1e3
+
+    def names(self) -> list[str]:
+        """What the GPUs are called: ``["NVIDIA H200"]``."""
+        found = []
+        for handle in self._handles:
+            text = ctypes.create_string_buffer(96)
+            self._call("nvmlDeviceGetName", handle, text, ctypes.c_uint(len(text)))
+            found.append(text.value.decode())
+        return found
 
     def _call(self, name: str, *args: object) -> None:
         code = getattr(self._nvml, name)(*args)
         if code:
-            raise ArgumentError("--energy", expected="a GPU with an energy counter", got=f"{name}: NVML error {code}")
+            raise ArgumentError(self._option, expected="a GPU with an energy counter", got=f"{name}: NVML error {code}")

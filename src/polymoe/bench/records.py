@@ -6,17 +6,23 @@ import datetime
 import json
 import os
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import Any, Protocol
 
 from polymoe.errors import ArgumentError
 from polymoe.machine import Machine
 
-__all__ = ["Record", "Stamp", "append", "check_writable", "newest", "read"]
+__all__ = ["Line", "Record", "Stamp", "append", "check_writable", "newest", "read", "read_lines", "source", "utc_now"]
+
+
+class Line(Protocol):
+    """What :func:`append` writes: anything of plain values."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,16 +81,23 @@ class Stamp:
     @classmethod
     def now(cls, machine: Machine, command: str, commit: str | None = None) -> Stamp:
         """Of this process; the commit, if not given, is the source tree's, or the package's version without git."""
-        commit = commit or _commit()
+        import torch
+
+        commit = commit or source()
         return cls(machine.device.name, torch.__version__, machine.packages.get("triton"), commit, command)
 
     def date(self) -> str:
         """Now, in UTC."""
-        return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        return utc_now()
 
 
-def _commit() -> str:
-    """``"22f841a"``, ``"22f841a-dirty"`` with changes not committed, or ``"0.1.0"``."""
+def utc_now() -> str:
+    """``"2026-01-02T03:04:05Z"``: now, in UTC."""
+    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def source() -> str:
+    """What runs: ``"22f841a"``, ``"22f841a-dirty"`` with changes not committed, or ``"0.1.0"``."""
     from polymoe import __version__
 
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
@@ -102,7 +115,7 @@ def check_writable(path: Path) -> None:
         raise ArgumentError("--out", expected="a file to append to", got=str(error)) from error
 
 
-def append(path: Path, record: Record) -> None:
+def append(path: Path, record: Line) -> None:
     """Add one line, in one write: processes that share a file do not mix their lines."""
     line = json.dumps(record.to_dict()) + "\n"
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -119,16 +132,25 @@ def read(path: Path) -> list[Record]:
         ArgumentError: naming the line that is none.
     """
     names = {f.name for f in fields(Record)}
-    records = []
+    return [Record(**values) for values in read_lines(path, names, "a bench record")]
+
+
+def read_lines(path: Path, names: Iterable[str], expected: str) -> list[Mapping[str, Any]]:
+    """Every line of a JSONL file as its values, which must have exactly these names.
+
+    Raises:
+        ArgumentError: naming the line that is none, and what was expected.
+    """
+    wanted, lines = set(names), []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         try:
             values = json.loads(line)
         except ValueError:
             values = None
-        if not isinstance(values, dict) or values.keys() != names:
-            raise ArgumentError(f"{path}, line {number}", expected="a bench record", got=line[:80])
-        records.append(Record(**values))
-    return records
+        if not isinstance(values, dict) or values.keys() != wanted:
+            raise ArgumentError(f"{path}, line {number}", expected=expected, got=line[:80])
+        lines.append(values)
+    return lines
 
 
 def newest(records: Iterable[Record]) -> list[Record]:
