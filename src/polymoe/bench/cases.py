@@ -153,9 +153,12 @@ class Workload:
         layer: int | None,
         device: torch.device,
         activations: ActivationMode | None = None,
+        *,
+        tp: int = 1,
+        ep: int = 1,
     ) -> Workload:
-        """A checkpoint's layer (None: the first whose experts are there); FP8 weights take the checkpoint's own
-        activations by default, others 16 bit.
+        """A checkpoint's layer (None: the first whose experts are there), or the first rank's part of it; FP8 weights
+        take the checkpoint's own activations by default, others 16 bit.
 
         Raises:
             CheckpointError: if there is no such layer, or it cannot be read.
@@ -166,7 +169,8 @@ class Workload:
             layer = checkpoint.layers_here[0]
         fp8 = {e.element for e in checkpoint.spec(layer).encodings.values()} == {"e4m3"}
         mode = activations or (checkpoint.recipe(layer) if fp8 else "16bit")
-        problem, weights = checkpoint.problem(layer, activations=mode), checkpoint.weights(layer)
+        problem = checkpoint.problem(layer, tp=tp, ep=ep, activations=mode)
+        weights = checkpoint.weights(layer, tp=tp, ep=ep)
         name = f"{checkpoint.name.rstrip('/').split('/')[-1]}:layer{layer}"
         return cls(name, problem, ExpertWeights(problem.spec, lambda e: weights.expert(e).to(device)))
 

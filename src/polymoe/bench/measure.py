@@ -30,9 +30,10 @@ from polymoe.problem import Problem
 from polymoe.routing import Routing
 from polymoe.verdict import Accepted, Rejected
 
-__all__ = ["Bench", "Row"]
+__all__ = ["Bench", "Call", "Row", "draw_calls", "free_bytes", "reference_results"]
 
 Call = tuple[Tensor, Routing]
+"""x and routing of one call."""
 Run = Callable[[Tensor, Routing, Tensor], None]
 
 _ENERGY_SECONDS = 1.0  # the counter moves every 20 to 100 ms
@@ -116,9 +117,9 @@ class Bench:
         if not contenders:
             return
         progress("reference")
-        calls = {t: self._calls(t) for t in tokens}
+        calls = {t: draw_calls(self.workload.problem, self.spread, self.device, t) for t in tokens}
         modes = {"16bit", *(c.problem.activations for c in contenders)}
-        expected = {mode: self._expected(mode, [calls[t][0] for t in tokens]) for mode in modes}
+        expected = {mode: reference_results(self.workload, mode, [calls[t][0] for t in tokens]) for mode in modes}
         # Backends that share a layout follow each other, and only one packed layer is held.
         packed: Packed | None = None
         for c in sorted(contenders, key=lambda c: c.plan.layout if c.plan else ""):
@@ -154,7 +155,7 @@ class Bench:
             plain, plan = name == baseline.NAME, None
             if plain:
                 problem = replace(self.workload.problem, activations="16bit")
-                verdict = baseline.check(problem, self.machine, _free_bytes(self.device))
+                verdict = baseline.check(problem, self.machine, free_bytes(self.device))
             else:
                 problem = self.workload.problem
                 verdict = BACKENDS[name].check(problem, self.machine)
@@ -169,21 +170,6 @@ class Bench:
             else:
                 found.append(_Contender(name, problem, verdict, plan))
         return found
-
-    def _calls(self, tokens: int) -> list[Call]:
-        calls = []
-        for turn in range(calls_per_turn(tokens)):
-            g = torch.Generator(self.device).manual_seed(turn)
-            x_TH = torch.randn(tokens, self.workload.problem.spec.hidden, generator=g, device=self.device).bfloat16()
-            calls.append((x_TH, self.spread.draw(tokens, self.workload.problem, self.device, turn=turn)))
-        return calls
-
-    def _expected(self, mode: str, calls: Sequence[Call]) -> Sequence[Tensor]:
-        """The reference's results of all calls, reading each expert once."""
-        problem = replace(self.workload.problem, activations=mode)  # type: ignore[arg-type]
-        x_TH = torch.cat([x for x, _ in calls])
-        routing = Routing(*map(torch.cat, zip(*(r for _, r in calls), strict=True)))
-        return run_experts(problem, self.workload.weights, x_TH, routing).split([len(x) for x, _ in calls])
 
     def _row(self, c: _Contender, run: Run, calls: Sequence[Call], emulated: Tensor, exact: Tensor) -> Row:
         tokens = len(calls[0][0])
@@ -239,6 +225,24 @@ class Bench:
         return Row(c.name, tokens, record, timing.by, tokens_per_joule=tokens_per_joule)
 
 
+def draw_calls(problem: Problem, spread: Spread, device: torch.device, tokens: int) -> list[Call]:
+    """The different calls of one turn, always the same: normal x [T, H] in bfloat16, and routings."""
+    calls = []
+    for turn in range(calls_per_turn(tokens)):
+        g = torch.Generator(device).manual_seed(turn)
+        x_TH = torch.randn(tokens, problem.spec.hidden, generator=g, device=device).bfloat16()
+        calls.append((x_TH, spread.draw(tokens, problem, device, turn=turn)))
+    return calls
+
+
+def reference_results(workload: Workload, mode: str, calls: Sequence[Call]) -> Sequence[Tensor]:
+    """The reference's float32 results of all calls with activations held as ``mode``, reading each expert once."""
+    problem = replace(workload.problem, activations=mode)  # type: ignore[arg-type]
+    x_TH = torch.cat([x for x, _ in calls])
+    routing = Routing(*map(torch.cat, zip(*(r for _, r in calls), strict=True)))
+    return run_experts(problem, workload.weights, x_TH, routing).split([len(x) for x, _ in calls])
+
+
 def _run_baseline(c: _Contender, weights: baseline.Dequantized) -> Run:
     return partial(baseline.run, c.problem, weights)
 
@@ -253,7 +257,7 @@ def _run_backend(c: _Contender, packed: Packed) -> Run:
     return run
 
 
-def _free_bytes(device: torch.device) -> int | None:
+def free_bytes(device: torch.device) -> int | None:
     """Free memory of the device, or None where the system does not say."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]

@@ -71,13 +71,13 @@ class Turn:
             for call in self.calls:
                 call()
 
-    def time(self) -> Timing:
-        """Time of one call."""
+    def time(self, repeats: int = _REPEATS) -> Timing:
+        """Time of one call, from ``repeats`` turns of a graph, or at most as many single calls."""
         if self._graph is None:
-            return self._time_calls()
-        for _ in range(_WARM_UP):
+            return self._time_calls(repeats)
+        for _ in range(min(_WARM_UP, repeats)):
             self()
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(_REPEATS)]
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
         # Queued without waiting: behind a running turn the next one's launch takes no time of its own.
         for start, end in events:
             start.record()
@@ -86,11 +86,11 @@ class Turn:
         torch.cuda.synchronize()
         return Timing.of([1e3 * start.elapsed_time(end) / len(self.calls) for start, end in events], "graph")
 
-    def _time_calls(self) -> Timing:
+    def _time_calls(self, repeats: int) -> Timing:
         samples: list[float] = []
         self._wait()
         began = time.perf_counter()
-        while len(samples) < _AT_LEAST or (len(samples) < _REPEATS and time.perf_counter() - began < _SECONDS):
+        while len(samples) < _AT_LEAST or (len(samples) < repeats and time.perf_counter() - began < _SECONDS):
             start = time.perf_counter()
             self.calls[len(samples) % len(self.calls)]()
             self._wait()
