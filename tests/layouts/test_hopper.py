@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from polymoe.errors import FormatError, PlanError
+from polymoe.formats import FORMATS, QuantTensor
+from polymoe.layouts import Hopper
+from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
+from problems import random_experts
+
+CPU = torch.device("cpu")
+FOUR_BITS = ["mxfp4", "nvfp4", "int4_g32", "int4_g128"]
+SIZES = [(4096, 16), (2880, 48), (16, 2688), (64, 1536), (64, 336), (192, 192), (80, 208)]
+
+
+def every_byte(format: str, hidden: int, intermediate: int, *, gated: bool = True, seed: int = 0) -> ExpertWeights:
+    """Experts of random bytes, so that no bit of codes or scales is always the same."""
+    g = torch.Generator().manual_seed(seed)
+    e = FORMATS[format].encoding
+    shapes = {"up": (intermediate, hidden), "down": (hidden, intermediate)} | (
+        {"gate": (intermediate, hidden)} if gated else {}
+    )
+    experts = []
+    for _ in range(2):
+        parts: dict[str, QuantTensor | None] = {"gate": None}
+        for name, shape in shapes.items():
+            codes = torch.randint(256, e.codes_shape(*shape), generator=g, dtype=torch.uint8)
+            assert e.granularity is not None
+            grid = e.granularity.scale_shape(*shape)
+            if e.scale_dtype == "e8m0":
+                scales = torch.randint(153, grid, generator=g, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+            elif e.scale_dtype == "e4m3":
+                scales = torch.randint(1, 127, grid, generator=g, dtype=torch.uint8).view(torch.float8_e4m3fn)
+            else:
+                scales = torch.rand(grid, generator=g).bfloat16()
+            world = torch.rand((), generator=g) if e.global_scale else None
+            parts[name] = QuantTensor(codes, e, scales, global_scale=world)
+        experts.append(Expert(**parts))  # type: ignore[arg-type]
+    return ExpertWeights.of(experts)
+
+
+def assert_same(got: ExpertWeights, expected: ExpertWeights) -> None:
+    for x, y in zip(got, expected, strict=True):
+        for name, projection in y.projections.items():
+            for part, value in projection.parts().items():
+                assert torch.equal(x.projections[name].parts()[part].float(), value.float()), (name, part)
+
+
+@pytest.mark.parametrize(("hidden", "intermediate"), SIZES)
+@pytest.mark.parametrize("format", FOUR_BITS)
+def test_round_trip_of_every_size(format: str, hidden: int, intermediate: int) -> None:
+    for gated in (True, False):
+        weights = every_byte(format, hidden, intermediate, gated=gated)
+        packed = Hopper().pack(weights, CPU)
+        assert packed.nbytes == Hopper().nbytes(weights.spec)
+        assert_same(Hopper().unpack(packed), weights)
+        refilled = Hopper().pack(every_byte(format, hidden, intermediate, gated=gated, seed=1), CPU, out=packed)
+        assert_same(Hopper().unpack(refilled), every_byte(format, hidden, intermediate, gated=gated, seed=1))
+
+
+def spec_of(format: str, hidden: int, intermediate: int, gated: bool = True) -> ExpertsSpec:
+    e = FORMATS[format].encoding
+    return ExpertsSpec(hidden=hidden, intermediate=intermediate, experts=8, gate=e if gated else None, up=e, down=e)
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4_g32", "int4_g128"])
+@pytest.mark.parametrize("intermediate", [2048, 2880, 2688, 1536, 336, 672, 736, 192])
+@pytest.mark.parametrize("hidden", [4096, 2880, 7168, 1024])
+def test_hardly_larger_than_the_checkpoint(format: str, hidden: int, intermediate: int) -> None:
+    spec = spec_of(format, hidden, intermediate)
+    assert Hopper().check(spec) == ()
+    assert Hopper().nbytes(spec) <= 1.01 * spec.local_experts * spec.expert_bytes
+
+
+def with_scales(weights: ExpertWeights, byte: int) -> ExpertWeights:
+    """The same experts with every byte of their scales set."""
+
+    def fill(q: QuantTensor | None) -> QuantTensor | None:
+        if q is None or q.scales is None:
+            return None
+        same = torch.full((q.scales.numel() * q.scales.element_size(),), byte, dtype=torch.uint8)
+        return replace(q, scales=same.view(q.scales.dtype).view(q.scales.shape))
+
+    return ExpertWeights.of([replace(x, gate=fill(x.gate), up=fill(x.up), down=fill(x.down)) for x in weights])
+
+
+@pytest.mark.parametrize("format", FOUR_BITS)
+def test_padding_belongs_to_no_weight(format: str) -> None:
+    weights = every_byte(format, 80, 208)
+    packed = Hopper().pack(weights, CPU)
+    # Every bit of the scales differs between these two: what is equal is padding.
+    low, high = (0, 51) if format == "mxfp4" else (0, 255)
+    low_packed, high_packed = (Hopper().pack(with_scales(weights, b), CPU).tensors for b in (low, high))
+    for name in ("up.scales", "down.scales"):
+        padding = ~(low_packed[name] ^ high_packed[name])
+        assert (int(padding.count_nonzero()) > 0) == (format in ("mxfp4", "nvfp4", "int4_g32")), name
+        packed.tensors[name] ^= padding
+    assert_same(Hopper().unpack(packed), weights)
+
+
+def rotate(word: int, by: int) -> int:
+    return (word << by | word >> (32 - by)) & 0xFFFFFFFF
+
+
+def bf16(bits: int) -> float:
+    return float(torch.tensor(bits if bits < 0x8000 else bits - 0x10000, dtype=torch.int16).view(torch.bfloat16))
+
+
+def e2m1_registers(word: int) -> list[int]:
+    """The four registers of bfloat16 pairs that the kernels' instructions make of a word."""
+    mask = 0x81C081C0
+    last = (word << 6) & 0x80C080C0 | (word >> 2) & 0x01000100
+    return [word & mask, (word << 4) & mask, rotate(word, 10) & mask, last]
+
+
+def int4_registers(word: int) -> list[int]:
+    return [(word >> 4 * i) & 0x000F000F for i in range(4)]
+
+
+def words(tensor: Tensor) -> list[int]:
+    return [int.from_bytes(bytes(w), "little") for w in tensor.view(-1, 4).tolist()]
+
+
+def fragment(matrix: str, rows: int, columns: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """(place of the word, register, half, row, column) for a whole matrix, by the formula of m16n8k16's A operand
+    (PTX ISA, "Matrix Fragments for mma.m16n8k16"), written without any of the layout's code."""
+    place = 0
+    for group in range(0, rows, 64):
+        tiles = min(64, rows - group) // 16
+        for block in range(0, columns, 64):
+            steps = min(64, columns - block) // 16
+            for tile in range(tiles):
+                slots = [(lane, step) for lane in range(32) for step in range(4)]
+                if steps < 4:
+                    slots = [(lane, step) for step in range(steps) for lane in range(32)]
+                for lane, step in slots:
+                    for register in range(4):
+                        for half in range(2):
+                            row = group + 16 * tile + lane // 4 + 8 * (register % 2)
+                            column = block + 16 * step + lane % 4 * 2 + 8 * (register // 2) + half
+                            yield place, register, half, row, column
+                    place += 1
+
+
+@pytest.mark.parametrize(("format", "gated"), [("mxfp4", True), ("mxfp4", False), ("int4_g32", True)])
+def test_words_are_registers_of_the_a_operand(format: str, gated: bool) -> None:
+    weights = every_byte(format, 144, 48, gated=gated)  # rows end with 3 tiles of 4, columns with 1 step of 4
+    expert = weights.expert(1)
+    packed = Hopper().pack(weights, CPU)
+    natural = {n: q.dequantize(torch.float64) / _spread(q) for n, q in expert.projections.items()}
+    if gated:
+        pairs = [natural[n].unflatten(0, (-1, 8)) for n in ("gate", "up")]
+        natural["up"] = torch.stack(pairs, 1).flatten(0, 2)
+    for matrix in ("up", "down"):
+        found = words(packed.tensors[f"{matrix}.codes"][1])
+        expected = natural[matrix]
+        count = 0
+        for place, register, half, row, column in fragment(matrix, *expected.shape):
+            if format == "mxfp4":
+                bits = e2m1_registers(found[place])[register] >> 16 * half & 0xFFFF
+                value = bf16(bits) * 2.0**126
+            else:
+                value = (int4_registers(found[place])[register] >> 16 * half & 0xFFFF) - 8
+            assert value == expected[row, column], (matrix, place, register, half, row, column)
+            count += 1
+        assert count == expected.numel() == 8 * len(found)
+
+
+def _spread(q: QuantTensor) -> Tensor:
+    assert q.scales is not None
+    return q.scales.double().repeat_interleave(32, 1)[:, : q.shape[1]]
+
+
+def test_scale_words_are_bfloat16_after_a_mask() -> None:
+    weights = every_byte("mxfp4", 144, 48)
+    packed = Hopper().pack(weights, CPU)
+    expert = weights.expert(0)
+    scales = expert.down.scales
+    assert scales is not None
+    found = iter(words(packed.tensors["down.scales"][0]))
+    exponents = scales.view(torch.uint8).int() - 127
+    for group in range(0, 144, 64):
+        for block in range(1):  # 48 columns
+            for tile in range(min(64, 144 - group) // 16):
+                for g in range(8):
+                    word = next(found)
+                    for pair, register in enumerate((word & 0x7F807F80, rotate(word, 8) & 0x7F807F80)):
+                        for half in range(2):
+                            row = group + 16 * tile + g + 8 * half
+                            expected = int(exponents[row, 2 * block + pair])
+                            # 2**126 of the codes' bits, and the 2**-24 that the accumulator gets back.
+                            field = register >> 16 * half + 7 & 0xFF
+                            assert field == expected + 127 + 102
+    assert next(found, None) is None
+
+
+def test_scales_that_no_kernel_decodes_are_refused() -> None:
+    weights = with_scales(every_byte("mxfp4", 64, 32), 152)
+    assert_same(Hopper().unpack(Hopper().pack(weights, CPU)), weights)
+    with pytest.raises(FormatError, match=r"expert 0 up scales.*2\*\*25.*2\*\*26") as error:
+        Hopper().pack(with_scales(weights, 153), CPU)
+    assert "natural" in (error.value.hint or "")
+
+
+def test_other_sizes_and_formats_are_refused_with_every_reason() -> None:
+    found = Hopper().check(spec_of("fp8_block128", 100, 40))
+    assert [r.what for r in found] == ["gate elements", "up elements", "down elements", "H", "F"]
+    with pytest.raises(PlanError, match="load these experts anew"):
+        Hopper().pack(random_experts(hidden=96), CPU, out=Hopper().pack(random_experts(), CPU))
