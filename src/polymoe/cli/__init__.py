@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from polymoe.cli import bench, explain, run, serve, verify
+from polymoe.cli import bench, explain, run, serve, tune, verify
 from polymoe.cli.output import fail
 from polymoe.errors import PolymoeError
 
@@ -36,7 +36,14 @@ app = typer.Typer(
 )
 """The command line, one command a verb."""
 
-for _name, _verb in {"explain": explain, "verify": verify, "bench": bench, "run": run, "serve": serve}.items():
+for _name, _verb in {
+    "explain": explain,
+    "verify": verify,
+    "bench": bench,
+    "tune": tune,
+    "run": run,
+    "serve": serve,
+}.items():
     app.command(_name)(_verb.command)
 
 

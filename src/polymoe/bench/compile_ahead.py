@@ -1,0 +1,120 @@
+"""Compiling in other processes, ahead of timing: what they compile is in the backends' caches on disk when needed.
+
+A process that fails, or cannot be started, costs nothing but time: timing compiles what is missing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from functools import cache
+from multiprocessing import get_context
+
+import torch
+
+from polymoe.backends.base import Backend
+from polymoe.formats import Encoding, QuantTensor
+from polymoe.formats.elements import CODE_DTYPES, SCALE_DTYPES
+from polymoe.layouts import LAYOUTS, Packed
+from polymoe.planning.plan import Config
+from polymoe.problem import Problem
+from polymoe.routing import Routing
+from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
+
+__all__ = ["CompileAhead", "compile_one"]
+
+_META = torch.device("meta")
+
+
+class CompileAhead:
+    """Up to ``jobs`` processes (0: none) that compile for the GPU of index ``device`` what they are given, in order."""
+
+    def __init__(self, jobs: int, device: int = 0) -> None:
+        self._pool: ProcessPoolExecutor | None = None
+        self._found: dict[tuple[str, str, int, Config], Future[None]] = {}
+        if jobs > 0:
+            self._pool = ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_begin, initargs=(device,))
+
+    def submit(self, backend: Backend, layout: str, problem: Problem, tokens: int, configs: Iterable[Config]) -> None:
+        """Compile what calls of ``tokens`` tokens need with each of ``configs``, unless it was submitted before."""
+        for config in configs:
+            key = (backend.name, str(problem), tokens, config)
+            if self._pool is None or key in self._found:
+                continue
+            try:
+                self._found[key] = self._pool.submit(compile_one, backend, layout, problem, tokens, config)
+            except (BrokenProcessPool, OSError):
+                self._pool = None
+
+    def first_ready(
+        self, backend: Backend, problem: Problem, tokens: int, configs: Sequence[Config], seconds: float
+    ) -> Config:
+        """The first of ``configs`` that is compiled, or has failed to, or was not submitted; if there is none within
+        so many seconds, the first of all."""
+        futures = {c: self._found.get((backend.name, str(problem), tokens, c)) for c in configs}
+        waiting = [future for future in futures.values() if future is not None and not future.done()]
+        if len(waiting) == len(configs):
+            wait(waiting, max(0.0, seconds), FIRST_COMPLETED)
+        return next((c for c, future in futures.items() if future is None or future.done()), configs[0])
+
+    def wait_for_all(self, seconds: float) -> None:
+        """Wait until nothing is left to compile, at most so long."""
+        end = time.monotonic() + seconds
+        for future in list(self._found.values()):
+            wait([future], max(0.0, end - time.monotonic()))
+
+    def __enter__(self) -> CompileAhead:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _begin(device: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asked
+    torch.set_num_threads(1)
+    if hasattr(os, "nice"):
+        os.nice(5)  # launches of what is being timed go first
+    if device:
+        torch.cuda.set_device(device)
+
+
+def compile_one(backend: Backend, layout: str, problem: Problem, tokens: int, config: Config) -> None:
+    """Compile what one call needs, with tensors that have no memory."""
+    x_TH = torch.empty(tokens, problem.spec.hidden, dtype=torch.bfloat16, device=_META)
+    routing = Routing(
+        torch.empty(tokens, problem.top_k, dtype=torch.int64, device=_META),
+        torch.empty(tokens, problem.top_k, dtype=torch.float32, device=_META),
+    )
+    packed = _packed(problem.spec, problem.activations == "fp8_static", layout)
+    backend.compile(problem, packed, x_TH, routing, config, torch.empty_like(x_TH))
+
+
+@cache
+def _packed(spec: ExpertsSpec, input_scales: bool, layout: str) -> Packed:
+    parts: dict[str, object] = {p: _matrix(e, *spec.matrix_shape(p)) for p, e in spec.encodings.items()}
+    for p in spec.encodings if spec.bias else ():
+        parts[f"{p}_bias"] = torch.empty(spec.matrix_shape(p)[0], dtype=torch.bfloat16, device=_META)
+    if input_scales:
+        parts |= {n: torch.empty((), device=_META) for n in ("gate_up_input_scale", "down_input_scale")}
+    expert = Expert(**{"gate": None, **parts})  # type: ignore[arg-type]
+    return LAYOUTS[layout].pack(ExpertWeights(spec, lambda e: expert), _META)
+
+
+def _matrix(encoding: Encoding, rows: int, columns: int) -> QuantTensor:
+    codes = torch.empty(encoding.codes_shape(rows, columns), dtype=CODE_DTYPES[encoding.element], device=_META)
+    if encoding.granularity is None or encoding.scale_dtype is None:
+        return QuantTensor(codes, encoding)
+    grid = encoding.granularity.scale_shape(rows, columns)
+    return QuantTensor(
+        codes,
+        encoding,
+        torch.empty(grid, dtype=SCALE_DTYPES[encoding.scale_dtype], device=_META),
+        torch.empty(grid, dtype=torch.uint8, device=_META) if encoding.zero_points else None,
+        torch.empty((), device=_META) if encoding.global_scale else None,
+    )

@@ -1,0 +1,184 @@
+"""``polymoe tune``: measure which configuration is fastest on this GPU, once, for every later load."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from polymoe.cli.output import Json, OnDevice, console, print_json, status, token_counts
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from polymoe.backends import Backend
+    from polymoe.bench.tune import Outcome
+    from polymoe.machine import Machine
+    from polymoe.problem import Problem
+
+__all__ = ["command"]
+
+
+def command(
+    case: Annotated[str | None, typer.Option(help="A model's layer by name, with random weights.")] = None,
+    checkpoint: Annotated[str | None, typer.Option(help="A checkpoint's directory or Hub id instead.")] = None,
+    layer: Annotated[int | None, typer.Option(help="The checkpoint's layer. Default: its first with experts.")] = None,
+    tp: Annotated[int | None, typer.Option(min=1, help="Tensor parallel size of the checkpoint's use.")] = None,
+    ep: Annotated[int | None, typer.Option(min=1, help="Expert parallel size.")] = None,
+    tokens: Annotated[
+        str, typer.Option(help="Token counts, separated by commas.")
+    ] = "1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192",
+    format: Annotated[str | None, typer.Option(help="Weight format of a case. Default: its own.")] = None,
+    activations: Annotated[
+        str | None,
+        typer.Option(help="16bit, fp8_token, fp8_group128 or fp8_static. Default: E4M3 for FP8 weights, else 16bit."),
+    ] = None,
+    backends: Annotated[
+        str | None,
+        typer.Option("--backends", "--backend", help="Names, separated by commas. Default: all that auto may take."),
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=1, help="Ends after about this long; run again to go on.")] = 300,
+    memory: Annotated[float | None, typer.Option(min=0.01, help="GiB to take at most. Default: what is free.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=0, help="Processes that compile ahead. Default: all cores but one, at most 16.")
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Also what these versions have measured already.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Table to write. Default: the user's own, which loads read.")] = None,
+    device: OnDevice = "auto",
+    json: Json = False,
+) -> None:
+    """Find the fastest configuration for each token count, check it against the reference, and keep it.
+
+    Name a case, or a checkpoint. Loads read the table; nothing is ever tuned at load. Ctrl-C keeps what is finished.
+    """
+    began = time.monotonic()
+    if (case is None) == (checkpoint is None):
+        raise typer.BadParameter("name either --case or --checkpoint")
+    for name, value in (("--layer", layer), ("--tp", tp), ("--ep", ep)):
+        if checkpoint is None and value is not None:
+            raise typer.BadParameter(f"{name} goes with --checkpoint")
+    if checkpoint is not None and format is not None:
+        raise typer.BadParameter("--format goes with --case")
+    counts = token_counts(tokens)
+
+    import torch
+
+    from polymoe.bench.cases import Workload, case_named
+    from polymoe.bench.compile_ahead import CompileAhead
+    from polymoe.bench.records import Stamp
+    from polymoe.bench.tune import Tune
+    from polymoe.checkpoint import Checkpoint
+    from polymoe.errors import ArgumentError
+    from polymoe.machine import Machine
+    from polymoe.planning.table_files import user_file
+
+    if device not in ("auto", "cpu") and not device.startswith("cuda"):
+        raise ArgumentError("--device", expected="cpu, cuda, cuda:1 or auto", got=repr(device))
+    machine = Machine.of(None if device == "auto" else device)
+    where = torch.device(machine.device.kind if device == "auto" else device)
+    if where.index is not None and where.type == "cuda":
+        torch.cuda.set_device(where)
+    mode: Any = activations  # Problem checks the name
+    if case is not None:
+        workload = Workload.of_case(case_named(case), where, format, mode)
+    else:
+        opened = Checkpoint.open(checkpoint or "")
+        workload = Workload.of_checkpoint(opened, layer, where, mode, tp=tp or 1, ep=ep or 1)
+    problem = workload.problem
+    chosen = _backends(backends.split(",") if backends else None, problem, machine)
+    file = out or user_file(machine.device.name)
+    err = status()
+    err.print(f"{workload.case}: {problem}; on {machine.device}; into {file}", highlight=False, soft_wrap=True)
+    if jobs is None:
+        choice = any(len(b.candidates(problem, machine, t)) > 1 for b in chosen for t in counts)
+        jobs = min(16, (os.cpu_count() or 1) - 1) if choice and where.type == "cuda" else 0
+    if memory is not None and where.type == "cuda":
+        fraction = min(1.0, memory * 2**30 / torch.cuda.get_device_properties(where).total_memory)
+        torch.cuda.set_per_process_memory_fraction(fraction)
+    found: list[Outcome] = []
+    try:
+        with CompileAhead(jobs, where.index or 0) as compiler, _bar(err, len(chosen) * len(set(counts))) as bar:
+            tune = Tune(
+                workload=workload,
+                machine=machine,
+                device=where,
+                backends=chosen,
+                file=file,
+                stamp=Stamp.now(machine, shlex.join(["polymoe", *sys.argv[1:]])),
+                seconds=seconds,
+                began=began,
+                again=again,
+                memory_bytes=None if memory is None else int(memory * 2**30),
+                compiler=compiler,
+                say=lambda text: err.print(text, highlight=False, soft_wrap=True),
+            )
+            for outcome in tune.outcomes(counts, lambda text: bar.update(bar.task_ids[0], description=text)):
+                found.append(outcome)
+                bar.advance(bar.task_ids[0])
+    finally:  # also what was finished before an interruption
+        if json and found:
+            print_json([_plain(outcome) for outcome in found])
+        elif found:
+            console().print(_table(found, f"{workload.case}, {problem.spec.format}, {machine.device}"))
+
+
+def _backends(names: list[str] | None, problem: Problem, machine: Machine) -> list[Backend]:
+    """Those named, or all that ``auto`` may take."""
+    from polymoe.backends import BACKENDS
+    from polymoe.errors import ArgumentError, UnsupportedProblem, nearest
+    from polymoe.verdict import Accepted
+
+    if names is not None:
+        for name in names:
+            if name not in BACKENDS:
+                raise ArgumentError("--backends", got=repr(name), hint=nearest(name, BACKENDS))
+        return [BACKENDS[name] for name in dict.fromkeys(names)]
+    verdicts = {name: backend.check(problem, machine) for name, backend in BACKENDS.items()}
+    fitting = [BACKENDS[n] for n, v in verdicts.items() if isinstance(v, Accepted) and not v.by_name_only]
+    if not fitting:
+        got = [
+            f"{n}: {v.by_name_only if isinstance(v, Accepted) else '; '.join(map(str, v.reasons))}"
+            for n, v in verdicts.items()
+        ]
+        raise UnsupportedProblem(
+            f"tune ({problem}) on {machine.device}", expected="a backend that auto may take", got="\n  ".join(got)
+        )
+    return fitting
+
+
+def _bar(err: Any, total: int) -> Any:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    bar = Progress(*columns, console=err)
+    bar.add_task("starting", total=total)
+    return bar
+
+
+def _table(found: list[Outcome], title: str) -> Table:
+    from rich.table import Table
+
+    table = Table("tokens", "backend", "time", "heuristic's", "tried", "failed", "configuration", "note", title=title)
+    for o in found:
+        time_us = f"{o.row.median_us:.1f} us" if o.row else "-"
+        table.add_row(
+            str(o.tokens), o.backend, time_us, f"{o.own_us:.1f} us" if o.own_us else "-", str(o.tried), str(o.failed),
+            _short(o.row.config) if o.row else "-", o.note,
+        )  # fmt: skip
+    return table
+
+
+def _short(config: Any) -> str:
+    if isinstance(config, dict):
+        return "(" + ", ".join(f"{name} {_short(value)}" for name, value in config.items()) + ")"
+    return str(config)
+
+
+def _plain(o: Outcome) -> dict[str, Any]:
+    extra = {"heuristic_us": o.own_us, "tried": o.tried, "failed": o.failed, "note": o.note}
+    return {**(o.row.to_dict() if o.row else {"backend": o.backend, "tokens": o.tokens}), **extra}
