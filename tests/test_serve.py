@@ -165,6 +165,22 @@ def test_ends_at_max_tokens_and_at_the_context(server: Running) -> None:
     assert full.choices[0].finish_reason == "length"
 
 
+def test_goes_on_after_the_end_token_when_asked_to(server: Running) -> None:
+    """As benchmarks ask vLLM and SGLang, for answers of a length that is known."""
+    for stream in (False, True):
+        body = {"model": "sums", "max_tokens": 20, "ignore_eos": True, "stream": stream}
+        for path, said in (
+            ("/v1/completions", {"prompt": "1+2="}),
+            ("/v1/chat/completions", {"messages": user("1+2")}),
+        ):
+            answer = server.post(path, {**body, **said})
+            last = [line for line in answer.text.splitlines() if line][-1].removeprefix("data: ")
+            assert json.loads(last)["usage"]["completion_tokens"] == 20
+            assert json.loads(last)["choices"][0]["finish_reason"] == "length"
+    short = server.client().completions.create(model="sums", prompt="1+2=", extra_body={"ignore_eos": False})
+    assert short.choices[0].text == "3"
+
+
 def test_32_requests_at_once(server: Running) -> None:
     async def all_at_once() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=60) as client:
@@ -295,6 +311,7 @@ def test_a_request_in_chunks_counts_as_a_whole(server: Running) -> None:
         ({"prompt": "1+2=", "n": 2}, "n must be 1"),
         ({"prompt": "1+2=", "best_of": 3}, "best_of"),
         ({"prompt": "1+2=", "echo": True}, "echo"),
+        ({"prompt": "1+2=", "ignore_eos": "yes"}, "ignore_eos"),
         ({"prompt": "1+2=", "logprobs": 1}, "logprobs"),
         ({"prompt": "1+2=", "seed": -1}, "seed"),
         ({"prompt": "1+2=", "stop": [1]}, "stop"),

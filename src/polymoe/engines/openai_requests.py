@@ -71,6 +71,7 @@ _FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "echo": (lambda v: v is False, "false"),
     "frequency_penalty": (lambda v: _is_number(v) and -1 < v <= 2, "a number above -1, at most 2"),
     "generation_config": (lambda v: False, "left out"),
+    "ignore_eos": (lambda v: isinstance(v, bool), "true or false"),
     "logit_bias": (lambda v: isinstance(v, dict) and all(map(_is_number, v.values())), "an object of numbers"),
     "logprobs": (lambda v: v is False, "left out"),
     "max_completion_tokens": (_is_count, "an integer of at least 1"),

@@ -246,7 +246,15 @@ class _Generation(GenerationState):
 class _Checked(BaseHandler):
     def _validate_request(self, body: dict) -> None:
         check_request(body)
+        own = {name: body.pop(name) for name in ("ignore_eos",) if name in body}  # none of OpenAI's
         super()._validate_request(body)
+        body |= own
+
+    def _build_generation_config(self, body: dict, model_generation_config: Any, use_cb: bool = False) -> Any:
+        config = super()._build_generation_config(body, model_generation_config, use_cb)
+        if body.get("ignore_eos"):
+            config.eos_token_id = -1  # no token; None would be filled from the model's defaults
+        return config
 
 
 class _Chat(_Checked, ChatCompletionHandler):
