@@ -132,6 +132,8 @@ def emulate_activations(x_TK: Tensor, mode: str, input_scale: Tensor | None = No
     rows, columns = x_TK.shape
     width = columns if mode == "fp8_token" else 128
     blocks = torch.nn.functional.pad(x_TK, (0, -columns % width)).view(rows, -1, width)
-    scale = blocks.abs().amax(-1, keepdim=True) / 448
+    largest = blocks.abs().amax(-1, keepdim=True)
+    # Divided by a tensor: by a number, torch on a GPU multiplies with its reciprocal, and ties then round otherwise.
+    scale = largest / torch.full_like(largest, 448)
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     return (encode_e4m3(blocks / scale).to(x_TK.dtype) * scale).view(rows, -1)[:, :columns]
