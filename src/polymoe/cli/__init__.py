@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from polymoe.cli import bench, explain, run, serve, tune, verify
+from polymoe.cli import bench, eval, explain, run, serve, tune, verify
 from polymoe.cli.output import fail
 from polymoe.errors import PolymoeError
 
@@ -45,6 +45,8 @@ for _name, _verb in {
     "serve": serve,
 }.items():
     app.command(_name)(_verb.command)
+app.command("eval")(eval.command)
+app.command("eval compare")(eval.compare)
 
 
 def _version(wanted: bool) -> None:

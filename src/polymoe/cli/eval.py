@@ -1,0 +1,220 @@
+"""``polymoe eval``: accuracy against an OpenAI-compatible server; ``polymoe eval compare``: two runs' difference."""
+
+from __future__ import annotations
+
+import contextlib
+import json as jsonlib
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from polymoe.cli.output import Json, console, print_json, status
+from polymoe.errors import ArgumentError, PolymoeError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from polymoe.evaluate import Record, Run, Score
+
+__all__ = ["command", "compare"]
+
+
+def command(
+    data: Annotated[
+        Path | None,
+        typer.Argument(help="Questions: JSONL with prompt and answer, or GSM8K, AIME or GPQA as published."),
+    ] = None,
+    server: Annotated[str, typer.Option(help="The server's URL.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="As the server calls it. Default: its only one.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="POLYMOE_API_KEY", help="The server's bearer token.", show_default=False)
+    ] = None,
+    task: Annotated[str, typer.Option(help="exact, gsm8k, aime, gpqa, or auto: by the file's fields.")] = "auto",
+    repeats: Annotated[int, typer.Option("--repeats", "-n", min=1, help="How often each question is asked.")] = 1,
+    concurrency: Annotated[
+        int, typer.Option("--concurrency", "--threads", min=1, help="Requests under way at once.")
+    ] = 16,
+    temperature: Annotated[float | None, typer.Option(min=0, help="Default: the server's.")] = None,
+    top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Default: the server's.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens an answer. Default: the server's.")] = None,
+    seed: Annotated[int | None, typer.Option(help="For the options' order, and sent with each request.")] = None,
+    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    endpoint: Annotated[str, typer.Option(help="chat, or completions: without the chat template.")] = "chat",
+    extra: Annotated[
+        str | None, typer.Option(help="""Further fields of each request: '{"reasoning_effort": "high"}'.""")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first questions.")] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds one request may take.")] = 1800.0,
+    retries: Annotated[int, typer.Option(min=0, help="After 429, 5xx, timeouts and broken connections.")] = 8,
+    out: Annotated[
+        Path | None, typer.Option(help="The answers' file. Default: here, named after set, model and settings.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over: replace the answers in the file.")] = False,
+    tasks: Annotated[str | None, typer.Option(help="Instead of a file: lm-eval's tasks, separated by commas.")] = None,
+    include_path: Annotated[Path | None, typer.Option(help="A directory of further lm-eval tasks.")] = None,
+    num_fewshot: Annotated[int | None, typer.Option(min=0, help="lm-eval's examples before each question.")] = None,
+    json: Json = False,
+) -> None:
+    """Ask a server questions and count the right answers, with error bars. Interrupted, the same command goes on.
+
+    polymoe eval compare A B: the difference of two runs.
+    """
+    if (data is None) == (tasks is None):
+        raise ArgumentError("eval", expected="a file of questions, or --tasks", got="both" if data else "neither")
+    from polymoe.evaluate.asking import Server
+
+    to = Server(url=server, api_key=api_key or "none", concurrency=concurrency, timeout_s=timeout, retries=retries)
+    fields = _object(extra)
+    sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
+    if tasks is not None:
+        from polymoe.evaluate.harness import run_tasks
+
+        given = {name: value for name, value in {**sampling, **fields}.items() if value is not None}
+        results, table = run_tasks(
+            tasks.split(","), server=to, model=model, endpoint=endpoint, include_path=include_path,
+            num_fewshot=num_fewshot, limit=limit, system=system, sampling=given,
+        )  # fmt: skip
+        print_json(results) if json else print(table)
+        return
+    assert data is not None
+    from polymoe.evaluate import evaluate
+
+    with _progress() as (on_start, on_record):
+        run = evaluate(
+            data, server=to, model=model, task=task, repeats=repeats, limit=limit, endpoint=endpoint, seed=seed,
+            system=system, extra=fields, out=out, fresh=fresh, on_start=on_start, on_record=on_record, **sampling,
+        )  # fmt: skip
+    if json:
+        score = asdict(run.score) if run.score else None
+        settings = {**asdict(run.settings), "extra": jsonlib.loads(run.settings.extra)}
+        print_json({"records": str(run.path), "settings": settings, "score": score, "failures": list(run.failures)})
+    elif run.score:
+        console().print(_table(run, run.score))
+    if run.failures:
+        raise _incomplete(run)
+
+
+def compare(
+    a: Annotated[Path, typer.Argument(help="A run's file of answers.", show_default=False)],
+    b: Annotated[Path, typer.Argument(help="Another's.", show_default=False)],
+    json: Json = False,
+) -> None:
+    """The difference of two runs, A - B, with its 95 % interval, paired by question."""
+    from polymoe.evaluate import compare as difference_of
+    from polymoe.evaluate import read_records
+
+    (settings_a, records_a), (settings_b, records_b) = read_records(a), read_records(b)
+    found = difference_of(records_a, records_b)
+    notes = [f"the runs differ in {difference}" for difference in settings_a.differences(settings_b)]
+    asked = {record.id for record in (*records_a, *records_b)}
+    if len(asked) > found.questions:
+        notes.append(
+            f"{len(asked) - found.questions} of {len(asked)} questions were answered in one run only: left out"
+        )
+    for note in notes:
+        status().print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
+    if json:
+        print_json({"a_records": str(a), "b_records": str(b), **asdict(found), "notes": notes})
+        return
+    rows = [
+        ("A", f"{_percent(found.a)}  {a}"),
+        ("B", f"{_percent(found.b)}  {b}"),
+        ("A - B", f"{100 * found.difference:+.2f} points"),
+    ]
+    if found.low is not None and found.high is not None:
+        rows.append(("95 % interval", f"{100 * found.low:+.2f} to {100 * found.high:+.2f} points"))
+    rows.append(("questions", f"{found.questions}: A better on {found.better}, B on {found.worse}"))
+    console().print(_rows(rows))
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[tuple[Any, Any]]:
+    """A bar on stderr, as callbacks of :func:`polymoe.evaluate.evaluate`; says where answers are, also when stopped."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    err = status()
+    columns = (TextColumn("answered"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    found = {"right": 0, "invalid": 0, "new": 0, "done": 0, "total": 0}
+    where: list[Path] = []
+    with Progress(*columns, TimeRemainingColumn(), console=err) as bar:
+        line = bar.add_task("", total=None)
+
+        def on_start(path: Path, done: int, total: int) -> None:
+            where.append(path)
+            found.update(done=done, total=total)
+            bar.update(line, completed=done, total=total)
+            kept = f", {done} of {total} are there; --fresh starts over" if done else ""
+            err.print(f"answers: {path}{kept}", highlight=False, markup=False, soft_wrap=True)
+
+        def on_record(record: Record) -> None:
+            found["new"] += 1
+            found["right"] += record.correct
+            found["invalid"] += record.answer is None
+            now = f"{_percent(found['right'] / found['new'])} right, {found['invalid']} invalid"
+            bar.update(line, advance=1, description=now)
+
+        try:
+            yield on_start, on_record
+        except (KeyboardInterrupt, PolymoeError):
+            if found["new"]:
+                done = found["done"] + found["new"]
+                err.print(f"{done} of {found['total']} answers are in {where[0]}; the same command goes on from there",
+                          highlight=False, markup=False, soft_wrap=True)  # fmt: skip
+            raise
+
+
+def _table(run: Run, score: Score) -> Table:
+    interval = "" if score.standard_error is None else f" ± {100 * score.standard_error:.2f} (standard error)"
+    rows = [
+        ("model", run.settings.model),
+        ("questions", f"{run.settings.data} ({run.settings.task}): {score.questions}, answers {score.answers}"),
+        ("pass@1", _percent(score.pass_at_1) + interval),
+    ]
+    if score.repeat_std is not None and score.repeat_standard_error is not None:
+        spread = (
+            f"standard deviation {100 * score.repeat_std:.2f}, standard error {100 * score.repeat_standard_error:.2f}"
+        )
+        rows.append((f"over {score.repeats} repeats", spread))
+    rows.append(("invalid", f"{score.invalid} without an answer, {score.cut_off} cut off"))
+    latency = (score.latency_p50_us, score.latency_p90_us, score.latency_p99_us)
+    rows.append(("latency", " / ".join(f"{us / 1e6:.2f}" for us in latency) + " s (p50 / p90 / p99)"))
+    if score.output_tokens_per_s is not None:
+        rows.append(("output", f"{score.output_tokens} tokens, {score.output_tokens_per_s:.1f} tok/s"))
+    return _rows(rows)
+
+
+def _rows(rows: list[tuple[str, str]]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in rows:
+        table.add_row(Text(name), Text(value))
+    return table
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f} %"
+
+
+def _object(text: str | None) -> dict[str, Any]:
+    try:
+        value = jsonlib.loads(text or "{}")
+    except ValueError as error:
+        raise ArgumentError("--extra", expected="a JSON object", got=f"{text!r}: {error}") from error
+    if not isinstance(value, dict):
+        raise ArgumentError("--extra", expected="a JSON object", got=repr(text))
+    return value
+
+
+def _incomplete(run: Run) -> PolymoeError:
+    from polymoe.errors import ServerError
+
+    return ServerError(
+        f"{len(run.failures)} questions have no answer",
+        got=run.failures[0],
+        hint="the same command asks them again",
+    )

@@ -1,0 +1,107 @@
+r"""The answer in a model's text: where each task looks for it, in one spelling.
+
+Each function takes the text of one response and returns a short string to compare with the expected answer, or None
+where the text holds no answer: that response is then *invalid*, and counts as wrong. ``finished`` is False for a text
+that was cut off at its token limit.
+"""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["choice_letter", "final_number", "number", "visible", "whole_text"]
+
+_NUMBER = r"(?:(?<![\w)])[-+−])?(?:\d[\d,]*(?:\.\d+)?|(?<![\w.])\.\d+)"
+_ALONE = re.compile(rf"(?:[A-Za-z]\w*\s*=\s*)?({_NUMBER})(?:\s+[A-Za-z][A-Za-z ]*)?")
+_MARKUP = re.compile(r"\\(?:text|mathrm|mathbf|textbf|left|right)\b|\\[,;!% ]|\^\{?\\?circ\}?|\^?°|[${}%]")
+_LETTER = re.compile(
+    r"""(?i:answer) \s* (?i:is)? \s* [:=]? [\s*_$"'({\[]*
+        (?: \\(?:boxed|text|textbf|mathrm|mathbf) \s* \{ [\s*({]* )*
+        (?: (?i:option|choice|letter) \s+ )? ([A-Z]) (?![A-Za-z0-9'])""",
+    re.VERBOSE,
+)
+
+
+def visible(text: str) -> str:
+    """What follows the reasoning, if a server leaves ``<think>...</think>`` in the text; nothing if it never ends."""
+    if "</think>" in text:
+        return text.rpartition("</think>")[2]
+    return "" if text.lstrip().startswith("<think>") else text
+
+
+def whole_text(text: str, *, finished: bool = True) -> str | None:
+    """All of the text, without white space at its ends."""
+    return visible(text).strip() or None
+
+
+def final_number(text: str, *, finished: bool = True) -> str | None:
+    r"""The result of a calculation: after the last ``####``, else in the last ``\boxed{}``, else the last number.
+
+    The last only for a text that was not cut off. What is boxed but no number stays as it is, and differs from
+    any number.
+
+    >>> final_number("2 and 2 are 4\n#### 1,234.50 dollars")
+    '1234.5'
+    >>> final_number(r"so $x = \boxed{\frac{1}{2}}$")
+    '\\frac12'
+    """
+    text = visible(text).replace("{,}", ",")
+    _, mark, after = text.rpartition("####")
+    if mark and (found := re.search(_NUMBER, after.lstrip().partition("\n")[0])):
+        return _canonical(found[0])
+    inside = _boxed(text)
+    if inside is not None:
+        return number(inside) or _plain(inside) or None
+    numbers = re.findall(_NUMBER, text) if finished else []
+    return _canonical(numbers[-1]) if numbers else None
+
+
+def number(text: str) -> str | None:
+    r"""A number in one spelling, whatever its markup, name or unit; None for anything else.
+
+    >>> number("073"), number("$1,200.00"), number(r"336^\circ"), number("n = -.5"), number("two"), number(r"2\pi")
+    ('73', '1200', '336', '-0.5', None, None)
+    """
+    found = _ALONE.fullmatch(_plain(text))
+    return _canonical(found[1]) if found else None
+
+
+def choice_letter(text: str, letters: str, *, finished: bool = True) -> str | None:
+    r"""The letter that is chosen: after the last "answer", else in the last ``\boxed{}``, else alone on the last line.
+
+    >>> choice_letter("A is wrong.\nAnswer: **C**", "ABCD")
+    'C'
+    """
+    text = visible(text)
+    named = _LETTER.findall(text)
+    if named:
+        return named[-1] if named[-1] in letters else None
+    last = text.strip().rpartition("\n")[2]
+    for place in (_boxed(text) or "", last):
+        alone = _plain(place).strip("().:*_ ")
+        if len(alone) == 1 and alone in letters:
+            return alone
+    return None
+
+
+def _boxed(text: str) -> str | None:
+    r"""What stands in the last ``\boxed{}`` that is closed."""
+    for start in reversed([m.end() for m in re.finditer(r"\\boxed\s*\{", text)]):
+        depth = 1
+        for end in range(start, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            if depth == 0:
+                return text[start:end]
+    return None
+
+
+def _plain(text: str) -> str:
+    return _MARKUP.sub("", text).strip().rstrip(".")
+
+
+def _canonical(digits: str) -> str:
+    sign = "-" if digits[0] in "-−" else ""
+    whole, _, fraction = digits.lstrip("-+−").replace(",", "").partition(".")
+    whole, fraction = whole.lstrip("0") or "0", fraction.rstrip("0")
+    unsigned = f"{whole}.{fraction}" if fraction else whole
+    return unsigned if unsigned == "0" else sign + unsigned

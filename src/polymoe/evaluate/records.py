@@ -1,0 +1,195 @@
+"""Answers on disk: a JSONL file that starts with the settings and gains one line an answer, so that a run can go on.
+
+The first line is ``{"settings": {...}, "polymoe": "0.1.0"}``, every other one a :class:`Record`. A line is written at
+once and to the end of the file: after a crash at most the last one is incomplete, and it is dropped when the run goes
+on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from polymoe.errors import ArgumentError
+
+__all__ = ["Record", "RecordFile", "Settings", "read_records"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """All that the answers of one run share. Two runs are the same run if these are the same.
+
+    Attributes:
+        data, data_sha256: the set's file name, and its content.
+        task: its kind, a name of :data:`~polymoe.evaluate.questions.TASKS`.
+        instruction: what follows each question.
+        model: as the server calls it.
+        endpoint: "chat" or "completions".
+        temperature, top_p, max_tokens: as sent; None is left out, and the server's to choose.
+        seed: orders options; if given, each request also carries a seed made from it, question and repeat.
+        system: the system message, or None.
+        extra: further fields of each request, as JSON.
+    """
+
+    data: str
+    data_sha256: str
+    task: str
+    instruction: str
+    model: str
+    endpoint: str = "chat"
+    temperature: float | None = None
+    top_p: float | None = None
+    max_tokens: int | None = None
+    seed: int | None = None
+    system: str | None = None
+    extra: str = "{}"
+
+    def differences(self, other: Settings) -> list[str]:
+        """``"temperature: 0.0, not None"`` for every setting in which ``other`` differs."""
+        mine, theirs = asdict(self), asdict(other)
+        return [f"{name}: {theirs[name]!r}, not {mine[name]!r}" for name in mine if mine[name] != theirs[name]]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One answer.
+
+    Attributes:
+        id, repeat: which question, and which time it was asked, from 0.
+        expected, answer: in one spelling; ``answer`` is None if the text held none, or the prompt was too long.
+        correct: whether they are the same.
+        text: the whole response, without reasoning that the server sends apart.
+        finish_reason: the server's; "length" for a text cut off.
+        prompt_tokens, completion_tokens: as the server counts; None if it does not.
+        latency_us: from sending the request to the whole response, without retries before it.
+        ended_us: when the response was there, in microseconds since 1970.
+        retries: requests before it that failed.
+    """
+
+    id: str
+    repeat: int
+    expected: str
+    answer: str | None
+    correct: bool
+    text: str
+    finish_reason: str | None
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    latency_us: int
+    ended_us: int
+    retries: int = 0
+
+
+class RecordFile:
+    """The answers of one run, in memory and in a file that no other process writes; use it in a ``with`` block.
+
+    Args:
+        path: created if it is not there, with its directories.
+        settings: of this run.
+        fresh: start over; what the file holds is replaced.
+
+    Raises:
+        ArgumentError: for a file of another run's settings, one that is no record file, or one in use.
+    """
+
+    def __init__(self, path: Path, settings: Settings, *, fresh: bool = False) -> None:
+        self.path = path
+        self.records: dict[tuple[str, int], Record] = {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            self._lock()
+            if fresh:
+                os.ftruncate(self._fd, 0)
+            self._resume(settings)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def __enter__(self) -> RecordFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+    def append(self, record: Record) -> None:
+        """Add an answer, in memory and at the end of the file."""
+        self._write(asdict(record))
+        self.records[record.id, record.repeat] = record
+
+    def _lock(self) -> None:
+        with contextlib.suppress(ImportError):  # there is no such lock on Windows
+            import fcntl
+
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise ArgumentError(
+                    str(self.path), expected="a file that no other run is writing", got="one in use",
+                    hint="choose another --out",
+                ) from error  # fmt: skip
+
+    def _resume(self, settings: Settings) -> None:
+        content = self.path.read_bytes()
+        complete = content.rfind(b"\n") + 1
+        if complete == 0:
+            if content and not content.startswith(b'{"settings"'):
+                raise ArgumentError(str(self.path), expected="a file of records, or none", got="another file")
+            os.ftruncate(self._fd, 0)
+            from polymoe import __version__
+
+            self._write({"settings": asdict(settings), "polymoe": __version__})
+            return
+        found, records = read_records(self.path)
+        if found != settings:
+            raise ArgumentError(
+                str(self.path),
+                expected="records of the same settings",
+                got="others: " + "; ".join(settings.differences(found)),
+                hint="choose another --out, or start this one over with --fresh",
+            )
+        os.ftruncate(self._fd, complete)
+        self.records = {(record.id, record.repeat): record for record in records}
+
+    def _write(self, value: Mapping[str, Any]) -> None:
+        line = (json.dumps(value, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+        size = os.fstat(self._fd).st_size
+        if os.write(self._fd, line) < len(line):
+            os.ftruncate(self._fd, size)
+            raise OSError(f"{self.path}: no room for another record")
+
+
+def read_records(path: Path) -> tuple[Settings, list[Record]]:
+    """Settings and answers of a run, finished or not; of an answer that is there twice, the first.
+
+    Raises:
+        ArgumentError: for a file that is not there or holds anything else.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise ArgumentError(str(path), expected="a file of records", got=error.strerror) from error
+    records: dict[tuple[str, int], Record] = {}
+    settings = None
+    for number, line in enumerate(lines, 1):
+        try:
+            value = json.loads(line)
+            if settings is None:
+                settings = Settings(**value["settings"])
+            else:
+                record = Record(**value)
+                records.setdefault((record.id, record.repeat), record)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ArgumentError(
+                f"{path}:{number}",
+                expected="a record of polymoe eval" if number > 1 else "the settings of a run of polymoe eval",
+                got=line[:80].decode(errors="replace") or str(error),
+            ) from error
+    if settings is None:
+        raise ArgumentError(str(path), expected="the settings of a run of polymoe eval", got="an empty file")
+    return settings, list(records.values())
