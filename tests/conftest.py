@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 # The suite never reaches out: nothing it loads may come from the Hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Nor does it read what this user has tuned, or write there.
+os.environ["POLYMOE_CACHE"] = tempfile.mkdtemp(prefix="polymoe-tests-")
 # Tensors here are tiny: one thread beats two, and waits for nobody on a busy machine. Subprocesses inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)

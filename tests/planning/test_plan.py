@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
+from typing import Literal
+
 import pytest
 
 from polymoe.errors import ArgumentError, PlanError
@@ -32,3 +36,43 @@ def test_roles() -> None:
     assert role_tokens("mixed") == (*role_tokens("decode"), *role_tokens("prefill"))
     with pytest.raises(ArgumentError, match="did you mean 'decode'"):
         role_tokens("decoding")
+
+
+@dataclass(frozen=True)
+class Inner:
+    rows: int = 64
+    cap: int | None = None
+
+
+@dataclass(frozen=True)
+class Outer(Config):
+    name: str
+    scale: float = 1.0
+    kind: Literal["a", "b"] = "a"
+    chained: bool = False
+    inner: Inner = Inner()
+
+
+class TestConfigAsData:
+    def test_there_and_back_through_json(self) -> None:
+        config = Outer("x", 2.0, "b", True, Inner(32, 128))
+        assert Outer.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+        assert Outer.from_dict({"name": "x", "scale": 2}) == Outer("x", 2.0)  # the rest by default
+
+    @pytest.mark.parametrize(
+        ("data", "message"),
+        [
+            ([], "config: expected the fields of Outer, got []"),
+            ({"name": "x", "innr": {}}, r"config.innr: expected a field of Outer\n  hint: did you mean 'inner'"),
+            ({}, "config.name: expected a value, got none"),
+            ({"name": "x", "inner": {"rows": "64"}}, "config.inner.rows: expected int, got '64'"),
+            ({"name": "x", "inner": {"rows": True}}, "config.inner.rows: expected int, got True"),
+            ({"name": "x", "inner": {"cap": 1.5}}, "config.inner.cap: expected int or NoneType, got 1.5"),
+            ({"name": "x", "inner": 3}, "config.inner: expected the fields of Inner, got 3"),
+            ({"name": "x", "kind": "c"}, "config.kind: expected .*, got 'c'"),
+            ({"name": 1}, "config.name: expected str, got 1"),
+        ],
+    )
+    def test_what_does_not_fit_is_refused_by_its_place(self, data: object, message: str) -> None:
+        with pytest.raises(PlanError, match=message.replace("[]", r"\[\]")):
+            Outer.from_dict(data)

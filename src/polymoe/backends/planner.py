@@ -49,7 +49,8 @@ class Planner:
             try:
                 config = kind.from_dict(row.config, f"measured configuration of {backend.name}")
             except PlanError as error:
-                _warn_once(f"{error}\n  hint: it was tuned with polymoe {row.polymoe}; run again: {row.command}")
+                hint = f"it was tuned with polymoe {row.polymoe}; run again: {row.command}"
+                _warn_once(str(PlanError(error.where, expected=error.expected, got=error.got, hint=hint)))
                 continue
             points.append(Point(row.tokens, config, row.median_us, _source(row, here)))
         return cls(backend, problem, machine, tuple(points))

@@ -194,7 +194,10 @@ def candidates(
         ranked = sorted(times, key=times.__getitem__)
         blocks = dict.fromkeys(config.tokens for config in ranked)
         found = [_best_of_each(_of_block(problem, machine, b), ranked) for b in blocks]
-        found += _around(problem, machine, ranked[0], _FEW)
+        best = ranked[0]
+        if best.tokens != own.tokens:  # so far only a few tiles of this width were tried
+            found += _around(problem, machine, _of_block(problem, machine, best.tokens), _NEAR)
+        found += _around(problem, machine, best, _FEW)
     return list(dict.fromkeys(found))
 
 

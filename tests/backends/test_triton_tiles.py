@@ -1,0 +1,77 @@
+"""What tuning tries on a GPU: bounded, near the heuristic, and nothing that could not run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from polymoe.backends.triton_tiles import PLANES, Tile, TritonConfig, candidates, heuristic
+from polymoe.bench.cases import CASES
+from polymoe.errors import PlanError
+from polymoe.machine import DEVICES, Machine
+from polymoe.planning.plan import Config
+from polymoe.problem import Problem
+
+GPUS = [name for name, device in DEVICES.items() if device.kind == "cuda"]
+
+
+def of(gpu: str) -> Machine:
+    return Machine(DEVICES[gpu], {"triton": "3.6.0"})
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("case", CASES)
+def test_candidates_fit_the_gpu(case: str, gpu: str) -> None:
+    problem, limit = CASES[case].problem(), DEVICES[gpu].shared_memory_bytes
+    spec = problem.spec
+    for tokens in (1, 64, 1024, 8192):
+        found = candidates(problem, of(gpu), tokens)
+        assert found[0] == heuristic(problem, of(gpu), tokens)
+        assert 10 <= len(found) == len(set(found)) <= 48
+        for config in found:
+            for tile, encoding, matrices in (
+                (config.up, spec.up, 2 if spec.gated else 1),
+                (config.down, spec.down, 1),
+            ):
+                step = matrices * tile.rows * tile.columns * encoding.bits // 8 + tile.columns * config.tokens * 2
+                assert tile.stages * step <= limit
+                assert tile.columns >= 16 * PLANES[encoding.element]
+            assert DEVICES[gpu].sm >= 90 or not config.chained
+
+
+def exhausted(problem: Problem, machine: Machine, tokens: int, time: dict[str, float]) -> tuple[TritonConfig, int]:
+    """The best candidate and how many were tried, for a time that each field adds to on its own."""
+    timed: dict[Config, float] = {}
+    while new := [c for c in candidates(problem, machine, tokens, list(timed.items())) if c not in timed]:
+        for c in new:
+            penalties = (c.tokens != time["tokens"], c.up.rows != time["up"], c.down.columns != time["down"])
+            timed[c] = 10.0 + sum(penalties) + 0.01 * (c.up.warps + c.down.warps)
+    best = min(timed, key=timed.__getitem__)
+    assert isinstance(best, TritonConfig)
+    return best, len(timed)
+
+
+def test_fields_are_tuned_one_after_the_other() -> None:
+    problem, h200 = CASES["deepseek-v4-flash"].problem(), of("h200")
+    own = heuristic(problem, h200, 64)
+    best, tried = exhausted(problem, h200, 64, {"tokens": 16, "up": 64, "down": 64})
+    assert (own.tokens, own.up.rows, own.down.columns) == (8, 64, 256)
+    assert (best.tokens, best.up.rows, best.down.columns) == (16, 64, 64)
+    assert tried < 100  # of some thousands
+
+
+def test_nothing_new_comes_when_the_first_is_best() -> None:
+    problem, h200 = CASES["gpt-oss-120b"].problem(), of("h200")
+    own = heuristic(problem, h200, 1024)
+    first = candidates(problem, h200, 1024)
+    timed = [(c, 1.0 if c == own else 2.0) for c in first]
+    assert set(candidates(problem, h200, 1024, timed)) <= set(first)
+
+
+def test_configurations_as_data() -> None:
+    config = TritonConfig(32, Tile(64, 128, 4, 3, 2), replace(Tile(), registers=168), tail=8)
+    assert TritonConfig.from_dict(config.to_dict()) == config
+    for bad, where in (({"tokens": 12}, "tokens"), ({"up": {"rows": 48}}, "rows"), ({"down": {"stages": 0}}, "stages")):
+        with pytest.raises(PlanError, match=where):
+            TritonConfig.from_dict(bad)

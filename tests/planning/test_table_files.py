@@ -1,0 +1,131 @@
+"""Files of measured times: merged by many processes, corrupt ones ignored and kept, shipped ones whole."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+import zipfile
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+import polymoe
+from planning.rows import row
+from planning.test_measured import PROBLEM
+from polymoe.backends import BACKENDS
+from polymoe.errors import FormatError
+from polymoe.machine import DEVICES, Machine
+from polymoe.planning.table_files import add, file_name, installed, parse, read, user_file
+
+ROOT = Path(polymoe.__file__).parent.parent.parent
+SHIPPED = sorted(Path(str(resources.files("polymoe.planning") / "tables")).glob("*.jsonl"))
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("POLYMOE_CACHE", str(tmp_path / "cache"))
+    installed.cache_clear()
+    return tmp_path / "cache"
+
+
+def test_names_of_files() -> None:
+    assert file_name("h200") == "h200.jsonl"
+    assert file_name("NVIDIA RTX 4000 Ada / ../x") == "nvidia-rtx-4000-ada-..-x.jsonl"
+    assert len({file_name(name) for name in DEVICES}) == len(DEVICES)
+
+
+def test_rows_are_merged_newest_first_and_sorted(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "h200.jsonl"
+    assert read(path) == []
+    assert add(path, [row(8, 1.0, date="b"), row(1, 1.0)]) is None
+    add(path, [row(8, 2.0, date="a"), row(1, 3.0, date="2027")])
+    assert [(r.tokens, r.median_us) for r in read(path)] == [(1, 3.0), (8, 1.0)]
+    assert {p.name for p in path.parent.iterdir()} <= {"h200.jsonl", "h200.jsonl.lock"}
+
+
+def test_processes_at_once_lose_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "h200.jsonl"
+    code = (
+        "import sys; from pathlib import Path; from planning.rows import row;"
+        "from polymoe.planning.table_files import add; first = int(sys.argv[2]);"
+        "[add(Path(sys.argv[1]), [row(first + i)]) for i in range(25)]"
+    )
+    env = {"PYTHONPATH": ":".join(sys.path)}
+    running = [subprocess.Popen([sys.executable, "-c", code, str(path), str(1 + 100 * n)], env=env) for n in range(3)]
+    assert [p.wait() for p in running] == [0, 0, 0]
+    assert [r.tokens for r in read(path)] == sorted(1 + 100 * n + i for n in range(3) for i in range(25))
+
+
+def test_a_write_that_fails_leaves_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "h200.jsonl"
+    add(path, [row(1)])
+
+    def full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="no space"):
+        add(path, [row(2)])
+    assert [r.tokens for r in read(path)] == [1]
+
+
+@pytest.mark.parametrize("content", [b"not json\n", b"[]\n", b'{"device": "h200"}\n', b"\xff\xfe\n"])
+class TestCorrupt:
+    def test_it_is_ignored_with_one_warning(self, content: bytes) -> None:
+        file = user_file("h200")
+        file.parent.mkdir(parents=True)
+        file.write_bytes(content)
+        with pytest.warns(UserWarning, match=r"h200\.jsonl"):
+            first = installed("h200")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert installed("h200") is first
+        assert first.sources[0] == ()
+
+    def test_it_is_kept_aside_by_the_next_tune(self, content: bytes, tmp_path: Path) -> None:
+        path = tmp_path / "h200.jsonl"
+        for number in (1, 2):
+            path.write_bytes(content)
+            aside = add(path, [row(number)])
+            assert aside == tmp_path / f"h200.jsonl.corrupt-{number}"
+            assert aside.read_bytes() == content
+            assert [r.tokens for r in read(path)] == [number]
+
+
+def test_a_line_that_is_none_is_named() -> None:
+    with pytest.raises(FormatError, match="where, line 2, tokens: expected a whole number above 0, got -1"):
+        parse(f"{_line()}\n{_line().replace(': 1,', ': -1,')}\n", "where")
+
+
+def _line() -> str:
+    return json.dumps(row(1).to_dict())
+
+
+def test_new_rows_are_seen_by_this_process() -> None:
+    assert installed("h200").sources[0] == ()
+    add(user_file("h200"), [row(3)])
+    assert [r.tokens for r in installed("h200").sources[0]] == [3]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.name)
+def test_shipped_tables_fit_the_backends_they_name(path: Path) -> None:
+    rows = read(path)
+    assert rows
+    assert path.name == file_name(rows[0].device)
+    assert len({r.device for r in rows}) == 1
+    device = DEVICES[rows[0].device]
+    for r in rows:
+        kind = type(BACKENDS[r.backend].configure(PROBLEM, Machine(device), r.tokens))
+        assert kind.from_dict(r.config).to_dict() == r.config
+
+
+def test_tables_are_in_the_wheel(tmp_path: Path) -> None:
+    wheel = pytest.importorskip("hatchling.builders.wheel")
+    (built,) = wheel.WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
+    with zipfile.ZipFile(built) as archive:
+        names = set(archive.namelist())
+    assert "polymoe/planning/tables/README.md" in names
+    assert {f"polymoe/planning/tables/{p.name}" for p in SHIPPED} <= names
