@@ -26,11 +26,6 @@ class Prediction:
     time_us: float
     source: str = "cost model"
 
-    @property
-    def measured(self) -> bool:
-        """Whether it comes from a table of measured times."""
-        return self.source.startswith("measured")
-
 
 class Backend(Protocol):
     """Runs experts packed in one of its ``layouts``.

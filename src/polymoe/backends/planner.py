@@ -74,16 +74,13 @@ class Planner:
             return model
         below = max((p for p in self.points if p.tokens <= tokens), key=lambda p: p.tokens, default=None)
         if point.tokens == tokens:
-            time_us = point.median_us
-        elif point.tokens < tokens or below is None:
-            time_us = point.median_us * model.time_us / self._modelled(point.tokens)
-        else:
-            along = log(tokens / below.tokens) / log(point.tokens / below.tokens)
-            time_us = exp((1 - along) * log(below.median_us) + along * log(point.median_us))
-        return Prediction(time_us, point.source)
-
-    def _modelled(self, tokens: int) -> float:
-        return self.backend.predict(self.problem, self.machine, tokens).time_us
+            return Prediction(point.median_us, point.source)
+        if point.tokens < tokens or below is None:
+            there = self.backend.predict(self.problem, self.machine, point.tokens)
+            source = f"{model.source} scaled to {point.tokens} tokens {point.source}"
+            return Prediction(point.median_us * model.time_us / there.time_us, source)
+        along = log(tokens / below.tokens) / log(point.tokens / below.tokens)
+        return Prediction(exp((1 - along) * log(below.median_us) + along * log(point.median_us)), point.source)
 
     def _serving(self, tokens: int) -> Point | None:
         """The nearest point at or above, within reach; above all, the last, if the backend would not change."""

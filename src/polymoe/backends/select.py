@@ -96,14 +96,16 @@ class Selection:
         return tuple(c.backend for c in self.candidates if c.tunable and c.backend in chosen and gpu)
 
     def ranges(self) -> list[tuple[str, PlanStep, str]]:
-        """Each step of the plan with its token range and the time expected, as text: ``("1-4", ..., "180 us at 4
-        (measured)")``; the time is "" where the role has no token count in the range."""
+        """Each step of the plan with its token range and the times expected at its ends, as text: ``("1-4", ...,
+        "75.2 us at 1 to 180 us at 4 (measured)")``; "" where the role has no token count in the range."""
         result = []
         for tokens, step in self.plan.ranges() if self.plan else ():
             predictions = next(c.predictions for c in self.candidates if c.backend == step.backend)
             within = [(t, p) for t, p in predictions if self.plan and self.plan.step(t) is step]
-            time = f"{within[-1][1].time_us:.3g} us at {within[-1][0]} ({within[-1][1].source})" if within else ""
-            result.append((tokens, step, time))
+            ends = dict.fromkeys((*within[:1], *within[-1:]))
+            times = " to ".join(f"{p.time_us:.{0 if p.time_us >= 100 else 1}f} us at {t}" for t, p in ends)
+            sources = "; ".join(dict.fromkeys(p.source for _, p in ends))
+            result.append((tokens, step, f"{times} ({sources})" if within else ""))
         return result
 
     def summary(self, tune: str = "polymoe tune") -> str:

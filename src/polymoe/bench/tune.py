@@ -41,6 +41,8 @@ _FINALISTS, _CLOSE = 3, 1.05
 _SAME = 1.02
 """The configuration of the token count before is kept if it is within this of the best: each distinct one is compiled
 by everyone who loads the layer."""
+_SCREENED = 0.7
+"""Share of a token count's time after which no new candidate is begun, so that the best ones can be timed at length."""
 _COMPILING = 1 / 3
 """Share of the time that may pass before timing begins, while configurations compile."""
 
@@ -153,7 +155,7 @@ class Tune:
                     self.compiler.wait_for_all(self._left() - (1 - _COMPILING) * self.seconds)
                 progress(f"{w.backend.name}: {t} tokens")
                 calls = draw_calls(problem, spread, self.device, t)
-                search = _Search(self, w, packed, calls, expected[t], self.clock() + self._left() / (len(todo) - i))
+                search = _Search(self, w, packed, calls, expected[t], self._left() / (len(todo) - i))
                 outcome, config = search.run(before.get(w.backend.name))
             except torch.OutOfMemoryError:
                 outcome, config = Outcome(w.backend.name, t, note="out of memory"), None
@@ -236,14 +238,14 @@ class Tune:
 
 
 class _Search:
-    """One backend at one token count, until ``deadline``; the first candidate is tried in any case."""
+    """One backend at one token count, in ``seconds``; the first candidate is tried in any case."""
 
     def __init__(
-        self, tune: Tune, w: _Work, packed: Packed, calls: Sequence[Call], expected: Tensor, deadline: float
+        self, tune: Tune, w: _Work, packed: Packed, calls: Sequence[Call], expected: Tensor, seconds: float
     ) -> None:
-        self.tune, self.w, self.packed, self.calls, self.expected, self.deadline = (
-            tune, w, packed, calls, expected, deadline,
-        )  # fmt: skip
+        self.tune, self.w, self.packed, self.calls, self.expected = tune, w, packed, calls, expected
+        self.end = tune.clock() + seconds
+        self.deadline = self.end - (1 - _SCREENED) * seconds
         self.tokens = len(calls[0][0])
         self.times: dict[Config, float] = {}
         self.failed: set[Config] = set()
@@ -290,7 +292,8 @@ class _Search:
             if before in self.times and before not in final and self.times[before] <= _CLOSE * self.times[ranked[0]]:
                 final.append(before)
             for config in final:
-                self._try(config, times, at_length=True)
+                if not times or self.tune.clock() < self.end:
+                    self._try(config, times, at_length=True)
         if not times:
             return None
         best = min(times, key=times.__getitem__)

@@ -1,0 +1,106 @@
+"""``polymoe tune``: the table it writes is what loads and explain read; refusals; an interruption."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import polymoe
+from polymoe.backends.reference import Reference
+from polymoe.planning.table_files import add, installed, read, user_file
+
+SUMS = Path(__file__).parent.parent.parent / "models" / "sums-gpt-oss-mxfp4"
+SMALL = ("--checkpoint", SUMS, "--device", "cpu", "--tokens", "1,4")
+
+Cli = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("POLYMOE_CACHE", str(tmp_path))
+    installed.cache_clear()
+
+
+def test_a_table_that_explain_reads(cli: Cli) -> None:
+    code, out, err = cli("tune", *SMALL)
+    assert code == 0
+    assert str(user_file("cpu")) in err
+    assert "reference" in out
+    assert [r.tokens for r in read(user_file("cpu"))] == [1, 4]
+    assert "us at 1 to" in str(polymoe.explain(SUMS, device="cpu"))
+    assert "(measured; cost model scaled to 4 tokens measured)" in cli("explain", SUMS, "--device", "cpu")[1]
+    code, out, _ = cli("tune", *SMALL, "--json")
+    assert code == 0
+    assert [row["note"] for row in json.loads(out)] == ["in the table already"] * 2
+
+
+def test_json_rows_and_another_file(cli: Cli, tmp_path: Path) -> None:
+    out = tmp_path / "mine.jsonl"
+    code, stdout, _ = cli("tune", *SMALL, "--out", out, "--json", "--tp", 2)
+    rows = json.loads(stdout)
+    assert code == 0
+    assert [row["tokens"] for row in rows] == [1, 4]
+    assert "F=96" in rows[0]["problem"]
+    assert not user_file("cpu").exists()
+    assert len(read(out)) == 2
+
+
+def test_a_shipped_or_tuned_gpu_is_explained_anywhere(cli: Cli) -> None:
+    from planning.rows import row
+    from polymoe.planning.measured import problem_key
+
+    problem = polymoe.explain(SUMS, device="h200", backend="reference").rows[0].problem
+    key = {"problem": problem_key(problem), "backend": "reference", "config": {}}
+    add(user_file("h200"), [row(t, 12.5 * t, **key, triton=None) for t in (1, 16)])
+    found = json.loads(cli("explain", SUMS, "--device", "h200", "--backend", "reference", "--json")[1])
+    predicted = found["rows"][0]["candidates"][0]["predicted"]
+    times = {p["tokens"]: (p["time_us"], p["source"]) for p in predicted}
+    assert times[1] == (12.5, "measured")
+    assert times[16] == (200.0, "measured")
+    assert times[4] == (50.0, "measured")  # on the line between both
+    assert times[2][1] == "cost model"  # too far below 16
+    assert times[32][1] == "cost model scaled to 16 tokens measured"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--case", "deepseek-v4-flsh"), "did you mean 'deepseek-v4-flash'"),
+        ((*SMALL, "--backends", "tritn"), "known: "),
+        ((*SMALL, "--tokens", "0"), "numbers such as"),
+        ((*SMALL, "--memory", "0.01", "--tokens", "100000"), "--memory: expected at least"),
+        (("--checkpoint", "no/such/checkpoint"), "no/such/checkpoint"),
+        (("--case", "kimi-k2", "--device", "h200"), "cpu, cuda, cuda:1 or auto"),
+    ],
+)
+def test_refusals(cli: Cli, args: tuple[object, ...], message: str) -> None:
+    code, stdout, stderr = cli("tune", *args)
+    assert (code, stdout) == (1, "")
+    assert message in stderr
+    assert "Traceback" not in stderr
+
+
+@pytest.mark.parametrize(
+    "args",
+    [(), ("--case", "kimi-k2", "--checkpoint", SUMS), ("--case", "kimi-k2", "--tp", 2), (*SMALL, "--seconds", 0)],
+)
+def test_wrong_usage_exits_with_2(cli: Cli, args: tuple[object, ...]) -> None:
+    assert cli("tune", *args)[:2] == (2, "")
+
+
+def test_an_interruption_prints_what_is_finished(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Reference.run
+
+    def interrupted(*args: object) -> None:
+        if len(args[3]) == 4:  # type: ignore[arg-type]
+            raise KeyboardInterrupt
+        right(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Reference, "run", interrupted)
+    code, stdout, _ = cli("tune", *SMALL, "--json")
+    assert code == 130
+    assert [row["tokens"] for row in json.loads(stdout)] == [1]
+    assert [r.tokens for r in read(user_file("cpu"))] == [1]
