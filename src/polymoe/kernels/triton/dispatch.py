@@ -50,8 +50,11 @@ def dispatch(
     rows, slots = ids_TA.numel(), ids_TA.shape[1]
     ids = ids_TA.contiguous()
     tiles = tile_bound(rows, experts, block_t)
-    work = torch.empty(rows + 3 * tiles, dtype=torch.int32, device=ids.device)
-    order, expert, first, last = work.split([rows, tiles, tiles, tiles])
+    # Each part begins at a multiple of 16 bytes: kernels are compiled once more for addresses that do not.
+    sizes = (rows, tiles, tiles, tiles)
+    spaces = [triton.cdiv(size, 4) * 4 for size in sizes]
+    work = torch.empty(sum(spaces), dtype=torch.int32, device=ids.device)
+    order, expert, first, last = (part[:size] for part, size in zip(work.split(spaces), sizes, strict=True))
     bins = triton.next_power_of_2(experts + 1)
     block = min(_SINGLE, max(16, triton.next_power_of_2(rows)))
     blocks = triton.cdiv(rows, block)
@@ -88,7 +91,8 @@ def _local(ids_ptr, row, rows, first_expert, experts):
     return tl.where((ids >= 0) & (ids < experts), ids, experts).to(tl.int32)
 
 
-@triton.jit
+# Numbers that change with the number of tokens: kernels are not compiled again for those that 16 divides.
+@triton.jit(do_not_specialize=["rows"])
 def _count(
     ids_ptr, counts_ptr, rows, first_expert, experts,
     BLOCK: tl.constexpr, BINS: tl.constexpr, CHAINED: tl.constexpr,
@@ -101,7 +105,7 @@ def _count(
     tl.store(counts_ptr + block * BINS + tl.arange(0, BINS), counts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "blocks", "tiles", "programs"])
 def _start(
     ids_ptr, counts_ptr, order_ptr, expert_ptr, first_ptr, last_ptr, rows, first_expert, experts, blocks, tiles,
     programs, x_ptr, values_ptr, scale_ptr, static_ptr, columns, x_row, x_column, per_row, parts,
