@@ -1,0 +1,47 @@
+"""Loads: in what order and how fast requests are sent. Each returns every answer, of whatever kind, in order."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from polymoe.bench.serving.answers import Answer
+
+__all__ = ["Ask", "at_rate", "one_batch", "with_concurrency"]
+
+Ask = Callable[[bytes], Coroutine[Any, Any, Answer]]
+"""Sends a request and reads its answer."""
+
+
+async def one_batch(ask: Ask, requests: Sequence[bytes]) -> list[Answer]:
+    """All at once."""
+    return await asyncio.gather(*(ask(request) for request in requests))
+
+
+async def with_concurrency(ask: Ask, requests: Sequence[bytes], concurrency: int) -> list[Answer]:
+    """So many at a time: whoever has an answer sends the next request (a closed loop)."""
+    answers: dict[int, Answer] = {}
+    waiting = iter(enumerate(requests))
+
+    async def client() -> None:
+        for i, request in waiting:
+            answers[i] = await ask(request)
+
+    await asyncio.gather(*(client() for _ in range(concurrency)))
+    return [answers[i] for i in range(len(requests))]
+
+
+async def at_rate(ask: Ask, requests: Sequence[bytes], rate: float, seed: int) -> list[Answer]:
+    """So many a second on average, however fast answers come (an open loop): a Poisson process, whose gaps are
+    exponentially distributed with mean ``1 / rate`` seconds. The first is sent at once."""
+    gaps = random.Random(seed)
+    due = time.perf_counter()
+    tasks = []
+    for request in requests:
+        await asyncio.sleep(max(0.0, due - time.perf_counter()))
+        tasks.append(asyncio.create_task(ask(request)))
+        due += gaps.expovariate(rate)
+    return await asyncio.gather(*tasks)

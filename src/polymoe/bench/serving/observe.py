@@ -1,0 +1,125 @@
+"""What a server says about itself: cache hits, speculative decoding, profiler traces. All of it optional.
+
+Metrics: https://docs.vllm.ai/en/stable/usage/metrics/ and https://docs.sglang.io/references/production_metrics.html
+Profiler: https://docs.vllm.ai/en/stable/contributing/profiling/ and
+https://docs.sglang.io/developer_guide/benchmark_and_profiling.html
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from polymoe.bench.serving.client import Client
+from polymoe.bench.serving.measures import Counted
+from polymoe.errors import ServerError
+
+__all__ = ["Metrics", "acceptance_length", "cache_hit_rate", "metrics", "profiled"]
+
+Metrics = Mapping[str, Sequence[float]]
+"""Values of each metric, one for each set of labels."""
+
+_SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{.*\})? +(\S+)", re.MULTILINE)
+
+_CACHE = (
+    ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"),
+    ("sglang:cached_tokens_total", "sglang:prompt_tokens_total"),
+)
+"""Counters of tokens found in a prefix cache, and of tokens looked up."""
+_DRAFTS = ("vllm:spec_decode_num_accepted_tokens_total", "vllm:spec_decode_num_drafts_total")
+_ACCEPT_LENGTH = "sglang:spec_accept_length"
+
+
+async def metrics(client: Client) -> Metrics:
+    """What stands at ``/metrics``, in Prometheus' text format; empty where there is nothing."""
+    status, text = await _look(client, "/metrics")
+    found: dict[str, list[float]] = {}
+    for name, value in _SAMPLE.findall(text) if status == 200 else ():
+        try:
+            found.setdefault(name, []).append(float(value))
+        except ValueError:
+            continue  # no sample
+    return found
+
+
+def cache_hit_rate(answers: Sequence[Counted], before: Metrics, after: Metrics) -> float | None:
+    """Share of input tokens found in the prefix cache: ``cached_tokens`` of the answers' usage over all input tokens,
+    else by the server's counters, over whatever it did in between. None where neither says."""
+    cached = [a.answer.cached_tokens for a in answers if a.answer.cached_tokens is not None]
+    total = sum(a.input_tokens for a in answers)
+    if cached and total:
+        return sum(cached) / total
+    for hits, looked_up in _CACHE:
+        if tokens := _increase(looked_up, before, after):
+            return _increase(hits, before, after) / tokens
+    return None
+
+
+async def acceptance_length(client: Client, before: Metrics, after: Metrics) -> float | None:
+    """Tokens a step of speculative decoding gives, its own one included. None without speculative decoding.
+
+    By vLLM's counters ``1 + accepted / drafts``, of what it did in between; by SGLang's gauge or server information,
+    its mean of late, or since its start.
+    """
+    accepted, drafts = _DRAFTS
+    if steps := _increase(drafts, before, after):
+        return 1 + _increase(accepted, before, after) / steps
+    if gauge := [value for value in after.get(_ACCEPT_LENGTH, ()) if value > 0]:
+        return sum(gauge) / len(gauge)
+    if client.owner != "sglang":
+        return None
+    for path in ("/server_info", "/get_server_info"):
+        status, body = await _look(client, path)
+        if status == 200:
+            return _of_server_info(body)
+    return None
+
+
+async def _look(client: Client, path: str) -> tuple[int, str]:
+    """As :meth:`Client.get`; a server that is gone must not take the answers with it that it gave."""
+    try:
+        return await client.get(path)
+    except ServerError:
+        return 0, ""
+
+
+def _of_server_info(body: str) -> float | None:
+    try:
+        states = json.loads(body)["internal_states"]
+        found = [float(s["avg_spec_accept_length"]) for s in states if s.get("avg_spec_accept_length")]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return sum(found) / len(found) if found else None
+
+
+def _increase(name: str, before: Metrics, after: Metrics) -> float:
+    return sum(after.get(name, ())) - sum(before.get(name, ()))
+
+
+async def profiled(client: Client, work: Callable[[], Awaitable[Any]]) -> str:
+    """Run ``work`` between ``/start_profile`` and ``/stop_profile``; what the server then says of its trace.
+
+    Servers write traces where they were told to at their start: vLLM ``--profiler-config``, SGLang
+    ``SGLANG_TORCH_PROFILER_DIR``, polymoe ``--profile``.
+
+    Raises:
+        ServerError: if it has no profiler, or fails to start or stop it.
+    """
+    await _switch(client, "/start_profile")
+    try:
+        await work()
+    finally:
+        said = await _switch(client, "/stop_profile")
+    return said.strip() or "written where the server was told to"
+
+
+async def _switch(client: Client, path: str) -> str:
+    status, body = await client.post(path, {})
+    if status != 200:
+        raise ServerError(
+            client.url + path, expected="a server started with its profiler", got=f"HTTP {status}: {body[:200]}",
+            hint="polymoe serve --profile DIR; vllm serve --profiler-config ...; SGLang has it always",
+        )  # fmt: skip
+    return body

@@ -1,0 +1,266 @@
+"""``polymoe bench serve``: tables, files, a picture, bad input, an interruption, and polymoe's own server."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("aiohttp")
+
+from bench.serving.standin import Standin
+from polymoe.bench.energy import EnergyMeter
+from polymoe.bench.serving.record import read
+
+SUMS = Path(__file__).parents[3] / "models" / "sums-gpt-oss-mxfp4"
+SMALL = ("--input-len", 20, "--output-len", 10, "--no-warmup")
+
+Cli = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def standin() -> Iterator[Standin]:
+    with Standin(first_s=0.02, gap_s=0.005).running() as running:
+        yield running
+
+
+@pytest.fixture
+def bench(cli: Cli, standin: Standin) -> Cli:
+    """Runs ``polymoe bench serve`` against the stand-in, in this process: exit code, stdout, stderr."""
+    return lambda *args: cli("bench", "serve", "--server", standin.url, *args)
+
+
+def test_a_table_records_markdown_and_a_picture(bench: Cli, standin: Standin, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out, md, png = tmp_path / "r.jsonl", tmp_path / "t.md", tmp_path / "p.png"
+    files = ("--out", out, "--markdown", md, "--plot", png, "--commit", "abc", "--gpu-price", "2.5", "--gpus", "2")
+    code, stdout, stderr = bench("--batch-size", 1, 4, *SMALL, *files)
+    assert (code, stderr) == (0, "")
+    for text in ("standin: words on 2 x GPU at $2.5 an hour", "batch size", "ITL (ms)", "TTFT (s)", "output $/1M"):
+        assert text in stdout
+    records = read(out)
+    assert [(r.mode, r.load, r.answered) for r in records] == [("batch", 1, 1), ("batch", 4, 4)]
+    assert {(r.label, r.model, r.commit, r.gpus, r.gpu_price) for r in records} == {("standin", "words", "abc", 2, 2.5)}
+    assert records[0].command.startswith(f"polymoe bench serve --server {standin.url} --batch-size 1 4 --input-len 20")
+    table = [line for line in md.read_text().splitlines() if line.startswith("|")]
+    assert len(table) == 2 + 2
+    assert {line.count("|") for line in table} == {table[0].count("|")}
+    assert table[2].startswith("| 1 | 20 | 10 | 1 | ")
+    assert "`polymoe bench serve " in md.read_text()
+    assert png.read_bytes().startswith(b"\x89PNG")
+    size = png.stat().st_size
+    assert bench("--batch-size", "1,4", *SMALL, "--label", "other", *files)[0] == 0
+    assert len(read(out)) == 4
+    assert png.stat().st_size > size  # both servers' lines
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["p.png", "r.jsonl", "t.md"]
+
+
+@pytest.mark.parametrize(
+    ("load", "mode", "heading"),
+    [("--concurrency", "concurrency", "concurrency"), ("--request-rate", "rate", "requests/s")],
+)
+def test_percentiles_under_load(bench: Cli, tmp_path: Path, load: str, mode: str, heading: str) -> None:
+    pytest.importorskip("matplotlib")
+    md, png = tmp_path / "t.md", tmp_path / "p.png"
+    code, stdout, _ = bench(load, 20, 40, "--requests", 8, *SMALL, "--markdown", md, "--plot", png, "--json")
+    found = json.loads(stdout)
+    assert (code, [(r["mode"], r["load"], r["requests"]) for r in found]) == (0, [(mode, 20, 8), (mode, 40, 8)])
+    assert 0.02e6 <= found[0]["ttft_us"]["p50"] <= found[0]["ttft_us"]["p90"] <= found[0]["ttft_us"]["p99"] < 0.2e6
+    header = md.read_text().splitlines()[2]
+    assert header.startswith(f"| {heading} | input |")
+    assert "TTFT p50 / p90 / p99 (ms)" in header
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_chat_a_key_and_more_fields(bench: Cli, standin: Standin, monkeypatch: pytest.MonkeyPatch) -> None:
+    standin.key = "secret"
+    monkeypatch.setenv("POLYMOE_API_KEY", "secret")
+    code, stdout, _ = bench("--chat", "--batch-size=2", *SMALL, "--extra-body", '{"top_k": 3}', "--json")
+    assert (code, json.loads(stdout)[0]["answered"]) == (0, 2)
+    assert standin.measured[-1]["messages"][0]["role"] == "user"
+    assert standin.measured[-1]["top_k"] == 3
+
+
+def test_no_record_holds_the_key(bench: Cli, standin: Standin) -> None:
+    standin.key = "secret"
+    for given in (("--api-key", "secret"), ("--api-key=secret",)):
+        code, stdout, stderr = bench("--batch-size", 1, *SMALL, *given, "--json")
+        assert code == 0
+        assert "secret" not in stdout + stderr
+
+
+def test_a_tokenizer_of_the_models_own(bench: Cli, standin: Standin) -> None:
+    pytest.importorskip("transformers")
+    standin.added = 0
+    code, stdout, _ = bench("--batch-size", 1, *SMALL, "--tokenizer", SUMS, "--json")
+    (r,) = json.loads(stdout)
+    assert code == 0
+    assert re.fullmatch(r"\d{20}", standin.measured[-1]["prompt"])
+    assert r["notes"] == ["prompts had 1 tokens, not 20"]  # as this server counts: its word counts, and is said
+    assert not [body for body in standin.asked if body["max_tokens"] == 1]  # nobody asked it to count
+
+
+def test_a_prefix_that_all_prompts_share(bench: Cli, standin: Standin) -> None:
+    assert bench("--batch-size", 4, *SMALL, "--shared-prefix", 12)[0] == 0
+    assert len({tuple(body["prompt"].split()[:12]) for body in standin.measured}) == 1
+
+
+def test_energy_where_nvml_answers(bench: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    class Meter:
+        def joules(self) -> float:
+            return 10.0 * len(asked)
+
+        def names(self) -> list[str]:
+            return ["NVIDIA H200", "NVIDIA H200"]
+
+    def of_indices(indices: Any) -> Meter:
+        asked.append(list(indices))
+        return Meter()
+
+    monkeypatch.setattr(EnergyMeter, "of_indices", of_indices)
+    code, stdout, _ = bench("--batch-size", 1, *SMALL, "--gpus", 2)
+    assert (code, asked) == (0, [[0, 1]])
+    assert "standin: words on 2 x NVIDIA H200" in stdout
+    assert bench("--batch-size", 1, *SMALL, "--gpu-ids", 3, 5)[0] == 0
+    assert asked[-1] == [3, 5]
+
+
+def test_failures_are_said_and_only_a_row_without_answers_exits_with_1(bench: Cli, standin: Standin) -> None:
+    standin.breaks, standin.refuses = {0: "500"}, ("ignore_eos",)
+    code, stdout, stderr = bench("--batch-size", 2, *SMALL)
+    assert code == 0
+    assert "1 of 2 (1 failed)" in stdout
+    assert "the server refuses ignore_eos: left out" in stderr
+    assert "batch size 2, input 20, output 10: 1 x HTTP 500: a fault" in stderr
+    standin.room = 0
+    code, stdout, _ = bench("--batch-size", 2, *SMALL, "--json")
+    assert (code, json.loads(stdout)[0]["refused"]) == (1, 2)
+
+
+def test_traces_are_named(bench: Cli, standin: Standin) -> None:
+    standin.profiler = True
+    code, _, stderr = bench("--batch-size", 1, *SMALL, "--profile")
+    assert code == 0
+    assert "batch size 1, input 20, output 10: trace: trace.json" in stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--server", "nowhere"), "--server: expected a URL such as"),
+        (("--batch-size", "0"), "--batch-size: expected numbers above 0"),
+        (("--batch-size", "--json"), "--batch-size: expected numbers"),
+        (("--batch-size", "1,x"), "--batch-size: expected numbers"),
+        (("--batch-size", "2.5"), "--batch-size: expected numbers"),
+        (("--request-rate", "0"), "--request-rate: expected numbers"),
+        (("--input-len", "nan"), "--input-len: expected numbers"),
+        (("--extra-body", "[]"), "--extra-body: expected a JSON object"),
+        (("--extra-body", "{"), "--extra-body: expected a JSON object"),
+        (("--out", "no/such/r.jsonl"), "a file to append to"),
+        (("--markdown", "no/such/t.md"), "a directory that is there"),
+        (("--plot", "p.jpg"), "a name ending in .png"),
+        (("--gpu-ids", "0,x"), "--gpu-ids: expected numbers such as 0,1"),
+        (("--tokenizer", "no/such/tokenizer"), "--tokenizer: expected one Transformers reads"),
+    ],
+)
+def test_refusals_come_before_any_request(bench: Cli, standin: Standin, args: tuple[object, ...], message: str) -> None:
+    code, stdout, stderr = bench(*args)
+    assert (code, stdout, standin.asked) == (1, "", [])
+    assert message in stderr
+    assert "Traceback" not in stderr
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--concurrency", 1, "--request-rate", 1),
+        ("--requests", 5),
+        ("--batch-size", 1, "stray"),
+        ("--gpus", 0),
+        ("--nonsense",),
+        ("--batch-size",),
+    ],
+)
+def test_wrong_usage_exits_with_2(bench: Cli, args: tuple[object, ...]) -> None:
+    assert bench(*args)[:2] == (2, "")
+
+
+def test_without_aiohttp_it_says_what_to_install(bench: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("polymoe.bench.serving.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    code, stdout, stderr = bench()
+    assert (code, stdout) == (1, "")
+    assert "pip install 'polymoe[bench]'" in stderr
+
+
+def test_a_server_is_needed_and_the_bench_of_kernels_is_as_it_was(cli: Cli) -> None:
+    assert cli("bench", "serve")[:2] == (2, "")
+    code, stdout, _ = cli("bench", "--case", "gpt-oss-20b", "--experts", 2, "--hidden", 64, "--intermediate", 32,
+                          "--tokens", 1, "--device", "cpu", "--backend", "reference")  # fmt: skip
+    assert code == 0
+    assert "gpt-oss-20b[H=64, F=32, E=2]" in stdout
+
+
+def test_ctrl_c_keeps_the_rows_that_are_finished(standin: Standin, tmp_path: Path) -> None:
+    out, md = tmp_path / "r.jsonl", tmp_path / "t.md"
+    standin.gap_s = 0.05
+    running = subprocess.Popen(
+        [sys.executable, "-m", "polymoe", "bench", "serve", "--server", standin.url, "--batch-size", "1", "2", "4",
+         "--input-len", "20", "--output-len", "10", "--no-warmup", "--out", str(out), "--markdown", str(md)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not (out.exists() and out.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    standin.gap_s = 5.0  # what is sent from here on would take most of a minute
+    time.sleep(0.1)
+    running.send_signal(signal.SIGINT)
+    stdout, stderr = running.communicate(timeout=30)
+    assert running.returncode == 130, stderr
+    assert "Traceback" not in stderr
+    kept = read(out)
+    assert 1 <= len(kept) < 3
+    assert f"│ {kept[0].load:g} " in stdout
+    assert md.read_text().count("\n| 1 |") == 1
+
+
+@pytest.mark.slow
+def test_polymoes_own_server(cli: Cli, tmp_path: Path) -> None:
+    """The command of the documentation, with answers as long as asked and inputs as the server counts them."""
+    pytest.importorskip("uvicorn")
+    served = subprocess.Popen(
+        [sys.executable, "-m", "polymoe", "serve", str(SUMS), "--device", "cpu", "--port", "0"],
+        stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    try:
+        assert served.stderr is not None
+        url = next(line.split()[-1] for line in served.stderr if line.startswith("serving on "))
+        out = tmp_path / "r.jsonl"
+        sizes = ("--batch-size", 1, 4, 8, "--input-len", 64, "--output-len", 32)
+        code, stdout, stderr = cli("bench", "serve", "--server", url, *sizes, "--out", out)
+        assert code == 0, stderr
+        assert "polymoe: sums-gpt-oss-mxfp4" in stdout
+        for r, size in zip(read(out), (1, 4, 8), strict=True):
+            assert (r.load, r.answered, r.input_tokens, r.output_tokens) == (size, size, 64 * size, 32 * size)
+            assert (r.counted_by, r.engine) == ("usage", "polymoe")
+            assert r.input_tps
+            assert r.itl_us is not None
+        code, stdout, _ = cli("bench", "serve", "--server", url, "--chat", "--concurrency", 2, "--requests", 4,
+                              "--input-len", 64, "--output-len", 16, "--json")  # fmt: skip
+        (r,) = json.loads(stdout)
+        assert (code, r["answered"], r["input_tokens"], r["output_tokens"]) == (0, 4, 256, 64)
+    finally:
+        served.terminate()
+        served.communicate(timeout=30)

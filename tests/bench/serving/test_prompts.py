@@ -1,0 +1,138 @@
+"""Prompts: exact under very different ways to count tokens, no two alike, and what cannot be made."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from polymoe.bench.serving.prompts import Prompts, Tokenizer
+from polymoe.errors import ArgumentError, ServerError
+
+SUMS = Path(__file__).parents[3] / "models" / "sums-gpt-oss-mxfp4"
+
+
+def made(
+    count: Callable[[str], int], tokens: int, number: int = 3, *, seed: int = 1, shared: int = 0
+) -> tuple[list[str], int, int]:
+    """Prompts, how many tokens they are said to have, and how often was counted."""
+    asked = []
+
+    async def counted(text: str) -> int:
+        asked.append(text)
+        return count(text)
+
+    async def make() -> tuple[list[str], int]:
+        prompts = Prompts(counted, seed=seed, shared=shared)
+        await prompts.calibrate()
+        return await prompts.make(tokens, number)
+
+    texts, said = asyncio.run(make())
+    return texts, said, len(asked)
+
+
+def a_token_a_word(text: str) -> int:
+    return 3 + len(text.split())
+
+
+def a_token_a_character_and_few_of_them(text: str) -> int:
+    if len(text) > 256:
+        raise ServerError("/v1/completions", got="HTTP 400: too long")
+    return len(text.replace(" ", ""))
+
+
+def merges(text: str) -> int:
+    """Not additive: a word that stands twice in a row is one token."""
+    return 1 + len(re.sub(r"\b(\w+)( \1)+\b", r"\1", text).split())
+
+
+def three_tokens_a_word(text: str) -> int:
+    return 3 * len(text.split()) + 1
+
+
+@pytest.mark.parametrize("tokens", [64, 200, 8192])
+def test_prompts_have_the_tokens_wanted(tokens: int) -> None:
+    texts, said, asked = made(a_token_a_word, tokens)
+    assert [a_token_a_word(text) for text in texts] == [tokens] * 3 == [said] * 3
+    assert asked == 3  # twice to calibrate, once to see that it is right
+
+
+def test_digits_where_letters_are_too_many_tokens() -> None:
+    texts, said, _ = made(a_token_a_character_and_few_of_them, 64)
+    assert said == 64
+    assert all(re.fullmatch(r"\d{64}", text) for text in texts)
+
+
+def test_a_guess_that_is_off_is_set_right() -> None:
+    texts, said, _ = made(merges, 500, 20)
+    assert abs(said - 500) <= 5  # no two texts repeat their words equally often
+    assert all(abs(merges(text) - 500) < 25 for text in texts)
+
+
+def test_where_words_are_too_coarse_the_nearest_is_taken_and_said() -> None:
+    texts, said, _ = made(three_tokens_a_word, 65)
+    assert said == 64
+    assert {three_tokens_a_word(text) for text in texts} == {64}
+
+
+def test_prompts_differ_from_their_first_words_and_come_back_with_the_seed() -> None:
+    texts, *_ = made(a_token_a_word, 64, 50)
+    assert len({tuple(text.split()[:4]) for text in texts}) == 50
+    assert made(a_token_a_word, 64, 50)[0] == texts
+    assert not set(made(a_token_a_word, 64, 50, seed=2)[0]) & set(texts)
+
+
+def test_a_shared_prefix_is_shared_and_counted() -> None:
+    texts, said, _ = made(a_token_a_word, 100, 20, shared=40)
+    assert said == 100
+    starts = {tuple(text.split()[:40]) for text in texts}
+    assert len(starts) == 1
+    assert len({tuple(text.split()[:44]) for text in texts}) == 20
+
+
+def test_too_short_for_a_word() -> None:
+    with pytest.raises(ArgumentError, match="--input-len: expected at least 4"):
+        made(a_token_a_word, 2)
+    with pytest.raises(ArgumentError, match="--input-len: expected at least 44"):
+        made(a_token_a_word, 40, shared=40)
+
+
+def test_a_count_that_never_grows() -> None:
+    with pytest.raises(ArgumentError, match="--tokenizer"):
+        made(lambda text: 7, 64)
+
+
+def test_a_server_that_counts_nothing() -> None:
+    def fails(text: str) -> int:
+        raise ServerError("/v1/completions", got="no usage")
+
+    with pytest.raises(ServerError, match="no usage"):
+        made(fails, 64)
+
+
+class TestTokenizer:
+    pytest.importorskip("transformers")
+
+    def test_counts_as_the_model_does(self) -> None:
+        tokenizer = Tokenizer(str(SUMS), chat=False)
+        assert tokenizer.count_prompt("512+499=") == 8
+        assert tokenizer.count_text("1011") == 4
+        texts, said, _ = made(tokenizer.count_prompt, 64)
+        assert {tokenizer.count_prompt(text) for text in texts} == {said} == {64}
+
+    def test_counts_the_template_of_a_chat(self) -> None:
+        tokenizer = Tokenizer(str(SUMS), chat=True)
+        assert tokenizer.count_prompt("What is 12+34?") == len("12+34=")
+
+    def test_what_is_no_tokenizer(self, tmp_path: Path) -> None:
+        with pytest.raises(ArgumentError, match="--tokenizer"):
+            Tokenizer(str(tmp_path / "nothing"), chat=False)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            values = json.loads((SUMS / name).read_text())
+            (tmp_path / name).write_text(json.dumps(values))
+        with pytest.raises(ArgumentError, match="one with a chat template"):
+            Tokenizer(str(tmp_path), chat=True)

@@ -1,0 +1,307 @@
+"""Rows against a stand-in with known delays: the numbers, what servers say of themselves, faults, what is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("aiohttp")
+
+from bench.serving.standin import Standin
+from polymoe.bench.records import append
+from polymoe.bench.serving.client import Client
+from polymoe.bench.serving.prompts import Prompts
+from polymoe.bench.serving.record import Load, Origin, ServingRecord, newest, read
+from polymoe.bench.serving.run import ServingBench, rows
+from polymoe.errors import ArgumentError, ServerError
+
+ORIGIN = Origin(
+    label="standin", server="http://127.0.0.1:1", model="words", engine="standin", device=None, gpu_price=3.6, gpus=2,
+    seed=5, commit="abc", command="polymoe bench serve",
+)  # fmt: skip
+BATCH = Load(mode="batch", load=4, requests=4, input_len=50, output_len=20)
+
+
+class Counter:
+    """An energy meter: 30 J more at each reading."""
+
+    def __init__(self) -> None:
+        self.read = itertools.count(100, 30)
+
+    def joules(self) -> float:
+        return float(next(self.read))
+
+
+def measured(standin: Standin, *loads: Load, **kwargs: Any) -> list[ServingRecord]:
+    """Records of these rows, not warmed up unless asked for."""
+    found: list[ServingRecord] = []
+
+    async def run(traces: list[Any], **how: Any) -> None:
+        async with Client(standin.url) as client:
+            await client.settle()
+            prompts = Prompts(client.count, seed=ORIGIN.seed)
+            await prompts.calibrate()
+            bench = ServingBench(client=client, prompts=prompts, origin=ORIGIN, **{"warm": False, **how})
+            await bench.run(loads, found.append, lambda load, said: traces.append((load, said)))
+
+    asyncio.run(run(kwargs.pop("traces", []), **kwargs))
+    return found
+
+
+# --- The numbers ----------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_with_known_delays() -> None:
+    """0.2 s to the first token, then 20 ms a token: bounds leave room for a busy machine on one side."""
+    with Standin(first_s=0.2, gap_s=0.02).running() as standin:
+        (r,) = measured(standin, BATCH, meter=Counter())
+    assert (r.answered, r.refused, r.failed, r.errors, r.notes) == (4, 0, 0, {}, ())
+    assert (r.input_tokens, r.output_tokens, r.counted_by, r.tokens_per_chunk) == (200, 80, "usage", 1.0)
+    assert r.duration_us is not None
+    assert r.latency_us is not None
+    assert r.ttft_us is not None
+    assert r.itl_us is not None
+    assert 0.58e6 <= r.duration_us < 0.8e6
+    assert 0.58e6 <= r.latency_us.p50 <= r.latency_us.max <= r.duration_us
+    assert 0.2e6 <= r.ttft_us.p50 <= r.ttft_us.max < 0.3e6
+    assert r.itl_us.mean == pytest.approx(20e3, rel=0.2)
+    assert r.itl_us.p50 == pytest.approx(20e3, rel=0.2)
+    assert r.input_tps == pytest.approx(200 / (r.ttft_us.max / 1e6), rel=0.05)
+    assert r.output_tps == pytest.approx(4 / 0.02, rel=0.2)
+    assert r.at_once == standin.most == 4
+    # Two GPUs at $3.60 an hour are $0.002 a second.
+    assert r.input_cost == pytest.approx(0.002 / r.input_tps * 1e6)
+    assert r.output_cost == pytest.approx(0.002 / r.output_tps * 1e6)
+    assert r.total_cost == pytest.approx(0.002 * r.duration_us / 280)
+    assert (r.joules, r.tokens_per_joule) == (30.0, 80 / 30)
+    assert 0 < r.client_load < 1.5
+
+
+def test_concurrency_is_kept_and_never_exceeded() -> None:
+    load = Load(mode="concurrency", load=3, requests=9, input_len=20, output_len=10)
+    with Standin(first_s=0.05, gap_s=0.01).running() as standin:
+        (r,) = measured(standin, load)
+    assert r.answered == 9
+    assert r.at_once is not None
+    assert (standin.most, r.at_once <= 3) == (3, True)
+    assert r.duration_us is not None
+    assert 3 * 0.14e6 <= r.duration_us < 3 * 0.14e6 + 0.3e6
+    assert r.input_tps == pytest.approx(180 / (r.duration_us / 1e6))
+    assert r.output_tps == pytest.approx(90 / (r.duration_us / 1e6))
+    assert (r.input_cost, r.output_cost) == (None, None)  # both kinds at once: neither has a time of its own
+    assert r.total_cost == pytest.approx(0.002 * r.duration_us / 270)
+
+
+def test_a_rate_is_poisson_and_waits_for_no_answer() -> None:
+    load = Load(mode="rate", load=100, requests=60, input_len=20, output_len=9)
+    with Standin(first_s=0.3).running() as standin:
+        (r,) = measured(standin, load)
+    gaps = [b - a for a, b in itertools.pairwise(standin.arrived[-60:])]
+    assert r.answered == 60
+    assert standin.most > 15  # 30 a third of a second; a closed loop would have had as many as it was told
+    assert statistics.mean(gaps) == pytest.approx(0.01, rel=0.5)
+    # Exponential gaps: their deviation is about their mean, and 63 % lie below it. Even ones would have neither.
+    assert statistics.stdev(gaps) > 0.5 * statistics.mean(gaps)
+    assert 0.45 < sum(gap < statistics.mean(gaps) for gap in gaps) / len(gaps) < 0.85
+
+
+# --- What a reader must know ----------------------------------------------------------------------------------------
+
+
+def notes_of(r: ServingRecord) -> str:
+    return "\n".join(r.notes)
+
+
+def test_answers_one_by_one_are_no_batch() -> None:
+    with Standin(first_s=0.02, gap_s=0.005, one_by_one=True).running() as standin:
+        (r,) = measured(standin, BATCH)
+    assert r.at_once == 1
+    assert "at most 1 of 4 answers were under way at once" in notes_of(r)
+
+
+def test_answers_that_end_early_are_counted_as_they_are() -> None:
+    with Standin(gap_s=0.01, stops_after=12, refuses=("ignore_eos",)).running() as standin:
+        (r,) = measured(standin, BATCH)
+    assert r.output_tokens == 48
+    assert notes_of(r) == "answers had 12 tokens, not 20"
+    with Standin(gap_s=0.01, stops_after=12).running() as standin:
+        assert measured(standin, BATCH)[0].output_tokens == 80  # it takes ignore_eos
+
+
+def test_without_usage_tokens_are_pieces_or_a_tokenizers() -> None:
+    class Words:
+        def count_text(self, text: str) -> int:
+            return len(text.split())
+
+    with Standin(refuses=("stream_options",), bundle=4).running() as standin:
+        (pieces,) = measured(standin, BATCH)
+        (words,) = measured(standin, BATCH, tokenizer=Words())
+    assert (pieces.counted_by, pieces.output_tokens, pieces.input_tokens) == ("chunks", 20, 200)
+    assert "counts no tokens" in notes_of(pieces)
+    assert (words.counted_by, words.output_tokens) == ("tokenizer", 80)
+    assert "4.0 tokens a piece" in notes_of(words)
+
+
+def test_a_server_that_does_not_stream_has_no_phases() -> None:
+    with Standin(first_s=0.05, streams=False).running() as standin:
+        (r,) = measured(standin, BATCH)
+    assert (r.answered, r.output_tokens) == (4, 80)
+    assert (r.ttft_us, r.itl_us, r.input_tps, r.output_tps, r.at_once) == (None, None, None, None, None)
+    assert r.latency_us is not None
+    assert r.total_cost is not None
+    assert "does not stream" in notes_of(r)
+
+
+# --- Faults ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_fails_in_the_middle_takes_nothing_with_it() -> None:
+    with Standin(gap_s=0.005, breaks={0: "cut", 1: "error"}).running() as standin:
+        first, second = measured(standin, BATCH, replace(BATCH, output_len=21))
+    assert (first.answered, first.refused, first.failed) == (2, 0, 2)
+    assert first.output_tokens == 40
+    assert first.itl_us is not None
+    assert first.errors["out of memory"] == 1
+    assert any("ClientPayloadError" in message for message in first.errors)
+    assert second.answered == 4
+
+
+def test_refusals_are_counted_by_themselves() -> None:
+    with Standin(first_s=0.2, room=3).running() as standin:
+        (r,) = measured(standin, replace(BATCH, load=8, requests=8))
+    assert (r.answered, r.refused, r.failed, r.errors) == (3, 5, 0, {"HTTP 429: no room": 5})
+
+
+def test_prompts_too_long_for_the_context_are_a_row_of_failures() -> None:
+    with Standin(context=500).running() as standin:
+        long, short = measured(standin, replace(BATCH, input_len=600), BATCH)
+    assert (long.answered, long.failed) == (0, 4)
+    assert long.errors == {"HTTP 400: the context holds 500 tokens": 4}
+    assert (long.duration_us, long.latency_us, long.output_tps, long.counted_by) == (None, None, None, None)
+    assert short.answered == 4
+
+
+def test_a_server_that_is_gone_ends_the_run_with_its_rows_kept() -> None:
+    found: list[ServingRecord] = []
+
+    async def until_it_ends() -> None:
+        with Standin().running() as standin:
+            async with Client(standin.url) as client:
+                await client.settle()
+                prompts = Prompts(client.count, seed=1)
+                await prompts.calibrate()
+                bench = ServingBench(client=client, prompts=prompts, origin=ORIGIN, warm=False)
+                await bench.run([BATCH], found.append)
+                client.url = "http://127.0.0.1:9"  # nobody listens there
+                await bench.run([replace(BATCH, output_len=21)] * 3, found.append)
+
+    with pytest.raises(ServerError, match="expected answers"):
+        asyncio.run(until_it_ends())
+    assert [(r.answered, r.failed) for r in found] == [(4, 0), (0, 4)]
+
+
+# --- What servers say of themselves ---------------------------------------------------------------------------------
+
+_VLLM = """\
+# HELP vllm:prefix_cache_queries_total Prefix cache queries, in tokens.
+vllm:prefix_cache_queries_total{{model_name="a b"}} {queries}
+vllm:prefix_cache_hits_total{{model_name="a b"}} {hits}
+vllm:spec_decode_num_drafts_total{{model_name="a b"}} {drafts}
+vllm:spec_decode_num_accepted_tokens_total{{model_name="a b"}} {accepted}
+vllm:time_to_first_token_seconds_bucket{{le="+Inf"}} 3.0
+"""
+
+
+def test_vllms_counters_are_read_before_and_after() -> None:
+    before = _VLLM.format(queries="1e3", hits=900, drafts=50, accepted=50)
+    after = _VLLM.format(queries=1400.0, hits=1000, drafts=150, accepted=300)
+    with Standin(metrics=[before, after]).running() as standin:
+        (r,) = measured(standin, BATCH)
+    assert r.cache_hit_rate == pytest.approx(100 / 400)
+    assert r.acceptance_length == pytest.approx(1 + 250 / 100)
+
+
+def test_sglangs_gauge_and_counters() -> None:
+    text = 'sglang:spec_accept_length{{dp_rank="0"}} 2.5\nsglang:spec_accept_length{{dp_rank="1"}} 3.5\n'
+    text += "sglang:prompt_tokens_total {prompt}\nsglang:cached_tokens_total {cached}\n"
+    with Standin(metrics=[text.format(prompt=0, cached=0), text.format(prompt=80, cached=20)]).running() as standin:
+        (r,) = measured(standin, BATCH)
+    assert (r.acceptance_length, r.cache_hit_rate) == (3.0, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("info", "length"),
+    [
+        ({"internal_states": [{"avg_spec_accept_length": 2.0}, {"avg_spec_accept_length": 3.0}]}, 2.5),
+        ({"internal_states": [{"avg_spec_accept_length": None}]}, None),
+        ({"internal_states": ["?"]}, None),
+        ({}, None),
+    ],
+)
+def test_sglangs_server_information(info: dict[str, Any], length: float | None) -> None:
+    with Standin(owner="sglang", server_info=info).running() as standin:
+        assert measured(standin, BATCH)[0].acceptance_length == length
+
+
+def test_cached_tokens_in_the_answers_usage() -> None:
+    with Standin(cached_tokens=10, metrics=["nothing known 1\nvllm:other x\n"]).running() as standin:
+        (r,) = measured(standin, BATCH)
+    assert (r.cache_hit_rate, r.acceptance_length) == (pytest.approx(40 / 200), None)
+
+
+def test_each_row_is_followed_by_a_short_one_under_the_profiler() -> None:
+    traces: list[Any] = []
+    with Standin(profiler=True).running() as standin:
+        first, _ = measured(standin, BATCH, replace(BATCH, load=2, requests=2), profile=True, traces=traces)
+    assert standin.switched == ["/start_profile", "/stop_profile"] * 2
+    assert [(load.load, said) for load, said in traces] == [(4, "trace.json"), (2, "trace.json")]
+    assert len(standin.measured) == 6  # rows themselves run without it
+    assert first.answered == 4
+
+
+def test_a_server_without_a_profiler_says_so_after_the_first_row() -> None:
+    with Standin().running() as standin, pytest.raises(ServerError, match=r"HTTP 404(.|\n)*serve --profile DIR"):
+        measured(standin, BATCH, profile=True)
+    assert len(standin.measured) == 4
+
+
+# --- Order, warm-up, records ----------------------------------------------------------------------------------------
+
+
+def test_rows_in_order_and_how_many_requests_each_has() -> None:
+    found = rows("batch", (1, 4), (64, 128), (8,), None)
+    assert [(r.load, r.input_len, r.requests) for r in found] == [(1, 64, 1), (4, 64, 4), (1, 128, 1), (4, 128, 4)]
+    assert [r.requests for r in rows("concurrency", (1, 16), (64,), (8,), None)] == [20, 80]
+    assert [r.requests for r in rows("rate", (0.1, 2.5), (64,), (8,), None)] == [20, 150]
+    assert [r.requests for r in rows("rate", (0.1, 2.5), (64,), (8,), 7)] == [7, 7]
+
+
+def test_each_load_is_warmed_up_once_and_with_other_prompts() -> None:
+    with Standin().running() as standin:
+        measured(standin, BATCH, replace(BATCH, output_len=30), replace(BATCH, load=2, requests=2), warm=True)
+    warm = [body for body in standin.asked if body["stream"] and body["max_tokens"] == 8]
+    assert len(warm) == 4 + 2
+    prompts = [body["prompt"] for body in standin.asked]
+    assert len(set(prompts)) == len(prompts)
+
+
+def test_records_are_lines_and_the_newest_of_a_load_counts(tmp_path: Path) -> None:
+    with Standin(breaks={0: "500"}).running() as standin:
+        failed, whole = measured(standin, replace(BATCH, load=1, requests=1), BATCH)
+    path = tmp_path / "r.jsonl"
+    for r in (failed, whole):
+        append(path, r)
+    assert read(path) == [failed, whole]
+    assert json.loads(path.read_text().splitlines()[1])["itl_us"].keys() == {"mean", "p50", "p90", "p99", "max"}
+    newer, other = replace(whole, date="2099-01-01T00:00:00Z"), replace(whole, label="vllm")
+    assert newest([newer, whole, other, failed]) == [newer, other, failed]
+    path.write_text('{"mode": "batch"}\n')
+    with pytest.raises(ArgumentError, match="line 1: expected a record of bench serve"):
+        read(path)
