@@ -65,6 +65,10 @@ class TritonConfig(Config):
     def __post_init__(self) -> None:
         _need_power_of_two("TritonConfig.tokens", self.tokens, 8)
 
+    def __str__(self) -> str:
+        rest = (f", tail={self.tail}" if self.tail else "") + (", chained" if self.chained else "")
+        return f"tokens={self.tokens}, up={self.up}, down={self.down}{rest}"
+
 
 # Rows a tile, by the mean number of rows of an expert that has any: the first bound at least as large.
 _TOKENS = ((8, 8), (16, 16), (40, 32), (64, 64))
