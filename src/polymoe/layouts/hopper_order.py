@@ -10,9 +10,10 @@ Pair i of an int4 matrix is at bits 4i and 16 + 4i. The bits of e2m1 codes are s
 rotation and a mask put sign, exponent and mantissa of both halves where bfloat16 has them: nine instructions for
 eight weights.
 
-Scales. Beside each block, 8 lanes (g) a tile, the scales of rows g and g + 8 for each group of columns. E8M0 bytes,
-of which a block has four, are biased and their bits scattered (:data:`E8M0_BITS`), so that one mask makes two bfloat16.
-Groups of 128 columns have their scales beside each second block.
+Scales. For each block: for g = 0 to 7, for each tile, for each group of columns, the scales of rows g and g + 8; a last
+group of rows has room for four tiles. E8M0 bytes, of which a tile has four for each g, are biased and their bits
+scattered (:data:`E8M0_BITS`), so that one mask makes two bfloat16. Scales of groups of 128 columns stand once for two
+blocks.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from polymoe.formats import Encoding
 from polymoe.formats.elements import SCALE_DTYPES
-from polymoe.shapes import ceil_div
+from polymoe.shapes import ceil_div, round_up
 
 __all__ = [
     "E2M1_BITS",
@@ -100,31 +101,32 @@ def _groups_beside(encoding: Encoding, columns: int) -> tuple[int, int]:
 
 
 def scale_bytes(encoding: Encoding, rows: int, columns: int) -> int:
+    """Bytes of one matrix's packed scales."""
     times, groups = _groups_beside(encoding, columns)
-    return rows * times * groups * SCALE_DTYPES[encoding.scale_dtype or ""].itemsize
+    return round_up(rows, ROWS) * times * groups * SCALE_DTYPES[encoding.scale_dtype or ""].itemsize
 
 
 def pack_scales(scales_NGB: Tensor, encoding: Encoding, columns: int) -> Tensor:
-    """One matrix's scales, as bytes [N, G, bytes], in the order the module describes; missing groups are zeros."""
+    """One matrix's scales, as bytes [N, G, bytes], in the order the module describes; what is missing are zeros."""
     times, groups = _groups_beside(encoding, columns)
-    padded = torch.nn.functional.pad(scales_NGB, (0, 0, 0, times * groups - scales_NGB.shape[1]))
-    # tile, h, g, time, group, byte
-    x = padded.unflatten(0, (-1, 2, 8)).unflatten(3, (times, groups)).permute(0, 3, 2, 4, 1, 5)
+    rows, present, _ = scales_NGB.shape
+    padding = (0, 0, 0, times * groups - present, 0, round_up(rows, ROWS) - rows)
+    # group of rows, tile, h, g, time, group of columns, byte
+    x = torch.nn.functional.pad(scales_NGB, padding).unflatten(0, (-1, 4, 2, 8)).unflatten(4, (times, groups))
+    x = x.permute(0, 4, 3, 1, 5, 2, 6)
     if encoding.scale_dtype == "e8m0":
-        x = _move_bits((x + E8M0_BIAS).flatten(3), E8M0_BITS)
-    return _join([x.flatten(2)])
+        x = _move_bits((x + E8M0_BIAS).flatten(4), E8M0_BITS)
+    return x.flatten()
 
 
 def unpack_scales(packed: Tensor, encoding: Encoding, rows: int, columns: int) -> Tensor:
     """Inverse of :func:`pack_scales`: bytes [N, G * bytes]."""
     times, groups = _groups_beside(encoding, columns)
-    nbytes = SCALE_DTYPES[encoding.scale_dtype or ""].itemsize
-    (x,) = _part(packed, rows // TILE, ((times, TILE * groups * nbytes),))
-    x = x.unflatten(2, (8, groups, 2, nbytes))
+    x = packed.view(-1, times, 8, 4, groups, 2, SCALE_DTYPES[encoding.scale_dtype or ""].itemsize)
     if encoding.scale_dtype == "e8m0":
-        x = _move_bits(x.flatten(3), _inverse(E8M0_BITS)).unflatten(3, (groups, 2, 1)) - E8M0_BIAS
-    x = x.permute(0, 4, 2, 1, 3, 5).flatten(3, 4).flatten(0, 2)
-    return x[:, : ceil_div(columns, encoding.group_columns)].flatten(1)
+        x = _move_bits(x.flatten(4), _inverse(E8M0_BITS)).view(x.shape) - E8M0_BIAS
+    x = x.permute(0, 3, 5, 2, 1, 4, 6).flatten(4, 5).flatten(0, 3)
+    return x[:rows, : ceil_div(columns, encoding.group_columns)].flatten(1)
 
 
 def _join(parts: Sequence[Tensor]) -> Tensor:
