@@ -102,7 +102,7 @@ class Triton:
         spec, chained = problem.spec, config.chained
         tokens, slots = routing.topk_ids_TA.shape
         rows, device = tokens * slots, x_TH.device
-        operand_up, operand_down = _operand(spec.up, x_TH), _operand(spec.down, x_TH)
+        operand_up, operand_down = (_operand(e, x_TH, problem.activations) for e in (spec.up, spec.down))
         planes_up, planes_down = PLANES[spec.up.element], PLANES[spec.down.element]
         quantization = _quantization(problem, packed, "gate_up")
         quantized = quantization.mode != "none"
@@ -159,11 +159,13 @@ def _quantization(problem: Problem, packed: Packed, inputs: str) -> Quantization
     return Quantization(mode, packed.tensors[f"{inputs}_input_scale"] if mode == "static" else None)
 
 
-def _operand(encoding: Encoding, x: Tensor) -> torch.dtype:
-    """What both operands are on the matrix units: float16 where weights and x are, else bfloat16."""
+def _operand(encoding: Encoding, x: Tensor, activations: str) -> torch.dtype:
+    """What both operands are on the matrix units: float16 where weights and x are, or both E4M3, else bfloat16."""
     if x.device.type == "cpu":
         return torch.float32
-    return torch.float16 if encoding.element == "fp16" and x.dtype == torch.float16 else torch.bfloat16
+    half = encoding.element == "fp16" and x.dtype == torch.float16 and activations == "16bit"
+    e4m3 = encoding.element == "e4m3" and activations != "16bit"
+    return torch.float16 if half or e4m3 else torch.bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +214,7 @@ class _Launch:
             bias.stride(0), out.stride(0) if out.dim() > 2 else 0, out.stride(1) if out.dim() == 4 else 0,
             N=n_rows, K=columns, GATED=gated, RAW=raw,
             **_activation(problem.activation if projection == "up" and not raw else None),
-            **_decoding(encoding, plain), PLANES=planes, OPERAND=operand, PLAIN=plain,
+            **_decoding(encoding, operand, plain), PLANES=planes, OPERAND=operand, PLAIN=plain,
             SCALE_AT=scale_at, GROUP_N=group_n, GROUP_K=group_k,
             SCALE_ALIGN=gcd(scale_e, scale_n, 16), ZERO_POINTS=encoding.zero_points,
             GLOBAL=encoding.global_scale, BIAS=spec.bias, X_SCALE=x_scale, X_GROUP=_X_GROUP,
@@ -244,17 +246,21 @@ def _scales(encoding: Encoding, rows: int) -> tuple[str, int, int]:
     return "block" if encoding.element == "e4m3" else "loop", granularity.n, granularity.k
 
 
-def _decoding(encoding: Encoding, plain: bool) -> dict[str, Any]:
+def _decoding(encoding: Encoding, operand: Any, plain: bool) -> dict[str, Any]:
+    import triton.language as tl
+
     from polymoe.kernels.triton import decode
 
-    by_element = {"e2m1": decode.decode_e2m1, "int4": decode.decode_int4, "e4m3": decode.decode_e4m3}
-    factor = {"e8m0": decode.factor_e8m0, "e4m3": decode.factor_e4m3}.get(
-        encoding.scale_dtype or "", decode.factor_float
-    )
+    factors = {"e8m0": decode.factor_e8m0, "e4m3": decode.factor_e4m3}
+    function, shift = {
+        "e2m1": (decode.decode_e2m1, decode.E2M1_SHIFT),
+        "int4": (decode.decode_int4, 0),
+        "e4m3": (decode.decode_e4m3_half, decode.E4M3_SHIFT) if operand is tl.float16 else (decode.decode_e4m3, 0),
+    }.get(encoding.element, (decode.decode_16bit, 0))
     return {
-        "DECODE": by_element.get(encoding.element, decode.decode_16bit),
-        "FACTOR": factor,
-        "UNSHIFT": decode.E2M1_SHIFT if encoding.element == "e2m1" and not plain else 0,
+        "DECODE": function,
+        "FACTOR": factors.get(encoding.scale_dtype or "", decode.factor_float),
+        "UNSHIFT": 0 if plain else shift,
     }
 
 

@@ -19,9 +19,11 @@ import triton.language as tl
 
 __all__ = [
     "E2M1_SHIFT",
+    "E4M3_SHIFT",
     "decode_16bit",
     "decode_e2m1",
     "decode_e4m3",
+    "decode_e4m3_half",
     "decode_int4",
     "factor_e4m3",
     "factor_e8m0",
@@ -31,6 +33,9 @@ __all__ = [
 E2M1_SHIFT = 24
 """The fast path holds E2M1 weights times 2**-24, which the accumulator gets back: E8M0 scales from 2**-101 to 2**25 are
 then exact in bfloat16. Larger ones become NaN, never a wrong number."""
+
+E4M3_SHIFT = 8
+"""E4M3's bits, moved to where float16 has them, are the number times 2**-8: exact, and the accumulator gets it back."""
 
 
 @triton.jit
@@ -202,6 +207,35 @@ def decode_e4m3(words, factor, zero, OPERAND: tl.constexpr, PLAIN: tl.constexpr)
             "=&r,=&r,r",
             [words],
             dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
+def decode_e4m3_half(words, factor, zero, OPERAND: tl.constexpr, PLAIN: tl.constexpr):
+    """Two planes of E4M3 as float16. Without PLAIN: times 2**-8 (see E4M3_SHIFT), subnormal numbers included."""
+    if PLAIN:
+        return decode_e4m3(words, factor, zero, OPERAND, PLAIN)
+    else:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 a, b, s, m;
+            mov.b32 s, 0x80008000;
+            mov.b32 m, 0x3F803F80;
+            shl.b32 a, $2, 8;
+            shl.b32 b, $2, 7;
+            and.b32 b, b, m;
+            lop3.b32 $0, a, s, b, 0xEA;
+            shr.u32 b, $2, 1;
+            and.b32 b, b, m;
+            lop3.b32 $1, $2, s, b, 0xEA;
+            }
+            """,
+            "=&r,=&r,r",
+            [words],
+            dtype=(tl.float16, tl.float16),
             is_pure=True,
             pack=2,
         )

@@ -15,15 +15,15 @@ from torch import Tensor
 import triton
 import triton.language as tl
 from polymoe.kernels.triton.activation import chain
-from polymoe.kernels.triton.rows import UNQUANTIZED, Operand, Quantization, convert_row, pdl
+from polymoe.kernels.triton.rows import UNQUANTIZED, Operand, Quantization, convert_rows, pdl
 
 __all__ = ["Dispatch", "dispatch", "tile_bound"]
 
 _SINGLE = 512
 """Rows of a block. More rows than one block take a launch of their own that counts each block's."""
-_ROWS = 32
+_ROWS, _MOST_ROWS = 32, 128
 _TILES = 8
-"""Rows placed and tiles described by one program."""
+"""Rows placed and tiles described by one program: more rows where each program reads the counts of many blocks."""
 
 
 class Dispatch:
@@ -64,21 +64,22 @@ def dispatch(
         _count[(blocks,)](
             ids, counts, rows, first_expert, experts, BLOCK=block, BINS=bins, CHAINED=chained, **pdl(chained)
         )
-    programs = max(triton.cdiv(rows, _ROWS), triton.cdiv(tiles, _TILES))
+    placed = _ROWS if blocks <= 4 else _MOST_ROWS
+    programs = max(triton.cdiv(rows, placed), triton.cdiv(tiles, _TILES))
     x = values = scales = static = ids
-    extra, parts, x_row, x_column, per_row = 0, 1, 0, 0, 1
-    constants = {"MODE": "none", "GROUP": 16, "PLANES": 1, "BLOCK_X": 16}
+    extra, parts, x_rows, x_row, x_column, per_row = 0, 1, 0, 0, 0, 1
+    constants = {"MODE": "none", "GROUP": 16, "PLANES": 1, "BLOCK_X": 16, "ROWS_X": 1}
     if operand is not None:
         assert x_TH is not None
         x, values, scales, parts = x_TH, operand.values, operand.scales, operand.parts
-        (x_row, x_column), extra = x_TH.stride(), values.shape[0] * parts
-        constants = {k if k != "BLOCK" else "BLOCK_X": v for k, v in operand.constants.items()}
+        (x_row, x_column), x_rows, extra = x_TH.stride(), values.shape[0], operand.programs
+        constants = {f"{k}_X" if k in ("BLOCK", "ROWS") else k: v for k, v in operand.constants.items()}
         if quantization.static_E is not None:
             static, per_row = quantization.static_E, slots
     _start[(programs + extra,)](
         ids, counts, order, expert, first, last, rows, first_expert, experts, blocks, tiles, programs,
-        x, values, scales, static, x_TH.shape[1] if x_TH is not None else 1, x_row, x_column, per_row, parts,
-        BLOCK=block, BINS=bins, BLOCK_T=block_t, SINGLE=blocks == 1, ROWS=_ROWS, TILES=_TILES,
+        x, values, scales, static, x_rows, x_TH.shape[1] if x_TH is not None else 1, x_row, x_column, per_row, parts,
+        BLOCK=block, BINS=bins, BLOCK_T=block_t, SINGLE=blocks == 1, ROWS=placed, TILES=_TILES,
         CONVERT=operand is not None, CHAINED=chained, **constants, num_warps=4, **pdl(chained),
     )  # fmt: skip
     return Dispatch(order, expert, first, last)
@@ -105,13 +106,14 @@ def _count(
     tl.store(counts_ptr + block * BINS + tl.arange(0, BINS), counts)
 
 
-@triton.jit(do_not_specialize=["rows", "blocks", "tiles", "programs"])
+@triton.jit(do_not_specialize=["rows", "blocks", "tiles", "programs", "x_rows"])
 def _start(
     ids_ptr, counts_ptr, order_ptr, expert_ptr, first_ptr, last_ptr, rows, first_expert, experts, blocks, tiles,
-    programs, x_ptr, values_ptr, scale_ptr, static_ptr, columns, x_row, x_column, per_row, parts,
+    programs, x_ptr, values_ptr, scale_ptr, static_ptr, x_rows, columns, x_row, x_column, per_row, parts,
     BLOCK: tl.constexpr, BINS: tl.constexpr, BLOCK_T: tl.constexpr, SINGLE: tl.constexpr, ROWS: tl.constexpr,
     TILES: tl.constexpr, CONVERT: tl.constexpr, CHAINED: tl.constexpr,
     MODE: tl.constexpr, GROUP: tl.constexpr, PLANES: tl.constexpr, BLOCK_X: tl.constexpr,
+    ROWS_X: tl.constexpr,
 ):  # fmt: skip
     """The first ``programs`` programs place rows and describe tiles, the others convert rows of x."""
     chain(CHAINED)
@@ -122,11 +124,11 @@ def _start(
             blocks, tiles, BLOCK, BINS, BLOCK_T, SINGLE, ROWS, TILES,
         )  # fmt: skip
     elif CONVERT:
-        row = (program - programs) // parts
-        convert_row(
+        row = (program - programs) // parts * ROWS_X + tl.arange(0, ROWS_X)
+        convert_rows(
             row, row // per_row, row, (program - programs) % parts, x_ptr, values_ptr, scale_ptr, static_ptr, ids_ptr,
-            columns, 0, 0, x_row, x_column, first_expert, experts,
-            1, False, "none", 1.0, 0.0, 0.0, MODE, GROUP, PLANES, BLOCK_X,
+            x_rows, columns, 0, 0, x_row, x_column, first_expert, experts,
+            1, False, "none", 1.0, 0.0, 0.0, MODE, GROUP, PLANES, BLOCK_X, ROWS_X,
         )  # fmt: skip
 
 

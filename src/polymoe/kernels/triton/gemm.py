@@ -257,46 +257,37 @@ def _tile(
     n = (place_in % per_plane) * OUT_PLANES + place_in // per_plane if OUT_PLANES > 1 else place_in
 
     STEPS: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
-    EVEN: tl.constexpr = STEPS * BLOCK_K * SPLIT_K == K
-    # Whole steps run without masks; what is left of K is one step with them. An uneven split masks every step.
-    FULL: tl.constexpr = STEPS if EVEN else (STEPS - 1 if SPLIT_K == 1 else 0)
+    MASKED: tl.constexpr = STEPS * BLOCK_K * SPLIT_K != K
+    # One scale for the whole tile, where its rows are neighbours within one of the weight's blocks.
+    WHOLE: tl.constexpr = SCALE_AT == "block" and GROUP_N % BLOCK_N == 0 and OUT_PLANES == 1
     first_step = split * STEPS
     code_at = expert * code_e + n[:, None].to(tl.int64) * code_n
-    # Told here because a stride like 90 is known only as "not a multiple of 16", and single bytes load badly.
-    scale_at = tl.multiple_of(expert * scale_e + (n // GROUP_N)[:, None] * scale_n, (SCALE_ALIGN, SCALE_ALIGN))
+    if WHOLE:
+        scale_at = tl.full((1, 1), 0, tl.int64) + expert * scale_e + block * BLOCK_N // GROUP_N * scale_n
+    else:
+        # Told here because a stride like 90 is known only as "not a multiple of 16", and single bytes load badly.
+        scale_at = tl.multiple_of(expert * scale_e + (n // GROUP_N)[:, None] * scale_n, (SCALE_ALIGN, SCALE_ALIGN))
     x_at = x_ptr + x_row[None, :] * K
     x_scale_at = x_scale_ptr + x_row * x_groups
 
     acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     gate_acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
-    if FULL > 0:
-        # Scales are loaded a step ahead by hand: they are too small for the load pipeline, and their latency shows.
-        up_scales, up_zeros, gate_scales, gate_zeros, x_scales = _scales(
-            up_scale_ptr, up_zero_ptr, gate_scale_ptr, gate_zero_ptr, x_scale_at, scale_at, scale_k, first_step,
-            GATED, SCALED, ZERO_POINTS, GROUP_K, GROUPS, X_SCALE, X_GROUP, K, BLOCK_K, False,
-        )  # fmt: skip
-        for i in range(FULL):
-            step = first_step + i
-            acc, gate_acc = _step(
-                acc, gate_acc, up_ptr, up_scales, up_zeros, gate_ptr, gate_scales, gate_zeros, x_scales,
-                x_at, code_at, code_k, step, K, GATED, DECODE, FACTOR, PLANES, OPERAND, PLAIN,
-                SCALE_AT, X_SCALE, GROUPS, ZERO_POINTS, BLOCK_N, BLOCK_T, BLOCK_K, False,
-            )  # fmt: skip
-            up_scales, up_zeros, gate_scales, gate_zeros, x_scales = _scales(
-                up_scale_ptr, up_zero_ptr, gate_scale_ptr, gate_zero_ptr, x_scale_at, scale_at, scale_k,
-                first_step + tl.minimum(i + 1, FULL - 1),
-                GATED, SCALED, ZERO_POINTS, GROUP_K, GROUPS, X_SCALE, X_GROUP, K, BLOCK_K, False,
-            )  # fmt: skip
-    for i in tl.range(FULL, STEPS, num_stages=1 if FULL > 0 else None):
+    # Scales are loaded a step ahead by hand: they are too small for the load pipeline, and their latency shows.
+    up_scales, up_zeros, gate_scales, gate_zeros, x_scales = _scales(
+        up_scale_ptr, up_zero_ptr, gate_scale_ptr, gate_zero_ptr, x_scale_at, scale_at, scale_k, first_step,
+        GATED, SCALED, ZERO_POINTS, GROUP_K, GROUPS, X_SCALE, X_GROUP, K, BLOCK_K, MASKED,
+    )  # fmt: skip
+    for i in range(STEPS):
         step = first_step + i
-        up_scales, up_zeros, gate_scales, gate_zeros, x_scales = _scales(
-            up_scale_ptr, up_zero_ptr, gate_scale_ptr, gate_zero_ptr, x_scale_at, scale_at, scale_k, step,
-            GATED, SCALED, ZERO_POINTS, GROUP_K, GROUPS, X_SCALE, X_GROUP, K, BLOCK_K, True,
-        )  # fmt: skip
         acc, gate_acc = _step(
             acc, gate_acc, up_ptr, up_scales, up_zeros, gate_ptr, gate_scales, gate_zeros, x_scales,
             x_at, code_at, code_k, step, K, GATED, DECODE, FACTOR, PLANES, OPERAND, PLAIN,
-            SCALE_AT, X_SCALE, GROUPS, ZERO_POINTS, BLOCK_N, BLOCK_T, BLOCK_K, True,
+            SCALE_AT, X_SCALE, GROUPS, ZERO_POINTS, BLOCK_N, BLOCK_T, BLOCK_K, MASKED,
+        )  # fmt: skip
+        up_scales, up_zeros, gate_scales, gate_zeros, x_scales = _scales(
+            up_scale_ptr, up_zero_ptr, gate_scale_ptr, gate_zero_ptr, x_scale_at, scale_at, scale_k,
+            first_step + tl.minimum(i + 1, STEPS - 1),
+            GATED, SCALED, ZERO_POINTS, GROUP_K, GROUPS, X_SCALE, X_GROUP, K, BLOCK_K, MASKED,
         )  # fmt: skip
 
     x_scale = valid

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from polymoe.kernels.triton.activation import activate, chain, round_e4m3
 
-__all__ = ["UNQUANTIZED", "Operand", "Quantization", "combine", "convert_row", "hidden", "pdl"]
+__all__ = ["UNQUANTIZED", "Operand", "Quantization", "combine", "convert_rows", "hidden", "pdl"]
 
 _GROUP = 128
 _BLOCK = 1024
@@ -38,7 +38,7 @@ UNQUANTIZED = Quantization()
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A product's input to be: where it is written, and the arguments of :func:`convert_row` that do it.
+    """A product's input to be: where it is written, and the arguments of :func:`convert_rows` that do it.
 
     Column c of a row goes to ``(c % planes) * (K / planes) + c // planes`` of ``values`` [rows, K]. ``scales`` [rows,
     groups] are float32; without quantization, ``values``.
@@ -47,8 +47,13 @@ class Operand:
     values: Tensor
     scales: Tensor
     parts: int
-    """Programs a row."""
+    """Programs a row, or 1 where a program takes ``constants["ROWS"]`` rows."""
     constants: dict[str, Any]
+
+    @property
+    def programs(self) -> int:
+        """Programs that write it."""
+        return triton.cdiv(self.values.shape[0], self.constants["ROWS"]) * self.parts
 
     @classmethod
     def empty(
@@ -65,6 +70,7 @@ class Operand:
             scales = torch.empty(rows, groups, dtype=torch.float32, device=device)
         constants = {
             "MODE": mode, "GROUP": {"block": _GROUP}.get(mode, block), "PLANES": planes, "BLOCK": block,
+            "ROWS": max(1, _BLOCK // block) if rows > 512 else 1,
         }  # fmt: skip
         return cls(values, scales, triton.cdiv(columns, block), constants)
 
@@ -84,9 +90,9 @@ def hidden(
     """
     splits, matrices, rows, columns = parts_SGRF.shape
     static = operand.values if quantization.static_E is None else quantization.static_E
-    _hidden[(rows * operand.parts,)](
+    _hidden[(operand.programs,)](
         parts_SGRF, operand.values, operand.scales, static, ids_TA, order_R,
-        columns, parts_SGRF.stride(0), parts_SGRF.stride(1), first_expert, experts,
+        rows, columns, parts_SGRF.stride(0), parts_SGRF.stride(1), first_expert, experts,
         SPLITS=splits, GATED=matrices == 2, PARTS=operand.parts, CHAINED=chained, **activation, **operand.constants,
         num_warps=4, **pdl(chained),
     )  # fmt: skip
@@ -94,39 +100,39 @@ def hidden(
 
 @triton.jit
 def _hidden(
-    in_ptr, out_ptr, scale_ptr, static_ptr, ids_ptr, order_ptr, columns, in_split, in_gate, first_expert, experts,
-    SPLITS: tl.constexpr, GATED: tl.constexpr, PARTS: tl.constexpr, CHAINED: tl.constexpr,
+    in_ptr, out_ptr, scale_ptr, static_ptr, ids_ptr, order_ptr, rows, columns, in_split, in_gate, first_expert,
+    experts, SPLITS: tl.constexpr, GATED: tl.constexpr, PARTS: tl.constexpr, CHAINED: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr,
-    MODE: tl.constexpr, GROUP: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr,
+    MODE: tl.constexpr, GROUP: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     chain(CHAINED)
-    row = tl.program_id(0) // PARTS
+    row = tl.program_id(0) // PARTS * ROWS + tl.arange(0, ROWS)
     routed = row
     if MODE == "static":
-        routed = tl.load(order_ptr + row)
-    convert_row(
+        routed = tl.load(order_ptr + row, mask=row < rows, other=0)
+    convert_rows(
         row, row, routed, tl.program_id(0) % PARTS, in_ptr, out_ptr, scale_ptr, static_ptr, ids_ptr,
-        columns, in_split, in_gate, columns, 1, first_expert, experts,
-        SPLITS, GATED, ACTIVATION, ALPHA, BETA, LIMIT, MODE, GROUP, PLANES, BLOCK,
+        rows, columns, in_split, in_gate, columns, 1, first_expert, experts,
+        SPLITS, GATED, ACTIVATION, ALPHA, BETA, LIMIT, MODE, GROUP, PLANES, BLOCK, ROWS,
     )  # fmt: skip
 
 
 @triton.jit
-def convert_row(
+def convert_rows(
     row, source, routed, part, in_ptr, out_ptr, scale_ptr, static_ptr, ids_ptr,
-    columns, in_split, in_gate, in_row, in_column, first_expert, experts,
+    rows, columns, in_split, in_gate, in_row, in_column, first_expert, experts,
     SPLITS: tl.constexpr, GATED: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr,
-    MODE: tl.constexpr, GROUP: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr,
+    MODE: tl.constexpr, GROUP: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Columns ``part * BLOCK`` and on of row ``source`` of the input, to row ``row`` of the output."""
+    """Columns ``part * BLOCK`` and on of rows ``source`` [ROWS] of the input, to rows ``row`` of the output."""
     WORDS: tl.constexpr = BLOCK // PLANES
-    word = part * WORDS + tl.arange(0, WORDS)[None, :]
-    plane = tl.arange(0, PLANES)[:, None]
+    word = part * WORDS + tl.arange(0, WORDS)[None, None, :]
+    plane = tl.arange(0, PLANES)[None, :, None]
     column = word * PLANES + plane
-    inside = column < columns
-    at = in_ptr + source.to(tl.int64) * in_row + column * in_column
-    up = tl.zeros((PLANES, WORDS), tl.float32)
+    inside = (column < columns) & (row < rows)[:, None, None]
+    at = in_ptr + source.to(tl.int64)[:, None, None] * in_row + column * in_column
+    up = tl.zeros((ROWS, PLANES, WORDS), tl.float32)
     gate = up
     for split in tl.static_range(SPLITS):
         if GATED:
@@ -136,23 +142,23 @@ def convert_row(
             up += tl.load(at + split * in_split, mask=inside, other=0.0).to(tl.float32)
     x = activate(gate, up, ACTIVATION, ALPHA, BETA, LIMIT)
     if MODE == "static":
-        expert = tl.load(ids_ptr + routed).to(tl.int64) - first_expert
+        expert = tl.load(ids_ptr + routed, mask=row < rows, other=0).to(tl.int64) - first_expert
         # Rows of other ranks are quantized like any, by some scale, and never read.
         scale = tl.load(static_ptr + tl.where((expert >= 0) & (expert < experts), expert, 0))
-        x = round_e4m3(tl.div_rn(x, tl.full((1, 1), 0.0, tl.float32) + scale))
-        tl.store(scale_ptr + row, scale)
+        x = round_e4m3(tl.div_rn(x, tl.zeros_like(x) + scale[:, None, None]))
+        tl.store(scale_ptr + row, scale, mask=row < rows)
     elif MODE != "none":
         GROUPS: tl.constexpr = BLOCK // GROUP
-        grouped = tl.reshape(tl.where(inside, x, 0.0), (PLANES, GROUPS, GROUP // PLANES))
-        largest = tl.max(tl.max(tl.abs(grouped), 2), 0)
-        scale = tl.div_rn(largest, tl.full((GROUPS,), 448.0, tl.float32))
+        grouped = tl.reshape(tl.where(inside, x, 0.0), (ROWS, PLANES, GROUPS, GROUP // PLANES))
+        largest = tl.max(tl.max(tl.abs(grouped), 3), 1)
+        scale = tl.div_rn(largest, tl.full((ROWS, GROUPS), 448.0, tl.float32))
         scale = tl.where(scale == 0, 1.0, scale)
-        quantized = round_e4m3(tl.div_rn(grouped, tl.zeros_like(grouped) + scale[None, :, None]))
-        x = tl.reshape(quantized, (PLANES, WORDS))
+        quantized = round_e4m3(tl.div_rn(grouped, tl.zeros_like(grouped) + scale[:, None, :, None]))
+        x = tl.reshape(quantized, (ROWS, PLANES, WORDS))
         count = tl.cdiv(columns, GROUP)
-        group = part * GROUPS + tl.arange(0, GROUPS)
-        tl.store(scale_ptr + row * count + group, scale, mask=group < count)
-    place = out_ptr + row.to(tl.int64) * columns + plane * (columns // PLANES) + word
+        group = part * GROUPS + tl.arange(0, GROUPS)[None, :]
+        tl.store(scale_ptr + row[:, None] * count + group, scale, mask=(group < count) & (row < rows)[:, None])
+    place = out_ptr + row.to(tl.int64)[:, None, None] * columns + plane * (columns // PLANES) + word
     tl.store(place, x.to(out_ptr.dtype.element_ty), mask=inside)
 
 
