@@ -341,6 +341,10 @@ class _Search:
         if not error <= TOLERANCE:  # NaN fails too
             raise _Wrong(f"relative error {error:.2g}, at most {TOLERANCE:g}")
         outs[0].fill_(float("nan"))
+        timed[0]()
+        if not torch.equal(outs[0], once):
+            raise _Wrong("repeats differ")
+        outs[0].fill_(float("nan"))
         turn = self.tune.turn(timed, self.tune.device, graph=self.w.verdict.capturable)
         timing = turn.time() if at_length else turn.time(_SCREENING)
         if not torch.equal(outs[0], once):
