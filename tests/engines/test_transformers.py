@@ -21,10 +21,20 @@ from polymoe.experts import FusedExperts, relative_error
 pytest.importorskip("transformers")
 
 import transformers.integrations.mxfp4 as builtin_mxfp4
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GptOssForCausalLM, Mxfp4Config, pipeline
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    GptOssForCausalLM,
+    Mxfp4Config,
+    modeling_utils,
+    pipeline,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoQuantizationConfig
 
-from polymoe.engines.transformers import PackedExperts, install, load, uninstall
+from polymoe.engines.transformers import PackedExperts, PackedQuantizer, install, load, uninstall
+from polymoe.engines.transformers_quantizer import PackedConfig
 
 MODELS = Path(__file__).parents[2] / "models"
 CHECKPOINT = MODELS / "sums-gpt-oss-mxfp4"
@@ -139,15 +149,6 @@ def test_a_tokenizer_that_cannot_be_read(tmp_path: Path) -> None:
     (path / "tokenizer.json").write_text('{"model": 3}')
     with pytest.raises(CheckpointError, match="tokenizer"):
         load(path, device="cpu")
-
-
-def test_quantization_that_is_nested_is_seen(tmp_path: Path) -> None:
-    """Kimi-K2.5 has it under text_config: refused by name, not taken for an unquantized model."""
-    from checkpoint.configs import config
-
-    (tmp_path / "config.json").write_text(json.dumps(config("kimi-k2.5-int4")))
-    with pytest.raises(UnsupportedProblem, match=r"kimi_k25 \(compressed-tensors\)"):
-        load(tmp_path, device="cpu")
 
 
 # --- What was loaded, and how ---------------------------------------------------------------------------------------
@@ -347,13 +348,17 @@ def test_asking_for_dequantized_weights_still_gets_them() -> None:
 
 
 def test_install_twice_and_uninstall_leave_nothing_behind() -> None:
-    before = dict(AUTO_QUANTIZER_MAPPING)
+    quantizers, chooser = dict(AUTO_QUANTIZER_MAPPING), modeling_utils.get_hf_quantizer
+    assert "kimi_k2" not in CONFIG_MAPPING
     install()
     install(backend="reference")
-    assert {name for name, entry in AUTO_QUANTIZER_MAPPING.items() if entry is not before.get(name)} == {"mxfp4"}
+    assert modeling_utils.get_hf_quantizer is not chooser
+    assert "kimi_k2" in CONFIG_MAPPING
     uninstall()
     uninstall()
-    assert before == AUTO_QUANTIZER_MAPPING
+    assert modeling_utils.get_hf_quantizer is chooser
+    assert "kimi_k2" not in CONFIG_MAPPING
+    assert {**AUTO_QUANTIZER_MAPPING, **quantizers} == AUTO_QUANTIZER_MAPPING
     with pytest.raises(ValueError, match="polymoe"):
         AutoModelForCausalLM.from_pretrained(CHECKPOINT, experts_implementation="polymoe")
 
@@ -385,7 +390,6 @@ def test_load_leaves_transformers_as_it_was() -> None:
         ({"trust_remote_code": True}, ArgumentError, "no code from a checkpoint"),
         ({"subfolder": "model"}, ArgumentError, "own path"),
         ({"use_kernels": True}, ArgumentError, "use_kernels"),
-        ({"device_map": "auto"}, ArgumentError, "install"),
         ({"quantization_config": Mxfp4Config(dequantize=True)}, ArgumentError, "from_pretrained"),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else None,
@@ -407,11 +411,11 @@ def test_a_missing_checkpoint_is_said(tmp_path: Path) -> None:
             load(path, device="cpu")
 
 
-def test_an_unknown_family_or_quantization_is_refused(tmp_path: Path) -> None:
+def test_a_quantization_that_the_family_is_not_stored_in_is_refused(tmp_path: Path) -> None:
     config = json.loads((CHECKPOINT / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [32, 32]}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedProblem, match=r"gpt_oss \(mxfp4\), got gpt_oss \(fp8\)"):
+    with pytest.raises(CheckpointError, match=r"expected a quantization that this family is stored in, got deepseek"):
         load(tmp_path, device="cpu")
 
 
@@ -427,11 +431,11 @@ def test_a_truncated_shard_is_a_checkpoint_error(tmp_path: Path, shard: str) -> 
 @pytest.mark.usefixtures("installed")
 def test_layers_that_are_offloaded_or_split_are_refused(tmp_path: Path) -> None:
     class Split:
-        tp_size = 2
+        device_mesh = "a mesh"
 
-    quantizer = AUTO_QUANTIZER_MAPPING["mxfp4"](AutoQuantizationConfig.from_dict({"quant_method": "mxfp4"}))
-    with pytest.raises(UnsupportedProblem, match="tp_size=2"):
-        quantizer._process_model_after_weight_loading(Split())
+    quantizer = PackedQuantizer(PackedConfig({}))
+    with pytest.raises(UnsupportedProblem, match="tensor parallelism"):
+        quantizer.read_others(None, Split())
 
     pytest.importorskip("accelerate")
     places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}

@@ -21,7 +21,7 @@ from polymoe.checkpoint.scheme import Quantization, Scheme, matcher
 from polymoe.errors import CheckpointError, nearest
 from polymoe.formats import FORMATS
 
-__all__ = ["Quantization", "Scheme", "parse_quantization"]
+__all__ = ["Quantization", "Scheme", "parse_quantization", "quantization_source"]
 
 
 def parse_quantization(config: Mapping[str, Any], side: Mapping[str, Any] | None = None) -> Quantization:
@@ -56,6 +56,12 @@ def parse_quantization(config: Mapping[str, Any], side: Mapping[str, Any] | None
         nothing=replace(nothing, method=method),
     )
     return parse(context)
+
+
+def quantization_source(config: Mapping[str, Any], side: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The description itself, wherever it is, with its ``quant_method``; empty for a checkpoint without one."""
+    found = _find(config, side)
+    return {} if found is None else {**found.config, "quant_method": _method(found.config)}
 
 
 def _find(config: Mapping[str, Any], side: Mapping[str, Any] | None) -> Keys | None:

@@ -19,6 +19,7 @@ from polymoe.checkpoint.config import Quantization, parse_quantization
 from polymoe.checkpoint.families import Family, MoeConfig, family_of, text_config
 from polymoe.checkpoint.files import CheckpointFiles
 from polymoe.checkpoint.layer import StoredLayer
+from polymoe.checkpoint.others import OtherTensors
 from polymoe.checkpoint.shard import Parallel, Shard, shard_expert, shard_spec, widths
 from polymoe.errors import CheckpointNotFound
 from polymoe.problem import ActivationMode, Dtype, Problem
@@ -150,6 +151,10 @@ class Checkpoint:
             return shard_expert(expert, shard, uneven=self.family.uneven_tp)
 
         return ExpertWeights(spec, read)
+
+    def others(self) -> OtherTensors:
+        """Every tensor outside the experts, by name, as if nothing were quantized."""
+        return OtherTensors(self.files, self.quantization, tuple(self.layer(layer).container for layer in self.layers))
 
     def notes(self, *, tp: Parallel = 1) -> tuple[str, ...]:
         """What else a reader of an explanation should know: tensor-parallel slices that are not equal."""

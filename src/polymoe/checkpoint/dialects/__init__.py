@@ -56,7 +56,7 @@ SUFFIXES: tuple[str, ...] = tuple(sorted({suffix for d in DIALECTS.values() for 
 
 def choose(
     headers: Mapping[str, Header],
-    shape: tuple[int, int],
+    shape: tuple[int, int] | None,
     configured: str,
     hint: Encoding | None = None,
     allowed: Collection[str] | None = None,
@@ -66,7 +66,7 @@ def choose(
 
     Args:
         headers: of the tensors that are there, by suffix.
-        shape: what the matrix must be.
+        shape: what the matrix must be; None for whatever its tensors say.
         configured: the dialect that the config names.
         hint: the encoding that the config names.
         allowed: names of the dialects to consider, None for all.
@@ -81,7 +81,7 @@ def choose(
     failure: FormatError | None = None
     for dialect in sorted(fitting, key=lambda d: d is not named):
         try:
-            return dialect, dialect.detect(headers, shape, hint)
+            return dialect, dialect.detect(headers, shape or dialect.shape(headers), hint)
         except FormatError as error:
             failure = failure or error
     require(named, headers)

@@ -18,7 +18,17 @@ from polymoe.errors import FormatError
 from polymoe.formats import Encoding, QuantTensor
 from polymoe.formats.encoding import ScaleDtype
 
-__all__ = ["DTYPES", "SCALE_NAMES", "Dialect", "divided", "expect", "headers_of", "reciprocal", "stored_as"]
+__all__ = [
+    "DTYPES",
+    "SCALE_NAMES",
+    "Dialect",
+    "divided",
+    "expect",
+    "headers_of",
+    "reciprocal",
+    "stored_as",
+    "stored_matrix",
+]
 
 DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
@@ -71,6 +81,14 @@ class Dialect(ABC):
     def suffixes(self) -> tuple[str, ...]:
         """Required and optional ones."""
         return self.required + self.optional
+
+    @abstractmethod
+    def shape(self, headers: Mapping[str, Header]) -> tuple[int, int]:
+        """``[N, K]`` of the matrix stored under ``headers``, where nothing else says what it must be.
+
+        Raises:
+            FormatError: if its codes are no matrix.
+        """
 
     @abstractmethod
     def detect(self, headers: Mapping[str, Header], shape: tuple[int, int], hint: Encoding | None = None) -> Encoding:
@@ -136,6 +154,14 @@ def expect(
         wanted = " or ".join(str(list(s)) for s in shapes)
         raise FormatError(suffix, expected=f"shape {wanted}", got=str(list(header.shape)), hint=hint)
     return header
+
+
+def stored_matrix(headers: Mapping[str, Header], suffix: str) -> tuple[int, int]:
+    """The suffix's shape, which must have two axes."""
+    shape = expect(headers, suffix, tuple(DTYPES)).shape
+    if len(shape) != 2:
+        raise FormatError(suffix, expected="a matrix", got=f"shape {list(shape)}")
+    return shape[0], shape[1]
 
 
 def divided(columns: int, groups: int, suffix: str) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polymoe.checkpoint.dialects.base import SCALE_NAMES, Dialect, expect, headers_of
+from polymoe.checkpoint.dialects.base import SCALE_NAMES, Dialect, expect, headers_of, stored_matrix
 from polymoe.checkpoint.files import Header
 from polymoe.errors import FormatError
 from polymoe.formats import Encoding, Granularity, PerChannel, PerGroup, PerTensor, QuantTensor
@@ -25,6 +25,9 @@ class Plain(Dialect):
     @property
     def required(self) -> tuple[str, ...]:
         return ("weight",)
+
+    def shape(self, headers: Mapping[str, Header]) -> tuple[int, int]:
+        return stored_matrix(headers, "weight")
 
     def detect(self, headers: Mapping[str, Header], shape: tuple[int, int], hint: Encoding | None = None) -> Encoding:
         note = "a weight of 8 or 4 bits needs its scale, and no tensor of that name lies beside it"
@@ -66,6 +69,9 @@ class Fp8(Dialect):
     @property
     def optional(self) -> tuple[str, ...]:
         return ("input_scale",) if self.calibrated else ()
+
+    def shape(self, headers: Mapping[str, Header]) -> tuple[int, int]:
+        return stored_matrix(headers, "weight")
 
     def detect(self, headers: Mapping[str, Header], shape: tuple[int, int], hint: Encoding | None = None) -> Encoding:
         expect(headers, "weight", ("F8_E4M3",), shape)

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polymoe.checkpoint.dialects.base import SCALE_NAMES, Dialect, divided, expect, headers_of, reciprocal
+from polymoe.checkpoint.dialects.base import (
+    SCALE_NAMES,
+    Dialect,
+    divided,
+    expect,
+    headers_of,
+    reciprocal,
+    stored_matrix,
+)
 from polymoe.checkpoint.dialects.float import Fp8, static_scale
 from polymoe.checkpoint.files import Header
 from polymoe.errors import FormatError
@@ -46,6 +54,13 @@ class Fp4(Dialect):
     @property
     def optional(self) -> tuple[str, ...]:
         return (self.input,) if self.input else ()
+
+    def shape(self, headers: Mapping[str, Header]) -> tuple[int, int]:
+        if self.blocked:
+            rows, groups, half = expect(headers, self.codes, ("U8", "I8")).shape
+            return rows, groups * half * 2
+        rows, columns = stored_matrix(headers, self.codes)
+        return rows, columns * 2
 
     def detect(self, headers: Mapping[str, Header], shape: tuple[int, int], hint: Encoding | None = None) -> Encoding:
         rows, columns = shape
@@ -120,9 +135,11 @@ class ByWeight(Dialect):
     def required(self) -> tuple[str, ...]:
         return self.fp8.required
 
+    def shape(self, headers: Mapping[str, Header]) -> tuple[int, int]:
+        return self._part(headers).shape(headers)
+
     def detect(self, headers: Mapping[str, Header], shape: tuple[int, int], hint: Encoding | None = None) -> Encoding:
-        header = expect(headers, "weight", ("I8", "U8", "F8_E4M3"))
-        return (self.fp8 if header.dtype == "F8_E4M3" else self.fp4).detect(headers, shape, hint)
+        return self._part(headers).detect(headers, shape, hint)
 
     def read(self, tensors: Mapping[str, Tensor], shape: tuple[int, int], hint: Encoding | None = None) -> QuantTensor:
         part = self.fp8 if tensors["weight"].dtype == torch.float8_e4m3fn else self.fp4
@@ -130,3 +147,7 @@ class ByWeight(Dialect):
 
     def write(self, matrix: QuantTensor, input_scale: Tensor | None = None) -> dict[str, Tensor]:
         return (self.fp4 if matrix.encoding.element == "e2m1" else self.fp8).write(matrix)
+
+    def _part(self, headers: Mapping[str, Header]) -> Dialect:
+        header = expect(headers, "weight", ("I8", "U8", "F8_E4M3"))
+        return self.fp8 if header.dtype == "F8_E4M3" else self.fp4

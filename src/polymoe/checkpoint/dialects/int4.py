@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polymoe.checkpoint.dialects.base import SCALE_NAMES, Dialect, divided, expect, headers_of
+from polymoe.checkpoint.dialects.base import SCALE_NAMES, Dialect, divided, expect, headers_of, stored_matrix
 from polymoe.checkpoint.files import Header
 from polymoe.errors import FormatError
 from polymoe.formats import Encoding, Granularity, PerChannel, PerGroup, QuantTensor
@@ -40,6 +40,10 @@ class CompressedInt4(Dialect):
     @property
     def optional(self) -> tuple[str, ...]:
         return ("weight_zero_point", "weight_g_idx")
+
+    def shape(self, headers: Mapping[str, Header]) -> tuple[int, int]:
+        rows, words = stored_matrix(headers, "weight_packed")
+        return rows, words * 8
 
     def detect(self, headers: Mapping[str, Header], shape: tuple[int, int], hint: Encoding | None = None) -> Encoding:
         rows, columns = shape
@@ -184,6 +188,10 @@ class Gptq(_KFirst):
     def write(self, matrix: QuantTensor, input_scale: Tensor | None = None) -> dict[str, Tensor]:
         return {**_KFirst.write(self, matrix), "g_idx": _natural_order(matrix)}
 
+    def shape(self, headers: Mapping[str, Header]) -> tuple[int, int]:
+        words, rows = stored_matrix(headers, "qweight")
+        return rows, words * 8
+
     def _packed_shape(self, rows: int, columns: int) -> tuple[int, int]:
         return (_words(columns, "qweight"), rows)
 
@@ -213,6 +221,10 @@ class Gptq(_KFirst):
 @dataclass(frozen=True, slots=True)
 class Awq(_KFirst):
     """AWQ: ``qweight`` I32 [K, N/8], eight columns a word in the order 0, 2, 4, 6, 1, 3, 5, 7; so are ``qzeros``."""
+
+    def shape(self, headers: Mapping[str, Header]) -> tuple[int, int]:
+        columns, words = stored_matrix(headers, "qweight")
+        return words * 8, columns
 
     def _packed_shape(self, rows: int, columns: int) -> tuple[int, int]:
         return (columns, _words(rows, "qweight"))
