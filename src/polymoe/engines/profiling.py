@@ -9,15 +9,16 @@ import asyncio
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from fastapi import FastAPI, HTTPException
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
-from polymoe.engines.openai_requests import error_body
 from polymoe.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 __all__ = ["add_profiler", "check_directory"]
 
@@ -43,11 +44,18 @@ def add_profiler(app: FastAPI, directory: Path) -> None:
     trace of everything since, on every thread and GPU, is written; 409 if none runs. Traces are Chrome's JSON, gzipped,
     for https://ui.perfetto.dev.
     """
+    from fastapi import HTTPException
+
+    from polymoe.engines.openai_requests import error_body
+
     running: list[Any] = []
+
+    def conflict(message: str) -> HTTPException:
+        return HTTPException(409, detail=error_body(message))
 
     async def start_profile() -> dict[str, str]:
         if running:
-            raise _conflict("a profile runs already")
+            raise conflict("a profile runs already")
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
         # Generation has a thread of its own; without the option only this one would be in the trace.
         profiler = profile(activities=activities, experimental_config=_ExperimentalConfig(profile_all_threads=True))
@@ -57,7 +65,7 @@ def add_profiler(app: FastAPI, directory: Path) -> None:
 
     async def stop_profile() -> dict[str, str]:
         if not running:
-            raise _conflict("no profile runs")
+            raise conflict("no profile runs")
         profiler = running.pop()
         profiler.stop()  # by the thread that started it
         name = f"polymoe-{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09d}.json.gz"
@@ -75,7 +83,3 @@ def _write(profiler: Any, directory: Path, name: str) -> None:
         draft.replace(directory / name)
     finally:
         draft.unlink(missing_ok=True)
-
-
-def _conflict(message: str) -> HTTPException:
-    return HTTPException(409, detail=error_body(message))
