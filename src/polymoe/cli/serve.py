@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -25,14 +26,21 @@ def command(
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens an answer. Default: what fits.")] = None,
     max_request_bytes: Annotated[int, typer.Option(min=1, help="Larger requests are refused.")] = 4 * 2**20,
+    max_concurrent_requests: Annotated[
+        int, typer.Option(min=1, help="Requests that run or wait; more are answered 429.")
+    ] = 128,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds that answers may go on after SIGTERM.")] = 1.5,
     continuous_batching: Annotated[
         bool, typer.Option("--continuous-batching", help="Requests share forward passes (CUDA only).")
     ] = False,
+    profile: Annotated[
+        Path | None, typer.Option(help="Directory for profiler traces: adds /start_profile and /stop_profile.")
+    ] = None,
     backend: Backend = "auto",
     role: Role = "mixed",
     device: OnDevice = "auto",
 ) -> None:
-    """Serve /v1/chat/completions, /v1/completions, /v1/models and /health until stopped."""
+    """Serve /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics until stopped."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from polymoe.serve import serve
 
@@ -49,6 +57,9 @@ def command(
         device=device,
         max_tokens=max_tokens,
         max_request_bytes=max_request_bytes,
+        max_concurrent_requests=max_concurrent_requests,
+        grace_s=grace,
         continuous_batching=continuous_batching,
+        profile=profile,
         on_ready=lambda url: err.print(f"serving on {url}", highlight=False),
     )

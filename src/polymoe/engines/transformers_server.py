@@ -1,8 +1,8 @@
 """Transformers' OpenAI-compatible server around one loaded model: what it can do, bounded to what one may ask of it.
 
-Transformers brings endpoints, chat templates, streaming and generation (its ``transformers serve``). Added here: one
-model that no request can replace or unload, requests that are checked before they run, a clean refusal of prompts
-longer than the context, errors in OpenAI's form, and generation that ends when its client has gone.
+Transformers brings endpoints, chat templates, streaming, generation and the parsing of reasoning and tool calls (its
+``transformers serve``). Added here: one model that no request can replace or unload, requests that are checked before
+they run, a clean refusal of prompts longer than the context, stop strings, metrics, and errors in OpenAI's form.
 
 API: https://platform.openai.com/docs/api-reference
 """
@@ -10,29 +10,38 @@ API: https://platform.openai.com/docs/api-reference
 from __future__ import annotations
 
 import inspect
-import threading
+import logging
 import time
-import uuid
-from collections.abc import Mapping
-from concurrent.futures import wait
-from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from polymoe.errors import MissingDependency, UnsupportedProblem
 
 try:
-    from fastapi import FastAPI
-    from transformers import ContinuousBatchingConfig, StoppingCriteria, StoppingCriteriaList
+    from fastapi import FastAPI, HTTPException, Response
+    from fastapi.responses import JSONResponse
+    from jinja2 import TemplateError
     from transformers.cli.serving.chat_completion import ChatCompletionHandler
     from transformers.cli.serving.completion import CompletionHandler
     from transformers.cli.serving.model_manager import ModelManager
     from transformers.cli.serving.server import build_server
-    from transformers.cli.serving.utils import BaseHandler, CBGenerateManager, GenerateManager, GenerationState
+    from transformers.cli.serving.utils import BaseHandler, CBWorkerDeadError
+
+    from polymoe.engines.answer_streams import until_stop
+    from polymoe.engines.in_flight import current
+    from polymoe.engines.openai_requests import (
+        OWN_FIELDS,
+        Limits,
+        answer_errors,
+        check_request,
+        error_body,
+        finish_stream,
+        refusal,
+    )
+    from polymoe.engines.server_metrics import ServerMetrics
+    from polymoe.engines.transformers_generation import Generation
 except (ImportError, NameError) as error:  # NameError: what Transformers' modules raise without fastapi or openai
+    if isinstance(error, MissingDependency):
+        raise
     raise MissingDependency(
         "polymoe serve",
         expected="transformers with its serving extra",
@@ -40,48 +49,16 @@ except (ImportError, NameError) as error:  # NameError: what Transformers' modul
         hint="pip install 'polymoe[serve]'",
     ) from error
 
-from polymoe.engines.openai_requests import answer_errors, check_request, refusal
+__all__ = ["ENDPOINTS", "Limits", "ModelServer"]
 
-__all__ = ["CLIENT_GONE", "Limits", "ModelServer"]
+log = logging.getLogger("polymoe")
 
-CLIENT_GONE: ContextVar[threading.Event | None] = ContextVar("CLIENT_GONE", default=None)
-"""Set by whoever watches the connection; generation for this request ends soon after the event is set."""
-
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health")
-"""What stays of Transformers' server. The rest would load or unload models, or is not tested here."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What one request may ask for.
-
-    Attributes:
-        context: most tokens of prompt and answer together, or None for no limit.
-        max_tokens: most tokens of an answer, or None for what fits in the context.
-    """
-
-    context: int | None
-    max_tokens: int | None = None
-
-    def bound(self, prompt_tokens: int, wanted: int | None) -> int | None:
-        """Tokens that the answer may have.
-
-        Raises:
-            HTTPException: 400 for a prompt that is empty or leaves no room in the context.
-        """
-        if prompt_tokens < 1:
-            raise refusal("the prompt is empty")
-        if self.context is not None and prompt_tokens >= self.context:
-            raise refusal(
-                f"the prompt has {prompt_tokens} tokens; a context of {self.context} holds prompt and answer",
-                code="context_length_exceeded",
-            )
-        room = None if self.context is None else self.context - prompt_tokens
-        return min((n for n in (wanted, self.max_tokens, room) if n is not None), default=None)
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics")
+"""What there is. The rest of Transformers' server would load or unload models, or is not tested here."""
 
 
 class ModelServer:
-    """The application for one model, in :attr:`app` (ASGI), and the ways to end its generations.
+    """The application for one model, in :attr:`app` (ASGI), what it counts, in :attr:`metrics`, and the ways to end it.
 
     Args:
         model, tokenizer: as :func:`polymoe.engines.transformers.load` returns them.
@@ -112,7 +89,8 @@ class ModelServer:
             )
         limits = Limits(getattr(model.config.get_text_config(), "max_position_embeddings", None), max_tokens)
         manager = _OneModel(name, model, tokenizer)
-        self._generation = _Generation(name, limits, continuous_batching)
+        self.metrics = ServerMetrics(name=name, model=model)
+        self._generation = Generation(name, limits, self.metrics, continuous_batching=continuous_batching)
         handlers = {
             "chat_handler": _Chat(manager, self._generation),
             "completion_handler": _Completion(manager, self._generation),
@@ -126,6 +104,8 @@ class ModelServer:
             **{parameter: handlers.get(parameter) for parameter in wanted},
         )
         self.app.router.routes[:] = [r for r in self.app.router.routes if getattr(r, "path", None) in ENDPOINTS]
+        self.app.add_api_route("/metrics", self._metrics)
+        self.app.add_exception_handler(CBWorkerDeadError, _worker_died)
         answer_errors(self.app)
 
     def end(self) -> None:
@@ -136,6 +116,9 @@ class ModelServer:
         """:meth:`end`, and wait until the model rests, at most ``timeout_s`` seconds."""
         self.end()
         self._generation.close(timeout_s)
+
+    async def _metrics(self) -> Response:
+        return Response(self.metrics.text(), media_type=self.metrics.content_type)
 
 
 class _OneModel(ModelManager):
@@ -158,103 +141,56 @@ class _OneModel(ModelManager):
         return [{"id": self.force_model, "object": "model", "created": self._since, "owned_by": "polymoe"}]
 
 
-# --- Generation -----------------------------------------------------------------------------------------------------
-
-
-class _Stop(StoppingCriteria):
-    """Ends a generation at its next token once any of the events is set."""
-
-    def __init__(self, *events: threading.Event) -> None:
-        self.events = events
-
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Any:
-        stop = any(event.is_set() for event in self.events)
-        return torch.full((input_ids.shape[0],), stop, dtype=torch.bool, device=input_ids.device)
-
-
-class _Bounded:
-    """Bounds what a manager of Transformers generates; every endpoint passes here with its tokens counted.
-
-    Managers tell requests apart by an id that comes from a header. Two clients may send the same, so it is replaced.
-    """
-
-    limits: Limits
-
-    def generate_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
-    ) -> Any:
-        inputs, own_id = self._bound(inputs, gen_config), uuid.uuid4().hex
-        return super().generate_streaming(  # type: ignore[misc]
-            model, processor, inputs, gen_config, request_id=own_id, response_parser=response_parser
-        )
-
-    async def generate_non_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
-    ) -> Any:
-        inputs, own_id = self._bound(inputs, gen_config), uuid.uuid4().hex
-        return await super().generate_non_streaming(  # type: ignore[misc]
-            model, processor, inputs, gen_config, request_id=own_id
-        )
-
-    def _bound(self, inputs: Mapping[str, Any], gen_config: Any) -> dict[str, Any]:
-        ids = inputs["input_ids"]
-        count = len(ids) if isinstance(ids, list) else ids.shape[-1]
-        gen_config.max_new_tokens = self.limits.bound(count, gen_config.max_new_tokens)
-        return dict(inputs)
-
-
-class _Sequential(_Bounded, GenerateManager):
-    def __init__(self, limits: Limits, stopping: threading.Event) -> None:
-        super().__init__()
-        self.limits, self.stopping = limits, stopping
-
-    def _bound(self, inputs: Mapping[str, Any], gen_config: Any) -> dict[str, Any]:
-        gone = CLIENT_GONE.get() or threading.Event()
-        stop = StoppingCriteriaList([_Stop(gone, self.stopping)])
-        return {**super()._bound(inputs, gen_config), "stopping_criteria": stop}
-
-
-class _Batched(_Bounded, CBGenerateManager):
-    def __init__(self, limits: Limits) -> None:
-        # Capture needs kernels that never look at a tensor's values, which the plan of a layer need not have.
-        super().__init__(cb_config=ContinuousBatchingConfig(use_cuda_graph=False))
-        self.limits = limits
-
-
-class _Generation(GenerationState):
-    """Transformers' generation state, with one bounded manager."""
-
-    def __init__(self, name: str, limits: Limits, continuous_batching: bool) -> None:
-        super().__init__(continuous_batching=continuous_batching)
-        self.stopping = threading.Event()
-        self._sequential = _Sequential(limits, self.stopping)
-        if continuous_batching:
-            self._cb_manager, self._cb_model_id = _Batched(limits), name
-
-    def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
-        return super().get_manager(model_id, use_cb=True) if use_cb else self._sequential
-
-    def close(self, timeout_s: float) -> None:
-        self.shutdown()
-        # The thread takes calls in turn: once this one has passed, those before it have ended.
-        wait([self._sequential.submit(lambda: None)], timeout_s)
-
-
 # --- Requests -------------------------------------------------------------------------------------------------------
 
 
+async def _worker_died(_: Any, error: Any) -> JSONResponse:
+    return JSONResponse(error_body(str(error), kind="server_error"), status_code=503)
+
+
 class _Checked(BaseHandler):
+    generation_state: Generation
+
+    async def handle_request(self, body: dict, request_id: str) -> Any:
+        try:
+            return await super().handle_request(body, request_id)  # type: ignore[misc]
+        except (HTTPException, TemplateError, CBWorkerDeadError):
+            raise
+        except Exception as error:
+            # As an answer like any other: an error that comes out of the application closes the connection too.
+            log.exception("a request failed")
+            detail = error_body(f"generation failed: {error}", kind="server_error")
+            raise HTTPException(500, detail=detail) from error
+
     def _validate_request(self, body: dict) -> None:
-        check_request(body)
-        own = {name: body.pop(name) for name in ("ignore_eos",) if name in body}  # none of OpenAI's
+        known: Any = getattr(self._valid_params_class, "__mutable_keys__", ())
+        check_request(body, frozenset(known) | OWN_FIELDS)
+        for name in ("max_tokens", "max_completion_tokens"):
+            if name in body:
+                self.generation_state.limits.check(name, body[name])
+        if "stop" in body and self.generation_state.continuous_batching:
+            raise refusal("stop must be left out: continuous batching does not do it", param="stop")
+        own = {name: body.pop(name) for name in OWN_FIELDS if name in body}
         super()._validate_request(body)
         body |= own
 
     def _build_generation_config(self, body: dict, model_generation_config: Any, use_cb: bool = False) -> Any:
+        request = current()
+        stop = body.pop("stop", ())
+        # Transformers looks for stop strings in the vocabulary, which fails for some, and keeps them in the text.
+        request.stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        request.seed = body.pop("seed", None)  # else set here and now, while another request may be sampling
         config = super()._build_generation_config(body, model_generation_config, use_cb)
+        if body.get("temperature"):
+            config.do_sample = True
         if body.get("ignore_eos"):
             config.eos_token_id = -1  # no token; None would be filled from the model's defaults
         return config
+
+    def _streaming(self, *args: Any, **kwargs: Any) -> Any:
+        response = super()._streaming(*args, **kwargs)  # type: ignore[misc]
+        response.body_iterator = finish_stream(response.body_iterator)
+        return response
 
 
 class _Chat(_Checked, ChatCompletionHandler):
@@ -265,6 +201,13 @@ class _Chat(_Checked, ChatCompletionHandler):
             raise refusal("messages must be a list with at least one message")
         if not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
             raise refusal("each message must be an object with a role")
+        if "reasoning_effort" in body:  # chat templates take it by this name
+            body["chat_template_kwargs"] = {
+                "reasoning_effort": body.pop("reasoning_effort"),
+                **body.get("chat_template_kwargs", {}),
+            }
+        if body.get("tool_choice") == "none":
+            body.pop("tools", None)
         model, tokenizer = self.model_manager.load_model_and_processor("")
         reserved = inspect.signature(tokenizer.apply_chat_template).parameters
         for name in body.get("chat_template_kwargs", ()):
@@ -272,7 +215,7 @@ class _Chat(_Checked, ChatCompletionHandler):
                 raise refusal(f"chat_template_kwargs must not set {name}")
         bias = body.get("logit_bias", {})
         vocabulary = model.config.get_text_config().vocab_size
-        if not all(token.isdecimal() and int(token) < vocabulary for token in bias):
+        if not all(token.isdecimal() and len(token) < 10 and int(token) < vocabulary for token in bias):
             raise refusal(f"logit_bias must name tokens from 0 to {vocabulary - 1}")
         body["logit_bias"] = {token: float(value) for token, value in bias.items()} or None
 
@@ -281,6 +224,9 @@ class _Chat(_Checked, ChatCompletionHandler):
             return BaseHandler.get_processor_inputs_from_messages(messages, modality)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise refusal(f"a message's content or tool call is not understood: {error!r}") from error
+
+    def _build_completion(self, request_id: str, content: str, *args: Any, **kwargs: Any) -> dict:
+        return super()._build_completion(request_id, until_stop(content, current().stop), *args, **kwargs)
 
 
 class _Completion(_Checked, CompletionHandler):

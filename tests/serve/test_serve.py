@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import http.client
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,100 +19,20 @@ pytest.importorskip("transformers")
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 pytest.importorskip("openai")
+pytest.importorskip("prometheus_client")
 
 import openai
-import uvicorn
 
-from polymoe.engines.transformers import load
 from polymoe.engines.transformers_server import Limits, ModelServer
 from polymoe.errors import ArgumentError, CheckpointNotFound, UnsupportedProblem
-from polymoe.serve import Gate, bind, serve
-
-MODELS = Path(__file__).parents[1] / "models"
-CHECKPOINT = MODELS / "sums-gpt-oss-mxfp4"
-HELDOUT = [json.loads(line) for line in (MODELS / "sums-heldout.jsonl").read_text().splitlines()]
-KEY = "a key, and a long one"
-BYTES = 20_000
-CONTEXT = 256
-UNENDING = {"logit_bias": {"1": -100}}  # the end token, so that answers fill the context
-
-
-@dataclass
-class Reply:
-    """What came back: status, headers, body."""
-
-    status: int
-    headers: Any
-    text: str
-
-    def json(self) -> Any:
-        return json.loads(self.text)
-
-
-@dataclass
-class Running:
-    """A server in a thread of this process, and how many forward passes its model has made."""
-
-    port: int
-    model: Any
-    tokenizer: Any
-    steps: int = 0
-    seconds_a_step: float = 0.0
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def client(self, key: str = KEY) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
-
-    def get(self, path: str, headers: dict[str, str] | None = None) -> Reply:
-        return self._send("GET", path, None, headers or {}, 60)
-
-    def post(self, path: str, body: dict[str, Any] | bytes | Iterable[bytes], timeout: float = 60) -> Reply:
-        headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-        content = json.dumps(body).encode() if isinstance(body, dict) else body
-        return self._send("POST", path, content, headers, timeout)
-
-    def _send(self, method: str, path: str, content: Any, headers: dict[str, str], timeout: float) -> Reply:
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)) as connection:
-            connection.request(method, path, content, headers)
-            answer = connection.getresponse()
-            return Reply(answer.status, answer.headers, answer.read().decode())
-
-    @contextlib.contextmanager
-    def slow(self, seconds_a_step: float) -> Iterator[None]:
-        self.seconds_a_step = seconds_a_step
-        yield
-        self.seconds_a_step = 0.0
+from polymoe.serve import bind, serve
+from serving import BYTES, CHECKPOINT, CONTEXT, HELDOUT, KEY, UNENDING, Running, running_server, user
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    model, tokenizer = load(CHECKPOINT, device="cpu", backend="reference")
-    served = ModelServer(model, tokenizer, name="sums")
-    with bind("127.0.0.1", 0) as listener:
-        running = Running(listener.getsockname()[1], model, tokenizer)
-
-        def count(*_: Any) -> None:
-            running.steps += 1
-            time.sleep(running.seconds_a_step)
-
-        model.register_forward_pre_hook(count)
-        gate = Gate(served.app, api_key=KEY, max_request_bytes=BYTES)
-        behind = uvicorn.Server(uvicorn.Config(gate, log_level="warning", timeout_graceful_shutdown=1))
-        thread = threading.Thread(target=behind.run, kwargs={"sockets": [listener]})
-        thread.start()
-        while not behind.started:
-            time.sleep(0.02)
+    with running_server() as running:
         yield running
-        behind.should_exit = True
-        thread.join()
-        served.close()
-
-
-def user(content: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": content}]
 
 
 # --- Answers --------------------------------------------------------------------------------------------------------
@@ -174,7 +90,8 @@ def test_goes_on_after_the_end_token_when_asked_to(server: Running) -> None:
             ("/v1/chat/completions", {"messages": user("1+2")}),
         ):
             answer = server.post(path, {**body, **said})
-            last = [line for line in answer.text.splitlines() if line][-1].removeprefix("data: ")
+            assert answer.text.endswith("data: [DONE]\n\n") == stream
+            last = answer.text.removesuffix("data: [DONE]\n\n").split("data: ")[-1]
             assert json.loads(last)["usage"]["completion_tokens"] == 20
             assert json.loads(last)["choices"][0]["finish_reason"] == "length"
     short = server.client().completions.create(model="sums", prompt="1+2=", extra_body={"ignore_eos": False})
@@ -299,6 +216,12 @@ def test_a_request_in_chunks_counts_as_a_whole(server: Running) -> None:
         ({}, "prompt must be a string"),
         ({"prompt": ["1+2="]}, "prompt must be a string"),
         ({"prompt": "1+2=", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "1+2=", "max_tokens": CONTEXT}, "may have 255 tokens at most"),
+        ({"prompt": "1+2=", "max_tokens": 10**6}, "max_tokens is 1000000"),
+        ({"prompt": "1+2=", "max_tokens": 10**40}, "max_tokens"),
+        ({"prompt": "1+2=", "temprature": 1}, "unknown parameter: 'temprature'"),
+        ({"prompt": "1+2=", "messages": []}, "unknown parameter: 'messages'"),
+        ({"prompt": "1+2=", "presence_penalty": 1}, "presence_penalty"),
         ({"prompt": "1+2=", "max_tokens": "many"}, "max_tokens"),
         ({"prompt": "1+2=", "max_tokens": True}, "max_tokens"),
         ({"prompt": "1+2=", "temperature": -1}, "temperature"),
@@ -316,6 +239,7 @@ def test_a_request_in_chunks_counts_as_a_whole(server: Running) -> None:
         ({"prompt": "1+2=", "seed": -1}, "seed"),
         ({"prompt": "1+2=", "stop": [1]}, "stop"),
         ({"prompt": "1+2=", "stop": []}, "stop"),
+        ({"prompt": "1+2=", "stop": ["3", ""]}, "stop"),
         ({"prompt": "1+2=", "stop": 7}, "stop"),
         ({"prompt": "1+2=", "stream": "yes"}, "stream"),
         ({"prompt": "1+2=", "suffix": 1}, "suffix"),
@@ -328,6 +252,13 @@ def test_a_wrong_completion_request_is_refused(server: Running, body: dict[str, 
     refused = server.post("/v1/completions", {"model": "sums", **body})
     assert refused.status == 400
     assert says in refused.json()["error"]["message"]
+    assert refused.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_the_field_at_fault_is_named(server: Running) -> None:
+    for field, code in (("nonsense", "unknown_parameter"), ("temperature", None)):
+        error = server.post("/v1/completions", {"prompt": "1+2=", field: "x"}).json()["error"]
+        assert (error["param"], error["code"]) == (field, code)
 
 
 @pytest.mark.parametrize(
@@ -342,6 +273,12 @@ def test_a_wrong_completion_request_is_refused(server: Running, body: dict[str, 
         ({"messages": [{"role": "user", "content": [{"text": "1+2"}]}]}, "content"),
         ({"messages": [{"role": "user", "tool_calls": [{}]}]}, "tool call"),
         ({"messages": user("1+2"), "max_completion_tokens": -5}, "max_completion_tokens"),
+        ({"messages": user("1+2"), "max_completion_tokens": 5000}, "max_completion_tokens is 5000"),
+        ({"messages": user("1+2"), "prompt": "1+2="}, "unknown parameter: 'prompt'"),
+        ({"messages": user("1+2"), "response_format": {"type": "json_object"}}, "response_format"),
+        ({"messages": user("1+2"), "tool_choice": "required"}, "tool_choice"),
+        ({"messages": user("1+2"), "top_logprobs": 5}, "top_logprobs"),
+        ({"messages": user("1+2"), "logit_bias": {"1" * 5000: 1}}, "logit_bias"),
         ({"messages": user("1+2"), "logit_bias": {"1": "much"}}, "logit_bias"),
         ({"messages": user("1+2"), "logit_bias": {"one": 1}}, "logit_bias"),
         ({"messages": user("1+2"), "logit_bias": {"16": 1}}, "logit_bias"),
@@ -402,7 +339,9 @@ def test_an_address_that_is_not_ours_is_said(host: str, port: int, tmp_path: Pat
         serve(tmp_path / "no checkpoint", host=host, port=port)
 
 
-@pytest.mark.parametrize("wrong", [{"api_key": ""}, {"max_tokens": 0}, {"max_request_bytes": 0}], ids=str)
+@pytest.mark.parametrize(
+    "wrong", [{"api_key": ""}, {"max_tokens": 0}, {"max_request_bytes": 0}, {"max_concurrent_requests": 0}], ids=str
+)
 def test_empty_limits_are_refused(wrong: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="at least 1"):
         serve(tmp_path / "no checkpoint", port=0, **wrong)

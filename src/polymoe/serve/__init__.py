@@ -2,35 +2,28 @@
 
 :func:`serve` runs until it is told to stop. The model and its endpoints are
 :class:`~polymoe.engines.transformers_server.ModelServer`'s; here is what stands between it and the network: the
-listening socket, the API key, the size of requests, clients that go away, and a clean end.
+listening socket, the :class:`~polymoe.serve.gate.Gate`, and a clean end.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
-import json
 import logging
 import signal
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from polymoe.errors import ArgumentError, MissingDependency
 
-__all__ = ["Gate", "bind", "serve"]
+__all__ = ["bind", "serve"]
 
 log = logging.getLogger("polymoe")
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-
-GRACE_S = 2
-"""How long answers that are under way may go on after SIGTERM before they are cut short."""
+_END_S = 0.75
+"""How long answers have to come to their end once they are cut short; and the model, to rest."""
 
 
 def serve(
@@ -45,10 +38,13 @@ def serve(
     device: str = "auto",
     max_tokens: int | None = None,
     max_request_bytes: int = 4 * 2**20,
+    max_concurrent_requests: int = 128,
+    grace_s: float = 1.5,
     continuous_batching: bool = False,
+    profile: str | Path | None = None,
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve the checkpoint at ``path`` until SIGTERM or Ctrl-C. Answers under way are then cut short after two seconds.
+    """Serve the checkpoint at ``path`` until SIGTERM or Ctrl-C, which refuses new requests and ends those under way.
 
     Args:
         path: a checkpoint's directory or a Hub id.
@@ -58,7 +54,10 @@ def serve(
         backend, role, device: as in :func:`polymoe.engines.transformers.load`.
         max_tokens: most tokens of one answer; None is what fits in the model's context.
         max_request_bytes: larger requests are refused with 413.
+        max_concurrent_requests: generations that run or wait; more are refused with 429.
+        grace_s: how long answers under way may go on after SIGTERM before they are cut short.
         continuous_batching: let requests share forward passes (CUDA only); otherwise they run one after the other.
+        profile: a directory for profiler traces, and with it ``/start_profile`` and ``/stop_profile``.
         on_ready: called with the server's URL once it answers.
 
     Raises:
@@ -71,13 +70,18 @@ def serve(
         from transformers.utils.logging import set_verbosity_error
     except ImportError as error:
         raise MissingDependency("polymoe serve", got=str(error), hint="pip install 'polymoe[serve]'") from error
+    from polymoe.engines.profiling import add_profiler, check_directory
     from polymoe.engines.transformers import load
     from polymoe.engines.transformers_server import ModelServer
+    from polymoe.serve.gate import Gate
 
-    if api_key == "" or max_request_bytes < 1 or (max_tokens is not None and max_tokens < 1):
+    limits = (max_request_bytes, max_concurrent_requests, 1 if max_tokens is None else max_tokens)
+    if api_key == "" or min(limits) < 1 or grace_s < 0:
         raise ArgumentError(
             "serve", expected="a key that is not empty, limits of at least 1", got="an empty key or limit"
         )
+    if profile is not None:
+        check_directory(Path(profile))
     with bind(host, port) as listener:
         if api_key is None and not _is_loopback(listener):
             log.warning("%s can be reached from other machines, and there is no API key", host)
@@ -90,6 +94,15 @@ def serve(
             max_tokens=max_tokens,
             continuous_batching=continuous_batching,
         )
+        if profile is not None:
+            add_profiler(served.app, Path(profile))
+        gate = Gate(
+            served.app,
+            metrics=served.metrics,
+            api_key=api_key,
+            max_request_bytes=max_request_bytes,
+            max_concurrent_requests=max_concurrent_requests,
+        )
 
         class Server(uvicorn.Server):
             async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -98,19 +111,21 @@ def serve(
                     on_ready(_url(listener))
 
             async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-                asyncio.get_running_loop().call_later(GRACE_S, served.end)
+                gate.close()
+                asyncio.get_running_loop().call_later(grace_s, served.end)
                 await super().shutdown(sockets)
 
         config = uvicorn.Config(
-            Gate(served.app, api_key=api_key, max_request_bytes=max_request_bytes),
+            gate,
             log_level="warning",
             access_log=False,
             server_header=False,
-            timeout_graceful_shutdown=2 * GRACE_S,  # for answers that even then do not end
+            timeout_keep_alive=30,  # longer than clients keep a connection: who closes first may not be answering
+            timeout_graceful_shutdown=grace_s + _END_S,  # type: ignore[arg-type]  # for answers that do not end
         )
         with _signals_end_here():
             Server(config).run(sockets=[listener])
-            served.close()
+            served.close(_END_S)
 
 
 @contextmanager
@@ -143,89 +158,6 @@ def bind(host: str, port: int) -> Iterator[socket.socket]:
                 hint="--port 0 takes any free port",
             ) from error
         yield listener
-
-
-class Gate:
-    """ASGI middleware in front of the application: API key, request size, and watching whether the client is there.
-
-    A request is read as a whole before the application sees it. From then on the connection is watched, and
-    :data:`~polymoe.engines.transformers_server.CLIENT_GONE` set when it closes.
-    """
-
-    def __init__(self, app: Any, *, api_key: str | None, max_request_bytes: int) -> None:
-        self._app = app
-        self._key = None if api_key is None else api_key.encode()
-        self._limit = max_request_bytes
-
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-        elif not self._admits(scope):
-            await _answer(send, 401, "wrong or missing API key", kind="authentication_error")
-        elif (body := await self._read(receive)) is None:
-            await _answer(send, 413, f"a request may have {self._limit} bytes at most")
-        else:
-            await self._pass_on(scope, body, receive, send)
-
-    def _admits(self, scope: Message) -> bool:
-        if self._key is None or scope["path"] == "/health":
-            return True
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        scheme, _, key = given.partition(b" ")
-        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key)
-
-    async def _read(self, receive: Receive) -> bytes | None:
-        """The body, or None if it is too large. What is too much is read too, up to a point: a client that still writes
-        would see a broken connection instead of the answer."""
-        parts: list[bytes] = []
-        size = 0
-        while size <= 16 * self._limit:
-            message = await receive()
-            part = message.get("body", b"")
-            size += len(part)
-            if size <= self._limit:
-                parts.append(part)
-            if not message.get("more_body", False):
-                break
-        return b"".join(parts) if size <= self._limit else None
-
-    async def _pass_on(self, scope: Message, body: bytes, receive: Receive, send: Send) -> None:
-        from polymoe.engines.transformers_server import CLIENT_GONE
-
-        gone, disconnected = threading.Event(), asyncio.Event()
-        messages = iter([{"type": "http.request", "body": body, "more_body": False}])
-
-        async def watch() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-            gone.set()
-            disconnected.set()
-
-        async def replay() -> Message:
-            for message in messages:
-                return message
-            await disconnected.wait()
-            return {"type": "http.disconnect"}
-
-        watcher = asyncio.create_task(watch())
-        token = CLIENT_GONE.set(gone)
-        try:
-            await self._app(scope, replay, send)
-        finally:
-            # Also after an answer cut short by the server's end: nobody reads what would still be generated.
-            gone.set()
-            CLIENT_GONE.reset(token)
-            watcher.cancel()
-
-
-async def _answer(send: Send, status: int, message: str, *, kind: str = "invalid_request_error") -> None:
-    from polymoe.engines.openai_requests import error_body
-
-    body = json.dumps(error_body(message, kind=kind)).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    headers += [(b"www-authenticate", b"Bearer")] if status == 401 else []
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
 
 
 @contextmanager

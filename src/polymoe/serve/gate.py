@@ -1,0 +1,182 @@
+"""The gate before the server's application: who may come in, how many at once, and whether they are still there."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from polymoe.engines.in_flight import IN_FLIGHT, InFlight
+from polymoe.engines.openai_requests import error_body
+from polymoe.engines.server_metrics import ServerMetrics
+
+__all__ = ["Gate"]
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+GENERATING = ("/v1/chat/completions", "/v1/completions")
+COUNTED = (*GENERATING, "/v1/models", "/health", "/metrics")
+BODY_S = 60.0
+"""How long a client may take to send a request."""
+
+
+class _Refused(Exception):
+    """An answer of the gate itself."""
+
+    def __init__(self, status: int, message: str, *, kind: str = "invalid_request_error", **headers: str) -> None:
+        self.status, self.message, self.kind, self.headers = status, message, kind, headers
+
+
+class _Left(Exception):
+    """The client closed the connection before its request was complete."""
+
+
+class Gate:
+    """ASGI middleware: API key, size and number of requests, and watching whether the client is there.
+
+    A request is read as a whole before the application sees it. From then on the connection is watched, and
+    :meth:`~polymoe.engines.in_flight.InFlight.leave` called when it closes.
+
+    Args:
+        app: the application.
+        metrics: counts requests, and holds those in flight.
+        api_key: the bearer token for everything but ``/health``; None for none.
+        max_request_bytes: of a request's body.
+        max_concurrent_requests: of generations, running or waiting.
+    """
+
+    def __init__(
+        self,
+        app: Any,
+        *,
+        metrics: ServerMetrics,
+        api_key: str | None,
+        max_request_bytes: int,
+        max_concurrent_requests: int = 128,
+    ) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._key = None if api_key is None else _digest(api_key.encode())
+        self._bytes, self._requests = max_request_bytes, max_concurrent_requests
+        self._closed = False
+
+    def close(self) -> None:
+        """Refuse every request from now on, with 503; those that are in go on."""
+        self._closed = True
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request, status, complete = InFlight(), 499, False
+
+        async def watched_send(message: Message) -> None:
+            nonlocal status, complete
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            elif not message.get("more_body", False):
+                complete = not request.gone.is_set()  # the end of an answer that nobody reads is none
+            await send(message)
+
+        try:
+            await self._handle(request, scope, receive, watched_send)
+        except _Refused as refused:
+            await _answer(watched_send, refused)
+        except _Left:
+            pass
+        finally:
+            # Also after an answer cut short by the server's end: nobody reads what would still be generated.
+            request.leave()
+            path = scope["path"] if scope["path"] in COUNTED else "other"
+            self._metrics.answered(request, path, status if complete else 499)
+
+    async def _handle(self, request: InFlight, scope: Message, receive: Receive, send: Send) -> None:
+        refused = self._refuses(scope)
+        if refused is None and scope["path"] in GENERATING:
+            self._metrics.in_flight.add(request)
+        try:
+            # What is refused is read too: a client that still writes would see a broken connection, not the answer.
+            body = await asyncio.wait_for(self._read(receive, keep=refused is None), BODY_S)
+        except asyncio.TimeoutError:
+            raise _Refused(408, f"a request must be there within {BODY_S:.0f} s", connection="close") from None
+        if refused is not None:
+            raise refused
+        await self._pass_on(request, scope, body, receive, send)
+
+    def _refuses(self, scope: Message) -> _Refused | None:
+        if self._closed:
+            return _Refused(503, "the server is stopping", kind="server_error", retry_after="5", connection="close")
+        if not self._admits(scope):
+            kind, scheme = "authentication_error", "Bearer"
+            return _Refused(401, "wrong or missing API key", kind=kind, www_authenticate=scheme)
+        if scope["path"] in GENERATING and len(self._metrics.in_flight) >= self._requests:
+            message = f"{self._requests} requests are running or waiting; try again"
+            return _Refused(429, message, kind="rate_limit_error", retry_after="1")
+        return None
+
+    def _admits(self, scope: Message) -> bool:
+        if self._key is None or scope["path"] == "/health":
+            return True
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        scheme, _, key = given.partition(b" ")
+        # Digests are of one length, whatever the key's: the time tells nothing.
+        return hmac.compare_digest(_digest(key.strip()), self._key) and scheme.lower() == b"bearer"
+
+    async def _read(self, receive: Receive, *, keep: bool) -> bytes:
+        """The body; nothing if it is not to be kept. What is too much is read too, up to a point."""
+        parts: list[bytes] = []
+        size = 0
+        while size <= 16 * self._bytes:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise _Left
+            part = message.get("body", b"")
+            size += len(part)
+            if keep and size <= self._bytes:
+                parts.append(part)
+            if not message.get("more_body", False):
+                break
+        if keep and size > self._bytes:
+            raise _Refused(413, f"a request may have {self._bytes} bytes at most")
+        return b"".join(parts)
+
+    async def _pass_on(self, request: InFlight, scope: Message, body: bytes, receive: Receive, send: Send) -> None:
+        disconnected = asyncio.Event()
+        messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            request.leave()
+            disconnected.set()
+
+        async def replay() -> Message:
+            for message in messages:
+                return message
+            await disconnected.wait()
+            return {"type": "http.disconnect"}
+
+        watcher = asyncio.create_task(watch())
+        token = IN_FLIGHT.set(request)
+        try:
+            await self._app(scope, replay, send)
+        finally:
+            IN_FLIGHT.reset(token)
+            watcher.cancel()
+
+
+async def _answer(send: Send, refused: _Refused) -> None:
+    body = json.dumps(error_body(refused.message, kind=refused.kind)).encode()
+    headers = {"content-type": "application/json", "content-length": str(len(body)), **refused.headers}
+    encoded = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": refused.status, "headers": encoded})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

@@ -1,0 +1,276 @@
+"""The gate: how many requests are in, what becomes of those whose client leaves, what is counted, and closing it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+pytest.importorskip("openai")
+pytest.importorskip("prometheus_client")
+
+from polymoe.serve import gate as gates
+from serving import KEY, Reply, Running, running_server, user
+
+PLACES = 4
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running_server(max_concurrent_requests=PLACES) as running:
+        yield running
+
+
+def head(length: int) -> bytes:
+    """A request's head, for a body of ``length`` bytes."""
+    lines = ("POST /v1/completions HTTP/1.1", "host: x", f"authorization: Bearer {KEY}", f"content-length: {length}")
+    return "\r\n".join([*lines, "content-type: application/json", "", ""]).encode()
+
+
+def in_flight(server: Running) -> tuple[int, int]:
+    """Generations that run, and that wait."""
+    requests = list(server.served.metrics.in_flight)
+    return sum(r.running for r in requests), sum(not r.running for r in requests)
+
+
+@contextlib.contextmanager
+def client(server: Running, body: dict[str, Any]) -> Iterator[socket.socket]:
+    """A connection on which a request was sent; leaving the block closes it."""
+    content = json.dumps({"model": "sums", **body}).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ncontent-type: application/json\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+        yield connection
+
+
+def ask(server: Running, replies: list[Reply], **body: Any) -> threading.Thread:
+    """A request in a thread, whose reply is added to ``replies``."""
+    request = {"prompt": "1+2=", "max_tokens": 4, "ignore_eos": True, **body}
+    thread = threading.Thread(target=lambda: replies.append(server.post("/v1/completions", request)))
+    thread.start()
+    return thread
+
+
+# --- How many -------------------------------------------------------------------------------------------------------
+
+
+def test_more_than_there_is_room_for_are_refused_with_429(server: Running) -> None:
+    replies: list[Reply] = []
+    with server.slow(0.1):
+        threads = [ask(server, replies) for _ in range(PLACES)]
+        server.until(lambda: in_flight(server) == (1, PLACES - 1))
+        refused = server.post("/v1/completions", {"prompt": "1+2="})
+        assert refused.status == 429
+        assert refused.headers["retry-after"] == "1"
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert server.get("/health").status == 200  # which needs no room
+        for thread in threads:
+            thread.join()
+    assert [reply.status for reply in replies] == [200] * PLACES
+    assert server.post("/v1/completions", {"prompt": "1+2="}).json()["choices"][0]["text"] == "3"
+
+
+def test_a_burst_gets_answers_or_429(server: Running) -> None:
+    replies: list[Reply] = []
+    with server.slow(0.02):
+        for thread in [ask(server, replies) for _ in range(40)]:
+            thread.join()
+    statuses = [reply.status for reply in replies]
+    assert set(statuses) == {200, 429}
+    assert statuses.count(200) >= PLACES
+    server.until(lambda: in_flight(server) == (0, 0))
+
+
+def test_a_refused_request_leaves_its_connection_open(server: Running) -> None:
+    """A client keeps its connection for the next try; what was refused must have been read to its end."""
+    import http.client
+
+    replies: list[Reply] = []
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    body = json.dumps({"prompt": "1+2=", "user": "x" * 10_000})
+    with server.slow(0.1), contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port)) as connection:
+        threads = [ask(server, replies) for _ in range(PLACES)]
+        server.until(lambda: in_flight(server) == (1, PLACES - 1))
+        for _ in range(3):
+            connection.request("POST", "/v1/completions", body, headers)
+            answer = connection.getresponse()
+            assert (answer.status, bool(answer.read())) == (429, True)
+        port = connection.sock.getsockname()[1]
+        for thread in threads:
+            thread.join()
+        connection.request("POST", "/v1/completions", body, headers)
+        assert connection.getresponse().status == 200
+        assert connection.sock.getsockname()[1] == port
+
+
+# --- Clients that leave ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_while_waiting_gives_up_the_place(server: Running, stream: bool) -> None:
+    with server.slow(0.1), contextlib.ExitStack() as stack:
+        stack.enter_context(client(server, {"prompt": "1+2=", "max_tokens": 60, "ignore_eos": True}))
+        server.until(lambda: in_flight(server) == (1, 0))
+        with contextlib.ExitStack() as waiting:
+            for _ in range(PLACES - 1):
+                waiting.enter_context(client(server, {"prompt": "9+9=", "stream": stream}))
+            server.until(lambda: in_flight(server) == (1, PLACES - 1))
+        # The first still runs: those behind it are gone at once, not when their turn comes.
+        server.until(lambda: in_flight(server) == (1, 0), 2)
+        assert not server.served._generation._sequential._line._calls
+        before = server.steps
+    server.until(lambda: in_flight(server) == (0, 0), 2)
+    assert server.steps - before < 5  # nobody's prompt was computed
+
+
+def test_who_leaves_while_sending_is_not_heard(server: Running) -> None:
+    before = server.steps
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(head(100) + b'{"prompt": "1+2="')
+        server.until(lambda: in_flight(server) == (0, 1))
+    server.until(lambda: in_flight(server) == (0, 0), 2)
+    assert server.steps == before
+
+
+def test_who_never_finishes_a_request_is_refused(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gates, "BODY_S", 0.2)
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(head(100) + b"{")
+        assert connection.recv(100).startswith(b"HTTP/1.1 408 ")
+    server.until(lambda: in_flight(server) == (0, 0))
+
+
+# --- What is counted ------------------------------------------------------------------------------------------------
+
+
+def test_metrics_need_the_key(server: Running) -> None:
+    assert server.get("/metrics").status == 401
+    assert server.get("/metrics", {"Authorization": f"Bearer {KEY}"}).headers["content-type"].startswith("text/plain")
+
+
+def test_tokens_and_times_are_counted(server: Running) -> None:
+    names = (
+        "polymoe_prompt_tokens_total",
+        "polymoe_generation_tokens_total",
+        "polymoe_request_seconds_count",
+        "polymoe_queue_seconds_count",
+        "polymoe_time_to_first_token_seconds_count",
+        "polymoe_time_per_output_token_seconds_count",
+    )
+    before = [server.metric(name) for name in names]
+    for stream in (False, True):
+        server.post("/v1/completions", {"prompt": "498-971=", "stream": stream})
+        server.post("/v1/chat/completions", {"messages": user("498-971="), "stream": stream})
+    server.until(lambda: in_flight(server) == (0, 0))
+    gained = [server.metric(name) - old for name, old in zip(names, before, strict=True)]
+    assert gained == [4 * 8, 4 * len("-473$"), 4, 4, 4, 4]
+    total, first = (server.metric(f"polymoe_{name}_seconds_sum") for name in ("request", "time_to_first_token"))
+    assert 0 < first < total
+
+
+def test_requests_are_counted_by_status(server: Running) -> None:
+    def count(path: str, status: int) -> float:
+        return server.metric("polymoe_requests_total", path=path, status=str(status))
+
+    calls = (
+        ("/v1/completions", 200, lambda: server.post("/v1/completions", {"prompt": "1+2="})),
+        ("/v1/completions", 400, lambda: server.post("/v1/completions", {})),
+        ("/v1/models", 401, lambda: server.get("/v1/models")),
+        ("other", 404, lambda: server.get("/etc/passwd", {"Authorization": f"Bearer {KEY}"})),
+    )
+    for path, status, call in calls:
+        before = count(path, status)
+        assert call().status == status
+        server.until(lambda: count(path, status) == before + 1)  # noqa: B023
+    before = count("/v1/completions", 499)
+    with server.slow(0.05), client(server, {"prompt": "1+2=", "stream": True, "ignore_eos": True}) as connection:
+        connection.recv(100)
+    server.until(lambda: count("/v1/completions", 499) == before + 1)
+
+
+def test_what_runs_and_waits_is_seen(server: Running) -> None:
+    replies: list[Reply] = []
+    with server.slow(0.1):
+        threads = [ask(server, replies) for _ in range(3)]
+        server.until(lambda: in_flight(server) == (1, 2))
+        assert server.metric("polymoe_requests_running") == 1
+        assert server.metric("polymoe_requests_waiting") >= 1
+        for thread in threads:
+            thread.join()
+    assert server.metric("polymoe_requests_running") == server.metric("polymoe_requests_waiting") == 0
+
+
+def test_the_backend_in_use_is_told(server: Running) -> None:
+    labels = {"model": "sums", "backend": "reference", "layout": "natural", "tokens": "1+"}
+    assert server.metric("polymoe_backend_info", **labels) == 4
+    assert server.metric("process_resident_memory_bytes") > 1e6
+
+
+# --- Closing --------------------------------------------------------------------------------------------------------
+
+
+def test_a_closed_gate_lets_those_in_finish_and_nobody_else_in() -> None:
+    replies: list[Reply] = []
+    with running_server() as server, server.slow(0.05):
+        threads = [ask(server, replies) for _ in range(2)]
+        server.until(lambda: in_flight(server) == (1, 1))
+        server.gate.close()
+        for path in ("/v1/completions", "/health", "/v1/models"):
+            refused = server.post(path, {"prompt": "1+2="})
+            assert refused.status == 503
+            assert refused.headers["connection"] == "close"
+            assert "stopping" in refused.json()["error"]["message"]
+        for thread in threads:
+            thread.join()
+        assert [reply.status for reply in replies] == [200, 200]
+
+
+def test_the_end_cuts_the_running_answer_short_and_refuses_those_that_wait() -> None:
+    replies: list[Reply] = []
+    with running_server() as server, server.slow(0.05):
+        threads = [ask(server, replies, max_tokens=200)]
+        server.until(lambda: in_flight(server) == (1, 0))
+        threads += [ask(server, replies, max_tokens=200) for _ in range(3)]
+        server.until(lambda: in_flight(server) == (1, 3))
+        time.sleep(0.2)
+        start = time.monotonic()
+        server.served.end()
+        for thread in threads:
+            thread.join()
+        assert time.monotonic() - start < 2
+        assert sorted(reply.status for reply in replies) == [200, 503, 503, 503]
+        short = next(reply for reply in replies if reply.status == 200).json()
+        assert 0 < short["usage"]["completion_tokens"] < 100
+
+
+def test_the_time_that_a_key_takes_is_that_of_its_digest() -> None:
+    """Two digests of one length are compared, never the keys."""
+    gate = gates.Gate(None, metrics=None, api_key="k", max_request_bytes=1)  # type: ignore[arg-type]
+    assert gate._key is not None
+    assert len(gate._key) == 32
+    for key, admitted in ((b"k", True), (b"", False), (b"K", False), (b"k" * 10_000, False), (b"\xff", False)):
+        scope = {"path": "/v1/models", "headers": [(b"authorization", b"bearer " + key)]}
+        assert gate._admits(scope) is admitted
+
+
+def test_other_protocols_pass() -> None:
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope)
+
+    gate = gates.Gate(app, metrics=None, api_key="k", max_request_bytes=1)  # type: ignore[arg-type]
+    asyncio.run(gate({"type": "lifespan"}, None, None))  # type: ignore[arg-type]
+    assert seen == [{"type": "lifespan"}]
