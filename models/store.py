@@ -63,7 +63,7 @@ def store(
         if match := EXPERTS.fullmatch(name):
             experts.setdefault(int(match[2]), {})[match[3]] = value.float()
             continue
-        stored = _renamed(name, renames)
+        stored = renamed(name, renames)
         module = stored.rpartition(".")[0]
         scheme = quantization.scheme(module)
         owner = name.removesuffix(".weight")
@@ -140,7 +140,7 @@ def _input_scale(largest: float | None, scheme: Scheme) -> Tensor | None:
     return torch.tensor(largest / steps)
 
 
-def _renamed(name: str, renames: Sequence[tuple[str, str]]) -> str:
+def renamed(name: str, renames: Sequence[tuple[str, str]]) -> str:
     for pattern, replacement in renames:
         name = re.sub(pattern, replacement, name)
     return name
