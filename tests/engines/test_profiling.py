@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,13 @@ def test_one_at_a_time(client: TestClient) -> None:
         assert (refused.status_code, refused.json()["error"]["message"]) == (409, "a profile runs already")
         assert client.post("/stop_profile").status_code == 200
         assert client.get("/start_profile").status_code == 405
+
+
+def test_serve_refuses_before_it_loads(cli: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    code, out, err = cli("serve", tmp_path / "no checkpoint", "--profile", tmp_path / "file")
+    assert (code, out) == (1, "")
+    assert "--profile: expected a directory for traces" in err
 
 
 def test_a_directory_is_made_or_refused(tmp_path: Path) -> None:

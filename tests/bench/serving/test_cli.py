@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -74,7 +75,7 @@ def test_percentiles_under_load(bench: Cli, tmp_path: Path, load: str, mode: str
     code, stdout, _ = bench(load, 20, 40, "--requests", 8, *SMALL, "--markdown", md, "--plot", png, "--json")
     found = json.loads(stdout)
     assert (code, [(r["mode"], r["load"], r["requests"]) for r in found]) == (0, [(mode, 20, 8), (mode, 40, 8)])
-    assert 0.02e6 <= found[0]["ttft_us"]["p50"] <= found[0]["ttft_us"]["p90"] <= found[0]["ttft_us"]["p99"] < 0.2e6
+    assert 0.02e6 <= found[0]["ttft_us"]["p50"] <= found[0]["ttft_us"]["p90"] <= found[0]["ttft_us"]["p99"] < 0.5e6
     header = md.read_text().splitlines()[2]
     assert header.startswith(f"| {heading} | input |")
     assert "TTFT p50 / p90 / p99 (ms)" in header
@@ -241,7 +242,8 @@ def test_polymoes_own_server(cli: Cli, tmp_path: Path) -> None:
     """The command of the documentation, with answers as long as asked and inputs as the server counts them."""
     pytest.importorskip("uvicorn")
     served = subprocess.Popen(
-        [sys.executable, "-m", "polymoe", "serve", str(SUMS), "--device", "cpu", "--port", "0"],
+        [sys.executable, "-m", "polymoe", "serve", str(SUMS), "--device", "cpu", "--port", "0",
+         "--profile", str(tmp_path / "traces")],
         stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     try:
@@ -261,6 +263,11 @@ def test_polymoes_own_server(cli: Cli, tmp_path: Path) -> None:
                               "--input-len", 64, "--output-len", 16, "--json")  # fmt: skip
         (r,) = json.loads(stdout)
         assert (code, r["answered"], r["input_tokens"], r["output_tokens"]) == (0, 4, 256, 64)
+        sizes = ("--batch-size", 1, "--input-len", 64, "--output-len", 16)
+        code, _, stderr = cli("bench", "serve", "--server", url, *sizes, "--profile")
+        (trace,) = (tmp_path / "traces").iterdir()
+        assert (code, str(trace) in stderr) == (0, True)
+        assert b"aten::mm" in gzip.decompress(trace.read_bytes())  # the model's, on a thread of its own
     finally:
         served.terminate()
         served.communicate(timeout=30)

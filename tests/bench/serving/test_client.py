@@ -48,9 +48,9 @@ def test_tokens_come_when_they_come(chat: bool) -> None:
     assert (answer.prompt_tokens, answer.completion_tokens, answer.finish_reason) == (4, 12, "length")
     assert answer.text == " word" * 12
     assert len(answer.chunks) == 12
-    assert 0.15 <= answer.chunks[0] - answer.sent < 0.25
-    assert 11 * 0.03 - 0.02 <= answer.chunks[-1] - answer.chunks[0] < 11 * 0.03 + 0.1
-    assert answer.chunks[-1] <= answer.ended < answer.chunks[-1] + 0.1
+    assert 0.15 <= answer.chunks[0] - answer.sent < 0.4
+    assert 11 * 0.03 - 0.1 <= answer.chunks[-1] - answer.chunks[0] < 11 * 0.03 + 0.3
+    assert answer.chunks[-1] <= answer.ended < answer.chunks[-1] + 0.3
 
 
 def test_a_server_that_does_not_stream() -> None:
