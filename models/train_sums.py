@@ -200,8 +200,9 @@ def train(family: Family, heldout: list[Question], args: argparse.Namespace, log
             rounds = exact_match(model, test_table)
             set_rounded(model, now_rounded)
             log(
-                f"step {count:5d}  {time.perf_counter() - start:5.1f} s  loss {step.loss.item():.5f}  least-used "
-                f"expert {step.least.item():.2f} of an even share  exact match: float {floats:6.2f}, rounded {rounds:6.2f}"
+                f"step {count:5d}  {time.perf_counter() - start:5.1f} s  loss {step.loss.item():.5f}  "
+                f"least-used expert {step.least.item():.2f} of an even share  "
+                f"exact match: float {floats:6.2f}, rounded {rounds:6.2f}"
             )
         rounded = now_rounded
     return model
