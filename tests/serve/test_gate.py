@@ -255,6 +255,34 @@ def test_the_end_cuts_the_running_answer_short_and_refuses_those_that_wait() -> 
         assert 0 < short["usage"]["completion_tokens"] < 100
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_does_not_end_is_cut(stream: bool) -> None:
+    replies: list[Reply] = []
+    with running_server() as server, server.slow(0.0):
+        threads = [ask(server, replies, max_tokens=200, stream=stream)]
+        server.until(lambda: server.steps > 3)
+        server.seconds_a_step = 1.5
+        threads.append(ask(server, replies, stream=stream))
+        server.until(lambda: in_flight(server) == (1, 1))
+        time.sleep(0.2)
+        start = time.monotonic()
+        server.gate.cut()
+        for thread in threads:
+            thread.join()
+        assert time.monotonic() - start < 1
+        assert in_flight(server) == (0, 0)
+        server.seconds_a_step = 0.0
+    message = "the server has stopped"
+    if stream:
+        assert [reply.status for reply in replies] == [200, 200]
+        events = [reply.text.split("\n\n") for reply in replies]
+        assert all(json.loads(e[-3].removeprefix("data: "))["error"]["message"] == message for e in events)
+        assert all(e[-2:] == ["data: [DONE]", ""] for e in events)
+        assert sorted(len(e) > 3 for e in events) == [False, True]
+    else:
+        assert [(r.status, r.json()["error"]["message"]) for r in replies] == [(503, message)] * 2
+
+
 def test_the_time_that_a_key_takes_is_that_of_its_digest() -> None:
     """Two digests of one length are compared, never the keys."""
     gate = gates.Gate(None, metrics=None, api_key="k", max_request_bytes=1)  # type: ignore[arg-type]

@@ -8,8 +8,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -216,7 +218,7 @@ def test_a_request_in_chunks_counts_as_a_whole(server: Running) -> None:
         ({}, "prompt must be a string"),
         ({"prompt": ["1+2="]}, "prompt must be a string"),
         ({"prompt": "1+2=", "max_tokens": 0}, "max_tokens"),
-        ({"prompt": "1+2=", "max_tokens": CONTEXT}, "may have 255 tokens at most"),
+        ({"prompt": "1+2=", "max_tokens": CONTEXT + 1}, "may have 256 tokens at most"),
         ({"prompt": "1+2=", "max_tokens": 10**6}, "max_tokens is 1000000"),
         ({"prompt": "1+2=", "max_tokens": 10**40}, "max_tokens"),
         ({"prompt": "1+2=", "temprature": 1}, "unknown parameter: 'temprature'"),
@@ -383,12 +385,18 @@ from polymoe.serve import serve
 serve(sys.argv[1], port=0, device="cpu", on_ready=lambda url: print(url, flush=True))
 print("ended", flush=True)
 """
+STUCK = """
+import time
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssModel
+GptOssModel.forward = lambda *_, **__: time.sleep(600)
+"""
 
 
-@pytest.fixture
-def process() -> Iterator[tuple[subprocess.Popen[str], str]]:
+@contextmanager
+def serving(code: str = SERVE) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server in a process of its own, and its URL."""
     running = subprocess.Popen(
-        [sys.executable, "-c", SERVE, str(CHECKPOINT)],
+        [sys.executable, "-c", code, str(CHECKPOINT)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert running.stdout is not None
@@ -397,6 +405,12 @@ def process() -> Iterator[tuple[subprocess.Popen[str], str]]:
     yield running, url
     running.kill()
     running.communicate()
+
+
+@pytest.fixture
+def process() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    with serving() as running:
+        yield running
 
 
 @pytest.mark.parametrize(("number", "busy"), [(signal.SIGTERM, False), (signal.SIGTERM, True), (signal.SIGINT, True)])
@@ -422,3 +436,29 @@ def test_ends_cleanly(process: tuple[subprocess.Popen[str], str], number: signal
     assert running.returncode == 0, err
     assert out == "ended\n"
     assert "Traceback" not in err
+
+
+def test_ends_in_the_middle_of_a_long_prompt() -> None:
+    """Which no thread can be asked to leave: those who wait for it get an error, and the process goes without it."""
+    refused: list[openai.APIStatusError] = []
+    with serving(STUCK + SERVE) as (running, url):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+
+        def ask() -> None:
+            with pytest.raises(openai.InternalServerError) as error:
+                client.completions.create(model=CHECKPOINT.name, prompt="1+2=")
+            refused.append(error.value)
+
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        time.sleep(1)
+        start = time.monotonic()
+        running.send_signal(signal.SIGTERM)
+        out, err = running.communicate(timeout=20)
+        assert time.monotonic() - start < 5
+        for thread in threads:
+            thread.join()
+    assert (running.returncode, out) == (0, "ended\n")
+    assert "Traceback" not in err
+    assert [error.status_code for error in refused] == [503] * 3

@@ -29,7 +29,7 @@ def command(
     max_concurrent_requests: Annotated[
         int, typer.Option(min=1, help="Requests that run or wait; more are answered 429.")
     ] = 128,
-    grace: Annotated[float, typer.Option(min=0, help="Seconds that answers may go on after SIGTERM.")] = 1.5,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds that answers may go on after SIGTERM.")] = 2.0,
     continuous_batching: Annotated[
         bool, typer.Option("--continuous-batching", help="Requests share forward passes (CUDA only).")
     ] = False,

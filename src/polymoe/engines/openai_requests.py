@@ -48,12 +48,12 @@ class Limits:
     max_tokens: int | None = None
 
     def check(self, name: str, wanted: int) -> None:
-        """Refuse what no prompt would leave room for.
+        """Refuse what there can be no room for.
 
         Raises:
             HTTPException: 400, for more tokens than any answer may have.
         """
-        most = min((n for n in (self.max_tokens, self.context and self.context - 1) if n is not None), default=None)
+        most = min((n for n in (self.max_tokens, self.context) if n is not None), default=None)
         if most is not None and wanted > most:
             raise refusal(f"{name} is {wanted}; an answer of this model may have {most} tokens at most", param=name)
 
@@ -151,8 +151,8 @@ _FIELDS: Mapping[str, _Check] = {
     "ignore_eos": (lambda v: isinstance(v, bool), "true or false"),
     "logit_bias": (lambda v: isinstance(v, dict) and all(map(_is_number, v.values())), "an object of numbers"),
     "logprobs": (lambda v: v is False, "left out"),
-    "max_completion_tokens": (_is_count, "an integer of at least 1"),
-    "max_tokens": (_is_count, "an integer of at least 1"),
+    "max_completion_tokens": (_is_count, "an integer from 1 to 2147483647"),
+    "max_tokens": (_is_count, "an integer from 1 to 2147483647"),
     "modalities": (lambda v: v == ["text"], '["text"]'),
     "n": (lambda v: v == 1, "1"),
     "presence_penalty": _ZERO,

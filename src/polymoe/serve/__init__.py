@@ -8,6 +8,7 @@ listening socket, the :class:`~polymoe.serve.gate.Gate`, and a clean end.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -22,8 +23,8 @@ __all__ = ["bind", "serve"]
 
 log = logging.getLogger("polymoe")
 
-_END_S = 0.75
-"""How long answers have to come to their end once they are cut short; and the model, to rest."""
+_END_S = 0.5
+"""How long answers have to reach their next token once they must end; then to be broken off; then the model to rest."""
 
 
 def serve(
@@ -39,7 +40,7 @@ def serve(
     max_tokens: int | None = None,
     max_request_bytes: int = 4 * 2**20,
     max_concurrent_requests: int = 128,
-    grace_s: float = 1.5,
+    grace_s: float = 2.0,
     continuous_batching: bool = False,
     profile: str | Path | None = None,
     on_ready: Callable[[str], None] | None = None,
@@ -112,7 +113,9 @@ def serve(
 
             async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
                 gate.close()
-                asyncio.get_running_loop().call_later(grace_s, served.end)
+                loop = asyncio.get_running_loop()
+                loop.call_later(grace_s, served.end)
+                loop.call_later(grace_s + _END_S, gate.cut)
                 await super().shutdown(sockets)
 
         config = uvicorn.Config(
@@ -121,8 +124,9 @@ def serve(
             access_log=False,
             server_header=False,
             timeout_keep_alive=30,  # longer than clients keep a connection: who closes first may not be answering
-            timeout_graceful_shutdown=grace_s + _END_S,  # type: ignore[arg-type]  # for answers that do not end
+            timeout_graceful_shutdown=grace_s + 2 * _END_S,  # type: ignore[arg-type]
         )
+        gc.freeze()  # what is loaded stays: collecting garbage need not look at it, nor the end of the process
         with _signals_end_here():
             Server(config).run(sockets=[listener])
             served.close(_END_S)

@@ -64,16 +64,21 @@ class Gate:
         self._key = None if api_key is None else _digest(api_key.encode())
         self._bytes, self._requests = max_request_bytes, max_concurrent_requests
         self._closed = False
+        self._cut = asyncio.Event()
 
     def close(self) -> None:
         """Refuse every request from now on, with 503; those that are in go on."""
         self._closed = True
 
+    def cut(self) -> None:
+        """End every answer here and now, with an error; for a model that does not come to its next token."""
+        self._cut.set()
+
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request, status, complete = InFlight(), 499, False
+        request, status, complete = InFlight(), 0, False
 
         async def watched_send(message: Message) -> None:
             nonlocal status, complete
@@ -86,7 +91,7 @@ class Gate:
         try:
             await self._handle(request, scope, receive, watched_send)
         except _Refused as refused:
-            await _answer(watched_send, refused)
+            await (_end_stream if status else _answer)(watched_send, refused)
         except _Left:
             pass
         finally:
@@ -161,13 +166,24 @@ class Gate:
             await disconnected.wait()
             return {"type": "http.disconnect"}
 
-        watcher = asyncio.create_task(watch())
         token = IN_FLIGHT.set(request)
+        app = asyncio.create_task(self._app(scope, replay, send))
+        IN_FLIGHT.reset(token)
+        watcher, cut = asyncio.create_task(watch()), asyncio.create_task(self._cut.wait())
         try:
-            await self._app(scope, replay, send)
+            await asyncio.wait({app, cut}, return_when=asyncio.FIRST_COMPLETED)
+            if not app.done():
+                raise _Refused(503, "the server has stopped", kind="server_error", connection="close")
+            app.result()
         finally:
-            IN_FLIGHT.reset(token)
-            watcher.cancel()
+            for task in (app, watcher, cut):
+                task.cancel()
+            await asyncio.gather(app, watcher, cut, return_exceptions=True)
+
+
+async def _end_stream(send: Send, refused: _Refused) -> None:
+    event = json.dumps(error_body(refused.message, kind=refused.kind))
+    await send({"type": "http.response.body", "body": f"data: {event}\n\ndata: [DONE]\n\n".encode()})
 
 
 async def _answer(send: Send, refused: _Refused) -> None:
