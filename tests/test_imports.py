@@ -33,7 +33,8 @@ ALLOWED["problem"] = ALLOWED["tensors"] | {"tensors"}
 ALLOWED["checkpoint"] = {"errors", "shapes", "formats", "activations", "tensors", "problem", "routing"}
 ALLOWED["planning"] = {"errors", "environment", "shapes", "machine", "problem", "verdict"}
 ALLOWED["backends"] = _VALUES | {"tensors", "layouts", "problem", "planning", "kernels"}
-ALLOWED["experts"] = ALLOWED["backends"] | {"backends", "checkpoint"}
+ALLOWED["calls"] = ALLOWED["backends"] | {"backends"}
+ALLOWED["experts"] = ALLOWED["calls"] | {"calls", "checkpoint"}
 ALLOWED["explanation"] = ALLOWED["experts"] | {"experts"}
 _CORE = ALLOWED["explanation"] | {"explanation"}
 for _outer in ("parallel", "bench", "engines"):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,10 @@ from torch import Tensor, nn
 
 from polymoe.activations import Activation
 from polymoe.backends import BACKENDS
-from polymoe.backends.base import TOLERANCE, Backend
+from polymoe.backends.base import TOLERANCE
 from polymoe.backends.reference import run_experts
-from polymoe.backends.select import Selection, select
+from polymoe.backends.select import Selection
+from polymoe.calls import DTYPES, Calls, Choice, on_device
 from polymoe.checkpoint import Checkpoint
 from polymoe.errors import ArgumentError, CheckpointError, VerificationError
 from polymoe.layouts import LAYOUTS, Layout, Packed
@@ -24,39 +24,9 @@ from polymoe.problem import ActivationMode, Dtype, Problem, WeightOn
 from polymoe.routing import Routing
 from polymoe.tensors import ExpertWeights
 
-__all__ = ["DTYPES", "FusedExperts", "load_experts", "relative_error", "resolve_activations"]
+__all__ = ["FusedExperts", "load_experts", "relative_error", "resolve_activations"]
 
 log = logging.getLogger("polymoe")
-
-DTYPES: dict[torch.dtype, Dtype] = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-}
-"""Dtypes of x, and their names in a Problem."""
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Tables and wishes that plan a layer, kept to plan again when x comes in another dtype."""
-
-    machine: Machine
-    role: str
-    backend: str
-    backends: Mapping[str, Backend]
-    layouts: Mapping[str, Layout]
-
-    def select(self, problem: Problem, layout: str | None = None) -> Selection:
-        """The selection for ``problem``, bound to ``layout`` if given."""
-        return select(
-            problem,
-            self.machine,
-            role=self.role,
-            backend=self.backend,
-            layout=layout,
-            backends=self.backends,
-            layouts=self.layouts,
-        )
 
 
 class FusedExperts(nn.Module):
@@ -68,10 +38,7 @@ class FusedExperts(nn.Module):
 
     def __init__(self, problem: Problem, packed: Packed, choice: Choice) -> None:
         super().__init__()
-        self.problem = problem
-        self._choice = choice
-        self._packed_as = (packed.layout, packed.spec)
-        self._selections: dict[str, Selection] = {}
+        self._calls = Calls.of(problem, choice, packed.layout, tuple(packed.tensors))
         self._names = {name: f"packed_{name.replace('.', '_')}" for name in packed.tensors}
         for name, tensor in packed.tensors.items():
             self.register_buffer(self._names[name], tensor, persistent=False)
@@ -134,7 +101,11 @@ class FusedExperts(nn.Module):
         """As :meth:`from_weights`, with the problem and the tables to choose from given."""
         target = torch.device(device or choice.machine.device.kind)
         plan = choice.select(problem).require(where)
-        self = cls(problem, choice.layouts[plan.layout].pack(weights, target), choice)
+        packed = choice.layouts[plan.layout].pack(weights, target)
+        if not problem.wide_scales and packed.wide_scales:
+            problem = replace(problem, wide_scales=True)
+            choice.select(problem, packed.layout).require(where)
+        self = cls(problem, packed, choice)
         if problem.activations == "fp8_static":
             self._require_input_scales(where)
         if check:
@@ -142,15 +113,19 @@ class FusedExperts(nn.Module):
         return self
 
     @property
+    def problem(self) -> Problem:
+        """What it runs: sizes, encodings, activation."""
+        return self._calls.problem
+
+    @property
     def packed(self) -> Packed:
         """The packed tensors, in their layout, wherever the module is now."""
-        layout, spec = self._packed_as
-        return Packed(layout, spec, {name: self.get_buffer(buffer) for name, buffer in self._names.items()})
+        return self._calls.packed(self._tensors())
 
     @property
     def weights(self) -> ExpertWeights:
         """The experts as the checkpoint has them, read through the layout's inverse: nothing is kept twice."""
-        return self._choice.layouts[self._packed_as[0]].unpack(self.packed)
+        return self._layout.unpack(self.packed)
 
     @property
     def device(self) -> torch.device:
@@ -159,15 +134,23 @@ class FusedExperts(nn.Module):
 
     def explain(self) -> Selection:
         """Every backend with its verdict and the plan by token count; ``print()`` it, or ``.to_dict()``."""
-        return self._selection(self.problem.dtype)
+        return self._calls.selection(self.problem.dtype)
 
     def update(self, weights: ExpertWeights) -> None:
         """Refill the packed tensors in place, at the same addresses, from experts of the same spec.
 
         Raises:
-            PlanError: if the spec differs.
+            PlanError: if the spec differs, or scales now need the exact path, which graphs captured before lack; the
+                experts are then not usable until they are updated again.
         """
-        self._choice.layouts[self._packed_as[0]].pack(weights, self.device, out=self.packed)
+        self._layout.pack(weights, self.device, out=self.packed)
+        if not self.problem.wide_scales and self.packed.wide_scales:
+            raise PlanError(
+                "update",
+                expected="E8M0 scales up to 2**25, as those of the experts that were loaded",
+                got="scales beyond",
+                hint="load these experts anew: they take a slower, exact path",
+            )
 
     def forward(self, x_TH: Tensor, topk_ids_TA: Tensor, topk_weights_TA: Tensor) -> Tensor:
         """Weighted sum over each token's experts: ``[T, H]`` in x's dtype.
@@ -183,13 +166,9 @@ class FusedExperts(nn.Module):
             ArgumentError: for a wrong shape, dtype, device, or (on a CPU) an id outside -1 to E.
         """
         self._check_call(x_TH, topk_ids_TA, topk_weights_TA)
-        out_TH = torch.empty_like(x_TH, memory_format=torch.contiguous_format)
-        if x_TH.shape[0]:
-            selection = self._selection(DTYPES[x_TH.dtype])
-            step = selection.require().step(x_TH.shape[0])
-            routing = Routing(topk_ids_TA, topk_weights_TA)
-            self._choice.backends[step.backend].run(selection.problem, self.packed, x_TH, routing, step.config, out_TH)
-        return out_TH
+        if torch.compiler.is_compiling():
+            return torch.ops.polymoe.fused_experts(x_TH, topk_ids_TA, topk_weights_TA, self._tensors(), self._calls.key)
+        return self._calls.run(self._tensors(), x_TH, Routing(topk_ids_TA, topk_weights_TA))
 
     def check(self, weights: ExpertWeights | None = None, *, where: str = "experts") -> None:
         """Compare up to four experts with the float32 reference, on every backend of the plan.
@@ -223,8 +202,9 @@ class FusedExperts(nn.Module):
             rows = 8 if step.max_tokens is None else min(8, step.max_tokens)
             x, some = x_TH[:rows].to(self.device), Routing(*(part[:rows] for part in routing))
             got = torch.empty_like(x)
-            backend = self._choice.backends[step.backend]
-            backend.run(self.problem, self.packed, x, some, step.config, got)
+            backend = self._calls.choice.backends[step.backend]
+            with on_device(self.device):
+                backend.run(self.problem, self.packed, x, some, step.config, got)
             error = relative_error(got.cpu(), expected[:rows])
             if not error <= TOLERANCE:  # NaN fails too
                 raise VerificationError(
@@ -245,11 +225,12 @@ class FusedExperts(nn.Module):
                     hint='the expert was never calibrated: load with activations="fp8_token" or "16bit"',
                 )
 
-    def _selection(self, dtype: Dtype) -> Selection:
-        """For the problem with x in ``dtype``, made once: calls only look it up."""
-        if dtype not in self._selections:
-            self._selections[dtype] = self._choice.select(replace(self.problem, dtype=dtype), self._packed_as[0])
-        return self._selections[dtype]
+    @property
+    def _layout(self) -> Layout:
+        return self._calls.choice.layouts[self._calls.layout]
+
+    def _tensors(self) -> list[Tensor]:
+        return [self.get_buffer(buffer) for buffer in self._names.values()]
 
     def _check_call(self, x_TH: Tensor, ids_TA: Tensor, weights_TA: Tensor) -> None:
         spec = self.problem.spec
@@ -272,14 +253,6 @@ class FusedExperts(nn.Module):
                 raise ArgumentError(name, expected=f"on {x_TH.device}, like x", got=str(tensor.device))
         if x_TH.device != self.device:
             raise ArgumentError("x_TH", expected=f"on {self.device}, like the packed experts", got=str(x_TH.device))
-        if x_TH.device.type == "cpu" and tokens:
-            low, high = int(ids_TA.min()), int(ids_TA.max())
-            if low < -1 or high > spec.experts:
-                raise ArgumentError(
-                    "topk_ids_TA",
-                    expected=f"0 to {spec.experts - 1}, or -1 or {spec.experts} for none",
-                    got=f"{low} to {high}",
-                )
 
     def _apply(self, fn: Any, recurse: bool = True) -> FusedExperts:
         # Module.to(dtype), .half() and .float() cast what is floating point, and float8 codes and scales count as
@@ -289,13 +262,13 @@ class FusedExperts(nn.Module):
         for buffer in self._names.values():
             setattr(self, buffer, self.get_buffer(buffer).to(device))
         if device.type != before.type:
-            self._choice = replace(self._choice, machine=Machine.of(str(device)))
-            self._selections.clear()
+            choice = replace(self._calls.choice, machine=Machine.of(str(device)))
+            self._calls = Calls.of(self.problem, choice, self._calls.layout, self._calls.names)
         return self
 
     def extra_repr(self) -> str:
         """The problem, and the packed size."""
-        return f"{self.problem}, {self._packed_as[0]}, {self.packed.nbytes / 2**20:.1f} MiB"
+        return f"{self.problem}, {self._calls.layout}, {self.packed.nbytes / 2**20:.1f} MiB"
 
 
 def load_experts(

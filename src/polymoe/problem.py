@@ -34,6 +34,7 @@ class Problem:
         dtype: of x and of the result.
         activations: how inputs of the two projections are quantized, if at all.
         tp, ep: sizes of the tensor and expert parallel groups.
+        wide_scales: whether an E8M0 scale of the weights is above 2**25, where fast decoding ends.
         batch_invariant: whether a token's result must not depend, to the bit, on the rest of the batch.
     """
 
@@ -45,6 +46,7 @@ class Problem:
     activations: ActivationMode = "16bit"
     tp: int = 1
     ep: int = 1
+    wide_scales: bool = False
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
@@ -69,6 +71,7 @@ class Problem:
         parts += ["bias"] if s.bias else []
         parts += ["weight on input"] if self.weight_on == "input" else []
         parts += [f"x {self.dtype}" + ("" if self.activations == "16bit" else f" as {self.activations}")]
+        parts += ["wide scales"] if self.wide_scales else []
         parts += [f"tp={self.tp}"] if self.tp > 1 else []
         parts += [f"ep={self.ep}"] if self.ep > 1 else []
         return ", ".join(parts)

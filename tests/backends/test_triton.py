@@ -12,7 +12,8 @@ from polymoe.activations import GeGLU
 from polymoe.backends.base import TOLERANCE
 from polymoe.backends.reference import run_experts
 from polymoe.backends.triton import Tile, Triton, TritonConfig
-from polymoe.experts import Choice, FusedExperts, relative_error
+from polymoe.calls import Choice
+from polymoe.experts import FusedExperts, relative_error
 from polymoe.formats import FORMATS
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import DEVICES, Machine

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from polymoe.backends.base import Prediction
 from polymoe.backends.reference import run_experts
-from polymoe.experts import Choice
+from polymoe.calls import Choice
 from polymoe.layouts import Natural, Packed
 from polymoe.machine import Machine
 from polymoe.planning.cost import cost

@@ -47,6 +47,17 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "fp8, split": {"activations": "fp8_group128", "format": "fp8_block128", "splits": 2, "hidden": 320, "bias": True},
     "fp8, weight on input": {"activations": "fp8_token", "format": "fp8_tensor", "weight_on": "input"},
+    **{
+        f"several blocks a program, {name}": {"blocks": 3, "hidden": 224, "tile": [32, 128], **case}
+        for name, case in {
+            "bf16": {"format": "bf16", "bias": True, "intermediate": 48},
+            "mxfp4": {"intermediate": 160},
+            "nvfp4": {"format": "nvfp4", "intermediate": 160},
+            "zero points": {"zero_points": True, "tail": 8, "tokens": 12, "block_t": 32},
+            "fp8": {"format": "fp8_block128", "activations": "fp8_group128", "intermediate": 256, "hidden": 256},
+            "fp8 row": {"format": "fp8_channel", "activations": "fp8_token", "intermediate": 160},
+        }.items()
+    },
     "fp8, rank of two": {"activations": "fp8_static", "format": "fp8_tensor", "rank": [2, 2]},
 }
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from polymoe.backends.base import Backend
 from polymoe.backends.reference import Reference
+from polymoe.backends.triton import Triton
 
 __all__ = ["BACKENDS", "Backend"]
 
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Reference(),)}
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Reference(), Triton())}
 """Backends by name, in the order in which explanations list them. Checking one loads no kernel."""

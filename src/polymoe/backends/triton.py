@@ -188,6 +188,7 @@ class _Launch:
 
         from polymoe.kernels.triton.gemm import grouped_gemm
         from polymoe.kernels.triton.rows import pdl
+        from polymoe.kernels.triton.sweep import MOST_STEPS, sweep_gemm
 
         problem, plan, config = self.problem, self.plan, self.config
         spec = problem.spec
@@ -195,7 +196,7 @@ class _Launch:
         n_rows, columns = spec.matrix_shape(projection)
         gated = projection == "up" and spec.gated
         planes = PLANES[encoding.element]
-        plain = x.device.type == "cpu"
+        plain = x.device.type == "cpu" or problem.wide_scales
         up = _operands(self.packed, projection, planes, out)
         gate = _operands(self.packed, "gate", planes, out) if gated else up
         assert [t.stride() for t in gate] == [t.stride() for t in up]
@@ -206,22 +207,34 @@ class _Launch:
         block_k = min(tile.columns, group_k) if scale_at == "block" else tile.columns
         block_k = min(block_k, _X_GROUP) if x_scale == "block" else block_k
         operand = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[x.dtype]
-        kernel: Any = grouped_gemm
-        kernel[(plan.tiles * ceil_div(n_rows, tile.rows) * tile.splits,)](
-            x, x_scales, out, *gate, *up,
-            plan.order_R, plan.tile_expert, plan.tile_first, plan.tile_last, self.routing.topk_weights_TA,
+        shared = {
+            "N": n_rows, "K": columns, **_decoding(encoding, operand, plain), "PLANES": planes, "OPERAND": operand,
+            "PLAIN": plain, "SCALE_AT": scale_at, "GROUP_N": group_n, "GROUP_K": group_k,
+            "SCALE_ALIGN": gcd(scale_e, scale_n, 16), "ZERO_POINTS": encoding.zero_points,
+            "GLOBAL": encoding.global_scale, "BIAS": spec.bias, "X_SCALE": x_scale, "X_GROUP": _X_GROUP,
+            "BLOCK_N": tile.rows, "BLOCK_T": config.tokens, "TAIL_T": config.tail, "BLOCK_K": block_k,
+            "CHAINED": config.chained, "num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers,
+            **pdl(config.chained),
+        }  # fmt: skip
+        tiles = (plan.order_R, plan.tile_expert, plan.tile_first, plan.tile_last)
+        blocks = ceil_div(n_rows, tile.rows)
+        kernel: Any
+        if projection == "down" and tile.blocks > 1 and tile.splits == 1 and columns <= MOST_STEPS * block_k:
+            kernel = sweep_gemm
+            kernel[(plan.tiles * ceil_div(blocks, tile.blocks),)](
+                x, x_scales, out, *up, *tiles, x_scales.shape[1], *codes.stride(), scale_e, scale_n, scale_k,
+                bias.stride(0), BLOCKS=tile.blocks, **shared,
+            )  # fmt: skip
+            return
+        kernel = grouped_gemm
+        kernel[(plan.tiles * blocks * tile.splits,)](
+            x, x_scales, out, *gate, *up, *tiles, self.routing.topk_weights_TA,
             slots, x_scales.shape[1], *codes.stride(), scale_e, scale_n, scale_k,
             bias.stride(0), out.stride(0) if out.dim() > 2 else 0, out.stride(1) if out.dim() == 4 else 0,
-            N=n_rows, K=columns, GATED=gated, RAW=raw,
-            **_activation(problem.activation if projection == "up" and not raw else None),
-            **_decoding(encoding, operand, plain), PLANES=planes, OPERAND=operand, PLAIN=plain,
-            SCALE_AT=scale_at, GROUP_N=group_n, GROUP_K=group_k,
-            SCALE_ALIGN=gcd(scale_e, scale_n, 16), ZERO_POINTS=encoding.zero_points,
-            GLOBAL=encoding.global_scale, BIAS=spec.bias, X_SCALE=x_scale, X_GROUP=_X_GROUP,
+            GATED=gated, RAW=raw, **_activation(problem.activation if projection == "up" and not raw else None),
             WEIGHT_IN=projection == "up" and problem.weight_on == "input",
             GATHER=projection == "up", SCATTER=projection == "down", OUT_PLANES=out_planes, SPLIT_K=tile.splits,
-            BLOCK_N=tile.rows, BLOCK_T=config.tokens, TAIL_T=config.tail, BLOCK_K=block_k, CHAINED=config.chained,
-            num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **pdl(config.chained),
+            **shared,
         )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from polymoe.machine import Machine
 from polymoe.planning.cost import cost
 from polymoe.planning.plan import Config
 from polymoe.problem import Problem
+from polymoe.shapes import ceil_div
 
 __all__ = ["PLANES", "Tile", "TritonConfig", "candidates", "heuristic"]
 
@@ -29,8 +30,9 @@ def _need_power_of_two(where: str, value: int, least: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One product's tile: rows of weights by columns a step, warps, stages of the load pipeline, splits of K, and most
-    registers a thread (None: as the compiler likes)."""
+    """One product's tile: rows of weights by columns a step, warps, stages of the load pipeline, splits of K, most
+    registers a thread (None: as the compiler likes), and blocks of rows that one program takes in turn (of down alone,
+    where K is at most four steps)."""
 
     rows: int = 64
     columns: int = 128
@@ -38,6 +40,7 @@ class Tile:
     stages: int = 3
     splits: int = 1
     registers: int | None = None
+    blocks: int = 1
 
     def __post_init__(self) -> None:
         for name, least in (("rows", 16), ("columns", 16), ("warps", 1), ("splits", 1)):
@@ -47,8 +50,9 @@ class Tile:
 
     def __str__(self) -> str:
         split = f" / {self.splits}" if self.splits > 1 else ""
+        swept = f", {self.blocks} blocks" if self.blocks > 1 else ""
         cap = f", {self.registers} registers" if self.registers else ""
-        return f"{self.rows}x{self.columns}{split}, {self.warps} warps, {self.stages} stages{cap}"
+        return f"{self.rows}x{self.columns}{split}, {self.warps} warps, {self.stages} stages{cap}{swept}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,56 +75,81 @@ class TritonConfig(Config):
 
 
 # Rows a tile, by the mean number of rows of an expert that has any: the first bound at least as large.
-_TOKENS = ((8, 8), (16, 16), (40, 32), (64, 64))
+_TOKENS = ((6.5, 8), (13, 16), (26, 32), (52, 64))
 _MOST_TOKENS = 128
 _MOST_TOKENS_IN_REGISTERS = 64
-"""Wider tiles spill on GPUs whose matrix units take both operands from registers (SM80, SM89, SM120), and where FP8's
-block scales need a second accumulator."""
+"""Wider tiles spill on GPUs whose matrix units take both operands from registers (SM80, SM89, SM120), and where scales
+by block or group need a second accumulator."""
 
 # Tiles of gate and up, and of down, by bits of an element and rows a tile: the best on one H200. Up to 8 rows a tile
 # (and with two warps) the products are made by mma.sync, which wants no synchronization of warps.
 _TILES: dict[int, dict[int, tuple[Tile, Tile]]] = {
     4: {
-        8: (Tile(64, 256), Tile(64, 256)),
-        16: (Tile(32, 256, 2), Tile(64, 128, 2)),
-        32: (Tile(64, 128), Tile(128, 128)),
-        64: (Tile(64, 128), Tile(128, 128)),
-        128: (Tile(64, 128), Tile(128, 128, 8)),
+        8: (Tile(64, 256), Tile(32, 256, 2)),
+        16: (Tile(32, 256, 2, 2), Tile(64, 256)),
+        32: (Tile(64, 128), Tile(64, 128)),
+        64: (Tile(64, 128, 4, 2), Tile(128, 128)),
+        128: (Tile(64, 128), Tile(128, 128, 4, 2)),
     },
     8: {
-        8: (Tile(64, 128), Tile(64, 128)),
-        16: (Tile(64, 128), Tile(64, 128)),
-        32: (Tile(64, 128), Tile(64, 128)),
-        64: (Tile(64, 128), Tile(128, 128, 8)),
+        8: (Tile(64, 128, 4, 4), Tile(64, 128)),
+        16: (Tile(64, 128, 4, 5), Tile(64, 128)),
+        32: (Tile(64, 128, 4, 4), Tile(64, 128)),
+        64: (Tile(64, 128), Tile(64, 128)),
     },
     16: {
-        8: (Tile(32, 128, 2, 4), Tile(64, 128)),
+        8: (Tile(64, 128, 4, 4), Tile(32, 128, 2, 4)),
         16: (Tile(64, 64, 4, 4), Tile(64, 64, 4, 4)),
         32: (Tile(64, 64, 4, 4), Tile(64, 64, 4, 4)),
-        64: (Tile(128, 64, 8, 4), Tile(128, 64, 8, 4)),
+        64: (Tile(64, 64, 4, 4), Tile(128, 64)),
         128: (Tile(128, 64, 8, 4), Tile(128, 64, 8)),
     },
 }
+# Rows at most of a tile that is computed narrower, by rows a tile.
+_TAILS = {8: 0, 16: 0, 32: 16, 64: 32, 128: 32}
+_SHORT_STEPS = 4
+"""Steps of K up to which down takes several blocks of rows a program, of weights that are quantized."""
 
 
 def heuristic(problem: Problem, machine: Machine, tokens: int) -> TritonConfig:
     """Tiles by the mean number of rows that an expert with any rows gets, made to fit into shared memory."""
-    spec = problem.spec
-    c = cost(problem, machine.device, tokens)
-    mean = tokens * problem.top_k * spec.local_experts / spec.experts / max(c.active_experts, 1e-9)
-    return _of_block(problem, machine, next((t for bound, t in _TOKENS if mean <= bound), _most(problem, machine)))
+    mean = _mean_rows(problem, machine, tokens)[1]
+    block = next((t for bound, t in _TOKENS if mean <= bound), _MOST_TOKENS)
+    return _of_block(problem, machine, tokens, min(block, _most(problem, machine)))
+
+
+def _mean_rows(problem: Problem, machine: Machine, tokens: int) -> tuple[float, float]:
+    """Experts that have rows, and how many each of them has."""
+    spec, active = problem.spec, cost(problem, machine.device, tokens).active_experts
+    return active, tokens * problem.top_k * spec.local_experts / spec.experts / max(active, 1e-9)
 
 
 def _most(problem: Problem, machine: Machine) -> int:
     """Most rows a tile."""
-    wide = machine.device.sm // 10 in (9, 10) and 8 not in (problem.spec.up.bits, problem.spec.down.bits)
-    return _MOST_TOKENS if wide else _MOST_TOKENS_IN_REGISTERS
+    by_step = 8 in (problem.spec.up.bits, problem.spec.down.bits) or problem.activations == "fp8_group128"
+    return _MOST_TOKENS if machine.device.sm // 10 in (9, 10) and not by_step else _MOST_TOKENS_IN_REGISTERS
 
 
-def _of_block(problem: Problem, machine: Machine, block: int) -> TritonConfig:
+def _of_block(problem: Problem, machine: Machine, tokens: int, block: int) -> TritonConfig:
     """The heuristic's tiles for ``block`` rows a tile."""
-    up, down = _sides(problem, machine)
-    return TritonConfig(block, up.fit(_TILES[up.bits][block][0], block), down.fit(_TILES[down.bits][block][1], block))
+    side_up, side_down = _sides(problem, machine)
+    up = side_up.fit(_TILES[side_up.bits][block][0], block)
+    down = side_down.fit(_TILES[side_down.bits][block][1], block)
+    active, mean = _mean_rows(problem, machine, tokens)
+    tiles, units = active * max(1.0, mean / block), machine.device.sms
+    rows, columns = problem.spec.matrix_shape("up")
+    if block == 8:
+        # Few programs: split K. Where activations are quantized, the launch that sums splits is there anyway.
+        wanted = (2 if problem.activations == "16bit" else 6) * units
+        while tiles * ceil_div(rows, up.rows) * up.splits < wanted and columns >= 8 * up.splits * up.columns:
+            up = replace(up, splits=2 * up.splits)
+    rows, columns = problem.spec.matrix_shape("down")
+    if side_down.bits < 16 and columns <= _SHORT_STEPS * down.columns:
+        swept = tiles * ceil_div(rows, down.rows) / (16 * units)
+        swept_down = replace(down, blocks=next((n for n in (14, 8, 4, 2) if n <= swept), 1))
+        down = swept_down if side_down.nbytes(swept_down, block, columns) <= side_down.limit else down
+    tail = 64 if block == 128 and 0.1 < mean % 128 / 128 <= 0.55 else _TAILS[block]
+    return TritonConfig(block, up, down, tail, chained=machine.device.sm >= 90)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +169,14 @@ class _Side:
         """A plane of a step is at least one instruction's 16 columns."""
         return 16 * PLANES[self.encoding.element]
 
-    def nbytes(self, t: Tile, block: int) -> int:
-        """Shared memory of a tile."""
+    def nbytes(self, t: Tile, block: int, columns: int = 0) -> int:
+        """Shared memory of a tile; of one whose blocks are taken in turn, all ``columns`` of x are part."""
+        if t.blocks > 1:
+            weights = t.rows * columns * self.bits // 8
+            return t.stages * weights + columns * block * 2 + t.rows * block * 4
         weights = self.matrices * t.rows * t.columns * self.bits // 8
-        # The result passes through shared memory on its way out.
-        return t.stages * (weights + t.columns * block * 2) + t.rows * block * 4
+        # The result passes through the same memory on its way out.
+        return max(t.stages * (weights + t.columns * block * 2), t.rows * block * 4)
 
     def fit(self, tile: Tile, block: int) -> Tile:
         """The tile with fewer stages, then fewer columns, until its pipeline fits."""
@@ -163,7 +195,7 @@ class _Side:
                     scaled = self.encoding.group_columns if self.bits == 8 else 1  # one scale a step at most
                     if registers > 160 or columns < self.least_columns or 1 < scaled < columns:
                         continue
-                    for stages in (2, 3, 4):
+                    for stages in (2, 3, 4, 5):
                         tile = Tile(rows, columns, warps, stages)
                         if self.nbytes(tile, block) <= self.limit:
                             yield tile
@@ -190,17 +222,17 @@ def candidates(
     own = heuristic(problem, machine, tokens)
     if not timed:
         blocks = [b for b in (own.tokens, 2 * own.tokens, own.tokens // 2) if 8 <= b <= _most(problem, machine)]
-        found = [_of_block(problem, machine, b) for b in blocks]
+        found = [_of_block(problem, machine, tokens, b) for b in blocks]
         for b, hub in zip(blocks, list(found), strict=True):
             found += _around(problem, machine, hub, _NEAR if b == own.tokens else _FEW)
     else:
         times = {config: time for config, time in timed if isinstance(config, TritonConfig)}
         ranked = sorted(times, key=times.__getitem__)
         blocks = dict.fromkeys(config.tokens for config in ranked)
-        found = [_best_of_each(_of_block(problem, machine, b), ranked) for b in blocks]
+        found = [_best_of_each(_of_block(problem, machine, tokens, b), ranked) for b in blocks]
         best = ranked[0]
         if best.tokens != own.tokens:  # so far only a few tiles of this width were tried
-            found += _around(problem, machine, _of_block(problem, machine, best.tokens), _NEAR)
+            found += _around(problem, machine, _of_block(problem, machine, tokens, best.tokens), _NEAR)
         found += _around(problem, machine, best, _FEW)
     return list(dict.fromkeys(found))
 
@@ -223,8 +255,13 @@ def _around(problem: Problem, machine: Machine, hub: TritonConfig, count: int) -
         tiles = _nearest(tile, side.tiles(block), count)
         columns = spec.matrix_shape(name)[1]
         # Splits give few rows more programs; each should keep a pipeline's worth of steps.
-        if block <= 16 and tile.splits <= 2 and columns >= 2 * tile.splits * tile.stages * tile.columns:
+        if block <= 16 and columns >= 8 * tile.splits * tile.columns:
             tiles.append(replace(tile, splits=2 * tile.splits))
+        if tile.splits > 1:
+            tiles.append(replace(tile, splits=tile.splits // 2))
+        if name == "down" and columns <= _SHORT_STEPS * tile.columns:
+            swept = [replace(tile, splits=1, blocks=n) for n in (1, 4, 8, 14) if n != tile.blocks]
+            tiles += [t for t in swept if side.nbytes(t, block, columns) <= side.limit]
         found += [replace(hub, **{name: t}) for t in tiles]
     if machine.device.sm >= 90:
         found.append(replace(hub, chained=not hub.chained))

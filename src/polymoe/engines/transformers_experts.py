@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import ExpertsInterface
 
+from polymoe.calls import DTYPES, Choice
 from polymoe.activations import ACTIVATIONS, Activation, SwiGLU
 from polymoe.backends import BACKENDS
 from polymoe.errors import UnsupportedProblem, nearest
-from polymoe.experts import DTYPES, Choice, FusedExperts
+from polymoe.experts import FusedExperts
 from polymoe.formats import FORMATS, QuantTensor
 from polymoe.layouts import LAYOUTS, Natural
 from polymoe.machine import Machine

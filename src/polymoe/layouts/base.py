@@ -27,6 +27,12 @@ class Packed:
         """Bytes of all tensors."""
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
+    @property
+    def wide_scales(self) -> bool:
+        """Whether an E8M0 scale is above 2**25 (or NaN): synchronizes with the device."""
+        e8m0 = (t for t in self.tensors.values() if t.dtype == torch.float8_e8m0fnu and t.numel())
+        return any(int(t.view(torch.uint8).max()) > 127 + 25 for t in e8m0)
+
 
 class Layout(Protocol):
     """Packs a layer and takes it apart again, to the bit."""

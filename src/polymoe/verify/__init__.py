@@ -18,7 +18,8 @@ from polymoe.backends.select import select
 from polymoe.checkpoint import Checkpoint
 from polymoe.checkpoint.repack import repacked
 from polymoe.errors import ArgumentError, CheckpointNotFound
-from polymoe.experts import Choice, FusedExperts, relative_error, resolve_activations
+from polymoe.calls import Choice
+from polymoe.experts import FusedExperts, relative_error, resolve_activations
 from polymoe.formats import Encoding
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import Machine

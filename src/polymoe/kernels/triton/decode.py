@@ -32,7 +32,7 @@ __all__ = [
 
 E2M1_SHIFT = 24
 """The fast path holds E2M1 weights times 2**-24, which the accumulator gets back: E8M0 scales from 2**-101 to 2**25 are
-then exact in bfloat16. Larger ones become NaN, never a wrong number."""
+then exact in bfloat16. Larger ones, which take PLAIN, would become NaN, never a wrong number."""
 
 E4M3_SHIFT = 8
 """E4M3's bits, moved to where float16 has them, are the number times 2**-8: exact, and the accumulator gets it back."""

@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 from polymoe.kernels.triton.activation import activate, chain
 
-__all__ = ["grouped_gemm"]
+__all__ = ["finish", "grouped_gemm", "groups", "planes_of", "step_scale"]
 
 
 @triton.jit
-def _groups(
+def groups(
     ptr, row_at, stride, step, USED: tl.constexpr, GROUP_K: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr,
     BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -40,13 +40,13 @@ def _scales(
     X_SCALE: tl.constexpr, X_GROUP: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Scales and zero points of one step, of up, gate and x: the step's number where there are none."""
-    up_scales = _groups(up_ptr, row_at, stride, step, SCALED, GROUP_K, GROUPS, K, BLOCK_K, MASKED)
-    up_zeros = _groups(up_zero_ptr, row_at, stride, step, ZERO_POINTS, GROUP_K, GROUPS, K, BLOCK_K, MASKED)
+    up_scales = groups(up_ptr, row_at, stride, step, SCALED, GROUP_K, GROUPS, K, BLOCK_K, MASKED)
+    up_zeros = groups(up_zero_ptr, row_at, stride, step, ZERO_POINTS, GROUP_K, GROUPS, K, BLOCK_K, MASKED)
     gate_scales = up_scales
     gate_zeros = up_zeros
     if GATED:
-        gate_scales = _groups(gate_ptr, row_at, stride, step, SCALED, GROUP_K, GROUPS, K, BLOCK_K, MASKED)
-        gate_zeros = _groups(gate_zero_ptr, row_at, stride, step, ZERO_POINTS, GROUP_K, GROUPS, K, BLOCK_K, MASKED)
+        gate_scales = groups(gate_ptr, row_at, stride, step, SCALED, GROUP_K, GROUPS, K, BLOCK_K, MASKED)
+        gate_zeros = groups(gate_zero_ptr, row_at, stride, step, ZERO_POINTS, GROUP_K, GROUPS, K, BLOCK_K, MASKED)
     x_scales = step
     if X_SCALE == "block":
         group = step * BLOCK_K // X_GROUP
@@ -70,12 +70,12 @@ def _step(
     word_mask = word < words
     at = code_at + word[None, :] * code_k
     up_words = tl.load(up_ptr + at, mask=word_mask[None, :], other=0) if MASKED else tl.load(up_ptr + at)
-    up_planes = _planes(
+    up_planes = planes_of(
         up_words, up_scales, up_zeros, DECODE, FACTOR, LOOP, ZERO_POINTS, OPERAND, PLAIN, BLOCK_N, WORDS, GROUPS
     )  # fmt: skip
     if GATED:
         gate_words = tl.load(gate_ptr + at, mask=word_mask[None, :], other=0) if MASKED else tl.load(gate_ptr + at)
-        gate_planes = _planes(
+        gate_planes = planes_of(
             gate_words, gate_scales, gate_zeros, DECODE, FACTOR, LOOP, ZERO_POINTS, OPERAND, PLAIN, BLOCK_N, WORDS,
             GROUPS,
         )  # fmt: skip
@@ -89,14 +89,14 @@ def _step(
         if GATED:
             gate_part = tl.dot(gate_planes[p], x, gate_part, input_precision="ieee")
     if BY_STEP:
-        part = acc + part * _step_scale(up_scales, x_scales, SCALE_AT, X_SCALE)
+        part = acc + part * step_scale(up_scales, x_scales, SCALE_AT, X_SCALE)
         if GATED:
-            gate_part = gate_acc + gate_part * _step_scale(gate_scales, x_scales, SCALE_AT, X_SCALE)
+            gate_part = gate_acc + gate_part * step_scale(gate_scales, x_scales, SCALE_AT, X_SCALE)
     return part, gate_part
 
 
 @triton.jit
-def _step_scale(scales, x_scales, SCALE_AT: tl.constexpr, X_SCALE: tl.constexpr):
+def step_scale(scales, x_scales, SCALE_AT: tl.constexpr, X_SCALE: tl.constexpr):
     """What multiplies a step's products: of a weight's block, of x's, or both."""
     if SCALE_AT != "block":
         return x_scales[None, :]
@@ -107,7 +107,7 @@ def _step_scale(scales, x_scales, SCALE_AT: tl.constexpr, X_SCALE: tl.constexpr)
 
 
 @triton.jit
-def _planes(
+def planes_of(
     words, scales, points,
     DECODE: tl.constexpr, FACTOR: tl.constexpr, IN_LOOP: tl.constexpr, ZERO_POINTS: tl.constexpr,
     OPERAND: tl.constexpr, PLAIN: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, GROUPS: tl.constexpr,
@@ -140,7 +140,7 @@ def _spread(groups, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, GROUPS: tl.const
 
 
 @triton.jit
-def _finish(
+def finish(
     acc, codes_scale_ptr, global_ptr, bias_ptr, expert, n, scale_e, scale_n, bias_e, x_scale, weight,
     bias_share, POST: tl.constexpr, GROUP_N: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr,
     UNSHIFT: tl.constexpr, X_SCALE: tl.constexpr, WEIGHT_IN: tl.constexpr,
@@ -299,12 +299,12 @@ def _tile(
     POST: tl.constexpr = SCALE_AT == "row"
     # The bias counts once: with the first split.
     bias_share = tl.where(split == 0, 1.0, 0.0) if SPLIT_K > 1 else 1.0
-    acc = _finish(
+    acc = finish(
         acc, up_scale_ptr, up_global_ptr, up_bias_ptr, expert, n, scale_e, scale_n, bias_e, x_scale, weight,
         bias_share, POST, GROUP_N, GLOBAL, BIAS, UNSHIFT, X_SCALE, WEIGHT_IN,
     )  # fmt: skip
     if GATED:
-        gate_acc = _finish(
+        gate_acc = finish(
             gate_acc, gate_scale_ptr, gate_global_ptr, gate_bias_ptr, expert, n, scale_e, scale_n, bias_e, x_scale,
             weight, bias_share, POST, GROUP_N, GLOBAL, BIAS, UNSHIFT, X_SCALE, WEIGHT_IN,
         )  # fmt: skip
