@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from polymoe.checkpoint import Checkpoint
 from polymoe.checkpoint.config import quantization_source
 from polymoe.errors import ArgumentError, CheckpointError, MissingDependency
-from polymoe.experts import DTYPES
+from polymoe.calls import DTYPES
 from polymoe.explanation import explain, layer_ranges
 
 try:
