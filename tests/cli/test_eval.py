@@ -75,7 +75,7 @@ def test_failures_exit_with_1_after_the_table(cli: Cli, tmp_path: Path) -> None:
         code, out, err = cli(*args)
     assert code == 1
     assert "answers 4" in out
-    assert "1 questions have no answer" in err
+    assert "expected an answer to every question, got 1 without" in err
     assert "overheated" in err
 
 
@@ -101,6 +101,7 @@ def test_what_is_refused(cli: Cli, tmp_path: Path, args: tuple[str, ...], says: 
     assert (code, out) == (1, "")
     assert says in err
     assert "Traceback" not in err
+    assert "answered" not in err  # no bar of a run that never began
 
 
 def test_compare(cli: Cli, tmp_path: Path) -> None:

@@ -201,6 +201,11 @@ def test_a_prompt_that_is_too_long_is_an_invalid_answer(tmp_path: Path) -> None:
         found = run(tmp_path, server.url, 5)
     assert found.score is not None
     assert (found.score.answers, found.score.correct, found.score.invalid, found.failures) == (5, 4, 1, ())
+    # It may as well be that this many tokens fit behind no prompt.
+    with serving(short_memory) as server:
+        found = run(tmp_path, server.url, 5, max_tokens=300, out=tmp_path / "other")
+    assert found.score is not None
+    assert (found.score.answers, found.score.invalid, len(found.failures)) == (4, 0, 1)
 
 
 @pytest.mark.parametrize("body", [{}, {"choices": []}, {"choices": [{"index": 0}]}, {"error": "x"}])

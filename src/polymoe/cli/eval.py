@@ -139,31 +139,34 @@ def _progress() -> Iterator[tuple[Any, Any]]:
     columns = (TextColumn("answered"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
     found = {"right": 0, "invalid": 0, "new": 0, "done": 0, "total": 0}
     where: list[Path] = []
-    with Progress(*columns, TimeRemainingColumn(), console=err) as bar:
-        line = bar.add_task("", total=None)
+    bar = Progress(*columns, TimeRemainingColumn(), console=err)
+    line = bar.add_task("", total=None)
 
-        def on_start(path: Path, done: int, total: int) -> None:
-            where.append(path)
-            found.update(done=done, total=total)
-            bar.update(line, completed=done, total=total)
-            kept = f", {done} of {total} are there; --fresh starts over" if done else ""
-            err.print(f"answers: {path}{kept}", highlight=False, markup=False, soft_wrap=True)
+    def on_start(path: Path, done: int, total: int) -> None:
+        where.append(path)
+        found.update(done=done, total=total)
+        bar.update(line, completed=done, total=total)
+        kept = f", {done} of {total} are there; --fresh starts over" if done else ""
+        err.print(f"answers: {path}{kept}", highlight=False, markup=False, soft_wrap=True)
+        bar.start()
 
-        def on_record(record: Record) -> None:
-            found["new"] += 1
-            found["right"] += record.correct
-            found["invalid"] += record.answer is None
-            now = f"{_percent(found['right'] / found['new'])} right, {found['invalid']} invalid"
-            bar.update(line, advance=1, description=now)
+    def on_record(record: Record) -> None:
+        found["new"] += 1
+        found["right"] += record.correct
+        found["invalid"] += record.answer is None
+        now = f"{_percent(found['right'] / found['new'])} right, {found['invalid']} invalid"
+        bar.update(line, advance=1, description=now)
 
-        try:
-            yield on_start, on_record
-        except (KeyboardInterrupt, PolymoeError):
-            if found["new"]:
-                done = found["done"] + found["new"]
-                err.print(f"{done} of {found['total']} answers are in {where[0]}; the same command goes on from there",
-                          highlight=False, markup=False, soft_wrap=True)  # fmt: skip
-            raise
+    try:
+        yield on_start, on_record
+    except (KeyboardInterrupt, PolymoeError):
+        bar.stop()
+        if found["new"]:
+            done = f"{found['done'] + found['new']} of {found['total']} answers are in {where[0]}"
+            err.print(f"{done}; the same command goes on from there", highlight=False, markup=False, soft_wrap=True)
+        raise
+    finally:
+        bar.stop()
 
 
 def _table(run: Run, score: Score) -> Table:
@@ -214,7 +217,8 @@ def _incomplete(run: Run) -> PolymoeError:
     from polymoe.errors import ServerError
 
     return ServerError(
-        f"{len(run.failures)} questions have no answer",
-        got=run.failures[0],
+        "eval",
+        expected="an answer to every question",
+        got=f"{len(run.failures)} without, the first: {run.failures[0]}",
         hint="the same command asks them again",
     )

@@ -109,7 +109,7 @@ async def ask_all(
     """Ask every question of ``pending``, given with its repeat, in order; returns what failed, as messages.
 
     ``on_record`` is called with every answer as it comes. A prompt longer than the model's context counts as an invalid
-    answer. A server that goes on saying 429 gets fewer requests at once.
+    answer, unless ``max_tokens`` may be to blame. A server that goes on saying 429 gets fewer requests at once.
 
     Raises:
         ServerError: if the server refuses key or model, or if ten requests in a row fail.
@@ -178,7 +178,9 @@ async def _ask(client: Any, settings: Settings, task: Task, question: Question, 
         latency_us, retries = round(raw.elapsed.total_seconds() * 1e6), raw.retries_taken
         text, finish_reason, usage = _read(raw.parse(), chat=settings.endpoint == "chat")
     except openai.BadRequestError as error:
-        if error.code != "context_length_exceeded" and "context length" not in error.message:
+        # With max_tokens, servers say the same of a prompt that fits but leaves less room than that: a wrong setting.
+        too_long = error.code == "context_length_exceeded" or "context length" in error.message
+        if not too_long or settings.max_tokens is not None:
             raise
         latency_us = round((time.monotonic() - start) * 1e6)
     answer = task.extract(text, finished=finish_reason != "length")

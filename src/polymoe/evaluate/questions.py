@@ -201,10 +201,13 @@ def _rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
         raise ArgumentError(str(path), expected="UTF-8 text", got=str(error)) from error
     except (FileNotFoundError, IsADirectoryError) as error:
         raise ArgumentError(str(path), expected="a .jsonl, .json or .csv file", got=error.strerror) from error
-    if path.suffix == ".csv":
+    if path.suffix.lower() == ".csv":
         reader = csv.DictReader(io.StringIO(text, newline=""))
-        return [(reader.line_num, dict(row)) for row in reader]
-    if path.suffix == ".json":
+        try:
+            return [(reader.line_num, dict(row)) for row in reader]
+        except csv.Error as error:
+            raise ArgumentError(f"{path}:{reader.line_num}", expected="CSV", got=str(error)) from error
+    if path.suffix.lower() == ".json":
         return list(enumerate(_parsed(text, str(path), list), 1))
     lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
     return [(i, _parsed(line, f"{path}:{i}", dict)) for i, line in lines]
