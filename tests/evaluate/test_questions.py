@@ -130,7 +130,7 @@ def test_paths_and_kinds_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="UTF-8"):
         read_questions(tmp_path / "binary.jsonl")
     (tmp_path / "wide.csv").write_text("Question\n" + "x" * 200_000)
-    with pytest.raises(ArgumentError, match=r"wide\.csv:2: expected CSV, got field larger"):
+    with pytest.raises(ArgumentError, match=r"wide\.csv:[12]: expected CSV, got field larger"):
         read_questions(tmp_path / "wide.csv")
     with pytest.raises(ArgumentError, match="did you mean 'gsm8k'"):
         read_questions(MODELS / "sums-heldout.jsonl", task="gms8k")
