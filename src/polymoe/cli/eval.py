@@ -64,6 +64,15 @@ def command(
     """
     if (data is None) == (tasks is None):
         raise ArgumentError("eval", expected="a file of questions, or --tasks", got="both" if data else "neither")
+    of_files = {"--task": task != "auto", "--repeats": repeats != 1, "--seed": seed is not None,
+                "--out": out is not None, "--fresh": fresh}  # fmt: skip
+    of_tasks = {"--include-path": include_path is not None, "--num-fewshot": num_fewshot is not None}
+    lost = [name for name, given in (of_tasks if tasks is None else of_files).items() if given]
+    if lost:
+        what = "lm-eval's tasks" if tasks is not None else "a file of questions"
+        raise ArgumentError("eval", expected=f"options for {what}", got=", ".join(lost))
+    if endpoint not in ("chat", "completions"):
+        raise ArgumentError("--endpoint", expected="chat or completions", got=repr(endpoint))
     from polymoe.evaluate.asking import Server
 
     to = Server(url=server, api_key=api_key or "none", concurrency=concurrency, timeout_s=timeout, retries=retries)
