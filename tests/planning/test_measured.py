@@ -28,7 +28,7 @@ SPECS = {
 }  # fmt: skip
 PROBLEMS = {
     "activation": SwiGLU(limit=10.0), "top_k": 4, "weight_on": "input", "activations": "fp8_token",
-    "batch_invariant": True, "dtype": None, "tp": None, "ep": None,
+    "wide_scales": True, "batch_invariant": True, "dtype": None, "tp": None, "ep": None,
 }  # fmt: skip
 
 

@@ -30,7 +30,7 @@ def test_every_family_as_it_is_stored(library: Library, name: str) -> None:
         ("reference", 1),
         ("reference", 5),
     ]
-    assert all(0 < row.error < 6e-3 for row in report.backends)
+    assert all(0 < row.error < 6e-3 for row in report.backends if not row.rejected)
 
 
 @pytest.mark.parametrize("tokens", [(), (0,), (1, 10**9)])

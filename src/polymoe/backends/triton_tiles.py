@@ -260,7 +260,7 @@ def _around(problem: Problem, machine: Machine, hub: TritonConfig, count: int) -
         if tile.splits > 1:
             tiles.append(replace(tile, splits=tile.splits // 2))
         if name == "down" and columns <= _SHORT_STEPS * tile.columns:
-            swept = [replace(tile, splits=1, blocks=n) for n in (1, 4, 8, 14) if n != tile.blocks]
+            swept = [replace(tile, splits=1, blocks=n) for n in (1, 4, 14) if n != tile.blocks]
             tiles += [t for t in swept if side.nbytes(t, block, columns) <= side.limit]
         found += [replace(hub, **{name: t}) for t in tiles]
     if machine.device.sm >= 90:

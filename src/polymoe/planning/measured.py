@@ -32,6 +32,7 @@ def problem_key(problem: Problem) -> str:
     parts += ["bias"] * s.bias
     parts.append(f"{problem.activations} activations")
     parts += ["weight on input"] * (problem.weight_on == "input")
+    parts += ["wide scales"] * problem.wide_scales
     parts += ["batch invariant"] * problem.batch_invariant
     return ", ".join(parts)
 
