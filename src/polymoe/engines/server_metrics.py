@@ -59,7 +59,7 @@ class ServerMetrics:
         running = Gauge("polymoe_requests_running", "Generations that the model works on.", registry=registry)
         running.set_function(lambda: sum(request.running for request in list(self.in_flight)))
         waiting = Gauge("polymoe_requests_waiting", "Generations that wait for their turn.", registry=registry)
-        waiting.set_function(lambda: sum(not request.running for request in list(self.in_flight)))
+        waiting.set_function(lambda: sum(request.started_s is None for request in list(self.in_flight)))
         backends = Gauge(
             "polymoe_backend_info", "Layers whose experts a backend runs at a call's token count.",
             ("model", "backend", "layout", "tokens"), registry=registry,
