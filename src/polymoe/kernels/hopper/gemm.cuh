@@ -1,0 +1,52 @@
+// What the decode and the prefill products share: their arguments, biases, activations.
+#pragma once
+#include "ptx.cuh"
+
+namespace polymoe {
+
+enum Matrix { kGated, kPlain, kDown };
+enum Dtype { kNone, kBfloat16, kFloat16, kFloat32 };
+
+struct GemmArgs {
+    const uint8_t* codes;   // [E, N * K / 2]
+    const uint8_t* scales;  // [E, ...]
+    const void* bias;       // [E, N], of the gate where there is one
+    const void* up_bias;    // [E, F]
+    const uint16_t* x; // rows of K
+    void* out;              // up: bfloat16 [rows, F] in expert order; down: float32 [routed rows, H]
+    const int* count;       // items in use
+    const int4* items;      // expert, first row, rows
+    const int* order;       // routed row of each row in expert order
+    const float* weights;   // [routed rows], or null: multiplies the input
+    long long codes_expert, scales_expert;
+    int rows, columns;      // N, K
+    int slots;              // A where x is in token order, 0 where it is in expert order
+    int stages, buffers;
+    int activation, bias_dtype;
+    float alpha, beta, limit;
+};
+
+__device__ __forceinline__ float load_bias(const void* bias, int dtype, long long at) {
+    if (dtype == kBfloat16) return from_bfloat16(static_cast<const uint16_t*>(bias)[at]);
+    if (dtype == kFloat16) {
+        float v;
+        asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(static_cast<const unsigned short*>(bias)[at]));
+        return v;
+    }
+    return dtype == kFloat32 ? static_cast<const float*>(bias)[at] : 0.0f;
+}
+
+__device__ __forceinline__ float gated(const GemmArgs& args, float gate, float up) {
+    if (args.activation == 0) {  // SwiGLU
+        if (args.limit > 0) {
+            gate = fminf(gate, args.limit);
+            up = fminf(fmaxf(up, -args.limit), args.limit);
+        }
+        return gate / (1.0f + __expf(-args.alpha * gate)) * (up + args.beta);
+    }
+    if (args.activation == 1) return 0.5f * gate * (1.0f + erff(gate * 0.70710678118654752f)) * up;
+    const float inner = 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate);
+    return gate / (1.0f + __expf(-inner)) * up;
+}
+
+}  // namespace polymoe

@@ -1,0 +1,205 @@
+"""One call of the Hopper kernels: buffers, arguments, launches. What the structures mean stands in the CUDA sources."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from polymoe.kernels.hopper.compiled import kernel
+
+__all__ = ["PREFILL", "Function", "Matrix", "Rows", "decode", "decode_fits", "prefill"]
+
+_POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong, ctypes.c_float
+_DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+
+SHARED_BYTES = 227 * 1024 - 2048
+"""Dynamic shared memory of one block; the rest is static."""
+
+_STAGE_BYTES, _CONSUMERS = 8 * (2048 + 128), 16  # decode.cu: kStage, kConsumers
+_LEAST_STAGES, _MOST_STAGES = 3, 16
+
+
+class _Gemm(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("codes", "scales", "bias", "up_bias", "x", "out", "count", "items", "order")),
+        ("weights", _POINTER),
+        *((name, _LONG) for name in ("codes_expert", "scales_expert")),
+        *((name, _INT) for name in ("rows", "columns", "slots", "stages", "buffers", "activation", "bias_dtype")),
+        *((name, _FLOAT) for name in ("alpha", "beta", "limit")),
+    )
+
+
+class _Dispatch(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("ids", "order", "items", "count")),
+        *((name, _INT) for name in ("rows", "first_expert", "experts", "block", "long_ids")),
+    )
+
+
+class _Spread(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("x", "out", "count", "items", "order")),
+        *((name, _INT) for name in ("columns", "slots")),
+    )
+
+
+class _Combine(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("y", "ids", "weights", "out")),
+        *((name, _INT) for name in ("slots", "columns", "first_expert", "experts", "long_ids", "out_dtype", "narrow")),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Matrix:
+    """Packed ``up`` (gate and up in turns of 8 rows) or ``down``.
+
+    Attributes:
+        codes, scales: uint8 [E, bytes].
+        rows, columns: N and K; of ``up`` with a gate, N is 2F.
+        bias, up_bias: [E, N] in a 16-bit or 32-bit float, or None; with a gate, [E, F] each.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    rows: int
+    columns: int
+    bias: Tensor | None = None
+    up_bias: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Which routed rows go to which expert: ids and weights [T, A], the local range of experts, and what their weights
+    multiply."""
+
+    ids_TA: Tensor
+    weights_TA: Tensor
+    first_expert: int
+    experts: int
+    weight_on_input: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """The activation: 0 SwiGLU, 1 GELU, 2 its tanh form (ignored without a gate), and constants; limit 0 is none."""
+
+    number: int
+    alpha: float = 1.0
+    beta: float = 0.0
+    limit: float = 0.0
+
+
+def _decode_ring(rows: int, columns: int) -> tuple[int, int, int]:
+    """Stages of the ring, buffers of x, and bytes of shared memory, for items of ``rows`` rows."""
+    sums, x_bytes = _CONSUMERS * rows // 8 * 1024, rows * (2 * columns + 16)
+    stages, buffers = 0, 0
+    for buffers in (2, 1):
+        stages = (SHARED_BYTES - sums - buffers * x_bytes - 128) // _STAGE_BYTES
+        if stages > _LEAST_STAGES:
+            break
+    stages = min(stages, _MOST_STAGES)
+    return stages, buffers, sums + buffers * x_bytes + 128 + stages * _STAGE_BYTES
+
+
+def decode_fits(rows: int, columns: int) -> bool:
+    """Whether ``rows`` rows of x with ``columns`` columns leave room for weights on their way."""
+    return _decode_ring(rows, columns)[0] >= _LEAST_STAGES
+
+
+def decode(
+    up: Matrix, down: Matrix, gated: bool, function: Function, x_TH: Tensor, rows: Rows, out_TH: Tensor,
+    block: int, height: int,
+) -> None:  # fmt: skip
+    """``out_TH`` for few rows an expert: ``block`` rows of x an item (8 or 16), ``height`` rows of weights a tile."""
+    tokens, slots = rows.ids_TA.shape
+    routed = tokens * slots
+    plan = _dispatch(rows, block)
+    h_RF = x_TH.new_empty(routed, down.columns)
+    y_RH = x_TH.new_empty(routed, down.rows, dtype=torch.float32)
+    grid = (torch.cuda.get_device_properties(x_TH.device).multi_processor_count,)
+    for name, matrix, x, out, divisor in (("up", up, x_TH, h_RF, slots), ("down", down, h_RF, y_RH, 0)):
+        stages, buffers, shared = _decode_ring(block, matrix.columns)
+        kind = name if name == "down" else "gated" if gated else "plain"
+        args = _gemm(matrix, x, out, plan, rows if name == "up" else None, function, divisor, stages, buffers)
+        kernel("decode", f"decode_{kind}_{block}_{height}")(args, grid, (_CONSUMERS + 2) * 32, shared)
+    _combine(y_RH, rows, out_TH)
+
+
+PREFILL: dict[int, tuple[int, int]] = {32: (2, 4), 64: (4, 1), 128: (3, 1)}
+"""Warpgroups that multiply, and groups of 64 rows each, by the most rows of x of an item."""
+
+
+def prefill(
+    up: Matrix, down: Matrix, gated: bool, function: Function, x_TH: Tensor, rows: Rows, out_TH: Tensor, block: int
+) -> None:
+    """``out_TH`` for many rows an expert, at most ``block`` an item."""
+    tokens, slots = rows.ids_TA.shape
+    routed = tokens * slots
+    warpgroups, groups = PREFILL[block]
+    plan = _dispatch(rows, block)
+    order, items, count = plan
+    x_tiles = x_TH.new_empty(routed, _round_up(up.columns, 64))
+    width = _round_up(down.columns, 64)
+    # Columns that only fill a tile meet weights that are zero, and must be finite.
+    h_tiles = (x_TH.new_empty if width == down.columns else x_TH.new_zeros)(routed, width)
+    y_RH = x_TH.new_empty(routed, down.rows)
+    args = _Spread(*map(_at, (x_TH, x_tiles, count, items, order)), up.columns, slots)
+    kernel("rows", "spread")(args, (8, min(len(items), 2048)), 256)
+    stage = _round_up(block * 128 + warpgroups * groups * (2048 + 128), 1024)
+    stages = min((SHARED_BYTES - 1024) // stage, _MOST_STAGES)
+    grid = (torch.cuda.get_device_properties(x_TH.device).multi_processor_count,)
+    for name, matrix, x, out in (("up", up, x_tiles, h_tiles), ("down", down, h_tiles, y_RH)):
+        kind = name if name == "down" else "gated" if gated else "plain"
+        gemm = _gemm(matrix, x, out, plan, rows if name == "up" else None, function, 0, stages, 1)
+        kernel("prefill", f"prefill_{kind}_{block}")(gemm, grid, warpgroups * 128 + 128, stages * stage + 1024)
+    _combine(y_RH, rows, out_TH)
+
+
+def _dispatch(rows: Rows, block: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Routed rows in expert order, items (expert, first row, rows) and their number."""
+    routed, ids = rows.ids_TA.numel(), rows.ids_TA.contiguous()
+    most = min(rows.experts, routed) + routed // block
+    work = torch.empty(4 * most + 4 + routed, dtype=torch.int32, device=ids.device)
+    items, count, order = work[: 4 * most].view(most, 4), work[4 * most :], work[4 * most + 4 :]
+    args = _Dispatch(
+        *map(_at, (ids, order, items, count)), routed, rows.first_expert, rows.experts, block, ids.dtype == torch.int64
+    )
+    kernel("rows", "dispatch")(args, (1,), 1024)
+    return order, items, count
+
+
+def _gemm(
+    matrix: Matrix, x: Tensor, out: Tensor, plan: tuple[Tensor, Tensor, Tensor], rows: Rows | None,
+    function: Function, slots: int, stages: int, buffers: int,
+) -> _Gemm:  # fmt: skip
+    order, items, count = plan
+    weights = rows.weights_TA if rows is not None and rows.weight_on_input else None
+    return _Gemm(
+        *map(_at, (matrix.codes, matrix.scales, matrix.bias, matrix.up_bias, x, out, count, items, order, weights)),
+        matrix.codes.shape[1], matrix.scales.shape[1], matrix.rows, matrix.columns, slots, stages, buffers,
+        function.number, 0 if matrix.bias is None else _DTYPES[matrix.bias.dtype] + 1,
+        function.alpha, function.beta, function.limit,
+    )  # fmt: skip
+
+
+def _combine(y_RH: Tensor, rows: Rows, out_TH: Tensor) -> None:
+    tokens, slots = rows.ids_TA.shape
+    columns = out_TH.shape[1]
+    ids, weights = rows.ids_TA.contiguous(), None if rows.weight_on_input else rows.weights_TA.contiguous()
+    args = _Combine(
+        *map(_at, (y_RH, ids, weights, out_TH)), slots, columns, rows.first_expert, rows.experts,
+        ids.dtype == torch.int64, _DTYPES[out_TH.dtype], y_RH.dtype == torch.bfloat16,
+    )  # fmt: skip
+    kernel("rows", "combine")(args, (-(-columns // 512), tokens), 128)
+
+
+def _at(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,206 @@
+"""The Hopper backend: its verdicts and configurations anywhere, its results on an SM90 GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from polymoe.activations import GeGLU, ReLU2, SwiGLU
+from polymoe.backends.base import TOLERANCE
+from polymoe.backends.hopper import Hopper, HopperConfig
+from polymoe.backends.reference import run_experts
+from polymoe.backends.select import select
+from polymoe.calls import Choice
+from polymoe.experts import FusedExperts, relative_error
+from polymoe.formats import FORMATS
+from polymoe.layouts import LAYOUTS
+from polymoe.machine import DEVICES, Machine
+from polymoe.problem import Problem
+from polymoe.routing import Routing
+from polymoe.tensors import ExpertsSpec, ExpertWeights
+from polymoe.verdict import Accepted, Rejected
+from problems import GPT_OSS, problem_of, random_call, random_experts
+
+H200 = Machine(DEVICES["h200"], driver=(13, 0))
+EVERY = [
+    *[HopperConfig("decode", rows, height) for rows in (8, 16) for height in (64, 128)],
+    *[HopperConfig("prefill", rows, 0) for rows in (32, 64, 128)],
+]
+
+
+def seed_problem(format: str = "mxfp4", **kwargs: Any) -> Problem:
+    encoding = FORMATS[format].encoding
+    spec = ExpertsSpec(hidden=4096, intermediate=2048, experts=256, gate=encoding, up=encoding, down=encoding)
+    return Problem(spec=spec, activation=SwiGLU(limit=10.0), top_k=6, **kwargs)
+
+
+class TestCheck:
+    def test_takes_mxfp4_on_sm90(self) -> None:
+        for machine in (H200, replace(H200, driver=None), Machine(DEVICES["h100"])):
+            assert Hopper().check(seed_problem(), machine) == Accepted(capturable=True)
+
+    def test_all_reasons_at_once(self) -> None:
+        problem = seed_problem("nvfp4", activations="fp8_token", batch_invariant=True)
+        verdict = Hopper().check(problem, Machine(DEVICES["b200"], driver=(12, 8)))
+        assert isinstance(verdict, Rejected)
+        assert [r.what for r in verdict.reasons] == [
+            "GPU", "driver", "activations", "gate weights", "up weights", "down weights", "batch-invariant results",
+        ]  # fmt: skip
+        assert str(verdict.reasons[1]) == "driver: wants CUDA 13.0 or newer, got 12.8"
+
+    def test_scales_beyond_what_the_kernels_decode(self) -> None:
+        verdict = Hopper().check(replace(seed_problem(), wide_scales=True), H200)
+        assert isinstance(verdict, Rejected)
+        assert str(verdict.reasons[0]) == "E8M0 scales: wants at most 2**25, got larger ones"
+
+    def test_sizes_are_the_layouts_reasons(self) -> None:
+        problem = problem_of(random_experts("mxfp4", hidden=64, intermediate=40))
+        verdict = select(problem, H200, backend="hopper", backends={"hopper": Hopper()}).candidates[0].verdict
+        assert isinstance(verdict, Rejected)
+        assert [r.what for r in verdict.reasons] == ["layout hopper, F"]
+
+
+class TestConfigure:
+    def test_by_rows_of_an_expert(self) -> None:
+        found = [str(Hopper().configure(seed_problem(), H200, t)) for t in (1, 64, 128, 256, 512, 2048, 8192)]
+        assert found == [
+            "decode, 8 rows, 64 high", "decode, 8 rows, 64 high", "decode, 8 rows, 128 high",
+            "decode, 16 rows, 128 high", "prefill, 32 rows", "prefill, 64 rows", "prefill, 128 rows",
+        ]  # fmt: skip
+
+    def test_few_tiles_stay_small(self) -> None:
+        problem = seed_problem()
+        few = replace(problem, spec=replace(problem.spec, experts=4, local_experts=4), top_k=2)
+        assert Hopper().configure(few, H200, 6) == HopperConfig("decode", 8, 64)
+
+    def test_x_too_wide_for_shared_memory_goes_to_prefill(self) -> None:
+        problem = seed_problem()
+        wide = replace(problem, spec=replace(problem.spec, hidden=16384))
+        assert Hopper().configure(wide, H200, 1).kernels == "prefill"
+        assert {c.kernels for c in Hopper().candidates(wide, H200, 1)} == {"prefill"}
+
+    def test_predictions_grow_with_tokens(self) -> None:
+        times = [Hopper().predict(seed_problem(), H200, t).time_us for t in (1, 16, 256, 512, 4096, 8192)]
+        assert times == sorted(times)
+        assert 25 < times[0] < 45
+
+
+def on_gpu(weights: ExpertWeights, x: torch.Tensor, routing: Routing, **kwargs: Any) -> None:
+    """Compare with the reference, and twenty runs with each other to the bit; outputs start as NaN."""
+    config = kwargs.pop("config", None)
+    problem = problem_of(weights, **kwargs)
+    expected = run_experts(problem, weights, x, routing)
+    packed = LAYOUTS["hopper"].pack(weights, torch.device("cuda"))
+    config = config or Hopper().configure(problem, Machine.of("cuda"), x.shape[0])
+    x, there = x.cuda(), Routing(*(part.cuda() for part in routing))
+    first = None
+    for _ in range(20):
+        out = torch.full_like(x, float("nan"))
+        Hopper().run(problem, packed, x, there, config, out)
+        first = out if first is None else first
+        assert torch.equal(out, first)
+    assert first is not None
+    assert relative_error(first.cpu(), expected) < TOLERANCE
+
+
+@pytest.mark.gpu
+class TestOnGpu:
+    @pytest.fixture(autouse=True)
+    def _sm90(self) -> None:
+        if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+            pytest.skip("needs an SM90 GPU")
+
+    @pytest.mark.parametrize("tokens", [1, 3, 40, 300])
+    @pytest.mark.parametrize("config", EVERY, ids=str)
+    def test_every_configuration(self, config: HopperConfig, tokens: int) -> None:
+        weights = random_experts(hidden=336, intermediate=272, experts=7, bias=True)
+        on_gpu(weights, *random_call(tokens, 336, 7, 3, torch.bfloat16), config=config, activation=GPT_OSS)
+
+    @pytest.mark.parametrize("config", EVERY, ids=str)
+    @pytest.mark.parametrize(
+        ("hidden", "intermediate", "gated", "top_k"),
+        [(2880, 720, True, 4), (1024, 2688, False, 22), (192, 336, True, 1), (16, 16, False, 1)],
+    )
+    def test_odd_sizes(self, config: HopperConfig, hidden: int, intermediate: int, gated: bool, top_k: int) -> None:
+        weights = random_experts(hidden=hidden, intermediate=intermediate, gated=gated, bias=True, experts=5)
+        on_gpu(weights, *random_call(40, hidden, 5, top_k, torch.bfloat16), config=config)
+
+    @pytest.mark.parametrize("weight_on", ["output", "input"])
+    @pytest.mark.parametrize("activation", [GPT_OSS, GeGLU(), GeGLU("tanh"), ReLU2()], ids=lambda a: a.name)
+    @pytest.mark.parametrize("tokens", [9, 200])
+    def test_activations(self, tokens: int, activation: Any, weight_on: str) -> None:
+        weights = random_experts(bias=True, gated=activation.gated)
+        call = random_call(tokens, 64, 5, dtype=torch.bfloat16)
+        on_gpu(weights, *call, activation=activation, weight_on=weight_on)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+    @pytest.mark.parametrize("tokens", [9, 200])
+    def test_dtypes_of_x(self, tokens: int, dtype: torch.dtype) -> None:
+        on_gpu(random_experts(), *random_call(tokens, 64, 5, dtype=dtype))
+
+    @pytest.mark.parametrize("config", [EVERY[0], EVERY[4]], ids=str)
+    def test_ids_of_others_are_never_read(self, config: HopperConfig) -> None:
+        weights = random_experts(bias=True)
+        x, routing = random_call(40, 64, 5, dtype=torch.bfloat16)
+        routing.topk_ids_TA[::3, 0] = -1
+        routing.topk_ids_TA[1::3, 1] = 5
+        routing.topk_weights_TA[::3, 0] = float("nan")
+        on_gpu(weights, x, routing, config=config)
+
+    @pytest.mark.parametrize("tokens", [1, 300])
+    def test_one_expert_with_all_and_one_with_none(self, tokens: int) -> None:
+        weights = random_experts(experts=300, hidden=64, intermediate=32)
+        x, routing = random_call(tokens, 64, 300, 2, torch.bfloat16)
+        for config in EVERY:
+            on_gpu(
+                weights, x, Routing(torch.full_like(routing.topk_ids_TA, 299), routing.topk_weights_TA), config=config
+            )
+
+    @pytest.mark.parametrize("config", EVERY, ids=str)
+    def test_many_repeats_to_the_bit(self, config: HopperConfig) -> None:
+        """Registers of asynchronous products written too early, a barrier too few: they show in some run of many."""
+        weights = random_experts("mxfp4", hidden=1024, intermediate=512, experts=4)
+        problem = problem_of(weights)
+        packed = LAYOUTS["hopper"].pack(weights, torch.device("cuda"))
+        x, routing = random_call(400, 1024, 4, dtype=torch.bfloat16)
+        expected = run_experts(problem, weights, x, routing)
+        x, there = x.cuda(), Routing(*(part.cuda() for part in routing))
+        outs = [torch.empty_like(x) for _ in range(2)]
+        Hopper().run(problem, packed, x, there, config, outs[0])
+        assert relative_error(outs[0].cpu(), expected) < TOLERANCE
+        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        for _ in range(1000):
+            Hopper().run(problem, packed, x, there, config, outs[1])
+            wrong += (outs[0] != outs[1]).any()
+        assert int(wrong) == 0
+
+    def test_packing_on_the_gpu_is_packing_on_the_cpu(self) -> None:
+        weights = random_experts(hidden=336, intermediate=208)
+        there, here = (LAYOUTS["hopper"].pack(weights, torch.device(d)) for d in ("cuda", "cpu"))
+        assert all(torch.equal(there.tensors[n].cpu(), t) for n, t in here.tensors.items())
+
+    def test_captured_graph_follows_new_routings(self) -> None:
+        weights = random_experts("mxfp4", experts=16, hidden=256, intermediate=256)
+        problem = problem_of(weights)
+        experts = FusedExperts.pack(problem, weights, Choice(Machine.of("cuda"), "mixed", "hopper", TABLE, LAYOUTS))
+        for tokens in (3, 200):
+            x, routing = random_call(tokens, 256, 16, dtype=torch.bfloat16)
+            x, ids, scores = x.cuda(), routing.topk_ids_TA.cuda(), routing.topk_weights_TA.cuda()
+            experts(x, ids, scores)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = experts(x, ids, scores)
+            for seed in range(5):
+                new_x, new = random_call(tokens, 256, 16, dtype=torch.bfloat16, seed=10 + seed)
+                x.copy_(new_x)
+                ids.copy_(new.topk_ids_TA)
+                scores.copy_(new.topk_weights_TA)
+                graph.replay()
+                assert relative_error(out.cpu(), run_experts(problem, weights, new_x, new)) < TOLERANCE
+
+
+TABLE = {"hopper": Hopper()}
