@@ -17,7 +17,7 @@ from polymoe.backends.reference import run_experts
 from polymoe.backends.select import Selection
 from polymoe.calls import DTYPES, Calls, Choice, on_device
 from polymoe.checkpoint import Checkpoint
-from polymoe.errors import ArgumentError, CheckpointError, VerificationError
+from polymoe.errors import ArgumentError, CheckpointError, PlanError, VerificationError
 from polymoe.layouts import LAYOUTS, Layout, Packed
 from polymoe.machine import Machine
 from polymoe.problem import ActivationMode, Dtype, Problem, WeightOn

@@ -136,7 +136,7 @@ class TestOnGpu:
 
     @pytest.mark.parametrize("tokens", [1, 33, 700])
     @pytest.mark.parametrize("mode", ["fp8_token", "fp8_group128", "fp8_static"])
-    @pytest.mark.parametrize("format", ["fp8_tensor", "fp8_channel", "fp8_block128", "mxfp4", "int4_g32", "bf16"])
+    @pytest.mark.parametrize("format", ["fp8_tensor", "fp8_channel", "fp8_block128", "mxfp4", "nvfp4", "bf16", "fp16"])
     def test_fp8_activations(self, format: str, mode: str, tokens: int) -> None:
         weights = with_input_scales(random_experts(format, hidden=384, intermediate=320))
         on_gpu(weights, *random_call(tokens, 384, 5, dtype=torch.bfloat16), activations=mode)

@@ -51,6 +51,11 @@ class Triton:
         reasons.need(recent, "triton", "3.6 or newer", version or "none")
         static_input = problem.activations == "fp8_static" and problem.weight_on == "input"
         reasons.need(not static_input, "weight on the input", "dynamic input scales", "fp8_static")
+        if problem.activations != "16bit":
+            # Where a weight is rounded to the operand's 16 bits, E4M3 roundings of h no longer agree.
+            for projection, encoding in spec.encodings.items():
+                wanted = "weights that 16 bits hold exactly"
+                reasons.need(encoding.element != "int4", f"{projection} with E4M3 inputs", wanted, encoding.element)
         if spec.gate is not None:
             reasons.need(spec.gate == spec.up, "gate and up", "one encoding", f"{spec.gate!r}, {spec.up!r}")
         for projection, encoding in spec.encodings.items():
@@ -160,12 +165,12 @@ def _quantization(problem: Problem, packed: Packed, inputs: str) -> Quantization
 
 
 def _operand(encoding: Encoding, x: Tensor, activations: str) -> torch.dtype:
-    """What both operands are on the matrix units: float16 where weights and x are, or both E4M3, else bfloat16."""
+    """What both operands are on the matrix units: float16 where weights and x are, or with E4M3 inputs weights fit."""
     if x.device.type == "cpu":
         return torch.float32
-    half = encoding.element == "fp16" and x.dtype == torch.float16 and activations == "16bit"
-    e4m3 = encoding.element == "e4m3" and activations != "16bit"
-    return torch.float16 if half or e4m3 else torch.bfloat16
+    if activations == "16bit":
+        return torch.float16 if encoding.element == "fp16" and x.dtype == torch.float16 else torch.bfloat16
+    return torch.float16 if encoding.element in ("fp16", "e4m3") else torch.bfloat16
 
 
 @dataclass(frozen=True, slots=True)
