@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from polymoe.backends.hopper import Hopper
+from polymoe.backends.hopper import Hopper, HopperConfig
 from polymoe.kernels.hopper import compiled, launch
+from polymoe.layouts import LAYOUTS
 from polymoe.machine import Machine
-from problems import problem_of, random_experts
+from problems import problem_of, random_call, random_experts
+
+SOURCES = Path(compiled.__file__).parent
 
 
 @pytest.mark.parametrize("unit", compiled.UNITS)
@@ -67,3 +76,110 @@ def test_rings_fit_into_shared_memory(rows: int, columns: int) -> None:
         assert stages <= 16
     assert launch.decode_fits(8, 7168)
     assert not launch.decode_fits(16, 7168)
+
+
+def fields(struct: str) -> list[tuple[str, type]]:
+    """Names and types of a C++ structure's members, in order."""
+    text = "".join(p.read_text() for p in SOURCES.glob("*.cu*") if p.is_file())
+    body = re.sub(r"//.*", "", re.findall(rf"struct {struct} {{(.*?)}};", text, re.S)[0])
+    found = []
+    for line in filter(None, map(str.strip, body.split(";"))):
+        names = re.sub(r"^const ", "", line)
+        kind = {"long long": ctypes.c_longlong, "int": ctypes.c_int, "float": ctypes.c_float}
+        c_type = next((t for word, t in kind.items() if re.match(rf"{word} [^*]*$", names)), ctypes.c_void_p)
+        names = re.sub(r"^(long long|\w+)\s*\*?", "", names)
+        found += [(name.strip(), c_type) for name in names.split(",")]
+    return found
+
+
+@pytest.mark.parametrize("struct", ["Gemm", "Dispatch", "Spread", "Combine"])
+def test_arguments_are_the_structures_of_the_sources(struct: str) -> None:
+    assert list(getattr(launch, f"_{struct}")._fields_) == fields(f"{struct}Args")
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("config", [HopperConfig("decode", 16, 128), HopperConfig("prefill", 64, 0)], ids=str)
+def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, config: HopperConfig, gated: bool) -> None:
+    """On a CPU, with launches recorded instead of made: names, arguments and shared memory as the kernels want them."""
+    made: list[tuple[str, dict[str, Any], tuple[int, ...], int, int]] = []
+
+    def record(unit: str, name: str) -> Any:
+        assert name in names(unit)
+
+        def call(args: Any, grid: Any, threads: int, shared: int = 0) -> None:
+            made.append((name, {n: getattr(args, n) for n, _ in args._fields_}, tuple(grid), threads, shared))
+
+        return call
+
+    monkeypatch.setattr(launch, "kernel", record)
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    weights = random_experts(hidden=336, intermediate=272, gated=gated, bias=True)
+    packed = LAYOUTS["hopper"].pack(weights, torch.device("cpu"))
+    x, routing = random_call(10, 336, 5, 3, torch.float16)
+    Hopper().run(problem_of(weights), packed, x, routing, config, torch.empty_like(x))
+    kind = "gated" if gated else "plain"
+    size = f"{config.rows}_{config.height}" if config.height else f"{config.rows}"
+    products = [f"{config.kernels}_{part}_{size}" for part in (kind, "down")]
+    between = ["spread"] if config.kernels == "prefill" else []
+    assert [name for name, *_ in made] == ["dispatch", *between, *products, "combine"]
+    by_name = {name: rest for name, *rest in made}
+    up, down = (by_name[name] for name in products)
+    assert (up[0]["rows"], up[0]["columns"]) == ((544 if gated else 272), 336)
+    assert (down[0]["rows"], down[0]["columns"], down[0]["slots"]) == (336, 272, 0)
+    assert up[0]["codes_expert"] * 5 == packed.tensors["up.codes"].numel()
+    assert up[0]["bias_dtype"] == 1  # bfloat16
+    assert up[0]["bias"] == packed.tensors["gate_bias" if gated else "up_bias"].data_ptr()
+    for _, grid, threads, shared in (up, down):
+        assert grid == (132,)
+        assert threads % 32 == 0
+        assert threads <= 1024
+        assert 16 * 1024 < shared <= launch.SHARED_BYTES
+    assert by_name["dispatch"][0]["rows"] == 30
+    assert by_name["combine"][0]["out_dtype"] == 1  # float16
+    assert by_name["combine"][0]["narrow"] == (config.kernels == "prefill")
+
+
+def disassembled(unit: str, name: str) -> list[tuple[int, str]]:
+    """Address and text of each instruction of a kernel."""
+    triton = pytest.importorskip("triton")
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    if not tool.exists():
+        pytest.skip("this Triton has no disassembler")
+    command = [tool, "-sass", "-fun", name, compiled.cubin_path(unit)]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return [(int(a, 16), t.strip()) for a, t in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", text)]
+
+
+def loops(instructions: list[tuple[int, str]]) -> Iterator[list[str]]:
+    """Bodies of all loops: from a branch's target up to the branch, where that lies behind."""
+    for address, text in instructions:
+        branch = re.search(r"BRA.* 0x([0-9a-f]+)", text)
+        if branch and (start := int(branch[1], 16)) < address:
+            yield [t for a, t in instructions if start <= a <= address]
+
+
+@pytest.mark.parametrize("matrix", ["gated", "plain", "down"])
+@pytest.mark.parametrize(("rows", "most"), [(8, 19.0), (16, 20.5)])
+@pytest.mark.parametrize("height", [64, 128])
+def test_instructions_that_eight_weights_cost(matrix: str, rows: int, most: float, height: int) -> None:
+    """Decoding time is instructions: at 4.3 TB/s there are 30 issue slots for eight weights of each lane."""
+    found = disassembled("decode", f"decode_{matrix}_{rows}_{height}")
+    assert not any(re.match(r"(LDL|STL)", text) for _, text in found), "spills"
+    body = min((b for b in loops(found) if any("LDSM.16.M88.4" in t for t in b)), key=len)
+    words = sum("HMMA" in t for t in body) / (rows / 8)
+    assert words == 8  # two tiles of 16 rows by 64 columns
+    assert len(body) / words <= most
+
+
+@pytest.mark.parametrize("matrix", ["gated", "plain", "down"])
+@pytest.mark.parametrize("rows", [32, 64, 128])
+def test_products_run_while_weights_are_decoded(matrix: str, rows: int) -> None:
+    """Where the assembler cannot see that registers are safe, each product waits for itself: every one then ends a group
+    (gsb0), and none stays under way."""
+    found = [text for _, text in disassembled("prefill", f"prefill_{matrix}_{rows}")]
+    products = [t for t in found if t.startswith("HGMMA")]
+    groups = [t for t in products if "gsb0" in t]
+    one_under_way = [t for t in found if re.search(r"DEPBAR.*gsb0, 0x1", t)]
+    assert len(products) >= 2 * len(groups) > 0
+    assert len(one_under_way) == len(groups)  # one wait behind each group's successor
