@@ -5,13 +5,18 @@ A config has the fields of the family's own releases, with small sizes; what is 
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from sums import EOS, PAD, SYMBOLS
 from torch import nn
+
+from polymoe.checkpoint.config import parse_quantization
+from polymoe.formats import Encoding
 
 Config = dict[str, Any]
 
@@ -32,8 +37,25 @@ class Family:
     """Pattern of the tensors that are stored in float32."""
     unquantized: str = r"^lm_head\."
     """Pattern of the linear layers that the releases leave in 16 bit although their config does not say so."""
+    fp8_scale: str | None = None
+    """Dtype of FP8 scales, where it is not the one that polymoe supposes from the config."""
     prepare: Callable[[nn.Module], None] = field(default=lambda model: None)
     """Changes an untrained model's weights."""
+
+    def encoding(self, tensor: str) -> tuple[str, Encoding] | None:
+        """Dialect and encoding of a linear layer's weight, by its name in the files; None if it stays in 16 bit."""
+        scheme = parse_quantization(self.config).scheme(tensor.removesuffix(".weight"))
+        if scheme.dialect == "plain" or re.search(self.unquantized, tensor):
+            return None
+        if self.fp8_scale and scheme.encoding.element == "e4m3":
+            return scheme.dialect, replace(scheme.encoding, scale_dtype=self.fp8_scale)
+        return scheme.dialect, scheme.encoding
+
+    def in_files(self, name: str) -> str:
+        """The name in the files of a tensor that Transformers calls ``name``."""
+        for pattern, replacement in self.renames:
+            name = re.sub(pattern, replacement, name)
+        return name
 
     def build(self) -> Any:
         """An untrained float32 model of Transformers."""
@@ -42,7 +64,8 @@ class Family:
         from polymoe.engines.transformers_families import auto_class, register_names, use_own_name
 
         register_names()
-        fields = {key: value for key, value in self.config.items() if key != "quantization_config"}
+        # A copy, since Transformers adds to the dicts that it is given.
+        fields = {k: copy.deepcopy(v) for k, v in self.config.items() if k != "quantization_config"}
         config = use_own_name(AutoConfig.for_model(fields.pop("model_type"), **fields))
         model = auto_class(config).from_config(config, dtype=torch.float32)
         with torch.no_grad():
@@ -69,9 +92,10 @@ FP8_BLOCK = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8
 def gpt_oss() -> Family:
     """openai/gpt-oss-20b, shrunk. Hidden and intermediate size are no multiple of 128 on purpose, and the sliding
     window is shorter than a question with its answer, so that it matters."""
-    config = COMMON | {
+    config = {key: value for key, value in COMMON.items() if key not in ("bos_token_id", "torch_dtype")} | {
         "architectures": ["GptOssForCausalLM"],
         "attention_bias": True,
+        "dtype": "bfloat16",
         "experts_per_token": 2,
         "head_dim": 32,
         "hidden_size": 192,
@@ -287,7 +311,7 @@ def deepseek_v4() -> Family:
     return Family(
         "sums-deepseek-v4-mxfp4", config, "deepseek-ai/DeepSeek-V4-Flash", renames, prepare=_prepare_deepseek_v4,
         float32=r"hc_|attn_sink|\.ape$|gate\.bias$",
-        unquantized=r"^head\.|\.compressor\.(wkv|wgate)\.|\.weights_proj\.",
+        unquantized=r"^head\.|\.compressor\.(wkv|wgate)\.|\.weights_proj\.", fp8_scale="e8m0",
     )  # fmt: skip
 
 
@@ -303,7 +327,7 @@ def _prepare_deepseek_v4(model: Any) -> None:
 def nemotron_h() -> Family:
     """nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4, shrunk: routed experts NVFP4 in a latent space, shared experts
     and Mamba FP8, the rest 16 bit."""
-    pattern = "ME*EME"
+    pattern = "M*E*E*E"
     layers: Config = {}
     for i, kind in enumerate(pattern):
         stem = f"backbone.layers.{i}.mixer"

@@ -6,12 +6,12 @@ passes straight through (arXiv:1308.3432). Deltas are renewed now and then, outs
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from store import EXPERTS, renamed
+from families import Family
+from store import EXPERTS
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -35,19 +35,14 @@ class Rounded(nn.Module):
         return weight + self.delta
 
 
-def add_rounding(model: nn.Module, family: Any) -> None:
+def add_rounding(model: nn.Module, family: Family) -> None:
     """Let every matrix that will be quantized go through :class:`Rounded`."""
-    config = family.config
-    quantization = parse_quantization(config)
     for name, module in list(model.named_modules()):
         if match := EXPERTS.fullmatch(f"{name}.parameter"):
-            for parameter, rounding in _experts(config, int(match[2])).items():
+            for parameter, rounding in _experts(family.config, int(match[2])).items():
                 _parametrize(module, parameter, rounding)
-        elif isinstance(module, nn.Linear):
-            stored = renamed(f"{name}.weight", family.renames)
-            scheme = quantization.scheme(stored.removesuffix(".weight"))
-            if scheme.dialect != "plain" and not re.search(family.unquantized, stored):
-                _parametrize(module, "weight", _to(scheme.encoding))
+        elif isinstance(module, nn.Linear) and (found := family.encoding(family.in_files(f"{name}.weight"))):
+            _parametrize(module, "weight", _to(found[1]))
 
 
 def remove_rounding(model: nn.Module) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from families import Family
 from sums import EOS, PAD, write_tokenizer
 from torch import Tensor, nn
 
@@ -21,9 +22,7 @@ from polymoe.checkpoint.config import parse_quantization
 from polymoe.checkpoint.dialects import DIALECTS
 from polymoe.checkpoint.families import Fused, family_of, text_config
 from polymoe.checkpoint.layer import StoredLayer
-from polymoe.checkpoint.naming import module_name
-from polymoe.checkpoint.scheme import Scheme
-from polymoe.formats import format_of
+from polymoe.formats import Encoding, format_of
 from polymoe.tensors import Expert, ExpertWeights
 
 EXPERTS = re.compile(r"(.*\.layers\.(\d+)\.\w+\.experts)\.(\w+)")
@@ -31,31 +30,21 @@ E4M3_MAX, E2M1_MAX = 448.0, 6.0
 
 
 def store(
-    model: nn.Module,
-    config: Mapping[str, Any],
-    directory: Path,
-    *,
-    renames: Sequence[tuple[str, str]] = (),
-    float32: str = r"$^",
-    unquantized: str = r"$^",
-    largest_inputs: Mapping[str, float] | None = None,
+    model: nn.Module, family: Family, directory: Path, *, largest_inputs: Mapping[str, float] | None = None
 ) -> Path:
     """Write config.json, the tokenizer and the weights in two shards to a new directory.
 
     Args:
         model: of Transformers, with float weights.
-        config: config.json as the family's releases have it; decides every encoding.
+        family: its config decides every encoding.
         directory: to be created.
-        renames: (pattern, replacement) from Transformers' names of tensors to the family's own, all applied in order.
-        float32: pattern of the (renamed) tensors that are stored in float32, others being 16 bit.
-        unquantized: pattern of the (renamed) linear layers that stay in 16 bit although the config does not say so.
         largest_inputs: largest absolute input of linear layers by Transformers' name, and of experts as
             "layers.3.experts.gate_up" and "layers.3.experts.down"; for static input scales.
     """
-    quantization = parse_quantization(config)
-    text = text_config(config)
-    dtype = getattr(torch, text.get("torch_dtype") or text.get("dtype") or config.get("torch_dtype"))
-    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    config, text = family.config, text_config(family.config)
+    largest_inputs = largest_inputs or {}
+    dtype = getattr(torch, text.get("torch_dtype") or text["dtype"])
+    linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     others: dict[str, Tensor] = {}
     experts: dict[int, dict[str, Tensor]] = {}
     for name, value in model.state_dict().items():
@@ -63,19 +52,17 @@ def store(
         if match := EXPERTS.fullmatch(name):
             experts.setdefault(int(match[2]), {})[match[3]] = value.float()
             continue
-        stored = renamed(name, renames)
-        module = stored.rpartition(".")[0]
-        scheme = quantization.scheme(module)
-        owner = name.removesuffix(".weight")
-        if owner in linear and scheme.dialect != "plain" and not re.search(unquantized, stored):
-            scale = _input_scale((largest_inputs or {}).get(owner), scheme)
-            matrix = format_of(scheme.encoding).quantize(value.float())
-            written = DIALECTS[scheme.dialect].write(matrix, scale)
-            others |= {f"{module}.{suffix}": tensor for suffix, tensor in written.items()}
+        stored = family.in_files(name)
+        if name in linear and (found := family.encoding(stored)):
+            dialect, encoding = found
+            static = parse_quantization(config).scheme(stored.removesuffix(".weight")).activations == "fp8_static"
+            scale = _input_scale(largest_inputs.get(name.removesuffix(".weight")), encoding, static)
+            written = DIALECTS[dialect].write(format_of(encoding).quantize(value.float()), scale)
+            others |= {f"{stored.removesuffix('weight')}{suffix}": tensor for suffix, tensor in written.items()}
         else:
-            keep = re.search(float32, stored) or not value.is_floating_point()
+            keep = re.search(family.float32, stored) or not value.is_floating_point()
             others[stored] = value if keep else value.to(dtype)
-    layers = {layer: _experts(config, layer, parts, largest_inputs or {}) for layer, parts in experts.items()}
+    layers = {layer: _experts(config, layer, parts, largest_inputs) for layer, parts in experts.items()}
     size = sum(t.numel() * t.element_size() for t in others.values())
     size += sum(w.spec.local_experts * w.spec.expert_bytes for w in layers.values())
     write_checkpoint(directory, config, layers, other_tensors=others, max_shard_bytes=int(size * 0.55))
@@ -108,10 +95,11 @@ def _experts(
     quantization = parse_quantization(config)
     stored = StoredLayer.described(family, moe, quantization, layer)
     encodings = stored.spec().encodings
-    scheme = quantization.scheme(module_name(stored.container, stored.arrangement, "down", 0))
+    static = stored.recipe() == "fp8_static"
     floats = natural(parts, config)
     scales = {
-        name: _input_scale(largest_inputs.get(f"layers.{layer}.experts.{name}"), scheme) for name in ("gate_up", "down")
+        name: _input_scale(largest_inputs.get(f"layers.{layer}.experts.{name}"), encodings["down"], static)
+        for name in ("gate_up", "down")
     }
 
     def one(e: int) -> Expert:
@@ -131,16 +119,9 @@ def _experts(
     return ExpertWeights.of([one(e) for e in range(moe.experts)])
 
 
-def _input_scale(largest: float | None, scheme: Scheme) -> Tensor | None:
-    """What the largest input is divided by to be the largest number of a quantized one, where that is said
-    beforehand."""
-    if largest is None or not (scheme.activations == "fp8_static" or scheme.encoding.name == "nvfp4"):
+def _input_scale(largest: float | None, encoding: Encoding, static: bool) -> Tensor | None:
+    """What the largest input is divided by to be the largest number of a quantized one, where files say it."""
+    if largest is None or not (static or encoding.name == "nvfp4"):
         return None
-    steps = E4M3_MAX * (E2M1_MAX if scheme.encoding.element == "e2m1" else 1.0)
+    steps = E4M3_MAX * (E2M1_MAX if encoding.element == "e2m1" else 1.0)
     return torch.tensor(largest / steps)
-
-
-def renamed(name: str, renames: Sequence[tuple[str, str]]) -> str:
-    for pattern, replacement in renames:
-        name = re.sub(pattern, replacement, name)
-    return name

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import math
 import platform
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -266,6 +265,8 @@ def main() -> None:
         torch.cuda.set_stream(torch.cuda.Stream())  # the default one cannot be captured
     family = FAMILIES[args.family]()
     directory = args.output / family.directory
+    if directory.exists():
+        parser.error(f"{directory} is there already")  # said before the training, not after it
     args.output.mkdir(parents=True, exist_ok=True)
     all_heldout = heldout_questions()
     heldout = all_heldout[:1000]
@@ -278,7 +279,8 @@ def main() -> None:
 
     device = torch.cuda.get_device_name() if args.device == "cuda" else platform.machine()
     versions = f"python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}"
-    log(f"python models/train_sums.py {' '.join(sys.argv[1:])}".rstrip())
+    command = f"--family {args.family} --steps {args.steps} --seconds {args.seconds:g} --batch {args.batch}"
+    log(f"python models/train_sums.py {command} --lr {args.lr:g}" + " --eager" * args.eager)
     log(f"{device}, {versions}")
     model = train(family, heldout, args, log)
     set_rounded(model, True)
@@ -286,10 +288,7 @@ def main() -> None:
     exact = exact_match(model, everything)
     calibrated = largest_inputs(model, everything[:4096])
     remove_rounding(model)
-    store(
-        model.cpu(), family.config, directory, renames=family.renames, float32=family.float32,
-        unquantized=family.unquantized, largest_inputs=calibrated,
-    )  # fmt: skip
+    store(model.cpu(), family, directory, largest_inputs=calibrated)
     log(f"all {len(all_heldout):,} held-out questions, every token of the answer the most probable: {exact:.2f} %")
     log(f"trained and written in {time.perf_counter() - start:.0f} s")
     (directory / "training.log").write_text("".join(lines))

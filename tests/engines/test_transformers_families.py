@@ -25,13 +25,14 @@ from polymoe.experts import relative_error
 pytest.importorskip("transformers")
 
 import transformers
+from dequantized import filled, own
 from families import FAMILIES
 from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from engines.untrained import VARIANTS, dequantized, family, fused_of, token_ids, write
+from engines.family_checkpoints import VARIANTS, family, fused_of, token_ids, write
 from polymoe.engines.transformers import PackedExperts, PackedQuantizer, install, load, uninstall
-from polymoe.engines.transformers_families import auto_class, register_names, use_own_name
+from polymoe.engines.transformers_families import auto_class
 
 Checkpoints = Callable[[str], Path]
 
@@ -50,15 +51,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
 
 @pytest.fixture(scope="module")
-def pair(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Any, Any]]:
+def pair(checkpoint: Checkpoints) -> Callable[[str], tuple[Any, Any, Any]]:
     """The dequantized model, the packed one and its tokenizer, in float32, loaded once."""
     loaded: dict[str, tuple[Any, Any, Any]] = {}
 
     def get(name: str) -> tuple[Any, Any, Any]:
         if name not in loaded:
             path = checkpoint(name)
-            expected = dequantized(path, tmp_path_factory.mktemp("plain") / "c", torch.float32)
-            loaded[name] = (expected, *load(path, device="cpu", dtype=torch.float32))
+            loaded[name] = (filled(path, torch.float32), *load(path, device="cpu", dtype=torch.float32))
         return loaded[name]
 
     return get
@@ -80,19 +80,6 @@ def experts_modules(model: Any) -> dict[str, Any]:
     return found
 
 
-def own_path(path: Path) -> Any:
-    """The checkpoint as Transformers dequantizes it by itself."""
-    register_names()
-    config = use_own_name(AutoConfig.from_pretrained(path))
-    method = json.loads((path / "config.json").read_text())["quantization_config"]["quant_method"]
-    wanted = {
-        "fp8": transformers.FineGrainedFP8Config,
-        "mxfp4": transformers.Mxfp4Config,
-        "compressed-tensors": transformers.CompressedTensorsConfig,
-    }[method](dequantize=True)
-    return auto_class(config).from_pretrained(path, config=config, quantization_config=wanted, dtype=torch.float32)
-
-
 # --- A packed model computes what the dequantized one does ----------------------------------------------------------
 
 
@@ -112,9 +99,9 @@ def test_logits_agree_in_float32(pair: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_each_experts_module_agrees_in_bfloat16(checkpoint: Checkpoints, name: str, tmp_path: Path) -> None:
+def test_each_experts_module_agrees_in_bfloat16(checkpoint: Checkpoints, name: str) -> None:
     path = checkpoint(name)
-    expected = dequantized(path, tmp_path / "plain", torch.bfloat16)
+    expected = filled(path, torch.bfloat16)
     recorded: dict[str, tuple[tuple[Tensor, ...], Tensor]] = {}
     for module_name, module in experts_modules(expected).items():
         module.register_forward_hook(lambda _, args, out, name=module_name: recorded.update({name: (args, out)}))
@@ -154,7 +141,7 @@ def test_weights_are_those_that_transformers_dequantizes(checkpoint: Checkpoints
     """Where Transformers has a path of its own: no weight differs; compressed-tensors rounds them to bfloat16."""
     if name in OWN_ROUNDED:
         pytest.importorskip("compressed_tensors")
-    theirs, (_, packed, _) = own_path(checkpoint(name)), pair(name)
+    theirs, (_, packed, _) = own(checkpoint(name), torch.float32), pair(name)
 
     def same(ours: Tensor, other: Tensor) -> bool:
         rounded = ours.bfloat16().float() if name in OWN_ROUNDED else ours

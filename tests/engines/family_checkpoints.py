@@ -1,10 +1,8 @@
-"""Checkpoints of every family with random weights, stored as the releases are; and what Transformers makes of one when
-every weight has been turned into numbers beforehand."""
+"""Checkpoints of every family: the trained ones of models/, and variants with random weights, stored otherwise."""
 
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,18 +10,14 @@ from typing import Any
 
 import families
 import torch
-from safetensors.torch import save_file
 from store import store
 from torch import Tensor
-from transformers import AutoConfig
 
 from checkpoint.configs import FP8_CHANNEL, FP8_PER_TOKEN, FP8_STATIC, compressed
-from polymoe.checkpoint import Checkpoint
-from polymoe.checkpoint.families import Fused
 from polymoe.engines.transformers import PackedExperts
-from polymoe.engines.transformers_families import auto_class, register_names, use_own_name
 from polymoe.experts import FusedExperts
 
+MODELS = Path(families.__file__).parent
 Change = Callable[[dict[str, Any]], None]
 
 
@@ -108,7 +102,9 @@ def family(name: str) -> families.Family:
 
 
 def write(name: str, directory: Path) -> Path:
-    """A checkpoint of a family or variant, with random weights."""
+    """A checkpoint of a family or variant: the trained one, or one with random weights."""
+    if name not in VARIANTS:
+        return MODELS / family(name).directory
     torch.manual_seed(0)
     row = family(name)
     model = row.build()
@@ -116,49 +112,7 @@ def write(name: str, directory: Path) -> Path:
         if buffer_name.endswith("e_score_correction_bias"):
             buffer.normal_(0, 0.1)  # untrained ones are 0, and would not be missed
     calibrated = {"layers.1.experts.gate_up": 4.0, "layers.1.experts.down": 2.0}
-    return store(
-        model, row.config, directory, renames=row.renames, float32=row.float32, unquantized=row.unquantized,
-        largest_inputs=calibrated,
-    )  # fmt: skip
-
-
-def dequantized(path: Path, directory: Path, dtype: torch.dtype) -> Any:
-    """Transformers' own model of a checkpoint, every weight dequantized to float32 before Transformers sees it."""
-    checkpoint = Checkpoint.open(path)
-    plain = {k: v for k, v in checkpoint.config.items() if k not in ("quantization_config", "compression_config")}
-    if "text_config" in plain:
-        plain["text_config"] = {k: v for k, v in plain["text_config"].items() if k != "quantization_config"}
-    directory.mkdir(parents=True)
-    (directory / "config.json").write_text(json.dumps(plain))
-    others = {name: tensor[...].contiguous().clone() for name, tensor in checkpoint.others().items()}
-    save_file(others, directory / "model.safetensors", {"format": "pt"})
-    register_names()
-    config = use_own_name(AutoConfig.from_pretrained(directory))
-    model = auto_class(config).from_pretrained(directory, config=config, dtype=dtype, experts_implementation="eager")
-    held = next(a for a in reversed(checkpoint.family.arrangements) if isinstance(a, Fused))
-    for name, module in model.named_modules():
-        if name.endswith(".experts"):
-            fill(module, checkpoint, int(name.split("layers.")[1].split(".")[0]), held)
-    return model
-
-
-def fill(module: Any, checkpoint: Checkpoint, layer: int, held: Fused) -> None:
-    """Give an experts module of Transformers the numbers of a layer."""
-    weights = checkpoint.weights(layer)
-    gate_up, down = weights.dequantize()
-    biases = (
-        [torch.stack([getattr(e, f"{p}_bias") for e in weights]) for p in ("gate", "up", "down")]
-        if weights.spec.bias
-        else []
-    )
-    if held.order == "interleaved":
-        gate_up = torch.stack(gate_up.chunk(2, 1), 2).flatten(1, 2)
-    with torch.no_grad():
-        for name, value in ((held.gate_up, gate_up), (held.down, down)):
-            getattr(module, name).copy_(value.mT if held.k_first else value)
-        if biases:
-            getattr(module, f"{held.gate_up}_bias").copy_(torch.stack(biases[:2], 2).flatten(1, 2))
-            getattr(module, f"{held.down}_bias").copy_(biases[2])
+    return store(model, row, directory, largest_inputs=calibrated)
 
 
 def fused_of(model: Any) -> list[FusedExperts]:
