@@ -136,6 +136,7 @@ def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, config: HopperC
         assert threads <= 1024
         assert 16 * 1024 < shared <= launch.SHARED_BYTES
     assert by_name["dispatch"][0]["rows"] == 30
+    assert by_name["combine"][1] == (10, 1)  # tokens come first: more than 65535 blocks fit only there
     assert by_name["combine"][0]["out_dtype"] == 1  # float16
     assert by_name["combine"][0]["narrow"] == (config.kernels == "prefill")
 
@@ -175,8 +176,8 @@ def test_instructions_that_eight_weights_cost(matrix: str, rows: int, most: floa
 @pytest.mark.parametrize("matrix", ["gated", "plain", "down"])
 @pytest.mark.parametrize("rows", [32, 64, 128])
 def test_products_run_while_weights_are_decoded(matrix: str, rows: int) -> None:
-    """Where the assembler cannot see that registers are safe, each product waits for itself: every one then ends a group
-    (gsb0), and none stays under way."""
+    """Where the assembler cannot see that registers are safe, each product waits for itself: every one then ends a
+    group (gsb0), and none stays under way."""
     found = [text for _, text in disassembled("prefill", f"prefill_{matrix}_{rows}")]
     products = [t for t in found if t.startswith("HGMMA")]
     groups = [t for t in products if "gsb0" in t]

@@ -144,10 +144,11 @@ class Hopper:
         )  # fmt: skip
         function = _function(problem.activation)
         x_TH = x_TH.to(torch.bfloat16).contiguous()
-        if config.kernels == "decode":
-            launch.decode(up, down, gated, function, x_TH, rows, out_TH, config.rows, config.height)
-        else:
-            launch.prefill(up, down, gated, function, x_TH, rows, out_TH, config.rows)
+        with torch.cuda.device_of(x_TH):
+            if config.kernels == "decode":
+                launch.decode(up, down, gated, function, x_TH, rows, out_TH, config.rows, config.height)
+            else:
+                launch.prefill(up, down, gated, function, x_TH, rows, out_TH, config.rows)
 
 
 def _function(activation: Activation) -> launch.Function:

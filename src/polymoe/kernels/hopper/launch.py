@@ -194,7 +194,7 @@ def _combine(y_RH: Tensor, rows: Rows, out_TH: Tensor) -> None:
         *map(_at, (y_RH, ids, weights, out_TH)), slots, columns, rows.first_expert, rows.experts,
         ids.dtype == torch.int64, _DTYPES[out_TH.dtype], y_RH.dtype == torch.bfloat16,
     )  # fmt: skip
-    kernel("rows", "combine")(args, (-(-columns // 512), tokens), 128)
+    kernel("rows", "combine")(args, (tokens, -(-columns // 512)), 128)
 
 
 def _at(tensor: Tensor | None) -> int | None:

@@ -122,9 +122,9 @@ struct CombineArgs {
     int narrow;               // y is bfloat16
 };
 
-// Grid: columns / 512 by tokens, 128 threads of 4 columns. The sum runs over slots in order.
+// Grid: tokens by columns / 512, 128 threads of 4 columns. The sum runs over slots in order.
 __device__ __forceinline__ void combine(const CombineArgs& args) {
-    const int token = blockIdx.y, column = (blockIdx.x * blockDim.x + threadIdx.x) * 4;
+    const int token = blockIdx.x, column = (blockIdx.y * blockDim.x + threadIdx.x) * 4;
     wait_for_previous_kernel();
     let_next_kernel_start();
     if (column >= args.columns) return;
