@@ -55,9 +55,9 @@ def exhausted(problem: Problem, machine: Machine, tokens: int, time: dict[str, f
 def test_fields_are_tuned_one_after_the_other() -> None:
     problem, h200 = CASES["deepseek-v4-flash"].problem(), of("h200")
     own = heuristic(problem, h200, 64)
-    best, tried = exhausted(problem, h200, 64, {"tokens": 16, "up": 32, "down": 64})
+    best, tried = exhausted(problem, h200, 64, {"tokens": 16, "up": 32, "down": 128})
     assert (own.tokens, own.up.rows, own.down.columns) == (8, 64, 256)
-    assert (best.tokens, best.up.rows, best.down.columns) == (16, 32, 64)
+    assert (best.tokens, best.up.rows, best.down.columns) == (16, 32, 128)
     assert tried < 100  # of some thousands
 
 
