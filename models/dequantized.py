@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,9 @@ def own(path: str | Path, dtype: torch.dtype) -> Any:
     with registered_names():
         config = use_own_name(AutoConfig.from_pretrained(path))
         wanted = configs[method](dequantize=True)
-        return auto_class(config).from_pretrained(path, config=config, quantization_config=wanted, dtype=dtype)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that the checkpoint has a quantization config already
+            return auto_class(config).from_pretrained(path, config=config, quantization_config=wanted, dtype=dtype)
 
 
 def filled(path: str | Path, dtype: torch.dtype) -> Any:

@@ -13,6 +13,7 @@ import argparse
 import datetime
 import itertools
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -114,7 +115,7 @@ def main() -> None:
         good &= apart <= MOST_APART and percent >= LEAST
         if args.json:
             found = {"packed": percent, "dequantized": expected, "dequantized_by": by}
-            print(json.dumps({**found, **facts(path), **record(str(path), len(rows), args.device)}), flush=True)
+            print(json.dumps({**found, **facts(path), **record(os.path.relpath(path), len(rows), args.device)}), flush=True)
         else:
             print(
                 f"{path.name}: packed {percent:.2f} %, dequantized ({by}) {expected:.2f} % of {len(rows)} right, "
