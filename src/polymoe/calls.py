@@ -11,7 +11,6 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from polymoe.backends import BACKENDS
 from polymoe.backends.base import Backend
 from polymoe.backends.select import Selection, select
 from polymoe.errors import ArgumentError
@@ -68,8 +67,8 @@ class Calls:
     @classmethod
     def of(cls, problem: Problem, choice: Choice, layout: str, names: tuple[str, ...]) -> Calls:
         """The one that layers like this share."""
-        backends = sorted((name, id(backend)) for name, backend in choice.backends.items() if name not in BACKENDS)
-        about = f"{problem!r} {choice.machine!r} {choice.role} {choice.backend} {backends} {layout} {names}"
+        tables = [sorted(map(repr, table.values())) for table in (choice.backends, choice.layouts)]
+        about = f"{problem!r} {choice.machine!r} {choice.role} {choice.backend} {tables} {layout} {names}"
         key = hashlib.sha256(about.encode()).hexdigest()[:16]
         calls = _CALLS.get(key) or cls(problem, choice, layout, names, key)
         _CALLS[key] = calls
