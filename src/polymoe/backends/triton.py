@@ -82,8 +82,8 @@ class Triton:
 
     def predict(self, problem: Problem, machine: Machine, tokens: int) -> Prediction:
         """Bytes of weights at 0.68 of the bandwidth where they are 4-bit, else 0.98; products at 0.7 of the 16-bit
-        rate; rows between the products; and 14 us of launches, one after the other: within 9 % (root mean square) of the
-        records of six cases on one H200 (``benchmarks/results/triton-h200.jsonl``)."""
+        rate; rows between the products; 14 us of launches. All one after the other: within 9 % (root mean square) of
+        the records of six cases on one H200 (``benchmarks/results/triton-h200.jsonl``)."""
         c, spec, device = cost(problem, machine.device, tokens), problem.spec, machine.device
         weights_us = c.memory_us / (0.68 if spec.up.bits == 4 else 0.98)
         products_us = 1e6 * c.flops / device.flops_16bit / 0.7
