@@ -44,6 +44,36 @@ class TestCheck:
     def test_every_format_on_every_gpu_since_ampere(self, format: str, gpu: str) -> None:
         assert Triton().check(seed_problem(format), machine(gpu)) == Accepted(capturable=True)
 
+    @pytest.mark.parametrize(
+        ("format", "hidden", "widths"),
+        [
+            ("mxfp4", 2880, (2880, 1440, 736, 672, 384, 192)),  # GPT-OSS, whole and its tensor-parallel slices
+            ("mxfp4", 4096, (2048, 1024, 512, 256, 128)),  # DeepSeek-V4-Flash
+            ("mxfp4", 7168, (3072, 384)),  # DeepSeek-V4-Pro
+            ("fp8_block128", 7168, (2048, 256)),  # DeepSeek-V3
+            ("int4_g32", 7168, (2048, 256, 32)),  # Kimi-K2
+            ("nvfp4", 1024, (2688, 1344, 672, 336)),  # Nemotron-3-Super
+            ("nvfp4", 5120, (1536, 192)),  # GLM-4.7
+            ("fp8_channel", 5120, (1536, 192)),
+            ("fp8_block128", 2048, (768,)),  # Qwen3-30B-A3B
+            ("bf16", 4096, (1536, 192)),  # Qwen3-235B-A22B
+            ("fp8_tensor", 4096, (14336, 1792)),  # Mixtral
+            ("fp8_channel", 5120, (8192, 1024)),  # Llama-4
+        ],
+    )
+    def test_no_shape_of_a_family_is_refused(self, format: str, hidden: int, widths: tuple[int, ...]) -> None:
+        encoding = FORMATS[format].encoding
+        modes = ("16bit", "fp8_token", "fp8_group128", "fp8_static") if format != "int4_g32" else ("16bit",)
+        for width in widths:
+            spec = ExpertsSpec(
+                hidden=hidden, intermediate=width, experts=8, gate=encoding, up=encoding, down=encoding
+            )  # fmt: skip
+            for mode in modes:
+                problem = Problem(spec=spec, activation=GPT_OSS, top_k=2, activations=mode)  # type: ignore[arg-type]
+                for gpu in ("a100", "h200", "rtx5090"):
+                    assert Triton().check(problem, machine(gpu)) == Accepted(capturable=True)
+                    assert Triton().configure(problem, machine(gpu), 100).tokens >= 8
+
     def test_all_reasons_at_once(self) -> None:
         verdict = Triton().check(
             seed_problem(activations="fp8_static", weight_on="input", batch_invariant=True),
