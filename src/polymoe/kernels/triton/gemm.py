@@ -199,26 +199,17 @@ def grouped_gemm(
         return
     first = tl.load(tile_first_ptr + tile)
     last = tl.load(tile_last_ptr + tile)
-    if TAIL_T > 0 and last - first <= TAIL_T:
-        _tile(
-            x_ptr, x_scale_ptr, out_ptr, gate_ptr, gate_scale_ptr, gate_zero_ptr, gate_global_ptr, gate_bias_ptr,
-            up_ptr, up_scale_ptr, up_zero_ptr, up_global_ptr, up_bias_ptr, order_ptr, weight_ptr,
-            slots, x_groups, code_e, code_n, code_k, scale_e, scale_n, scale_k, bias_e, out_split, out_gate,
-            split, block, expert, first, last,
-            N, K, GATED, RAW, ACTIVATION, ALPHA, BETA, LIMIT, DECODE, FACTOR, PLANES, OPERAND, PLAIN,
-            SCALE_AT, GROUP_N, GROUP_K, SCALE_ALIGN, ZERO_POINTS, GLOBAL, BIAS, UNSHIFT, X_SCALE, X_GROUP, WEIGHT_IN,
-            GATHER, SCATTER, OUT_PLANES, SPLIT_K, BLOCK_N, TAIL_T, BLOCK_K,
-        )  # fmt: skip
-    else:
-        _tile(
-            x_ptr, x_scale_ptr, out_ptr, gate_ptr, gate_scale_ptr, gate_zero_ptr, gate_global_ptr, gate_bias_ptr,
-            up_ptr, up_scale_ptr, up_zero_ptr, up_global_ptr, up_bias_ptr, order_ptr, weight_ptr,
-            slots, x_groups, code_e, code_n, code_k, scale_e, scale_n, scale_k, bias_e, out_split, out_gate,
-            split, block, expert, first, last,
-            N, K, GATED, RAW, ACTIVATION, ALPHA, BETA, LIMIT, DECODE, FACTOR, PLANES, OPERAND, PLAIN,
-            SCALE_AT, GROUP_N, GROUP_K, SCALE_ALIGN, ZERO_POINTS, GLOBAL, BIAS, UNSHIFT, X_SCALE, X_GROUP, WEIGHT_IN,
-            GATHER, SCATTER, OUT_PLANES, SPLIT_K, BLOCK_N, BLOCK_T, BLOCK_K,
-        )  # fmt: skip
+    for narrow in tl.static_range(2 if TAIL_T > 0 else 1):
+        if TAIL_T == 0 or (last - first <= TAIL_T) == (narrow == 1):
+            _tile(
+                x_ptr, x_scale_ptr, out_ptr, gate_ptr, gate_scale_ptr, gate_zero_ptr, gate_global_ptr, gate_bias_ptr,
+                up_ptr, up_scale_ptr, up_zero_ptr, up_global_ptr, up_bias_ptr, order_ptr, weight_ptr,
+                slots, x_groups, code_e, code_n, code_k, scale_e, scale_n, scale_k, bias_e, out_split, out_gate,
+                split, block, expert, first, last,
+                N, K, GATED, RAW, ACTIVATION, ALPHA, BETA, LIMIT, DECODE, FACTOR, PLANES, OPERAND, PLAIN,
+                SCALE_AT, GROUP_N, GROUP_K, SCALE_ALIGN, ZERO_POINTS, GLOBAL, BIAS, UNSHIFT, X_SCALE, X_GROUP,
+                WEIGHT_IN, GATHER, SCATTER, OUT_PLANES, SPLIT_K, BLOCK_N, TAIL_T if narrow else BLOCK_T, BLOCK_K,
+            )  # fmt: skip
 
 
 @triton.jit

@@ -47,20 +47,14 @@ def sweep_gemm(
     first = tl.load(tile_first_ptr + tile)
     last = tl.load(tile_last_ptr + tile)
     start = pid % parts * BLOCKS
-    if TAIL_T > 0 and last - first <= TAIL_T:
-        _sweep(
-            x_ptr, x_scale_ptr, out_ptr, code_ptr, scale_ptr, zero_ptr, global_ptr, bias_ptr, order_ptr,
-            x_groups, code_e, code_n, code_k, scale_e, scale_n, scale_k, bias_e, expert, first, last, start,
-            N, K, DECODE, FACTOR, PLANES, OPERAND, PLAIN, SCALE_AT, GROUP_N, GROUP_K, SCALE_ALIGN, ZERO_POINTS, GLOBAL,
-            BIAS, UNSHIFT, X_SCALE, X_GROUP, BLOCKS, BLOCK_N, TAIL_T, BLOCK_K,
-        )  # fmt: skip
-    else:
-        _sweep(
-            x_ptr, x_scale_ptr, out_ptr, code_ptr, scale_ptr, zero_ptr, global_ptr, bias_ptr, order_ptr,
-            x_groups, code_e, code_n, code_k, scale_e, scale_n, scale_k, bias_e, expert, first, last, start,
-            N, K, DECODE, FACTOR, PLANES, OPERAND, PLAIN, SCALE_AT, GROUP_N, GROUP_K, SCALE_ALIGN, ZERO_POINTS, GLOBAL,
-            BIAS, UNSHIFT, X_SCALE, X_GROUP, BLOCKS, BLOCK_N, BLOCK_T, BLOCK_K,
-        )  # fmt: skip
+    for narrow in tl.static_range(2 if TAIL_T > 0 else 1):
+        if TAIL_T == 0 or (last - first <= TAIL_T) == (narrow == 1):
+            _sweep(
+                x_ptr, x_scale_ptr, out_ptr, code_ptr, scale_ptr, zero_ptr, global_ptr, bias_ptr, order_ptr,
+                x_groups, code_e, code_n, code_k, scale_e, scale_n, scale_k, bias_e, expert, first, last, start,
+                N, K, DECODE, FACTOR, PLANES, OPERAND, PLAIN, SCALE_AT, GROUP_N, GROUP_K, SCALE_ALIGN, ZERO_POINTS,
+                GLOBAL, BIAS, UNSHIFT, X_SCALE, X_GROUP, BLOCKS, BLOCK_N, TAIL_T if narrow else BLOCK_T, BLOCK_K,
+            )  # fmt: skip
 
 
 @triton.jit
