@@ -28,6 +28,14 @@ def test_spellings() -> None:
     assert Machine.of("RTX PRO 6000").device is DEVICES["rtxpro6000"]
 
 
+def test_a_gpu_by_name_has_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polymoe.machine._version", lambda name: None)
+    assert Machine.of("h200").packages == {"triton": "3.6.0"}
+    assert Machine.of("cpu").packages == {}
+    monkeypatch.setattr("polymoe.machine._version", {"triton": "3.7.1"}.get)
+    assert Machine.of("h200").packages == {"triton": "3.7.1"}
+
+
 def test_unknown_name_suggests() -> None:
     with pytest.raises(ArgumentError, match=r"did you mean 'h200'.*sm_90"):
         Machine.of("h20")

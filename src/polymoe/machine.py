@@ -18,6 +18,7 @@ __all__ = ["DEVICES", "Device", "Machine"]
 
 PACKAGES = ("torch", "triton", "transformers", "flashinfer-python", "vllm", "sglang")
 """Distributions a backend may need; a machine records which of them are installed, and their versions."""
+_WITH_CUDA = {"triton": "3.6.0"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +154,8 @@ class Machine:
     @classmethod
     def of(cls, device: str | Device | None = None) -> Machine:
         """The machine for a device name: "cuda", "cuda:1", "cpu", a GPU's name, an architecture ("sm_90"), or None for
-        what is here. Packages are those installed here.
+        what is here. Packages are those installed here; for a GPU by name, which need not be here, also Triton, which
+        torch brings wherever it has CUDA.
 
         Raises:
             ArgumentError: for an unknown name, or "cuda" where there is no GPU.
@@ -162,7 +164,8 @@ class Machine:
         if isinstance(device, Device):
             return cls(device, packages)
         if device is not None and not device.startswith("cuda"):
-            return cls(_named(device), packages)
+            named = _named(device)
+            return cls(named, {**(_WITH_CUDA if named.kind == "cuda" else {}), **packages})
         import torch
 
         if not torch.cuda.is_available():
