@@ -1,0 +1,164 @@
+"""docs/backends.md: which backend takes what, by its own ``check``. Needs no GPU; ``write_docs.py`` writes it."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import textwrap
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar, get_args
+
+from polymoe.activations import ReLU2
+from polymoe.backends import BACKENDS, Backend
+from polymoe.backends.select import describe, select
+from polymoe.bench.cases import CASES
+from polymoe.formats import FORMATS
+from polymoe.machine import DEVICES, Device, Machine
+from polymoe.planning.measured import Table
+from polymoe.problem import ActivationMode, Problem
+from polymoe.verdict import Accepted, Verdict
+
+GPUS = ("a100", "rtx4090", "h100", "h200", "b200", "rtx5090", "cpu")
+MODES: tuple[ActivationMode, ...] = get_args(ActivationMode)
+CASE = CASES["deepseek-v4-flash"]
+
+INTRODUCTION = f"""\
+# Backends
+
+Written by `benchmarks/write_docs.py` from every backend's own `check`; a test compares. What a backend takes depends on
+properties of the problem and of the machine, never on a model's or a format's name. `polymoe explain` asks the same
+question for any checkpoint and any GPU, with the sizes and packages that are really there.
+
+Here it is one layer of {CASE.experts} experts ({CASE.top_k} active, H {CASE.hidden}, F {CASE.intermediate}), \
+{CASE.activation.name}, x in bfloat16, on a machine with
+Triton 3.6 and a driver for CUDA 13. `all` means every kind of activations: `16bit` (x as it is), and E4M3 with a scale
+for a token (`fp8_token`), for 128 columns of one (`fp8_group128`), or the checkpoint's own (`fp8_static`). `auto` takes
+what accepts without being named, and plans by measured or predicted time.
+"""
+
+
+def backends_document(table: Mapping[str, Backend] = BACKENDS) -> str:
+    """The whole text, for the backends of ``table``."""
+
+    def cell(found: Verdict) -> str:
+        return "accepted" if isinstance(found, Accepted) else "<br>".join(lines(found))
+
+    rows = [[what, *(cell(verdict(b, problem, where)) for b in table.values())] for what, problem, where in changes()]
+    return "\n".join(
+        [
+            INTRODUCTION,
+            *map(_section, table.values()),
+            "## Beyond format and GPU\n\nMXFP4 with 16-bit activations on an H200, and one property changed.\n",
+            markdown(["changed", *table], rows),
+        ]
+    )
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table."""
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in [header, ["---"] * len(header), *rows])
+
+
+def problem_of(format: str = "mxfp4", activations: ActivationMode = "16bit") -> Problem:
+    """The layer in a format of ``FORMATS``."""
+    return CASE.problem(format, activations)
+
+
+def machine(device: Device, triton: str = "3.6.0") -> Machine:
+    """The machine that the document speaks of, whatever this one is."""
+    return Machine(device, {"torch": "2.11.0", "triton": triton}, (13, 0) if device.kind == "cuda" else None)
+
+
+def verdict(backend: Backend, problem: Problem, where: Machine) -> Verdict:
+    """The backend's, with the reasons of its layouts."""
+    return select(problem, where, backends={backend.name: backend}, table=Table(())).candidates[0].verdict
+
+
+def lines(found: Verdict) -> list[str]:
+    """Every reason against; or what is accepted."""
+    return [describe(found)] if isinstance(found, Accepted) else [str(reason) for reason in found.reasons]
+
+
+def changes() -> list[tuple[str, Problem, Machine]]:
+    """What to say, and the question with one property changed."""
+    problem, h200 = problem_of(), machine(DEVICES["h200"])
+    spec, bf16, fp8 = problem.spec, problem_of("bf16"), problem_of("fp8_tensor", "fp8_static")
+    rank = replace(spec, first_expert=32, local_experts=16)
+    turing = replace(DEVICES["a100"], name="sm_75", capability=(7, 5))
+    return [
+        ("no gate, ReLU squared", replace(problem, spec=replace(spec, gate=None), activation=ReLU2()), h200),
+        ("biases", replace(problem, spec=replace(spec, bias=True)), h200),
+        ("routing weight on the input", replace(problem, weight_on="input"), h200),
+        ("the same, with FP8 weights and `fp8_static`", replace(fp8, weight_on="input"), h200),
+        ("x in float32", replace(problem, dtype="fp32"), h200),
+        ("16 of 256 experts on this rank", replace(problem, ep=16, spec=rank), h200),
+        ("2048 experts", replace(problem, spec=replace(spec, experts=2048, local_experts=2048)), h200),
+        ("H 2880, F 1440", replace(problem, spec=replace(spec, hidden=2880, intermediate=1440)), h200),
+        ("BF16 weights, H 4098", replace(bf16, spec=replace(bf16.spec, hidden=4098)), h200),
+        ("gate in BF16, up in MXFP4", replace(problem, spec=replace(spec, gate=bf16.spec.up)), h200),
+        ("an E8M0 scale above 2**25", replace(problem, wide_scales=True), h200),
+        ("batch-invariant results", replace(problem, batch_invariant=True), h200),
+        ("no Triton", problem, machine(DEVICES["h200"], triton="")),
+        ("Triton 3.5", problem, machine(DEVICES["h200"], triton="3.5.1")),
+        ("a GPU before Ampere", problem, machine(turing)),
+    ]
+
+
+def _section(backend: Backend) -> str:
+    module = inspect.getdoc(sys.modules[type(backend).__module__]) or ""
+    words = f"{module} {inspect.getdoc(type(backend)) or ''} Layout: {', '.join(backend.layouts)}.".split()
+    text = textwrap.fill(" ".join(words), 120, break_on_hyphens=False)
+    asked: list[Cell] = [(gpu, form, mode) for gpu in GPUS for form in FORMATS for mode in MODES]
+    cells: dict[Cell, Verdict] = {
+        (g, f, m): verdict(backend, problem_of(f, m), machine(DEVICES[g])) for g, f, m in asked
+    }
+
+    def taken(gpu: str, form: str) -> str:
+        return _joined([m for m in MODES if isinstance(cells[gpu, form, m], Accepted)], MODES, "all") or "-"
+
+    places: dict[str, list[Cell]] = {}
+    for cell, found in cells.items():
+        for line in lines(found):
+            places.setdefault(line, []).append(cell)
+    verdicts = _by_value({line: said(held) for line, held in places.items()})
+    return "\n".join(
+        [
+            f"## {backend.name}\n\n{text}\n",
+            markdown(["format", *GPUS], [[f"`{f}`", *(taken(gpu, f) for gpu in GPUS)] for f in FORMATS]),
+            markdown(["verdict", "where"], [["<br>".join(found), where] for where, found in verdicts.items()]),
+        ]
+    )
+
+
+Cell = tuple[str, str, ActivationMode]
+"""GPU, format, activations."""
+
+
+def said(cells: Collection[Cell]) -> str:
+    """Where something holds, in as few words as there are different GPUs: ``"a100, h100: int4_g32 with fp8_token"``."""
+    modes = {(g, f): tuple(m for m in MODES if (g, f, m) in cells) for g in GPUS for f in FORMATS}
+    forms = {g: tuple((f, modes[g, f]) for f in FORMATS if modes[g, f]) for g in GPUS}
+    texts = []
+    for held, gpus in _by_value({g: found for g, found in forms.items() if found}).items():
+        parts = [
+            _joined(names, FORMATS, "every format") + ("" if taken == MODES else f" with {', '.join(taken)}")
+            for taken, names in _by_value(dict(held)).items()
+        ]
+        texts.append(f"{_joined(gpus, GPUS, 'everywhere')}: {'; '.join(parts)}")
+    return "<br>".join(texts)
+
+
+def _joined(found: Sequence[str], every: Collection[str], word: str) -> str:
+    return word if len(found) == len(every) else ", ".join(found)
+
+
+_K = TypeVar("_K")
+_V = TypeVar("_V")
+
+
+def _by_value(pairs: Mapping[_K, _V]) -> dict[_V, list[_K]]:
+    keys: dict[_V, list[_K]] = {}
+    for key, value in pairs.items():
+        keys.setdefault(value, []).append(key)
+    return keys

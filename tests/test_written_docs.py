@@ -1,0 +1,152 @@
+"""What benchmarks/write_docs.py writes: current in the tree, and true to verdicts and records."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import backends_document
+import pytest
+import write_docs
+from backends_document import GPUS, MODES, said
+
+from contract.toys import Toy
+from polymoe.backends import BACKENDS
+from polymoe.bench.cases import CASES
+from polymoe.bench.records import Record, newest
+from polymoe.formats import FORMATS
+from polymoe.machine import DEVICES, Machine
+from polymoe.problem import Problem
+from polymoe.verdict import Accepted, Reasons, Rejected, Verdict
+
+RECORD = Record(
+    case="gpt-oss-120b", backend="triton", format="mxfp4", activations="16bit", tokens=16, routing="uniform",
+    median_us=270.0, p25_us=269.0, p75_us=271.0, floor_us=158.0, share=0.585, error=2e-3, error_exact=2e-3,
+    device="h200", torch="2.11.0", triton="3.6.0", commit="abc", date="2026-01-01T00:00:00Z", command="polymoe bench",
+)  # fmt: skip
+
+
+def test_current() -> None:
+    """If it is not: python benchmarks/write_docs.py."""
+    documents = write_docs.documents()
+    assert {str(path.relative_to(write_docs.ROOT)) for path in documents} == {
+        "README.md", "docs/backends.md", "docs/measured.md",
+    }  # fmt: skip
+    for path, text in documents.items():
+        assert path.read_text(encoding="utf-8") == text, path
+
+
+def test_check_names_what_is_not_current(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing is written by --check; without it the file is written, and then it is current."""
+    for name in ("README.md", "docs/measured.md", "benchmarks/results/triton-h200.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text((write_docs.ROOT / name).read_text(encoding="utf-8"), encoding="utf-8")
+    monkeypatch.setattr(write_docs, "ROOT", tmp_path)
+    monkeypatch.setattr("sys.argv", ["write_docs.py", "--check"])
+    with pytest.raises(SystemExit, match=r"^docs/backends\.md: not what code and records say"):
+        write_docs.main()
+    assert not (tmp_path / "docs/backends.md").exists()
+    monkeypatch.setattr("sys.argv", ["write_docs.py"])
+    write_docs.main()
+    monkeypatch.setattr("sys.argv", ["write_docs.py", "--check"])
+    write_docs.main()
+
+
+class Picky(Toy):
+    """Takes FP8 weights with FP8 activations on Hopper."""
+
+    def check(self, problem: Problem, machine: Machine) -> Verdict:
+        reasons = Reasons()
+        reasons.need(machine.device.sm == 90, "GPU", "SM90", machine.device.arch)
+        reasons.need(problem.activations.startswith("fp8"), "activations", "fp8", problem.activations)
+        reasons.need(problem.spec.up.element == "e4m3", "weights", "e4m3", problem.spec.up.element)
+        return reasons.verdict(Accepted(max_tokens=63))
+
+
+def test_every_cell_and_every_reason() -> None:
+    text = backends_document.backends_document({"picky": Picky("picky", layouts=("natural",))})
+    assert "Takes FP8 weights with FP8 activations on Hopper. Layout: natural." in " ".join(text.split())
+    fp8 = "fp8_token, fp8_group128, fp8_static"
+    for form in FORMATS:
+        hopper = fp8 if form.startswith("fp8") else "-"
+        assert f"| `{form}` | - | - | {hopper} | {hopper} | - | - | - |" in text
+    for line in (
+        f"| accepted (up to 63 tokens) | h100, h200: fp8_tensor, fp8_channel, fp8_block128 with {fp8} |",
+        "| GPU: wants SM90, got sm_80 | a100: every format |",
+        "| GPU: wants SM90, got cpu | cpu: every format |",
+        "| activations: wants fp8, got 16bit | everywhere: every format with 16bit |",
+        "| weights: wants e4m3, got int4 | everywhere: int4_g32, int4_g128 |",
+        "| weights: wants e4m3, got bf16 | everywhere: bf16 |",
+    ):
+        assert line in text
+    assert "| biases | activations: wants fp8, got 16bit<br>weights: wants e4m3, got e2m1 |" in text
+
+
+def test_the_document_is_what_backends_say() -> None:
+    text = backends_document.backends_document()
+    for name, backend in BACKENDS.items():
+        assert f"\n## {name}\n" in text
+        found = backend.check(backends_document.problem_of("int4_g32", "fp8_token"), Machine.of("cpu"))
+        for reason in found.reasons if isinstance(found, Rejected) else ():
+            assert str(reason) in text
+
+
+def test_places_are_merged_by_gpu_format_and_mode() -> None:
+    every = {(gpu, form, mode) for gpu in GPUS for form in FORMATS for mode in MODES}
+    assert said(every) == "everywhere: every format"
+    assert said(every - {("cpu", "bf16", "16bit")}) == (
+        "a100, rtx4090, h100, h200, b200, rtx5090: every format<br>"
+        "cpu: bf16 with fp8_token, fp8_group128, fp8_static; "
+        "fp16, fp8_tensor, fp8_channel, fp8_block128, mxfp4, nvfp4, int4_g32, int4_g128"
+    )
+
+
+def test_the_machine_here_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = backends_document.backends_document()
+    monkeypatch.setattr("polymoe.machine._version", lambda name: None)
+    monkeypatch.setenv("POLYMOE_CACHE", "/nowhere")
+    assert backends_document.backends_document() == before
+
+
+class TestRecords:
+    def test_newest_counts(self) -> None:
+        later = replace(RECORD, median_us=310.0, share=0.51, date="2026-02-01T00:00:00Z")
+        zipf = replace(RECORD, routing="zipf:1.2", median_us=1.0)
+        row = "| `gpt-oss-120b` | mxfp4 | 16bit | triton |  |  | 310 (0.51) |  |  |  |  |\n"
+        assert write_docs.times(newest([later, RECORD, zipf])).endswith(row)
+
+    @pytest.mark.parametrize(
+        ("time_us", "text"), [(580.0, "580"), (580.1, "**580** (+0.0 %)"), (638.0, "**638** (+10.0 %)")]
+    )
+    def test_limits(self, time_us: float, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(
+            write_docs, "LIMITS", {("gpt-oss-120b", "mxfp4"): {16: 300, 64: 580}, ("gpt-oss-120b", "nvfp4"): 0.1}
+        )
+        found = [RECORD, replace(RECORD, tokens=64, median_us=time_us), replace(RECORD, format="nvfp4", median_us=298)]
+        lines = write_docs.limits(found).splitlines()
+        assert lines[2:4] == ["| `gpt-oss-120b`, mxfp4 | at most | 300 | 580 |", f"|  | time | 270 | {text} |"]
+        assert lines[4:] == ["| `gpt-oss-120b`, nvfp4 | at most | 297 |  |", "|  | time | **298** (+0.3 %) |  |"]
+
+    def test_a_limit_without_a_record_is_an_error(self) -> None:
+        with pytest.raises(KeyError, match="deepseek"):
+            write_docs.limits([RECORD])
+
+
+def test_how_near_predictions_are() -> None:
+    """docs/measured.md says so: 9 % for DeepSeek-V4-Flash in MXFP4, 28 % at most."""
+    for r in write_docs.records():
+        problem, h200 = CASES[r.case].problem(r.format, r.activations), backends_document.machine(DEVICES["h200"])
+        off = abs(BACKENDS["triton"].predict(problem, h200, r.tokens).time_us / r.median_us - 1)
+        assert off < (0.09 if (r.case, r.format) == ("deepseek-v4-flash", "mxfp4") else 0.28), r
+
+
+class TestMarkers:
+    TEXT = "a\n<!-- times: written by benchmarks/write_docs.py -->\nold\n<!-- end of times -->\nb\n"
+
+    def test_what_is_between_is_replaced(self) -> None:
+        assert write_docs.between(self.TEXT, "times", "new\n") == self.TEXT.replace("old", "new")
+
+    @pytest.mark.parametrize("text", ["", TEXT * 2, TEXT.replace("end of", "")])
+    def test_missing_or_double_markers_are_refused(self, text: str) -> None:
+        with pytest.raises(ValueError, match="end of times"):
+            write_docs.between(text, "times", "new\n")
