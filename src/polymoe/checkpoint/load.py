@@ -152,9 +152,10 @@ class Checkpoint:
 
         return ExpertWeights(spec, read)
 
-    def others(self) -> OtherTensors:
-        """Every tensor outside the experts, by name, as if nothing were quantized."""
-        return OtherTensors(self.files, self.quantization, tuple(self.layer(layer).container for layer in self.layers))
+    def others(self, *, as_stored: bool = False) -> OtherTensors:
+        """Every tensor outside the experts, by name, as if nothing were quantized - or just ``as_stored``."""
+        experts = tuple(self.layer(layer).container for layer in self.layers)
+        return OtherTensors(self.files, self.quantization, experts, as_stored=as_stored)
 
     def notes(self, *, tp: Parallel = 1) -> tuple[str, ...]:
         """What else a reader of an explanation should know: tensor-parallel slices that are not equal."""

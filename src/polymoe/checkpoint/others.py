@@ -28,10 +28,16 @@ CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale")  # of a quantized KV cache,
 
 @dataclass(frozen=True, slots=True)
 class OtherTensor:
-    """A tensor as it is stored; answers as safetensors' slices do: ``get_dtype()``, ``get_shape()``, ``[...]``."""
+    """A tensor as it is stored; answers as safetensors' slices do: ``get_dtype()``, ``get_shape()``, ``[...]``.
+
+    Attributes:
+        name: its own.
+        codes: whether a weight may be codes, for someone who knows the scales that go with them.
+    """
 
     files: CheckpointFiles
     name: str
+    codes: bool = False
 
     def get_dtype(self) -> str:
         """Safetensors' name of the dtype."""
@@ -47,7 +53,7 @@ class OtherTensor:
         Raises:
             FormatError: for a weight in 8 or 4 bits, which means nothing without the scale that should lie beside it.
         """
-        if self.name.endswith(".weight") and (dtype := self.get_dtype()) in CODE_DTYPES:
+        if not self.codes and self.name.endswith(".weight") and (dtype := self.get_dtype()) in CODE_DTYPES:
             raise FormatError(
                 self.name,
                 expected="a scale beside a weight of 8 or 4 bits",
@@ -141,9 +147,17 @@ class OtherTensors(Mapping[str, OtherTensor | OtherMatrix]):
         files: the checkpoint's.
         quantization: what its config says.
         experts: full names of the modules that hold experts, whose tensors are left out.
+        as_stored: leave quantized matrices as the several tensors they are stored as.
     """
 
-    def __init__(self, files: CheckpointFiles, quantization: Quantization, experts: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        files: CheckpointFiles,
+        quantization: Quantization,
+        experts: tuple[str, ...],
+        *,
+        as_stored: bool = False,
+    ) -> None:
         modules: dict[str, dict[str, str]] = {}
         self._tensors: dict[str, OtherTensor | OtherMatrix] = {}
         self._log: dict[str, MatrixRead] = {}
@@ -152,7 +166,9 @@ class OtherTensors(Mapping[str, OtherTensor | OtherMatrix]):
             if name.startswith(under) or name.endswith(CACHE_SCALES):
                 continue
             module, _, suffix = name.rpartition(".")
-            if suffix in SUFFIXES:
+            if as_stored:
+                self._tensors[name] = OtherTensor(files, name, codes=True)
+            elif suffix in SUFFIXES:
                 modules.setdefault(module, {})[suffix] = name
             else:
                 self._tensors[name] = OtherTensor(files, name)

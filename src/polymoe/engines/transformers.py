@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from polymoe.calls import DTYPES
 from polymoe.checkpoint import Checkpoint
 from polymoe.checkpoint.config import quantization_source
 from polymoe.errors import ArgumentError, CheckpointError, MissingDependency
-from polymoe.calls import DTYPES
 from polymoe.explanation import explain, layer_ranges
 
 try:
@@ -33,6 +33,7 @@ except ImportError as error:
         hint="pip install 'polymoe[transformers]'",
     ) from error  # fmt: skip
 
+from polymoe.engines.transformers_dense import check_dense
 from polymoe.engines.transformers_experts import INTERFACE_NAME, interface_name, register, unregister
 from polymoe.engines.transformers_families import (
     FAMILIES,
@@ -60,6 +61,7 @@ def load(
     dtype: torch.dtype | None = None,
     backend: str = "auto",
     role: str = "mixed",
+    dense: str = "16bit",
     **kwargs: Any,
 ) -> tuple[Any, Any]:
     """A model with packed experts, in evaluation mode, and its tokenizer; both Transformers' own.
@@ -73,6 +75,8 @@ def load(
         backend: "auto", or the name of one, which is then used or refused.
         role: token counts that choose the experts' layout: "decode" (1 to 256), "prefill" (from 1024) or "mixed".
             The model takes any number in each role. Experts that are not packed lie as they are in every role.
+        dense: what quantized matrices outside the experts become: "16bit" floats, or what Transformers' own quantizer
+            makes of them ("transformers": ``quant_method`` fp8 only).
         kwargs: for Transformers' ``from_pretrained``, such as ``device_map``, which spreads whole layers over devices.
 
     Raises:
@@ -95,6 +99,7 @@ def load(
     # Whatever is wrong with checkpoint, family or backend shows here, before anything large is read.
     checkpoint = Checkpoint.open(Path(path), config_only=True, revision=kwargs.get("revision"))
     quantized = checkpoint.quantization.method != "none"
+    check_dense(dense, checkpoint.quantization.method)
     if quantized:
         family_of(checkpoint.model_type)
     else:
@@ -109,7 +114,8 @@ def load(
         config = use_own_name(AutoConfig.from_pretrained(path, trust_remote_code=False, **shared))
         if quantized:
             source = quantization_source(checkpoint.files.config, checkpoint.files.side)
-            _request(config, source, backend=backend, role=role, device=str(target) if spread is None else None)
+            place = str(target) if spread is None else None
+            _request(config, source, backend=backend, role=role, dense=dense, device=place)
         else:
             register()
             kwargs["experts_implementation"] = interface_name(backend)

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import ExpertsInterface
 
-from polymoe.calls import DTYPES, Choice
 from polymoe.activations import ACTIVATIONS, Activation, SwiGLU
 from polymoe.backends import BACKENDS
+from polymoe.calls import DTYPES, Choice
 from polymoe.errors import UnsupportedProblem, nearest
 from polymoe.experts import FusedExperts
 from polymoe.formats import FORMATS, QuantTensor
@@ -34,6 +34,7 @@ INTERFACE_NAME = "polymoe"
 """``experts_implementation`` of the automatic choice; ``polymoe:NAME`` names a backend."""
 
 GATES: Mapping[str, Callable[[Any], Activation]] = {
+    "DeepseekV4Experts": lambda experts: SwiGLU(limit=experts.limit),
     "GptOssExperts": lambda experts: SwiGLU(alpha=experts.alpha, beta=1.0, limit=experts.limit),
 }
 """Activation of the experts classes that do not compute ``act_fn(gate) * up``, by class name."""

@@ -24,6 +24,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from polymoe.checkpoint import Checkpoint
 from polymoe.checkpoint.others import OtherTensors
+from polymoe.engines.transformers_dense import dense_quantizer
 from polymoe.engines.transformers_experts import INTERFACE_NAME
 from polymoe.engines.transformers_families import family_of, pack_modules
 from polymoe.errors import ArgumentError, UnsupportedProblem
@@ -43,13 +44,21 @@ class PackedConfig(QuantizationConfigMixin):
         source: the checkpoint's ``quantization_config``, wherever it was found.
         backend, role: as in :func:`polymoe.load_experts`.
         device: where experts are packed; None is the device of the layer they belong to.
+        dense: what other quantized matrices become, one of :data:`~polymoe.engines.transformers_dense.DENSE`.
     """
 
     def __init__(
-        self, source: dict[str, Any], *, backend: str = "auto", role: str = "mixed", device: str | None = None, **_: Any
+        self,
+        source: dict[str, Any],
+        *,
+        backend: str = "auto",
+        role: str = "mixed",
+        device: str | None = None,
+        dense: str = "16bit",
+        **_: Any,
     ) -> None:
         self.quant_method = INTERFACE_NAME  # type: ignore[assignment]
-        self.source, self.backend, self.role, self.device = source, backend, role, device
+        self.source, self.backend, self.role, self.device, self.dense = source, backend, role, device, dense
 
     def to_dict(self) -> dict[str, Any]:
         """The checkpoint's own."""
@@ -65,6 +74,7 @@ class PackedQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)  # type: ignore[arg-type]
         self.checkpoint: Checkpoint | None = None
         self.others: OtherTensors | None = None
+        self.dense: HfQuantizer | None = None
         self.experts: dict[str, int] = {}
 
     def _convert_model_for_quantization(self, model: Any) -> None:
@@ -89,6 +99,8 @@ class PackedQuantizer(HfQuantizer):
             spec = self.checkpoint.spec(layer)
             reserved = torch.empty(spec.local_experts * spec.expert_bytes, dtype=torch.uint8, device="meta")
             model.get_submodule(name).register_buffer(RESERVED, reserved, persistent=False)
+        if self.quantization_config.dense == "transformers":
+            self.dense = dense_quantizer(model, self.quantization_config.source, self.experts, kwargs.get("device_map"))
         _show_others_to_transformers()
 
     def read_others(self, model: Any, load_config: Any) -> Mapping[str, Any]:
@@ -101,8 +113,16 @@ class PackedQuantizer(HfQuantizer):
         assert self.checkpoint is not None
         for name in self.experts:
             delattr(model.get_submodule(name), RESERVED)
-        self.others = self.checkpoint.others()
+        self.others = self.checkpoint.others(as_stored=self.dense is not None)
         return self.others
+
+    def update_weight_conversions(self, weight_conversions: Any, *args: Any) -> Any:  # type: ignore[override]
+        """What Transformers' own quantizer has to say of names and conversions, if it has any."""
+        return (self.dense or super()).update_weight_conversions(weight_conversions, *args)
+
+    def param_element_size(self, model: Any, param_name: str, param: torch.Tensor) -> float:
+        """Bytes an element, for device maps."""
+        return (self.dense or super()).param_element_size(model, param_name, param)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:  # type: ignore[override]
         if self.checkpoint is None or self.others is None:
@@ -122,6 +142,8 @@ class PackedQuantizer(HfQuantizer):
             model.get_submodule(name).fused = load_experts(
                 self.checkpoint, layer, device=device, backend=wanted.backend, role=wanted.role, dtype=model.dtype
             )
+        if self.dense is not None:
+            self.dense._process_model_after_weight_loading(model)
         self._say_what_was_dequantized(model.dtype)
 
     def _say_what_was_dequantized(self, dtype: torch.dtype) -> None:
@@ -160,6 +182,11 @@ class PackedQuantizer(HfQuantizer):
         )  # fmt: skip
 
     @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        """True: ``generate`` may compile decoding, which a static cache asks for on a GPU."""
+        return True
+
+    @property
     def is_trainable(self) -> bool:  # type: ignore[override]
         """False: packed experts have no gradient."""
         return False
@@ -178,9 +205,10 @@ def _show_others_to_transformers() -> None:
     @functools.wraps(theirs)
     def load(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any) -> Any:
         quantizer = load_config.hf_quantizer
-        if isinstance(quantizer, PackedQuantizer):
+        # Once a model: what is read into it later, such as an adapter, is as it is.
+        if isinstance(quantizer, PackedQuantizer) and quantizer.others is None:
             state_dict, checkpoint_files = quantizer.read_others(model, load_config), None
-            load_config = dataclasses.replace(load_config, hf_quantizer=None)  # what is read is not quantized
+            load_config = dataclasses.replace(load_config, hf_quantizer=quantizer.dense)  # none: nothing is quantized
         return theirs(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 
     load.shows_others = True  # type: ignore[attr-defined]
