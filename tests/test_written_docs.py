@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -150,3 +151,13 @@ class TestMarkers:
     def test_missing_or_double_markers_are_refused(self, text: str) -> None:
         with pytest.raises(ValueError, match="end of times"):
             write_docs.between(text, "times", "new\n")
+
+
+def test_the_map_names_every_part() -> None:
+    text, source = (write_docs.ROOT / "docs/structure.md").read_text(encoding="utf-8"), write_docs.ROOT / "src/polymoe"
+    parts = {p.name + "/" * p.is_dir() for p in source.iterdir()} - {"__pycache__/", "py.typed", "__init__.py"}
+    parts |= {f"kernels/{p.name}/" for p in (source / "kernels").iterdir() if p.is_dir() and p.name != "__pycache__"}
+    parts -= {"__main__.py", "kernels/", "kernels/__pycache__/"}
+    assert {part for part in parts if f"`{part}`" not in text} == set()
+    for name in re.findall(r"`(?:src/polymoe/)?((?:\w+/)+\w+\.py)`", text):
+        assert (source / name).exists() or (write_docs.ROOT / name).exists(), name
