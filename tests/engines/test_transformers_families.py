@@ -20,7 +20,7 @@ from checkpoint.configs import config as checkpoint_config
 from checkpoint.written import damaged, patch_config
 from polymoe.checkpoint import Checkpoint
 from polymoe.errors import ArgumentError, CheckpointError, FormatError, UnsupportedProblem
-from polymoe.experts import relative_error
+from polymoe.experts import load_experts, relative_error
 
 pytest.importorskip("transformers")
 
@@ -118,6 +118,36 @@ def test_each_experts_module_agrees_in_bfloat16(checkpoint: Checkpoints, name: s
         }
     assert len(errors) == len(fused_of(packed)) > 1
     assert 0 < max(errors.values()) <= 6e-3, errors
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("deepseek-v3", "fp8_group128"),
+        ("deepseek-v4", "fp8_group128"),
+        ("qwen3", "fp8_group128"),
+        ("llama-4", "fp8_token"),
+    ],
+)
+def test_experts_agree_with_their_inputs_in_fp8(checkpoint: Checkpoints, pair: Any, name: str, recipe: str) -> None:
+    """As the releases mean them to be quantized, which is what a GPU does by itself."""
+    _, packed, _ = pair(name)
+    recorded: dict[int, tuple[Tensor, ...]] = {}
+    modules = [module for module in packed.modules() if isinstance(module, PackedExperts)]
+    hooks = [
+        module.register_forward_pre_hook(lambda _, args, layer=layer: recorded.update({layer: args}))
+        for layer, module in zip(Checkpoint.open(checkpoint(name)).layers, modules, strict=True)
+    ]
+    with torch.inference_mode():
+        packed(input_ids=token_ids())
+    for hook in hooks:
+        hook.remove()
+    opened = Checkpoint.open(checkpoint(name))
+    for module, (layer, (x, ids, weights)) in zip(modules, recorded.items(), strict=True):
+        assert opened.recipe(layer) == recipe
+        fused = load_experts(opened, layer, device="cpu", activations=recipe)
+        error = relative_error(fused(x, ids, weights.float()), module(x, ids, weights))
+        assert 1e-3 < error <= 5.5e-2
 
 
 def _first(output: Any) -> Tensor:
