@@ -141,6 +141,37 @@ def test_how_near_predictions_are() -> None:
         assert off < (0.09 if (r.case, r.format) == ("deepseek-v4-flash", "mxfp4") else 0.28), r
 
 
+@pytest.mark.parametrize(
+    ("case", "form", "tokens", "said"),
+    [
+        ("qwen3-235b-tp4-bf16", "bf16", 4096, "793 us"),
+        ("deepseek-v4-flash", "int4_g32", 16, "339 us"),
+        ("deepseek-v4-flash", "mxfp4", 16, "MXFP4's 364"),
+        ("gpt-oss-120b", "mxfp4", 1, "38.5 and"),
+        ("gpt-oss-120b", "mxfp4", 4, "and 101 us"),
+    ],
+)
+def test_times_in_the_text_are_the_records(case: str, form: str, tokens: int, said: str) -> None:
+    text = (write_docs.ROOT / "docs/measured.md").read_text(encoding="utf-8")
+    (found,) = [r for r in write_docs.records() if (r.case, r.format, r.tokens) == (case, form, tokens)]
+    assert said in text
+    assert write_docs.number(found.median_us) in said
+
+
+def test_errors_and_shares_in_the_text_are_the_records() -> None:
+    """docs/measured.md: under "Right to 6e-3" and "What was to be reached"."""
+    by_format: dict[str, list[Record]] = {}
+    for r in write_docs.records():
+        by_format.setdefault(r.format, []).append(r)
+        assert r.error <= 3.7e-3
+    assert all(r.error <= 1.75e-3 and 4.05e-2 <= r.error_exact <= 4.45e-2 for r in by_format["fp8_block128"])
+    assert all(3.15e-3 <= r.error <= 3.65e-3 for r in by_format["int4_g32"])
+    assert all(2.25e-3 <= r.error <= 2.95e-3 for r in by_format["mxfp4"])
+    shares = {(r.format, r.tokens): f"{r.share:.2f}" for r in by_format["fp8_block128"] + by_format["bf16"]}
+    assert [shares["fp8_block128", t] for t in (64, 256)] == ["0.86", "0.80"]
+    assert [shares["bf16", t] for t in (64, 1024, 4096)] == ["0.91", "0.72", "0.49"]
+
+
 class TestMarkers:
     TEXT = "a\n<!-- times: written by benchmarks/write_docs.py -->\nold\n<!-- end of times -->\nb\n"
 
