@@ -349,7 +349,7 @@ def test_readme_has_the_table_of_the_records() -> None:
 @pytest.mark.slow
 def test_training_takes_steps_and_stores_what_can_be_run(tmp_path: Path) -> None:
     command = [sys.executable, str(MODELS / "train_sums.py"), "--family", "qwen3", "--device", "cpu", "--batch", "20"]
-    command += ["--steps", "4", "--every", "2", "--output", str(tmp_path)]
+    command += ["--steps", "4", "--every", "4", "--questions", "40", "--output", str(tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     from polymoe.engines.transformers import load
