@@ -115,7 +115,8 @@ def main() -> None:
         good &= apart <= MOST_APART and percent >= LEAST
         if args.json:
             found = {"packed": percent, "dequantized": expected, "dequantized_by": by}
-            print(json.dumps({**found, **facts(path), **record(os.path.relpath(path), len(rows), args.device)}), flush=True)
+            where = record(os.path.relpath(path), len(rows), args.device)
+            print(json.dumps({**found, **facts(path), **where}), flush=True)
         else:
             print(
                 f"{path.name}: packed {percent:.2f} %, dequantized ({by}) {expected:.2f} % of {len(rows)} right, "
