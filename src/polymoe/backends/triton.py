@@ -57,7 +57,8 @@ class Triton:
                 wanted = "weights that 16 bits hold exactly"
                 reasons.need(encoding.element != "int4", f"{projection} with E4M3 inputs", wanted, encoding.element)
         if spec.gate is not None:
-            reasons.need(spec.gate == spec.up, "gate and up", "one encoding", f"{spec.gate!r}, {spec.up!r}")
+            both = ", ".join(f"{e.name} with scales {e.scale_dtype}" for e in (spec.gate, spec.up))
+            reasons.need(spec.gate == spec.up, "gate and up", "one encoding", both)
         for projection, encoding in spec.encodings.items():
             columns, planes = spec.matrix_shape(projection)[1], PLANES[encoding.element]
             reasons.need(columns % planes == 0, f"{projection} columns", f"a multiple of {planes}", columns)

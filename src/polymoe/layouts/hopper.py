@@ -50,7 +50,8 @@ class Hopper:
         """Every reason against it: formats that it does not hold, and sizes that do not fit its tiles."""
         reasons = Reasons()
         if spec.gate is not None:
-            reasons.need(spec.gate == spec.up, "gate and up", "one encoding", f"{spec.gate!r}, {spec.up!r}")
+            both = ", ".join(f"{e.name} with scales {e.scale_dtype}" for e in (spec.gate, spec.up))
+            reasons.need(spec.gate == spec.up, "gate and up", "one encoding", both)
         for projection, encoding in spec.encodings.items():
             reasons.need(encoding.bits == 4, f"{projection} elements", "4 bits", f"{encoding.element}")
             g = encoding.granularity
