@@ -1,0 +1,112 @@
+"""The checkpoint of random weights: stored as gpt-oss is, the same each time, and loadable packed and dequantized."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from random_gpt_oss import gpt_oss_20b, write
+from safetensors import safe_open
+
+from polymoe.checkpoint import Checkpoint
+
+COMMITTED = Path(__file__).parents[1] / "models" / "sums-gpt-oss-mxfp4"
+TINY = {
+    "vocab_size": 320,
+    "eos_token_id": 300,
+    "pad_token_id": 301,
+    "head_dim": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def tensors(directory: Path) -> dict[str, tuple[str, list[int]]]:
+    """Dtype and shape of every tensor, by name."""
+    found = {}
+    for file in directory.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                part = opened.get_slice(name)
+                found[name] = (part.get_dtype(), part.get_shape())
+    return found
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("random") / "tiny"
+    write(path, gpt_oss_20b(layers=4, experts=6, hidden=64) | TINY)
+    return path
+
+
+def test_names_dtypes_and_shapes_are_those_of_a_stored_gpt_oss(tmp_path: Path) -> None:
+    config = json.loads((COMMITTED / "config.json").read_text())
+    write(tmp_path / "like", config)
+    assert tensors(tmp_path / "like") == tensors(COMMITTED)
+
+
+def test_default_config_is_gpt_oss_20b() -> None:
+    config = gpt_oss_20b()
+    # https://huggingface.co/openai/gpt-oss-20b/blob/main/config.json
+    assert {key: config[key] for key in ("hidden_size", "num_hidden_layers", "num_local_experts", "vocab_size")} == {
+        "hidden_size": 2880, "num_hidden_layers": 24, "num_local_experts": 32, "vocab_size": 201088,
+    }  # fmt: skip
+    assert config["rope_scaling"]["factor"] == 32.0
+    assert config["quantization_config"]["quant_method"] == "mxfp4"
+
+
+def test_index_names_every_tensor_and_the_bytes_of_all(checkpoint: Path) -> None:
+    index = json.loads((checkpoint / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == tensors(checkpoint).keys()
+    size = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
+    assert 0.9 * size < index["metadata"]["total_size"] < size
+
+
+def test_the_same_whatever_the_number_of_workers(checkpoint: Path, tmp_path: Path) -> None:
+    write(tmp_path / "again", json.loads((checkpoint / "config.json").read_text()), workers=1)
+    for file in checkpoint.glob("*.safetensors"):
+        assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes()
+
+
+def test_a_directory_that_exists_is_left_alone(checkpoint: Path) -> None:
+    before = sorted(checkpoint.iterdir())
+    with pytest.raises(FileExistsError, match="nothing was written"):
+        write(checkpoint, gpt_oss_20b(layers=1, experts=2, hidden=32))
+    assert sorted(checkpoint.iterdir()) == before
+
+
+def test_weights_have_the_size_that_keeps_activations_level(checkpoint: Path) -> None:
+    gate_up, down = Checkpoint.open(checkpoint).weights(1).dequantize()
+    assert gate_up.std() == pytest.approx(64**-0.5, rel=0.5)
+    assert down.std() == pytest.approx(64**-0.5 * 8**-0.5, rel=0.5)
+    assert gate_up.mean().abs() < 0.01
+
+
+def test_tokenizer_takes_any_text_and_gives_it_back(checkpoint: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint)
+    ids = tokenizer("two ✓ words")["input_ids"]
+    assert tokenizer.decode(ids) == "two ✓ words"
+    assert max(ids) < TINY["vocab_size"]
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (300, 301)
+
+
+def test_packed_and_dequantized_agree(checkpoint: Path) -> None:
+    import transformers
+
+    from polymoe.engines.transformers import load
+
+    packed, _ = load(checkpoint, device="cpu", dtype=torch.float32)
+    quantization = transformers.Mxfp4Config(dequantize=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        checkpoint, quantization_config=quantization, dtype=torch.float32
+    )
+    ids = torch.randint(320, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        got, expected = packed(ids).logits, theirs(ids).logits
+    assert expected.std() == pytest.approx(1, rel=0.5)
+    assert (got - expected).norm() / expected.norm() < 1e-5
