@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from polymoe.cli.output import Json, OnDevice, console, print_json, status, token_counts
+from polymoe.cli.output import Json, OnDevice, console, measured_on, print_json, status, token_counts
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -76,8 +76,6 @@ def command(
         raise typer.BadParameter(f"{given[0]} goes with --case")
     counts = token_counts(tokens)
 
-    import torch
-
     from polymoe.bench.cases import Workload, case_named
     from polymoe.bench.energy import EnergyMeter
     from polymoe.bench.measure import Bench
@@ -87,14 +85,8 @@ def command(
     from polymoe.bench.routings import parse_routing
     from polymoe.checkpoint import Checkpoint
     from polymoe.errors import ArgumentError
-    from polymoe.machine import Machine
 
-    if device not in ("auto", "cpu") and not device.startswith("cuda"):
-        raise ArgumentError("--device", expected="cpu, cuda, cuda:1 or auto", got=repr(device))
-    machine = Machine.of(None if device == "auto" else device)
-    where = torch.device(machine.device.kind if device == "auto" else device)
-    if where.index is not None and where.type == "cuda":
-        torch.cuda.set_device(where)
+    machine, where = measured_on(device)
     # What could fail after minutes of timing fails here.
     meter = EnergyMeter(where) if energy else None
     if plot is not None:

@@ -11,7 +11,10 @@ import typer
 from polymoe.errors import ArgumentError, PolymoeError
 
 if TYPE_CHECKING:
+    import torch
     from rich.console import Console
+
+    from polymoe.machine import Machine
 
 __all__ = [
     "Backend",
@@ -21,6 +24,7 @@ __all__ = [
     "Role",
     "console",
     "fail",
+    "measured_on",
     "print_json",
     "size",
     "status",
@@ -90,3 +94,18 @@ def token_counts(text: str) -> tuple[int, ...]:
     if not counts or min(counts) < 1:
         raise ArgumentError("--tokens", expected="numbers such as 1,16,256", got=repr(text))
     return counts
+
+
+def measured_on(device: str) -> tuple[Machine, torch.device]:
+    """``--device`` of what measures: the machine, and where tensors go. A GPU becomes torch's current one."""
+    import torch
+
+    from polymoe.machine import Machine
+
+    if device not in ("auto", "cpu") and not device.startswith("cuda"):
+        raise ArgumentError("--device", expected="cpu, cuda, cuda:1 or auto", got=repr(device))
+    machine = Machine.of(None if device == "auto" else device)
+    where = torch.device(machine.device.kind if device == "auto" else device)
+    if where.index is not None and where.type == "cuda":
+        torch.cuda.set_device(where)
+    return machine, where

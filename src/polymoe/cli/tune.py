@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from polymoe.cli.output import Json, OnDevice, console, print_json, status, token_counts
+from polymoe.cli.output import Json, OnDevice, console, measured_on, print_json, status, token_counts
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -73,16 +73,9 @@ def command(
     from polymoe.bench.records import Stamp
     from polymoe.bench.tune import Tune
     from polymoe.checkpoint import Checkpoint
-    from polymoe.errors import ArgumentError
-    from polymoe.machine import Machine
     from polymoe.planning.table_files import user_file
 
-    if device not in ("auto", "cpu") and not device.startswith("cuda"):
-        raise ArgumentError("--device", expected="cpu, cuda, cuda:1 or auto", got=repr(device))
-    machine = Machine.of(None if device == "auto" else device)
-    where = torch.device(machine.device.kind if device == "auto" else device)
-    if where.index is not None and where.type == "cuda":
-        torch.cuda.set_device(where)
+    machine, where = measured_on(device)
     mode: Any = activations  # Problem checks the name
     if case is not None:
         workload = Workload.of_case(case_named(case), where, format, mode)
