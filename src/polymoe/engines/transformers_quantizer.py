@@ -183,8 +183,9 @@ class PackedQuantizer(HfQuantizer):
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
-        """True: ``generate`` may compile decoding, which a static cache asks for on a GPU."""
-        return True
+        """Whether ``generate`` may compile decoding, which a static cache asks for on a GPU: yes, but for dense layers
+        whose own quantizer says no."""
+        return self.dense is None or self.dense.is_compileable
 
     @property
     def is_trainable(self) -> bool:  # type: ignore[override]

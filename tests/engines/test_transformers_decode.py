@@ -1,0 +1,181 @@
+"""Decoding without a host in it: one graph with packed experts in it, static caches, continuous batching, captured steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from polymoe.engines.transformers import load
+from polymoe.engines.transformers_decode import Decoder, require_capturable
+from polymoe.errors import ArgumentError, UnsupportedProblem
+
+SUMS = Path(__file__).parents[2] / "models" / "sums-gpt-oss-mxfp4"
+LENGTH, STEPS = 10, 6  # the sliding window is 8
+
+
+@pytest.fixture(scope="module")
+def model_and_tokenizer() -> tuple[Any, Any]:
+    return load(SUMS, device="cpu", dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def model(model_and_tokenizer: tuple[Any, Any]) -> Any:
+    return model_and_tokenizer[0]
+
+
+@pytest.fixture
+def prompts_BT() -> Tensor:
+    return torch.randint(3, 13, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def given_NB1() -> Tensor:
+    return torch.randint(3, 13, (STEPS, 2, 1), generator=torch.Generator().manual_seed(1))
+
+
+def at_once(model: Any, prompts_BT: Tensor, given_NB1: Tensor) -> Tensor:
+    """Logits [1 + N, B, V] of the same tokens in one forward pass, without a cache."""
+    with torch.inference_mode():
+        logits = model(torch.cat([prompts_BT, *given_NB1], 1), use_cache=False).logits
+    return logits[:, prompts_BT.shape[1] - 1 :].transpose(0, 1)
+
+
+def step_by_step(decoder: Decoder, prompts_BT: Tensor, given_NB1: Tensor) -> Tensor:
+    return torch.stack([decoder.prefill(prompts_BT).clone(), *(decoder.step(token).clone() for token in given_NB1)])
+
+
+class Replaying(Decoder):
+    """Captures as CUDA does: a replay repeats the step's work, and nothing that Python counts goes on."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, capture=False, **kwargs)
+        self.capture = True
+
+    def _captured(self) -> Callable[[], None]:
+        layers: list[Any] = self.cache.layers
+        counted = [{k: v for k, v in vars(layer).items() if type(v) in (int, bool)} for layer in layers]
+        self._logits_BV = self._advance().clone()
+
+        def replay() -> None:
+            for layer, values in zip(layers, counted, strict=True):
+                vars(layer).update(values)
+            self._logits_BV.copy_(self._advance())
+
+        return replay
+
+
+@pytest.mark.parametrize("compile", [None, "aot_eager"])
+def test_steps_give_the_logits_of_one_pass(
+    model: Any, prompts_BT: Tensor, given_NB1: Tensor, compile: str | None
+) -> None:
+    decoder = Decoder(model, max_tokens=LENGTH + STEPS, compile=compile, capture=False)
+    expected = at_once(model, prompts_BT, given_NB1)
+    torch.testing.assert_close(step_by_step(decoder, prompts_BT, given_NB1), expected, rtol=1e-4, atol=1e-4)
+    # And again: what the first run left in the cache is not seen.
+    torch.testing.assert_close(step_by_step(decoder, prompts_BT, given_NB1), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("compile", [None, "aot_eager"])
+def test_a_replayed_step_needs_nothing_that_the_host_counts(
+    model: Any, prompts_BT: Tensor, given_NB1: Tensor, compile: str | None
+) -> None:
+    decoder = Replaying(model, max_tokens=LENGTH + STEPS, compile=compile)
+    expected = at_once(model, prompts_BT, given_NB1)
+    torch.testing.assert_close(step_by_step(decoder, prompts_BT, given_NB1), expected, rtol=1e-4, atol=1e-4)
+    longer = torch.cat([prompts_BT, *given_NB1[:2]], 1)  # the step was made at another length
+    got = step_by_step(decoder, longer, given_NB1[2:])
+    torch.testing.assert_close(got, expected[2:], rtol=1e-4, atol=1e-4)
+
+
+def test_a_step_is_one_graph_that_copies_no_weights(model: Any, prompts_BT: Tensor, given_NB1: Tensor) -> None:
+    """In a CUDA graph, inputs at addresses that may change are copied at each replay: packed tensors must not be."""
+    moving, experts = [], []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        tensors = [i for i in inputs if isinstance(i, Tensor)]
+        moving.append([list(i.shape) for i in tensors if getattr(i, "_dynamo_static_input_type", None) is None])
+        experts.append([n for n in graph.graph.nodes if "fused_experts" in str(n.target)])
+        return graph.forward
+
+    decoder = Decoder(model, max_tokens=LENGTH + STEPS, compile=None, capture=False)
+    decoder.prefill(prompts_BT)
+    with torch.inference_mode():
+        position_B1 = torch.full((2, 1), LENGTH)
+        torch.compile(decoder._forward, fullgraph=True, dynamic=False, backend=backend)(given_NB1[0], position_B1)
+    assert moving == [[[2, 1], [2, 1]]]  # tokens and positions
+    assert len(experts[0]) == model.config.num_hidden_layers
+
+
+@pytest.mark.slow
+def test_inductor_keeps_the_logits(model: Any, prompts_BT: Tensor, given_NB1: Tensor) -> None:
+    decoder = Replaying(model, max_tokens=LENGTH + STEPS, compile="inductor")
+    got = step_by_step(decoder, prompts_BT, given_NB1[:2])
+    expected = at_once(model, prompts_BT, given_NB1)[:3]
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_generate_compiles_the_step_by_itself(model_and_tokenizer: tuple[Any, Any]) -> None:
+    model, tokenizer = model_and_tokenizer
+    inputs = tokenizer(["123+456=", "12+4="], return_tensors="pt", padding=True, padding_side="left")
+    expected = model.generate(**inputs, max_new_tokens=6)
+    compile = transformers.CompileConfig(fullgraph=True, backend="aot_eager", mode="default")
+    compile._compile_all_devices = True  # type: ignore[assignment]
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    got = model.generate(**inputs, max_new_tokens=6, cache_implementation="static", compile_config=compile)
+    assert torch.equal(got, expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] in (1, 2)  # before and after the window is full
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_continuous_batching_runs_packed_experts() -> None:
+    model, tokenizer = load(SUMS, device="cpu", attn_implementation="eager")
+    model.set_attn_implementation("paged|eager")
+    prompts = [tokenizer(text)["input_ids"] for text in ("123+456=", "12+4=", "700-12=")]
+    pages = "page_size" if hasattr(transformers.ContinuousBatchingConfig(), "page_size") else "block_size"
+    batching = transformers.ContinuousBatchingConfig(max_batch_tokens=64, max_memory_percent=0.001, **{pages: 16})
+    settings = transformers.GenerationConfig(
+        max_new_tokens=6, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=False
+    )
+    answers = model.generate_batch(
+        prompts, generation_config=settings, continuous_batching_config=batching, progress_bar=False
+    )
+    texts = {tokenizer.decode(a.generated_tokens, skip_special_tokens=True) for a in answers.values()}
+    assert texts == {"579", "16", "688"}
+
+
+def test_what_the_decoder_cannot_take_is_refused(model: Any, prompts_BT: Tensor, given_NB1: Tensor) -> None:
+    decoder = Decoder(model, max_tokens=LENGTH + 1, compile=None, capture=False)
+    with pytest.raises(ArgumentError, match="fewer than 11 tokens"):
+        decoder.prefill(torch.ones(2, 11, dtype=torch.int64))
+    decoder.prefill(prompts_BT)
+    decoder.step(given_NB1[0])
+    with pytest.raises(ArgumentError, match="at most 11 tokens"):
+        decoder.step(given_NB1[1])
+    with pytest.raises(ArgumentError, match="use a new Decoder"):
+        decoder.prefill(prompts_BT[:1])
+    with pytest.raises(ArgumentError, match="at least 8 tokens, the model's sliding window"):
+        Replaying(model, max_tokens=20, compile=None).prefill(prompts_BT[:, :7])
+
+
+def test_a_backend_that_looks_at_tensors_is_not_captured(model: Any) -> None:
+    with pytest.raises(UnsupportedProblem, match=r"layers\.0\..*CUDA graphs can capture, got backend 'reference'"):
+        require_capturable(model)
+
+
+@pytest.mark.gpu
+def test_captured_steps_on_a_gpu(prompts_BT: Tensor, given_NB1: Tensor) -> None:
+    model, _ = load(SUMS, device="cuda", dtype=torch.bfloat16)
+    prompts, given = prompts_BT.cuda(), given_NB1.cuda()
+    expected = step_by_step(Decoder(model, max_tokens=LENGTH + STEPS, compile=None, capture=False), prompts, given)
+    for compile in (None, "inductor"):
+        decoder = Decoder(model, max_tokens=LENGTH + STEPS, compile=compile)
+        got = step_by_step(decoder, prompts, given)
+        assert (got - expected).norm() / expected.norm() < 3e-2
+        assert torch.equal(step_by_step(decoder, prompts, given), got)
