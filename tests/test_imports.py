@@ -39,6 +39,7 @@ ALLOWED["explanation"] = ALLOWED["experts"] | {"experts"}
 _CORE = ALLOWED["explanation"] | {"explanation"}
 for _outer in ("parallel", "bench", "engines"):
     ALLOWED[_outer] = set(_CORE)
+ALLOWED["bench"] |= {"engines"}  # whole models
 ALLOWED["verify"] = set(_CORE)
 ALLOWED["serve"] = ALLOWED["generate"] = ALLOWED["evaluate"] = _CORE | {"engines"}
 ALLOWED["cli"] = _CORE | {"parallel", "bench", "engines", "serve", "generate", "evaluate", "verify"}

@@ -14,6 +14,8 @@ from polymoe.experts import FusedExperts
 
 __all__ = ["Answer", "Generator"]
 
+_CACHE_STEP = 1024  # tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -26,19 +28,41 @@ class Answer:
 
 @dataclass(slots=True)
 class Generator:
-    """A Transformers model and tokenizer that answer batches of prompts and keep count of time and tokens."""
+    """A Transformers model and tokenizer that answer batches of prompts and keep count of time and tokens.
+
+    Attributes:
+        model, tokenizer: as :func:`polymoe.engines.transformers.load` gives them.
+        graphs: decode over a static cache, which Transformers compiles and captures in CUDA graphs on a GPU: the first
+            batch of a size takes a minute or more, and every token after it a fraction.
+        seconds, new_tokens: of all answers so far.
+    """
 
     model: Any
     tokenizer: Any
+    graphs: bool = False
     seconds: float = field(default=0.0, init=False)
     new_tokens: int = field(default=0, init=False)
 
     @classmethod
-    def load(cls, path: str, *, device: str = "auto", backend: str = "auto", role: str = "mixed") -> Generator:
-        """Load a checkpoint with packed experts; see :func:`polymoe.engines.transformers.load` for the errors."""
-        from polymoe.engines.transformers import load
+    def load(
+        cls, path: str, *, device: str = "auto", backend: str = "auto", role: str = "mixed", graphs: bool = False
+    ) -> Generator:
+        """Load a checkpoint with packed experts.
 
-        return cls(*load(path, device=device, backend=backend, role=role))
+        Raises:
+            ArgumentError: for graphs without a GPU.
+            UnsupportedProblem: for graphs with a backend that cannot be captured.
+            PolymoeError: as :func:`polymoe.engines.transformers.load`.
+        """
+        from polymoe.engines.transformers import load
+        from polymoe.engines.transformers_decode import require_capturable
+
+        if graphs and (device == "cpu" or not torch.cuda.is_available()):
+            raise ArgumentError("graphs", expected="a GPU", got="none, or device='cpu'", hint="leave them out")
+        model, tokenizer = load(path, device=device, backend=backend, role=role)
+        if graphs:
+            require_capturable(model)
+        return cls(model, tokenizer, graphs)
 
     def answer(self, prompts: Sequence[str], *, max_tokens: int, raw: bool = False) -> list[Answer]:
         """Answers to all ``prompts`` in one batch, in order.
@@ -66,10 +90,16 @@ class Generator:
         context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if context is not None and length >= context:
             raise ArgumentError("prompt", expected=f"fewer tokens than the context's {context}", got=f"{length}")
+        # One size for many lengths: each size of a cache is compiled anew.
+        longest = -(-(length + max_tokens) // _CACHE_STEP) * _CACHE_STEP
+        static = {"cache_implementation": "static", "max_cache_len": longest} if self.graphs else {}
         start = time.perf_counter()
         with torch.inference_mode():
             out = self.model.generate(
-                input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=max_tokens
+                input_ids=inputs["input_ids"],
+                attention_mask=inputs["attention_mask"],
+                max_new_tokens=max_tokens,
+                **static,
             )
         self.seconds += time.perf_counter() - start
         pad = self.model.generation_config.pad_token_id

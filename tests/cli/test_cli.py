@@ -80,6 +80,7 @@ class TestRefusals:
             (("verify", SUMS, "--tokens", "1,x"), "--tokens: expected numbers"),
             (("verify", SUMS, "--backend", "magic"), "known: auto, reference"),
             (("run", SUMS, "--backend", "magic", "1+1="), "known: auto, reference"),
+            (("run", SUMS, "--device", "cpu", "--graphs", "1+1="), "graphs: expected a GPU"),
             (("run", SUMS, "--device", "cpu", "1+" * 200), "prompt: expected fewer tokens than the context's 256"),
         ],
     )

@@ -1,4 +1,4 @@
-"""Decoding without a host in it: one graph with packed experts in it, static caches, continuous batching, captured steps."""
+"""Decoding without the host: one graph with packed experts, static caches, continuous batching, replayed steps."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from polymoe.engines.transformers import load
 from polymoe.engines.transformers_decode import Decoder, require_capturable
 from polymoe.errors import ArgumentError, UnsupportedProblem
+from polymoe.generate import Generator
 
 SUMS = Path(__file__).parents[2] / "models" / "sums-gpt-oss-mxfp4"
 LENGTH, STEPS = 10, 6  # the sliding window is 8
@@ -179,3 +180,10 @@ def test_captured_steps_on_a_gpu(prompts_BT: Tensor, given_NB1: Tensor) -> None:
         got = step_by_step(decoder, prompts, given)
         assert (got - expected).norm() / expected.norm() < 3e-2
         assert torch.equal(step_by_step(decoder, prompts, given), got)
+
+
+def test_answers_over_a_static_cache_are_the_same(model_and_tokenizer: tuple[Any, Any]) -> None:
+    prompts = ["123+456=", "7-12=", "100+99="]
+    plain, static = Generator(*model_and_tokenizer), Generator(*model_and_tokenizer, graphs=True)
+    assert static.answer(prompts, max_tokens=6) == plain.answer(prompts, max_tokens=6)
+    assert model_and_tokenizer[0]._previous_max_cache_length == 1024  # one size for prompts of many lengths

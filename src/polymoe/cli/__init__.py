@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from polymoe.cli import bench, bench_serve, eval, explain, run, serve, tune, verify
+from polymoe.cli import bench, bench_decode, bench_serve, eval, explain, run, serve, tune, verify
 from polymoe.cli.output import fail
 from polymoe.errors import PolymoeError
 
@@ -45,6 +45,7 @@ for _name, _verb in {
     "serve": serve,
 }.items():
     app.command(_name)(_verb.command)
+app.command("bench decode")(bench_decode.command)
 app.command("bench serve", cls=bench_serve.Command)(bench_serve.command)
 app.command("eval")(eval.command)
 app.command("eval compare")(eval.compare)

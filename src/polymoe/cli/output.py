@@ -81,8 +81,8 @@ def size(count: float) -> str:
     return f"{count:.1f} GiB"
 
 
-def token_counts(text: str) -> tuple[int, ...]:
-    """Token counts of ``--tokens``: ``"1,16,256"``.
+def token_counts(text: str, option: str = "--tokens") -> tuple[int, ...]:
+    """Positive numbers of an option: ``"1,16,256"``.
 
     Raises:
         ArgumentError: for anything but positive numbers.
@@ -92,7 +92,7 @@ def token_counts(text: str) -> tuple[int, ...]:
     except ValueError:
         counts = ()
     if not counts or min(counts) < 1:
-        raise ArgumentError("--tokens", expected="numbers such as 1,16,256", got=repr(text))
+        raise ArgumentError(option, expected="numbers such as 1,16,256", got=repr(text))
     return counts
 
 

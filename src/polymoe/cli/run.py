@@ -21,6 +21,13 @@ def command(
     max_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens an answer.")] = 256,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered together.")] = 32,
+    graphs: Annotated[
+        bool,
+        typer.Option(
+            "--graphs/--no-graphs",
+            help="CUDA graphs for decoding: a minute or more to compile for each batch size, then faster.",
+        ),
+    ] = False,
     backend: Backend = "auto",
     role: Role = "mixed",
     device: OnDevice = "auto",
@@ -37,7 +44,7 @@ def command(
         raise ArgumentError("run", expected="a prompt", got="none on the command line or on stdin")
     err = status()
     with err.status("loading"):
-        generator = Generator.load(checkpoint, device=device, backend=backend, role=role)
+        generator = Generator.load(checkpoint, device=device, backend=backend, role=role, graphs=graphs)
     answers = []
     for start in range(0, len(prompts), batch_size):
         for answer in generator.answer(prompts[start : start + batch_size], max_tokens=max_tokens, raw=raw):

@@ -1,0 +1,347 @@
+"""A whole model in Transformers, timed: decode steps and prefill, its experts packed and dequantized.
+
+Sequences decode tokens that are given, the same for every model: each reads the same experts, and logits can be
+compared. The greedy choice is computed too. A model whose logits differ is not timed.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from polymoe.bench.model_bytes import experts_modules, held_bytes, step_bytes
+from polymoe.bench.records import Stamp
+from polymoe.bench.timing import Timing
+from polymoe.errors import ArgumentError, VerificationError
+from polymoe.experts import FusedExperts, relative_error
+from polymoe.machine import Device
+
+if TYPE_CHECKING:
+    from polymoe.engines.transformers_decode import Decoder
+
+__all__ = ["TOLERANCE", "Contender", "Failed", "ModelBench", "ModelRecord"]
+
+TOLERANCE = 5e-2
+"""Most that logits of two ways to run a model differ, relative, in the median over positions. Transformers' own experts
+implementations differ by 2.4e-2 on 24 layers of random bfloat16 weights: a rounding may choose another expert."""
+
+_COMPARED = 8  # steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRecord:
+    """One measurement of a model.
+
+    Attributes:
+        checkpoint, experts, implementation: what ran: "packed" on backends of polymoe, or "dequantized" by
+            Transformers and the name of its experts implementation.
+        phase, batch, tokens, attention: "decode" of a batch after so many tokens, or "prefill" of so many.
+        graphs, compiled: whether steps were replays of a CUDA graph, and compiled.
+        median_us, p25_us, p75_us: of a step, or of a prefill.
+        tokens_per_second: of the batch.
+        floor_us, share: time to read what a step must read once, and ``floor_us / median_us``; None for prefill.
+        experts_read: a layer's experts that a step reads, on average; None for prefill.
+        weight_bytes: memory that the model takes once it is loaded.
+        difference: of logits, relative to the packed model's; None for the packed one.
+        device, torch, transformers, triton, commit, date, command: where, with what, of which source, when and how.
+    """
+
+    checkpoint: str
+    experts: str
+    implementation: str
+    phase: str
+    batch: int
+    tokens: int
+    attention: str
+    graphs: bool
+    compiled: bool
+    median_us: float
+    p25_us: float
+    p75_us: float
+    tokens_per_second: float
+    floor_us: float | None
+    share: float | None
+    experts_read: float | None
+    weight_bytes: int
+    difference: float | None
+    device: str
+    torch: str
+    transformers: str
+    triton: str | None
+    commit: str
+    date: str
+    command: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A way to run the model.
+
+    Attributes:
+        experts: "packed" or "dequantized".
+        implementations: of dequantized experts, each of which is measured; packed ones have the backends of their plan.
+        load: gives the model.
+    """
+
+    experts: str
+    implementations: tuple[str, ...]
+    load: Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """What Transformers could not run, and its words."""
+
+    experts: str
+    implementation: str
+    phase: str
+    batch: int
+    reason: str
+
+
+@dataclass(slots=True, kw_only=True)
+class ModelBench:
+    """What is measured of each model, and the logits of the first.
+
+    Attributes:
+        checkpoint: its name, for records.
+        prompt_len, steps: tokens before the first timed step, and steps of one turn.
+        prefill_len: tokens of the prefill that is timed; 0 for none.
+        prefill_attention: attention implementation of that prefill; None is the model's.
+        repeats: turns, and prefills.
+        graphs, compile: replay steps from a CUDA graph; compile them.
+        device, stamp: where, and what records share.
+    """
+
+    checkpoint: str
+    prompt_len: int
+    steps: int
+    prefill_len: int
+    prefill_attention: str | None
+    repeats: int
+    graphs: bool
+    compile: bool
+    device: Device
+    stamp: Stamp
+    _logits: dict[int, Tensor] = field(default_factory=dict, init=False)
+
+    def rows(
+        self, contenders: Sequence[Contender], batches: Sequence[int], say: Callable[[str], None]
+    ) -> Iterator[ModelRecord | Failed]:
+        """Load one contender after the other and measure each; the packed one first, to compare with.
+
+        Raises:
+            VerificationError: as :meth:`decode`.
+        """
+        for contender in contenders:
+            yield from self._of(contender, batches, say)
+
+    def _of(
+        self, contender: Contender, batches: Sequence[int], say: Callable[[str], None]
+    ) -> Iterator[ModelRecord | Failed]:
+        experts = contender.experts
+        say(f"loading {experts}")
+        before = _free()
+        model = contender.load()
+        weight_bytes = held_bytes(model, before)
+        for implementation in contender.implementations or (_backends(model),):
+            if contender.implementations:
+                model.set_experts_implementation(implementation)
+            for phase, batch in [("decode", b) for b in batches] + [("prefill", 1)] * bool(self.prefill_len):
+                if _copies_more_than_all(model, implementation, batch if phase == "decode" else self.prefill_len):
+                    continue
+                say(f"{experts}, {implementation}: {phase}, batch {batch}")
+                try:
+                    if phase == "decode":
+                        yield self.decode(model, experts, implementation, weight_bytes, batch)
+                    else:
+                        yield self.prefill(model, experts, implementation, weight_bytes)
+                except (RuntimeError, NotImplementedError) as error:  # torch's: of the compiler, or of memory
+                    if experts == "packed" or isinstance(error, VerificationError):
+                        raise
+                    yield Failed(experts, implementation, phase, batch, str(error).strip().split("\n")[0])
+
+    def decode(self, model: Any, experts: str, implementation: str, weight_bytes: int, batch: int) -> ModelRecord:
+        """Compare and time decode steps of a batch.
+
+        Raises:
+            VerificationError: logits of the captured step differ from the plain one's, or from the first model's.
+        """
+        from polymoe.engines.transformers_decode import Decoder
+
+        prompts_BT, given_NB1 = self._tokens(model, batch)
+        most = self.prompt_len + max(self.steps, _COMPARED)
+        plain = Decoder(model, max_tokens=most, compile=None, capture=False)
+        with _counted(model) as read:
+            expected = _logits(plain, prompts_BT, given_NB1)
+        layers = len(experts_modules(model))
+        experts_read = sum(read[layers:]) / max(len(read[layers:]), 1)  # the first of each layer is the prompt's
+        decoder = plain
+        if self.graphs or self.compile:
+            backend = "inductor" if self.compile else None
+            decoder = Decoder(model, max_tokens=most, compile=backend, capture=self.graphs)
+        what = f"{experts} ({implementation}), batch {batch}"
+        got = _logits(decoder, prompts_BT, given_NB1)
+        _compare(f"{what}: compiled or captured steps", got, expected)
+        difference = None
+        if batch in self._logits:
+            difference = _compare(f"{what}: logits", got, self._logits[batch])
+        elif experts == "packed":
+            self._logits[batch] = got
+        timing = self._time(lambda: decoder.prefill(prompts_BT), lambda: _turn(decoder, given_NB1), model.device)
+        floor_us = 1e6 / self.device.bandwidth * step_bytes(model, batch, self.prompt_len, experts_read * layers)
+        return self._record(
+            model, experts, implementation, weight_bytes, phase="decode", batch=batch, tokens=self.prompt_len,
+            timing=timing, count=self.steps, new=batch, floor_us=floor_us, experts_read=experts_read,
+            difference=difference, attention=model.config._attn_implementation, graphs=self.graphs,
+            compiled=self.compile,
+        )  # fmt: skip
+
+    def prefill(self, model: Any, experts: str, implementation: str, weight_bytes: int) -> ModelRecord:
+        """Time one prompt, as ``generate`` runs it: not compiled."""
+        g = torch.Generator().manual_seed(2)
+        own = model.config._attn_implementation
+        attention = self.prefill_attention or own
+        ids_BT = torch.randint(model.config.vocab_size, (1, self.prefill_len), generator=g).to(model.device)
+        model.set_attn_implementation(attention)
+        try:
+            with torch.inference_mode():
+                timing = self._time(lambda: None, lambda: model(ids_BT, use_cache=True, logits_to_keep=1), model.device)
+        finally:
+            model.set_attn_implementation(own)
+        return self._record(
+            model, experts, implementation, weight_bytes, phase="prefill", batch=1, tokens=self.prefill_len,
+            timing=timing, count=1, new=self.prefill_len, attention=attention, graphs=False, compiled=False,
+        )  # fmt: skip
+
+    def _tokens(self, model: Any, batch: int) -> tuple[Tensor, Tensor]:
+        """Prompts [B, T], and the tokens that are decoded [N, B, 1]."""
+        g = torch.Generator().manual_seed(1)
+        most = self.prompt_len + max(self.steps, _COMPARED)
+        context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if context is not None and max(most, self.prefill_len) > context:
+            raise ArgumentError("tokens", expected=f"at most the context's {context}", got=str(most))
+        ids_BT = torch.randint(model.config.vocab_size, (batch, most), generator=g).to(model.device)
+        return ids_BT[:, : self.prompt_len], ids_BT[:, self.prompt_len :].T[:, :, None].contiguous()
+
+    def _time(self, before: Callable[[], Any], run: Callable[[], Any], device: torch.device) -> Timing:
+        samples = []
+        for _ in range(self.repeats + 1):  # the first one warms up
+            before()
+            _synchronize(device)
+            start = time.perf_counter()
+            run()
+            _synchronize(device)
+            samples.append(1e6 * (time.perf_counter() - start))
+        return Timing.of(samples[1:], "calls")
+
+    def _record(
+        self, model: Any, experts: str, implementation: str, weight_bytes: int, *, timing: Timing, count: int, new: int,
+        floor_us: float | None = None, experts_read: float | None = None, difference: float | None = None, **what: Any,
+    ) -> ModelRecord:  # fmt: skip
+        import transformers
+
+        median_us = timing.median_us / count
+        return ModelRecord(
+            checkpoint=self.checkpoint,
+            experts=experts,
+            implementation=implementation,
+            median_us=round(median_us, 2),
+            p25_us=round(timing.p25_us / count, 2),
+            p75_us=round(timing.p75_us / count, 2),
+            tokens_per_second=round(1e6 * new / median_us, 2),
+            floor_us=None if floor_us is None else round(floor_us, 2),
+            share=None if floor_us is None else round(floor_us / median_us, 4),
+            experts_read=None if experts_read is None else round(experts_read, 3),
+            weight_bytes=weight_bytes,
+            difference=None if difference is None else float(f"{difference:.3g}"),
+            device=self.stamp.device,
+            torch=self.stamp.torch,
+            transformers=transformers.__version__,
+            triton=self.stamp.triton,
+            commit=self.stamp.commit,
+            date=self.stamp.date(),
+            command=self.stamp.command,
+            **what,
+        )
+
+
+def _logits(decoder: Decoder, prompts_BT: Tensor, given_NB1: Tensor) -> Tensor:
+    """Of the compared steps, on the host: [N, B, V]."""
+    decoder.prefill(prompts_BT)
+    return torch.stack([decoder.step(token_B1).cpu() for token_B1 in given_NB1[:_COMPARED]])
+
+
+def _compare(what: str, got: Tensor, expected: Tensor) -> float:
+    rows = zip(got.flatten(0, 1), expected.flatten(0, 1), strict=True)
+    error = float(torch.tensor([relative_error(a, b) for a, b in rows]).median())
+    if not error <= TOLERANCE:  # NaN fails too
+        raise VerificationError(
+            what, expected=f"logits within {TOLERANCE:g} of what they are compared with", got=f"{error:.3g}",
+            hint="it was not timed",
+        )  # fmt: skip
+    return error
+
+
+@contextmanager
+def _counted(model: Any) -> Iterator[list[int]]:
+    """While it lasts, every call of an experts module adds the number of experts that its tokens go to."""
+    counts: list[int] = []
+
+    def count(module: Any, args: tuple[Any, ...]) -> None:
+        counts.append(len(args[1].unique()))
+
+    hooks = [module.register_forward_pre_hook(count) for module in experts_modules(model)]
+    try:
+        yield counts
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _backends(model: Any) -> str:
+    layers = [module for module in model.modules() if isinstance(module, FusedExperts)]
+    return "+".join(sorted({step.backend for layer in layers for step in layer.explain().require().steps}))
+
+
+def _copies_more_than_all(model: Any, implementation: str, tokens: int) -> bool:
+    """batched_mm copies the experts of each token: for many tokens nobody would want it."""
+    if implementation != "batched_mm":
+        return False
+    return tokens * model.config.get_text_config().num_experts_per_tok > _experts_of(model)
+
+
+def _experts_of(model: Any) -> int:
+    return max((len(next(module.parameters())) for module in experts_modules(model)), default=0)
+
+
+def _free() -> int:
+    """Give back what the last model held; what is still taken on the GPU."""
+    gc.collect()
+    torch._dynamo.reset()  # it holds on to models that were compiled
+    gc.collect()
+    if not torch.cuda.is_available():
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated()
+
+
+def _turn(decoder: Decoder, given_NB1: Tensor) -> None:
+    for token_B1 in given_NB1:
+        decoder.step(token_B1).argmax(-1)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,165 @@
+"""``polymoe bench decode``: a whole model in Transformers, its experts packed beside dequantized."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from polymoe.cli.output import (
+    Backend,
+    Checkpoint,
+    Json,
+    OnDevice,
+    Role,
+    console,
+    measured_on,
+    print_json,
+    size,
+    status,
+    token_counts,
+)
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from polymoe.bench.decode import Failed, ModelRecord
+
+__all__ = ["command"]
+
+_EXPERTS = ("packed", "dequantized")
+
+
+def command(
+    checkpoint: Checkpoint,
+    batch_size: Annotated[str, typer.Option(help="Sequences decoded together, separated by commas.")] = "1,16",
+    prompt_len: Annotated[int, typer.Option(min=1, help="Tokens before the first timed step.")] = 512,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of one turn; its time over them counts.")] = 64,
+    prefill_len: Annotated[int, typer.Option(min=0, help="Tokens of the prefill that is timed; 0: none.")] = 8192,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns, and prefills.")] = 5,
+    experts: Annotated[str, typer.Option(help="packed, dequantized, or both.")] = "packed,dequantized",
+    implementations: Annotated[
+        str, typer.Option(help="Transformers' implementations of dequantized experts; the fastest counts.")
+    ] = "grouped_mm,batched_mm",
+    attention: Annotated[str | None, typer.Option(help="Attention implementation. Default: Transformers' own.")] = None,
+    prefill_attention: Annotated[
+        str | None, typer.Option(help="Of the timed prefill, such as flex_attention. Default: as --attention.")
+    ] = None,
+    graphs: Annotated[
+        bool | None, typer.Option("--graphs/--no-graphs", help="Replay steps from a CUDA graph. Default: on a GPU.")
+    ] = None,
+    compile: Annotated[
+        bool | None, typer.Option("--compile/--no-compile", help="torch.compile the step. Default: on a GPU.")
+    ] = None,
+    backend: Backend = "auto",
+    role: Role = "mixed",
+    device: OnDevice = "auto",
+    out: Annotated[Path | None, typer.Option(help="Append each record to this file, one JSON line each.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Source of the records, where git cannot tell.")] = None,
+    json: Json = False,
+) -> None:
+    """Compare and time decode steps and a prefill of a model in Transformers, packed and dequantized.
+
+    Logits are compared first; a model whose logits differ is not timed, and the exit code is 1.
+    """
+    batches = token_counts(batch_size, "--batch-size")
+    wanted = experts.split(",")
+    if unknown := [name for name in wanted if name not in _EXPERTS]:
+        raise typer.BadParameter(f"--experts: packed or dequantized, not {unknown[0]!r}")
+
+    from polymoe.bench.decode import Contender, ModelBench, ModelRecord
+    from polymoe.bench.records import Stamp, append, check_writable
+    from polymoe.engines.transformers import load
+    from polymoe.engines.transformers_dequantized import load_dequantized
+    from polymoe.errors import ArgumentError
+
+    machine, where = measured_on(device)
+    if graphs and where.type != "cuda":
+        raise ArgumentError("--graphs", expected="a GPU", got=str(where), hint="leave --graphs out")
+    if out is not None:
+        check_writable(out)
+    bench = ModelBench(
+        checkpoint=Path(checkpoint).name,
+        prompt_len=prompt_len,
+        steps=steps,
+        prefill_len=prefill_len,
+        prefill_attention=prefill_attention,
+        repeats=repeats,
+        graphs=where.type == "cuda" if graphs is None else graphs,
+        compile=where.type == "cuda" if compile is None else compile,
+        device=machine.device,
+        stamp=Stamp.now(machine, shlex.join(["polymoe", *sys.argv[1:]]), commit),
+    )
+    also: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
+    loads = {
+        "packed": Contender(
+            "packed", (), lambda: load(checkpoint, device=where, backend=backend, role=role, **also)[0]
+        ),
+        "dequantized": Contender(
+            "dequantized",
+            tuple(implementations.split(",")),
+            lambda: load_dequantized(checkpoint, device=where, **also),
+        ),
+    }
+    rows: list[ModelRecord | Failed] = []
+    try:
+        with status().status("bench decode") as progress:
+            for row in bench.rows([loads[name] for name in _EXPERTS if name in wanted], batches, progress.update):
+                rows.append(row)
+                if out is not None and isinstance(row, ModelRecord):
+                    append(out, row)
+    finally:  # also what was finished before an interruption
+        measured = [row for row in rows if isinstance(row, ModelRecord)]
+        if json and rows:
+            ratios = [dict(zip(("what", "ratio"), pair, strict=True)) for pair in _ratios(measured)]
+            print_json({"records": [r.to_dict() for r in measured], "packed_to_dequantized": ratios})
+        elif measured:
+            console().print(_table(measured, f"{bench.checkpoint}, {machine.device}"))
+            for what, ratio in _ratios(measured):
+                console().print(f"{what}: {ratio:.2f} x", highlight=False)
+    for row in rows:
+        if not isinstance(row, ModelRecord):
+            print(
+                f"not measured: {row.experts}, {row.implementation}, {row.phase}, batch {row.batch}: {row.reason}",
+                file=sys.stderr,
+            )
+    if machine.device.rates == "nominal":
+        print("floor and share are by nominal rates of this device, not by measured ones", file=sys.stderr)
+
+
+def _table(rows: list[ModelRecord], title: str) -> Table:
+    from rich.table import Table
+
+    table = Table(
+        "experts", "run by", "weights", "phase", "batch", "after", "median", "tokens/s", "floor", "share",
+        "experts read", "logits", title=title,
+    )  # fmt: skip
+    for r in sorted(rows, key=lambda row: (row.phase, row.batch, row.experts != "packed", row.median_us)):
+        floor = (
+            ("", "", "") if r.floor_us is None else (f"{r.floor_us:.0f} us", f"{r.share:.2f}", f"{r.experts_read:.1f}")
+        )
+        run_by = [r.implementation, *["compiled"] * r.compiled, *["graph"] * r.graphs]
+        table.add_row(
+            r.experts, ", ".join(run_by), size(r.weight_bytes), r.phase, str(r.batch),
+            str(r.tokens), f"{r.median_us:.0f} us", f"{r.tokens_per_second:.1f}", *floor,
+            "" if r.difference is None else f"{r.difference:.1e}",
+        )  # fmt: skip
+    return table
+
+
+def _ratios(rows: list[ModelRecord]) -> list[tuple[str, float]]:
+    """Packed over dequantized: weights, and speeds against the fastest implementation."""
+    packed = [r for r in rows if r.experts == "packed"]
+    others = [r for r in rows if r.experts != "packed"]
+    if not packed or not others:
+        return []
+    found = [("weights, packed over dequantized", packed[0].weight_bytes / others[0].weight_bytes)]
+    for r in packed:
+        same = [o.tokens_per_second for o in others if (o.phase, o.batch, o.tokens) == (r.phase, r.batch, r.tokens)]
+        if same:
+            what = f"{r.phase} at batch {r.batch}" if r.phase == "decode" else f"prefill of {r.tokens} tokens"
+            found.append((f"{what}, tokens/s, packed over the fastest dequantized", r.tokens_per_second / max(same)))
+    return found
