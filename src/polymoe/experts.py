@@ -187,8 +187,7 @@ class FusedExperts(nn.Module):
         x_TH = torch.randn(8, spec.hidden, generator=generator).to(_TORCH[self.problem.dtype])
         ids_TA = torch.tensor(local)[torch.arange(8 * 2).reshape(8, 2) % len(local)] + spec.first_expert
         weights_TA = torch.rand(8, 2, generator=generator) + 0.5
-        few = ExpertWeights(spec, lambda e: weights.expert(e).to("cpu"))
-        expected = run_experts(self.problem, few, x_TH, Routing(ids_TA, weights_TA))
+        expected = self._expected(weights, x_TH, Routing(ids_TA, weights_TA))
         if not bool(torch.isfinite(expected).all()):
             raise VerificationError(
                 f"{where}, experts {', '.join(str(spec.first_expert + e) for e in local)}",
@@ -213,6 +212,24 @@ class FusedExperts(nn.Module):
                     got=f"{error:.3g}",
                     hint="this is a bug: report it with this message, and load with another backend meanwhile",
                 )
+
+    def _expected(self, weights: ExpertWeights, x_TH: Tensor, routing: Routing) -> Tensor:
+        """What the reference computes, float32 on the CPU: in milliseconds on a GPU, if it has memory for a matrix.
+
+        There in float64, since torch may have been told to compute float32 products in TF32.
+        """
+
+        def run(device: torch.device, dtype: torch.dtype) -> Tensor:
+            here = ExpertWeights(weights.spec, lambda e: weights.expert(e).to(device))
+            inputs = x_TH.to(device), Routing(*(part.to(device) for part in routing))
+            return run_experts(self.problem, here, *inputs, dtype).float().cpu()
+
+        if self.device.type != "cpu":
+            try:
+                return run(self.device, torch.float64)
+            except torch.OutOfMemoryError:
+                log.debug("no memory on %s for the reference: it runs on the CPU", self.device)
+        return run(torch.device("cpu"), torch.float32)
 
     def _require_input_scales(self, where: str) -> None:
         """Refuse at load what would otherwise fail at the first token that meets an expert without its scales."""

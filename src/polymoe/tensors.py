@@ -136,10 +136,12 @@ class Expert:
 
     def to(self, device: torch.device | str) -> Expert:
         """The same expert on ``device``."""
-        moved = {n: p.to(device) for n, p in self.projections.items()} | {
-            n: v.to(device) for n, v in self.vectors.items()
-        }
-        return replace(self, **moved)
+        return self.map(lambda part: part.to(device))
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Expert:
+        """The same expert with ``function`` of every tensor."""
+        mapped = {n: p.map(function) for n, p in self.projections.items()}
+        return replace(self, **mapped, **{n: function(v) for n, v in self.vectors.items()})
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -107,7 +107,7 @@ def test_dequantize_leaves_the_parts_alone(encoding: Encoding) -> None:
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_strides_do_not_matter(encoding: Encoding) -> None:
     q = random_bytes(encoding, 32, 288)
-    turned = q._map(lambda part: part if part.dim() < 2 else part.transpose(-1, -2).contiguous().transpose(-1, -2))
+    turned = q.map(lambda part: part if part.dim() < 2 else part.transpose(-1, -2).contiguous().transpose(-1, -2))
     assert not turned.codes.is_contiguous()
     assert torch.equal(turned.dequantize(), q.dequantize())
     assert all(part.is_contiguous() for part in turned.contiguous().parts().values())

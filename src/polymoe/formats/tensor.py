@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -86,22 +86,23 @@ class QuantTensor:
         names = ("codes", "scales", "zero_points", "global_scale")
         return {name: part for name in names if (part := getattr(self, name)) is not None}
 
-    def _map(self, function: Any) -> QuantTensor:
+    def map(self, function: Callable[[Tensor], Tensor]) -> QuantTensor:
+        """The same encoding with ``function`` of every part."""
         return replace(self, **{name: function(part) for name, part in self.parts().items()})
 
     def to(self, device: torch.device | str) -> QuantTensor:
         """The same weights on ``device``."""
-        return self._map(lambda part: part.to(device))
+        return self.map(lambda part: part.to(device))
 
     def contiguous(self) -> QuantTensor:
         """The same weights with every part contiguous in memory."""
-        return self._map(lambda part: part.contiguous())
+        return self.map(lambda part: part.contiguous())
 
     def __getitem__(self, index: int) -> QuantTensor:
         """Matrix ``index`` of a stack ``[E, N, K]``, as views."""
         if self.codes.dim() < 3:
             raise FormatError("QuantTensor[index]", expected="a stack [E, N, K]", got=str(list(self.shape)))
-        return self._map(lambda part: part[index])
+        return self.map(lambda part: part[index])
 
     def rows(self, start: int, stop: int, *, step: int = 1) -> QuantTensor:
         """Rows ``start`` to ``stop`` (views). Block scales must begin and end with a block of rows.

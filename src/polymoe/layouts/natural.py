@@ -10,7 +10,7 @@ from torch import Tensor
 from polymoe.errors import PlanError
 from polymoe.formats import QuantTensor
 from polymoe.layouts.base import Packed
-from polymoe.layouts.stack import drop_absent, store
+from polymoe.layouts.stack import drop_absent, store, uploaded
 from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
 from polymoe.verdict import Reason
 
@@ -44,8 +44,8 @@ class Natural:
             raise PlanError("update", expected=str(out.spec), got=str(weights.spec), hint="load these experts anew")
         tensors = {} if out is None else out.tensors
         count = weights.spec.local_experts
-        for e in range(count):
-            store(tensors, _parts(weights.expert(e)), e, count, device, fresh=out is None)
+        for e, expert in enumerate(uploaded(weights, device)):
+            store(tensors, _parts(expert), e, count, device, fresh=out is None)
         return Packed(self.name, weights.spec, tensors)
 
     def unpack(self, packed: Packed) -> ExpertWeights:
