@@ -2,7 +2,7 @@
 
     python tests/loading.py CHECKPOINT LAYER DEVICE SMALL_CHECKPOINT LAYER
 
-A process of its own: memory is compared with what it was after the small checkpoint, which brings in what loading needs.
+A process of its own, whose memory is compared with what it was after loading the small checkpoint.
 """
 
 from __future__ import annotations
