@@ -30,7 +30,7 @@ def uploaded(weights: ExpertWeights, device: torch.device) -> Iterator[Expert]:
         yield from weights
         return
     stream = torch.cuda.current_stream(device)
-    under_way: deque[torch.cuda.Event] = deque()
+    under_way: deque[torch.Event] = deque()
     for expert in weights:
         if len(under_way) == _UNDER_WAY:
             under_way.popleft().synchronize()
