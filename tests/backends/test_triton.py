@@ -12,6 +12,7 @@ from polymoe.activations import GeGLU, SwiGLU
 from polymoe.backends.base import TOLERANCE
 from polymoe.backends.reference import run_experts
 from polymoe.backends.triton import Tile, Triton, TritonConfig
+from polymoe.backends.triton_tiles import smaller
 from polymoe.calls import Choice
 from polymoe.errors import PlanError
 from polymoe.experts import FusedExperts, relative_error
@@ -116,6 +117,61 @@ class TestConfigure:
         assert times == sorted(times)
         assert times[0] > 18.7
         assert str(Triton().configure(seed_problem(), machine("h200"), 1)).startswith("tokens=8, up=64x256")
+
+
+class TestTooLittleSharedMemory:
+    """An estimate chooses tiles; what a GPU then refuses gives way to the next smaller one."""
+
+    @staticmethod
+    def refuse(most: dict[str, int]) -> Any:
+        """Refuses products with more stages than ``most`` says for "up" and "down"."""
+        from triton.runtime.errors import OutOfResources
+
+        def check(launch: Any) -> Exception | None:
+            if launch.name != "grouped_gemm":
+                return None
+            stages = launch.options["num_stages"]
+            limit = most["up" if launch.values["GATHER"] else "down"]
+            return OutOfResources(stages, limit, "shared memory") if stages > limit else None
+
+        return check
+
+    def test_next_tile_once_said(self, caplog: pytest.LogCaptureFixture) -> None:
+        pytest.importorskip("triton")
+        from launches import launches, meta_layer
+
+        backend, layer = Triton(), meta_layer("mxfp4")
+        config = TritonConfig(16, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4))
+        for _ in range(3):
+            found = launches(
+                *layer, "h200", 64, config=config, backend=backend, refuse=self.refuse({"up": 2, "down": 3})
+            )
+            up, down = [x for x in found if x.name == "grouped_gemm"][-2:]
+            assert (up.options["num_stages"], down.options["num_stages"]) == (2, 3)
+            assert (up.values["BLOCK_N"], up.values["BLOCK_K"]) == (64, 128)
+        assert len([x for x in found if x.name == "grouped_gemm"]) == 2  # nothing is tried again
+        (record,) = caplog.records
+        assert "do not fit this GPU" in record.message
+        assert "shared memory" in record.message
+        assert Triton() == backend  # what was found is no part of what a backend is
+
+    def test_nothing_is_small_enough(self) -> None:
+        triton = pytest.importorskip("triton")
+        from launches import launches, meta_layer
+
+        with pytest.raises(triton.OutOfResources):
+            launches(*meta_layer("mxfp4"), "h200", 8192, refuse=self.refuse({"up": 0, "down": 0}))
+
+    @pytest.mark.parametrize("format", FORMATS)
+    def test_tiles_shrink_to_the_smallest(self, format: str) -> None:
+        problem = seed_problem(format)
+        config: TritonConfig | None = Triton().configure(problem, machine("h200"), 8192)
+        seen = []
+        while config is not None:
+            seen.append(config)
+            config = smaller(config, "up", problem.spec.up)
+        assert len(set(seen)) == len(seen) > 5
+        assert (seen[-1].tokens, seen[-1].up.stages, seen[-1].up.rows) == (16, 2, 16)
 
 
 def with_input_scales(weights: ExpertWeights) -> ExpertWeights:

@@ -7,8 +7,9 @@ all products are made of 16-bit operands: they hold every E4M3 number, and Hoppe
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from polymoe.activations import Activation, GeGLU, SwiGLU
 from polymoe.backends.base import Prediction
-from polymoe.backends.triton_tiles import PLANES, Tile, TritonConfig, candidates, heuristic
+from polymoe.backends.triton_tiles import PLANES, Tile, TritonConfig, candidates, heuristic, smaller
 from polymoe.formats import Encoding, PerGroup, PerTensor
 from polymoe.layouts import Packed
 from polymoe.machine import Machine
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Tile", "Triton", "TritonConfig"]
 
+log = logging.getLogger("polymoe")
+
 
 @dataclass(frozen=True, slots=True)
 class Triton:
@@ -41,6 +44,8 @@ class Triton:
 
     name: str = "triton"
     layouts: tuple[str, ...] = ("natural",)
+    fitting: dict[tuple[Problem, Config], TritonConfig] = field(default_factory=dict, compare=False, repr=False)
+    """What runs in place of configurations that a GPU refused, found at their first launch."""
 
     def check(self, problem: Problem, machine: Machine) -> Verdict:
         """Every reason against it: the GPU, the package, and what its kernels do not cover."""
@@ -104,11 +109,34 @@ class Triton:
     def run(
         self, problem: Problem, packed: Packed, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor
     ) -> None:
-        """See :meth:`polymoe.backends.Backend.run`. On a CPU (Triton's interpreter) operands are float32."""
+        """See :meth:`polymoe.backends.Backend.run`. On a CPU (Triton's interpreter) operands are float32.
+
+        Tiles are chosen by an estimate of what Triton needs; where a GPU has less, the next smaller ones run.
+        """
+        assert isinstance(config, TritonConfig)
+        if self.fitting:
+            config = self.fitting.get((problem, config), config)
+        wanted, refusal = config, None
+        while True:
+            try:
+                self._run(problem, packed, x_TH, routing, config, out_TH)
+                break
+            except _DoesNotFit as error:
+                refusal = error.cause
+                less = smaller(config, error.projection, problem.spec.encodings[error.projection])
+                if less is None:
+                    raise refusal from None
+                config = less
+        if refusal is not None:
+            log.warning("triton: %s do not fit this GPU (%s): from now on %s", wanted, refusal, config)
+            self.fitting[problem, wanted] = config
+
+    def _run(
+        self, problem: Problem, packed: Packed, x_TH: Tensor, routing: Routing, config: TritonConfig, out_TH: Tensor
+    ) -> None:
         from polymoe.kernels.triton.dispatch import dispatch
         from polymoe.kernels.triton.rows import Operand, combine, hidden
 
-        assert isinstance(config, TritonConfig)
         spec, chained = problem.spec, config.chained
         tokens, slots = routing.topk_ids_TA.shape
         rows, device = tokens * slots, x_TH.device
@@ -157,6 +185,14 @@ class Triton:
         )  # fmt: skip
 
 
+class _DoesNotFit(Exception):
+    """The GPU refused a product's kernel."""
+
+    def __init__(self, projection: str, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.projection, self.cause = projection, cause
+
+
 _MODES = {"16bit": "none", "fp8_token": "row", "fp8_group128": "block", "fp8_static": "static"}
 _X_GROUP = 128
 
@@ -193,7 +229,22 @@ class _Launch:
         self, projection: str, x: Tensor, x_scales: Tensor, out: Tensor, tile: Tile, *, slots: int,
         out_planes: int = 1, raw: bool = False,
     ) -> None:  # fmt: skip
-        """Gate and up with the activation (``projection`` "up"; without it if ``raw``), or down."""
+        """Gate and up with the activation (``projection`` "up"; without it if ``raw``), or down.
+
+        Raises:
+            _DoesNotFit: if the GPU has less shared memory (or whatever else a kernel takes) than the tile needs.
+        """
+        from triton.runtime.errors import OutOfResources
+
+        try:
+            self._launch(projection, x, x_scales, out, tile, slots, out_planes, raw)
+        except OutOfResources as error:
+            raise _DoesNotFit(projection, error) from error
+
+    def _launch(
+        self, projection: str, x: Tensor, x_scales: Tensor, out: Tensor, tile: Tile, slots: int, out_planes: int,
+        raw: bool,
+    ) -> None:  # fmt: skip
         import triton.language as tl
 
         from polymoe.kernels.triton.gemm import grouped_gemm

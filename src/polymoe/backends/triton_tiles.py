@@ -10,14 +10,14 @@ from dataclasses import dataclass, fields, replace
 from math import log2
 
 from polymoe.errors import PlanError
-from polymoe.formats import Encoding
+from polymoe.formats import Encoding, PerGroup
 from polymoe.machine import Machine
 from polymoe.planning.cost import cost
 from polymoe.planning.plan import Config
 from polymoe.problem import Problem
 from polymoe.shapes import ceil_div
 
-__all__ = ["PLANES", "Tile", "TritonConfig", "candidates", "heuristic"]
+__all__ = ["PLANES", "Tile", "TritonConfig", "candidates", "heuristic", "smaller"]
 
 PLANES = {"e2m1": 4, "int4": 4, "e4m3": 2, "bf16": 1, "fp16": 1}
 """Columns that one word of codes holds."""
@@ -79,7 +79,9 @@ _TOKENS = ((6.5, 8), (13, 16), (26, 32), (52, 64))
 _MOST_TOKENS = 128
 _MOST_TOKENS_IN_REGISTERS = 64
 """Wider tiles spill on GPUs whose matrix units take both operands from registers (SM80, SM89, SM120), and where scales
-by block or group need a second accumulator."""
+by block or group need a second accumulator (there they spill beyond half of this)."""
+_MOST_ROWS_IN_REGISTERS = 64
+"""Rows of weights a tile of four warps, in either case: found by compiling, see test_triton_compiles.py."""
 
 # Tiles of gate and up, and of down, by bits of an element and rows a tile: the best on one H200. Up to 8 rows a tile
 # (and with two warps) the products are made by mma.sync, which wants no synchronization of warps.
@@ -126,8 +128,18 @@ def _mean_rows(problem: Problem, machine: Machine, tokens: int) -> tuple[float, 
 
 def _most(problem: Problem, machine: Machine) -> int:
     """Most rows a tile."""
-    by_step = 8 in (problem.spec.up.bits, problem.spec.down.bits) or problem.activations == "fp8_group128"
-    return _MOST_TOKENS if machine.device.sm // 10 in (9, 10) and not by_step else _MOST_TOKENS_IN_REGISTERS
+    sides = _sides(problem, machine)
+    by_step, bits = any(side.by_step for side in sides), [side.bits for side in sides]
+    if not _from_shared_memory(machine):
+        return _MOST_TOKENS_IN_REGISTERS // 2 if by_step else _MOST_TOKENS_IN_REGISTERS
+    # On SM100 Triton puts decoded 4-bit weights into tensor memory, beside the accumulators: 544 of 512 columns.
+    full = by_step or 8 in bits or (4 in bits and machine.device.sm >= 100)
+    return _MOST_TOKENS_IN_REGISTERS if full else _MOST_TOKENS
+
+
+def _from_shared_memory(machine: Machine) -> bool:
+    """Whether matrix units read an operand from shared memory (wgmma, tcgen05), rather than both from registers."""
+    return machine.device.sm // 10 in (9, 10)
 
 
 def _of_block(problem: Problem, machine: Machine, tokens: int, block: int) -> TritonConfig:
@@ -135,6 +147,11 @@ def _of_block(problem: Problem, machine: Machine, tokens: int, block: int) -> Tr
     side_up, side_down = _sides(problem, machine)
     up = side_up.fit(_TILES[side_up.bits][block][0], block)
     down = side_down.fit(_TILES[side_down.bits][block][1], block)
+    if side_down.by_step or (side_down.bits == 4 and not _from_shared_memory(machine)):
+        down = replace(down, rows=min(down.rows, _MOST_ROWS_IN_REGISTERS))
+    if side_up.by_step and block == 64 and machine.device.sm >= 100:
+        # Accumulators of tcgen05 lie in memory of their own, but a step's must come to registers to be scaled.
+        up = replace(up, warps=8)
     active, mean = _mean_rows(problem, machine, tokens)
     tiles, units = active * max(1.0, mean / block), machine.device.sms
     rows, columns = problem.spec.matrix_shape("up")
@@ -159,15 +176,12 @@ class _Side:
     encoding: Encoding
     matrices: int
     limit: int
+    by_step: bool
+    """Whether each step's products are scaled before they are added up, which takes a second accumulator."""
 
     @property
     def bits(self) -> int:
         return self.encoding.bits
-
-    @property
-    def least_columns(self) -> int:
-        """A plane of a step is at least one instruction's 16 columns."""
-        return 16 * PLANES[self.encoding.element]
 
     def nbytes(self, t: Tile, block: int, columns: int = 0) -> int:
         """Shared memory of a tile; of one whose blocks are taken in turn, all ``columns`` of x are part."""
@@ -180,7 +194,8 @@ class _Side:
 
     def fit(self, tile: Tile, block: int) -> Tile:
         """The tile with fewer stages, then fewer columns, until its pipeline fits."""
-        while self.nbytes(tile, block) > self.limit and (tile.stages > 2 or tile.columns > self.least_columns):
+        least = _least_columns(self.encoding)
+        while self.nbytes(tile, block) > self.limit and (tile.stages > 2 or tile.columns > least):
             less = {"stages": tile.stages - 1} if tile.stages > 2 else {"columns": tile.columns // 2}
             tile = replace(tile, **less)
         return tile
@@ -193,7 +208,7 @@ class _Side:
                     threads = 32 * warps
                     registers = self.matrices * rows * block / threads + rows * columns / 2 / threads
                     scaled = self.encoding.group_columns if self.bits == 8 else 1  # one scale a step at most
-                    if registers > 160 or columns < self.least_columns or 1 < scaled < columns:
+                    if registers > 160 or columns < _least_columns(self.encoding) or 1 < scaled < columns:
                         continue
                     for stages in (2, 3, 4, 5):
                         tile = Tile(rows, columns, warps, stages)
@@ -201,9 +216,37 @@ class _Side:
                             yield tile
 
 
+def _least_columns(encoding: Encoding) -> int:
+    """A plane of a step is at least one instruction's 16 columns."""
+    return 16 * PLANES[encoding.element]
+
+
+def smaller(config: TritonConfig, projection: str, encoding: Encoding) -> TritonConfig | None:
+    """The next configuration whose product ``projection`` ("up" or "down") takes less shared memory, None after the
+    last: what :meth:`_Side.fit` estimates, for tiles that a GPU then refused."""
+    tile: Tile = getattr(config, projection)
+    if tile.stages > 2:
+        tile = replace(tile, stages=tile.stages - 1)
+    elif tile.blocks > 1:
+        tile = replace(tile, blocks=1)
+    elif tile.columns > _least_columns(encoding):
+        tile = replace(tile, columns=tile.columns // 2)
+    elif config.tokens > 16:
+        return replace(config, tokens=config.tokens // 2, tail=0)
+    elif tile.rows > 16:
+        tile = replace(tile, rows=tile.rows // 2, warps=max(1, tile.warps // 2))
+    else:
+        return None
+    return replace(config, **{projection: tile})
+
+
 def _sides(problem: Problem, machine: Machine) -> tuple[_Side, _Side]:
     spec, limit = problem.spec, machine.device.shared_memory_bytes
-    return _Side(spec.up, 2 if spec.gated else 1, limit), _Side(spec.down, 1, limit)
+    by_step = [
+        problem.activations == "fp8_group128" or (e.bits == 8 and isinstance(e.granularity, PerGroup))
+        for e in (spec.up, spec.down)
+    ]
+    return _Side(spec.up, 2 if spec.gated else 1, limit, by_step[0]), _Side(spec.down, 1, limit, by_step[1])
 
 
 _NEAR, _FEW = 10, 3
