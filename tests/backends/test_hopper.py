@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from problems import GPT_OSS, problem_of, random_call, random_experts
 
 H200 = Machine(DEVICES["h200"], driver=(13, 0))
 EVERY = [
-    *[HopperConfig("decode", rows, height) for rows in (8, 16) for height in (64, 128)],
+    *[HopperConfig("decode", rows, height) for rows in (8, 12, 16) for height in (64, 128)],
     *[HopperConfig("prefill", rows, 0) for rows in (32, 64, 128)],
 ]
 
@@ -38,12 +39,13 @@ def seed_problem(format: str = "mxfp4", **kwargs: Any) -> Problem:
 
 
 class TestCheck:
-    def test_takes_mxfp4_on_sm90(self) -> None:
+    @pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4_g32", "int4_g128"])
+    def test_takes_4_bits_on_sm90(self, format: str) -> None:
         for machine in (H200, replace(H200, driver=None), Machine(DEVICES["h100"])):
-            assert Hopper().check(seed_problem(), machine) == Accepted(capturable=True)
+            assert Hopper().check(seed_problem(format), machine) == Accepted(capturable=True)
 
     def test_all_reasons_at_once(self) -> None:
-        problem = seed_problem("nvfp4", activations="fp8_token", batch_invariant=True)
+        problem = seed_problem("fp8_block128", activations="fp8_token", batch_invariant=True)
         verdict = Hopper().check(problem, Machine(DEVICES["b200"], driver=(12, 8)))
         assert isinstance(verdict, Rejected)
         assert [r.what for r in verdict.reasons] == [
@@ -68,7 +70,7 @@ class TestConfigure:
         found = [str(Hopper().configure(seed_problem(), H200, t)) for t in (1, 64, 128, 256, 512, 2048, 8192)]
         assert found == [
             "decode, 8 rows, 64 high", "decode, 8 rows, 64 high", "decode, 8 rows, 128 high",
-            "decode, 16 rows, 128 high", "prefill, 32 rows", "prefill, 64 rows", "prefill, 128 rows",
+            "decode, 12 rows, 128 high", "prefill, 32 rows", "prefill, 64 rows", "prefill, 128 rows",
         ]  # fmt: skip
 
     def test_few_tiles_stay_small(self) -> None:
@@ -128,6 +130,30 @@ class TestOnGpu:
         weights = random_experts(hidden=hidden, intermediate=intermediate, gated=gated, bias=True, experts=5)
         on_gpu(weights, *random_call(40, hidden, 5, top_k, torch.bfloat16), config=config)
 
+    @pytest.mark.parametrize("format", ["nvfp4", "int4_g32", "int4_g128"])
+    @pytest.mark.parametrize("config", EVERY, ids=str)
+    def test_other_formats(self, config: HopperConfig, format: str) -> None:
+        for tokens in (3, 200):
+            weights = random_experts(format, hidden=336, intermediate=208, experts=4, bias=True)
+            on_gpu(weights, *random_call(tokens, 336, 4, 3, torch.bfloat16), config=config)
+
+    def test_x_that_is_not_aligned_and_a_thread_that_is_new(self) -> None:
+        """A view that begins 2 bytes behind a multiple of 16; a thread in which nothing has used the GPU."""
+        weights = random_experts()
+        problem, (x, routing) = problem_of(weights), random_call(4, 64, 5, dtype=torch.bfloat16)
+        packed = LAYOUTS["hopper"].pack(weights, torch.device("cuda"))
+        shifted = torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view(x.shape)
+        shifted.copy_(x)
+        there = Routing(*(part.cuda() for part in routing))
+        aligned = x.cuda()
+        for given in (shifted, aligned):
+            out = torch.empty_like(aligned)
+            torch.cuda.synchronize()
+            thread = Thread(target=Hopper().run, args=(problem, packed, given, there, EVERY[0], out))
+            thread.start()
+            thread.join()
+            assert relative_error(out.cpu(), run_experts(problem, weights, x, routing)) < TOLERANCE
+
     @pytest.mark.parametrize("weight_on", ["output", "input"])
     @pytest.mark.parametrize("activation", [GPT_OSS, GeGLU(), GeGLU("tanh"), ReLU2()], ids=lambda a: a.name)
     @pytest.mark.parametrize("tokens", [9, 200])
@@ -141,7 +167,7 @@ class TestOnGpu:
     def test_dtypes_of_x(self, tokens: int, dtype: torch.dtype) -> None:
         on_gpu(random_experts(), *random_call(tokens, 64, 5, dtype=dtype))
 
-    @pytest.mark.parametrize("config", [EVERY[0], EVERY[4]], ids=str)
+    @pytest.mark.parametrize("config", [EVERY[0], EVERY[6]], ids=str)
     def test_ids_of_others_are_never_read(self, config: HopperConfig) -> None:
         weights = random_experts(bias=True)
         x, routing = random_call(40, 64, 5, dtype=torch.bfloat16)

@@ -10,6 +10,7 @@ from torch import Tensor
 from polymoe.errors import FormatError, PlanError
 from polymoe.formats import FORMATS, QuantTensor
 from polymoe.layouts import Hopper
+from polymoe.layouts.hopper_order import e4m3_codes
 from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
 from problems import random_experts
 
@@ -94,7 +95,7 @@ def test_padding_belongs_to_no_weight(format: str) -> None:
     weights = every_byte(format, 80, 208)
     packed = Hopper().pack(weights, CPU)
     # Every bit of the scales differs between these two: what is equal is padding.
-    low, high = (0, 51) if format == "mxfp4" else (0, 255)
+    low, high = {"mxfp4": (0, 51), "nvfp4": (1, 15)}.get(format, (0, 255))
     low_packed, high_packed = (Hopper().pack(with_scales(weights, b), CPU).tensors for b in (low, high))
     for name in ("up.scales", "down.scales"):
         padding = ~(low_packed[name] ^ high_packed[name])
@@ -203,6 +204,35 @@ def test_scales_that_no_kernel_decodes_are_refused() -> None:
     with pytest.raises(FormatError, match=r"expert 0 up scales.*2\*\*25.*2\*\*26") as error:
         Hopper().pack(with_scales(weights, 153), CPU)
     assert "natural" in (error.value.hint or "")
+
+
+def test_e4m3_scale_words_are_bfloat16_after_a_mask() -> None:
+    """With two bits of exponent and less 2**65, which is what a zero is otherwise, they are 2**88 of their value."""
+    assert sorted(e4m3_codes().tolist()) == list(range(256))
+    weights = every_byte("nvfp4", 144, 48)
+    scales = weights.expert(0).down.scales
+    assert scales is not None
+    scales[3, 1] = 0
+    found = iter(words(Hopper().pack(weights, CPU).tensors["down.scales"][0]))
+    for group in range(0, 144, 64):  # one block of 48 columns
+        for g in range(8):
+            for tile in range(4):
+                pair = (next(found), next(found))
+                registers = [r & 0x0FF00FF0 | 0x60006000 for w in pair for r in (w, rotate(w, 8))]
+                for column, register in enumerate(registers[:3]):
+                    for half in range(2):
+                        row = group + 16 * tile + g + 8 * half
+                        if row < 144:
+                            value = torch.tensor(bf16(register >> 16 * half & 0xFFFF)).bfloat16()
+                            assert float(value - 2.0**65) == float(scales[row, column]) * 2.0**88
+    assert next(found, None) is None
+
+
+def test_negative_e4m3_scales_are_refused() -> None:
+    Hopper().pack(with_scales(every_byte("nvfp4", 64, 32), 126), CPU)
+    for byte in (127, 0x88):
+        with pytest.raises(FormatError, match=rf"expert 0 up scales.*0 to 448.*{byte:#x}"):
+            Hopper().pack(with_scales(every_byte("nvfp4", 64, 32), byte), CPU)
 
 
 def test_other_sizes_and_formats_are_refused_with_every_reason() -> None:

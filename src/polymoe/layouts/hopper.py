@@ -19,6 +19,7 @@ from polymoe.formats import PerGroup, QuantTensor
 from polymoe.formats.elements import SCALE_DTYPES
 from polymoe.layouts.base import Packed
 from polymoe.layouts.hopper_order import (
+    E4M3_MOST,
     E8M0_MOST,
     TILE,
     pack_codes,
@@ -34,6 +35,12 @@ from polymoe.verdict import Reason, Reasons
 __all__ = ["Hopper"]
 
 _MATRICES = ("up", "down")
+
+# Largest byte of a scale that the kernels decode, in words, and what is larger.
+_LIMITS = {
+    "e8m0": (E8M0_MOST, "E8M0 scales of at most 2**25", "2**{exponent}"),
+    "e4m3": (E4M3_MOST, "E4M3 scales from 0 to 448", "the byte {byte:#x}"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +65,11 @@ class Hopper:
             grouped = isinstance(g, PerGroup) and g.n == 1 and g.k in (16, 32, 64, 128)
             if encoding.bits == 4:
                 wanted = "groups of 16, 32, 64 or 128 columns"
-                if reasons.need(grouped, f"{projection} scales", wanted, str(g)) and encoding.scale_dtype == "e8m0":
-                    wanted = "groups of 32 columns for E8M0"
-                    reasons.need(encoding.group_columns == 32, f"{projection} scales", wanted, str(g))
+                if reasons.need(grouped, f"{projection} scales", wanted, str(g)):
+                    for dtype, columns in (("e8m0", 32), ("e4m3", 16)):
+                        fits = encoding.scale_dtype != dtype or encoding.group_columns == columns
+                        wanted = f"groups of {columns} columns for {dtype.upper()}"
+                        reasons.need(fits, f"{projection} scales", wanted, str(g))
             reasons.need(not encoding.zero_points, f"{projection} zero points", "none", "zero points")
         for name, size in (("H", spec.hidden), ("F", spec.intermediate)):
             reasons.need(size % TILE == 0, name, f"a multiple of {TILE}", size)
@@ -80,7 +89,7 @@ class Hopper:
 
         Raises:
             PlanError: if ``out`` holds experts of another spec.
-            FormatError: for scales above 2**25, which no kernel of this layout decodes.
+            FormatError: for scales that no kernel of this layout decodes: E8M0 above 2**25, negative or NaN E4M3.
         """
         if out is not None and out.spec != weights.spec:
             raise PlanError("update", expected=str(out.spec), got=str(weights.spec), hint="load these experts anew")
@@ -96,18 +105,21 @@ class Hopper:
             for i, name in enumerate(_MATRICES):
                 codes_NB, scales_NG = _rows(expert, name)
                 encoding = expert.projections[name].encoding
-                if encoding.scale_dtype == "e8m0":
+                if encoding.scale_dtype in _LIMITS:
                     largest[e, i] = scales_NG.max()
                 parts[f"{name}.codes"] = pack_codes(codes_NB, encoding)
                 parts[f"{name}.scales"] = pack_scales(scales_NG, encoding, codes_NB.shape[1] * 2)
             store(tensors, parts, e, count, device, fresh=out is None)
-        bad = (largest > E8M0_MOST).nonzero()  # once for the layer: each look waits for the device
+        limits = [_LIMITS.get(weights.spec.encodings[name].scale_dtype or "", (255, "", "")) for name in _MATRICES]
+        most = torch.tensor([limit for limit, _, _ in limits], device=device)
+        bad = (largest > most).nonzero()  # once for the layer: each look waits for the device
         if len(bad):
             e, i = bad[0].tolist()
+            _, expected, got = limits[i]
             raise FormatError(
                 f"expert {e} {_MATRICES[i]} scales",
-                expected="E8M0 scales of at most 2**25",
-                got=f"2**{int(largest[e, i]) - 127}",
+                expected=expected,
+                got=got.format(byte=int(largest[e, i]), exponent=int(largest[e, i]) - 127),
                 hint="name a backend that reads the natural layout",
             )
         return Packed(self.name, weights.spec, tensors)

@@ -12,12 +12,14 @@ eight weights.
 
 Scales. For each block: for g = 0 to 7, for each tile, for each group of columns, the scales of rows g and g + 8; a last
 group of rows has room for four tiles. E8M0 bytes, of which a tile has four for each g, are biased and their bits
-scattered (:data:`E8M0_BITS`), so that one mask makes two bfloat16. Scales of groups of 128 columns stand once for two
+scattered (:data:`E8M0_BITS`), so that one mask makes two bfloat16. E4M3 bytes become bytes of a wider exponent
+(:func:`e4m3_codes`), their bits scattered too (:data:`E4M3_BITS`). Scales of groups of 128 columns stand once for two
 blocks.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -29,11 +31,14 @@ from polymoe.shapes import ceil_div, round_up
 
 __all__ = [
     "E2M1_BITS",
+    "E4M3_BITS",
+    "E4M3_MOST",
     "E8M0_BIAS",
     "E8M0_BITS",
     "E8M0_MOST",
     "INT4_BITS",
     "TILE",
+    "e4m3_codes",
     "pack_codes",
     "pack_scales",
     "scale_bytes",
@@ -68,6 +73,28 @@ weight times 2**-24, a normal bfloat16 from byte 26 on, and the accumulator gets
 
 E8M0_MOST = 152
 """Largest E8M0 byte: 2**25. Smaller than 26 (2**-101) a weight may lose what is below 2**-110."""
+
+E4M3_BITS = (*range(4, 12), *range(20, 28), *range(28, 32), *range(4), *range(12, 20))
+"""Where the bits of four of :func:`e4m3_codes` lie in a word: rows g, g + 8 of one group where bfloat16 has mantissa
+and low bits of the exponent, of the next after a rotation by 8."""
+
+E4M3_MOST = 126
+"""Largest E4M3 byte that is a scale: 448. What follows is NaN and negative."""
+
+
+def e4m3_codes() -> Tensor:
+    """What is stored for each E4M3 byte: uint8 [256], a bijection.
+
+    Five bits of exponent and three of mantissa, so that subnormals need no other instructions than the rest: byte
+    ``8 * (e + 23) + m`` for the value ``2**e * (1 + m / 8)``, e from -9 to 8; 0 for 0. Bytes that are no scales take
+    what is left.
+    """
+    codes = [0]
+    for byte in range(1, E4M3_MOST + 1):
+        mantissa, exponent = math.frexp((byte % 8 / 8 + (byte > 7)) * 2.0 ** (max(byte // 8, 1) - 7))
+        codes.append(8 * (exponent - 1 + 23) + int(mantissa * 16) - 8)
+    left = sorted(set(range(256)) - set(codes))
+    return torch.tensor(codes + left, dtype=torch.uint8)
 
 
 def pack_codes(codes_NB: Tensor, encoding: Encoding) -> Tensor:
@@ -116,6 +143,9 @@ def pack_scales(scales_NGB: Tensor, encoding: Encoding, columns: int) -> Tensor:
     x = x.permute(0, 4, 3, 1, 5, 2, 6)
     if encoding.scale_dtype == "e8m0":
         x = _move_bits((x + E8M0_BIAS).flatten(4), E8M0_BITS)
+    elif encoding.scale_dtype == "e4m3":
+        codes = e4m3_codes().to(x.device)[x.flatten(4).int()]
+        x = _move_bits(codes.unflatten(4, (-1, 4)), E4M3_BITS)
     return x.flatten()
 
 
@@ -125,6 +155,9 @@ def unpack_scales(packed: Tensor, encoding: Encoding, rows: int, columns: int) -
     x = packed.view(-1, times, 8, 4, groups, 2, SCALE_DTYPES[encoding.scale_dtype or ""].itemsize)
     if encoding.scale_dtype == "e8m0":
         x = _move_bits(x.flatten(4), _inverse(E8M0_BITS)).view(x.shape) - E8M0_BIAS
+    elif encoding.scale_dtype == "e4m3":
+        codes = _move_bits(x.reshape(-1, 4), _inverse(E4M3_BITS)).view(x.shape)
+        x = e4m3_codes().argsort().to(torch.uint8).to(x.device)[codes.int()]
     x = x.permute(0, 3, 5, 2, 1, 4, 6).flatten(4, 5).flatten(0, 3)
     return x[:rows, : ceil_div(columns, encoding.group_columns)].flatten(1)
 

@@ -22,7 +22,14 @@ COMPILER = {
 OPTIONS = ("-cubin", "-gencode=arch=compute_90a,code=sm_90a", "-O3", "-std=c++17", "-Xptxas=-warn-spills")
 """How it is called."""
 
-UNITS = ("decode", "prefill", "rows")
+UNITS = (
+    *(
+        f"{kernels}_{format}"
+        for kernels in ("decode", "prefill")
+        for format in ("mxfp4", "nvfp4", "int4_g32", "int4_g128")
+    ),
+    "rows",
+)
 """Source files that are compiled, without suffix."""
 
 _HERE = Path(__file__).parent

@@ -14,6 +14,7 @@ import torch
 __all__ = ["DriverError", "Kernel", "Module"]
 
 _SHARED_MEMORY, _PROGRAMMATIC = 8, 6  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_..., CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_...
+_INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: a thread in which nothing has used the GPU yet
 
 
 class DriverError(RuntimeError):
@@ -73,6 +74,9 @@ class Kernel:
         )
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
         code = self._driver.cuLaunchKernelEx(ctypes.byref(config), self._handle, pointers, None)
+        if code == _INVALID_CONTEXT:
+            _enter_context(self._driver, device)
+            code = self._driver.cuLaunchKernelEx(ctypes.byref(config), self._handle, pointers, None)
         _check(self._driver, code, f"launching {self.name}")
 
 
@@ -104,6 +108,13 @@ class Module:
         code = self._driver.cuLibraryGetKernel(ctypes.byref(handle), self._library, name.encode())
         _check(self._driver, code, f"kernel {name}")
         return Kernel(self._driver, handle, name)
+
+
+def _enter_context(driver: Any, device: int) -> None:
+    """Make torch's context of the device this thread's."""
+    context = ctypes.c_void_p()
+    _check(driver, driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), f"the context of device {device}")
+    _check(driver, driver.cuCtxSetCurrent(context), f"the context of device {device}")
 
 
 def _check(driver: Any, code: int, what: str) -> None:

@@ -12,28 +12,32 @@ struct GemmArgs {
     const uint8_t* scales;  // [E, ...]
     const void* bias;       // [E, N], of the gate where there is one
     const void* up_bias;    // [E, F]
-    const uint16_t* x; // rows of K
+    const float* scale;     // [E]: all weights times this, those of the gate where there is one; or null
+    const float* up_scale;  // [E], or null
+    const uint16_t* x;      // rows of K
     void* out;              // up: bfloat16 [rows, F] in expert order; down: float32 [routed rows, H]
     const int* count;       // items in use
-    const int4* items;      // expert, first row, rows
+    const int4* items;      // expert, first row, rows, first row where each item's rows are filled up to 8
     const int* order;       // routed row of each row in expert order
     const float* weights;   // [routed rows], or null: multiplies the input
     long long codes_expert, scales_expert;
     int rows, columns;      // N, K
     int slots;              // A where x is in token order, 0 where it is in expert order
-    int stages, buffers;
+    int stages, buffers, item_rows;  // of the rings of weights and of x; room for rows of x in an item (decode)
     int activation, bias_dtype;
     float alpha, beta, limit;
 };
 
 __device__ __forceinline__ float load_bias(const void* bias, int dtype, long long at) {
     if (dtype == kBfloat16) return from_bfloat16(static_cast<const uint16_t*>(bias)[at]);
-    if (dtype == kFloat16) {
-        float v;
-        asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(static_cast<const unsigned short*>(bias)[at]));
-        return v;
-    }
+    if (dtype == kFloat16) return from_float16(static_cast<const uint16_t*>(bias)[at]);
     return dtype == kFloat32 ? static_cast<const float*>(bias)[at] : 0.0f;
+}
+
+// What an expert's sums are multiplied by: the format's own factor undone, and the expert's scale.
+template <class F>
+__device__ __forceinline__ float unscale(const float* scale, int expert) {
+    return scale ? F::kUnscale * scale[expert] : F::kUnscale;
 }
 
 __device__ __forceinline__ float gated(const GemmArgs& args, float gate, float up) {

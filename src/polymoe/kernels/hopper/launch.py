@@ -10,7 +10,7 @@ from torch import Tensor
 
 from polymoe.kernels.hopper.compiled import kernel
 
-__all__ = ["PREFILL", "Function", "Matrix", "Rows", "decode", "decode_fits", "prefill"]
+__all__ = ["FORMATS", "PREFILL", "Function", "Matrix", "Rows", "Shape", "decode", "decode_fits", "prefill"]
 
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong, ctypes.c_float
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -18,16 +18,25 @@ _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 SHARED_BYTES = 227 * 1024 - 2048
 """Dynamic shared memory of one block; the rest is static."""
 
-_STAGE_BYTES, _CONSUMERS = 8 * (2048 + 128), 16  # decode.cu: kStage, kConsumers
+FORMATS: dict[str, tuple[int, int]] = {
+    "mxfp4": (128, 1),
+    "nvfp4": (256, 1),
+    "int4_g32": (256, 1),
+    "int4_g128": (128, 2),
+}
+"""Formats that there are kernels for: bytes of scales beside 64 rows and so many times 64 columns (formats.cuh)."""
+
+_STAGE_BLOCKS, _CONSUMERS = 8, 16  # decode.cuh: kStageBlocks, kConsumers
 _LEAST_STAGES, _MOST_STAGES = 3, 16
 
 
 class _Gemm(ctypes.Structure):
     _fields_ = (
-        *((name, _POINTER) for name in ("codes", "scales", "bias", "up_bias", "x", "out", "count", "items", "order")),
-        ("weights", _POINTER),
+        *((name, _POINTER) for name in ("codes", "scales", "bias", "up_bias", "scale", "up_scale", "x", "out")),
+        *((name, _POINTER) for name in ("count", "items", "order", "weights")),
         *((name, _LONG) for name in ("codes_expert", "scales_expert")),
-        *((name, _INT) for name in ("rows", "columns", "slots", "stages", "buffers", "activation", "bias_dtype")),
+        *((name, _INT) for name in ("rows", "columns", "slots", "stages", "buffers", "item_rows")),
+        *((name, _INT) for name in ("activation", "bias_dtype")),
         *((name, _FLOAT) for name in ("alpha", "beta", "limit")),
     )
 
@@ -58,17 +67,22 @@ class Matrix:
     """Packed ``up`` (gate and up in turns of 8 rows) or ``down``.
 
     Attributes:
+        format: one of :data:`FORMATS`.
         codes, scales: uint8 [E, bytes].
         rows, columns: N and K; of ``up`` with a gate, N is 2F.
         bias, up_bias: [E, N] in a 16-bit or 32-bit float, or None; with a gate, [E, F] each.
+        scale, up_scale: float32 [E], what all weights are multiplied by, or None; with a gate, the gate's and up's.
     """
 
+    format: str
     codes: Tensor
     scales: Tensor
     rows: int
     columns: int
     bias: Tensor | None = None
     up_bias: Tensor | None = None
+    scale: Tensor | None = None
+    up_scale: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,28 +107,30 @@ class Function:
     limit: float = 0.0
 
 
-def _decode_ring(rows: int, columns: int) -> tuple[int, int, int]:
+def _decode_ring(format: str, rows: int, columns: int) -> tuple[int, int, int]:
     """Stages of the ring, buffers of x, and bytes of shared memory, for items of ``rows`` rows."""
-    sums, x_bytes = _CONSUMERS * rows // 8 * 1024, rows * (2 * columns + 16)
+    scale_bytes, blocks = FORMATS[format]
+    stage = _STAGE_BLOCKS * 2048 + _STAGE_BLOCKS // blocks * scale_bytes
+    sums, x_bytes = _CONSUMERS * _eights(rows) // 8 * 1024, rows * (2 * columns + 16)
     stages, buffers = 0, 0
     for buffers in (2, 1):
-        stages = (SHARED_BYTES - sums - buffers * x_bytes - 128) // _STAGE_BYTES
+        stages = (SHARED_BYTES - sums - buffers * x_bytes - 128) // stage
         if stages > _LEAST_STAGES:
             break
     stages = min(stages, _MOST_STAGES)
-    return stages, buffers, sums + buffers * x_bytes + 128 + stages * _STAGE_BYTES
+    return stages, buffers, sums + buffers * x_bytes + 128 + stages * stage
 
 
-def decode_fits(rows: int, columns: int) -> bool:
+def decode_fits(format: str, rows: int, columns: int) -> bool:
     """Whether ``rows`` rows of x with ``columns`` columns leave room for weights on their way."""
-    return _decode_ring(rows, columns)[0] >= _LEAST_STAGES
+    return _decode_ring(format, rows, columns)[0] >= _LEAST_STAGES
 
 
 def decode(
     up: Matrix, down: Matrix, gated: bool, function: Function, x_TH: Tensor, rows: Rows, out_TH: Tensor,
     block: int, height: int,
 ) -> None:  # fmt: skip
-    """``out_TH`` for few rows an expert: ``block`` rows of x an item (8 or 16), ``height`` rows of weights a tile."""
+    """``out_TH`` for few rows an expert: ``block`` rows of x an item, at most 16; ``height`` rows of weights a tile."""
     tokens, slots = rows.ids_TA.shape
     routed = tokens * slots
     plan = _dispatch(rows, block)
@@ -122,15 +138,31 @@ def decode(
     y_RH = x_TH.new_empty(routed, down.rows, dtype=torch.float32)
     grid = (torch.cuda.get_device_properties(x_TH.device).multi_processor_count,)
     for name, matrix, x, out, divisor in (("up", up, x_TH, h_RF, slots), ("down", down, h_RF, y_RH, 0)):
-        stages, buffers, shared = _decode_ring(block, matrix.columns)
+        stages, buffers, shared = _decode_ring(matrix.format, block, matrix.columns)
         kind = name if name == "down" else "gated" if gated else "plain"
-        args = _gemm(matrix, x, out, plan, rows if name == "up" else None, function, divisor, stages, buffers)
-        kernel("decode", f"decode_{kind}_{block}_{height}")(args, grid, (_CONSUMERS + 2) * 32, shared)
+        args = _gemm(matrix, x, out, plan, rows if name == "up" else None, function, divisor, stages, buffers, block)
+        launch = kernel(f"decode_{matrix.format}", f"decode_{kind}_{_eights(block)}_{height}")
+        launch(args, grid, (_CONSUMERS + 2) * 32, shared)
     _combine(y_RH, rows, out_TH)
 
 
-PREFILL: dict[int, tuple[int, int]] = {32: (2, 4), 64: (4, 1), 128: (3, 1)}
-"""Warpgroups that multiply, and groups of 64 rows each, by the most rows of x of an item."""
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of a prefill kernel: warpgroups that multiply, groups of 64 rows each, times 64 columns in a stage."""
+
+    warpgroups: int
+    groups: int
+    blocks: int
+
+    def stage_bytes(self, format: str, rows: int) -> int:
+        """Bytes of a stage for items of ``rows`` rows (prefill.cuh: Stage)."""
+        scale_bytes, blocks = FORMATS[format]
+        group = self.blocks * 2048 + -(-self.blocks // blocks) * scale_bytes
+        return _round_up(self.blocks * rows * 128 + self.warpgroups * self.groups * group, 1024)
+
+
+PREFILL: dict[int, Shape] = {32: Shape(2, 4, 2), 64: Shape(4, 1, 2), 128: Shape(3, 1, 2)}
+"""Kernels for prefill, by the most rows of x of an item."""
 
 
 def prefill(
@@ -139,28 +171,28 @@ def prefill(
     """``out_TH`` for many rows an expert, at most ``block`` an item."""
     tokens, slots = rows.ids_TA.shape
     routed = tokens * slots
-    warpgroups, groups = PREFILL[block]
+    padded = routed + 7 * min(rows.experts, routed)  # an expert's rows in tiles: a multiple of 8
+    shape = PREFILL[block]
     plan = _dispatch(rows, block)
     order, items, count = plan
-    x_tiles = x_TH.new_empty(routed, _round_up(up.columns, 64))
-    width = _round_up(down.columns, 64)
-    # Columns that only fill a tile meet weights that are zero, and must be finite.
-    h_tiles = (x_TH.new_empty if width == down.columns else x_TH.new_zeros)(routed, width)
+    x_tiles = x_TH.new_empty(padded, _round_up(up.columns, 64))
+    h_tiles = x_TH.new_empty(padded, _round_up(down.columns, 64))
     y_RH = x_TH.new_empty(routed, down.rows)
     args = _Spread(*map(_at, (x_TH, x_tiles, count, items, order)), up.columns, slots)
     kernel("rows", "spread")(args, (8, min(len(items), 2048)), 256)
-    stage = _round_up(block * 128 + warpgroups * groups * (2048 + 128), 1024)
-    stages = min((SHARED_BYTES - 1024) // stage, _MOST_STAGES)
     grid = (torch.cuda.get_device_properties(x_TH.device).multi_processor_count,)
     for name, matrix, x, out in (("up", up, x_tiles, h_tiles), ("down", down, h_tiles, y_RH)):
+        stage = shape.stage_bytes(matrix.format, block)
+        stages = min((SHARED_BYTES - 1024) // stage, _MOST_STAGES)
         kind = name if name == "down" else "gated" if gated else "plain"
-        gemm = _gemm(matrix, x, out, plan, rows if name == "up" else None, function, 0, stages, 1)
-        kernel("prefill", f"prefill_{kind}_{block}")(gemm, grid, warpgroups * 128 + 128, stages * stage + 1024)
+        gemm = _gemm(matrix, x, out, plan, rows if name == "up" else None, function, 0, stages, 1, block)
+        launch = kernel(f"prefill_{matrix.format}", f"prefill_{kind}_{block}")
+        launch(gemm, grid, shape.warpgroups * 128 + 128, stages * stage + 1024)
     _combine(y_RH, rows, out_TH)
 
 
 def _dispatch(rows: Rows, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Routed rows in expert order, items (expert, first row, rows) and their number."""
+    """Routed rows in expert order, items (expert, first row, rows, first row in tiles) and their number."""
     routed, ids = rows.ids_TA.numel(), rows.ids_TA.contiguous()
     most = min(rows.experts, routed) + routed // block
     work = torch.empty(4 * most + 4 + routed, dtype=torch.int32, device=ids.device)
@@ -168,19 +200,21 @@ def _dispatch(rows: Rows, block: int) -> tuple[Tensor, Tensor, Tensor]:
     args = _Dispatch(
         *map(_at, (ids, order, items, count)), routed, rows.first_expert, rows.experts, block, ids.dtype == torch.int64
     )
-    kernel("rows", "dispatch")(args, (1,), 1024)
+    few = routed <= 32
+    kernel("rows", "dispatch_few" if few else "dispatch")(args, (1,), 32 if few else 1024)
     return order, items, count
 
 
 def _gemm(
     matrix: Matrix, x: Tensor, out: Tensor, plan: tuple[Tensor, Tensor, Tensor], rows: Rows | None,
-    function: Function, slots: int, stages: int, buffers: int,
+    function: Function, slots: int, stages: int, buffers: int, item_rows: int,
 ) -> _Gemm:  # fmt: skip
     order, items, count = plan
     weights = rows.weights_TA if rows is not None and rows.weight_on_input else None
     return _Gemm(
-        *map(_at, (matrix.codes, matrix.scales, matrix.bias, matrix.up_bias, x, out, count, items, order, weights)),
-        matrix.codes.shape[1], matrix.scales.shape[1], matrix.rows, matrix.columns, slots, stages, buffers,
+        *map(_at, (matrix.codes, matrix.scales, matrix.bias, matrix.up_bias, matrix.scale, matrix.up_scale, x, out)),
+        *map(_at, (count, items, order, weights)), matrix.codes.shape[1], matrix.scales.shape[1],
+        matrix.rows, matrix.columns, slots, stages, buffers, item_rows,
         function.number, 0 if matrix.bias is None else _DTYPES[matrix.bias.dtype] + 1,
         function.alpha, function.beta, function.limit,
     )  # fmt: skip
@@ -199,6 +233,10 @@ def _combine(y_RH: Tensor, rows: Rows, out_TH: Tensor) -> None:
 
 def _at(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def _eights(rows: int) -> int:
+    return _round_up(rows, 8)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -14,6 +14,9 @@ __device__ __forceinline__ uint32_t kept(uint32_t value) {
     return value;
 }
 
+// The number is made here, not where it is used.
+__device__ __forceinline__ void made_here(uint32_t& value) { asm volatile("" : "+r"(value)::"memory"); }
+
 // ---- programmatic dependent launch: wait until the kernel before has finished; let the next one start.
 
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
@@ -118,7 +121,32 @@ __device__ __forceinline__ void more_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
-// ---- bfloat16 as bits
+// ---- pairs of bfloat16 in 32 bits
+
+// Both halves of a times the low, or the high, half of s.
+__device__ __forceinline__ uint32_t times_low(uint32_t a, uint32_t s) {
+    uint32_t r;
+    asm("{\n.reg .b16 l, h;\n.reg .b32 f;\nmov.b32 {l, h}, %2;\nmov.b32 f, {l, l};\nmul.rn.bf16x2 %0, %1, f;\n}"
+        : "=r"(r)
+        : "r"(a), "r"(s));
+    return r;
+}
+
+__device__ __forceinline__ uint32_t times_high(uint32_t a, uint32_t s) {
+    uint32_t r;
+    asm("{\n.reg .b16 l, h;\n.reg .b32 f;\nmov.b32 {l, h}, %2;\nmov.b32 f, {h, h};\nmul.rn.bf16x2 %0, %1, f;\n}"
+        : "=r"(r)
+        : "r"(a), "r"(s));
+    return r;
+}
+
+__device__ __forceinline__ uint32_t add_pairs(uint32_t a, uint32_t b) {
+    uint32_t r;
+    asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+
+// ---- 16-bit numbers as bits
 
 __device__ __forceinline__ uint16_t to_bfloat16(float v) {
     uint16_t r;
@@ -127,6 +155,18 @@ __device__ __forceinline__ uint16_t to_bfloat16(float v) {
 }
 
 __device__ __forceinline__ float from_bfloat16(uint16_t v) { return __uint_as_float(static_cast<uint32_t>(v) << 16); }
+
+__device__ __forceinline__ uint16_t to_float16(float v) {
+    uint16_t r;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(v));
+    return r;
+}
+
+__device__ __forceinline__ float from_float16(uint16_t v) {
+    float r;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(v));
+    return r;
+}
 
 // a in the low half.
 __device__ __forceinline__ uint32_t pack_bfloat16(float a, float b) {

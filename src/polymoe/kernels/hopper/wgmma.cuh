@@ -18,8 +18,9 @@ __device__ __forceinline__ void products_wait() {
 
 // Describes b for a tile that starts at a multiple of 1024 bytes; 32 bytes further on are the next 16 columns.
 __device__ __forceinline__ uint64_t describe(uint32_t shared) {
-    return (static_cast<uint64_t>(1) << 62) | (static_cast<uint64_t>(64) << 32) | (static_cast<uint64_t>(1) << 16) |
-           ((shared & 0x3FFFF) >> 4);
+    uint64_t description;  // of two halves: no carry from the address
+    asm("mov.b64 %0, {%1, %2};" : "=l"(description) : "r"((shared & 0x3FFFF) >> 4 | 1u << 16), "r"(1u << 30 | 64u));
+    return description;
 }
 
 template <int N>

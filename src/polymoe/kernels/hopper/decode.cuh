@@ -3,8 +3,9 @@
 // one brings the items' rows of x, and sixteen decode and multiply, eight ways along K.
 //
 // An item is one expert with up to 8 * NB of the rows that chose it.
+#pragma once
+#include "formats.cuh"
 #include "gemm.cuh"
-#include "mxfp4.cuh"
 
 namespace polymoe {
 
@@ -12,35 +13,37 @@ constexpr int kConsumers = 16;
 constexpr int kWarps = kConsumers + 2;
 constexpr int kStageBlocks = 8;  // of 64 x 64 weights in a stage of the ring: one for every two warps
 constexpr int kStageCodes = kStageBlocks * 2048;
-constexpr int kStage = kStageCodes + kStageBlocks * 128;
 constexpr int kMostStages = 16;
 
-// 64 columns of two tiles of 16 rows, for all rows of the item: acc += weights * x. All loads stand in front, since
+template <class F>
+constexpr int kStage = kStageCodes + kStageBlocks / F::kBlocks * kScaleBytes<F>;
+
+// 64 columns of two tiles of 16 rows, for 8 * N rows of the item: acc += weights * x. All loads stand in front, since
 // volatile assembly keeps its order, and the ring's slot is given back as soon as they are made.
-template <int NB>
+template <class F, int N, int NB>
 __device__ __forceinline__ void multiply_block(
     float (&acc)[2][NB][4], uint32_t codes, uint32_t scales, uint32_t x, uint32_t x_eight, uint32_t empty,
     bool leader) {
-    uint32_t b[NB][2][4];
+    uint32_t b[N][2][4], bytes[2][2];
     const uint4 words[2] = {load_shared_16(codes), load_shared_16(codes + 512)};
-    const uint2 bytes = load_shared_8(scales);
+    load_scale_words<F>(bytes, scales);
 #pragma unroll
-    for (int n = 0; n < NB; ++n) {
+    for (int n = 0; n < N; ++n) {
         load_matrices_4(b[n][0], x + n * x_eight);
         load_matrices_4(b[n][1], x + n * x_eight + 64);
     }
     __syncwarp();
     if (leader) barrier_arrive(empty);
-    const Scales factors[2] = {decode_scales(bytes.x), decode_scales(bytes.y)};
+    const typename F::Scales factors[2] = {F::scales(bytes[0]), F::scales(bytes[1])};
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
 #pragma unroll
         for (int tile = 0; tile < 2; ++tile) {
             const uint32_t word[4] = {words[tile].x, words[tile].y, words[tile].z, words[tile].w};
             uint32_t a[4];
-            decode(a, word[step], factors[tile].group[step / 2]);
+            decode<F>(a, word[step], F::scale(factors[tile], step));
 #pragma unroll
-            for (int n = 0; n < NB; ++n) {
+            for (int n = 0; n < N; ++n) {
                 multiply_add(acc[tile][n], a, b[n][step / 2][step % 2 * 2], b[n][step / 2][step % 2 * 2 + 1]);
             }
         }
@@ -48,17 +51,18 @@ __device__ __forceinline__ void multiply_block(
 }
 
 // The rest of a row, fewer than 64 columns, word by word.
-template <int NB>
+template <class F, int NB>
 __device__ __forceinline__ void multiply_rest(
     float (&acc)[2][NB][4], uint32_t codes, uint32_t scales, uint32_t x, uint32_t x_eight, int steps, int tiles) {
-    for (int step = 0; step < steps; ++step) {
+#pragma unroll
+    for (int step = 0; step < 3; ++step) {
+        if (step == steps) break;
 #pragma unroll
         for (int tile = 0; tile < 2; ++tile) {
             if (tile < tiles) {
-                const Scales factors = decode_scales(load_shared_4(scales + tile * 4));
+                const typename F::Scales factors = load_scales<F>(scales + tile * F::kTileScales);
                 uint32_t a[4];
-                const uint32_t word = load_shared_4(codes + (tile * steps + step) * 128);
-                decode(a, word, step < 2 ? factors.group[0] : factors.group[1]);
+                decode<F>(a, load_shared_4(codes + (tile * steps + step) * 128), F::scale(factors, step));
 #pragma unroll
                 for (int n = 0; n < NB; ++n) {
                     uint32_t b0, b1;
@@ -70,11 +74,13 @@ __device__ __forceinline__ void multiply_rest(
     }
 }
 
-template <int NB, int MATRIX>
+template <class F, int MATRIX>
 __device__ __forceinline__ void finish(
     const GemmArgs& args, float4 c, int4 item, int tile16, int n0, int lane) {
     const int g = lane / 4;
-    float low[2] = {c.x * kUnscale, c.y * kUnscale}, high[2] = {c.z * kUnscale, c.w * kUnscale};
+    const float low_scale = unscale<F>(args.scale, item.x);
+    const float high_scale = MATRIX == kGated ? unscale<F>(args.up_scale, item.x) : low_scale;
+    const float low[2] = {c.x * low_scale, c.y * low_scale}, high[2] = {c.z * high_scale, c.w * high_scale};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int n = n0 + 2 * (lane % 4) + i;
@@ -109,7 +115,7 @@ __device__ __forceinline__ void finish(
 }
 
 // PARTS warps share a pair of tiles along K; 16 / PARTS pairs of tiles are made at once: 512 / PARTS rows.
-template <int NB, int PARTS, int MATRIX>
+template <class F, int NB, int PARTS, int MATRIX>
 __device__ __forceinline__ void decode_gemm(const GemmArgs& args) {
     extern __shared__ __align__(128) uint8_t memory[];
     __shared__ __align__(8) uint64_t full[2 * kMostStages], x_full[2], x_empty[2];
@@ -117,7 +123,7 @@ __device__ __forceinline__ void decode_gemm(const GemmArgs& args) {
     constexpr int kSums = kConsumers * 2 * NB * 512;  // bytes of partial sums
     const uint32_t x_at = shared_address(memory) + kSums;
     const int stride = args.columns * 2 + 16;  // of a row of x: rows start 4 banks apart
-    const uint32_t ring = (x_at + args.buffers * NB * 8 * stride + 127) / 128 * 128;
+    const uint32_t ring = (x_at + args.buffers * args.item_rows * stride + 127) / 128 * 128;
     const uint32_t full_at = kept(shared_address(full)), empty_at = full_at + 8 * kMostStages;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
@@ -139,8 +145,10 @@ __device__ __forceinline__ void decode_gemm(const GemmArgs& args) {
         let_next_kernel_start();
     }
 
+    constexpr int kBytes = kScaleBytes<F>;
     const int tiles16 = args.rows / 16, groups = (tiles16 + 3) / 4, tiles = (groups + kGroups - 1) / kGroups;
     const int units = (args.columns + 63) / 64, stages_of_tile = (units + PARTS - 1) / PARTS;
+    const int strip = scale_units<F>(args.columns);  // times that scales stand beside a row
     const long long total = static_cast<long long>(*args.count) * tiles;
     const int begin = static_cast<int>(total * blockIdx.x / gridDim.x);
     const int end = static_cast<int>(total * (blockIdx.x + 1) / gridDim.x);
@@ -153,9 +161,12 @@ __device__ __forceinline__ void decode_gemm(const GemmArgs& args) {
                 const int index = at / tiles, group = (at - index * tiles) * kGroups;
                 const long long expert = args.items[index].x;
                 const uint8_t* codes = args.codes + expert * args.codes_expert + 32LL * group * args.columns;
-                const uint8_t* scales = args.scales + expert * args.scales_expert + 128LL * group * units;
+                const uint8_t* scales = args.scales + expert * args.scales_expert +
+                                        static_cast<long long>(group) * strip * kBytes;
                 for (int s = 0; s < stages_of_tile; ++s) {
-                    const uint32_t barrier = full_at + 8 * slot, to = ring + slot * kStage;
+                    const uint32_t barrier = full_at + 8 * slot, to = ring + slot * kStage<F>;
+                    const int first_scale = s * PARTS / F::kBlocks;
+                    const int scale_bytes = min(PARTS / F::kBlocks, strip - first_scale) * kBytes;
                     barrier_wait(empty_at + 8 * slot, parity);
                     uint32_t bytes = 0;
 #pragma unroll
@@ -163,7 +174,7 @@ __device__ __forceinline__ void decode_gemm(const GemmArgs& args) {
                         const int width = min(4, tiles16 - 4 * (group + i));
                         if (width <= 0) break;
                         bytes += min(PARTS * width * 512, width * 8 * args.columns - s * PARTS * width * 512);
-                        bytes += min(PARTS, units - s * PARTS) * 128;
+                        bytes += scale_bytes;
                     }
                     barrier_arrive_expect(barrier, bytes);
 #pragma unroll
@@ -172,8 +183,8 @@ __device__ __forceinline__ void decode_gemm(const GemmArgs& args) {
                         if (width <= 0) break;
                         copy_bulk_once(to + i * PARTS * 2048, codes + 32LL * i * args.columns + done,
                                        min(PARTS * width * 512, width * 8 * args.columns - done), barrier);
-                        copy_bulk_once(to + kStageCodes + i * PARTS * 128, scales + 128LL * i * units + s * PARTS * 128,
-                                       min(PARTS, units - s * PARTS) * 128, barrier);
+                        copy_bulk_once(to + kStageCodes + i * PARTS / F::kBlocks * kBytes,
+                                       scales + (i * strip + first_scale) * kBytes, scale_bytes, barrier);
                     }
                     if (++slot == args.stages) slot = 0, parity ^= 1;
                 }
@@ -197,7 +208,7 @@ __device__ __forceinline__ void decode_gemm(const GemmArgs& args) {
             if (lane < item.z) {
                 const int row = item.y + lane;
                 const long long from = args.slots ? args.order[row] / args.slots : row;
-                copy_bulk(x_at + (buffer * NB * 8 + lane) * stride, args.x + from * args.columns, args.columns * 2,
+                copy_bulk(x_at + (buffer * args.item_rows + lane) * stride, args.x + from * args.columns, args.columns * 2,
                           barrier);
             }
             if (++buffer == args.buffers) buffer = 0, parity ^= 1;
@@ -207,36 +218,53 @@ __device__ __forceinline__ void decode_gemm(const GemmArgs& args) {
         const int inner = pair / 2, half = pair % 2;  // group of the tile, and which 32 of its rows
         const int whole = args.columns / 64, rest = args.columns % 64 / 16;
         const int mine = (whole - part + PARTS - 1) / PARTS;  // whole blocks of a tile that are this warp's
-        const uint32_t x_lane = x_at + lane % 8 * stride + lane / 8 * 16 + part * 128, x_eight = kept(8 * stride);
+        const uint32_t x_lane = x_at + lane % 8 * stride + lane / 8 * 16 + part * 128;
+        const uint32_t x_buffer = kept(args.item_rows * stride);
+        // From a row to the eighth behind it, or to the last that there is room for.
+        const uint32_t x_eight = kept((min(lane % 8 + 8, args.item_rows - 1) - lane % 8) * stride);
         const uint32_t codes_lane = kept(ring + inner * PARTS * 2048 + half * 1024 + lane * 16);
-        const uint32_t scales_lane = kept(ring + kStageCodes + (inner * PARTS + part) * 128 + lane / 4 * 16 + half * 8);
+        const uint32_t scales_lane = kept(ring + kStageCodes + (inner * PARTS + part) / F::kBlocks * kBytes +
+                                          lane / 4 * 4 * F::kTileScales + half * 2 * F::kTileScales);
         const bool leader = kept(lane) == 0;
         int slot = 0, buffer = 0, index = begin / tiles, tile = begin - index * tiles;
         uint32_t parity = 0, x_parity = 0;
-        bool fresh = true;
+        bool fresh = true, few = true;
         for (int at = begin; at < end; ++at) {
             const int width = min(4, tiles16 - 4 * (tile * kGroups + inner));  // of the group; none if negative
             const int here = 2 * half < width ? mine : 0;
-            if (fresh) barrier_wait(shared_address(&x_full[buffer]), x_parity);
+            if (fresh) {
+                barrier_wait(shared_address(&x_full[buffer]), x_parity);
+                few = NB == 1 || args.items[index].z <= 8;
+            }
             fresh = tile == tiles - 1 || at == end - 1;  // the item's last tile here
-            uint32_t x = x_lane + buffer * NB * x_eight;
+            uint32_t x = x_lane + buffer * x_buffer;
             const uint32_t codes_part = kept(codes_lane + part * width * 512);
             float acc[2][NB][4] = {};
             int s = 0;
-            for (; s < here; ++s) {
-                barrier_wait(full_at + 8 * slot, parity);
-                // Beyond the last tile this reads other bytes of the ring and makes sums that nobody reads.
-                multiply_block<NB>(acc, codes_part + slot * kStage, scales_lane + slot * kStage, x, x_eight,
-                                   empty_at + 8 * slot, leader);
-                x += PARTS * 128;
-                if (++slot == args.stages) slot = 0, parity ^= 1;
+            // Beyond the last tile this reads other bytes of the ring and makes sums that nobody reads.
+            if (few) {
+                for (; s < here; ++s) {
+                    barrier_wait(full_at + 8 * slot, parity);
+                    multiply_block<F, 1>(acc, codes_part + slot * kStage<F>, scales_lane + slot * kStage<F>, x, x_eight,
+                                         empty_at + 8 * slot, leader);
+                    x += PARTS * 128;
+                    if (++slot == args.stages) slot = 0, parity ^= 1;
+                }
+            } else {
+                for (; s < here; ++s) {
+                    barrier_wait(full_at + 8 * slot, parity);
+                    multiply_block<F, NB>(acc, codes_part + slot * kStage<F>, scales_lane + slot * kStage<F>, x,
+                                          x_eight, empty_at + 8 * slot, leader);
+                    x += PARTS * 128;
+                    if (++slot == args.stages) slot = 0, parity ^= 1;
+                }
             }
             for (; s < stages_of_tile; ++s) {
                 barrier_wait(full_at + 8 * slot, parity);
                 if (s * PARTS + part == whole && rest && 2 * half < width) {
-                    const uint32_t codes = codes_lane + slot * kStage + part * width * 512 - half * 1024 - lane * 12;
-                    multiply_rest<NB>(acc, codes + half * rest * 256, scales_lane + slot * kStage, x, x_eight, rest,
-                                      width - 2 * half);
+                    const uint32_t codes = codes_lane + slot * kStage<F> + part * width * 512 - half * 1024 - lane * 12;
+                    multiply_rest<F>(acc, codes + half * rest * 256, scales_lane + slot * kStage<F>, x, x_eight, rest,
+                                     width - 2 * half);
                 }
                 __syncwarp();
                 if (leader) barrier_arrive(empty_at + 8 * slot);
@@ -268,7 +296,7 @@ __device__ __forceinline__ void decode_gemm(const GemmArgs& args) {
                     const float4 more = partial[(p * kPieces + piece) * 32];
                     sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
                 }
-                finish<NB, MATRIX>(args, sum, args.items[index], tile16, piece % NB * 8, lane);
+                finish<F, MATRIX>(args, sum, args.items[index], tile16, piece % NB * 8, lane);
             }
             if (++tile == tiles) tile = 0, ++index;
         }
@@ -277,18 +305,19 @@ __device__ __forceinline__ void decode_gemm(const GemmArgs& args) {
 
 }  // namespace polymoe
 
-#define POLYMOE_DECODE(NAME, NB, PARTS, MATRIX)                                                                \
-    extern "C" __global__ void __launch_bounds__(polymoe::kWarps * 32, 1)                                      \
-        NAME(const __grid_constant__ polymoe::GemmArgs args) {                                                 \
-        polymoe::decode_gemm<NB, PARTS, polymoe::MATRIX>(args);                                                \
+#define POLYMOE_DECODE(NAME, FORMAT, NB, PARTS, MATRIX)                                       \
+    extern "C" __global__ void __launch_bounds__(polymoe::kWarps * 32, 1)                     \
+        NAME(const __grid_constant__ polymoe::GemmArgs args) {                                \
+        polymoe::decode_gemm<polymoe::FORMAT, NB, PARTS, polymoe::MATRIX>(args);              \
     }
 
-#define POLYMOE_DECODE_SIZES(KIND, MATRIX)              \
-    POLYMOE_DECODE(decode_##KIND##_8_64, 1, 8, MATRIX)  \
-    POLYMOE_DECODE(decode_##KIND##_8_128, 1, 4, MATRIX) \
-    POLYMOE_DECODE(decode_##KIND##_16_64, 2, 8, MATRIX) \
-    POLYMOE_DECODE(decode_##KIND##_16_128, 2, 4, MATRIX)
+#define POLYMOE_DECODE_SIZES(KIND, FORMAT, MATRIX)              \
+    POLYMOE_DECODE(decode_##KIND##_8_64, FORMAT, 1, 8, MATRIX)  \
+    POLYMOE_DECODE(decode_##KIND##_8_128, FORMAT, 1, 4, MATRIX) \
+    POLYMOE_DECODE(decode_##KIND##_16_64, FORMAT, 2, 8, MATRIX) \
+    POLYMOE_DECODE(decode_##KIND##_16_128, FORMAT, 2, 4, MATRIX)
 
-POLYMOE_DECODE_SIZES(gated, kGated)
-POLYMOE_DECODE_SIZES(plain, kPlain)
-POLYMOE_DECODE_SIZES(down, kDown)
+#define POLYMOE_DECODE_ALL(FORMAT)              \
+    POLYMOE_DECODE_SIZES(gated, FORMAT, kGated) \
+    POLYMOE_DECODE_SIZES(plain, FORMAT, kPlain) \
+    POLYMOE_DECODE_SIZES(down, FORMAT, kDown)

@@ -1,0 +1,3 @@
+#include "decode.cuh"
+
+POLYMOE_DECODE_ALL(Mxfp4)

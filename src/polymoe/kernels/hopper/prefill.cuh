@@ -1,0 +1,399 @@
+// Prefill: enough rows an expert that each decoded weight is used many times. Products of the matrix units' own kind
+// (wgmma), weights as the left operand in registers: while one group of products runs, the next weights are decoded.
+//
+// x comes in tiles, as `spread` in rows.cu and this kernel's own epilogue write them: for each item, for each 64
+// columns, its rows of 128 bytes, swizzled, with room for a multiple of 8 rows. An item is one expert with up to MOST of
+// the rows that chose it.
+#pragma once
+#include "formats.cuh"
+#include "gemm.cuh"
+#include "wgmma.cuh"
+
+namespace polymoe {
+
+// Registers of a thread that multiplies, and of one that brings data. What the block was started with is all there is,
+// and asking for more would wait for ever.
+__host__ __device__ constexpr int registers(int warpgroups) {
+    return warpgroups == 2 ? 224 : warpgroups == 3 ? 152 : 112;
+}
+
+__host__ __device__ constexpr int few_registers(int warpgroups) { return warpgroups == 4 ? 32 : 56; }
+
+constexpr int kMostStages = 16;
+
+// The item's rows as its tiles have room for.
+__device__ __forceinline__ int padded_rows(int rows) { return (rows + 7) / 8 * 8; }
+
+// Where column `column` of row `row` of an item of `rows` rows stands, in elements from the item's first.
+__device__ __forceinline__ int tile_place(int row, int column, int rows) {
+    const int chunk = (column / 8 % 8) ^ (row % 8);
+    return column / 64 * padded_rows(rows) * 64 + row * 64 + chunk * 8 + column % 8;
+}
+
+// Two rows of products (g and g + 8 of a tile of 16) by 8 rows of x, brought to an end. c: rows 2t and 2t + 1 of x for
+// g, then for g + 8; afterwards a lane has row g of x and the products' rows 2t and 2t + 1, and writes 4 bytes.
+template <int MATRIX>
+__device__ __forceinline__ void finish(
+    const GemmArgs& args, const float* c, int4 item, int row16, int n0, float low_scale, float high_scale,
+    float low_bias, float high_bias) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, n = n0 + g;
+    float low[2] = {c[0] * low_scale, c[1] * low_scale}, high[2] = {c[2] * high_scale, c[3] * high_scale};
+    if (MATRIX != kDown && args.weights) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float weight = args.weights[args.order[item.y + min(n0 + 2 * t + i, item.z - 1)]];
+            low[i] *= weight, high[i] *= weight;
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) low[i] += low_bias, high[i] += high_bias;
+    if (MATRIX == kDown) {
+        const uint32_t first = transposed(pack_bfloat16(low[0], low[1]));
+        const uint32_t second = transposed(pack_bfloat16(high[0], high[1]));
+        if (n < item.z) {
+            const long long row = static_cast<long long>(args.order[item.y + n]) * args.rows + row16 + 2 * t;
+            uint16_t* out = static_cast<uint16_t*>(args.out) + row;
+            *reinterpret_cast<uint32_t*>(out) = first;
+            *reinterpret_cast<uint32_t*>(out + 8) = second;
+        }
+    } else {
+        const int width = MATRIX == kGated ? args.rows / 2 : args.rows;
+        uint16_t* out = static_cast<uint16_t*>(args.out) + static_cast<long long>(item.w) * ((width + 63) / 64 * 64);
+        if (MATRIX == kGated) {
+            const uint32_t v = transposed(pack_bfloat16(gated(args, low[0], high[0]), gated(args, low[1], high[1])));
+            if (n < item.z) *reinterpret_cast<uint32_t*>(out + tile_place(n, row16 / 2 + 2 * t, item.z)) = v;
+        } else {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) low[i] = fmaxf(low[i], 0.0f), high[i] = fmaxf(high[i], 0.0f);
+            const uint32_t first = transposed(pack_bfloat16(low[0] * low[0], low[1] * low[1]));
+            const uint32_t second = transposed(pack_bfloat16(high[0] * high[0], high[1] * high[1]));
+            if (n < item.z) {
+                *reinterpret_cast<uint32_t*>(out + tile_place(n, row16 + 2 * t, item.z)) = first;
+                *reinterpret_cast<uint32_t*>(out + tile_place(n, row16 + 8 + 2 * t, item.z)) = second;
+            }
+        }
+    }
+}
+
+// BLOCKS times 64 columns make a stage: x, then the groups' codes, then their scales.
+template <class F, int GROUPS, int MOST, int BLOCKS>
+struct Stage {
+    static constexpr int kScaleUnits = (BLOCKS + F::kBlocks - 1) / F::kBlocks;
+    static constexpr int kGroupCodes = BLOCKS * 2048, kGroupScales = kScaleUnits * kScaleBytes<F>;
+    static constexpr int kCodes = BLOCKS * MOST * 128, kScales = kCodes + GROUPS * kGroupCodes;
+    static constexpr int kBytes = (kScales + GROUPS * kGroupScales + 1023) / 1024 * 1024;
+};
+
+struct Ring {
+    uint32_t full, empty, data;
+    int stages, stage_bytes;
+    int slot;
+    uint32_t parity;
+
+    // The slot's data, once they are there.
+    __device__ __forceinline__ uint32_t wait() const {
+        barrier_wait(full + 8 * slot, parity);
+        return data + slot * stage_bytes;
+    }
+
+    __device__ __forceinline__ void next() {
+        if (++slot == stages) slot = 0, parity ^= 1;
+    }
+};
+
+// All of K for MT groups of 64 rows of this warpgroup, and N of the item's rows.
+//
+// A unit is 32 columns. Its weights are decoded while the products of the unit before run: two sets of registers take
+// turns, and a set is written again only when the products that read it have been waited for.
+template <class F, int WG, int MT, int N, int MOST, int BLOCKS>
+struct Multiply {
+    using Shape = Stage<F, WG * MT, MOST, BLOCKS>;
+    float (&acc)[MT][MOST / 2];
+    Ring& ring;
+    uint32_t lane_codes, lane_scales, x_step;  // in a stage; from 64 columns of x to the next
+    int tile, columns;
+    uint32_t words[MT][4];
+    typename F::Scales factors[MT];
+    uint32_t a[2][MT][2][4];
+
+    __device__ __forceinline__ Multiply(float (&acc)[MT][MOST / 2], const GemmArgs& args, Ring& ring, int rows)
+        : acc(acc), ring(ring), tile(threadIdx.x / 32 % 4), columns(args.columns) {
+        const int lane = threadIdx.x % 32, group = threadIdx.x / 128 * MT;
+        lane_codes = kept(Shape::kCodes + group * Shape::kGroupCodes + tile * 512 + lane * 16);
+        lane_scales = kept(Shape::kScales + group * Shape::kGroupScales + (lane / 4 * 4 + tile) * F::kTileScales);
+        x_step = kept(padded_rows(rows) * 128);
+    }
+
+    __device__ __forceinline__ void load_factors(uint32_t stage, int inner) {
+#pragma unroll
+        for (int m = 0; m < MT; ++m) {
+            factors[m] = load_scales<F>(
+                stage + lane_scales + m * Shape::kGroupScales + inner / F::kBlocks * kScaleBytes<F>);
+        }
+    }
+
+    // Codes and scales of a whole block. Where a group has no such tile, these are other bytes.
+    __device__ __forceinline__ void load(uint32_t stage, int inner) {
+#pragma unroll
+        for (int m = 0; m < MT; ++m) {
+            const uint4 w = load_shared_16(stage + lane_codes + m * Shape::kGroupCodes + inner * 2048);
+            words[m][0] = w.x, words[m][1] = w.y, words[m][2] = w.z, words[m][3] = w.w;
+        }
+        load_factors(stage, inner);
+    }
+
+    template <int PART>
+    __device__ __forceinline__ void convert() {
+#pragma unroll
+        for (int m = 0; m < MT; ++m) {
+#pragma unroll
+            for (int s = 0; s < 2; ++s) {
+                decode<F>(a[PART][m][s], words[m][PART * 2 + s], F::scale(factors[m], PART * 2 + s));
+#pragma unroll
+                for (int i = 0; i < 4; ++i) made_here(a[PART][m][s][i]);
+            }
+        }
+    }
+
+    template <int PART>
+    __device__ __forceinline__ void products(uint32_t x) {
+        products_fence();
+#pragma unroll
+        for (int s = 0; s < 2; ++s) {
+            const uint64_t b = describe(x + PART * 64 + s * 32);
+#pragma unroll
+            for (int m = 0; m < MT; ++m) Product<N>::add(acc[m], a[PART][m][s], b);
+        }
+        products_commit();
+    }
+
+    // The last stage where it is not a whole one, 16 columns after the other.
+    __device__ __forceinline__ void rest(uint32_t stage, int steps) {
+        for (int at = 0; at < steps; ++at) {
+            const int inner = at / 4, of_block = min(4, steps - inner * 4), step = at % 4;
+            // A whole block has a lane's words together, the last of fewer columns apart.
+            const uint32_t word = inner * 2048 + (of_block == 4 ? step * 4 : (tile * of_block + step) * 128 -
+                                                                                 tile * 512 - threadIdx.x % 32 * 12);
+#pragma unroll
+            for (int m = 0; m < MT; ++m) words[m][0] = load_shared_4(stage + lane_codes + m * Shape::kGroupCodes + word);
+            load_factors(stage, inner);
+#pragma unroll
+            for (int m = 0; m < MT; ++m) {
+                const uint32_t low = step == 0 ? F::scale(factors[m], 0) : F::scale(factors[m], 1);
+                const uint32_t high = step == 2 ? F::scale(factors[m], 2) : F::scale(factors[m], 3);
+                decode<F>(a[0][m][0], words[m][0], step < 2 ? low : high);
+            }
+            products_fence();
+#pragma unroll
+            for (int m = 0; m < MT; ++m) Product<N>::add(acc[m], a[0][m][0], describe(stage + inner * x_step + step * 32));
+            products_commit();
+            products_wait<0>();
+        }
+    }
+
+    __device__ __forceinline__ void run() {
+        const bool leader = threadIdx.x % 32 == 0;
+        const int stages = columns / (64 * BLOCKS), steps = (columns - stages * (64 * BLOCKS)) / 16;
+#pragma unroll
+        for (int m = 0; m < MT; ++m) {
+#pragma unroll
+            for (int i = 0; i < N / 2; ++i) acc[m][i] = 0.0f;
+        }
+        uint32_t given = 0;
+        if (stages) {
+            uint32_t stage = ring.wait();
+            load(stage, 0);
+            convert<0>();
+            // Written out, every block takes registers of its own.
+            constexpr int kUnroll = MT == 1 ? BLOCKS : 1;
+            for (int left = stages; left > 0; --left) {
+#pragma unroll kUnroll
+                for (int inner = 0; inner < BLOCKS; ++inner) {
+                    const uint32_t x = stage + inner * x_step;
+                    products<0>(x);
+                    products_wait<1>();  // the block before is done
+                    if (inner == 0 && given && leader) barrier_arrive(given);
+                    convert<1>();
+                    products<1>(x);
+                    if (inner + 1 < BLOCKS) {
+                        load(stage, inner + 1);
+                    } else {
+                        given = ring.empty + 8 * ring.slot;
+                        ring.next();
+                        if (left > 1) {
+                            stage = ring.wait();
+                            load(stage, 0);
+                        }
+                    }
+                    products_wait<1>();
+                    convert<0>();
+                }
+            }
+            products_wait<0>();
+            if (leader) barrier_arrive(given);
+        }
+        if (steps) {
+            rest(ring.wait(), steps);
+            if (leader) barrier_arrive(ring.empty + 8 * ring.slot);
+            ring.next();
+        }
+    }
+};
+
+// In products of N or, where the item has more rows, N + STEP, up to MOST.
+template <class F, int WG, int MT, int N, int MOST, int STEP, int BLOCKS>
+__device__ __forceinline__ void multiply(float (&acc)[MT][MOST / 2], const GemmArgs& args, Ring& ring, int rows) {
+    if constexpr (N < MOST) {
+        if (rows > N) return multiply<F, WG, MT, N + STEP, MOST, STEP, BLOCKS>(acc, args, ring, rows);
+    }
+    Multiply<F, WG, MT, N, MOST, BLOCKS>(acc, args, ring, rows).run();
+}
+
+// Moves weights and x to shared memory: one thread of each of four warps, since one cannot issue copies fast enough.
+template <class F, int GROUPS, int MOST, int BLOCKS, int MATRIX>
+__device__ __forceinline__ void bring(const GemmArgs& args, Ring& ring, int bringer, int total, int tiles) {
+    using Shape = Stage<F, GROUPS, MOST, BLOCKS>;
+    constexpr int kBringers = 4, kMine = (GROUPS + kBringers - 1) / kBringers;
+    const bool brings_x = bringer == (GROUPS % kBringers == 0 ? 0 : kBringers - 1);  // who has least to do
+    const int tiles16 = args.rows / 16, units = (args.columns + 63) / 64, strip = scale_units<F>(args.columns);
+    bool waited = MATRIX != kDown;
+    for (int at = blockIdx.x; at < total; at += gridDim.x) {
+        const int index = at / tiles, group = (at - index * tiles) * GROUPS;
+        const int4 item = args.items[index];
+        const int x_bytes = padded_rows(item.z) * 128;
+        const uint8_t *codes[kMine], *scales[kMine];
+        int width[kMine];
+#pragma unroll
+        for (int i = 0; i < kMine; ++i) {
+            const int inner = i * kBringers + bringer, g = group + inner;
+            width[i] = inner < GROUPS ? max(0, min(4, tiles16 - 4 * g)) : 0;
+            codes[i] = args.codes + item.x * args.codes_expert + 32LL * g * args.columns;
+            scales[i] = args.scales + item.x * args.scales_expert + static_cast<long long>(g) * strip * kScaleBytes<F>;
+        }
+        const uint16_t* x = args.x + static_cast<long long>(item.w) * units * 64;
+        for (int block = 0; block < units; block += BLOCKS) {
+            const uint32_t barrier = ring.full + 8 * ring.slot, to = ring.data + ring.slot * ring.stage_bytes;
+            const int here = min(BLOCKS, units - block), columns = min(here * 64, args.columns - block * 64);
+            const int scale_bytes = (here + F::kBlocks - 1) / F::kBlocks * kScaleBytes<F>;
+            uint32_t bytes = brings_x ? here * x_bytes : 0;
+#pragma unroll
+            for (int i = 0; i < kMine; ++i) bytes += width[i] ? width[i] * columns * 8 + scale_bytes : 0;
+            barrier_wait(ring.empty + 8 * ring.slot, ring.parity);
+            barrier_arrive_expect(barrier, bytes);
+#pragma unroll
+            for (int i = 0; i < kMine; ++i) {
+                if (width[i]) {
+                    const int inner = i * kBringers + bringer;
+                    const uint32_t to_codes = to + Shape::kCodes + inner * Shape::kGroupCodes;
+                    // Scales for two blocks, where a stage is one: the same again for the second.
+                    const int first_scale = block / F::kBlocks * kScaleBytes<F>;
+                    if (width[i] == 4) {
+                        copy_bulk(to_codes, codes[i], columns * 32, barrier);
+                    } else {  // blocks stand as far apart as if they had all their rows
+                        for (int b = 0; b < here; ++b) {
+                            copy_bulk(to_codes + b * 2048, codes[i] + b * width[i] * 512,
+                                      min(64, columns - b * 64) * 8 * width[i], barrier);
+                        }
+                    }
+                    copy_bulk(to + Shape::kScales + inner * Shape::kGroupScales, scales[i] + first_scale, scale_bytes,
+                              barrier);
+                    codes[i] += width[i] * (BLOCKS * 512);
+                }
+            }
+            if (brings_x) {
+                if (!waited) {
+                    wait_for_previous_kernel();
+                    let_next_kernel_start();
+                    waited = true;
+                }
+                copy_bulk(to, x, here * x_bytes, barrier);
+                x += here * x_bytes / 2;
+            }
+            ring.next();
+        }
+    }
+    // Whoever waits for this kernel relies on the one before having finished too.
+    if (!waited) wait_for_previous_kernel();
+}
+
+// MT groups of 64 rows for each of WG warpgroups by up to MOST rows of x, in products of VARIANTS widths.
+template <class F, int WG, int MT, int MOST, int VARIANTS, int BLOCKS, int MATRIX>
+__device__ __forceinline__ void prefill_gemm(const GemmArgs& args) {
+    extern __shared__ __align__(1024) uint8_t memory[];
+    __shared__ __align__(8) uint64_t barriers[2 * kMostStages];
+    constexpr int kGroups = WG * MT;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    Ring ring;
+    ring.full = shared_address(barriers), ring.empty = ring.full + 8 * kMostStages;
+    ring.data = (shared_address(memory) + 1023) / 1024 * 1024;
+    ring.stages = args.stages, ring.stage_bytes = Stage<F, kGroups, MOST, BLOCKS>::kBytes;
+    ring.slot = 0;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < args.stages; ++i) {
+            barrier_init(ring.full + 8 * i, 4);
+            barrier_init(ring.empty + 8 * i, WG * 4);
+        }
+        barrier_init_visible();
+    }
+    __syncthreads();
+    if (MATRIX != kDown) {
+        wait_for_previous_kernel();
+        let_next_kernel_start();
+    }
+    const int tiles16 = args.rows / 16, groups = (tiles16 + 3) / 4, tiles = (groups + kGroups - 1) / kGroups;
+    const int total = *args.count * tiles;
+
+    if (warp >= WG * 4) {
+        fewer_registers<few_registers(WG)>();
+        ring.parity = 1;
+        if (lane == 0) bring<F, kGroups, MOST, BLOCKS, MATRIX>(args, ring, warp - WG * 4, total, tiles);
+    } else {
+        more_registers<registers(WG)>();
+        ring.parity = 0;
+        float acc[MT][MOST / 2];
+        for (int at = blockIdx.x; at < total; at += gridDim.x) {
+            const int index = at / tiles, group = (at - index * tiles) * kGroups;
+            const int4 item = args.items[index];
+            // The narrowest product that holds the item's rows.
+            multiply<F, WG, MT, MOST / VARIANTS, MOST, MOST / VARIANTS, BLOCKS>(acc, args, ring, item.z);
+            const float low_scale = unscale<F>(args.scale, item.x);
+            const float high_scale = MATRIX == kGated ? unscale<F>(args.up_scale, item.x) : low_scale;
+#pragma unroll
+            for (int m = 0; m < MT; ++m) {
+                const int tile16 = (group + warp / 4 * MT + m) * 4 + warp % 4;
+                if (tile16 >= tiles16) break;
+                const int g = lane / 4, r = MATRIX == kGated ? tile16 * 8 + g : tile16 * 16 + g;
+                const int width = MATRIX == kGated ? args.rows / 2 : args.rows;
+                const long long bias = static_cast<long long>(item.x) * width + r;
+                const float low_bias = load_bias(args.bias, args.bias_dtype, bias);
+                const float high_bias = MATRIX == kGated ? load_bias(args.up_bias, args.bias_dtype, bias)
+                                                         : load_bias(args.bias, args.bias_dtype, bias + 8);
+#pragma unroll
+                for (int n = 0; n < MOST / 8; ++n) {
+                    if (n * 8 >= item.z) break;
+                    finish<MATRIX>(args, &acc[m][n * 4], item, tile16 * 16, n * 8, low_scale, high_scale, low_bias,
+                                   high_bias);
+                }
+            }
+        }
+    }
+}
+
+}  // namespace polymoe
+
+#define POLYMOE_PREFILL(NAME, FORMAT, WG, MT, MOST, VARIANTS, BLOCKS, MATRIX)                                 \
+    extern "C" __global__ void __launch_bounds__(WG * 128 + 128, 1)                                           \
+        NAME(const __grid_constant__ polymoe::GemmArgs args) {                                                \
+        polymoe::prefill_gemm<polymoe::FORMAT, WG, MT, MOST, VARIANTS, BLOCKS, polymoe::MATRIX>(args);        \
+    }
+
+// Spread over warpgroups as measured: few rows want many rows of weights for each, many want many warps.
+#define POLYMOE_PREFILL_SIZES(KIND, FORMAT, MATRIX)                       \
+    POLYMOE_PREFILL(prefill_##KIND##_32, FORMAT, 2, 4, 32, 1, 2, MATRIX)  \
+    POLYMOE_PREFILL(prefill_##KIND##_64, FORMAT, 4, 1, 64, 4, 2, MATRIX)  \
+    POLYMOE_PREFILL(prefill_##KIND##_128, FORMAT, 3, 1, 128, 4, 2, MATRIX)
+
+#define POLYMOE_PREFILL_ALL(FORMAT)              \
+    POLYMOE_PREFILL_SIZES(gated, FORMAT, kGated) \
+    POLYMOE_PREFILL_SIZES(plain, FORMAT, kPlain) \
+    POLYMOE_PREFILL_SIZES(down, FORMAT, kDown)

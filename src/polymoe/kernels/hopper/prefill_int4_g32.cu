@@ -1,0 +1,3 @@
+#include "prefill.cuh"
+
+POLYMOE_PREFILL_ALL(Int4<32>)

@@ -1,0 +1,331 @@
+// Enough of CUDA to run the Hopper kernels on a CPU, one thread block at a time: each CUDA thread is a coroutine, copies
+// land late and in any order, and what they are to overwrite is poisoned at once; asynchronous products read their
+// operands as late as they may. Included in front of the kernels' sources; ptx.cuh and wgmma.cuh stand in for theirs.
+#pragma once
+#include <csetjmp>
+#include <cstdarg>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <random>
+#include <ucontext.h>
+#include <vector>
+
+#define __device__
+#define __host__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __align__(n) __attribute__((aligned(n)))
+
+using std::max;
+using std::min;
+
+struct int4 { int x, y, z, w; };
+struct uint2 { uint32_t x, y; };
+struct uint4 { uint32_t x, y, z, w; };
+struct float4 { float x, y, z, w; };
+struct ushort4 { uint16_t x, y, z, w; };
+struct Index { int x, y; };
+inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+namespace emulator {
+
+constexpr int kStack = 96 * 1024;
+constexpr uint32_t kStart = 1024 + 128;  // where dynamic shared memory begins: no multiple of 1024
+
+struct Product {
+    float* d;
+    const uint32_t* a;
+    uint32_t b;
+    int n;
+};
+
+struct Thread {
+    Index index;
+    int number;
+    bool done = false, started = false;
+    jmp_buf at;
+    ucontext_t context;
+    std::unique_ptr<char[]> stack;
+    std::vector<Product> open;                 // products of no group yet
+    std::deque<std::vector<Product>> groups;   // under way
+};
+
+// Lanes of a warp, or threads of a barrier, that meet.
+struct Meeting {
+    int arrived = 0;
+    long generation = 0;
+    void* with[1024];
+};
+
+struct Barrier {
+    int arrivals, pending;
+    long bytes;
+    uint32_t phase;
+};
+
+struct Copy {
+    uint8_t* to;
+    const uint8_t* from;
+    uint32_t bytes, barrier;
+};
+
+struct Block {
+    std::vector<Thread> threads;
+    Thread* now = nullptr;
+    jmp_buf scheduler;
+    std::function<void()> kernel;
+    std::map<int, Meeting> warps, named;
+    std::map<uint32_t, Barrier> barriers;
+    std::vector<Copy> copies;
+    std::mt19937 random;
+    Index block, grid;
+    int size, shared_bytes;
+    bool moved, waited;
+    char error[256];
+    std::vector<std::pair<const uint8_t*, long>> ranges;  // of global memory: copies stay inside
+};
+
+inline Block here;
+
+[[noreturn]] inline void fail(const char* format, ...) {
+    va_list list;
+    va_start(list, format);
+    vsnprintf(here.error, sizeof here.error, format, list);
+    va_end(list);
+    _longjmp(here.scheduler, 2);
+}
+
+// Until something holds that others bring about.
+template <class Condition>
+void wait_until(Condition condition) {
+    while (!condition()) {
+        if (!_setjmp(here.now->at)) _longjmp(here.scheduler, 1);
+    }
+    here.moved = true;
+}
+
+// All `count` meet; the last one does `work` with what each has brought.
+template <class Work>
+void meet(Meeting& meeting, int place, int count, void* brought, Work work) {
+    const long generation = meeting.generation;
+    meeting.with[place] = brought;
+    here.moved = true;
+    if (++meeting.arrived == count) {
+        meeting.arrived = 0, ++meeting.generation;
+        work(meeting.with);
+    } else {
+        wait_until([&] { return meeting.generation != generation; });
+    }
+}
+
+template <class Work>
+void meet_warp(void* brought, Work work) {
+    const int lanes = min(32, here.size);
+    meet(here.warps[here.now->number / 32], here.now->number % 32, lanes, brought, work);
+}
+
+inline void enter() {
+    here.kernel();
+    here.now->done = here.moved = true;
+    _longjmp(here.scheduler, 1);
+}
+
+inline void check_barrier(Barrier& barrier) {
+    if (barrier.pending == 0 && barrier.bytes == 0) barrier.pending = barrier.arrivals, ++barrier.phase;
+}
+
+inline Barrier& barrier_at(uint32_t address) {
+    auto found = here.barriers.find(address);
+    if (found == here.barriers.end()) fail("a barrier that was never made");
+    return found->second;
+}
+
+inline void land(size_t which) {
+    const Copy copy = here.copies[which];
+    here.copies.erase(here.copies.begin() + which);
+    memcpy(copy.to, copy.from, copy.bytes);
+    Barrier& barrier = barrier_at(copy.barrier);
+    barrier.bytes -= copy.bytes;
+    if (barrier.bytes < 0) fail("more bytes came than a barrier expects");
+    check_barrier(barrier);
+}
+
+inline bool run_block() {
+    for (auto& t : here.threads) t.done = t.started = false, t.open.clear(), t.groups.clear();
+    here.warps.clear(), here.named.clear(), here.barriers.clear(), here.copies.clear();
+    here.waited = false;
+    // Between _setjmp and _longjmp nothing here but volatile and static values counts.
+    static size_t next, turn;
+    static bool backwards;
+    static int idle;
+    next = turn = 0, backwards = false, idle = 0, here.moved = false;
+    const int how = _setjmp(here.scheduler);
+    if (how == 2) return false;
+    while (true) {
+        if (next == here.threads.size()) {  // a turn is over
+            if (!here.copies.empty() && (here.random() % 3 == 0 || !here.moved)) {
+                land(here.random() % here.copies.size());
+                here.moved = true;
+            }
+            idle = here.moved ? 0 : idle + 1;
+            bool all = true;
+            for (auto& t : here.threads) all = all && t.done;
+            if (all) break;
+            if (idle > 3) {
+                snprintf(here.error, sizeof here.error, "all threads wait");
+                return false;
+            }
+            here.moved = false, next = 0, ++turn, backwards = here.random() % 2;
+        }
+        Thread& t = here.threads[backwards ? here.threads.size() - 1 - next : next];
+        ++next;
+        if (t.done) continue;
+        here.now = &t;
+        if (t.started) _longjmp(t.at, 1);
+        t.started = true;
+        getcontext(&t.context);
+        t.context.uc_stack.ss_sp = t.stack.get(), t.context.uc_stack.ss_size = kStack, t.context.uc_link = nullptr;
+        makecontext(&t.context, enter, 0);
+        setcontext(&t.context);
+    }
+    if (!here.copies.empty()) snprintf(here.error, sizeof here.error, "a copy is under way at the end");
+    else if (!here.waited) snprintf(here.error, sizeof here.error, "ends without having waited for the kernel before");
+    else return true;
+    return false;
+}
+
+inline float bfloat16(uint32_t bits) {
+    bits <<= 16;
+    float v;
+    memcpy(&v, &bits, 4);
+    return v;
+}
+
+inline uint16_t to_bits(float v) {
+    uint32_t bits;
+    memcpy(&bits, &v, 4);
+    if ((bits & 0x7FFFFFFF) > 0x7F800000) return 0x7FFF;
+    return static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+
+inline float half(uint32_t pair, int which) { return bfloat16(pair >> 16 * which & 0xFFFF); }
+
+// What an m16nNk16 product of a warp makes of its lanes' registers and of b[k][n].
+template <class B>
+void product(float* (&d)[32], const uint32_t* (&a)[32], int n, B b) {
+    for (int row = 0; row < 16; ++row) {
+        for (int column = 0; column < n; ++column) {
+            const int lane = row % 8 * 4 + column % 8 / 2;
+            float& sum = d[lane][column / 8 * 4 + row / 8 * 2 + column % 2];
+            for (int k = 0; k < 16; ++k) {
+                sum += half(a[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2], k % 2) * b(k, column);
+            }
+        }
+    }
+}
+
+}  // namespace emulator
+
+#define threadIdx (emulator::here.now->index)
+#define blockIdx (emulator::here.block)
+#define gridDim (emulator::here.grid)
+#define blockDim (Index{emulator::here.size, 1})
+
+inline void __syncthreads() {
+    emulator::meet(emulator::here.named[0], emulator::here.now->number, emulator::here.size, nullptr, [](void**) {});
+}
+inline void __syncwarp() { emulator::meet_warp(nullptr, [](void**) {}); }
+
+template <class Work>
+inline int of_lanes(int value, Work work) {
+    struct Brought { int in, out; } mine{value, 0};
+    emulator::meet_warp(&mine, [&](void** with) {
+        for (int lane = 0; lane < 32; ++lane) {
+            static_cast<Brought*>(with[lane])->out =
+                work(lane, [&](int other) { return static_cast<Brought*>(with[other])->in; });
+        }
+    });
+    return mine.out;
+}
+inline int __shfl_up_sync(uint32_t, int value, int step) {
+    return of_lanes(value, [=](int lane, auto of) { return of(lane >= step ? lane - step : lane); });
+}
+inline int __shfl_sync(uint32_t, int value, int from) {
+    struct Brought { int in, from, out; } mine{value, from, 0};
+    emulator::meet_warp(&mine, [](void** with) {
+        for (int lane = 0; lane < 32; ++lane) {
+            auto* b = static_cast<Brought*>(with[lane]);
+            b->out = static_cast<Brought*>(with[b->from & 31])->in;
+        }
+    });
+    return mine.out;
+}
+inline uint32_t __match_any_sync(uint32_t, int value) {
+    return of_lanes(value, [](int lane, auto of) {
+        int same = 0;
+        for (int other = 0; other < 32; ++other) same |= (of(other) == of(lane)) << other;
+        return same;
+    });
+}
+inline int __popc(uint32_t v) { return __builtin_popcount(v); }
+inline int __ffs(uint32_t v) { return __builtin_ffs(v); }
+inline uint32_t __funnelshift_l(uint32_t low, uint32_t high, int by) { return high << by | low >> (32 - by); }
+inline float __uint_as_float(uint32_t bits) {
+    float v;
+    memcpy(&v, &bits, 4);
+    return v;
+}
+inline float __expf(float v) { return expf(v); }
+inline int atomicAdd(int* at, int value) {
+    const int before = *at;
+    *at += value;
+    return before;
+}
+
+namespace polymoe {
+inline __align__(1024) uint8_t memory[228 * 1024];
+}
+
+#define POLYMOE_CALL(ARGS) \
+    extern "C" void call_##ARGS(void* kernel, const void* args) { \
+        reinterpret_cast<void (*)(polymoe::ARGS)>(kernel)(*static_cast<const polymoe::ARGS*>(args)); \
+    }
+
+// The whole grid, block after block. Nothing, or what went wrong.
+extern "C" const char* emulate(
+    void (*call)(void*, const void*), void* kernel, const void* args, int grid_x, int grid_y, int threads, int shared_bytes,
+    int seed, const long* ranges, int count) {
+    auto& here = emulator::here;
+    if (static_cast<int>(here.threads.size()) != threads) {
+        here.threads = std::vector<emulator::Thread>(threads);
+        for (int i = 0; i < threads; ++i) {
+            here.threads[i].index = {i, 0}, here.threads[i].number = i;
+            here.threads[i].stack.reset(new char[emulator::kStack]);
+        }
+    }
+    here.kernel = [=] { call(kernel, args); };
+    here.random.seed(seed);
+    here.grid = {grid_x, grid_y}, here.size = threads, here.shared_bytes = shared_bytes;
+    here.ranges.clear();
+    for (int i = 0; i < count; ++i) here.ranges.push_back({reinterpret_cast<const uint8_t*>(ranges[2 * i]), ranges[2 * i + 1]});
+    for (int y = 0; y < grid_y; ++y) {
+        for (int x = 0; x < grid_x; ++x) {
+            here.block = {x, y};
+            memset(polymoe::memory, 0xFF, sizeof polymoe::memory);
+            if (!emulator::run_block()) return here.error;
+        }
+    }
+    return nullptr;
+}

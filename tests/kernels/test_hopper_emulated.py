@@ -1,0 +1,132 @@
+"""The Hopper kernels' own sources, run on a CPU with every asynchronous instruction emulated."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hopper_emulator import Emulator, compile_unit
+from polymoe.activations import GeGLU
+from polymoe.backends.base import TOLERANCE
+from polymoe.backends.hopper import Hopper, HopperConfig
+from polymoe.backends.reference import run_experts
+from polymoe.experts import relative_error
+from polymoe.kernels.hopper import launch
+from polymoe.layouts import LAYOUTS
+from polymoe.routing import Routing
+from polymoe.tensors import ExpertWeights
+from problems import GPT_OSS, problem_of, random_call, random_experts
+
+pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+CPU = torch.device("cpu")
+DECODE = [HopperConfig("decode", rows, height) for rows in (8, 12, 16) for height in (64, 128)]
+PREFILL = [HopperConfig("prefill", rows, 0) for rows in (32, 64, 128)]
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Units by name, compiled when they are asked for."""
+    found: dict[str, ctypes.CDLL] = {}
+
+    def compiled(format: str) -> dict[str, ctypes.CDLL]:
+        for unit in ("rows", f"decode_{format}", f"prefill_{format}"):
+            found[unit] = found.get(unit) or compile_unit(unit, tmp_path_factory.mktemp(unit))
+        return found
+
+    return compiled
+
+
+def emulate(
+    monkeypatch: pytest.MonkeyPatch, libraries: dict[str, ctypes.CDLL], weights: ExpertWeights, x: torch.Tensor,
+    routing: Routing, config: HopperConfig, blocks: int = 3, **kwargs: Any,
+) -> list[str]:  # fmt: skip
+    """Compare with the reference on a GPU of ``blocks`` multiprocessors; returns the kernels launched."""
+    problem = problem_of(weights, **kwargs)
+    packed = LAYOUTS["hopper"].pack(weights, CPU)
+    emulator = Emulator(libraries, list(packed.tensors.values()))
+    monkeypatch.setattr(launch, "kernel", emulator)
+    properties = SimpleNamespace(multi_processor_count=blocks)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    out = torch.full_like(x, float("nan"))
+    Hopper().run(problem, packed, x, routing, config, out)
+    expected = run_experts(problem, weights, x, routing)
+    assert relative_error(out, expected) < TOLERANCE or (not expected.any() and not out.any())
+    return emulator.made
+
+
+@pytest.mark.parametrize("config", DECODE + PREFILL, ids=str)
+@pytest.mark.parametrize("gated", [True, False])
+def test_every_configuration(
+    monkeypatch: pytest.MonkeyPatch, libraries: Any, config: HopperConfig, gated: bool
+) -> None:
+    """K of five blocks and a rest, rows of three tiles of 16, more rows an expert than an item takes, ids of others."""
+    weights = random_experts(hidden=336, intermediate=272 if gated else 304, gated=gated, bias=True)
+    x, routing = random_call(60, 336, 5, 3, torch.bfloat16)
+    routing.topk_ids_TA[:3, 0] = torch.tensor([-1, 5, 5])
+    routing.topk_weights_TA[0, 0] = float("nan")
+    emulate(monkeypatch, libraries("mxfp4"), weights, x, routing, config)
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "int4_g32", "int4_g128"])
+@pytest.mark.parametrize("config", [DECODE[0], DECODE[3], *PREFILL], ids=str)
+def test_other_formats(monkeypatch: pytest.MonkeyPatch, libraries: Any, format: str, config: HopperConfig) -> None:
+    weights = random_experts(format, hidden=336, intermediate=208, bias=True)
+    call = random_call(30, 336, 5, 3, torch.float16)
+    emulate(monkeypatch, libraries(format), weights, *call, config, activation=GPT_OSS, weight_on="input")
+
+
+@pytest.mark.parametrize(("hidden", "intermediate", "top_k"), [(16, 16, 1), (192, 176, 22), (1040, 128, 2)])
+@pytest.mark.parametrize("config", [DECODE[0], DECODE[5], *PREFILL], ids=str)
+def test_sizes(
+    monkeypatch: pytest.MonkeyPatch, libraries: Any, config: HopperConfig, hidden: int, intermediate: int, top_k: int
+) -> None:
+    weights = random_experts(hidden=hidden, intermediate=intermediate, experts=3)
+    call = random_call(6, hidden, 3, top_k, torch.bfloat16)
+    emulate(monkeypatch, libraries("mxfp4"), weights, *call, config, blocks=5, activation=GeGLU("tanh"))
+
+
+@pytest.mark.parametrize("config", [DECODE[0], PREFILL[0]], ids=str)
+@pytest.mark.parametrize("tokens", [1, 10, 40])
+def test_no_rows_of_this_rank(
+    monkeypatch: pytest.MonkeyPatch, libraries: Any, config: HopperConfig, tokens: int
+) -> None:
+    """Zeros; and no kernel ends before the one in front of it has."""
+    weights = random_experts(gated=False)
+    x, routing = random_call(tokens, 64, 5, dtype=torch.bfloat16)
+    made = emulate(monkeypatch, libraries("mxfp4"), weights, x, replace_ids(routing, -1), config)
+    assert made[0] == ("dispatch_few" if tokens * 2 <= 32 else "dispatch")
+
+
+@pytest.mark.parametrize("tokens", [3, 32, 33, 700])
+@pytest.mark.parametrize("block", [8, 12, 128])
+def test_dispatch(monkeypatch: pytest.MonkeyPatch, libraries: Any, tokens: int, block: int) -> None:
+    """Every local row once, items of one expert, in order, with room for multiples of eight rows."""
+    monkeypatch.setattr(launch, "kernel", Emulator(libraries("mxfp4"), []))
+    g = torch.Generator().manual_seed(tokens)
+    ids = torch.randint(-2, 305, (tokens, 1), generator=g)
+    ids[::2] = 299  # many rows of one expert
+    rows = launch.Rows(ids, torch.ones(tokens, 1), first_expert=3, experts=300, weight_on_input=False)
+    order, items, count = launch._dispatch(rows, block)
+    items = items[: int(count[0])].tolist()
+    seen: list[int] = []
+    next_row, next_padded, before, previous = 0, 0, None, 0
+    for expert, first, number, padded in items:
+        assert 0 < number <= block
+        assert first == next_row
+        if block % 8 == 0:
+            assert padded == next_padded
+        mine = order[first : first + number].tolist()
+        assert (ids[mine, 0] == expert + 3).all()
+        assert expert != before or previous == block
+        seen += mine
+        next_row, next_padded, before, previous = first + number, padded + -(-number // 8) * 8, expert, number
+    assert sorted(seen) == [i for i, e in enumerate(ids[:, 0].tolist()) if 3 <= e < 303]
+
+
+def replace_ids(routing: Routing, value: int) -> Routing:
+    return Routing(torch.full_like(routing.topk_ids_TA, value), routing.topk_weights_TA)
