@@ -37,10 +37,8 @@ QUICK = {("mxfp4", "16bit", sm, WIDE) for sm in ARCHITECTURES} | {
     ("nvfp4", "fp8_group128", 100, WIDE),
 }
 
-SPILLED_BYTES = {("fp8_block128", "fp8_group128", 90): 32}
-"""What an H200 measured as the fastest tile all the same."""
-MOST_SPILLED_BYTES = 8
-"""Elsewhere: one or two registers, saved before the loop."""
+MOST_SPILLED_BYTES = 32
+"""Eight registers: DeepSeek-V3's FP8 on Hopper, whose tile is the fastest all the same. Nearly all others spill none."""
 
 
 def compiled(launch: Launch, sm: int) -> Any:
@@ -71,12 +69,12 @@ def local_bytes(binary: Any, directory: Path) -> int:
     return sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", usage)))
 
 
-def require_that_it_fits(launch: Launch, sm: int, spilled: int, directory: Path) -> None:
+def require_that_it_fits(launch: Launch, sm: int, directory: Path) -> None:
     binary = compiled(launch, sm)
     assert binary.metadata.shared <= Machine.of(f"sm_{sm}").device.shared_memory_bytes, launch.name
     assert (getattr(binary.metadata, "tmem_size", None) or 0) <= 512, launch.name  # columns of tensor memory (SM100)
     found = local_bytes(binary, directory)
-    assert found <= spilled, f"{launch.name} {launch.options} spills {found} bytes"
+    assert found <= MOST_SPILLED_BYTES, f"{launch.name} {launch.options} spills {found} bytes"
 
 
 def cells() -> Iterator[Any]:
@@ -105,8 +103,7 @@ def test_every_cell_compiles_and_fits(format: str, mode: str, sm: int, tokens: i
     products = [x for x in launches(*meta_layer(format, activations=mode), f"sm_{sm}", tokens) if x.name in PRODUCTS]
     assert len(products) == 2
     for launch in products:
-        spilled = SPILLED_BYTES.get((format, mode, sm), MOST_SPILLED_BYTES)
-        require_that_it_fits(launch, sm, spilled, tmp_path)
+        require_that_it_fits(launch, sm, tmp_path)
 
 
 @pytest.mark.parametrize("sm", [pytest.param(sm, marks=[] if sm == 90 else [pytest.mark.slow]) for sm in ARCHITECTURES])
@@ -118,7 +115,7 @@ def test_the_other_kernels_compile(sm: int, tmp_path: Path) -> None:
         for launch in launches(*meta_layer("mxfp4", activations=mode), f"sm_{sm}", tokens):
             names.add(launch.name)
             if launch.name not in PRODUCTS:
-                require_that_it_fits(launch, sm, MOST_SPILLED_BYTES, tmp_path)
+                require_that_it_fits(launch, sm, tmp_path)
     assert names == {"_count", "_start", "grouped_gemm", "_hidden", "_combine"}
 
 
@@ -127,7 +124,7 @@ MEDIUM = TritonConfig(32, Tile(64, 128), Tile(64, 128), tail=16)
 # Name: format, options of the layer, and configuration (None: the heuristic's for many tokens).
 VARIANTS: dict[str, tuple[str | Encoding, dict[str, Any], TritonConfig | None]] = {
     "wide scales": ("mxfp4", {"wide_scales": True}, None),
-    "wide scales, narrow": ("mxfp4", {"wide_scales": True}, TritonConfig(8, Tile(64, 256), Tile(32, 256, 2))),
+    "wide scales, narrow": ("mxfp4", {"wide_scales": True}, TritonConfig(8, Tile(64, 64), Tile(32, 64, 2))),
     "wide scales, fp8": ("mxfp4", {"wide_scales": True, "activations": "fp8_group128"}, None),
     "zero points": (INT4_ZERO_POINTS, {}, None),
     "no gate": ("nvfp4", {"gated": False, "bias": False, "hidden": 1024, "intermediate": 2688}, None),
@@ -163,6 +160,7 @@ def test_every_variant_compiles_and_fits(name: str, sm: int, tmp_path: Path) -> 
         for launch in launches(*meta_layer(format, **options), f"sm_{sm}", 4096, config=config)
         if launch.name in PRODUCTS
     ]
-    assert [x.name for x in products] == ["grouped_gemm", "sweep_gemm" if "blocks" in name else "grouped_gemm"]
+    swept = "blocks" in name and not (sm == 100 and products[0].values["PLANES"] == 4)  # too little tensor memory
+    assert [x.name for x in products] == ["grouped_gemm", "sweep_gemm" if swept else "grouped_gemm"]
     for launch in products:
-        require_that_it_fits(launch, sm, MOST_SPILLED_BYTES, tmp_path)
+        require_that_it_fits(launch, sm, tmp_path)

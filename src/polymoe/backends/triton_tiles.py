@@ -149,6 +149,8 @@ def _of_block(problem: Problem, machine: Machine, tokens: int, block: int) -> Tr
     down = side_down.fit(_TILES[side_down.bits][block][1], block)
     if side_down.by_step or (side_down.bits == 4 and not _from_shared_memory(machine)):
         down = replace(down, rows=min(down.rows, _MOST_ROWS_IN_REGISTERS))
+    if problem.wide_scales:  # their decoding takes float32, four times the registers
+        up, down = (replace(t, columns=min(t.columns, 64)) for t in (up, down))
     if side_up.by_step and block == 64 and machine.device.sm >= 100:
         # Accumulators of tcgen05 lie in memory of their own, but a step's must come to registers to be scaled.
         up = replace(up, warps=8)
@@ -161,7 +163,9 @@ def _of_block(problem: Problem, machine: Machine, tokens: int, block: int) -> Tr
         while tiles * ceil_div(rows, up.rows) * up.splits < wanted and columns >= 8 * up.splits * up.columns:
             up = replace(up, splits=2 * up.splits)
     rows, columns = problem.spec.matrix_shape("down")
-    if side_down.bits < 16 and columns <= _SHORT_STEPS * down.columns:
+    # On SM100 the x that stays, in steps, leaves no tensor memory to decoded 4-bit weights.
+    room = side_down.bits == 8 or machine.device.sm < 100
+    if side_down.bits < 16 and room and columns <= _SHORT_STEPS * down.columns:
         swept = tiles * ceil_div(rows, down.rows) / (16 * units)
         swept_down = replace(down, blocks=next((n for n in (14, 8, 4, 2) if n <= swept), 1))
         down = swept_down if side_down.nbytes(swept_down, block, columns) <= side_down.limit else down
