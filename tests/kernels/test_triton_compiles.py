@@ -38,7 +38,7 @@ QUICK = {("mxfp4", "16bit", sm, WIDE) for sm in ARCHITECTURES} | {
 }
 
 MOST_SPILLED_BYTES = 32
-"""Eight registers: DeepSeek-V3's FP8 on Hopper, whose tile is the fastest all the same. Nearly all others spill none."""
+"""Eight registers: DeepSeek-V3's FP8 on Hopper, whose tile is the fastest all the same. Nearly all others spill 0."""
 
 
 def compiled(launch: Launch, sm: int) -> Any:

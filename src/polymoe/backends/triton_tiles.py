@@ -137,6 +137,12 @@ def _most(problem: Problem, machine: Machine) -> int:
     return _MOST_TOKENS_IN_REGISTERS if full else _MOST_TOKENS
 
 
+def _sweeps(side: _Side, machine: Machine) -> bool:
+    """Whether a program may take several blocks of rows: on SM100 decoded 4-bit weights of all steps would be in tensor
+    memory at once, 528 of 512 columns."""
+    return side.bits != 4 or machine.device.sm // 10 != 10
+
+
 def _from_shared_memory(machine: Machine) -> bool:
     """Whether matrix units read an operand from shared memory (wgmma, tcgen05), rather than both from registers."""
     return machine.device.sm // 10 in (9, 10)
@@ -163,9 +169,7 @@ def _of_block(problem: Problem, machine: Machine, tokens: int, block: int) -> Tr
         while tiles * ceil_div(rows, up.rows) * up.splits < wanted and columns >= 8 * up.splits * up.columns:
             up = replace(up, splits=2 * up.splits)
     rows, columns = problem.spec.matrix_shape("down")
-    # On SM100 the x that stays, in steps, leaves no tensor memory to decoded 4-bit weights.
-    room = side_down.bits == 8 or machine.device.sm < 100
-    if side_down.bits < 16 and room and columns <= _SHORT_STEPS * down.columns:
+    if side_down.bits < 16 and _sweeps(side_down, machine) and columns <= _SHORT_STEPS * down.columns:
         swept = tiles * ceil_div(rows, down.rows) / (16 * units)
         swept_down = replace(down, blocks=next((n for n in (14, 8, 4, 2) if n <= swept), 1))
         down = swept_down if side_down.nbytes(swept_down, block, columns) <= side_down.limit else down
@@ -306,7 +310,7 @@ def _around(problem: Problem, machine: Machine, hub: TritonConfig, count: int) -
             tiles.append(replace(tile, splits=2 * tile.splits))
         if tile.splits > 1:
             tiles.append(replace(tile, splits=tile.splits // 2))
-        if name == "down" and columns <= _SHORT_STEPS * tile.columns:
+        if name == "down" and _sweeps(side, machine) and columns <= _SHORT_STEPS * tile.columns:
             swept = [replace(tile, splits=1, blocks=n) for n in (1, 4, 14) if n != tile.blocks]
             tiles += [t for t in swept if side.nbytes(t, block, columns) <= side.limit]
         found += [replace(hub, **{name: t}) for t in tiles]
