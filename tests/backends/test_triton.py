@@ -142,14 +142,15 @@ class TestTooLittleSharedMemory:
 
         backend, layer = Triton(), meta_layer("mxfp4")
         config = TritonConfig(16, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4))
-        for _ in range(3):
+        for products in (3, 2, 2):  # up once more when down is refused; later calls try nothing again
             found = launches(
                 *layer, "h200", 64, config=config, backend=backend, refuse=self.refuse({"up": 2, "down": 3})
             )
-            up, down = [x for x in found if x.name == "grouped_gemm"][-2:]
+            made = [x for x in found if x.name == "grouped_gemm"]
+            assert len(made) == products
+            up, down = made[-2:]
             assert (up.options["num_stages"], down.options["num_stages"]) == (2, 3)
             assert (up.values["BLOCK_N"], up.values["BLOCK_K"]) == (64, 128)
-        assert len([x for x in found if x.name == "grouped_gemm"]) == 2  # nothing is tried again
         (record,) = caplog.records
         assert "do not fit this GPU" in record.message
         assert "shared memory" in record.message
