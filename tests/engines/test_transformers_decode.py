@@ -163,6 +163,8 @@ def test_what_the_decoder_cannot_take_is_refused(model: Any, prompts_BT: Tensor,
         decoder.prefill(prompts_BT[:1])
     with pytest.raises(ArgumentError, match="at least 8 tokens, the model's sliding window"):
         Replaying(model, max_tokens=20, compile=None).prefill(prompts_BT[:, :7])
+    with pytest.raises(ArgumentError, match="expected capture=False with it"):
+        Decoder(model, max_tokens=20, compile=None)
 
 
 def test_a_backend_that_looks_at_tensors_is_not_captured(model: Any) -> None:
@@ -175,11 +177,10 @@ def test_captured_steps_on_a_gpu(prompts_BT: Tensor, given_NB1: Tensor) -> None:
     model, _ = load(SUMS, device="cuda", dtype=torch.bfloat16)
     prompts, given = prompts_BT.cuda(), given_NB1.cuda()
     expected = step_by_step(Decoder(model, max_tokens=LENGTH + STEPS, compile=None, capture=False), prompts, given)
-    for compile in (None, "inductor"):
-        decoder = Decoder(model, max_tokens=LENGTH + STEPS, compile=compile)
-        got = step_by_step(decoder, prompts, given)
-        assert (got - expected).norm() / expected.norm() < 3e-2
-        assert torch.equal(step_by_step(decoder, prompts, given), got)
+    decoder = Decoder(model, max_tokens=LENGTH + STEPS)
+    got = step_by_step(decoder, prompts, given)
+    assert (got - expected).norm() / expected.norm() < 3e-2
+    assert torch.equal(step_by_step(decoder, prompts, given), got)
 
 
 def test_answers_over_a_static_cache_are_the_same(model_and_tokenizer: tuple[Any, Any]) -> None:

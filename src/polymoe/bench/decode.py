@@ -43,7 +43,7 @@ class ModelRecord:
         checkpoint, experts, implementation: what ran: "packed" on backends of polymoe, or "dequantized" by
             Transformers and the name of its experts implementation.
         phase, batch, tokens, attention: "decode" of a batch after so many tokens, or "prefill" of so many.
-        graphs, compiled: whether steps were replays of a CUDA graph, and compiled.
+        graphs: whether steps were compiled, and replays of a CUDA graph.
         median_us, p25_us, p75_us: of a step, or of a prefill.
         tokens_per_second: of the batch.
         floor_us, share: time to read what a step must read once, and ``floor_us / median_us``; None for prefill.
@@ -61,7 +61,6 @@ class ModelRecord:
     tokens: int
     attention: str
     graphs: bool
-    compiled: bool
     median_us: float
     p25_us: float
     p75_us: float
@@ -120,7 +119,7 @@ class ModelBench:
         prefill_len: tokens of the prefill that is timed; 0 for none.
         prefill_attention: attention implementation of that prefill; None is the model's.
         repeats: turns, and prefills.
-        graphs, compile: replay steps from a CUDA graph; compile them.
+        graphs: compile steps, and replay them from a CUDA graph.
         device, stamp: where, and what records share.
     """
 
@@ -131,7 +130,6 @@ class ModelBench:
     prefill_attention: str | None
     repeats: int
     graphs: bool
-    compile: bool
     device: Device
     stamp: Stamp
     _logits: dict[int, Tensor] = field(default_factory=dict, init=False)
@@ -187,13 +185,10 @@ class ModelBench:
             expected = _logits(plain, prompts_BT, given_NB1)
         layers = len(experts_modules(model))
         experts_read = sum(read[layers:]) / max(len(read[layers:]), 1)  # the first of each layer is the prompt's
-        decoder = plain
-        if self.graphs or self.compile:
-            backend = "inductor" if self.compile else None
-            decoder = Decoder(model, max_tokens=most, compile=backend, capture=self.graphs)
+        decoder = Decoder(model, max_tokens=most) if self.graphs else plain
         what = f"{experts} ({implementation}), batch {batch}"
         got = _logits(decoder, prompts_BT, given_NB1)
-        _compare(f"{what}: compiled or captured steps", got, expected)
+        _compare(f"{what}: captured steps", got, expected)
         difference = None
         if batch in self._logits:
             difference = _compare(f"{what}: logits", got, self._logits[batch])
@@ -205,7 +200,6 @@ class ModelBench:
             model, experts, implementation, weight_bytes, phase="decode", batch=batch, tokens=self.prompt_len,
             timing=timing, count=self.steps, new=batch, floor_us=floor_us, experts_read=experts_read,
             difference=difference, attention=model.config._attn_implementation, graphs=self.graphs,
-            compiled=self.compile,
         )  # fmt: skip
 
     def prefill(self, model: Any, experts: str, implementation: str, weight_bytes: int) -> ModelRecord:
@@ -222,7 +216,7 @@ class ModelBench:
             model.set_attn_implementation(own)
         return self._record(
             model, experts, implementation, weight_bytes, phase="prefill", batch=1, tokens=self.prefill_len,
-            timing=timing, count=1, new=self.prefill_len, attention=attention, graphs=False, compiled=False,
+            timing=timing, count=1, new=self.prefill_len, attention=attention, graphs=False,
         )  # fmt: skip
 
     def _tokens(self, model: Any, batch: int) -> tuple[Tensor, Tensor]:

@@ -49,10 +49,7 @@ def command(
         str | None, typer.Option(help="Of the timed prefill, such as flex_attention. Default: as --attention.")
     ] = None,
     graphs: Annotated[
-        bool | None, typer.Option("--graphs/--no-graphs", help="Replay steps from a CUDA graph. Default: on a GPU.")
-    ] = None,
-    compile: Annotated[
-        bool | None, typer.Option("--compile/--no-compile", help="torch.compile the step. Default: on a GPU.")
+        bool | None, typer.Option("--graphs/--no-graphs", help="Compiled steps from a CUDA graph. Default: on a GPU.")
     ] = None,
     backend: Backend = "auto",
     role: Role = "mixed",
@@ -89,7 +86,6 @@ def command(
         prefill_attention=prefill_attention,
         repeats=repeats,
         graphs=where.type == "cuda" if graphs is None else graphs,
-        compile=where.type == "cuda" if compile is None else compile,
         device=machine.device,
         stamp=Stamp.now(machine, shlex.join(["polymoe", *sys.argv[1:]]), commit),
     )
@@ -141,9 +137,8 @@ def _table(rows: list[ModelRecord], title: str) -> Table:
         floor = (
             ("", "", "") if r.floor_us is None else (f"{r.floor_us:.0f} us", f"{r.share:.2f}", f"{r.experts_read:.1f}")
         )
-        run_by = [r.implementation, *["compiled"] * r.compiled, *["graph"] * r.graphs]
         table.add_row(
-            r.experts, ", ".join(run_by), size(r.weight_bytes), r.phase, str(r.batch),
+            r.experts, r.implementation + (", graph" if r.graphs else ""), size(r.weight_bytes), r.phase, str(r.batch),
             str(r.tokens), f"{r.median_us:.0f} us", f"{r.tokens_per_second:.1f}", *floor,
             "" if r.difference is None else f"{r.difference:.1e}",
         )  # fmt: skip

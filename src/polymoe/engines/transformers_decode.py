@@ -30,14 +30,18 @@ class Decoder:
         max_tokens: most tokens of a sequence, the prompt's with them.
         compile: backend of ``torch.compile`` for the step as one graph, "inductor" or "aot_eager"; None leaves the
             model as it is.
-        capture: whether steps are replays of a CUDA graph.
+        capture: whether steps are replays of a CUDA graph; they have to be compiled.
 
     Raises:
+        ArgumentError: to capture without compiling.
         UnsupportedProblem: to capture experts whose backend looks at tensors on the host.
     """
 
     def __init__(self, model: Any, *, max_tokens: int, compile: str | None = "inductor", capture: bool = True) -> None:
         if capture:
+            # Models copy constants from the host as they go, which a capture forbids and a compiler takes out.
+            if compile is None:
+                raise ArgumentError("Decoder(compile=None)", expected="capture=False with it", got="capture=True")
             require_capturable(model)
         self.model, self.device, self.max_tokens, self.capture = model, model.device, max_tokens, capture
         self.cache = StaticCache(config=model.config, max_cache_len=max_tokens)
