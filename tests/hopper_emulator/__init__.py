@@ -16,18 +16,31 @@ ARGS = {"rows": ("DispatchArgs", "SpreadArgs", "CombineArgs")}
 
 
 def compile_unit(unit: str, folder: Path) -> ctypes.CDLL:
-    """One source file as a shared library, with asynchronous copies, barriers and products emulated."""
-    for path in (*SOURCES.glob("*.cu"), *SOURCES.glob("*.cuh")):
-        text = path.read_text().replace("extern __shared__", "extern").replace("__shared__", "static")
-        (folder / path.name).write_text(text)
+    """One of the kernels' source files as a shared library."""
+    files = {path.name: path.read_text() for path in (*SOURCES.glob("*.cu"), *SOURCES.glob("*.cuh"))}
+    return compile_files(files, f"{unit}.cu", ARGS.get(unit, ("GemmArgs",)), folder, unit)
+
+
+def compile_files(files: dict[str, str], unit: str, args: tuple[str, ...], folder: Path, name: str) -> ctypes.CDLL:
+    """A source file among others, with asynchronous copies, barriers and products emulated.
+
+    Args:
+        files: texts by name.
+        unit: the name of the one to compile.
+        args: structures that its kernels take.
+        folder: for what is written.
+        name: of the library.
+    """
+    inside = folder / name
+    inside.mkdir(exist_ok=True)
+    for file, text in files.items():
+        (inside / file).write_text(text.replace("extern __shared__", "extern").replace("__shared__", "static"))
     for path in HERE.glob("*.*h"):
-        shutil.copy(path, folder)
-    calls = "".join(f"POLYMOE_CALL({args})\n" for args in ARGS.get(unit, ("GemmArgs",)))
-    source = folder / f"{unit}.cpp"
-    source.write_text(f'#include "cuda.h"\n#include "{unit}.cu"\n{calls}')
-    target = folder / f"{unit}.so"
-    command = ["g++", "-shared", "-fPIC", "-O1", "-std=c++17", "-w", "-o", target, source]
-    subprocess.run(command, check=True)
+        shutil.copy(path, inside)
+    calls = "".join(f"POLYMOE_CALL({struct})\n" for struct in args)
+    source, target = inside / f"{name}.cpp", inside / f"{name}.so"
+    source.write_text(f'#include "cuda.h"\n#include "{unit}"\n{calls}')
+    subprocess.run(["g++", "-shared", "-fPIC", "-O1", "-std=c++17", "-w", "-o", target, source], check=True)
     library = ctypes.CDLL(str(target))
     library.emulate.restype = ctypes.c_char_p
     return library

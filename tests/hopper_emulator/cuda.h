@@ -20,6 +20,7 @@
 #define __device__
 #define __host__
 #define __global__
+#define __constant__ static
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __grid_constant__

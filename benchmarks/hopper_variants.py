@@ -1,0 +1,379 @@
+"""Variants of the Hopper kernels, built without a GPU and timed on one: what a change of shape or schedule would give.
+
+    python benchmarks/hopper_variants.py build FOLDER [NAME ...]    compile (scripts/build-kernels fetches the compiler)
+    python benchmarks/hopper_variants.py emulate FOLDER [NAME ...]  prove on this CPU, small
+    python benchmarks/hopper_variants.py run FOLDER [NAME ...]      prove and time on an H200; DeepSeek-V4-Flash, MXFP4
+
+A variant is the kernels' own sources with a few words exchanged and other template arguments. ``run`` compares each
+with the reference before it is timed, and prints microseconds: of the whole layer, and of what its first two, three and
+four launches take. Names with ``ring`` (data are brought, nothing is multiplied) and ``math`` (the other way round)
+bound the others from below and are right about nothing.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polymoe.activations import SwiGLU
+from polymoe.backends.hopper import Hopper, HopperConfig
+from polymoe.bench.timing import Turn, calls_per_turn
+from polymoe.formats import FORMATS
+from polymoe.kernels.hopper import compiled, launch
+from polymoe.kernels.hopper.driver import Module
+from polymoe.kernels.hopper.launch import Shape
+from polymoe.layouts import LAYOUTS, Packed
+from polymoe.layouts.hopper_order import pack_scales
+from polymoe.problem import Problem
+from polymoe.routing import Routing
+from polymoe.tensors import ExpertsSpec, ExpertWeights
+
+SOURCES = Path(compiled.__file__).parent
+TOLERANCE = 5e-3
+
+Changes = tuple[tuple[str, str, str], ...]
+"""File, what stands there once, what shall stand there."""
+
+WIDE: Changes = (
+    (
+        "formats.cuh",
+        """    const uint32_t mask = 0x81C081C0u;
+    a[0] = word & mask;
+    a[1] = (word << 4) & mask;
+    a[2] = __funnelshift_l(word, word, 10) & mask;
+    a[3] = ((word << 6) & 0x80C080C0u) | ((word >> 2) & 0x01000100u);
+""",
+        """    const uint32_t mask = 0x81C081C0u;
+    a[0] = word & mask;
+    a[1] = (word * powers[0]) & mask;
+#ifdef __CUDACC__  // or the compiler adds a zero to the upper half
+    asm("{\\n.reg .b64 p;\\n.reg .b32 l, h;\\nmul.wide.u32 p, %1, %2;\\nmov.b64 {l, h}, p;\\n"
+        "lop3.b32 %0, l, h, %3, 0xA8;\\n}" : "=r"(a[2]) : "r"(word), "r"(powers[1]), "r"(mask));
+#else
+    const uint64_t turned = static_cast<uint64_t>(word) * powers[1];
+    a[2] = static_cast<uint32_t>(turned | turned >> 32) & mask;
+#endif
+    a[3] = ((word * powers[2]) & 0x80C080C0u) | ((word >> 2) & 0x01000100u);
+""",
+    ),
+    ("formats.cuh", "// Eight e2m1 codes", "__constant__ uint32_t powers[3] = {16, 1024, 64};\n\n// Eight e2m1 codes"),
+)
+"""Shifts as multiplications, which are made elsewhere than what else decoding takes."""
+
+RING: Changes = (
+    (
+        "prefill.cuh",
+        "            multiply<F, WG, MT, MOST / VARIANTS, MOST, MOST / VARIANTS, BLOCKS>(acc, args, ring, item.z);\n",
+        """            for (int m = 0; m < MT; ++m) {
+                for (int i = 0; i < MOST / 2; ++i) acc[m][i] = 0.0f;
+            }
+            for (int at = 0; at < args.columns; at += 64 * BLOCKS) {
+                ring.wait();
+                __syncwarp();
+                if (lane == 0) barrier_arrive(ring.empty + 8 * ring.slot);
+                ring.next();
+            }
+""",
+    ),
+)
+_COPY = "__device__ __forceinline__ void copy_bulk"
+MATH: Changes = (
+    ("prefill.cuh", "barrier_arrive_expect(barrier, bytes);", "barrier_arrive(barrier);"),
+    (
+        "ptx.cuh",
+        f"{_COPY}(uint32_t shared,",
+        f"{_COPY}(uint32_t, const void*, uint32_t, uint32_t) {{}}\n\n{_COPY}_really(uint32_t shared,",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Rows of an item; for prefill its shape and the number of widths; the changes; tokens to be timed at."""
+
+    rows: int
+    tokens: tuple[int, ...]
+    shape: Shape | None = None
+    widths: int = 1
+    changes: Changes = ()
+
+    @property
+    def proven(self) -> bool:
+        """Whether results are meant to be right."""
+        return self.changes not in (RING, MATH)
+
+
+def _prefill(rows: int, shape: tuple[int, int, int], widths: int, tokens: tuple[int, ...], **kwargs: Any) -> Variant:
+    return Variant(rows, tokens, Shape(*shape), widths, **kwargs)
+
+
+FEW, SOME, MANY = (256, 512, 1024), (1024, 2048), (4096, 8192)
+VARIANTS: dict[str, Variant] = {
+    # As compiled for users, and what bounds them.
+    "32": _prefill(32, (2, 4, 2), 1, FEW),
+    "64": _prefill(64, (4, 1, 2), 4, SOME),
+    "128": _prefill(128, (3, 1, 2), 4, MANY),
+    "32-ring": _prefill(32, (2, 4, 2), 1, FEW[1:], changes=RING),
+    "32-math": _prefill(32, (2, 4, 2), 1, FEW[1:], changes=MATH),
+    "64-ring": _prefill(64, (4, 1, 2), 4, SOME[1:], changes=RING),
+    "64-math": _prefill(64, (4, 1, 2), 4, SOME[1:], changes=MATH),
+    "128-ring": _prefill(128, (3, 1, 2), 4, MANY, changes=RING),
+    "128-math": _prefill(128, (3, 1, 2), 4, MANY, changes=MATH),
+    # More warps for the same rows of weights; fewer rows of weights; narrower products.
+    "32-16warps": _prefill(32, (4, 2, 2), 1, FEW),
+    "32-12warps": _prefill(32, (3, 2, 2), 1, FEW),
+    "16": _prefill(16, (2, 4, 2), 1, FEW[:2]),
+    "16-16warps": _prefill(16, (4, 2, 2), 1, FEW[:2]),
+    "32-4blocks": _prefill(32, (2, 2, 4), 1, FEW),
+    # 384 or 256 rows of weights: less of x from L2.
+    "64-384": _prefill(64, (3, 2, 2), 2, SOME),
+    "64-256": _prefill(64, (2, 2, 4), 4, SOME),
+    "64-4blocks": _prefill(64, (4, 1, 4), 4, SOME),
+    "128-256": _prefill(128, (2, 2, 2), 2, MANY),
+    "112-256": _prefill(112, (2, 2, 2), 1, MANY),
+    "112": _prefill(112, (3, 1, 2), 2, MANY),
+    "128-1block": _prefill(128, (3, 1, 1), 4, MANY),
+    # Items wide enough for all rows of an expert at 8192 tokens.
+    "192": _prefill(192, (2, 1, 2), 3, MANY[1:]),
+    "256": _prefill(256, (2, 1, 2), 4, MANY[1:]),
+    # Decode.
+    "decode-8": Variant(8, (1, 2, 4, 16, 64, 128)),
+    "decode-12": Variant(12, (128, 256)),
+    "decode-16": Variant(16, (256,)),
+    "decode-8-wide": Variant(8, (1, 16, 64, 128), changes=WIDE),
+    "decode-12-wide": Variant(12, (128, 256), changes=WIDE),
+}
+
+
+def sources(variant: Variant) -> dict[str, str]:
+    """The kernels' files with the variant's changes, and ``variant.cu``."""
+    files = {path.name: path.read_text() for path in (*SOURCES.glob("*.cu"), *SOURCES.glob("*.cuh"))}
+    for name, old, new in variant.changes:
+        if files[name].count(old) != 1:
+            raise SystemExit(f"{name}: expected once, got {files[name].count(old)} times: {old!r}")
+        files[name] = files[name].replace(old, new)
+    if variant.shape is None:
+        eights = -(-variant.rows // 8)
+        lines = [
+            f"POLYMOE_DECODE(decode_{kind}_{eights * 8}_{height}, Mxfp4, {eights}, {512 // height}, {matrix})\n"
+            for kind, matrix in (("gated", "kGated"), ("down", "kDown"))
+            for height in (64, 128)
+        ]
+        files["variant.cu"] = '#include "decode.cuh"\n' + "".join(lines)
+    else:
+        s = variant.shape
+        numbers = f"{s.warpgroups}, {s.groups}, {variant.rows}, {variant.widths}, {s.blocks}"
+        lines = [
+            f"POLYMOE_PREFILL(prefill_{kind}_{variant.rows}, Mxfp4, {numbers}, {matrix})\n"
+            for kind, matrix in (("gated", "kGated"), ("down", "kDown"))
+        ]
+        files["variant.cu"] = '#include "prefill.cuh"\n' + "".join(lines)
+        widths = {variant.rows // variant.widths * i for i in range(1, variant.widths + 1)}
+        there = files["wgmma.cuh"]
+        missing = "".join(_product(n) for n in sorted(widths) if f"struct Product<{n}>" not in there)
+        files["wgmma.cuh"] = there.replace("}  // namespace polymoe", missing + "}  // namespace polymoe")
+    return files
+
+
+def _product(n: int) -> str:
+    """The specialization of wgmma.cuh's ``Product`` for n rows of x."""
+    count = n // 2
+    d = ", ".join(f"%{i}" for i in range(count))
+    a = ", ".join(f"%{count + i}" for i in range(4))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    return f"""template <>
+struct Product<{n}> {{
+    static __device__ __forceinline__ void add(float* d, const uint32_t (&a)[4], uint64_t b) {{
+        asm volatile(
+            "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{{d}}}, {{{a}}}, %{count + 4}, 1, 1, 1, 0;"
+            : {outputs}
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+    }}
+}};
+
+"""
+
+
+def build(folder: Path, names: Sequence[str]) -> None:
+    """Compile to ``folder/NAME.cubin``; prints what the assembler has to say."""
+    nvcc = Path(f".venv/cuda-{compiled.COMPILER['nvidia-cuda-nvcc']}/nvidia/cu13/bin/nvcc").resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        with tempfile.TemporaryDirectory() as temporary:
+            for file, text in sources(VARIANTS[name]).items():
+                Path(temporary, file).write_text(text)
+            command = [nvcc, *compiled.OPTIONS, "-o", (folder / f"{name}.cubin").resolve(), "variant.cu"]
+            done = subprocess.run(command, cwd=temporary, capture_output=True, text=True)
+        said = [line for line in done.stderr.splitlines() if line.strip()]
+        print(f"{name}: {'built' if done.returncode == 0 else 'FAILED'}", *said, sep="\n    ", flush=True)
+
+
+def emulate(folder: Path, names: Sequence[str]) -> None:
+    """Run on the CPU with a small layer and compare."""
+    sys.path.insert(0, "tests")
+    from types import SimpleNamespace
+
+    from hopper_emulator import Emulator, compile_files, compile_unit
+    from polymoe.backends.reference import run_experts
+    from polymoe.experts import relative_error
+    from problems import problem_of, random_call, random_experts
+
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=3)  # type: ignore[assignment]
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = random_experts(hidden=592, intermediate=400, experts=3)
+    problem, packed = problem_of(weights), LAYOUTS["hopper"].pack(weights, torch.device("cpu"))
+    rows = compile_unit("rows", folder)
+    for name in names:
+        if not VARIANTS[name].proven:
+            continue
+        variant = VARIANTS[name]
+        unit = "decode_mxfp4" if variant.shape is None else "prefill_mxfp4"
+        library = compile_files(sources(variant), "variant.cu", ("GemmArgs",), folder, name)
+        launch.kernel = Emulator({"rows": rows, unit: library}, list(packed.tensors.values()))
+        x, routing = random_call(170, 592, 3, 2, torch.bfloat16)
+        out = torch.full_like(x, float("nan"))
+        _call(variant, 64)(problem, packed, x, routing, out)
+        print(f"{name}: error {relative_error(out, run_experts(problem, weights, x, routing)):.2g}", flush=True)
+
+
+def _call(variant: Variant, height: int) -> Callable[..., None]:
+    """Runs the backend in the variant's configuration."""
+    kernels = "decode" if variant.shape is None else "prefill"
+    config = HopperConfig(kernels, variant.rows, height if kernels == "decode" else 0)
+
+    def call(problem: Problem, packed: Packed, x: Tensor, routing: Routing, out: Tensor) -> None:
+        if variant.shape is not None:
+            launch.PREFILL[variant.rows] = variant.shape
+        Hopper().run(problem, packed, x, routing, config, out)
+
+    return call
+
+
+class Launcher:
+    """Takes the place of ``launch.kernel``: a variant's products, and no more than ``most`` launches a call."""
+
+    def __init__(self, cubin: Path, most: int = 9) -> None:
+        self.module, self.most, self.made = _module(cubin), most, 0
+
+    def __call__(self, unit: str, name: str) -> Callable[..., None]:
+        """The kernel, or nothing where there were enough."""
+        self.made = 1 if name.startswith("dispatch") else self.made + 1
+        if self.made > self.most:
+            return lambda *args, **kwargs: None
+        return compiled.kernel(unit, name) if unit == "rows" else _kernel(self.module, name)
+
+
+@cache
+def _module(cubin: Path) -> Module:
+    return Module(cubin.read_bytes())
+
+
+@cache
+def _kernel(module: Module, name: str) -> Any:
+    return module.kernel(name)
+
+
+def _layer() -> tuple[Problem, Packed, ExpertWeights]:
+    """DeepSeek-V4-Flash's shape with random codes and scales, packed, and the same unpacked."""
+    encoding = FORMATS["mxfp4"].encoding
+    spec = ExpertsSpec(hidden=4096, intermediate=2048, experts=256, gate=encoding, up=encoding, down=encoding)
+    g = torch.Generator("cuda").manual_seed(0)
+    tensors = {}
+    for name, (n, k) in (("up", (4096, 4096)), ("down", (4096, 2048))):
+        tensors[f"{name}.codes"] = torch.randint(256, (256, n * k // 2), generator=g, device="cuda", dtype=torch.uint8)
+        scales = torch.randint(117, 121, (256, n, k // 32, 1), generator=g, device="cuda", dtype=torch.uint8)
+        tensors[f"{name}.scales"] = torch.stack([pack_scales(s, encoding, k) for s in scales])
+    packed = Packed("hopper", spec, tensors)
+    problem = Problem(spec=spec, activation=SwiGLU(limit=10.0), top_k=6)
+    return problem, packed, LAYOUTS["hopper"].unpack(packed)
+
+
+def _routing(tokens: int, turn: int) -> Routing:
+    g = torch.Generator("cuda").manual_seed(1_000_003 * turn + tokens)
+    ids = torch.rand(tokens, 256, generator=g, device="cuda").topk(6).indices
+    weights = torch.rand(tokens, 6, generator=g, device="cuda") + 0.1
+    return Routing(ids, weights / weights.sum(1, keepdim=True))
+
+
+def _reference(problem: Problem, weights: ExpertWeights, x: Tensor, routing: Routing) -> Tensor:
+    out, x = torch.zeros(x.shape, device="cuda"), x.float()
+    for e in routing.topk_ids_TA.unique().tolist():
+        rows, slots = (routing.topk_ids_TA == e).nonzero(as_tuple=True)
+        expert = weights.expert(e)
+        gate, up, down = (expert.projections[name].dequantize() for name in ("gate", "up", "down"))
+        h = problem.activation(x[rows] @ gate.T, x[rows] @ up.T)  # type: ignore[call-arg]
+        out.index_add_(0, rows, (h @ down.T) * routing.topk_weights_TA[rows, slots][:, None])
+    return out
+
+
+def run(folder: Path, names: Sequence[str]) -> None:
+    """Compare and time on this GPU."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    problem, packed, weights = _layer()
+
+    @cache
+    def calls(tokens: int) -> list[tuple[Tensor, Routing]]:
+        g = torch.Generator("cuda").manual_seed(tokens)
+        count = calls_per_turn(tokens)
+        x = torch.randn(count, tokens, 4096, generator=g, device="cuda").bfloat16()
+        return [(x[i], _routing(tokens, i)) for i in range(count)]
+
+    @cache
+    def expected(tokens: int) -> Tensor:
+        return _reference(problem, weights, *calls(tokens)[0])
+
+    for name in names:
+        variant, cubin = VARIANTS[name], folder / f"{name}.cubin"
+        for height in (64, 128) if variant.shape is None else (0,):
+            call = _call(variant, height)
+            for tokens in variant.tokens:
+                title = f"{name}{f'/{height}' if height else ''}, {tokens} tokens"
+                try:
+                    launch.kernel = Launcher(cubin)
+                    inputs = calls(tokens)
+                    outs = [torch.full_like(x, float("nan")) for x, _ in inputs]
+                    call(problem, packed, *inputs[0], outs[0])
+                    torch.cuda.synchronize()
+                    wanted = expected(tokens) if variant.proven else outs[0].float()
+                    error = float((outs[0].float() - wanted).norm() / wanted.norm())
+                    if variant.proven and not error <= TOLERANCE:
+                        print(f"{title}: WRONG, error {error:.2g}", flush=True)
+                        continue
+                    times = []
+                    for most in (9, 2, 3) if variant.shape is None else (9, 2, 3, 4):
+                        launch.kernel = Launcher(cubin, most)
+                        each = [partial(call, problem, packed, *i, o) for i, o in zip(inputs, outs, strict=True)]
+                        times.append(Turn(each, torch.device("cuda"), graph=True).time())
+                except Exception as error:  # one variant's failure says nothing about the others'
+                    print(f"{title}: {type(error).__name__}: {error}", flush=True)
+                    continue
+                parts = " ".join(f"{t.median_us:.1f}" for t in times[1:])
+                t = times[0]
+                print(
+                    f"{title}: {t.median_us:.1f} us [{t.p25_us:.1f} {t.p75_us:.1f}], launches up to: {parts}, "
+                    f"error {error:.2g}",
+                    flush=True,
+                )
+
+
+def main() -> None:
+    """See the module."""
+    verbs = {"build": build, "emulate": emulate, "run": run}
+    unknown = [name for name in sys.argv[3:] if name not in VARIANTS]
+    if len(sys.argv) < 3 or sys.argv[1] not in verbs or unknown:
+        print(f"{__doc__}\nvariants: {', '.join(VARIANTS)}", file=sys.stderr)
+        raise SystemExit(2)
+    verbs[sys.argv[1]](Path(sys.argv[2]), sys.argv[3:] or list(VARIANTS))
+
+
+if __name__ == "__main__":
+    main()

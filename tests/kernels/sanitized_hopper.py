@@ -1,0 +1,44 @@
+"""Each Hopper kernel once, small, for compute-sanitizer: prints the relative errors against the reference.
+
+PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/kernels/sanitized_hopper.py
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from polymoe.backends.base import TOLERANCE
+from polymoe.backends.hopper import Hopper
+from polymoe.backends.reference import run_experts
+from polymoe.experts import relative_error
+from polymoe.layouts import LAYOUTS
+from polymoe.machine import Machine
+from polymoe.routing import Routing
+from problems import problem_of, random_call, random_experts
+
+
+def main() -> None:
+    worst = 0.0
+    for format in ("mxfp4", "nvfp4", "int4_g128"):
+        weights = random_experts(format, hidden=336, intermediate=272, gated=format != "nvfp4", bias=True)
+        problem = problem_of(weights)
+        packed = LAYOUTS["hopper"].pack(weights, torch.device("cuda"))
+        x, routing = random_call(60, 336, 5, dtype=torch.bfloat16)
+        routing.topk_ids_TA[0, 0] = -1
+        expected = run_experts(problem, weights, x, routing)
+        for config in Hopper().candidates(problem, Machine.of("cuda"), 60):
+            out = torch.empty_like(x, device="cuda")
+            Hopper().run(problem, packed, x.cuda(), Routing(*(part.cuda() for part in routing)), config, out)
+            error = relative_error(out.cpu(), expected)
+            print(f"{format}, {config}: {error:.2g}", flush=True)
+            worst = max(worst, error)
+    sys.exit(not worst <= TOLERANCE)
+
+
+if __name__ == "__main__":
+    main()
