@@ -203,15 +203,21 @@ class ModelBench:
         )  # fmt: skip
 
     def prefill(self, model: Any, experts: str, implementation: str, weight_bytes: int) -> ModelRecord:
-        """Time one prompt, as ``generate`` runs it: not compiled."""
+        """Time one prompt, as ``generate`` runs it: not compiled.
+
+        Raises:
+            ArgumentError: for an attention implementation that does not run the model here.
+        """
         g = torch.Generator().manual_seed(2)
         own = model.config._attn_implementation
         attention = self.prefill_attention or own
         ids_BT = torch.randint(model.config.vocab_size, (1, self.prefill_len), generator=g).to(model.device)
-        model.set_attn_implementation(attention)
         try:
+            model.set_attn_implementation(attention)
             with torch.inference_mode():
                 timing = self._time(lambda: None, lambda: model(ids_BT, use_cache=True, logits_to_keep=1), model.device)
+        except (ValueError, ImportError) as error:
+            raise ArgumentError("prefill attention", expected="one that runs the model here", got=str(error)) from error
         finally:
             model.set_attn_implementation(own)
         return self._record(
