@@ -15,10 +15,10 @@ from polymoe.backends import BACKENDS
 from polymoe.backends.base import TOLERANCE
 from polymoe.backends.reference import run_experts
 from polymoe.backends.select import select
+from polymoe.calls import Choice
 from polymoe.checkpoint import Checkpoint
 from polymoe.checkpoint.repack import repacked
 from polymoe.errors import ArgumentError, CheckpointNotFound
-from polymoe.calls import Choice
 from polymoe.experts import FusedExperts, relative_error, resolve_activations
 from polymoe.formats import Encoding
 from polymoe.layouts import LAYOUTS
