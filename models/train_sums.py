@@ -292,7 +292,8 @@ def main() -> None:
     remove_rounding(model)
     store(model.cpu(), family, directory, largest_inputs=calibrated)
     log(
-        f"{len(asked):,} of {len(all_heldout):,} held-out questions, every token of the answer the most probable: {exact:.2f} %"
+        f"{len(asked):,} of {len(all_heldout):,} held-out questions, "
+        f"every token of the answer the most probable: {exact:.2f} %"
     )
     log(f"trained and written in {time.perf_counter() - start:.0f} s")
     (directory / "training.log").write_text("".join(lines))

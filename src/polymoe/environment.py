@@ -11,8 +11,8 @@ __all__ = ["VARIABLES", "cache_directory"]
 
 VARIABLES: Mapping[str, str] = MappingProxyType(
     {
-        "POLYMOE_API_KEY": "bearer token that clients of `polymoe serve` must send, and that `eval` and `bench serve` send "
-        "(same as --api-key)",
+        "POLYMOE_API_KEY": "bearer token that clients of `polymoe serve` must send, and that `eval` and `bench serve` "
+        "send (same as --api-key)",
         "POLYMOE_CACHE": "directory of what polymoe may make again, such as tuned tables (default: polymoe in the "
         "user's cache directory, $XDG_CACHE_HOME or ~/.cache)",
     }
