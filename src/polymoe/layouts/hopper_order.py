@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -82,6 +83,7 @@ E4M3_MOST = 126
 """Largest E4M3 byte that is a scale: 448. What follows is NaN and negative."""
 
 
+@cache
 def e4m3_codes() -> Tensor:
     """What is stored for each E4M3 byte: uint8 [256], a bijection.
 
@@ -197,14 +199,19 @@ def _inverse(places: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(range(32), key=places.__getitem__))
 
 
+@cache
+def _tables(places: tuple[int, ...]) -> Tensor:
+    """Where each byte's values go: int32 [4, 256]. Kept: an expert takes less time than making them."""
+    bits = [places[8 * byte : 8 * byte + 8] for byte in range(4)]
+    tables = [[sum(1 << b for i, b in enumerate(byte) if value >> i & 1) for value in range(256)] for byte in bits]
+    return torch.tensor(tables).int()  # wraps: bit 31 is the sign
+
+
 def _move_bits(words: Tensor, places: Sequence[int]) -> Tensor:
     """Bit b of each little-endian word of 4 bytes [..., 4] to bit ``places[b]``; same shape."""
     moved = None
-    for byte in range(4):
-        bits = places[8 * byte : 8 * byte + 8]
-        table = [sum(1 << bit for b, bit in enumerate(bits) if value >> b & 1) for value in range(256)]
-        lookup = torch.tensor(table, device=words.device).int()  # wraps: bit 31 is the sign
-        part = lookup.index_select(0, words[..., byte].flatten().int())
+    for byte, table in enumerate(_tables(tuple(places)).to(words.device)):
+        part = table.index_select(0, words[..., byte].flatten().int())
         moved = part if moved is None else moved.bitwise_or_(part)
     assert moved is not None
     return moved.view(torch.uint8).view(words.shape)
