@@ -304,12 +304,18 @@ def _routing(tokens: int, turn: int) -> Routing:
     return Routing(ids, weights / weights.sum(1, keepdim=True))
 
 
+@cache
+def _dequantized(weights: ExpertWeights, e: int) -> tuple[Tensor, ...]:
+    """Gate, up and down in float32: 26 GB for all experts."""
+    expert = weights.expert(e)
+    return tuple(expert.projections[name].dequantize() for name in ("gate", "up", "down"))
+
+
 def _reference(problem: Problem, weights: ExpertWeights, x: Tensor, routing: Routing) -> Tensor:
     out, x = torch.zeros(x.shape, device="cuda"), x.float()
     for e in routing.topk_ids_TA.unique().tolist():
         rows, slots = (routing.topk_ids_TA == e).nonzero(as_tuple=True)
-        expert = weights.expert(e)
-        gate, up, down = (expert.projections[name].dequantize() for name in ("gate", "up", "down"))
+        gate, up, down = _dequantized(weights, e)
         h = problem.activation(x[rows] @ gate.T, x[rows] @ up.T)  # type: ignore[call-arg]
         out.index_add_(0, rows, (h @ down.T) * routing.topk_weights_TA[rows, slots][:, None])
     return out
