@@ -1,6 +1,6 @@
 """Each Triton kernel once, small, for compute-sanitizer: prints the largest relative error against the reference.
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/kernels/sanitized.py
+PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/kernels/sanitized.py
 """
 
 from __future__ import annotations

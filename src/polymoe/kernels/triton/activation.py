@@ -1,7 +1,7 @@
 """What stands between an expert's products, and E4M3 rounding, as device functions."""
 
 # Kernel arguments are not what a type checker takes them for.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ narrow as 16. One program makes one tile of one expert, gate and up together, so
 """
 
 # Kernel arguments are not what a type checker takes them for.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 

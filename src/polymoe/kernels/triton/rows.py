@@ -53,7 +53,7 @@ class Operand:
     @property
     def programs(self) -> int:
         """Programs that write it."""
-        return triton.cdiv(self.values.shape[0], self.constants["ROWS"]) * self.parts
+        return int(triton.cdiv(self.values.shape[0], self.constants["ROWS"])) * self.parts
 
     @classmethod
     def empty(

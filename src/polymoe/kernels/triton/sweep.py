@@ -5,7 +5,7 @@ pipelined runs over those blocks: a loop over K would end before its pipeline is
 """
 
 # Kernel arguments are not what a type checker takes them for.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
