@@ -72,6 +72,7 @@ class Problem:
         parts += ["weight on input"] if self.weight_on == "input" else []
         parts += [f"x {self.dtype}" + ("" if self.activations == "16bit" else f" as {self.activations}")]
         parts += ["wide scales"] if self.wide_scales else []
+        parts += ["batch invariant"] if self.batch_invariant else []
         parts += [f"tp={self.tp}"] if self.tp > 1 else []
         parts += [f"ep={self.ep}"] if self.ep > 1 else []
         return ", ".join(parts)

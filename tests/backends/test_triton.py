@@ -270,7 +270,7 @@ class TestOnGpu:
     @pytest.mark.parametrize("tokens", [1, 12])
     def test_compiled_graph_without_a_break(self, tokens: int) -> None:
         weights = random_experts("mxfp4", hidden=128, intermediate=128)
-        experts = FusedExperts.from_weights(weights, SwiGLU(), top_k=2, device="cuda")
+        experts = FusedExperts.from_weights(weights, SwiGLU(), top_k=2, device="cuda", backend="triton")
         x, routing = random_call(tokens, 128, 5, dtype=torch.bfloat16)
         call = (x.cuda(), *(part.cuda() for part in routing))
         compiled = torch.compile(lambda *a: experts(*a) + 1, fullgraph=True, mode="reduce-overhead")
@@ -279,7 +279,7 @@ class TestOnGpu:
 
     def test_another_stream(self) -> None:
         weights = random_experts("nvfp4", hidden=128, intermediate=128)
-        experts = FusedExperts.from_weights(weights, SwiGLU(), top_k=2, device="cuda")
+        experts = FusedExperts.from_weights(weights, SwiGLU(), top_k=2, device="cuda", backend="triton")
         x, routing = random_call(40, 128, 5, dtype=torch.bfloat16)
         call = (x.cuda(), *(part.cuda() for part in routing))
         expected = experts(*call)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from polymoe.backends.base import Backend
+from polymoe.backends.hopper import Hopper
 from polymoe.backends.reference import Reference
 from polymoe.backends.triton import Triton
 
 __all__ = ["BACKENDS", "Backend"]
 
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Reference(), Triton())}
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Reference(), Triton(), Hopper())}
 """Backends by name, in the order in which explanations list them. Checking one loads no kernel."""

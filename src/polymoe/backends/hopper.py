@@ -15,6 +15,7 @@ from torch import Tensor
 
 from polymoe.activations import Activation, GeGLU, SwiGLU
 from polymoe.backends.base import Prediction
+from polymoe.errors import PlanError
 from polymoe.formats import Encoding, PerGroup
 from polymoe.layouts import Packed
 from polymoe.machine import Machine
@@ -22,7 +23,6 @@ from polymoe.planning.cost import cost
 from polymoe.planning.plan import Config
 from polymoe.problem import Problem
 from polymoe.routing import Routing
-from polymoe.tensors import ExpertsSpec
 from polymoe.verdict import Accepted, Reasons, Verdict
 
 if TYPE_CHECKING:
@@ -39,30 +39,41 @@ class HopperConfig(Config):
     rows: int
     """8, 12 or 16 (decode), 32, 64 or 128 (prefill)."""
     height: int
-    """Rows of weights that a block makes at once (decode)."""
+    """Rows of weights that a block makes at once (decode), or 0."""
+
+    def __post_init__(self) -> None:
+        from polymoe.kernels.hopper.launch import DECODE, PREFILL
+
+        sizes = (self.rows, self.height)
+        known = DECODE if self.kernels == "decode" else tuple((rows, 0) for rows in PREFILL)
+        if sizes not in known:  # a table of measured times may be older than the kernels
+            expected = f"rows and height of a {self.kernels} kernel: {', '.join(map(str, known))}"
+            raise PlanError("HopperConfig", expected=expected, got=str(sizes))
 
     def __str__(self) -> str:
         return f"{self.kernels}, {self.rows} rows" + (f", {self.height} high" if self.height else "")
 
 
-# Kernels and rows of an item, by the mean number of rows of an expert that has any: measured on one H200 but for items
-# of 12 rows, which nine of ten experts' rows fit into at a mean of 8.
+# Kernels and rows of an item, by the mean number of rows of an expert that has any: the fastest on one H200 at 1 to 128
+# tokens of DeepSeek-V4-Flash (up to 3.2 rows), 256 (6), 512 and 1024 (12 and 24), 2048 (48), and beyond.
 _BY_ROWS: tuple[tuple[float, HopperConfig], ...] = (
-    (2.3, HopperConfig("decode", 8, 64)),
-    (4.0, HopperConfig("decode", 8, 128)),
-    (8.0, HopperConfig("decode", 12, 128)),
-    (9.0, HopperConfig("decode", 16, 128)),
-    (26.0, HopperConfig("prefill", 32, 0)),
-    (60.0, HopperConfig("prefill", 64, 0)),
+    (4.4, HopperConfig("decode", 8, 64)),
+    (8.5, HopperConfig("decode", 12, 64)),
+    (34.0, HopperConfig("prefill", 32, 0)),
+    (68.0, HopperConfig("prefill", 64, 0)),
     (float("inf"), HopperConfig("prefill", 128, 0)),
 )
-_TILES_A_BLOCK = 8
-"""Tiles that each multiprocessor needs at least, for tiles of 128 rows to share the work as evenly as those of 64."""
+
+# Of those times: the shares of the device's rates at which weights are read and products are made, one after the other,
+# and microseconds beside them.
+_RATES = {"decode": (0.92, 0.34, 11.0), "prefill": (0.79, 0.74, 20.0)}
 
 
 @dataclass(frozen=True, slots=True)
 class Hopper:
-    """Grouped products of 4-bit weights and bfloat16 rows. Capturable."""
+    """Grouped products of 4-bit weights and bfloat16 rows. Capturable. Repeats are equal to the bit. Where results must
+    not depend on the rest of the batch, the kernels for many rows run at every token count.
+    """
 
     name: str = "hopper"
     layouts: tuple[str, ...] = ("hopper",)
@@ -77,10 +88,10 @@ class Hopper:
         reasons.need(problem.activations == "16bit", "activations", "16bit", problem.activations)
         for projection, encoding in spec.encodings.items():
             wanted = "mxfp4, nvfp4, int4_g32 or int4_g128"
-            reasons.need(_format(encoding) is not None, f"{projection} weights", wanted, f"{encoding!r}")
+            got = encoding.name + (f" with scales {encoding.scale_dtype}" if encoding.scale_dtype else "")
+            reasons.need(_format(encoding) is not None, f"{projection} weights", wanted, got)
         reasons.need(not problem.wide_scales, "E8M0 scales", "at most 2**25", "larger ones")
         reasons.need(spec.local_experts <= 1024, "experts on this rank", "at most 1024", spec.local_experts)
-        reasons.need(not problem.batch_invariant, "batch-invariant results", "not asked for", "asked for")
         return reasons.verdict(Accepted(capturable=True))
 
     def configure(self, problem: Problem, machine: Machine, tokens: int) -> HopperConfig:
@@ -88,25 +99,26 @@ class Hopper:
         spec = problem.spec
         hit = cost(problem, machine.device, tokens).active_experts
         mean = tokens * problem.top_k * spec.local_experts / spec.experts / max(hit, 1e-9)
-        config = next(config for bound, config in _BY_ROWS if mean <= bound)
-        if config.kernels == "decode":
-            if not _decode_fits(config.rows, spec):
-                return HopperConfig("prefill", 32, 0)
-            least = min(spec.hidden, spec.intermediate * (len(spec.encodings) - 1))
-            if config.rows == 8 and hit * least / 128 < _TILES_A_BLOCK * machine.device.sms:
-                return HopperConfig("decode", 8, 64)
-        return config
+        wanted = next(config for bound, config in _BY_ROWS if mean <= bound)
+        if _runs(problem, wanted):
+            return wanted
+        # Fewer rows an item, for x of many columns; else the first of the prefill kernels.
+        table = [config for _, config in _BY_ROWS]
+        fewer = [c for c in table if c.kernels == "decode" and c.rows < wanted.rows and _runs(problem, c)]
+        return fewer[-1] if fewer else next(c for c in table if c.kernels == "prefill")
 
     def candidates(
         self, problem: Problem, machine: Machine, tokens: int, timed: Sequence[tuple[Config, float]] = ()
     ) -> Sequence[Config]:
         """All that fit, :meth:`configure`'s first."""
+        from polymoe.kernels.hopper.launch import DECODE, PREFILL
+
         if timed:
             return ()
-        every = [HopperConfig("decode", rows, height) for rows in (8, 12, 16) for height in (64, 128)]
-        every = [config for config in every if _decode_fits(config.rows, problem.spec)]
-        every += [HopperConfig("prefill", rows, 0) for rows in (32, 64, 128)]
-        return tuple(dict.fromkeys((self.configure(problem, machine, tokens), *every)))
+        every = [HopperConfig("decode", rows, height) for rows, height in DECODE]
+        every += [HopperConfig("prefill", rows, 0) for rows in PREFILL]
+        fitting = [config for config in every if _runs(problem, config)]
+        return tuple(dict.fromkeys((self.configure(problem, machine, tokens), *fitting)))
 
     def compile(
         self, problem: Problem, packed: Packed, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor
@@ -114,12 +126,11 @@ class Hopper:
         """Nothing to compile: the kernels are."""
 
     def predict(self, problem: Problem, machine: Machine, tokens: int) -> Prediction:
-        """Fitted to one H200: reading and products one after the other, at 0.88 and 0.5 of the device's rates for
-        decode and at 0.77 and 0.66 for prefill, and the launches."""
+        """Reading and products one after the other, and launches, at rates of each kind of kernels that were fitted to
+        one H200: within 3 % for decode, 15 % for prefill."""
         c = cost(problem, machine.device, tokens)
-        if self.configure(problem, machine, tokens).kernels == "decode":
-            return Prediction(c.memory_us / 0.88 + c.compute_us / 0.5 + 12, "cost model")
-        return Prediction(c.memory_us / 0.77 + c.compute_us / 0.66 + 15, "cost model")
+        memory, products, beside_us = _RATES[self.configure(problem, machine, tokens).kernels]
+        return Prediction(c.memory_us / memory + c.compute_us / products + beside_us, "cost model")
 
     def run(
         self, problem: Problem, packed: Packed, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor
@@ -177,12 +188,20 @@ def _require_format(encoding: Encoding) -> str:
     return found
 
 
-def _decode_fits(rows: int, spec: ExpertsSpec) -> bool:
-    """Whether both matrices have kernels for few rows that take so many."""
+def _runs(problem: Problem, config: HopperConfig) -> bool:
+    """Whether there are such kernels for both matrices, of the kind that may be asked for.
+
+    Batch-invariant results need one kind for every number of tokens, since decode and prefill sum over K in different
+    orders. In all prefill kernels a row's sum is one accumulator that gets K in order, 16 columns at a time, whatever
+    the item's width and the row's place in it; and they are fast enough at both ends.
+    """
     from polymoe.kernels.hopper.launch import decode_fits
 
+    if config.kernels == "prefill":
+        return True
+    spec = problem.spec
     sides = ((spec.up, spec.hidden), (spec.down, spec.intermediate))
-    return all(decode_fits(_format(encoding) or "mxfp4", rows, columns) for encoding, columns in sides)
+    return not problem.batch_invariant and all(decode_fits(_require_format(e), config.rows, k) for e, k in sides)
 
 
 def _function(activation: Activation) -> launch.Function:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from polymoe.kernels.hopper.compiled import kernel
 
-__all__ = ["FORMATS", "PREFILL", "Function", "Matrix", "Rows", "Shape", "decode", "decode_fits", "prefill"]
+__all__ = ["DECODE", "FORMATS", "PREFILL", "Function", "Matrix", "Rows", "Shape", "decode", "decode_fits", "prefill"]
 
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong, ctypes.c_float
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -25,6 +25,9 @@ FORMATS: dict[str, tuple[int, int]] = {
     "int4_g128": (128, 2),
 }
 """Formats that there are kernels for: bytes of scales beside 64 rows and so many times 64 columns (formats.cuh)."""
+
+DECODE: tuple[tuple[int, int], ...] = tuple((rows, height) for rows in (8, 12, 16) for height in (64, 128))
+"""Kernels for decode: the most rows of x of an item, and rows of weights of a tile."""
 
 _STAGE_BLOCKS, _CONSUMERS = 8, 16  # decode.cuh: kStageBlocks, kConsumers
 _LEAST_STAGES, _MOST_STAGES = 3, 16
