@@ -56,6 +56,7 @@ class FusedExperts(nn.Module):
         activations: ActivationMode = "16bit",
         backend: str = "auto",
         role: str = "mixed",
+        batch_invariant: bool = False,
         check: bool = True,
     ) -> FusedExperts:
         """Pack ``weights`` for ``device`` (None: the GPU if there is one).
@@ -70,6 +71,7 @@ class FusedExperts(nn.Module):
             activations: how inputs of the projections are quantized.
             backend: "auto", or the name of one, which is then used or refused.
             role: token counts to plan for: "decode", "prefill" or "mixed".
+            batch_invariant: a token's result must not depend, to the bit, on the rest of the batch.
             check: compare a few experts with the reference before returning.
 
         Raises:
@@ -83,6 +85,7 @@ class FusedExperts(nn.Module):
             weight_on=weight_on,
             dtype=_dtype(dtype),
             activations=activations,
+            batch_invariant=batch_invariant,
         )
         choice = Choice(Machine.of(_device_name(device)), role, backend, BACKENDS, LAYOUTS)
         return cls.pack(problem, weights, choice, device=device, check=check)
@@ -299,6 +302,7 @@ def load_experts(
     activations: str = "auto",
     role: str = "mixed",
     dtype: torch.dtype = torch.bfloat16,
+    batch_invariant: bool = False,
     check: bool = True,
 ) -> FusedExperts:
     """One layer's experts from a checkpoint, streamed expert by expert and packed for ``device``.
@@ -313,6 +317,8 @@ def load_experts(
             recipe, on a CPU "16bit".
         role: token counts to plan for: "decode", "prefill" or "mixed".
         dtype: of x, for planning; calls may use another.
+        batch_invariant: a token's result must not depend, to the bit, on the rest of the batch. Such problems run on
+            fewer backends, and slower.
         check: compare a few experts with the reference before returning (milliseconds).
 
     Raises:
@@ -328,6 +334,7 @@ def load_experts(
         ep=ep,
         dtype=_dtype(dtype),
         activations=resolve_activations(checkpoint, layer, machine, activations),
+        batch_invariant=batch_invariant,
     )
     experts = FusedExperts.pack(
         problem,
@@ -341,6 +348,7 @@ def load_experts(
     if checkpoint.first_time(selection.summary()):
         size = "".join(f" --{n} {getattr(problem, n)}" for n in ("tp", "ep") if getattr(problem, n) > 1)
         tune = f"polymoe tune --checkpoint {checkpoint.name} --layer {layer}{size} --activations {problem.activations}"
+        tune += " --batch-invariant" * batch_invariant
         log.info("layer %d, and all layers like it: %s", layer, selection.summary(tune))
     return experts
 

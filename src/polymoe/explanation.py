@@ -91,6 +91,7 @@ def explain(
     backend: str = "auto",
     activations: str = "auto",
     dtype: Dtype = "bf16",
+    batch_invariant: bool = False,
 ) -> Explanation:
     """How every layer's experts of a checkpoint would run on a device, and why.
 
@@ -98,7 +99,7 @@ def explain(
         path: a checkpoint's directory, a ``config.json`` alone, or a Hub id (only its config files are fetched).
         device: a GPU's name ("h200", "rtx5090"), an architecture ("sm_120"), "cpu", or None for what is here.
         tp, ep: size, or ``(rank, size)``, of the tensor and expert parallel group.
-        role, backend, activations: as for :func:`polymoe.load_experts`.
+        role, backend, activations, batch_invariant: as for :func:`polymoe.load_experts`.
         dtype: of the experts' input.
 
     Raises:
@@ -112,7 +113,9 @@ def explain(
     grouped: dict[Problem, list[int]] = {}
     for layer in checkpoint.layers:
         mode = resolve_activations(checkpoint, layer, machine, activations)
-        problem = checkpoint.problem(layer, tp=tp, ep=ep, dtype=dtype, activations=mode)
+        problem = checkpoint.problem(
+            layer, tp=tp, ep=ep, dtype=dtype, activations=mode, batch_invariant=batch_invariant
+        )
         grouped.setdefault(problem, []).append(layer)
     rows = tuple(
         Row(tuple(layers), problem, select(problem, machine, role=role, backend=backend))

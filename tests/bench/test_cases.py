@@ -82,6 +82,12 @@ def test_static_activations_come_with_scales() -> None:
     assert expert.down_input_scale is not None
 
 
+def test_a_record_of_batch_invariant_results_is_another_case() -> None:
+    workload = Workload.of_case(TINY, CPU).batch_invariant()
+    assert workload.case == "tiny[batch invariant]"
+    assert workload.problem.batch_invariant
+
+
 def test_a_checkpoints_layer() -> None:
     checkpoint = Checkpoint.open(SUMS)
     workload = Workload.of_checkpoint(checkpoint, 2, CPU)

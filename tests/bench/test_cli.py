@@ -97,6 +97,15 @@ def test_wrong_usage_exits_with_2(bench: Cli, args: tuple[object, ...]) -> None:
     assert bench(*args)[:2] == (2, "")
 
 
+def test_batch_invariant_results_are_nothing_for_a_cpu(bench: Cli) -> None:
+    code, stdout, stderr = bench(*SMALL, "--tokens", "1", "--batch-invariant")
+    assert code == 0
+    assert "deepseek-v4-flash[H=64, F=32, E=4][batch invariant]" in stdout
+    assert stdout.count("batch-invariant results: wants not asked for") == 3
+    code, _, stderr = bench(*SMALL, "--tokens", "1", "--batch-invariant", "--backends", "reference")
+    assert (code, "batch-invariant results" in stderr) == (1, True)
+
+
 def test_a_wrong_result_exits_with_1(bench: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     right = Reference.run
 

@@ -174,6 +174,11 @@ class Workload:
         name = f"{checkpoint.name.rstrip('/').split('/')[-1]}:layer{layer}"
         return cls(name, problem, ExpertWeights(problem.spec, lambda e: weights.expert(e).to(device)))
 
+    def batch_invariant(self) -> Workload:
+        """The same with results that do not depend on the rest of the batch, and a name that says so."""
+        problem = replace(self.problem, batch_invariant=True)
+        return replace(self, case=f"{self.case}[batch invariant]", problem=problem)
+
 
 def random_weights(problem: Problem, device: torch.device, seed: int = 0) -> ExpertWeights:
     """Experts of random codes and scales, the same at each reading, made on ``device`` one at a time.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from polymoe.cli.output import Json, OnDevice, console, measured_on, print_json, status, token_counts
+from polymoe.cli.output import BatchInvariant, Json, OnDevice, console, measured_on, print_json, status, token_counts
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -39,6 +39,7 @@ def command(
     routing: Annotated[
         str, typer.Option(help="uniform, zipf, zipf:S, or a JSON file of each token's experts.")
     ] = "uniform",
+    batch_invariant: BatchInvariant = False,
     bias: Annotated[bool | None, typer.Option(help="With or without biases. Default: as the model.")] = None,
     experts: Annotated[int | None, typer.Option(min=1, help="Another number of experts.")] = None,
     hidden: Annotated[int | None, typer.Option(min=1, help="Another hidden width.")] = None,
@@ -99,6 +100,8 @@ def command(
         workload = Workload.of_case(changed, where, format, mode)
     else:
         workload = Workload.of_checkpoint(Checkpoint.open(checkpoint or ""), layer, where, mode)
+    if batch_invariant:
+        workload = workload.batch_invariant()
     spread, problem = parse_routing(routing, workload.problem)
     workload = replace(workload, problem=problem)
     earlier = []
@@ -139,12 +142,13 @@ def command(
 
 
 def _table(rows: list[Row], title: str) -> Table:
+    from rich.markup import escape
     from rich.table import Table
 
     with_energy = any(row.tokens_per_joule is not None for row in rows)
     table = Table(
         "tokens", "backend", "median", "quartiles", "floor", "share", "error", "error, exact", "timed by",
-        *(["tokens/J"] if with_energy else []), title=title,
+        *(["tokens/J"] if with_energy else []), title=escape(title),
     )  # fmt: skip
     measured = ((row.record, row) for row in rows if row.record is not None)
     for r, row in sorted(measured, key=lambda pair: pair[0].tokens):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from polymoe.cli.output import Backend, Json, Role, console, print_json, size
+from polymoe.cli.output import Backend, BatchInvariant, Json, Role, console, print_json, size
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -31,6 +31,7 @@ def command(
     role: Role = "mixed",
     backend: Backend = "auto",
     activations: Annotated[str, typer.Option(help="auto, 16bit, fp8_token, fp8_group128 or fp8_static.")] = "auto",
+    batch_invariant: BatchInvariant = False,
     json: Json = False,
 ) -> None:
     """Say what a checkpoint's experts are, and on which backend they would run for each token count, and why.
@@ -47,6 +48,7 @@ def command(
         role=role,
         backend=backend,
         activations=activations,
+        batch_invariant=batch_invariant,
     )
     if json:
         print_json(explanation.to_dict())

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Backend",
+    "BatchInvariant",
     "Checkpoint",
     "Json",
     "OnDevice",
@@ -42,6 +43,11 @@ Role = Annotated[
 """``--role`` of workers that do one part of the work, or both."""
 OnDevice = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, or auto: the GPU if there is one.")]
 """``--device`` of the verbs that compute."""
+BatchInvariant = Annotated[
+    bool,
+    typer.Option("--batch-invariant", help="A token's result must not depend, to the bit, on the rest of the batch."),
+]
+"""``--batch-invariant``."""
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 """``--json``."""
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from polymoe.cli.output import Json, OnDevice, console, measured_on, print_json, status, token_counts
+from polymoe.cli.output import BatchInvariant, Json, OnDevice, console, measured_on, print_json, status, token_counts
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -42,6 +42,7 @@ def command(
         str | None,
         typer.Option("--backends", "--backend", help="Names, separated by commas. Default: all that auto may take."),
     ] = None,
+    batch_invariant: BatchInvariant = False,
     seconds: Annotated[float, typer.Option(min=1, help="Ends after about this long; run again to go on.")] = 300,
     memory: Annotated[float | None, typer.Option(min=0.01, help="GiB to take at most. Default: what is free.")] = None,
     jobs: Annotated[
@@ -82,6 +83,8 @@ def command(
     else:
         opened = Checkpoint.open(checkpoint or "")
         workload = Workload.of_checkpoint(opened, layer, where, mode, tp=tp or 1, ep=ep or 1)
+    if batch_invariant:
+        workload = workload.batch_invariant()
     problem = workload.problem
     chosen = _backends(backends.split(",") if backends else None, problem, machine)
     file = out or user_file(machine.device.name)
@@ -154,9 +157,12 @@ def _bar(err: Any, total: int) -> Any:
 
 
 def _table(found: list[Outcome], title: str) -> Table:
+    from rich.markup import escape
     from rich.table import Table
 
-    table = Table("tokens", "backend", "time", "heuristic's", "tried", "failed", "configuration", "note", title=title)
+    table = Table(
+        "tokens", "backend", "time", "heuristic's", "tried", "failed", "configuration", "note", title=escape(title)
+    )
     for o in found:
         time_us = f"{o.row.median_us:.1f} us" if o.row else "-"
         table.add_row(
