@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -19,11 +20,15 @@ pytest.importorskip("prometheus_client")
 import openai
 from fastapi import HTTPException
 
+from paged_attention import batching_config, plain_flash
+from polymoe.engines import transformers_generation, transformers_paged
 from polymoe.engines.in_flight import IN_FLIGHT, InFlight
 from polymoe.engines.openai_requests import Limits
 from polymoe.engines.server_metrics import ServerMetrics
-from polymoe.engines.transformers_generation import _Batched
-from serving import CONTEXT, Running, running_server, user
+from polymoe.engines.transformers import load
+from polymoe.engines.transformers_generation import Batching, _Batched
+from polymoe.errors import UnsupportedProblem
+from serving import CHECKPOINT, CONTEXT, HELDOUT, Running, running_server, user
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +195,7 @@ def test_continuous_batching_ends_what_nobody_waits_for(server: Running) -> None
         cancel_request=cancelled.append,
     )
     metrics = ServerMetrics(name="sums", model=server.model)
-    manager = _Batched(Limits(100), metrics)
+    manager = _Batched(Limits(100), metrics, Batching())
     manager._cb = batching  # type: ignore[assignment]
     request = InFlight()
 
@@ -210,3 +215,45 @@ def test_continuous_batching_ends_what_nobody_waits_for(server: Running) -> None
     asyncio.run(ask_and_leave())
     assert len(cancelled) == 1
     assert cancelled != ["same"]  # ids of clients' choosing may be equal
+
+
+def test_requests_share_forward_passes(server: Running, monkeypatch: Any) -> None:
+    """With continuous batching itself, and the attention that runs on GPUs by its definition."""
+    monkeypatch.setattr(transformers_paged, "_flash", plain_flash)
+    settings = {"max_batch_tokens": 64, "max_memory_percent": 0.001}
+    monkeypatch.setattr(transformers_paged, "batching", lambda **_: batching_config(**settings))
+    model, tokenizer = load(CHECKPOINT, device="cpu")
+    metrics = ServerMetrics(name="sums", model=model)
+    manager = _Batched(Limits(CONTEXT), metrics, Batching(paged=True))
+
+    async def ask(row: Any) -> str:
+        IN_FLIGHT.set(InFlight())
+        config = copy.deepcopy(model.generation_config)
+        config.max_new_tokens = 8
+        inputs = {"input_ids": tokenizer(row["prompt"])["input_ids"]}
+        text, _, ids = await manager.generate_non_streaming(model, tokenizer, inputs, config, "same")
+        assert len(ids) == len(row["answer"]) + 1
+        return text
+
+    async def ask_all(rows: Any) -> list[str]:
+        return list(await asyncio.gather(*map(ask, rows)))
+
+    manager.init_cb(model, model.generation_config)
+    try:
+        assert asyncio.run(ask_all(HELDOUT[:12])) == [row["answer"] for row in HELDOUT[:12]]
+        assert model.config._attn_implementation == transformers_paged.NAME
+    finally:
+        manager.stop()
+
+
+def test_graphs_are_where_they_can_be(monkeypatch: Any, server: Running) -> None:
+    assert Batching.of(server.model, graphs=None, cache_memory=0.5) == Batching(cache_memory=0.5)  # not on a CPU
+    with pytest.raises(UnsupportedProblem, match="CUDA graphs of continuous batching"):
+        Batching.of(server.model, graphs=True, cache_memory=None)
+    monkeypatch.setattr(transformers_paged, "runs_on", lambda _: True)
+    assert Batching.of(server.model, graphs=False, cache_memory=None) == Batching(paged=True)
+    assert Batching.of(server.model, graphs=None, cache_memory=None) == Batching(paged=True)  # reference looks
+    with pytest.raises(UnsupportedProblem, match="got backend 'reference'"):
+        Batching.of(server.model, graphs=True, cache_memory=None)
+    monkeypatch.setattr(transformers_generation, "require_capturable", lambda _: None)
+    assert Batching.of(server.model, graphs=None, cache_memory=None) == Batching(paged=True, graphs=True)

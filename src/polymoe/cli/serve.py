@@ -33,6 +33,17 @@ def command(
     continuous_batching: Annotated[
         bool, typer.Option("--continuous-batching", help="Requests share forward passes (CUDA only).")
     ] = False,
+    graphs: Annotated[
+        bool | None,
+        typer.Option(
+            "--graphs/--no-graphs",
+            help="Small steps of continuous batching from CUDA graphs. Default: where the backend can be captured.",
+        ),
+    ] = None,
+    cache_memory: Annotated[
+        float | None,
+        typer.Option(min=0.01, max=0.95, help="Share of free GPU memory for keys and values. Default: Transformers'."),
+    ] = None,
     profile: Annotated[
         Path | None, typer.Option(help="Directory for profiler traces: adds /start_profile and /stop_profile.")
     ] = None,
@@ -41,6 +52,8 @@ def command(
     device: OnDevice = "auto",
 ) -> None:
     """Serve /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics until stopped."""
+    if not continuous_batching and (graphs is not None or cache_memory is not None):
+        raise typer.BadParameter("--graphs and --cache-memory go with --continuous-batching")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from polymoe.serve import serve
 
@@ -60,6 +73,8 @@ def command(
         max_concurrent_requests=max_concurrent_requests,
         grace_s=grace,
         continuous_batching=continuous_batching,
+        graphs=graphs,
+        cache_memory=cache_memory,
         profile=profile,
         on_ready=lambda url: err.print(f"serving on {url}", highlight=False),
     )

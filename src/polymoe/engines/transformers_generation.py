@@ -14,6 +14,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,14 +24,55 @@ from torch import Tensor
 from transformers import ContinuousBatchingConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.cli.serving.utils import CBGenerateManager, GenerateManager, GenerationState
 
+from polymoe.engines import transformers_paged
 from polymoe.engines.answer_streams import Counted, UpToStop, until_stop
 from polymoe.engines.in_flight import InFlight, current
 from polymoe.engines.openai_requests import Limits, error_body
 from polymoe.engines.server_metrics import ServerMetrics
+from polymoe.engines.transformers_decode import require_capturable
+from polymoe.errors import UnsupportedProblem
 
-__all__ = ["Generation"]
+__all__ = ["Batching", "Generation"]
 
 log = logging.getLogger("polymoe")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batching:
+    """How requests share forward passes.
+
+    Attributes:
+        paged: whether attention is :mod:`polymoe.engines.transformers_paged`'s, instead of Transformers' choice.
+        graphs: whether small steps are replays of CUDA graphs, which needs the former.
+        cache_memory: share of the GPU's free memory for keys and values; None is Transformers' own.
+    """
+
+    paged: bool = False
+    graphs: bool = False
+    cache_memory: float | None = None
+
+    @classmethod
+    def of(cls, model: Any, *, graphs: bool | None, cache_memory: float | None) -> Batching:
+        """For a model on a GPU; ``graphs`` None is where they can be.
+
+        Raises:
+            UnsupportedProblem: if graphs are wanted and cannot be, naming what stands in the way.
+        """
+        paged = transformers_paged.runs_on(model)
+        if graphs and not paged:
+            raise UnsupportedProblem(
+                "CUDA graphs of continuous batching", expected="16 bit, a GPU since SM80, attention without a cap",
+                got=type(model).__name__, hint="serve without them",
+            )  # fmt: skip
+        if graphs or (graphs is None and paged):
+            try:
+                require_capturable(model)
+            except UnsupportedProblem as error:
+                if graphs:
+                    raise
+                log.info("no CUDA graphs: %s", error)
+                graphs = False
+        return cls(paged=paged, graphs=paged if graphs is None else graphs, cache_memory=cache_memory)
 
 
 class Generation(GenerationState):
@@ -41,13 +83,13 @@ class Generation(GenerationState):
         stopping: once set, generations end at their next token, and those that wait are refused.
     """
 
-    def __init__(self, name: str, limits: Limits, metrics: ServerMetrics, *, continuous_batching: bool) -> None:
-        super().__init__(continuous_batching=continuous_batching)
+    def __init__(self, name: str, limits: Limits, metrics: ServerMetrics, *, batching: Batching | None) -> None:
+        super().__init__(continuous_batching=batching is not None)
         self.limits = limits
         self.stopping = threading.Event()
         self._sequential = _Sequential(limits, metrics, self.stopping)
-        if continuous_batching:
-            self._cb_manager, self._cb_model_id = _Batched(limits, metrics), name
+        if batching is not None:
+            self._cb_manager, self._cb_model_id = _Batched(limits, metrics, batching), name
 
     @property
     def continuous_batching(self) -> bool:
@@ -236,10 +278,27 @@ class _Watch(StoppingCriteria):
 class _Batched(_Bounded, CBGenerateManager):
     """Transformers' continuous batching: requests share forward passes."""
 
-    def __init__(self, limits: Limits, metrics: ServerMetrics) -> None:
-        # Capture needs kernels that never look at a tensor's values, which the plan of a layer need not have.
-        super().__init__(cb_config=ContinuousBatchingConfig(use_cuda_graph=False))
-        self.limits, self.metrics = limits, metrics
+    def __init__(self, limits: Limits, metrics: ServerMetrics, how: Batching) -> None:
+        if how.paged:
+            config = transformers_paged.batching(graphs=how.graphs, cache_memory=how.cache_memory)
+        else:
+            config = ContinuousBatchingConfig(use_cuda_graph=False, max_memory_percent=how.cache_memory)
+        super().__init__(cb_config=config)
+        self.limits, self.metrics, self.how = limits, metrics, how
+
+    def init_cb(self, model: Any, gen_config: Any) -> None:
+        """Transformers' own at the first request, with the attention and the graphs that were chosen."""
+        if self._cb is not None:
+            return
+        manager = model.init_continuous_batching(
+            generation_config=gen_config, continuous_batching_config=self._cb_config
+        )
+        if self.how.paged:
+            transformers_paged.use(model)
+        if self.how.graphs:
+            transformers_paged.capture_small_steps(manager)
+        manager.start()
+        self._cb = manager
 
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None

@@ -38,7 +38,7 @@ try:
         refusal,
     )
     from polymoe.engines.server_metrics import ServerMetrics
-    from polymoe.engines.transformers_generation import Generation
+    from polymoe.engines.transformers_generation import Batching, Generation
 except (ImportError, NameError) as error:  # NameError: what Transformers' modules raise without fastapi or openai
     if isinstance(error, MissingDependency):
         raise
@@ -66,9 +66,11 @@ class ModelServer:
         max_tokens: most tokens of one answer.
         continuous_batching: Transformers' own, for CUDA: requests share forward passes, and all of them the sampling
             settings of the first.
+        graphs: whether its small steps are replays of CUDA graphs; None is where they can be.
+        cache_memory: share of the GPU's free memory for its keys and values; None is Transformers' own.
 
     Raises:
-        UnsupportedProblem: for continuous batching on a CPU, where it does not answer.
+        UnsupportedProblem: for continuous batching on a CPU, where it does not answer; for graphs that cannot be.
     """
 
     def __init__(
@@ -79,6 +81,8 @@ class ModelServer:
         name: str,
         max_tokens: int | None = None,
         continuous_batching: bool = False,
+        graphs: bool | None = None,
+        cache_memory: float | None = None,
     ) -> None:
         if continuous_batching and model.device.type != "cuda":
             raise UnsupportedProblem(
@@ -90,7 +94,8 @@ class ModelServer:
         limits = Limits(getattr(model.config.get_text_config(), "max_position_embeddings", None), max_tokens)
         manager = _OneModel(name, model, tokenizer)
         self.metrics = ServerMetrics(name=name, model=model)
-        self._generation = Generation(name, limits, self.metrics, continuous_batching=continuous_batching)
+        batching = Batching.of(model, graphs=graphs, cache_memory=cache_memory) if continuous_batching else None
+        self._generation = Generation(name, limits, self.metrics, batching=batching)
         handlers = {
             "chat_handler": _Chat(manager, self._generation),
             "completion_handler": _Completion(manager, self._generation),

@@ -42,6 +42,8 @@ def serve(
     max_concurrent_requests: int = 128,
     grace_s: float = 2.0,
     continuous_batching: bool = False,
+    graphs: bool | None = None,
+    cache_memory: float | None = None,
     profile: str | Path | None = None,
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
@@ -58,6 +60,7 @@ def serve(
         max_concurrent_requests: generations that run or wait; more are refused with 429.
         grace_s: how long answers under way may go on after SIGTERM before they are cut short.
         continuous_batching: let requests share forward passes (CUDA only); otherwise they run one after the other.
+        graphs, cache_memory: of continuous batching, as in :class:`~polymoe.engines.transformers_server.ModelServer`.
         profile: a directory for profiler traces, and with it ``/start_profile`` and ``/stop_profile``.
         on_ready: called with the server's URL once it answers.
 
@@ -94,6 +97,8 @@ def serve(
             name=name or Path(path).resolve().name,
             max_tokens=max_tokens,
             continuous_batching=continuous_batching,
+            graphs=graphs,
+            cache_memory=cache_memory,
         )
         if profile is not None:
             add_profiler(served.app, Path(profile))
