@@ -158,14 +158,18 @@ def _bits(shape: tuple[int, ...], itemsize: int, generator: torch.Generator) -> 
 
 
 def _write_tokenizer(directory: Path, config: Mapping[str, Any]) -> None:
-    """One token a byte, and the two that the config names."""
+    """One token a byte and the two that the config names; any other is its number, which a model of random weights says
+    all the time and no text becomes."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     special = {"<|endoftext|>": config["pad_token_id"], "<|return|>": config["eos_token_id"]}
-    used = iter(sorted(set(range(len(alphabet) + len(special))) - set(special.values())))
-    vocabulary = {symbol: next(used) for symbol in alphabet} | special
+    count = max(config["vocab_size"], len(alphabet) + len(special))
+    free = [i for i in range(count) if i not in special.values()]
+    # A space begins each number, as ByteLevel writes it.
+    others = {f"\u0120{i}": i for i in free[len(alphabet) :]}
+    vocabulary = dict(zip(alphabet, free, strict=False)) | special | others
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore[assignment]
     core.decoder = decoders.ByteLevel()  # type: ignore[assignment]

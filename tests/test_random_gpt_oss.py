@@ -93,6 +93,9 @@ def test_tokenizer_takes_any_text_and_gives_it_back(checkpoint: Path) -> None:
     assert tokenizer.decode(ids) == "two ✓ words"
     assert max(ids) < TINY["vocab_size"]
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (300, 301)
+    assert len(tokenizer) == TINY["vocab_size"]
+    assert tokenizer.decode([ids[0], 310, 299, 300]) == "t 310 299<|return|>"  # whatever a model says is text
+    assert tokenizer(" 310")["input_ids"] == tokenizer(" ")["input_ids"] + tokenizer("310")["input_ids"]
 
 
 def test_packed_and_dequantized_agree(checkpoint: Path) -> None:
