@@ -28,7 +28,7 @@ from polymoe.layouts.hopper_order import (
     unpack_codes,
     unpack_scales,
 )
-from polymoe.layouts.stack import drop_absent, store
+from polymoe.layouts.stack import drop_absent, store, uploaded
 from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
 from polymoe.verdict import Reason, Reasons
 
@@ -96,8 +96,7 @@ class Hopper:
         tensors = {} if out is None else out.tensors
         count = weights.spec.local_experts
         largest = torch.zeros(count, 2, dtype=torch.uint8, device=device)
-        for e in range(count):
-            expert = weights.expert(e).to(device)
+        for e, expert in enumerate(uploaded(weights, device)):
             parts = dict(expert.vectors)
             for projection, q in expert.projections.items():
                 if q.global_scale is not None:

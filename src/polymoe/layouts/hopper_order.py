@@ -99,17 +99,31 @@ def e4m3_codes() -> Tensor:
     return torch.tensor(codes + left, dtype=torch.uint8)
 
 
+@cache
+def _e4m3_codes(device: torch.device) -> Tensor:
+    return e4m3_codes().to(device)
+
+
 def pack_codes(codes_NB: Tensor, encoding: Encoding) -> Tensor:
     """One matrix's codes [N, K/2] in the order the module describes: uint8 [N * K / 2]."""
-    whole = codes_NB.shape[1] // (COLUMNS // 2) * (COLUMNS // 2)
-    parts = []
-    for columns, inner in ((codes_NB[:, :whole], 4), (codes_NB[:, whole:], -1)):
-        # tile, h (row g or g + 8), g, block, j (word), q (columns 0 or 8 on), t
-        x = columns.unflatten(0, (-1, 2, 8)).unflatten(3, (-1, inner, 2, 4) if inner > 0 else (1, -1, 2, 4))
-        order = (0, 3, 2, 6, 4, 5, 1) if inner > 0 else (0, 3, 4, 2, 6, 5, 1)
-        words = _move_bits(x.permute(order).flatten(5, 6), _code_bits(encoding))
-        parts.append(words.flatten(2))
-    return _join(parts)
+    rows, half_columns = codes_NB.shape
+    whole_rows, whole = rows // ROWS * ROWS, half_columns // (COLUMNS // 2) * (COLUMNS // 2)
+    found = []
+    for first, last in ((0, whole_rows), (whole_rows, rows)):
+        parts = []
+        for columns, order, words in (
+            (slice(0, whole), (0, 4, 1, 3, 7, 5, 6, 2), 4),
+            (slice(whole, half_columns), (0, 4, 1, 5, 3, 7, 6, 2), (half_columns - whole) // (TILE // 2)),
+        ):
+            part_NB = codes_NB[first:last, columns]
+            if part_NB.numel():
+                # group of rows, tile, h (row g or g + 8), g, block, j (word), q (columns 0 or 8 on), t
+                tiles = min(ROWS, last - first) // TILE
+                x = part_NB.unflatten(0, (-1, tiles, 2, 8)).unflatten(4, (-1, words, 2, 4))
+                parts.append(_move_bits(x.permute(order).flatten(6), _code_bits(encoding)).flatten(1))
+        if parts:
+            found.append((parts[0] if len(parts) == 1 else torch.cat(parts, 1)).flatten())
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def unpack_codes(packed: Tensor, encoding: Encoding, rows: int, columns: int) -> Tensor:
@@ -146,8 +160,8 @@ def pack_scales(scales_NGB: Tensor, encoding: Encoding, columns: int) -> Tensor:
     if encoding.scale_dtype == "e8m0":
         x = _move_bits((x + E8M0_BIAS).flatten(4), E8M0_BITS)
     elif encoding.scale_dtype == "e4m3":
-        codes = e4m3_codes().to(x.device)[x.flatten(4).int()]
-        x = _move_bits(codes.unflatten(4, (-1, 4)), E4M3_BITS)
+        codes = _e4m3_codes(x.device).index_select(0, x.flatten().int())
+        x = _move_bits(codes.view(-1, 4), E4M3_BITS)
     return x.flatten()
 
 
@@ -159,24 +173,13 @@ def unpack_scales(packed: Tensor, encoding: Encoding, rows: int, columns: int) -
         x = _move_bits(x.flatten(4), _inverse(E8M0_BITS)).view(x.shape) - E8M0_BIAS
     elif encoding.scale_dtype == "e4m3":
         codes = _move_bits(x.reshape(-1, 4), _inverse(E4M3_BITS)).view(x.shape)
-        x = e4m3_codes().argsort().to(torch.uint8).to(x.device)[codes.int()]
+        x = _e4m3_codes(x.device).argsort().to(torch.uint8)[codes.int()]
     x = x.permute(0, 3, 5, 2, 1, 4, 6).flatten(4, 5).flatten(0, 3)
     return x[:rows, : ceil_div(columns, encoding.group_columns)].flatten(1)
 
 
-def _join(parts: Sequence[Tensor]) -> Tensor:
-    """Blocks [tiles, blocks, bytes], one after the other, with the tiles of four neighbours within each block."""
-    whole = parts[0].shape[0] // 4 * 4
-    found = []
-    for part, tiles in (([p[:whole] for p in parts], 4), ([p[whole:] for p in parts], None)):
-        if part[0].shape[0]:
-            split = [p.unflatten(0, (-1, tiles or p.shape[0])).transpose(1, 2).flatten(1) for p in part]
-            found.append(torch.cat(split, 1).flatten())
-    return torch.cat(found)
-
-
 def _part(packed: Tensor, tiles: int, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """Inverse of :func:`_join`: for each size (blocks, bytes) a tensor [tiles, blocks, bytes]."""
+    """A packed matrix as, for each size (blocks, bytes), a tensor [tiles, blocks, bytes]."""
     each = sum(blocks * size for blocks, size in sizes)
     found = []
     for piece, width in zip(packed.split([tiles // 4 * 4 * each, tiles % 4 * each]), (4, tiles % 4), strict=True):
@@ -200,18 +203,21 @@ def _inverse(places: Sequence[int]) -> tuple[int, ...]:
 
 
 @cache
-def _tables(places: tuple[int, ...]) -> Tensor:
-    """Where each byte's values go: int32 [4, 256]. Kept: an expert takes less time than making them."""
-    bits = [places[8 * byte : 8 * byte + 8] for byte in range(4)]
-    tables = [[sum(1 << b for i, b in enumerate(byte) if value >> i & 1) for value in range(256)] for byte in bits]
-    return torch.tensor(tables).int()  # wraps: bit 31 is the sign
+def _tables(places: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Where the bits of a word's lower and of its upper half go: int32 [65536] each, the upper half's from -32768 on.
+    Kept: an expert takes less time than making them, and a copy to the device waits for it."""
+    halves = []
+    for half in (places[:16], places[16:]):
+        values = torch.arange(1 << 16)
+        halves.append(sum(((values >> bit & 1) << place for bit, place in enumerate(half)), torch.zeros_like(values)))
+    low, high = (half.int().to(device) for half in halves)  # wraps: bit 31 is the sign
+    return low, high.roll(1 << 15)
 
 
 def _move_bits(words: Tensor, places: Sequence[int]) -> Tensor:
-    """Bit b of each little-endian word of 4 bytes [..., 4] to bit ``places[b]``; same shape."""
-    moved = None
-    for byte, table in enumerate(_tables(tuple(places)).to(words.device)):
-        part = table.index_select(0, words[..., byte].flatten().int())
-        moved = part if moved is None else moved.bitwise_or_(part)
-    assert moved is not None
+    """Bit b of each little-endian word of 4 bytes [..., 4] to bit ``places[b]``; same shape, new memory."""
+    low, high = _tables(tuple(places), words.device)
+    values = words.contiguous().view(torch.int32).flatten()
+    moved = low.index_select(0, values & 0xFFFF)
+    moved |= high.index_select(0, (values >> 16).add_(1 << 15))
     return moved.view(torch.uint8).view(words.shape)
