@@ -34,7 +34,8 @@ class Problem:
         dtype: of x and of the result.
         activations: how inputs of the two projections are quantized, if at all.
         tp, ep: sizes of the tensor and expert parallel groups.
-        wide_scales: whether an E8M0 scale of the weights is above 2**25, where fast decoding ends.
+        wide_scales: whether scales of the weights are outside what fast decoding takes: an E8M0 one above 2**25, or a
+            negative E4M3 one.
         batch_invariant: whether a token's result must not depend, to the bit, on the rest of the batch.
     """
 

@@ -60,7 +60,7 @@ class TestCheck:
     def test_scales_beyond_what_the_kernels_decode(self) -> None:
         verdict = Hopper().check(replace(seed_problem(), wide_scales=True), H200)
         assert isinstance(verdict, Rejected)
-        assert str(verdict.reasons[0]) == "E8M0 scales: wants at most 2**25, got larger ones"
+        assert str(verdict.reasons[0]) == "scales: wants E8M0 up to 2**25, E4M3 from 0, got others"
 
     def test_sizes_are_the_layouts_reasons(self) -> None:
         problem = problem_of(random_experts("mxfp4", hidden=64, intermediate=40))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from polymoe.errors import FormatError, PlanError
+from polymoe.errors import PlanError, ScaleError
 from polymoe.formats import FORMATS, QuantTensor
 from polymoe.layouts import Hopper
 from polymoe.layouts.hopper_order import e4m3_codes
@@ -201,7 +201,7 @@ def test_scale_words_are_bfloat16_after_a_mask() -> None:
 def test_scales_that_no_kernel_decodes_are_refused() -> None:
     weights = with_scales(every_byte("mxfp4", 64, 32), 152)
     assert_same(Hopper().unpack(Hopper().pack(weights, CPU)), weights)
-    with pytest.raises(FormatError, match=r"expert 0 up scales.*2\*\*25.*2\*\*26") as error:
+    with pytest.raises(ScaleError, match=r"expert 0 up scales.*2\*\*25.*2\*\*26") as error:
         Hopper().pack(with_scales(weights, 153), CPU)
     assert "natural" in (error.value.hint or "")
 
@@ -231,7 +231,7 @@ def test_e4m3_scale_words_are_bfloat16_after_a_mask() -> None:
 def test_negative_e4m3_scales_are_refused() -> None:
     Hopper().pack(with_scales(every_byte("nvfp4", 64, 32), 126), CPU)
     for byte in (127, 0x88):
-        with pytest.raises(FormatError, match=rf"expert 0 up scales.*0 to 448.*{byte:#x}"):
+        with pytest.raises(ScaleError, match=rf"expert 0 up scales.*0 to 448.*{byte:#x}"):
             Hopper().pack(with_scales(every_byte("nvfp4", 64, 32), byte), CPU)
 
 

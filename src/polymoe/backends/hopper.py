@@ -90,7 +90,7 @@ class Hopper:
             wanted = "mxfp4, nvfp4, int4_g32 or int4_g128"
             got = encoding.name + (f" with scales {encoding.scale_dtype}" if encoding.scale_dtype else "")
             reasons.need(_format(encoding) is not None, f"{projection} weights", wanted, got)
-        reasons.need(not problem.wide_scales, "E8M0 scales", "at most 2**25", "larger ones")
+        reasons.need(not problem.wide_scales, "scales", "E8M0 up to 2**25, E4M3 from 0", "others")
         reasons.need(spec.local_experts <= 1024, "experts on this rank", "at most 1024", spec.local_experts)
         return reasons.verdict(Accepted(capturable=True))
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polymoe.errors import FormatError, PlanError
+from polymoe.errors import PlanError, ScaleError
 from polymoe.formats import PerGroup, QuantTensor
 from polymoe.formats.elements import SCALE_DTYPES
 from polymoe.layouts.base import Packed
@@ -89,7 +89,7 @@ class Hopper:
 
         Raises:
             PlanError: if ``out`` holds experts of another spec.
-            FormatError: for scales that no kernel of this layout decodes: E8M0 above 2**25, negative or NaN E4M3.
+            ScaleError: for scales that no kernel of this layout decodes: E8M0 above 2**25, negative or NaN E4M3.
         """
         if out is not None and out.spec != weights.spec:
             raise PlanError("update", expected=str(out.spec), got=str(weights.spec), hint="load these experts anew")
@@ -115,7 +115,7 @@ class Hopper:
         if len(bad):
             e, i = bad[0].tolist()
             _, expected, got = limits[i]
-            raise FormatError(
+            raise ScaleError(
                 f"expert {e} {_MATRICES[i]} scales",
                 expected=expected,
                 got=got.format(byte=int(largest[e, i]), exponent=int(largest[e, i]) - 127),

@@ -18,7 +18,7 @@ from polymoe.backends.select import select
 from polymoe.calls import Choice
 from polymoe.checkpoint import Checkpoint
 from polymoe.checkpoint.repack import repacked
-from polymoe.errors import ArgumentError, CheckpointNotFound
+from polymoe.errors import ArgumentError, CheckpointNotFound, UnsupportedProblem
 from polymoe.experts import FusedExperts, relative_error, resolve_activations
 from polymoe.formats import Encoding
 from polymoe.layouts import LAYOUTS
@@ -212,7 +212,13 @@ def _verify_backends(
             rows.append(BackendRow(layer, candidate.backend, rejected=reasons))
             continue
         choice = Choice(machine, "mixed", candidate.backend, BACKENDS, LAYOUTS)
-        experts = FusedExperts.pack(problem, weights, choice, device=device, check=False, where=f"layer {layer}")
+        try:
+            experts = FusedExperts.pack(problem, weights, choice, device=device, check=False, where=f"layer {layer}")
+        except UnsupportedProblem as error:  # for scales that only reading them shows
+            if backend != "auto":
+                raise
+            rows.append(BackendRow(layer, candidate.backend, rejected=(error.got or "").strip()))
+            continue
         limit = candidate.verdict.max_tokens
         for count in tokens:
             if limit is None or count <= limit:

@@ -1,0 +1,92 @@
+"""Scales outside what a layout's kernels decode: found when they are read, and another layout is taken, or none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from contract.toys import Toy
+from polymoe.backends import Backend
+from polymoe.backends.reference import Reference, run_experts
+from polymoe.calls import Choice
+from polymoe.errors import PlanError, UnsupportedProblem
+from polymoe.experts import FusedExperts, relative_error
+from polymoe.formats import QuantTensor
+from polymoe.layouts import LAYOUTS, Packed
+from polymoe.machine import Machine
+from polymoe.planning.plan import Config
+from polymoe.problem import Problem
+from polymoe.routing import Routing
+from polymoe.tensors import ExpertWeights
+from polymoe.verdict import Reasons, Verdict
+from problems import problem_of, random_call, random_experts
+
+
+@dataclass(frozen=True)
+class Fast(Toy):
+    """Reads the Hopper layout, on a CPU."""
+
+    def check(self, problem: Problem, machine: Machine) -> Verdict:
+        reasons = Reasons()
+        reasons.need(not problem.wide_scales, "scales", "usual ones", "others")
+        return reasons.verdict(super().check(problem, machine))  # type: ignore[arg-type]
+
+    def run(
+        self, problem: Problem, packed: Packed, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor
+    ) -> None:
+        out_TH.copy_(run_experts(problem, LAYOUTS["hopper"].unpack(packed), x_TH, routing))
+
+
+def choice(backend: str = "auto") -> Choice:
+    table: dict[str, Backend] = {"fast": Fast("fast", layouts=("hopper",), times_floor=1.1), "reference": Reference()}
+    return Choice(Machine.of("cpu"), "mixed", backend, table, LAYOUTS)
+
+
+def with_one_scale(weights: ExpertWeights, byte: int) -> ExpertWeights:
+    """The same experts; one scale of the last one is another byte."""
+    last = weights.spec.local_experts - 1
+
+    def changed(q: QuantTensor) -> QuantTensor:
+        assert q.scales is not None
+        scales = q.scales.clone()
+        scales.view(torch.uint8)[3, 1] = byte
+        return replace(q, scales=scales)
+
+    return ExpertWeights.of([replace(x, down=changed(x.down)) if e == last else x for e, x in enumerate(weights)])
+
+
+WIDE = [("mxfp4", 153), ("nvfp4", 0x88)]
+
+
+@pytest.mark.parametrize(("format", "byte"), WIDE)
+def test_auto_takes_a_layout_that_holds_them(format: str, byte: int) -> None:
+    usual = random_experts(format)
+    assert FusedExperts.pack(problem_of(usual), usual, choice()).packed.layout == "hopper"
+    weights = with_one_scale(usual, byte)
+    experts = FusedExperts.pack(problem_of(weights), weights, choice())
+    assert (experts.packed.layout, experts.problem.wide_scales) == ("natural", True)
+    assert "fast: scales: wants usual ones, got others" in str(experts.explain())
+    x, routing = random_call(6, 64, 5)
+    assert relative_error(experts(x, *routing), run_experts(experts.problem, weights, x, routing)) < 1e-6
+
+
+@pytest.mark.parametrize(("format", "byte"), WIDE)
+def test_a_named_backend_is_refused_with_its_reason(format: str, byte: int) -> None:
+    weights = with_one_scale(random_experts(format), byte)
+    with pytest.raises(UnsupportedProblem, match=r'fast: scales: wants usual ones(.|\n)*hint: backend="reference"'):
+        FusedExperts.pack(problem_of(weights), weights, choice("fast"))
+
+
+@pytest.mark.parametrize(("format", "byte"), WIDE)
+def test_an_update_with_them_is_refused(format: str, byte: int) -> None:
+    usual = random_experts(format)
+    experts = FusedExperts.pack(problem_of(usual), usual, choice())
+    with pytest.raises(PlanError, match="load these experts anew"):
+        experts.update(with_one_scale(usual, byte))
+    before = {n: b.data_ptr() for n, b in experts.named_buffers()}
+    experts.update(usual)
+    assert {n: b.data_ptr() for n, b in experts.named_buffers()} == before
+    experts.check(usual)
