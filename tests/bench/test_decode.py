@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from polymoe.bench.model_bytes import experts_modules, held_bytes, step_bytes
 from polymoe.engines.transformers import load
 from polymoe.engines.transformers_dequantized import load_dequantized
 from polymoe.errors import UnsupportedProblem
+from polymoe.experts import FusedExperts
 
 MODELS = Path(__file__).parents[2] / "models"
 SUMS = MODELS / "sums-gpt-oss-mxfp4"
@@ -53,6 +55,18 @@ def test_packed_beside_dequantized(cli: Cli, tmp_path: Path) -> None:
     assert 2 < records[1]["experts_read"] <= 6
 
 
+def test_a_record_names_the_backends_of_its_token_count() -> None:
+    model, _ = load(SUMS, device="cpu")
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, FusedExperts)]
+    selection = layers[0].explain()
+    [step] = selection.require().steps
+    steps = (replace(step, max_tokens=8, backend="small"), replace(step, backend="large"))
+    mixed = replace(selection, plan=replace(selection.require(), steps=steps))
+    for layer in layers:
+        layer.explain = lambda: mixed
+    assert [decode._backends(model, tokens) for tokens in (1, 8, 9)] == ["small", "small", "large"]
+
+
 def test_json_of_one_way_has_no_ratios(cli: Cli) -> None:
     code, stdout, _ = cli("bench", "decode", SUMS, *SMALL, "--experts", "packed", "--batch-size", 1, "--json")
     found = json.loads(stdout)
@@ -88,6 +102,20 @@ def test_what_transformers_cannot_run_is_said(cli: Cli, monkeypatch: pytest.Monk
     assert code == 0
     assert "not measured: dequantized, grouped_mm, decode, batch 1: CUDA out of memory" in stderr
     assert "prefill of 20 tokens" in stdout
+
+
+def test_a_packed_prefill_that_fails_leaves_the_rest(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Any, model: Any, experts: str, *args: Any) -> Any:
+        if experts == "packed":
+            raise RuntimeError("no such kernel")
+        return kept(self, model, experts, *args)
+
+    kept = decode.ModelBench.prefill
+    monkeypatch.setattr(decode.ModelBench, "prefill", fail)
+    code, stdout, stderr = cli("bench", "decode", SUMS, *SMALL, "--batch-size", 1, "--implementations", "grouped_mm")
+    assert code == 0
+    assert "not measured: packed, reference, prefill, batch 1: no such kernel" in stderr
+    assert "decode at batch 1, tokens/s, packed over the fastest dequantized" in stdout
 
 
 @pytest.mark.parametrize(

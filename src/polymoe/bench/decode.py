@@ -153,11 +153,13 @@ class ModelBench:
         before = _free()
         model = contender.load()
         weight_bytes = held_bytes(model, before)
-        for implementation in contender.implementations or (_backends(model),):
-            if contender.implementations:
-                model.set_experts_implementation(implementation)
+        for chosen in contender.implementations or (None,):
+            if chosen is not None:
+                model.set_experts_implementation(chosen)
             for phase, batch in [("decode", b) for b in batches] + [("prefill", 1)] * bool(self.prefill_len):
-                if _copies_more_than_all(model, implementation, batch if phase == "decode" else self.prefill_len):
+                tokens = batch if phase == "decode" else self.prefill_len
+                implementation = _backends(model, tokens) if chosen is None else chosen
+                if _copies_more_than_all(model, implementation, tokens):
                     continue
                 say(f"{experts}, {implementation}: {phase}, batch {batch}")
                 try:
@@ -166,7 +168,8 @@ class ModelBench:
                     else:
                         yield self.prefill(model, experts, implementation, weight_bytes)
                 except (RuntimeError, NotImplementedError) as error:  # torch's: of the compiler, or of memory
-                    if experts == "packed" or isinstance(error, VerificationError):
+                    # Without packed decode steps there is nothing to compare with.
+                    if (experts == "packed" and phase == "decode") or isinstance(error, VerificationError):
                         raise
                     yield Failed(experts, implementation, phase, batch, str(error).strip().split("\n")[0])
 
@@ -310,9 +313,10 @@ def _counted(model: Any) -> Iterator[list[int]]:
             hook.remove()
 
 
-def _backends(model: Any) -> str:
+def _backends(model: Any, tokens: int) -> str:
+    """Backends that take so many tokens; one, unless layers differ."""
     layers = [module for module in model.modules() if isinstance(module, FusedExperts)]
-    return "+".join(sorted({step.backend for layer in layers for step in layer.explain().require().steps}))
+    return "+".join(sorted({layer.explain().require().step(tokens).backend for layer in layers}))
 
 
 def _copies_more_than_all(model: Any, implementation: str, tokens: int) -> bool:
