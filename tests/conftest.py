@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -18,6 +19,9 @@ os.environ["POLYMOE_CACHE"] = tempfile.mkdtemp(prefix="polymoe-tests-")
 # Tensors here are tiny: one thread beats two, and waits for nobody on a busy machine. Subprocesses inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
+# Started in a shell's background, the suite would hand ignored interrupts on to the commands whose Ctrl-C it tests.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
