@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -13,13 +14,16 @@ from torch import Tensor
 
 from polymoe.backends.base import Backend
 from polymoe.backends.select import Selection, select
-from polymoe.errors import ArgumentError
+from polymoe.errors import ArgumentError, ScaleError
 from polymoe.layouts import Layout, Packed
 from polymoe.machine import Machine
 from polymoe.problem import Dtype, Problem
 from polymoe.routing import Routing
+from polymoe.tensors import ExpertWeights
 
 __all__ = ["DTYPES", "Calls", "Choice", "on_device"]
+
+log = logging.getLogger("polymoe")
 
 DTYPES: dict[torch.dtype, Dtype] = {
     torch.bfloat16: "bf16",
@@ -50,6 +54,30 @@ class Choice:
             backends=self.backends,
             layouts=self.layouts,
         )
+
+    def pack(
+        self, problem: Problem, weights: ExpertWeights, device: torch.device, where: str
+    ) -> tuple[Problem, Packed]:
+        """The layer packed as planned, and its problem, with what only reading its scales shows: where the planned
+        layout does not hold them, another one does.
+
+        Raises:
+            UnsupportedProblem: if nothing, or not the backend that is wished for, runs it here.
+        """
+        plan = self.select(problem).require(where)
+        try:
+            packed = self.layouts[plan.layout].pack(weights, device)
+        except ScaleError as error:
+            log.info("%s: layout %s does not hold it (%s): planned anew", where, plan.layout, error.where)
+            packed = None  # what was packed is free before the next layout is
+        if packed is None:
+            problem = replace(problem, wide_scales=True)
+            plan = self.select(problem).require(where)
+            packed = self.layouts[plan.layout].pack(weights, device)
+        if packed.wide_scales and not problem.wide_scales:
+            problem = replace(problem, wide_scales=True)
+            self.select(problem, packed.layout).require(where)
+        return problem, packed
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

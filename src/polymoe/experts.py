@@ -103,17 +103,7 @@ class FusedExperts(nn.Module):
     ) -> FusedExperts:
         """As :meth:`from_weights`, with the problem and the tables to choose from given."""
         target = torch.device(device or choice.machine.device.kind)
-        plan = choice.select(problem).require(where)
-        packed = _packed(choice.layouts[plan.layout], weights, target)
-        if packed is None:  # its kernels do not decode these scales: only now that they were read is that known
-            problem = replace(problem, wide_scales=True)
-            log.info("%s: layout %s does not hold its scales: planning anew", where, plan.layout)
-            plan = choice.select(problem).require(where)
-            packed = choice.layouts[plan.layout].pack(weights, target)
-        if not problem.wide_scales and packed.wide_scales:
-            problem = replace(problem, wide_scales=True)
-            choice.select(problem, packed.layout).require(where)
-        self = cls(problem, packed, choice)
+        self = cls(*choice.pack(problem, weights, target, where), choice)
         if problem.activations == "fp8_static":
             self._require_input_scales(where)
         if check:
@@ -151,8 +141,12 @@ class FusedExperts(nn.Module):
             PlanError: if the spec differs, or scales now need the exact path, which graphs captured before lack; the
                 experts are then not usable until they are updated again.
         """
-        packed = _packed(self._layout, weights, self.device, self.packed)
-        if packed is None or (not self.problem.wide_scales and packed.wide_scales):
+        try:
+            packed = self._layout.pack(weights, self.device, out=self.packed)
+            wide = packed.wide_scales and not self.problem.wide_scales
+        except ScaleError:
+            wide = True
+        if wide:
             raise PlanError(
                 "update",
                 expected="E8M0 scales up to 2**25 and E4M3 ones from 0, as those of the experts that were loaded",
@@ -294,15 +288,6 @@ class FusedExperts(nn.Module):
     def extra_repr(self) -> str:
         """The problem, and the packed size."""
         return f"{self.problem}, {self._calls.layout}, {self.packed.nbytes / 2**20:.1f} MiB"
-
-
-def _packed(layout: Layout, weights: ExpertWeights, device: torch.device, out: Packed | None = None) -> Packed | None:
-    """The packed layer, or None if scales are outside the layout's range."""
-    try:
-        return layout.pack(weights, device, out)
-    except ScaleError as error:
-        log.debug("layout %s: %s", layout.name, error)
-        return None
 
 
 def load_experts(
