@@ -113,16 +113,41 @@ def test_transformers_batches_continuously_with_it(monkeypatch: Any, most: int) 
     assert calls
 
 
-@pytest.mark.parametrize("tokens", [1, 256, 257])
-def test_only_small_steps_are_captured(tokens: int) -> None:
-    captured = []
-    runner = SimpleNamespace(
-        use_cuda_graph_varlen=True, compute_batch=lambda model, data: captured.append(runner.use_cuda_graph_varlen)
-    )
-    manager = SimpleNamespace(_create_batch_processor=lambda: SimpleNamespace(model_runner=runner))
-    paged.capture_small_steps(manager)
-    manager._create_batch_processor().model_runner.compute_batch(None, {"input_ids": torch.zeros(1, tokens)})
-    assert captured == [tokens <= 256]
+@pytest.mark.parametrize("most", [0, 3, 64])
+@pytest.mark.usefixtures("plain")
+def test_only_small_steps_are_captured_and_padded(monkeypatch: Any, most: int) -> None:
+    """With Transformers' own runner, and a stand-in for a graph: what a step was computed from."""
+    monkeypatch.setattr(paged, "_CAPTURED", most)
+    model, tokenizer = load(SUMS, device="cpu", dtype=torch.float32)
+    steps = []
+
+    def before(manager: Any) -> None:
+        paged.use(model)
+        create = manager._create_batch_processor
+
+        def create_batch_processor() -> Any:
+            processor = create()
+            runner = processor.model_runner
+            compute = runner.compute_batch
+
+            def compute_batch(model: Any, data: Any) -> None:
+                live = int(data["cu_seq_lens_q"][-1])
+                steps.append((live, data["input_ids"].shape[-1], runner.use_cuda_graph_varlen))
+                runner.use_cuda_graph_varlen = False
+                compute(model, data)
+
+            runner.compute_batch = compute_batch
+            return processor
+
+        manager._create_batch_processor = create_batch_processor
+        paged.capture_small_steps(manager)
+
+    batching = batching_config(max_batch_tokens=64, max_memory_percent=0.001, q_padding_interval_size=8)
+    assert answers(model, tokenizer, batching, before) == SUMS_RIGHT
+    assert {captured for live, _, captured in steps if live <= most} <= {True}
+    assert {captured for live, _, captured in steps if live > most} <= {False}
+    assert all(size == (-(-live // 8) * 8 if captured else live) for live, size, captured in steps)
+    assert len({captured for *_, captured in steps}) == (2 if most == 3 else 1)
 
 
 def test_it_needs_a_paged_cache() -> None:

@@ -80,20 +80,23 @@ def use(model: Any) -> None:
 
 
 def capture_small_steps(manager: Any) -> None:
-    """Of a manager of continuous batching that captures CUDA graphs, and has not started: let it capture only forward
-    passes of a few tokens, each size once."""
+    """Let a manager of continuous batching that captures CUDA graphs, and has not started, do so with small steps only.
+
+    Larger ones are neither captured nor padded to a size that a graph would have.
+    """
     create = manager._create_batch_processor
 
     def create_batch_processor() -> Any:
         processor = create()
         runner = processor.model_runner
-        compute = runner.compute_batch
+        pad = runner.maybe_pad_inputs
 
-        def compute_batch(model: Any, batch_data: Any) -> None:
-            runner.use_cuda_graph_varlen = batch_data["input_ids"].shape[-1] <= _CAPTURED
-            compute(model, batch_data)
+        def maybe_pad_inputs(num_q_tokens: int, *args: Any, **kwargs: Any) -> Any:
+            # Transformers asks once for each step, before it looks at either.
+            runner.pad_inputs = runner.use_cuda_graph_varlen = num_q_tokens <= _CAPTURED
+            return pad(num_q_tokens, *args, **kwargs)
 
-        runner.compute_batch = compute_batch
+        runner.maybe_pad_inputs = maybe_pad_inputs
         return processor
 
     manager._create_batch_processor = create_batch_processor
