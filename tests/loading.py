@@ -1,8 +1,9 @@
 """Loads one layer from files in the page cache and prints as JSON how long it took and what memory it needed.
 
-    python tests/loading.py CHECKPOINT LAYER DEVICE SMALL_CHECKPOINT LAYER
+    python tests/loading.py CHECKPOINT LAYER DEVICE SMALL_CHECKPOINT LAYER BACKEND
 
-A process of its own, whose memory is compared with what it was after loading the small checkpoint.
+A process of its own, whose memory is compared with what it was after loading the small checkpoint. Activations are
+16 bit.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,14 +31,15 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def main(path: str, layer: str, device: str, small: str, small_layer: str) -> None:
-    polymoe.load_experts(small, int(small_layer), device=device)
+def main(path: str, layer: str, device: str, small: str, small_layer: str, backend: str) -> None:
+    load = partial(polymoe.load_experts, device=device, backend=backend, activations="16bit")
+    load(small, int(small_layer))
     for shard in Path(path).glob("*.safetensors"):
         with shard.open("rb") as file:
             while file.read(1 << 24):
                 pass
     if device == "cuda":
-        polymoe.load_experts(path, int(layer), device=device)  # compiles kernels, which is not what is timed
+        load(path, int(layer))  # compiles kernels, which is not what is timed
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     before = peak = anonymous_bytes()
@@ -50,7 +53,7 @@ def main(path: str, layer: str, device: str, small: str, small_layer: str) -> No
 
     threading.Thread(target=watch, daemon=True).start()
     start = time.perf_counter()
-    experts = polymoe.load_experts(path, int(layer), device=device, check=False)
+    experts = load(path, int(layer), check=False)
     synchronize(device)
     packed_s = time.perf_counter() - start
     done.set()

@@ -241,11 +241,13 @@ def test_on_a_gpu(sums: FusedExperts) -> None:
     assert relative_error(moved(x, *routing), sums(x, *routing)) < 1e-6
 
 
-def loading(path: Path, layer: int, device: str, small: Path, small_layer: int) -> dict[str, float]:
+def loading(
+    path: Path, layer: int, device: str, small: Path, small_layer: int, backend: str = "auto"
+) -> dict[str, float]:
     """What tests/loading.py measured."""
     script = Path(__file__).with_name("loading.py")
     run = subprocess.run(
-        [sys.executable, str(script), str(path), str(layer), device, str(small), str(small_layer)],
+        [sys.executable, str(script), str(path), str(layer), device, str(small), str(small_layer), backend],
         capture_output=True, text=True,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
@@ -307,17 +309,28 @@ def test_loading_64_experts_of_deepseek_v4_flash_on_a_cpu(tmp_path: Path) -> Non
     assert found["packed_s"] < 10  # 0.5 to 1.2 s where nothing else runs
 
 
+@pytest.fixture(scope="session")
+def v4_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole layer of DeepSeek-V4-Flash: 3.4 GB."""
+    path = tmp_path_factory.mktemp("v4") / "v4"
+    deepseek_v4_flash_layer(path, 256)
+    return path
+
+
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_loading_a_layer_of_deepseek_v4_flash_onto_a_gpu(tmp_path: Path) -> None:
-    """3.4 GB from the page cache to packed in 2 s, without a second copy on the GPU or the host."""
-    deepseek_v4_flash_layer(tmp_path / "v4", 256)
-    found = loading(tmp_path / "v4", 3, "cuda", V4, 3)
+@pytest.mark.parametrize(("backend", "scratch"), [("triton", 4), ("hopper", 8)])
+def test_loading_a_layer_of_deepseek_v4_flash_onto_a_gpu(v4_layer: Path, backend: str, scratch: int) -> None:
+    """From the page cache to packed in 2 s, without a second copy on the GPU or the host; ``scratch`` experts' bytes
+    beside the packed ones on the way."""
+    if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs an SM90 GPU")
+    found = loading(v4_layer, 3, "cuda", V4, 3, backend)
     packed, expert = found["packed_bytes"], found["expert_bytes"]
-    assert packed == 256 * expert
+    assert 256 * expert <= packed <= 1.01 * 256 * expert
     assert found["packed_s"] <= 2
     assert found["check_s"] <= 0.2
-    assert found["gpu_peak_bytes"] <= packed + 4 * expert
+    assert found["gpu_peak_bytes"] <= packed + scratch * expert
     assert found["host_growth_bytes"] <= 8 * expert + 100e6  # pinned memory counts or not, as the driver has it
 
 
