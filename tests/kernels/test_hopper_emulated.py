@@ -46,17 +46,25 @@ def emulate(
     routing: Routing, config: HopperConfig, blocks: int = 3, **kwargs: Any,
 ) -> list[str]:  # fmt: skip
     """Compare with the reference on a GPU of ``blocks`` multiprocessors; returns the kernels launched."""
-    problem = problem_of(weights, **kwargs)
+    out, made = emulated(monkeypatch, libraries, weights, x, routing, config, blocks, **kwargs)
+    expected = run_experts(problem_of(weights, **kwargs), weights, x, routing)
+    assert relative_error(out, expected) < TOLERANCE or (not expected.any() and not out.any())
+    return made
+
+
+def emulated(
+    monkeypatch: pytest.MonkeyPatch, libraries: dict[str, ctypes.CDLL], weights: ExpertWeights, x: torch.Tensor,
+    routing: Routing, config: HopperConfig, blocks: int = 3, **kwargs: Any,
+) -> tuple[torch.Tensor, list[str]]:  # fmt: skip
+    """The result, and the kernels launched."""
     packed = LAYOUTS["hopper"].pack(weights, CPU)
     emulator = Emulator(libraries, list(packed.tensors.values()))
     monkeypatch.setattr(launch, "kernel", emulator)
     properties = SimpleNamespace(multi_processor_count=blocks)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     out = torch.full_like(x, float("nan"))
-    Hopper().run(problem, packed, x, routing, config, out)
-    expected = run_experts(problem, weights, x, routing)
-    assert relative_error(out, expected) < TOLERANCE or (not expected.any() and not out.any())
-    return emulator.made
+    Hopper().run(problem_of(weights, **kwargs), packed, x, routing, config, out)
+    return out, emulator.made
 
 
 @pytest.mark.parametrize("config", DECODE + PREFILL, ids=str)
@@ -88,6 +96,20 @@ def test_sizes(
     weights = random_experts(hidden=hidden, intermediate=intermediate, experts=3)
     call = random_call(6, hidden, 3, top_k, torch.bfloat16)
     emulate(monkeypatch, libraries("mxfp4"), weights, *call, config, blocks=5, activation=GeGLU("tanh"))
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4_g32", "int4_g128"])
+def test_a_token_does_not_see_its_batch(monkeypatch: pytest.MonkeyPatch, libraries: Any, format: str) -> None:
+    """In every width of the prefill kernels, alone and among others, on any number of multiprocessors: to the bit."""
+    weights = random_experts(format, hidden=272, intermediate=208, bias=True)
+    x, routing = random_call(60, 272, 5, 3, torch.bfloat16)
+    whole, _ = emulated(monkeypatch, libraries(format), weights, x, routing, PREFILL[-1])
+    assert relative_error(whole, run_experts(problem_of(weights), weights, x, routing)) < TOLERANCE
+    for config in PREFILL:
+        for some in (slice(0, 1), slice(59, 60), slice(31, 38), slice(3, 60)):
+            part = Routing(*(values[some] for values in routing))
+            out, _ = emulated(monkeypatch, libraries(format), weights, x[some], part, config, blocks=2)
+            assert torch.equal(out, whole[some]), (config, some)
 
 
 @pytest.mark.parametrize("config", [DECODE[0], PREFILL[0]], ids=str)

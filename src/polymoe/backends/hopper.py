@@ -66,7 +66,7 @@ _BY_ROWS: tuple[tuple[float, HopperConfig], ...] = (
 
 # Of those times: the shares of the device's rates at which weights are read and products are made, one after the other,
 # and microseconds beside them.
-_RATES = {"decode": (0.92, 0.34, 11.0), "prefill": (0.79, 0.74, 20.0)}
+_RATES = {"decode": (0.92, 0.34, 11.0), "prefill": (0.79, 0.74, 14.0)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,138 @@
+"""Layers on the Hopper backend, on an SM90 GPU: chosen, captured, compiled, updated, blind to the rest of a batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from polymoe.activations import SwiGLU
+from polymoe.backends.base import TOLERANCE
+from polymoe.backends.hopper import Hopper, HopperConfig
+from polymoe.backends.reference import run_experts
+from polymoe.experts import FusedExperts, relative_error
+from polymoe.kernels.hopper.launch import PREFILL
+from polymoe.layouts import LAYOUTS
+from polymoe.routing import Routing
+from polymoe.tensors import ExpertWeights
+from problems import GPT_OSS, problem_of, random_call, random_experts
+
+FORMATS = ["mxfp4", "nvfp4", "int4_g32", "int4_g128"]
+Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+same_experts = cache(random_experts)
+
+
+def layer(weights: ExpertWeights, **kwargs: Any) -> FusedExperts:
+    return FusedExperts.from_weights(weights, GPT_OSS, top_k=3, device="cuda", **kwargs)
+
+
+def call_of(tokens: int, hidden: int = 336, experts: int = 5, seed: int = 1) -> Call:
+    x, routing = random_call(tokens, hidden, experts, 3, torch.bfloat16, seed=seed)
+    return x.cuda(), routing.topk_ids_TA.cuda(), routing.topk_weights_TA.cuda()
+
+
+def expected(experts: FusedExperts, weights: ExpertWeights, call: Call) -> torch.Tensor:
+    x, ids, scores = (part.cpu() for part in call)
+    return run_experts(experts.problem, weights, x, Routing(ids, scores))
+
+
+@pytest.mark.gpu
+class TestOnGpu:
+    @pytest.fixture(autouse=True)
+    def _sm90(self) -> None:
+        if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+            pytest.skip("needs an SM90 GPU")
+
+    @pytest.mark.parametrize("format", FORMATS)
+    def test_auto_takes_it_for_every_number_of_tokens(self, format: str) -> None:
+        weights = same_experts(format, hidden=336, intermediate=272, bias=True)
+        experts = layer(weights)
+        plan = experts.explain().require()
+        assert (plan.layout, {step.backend for step in plan.steps}) == ("hopper", {"hopper"})
+        assert experts.packed.nbytes == LAYOUTS["hopper"].nbytes(weights.spec)
+        for tokens in (1, 7, 60, 500):
+            call = call_of(tokens)
+            assert relative_error(experts(*call).cpu(), expected(experts, weights, call)) < TOLERANCE
+        codes = experts.weights.expert(3).down.codes.cpu()
+        assert torch.equal(codes, weights.expert(3).down.codes)
+
+    @pytest.mark.parametrize("tokens", [1, 12, 200])
+    def test_compiled_graph_without_a_break(self, tokens: int) -> None:
+        experts, call = layer(same_experts(hidden=336, intermediate=272)), call_of(tokens)
+        compiled = torch.compile(lambda *a: experts(*a) + 1, fullgraph=True, mode="reduce-overhead")
+        for _ in range(3):
+            assert torch.equal(compiled(*call), experts(*call) + 1)
+
+    @pytest.mark.parametrize("tokens", [2, 200])
+    def test_a_captured_graph_sees_an_update(self, tokens: int) -> None:
+        weights, other = (same_experts(hidden=336, intermediate=272, seed=seed) for seed in (0, 5))
+        experts, call = layer(weights), call_of(tokens)
+        experts(*call)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = experts(*call)
+        addresses = [buffer.data_ptr() for buffer in experts.buffers()]
+        for now in (other, weights):
+            experts.update(now)
+            assert [buffer.data_ptr() for buffer in experts.buffers()] == addresses
+            graph.replay()
+            assert relative_error(out.cpu(), expected(experts, now, call)) < TOLERANCE
+
+    @pytest.mark.parametrize("tokens", [2, 200])
+    def test_another_stream(self, tokens: int) -> None:
+        experts, call = layer(same_experts("nvfp4", hidden=336, intermediate=272)), call_of(tokens)
+        wanted = experts(*call)
+        torch.cuda.synchronize()
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            y = experts(*call)
+        stream.synchronize()
+        assert torch.equal(y, wanted)
+
+    def test_a_layer_of_wide_scales_goes_to_another_backend(self) -> None:
+        def raised(e: int) -> Any:
+            expert = same_experts(hidden=64, intermediate=64).expert(e)
+            scales = expert.down.scales
+            assert scales is not None
+            raised = scales.clone()
+            raised.view(torch.uint8)[5, 1] = 127 + 26
+            return replace(expert, down=replace(expert.down, scales=raised))
+
+        weights = ExpertWeights(same_experts(hidden=64, intermediate=64).spec, raised)
+        experts = layer(weights)
+        assert (experts.packed.layout, experts.problem.wide_scales) == ("natural", True)
+        call = call_of(9, 64)
+        assert relative_error(experts(*call).cpu(), expected(experts, weights, call)) < TOLERANCE
+
+    @pytest.mark.parametrize("format", FORMATS)
+    @pytest.mark.parametrize(("hidden", "intermediate"), [(336, 272), (1024, 512)])
+    def test_a_token_does_not_see_its_batch(self, format: str, hidden: int, intermediate: int) -> None:
+        """Each of 1000 tokens alone and among others, in other places: equal to the bit."""
+        weights = same_experts(format, hidden=hidden, intermediate=intermediate, bias=True)
+        experts, call = layer(weights, batch_invariant=True), call_of(1000, hidden)
+        configs = {experts.explain().require().step(tokens).config for tokens in (1, 64, 300, 1000)}
+        assert len(configs) > 1  # or this would show less than it says
+        whole = experts(*call)
+        assert relative_error(whole.cpu(), expected(experts, weights, call)) < TOLERANCE
+        places = torch.randperm(1000, generator=torch.Generator().manual_seed(0)).cuda()
+        for size in (1, 2, 7, 64, 300):
+            for some in places.split(size):
+                assert torch.equal(experts(*(part[some] for part in call)), whole[some]), (size, some)
+
+    @pytest.mark.parametrize("format", FORMATS)
+    @pytest.mark.parametrize("tokens", [1, 100, 700])
+    def test_prefill_kernels_add_up_alike(self, format: str, tokens: int) -> None:
+        """What the test above rests on: a row's sum does not depend on the width of the product it is part of."""
+        weights = same_experts(format, hidden=1040, intermediate=336, bias=True)
+        problem = problem_of(weights, SwiGLU(), top_k=3)
+        packed = LAYOUTS["hopper"].pack(weights, torch.device("cuda"))
+        x, *routing = call_of(tokens, 1040)
+        outs = [torch.empty_like(x) for _ in PREFILL]
+        for rows, out in zip(PREFILL, outs, strict=True):
+            Hopper().run(problem, packed, x, Routing(*routing), HopperConfig("prefill", rows, 0), out)
+        assert [torch.equal(out, outs[0]) for out in outs] == [True] * len(outs)
