@@ -6,10 +6,14 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from serving import Running
 
 # The suite never reaches out: nothing it loads may come from the Hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -53,3 +57,12 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         return code, captured.out, captured.err
 
     return run
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    """The trained checkpoint behind an address of this machine, for the tests of one file."""
+    from serving import running_server
+
+    with running_server() as running:
+        yield running

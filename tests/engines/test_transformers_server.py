@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,13 +27,7 @@ from polymoe.engines.server_metrics import ServerMetrics
 from polymoe.engines.transformers import load
 from polymoe.engines.transformers_generation import Batching, _Batched
 from polymoe.errors import UnsupportedProblem
-from serving import CHECKPOINT, CONTEXT, HELDOUT, Running, running_server, user
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running_server() as running:
-        yield running
+from serving import CHECKPOINT, CONTEXT, HELDOUT, Running, user
 
 
 def said(server: Running, question: str = "498-971=", *, chat: bool, stream: bool, **fields: Any) -> tuple[Any, ...]:

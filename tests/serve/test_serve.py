@@ -28,14 +28,7 @@ import openai
 from polymoe.engines.transformers_server import Limits, ModelServer
 from polymoe.errors import ArgumentError, CheckpointNotFound, UnsupportedProblem
 from polymoe.serve import bind, serve
-from serving import BYTES, CHECKPOINT, CONTEXT, HELDOUT, KEY, UNENDING, Running, running_server, user
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running_server() as running:
-        yield running
-
+from serving import BYTES, CHECKPOINT, CONTEXT, HELDOUT, KEY, UNENDING, Running, user
 
 # --- Answers --------------------------------------------------------------------------------------------------------
 

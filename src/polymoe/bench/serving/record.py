@@ -23,10 +23,13 @@ from polymoe.bench.serving.measures import (
     time_per_token_us,
 )
 
-__all__ = ["Load", "Mode", "Origin", "ServingRecord", "Surroundings", "newest", "read", "record"]
+__all__ = ["LOADS", "Load", "Mode", "Origin", "ServingRecord", "Surroundings", "newest", "read", "record"]
 
 Mode = Literal["batch", "concurrency", "rate"]
 """How requests are sent: all at once, so many at a time, so many a second."""
+
+LOADS: Mapping[str, str] = {"batch": "batch size", "concurrency": "concurrency", "rate": "requests/s"}
+"""What the load of each mode is called."""
 
 _BUSY = 0.8  # of one core: from there on this client may be what is slow
 
@@ -48,8 +51,7 @@ class Load:
     output_len: int
 
     def __str__(self) -> str:
-        named = {"batch": "batch size", "concurrency": "concurrency", "rate": "requests/s"}[self.mode]
-        return f"{named} {self.load:g}, input {self.input_len}, output {self.output_len}"
+        return f"{LOADS[self.mode]} {self.load:g}, input {self.input_len}, output {self.output_len}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +155,11 @@ class ServingRecord:
     commit: str
     date: str
     command: str
+
+    @property
+    def asked(self) -> Load:
+        """What the row asked of the server."""
+        return Load(**{f.name: getattr(self, f.name) for f in fields(Load)})
 
     @property
     def series(self) -> tuple[str, str, str | None, str, int, int]:

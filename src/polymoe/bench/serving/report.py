@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from polymoe.bench.serving.record import ServingRecord
+from polymoe.bench.serving.record import LOADS, ServingRecord
 
 __all__ = ["columns", "markdown", "plot", "table", "write_markdown"]
 
@@ -70,13 +70,12 @@ _IF_KNOWN: Sequence[tuple[str, str, _Cell]] = (
     ("cache_hit_rate", "cache hit rate", lambda r: _number(r.cache_hit_rate, 3)),
     ("tokens_per_joule", "tok/s/W", lambda r: _number(r.tokens_per_joule, 2)),
 )
-_LOADS = {"batch": "batch size", "concurrency": "concurrency", "rate": "requests/s"}
 
 
 def columns(records: Sequence[ServingRecord]) -> list[tuple[str, list[str]]]:
     """Columns of records of one mode: heading and cells. Those that nothing is known of are left out."""
     mode = records[0].mode
-    chosen = list(_BATCH if mode == "batch" else ((_LOADS[mode], lambda r: f"{r.load:g}"), *_LOADED))
+    chosen = list(_BATCH if mode == "batch" else ((LOADS[mode], lambda r: f"{r.load:g}"), *_LOADED))
     for field, heading, cell in _IF_KNOWN:
         if field == "total_cost" and mode == "batch":
             continue  # a batch has its two halves
@@ -96,9 +95,8 @@ def remarks(records: Sequence[ServingRecord]) -> list[str]:
     """Notes and errors of each row, a line each."""
     lines = []
     for r in records:
-        row = f"{_LOADS[r.mode]} {r.load:g}, input {r.input_len}, output {r.output_len}"
-        lines += [f"{row}: {note}" for note in r.notes]
-        lines += [f"{row}: {count} x {message}" for message, count in r.errors.items()]
+        lines += [f"{r.asked}: {note}" for note in r.notes]
+        lines += [f"{r.asked}: {count} x {message}" for message, count in r.errors.items()]
     return lines
 
 
@@ -164,7 +162,7 @@ def plot(records: Sequence[ServingRecord], path: Path) -> None:
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 10 else f"{value:g}")
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.minorticks_off()
-        axes.set_xlabel(_LOADS[mode])
+        axes.set_xlabel(LOADS[mode])
         axes.set_ylabel(what)
         axes.grid(alpha=0.3)
         color = "C0" if len(series) == 1 else "grey"
@@ -176,7 +174,7 @@ def plot(records: Sequence[ServingRecord], path: Path) -> None:
         names = [_name(r, firsts) for r in firsts]
         figure.legend(handles, names, loc="outside lower center", ncols=min(4, len(names)), fontsize="small")
     models = ", ".join(dict.fromkeys(r.model for r in records))
-    figure.suptitle(f"{models}: {'one batch' if mode == 'batch' else f'over {_LOADS[mode]}'}")
+    figure.suptitle(f"{models}: {'one batch' if mode == 'batch' else f'over {LOADS[mode]}'}")
     figure.savefig(path, dpi=150)
 
 
