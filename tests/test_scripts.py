@@ -11,15 +11,23 @@ import pytest
 SCRIPT = Path(__file__).parent.parent / "scripts" / "test-gpu"
 
 
-def run(tmp_path: Path, *arguments: str, tests: int = 0, sanitizer: dict[str, int] | None = None) -> tuple[int, str]:
-    """Exit status and output, with exit statuses given for pytest and for each of the sanitizer's tools."""
+def run(
+    tmp_path: Path, *arguments: str, tests: dict[str, int] | None = None, sanitizer: dict[str, int] | None = None,
+    parallel: str = "",
+) -> tuple[int, str]:  # fmt: skip
+    """Exit status and output, with exit statuses given for pytest by its marker expression and for each of the
+    sanitizer's tools and files; ``parallel`` is what the script learns of pytest-xdist."""
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\n[ "$1" = - ] && exit 0\necho "python $*"\nexit {tests}\n')
+    cases = "".join(f'"{marker}") exit {code};; ' for marker, code in (tests or {}).items())
+    python.write_text(
+        f'#!/bin/sh\n[ "$1" = - ] && echo "{parallel}" && exit 0\necho "python $*"\ncase $5 in {cases} esac\n'
+    )
     python.chmod(0o755)
     if sanitizer is not None:
-        cases = "".join(f"{tool}) exit {code};; " for tool, code in sanitizer.items())
         tool = tmp_path / "compute-sanitizer"
-        tool.write_text(f'#!/bin/sh\necho "$* caching=$PYTORCH_NO_CUDA_MEMORY_CACHING"\ncase $2 in {cases} esac\n')
+        cases = "".join(f'"{key}") exit {code};; ' for key, code in sanitizer.items())
+        name = 'case "$2 $(basename "$6" .py)" in'
+        tool.write_text(f'#!/bin/sh\necho "$* caching=$PYTORCH_NO_CUDA_MEMORY_CACHING"\n{name} {cases} esac\n')
         tool.chmod(0o755)
     path = f"{tmp_path}{os.pathsep}/usr/bin{os.pathsep}/bin"
     done = subprocess.run(
@@ -28,30 +36,52 @@ def run(tmp_path: Path, *arguments: str, tests: int = 0, sanitizer: dict[str, in
     return done.returncode, done.stdout
 
 
+ALL = ("memcheck sanitized", "memcheck sanitized_hopper", "racecheck sanitized", "racecheck sanitized_hopper")
+
+
 def test_all_passed(tmp_path: Path) -> None:
-    code, output = run(tmp_path, "-k", "two words", sanitizer={"memcheck": 0, "racecheck": 0})
+    code, output = run(tmp_path, sanitizer={}, parallel="-n 8")
     assert code == 0
     lines = output.splitlines()
-    assert lines[0] == "python -m pytest -m not slow or gpu -k two words"
-    for line, tool in zip(lines[1:3], ("memcheck", "racecheck"), strict=True):
+    assert lines[:3] == [
+        "python -m pytest -q -m gpu and not slow -n 8",
+        "python -m pytest -q -m gpu and slow",
+        "python -m pytest -q -m not gpu tests/contract",
+    ]
+    for line, which in zip(lines[3:7], ALL, strict=True):
+        tool, file = which.split()
         assert line.startswith(f"--tool {tool} --error-exitcode 9 ")
-        assert line.endswith("tests/kernels/sanitized.py caching=1")
-    assert lines[3:] == ["scripts/test-gpu: tests passed, memcheck passed, racecheck passed"]
+        assert line.endswith(f"tests/kernels/{file}.py caching=1")
+    passed = ", ".join(f"{name} passed" for name in ("tests", "measured", "contract", *ALL))
+    assert lines[7:] == [f"scripts/test-gpu: {passed}"]
+
+
+def test_arguments_choose_among_the_tests_that_need_a_gpu(tmp_path: Path) -> None:
+    code, output = run(tmp_path, "-k", "two words", sanitizer={}, parallel="-n 8")
+    assert code == 0
+    assert output.splitlines()[0] == "python -m pytest -q -m gpu -k two words"
+    assert output.splitlines()[-1].startswith("scripts/test-gpu: tests passed, memcheck sanitized passed")
 
 
 @pytest.mark.parametrize(
-    ("tests", "sanitizer", "summary"),
+    ("tests", "sanitizer", "failed"),
     [
-        (1, {"memcheck": 0, "racecheck": 0}, "tests FAILED (1), memcheck passed, racecheck passed"),
-        (0, {"memcheck": 9, "racecheck": 0}, "tests passed, memcheck FAILED (9), racecheck passed"),
-        (0, {"memcheck": 0, "racecheck": 9}, "tests passed, memcheck passed, racecheck FAILED (9)"),
-        (5, {"memcheck": 1, "racecheck": 1}, "tests FAILED (5), memcheck FAILED (1), racecheck FAILED (1)"),
+        ({"gpu and not slow": 1}, {}, {"tests": 1}),
+        ({"gpu and slow": 2}, {}, {"measured": 2}),
+        ({"not gpu": 5}, {}, {"contract": 5}),
+        ({}, {ALL[0]: 9}, {ALL[0]: 9}),
+        ({}, {ALL[3]: 9}, {ALL[3]: 9}),
+        ({"gpu and not slow": 5}, {ALL[1]: 1, ALL[2]: 1}, {"tests": 5, ALL[1]: 1, ALL[2]: 1}),
     ],
 )
-def test_what_failed_is_named(tmp_path: Path, tests: int, sanitizer: dict[str, int], summary: str) -> None:
+def test_what_failed_is_named(
+    tmp_path: Path, tests: dict[str, int], sanitizer: dict[str, int], failed: dict[str, int]
+) -> None:
     code, output = run(tmp_path, tests=tests, sanitizer=sanitizer)
     assert code == 1
-    assert output.splitlines()[-1] == f"scripts/test-gpu: {summary}"
+    named = ("tests", "measured", "contract", *ALL)
+    said = ", ".join(f"{name} FAILED ({failed[name]})" if name in failed else f"{name} passed" for name in named)
+    assert output.splitlines()[-1] == f"scripts/test-gpu: {said}"
 
 
 @pytest.mark.skipif(Path("/usr/local/cuda/bin/compute-sanitizer").exists(), reason="compute-sanitizer is installed")

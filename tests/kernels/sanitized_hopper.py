@@ -23,6 +23,9 @@ from problems import problem_of, random_call, random_experts
 
 
 def main() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        print("no SM90 GPU: nothing to run")
+        return
     worst = 0.0
     for format in ("mxfp4", "nvfp4", "int4_g128"):
         weights = random_experts(format, hidden=336, intermediate=272, gated=format != "nvfp4", bias=True)
