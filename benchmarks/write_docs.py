@@ -1,5 +1,5 @@
 """Parts of the documentation that follow from code and records: docs/backends.md, and the tables between markers in
-README.md and docs/measured.md. Needs no GPU, and gives the same text on every machine.
+README.md and in documents of docs/. Needs no GPU, and gives the same text on every machine.
 
 python benchmarks/write_docs.py            # rewrite them
 python benchmarks/write_docs.py --check    # exit with 1 if one of them is not what code and records say
@@ -10,15 +10,22 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from backends_document import backends_document, markdown
 
-from polymoe.bench.records import Record, newest, read
+from polymoe.bench.decode import ModelRecord
+from polymoe.bench.records import Record, newest, read, read_lines
+from polymoe.bench.serving import record as serving
+from polymoe.bench.serving import report
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ("triton-h200.jsonl",)
 """Files of kernels' times in benchmarks/results/."""
+
+DECODE, SERVE = "decode-h200.jsonl", "serve-h200.jsonl"
+"""Records of ``polymoe bench decode`` and ``polymoe bench serve``; a document has no table before they are there."""
 
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
 """Columns of README's table."""
@@ -78,6 +85,50 @@ def reached(time_us: float, most_us: float) -> str:
     return number(time_us) if time_us <= most_us else f"**{number(time_us)}** (+{above} %)"
 
 
+def decode(path: Path) -> str:
+    """docs/decoding.md's table: packed beside the fastest dequantized, of the newest record of each."""
+    if not path.exists():
+        return ""
+    last: dict[tuple[object, ...], ModelRecord] = {}
+    for values in read_lines(path, (f.name for f in fields(ModelRecord)), "a record of bench decode"):
+        r = ModelRecord(**values)
+        # Whichever backend the plan chose that day, packed experts have one line.
+        key = (r.phase, r.batch, r.tokens, r.experts, None if r.experts == "packed" else r.implementation)
+        if key not in last or r.date >= last[key].date:
+            last[key] = r
+    others = [r for r in last.values() if r.experts != "packed"]
+    pairs = []
+    for r in last.values():
+        same = [o for o in others if (o.phase, o.batch, o.tokens) == (r.phase, r.batch, r.tokens)]
+        if r.experts == "packed" and same:
+            pairs.append((r, min(same, key=lambda other: other.median_us)))
+    if not pairs:
+        return ""
+    rows = []
+    for r, other in pairs:
+        after = f"decode, batch {r.batch}, after {r.tokens} tokens"
+        named = after if r.phase == "decode" else f"prefill of {r.tokens} tokens, {r.attention}"
+        cells = [f"{x.tokens_per_second:,.0f} ({x.implementation})" for x in (r, other)]
+        shares = ["" if x.share is None else f"{x.share:.2f}" for x in (r, other)]
+        rows.append([named, *cells, f"{r.tokens_per_second / other.tokens_per_second:.2f}", *shares])
+    r, other = max(pairs, key=lambda pair: pair[0].date)
+    weights = [f"{x.weight_bytes / 1e9:.1f} GB" for x in (r, other)]
+    rows.append(["weights, once loaded", *weights, f"{r.weight_bytes / other.weight_bytes:.2f}", "", ""])
+    header = [f"{r.checkpoint}, {r.device}", "packed, tokens/s", "dequantized, tokens/s", "ratio", "share of bandwidth"]
+    said = f"torch {r.torch}, transformers {r.transformers}, triton {r.triton}, polymoe {r.commit}, {r.date[:10]}"
+    return f"{markdown([*header, 'of dequantized'], rows)}\n`{r.command}`: {said}.\n"
+
+
+def serve(path: Path) -> str:
+    """docs/serving.md's tables: the newest rows of each pair of lengths."""
+    if not path.exists():
+        return ""
+    tables: dict[tuple[object, ...], list[serving.ServingRecord]] = {}
+    for r in serving.newest(serving.read(path)):
+        tables.setdefault(r.series, []).append(r)
+    return "\n".join(report.markdown(sorted(rows, key=lambda r: r.load)) for rows in tables.values())
+
+
 def number(time_us: float) -> str:
     """Three digits, or all before the point."""
     return f"{time_us:.{1 if time_us < 99.95 else 0}f}"
@@ -99,10 +150,14 @@ def between(text: str, name: str, part: str) -> str:
 def documents() -> dict[Path, str]:
     """Each file as it should be."""
     found, readme, measured = records(), ROOT / "README.md", ROOT / "docs" / "measured.md"
+    decoding, server = ROOT / "docs" / "decoding.md", ROOT / "docs" / "serving.md"
+    results = ROOT / "benchmarks" / "results"
     return {
         ROOT / "docs" / "backends.md": backends_document(),
         readme: between(readme.read_text(encoding="utf-8"), "times", times(found)),
         measured: between(measured.read_text(encoding="utf-8"), "limits", limits(found)),
+        decoding: between(decoding.read_text(encoding="utf-8"), "decode", decode(results / DECODE)),
+        server: between(server.read_text(encoding="utf-8"), "serve", serve(results / SERVE)),
     }
 
 

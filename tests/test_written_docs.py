@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import backends_document
@@ -14,7 +15,10 @@ from backends_document import GPUS, MODES, said
 from contract.toys import Toy
 from polymoe.backends import BACKENDS
 from polymoe.bench.cases import CASES
+from polymoe.bench.decode import ModelRecord
 from polymoe.bench.records import Record, newest
+from polymoe.bench.serving.answers import Answer
+from polymoe.bench.serving.record import Load, Origin, record
 from polymoe.formats import FORMATS
 from polymoe.machine import DEVICES, Machine
 from polymoe.problem import Problem
@@ -31,7 +35,7 @@ def test_current() -> None:
     """If it is not: python benchmarks/write_docs.py."""
     documents = write_docs.documents()
     assert {str(path.relative_to(write_docs.ROOT)) for path in documents} == {
-        "README.md", "docs/backends.md", "docs/measured.md",
+        "README.md", "docs/backends.md", "docs/measured.md", "docs/decoding.md", "docs/serving.md",
     }  # fmt: skip
     for path, text in documents.items():
         assert path.read_text(encoding="utf-8") == text, path
@@ -39,7 +43,9 @@ def test_current() -> None:
 
 def test_check_names_what_is_not_current(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nothing is written by --check; without it the file is written, and then it is current."""
-    for name in ("README.md", "docs/measured.md", "benchmarks/results/triton-h200.jsonl"):
+    documents = ("README.md", "docs/measured.md", "docs/decoding.md", "docs/serving.md")
+    results = (f"benchmarks/results/{name}" for name in (*write_docs.RECORDS, write_docs.DECODE, write_docs.SERVE))
+    for name in (*documents, *(file for file in results if (write_docs.ROOT / file).exists())):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text((write_docs.ROOT / name).read_text(encoding="utf-8"), encoding="utf-8")
     monkeypatch.setattr(write_docs, "ROOT", tmp_path)
@@ -192,3 +198,51 @@ def test_the_map_names_every_part() -> None:
     assert {part for part in parts if f"`{part}`" not in text} == set()
     for name in re.findall(r"`(?:src/polymoe/)?((?:\w+/)+\w+\.py)`", text):
         assert (source / name).exists() or (write_docs.ROOT / name).exists(), name
+
+
+def test_a_whole_models_table_is_of_the_newest_records_and_the_fastest_other(tmp_path: Path) -> None:
+    assert write_docs.decode(tmp_path / "none.jsonl") == ""
+
+    def line(experts: str, implementation: str, speed: float, date: str, **more: object) -> str:
+        values: dict[str, object] = dict.fromkeys(f.name for f in fields(ModelRecord))
+        values |= {"experts": experts, "implementation": implementation, "tokens_per_second": speed, "date": date}
+        values |= {"phase": "decode", "batch": 1, "tokens": 512, "median_us": 1e6 / speed, "share": speed / 1000}
+        weights = 13e9 if experts == "packed" else 40e9
+        values |= {"checkpoint": "random", "device": "h200", "weight_bytes": weights, "command": "polymoe bench decode"}
+        return json.dumps(values | more)
+
+    prefill = {"phase": "prefill", "tokens": 8192, "share": None, "attention": "flex_attention"}
+    lines = [
+        line("packed", "triton", 500, "2026-01-01"),
+        line("packed", "hopper", 400, "2026-01-02"),  # newer, though slower
+        line("dequantized", "grouped_mm", 100, "2026-01-02"),
+        line("dequantized", "batched_mm", 200, "2026-01-02"),
+        line("packed", "hopper", 30000, "2026-01-02", **prefill),
+        line("dequantized", "grouped_mm", 20000, "2026-01-02", **prefill),
+        line("packed", "hopper", 600, "2026-01-02", batch=16),  # nothing to compare with yet
+    ]
+    (tmp_path / "r.jsonl").write_text("\n".join(lines))
+    text = write_docs.decode(tmp_path / "r.jsonl")
+    assert "| decode, batch 1, after 512 tokens | 400 (hopper) | 200 (batched_mm) | 2.00 | 0.40 | 0.20 |" in text
+    assert "| prefill of 8192 tokens, flex_attention | 30,000 (hopper) | 20,000 (grouped_mm) | 1.50 |  |  |" in text
+    assert "| weights, once loaded | 13.0 GB | 40.0 GB | 0.33 |  |  |" in text
+    assert "batch 16" not in text
+    assert "triton" not in text.split("\n\n")[0]
+
+
+def test_a_servers_tables_are_those_of_its_lengths(tmp_path: Path) -> None:
+    assert write_docs.serve(tmp_path / "none.jsonl") == ""
+    origin = Origin(
+        label="polymoe", server="http://127.0.0.1", model="random", engine="polymoe", device="H200", gpu_price=3.0,
+        gpus=1, seed=1, commit="abc", command="polymoe bench serve",
+    )  # fmt: skip
+    answer = Answer(sent=0.0, ended=2.0, status=200, chunks=[1.0, 2.0], streamed=True, completion_tokens=2)
+    loads = [
+        Load(mode="batch", load=n, requests=n, input_len=tokens, output_len=2)
+        for n, tokens in ((4, 8), (1, 8), (1, 64))
+    ]
+    rows = [record(load, origin, [answer], prompt_tokens=load.input_len) for load in loads]
+    (tmp_path / "r.jsonl").write_text("".join(json.dumps(r.to_dict()) + "\n" for r in rows))
+    text = write_docs.serve(tmp_path / "r.jsonl")
+    assert text.count("**polymoe: random on 1 x H200 at $3 an hour**") == 2
+    assert text.index("| 1 | 8 | 2 |") < text.index("| 4 | 8 | 2 |") < text.index("| 1 | 64 | 2 |")
