@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,16 @@ from polymoe.activations import SwiGLU
 from polymoe.backends.base import TOLERANCE
 from polymoe.backends.hopper import Hopper, HopperConfig
 from polymoe.backends.reference import run_experts
+from polymoe.backends.select import select
+from polymoe.bench.cases import CASES, Workload
+from polymoe.bench.records import Stamp
+from polymoe.bench.tune import Tune
 from polymoe.experts import FusedExperts, relative_error
 from polymoe.kernels.hopper.launch import PREFILL
 from polymoe.layouts import LAYOUTS
+from polymoe.machine import Machine
+from polymoe.planning.measured import Table
+from polymoe.planning.table_files import read
 from polymoe.routing import Routing
 from polymoe.tensors import ExpertWeights
 from problems import GPT_OSS, problem_of, random_call, random_experts
@@ -108,6 +116,24 @@ class TestOnGpu:
         assert (experts.packed.layout, experts.problem.wide_scales) == ("natural", True)
         call = call_of(9, 64)
         assert relative_error(experts(*call).cpu(), expected(experts, weights, call)) < TOLERANCE
+
+    def test_tuning_writes_rows_that_plans_use(self, tmp_path: Path) -> None:
+        device, machine = torch.device("cuda"), Machine.of("cuda")
+        workload = Workload.of_case(
+            CASES["deepseek-v4-flash"].changed(experts=8, hidden=1024, intermediate=512), device
+        )
+        stamp = Stamp(device="h200", torch="2", triton=None, commit="abc", command="polymoe tune")
+        tune = Tune(
+            workload=workload, machine=machine, device=device, backends=[Hopper()], file=tmp_path / "t.jsonl",
+            stamp=stamp, seconds=20,
+        )  # fmt: skip
+        found = list(tune.outcomes((1, 64)))
+        assert [(o.failed, o.note) for o in found] == [(0, "")] * 2
+        rows = read(tmp_path / "t.jsonl")
+        assert rows == [o.row for o in found]
+        plan = select(workload.problem, machine, backend="hopper", table=Table((tuple(rows),))).require()
+        for row in rows:
+            assert plan.step(row.tokens).config == HopperConfig.from_dict(row.config)
 
     @pytest.mark.parametrize("format", FORMATS)
     @pytest.mark.parametrize(("hidden", "intermediate"), [(336, 272), (1024, 512)])

@@ -198,6 +198,16 @@ def test_scale_words_are_bfloat16_after_a_mask() -> None:
     assert next(found, None) is None
 
 
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
+def test_tensors_without_memory_have_the_same_shapes(format: str) -> None:
+    """For tuning, which compiles in other processes."""
+    weights = every_byte(format, 80, 208)
+    expert = weights.expert(0).to(torch.device("meta"))
+    there = Hopper().pack(ExpertWeights(weights.spec, lambda e: expert), torch.device("meta")).tensors
+    here = Hopper().pack(weights, CPU).tensors
+    assert {n: (t.shape, t.dtype) for n, t in there.items()} == {n: (t.shape, t.dtype) for n, t in here.items()}
+
+
 def test_scales_that_no_kernel_decodes_are_refused() -> None:
     weights = with_scales(every_byte("mxfp4", 64, 32), 152)
     assert_same(Hopper().unpack(Hopper().pack(weights, CPU)), weights)
