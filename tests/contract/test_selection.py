@@ -59,6 +59,15 @@ def test_a_layout_that_cannot_hold_the_experts_rejects_its_backends_with_its_rea
     assert {step.backend for step in selection.require().steps} == {"either"}
 
 
+def test_packed_in_a_layout_that_nothing_here_reads() -> None:
+    """As after ``.to("cpu")``: what runs here says which layout it reads, and is not recommended."""
+    table = choice({"other": Toy("other", layouts=("natural",))})
+    message = r"other: packed layout: wants natural, got flipped\n  hint: load them on cpu anew"
+    with pytest.raises(UnsupportedProblem, match=message):
+        table.select(problem_of(random_experts()), "flipped").require()
+    assert table.select(problem_of(random_experts()), "natural").plan is not None
+
+
 def test_one_copy_of_the_weights() -> None:
     weights = random_experts(bias=True)
     experts = FusedExperts.pack(problem_of(weights), weights, choice(toys()))

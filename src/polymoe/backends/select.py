@@ -47,6 +47,7 @@ class Selection:
         candidates: every backend with its verdict, in table order.
         scores: mean of predicted time over floor for each layout that covers every token count.
         plan: the choice, or None if nothing fits.
+        packed_as: the layout that the weights are in already, which the plan keeps; None before they are packed.
     """
 
     problem: Problem
@@ -56,6 +57,7 @@ class Selection:
     candidates: tuple[Candidate, ...]
     scores: Mapping[str, float] = field(hash=False)
     plan: Plan | None
+    packed_as: str | None = None
 
     def require(self, where: str = "experts") -> Plan:
         """The plan.
@@ -69,17 +71,23 @@ class Selection:
             f"{where} ({self.problem}) on {self.machine.device}",
             expected="a backend that runs it" if self.requested == "auto" else f"backend {self.requested!r} to run it",
             got="none:\n  " + "\n  ".join(self._verdict_lines()),
-            hint=" or ".join(f'backend="{name}"' for name in self._runs_when_named()) or None,
+            hint=" or ".join(f'backend="{name}"' for name in self._runs_when_named())
+            or (f"load them on {self.machine.device} anew" if self.packed_as else None),
         )
 
     def _runs_when_named(self) -> list[str]:
-        return [c.backend for c in self.candidates if isinstance(c.verdict, Accepted) and c.backend != self.requested]
+        """Backends that accept and read the layout, and were not asked for."""
+        readers = [c for c in self.candidates if self.packed_as in (None, *c.layouts)]
+        return [c.backend for c in readers if isinstance(c.verdict, Accepted) and c.backend != self.requested]
 
     def _verdict_lines(self) -> list[str]:
         lines = []
         for c in self.candidates:
             if isinstance(c.verdict, Rejected):
                 lines += [f"{c.backend}: {reason}" for reason in c.verdict.reasons]
+            elif self.plan is None and self.packed_as not in (None, *c.layouts):
+                wanted = " or ".join(c.layouts)
+                lines.append(f"{c.backend}: {Reason('packed layout', wanted, str(self.packed_as))}")
             else:
                 lines.append(f"{c.backend}: {describe(c.verdict)}")
         return lines
@@ -254,7 +262,8 @@ def select(
         ]
         scores[name] = sum(ratios) / len(ratios) if ratios else float("inf")
     best = min(scores, key=scores.__getitem__, default=None)
-    return Selection(problem, machine, role, backend, tuple(candidates), scores, plans[best] if best else None)
+    plan = plans[best] if best else None
+    return Selection(problem, machine, role, backend, tuple(candidates), scores, plan, layout)
 
 
 def _with_layouts(
