@@ -264,10 +264,14 @@ class TestOnGpu:
             wrong += (outs[0] != outs[1]).any()
         assert int(wrong) == 0
 
-    def test_packing_on_the_gpu_is_packing_on_the_cpu(self) -> None:
-        weights = random_experts(hidden=336, intermediate=208)
-        there, here = (LAYOUTS["hopper"].pack(weights, torch.device(d)) for d in ("cuda", "cpu"))
-        assert all(torch.equal(there.tensors[n].cpu(), t) for n, t in here.tensors.items())
+    @pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4_g32", "int4_g128"])
+    def test_packing_on_the_gpu_is_packing_on_the_cpu(self, format: str) -> None:
+        for hidden, intermediate in ((336, 208), (1024, 512)):
+            weights = same_experts(format, experts=9, hidden=hidden, intermediate=intermediate, bias=True)
+            there, here = (LAYOUTS["hopper"].pack(weights, torch.device(d)) for d in ("cuda", "cpu"))
+            assert all(torch.equal(there.tensors[n].cpu(), t) for n, t in here.tensors.items())
+            for got, expected in zip(LAYOUTS["hopper"].unpack(there), weights, strict=True):
+                assert torch.equal(got.up.codes.cpu(), expected.up.codes)
 
     def test_captured_graph_follows_new_routings(self) -> None:
         weights = random_experts("mxfp4", experts=16, hidden=256, intermediate=256)
