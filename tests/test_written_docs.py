@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import backends_document
 import pytest
@@ -204,7 +205,7 @@ def test_a_whole_models_table_is_of_the_newest_records_and_the_fastest_other(tmp
     assert write_docs.decode(tmp_path / "none.jsonl") == ""
 
     def line(experts: str, implementation: str, speed: float, date: str, **more: object) -> str:
-        values: dict[str, object] = dict.fromkeys(f.name for f in fields(ModelRecord))
+        values: dict[str, Any] = dict.fromkeys(f.name for f in fields(ModelRecord))
         values |= {"experts": experts, "implementation": implementation, "tokens_per_second": speed, "date": date}
         values |= {"phase": "decode", "batch": 1, "tokens": 512, "median_us": 1e6 / speed, "share": speed / 1000}
         weights = 13e9 if experts == "packed" else 40e9
