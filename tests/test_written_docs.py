@@ -140,9 +140,13 @@ class TestRecords:
             write_docs.limits([RECORD])
 
 
+def triton_records() -> list[Record]:
+    return [r for r in write_docs.records() if r.backend == "triton"]
+
+
 def test_how_near_predictions_are() -> None:
     """docs/measured.md says so: 9 % for DeepSeek-V4-Flash in MXFP4, 28 % at most."""
-    for r in write_docs.records():
+    for r in triton_records():
         problem, h200 = CASES[r.case].problem(r.format, r.activations), backends_document.machine(DEVICES["h200"])
         off = abs(BACKENDS["triton"].predict(problem, h200, r.tokens).time_us / r.median_us - 1)
         assert off < (0.09 if (r.case, r.format) == ("deepseek-v4-flash", "mxfp4") else 0.28), r
@@ -160,7 +164,7 @@ def test_how_near_predictions_are() -> None:
 )
 def test_times_in_the_text_are_the_records(case: str, form: str, tokens: int, said: str) -> None:
     text = (write_docs.ROOT / "docs/measured.md").read_text(encoding="utf-8")
-    (found,) = [r for r in write_docs.records() if (r.case, r.format, r.tokens) == (case, form, tokens)]
+    (found,) = [r for r in triton_records() if (r.case, r.format, r.tokens) == (case, form, tokens)]
     assert said in text
     assert write_docs.number(found.median_us) in said
 
@@ -168,7 +172,7 @@ def test_times_in_the_text_are_the_records(case: str, form: str, tokens: int, sa
 def test_errors_and_shares_in_the_text_are_the_records() -> None:
     """docs/measured.md: under "Right to 6e-3" and "What was to be reached"."""
     by_format: dict[str, list[Record]] = {}
-    for r in write_docs.records():
+    for r in triton_records():
         by_format.setdefault(r.format, []).append(r)
         assert r.error <= 3.7e-3
     assert all(r.error <= 1.75e-3 and 4.05e-2 <= r.error_exact <= 4.45e-2 for r in by_format["fp8_block128"])
