@@ -5,9 +5,9 @@
     python benchmarks/hopper_variants.py run FOLDER [NAME ...]      prove and time on an H200; DeepSeek-V4-Flash, MXFP4
 
 A variant is the kernels' own sources with a few words exchanged and other template arguments. ``run`` compares each
-with the reference before it is timed, and prints microseconds: of the whole layer, and of what its first two, three and
-four launches take. Names with ``ring`` (data are brought, nothing is multiplied) and ``math`` (the other way round)
-bound the others from below and are right about nothing.
+with the reference before it is timed, and prints microseconds: of the whole layer, and of what its launches take up to
+the dispatch, the first and the second product. Names with ``ring`` (data are brought, nothing is multiplied) and
+``math`` (the other way round) bound the others from below and are right about nothing.
 """
 
 from __future__ import annotations
@@ -43,36 +43,13 @@ TOLERANCE = 5e-3
 Changes = tuple[tuple[str, str, str], ...]
 """File, what stands there once, what shall stand there."""
 
-WIDE: Changes = (
-    (
-        "formats.cuh",
-        """    const uint32_t mask = 0x81C081C0u;
-    a[0] = word & mask;
-    a[1] = (word << 4) & mask;
-    a[2] = __funnelshift_l(word, word, 10) & mask;
-    a[3] = ((word << 6) & 0x80C080C0u) | ((word >> 2) & 0x01000100u);
-""",
-        """    const uint32_t mask = 0x81C081C0u;
-    a[0] = word & mask;
-    a[1] = (word * powers[0]) & mask;
-#ifdef __CUDACC__  // or the compiler adds a zero to the upper half
-    asm("{\\n.reg .b64 p;\\n.reg .b32 l, h;\\nmul.wide.u32 p, %1, %2;\\nmov.b64 {l, h}, p;\\n"
-        "lop3.b32 %0, l, h, %3, 0xA8;\\n}" : "=r"(a[2]) : "r"(word), "r"(powers[1]), "r"(mask));
-#else
-    const uint64_t turned = static_cast<uint64_t>(word) * powers[1];
-    a[2] = static_cast<uint32_t>(turned | turned >> 32) & mask;
-#endif
-    a[3] = ((word * powers[2]) & 0x80C080C0u) | ((word >> 2) & 0x01000100u);
-""",
-    ),
-    ("formats.cuh", "// Eight e2m1 codes", "__constant__ uint32_t powers[3] = {16, 1024, 64};\n\n// Eight e2m1 codes"),
-)
-"""Shifts as multiplications, which are made elsewhere than what else decoding takes."""
+UNROLLED: Changes = (("prefill.cuh", "MT == 1 ? BLOCKS : 1;", "BLOCKS;"),)
+"""Stages of several groups of rows written out."""
 
 RING: Changes = (
     (
         "prefill.cuh",
-        "            multiply<F, WG, MT, MOST / VARIANTS, MOST, MOST / VARIANTS, BLOCKS>(acc, args, ring, item.z);\n",
+        "            Multiply<F, WG, MT, MOST, BLOCKS>(acc, args, ring, item.z).template run_all<WIDTHS...>(item.z);\n",
         """            for (int m = 0; m < MT; ++m) {
                 for (int i = 0; i < MOST / 2; ++i) acc[m][i] = 0.0f;
             }
@@ -94,16 +71,28 @@ MATH: Changes = (
         f"{_COPY}(uint32_t, const void*, uint32_t, uint32_t) {{}}\n\n{_COPY}_really(uint32_t shared,",
     ),
 )
+MULTIPLIED: Changes = (
+    (
+        "formats.cuh",
+        """    a[1] = (word << 4) & mask;
+""",
+        """    a[1] = (word * powers[0]) & mask;
+""",
+    ),
+    ("formats.cuh", "((word << 6) & 0x80C080C0u)", "((word * powers[2]) & 0x80C080C0u)"),
+    ("formats.cuh", "// Eight e2m1 codes", "__constant__ uint32_t powers[3] = {16, 1024, 64};\n\n// Eight e2m1 codes"),
+)
+"""Two of the shifts as multiplications."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Rows of an item; for prefill its shape and the number of widths; the changes; tokens to be timed at."""
+    """Rows of an item; for prefill its shape and narrower widths; the changes; tokens to be timed at."""
 
     rows: int
     tokens: tuple[int, ...]
     shape: Shape | None = None
-    widths: int = 1
+    widths: tuple[int, ...] = ()
     changes: Changes = ()
 
     @property
@@ -112,45 +101,49 @@ class Variant:
         return self.changes not in (RING, MATH)
 
 
-def _prefill(rows: int, shape: tuple[int, int, int], widths: int, tokens: tuple[int, ...], **kwargs: Any) -> Variant:
+def _prefill(
+    rows: int, shape: tuple[int, int, int], widths: tuple[int, ...], tokens: tuple[int, ...], **kwargs: Any
+) -> Variant:
     return Variant(rows, tokens, Shape(*shape), widths, **kwargs)
 
 
 FEW, SOME, MANY = (256, 512, 1024), (1024, 2048), (4096, 8192)
 VARIANTS: dict[str, Variant] = {
     # As compiled for users, and what bounds them.
-    "32": _prefill(32, (2, 4, 2), 1, FEW),
-    "64": _prefill(64, (4, 1, 2), 4, SOME),
-    "128": _prefill(128, (3, 1, 2), 4, MANY),
-    "32-ring": _prefill(32, (2, 4, 2), 1, FEW[1:], changes=RING),
-    "32-math": _prefill(32, (2, 4, 2), 1, FEW[1:], changes=MATH),
-    "64-ring": _prefill(64, (4, 1, 2), 4, SOME[1:], changes=RING),
-    "64-math": _prefill(64, (4, 1, 2), 4, SOME[1:], changes=MATH),
-    "128-ring": _prefill(128, (3, 1, 2), 4, MANY, changes=RING),
-    "128-math": _prefill(128, (3, 1, 2), 4, MANY, changes=MATH),
-    # More warps for the same rows of weights; fewer rows of weights; narrower products.
-    "32-16warps": _prefill(32, (4, 2, 2), 1, FEW),
-    "32-12warps": _prefill(32, (3, 2, 2), 1, FEW),
-    "16": _prefill(16, (2, 4, 2), 1, FEW[:2]),
-    "16-16warps": _prefill(16, (4, 2, 2), 1, FEW[:2]),
-    "32-4blocks": _prefill(32, (2, 2, 4), 1, FEW),
-    # 384 or 256 rows of weights: less of x from L2.
-    "64-384": _prefill(64, (3, 2, 2), 2, SOME),
-    "64-256": _prefill(64, (2, 2, 4), 4, SOME),
-    "64-4blocks": _prefill(64, (4, 1, 4), 4, SOME),
-    "128-256": _prefill(128, (2, 2, 2), 2, MANY),
-    "112-256": _prefill(112, (2, 2, 2), 1, MANY),
-    "112": _prefill(112, (3, 1, 2), 2, MANY),
-    "128-1block": _prefill(128, (3, 1, 1), 4, MANY),
-    # Items wide enough for all rows of an expert at 8192 tokens.
-    "192": _prefill(192, (2, 1, 2), 3, MANY[1:]),
-    "256": _prefill(256, (2, 1, 2), 4, MANY[1:]),
+    "32": _prefill(32, (4, 2, 2), (16,), (64, 128, *FEW)),
+    "64": _prefill(64, (4, 1, 2), (32, 48), SOME),
+    "128": _prefill(128, (2, 2, 2), (96,), MANY),
+    "256": _prefill(256, (2, 1, 1), (96, 160, 192, 224), MANY),
+    "32-ring": _prefill(32, (4, 2, 2), (16,), FEW[1:], changes=RING),
+    "32-math": _prefill(32, (4, 2, 2), (16,), FEW[1:], changes=MATH),
+    "64-ring": _prefill(64, (4, 1, 2), (32, 48), SOME[1:], changes=RING),
+    "64-math": _prefill(64, (4, 1, 2), (32, 48), SOME[1:], changes=MATH),
+    "128-ring": _prefill(128, (2, 2, 2), (96,), MANY[:1], changes=RING),
+    "128-math": _prefill(128, (2, 2, 2), (96,), MANY[:1], changes=MATH),
+    "256-ring": _prefill(256, (2, 1, 1), (96, 160, 192, 224), MANY[1:], changes=RING),
+    "256-math": _prefill(256, (2, 1, 1), (96, 160, 192, 224), MANY[1:], changes=MATH),
+    # Two shifts as multiplications, which are made elsewhere than what else decoding takes.
+    "32-multiplied": _prefill(32, (4, 2, 2), (16,), FEW, changes=MULTIPLIED),
+    "64-multiplied": _prefill(64, (4, 1, 2), (32, 48), SOME, changes=MULTIPLIED),
+    "decode-8-multiplied": Variant(8, (1, 16, 64, 128), changes=MULTIPLIED),
+    "decode-12-multiplied": Variant(12, (128, 256), changes=MULTIPLIED),
+    # Other shapes.
+    "16": _prefill(16, (4, 2, 2), (), FEW[:2]),
+    "16-unrolled": _prefill(16, (4, 2, 2), (), FEW[:2], changes=UNROLLED),
+    "24": _prefill(24, (4, 2, 2), (16,), FEW[:2]),
+    "32-wide": _prefill(32, (4, 2, 2), (), FEW),
+    "32-12warps": _prefill(32, (3, 2, 2), (8, 16, 24), FEW),
+    "32-12warps-unrolled": _prefill(32, (3, 2, 2), (16, 24), FEW, changes=UNROLLED),
+    "32-8warps": _prefill(32, (2, 4, 2), (16, 24), FEW),
+    "48-12warps": _prefill(48, (3, 2, 2), (16, 24, 32), (512, *SOME)),
+    "64-12warps": _prefill(64, (3, 1, 2), (16, 24, 32, 48), SOME),
+    "64-8warps": _prefill(64, (2, 2, 2), (24, 32, 48), SOME),
+    "128-12warps": _prefill(128, (3, 1, 2), (80, 96, 112), MANY),
+    "256-12warps": _prefill(192, (3, 1, 1), (112, 144), MANY),
     # Decode.
-    "decode-8": Variant(8, (1, 2, 4, 16, 64, 128)),
+    "decode-8": Variant(8, (1, 2, 4, 8, 16, 32, 64, 128)),
     "decode-12": Variant(12, (128, 256)),
     "decode-16": Variant(16, (256,)),
-    "decode-8-wide": Variant(8, (1, 16, 64, 128), changes=WIDE),
-    "decode-12-wide": Variant(12, (128, 256), changes=WIDE),
 }
 
 
@@ -171,13 +164,13 @@ def sources(variant: Variant) -> dict[str, str]:
         files["variant.cu"] = '#include "decode.cuh"\n' + "".join(lines)
     else:
         s = variant.shape
-        numbers = f"{s.warpgroups}, {s.groups}, {variant.rows}, {variant.widths}, {s.blocks}"
+        numbers = ", ".join(map(str, (s.warpgroups, s.groups, s.blocks, variant.rows, *variant.widths)))
         lines = [
-            f"POLYMOE_PREFILL(prefill_{kind}_{variant.rows}, Mxfp4, {numbers}, {matrix})\n"
+            f"POLYMOE_PREFILL(prefill_{kind}_{variant.rows}, Mxfp4, {matrix}, {numbers})\n"
             for kind, matrix in (("gated", "kGated"), ("down", "kDown"))
         ]
         files["variant.cu"] = '#include "prefill.cuh"\n' + "".join(lines)
-        widths = {variant.rows // variant.widths * i for i in range(1, variant.widths + 1)}
+        widths = {variant.rows, *variant.widths}
         there = files["wgmma.cuh"]
         missing = "".join(_product(n) for n in sorted(widths) if f"struct Product<{n}>" not in there)
         files["wgmma.cuh"] = there.replace("}  // namespace polymoe", missing + "}  // namespace polymoe")
@@ -207,11 +200,12 @@ def build(folder: Path, names: Sequence[str]) -> None:
     """Compile to ``folder/NAME.cubin``; prints what the assembler has to say."""
     nvcc = Path(f".venv/cuda-{compiled.COMPILER['nvidia-cuda-nvcc']}/nvidia/cu13/bin/nvcc").resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    for name in names:
+    for name in (*names, "rows"):
         with tempfile.TemporaryDirectory() as temporary:
-            for file, text in sources(VARIANTS[name]).items():
+            for file, text in sources(VARIANTS[name] if name in VARIANTS else Variant(8, ())).items():
                 Path(temporary, file).write_text(text)
-            command = [nvcc, *compiled.OPTIONS, "-o", (folder / f"{name}.cubin").resolve(), "variant.cu"]
+            unit = "variant.cu" if name in VARIANTS else f"{name}.cu"
+            command = [nvcc, *compiled.OPTIONS, "-o", (folder / f"{name}.cubin").resolve(), unit]
             done = subprocess.run(command, cwd=temporary, capture_output=True, text=True)
         said = [line for line in done.stderr.splitlines() if line.strip()]
         print(f"{name}: {'built' if done.returncode == 0 else 'FAILED'}", *said, sep="\n    ", flush=True)
@@ -248,6 +242,8 @@ def emulate(folder: Path, names: Sequence[str]) -> None:
 def _call(variant: Variant, height: int) -> Callable[..., None]:
     """Runs the backend in the variant's configuration."""
     kernels = "decode" if variant.shape is None else "prefill"
+    if variant.shape is not None:  # which sizes there are
+        launch.PREFILL[variant.rows] = variant.shape
     config = HopperConfig(kernels, variant.rows, height if kernels == "decode" else 0)
 
     def call(problem: Problem, packed: Packed, x: Tensor, routing: Routing, out: Tensor) -> None:
@@ -262,14 +258,19 @@ class Launcher:
     """Takes the place of ``launch.kernel``: a variant's products, and no more than ``most`` launches a call."""
 
     def __init__(self, cubin: Path, most: int = 9) -> None:
-        self.module, self.most, self.made = _module(cubin), most, 0
+        self.module, self.rows, self.most, self.made = _module(cubin), _module(cubin.with_name("rows.cubin")), most, 0
 
     def __call__(self, unit: str, name: str) -> Callable[..., None]:
         """The kernel, or nothing where there were enough."""
-        self.made = 1 if name.startswith("dispatch") else self.made + 1
+        if name == "count_many":
+            self.made = 0
+        elif name.startswith("dispatch"):
+            self.made = 1
+        else:
+            self.made += 1
         if self.made > self.most:
             return lambda *args, **kwargs: None
-        return compiled.kernel(unit, name) if unit == "rows" else _kernel(self.module, name)
+        return _kernel(self.rows if unit == "rows" else self.module, name)
 
 
 @cache
@@ -355,7 +356,7 @@ def run(folder: Path, names: Sequence[str]) -> None:
                         print(f"{title}: WRONG, error {error:.2g}", flush=True)
                         continue
                     times = []
-                    for most in (9, 2, 3) if variant.shape is None else (9, 2, 3, 4):
+                    for most in (9, 1, 2, 3):
                         launch.kernel = Launcher(cubin, most)
                         each = [partial(call, problem, packed, *i, o) for i, o in zip(inputs, outs, strict=True)]
                         times.append(Turn(each, torch.device("cuda"), graph=True).time())

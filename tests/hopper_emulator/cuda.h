@@ -47,9 +47,10 @@ constexpr uint32_t kStart = 1024 + 128;  // where dynamic shared memory begins: 
 
 struct Product {
     float* d;
-    const uint32_t* a;
-    uint32_t b;
+    const uint32_t* a;  // registers; or null, and then
+    uint64_t shared_a, b;  // descriptions of shared memory
     int n;
+    bool e4m3 = false, fresh = false;  // what is multiplied; whether d is set instead of added to
 };
 
 struct Thread {
@@ -221,20 +222,44 @@ inline uint16_t to_bits(float v) {
     return static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 
+inline float from_e4m3(uint8_t code) {
+    const int exponent = code >> 3 & 15, mantissa = code & 7;
+    const float v = (code & 0x7F) == 0x7F ? NAN : exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
+    return code & 0x80 ? -v : v;
+}
+
+// To the nearest, of two to the even code; above 448 to 448.
+inline uint8_t to_e4m3(float v) {
+    const uint8_t sign = std::signbit(v) ? 0x80 : 0;
+    if (v != v) return sign | 0x7F;
+    const float magnitude = fminf(fabsf(v), 448.0f);
+    int exponent;
+    frexpf(magnitude, &exponent);
+    const int step = max(exponent - 4, -9);  // of the last bit of the mantissa
+    const int units = static_cast<int>(nearbyintf(ldexpf(magnitude, -step)));
+    return sign | static_cast<uint8_t>(units + (step + 9) * 8);
+}
+
 inline float half(uint32_t pair, int which) { return bfloat16(pair >> 16 * which & 0xFFFF); }
 
-// What an m16nNk16 product of a warp makes of its lanes' registers and of b[k][n].
-template <class B>
-void product(float* (&d)[32], const uint32_t* (&a)[32], int n, B b) {
+// What an m16nNk16 product (or one of more columns) of a warp makes of a[row][k] and b[k][n].
+template <class A, class B>
+void product(float* (&d)[32], int n, A a, B b, int columns = 16, bool fresh = false) {
     for (int row = 0; row < 16; ++row) {
         for (int column = 0; column < n; ++column) {
             const int lane = row % 8 * 4 + column % 8 / 2;
             float& sum = d[lane][column / 8 * 4 + row / 8 * 2 + column % 2];
-            for (int k = 0; k < 16; ++k) {
-                sum += half(a[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2], k % 2) * b(k, column);
+            if (fresh) sum = 0.0f;
+            for (int k = 0; k < columns; ++k) {
+                sum += a(row, k) * b(k, column);
             }
         }
     }
+}
+
+// Where the A operand's element is among the lanes' registers.
+inline float of_registers(const uint32_t* (&a)[32], int row, int k) {
+    return half(a[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2], k % 2);
 }
 
 }  // namespace emulator
@@ -273,6 +298,24 @@ inline int __shfl_sync(uint32_t, int value, int from) {
     });
     return mine.out;
 }
+inline float __shfl_sync(uint32_t mask, float value, int from) {
+    int bits;
+    memcpy(&bits, &value, 4);
+    bits = __shfl_sync(mask, bits, from);
+    memcpy(&value, &bits, 4);
+    return value;
+}
+inline float __shfl_xor_sync(uint32_t, float value, int mask) {
+    struct Brought { float in, out; int mask; } mine{value, 0.0f, mask};
+    // Lanes that are not there have not come: only whole warps, or the lanes that `mask` joins, may.
+    emulator::meet_warp(&mine, [](void** with) {
+        for (int lane = 0; lane < 32; ++lane) {
+            auto* b = static_cast<Brought*>(with[lane]);
+            b->out = static_cast<Brought*>(with[lane ^ b->mask])->in;
+        }
+    });
+    return mine.out;
+}
 inline uint32_t __match_any_sync(uint32_t, int value) {
     return of_lanes(value, [](int lane, auto of) {
         int same = 0;
@@ -288,6 +331,7 @@ inline float __uint_as_float(uint32_t bits) {
     memcpy(&v, &bits, 4);
     return v;
 }
+inline float __int_as_float(int bits) { return __uint_as_float(bits); }
 inline float __expf(float v) { return expf(v); }
 inline int atomicAdd(int* at, int value) {
     const int before = *at;

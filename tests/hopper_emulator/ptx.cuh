@@ -19,6 +19,7 @@ inline uint8_t* shared_at(uint32_t address, uint32_t bytes) {
 
 inline uint32_t kept(uint32_t value) { return value; }
 inline void made_here(uint32_t&) {}
+inline int of_warp(int value) { return __shfl_sync(0xFFFFFFFFu, value, 0); }
 inline void wait_for_previous_kernel() { here.waited = true; }
 inline void let_next_kernel_start() {}
 
@@ -57,6 +58,15 @@ inline void copy_bulk(uint32_t shared, const void* global, uint32_t bytes, uint3
 }
 inline void copy_bulk_once(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier) {
     copy_bulk(shared, global, bytes, barrier);
+}
+
+inline float power_of_2(float v) { return exp2f(v); }
+inline float quotient(float a, float b) { return a / b; }
+inline float lesser(float a, float b) { return a != a || b != b ? NAN : fminf(a, b); }
+inline float greater(float a, float b) { return a != a || b != b ? NAN : fmaxf(a, b); }
+
+inline uint4 load_16_if(bool there, const void* global) {
+    return there ? *static_cast<const uint4*>(global) : uint4{};
 }
 
 template <class T>
@@ -135,9 +145,11 @@ inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uin
         float* d[32];
         const uint32_t* a[32];
         for (int i = 0; i < 32; ++i) d[i] = static_cast<Brought*>(with[i])->c, a[i] = static_cast<Brought*>(with[i])->a;
-        emulator::product(d, a, 8, [&](int k, int n) {
-            return emulator::half(static_cast<Brought*>(with[n * 4 + k % 8 / 2])->b[k / 8], k % 2);
-        });
+        emulator::product(
+            d, 8, [&](int row, int k) { return emulator::of_registers(a, row, k); },
+            [&](int k, int n) {
+                return emulator::half(static_cast<Brought*>(with[n * 4 + k % 8 / 2])->b[k / 8], k % 2);
+            });
     });
 }
 

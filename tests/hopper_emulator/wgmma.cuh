@@ -11,6 +11,27 @@ inline void products_commit() {
     here.now->open.clear();
 }
 
+// A row's element of `bytes` bytes in what `description` describes.
+inline const uint8_t* described(uint64_t description, int row, int k, int bytes) {
+    const uint32_t start = static_cast<uint32_t>(description), along_k = description >> 32 & 0xFFFF;
+    const uint32_t along_rows = description >> 48, piece = 16 / bytes;
+    uint32_t address;
+    if (along_rows) {
+        address = start + k / piece * along_k * 16 + row / 8 * along_rows * 16 + row % 8 * 16 + k % piece * bytes;
+    } else {
+        address = start + row * 128 + k * bytes;
+        address ^= (address >> 7 & 7) << 4;
+    }
+    return shared_at(address / 16 * 16, 16) + address % 16;
+}
+
+inline float described_number(uint64_t description, int row, int k, bool e4m3) {
+    if (e4m3) return emulator::from_e4m3(*described(description, row, k, 1));
+    uint16_t v;
+    memcpy(&v, described(description, row, k, 2), 2);
+    return emulator::bfloat16(v);
+}
+
 template <int PENDING>
 inline void products_wait() {
     auto& groups = here.now->groups;
@@ -24,13 +45,14 @@ inline void products_wait() {
                     d[i] = p->d, a[i] = p->a;
                 }
                 const auto* p = static_cast<emulator::Product*>(with[0]);
-                emulator::product(d, a, p->n, [&](int k, int n) {
-                    const uint32_t address = p->b + n * 128 + k * 2;
-                    const uint32_t swizzled = address ^ (address >> 7 & 7) << 4;
-                    uint16_t v;
-                    memcpy(&v, shared_at(swizzled / 16 * 16, 16) + swizzled % 16, 2);
-                    return emulator::bfloat16(v);
-                });
+                const int first = here.now->number / 32 % 4 * 16;  // of the warpgroup's rows
+                emulator::product(
+                    d, p->n,
+                    [&](int row, int k) {
+                        return p->a ? emulator::of_registers(a, row, k)
+                                    : described_number(p->shared_a, first + row, k, p->e4m3);
+                    },
+                    [&](int k, int n) { return described_number(p->b, n, k, p->e4m3); }, p->e4m3 ? 32 : 16, p->fresh);
             });
         }
         groups.pop_front();
@@ -38,11 +60,13 @@ inline void products_wait() {
 }
 
 inline uint64_t describe(uint32_t shared) { return shared; }
+inline uint32_t in_units(uint32_t shared) { return shared / 16; }
+inline uint64_t describe_units(uint32_t units) { return describe(units * 16); }
 
 template <int N>
 struct Product {
     static void add(float* d, const uint32_t (&a)[4], uint64_t b) {
-        here.now->open.push_back({d, a, static_cast<uint32_t>(b), N});
+        here.now->open.push_back({d, a, 0, b, N});
     }
 };
 

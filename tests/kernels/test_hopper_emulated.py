@@ -25,7 +25,7 @@ from problems import GPT_OSS, problem_of, random_call, random_experts
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 CPU = torch.device("cpu")
 DECODE = [HopperConfig("decode", rows, height) for rows in (8, 12, 16) for height in (64, 128)]
-PREFILL = [HopperConfig("prefill", rows, 0) for rows in (32, 64, 128)]
+PREFILL = [HopperConfig("prefill", rows, 0) for rows in (32, 64, 128, 256)]
 
 
 @pytest.fixture(scope="module")
@@ -124,30 +124,38 @@ def test_no_rows_of_this_rank(
     assert made[0] == ("dispatch_few" if tokens * 2 <= 32 else "dispatch")
 
 
-@pytest.mark.parametrize("tokens", [3, 32, 33, 700])
+@pytest.mark.parametrize("tokens", [3, 32, 33, 700, 3100])
 @pytest.mark.parametrize("block", [8, 12, 128])
 def test_dispatch(monkeypatch: pytest.MonkeyPatch, libraries: Any, tokens: int, block: int) -> None:
     """Every local row once, items of one expert, in order, with room for multiples of eight rows."""
-    monkeypatch.setattr(launch, "kernel", Emulator(libraries("mxfp4"), []))
+    emulator = Emulator(libraries("mxfp4"), [])
+    monkeypatch.setattr(launch, "kernel", emulator)
     g = torch.Generator().manual_seed(tokens)
     ids = torch.randint(-2, 305, (tokens, 1), generator=g)
     ids[::2] = 299  # many rows of one expert
     rows = launch.Rows(ids, torch.ones(tokens, 1), first_expert=3, experts=300, weight_on_input=False)
-    order, items, count = launch._dispatch(rows, block)
-    items = items[: int(count[0])].tolist()
+    plan = launch._dispatch(rows, block, places=block % 8 == 0)
+    name = "dispatch_few" if tokens <= 32 else "dispatch"
+    assert emulator.made == ([name] if tokens <= 2048 else ["count_many", "dispatch_many"])
+    items = plan.items[: int(plan.count[0])].tolist()
     seen: list[int] = []
     next_row, next_padded, before, previous = 0, 0, None, 0
     for expert, first, number, padded in items:
         assert 0 < number <= block
         assert first == next_row
-        if block % 8 == 0:
-            assert padded == next_padded
-        mine = order[first : first + number].tolist()
+        mine = plan.order[first : first + number].tolist()
         assert (ids[mine, 0] == expert + 3).all()
         assert expert != before or previous == block
+        if plan.places is not None:
+            assert padded == next_padded
+            room = -(-number // 8) * 8
+            assert plan.places[mine].tolist() == [[first + i, padded, i, room] for i in range(number)]
         seen += mine
         next_row, next_padded, before, previous = first + number, padded + -(-number // 8) * 8, expert, number
-    assert sorted(seen) == [i for i, e in enumerate(ids[:, 0].tolist()) if 3 <= e < 303]
+    local = [3 <= e < 303 for e in ids[:, 0].tolist()]
+    assert sorted(seen) == [i for i, mine in enumerate(local) if mine]
+    if plan.places is not None:
+        assert (plan.places[~torch.tensor(local), 0] == -1).all()
 
 
 def replace_ids(routing: Routing, value: int) -> Routing:

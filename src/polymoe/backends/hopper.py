@@ -37,7 +37,7 @@ class HopperConfig(Config):
 
     kernels: Literal["decode", "prefill"]
     rows: int
-    """8, 12 or 16 (decode), 32, 64 or 128 (prefill)."""
+    """8, 12 or 16 (decode), 32, 64, 128 or 256 (prefill)."""
     height: int
     """Rows of weights that a block makes at once (decode), or 0."""
 
@@ -55,18 +55,18 @@ class HopperConfig(Config):
 
 
 # Kernels and rows of an item, by the mean number of rows of an expert that has any: the fastest on one H200 at 1 to 128
-# tokens of DeepSeek-V4-Flash (up to 3.2 rows), 256 (6), 512 and 1024 (12 and 24), 2048 (48), and beyond.
+# tokens of DeepSeek-V4-Flash (up to 3.2 rows), 256 to 1024 (6 to 24), 2048 (48), 4096 (96), and beyond.
 _BY_ROWS: tuple[tuple[float, HopperConfig], ...] = (
     (4.4, HopperConfig("decode", 8, 64)),
-    (8.5, HopperConfig("decode", 12, 64)),
-    (34.0, HopperConfig("prefill", 32, 0)),
-    (68.0, HopperConfig("prefill", 64, 0)),
-    (float("inf"), HopperConfig("prefill", 128, 0)),
+    (29.0, HopperConfig("prefill", 32, 0)),
+    (62.0, HopperConfig("prefill", 64, 0)),
+    (115.0, HopperConfig("prefill", 128, 0)),
+    (float("inf"), HopperConfig("prefill", 256, 0)),
 )
 
 # Of those times: the shares of the device's rates at which weights are read and products are made, one after the other,
 # and microseconds beside them.
-_RATES = {"decode": (0.92, 0.34, 11.0), "prefill": (0.79, 0.74, 14.0)}
+_RATES = {"decode": (0.93, 0.45, 10.0), "prefill": (1.02, 0.95, 20.0)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,22 +46,22 @@ class _Gemm(ctypes.Structure):
 
 class _Dispatch(ctypes.Structure):
     _fields_ = (
-        *((name, _POINTER) for name in ("ids", "order", "items", "count")),
+        *((name, _POINTER) for name in ("ids", "order", "items", "count", "places", "counts")),
         *((name, _INT) for name in ("rows", "first_expert", "experts", "block", "long_ids")),
     )
 
 
 class _Spread(ctypes.Structure):
     _fields_ = (
-        *((name, _POINTER) for name in ("x", "out", "count", "items", "order")),
+        *((name, _POINTER) for name in ("x", "out", "places")),
         *((name, _INT) for name in ("columns", "slots")),
     )
 
 
 class _Combine(ctypes.Structure):
     _fields_ = (
-        *((name, _POINTER) for name in ("y", "ids", "weights", "out")),
-        *((name, _INT) for name in ("slots", "columns", "first_expert", "experts", "long_ids", "out_dtype", "narrow")),
+        *((name, _POINTER) for name in ("y", "places", "ids", "weights", "out")),
+        *((name, _INT) for name in ("slots", "columns", "first_expert", "experts", "long_ids", "out_dtype")),
     )
 
 
@@ -71,7 +71,7 @@ class Matrix:
 
     Attributes:
         format: one of :data:`FORMATS`.
-        codes, scales: uint8 [E, bytes].
+        codes, scales: uint8 [E, bytes]; scales are None where weights have none.
         rows, columns: N and K; of ``up`` with a gate, N is 2F.
         bias, up_bias: [E, N] in a 16-bit or 32-bit float, or None; with a gate, [E, F] each.
         scale, up_scale: float32 [E], what all weights are multiplied by, or None; with a gate, the gate's and up's.
@@ -79,7 +79,7 @@ class Matrix:
 
     format: str
     codes: Tensor
-    scales: Tensor
+    scales: Tensor | None
     rows: int
     columns: int
     bias: Tensor | None = None
@@ -164,7 +164,7 @@ class Shape:
         return _round_up(self.blocks * rows * 128 + self.warpgroups * self.groups * group, 1024)
 
 
-PREFILL: dict[int, Shape] = {32: Shape(2, 4, 2), 64: Shape(4, 1, 2), 128: Shape(3, 1, 2)}
+PREFILL: dict[int, Shape] = {32: Shape(4, 2, 2), 64: Shape(4, 1, 2), 128: Shape(2, 2, 2), 256: Shape(2, 1, 1)}
 """Kernels for prefill, by the most rows of x of an item."""
 
 
@@ -176,13 +176,10 @@ def prefill(
     routed = tokens * slots
     padded = routed + 7 * min(rows.experts, routed)  # an expert's rows in tiles: a multiple of 8
     shape = PREFILL[block]
-    plan = _dispatch(rows, block)
-    order, items, count = plan
-    x_tiles = x_TH.new_empty(padded, _round_up(up.columns, 64))
+    plan = _dispatch(rows, block, places=True)
+    x_tiles = _spread(x_TH, plan, padded, slots)
     h_tiles = x_TH.new_empty(padded, _round_up(down.columns, 64))
     y_RH = x_TH.new_empty(routed, down.rows)
-    args = _Spread(*map(_at, (x_TH, x_tiles, count, items, order)), up.columns, slots)
-    kernel("rows", "spread")(args, (8, min(len(items), 2048)), 256)
     grid = (torch.cuda.get_device_properties(x_TH.device).multi_processor_count,)
     for name, matrix, x, out in (("up", up, x_tiles, h_tiles), ("down", down, h_tiles, y_RH)):
         stage = shape.stage_bytes(matrix.format, block)
@@ -191,47 +188,78 @@ def prefill(
         gemm = _gemm(matrix, x, out, plan, rows if name == "up" else None, function, 0, stages, 1, block)
         launch = kernel(f"prefill_{matrix.format}", f"prefill_{kind}_{block}")
         launch(gemm, grid, shape.warpgroups * 128 + 128, stages * stage + 1024)
-    _combine(y_RH, rows, out_TH)
+    _combine(y_RH, rows, out_TH, plan.places)
 
 
-def _dispatch(rows: Rows, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Routed rows in expert order, items (expert, first row, rows, first row in tiles) and their number."""
+_MANY_ROWS, _ROWS_A_BLOCK = 2048, 1024
+"""Routed rows from which several thread blocks sort them, and how many each has at least."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """Routed rows in expert order, items (expert, first row, rows, first row in tiles) and their number; where each
+    routed row is (rows.cu), or None."""
+
+    order: Tensor
+    items: Tensor
+    count: Tensor
+    places: Tensor | None
+
+
+def _dispatch(rows: Rows, block: int, places: bool = False) -> Plan:
     routed, ids = rows.ids_TA.numel(), rows.ids_TA.contiguous()
     most = min(rows.experts, routed) + routed // block
-    work = torch.empty(4 * most + 4 + routed, dtype=torch.int32, device=ids.device)
-    items, count, order = work[: 4 * most].view(most, 4), work[4 * most :], work[4 * most + 4 :]
+    blocks = min(32, routed // _ROWS_A_BLOCK) if routed > _MANY_ROWS else 0
+    sizes = (4 * most, 4 * routed if places else 0, 4, routed, blocks * rows.experts)
+    work = torch.empty(sum(sizes), dtype=torch.int32, device=ids.device)
+    items, where, count, order, counts = work.split(sizes)
+    plan = Plan(order, items.view(most, 4), count, where.view(routed, 4) if places else None)
     args = _Dispatch(
-        *map(_at, (ids, order, items, count)), routed, rows.first_expert, rows.experts, block, ids.dtype == torch.int64
-    )
-    few = routed <= 32
-    kernel("rows", "dispatch_few" if few else "dispatch")(args, (1,), 32 if few else 1024)
-    return order, items, count
+        *map(_at, (ids, order, items, count, plan.places, counts)), routed, rows.first_expert, rows.experts, block,
+        ids.dtype == torch.int64,
+    )  # fmt: skip
+    if blocks:
+        kernel("rows", "count_many")(args, (blocks,), 1024)
+        kernel("rows", "dispatch_many")(args, (blocks,), 1024)
+    else:
+        few = routed <= 32
+        kernel("rows", "dispatch_few" if few else "dispatch")(args, (1,), 32 if few else 1024)
+    return plan
+
+
+def _spread(x_TH: Tensor, plan: Plan, padded: int, slots: int) -> Tensor:
+    """Every routed row's x in tiles, with room for ``padded`` rows."""
+    tokens, columns = x_TH.shape
+    x_tiles = x_TH.new_empty(padded, _round_up(columns, 64))
+    kernel("rows", "spread")(_Spread(*map(_at, (x_TH, x_tiles, plan.places)), columns, slots), (tokens,), 256)
+    return x_tiles
 
 
 def _gemm(
-    matrix: Matrix, x: Tensor, out: Tensor, plan: tuple[Tensor, Tensor, Tensor], rows: Rows | None,
+    matrix: Matrix, x: Tensor, out: Tensor, plan: Plan, rows: Rows | None,
     function: Function, slots: int, stages: int, buffers: int, item_rows: int,
 ) -> _Gemm:  # fmt: skip
-    order, items, count = plan
     weights = rows.weights_TA if rows is not None and rows.weight_on_input else None
     return _Gemm(
         *map(_at, (matrix.codes, matrix.scales, matrix.bias, matrix.up_bias, matrix.scale, matrix.up_scale, x, out)),
-        *map(_at, (count, items, order, weights)), matrix.codes.shape[1], matrix.scales.shape[1],
+        *map(_at, (plan.count, plan.items, plan.order, weights)), matrix.codes.shape[1],
+        0 if matrix.scales is None else matrix.scales.shape[1],
         matrix.rows, matrix.columns, slots, stages, buffers, item_rows,
         function.number, 0 if matrix.bias is None else _DTYPES[matrix.bias.dtype] + 1,
         function.alpha, function.beta, function.limit,
     )  # fmt: skip
 
 
-def _combine(y_RH: Tensor, rows: Rows, out_TH: Tensor) -> None:
+def _combine(y_RH: Tensor, rows: Rows, out_TH: Tensor, places: Tensor | None = None) -> None:
     tokens, slots = rows.ids_TA.shape
     columns = out_TH.shape[1]
     ids, weights = rows.ids_TA.contiguous(), None if rows.weight_on_input else rows.weights_TA.contiguous()
     args = _Combine(
-        *map(_at, (y_RH, ids, weights, out_TH)), slots, columns, rows.first_expert, rows.experts,
-        ids.dtype == torch.int64, _DTYPES[out_TH.dtype], y_RH.dtype == torch.bfloat16,
+        *map(_at, (y_RH, places, ids, weights, out_TH)), slots, columns, rows.first_expert, rows.experts,
+        ids.dtype == torch.int64, _DTYPES[out_TH.dtype],
     )  # fmt: skip
-    kernel("rows", "combine")(args, (tokens, -(-columns // 512)), 128)
+    narrow = y_RH.dtype == torch.bfloat16
+    kernel("rows", "combine_narrow" if narrow else "combine")(args, (tokens, -(-columns // 1024)), 128)
 
 
 def _at(tensor: Tensor | None) -> int | None:

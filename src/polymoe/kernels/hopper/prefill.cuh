@@ -3,7 +3,7 @@
 //
 // x comes in tiles, as `spread` in rows.cu and this kernel's own epilogue write them: for each item, for each 64
 // columns, its rows of 128 bytes, swizzled, with room for a multiple of 8 rows. An item is one expert with up to MOST of
-// the rows that chose it.
+// the rows that chose it. y is in expert order.
 #pragma once
 #include "formats.cuh"
 #include "gemm.cuh"
@@ -14,10 +14,10 @@ namespace polymoe {
 // Registers of a thread that multiplies, and of one that brings data. What the block was started with is all there is,
 // and asking for more would wait for ever.
 __host__ __device__ constexpr int registers(int warpgroups) {
-    return warpgroups == 2 ? 224 : warpgroups == 3 ? 152 : 112;
+    return warpgroups == 2 ? 208 : warpgroups == 3 ? 152 : 112;
 }
 
-__host__ __device__ constexpr int few_registers(int warpgroups) { return warpgroups == 4 ? 32 : 56; }
+__host__ __device__ constexpr int few_registers(int warpgroups) { return warpgroups == 4 ? 32 : warpgroups == 3 ? 56 : 88; }
 
 constexpr int kMostStages = 16;
 
@@ -30,47 +30,97 @@ __device__ __forceinline__ int tile_place(int row, int column, int rows) {
     return column / 64 * padded_rows(rows) * 64 + row * 64 + chunk * 8 + column % 8;
 }
 
-// Two rows of products (g and g + 8 of a tile of 16) by 8 rows of x, brought to an end. c: rows 2t and 2t + 1 of x for
-// g, then for g + 8; afterwards a lane has row g of x and the products' rows 2t and 2t + 1, and writes 4 bytes.
-template <int MATRIX>
-__device__ __forceinline__ void finish(
-    const GemmArgs& args, const float* c, int4 item, int row16, int n0, float low_scale, float high_scale,
-    float low_bias, float high_bias) {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, n = n0 + g;
-    float low[2] = {c[0] * low_scale, c[1] * low_scale}, high[2] = {c[2] * high_scale, c[3] * high_scale};
-    if (MATRIX != kDown && args.weights) {
+// gate and up of two rows to what the down projection takes.
+__device__ __forceinline__ void activate_swiglu(const GemmArgs& args, float (&gate)[2], const float (&up)[2]) {
+    const float limit = args.limit > 0 ? args.limit : __int_as_float(0x7F800000), power = args.alpha * -1.4426950408889634f;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const float g = lesser(gate[i], limit), u = greater(lesser(up[i], limit), -limit);
+        gate[i] = quotient(g, 1.0f + power_of_2(power * g)) * (u + args.beta);
+    }
+}
+
+// What a warp has of a tile of 16 rows of weights: sums, and what becomes of them.
+struct Finish {
+    const GemmArgs& args;
+    int4 item;
+    float low_scale, high_scale, low_bias, high_bias;
+
+    // Of the products' rows g and g + 8 for rows 2t and 2t + 1 of x.
+    template <int MATRIX>
+    __device__ __forceinline__ void scale(const float* c, int n0, float (&low)[2], float (&high)[2]) const {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const float weight = args.weights[args.order[item.y + min(n0 + 2 * t + i, item.z - 1)]];
-            low[i] *= weight, high[i] *= weight;
+            float weight = 1.0f;
+            if (MATRIX != kDown && args.weights) {
+                const int row = min(n0 + static_cast<int>(threadIdx.x) % 4 * 2 + i, item.z - 1);
+                weight = args.weights[args.order[item.y + row]];
+            }
+            low[i] = c[i] * (low_scale * weight) + low_bias, high[i] = c[2 + i] * (high_scale * weight) + high_bias;
         }
     }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) low[i] += low_bias, high[i] += high_bias;
+};
+
+// Writes a tile of 16 rows of weights by the item's rows of x; afterwards a lane has row g of x and the products' rows 2t
+// and 2t + 1, and writes 4 bytes. h comes in tiles, y in expert order.
+template <int MATRIX, int MOST>
+__device__ __forceinline__ void write_tile(const Finish& finish, const float* acc, int tile16) {
+    const GemmArgs& args = finish.args;
+    const int4 item = finish.item;
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const int column = (MATRIX == kGated ? tile16 * 8 : tile16 * 16) + 2 * t;
+    float low[2], high[2];
     if (MATRIX == kDown) {
-        const uint32_t first = transposed(pack_bfloat16(low[0], low[1]));
-        const uint32_t second = transposed(pack_bfloat16(high[0], high[1]));
-        if (n < item.z) {
-            const long long row = static_cast<long long>(args.order[item.y + n]) * args.rows + row16 + 2 * t;
-            uint16_t* out = static_cast<uint16_t*>(args.out) + row;
-            *reinterpret_cast<uint32_t*>(out) = first;
-            *reinterpret_cast<uint32_t*>(out + 8) = second;
-        }
-    } else {
-        const int width = MATRIX == kGated ? args.rows / 2 : args.rows;
-        uint16_t* out = static_cast<uint16_t*>(args.out) + static_cast<long long>(item.w) * ((width + 63) / 64 * 64);
-        if (MATRIX == kGated) {
-            const uint32_t v = transposed(pack_bfloat16(gated(args, low[0], high[0]), gated(args, low[1], high[1])));
-            if (n < item.z) *reinterpret_cast<uint32_t*>(out + tile_place(n, row16 / 2 + 2 * t, item.z)) = v;
-        } else {
+        uint16_t* out = static_cast<uint16_t*>(args.out) + static_cast<long long>(item.y + g) * args.rows + column;
+        const long long step = 8LL * args.rows;
 #pragma unroll
-            for (int i = 0; i < 2; ++i) low[i] = fmaxf(low[i], 0.0f), high[i] = fmaxf(high[i], 0.0f);
+        for (int n0 = 0; n0 < MOST; n0 += 8) {
+            if (n0 >= item.z) break;
+            finish.scale<MATRIX>(acc + n0 / 2, n0, low, high);
+            const uint32_t first = transposed(pack_bfloat16(low[0], low[1]));
+            const uint32_t second = transposed(pack_bfloat16(high[0], high[1]));
+            if (n0 + g < item.z) {
+                *reinterpret_cast<uint32_t*>(out) = first;
+                *reinterpret_cast<uint32_t*>(out + 8) = second;
+            }
+            out += step;
+        }
+        return;
+    }
+    const int width = MATRIX == kGated ? args.rows / 2 : args.rows;
+    uint16_t* out = static_cast<uint16_t*>(args.out) + static_cast<long long>(item.w) * ((width + 63) / 64 * 64);
+    uint16_t* first_out = out + tile_place(g, column, item.z);  // 8 rows further on: 512 elements
+    if (MATRIX == kPlain) {
+        uint16_t* second_out = out + tile_place(g, column + 8, item.z);
+#pragma unroll
+        for (int n0 = 0; n0 < MOST; n0 += 8) {
+            if (n0 >= item.z) break;
+            finish.scale<MATRIX>(acc + n0 / 2, n0, low, high);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) low[i] = greater(low[i], 0.0f), high[i] = greater(high[i], 0.0f);
             const uint32_t first = transposed(pack_bfloat16(low[0] * low[0], low[1] * low[1]));
             const uint32_t second = transposed(pack_bfloat16(high[0] * high[0], high[1] * high[1]));
-            if (n < item.z) {
-                *reinterpret_cast<uint32_t*>(out + tile_place(n, row16 + 2 * t, item.z)) = first;
-                *reinterpret_cast<uint32_t*>(out + tile_place(n, row16 + 8 + 2 * t, item.z)) = second;
+            if (n0 + g < item.z) {
+                *reinterpret_cast<uint32_t*>(first_out + n0 * 64) = first;
+                *reinterpret_cast<uint32_t*>(second_out + n0 * 64) = second;
             }
+        }
+    } else if (args.activation == 0) {
+#pragma unroll
+        for (int n0 = 0; n0 < MOST; n0 += 8) {
+            if (n0 >= item.z) break;
+            finish.scale<MATRIX>(acc + n0 / 2, n0, low, high);
+            activate_swiglu(args, low, high);
+            const uint32_t v = transposed(pack_bfloat16(low[0], low[1]));
+            if (n0 + g < item.z) *reinterpret_cast<uint32_t*>(first_out + n0 * 64) = v;
+        }
+    } else {
+#pragma unroll
+        for (int n0 = 0; n0 < MOST; n0 += 8) {
+            if (n0 >= item.z) break;
+            finish.scale<MATRIX>(acc + n0 / 2, n0, low, high);
+            const uint32_t v = transposed(pack_bfloat16(gated(args, low[0], high[0]), gated(args, low[1], high[1])));
+            if (n0 + g < item.z) *reinterpret_cast<uint32_t*>(first_out + n0 * 64) = v;
         }
     }
 }
@@ -101,16 +151,17 @@ struct Ring {
     }
 };
 
-// All of K for MT groups of 64 rows of this warpgroup, and N of the item's rows.
+// All of K for MT groups of 64 rows of this warpgroup and the item's rows, in products of N of them.
 //
 // A unit is 32 columns. Its weights are decoded while the products of the unit before run: two sets of registers take
 // turns, and a set is written again only when the products that read it have been waited for.
-template <class F, int WG, int MT, int N, int MOST, int BLOCKS>
+template <class F, int WG, int MT, int MOST, int BLOCKS>
 struct Multiply {
     using Shape = Stage<F, WG * MT, MOST, BLOCKS>;
     float (&acc)[MT][MOST / 2];
     Ring& ring;
-    uint32_t lane_codes, lane_scales, x_step;  // in a stage; from 64 columns of x to the next
+    uint32_t lane_codes, lane_scales;  // in a stage
+    uint32_t x_step;                   // from 64 columns of x to the next, in units of 16 bytes
     int tile, columns;
     uint32_t words[MT][4];
     typename F::Scales factors[MT];
@@ -121,7 +172,7 @@ struct Multiply {
         const int lane = threadIdx.x % 32, group = threadIdx.x / 128 * MT;
         lane_codes = kept(Shape::kCodes + group * Shape::kGroupCodes + tile * 512 + lane * 16);
         lane_scales = kept(Shape::kScales + group * Shape::kGroupScales + (lane / 4 * 4 + tile) * F::kTileScales);
-        x_step = kept(padded_rows(rows) * 128);
+        x_step = padded_rows(rows) * 8;
     }
 
     __device__ __forceinline__ void load_factors(uint32_t stage, int inner) {
@@ -155,19 +206,19 @@ struct Multiply {
         }
     }
 
-    template <int PART>
+    template <int N, int PART>
     __device__ __forceinline__ void products(uint32_t x) {
         products_fence();
 #pragma unroll
         for (int s = 0; s < 2; ++s) {
-            const uint64_t b = describe(x + PART * 64 + s * 32);
+            const uint64_t b = describe_units(x + PART * 4 + s * 2);
 #pragma unroll
             for (int m = 0; m < MT; ++m) Product<N>::add(acc[m], a[PART][m][s], b);
         }
         products_commit();
     }
 
-    // The last stage where it is not a whole one, 16 columns after the other.
+    // The last stage where it is not a whole one, 16 columns after the other and all rows that an item may have.
     __device__ __forceinline__ void rest(uint32_t stage, int steps) {
         for (int at = 0; at < steps; ++at) {
             const int inner = at / 4, of_block = min(4, steps - inner * 4), step = at % 4;
@@ -185,69 +236,76 @@ struct Multiply {
             }
             products_fence();
 #pragma unroll
-            for (int m = 0; m < MT; ++m) Product<N>::add(acc[m], a[0][m][0], describe(stage + inner * x_step + step * 32));
+            for (int m = 0; m < MT; ++m) {
+                Product<MOST>::add(acc[m], a[0][m][0], describe_units(in_units(stage) + inner * x_step + step * 2));
+            }
             products_commit();
             products_wait<0>();
         }
     }
 
-    __device__ __forceinline__ void run() {
+    // All whole stages.
+    template <int N>
+    __device__ __forceinline__ void run(int stages) {
         const bool leader = threadIdx.x % 32 == 0;
+        uint32_t given = 0, stage = ring.wait(), x = in_units(stage);
+        load(stage, 0);
+        convert<0>();
+        // Written out, every block takes registers of its own.
+        constexpr int kUnroll = MT == 1 ? BLOCKS : 1;
+        for (int left = stages; left > 0; --left) {
+#pragma unroll kUnroll
+            for (int inner = 0; inner < BLOCKS; ++inner) {
+                products<N, 0>(x);
+                products_wait<1>();  // the block before is done
+                if (inner == 0 && given && leader) barrier_arrive(given);
+                convert<1>();
+                products<N, 1>(x);
+                if (inner + 1 < BLOCKS) {
+                    x += x_step;
+                    load(stage, inner + 1);
+                } else {
+                    given = ring.empty + 8 * ring.slot;
+                    ring.next();
+                    if (left > 1) {
+                        stage = ring.wait();
+                        x = in_units(stage);
+                        load(stage, 0);
+                    }
+                }
+                products_wait<1>();
+                convert<0>();
+            }
+        }
+        products_wait<0>();
+        if (leader) barrier_arrive(given);
+    }
+
+    // In products of N or, where the item has more rows, of the next of MORE.
+    template <int N, int... MORE>
+    __device__ __forceinline__ void run_narrowest(int stages, int rows) {
+        if constexpr (sizeof...(MORE) > 0) {
+            if (rows > N) return run_narrowest<MORE...>(stages, rows);
+        }
+        run<N>(stages);
+    }
+
+    template <int... WIDTHS>
+    __device__ __forceinline__ void run_all(int rows) {
         const int stages = columns / (64 * BLOCKS), steps = (columns - stages * (64 * BLOCKS)) / 16;
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
 #pragma unroll
-            for (int i = 0; i < N / 2; ++i) acc[m][i] = 0.0f;
+            for (int i = 0; i < MOST / 2; ++i) acc[m][i] = 0.0f;
         }
-        uint32_t given = 0;
-        if (stages) {
-            uint32_t stage = ring.wait();
-            load(stage, 0);
-            convert<0>();
-            // Written out, every block takes registers of its own.
-            constexpr int kUnroll = MT == 1 ? BLOCKS : 1;
-            for (int left = stages; left > 0; --left) {
-#pragma unroll kUnroll
-                for (int inner = 0; inner < BLOCKS; ++inner) {
-                    const uint32_t x = stage + inner * x_step;
-                    products<0>(x);
-                    products_wait<1>();  // the block before is done
-                    if (inner == 0 && given && leader) barrier_arrive(given);
-                    convert<1>();
-                    products<1>(x);
-                    if (inner + 1 < BLOCKS) {
-                        load(stage, inner + 1);
-                    } else {
-                        given = ring.empty + 8 * ring.slot;
-                        ring.next();
-                        if (left > 1) {
-                            stage = ring.wait();
-                            load(stage, 0);
-                        }
-                    }
-                    products_wait<1>();
-                    convert<0>();
-                }
-            }
-            products_wait<0>();
-            if (leader) barrier_arrive(given);
-        }
+        if (stages) run_narrowest<WIDTHS..., MOST>(stages, rows);
         if (steps) {
             rest(ring.wait(), steps);
-            if (leader) barrier_arrive(ring.empty + 8 * ring.slot);
+            if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * ring.slot);
             ring.next();
         }
     }
 };
-
-// In products of N or, where the item has more rows, N + STEP, up to MOST.
-template <class F, int WG, int MT, int N, int MOST, int STEP, int BLOCKS>
-__device__ __forceinline__ void multiply(float (&acc)[MT][MOST / 2], const GemmArgs& args, Ring& ring, int rows) {
-    if constexpr (N < MOST) {
-        if (rows > N) return multiply<F, WG, MT, N + STEP, MOST, STEP, BLOCKS>(acc, args, ring, rows);
-    }
-    Multiply<F, WG, MT, N, MOST, BLOCKS>(acc, args, ring, rows).run();
-}
 
 // Moves weights and x to shared memory: one thread of each of four warps, since one cannot issue copies fast enough.
 template <class F, int GROUPS, int MOST, int BLOCKS, int MATRIX>
@@ -316,13 +374,14 @@ __device__ __forceinline__ void bring(const GemmArgs& args, Ring& ring, int brin
     if (!waited) wait_for_previous_kernel();
 }
 
-// MT groups of 64 rows for each of WG warpgroups by up to MOST rows of x, in products of VARIANTS widths.
-template <class F, int WG, int MT, int MOST, int VARIANTS, int BLOCKS, int MATRIX>
+// MT groups of 64 rows for each of WG warpgroups by up to MOST rows of x, in products of MOST or, if that is enough, one
+// of the smaller WIDTHS. Each width takes registers of its own.
+template <class F, int MATRIX, int WG, int MT, int BLOCKS, int MOST, int... WIDTHS>
 __device__ __forceinline__ void prefill_gemm(const GemmArgs& args) {
     extern __shared__ __align__(1024) uint8_t memory[];
     __shared__ __align__(8) uint64_t barriers[2 * kMostStages];
     constexpr int kGroups = WG * MT;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32, warp = of_warp(threadIdx.x / 32);
     Ring ring;
     ring.full = shared_address(barriers), ring.empty = ring.full + 8 * kMostStages;
     ring.data = (shared_address(memory) + 1023) / 1024 * 1024;
@@ -341,7 +400,7 @@ __device__ __forceinline__ void prefill_gemm(const GemmArgs& args) {
         let_next_kernel_start();
     }
     const int tiles16 = args.rows / 16, groups = (tiles16 + 3) / 4, tiles = (groups + kGroups - 1) / kGroups;
-    const int total = *args.count * tiles;
+    const int total = of_warp(*args.count) * tiles;
 
     if (warp >= WG * 4) {
         fewer_registers<few_registers(WG)>();
@@ -353,9 +412,10 @@ __device__ __forceinline__ void prefill_gemm(const GemmArgs& args) {
         float acc[MT][MOST / 2];
         for (int at = blockIdx.x; at < total; at += gridDim.x) {
             const int index = at / tiles, group = (at - index * tiles) * kGroups;
-            const int4 item = args.items[index];
+            int4 item = args.items[index];
+            item.x = of_warp(item.x), item.y = of_warp(item.y), item.z = of_warp(item.z), item.w = of_warp(item.w);
             // The narrowest product that holds the item's rows.
-            multiply<F, WG, MT, MOST / VARIANTS, MOST, MOST / VARIANTS, BLOCKS>(acc, args, ring, item.z);
+            Multiply<F, WG, MT, MOST, BLOCKS>(acc, args, ring, item.z).template run_all<WIDTHS...>(item.z);
             const float low_scale = unscale<F>(args.scale, item.x);
             const float high_scale = MATRIX == kGated ? unscale<F>(args.up_scale, item.x) : low_scale;
 #pragma unroll
@@ -368,12 +428,7 @@ __device__ __forceinline__ void prefill_gemm(const GemmArgs& args) {
                 const float low_bias = load_bias(args.bias, args.bias_dtype, bias);
                 const float high_bias = MATRIX == kGated ? load_bias(args.up_bias, args.bias_dtype, bias)
                                                          : load_bias(args.bias, args.bias_dtype, bias + 8);
-#pragma unroll
-                for (int n = 0; n < MOST / 8; ++n) {
-                    if (n * 8 >= item.z) break;
-                    finish<MATRIX>(args, &acc[m][n * 4], item, tile16 * 16, n * 8, low_scale, high_scale, low_bias,
-                                   high_bias);
-                }
+                write_tile<MATRIX, MOST>(Finish{args, item, low_scale, high_scale, low_bias, high_bias}, acc[m], tile16);
             }
         }
     }
@@ -381,17 +436,18 @@ __device__ __forceinline__ void prefill_gemm(const GemmArgs& args) {
 
 }  // namespace polymoe
 
-#define POLYMOE_PREFILL(NAME, FORMAT, WG, MT, MOST, VARIANTS, BLOCKS, MATRIX)                                 \
-    extern "C" __global__ void __launch_bounds__(WG * 128 + 128, 1)                                           \
-        NAME(const __grid_constant__ polymoe::GemmArgs args) {                                                \
-        polymoe::prefill_gemm<polymoe::FORMAT, WG, MT, MOST, VARIANTS, BLOCKS, polymoe::MATRIX>(args);        \
+#define POLYMOE_PREFILL(NAME, FORMAT, MATRIX, WG, ...)                                   \
+    extern "C" __global__ void __launch_bounds__(WG * 128 + 128, 1)                      \
+        NAME(const __grid_constant__ polymoe::GemmArgs args) {                           \
+        polymoe::prefill_gemm<polymoe::FORMAT, polymoe::MATRIX, WG, __VA_ARGS__>(args);  \
     }
 
 // Spread over warpgroups as measured: few rows want many rows of weights for each, many want many warps.
-#define POLYMOE_PREFILL_SIZES(KIND, FORMAT, MATRIX)                       \
-    POLYMOE_PREFILL(prefill_##KIND##_32, FORMAT, 2, 4, 32, 1, 2, MATRIX)  \
-    POLYMOE_PREFILL(prefill_##KIND##_64, FORMAT, 4, 1, 64, 4, 2, MATRIX)  \
-    POLYMOE_PREFILL(prefill_##KIND##_128, FORMAT, 3, 1, 128, 4, 2, MATRIX)
+#define POLYMOE_PREFILL_SIZES(KIND, FORMAT, MATRIX)                                        \
+    POLYMOE_PREFILL(prefill_##KIND##_32, FORMAT, MATRIX, 4, 2, 2, 32, 16)                  \
+    POLYMOE_PREFILL(prefill_##KIND##_64, FORMAT, MATRIX, 4, 1, 2, 64, 32, 48)              \
+    POLYMOE_PREFILL(prefill_##KIND##_128, FORMAT, MATRIX, 2, 2, 2, 128, 96)                \
+    POLYMOE_PREFILL(prefill_##KIND##_256, FORMAT, MATRIX, 2, 1, 1, 256, 96, 160, 192, 224)
 
 #define POLYMOE_PREFILL_ALL(FORMAT)              \
     POLYMOE_PREFILL_SIZES(gated, FORMAT, kGated) \

@@ -14,6 +14,9 @@ __device__ __forceinline__ uint32_t kept(uint32_t value) {
     return value;
 }
 
+// The same number, which all lanes of the warp hold: the compiler may then keep it, and what is made of it, once a warp.
+__device__ __forceinline__ int of_warp(int value) { return __shfl_sync(0xFFFFFFFFu, value, 0); }
+
 // The number is made here, not where it is used.
 __device__ __forceinline__ void made_here(uint32_t& value) { asm volatile("" : "+r"(value)::"memory"); }
 
@@ -76,6 +79,18 @@ __device__ __forceinline__ void copy_bulk_once(uint32_t shared, const void* glob
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
         "[%0], [%1], %2, [%3], %4;" ::"r"(shared), "l"(global), "r"(bytes), "r"(barrier), "l"(evict_first)
         : "memory");
+}
+
+// ---- global memory to registers
+
+// 16 bytes, or zeros. Loads stay in this order, in front of what uses them.
+__device__ __forceinline__ uint4 load_16_if(bool there, const void* global) {
+    uint4 v = make_uint4(0, 0, 0, 0);
+    asm volatile("{\n.reg .pred there;\nsetp.ne.s32 there, %5, 0;\n@there ld.global.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
+                 : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+                 : "l"(global), "r"(static_cast<int>(there))
+                 : "memory");
+    return v;
 }
 
 // ---- shared memory to registers
@@ -143,6 +158,30 @@ __device__ __forceinline__ uint32_t times_high(uint32_t a, uint32_t s) {
 __device__ __forceinline__ uint32_t add_pairs(uint32_t a, uint32_t b) {
     uint32_t r;
     asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+
+// ---- float32, quick: the last bits may differ
+
+__device__ __forceinline__ float power_of_2(float v) {
+    float r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+    return r;
+}
+
+// 0 where b is above 2^126.
+__device__ __forceinline__ float quotient(float a, float b) { return __fdividef(a, b); }
+
+// Of two numbers, where not a number stays not a number.
+__device__ __forceinline__ float lesser(float a, float b) {
+    float r;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+
+__device__ __forceinline__ float greater(float a, float b) {
+    float r;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
     return r;
 }
 
