@@ -36,6 +36,7 @@ Call = tuple[Tensor, Routing]
 """x and routing of one call."""
 Run = Callable[[Tensor, Routing, Tensor], None]
 
+_REST_SECONDS = 0.5  # of a GPU, before each time is taken
 _ENERGY_SECONDS = 1.0  # the counter moves every 20 to 100 ms
 
 
@@ -186,7 +187,7 @@ class Bench:
         turn = Turn(timed, self.device, graph=c.verdict.capturable)
         for out in outs:
             out.fill_(float("nan"))
-        timing = turn.time()
+        timing = turn.time(rest_seconds=_REST_SECONDS)
         error = relative_error(outs[0], emulated)
         whole = timing.by == "calls" or all(bool(out.isfinite().all()) for out in outs)
         if not (error <= c.tolerance and whole):

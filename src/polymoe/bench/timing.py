@@ -71,8 +71,14 @@ class Turn:
             for call in self.calls:
                 call()
 
-    def time(self, repeats: int = _REPEATS) -> Timing:
-        """Time of one call, from ``repeats`` turns of a graph, or at most as many single calls."""
+    def time(self, repeats: int = _REPEATS, *, rest_seconds: float = 0.0) -> Timing:
+        """Time of one call, from ``repeats`` turns of a graph, or at most as many single calls.
+
+        A GPU rests for ``rest_seconds`` first: at its power limit it lowers its clocks, also for what comes after.
+        """
+        if self.device.type == "cuda" and rest_seconds:
+            self._wait()
+            time.sleep(rest_seconds)
         if self._graph is None:
             return self._time_calls(repeats)
         for _ in range(min(_WARM_UP, repeats)):
