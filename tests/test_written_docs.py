@@ -18,6 +18,7 @@ from polymoe.backends import BACKENDS
 from polymoe.bench.cases import CASES
 from polymoe.bench.decode import ModelRecord
 from polymoe.bench.records import Record, newest
+from polymoe.bench.serving import record as serving
 from polymoe.bench.serving.answers import Answer
 from polymoe.bench.serving.record import Load, Origin, record
 from polymoe.formats import FORMATS
@@ -181,6 +182,32 @@ def test_errors_and_shares_in_the_text_are_the_records() -> None:
     shares = {(r.format, r.tokens): f"{r.share:.2f}" for r in by_format["fp8_block128"] + by_format["bf16"]}
     assert [shares["fp8_block128", t] for t in (64, 256)] == ["0.86", "0.80"]
     assert [shares["bf16", t] for t in (64, 1024, 4096)] == ["0.91", "0.72", "0.49"]
+
+
+def test_ratios_in_the_text_are_the_records() -> None:
+    """docs/decoding.md under its table, and README."""
+    table = write_docs.decode(write_docs.ROOT / "benchmarks/results" / write_docs.DECODE)
+    ratios = [row.split(" | ")[3] for row in table.splitlines()[2:6]]
+    assert len(ratios) == 4
+    text = (write_docs.ROOT / "docs/decoding.md").read_text(encoding="utf-8").partition("<!-- end of decode -->")[2]
+    readme = (write_docs.ROOT / "README.md").read_text(encoding="utf-8").partition("On one H200 a model")[2]
+    for part in (text, readme.partition("\n\n")[0]):
+        assert {ratio for ratio in ratios if not re.search(rf"(?<!\d){ratio}(?!\d)", part)} == set()
+    assert all(share in text for row in table.splitlines()[2:4] for share in re.findall(r"0\.\d\d", row))
+
+
+def test_servers_in_the_text_are_the_records() -> None:
+    """docs/serving.md under its tables: gaps between tokens, and every row of the table a batch."""
+    found = serving.newest(serving.read(write_docs.ROOT / "benchmarks/results" / write_docs.SERVE))
+    assert all(r.at_once == r.load == r.answered and not r.notes for r in found)
+    gaps = {r.load: round(r.itl_us.p50 / 1e3) for r in found if r.input_len == 1024 and r.itl_us}
+    assert (gaps[64], gaps[128], gaps[256]) == (13, 23, 50)
+    rates = {r.load: r.output_tps for r in found if r.input_len == 1024}
+    assert all(abs(rates[load] / 4000 - 1) < 0.03 for load in (64, 128, 256))
+    commands = {r.command for r in found}
+    text = (write_docs.ROOT / "docs/serving.md").read_text(encoding="utf-8")
+    assert len(commands) == 3
+    assert all(command in text for command in commands)
 
 
 class TestMarkers:

@@ -112,15 +112,17 @@ def table(records: Sequence[ServingRecord]) -> Any:
 
 
 def markdown(records: Sequence[ServingRecord]) -> str:
-    """The table with its title, remarks, and the command that made it."""
+    """The table with its title, remarks, and the commands that made it."""
     found = columns(records)
     lines = [f"**{title(records[0])}**", "", "| " + " | ".join(heading for heading, _ in found) + " |"]
     lines.append("|" + " ---: |" * len(found))
     lines += ["| " + " | ".join(row) + " |" for row in zip(*(cells for _, cells in found), strict=True)]
     if notes := remarks(records):
         lines += ["", *(f"- {note}" for note in notes)]
-    last = records[-1]
-    return "\n".join([*lines, "", f"`{last.command}`, polymoe {last.commit}, {last.date}", ""])
+    last = {r.command: r for r in records}  # of each command
+    for command, r in last.items():
+        lines += ["", f"`{command}`, polymoe {r.commit}, {r.date}"]
+    return "\n".join([*lines, ""])
 
 
 def write_markdown(path: Path, records: Sequence[ServingRecord]) -> None:
