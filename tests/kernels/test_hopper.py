@@ -77,13 +77,14 @@ def test_every_configuration_has_its_kernels(format: str, gated: bool) -> None:
     problem = problem_of(random_experts(format, hidden=256, intermediate=128, gated=gated))
     kind = "gated" if gated else "plain"
     configs = Hopper().candidates(problem, Machine.of("h200"), 1)
-    assert len(configs) == 9
+    assert len(configs) == len(launch.DECODE) + len(launch.PREFILL)
     for config in configs:
         rows = -(-config.rows // 8) * 8
         wanted = f"{rows}_{config.height}" if config.kernels == "decode" else f"{rows}"
         for part in (kind, "down"):
             assert f"{config.kernels}_{part}_{wanted}" in names(f"{config.kernels}_{format}")
-    assert {"dispatch", "dispatch_few", "spread", "combine"} <= names("rows")
+    rows = {"dispatch", "dispatch_few", "count_many", "dispatch_many", "spread", "combine", "combine_narrow"}
+    assert rows <= names("rows")
     assert {c.rows for c in configs if c.kernels == "prefill"} == set(launch.PREFILL)
 
 
@@ -145,7 +146,8 @@ def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, config: HopperC
     size = f"{config.rows}_{config.height}" if config.height else f"{config.rows}"
     products = [f"{config.kernels}_{part}_{size}" for part in (kind, "down")]
     between = ["spread"] if config.kernels == "prefill" else []
-    assert [name for name, *_ in made] == ["dispatch_few", *between, *products, "combine"]
+    combine = "combine_narrow" if config.kernels == "prefill" else "combine"  # of y in bfloat16, or in float32
+    assert [name for name, *_ in made] == ["dispatch_few", *between, *products, combine]
     by_name = {name: rest for name, *rest in made}
     up, down = (by_name[name] for name in products)
     assert (up[0]["rows"], up[0]["columns"]) == ((544 if gated else 272), 336)
@@ -159,9 +161,9 @@ def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, config: HopperC
         assert threads <= 1024
         assert 16 * 1024 < shared <= launch.SHARED_BYTES
     assert by_name["dispatch_few"][0]["rows"] == 30
-    assert by_name["combine"][1] == (10, 1)  # tokens come first: more than 65535 blocks fit only there
-    assert by_name["combine"][0]["out_dtype"] == 1  # float16
-    assert by_name["combine"][0]["narrow"] == (config.kernels == "prefill")
+    assert by_name[combine][1] == (10, 1)  # tokens come first: more than 65535 blocks fit only there
+    assert by_name[combine][0]["out_dtype"] == 1  # float16
+    assert (by_name[combine][0]["places"] is not None) == (config.kernels == "prefill")  # y is in expert order
 
 
 def disassembled(unit: str, name: str) -> list[tuple[int, str]]:
@@ -205,10 +207,12 @@ def test_instructions_that_eight_weights_cost(format: str, matrix: str, rows: in
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("matrix", ["gated", "plain", "down"])
-@pytest.mark.parametrize(("rows", "widths", "groups"), [(32, 1, 4), (64, 4, 1), (128, 4, 1)])
-def test_products_run_while_weights_are_decoded(format: str, matrix: str, rows: int, widths: int, groups: int) -> None:
+@pytest.mark.parametrize(("rows", "widths"), [(32, 2), (64, 3), (128, 2), (256, 5)])
+def test_products_run_while_weights_are_decoded(format: str, matrix: str, rows: int, widths: int) -> None:
     """Where the assembler cannot see that registers are safe, each product waits for itself: every one then ends a
-    group (gsb0), and none stays under way."""
+    group (gsb0), and none stays under way. What a warp shares is in uniform registers, not brought there each time, where
+    instructions count: a product of few rows is short."""
+    groups = launch.PREFILL[rows].groups
     found = disassembled(f"prefill_{format}", f"prefill_{matrix}_{rows}")
     under_way = [b for b in loops(found) if any(re.search(r"DEPBAR.*gsb0, 0x1", t) for t in b)]
     inner = [b for b in under_way if len(b) < 2 * min(map(len, under_way))]
@@ -217,7 +221,6 @@ def test_products_run_while_weights_are_decoded(format: str, matrix: str, rows: 
         products = [t for t in body if t.startswith("HGMMA")]
         ends = [t for t in products if "gsb0" in t]
         assert len(products) == 2 * groups * len(ends)
-        assert len([t for t in body if re.search(r"DEPBAR.*gsb0, 0x1", t)]) == len(
-            ends
-        )  # one wait behind each successor
-        assert not any(re.match(r"(LDL|STL)", t) for t in body), "spills"
+        waits = [t for t in body if re.search(r"DEPBAR.*gsb0, 0x1", t)]
+        assert len(waits) == len(ends)  # one behind each successor
+        assert not any(re.match(r"(LDL|STL)" if rows > 128 else r"(LDL|STL|R2UR)", t) for t in body)
