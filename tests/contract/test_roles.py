@@ -87,6 +87,8 @@ def test_explain_and_run_say_the_role(cli: Cli, role: str) -> None:
 def test_serve_loads_for_its_role(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     roles = []
 
+    pytest.importorskip("uvicorn")
+
     def load(path: Any, **kwargs: Any) -> None:
         roles.append(kwargs["role"])
         raise CheckpointError("far enough")
@@ -99,6 +101,8 @@ def test_serve_loads_for_its_role(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("verb", ["run", "serve"])
 def test_an_unknown_role_is_refused_before_anything_is_loaded(cli: Cli, verb: str) -> None:
+    if verb == "serve":
+        pytest.importorskip("uvicorn")
     args = {"run": ("1+2=",), "serve": ("--port", "0")}[verb]
     code, out, err = cli(verb, SUMS, *args, "--device", "cpu", "--role", "decoder")
     assert (code, out) == (1, "")

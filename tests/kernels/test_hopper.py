@@ -210,8 +210,8 @@ def test_instructions_that_eight_weights_cost(format: str, matrix: str, rows: in
 @pytest.mark.parametrize(("rows", "widths"), [(32, 2), (64, 3), (128, 2), (256, 5)])
 def test_products_run_while_weights_are_decoded(format: str, matrix: str, rows: int, widths: int) -> None:
     """Where the assembler cannot see that registers are safe, each product waits for itself: every one then ends a
-    group (gsb0), and none stays under way. What a warp shares is in uniform registers, not brought there each time, where
-    instructions count: a product of few rows is short."""
+    group (gsb0), and none stays under way. Where products are short, what a warp shares is in uniform registers, not
+    brought there each time."""
     groups = launch.PREFILL[rows].groups
     found = disassembled(f"prefill_{format}", f"prefill_{matrix}_{rows}")
     under_way = [b for b in loops(found) if any(re.search(r"DEPBAR.*gsb0, 0x1", t) for t in b)]
