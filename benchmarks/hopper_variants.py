@@ -3,6 +3,7 @@
     python benchmarks/hopper_variants.py build FOLDER [NAME ...]    compile (scripts/build-kernels fetches the compiler)
     python benchmarks/hopper_variants.py emulate FOLDER [NAME ...]  prove on this CPU, small
     python benchmarks/hopper_variants.py run FOLDER [NAME ...]      prove and time on an H200; DeepSeek-V4-Flash, MXFP4
+    python benchmarks/hopper_variants.py once FOLDER NAME TOKENS    two calls and nothing else, for a profiler
 
 A variant is the kernels' own sources with a few words exchanged and other template arguments. ``run`` compares each
 with the reference before it is timed, and prints microseconds: of the whole layer, and of what its launches take up to
@@ -283,8 +284,8 @@ def _kernel(module: Module, name: str) -> Any:
     return module.kernel(name)
 
 
-def _layer() -> tuple[Problem, Packed, ExpertWeights]:
-    """DeepSeek-V4-Flash's shape with random codes and scales, packed, and the same unpacked."""
+def _layer() -> tuple[Problem, Packed]:
+    """DeepSeek-V4-Flash's shape with random codes and scales, packed."""
     encoding = FORMATS["mxfp4"].encoding
     spec = ExpertsSpec(hidden=4096, intermediate=2048, experts=256, gate=encoding, up=encoding, down=encoding)
     g = torch.Generator("cuda").manual_seed(0)
@@ -293,9 +294,7 @@ def _layer() -> tuple[Problem, Packed, ExpertWeights]:
         tensors[f"{name}.codes"] = torch.randint(256, (256, n * k // 2), generator=g, device="cuda", dtype=torch.uint8)
         scales = torch.randint(117, 121, (256, n, k // 32, 1), generator=g, device="cuda", dtype=torch.uint8)
         tensors[f"{name}.scales"] = torch.stack([pack_scales(s, encoding, k) for s in scales])
-    packed = Packed("hopper", spec, tensors)
-    problem = Problem(spec=spec, activation=SwiGLU(limit=10.0), top_k=6)
-    return problem, packed, LAYOUTS["hopper"].unpack(packed)
+    return Problem(spec=spec, activation=SwiGLU(limit=10.0), top_k=6), Packed("hopper", spec, tensors)
 
 
 def _routing(tokens: int, turn: int) -> Routing:
@@ -325,7 +324,8 @@ def _reference(problem: Problem, weights: ExpertWeights, x: Tensor, routing: Rou
 def run(folder: Path, names: Sequence[str]) -> None:
     """Compare and time on this GPU."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    problem, packed, weights = _layer()
+    problem, packed = _layer()
+    weights = LAYOUTS["hopper"].unpack(packed)
 
     @cache
     def calls(tokens: int) -> list[tuple[Tensor, Routing]]:
@@ -372,8 +372,22 @@ def run(folder: Path, names: Sequence[str]) -> None:
                 )
 
 
+def once(folder: Path, name: str, tokens: int) -> None:
+    """Two calls with different routings, the second with everything loaded; decode with tiles 64 high."""
+    problem, packed = _layer()
+    launch.kernel = Launcher(folder / f"{name}.cubin")
+    call = _call(VARIANTS[name], 64)
+    x = torch.randn(tokens, problem.spec.hidden, device="cuda").bfloat16()
+    for turn in range(2):
+        call(problem, packed, x, _routing(tokens, turn), torch.empty_like(x))
+    torch.cuda.synchronize()
+
+
 def main() -> None:
     """See the module."""
+    if len(sys.argv) == 5 and sys.argv[1] == "once" and sys.argv[3] in VARIANTS and sys.argv[4].isdecimal():
+        once(Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+        return
     verbs = {"build": build, "emulate": emulate, "run": run}
     unknown = [name for name in sys.argv[3:] if name not in VARIANTS]
     if len(sys.argv) < 3 or sys.argv[1] not in verbs or unknown:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import re
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -166,23 +165,13 @@ def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, config: HopperC
     assert (by_name[combine][0]["places"] is not None) == (config.kernels == "prefill")  # y is in expert order
 
 
-def disassembled(unit: str, name: str) -> list[tuple[int, str]]:
-    """Address and text of each instruction of a kernel."""
-    triton = pytest.importorskip("triton")
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    if not tool.exists():
+def instructions() -> Any:
+    """benchmarks/hopper_instructions.py, where there is a disassembler."""
+    pytest.importorskip("triton")
+    module = importlib.import_module("hopper_instructions")
+    if not module.TOOL.exists():
         pytest.skip("this Triton has no disassembler")
-    command = [tool, "-sass", "-fun", name, compiled.cubin_path(unit)]
-    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return [(int(a, 16), t.strip()) for a, t in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", text)]
-
-
-def loops(instructions: list[tuple[int, str]]) -> Iterator[list[str]]:
-    """Bodies of all loops: from a branch's target up to the branch, where that lies behind."""
-    for address, text in instructions:
-        branch = re.search(r"BRA.* 0x([0-9a-f]+)", text)
-        if branch and (start := int(branch[1], 16)) < address:
-            yield [t for a, t in instructions if start <= a <= address]
+    return module
 
 
 # Instructions for eight weights of each lane, with up to 8 rows and with 16: a budget, not a wish.
@@ -195,14 +184,12 @@ MOST = {"mxfp4": (19.0, 20.5), "nvfp4": (22.0, 23.0), "int4_g32": (23.5, 25.0), 
 @pytest.mark.parametrize("height", [64, 128])
 def test_instructions_that_eight_weights_cost(format: str, matrix: str, rows: int, height: int) -> None:
     """Decoding time is instructions: at 4.3 TB/s there are 30 issue slots for eight weights of each lane."""
-    found = disassembled(f"decode_{format}", f"decode_{matrix}_{rows}_{height}")
+    found = instructions().disassembled(f"decode_{format}", f"decode_{matrix}_{rows}_{height}")
     assert not any(re.match(r"(LDL|STL)", text) for _, text in found), "spills"
-    # Two tiles of 16 rows by 64 columns are eight words; kernels for 16 rows have a loop for 8 too.
-    bodies = [b for b in loops(found) if any("LDSM.16.M88.4" in t for t in b)]
-    cost = {eights: len(b) / 8 for eights in (1, 2) for b in bodies if sum("HMMA" in t for t in b) == 8 * eights}
-    assert sorted(cost) == [1, 2][: rows // 8]
-    for eights, most in zip(sorted(cost), MOST[format], strict=False):
-        assert cost[eights] <= most
+    cost = instructions().decode_costs(format, matrix, rows, height)
+    assert sorted(cost) == [8, 16][: rows // 8]
+    for some, most in zip(sorted(cost), MOST[format], strict=False):
+        assert cost[some] <= most
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -213,9 +200,7 @@ def test_products_run_while_weights_are_decoded(format: str, matrix: str, rows: 
     group (gsb0), and none stays under way. Where products are short, what a warp shares is in uniform registers, not
     brought there each time."""
     groups = launch.PREFILL[rows].groups
-    found = disassembled(f"prefill_{format}", f"prefill_{matrix}_{rows}")
-    under_way = [b for b in loops(found) if any(re.search(r"DEPBAR.*gsb0, 0x1", t) for t in b)]
-    inner = [b for b in under_way if len(b) < 2 * min(map(len, under_way))]
+    inner = instructions().prefill_loops(format, matrix, rows)
     assert len(inner) >= widths
     for body in inner:
         products = [t for t in body if t.startswith("HGMMA")]
@@ -224,3 +209,10 @@ def test_products_run_while_weights_are_decoded(format: str, matrix: str, rows: 
         waits = [t for t in body if re.search(r"DEPBAR.*gsb0, 0x1", t)]
         assert len(waits) == len(ends)  # one behind each successor
         assert not any(re.match(r"(LDL|STL)" if rows > 128 else r"(LDL|STL|R2UR)", t) for t in body)
+    assert max(instructions().prefill_costs(format, matrix, rows).values()) <= (32 if rows > 128 else 29)
+
+
+def test_recorded_instructions_are_those_of_the_kernels() -> None:
+    """If they are not: python benchmarks/hopper_instructions.py benchmarks/results/hopper-instructions.md."""
+    recorded = Path(__file__).parents[2] / "benchmarks/results/hopper-instructions.md"
+    assert recorded.read_text(encoding="utf-8") == instructions().table()
