@@ -133,7 +133,8 @@ def decode(
     up: Matrix, down: Matrix, gated: bool, function: Function, x_TH: Tensor, rows: Rows, out_TH: Tensor,
     block: int, height: int,
 ) -> None:  # fmt: skip
-    """``out_TH`` for few rows an expert: ``block`` rows of x an item, at most 16; ``height`` rows of weights a tile."""
+    """``out_TH`` for few rows an expert: ``block`` rows of x an item, at most 16; ``height`` rows of weights a tile, but
+    128 where K is short."""
     tokens, slots = rows.ids_TA.shape
     routed = tokens * slots
     plan = _dispatch(rows, block)
@@ -144,7 +145,9 @@ def decode(
         stages, buffers, shared = _decode_ring(matrix.format, block, matrix.columns)
         kind = name if name == "down" else "gated" if gated else "plain"
         args = _gemm(matrix, x, out, plan, rows if name == "up" else None, function, divisor, stages, buffers, block)
-        launch = kernel(f"decode_{matrix.format}", f"decode_{kind}_{_eights(block)}_{height}")
+        # Tiles of 64 rows are shared out along K in eight parts of 64 columns: some warps would have none.
+        tile = 128 if matrix.columns <= 256 else height
+        launch = kernel(f"decode_{matrix.format}", f"decode_{kind}_{_eights(block)}_{tile}")
         launch(args, grid, (_CONSUMERS + 2) * 32, shared)
     _combine(y_RH, rows, out_TH)
 
