@@ -50,7 +50,6 @@ struct Product {
     const uint32_t* a;  // registers; or null, and then
     uint64_t shared_a, b;  // descriptions of shared memory
     int n;
-    bool e4m3 = false, fresh = false;  // what is multiplied; whether d is set instead of added to
 };
 
 struct Thread {
@@ -222,35 +221,16 @@ inline uint16_t to_bits(float v) {
     return static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 
-inline float from_e4m3(uint8_t code) {
-    const int exponent = code >> 3 & 15, mantissa = code & 7;
-    const float v = (code & 0x7F) == 0x7F ? NAN : exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
-    return code & 0x80 ? -v : v;
-}
-
-// To the nearest, of two to the even code; above 448 to 448.
-inline uint8_t to_e4m3(float v) {
-    const uint8_t sign = std::signbit(v) ? 0x80 : 0;
-    if (v != v) return sign | 0x7F;
-    const float magnitude = fminf(fabsf(v), 448.0f);
-    int exponent;
-    frexpf(magnitude, &exponent);
-    const int step = max(exponent - 4, -9);  // of the last bit of the mantissa
-    const int units = static_cast<int>(nearbyintf(ldexpf(magnitude, -step)));
-    return sign | static_cast<uint8_t>(units + (step + 9) * 8);
-}
-
 inline float half(uint32_t pair, int which) { return bfloat16(pair >> 16 * which & 0xFFFF); }
 
-// What an m16nNk16 product (or one of more columns) of a warp makes of a[row][k] and b[k][n].
+// What an m16nNk16 product of a warp makes of a[row][k] and b[k][n].
 template <class A, class B>
-void product(float* (&d)[32], int n, A a, B b, int columns = 16, bool fresh = false) {
+void product(float* (&d)[32], int n, A a, B b) {
     for (int row = 0; row < 16; ++row) {
         for (int column = 0; column < n; ++column) {
             const int lane = row % 8 * 4 + column % 8 / 2;
             float& sum = d[lane][column / 8 * 4 + row / 8 * 2 + column % 2];
-            if (fresh) sum = 0.0f;
-            for (int k = 0; k < columns; ++k) {
+            for (int k = 0; k < 16; ++k) {
                 sum += a(row, k) * b(k, column);
             }
         }

@@ -11,24 +11,19 @@ inline void products_commit() {
     here.now->open.clear();
 }
 
-// A row's element of `bytes` bytes in what `description` describes.
-inline const uint8_t* described(uint64_t description, int row, int k, int bytes) {
+// A row's bfloat16 in what `description` describes.
+inline float described(uint64_t description, int row, int k) {
     const uint32_t start = static_cast<uint32_t>(description), along_k = description >> 32 & 0xFFFF;
-    const uint32_t along_rows = description >> 48, piece = 16 / bytes;
+    const uint32_t along_rows = description >> 48;
     uint32_t address;
     if (along_rows) {
-        address = start + k / piece * along_k * 16 + row / 8 * along_rows * 16 + row % 8 * 16 + k % piece * bytes;
+        address = start + k / 8 * along_k * 16 + row / 8 * along_rows * 16 + row % 8 * 16 + k % 8 * 2;
     } else {
-        address = start + row * 128 + k * bytes;
+        address = start + row * 128 + k * 2;
         address ^= (address >> 7 & 7) << 4;
     }
-    return shared_at(address / 16 * 16, 16) + address % 16;
-}
-
-inline float described_number(uint64_t description, int row, int k, bool e4m3) {
-    if (e4m3) return emulator::from_e4m3(*described(description, row, k, 1));
     uint16_t v;
-    memcpy(&v, described(description, row, k, 2), 2);
+    memcpy(&v, shared_at(address, 2), 2);
     return emulator::bfloat16(v);
 }
 
@@ -49,10 +44,9 @@ inline void products_wait() {
                 emulator::product(
                     d, p->n,
                     [&](int row, int k) {
-                        return p->a ? emulator::of_registers(a, row, k)
-                                    : described_number(p->shared_a, first + row, k, p->e4m3);
+                        return p->a ? emulator::of_registers(a, row, k) : described(p->shared_a, first + row, k);
                     },
-                    [&](int k, int n) { return described_number(p->b, n, k, p->e4m3); }, p->e4m3 ? 32 : 16, p->fresh);
+                    [&](int k, int n) { return described(p->b, n, k); });
             });
         }
         groups.pop_front();

@@ -27,7 +27,7 @@ def main() -> None:
         print("no SM90 GPU: nothing to run")
         return
     worst = 0.0
-    for format in ("mxfp4", "nvfp4", "int4_g128"):
+    for format in ("mxfp4", "nvfp4", "int4_g128", "bf16"):
         weights = random_experts(format, hidden=336, intermediate=272, gated=format != "nvfp4", bias=True)
         problem = problem_of(weights)
         packed = LAYOUTS["hopper"].pack(weights, torch.device("cuda"))

@@ -17,6 +17,7 @@ from polymoe.backends.hopper import Hopper, HopperConfig
 from polymoe.backends.reference import run_experts
 from polymoe.experts import relative_error
 from polymoe.kernels.hopper import launch
+from polymoe.kernels.hopper.launch_whole import WHOLE
 from polymoe.layouts import LAYOUTS
 from polymoe.routing import Routing
 from polymoe.tensors import ExpertWeights
@@ -34,7 +35,8 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Any:
     found: dict[str, ctypes.CDLL] = {}
 
     def compiled(format: str) -> dict[str, ctypes.CDLL]:
-        for unit in ("rows", f"decode_{format}", f"prefill_{format}"):
+        kernels = ["whole"] if format == "bf16" else ["decode", "prefill"]
+        for unit in ("rows", *(f"{kind}_{format}" for kind in kernels)):
             found[unit] = found.get(unit) or compile_unit(unit, tmp_path_factory.mktemp(unit))
         return found
 
@@ -88,6 +90,28 @@ def test_other_formats(monkeypatch: pytest.MonkeyPatch, libraries: Any, format: 
     emulate(monkeypatch, libraries(format), weights, *call, config, activation=GPT_OSS, weight_on="input")
 
 
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("rows", WHOLE)
+def test_weights_that_are_not_decoded(monkeypatch: pytest.MonkeyPatch, libraries: Any, rows: int, gated: bool) -> None:
+    """K of blocks and a rest, groups of fewer than 64 rows, more rows an expert than an item takes, ids of others."""
+    weights = random_experts("bf16", hidden=336, intermediate=272 if gated else 304, gated=gated, bias=True, experts=2)
+    x, routing = random_call(rows + 20, 336, 2, 2, torch.bfloat16)
+    routing.topk_ids_TA[:3, 0] = torch.tensor([-1, 2, 2])
+    routing.topk_weights_TA[0, 0] = float("nan")
+    weight_on = "input" if gated else "output"
+    emulate(monkeypatch, libraries("bf16"), weights, x, routing, HopperConfig("whole", rows, 0), weight_on=weight_on)
+
+
+@pytest.mark.parametrize("rows", WHOLE)
+@pytest.mark.parametrize(("hidden", "intermediate", "top_k"), [(16, 16, 1), (192, 176, 22), (1152, 128, 2)])
+def test_sizes_of_weights_that_are_not_decoded(
+    monkeypatch: pytest.MonkeyPatch, libraries: Any, rows: int, hidden: int, intermediate: int, top_k: int
+) -> None:
+    weights = random_experts("bf16", hidden=hidden, intermediate=intermediate, experts=3)
+    call = random_call(6, hidden, 3, top_k, torch.bfloat16)
+    emulate(monkeypatch, libraries("bf16"), weights, *call, HopperConfig("whole", rows, 0), blocks=5)
+
+
 @pytest.mark.parametrize(("hidden", "intermediate", "top_k"), [(16, 16, 1), (192, 176, 22), (1040, 128, 2)])
 @pytest.mark.parametrize("config", [DECODE[0], DECODE[5], *PREFILL], ids=str)
 def test_sizes(
@@ -98,14 +122,15 @@ def test_sizes(
     emulate(monkeypatch, libraries("mxfp4"), weights, *call, config, blocks=5, activation=GeGLU("tanh"))
 
 
-@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4_g32", "int4_g128"])
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4_g32", "int4_g128", "bf16"])
 def test_a_token_does_not_see_its_batch(monkeypatch: pytest.MonkeyPatch, libraries: Any, format: str) -> None:
-    """In every width of the prefill kernels, alone and among others, on any number of multiprocessors: to the bit."""
+    """In every width of kernels for many rows, alone and among others, on any number of multiprocessors: to the bit."""
     weights = random_experts(format, hidden=272, intermediate=208, bias=True)
     x, routing = random_call(60, 272, 5, 3, torch.bfloat16)
-    whole, _ = emulated(monkeypatch, libraries(format), weights, x, routing, PREFILL[-1])
+    configs = PREFILL if format != "bf16" else [HopperConfig("whole", rows, 0) for rows in WHOLE]
+    whole, _ = emulated(monkeypatch, libraries(format), weights, x, routing, configs[-1])
     assert relative_error(whole, run_experts(problem_of(weights), weights, x, routing)) < TOLERANCE
-    for config in PREFILL:
+    for config in configs:
         for some in (slice(0, 1), slice(59, 60), slice(31, 38), slice(3, 60)):
             part = Routing(*(values[some] for values in routing))
             out, _ = emulated(monkeypatch, libraries(format), weights, x[some], part, config, blocks=2)

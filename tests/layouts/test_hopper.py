@@ -17,6 +17,7 @@ from problems import random_experts
 CPU = torch.device("cpu")
 FOUR_BITS = ["mxfp4", "nvfp4", "int4_g32", "int4_g128"]
 SIZES = [(4096, 16), (2880, 48), (16, 2688), (64, 1536), (64, 336), (192, 192), (80, 208)]
+EVERY = [(format, *sizes) for format in (*FOUR_BITS, "bf16") for sizes in SIZES]
 
 
 def every_byte(format: str, hidden: int, intermediate: int, *, gated: bool = True, seed: int = 0) -> ExpertWeights:
@@ -31,7 +32,9 @@ def every_byte(format: str, hidden: int, intermediate: int, *, gated: bool = Tru
         parts: dict[str, QuantTensor | None] = {"gate": None}
         for name, shape in shapes.items():
             codes = torch.randint(256, e.codes_shape(*shape), generator=g, dtype=torch.uint8)
-            assert e.granularity is not None
+            if e.granularity is None:
+                parts[name] = QuantTensor(torch.randn(shape, generator=g).bfloat16(), e)
+                continue
             grid = e.granularity.scale_shape(*shape)
             if e.scale_dtype == "e8m0":
                 scales = torch.randint(153, grid, generator=g, dtype=torch.uint8).view(torch.float8_e8m0fnu)
@@ -52,8 +55,7 @@ def assert_same(got: ExpertWeights, expected: ExpertWeights) -> None:
                 assert torch.equal(x.projections[name].parts()[part].float(), value.float()), (name, part)
 
 
-@pytest.mark.parametrize(("hidden", "intermediate"), SIZES)
-@pytest.mark.parametrize("format", FOUR_BITS)
+@pytest.mark.parametrize(("format", "hidden", "intermediate"), EVERY)
 def test_round_trip_of_every_size(format: str, hidden: int, intermediate: int) -> None:
     for gated in (True, False):
         weights = every_byte(format, hidden, intermediate, gated=gated)
@@ -69,7 +71,7 @@ def spec_of(format: str, hidden: int, intermediate: int, gated: bool = True) -> 
     return ExpertsSpec(hidden=hidden, intermediate=intermediate, experts=8, gate=e if gated else None, up=e, down=e)
 
 
-@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4_g32", "int4_g128"])
+@pytest.mark.parametrize("format", [*FOUR_BITS, "bf16"])
 @pytest.mark.parametrize("intermediate", [2048, 2880, 2688, 1536, 336, 672, 736, 192])
 @pytest.mark.parametrize("hidden", [4096, 2880, 7168, 1024])
 def test_hardly_larger_than_the_checkpoint(format: str, hidden: int, intermediate: int) -> None:
@@ -198,7 +200,44 @@ def test_scale_words_are_bfloat16_after_a_mask() -> None:
     assert next(found, None) is None
 
 
-@pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
+def pieces(rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
+    """Row and piece of 16 bytes of each place of a matrix, by the formulas of wgmma's operands in memory (PTX ISA,
+    "128-Byte swizzle mode"; core matrices of 8 rows without swizzle), written without any of the layout's code."""
+    for group in range(0, rows, 64):
+        here = min(64, rows - group)
+        whole = row_bytes // 128
+        for block in range(whole):
+            for row in range(here):
+                for place in range(8):
+                    yield group + row, block * 8 + (place ^ row % 8)
+        for piece in range(whole * 8, row_bytes // 16):
+            for row in range(here):
+                yield group + row, piece
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_places_are_those_of_operands_in_shared_memory(gated: bool) -> None:
+    weights = every_byte("bf16", 144, 48, gated=gated)
+    expert = weights.expert(1)
+    packed = Hopper().pack(weights, CPU)
+    for matrix in ("up", "down"):
+        natural = expert.projections[matrix].codes.view(torch.uint8)
+        rows = list(range(natural.shape[0]))
+        if matrix == "up" and expert.gate is not None:
+            natural = torch.cat([expert.gate.codes.view(torch.uint8), natural])
+            rows = [half * len(rows) + i + row for i in range(0, len(rows), 8) for half in (0, 1) for row in range(8)]
+        else:  # in a thread's hands: rows g and g + 8, and after a transposition four neighbours
+            rows = [
+                i + g // 2 * 4 + half * 2 + g % 2 for i in range(0, len(rows), 16) for half in (0, 1) for g in range(8)
+            ]
+        expected = natural[rows].unflatten(1, (-1, 16))
+        found = packed.tensors[f"{matrix}.codes"][1].view(-1, 16)
+        place_of = list(pieces(expected.shape[0], natural.shape[1]))
+        assert len(place_of) == len(found)
+        assert torch.equal(found, torch.stack([expected[row, piece] for row, piece in place_of]))
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "bf16"])
 def test_tensors_without_memory_have_the_same_shapes(format: str) -> None:
     """For tuning, which compiles in other processes."""
     weights = every_byte(format, 80, 208)

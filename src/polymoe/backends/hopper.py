@@ -1,4 +1,4 @@
-"""Hopper: experts of 4-bit weights on SM90 from the Hopper layout, by kernels compiled ahead of time.
+"""Hopper: experts of 4-bit or bfloat16 weights on SM90 from the Hopper layout, by kernels compiled ahead of time.
 
 No compiler, no package. Four launches for few tokens: dispatch, gate and up with the activation, down, combine; a fifth
 brings x into tiles where an expert gets many rows. Each starts while the one before it ends.
@@ -35,17 +35,19 @@ __all__ = ["Hopper", "HopperConfig"]
 class HopperConfig(Config):
     """Which kernels, and the most rows of x that one piece of work holds."""
 
-    kernels: Literal["decode", "prefill"]
+    kernels: Literal["decode", "prefill", "whole"]
     rows: int
-    """8, 12 or 16 (decode), 32, 64, 128 or 256 (prefill)."""
+    """8, 12 or 16 (decode), 32, 64, 128 or 256 (prefill, and whole: of weights that are not decoded)."""
     height: int
     """Rows of weights that a block makes at once (decode), or 0."""
 
     def __post_init__(self) -> None:
         from polymoe.kernels.hopper.launch import DECODE, PREFILL
+        from polymoe.kernels.hopper.launch_whole import WHOLE
 
         sizes = (self.rows, self.height)
-        known = DECODE if self.kernels == "decode" else tuple((rows, 0) for rows in PREFILL)
+        many = {"prefill": PREFILL, "whole": WHOLE}
+        known = DECODE if self.kernels == "decode" else tuple((rows, 0) for rows in many[self.kernels])
         if sizes not in known:  # a table of measured times may be older than the kernels
             expected = f"rows and height of a {self.kernels} kernel: {', '.join(map(str, known))}"
             raise PlanError("HopperConfig", expected=expected, got=str(sizes))
@@ -64,15 +66,26 @@ _BY_ROWS: tuple[tuple[float, HopperConfig], ...] = (
     (float("inf"), HopperConfig("prefill", 256, 0)),
 )
 
+# The same for weights that the matrix units read as they are, at 1 to 4096 tokens of Qwen3-235B TP4 in bfloat16 (up to
+# 256 rows).
+_WHOLE_BY_ROWS = tuple(
+    (bound, HopperConfig("whole", rows, 0))
+    for bound, rows in ((20.0, 32), (45.0, 64), (90.0, 128), (float("inf"), 256))
+)
+
 # Of those times: the shares of the device's rates at which weights are read and products are made, one after the other,
 # and microseconds beside them.
-_RATES = {"decode": (0.93, 0.45, 10.0), "prefill": (1.02, 0.95, 20.0)}
+_RATES = {"decode": (0.93, 0.45, 10.0), "prefill": (1.02, 0.95, 20.0), "whole": (1.02, 1.0, 12.0)}
+
+# Of many rows: the share of the products' rate that the L2 cache can feed, since what is not decoded passes through it
+# anew for each piece of work.
+_WHOLE_MOST = 0.38
 
 
 @dataclass(frozen=True, slots=True)
 class Hopper:
-    """Grouped products of 4-bit weights and bfloat16 rows. Capturable. Repeats are equal to the bit. Where results must
-    not depend on the rest of the batch, the kernels for many rows run at every token count.
+    """Grouped products of 4-bit or bfloat16 weights and bfloat16 rows. Capturable. Repeats are equal to the bit. Where
+    results must not depend on the rest of the batch, the kernels for many rows run at every token count.
     """
 
     name: str = "hopper"
@@ -87,9 +100,11 @@ class Hopper:
         reasons.need(driver is None or driver >= (13, 0), "driver", "CUDA 13.0 or newer", version)
         reasons.need(problem.activations == "16bit", "activations", "16bit", problem.activations)
         for projection, encoding in spec.encodings.items():
-            wanted = "mxfp4, nvfp4, int4_g32 or int4_g128"
+            wanted = "mxfp4, nvfp4, int4_g32, int4_g128 or bf16"
             got = encoding.name + (f" with scales {encoding.scale_dtype}" if encoding.scale_dtype else "")
             reasons.need(_format(encoding) is not None, f"{projection} weights", wanted, got)
+        alike = spec.up.bits == spec.down.bits
+        reasons.need(alike, "up and down weights", "of as many bits", f"{spec.up} and {spec.down}")
         reasons.need(not problem.wide_scales, "scales", "E8M0 up to 2**25, E4M3 from 0", "others")
         reasons.need(spec.local_experts <= 1024, "experts on this rank", "at most 1024", spec.local_experts)
         return reasons.verdict(Accepted(capturable=True))
@@ -99,7 +114,7 @@ class Hopper:
         spec = problem.spec
         hit = cost(problem, machine.device, tokens).active_experts
         mean = tokens * problem.top_k * spec.local_experts / spec.experts / max(hit, 1e-9)
-        wanted = next(config for bound, config in _BY_ROWS if mean <= bound)
+        wanted = next(config for bound, config in _table(problem) if mean <= bound)
         if _runs(problem, wanted):
             return wanted
         # Fewer rows an item, for x of many columns; else the first of the prefill kernels.
@@ -115,6 +130,9 @@ class Hopper:
 
         if timed:
             return ()
+        if problem.spec.up.bits > 4:
+            every = [config for _, config in _table(problem)]
+            return tuple(dict.fromkeys((self.configure(problem, machine, tokens), *every)))
         every = [HopperConfig("decode", rows, height) for rows, height in DECODE]
         every += [HopperConfig("prefill", rows, 0) for rows in PREFILL]
         fitting = [config for config in every if _runs(problem, config)]
@@ -127,16 +145,19 @@ class Hopper:
 
     def predict(self, problem: Problem, machine: Machine, tokens: int) -> Prediction:
         """Reading and products one after the other, and launches, at rates of each kind of kernels that were fitted to
-        one H200: within 3 % for decode, 15 % for prefill."""
-        c = cost(problem, machine.device, tokens)
-        memory, products, beside_us = _RATES[self.configure(problem, machine, tokens).kernels]
-        return Prediction(c.memory_us / memory + c.compute_us / products + beside_us, "cost model")
+        one H200: within 3 % for decode, 15 % for prefill, 5 % for whole."""
+        c, kernels = cost(problem, machine.device, tokens), self.configure(problem, machine, tokens).kernels
+        memory, products, beside_us = _RATES[kernels]
+        time_us = c.memory_us / memory + c.compute_us / products
+        if kernels == "whole":
+            time_us = max(time_us, c.compute_us / _WHOLE_MOST)
+        return Prediction(time_us + beside_us, "cost model")
 
     def run(
         self, problem: Problem, packed: Packed, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor
     ) -> None:
         """See :meth:`polymoe.backends.Backend.run`."""
-        from polymoe.kernels.hopper import launch
+        from polymoe.kernels.hopper import launch, launch_whole
 
         assert isinstance(config, HopperConfig)
         if not len(x_TH):
@@ -145,12 +166,12 @@ class Hopper:
         gated = spec.gated
         first = "gate" if gated else "up"
         up = launch.Matrix(
-            _require_format(spec.up), t["up.codes"], t["up.scales"],
+            _require_format(spec.up), t["up.codes"], t.get("up.scales"),
             (2 if gated else 1) * spec.intermediate, spec.hidden,
             t.get(f"{first}_bias"), t.get("up_bias"), t.get(f"{first}.global_scale"), t.get("up.global_scale"),
         )  # fmt: skip
         down = launch.Matrix(
-            _require_format(spec.down), t["down.codes"], t["down.scales"], spec.hidden, spec.intermediate,
+            _require_format(spec.down), t["down.codes"], t.get("down.scales"), spec.hidden, spec.intermediate,
             t.get("down_bias"), scale=t.get("down.global_scale"),
         )  # fmt: skip
         rows = launch.Rows(
@@ -162,7 +183,9 @@ class Hopper:
         if x_TH.data_ptr() % 16:  # a view into the midst of something: copies move 16 bytes at least
             x_TH = x_TH.clone()
         with torch.cuda.device_of(x_TH):
-            if config.kernels == "decode":
+            if config.kernels == "whole":
+                launch_whole.whole(up, down, gated, function, x_TH, rows, out_TH, config.rows)
+            elif config.kernels == "decode":
                 launch.decode(up, down, gated, function, x_TH, rows, out_TH, config.rows, config.height)
             else:
                 launch.prefill(up, down, gated, function, x_TH, rows, out_TH, config.rows)
@@ -171,6 +194,8 @@ class Hopper:
 def _format(encoding: Encoding) -> str | None:
     """Which of the kernels' formats it is, or None."""
     granularity = encoding.granularity
+    if encoding.element == "bf16":
+        return "bf16"
     if not isinstance(granularity, PerGroup) or granularity.n != 1 or encoding.zero_points:
         return None
     key = encoding.element, encoding.scale_dtype or "", granularity.k
@@ -180,6 +205,10 @@ def _format(encoding: Encoding) -> str | None:
         ("int4", "bfloat16", 32): "int4_g32",
         ("int4", "bfloat16", 128): "int4_g128",
     }.get(key)
+
+
+def _table(problem: Problem) -> tuple[tuple[float, HopperConfig], ...]:
+    return _BY_ROWS if problem.spec.up.bits == 4 else _WHOLE_BY_ROWS
 
 
 def _require_format(encoding: Encoding) -> str:
@@ -197,7 +226,7 @@ def _runs(problem: Problem, config: HopperConfig) -> bool:
     """
     from polymoe.kernels.hopper.launch import decode_fits
 
-    if config.kernels == "prefill":
+    if config.kernels != "decode":
         return True
     spec = problem.spec
     sides = ((spec.up, spec.hidden), (spec.down, spec.intermediate))

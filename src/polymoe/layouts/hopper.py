@@ -3,7 +3,8 @@
 Matrices. ``up`` holds gate and up together where there is a gate: rows 8i to 8i + 7 of the gate, then the same rows of
 up, so that a thread holds both inputs of the activation. ``down`` is as it is.
 
-The order within a matrix is described in :mod:`polymoe.layouts.hopper_order`.
+The order within a matrix is described in :mod:`polymoe.layouts.hopper_order` for 4-bit weights, which are decoded in
+registers, and in :mod:`polymoe.layouts.hopper_tiles` for those that the matrix units read as they are.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from polymoe.errors import PlanError, ScaleError
-from polymoe.formats import PerGroup, QuantTensor
+from polymoe.formats import Encoding, PerGroup, QuantTensor
 from polymoe.formats.elements import SCALE_DTYPES
 from polymoe.layouts.base import Packed
 from polymoe.layouts.hopper_order import (
@@ -28,6 +29,7 @@ from polymoe.layouts.hopper_order import (
     unpack_codes,
     unpack_scales,
 )
+from polymoe.layouts.hopper_tiles import neighbours, pack_tiles, unpack_tiles
 from polymoe.layouts.stack import drop_absent, store, uploaded
 from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
 from polymoe.verdict import Reason, Reasons
@@ -48,7 +50,7 @@ class Hopper:
     """Tensors ``up.codes``, ``up.scales``, ``down.codes`` and ``down.scales``, all [E, bytes] uint8;
     ``{projection}.global_scale`` [E] where there is one; biases and input scales as in the natural layout.
 
-    4-bit elements with scales by group of 16, 32, 64 or 128 columns and fixed zero.
+    4-bit elements with scales by group of 16, 32, 64 or 128 columns and fixed zero, or bfloat16, which has no scales.
     """
 
     name: str = "hopper"
@@ -60,7 +62,8 @@ class Hopper:
             both = ", ".join(f"{e.name} with scales {e.scale_dtype}" for e in (spec.gate, spec.up))
             reasons.need(spec.gate == spec.up, "gate and up", "one encoding", both)
         for projection, encoding in spec.encodings.items():
-            reasons.need(encoding.bits == 4, f"{projection} elements", "4 bits", f"{encoding.element}")
+            fits = encoding.bits == 4 or encoding.element == "bf16"
+            reasons.need(fits, f"{projection} elements", "4 bits or bf16", f"{encoding.element}")
             g = encoding.granularity
             grouped = isinstance(g, PerGroup) and g.n == 1 and g.k in (16, 32, 64, 128)
             if encoding.bits == 4:
@@ -81,7 +84,10 @@ class Hopper:
         total += sum(4 for e in spec.encodings.values() if e.global_scale)
         for name in _MATRICES:
             rows, columns = _shape(spec, name)
-            total += rows * columns // 2 + scale_bytes(spec.encodings[name], rows, columns)
+            encoding = spec.encodings[name]
+            total += rows * columns * encoding.bits // 8
+            if encoding.bits == 4:
+                total += scale_bytes(encoding, rows, columns)
         return spec.local_experts * total
 
     def pack(self, weights: ExpertWeights, device: torch.device, out: Packed | None = None) -> Packed:
@@ -102,8 +108,11 @@ class Hopper:
                 if q.global_scale is not None:
                     parts[f"{projection}.global_scale"] = q.global_scale
             for i, name in enumerate(_MATRICES):
-                codes_NB, scales_NG = _rows(expert, name)
                 encoding = expert.projections[name].encoding
+                if encoding.bits != 4:
+                    parts[f"{name}.codes"] = _pack_whole(expert, name)
+                    continue
+                codes_NB, scales_NG = _rows(expert, name)
                 if encoding.scale_dtype in _LIMITS:
                     largest[e, i] = scales_NG.max()
                 parts[f"{name}.codes"] = pack_codes(codes_NB, encoding)
@@ -112,9 +121,9 @@ class Hopper:
         limits = [_LIMITS.get(weights.spec.encodings[name].scale_dtype or "", (255, "", "")) for name in _MATRICES]
         most = torch.tensor([limit for limit, _, _ in limits], device=device)
         # Once for the layer: each look waits for the device. Tensors without memory hold nothing to look at.
-        bad = (largest > most).nonzero() if device.type != "meta" else ()
-        if len(bad):
-            e, i = bad[0].tolist()
+        bad = (largest > most).nonzero().tolist() if device.type != "meta" else []
+        if bad:
+            e, i = bad[0]
             _, expected, got = limits[i]
             raise ScaleError(
                 f"expert {e} {_MATRICES[i]} scales",
@@ -133,9 +142,12 @@ class Hopper:
             projections = {}
             for name in _MATRICES:
                 encoding, (rows, columns) = spec.encodings[name], _shape(spec, name)
+                split = ("gate", "up") if name == "up" and spec.gated else (name,)
+                if encoding.bits != 4:
+                    projections |= _unpack_whole(mine[f"{name}.codes"], split, encoding, rows, columns)
+                    continue
                 codes_NB = unpack_codes(mine[f"{name}.codes"], encoding, rows, columns)
                 scales_NG = unpack_scales(mine[f"{name}.scales"], encoding, rows, columns)
-                split = ("gate", "up") if name == "up" and spec.gated else (name,)
                 halves = zip(split, _out_of_turns(codes_NB, split), _out_of_turns(scales_NG, split), strict=True)
                 for projection, codes, scales in halves:
                     projections[projection] = QuantTensor(
@@ -154,6 +166,22 @@ def _shape(spec: ExpertsSpec, matrix: str) -> tuple[int, int]:
     """``[N, K]`` of a packed matrix: gate and up are one."""
     rows, columns = spec.matrix_shape(matrix)
     return (2 * rows if matrix == "up" and spec.gated else rows), columns
+
+
+def _pack_whole(expert: Expert, matrix: str) -> Tensor:
+    """A matrix of elements that are not decoded, packed."""
+    own, gate = expert.projections[matrix], expert.gate if matrix == "up" else None
+    values_NK = neighbours(own.codes) if gate is None else _in_turns([gate.codes, own.codes])
+    return pack_tiles(values_NK.view(torch.uint8))
+
+
+def _unpack_whole(
+    codes: Tensor, split: Sequence[str], encoding: Encoding, rows: int, columns: int
+) -> dict[str, QuantTensor]:
+    """Inverse of :func:`_pack_whole`: by projection."""
+    values_NK = unpack_tiles(codes, rows, 2 * columns).view(torch.bfloat16)
+    halves = _out_of_turns(values_NK, split) if len(split) > 1 else [neighbours(values_NK, inverse=True)]
+    return {projection: QuantTensor(half, encoding) for projection, half in zip(split, halves, strict=True)}
 
 
 def _rows(expert: Expert, matrix: str) -> tuple[Tensor, Tensor]:

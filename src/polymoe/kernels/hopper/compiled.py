@@ -28,6 +28,7 @@ UNITS = (
         for kernels in ("decode", "prefill")
         for format in ("mxfp4", "nvfp4", "int4_g32", "int4_g128")
     ),
+    "whole_bf16",
     "rows",
 )
 """Source files that are compiled, without suffix."""

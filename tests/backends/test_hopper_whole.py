@@ -1,0 +1,164 @@
+"""The Hopper backend with bfloat16 weights, which are not decoded: verdicts anywhere, results on an SM90 GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from polymoe.activations import GeGLU
+from polymoe.backends.base import TOLERANCE
+from polymoe.backends.hopper import Hopper, HopperConfig
+from polymoe.backends.reference import run_experts
+from polymoe.backends.select import select
+from polymoe.bench.cases import CASES
+from polymoe.errors import PlanError
+from polymoe.experts import FusedExperts, relative_error
+from polymoe.formats import FORMATS
+from polymoe.kernels.hopper.launch_whole import WHOLE
+from polymoe.layouts import LAYOUTS
+from polymoe.machine import DEVICES, Machine
+from polymoe.planning.measured import Table
+from polymoe.routing import Routing
+from polymoe.tensors import ExpertWeights
+from polymoe.verdict import Accepted, Rejected
+from problems import GPT_OSS, problem_of, random_call, random_experts
+
+H200 = Machine(DEVICES["h200"], packages={"triton": "3.6.0"}, driver=(13, 0))
+EVERY = [HopperConfig("whole", rows, 0) for rows in WHOLE]
+QWEN = CASES["qwen3-235b-tp4-bf16"].problem()
+
+
+class TestCheck:
+    def test_takes_bfloat16_on_sm90(self) -> None:
+        assert Hopper().check(QWEN, H200) == Accepted(capturable=True)
+        plan = select(QWEN, H200, backend="hopper", table=Table()).require()
+        assert {step.backend for step in plan.steps} == {"hopper"}
+
+    def test_up_and_down_of_different_kinds(self) -> None:
+        spec = replace(QWEN.spec, down=FORMATS["mxfp4"].encoding)
+        verdict = Hopper().check(replace(QWEN, spec=spec), H200)
+        assert isinstance(verdict, Rejected)
+        assert [r.what for r in verdict.reasons] == ["up and down weights"]
+
+
+class TestConfigure:
+    def test_by_rows_of_an_expert(self) -> None:
+        tokens = (1, 256, 512, 1024, 2048, 4096)
+        assert [Hopper().configure(QWEN, H200, t).rows for t in tokens] == [32, 32, 64, 128, 256, 256]
+        assert Hopper().candidates(QWEN, H200, 512) == (EVERY[1], EVERY[0], *EVERY[2:])
+
+    def test_results_never_depend_on_the_batch(self) -> None:
+        assert Hopper().configure(replace(QWEN, batch_invariant=True), H200, 1) == HopperConfig("whole", 32, 0)
+
+    def test_measured_with_other_kernels(self) -> None:
+        with pytest.raises(PlanError, match=r"HopperConfig: expected rows and height of a whole kernel: \("):
+            HopperConfig("whole", 48, 0)
+
+    def test_predicts_what_one_h200_took(self) -> None:
+        times = {1: 30.5, 16: 184.3, 64: 279.0, 256: 310.8, 512: 329.3, 1024: 393.7, 2048: 525.8, 4096: 1030.3}
+        for tokens, time_us in times.items():
+            assert abs(Hopper().predict(QWEN, H200, tokens).time_us / time_us - 1) < 0.05
+
+
+same_experts = cache(random_experts)
+"""Quantized once for all configurations."""
+
+
+def on_gpu(
+    weights: ExpertWeights, x: torch.Tensor, routing: Routing, config: HopperConfig, runs: int = 20, **kwargs: Any
+) -> None:
+    """Compare with the reference, and runs with each other to the bit; outputs start as NaN."""
+    problem = problem_of(weights, **kwargs)
+    expected = run_experts(problem, weights, x, routing)
+    packed = LAYOUTS["hopper"].pack(weights, torch.device("cuda"))
+    x, there = x.cuda(), Routing(*(part.cuda() for part in routing))
+    first, unequal = torch.full_like(x, float("nan")), torch.zeros((), dtype=torch.int64, device="cuda")
+    Hopper().run(problem, packed, x, there, config, first)
+    for _ in range(runs):
+        out = torch.full_like(x, float("nan"))
+        Hopper().run(problem, packed, x, there, config, out)
+        unequal += (out != first).any()
+    assert int(unequal) == 0
+    assert relative_error(first.cpu(), expected) < TOLERANCE
+
+
+@pytest.mark.gpu
+class TestOnGpu:
+    @pytest.fixture(autouse=True)
+    def _sm90(self) -> None:
+        if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+            pytest.skip("needs an SM90 GPU")
+
+    @pytest.mark.parametrize("tokens", [1, 3, 40, 700])
+    @pytest.mark.parametrize("config", EVERY, ids=str)
+    def test_every_configuration(self, config: HopperConfig, tokens: int) -> None:
+        weights = same_experts("bf16", hidden=336, intermediate=272, experts=7, bias=True)
+        x, routing = random_call(tokens, 336, 7, 3, torch.bfloat16)
+        routing.topk_ids_TA[0, 0] = 7
+        routing.topk_weights_TA[0, 0] = float("nan")
+        on_gpu(weights, x, routing, config, activation=GPT_OSS)
+
+    @pytest.mark.parametrize("gated", [True, False])
+    @pytest.mark.parametrize("config", EVERY, ids=str)
+    @pytest.mark.parametrize(
+        ("hidden", "intermediate", "top_k"), [(2880, 720, 4), (1024, 2688, 22), (192, 336, 1), (16, 16, 1)]
+    )
+    def test_odd_sizes(self, config: HopperConfig, hidden: int, intermediate: int, top_k: int, gated: bool) -> None:
+        weights = same_experts("bf16", hidden=hidden, intermediate=intermediate, gated=gated, bias=True)
+        on_gpu(weights, *random_call(40, hidden, 5, top_k, torch.bfloat16), config)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+    def test_dtypes_of_x(self, dtype: torch.dtype) -> None:
+        weights = same_experts("bf16", hidden=128, intermediate=128)
+        for tokens in (9, 200):
+            call = random_call(tokens, 128, 5, dtype=dtype)
+            on_gpu(weights, *call, HopperConfig("whole", 64, 0), activation=GeGLU("tanh"))
+
+    def test_weights_on_the_input(self) -> None:
+        weights = same_experts("bf16", hidden=336, intermediate=272, experts=7, bias=True)
+        on_gpu(weights, *random_call(200, 336, 7, 3, torch.bfloat16), HopperConfig("whole", 64, 0), weight_on="input")
+
+    @pytest.mark.parametrize("config", EVERY, ids=str)
+    def test_many_repeats_to_the_bit(self, config: HopperConfig) -> None:
+        """A stage given back too early, a barrier too few: they show in some run of many."""
+        weights = same_experts("bf16", hidden=1024, intermediate=512, experts=4)
+        on_gpu(weights, *random_call(400, 1024, 4, dtype=torch.bfloat16), config, runs=1000)
+
+    def test_a_token_does_not_see_its_batch(self) -> None:
+        weights = same_experts("bf16", hidden=1024, intermediate=512, experts=4)
+        problem = problem_of(weights, batch_invariant=True)
+        packed = LAYOUTS["hopper"].pack(weights, torch.device("cuda"))
+        x, routing = random_call(600, 1024, 4, dtype=torch.bfloat16)
+        x, routing = x.cuda(), Routing(*(part.cuda() for part in routing))
+        whole = torch.empty_like(x)
+        configs = Hopper().candidates(problem, H200, 1)
+        Hopper().run(problem, packed, x, routing, configs[-1], whole)
+        for config in configs:
+            for some in (slice(0, 1), slice(599, 600), slice(31, 70), slice(3, 600)):
+                out = torch.empty_like(x[some])
+                Hopper().run(problem, packed, x[some], Routing(*(values[some] for values in routing)), config, out)
+                assert torch.equal(out, whole[some]), (config, some)
+
+    def test_captured_layer_follows_new_routings(self) -> None:
+        weights = same_experts("bf16", experts=16, hidden=256, intermediate=256)
+        experts = FusedExperts.from_weights(
+            weights, GPT_OSS, top_k=3, device="cuda", backend="hopper", activations="16bit"
+        )
+        for tokens in (3, 200):
+            x, routing = random_call(tokens, 256, 16, 3, torch.bfloat16)
+            x, ids, scores = x.cuda(), routing.topk_ids_TA.cuda(), routing.topk_weights_TA.cuda()
+            experts(x, ids, scores)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = experts(x, ids, scores)
+            new_x, new = random_call(tokens, 256, 16, 3, torch.bfloat16, seed=10)
+            x.copy_(new_x)
+            ids.copy_(new.topk_ids_TA)
+            scores.copy_(new.topk_weights_TA)
+            graph.replay()
+            assert relative_error(out.cpu(), run_experts(experts.problem, weights, new_x, new)) < TOLERANCE
