@@ -173,7 +173,7 @@ def sources(variant: Variant) -> dict[str, str]:
         files["variant.cu"] = '#include "prefill.cuh"\n' + "".join(lines)
         widths = {variant.rows, *variant.widths}
         there = files["wgmma.cuh"]
-        missing = "".join(_product(n) for n in sorted(widths) if f"struct Product<{n}>" not in there)
+        missing = "".join(_product(n) for n in sorted(widths) if f"POLYMOE_PRODUCT({n}," not in there)
         files["wgmma.cuh"] = there.replace("}  // namespace polymoe", missing + "}  // namespace polymoe")
     return files
 

@@ -7,6 +7,7 @@
 #pragma once
 #include "formats.cuh"
 #include "gemm.cuh"
+#include "tiles.cuh"
 #include "wgmma.cuh"
 
 namespace polymoe {
@@ -18,17 +19,6 @@ __host__ __device__ constexpr int registers(int warpgroups) {
 }
 
 __host__ __device__ constexpr int few_registers(int warpgroups) { return warpgroups == 4 ? 32 : warpgroups == 3 ? 56 : 88; }
-
-constexpr int kMostStages = 16;
-
-// The item's rows as its tiles have room for.
-__device__ __forceinline__ int padded_rows(int rows) { return (rows + 7) / 8 * 8; }
-
-// Where column `column` of row `row` of an item of `rows` rows stands, in elements from the item's first.
-__device__ __forceinline__ int tile_place(int row, int column, int rows) {
-    const int chunk = (column / 8 % 8) ^ (row % 8);
-    return column / 64 * padded_rows(rows) * 64 + row * 64 + chunk * 8 + column % 8;
-}
 
 // gate and up of two rows to what the down projection takes.
 __device__ __forceinline__ void activate_swiglu(const GemmArgs& args, float (&gate)[2], const float (&up)[2]) {
@@ -132,23 +122,6 @@ struct Stage {
     static constexpr int kGroupCodes = BLOCKS * 2048, kGroupScales = kScaleUnits * kScaleBytes<F>;
     static constexpr int kCodes = BLOCKS * MOST * 128, kScales = kCodes + GROUPS * kGroupCodes;
     static constexpr int kBytes = (kScales + GROUPS * kGroupScales + 1023) / 1024 * 1024;
-};
-
-struct Ring {
-    uint32_t full, empty, data;
-    int stages, stage_bytes;
-    int slot;
-    uint32_t parity;
-
-    // The slot's data, once they are there.
-    __device__ __forceinline__ uint32_t wait() const {
-        barrier_wait(full + 8 * slot, parity);
-        return data + slot * stage_bytes;
-    }
-
-    __device__ __forceinline__ void next() {
-        if (++slot == stages) slot = 0, parity ^= 1;
-    }
 };
 
 // All of K for MT groups of 64 rows of this warpgroup and the item's rows, in products of N of them.

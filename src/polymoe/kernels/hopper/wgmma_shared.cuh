@@ -20,29 +20,6 @@ __device__ __forceinline__ uint64_t describe_pieces(uint32_t shared, uint32_t al
 template <int N>
 struct SharedProduct;
 
-// The registers of d: as text, and as operands.
-#define POLYMOE_R0 "%0, %1, %2, %3, %4, %5, %6, %7" \
-                   ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define POLYMOE_R1 ", %16, %17, %18, %19, %20, %21, %22, %23" \
-                   ", %24, %25, %26, %27, %28, %29, %30, %31"
-#define POLYMOE_R2 ", %32, %33, %34, %35, %36, %37, %38, %39" \
-                   ", %40, %41, %42, %43, %44, %45, %46, %47"
-#define POLYMOE_R3 ", %48, %49, %50, %51, %52, %53, %54, %55" \
-                   ", %56, %57, %58, %59, %60, %61, %62, %63"
-#define POLYMOE_R4 ", %64, %65, %66, %67, %68, %69, %70, %71" \
-                   ", %72, %73, %74, %75, %76, %77, %78, %79"
-#define POLYMOE_R5 ", %80, %81, %82, %83, %84, %85, %86, %87" \
-                   ", %88, %89, %90, %91, %92, %93, %94, %95"
-#define POLYMOE_R6 ", %96, %97, %98, %99, %100, %101, %102, %103" \
-                   ", %104, %105, %106, %107, %108, %109, %110, %111"
-#define POLYMOE_R7 ", %112, %113, %114, %115, %116, %117, %118, %119" \
-                   ", %120, %121, %122, %123, %124, %125, %126, %127"
-#define POLYMOE_R03 POLYMOE_R0 POLYMOE_R1 POLYMOE_R2 POLYMOE_R3
-#define POLYMOE_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define POLYMOE_D8(i) POLYMOE_D4(i), POLYMOE_D4(i + 4)
-#define POLYMOE_D16(i) POLYMOE_D8(i), POLYMOE_D8(i + 8)
-#define POLYMOE_D32(i) POLYMOE_D16(i), POLYMOE_D16(i + 16)
-#define POLYMOE_D64(i) POLYMOE_D32(i), POLYMOE_D32(i + 32)
 #define POLYMOE_SHARED_PRODUCT(N, D, AB, ...)                                                                           \
     template <>                                                                                                         \
     struct SharedProduct<N> {                                                                                           \

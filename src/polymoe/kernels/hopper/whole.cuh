@@ -7,6 +7,7 @@
 // whole_bf16.cuh.
 #pragma once
 #include "gemm.cuh"
+#include "tiles.cuh"
 #include "wgmma_shared.cuh"
 
 namespace polymoe {
@@ -19,34 +20,7 @@ __host__ __device__ constexpr int registers(int warpgroups) {
 
 __host__ __device__ constexpr int few_registers(int warpgroups) { return warpgroups == 2 ? 40 : warpgroups == 3 ? 56 : 32; }
 
-constexpr int kMostStages = 16;
 constexpr int kBlock = 8192;  // bytes of 64 rows of 128 bytes
-
-// The item's rows as its tiles have room for.
-__device__ __forceinline__ int padded_rows(int rows) { return (rows + 7) / 8 * 8; }
-
-// Where column `column` of row `row` of an item of `rows` rows stands, in elements from the item's first.
-__device__ __forceinline__ int tile_place(int row, int column, int rows) {
-    const int chunk = (column / 8 % 8) ^ (row % 8);
-    return column / 64 * padded_rows(rows) * 64 + row * 64 + chunk * 8 + column % 8;
-}
-
-struct Ring {
-    uint32_t full, empty, data;
-    int stages, stage_bytes;
-    int slot;
-    uint32_t parity;
-
-    // The slot's data, once they are there.
-    __device__ __forceinline__ uint32_t wait() const {
-        barrier_wait(full + 8 * slot, parity);
-        return data + slot * stage_bytes;
-    }
-
-    __device__ __forceinline__ void next() {
-        if (++slot == stages) slot = 0, parity ^= 1;
-    }
-};
 
 // A stage: BLOCKS times 128 bytes of each row of the groups of 64 rows, then x for them.
 template <int GROUPS, int MOST, int BLOCKS>
