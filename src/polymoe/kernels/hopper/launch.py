@@ -133,8 +133,8 @@ def decode(
     up: Matrix, down: Matrix, gated: bool, function: Function, x_TH: Tensor, rows: Rows, out_TH: Tensor,
     block: int, height: int,
 ) -> None:  # fmt: skip
-    """``out_TH`` for few rows an expert: ``block`` rows of x an item, at most 16; ``height`` rows of weights a tile, but
-    128 where K is short."""
+    """``out_TH`` for few rows an expert: ``block`` rows of x an item, at most 16; ``height`` rows of weights a tile,
+    but 128 where K is short."""
     tokens, slots = rows.ids_TA.shape
     routed = tokens * slots
     plan = _dispatch(rows, block)
