@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 
+from hopper_calls import need_sm90, on_gpu, same_experts
 from polymoe.activations import GeGLU, ReLU2, SwiGLU
 from polymoe.backends.base import TOLERANCE
 from polymoe.backends.hopper import Hopper, HopperConfig
@@ -25,14 +25,14 @@ from polymoe.machine import DEVICES, Machine
 from polymoe.planning.measured import Measured, Table, problem_key
 from polymoe.problem import Problem
 from polymoe.routing import Routing
-from polymoe.tensors import ExpertsSpec, ExpertWeights
+from polymoe.tensors import ExpertsSpec
 from polymoe.verdict import Accepted, Reason, Rejected
 from problems import GPT_OSS, problem_of, random_call, random_experts
 
 H200 = Machine(DEVICES["h200"], driver=(13, 0))
 EVERY = [
     *[HopperConfig("decode", rows, height) for rows in (8, 12, 16) for height in (64, 128)],
-    *[HopperConfig("prefill", rows, 0) for rows in (32, 64, 128)],
+    *[HopperConfig("prefill", rows, 0) for rows in (32, 64, 128, 256)],
 ]
 
 
@@ -147,34 +147,11 @@ class TestAuto:
         assert plan.step(512).config == HopperConfig("prefill", 32, 0)
 
 
-same_experts = cache(random_experts)
-"""Quantized once for all configurations."""
-
-
-def on_gpu(weights: ExpertWeights, x: torch.Tensor, routing: Routing, **kwargs: Any) -> None:
-    """Compare with the reference, and twenty runs with each other to the bit; outputs start as NaN."""
-    config = kwargs.pop("config", None)
-    problem = problem_of(weights, **kwargs)
-    expected = run_experts(problem, weights, x, routing)
-    packed = LAYOUTS["hopper"].pack(weights, torch.device("cuda"))
-    config = config or Hopper().configure(problem, Machine.of("cuda"), x.shape[0])
-    x, there = x.cuda(), Routing(*(part.cuda() for part in routing))
-    first = None
-    for _ in range(20):
-        out = torch.full_like(x, float("nan"))
-        Hopper().run(problem, packed, x, there, config, out)
-        first = out if first is None else first
-        assert torch.equal(out, first)
-    assert first is not None
-    assert relative_error(first.cpu(), expected) < TOLERANCE
-
-
 @pytest.mark.gpu
 class TestOnGpu:
     @pytest.fixture(autouse=True)
     def _sm90(self) -> None:
-        if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-            pytest.skip("needs an SM90 GPU")
+        need_sm90()
 
     @pytest.mark.parametrize("tokens", [1, 3, 40, 300])
     @pytest.mark.parametrize("config", EVERY, ids=str)

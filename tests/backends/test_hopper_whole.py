@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
-from typing import Any
 
 import pytest
 import torch
 
+from hopper_calls import need_sm90, on_gpu, same_experts
 from polymoe.activations import GeGLU
 from polymoe.backends.base import TOLERANCE
 from polymoe.backends.hopper import Hopper, HopperConfig
@@ -18,14 +17,13 @@ from polymoe.bench.cases import CASES
 from polymoe.errors import PlanError
 from polymoe.experts import FusedExperts, relative_error
 from polymoe.formats import FORMATS
-from polymoe.kernels.hopper.launch_whole import WHOLE
+from polymoe.kernels.hopper.launch import WHOLE
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import DEVICES, Machine
 from polymoe.planning.measured import Table
 from polymoe.routing import Routing
-from polymoe.tensors import ExpertWeights
 from polymoe.verdict import Accepted, Rejected
-from problems import GPT_OSS, problem_of, random_call, random_experts
+from problems import GPT_OSS, problem_of, random_call
 
 H200 = Machine(DEVICES["h200"], packages={"triton": "3.6.0"}, driver=(13, 0))
 EVERY = [HopperConfig("whole", rows, 0) for rows in WHOLE]
@@ -64,34 +62,11 @@ class TestConfigure:
             assert abs(Hopper().predict(QWEN, H200, tokens).time_us / time_us - 1) < 0.05
 
 
-same_experts = cache(random_experts)
-"""Quantized once for all configurations."""
-
-
-def on_gpu(
-    weights: ExpertWeights, x: torch.Tensor, routing: Routing, config: HopperConfig, runs: int = 20, **kwargs: Any
-) -> None:
-    """Compare with the reference, and runs with each other to the bit; outputs start as NaN."""
-    problem = problem_of(weights, **kwargs)
-    expected = run_experts(problem, weights, x, routing)
-    packed = LAYOUTS["hopper"].pack(weights, torch.device("cuda"))
-    x, there = x.cuda(), Routing(*(part.cuda() for part in routing))
-    first, unequal = torch.full_like(x, float("nan")), torch.zeros((), dtype=torch.int64, device="cuda")
-    Hopper().run(problem, packed, x, there, config, first)
-    for _ in range(runs):
-        out = torch.full_like(x, float("nan"))
-        Hopper().run(problem, packed, x, there, config, out)
-        unequal += (out != first).any()
-    assert int(unequal) == 0
-    assert relative_error(first.cpu(), expected) < TOLERANCE
-
-
 @pytest.mark.gpu
 class TestOnGpu:
     @pytest.fixture(autouse=True)
     def _sm90(self) -> None:
-        if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-            pytest.skip("needs an SM90 GPU")
+        need_sm90()
 
     @pytest.mark.parametrize("tokens", [1, 3, 40, 700])
     @pytest.mark.parametrize("config", EVERY, ids=str)

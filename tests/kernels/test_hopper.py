@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from hopper_calls import launches, names
 from polymoe.backends.hopper import Hopper, HopperConfig
 from polymoe.kernels.hopper import compiled, driver, launch
-from polymoe.layouts import LAYOUTS
 from polymoe.machine import Machine
-from problems import problem_of, random_call, random_experts
+from problems import problem_of, random_experts
 
 SOURCES = Path(compiled.__file__).parent
 
@@ -43,11 +43,6 @@ def test_missing_files_say_what_to_run(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(compiled, "_HERE", tmp_path)
     with pytest.raises(compiled.DriverError, match=r"rows\.\*\.cubin.*got 0.*scripts/build-kernels"):
         compiled.cubin_path("rows")
-
-
-def names(unit: str) -> set[str]:
-    found = re.findall(rb"\.text\.([a-z0-9_]+)\0", compiled.cubin_path(unit).read_bytes())
-    return {name.decode() for name in found}
 
 
 def test_a_thread_that_has_not_used_the_gpu_takes_the_device_s_context(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,23 +119,7 @@ def test_arguments_are_the_structures_of_the_sources(struct: str) -> None:
 @pytest.mark.parametrize("config", [HopperConfig("decode", 16, 128), HopperConfig("prefill", 64, 0)], ids=str)
 def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, config: HopperConfig, gated: bool) -> None:
     """On a CPU, with launches recorded instead of made: names, arguments and shared memory as the kernels want them."""
-    made: list[tuple[str, dict[str, Any], tuple[int, ...], int, int]] = []
-
-    def record(unit: str, name: str) -> Any:
-        assert name in names(unit)
-
-        def call(args: Any, grid: Any, threads: int, shared: int = 0) -> None:
-            made.append((name, {n: getattr(args, n) for n, _ in args._fields_}, tuple(grid), threads, shared))
-
-        return call
-
-    monkeypatch.setattr(launch, "kernel", record)
-    properties = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    weights = random_experts(hidden=336, intermediate=272, gated=gated, bias=True)
-    packed = LAYOUTS["hopper"].pack(weights, torch.device("cpu"))
-    x, routing = random_call(10, 336, 5, 3, torch.float16)
-    Hopper().run(problem_of(weights), packed, x, routing, config, torch.empty_like(x))
+    made, tensors = launches(monkeypatch, "mxfp4", config, gated)
     kind = "gated" if gated else "plain"
     size = f"{config.rows}_{config.height}" if config.height else f"{config.rows}"
     products = [f"{config.kernels}_{part}_{size}" for part in (kind, "down")]
@@ -151,9 +130,9 @@ def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, config: HopperC
     up, down = (by_name[name] for name in products)
     assert (up[0]["rows"], up[0]["columns"]) == ((544 if gated else 272), 336)
     assert (down[0]["rows"], down[0]["columns"], down[0]["slots"]) == (336, 272, 0)
-    assert up[0]["codes_expert"] * 5 == packed.tensors["up.codes"].numel()
+    assert up[0]["codes_expert"] * 5 == tensors["up.codes"].numel()
     assert up[0]["bias_dtype"] == 1  # bfloat16
-    assert up[0]["bias"] == packed.tensors["gate_bias" if gated else "up_bias"].data_ptr()
+    assert up[0]["bias"] == tensors["gate_bias" if gated else "up_bias"].data_ptr()
     for _, grid, threads, shared in (up, down):
         assert grid == (132,)
         assert threads % 32 == 0

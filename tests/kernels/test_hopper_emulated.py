@@ -17,7 +17,7 @@ from polymoe.backends.hopper import Hopper, HopperConfig
 from polymoe.backends.reference import run_experts
 from polymoe.experts import relative_error
 from polymoe.kernels.hopper import launch
-from polymoe.kernels.hopper.launch_whole import WHOLE
+from polymoe.kernels.hopper.launch import WHOLE
 from polymoe.layouts import LAYOUTS
 from polymoe.routing import Routing
 from polymoe.tensors import ExpertWeights

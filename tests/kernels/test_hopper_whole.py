@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 
-from polymoe.backends.hopper import Hopper, HopperConfig
-from polymoe.kernels.hopper import compiled, launch, launch_whole
-from polymoe.kernels.hopper.launch_whole import WHOLE
-from polymoe.layouts import LAYOUTS
-from problems import problem_of, random_call, random_experts
+from hopper_calls import launches, names
+from polymoe.backends.hopper import HopperConfig
+from polymoe.kernels.hopper import compiled, launch
+from polymoe.kernels.hopper.launch import WHOLE
 
 SOURCES = Path(compiled.__file__).parent
-
-
-def names(unit: str) -> set[str]:
-    found = re.findall(rb"\.text\.([a-z0-9_]+)\0", compiled.cubin_path(unit).read_bytes())
-    return {name.decode() for name in found}
 
 
 def test_shapes_are_those_of_the_source() -> None:
@@ -41,23 +32,7 @@ def test_every_configuration_has_its_kernels(rows: int) -> None:
 @pytest.mark.parametrize("rows", WHOLE)
 def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, rows: int, gated: bool) -> None:
     """On a CPU, with launches recorded instead of made: names, arguments and shared memory as the kernels want them."""
-    made: list[tuple[str, dict[str, Any], tuple[int, ...], int, int]] = []
-
-    def record(unit: str, name: str) -> Any:
-        assert name in names(unit)
-
-        def call(args: Any, grid: Any, threads: int, shared: int = 0) -> None:
-            made.append((name, {n: getattr(args, n) for n, _ in args._fields_}, tuple(grid), threads, shared))
-
-        return call
-
-    monkeypatch.setattr(launch, "kernel", record)
-    properties = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    weights = random_experts("bf16", hidden=336, intermediate=272, gated=gated, bias=True)
-    packed = LAYOUTS["hopper"].pack(weights, torch.device("cpu"))
-    x, routing = random_call(10, 336, 5, 3, torch.float16)
-    Hopper().run(problem_of(weights), packed, x, routing, HopperConfig("whole", rows, 0), torch.empty_like(x))
+    made, _ = launches(monkeypatch, "bf16", HopperConfig("whole", rows, 0), gated)
     products = [f"whole_{part}_{rows}" for part in ("gated" if gated else "plain", "down")]
     assert [name for name, *_ in made] == ["dispatch_few", "spread", *products, "combine_narrow"]
     (_, up, *_), (_, down, *_) = made[2:4]
@@ -66,5 +41,5 @@ def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, rows: int, gate
     for _, args, grid, threads, shared in made[2:4]:
         assert grid == (132,)
         assert threads == WHOLE[rows].warpgroups * 128 + 128
-        assert 3 <= args["stages"] <= launch_whole._MOST_STAGES
-        assert args["stages"] * WHOLE[rows].stage_bytes(rows) + 1024 == shared <= launch.SHARED_BYTES
+        assert 3 <= args["stages"] <= launch._MOST_STAGES
+        assert args["stages"] * WHOLE[rows].stage_bytes("bf16", rows) + 1024 == shared <= launch.SHARED_BYTES

@@ -42,12 +42,10 @@ class HopperConfig(Config):
     """Rows of weights that a block makes at once (decode), or 0."""
 
     def __post_init__(self) -> None:
-        from polymoe.kernels.hopper.launch import DECODE, PREFILL
-        from polymoe.kernels.hopper.launch_whole import WHOLE
+        from polymoe.kernels.hopper.launch import DECODE, IN_TILES
 
         sizes = (self.rows, self.height)
-        many = {"prefill": PREFILL, "whole": WHOLE}
-        known = DECODE if self.kernels == "decode" else tuple((rows, 0) for rows in many[self.kernels])
+        known = DECODE if self.kernels == "decode" else tuple((rows, 0) for rows in IN_TILES[self.kernels])
         if sizes not in known:  # a table of measured times may be older than the kernels
             expected = f"rows and height of a {self.kernels} kernel: {', '.join(map(str, known))}"
             raise PlanError("HopperConfig", expected=expected, got=str(sizes))
@@ -117,10 +115,7 @@ class Hopper:
         wanted = next(config for bound, config in _table(problem) if mean <= bound)
         if _runs(problem, wanted):
             return wanted
-        # Fewer rows an item, for x of many columns; else the first of the prefill kernels.
-        table = [config for _, config in _BY_ROWS]
-        fewer = [c for c in table if c.kernels == "decode" and c.rows < wanted.rows and _runs(problem, c)]
-        return fewer[-1] if fewer else next(c for c in table if c.kernels == "prefill")
+        return next(config for _, config in _BY_ROWS if config.kernels == "prefill")
 
     def candidates(
         self, problem: Problem, machine: Machine, tokens: int, timed: Sequence[tuple[Config, float]] = ()
@@ -157,7 +152,7 @@ class Hopper:
         self, problem: Problem, packed: Packed, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor
     ) -> None:
         """See :meth:`polymoe.backends.Backend.run`."""
-        from polymoe.kernels.hopper import launch, launch_whole
+        from polymoe.kernels.hopper import launch
 
         assert isinstance(config, HopperConfig)
         if not len(x_TH):
@@ -183,12 +178,10 @@ class Hopper:
         if x_TH.data_ptr() % 16:  # a view into the midst of something: copies move 16 bytes at least
             x_TH = x_TH.clone()
         with torch.cuda.device_of(x_TH):
-            if config.kernels == "whole":
-                launch_whole.whole(up, down, gated, function, x_TH, rows, out_TH, config.rows)
-            elif config.kernels == "decode":
+            if config.kernels == "decode":
                 launch.decode(up, down, gated, function, x_TH, rows, out_TH, config.rows, config.height)
             else:
-                launch.prefill(up, down, gated, function, x_TH, rows, out_TH, config.rows)
+                launch.in_tiles(config.kernels, up, down, gated, function, x_TH, rows, out_TH, config.rows)
 
 
 def _format(encoding: Encoding) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,10 @@ from torch import Tensor
 
 from polymoe.kernels.hopper.compiled import kernel
 
-__all__ = ["DECODE", "FORMATS", "PREFILL", "Function", "Matrix", "Rows", "Shape", "decode", "decode_fits", "prefill"]
+__all__ = [
+    "DECODE", "FORMATS", "IN_TILES", "PREFILL", "WHOLE", "Function", "Matrix", "Rows", "Shape", "WholeShape", "decode",
+    "decode_fits", "in_tiles",
+]  # fmt: skip
 
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong, ctypes.c_float
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -171,14 +175,33 @@ PREFILL: dict[int, Shape] = {32: Shape(4, 2, 2), 64: Shape(4, 1, 2), 128: Shape(
 """Kernels for prefill, by the most rows of x of an item."""
 
 
-def prefill(
-    up: Matrix, down: Matrix, gated: bool, function: Function, x_TH: Tensor, rows: Rows, out_TH: Tensor, block: int
-) -> None:
-    """``out_TH`` for many rows an expert, at most ``block`` an item."""
+@dataclass(frozen=True, slots=True)
+class WholeShape(Shape):
+    """Of a kernel for weights that are not decoded: times 128 bytes of a row in a stage."""
+
+    def stage_bytes(self, format: str, rows: int) -> int:
+        """Bytes of a stage for items of ``rows`` rows (whole.cuh: Stage)."""
+        return self.blocks * (self.warpgroups * self.groups * 64 + rows) * 128
+
+
+WHOLE = {
+    32: WholeShape(2, 1, 2), 64: WholeShape(2, 1, 2), 128: WholeShape(2, 2, 1), 256: WholeShape(2, 1, 1),
+}  # fmt: skip
+"""Kernels for weights that are not decoded, by the most rows of x of an item."""
+
+IN_TILES: dict[str, Mapping[int, Shape]] = {"prefill": PREFILL, "whole": WHOLE}
+"""The kinds of kernels that take x in tiles."""
+
+
+def in_tiles(
+    kernels: str, up: Matrix, down: Matrix, gated: bool, function: Function, x_TH: Tensor, rows: Rows, out_TH: Tensor,
+    block: int,
+) -> None:  # fmt: skip
+    """``out_TH`` by one of :data:`IN_TILES`, in items of at most ``block`` rows."""
     tokens, slots = rows.ids_TA.shape
     routed = tokens * slots
     padded = routed + 7 * min(rows.experts, routed)  # an expert's rows in tiles: a multiple of 8
-    shape = PREFILL[block]
+    shape = IN_TILES[kernels][block]
     plan = _dispatch(rows, block, places=True)
     x_tiles = _spread(x_TH, plan, padded, slots)
     h_tiles = x_TH.new_empty(padded, _round_up(down.columns, 64))
@@ -189,7 +212,7 @@ def prefill(
         stages = min((SHARED_BYTES - 1024) // stage, _MOST_STAGES)
         kind = name if name == "down" else "gated" if gated else "plain"
         gemm = _gemm(matrix, x, out, plan, rows if name == "up" else None, function, 0, stages, 1, block)
-        launch = kernel(f"prefill_{matrix.format}", f"prefill_{kind}_{block}")
+        launch = kernel(f"{kernels}_{matrix.format}", f"{kernels}_{kind}_{block}")
         launch(gemm, grid, shape.warpgroups * 128 + 128, stages * stage + 1024)
     _combine(y_RH, rows, out_TH, plan.places)
 

@@ -145,7 +145,7 @@ __device__ __forceinline__ void whole_gemm(const GemmArgs& args) {
         polymoe::whole_gemm<WG, MT, MOST, STEP, BLOCKS, polymoe::MATRIX>(args);         \
     }
 
-// By the most rows of x of an item. The same numbers stand in launch_whole.py.
+// By the most rows of x of an item. The same numbers stand in launch.py.
 #define POLYMOE_WHOLE_BF16(KIND, MATRIX)                        \
     POLYMOE_WHOLE(whole_##KIND##_32, 2, 1, 32, 8, 2, MATRIX)    \
     POLYMOE_WHOLE(whole_##KIND##_64, 2, 1, 64, 16, 2, MATRIX)   \
