@@ -12,7 +12,7 @@ from polymoe.kernels.hopper import compiled
 
 HERE = Path(__file__).parent
 SOURCES = Path(compiled.__file__).parent
-ARGS = {"rows": ("DispatchArgs", "SpreadArgs", "CombineArgs")}
+ARGS = {"rows": ("DispatchArgs", "SpreadArgs", "CombineArgs"), "rows_fp8": ("QuantizeArgs",)}
 
 
 def compile_unit(unit: str, folder: Path) -> ctypes.CDLL:
@@ -49,7 +49,12 @@ def compile_files(files: dict[str, str], unit: str, args: tuple[str, ...], folde
 class Emulator:
     """Takes the place of ``launch.kernel``: kernels run here and now, on the CPU."""
 
-    def __init__(self, libraries: dict[str, ctypes.CDLL], tensors: list[Any], seed: int = 0) -> None:
+    def __init__(
+        self, libraries: dict[str, ctypes.CDLL], tensors: list[Any], seed: int = 0, coarse: bool = False
+    ) -> None:
+        """``coarse``: e4m3 products are added as Hopper does, not exactly."""
+        for library in libraries.values():
+            library.set_coarse(coarse)
         self.libraries, self.seed, self.made = libraries, seed, []
         flat = [v for t in tensors for v in (t.data_ptr(), t.numel() * t.element_size())]
         self.ranges = (ctypes.c_long * len(flat))(*flat)

@@ -11,19 +11,24 @@ inline void products_commit() {
     here.now->open.clear();
 }
 
-// A row's bfloat16 in what `description` describes.
-inline float described(uint64_t description, int row, int k) {
+// A row's element of `bytes` bytes in what `description` describes.
+inline const uint8_t* described(uint64_t description, int row, int k, int bytes) {
     const uint32_t start = static_cast<uint32_t>(description), along_k = description >> 32 & 0xFFFF;
-    const uint32_t along_rows = description >> 48;
+    const uint32_t along_rows = description >> 48, piece = 16 / bytes;
     uint32_t address;
     if (along_rows) {
-        address = start + k / 8 * along_k * 16 + row / 8 * along_rows * 16 + row % 8 * 16 + k % 8 * 2;
+        address = start + k / piece * along_k * 16 + row / 8 * along_rows * 16 + row % 8 * 16 + k % piece * bytes;
     } else {
-        address = start + row * 128 + k * 2;
+        address = start + row * 128 + k * bytes;
         address ^= (address >> 7 & 7) << 4;
     }
+    return shared_at(address / 16 * 16, 16) + address % 16;
+}
+
+inline float described_number(uint64_t description, int row, int k, bool e4m3) {
+    if (e4m3) return emulator::from_e4m3(*described(description, row, k, 1));
     uint16_t v;
-    memcpy(&v, shared_at(address, 2), 2);
+    memcpy(&v, described(description, row, k, 2), 2);
     return emulator::bfloat16(v);
 }
 
@@ -44,9 +49,10 @@ inline void products_wait() {
                 emulator::product(
                     d, p->n,
                     [&](int row, int k) {
-                        return p->a ? emulator::of_registers(a, row, k) : described(p->shared_a, first + row, k);
+                        return p->a ? emulator::of_registers(a, row, k, p->e4m3)
+                                    : described_number(p->shared_a, first + row, k, p->e4m3);
                     },
-                    [&](int k, int n) { return described(p->b, n, k); });
+                    [&](int k, int n) { return described_number(p->b, n, k, p->e4m3); }, p->e4m3 ? 32 : 16, p->fresh);
             });
         }
         groups.pop_front();
@@ -61,6 +67,9 @@ template <int N>
 struct Product {
     static void add(float* d, const uint32_t (&a)[4], uint64_t b) {
         here.now->open.push_back({d, a, 0, b, N});
+    }
+    static void set_e4m3(float* d, const uint32_t (&a)[4], uint64_t b) {
+        here.now->open.push_back({d, a, 0, b, N, true, true});
     }
 };
 

@@ -12,6 +12,8 @@ inline uint64_t describe_pieces(uint32_t shared, uint32_t along_k, uint32_t alon
 template <int N>
 struct SharedProduct {
     static void add(float* d, uint64_t a, uint64_t b) { here.now->open.push_back({d, nullptr, a, b, N}); }
+    static void add_e4m3(float* d, uint64_t a, uint64_t b) { here.now->open.push_back({d, nullptr, a, b, N, true}); }
+    static void set_e4m3(float* d, uint64_t a, uint64_t b) { here.now->open.push_back({d, nullptr, a, b, N, true, true}); }
 };
 
 }  // namespace polymoe
