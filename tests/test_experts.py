@@ -319,7 +319,7 @@ def v4_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "scratch"), [("triton", 4), ("hopper", 8)])
+@pytest.mark.parametrize(("backend", "scratch"), [("triton", 5), ("hopper", 8)])
 def test_loading_a_layer_of_deepseek_v4_flash_onto_a_gpu(v4_layer: Path, backend: str, scratch: int) -> None:
     """From the page cache to packed in 2 s, without a second copy on the GPU or the host; ``scratch`` experts' bytes
     beside the packed ones on the way."""

@@ -104,18 +104,20 @@ class TestOnGpu:
         assert torch.equal(y, wanted)
 
     def test_a_layer_of_wide_scales_goes_to_another_backend(self) -> None:
+        same = same_experts(experts=8, hidden=1024, intermediate=512, bias=True)  # as above: hopper's, but for a scale
+
         def raised(e: int) -> Any:
-            expert = same_experts(hidden=64, intermediate=64).expert(e)
+            expert = same.expert(e)
             scales = expert.down.scales
             assert scales is not None
             raised = scales.clone()
             raised.view(torch.uint8)[5, 1] = 127 + 26
             return replace(expert, down=replace(expert.down, scales=raised))
 
-        weights = ExpertWeights(same_experts(hidden=64, intermediate=64).spec, raised)
-        experts = layer(weights)
+        weights = ExpertWeights(same.spec, raised)
+        experts = layer(weights, "auto")
         assert (experts.packed.layout, experts.problem.wide_scales) == ("natural", True)
-        call = call_of(9, 64)
+        call = call_of(9, 1024, 8)
         assert relative_error(experts(*call).cpu(), expected(experts, weights, call)) < TOLERANCE
 
     def test_tuning_writes_rows_that_plans_use(self, tmp_path: Path) -> None:
