@@ -27,11 +27,13 @@ class Accepted:
         max_tokens: most tokens of one call, or None for any number.
         capturable: whether a call can be captured in a CUDA graph.
         by_name_only: why ``auto`` passes it over, or "" if ``auto`` may take it.
+        layouts: which of the backend's layouts serve the problem, or None if all do.
     """
 
     max_tokens: int | None = None
     capturable: bool = False
     by_name_only: str = ""
+    layouts: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,44 @@ def test_a_layout_that_cannot_hold_the_experts_rejects_its_backends_with_its_rea
     assert {step.backend for step in selection.require().steps} == {"either"}
 
 
+def test_a_verdict_may_name_the_layouts_that_serve_the_problem() -> None:
+    """A layout that could hold the experts is not taken for a problem that its kernels do not compute."""
+
+    class Picky(Toy):
+        def check(self, problem, machine):  # type: ignore[no-untyped-def]
+            layouts = None if problem.activations == "16bit" else ("natural",)
+            return Accepted(layouts=layouts)
+
+    problem = problem_of(random_experts())
+    table = choice({"picky": Picky("picky", layouts=("flipped", "natural"))})
+    rounded = replace(problem, activations="fp8_token")
+    assert [table.select(p).require().layout for p in (problem, rounded)] == ["flipped", "natural"]
+    assert [table.select(p).candidates[0].layouts for p in (problem, rounded)] == [("flipped", "natural"), ("natural",)]
+    assert table.select(rounded, "flipped").plan is None
+
+    class Narrow(type(LAYOUTS["natural"])):  # type: ignore[misc]
+        def check(self, spec):  # type: ignore[no-untyped-def]
+            return (Reason("H", "at most 32", str(spec.hidden)),)
+
+    table = replace(table, layouts={**LAYOUTS, "natural": Narrow()})
+    assert table.select(problem).require().layout == "flipped"
+    assert table.select(rounded).candidates[0].verdict == Rejected((Reason("layout natural, H", "at most 32", "64"),))
+
+
+def test_the_reasons_of_the_layout_that_lacks_least() -> None:
+    def lacking(*what: str):  # type: ignore[no-untyped-def]
+        class Lacking(type(LAYOUTS["flipped"])):  # type: ignore[misc]
+            def check(self, spec):  # type: ignore[no-untyped-def]
+                return tuple(Reason(w, "another", "this") for w in what)
+
+        return Lacking()
+
+    table = choice({"either": Toy("either", layouts=("flipped", "natural"))})
+    table = replace(table, layouts={"flipped": lacking("H", "F"), "natural": lacking("experts")})
+    verdict = table.select(problem_of(random_experts())).candidates[0].verdict
+    assert verdict == Rejected((Reason("layout natural, experts", "another", "this"),))
+
+
 def test_packed_in_a_layout_that_nothing_here_reads() -> None:
     """As after ``.to("cpu")``: what runs here says which layout it reads, and is not recommended."""
     table = choice({"other": Toy("other", layouts=("natural",))})

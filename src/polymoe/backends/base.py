@@ -13,9 +13,9 @@ from polymoe.machine import Machine
 from polymoe.planning.plan import Config
 from polymoe.problem import Problem
 from polymoe.routing import Routing
-from polymoe.verdict import Verdict
+from polymoe.verdict import Accepted, Verdict
 
-__all__ = ["TOLERANCE", "Backend", "Prediction"]
+__all__ = ["TOLERANCE", "Backend", "Prediction", "layouts_for"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,12 @@ class Backend(Protocol):
         no synchronization, no allocation outside the graph's pool, no branch on tensor values.
         """
         ...
+
+
+def layouts_for(backend: Backend, verdict: Verdict) -> tuple[str, ...]:
+    """Layouts that serve what the verdict is about: all of the backend's, if it does not say which."""
+    chosen = verdict.layouts if isinstance(verdict, Accepted) else None
+    return backend.layouts if chosen is None else chosen
 
 
 TOLERANCE = 6e-3

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from polymoe.backends.base import Backend, Prediction
+from polymoe.backends.base import Backend, Prediction, layouts_for
 from polymoe.backends.planner import Planner
 from polymoe.errors import ArgumentError, UnsupportedProblem, nearest
 from polymoe.layouts import LAYOUTS, Layout
@@ -243,7 +243,7 @@ def select(
             if backend == name or (backend == "auto" and not verdict.by_name_only):
                 usable[name] = (planner, verdict)
                 readable[name] = held
-        candidates.append(Candidate(name, candidate.layouts, verdict, predictions, tunable))
+        candidates.append(Candidate(name, layouts_for(candidate, verdict), verdict, predictions, tunable))
 
     plans: dict[str, Plan] = {}
     scores: dict[str, float] = {}
@@ -269,13 +269,15 @@ def select(
 def _with_layouts(
     backend: Backend, verdict: Verdict, problem: Problem, layouts: Mapping[str, Layout]
 ) -> tuple[Verdict, tuple[str, ...]]:
-    """The verdict, and the backend's layouts that can hold the experts; a rejection if there is none, with every
-    layout's reasons beside the backend's own."""
-    refused = {name: layouts[name].check(problem.spec) if name in layouts else () for name in backend.layouts}
+    """The verdict, and those of its layouts that can hold the experts; a rejection if there is none, with the reasons
+    of the layout that lacks least beside the backend's own."""
+    names = layouts_for(backend, verdict)
+    refused = {name: layouts[name].check(problem.spec) if name in layouts else () for name in names}
     held = tuple(name for name, reasons in refused.items() if not reasons)
     if held:
         return verdict, held
-    found = tuple(Reason(f"layout {n}, {r.what}", r.wanted, r.got) for n, reasons in refused.items() for r in reasons)
+    name = min(refused, key=lambda n: len(refused[n]))
+    found = tuple(Reason(f"layout {name}, {r.what}", r.wanted, r.got) for r in refused[name])
     return Rejected((verdict.reasons if isinstance(verdict, Rejected) else ()) + found), ()
 
 

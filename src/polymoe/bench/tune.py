@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from polymoe import __version__
-from polymoe.backends.base import TOLERANCE, Backend
+from polymoe.backends.base import TOLERANCE, Backend, layouts_for
 from polymoe.bench.cases import Workload
 from polymoe.bench.compile_ahead import CompileAhead
 from polymoe.bench.measure import Call, draw_calls, reference_results
@@ -168,10 +168,11 @@ class Tune:
     def _work(self, backend: Backend) -> _Work:
         problem, machine = self.workload.problem, self.machine
         verdict = backend.check(problem, machine)
-        layout = next((n for n in backend.layouts if not LAYOUTS[n].check(problem.spec)), None)
+        names = layouts_for(backend, verdict)
+        layout = next((n for n in names if not LAYOUTS[n].check(problem.spec)), None)
         if not isinstance(verdict, Accepted) or layout is None:
             reasons = () if isinstance(verdict, Accepted) else verdict.reasons
-            got = "; ".join(map(str, reasons)) or f"none of its layouts holds it: {', '.join(backend.layouts)}"
+            got = "; ".join(map(str, reasons)) or f"none of its layouts holds it: {', '.join(names)}"
             raise UnsupportedProblem(f"tune ({problem})", expected=f"{backend.name} to run it", got=got)
         return _Work(backend, verdict, layout)
 
