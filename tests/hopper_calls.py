@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from polymoe.backends.base import TOLERANCE
+from polymoe.backends.base import TOLERANCE, layouts_for
 from polymoe.backends.hopper import Hopper, HopperConfig
 from polymoe.backends.reference import run_experts
 from polymoe.experts import relative_error
 from polymoe.kernels.hopper import compiled, launch
-from polymoe.layouts import LAYOUTS
+from polymoe.layouts import LAYOUTS, Packed
 from polymoe.machine import Machine
+from polymoe.problem import Problem
 from polymoe.routing import Routing
 from polymoe.tensors import ExpertWeights
 from problems import problem_of, random_call, random_experts
@@ -31,14 +32,20 @@ def need_sm90() -> None:
         pytest.skip("needs an SM90 GPU")
 
 
+def pack(problem: Problem, weights: ExpertWeights, device: str = "cpu") -> Packed:
+    """In the layout that the backend takes for the problem."""
+    (layout,) = layouts_for(Hopper(), Hopper().check(problem, Machine.of("h200")))
+    return LAYOUTS[layout].pack(weights, torch.device(device))
+
+
 def on_gpu(
     weights: ExpertWeights, x: torch.Tensor, routing: Routing, config: HopperConfig | None = None, runs: int = 20,
-    **kwargs: Any,
+    most: float = TOLERANCE, **kwargs: Any,
 ) -> None:  # fmt: skip
     """Compare with the reference, and runs with each other to the bit; outputs start as NaN."""
     problem = problem_of(weights, **kwargs)
     expected = run_experts(problem, weights, x, routing)
-    packed = LAYOUTS["hopper"].pack(weights, torch.device("cuda"))
+    packed = pack(problem, weights, "cuda")
     config = config or Hopper().configure(problem, Machine.of("cuda"), x.shape[0])
     x, there = x.cuda(), Routing(*(part.cuda() for part in routing))
     first, unequal = torch.full_like(x, float("nan")), torch.zeros((), dtype=torch.int64, device="cuda")
@@ -48,7 +55,7 @@ def on_gpu(
         Hopper().run(problem, packed, x, there, config, out)
         unequal += (out != first).any()
     assert int(unequal) == 0
-    assert relative_error(first.cpu(), expected) < TOLERANCE
+    assert relative_error(first.cpu(), expected) < most
 
 
 def names(unit: str) -> set[str]:
@@ -68,9 +75,11 @@ class Made(NamedTuple):
 
 
 def launches(
-    monkeypatch: pytest.MonkeyPatch, format: str, config: HopperConfig, gated: bool
-) -> tuple[list[Made], dict[str, torch.Tensor]]:
-    """Of one call with ten tokens, three experts each, on 132 multiprocessors; and the packed tensors."""
+    monkeypatch: pytest.MonkeyPatch, format: str, config: HopperConfig, gated: bool = True,
+    sizes: tuple[int, int] = (336, 272), **kwargs: Any,
+) -> tuple[list[Made], dict[str, torch.Tensor]]:  # fmt: skip
+    """Of one call with ten tokens in float16, three experts each, on 132 multiprocessors, H and F in ``sizes``; and the
+    packed tensors."""
     made: list[Made] = []
 
     def record(unit: str, name: str) -> Any:
@@ -84,8 +93,9 @@ def launches(
     monkeypatch.setattr(launch, "kernel", record)
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    weights = random_experts(format, hidden=336, intermediate=272, gated=gated, bias=True)
-    packed = LAYOUTS["hopper"].pack(weights, torch.device("cpu"))
-    x, routing = random_call(10, 336, 5, 3, torch.float16)
-    Hopper().run(problem_of(weights), packed, x, routing, config, torch.empty_like(x))
+    weights = random_experts(format, hidden=sizes[0], intermediate=sizes[1], gated=gated, bias=True)
+    problem = problem_of(weights, **kwargs)
+    packed = pack(problem, weights)
+    x, routing = random_call(10, sizes[0], 5, 3, torch.float16)
+    Hopper().run(problem, packed, x, routing, config, torch.empty_like(x))
     return made, dict(packed.tensors)

@@ -149,7 +149,7 @@ class FusedExperts(nn.Module):
         if wide:
             raise PlanError(
                 "update",
-                expected="E8M0 scales up to 2**25 and E4M3 ones from 0, as those of the experts that were loaded",
+                expected="scales that its kernels decode, as those of the experts that were loaded",
                 got="others",
                 hint="load these experts anew: they take a slower, exact path",
             )

@@ -34,8 +34,8 @@ class Problem:
         dtype: of x and of the result.
         activations: how inputs of the two projections are quantized, if at all.
         tp, ep: sizes of the tensor and expert parallel groups.
-        wide_scales: whether scales of the weights are outside what fast decoding takes: an E8M0 one above 2**25, or a
-            negative E4M3 one.
+        wide_scales: whether scales of the weights are outside what fast decoding takes: an E8M0 one above 2**25, a
+            negative E4M3 one, or (for a layout that takes only those) scales of a row that lie too far apart.
         batch_invariant: whether a token's result must not depend, to the bit, on the rest of the batch.
     """
 

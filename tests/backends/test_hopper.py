@@ -46,7 +46,7 @@ class TestCheck:
     @pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4_g32", "int4_g128"])
     def test_takes_4_bits_on_sm90(self, format: str) -> None:
         for machine in (H200, replace(H200, driver=None), Machine(DEVICES["h100"])):
-            assert Hopper().check(seed_problem(format), machine) == Accepted(capturable=True)
+            assert Hopper().check(seed_problem(format), machine) == Accepted(capturable=True, layouts=("hopper",))
 
     def test_all_reasons_at_once(self) -> None:
         problem = seed_problem("fp8_block128", activations="fp8_token")

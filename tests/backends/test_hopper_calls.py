@@ -76,10 +76,15 @@ class TestOnGpu:
         for _ in range(3):
             assert torch.equal(compiled(*call), experts(*call) + 1)
 
+    @pytest.mark.parametrize(
+        ("activations", "hidden", "intermediate"), [("16bit", 336, 272), ("fp8_group128", 1024, 512)]
+    )
     @pytest.mark.parametrize("tokens", [2, 200])
-    def test_a_captured_graph_sees_an_update(self, tokens: int) -> None:
-        weights, other = (same_experts(hidden=336, intermediate=272, seed=seed) for seed in (0, 5))
-        experts, call = layer(weights), call_of(tokens)
+    def test_a_captured_graph_sees_an_update(
+        self, tokens: int, activations: str, hidden: int, intermediate: int
+    ) -> None:
+        weights, other = (same_experts(hidden=hidden, intermediate=intermediate, seed=seed) for seed in (0, 5))
+        experts, call = layer(weights, activations=activations), call_of(tokens, hidden)
         experts(*call)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -120,11 +125,11 @@ class TestOnGpu:
         call = call_of(9, 1024, 8)
         assert relative_error(experts(*call).cpu(), expected(experts, weights, call)) < TOLERANCE
 
-    def test_tuning_writes_rows_that_plans_use(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("activations", ["16bit", "fp8_group128"])
+    def test_tuning_writes_rows_that_plans_use(self, tmp_path: Path, activations: Any) -> None:
         device, machine = torch.device("cuda"), Machine.of("cuda")
-        workload = Workload.of_case(
-            CASES["deepseek-v4-flash"].changed(experts=8, hidden=1024, intermediate=512), device
-        )
+        case = CASES["deepseek-v4-flash"].changed(experts=8, hidden=1024, intermediate=512)
+        workload = Workload.of_case(case, device, activations=activations)
         stamp = Stamp(device="h200", torch="2", triton=None, commit="abc", command="polymoe tune")
         tune = Tune(
             workload=workload, machine=machine, device=device, backends=[Hopper()], file=tmp_path / "t.jsonl",

@@ -32,7 +32,7 @@ QWEN = CASES["qwen3-235b-tp4-bf16"].problem()
 
 class TestCheck:
     def test_takes_bfloat16_on_sm90(self) -> None:
-        assert Hopper().check(QWEN, H200) == Accepted(capturable=True)
+        assert Hopper().check(QWEN, H200) == Accepted(capturable=True, layouts=("hopper",))
         plan = select(QWEN, H200, backend="hopper", table=Table()).require()
         assert {step.backend for step in plan.steps} == {"hopper"}
 

@@ -27,7 +27,7 @@ from problems import problem_of, random_call, random_experts
 
 @dataclass(frozen=True)
 class Fast(Toy):
-    """Reads the Hopper layout, on a CPU."""
+    """Reads a Hopper layout, on a CPU."""
 
     def check(self, problem: Problem, machine: Machine) -> Verdict:
         reasons = Reasons()
@@ -37,11 +37,11 @@ class Fast(Toy):
     def run(
         self, problem: Problem, packed: Packed, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor
     ) -> None:
-        out_TH.copy_(run_experts(problem, LAYOUTS["hopper"].unpack(packed), x_TH, routing))
+        out_TH.copy_(run_experts(problem, LAYOUTS[packed.layout].unpack(packed), x_TH, routing))
 
 
-def choice(backend: str = "auto") -> Choice:
-    table: dict[str, Backend] = {"fast": Fast("fast", layouts=("hopper",), times_floor=1.1), "reference": Reference()}
+def choice(layout: str, backend: str = "auto") -> Choice:
+    table: dict[str, Backend] = {"fast": Fast("fast", layouts=(layout,), times_floor=1.1), "reference": Reference()}
     return Choice(Machine.of("cpu"), "mixed", backend, table, LAYOUTS)
 
 
@@ -58,32 +58,35 @@ def with_one_scale(weights: ExpertWeights, byte: int) -> ExpertWeights:
     return ExpertWeights.of([replace(x, down=changed(x.down)) if e == last else x for e, x in enumerate(weights)])
 
 
-WIDE = [("mxfp4", 153), ("nvfp4", 0x88)]
+WIDE = pytest.mark.parametrize(
+    ("format", "byte", "layout"),
+    [("mxfp4", 153, "hopper"), ("nvfp4", 0x88, "hopper"), ("mxfp4", 147, "hopper_e4m3")],  # too large for the others
+)
 
 
-@pytest.mark.parametrize(("format", "byte"), WIDE)
-def test_auto_takes_a_layout_that_holds_them(format: str, byte: int) -> None:
-    usual = random_experts(format)
-    assert FusedExperts.pack(problem_of(usual), usual, choice()).packed.layout == "hopper"
+@WIDE
+def test_auto_takes_a_layout_that_holds_them(format: str, byte: int, layout: str) -> None:
+    usual = random_experts(format, intermediate=128)
+    assert FusedExperts.pack(problem_of(usual), usual, choice(layout)).packed.layout == layout
     weights = with_one_scale(usual, byte)
-    experts = FusedExperts.pack(problem_of(weights), weights, choice())
+    experts = FusedExperts.pack(problem_of(weights), weights, choice(layout))
     assert (experts.packed.layout, experts.problem.wide_scales) == ("natural", True)
     assert "fast: scales: wants usual ones, got others" in str(experts.explain())
     x, routing = random_call(6, 64, 5)
     assert relative_error(experts(x, *routing), run_experts(experts.problem, weights, x, routing)) < 1e-6
 
 
-@pytest.mark.parametrize(("format", "byte"), WIDE)
-def test_a_named_backend_is_refused_with_its_reason(format: str, byte: int) -> None:
-    weights = with_one_scale(random_experts(format), byte)
+@WIDE
+def test_a_named_backend_is_refused_with_its_reason(format: str, byte: int, layout: str) -> None:
+    weights = with_one_scale(random_experts(format, intermediate=128), byte)
     with pytest.raises(UnsupportedProblem, match=r'fast: scales: wants usual ones(.|\n)*hint: backend="reference"'):
-        FusedExperts.pack(problem_of(weights), weights, choice("fast"))
+        FusedExperts.pack(problem_of(weights), weights, choice(layout, "fast"))
 
 
-@pytest.mark.parametrize(("format", "byte"), WIDE)
-def test_an_update_with_them_is_refused(format: str, byte: int) -> None:
-    usual = random_experts(format)
-    experts = FusedExperts.pack(problem_of(usual), usual, choice())
+@WIDE
+def test_an_update_with_them_is_refused(format: str, byte: int, layout: str) -> None:
+    usual = random_experts(format, intermediate=128)
+    experts = FusedExperts.pack(problem_of(usual), usual, choice(layout))
     with pytest.raises(PlanError, match="load these experts anew"):
         experts.update(with_one_scale(usual, byte))
     before = {n: b.data_ptr() for n, b in experts.named_buffers()}

@@ -38,6 +38,8 @@ struct Index { int x, y; };
 inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+struct float2 { float x, y; };
+inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 namespace emulator {
@@ -350,6 +352,7 @@ inline uint32_t __match_any_sync(uint32_t, int value) {
 inline int __popc(uint32_t v) { return __builtin_popcount(v); }
 inline int __ffs(uint32_t v) { return __builtin_ffs(v); }
 inline uint32_t __funnelshift_l(uint32_t low, uint32_t high, int by) { return high << by | low >> (32 - by); }
+inline int __clz(int v) { return __builtin_clz(v); }
 inline float __uint_as_float(uint32_t bits) {
     float v;
     memcpy(&v, &bits, 4);
@@ -361,6 +364,17 @@ inline int atomicAdd(int* at, int value) {
     const int before = *at;
     *at += value;
     return before;
+}
+
+inline uint32_t atomicMax(uint32_t* at, uint32_t value) {
+    const uint32_t before = *at;
+    if (value > before) *at = value;
+    return before;
+}
+inline uint32_t __float_as_uint(float v) {
+    uint32_t bits;
+    memcpy(&bits, &v, 4);
+    return bits;
 }
 
 namespace polymoe {

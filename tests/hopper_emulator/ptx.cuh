@@ -19,6 +19,7 @@ inline uint8_t* shared_at(uint32_t address, uint32_t bytes) {
 
 inline uint32_t kept(uint32_t value) { return value; }
 inline void made_here(uint32_t&) {}
+inline void made_here(float&) {}
 inline int of_warp(int value) { return __shfl_sync(0xFFFFFFFFu, value, 0); }
 inline void wait_for_previous_kernel() { here.waited = true; }
 inline void let_next_kernel_start() {}
@@ -129,6 +130,17 @@ inline float from_float16(uint16_t v) {
     memcpy(&h, &v, 2);
     return static_cast<float>(h);
 }
+template <int I>
+uint32_t byte_of(uint32_t word) {
+    return word >> 8 * I & 0xFF;
+}
+inline uint32_t bytes_of(uint2 bytes, uint32_t which) {
+    const uint64_t all = bytes.x | static_cast<uint64_t>(bytes.y) << 32;
+    uint32_t r = 0;
+    for (int i = 0; i < 4; ++i) r |= static_cast<uint32_t>(all >> (which >> 4 * i & 7) * 8 & 0xFF) << 8 * i;
+    return r;
+}
+
 inline uint32_t pack_bfloat16(float a, float b) { return pack_pair(a, b); }
 
 inline uint32_t transposed(uint32_t v) {

@@ -12,11 +12,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from hopper_calls import pack
 from polymoe.backends.base import TOLERANCE
 from polymoe.backends.hopper import Hopper
 from polymoe.backends.reference import run_experts
 from polymoe.experts import relative_error
-from polymoe.layouts import LAYOUTS
 from polymoe.machine import Machine
 from polymoe.routing import Routing
 from problems import problem_of, random_call, random_experts
@@ -27,18 +27,19 @@ def main() -> None:
         print("no SM90 GPU: nothing to run")
         return
     worst = 0.0
-    for format in ("mxfp4", "nvfp4", "int4_g128", "bf16"):
-        weights = random_experts(format, hidden=336, intermediate=272, gated=format != "nvfp4", bias=True)
-        problem = problem_of(weights)
-        packed = LAYOUTS["hopper"].pack(weights, torch.device("cuda"))
-        x, routing = random_call(60, 336, 5, dtype=torch.bfloat16)
+    cases = [(format, "16bit", 336, 272) for format in ("mxfp4", "nvfp4", "int4_g128", "bf16")]
+    for format, mode, hidden, intermediate in (*cases, ("mxfp4", "fp8_group128", 320, 192)):
+        weights = random_experts(format, hidden=hidden, intermediate=intermediate, gated=format != "nvfp4", bias=True)
+        problem = problem_of(weights, activations=mode)
+        packed = pack(problem, weights, "cuda")
+        x, routing = random_call(60, hidden, 5, dtype=torch.bfloat16)
         routing.topk_ids_TA[0, 0] = -1
         expected = run_experts(problem, weights, x, routing)
         for config in Hopper().candidates(problem, Machine.of("cuda"), 60):
             out = torch.empty_like(x, device="cuda")
             Hopper().run(problem, packed, x.cuda(), Routing(*(part.cuda() for part in routing)), config, out)
             error = relative_error(out.cpu(), expected)
-            print(f"{format}, {config}: {error:.2g}", flush=True)
+            print(f"{format}, {mode}, {config}: {error:.2g}", flush=True)
             worst = max(worst, error)
     sys.exit(not worst <= TOLERANCE)
 

@@ -110,7 +110,7 @@ def fields(struct: str) -> list[tuple[str, type]]:
     return found
 
 
-@pytest.mark.parametrize("struct", ["Gemm", "Dispatch", "Spread", "Combine"])
+@pytest.mark.parametrize("struct", ["Gemm", "Dispatch", "Spread", "Quantize", "Combine"])
 def test_arguments_are_the_structures_of_the_sources(struct: str) -> None:
     assert list(getattr(launch, f"_{struct}")._fields_) == fields(f"{struct}Args")
 

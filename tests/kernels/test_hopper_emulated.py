@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import ctypes
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from hopper_calls import pack
 from hopper_emulator import Emulator, compile_unit
-from polymoe.activations import GeGLU
+from polymoe.activations import Activation, GeGLU, SwiGLU
 from polymoe.backends.base import TOLERANCE
 from polymoe.backends.hopper import Hopper, HopperConfig
-from polymoe.backends.reference import run_experts
+from polymoe.backends.reference import emulate_activations, run_experts
 from polymoe.experts import relative_error
+from polymoe.formats import QuantTensor
 from polymoe.kernels.hopper import launch
 from polymoe.kernels.hopper.launch import WHOLE
-from polymoe.layouts import LAYOUTS
+from polymoe.machine import Machine
 from polymoe.routing import Routing
-from polymoe.tensors import ExpertWeights
+from polymoe.tensors import Expert, ExpertWeights
 from problems import GPT_OSS, problem_of, random_call, random_experts
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
-CPU = torch.device("cpu")
 DECODE = [HopperConfig("decode", rows, height) for rows in (8, 12, 16) for height in (64, 128)]
 PREFILL = [HopperConfig("prefill", rows, 0) for rows in (32, 64, 128, 256)]
+W4A8 = [HopperConfig("w4a8", rows, 0) for rows in (16, 32, 64, 128)]
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +37,10 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Units by name, compiled when they are asked for."""
     found: dict[str, ctypes.CDLL] = {}
 
-    def compiled(format: str) -> dict[str, ctypes.CDLL]:
-        kernels = ["whole"] if format == "bf16" else ["decode", "prefill"]
-        for unit in ("rows", *(f"{kind}_{format}" for kind in kernels)):
+    def compiled(format: str, activations: str = "16bit") -> dict[str, ctypes.CDLL]:
+        kinds = ["whole"] if format == "bf16" else ["decode", "prefill"]
+        units = [f"{kind}_{format}" for kind in kinds] if activations == "16bit" else ["rows_fp8", f"w4a8_{format}"]
+        for unit in ("rows", *units):
             found[unit] = found.get(unit) or compile_unit(unit, tmp_path_factory.mktemp(unit))
         return found
 
@@ -45,28 +49,41 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def emulate(
     monkeypatch: pytest.MonkeyPatch, libraries: dict[str, ctypes.CDLL], weights: ExpertWeights, x: torch.Tensor,
-    routing: Routing, config: HopperConfig, blocks: int = 3, **kwargs: Any,
+    routing: Routing, config: HopperConfig, blocks: int = 3, coarse: bool = False, most: float = TOLERANCE,
+    **kwargs: Any,
 ) -> list[str]:  # fmt: skip
     """Compare with the reference on a GPU of ``blocks`` multiprocessors; returns the kernels launched."""
-    out, made = emulated(monkeypatch, libraries, weights, x, routing, config, blocks, **kwargs)
+    out, made = emulated(monkeypatch, libraries, weights, x, routing, config, blocks, coarse, **kwargs)
     expected = run_experts(problem_of(weights, **kwargs), weights, x, routing)
-    assert relative_error(out, expected) < TOLERANCE or (not expected.any() and not out.any())
+    assert relative_error(out, expected) < most or (not expected.any() and not out.any())
     return made
 
 
 def emulated(
     monkeypatch: pytest.MonkeyPatch, libraries: dict[str, ctypes.CDLL], weights: ExpertWeights, x: torch.Tensor,
-    routing: Routing, config: HopperConfig, blocks: int = 3, **kwargs: Any,
+    routing: Routing, config: HopperConfig, blocks: int = 3, coarse: bool = False, **kwargs: Any,
 ) -> tuple[torch.Tensor, list[str]]:  # fmt: skip
     """The result, and the kernels launched."""
-    packed = LAYOUTS["hopper"].pack(weights, CPU)
-    emulator = Emulator(libraries, list(packed.tensors.values()))
+    problem = problem_of(weights, **kwargs)
+    packed = pack(problem, weights)
+    emulator = Emulator(libraries, list(packed.tensors.values()), coarse=coarse)
     monkeypatch.setattr(launch, "kernel", emulator)
     properties = SimpleNamespace(multi_processor_count=blocks)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(launch, "_empty_tiles", poisoned_tiles)
     out = torch.full_like(x, float("nan"))
-    Hopper().run(problem_of(weights, **kwargs), packed, x, routing, config, out)
+    Hopper().run(problem, packed, x, routing, config, out)
     return out, emulator.made
+
+
+def poisoned_tiles(*args: Any) -> torch.Tensor:
+    """Tiles in which everything is NaN that no kernel writes."""
+    tiles = empty_tiles(*args)
+    tiles.view(torch.uint8).fill_(0xFF)
+    return tiles
+
+
+empty_tiles = launch._empty_tiles
 
 
 @pytest.mark.parametrize("config", DECODE + PREFILL, ids=str)
@@ -135,6 +152,126 @@ def test_a_token_does_not_see_its_batch(monkeypatch: pytest.MonkeyPatch, librari
             part = Routing(*(values[some] for values in routing))
             out, _ = emulated(monkeypatch, libraries(format), weights, x[some], part, config, blocks=2)
             assert torch.equal(out, whole[some]), (config, some)
+
+
+E4M3: dict[str, Any] = {"activations": "fp8_group128"}
+MOST = 5e-3
+"""Largest relative error against the reference that rounds x and h alike."""
+
+
+@pytest.mark.parametrize("coarse", [False, True])
+@pytest.mark.parametrize(("hidden", "intermediate"), [(256, 384), (192, 320), (448, 64)])
+@pytest.mark.parametrize("config", W4A8, ids=str)
+def test_rows_in_e4m3(
+    monkeypatch: pytest.MonkeyPatch, libraries: Any, config: HopperConfig, hidden: int, intermediate: int, coarse: bool
+) -> None:
+    """Whole tiles of 128 columns and halves, more rows an expert than an item takes, rows of zeros, ids of others."""
+    weights = random_experts(hidden=hidden, intermediate=intermediate, experts=2, bias=True)
+    x, routing = random_call(config.rows + 20, hidden, 2, 2, torch.bfloat16)
+    x[4], x[5, :128] = 0, 0
+    routing.topk_ids_TA[:3, 0] = torch.tensor([-1, 2, 2])
+    routing.topk_weights_TA[0, 0] = float("nan")
+    made = emulate(
+        monkeypatch, libraries("mxfp4", "fp8_group128"), weights, x, routing, config, coarse=coarse,
+        activation=GPT_OSS, most=MOST, **E4M3,
+    )  # fmt: skip
+    products = [f"w4a8_{kind}_{config.rows}" for kind in ("gated", "down")]
+    assert made == ["dispatch", "quantize", *products, "combine_narrow"]
+
+
+@pytest.mark.parametrize("config", W4A8, ids=str)
+def test_rows_in_e4m3_beside_scales_of_every_size(
+    monkeypatch: pytest.MonkeyPatch, libraries: Any, config: HopperConfig
+) -> None:
+    """Of a row by up to 2**14; groups of zeros, whose scales may be any, and rows of them."""
+    plain = random_experts(hidden=448, intermediate=320, experts=2)
+
+    def spread(q: QuantTensor) -> QuantTensor:
+        assert q.scales is not None
+        g = torch.Generator().manual_seed(q.scales.numel())
+        scales = q.scales.view(torch.uint8)
+        scales = scales.amax(1, keepdim=True) - torch.randint(0, 15, scales.shape, generator=g).byte()
+        zeros = torch.rand(scales.shape, generator=g) < 0.1
+        zeros[3] = True
+        anything = torch.tensor([0, 150], dtype=torch.uint8)[torch.randint(0, 2, scales.shape, generator=g)]
+        codes = q.codes.masked_fill(zeros.repeat_interleave(16, 1), 0)
+        return replace(q, codes=codes, scales=torch.where(zeros, anything, scales).view(q.scales.dtype))
+
+    def read(e: int) -> Expert:
+        expert = plain.expert(e)
+        return replace(expert, **{name: spread(q) for name, q in expert.projections.items()})
+
+    call = random_call(config.rows, 448, 2, 2, torch.bfloat16)
+    weights = ExpertWeights(plain.spec, read)
+    emulate(monkeypatch, libraries("mxfp4", "fp8_group128"), weights, *call, config, most=MOST, **E4M3)
+
+
+@pytest.mark.parametrize("activation", [GeGLU(), GeGLU("tanh"), SwiGLU(limit=1.0)], ids=str)
+@pytest.mark.parametrize("config", W4A8, ids=str)
+def test_rows_in_e4m3_through_other_activations(
+    monkeypatch: pytest.MonkeyPatch, libraries: Any, config: HopperConfig, activation: Activation
+) -> None:
+    """Few rows of many experts, of which each token takes 22; x in float16 and float32."""
+    weights = random_experts(hidden=128, intermediate=192, experts=24)
+    for dtype in (torch.float16, torch.float32):
+        call = random_call(3, 128, 24, 22, dtype)
+        emulate(
+            monkeypatch, libraries("mxfp4", "fp8_group128"), weights, *call, config, blocks=5, activation=activation,
+            most=MOST, **E4M3,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("coarse", [False, True])
+def test_a_token_in_e4m3_does_not_see_its_batch(monkeypatch: pytest.MonkeyPatch, libraries: Any, coarse: bool) -> None:
+    """As above, with the kernels that the backend takes where it must not."""
+    weights = random_experts(hidden=320, intermediate=192, bias=True)
+    x, routing = random_call(60, 320, 5, 3, torch.bfloat16)
+    units, problem = libraries("mxfp4", "fp8_group128"), problem_of(weights, batch_invariant=True, **E4M3)
+    configs = [c for c in Hopper().candidates(problem, Machine.of("h200"), 60) if isinstance(c, HopperConfig)]
+    assert len(configs) == len(W4A8)
+    whole, _ = emulated(monkeypatch, units, weights, x, routing, configs[-1], coarse=coarse, **E4M3)
+    for config in configs:
+        for some in (slice(0, 1), slice(59, 60), slice(31, 38), slice(3, 60)):
+            part = Routing(*(values[some] for values in routing))
+            out, _ = emulated(monkeypatch, units, weights, x[some], part, config, 2, coarse, **E4M3)
+            assert torch.equal(out, whole[some]), (config, some)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("tokens", "hidden", "top_k"), [(60, 192, 3), (3, 64, 34), (2, 4224, 1)])
+def test_quantize(
+    monkeypatch: pytest.MonkeyPatch, libraries: Any, tokens: int, hidden: int, top_k: int, dtype: torch.dtype
+) -> None:
+    """Numbers are the reference's to the bit, each in its place; beyond the last column they are zero, and nothing else
+    is written."""
+    monkeypatch.setattr(launch, "kernel", Emulator(libraries("mxfp4", "fp8_group128"), []))
+    monkeypatch.setattr(launch, "_empty_tiles", poisoned_tiles)
+    x, routing = random_call(tokens, hidden, 5, top_k, dtype)
+    x *= torch.logspace(-3, 3, hidden).to(dtype)  # subnormal codes too, and scales of every size
+    x[0, : hidden // 2], x[1] = 0, 0
+    routing.topk_ids_TA[0, 0] = -1
+    rows = launch.Rows(*routing, first_expert=0, experts=5, weight_on_input=False)
+    plan = launch._dispatch(rows, 16, places=True)
+    tiles = launch._spread(x, plan, tokens * top_k + 35, top_k, e4m3=True)
+    assert plan.places is not None
+    blocks = -(-hidden // 128)
+    expected = torch.nn.functional.pad(emulate_activations(x.float(), "fp8_group128"), (0, -hidden % 128))
+    untouched = torch.ones_like(tiles, dtype=torch.bool)
+    for routed, (place, item, row, room) in enumerate(plan.places.tolist()):
+        if place >= 0:
+            codes, scales = (part[:, row] for part in parts_of_item(tiles[item : item + room], blocks))
+            codes = codes[:, torch.arange(8) ^ row % 8]
+            values = codes.view(torch.float8_e4m3fn).float().flatten(1) * scales.contiguous().view(torch.float32)
+            assert torch.equal(values.flatten(), expected[routed // top_k])
+            for part in parts_of_item(untouched[item : item + room], blocks):
+                part[:, row] = False
+    assert (tiles[untouched] == 0xFF).all()
+
+
+def parts_of_item(tiles: torch.Tensor, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of so many rows in tiles: codes [blocks, rows, 8, 16] and bytes of scales [blocks, rows, 4], where they are."""
+    codes, scales = tiles.view(-1).split([len(tiles) * blocks * size for size in (128, 4)])
+    return codes.view(blocks, -1, 8, 16), scales.view(blocks, -1, 4)
 
 
 @pytest.mark.parametrize("config", [DECODE[0], PREFILL[0]], ids=str)

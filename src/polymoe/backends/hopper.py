@@ -1,7 +1,7 @@
-"""Hopper: experts of 4-bit or bfloat16 weights on SM90 from the Hopper layout, by kernels compiled ahead of time.
+"""Hopper: experts of 4-bit or bfloat16 weights on SM90 from the Hopper layouts, by kernels compiled ahead of time.
 
 No compiler, no package. Four launches for few tokens: dispatch, gate and up with the activation, down, combine; a fifth
-brings x into tiles where an expert gets many rows. Each starts while the one before it ends.
+brings x into tiles where an expert gets many rows, or rounds it to E4M3. Each starts while the one before it ends.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ __all__ = ["Hopper", "HopperConfig"]
 class HopperConfig(Config):
     """Which kernels, and the most rows of x that one piece of work holds."""
 
-    kernels: Literal["decode", "prefill", "whole"]
+    kernels: Literal["decode", "prefill", "w4a8", "whole"]
     rows: int
-    """8, 12 or 16 (decode), 32, 64, 128 or 256 (prefill, and whole: of weights that are not decoded)."""
+    """8, 12 or 16 (decode), 32, 64, 128 or 256 (prefill, and whole: of weights that are not decoded), 16, 32, 64 or 128
+    (w4a8: x and h in E4M3)."""
     height: int
     """Rows of weights that a block makes at once (decode), or 0."""
 
@@ -71,23 +72,36 @@ _WHOLE_BY_ROWS = tuple(
     for bound, rows in ((20.0, 32), (45.0, 64), (90.0, 128), (float("inf"), 256))
 )
 
+# The same for rows in E4M3, at 1 to 256 tokens of DeepSeek-V4-Flash (up to 6 rows), 512 and 1024 (24), 2048 (48), and
+# beyond.
+_W4A8_BY_ROWS = tuple(
+    (bound, HopperConfig("w4a8", rows, 0)) for bound, rows in ((8.0, 16), (29.0, 32), (62.0, 64), (float("inf"), 128))
+)
+
 # Of those times: the shares of the device's rates at which weights are read and products are made, one after the other,
 # and microseconds beside them.
-_RATES = {"decode": (0.93, 0.45, 10.0), "prefill": (1.02, 0.95, 20.0), "whole": (1.02, 1.0, 12.0)}
+_RATES = {
+    "decode": (0.93, 0.45, 10.0), "prefill": (1.02, 0.95, 20.0), "w4a8": (1.02, 0.65, 12.0), "whole": (1.02, 1.0, 12.0),
+}  # fmt: skip
 
 # Of many rows: the share of the products' rate that the L2 cache can feed, since what is not decoded passes through it
 # anew for each piece of work.
 _WHOLE_MOST = 0.38
 
 
+# Formats that there are kernels for with rows in E4M3.
+_E4M3_FORMATS = ("mxfp4",)
+
+
 @dataclass(frozen=True, slots=True)
 class Hopper:
-    """Grouped products of 4-bit or bfloat16 weights and bfloat16 rows. Capturable. Repeats are equal to the bit. Where
-    results must not depend on the rest of the batch, the kernels for many rows run at every token count.
+    """Grouped products of 4-bit or bfloat16 weights and bfloat16 rows, or of MXFP4 weights and E4M3 rows. Capturable.
+    Repeats are equal to the bit. Where results must not depend on the rest of the batch, the kernels for many rows run
+    at every token count.
     """
 
     name: str = "hopper"
-    layouts: tuple[str, ...] = ("hopper",)
+    layouts: tuple[str, ...] = ("hopper", "hopper_e4m3")
 
     def check(self, problem: Problem, machine: Machine) -> Verdict:
         """Every reason against it: the GPU, the driver, formats and options that its kernels do not cover."""
@@ -96,26 +110,32 @@ class Hopper:
         driver = machine.driver
         version = ".".join(map(str, driver)) if driver else "none"
         reasons.need(driver is None or driver >= (13, 0), "driver", "CUDA 13.0 or newer", version)
-        reasons.need(problem.activations == "16bit", "activations", "16bit", problem.activations)
+        formats = {_format(encoding) for encoding in spec.encodings.values()}
+        modes = ("16bit", "fp8_group128") if formats <= set(_E4M3_FORMATS) else ("16bit",)
+        reasons.need(problem.activations in modes, "activations", " or ".join(modes), problem.activations)
         for projection, encoding in spec.encodings.items():
             wanted = "mxfp4, nvfp4, int4_g32, int4_g128 or bf16"
             got = encoding.name + (f" with scales {encoding.scale_dtype}" if encoding.scale_dtype else "")
             reasons.need(_format(encoding) is not None, f"{projection} weights", wanted, got)
         alike = spec.up.bits == spec.down.bits
         reasons.need(alike, "up and down weights", "of as many bits", f"{spec.up} and {spec.down}")
-        reasons.need(not problem.wide_scales, "scales", "E8M0 up to 2**25, E4M3 from 0", "others")
+        if problem.activations in modes[1:]:
+            reasons.need(spec.gated, "gate with E4M3 inputs", "a gate", "none")
+            on_output = problem.weight_on == "output"
+            reasons.need(on_output, "routing weight with E4M3 inputs", "on the output", "on the input")
+        e4m3 = problem.activations != "16bit"
+        scales = "E8M0 within 2**14 in a row" if e4m3 else "E8M0 up to 2**25, E4M3 from 0"
+        reasons.need(not problem.wide_scales, "scales", scales, "others")
         reasons.need(spec.local_experts <= 1024, "experts on this rank", "at most 1024", spec.local_experts)
-        return reasons.verdict(Accepted(capturable=True))
+        return reasons.verdict(Accepted(capturable=True, layouts=("hopper_e4m3" if e4m3 else "hopper",)))
 
     def configure(self, problem: Problem, machine: Machine, tokens: int) -> HopperConfig:
         """By the mean number of rows that an expert with any rows gets."""
         spec = problem.spec
         hit = cost(problem, machine.device, tokens).active_experts
         mean = tokens * problem.top_k * spec.local_experts / spec.experts / max(hit, 1e-9)
-        wanted = next(config for bound, config in _table(problem) if mean <= bound)
-        if _runs(problem, wanted):
-            return wanted
-        return next(config for _, config in _BY_ROWS if config.kernels == "prefill")
+        running = [(bound, config) for bound, config in _table(problem) if _runs(problem, config)]
+        return next((config for bound, config in running if mean <= bound), running[-1][1])
 
     def candidates(
         self, problem: Problem, machine: Machine, tokens: int, timed: Sequence[tuple[Config, float]] = ()
@@ -125,11 +145,11 @@ class Hopper:
 
         if timed:
             return ()
-        if problem.spec.up.bits > 4:
+        if _table(problem) is _BY_ROWS:
+            every = [HopperConfig("decode", rows, height) for rows, height in DECODE]
+            every += [HopperConfig("prefill", rows, 0) for rows in PREFILL]
+        else:
             every = [config for _, config in _table(problem)]
-            return tuple(dict.fromkeys((self.configure(problem, machine, tokens), *every)))
-        every = [HopperConfig("decode", rows, height) for rows, height in DECODE]
-        every += [HopperConfig("prefill", rows, 0) for rows in PREFILL]
         fitting = [config for config in every if _runs(problem, config)]
         return tuple(dict.fromkeys((self.configure(problem, machine, tokens), *fitting)))
 
@@ -174,7 +194,9 @@ class Hopper:
             problem.weight_on == "input",
         )  # fmt: skip
         function = _function(problem.activation)
-        x_TH = x_TH.to(torch.bfloat16).contiguous()
+        if problem.activations == "16bit":
+            x_TH = x_TH.to(torch.bfloat16)
+        x_TH = x_TH.contiguous()
         if x_TH.data_ptr() % 16:  # a view into the midst of something: copies move 16 bytes at least
             x_TH = x_TH.clone()
         with torch.cuda.device_of(x_TH):
@@ -201,6 +223,8 @@ def _format(encoding: Encoding) -> str | None:
 
 
 def _table(problem: Problem) -> tuple[tuple[float, HopperConfig], ...]:
+    if problem.activations != "16bit":
+        return _W4A8_BY_ROWS
     return _BY_ROWS if problem.spec.up.bits == 4 else _WHOLE_BY_ROWS
 
 
@@ -215,7 +239,8 @@ def _runs(problem: Problem, config: HopperConfig) -> bool:
 
     Batch-invariant results need one kind for every number of tokens, since decode and prefill sum over K in different
     orders. In all prefill kernels a row's sum is one accumulator that gets K in order, 16 columns at a time, whatever
-    the item's width and the row's place in it; and they are fast enough at both ends.
+    the item's width and the row's place in it; and they are fast enough at both ends. Kernels for E4M3 do the same with
+    sums of 128 columns.
     """
     from polymoe.kernels.hopper.launch import decode_fits
 

@@ -8,5 +8,5 @@ from polymoe.layouts.natural import Natural
 
 __all__ = ["LAYOUTS", "Hopper", "Layout", "Natural", "Packed"]
 
-LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (Natural(), Hopper())}
+LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (Natural(), Hopper(), Hopper("hopper_e4m3", e4m3=True))}
 """Layouts by name."""

@@ -4,7 +4,8 @@ Matrices. ``up`` holds gate and up together where there is a gate: rows 8i to 8i
 up, so that a thread holds both inputs of the activation. ``down`` is as it is.
 
 The order within a matrix is described in :mod:`polymoe.layouts.hopper_order` for 4-bit weights, which are decoded in
-registers, and in :mod:`polymoe.layouts.hopper_tiles` for those that the matrix units read as they are.
+registers, in :mod:`polymoe.layouts.hopper_e4m3` for those that are decoded to E4M3, and in
+:mod:`polymoe.layouts.hopper_tiles` for those that the matrix units read as they are.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import torch
 from torch import Tensor
 
 from polymoe.errors import PlanError, ScaleError
-from polymoe.formats import Encoding, PerGroup, QuantTensor
+from polymoe.formats import FORMATS, Encoding, PerGroup, QuantTensor
 from polymoe.formats.elements import SCALE_DTYPES
+from polymoe.layouts import hopper_e4m3
 from polymoe.layouts.base import Packed
 from polymoe.layouts.hopper_order import (
+    COLUMNS,
     E4M3_MOST,
     E8M0_MOST,
     TILE,
@@ -44,6 +47,8 @@ _LIMITS = {
     "e4m3": (E4M3_MOST, "E4M3 scales from 0 to 448", "the byte {byte:#x}"),
 }
 
+_STEPS = (hopper_e4m3.MOST_STEP, "scales of a row within 2**14 of each other", "some 2**{step} apart")
+
 
 @dataclass(frozen=True, slots=True)
 class Hopper:
@@ -51,13 +56,21 @@ class Hopper:
     ``{projection}.global_scale`` [E] where there is one; biases and input scales as in the natural layout.
 
     4-bit elements with scales by group of 16, 32, 64 or 128 columns and fixed zero, or bfloat16, which has no scales.
+    With ``e4m3``, MXFP4 for products with E4M3 rows.
     """
 
     name: str = "hopper"
+    e4m3: bool = False
 
     def check(self, spec: ExpertsSpec) -> tuple[Reason, ...]:
         """Every reason against it: formats that it does not hold, and sizes that do not fit its tiles."""
         reasons = Reasons()
+        if self.e4m3:
+            for projection, encoding in spec.encodings.items():
+                reasons.need(encoding == FORMATS["mxfp4"].encoding, f"{projection} weights", "mxfp4", encoding.name)
+            for name, size in (("H", spec.hidden), ("F", spec.intermediate)):
+                reasons.need(size % COLUMNS == 0, name, f"a multiple of {COLUMNS}", size)
+            return tuple(reasons.found)
         if spec.gate is not None:
             both = ", ".join(f"{e.name} with scales {e.scale_dtype}" for e in (spec.gate, spec.up))
             reasons.need(spec.gate == spec.up, "gate and up", "one encoding", both)
@@ -86,7 +99,9 @@ class Hopper:
             rows, columns = _shape(spec, name)
             encoding = spec.encodings[name]
             total += rows * columns * encoding.bits // 8
-            if encoding.bits == 4:
+            if self.e4m3:
+                total += hopper_e4m3.scale_bytes(rows, columns)
+            elif encoding.bits == 4:
                 total += scale_bytes(encoding, rows, columns)
         return spec.local_experts * total
 
@@ -95,7 +110,8 @@ class Hopper:
 
         Raises:
             PlanError: if ``out`` holds experts of another spec.
-            ScaleError: for scales that no kernel of this layout decodes: E8M0 above 2**25, negative or NaN E4M3.
+            ScaleError: for scales that no kernel of this layout decodes: E8M0 above 2**25, negative or NaN E4M3; with
+                ``e4m3``, those that lie more than 2**14 below another of their row.
         """
         if out is not None and out.spec != weights.spec:
             raise PlanError("update", expected=str(out.spec), got=str(weights.spec), hint="load these experts anew")
@@ -113,12 +129,17 @@ class Hopper:
                     parts[f"{name}.codes"] = _pack_whole(expert, name)
                     continue
                 codes_NB, scales_NG = _rows(expert, name)
+                if self.e4m3:
+                    parts[f"{name}.codes"] = hopper_e4m3.pack_codes(codes_NB)
+                    parts[f"{name}.scales"], largest[e, i] = hopper_e4m3.pack_scales(scales_NG.squeeze(2), codes_NB)
+                    continue
                 if encoding.scale_dtype in _LIMITS:
                     largest[e, i] = scales_NG.max()
                 parts[f"{name}.codes"] = pack_codes(codes_NB, encoding)
                 parts[f"{name}.scales"] = pack_scales(scales_NG, encoding, codes_NB.shape[1] * 2)
             store(tensors, parts, e, count, device, fresh=out is None)
-        limits = [_LIMITS.get(weights.spec.encodings[name].scale_dtype or "", (255, "", "")) for name in _MATRICES]
+        dtypes = [weights.spec.encodings[name].scale_dtype or "" for name in _MATRICES]
+        limits = [_STEPS if self.e4m3 else _LIMITS.get(dtype, (255, "", "")) for dtype in dtypes]
         most = torch.tensor([limit for limit, _, _ in limits], device=device)
         # Once for the layer: each look waits for the device. Tensors without memory hold nothing to look at.
         bad = (largest > most).nonzero().tolist() if device.type != "meta" else []
@@ -128,7 +149,7 @@ class Hopper:
             raise ScaleError(
                 f"expert {e} {_MATRICES[i]} scales",
                 expected=expected,
-                got=got.format(byte=int(largest[e, i]), exponent=int(largest[e, i]) - 127),
+                got=got.format(byte=int(largest[e, i]), exponent=int(largest[e, i]) - 127, step=int(largest[e, i])),
                 hint="name a backend that reads the natural layout",
             )
         return Packed(self.name, weights.spec, tensors)
@@ -146,8 +167,12 @@ class Hopper:
                 if encoding.bits != 4:
                     projections |= _unpack_whole(mine[f"{name}.codes"], split, encoding, rows, columns)
                     continue
-                codes_NB = unpack_codes(mine[f"{name}.codes"], encoding, rows, columns)
-                scales_NG = unpack_scales(mine[f"{name}.scales"], encoding, rows, columns)
+                if self.e4m3:
+                    codes_NB = hopper_e4m3.unpack_codes(mine[f"{name}.codes"], rows, columns)
+                    scales_NG = hopper_e4m3.unpack_scales(mine[f"{name}.scales"], rows, columns)
+                else:
+                    codes_NB = unpack_codes(mine[f"{name}.codes"], encoding, rows, columns)
+                    scales_NG = unpack_scales(mine[f"{name}.scales"], encoding, rows, columns)
                 halves = zip(split, _out_of_turns(codes_NB, split), _out_of_turns(scales_NG, split), strict=True)
                 for projection, codes, scales in halves:
                     projections[projection] = QuantTensor(

@@ -40,8 +40,11 @@ __all__ = [
     "INT4_BITS",
     "TILE",
     "e4m3_codes",
+    "inverse",
+    "move_bits",
     "pack_codes",
     "pack_scales",
+    "parts_of",
     "scale_bytes",
     "unpack_codes",
     "unpack_scales",
@@ -120,7 +123,7 @@ def pack_codes(codes_NB: Tensor, encoding: Encoding) -> Tensor:
                 # group of rows, tile, h (row g or g + 8), g, block, j (word), q (columns 0 or 8 on), t
                 tiles = min(ROWS, last - first) // TILE
                 x = part_NB.unflatten(0, (-1, tiles, 2, 8)).unflatten(4, (-1, words, 2, 4))
-                parts.append(_move_bits(x.permute(order).flatten(6), _code_bits(encoding)).flatten(1))
+                parts.append(move_bits(x.permute(order).flatten(6), _code_bits(encoding)).flatten(1))
         if parts:
             found.append((parts[0] if len(parts) == 1 else torch.cat(parts, 1)).flatten())
     return found[0] if len(found) == 1 else torch.cat(found)
@@ -129,10 +132,10 @@ def pack_codes(codes_NB: Tensor, encoding: Encoding) -> Tensor:
 def unpack_codes(packed: Tensor, encoding: Encoding, rows: int, columns: int) -> Tensor:
     """Inverse of :func:`pack_codes`."""
     blocks, rest = columns // COLUMNS, columns % COLUMNS // TILE
-    whole, tail = _part(packed, rows // TILE, ((blocks, 512), (1, 128 * rest)))
-    inverse = _inverse(_code_bits(encoding))
-    x = _move_bits(whole.unflatten(2, (8, 4, 4, 4)), inverse).unflatten(5, (2, 2))
-    y = _move_bits(tail.unflatten(2, (rest, 8, 4, 4)), inverse).unflatten(5, (2, 2))
+    whole, tail = parts_of(packed, rows // TILE, ((blocks, 512), (1, 128 * rest)))
+    back = inverse(_code_bits(encoding))
+    x = move_bits(whole.unflatten(2, (8, 4, 4, 4)), back).unflatten(5, (2, 2))
+    y = move_bits(tail.unflatten(2, (rest, 8, 4, 4)), back).unflatten(5, (2, 2))
     parts = [x.permute(0, 6, 2, 1, 4, 5, 3), y.permute(0, 6, 3, 1, 2, 5, 4)]
     return torch.cat([p.flatten(3).flatten(0, 2) for p in parts], 1)
 
@@ -158,10 +161,10 @@ def pack_scales(scales_NGB: Tensor, encoding: Encoding, columns: int) -> Tensor:
     x = torch.nn.functional.pad(scales_NGB, padding).unflatten(0, (-1, 4, 2, 8)).unflatten(4, (times, groups))
     x = x.permute(0, 4, 3, 1, 5, 2, 6)
     if encoding.scale_dtype == "e8m0":
-        x = _move_bits((x + E8M0_BIAS).flatten(4), E8M0_BITS)
+        x = move_bits((x + E8M0_BIAS).flatten(4), E8M0_BITS)
     elif encoding.scale_dtype == "e4m3":
         codes = _e4m3_codes(x.device).index_select(0, x.flatten().int())
-        x = _move_bits(codes.view(-1, 4), E4M3_BITS)
+        x = move_bits(codes.view(-1, 4), E4M3_BITS)
     return x.flatten()
 
 
@@ -170,15 +173,15 @@ def unpack_scales(packed: Tensor, encoding: Encoding, rows: int, columns: int) -
     times, groups = _groups_beside(encoding, columns)
     x = packed.view(-1, times, 8, 4, groups, 2, SCALE_DTYPES[encoding.scale_dtype or ""].itemsize)
     if encoding.scale_dtype == "e8m0":
-        x = _move_bits(x.flatten(4), _inverse(E8M0_BITS)).view(x.shape) - E8M0_BIAS
+        x = move_bits(x.flatten(4), inverse(E8M0_BITS)).view(x.shape) - E8M0_BIAS
     elif encoding.scale_dtype == "e4m3":
-        codes = _move_bits(x.reshape(-1, 4), _inverse(E4M3_BITS)).view(x.shape)
+        codes = move_bits(x.reshape(-1, 4), inverse(E4M3_BITS)).view(x.shape)
         x = _e4m3_codes(x.device).argsort().to(torch.uint8)[codes.int()]
     x = x.permute(0, 3, 5, 2, 1, 4, 6).flatten(4, 5).flatten(0, 3)
     return x[:rows, : ceil_div(columns, encoding.group_columns)].flatten(1)
 
 
-def _part(packed: Tensor, tiles: int, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
+def parts_of(packed: Tensor, tiles: int, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
     """A packed matrix as, for each size (blocks, bytes), a tensor [tiles, blocks, bytes]."""
     each = sum(blocks * size for blocks, size in sizes)
     found = []
@@ -198,7 +201,8 @@ def _code_bits(encoding: Encoding) -> tuple[int, ...]:
     return E2M1_BITS if encoding.element == "e2m1" else INT4_BITS
 
 
-def _inverse(places: Sequence[int]) -> tuple[int, ...]:
+def inverse(places: Sequence[int]) -> tuple[int, ...]:
+    """Places that undo :func:`move_bits`."""
     return tuple(sorted(range(32), key=places.__getitem__))
 
 
@@ -214,7 +218,7 @@ def _tables(places: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tens
     return low, high.roll(1 << 15)
 
 
-def _move_bits(words: Tensor, places: Sequence[int]) -> Tensor:
+def move_bits(words: Tensor, places: Sequence[int]) -> Tensor:
     """Bit b of each little-endian word of 4 bytes [..., 4] to bit ``places[b]``; same shape, new memory."""
     low, high = _tables(tuple(places), words.device)
     values = words.contiguous().view(torch.int32).flatten()

@@ -28,8 +28,10 @@ UNITS = (
         for kernels in ("decode", "prefill")
         for format in ("mxfp4", "nvfp4", "int4_g32", "int4_g128")
     ),
+    "w4a8_mxfp4",
     "whole_bf16",
     "rows",
+    "rows_fp8",
 )
 """Source files that are compiled, without suffix."""
 

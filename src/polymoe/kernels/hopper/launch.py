@@ -12,8 +12,8 @@ from torch import Tensor
 from polymoe.kernels.hopper.compiled import kernel
 
 __all__ = [
-    "DECODE", "FORMATS", "IN_TILES", "PREFILL", "WHOLE", "Function", "Matrix", "Rows", "Shape", "WholeShape", "decode",
-    "decode_fits", "in_tiles",
+    "DECODE", "FORMATS", "IN_TILES", "PREFILL", "W4A8", "WHOLE", "E4m3Shape", "Function", "Matrix", "Rows", "Shape",
+    "WholeShape", "decode", "decode_fits", "in_tiles",
 ]  # fmt: skip
 
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong, ctypes.c_float
@@ -35,6 +35,7 @@ DECODE: tuple[tuple[int, int], ...] = tuple((rows, height) for rows in (8, 12, 1
 
 _STAGE_BLOCKS, _CONSUMERS = 8, 16  # decode.cuh: kStageBlocks, kConsumers
 _LEAST_STAGES, _MOST_STAGES = 3, 16
+_E4M3_TILE = 128 + 4  # bytes of a row: codes of 128 columns and their scale (rows_fp8.cu)
 
 
 class _Gemm(ctypes.Structure):
@@ -59,6 +60,13 @@ class _Spread(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("x", "out", "places")),
         *((name, _INT) for name in ("columns", "slots")),
+    )
+
+
+class _Quantize(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("x", "out", "places")),
+        *((name, _INT) for name in ("columns", "slots", "x_dtype")),
     )
 
 
@@ -170,9 +178,34 @@ class Shape:
         group = self.blocks * 2048 + -(-self.blocks // blocks) * scale_bytes
         return _round_up(self.blocks * rows * 128 + self.warpgroups * self.groups * group, 1024)
 
+    def scratch_bytes(self, rows: int) -> int:
+        """Bytes behind the stages."""
+        return 0
+
 
 PREFILL: dict[int, Shape] = {32: Shape(4, 2, 2), 64: Shape(4, 1, 2), 128: Shape(2, 2, 2), 256: Shape(2, 1, 1)}
 """Kernels for prefill, by the most rows of x of an item."""
+
+
+@dataclass(frozen=True, slots=True)
+class E4m3Shape(Shape):
+    """Of a kernel for rows in E4M3."""
+
+    def stage_bytes(self, format: str, rows: int) -> int:
+        """Bytes of a stage for items of ``rows`` rows (packed.cuh: Stage)."""
+        group = self.blocks * (2048 + 128)
+        return _round_up(self.blocks // 2 * rows * _E4M3_TILE + self.warpgroups * self.groups * group, 1024)
+
+    def scratch_bytes(self, rows: int) -> int:
+        """A table of magnitudes, and the largest number of each row, of three tiles that take turns."""
+        return 128 + 3 * rows * 4
+
+
+W4A8 = {
+    16: E4m3Shape(4, 1, 4), 32: E4m3Shape(4, 1, 4), 64: E4m3Shape(4, 1, 4), 128: E4m3Shape(2, 2, 2),
+}  # fmt: skip
+"""Kernels for 4-bit weights and rows in E4M3, by the most rows of x of an item. A tile is 256 rows of weights: with a
+gate 128 columns of h, which share a scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,31 +222,35 @@ WHOLE = {
 }  # fmt: skip
 """Kernels for weights that are not decoded, by the most rows of x of an item."""
 
-IN_TILES: dict[str, Mapping[int, Shape]] = {"prefill": PREFILL, "whole": WHOLE}
+IN_TILES: dict[str, Mapping[int, Shape]] = {"prefill": PREFILL, "w4a8": W4A8, "whole": WHOLE}
 """The kinds of kernels that take x in tiles."""
+
+_E4M3 = ("w4a8",)
+"""Which of them take it in E4M3; the others take bfloat16."""
 
 
 def in_tiles(
     kernels: str, up: Matrix, down: Matrix, gated: bool, function: Function, x_TH: Tensor, rows: Rows, out_TH: Tensor,
     block: int,
 ) -> None:  # fmt: skip
-    """``out_TH`` by one of :data:`IN_TILES`, in items of at most ``block`` rows."""
+    """``out_TH`` by one of :data:`IN_TILES`, in items of at most ``block`` rows; x is bfloat16, or to be quantized."""
     tokens, slots = rows.ids_TA.shape
     routed = tokens * slots
     padded = routed + 7 * min(rows.experts, routed)  # an expert's rows in tiles: a multiple of 8
     shape = IN_TILES[kernels][block]
     plan = _dispatch(rows, block, places=True)
-    x_tiles = _spread(x_TH, plan, padded, slots)
-    h_tiles = x_TH.new_empty(padded, _round_up(down.columns, 64))
-    y_RH = x_TH.new_empty(routed, down.rows)
+    e4m3 = kernels in _E4M3
+    x_tiles = _spread(x_TH, plan, padded, slots, e4m3)
+    h_tiles = _empty_tiles(x_TH, padded, down.columns, e4m3)
+    y_RH = x_TH.new_empty(routed, down.rows, dtype=torch.bfloat16)
     grid = (torch.cuda.get_device_properties(x_TH.device).multi_processor_count,)
     for name, matrix, x, out in (("up", up, x_tiles, h_tiles), ("down", down, h_tiles, y_RH)):
-        stage = shape.stage_bytes(matrix.format, block)
-        stages = min((SHARED_BYTES - 1024) // stage, _MOST_STAGES)
+        stage, beside = shape.stage_bytes(matrix.format, block), shape.scratch_bytes(block) + 1024
+        stages = min((SHARED_BYTES - beside) // stage, _MOST_STAGES)
         kind = name if name == "down" else "gated" if gated else "plain"
         gemm = _gemm(matrix, x, out, plan, rows if name == "up" else None, function, 0, stages, 1, block)
         launch = kernel(f"{kernels}_{matrix.format}", f"{kernels}_{kind}_{block}")
-        launch(gemm, grid, shape.warpgroups * 128 + 128, stages * stage + 1024)
+        launch(gemm, grid, shape.warpgroups * 128 + 128, stages * stage + beside)
     _combine(y_RH, rows, out_TH, plan.places)
 
 
@@ -253,12 +290,23 @@ def _dispatch(rows: Rows, block: int, places: bool = False) -> Plan:
     return plan
 
 
-def _spread(x_TH: Tensor, plan: Plan, padded: int, slots: int) -> Tensor:
+def _spread(x_TH: Tensor, plan: Plan, padded: int, slots: int, e4m3: bool) -> Tensor:
     """Every routed row's x in tiles, with room for ``padded`` rows."""
     tokens, columns = x_TH.shape
-    x_tiles = x_TH.new_empty(padded, _round_up(columns, 64))
-    kernel("rows", "spread")(_Spread(*map(_at, (x_TH, x_tiles, plan.places)), columns, slots), (tokens,), 256)
+    x_tiles = _empty_tiles(x_TH, padded, columns, e4m3)
+    where = (*map(_at, (x_TH, x_tiles, plan.places)), columns, slots)
+    if e4m3:
+        kernel("rows_fp8", "quantize")(_Quantize(*where, _DTYPES[x_TH.dtype]), (tokens, -(-columns // 4096)), 256)
+    else:
+        kernel("rows", "spread")(_Spread(*where), (tokens,), 256)
     return x_tiles
+
+
+def _empty_tiles(beside: Tensor, rows: int, columns: int, e4m3: bool) -> Tensor:
+    """Room for so many rows: in bfloat16 in tiles of 64 columns, or in E4M3 in tiles of 128, and their scales."""
+    if e4m3:
+        return beside.new_empty(rows, -(-columns // 128) * _E4M3_TILE, dtype=torch.uint8)
+    return beside.new_empty(rows, _round_up(columns, 64), dtype=torch.bfloat16)
 
 
 def _gemm(

@@ -19,6 +19,7 @@ __device__ __forceinline__ int of_warp(int value) { return __shfl_sync(0xFFFFFFF
 
 // The number is made here, not where it is used.
 __device__ __forceinline__ void made_here(uint32_t& value) { asm volatile("" : "+r"(value)::"memory"); }
+__device__ __forceinline__ void made_here(float& value) { asm volatile("" : "+f"(value)::"memory"); }
 
 // ---- programmatic dependent launch: wait until the kernel before has finished; let the next one start.
 
@@ -158,6 +159,22 @@ __device__ __forceinline__ uint32_t times_high(uint32_t a, uint32_t s) {
 __device__ __forceinline__ uint32_t add_pairs(uint32_t a, uint32_t b) {
     uint32_t r;
     asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+
+// ---- bytes in 32 bits
+
+template <int I>
+__device__ __forceinline__ uint32_t byte_of(uint32_t word) {
+    uint32_t r;
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(r) : "r"(word), "n"(0x4440 + I));
+    return r;
+}
+
+// Four of eight bytes, by the four lowest digits of `which`: 0 to 7 each.
+__device__ __forceinline__ uint32_t bytes_of(uint2 bytes, uint32_t which) {
+    uint32_t r;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(bytes.x), "r"(bytes.y), "r"(which));
     return r;
 }
 

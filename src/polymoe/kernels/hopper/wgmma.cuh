@@ -1,6 +1,6 @@
-// m64nNk16 products of the matrix units with the left operand in registers: d[64 x N] += a[64 x 16] * b[16 x N].
-// A warpgroup's four warps hold 16 rows each, as in m16n8k16; b is in shared memory, N rows of 64 columns, swizzled by
-// 128 bytes. Asynchronous: neither d nor a may be touched before the group they belong to has been waited for.
+// m64nNk16 products of the matrix units with the left operand in registers: d[64 x N] += a[64 x 16] * b[16 x N] of
+// bfloat16 (`add`), and m64nNk32 of e4m3, added or set. A warpgroup's four warps hold 16 rows each, as in m16n8k16 and
+// m16n8k32; b is in shared memory, N rows of 128 bytes, swizzled by 128 bytes. Asynchronous: neither d nor a may be touched before the group they belong to has been waited for.
 #pragma once
 #include <cstdint>
 
@@ -54,14 +54,18 @@ struct Product;
 #define POLYMOE_D16(i) POLYMOE_D8(i), POLYMOE_D8(i + 8)
 #define POLYMOE_D32(i) POLYMOE_D16(i), POLYMOE_D16(i + 16)
 #define POLYMOE_D64(i) POLYMOE_D32(i), POLYMOE_D32(i + 32)
-#define POLYMOE_PRODUCT(N, D, AB, ...)                                                                                  \
-    template <>                                                                                                         \
-    struct Product<N> {                                                                                                 \
-        static __device__ __forceinline__ void add(float* d, const uint32_t (&a)[4], uint64_t b) {                      \
-            asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" D "}, " AB ", 1, 1, 1, 0;"        \
-                         : __VA_ARGS__                                                                                  \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                         \
-        }                                                                                                               \
+#define POLYMOE_METHOD(NAME, TEXT, ...)                                                            \
+    static __device__ __forceinline__ void NAME(float* d, const uint32_t (&a)[4], uint64_t b) {    \
+        asm volatile("wgmma.mma_async.sync.aligned." TEXT                                          \
+                     : __VA_ARGS__                                                                 \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                        \
+    }
+#define POLYMOE_PRODUCT(N, D, AB, ...)                                                                    \
+    template <>                                                                                           \
+    struct Product<N> {                                                                                   \
+        POLYMOE_METHOD(add, "m64n" #N "k16.f32.bf16.bf16 {" D "}, " AB ", 1, 1, 1, 0;", __VA_ARGS__)       \
+        POLYMOE_METHOD(set_e4m3, "m64n" #N "k32.f32.e4m3.e4m3 {" D "}, " AB ", 0, 1, 1;", __VA_ARGS__)     \
+        POLYMOE_METHOD(add_e4m3, "m64n" #N "k32.f32.e4m3.e4m3 {" D "}, " AB ", 1, 1, 1;", __VA_ARGS__)     \
     }
 
 POLYMOE_PRODUCT(8, "%0, %1, %2, %3", "{%4, %5, %6, %7}, %8", POLYMOE_D4(0));

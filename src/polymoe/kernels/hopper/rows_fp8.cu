@@ -1,0 +1,85 @@
+// What stands before the first product of e4m3 rows: x in e4m3, with a scale for each 128 columns, in tiles.
+//
+// A tile is an item's rows by 128 columns: 128 bytes a row, swizzled, with room for a multiple of 8 rows, then a float32
+// scale for each of them. A last tile of fewer columns is as large; what it has too many is zero.
+#include "e4m3.cuh"
+#include "ptx.cuh"
+
+namespace polymoe {
+
+struct QuantizeArgs {
+    const void* x;       // [tokens, columns]
+    uint8_t* out;        // for each item, for each 128 columns, a tile
+    const int4* places;  // [tokens, slots]: see make_place in rows.cu
+    int columns, slots;  // columns: a multiple of 16
+    int x_dtype;         // 0 bfloat16, 1 float16, 2 float32
+};
+
+// 16 of x's numbers.
+__device__ __forceinline__ void load_x(const QuantizeArgs& args, long long from, float (&x)[16]) {
+    if (args.x_dtype == 2) {
+        const float4* v = reinterpret_cast<const float4*>(static_cast<const float*>(args.x) + from);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float4 four = v[i];
+            x[4 * i] = four.x, x[4 * i + 1] = four.y, x[4 * i + 2] = four.z, x[4 * i + 3] = four.w;
+        }
+        return;
+    }
+    const uint4* v = reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(args.x) + from);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const uint4 eight = v[i];
+        const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const uint16_t bits = static_cast<uint16_t>(words[j / 2] >> 16 * (j % 2));
+            x[8 * i + j] = args.x_dtype == 0 ? from_bfloat16(bits) : from_float16(bits);
+        }
+    }
+}
+
+// Grid: tokens by columns / 4096, 256 threads of 16 columns. A token is rounded once, for all experts that it goes to.
+__device__ __forceinline__ void quantize(const QuantizeArgs& args) {
+    const int token = blockIdx.x, column = (blockIdx.y * blockDim.x + threadIdx.x) * 16, lane = threadIdx.x % 32;
+    // x was complete before the kernel in front of this one let it start.
+    float x[16] = {}, scale = 0.0f;
+    if (column < args.columns) load_x(args, static_cast<long long>(token) * args.columns + column, x);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) scale = fmaxf(scale, fabsf(x[i]));
+#pragma unroll
+    for (int lanes = 1; lanes < 8; lanes *= 2) scale = fmaxf(scale, __shfl_xor_sync(0xFFFFFFFFu, scale, lanes));
+    scale /= 448.0f;
+    if (scale == 0.0f) scale = 1.0f;
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        words[i] = pack_e4m3(x[4 * i] / scale, x[4 * i + 1] / scale) |
+                   pack_e4m3(x[4 * i + 2] / scale, x[4 * i + 3] / scale) << 16;
+    }
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+    const int blocks = (args.columns + 127) / 128;
+    for (int first = 0; first < args.slots; first += 32) {  // a lane looks up a slot for all
+        int4 place = make_int4(-1, 0, 0, 0);
+        if (first + lane < args.slots) place = args.places[static_cast<long long>(token) * args.slots + first + lane];
+        const int slots = min(32, args.slots - first);
+        for (int slot = 0; slot < slots; ++slot) {
+            if (__shfl_sync(0xFFFFFFFFu, place.x, slot) < 0) continue;
+            const int item = __shfl_sync(0xFFFFFFFFu, place.y, slot), row = __shfl_sync(0xFFFFFFFFu, place.z, slot);
+            const int padded = __shfl_sync(0xFFFFFFFFu, place.w, slot);
+            if (column < blocks * 128) {
+                uint8_t* out = args.out + static_cast<long long>(item) * blocks * 132;
+                const int tile = column / 128 * padded + row, chunk = (column / 16 % 8) ^ (row % 8);
+                *reinterpret_cast<uint4*>(out + tile * 128 + chunk * 16) = make_uint4(words[0], words[1], words[2], words[3]);
+                if (column % 128 == 0) reinterpret_cast<float*>(out + blocks * padded * 128)[tile] = scale;
+            }
+        }
+    }
+}
+
+}  // namespace polymoe
+
+extern "C" __global__ void __launch_bounds__(256) quantize(const __grid_constant__ polymoe::QuantizeArgs args) {
+    polymoe::quantize(args);
+}
