@@ -9,6 +9,7 @@ from torch import Tensor
 
 from polymoe.errors import PlanError, ScaleError
 from polymoe.formats import FORMATS, QuantTensor
+from polymoe.formats.elements import SCALE_DTYPES
 from polymoe.layouts import Hopper
 from polymoe.layouts.hopper_order import e4m3_codes
 from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
@@ -18,6 +19,7 @@ CPU = torch.device("cpu")
 FOUR_BITS = ["mxfp4", "nvfp4", "int4_g32", "int4_g128"]
 SIZES = [(4096, 16), (2880, 48), (16, 2688), (64, 1536), (64, 336), (192, 192), (80, 208)]
 EVERY = [(format, *sizes) for format in (*FOUR_BITS, "bf16") for sizes in SIZES]
+EVERY += [("fp8_block128", *sizes) for sizes in ((128, 128), (384, 640), (7168, 256))]
 
 
 def every_byte(format: str, hidden: int, intermediate: int, *, gated: bool = True, seed: int = 0) -> ExpertWeights:
@@ -35,13 +37,15 @@ def every_byte(format: str, hidden: int, intermediate: int, *, gated: bool = Tru
             if e.granularity is None:
                 parts[name] = QuantTensor(torch.randn(shape, generator=g).bfloat16(), e)
                 continue
+            if e.element == "e4m3":
+                codes = codes.view(torch.float8_e4m3fn)
             grid = e.granularity.scale_shape(*shape)
             if e.scale_dtype == "e8m0":
                 scales = torch.randint(153, grid, generator=g, dtype=torch.uint8).view(torch.float8_e8m0fnu)
             elif e.scale_dtype == "e4m3":
                 scales = torch.randint(1, 127, grid, generator=g, dtype=torch.uint8).view(torch.float8_e4m3fn)
             else:
-                scales = torch.rand(grid, generator=g).bfloat16()
+                scales = torch.rand(grid, generator=g).to(SCALE_DTYPES[e.scale_dtype or ""])
             world = torch.rand((), generator=g) if e.global_scale else None
             parts[name] = QuantTensor(codes, e, scales, global_scale=world)
         experts.append(Expert(**parts))  # type: ignore[arg-type]
@@ -52,7 +56,11 @@ def assert_same(got: ExpertWeights, expected: ExpertWeights) -> None:
     for x, y in zip(got, expected, strict=True):
         for name, projection in y.projections.items():
             for part, value in projection.parts().items():
-                assert torch.equal(x.projections[name].parts()[part].float(), value.float()), (name, part)
+                found = x.projections[name].parts()[part]
+                assert found.dtype == value.dtype
+                if value.element_size() == 1:  # with what is not a number
+                    found, value = found.view(torch.uint8), value.view(torch.uint8)
+                assert torch.equal(found, value), (name, part)
 
 
 @pytest.mark.parametrize(("format", "hidden", "intermediate"), EVERY)
@@ -71,12 +79,35 @@ def spec_of(format: str, hidden: int, intermediate: int, gated: bool = True) -> 
     return ExpertsSpec(hidden=hidden, intermediate=intermediate, experts=8, gate=e if gated else None, up=e, down=e)
 
 
-@pytest.mark.parametrize("format", [*FOUR_BITS, "bf16"])
+@pytest.mark.parametrize("scales", ["float32", "bfloat16", "e8m0"])
+def test_e4m3_with_scales_of_every_dtype(scales: str) -> None:
+    """They are held as float32: back they are what they were, those beyond its normal numbers too."""
+    weights = every_byte("fp8_block128", 2048, 2048)  # of E8M0, every byte
+
+    def changed(q: QuantTensor) -> QuantTensor:
+        assert q.scales is not None
+        part = q.scales.to(SCALE_DTYPES[scales])
+        if scales == "e8m0":
+            part = torch.arange(256, dtype=torch.uint8).view(torch.float8_e8m0fnu).view(part.shape)
+        return replace(q, encoding=replace(q.encoding, scale_dtype=scales), scales=part)
+
+    weights = ExpertWeights.of([Expert(**{n: changed(q) for n, q in x.projections.items()}) for x in weights])
+    assert Hopper().check(weights.spec) == ()
+    packed = Hopper().pack(weights, CPU)
+    assert packed.nbytes == Hopper().nbytes(weights.spec) <= 1.01 * 2 * weights.spec.expert_bytes
+    assert_same(Hopper().unpack(packed), weights)
+
+
+@pytest.mark.parametrize("format", [*FOUR_BITS, "bf16", "fp8_block128"])
 @pytest.mark.parametrize("intermediate", [2048, 2880, 2688, 1536, 336, 672, 736, 192])
 @pytest.mark.parametrize("hidden", [4096, 2880, 7168, 1024])
 def test_hardly_larger_than_the_checkpoint(format: str, hidden: int, intermediate: int) -> None:
     spec = spec_of(format, hidden, intermediate)
-    assert Hopper().check(spec) == ()
+    found = Hopper().check(spec)
+    if format == "fp8_block128" and (hidden % 128 or intermediate % 128):
+        assert {r.wanted for r in found} == {"a multiple of 128"}
+        return
+    assert found == ()
     assert Hopper().nbytes(spec) <= 1.01 * spec.local_experts * spec.expert_bytes
 
 
@@ -215,6 +246,14 @@ def pieces(rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
                 yield group + row, piece
 
 
+def natural_rows(matrix: str, rows: int, gated: bool) -> list[int]:
+    """For each row of a packed matrix, which one it is: of gate and behind it up, or of the one matrix of ``rows``."""
+    if matrix == "up" and gated:
+        return [half * rows + i + row for i in range(0, rows, 8) for half in (0, 1) for row in range(8)]
+    # in a thread's hands: rows g and g + 8, and after a transposition four neighbours
+    return [i + g // 2 * 4 + half * 2 + g % 2 for i in range(0, rows, 16) for half in (0, 1) for g in range(8)]
+
+
 @pytest.mark.parametrize("gated", [True, False])
 def test_places_are_those_of_operands_in_shared_memory(gated: bool) -> None:
     weights = every_byte("bf16", 144, 48, gated=gated)
@@ -222,14 +261,9 @@ def test_places_are_those_of_operands_in_shared_memory(gated: bool) -> None:
     packed = Hopper().pack(weights, CPU)
     for matrix in ("up", "down"):
         natural = expert.projections[matrix].codes.view(torch.uint8)
-        rows = list(range(natural.shape[0]))
+        rows = natural_rows(matrix, natural.shape[0], gated)
         if matrix == "up" and expert.gate is not None:
             natural = torch.cat([expert.gate.codes.view(torch.uint8), natural])
-            rows = [half * len(rows) + i + row for i in range(0, len(rows), 8) for half in (0, 1) for row in range(8)]
-        else:  # in a thread's hands: rows g and g + 8, and after a transposition four neighbours
-            rows = [
-                i + g // 2 * 4 + half * 2 + g % 2 for i in range(0, len(rows), 16) for half in (0, 1) for g in range(8)
-            ]
         expected = natural[rows].unflatten(1, (-1, 16))
         found = packed.tensors[f"{matrix}.codes"][1].view(-1, 16)
         place_of = list(pieces(expected.shape[0], natural.shape[1]))
@@ -237,10 +271,41 @@ def test_places_are_those_of_operands_in_shared_memory(gated: bool) -> None:
         assert torch.equal(found, torch.stack([expected[row, piece] for row, piece in place_of]))
 
 
-@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "bf16"])
+def codes_of_registers(rows: int, columns: int) -> Iterator[tuple[int, int]]:
+    """Row and column of each E4M3 code of a matrix: tiles of 256 rows, in them blocks of 128 columns, in them each 16
+    rows, in them each 32 columns, and in those the registers of each lane by m16n8k16's formula."""
+    for tile in range(0, rows, 256):
+        for block in range(0, columns, 128):
+            for first in range(tile, min(tile + 256, rows), 16):
+                for part in range(block, block + 128, 32):
+                    for lane in range(32):
+                        for step, register, half in ((s, r, h) for s in range(2) for r in range(4) for h in range(2)):
+                            row = first + lane // 4 + 8 * (register % 2)
+                            yield row, part + 16 * step + lane % 4 * 2 + 8 * (register // 2) + half
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_e4m3_codes_are_registers_of_the_a_operand(gated: bool) -> None:
+    weights = every_byte("fp8_block128", 384, 256, gated=gated)  # `down` ends with half a tile
+    expert = weights.expert(1)
+    packed = Hopper().pack(weights, CPU)
+    for matrix in ("up", "down"):
+        natural = expert.projections[matrix].codes.view(torch.uint8)
+        rows = natural_rows(matrix, natural.shape[0], gated)
+        if matrix == "up" and expert.gate is not None:
+            natural = torch.cat([expert.gate.codes.view(torch.uint8), natural])
+        places = torch.tensor(list(codes_of_registers(*natural.shape)))
+        expected = natural[torch.tensor(rows)[places[:, 0]], places[:, 1]]
+        assert torch.equal(packed.tensors[f"{matrix}.codes"][1], expected)
+    scales = [expert.projections[name].scales for name in (("gate", "up") if gated else ("up",))]
+    found = packed.tensors["up.scales"][1].view(torch.float32)
+    assert torch.equal(found, torch.cat([part.flatten() for part in scales if part is not None]))
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "bf16", "fp8_block128"])
 def test_tensors_without_memory_have_the_same_shapes(format: str) -> None:
     """For tuning, which compiles in other processes."""
-    weights = every_byte(format, 80, 208)
+    weights = every_byte(format, *((128, 256) if format == "fp8_block128" else (80, 208)))
     expert = weights.expert(0).to(torch.device("meta"))
     there = Hopper().pack(ExpertWeights(weights.spec, lambda e: expert), torch.device("meta")).tensors
     here = Hopper().pack(weights, CPU).tensors
@@ -285,7 +350,9 @@ def test_negative_e4m3_scales_are_refused() -> None:
 
 
 def test_other_sizes_and_formats_are_refused_with_every_reason() -> None:
-    found = Hopper().check(spec_of("fp8_block128", 100, 40))
+    found = Hopper().check(spec_of("fp16", 100, 40))
     assert [r.what for r in found] == ["gate elements", "up elements", "down elements", "H", "F"]
+    found = Hopper().check(spec_of("fp8_tensor", 64, 128))
+    assert [r.what for r in found] == ["gate scales", "up scales", "down scales", "H"]
     with pytest.raises(PlanError, match="load these experts anew"):
         Hopper().pack(random_experts(hidden=96), CPU, out=Hopper().pack(random_experts(), CPU))

@@ -4,13 +4,14 @@ Matrices. ``up`` holds gate and up together where there is a gate: rows 8i to 8i
 up, so that a thread holds both inputs of the activation. ``down`` is as it is.
 
 The order within a matrix is described in :mod:`polymoe.layouts.hopper_order` for 4-bit weights, which are decoded in
-registers, in :mod:`polymoe.layouts.hopper_e4m3` for those that are decoded to E4M3, and in
-:mod:`polymoe.layouts.hopper_tiles` for those that the matrix units read as they are.
+registers, in :mod:`polymoe.layouts.hopper_e4m3` for those that are decoded to E4M3, in
+:mod:`polymoe.layouts.hopper_bytes` for E4M3, and in :mod:`polymoe.layouts.hopper_tiles` for those that the matrix units
+read as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,9 +19,10 @@ from torch import Tensor
 
 from polymoe.errors import PlanError, ScaleError
 from polymoe.formats import FORMATS, Encoding, PerGroup, QuantTensor
-from polymoe.formats.elements import SCALE_DTYPES
+from polymoe.formats.elements import CODE_DTYPES, SCALE_DTYPES
 from polymoe.layouts import hopper_e4m3
 from polymoe.layouts.base import Packed
+from polymoe.layouts.hopper_bytes import BLOCK, pack_bytes, unpack_bytes
 from polymoe.layouts.hopper_order import (
     COLUMNS,
     E4M3_MOST,
@@ -55,8 +57,9 @@ class Hopper:
     """Tensors ``up.codes``, ``up.scales``, ``down.codes`` and ``down.scales``, all [E, bytes] uint8;
     ``{projection}.global_scale`` [E] where there is one; biases and input scales as in the natural layout.
 
-    4-bit elements with scales by group of 16, 32, 64 or 128 columns and fixed zero, or bfloat16, which has no scales.
-    With ``e4m3``, MXFP4 for products with E4M3 rows.
+    4-bit elements with scales by group of 16, 32, 64 or 128 columns and fixed zero; bfloat16, which has no scales; E4M3
+    with scales for 128 x 128, which are held as float32 in their own order, the gate's before up's. With ``e4m3``, MXFP4
+    for products with E4M3 rows.
     """
 
     name: str = "hopper"
@@ -75,9 +78,14 @@ class Hopper:
             both = ", ".join(f"{e.name} with scales {e.scale_dtype}" for e in (spec.gate, spec.up))
             reasons.need(spec.gate == spec.up, "gate and up", "one encoding", both)
         for projection, encoding in spec.encodings.items():
-            fits = encoding.bits == 4 or encoding.element == "bf16"
-            reasons.need(fits, f"{projection} elements", "4 bits or bf16", f"{encoding.element}")
+            fits = encoding.bits == 4 or encoding.element in ("bf16", "e4m3")
+            reasons.need(fits, f"{projection} elements", "4 bits, e4m3 or bf16", f"{encoding.element}")
             g = encoding.granularity
+            if encoding.element == "e4m3":
+                reasons.need(g == PerGroup(BLOCK, BLOCK), f"{projection} scales", "for 128 x 128", str(g))
+                fits = encoding.scale_dtype in ("float32", "bfloat16", "e8m0")
+                reasons.need(fits, f"{projection} scales", "float32, bfloat16 or e8m0", f"{encoding.scale_dtype}")
+                reasons.need(not encoding.global_scale, f"{projection} global scale", "none", "one")
             grouped = isinstance(g, PerGroup) and g.n == 1 and g.k in (16, 32, 64, 128)
             if encoding.bits == 4:
                 wanted = "groups of 16, 32, 64 or 128 columns"
@@ -87,8 +95,9 @@ class Hopper:
                         wanted = f"groups of {columns} columns for {dtype.upper()}"
                         reasons.need(fits, f"{projection} scales", wanted, str(g))
             reasons.need(not encoding.zero_points, f"{projection} zero points", "none", "zero points")
+        tile = BLOCK if any(e.element == "e4m3" for e in spec.encodings.values()) else TILE
         for name, size in (("H", spec.hidden), ("F", spec.intermediate)):
-            reasons.need(size % TILE == 0, name, f"a multiple of {TILE}", size)
+            reasons.need(size % tile == 0, name, f"a multiple of {tile}", size)
         return tuple(reasons.found)
 
     def nbytes(self, spec: ExpertsSpec) -> int:
@@ -103,6 +112,8 @@ class Hopper:
                 total += hopper_e4m3.scale_bytes(rows, columns)
             elif encoding.bits == 4:
                 total += scale_bytes(encoding, rows, columns)
+            elif encoding.bits == 8:
+                total += rows // BLOCK * (columns // BLOCK) * 4
         return spec.local_experts * total
 
     def pack(self, weights: ExpertWeights, device: torch.device, out: Packed | None = None) -> Packed:
@@ -126,7 +137,7 @@ class Hopper:
             for i, name in enumerate(_MATRICES):
                 encoding = expert.projections[name].encoding
                 if encoding.bits != 4:
-                    parts[f"{name}.codes"] = _pack_whole(expert, name)
+                    parts |= _pack_whole(expert, name)
                     continue
                 codes_NB, scales_NG = _rows(expert, name)
                 if self.e4m3:
@@ -165,7 +176,7 @@ class Hopper:
                 encoding, (rows, columns) = spec.encodings[name], _shape(spec, name)
                 split = ("gate", "up") if name == "up" and spec.gated else (name,)
                 if encoding.bits != 4:
-                    projections |= _unpack_whole(mine[f"{name}.codes"], split, encoding, rows, columns)
+                    projections |= _unpack_whole(mine, name, split, encoding, rows, columns)
                     continue
                 if self.e4m3:
                     codes_NB = hopper_e4m3.unpack_codes(mine[f"{name}.codes"], rows, columns)
@@ -193,20 +204,35 @@ def _shape(spec: ExpertsSpec, matrix: str) -> tuple[int, int]:
     return (2 * rows if matrix == "up" and spec.gated else rows), columns
 
 
-def _pack_whole(expert: Expert, matrix: str) -> Tensor:
-    """A matrix of elements that are not decoded, packed."""
+def _pack_whole(expert: Expert, matrix: str) -> dict[str, Tensor]:
+    """A packed matrix of elements of 8 or 16 bits, and its scales, if it has any."""
     own, gate = expert.projections[matrix], expert.gate if matrix == "up" else None
-    values_NK = neighbours(own.codes) if gate is None else _in_turns([gate.codes, own.codes])
-    return pack_tiles(values_NK.view(torch.uint8))
+    both = [own] if gate is None else [gate, own]
+    codes = [q.codes.view(torch.uint8) for q in both]
+    rows_NB = neighbours(codes[0]) if gate is None else _in_turns(codes)
+    if own.scales is None:
+        return {f"{matrix}.codes": pack_tiles(rows_NB)}
+    scales = torch.cat([q.scales.float().flatten() for q in both if q.scales is not None])
+    return {f"{matrix}.codes": pack_bytes(rows_NB), f"{matrix}.scales": scales.view(torch.uint8)}
 
 
 def _unpack_whole(
-    codes: Tensor, split: Sequence[str], encoding: Encoding, rows: int, columns: int
+    parts: Mapping[str, Tensor], matrix: str, split: Sequence[str], encoding: Encoding, rows: int, columns: int
 ) -> dict[str, QuantTensor]:
     """Inverse of :func:`_pack_whole`: by projection."""
-    values_NK = unpack_tiles(codes, rows, 2 * columns).view(torch.bfloat16)
-    halves = _out_of_turns(values_NK, split) if len(split) > 1 else [neighbours(values_NK, inverse=True)]
-    return {projection: QuantTensor(half, encoding) for projection, half in zip(split, halves, strict=True)}
+    codes, scales = parts[f"{matrix}.codes"], [None] * len(split)
+    if encoding.granularity is None:
+        rows_NB = unpack_tiles(codes, rows, 2 * columns)
+    else:
+        rows_NB = unpack_bytes(codes, rows, columns)
+        grid = encoding.granularity.scale_shape(rows // len(split), columns)
+        natural = parts[f"{matrix}.scales"].view(torch.float32).to(SCALE_DTYPES[encoding.scale_dtype or ""])
+        scales = list(natural.view(len(split), *grid))
+    halves = _out_of_turns(rows_NB, split) if len(split) > 1 else [neighbours(rows_NB, inverse=True)]
+    return {
+        projection: QuantTensor(half.view(CODE_DTYPES[encoding.element]), encoding, part)
+        for projection, half, part in zip(split, halves, scales, strict=True)
+    }
 
 
 def _rows(expert: Expert, matrix: str) -> tuple[Tensor, Tensor]:
