@@ -49,7 +49,7 @@ class TestCheck:
             assert Hopper().check(seed_problem(format), machine) == Accepted(capturable=True, layouts=("hopper",))
 
     def test_all_reasons_at_once(self) -> None:
-        problem = seed_problem("fp8_block128", activations="fp8_token")
+        problem = seed_problem("fp16", activations="fp8_token")
         verdict = Hopper().check(problem, Machine(DEVICES["b200"], driver=(12, 8)))
         assert isinstance(verdict, Rejected)
         assert [r.what for r in verdict.reasons] == [

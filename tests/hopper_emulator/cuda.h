@@ -32,13 +32,13 @@ using std::min;
 struct int4 { int x, y, z, w; };
 struct uint2 { uint32_t x, y; };
 struct uint4 { uint32_t x, y, z, w; };
+struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 struct ushort4 { uint16_t x, y, z, w; };
 struct Index { int x, y; };
 inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
-struct float2 { float x, y; };
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
@@ -53,6 +53,7 @@ struct Product {
     uint64_t shared_a, b;  // descriptions of shared memory
     int n;
     bool e4m3 = false, fresh = false;  // what is multiplied; whether d is set instead of added to
+    bool float16 = false;              // otherwise bfloat16
 };
 
 struct Thread {
@@ -244,6 +245,12 @@ inline uint8_t to_e4m3(float v) {
 
 inline float half(uint32_t pair, int which) { return bfloat16(pair >> 16 * which & 0xFFFF); }
 
+inline float float16(uint16_t bits) {
+    _Float16 v;
+    memcpy(&v, &bits, 2);
+    return static_cast<float>(v);
+}
+
 // Whether e4m3 products are added as Hopper does.
 inline bool coarse = false;
 
@@ -284,9 +291,10 @@ void product(float* (&d)[32], int n, A a, B b, int columns = 16, bool fresh = fa
 }
 
 // Where the A operand's element is among the lanes' registers.
-inline float of_registers(const uint32_t* (&a)[32], int row, int k, bool e4m3 = false) {
+inline float of_registers(const uint32_t* (&a)[32], int row, int k, bool e4m3 = false, bool of_float16 = false) {
     if (e4m3) return from_e4m3(a[row % 8 * 4 + k % 16 / 4][row / 8 + k / 16 * 2] >> 8 * (k % 4));
-    return half(a[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2], k % 2);
+    const uint32_t pair = a[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2];
+    return of_float16 ? float16(pair >> 16 * (k % 2) & 0xFFFF) : half(pair, k % 2);
 }
 
 }  // namespace emulator
@@ -357,6 +365,11 @@ inline float __uint_as_float(uint32_t bits) {
     float v;
     memcpy(&v, &bits, 4);
     return v;
+}
+inline uint32_t __float_as_uint(float v) {
+    uint32_t bits;
+    memcpy(&bits, &v, 4);
+    return bits;
 }
 inline float __int_as_float(int bits) { return __uint_as_float(bits); }
 inline float __expf(float v) { return expf(v); }

@@ -80,6 +80,14 @@ inline uint4 load_shared_16(uint32_t shared) { return load_shared<uint4>(shared)
 inline uint2 load_shared_8(uint32_t shared) { return load_shared<uint2>(shared); }
 inline uint32_t load_shared_4(uint32_t shared) { return load_shared<uint32_t>(shared); }
 
+template <class T>
+inline void store_shared(uint32_t shared, T v) {
+    memcpy(shared_at(shared, sizeof(T)), &v, sizeof(T));
+}
+inline void store_shared_16(uint32_t shared, uint4 v) { store_shared(shared, v); }
+inline void store_shared_4(uint32_t shared, uint32_t v) { store_shared(shared, v); }
+inline void shared_for_copies_and_products() {}
+
 template <int COUNT>
 inline void load_matrices(uint32_t (&r)[COUNT], uint32_t shared) {
     struct Brought { uint32_t shared; uint32_t* r; } mine{shared, r};

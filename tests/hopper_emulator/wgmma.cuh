@@ -25,11 +25,11 @@ inline const uint8_t* described(uint64_t description, int row, int k, int bytes)
     return shared_at(address / 16 * 16, 16) + address % 16;
 }
 
-inline float described_number(uint64_t description, int row, int k, bool e4m3) {
+inline float described_number(uint64_t description, int row, int k, bool e4m3, bool float16 = false) {
     if (e4m3) return emulator::from_e4m3(*described(description, row, k, 1));
     uint16_t v;
     memcpy(&v, described(description, row, k, 2), 2);
-    return emulator::bfloat16(v);
+    return float16 ? emulator::float16(v) : emulator::bfloat16(v);
 }
 
 template <int PENDING>
@@ -49,10 +49,10 @@ inline void products_wait() {
                 emulator::product(
                     d, p->n,
                     [&](int row, int k) {
-                        return p->a ? emulator::of_registers(a, row, k, p->e4m3)
+                        return p->a ? emulator::of_registers(a, row, k, p->e4m3, p->float16)
                                     : described_number(p->shared_a, first + row, k, p->e4m3);
                     },
-                    [&](int k, int n) { return described_number(p->b, n, k, p->e4m3); }, p->e4m3 ? 32 : 16, p->fresh);
+                    [&](int k, int n) { return described_number(p->b, n, k, p->e4m3, p->float16); }, p->e4m3 ? 32 : 16, p->fresh);
             });
         }
         groups.pop_front();

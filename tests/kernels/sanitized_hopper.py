@@ -27,8 +27,11 @@ def main() -> None:
         print("no SM90 GPU: nothing to run")
         return
     worst = 0.0
-    cases = [(format, "16bit", 336, 272) for format in ("mxfp4", "nvfp4", "int4_g128", "bf16")]
-    for format, mode, hidden, intermediate in (*cases, ("mxfp4", "fp8_group128", 320, 192)):
+    for format, mode, hidden, intermediate in (
+        *((format, "16bit", 336, 272) for format in ("mxfp4", "nvfp4", "int4_g128", "bf16")),
+        ("mxfp4", "fp8_group128", 320, 192),
+        ("fp8_block128", "fp8_group128", 384, 256),
+    ):
         weights = random_experts(format, hidden=hidden, intermediate=intermediate, gated=format != "nvfp4", bias=True)
         problem = problem_of(weights, activations=mode)
         packed = pack(problem, weights, "cuda")

@@ -91,7 +91,9 @@ def test_e4m3_with_scales_of_every_dtype(scales: str) -> None:
             part = torch.arange(256, dtype=torch.uint8).view(torch.float8_e8m0fnu).view(part.shape)
         return replace(q, encoding=replace(q.encoding, scale_dtype=scales), scales=part)
 
-    weights = ExpertWeights.of([Expert(**{n: changed(q) for n, q in x.projections.items()}) for x in weights])
+    weights = ExpertWeights.of(
+        [Expert(**{n: changed(q) for n, q in x.projections.items()}) for x in weights]  # type: ignore[arg-type]
+    )
     assert Hopper().check(weights.spec) == ()
     packed = Hopper().pack(weights, CPU)
     assert packed.nbytes == Hopper().nbytes(weights.spec) <= 1.01 * 2 * weights.spec.expert_bytes

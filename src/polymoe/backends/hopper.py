@@ -1,4 +1,4 @@
-"""Hopper: experts of 4-bit or bfloat16 weights on SM90 from the Hopper layouts, by kernels compiled ahead of time.
+"""Hopper: experts of 4-bit, FP8 or bfloat16 weights on SM90 from the Hopper layouts, by kernels compiled ahead of time.
 
 No compiler, no package. Four launches for few tokens: dispatch, gate and up with the activation, down, combine; a fifth
 brings x into tiles where an expert gets many rows, or rounds it to E4M3. Each starts while the one before it ends.
@@ -21,7 +21,7 @@ from polymoe.layouts import Packed
 from polymoe.machine import Machine
 from polymoe.planning.cost import cost
 from polymoe.planning.plan import Config
-from polymoe.problem import Problem
+from polymoe.problem import ActivationMode, Problem
 from polymoe.routing import Routing
 from polymoe.verdict import Accepted, Reasons, Verdict
 
@@ -35,18 +35,20 @@ __all__ = ["Hopper", "HopperConfig"]
 class HopperConfig(Config):
     """Which kernels, and the most rows of x that one piece of work holds."""
 
-    kernels: Literal["decode", "prefill", "w4a8", "whole"]
+    kernels: Literal["decode", "prefill", "w4a8", "whole", "fp8"]
     rows: int
     """8, 12 or 16 (decode), 32, 64, 128 or 256 (prefill, and whole: of weights that are not decoded), 16, 32, 64 or 128
-    (w4a8: x and h in E4M3)."""
+    (w4a8: x and h in E4M3), 32, 64 or 96 (fp8)."""
     height: int
     """Rows of weights that a block makes at once (decode), or 0."""
 
     def __post_init__(self) -> None:
         from polymoe.kernels.hopper.launch import DECODE, IN_TILES
+        from polymoe.kernels.hopper.launch_fp8 import FP8
 
         sizes = (self.rows, self.height)
-        known = DECODE if self.kernels == "decode" else tuple((rows, 0) for rows in IN_TILES[self.kernels])
+        many = {**IN_TILES, "fp8": FP8}
+        known = DECODE if self.kernels == "decode" else tuple((rows, 0) for rows in many[self.kernels])
         if sizes not in known:  # a table of measured times may be older than the kernels
             expected = f"rows and height of a {self.kernels} kernel: {', '.join(map(str, known))}"
             raise PlanError("HopperConfig", expected=expected, got=str(sizes))
@@ -78,10 +80,22 @@ _W4A8_BY_ROWS = tuple(
     (bound, HopperConfig("w4a8", rows, 0)) for bound, rows in ((8.0, 16), (29.0, 32), (62.0, 64), (float("inf"), 128))
 )
 
+# The same for E4M3 weights with scales for 128 x 128, at 1 to 512 tokens of DeepSeek-V3 TP8 (up to 16 rows), 1024 (32),
+# and beyond.
+_FP8_BY_ROWS = tuple(
+    (bound, HopperConfig("fp8", rows, 0)) for bound, rows in ((20.0, 32), (50.0, 64), (float("inf"), 96))
+)
+
 # Of those times: the shares of the device's rates at which weights are read and products are made, one after the other,
 # and microseconds beside them.
 _RATES = {
     "decode": (0.93, 0.45, 10.0), "prefill": (1.02, 0.95, 20.0), "w4a8": (1.02, 0.65, 12.0), "whole": (1.02, 1.0, 12.0),
+    "fp8": (0.98, 0.5, 14.0),
+}  # fmt: skip
+
+# How x and h may be held, where it is not in bfloat16 alone. E4M3 beside 4-bit weights wants a layout of its own.
+_MODES: dict[str, tuple[ActivationMode, ...]] = {
+    "mxfp4": ("16bit", "fp8_group128"), "fp8_block128": ("fp8_group128",),
 }  # fmt: skip
 
 # Of many rows: the share of the products' rate that the L2 cache can feed, since what is not decoded passes through it
@@ -89,15 +103,11 @@ _RATES = {
 _WHOLE_MOST = 0.38
 
 
-# Formats that there are kernels for with rows in E4M3.
-_E4M3_FORMATS = ("mxfp4",)
-
-
 @dataclass(frozen=True, slots=True)
 class Hopper:
-    """Grouped products of 4-bit or bfloat16 weights and bfloat16 rows, or of MXFP4 weights and E4M3 rows. Capturable.
-    Repeats are equal to the bit. Where results must not depend on the rest of the batch, the kernels for many rows run
-    at every token count.
+    """Grouped products of 4-bit or bfloat16 weights and bfloat16 rows, of MXFP4 weights and E4M3 rows, or of E4M3
+    weights and rows as float16. Capturable. Repeats are equal to the bit. Where results must not depend on the rest of
+    the batch, the kernels for many rows run at every token count.
     """
 
     name: str = "hopper"
@@ -110,20 +120,20 @@ class Hopper:
         driver = machine.driver
         version = ".".join(map(str, driver)) if driver else "none"
         reasons.need(driver is None or driver >= (13, 0), "driver", "CUDA 13.0 or newer", version)
-        formats = {_format(encoding) for encoding in spec.encodings.values()}
-        modes = ("16bit", "fp8_group128") if formats <= set(_E4M3_FORMATS) else ("16bit",)
+        held = [_MODES.get(_format(encoding) or "", ("16bit",)) for encoding in spec.encodings.values()]
+        modes = [mode for mode in held[-1] if all(mode in each for each in held)] or ["16bit"]
         reasons.need(problem.activations in modes, "activations", " or ".join(modes), problem.activations)
         for projection, encoding in spec.encodings.items():
-            wanted = "mxfp4, nvfp4, int4_g32, int4_g128 or bf16"
+            wanted = "mxfp4, nvfp4, int4_g32, int4_g128, fp8_block128 or bf16"
             got = encoding.name + (f" with scales {encoding.scale_dtype}" if encoding.scale_dtype else "")
             reasons.need(_format(encoding) is not None, f"{projection} weights", wanted, got)
         alike = spec.up.bits == spec.down.bits
         reasons.need(alike, "up and down weights", "of as many bits", f"{spec.up} and {spec.down}")
-        if problem.activations in modes[1:]:
+        e4m3 = spec.up.bits == 4 and problem.activations != "16bit"
+        if problem.activations != "16bit":
             reasons.need(spec.gated, "gate with E4M3 inputs", "a gate", "none")
             on_output = problem.weight_on == "output"
             reasons.need(on_output, "routing weight with E4M3 inputs", "on the output", "on the input")
-        e4m3 = problem.activations != "16bit"
         scales = "E8M0 within 2**14 in a row" if e4m3 else "E8M0 up to 2**25, E4M3 from 0"
         reasons.need(not problem.wide_scales, "scales", scales, "others")
         reasons.need(spec.local_experts <= 1024, "experts on this rank", "at most 1024", spec.local_experts)
@@ -160,7 +170,7 @@ class Hopper:
 
     def predict(self, problem: Problem, machine: Machine, tokens: int) -> Prediction:
         """Reading and products one after the other, and launches, at rates of each kind of kernels that were fitted to
-        one H200: within 3 % for decode, 15 % for prefill, 5 % for whole."""
+        one H200: within 3 % for decode, 15 % for prefill, 5 % for whole, 20 % for those of E4M3 rows."""
         c, kernels = cost(problem, machine.device, tokens), self.configure(problem, machine, tokens).kernels
         memory, products, beside_us = _RATES[kernels]
         time_us = c.memory_us / memory + c.compute_us / products
@@ -172,7 +182,7 @@ class Hopper:
         self, problem: Problem, packed: Packed, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor
     ) -> None:
         """See :meth:`polymoe.backends.Backend.run`."""
-        from polymoe.kernels.hopper import launch
+        from polymoe.kernels.hopper import launch, launch_fp8
 
         assert isinstance(config, HopperConfig)
         if not len(x_TH):
@@ -194,7 +204,7 @@ class Hopper:
             problem.weight_on == "input",
         )  # fmt: skip
         function = _function(problem.activation)
-        if problem.activations == "16bit":
+        if problem.activations == "16bit":  # others round to E4M3 from what x is
             x_TH = x_TH.to(torch.bfloat16)
         x_TH = x_TH.contiguous()
         if x_TH.data_ptr() % 16:  # a view into the midst of something: copies move 16 bytes at least
@@ -202,6 +212,8 @@ class Hopper:
         with torch.cuda.device_of(x_TH):
             if config.kernels == "decode":
                 launch.decode(up, down, gated, function, x_TH, rows, out_TH, config.rows, config.height)
+            elif config.kernels == "fp8":
+                launch_fp8.fp8(up, down, function, x_TH, rows, out_TH, config.rows)
             else:
                 launch.in_tiles(config.kernels, up, down, gated, function, x_TH, rows, out_TH, config.rows)
 
@@ -211,6 +223,8 @@ def _format(encoding: Encoding) -> str | None:
     granularity = encoding.granularity
     if encoding.element == "bf16":
         return "bf16"
+    if encoding.element == "e4m3":
+        return "fp8_block128" if granularity == PerGroup(128, 128) else None
     if not isinstance(granularity, PerGroup) or granularity.n != 1 or encoding.zero_points:
         return None
     key = encoding.element, encoding.scale_dtype or "", granularity.k
@@ -223,9 +237,9 @@ def _format(encoding: Encoding) -> str | None:
 
 
 def _table(problem: Problem) -> tuple[tuple[float, HopperConfig], ...]:
-    if problem.activations != "16bit":
+    if problem.spec.up.bits == 4 and problem.activations != "16bit":
         return _W4A8_BY_ROWS
-    return _BY_ROWS if problem.spec.up.bits == 4 else _WHOLE_BY_ROWS
+    return {4: _BY_ROWS, 8: _FP8_BY_ROWS, 16: _WHOLE_BY_ROWS}[problem.spec.up.bits]
 
 
 def _require_format(encoding: Encoding) -> str:

@@ -58,8 +58,8 @@ class Hopper:
     ``{projection}.global_scale`` [E] where there is one; biases and input scales as in the natural layout.
 
     4-bit elements with scales by group of 16, 32, 64 or 128 columns and fixed zero; bfloat16, which has no scales; E4M3
-    with scales for 128 x 128, which are held as float32 in their own order, the gate's before up's. With ``e4m3``, MXFP4
-    for products with E4M3 rows.
+    with scales for 128 x 128, which are held as float32 in their own order, the gate's before up's. With ``e4m3``,
+    MXFP4 for products with E4M3 rows.
     """
 
     name: str = "hopper"
@@ -220,7 +220,8 @@ def _unpack_whole(
     parts: Mapping[str, Tensor], matrix: str, split: Sequence[str], encoding: Encoding, rows: int, columns: int
 ) -> dict[str, QuantTensor]:
     """Inverse of :func:`_pack_whole`: by projection."""
-    codes, scales = parts[f"{matrix}.codes"], [None] * len(split)
+    codes = parts[f"{matrix}.codes"]
+    scales: Sequence[Tensor | None] = [None] * len(split)
     if encoding.granularity is None:
         rows_NB = unpack_tiles(codes, rows, 2 * columns)
     else:

@@ -1,17 +1,17 @@
 """The order of MXFP4 codes and scales in a matrix of the Hopper layout for E4M3 rows: that of the A operand of
 ``wgmma`` m64k32, and that in which a weight becomes E4M3 with its scale by a look into a table.
 
-Codes. As in :mod:`polymoe.layouts.hopper_order` the matrix is cut into groups of 64 rows, each into blocks of 64 columns,
-each into tiles of 16 rows, and lane ``4 * g + t`` of a warp owns rows g and g + 8 of a tile. Its four words of a block are
-row g and row g + 8 of the first 32 columns, then of the others. A word holds columns 4t to 4t + 3 (``first``) and those 16
-further on (``second``). The three low bits of the eight codes stand in the word's eight digits, where one permutation of
-bytes takes four of them as places in a table of the eight magnitudes; the signs stand in the digits' fourth bits, those of
-``second`` where E4M3 has them, those of ``first`` four bits lower (:data:`BITS`).
+Codes. As in :mod:`polymoe.layouts.hopper_order` the matrix is cut into groups of 64 rows, each into blocks of 64
+columns, each into tiles of 16 rows, and lane ``4 * g + t`` of a warp owns rows g and g + 8 of a tile. Its four words of
+a block are row g and row g + 8 of the first 32 columns, then of the others. A word holds columns 4t to 4t + 3
+(``first``) and those 16 further on (``second``). The three low bits of the eight codes stand in the word's eight
+digits, where one permutation of bytes takes four of them as places in a table of the eight magnitudes; the signs stand
+in the digits' fourth bits, those of ``second`` where E4M3 has them, those of ``first`` four bits lower (:data:`BITS`).
 
-Scales. A weight's scale is the largest of its row times a power of two, 2**-step; steps are multiplied by 8, the size of a
-table. For each block: for g = 0 to 7, for each tile, for each of two groups of 32 columns, the bytes of rows g and g + 8; a
-last group of rows has room for four tiles. Behind all of them: for each row the E8M0 byte of its largest scale. A group of
-zeros has no say in that, and counts as smallest where its scale is smaller or larger than the others allow.
+Scales. A weight's scale is the largest of its row times a power of two, 2**-step; steps are multiplied by 8, the size
+of a table. For each block: for g = 0 to 7, for each tile, for each of two groups of 32 columns, the bytes of rows g and
+g + 8; a last group of rows has room for four tiles. Behind all of them: for each row the E8M0 byte of its largest
+scale. A group of zeros has no say in that: its own scale is held as far as the others allow.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ from polymoe.shapes import round_up
 
 __all__ = ["BITS", "MOST_STEP", "pack_codes", "pack_scales", "scale_bytes", "unpack_codes", "unpack_scales"]
 
-BITS = tuple(
-    bit for n in range(8) for bit in (4 * n, 4 * n + 1, 4 * n + 2, 8 * (n % 4) + (3 if n < 4 else 7))
-)
+BITS = tuple(bit for n in range(8) for bit in (4 * n, 4 * n + 1, 4 * n + 2, 8 * (n % 4) + (3 if n < 4 else 7)))
 """Where the bits of eight codes lie in a word."""
 
 MOST_STEP = 14

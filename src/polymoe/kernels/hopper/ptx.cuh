@@ -114,6 +114,20 @@ __device__ __forceinline__ uint32_t load_shared_4(uint32_t shared) {
     return v;
 }
 
+__device__ __forceinline__ void store_shared_16(uint32_t shared, uint4 v) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
+}
+
+__device__ __forceinline__ void store_shared_4(uint32_t shared, uint32_t v) {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(v) : "memory");
+}
+
+// What this thread has written to shared memory is there for bulk copies and for products of the matrix units.
+__device__ __forceinline__ void shared_for_copies_and_products() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 // Four 8x8 matrices of 16-bit numbers; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void load_matrices_4(uint32_t (&r)[4], uint32_t shared) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

@@ -1,0 +1,67 @@
+"""One call of the Hopper kernels for E4M3 weights and rows (fp8.cuh)."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from polymoe.kernels.hopper import launch
+from polymoe.kernels.hopper.launch import Function, Matrix, Rows
+
+__all__ = ["FP8", "fp8"]
+
+FP8 = (32, 64, 96)
+"""Kernels, by the most rows of x of an item."""
+
+_THREADS, _ROWS, _MOST_STAGES = 384, 256, 16  # fp8.cuh: kThreads, rows of weights of a tile, kMostStages
+
+
+class _Quantize(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "out")),
+        *((name, ctypes.c_int) for name in ("columns", "x_dtype")),
+    )
+
+
+def fp8(up: Matrix, down: Matrix, function: Function, x_TH: Tensor, rows: Rows, out_TH: Tensor, block: int) -> None:
+    """``out_TH`` of x of any float dtype, in items of at most ``block`` rows.
+
+    x and h are rounded to E4M3 with a scale for each row and 128 columns, ``amax / 448``.
+    """
+    tokens, slots = rows.ids_TA.shape
+    plan = launch._dispatch(rows, block, places=True)
+    x_rows = _quantize(x_TH)
+    h_rows = x_rows.new_empty(tokens * slots, _row_bytes(down.columns))
+    y_RH = torch.empty(tokens * slots, down.rows, dtype=torch.bfloat16, device=x_TH.device)
+    grid = (torch.cuda.get_device_properties(x_TH.device).multi_processor_count,)
+    stages, shared = _ring(block)
+    for name, matrix, x, out, divisor in (("gated", up, x_rows, h_rows, slots), ("down", down, h_rows, y_RH, 0)):
+        gemm = launch._gemm(matrix, x, out, plan, None, function, divisor, stages, 1, block)
+        launch.kernel("fp8_block128", f"fp8_{name}_{block}")(gemm, grid, _THREADS, shared)
+    launch._combine(y_RH, rows, out_TH, plan.places)
+
+
+def _row_bytes(columns: int) -> int:
+    """Of a row in E4M3 with its scales behind it (fp8.cuh: row_bytes)."""
+    return columns + launch._round_up(columns // 32, 16)
+
+
+def _quantize(x_TH: Tensor) -> Tensor:
+    """x in E4M3 with its scales: uint8 [T, bytes]."""
+    tokens, columns = x_TH.shape
+    out = torch.empty(tokens, _row_bytes(columns), dtype=torch.uint8, device=x_TH.device)
+    threads = min(512, launch._round_up(columns // 16, 32))
+    args = _Quantize(launch._at(x_TH), launch._at(out), columns, launch._DTYPES[x_TH.dtype])
+    launch.kernel("fp8_block128", "quantize")(args, (tokens, -(-columns // (16 * threads))), threads)
+    return out
+
+
+def _ring(block: int) -> tuple[int, int]:
+    """Stages, and bytes of dynamic shared memory, for items of ``block`` rows (fp8.cuh: Stage)."""
+    stage = launch._round_up(_ROWS * 128 + block * (256 + 8), 1024)
+    static = 40 * block + 16 * _MOST_STAGES  # what warps tell each other, and barriers
+    room = launch.SHARED_BYTES + 2048 - static - 1024
+    stages = min(room // stage, _MOST_STAGES)
+    return stages, stages * stage + 1024

@@ -1,0 +1,182 @@
+"""The Hopper backend with E4M3 weights and rows: verdicts anywhere, results on an SM90 GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from hopper_calls import need_sm90, same_experts
+from polymoe.activations import GeGLU, ReLU2
+from polymoe.backends.hopper import Hopper, HopperConfig
+from polymoe.backends.reference import run_experts
+from polymoe.backends.select import select
+from polymoe.bench.cases import CASES
+from polymoe.errors import PlanError
+from polymoe.experts import FusedExperts, relative_error
+from polymoe.formats import FORMATS, PerGroup
+from polymoe.kernels.hopper.launch_fp8 import FP8
+from polymoe.layouts import LAYOUTS
+from polymoe.machine import DEVICES, Machine
+from polymoe.planning.measured import Table
+from polymoe.routing import Routing
+from polymoe.tensors import ExpertWeights
+from polymoe.verdict import Accepted, Rejected
+from problems import GPT_OSS, problem_of, random_call
+
+H200 = Machine(DEVICES["h200"], packages={"triton": "3.6.0"}, driver=(13, 0))
+EVERY = [HopperConfig("fp8", rows, 0) for rows in FP8]
+DEEPSEEK = CASES["deepseek-v3-tp8"].problem()
+TOKEN_TOLERANCE = 5e-3  # of every single token
+
+
+class TestCheck:
+    def test_takes_it_on_sm90(self) -> None:
+        assert Hopper().check(DEEPSEEK, H200) == Accepted(capturable=True)
+        plan = select(DEEPSEEK, H200, backend="hopper", table=Table()).require()
+        assert {step.backend for step in plan.steps} == {"hopper"}
+
+    @pytest.mark.parametrize(
+        ("change", "reason"),
+        [
+            ({"activations": "16bit"}, "activations: wants fp8_group128, got 16bit"),
+            ({"weight_on": "input"}, "weight on: wants the output, with weights of 8 bits, got the input"),
+        ],
+    )
+    def test_what_it_is_not_taken_with(self, change: dict[str, Any], reason: str) -> None:
+        verdict = Hopper().check(replace(DEEPSEEK, **change), H200)
+        assert isinstance(verdict, Rejected)
+        assert [str(r) for r in verdict.reasons] == [reason]
+
+    def test_no_gate_other_scales_and_other_weights_beside_it(self) -> None:
+        encoding = FORMATS["fp8_block128"].encoding
+        for change, what in (
+            ({"gate": None}, ["experts"]),
+            ({"down": replace(encoding, granularity=PerGroup(64, 64))}, ["down weights"]),
+            ({"down": FORMATS["mxfp4"].encoding}, ["up and down weights"]),
+        ):
+            spec = replace(DEEPSEEK.spec, **change)  # type: ignore[arg-type]
+            activation = DEEPSEEK.activation if spec.gated else ReLU2()
+            verdict = Hopper().check(replace(DEEPSEEK, spec=spec, activation=activation), H200)
+            assert isinstance(verdict, Rejected)
+            assert [r.what for r in verdict.reasons] == what
+
+    def test_scales_of_other_dtypes(self) -> None:
+        for dtype in ("bfloat16", "e8m0"):
+            encoding = replace(FORMATS["fp8_block128"].encoding, scale_dtype=dtype)
+            spec = replace(DEEPSEEK.spec, gate=encoding, up=encoding, down=encoding)
+            for wide in (False, True):  # as float32, E8M0 scales of any size are
+                problem = replace(DEEPSEEK, spec=spec, wide_scales=wide)
+                assert Hopper().check(problem, H200) == Accepted(capturable=True)
+
+    def test_sizes_are_the_layouts_reasons(self) -> None:
+        problem = replace(DEEPSEEK, spec=replace(DEEPSEEK.spec, intermediate=192))
+        verdict = select(problem, H200, backend="hopper", backends={"hopper": Hopper()}).candidates[0].verdict
+        assert isinstance(verdict, Rejected)
+        assert [str(r) for r in verdict.reasons] == ["layout hopper, F: wants a multiple of 128, got 192"]
+
+
+class TestConfigure:
+    def test_by_rows_of_an_expert(self) -> None:
+        tokens = (1, 256, 512, 1024, 2048, 4096)
+        assert [Hopper().configure(DEEPSEEK, H200, t).rows for t in tokens] == [32, 32, 32, 64, 96, 96]
+        assert Hopper().candidates(DEEPSEEK, H200, 1024) == (EVERY[1], EVERY[0], *EVERY[2:])
+
+    def test_results_never_depend_on_the_batch(self) -> None:
+        assert Hopper().configure(replace(DEEPSEEK, batch_invariant=True), H200, 1) == EVERY[0]
+
+    def test_measured_with_other_kernels(self) -> None:
+        with pytest.raises(PlanError, match=r"HopperConfig: expected rows and height of a fp8 kernel: \("):
+            HopperConfig("fp8", 48, 0)
+
+
+def compare(
+    weights: ExpertWeights, x: torch.Tensor, routing: Routing, config: HopperConfig, runs: int = 20, **kwargs: Any
+) -> None:
+    """Every token with the reference, and runs with each other to the bit; outputs start as NaN."""
+    problem = problem_of(weights, activations="fp8_group128", **kwargs)
+    expected = run_experts(problem, weights, x, routing)
+    packed = LAYOUTS["hopper"].pack(weights, torch.device("cuda"))
+    x, routing = x.cuda(), Routing(*(part.cuda() for part in routing))
+    first, unequal = torch.full_like(x, float("nan")), torch.zeros((), dtype=torch.int64, device="cuda")
+    Hopper().run(problem, packed, x, routing, config, first)
+    for _ in range(runs):
+        out = torch.full_like(x, float("nan"))
+        Hopper().run(problem, packed, x, routing, config, out)
+        unequal += (out != first).any()
+    assert int(unequal) == 0
+    errors, sizes = (first.float().cpu() - expected).norm(dim=1), expected.norm(dim=1)
+    assert bool((errors <= TOKEN_TOLERANCE * sizes).all()), (errors / sizes).max()
+
+
+@pytest.mark.gpu
+class TestOnGpu:
+    @pytest.fixture(autouse=True)
+    def _sm90(self) -> None:
+        need_sm90()
+
+    @pytest.mark.parametrize("tokens", [1, 3, 40, 700])
+    @pytest.mark.parametrize("config", EVERY, ids=str)
+    def test_every_configuration(self, config: HopperConfig, tokens: int) -> None:
+        weights = same_experts("fp8_block128", hidden=384, intermediate=256, experts=7, bias=True)
+        x, routing = random_call(tokens, 384, 7, 3, torch.bfloat16)
+        routing.topk_ids_TA[0, 0] = 7
+        routing.topk_weights_TA[0, 0] = float("nan")
+        compare(weights, x, routing, config, activation=GPT_OSS)
+
+    @pytest.mark.parametrize("config", EVERY, ids=str)
+    @pytest.mark.parametrize(
+        ("hidden", "intermediate", "top_k"), [(2944, 384, 22), (640, 2048, 2), (7168, 256, 3), (128, 128, 1)]
+    )
+    def test_odd_sizes(self, config: HopperConfig, hidden: int, intermediate: int, top_k: int) -> None:
+        weights = same_experts("fp8_block128", hidden=hidden, intermediate=intermediate, bias=True)
+        compare(weights, *random_call(300, hidden, 5, top_k, torch.bfloat16), config)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+    def test_dtypes_of_x(self, dtype: torch.dtype) -> None:
+        weights = same_experts("fp8_block128", hidden=128, intermediate=128)
+        for tokens in (9, 200):
+            compare(weights, *random_call(tokens, 128, 5, dtype=dtype), EVERY[1], activation=GeGLU("tanh"))
+
+    @pytest.mark.parametrize("config", EVERY, ids=str)
+    def test_many_repeats_to_the_bit(self, config: HopperConfig) -> None:
+        """A stage given back too early, a barrier too few: they show in some run of many."""
+        weights = same_experts("fp8_block128", hidden=1024, intermediate=512, experts=4)
+        compare(weights, *random_call(400, 1024, 4, dtype=torch.bfloat16), config, runs=1000)
+
+    def test_a_token_does_not_see_its_batch(self) -> None:
+        weights = same_experts("fp8_block128", hidden=1024, intermediate=512, experts=4)
+        problem = problem_of(weights, activations="fp8_group128", batch_invariant=True)
+        packed = LAYOUTS["hopper"].pack(weights, torch.device("cuda"))
+        x, routing = random_call(600, 1024, 4, dtype=torch.bfloat16)
+        x, routing = x.cuda(), Routing(*(part.cuda() for part in routing))
+        whole = torch.empty_like(x)
+        configs = Hopper().candidates(problem, H200, 1)
+        Hopper().run(problem, packed, x, routing, configs[-1], whole)
+        for config in configs:
+            for some in (slice(0, 1), slice(599, 600), slice(31, 70), slice(3, 600)):
+                out = torch.empty_like(x[some])
+                Hopper().run(problem, packed, x[some], Routing(*(values[some] for values in routing)), config, out)
+                assert torch.equal(out, whole[some]), (config, some)
+
+    def test_captured_layer_follows_new_routings(self) -> None:
+        weights = same_experts("fp8_block128", experts=16, hidden=256, intermediate=256)
+        experts = FusedExperts.from_weights(
+            weights, GPT_OSS, top_k=3, device="cuda", backend="hopper", activations="fp8_group128"
+        )
+        for tokens in (3, 200):
+            x, routing = random_call(tokens, 256, 16, 3, torch.bfloat16)
+            x, ids, scores = x.cuda(), routing.topk_ids_TA.cuda(), routing.topk_weights_TA.cuda()
+            experts(x, ids, scores)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = experts(x, ids, scores)
+            new_x, new = random_call(tokens, 256, 16, 3, torch.bfloat16, seed=10)
+            x.copy_(new_x)
+            ids.copy_(new.topk_ids_TA)
+            scores.copy_(new.topk_weights_TA)
+            graph.replay()
+            assert relative_error(out.cpu(), run_experts(experts.problem, weights, new_x, new)) < TOKEN_TOLERANCE
