@@ -69,6 +69,16 @@ def prefill_costs(format: str, matrix: str, rows: int) -> dict[int, float]:
     return costs
 
 
+def e4m3_costs(matrix: str, rows: int) -> dict[int, float]:
+    """Of a kernel for MXFP4 weights and E4M3 rows, by the width of the products, which take sixteen weights of a lane."""
+    costs: dict[int, float] = {}
+    for body in loops(disassembled("w4a8_mxfp4", f"w4a8_{matrix}_{rows}")):
+        widths = [int(width) for text in body for width in re.findall(r"QGMMA\.64x(\d+)x32", text)]
+        if len(widths) == 8 and len(set(widths)) == 1 and len(body) < 450:  # two chains
+            costs[widths[0]] = len(body) / (2 * len(widths))
+    return costs
+
+
 def table() -> str:
     """Of gate and up, all formats, as Markdown."""
     lines = ["| kernel | rows of x | " + " | ".join(launch.FORMATS) + " |", "|---|---|" + "---|" * len(launch.FORMATS)]
@@ -80,7 +90,9 @@ def table() -> str:
     rows += [
         (f"prefill, {rows} rows", [prefill_costs(f, "gated", rows) for f in launch.FORMATS]) for rows in launch.PREFILL
     ]
+    rows += [(f"E4M3 rows, {rows} rows", [e4m3_costs("gated", rows)]) for rows in launch.W4A8]
     for name, costs in rows:
+        costs += [{}] * (len(launch.FORMATS) - len(costs))
         for width in sorted(costs[0]):
             cells = " | ".join(f"{cost[width]:.1f}" if width in cost else "" for cost in costs)
             lines.append(f"| {name} | {width} | {cells} |")

@@ -34,7 +34,7 @@ TOKEN_TOLERANCE = 5e-3  # of every single token
 
 class TestCheck:
     def test_takes_it_on_sm90(self) -> None:
-        assert Hopper().check(DEEPSEEK, H200) == Accepted(capturable=True)
+        assert Hopper().check(DEEPSEEK, H200) == Accepted(capturable=True, layouts=("hopper",))
         plan = select(DEEPSEEK, H200, backend="hopper", table=Table()).require()
         assert {step.backend for step in plan.steps} == {"hopper"}
 
@@ -42,7 +42,7 @@ class TestCheck:
         ("change", "reason"),
         [
             ({"activations": "16bit"}, "activations: wants fp8_group128, got 16bit"),
-            ({"weight_on": "input"}, "weight on: wants the output, with weights of 8 bits, got the input"),
+            ({"weight_on": "input"}, "routing weight with E4M3 inputs: wants on the output, got on the input"),
         ],
     )
     def test_what_it_is_not_taken_with(self, change: dict[str, Any], reason: str) -> None:
@@ -53,7 +53,7 @@ class TestCheck:
     def test_no_gate_other_scales_and_other_weights_beside_it(self) -> None:
         encoding = FORMATS["fp8_block128"].encoding
         for change, what in (
-            ({"gate": None}, ["experts"]),
+            ({"gate": None}, ["gate with E4M3 inputs"]),
             ({"down": replace(encoding, granularity=PerGroup(64, 64))}, ["down weights"]),
             ({"down": FORMATS["mxfp4"].encoding}, ["up and down weights"]),
         ):
@@ -69,7 +69,7 @@ class TestCheck:
             spec = replace(DEEPSEEK.spec, gate=encoding, up=encoding, down=encoding)
             for wide in (False, True):  # as float32, E8M0 scales of any size are
                 problem = replace(DEEPSEEK, spec=spec, wide_scales=wide)
-                assert Hopper().check(problem, H200) == Accepted(capturable=True)
+                assert Hopper().check(problem, H200) == Accepted(capturable=True, layouts=("hopper",))
 
     def test_sizes_are_the_layouts_reasons(self) -> None:
         problem = replace(DEEPSEEK, spec=replace(DEEPSEEK.spec, intermediate=192))

@@ -12,7 +12,10 @@ from polymoe.kernels.hopper import compiled
 
 HERE = Path(__file__).parent
 SOURCES = Path(compiled.__file__).parent
-ARGS = {"rows": ("DispatchArgs", "SpreadArgs", "CombineArgs"), "fp8_block128": ("GemmArgs", "QuantizeArgs")}
+ARGS = {
+    "rows": ("DispatchArgs", "SpreadArgs", "CombineArgs"), "rows_fp8": ("QuantizeArgs",),
+    "fp8_block128": ("GemmArgs", "QuantizeRowsArgs"),
+}  # fmt: skip
 
 
 def compile_unit(unit: str, folder: Path) -> ctypes.CDLL:

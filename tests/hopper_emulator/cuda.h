@@ -384,12 +384,6 @@ inline uint32_t atomicMax(uint32_t* at, uint32_t value) {
     if (value > before) *at = value;
     return before;
 }
-inline uint32_t __float_as_uint(float v) {
-    uint32_t bits;
-    memcpy(&bits, &v, 4);
-    return bits;
-}
-
 namespace polymoe {
 inline __align__(1024) uint8_t memory[228 * 1024];
 }

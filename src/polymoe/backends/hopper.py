@@ -120,8 +120,8 @@ class Hopper:
         driver = machine.driver
         version = ".".join(map(str, driver)) if driver else "none"
         reasons.need(driver is None or driver >= (13, 0), "driver", "CUDA 13.0 or newer", version)
-        held = [_MODES.get(_format(encoding) or "", ("16bit",)) for encoding in spec.encodings.values()]
-        modes = [mode for mode in held[-1] if all(mode in each for each in held)] or ["16bit"]
+        known = [_MODES.get(name, ("16bit",)) for name in map(_format, spec.encodings.values()) if name]
+        modes = [mode for mode in ("16bit", "fp8_group128") if all(mode in each for each in known)] or ["16bit"]
         reasons.need(problem.activations in modes, "activations", " or ".join(modes), problem.activations)
         for projection, encoding in spec.encodings.items():
             wanted = "mxfp4, nvfp4, int4_g32, int4_g128, fp8_block128 or bf16"
@@ -134,8 +134,9 @@ class Hopper:
             reasons.need(spec.gated, "gate with E4M3 inputs", "a gate", "none")
             on_output = problem.weight_on == "output"
             reasons.need(on_output, "routing weight with E4M3 inputs", "on the output", "on the input")
-        scales = "E8M0 within 2**14 in a row" if e4m3 else "E8M0 up to 2**25, E4M3 from 0"
-        reasons.need(not problem.wide_scales, "scales", scales, "others")
+        if spec.up.bits == 4:
+            scales = "E8M0 within 2**14 in a row" if e4m3 else "E8M0 up to 2**25, E4M3 from 0"
+            reasons.need(not problem.wide_scales, "scales", scales, "others")
         reasons.need(spec.local_experts <= 1024, "experts on this rank", "at most 1024", spec.local_experts)
         return reasons.verdict(Accepted(capturable=True, layouts=("hopper_e4m3" if e4m3 else "hopper",)))
 

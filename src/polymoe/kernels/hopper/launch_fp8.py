@@ -18,7 +18,7 @@ FP8 = (32, 64, 96)
 _THREADS, _ROWS, _MOST_STAGES = 384, 256, 16  # fp8.cuh: kThreads, rows of weights of a tile, kMostStages
 
 
-class _Quantize(ctypes.Structure):
+class _QuantizeRows(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "out")),
         *((name, ctypes.c_int) for name in ("columns", "x_dtype")),
@@ -53,7 +53,7 @@ def _quantize(x_TH: Tensor) -> Tensor:
     tokens, columns = x_TH.shape
     out = torch.empty(tokens, _row_bytes(columns), dtype=torch.uint8, device=x_TH.device)
     threads = min(512, launch._round_up(columns // 16, 32))
-    args = _Quantize(launch._at(x_TH), launch._at(out), columns, launch._DTYPES[x_TH.dtype])
+    args = _QuantizeRows(launch._at(x_TH), launch._at(out), columns, launch._DTYPES[x_TH.dtype])
     launch.kernel("fp8_block128", "quantize")(args, (tokens, -(-columns // (16 * threads))), threads)
     return out
 

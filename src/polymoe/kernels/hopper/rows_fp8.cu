@@ -2,8 +2,7 @@
 //
 // A tile is an item's rows by 128 columns: 128 bytes a row, swizzled, with room for a multiple of 8 rows, then a float32
 // scale for each of them. A last tile of fewer columns is as large; what it has too many is zero.
-#include "e4m3.cuh"
-#include "ptx.cuh"
+#include "quantize.cuh"
 
 namespace polymoe {
 
@@ -15,36 +14,12 @@ struct QuantizeArgs {
     int x_dtype;         // 0 bfloat16, 1 float16, 2 float32
 };
 
-// 16 of x's numbers.
-__device__ __forceinline__ void load_x(const QuantizeArgs& args, long long from, float (&x)[16]) {
-    if (args.x_dtype == 2) {
-        const float4* v = reinterpret_cast<const float4*>(static_cast<const float*>(args.x) + from);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float4 four = v[i];
-            x[4 * i] = four.x, x[4 * i + 1] = four.y, x[4 * i + 2] = four.z, x[4 * i + 3] = four.w;
-        }
-        return;
-    }
-    const uint4* v = reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(args.x) + from);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const uint4 eight = v[i];
-        const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            const uint16_t bits = static_cast<uint16_t>(words[j / 2] >> 16 * (j % 2));
-            x[8 * i + j] = args.x_dtype == 0 ? from_bfloat16(bits) : from_float16(bits);
-        }
-    }
-}
-
 // Grid: tokens by columns / 4096, 256 threads of 16 columns. A token is rounded once, for all experts that it goes to.
 __device__ __forceinline__ void quantize(const QuantizeArgs& args) {
     const int token = blockIdx.x, column = (blockIdx.y * blockDim.x + threadIdx.x) * 16, lane = threadIdx.x % 32;
     // x was complete before the kernel in front of this one let it start.
     float x[16] = {}, scale = 0.0f;
-    if (column < args.columns) load_x(args, static_cast<long long>(token) * args.columns + column, x);
+    if (column < args.columns) load_x(args.x, args.x_dtype, static_cast<long long>(token) * args.columns + column, x);
 #pragma unroll
     for (int i = 0; i < 16; ++i) scale = fmaxf(scale, fabsf(x[i]));
 #pragma unroll

@@ -1,0 +1,32 @@
+// Rows of x that are to be rounded to e4m3, as they come.
+#pragma once
+#include "e4m3.cuh"
+#include "ptx.cuh"
+
+namespace polymoe {
+
+// 16 numbers of x from number `from` on. dtype: 0 bfloat16, 1 float16, 2 float32.
+__device__ __forceinline__ void load_x(const void* from_x, int dtype, long long from, float (&x)[16]) {
+    if (dtype == 2) {
+        const float4* v = reinterpret_cast<const float4*>(static_cast<const float*>(from_x) + from);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float4 four = v[i];
+            x[4 * i] = four.x, x[4 * i + 1] = four.y, x[4 * i + 2] = four.z, x[4 * i + 3] = four.w;
+        }
+        return;
+    }
+    const uint4* v = reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(from_x) + from);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const uint4 eight = v[i];
+        const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const uint16_t bits = static_cast<uint16_t>(words[j / 2] >> 16 * (j % 2));
+            x[8 * i + j] = dtype == 0 ? from_bfloat16(bits) : from_float16(bits);
+        }
+    }
+}
+
+}  // namespace polymoe
