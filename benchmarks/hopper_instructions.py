@@ -70,7 +70,7 @@ def prefill_costs(format: str, matrix: str, rows: int) -> dict[int, float]:
 
 
 def e4m3_costs(matrix: str, rows: int) -> dict[int, float]:
-    """Of a kernel for MXFP4 weights and E4M3 rows, by the width of the products, which take sixteen weights of a lane."""
+    """Of a kernel for MXFP4 weights and E4M3 rows, by the width of products, which take sixteen weights of a lane."""
     costs: dict[int, float] = {}
     for body in loops(disassembled("w4a8_mxfp4", f"w4a8_{matrix}_{rows}")):
         widths = [int(width) for text in body for width in re.findall(r"QGMMA\.64x(\d+)x32", text)]
