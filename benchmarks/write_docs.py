@@ -71,6 +71,10 @@ LIMITS: Mapping[str, Mapping[tuple[str, str], Limit]] = {
             1: 33, 2: 55, 4: 100, 8: 180, 16: 330, 32: 540, 64: 800, 128: 970, 256: 1020, 512: 1030, 1024: 1120,
             2048: 1500, 4096: 2400, 8192: 4600,
         }),
+        ("deepseek-v4-flash", "mxfp4, fp8_group128"): Limit({
+            1: 42, 2: 60, 4: 97, 8: 165, 16: 280, 32: 450, 64: 655, 128: 830, 256: 870, 512: 890, 1024: 920,
+            2048: 1100, 4096: 1500, 8192: 2900,
+        }),
         ("deepseek-v4-flash", "int4_g32"): Limit(below_mxfp4=0.05),
         ("deepseek-v4-flash", "nvfp4"): Limit(below_mxfp4=0.05),
         ("gpt-oss-120b", "mxfp4"): Limit(share=_shares(0.70, 16, 64, 128, 256)),
@@ -81,18 +85,29 @@ LIMITS: Mapping[str, Mapping[tuple[str, str], Limit]] = {
         ("qwen3-235b-tp4-bf16", "bf16"): Limit({4096: 600}, share=_shares(0.88, 16, 64, 128, 256)),
     },
 }  # fmt: skip
-"""What each backend's kernels were asked to reach on one H200: by case and format."""
+"""What each backend's kernels were asked to reach on one H200: by case and format (:func:`_form`)."""
 
 PEERS: Mapping[tuple[str, str], Mapping[int, float]] = {
     ("deepseek-v4-flash", "mxfp4"): {
         1: 51.9, 2: 82.6, 4: 144, 8: 232, 16: 401, 32: 654, 64: 980, 128: 1231, 256: 1297, 512: 1392, 1024: 1473,
         2048: 2056, 4096: 3204, 8192: 6104,
     },
+    ("deepseek-v4-flash", "mxfp4, fp8_group128"): {
+        1: 47.6, 2: 64.9, 4: 105, 8: 172, 16: 286, 32: 453, 64: 662, 128: 878, 256: 915, 512: 952, 1024: 977,
+        2048: 1264, 4096: 1660, 8192: 3485,
+    },
 }  # fmt: skip
-"""The fastest of Humming, Marlin, triton_kernels and FlashInfer on the same GPU, in microseconds."""
+"""The fastest of Humming, Marlin, triton_kernels and FlashInfer on the same GPU, in microseconds; with E4M3 rows, Humming's
+with one scale a row."""
 
 PICTURE = ("deepseek-v4-flash", "mxfp4", ("hopper", "triton"))
 """Case, format and backends of docs/deepseek-v4-flash-h200.png."""
+
+
+def _form(record: Record) -> str:
+    """The weights' format, and how x is held where the checkpoint's weights alone do not say so."""
+    own = record.activations == "16bit" or record.format.startswith("fp8")
+    return record.format if own else f"{record.format}, {record.activations}"
 
 
 def records(*backends: str) -> list[Record]:
@@ -118,11 +133,11 @@ def times(found: Sequence[Record]) -> str:
 def limits(found: Sequence[Record], backend: str, others: Sequence[Record] = ()) -> str:
     """docs/measured.md's table of a backend: the limit of each time, and the time; in bold what is above it, and by how
     much; ``none`` where there is no record. Empty before there is any of this backend. ``others`` have floors too."""
-    floors = {(r.case, r.format, r.tokens): r.floor_us for r in (*others, *found) if r.routing == "uniform"}
+    floors = {(r.case, _form(r), r.tokens): r.floor_us for r in (*others, *found) if r.routing == "uniform"}
     measured: dict[tuple[str, str], dict[int, Record]] = {}
     for r in found:
         if r.backend == backend and r.routing == "uniform":
-            measured.setdefault((r.case, r.format), {})[r.tokens] = r
+            measured.setdefault((r.case, _form(r)), {})[r.tokens] = r
     if not measured:
         return ""
     columns = sorted({t for limit in LIMITS[backend].values() for t in (*limit.us, *limit.share)})
@@ -153,7 +168,7 @@ def calls(found: Sequence[Record]) -> str:
     by: dict[str, dict[int, Record]] = {}
     case, form, (backend, _) = PICTURE
     for r in found:
-        if (r.backend, r.format) == (backend, form) and r.case in (case, f"{case}[batch invariant]"):
+        if (r.backend, _form(r)) == (backend, form) and r.case in (case, f"{case}[batch invariant]"):
             name = "any batch, the same result" if r.case != case else f"{r.routing} routing"
             by.setdefault(name, {})[r.tokens] = r
     usual = by.pop("uniform routing", {})

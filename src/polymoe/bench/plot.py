@@ -45,7 +45,7 @@ def plot(records: Sequence[Record], path: Path) -> None:
     axes.set_ylim(0, max(1.0, *(1.05 * r.share for r in records)))
     axes.axhline(1.0, color="grey", linewidth=0.8)
     axes.set_xlabel("tokens")
-    axes.set_ylabel("share of floor (1 is the physical limit)")
+    axes.set_ylabel("share of floor (least bytes and products, at the GPU's rates)")
     r = records[0]
     axes.set_title(f"{r.case}, {r.format}, {r.routing} routing, {r.device}")
     axes.grid(alpha=0.3)
