@@ -97,8 +97,8 @@ PEERS: Mapping[tuple[str, str], Mapping[int, float]] = {
         2048: 1264, 4096: 1660, 8192: 3485,
     },
 }  # fmt: skip
-"""The fastest of Humming, Marlin, triton_kernels and FlashInfer on the same GPU, in microseconds; with E4M3 rows, Humming's
-with one scale a row."""
+"""The fastest of Humming, Marlin, triton_kernels and FlashInfer on the same GPU, in microseconds; with E4M3 rows,
+Humming's with one scale a row."""
 
 PICTURE = ("deepseek-v4-flash", "mxfp4", ("hopper", "triton"))
 """Case, format and backends of docs/deepseek-v4-flash-h200.png."""
