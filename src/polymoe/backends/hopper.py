@@ -89,7 +89,7 @@ _FP8_BY_ROWS = tuple(
 # Of those times: the shares of the device's rates at which weights are read and products are made, one after the other,
 # and microseconds beside them.
 _RATES = {
-    "decode": (0.93, 0.45, 10.0), "prefill": (1.02, 0.95, 20.0), "w4a8": (1.02, 0.65, 12.0), "whole": (1.02, 1.0, 12.0),
+    "decode": (0.93, 0.45, 10.0), "prefill": (1.02, 0.95, 20.0), "w4a8": (1.02, 0.65, 20.0), "whole": (1.02, 1.0, 12.0),
     "fp8": (0.98, 0.5, 14.0),
 }  # fmt: skip
 
