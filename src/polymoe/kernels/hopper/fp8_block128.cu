@@ -15,23 +15,12 @@ __device__ __forceinline__ void quantize(const QuantizeRowsArgs& args) {
     const int column = (blockIdx.y * blockDim.x + threadIdx.x) * 16;
     // x was complete before the kernel in front of this one let it start, and nobody reads `out` any more.
     let_next_kernel_start();
-    float x[16] = {}, scale = 0.0f;
+    float x[16] = {}, scale;
     if (column < args.columns) load_x(args.x, args.x_dtype, static_cast<long long>(blockIdx.x) * args.columns + column, x);
-#pragma unroll
-    for (int i = 0; i < 16; ++i) scale = fmaxf(scale, fabsf(x[i]));
-#pragma unroll
-    for (int lanes = 1; lanes < 8; lanes *= 2) scale = fmaxf(scale, __shfl_xor_sync(0xFFFFFFFFu, scale, lanes));
-    scale /= 448.0f;
-    if (scale == 0.0f) scale = 1.0f;
-    uint32_t codes[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        codes[i] = pack_e4m3(x[4 * i] / scale, x[4 * i + 1] / scale) |
-                   pack_e4m3(x[4 * i + 2] / scale, x[4 * i + 3] / scale) << 16;
-    }
+    const uint4 codes = round_to_e4m3(x, scale);
     if (column < args.columns) {
         uint8_t* row = args.out + static_cast<long long>(blockIdx.x) * fp8::row_bytes(args.columns);
-        *reinterpret_cast<uint4*>(row + column) = make_uint4(codes[0], codes[1], codes[2], codes[3]);
+        *reinterpret_cast<uint4*>(row + column) = codes;
         if (column % 128 == 0) reinterpret_cast<float*>(row + args.columns)[column / 128] = scale;
     }
     wait_for_previous_kernel();  // whoever waits for this kernel relies on the one before having finished too

@@ -1,4 +1,4 @@
-// Rows of x that are to be rounded to e4m3, as they come.
+// Rows of x rounded to e4m3.
 #pragma once
 #include "e4m3.cuh"
 #include "ptx.cuh"
@@ -27,6 +27,24 @@ __device__ __forceinline__ void load_x(const void* from_x, int dtype, long long 
             x[8 * i + j] = dtype == 0 ? from_bfloat16(bits) : from_float16(bits);
         }
     }
+}
+
+// 16 of a row's columns in e4m3, and the scale of the 128 that eight neighbouring lanes have: 1 if all are zeros.
+__device__ __forceinline__ uint4 round_to_e4m3(const float (&x)[16], float& scale) {
+    scale = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) scale = fmaxf(scale, fabsf(x[i]));
+#pragma unroll
+    for (int lanes = 1; lanes < 8; lanes *= 2) scale = fmaxf(scale, __shfl_xor_sync(0xFFFFFFFFu, scale, lanes));
+    scale /= 448.0f;
+    if (scale == 0.0f) scale = 1.0f;
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        words[i] = pack_e4m3(x[4 * i] / scale, x[4 * i + 1] / scale) |
+                   pack_e4m3(x[4 * i + 2] / scale, x[4 * i + 3] / scale) << 16;
+    }
+    return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
 }  // namespace polymoe

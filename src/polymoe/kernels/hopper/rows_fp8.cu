@@ -18,20 +18,9 @@ struct QuantizeArgs {
 __device__ __forceinline__ void quantize(const QuantizeArgs& args) {
     const int token = blockIdx.x, column = (blockIdx.y * blockDim.x + threadIdx.x) * 16, lane = threadIdx.x % 32;
     // x was complete before the kernel in front of this one let it start.
-    float x[16] = {}, scale = 0.0f;
+    float x[16] = {}, scale;
     if (column < args.columns) load_x(args.x, args.x_dtype, static_cast<long long>(token) * args.columns + column, x);
-#pragma unroll
-    for (int i = 0; i < 16; ++i) scale = fmaxf(scale, fabsf(x[i]));
-#pragma unroll
-    for (int lanes = 1; lanes < 8; lanes *= 2) scale = fmaxf(scale, __shfl_xor_sync(0xFFFFFFFFu, scale, lanes));
-    scale /= 448.0f;
-    if (scale == 0.0f) scale = 1.0f;
-    uint32_t words[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        words[i] = pack_e4m3(x[4 * i] / scale, x[4 * i + 1] / scale) |
-                   pack_e4m3(x[4 * i + 2] / scale, x[4 * i + 3] / scale) << 16;
-    }
+    const uint4 codes = round_to_e4m3(x, scale);
     wait_for_previous_kernel();
     let_next_kernel_start();
     const int blocks = (args.columns + 127) / 128;
@@ -46,7 +35,7 @@ __device__ __forceinline__ void quantize(const QuantizeArgs& args) {
             if (column < blocks * 128) {
                 uint8_t* out = args.out + static_cast<long long>(item) * blocks * 132;
                 const int tile = column / 128 * padded + row, chunk = (column / 16 % 8) ^ (row % 8);
-                *reinterpret_cast<uint4*>(out + tile * 128 + chunk * 16) = make_uint4(words[0], words[1], words[2], words[3]);
+                *reinterpret_cast<uint4*>(out + tile * 128 + chunk * 16) = codes;
                 if (column % 128 == 0) reinterpret_cast<float*>(out + blocks * padded * 128)[tile] = scale;
             }
         }
