@@ -27,14 +27,15 @@ from torch import Tensor
 
 from polymoe.activations import SwiGLU
 from polymoe.backends.hopper import Hopper, HopperConfig
+from polymoe.backends.reference import emulate_activations
 from polymoe.bench.timing import Turn, calls_per_turn
 from polymoe.formats import FORMATS
 from polymoe.kernels.hopper import compiled, launch
 from polymoe.kernels.hopper.driver import Module
-from polymoe.kernels.hopper.launch import Shape
-from polymoe.layouts import LAYOUTS, Packed
+from polymoe.kernels.hopper.launch import E4m3Shape, Shape
+from polymoe.layouts import LAYOUTS, Packed, hopper_e4m3
 from polymoe.layouts.hopper_order import pack_scales
-from polymoe.problem import Problem
+from polymoe.problem import ActivationMode, Problem
 from polymoe.routing import Routing
 from polymoe.tensors import ExpertsSpec, ExpertWeights
 
@@ -63,15 +64,27 @@ RING: Changes = (
 """,
     ),
 )
+RING_E4M3: Changes = (
+    (
+        "w4a8.cuh",
+        """        MultiplyE4m3<WG, MT, MOST, BLOCKS>(acc, args, ring, turns, item.z, shared_address(behind))
+            .template run_all<WIDTHS...>(item.z);
+""",
+        RING[0][2],
+    ),
+)
 _COPY = "__device__ __forceinline__ void copy_bulk"
 MATH: Changes = (
-    ("prefill.cuh", "barrier_arrive_expect(barrier, bytes);", "barrier_arrive(barrier);"),
+    ("packed.cuh", "barrier_arrive_expect(barrier, bytes);", "barrier_arrive(barrier);"),
     (
         "ptx.cuh",
         f"{_COPY}(uint32_t shared,",
         f"{_COPY}(uint32_t, const void*, uint32_t, uint32_t) {{}}\n\n{_COPY}_really(uint32_t shared,",
     ),
 )
+TURNS: Changes = (("w4a8.cuh", "kTurns = MOST > 64;", "kTurns = true;"),)
+NO_TURNS: Changes = (("w4a8.cuh", "kTurns = MOST > 64;", "kTurns = false;"),)
+"""Whether warpgroups take turns at the matrix units."""
 MULTIPLIED: Changes = (
     (
         "formats.cuh",
@@ -88,7 +101,8 @@ MULTIPLIED: Changes = (
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Rows of an item; for prefill its shape and narrower widths; the changes; tokens to be timed at."""
+    """Rows of an item; but for decode its shape and narrower widths; the changes; tokens to be timed at. Rows of x are
+    in bfloat16, or in E4M3 where the shape is of kernels for those."""
 
     rows: int
     tokens: tuple[int, ...]
@@ -99,13 +113,24 @@ class Variant:
     @property
     def proven(self) -> bool:
         """Whether results are meant to be right."""
-        return self.changes not in (RING, MATH)
+        return self.changes not in (RING, RING_E4M3, MATH)
+
+    @property
+    def kernels(self) -> str:
+        """Of :class:`HopperConfig`."""
+        return "decode" if self.shape is None else "w4a8" if isinstance(self.shape, E4m3Shape) else "prefill"
 
 
 def _prefill(
     rows: int, shape: tuple[int, int, int], widths: tuple[int, ...], tokens: tuple[int, ...], **kwargs: Any
 ) -> Variant:
     return Variant(rows, tokens, Shape(*shape), widths, **kwargs)
+
+
+def _e4m3(
+    rows: int, shape: tuple[int, int, int], widths: tuple[int, ...], tokens: tuple[int, ...], **kwargs: Any
+) -> Variant:
+    return Variant(rows, tokens, E4m3Shape(*shape), widths, **kwargs)
 
 
 FEW, SOME, MANY = (256, 512, 1024), (1024, 2048), (4096, 8192)
@@ -145,6 +170,21 @@ VARIANTS: dict[str, Variant] = {
     "decode-8": Variant(8, (1, 2, 4, 8, 16, 32, 64, 128)),
     "decode-12": Variant(12, (128, 256)),
     "decode-16": Variant(16, (256,)),
+    # Rows in E4M3: as compiled for users, what bounds them, other shapes, and turns.
+    "e4m3-16": _e4m3(16, (4, 1, 4), (8,), (1, 8, 16, 32, 64, 128, 256)),
+    "e4m3-32": _e4m3(32, (4, 1, 4), (8, 16, 24), FEW),
+    "e4m3-64": _e4m3(64, (4, 1, 4), (32, 48), SOME),
+    "e4m3-128": _e4m3(128, (2, 2, 2), (64, 80, 96, 112), MANY),
+    "e4m3-16-ring": _e4m3(16, (4, 1, 4), (8,), (16, 64), changes=RING_E4M3),
+    "e4m3-16-math": _e4m3(16, (4, 1, 4), (8,), (16, 64), changes=MATH),
+    "e4m3-64-math": _e4m3(64, (4, 1, 4), (32, 48), SOME[1:], changes=MATH),
+    "e4m3-128-math": _e4m3(128, (2, 2, 2), (64, 80, 96, 112), MANY[:1], changes=MATH),
+    "e4m3-24": _e4m3(24, (4, 1, 4), (8, 16), FEW),
+    "e4m3-48": _e4m3(48, (4, 1, 4), (16, 24, 32), SOME),
+    "e4m3-96": _e4m3(96, (2, 2, 2), (48, 64, 80), MANY),
+    "e4m3-112": _e4m3(112, (2, 2, 2), (64, 80, 96), MANY),
+    "e4m3-64-turns": _e4m3(64, (4, 1, 4), (32, 48), SOME, changes=TURNS),
+    "e4m3-128-no-turns": _e4m3(128, (2, 2, 2), (64, 80, 96, 112), MANY, changes=NO_TURNS),
 }
 
 
@@ -164,13 +204,15 @@ def sources(variant: Variant) -> dict[str, str]:
         ]
         files["variant.cu"] = '#include "decode.cuh"\n' + "".join(lines)
     else:
-        s = variant.shape
+        s, name = variant.shape, variant.kernels
         numbers = ", ".join(map(str, (s.warpgroups, s.groups, s.blocks, variant.rows, *variant.widths)))
+        head = f"POLYMOE_{name.upper()}({name}_"
+        format = "Mxfp4, " if name == "prefill" else ""
         lines = [
-            f"POLYMOE_PREFILL(prefill_{kind}_{variant.rows}, Mxfp4, {matrix}, {numbers})\n"
+            f"{head}{kind}_{variant.rows}, {format}{matrix}, {numbers})\n"
             for kind, matrix in (("gated", "kGated"), ("down", "kDown"))
         ]
-        files["variant.cu"] = '#include "prefill.cuh"\n' + "".join(lines)
+        files["variant.cu"] = f'#include "{name}.cuh"\n' + "".join(lines)
         widths = {variant.rows, *variant.widths}
         there = files["wgmma.cuh"]
         missing = "".join(_product(n) for n in sorted(widths) if f"POLYMOE_PRODUCT({n}," not in there)
@@ -184,24 +226,28 @@ def _product(n: int) -> str:
     d = ", ".join(f"%{i}" for i in range(count))
     a = ", ".join(f"%{count + i}" for i in range(4))
     outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
-    return f"""template <>
-struct Product<{n}> {{
-    static __device__ __forceinline__ void add(float* d, const uint32_t (&a)[4], uint64_t b) {{
+    methods = "".join(
+        f"""    static __device__ __forceinline__ void {name}(float* d, const uint32_t (&a)[4], uint64_t b) {{
         asm volatile(
-            "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{{d}}}, {{{a}}}, %{count + 4}, 1, 1, 1, 0;"
+            "wgmma.mma_async.sync.aligned.m64n{n}{kind} {{{d}}}, {{{a}}}, %{count + 4}, {flags};"
             : {outputs}
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
     }}
-}};
-
 """
+        for name, kind, flags in (
+            ("add", "k16.f32.bf16.bf16", "1, 1, 1, 0"),
+            ("set_e4m3", "k32.f32.e4m3.e4m3", "0, 1, 1"),
+            ("add_e4m3", "k32.f32.e4m3.e4m3", "1, 1, 1"),
+        )
+    )
+    return f"template <>\nstruct Product<{n}> {{\n{methods}}};\n\n"
 
 
 def build(folder: Path, names: Sequence[str]) -> None:
     """Compile to ``folder/NAME.cubin``; prints what the assembler has to say."""
     nvcc = Path(f".venv/cuda-{compiled.COMPILER['nvidia-cuda-nvcc']}/nvidia/cu13/bin/nvcc").resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (*names, "rows"):
+    for name in (*names, "rows", "rows_fp8"):
         with tempfile.TemporaryDirectory() as temporary:
             for file, text in sources(VARIANTS[name] if name in VARIANTS else Variant(8, ())).items():
                 Path(temporary, file).write_text(text)
@@ -224,32 +270,40 @@ def emulate(folder: Path, names: Sequence[str]) -> None:
 
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=3)  # type: ignore[assignment]
     folder.mkdir(parents=True, exist_ok=True)
-    weights = random_experts(hidden=592, intermediate=400, experts=3)
-    problem, packed = problem_of(weights), LAYOUTS["hopper"].pack(weights, torch.device("cpu"))
-    rows = compile_unit("rows", folder)
+    weights = random_experts(hidden=576, intermediate=448, experts=3)
+    libraries = {unit: compile_unit(unit, folder) for unit in ("rows", "rows_fp8")}
     for name in names:
         if not VARIANTS[name].proven:
             continue
         variant = VARIANTS[name]
-        unit = "decode_mxfp4" if variant.shape is None else "prefill_mxfp4"
+        layout, activations = _held(variant)
+        problem, packed = (
+            problem_of(weights, activations=activations),
+            LAYOUTS[layout].pack(weights, torch.device("cpu")),
+        )
         library = compile_files(sources(variant), "variant.cu", ("GemmArgs",), folder, name)
-        launch.kernel = Emulator({"rows": rows, unit: library}, list(packed.tensors.values()))
-        x, routing = random_call(170, 592, 3, 2, torch.bfloat16)
+        launch.kernel = Emulator({**libraries, f"{variant.kernels}_mxfp4": library}, list(packed.tensors.values()))
+        x, routing = random_call(170, 576, 3, 2, torch.bfloat16)
         out = torch.full_like(x, float("nan"))
         _call(variant, 64)(problem, packed, x, routing, out)
         print(f"{name}: error {relative_error(out, run_experts(problem, weights, x, routing)):.2g}", flush=True)
 
 
+def _held(variant: Variant) -> tuple[str, ActivationMode]:
+    """The layout of weights, and how x is held."""
+    return ("hopper_e4m3", "fp8_group128") if variant.kernels == "w4a8" else ("hopper", "16bit")
+
+
 def _call(variant: Variant, height: int) -> Callable[..., None]:
     """Runs the backend in the variant's configuration."""
-    kernels = "decode" if variant.shape is None else "prefill"
+    kernels = variant.kernels
     if variant.shape is not None:  # which sizes there are
-        launch.PREFILL[variant.rows] = variant.shape
-    config = HopperConfig(kernels, variant.rows, height if kernels == "decode" else 0)
+        launch.IN_TILES[kernels][variant.rows] = variant.shape  # type: ignore[index]
+    config = HopperConfig(kernels, variant.rows, height if kernels == "decode" else 0)  # type: ignore[arg-type]
 
     def call(problem: Problem, packed: Packed, x: Tensor, routing: Routing, out: Tensor) -> None:
         if variant.shape is not None:
-            launch.PREFILL[variant.rows] = variant.shape
+            launch.IN_TILES[kernels][variant.rows] = variant.shape  # type: ignore[index]
         Hopper().run(problem, packed, x, routing, config, out)
 
     return call
@@ -259,7 +313,7 @@ class Launcher:
     """Takes the place of ``launch.kernel``: a variant's products, and no more than ``most`` launches a call."""
 
     def __init__(self, cubin: Path, most: int = 9) -> None:
-        self.module, self.rows, self.most, self.made = _module(cubin), _module(cubin.with_name("rows.cubin")), most, 0
+        self.cubin, self.most, self.made = cubin, most, 0
 
     def __call__(self, unit: str, name: str) -> Callable[..., None]:
         """The kernel, or nothing where there were enough."""
@@ -271,7 +325,7 @@ class Launcher:
             self.made += 1
         if self.made > self.most:
             return lambda *args, **kwargs: None
-        return _kernel(self.rows if unit == "rows" else self.module, name)
+        return _kernel(_module(self.cubin.with_name(f"{unit}.cubin") if unit.startswith("rows") else self.cubin), name)
 
 
 @cache
@@ -284,7 +338,8 @@ def _kernel(module: Module, name: str) -> Any:
     return module.kernel(name)
 
 
-def _layer() -> tuple[Problem, Packed]:
+@cache
+def _layer(layout: str, activations: ActivationMode) -> tuple[Problem, Packed]:
     """DeepSeek-V4-Flash's shape with random codes and scales, packed."""
     encoding = FORMATS["mxfp4"].encoding
     spec = ExpertsSpec(hidden=4096, intermediate=2048, experts=256, gate=encoding, up=encoding, down=encoding)
@@ -292,9 +347,15 @@ def _layer() -> tuple[Problem, Packed]:
     tensors = {}
     for name, (n, k) in (("up", (4096, 4096)), ("down", (4096, 2048))):
         tensors[f"{name}.codes"] = torch.randint(256, (256, n * k // 2), generator=g, device="cuda", dtype=torch.uint8)
-        scales = torch.randint(117, 121, (256, n, k // 32, 1), generator=g, device="cuda", dtype=torch.uint8)
-        tensors[f"{name}.scales"] = torch.stack([pack_scales(s, encoding, k) for s in scales])
-    return Problem(spec=spec, activation=SwiGLU(limit=10.0), top_k=6), Packed("hopper", spec, tensors)
+        scales = torch.randint(117, 121, (256, n, k // 32), generator=g, device="cuda", dtype=torch.uint8)
+        if layout == "hopper":
+            packed = [pack_scales(s[..., None], encoding, k) for s in scales]
+        else:  # random codes are zeros in no whole group
+            codes = tensors[f"{name}.codes"].view(256, n, k // 2)
+            packed = [hopper_e4m3.pack_scales(s, c)[0] for s, c in zip(scales, codes, strict=True)]
+        tensors[f"{name}.scales"] = torch.stack(packed)
+    problem = Problem(spec=spec, activation=SwiGLU(limit=10.0), top_k=6, activations=activations)
+    return problem, Packed(layout, spec, tensors)
 
 
 def _routing(tokens: int, turn: int) -> Routing:
@@ -312,11 +373,12 @@ def _dequantized(weights: ExpertWeights, e: int) -> tuple[Tensor, ...]:
 
 
 def _reference(problem: Problem, weights: ExpertWeights, x: Tensor, routing: Routing) -> Tensor:
-    out, x = torch.zeros(x.shape, device="cuda"), x.float()
+    out, x = torch.zeros(x.shape, device="cuda"), emulate_activations(x.float(), problem.activations)
     for e in routing.topk_ids_TA.unique().tolist():
         rows, slots = (routing.topk_ids_TA == e).nonzero(as_tuple=True)
         gate, up, down = _dequantized(weights, e)
         h = problem.activation(x[rows] @ gate.T, x[rows] @ up.T)  # type: ignore[call-arg]
+        h = emulate_activations(h, problem.activations)
         out.index_add_(0, rows, (h @ down.T) * routing.topk_weights_TA[rows, slots][:, None])
     return out
 
@@ -324,8 +386,6 @@ def _reference(problem: Problem, weights: ExpertWeights, x: Tensor, routing: Rou
 def run(folder: Path, names: Sequence[str]) -> None:
     """Compare and time on this GPU."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    problem, packed = _layer()
-    weights = LAYOUTS["hopper"].unpack(packed)
 
     @cache
     def calls(tokens: int) -> list[tuple[Tensor, Routing]]:
@@ -335,11 +395,13 @@ def run(folder: Path, names: Sequence[str]) -> None:
         return [(x[i], _routing(tokens, i)) for i in range(count)]
 
     @cache
-    def expected(tokens: int) -> Tensor:
-        return _reference(problem, weights, *calls(tokens)[0])
+    def expected(layout: str, activations: ActivationMode, tokens: int) -> Tensor:
+        problem, packed = _layer(layout, activations)
+        return _reference(problem, LAYOUTS[layout].unpack(packed), *calls(tokens)[0])
 
     for name in names:
         variant, cubin = VARIANTS[name], folder / f"{name}.cubin"
+        problem, packed = _layer(*_held(variant))
         for height in (64, 128) if variant.shape is None else (0,):
             call = _call(variant, height)
             for tokens in variant.tokens:
@@ -350,7 +412,7 @@ def run(folder: Path, names: Sequence[str]) -> None:
                     outs = [torch.full_like(x, float("nan")) for x, _ in inputs]
                     call(problem, packed, *inputs[0], outs[0])
                     torch.cuda.synchronize()
-                    wanted = expected(tokens) if variant.proven else outs[0].float()
+                    wanted = expected(*_held(variant), tokens) if variant.proven else outs[0].float()
                     error = float((outs[0].float() - wanted).norm() / wanted.norm())
                     if variant.proven and not error <= TOLERANCE:
                         print(f"{title}: WRONG, error {error:.2g}", flush=True)
@@ -374,7 +436,7 @@ def run(folder: Path, names: Sequence[str]) -> None:
 
 def once(folder: Path, name: str, tokens: int) -> None:
     """Two calls with different routings, the second with everything loaded; decode with tiles 64 high."""
-    problem, packed = _layer()
+    problem, packed = _layer(*_held(VARIANTS[name]))
     launch.kernel = Launcher(folder / f"{name}.cubin")
     call = _call(VARIANTS[name], 64)
     x = torch.randn(tokens, problem.spec.hidden, device="cuda").bfloat16()
