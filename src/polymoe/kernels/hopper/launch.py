@@ -173,7 +173,7 @@ class Shape:
     blocks: int
 
     def stage_bytes(self, format: str, rows: int) -> int:
-        """Bytes of a stage for items of ``rows`` rows (prefill.cuh: Stage)."""
+        """Bytes of a stage for items of ``rows`` rows (packed.cuh: Stage)."""
         scale_bytes, blocks = FORMATS[format]
         group = self.blocks * 2048 + -(-self.blocks // blocks) * scale_bytes
         return _round_up(self.blocks * rows * 128 + self.warpgroups * self.groups * group, 1024)
