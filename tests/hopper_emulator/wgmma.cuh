@@ -68,6 +68,12 @@ struct Product {
     static void add(float* d, const uint32_t (&a)[4], uint64_t b) {
         here.now->open.push_back({d, a, 0, b, N});
     }
+    static void add_float16(float* d, const uint32_t (&a)[4], uint64_t b) {
+        here.now->open.push_back({d, a, 0, b, N, false, false, true});
+    }
+    static void set_float16(float* d, const uint32_t (&a)[4], uint64_t b) {
+        here.now->open.push_back({d, a, 0, b, N, false, true, true});
+    }
     static void add_e4m3(float* d, const uint32_t (&a)[4], uint64_t b) {
         here.now->open.push_back({d, a, 0, b, N, true});
     }

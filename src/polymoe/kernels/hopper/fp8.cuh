@@ -14,7 +14,6 @@
 // weights lie is described in layouts/hopper_bytes.py.
 #pragma once
 #include "e4m3.cuh"
-#include "wgmma_float16.cuh"
 #include "whole.cuh"
 
 namespace polymoe {
@@ -92,9 +91,9 @@ struct Multiply {
             const uint64_t x = describe_units(
                 in_units(stage) + (Shape::kX + part / 2 * Shape::kHalf) / 16 + part % 2 * 4 + step * 2);
             if (part == 0 && step == 0) {
-                Float16Product<N>::set(sums[m % kSums], a[part % 2][step], x);
+                Product<N>::set_float16(sums[m % kSums], a[part % 2][step], x);
             } else {
-                Float16Product<N>::add(sums[m % kSums], a[part % 2][step], x);
+                Product<N>::add_float16(sums[m % kSums], a[part % 2][step], x);
             }
         }
         products_commit();
@@ -178,14 +177,6 @@ struct Largest {
     float2 scale[MOST];  // and what it is to be divided by
 };
 
-template <bool SWIGLU>
-__device__ __forceinline__ float activated(const GemmArgs& args, float gate, float up) {
-    if (!SWIGLU) return gated(args, gate, up);
-    const float limit = args.limit > 0 ? args.limit : __int_as_float(0x7F800000);
-    gate = lesser(gate, limit), up = greater(lesser(up, limit), -limit);
-    return quotient(gate, 1.0f + power_of_2(args.alpha * -1.4426950408889634f * gate)) * (up + args.beta);
-}
-
 // v / scale, rounded once; `inverse` is 1 / scale.
 __device__ __forceinline__ float divided(float v, float scale, float inverse) {
     const float q = v * inverse;
@@ -212,7 +203,8 @@ __device__ __forceinline__ void activate(
 #pragma unroll
             for (int m = 0; m < kGroups; ++m) {
                 float* c = &acc[m][4 * n + i];
-                *c = activated<SWIGLU>(args, c[0] + low_bias[m], c[2] + high_bias[m]);
+                const float gate = c[0] + low_bias[m], up = c[2] + high_bias[m];
+                *c = SWIGLU ? swiglu(args, gate, up) : gated(args, gate, up);
                 most = fmaxf(most, fabsf(*c));
             }
 #pragma unroll

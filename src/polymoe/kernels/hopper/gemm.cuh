@@ -40,6 +40,13 @@ __device__ __forceinline__ float unscale(const float* scale, int expert) {
     return scale ? F::kUnscale * scale[expert] : F::kUnscale;
 }
 
+// SwiGLU, quick: the last bits may differ.
+__device__ __forceinline__ float swiglu(const GemmArgs& args, float gate, float up) {
+    const float limit = args.limit > 0 ? args.limit : __int_as_float(0x7F800000), power = args.alpha * -1.4426950408889634f;
+    gate = lesser(gate, limit), up = greater(lesser(up, limit), -limit);
+    return quotient(gate, 1.0f + power_of_2(power * gate)) * (up + args.beta);
+}
+
 __device__ __forceinline__ float gated(const GemmArgs& args, float gate, float up) {
     if (args.activation == 0) {  // SwiGLU
         if (args.limit > 0) {

@@ -15,16 +15,6 @@ __host__ __device__ constexpr int registers(int warpgroups) {
 
 __host__ __device__ constexpr int few_registers(int warpgroups) { return warpgroups == 4 ? 32 : warpgroups == 3 ? 56 : 88; }
 
-// gate and up of two rows to what the down projection takes.
-__device__ __forceinline__ void activate_swiglu(const GemmArgs& args, float (&gate)[2], const float (&up)[2]) {
-    const float limit = args.limit > 0 ? args.limit : __int_as_float(0x7F800000), power = args.alpha * -1.4426950408889634f;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const float g = lesser(gate[i], limit), u = greater(lesser(up[i], limit), -limit);
-        gate[i] = quotient(g, 1.0f + power_of_2(power * g)) * (u + args.beta);
-    }
-}
-
 // What a warp has of a tile of 16 rows of weights: sums, and what becomes of them.
 struct Finish {
     const GemmArgs& args;
@@ -95,8 +85,7 @@ __device__ __forceinline__ void write_tile(const Finish& finish, const float* ac
         for (int n0 = 0; n0 < MOST; n0 += 8) {
             if (n0 >= item.z) break;
             finish.scale<MATRIX>(acc + n0 / 2, n0, low, high);
-            activate_swiglu(args, low, high);
-            const uint32_t v = transposed(pack_bfloat16(low[0], low[1]));
+            const uint32_t v = transposed(pack_bfloat16(swiglu(args, low[0], high[0]), swiglu(args, low[1], high[1])));
             if (n0 + g < item.z) *reinterpret_cast<uint32_t*>(first_out + n0 * 64) = v;
         }
     } else {

@@ -251,10 +251,10 @@ __device__ __forceinline__ void write_h(
             for (int n = 0; n < MOST / 8; ++n) {
                 if (n * 8 >= item.z) break;
                 float* c = &acc[m][4 * n];
-                float gate[2] = {c[0] * gate_scale + gate_bias, c[1] * gate_scale + gate_bias};
-                const float up[2] = {c[2] * up_scale + up_bias, c[3] * up_scale + up_bias};
-                activate_swiglu(args, gate, up);
-                c[0] = gate[0], c[1] = gate[1];
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    c[i] = swiglu(args, c[i] * gate_scale + gate_bias, c[2 + i] * up_scale + up_bias);
+                }
             }
         } else {
 #pragma unroll

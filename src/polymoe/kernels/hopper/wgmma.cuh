@@ -1,5 +1,5 @@
 // m64nNk16 products of the matrix units with the left operand in registers: d[64 x N] += a[64 x 16] * b[16 x N] of
-// bfloat16 (`add`), and m64nNk32 of e4m3, added or set. A warpgroup's four warps hold 16 rows each, as in m16n8k16 and
+// bfloat16 (`add`) or float16, and m64nNk32 of e4m3, added or set. A warpgroup's four warps hold 16 rows each, as in m16n8k16 and
 // m16n8k32; b is in shared memory, N rows of 128 bytes, swizzled by 128 bytes. Asynchronous: neither d nor a may be touched before the group they belong to has been waited for.
 #pragma once
 #include <cstdint>
@@ -64,6 +64,8 @@ struct Product;
     template <>                                                                                           \
     struct Product<N> {                                                                                   \
         POLYMOE_METHOD(add, "m64n" #N "k16.f32.bf16.bf16 {" D "}, " AB ", 1, 1, 1, 0;", __VA_ARGS__)       \
+        POLYMOE_METHOD(set_float16, "m64n" #N "k16.f32.f16.f16 {" D "}, " AB ", 0, 1, 1, 0;", __VA_ARGS__) \
+        POLYMOE_METHOD(add_float16, "m64n" #N "k16.f32.f16.f16 {" D "}, " AB ", 1, 1, 1, 0;", __VA_ARGS__) \
         POLYMOE_METHOD(set_e4m3, "m64n" #N "k32.f32.e4m3.e4m3 {" D "}, " AB ", 0, 1, 1;", __VA_ARGS__)     \
         POLYMOE_METHOD(add_e4m3, "m64n" #N "k32.f32.e4m3.e4m3 {" D "}, " AB ", 1, 1, 1;", __VA_ARGS__)     \
     }
