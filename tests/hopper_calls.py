@@ -13,7 +13,7 @@ import torch
 from polymoe.backends.base import TOLERANCE, layouts_for
 from polymoe.backends.hopper import Hopper, HopperConfig
 from polymoe.backends.reference import run_experts
-from polymoe.experts import relative_error
+from polymoe.experts import FusedExperts, relative_error
 from polymoe.kernels.hopper import compiled, launch
 from polymoe.layouts import LAYOUTS, Packed
 from polymoe.machine import Machine
@@ -38,11 +38,11 @@ def pack(problem: Problem, weights: ExpertWeights, device: str = "cpu") -> Packe
     return LAYOUTS[layout].pack(weights, torch.device(device))
 
 
-def on_gpu(
+def repeated_on_gpu(
     weights: ExpertWeights, x: torch.Tensor, routing: Routing, config: HopperConfig | None = None, runs: int = 20,
-    most: float = TOLERANCE, **kwargs: Any,
-) -> None:  # fmt: skip
-    """Compare with the reference, and runs with each other to the bit; outputs start as NaN."""
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The result, with which all runs agree to the bit, and the reference's; outputs start as NaN."""
     problem = problem_of(weights, **kwargs)
     expected = run_experts(problem, weights, x, routing)
     packed = pack(problem, weights, "cuda")
@@ -55,7 +55,49 @@ def on_gpu(
         Hopper().run(problem, packed, x, there, config, out)
         unequal += (out != first).any()
     assert int(unequal) == 0
-    assert relative_error(first.cpu(), expected) < most
+    return first.cpu(), expected
+
+
+def on_gpu(*args: Any, most: float = TOLERANCE, **kwargs: Any) -> None:
+    """Compare what :func:`repeated_on_gpu` gives."""
+    assert relative_error(*repeated_on_gpu(*args, **kwargs)) < most
+
+
+def same_in_any_batch(weights: ExpertWeights, hidden: int, **kwargs: Any) -> None:
+    """A token's result, to the bit, alone and among others, in every configuration that may be asked for."""
+    problem = problem_of(weights, batch_invariant=True, **kwargs)
+    packed = pack(problem, weights, "cuda")
+    x, routing = random_call(600, hidden, weights.spec.experts, dtype=torch.bfloat16)
+    x, routing = x.cuda(), Routing(*(part.cuda() for part in routing))
+    whole = torch.empty_like(x)
+    configs = Hopper().candidates(problem, Machine.of("h200"), 1)
+    assert len(configs) > 1
+    Hopper().run(problem, packed, x, routing, configs[-1], whole)
+    for config in configs:
+        for some in (slice(0, 1), slice(599, 600), slice(31, 70), slice(3, 600)):
+            out = torch.empty_like(x[some])
+            Hopper().run(problem, packed, x[some], Routing(*(values[some] for values in routing)), config, out)
+            assert torch.equal(out, whole[some]), (config, some)
+
+
+def captured_follows_new_rows(
+    experts: FusedExperts, weights: ExpertWeights, hidden: int, tokens: int, most: float = TOLERANCE
+) -> None:
+    """A captured call of a layer with three experts a token, replayed with other rows and another routing."""
+    count = weights.spec.experts
+    x, routing = random_call(tokens, hidden, count, 3, torch.bfloat16)
+    x, ids, scores = x.cuda(), routing.topk_ids_TA.cuda(), routing.topk_weights_TA.cuda()
+    experts(x, ids, scores)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = experts(x, ids, scores)
+    new_x, new = random_call(tokens, hidden, count, 3, torch.bfloat16, seed=10)
+    x.copy_(new_x)
+    ids.copy_(new.topk_ids_TA)
+    scores.copy_(new.topk_weights_TA)
+    graph.replay()
+    assert relative_error(out.cpu(), run_experts(experts.problem, weights, new_x, new)) < most
 
 
 def names(unit: str) -> set[str]:

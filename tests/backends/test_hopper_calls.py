@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from hopper_calls import need_sm90, same_experts
 from polymoe.activations import SwiGLU
 from polymoe.backends.base import TOLERANCE
 from polymoe.backends.hopper import Hopper, HopperConfig
@@ -26,12 +26,10 @@ from polymoe.planning.measured import Table
 from polymoe.planning.table_files import read
 from polymoe.routing import Routing
 from polymoe.tensors import ExpertWeights
-from problems import GPT_OSS, problem_of, random_call, random_experts
+from problems import GPT_OSS, problem_of, random_call
 
 FORMATS = ["mxfp4", "nvfp4", "int4_g32", "int4_g128"]
 Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-same_experts = cache(random_experts)
 
 
 def layer(weights: ExpertWeights, backend: str = "hopper", **kwargs: Any) -> FusedExperts:
@@ -52,8 +50,7 @@ def expected(experts: FusedExperts, weights: ExpertWeights, call: Call) -> torch
 class TestOnGpu:
     @pytest.fixture(autouse=True)
     def _sm90(self) -> None:
-        if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-            pytest.skip("needs an SM90 GPU")
+        need_sm90()
 
     @pytest.mark.parametrize("format", FORMATS)
     def test_auto_takes_it_for_every_number_of_tokens(self, format: str) -> None:

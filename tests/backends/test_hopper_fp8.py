@@ -8,23 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from hopper_calls import need_sm90, same_experts
+from hopper_calls import captured_follows_new_rows, need_sm90, repeated_on_gpu, same_experts, same_in_any_batch
 from polymoe.activations import GeGLU, ReLU2
 from polymoe.backends.hopper import Hopper, HopperConfig
-from polymoe.backends.reference import run_experts
 from polymoe.backends.select import select
 from polymoe.bench.cases import CASES
 from polymoe.errors import PlanError
-from polymoe.experts import FusedExperts, relative_error
+from polymoe.experts import FusedExperts
 from polymoe.formats import FORMATS, PerGroup
 from polymoe.kernels.hopper.launch_fp8 import FP8
-from polymoe.layouts import LAYOUTS
 from polymoe.machine import DEVICES, Machine
 from polymoe.planning.measured import Table
-from polymoe.routing import Routing
-from polymoe.tensors import ExpertWeights
 from polymoe.verdict import Accepted, Rejected
-from problems import GPT_OSS, problem_of, random_call
+from problems import GPT_OSS, random_call
 
 H200 = Machine(DEVICES["h200"], packages={"triton": "3.6.0"}, driver=(13, 0))
 EVERY = [HopperConfig("fp8", rows, 0) for rows in FP8]
@@ -92,22 +88,10 @@ class TestConfigure:
             HopperConfig("fp8", 48, 0)
 
 
-def compare(
-    weights: ExpertWeights, x: torch.Tensor, routing: Routing, config: HopperConfig, runs: int = 20, **kwargs: Any
-) -> None:
-    """Every token with the reference, and runs with each other to the bit; outputs start as NaN."""
-    problem = problem_of(weights, activations="fp8_group128", **kwargs)
-    expected = run_experts(problem, weights, x, routing)
-    packed = LAYOUTS["hopper"].pack(weights, torch.device("cuda"))
-    x, routing = x.cuda(), Routing(*(part.cuda() for part in routing))
-    first, unequal = torch.full_like(x, float("nan")), torch.zeros((), dtype=torch.int64, device="cuda")
-    Hopper().run(problem, packed, x, routing, config, first)
-    for _ in range(runs):
-        out = torch.full_like(x, float("nan"))
-        Hopper().run(problem, packed, x, routing, config, out)
-        unequal += (out != first).any()
-    assert int(unequal) == 0
-    errors, sizes = (first.float().cpu() - expected).norm(dim=1), expected.norm(dim=1)
+def compare(*args: Any, **kwargs: Any) -> None:
+    """Every token with the reference, and runs with each other to the bit."""
+    first, expected = repeated_on_gpu(*args, activations="fp8_group128", **kwargs)
+    errors, sizes = (first.float() - expected).norm(dim=1), expected.norm(dim=1)
     assert bool((errors <= TOKEN_TOLERANCE * sizes).all()), (errors / sizes).max()
 
 
@@ -148,18 +132,7 @@ class TestOnGpu:
 
     def test_a_token_does_not_see_its_batch(self) -> None:
         weights = same_experts("fp8_block128", hidden=1024, intermediate=512, experts=4)
-        problem = problem_of(weights, activations="fp8_group128", batch_invariant=True)
-        packed = LAYOUTS["hopper"].pack(weights, torch.device("cuda"))
-        x, routing = random_call(600, 1024, 4, dtype=torch.bfloat16)
-        x, routing = x.cuda(), Routing(*(part.cuda() for part in routing))
-        whole = torch.empty_like(x)
-        configs = Hopper().candidates(problem, H200, 1)
-        Hopper().run(problem, packed, x, routing, configs[-1], whole)
-        for config in configs:
-            for some in (slice(0, 1), slice(599, 600), slice(31, 70), slice(3, 600)):
-                out = torch.empty_like(x[some])
-                Hopper().run(problem, packed, x[some], Routing(*(values[some] for values in routing)), config, out)
-                assert torch.equal(out, whole[some]), (config, some)
+        same_in_any_batch(weights, 1024, activations="fp8_group128")
 
     def test_captured_layer_follows_new_routings(self) -> None:
         weights = same_experts("fp8_block128", experts=16, hidden=256, intermediate=256)
@@ -167,16 +140,4 @@ class TestOnGpu:
             weights, GPT_OSS, top_k=3, device="cuda", backend="hopper", activations="fp8_group128"
         )
         for tokens in (3, 200):
-            x, routing = random_call(tokens, 256, 16, 3, torch.bfloat16)
-            x, ids, scores = x.cuda(), routing.topk_ids_TA.cuda(), routing.topk_weights_TA.cuda()
-            experts(x, ids, scores)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                out = experts(x, ids, scores)
-            new_x, new = random_call(tokens, 256, 16, 3, torch.bfloat16, seed=10)
-            x.copy_(new_x)
-            ids.copy_(new.topk_ids_TA)
-            scores.copy_(new.topk_weights_TA)
-            graph.replay()
-            assert relative_error(out.cpu(), run_experts(experts.problem, weights, new_x, new)) < TOKEN_TOLERANCE
+            captured_follows_new_rows(experts, weights, 256, tokens, TOKEN_TOLERANCE)

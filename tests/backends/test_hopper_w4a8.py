@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import polymoe
-from hopper_calls import need_sm90, on_gpu, pack, same_experts
+from hopper_calls import captured_follows_new_rows, need_sm90, on_gpu, pack, same_experts, same_in_any_batch
 from polymoe.activations import GeGLU, ReLU2, SwiGLU
 from polymoe.backends.hopper import Hopper, HopperConfig
 from polymoe.backends.reference import run_experts
@@ -188,36 +188,11 @@ class TestOnGpu:
 
     @pytest.mark.parametrize(("hidden", "intermediate"), [(1024, 512), (320, 192)])
     def test_a_token_does_not_see_its_batch(self, hidden: int, intermediate: int) -> None:
-        weights = same_experts(hidden=hidden, intermediate=intermediate, experts=4)
-        problem = problem_of(weights, batch_invariant=True, **E4M3)
-        packed = pack(problem, weights, "cuda")
-        x, routing = random_call(600, hidden, 4, dtype=torch.bfloat16)
-        x, routing = x.cuda(), Routing(*(part.cuda() for part in routing))
-        whole = torch.empty_like(x)
-        configs = Hopper().candidates(problem, H200, 1)
-        assert len(configs) > 1
-        Hopper().run(problem, packed, x, routing, configs[-1], whole)
-        for config in configs:
-            for some in (slice(0, 1), slice(599, 600), slice(31, 70), slice(3, 600)):
-                out = torch.empty_like(x[some])
-                Hopper().run(problem, packed, x[some], Routing(*(values[some] for values in routing)), config, out)
-                assert torch.equal(out, whole[some]), (config, some)
+        same_in_any_batch(same_experts(hidden=hidden, intermediate=intermediate, experts=4), hidden, **E4M3)
 
     @pytest.mark.parametrize("tokens", [3, 200])
     def test_captured_layer_follows_new_rows(self, tokens: int) -> None:
         weights = same_experts(experts=16, hidden=1024, intermediate=512)
         experts = FusedExperts.from_weights(weights, GPT_OSS, top_k=3, device="cuda", backend="hopper", **E4M3)
         assert {step.config.kernels for step in experts.explain().require().steps} == {"w4a8"}  # type: ignore[attr-defined]
-        x, routing = random_call(tokens, 1024, 16, 3, torch.bfloat16)
-        x, ids, scores = x.cuda(), routing.topk_ids_TA.cuda(), routing.topk_weights_TA.cuda()
-        experts(x, ids, scores)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = experts(x, ids, scores)
-        new_x, new = random_call(tokens, 1024, 16, 3, torch.bfloat16, seed=10)
-        x.copy_(new_x)
-        ids.copy_(new.topk_ids_TA)
-        scores.copy_(new.topk_weights_TA)
-        graph.replay()
-        assert relative_error(out.cpu(), run_experts(experts.problem, weights, new_x, new)) < MOST
+        captured_follows_new_rows(experts, weights, 1024, tokens, MOST)
