@@ -173,4 +173,9 @@ inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uin
     });
 }
 
+inline void multiply_add(float (&d)[4], const float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    for (int i = 0; i < 4; ++i) d[i] = c[i];
+    multiply_add(d, a, b0, b1);
+}
+
 }  // namespace polymoe

@@ -18,6 +18,68 @@ constexpr int kMostStages = 16;
 template <class F>
 constexpr int kStage = kStageCodes + kStageBlocks / F::kBlocks * kScaleBytes<F>;
 
+// Decoded weights times their scales, times x: `bytes` are the tiles' words of scales, b x's columns.
+template <class F, int N, int NB>
+__device__ __forceinline__ void multiply_words(float (&acc)[2][NB][4], const uint4 (&words)[2], const uint32_t (&bytes)[2][2],
+                                               const uint32_t (&b)[N][2][4], F) {
+    const typename F::Scales factors[2] = {F::scales(bytes[0]), F::scales(bytes[1])};
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+#pragma unroll
+        for (int tile = 0; tile < 2; ++tile) {
+            const uint32_t word[4] = {words[tile].x, words[tile].y, words[tile].z, words[tile].w};
+            uint32_t a[4];
+            decode<F>(a, word[step], F::scale(factors[tile], step));
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+                multiply_add(acc[tile][n], a, b[n][step / 2][step % 2 * 2], b[n][step / 2][step % 2 * 2 + 1]);
+            }
+        }
+    }
+}
+
+// The same with fewer instructions for int4: codes are multiplied as they are easiest to make, 136 too large, on top of
+// -136 times the sum of x, which the matrix units make too. Sums of a group of columns are multiplied by its scale.
+template <int GROUP, int N, int NB>
+__device__ __forceinline__ void multiply_words(float (&acc)[2][NB][4], const uint4 (&words)[2], const uint32_t (&bytes)[2][2],
+                                               const uint32_t (&b)[N][2][4], Int4<GROUP>) {
+    constexpr int kSteps = GROUP == 32 ? 2 : 4;  // of 16 columns that share a scale
+    const uint32_t minus_136[4] = {kMinus136, kMinus136, kMinus136, kMinus136};
+#pragma unroll
+    for (int first = 0; first < 4; first += kSteps) {
+        float zero[N][4] = {};
+#pragma unroll
+        for (int step = first; step < first + kSteps; ++step) {
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+                multiply_add(zero[n], minus_136, b[n][step / 2][step % 2 * 2], b[n][step / 2][step % 2 * 2 + 1]);
+            }
+        }
+#pragma unroll
+        for (int tile = 0; tile < 2; ++tile) {
+            const uint32_t word[4] = {words[tile].x, words[tile].y, words[tile].z, words[tile].w};
+            float sum[N][4];
+#pragma unroll
+            for (int step = first; step < first + kSteps; ++step) {
+                uint32_t a[4];
+                decode_int4_and_136(a, word[step]);
+#pragma unroll
+                for (int n = 0; n < N; ++n) {
+                    multiply_add(sum[n], step == first ? zero[n] : sum[n], a, b[n][step / 2][step % 2 * 2],
+                                 b[n][step / 2][step % 2 * 2 + 1]);
+                }
+            }
+            const uint32_t scales = Int4<GROUP>::scale(Int4<GROUP>::scales(bytes[tile]), first);
+            const float low = __uint_as_float(scales << 16), high = __uint_as_float(scales & 0xFFFF0000u);
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) acc[tile][n][i] = fmaf(sum[n][i], i < 2 ? low : high, acc[tile][n][i]);
+            }
+        }
+    }
+}
+
 // 64 columns of two tiles of 16 rows, for 8 * N rows of the item: acc += weights * x. All loads stand in front, since
 // volatile assembly keeps its order, and the ring's slot is given back as soon as they are made.
 template <class F, int N, int NB>
@@ -34,20 +96,7 @@ __device__ __forceinline__ void multiply_block(
     }
     __syncwarp();
     if (leader) barrier_arrive(empty);
-    const typename F::Scales factors[2] = {F::scales(bytes[0]), F::scales(bytes[1])};
-#pragma unroll
-    for (int step = 0; step < 4; ++step) {
-#pragma unroll
-        for (int tile = 0; tile < 2; ++tile) {
-            const uint32_t word[4] = {words[tile].x, words[tile].y, words[tile].z, words[tile].w};
-            uint32_t a[4];
-            decode<F>(a, word[step], F::scale(factors[tile], step));
-#pragma unroll
-            for (int n = 0; n < N; ++n) {
-                multiply_add(acc[tile][n], a, b[n][step / 2][step % 2 * 2], b[n][step / 2][step % 2 * 2 + 1]);
-            }
-        }
-    }
+    multiply_words(acc, words, bytes, b, F());
 }
 
 // The rest of a row, fewer than 64 columns, word by word.

@@ -18,10 +18,19 @@ __device__ __forceinline__ void decode_e2m1(uint32_t (&a)[4], uint32_t word) {
     a[3] = ((word << 6) & 0x80C080C0u) | ((word >> 2) & 0x01000100u);
 }
 
-// Eight int4 codes to bfloat16: their values. The mantissa of 128 takes four bits; 136 is 128 and the zero. 11.
-__device__ __forceinline__ void decode_int4(uint32_t (&a)[4], uint32_t word) {
+// Eight int4 codes to bfloat16: their values and 136, since the mantissa of 128 takes four bits and 8 is zero. 7.
+__device__ __forceinline__ void decode_int4_and_136(uint32_t (&a)[4], uint32_t word) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) a[i] = add_pairs(((word >> (4 * i)) & 0x000F000Fu) | 0x43004300u, 0xC308C308u);
+    for (int i = 0; i < 4; ++i) a[i] = ((word >> (4 * i)) & 0x000F000Fu) | 0x43004300u;
+}
+
+constexpr uint32_t kMinus136 = 0xC308C308u;
+
+// Their values. 11.
+__device__ __forceinline__ void decode_int4(uint32_t (&a)[4], uint32_t word) {
+    decode_int4_and_136(a, word);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = add_pairs(a[i], kMinus136);
 }
 
 // 4 instructions.

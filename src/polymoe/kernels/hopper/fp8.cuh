@@ -149,8 +149,7 @@ struct Multiply {
             }
             products_wait<0>();
             add(stage, kGroups - 1);
-            __syncwarp();
-            if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * ring.slot);
+            barrier_arrive(ring.empty + 8 * ring.slot);
             ring.next();
             if (left > 1) {
                 stage = ring.wait();
@@ -390,8 +389,7 @@ struct Bring {
             if (next) fetch(next, i);
         }
         shared_for_copies_and_products();
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) barrier_arrive(ring.full + 8 * ring.slot);
+        barrier_arrive(ring.full + 8 * ring.slot);
     }
 
     __device__ __forceinline__ void run(int total, int tiles) {
@@ -433,8 +431,8 @@ __device__ __forceinline__ void fp8_gemm(const GemmArgs& args) {
     ring.slot = 0;
     if (threadIdx.x == 0) {
         for (int i = 0; i < args.stages; ++i) {
-            barrier_init(ring.full + 8 * i, 1 + fp8::Bring<MOST, MATRIX>::kTogether);
-            barrier_init(ring.empty + 8 * i, kWarps);
+            barrier_init(ring.full + 8 * i, 1 + 32 * fp8::Bring<MOST, MATRIX>::kTogether);
+            barrier_init(ring.empty + 8 * i, kWarps * 32);
         }
         barrier_init_visible();
     }

@@ -231,25 +231,26 @@ _E4M3 = ("w4a8",)
 
 def in_tiles(
     kernels: str, up: Matrix, down: Matrix, gated: bool, function: Function, x_TH: Tensor, rows: Rows, out_TH: Tensor,
-    block: int,
+    block: int, down_block: int,
 ) -> None:  # fmt: skip
-    """``out_TH`` by one of :data:`IN_TILES`, in items of at most ``block`` rows; x is bfloat16, or to be quantized."""
+    """``out_TH`` by one of :data:`IN_TILES`, in items of at most ``block`` rows; x is bfloat16, or to be quantized. The
+    down projection of the same items is made by the kernel for items of ``down_block`` rows, which may be more."""
     tokens, slots = rows.ids_TA.shape
     routed = tokens * slots
     padded = routed + 7 * min(rows.experts, routed)  # an expert's rows in tiles: a multiple of 8
-    shape = IN_TILES[kernels][block]
     plan = _dispatch(rows, block, places=True)
     e4m3 = kernels in _E4M3
     x_tiles = _spread(x_TH, plan, padded, slots, e4m3)
     h_tiles = _empty_tiles(x_TH, padded, down.columns, e4m3)
     y_RH = x_TH.new_empty(routed, down.rows, dtype=torch.bfloat16)
     grid = (torch.cuda.get_device_properties(x_TH.device).multi_processor_count,)
-    for name, matrix, x, out in (("up", up, x_tiles, h_tiles), ("down", down, h_tiles, y_RH)):
-        stage, beside = shape.stage_bytes(matrix.format, block), shape.scratch_bytes(block) + 1024
+    for name, matrix, x, out, most in (("up", up, x_tiles, h_tiles, block), ("down", down, h_tiles, y_RH, down_block)):
+        shape = IN_TILES[kernels][most]
+        stage, beside = shape.stage_bytes(matrix.format, most), shape.scratch_bytes(most) + 1024
         stages = min((SHARED_BYTES - beside) // stage, _MOST_STAGES)
         kind = name if name == "down" else "gated" if gated else "plain"
-        gemm = _gemm(matrix, x, out, plan, rows if name == "up" else None, function, 0, stages, 1, block)
-        launch = kernel(f"{kernels}_{matrix.format}", f"{kernels}_{kind}_{block}")
+        gemm = _gemm(matrix, x, out, plan, rows if name == "up" else None, function, 0, stages, 1, most)
+        launch = kernel(f"{kernels}_{matrix.format}", f"{kernels}_{kind}_{most}")
         launch(gemm, grid, shape.warpgroups * 128 + 128, stages * stage + beside)
     _combine(y_RH, rows, out_TH, plan.places)
 
