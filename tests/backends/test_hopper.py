@@ -77,12 +77,25 @@ class TestConfigure:
             "prefill, 32 rows", "prefill, 32 rows", "prefill, 64 rows", "prefill, 256 rows",
         ]  # fmt: skip
 
+    def test_down_in_lower_tiles_where_the_last_round_of_high_ones_is_half_empty(self) -> None:
+        """32 experts of 2880 rows: 192 tiles of 512 for 132 multiprocessors, or 384 of 256."""
+        problem = seed_problem()
+        spec = replace(problem.spec, hidden=2880, intermediate=2880, experts=32, local_experts=32)
+        gpt_oss = replace(problem, spec=spec, top_k=4)
+        lower = HopperConfig("prefill", 32, 0, 64)
+        assert [Hopper().configure(gpt_oss, H200, t) for t in (64, 128)] == [lower, lower]
+        assert str(lower) == "prefill, 32 rows, down as for 64"
+        assert HopperConfig.from_dict(lower.to_dict()) == lower
+        larger = replace(gpt_oss, spec=replace(spec, experts=128, local_experts=128))
+        assert Hopper().configure(larger, H200, 256) == HopperConfig("prefill", 32, 0)
+        assert lower in Hopper().candidates(larger, H200, 256)
+
     def test_x_too_wide_for_shared_memory_goes_in_fewer_rows_or_to_prefill(self) -> None:
         problem = seed_problem()
         kimi, wide = (replace(problem, spec=replace(problem.spec, hidden=h)) for h in (7168, 16384))
         assert Hopper().configure(kimi, H200, 128) == HopperConfig("decode", 8, 64)
         assert {c.rows for c in Hopper().candidates(kimi, H200, 256) if c.kernels == "decode"} == {8}
-        assert Hopper().configure(wide, H200, 1) == HopperConfig("prefill", 32, 0)
+        assert Hopper().configure(wide, H200, 1).kernels == "prefill"
         assert {c.kernels for c in Hopper().candidates(wide, H200, 1)} == {"prefill"}
 
     def test_one_kind_of_kernels_where_a_batch_must_not_show(self) -> None:
@@ -92,7 +105,7 @@ class TestConfigure:
         plan = select(problem, H200).require()
         assert plan.layout == "hopper"
         assert {step.config.kernels for step in plan.steps} == {"prefill"}  # type: ignore[attr-defined]
-        assert plan.steps[0].config == HopperConfig("prefill", 32, 0)
+        assert plan.steps[0].config == HopperConfig("prefill", 64, 0)  # more blocks, with as much work each
 
     @pytest.mark.parametrize("sizes", [("decode", 24, 64), ("prefill", 48, 0), ("prefill", 32, 64)])
     def test_measured_with_other_kernels(self, sizes: tuple[Any, int, int]) -> None:
@@ -101,6 +114,14 @@ class TestConfigure:
         row = dict(zip(("kernels", "rows", "height"), sizes, strict=True))
         with pytest.raises(PlanError):
             HopperConfig.from_dict(row)
+
+    @pytest.mark.parametrize("down", [32, 48])
+    def test_down_for_other_rows(self, down: int) -> None:
+        expected = rf"expected down_rows of a prefill kernel for more than 32 rows: 0 or .*, got {down}"
+        with pytest.raises(PlanError, match=expected):
+            HopperConfig("prefill", 32, 0, down)
+        with pytest.raises(PlanError, match="down_rows of a decode kernel"):
+            HopperConfig("decode", 8, 64, 32)
 
     def test_predicts_what_one_h200_took(self) -> None:
         """Microseconds of DeepSeek-V4-Flash in MXFP4: the first times of these kernels behind this backend."""

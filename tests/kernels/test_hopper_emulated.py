@@ -28,7 +28,7 @@ from problems import GPT_OSS, problem_of, random_call, random_experts
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 DECODE = [HopperConfig("decode", rows, height) for rows in (8, 12, 16) for height in (64, 128)]
-PREFILL = [HopperConfig("prefill", rows, 0) for rows in (32, 64, 128, 256)]
+PREFILL = [*(HopperConfig("prefill", rows, 0) for rows in (32, 64, 128, 256)), HopperConfig("prefill", 32, 0, 64)]
 W4A8 = [HopperConfig("w4a8", rows, 0) for rows in (16, 32, 64, 128)]
 
 

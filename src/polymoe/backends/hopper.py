@@ -6,6 +6,7 @@ brings x into tiles where an expert gets many rows, or rounds it to E4M3. Each s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -41,6 +42,8 @@ class HopperConfig(Config):
     (w4a8: x and h in E4M3), 32, 64 or 96 (fp8)."""
     height: int
     """Rows of weights that a block makes at once (decode), or 0."""
+    down_rows: int = 0
+    """The kernel for the down projection of the same pieces, where it is the one for more rows; or 0."""
 
     def __post_init__(self) -> None:
         from polymoe.kernels.hopper.launch import DECODE, IN_TILES
@@ -52,9 +55,14 @@ class HopperConfig(Config):
         if sizes not in known:  # a table of measured times may be older than the kernels
             expected = f"rows and height of a {self.kernels} kernel: {', '.join(map(str, known))}"
             raise PlanError("HopperConfig", expected=expected, got=str(sizes))
+        wider = [rows for rows in IN_TILES.get(self.kernels, ()) if rows > self.rows]
+        if self.down_rows and self.down_rows not in wider:
+            expected = f"down_rows of a {self.kernels} kernel for more than {self.rows} rows: 0 or {wider}"
+            raise PlanError("HopperConfig", expected=expected, got=str(self.down_rows))
 
     def __str__(self) -> str:
-        return f"{self.kernels}, {self.rows} rows" + (f", {self.height} high" if self.height else "")
+        down = f", down as for {self.down_rows}" if self.down_rows else ""
+        return f"{self.kernels}, {self.rows} rows" + (f", {self.height} high" if self.height else "") + down
 
 
 # Kernels and rows of an item, by the mean number of rows of an expert that has any: the fastest on one H200 at 1 to 128
@@ -92,6 +100,10 @@ _RATES = {
     "decode": (0.93, 0.45, 10.0), "prefill": (1.02, 0.95, 20.0), "w4a8": (1.02, 0.65, 20.0), "whole": (1.02, 1.0, 12.0),
     "fp8": (0.98, 0.5, 14.0),
 }  # fmt: skip
+
+# What the kernel for 64 rows of x takes for few of them, by the one for 32: at most that for DeepSeek-V4-Flash and Kimi K2
+# TP8 at 256 and 512 tokens.
+_LOWER = 1.2
 
 # How x and h may be held, where it is not in bfloat16 alone. E4M3 beside 4-bit weights wants a layout of its own.
 _MODES: dict[str, tuple[ActivationMode, ...]] = {
@@ -146,7 +158,11 @@ class Hopper:
         hit = cost(problem, machine.device, tokens).active_experts
         mean = tokens * problem.top_k * spec.local_experts / spec.experts / max(hit, 1e-9)
         running = [(bound, config) for bound, config in _table(problem) if _runs(problem, config)]
-        return next((config for bound, config in running if mean <= bound), running[-1][1])
+        found = next((config for bound, config in running if mean <= bound), running[-1][1])
+        if found != HopperConfig("prefill", 32, 0) or not _lower_pays(spec.hidden, hit, machine.device.sms):
+            return found
+        up_too = _lower_pays((2 if spec.gated else 1) * spec.intermediate, hit, machine.device.sms)
+        return HopperConfig("prefill", 64, 0) if up_too else HopperConfig("prefill", 32, 0, 64)
 
     def candidates(
         self, problem: Problem, machine: Machine, tokens: int, timed: Sequence[tuple[Config, float]] = ()
@@ -159,6 +175,7 @@ class Hopper:
         if _table(problem) is _BY_ROWS:
             every = [HopperConfig("decode", rows, height) for rows, height in DECODE]
             every += [HopperConfig("prefill", rows, 0) for rows in PREFILL]
+            every.append(HopperConfig("prefill", 32, 0, 64))
         else:
             every = [config for _, config in _table(problem)]
         fitting = [config for config in every if _runs(problem, config)]
@@ -216,7 +233,8 @@ class Hopper:
             elif config.kernels == "fp8":
                 launch_fp8.fp8(up, down, function, x_TH, rows, out_TH, config.rows)
             else:
-                launch.in_tiles(config.kernels, up, down, gated, function, x_TH, rows, out_TH, config.rows)
+                down_rows = config.down_rows or config.rows
+                launch.in_tiles(config.kernels, up, down, gated, function, x_TH, rows, out_TH, config.rows, down_rows)
 
 
 def _format(encoding: Encoding) -> str | None:
@@ -241,6 +259,18 @@ def _table(problem: Problem) -> tuple[tuple[float, HopperConfig], ...]:
     if problem.spec.up.bits == 4 and problem.activations != "16bit":
         return _W4A8_BY_ROWS
     return {4: _BY_ROWS, 8: _FP8_BY_ROWS, 16: _WHOLE_BY_ROWS}[problem.spec.up.bits]
+
+
+def _lower_pays(rows: int, items: float, sms: int) -> bool:
+    """Whether ``rows`` rows of weights for each item are sooner done in tiles as low as the kernel for 64 rows of x has
+    them than in those of the one for 32: there are fewer of the high ones, and the last round may be nearly empty."""
+    from polymoe.kernels.hopper.launch import PREFILL
+
+    low, high = (
+        height * math.ceil(items * math.ceil(rows / height) / sms)
+        for height in (PREFILL[block].warpgroups * PREFILL[block].groups * 64 for block in (64, 32))
+    )
+    return _LOWER * low < high
 
 
 def _require_format(encoding: Encoding) -> str:
