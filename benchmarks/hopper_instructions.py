@@ -47,9 +47,9 @@ def decode_costs(format: str, matrix: str, rows: int, height: int) -> dict[int, 
     """Of a kernel for few rows: instructions for eight weights of a lane, by the rows of x that its loop multiplies."""
     # Two tiles of 16 rows by 64 columns are eight words; kernels for 16 rows have a loop for 8 too.
     found = disassembled(f"decode_{format}", f"decode_{matrix}_{rows}_{height}")
-    bodies = [body for body in loops(found) if any("LDSM.16.M88.4" in text for text in body)]
-    products = [sum("HMMA" in text for text in body) for body in bodies]  # eight for every 8 rows of x
-    return {count: len(body) / 8 for body, count in zip(bodies, products, strict=True) if count in (8, 16)}
+    loads = [(sum("LDSM.16.M88.4" in text for text in body), body) for body in loops(found)]  # two for 8 rows of x
+    outer_first = sorted(loads, key=lambda load: -len(load[1]))
+    return {4 * count: len(body) / 8 for count, body in outer_first if count in (2, 4)}
 
 
 def prefill_loops(format: str, matrix: str, rows: int) -> list[list[str]]:

@@ -101,8 +101,8 @@ _RATES = {
     "fp8": (0.98, 0.5, 14.0),
 }  # fmt: skip
 
-# What the kernel for 64 rows of x takes for few of them, by the one for 32: at most that for DeepSeek-V4-Flash and Kimi K2
-# TP8 at 256 and 512 tokens.
+# What the kernel for 64 rows of x takes for few of them, by the one for 32: at most that for DeepSeek-V4-Flash and
+# Kimi K2 TP8 at 256 and 512 tokens.
 _LOWER = 1.2
 
 # How x and h may be held, where it is not in bfloat16 alone. E4M3 beside 4-bit weights wants a layout of its own.

@@ -38,44 +38,36 @@ __device__ __forceinline__ void multiply_words(float (&acc)[2][NB][4], const uin
     }
 }
 
-// The same with fewer instructions for int4: codes are multiplied as they are easiest to make, 136 too large, on top of
-// -136 times the sum of x, which the matrix units make too. Sums of a group of columns are multiplied by its scale.
-template <int GROUP, int N, int NB>
+// The same with fewer instructions for int4 and 8 rows of x: codes are multiplied as they are easiest to make, 136 too
+// large, on top of -136 times the sum of x, which the matrix units make too. Sums of a group of columns are multiplied by
+// its scale.
+template <int GROUP, int NB>
 __device__ __forceinline__ void multiply_words(float (&acc)[2][NB][4], const uint4 (&words)[2], const uint32_t (&bytes)[2][2],
-                                               const uint32_t (&b)[N][2][4], Int4<GROUP>) {
+                                               const uint32_t (&b)[1][2][4], Int4<GROUP>) {
     constexpr int kSteps = GROUP == 32 ? 2 : 4;  // of 16 columns that share a scale
     const uint32_t minus_136[4] = {kMinus136, kMinus136, kMinus136, kMinus136};
 #pragma unroll
     for (int first = 0; first < 4; first += kSteps) {
-        float zero[N][4] = {};
+        float zero[4] = {};
 #pragma unroll
         for (int step = first; step < first + kSteps; ++step) {
-#pragma unroll
-            for (int n = 0; n < N; ++n) {
-                multiply_add(zero[n], minus_136, b[n][step / 2][step % 2 * 2], b[n][step / 2][step % 2 * 2 + 1]);
-            }
+            multiply_add(zero, minus_136, b[0][step / 2][step % 2 * 2], b[0][step / 2][step % 2 * 2 + 1]);
         }
 #pragma unroll
         for (int tile = 0; tile < 2; ++tile) {
             const uint32_t word[4] = {words[tile].x, words[tile].y, words[tile].z, words[tile].w};
-            float sum[N][4];
+            float sum[4];
 #pragma unroll
             for (int step = first; step < first + kSteps; ++step) {
                 uint32_t a[4];
                 decode_int4_and_136(a, word[step]);
-#pragma unroll
-                for (int n = 0; n < N; ++n) {
-                    multiply_add(sum[n], step == first ? zero[n] : sum[n], a, b[n][step / 2][step % 2 * 2],
-                                 b[n][step / 2][step % 2 * 2 + 1]);
-                }
+                multiply_add(sum, step == first ? zero : sum, a, b[0][step / 2][step % 2 * 2],
+                             b[0][step / 2][step % 2 * 2 + 1]);
             }
             const uint32_t scales = Int4<GROUP>::scale(Int4<GROUP>::scales(bytes[tile]), first);
             const float low = __uint_as_float(scales << 16), high = __uint_as_float(scales & 0xFFFF0000u);
 #pragma unroll
-            for (int n = 0; n < N; ++n) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) acc[tile][n][i] = fmaf(sum[n][i], i < 2 ? low : high, acc[tile][n][i]);
-            }
+            for (int i = 0; i < 4; ++i) acc[tile][0][i] = fmaf(sum[i], i < 2 ? low : high, acc[tile][0][i]);
         }
     }
 }
