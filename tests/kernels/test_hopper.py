@@ -71,11 +71,11 @@ def test_every_configuration_has_its_kernels(format: str, gated: bool) -> None:
     problem = problem_of(random_experts(format, hidden=256, intermediate=128, gated=gated))
     kind = "gated" if gated else "plain"
     configs = Hopper().candidates(problem, Machine.of("h200"), 1)
-    assert len(configs) == len(launch.DECODE) + len(launch.PREFILL)
+    assert len(configs) == len(launch.DECODE) + len(launch.PREFILL) + 1
     for config in configs:
-        rows = -(-config.rows // 8) * 8
-        wanted = f"{rows}_{config.height}" if config.kernels == "decode" else f"{rows}"
-        for part in (kind, "down"):
+        for part, most in ((kind, config.rows), ("down", config.down_rows or config.rows)):
+            rows = -(-most // 8) * 8
+            wanted = f"{rows}_{config.height}" if config.kernels == "decode" else f"{rows}"
             assert f"{config.kernels}_{part}_{wanted}" in names(f"{config.kernels}_{format}")
     rows = {"dispatch", "dispatch_few", "count_many", "dispatch_many", "spread", "combine", "combine_narrow"}
     assert rows <= names("rows")
