@@ -173,7 +173,7 @@ def test_instructions_that_eight_weights_cost(format: str, matrix: str, rows: in
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("matrix", ["gated", "plain", "down"])
-@pytest.mark.parametrize(("rows", "widths"), [(32, 2), (64, 3), (128, 2), (256, 5)])
+@pytest.mark.parametrize(("rows", "widths"), [(32, 2), (64, 3), (128, 3), (256, 5)])
 def test_products_run_while_weights_are_decoded(format: str, matrix: str, rows: int, widths: int) -> None:
     """Where the assembler cannot see that registers are safe, each product waits for itself: every one then ends a
     group (gsb0), and none stays under way. Where products are short, what a warp shares is in uniform registers, not

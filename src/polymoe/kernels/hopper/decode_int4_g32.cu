@@ -1,3 +1,4 @@
 #include "decode.cuh"
 
 POLYMOE_DECODE_ALL(Int4<32>)
+POLYMOE_DECODE_SHORT(Int4<32>)

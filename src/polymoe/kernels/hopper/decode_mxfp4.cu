@@ -1,3 +1,4 @@
 #include "decode.cuh"
 
 POLYMOE_DECODE_ALL(Mxfp4)
+POLYMOE_DECODE_SHORT(Mxfp4)

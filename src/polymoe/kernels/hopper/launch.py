@@ -122,6 +122,11 @@ class Function:
     limit: float = 0.0
 
 
+def _short(matrix: Matrix, name: str) -> int:
+    """Height of the tiles for short rows of weights: 512 where there is such a kernel."""
+    return 512 if name == "down" and FORMATS[matrix.format][1] == 1 else 128
+
+
 def _decode_ring(format: str, rows: int, columns: int) -> tuple[int, int, int]:
     """Stages of the ring, buffers of x, and bytes of shared memory, for items of ``rows`` rows."""
     scale_bytes, blocks = FORMATS[format]
@@ -145,8 +150,8 @@ def decode(
     up: Matrix, down: Matrix, gated: bool, function: Function, x_TH: Tensor, rows: Rows, out_TH: Tensor,
     block: int, height: int,
 ) -> None:  # fmt: skip
-    """``out_TH`` for few rows an expert: ``block`` rows of x an item, at most 16; ``height`` rows of weights a tile,
-    but 128 where K is short."""
+    """``out_TH`` for few rows an expert: ``block`` rows of x an item, at most 16; ``height`` rows of weights a tile, but
+    more where K is short."""
     tokens, slots = rows.ids_TA.shape
     routed = tokens * slots
     plan = _dispatch(rows, block)
@@ -157,8 +162,9 @@ def decode(
         stages, buffers, shared = _decode_ring(matrix.format, block, matrix.columns)
         kind = name if name == "down" else "gated" if gated else "plain"
         args = _gemm(matrix, x, out, plan, rows if name == "up" else None, function, divisor, stages, buffers, block)
-        # Tiles of 64 rows are shared out along K in eight parts of 64 columns: some warps would have none.
-        tile = 128 if matrix.columns <= 256 else height
+        # Tiles of 64 rows are shared out along K in eight parts of 64 columns: where K is short, some warps would have
+        # none, and all would wait for each other's sums most of the time.
+        tile = _short(matrix, name) if matrix.columns <= 256 else height
         launch = kernel(f"decode_{matrix.format}", f"decode_{kind}_{_eights(block)}_{tile}")
         launch(args, grid, (_CONSUMERS + 2) * 32, shared)
     _combine(y_RH, rows, out_TH)

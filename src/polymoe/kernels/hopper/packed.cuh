@@ -10,10 +10,10 @@ namespace polymoe {
 // Registers of a thread that multiplies, and of one that brings data. What the block was started with is all there is,
 // and asking for more would wait for ever.
 __host__ __device__ constexpr int registers(int warpgroups) {
-    return warpgroups == 2 ? 208 : warpgroups == 3 ? 152 : 112;
+    return warpgroups == 2 ? 232 : warpgroups == 3 ? 152 : 112;
 }
 
-__host__ __device__ constexpr int few_registers(int warpgroups) { return warpgroups == 4 ? 32 : warpgroups == 3 ? 56 : 88; }
+__host__ __device__ constexpr int few_registers(int warpgroups) { return warpgroups == 4 ? 32 : warpgroups == 3 ? 56 : 40; }
 
 // What a warp has of a tile of 16 rows of weights: sums, and what becomes of them.
 struct Finish {

@@ -238,7 +238,7 @@ __device__ __forceinline__ void prefill_gemm(const GemmArgs& args) {
 #define POLYMOE_PREFILL_SIZES(KIND, FORMAT, MATRIX)                                        \
     POLYMOE_PREFILL(prefill_##KIND##_32, FORMAT, MATRIX, 4, 2, 2, 32, 16)                  \
     POLYMOE_PREFILL(prefill_##KIND##_64, FORMAT, MATRIX, 4, 1, 2, 64, 32, 48)              \
-    POLYMOE_PREFILL(prefill_##KIND##_128, FORMAT, MATRIX, 2, 2, 2, 128, 96)                \
+    POLYMOE_PREFILL(prefill_##KIND##_128, FORMAT, MATRIX, 2, 2, 2, 128, 48, 96)            \
     POLYMOE_PREFILL(prefill_##KIND##_256, FORMAT, MATRIX, 2, 1, 1, 256, 96, 160, 192, 224)
 
 #define POLYMOE_PREFILL_ALL(FORMAT)              \

@@ -343,12 +343,12 @@ __device__ __forceinline__ void w4a8_gemm(const GemmArgs& args) {
     const int groups = (args.rows + 63) / 64, tiles = (groups + 3) / 4, total = of_warp(*args.count) * tiles;
 
     if (warp >= WG * 4) {
-        fewer_registers<WG == 2 ? 40 : few_registers(WG)>();
+        fewer_registers<few_registers(WG)>();
         ring.parity = 1;
         if (lane == 0) bring<Mxfp4E4m3, E4m3Rows, 4, MOST, BLOCKS, MATRIX>(args, ring, warp - WG * 4, total, tiles);
         return;
     }
-    more_registers<WG == 2 ? 232 : registers(WG)>();
+    more_registers<registers(WG)>();
     ring.parity = 0;
     const int warpgroup = warp / 4;
     Turns turns{shared_address(&turns_of[warpgroup]), shared_address(&turns_of[(warpgroup + 1) % WG]), warpgroup == 0};
