@@ -186,9 +186,11 @@ class FusedExperts(nn.Module):
         weights = weights or self.weights
         local = sorted({round(i * (spec.local_experts - 1) / 3) for i in range(4)})
         generator = torch.Generator().manual_seed(0)
-        x_TH = torch.randn(8, spec.hidden, generator=generator).to(_TORCH[self.problem.dtype])
-        ids_TA = torch.tensor(local)[torch.arange(8 * 2).reshape(8, 2) % len(local)] + spec.first_expert
-        weights_TA = torch.rand(8, 2, generator=generator) + 0.5
+        plan = self.explain().require()
+        most = max(step.config.check_tokens for step in plan.steps)
+        x_TH = torch.randn(most, spec.hidden, generator=generator).to(_TORCH[self.problem.dtype])
+        ids_TA = torch.tensor(local)[torch.arange(most * 2).reshape(most, 2) % len(local)] + spec.first_expert
+        weights_TA = torch.rand(most, 2, generator=generator) + 0.5
         expected = self._expected(weights, x_TH, Routing(ids_TA, weights_TA))
         if not bool(torch.isfinite(expected).all()):
             raise VerificationError(
@@ -198,9 +200,8 @@ class FusedExperts(nn.Module):
                 hint="weights or scales are far too large: the files are damaged, or converted wrongly",
             )
         routing = Routing(ids_TA.to(self.device), weights_TA.to(self.device))
-        plan = self.explain().require()
         for step in plan.steps:
-            rows = 8 if step.max_tokens is None else min(8, step.max_tokens)
+            rows = min(step.config.check_tokens, step.max_tokens or most)
             x, some = x_TH[:rows].to(self.device), Routing(*(part[:rows] for part in routing))
             got = torch.empty_like(x)
             backend = self._calls.choice.backends[step.backend]

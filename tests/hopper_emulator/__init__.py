@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 SOURCES = Path(compiled.__file__).parent
 ARGS = {
     "rows": ("DispatchArgs", "SpreadArgs", "CombineArgs"), "rows_fp8": ("QuantizeArgs",),
-    "fp8_block128": ("GemmArgs", "QuantizeRowsArgs"),
+    "fp8_block128": ("GemmArgs", "QuantizeRowsArgs"), "w8a8_fp8_block128": ("GemmArgs", "QuantizeRowsArgs"),
 }  # fmt: skip
 
 

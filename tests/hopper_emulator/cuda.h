@@ -56,6 +56,13 @@ struct Product {
     bool float16 = false;              // otherwise bfloat16
 };
 
+struct Copy {
+    uint8_t* to;
+    const uint8_t* from;
+    uint32_t bytes, barrier;
+    std::vector<Copy> parts;  // which land together; or this one lands alone
+};
+
 struct Thread {
     Index index;
     int number;
@@ -65,6 +72,7 @@ struct Thread {
     std::unique_ptr<char[]> stack;
     std::vector<Product> open;                 // products of no group yet
     std::deque<std::vector<Product>> groups;   // under way
+    std::vector<Copy> copies;                  // that no barrier waits for yet
 };
 
 // Lanes of a warp, or threads of a barrier, that meet.
@@ -78,12 +86,6 @@ struct Barrier {
     int arrivals, pending;
     long bytes;
     uint32_t phase;
-};
-
-struct Copy {
-    uint8_t* to;
-    const uint8_t* from;
-    uint32_t bytes, barrier;
 };
 
 struct Block {
@@ -158,9 +160,10 @@ inline Barrier& barrier_at(uint32_t address) {
 }
 
 inline void land(size_t which) {
-    const Copy copy = here.copies[which];
+    const Copy copy = std::move(here.copies[which]);
     here.copies.erase(here.copies.begin() + which);
-    memcpy(copy.to, copy.from, copy.bytes);
+    for (const Copy& part : copy.parts) memcpy(part.to, part.from, part.bytes);
+    if (copy.parts.empty()) memcpy(copy.to, copy.from, copy.bytes);
     Barrier& barrier = barrier_at(copy.barrier);
     barrier.bytes -= copy.bytes;
     if (barrier.bytes < 0) fail("more bytes came than a barrier expects");
@@ -168,7 +171,7 @@ inline void land(size_t which) {
 }
 
 inline bool run_block() {
-    for (auto& t : here.threads) t.done = t.started = false, t.open.clear(), t.groups.clear();
+    for (auto& t : here.threads) t.done = t.started = false, t.open.clear(), t.groups.clear(), t.copies.clear();
     here.warps.clear(), here.named.clear(), here.barriers.clear(), here.copies.clear();
     here.waited = false;
     // Between _setjmp and _longjmp nothing here but volatile and static values counts.
@@ -181,7 +184,9 @@ inline bool run_block() {
     while (true) {
         if (next == here.threads.size()) {  // a turn is over
             if (!here.copies.empty() && (here.random() % 3 == 0 || !here.moved)) {
-                land(here.random() % here.copies.size());
+                for (size_t count = 1 + here.copies.size() / 16; count > 0; --count) {
+                    land(here.random() % here.copies.size());
+                }
                 here.moved = true;
             }
             idle = here.moved ? 0 : idle + 1;

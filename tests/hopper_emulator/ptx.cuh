@@ -61,6 +61,25 @@ inline void copy_bulk_once(uint32_t shared, const void* global, uint32_t bytes, 
     copy_bulk(shared, global, bytes, barrier);
 }
 
+// They may land as late as the barrier allows, all of a thread together.
+inline void copy_16(uint32_t shared, const void* global) {
+    if (reinterpret_cast<uintptr_t>(global) % 16) emulator::fail("a copy of 16 bytes that is not aligned");
+    uint8_t* to = shared_at(shared, 16);
+    memset(to, 0xFF, 16);
+    here.now->copies.push_back({to, static_cast<const uint8_t*>(global), 16, 0});
+}
+inline void barrier_arrive_with_copies(uint32_t barrier) {
+    auto& copies = here.now->copies;
+    if (!copies.empty()) {
+        emulator::Copy together{nullptr, nullptr, 0, barrier, std::move(copies)};
+        for (const auto& part : together.parts) together.bytes += part.bytes;
+        copies.clear();
+        emulator::barrier_at(barrier).bytes += together.bytes;
+        here.copies.push_back(std::move(together));
+    }
+    barrier_arrive(barrier);
+}
+
 inline float power_of_2(float v) { return exp2f(v); }
 inline float quotient(float a, float b) { return a / b; }
 inline float lesser(float a, float b) { return a != a || b != b ? NAN : fminf(a, b); }

@@ -36,10 +36,10 @@ __all__ = ["Hopper", "HopperConfig"]
 class HopperConfig(Config):
     """Which kernels, and the most rows of x that one piece of work holds."""
 
-    kernels: Literal["decode", "prefill", "w4a8", "whole", "fp8"]
+    kernels: Literal["decode", "prefill", "w4a8", "whole", "fp8", "w8a8"]
     rows: int
     """8, 12 or 16 (decode), 32, 64, 128 or 256 (prefill, and whole: of weights that are not decoded), 16, 32, 64 or 128
-    (w4a8: x and h in E4M3), 32, 64 or 96 (fp8)."""
+    (w4a8: x and h in E4M3), 32, 64 or 96 (fp8: as float16), 160 (w8a8: of E4M3 weights, as they are)."""
     height: int
     """Rows of weights that a block makes at once (decode), or 0."""
     down_rows: int = 0
@@ -47,10 +47,10 @@ class HopperConfig(Config):
 
     def __post_init__(self) -> None:
         from polymoe.kernels.hopper.launch import DECODE, IN_TILES
-        from polymoe.kernels.hopper.launch_fp8 import FP8
+        from polymoe.kernels.hopper.launch_fp8 import FP8, W8A8
 
         sizes = (self.rows, self.height)
-        many = {**IN_TILES, "fp8": FP8}
+        many = {**IN_TILES, "fp8": FP8, "w8a8": W8A8}
         known = DECODE if self.kernels == "decode" else tuple((rows, 0) for rows in many[self.kernels])
         if sizes not in known:  # a table of measured times may be older than the kernels
             expected = f"rows and height of a {self.kernels} kernel: {', '.join(map(str, known))}"
@@ -59,6 +59,11 @@ class HopperConfig(Config):
         if self.down_rows and self.down_rows not in wider:
             expected = f"down_rows of a {self.kernels} kernel for more than {self.rows} rows: 0 or {wider}"
             raise PlanError("HopperConfig", expected=expected, got=str(self.down_rows))
+
+    @property
+    def check_tokens(self) -> int:
+        """Of E4M3's own products single tokens are up to 4e-2 off (docs/measured.md), and 512 together never 6e-3."""
+        return 512 if self.kernels == "w8a8" else 8
 
     def __str__(self) -> str:
         down = f", down as for {self.down_rows}" if self.down_rows else ""
@@ -89,16 +94,19 @@ _W4A8_BY_ROWS = tuple(
 )
 
 # The same for E4M3 weights with scales for 128 x 128, at 1 to 512 tokens of DeepSeek-V3 TP8 (up to 16 rows), 1024 (32),
-# and beyond.
-_FP8_BY_ROWS = tuple(
-    (bound, HopperConfig("fp8", rows, 0)) for bound, rows in ((20.0, 32), (50.0, 64), (float("inf"), 96))
+# and beyond. The last is for results that must not depend on the batch.
+_FP8_BY_ROWS: tuple[tuple[float, HopperConfig], ...] = (
+    (20.0, HopperConfig("fp8", 32, 0)),
+    (50.0, HopperConfig("fp8", 64, 0)),
+    (float("inf"), HopperConfig("w8a8", 160, 0)),
+    (float("inf"), HopperConfig("fp8", 96, 0)),
 )
 
 # Of those times: the shares of the device's rates at which weights are read and products are made, one after the other,
 # and microseconds beside them.
 _RATES = {
     "decode": (0.93, 0.45, 10.0), "prefill": (1.02, 0.95, 20.0), "w4a8": (1.02, 0.65, 20.0), "whole": (1.02, 1.0, 12.0),
-    "fp8": (0.98, 0.5, 14.0),
+    "fp8": (0.98, 0.5, 14.0), "w8a8": (0.9, 0.45, 14.0),
 }  # fmt: skip
 
 # What the kernel for 64 rows of x takes for few of them, by the one for 32: at most that for DeepSeek-V4-Flash and
@@ -118,8 +126,9 @@ _WHOLE_MOST = 0.38
 @dataclass(frozen=True, slots=True)
 class Hopper:
     """Grouped products of 4-bit or bfloat16 weights and bfloat16 rows, of MXFP4 weights and E4M3 rows, or of E4M3
-    weights and rows as float16. Capturable. Repeats are equal to the bit. Where results must not depend on the rest of
-    the batch, the kernels for many rows run at every token count.
+    weights and rows, as float16 or, where they are many, as they are. Capturable. Repeats are equal to the bit. Where
+    results must not depend on the rest of the batch, the kernels for many rows run at every token count, of E4M3 as
+    float16.
     """
 
     name: str = "hopper"
@@ -167,7 +176,7 @@ class Hopper:
     def candidates(
         self, problem: Problem, machine: Machine, tokens: int, timed: Sequence[tuple[Config, float]] = ()
     ) -> Sequence[Config]:
-        """All that fit, :meth:`configure`'s first."""
+        """All that fit, :meth:`configure`'s first; of those of which a few tokens cannot be checked, with many."""
         from polymoe.kernels.hopper.launch import DECODE, PREFILL
 
         if timed:
@@ -178,7 +187,7 @@ class Hopper:
             every.append(HopperConfig("prefill", 32, 0, 64))
         else:
             every = [config for _, config in _table(problem)]
-        fitting = [config for config in every if _runs(problem, config)]
+        fitting = [c for c in every if _runs(problem, c) and (c.check_tokens <= 8 or tokens >= c.check_tokens)]
         return tuple(dict.fromkeys((self.configure(problem, machine, tokens), *fitting)))
 
     def compile(
@@ -230,8 +239,9 @@ class Hopper:
         with torch.cuda.device_of(x_TH):
             if config.kernels == "decode":
                 launch.decode(up, down, gated, function, x_TH, rows, out_TH, config.rows, config.height)
-            elif config.kernels == "fp8":
-                launch_fp8.fp8(up, down, function, x_TH, rows, out_TH, config.rows)
+            elif config.kernels in ("fp8", "w8a8"):
+                call = launch_fp8.fp8 if config.kernels == "fp8" else launch_fp8.w8a8
+                call(up, down, function, x_TH, rows, out_TH, config.rows)
             else:
                 down_rows = config.down_rows or config.rows
                 launch.in_tiles(config.kernels, up, down, gated, function, x_TH, rows, out_TH, config.rows, down_rows)
@@ -285,12 +295,12 @@ def _runs(problem: Problem, config: HopperConfig) -> bool:
     Batch-invariant results need one kind for every number of tokens, since decode and prefill sum over K in different
     orders. In all prefill kernels a row's sum is one accumulator that gets K in order, 16 columns at a time, whatever
     the item's width and the row's place in it; and they are fast enough at both ends. Kernels for E4M3 do the same with
-    sums of 128 columns.
+    sums of 128 columns; but those sums are other ones in w8a8.
     """
     from polymoe.kernels.hopper.launch import decode_fits
 
     if config.kernels != "decode":
-        return True
+        return config.kernels != "w8a8" or not problem.batch_invariant
     spec = problem.spec
     sides = ((spec.up, spec.hidden), (spec.down, spec.intermediate))
     return not problem.batch_invariant and all(decode_fits(_require_format(e), config.rows, k) for e, k in sides)

@@ -45,6 +45,11 @@ class Config:
     def __str__(self) -> str:
         return ", ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self)) or "-"
 
+    @property
+    def check_tokens(self) -> int:
+        """Tokens of the call that a layer is checked with at load: so many that no single one decides."""
+        return 8
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return asdict(self)

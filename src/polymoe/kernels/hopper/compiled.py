@@ -31,6 +31,7 @@ UNITS = (
     "w4a8_mxfp4",
     "whole_bf16",
     "fp8_block128",
+    "w8a8_fp8_block128",
     "rows",
     "rows_fp8",
 )

@@ -14,17 +14,13 @@
 // weights lie is described in layouts/hopper_bytes.py.
 #pragma once
 #include "e4m3.cuh"
+#include "fp8_blocks.cuh"
 #include "whole.cuh"
 
 namespace polymoe {
 namespace fp8 {
 
-constexpr int kWarpgroups = 2, kGroups = 2, kWarps = kWarpgroups * 4;  // groups of 64 rows of weights a warpgroup
-constexpr int kBringers = 3;                                           // warps that bring x
-constexpr int kGroupBytes = 64 * 128, kTileBytes = kWarpgroups * kGroups * kGroupBytes;
-constexpr int kThreads = kWarpgroups * 128 + 128;
-
-__host__ __device__ constexpr int row_bytes(int columns) { return columns + (columns / 32 + 15) / 16 * 16; }
+constexpr int kBringers = 3;  // warps that bring x
 
 // A stage: 128 columns of the tile's weights, of x in float16 in two tiles of 64 columns, and for each two rows of x
 // four scales: both rows' times the weights' first, then times their second.
@@ -32,20 +28,6 @@ template <int MOST>
 struct Stage {
     static constexpr int kX = kTileBytes, kHalf = MOST * 128, kScales = kX + 2 * kHalf;
     static constexpr int kBytes = (kScales + MOST * 8 + 1023) / 1024 * 1024;
-};
-
-// The two scales of weights that a tile has for each 128 columns: of gate and of up, or of its first and last 128 rows.
-struct WeightScales {
-    const float *first, *second;
-
-    template <int MATRIX>
-    static __device__ __forceinline__ WeightScales of(const GemmArgs& args, int expert, int tile) {
-        const float* scales = reinterpret_cast<const float*>(args.scales + expert * args.scales_expert);
-        const int blocks = args.columns / 128, rows128 = args.rows / 128;
-        const int first = MATRIX == kDown ? 2 * tile : tile;
-        const int second = MATRIX == kDown ? min(2 * tile + 1, rows128 - 1) : rows128 / 2 + tile;
-        return {scales + first * blocks, scales + second * blocks};
-    }
 };
 
 // All of K for the groups of this warpgroup and N of the item's rows.
@@ -255,25 +237,6 @@ __device__ __forceinline__ void write_h(
             to[0] = static_cast<uint16_t>((v & 0xFF) | (v >> 8 & 0xFF00));
             to[16] = static_cast<uint16_t>((v >> 8 & 0xFF) | (v >> 16 & 0xFF00));
         }
-    }
-}
-
-// The sums of a group of 64 rows of weights, in expert order. Four neighbours of a row of y are in one lane's hands.
-template <int MOST>
-__device__ __forceinline__ void write_y(const GemmArgs& args, const float (&acc)[MOST / 2], int4 item, int group) {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, row = group * 64 + threadIdx.x / 32 % 4 * 16;
-    const long long bias = static_cast<long long>(item.x) * args.rows + row;
-    const float low = load_bias(args.bias, args.bias_dtype, bias + row_of<kDown>(g, 0));
-    const float high = load_bias(args.bias, args.bias_dtype, bias + row_of<kDown>(g, 1));
-    uint16_t* out = static_cast<uint16_t*>(args.out) + static_cast<long long>(item.y + g) * args.rows + row + 4 * t;
-    const long long step = 8LL * args.rows;
-#pragma unroll
-    for (int n = 0; n < MOST / 8; ++n) {
-        if (n * 8 >= item.z) break;
-        const uint32_t x = transposed(pack_bfloat16(acc[4 * n] + low, acc[4 * n + 1] + low));
-        const uint32_t y = transposed(pack_bfloat16(acc[4 * n + 2] + high, acc[4 * n + 3] + high));
-        if (n * 8 + g < item.z) *reinterpret_cast<uint2*>(out) = make_uint2(x, y);
-        out += step;
     }
 }
 

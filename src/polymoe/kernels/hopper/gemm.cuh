@@ -28,6 +28,13 @@ struct GemmArgs {
     float alpha, beta, limit;
 };
 
+// Where weights are whole bytes: which of a tile's 16 rows the products' row g (of the first 8, and of the last) is. With a
+// gate, gate and up take turns; otherwise a thread shall have four neighbours after `transposed`.
+template <int MATRIX>
+__device__ __forceinline__ int row_of(int g, int half) {
+    return MATRIX == kGated ? g : g / 2 * 4 + half * 2 + g % 2;
+}
+
 __device__ __forceinline__ float load_bias(const void* bias, int dtype, long long at) {
     if (dtype == kBfloat16) return from_bfloat16(static_cast<const uint16_t*>(bias)[at]);
     if (dtype == kFloat16) return from_float16(static_cast<const uint16_t*>(bias)[at]);

@@ -82,6 +82,17 @@ __device__ __forceinline__ void copy_bulk_once(uint32_t shared, const void* glob
         : "memory");
 }
 
+// ---- copies of 16 bytes by the threads themselves
+
+__device__ __forceinline__ void copy_16(uint32_t shared, const void* global) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
+
+// Arrives when all such copies of this thread so far have landed.
+__device__ __forceinline__ void barrier_arrive_with_copies(uint32_t barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // ---- global memory to registers
 
 // 16 bytes, or zeros. Loads stay in this order, in front of what uses them.

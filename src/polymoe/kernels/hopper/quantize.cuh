@@ -47,4 +47,38 @@ __device__ __forceinline__ uint4 round_to_e4m3(const float (&x)[16], float& scal
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
+// The columns' order in which bytes in pairs are the left operand of products (w8a8.cuh): of each 16 columns, for each t
+// those from 2t on and from 8 + 2t on, two each.
+__device__ __forceinline__ uint4 in_pairs(uint4 codes) {
+    return make_uint4(bytes_of(make_uint2(codes.x, codes.z), 0x5410), bytes_of(make_uint2(codes.x, codes.z), 0x7632),
+                      bytes_of(make_uint2(codes.y, codes.w), 0x5410), bytes_of(make_uint2(codes.y, codes.w), 0x7632));
+}
+
+// Bytes of a row in e4m3: its codes and behind them its scales.
+__host__ __device__ constexpr int row_bytes(int columns) { return columns + (columns / 32 + 15) / 16 * 16; }
+
+struct QuantizeRowsArgs {
+    const void* x;  // [rows, columns]
+    uint8_t* out;   // [rows, row_bytes(columns)]
+    int columns;
+    int x_dtype;  // 0 bfloat16, 1 float16, 2 float32
+};
+
+// Rows in e4m3, with a scale for each 128 columns. Grid: rows by columns / (16 * threads); a thread has 16 columns.
+template <bool IN_PAIRS>
+__device__ __forceinline__ void quantize_rows(const QuantizeRowsArgs& args) {
+    const int column = (blockIdx.y * blockDim.x + threadIdx.x) * 16;
+    // x was complete before the kernel in front of this one let it start, and nobody reads `out` any more.
+    let_next_kernel_start();
+    float x[16] = {}, scale;
+    if (column < args.columns) load_x(args.x, args.x_dtype, static_cast<long long>(blockIdx.x) * args.columns + column, x);
+    const uint4 codes = round_to_e4m3(x, scale);
+    if (column < args.columns) {
+        uint8_t* row = args.out + static_cast<long long>(blockIdx.x) * row_bytes(args.columns);
+        *reinterpret_cast<uint4*>(row + column) = IN_PAIRS ? in_pairs(codes) : codes;
+        if (column % 128 == 0) reinterpret_cast<float*>(row + args.columns)[column / 128] = scale;
+    }
+    wait_for_previous_kernel();  // whoever waits for this kernel relies on the one before having finished too
+}
+
 }  // namespace polymoe

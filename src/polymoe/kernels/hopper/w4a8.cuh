@@ -19,6 +19,8 @@ namespace polymoe {
 // e2m1 codes with scales as places in the table of magnitudes: for each of 64 columns' two groups, rows g and g + 8.
 struct Mxfp4E4m3 {
     static constexpr int kTileScales = 4, kBlocks = 1;
+    static constexpr bool kRowScales = true;  // which multiply a row's sums
+    static constexpr int kSecondHalf = 8, kPair = 2;  // where the second 8 of 16 columns of h begin; from pair to pair
 };
 
 constexpr int kMagnitudes = 16;
@@ -230,7 +232,7 @@ __host__ __device__ constexpr int numbers_left(int count) {
 
 // The activation, and 128 columns of h in e4m3. `group`: the block's first of 64 rows of weights. `largest`: [3, MOST] in
 // shared memory, at first zeros; `turn` says which of the three this is.
-template <int WG, int MT, int MOST>
+template <int WG, int MT, int MOST, class F = Mxfp4E4m3>
 __device__ __forceinline__ void write_h(
     const GemmArgs& args, float (&acc)[MT][MOST / 2], int4 item, int group, const uint8_t* scales, float* largest, int turn) {
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, tiles16 = args.rows / 16;
@@ -242,8 +244,8 @@ __device__ __forceinline__ void write_h(
         const int tile16 = first + m * 4;
         if (tile16 >= tiles16) break;
         const long long bias = static_cast<long long>(item.x) * width + tile16 * 8 + g;
-        const float gate_scale = scale_of_row(scales + tile16 * 16 + g, args.scale, item.x);
-        const float up_scale = scale_of_row(scales + tile16 * 16 + 8 + g, args.up_scale, item.x);
+        const float gate_scale = F::kRowScales ? scale_of_row(scales + tile16 * 16 + g, args.scale, item.x) : 1.0f;
+        const float up_scale = F::kRowScales ? scale_of_row(scales + tile16 * 16 + 8 + g, args.up_scale, item.x) : 1.0f;
         const float gate_bias = load_bias(args.bias, args.bias_dtype, bias);
         const float up_bias = load_bias(args.up_bias, args.bias_dtype, bias);
         if (args.activation == 0) {
@@ -303,7 +305,7 @@ __device__ __forceinline__ void write_h(
             const uint32_t pair = transposed((codes & 0xFF) | (codes & 0xFF00) << 8);
             const int inner = (first + m * 4) % 16, chunk = (inner / 2) ^ g;
             if (n * 8 + g >= item.z || first + m * 4 >= tiles16) continue;
-            *reinterpret_cast<uint16_t*>(out + n * 1024 + chunk * 16 + inner % 2 * 8 + 2 * t) =
+            *reinterpret_cast<uint16_t*>(out + n * 1024 + chunk * 16 + inner % 2 * F::kSecondHalf + F::kPair * t) =
                 static_cast<uint16_t>(bytes_of(make_uint2(pair, 0), 0x4420));
         }
     }

@@ -77,6 +77,8 @@ POLYMOE_PRODUCT(24, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11",
 POLYMOE_PRODUCT(32, POLYMOE_R0, "{%16, %17, %18, %19}, %20", POLYMOE_D16(0));
 POLYMOE_PRODUCT(48, POLYMOE_R0 ", %16, %17, %18, %19, %20, %21, %22, %23",
                 "{%24, %25, %26, %27}, %28", POLYMOE_D16(0), POLYMOE_D8(16));
+POLYMOE_PRODUCT(56, POLYMOE_R0 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27",
+                "{%28, %29, %30, %31}, %32", POLYMOE_D16(0), POLYMOE_D8(16), POLYMOE_D4(24));
 POLYMOE_PRODUCT(64, POLYMOE_R0 POLYMOE_R1, "{%32, %33, %34, %35}, %36", POLYMOE_D32(0));
 POLYMOE_PRODUCT(80, POLYMOE_R0 POLYMOE_R1 ", %32, %33, %34, %35, %36, %37, %38, %39",
                 "{%40, %41, %42, %43}, %44", POLYMOE_D32(0), POLYMOE_D8(32));

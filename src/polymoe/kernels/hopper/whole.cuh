@@ -29,13 +29,6 @@ struct Stage {
     static constexpr int kBytes = (kX + BLOCKS * MOST * 128 + 1023) / 1024 * 1024;
 };
 
-// Which of a tile's 16 rows of weights the products' row g (of the first 8, and of the last) is: with a gate, gate and
-// up take turns; otherwise a thread shall have four neighbours after `transposed`.
-template <int MATRIX>
-__device__ __forceinline__ int row_of(int g, int half) {
-    return MATRIX == kGated ? g : g / 2 * 4 + half * 2 + g % 2;
-}
-
 // 16 rows of weights by 8 rows of x, brought to an end. c: rows 2t and 2t + 1 of x for the products' row g, then for
 // g + 8; afterwards a lane has row g of x and the products' rows 2t, 2t + 1 and those behind 8.
 template <int MATRIX>
