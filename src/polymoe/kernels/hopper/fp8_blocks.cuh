@@ -26,8 +26,10 @@ struct WeightScales {
 };
 
 // The sums of a group of 64 rows of weights, in expert order. Four neighbours of a row of y are in one lane's hands.
-template <int MOST>
+// TOGETHER times eight rows are under way at once.
+template <int MOST, int TOGETHER = 1>
 __device__ __forceinline__ void write_y(const GemmArgs& args, const float (&acc)[MOST / 2], int4 item, int group) {
+    static_assert(MOST / 8 % TOGETHER == 0);
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, row = group * 64 + threadIdx.x / 32 % 4 * 16;
     const long long bias = static_cast<long long>(item.x) * args.rows + row;
     const float low = load_bias(args.bias, args.bias_dtype, bias + row_of<kDown>(g, 0));
@@ -35,12 +37,20 @@ __device__ __forceinline__ void write_y(const GemmArgs& args, const float (&acc)
     uint16_t* out = static_cast<uint16_t*>(args.out) + static_cast<long long>(item.y + g) * args.rows + row + 4 * t;
     const long long step = 8LL * args.rows;
 #pragma unroll
-    for (int n = 0; n < MOST / 8; ++n) {
+    for (int n = 0; n < MOST / 8; n += TOGETHER) {
         if (n * 8 >= item.z) break;
-        const uint32_t x = transposed(pack_bfloat16(acc[4 * n] + low, acc[4 * n + 1] + low));
-        const uint32_t y = transposed(pack_bfloat16(acc[4 * n + 2] + high, acc[4 * n + 3] + high));
-        if (n * 8 + g < item.z) *reinterpret_cast<uint2*>(out) = make_uint2(x, y);
-        out += step;
+        uint2 y[TOGETHER];
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i) {
+            const float* c = &acc[4 * (n + i)];
+            y[i].x = transposed(pack_bfloat16(c[0] + low, c[1] + low));
+            y[i].y = transposed(pack_bfloat16(c[2] + high, c[3] + high));
+        }
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i) {
+            if ((n + i) * 8 + g < item.z) *reinterpret_cast<uint2*>(out + i * step) = y[i];
+        }
+        out += TOGETHER * step;
     }
 }
 

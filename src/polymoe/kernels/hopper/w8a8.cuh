@@ -299,7 +299,7 @@ __device__ __forceinline__ void w8a8_gemm(const GemmArgs& args) {
 #pragma unroll
             for (int m = 0; m < kGroups; ++m) {
                 const int group = (tile * kWarpgroups + warpgroup) * kGroups + m;
-                if (group < groups) write_y<MOST>(args, acc[m], item, group);
+                if (group < groups) write_y<MOST, 4>(args, acc[m], item, group);
             }
         }
     }
