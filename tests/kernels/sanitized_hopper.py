@@ -27,18 +27,18 @@ def main() -> None:
         print("no SM90 GPU: nothing to run")
         return
     worst = 0.0
-    for format, mode, hidden, intermediate in (
-        *((format, "16bit", 336, 272) for format in ("mxfp4", "nvfp4", "int4_g128", "bf16")),
-        ("mxfp4", "fp8_group128", 320, 192),
-        ("fp8_block128", "fp8_group128", 384, 256),
+    for format, mode, hidden, intermediate, tokens in (
+        *((format, "16bit", 336, 272, 60) for format in ("mxfp4", "nvfp4", "int4_g128", "bf16")),
+        ("mxfp4", "fp8_group128", 320, 192, 60),
+        ("fp8_block128", "fp8_group128", 384, 256, 600),
     ):
         weights = random_experts(format, hidden=hidden, intermediate=intermediate, gated=format != "nvfp4", bias=True)
         problem = problem_of(weights, activations=mode)
         packed = pack(problem, weights, "cuda")
-        x, routing = random_call(60, hidden, 5, dtype=torch.bfloat16)
+        x, routing = random_call(tokens, hidden, 5, dtype=torch.bfloat16)
         routing.topk_ids_TA[0, 0] = -1
         expected = run_experts(problem, weights, x, routing)
-        for config in Hopper().candidates(problem, Machine.of("cuda"), 60):
+        for config in Hopper().candidates(problem, Machine.of("cuda"), tokens):
             out = torch.empty_like(x, device="cuda")
             Hopper().run(problem, packed, x.cuda(), Routing(*(part.cuda() for part in routing)), config, out)
             error = relative_error(out.cpu(), expected)
