@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from contract.toys import LAYOUTS, Toy, choice, toys
+from contract.toys import LAYOUTS, TileConfig, Toy, choice, toys
 from polymoe.errors import ArgumentError, PlanError, UnsupportedProblem, VerificationError
 from polymoe.experts import FusedExperts, relative_error
 from polymoe.verdict import Accepted, Reason, Rejected
@@ -203,6 +203,22 @@ def test_the_load_check_runs_every_backend_of_the_plan() -> None:
     with pytest.raises(VerificationError, match="'large'"):
         FusedExperts.pack(problem_of(weights), weights, choice(backends))
     assert backends["small"].calls == [8]
+
+
+def test_the_load_check_takes_as_many_tokens_as_a_configuration_wants() -> None:
+    class Many(TileConfig):
+        @property
+        def check_tokens(self) -> int:
+            return 8 if self.tile == 16 else 100
+
+    class Steps(Toy):
+        def configure(self, problem, machine, tokens):  # type: ignore[no-untyped-def]
+            return Many(super().configure(problem, machine, tokens).tile)  # type: ignore[attr-defined]
+
+    weights = random_experts()
+    backends = {**toys(), "large": Steps("large", times_floor=3.0)}
+    FusedExperts.pack(problem_of(weights), weights, choice(backends))
+    assert (backends["small"].calls, backends["large"].calls) == ([8], [8, 100])
 
 
 def test_the_load_check_compares_with_the_checkpoint_and_not_with_itself() -> None:
