@@ -116,8 +116,8 @@ struct Multiply {
                 chain<N, 0>(acc[m], stage);
                 if constexpr (N < ROWS) chain<N, N>(acc[m], stage);
             }
-            __syncwarp();
-            if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * ring.slot);
+            __syncwarp();  // not needed, but without it the assembler is two registers short
+            barrier_arrive(ring.empty + 8 * ring.slot);
             ring.next();
         }
     }
@@ -140,7 +140,7 @@ struct Bring {
     using Shape = Stage<MOST>;
     static constexpr int kBringers = 4, kAtOnce = kBringers * 4, kTimes = (MOST + kAtOnce - 1) / kAtOnce;
     static_assert(MOST / 2 <= kBringers * 32 && kAtOnce % 8 == 0);
-    static constexpr int kArrivals = 1 + kBringers + (MATRIX == kDown ? 0 : kBringers * 32);
+    static constexpr int kArrivals = 1 + (MATRIX == kDown ? 1 : 2) * kBringers * 32;  // copies', scales', x's
     const GemmArgs& args;
     Ring& ring;
     const int thread, first, piece;  // of the item's rows; of a row's 128 columns
@@ -229,8 +229,7 @@ struct Bring {
                     barrier_arrive_with_copies(barrier);
                 }
                 put_scales(item, stage);
-                __syncwarp();
-                if (thread % 32 == 0) barrier_arrive(barrier);
+                barrier_arrive(barrier);
                 if (block + 1 < blocks) fetch_scales(item, block + 1);
                 ring.next();
             }
@@ -257,7 +256,7 @@ __device__ __forceinline__ void w8a8_gemm(const GemmArgs& args) {
     if (threadIdx.x == 0) {
         for (int i = 0; i < args.stages; ++i) {
             barrier_init(ring.full + 8 * i, w8a8::Bring<MOST, MATRIX>::kArrivals);
-            barrier_init(ring.empty + 8 * i, kWarps);
+            barrier_init(ring.empty + 8 * i, kWarps * 32);
         }
         for (int i = 0; i < kWarpgroups; ++i) barrier_init(shared_address(&turns_of[i]), 4);
         barrier_init_visible();
