@@ -160,10 +160,10 @@ template <class F, int NB, int PARTS, int MATRIX>
 __device__ __forceinline__ void decode_gemm(const GemmArgs& args) {
     extern __shared__ __align__(128) uint8_t memory[];
     __shared__ __align__(8) uint64_t full[2 * kMostStages], x_full[2], x_empty[2];
-    static_assert(PARTS % F::kBlocks == 0);
     constexpr int kGroups = kStageBlocks / PARTS;  // of 64 rows in a tile
-    constexpr int kSums = kConsumers * 2 * NB * 512;  // bytes of partial sums, where there are any
-    const uint32_t x_at = shared_address(memory) + kSums;
+    // Bytes of partial sums. Two of them, where tiles may be short, spare a barrier.
+    constexpr int kSums = kConsumers * 2 * NB * 512, kSumBuffers = NB == 1 && PARTS == 4 ? 2 : 1;
+    const uint32_t x_at = shared_address(memory) + kSumBuffers * kSums;
     const int stride = args.columns * 2 + 16;  // of a row of x: rows start 4 banks apart
     const uint32_t ring = (x_at + args.buffers * args.item_rows * stride + 127) / 128 * 128;
     const uint32_t full_at = kept(shared_address(full)), empty_at = full_at + 8 * kMostStages;
@@ -316,25 +316,10 @@ __device__ __forceinline__ void decode_gemm(const GemmArgs& args) {
                 if (leader) barrier_arrive(shared_address(&x_empty[buffer]));
                 if (++buffer == args.buffers) buffer = 0, x_parity ^= 1;
             }
-            if (PARTS == 1) {
-                const int4 item = args.items[index];
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const int tile16 = (tile * kGroups + inner) * 4 + half * 2 + i;
-                    if (tile16 >= tiles16) break;
-#pragma unroll
-                    for (int n = 0; n < NB; ++n) {
-                        const float* c = acc[i][n];
-                        finish<F, MATRIX>(args, make_float4(c[0], c[1], c[2], c[3]), item, tile16, n * 8, lane);
-                    }
-                }
-                if (++tile == tiles) tile = 0, ++index;
-                continue;
-            }
             // The parts' sums, added in order by some of the warps, which take turns.
-            float4* partial = reinterpret_cast<float4*>(memory) + lane;
+            float4* partial = reinterpret_cast<float4*>(memory + at % kSumBuffers * kSums) + lane;
             constexpr int kPieces = 32 / PARTS * NB;  // 16 rows by 8 columns each
-            named_barrier(1, kConsumers * 32);
+            if (kSumBuffers == 1) named_barrier(1, kConsumers * 32);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
 #pragma unroll
@@ -378,8 +363,3 @@ __device__ __forceinline__ void decode_gemm(const GemmArgs& args) {
     POLYMOE_DECODE_SIZES(gated, FORMAT, kGated) \
     POLYMOE_DECODE_SIZES(plain, FORMAT, kPlain) \
     POLYMOE_DECODE_SIZES(down, FORMAT, kDown)
-
-// In the highest tiles no row of weights is shared: for short ones, of formats with scales beside each 64 columns.
-#define POLYMOE_DECODE_SHORT(FORMAT)                       \
-    POLYMOE_DECODE(decode_down_8_512, FORMAT, 1, 1, kDown) \
-    POLYMOE_DECODE(decode_down_16_512, FORMAT, 2, 1, kDown)

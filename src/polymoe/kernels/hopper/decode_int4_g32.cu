@@ -1,4 +1,3 @@
 #include "decode.cuh"
 
 POLYMOE_DECODE_ALL(Int4<32>)
-POLYMOE_DECODE_SHORT(Int4<32>)

@@ -1,4 +1,3 @@
 #include "decode.cuh"
 
 POLYMOE_DECODE_ALL(Mxfp4)
-POLYMOE_DECODE_SHORT(Mxfp4)
