@@ -1,9 +1,8 @@
 """Loads one layer from files in the page cache and prints as JSON how long it took and what memory it needed.
 
-    python tests/loading.py CHECKPOINT LAYER DEVICE SMALL_CHECKPOINT LAYER BACKEND
+    python tests/loading.py CHECKPOINT LAYER DEVICE SMALL_CHECKPOINT LAYER BACKEND ACTIVATIONS
 
-A process of its own, whose memory is compared with what it was after loading the small checkpoint. Activations are
-16 bit.
+A process of its own, whose memory is compared with what it was after loading the small checkpoint.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def main(path: str, layer: str, device: str, small: str, small_layer: str, backend: str) -> None:
-    load = partial(polymoe.load_experts, device=device, backend=backend, activations="16bit")
+def main(path: str, layer: str, device: str, small: str, small_layer: str, backend: str, activations: str) -> None:
+    load = partial(polymoe.load_experts, device=device, backend=backend, activations=activations)
     load(small, int(small_layer))
     for shard in Path(path).glob("*.safetensors"):
         with shard.open("rb") as file:

@@ -242,14 +242,12 @@ def test_on_a_gpu(sums: FusedExperts) -> None:
 
 
 def loading(
-    path: Path, layer: int, device: str, small: Path, small_layer: int, backend: str = "auto"
+    path: Path, layer: int, device: str, small: Path, small_layer: int, backend: str = "auto", activations: str = "16bit"
 ) -> dict[str, float]:
     """What tests/loading.py measured."""
     script = Path(__file__).with_name("loading.py")
-    run = subprocess.run(
-        [sys.executable, str(script), str(path), str(layer), device, str(small), str(small_layer), backend],
-        capture_output=True, text=True,
-    )  # fmt: skip
+    arguments = (script, path, layer, device, small, small_layer, backend, activations)
+    run = subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
     print(found)
@@ -319,13 +317,18 @@ def v4_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "scratch"), [("triton", 5), ("hopper", 8)])
-def test_loading_a_layer_of_deepseek_v4_flash_onto_a_gpu(v4_layer: Path, backend: str, scratch: int) -> None:
+@pytest.mark.parametrize(
+    ("backend", "activations", "scratch"),
+    [("triton", "16bit", 5), ("hopper", "16bit", 8), ("hopper", "fp8_group128", 12)],
+)
+def test_loading_a_layer_of_deepseek_v4_flash_onto_a_gpu(
+    v4_layer: Path, backend: str, activations: str, scratch: int
+) -> None:
     """From the page cache to packed in 2 s, without a second copy on the GPU or the host; ``scratch`` experts' bytes
     beside the packed ones on the way."""
     if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs an SM90 GPU")
-    found = loading(v4_layer, 3, "cuda", V4, 3, backend)
+    found = loading(v4_layer, 3, "cuda", V4, 3, backend, activations)
     packed, expert = found["packed_bytes"], found["expert_bytes"]
     assert 256 * expert <= packed <= 1.01 * 256 * expert
     assert found["packed_s"] <= 2
