@@ -161,9 +161,8 @@ __device__ __forceinline__ void decode_gemm(const GemmArgs& args) {
     extern __shared__ __align__(128) uint8_t memory[];
     __shared__ __align__(8) uint64_t full[2 * kMostStages], x_full[2], x_empty[2];
     constexpr int kGroups = kStageBlocks / PARTS;  // of 64 rows in a tile
-    // Bytes of partial sums. Two of them, where tiles may be short, spare a barrier.
-    constexpr int kSums = kConsumers * 2 * NB * 512, kSumBuffers = NB == 1 && PARTS == 4 ? 2 : 1;
-    const uint32_t x_at = shared_address(memory) + kSumBuffers * kSums;
+    constexpr int kSums = kConsumers * 2 * NB * 512;  // bytes of partial sums
+    const uint32_t x_at = shared_address(memory) + kSums;
     const int stride = args.columns * 2 + 16;  // of a row of x: rows start 4 banks apart
     const uint32_t ring = (x_at + args.buffers * args.item_rows * stride + 127) / 128 * 128;
     const uint32_t full_at = kept(shared_address(full)), empty_at = full_at + 8 * kMostStages;
@@ -317,9 +316,9 @@ __device__ __forceinline__ void decode_gemm(const GemmArgs& args) {
                 if (++buffer == args.buffers) buffer = 0, x_parity ^= 1;
             }
             // The parts' sums, added in order by some of the warps, which take turns.
-            float4* partial = reinterpret_cast<float4*>(memory + at % kSumBuffers * kSums) + lane;
+            float4* partial = reinterpret_cast<float4*>(memory) + lane;
             constexpr int kPieces = 32 / PARTS * NB;  // 16 rows by 8 columns each
-            if (kSumBuffers == 1) named_barrier(1, kConsumers * 32);
+            named_barrier(1, kConsumers * 32);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
 #pragma unroll

@@ -122,13 +122,11 @@ class Function:
     limit: float = 0.0
 
 
-def _decode_ring(format: str, rows: int, columns: int, height: int) -> tuple[int, int, int]:
-    """Stages of the ring, buffers of x, and bytes of shared memory, for items of ``rows`` rows and tiles of ``height``
-    rows of weights."""
+def _decode_ring(format: str, rows: int, columns: int) -> tuple[int, int, int]:
+    """Stages of the ring, buffers of x, and bytes of shared memory, for items of ``rows`` rows."""
     scale_bytes, blocks = FORMATS[format]
     stage = _STAGE_BLOCKS * 2048 + _STAGE_BLOCKS // blocks * scale_bytes
-    sum_buffers = 2 if rows <= 8 and height == 128 else 1  # decode.cuh: kSumBuffers
-    sums, x_bytes = sum_buffers * _CONSUMERS * _eights(rows) // 8 * 1024, rows * (2 * columns + 16)
+    sums, x_bytes = _CONSUMERS * _eights(rows) // 8 * 1024, rows * (2 * columns + 16)
     stages, buffers = 0, 0
     for buffers in (2, 1):
         stages = (SHARED_BYTES - sums - buffers * x_bytes - 128) // stage
@@ -140,7 +138,7 @@ def _decode_ring(format: str, rows: int, columns: int, height: int) -> tuple[int
 
 def decode_fits(format: str, rows: int, columns: int) -> bool:
     """Whether ``rows`` rows of x with ``columns`` columns leave room for weights on their way."""
-    return min(_decode_ring(format, rows, columns, height)[0] for height in (64, 128)) >= _LEAST_STAGES
+    return _decode_ring(format, rows, columns)[0] >= _LEAST_STAGES
 
 
 def decode(
@@ -156,11 +154,11 @@ def decode(
     y_RH = x_TH.new_empty(routed, down.rows, dtype=torch.float32)
     grid = (torch.cuda.get_device_properties(x_TH.device).multi_processor_count,)
     for name, matrix, x, out, divisor in (("up", up, x_TH, h_RF, slots), ("down", down, h_RF, y_RH, 0)):
-        # Tiles of 64 rows are shared out along K in eight parts of 64 columns: some warps would have none.
-        tile = 128 if matrix.columns <= 256 else height
-        stages, buffers, shared = _decode_ring(matrix.format, block, matrix.columns, tile)
+        stages, buffers, shared = _decode_ring(matrix.format, block, matrix.columns)
         kind = name if name == "down" else "gated" if gated else "plain"
         args = _gemm(matrix, x, out, plan, rows if name == "up" else None, function, divisor, stages, buffers, block)
+        # Tiles of 64 rows are shared out along K in eight parts of 64 columns: some warps would have none.
+        tile = 128 if matrix.columns <= 256 else height
         launch = kernel(f"decode_{matrix.format}", f"decode_{kind}_{_eights(block)}_{tile}")
         launch(args, grid, (_CONSUMERS + 2) * 32, shared)
     _combine(y_RH, rows, out_TH)
