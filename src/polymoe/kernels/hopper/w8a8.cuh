@@ -39,6 +39,8 @@ struct Stage {
 template <int MOST, int MATRIX>
 struct Multiply {
     using Shape = Stage<MOST>;
+    // Where K is short, so that a tile is soon done, one warpgroup's results are better written while the other multiplies.
+    static constexpr bool kTurns = MATRIX != kDown;
     static constexpr int kWidest = 96;  // product, since its sums and what they are added to have to be in registers
     float (&acc)[kGroups][MOST / 2];
     Ring& ring;
@@ -70,14 +72,14 @@ struct Multiply {
     __device__ __forceinline__ void chain(float (&acc)[MOST / 2], uint32_t stage) {
         const uint32_t x = in_units(stage) + (Shape::kX + FIRST * 128) / 16;
         float sum[N / 2];
-        turns.wait();
+        if (kTurns) turns.wait();
         products_fence();
         Product<N>::set_e4m3(sum, a[0], describe_units(x));
 #pragma unroll
         for (int part = 1; part < 4; ++part) Product<N>::add_e4m3(sum, a[part], describe_units(x + part * 2));
         products_commit();
         products_wait<0>();
-        turns.pass_on();
+        if (kTurns) turns.pass_on();
 #pragma unroll
         for (int n = 0; n < N / 8; ++n) {
             float scales[4];
