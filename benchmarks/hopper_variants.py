@@ -138,14 +138,14 @@ VARIANTS: dict[str, Variant] = {
     # As compiled for users, and what bounds them.
     "32": _prefill(32, (4, 2, 2), (16,), (64, 128, *FEW)),
     "64": _prefill(64, (4, 1, 2), (32, 48), SOME),
-    "128": _prefill(128, (2, 2, 2), (96,), MANY),
+    "128": _prefill(128, (2, 2, 2), (48, 96), MANY),
     "256": _prefill(256, (2, 1, 1), (96, 160, 192, 224), MANY),
     "32-ring": _prefill(32, (4, 2, 2), (16,), FEW[1:], changes=RING),
     "32-math": _prefill(32, (4, 2, 2), (16,), FEW[1:], changes=MATH),
     "64-ring": _prefill(64, (4, 1, 2), (32, 48), SOME[1:], changes=RING),
     "64-math": _prefill(64, (4, 1, 2), (32, 48), SOME[1:], changes=MATH),
-    "128-ring": _prefill(128, (2, 2, 2), (96,), MANY[:1], changes=RING),
-    "128-math": _prefill(128, (2, 2, 2), (96,), MANY[:1], changes=MATH),
+    "128-ring": _prefill(128, (2, 2, 2), (48, 96), MANY[:1], changes=RING),
+    "128-math": _prefill(128, (2, 2, 2), (48, 96), MANY[:1], changes=MATH),
     "256-ring": _prefill(256, (2, 1, 1), (96, 160, 192, 224), MANY[1:], changes=RING),
     "256-math": _prefill(256, (2, 1, 1), (96, 160, 192, 224), MANY[1:], changes=MATH),
     # Two shifts as multiplications, which are made elsewhere than what else decoding takes.
@@ -174,17 +174,17 @@ VARIANTS: dict[str, Variant] = {
     "e4m3-16": _e4m3(16, (4, 1, 4), (8,), (1, 8, 16, 32, 64, 128, 256)),
     "e4m3-32": _e4m3(32, (4, 1, 4), (8, 16, 24), FEW),
     "e4m3-64": _e4m3(64, (4, 1, 4), (32, 48), SOME),
-    "e4m3-128": _e4m3(128, (2, 2, 2), (64, 80, 96, 112), MANY),
+    "e4m3-128": _e4m3(128, (2, 2, 2), (32, 64, 96, 112), MANY),
     "e4m3-16-ring": _e4m3(16, (4, 1, 4), (8,), (16, 64), changes=RING_E4M3),
     "e4m3-16-math": _e4m3(16, (4, 1, 4), (8,), (16, 64), changes=MATH),
     "e4m3-64-math": _e4m3(64, (4, 1, 4), (32, 48), SOME[1:], changes=MATH),
-    "e4m3-128-math": _e4m3(128, (2, 2, 2), (64, 80, 96, 112), MANY[:1], changes=MATH),
+    "e4m3-128-math": _e4m3(128, (2, 2, 2), (32, 64, 96, 112), MANY[:1], changes=MATH),
     "e4m3-24": _e4m3(24, (4, 1, 4), (8, 16), FEW),
     "e4m3-48": _e4m3(48, (4, 1, 4), (16, 24, 32), SOME),
     "e4m3-96": _e4m3(96, (2, 2, 2), (48, 64, 80), MANY),
     "e4m3-112": _e4m3(112, (2, 2, 2), (64, 80, 96), MANY),
     "e4m3-64-turns": _e4m3(64, (4, 1, 4), (32, 48), SOME, changes=TURNS),
-    "e4m3-128-no-turns": _e4m3(128, (2, 2, 2), (64, 80, 96, 112), MANY, changes=NO_TURNS),
+    "e4m3-128-no-turns": _e4m3(128, (2, 2, 2), (32, 64, 96, 112), MANY, changes=NO_TURNS),
 }
 
 

@@ -396,4 +396,4 @@ __device__ __forceinline__ void w4a8_gemm(const GemmArgs& args) {
     POLYMOE_W4A8(w4a8_##KIND##_16, MATRIX, 4, 1, 4, 16, 8)        \
     POLYMOE_W4A8(w4a8_##KIND##_32, MATRIX, 4, 1, 4, 32, 8, 16, 24) \
     POLYMOE_W4A8(w4a8_##KIND##_64, MATRIX, 4, 1, 4, 64, 32, 48)   \
-    POLYMOE_W4A8(w4a8_##KIND##_128, MATRIX, 2, 2, 2, 128, 64, 80, 96, 112)
+    POLYMOE_W4A8(w4a8_##KIND##_128, MATRIX, 2, 2, 2, 128, 32, 64, 96, 112)
