@@ -153,8 +153,12 @@ def instructions() -> Any:
     return module
 
 
-# Instructions for eight weights of each lane, with up to 8 rows and with 16: a budget, not a wish.
-MOST = {"mxfp4": (19.0, 20.5), "nvfp4": (22.0, 23.0), "int4_g32": (20.0, 25.0), "int4_g128": (17.5, 25.0)}
+# Instructions for eight weights of each lane, in kernels for 8 rows, and in those for 16 with up to 8 and with more: a
+# budget, not a wish.
+MOST = {
+    "mxfp4": (19.0, 19.0, 20.5), "nvfp4": (22.0, 22.0, 23.0), "int4_g32": (20.0, 23.5, 25.0),
+    "int4_g128": (17.5, 23.5, 25.0),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -167,7 +171,7 @@ def test_instructions_that_eight_weights_cost(format: str, matrix: str, rows: in
     assert not any(re.match(r"(LDL|STL)", text) for _, text in found), "spills"
     cost = instructions().decode_costs(format, matrix, rows, height)
     assert sorted(cost) == [8, 16][: rows // 8]
-    for some, most in zip(sorted(cost), MOST[format], strict=False):
+    for some, most in zip(sorted(cost), MOST[format][rows // 16 :], strict=False):
         assert cost[some] <= most
 
 

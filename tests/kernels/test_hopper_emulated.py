@@ -154,6 +154,20 @@ def test_a_token_does_not_see_its_batch(monkeypatch: pytest.MonkeyPatch, librari
             assert torch.equal(out, whole[some]), (config, some)
 
 
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4_g32", "int4_g128"])
+@pytest.mark.parametrize("config", DECODE, ids=str)
+def test_a_row_does_not_see_its_item(
+    monkeypatch: pytest.MonkeyPatch, libraries: Any, format: str, config: HopperConfig
+) -> None:
+    """To the bit, in one kernel: which of an expert's rows make an item depends on timing. One, or as many as fit."""
+    weights = random_experts(format, hidden=272, intermediate=208, experts=2)
+    x, routing = random_call(config.rows, 272, 2, 2, torch.bfloat16)
+    whole, _ = emulated(monkeypatch, libraries(format), weights, x, routing, config)
+    first = Routing(*(values[:1] for values in routing))
+    out, _ = emulated(monkeypatch, libraries(format), weights, x[:1], first, config)
+    assert torch.equal(out, whole[:1])
+
+
 E4M3: dict[str, Any] = {"activations": "fp8_group128"}
 MOST = 5e-3
 """Largest relative error against the reference that rounds x and h alike."""

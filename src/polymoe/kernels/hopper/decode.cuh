@@ -40,9 +40,9 @@ __device__ __forceinline__ void multiply_words(float (&acc)[2][NB][4], const uin
 
 // The same with fewer instructions for int4 and 8 rows of x: codes are multiplied as they are easiest to make, 136 too
 // large, on top of -136 times the sum of x, which the matrix units make too. Sums of a group of columns are multiplied by
-// its scale.
-template <int GROUP, int NB>
-__device__ __forceinline__ void multiply_words(float (&acc)[2][NB][4], const uint4 (&words)[2], const uint32_t (&bytes)[2][2],
+// its scale. Not in kernels for more rows, where a row's sum must not depend on how many others its item has.
+template <int GROUP>
+__device__ __forceinline__ void multiply_words(float (&acc)[2][1][4], const uint4 (&words)[2], const uint32_t (&bytes)[2][2],
                                                const uint32_t (&b)[1][2][4], Int4<GROUP>) {
     constexpr int kSteps = GROUP == 32 ? 2 : 4;  // of 16 columns that share a scale
     const uint32_t minus_136[4] = {kMinus136, kMinus136, kMinus136, kMinus136};
