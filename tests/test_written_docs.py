@@ -271,15 +271,16 @@ def test_servers_in_the_text_are_the_records() -> None:
 
 
 def test_errors_of_hopper_in_the_text_are_the_records() -> None:
-    """docs/measured.md, under "4-bit weights and E4M3 rows" and "Where it stands"."""
+    """docs/measured.md, under "4-bit weights and E4M3 rows", "FP8 weights" and "Where it stands"."""
     for r in write_docs.records("hopper"):
         if r.backend == "hopper" and r.activations != "16bit":
-            assert 2.3e-3 <= r.error <= 3.35e-3, r
+            assert 2.3e-3 <= r.error <= (4.05e-3 if r.format == "fp8_block128" and r.tokens > 1024 else 3.35e-3), r
             assert 4.05e-2 <= r.error_exact <= 4.55e-2, r
         elif r.backend == "hopper" and r.format in ("mxfp4", "nvfp4"):
             assert 2.25e-3 <= r.error <= 2.95e-3, r
         elif r.backend == "hopper" and r.format == "int4_g32":
-            assert 3.15e-3 <= r.error <= 3.85e-3, r
+            low, high = (2.15e-3, 2.45e-3) if r.tokens <= 128 else (3.45e-3, 3.95e-3)
+            assert low <= r.error <= high, r
 
 
 def test_the_profile_says_what_the_text_does() -> None:
