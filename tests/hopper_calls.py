@@ -38,6 +38,15 @@ def pack(problem: Problem, weights: ExpertWeights, device: str = "cpu") -> Packe
     return LAYOUTS[layout].pack(weights, torch.device(device))
 
 
+def awkward_call(tokens: int, hidden: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, Routing]:
+    """Three of seven experts a token, one of them an eighth that is not there; a row with a group of zeros."""
+    x, routing = random_call(tokens, hidden, 7, 3, dtype)
+    routing.topk_ids_TA[0, 0] = 7
+    routing.topk_weights_TA[0, 0] = float("nan")
+    x[-1, :128] = 0
+    return x, routing
+
+
 def repeated_on_gpu(
     weights: ExpertWeights, x: torch.Tensor, routing: Routing, config: HopperConfig | None = None, runs: int = 20,
     **kwargs: Any,

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from hopper_calls import captured_follows_new_rows, need_sm90, repeated_on_gpu, same_experts, same_in_any_batch
+from hopper_calls import (
+    awkward_call,
+    captured_follows_new_rows,
+    need_sm90,
+    repeated_on_gpu,
+    same_experts,
+    same_in_any_batch,
+)
 from polymoe.activations import GeGLU, ReLU2
 from polymoe.backends.hopper import Hopper, HopperConfig
 from polymoe.backends.select import select
@@ -106,10 +113,7 @@ class TestOnGpu:
     @pytest.mark.parametrize("config", EVERY, ids=str)
     def test_every_configuration(self, config: HopperConfig, tokens: int) -> None:
         weights = same_experts("fp8_block128", hidden=384, intermediate=256, experts=7, bias=True)
-        x, routing = random_call(tokens, 384, 7, 3, torch.bfloat16)
-        routing.topk_ids_TA[0, 0] = 7
-        routing.topk_weights_TA[0, 0] = float("nan")
-        compare(weights, x, routing, config, activation=GPT_OSS)
+        compare(weights, *awkward_call(tokens, 384), config, activation=GPT_OSS)
 
     @pytest.mark.parametrize("config", EVERY, ids=str)
     @pytest.mark.parametrize(

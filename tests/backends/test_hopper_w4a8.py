@@ -11,7 +11,15 @@ import pytest
 import torch
 
 import polymoe
-from hopper_calls import captured_follows_new_rows, need_sm90, on_gpu, pack, same_experts, same_in_any_batch
+from hopper_calls import (
+    awkward_call,
+    captured_follows_new_rows,
+    need_sm90,
+    on_gpu,
+    pack,
+    same_experts,
+    same_in_any_batch,
+)
 from polymoe.activations import GeGLU, ReLU2, SwiGLU
 from polymoe.backends.hopper import Hopper, HopperConfig
 from polymoe.backends.reference import run_experts
@@ -137,11 +145,7 @@ class TestOnGpu:
     @pytest.mark.parametrize("config", EVERY, ids=str)
     def test_every_configuration(self, config: HopperConfig, tokens: int) -> None:
         weights = same_experts(hidden=1024, intermediate=512, experts=7, bias=True)
-        x, routing = random_call(tokens, 1024, 7, 3, torch.bfloat16)
-        routing.topk_ids_TA[0, 0] = 7
-        routing.topk_weights_TA[0, 0] = float("nan")
-        x[-1, :128] = 0
-        on_gpu(weights, x, routing, config, activation=GPT_OSS, most=MOST, **E4M3)
+        on_gpu(weights, *awkward_call(tokens, 1024), config, activation=GPT_OSS, most=MOST, **E4M3)
 
     @pytest.mark.parametrize("config", EVERY, ids=str)
     @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hopper_calls import captured_follows_new_rows, need_sm90, on_gpu, same_experts
+from hopper_calls import awkward_call, captured_follows_new_rows, need_sm90, on_gpu, same_experts
 from polymoe.activations import GeGLU, SwiGLU
 from polymoe.backends.base import TOLERANCE
 from polymoe.backends.hopper import Hopper, HopperConfig
@@ -62,13 +62,9 @@ class TestOnGpu:
     @pytest.mark.parametrize("config", EVERY, ids=str)
     def test_every_configuration(self, config: HopperConfig, tokens: int) -> None:
         weights = same_experts("fp8_block128", hidden=384, intermediate=256, experts=7, bias=True)
-        x, routing = random_call(tokens, 384, 7, 3, torch.bfloat16)
-        routing.topk_ids_TA[0, 0] = 7
-        routing.topk_weights_TA[0, 0] = float("nan")
-        x[-1, :128] = 0
         # One number of h that fell to the other side is much of a few tokens.
         most = TOLERANCE if tokens > 500 else 4e-2
-        on_gpu(weights, x, routing, config, activation=GPT_OSS, most=most, **E4M3)
+        on_gpu(weights, *awkward_call(tokens, 384), config, activation=GPT_OSS, most=most, **E4M3)
 
     @pytest.mark.parametrize("config", EVERY, ids=str)
     @pytest.mark.parametrize(

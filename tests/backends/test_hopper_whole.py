@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hopper_calls import captured_follows_new_rows, need_sm90, on_gpu, same_experts, same_in_any_batch
+from hopper_calls import awkward_call, captured_follows_new_rows, need_sm90, on_gpu, same_experts, same_in_any_batch
 from polymoe.activations import GeGLU
 from polymoe.backends.hopper import Hopper, HopperConfig
 from polymoe.backends.select import select
@@ -68,10 +68,7 @@ class TestOnGpu:
     @pytest.mark.parametrize("config", EVERY, ids=str)
     def test_every_configuration(self, config: HopperConfig, tokens: int) -> None:
         weights = same_experts("bf16", hidden=336, intermediate=272, experts=7, bias=True)
-        x, routing = random_call(tokens, 336, 7, 3, torch.bfloat16)
-        routing.topk_ids_TA[0, 0] = 7
-        routing.topk_weights_TA[0, 0] = float("nan")
-        on_gpu(weights, x, routing, config, activation=GPT_OSS)
+        on_gpu(weights, *awkward_call(tokens, 336), config, activation=GPT_OSS)
 
     @pytest.mark.parametrize("gated", [True, False])
     @pytest.mark.parametrize("config", EVERY, ids=str)

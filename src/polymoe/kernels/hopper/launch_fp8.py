@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from polymoe.kernels.hopper import launch
-from polymoe.kernels.hopper.launch import Function, Matrix, Rows
+from polymoe.kernels.hopper.launch import Function, Matrix, Plan, Rows
 
 __all__ = ["FP8", "W8A8", "fp8", "w8a8"]
 
@@ -33,33 +33,36 @@ def fp8(up: Matrix, down: Matrix, function: Function, x_TH: Tensor, rows: Rows, 
 
     x and h are rounded to E4M3 with a scale for each row and 128 columns, ``amax / 448``.
     """
-    tokens, slots = rows.ids_TA.shape
     plan = launch._dispatch(rows, block, places=True)
     x_rows = _quantize(x_TH)
-    h_rows = x_rows.new_empty(tokens * slots, _row_bytes(down.columns))
-    y_RH = torch.empty(tokens * slots, down.rows, dtype=torch.bfloat16, device=x_TH.device)
-    grid = (torch.cuda.get_device_properties(x_TH.device).multi_processor_count,)
+    h_rows = x_rows.new_empty(rows.ids_TA.numel(), _row_bytes(down.columns))
     # x in float16; and what warps tell each other.
-    stages, shared = _ring(block * 256, 40, block)
-    for name, matrix, x, out, divisor in (("gated", up, x_rows, h_rows, slots), ("down", down, h_rows, y_RH, 0)):
-        gemm = launch._gemm(matrix, x, out, plan, None, function, divisor, stages, 1, block)
-        launch.kernel("fp8_block128", f"fp8_{name}_{block}")(gemm, grid, _THREADS, shared)
-    launch._combine(y_RH, rows, out_TH, plan.places)
+    ring = _ring(block * 256, 40, block)
+    _products("fp8_block128", "fp8", up, down, function, x_rows, h_rows, rows, plan, out_TH, block, ring)
 
 
 def w8a8(up: Matrix, down: Matrix, function: Function, x_TH: Tensor, rows: Rows, out_TH: Tensor, block: int) -> None:
     """The same where experts have many rows. Products are E4M3's own, which add 128 columns with 14 bits."""
-    tokens, slots = rows.ids_TA.shape
-    routed = tokens * slots
+    routed = rows.ids_TA.numel()
     plan = launch._dispatch(rows, block, places=True)
     x_rows = _quantize(x_TH, in_pairs=True)
     h_tiles = launch._empty_tiles(x_rows, routed + 7 * min(rows.experts, routed), down.columns, True)
-    y_RH = torch.empty(routed, down.rows, dtype=torch.bfloat16, device=x_TH.device)
-    grid = (torch.cuda.get_device_properties(x_TH.device).multi_processor_count,)
-    stages, shared = _ring(block * 128, 12, block)
-    for name, matrix, x, out, divisor in (("gated", up, x_rows, h_tiles, slots), ("down", down, h_tiles, y_RH, 0)):
+    ring = _ring(block * 128, 12, block)
+    _products("w8a8_fp8_block128", "w8a8", up, down, function, x_rows, h_tiles, rows, plan, out_TH, block, ring)
+
+
+def _products(
+    unit: str, kernels: str, up: Matrix, down: Matrix, function: Function, x_rows: Tensor, h: Tensor, rows: Rows,
+    plan: Plan, out_TH: Tensor, block: int, ring: tuple[int, int],
+) -> None:  # fmt: skip
+    """Gate and up, down, and the weighted sum."""
+    tokens, slots = rows.ids_TA.shape
+    y_RH = torch.empty(tokens * slots, down.rows, dtype=torch.bfloat16, device=out_TH.device)
+    grid = (torch.cuda.get_device_properties(out_TH.device).multi_processor_count,)
+    stages, shared = ring
+    for part, matrix, x, out, divisor in (("gated", up, x_rows, h, slots), ("down", down, h, y_RH, 0)):
         gemm = launch._gemm(matrix, x, out, plan, None, function, divisor, stages, 1, block)
-        launch.kernel("w8a8_fp8_block128", f"w8a8_{name}_{block}")(gemm, grid, _THREADS, shared)
+        launch.kernel(unit, f"{kernels}_{part}_{block}")(gemm, grid, _THREADS, shared)
     launch._combine(y_RH, rows, out_TH, plan.places)
 
 
