@@ -109,6 +109,9 @@ _RATES = {
     "fp8": (0.98, 0.5, 14.0), "w8a8": (1.02, 0.45, 14.0),
 }  # fmt: skip
 
+# Lower tiles for the down projection alone.
+_LOWER_DOWN = HopperConfig("prefill", 32, 0, 64)
+
 # What the kernel for 64 rows of x takes for few of them, by the one for 32: at most that for DeepSeek-V4-Flash and
 # Kimi K2 TP8 at 256 and 512 tokens.
 _LOWER = 1.2
@@ -171,7 +174,7 @@ class Hopper:
         if found != HopperConfig("prefill", 32, 0) or not _lower_pays(spec.hidden, hit, machine.device.sms):
             return found
         up_too = _lower_pays((2 if spec.gated else 1) * spec.intermediate, hit, machine.device.sms)
-        return HopperConfig("prefill", 64, 0) if up_too else HopperConfig("prefill", 32, 0, 64)
+        return HopperConfig("prefill", 64, 0) if up_too else _LOWER_DOWN
 
     def candidates(
         self, problem: Problem, machine: Machine, tokens: int, timed: Sequence[tuple[Config, float]] = ()
@@ -184,10 +187,10 @@ class Hopper:
         if _table(problem) is _BY_ROWS:
             every = [HopperConfig("decode", rows, height) for rows, height in DECODE]
             every += [HopperConfig("prefill", rows, 0) for rows in PREFILL]
-            every.append(HopperConfig("prefill", 32, 0, 64))
+            every.append(_LOWER_DOWN)
         else:
             every = [config for _, config in _table(problem)]
-        fitting = [c for c in every if _runs(problem, c) and (c.check_tokens <= 8 or tokens >= c.check_tokens)]
+        fitting = [c for c in every if _runs(problem, c) and (c.kernels != "w8a8" or tokens >= c.check_tokens)]
         return tuple(dict.fromkeys((self.configure(problem, machine, tokens), *fitting)))
 
     def compile(

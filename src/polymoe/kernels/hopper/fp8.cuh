@@ -387,16 +387,9 @@ __device__ __forceinline__ void fp8_gemm(const GemmArgs& args) {
     __shared__ __align__(8) uint64_t barriers[2 * kMostStages];
     __shared__ __align__(16) Largest<MOST> largest;
     const int warp = of_warp(threadIdx.x / 32);
-    Ring ring;
-    ring.full = shared_address(barriers), ring.empty = ring.full + 8 * kMostStages;
-    ring.data = (shared_address(memory) + 1023) / 1024 * 1024;
-    ring.stages = args.stages, ring.stage_bytes = fp8::Stage<MOST>::kBytes;
-    ring.slot = 0;
+    Ring ring = ring_at(args, memory, barriers, fp8::Stage<MOST>::kBytes);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < args.stages; ++i) {
-            barrier_init(ring.full + 8 * i, 1 + 32 * fp8::Bring<MOST, MATRIX>::kTogether);
-            barrier_init(ring.empty + 8 * i, kWarps * 32);
-        }
+        init_barriers(args, ring, 1 + 32 * fp8::Bring<MOST, MATRIX>::kTogether, kWarps * 32);
         barrier_init_visible();
     }
     __syncthreads();

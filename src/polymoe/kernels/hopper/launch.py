@@ -235,14 +235,12 @@ def in_tiles(
 ) -> None:  # fmt: skip
     """``out_TH`` by one of :data:`IN_TILES`, in items of at most ``block`` rows; x is bfloat16, or to be quantized. The
     down projection of the same items is made by the kernel for items of ``down_block`` rows, which may be more."""
-    tokens, slots = rows.ids_TA.shape
-    routed = tokens * slots
-    padded = routed + 7 * min(rows.experts, routed)  # an expert's rows in tiles: a multiple of 8
+    slots, padded = rows.ids_TA.shape[1], _rows_in_tiles(rows)
     plan = _dispatch(rows, block, places=True)
     e4m3 = kernels in _E4M3
     x_tiles = _spread(x_TH, plan, padded, slots, e4m3)
     h_tiles = _empty_tiles(x_TH, padded, down.columns, e4m3)
-    y_RH = x_TH.new_empty(routed, down.rows, dtype=torch.bfloat16)
+    y_RH = x_TH.new_empty(rows.ids_TA.numel(), down.rows, dtype=torch.bfloat16)
     grid = (torch.cuda.get_device_properties(x_TH.device).multi_processor_count,)
     for name, matrix, x, out, most in (("up", up, x_tiles, h_tiles, block), ("down", down, h_tiles, y_RH, down_block)):
         shape = IN_TILES[kernels][most]
@@ -301,6 +299,12 @@ def _spread(x_TH: Tensor, plan: Plan, padded: int, slots: int, e4m3: bool) -> Te
     else:
         kernel("rows", "spread")(_Spread(*where), (tokens,), 256)
     return x_tiles
+
+
+def _rows_in_tiles(rows: Rows) -> int:
+    """Rows that tiles need room for at most: an expert's are a multiple of 8."""
+    routed = rows.ids_TA.numel()
+    return routed + 7 * min(rows.experts, routed)
 
 
 def _empty_tiles(beside: Tensor, rows: int, columns: int, e4m3: bool) -> Tensor:

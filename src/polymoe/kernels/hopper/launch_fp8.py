@@ -43,10 +43,9 @@ def fp8(up: Matrix, down: Matrix, function: Function, x_TH: Tensor, rows: Rows, 
 
 def w8a8(up: Matrix, down: Matrix, function: Function, x_TH: Tensor, rows: Rows, out_TH: Tensor, block: int) -> None:
     """The same where experts have many rows. Products are E4M3's own, which add 128 columns with 14 bits."""
-    routed = rows.ids_TA.numel()
     plan = launch._dispatch(rows, block, places=True)
     x_rows = _quantize(x_TH, in_pairs=True)
-    h_tiles = launch._empty_tiles(x_rows, routed + 7 * min(rows.experts, routed), down.columns, True)
+    h_tiles = launch._empty_tiles(x_rows, launch._rows_in_tiles(rows), down.columns, True)
     ring = _ring(block * 128, 12, block)
     _products("w8a8_fp8_block128", "w8a8", up, down, function, x_rows, h_tiles, rows, plan, out_TH, block, ring)
 

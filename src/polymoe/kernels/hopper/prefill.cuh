@@ -174,16 +174,9 @@ __device__ __forceinline__ void prefill_gemm(const GemmArgs& args) {
     __shared__ __align__(8) uint64_t barriers[2 * kMostStages];
     constexpr int kGroups = WG * MT;
     const int lane = threadIdx.x % 32, warp = of_warp(threadIdx.x / 32);
-    Ring ring;
-    ring.full = shared_address(barriers), ring.empty = ring.full + 8 * kMostStages;
-    ring.data = (shared_address(memory) + 1023) / 1024 * 1024;
-    ring.stages = args.stages, ring.stage_bytes = Stage<F, Bfloat16Rows, kGroups, MOST, BLOCKS>::kBytes;
-    ring.slot = 0;
+    Ring ring = ring_at(args, memory, barriers, Stage<F, Bfloat16Rows, kGroups, MOST, BLOCKS>::kBytes);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < args.stages; ++i) {
-            barrier_init(ring.full + 8 * i, 4);
-            barrier_init(ring.empty + 8 * i, WG * 4);
-        }
+        init_barriers(args, ring, 4, WG * 4);
         barrier_init_visible();
     }
     __syncthreads();

@@ -1,6 +1,6 @@
 // Rows of x in tiles, and the ring of stages through which weights and x come to the warps that multiply.
 #pragma once
-#include "ptx.cuh"
+#include "gemm.cuh"
 
 namespace polymoe {
 
@@ -31,5 +31,23 @@ struct Ring {
         if (++slot == stages) slot = 0, parity ^= 1;
     }
 };
+
+// A ring at its start; stages begin at a multiple of 1024 bytes. `barriers`: [2 * kMostStages].
+__device__ __forceinline__ Ring ring_at(const GemmArgs& args, const uint8_t* memory, const uint64_t* barriers, int stage_bytes) {
+    Ring ring;
+    ring.full = shared_address(barriers), ring.empty = ring.full + 8 * kMostStages;
+    ring.data = (shared_address(memory) + 1023) / 1024 * 1024;
+    ring.stages = args.stages, ring.stage_bytes = stage_bytes;
+    ring.slot = 0;
+    return ring;
+}
+
+// Its barriers: so many arrive where a stage is filled, and where it is given back.
+__device__ __forceinline__ void init_barriers(const GemmArgs& args, const Ring& ring, int filled, int given_back) {
+    for (int i = 0; i < args.stages; ++i) {
+        barrier_init(ring.full + 8 * i, filled);
+        barrier_init(ring.empty + 8 * i, given_back);
+    }
+}
 
 }  // namespace polymoe

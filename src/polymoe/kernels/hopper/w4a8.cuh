@@ -326,10 +326,7 @@ __device__ __forceinline__ void w4a8_gemm(const GemmArgs& args) {
     ring.stages = args.stages, ring.stage_bytes = Stage<Mxfp4E4m3, E4m3Rows, 4, MOST, BLOCKS>::kBytes;
     ring.slot = 0;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < args.stages; ++i) {
-            barrier_init(ring.full + 8 * i, 4);
-            barrier_init(ring.empty + 8 * i, WG * 4);
-        }
+        init_barriers(args, ring, 4, WG * 4);
         for (int i = 0; i < WG; ++i) barrier_init(shared_address(&turns_of[i]), 4);
         barrier_init_visible();
     }

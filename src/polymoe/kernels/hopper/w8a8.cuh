@@ -250,16 +250,9 @@ __device__ __forceinline__ void w8a8_gemm(const GemmArgs& args) {
     __shared__ __align__(8) uint64_t barriers[2 * kMostStages], turns_of[kWarpgroups];
     __shared__ float largest[3 * MOST];
     const int warp = of_warp(threadIdx.x / 32);
-    Ring ring;
-    ring.full = shared_address(barriers), ring.empty = ring.full + 8 * kMostStages;
-    ring.data = (shared_address(memory) + 1023) / 1024 * 1024;
-    ring.stages = args.stages, ring.stage_bytes = w8a8::Stage<MOST>::kBytes;
-    ring.slot = 0;
+    Ring ring = ring_at(args, memory, barriers, w8a8::Stage<MOST>::kBytes);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < args.stages; ++i) {
-            barrier_init(ring.full + 8 * i, w8a8::Bring<MOST, MATRIX>::kArrivals);
-            barrier_init(ring.empty + 8 * i, kWarps * 32);
-        }
+        init_barriers(args, ring, w8a8::Bring<MOST, MATRIX>::kArrivals, kWarps * 32);
         for (int i = 0; i < kWarpgroups; ++i) barrier_init(shared_address(&turns_of[i]), 4);
         barrier_init_visible();
     }
