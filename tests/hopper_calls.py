@@ -1,7 +1,8 @@
-"""Calls of the Hopper backend: on a GPU, against the reference; anywhere, with launches recorded instead of made."""
+"""Calls of the Hopper backend: on a GPU, against the reference; anywhere, emulated, or with launches recorded."""
 
 from __future__ import annotations
 
+import ctypes
 import re
 from functools import cache
 from types import SimpleNamespace
@@ -10,10 +11,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from hopper_emulator import Emulator
 from polymoe.backends.base import TOLERANCE, layouts_for
 from polymoe.backends.hopper import Hopper, HopperConfig
 from polymoe.backends.reference import run_experts
-from polymoe.experts import FusedExperts, relative_error
+from polymoe.experts import relative_error
 from polymoe.kernels.hopper import compiled, launch
 from polymoe.layouts import LAYOUTS, Packed
 from polymoe.machine import Machine
@@ -89,24 +91,31 @@ def same_in_any_batch(weights: ExpertWeights, hidden: int, **kwargs: Any) -> Non
             assert torch.equal(out, whole[some]), (config, some)
 
 
-def captured_follows_new_rows(
-    experts: FusedExperts, weights: ExpertWeights, hidden: int, tokens: int, most: float = TOLERANCE
-) -> None:
-    """A captured call of a layer with three experts a token, replayed with other rows and another routing."""
-    count = weights.spec.experts
-    x, routing = random_call(tokens, hidden, count, 3, torch.bfloat16)
-    x, ids, scores = x.cuda(), routing.topk_ids_TA.cuda(), routing.topk_weights_TA.cuda()
-    experts(x, ids, scores)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = experts(x, ids, scores)
-    new_x, new = random_call(tokens, hidden, count, 3, torch.bfloat16, seed=10)
-    x.copy_(new_x)
-    ids.copy_(new.topk_ids_TA)
-    scores.copy_(new.topk_weights_TA)
-    graph.replay()
-    assert relative_error(out.cpu(), run_experts(experts.problem, weights, new_x, new)) < most
+def run_emulated(
+    monkeypatch: pytest.MonkeyPatch, libraries: dict[str, ctypes.CDLL], weights: ExpertWeights, x: torch.Tensor,
+    routing: Routing, config: HopperConfig, blocks: int = 3, coarse: bool = False, **kwargs: Any,
+) -> tuple[torch.Tensor, list[str]]:  # fmt: skip
+    """The result on a GPU of ``blocks`` multiprocessors, emulated, and the kernels launched."""
+    problem = problem_of(weights, **kwargs)
+    packed = pack(problem, weights)
+    emulator = Emulator(libraries, list(packed.tensors.values()), coarse=coarse)
+    monkeypatch.setattr(launch, "kernel", emulator)
+    properties = SimpleNamespace(multi_processor_count=blocks)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(launch, "_empty_tiles", poisoned_tiles)
+    out = torch.full_like(x, float("nan"))
+    Hopper().run(problem, packed, x, routing, config, out)
+    return out, emulator.made
+
+
+def poisoned_tiles(*args: Any) -> torch.Tensor:
+    """Tiles in which everything is NaN that no kernel writes."""
+    tiles = empty_tiles(*args)
+    tiles.view(torch.uint8).fill_(0xFF)
+    return tiles
+
+
+empty_tiles = launch._empty_tiles
 
 
 def names(unit: str) -> set[str]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from captured import captured_follows_new_rows
 from hopper_calls import need_sm90, on_gpu, same_experts
 from polymoe.activations import GeGLU, ReLU2, SwiGLU
 from polymoe.backends.base import TOLERANCE
@@ -276,20 +277,7 @@ class TestOnGpu:
         problem = problem_of(weights)
         experts = FusedExperts.pack(problem, weights, Choice(Machine.of("cuda"), "mixed", "hopper", TABLE, LAYOUTS))
         for tokens in (3, 200):
-            x, routing = random_call(tokens, 256, 16, dtype=torch.bfloat16)
-            x, ids, scores = x.cuda(), routing.topk_ids_TA.cuda(), routing.topk_weights_TA.cuda()
-            experts(x, ids, scores)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                out = experts(x, ids, scores)
-            for seed in range(5):
-                new_x, new = random_call(tokens, 256, 16, dtype=torch.bfloat16, seed=10 + seed)
-                x.copy_(new_x)
-                ids.copy_(new.topk_ids_TA)
-                scores.copy_(new.topk_weights_TA)
-                graph.replay()
-                assert relative_error(out.cpu(), run_experts(problem, weights, new_x, new)) < TOLERANCE
+            captured_follows_new_rows(experts, weights, tokens, replays=5)
 
 
 TABLE = {"hopper": Hopper()}

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from captured import captured_follows_new_rows
 from hopper_calls import (
     awkward_call,
-    captured_follows_new_rows,
     need_sm90,
     repeated_on_gpu,
     same_experts,
@@ -145,4 +145,4 @@ class TestOnGpu:
             weights, GPT_OSS, top_k=3, device="cuda", backend="hopper", activations="fp8_group128"
         )
         for tokens in (3, 200):
-            captured_follows_new_rows(experts, weights, 256, tokens, TOKEN_TOLERANCE)
+            captured_follows_new_rows(experts, weights, tokens, TOKEN_TOLERANCE)

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import polymoe
+from captured import captured_follows_new_rows
 from hopper_calls import (
     awkward_call,
-    captured_follows_new_rows,
     need_sm90,
     on_gpu,
     pack,
@@ -199,4 +199,4 @@ class TestOnGpu:
         weights = same_experts(experts=16, hidden=1024, intermediate=512)
         experts = FusedExperts.from_weights(weights, GPT_OSS, top_k=3, device="cuda", backend="hopper", **E4M3)
         assert {step.config.kernels for step in experts.explain().require().steps} == {"w4a8"}  # type: ignore[attr-defined]
-        captured_follows_new_rows(experts, weights, 1024, tokens, MOST)
+        captured_follows_new_rows(experts, weights, tokens, MOST)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from hopper_calls import awkward_call, captured_follows_new_rows, need_sm90, on_gpu, same_experts
+from captured import captured_follows_new_rows
+from hopper_calls import awkward_call, need_sm90, on_gpu, same_experts
 from polymoe.activations import GeGLU, SwiGLU
 from polymoe.backends.base import TOLERANCE
 from polymoe.backends.hopper import Hopper, HopperConfig
@@ -96,4 +97,4 @@ class TestOnGpu:
         experts = FusedExperts.from_weights(weights, GPT_OSS, top_k=3, device="cuda", backend="hopper", **E4M3)
         step = experts.explain().require().step(700)
         assert step.config in EVERY
-        captured_follows_new_rows(experts, weights, 256, 700)
+        captured_follows_new_rows(experts, weights, 700)

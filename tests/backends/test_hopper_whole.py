@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hopper_calls import awkward_call, captured_follows_new_rows, need_sm90, on_gpu, same_experts, same_in_any_batch
+from captured import captured_follows_new_rows
+from hopper_calls import awkward_call, need_sm90, on_gpu, same_experts, same_in_any_batch
 from polymoe.activations import GeGLU
 from polymoe.backends.hopper import Hopper, HopperConfig
 from polymoe.backends.select import select
@@ -105,4 +106,4 @@ class TestOnGpu:
             weights, GPT_OSS, top_k=3, device="cuda", backend="hopper", activations="16bit"
         )
         for tokens in (3, 200):
-            captured_follows_new_rows(experts, weights, 256, tokens)
+            captured_follows_new_rows(experts, weights, tokens)

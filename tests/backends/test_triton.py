@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from captured import captured_follows_new_rows
 from polymoe.activations import GeGLU, SwiGLU
 from polymoe.backends.base import TOLERANCE
 from polymoe.backends.reference import run_experts
@@ -329,17 +330,4 @@ class TestOnGpu:
         problem = problem_of(weights)
         choice = Choice(Machine.of("cuda"), "mixed", "triton", CHOICE, LAYOUTS)
         experts = FusedExperts.pack(problem, weights, choice)
-        x, routing = random_call(20, 256, 16, dtype=torch.bfloat16)
-        x, ids, scores = x.cuda(), routing.topk_ids_TA.cuda(), routing.topk_weights_TA.cuda()
-        experts(x, ids, scores)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = experts(x, ids, scores)
-        for seed in range(5):
-            new_x, new = random_call(20, 256, 16, dtype=torch.bfloat16, seed=10 + seed)
-            x.copy_(new_x)
-            ids.copy_(new.topk_ids_TA)
-            scores.copy_(new.topk_weights_TA)
-            graph.replay()
-            assert relative_error(out.cpu(), run_experts(problem, weights, new_x, new)) < TOLERANCE
+        captured_follows_new_rows(experts, weights, 20, replays=5)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import ctypes
 import shutil
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from hopper_calls import pack
+from hopper_calls import poisoned_tiles, run_emulated
 from hopper_emulator import Emulator, compile_unit
 from polymoe.activations import Activation, GeGLU, SwiGLU
 from polymoe.backends.base import TOLERANCE
@@ -53,37 +52,10 @@ def emulate(
     **kwargs: Any,
 ) -> list[str]:  # fmt: skip
     """Compare with the reference on a GPU of ``blocks`` multiprocessors; returns the kernels launched."""
-    out, made = emulated(monkeypatch, libraries, weights, x, routing, config, blocks, coarse, **kwargs)
+    out, made = run_emulated(monkeypatch, libraries, weights, x, routing, config, blocks, coarse, **kwargs)
     expected = run_experts(problem_of(weights, **kwargs), weights, x, routing)
     assert relative_error(out, expected) < most or (not expected.any() and not out.any())
     return made
-
-
-def emulated(
-    monkeypatch: pytest.MonkeyPatch, libraries: dict[str, ctypes.CDLL], weights: ExpertWeights, x: torch.Tensor,
-    routing: Routing, config: HopperConfig, blocks: int = 3, coarse: bool = False, **kwargs: Any,
-) -> tuple[torch.Tensor, list[str]]:  # fmt: skip
-    """The result, and the kernels launched."""
-    problem = problem_of(weights, **kwargs)
-    packed = pack(problem, weights)
-    emulator = Emulator(libraries, list(packed.tensors.values()), coarse=coarse)
-    monkeypatch.setattr(launch, "kernel", emulator)
-    properties = SimpleNamespace(multi_processor_count=blocks)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(launch, "_empty_tiles", poisoned_tiles)
-    out = torch.full_like(x, float("nan"))
-    Hopper().run(problem, packed, x, routing, config, out)
-    return out, emulator.made
-
-
-def poisoned_tiles(*args: Any) -> torch.Tensor:
-    """Tiles in which everything is NaN that no kernel writes."""
-    tiles = empty_tiles(*args)
-    tiles.view(torch.uint8).fill_(0xFF)
-    return tiles
-
-
-empty_tiles = launch._empty_tiles
 
 
 @pytest.mark.parametrize("config", DECODE + PREFILL, ids=str)
@@ -145,12 +117,12 @@ def test_a_token_does_not_see_its_batch(monkeypatch: pytest.MonkeyPatch, librari
     weights = random_experts(format, hidden=272, intermediate=208, bias=True)
     x, routing = random_call(60, 272, 5, 3, torch.bfloat16)
     configs = PREFILL if format != "bf16" else [HopperConfig("whole", rows, 0) for rows in WHOLE]
-    whole, _ = emulated(monkeypatch, libraries(format), weights, x, routing, configs[-1])
+    whole, _ = run_emulated(monkeypatch, libraries(format), weights, x, routing, configs[-1])
     assert relative_error(whole, run_experts(problem_of(weights), weights, x, routing)) < TOLERANCE
     for config in configs:
         for some in (slice(0, 1), slice(59, 60), slice(31, 38), slice(3, 60)):
             part = Routing(*(values[some] for values in routing))
-            out, _ = emulated(monkeypatch, libraries(format), weights, x[some], part, config, blocks=2)
+            out, _ = run_emulated(monkeypatch, libraries(format), weights, x[some], part, config, blocks=2)
             assert torch.equal(out, whole[some]), (config, some)
 
 
@@ -162,9 +134,9 @@ def test_a_row_does_not_see_its_item(
     """To the bit, in one kernel: which of an expert's rows make an item depends on timing. One, or as many as fit."""
     weights = random_experts(format, hidden=272, intermediate=208, experts=2)
     x, routing = random_call(config.rows, 272, 2, 2, torch.bfloat16)
-    whole, _ = emulated(monkeypatch, libraries(format), weights, x, routing, config)
+    whole, _ = run_emulated(monkeypatch, libraries(format), weights, x, routing, config)
     first = Routing(*(values[:1] for values in routing))
-    out, _ = emulated(monkeypatch, libraries(format), weights, x[:1], first, config)
+    out, _ = run_emulated(monkeypatch, libraries(format), weights, x[:1], first, config)
     assert torch.equal(out, whole[:1])
 
 
@@ -243,11 +215,11 @@ def test_a_token_in_e4m3_does_not_see_its_batch(monkeypatch: pytest.MonkeyPatch,
     units, problem = libraries("mxfp4", "fp8_group128"), problem_of(weights, batch_invariant=True, **E4M3)
     configs = [c for c in Hopper().candidates(problem, Machine.of("h200"), 60) if isinstance(c, HopperConfig)]
     assert len(configs) == len(W4A8)
-    whole, _ = emulated(monkeypatch, units, weights, x, routing, configs[-1], coarse=coarse, **E4M3)
+    whole, _ = run_emulated(monkeypatch, units, weights, x, routing, configs[-1], coarse=coarse, **E4M3)
     for config in configs:
         for some in (slice(0, 1), slice(59, 60), slice(31, 38), slice(3, 60)):
             part = Routing(*(values[some] for values in routing))
-            out, _ = emulated(monkeypatch, units, weights, x[some], part, config, 2, coarse, **E4M3)
+            out, _ = run_emulated(monkeypatch, units, weights, x[some], part, config, 2, coarse, **E4M3)
             assert torch.equal(out, whole[some]), (config, some)
 
 

@@ -7,27 +7,24 @@ import importlib
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from hopper_calls import launches, names
+from hopper_calls import launches, names, run_emulated
 from hopper_emulator import Emulator, compile_unit
 from polymoe.activations import GeGLU, SwiGLU
-from polymoe.backends.hopper import Hopper, HopperConfig
+from polymoe.backends.hopper import HopperConfig
 from polymoe.backends.reference import emulate_activations, run_experts
 from polymoe.kernels.hopper import compiled, launch, launch_fp8
 from polymoe.kernels.hopper.launch_fp8 import FP8
-from polymoe.layouts import LAYOUTS
 from polymoe.routing import Routing
 from polymoe.tensors import ExpertWeights
 from problems import GPT_OSS, problem_of, random_call, random_experts
 
 SOURCES = Path(compiled.__file__).parent
-CPU = torch.device("cpu")
 UNIT = "fp8_block128"
 
 # Of every single token: y and the result are rounded to bfloat16 on the way, 2e-3, and h must be rounded as the
@@ -51,14 +48,10 @@ def run(
     routing: Routing, rows: int, blocks: int = 3, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
     """The result on a GPU of ``blocks`` multiprocessors, whose units for E4M3 would add coarsely."""
-    packed = LAYOUTS["hopper"].pack(weights, CPU)
-    monkeypatch.setattr(launch, "kernel", Emulator(libraries, list(packed.tensors.values()), coarse=True))
-    properties = SimpleNamespace(multi_processor_count=blocks)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    out = torch.full_like(x, float("nan"))
-    problem = problem_of(weights, activations="fp8_group128", **kwargs)
-    Hopper().run(problem, packed, x, routing, HopperConfig("fp8", rows, 0), out)
-    return out
+    config = HopperConfig("fp8", rows, 0)
+    return run_emulated(
+        monkeypatch, libraries, weights, x, routing, config, blocks, coarse=True, activations="fp8_group128", **kwargs
+    )[0]
 
 
 def compare(

@@ -8,29 +8,26 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from hopper_calls import launches, names
+from hopper_calls import launches, names, run_emulated
 from hopper_emulator import Emulator, compile_unit
 from polymoe.activations import GeGLU, SwiGLU
 from polymoe.backends.base import TOLERANCE
-from polymoe.backends.hopper import Hopper, HopperConfig
+from polymoe.backends.hopper import HopperConfig
 from polymoe.backends.reference import emulate_activations, run_experts
 from polymoe.experts import relative_error
 from polymoe.kernels.hopper import compiled, launch, launch_fp8
 from polymoe.kernels.hopper.launch_fp8 import W8A8
-from polymoe.layouts import LAYOUTS
 from polymoe.routing import Routing
 from polymoe.tensors import ExpertWeights
 from problems import GPT_OSS, problem_of, random_call, random_experts
 
 SOURCES = Path(compiled.__file__).parent
-CPU = torch.device("cpu")
 UNIT = "w8a8_fp8_block128"
 
 emulated = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
@@ -47,28 +44,15 @@ def experts(**kwargs: Any) -> ExpertWeights:
     return random_experts("fp8_block128", **{"hidden": 384, "intermediate": 256, "experts": 2, **kwargs})
 
 
-def poisoned_tiles(*args: Any) -> Tensor:
-    """Tiles in which everything is NaN that no kernel writes."""
-    return empty_tiles(*args).fill_(0xFF)
-
-
-empty_tiles = launch._empty_tiles
-
-
 def run(
     monkeypatch: pytest.MonkeyPatch, libraries: dict[str, ctypes.CDLL], weights: ExpertWeights, x: Tensor,
     routing: Routing, rows: int = W8A8[-1], blocks: int = 3, coarse: bool = True, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
     """The result on a GPU of ``blocks`` multiprocessors."""
-    packed = LAYOUTS["hopper"].pack(weights, CPU)
-    monkeypatch.setattr(launch, "kernel", Emulator(libraries, list(packed.tensors.values()), coarse=coarse))
-    properties = SimpleNamespace(multi_processor_count=blocks)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(launch, "_empty_tiles", poisoned_tiles)
-    out = torch.full_like(x, float("nan"))
-    problem = problem_of(weights, activations="fp8_group128", **kwargs)
-    Hopper().run(problem, packed, x, routing, HopperConfig("w8a8", rows, 0), out)
-    return out
+    config = HopperConfig("w8a8", rows, 0)
+    return run_emulated(
+        monkeypatch, libraries, weights, x, routing, config, blocks, coarse, activations="fp8_group128", **kwargs
+    )[0]
 
 
 def compare(
