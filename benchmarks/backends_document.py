@@ -11,11 +11,11 @@ from typing import TypeVar, get_args
 
 from polymoe.activations import ReLU2
 from polymoe.backends import BACKENDS, Backend
-from polymoe.backends.select import describe, select
 from polymoe.bench.cases import CASES
 from polymoe.formats import FORMATS
 from polymoe.machine import DEVICES, Device, Machine
 from polymoe.planning.measured import Table
+from polymoe.planning.select import describe, select
 from polymoe.problem import ActivationMode, Problem
 from polymoe.verdict import Accepted, Verdict
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import triton
 
-from polymoe.kernels.hopper import compiled, launch
+from polymoe.kernels.cuda import compiled, launch
 
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 """The disassembler that comes with Triton."""

@@ -26,15 +26,15 @@ import torch
 from torch import Tensor
 
 from polymoe.activations import SwiGLU
-from polymoe.backends.hopper import Hopper, HopperConfig
+from polymoe.backends.cuda.backend import Cuda, CudaConfig
 from polymoe.backends.reference import emulate_activations
 from polymoe.bench.timing import Turn, calls_per_turn
 from polymoe.formats import FORMATS
-from polymoe.kernels.hopper import compiled, launch
-from polymoe.kernels.hopper.driver import Module
-from polymoe.kernels.hopper.launch import E4m3Shape, Shape
-from polymoe.layouts import LAYOUTS, Packed, hopper_e4m3
-from polymoe.layouts.hopper_order import pack_scales
+from polymoe.kernels.cuda import compiled, launch
+from polymoe.kernels.cuda.driver import Module
+from polymoe.kernels.cuda.launch import E4m3Shape, Shape
+from polymoe.layouts import LAYOUTS, Packed, w4a8_fragments
+from polymoe.layouts.cuda.w4a16_fragments import pack_scales
 from polymoe.problem import ActivationMode, Problem
 from polymoe.routing import Routing
 from polymoe.tensors import ExpertsSpec, ExpertWeights
@@ -263,10 +263,10 @@ def emulate(folder: Path, names: Sequence[str]) -> None:
     sys.path.insert(0, "tests")
     from types import SimpleNamespace
 
-    from hopper_emulator import Emulator, compile_files, compile_unit
     from polymoe.backends.reference import run_experts
-    from polymoe.experts import relative_error
-    from problems import problem_of, random_call, random_experts
+    from polymoe.numerics import relative_error
+    from support.cuda_emulator import Emulator, compile_files, compile_unit
+    from support.problems import problem_of, random_call, random_experts
 
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=3)  # type: ignore[assignment]
     folder.mkdir(parents=True, exist_ok=True)
@@ -299,12 +299,12 @@ def _call(variant: Variant, height: int) -> Callable[..., None]:
     kernels = variant.kernels
     if variant.shape is not None:  # which sizes there are
         launch.IN_TILES[kernels][variant.rows] = variant.shape  # type: ignore[index]
-    config = HopperConfig(kernels, variant.rows, height if kernels == "decode" else 0)  # type: ignore[arg-type]
+    config = CudaConfig(kernels, variant.rows, height if kernels == "decode" else 0)  # type: ignore[arg-type]
 
     def call(problem: Problem, packed: Packed, x: Tensor, routing: Routing, out: Tensor) -> None:
         if variant.shape is not None:
             launch.IN_TILES[kernels][variant.rows] = variant.shape  # type: ignore[index]
-        Hopper().run(problem, packed, x, routing, config, out)
+        Cuda().run(problem, packed, x, routing, config, out)
 
     return call
 
@@ -352,7 +352,7 @@ def _layer(layout: str, activations: ActivationMode) -> tuple[Problem, Packed]:
             packed = [pack_scales(s[..., None], encoding, k) for s in scales]
         else:  # random codes are zeros in no whole group
             codes = tensors[f"{name}.codes"].view(256, n, k // 2)
-            packed = [hopper_e4m3.pack_scales(s, c)[0] for s, c in zip(scales, codes, strict=True)]
+            packed = [w4a8_fragments.pack_scales(s, c)[0] for s, c in zip(scales, codes, strict=True)]
         tensors[f"{name}.scales"] = torch.stack(packed)
     problem = Problem(spec=spec, activation=SwiGLU(limit=10.0), top_k=6, activations=activations)
     return problem, Packed(layout, spec, tensors)

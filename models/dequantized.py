@@ -20,7 +20,7 @@ from transformers import AutoConfig
 
 from polymoe.checkpoint import Checkpoint
 from polymoe.checkpoint.families import Fused
-from polymoe.engines.transformers_families import auto_class, registered_names, use_own_name
+from polymoe.engines.transformers.families import auto_class, registered_names, use_own_name
 
 
 def own(path: str | Path, dtype: torch.dtype) -> Any:

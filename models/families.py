@@ -61,7 +61,7 @@ class Family:
         """An untrained float32 model of Transformers."""
         from transformers import AutoConfig
 
-        from polymoe.engines.transformers_families import auto_class, register_names, use_own_name
+        from polymoe.engines.transformers.families import auto_class, register_names, use_own_name
 
         register_names()
         # A copy, since Transformers adds to the dicts that it is given.

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from serving import Running
+    from support.serving import Running
 
 # The suite never reaches out: nothing it loads may come from the Hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -62,7 +62,7 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
     """The trained checkpoint behind an address of this machine, for the tests of one file."""
-    from serving import running_server
+    from support.serving import running_server
 
     with running_server() as running:
         yield running

@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 
-from polymoe.backends.base import TOLERANCE, Backend
-from polymoe.backends.select import select
+from polymoe.backends.base import Backend
 from polymoe.bench.cases import CASES
-from polymoe.calls import Choice
-from polymoe.experts import FusedExperts, relative_error
+from polymoe.experts import FusedExperts
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import Machine
+from polymoe.numerics import TOLERANCE, relative_error
+from polymoe.planning.select import select
+from polymoe.runtime import PlanRequest
 from polymoe.verdict import Accepted, Rejected
-from problems import plain_experts, problem_of, random_call, random_experts
+from support.problems import plain_experts, problem_of, random_call, random_experts
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs/adding-a-backend.md").read_text(encoding="utf-8")
@@ -42,7 +43,7 @@ def test_every_method_has_its_row(dense: Any) -> None:
 @pytest.mark.parametrize("tokens", [1, 17, 100])
 def test_the_example_is_right(dense: Any, tokens: int) -> None:
     weights = random_experts(bias=True)
-    choice = Choice(Machine.of("cpu"), "mixed", "dense", {"dense": dense}, LAYOUTS)
+    choice = PlanRequest(Machine.of("cpu"), "mixed", "dense", {"dense": dense}, LAYOUTS)
     experts = FusedExperts.pack(problem_of(weights), weights, choice)
     x, routing = random_call(tokens, 64, 5)
     expected = plain_experts(weights, experts.problem, x, routing)

@@ -16,10 +16,11 @@ from safetensors.torch import load_file, save_file
 import polymoe
 from polymoe.activations import SwiGLU
 from polymoe.errors import ArgumentError, CheckpointNotFound, PlanError, UnsupportedProblem, VerificationError
-from polymoe.experts import FusedExperts, load_experts, relative_error
+from polymoe.experts import FusedExperts, load_experts
 from polymoe.formats import FORMATS, QuantTensor
+from polymoe.numerics import relative_error
 from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
-from problems import GPT_OSS, plain_experts, random_call, random_experts
+from support.problems import GPT_OSS, plain_experts, random_call, random_experts
 
 SUMS = Path(__file__).parent.parent / "models" / "sums-gpt-oss-mxfp4"
 

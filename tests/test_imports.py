@@ -14,35 +14,35 @@ import polymoe
 
 ROOT = Path(polymoe.__file__).parent
 
-# Each part may import the parts named, and itself. `kernels` stands alone.
+# Each room may import the rooms named, and itself.
+_LEAVES = {"errors", "environment", "shapes", "verdict"}
+_VALUES = _LEAVES | {"machine", "activations", "routing", "formats", "numerics"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "environment": set(),
     "shapes": set(),
     "verdict": set(),
+    "numerics": set(),
     "machine": {"errors", "shapes"},
     "activations": {"errors", "shapes"},
     "routing": {"errors", "shapes"},
     "formats": {"errors", "shapes"},
     "kernels": set(),
+    "tensors": {"errors", "shapes", "formats", "activations"},
 }
-_VALUES = {"errors", "shapes", "verdict", "machine", "activations", "formats", "routing"}
-ALLOWED["tensors"] = {"errors", "shapes", "formats", "activations"}
-ALLOWED["layouts"] = ALLOWED["tensors"] | {"tensors", "verdict"}
 ALLOWED["problem"] = ALLOWED["tensors"] | {"tensors"}
-ALLOWED["checkpoint"] = {"errors", "shapes", "formats", "activations", "tensors", "problem", "routing"}
-ALLOWED["planning"] = {"errors", "environment", "shapes", "machine", "problem", "verdict"}
-ALLOWED["backends"] = _VALUES | {"tensors", "layouts", "problem", "planning", "kernels"}
-ALLOWED["calls"] = ALLOWED["backends"] | {"backends"}
-ALLOWED["experts"] = ALLOWED["calls"] | {"calls", "checkpoint"}
+ALLOWED["cost"] = {"machine", "problem"}
+ALLOWED["layouts"] = ALLOWED["tensors"] | {"tensors", "verdict"}
+ALLOWED["checkpoint"] = ALLOWED["problem"] | {"problem", "routing"}
+ALLOWED["backends"] = _VALUES | {"tensors", "layouts", "problem", "cost", "kernels"}
+ALLOWED["planning"] = ALLOWED["backends"] - {"kernels"} | {"backends"}
+ALLOWED["runtime"] = ALLOWED["planning"] | {"planning"}
+ALLOWED["experts"] = ALLOWED["runtime"] | {"runtime", "checkpoint"}
 ALLOWED["explanation"] = ALLOWED["experts"] | {"experts"}
 _CORE = ALLOWED["explanation"] | {"explanation"}
-for _outer in ("parallel", "bench", "engines"):
-    ALLOWED[_outer] = set(_CORE)
-ALLOWED["bench"] |= {"engines"}  # whole models
-ALLOWED["verify"] = set(_CORE)
-ALLOWED["serve"] = ALLOWED["generate"] = ALLOWED["evaluate"] = _CORE | {"engines"}
-ALLOWED["cli"] = _CORE | {"parallel", "bench", "engines", "serve", "generate", "evaluate", "verify"}
+ALLOWED["verify"] = ALLOWED["engines"] = set(_CORE)
+ALLOWED["bench"] = ALLOWED["generate"] = ALLOWED["evaluate"] = ALLOWED["serve"] = _CORE | {"engines"}  # whole models
+ALLOWED["cli"] = _CORE | {"bench", "engines", "serve", "generate", "evaluate", "verify"}
 ALLOWED["__main__"] = {"cli"}
 
 ENGINES = {"transformers", "vllm", "sglang", "triton", "flashinfer"}

@@ -36,7 +36,7 @@ def run(
     return done.returncode, done.stdout
 
 
-ALL = ("memcheck sanitized", "memcheck sanitized_hopper", "racecheck sanitized", "racecheck sanitized_hopper")
+ALL = ("memcheck sanitized_triton", "memcheck sanitized_cuda", "racecheck sanitized_triton", "racecheck sanitized_cuda")
 
 
 def test_all_passed(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_all_passed(tmp_path: Path) -> None:
     for line, which in zip(lines[3:7], ALL, strict=True):
         tool, file = which.split()
         assert line.startswith(f"--tool {tool} --error-exitcode 9 ")
-        assert line.endswith(f"tests/kernels/{file}.py caching=1")
+        assert line.endswith(f"tests/support/{file}.py caching=1")
     passed = ", ".join(f"{name} passed" for name in ("tests", "measured", "contract", *ALL))
     assert lines[7:] == [f"scripts/test-gpu: {passed}"]
 
@@ -60,7 +60,7 @@ def test_arguments_choose_among_the_tests_that_need_a_gpu(tmp_path: Path) -> Non
     code, output = run(tmp_path, "-k", "two words", sanitizer={}, parallel="-n 8")
     assert code == 0
     assert output.splitlines()[0] == "python -m pytest -q -m gpu -k two words"
-    assert output.splitlines()[-1].startswith("scripts/test-gpu: tests passed, memcheck sanitized passed")
+    assert output.splitlines()[-1].startswith("scripts/test-gpu: tests passed, memcheck sanitized_triton passed")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import plain_formats as plain
+import support.plain_formats as plain
 from polymoe.errors import ArgumentError, FormatError
 from polymoe.formats import FORMATS, Encoding
 from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights

@@ -14,7 +14,6 @@ import write_docs
 from backends_document import GPUS, MODES, said
 from write_docs import Limit
 
-from contract.toys import Toy
 from polymoe.backends import BACKENDS
 from polymoe.bench.cases import CASES
 from polymoe.bench.decode import ModelRecord
@@ -26,6 +25,7 @@ from polymoe.formats import FORMATS
 from polymoe.machine import DEVICES, Machine
 from polymoe.problem import Problem
 from polymoe.verdict import Accepted, Reasons, Rejected, Verdict
+from support.toys import Toy
 
 RECORD = Record(
     case="gpt-oss-120b", backend="triton", format="mxfp4", activations="16bit", tokens=16, routing="uniform",

@@ -12,19 +12,19 @@ from torch import Tensor, nn
 
 from polymoe.activations import Activation
 from polymoe.backends import BACKENDS
-from polymoe.backends.base import TOLERANCE
 from polymoe.backends.reference import run_experts
-from polymoe.backends.select import Selection
-from polymoe.calls import DTYPES, Calls, Choice, on_device
 from polymoe.checkpoint import Checkpoint
 from polymoe.errors import ArgumentError, CheckpointError, PlanError, ScaleError, VerificationError
 from polymoe.layouts import LAYOUTS, Layout, Packed
 from polymoe.machine import Machine
+from polymoe.numerics import TOLERANCE, relative_error
+from polymoe.planning.select import Selection
 from polymoe.problem import ActivationMode, Dtype, Problem, WeightOn
 from polymoe.routing import Routing
+from polymoe.runtime import DTYPES, LayerRuntime, PlanRequest, on_device
 from polymoe.tensors import ExpertWeights
 
-__all__ = ["FusedExperts", "load_experts", "relative_error", "resolve_activations"]
+__all__ = ["FusedExperts", "load_experts", "resolve_activations"]
 
 log = logging.getLogger("polymoe")
 
@@ -36,9 +36,9 @@ class FusedExperts(nn.Module):
     buffers: they move with ``.to(device)``, and are not in ``state_dict()``.
     """
 
-    def __init__(self, problem: Problem, packed: Packed, choice: Choice) -> None:
+    def __init__(self, problem: Problem, packed: Packed, choice: PlanRequest) -> None:
         super().__init__()
-        self._calls = Calls.of(problem, choice, packed.layout, tuple(packed.tensors))
+        self._calls = LayerRuntime.of(problem, choice, packed.layout, tuple(packed.tensors))
         self._names = {name: f"packed_{name.replace('.', '_')}" for name in packed.tensors}
         for name, tensor in packed.tensors.items():
             self.register_buffer(self._names[name], tensor, persistent=False)
@@ -87,7 +87,7 @@ class FusedExperts(nn.Module):
             activations=activations,
             batch_invariant=batch_invariant,
         )
-        choice = Choice(Machine.of(_device_name(device)), role, backend, BACKENDS, LAYOUTS)
+        choice = PlanRequest(Machine.of(_device_name(device)), role, backend, BACKENDS, LAYOUTS)
         return cls.pack(problem, weights, choice, device=device, check=check)
 
     @classmethod
@@ -95,7 +95,7 @@ class FusedExperts(nn.Module):
         cls,
         problem: Problem,
         weights: ExpertWeights,
-        choice: Choice,
+        choice: PlanRequest,
         *,
         device: torch.device | str | None = None,
         check: bool = True,
@@ -283,7 +283,7 @@ class FusedExperts(nn.Module):
             setattr(self, buffer, self.get_buffer(buffer).to(device))
         if device.type != before.type:
             choice = replace(self._calls.choice, machine=Machine.of(str(device)))
-            self._calls = Calls.of(self.problem, choice, self._calls.layout, self._calls.names)
+            self._calls = LayerRuntime.of(self.problem, choice, self._calls.layout, self._calls.names)
         return self
 
     def extra_repr(self) -> str:
@@ -339,7 +339,7 @@ def load_experts(
     experts = FusedExperts.pack(
         problem,
         checkpoint.weights(layer, tp=tp, ep=ep),
-        Choice(machine, role, backend, BACKENDS, LAYOUTS),
+        PlanRequest(machine, role, backend, BACKENDS, LAYOUTS),
         device=device,
         check=check,
         where=f"layer {layer}",
@@ -358,13 +358,6 @@ def resolve_activations(checkpoint: Checkpoint, layer: int, machine: Machine, ac
     if activations != "auto":
         return activations  # type: ignore[return-value]  # Problem checks the name
     return checkpoint.recipe(layer) if machine.device.kind == "cuda" else "16bit"
-
-
-def relative_error(got: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over norm of ``expected``, in float64; 0 where both are zero."""
-    difference = (got.double() - expected.double()).norm()
-    norm = expected.double().norm()
-    return float(difference / norm) if norm else float(difference)
 
 
 _TORCH = {name: dtype for dtype, name in DTYPES.items()}

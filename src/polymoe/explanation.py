@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from polymoe.backends.select import Selection, select
 from polymoe.checkpoint import Checkpoint
 from polymoe.experts import resolve_activations
 from polymoe.machine import Device, Machine
+from polymoe.planning.select import Selection, select
 from polymoe.problem import Dtype, Problem
 
 __all__ = ["Explanation", "Row", "explain", "layer_ranges"]

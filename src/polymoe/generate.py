@@ -55,7 +55,7 @@ class Generator:
             PolymoeError: as :func:`polymoe.engines.transformers.load`.
         """
         from polymoe.engines.transformers import load
-        from polymoe.engines.transformers_decode import require_capturable
+        from polymoe.engines.transformers.decode_graph import require_capturable
 
         if graphs and (device == "cpu" or not torch.cuda.is_available()):
             raise ArgumentError("graphs", expected="a GPU", got="none, or device='cpu'", hint="leave them out")

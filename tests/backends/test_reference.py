@@ -8,15 +8,15 @@ import torch
 from polymoe.activations import GeGLU, SwiGLU
 from polymoe.backends import BACKENDS
 from polymoe.backends.reference import emulate_activations, run_experts
-from polymoe.backends.select import select
 from polymoe.errors import CheckpointError, UnsupportedProblem
-from polymoe.experts import relative_error
 from polymoe.formats import FORMATS
 from polymoe.machine import Machine
+from polymoe.numerics import relative_error
+from polymoe.planning.select import select
 from polymoe.routing import Routing
 from polymoe.tensors import ExpertsSpec, ExpertWeights
 from polymoe.verdict import Accepted
-from problems import GPT_OSS, plain_experts, problem_of, random_call, random_experts
+from support.problems import GPT_OSS, plain_experts, problem_of, random_call, random_experts
 
 
 def check(weights: ExpertWeights, routing: Routing, x: torch.Tensor, **kwargs: object) -> None:

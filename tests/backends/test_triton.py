@@ -8,23 +8,23 @@ from typing import Any
 import pytest
 import torch
 
-from captured import captured_follows_new_rows
 from polymoe.activations import GeGLU, SwiGLU
-from polymoe.backends.base import TOLERANCE
 from polymoe.backends.reference import run_experts
 from polymoe.backends.triton import Tile, Triton, TritonConfig
-from polymoe.backends.triton_tiles import smaller
-from polymoe.calls import Choice
+from polymoe.backends.triton.tiles import smaller
 from polymoe.errors import PlanError
-from polymoe.experts import FusedExperts, relative_error
+from polymoe.experts import FusedExperts
 from polymoe.formats import FORMATS, QuantTensor
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import DEVICES, Machine
+from polymoe.numerics import TOLERANCE, relative_error
 from polymoe.problem import Problem
 from polymoe.routing import Routing
+from polymoe.runtime import PlanRequest
 from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
 from polymoe.verdict import Accepted, Rejected
-from problems import GPT_OSS, problem_of, random_call, random_experts
+from support.captured import captured_follows_new_rows
+from support.problems import GPT_OSS, problem_of, random_call, random_experts
 
 WITH_TRITON = {"triton": "3.6.0"}
 CHOICE = {"triton": Triton()}
@@ -139,7 +139,7 @@ class TestTooLittleSharedMemory:
 
     def test_next_tile_once_said(self, caplog: pytest.LogCaptureFixture) -> None:
         pytest.importorskip("triton")
-        from launches import launches, meta_layer
+        from support.triton_launches import launches, meta_layer
 
         backend, layer = Triton(), meta_layer("mxfp4")
         config = TritonConfig(16, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4))
@@ -159,7 +159,7 @@ class TestTooLittleSharedMemory:
 
     def test_nothing_is_small_enough(self) -> None:
         triton = pytest.importorskip("triton")
-        from launches import launches, meta_layer
+        from support.triton_launches import launches, meta_layer
 
         with pytest.raises(triton.OutOfResources):
             launches(*meta_layer("mxfp4"), "h200", 8192, refuse=self.refuse({"up": 0, "down": 0}))
@@ -242,7 +242,7 @@ class TestOnGpu:
         weights = ExpertWeights(plain.spec, lambda e: scaled(plain.expert(e), 30))
         x, routing = random_call(9, 128, 5)
         problem = problem_of(weights)
-        choice = Choice(Machine.of("cuda"), "mixed", "triton", CHOICE, LAYOUTS)
+        choice = PlanRequest(Machine.of("cuda"), "mixed", "triton", CHOICE, LAYOUTS)
         experts = FusedExperts.pack(problem, weights, choice)
         assert experts.problem.wide_scales
         expected = run_experts(problem, weights, x, routing)
@@ -328,6 +328,6 @@ class TestOnGpu:
     def test_captured_graph_follows_new_routings(self) -> None:
         weights = random_experts("mxfp4", experts=16, hidden=256, intermediate=256)
         problem = problem_of(weights)
-        choice = Choice(Machine.of("cuda"), "mixed", "triton", CHOICE, LAYOUTS)
+        choice = PlanRequest(Machine.of("cuda"), "mixed", "triton", CHOICE, LAYOUTS)
         experts = FusedExperts.pack(problem, weights, choice)
         captured_follows_new_rows(experts, weights, 20, replays=5)

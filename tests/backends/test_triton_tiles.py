@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from polymoe.backends.triton_tiles import PLANES, Tile, TritonConfig, candidates, heuristic
+from polymoe.backends.config import Config
+from polymoe.backends.triton.tiles import PLANES, Tile, TritonConfig, candidates, heuristic
 from polymoe.bench.cases import CASES
 from polymoe.errors import PlanError
 from polymoe.machine import DEVICES, Machine
-from polymoe.planning.plan import Config
 from polymoe.problem import Problem
 
 GPUS = [name for name, device in DEVICES.items() if device.kind == "cuda"]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.tiny import CPU, TINY
 from polymoe.bench.cases import CASES, Workload, case_named, random_weights
 from polymoe.checkpoint import Checkpoint
+from polymoe.cost import cost
 from polymoe.errors import ArgumentError
 from polymoe.formats import FORMATS
 from polymoe.machine import DEVICES
-from polymoe.planning.cost import cost
 from polymoe.problem import Problem
+from support.tiny import CPU, TINY
 
 SUMS = "models/sums-gpt-oss-mxfp4"
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from bench.tiny import TINY
+from polymoe.backends.config import Config
 from polymoe.backends.reference import Reference
 from polymoe.bench.compile_ahead import CompileAhead, compile_one
 from polymoe.layouts import Packed
-from polymoe.planning.plan import Config
 from polymoe.problem import Problem
 from polymoe.routing import Routing
+from support.tiny import TINY
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class NoGpu:
     def get_active_torch_device(self): return torch.device("cpu")
 
 triton.runtime.driver.set_active(NoGpu())
-from bench.tiny import TINY
+from support.tiny import TINY
 from polymoe.backends.triton import Triton
 from polymoe.bench.compile_ahead import compile_one
 from polymoe.machine import DEVICES, Machine

@@ -14,7 +14,7 @@ import torch
 from polymoe.bench import decode
 from polymoe.bench.model_bytes import experts_modules, held_bytes, step_bytes
 from polymoe.engines.transformers import load
-from polymoe.engines.transformers_dequantized import load_dequantized
+from polymoe.engines.transformers.dequantized import load_dequantized
 from polymoe.errors import UnsupportedProblem
 from polymoe.experts import FusedExperts
 
@@ -82,7 +82,7 @@ def test_other_logits_are_not_timed(cli: Cli, monkeypatch: pytest.MonkeyPatch) -
             model.model.layers[2].mlp.experts.down_proj.mul_(1.5)
         return model
 
-    monkeypatch.setattr("polymoe.engines.transformers_dequantized.load_dequantized", wrong)
+    monkeypatch.setattr("polymoe.engines.transformers.dequantized.load_dequantized", wrong)
     code, stdout, stderr = cli("bench", "decode", SUMS, *SMALL, "--batch-size", 2)
     assert code == 1
     assert "dequantized (grouped_mm), batch 2: logits: expected logits within 0.05" in stderr

@@ -12,21 +12,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.tiny import CPU, TINY, bench
 from polymoe.activations import Activation, ReLU2, SwiGLU
 from polymoe.backends import BACKENDS
+from polymoe.backends.config import Config
 from polymoe.backends.reference import Reference, run_experts
 from polymoe.bench import baseline
 from polymoe.bench.cases import random_weights
 from polymoe.bench.timing import Timing, Turn, calls_per_turn
 from polymoe.errors import ArgumentError, UnsupportedProblem
-from polymoe.experts import relative_error
 from polymoe.layouts import Packed
 from polymoe.machine import Machine
-from polymoe.planning.plan import Config
+from polymoe.numerics import relative_error
 from polymoe.problem import Problem
 from polymoe.routing import Routing
 from polymoe.verdict import Accepted, Rejected, Verdict
+from support.tiny import CPU, TINY, bench
 
 GPT_OSS = SwiGLU(alpha=1.702, beta=1.0, limit=7.0)
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.tiny import CPU, TINY
 from polymoe.bench.routings import floor_us, parse_routing
+from polymoe.cost import cost
 from polymoe.errors import ArgumentError
 from polymoe.machine import DEVICES
-from polymoe.planning.cost import cost
 from polymoe.routing import Routing
+from support.tiny import CPU, TINY
 
 PROBLEM = TINY.changed(experts=64).problem()
 

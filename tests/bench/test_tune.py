@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.tiny import CPU, STAMP, TINY
+from polymoe.backends.config import Config
 from polymoe.backends.reference import Reference
 from polymoe.bench.cases import Workload
 from polymoe.bench.compile_ahead import CompileAhead
@@ -24,11 +24,11 @@ from polymoe.bench.tune import Outcome, Tune
 from polymoe.errors import ArgumentError, UnsupportedProblem
 from polymoe.layouts import Packed
 from polymoe.machine import Machine
-from polymoe.planning.plan import Config
 from polymoe.planning.table_files import read
 from polymoe.problem import Problem
 from polymoe.routing import Routing
 from polymoe.verdict import Accepted, Reason, Rejected, Verdict
+from support.tiny import CPU, STAMP, TINY
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from checkpoint.written import Library
+from support.written import Library
 
 
 @pytest.fixture(scope="session")

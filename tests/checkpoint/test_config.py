@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from checkpoint.configs import CONFIGS, FP8_BLOCK, FP8_CHANNEL, INT4_G32, KIMI_IGNORE, compressed, config
 from polymoe.checkpoint.config import Scheme, parse_quantization
 from polymoe.checkpoint.dialects import DIALECTS
 from polymoe.checkpoint.scheme import exact_or_regex, matcher
 from polymoe.errors import CheckpointError
 from polymoe.formats import FORMATS, Encoding, PerChannel, PerGroup
+from support.configs import CONFIGS, FP8_BLOCK, FP8_CHANNEL, INT4_G32, KIMI_IGNORE, compressed, config
 
 QWEN_UP = "model.layers.3.mlp.experts.0.up_proj"
 V4_UP = "layers.3.ffn.experts.0.w3"

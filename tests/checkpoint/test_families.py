@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoint.configs import CONFIGS, config
 from polymoe.activations import ReLU2, SwiGLU
 from polymoe.checkpoint.families import FAMILIES, MoeConfig, family_of, text_config
 from polymoe.checkpoint.load import Checkpoint
@@ -22,6 +21,7 @@ from polymoe.routing import (
     SqrtSoftplusTopK,
     TopKSoftmax,
 )
+from support.configs import CONFIGS, config
 
 KIMI = SigmoidTopK(2, scaling=2.827)
 

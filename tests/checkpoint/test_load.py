@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from checkpoint.configs import CONFIGS, FP8_BLOCK, config
-from checkpoint.written import LAYER, Library, damaged, patch_config, sizes, write
 from polymoe.activations import SwiGLU
 from polymoe.checkpoint import Checkpoint
 from polymoe.errors import ArgumentError, CheckpointError, CheckpointNotFound, FormatError
 from polymoe.experts import load_experts
+from support.configs import CONFIGS, FP8_BLOCK, config
+from support.written import LAYER, Library, damaged, patch_config, sizes, write
 
 H, F, E = 256, 192, 8
 GPT_OSS = "model.layers.3.mlp.experts"

@@ -12,12 +12,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from checkpoint.configs import CONFIGS, config
-from checkpoint.written import LAYER, Library, random_layer, sizes, write
 from polymoe.checkpoint import Checkpoint, write_checkpoint
 from polymoe.errors import ArgumentError, CheckpointError, CheckpointNotFound
 from polymoe.formats import FORMATS, format_of
 from polymoe.tensors import Expert, ExpertWeights
+from support.configs import CONFIGS, config
+from support.written import LAYER, Library, random_layer, sizes, write
 
 H, F, E, LATENT = 256, 192, 8, 64
 

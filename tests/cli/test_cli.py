@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.configs import config
+from support.configs import config
 
 ROOT = Path(__file__).parent.parent.parent
 SUMS = ROOT / "models" / "sums-gpt-oss-mxfp4"

@@ -15,8 +15,8 @@ import pytest
 
 pytest.importorskip("openai")
 
-from evaluation import Reply, add, refused, said, serving, sums
 from polymoe.evaluate import read_records
+from support.evaluation import Reply, add, refused, said, serving, sums
 
 Cli = Callable[..., tuple[int, str, str]]
 

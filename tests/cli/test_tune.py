@@ -49,8 +49,8 @@ def test_json_rows_and_another_file(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_a_shipped_or_tuned_gpu_is_explained_anywhere(cli: Cli) -> None:
-    from planning.rows import row
     from polymoe.planning.measured import problem_key
+    from support.table_rows import row
 
     problem = polymoe.explain(SUMS, device="h200", backend="reference").rows[0].problem
     key = {"problem": problem_key(problem), "backend": "reference", "config": {}}

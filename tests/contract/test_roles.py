@@ -13,14 +13,14 @@ pytest.importorskip("transformers")
 
 import polymoe.backends
 import polymoe.experts
-from contract.toys import LAYOUTS, Toy
 from polymoe.backends.base import Prediction
+from polymoe.cost import cost
 from polymoe.engines import transformers as engine
 from polymoe.errors import ArgumentError, CheckpointError
 from polymoe.generate import Generator
 from polymoe.machine import Machine
-from polymoe.planning.cost import cost
 from polymoe.problem import Problem
+from support.toys import LAYOUTS, Toy
 
 SUMS = Path(__file__).parents[2] / "models" / "sums-gpt-oss-mxfp4"
 LAYOUT_OF = {"decode": "natural", "prefill": "flipped", "mixed": "flipped"}

@@ -8,21 +8,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from contract.toys import Toy
 from polymoe.backends import Backend
+from polymoe.backends.config import Config
 from polymoe.backends.reference import Reference, run_experts
-from polymoe.calls import Choice
 from polymoe.errors import PlanError, UnsupportedProblem
-from polymoe.experts import FusedExperts, relative_error
+from polymoe.experts import FusedExperts
 from polymoe.formats import QuantTensor
 from polymoe.layouts import LAYOUTS, Packed
 from polymoe.machine import Machine
-from polymoe.planning.plan import Config
+from polymoe.numerics import relative_error
 from polymoe.problem import Problem
 from polymoe.routing import Routing
+from polymoe.runtime import PlanRequest
 from polymoe.tensors import ExpertWeights
 from polymoe.verdict import Reasons, Verdict
-from problems import problem_of, random_call, random_experts
+from support.problems import problem_of, random_call, random_experts
+from support.toys import Toy
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,9 @@ class Fast(Toy):
         out_TH.copy_(run_experts(problem, LAYOUTS[packed.layout].unpack(packed), x_TH, routing))
 
 
-def choice(layout: str, backend: str = "auto") -> Choice:
+def choice(layout: str, backend: str = "auto") -> PlanRequest:
     table: dict[str, Backend] = {"fast": Fast("fast", layouts=(layout,), times_floor=1.1), "reference": Reference()}
-    return Choice(Machine.of("cpu"), "mixed", backend, table, LAYOUTS)
+    return PlanRequest(Machine.of("cpu"), "mixed", backend, table, LAYOUTS)
 
 
 def with_one_scale(weights: ExpertWeights, byte: int) -> ExpertWeights:

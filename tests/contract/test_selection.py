@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from contract.toys import LAYOUTS, TileConfig, Toy, choice, toys
 from polymoe.errors import ArgumentError, PlanError, UnsupportedProblem, VerificationError
-from polymoe.experts import FusedExperts, relative_error
+from polymoe.experts import FusedExperts
+from polymoe.numerics import relative_error
 from polymoe.verdict import Accepted, Reason, Rejected
-from problems import plain_experts, problem_of, random_call, random_experts
+from support.problems import plain_experts, problem_of, random_call, random_experts
+from support.toys import LAYOUTS, TileConfig, Toy, choice, toys
 
 
 def test_backends_that_share_a_layout_split_the_token_range() -> None:

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from polymoe.errors import ArgumentError, CheckpointError, CheckpointNotFound, UnsupportedProblem
-from polymoe.experts import FusedExperts, relative_error
+from polymoe.experts import FusedExperts
+from polymoe.numerics import relative_error
 
 pytest.importorskip("transformers")
 
@@ -34,7 +35,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoQuantizationConfig
 
 from polymoe.engines.transformers import PackedExperts, PackedQuantizer, install, load, uninstall
-from polymoe.engines.transformers_quantizer import PackedConfig
+from polymoe.engines.transformers.quantizer import PackedConfig
 
 MODELS = Path(__file__).parents[2] / "models"
 CHECKPOINT = MODELS / "sums-gpt-oss-mxfp4"

@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 
 from polymoe.engines.transformers import load
-from polymoe.engines.transformers_decode import Decoder, require_capturable
+from polymoe.engines.transformers.decode_graph import Decoder, require_capturable
 from polymoe.errors import ArgumentError, UnsupportedProblem
 from polymoe.generate import Generator
 

@@ -11,14 +11,15 @@ from torch import Tensor, nn
 
 from polymoe.activations import GeGLU, ReLU2, SwiGLU
 from polymoe.errors import UnsupportedProblem
-from polymoe.experts import FusedExperts, relative_error
+from polymoe.experts import FusedExperts
+from polymoe.numerics import relative_error
 
 pytest.importorskip("transformers")
 
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
-from polymoe.engines.transformers_experts import experts_forward, register, unregister
+from polymoe.engines.transformers.experts_interface import experts_forward, register, unregister
 
 COMMON = {
     "vocab_size": 64, "hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -16,11 +16,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checkpoint.configs import config as checkpoint_config
-from checkpoint.written import damaged, patch_config
 from polymoe.checkpoint import Checkpoint
 from polymoe.errors import ArgumentError, CheckpointError, FormatError, UnsupportedProblem
-from polymoe.experts import load_experts, relative_error
+from polymoe.experts import load_experts
+from polymoe.numerics import relative_error
+from support.configs import config as checkpoint_config
+from support.written import damaged, patch_config
 
 pytest.importorskip("transformers")
 
@@ -30,9 +31,9 @@ from families import FAMILIES
 from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from engines.family_checkpoints import VARIANTS, family, fused_of, token_ids, write
 from polymoe.engines.transformers import PackedExperts, PackedQuantizer, install, load, uninstall
-from polymoe.engines.transformers_families import auto_class
+from polymoe.engines.transformers.families import auto_class
+from support.family_checkpoints import VARIANTS, family, fused_of, token_ids, write
 
 Checkpoints = Callable[[str], Path]
 

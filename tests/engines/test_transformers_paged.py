@@ -12,10 +12,10 @@ import torch
 import transformers
 from torch import Tensor
 
-from paged_attention import batching_config, plain_flash
-from polymoe.engines import transformers_paged as paged
 from polymoe.engines.transformers import load
+from polymoe.engines.transformers import paged_attention as paged
 from polymoe.errors import UnsupportedProblem
+from support.paged_attention import batching_config, plain_flash
 
 SUMS = Path(__file__).parents[2] / "models" / "sums-gpt-oss-mxfp4"
 SUMS_ASKED, SUMS_RIGHT = ["123+456=", "12+4=", "700-12=", "998+999="], ["579", "16", "688", "1997"]

@@ -11,10 +11,10 @@ import pytest
 
 pytest.importorskip("openai")
 
-from evaluation import GPQA, Reply, add, gpqa, refused, said, serving, sums
 from polymoe.errors import ArgumentError, ServerError
 from polymoe.evaluate import Run, evaluate, read_records
 from polymoe.evaluate.asking import FAILURES_IN_A_ROW, Server
+from support.evaluation import GPQA, Reply, add, gpqa, refused, said, serving, sums
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("openai")
 
-from evaluation import Reply, add, refused, said, serving, sums
+from support.evaluation import Reply, add, refused, said, serving, sums
 
 Cli = Callable[..., tuple[int, str, str]]
 

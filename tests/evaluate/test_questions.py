@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from evaluation import GPQA, gpqa
 from polymoe.errors import ArgumentError
 from polymoe.evaluate.questions import TASKS, Question, read_questions
+from support.evaluation import GPQA, gpqa
 
 MODELS = Path(__file__).parents[2] / "models"
 

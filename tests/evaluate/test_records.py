@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from evaluation import record
 from polymoe.errors import ArgumentError
 from polymoe.evaluate.records import RecordFile, Settings, read_records
+from support.evaluation import record
 
 SETTINGS = Settings(data="set.jsonl", data_sha256="0" * 64, task="exact", instruction="", model="small")
 

@@ -8,10 +8,10 @@ import statistics
 
 import pytest
 
-from evaluation import record
 from polymoe.errors import ArgumentError
 from polymoe.evaluate.records import Record
 from polymoe.evaluate.scores import compare, score
+from support.evaluation import record
 
 
 def run(*answers: str) -> list[Record]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-import plain_formats as plain
+import support.plain_formats as plain
 from polymoe.errors import FormatError
 from polymoe.formats.elements import (
     E2M1_VALUES,

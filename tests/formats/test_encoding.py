@@ -6,7 +6,7 @@ import pytest
 
 from polymoe.errors import FormatError
 from polymoe.formats import FORMATS, Encoding, PerChannel, PerGroup, PerTensor
-from variants import ENCODINGS, ROWS, VARIANTS
+from support.variants import ENCODINGS, ROWS, VARIANTS
 
 MXFP4 = FORMATS["mxfp4"].encoding
 NVFP4 = FORMATS["nvfp4"].encoding

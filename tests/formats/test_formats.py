@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import plain_formats as plain
+import support.plain_formats as plain
 from polymoe.errors import FormatError
 from polymoe.formats import FORMATS, Encoding, PerChannel, PerGroup, PerTensor, QuantTensor, format_of
 from polymoe.formats.base import Format, group_reduce
@@ -17,7 +17,7 @@ from polymoe.formats.elements import CODE_DTYPES, SCALE_DTYPES
 from polymoe.formats.fp8 import Fp8
 from polymoe.formats.mxfp4 import Mxfp4
 from polymoe.formats.nvfp4 import Nvfp4
-from variants import ENCODINGS
+from support.variants import ENCODINGS
 
 every_encoding = pytest.mark.parametrize("encoding", ENCODINGS)
 SYMMETRIC = [p for p in ENCODINGS if not p.values[0].zero_points]

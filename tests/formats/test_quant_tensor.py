@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-import plain_formats as plain
+import support.plain_formats as plain
 from polymoe.errors import FormatError
 from polymoe.formats import FORMATS, Encoding, PerGroup, QuantTensor
 from polymoe.formats.elements import CODE_DTYPES, SCALE_DTYPES, encode_e4m3, encode_e8m0, pack_nibbles
 from polymoe.formats.tensor import expand_groups
-from variants import ENCODINGS
+from support.variants import ENCODINGS
 
 ROWS, COLUMNS = 320, 288  # neither is a multiple of 128: blocks at the end are partial
 MXFP4 = FORMATS["mxfp4"].encoding

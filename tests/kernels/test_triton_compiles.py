@@ -23,7 +23,7 @@ from polymoe.verdict import Accepted
 
 triton = pytest.importorskip("triton")
 
-from launches import Launch, launches, meta_layer  # noqa: E402 - it needs triton
+from support.triton_launches import Launch, launches, meta_layer  # noqa: E402 - it needs triton
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
 MODES = ("16bit", "fp8_token", "fp8_group128", "fp8_static")

@@ -9,7 +9,7 @@ from polymoe.errors import PlanError
 from polymoe.formats import FORMATS
 from polymoe.layouts import LAYOUTS, Natural
 from polymoe.tensors import Expert
-from problems import random_experts
+from support.problems import random_experts
 
 CPU = torch.device("cpu")
 

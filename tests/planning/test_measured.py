@@ -9,13 +9,13 @@ from dataclasses import fields, replace
 
 import pytest
 
-from planning.rows import row
 from polymoe.activations import GeGLU, SwiGLU
 from polymoe.errors import FormatError
 from polymoe.formats import FORMATS, Encoding, PerGroup
 from polymoe.planning.measured import Measured, Table, newest, problem_key
 from polymoe.problem import Problem
 from polymoe.tensors import ExpertsSpec
+from support.table_rows import row
 
 MXFP4, INT4 = FORMATS["mxfp4"].encoding, FORMATS["int4_g32"].encoding
 SPEC = ExpertsSpec(hidden=256, intermediate=128, experts=8, gate=MXFP4, up=MXFP4, down=MXFP4)

@@ -6,8 +6,9 @@ from typing import Literal
 
 import pytest
 
+from polymoe.backends.config import Config
 from polymoe.errors import ArgumentError, PlanError
-from polymoe.planning.plan import Config, Plan, PlanStep, role_tokens
+from polymoe.planning.plan import Plan, PlanStep, role_tokens
 
 PLAN = Plan("natural", (PlanStep(1, "a", Config()), PlanStep(63, "b", Config()), PlanStep(None, "c", Config())))
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 import polymoe
-from planning.rows import row
 from planning.test_measured import PROBLEM
 from polymoe.backends import BACKENDS
 from polymoe.errors import FormatError
 from polymoe.machine import DEVICES, Machine
 from polymoe.planning.table_files import add, file_name, installed, parse, read, user_file
+from support.table_rows import row
 
 ROOT = Path(polymoe.__file__).parent.parent.parent
 SHIPPED = sorted(Path(str(resources.files("polymoe.planning") / "tables")).glob("*.jsonl"))

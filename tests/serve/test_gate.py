@@ -20,7 +20,7 @@ pytest.importorskip("openai")
 pytest.importorskip("prometheus_client")
 
 from polymoe.serve import gate as gates
-from serving import KEY, Reply, Running, running_server, user
+from support.serving import KEY, Reply, Running, running_server, user
 
 PLACES = 4
 

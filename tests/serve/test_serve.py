@@ -25,10 +25,10 @@ pytest.importorskip("prometheus_client")
 
 import openai
 
-from polymoe.engines.transformers_server import Limits, ModelServer
 from polymoe.errors import ArgumentError, CheckpointNotFound, UnsupportedProblem
 from polymoe.serve import bind, serve
-from serving import BYTES, CHECKPOINT, CONTEXT, HELDOUT, KEY, UNENDING, Running, user
+from polymoe.serve.app import Limits, ModelServer
+from support.serving import BYTES, CHECKPOINT, CONTEXT, HELDOUT, KEY, UNENDING, Running, user
 
 # --- Answers --------------------------------------------------------------------------------------------------------
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoint.configs import CONFIGS
-from checkpoint.written import LAYER, Library
 from polymoe.errors import ArgumentError, CheckpointNotFound, FormatError
 from polymoe.formats import QuantTensor
 from polymoe.verify import verify
+from support.configs import CONFIGS
+from support.written import LAYER, Library
 
 
 @pytest.fixture(scope="module")

@@ -8,14 +8,14 @@ from typing import Protocol
 
 from torch import Tensor
 
+from polymoe.backends.config import Config
 from polymoe.layouts import Packed
 from polymoe.machine import Machine
-from polymoe.planning.plan import Config
 from polymoe.problem import Problem
 from polymoe.routing import Routing
 from polymoe.verdict import Accepted, Verdict
 
-__all__ = ["TOLERANCE", "Backend", "Prediction", "layouts_for"]
+__all__ = ["Backend", "Prediction", "layouts_for"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +89,3 @@ def layouts_for(backend: Backend, verdict: Verdict) -> tuple[str, ...]:
     """Layouts that serve what the verdict is about: all of the backend's, if it does not say which."""
     chosen = verdict.layouts if isinstance(verdict, Accepted) else None
     return backend.layouts if chosen is None else chosen
-
-
-TOLERANCE = 6e-3
-"""Largest relative error (norm of the difference over norm of the reference) of a correct backend, against the
-reference that emulates the same activations: about two roundings to bfloat16."""

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from polymoe.activations import Activation
 from polymoe.backends.base import Prediction
+from polymoe.backends.config import Config
+from polymoe.cost import cost
 from polymoe.errors import CheckpointError
 from polymoe.formats.elements import encode_e4m3
 from polymoe.layouts import LAYOUTS, Packed
 from polymoe.machine import Machine
-from polymoe.planning.cost import cost
-from polymoe.planning.plan import Config
 from polymoe.problem import Problem
 from polymoe.routing import Routing
 from polymoe.tensors import Expert, ExpertWeights

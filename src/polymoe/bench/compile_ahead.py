@@ -17,10 +17,10 @@ from multiprocessing import get_context
 import torch
 
 from polymoe.backends.base import Backend
+from polymoe.backends.config import Config
 from polymoe.formats import Encoding, QuantTensor
 from polymoe.formats.elements import CODE_DTYPES, SCALE_DTYPES
 from polymoe.layouts import LAYOUTS, Packed
-from polymoe.planning.plan import Config
 from polymoe.problem import Problem
 from polymoe.routing import Routing
 from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights

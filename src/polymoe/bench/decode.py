@@ -20,11 +20,12 @@ from polymoe.bench.model_bytes import experts_modules, held_bytes, step_bytes
 from polymoe.bench.records import Stamp
 from polymoe.bench.timing import Timing
 from polymoe.errors import ArgumentError, VerificationError
-from polymoe.experts import FusedExperts, relative_error
+from polymoe.experts import FusedExperts
 from polymoe.machine import Device
+from polymoe.numerics import relative_error
 
 if TYPE_CHECKING:
-    from polymoe.engines.transformers_decode import Decoder
+    from polymoe.engines.transformers.decode_graph import Decoder
 
 __all__ = ["TOLERANCE", "Contender", "Failed", "ModelBench", "ModelRecord"]
 
@@ -179,7 +180,7 @@ class ModelBench:
         Raises:
             VerificationError: logits of the captured step differ from the plain one's, or from the first model's.
         """
-        from polymoe.engines.transformers_decode import Decoder
+        from polymoe.engines.transformers.decode_graph import Decoder
 
         prompts_BT, given_NB1 = self._tokens(model, batch)
         most = self.prompt_len + max(self.steps, _COMPARED)

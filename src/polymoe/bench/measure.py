@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from polymoe.backends import BACKENDS
-from polymoe.backends.base import TOLERANCE
 from polymoe.backends.reference import run_experts
-from polymoe.backends.select import select
 from polymoe.bench import baseline
 from polymoe.bench.cases import Workload
 from polymoe.bench.energy import EnergyMeter
@@ -22,10 +20,11 @@ from polymoe.bench.records import Record, Stamp
 from polymoe.bench.routings import Spread, floor_us
 from polymoe.bench.timing import Turn, calls_per_turn
 from polymoe.errors import ArgumentError, UnsupportedProblem, nearest
-from polymoe.experts import relative_error
 from polymoe.layouts import LAYOUTS, Packed
 from polymoe.machine import Machine
+from polymoe.numerics import TOLERANCE, relative_error
 from polymoe.planning.plan import Plan
+from polymoe.planning.select import select
 from polymoe.problem import Problem
 from polymoe.routing import Routing
 from polymoe.verdict import Accepted, Rejected

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from polymoe.cost import cost
 from polymoe.errors import ArgumentError
 from polymoe.machine import Device
-from polymoe.planning.cost import cost
 from polymoe.problem import Problem
 from polymoe.routing import Routing
 
@@ -97,7 +97,7 @@ def _read_ids(path: Path, experts: int) -> list[list[int]]:
 
 
 def floor_us(problem: Problem, device: Device, routings: Sequence[Routing]) -> float:
-    """Time below which no kernel can go, averaged over these routings: as :func:`~polymoe.planning.cost.cost`, with the
+    """Time below which no kernel can go, averaged over these routings: as :func:`~polymoe.cost.cost`, with the
     experts that are hit counted instead of expected."""
     tokens = routings[0].topk_ids_TA.shape[0]
     least = cost(problem, device, tokens)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from polymoe import __version__
-from polymoe.backends.base import TOLERANCE, Backend, layouts_for
+from polymoe.backends.base import Backend, layouts_for
+from polymoe.backends.config import Config
 from polymoe.bench.cases import Workload
 from polymoe.bench.compile_ahead import CompileAhead
 from polymoe.bench.measure import Call, draw_calls, reference_results
@@ -25,11 +26,10 @@ from polymoe.bench.records import Stamp
 from polymoe.bench.routings import Spread
 from polymoe.bench.timing import Turn, calls_per_turn
 from polymoe.errors import ArgumentError, FormatError, UnsupportedProblem, VerificationError
-from polymoe.experts import relative_error
 from polymoe.layouts import LAYOUTS, Packed
 from polymoe.machine import Machine
+from polymoe.numerics import TOLERANCE, relative_error
 from polymoe.planning.measured import Measured, problem_key
-from polymoe.planning.plan import Config
 from polymoe.planning.table_files import add, read
 from polymoe.verdict import Accepted
 

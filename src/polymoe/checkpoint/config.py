@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from polymoe.checkpoint.config_reader import Keys
 from polymoe.checkpoint.families import family_of, text_config
-from polymoe.checkpoint.keys import Keys
-from polymoe.checkpoint.methods import METHODS, Context
+from polymoe.checkpoint.quant_methods import METHODS, Context
 from polymoe.checkpoint.scheme import Quantization, Scheme, matcher
 from polymoe.errors import CheckpointError, nearest
 from polymoe.formats import FORMATS

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from polymoe.checkpoint import describe
-from polymoe.checkpoint.describe import MoeConfig
+from polymoe.checkpoint import moe_config as describe
+from polymoe.checkpoint.moe_config import MoeConfig
 from polymoe.errors import CheckpointError, nearest
 from polymoe.formats.encoding import ScaleDtype
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from polymoe.checkpoint.config import Quantization, parse_quantization
+from polymoe.checkpoint.dense_tensors import OtherTensors
 from polymoe.checkpoint.families import Family, MoeConfig, family_of, text_config
 from polymoe.checkpoint.files import CheckpointFiles
 from polymoe.checkpoint.layer import StoredLayer
-from polymoe.checkpoint.others import OtherTensors
 from polymoe.checkpoint.shard import Parallel, Shard, shard_expert, shard_spec, widths
 from polymoe.errors import CheckpointNotFound
 from polymoe.problem import ActivationMode, Dtype, Problem

@@ -70,7 +70,7 @@ def command(
     from polymoe.bench.decode import Contender, ModelBench, ModelRecord
     from polymoe.bench.records import Stamp, append, check_writable
     from polymoe.engines.transformers import load
-    from polymoe.engines.transformers_dequantized import load_dequantized
+    from polymoe.engines.transformers.dequantized import load_dequantized
     from polymoe.errors import ArgumentError
 
     machine, where = measured_on(device)

@@ -84,8 +84,8 @@ def _experts(explanation: Explanation) -> Table:
 def _candidates(row: Row) -> Table:
     from rich.table import Table
 
-    from polymoe.backends.select import describe
     from polymoe.explanation import layer_ranges
+    from polymoe.planning.select import describe
     from polymoe.verdict import Accepted
 
     selection = row.selection

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from polymoe.layouts.base import Layout, Packed
-from polymoe.layouts.hopper import Hopper
+from polymoe.layouts.cuda.layout import Fragments
 from polymoe.layouts.natural import Natural
 
-__all__ = ["LAYOUTS", "Hopper", "Layout", "Natural", "Packed"]
+__all__ = ["LAYOUTS", "Fragments", "Layout", "Natural", "Packed"]
 
-LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (Natural(), Hopper(), Hopper("hopper_e4m3", e4m3=True))}
+_ALL: tuple[Layout, ...] = (Natural(), Fragments(), Fragments("hopper_e4m3", e4m3=True))
+
+LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in _ALL}
 """Layouts by name."""

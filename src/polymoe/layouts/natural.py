@@ -10,7 +10,7 @@ from torch import Tensor
 from polymoe.errors import PlanError
 from polymoe.formats import QuantTensor
 from polymoe.layouts.base import Packed
-from polymoe.layouts.stack import drop_absent, store, uploaded
+from polymoe.layouts.staging import drop_absent, store, uploaded
 from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
 from polymoe.verdict import Reason
 

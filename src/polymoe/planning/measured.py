@@ -49,7 +49,7 @@ class Measured:
     Attributes:
         device: the GPU's name, as :attr:`polymoe.machine.Device.name`.
         backend, problem, tokens: what ran; the problem as :func:`problem_key`.
-        config: as :meth:`polymoe.planning.plan.Config.to_dict`.
+        config: as :meth:`polymoe.backends.config.Config.to_dict`.
         median_us: of one call.
         torch, triton, driver, polymoe: versions it was measured with; the driver's is the newest CUDA it runs.
         date, command: when (UTC) and how.

@@ -1,7 +1,7 @@
 """``polymoe serve``: one model behind an OpenAI-compatible address.
 
 :func:`serve` runs until it is told to stop. The model and its endpoints are
-:class:`~polymoe.engines.transformers_server.ModelServer`'s; here is what stands between it and the network: the
+:class:`~polymoe.serve.app.ModelServer`'s; here is what stands between it and the network: the
 listening socket, the :class:`~polymoe.serve.gate.Gate`, and a clean end.
 """
 
@@ -60,7 +60,7 @@ def serve(
         max_concurrent_requests: generations that run or wait; more are refused with 429.
         grace_s: how long answers under way may go on after SIGTERM before they are cut short.
         continuous_batching: let requests share forward passes (CUDA only); otherwise they run one after the other.
-        graphs, cache_memory: of continuous batching, as in :class:`~polymoe.engines.transformers_server.ModelServer`.
+        graphs, cache_memory: of continuous batching, as in :class:`~polymoe.serve.app.ModelServer`.
         profile: a directory for profiler traces, and with it ``/start_profile`` and ``/stop_profile``.
         on_ready: called with the server's URL once it answers.
 
@@ -74,10 +74,10 @@ def serve(
         from transformers.utils.logging import set_verbosity_error
     except ImportError as error:
         raise MissingDependency("polymoe serve", got=str(error), hint="pip install 'polymoe[serve]'") from error
-    from polymoe.engines.profiling import add_profiler, check_directory
     from polymoe.engines.transformers import load
-    from polymoe.engines.transformers_server import ModelServer
+    from polymoe.serve.app import ModelServer
     from polymoe.serve.gate import Gate
+    from polymoe.serve.profiling import add_profiler, check_directory
 
     limits = (max_request_bytes, max_concurrent_requests, 1 if max_tokens is None else max_tokens)
     if api_key == "" or min(limits) < 1 or grace_s < 0:

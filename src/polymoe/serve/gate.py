@@ -9,9 +9,9 @@ import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from polymoe.engines.in_flight import IN_FLIGHT, InFlight
-from polymoe.engines.openai_requests import error_body
-from polymoe.engines.server_metrics import ServerMetrics
+from polymoe.serve.in_flight import IN_FLIGHT, InFlight
+from polymoe.serve.metrics import ServerMetrics
+from polymoe.serve.requests import error_body
 
 __all__ = ["Gate"]
 
@@ -40,7 +40,7 @@ class Gate:
     """ASGI middleware: API key, size and number of requests, and watching whether the client is there.
 
     A request is read as a whole before the application sees it. From then on the connection is watched, and
-    :meth:`~polymoe.engines.in_flight.InFlight.leave` called when it closes.
+    :meth:`~polymoe.serve.in_flight.InFlight.leave` called when it closes.
 
     Args:
         app: the application.

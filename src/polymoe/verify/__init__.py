@@ -12,19 +12,19 @@ import numpy as np
 import torch
 
 from polymoe.backends import BACKENDS
-from polymoe.backends.base import TOLERANCE
 from polymoe.backends.reference import run_experts
-from polymoe.backends.select import select
-from polymoe.calls import Choice
 from polymoe.checkpoint import Checkpoint
-from polymoe.checkpoint.repack import repacked
+from polymoe.checkpoint.roundtrip import repacked
 from polymoe.errors import ArgumentError, CheckpointNotFound, UnsupportedProblem
-from polymoe.experts import FusedExperts, relative_error, resolve_activations
+from polymoe.experts import FusedExperts, resolve_activations
 from polymoe.formats import Encoding
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import Machine
+from polymoe.numerics import TOLERANCE, relative_error
+from polymoe.planning.select import select
 from polymoe.problem import Problem
 from polymoe.routing import Routing
+from polymoe.runtime import PlanRequest
 from polymoe.tensors import Expert, ExpertWeights
 from polymoe.verdict import Rejected
 from polymoe.verify.oracle import oracle, second_expert
@@ -211,7 +211,7 @@ def _verify_backends(
             reasons = "; ".join(map(str, candidate.verdict.reasons))
             rows.append(BackendRow(layer, candidate.backend, rejected=reasons))
             continue
-        choice = Choice(machine, "mixed", candidate.backend, BACKENDS, LAYOUTS)
+        choice = PlanRequest(machine, "mixed", candidate.backend, BACKENDS, LAYOUTS)
         try:
             experts = FusedExperts.pack(problem, weights, choice, device=device, check=False, where=f"layer {layer}")
         except UnsupportedProblem as error:  # for scales that only reading them shows

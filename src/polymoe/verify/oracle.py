@@ -10,7 +10,7 @@ import torch
 from polymoe.activations import SwiGLU
 from polymoe.checkpoint import Checkpoint
 from polymoe.checkpoint.families import Fused
-from polymoe.checkpoint.repack import stored_names
+from polymoe.checkpoint.roundtrip import stored_names
 from polymoe.problem import Problem
 from polymoe.routing import Routing
 from polymoe.verify.second_reading import RawTensor, matrix, read_raw

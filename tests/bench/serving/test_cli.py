@@ -18,9 +18,9 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from bench.serving.standin import Standin
 from polymoe.bench.energy import EnergyMeter
 from polymoe.bench.serving.record import read
+from support.standin import Standin
 
 SUMS = Path(__file__).parents[3] / "models" / "sums-gpt-oss-mxfp4"
 SMALL = ("--input-len", 20, "--output-len", 10, "--no-warmup")

@@ -12,10 +12,10 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from bench.serving.standin import Standin
 from polymoe.bench.serving.answers import Answer, error_text, read_event
 from polymoe.bench.serving.client import Client
 from polymoe.errors import ArgumentError, ServerError
+from support.standin import Standin
 
 
 def ask(standin: Standin, prompt: str = "one two three", tokens: int = 12, **kwargs: Any) -> Answer:

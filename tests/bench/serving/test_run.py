@@ -14,13 +14,13 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from bench.serving.standin import Standin
 from polymoe.bench.records import append
 from polymoe.bench.serving.client import Client
 from polymoe.bench.serving.prompts import Prompts
 from polymoe.bench.serving.record import Load, Origin, ServingRecord, newest, read
 from polymoe.bench.serving.run import ServingBench, rows
 from polymoe.errors import ArgumentError, ServerError
+from support.standin import Standin
 
 ORIGIN = Origin(
     label="standin", server="http://127.0.0.1:1", model="words", engine="standin", device=None, gpu_price=3.6, gpus=2,

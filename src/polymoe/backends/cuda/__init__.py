@@ -1,0 +1,7 @@
+"""The CUDA backend: our kernels for SM90, compiled ahead of time."""
+
+from __future__ import annotations
+
+from polymoe.backends.cuda.backend import Cuda, CudaConfig
+
+__all__ = ["Cuda", "CudaConfig"]

@@ -1,0 +1,300 @@
+"""MoeConfig: what a model's config says of its routed experts; one function a kind of config reads it.
+
+Constants that stand in for missing keys are the defaults of Transformers' configuration classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from polymoe.activations import Activation
+from polymoe.checkpoint.config_reader import Keys
+from polymoe.errors import ArgumentError, CheckpointError, CheckpointNotFound
+from polymoe.problem import WeightOn
+from polymoe.routing import (
+    HashTopK,
+    Router,
+    SigmoidInput,
+    SigmoidTopK,
+    SoftmaxTopK,
+    SqrtSoftplusTopK,
+    TopKSoftmax,
+)
+
+__all__ = [
+    "MoeConfig",
+    "deepseek_v3",
+    "deepseek_v4",
+    "deepseek_v41",
+    "glm",
+    "gpt_oss",
+    "llama4",
+    "mixtral",
+    "nemotron_h",
+    "qwen",
+    "qwen3",
+    "ranges",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeConfig:
+    """What a model's config says of its routed experts.
+
+    Attributes:
+        hidden: H, the experts' own width (Nemotron-3: the latent width).
+        intermediate: F, before tensor parallelism.
+        experts: E.
+        top_k: A, experts active per token.
+        gated: whether experts have a gate projection.
+        bias: whether projections have biases.
+        activation: the function between the projections, with its constants.
+        layers: the layers with routed experts, ascending.
+        routers: the router of each of ``layers``.
+        num_layers: of the whole model; layers for multi-token prediction are not counted, here or in ``layers``.
+    """
+
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+    bias: bool = False
+    activation: Activation
+    layers: tuple[int, ...]
+    routers: tuple[Router, ...]
+    num_layers: int
+
+    def __post_init__(self) -> None:
+        assert len(self.layers) == len(self.routers)
+        if self.top_k > self.experts:
+            raise CheckpointError(
+                "config.json: experts per token", expected=f"at most the {self.experts} there are", got=str(self.top_k)
+            )
+        if not self.layers:
+            raise CheckpointError("config.json", expected="a layer with routed experts", got="dense layers only")
+
+    @property
+    def gated(self) -> bool:
+        """Whether experts have a gate projection."""
+        return self.activation.gated
+
+    @property
+    def weight_on(self) -> WeightOn:
+        """Whether the routing weight multiplies each expert's output, or its input."""
+        return self.routers[0].weight_on
+
+    def router(self, layer: int) -> Router:
+        """The router of ``layer``.
+
+        Raises:
+            CheckpointNotFound: the layer has no routed experts; those that have are listed.
+            ArgumentError: ``layer`` is no integer.
+        """
+        if type(layer) is not int:
+            raise ArgumentError("layer", expected="an integer", got=repr(layer))
+        if layer not in self.layers:
+            what = "a dense layer" if 0 <= layer < self.num_layers else "no such layer"
+            raise CheckpointNotFound(
+                f"layer {layer}", expected=f"a layer with routed experts: {ranges(self.layers)}", got=what
+            )
+        return self.routers[self.layers.index(layer)]
+
+
+def ranges(layers: tuple[int, ...]) -> str:
+    """Ascending numbers as text: ``3-60``, ``1, 3, 5``, ``none``."""
+    parts: list[list[int]] = []
+    for layer in layers:
+        if parts and layer == parts[-1][-1] + 1:
+            parts[-1].append(layer)
+        else:
+            parts.append([layer])
+    return ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts) or "none"
+
+
+def gpt_oss(config: Mapping[str, Any]) -> MoeConfig:
+    """Softmax over the chosen experts; every layer has experts, and every projection a bias."""
+    keys = Keys(config)
+    top_k, layers = keys.integer("num_experts_per_tok", "experts_per_token"), keys.layers()
+    alpha, limit = keys.number("swiglu_alpha", 1.702), keys.number("swiglu_limit", 7.0)
+    return MoeConfig(
+        hidden=keys.integer("hidden_size"),
+        intermediate=keys.integer("intermediate_size"),
+        experts=keys.integer("num_local_experts", "num_experts"),
+        top_k=top_k,
+        bias=True,
+        activation=keys.activation(alpha=alpha, beta=1.0, limit=limit),
+        layers=tuple(range(layers)),
+        routers=(TopKSoftmax(top_k),) * layers,
+        num_layers=layers,
+    )
+
+
+def _sigmoid(config: Mapping[str, Any], *, scaling: float, groups: tuple[int, int], dense: int) -> MoeConfig:
+    """Sigmoid scores with a correction bias, after some dense layers. The constants stand in for missing keys."""
+    keys = Keys(config)
+    keys.word("scoring_func", "sigmoid", default="sigmoid")
+    keys.word("topk_method", "noaux_tc", default="noaux_tc")
+    num_layers = keys.layers()
+    kinds = keys.items("mlp_layer_types", str)
+    if kinds is not None:
+        layers = tuple(i for i, kind in enumerate(kinds) if kind == "sparse")
+    else:
+        first = keys.integer("first_k_dense_replace", default=dense, least=0)
+        step = keys.integer("moe_layer_freq", default=1)
+        layers = tuple(i for i in range(first, num_layers) if i % step == 0)
+    router = _sigmoid_router(keys, scaling, groups)
+    return MoeConfig(
+        hidden=keys.integer("hidden_size"),
+        intermediate=keys.integer("moe_intermediate_size"),
+        experts=keys.integer("n_routed_experts", "num_local_experts"),
+        top_k=router.top_k,
+        activation=keys.activation(),
+        layers=layers,
+        routers=(router,) * len(layers),
+        num_layers=num_layers,
+    )
+
+
+def _sigmoid_router(keys: Keys, scaling: float, groups: tuple[int, int]) -> SigmoidTopK:
+    experts = keys.integer("n_routed_experts", "num_local_experts")
+    n_group, topk_group = keys.integer("n_group", default=groups[0]), keys.integer("topk_group", default=groups[1])
+    if topk_group > n_group:
+        raise keys.error("topk_group", f"at most n_group={n_group}", topk_group)
+    if topk_group < n_group and experts % n_group:
+        raise keys.error("n_group", f"a divisor of the {experts} experts", n_group)
+    return SigmoidTopK(
+        keys.integer("num_experts_per_tok"),
+        renormalize=keys.flag("norm_topk_prob", True),
+        scaling=keys.number("routed_scaling_factor", scaling),
+        n_group=n_group,
+        topk_group=topk_group,
+    )
+
+
+def deepseek_v3(config: Mapping[str, Any]) -> MoeConfig:
+    """DeepSeek V3, V3.1, R1 and V3.2, Kimi K2: groups of experts, a few dense layers first."""
+    return _sigmoid(config, scaling=2.5, groups=(8, 4), dense=3)
+
+
+def glm(config: Mapping[str, Any]) -> MoeConfig:
+    """GLM-4.5 to 4.7: as DeepSeek V3, usually with one group."""
+    return _sigmoid(config, scaling=1.0, groups=(1, 1), dense=1)
+
+
+def deepseek_v4(config: Mapping[str, Any], *, hashed: int = 3) -> MoeConfig:
+    """Square root of softplus, or in the first layers experts by token. ``n_group`` may be left from V3's template; V4
+    has no groups."""
+    keys = Keys(config)
+    keys.word("scoring_func", "sqrtsoftplus", default="sqrtsoftplus")
+    num_layers = keys.layers()
+    hashed = keys.integer("num_hash_layers", default=hashed, least=0)
+    kinds = keys.items("mlp_layer_types", str) or tuple("hash_moe" if i < hashed else "moe" for i in range(num_layers))
+    top_k, renormalize = keys.integer("num_experts_per_tok"), keys.flag("norm_topk_prob", True)
+    scaling = keys.number("routed_scaling_factor", 1.5)
+    routers = {
+        "hash_moe": HashTopK(top_k, renormalize=renormalize, scaling=scaling),
+        "moe": SqrtSoftplusTopK(top_k, renormalize=renormalize, scaling=scaling),
+    }
+    if len(kinds) != num_layers or not set(kinds) <= set(routers):
+        raise keys.error("mlp_layer_types", f"{num_layers} of hash_moe and moe", list(kinds))
+    return MoeConfig(
+        hidden=keys.integer("hidden_size"),
+        intermediate=keys.integer("moe_intermediate_size"),
+        experts=keys.integer("n_routed_experts", "num_local_experts"),
+        top_k=top_k,
+        activation=keys.activation(limit=keys.number("swiglu_limit", 10.0)),
+        layers=tuple(range(num_layers)),
+        routers=tuple(routers[kind] for kind in kinds),
+        num_layers=num_layers,
+    )
+
+
+def deepseek_v41(config: Mapping[str, Any]) -> MoeConfig:
+    """As V4, but no layer chooses experts by token."""
+    return deepseek_v4(config, hashed=0)
+
+
+def nemotron_h(config: Mapping[str, Any]) -> MoeConfig:
+    """Nemotron-H and -3: no gate projection, experts among other kinds of layers, of a latent width if there is one."""
+    keys = Keys(config)
+    kinds = keys.items("layers_block_type", str) or keys.items("layer_types", str)
+    if kinds is None:
+        kinds = tuple("moe" if c == "E" else c for c in str(config.get("hybrid_override_pattern") or ""))
+    if not kinds:
+        raise keys.error("layers_block_type or hybrid_override_pattern", "the kind of each layer", None)
+    layers = tuple(i for i, kind in enumerate(kinds) if kind == "moe")
+    router = _sigmoid_router(keys, scaling=1.0, groups=(1, 1))
+    return MoeConfig(
+        hidden=keys.integer("moe_latent_size", "hidden_size"),
+        intermediate=keys.integer("moe_intermediate_size"),
+        experts=keys.integer("n_routed_experts", "num_local_experts"),
+        top_k=router.top_k,
+        bias=keys.flag("mlp_bias", False),
+        activation=keys.activation("mlp_hidden_act", gated=False, default="relu2"),
+        layers=layers,
+        routers=(router,) * len(layers),
+        num_layers=len(kinds),
+    )
+
+
+def qwen(config: Mapping[str, Any], *, renormalize: bool = True) -> MoeConfig:
+    """Qwen3-Next, Qwen3-VL, Qwen3.5: softmax over all experts; ``renormalize`` where the config does not say."""
+    keys = Keys(config)
+    num_layers, step = keys.layers(), keys.integer("decoder_sparse_step", default=1)
+    dense = keys.items("mlp_only_layers", int) or ()
+    layers = tuple(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0)
+    router = SoftmaxTopK(keys.integer("num_experts_per_tok"), keys.flag("norm_topk_prob", renormalize))
+    return MoeConfig(
+        hidden=keys.integer("hidden_size"),
+        intermediate=keys.integer("moe_intermediate_size"),
+        experts=keys.integer("num_experts", "num_local_experts"),
+        top_k=router.top_k,
+        activation=keys.activation(),
+        layers=layers,
+        routers=(router,) * len(layers),
+        num_layers=num_layers,
+    )
+
+
+def qwen3(config: Mapping[str, Any]) -> MoeConfig:
+    """Qwen3-MoE, which renormalizes only if the config says so."""
+    return qwen(config, renormalize=False)
+
+
+def mixtral(config: Mapping[str, Any]) -> MoeConfig:
+    """Mixtral: every layer has experts."""
+    keys = Keys(config)
+    num_layers, top_k = keys.layers(), keys.integer("num_experts_per_tok", default=2)
+    return MoeConfig(
+        hidden=keys.integer("hidden_size"),
+        intermediate=keys.integer("intermediate_size"),
+        experts=keys.integer("num_local_experts", "num_experts"),
+        top_k=top_k,
+        activation=keys.activation(),
+        layers=tuple(range(num_layers)),
+        routers=(SoftmaxTopK(top_k, True),) * num_layers,
+        num_layers=num_layers,
+    )
+
+
+def llama4(config: Mapping[str, Any]) -> MoeConfig:
+    """Llama-4: weights multiply the input; layers with experts at regular steps or as listed."""
+    keys = Keys(config)
+    num_layers, step = keys.layers(), keys.integer("interleave_moe_layer_step", default=1)
+    listed = keys.items("moe_layers", int)
+    layers = tuple(range(step - 1, num_layers, step)) if listed is None else tuple(sorted(listed))
+    if not set(layers) <= set(range(num_layers)):
+        raise keys.error("moe_layers", f"layers from 0 to {num_layers - 1}", list(layers))
+    top_k = keys.integer("num_experts_per_tok", default=1)
+    return MoeConfig(
+        hidden=keys.integer("hidden_size"),
+        intermediate=keys.integer("intermediate_size"),
+        experts=keys.integer("num_local_experts"),
+        top_k=top_k,
+        activation=keys.activation(),
+        layers=layers,
+        routers=(SigmoidInput(top_k),) * len(layers),
+        num_layers=num_layers,
+    )

@@ -1,0 +1,257 @@
+"""METHODS: one parser for each ``quant_method``: from its description in a config to a Quantization."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from polymoe.checkpoint.config_reader import Keys
+from polymoe.checkpoint.families import Family
+from polymoe.checkpoint.scheme import Quantization, Scheme, exact_or_regex, matcher, without_root
+from polymoe.errors import CheckpointError, nearest
+from polymoe.formats import FORMATS, Encoding, PerChannel, PerGroup, PerTensor
+from polymoe.formats.encoding import Granularity, ScaleDtype
+from polymoe.problem import ActivationMode
+
+__all__ = ["METHODS", "Context"]
+
+NVFP4, MXFP4 = FORMATS["nvfp4"].encoding, FORMATS["mxfp4"].encoding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What a method's parser may look at: the description, and what stands around it."""
+
+    keys: Keys
+    text: Mapping[str, Any]
+    side: Mapping[str, Any]
+    family: Family
+    scale_dtype: ScaleDtype  # of scales that are stored in the model's own dtype
+    nothing: Quantization
+
+
+def _skipped(keys: Keys) -> Callable[[str], bool]:
+    """Matcher of a config's list of modules that are not quantized, under any of its names."""
+    names = ("modules_to_not_convert", "ignored_layers", "exclude_modules", "ignore")
+    return matcher(item for name in names for item in keys.items(name, str) or ())
+
+
+def _mxfp4(context: Context) -> Quantization:
+    scheme = Scheme("gpt_oss", MXFP4)
+    return replace(context.nothing, ignored=_skipped(context.keys), default=lambda: scheme)
+
+
+def _fp8(context: Context) -> Quantization:
+    """FP8, with blocks or without; DeepSeek-V4 keeps its routed experts in FP4 under this method too."""
+    keys, family = context.keys, context.family
+    quantization = replace(
+        context.nothing,
+        ignored=_skipped(keys),
+        default=partial(_fp8_scheme, keys, family.fp8_dialect, family.fp8_scale),
+    )
+    experts: Callable[[], Scheme] | None = None
+    if family.fp8_dialect == "deepseek_v4":
+        expert_dtype = keys.config.get("expert_dtype") or context.text.get("expert_dtype") or "fp4"
+        if expert_dtype == "fp4":
+            activations = quantization.default().activations
+            experts = partial(Scheme, "deepseek_v4", MXFP4, activations)
+        elif expert_dtype != "fp8":
+            raise keys.error("expert_dtype", "fp4 or fp8", expert_dtype)
+    repacked = keys.config.get("moe_quant_algo") or context.text.get("moe_quant_algo")
+    layers = _modelopt_layers(keys, context)
+    if repacked and not layers:
+        experts = partial(_modelopt_scheme, Keys({**keys.config, "quant_algo": repacked}, keys.where))
+    targets = ((matcher(["experts"]), experts),) if experts else ()
+    return replace(quantization, layers=layers, targets=targets)
+
+
+def _fp8_scheme(keys: Keys, dialect: str, scale_dtype: ScaleDtype) -> Scheme:
+    static = keys.word("activation_scheme", "dynamic", "static", default="dynamic") == "static"
+    block = keys.block("weight_block_size")
+    if block is None:
+        return Scheme("modelopt_fp8", FORMATS["fp8_tensor"].encoding, "fp8_static" if static else "fp8_token")
+    encoding = Encoding(element="e4m3", granularity=PerGroup(*block), scale_dtype=scale_dtype)
+    return Scheme(dialect, encoding, "fp8_group128" if block[1] == 128 and not static else "16bit")
+
+
+def _compressed_tensors(context: Context) -> Quantization:
+    """``config_groups`` whose targets are module names, ``re:`` patterns or class names, in this order of weight."""
+    keys = context.keys
+    named: list[tuple[Callable[[str], bool], Callable[[], Scheme]]] = []
+    by_pattern, by_class = list(named), list(named)
+    for name, group in keys.mapping("config_groups").items():
+        if not isinstance(group, Mapping):
+            raise keys.error(f"config_groups.{name}", "an object", group)
+        group_keys = Keys(group, f"{keys.where}.config_groups.{name}")
+        make = partial(_compressed_scheme, group_keys, context.scale_dtype)
+        for target in group_keys.items("targets", str) or ():
+            if target.startswith("re:"):
+                by_pattern.append((exact_or_regex([target]), make))
+            elif target in ("Linear", "FusedMoE"):
+                by_class.append((lambda _: True, make))
+            else:
+                named.append((exact_or_regex([target]), make))
+    if not named + by_pattern + by_class:
+        raise keys.error("config_groups", "groups with targets", keys.config.get("config_groups"))
+    ignored = exact_or_regex(keys.items("ignore", str) or ())
+    return replace(context.nothing, ignored=ignored, targets=(*named, *by_pattern, *by_class))
+
+
+def _compressed_scheme(group: Keys, scale_dtype: ScaleDtype) -> Scheme:
+    weights, inputs = group.mapping("weights"), group.mapping("input_activations")
+    keys = Keys(weights, f"{group.where}.weights")
+    bits, kind = keys.integer("num_bits"), keys.word("type", "int", "float", default="int")
+    strategy, size = weights.get("strategy"), weights.get("group_size")
+    symmetric = keys.flag("symmetric", True)
+    if weights.get("actorder") in ("group", True):
+        raise keys.error("actorder", "columns in their order: null or weight", weights["actorder"])
+    if (kind, bits) == ("int", 4) and not inputs and strategy in ("group", "channel", None):
+        grouped = PerGroup(1, keys.integer("group_size")) if size not in (None, -1) else PerChannel()
+        encoding = Encoding(element="int4", granularity=grouped, scale_dtype=scale_dtype, zero_points=not symmetric)
+        return Scheme("ct_int4", encoding)
+    if (kind, bits, strategy) == ("float", 4, "tensor_group"):
+        return Scheme("ct_nvfp4", replace(NVFP4, granularity=PerGroup(1, keys.integer("group_size", default=16))))
+    if (kind, bits, strategy) == ("float", 4, "group"):
+        return Scheme("ct_mxfp4", replace(MXFP4, granularity=PerGroup(1, keys.integer("group_size", default=32))))
+    if (kind, bits) == ("float", 8) and strategy in ("tensor", "channel", "block"):
+        granularities: dict[str, Granularity] = {
+            "tensor": PerTensor(),
+            "channel": PerChannel(),
+            "block": PerGroup(*(keys.block("block_structure") or (128, 128))),
+        }
+        encoding = Encoding(element="e4m3", granularity=granularities[strategy], scale_dtype=scale_dtype)
+        return Scheme("ct_float", encoding, _compressed_activations(inputs))
+    raise CheckpointError(
+        f"{group.where}.weights",
+        expected="int 4 bit by group or channel without quantized inputs, float 4 bit by group or tensor_group, "
+        "or float 8 bit by tensor, channel or block",
+        got=f"{kind} {bits} bit by {strategy}" + (" with quantized inputs" if inputs else ""),
+    )
+
+
+def _compressed_activations(inputs: Mapping[str, Any]) -> ActivationMode:
+    if not inputs:
+        return "16bit"
+    if not inputs.get("dynamic"):
+        return "fp8_static"
+    return "fp8_group128" if inputs.get("strategy") == "group" and inputs.get("group_size") == 128 else "fp8_token"
+
+
+def _modelopt(context: Context) -> Quantization:
+    """ModelOpt, in both syntaxes: in ``config.json``, or as in ``hf_quant_config.json`` under ``quantization``."""
+    nested = context.keys.mapping("quantization")
+    keys = Keys(nested, f"{context.keys.where}.quantization") if nested else context.keys
+    layers = _modelopt_layers(keys, context)
+    skipped = _skipped(keys)
+    if _algorithm(keys) == "MIXED_PRECISION":
+        if not layers:
+            raise keys.error("quantized_layers", "the scheme of each layer, for MIXED_PRECISION", None)
+        return replace(context.nothing, layers=layers, ignored=skipped)
+    return replace(context.nothing, layers=layers, ignored=skipped, default=partial(_modelopt_scheme, keys))
+
+
+def _modelopt_layers(keys: Keys, context: Context) -> dict[str, Callable[[], Scheme]]:
+    """Schemes by module name; from the side file where the config has none."""
+    layers = keys.mapping("quantized_layers")
+    if not layers:
+        layers = Keys(Keys(context.side, "hf_quant_config.json").mapping("quantization")).mapping("quantized_layers")
+    for name, layer in layers.items():
+        if not isinstance(layer, Mapping):
+            raise keys.error(f"quantized_layers.{name}", "an object", layer)
+    return {
+        without_root(name): partial(_modelopt_scheme, Keys(layer, f"{keys.where}.quantized_layers.{name}"))
+        for name, layer in layers.items()
+    }
+
+
+def _algorithm(keys: Keys) -> str:
+    return str(keys.config.get("quant_algo")).upper()
+
+
+def _modelopt_scheme(keys: Keys) -> Scheme:
+    algorithm = _algorithm(keys)
+    group = PerGroup(1, keys.integer("group_size", default=16))
+    schemes = {
+        "FP8": Scheme("modelopt_fp8", FORMATS["fp8_tensor"].encoding, "fp8_static"),
+        "FP8_PER_CHANNEL_PER_TOKEN": Scheme("ct_float", FORMATS["fp8_channel"].encoding, "fp8_token"),
+        "FP8_PB_WO": Scheme("ct_float", FORMATS["fp8_block128"].encoding),
+        "NVFP4": Scheme("modelopt_nvfp4", replace(NVFP4, granularity=group)),
+    }
+    aliases = {"FP8_BLOCK_SCALES": "FP8_PB_WO", "W4A16_NVFP4": "NVFP4"}
+    scheme = schemes.get(aliases.get(algorithm, algorithm))
+    if scheme is None:
+        known = nearest(algorithm, [*schemes, *aliases, "MIXED_PRECISION"])
+        raise CheckpointError(f"{keys.where}.quant_algo", expected="a known algorithm", got=repr(algorithm), hint=known)
+    return scheme
+
+
+def _gptq(context: Context) -> Quantization:
+    """GPTQ; ``dynamic`` maps ``-:regex`` to modules left out and ``+:regex`` to keys that differ."""
+    keys = context.keys
+    rules = keys.mapping("dynamic")
+    left_out = exact_or_regex([f"re:{rule[2:]}" for rule in rules if rule.startswith("-:")])
+    others = tuple(
+        (
+            exact_or_regex([f"re:{rule.removeprefix('+:')}"]),
+            partial(_gptq_scheme, Keys({**keys.config, **changed}, keys.where), context.scale_dtype),
+        )
+        for rule, changed in rules.items()
+        if not rule.startswith("-:") and isinstance(changed, Mapping)
+    )
+    skipped = _skipped(keys)
+    return replace(
+        context.nothing,
+        ignored=lambda module: skipped(module) or left_out(module),
+        targets=others,
+        default=partial(_gptq_scheme, keys, context.scale_dtype),
+    )
+
+
+def _gptq_scheme(keys: Keys, scale_dtype: ScaleDtype) -> Scheme:
+    if keys.flag("desc_act", False):
+        raise CheckpointError(
+            f"{keys.where}.desc_act",
+            expected="false",
+            got="true",
+            hint="columns in order of activation share no scales in memory; requantize without desc_act",
+        )
+    keys.word("checkpoint_format", "gptq", default="gptq")
+    encoding = _int4_encoding(keys, ("bits",), ("group_size",), scale_dtype, zero_points=not keys.flag("sym", True))
+    return Scheme("gptq", encoding)
+
+
+def _awq(context: Context) -> Quantization:
+    default = partial(_awq_scheme, context.keys, context.scale_dtype)
+    return replace(context.nothing, ignored=_skipped(context.keys), default=default)
+
+
+def _awq_scheme(keys: Keys, scale_dtype: ScaleDtype) -> Scheme:
+    version = str(keys.config.get("version") or "gemm").lower()
+    if version != "gemm":
+        raise keys.error("version", "gemm", version)
+    bits, group_size = ("bits", "w_bit"), ("group_size", "q_group_size")
+    zero_points = keys.flag("zero_point", True)
+    return Scheme("awq", _int4_encoding(keys, bits, group_size, scale_dtype, zero_points=zero_points))
+
+
+def _int4_encoding(
+    keys: Keys, bits: tuple[str, ...], group_size: tuple[str, ...], scale_dtype: ScaleDtype, *, zero_points: bool
+) -> Encoding:
+    if keys.integer(*bits) != 4:
+        raise keys.error(bits[0], "4", keys.integer(*bits))
+    size = keys.integer(*group_size, least=-1)
+    granularity = PerGroup(1, size) if size > 0 else PerChannel()
+    return Encoding(element="int4", granularity=granularity, scale_dtype=scale_dtype, zero_points=zero_points)
+
+
+METHODS: Mapping[str, Callable[[Context], Quantization]] = {
+    "awq": _awq,
+    "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
+    "gptq": _gptq,
+    "modelopt": _modelopt,
+    "mxfp4": _mxfp4,
+}
+"""Parsers by ``quant_method``."""

@@ -1,0 +1,54 @@
+"""load_dequantized: a quantized checkpoint in Transformers as it is without polymoe, its experts in 16 bit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from polymoe.checkpoint import Checkpoint
+from polymoe.engines.transformers.families import auto_class, registered_names, use_own_name
+from polymoe.errors import UnsupportedProblem
+
+__all__ = ["load_dequantized"]
+
+_CONFIGS = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
+
+
+def load_dequantized(
+    path: str | os.PathLike[str], *, device: torch.device, dtype: torch.dtype | None = None, **kwargs: Any
+) -> Any:
+    """A model in evaluation mode, every weight dequantized by Transformers' own path for its method.
+
+    Args:
+        path: a checkpoint's directory or a Hub id.
+        device: one device for the whole model.
+        dtype: of all weights; None is bfloat16.
+        kwargs: for Transformers' ``from_pretrained``.
+
+    Raises:
+        CheckpointError: for a path without a checkpoint.
+        UnsupportedProblem: for a method that Transformers does not dequantize.
+    """
+    method = Checkpoint.open(Path(path), config_only=True).quantization.method
+    if method not in _CONFIGS:
+        raise UnsupportedProblem(
+            f"{path} dequantized by Transformers", expected=" or ".join(_CONFIGS), got=f"quantization {method!r}",
+            hint="--experts packed measures without it",
+        )  # fmt: skip
+    with registered_names():
+        config = use_own_name(transformers.AutoConfig.from_pretrained(path, trust_remote_code=False))
+        model = auto_class(config).from_pretrained(
+            path,
+            config=config,
+            quantization_config=getattr(transformers, _CONFIGS[method])(dequantize=True),
+            dtype=dtype or torch.bfloat16,
+            # Dequantized where it will be: a CPU takes minutes for it.
+            device_map={"": device} if device.type == "cuda" else None,
+            trust_remote_code=False,
+            **kwargs,
+        )
+    return model.eval()

@@ -1,0 +1,117 @@
+"""What a server counts, in Prometheus' form.
+
+https://prometheus.io/docs/instrumenting/exposition_formats/
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter as Count
+from typing import Any
+
+from polymoe.errors import MissingDependency
+from polymoe.experts import FusedExperts
+from polymoe.serve.in_flight import InFlight
+
+try:
+    from prometheus_client import (
+        CONTENT_TYPE_LATEST,
+        CollectorRegistry,
+        Counter,
+        Gauge,
+        Histogram,
+        ProcessCollector,
+        generate_latest,
+    )
+except ImportError as error:
+    raise MissingDependency("polymoe serve", got=str(error), hint="pip install 'polymoe[serve]'") from error
+
+__all__ = ["ServerMetrics"]
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+_SECONDS_A_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
+
+
+class ServerMetrics:
+    """Counters of one server, and the requests that are in it.
+
+    Attributes:
+        in_flight: generations that were let in and have not left, running or waiting.
+    """
+
+    content_type = CONTENT_TYPE_LATEST
+
+    def __init__(self, *, name: str, model: Any) -> None:
+        self.in_flight: set[InFlight] = set()
+        self._registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        self._requests = Counter("polymoe_requests", "Requests by status.", ("path", "status"), registry=registry)
+        self._prompt_tokens = Counter("polymoe_prompt_tokens", "Prompt tokens of generations begun.", registry=registry)
+        self._new_tokens = Counter("polymoe_generation_tokens", "Tokens generated.", registry=registry)
+        self._queue = _histogram("polymoe_queue_seconds", "From a request to its turn.", _SECONDS, registry)
+        self._first = _histogram(
+            "polymoe_time_to_first_token_seconds", "From a request to its first token.", _SECONDS, registry
+        )
+        self._per_token = _histogram(
+            "polymoe_time_per_output_token_seconds", "Mean time between an answer's tokens.", _SECONDS_A_TOKEN, registry
+        )
+        self._whole = _histogram("polymoe_request_seconds", "From a request to its whole answer.", _SECONDS, registry)
+        running = Gauge("polymoe_requests_running", "Generations that the model works on.", registry=registry)
+        running.set_function(lambda: sum(request.running for request in list(self.in_flight)))
+        waiting = Gauge("polymoe_requests_waiting", "Generations that wait for their turn.", registry=registry)
+        waiting.set_function(lambda: sum(request.started_s is None for request in list(self.in_flight)))
+        backends = Gauge(
+            "polymoe_backend_info", "Layers whose experts a backend runs at a call's token count.",
+            ("model", "backend", "layout", "tokens"), registry=registry,
+        )  # fmt: skip
+        for labels, layers in _backends(model).items():
+            backends.labels(name, *labels).set(layers)
+
+    def text(self) -> bytes:
+        """All of it, as ``/metrics`` answers."""
+        return generate_latest(self._registry)
+
+    def started(self, request: InFlight) -> None:
+        """The model begins to work on a request."""
+        request.started_s = time.monotonic()
+        request.running = True
+        self._queue.observe(request.started_s - request.arrived_s)
+        self._prompt_tokens.inc(request.prompt_tokens)
+
+    def generated(self, request: InFlight, tokens: int = 1) -> None:
+        """Tokens of an answer are there."""
+        if tokens and request.first_token_s is None:
+            request.first_token_s = time.monotonic()
+            self._first.observe(request.first_token_s - request.arrived_s)
+        request.new_tokens += tokens
+        self._new_tokens.inc(tokens)
+
+    def ended(self, request: InFlight) -> None:
+        """The model has done with a request."""
+        request.running = False
+        if request.first_token_s is not None and request.new_tokens > 1:
+            between = (time.monotonic() - request.first_token_s) / (request.new_tokens - 1)
+            self._per_token.observe(between)
+
+    def answered(self, request: InFlight, path: str, status: int) -> None:
+        """A request has left, whatever became of it; 499 stands for a client that went away."""
+        self._requests.labels(path, str(status)).inc()
+        if request in self.in_flight:
+            self.in_flight.discard(request)
+            if status == 200:
+                self._whole.observe(time.monotonic() - request.arrived_s)
+
+
+def _histogram(name: str, what: str, buckets: tuple[float, ...], registry: CollectorRegistry) -> Histogram:
+    return Histogram(name, what, buckets=buckets, registry=registry)
+
+
+def _backends(model: Any) -> Count[tuple[str, str, str]]:
+    """Layers by backend, layout and range of token counts; none for experts that Transformers runs."""
+    found: Count[tuple[str, str, str]] = Count()
+    for module in model.modules():
+        if isinstance(module, FusedExperts):
+            plan = module.explain().require()
+            for tokens, step in plan.ranges():
+                found[step.backend, plan.layout, tokens] += 1
+    return found

@@ -1,0 +1,285 @@
+"""The Hopper backend: its verdicts and configurations anywhere, its results on an SM90 GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+
+from polymoe.activations import GeGLU, ReLU2, SwiGLU
+from polymoe.backends.cuda.backend import Cuda, CudaConfig
+from polymoe.backends.reference import run_experts
+from polymoe.bench.cases import CASES
+from polymoe.errors import PlanError
+from polymoe.experts import FusedExperts
+from polymoe.formats import FORMATS
+from polymoe.layouts import LAYOUTS
+from polymoe.machine import DEVICES, Machine
+from polymoe.numerics import TOLERANCE, relative_error
+from polymoe.planning.measured import Measured, Table, problem_key
+from polymoe.planning.select import select
+from polymoe.problem import Problem
+from polymoe.routing import Routing
+from polymoe.runtime import PlanRequest
+from polymoe.tensors import ExpertsSpec
+from polymoe.verdict import Accepted, Reason, Rejected
+from support.captured import captured_follows_new_rows
+from support.cuda_calls import need_sm90, on_gpu, same_experts
+from support.problems import GPT_OSS, problem_of, random_call, random_experts
+
+H200 = Machine(DEVICES["h200"], driver=(13, 0))
+EVERY = [
+    *[CudaConfig("decode", rows, height) for rows in (8, 12, 16) for height in (64, 128)],
+    *[CudaConfig("prefill", rows, 0) for rows in (32, 64, 128, 256)],
+]
+
+
+def seed_problem(format: str = "mxfp4", **kwargs: Any) -> Problem:
+    encoding = FORMATS[format].encoding
+    spec = ExpertsSpec(hidden=4096, intermediate=2048, experts=256, gate=encoding, up=encoding, down=encoding)
+    return Problem(spec=spec, activation=SwiGLU(limit=10.0), top_k=6, **kwargs)
+
+
+class TestCheck:
+    @pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4_g32", "int4_g128"])
+    def test_takes_4_bits_on_sm90(self, format: str) -> None:
+        for machine in (H200, replace(H200, driver=None), Machine(DEVICES["h100"])):
+            assert Cuda().check(seed_problem(format), machine) == Accepted(capturable=True, layouts=("hopper",))
+
+    def test_all_reasons_at_once(self) -> None:
+        problem = seed_problem("fp16", activations="fp8_token")
+        verdict = Cuda().check(problem, Machine(DEVICES["b200"], driver=(12, 8)))
+        assert isinstance(verdict, Rejected)
+        assert [r.what for r in verdict.reasons] == [
+            "GPU", "driver", "activations", "gate weights", "up weights", "down weights",
+        ]  # fmt: skip
+        assert str(verdict.reasons[1]) == "driver: wants CUDA 13.0 or newer, got 12.8"
+
+    def test_scales_beyond_what_the_kernels_decode(self) -> None:
+        verdict = Cuda().check(replace(seed_problem(), wide_scales=True), H200)
+        assert isinstance(verdict, Rejected)
+        assert str(verdict.reasons[0]) == "scales: wants E8M0 up to 2**25, E4M3 from 0, got others"
+
+    def test_sizes_are_the_layouts_reasons(self) -> None:
+        problem = problem_of(random_experts("mxfp4", hidden=64, intermediate=40))
+        verdict = select(problem, H200, backend="hopper", backends={"hopper": Cuda()}).candidates[0].verdict
+        assert isinstance(verdict, Rejected)
+        assert [r.what for r in verdict.reasons] == ["layout hopper, F"]
+
+
+class TestConfigure:
+    def test_by_rows_of_an_expert(self) -> None:
+        found = [str(Cuda().configure(seed_problem(), H200, t)) for t in (1, 64, 128, 256, 512, 2048, 8192)]
+        assert found == [
+            "decode, 8 rows, 64 high", "decode, 8 rows, 64 high", "decode, 8 rows, 64 high",
+            "prefill, 32 rows", "prefill, 32 rows", "prefill, 64 rows", "prefill, 256 rows",
+        ]  # fmt: skip
+
+    def test_down_in_lower_tiles_where_the_last_round_of_high_ones_is_half_empty(self) -> None:
+        """32 experts of 2880 rows: 192 tiles of 512 for 132 multiprocessors, or 384 of 256."""
+        problem = seed_problem()
+        spec = replace(problem.spec, hidden=2880, intermediate=2880, experts=32, local_experts=32)
+        gpt_oss = replace(problem, spec=spec, top_k=4)
+        lower = CudaConfig("prefill", 32, 0, 64)
+        assert [Cuda().configure(gpt_oss, H200, t) for t in (64, 128)] == [lower, lower]
+        assert str(lower) == "prefill, 32 rows, down as for 64"
+        assert CudaConfig.from_dict(lower.to_dict()) == lower
+        larger = replace(gpt_oss, spec=replace(spec, experts=128, local_experts=128))
+        assert Cuda().configure(larger, H200, 256) == CudaConfig("prefill", 32, 0)
+        assert lower in Cuda().candidates(larger, H200, 256)
+
+    def test_x_too_wide_for_shared_memory_goes_in_fewer_rows_or_to_prefill(self) -> None:
+        problem = seed_problem()
+        kimi, wide = (replace(problem, spec=replace(problem.spec, hidden=h)) for h in (7168, 16384))
+        assert Cuda().configure(kimi, H200, 128) == CudaConfig("decode", 8, 64)
+        assert {c.rows for c in Cuda().candidates(kimi, H200, 256) if c.kernels == "decode"} == {8}
+        assert Cuda().configure(wide, H200, 1).kernels == "prefill"
+        assert {c.kernels for c in Cuda().candidates(wide, H200, 1)} == {"prefill"}
+
+    def test_one_kind_of_kernels_where_a_batch_must_not_show(self) -> None:
+        problem = seed_problem(batch_invariant=True)
+        for tokens in (1, 64, 256, 512, 8192):
+            assert {c.kernels for c in Cuda().candidates(problem, H200, tokens)} == {"prefill"}
+        plan = select(problem, H200).require()
+        assert plan.layout == "hopper"
+        assert {step.config.kernels for step in plan.steps} == {"prefill"}  # type: ignore[attr-defined]
+        assert plan.steps[0].config == CudaConfig("prefill", 64, 0)  # more blocks, with as much work each
+
+    @pytest.mark.parametrize("sizes", [("decode", 24, 64), ("prefill", 48, 0), ("prefill", 32, 64)])
+    def test_measured_with_other_kernels(self, sizes: tuple[Any, int, int]) -> None:
+        with pytest.raises(PlanError, match=rf"HopperConfig: expected rows and height of a {sizes[0]} kernel: \("):
+            CudaConfig(*sizes)
+        row = dict(zip(("kernels", "rows", "height"), sizes, strict=True))
+        with pytest.raises(PlanError):
+            CudaConfig.from_dict(row)
+
+    @pytest.mark.parametrize("down", [32, 48])
+    def test_down_for_other_rows(self, down: int) -> None:
+        expected = rf"expected down_rows of a prefill kernel for more than 32 rows: 0 or .*, got {down}"
+        with pytest.raises(PlanError, match=expected):
+            CudaConfig("prefill", 32, 0, down)
+        with pytest.raises(PlanError, match="down_rows of a decode kernel"):
+            CudaConfig("decode", 8, 64, 32)
+
+    def test_predicts_what_one_h200_took(self) -> None:
+        """Microseconds of DeepSeek-V4-Flash in MXFP4: the first times of these kernels behind this backend."""
+        measured = {1: 31.3, 4: 92.3, 16: 293.6, 64: 740.0, 128: 921.0, 256: 1018.4, 512: 1051.6, 4096: 2389.8}
+        for tokens, time_us in measured.items():
+            off = Cuda().predict(seed_problem(), H200, tokens).time_us / time_us - 1
+            assert abs(off) < (0.03 if tokens <= 128 else 0.15)
+
+
+class TestAuto:
+    """What ``auto`` makes of it without a GPU and without a table."""
+
+    @pytest.mark.parametrize("role", ["mixed", "decode", "prefill"])
+    @pytest.mark.parametrize("name", CASES)
+    def test_one_layout_for_every_number_of_tokens(self, name: str, role: str) -> None:
+        problem = CASES[name].problem()
+        machine = replace(H200, packages={"triton": "3.6.0"})
+        plan = select(problem, machine, role=role, table=Table()).require()
+        taken = isinstance(Cuda().check(problem, machine), Accepted)
+        assert (plan.layout, {step.backend for step in plan.steps}) == (
+            ("hopper", {"hopper"}) if taken else ("natural", {"triton"})
+        )
+
+    @pytest.mark.parametrize("device", ["a100", "rtx4090", "b200", "rtx5090"])
+    def test_other_gpus_keep_theirs(self, device: str) -> None:
+        machine = Machine(DEVICES[device], {"triton": "3.6.0"}, (13, 0))
+        selection = select(seed_problem(), machine, table=Table())
+        assert {step.backend for step in selection.require().steps} == {"triton"}
+        assert next(c for c in selection.candidates if c.backend == "hopper").verdict == Rejected(
+            (Reason("GPU", "SM90", machine.device.arch),)
+        )
+
+    def test_measured_rows_are_used(self) -> None:
+        row = Measured(
+            device="h200", backend="hopper", problem=problem_key(seed_problem()), tokens=64,
+            config=CudaConfig("decode", 16, 128).to_dict(), median_us=700.0, torch="2.11.0", triton="3.6.0",
+            driver="13.0", polymoe="0.1.0", date="2026-01-01T00:00:00Z", command="polymoe tune",
+        )  # fmt: skip
+        old = replace(row, tokens=512, config={"kernels": "prefill", "rows": 48, "height": 0})
+        machine = replace(H200, packages={"triton": "3.6.0"})
+        with pytest.warns(UserWarning, match="it was tuned with polymoe 0.1.0; run again: polymoe tune"):
+            plan = select(seed_problem(), machine, table=Table(((row, old),))).require()
+        assert plan.step(64).config == CudaConfig("decode", 16, 128)
+        assert plan.step(512).config == CudaConfig("prefill", 32, 0)
+
+
+@pytest.mark.gpu
+class TestOnGpu:
+    @pytest.fixture(autouse=True)
+    def _sm90(self) -> None:
+        need_sm90()
+
+    @pytest.mark.parametrize("tokens", [1, 3, 40, 300])
+    @pytest.mark.parametrize("config", EVERY, ids=str)
+    def test_every_configuration(self, config: CudaConfig, tokens: int) -> None:
+        weights = random_experts(hidden=336, intermediate=272, experts=7, bias=True)
+        on_gpu(weights, *random_call(tokens, 336, 7, 3, torch.bfloat16), config=config, activation=GPT_OSS)
+
+    @pytest.mark.parametrize("config", EVERY, ids=str)
+    @pytest.mark.parametrize(
+        ("hidden", "intermediate", "gated", "top_k"),
+        [(2880, 720, True, 4), (1024, 2688, False, 22), (192, 336, True, 1), (16, 16, False, 1)],
+    )
+    def test_odd_sizes(self, config: CudaConfig, hidden: int, intermediate: int, gated: bool, top_k: int) -> None:
+        weights = same_experts(hidden=hidden, intermediate=intermediate, gated=gated, bias=True, experts=5)
+        on_gpu(weights, *random_call(40, hidden, 5, top_k, torch.bfloat16), config=config)
+
+    @pytest.mark.parametrize("format", ["nvfp4", "int4_g32", "int4_g128"])
+    @pytest.mark.parametrize("config", EVERY, ids=str)
+    def test_other_formats(self, config: CudaConfig, format: str) -> None:
+        for tokens in (3, 200):
+            weights = random_experts(format, hidden=336, intermediate=208, experts=4, bias=True)
+            on_gpu(weights, *random_call(tokens, 336, 4, 3, torch.bfloat16), config=config)
+
+    def test_x_that_is_not_aligned_and_a_thread_that_is_new(self) -> None:
+        """A view that begins 2 bytes behind a multiple of 16; a thread in which nothing has used the GPU."""
+        weights = random_experts()
+        problem, (x, routing) = problem_of(weights), random_call(4, 64, 5, dtype=torch.bfloat16)
+        packed = LAYOUTS["hopper"].pack(weights, torch.device("cuda"))
+        shifted = torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view(x.shape)
+        shifted.copy_(x)
+        there = Routing(*(part.cuda() for part in routing))
+        aligned = x.cuda()
+        for given in (shifted, aligned):
+            out = torch.empty_like(aligned)
+            torch.cuda.synchronize()
+            thread = Thread(target=Cuda().run, args=(problem, packed, given, there, EVERY[0], out))
+            thread.start()
+            thread.join()
+            assert relative_error(out.cpu(), run_experts(problem, weights, x, routing)) < TOLERANCE
+
+    @pytest.mark.parametrize("weight_on", ["output", "input"])
+    @pytest.mark.parametrize("activation", [GPT_OSS, GeGLU(), GeGLU("tanh"), ReLU2()], ids=lambda a: a.name)
+    @pytest.mark.parametrize("tokens", [9, 200])
+    def test_activations(self, tokens: int, activation: Any, weight_on: str) -> None:
+        weights = random_experts(bias=True, gated=activation.gated)
+        call = random_call(tokens, 64, 5, dtype=torch.bfloat16)
+        on_gpu(weights, *call, activation=activation, weight_on=weight_on)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+    @pytest.mark.parametrize("tokens", [9, 200])
+    def test_dtypes_of_x(self, tokens: int, dtype: torch.dtype) -> None:
+        on_gpu(random_experts(), *random_call(tokens, 64, 5, dtype=dtype))
+
+    @pytest.mark.parametrize("config", [EVERY[0], EVERY[6]], ids=str)
+    def test_ids_of_others_are_never_read(self, config: CudaConfig) -> None:
+        weights = random_experts(bias=True)
+        x, routing = random_call(40, 64, 5, dtype=torch.bfloat16)
+        routing.topk_ids_TA[::3, 0] = -1
+        routing.topk_ids_TA[1::3, 1] = 5
+        routing.topk_weights_TA[::3, 0] = float("nan")
+        on_gpu(weights, x, routing, config=config)
+
+    @pytest.mark.parametrize("tokens", [1, 300])
+    def test_one_expert_with_all_and_one_with_none(self, tokens: int) -> None:
+        weights = random_experts(experts=300, hidden=64, intermediate=32)
+        x, routing = random_call(tokens, 64, 300, 2, torch.bfloat16)
+        for config in EVERY:
+            on_gpu(
+                weights, x, Routing(torch.full_like(routing.topk_ids_TA, 299), routing.topk_weights_TA), config=config
+            )
+
+    @pytest.mark.parametrize("config", EVERY, ids=str)
+    def test_many_repeats_to_the_bit(self, config: CudaConfig) -> None:
+        """Registers of asynchronous products written too early, a barrier too few: they show in some run of many."""
+        weights = random_experts("mxfp4", hidden=1024, intermediate=512, experts=4)
+        problem = problem_of(weights)
+        packed = LAYOUTS["hopper"].pack(weights, torch.device("cuda"))
+        x, routing = random_call(400, 1024, 4, dtype=torch.bfloat16)
+        expected = run_experts(problem, weights, x, routing)
+        x, there = x.cuda(), Routing(*(part.cuda() for part in routing))
+        outs = [torch.empty_like(x) for _ in range(2)]
+        Cuda().run(problem, packed, x, there, config, outs[0])
+        assert relative_error(outs[0].cpu(), expected) < TOLERANCE
+        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        for _ in range(1000):
+            Cuda().run(problem, packed, x, there, config, outs[1])
+            wrong += (outs[0] != outs[1]).any()
+        assert int(wrong) == 0
+
+    @pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4_g32", "int4_g128"])
+    def test_packing_on_the_gpu_is_packing_on_the_cpu(self, format: str) -> None:
+        for hidden, intermediate in ((336, 208), (1024, 512)):
+            weights = same_experts(format, experts=9, hidden=hidden, intermediate=intermediate, bias=True)
+            there, here = (LAYOUTS["hopper"].pack(weights, torch.device(d)) for d in ("cuda", "cpu"))
+            assert all(torch.equal(there.tensors[n].cpu(), t) for n, t in here.tensors.items())
+            for got, expected in zip(LAYOUTS["hopper"].unpack(there), weights, strict=True):
+                assert torch.equal(got.up.codes.cpu(), expected.up.codes)
+
+    def test_captured_graph_follows_new_routings(self) -> None:
+        weights = random_experts("mxfp4", experts=16, hidden=256, intermediate=256)
+        problem = problem_of(weights)
+        experts = FusedExperts.pack(
+            problem, weights, PlanRequest(Machine.of("cuda"), "mixed", "hopper", TABLE, LAYOUTS)
+        )
+        for tokens in (3, 200):
+            captured_follows_new_rows(experts, weights, tokens, replays=5)
+
+
+TABLE = {"hopper": Cuda()}

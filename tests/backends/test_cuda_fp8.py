@@ -1,0 +1,148 @@
+"""The Hopper backend with E4M3 weights and rows: verdicts anywhere, results on an SM90 GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from polymoe.activations import GeGLU, ReLU2
+from polymoe.backends.cuda.backend import Cuda, CudaConfig
+from polymoe.bench.cases import CASES
+from polymoe.errors import PlanError
+from polymoe.experts import FusedExperts
+from polymoe.formats import FORMATS, PerGroup
+from polymoe.kernels.cuda.launch_fp8 import FP8
+from polymoe.machine import DEVICES, Machine
+from polymoe.planning.measured import Table
+from polymoe.planning.select import select
+from polymoe.verdict import Accepted, Rejected
+from support.captured import captured_follows_new_rows
+from support.cuda_calls import (
+    awkward_call,
+    need_sm90,
+    repeated_on_gpu,
+    same_experts,
+    same_in_any_batch,
+)
+from support.problems import GPT_OSS, random_call
+
+H200 = Machine(DEVICES["h200"], packages={"triton": "3.6.0"}, driver=(13, 0))
+EVERY = [CudaConfig("fp8", rows, 0) for rows in FP8]
+DEEPSEEK = CASES["deepseek-v3-tp8"].problem()
+TOKEN_TOLERANCE = 5e-3  # of every single token
+
+
+class TestCheck:
+    def test_takes_it_on_sm90(self) -> None:
+        assert Cuda().check(DEEPSEEK, H200) == Accepted(capturable=True, layouts=("hopper",))
+        plan = select(DEEPSEEK, H200, backend="hopper", table=Table()).require()
+        assert {step.backend for step in plan.steps} == {"hopper"}
+
+    @pytest.mark.parametrize(
+        ("change", "reason"),
+        [
+            ({"activations": "16bit"}, "activations: wants fp8_group128, got 16bit"),
+            ({"weight_on": "input"}, "routing weight with E4M3 inputs: wants on the output, got on the input"),
+        ],
+    )
+    def test_what_it_is_not_taken_with(self, change: dict[str, Any], reason: str) -> None:
+        verdict = Cuda().check(replace(DEEPSEEK, **change), H200)
+        assert isinstance(verdict, Rejected)
+        assert [str(r) for r in verdict.reasons] == [reason]
+
+    def test_no_gate_other_scales_and_other_weights_beside_it(self) -> None:
+        encoding = FORMATS["fp8_block128"].encoding
+        for change, what in (
+            ({"gate": None}, ["gate with E4M3 inputs"]),
+            ({"down": replace(encoding, granularity=PerGroup(64, 64))}, ["down weights"]),
+            ({"down": FORMATS["mxfp4"].encoding}, ["up and down weights"]),
+        ):
+            spec = replace(DEEPSEEK.spec, **change)  # type: ignore[arg-type]
+            activation = DEEPSEEK.activation if spec.gated else ReLU2()
+            verdict = Cuda().check(replace(DEEPSEEK, spec=spec, activation=activation), H200)
+            assert isinstance(verdict, Rejected)
+            assert [r.what for r in verdict.reasons] == what
+
+    def test_scales_of_other_dtypes(self) -> None:
+        for dtype in ("bfloat16", "e8m0"):
+            encoding = replace(FORMATS["fp8_block128"].encoding, scale_dtype=dtype)
+            spec = replace(DEEPSEEK.spec, gate=encoding, up=encoding, down=encoding)
+            for wide in (False, True):  # as float32, E8M0 scales of any size are
+                problem = replace(DEEPSEEK, spec=spec, wide_scales=wide)
+                assert Cuda().check(problem, H200) == Accepted(capturable=True, layouts=("hopper",))
+
+    def test_sizes_are_the_layouts_reasons(self) -> None:
+        problem = replace(DEEPSEEK, spec=replace(DEEPSEEK.spec, intermediate=192))
+        verdict = select(problem, H200, backend="hopper", backends={"hopper": Cuda()}).candidates[0].verdict
+        assert isinstance(verdict, Rejected)
+        assert [str(r) for r in verdict.reasons] == ["layout hopper, F: wants a multiple of 128, got 192"]
+
+
+class TestConfigure:
+    def test_by_rows_of_an_expert(self) -> None:
+        tokens = (1, 256, 512, 1024)
+        assert [Cuda().configure(DEEPSEEK, H200, t) for t in tokens] == [EVERY[0], EVERY[0], EVERY[0], EVERY[1]]
+        assert Cuda().candidates(DEEPSEEK, H200, 256) == tuple(EVERY)
+
+    def test_results_never_depend_on_the_batch(self) -> None:
+        problem, tokens = replace(DEEPSEEK, batch_invariant=True), (1, 256, 512, 1024, 2048, 4096)
+        assert [Cuda().configure(problem, H200, t).rows for t in tokens] == [32, 32, 32, 64, 96, 96]
+
+    def test_measured_with_other_kernels(self) -> None:
+        with pytest.raises(PlanError, match=r"HopperConfig: expected rows and height of a fp8 kernel: \("):
+            CudaConfig("fp8", 48, 0)
+
+
+def compare(*args: Any, **kwargs: Any) -> None:
+    """Every token with the reference, and runs with each other to the bit."""
+    first, expected = repeated_on_gpu(*args, activations="fp8_group128", **kwargs)
+    errors, sizes = (first.float() - expected).norm(dim=1), expected.norm(dim=1)
+    assert bool((errors <= TOKEN_TOLERANCE * sizes).all()), (errors / sizes).max()
+
+
+@pytest.mark.gpu
+class TestOnGpu:
+    @pytest.fixture(autouse=True)
+    def _sm90(self) -> None:
+        need_sm90()
+
+    @pytest.mark.parametrize("tokens", [1, 3, 40, 700])
+    @pytest.mark.parametrize("config", EVERY, ids=str)
+    def test_every_configuration(self, config: CudaConfig, tokens: int) -> None:
+        weights = same_experts("fp8_block128", hidden=384, intermediate=256, experts=7, bias=True)
+        compare(weights, *awkward_call(tokens, 384), config, activation=GPT_OSS)
+
+    @pytest.mark.parametrize("config", EVERY, ids=str)
+    @pytest.mark.parametrize(
+        ("hidden", "intermediate", "top_k"), [(2944, 384, 22), (640, 2048, 2), (7168, 256, 3), (128, 128, 1)]
+    )
+    def test_odd_sizes(self, config: CudaConfig, hidden: int, intermediate: int, top_k: int) -> None:
+        weights = same_experts("fp8_block128", hidden=hidden, intermediate=intermediate, bias=True)
+        compare(weights, *random_call(300, hidden, 5, top_k, torch.bfloat16), config)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+    def test_dtypes_of_x(self, dtype: torch.dtype) -> None:
+        weights = same_experts("fp8_block128", hidden=128, intermediate=128)
+        for tokens in (9, 200):
+            compare(weights, *random_call(tokens, 128, 5, dtype=dtype), EVERY[1], activation=GeGLU("tanh"))
+
+    @pytest.mark.parametrize("config", EVERY, ids=str)
+    def test_many_repeats_to_the_bit(self, config: CudaConfig) -> None:
+        """A stage given back too early, a barrier too few: they show in some run of many."""
+        weights = same_experts("fp8_block128", hidden=1024, intermediate=512, experts=4)
+        compare(weights, *random_call(400, 1024, 4, dtype=torch.bfloat16), config, runs=1000)
+
+    def test_a_token_does_not_see_its_batch(self) -> None:
+        weights = same_experts("fp8_block128", hidden=1024, intermediate=512, experts=4)
+        same_in_any_batch(weights, 1024, activations="fp8_group128")
+
+    def test_captured_layer_follows_new_routings(self) -> None:
+        weights = same_experts("fp8_block128", experts=16, hidden=256, intermediate=256)
+        experts = FusedExperts.from_weights(
+            weights, GPT_OSS, top_k=3, device="cuda", backend="hopper", activations="fp8_group128"
+        )
+        for tokens in (3, 200):
+            captured_follows_new_rows(experts, weights, tokens, TOKEN_TOLERANCE)

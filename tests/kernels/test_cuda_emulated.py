@@ -1,0 +1,305 @@
+"""The Hopper kernels' own sources, run on a CPU with every asynchronous instruction emulated."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from polymoe.activations import Activation, GeGLU, SwiGLU
+from polymoe.backends.cuda.backend import Cuda, CudaConfig
+from polymoe.backends.reference import emulate_activations, run_experts
+from polymoe.formats import QuantTensor
+from polymoe.kernels.cuda import launch
+from polymoe.kernels.cuda.launch import WHOLE
+from polymoe.machine import Machine
+from polymoe.numerics import TOLERANCE, relative_error
+from polymoe.routing import Routing
+from polymoe.tensors import Expert, ExpertWeights
+from support.cuda_calls import poisoned_tiles, run_emulated
+from support.cuda_emulator import Emulator, compile_unit
+from support.problems import GPT_OSS, problem_of, random_call, random_experts
+
+pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+DECODE = [CudaConfig("decode", rows, height) for rows in (8, 12, 16) for height in (64, 128)]
+PREFILL = [*(CudaConfig("prefill", rows, 0) for rows in (32, 64, 128, 256)), CudaConfig("prefill", 32, 0, 64)]
+W4A8 = [CudaConfig("w4a8", rows, 0) for rows in (16, 32, 64, 128)]
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Units by name, compiled when they are asked for."""
+    found: dict[str, ctypes.CDLL] = {}
+
+    def compiled(format: str, activations: str = "16bit") -> dict[str, ctypes.CDLL]:
+        kinds = ["whole"] if format == "bf16" else ["decode", "prefill"]
+        units = [f"{kind}_{format}" for kind in kinds] if activations == "16bit" else ["rows_fp8", f"w4a8_{format}"]
+        for unit in ("rows", *units):
+            found[unit] = found.get(unit) or compile_unit(unit, tmp_path_factory.mktemp(unit))
+        return found
+
+    return compiled
+
+
+def emulate(
+    monkeypatch: pytest.MonkeyPatch, libraries: dict[str, ctypes.CDLL], weights: ExpertWeights, x: torch.Tensor,
+    routing: Routing, config: CudaConfig, blocks: int = 3, coarse: bool = False, most: float = TOLERANCE,
+    **kwargs: Any,
+) -> list[str]:  # fmt: skip
+    """Compare with the reference on a GPU of ``blocks`` multiprocessors; returns the kernels launched."""
+    out, made = run_emulated(monkeypatch, libraries, weights, x, routing, config, blocks, coarse, **kwargs)
+    expected = run_experts(problem_of(weights, **kwargs), weights, x, routing)
+    assert relative_error(out, expected) < most or (not expected.any() and not out.any())
+    return made
+
+
+@pytest.mark.parametrize("config", DECODE + PREFILL, ids=str)
+@pytest.mark.parametrize("gated", [True, False])
+def test_every_configuration(monkeypatch: pytest.MonkeyPatch, libraries: Any, config: CudaConfig, gated: bool) -> None:
+    """K of five blocks and a rest, rows of three tiles of 16, more rows an expert than an item takes, ids of others."""
+    weights = random_experts(hidden=336, intermediate=272 if gated else 304, gated=gated, bias=True)
+    x, routing = random_call(60, 336, 5, 3, torch.bfloat16)
+    routing.topk_ids_TA[:3, 0] = torch.tensor([-1, 5, 5])
+    routing.topk_weights_TA[0, 0] = float("nan")
+    emulate(monkeypatch, libraries("mxfp4"), weights, x, routing, config)
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "int4_g32", "int4_g128"])
+@pytest.mark.parametrize("config", [DECODE[0], DECODE[3], *PREFILL], ids=str)
+def test_other_formats(monkeypatch: pytest.MonkeyPatch, libraries: Any, format: str, config: CudaConfig) -> None:
+    weights = random_experts(format, hidden=336, intermediate=208, bias=True)
+    call = random_call(30, 336, 5, 3, torch.float16)
+    emulate(monkeypatch, libraries(format), weights, *call, config, activation=GPT_OSS, weight_on="input")
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("rows", WHOLE)
+def test_weights_that_are_not_decoded(monkeypatch: pytest.MonkeyPatch, libraries: Any, rows: int, gated: bool) -> None:
+    """K of blocks and a rest, groups of fewer than 64 rows, more rows an expert than an item takes, ids of others."""
+    weights = random_experts("bf16", hidden=336, intermediate=272 if gated else 304, gated=gated, bias=True, experts=2)
+    x, routing = random_call(rows + 20, 336, 2, 2, torch.bfloat16)
+    routing.topk_ids_TA[:3, 0] = torch.tensor([-1, 2, 2])
+    routing.topk_weights_TA[0, 0] = float("nan")
+    weight_on = "input" if gated else "output"
+    emulate(monkeypatch, libraries("bf16"), weights, x, routing, CudaConfig("whole", rows, 0), weight_on=weight_on)
+
+
+@pytest.mark.parametrize("rows", WHOLE)
+@pytest.mark.parametrize(("hidden", "intermediate", "top_k"), [(16, 16, 1), (192, 176, 22), (1152, 128, 2)])
+def test_sizes_of_weights_that_are_not_decoded(
+    monkeypatch: pytest.MonkeyPatch, libraries: Any, rows: int, hidden: int, intermediate: int, top_k: int
+) -> None:
+    weights = random_experts("bf16", hidden=hidden, intermediate=intermediate, experts=3)
+    call = random_call(6, hidden, 3, top_k, torch.bfloat16)
+    emulate(monkeypatch, libraries("bf16"), weights, *call, CudaConfig("whole", rows, 0), blocks=5)
+
+
+@pytest.mark.parametrize(("hidden", "intermediate", "top_k"), [(16, 16, 1), (192, 176, 22), (1040, 128, 2)])
+@pytest.mark.parametrize("config", [DECODE[0], DECODE[5], *PREFILL], ids=str)
+def test_sizes(
+    monkeypatch: pytest.MonkeyPatch, libraries: Any, config: CudaConfig, hidden: int, intermediate: int, top_k: int
+) -> None:
+    weights = random_experts(hidden=hidden, intermediate=intermediate, experts=3)
+    call = random_call(6, hidden, 3, top_k, torch.bfloat16)
+    emulate(monkeypatch, libraries("mxfp4"), weights, *call, config, blocks=5, activation=GeGLU("tanh"))
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4_g32", "int4_g128", "bf16"])
+def test_a_token_does_not_see_its_batch(monkeypatch: pytest.MonkeyPatch, libraries: Any, format: str) -> None:
+    """In every width of kernels for many rows, alone and among others, on any number of multiprocessors: to the bit."""
+    weights = random_experts(format, hidden=272, intermediate=208, bias=True)
+    x, routing = random_call(60, 272, 5, 3, torch.bfloat16)
+    configs = PREFILL if format != "bf16" else [CudaConfig("whole", rows, 0) for rows in WHOLE]
+    whole, _ = run_emulated(monkeypatch, libraries(format), weights, x, routing, configs[-1])
+    assert relative_error(whole, run_experts(problem_of(weights), weights, x, routing)) < TOLERANCE
+    for config in configs:
+        for some in (slice(0, 1), slice(59, 60), slice(31, 38), slice(3, 60)):
+            part = Routing(*(values[some] for values in routing))
+            out, _ = run_emulated(monkeypatch, libraries(format), weights, x[some], part, config, blocks=2)
+            assert torch.equal(out, whole[some]), (config, some)
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4_g32", "int4_g128"])
+@pytest.mark.parametrize("config", DECODE, ids=str)
+def test_a_row_does_not_see_its_item(
+    monkeypatch: pytest.MonkeyPatch, libraries: Any, format: str, config: CudaConfig
+) -> None:
+    """To the bit, in one kernel: which of an expert's rows make an item depends on timing. One, or as many as fit."""
+    weights = random_experts(format, hidden=272, intermediate=208, experts=2)
+    x, routing = random_call(config.rows, 272, 2, 2, torch.bfloat16)
+    whole, _ = run_emulated(monkeypatch, libraries(format), weights, x, routing, config)
+    first = Routing(*(values[:1] for values in routing))
+    out, _ = run_emulated(monkeypatch, libraries(format), weights, x[:1], first, config)
+    assert torch.equal(out, whole[:1])
+
+
+E4M3: dict[str, Any] = {"activations": "fp8_group128"}
+MOST = 5e-3
+"""Largest relative error against the reference that rounds x and h alike."""
+
+
+@pytest.mark.parametrize("coarse", [False, True])
+@pytest.mark.parametrize(("hidden", "intermediate"), [(256, 384), (192, 320), (448, 64)])
+@pytest.mark.parametrize("config", W4A8, ids=str)
+def test_rows_in_e4m3(
+    monkeypatch: pytest.MonkeyPatch, libraries: Any, config: CudaConfig, hidden: int, intermediate: int, coarse: bool
+) -> None:
+    """Whole tiles of 128 columns and halves, more rows an expert than an item takes, rows of zeros, ids of others."""
+    weights = random_experts(hidden=hidden, intermediate=intermediate, experts=2, bias=True)
+    x, routing = random_call(config.rows + 20, hidden, 2, 2, torch.bfloat16)
+    x[4], x[5, :128] = 0, 0
+    routing.topk_ids_TA[:3, 0] = torch.tensor([-1, 2, 2])
+    routing.topk_weights_TA[0, 0] = float("nan")
+    made = emulate(
+        monkeypatch, libraries("mxfp4", "fp8_group128"), weights, x, routing, config, coarse=coarse,
+        activation=GPT_OSS, most=MOST, **E4M3,
+    )  # fmt: skip
+    products = [f"w4a8_{kind}_{config.rows}" for kind in ("gated", "down")]
+    assert made == ["dispatch", "quantize", *products, "combine_narrow"]
+
+
+@pytest.mark.parametrize("config", W4A8, ids=str)
+def test_rows_in_e4m3_beside_scales_of_every_size(
+    monkeypatch: pytest.MonkeyPatch, libraries: Any, config: CudaConfig
+) -> None:
+    """Of a row by up to 2**14; groups of zeros, whose scales may be any, and rows of them."""
+    plain = random_experts(hidden=448, intermediate=320, experts=2)
+
+    def spread(q: QuantTensor) -> QuantTensor:
+        assert q.scales is not None
+        g = torch.Generator().manual_seed(q.scales.numel())
+        scales = q.scales.view(torch.uint8)
+        scales = scales.amax(1, keepdim=True) - torch.randint(0, 15, scales.shape, generator=g).byte()
+        zeros = torch.rand(scales.shape, generator=g) < 0.1
+        zeros[3] = True
+        anything = torch.tensor([0, 150], dtype=torch.uint8)[torch.randint(0, 2, scales.shape, generator=g)]
+        codes = q.codes.masked_fill(zeros.repeat_interleave(16, 1), 0)
+        return replace(q, codes=codes, scales=torch.where(zeros, anything, scales).view(q.scales.dtype))
+
+    def read(e: int) -> Expert:
+        expert = plain.expert(e)
+        return replace(expert, **{name: spread(q) for name, q in expert.projections.items()})
+
+    call = random_call(config.rows, 448, 2, 2, torch.bfloat16)
+    weights = ExpertWeights(plain.spec, read)
+    emulate(monkeypatch, libraries("mxfp4", "fp8_group128"), weights, *call, config, most=MOST, **E4M3)
+
+
+@pytest.mark.parametrize("activation", [GeGLU(), GeGLU("tanh"), SwiGLU(limit=1.0)], ids=str)
+@pytest.mark.parametrize("config", W4A8, ids=str)
+def test_rows_in_e4m3_through_other_activations(
+    monkeypatch: pytest.MonkeyPatch, libraries: Any, config: CudaConfig, activation: Activation
+) -> None:
+    """Few rows of many experts, of which each token takes 22; x in float16 and float32."""
+    weights = random_experts(hidden=128, intermediate=192, experts=24)
+    for dtype in (torch.float16, torch.float32):
+        call = random_call(3, 128, 24, 22, dtype)
+        emulate(
+            monkeypatch, libraries("mxfp4", "fp8_group128"), weights, *call, config, blocks=5, activation=activation,
+            most=MOST, **E4M3,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("coarse", [False, True])
+def test_a_token_in_e4m3_does_not_see_its_batch(monkeypatch: pytest.MonkeyPatch, libraries: Any, coarse: bool) -> None:
+    """As above, with the kernels that the backend takes where it must not."""
+    weights = random_experts(hidden=320, intermediate=192, bias=True)
+    x, routing = random_call(60, 320, 5, 3, torch.bfloat16)
+    units, problem = libraries("mxfp4", "fp8_group128"), problem_of(weights, batch_invariant=True, **E4M3)
+    configs = [c for c in Cuda().candidates(problem, Machine.of("h200"), 60) if isinstance(c, CudaConfig)]
+    assert len(configs) == len(W4A8)
+    whole, _ = run_emulated(monkeypatch, units, weights, x, routing, configs[-1], coarse=coarse, **E4M3)
+    for config in configs:
+        for some in (slice(0, 1), slice(59, 60), slice(31, 38), slice(3, 60)):
+            part = Routing(*(values[some] for values in routing))
+            out, _ = run_emulated(monkeypatch, units, weights, x[some], part, config, 2, coarse, **E4M3)
+            assert torch.equal(out, whole[some]), (config, some)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("tokens", "hidden", "top_k"), [(60, 192, 3), (3, 64, 34), (2, 4224, 1)])
+def test_quantize(
+    monkeypatch: pytest.MonkeyPatch, libraries: Any, tokens: int, hidden: int, top_k: int, dtype: torch.dtype
+) -> None:
+    """Numbers are the reference's to the bit, each in its place; beyond the last column they are zero, and nothing else
+    is written."""
+    monkeypatch.setattr(launch, "kernel", Emulator(libraries("mxfp4", "fp8_group128"), []))
+    monkeypatch.setattr(launch, "_empty_tiles", poisoned_tiles)
+    x, routing = random_call(tokens, hidden, 5, top_k, dtype)
+    x *= torch.logspace(-3, 3, hidden).to(dtype)  # subnormal codes too, and scales of every size
+    x[0, : hidden // 2], x[1] = 0, 0
+    routing.topk_ids_TA[0, 0] = -1
+    rows = launch.Rows(*routing, first_expert=0, experts=5, weight_on_input=False)
+    plan = launch._dispatch(rows, 16, places=True)
+    tiles = launch._spread(x, plan, tokens * top_k + 35, top_k, e4m3=True)
+    assert plan.places is not None
+    blocks = -(-hidden // 128)
+    expected = torch.nn.functional.pad(emulate_activations(x.float(), "fp8_group128"), (0, -hidden % 128))
+    untouched = torch.ones_like(tiles, dtype=torch.bool)
+    for routed, (place, item, row, room) in enumerate(plan.places.tolist()):
+        if place >= 0:
+            codes, scales = (part[:, row] for part in parts_of_item(tiles[item : item + room], blocks))
+            codes = codes[:, torch.arange(8) ^ row % 8]
+            values = codes.view(torch.float8_e4m3fn).float().flatten(1) * scales.contiguous().view(torch.float32)
+            assert torch.equal(values.flatten(), expected[routed // top_k])
+            for part in parts_of_item(untouched[item : item + room], blocks):
+                part[:, row] = False
+    assert (tiles[untouched] == 0xFF).all()
+
+
+def parts_of_item(tiles: torch.Tensor, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of so many rows in tiles: codes [blocks, rows, 8, 16] and bytes of scales [blocks, rows, 4], where they are."""
+    codes, scales = tiles.view(-1).split([len(tiles) * blocks * size for size in (128, 4)])
+    return codes.view(blocks, -1, 8, 16), scales.view(blocks, -1, 4)
+
+
+@pytest.mark.parametrize("config", [DECODE[0], PREFILL[0]], ids=str)
+@pytest.mark.parametrize("tokens", [1, 10, 40])
+def test_no_rows_of_this_rank(monkeypatch: pytest.MonkeyPatch, libraries: Any, config: CudaConfig, tokens: int) -> None:
+    """Zeros; and no kernel ends before the one in front of it has."""
+    weights = random_experts(gated=False)
+    x, routing = random_call(tokens, 64, 5, dtype=torch.bfloat16)
+    made = emulate(monkeypatch, libraries("mxfp4"), weights, x, replace_ids(routing, -1), config)
+    assert made[0] == ("dispatch_few" if tokens * 2 <= 32 else "dispatch")
+
+
+@pytest.mark.parametrize("tokens", [3, 32, 33, 700, 3100])
+@pytest.mark.parametrize("block", [8, 12, 128])
+def test_dispatch(monkeypatch: pytest.MonkeyPatch, libraries: Any, tokens: int, block: int) -> None:
+    """Every local row once, items of one expert, in order, with room for multiples of eight rows."""
+    emulator = Emulator(libraries("mxfp4"), [])
+    monkeypatch.setattr(launch, "kernel", emulator)
+    g = torch.Generator().manual_seed(tokens)
+    ids = torch.randint(-2, 305, (tokens, 1), generator=g)
+    ids[::2] = 299  # many rows of one expert
+    rows = launch.Rows(ids, torch.ones(tokens, 1), first_expert=3, experts=300, weight_on_input=False)
+    plan = launch._dispatch(rows, block, places=block % 8 == 0)
+    name = "dispatch_few" if tokens <= 32 else "dispatch"
+    assert emulator.made == ([name] if tokens <= 2048 else ["count_many", "dispatch_many"])
+    items = plan.items[: int(plan.count[0])].tolist()
+    seen: list[int] = []
+    next_row, next_padded, before, previous = 0, 0, None, 0
+    for expert, first, number, padded in items:
+        assert 0 < number <= block
+        assert first == next_row
+        mine = plan.order[first : first + number].tolist()
+        assert (ids[mine, 0] == expert + 3).all()
+        assert expert != before or previous == block
+        if plan.places is not None:
+            assert padded == next_padded
+            room = -(-number // 8) * 8
+            assert plan.places[mine].tolist() == [[first + i, padded, i, room] for i in range(number)]
+        seen += mine
+        next_row, next_padded, before, previous = first + number, padded + -(-number // 8) * 8, expert, number
+    local = [3 <= e < 303 for e in ids[:, 0].tolist()]
+    assert sorted(seen) == [i for i, mine in enumerate(local) if mine]
+    if plan.places is not None:
+        assert (plan.places[~torch.tensor(local), 0] == -1).all()
+
+
+def replace_ids(routing: Routing, value: int) -> Routing:
+    return Routing(torch.full_like(routing.topk_ids_TA, value), routing.topk_weights_TA)

@@ -1,0 +1,228 @@
+"""Kernels for E4M3 weights and many E4M3 rows: run on a CPU from their own sources, and called as they are written."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from polymoe.activations import GeGLU, SwiGLU
+from polymoe.backends.cuda.backend import CudaConfig
+from polymoe.backends.reference import emulate_activations, run_experts
+from polymoe.kernels.cuda import compiled, launch, launch_fp8
+from polymoe.kernels.cuda.launch_fp8 import W8A8
+from polymoe.numerics import TOLERANCE, relative_error
+from polymoe.routing import Routing
+from polymoe.tensors import ExpertWeights
+from support.cuda_calls import launches, names, run_emulated
+from support.cuda_emulator import Emulator, compile_unit
+from support.problems import GPT_OSS, problem_of, random_call, random_experts
+
+SOURCES = Path(compiled.__file__).parent
+UNIT = "w8a8_fp8_block128"
+
+emulated = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+both_sums = pytest.mark.parametrize("coarse", [False, True])
+"""Sums of E4M3 products as Hopper makes them, and exact ones."""
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL]:
+    return {unit: compile_unit(unit, tmp_path_factory.mktemp(unit)) for unit in ("rows", UNIT)}
+
+
+def experts(**kwargs: Any) -> ExpertWeights:
+    return random_experts("fp8_block128", **{"hidden": 384, "intermediate": 256, "experts": 2, **kwargs})
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch, libraries: dict[str, ctypes.CDLL], weights: ExpertWeights, x: Tensor,
+    routing: Routing, rows: int = W8A8[-1], blocks: int = 3, coarse: bool = True, **kwargs: Any,
+) -> Tensor:  # fmt: skip
+    """The result on a GPU of ``blocks`` multiprocessors."""
+    config = CudaConfig("w8a8", rows, 0)
+    return run_emulated(
+        monkeypatch, libraries, weights, x, routing, config, blocks, coarse, activations="fp8_group128", **kwargs
+    )[0]
+
+
+def compare(
+    monkeypatch: pytest.MonkeyPatch, libraries: dict[str, ctypes.CDLL], weights: ExpertWeights, x: Tensor,
+    routing: Routing, rows: int = W8A8[-1], blocks: int = 3, coarse: bool = True, most: float = TOLERANCE,
+    **kwargs: Any,
+) -> float:  # fmt: skip
+    """The whole with the reference; returns its error."""
+    out = run(monkeypatch, libraries, weights, x, routing, rows, blocks, coarse, **kwargs)
+    expected = run_experts(problem_of(weights, activations="fp8_group128", **kwargs), weights, x, routing)
+    error = relative_error(out, expected)
+    assert error < most
+    return error
+
+
+@emulated
+@both_sums
+@pytest.mark.parametrize("rows", W8A8)
+def test_every_configuration(monkeypatch: pytest.MonkeyPatch, libraries: Any, rows: int, coarse: bool) -> None:
+    """A tile of `down` that is half there, rows of zeros, more rows an expert than an item takes, ids of others."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        x, routing = random_call(rows + 20, 384, 2, 2, dtype)
+        x[5], x[6, :128], x[7, 128:] = 0, 0, 0
+        routing.topk_ids_TA[:3, 0] = torch.tensor([-1, 2, 2])
+        routing.topk_weights_TA[0, 0] = float("nan")
+        compare(monkeypatch, libraries, experts(bias=True), x, routing, rows, coarse=coarse, activation=GPT_OSS)
+
+
+@emulated
+@both_sums
+@pytest.mark.parametrize(("hidden", "intermediate", "top_k"), [(128, 128, 1), (256, 384, 22), (1152, 128, 2)])
+@pytest.mark.parametrize("rows", W8A8)
+def test_sizes(
+    monkeypatch: pytest.MonkeyPatch, libraries: Any, rows: int, hidden: int, intermediate: int, top_k: int,
+    coarse: bool,
+) -> None:  # fmt: skip
+    """Of an odd number of tiles; experts of few rows, and of none; more multiprocessors than tiles."""
+    weights = experts(hidden=hidden, intermediate=intermediate, experts=3)
+    x, routing = random_call(6, hidden, 2, top_k, torch.bfloat16)
+    # A few rows of few columns: one number of h that fell to the other side shows.
+    compare(
+        monkeypatch, libraries, weights, x, routing, rows, blocks=19, coarse=coarse, activation=GeGLU("tanh"),
+        most=2e-2 if coarse else TOLERANCE,
+    )  # fmt: skip
+
+
+@emulated
+def test_every_width_of_products(monkeypatch: pytest.MonkeyPatch, libraries: Any) -> None:
+    """Rows of an item from one to as many as it takes, and one more: two items."""
+    weights = experts(hidden=256, intermediate=128, experts=1)
+    for rows in W8A8:
+        for tokens in (*range(1, rows, 13), rows - 1, rows, rows + 1):
+            call = random_call(tokens, 256, 1, 1, torch.bfloat16)
+            compare(monkeypatch, libraries, weights, *call, rows, coarse=False)
+
+
+@emulated
+def test_limits_of_the_activation_and_extreme_numbers(monkeypatch: pytest.MonkeyPatch, libraries: Any) -> None:
+    """Columns of x and blocks of h that are many powers of two apart, and h that is zero everywhere."""
+    weights = experts()
+    x, routing = random_call(12, 384, 2, 2, torch.float32)
+    x *= 2.0 ** torch.randint(-30, 4, (12, 3)).repeat_interleave(128, 1)
+    x[3] *= 2.0**-90
+    for activation in (SwiGLU(limit=0.5), SwiGLU(alpha=1.702, beta=1.0), GeGLU("none")):
+        compare(monkeypatch, libraries, weights, x, routing, coarse=False, activation=activation)
+    x[:] = 0
+    assert not run(monkeypatch, libraries, weights, x, routing).any()
+
+
+@emulated
+@both_sums
+def test_experts_of_this_rank(monkeypatch: pytest.MonkeyPatch, libraries: Any, coarse: bool) -> None:
+    """Of seven, the third to the fifth, of which one has nothing to do and one has almost all."""
+    weights = experts(experts=3)
+    weights = ExpertWeights(replace(weights.spec, experts=7, first_expert=2, local_experts=3), weights.expert)
+    x, routing = random_call(170, 384, 7, 2, torch.bfloat16)
+    routing.topk_ids_TA[routing.topk_ids_TA == 3] = 4
+    routing.topk_ids_TA[:150, 1] = 2
+    compare(monkeypatch, libraries, weights, x, routing, coarse=coarse)
+
+
+@emulated
+@both_sums
+def test_a_token_does_not_see_its_batch(monkeypatch: pytest.MonkeyPatch, libraries: Any, coarse: bool) -> None:
+    """In every width, alone and among others, on any number of multiprocessors: to the bit."""
+    weights = experts(bias=True, hidden=256, intermediate=128)
+    x, routing = random_call(170, 256, 2, 2, torch.bfloat16)
+    whole = run(monkeypatch, libraries, weights, x, routing, coarse=coarse)
+    for rows in W8A8:
+        for some in (slice(0, 1), slice(31, 56), slice(3, 83), slice(20, 160)):
+            part = Routing(*(values[some] for values in routing))
+            out = run(monkeypatch, libraries, weights, x[some], part, rows, 2, coarse)
+            assert torch.equal(out, whole[some])
+
+
+@emulated
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_no_rows_of_this_rank(monkeypatch: pytest.MonkeyPatch, libraries: Any, tokens: int) -> None:
+    """Zeros; and no kernel ends before the one in front of it has."""
+    x, routing = random_call(tokens, 384, 2, 2, torch.bfloat16)
+    ids = torch.full_like(routing.topk_ids_TA, -1)
+    assert not run(monkeypatch, libraries, experts(), x, Routing(ids, routing.topk_weights_TA)).any()
+
+
+@emulated
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("columns", [128, 384, 8320])
+def test_rows_are_rounded_as_the_reference_rounds_them(
+    monkeypatch: pytest.MonkeyPatch, libraries: Any, columns: int, dtype: torch.dtype
+) -> None:
+    """To the bit, and of each 16 columns first 2t, 2t + 1, 2t + 8 and 2t + 9 of t = 0, then of t = 1, and so on."""
+    monkeypatch.setattr(launch, "kernel", Emulator(libraries, []))
+    x = torch.randn(7, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[2, :128], x[3] = 0, 1e-3 * torch.arange(columns).to(dtype)
+    out = launch_fp8._quantize(x, in_pairs=True)
+    paired = out[:, :columns].contiguous().view(torch.float8_e4m3fn).float()
+    codes = paired.unflatten(1, (-1, 4, 2, 2)).transpose(2, 3).flatten(1).unflatten(1, (-1, 128))
+    scales = out[:, columns : columns + columns // 32].contiguous().view(torch.float32)
+    assert torch.equal((codes * scales[:, :, None]).flatten(1), emulate_activations(x.float(), "fp8_group128"))
+
+
+def test_sizes_are_those_of_the_source() -> None:
+    text = (SOURCES / "w8a8.cuh").read_text()
+    found = re.findall(r"POLYMOE_W8A8\(w8a8_##KIND##_(\d+), MATRIX, (\d+)", text)
+    assert [tuple(map(int, pair)) for pair in found] == [(rows, rows) for rows in W8A8]
+    for rows in W8A8:
+        assert {f"w8a8_{part}_{rows}" for part in ("gated", "down")} <= names(UNIT)
+    assert "quantize_in_pairs" in names(UNIT)
+
+
+@pytest.mark.parametrize("rows", W8A8)
+def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """On a CPU, with launches recorded instead of made: names, arguments and shared memory as the kernels want them."""
+    config = CudaConfig("w8a8", rows, 0)
+    made, tensors = launches(monkeypatch, "fp8_block128", config, sizes=(384, 256), activations="fp8_group128")
+    products = [f"w8a8_{part}_{rows}" for part in ("gated", "down")]
+    assert [name for name, *_ in made] == ["dispatch_few", "quantize_in_pairs", *products, "combine_narrow"]
+    _, quantize, up, down, combine = made
+    assert (quantize.args["columns"], quantize.args["x_dtype"]) == (384, 1)  # float16, as it came
+    assert (quantize.grid, quantize.threads) == ((10, 1), 32)
+    assert (quantize.args["out"], up.args["out"], down.args["out"]) == (up.args["x"], down.args["x"], combine.args["y"])
+    assert (up.args["rows"], up.args["columns"], up.args["slots"]) == (512, 384, 3)
+    assert (down.args["rows"], down.args["columns"], down.args["slots"]) == (384, 256, 0)
+    assert up.args["scales_expert"] * 5 == tensors["up.scales"].numel() == 5 * 4 * 3 * 4
+    for _, args, grid, threads, shared in (up, down):
+        assert grid == (132,)
+        assert threads == 384
+        assert 4 <= args["stages"] <= 16
+        # Of 128 columns 256 rows of weights, and of a row of x the codes and two scales.
+        stage = -(-(256 * 128 + rows * 136) // 1024) * 1024
+        assert args["stages"] * stage == shared - 1024
+        assert shared + rows * 12 + 272 <= 227 * 1024
+
+
+@pytest.mark.parametrize("rows", W8A8)
+@pytest.mark.parametrize("part", ["gated", "down"])
+def test_instructions_of_a_stage(part: str, rows: int) -> None:
+    """At 4.3 TB/s a multiprocessor gets a stage's weights in 1840 cycles, 7360 issue slots for its eight warps. Two
+    chains of 128 columns in each warp, of four products that wait once."""
+    pytest.importorskip("triton")
+    tools = importlib.import_module("hopper_instructions")
+    if not tools.TOOL.exists():
+        pytest.skip("this Triton has no disassembler")
+    found = tools.disassembled(UNIT, f"w8a8_{part}_{rows}")
+    assert not any(re.match(r"(LDL|STL)", text) for _, text in found), "spills"
+    widest = 0
+    for body in tools.loops(found):
+        widths = [int(width) for text in body for width in re.findall(r"QGMMA\.64x(\d+)x32", text)]
+        if len(widths) in (8, 16) and len(body) < 1000:
+            several = len(widths) // 8  # products beside each other, where one would be too wide
+            widest = max(widest, several * widths[0])
+            assert len(body) <= 150 + 40 * several + 1.7 * several * widths[0]
+            assert len([text for text in body if "QGMMA" in text and "gsb0" in text]) == 2 * several
+    assert widest == rows

@@ -1,0 +1,161 @@
+"""Calls of the Hopper backend: on a GPU, against the reference; anywhere, emulated, or with launches recorded."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from polymoe.backends.base import layouts_for
+from polymoe.backends.cuda.backend import Cuda, CudaConfig
+from polymoe.backends.reference import run_experts
+from polymoe.kernels.cuda import compiled, launch
+from polymoe.layouts import LAYOUTS, Packed
+from polymoe.machine import Machine
+from polymoe.numerics import TOLERANCE, relative_error
+from polymoe.problem import Problem
+from polymoe.routing import Routing
+from polymoe.tensors import ExpertWeights
+from support.cuda_emulator import Emulator
+from support.problems import problem_of, random_call, random_experts
+
+same_experts = cache(random_experts)
+"""Quantized once for all configurations."""
+
+
+def need_sm90() -> None:
+    """Skip where there is no such GPU."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs an SM90 GPU")
+
+
+def pack(problem: Problem, weights: ExpertWeights, device: str = "cpu") -> Packed:
+    """In the layout that the backend takes for the problem."""
+    (layout,) = layouts_for(Cuda(), Cuda().check(problem, Machine.of("h200")))
+    return LAYOUTS[layout].pack(weights, torch.device(device))
+
+
+def awkward_call(tokens: int, hidden: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, Routing]:
+    """Three of seven experts a token, one of them an eighth that is not there; a row with a group of zeros."""
+    x, routing = random_call(tokens, hidden, 7, 3, dtype)
+    routing.topk_ids_TA[0, 0] = 7
+    routing.topk_weights_TA[0, 0] = float("nan")
+    x[-1, :128] = 0
+    return x, routing
+
+
+def repeated_on_gpu(
+    weights: ExpertWeights, x: torch.Tensor, routing: Routing, config: CudaConfig | None = None, runs: int = 20,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The result, with which all runs agree to the bit, and the reference's; outputs start as NaN."""
+    problem = problem_of(weights, **kwargs)
+    expected = run_experts(problem, weights, x, routing)
+    packed = pack(problem, weights, "cuda")
+    config = config or Cuda().configure(problem, Machine.of("cuda"), x.shape[0])
+    x, there = x.cuda(), Routing(*(part.cuda() for part in routing))
+    first, unequal = torch.full_like(x, float("nan")), torch.zeros((), dtype=torch.int64, device="cuda")
+    Cuda().run(problem, packed, x, there, config, first)
+    for _ in range(runs):
+        out = torch.full_like(x, float("nan"))
+        Cuda().run(problem, packed, x, there, config, out)
+        unequal += (out != first).any()
+    assert int(unequal) == 0
+    return first.cpu(), expected
+
+
+def on_gpu(*args: Any, most: float = TOLERANCE, **kwargs: Any) -> None:
+    """Compare what :func:`repeated_on_gpu` gives."""
+    assert relative_error(*repeated_on_gpu(*args, **kwargs)) < most
+
+
+def same_in_any_batch(weights: ExpertWeights, hidden: int, **kwargs: Any) -> None:
+    """A token's result, to the bit, alone and among others, in every configuration that may be asked for."""
+    problem = problem_of(weights, batch_invariant=True, **kwargs)
+    packed = pack(problem, weights, "cuda")
+    x, routing = random_call(600, hidden, weights.spec.experts, dtype=torch.bfloat16)
+    x, routing = x.cuda(), Routing(*(part.cuda() for part in routing))
+    whole = torch.empty_like(x)
+    configs = Cuda().candidates(problem, Machine.of("h200"), 1)
+    assert len(configs) > 1
+    Cuda().run(problem, packed, x, routing, configs[-1], whole)
+    for config in configs:
+        for some in (slice(0, 1), slice(599, 600), slice(31, 70), slice(3, 600)):
+            out = torch.empty_like(x[some])
+            Cuda().run(problem, packed, x[some], Routing(*(values[some] for values in routing)), config, out)
+            assert torch.equal(out, whole[some]), (config, some)
+
+
+def run_emulated(
+    monkeypatch: pytest.MonkeyPatch, libraries: dict[str, ctypes.CDLL], weights: ExpertWeights, x: torch.Tensor,
+    routing: Routing, config: CudaConfig, blocks: int = 3, coarse: bool = False, **kwargs: Any,
+) -> tuple[torch.Tensor, list[str]]:  # fmt: skip
+    """The result on a GPU of ``blocks`` multiprocessors, emulated, and the kernels launched."""
+    problem = problem_of(weights, **kwargs)
+    packed = pack(problem, weights)
+    emulator = Emulator(libraries, list(packed.tensors.values()), coarse=coarse)
+    monkeypatch.setattr(launch, "kernel", emulator)
+    properties = SimpleNamespace(multi_processor_count=blocks)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(launch, "_empty_tiles", poisoned_tiles)
+    out = torch.full_like(x, float("nan"))
+    Cuda().run(problem, packed, x, routing, config, out)
+    return out, emulator.made
+
+
+def poisoned_tiles(*args: Any) -> torch.Tensor:
+    """Tiles in which everything is NaN that no kernel writes."""
+    tiles = empty_tiles(*args)
+    tiles.view(torch.uint8).fill_(0xFF)
+    return tiles
+
+
+empty_tiles = launch._empty_tiles
+
+
+def names(unit: str) -> set[str]:
+    """Kernels of a compiled source file."""
+    found = re.findall(rb"\.text\.([a-z0-9_]+)\0", compiled.cubin_path(unit).read_bytes())
+    return {name.decode() for name in found}
+
+
+class Made(NamedTuple):
+    """A launch: the kernel, its arguments by name, blocks, threads of each, and bytes of shared memory."""
+
+    name: str
+    args: dict[str, Any]
+    grid: tuple[int, ...]
+    threads: int
+    shared: int
+
+
+def launches(
+    monkeypatch: pytest.MonkeyPatch, format: str, config: CudaConfig, gated: bool = True,
+    sizes: tuple[int, int] = (336, 272), **kwargs: Any,
+) -> tuple[list[Made], dict[str, torch.Tensor]]:  # fmt: skip
+    """Of one call with ten tokens in float16, three experts each, on 132 multiprocessors, H and F in ``sizes``; and the
+    packed tensors."""
+    made: list[Made] = []
+
+    def record(unit: str, name: str) -> Any:
+        assert name in names(unit)
+
+        def call(args: Any, grid: Any, threads: int, shared: int = 0) -> None:
+            made.append(Made(name, {n: getattr(args, n) for n, _ in args._fields_}, tuple(grid), threads, shared))
+
+        return call
+
+    monkeypatch.setattr(launch, "kernel", record)
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    weights = random_experts(format, hidden=sizes[0], intermediate=sizes[1], gated=gated, bias=True)
+    problem = problem_of(weights, **kwargs)
+    packed = pack(problem, weights)
+    x, routing = random_call(10, sizes[0], 5, 3, torch.float16)
+    Cuda().run(problem, packed, x, routing, config, torch.empty_like(x))
+    return made, dict(packed.tensors)

@@ -1,0 +1,87 @@
+"""Runs cases given as JSON lines on stdin through the Triton backend in Triton's interpreter, on the CPU.
+
+A process of its own, because the interpreter is chosen when kernels are defined. One JSON line out for each case:
+relative error against the reference, and whether every output was written.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import json
+import sys
+from dataclasses import replace
+
+import torch
+
+from polymoe.activations import GeGLU, SwiGLU
+from polymoe.backends.reference import run_experts
+from polymoe.backends.triton import Tile, Triton, TritonConfig
+from polymoe.formats import Encoding, PerGroup
+from polymoe.formats.int4 import Int4
+from polymoe.layouts import LAYOUTS
+from polymoe.numerics import relative_error
+from polymoe.routing import Routing
+from polymoe.tensors import ExpertsSpec, ExpertWeights
+from support.problems import GPT_OSS, problem_of, random_call, random_experts
+
+ACTIVATIONS = {"gpt_oss": GPT_OSS, "gelu": GeGLU(), "gelu_tanh": GeGLU("tanh"), "limit": SwiGLU(limit=0.5)}
+
+
+def weights_of(case: dict) -> ExpertWeights:
+    keys = ("experts", "hidden", "intermediate", "gated", "bias")
+    weights = random_experts(case.get("format", "mxfp4"), **{k: case[k] for k in keys if k in case})
+    if "zero_points" in case:
+        encoding = Encoding(
+            element="int4", granularity=PerGroup(1, 32), scale_dtype="bfloat16", zero_points=True
+        )  # fmt: skip
+        gate_up, down = weights.dequantize()
+        weights = ExpertWeights.quantize(gate_up, down, Int4(encoding))
+    if case.get("activations") == "fp8_static":
+        plain = weights
+        scales = torch.rand(2, plain.spec.local_experts, generator=torch.Generator().manual_seed(3)) * 0.02 + 0.005
+        weights = ExpertWeights(
+            plain.spec,
+            lambda e: replace(plain.expert(e), gate_up_input_scale=scales[0, e], down_input_scale=scales[1, e]),
+        )
+    if "rank" in case:
+        first, count = case["rank"]
+        s, whole = weights.spec, weights
+        spec = ExpertsSpec(
+            hidden=s.hidden, intermediate=s.intermediate, experts=s.experts, gate=s.gate, up=s.up, down=s.down,
+            bias=s.bias, first_expert=first, local_experts=count,
+        )  # fmt: skip
+        weights = ExpertWeights(spec, lambda e: whole.expert(first + e))
+    return weights
+
+
+def run(case: dict) -> dict:
+    weights = weights_of(case)
+    activation = ACTIVATIONS.get(case.get("activation", ""))
+    problem = problem_of(
+        weights, activation, weight_on=case.get("weight_on", "output"), activations=case.get("activations", "16bit")
+    )  # fmt: skip
+    dtype = getattr(torch, case.get("dtype", "float32"))
+    spec = weights.spec
+    x, routing = random_call(case.get("tokens", 7), spec.hidden, spec.experts, case.get("top_k", 2), dtype)
+    ids = routing.topk_ids_TA.to(getattr(torch, case.get("ids_dtype", "int64")))
+    for token, slot, value in case.get("ids", []):
+        ids[token, slot] = value
+    if "all_to" in case:
+        ids[:] = case["all_to"]
+    weights_TA = routing.topk_weights_TA.clone()
+    weights_TA[(ids < 0) | (ids >= spec.experts)] = float("nan")
+    routing = Routing(ids, weights_TA)
+    tile = Tile(*case.get("tile", (32, 64)), splits=case.get("splits", 1))
+    down = replace(tile, blocks=case.get("blocks", 1))
+    config = TritonConfig(case.get("block_t", 16), tile, down, tail=case.get("tail", 0))
+    packed = LAYOUTS["natural"].pack(weights, torch.device("cpu"))
+    out = torch.full_like(x, float("nan"))
+    Triton().run(problem, packed, x, routing, config, out)
+    return {"error": relative_error(out, run_experts(problem, weights, x, routing))}
+
+
+for line in sys.stdin:
+    print(json.dumps(run(json.loads(line))), flush=True)

@@ -1,0 +1,50 @@
+"""Each Hopper kernel once, small, for compute-sanitizer: prints the relative errors against the reference.
+
+PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/support/sanitized_cuda.py
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from polymoe.backends.cuda.backend import Cuda
+from polymoe.backends.reference import run_experts
+from polymoe.machine import Machine
+from polymoe.numerics import TOLERANCE, relative_error
+from polymoe.routing import Routing
+from support.cuda_calls import pack
+from support.problems import problem_of, random_call, random_experts
+
+
+def main() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        print("no SM90 GPU: nothing to run")
+        return
+    worst = 0.0
+    for format, mode, hidden, intermediate, tokens in (
+        *((format, "16bit", 336, 272, 60) for format in ("mxfp4", "nvfp4", "int4_g128", "bf16")),
+        ("mxfp4", "fp8_group128", 320, 192, 60),
+        ("fp8_block128", "fp8_group128", 384, 256, 600),
+    ):
+        weights = random_experts(format, hidden=hidden, intermediate=intermediate, gated=format != "nvfp4", bias=True)
+        problem = problem_of(weights, activations=mode)
+        packed = pack(problem, weights, "cuda")
+        x, routing = random_call(tokens, hidden, 5, dtype=torch.bfloat16)
+        routing.topk_ids_TA[0, 0] = -1
+        expected = run_experts(problem, weights, x, routing)
+        for config in Cuda().candidates(problem, Machine.of("cuda"), tokens):
+            out = torch.empty_like(x, device="cuda")
+            Cuda().run(problem, packed, x.cuda(), Routing(*(part.cuda() for part in routing)), config, out)
+            error = relative_error(out.cpu(), expected)
+            print(f"{format}, {mode}, {config}: {error:.2g}", flush=True)
+            worst = max(worst, error)
+    sys.exit(not worst <= TOLERANCE)
+
+
+if __name__ == "__main__":
+    main()

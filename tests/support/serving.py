@@ -1,0 +1,132 @@
+"""What tests of the server share: one in this process around the trained checkpoint, and requests to it."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import uvicorn
+from prometheus_client.parser import text_string_to_metric_families
+
+from polymoe.engines.transformers import load
+from polymoe.serve import bind
+from polymoe.serve.app import ModelServer
+from polymoe.serve.gate import Gate
+
+MODELS = Path(__file__).parents[2] / "models"
+CHECKPOINT = MODELS / "sums-gpt-oss-mxfp4"
+HELDOUT = [json.loads(line) for line in (MODELS / "sums-heldout.jsonl").read_text().splitlines()]
+KEY = "a key, and a long one"
+BYTES = 20_000
+CONTEXT = 256
+UNENDING = {"logit_bias": {"1": -100}}  # the end token, so that answers fill the context
+
+
+@dataclass
+class Reply:
+    """What came back: status, headers, body."""
+
+    status: int
+    headers: Any
+    text: str
+
+    def json(self) -> Any:
+        return json.loads(self.text)
+
+
+@dataclass
+class Running:
+    """A server in a thread of this process, and how many forward passes its model has made."""
+
+    port: int
+    model: Any
+    tokenizer: Any
+    served: ModelServer
+    gate: Gate
+    steps: int = 0
+    seconds_a_step: float = 0.0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def client(self, key: str = KEY) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
+
+    def get(self, path: str, headers: dict[str, str] | None = None) -> Reply:
+        return self._send("GET", path, None, headers or {}, 60)
+
+    def post(self, path: str, body: dict[str, Any] | bytes | Iterable[bytes], timeout: float = 60) -> Reply:
+        headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+        content = json.dumps(body).encode() if isinstance(body, dict) else body
+        return self._send("POST", path, content, headers, timeout)
+
+    def _send(self, method: str, path: str, content: Any, headers: dict[str, str], timeout: float) -> Reply:
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)) as connection:
+            connection.request(method, path, content, headers)
+            answer = connection.getresponse()
+            return Reply(answer.status, answer.headers, answer.read().decode())
+
+    @contextlib.contextmanager
+    def slow(self, seconds_a_step: float) -> Iterator[None]:
+        """Forward passes of at least so many seconds."""
+        self.seconds_a_step = seconds_a_step
+        try:
+            yield
+        finally:
+            self.seconds_a_step = 0.0
+
+    def metric(self, name: str, **labels: str) -> float:
+        """A sample of ``/metrics``; 0 if there is none."""
+        text = self.get("/metrics", {"Authorization": f"Bearer {KEY}"}).text
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name == name and labels.items() <= sample.labels.items():
+                    return sample.value
+        return 0.0
+
+    def until(self, holds: Callable[[], bool], seconds: float = 20) -> None:
+        """Wait until ``holds()``."""
+        end = time.monotonic() + seconds
+        while not holds():
+            assert time.monotonic() < end, "waited in vain"
+            time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def running_server(**limits: Any) -> Iterator[Running]:
+    """A server in a thread; ``limits`` are the gate's."""
+    model, tokenizer = load(CHECKPOINT, device="cpu", backend="reference")
+    served = ModelServer(model, tokenizer, name="sums")
+    with bind("127.0.0.1", 0) as listener:
+        gate = Gate(served.app, metrics=served.metrics, **{"api_key": KEY, "max_request_bytes": BYTES, **limits})
+        running = Running(listener.getsockname()[1], model, tokenizer, served, gate)
+
+        def count(*_: Any) -> None:
+            running.steps += 1
+            time.sleep(running.seconds_a_step)
+
+        model.register_forward_pre_hook(count)
+        behind = uvicorn.Server(uvicorn.Config(gate, log_level="warning", timeout_graceful_shutdown=1))
+        thread = threading.Thread(target=behind.run, kwargs={"sockets": [listener]})
+        thread.start()
+        while not behind.started:
+            time.sleep(0.02)
+        try:
+            yield running
+        finally:
+            behind.should_exit = True
+            thread.join()
+            served.close()
+
+
+def user(content: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": content}]
