@@ -49,7 +49,7 @@ def test_rows_are_merged_newest_first_and_sorted(tmp_path: Path) -> None:
 def test_processes_at_once_lose_nothing(tmp_path: Path) -> None:
     path = tmp_path / "h200.jsonl"
     code = (
-        "import sys; from pathlib import Path; from planning.rows import row;"
+        "import sys; from pathlib import Path; from support.table_rows import row;"
         "from polymoe.planning.table_files import add; first = int(sys.argv[2]);"
         "[add(Path(sys.argv[1]), [row(first + i)]) for i in range(25)]"
     )
