@@ -23,7 +23,7 @@ from polymoe.bench.serving import record as serving
 from polymoe.bench.serving import report
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORDS = {"triton": "triton-h200.jsonl", "hopper": "hopper-h200.jsonl"}
+RECORDS = {"triton": "triton-h200.jsonl", "cuda": "hopper-h200.jsonl"}
 """Files of kernels' times in benchmarks/results/, by the backend they were taken for; one that is not there has none.
 docs/measured.md says of each backend what its file holds, README's table is of the newest in all."""
 
@@ -66,7 +66,7 @@ LIMITS: Mapping[str, Mapping[tuple[str, str], Limit]] = {
         ("deepseek-v3-tp8", "fp8_block128"): Limit({1: 30, 16: 165, 64: 325, 256: 390, 1024: 480, 4096: 900}),
         ("qwen3-235b-tp4-bf16", "bf16"): Limit({1: 30, 16: 195, 64: 300, 1024: 380, 4096: 750}),
     },
-    "hopper": {
+    "cuda": {
         ("deepseek-v4-flash", "mxfp4"): Limit({
             1: 33, 2: 55, 4: 100, 8: 180, 16: 330, 32: 540, 64: 800, 128: 970, 256: 1020, 512: 1030, 1024: 1120,
             2048: 1500, 4096: 2400, 8192: 4600,
@@ -100,7 +100,7 @@ PEERS: Mapping[tuple[str, str], Mapping[int, float]] = {
 """The fastest of Humming, Marlin, triton_kernels and FlashInfer on the same GPU, in microseconds; with E4M3 rows,
 Humming's with one scale a row."""
 
-PICTURE = ("deepseek-v4-flash", "mxfp4", ("hopper", "triton"))
+PICTURE = ("deepseek-v4-flash", "mxfp4", ("cuda", "triton"))
 """Case, format and backends of docs/deepseek-v4-flash-h200.png."""
 
 
@@ -141,7 +141,7 @@ def limits(found: Sequence[Record], backend: str, others: Sequence[Record] = ())
     if not measured:
         return ""
     columns = sorted({t for limit in LIMITS[backend].values() for t in (*limit.us, *limit.share)})
-    peers = PEERS if backend == "hopper" else {}  # Triton's limits were not set by them
+    peers = PEERS if backend == "cuda" else {}  # Triton's limits were not set by them
     rows = []
     for (case, form), limit in LIMITS[backend].items():
         by = measured.get((case, form), {})
@@ -158,7 +158,7 @@ def limits(found: Sequence[Record], backend: str, others: Sequence[Record] = ())
             rows.append([next(heads, ""), "best peer", *(number(peer[t]) if t in peer else "" for t in columns)])
         rows.append([next(heads, ""), "at most", *(number(most[t]) if t in most else "" for t in columns)])
         rows.append(["", "time", *(reached(by.get(t), most.get(t)) for t in columns)])
-        if backend == "hopper":
+        if backend == "cuda":
             rows.append(["", "share of floor", *(f"{by[t].share:.2f}" if t in by else "" for t in columns)])
     return markdown(["case", "", *map(str, columns)], rows)
 
@@ -262,7 +262,7 @@ def documents() -> dict[Path, str]:
     text = measured.read_text(encoding="utf-8")
     for backend in LIMITS:
         text = between(text, f"limits of {backend}", limits(records(backend), backend, found))
-    text = between(text, "calls", calls(records("hopper")))
+    text = between(text, "calls", calls(records("cuda")))
     return {
         ROOT / "docs" / "backends.md": backends_document(),
         readme: between(readme.read_text(encoding="utf-8"), "times", times(found)),

@@ -186,7 +186,7 @@ def test_loading_says_what_was_chosen_and_why(caplog: pytest.LogCaptureFixture) 
         ({"path": "no/such/checkpoint"}, CheckpointNotFound, "no/such/checkpoint"),
         ({"layer": 4}, CheckpointNotFound, "0-3"),
         ({"layer": -1}, CheckpointNotFound, "0-3"),
-        ({"backend": "fast"}, ArgumentError, "known: auto, hopper, reference"),
+        ({"backend": "fast"}, ArgumentError, "known: auto, cuda, reference"),
         ({"role": "decoding"}, ArgumentError, "did you mean 'decode'"),
         ({"activations": "fp8"}, ArgumentError, "known: 16bit"),
         ({"dtype": torch.float64}, ArgumentError, "dtype: expected torch.bfloat16"),
@@ -326,14 +326,14 @@ def v4_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "activations", "scratch"),
-    [("triton", "16bit", 5), ("hopper", "16bit", 8), ("hopper", "fp8_group128", 8)],
+    [("triton", "16bit", 5), ("cuda", "16bit", 8), ("cuda", "fp8_group128", 8)],
 )
 def test_loading_a_layer_of_deepseek_v4_flash_onto_a_gpu(
     v4_layer: Path, backend: str, activations: str, scratch: int
 ) -> None:
     """From the page cache to packed in 2 s, without a second copy on the GPU or the host; ``scratch`` experts' bytes
     beside the packed ones on the way."""
-    if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+    if backend == "cuda" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs an SM90 GPU")
     found = loading(v4_layer, 3, "cuda", V4, 3, backend, activations)
     packed, expert = found["packed_bytes"], found["expert_bytes"]

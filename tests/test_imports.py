@@ -15,10 +15,11 @@ import polymoe
 ROOT = Path(polymoe.__file__).parent
 
 # Each room may import the rooms named, and itself.
-_LEAVES = {"errors", "environment", "shapes", "verdict"}
+_LEAVES = {"backend_names", "errors", "environment", "shapes", "verdict"}
 _VALUES = _LEAVES | {"machine", "activations", "routing", "formats", "numerics"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
+    "backend_names": {"errors"},
     "environment": set(),
     "shapes": set(),
     "verdict": set(),

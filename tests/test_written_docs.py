@@ -127,10 +127,10 @@ class TestRecords:
         assert write_docs.times(newest([later, RECORD, zipf])).endswith(row)
 
     def test_backends_of_a_case_stand_together(self) -> None:
-        found = [RECORD, replace(RECORD, format="nvfp4"), replace(RECORD, backend="hopper")]
+        found = [RECORD, replace(RECORD, format="nvfp4"), replace(RECORD, backend="cuda")]
         rows = [row.split(" | ")[1:4] for row in write_docs.times(found).splitlines()[2:]]
         assert [(form, backend) for form, _, backend in rows] == [
-            ("mxfp4", "hopper"), ("mxfp4", "triton"), ("nvfp4", "triton"),
+            ("mxfp4", "cuda"), ("mxfp4", "triton"), ("nvfp4", "triton"),
         ]  # fmt: skip
 
     @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ class TestRecords:
         monkeypatch.setattr(write_docs, "LIMITS", {"triton": asked})
         found = [
             RECORD, replace(RECORD, tokens=64, median_us=time_us), replace(RECORD, format="nvfp4", median_us=298),
-            replace(RECORD, backend="hopper", median_us=1.0), replace(RECORD, routing="zipf:1", median_us=1.0),
+            replace(RECORD, backend="cuda", median_us=1.0), replace(RECORD, routing="zipf:1", median_us=1.0),
         ]  # fmt: skip
         lines = write_docs.limits(found, "triton").splitlines()
         assert lines[2:4] == ["| `gpt-oss-120b`, mxfp4 | at most | 300 | 580 |", f"|  | time | 270 | {text} |"]
@@ -156,12 +156,12 @@ class TestRecords:
             ("gpt-oss-120b", "mxfp4"): Limit(share={16: 0.70, 64: 0.70}),
             ("gpt-oss-120b", "int4_g32"): Limit(below_mxfp4=0.05),
         }
-        monkeypatch.setattr(write_docs, "LIMITS", {"hopper": asked})
+        monkeypatch.setattr(write_docs, "LIMITS", {"cuda": asked})
         monkeypatch.setattr(write_docs, "PEERS", {("gpt-oss-120b", "mxfp4"): {16: 342.1}})
-        mine = replace(RECORD, backend="hopper", median_us=263.3, share=0.60)
+        mine = replace(RECORD, backend="cuda", median_us=263.3, share=0.60)
         found = [mine, replace(mine, format="int4_g32", median_us=280, share=0.564)]
         other = replace(RECORD, tokens=64, floor_us=350.0)
-        assert write_docs.limits(found, "hopper", [other]).splitlines()[2:] == [
+        assert write_docs.limits(found, "cuda", [other]).splitlines()[2:] == [
             "| `gpt-oss-120b`, mxfp4 | best peer | 342 |  |",
             "|  | at most | 226 | 500 |",
             "|  | time | **263** (+16.7 %) | none |",
@@ -172,7 +172,7 @@ class TestRecords:
         ]
 
     def test_no_table_before_there_are_records(self) -> None:
-        assert write_docs.limits([RECORD], "hopper") == write_docs.calls([RECORD]) == ""
+        assert write_docs.limits([RECORD], "cuda") == write_docs.calls([RECORD]) == ""
 
     def test_a_limit_without_a_record_is_seen(self) -> None:
         text = write_docs.limits([RECORD], "triton")
@@ -180,7 +180,7 @@ class TestRecords:
         assert "|  | time | none |  | 270 | none |" in text
 
     def test_calls_stand_beside_the_usual_ones(self) -> None:
-        mine = replace(RECORD, case="deepseek-v4-flash", backend="hopper")
+        mine = replace(RECORD, case="deepseek-v4-flash", backend="cuda")
         one = replace(mine, case="deepseek-v4-flash[batch invariant]", median_us=300.0, share=0.53)
         skewed = replace(mine, tokens=64, routing="zipf:1", median_us=500.0, share=0.8)
         assert write_docs.calls([mine, replace(mine, tokens=8), one, skewed]).splitlines() == [
@@ -193,12 +193,12 @@ class TestRecords:
 
     def test_the_picture_has_both_backends(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         mine = replace(RECORD, case="deepseek-v4-flash")
-        others = (replace(mine, backend="hopper"), replace(mine, backend="torch-dequantized"), RECORD)
+        others = (replace(mine, backend="cuda"), replace(mine, backend="torch-dequantized"), RECORD)
         monkeypatch.setattr(write_docs, "records", lambda *_: [mine, *others])
         drawn: list[str] = []
         monkeypatch.setattr(write_docs, "plot", lambda found, path: drawn.extend(r.backend for r in found))
         write_docs.picture(tmp_path / "p.png")
-        assert drawn == ["hopper", "triton"]
+        assert drawn == ["cuda", "triton"]
 
 
 def triton_records() -> list[Record]:
@@ -272,13 +272,13 @@ def test_servers_in_the_text_are_the_records() -> None:
 
 def test_errors_of_hopper_in_the_text_are_the_records() -> None:
     """docs/measured.md, under "4-bit weights and E4M3 rows", "FP8 weights" and "Where it stands"."""
-    for r in write_docs.records("hopper"):
-        if r.backend == "hopper" and r.activations != "16bit":
+    for r in write_docs.records("cuda"):
+        if r.backend == "cuda" and r.activations != "16bit":
             assert 2.3e-3 <= r.error <= (4.05e-3 if r.format == "fp8_block128" and r.tokens > 1024 else 3.35e-3), r
             assert 4.05e-2 <= r.error_exact <= 4.55e-2, r
-        elif r.backend == "hopper" and r.format in ("mxfp4", "nvfp4"):
+        elif r.backend == "cuda" and r.format in ("mxfp4", "nvfp4"):
             assert 2.25e-3 <= r.error <= 2.95e-3, r
-        elif r.backend == "hopper" and r.format == "int4_g32":
+        elif r.backend == "cuda" and r.format == "int4_g32":
             low, high = (2.15e-3, 2.45e-3) if r.tokens <= 128 else (3.45e-3, 3.95e-3)
             assert low <= r.error <= high, r
 
@@ -353,8 +353,8 @@ def test_a_whole_models_table_is_of_the_newest_records_and_the_fastest_other(tmp
     ]
     (tmp_path / "r.jsonl").write_text("\n".join(lines))
     text = write_docs.decode(tmp_path / "r.jsonl")
-    assert "| decode, batch 1, after 512 tokens | 400 (hopper) | 200 (batched_mm) | 2.00 | 0.40 | 0.20 |" in text
-    assert "| prefill of 8192 tokens, flex_attention | 30,000 (hopper) | 20,000 (grouped_mm) | 1.50 |  |  |" in text
+    assert "| decode, batch 1, after 512 tokens | 400 (cuda) | 200 (batched_mm) | 2.00 | 0.40 | 0.20 |" in text
+    assert "| prefill of 8192 tokens, flex_attention | 30,000 (cuda) | 20,000 (grouped_mm) | 1.50 |  |  |" in text
     assert "| weights, once loaded | 13.0 GB | 40.0 GB | 0.33 |  |  |" in text
     assert "batch 16" not in text
     assert "triton" not in text.split("\n\n")[0]

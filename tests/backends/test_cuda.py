@@ -65,7 +65,7 @@ class TestCheck:
 
     def test_sizes_are_the_layouts_reasons(self) -> None:
         problem = problem_of(random_experts("mxfp4", hidden=64, intermediate=40))
-        verdict = select(problem, H200, backend="hopper", backends={"hopper": Cuda()}).candidates[0].verdict
+        verdict = select(problem, H200, backend="cuda", backends={"cuda": Cuda()}).candidates[0].verdict
         assert isinstance(verdict, Rejected)
         assert [r.what for r in verdict.reasons] == ["layout hopper, F"]
 
@@ -110,7 +110,7 @@ class TestConfigure:
 
     @pytest.mark.parametrize("sizes", [("decode", 24, 64), ("prefill", 48, 0), ("prefill", 32, 64)])
     def test_measured_with_other_kernels(self, sizes: tuple[Any, int, int]) -> None:
-        with pytest.raises(PlanError, match=rf"HopperConfig: expected rows and height of a {sizes[0]} kernel: \("):
+        with pytest.raises(PlanError, match=rf"CudaConfig: expected rows and height of a {sizes[0]} kernel: \("):
             CudaConfig(*sizes)
         row = dict(zip(("kernels", "rows", "height"), sizes, strict=True))
         with pytest.raises(PlanError):
@@ -143,7 +143,7 @@ class TestAuto:
         plan = select(problem, machine, role=role, table=Table()).require()
         taken = isinstance(Cuda().check(problem, machine), Accepted)
         assert (plan.layout, {step.backend for step in plan.steps}) == (
-            ("hopper", {"hopper"}) if taken else ("natural", {"triton"})
+            ("hopper", {"cuda"}) if taken else ("natural", {"triton"})
         )
 
     @pytest.mark.parametrize("device", ["a100", "rtx4090", "b200", "rtx5090"])
@@ -151,13 +151,13 @@ class TestAuto:
         machine = Machine(DEVICES[device], {"triton": "3.6.0"}, (13, 0))
         selection = select(seed_problem(), machine, table=Table())
         assert {step.backend for step in selection.require().steps} == {"triton"}
-        assert next(c for c in selection.candidates if c.backend == "hopper").verdict == Rejected(
+        assert next(c for c in selection.candidates if c.backend == "cuda").verdict == Rejected(
             (Reason("GPU", "SM90", machine.device.arch),)
         )
 
     def test_measured_rows_are_used(self) -> None:
         row = Measured(
-            device="h200", backend="hopper", problem=problem_key(seed_problem()), tokens=64,
+            device="h200", backend="cuda", problem=problem_key(seed_problem()), tokens=64,
             config=CudaConfig("decode", 16, 128).to_dict(), median_us=700.0, torch="2.11.0", triton="3.6.0",
             driver="13.0", polymoe="0.1.0", date="2026-01-01T00:00:00Z", command="polymoe tune",
         )  # fmt: skip
@@ -275,11 +275,9 @@ class TestOnGpu:
     def test_captured_graph_follows_new_routings(self) -> None:
         weights = random_experts("mxfp4", experts=16, hidden=256, intermediate=256)
         problem = problem_of(weights)
-        experts = FusedExperts.pack(
-            problem, weights, PlanRequest(Machine.of("cuda"), "mixed", "hopper", TABLE, LAYOUTS)
-        )
+        experts = FusedExperts.pack(problem, weights, PlanRequest(Machine.of("cuda"), "mixed", "cuda", TABLE, LAYOUTS))
         for tokens in (3, 200):
             captured_follows_new_rows(experts, weights, tokens, replays=5)
 
 
-TABLE = {"hopper": Cuda()}
+TABLE = {"cuda": Cuda()}

@@ -32,7 +32,7 @@ FORMATS = ["mxfp4", "nvfp4", "int4_g32", "int4_g128"]
 Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def layer(weights: ExpertWeights, backend: str = "hopper", **kwargs: Any) -> FusedExperts:
+def layer(weights: ExpertWeights, backend: str = "cuda", **kwargs: Any) -> FusedExperts:
     return FusedExperts.from_weights(weights, GPT_OSS, top_k=3, device="cuda", backend=backend, **kwargs)
 
 
@@ -58,7 +58,7 @@ class TestOnGpu:
         weights = same_experts(format, experts=8, hidden=1024, intermediate=512, bias=True)
         experts = layer(weights, "auto")
         plan = experts.explain().require()
-        assert (plan.layout, {step.backend for step in plan.steps}) == ("hopper", {"hopper"})
+        assert (plan.layout, {step.backend for step in plan.steps}) == ("hopper", {"cuda"})
         assert experts.packed.nbytes == LAYOUTS["hopper"].nbytes(weights.spec)
         for tokens in (1, 7, 60, 500):
             call = call_of(tokens, 1024, 8)
@@ -136,7 +136,7 @@ class TestOnGpu:
         assert [(o.failed, o.note) for o in found] == [(0, "")] * 2
         rows = read(tmp_path / "t.jsonl")
         assert rows == [o.row for o in found]
-        plan = select(workload.problem, machine, backend="hopper", table=Table((tuple(rows),))).require()
+        plan = select(workload.problem, machine, backend="cuda", table=Table((tuple(rows),))).require()
         for row in rows:
             assert plan.step(row.tokens).config == CudaConfig.from_dict(row.config)
 

@@ -38,8 +38,8 @@ TOKEN_TOLERANCE = 5e-3  # of every single token
 class TestCheck:
     def test_takes_it_on_sm90(self) -> None:
         assert Cuda().check(DEEPSEEK, H200) == Accepted(capturable=True, layouts=("hopper",))
-        plan = select(DEEPSEEK, H200, backend="hopper", table=Table()).require()
-        assert {step.backend for step in plan.steps} == {"hopper"}
+        plan = select(DEEPSEEK, H200, backend="cuda", table=Table()).require()
+        assert {step.backend for step in plan.steps} == {"cuda"}
 
     @pytest.mark.parametrize(
         ("change", "reason"),
@@ -76,7 +76,7 @@ class TestCheck:
 
     def test_sizes_are_the_layouts_reasons(self) -> None:
         problem = replace(DEEPSEEK, spec=replace(DEEPSEEK.spec, intermediate=192))
-        verdict = select(problem, H200, backend="hopper", backends={"hopper": Cuda()}).candidates[0].verdict
+        verdict = select(problem, H200, backend="cuda", backends={"cuda": Cuda()}).candidates[0].verdict
         assert isinstance(verdict, Rejected)
         assert [str(r) for r in verdict.reasons] == ["layout hopper, F: wants a multiple of 128, got 192"]
 
@@ -92,7 +92,7 @@ class TestConfigure:
         assert [Cuda().configure(problem, H200, t).rows for t in tokens] == [32, 32, 32, 64, 96, 96]
 
     def test_measured_with_other_kernels(self) -> None:
-        with pytest.raises(PlanError, match=r"HopperConfig: expected rows and height of a fp8 kernel: \("):
+        with pytest.raises(PlanError, match=r"CudaConfig: expected rows and height of a fp8 kernel: \("):
             CudaConfig("fp8", 48, 0)
 
 
@@ -142,7 +142,7 @@ class TestOnGpu:
     def test_captured_layer_follows_new_routings(self) -> None:
         weights = same_experts("fp8_block128", experts=16, hidden=256, intermediate=256)
         experts = FusedExperts.from_weights(
-            weights, GPT_OSS, top_k=3, device="cuda", backend="hopper", activations="fp8_group128"
+            weights, GPT_OSS, top_k=3, device="cuda", backend="cuda", activations="fp8_group128"
         )
         for tokens in (3, 200):
             captured_follows_new_rows(experts, weights, tokens, TOKEN_TOLERANCE)

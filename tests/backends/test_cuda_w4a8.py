@@ -51,7 +51,7 @@ class TestCheck:
         for problem in (SEED, replace(SEED, batch_invariant=True), replace(SEED, dtype="fp32")):
             assert Cuda().check(problem, H200) == Accepted(capturable=True, layouts=("hopper_e4m3",))
         halves = replace(SEED, spec=replace(SEED.spec, hidden=4096 + 64, intermediate=2048 + 64))
-        assert select(halves, H200, backend="hopper", table=Table()).require().layout == "hopper_e4m3"
+        assert select(halves, H200, backend="cuda", table=Table()).require().layout == "hopper_e4m3"
 
     @pytest.mark.parametrize("format", ["nvfp4", "int4_g32", "int4_g128", "bf16"])
     def test_other_formats_have_rows_of_16_bits(self, format: str) -> None:
@@ -79,8 +79,8 @@ class TestCheck:
 
     def test_sizes_are_the_layouts_reasons(self) -> None:
         spec = replace(SEED.spec, hidden=4096 + 32, intermediate=2048 + 16)
-        selection = select(replace(SEED, spec=spec), H200, backend="hopper", table=Table())
-        verdict = next(c.verdict for c in selection.candidates if c.backend == "hopper")
+        selection = select(replace(SEED, spec=spec), H200, backend="cuda", table=Table())
+        verdict = next(c.verdict for c in selection.candidates if c.backend == "cuda")
         assert isinstance(verdict, Rejected)
         assert [str(reason) for reason in verdict.reasons] == [
             "layout hopper_e4m3, H: wants a multiple of 64, got 4128",
@@ -102,7 +102,7 @@ class TestConfigure:
             assert Cuda().candidates(problem, H200, tokens) == Cuda().candidates(SEED, H200, tokens)
 
     def test_measured_with_other_kernels(self) -> None:
-        with pytest.raises(PlanError, match=r"HopperConfig: expected rows and height of a w4a8 kernel: \("):
+        with pytest.raises(PlanError, match=r"CudaConfig: expected rows and height of a w4a8 kernel: \("):
             CudaConfig("w4a8", 8, 0)
 
 
@@ -126,12 +126,12 @@ class TestAuto:
             row = polymoe.explain(tmp_path, device="h200", activations=mode).rows[0]
             steps = row.selection.require().steps
             assert {step.config.kernels for step in steps if isinstance(step.config, CudaConfig)} == kinds
-            assert {step.backend for step in steps} == {"hopper"}
+            assert {step.backend for step in steps} == {"cuda"}
 
     def test_gpt_oss_keeps_rows_of_16_bits_unless_asked(self) -> None:
         path = MODELS / "sums-gpt-oss-mxfp4"
         for mode, got in (("auto", "16bit"), ("fp8_group128", "fp8_group128")):
-            row = polymoe.explain(path, device="h200", activations=mode, backend="hopper").rows[0]
+            row = polymoe.explain(path, device="h200", activations=mode, backend="cuda").rows[0]
             assert row.problem.activations == got
             assert ("w4a8" in str(row.selection)) == (mode != "auto")
 
@@ -198,6 +198,6 @@ class TestOnGpu:
     @pytest.mark.parametrize("tokens", [3, 200])
     def test_captured_layer_follows_new_rows(self, tokens: int) -> None:
         weights = same_experts(experts=16, hidden=1024, intermediate=512)
-        experts = FusedExperts.from_weights(weights, GPT_OSS, top_k=3, device="cuda", backend="hopper", **E4M3)
+        experts = FusedExperts.from_weights(weights, GPT_OSS, top_k=3, device="cuda", backend="cuda", **E4M3)
         assert {step.config.kernels for step in experts.explain().require().steps} == {"w4a8"}  # type: ignore[attr-defined]
         captured_follows_new_rows(experts, weights, tokens, MOST)

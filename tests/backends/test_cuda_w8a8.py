@@ -49,7 +49,7 @@ class TestConfigure:
         assert CudaConfig("fp8", 32, 0).check_tokens == 8
 
     def test_measured_with_other_kernels(self) -> None:
-        with pytest.raises(PlanError, match=r"HopperConfig: expected rows and height of a w8a8 kernel: \("):
+        with pytest.raises(PlanError, match=r"CudaConfig: expected rows and height of a w8a8 kernel: \("):
             CudaConfig("w8a8", 96, 0)
 
 
@@ -94,7 +94,7 @@ class TestOnGpu:
 
     def test_captured_layer_follows_new_routings(self) -> None:
         weights = same_experts("fp8_block128", experts=16, hidden=256, intermediate=256)
-        experts = FusedExperts.from_weights(weights, GPT_OSS, top_k=3, device="cuda", backend="hopper", **E4M3)
+        experts = FusedExperts.from_weights(weights, GPT_OSS, top_k=3, device="cuda", backend="cuda", **E4M3)
         step = experts.explain().require().step(700)
         assert step.config in EVERY
         captured_follows_new_rows(experts, weights, 700)

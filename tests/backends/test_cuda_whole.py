@@ -30,8 +30,8 @@ QWEN = CASES["qwen3-235b-tp4-bf16"].problem()
 class TestCheck:
     def test_takes_bfloat16_on_sm90(self) -> None:
         assert Cuda().check(QWEN, H200) == Accepted(capturable=True, layouts=("hopper",))
-        plan = select(QWEN, H200, backend="hopper", table=Table()).require()
-        assert {step.backend for step in plan.steps} == {"hopper"}
+        plan = select(QWEN, H200, backend="cuda", table=Table()).require()
+        assert {step.backend for step in plan.steps} == {"cuda"}
 
     def test_up_and_down_of_different_kinds(self) -> None:
         spec = replace(QWEN.spec, down=FORMATS["mxfp4"].encoding)
@@ -50,7 +50,7 @@ class TestConfigure:
         assert Cuda().configure(replace(QWEN, batch_invariant=True), H200, 1) == CudaConfig("whole", 32, 0)
 
     def test_measured_with_other_kernels(self) -> None:
-        with pytest.raises(PlanError, match=r"HopperConfig: expected rows and height of a whole kernel: \("):
+        with pytest.raises(PlanError, match=r"CudaConfig: expected rows and height of a whole kernel: \("):
             CudaConfig("whole", 48, 0)
 
     def test_predicts_what_one_h200_took(self) -> None:
@@ -103,7 +103,7 @@ class TestOnGpu:
     def test_captured_layer_follows_new_routings(self) -> None:
         weights = same_experts("bf16", experts=16, hidden=256, intermediate=256)
         experts = FusedExperts.from_weights(
-            weights, GPT_OSS, top_k=3, device="cuda", backend="hopper", activations="16bit"
+            weights, GPT_OSS, top_k=3, device="cuda", backend="cuda", activations="16bit"
         )
         for tokens in (3, 200):
             captured_follows_new_rows(experts, weights, tokens)

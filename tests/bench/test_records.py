@@ -39,6 +39,11 @@ def test_many_writers_keep_their_lines_whole(tmp_path: Path) -> None:
     assert sorted(r.tokens for r in read(path)) == list(range(200))
 
 
+def test_a_backend_that_was_renamed_has_its_new_name(tmp_path: Path) -> None:
+    append(tmp_path / "r.jsonl", replace(ONE, backend="hopper"))
+    assert read(tmp_path / "r.jsonl") == [replace(ONE, backend="cuda")]
+
+
 def test_the_newest_of_a_key_counts() -> None:
     old, new = replace(ONE, date="2025-01-01T00:00:00Z", median_us=1.0), replace(ONE, median_us=2.0)
     other = replace(ONE, tokens=8)

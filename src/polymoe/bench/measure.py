@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from polymoe.backend_names import backend_hint
 from polymoe.backends import BACKENDS
 from polymoe.backends.reference import run_experts
 from polymoe.bench import baseline
@@ -19,7 +20,7 @@ from polymoe.bench.energy import EnergyMeter
 from polymoe.bench.records import Record, Stamp
 from polymoe.bench.routings import Spread, floor_us
 from polymoe.bench.timing import Turn, calls_per_turn
-from polymoe.errors import ArgumentError, UnsupportedProblem, nearest
+from polymoe.errors import ArgumentError, UnsupportedProblem
 from polymoe.layouts import LAYOUTS, Packed
 from polymoe.machine import Machine
 from polymoe.numerics import TOLERANCE, relative_error
@@ -149,7 +150,7 @@ class Bench:
         problem, known = self.workload.problem, [*BACKENDS, baseline.NAME]
         for name in names or ():
             if name not in known:
-                raise ArgumentError("--backends", got=repr(name), hint=nearest(name, known))
+                raise ArgumentError("--backends", got=repr(name), hint=backend_hint(name, known))
         found: list[_Contender | Row] = []
         for name in known if names is None else dict.fromkeys(names):
             plain, plan = name == baseline.NAME, None

@@ -11,10 +11,14 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
+from polymoe.backend_names import current_name
 from polymoe.errors import ArgumentError
 from polymoe.machine import Machine
 
 __all__ = ["Line", "Record", "Stamp", "append", "check_writable", "newest", "read", "read_lines", "source", "utc_now"]
+
+
+_BACKENDS = ("backend", "implementation")  # fields of lines that name a backend
 
 
 class Line(Protocol):
@@ -136,7 +140,8 @@ def read(path: Path) -> list[Record]:
 
 
 def read_lines(path: Path, names: Iterable[str], expected: str) -> list[Mapping[str, Any]]:
-    """Every line of a JSONL file as its values, which must have exactly these names.
+    """Every line of a JSONL file as its values, which must have exactly these names. Backends that were renamed since
+    have their new names.
 
     Raises:
         ArgumentError: naming the line that is none, and what was expected.
@@ -149,7 +154,8 @@ def read_lines(path: Path, names: Iterable[str], expected: str) -> list[Mapping[
             values = None
         if not isinstance(values, dict) or values.keys() != wanted:
             raise ArgumentError(f"{path}, line {number}", expected=expected, got=line[:80])
-        lines.append(values)
+        named = {name: current_name(str(values[name])) for name in _BACKENDS if name in values}
+        lines.append({**values, **named})
     return lines
 
 

@@ -125,14 +125,15 @@ def command(
 
 def _backends(names: list[str] | None, problem: Problem, machine: Machine) -> list[Backend]:
     """Those named, or all that ``auto`` may take."""
+    from polymoe.backend_names import backend_hint
     from polymoe.backends import BACKENDS
-    from polymoe.errors import ArgumentError, UnsupportedProblem, nearest
+    from polymoe.errors import ArgumentError, UnsupportedProblem
     from polymoe.verdict import Accepted
 
     if names is not None:
         for name in names:
             if name not in BACKENDS:
-                raise ArgumentError("--backends", got=repr(name), hint=nearest(name, BACKENDS))
+                raise ArgumentError("--backends", got=repr(name), hint=backend_hint(name, BACKENDS))
         return [BACKENDS[name] for name in dict.fromkeys(names)]
     verdicts = {name: backend.check(problem, machine) for name, backend in BACKENDS.items()}
     fitting = [BACKENDS[n] for n, v in verdicts.items() if isinstance(v, Accepted) and not v.by_name_only]

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from polymoe.backend_names import current_name
 from polymoe.errors import FormatError
 from polymoe.problem import Problem
 
@@ -93,7 +94,7 @@ class Measured:
 
     @classmethod
     def from_dict(cls, data: object) -> Measured:
-        """The inverse of :meth:`to_dict`.
+        """The inverse of :meth:`to_dict`; a backend that was renamed has its new name.
 
         Raises:
             FormatError: if fields are missing, unknown or of another type.
@@ -102,7 +103,8 @@ class Measured:
         if not isinstance(data, dict) or data.keys() != names:
             got = ", ".join(map(str, data)) if isinstance(data, dict) else repr(data)
             raise FormatError("row", expected=f"the fields {', '.join(sorted(names))}", got=got[:200])
-        return cls(**data)
+        backend = data["backend"]
+        return cls(**{**data, "backend": current_name(backend) if isinstance(backend, str) else backend})
 
 
 @dataclass(frozen=True, slots=True)

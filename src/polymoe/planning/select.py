@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from polymoe.backend_names import backend_hint
 from polymoe.backends.base import Backend, Prediction, layouts_for
 from polymoe.cost import cost
-from polymoe.errors import ArgumentError, UnsupportedProblem, nearest
+from polymoe.errors import ArgumentError, UnsupportedProblem
 from polymoe.layouts import LAYOUTS, Layout
 from polymoe.machine import Machine
 from polymoe.planning.measured import Table
@@ -228,7 +229,7 @@ def select(
         table = installed(machine.device.name)
     points = role_tokens(role)
     if backend != "auto" and backend not in backends:
-        raise ArgumentError("backend", got=repr(backend), hint=nearest(backend, ["auto", *backends]))
+        raise ArgumentError("backend", got=repr(backend), hint=backend_hint(backend, ["auto", *backends]))
     candidates = []
     usable: dict[str, tuple[Predictor, Accepted]] = {}
     readable: dict[str, tuple[str, ...]] = {}

@@ -54,11 +54,11 @@ class CudaConfig(Config):
         known = DECODE if self.kernels == "decode" else tuple((rows, 0) for rows in many[self.kernels])
         if sizes not in known:  # a table of measured times may be older than the kernels
             expected = f"rows and height of a {self.kernels} kernel: {', '.join(map(str, known))}"
-            raise PlanError("HopperConfig", expected=expected, got=str(sizes))
+            raise PlanError("CudaConfig", expected=expected, got=str(sizes))
         wider = [rows for rows in IN_TILES.get(self.kernels, ()) if rows > self.rows]
         if self.down_rows and self.down_rows not in wider:
             expected = f"down_rows of a {self.kernels} kernel for more than {self.rows} rows: 0 or {wider}"
-            raise PlanError("HopperConfig", expected=expected, got=str(self.down_rows))
+            raise PlanError("CudaConfig", expected=expected, got=str(self.down_rows))
 
     @property
     def check_tokens(self) -> int:
@@ -133,7 +133,7 @@ class Cuda:
     float16.
     """
 
-    name: str = "hopper"
+    name: str = "cuda"
     layouts: tuple[str, ...] = ("hopper", "hopper_e4m3")
 
     def check(self, problem: Problem, machine: Machine) -> Verdict:
