@@ -83,14 +83,14 @@ def test_every_cell_and_every_reason() -> None:
         assert f"| `{form}` | - | - | {hopper} | {hopper} | - | - | - |" in text
     for line in (
         f"| accepted (up to 63 tokens) | h100, h200: fp8_tensor, fp8_channel, fp8_block128 with {fp8} |",
-        "| GPU: wants SM90, got sm_80 | a100: every format |",
-        "| GPU: wants SM90, got cpu | cpu: every format |",
-        "| activations: wants fp8, got 16bit | everywhere: every format with 16bit |",
-        "| weights: wants e4m3, got int4 | everywhere: int4_g32, int4_g128 |",
-        "| weights: wants e4m3, got bf16 | everywhere: bf16 |",
+        "| GPU: expects SM90, got sm_80 | a100: every format |",
+        "| GPU: expects SM90, got cpu | cpu: every format |",
+        "| activations: expects fp8, got 16bit | everywhere: every format with 16bit |",
+        "| weights: expects e4m3, got int4 | everywhere: int4_g32, int4_g128 |",
+        "| weights: expects e4m3, got bf16 | everywhere: bf16 |",
     ):
         assert line in text
-    assert "| biases | activations: wants fp8, got 16bit<br>weights: wants e4m3, got e2m1 |" in text
+    assert "| biases | activations: expects fp8, got 16bit<br>weights: expects e4m3, got e2m1 |" in text
 
 
 def test_the_document_is_what_backends_say() -> None:

@@ -9,14 +9,18 @@ __all__ = ["Accepted", "Reason", "Reasons", "Rejected", "Verdict"]
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """One requirement that is not met: ``Reason("GPU", "SM90", "SM80")``."""
+    """One requirement that is not met.
+
+    ``Reason("GPU", "SM90", "SM80")`` reads "GPU: expects SM90, got SM80". A feature that is not supported has no
+    values to compare: ``Reason("batch-invariant results")`` reads "batch-invariant results: not supported".
+    """
 
     what: str
-    wanted: str
-    got: str
+    expected: str = ""
+    got: str = ""
 
     def __str__(self) -> str:
-        return f"{self.what}: wants {self.wanted}, got {self.got}"
+        return f"{self.what}: " + (f"expects {self.expected}, got {self.got}" if self.expected else "not supported")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,13 +30,13 @@ class Accepted:
     Attributes:
         max_tokens: most tokens of one call, or None for any number.
         capturable: whether a call can be captured in a CUDA graph.
-        by_name_only: why ``auto`` passes it over, or "" if ``auto`` may take it.
+        opt_in_reason: why ``auto`` passes it over, or "" if ``auto`` may take it.
         layouts: which of the backend's layouts serve the problem, or None if all do.
     """
 
     max_tokens: int | None = None
     capturable: bool = False
-    by_name_only: str = ""
+    opt_in_reason: str = ""
     layouts: tuple[str, ...] | None = None
 
 
@@ -60,10 +64,10 @@ class Reasons:
 
     found: list[Reason] = field(default_factory=list)
 
-    def need(self, holds: bool, what: str, wanted: object, got: object) -> bool:
-        """Note the requirement unless it ``holds``; returns ``holds``."""
+    def need(self, holds: bool, what: str, expected: object = "", got: object = "") -> bool:
+        """Note the requirement unless it ``holds``; returns ``holds``. Without values, ``what`` is not supported."""
         if not holds:
-            self.found.append(Reason(what, str(wanted), str(got)))
+            self.found.append(Reason(what, str(expected), str(got)))
         return holds
 
     def verdict(self, accepted: Accepted) -> Verdict:

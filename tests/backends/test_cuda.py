@@ -56,12 +56,15 @@ class TestCheck:
         assert [r.what for r in verdict.reasons] == [
             "GPU", "driver", "activations", "gate weights", "up weights", "down weights",
         ]  # fmt: skip
-        assert str(verdict.reasons[1]) == "driver: wants CUDA 13.0 or newer, got 12.8"
+        assert str(verdict.reasons[1]) == "driver: expects CUDA 13.0 or newer, got 12.8"
 
     def test_scales_beyond_what_the_kernels_decode(self) -> None:
         verdict = Cuda().check(replace(seed_problem(), wide_scales=True), H200)
         assert isinstance(verdict, Rejected)
-        assert str(verdict.reasons[0]) == "scales: wants E8M0 up to 2**25, E4M3 from 0, got others"
+        assert (
+            str(verdict.reasons[0])
+            == "scales: expects E8M0 up to 2**25 and E4M3 of at least 0, got scales outside this range"
+        )
 
     def test_sizes_are_the_layouts_reasons(self) -> None:
         problem = problem_of(random_experts("mxfp4", hidden=64, intermediate=40))

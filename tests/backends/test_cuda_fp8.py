@@ -44,8 +44,8 @@ class TestCheck:
     @pytest.mark.parametrize(
         ("change", "reason"),
         [
-            ({"activations": "16bit"}, "activations: wants fp8_group128, got 16bit"),
-            ({"weight_on": "input"}, "routing weight with E4M3 inputs: wants on the output, got on the input"),
+            ({"activations": "16bit"}, "activations: expects fp8_group128, got 16bit"),
+            ({"weight_on": "input"}, "routing weight on the input with FP8 activations: not supported"),
         ],
     )
     def test_what_it_is_not_taken_with(self, change: dict[str, Any], reason: str) -> None:
@@ -56,7 +56,7 @@ class TestCheck:
     def test_no_gate_other_scales_and_other_weights_beside_it(self) -> None:
         encoding = FORMATS["fp8_block128"].encoding
         for change, what in (
-            ({"gate": None}, ["gate with E4M3 inputs"]),
+            ({"gate": None}, ["FP8 activations without a gate"]),
             ({"down": replace(encoding, granularity=PerGroup(64, 64))}, ["down weights"]),
             ({"down": FORMATS["mxfp4"].encoding}, ["up and down weights"]),
         ):
@@ -78,7 +78,7 @@ class TestCheck:
         problem = replace(DEEPSEEK, spec=replace(DEEPSEEK.spec, intermediate=192))
         verdict = select(problem, H200, backend="cuda", backends={"cuda": Cuda()}).candidates[0].verdict
         assert isinstance(verdict, Rejected)
-        assert [str(r) for r in verdict.reasons] == ["layout hopper, F: wants a multiple of 128, got 192"]
+        assert [str(r) for r in verdict.reasons] == ["layout hopper, F: expects a multiple of 128, got 192"]
 
 
 class TestConfigure:

@@ -59,7 +59,7 @@ class TestCheck:
             spec = replace(SEED.spec, **dict.fromkeys(projections, FORMATS[format].encoding))  # type: ignore[arg-type]
             verdict = Cuda().check(replace(SEED, spec=spec), H200)
             assert isinstance(verdict, Rejected)
-            assert str(verdict.reasons[0]) == "activations: wants 16bit, got fp8_group128"
+            assert str(verdict.reasons[0]) == "activations: expects 16bit, got fp8_group128"
 
     def test_other_scales_of_rows(self) -> None:
         for mode in ("fp8_token", "fp8_static"):
@@ -72,9 +72,9 @@ class TestCheck:
         verdict = Cuda().check(problem, H200)
         assert isinstance(verdict, Rejected)
         assert [str(reason) for reason in verdict.reasons] == [
-            "gate with E4M3 inputs: wants a gate, got none",
-            "routing weight with E4M3 inputs: wants on the output, got on the input",
-            "scales: wants E8M0 within 2**14 in a row, got others",
+            "FP8 activations without a gate: not supported",
+            "routing weight on the input with FP8 activations: not supported",
+            "scales: expects E8M0 within 2**14 in a row, got scales outside this range",
         ]
 
     def test_sizes_are_the_layouts_reasons(self) -> None:
@@ -83,8 +83,8 @@ class TestCheck:
         verdict = next(c.verdict for c in selection.candidates if c.backend == "cuda")
         assert isinstance(verdict, Rejected)
         assert [str(reason) for reason in verdict.reasons] == [
-            "layout hopper_e4m3, H: wants a multiple of 64, got 4128",
-            "layout hopper_e4m3, F: wants a multiple of 64, got 2064",
+            "layout hopper_e4m3, H: expects a multiple of 64, got 4128",
+            "layout hopper_e4m3, F: expects a multiple of 64, got 2064",
         ]
 
 

@@ -83,13 +83,13 @@ class TestCheck:
         )
         assert isinstance(verdict, Rejected)
         assert {r.what for r in verdict.reasons} == {
-            "GPU", "triton", "weight on the input", "batch-invariant results"
+            "GPU", "triton", "routing weight on the input", "batch-invariant results"
         }  # fmt: skip
 
     def test_triton_missing(self) -> None:
         verdict = Triton().check(seed_problem(), machine("h200", {}))
         assert isinstance(verdict, Rejected)
-        assert str(verdict.reasons[0]) == "triton: wants 3.6 or newer, got none"
+        assert str(verdict.reasons[0]) == "triton: expects 3.6 or newer, got none"
 
     def test_gate_unlike_up(self) -> None:
         problem = seed_problem()

@@ -144,7 +144,7 @@ def test_who_does_not_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows[4].record is not None
     assert (rows[5].record, rows[5].note) == (None, "takes at most 4 tokens")
 
-    altered(monkeypatch, verdict=Accepted(by_name_only="slow"))
+    altered(monkeypatch, verdict=Accepted(opt_in_reason="slow"))
     rows = {row.backend: row for row in bench().rows((1,))}
     assert (rows["altered"].tokens, rows["altered"].note) == (None, "slow")
     assert [row.record is None for row in bench().rows((1,), ["altered"])] == [False]

@@ -242,7 +242,7 @@ def test_who_does_not_run_it(file: Path) -> None:
     limited = Knobs(verdict=Accepted(max_tokens=4))
     notes = [o.note for o in tune(limited, file).outcomes((4, 8))]
     assert sorted(notes) == ["", "takes at most 4 tokens"]
-    with pytest.raises(UnsupportedProblem, match="GPU: wants SM90, got cpu"):
+    with pytest.raises(UnsupportedProblem, match="GPU: expects SM90, got cpu"):
         list(tune(Knobs(verdict=Rejected((Reason("GPU", "SM90", "cpu"),))), file).outcomes((1,)))
 
 

@@ -32,7 +32,7 @@ class Fast(Toy):
 
     def check(self, problem: Problem, machine: Machine) -> Verdict:
         reasons = Reasons()
-        reasons.need(not problem.wide_scales, "scales", "usual ones", "others")
+        reasons.need(not problem.wide_scales, "scales", "usual ones", "scales outside this range")
         return reasons.verdict(super().check(problem, machine))  # type: ignore[arg-type]
 
     def run(
@@ -72,7 +72,7 @@ def test_auto_takes_a_layout_that_holds_them(format: str, byte: int, layout: str
     weights = with_one_scale(usual, byte)
     experts = FusedExperts.pack(problem_of(weights), weights, choice(layout))
     assert (experts.packed.layout, experts.problem.wide_scales) == ("natural", True)
-    assert "fast: scales: wants usual ones, got others" in str(experts.explain())
+    assert "fast: scales: expects usual ones, got scales outside this range" in str(experts.explain())
     x, routing = random_call(6, 64, 5)
     assert relative_error(experts(x, *routing), run_experts(experts.problem, weights, x, routing)) < 1e-6
 
@@ -80,7 +80,7 @@ def test_auto_takes_a_layout_that_holds_them(format: str, byte: int, layout: str
 @WIDE
 def test_a_named_backend_is_refused_with_its_reason(format: str, byte: int, layout: str) -> None:
     weights = with_one_scale(random_experts(format, intermediate=128), byte)
-    with pytest.raises(UnsupportedProblem, match=r'fast: scales: wants usual ones(.|\n)*hint: backend="reference"'):
+    with pytest.raises(UnsupportedProblem, match=r'fast: scales: expects usual ones(.|\n)*hint: backend="reference"'):
         FusedExperts.pack(problem_of(weights), weights, choice(layout, "fast"))
 
 

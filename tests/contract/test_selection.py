@@ -36,13 +36,13 @@ def test_every_reason_is_reported_not_the_first() -> None:
     selection = choice(toys()).select(problem_of(weights))
     absent = next(c for c in selection.candidates if c.backend == "absent")
     assert isinstance(absent.verdict, Rejected)
-    assert [(r.what, r.wanted, r.got) for r in absent.verdict.reasons] == [
+    assert [(r.what, r.expected, r.got) for r in absent.verdict.reasons] == [
         ("package toykernels", "any version", "not installed"),
         ("H", "a multiple of 4096", "64"),
     ]
     text = str(selection)
-    assert "package toykernels: wants any version, got not installed" in text
-    assert "H: wants a multiple of 4096, got 64" in text
+    assert "package toykernels: expects any version, got not installed" in text
+    assert "H: expects a multiple of 4096, got 64" in text
 
 
 def test_a_layout_that_cannot_hold_the_experts_rejects_its_backends_with_its_reasons() -> None:
@@ -101,7 +101,7 @@ def test_the_reasons_of_the_layout_that_lacks_least() -> None:
 def test_packed_in_a_layout_that_nothing_here_reads() -> None:
     """As after ``.to("cpu")``: what runs here says which layout it reads, and is not recommended."""
     table = choice({"other": Toy("other", layouts=("natural",))})
-    message = r"other: packed layout: wants natural, got flipped\n  hint: load them on cpu anew"
+    message = r"other: packed layout: expects natural, got flipped\n  hint: load them on cpu anew"
     with pytest.raises(UnsupportedProblem, match=message):
         table.select(problem_of(random_experts()), "flipped").require()
     assert table.select(problem_of(random_experts()), "natural").plan is not None

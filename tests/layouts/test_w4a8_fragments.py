@@ -105,4 +105,4 @@ def test_what_it_holds() -> None:
     assert LAYOUT.nbytes(spec) <= 1.01 * spec.local_experts * spec.expert_bytes
     assert [r.what for r in LAYOUT.check(replace(spec, hidden=4128, intermediate=2080))] == ["H", "F"]
     wrong = LAYOUT.check(replace(spec, down=FORMATS["nvfp4"].encoding))
-    assert [str(r) for r in wrong] == ["down weights: wants mxfp4, got nvfp4"]
+    assert [str(r) for r in wrong] == ["down weights: expects mxfp4, got nvfp4"]

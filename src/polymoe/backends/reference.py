@@ -42,8 +42,8 @@ class Reference:
         """Accepts every problem but one: in what order torch's products add up depends on the number of rows. On a GPU
         only when named, since it would hide that nothing fast was found."""
         on_gpu, reasons = machine.device.kind == "cuda", Reasons()
-        reasons.need(not problem.batch_invariant, "batch-invariant results", "not asked for", "asked for")
-        return reasons.verdict(Accepted(by_name_only="slow on a GPU: runs there only when named" if on_gpu else ""))
+        reasons.need(not problem.batch_invariant, "batch-invariant results")
+        return reasons.verdict(Accepted(opt_in_reason="slow on a GPU: runs there only when named" if on_gpu else ""))
 
     def configure(self, problem: Problem, machine: Machine, tokens: int) -> Config:
         """Nothing to choose."""

@@ -166,8 +166,8 @@ class Bench:
                 if names is not None:
                     raise UnsupportedProblem(f"bench ({problem})", expected=f"{name} to run it", got=reasons)
                 found.append(Row(name, None, note=reasons))
-            elif verdict.by_name_only and names is None:
-                found.append(Row(name, None, note=verdict.by_name_only))
+            elif verdict.opt_in_reason and names is None:
+                found.append(Row(name, None, note=verdict.opt_in_reason))
             else:
                 found.append(_Contender(name, problem, verdict, plan))
         return found

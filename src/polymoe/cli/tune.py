@@ -136,10 +136,10 @@ def _backends(names: list[str] | None, problem: Problem, machine: Machine) -> li
                 raise ArgumentError("--backends", got=repr(name), hint=backend_hint(name, BACKENDS))
         return [BACKENDS[name] for name in dict.fromkeys(names)]
     verdicts = {name: backend.check(problem, machine) for name, backend in BACKENDS.items()}
-    fitting = [BACKENDS[n] for n, v in verdicts.items() if isinstance(v, Accepted) and not v.by_name_only]
+    fitting = [BACKENDS[n] for n, v in verdicts.items() if isinstance(v, Accepted) and not v.opt_in_reason]
     if not fitting:
         got = [
-            f"{n}: {v.by_name_only if isinstance(v, Accepted) else '; '.join(map(str, v.reasons))}"
+            f"{n}: {v.opt_in_reason if isinstance(v, Accepted) else '; '.join(map(str, v.reasons))}"
             for n, v in verdicts.items()
         ]
         raise UnsupportedProblem(

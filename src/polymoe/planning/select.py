@@ -87,8 +87,8 @@ class Selection:
             if isinstance(c.verdict, Rejected):
                 lines += [f"{c.backend}: {reason}" for reason in c.verdict.reasons]
             elif self.plan is None and self.packed_as not in (None, *c.layouts):
-                wanted = " or ".join(c.layouts)
-                lines.append(f"{c.backend}: {Reason('packed layout', wanted, str(self.packed_as))}")
+                expected = " or ".join(c.layouts)
+                lines.append(f"{c.backend}: {Reason('packed layout', expected, str(self.packed_as))}")
             else:
                 lines.append(f"{c.backend}: {describe(c.verdict)}")
         return lines
@@ -148,7 +148,7 @@ class Selection:
                     "accepted": isinstance(c.verdict, Accepted),
                     "note": describe(c.verdict) if isinstance(c.verdict, Accepted) else "",
                     "reasons": [
-                        {"what": r.what, "wanted": r.wanted, "got": r.got}
+                        {"what": r.what, "expected": r.expected, "got": r.got}
                         for r in (c.verdict.reasons if isinstance(c.verdict, Rejected) else ())
                     ],
                     "predicted": [
@@ -193,7 +193,7 @@ def describe(verdict: Accepted) -> str:
     """One line about an acceptance: token limit, capturable, by name only."""
     facts = [f"up to {verdict.max_tokens} tokens"] if verdict.max_tokens is not None else []
     facts += ["CUDA graphs"] if verdict.capturable else []
-    facts += [verdict.by_name_only] if verdict.by_name_only else []
+    facts += [verdict.opt_in_reason] if verdict.opt_in_reason else []
     return "accepted" + (f" ({', '.join(facts)})" if facts else "")
 
 
@@ -241,7 +241,7 @@ def select(
             planner = Predictor.of(candidate, problem, machine, table)
             fitting = [t for t in points if verdict.max_tokens is None or t <= verdict.max_tokens]
             predictions, tunable = tuple((t, planner.predict(t)) for t in fitting), planner.tunable
-            if backend == name or (backend == "auto" and not verdict.by_name_only):
+            if backend == name or (backend == "auto" and not verdict.opt_in_reason):
                 usable[name] = (planner, verdict)
                 readable[name] = held
         candidates.append(Candidate(name, layouts_for(candidate, verdict), verdict, predictions, tunable))
@@ -278,7 +278,7 @@ def _with_layouts(
     if held:
         return verdict, held
     name = min(refused, key=lambda n: len(refused[n]))
-    found = tuple(Reason(f"layout {name}, {r.what}", r.wanted, r.got) for r in refused[name])
+    found = tuple(Reason(f"layout {name}, {r.what}", r.expected, r.got) for r in refused[name])
     return Rejected((verdict.reasons if isinstance(verdict, Rejected) else ()) + found), ()
 
 

@@ -147,19 +147,18 @@ class Cuda:
         modes = [mode for mode in ("16bit", "fp8_group128") if all(mode in each for each in known)] or ["16bit"]
         reasons.need(problem.activations in modes, "activations", " or ".join(modes), problem.activations)
         for projection, encoding in spec.encodings.items():
-            wanted = "mxfp4, nvfp4, int4_g32, int4_g128, fp8_block128 or bf16"
+            expected = "mxfp4, nvfp4, int4_g32, int4_g128, fp8_block128 or bf16"
             got = encoding.name + (f" with scales {encoding.scale_dtype}" if encoding.scale_dtype else "")
-            reasons.need(_format(encoding) is not None, f"{projection} weights", wanted, got)
+            reasons.need(_format(encoding) is not None, f"{projection} weights", expected, got)
         alike = spec.up.bits == spec.down.bits
-        reasons.need(alike, "up and down weights", "of as many bits", f"{spec.up} and {spec.down}")
+        reasons.need(alike, "up and down weights", "one number of bits", f"{spec.up} and {spec.down}")
         e4m3 = spec.up.bits == 4 and problem.activations != "16bit"
         if problem.activations != "16bit":
-            reasons.need(spec.gated, "gate with E4M3 inputs", "a gate", "none")
-            on_output = problem.weight_on == "output"
-            reasons.need(on_output, "routing weight with E4M3 inputs", "on the output", "on the input")
+            reasons.need(spec.gated, "FP8 activations without a gate")
+            reasons.need(problem.weight_on == "output", "routing weight on the input with FP8 activations")
         if spec.up.bits == 4:
-            scales = "E8M0 within 2**14 in a row" if e4m3 else "E8M0 up to 2**25, E4M3 from 0"
-            reasons.need(not problem.wide_scales, "scales", scales, "others")
+            scales = "E8M0 within 2**14 in a row" if e4m3 else "E8M0 up to 2**25 and E4M3 of at least 0"
+            reasons.need(not problem.wide_scales, "scales", scales, "scales outside this range")
         reasons.need(spec.local_experts <= 1024, "experts on this rank", "at most 1024", spec.local_experts)
         return reasons.verdict(Accepted(capturable=True, layouts=("hopper_e4m3" if e4m3 else "hopper",)))
 

@@ -55,12 +55,12 @@ class Triton:
         recent = bool(version) and tuple(int(v) for v in version.split(".")[:2]) >= (3, 6)
         reasons.need(recent, "triton", "3.6 or newer", version or "none")
         static_input = problem.activations == "fp8_static" and problem.weight_on == "input"
-        reasons.need(not static_input, "weight on the input", "dynamic input scales", "fp8_static")
+        reasons.need(not static_input, "routing weight on the input", "dynamic scales of activations", "fp8_static")
         if problem.activations != "16bit":
             # Where a weight is rounded to the operand's 16 bits, E4M3 roundings of h no longer agree.
             for projection, encoding in spec.encodings.items():
-                wanted = "weights that 16 bits hold exactly"
-                reasons.need(encoding.element != "int4", f"{projection} with E4M3 inputs", wanted, encoding.element)
+                exact, expected = encoding.element != "int4", "an element that 16 bits hold exactly"
+                reasons.need(exact, f"{projection} weights with FP8 activations", expected, encoding.element)
         if spec.gate is not None:
             both = ", ".join(f"{e.name} with scales {e.scale_dtype}" for e in (spec.gate, spec.up))
             reasons.need(spec.gate == spec.up, "gate and up", "one encoding", both)
@@ -73,7 +73,7 @@ class Triton:
                 reasons.need(fits, f"{projection} scale groups", "a power of two of at least 16 columns", group)
             elif encoding.zero_points:
                 reasons.need(False, f"{projection} zero points", "scales by group", str(granularity))
-        reasons.need(not problem.batch_invariant, "batch-invariant results", "not asked for", "asked for")
+        reasons.need(not problem.batch_invariant, "batch-invariant results")
         return reasons.verdict(Accepted(capturable=True))
 
     def configure(self, problem: Problem, machine: Machine, tokens: int) -> TritonConfig:

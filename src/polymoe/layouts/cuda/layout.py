@@ -81,19 +81,19 @@ class Fragments:
             reasons.need(fits, f"{projection} elements", "4 bits, e4m3 or bf16", f"{encoding.element}")
             g = encoding.granularity
             if encoding.element == "e4m3":
-                reasons.need(g == PerGroup(BLOCK, BLOCK), f"{projection} scales", "for 128 x 128", str(g))
+                reasons.need(g == PerGroup(BLOCK, BLOCK), f"{projection} scales", "one for 128 x 128 weights", str(g))
                 fits = encoding.scale_dtype in ("float32", "bfloat16", "e8m0")
                 reasons.need(fits, f"{projection} scales", "float32, bfloat16 or e8m0", f"{encoding.scale_dtype}")
-                reasons.need(not encoding.global_scale, f"{projection} global scale", "none", "one")
+                reasons.need(not encoding.global_scale, f"{projection} global scale")
             grouped = isinstance(g, PerGroup) and g.n == 1 and g.k in (16, 32, 64, 128)
             if encoding.bits == 4:
-                wanted = "groups of 16, 32, 64 or 128 columns"
-                if reasons.need(grouped, f"{projection} scales", wanted, str(g)):
+                expected = "groups of 16, 32, 64 or 128 columns"
+                if reasons.need(grouped, f"{projection} scales", expected, str(g)):
                     for dtype, columns in (("e8m0", 32), ("e4m3", 16)):
                         fits = encoding.scale_dtype != dtype or encoding.group_columns == columns
-                        wanted = f"groups of {columns} columns for {dtype.upper()}"
-                        reasons.need(fits, f"{projection} scales", wanted, str(g))
-            reasons.need(not encoding.zero_points, f"{projection} zero points", "none", "zero points")
+                        expected = f"groups of {columns} columns for {dtype.upper()}"
+                        reasons.need(fits, f"{projection} scales", expected, str(g))
+            reasons.need(not encoding.zero_points, f"{projection} zero points")
         tile = BLOCK if any(e.element == "e4m3" for e in spec.encodings.values()) else TILE
         for name, size in (("H", spec.hidden), ("F", spec.intermediate)):
             reasons.need(size % tile == 0, name, f"a multiple of {tile}", size)
