@@ -1,0 +1,284 @@
+"""The numbers that the CUDA kernels and their launchers both know, in one table: tiles, pipeline stages, shared memory.
+
+``scripts/build-kernels`` writes ``sizes.cuh`` and ``instantiations/*.cu`` from it, so a number stands once; a stage
+whose layout in C++ takes another number of bytes does not compile.
+
+M, N and K are those of the layer: tokens, rows of the weights, columns of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+__all__ = [
+    "ALIGNMENT", "BF16", "E4M3_BLOCK_K", "E4M3_ROW_BYTES", "FAMILIES", "MAX_STAGES", "MIN_STAGES", "PARTS",
+    "SHARED_BYTES", "TILE_ROWS", "W4A8", "W4A16_MMA", "W4A16_WGMMA", "W4_FORMATS", "W8A8", "W8A8_F16", "Family",
+    "MmaFamily", "Pipeline", "Tile", "W4Format", "e4m3_row_bytes", "round_up",
+]  # fmt: skip
+
+SHARED_BYTES = 227 * 1024
+"""Shared memory that one CTA may have on SM90, static and dynamic."""
+
+STATIC_BYTES = 2048
+"""What of it is kept for static shared memory where a family does not say more exactly."""
+
+ALIGNMENT = 1024
+"""Stages begin at a multiple of so many bytes: 128-byte swizzling repeats after them."""
+
+MAX_STAGES = 16
+"""Most pipeline stages: kernels have so many pairs of mbarriers."""
+
+MIN_STAGES = 3
+"""Fewest stages with which the w4a16_mma kernels are used."""
+
+TILE_ROWS = 8
+"""Rows of x per expert are padded to a multiple of this in permuted tiles."""
+
+E4M3_BLOCK_K = 128
+"""Columns of x or h that share a scale, and those of a tile of permuted E4M3 rows."""
+
+E4M3_ROW_BYTES = E4M3_BLOCK_K + 4
+"""Of a row in such a tile: codes, and a float32 scale."""
+
+PARTS = {"gate_up": "kGateUp", "up": "kUp", "down": "kDown"}
+"""What a kernel computes: gate, up and the activation; up and the activation; down. And its word in C++."""
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple that is not below ``value``."""
+    return -(-value // multiple) * multiple
+
+
+def e4m3_row_bytes(columns: int) -> int:
+    """Bytes of a row in E4M3 outside of tiles: its codes and behind them its float32 scales, padded to 16 bytes."""
+    return columns + round_up(columns // 32, 16)
+
+
+@dataclass(frozen=True, slots=True)
+class W4Format:
+    """A 4-bit format as the w4a16 kernels read it.
+
+    Attributes:
+        cpp: its type in ``dequant/``.
+        scale_bytes: bytes of scales beside 64 rows and ``scale_blocks`` times 64 columns of weights.
+        scale_blocks: how many times 64 columns share a block of scales.
+    """
+
+    cpp: str
+    scale_bytes: int
+    scale_blocks: int
+
+
+W4_FORMATS: dict[str, W4Format] = {
+    "mxfp4": W4Format("Mxfp4", 128, 1),
+    "nvfp4": W4Format("Nvfp4", 256, 1),
+    "int4_g32": W4Format("Int4<32>", 256, 1),
+    "int4_g128": W4Format("Int4<128>", 128, 2),
+}
+"""Formats that the w4a16 kernels dequantize."""
+
+_NO_SCALES = W4Format("", 0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What a CTA computes at a time.
+
+    Attributes:
+        block_m: most rows of x in a work tile.
+        block_n: rows of weights.
+        block_k: columns of a pipeline stage.
+        warpgroups: consumer warpgroups, or 0 where consumers are single warps.
+        widths: instructions for fewer rows of x than ``block_m``, for work tiles that have no more.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warpgroups: int
+    widths: tuple[int, ...] = ()
+
+    @property
+    def n_blocks(self) -> int:
+        """Blocks of 64 rows of weights that a consumer warpgroup has."""
+        return self.block_n // 64 // self.warpgroups
+
+    @property
+    def k_blocks(self) -> int:
+        """Blocks of 64 columns in a stage."""
+        return self.block_k // 64
+
+
+class Pipeline(NamedTuple):
+    """Of a launch: pipeline stages, buffers of x beside them (w4a16_mma), and bytes of dynamic shared memory."""
+
+    stages: int
+    x_buffers: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Kernels that compute in the same way, by tile.
+
+    Attributes:
+        name: of the family; the first part of its kernels' and units' names.
+        formats: of weights, each with its 4-bit sizes or None.
+        tiles: by ``block_m``; for w4a16_mma, the tile with the smaller ``block_n``.
+        parts: of :data:`PARTS`.
+        codes_bytes: of 64 rows by 64 columns of weights.
+        x_bytes: of a row of x in 64 columns of a stage.
+        row_bytes: of a row of x in each stage, beside them.
+        scratch_bytes, scratch_row_bytes: dynamic shared memory behind the stages, and more for each row of x.
+        static_bytes, static_row_bytes: static shared memory, and more for each row of x.
+    """
+
+    name: str
+    formats: Mapping[str, W4Format | None]
+    tiles: Mapping[int, Tile]
+    parts: tuple[str, ...]
+    codes_bytes: int
+    x_bytes: int
+    row_bytes: int = 0
+    scratch_bytes: int = 0
+    scratch_row_bytes: int = 0
+    static_bytes: int = STATIC_BYTES
+    static_row_bytes: int = 0
+    block_ns: tuple[int, ...] = field(default=())
+
+    def unit(self, format: str) -> str:
+        """The cubin with the family's kernels for a format."""
+        return f"{self.name}_{format}"
+
+    def kernel(self, part: str, block_m: int, block_n: int = 0) -> str:
+        """A kernel's name; ``block_n`` where the family has a choice of it."""
+        name = f"{self.name}_{part}_m{round_up(block_m, 8)}"
+        return f"{name}_n{block_n}" if self.block_ns else name
+
+    def threads(self, block_m: int) -> int:
+        """Threads of a CTA: consumers, and four producer warps."""
+        return self.tiles[block_m].warpgroups * 128 + 128
+
+    def stage_bytes(self, format: str, block_m: int) -> int:
+        """Bytes of a pipeline stage: codes and scales of weights, x and its scales."""
+        tile, sizes = self.tiles[block_m], self.formats[format] or _NO_SCALES
+        scales = -(-tile.k_blocks // sizes.scale_blocks) * sizes.scale_bytes
+        weights = tile.block_n // 64 * (tile.k_blocks * self.codes_bytes + scales)
+        return round_up(weights + block_m * (tile.k_blocks * self.x_bytes + self.row_bytes), ALIGNMENT)
+
+    def pipeline(self, format: str, block_m: int) -> Pipeline:
+        """As many stages as shared memory holds."""
+        stage = self.stage_bytes(format, block_m)
+        beside = self.scratch_bytes + self.scratch_row_bytes * block_m + ALIGNMENT
+        static = self.static_bytes + self.static_row_bytes * block_m
+        stages = min((SHARED_BYTES - static - beside) // stage, MAX_STAGES)
+        return Pipeline(stages, 1, stages * stage + beside)
+
+
+@dataclass(frozen=True, slots=True)
+class MmaFamily(Family):
+    """The w4a16_mma kernels: ``mma.sync`` by single warps, eight of which share 64 rows of weights along K.
+
+    A stage holds :attr:`stage_blocks` blocks of 64 x 64 weights; whole rows of x stand beside the stages.
+    """
+
+    consumer_warps: int = 16
+    producer_warps: int = 2
+    stage_blocks: int = 8
+
+    def threads(self, block_m: int) -> int:
+        """Threads of a CTA: one producer warp for weights, one for x, and the consumers."""
+        return (self.consumer_warps + self.producer_warps) * 32
+
+    def stage_bytes(self, format: str, block_m: int) -> int:
+        """Bytes of a pipeline stage: codes and scales of weights."""
+        sizes = self.formats[format] or _NO_SCALES
+        return self.stage_blocks * self.codes_bytes + self.stage_blocks // sizes.scale_blocks * sizes.scale_bytes
+
+    def x_pipeline(self, format: str, block_m: int, k: int) -> Pipeline:
+        """For rows of x of ``k`` columns: two buffers of x where more than :data:`MIN_STAGES` stages fit beside them,
+        else one."""
+        stage = self.stage_bytes(format, block_m)
+        sums = self.consumer_warps * round_up(block_m, 8) // 8 * 1024  # partial sums, of 32 rows by 8 rows of x a warp
+        x_bytes = block_m * (2 * k + 16)  # rows start four banks apart
+        room = SHARED_BYTES - self.static_bytes - sums - 128
+        stages, buffers = 0, 0
+        for buffers in (2, 1):
+            stages = (room - buffers * x_bytes) // stage
+            if stages > MIN_STAGES:
+                break
+        stages = min(stages, MAX_STAGES)
+        return Pipeline(stages, buffers, sums + buffers * x_bytes + 128 + stages * stage)
+
+    def fits(self, format: str, block_m: int, k: int) -> bool:
+        """Whether so many rows of x leave room for :data:`MIN_STAGES` stages."""
+        return self.x_pipeline(format, block_m, k).stages >= MIN_STAGES
+
+
+def _tiles(*tiles: Tile) -> dict[int, Tile]:
+    return {tile.block_m: tile for tile in tiles}
+
+
+_ALL, _GATED = ("gate_up", "up", "down"), ("gate_up", "down")
+
+W4A16_MMA = MmaFamily(
+    "w4a16_mma", W4_FORMATS, _tiles(Tile(8, 64, 512, 0), Tile(12, 64, 512, 0), Tile(16, 64, 512, 0)), _ALL,
+    codes_bytes=2048, x_bytes=0, block_ns=(64, 128),
+)  # fmt: skip
+"""4-bit weights decoded to bfloat16 for ``mma.sync``, for few rows an expert. With ``block_n`` 128, ``block_k`` is
+256."""
+
+# Few rows of x need many rows of weights for each instruction, many rows need many warps: as measured.
+W4A16_WGMMA = Family(
+    "w4a16_wgmma", W4_FORMATS, _tiles(
+        Tile(32, 512, 128, 4, (16,)),
+        Tile(64, 256, 128, 4, (32, 48)),
+        Tile(128, 256, 128, 2, (48, 96)),
+        Tile(256, 128, 64, 2, (96, 160, 192, 224)),
+    ), _ALL, codes_bytes=2048, x_bytes=128,
+)  # fmt: skip
+"""4-bit weights decoded to bfloat16 in registers, for ``wgmma``."""
+
+# With a gate, 256 rows of weights are 128 columns of h, which share a scale. Behind the stages: a table of magnitudes,
+# and for three tiles that take turns the largest number of each row of h.
+W4A8 = Family(
+    "w4a8", {"mxfp4": W4_FORMATS["mxfp4"]}, _tiles(
+        Tile(16, 256, 256, 4, (8,)),
+        Tile(32, 256, 256, 4, (8, 16, 24)),
+        Tile(64, 256, 256, 4, (32, 48)),
+        Tile(128, 256, 128, 2, (32, 64, 96, 112)),
+    ), _GATED, codes_bytes=2048, x_bytes=E4M3_ROW_BYTES // 2, scratch_bytes=128, scratch_row_bytes=12,
+)  # fmt: skip
+"""MXFP4 weights decoded to E4M3 in registers, rows in E4M3."""
+
+BF16 = Family(
+    "bf16", {"bf16": None}, _tiles(
+        Tile(32, 128, 128, 2, (8, 16, 24)),
+        Tile(64, 128, 128, 2, (16, 32, 48)),
+        Tile(128, 256, 64, 2, (32, 64, 96)),
+        Tile(256, 128, 64, 2, (32, 64, 96, 128, 160, 192, 224)),
+    ), _ALL, codes_bytes=8192, x_bytes=128,
+)  # fmt: skip
+"""bfloat16 weights, read by ``wgmma`` as they are."""
+
+_BARRIER_BYTES = 16 * (MAX_STAGES + 1)  # two for each stage, and those of the warpgroups' turns
+
+# A row of x has two scales in a stage, and in static shared memory a maximum for each consumer warp and two scales.
+W8A8_F16 = Family(
+    "w8a8_f16", {"fp8_block128": None}, _tiles(
+        Tile(32, 256, 128, 2, (16,)), Tile(64, 256, 128, 2, (32, 48)), Tile(96, 256, 128, 2, (48, 64, 80)),
+    ), _GATED, codes_bytes=4096, x_bytes=128, row_bytes=8, static_bytes=_BARRIER_BYTES, static_row_bytes=40,
+)  # fmt: skip
+"""E4M3 weights and rows, both converted to float16, whose sums are exact."""
+
+# In static shared memory each row of h has a maximum for three tiles that take turns.
+W8A8 = Family(
+    "w8a8", {"fp8_block128": None}, _tiles(Tile(160, 256, 128, 2, (32, 64, 80, 96, 112, 128))), _GATED,
+    codes_bytes=4096, x_bytes=64, row_bytes=8, static_bytes=_BARRIER_BYTES, static_row_bytes=12,
+)  # fmt: skip
+"""E4M3 weights and rows, multiplied as they are: sums of 128 columns have 14 bits."""
+
+FAMILIES: dict[str, Family] = {f.name: f for f in (W4A16_MMA, W4A16_WGMMA, W4A8, BF16, W8A8_F16, W8A8)}
+"""All of them."""
