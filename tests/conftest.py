@@ -15,6 +15,8 @@ import torch
 if TYPE_CHECKING:
     from support.serving import Running
 
+pytest_plugins = ["support.tiers"]
+
 # The suite never reaches out: nothing it loads may come from the Hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

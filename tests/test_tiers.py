@@ -1,0 +1,102 @@
+"""Which slow tests ``scripts/test`` and ``scripts/test --ci`` include."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from support import tiers
+
+pytest_plugins = ["pytester"]
+
+TESTS = """
+import pytest
+
+def test_quick():
+    pass
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", range(30))
+def test_many(n):
+    pass
+
+@pytest.mark.slow
+def test_one():
+    pass
+
+@pytest.mark.long
+def test_of_minutes():
+    pass
+"""
+
+
+@pytest.fixture
+def suite(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+    """A test suite with one quick test, two groups of slow ones and one that takes minutes."""
+    monkeypatch.delenv(tiers.SEED, raising=False)
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    pytester.makeini("[pytest]\nmarkers =\n    slow:\n    long:\n")
+    pytester.makepyfile(test_suite=TESTS)
+    return pytester
+
+
+def collected(suite: pytest.Pytester, *arguments: str) -> list[str]:
+    result = suite.runpytest_inprocess("-p", "support.tiers", "--collect-only", "-q", *arguments)
+    assert result.ret == 0
+    return [line.partition("::")[2] for line in result.outlines if "::" in line]
+
+
+def test_none_and_all(suite: pytest.Pytester) -> None:
+    assert collected(suite, "--slow=none") == ["test_quick"]
+    every = ["test_quick", *(f"test_many[{n}]" for n in range(30)), "test_one", "test_of_minutes"]
+    assert collected(suite, "--slow=all") == collected(suite) == every
+
+
+def test_a_sample_has_some_of_each_group_and_nothing_long(
+    suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = []
+    for seed in map(str, range(20)):
+        monkeypatch.setenv(tiers.SEED, seed)
+        found = collected(suite, "--slow=sample")
+        assert found == collected(suite, "--slow=sample")
+        assert [found[0], found[-1]] == ["test_quick", "test_one"]
+        assert len(set(found[1:-1])) == 3  # a twelfth of 30, rounded up
+        assert all(name.startswith("test_many[") for name in found[1:-1])
+        samples += found[1:-1]
+    assert len(set(samples)) > 15  # of 60 drawn from 30
+
+
+def test_what_is_chosen_from_a_group_does_not_depend_on_the_others() -> None:
+    group = [f"tests/a.py::test[{n}]" for n in range(40)]
+    others = [f"tests/b.py::test[{n}]" for n in range(40)]
+    both = tiers.sample([*reversed(others), *reversed(group)], "seed")
+    assert both == tiers.sample(group, "seed") | tiers.sample(others, "seed")
+
+
+def test_workers_choose_the_same_sample_and_the_seed_is_said(
+    suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    arguments = ["-p", "support.tiers", "--slow=sample"]
+    result = suite.runpytest_subprocess(*arguments, "-n", "2")
+    assert result.parseoutcomes() == {"passed": 5}
+    (said,) = [line for line in result.outlines if "slow tests: a sample with seed" in line]
+    assert f"{tiers.SEED}={tiers.default_seed(suite.path)} scripts/test --ci" in said
+    monkeypatch.setenv(tiers.SEED, "mine")
+    assert f"{tiers.SEED}=mine scripts/test --ci" in suite.runpytest_inprocess(*arguments).stdout.str()
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="no git")
+def test_the_seed_is_the_commit(tmp_path: Path) -> None:
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    date = tiers.default_seed(tmp_path)
+    assert len(date.split("-")) == 3
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "one"], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout
+    assert head.startswith(tiers.default_seed(tmp_path))
+    assert len(tiers.default_seed(tmp_path)) == 12
