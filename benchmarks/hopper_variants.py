@@ -304,7 +304,7 @@ def _call(variant: Variant, height: int) -> Callable[..., None]:
     def call(problem: Problem, packed: Packed, x: Tensor, routing: Routing, out: Tensor) -> None:
         if variant.shape is not None:
             launch.IN_TILES[kernels][variant.rows] = variant.shape  # type: ignore[index]
-        Cuda().run(problem, packed, x, routing, config, out)
+        Cuda().bind(problem, packed).run(x, routing, config, out)
 
     return call
 

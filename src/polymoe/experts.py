@@ -12,16 +12,14 @@ from torch import Tensor, nn
 
 from polymoe.activations import Activation
 from polymoe.backends import BACKENDS
-from polymoe.backends.reference import run_experts
 from polymoe.checkpoint import Checkpoint
-from polymoe.errors import ArgumentError, CheckpointError, PlanError, ScaleError, VerificationError
+from polymoe.errors import ArgumentError, PlanError, ScaleError
 from polymoe.layouts import LAYOUTS, Layout, Packed
+from polymoe.load_check import check_layer, require_input_scales
 from polymoe.machine import Machine
-from polymoe.numerics import TOLERANCE, relative_error
 from polymoe.planning.select import Selection
 from polymoe.problem import ActivationMode, Dtype, Problem, WeightOn
-from polymoe.routing import Routing
-from polymoe.runtime import DTYPES, LayerRuntime, PlanRequest, on_device
+from polymoe.runtime import DTYPES, TORCH_DTYPES, LayerRuntime, PlanCache, PlanRequest, check_call
 from polymoe.tensors import ExpertWeights
 
 __all__ = ["FusedExperts", "load_experts", "resolve_activations"]
@@ -38,7 +36,8 @@ class FusedExperts(nn.Module):
 
     def __init__(self, problem: Problem, packed: Packed, choice: PlanRequest) -> None:
         super().__init__()
-        self._calls = LayerRuntime.of(problem, choice, packed.layout, tuple(packed.tensors))
+        self._plans = PlanCache.of(problem, choice, packed.layout, tuple(packed.tensors))
+        self._bound: LayerRuntime | None = None
         self._names = {name: f"packed_{name.replace('.', '_')}" for name in packed.tensors}
         for name, tensor in packed.tensors.items():
             self.register_buffer(self._names[name], tensor, persistent=False)
@@ -105,7 +104,7 @@ class FusedExperts(nn.Module):
         target = torch.device(device or choice.machine.device.kind)
         self = cls(*choice.pack(problem, weights, target, where), choice)
         if problem.activations == "fp8_static":
-            self._require_input_scales(where)
+            require_input_scales(self.weights, where)
         if check:
             self.check(weights, where=where)
         return self
@@ -113,12 +112,12 @@ class FusedExperts(nn.Module):
     @property
     def problem(self) -> Problem:
         """What it runs: sizes, encodings, activation."""
-        return self._calls.problem
+        return self._plans.problem
 
     @property
     def packed(self) -> Packed:
         """The packed tensors, in their layout, wherever the module is now."""
-        return self._calls.packed(self._tensors())
+        return self._plans.packed(self._tensors())
 
     @property
     def weights(self) -> ExpertWeights:
@@ -132,7 +131,7 @@ class FusedExperts(nn.Module):
 
     def explain(self) -> Selection:
         """Every backend with its verdict and the plan by token count; ``print()`` it, or ``.to_dict()``."""
-        return self._calls.selection(self.problem.dtype)
+        return self._plans.selection(self.problem.dtype)
 
     def update(self, weights: ExpertWeights) -> None:
         """Refill the packed tensors in place, at the same addresses, from experts of the same spec.
@@ -154,23 +153,61 @@ class FusedExperts(nn.Module):
                 hint="load these experts anew: they take a slower, exact path",
             )
 
-    def forward(self, x_TH: Tensor, topk_ids_TA: Tensor, topk_weights_TA: Tensor) -> Tensor:
+    def workspace_bytes(self, tokens: int, top_k: int | None = None) -> int:
+        """Bytes of ``workspace`` that a call of ``tokens`` tokens needs; 0 where the planned backend takes none.
+
+        Args:
+            tokens: T.
+            top_k: A, by default the model's.
+        """
+        step = self._runtime.step(TORCH_DTYPES[self.problem.dtype], tokens)
+        return step.runner.workspace_bytes(tokens, top_k or self.problem.top_k, step.config)
+
+    def forward(
+        self,
+        x_TH: Tensor,
+        topk_ids_TA: Tensor,
+        topk_weights_TA: Tensor,
+        *,
+        out: Tensor | None = None,
+        workspace: Tensor | None = None,
+        x_scales: Tensor | None = None,
+        expert_map: Tensor | None = None,
+    ) -> Tensor:
         """Weighted sum over each token's experts: ``[T, H]`` in x's dtype.
 
         Args:
-            x_TH: bfloat16, float16 or float32.
+            x_TH: bfloat16, float16 or float32; float8_e4m3fn with ``x_scales``.
             topk_ids_TA: int32 or int64; -1, E and experts of other ranks contribute exactly 0.
             topk_weights_TA: float32, of the same shape; scaled by the router already. Any A of at least 1.
+            out: where the result is written, and what is returned; contiguous, in x's dtype (in the planned dtype if x
+                is quantized). By default it is allocated.
+            workspace: uint8 [:meth:`workspace_bytes`] to use instead of allocating. Calls that share one must not run
+                at the same time.
+            x_scales: float32 [T, groups] that multiply x: x comes quantized, as ``problem.activations`` says.
+            expert_map: int32 or int64 [E]: the place in the packed layer of each expert that an id may name, or -1 for
+                those of other ranks. It replaces the range of experts that the layer was loaded for.
 
-        Under tensor or expert parallelism the result is this rank's partial sum; the caller reduces.
+        The last three are for backends that take them. Under tensor or expert parallelism the result is this rank's
+        partial sum; the caller reduces.
 
         Raises:
-            ArgumentError: for a wrong shape, dtype, device, or (on a CPU) an id outside -1 to E.
+            ArgumentError: for a wrong shape, dtype, device, or (on a CPU) an id outside -1 to E; for an argument that
+                the planned backend does not take.
         """
-        self._check_call(x_TH, topk_ids_TA, topk_weights_TA)
         if torch.compiler.is_compiling():
-            return torch.ops.polymoe.fused_experts(x_TH, topk_ids_TA, topk_weights_TA, self._tensors(), self._calls.key)
-        return self._calls.run(self._tensors(), x_TH, Routing(topk_ids_TA, topk_weights_TA))
+            tensors, key = self._tensors(), self._plans.key
+            check_call(
+                self.problem, self.device, x_TH, topk_ids_TA, topk_weights_TA, out, workspace, x_scales, expert_map
+            )  # fmt: skip
+            given = (x_TH, topk_ids_TA, topk_weights_TA, tensors, key)
+            if out is None:  # its memory, and the workspace's, is the graph's
+                return torch.ops.polymoe.fused_experts(*given, x_scales, expert_map)
+            torch.ops.polymoe.fused_experts_out(out, *given, workspace, x_scales, expert_map)
+            return out
+        layer = self._runtime
+        check_call(self.problem, layer.device, x_TH, topk_ids_TA, topk_weights_TA, out, workspace, x_scales, expert_map)
+        return layer.run(x_TH, topk_ids_TA, topk_weights_TA, out, workspace, x_scales, expert_map)
 
     def check(self, weights: ExpertWeights | None = None, *, where: str = "experts") -> None:
         """Compare up to four experts with the float32 reference, on every backend of the plan.
@@ -182,97 +219,27 @@ class FusedExperts(nn.Module):
         Raises:
             VerificationError: naming backend, layer and error.
         """
-        spec = self.problem.spec
-        weights = weights or self.weights
-        local = sorted({round(i * (spec.local_experts - 1) / 3) for i in range(4)})
-        generator = torch.Generator().manual_seed(0)
-        plan = self.explain().require()
-        most = max(step.config.check_tokens for step in plan.steps)
-        x_TH = torch.randn(most, spec.hidden, generator=generator).to(_TORCH[self.problem.dtype])
-        ids_TA = torch.tensor(local)[torch.arange(most * 2).reshape(most, 2) % len(local)] + spec.first_expert
-        weights_TA = torch.rand(most, 2, generator=generator) + 0.5
-        expected = self._expected(weights, x_TH, Routing(ids_TA, weights_TA))
-        if not bool(torch.isfinite(expected).all()):
-            raise VerificationError(
-                f"{where}, experts {', '.join(str(spec.first_expert + e) for e in local)}",
-                expected="finite results in float32",
-                got="NaN or infinity",
-                hint="weights or scales are far too large: the files are damaged, or converted wrongly",
-            )
-        routing = Routing(ids_TA.to(self.device), weights_TA.to(self.device))
-        for step in plan.steps:
-            rows = min(step.config.check_tokens, step.max_tokens or most)
-            x, some = x_TH[:rows].to(self.device), Routing(*(part[:rows] for part in routing))
-            got = torch.empty_like(x)
-            backend = self._calls.choice.backends[step.backend]
-            with on_device(self.device):
-                backend.run(self.problem, self.packed, x, some, step.config, got)
-            error = relative_error(got.cpu(), expected[:rows])
-            if not error <= TOLERANCE:  # NaN fails too
-                raise VerificationError(
-                    f"{where}, backend {step.backend!r} ({step.config}), layout {plan.layout!r}",
-                    expected=f"a relative error of at most {TOLERANCE:g} against the reference",
-                    got=f"{error:.3g}",
-                    hint="this is a bug: report it with this message, and load with another backend meanwhile",
-                )
-
-    def _expected(self, weights: ExpertWeights, x_TH: Tensor, routing: Routing) -> Tensor:
-        """What the reference computes, float32 on the CPU: in milliseconds on a GPU, if it has memory for a matrix.
-
-        There in float64, since torch may have been told to compute float32 products in TF32.
-        """
-
-        def run(device: torch.device, dtype: torch.dtype) -> Tensor:
-            here = ExpertWeights(weights.spec, lambda e: weights.expert(e).to(device))
-            inputs = x_TH.to(device), Routing(*(part.to(device) for part in routing))
-            return run_experts(self.problem, here, *inputs, dtype).float().cpu()
-
-        if self.device.type != "cpu":
-            try:
-                return run(self.device, torch.float64)
-            except torch.OutOfMemoryError:
-                log.debug("no memory on %s for the reference: it runs on the CPU", self.device)
-        return run(torch.device("cpu"), torch.float32)
-
-    def _require_input_scales(self, where: str) -> None:
-        """Refuse at load what would otherwise fail at the first token that meets an expert without its scales."""
-        for e, expert in enumerate(self.weights):
-            if expert.gate_up_input_scale is None or expert.down_input_scale is None:
-                raise CheckpointError(
-                    f"{where}, expert {self.problem.spec.first_expert + e}",
-                    expected="static input scales, for activations='fp8_static'",
-                    got="none, or not a number",
-                    hint='the expert was never calibrated: load with activations="fp8_token" or "16bit"',
-                )
+        check_layer(self._runtime, self.problem, weights or self.weights, where)
 
     @property
     def _layout(self) -> Layout:
-        return self._calls.choice.layouts[self._calls.layout]
+        return self._plans.request.layouts[self._plans.layout]
 
     def _tensors(self) -> list[Tensor]:
         return [self.get_buffer(buffer) for buffer in self._names.values()]
 
-    def _check_call(self, x_TH: Tensor, ids_TA: Tensor, weights_TA: Tensor) -> None:
-        spec = self.problem.spec
-        if x_TH.dim() != 2 or x_TH.shape[1] != spec.hidden:
-            raise ArgumentError("x_TH", expected=f"[T, {spec.hidden}]", got=str(list(x_TH.shape)))
-        if x_TH.dtype not in DTYPES:
-            raise ArgumentError("x_TH", expected="bfloat16, float16 or float32", got=str(x_TH.dtype))
-        tokens = x_TH.shape[0]
-        for name, tensor, dtypes in (
-            ("topk_ids_TA", ids_TA, (torch.int32, torch.int64)),
-            ("topk_weights_TA", weights_TA, (torch.float32,)),
-        ):
-            if tensor.dtype not in dtypes:
-                raise ArgumentError(name, expected=" or ".join(map(str, dtypes)), got=str(tensor.dtype))
-            if tensor.dim() != 2 or tensor.shape[0] != tokens or tensor.shape[1] < 1 or tensor.shape != ids_TA.shape:
-                raise ArgumentError(
-                    name, expected=f"[{tokens}, A], the same for ids and weights", got=str(list(tensor.shape))
-                )
-            if tensor.device != x_TH.device:
-                raise ArgumentError(name, expected=f"on {x_TH.device}, like x", got=str(tensor.device))
-        if x_TH.device != self.device:
-            raise ArgumentError("x_TH", expected=f"on {self.device}, like the packed experts", got=str(x_TH.device))
+    @property
+    def _runtime(self) -> LayerRuntime:
+        """Bound to the tensors that the buffers are now: whoever moves a module may replace them."""
+        buffers, bound = self._buffers, self._bound
+        tensors = [buffers[name] for name in self._names.values()]
+        if bound is None or bound.plans is not self._plans or not bound.holds(tensors):
+            bound = self._bound = LayerRuntime(self._plans, self._tensors())
+            self._plans.add(bound)
+        return bound
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_bound": None}  # a copy is bound to its own tensors
 
     def _apply(self, fn: Any, recurse: bool = True) -> FusedExperts:
         # Module.to(dtype), .half() and .float() cast what is floating point, and float8 codes and scales count as
@@ -282,13 +249,13 @@ class FusedExperts(nn.Module):
         for buffer in self._names.values():
             setattr(self, buffer, self.get_buffer(buffer).to(device))
         if device.type != before.type:
-            choice = replace(self._calls.choice, machine=Machine.of(str(device)))
-            self._calls = LayerRuntime.of(self.problem, choice, self._calls.layout, self._calls.names)
+            request = replace(self._plans.request, machine=Machine.of(str(device)))
+            self._plans = PlanCache.of(self.problem, request, self._plans.layout, self._plans.names)
         return self
 
     def extra_repr(self) -> str:
         """The problem, and the packed size."""
-        return f"{self.problem}, {self._calls.layout}, {self.packed.nbytes / 2**20:.1f} MiB"
+        return f"{self.problem}, {self._plans.layout}, {self.packed.nbytes / 2**20:.1f} MiB"
 
 
 def load_experts(
@@ -358,9 +325,6 @@ def resolve_activations(checkpoint: Checkpoint, layer: int, machine: Machine, ac
     if activations != "auto":
         return activations  # type: ignore[return-value]  # Problem checks the name
     return checkpoint.recipe(layer) if machine.device.kind == "cuda" else "16bit"
-
-
-_TORCH = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def _dtype(dtype: torch.dtype) -> Dtype:

@@ -1,18 +1,22 @@
-"""A layer's calls: what a call needs but the packed tensors, and the one custom op that runs it in compiled graphs."""
+"""A layer's calls: the plan of each dtype of x, the runners bound to the packed tensors, and the custom ops that run a
+call in compiled graphs."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from polymoe.backends.base import Backend
+from polymoe.backends.base import Backend, Runner
+from polymoe.backends.config import Config
 from polymoe.errors import ArgumentError, ScaleError
 from polymoe.layouts import Layout, Packed
 from polymoe.machine import Machine
@@ -21,7 +25,7 @@ from polymoe.problem import Dtype, Problem
 from polymoe.routing import Routing
 from polymoe.tensors import ExpertWeights
 
-__all__ = ["DTYPES", "LayerRuntime", "PlanRequest", "on_device"]
+__all__ = ["DTYPES", "TORCH_DTYPES", "BoundStep", "LayerRuntime", "PlanCache", "PlanRequest", "check_call", "on_device"]
 
 log = logging.getLogger("polymoe")
 
@@ -32,10 +36,13 @@ DTYPES: dict[torch.dtype, Dtype] = {
 }
 """Dtypes of x, and their names in a Problem."""
 
+TORCH_DTYPES: dict[Dtype, torch.dtype] = {name: dtype for dtype, name in DTYPES.items()}
+"""The inverse."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """Tables and wishes that plan a layer, kept to plan again when x comes in another dtype."""
+    """What a layer's plans are made from, kept to plan again when x comes in another dtype."""
 
     machine: Machine
     role: str
@@ -82,70 +89,282 @@ class PlanRequest:
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Makes a GPU torch's current one: kernels launch there, and it need not be the tensors'."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
-class LayerRuntime:
-    """All of a layer but its tensors: what a call needs to run on them."""
+class PlanCache:
+    """What layers of one kind share: their selections by dtype of x, and the key by which compiled graphs find them.
 
-    def __init__(self, problem: Problem, choice: PlanRequest, layout: str, names: tuple[str, ...], key: str) -> None:
-        self.problem, self.choice, self.layout, self.names, self.key = problem, choice, layout, names, key
+    A compiled graph holds the key as a constant. Equal keys mean equal calls, also in another process.
+    """
+
+    def __init__(self, problem: Problem, request: PlanRequest, layout: str, names: tuple[str, ...], key: str) -> None:
+        self.problem, self.request, self.layout, self.names, self.key = problem, request, layout, names, key
         self._selections: dict[str, Selection] = {}
+        self._layers: WeakValueDictionary[tuple[int, ...], LayerRuntime] = WeakValueDictionary()
 
     @classmethod
-    def of(cls, problem: Problem, choice: PlanRequest, layout: str, names: tuple[str, ...]) -> LayerRuntime:
+    def of(cls, problem: Problem, request: PlanRequest, layout: str, names: tuple[str, ...]) -> PlanCache:
         """The one that layers like this share."""
-        tables = [sorted(map(repr, table.values())) for table in (choice.backends, choice.layouts)]
-        about = f"{problem!r} {choice.machine!r} {choice.role} {choice.backend} {tables} {layout} {names}"
+        tables = [sorted(map(repr, table.values())) for table in (request.backends, request.layouts)]
+        about = f"{problem!r} {request.machine!r} {request.role} {request.backend} {tables} {layout} {names}"
         key = hashlib.sha256(about.encode()).hexdigest()[:16]
-        calls = _RUNTIMES.get(key) or cls(problem, choice, layout, names, key)
-        _RUNTIMES[key] = calls
-        return calls
+        found = _CACHES.get(key) or cls(problem, request, layout, names, key)
+        _CACHES[key] = found
+        return found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PlanCache.of, (self.problem, self.request, self.layout, self.names)
 
     def selection(self, dtype: Dtype) -> Selection:
         """For the problem with x in ``dtype``, made once: calls only look it up."""
         if dtype not in self._selections:
-            self._selections[dtype] = self.choice.select(replace(self.problem, dtype=dtype), self.layout)
+            self._selections[dtype] = self.request.select(replace(self.problem, dtype=dtype), self.layout)
         return self._selections[dtype]
 
     def packed(self, tensors: Sequence[Tensor]) -> Packed:
         """The tensors, in the order of ``names``, as a packed layer."""
         return Packed(self.layout, self.problem.spec, dict(zip(self.names, tensors, strict=True)))
 
-    def run(self, tensors: Sequence[Tensor], x_TH: Tensor, routing: Routing) -> Tensor:
-        """The weighted sum, on the planned backend for this token count."""
-        out_TH = torch.empty_like(x_TH, memory_format=torch.contiguous_format)
+    def layer(self, tensors: Sequence[Tensor]) -> LayerRuntime:
+        """The runtime that is bound to these tensors: the one that a layer holds, or a new one."""
+        addresses = tuple(t.data_ptr() for t in tensors)
+        return self._layers.get(addresses) or LayerRuntime(self, tensors)
+
+    def add(self, layer: LayerRuntime) -> None:
+        """Let compiled graphs find ``layer`` as long as it lives."""
+        self._layers[tuple(t.data_ptr() for t in layer.tensors)] = layer
+
+
+_CACHES: WeakValueDictionary[str, PlanCache] = WeakValueDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class BoundStep:
+    """What calls of up to ``max_tokens`` tokens run (None: any number)."""
+
+    max_tokens: int | None
+    backend: str
+    runner: Runner
+    config: Config
+
+
+class LayerRuntime:
+    """One layer's packed tensors, and the runners that are bound to them: everything but the arguments of a call."""
+
+    def __init__(self, plans: PlanCache, tensors: Sequence[Tensor]) -> None:
+        self.plans, self.tensors, self.device = plans, list(tensors), tensors[0].device
+        self._runners: dict[tuple[Dtype, str], Runner] = {}
+        self._steps: dict[torch.dtype, tuple[list[float], list[BoundStep]]] = {}
+
+    def holds(self, tensors: Sequence[Tensor | None]) -> bool:
+        """Whether these are the tensors that the runners are bound to."""
+        return all(mine is given for mine, given in zip(self.tensors, tensors, strict=True))
+
+    def steps(self, dtype: torch.dtype) -> list[BoundStep]:
+        """The steps of the plan for x in ``dtype``, with the backends bound to the packed tensors.
+
+        Raises:
+            UnsupportedProblem: if nothing runs it on this device.
+        """
+        return (self._steps.get(dtype) or self._bind(dtype))[1]
+
+    def _bind(self, dtype: torch.dtype) -> tuple[list[float], list[BoundStep]]:
+        selection, packed = self.plans.selection(DTYPES[dtype]), self.plans.packed(self.tensors)
+        plan = selection.require()
+        runners = {
+            name: self.plans.request.backends[name].bind(selection.problem, packed)
+            for name in dict.fromkeys(step.backend for step in plan.steps)
+        }
+        bounds = [float("inf") if step.max_tokens is None else step.max_tokens for step in plan.steps]
+        steps = [BoundStep(step.max_tokens, step.backend, runners[step.backend], step.config) for step in plan.steps]
+        self._steps[dtype] = bounds, steps
+        return bounds, steps
+
+    def step(self, dtype: torch.dtype, tokens: int) -> BoundStep:
+        """What a call of ``tokens`` tokens runs.
+
+        Raises:
+            PlanError: if the plan ends below.
+        """
+        bounds, steps = self._steps.get(dtype) or self._bind(dtype)
+        at = bisect_left(bounds, tokens)
+        if at == len(steps):
+            self.plans.selection(DTYPES[dtype]).require().step(tokens)  # raises
+        return steps[at]
+
+    def run(
+        self,
+        x_TH: Tensor,
+        ids_TA: Tensor,
+        weights_TA: Tensor,
+        out_TH: Tensor | None = None,
+        workspace: Tensor | None = None,
+        x_scales: Tensor | None = None,
+        expert_map: Tensor | None = None,
+    ) -> Tensor:
+        """The weighted sum, on the planned backend for this token count; arguments are as
+        :meth:`polymoe.experts.FusedExperts.forward` has checked them."""
+        dtype = x_TH.dtype if x_scales is None else TORCH_DTYPES[self.plans.problem.dtype]
+        if out_TH is None:
+            out_TH = torch.empty_like(x_TH, dtype=dtype, memory_format=torch.contiguous_format)
         tokens = x_TH.shape[0]
-        if tokens:
-            if x_TH.device.type == "cpu":
-                low, high = int(routing.topk_ids_TA.min()), int(routing.topk_ids_TA.max())
-                experts = self.problem.spec.experts
-                if low < -1 or high > experts:
+        if not tokens:
+            return out_TH
+        if self.device.type == "cpu":
+            experts = self.plans.problem.spec.experts if expert_map is None else len(expert_map)
+            _require_ids(ids_TA, experts)
+        step = self.step(dtype, tokens)
+        options = {}
+        if workspace is not None or x_scales is not None or expert_map is not None:
+            options = _options(step, workspace=workspace, x_scales=x_scales, expert_map=expert_map)
+            if workspace is not None:
+                least = step.runner.workspace_bytes(tokens, ids_TA.shape[1], step.config)
+                if workspace.numel() < least:
                     raise ArgumentError(
-                        "topk_ids_TA",
-                        expected=f"0 to {experts - 1}, or -1 or {experts} for none",
-                        got=f"{low} to {high}",
-                    )
-            selection = self.selection(DTYPES[x_TH.dtype])
-            step = selection.require().step(tokens)
-            packed = self.packed(tensors)
-            backend = self.choice.backends[step.backend]
-            with on_device(x_TH.device):
-                backend.run(selection.problem, packed, x_TH, routing, step.config, out_TH)
+                        "workspace", expected=f"at least {least} bytes", got=str(workspace.numel()),
+                        hint="experts.workspace_bytes(tokens, top_k) says how many",
+                    )  # fmt: skip
+        with on_device(self.device):
+            step.runner.run(x_TH, Routing(ids_TA, weights_TA), step.config, out_TH, **options)
         return out_TH
 
 
-# A compiled graph holds a layer's key as a constant. Equal keys mean equal calls, also in another process.
-_RUNTIMES: WeakValueDictionary[str, LayerRuntime] = WeakValueDictionary()
+def check_call(
+    problem: Problem,
+    device: torch.device,
+    x_TH: Tensor,
+    ids_TA: Tensor,
+    weights_TA: Tensor,
+    out_TH: Tensor | None = None,
+    workspace: Tensor | None = None,
+    x_scales: Tensor | None = None,
+    expert_map: Tensor | None = None,
+) -> None:
+    """Refuse arguments of :meth:`polymoe.experts.FusedExperts.forward` that no backend takes.
+
+    Raises:
+        ArgumentError: naming the argument.
+    """
+    hidden, shape, ids_shape = problem.spec.hidden, x_TH.shape, ids_TA.shape
+    dtypes: tuple[torch.dtype, ...] = tuple(DTYPES) if x_scales is None else (torch.float8_e4m3fn,)
+    if len(shape) != 2 or shape[1] != hidden:
+        raise ArgumentError("x_TH", expected=f"[T, {hidden}]", got=str(list(shape)))
+    if x_TH.dtype not in dtypes:
+        expected = "bfloat16, float16 or float32" if x_scales is None else "float8_e4m3fn, as x_scales is given"
+        raise ArgumentError("x_TH", expected=expected, got=str(x_TH.dtype))
+    tokens = shape[0]
+    for name, tensor, dtypes in (
+        ("topk_ids_TA", ids_TA, (torch.int32, torch.int64)),
+        ("topk_weights_TA", weights_TA, (torch.float32,)),
+    ):
+        if tensor.dtype not in dtypes:
+            raise ArgumentError(name, expected=" or ".join(map(str, dtypes)), got=str(tensor.dtype))
+        own = tensor.shape
+        if len(own) != 2 or own[0] != tokens or own[1] < 1 or own != ids_shape:
+            raise ArgumentError(name, expected=f"[{tokens}, A], the same for ids and weights", got=str(list(own)))
+        if tensor.device != x_TH.device:
+            raise ArgumentError(name, expected=f"on {x_TH.device}, like x", got=str(tensor.device))
+    if x_TH.device != device:
+        raise ArgumentError("x_TH", expected=f"on {device}, like the packed experts", got=str(x_TH.device))
+    if out_TH is not None:
+        dtype = x_TH.dtype if x_scales is None else TORCH_DTYPES[problem.dtype]
+        _require("out", out_TH, device, (dtype,), list(shape))
+    if workspace is not None:
+        _require("workspace", workspace, device, (torch.uint8,), [workspace.numel()])
+    if x_scales is not None:
+        groups = {"fp8_token": 1, "fp8_group128": -(-hidden // 128)}.get(problem.activations)
+        if groups is None:
+            raise ArgumentError(
+                "x_scales",
+                expected="none: the experts hold their inputs in 16 bits or by scales of the checkpoint's",
+                got=f"a tensor {list(x_scales.shape)}",
+                hint='load them with activations="fp8_token" or "fp8_group128"',
+            )
+        _require("x_scales", x_scales, device, (torch.float32,), [tokens, groups])
+    if expert_map is not None:
+        _require("expert_map", expert_map, device, (torch.int32, torch.int64), [expert_map.numel()])
+
+
+def _require(
+    name: str, tensor: Tensor, device: torch.device, dtypes: tuple[torch.dtype, ...], shape: list[int]
+) -> None:
+    """Refuse a tensor that is not contiguous, of this shape, on this device and of one of these dtypes."""
+    if tensor.dtype not in dtypes:
+        raise ArgumentError(name, expected=" or ".join(map(str, dtypes)), got=str(tensor.dtype))
+    if list(tensor.shape) != shape:
+        raise ArgumentError(name, expected=str(shape), got=str(list(tensor.shape)))
+    if tensor.device != device:
+        raise ArgumentError(name, expected=f"on {device}, like the packed experts", got=str(tensor.device))
+    if not tensor.is_contiguous():
+        raise ArgumentError(name, expected="a contiguous tensor", got=f"strides {list(tensor.stride())}")
+
+
+def _require_ids(ids_TA: Tensor, experts: int) -> None:
+    low, high = int(ids_TA.min()), int(ids_TA.max())
+    if low < -1 or high > experts:
+        expected = f"0 to {experts - 1}, or -1 or {experts} for none"
+        raise ArgumentError("topk_ids_TA", expected=expected, got=f"{low} to {high}")
+
+
+def _options(step: BoundStep, **given: Tensor | None) -> dict[str, Tensor]:
+    """The options that are given, all of which the runner takes."""
+    for name, value in given.items():
+        if value is not None and name not in step.runner.options:
+            raise ArgumentError(
+                name,
+                expected=f"none: backend {step.backend!r} does not take it",
+                got=f"a tensor {list(value.shape)}",
+                hint="name a backend that does, as backend=...",
+            )
+    return {name: value for name, value in given.items() if value is not None}
 
 
 @torch.library.custom_op("polymoe::fused_experts", mutates_args=())
 def _fused_experts(
-    x_TH: Tensor, topk_ids_TA: Tensor, topk_weights_TA: Tensor, tensors: list[Tensor], key: str
+    x_TH: Tensor,
+    topk_ids_TA: Tensor,
+    topk_weights_TA: Tensor,
+    tensors: list[Tensor],
+    key: str,
+    x_scales: Tensor | None = None,
+    expert_map: Tensor | None = None,
 ) -> Tensor:
-    return _RUNTIMES[key].run(tensors, x_TH, Routing(topk_ids_TA, topk_weights_TA))
+    layer = _CACHES[key].layer(tensors)
+    return layer.run(x_TH, topk_ids_TA, topk_weights_TA, x_scales=x_scales, expert_map=expert_map)
 
 
 @_fused_experts.register_fake
-def _(x_TH: Tensor, topk_ids_TA: Tensor, topk_weights_TA: Tensor, tensors: list[Tensor], key: str) -> Tensor:
-    return torch.empty_like(x_TH, memory_format=torch.contiguous_format)
+def _(
+    x_TH: Tensor,
+    topk_ids_TA: Tensor,
+    topk_weights_TA: Tensor,
+    tensors: list[Tensor],
+    key: str,
+    x_scales: Tensor | None = None,
+    expert_map: Tensor | None = None,
+) -> Tensor:
+    dtype = x_TH.dtype if x_scales is None else TORCH_DTYPES[_CACHES[key].problem.dtype]
+    return torch.empty_like(x_TH, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("polymoe::fused_experts_out", mutates_args=("out_TH", "workspace"))
+def _fused_experts_out(
+    out_TH: Tensor,
+    x_TH: Tensor,
+    topk_ids_TA: Tensor,
+    topk_weights_TA: Tensor,
+    tensors: list[Tensor],
+    key: str,
+    workspace: Tensor | None = None,
+    x_scales: Tensor | None = None,
+    expert_map: Tensor | None = None,
+) -> None:
+    _CACHES[key].layer(tensors).run(x_TH, topk_ids_TA, topk_weights_TA, out_TH, workspace, x_scales, expert_map)
+
+
+@_fused_experts_out.register_fake
+def _(*args: object, **kwargs: object) -> None:
+    return None

@@ -92,20 +92,20 @@ class TestConfigure:
         assert CudaConfig.from_dict(lower.to_dict()) == lower
         larger = replace(gpt_oss, spec=replace(spec, experts=128, local_experts=128))
         assert Cuda().configure(larger, H200, 256) == CudaConfig("prefill", 32, 0)
-        assert lower in Cuda().candidates(larger, H200, 256)
+        assert lower in Cuda().tuning_configs(larger, H200, 256)
 
     def test_x_too_wide_for_shared_memory_goes_in_fewer_rows_or_to_prefill(self) -> None:
         problem = seed_problem()
         kimi, wide = (replace(problem, spec=replace(problem.spec, hidden=h)) for h in (7168, 16384))
         assert Cuda().configure(kimi, H200, 128) == CudaConfig("decode", 8, 64)
-        assert {c.rows for c in Cuda().candidates(kimi, H200, 256) if c.kernels == "decode"} == {8}
+        assert {c.rows for c in Cuda().tuning_configs(kimi, H200, 256) if c.kernels == "decode"} == {8}
         assert Cuda().configure(wide, H200, 1).kernels == "prefill"
-        assert {c.kernels for c in Cuda().candidates(wide, H200, 1)} == {"prefill"}
+        assert {c.kernels for c in Cuda().tuning_configs(wide, H200, 1)} == {"prefill"}
 
     def test_one_kind_of_kernels_where_a_batch_must_not_show(self) -> None:
         problem = seed_problem(batch_invariant=True)
         for tokens in (1, 64, 256, 512, 8192):
-            assert {c.kernels for c in Cuda().candidates(problem, H200, tokens)} == {"prefill"}
+            assert {c.kernels for c in Cuda().tuning_configs(problem, H200, tokens)} == {"prefill"}
         plan = select(problem, H200).require()
         assert plan.layout == "hopper"
         assert {step.config.kernels for step in plan.steps} == {"prefill"}  # type: ignore[attr-defined]
@@ -212,7 +212,7 @@ class TestOnGpu:
         for given in (shifted, aligned):
             out = torch.empty_like(aligned)
             torch.cuda.synchronize()
-            thread = Thread(target=Cuda().run, args=(problem, packed, given, there, EVERY[0], out))
+            thread = Thread(target=Cuda().bind(problem, packed).run, args=(given, there, EVERY[0], out))
             thread.start()
             thread.join()
             assert relative_error(out.cpu(), run_experts(problem, weights, x, routing)) < TOLERANCE
@@ -258,11 +258,11 @@ class TestOnGpu:
         expected = run_experts(problem, weights, x, routing)
         x, there = x.cuda(), Routing(*(part.cuda() for part in routing))
         outs = [torch.empty_like(x) for _ in range(2)]
-        Cuda().run(problem, packed, x, there, config, outs[0])
+        Cuda().bind(problem, packed).run(x, there, config, outs[0])
         assert relative_error(outs[0].cpu(), expected) < TOLERANCE
         wrong = torch.zeros((), dtype=torch.int64, device="cuda")
         for _ in range(1000):
-            Cuda().run(problem, packed, x, there, config, outs[1])
+            Cuda().bind(problem, packed).run(x, there, config, outs[1])
             wrong += (outs[0] != outs[1]).any()
         assert int(wrong) == 0
 

@@ -165,5 +165,5 @@ class TestOnGpu:
         x, *routing = call_of(tokens, 1040)
         outs = [torch.empty_like(x) for _ in PREFILL]
         for rows, out in zip(PREFILL, outs, strict=True):
-            Cuda().run(problem, packed, x, Routing(*routing), CudaConfig("prefill", rows, 0), out)
+            Cuda().bind(problem, packed).run(x, Routing(*routing), CudaConfig("prefill", rows, 0), out)
         assert [torch.equal(out, outs[0]) for out in outs] == [True] * len(outs)

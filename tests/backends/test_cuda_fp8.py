@@ -85,7 +85,7 @@ class TestConfigure:
     def test_by_rows_of_an_expert(self) -> None:
         tokens = (1, 256, 512, 1024)
         assert [Cuda().configure(DEEPSEEK, H200, t) for t in tokens] == [EVERY[0], EVERY[0], EVERY[0], EVERY[1]]
-        assert Cuda().candidates(DEEPSEEK, H200, 256) == tuple(EVERY)
+        assert Cuda().tuning_configs(DEEPSEEK, H200, 256) == tuple(EVERY)
 
     def test_results_never_depend_on_the_batch(self) -> None:
         problem, tokens = replace(DEEPSEEK, batch_invariant=True), (1, 256, 512, 1024, 2048, 4096)

@@ -93,13 +93,13 @@ class TestConfigure:
         found = [Cuda().configure(SEED, H200, tokens) for tokens in (1, 256, 512, 1024, 2048, 4096, 8192)]
         assert [config.rows for config in found] == [16, 16, 32, 32, 64, 128, 128]
         assert {config.kernels for config in found} == {"w4a8"}
-        assert Cuda().candidates(SEED, H200, 512) == (EVERY[1], EVERY[0], *EVERY[2:])
-        assert Cuda().candidates(SEED, H200, 512, [(EVERY[1], 1.0)]) == ()
+        assert Cuda().tuning_configs(SEED, H200, 512) == (EVERY[1], EVERY[0], *EVERY[2:])
+        assert Cuda().tuning_configs(SEED, H200, 512, [(EVERY[1], 1.0)]) == ()
 
     def test_the_same_where_a_batch_must_not_show(self) -> None:
         problem = replace(SEED, batch_invariant=True)
         for tokens in (1, 512, 1024, 8192):
-            assert Cuda().candidates(problem, H200, tokens) == Cuda().candidates(SEED, H200, tokens)
+            assert Cuda().tuning_configs(problem, H200, tokens) == Cuda().tuning_configs(SEED, H200, tokens)
 
     def test_measured_with_other_kernels(self) -> None:
         with pytest.raises(PlanError, match=r"CudaConfig: expected rows and height of a w4a8 kernel: \("):
@@ -172,7 +172,7 @@ class TestOnGpu:
         exact = run_experts(replace(problem, activations="16bit"), weights, x, routing)
         for config in EVERY:
             out = torch.empty_like(x, device="cuda")
-            Cuda().run(problem, packed, x.cuda(), Routing(*(part.cuda() for part in routing)), config, out)
+            Cuda().bind(problem, packed).run(x.cuda(), Routing(*(part.cuda() for part in routing)), config, out)
             assert 1e-2 < relative_error(out.cpu(), exact) < 5.5e-2
 
     def test_ids_of_others_are_never_read(self) -> None:

@@ -33,15 +33,15 @@ class TestConfigure:
 
     def test_tuning_tries_them_where_the_error_of_a_call_is_no_accident(self) -> None:
         converted = {CudaConfig("fp8", rows, 0) for rows in FP8}
-        assert set(Cuda().candidates(DEEPSEEK, H200, 256)) == converted
-        assert set(Cuda().candidates(DEEPSEEK, H200, 1024)) == {*converted, *EVERY}
+        assert set(Cuda().tuning_configs(DEEPSEEK, H200, 256)) == converted
+        assert set(Cuda().tuning_configs(DEEPSEEK, H200, 1024)) == {*converted, *EVERY}
 
     def test_results_never_depend_on_the_batch(self) -> None:
         """Sums of other kernels are other ones."""
         problem = replace(DEEPSEEK, batch_invariant=True)
         for tokens in (1, 1024, 8192):
             converted = [CudaConfig("fp8", rows, 0) for rows in FP8]
-            assert set(Cuda().candidates(problem, H200, tokens)) == set(converted)
+            assert set(Cuda().tuning_configs(problem, H200, tokens)) == set(converted)
         assert Cuda().configure(problem, H200, 8192) == CudaConfig("fp8", FP8[-1], 0)
 
     def test_checked_at_load_with_many_tokens(self) -> None:

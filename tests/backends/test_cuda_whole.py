@@ -44,7 +44,7 @@ class TestConfigure:
     def test_by_rows_of_an_expert(self) -> None:
         tokens = (1, 256, 512, 1024, 2048, 4096)
         assert [Cuda().configure(QWEN, H200, t).rows for t in tokens] == [32, 32, 64, 128, 256, 256]
-        assert Cuda().candidates(QWEN, H200, 512) == (EVERY[1], EVERY[0], *EVERY[2:])
+        assert Cuda().tuning_configs(QWEN, H200, 512) == (EVERY[1], EVERY[0], *EVERY[2:])
 
     def test_results_never_depend_on_the_batch(self) -> None:
         assert Cuda().configure(replace(QWEN, batch_invariant=True), H200, 1) == CudaConfig("whole", 32, 0)

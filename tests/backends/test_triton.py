@@ -207,7 +207,7 @@ def on_gpu(weights: ExpertWeights, x: torch.Tensor, routing: Routing, **kwargs: 
     for _ in range(20):
         out = torch.full_like(x, float("nan"), device="cuda")
         there = Routing(*(part.cuda() for part in routing))
-        Triton().run(problem, packed, x.cuda(), there, config, out)
+        Triton().bind(problem, packed).run(x.cuda(), there, config, out)
         first = out if first is None else first
         assert torch.equal(out, first)
     assert first is not None
@@ -262,10 +262,10 @@ class TestOnGpu:
         for tile in (Tile(64, 128), Tile(128, 128, 8), Tile(64, 64, 4, 4), Tile(128, 128, 4, 2)):
             config = replace(Triton().configure(problem, here, 1000), tokens=64, up=tile, down=tile)
             outs = [torch.empty_like(x) for _ in range(2)]
-            Triton().run(problem, packed, x, there, config, outs[0])
+            Triton().bind(problem, packed).run(x, there, config, outs[0])
             assert relative_error(outs[0].cpu(), expected) < TOLERANCE
             for _ in range(250):
-                Triton().run(problem, packed, x, there, config, outs[1])
+                Triton().bind(problem, packed).run(x, there, config, outs[1])
                 assert torch.equal(*outs)
 
     @pytest.mark.parametrize("tokens", [1, 12])

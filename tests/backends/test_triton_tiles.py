@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from polymoe.backends.config import Config
-from polymoe.backends.triton.tiles import PLANES, Tile, TritonConfig, candidates, heuristic
+from polymoe.backends.triton.tiles import PLANES, Tile, TritonConfig, heuristic, tuning_configs
 from polymoe.bench.cases import CASES
 from polymoe.errors import PlanError
 from polymoe.machine import DEVICES, Machine
@@ -26,7 +26,7 @@ def test_candidates_fit_the_gpu(case: str, gpu: str) -> None:
     problem, limit = CASES[case].problem(), DEVICES[gpu].shared_memory_bytes
     spec = problem.spec
     for tokens in (1, 64, 1024, 8192):
-        found = candidates(problem, of(gpu), tokens)
+        found = tuning_configs(problem, of(gpu), tokens)
         assert found[0] == heuristic(problem, of(gpu), tokens)
         assert 10 <= len(found) == len(set(found)) <= 48
         for config in found:
@@ -43,7 +43,7 @@ def test_candidates_fit_the_gpu(case: str, gpu: str) -> None:
 def exhausted(problem: Problem, machine: Machine, tokens: int, time: dict[str, float]) -> tuple[TritonConfig, int]:
     """The best candidate and how many were tried, for a time that each field adds to on its own."""
     timed: dict[Config, float] = {}
-    while new := [c for c in candidates(problem, machine, tokens, list(timed.items())) if c not in timed]:
+    while new := [c for c in tuning_configs(problem, machine, tokens, list(timed.items())) if c not in timed]:
         for c in new:
             penalties = (c.tokens != time["tokens"], c.up.rows != time["up"], c.down.columns != time["down"])
             timed[c] = 10.0 + sum(penalties) + 0.01 * (c.up.warps + c.down.warps)
@@ -64,9 +64,9 @@ def test_fields_are_tuned_one_after_the_other() -> None:
 def test_nothing_new_comes_when_the_first_is_best() -> None:
     problem, h200 = CASES["gpt-oss-120b"].problem(), of("h200")
     own = heuristic(problem, h200, 1024)
-    first = candidates(problem, h200, 1024)
+    first = tuning_configs(problem, h200, 1024)
     timed = [(c, 1.0 if c == own else 2.0) for c in first]
-    assert set(candidates(problem, h200, 1024, timed)) <= set(first)
+    assert set(tuning_configs(problem, h200, 1024, timed)) <= set(first)
 
 
 def test_configurations_as_data() -> None:

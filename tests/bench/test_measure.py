@@ -14,7 +14,7 @@ from torch import Tensor
 
 from polymoe.activations import Activation, ReLU2, SwiGLU
 from polymoe.backends import BACKENDS
-from polymoe.backends.config import Config
+from polymoe.backends.base import Runner
 from polymoe.backends.reference import Reference, run_experts
 from polymoe.bench import baseline
 from polymoe.bench.cases import random_weights
@@ -26,6 +26,7 @@ from polymoe.numerics import relative_error
 from polymoe.problem import Problem
 from polymoe.routing import Routing
 from polymoe.verdict import Accepted, Rejected, Verdict
+from support.runners import Followed
 from support.tiny import CPU, TINY, bench
 
 GPT_OSS = SwiGLU(alpha=1.702, beta=1.0, limit=7.0)
@@ -101,11 +102,8 @@ class Altered(Reference):
     def check(self, problem: Problem, machine: Machine) -> Verdict:
         return self.verdict
 
-    def run(
-        self, problem: Problem, packed: Packed, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor
-    ) -> None:
-        super().run(problem, packed, x_TH, routing, config, out_TH)
-        self.spoil(out_TH)
+    def bind(self, problem: Problem, packed: Packed) -> Runner:
+        return Followed(super().bind(problem, packed), lambda x, config, out: self.spoil(out))
 
 
 def altered(monkeypatch: pytest.MonkeyPatch, **kwargs: object) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from polymoe.backends.base import Runner
 from polymoe.backends.config import Config
 from polymoe.backends.reference import Reference
 from polymoe.bench.cases import Workload
@@ -26,8 +27,8 @@ from polymoe.layouts import Packed
 from polymoe.machine import Machine
 from polymoe.planning.table_files import read
 from polymoe.problem import Problem
-from polymoe.routing import Routing
 from polymoe.verdict import Accepted, Reason, Rejected, Verdict
+from support.runners import Followed
 from support.tiny import CPU, STAMP, TINY
 
 
@@ -68,17 +69,16 @@ class Knobs(Reference):
     def configure(self, problem: Problem, machine: Machine, tokens: int) -> Knob:
         return Knob()
 
-    def candidates(
+    def tuning_configs(
         self, problem: Problem, machine: Machine, tokens: int, timed: Sequence[tuple[Config, float]] = ()
     ) -> Sequence[Config]:
         best = min(timed, key=lambda pair: pair[1], default=(Knob(), 0.0))[0].knob  # type: ignore[attr-defined]
         return [Knob(k) for k in (best, 2 * best, best // 2, best + 1) if 1 <= k <= 64]
 
-    def run(
-        self, problem: Problem, packed: Packed, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor
-    ) -> None:
-        assert isinstance(config, Knob)
-        super().run(problem, packed, x_TH, routing, config, out_TH)
+    def bind(self, problem: Problem, packed: Packed) -> Runner:
+        return Followed(super().bind(problem, packed), self._count)
+
+    def _count(self, x_TH: Tensor, config: Knob, out_TH: Tensor) -> None:
         self.wrong(config.knob, out_TH)
         self.ran.append((len(x_TH), config.knob))
         self.clock.now += 1e-3 * self.time(len(x_TH), config.knob)

@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from polymoe.backends import Backend
-from polymoe.backends.config import Config
+from polymoe.backends.base import Runner
 from polymoe.backends.reference import Reference, run_experts
 from polymoe.errors import PlanError, UnsupportedProblem
 from polymoe.experts import FusedExperts
@@ -18,7 +17,6 @@ from polymoe.layouts import LAYOUTS, Packed
 from polymoe.machine import Machine
 from polymoe.numerics import relative_error
 from polymoe.problem import Problem
-from polymoe.routing import Routing
 from polymoe.runtime import PlanRequest
 from polymoe.tensors import ExpertWeights
 from polymoe.verdict import Reasons, Verdict
@@ -35,10 +33,8 @@ class Fast(Toy):
         reasons.need(not problem.wide_scales, "scales", "usual ones", "scales outside this range")
         return reasons.verdict(super().check(problem, machine))  # type: ignore[arg-type]
 
-    def run(
-        self, problem: Problem, packed: Packed, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor
-    ) -> None:
-        out_TH.copy_(run_experts(problem, LAYOUTS[packed.layout].unpack(packed), x_TH, routing))
+    def bind(self, problem: Problem, packed: Packed) -> Runner:
+        return Reference().bind(problem, packed)
 
 
 def choice(layout: str, backend: str = "auto") -> PlanRequest:

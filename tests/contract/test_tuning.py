@@ -23,7 +23,7 @@ def test_candidates(name: str, device: str) -> None:
         if not isinstance(backend.check(problem, machine), Accepted):
             continue
         for tokens in (1, 100, 8192):
-            found = backend.candidates(problem, machine, tokens)
+            found = backend.tuning_configs(problem, machine, tokens)
             assert found[0] == backend.configure(problem, machine, tokens)
             assert len(found) == len(set(found)) <= 64
             for config in found:
@@ -31,5 +31,5 @@ def test_candidates(name: str, device: str) -> None:
             # With all as fast as each other there is soon nothing new.
             tried = dict.fromkeys(found, 1.0)
             for _ in range(8):
-                tried |= dict.fromkeys(backend.candidates(problem, machine, tokens, list(tried.items())), 1.0)
-            assert set(backend.candidates(problem, machine, tokens, list(tried.items()))) <= set(tried)
+                tried |= dict.fromkeys(backend.tuning_configs(problem, machine, tokens, list(tried.items())), 1.0)
+            assert set(backend.tuning_configs(problem, machine, tokens, list(tried.items()))) <= set(tried)

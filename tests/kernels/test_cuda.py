@@ -70,7 +70,7 @@ FORMATS = list(launch.FORMATS)
 def test_every_configuration_has_its_kernels(format: str, gated: bool) -> None:
     problem = problem_of(random_experts(format, hidden=256, intermediate=128, gated=gated))
     kind = "gated" if gated else "plain"
-    configs = Cuda().candidates(problem, Machine.of("h200"), 1)
+    configs = Cuda().tuning_configs(problem, Machine.of("h200"), 1)
     assert len(configs) == len(launch.DECODE) + len(launch.PREFILL) + 1
     for config in configs:
         for part, most in ((kind, config.rows), ("down", config.down_rows or config.rows)):

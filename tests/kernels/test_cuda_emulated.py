@@ -210,7 +210,7 @@ def test_a_token_in_e4m3_does_not_see_its_batch(monkeypatch: pytest.MonkeyPatch,
     weights = random_experts(hidden=320, intermediate=192, bias=True)
     x, routing = random_call(60, 320, 5, 3, torch.bfloat16)
     units, problem = libraries("mxfp4", "fp8_group128"), problem_of(weights, batch_invariant=True, **E4M3)
-    configs = [c for c in Cuda().candidates(problem, Machine.of("h200"), 60) if isinstance(c, CudaConfig)]
+    configs = [c for c in Cuda().tuning_configs(problem, Machine.of("h200"), 60) if isinstance(c, CudaConfig)]
     assert len(configs) == len(W4A8)
     whole, _ = run_emulated(monkeypatch, units, weights, x, routing, configs[-1], coarse=coarse, **E4M3)
     for config in configs:

@@ -23,7 +23,7 @@ H200 = Machine(DEVICES["h200"], {"triton": "3.6.0"})
 class Tunable(Toy):
     """A toy with something to choose."""
 
-    def candidates(self, problem, machine, tokens, timed=()):  # type: ignore[no-untyped-def]
+    def tuning_configs(self, problem, machine, tokens, timed=()):  # type: ignore[no-untyped-def]
         return () if timed else (TileConfig(16), TileConfig(32))
 
 

@@ -60,10 +60,10 @@ def repeated_on_gpu(
     config = config or Cuda().configure(problem, Machine.of("cuda"), x.shape[0])
     x, there = x.cuda(), Routing(*(part.cuda() for part in routing))
     first, unequal = torch.full_like(x, float("nan")), torch.zeros((), dtype=torch.int64, device="cuda")
-    Cuda().run(problem, packed, x, there, config, first)
+    Cuda().bind(problem, packed).run(x, there, config, first)
     for _ in range(runs):
         out = torch.full_like(x, float("nan"))
-        Cuda().run(problem, packed, x, there, config, out)
+        Cuda().bind(problem, packed).run(x, there, config, out)
         unequal += (out != first).any()
     assert int(unequal) == 0
     return first.cpu(), expected
@@ -81,13 +81,13 @@ def same_in_any_batch(weights: ExpertWeights, hidden: int, **kwargs: Any) -> Non
     x, routing = random_call(600, hidden, weights.spec.experts, dtype=torch.bfloat16)
     x, routing = x.cuda(), Routing(*(part.cuda() for part in routing))
     whole = torch.empty_like(x)
-    configs = Cuda().candidates(problem, Machine.of("h200"), 1)
+    configs = Cuda().tuning_configs(problem, Machine.of("h200"), 1)
     assert len(configs) > 1
-    Cuda().run(problem, packed, x, routing, configs[-1], whole)
+    Cuda().bind(problem, packed).run(x, routing, configs[-1], whole)
     for config in configs:
         for some in (slice(0, 1), slice(599, 600), slice(31, 70), slice(3, 600)):
             out = torch.empty_like(x[some])
-            Cuda().run(problem, packed, x[some], Routing(*(values[some] for values in routing)), config, out)
+            Cuda().bind(problem, packed).run(x[some], Routing(*(values[some] for values in routing)), config, out)
             assert torch.equal(out, whole[some]), (config, some)
 
 
@@ -104,7 +104,7 @@ def run_emulated(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(launch, "_empty_tiles", poisoned_tiles)
     out = torch.full_like(x, float("nan"))
-    Cuda().run(problem, packed, x, routing, config, out)
+    Cuda().bind(problem, packed).run(x, routing, config, out)
     return out, emulator.made
 
 
@@ -157,5 +157,5 @@ def launches(
     problem = problem_of(weights, **kwargs)
     packed = pack(problem, weights)
     x, routing = random_call(10, sizes[0], 5, 3, torch.float16)
-    Cuda().run(problem, packed, x, routing, config, torch.empty_like(x))
+    Cuda().bind(problem, packed).run(x, routing, config, torch.empty_like(x))
     return made, dict(packed.tensors)

@@ -79,7 +79,7 @@ def run(case: dict) -> dict:
     config = TritonConfig(case.get("block_t", 16), tile, down, tail=case.get("tail", 0))
     packed = LAYOUTS["natural"].pack(weights, torch.device("cpu"))
     out = torch.full_like(x, float("nan"))
-    Triton().run(problem, packed, x, routing, config, out)
+    Triton().bind(problem, packed).run(x, routing, config, out)
     return {"error": relative_error(out, run_experts(problem, weights, x, routing))}
 
 

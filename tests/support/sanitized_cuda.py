@@ -37,9 +37,9 @@ def main() -> None:
         x, routing = random_call(tokens, hidden, 5, dtype=torch.bfloat16)
         routing.topk_ids_TA[0, 0] = -1
         expected = run_experts(problem, weights, x, routing)
-        for config in Cuda().candidates(problem, Machine.of("cuda"), tokens):
+        for config in Cuda().tuning_configs(problem, Machine.of("cuda"), tokens):
             out = torch.empty_like(x, device="cuda")
-            Cuda().run(problem, packed, x.cuda(), Routing(*(part.cuda() for part in routing)), config, out)
+            Cuda().bind(problem, packed).run(x.cuda(), Routing(*(part.cuda() for part in routing)), config, out)
             error = relative_error(out.cpu(), expected)
             print(f"{format}, {mode}, {config}: {error:.2g}", flush=True)
             worst = max(worst, error)

@@ -36,7 +36,7 @@ def main() -> None:
             x, routing = random_call(tokens, 256, 5, dtype=torch.bfloat16)
             routing.topk_ids_TA[0, 0] = -1
             out = torch.empty_like(x, device="cuda")
-            Triton().run(problem, packed, x.cuda(), Routing(*(part.cuda() for part in routing)), config, out)
+            Triton().bind(problem, packed).run(x.cuda(), Routing(*(part.cuda() for part in routing)), config, out)
             error = relative_error(out.cpu(), run_experts(problem, weights, x, routing))
             print(f"{format}, {name}: {error:.2g}", flush=True)
             worst = max(worst, error)

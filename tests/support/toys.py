@@ -6,13 +6,12 @@ layout of its own and needs a package that is not installed. ``wrong`` computes 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from polymoe.backends.base import Prediction
+from polymoe.backends.base import BackendBase, Prediction, Runner, RunnerBase
 from polymoe.backends.config import Config
 from polymoe.backends.reference import run_experts
 from polymoe.cost import cost
@@ -65,7 +64,7 @@ class TileConfig(Config):
 
 
 @dataclass(frozen=True)
-class Toy:
+class Toy(BackendBase):
     name: str
     layouts: tuple[str, ...] = ("flipped",)
     times_floor: float = 2.0
@@ -93,21 +92,20 @@ class Toy:
     def predict(self, problem: Problem, machine: Machine, tokens: int) -> Prediction:
         return Prediction(self.times_floor * cost(problem, machine.device, tokens).floor_us, "cost model")
 
-    def candidates(
-        self, problem: Problem, machine: Machine, tokens: int, timed: Sequence[tuple[Config, float]] = ()
-    ) -> Sequence[Config]:
-        return () if timed else (self.configure(problem, machine, tokens),)
+    def bind(self, problem: Problem, packed: Packed) -> Runner:
+        return ToyRunner(self, problem, packed)
 
-    def compile(
-        self, problem: Problem, packed: Packed, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor
-    ) -> None:
-        pass
 
-    def run(
-        self, problem: Problem, packed: Packed, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor
-    ) -> None:
-        self.calls.append(x_TH.shape[0])
-        out_TH.copy_(run_experts(problem, Flipped().unpack(packed), x_TH, routing) * (1 + self.error))
+@dataclass(frozen=True)
+class ToyRunner(RunnerBase):
+    toy: Toy
+    problem: Problem
+    packed: Packed
+
+    def run(self, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor, **_: object) -> None:
+        self.toy.calls.append(x_TH.shape[0])
+        weights = LAYOUTS[self.packed.layout].unpack(self.packed)
+        out_TH.copy_(run_experts(self.problem, weights, x_TH, routing) * (1 + self.toy.error))
 
 
 LAYOUTS = {layout.name: layout for layout in (Natural(), Flipped())}

@@ -89,5 +89,5 @@ def launches(
     routing = Routing(empty(tokens, 4, dtype=torch.int64), empty(tokens, 4, dtype=torch.float32))
     x = empty(tokens, problem.spec.hidden, dtype=dtype)
     with patch.object(triton.JITFunction, "run", record):
-        backend.run(problem, packed, x, routing, config, torch.empty_like(x))
+        backend.bind(problem, packed).run(x, routing, config, torch.empty_like(x))
     return found

@@ -1,4 +1,4 @@
-"""The backend protocol, and what backends share."""
+"""The protocols of a backend and of its runner, and what backends share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from polymoe.problem import Problem
 from polymoe.routing import Routing
 from polymoe.verdict import Accepted, Verdict
 
-__all__ = ["Backend", "Prediction", "layouts_for"]
+__all__ = ["Backend", "BackendBase", "Prediction", "Runner", "RunnerBase", "layouts_for"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,66 @@ class Prediction:
 
     time_us: float
     source: str = "cost model"
+
+
+class Runner(Protocol):
+    """One layer, ready to be called: arguments that do not change are prepared, weights are never copied.
+
+    It stays valid while the packed tensors keep their addresses, also when they are refilled in place.
+    """
+
+    @property
+    def options(self) -> frozenset[str]:
+        """Which of ``workspace``, ``x_scales`` and ``expert_map`` :meth:`run` takes; it is never given the others."""
+        ...
+
+    def run(
+        self,
+        x_TH: Tensor,
+        routing: Routing,
+        config: Config,
+        out_TH: Tensor,
+        *,
+        workspace: Tensor | None = None,
+        x_scales: Tensor | None = None,
+        expert_map: Tensor | None = None,
+    ) -> None:
+        """Write this rank's weighted sum of the experts to ``out_TH`` [T, H].
+
+        ``routing`` holds ids [T, A] int32 or int64 and weights [T, A] float32; ids that are not of this rank's experts
+        contribute exactly 0. T is at least 1 and at most what the verdict allows. Where the verdict says capturable:
+        no synchronization, no allocation outside the graph's pool, no branch on tensor values.
+
+        Args:
+            x_TH: bfloat16, float16 or float32 of any strides; float8_e4m3fn if ``x_scales`` is given.
+            routing: ids and weights of the experts of each token.
+            config: of the backend that bound the runner.
+            out_TH: contiguous, in x's dtype unless x is quantized.
+            workspace: contiguous uint8, at least :meth:`workspace_bytes`, to use instead of allocating.
+            x_scales: float32 [T, groups], what multiplies x: see :class:`~polymoe.activation_quantization`.
+            expert_map: int32 or int64 [E], the place of each expert in the packed layer, or -1 for experts of other
+                ranks; without it, experts are this rank's as ``problem.spec`` says.
+        """
+        ...
+
+    def workspace_bytes(self, tokens: int, top_k: int, config: Config) -> int:
+        """Bytes of ``workspace`` that a call of ``tokens`` tokens needs; 0 where the runner takes none."""
+        ...
+
+
+class RunnerBase:
+    """Defaults of a :class:`Runner` that takes no options."""
+
+    __slots__ = ()
+
+    @property
+    def options(self) -> frozenset[str]:
+        """None."""
+        return frozenset()
+
+    def workspace_bytes(self, tokens: int, top_k: int, config: Config) -> int:
+        """None needed."""
+        return 0
 
 
 class Backend(Protocol):
@@ -56,7 +116,7 @@ class Backend(Protocol):
         """Time of a call of ``tokens`` tokens by its cost model; only for problems it accepts."""
         ...
 
-    def candidates(
+    def tuning_configs(
         self, problem: Problem, machine: Machine, tokens: int, timed: Sequence[tuple[Config, float]] = ()
     ) -> Sequence[Config]:
         """What tuning tries for calls of ``tokens`` tokens, the likeliest first, all of which fit the device.
@@ -69,20 +129,33 @@ class Backend(Protocol):
     def compile(
         self, problem: Problem, packed: Packed, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor
     ) -> None:
-        """Compile what :meth:`run` with such arguments launches, into a cache on disk where there is one. The tensors
-        may be on the meta device; nothing is launched."""
+        """Compile what :meth:`Runner.run` with such arguments launches, into a cache on disk where there is one. The
+        tensors may be on the meta device; nothing is launched."""
         ...
 
-    def run(
-        self, problem: Problem, packed: Packed, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor
-    ) -> None:
-        """Write this rank's weighted sum of the experts to ``out_TH`` [T, H], in x's dtype.
+    def bind(self, problem: Problem, packed: Packed) -> Runner:
+        """Prepare the calls of one layer, once: views, constants and addresses that no call needs to make again.
 
-        ``routing`` holds ids [T, A] int32 or int64 and weights [T, A] float32; ids that are not of this rank's experts
-        contribute exactly 0. T is at least 1 and at most what the verdict allows. Where the verdict says capturable:
-        no synchronization, no allocation outside the graph's pool, no branch on tensor values.
+        The runner refers to the packed tensors and copies none of them.
         """
         ...
+
+
+class BackendBase:
+    """Defaults for what few backends need: one configuration for each token count, and nothing to compile."""
+
+    __slots__ = ()
+
+    def tuning_configs(
+        self: Backend, problem: Problem, machine: Machine, tokens: int, timed: Sequence[tuple[Config, float]] = ()
+    ) -> Sequence[Config]:
+        """The one that :meth:`Backend.configure` chooses."""
+        return () if timed else (self.configure(problem, machine, tokens),)
+
+    def compile(
+        self, problem: Problem, packed: Packed, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor
+    ) -> None:
+        """Nothing to compile."""
 
 
 def layouts_for(backend: Backend, verdict: Verdict) -> tuple[str, ...]:

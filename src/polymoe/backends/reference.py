@@ -5,14 +5,13 @@ Only experts that received tokens are dequantized, one at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from polymoe.activations import Activation
-from polymoe.backends.base import Prediction
+from polymoe.backends.base import BackendBase, Prediction, Runner, RunnerBase
 from polymoe.backends.config import Config
 from polymoe.cost import cost
 from polymoe.errors import CheckpointError
@@ -32,7 +31,7 @@ _DEQUANTIZED_BYTES = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class Reference(BackendBase):
     """Runs every format, anywhere, slowly. Not capturable: it looks at which experts have tokens."""
 
     name: str = "reference"
@@ -55,23 +54,19 @@ class Reference:
         weights = c.active_experts * sum(n * k for n, k in map(problem.spec.matrix_shape, problem.spec.encodings))
         return Prediction(1e6 * weights * _DEQUANTIZED_BYTES / machine.device.bandwidth + c.compute_us, "cost model")
 
-    def candidates(
-        self, problem: Problem, machine: Machine, tokens: int, timed: Sequence[tuple[Config, float]] = ()
-    ) -> Sequence[Config]:
-        """The one there is."""
-        return () if timed else (Config(),)
+    def bind(self, problem: Problem, packed: Packed) -> Runner:
+        """Reads the packed tensors through their layout's inverse."""
+        return _ReferenceRunner(problem, LAYOUTS[packed.layout].unpack(packed))
 
-    def compile(
-        self, problem: Problem, packed: Packed, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor
-    ) -> None:
-        """Nothing to compile."""
 
-    def run(
-        self, problem: Problem, packed: Packed, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor
-    ) -> None:
-        """See :meth:`polymoe.backends.Backend.run`."""
-        weights = LAYOUTS[packed.layout].unpack(packed)
-        out_TH.copy_(run_experts(problem, weights, x_TH, routing))
+@dataclass(frozen=True, slots=True)
+class _ReferenceRunner(RunnerBase):
+    problem: Problem
+    weights: ExpertWeights
+
+    def run(self, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor, **_: object) -> None:
+        """See :meth:`polymoe.backends.base.Runner.run`."""
+        out_TH.copy_(run_experts(self.problem, self.weights, x_TH, routing))
 
 
 def run_experts(

@@ -249,11 +249,11 @@ def _run_baseline(c: _Contender, weights: baseline.Dequantized) -> Run:
 
 
 def _run_backend(c: _Contender, packed: Packed) -> Run:
-    backend, plan = BACKENDS[c.name], c.plan
+    plan, runner = c.plan, BACKENDS[c.name].bind(c.problem, packed)
     assert plan is not None
 
     def run(x_TH: Tensor, routing: Routing, out_TH: Tensor) -> None:
-        backend.run(c.problem, packed, x_TH, routing, plan.step(len(x_TH)).config, out_TH)
+        runner.run(x_TH, routing, plan.step(len(x_TH)).config, out_TH)
 
     return run
 

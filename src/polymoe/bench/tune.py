@@ -134,7 +134,7 @@ class Tune:
             return
         self._require_memory(work, [t for _, t in todo])
         for w, t in todo:
-            self.compile_ahead(w, t, w.backend.candidates(problem, self.machine, t))
+            self.compile_ahead(w, t, w.backend.tuning_configs(problem, self.machine, t))
         progress("reference")
         spread = Spread("uniform")
         counts = sorted({t for _, t in todo})
@@ -257,7 +257,7 @@ class _Search:
         own = backend.configure(problem, tune.machine, self.tokens)
         queue: list[Config] = [own]
         self._add(queue, [] if before is None else [before])
-        self._add(queue, backend.candidates(problem, tune.machine, self.tokens))
+        self._add(queue, backend.tuning_configs(problem, tune.machine, self.tokens))
         lone = len(queue) == 1
         while queue and not self._late():
             tune.compile_ahead(self.w, self.tokens, queue)
@@ -267,7 +267,7 @@ class _Search:
             self._try(config, self.times, at_length=lone)
             if not queue and self.times:
                 timed = list(self.times.items())
-                self._add(queue, backend.candidates(problem, tune.machine, self.tokens, timed))
+                self._add(queue, backend.tuning_configs(problem, tune.machine, self.tokens, timed))
         note = "ended by the time limit" if queue else ""
         own_us, tried = self.times.get(own), len(self.times)
         final = self._final(before, lone)
@@ -334,7 +334,7 @@ class _Search:
 
     def _time(self, config: Config, at_length: bool) -> float:
         problem = self.tune.workload.problem
-        run = partial(self.w.backend.run, problem, self.packed)
+        run = self.w.backend.bind(problem, self.packed).run
         outs = [torch.full_like(x, float("nan")) for x, _ in self.calls]  # what is not written shows
         timed = [partial(run, *call, config, out) for call, out in zip(self.calls, outs, strict=True)]
         timed[0]()

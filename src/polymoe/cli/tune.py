@@ -91,7 +91,7 @@ def command(
     err = status()
     err.print(f"{workload.case}: {problem}; on {machine.device}; into {file}", highlight=False, soft_wrap=True)
     if jobs is None:
-        choice = any(len(b.candidates(problem, machine, t)) > 1 for b in chosen for t in counts)
+        choice = any(len(b.tuning_configs(problem, machine, t)) > 1 for b in chosen for t in counts)
         jobs = min(16, (os.cpu_count() or 1) - 1) if choice and where.type == "cuda" else 0
     if memory is not None and where.type == "cuda":
         fraction = min(1.0, memory * 2**30 / torch.cuda.get_device_properties(where).total_memory)

@@ -58,7 +58,7 @@ class Predictor:
     @property
     def tunable(self) -> bool:
         """Whether there is something to choose that was not measured."""
-        return not self.points and len(self.backend.candidates(self.problem, self.machine, 16)) > 1
+        return not self.points and len(self.backend.tuning_configs(self.problem, self.machine, 16)) > 1
 
     def configure(self, tokens: int) -> Config:
         """The measured configuration that serves ``tokens``, else the backend's heuristic."""

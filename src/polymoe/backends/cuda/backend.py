@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from polymoe.activations import Activation, GeGLU, SwiGLU
-from polymoe.backends.base import Prediction
+from polymoe.backends.base import BackendBase, Prediction, Runner, RunnerBase
 from polymoe.backends.config import Config
 from polymoe.cost import cost
 from polymoe.errors import PlanError
@@ -126,7 +126,7 @@ _WHOLE_MOST = 0.38
 
 
 @dataclass(frozen=True, slots=True)
-class Cuda:
+class Cuda(BackendBase):
     """Grouped products of 4-bit or bfloat16 weights and bfloat16 rows, of MXFP4 weights and E4M3 rows, or of E4M3
     weights and rows, as float16 or, where they are many, as they are. Capturable. Repeats are equal to the bit. Where
     results must not depend on the rest of the batch, the kernels for many rows run at every token count, of E4M3 as
@@ -174,7 +174,7 @@ class Cuda:
         up_too = _lower_pays((2 if spec.gated else 1) * spec.intermediate, hit, machine.device.sms)
         return CudaConfig("prefill", 64, 0) if up_too else _LOWER_DOWN
 
-    def candidates(
+    def tuning_configs(
         self, problem: Problem, machine: Machine, tokens: int, timed: Sequence[tuple[Config, float]] = ()
     ) -> Sequence[Config]:
         """All that fit, :meth:`configure`'s first; of those of which a few tokens cannot be checked, with many."""
@@ -191,11 +191,6 @@ class Cuda:
         fitting = [c for c in every if _runs(problem, c) and (c.kernels != "w8a8" or tokens >= c.check_tokens)]
         return tuple(dict.fromkeys((self.configure(problem, machine, tokens), *fitting)))
 
-    def compile(
-        self, problem: Problem, packed: Packed, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor
-    ) -> None:
-        """Nothing to compile: the kernels are."""
-
     def predict(self, problem: Problem, machine: Machine, tokens: int) -> Prediction:
         """Reading and products one after the other, and launches, at rates of each kind of kernels that were fitted to
         one H200: within 3 % for decode, 15 % for prefill, 5 % for whole, 20 % for those of E4M3 rows."""
@@ -206,16 +201,25 @@ class Cuda:
             time_us = max(time_us, c.compute_us / _WHOLE_MOST)
         return Prediction(time_us + beside_us, "cost model")
 
-    def run(
-        self, problem: Problem, packed: Packed, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor
-    ) -> None:
-        """See :meth:`polymoe.backends.Backend.run`."""
+    def bind(self, problem: Problem, packed: Packed) -> Runner:
+        """Holds the arguments of every call."""
+        return _CudaRunner(problem, packed)
+
+
+@dataclass(frozen=True, slots=True)
+class _CudaRunner(RunnerBase):
+    problem: Problem
+    packed: Packed
+
+    def run(self, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor, **_: object) -> None:
+        """See :meth:`polymoe.backends.base.Runner.run`."""
         from polymoe.kernels.cuda import launch, launch_fp8
 
         assert isinstance(config, CudaConfig)
         if not len(x_TH):
             return
-        spec, t = problem.spec, packed.tensors
+        problem, t = self.problem, self.packed.tensors
+        spec = problem.spec
         gated = spec.gated
         first = "gate" if gated else "up"
         up = launch.Matrix(

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from polymoe.activations import Activation, GeGLU, SwiGLU
-from polymoe.backends.base import Prediction
+from polymoe.backends.base import Prediction, Runner, RunnerBase
 from polymoe.backends.config import Config
-from polymoe.backends.triton.tiles import PLANES, Tile, TritonConfig, candidates, heuristic, smaller
+from polymoe.backends.triton.tiles import PLANES, Tile, TritonConfig, heuristic, smaller, tuning_configs
 from polymoe.cost import cost
 from polymoe.formats import Encoding, PerGroup, PerTensor
 from polymoe.layouts import Packed
@@ -80,11 +80,11 @@ class Triton:
         """The heuristic's tiles."""
         return heuristic(problem, machine, tokens)
 
-    def candidates(
+    def tuning_configs(
         self, problem: Problem, machine: Machine, tokens: int, timed: Sequence[tuple[Config, float]] = ()
     ) -> Sequence[Config]:
-        """See :func:`polymoe.backends.triton.tiles.candidates`."""
-        return candidates(problem, machine, tokens, timed)
+        """See :func:`polymoe.backends.triton.tiles.tuning_configs`."""
+        return tuning_configs(problem, machine, tokens, timed)
 
     def predict(self, problem: Problem, machine: Machine, tokens: int) -> Prediction:
         """Bytes of weights at 0.68 of the bandwidth where they are 4-bit, else 0.98; products at 0.7 of the 16-bit
@@ -100,26 +100,36 @@ class Triton:
     def compile(
         self, problem: Problem, packed: Packed, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor
     ) -> None:
-        """See :meth:`polymoe.backends.Backend.compile`."""
+        """See :meth:`polymoe.backends.base.Backend.compile`."""
         from polymoe.kernels.triton.warm_up import compile_only
 
         with compile_only():
-            self.run(problem, packed, x_TH, routing, config, out_TH)
+            self.bind(problem, packed).run(x_TH, routing, config, out_TH)
 
-    def run(
-        self, problem: Problem, packed: Packed, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor
-    ) -> None:
-        """See :meth:`polymoe.backends.Backend.run`. On a CPU (Triton's interpreter) operands are float32.
+    def bind(self, problem: Problem, packed: Packed) -> Runner:
+        """Holds the arguments of every call."""
+        return _TritonRunner(problem, packed, self.fitting)
+
+
+@dataclass(frozen=True, slots=True)
+class _TritonRunner(RunnerBase):
+    problem: Problem
+    packed: Packed
+    fitting: dict[tuple[Problem, Config], TritonConfig]
+
+    def run(self, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor, **_: object) -> None:
+        """See :meth:`polymoe.backends.base.Runner.run`. On a CPU (Triton's interpreter) operands are float32.
 
         Tiles are chosen by an estimate of what Triton needs; where a GPU has less, the next smaller ones run.
         """
         assert isinstance(config, TritonConfig)
+        problem = self.problem
         if self.fitting:
             config = self.fitting.get((problem, config), config)
         wanted, refusal = config, None
         while True:
             try:
-                self._run(problem, packed, x_TH, routing, config, out_TH)
+                self._run(x_TH, routing, config, out_TH)
                 break
             except _DoesNotFit as error:
                 refusal = error.cause
@@ -131,12 +141,11 @@ class Triton:
             log.warning("triton: %s do not fit this GPU (%s): from now on %s", wanted, refusal, config)
             self.fitting[problem, wanted] = config
 
-    def _run(
-        self, problem: Problem, packed: Packed, x_TH: Tensor, routing: Routing, config: TritonConfig, out_TH: Tensor
-    ) -> None:
+    def _run(self, x_TH: Tensor, routing: Routing, config: TritonConfig, out_TH: Tensor) -> None:
         from polymoe.kernels.triton.dispatch import dispatch
         from polymoe.kernels.triton.rows import Operand, combine, hidden
 
+        problem, packed = self.problem, self.packed
         spec, chained = problem.spec, config.chained
         tokens, slots = routing.topk_ids_TA.shape
         rows, device = tokens * slots, x_TH.device

@@ -17,7 +17,7 @@ from polymoe.machine import Machine
 from polymoe.problem import Problem
 from polymoe.shapes import ceil_div
 
-__all__ = ["PLANES", "Tile", "TritonConfig", "candidates", "heuristic", "smaller"]
+__all__ = ["PLANES", "Tile", "TritonConfig", "heuristic", "smaller", "tuning_configs"]
 
 PLANES = {"e2m1": 4, "int4": 4, "e4m3": 2, "bf16": 1, "fp16": 1}
 """Columns that one word of codes holds."""
@@ -261,10 +261,10 @@ _NEAR, _FEW = 10, 3
 """Tiles of each product tried at the likeliest number of rows a tile, and at its neighbours."""
 
 
-def candidates(
+def tuning_configs(
     problem: Problem, machine: Machine, tokens: int, timed: Sequence[tuple[Config, float]] = ()
 ) -> list[TritonConfig]:
-    """What tuning tries: see :meth:`polymoe.backends.Backend.candidates`.
+    """What tuning tries: see :meth:`polymoe.backends.Backend.tuning_configs`.
 
     First the heuristic, other numbers of rows a tile, and around each one field changed at a time: the products run
     one after the other, so that not every pair of tiles needs a try. Then the best of each field together, and what

@@ -1,0 +1,101 @@
+"""What is checked of a layer when it is loaded: a few of its experts, on every backend of its plan."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from polymoe.backends.reference import run_experts
+from polymoe.errors import CheckpointError, VerificationError
+from polymoe.numerics import TOLERANCE, relative_error
+from polymoe.problem import Problem
+from polymoe.routing import Routing
+from polymoe.runtime import TORCH_DTYPES, LayerRuntime, on_device
+from polymoe.tensors import ExpertWeights
+
+__all__ = ["check_layer", "require_input_scales"]
+
+log = logging.getLogger("polymoe")
+
+
+def check_layer(layer: LayerRuntime, problem: Problem, weights: ExpertWeights, where: str) -> None:
+    """Compare up to four experts with the float32 reference, on every backend of the plan.
+
+    Args:
+        layer: the packed layer, bound.
+        problem: what it computes.
+        weights: what was packed.
+        where: the layer's name for the message.
+
+    Raises:
+        VerificationError: naming backend, layer and error.
+    """
+    spec, device = problem.spec, layer.device
+    local = sorted({round(i * (spec.local_experts - 1) / 3) for i in range(4)})
+    generator = torch.Generator().manual_seed(0)
+    dtype = TORCH_DTYPES[problem.dtype]
+    steps = layer.steps(dtype)
+    most = max(step.config.check_tokens for step in steps)
+    x_TH = torch.randn(most, spec.hidden, generator=generator).to(dtype)
+    ids_TA = torch.tensor(local)[torch.arange(most * 2).reshape(most, 2) % len(local)] + spec.first_expert
+    weights_TA = torch.rand(most, 2, generator=generator) + 0.5
+    expected = _expected(problem, weights, x_TH, Routing(ids_TA, weights_TA), device)
+    if not bool(torch.isfinite(expected).all()):
+        raise VerificationError(
+            f"{where}, experts {', '.join(str(spec.first_expert + e) for e in local)}",
+            expected="finite results in float32",
+            got="NaN or infinity",
+            hint="weights or scales are far too large: the files are damaged, or converted wrongly",
+        )
+    routing = Routing(ids_TA.to(device), weights_TA.to(device))
+    for step in steps:
+        rows = min(step.config.check_tokens, step.max_tokens or most)
+        x, some = x_TH[:rows].to(device), Routing(*(part[:rows] for part in routing))
+        got = torch.empty_like(x)
+        with on_device(device):
+            step.runner.run(x, some, step.config, got)
+        error = relative_error(got.cpu(), expected[:rows])
+        if not error <= TOLERANCE:  # NaN fails too
+            raise VerificationError(
+                f"{where}, backend {step.backend!r} ({step.config}), layout {layer.plans.layout!r}",
+                expected=f"a relative error of at most {TOLERANCE:g} against the reference",
+                got=f"{error:.3g}",
+                hint="this is a bug: report it with this message, and load with another backend meanwhile",
+            )
+
+
+def _expected(problem: Problem, weights: ExpertWeights, x_TH: Tensor, routing: Routing, device: torch.device) -> Tensor:
+    """What the reference computes, float32 on the CPU: in milliseconds on a GPU, if it has memory for a matrix.
+
+    There in float64, since torch may have been told to compute float32 products in TF32.
+    """
+
+    def run(device: torch.device, dtype: torch.dtype) -> Tensor:
+        here = ExpertWeights(weights.spec, lambda e: weights.expert(e).to(device))
+        inputs = x_TH.to(device), Routing(*(part.to(device) for part in routing))
+        return run_experts(problem, here, *inputs, dtype).float().cpu()
+
+    if device.type != "cpu":
+        try:
+            return run(device, torch.float64)
+        except torch.OutOfMemoryError:
+            log.debug("no memory on %s for the reference: it runs on the CPU", device)
+    return run(torch.device("cpu"), torch.float32)
+
+
+def require_input_scales(weights: ExpertWeights, where: str) -> None:
+    """Refuse at load what would otherwise fail at the first token that meets an expert without its input scales.
+
+    Raises:
+        CheckpointError: naming the expert.
+    """
+    for e, expert in enumerate(weights):
+        if expert.gate_up_input_scale is None or expert.down_input_scale is None:
+            raise CheckpointError(
+                f"{where}, expert {weights.spec.first_expert + e}",
+                expected="static input scales, for activations='fp8_static'",
+                got="none, or not a number",
+                hint='the expert was never calibrated: load with activations="fp8_token" or "16bit"',
+            )
