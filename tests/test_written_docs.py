@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,12 @@ import backends_document
 import pytest
 import write_docs
 from backends_document import GPUS, MODES, said
-from write_docs import Limit
+from write_docs import Peer, Row
 
 from polymoe.backends import BACKENDS
 from polymoe.bench.cases import CASES
 from polymoe.bench.decode import ModelRecord
-from polymoe.bench.records import Record, newest
+from polymoe.bench.records import Record
 from polymoe.bench.serving import record as serving
 from polymoe.bench.serving.answers import Answer
 from polymoe.bench.serving.record import Load, Origin, record
@@ -38,7 +38,8 @@ def test_current() -> None:
     """If it is not: python benchmarks/write_docs.py."""
     documents = write_docs.documents()
     assert {str(path.relative_to(write_docs.ROOT)) for path in documents} == {
-        "README.md", "docs/backends.md", "docs/measured.md", "docs/decoding.md", "docs/serving.md",
+        "README.md", "docs/backends.md", "docs/performance/cuda.md", "docs/performance/triton.md", "docs/decoding.md",
+        "docs/serving.md",
     }  # fmt: skip
     for path, text in documents.items():
         assert path.read_text(encoding="utf-8") == text, path
@@ -46,15 +47,16 @@ def test_current() -> None:
 
 def test_check_names_what_is_not_current(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nothing is written by --check; without it the file is written, and then it is current."""
-    documents = ("README.md", "docs/measured.md", "docs/decoding.md", "docs/serving.md")
-    names = (*write_docs.RECORDS.values(), write_docs.DECODE, write_docs.SERVE)
+    pages = ("performance/cuda.md", "performance/triton.md", "decoding.md", "serving.md")
+    documents = ("README.md", *(f"docs/{page}" for page in pages))
+    names = (*write_docs.RECORDS.values(), write_docs.PEERS, write_docs.DECODE, write_docs.SERVE)
     results = (f"benchmarks/results/{name}" for name in names)
     for name in (*documents, *(file for file in results if (write_docs.ROOT / file).exists())):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text((write_docs.ROOT / name).read_text(encoding="utf-8"), encoding="utf-8")
     monkeypatch.setattr(write_docs, "ROOT", tmp_path)
     monkeypatch.setattr("sys.argv", ["write_docs.py", "--check"])
-    with pytest.raises(SystemExit, match=r"^docs/backends\.md: not what code and records say"):
+    with pytest.raises(SystemExit, match=r"^docs/backends\.md: differs from code and records"):
         write_docs.main()
     assert not (tmp_path / "docs/backends.md").exists()
     monkeypatch.setattr("sys.argv", ["write_docs.py"])
@@ -119,65 +121,71 @@ def test_the_machine_here_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> No
     assert backends_document.backends_document() == before
 
 
+PEER = Peer(
+    case="gpt-oss-120b", format="mxfp4", activations="16bit", tokens=16, routing="uniform", peer="one", version="1",
+    median_us=342.1, device="h200", torch="2.11.0", triton="3.6.0", date="2026-01-01",
+)  # fmt: skip
+ROW = Row.of(RECORD)
+
+
 class TestRecords:
-    def test_newest_counts(self) -> None:
-        later = replace(RECORD, median_us=310.0, share=0.51, date="2026-02-01T00:00:00Z")
-        zipf = replace(RECORD, routing="zipf:1.2", median_us=1.0)
-        row = "| `gpt-oss-120b` | mxfp4 | 16bit | triton |  |  | 310 (0.51) |  |  |  |  |\n"
-        assert write_docs.times(newest([later, RECORD, zipf])).endswith(row)
+    def test_readme_has_our_time_and_the_best_peers(self) -> None:
+        mine = replace(RECORD, backend="cuda")
+        found = [mine, replace(mine, tokens=64, median_us=424.0), replace(mine, routing="zipf:1.2", median_us=1.0)]
+        row = "| `gpt-oss-120b` | mxfp4 | 16bit |  |  | 270 (342) | 424 |  |  |  |\n"
+        assert write_docs.times([*found, RECORD], {ROW: {16: PEER}}).endswith(row)
 
-    def test_backends_of_a_case_stand_together(self) -> None:
-        found = [RECORD, replace(RECORD, format="nvfp4"), replace(RECORD, backend="cuda")]
-        rows = [row.split(" | ")[1:4] for row in write_docs.times(found).splitlines()[2:]]
-        assert [(form, backend) for form, _, backend in rows] == [
-            ("mxfp4", "cuda"), ("mxfp4", "triton"), ("nvfp4", "triton"),
+    def test_readmes_rows_are_recorded(self) -> None:
+        assert write_docs.times(write_docs.records(), {}).count("\n") == 2 + len(write_docs.README_ROWS)
+
+    def test_the_newest_record_counts(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """``hopper`` is what ``cuda`` was called before."""
+        lines = [
+            replace(RECORD, backend="hopper", date="2026-02-01T00:00:00Z"), replace(RECORD, backend="cuda", share=1.0)
         ]  # fmt: skip
+        path = tmp_path / "benchmarks" / "results" / "cuda-h200.jsonl"
+        path.parent.mkdir(parents=True)
+        path.write_text("".join(json.dumps(r.to_dict()) + "\n" for r in lines))
+        monkeypatch.setattr(write_docs, "ROOT", tmp_path)
+        assert [(r.backend, r.share) for r in write_docs.records()] == [("cuda", 0.585)]
 
-    @pytest.mark.parametrize(
-        ("time_us", "text"), [(580.0, "580"), (580.1, "**580** (+0.0 %)"), (638.0, "**638** (+10.0 %)")]
-    )
-    def test_limits(self, time_us: float, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        asked = {
-            ("gpt-oss-120b", "mxfp4"): Limit({16: 300, 64: 580}),
-            ("gpt-oss-120b", "nvfp4"): Limit(times_mxfp4=1.1),
-        }
-        monkeypatch.setattr(write_docs, "LIMITS", {"triton": asked})
+    def test_a_backends_table(self) -> None:
+        mine = replace(RECORD, backend="cuda")
         found = [
-            RECORD, replace(RECORD, tokens=64, median_us=time_us), replace(RECORD, format="nvfp4", median_us=298),
-            replace(RECORD, backend="cuda", median_us=1.0), replace(RECORD, routing="zipf:1", median_us=1.0),
+            mine, replace(mine, tokens=64, median_us=424.0, floor_us=345.0, share=0.81), replace(mine, format="nvfp4"),
+            replace(RECORD, tokens=1), replace(mine, tokens=2, routing="zipf:1"),
+            replace(mine, tokens=4, case="gpt-oss-120b[batch invariant]"),
         ]  # fmt: skip
-        lines = write_docs.limits(found, "triton").splitlines()
-        assert lines[2:4] == ["| `gpt-oss-120b`, mxfp4 | at most | 300 | 580 |", f"|  | time | 270 | {text} |"]
-        assert lines[4:] == ["| `gpt-oss-120b`, nvfp4 | at most | 297 |  |", "|  | time | **298** (+0.3 %) |  |"]
-
-    def test_limits_by_share_of_the_floor(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Hopper's: 158 us at 0.70 are 226, at 0.60 - 0.05 are 287. Its best peers stand above."""
-        asked = {
-            ("gpt-oss-120b", "mxfp4"): Limit(share={16: 0.70, 64: 0.70}),
-            ("gpt-oss-120b", "int4_g32"): Limit(below_mxfp4=0.05),
-        }
-        monkeypatch.setattr(write_docs, "LIMITS", {"cuda": asked})
-        monkeypatch.setattr(write_docs, "PEERS", {("gpt-oss-120b", "mxfp4"): {16: 342.1}})
-        mine = replace(RECORD, backend="cuda", median_us=263.3, share=0.60)
-        found = [mine, replace(mine, format="int4_g32", median_us=280, share=0.564)]
-        other = replace(RECORD, tokens=64, floor_us=350.0)
-        assert write_docs.limits(found, "cuda", [other]).splitlines()[2:] == [
-            "| `gpt-oss-120b`, mxfp4 | best peer | 342 |  |",
-            "|  | at most | 226 | 500 |",
-            "|  | time | **263** (+16.7 %) | none |",
-            "|  | share of floor | 0.60 |  |",
-            "| `gpt-oss-120b`, int4_g32 | at most | 287 |  |",
-            "|  | time | 280 |  |",
-            "|  | share of floor | 0.56 |  |",
+        peers = {ROW: {16: PEER, 256: replace(PEER, tokens=256)}}
+        assert write_docs.standing(found, "cuda", peers).splitlines() == [
+            "| case | us | 16 | 64 |",
+            "| --- | --- | --- | --- |",
+            "| `gpt-oss-120b`, mxfp4 | floor | 158 | 345 |",
+            "|  | time | 270 (0.58) | 424 (0.81) |",
+            "|  | best peer | 342 |  |",
+            "| `gpt-oss-120b`, nvfp4 | floor | 158 |  |",
+            "|  | time | 270 (0.58) |  |",
         ]
 
-    def test_no_table_before_there_are_records(self) -> None:
-        assert write_docs.limits([RECORD], "cuda") == write_docs.calls([RECORD]) == ""
+    def test_the_fastest_peer_with_the_same_kind_of_activations(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        lines = [
+            PEER, replace(PEER, peer="two", median_us=300.0), replace(PEER, peer="three", median_us=310.0),
+            replace(PEER, activations="fp8_token", median_us=200.0), replace(PEER, tokens=1, median_us=50.0),
+        ]  # fmt: skip
+        path = tmp_path / "benchmarks" / "results" / write_docs.PEERS
+        path.parent.mkdir(parents=True)
+        path.write_text("".join(json.dumps(asdict(peer)) + "\n" for peer in lines))
+        monkeypatch.setattr(write_docs, "ROOT", tmp_path)
+        found = write_docs.best_peers()
+        assert {t: peer.median_us for t, peer in found[ROW].items()} == {16: 300.0, 1: 50.0}
+        fp8 = Row.of(replace(RECORD, activations="fp8_group128"))
+        assert found[fp8][16].median_us == 200.0
+        assert fp8.head == "`gpt-oss-120b`, mxfp4, fp8 activations"
 
-    def test_a_limit_without_a_record_is_seen(self) -> None:
-        text = write_docs.limits([RECORD], "triton")
-        assert "| `gpt-oss-120b`, mxfp4 | at most | 50.0 |  | 300 | 580 |" in text
-        assert "|  | time | none |  | 270 | none |" in text
+    def test_no_table_before_there_are_records(self) -> None:
+        assert write_docs.standing([RECORD], "cuda", {}) == write_docs.calls([RECORD]) == ""
 
     def test_calls_stand_beside_the_usual_ones(self) -> None:
         mine = replace(RECORD, case="deepseek-v4-flash", backend="cuda")
@@ -187,18 +195,26 @@ class TestRecords:
             "|  | 16 | 64 |",
             "| --- | --- | --- |",
             "| uniform routing | 270 (0.58) |  |",
-            "| any batch, the same result | 300 (0.53) |  |",
+            "| batch-invariant, uniform routing | 300 (0.53) |  |",
             "| zipf:1 routing |  | 500 (0.80) |",
         ]
 
-    def test_the_picture_has_both_backends(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def test_the_picture_has_both_backends_and_the_peers(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         mine = replace(RECORD, case="deepseek-v4-flash")
         others = (replace(mine, backend="cuda"), replace(mine, backend="torch-dequantized"), RECORD)
         monkeypatch.setattr(write_docs, "records", lambda *_: [mine, *others])
-        drawn: list[str] = []
-        monkeypatch.setattr(write_docs, "plot", lambda found, path: drawn.extend(r.backend for r in found))
+        monkeypatch.setattr(write_docs, "best_peers", lambda: {Row.of(mine): {16: PEER, 64: PEER}})
+        drawn: list[object] = []
+        monkeypatch.setattr(
+            write_docs, "plot", lambda found, path, lines: drawn.extend(([r.backend for r in found], *lines.values()))
+        )
         write_docs.picture(tmp_path / "p.png")
-        assert drawn == ["cuda", "triton"]
+        assert drawn == [["cuda", "triton"], [(16, 158.0 / 342.1)]]
+
+
+def page(name: str) -> str:
+    """The text of a page of docs/performance/."""
+    return (write_docs.ROOT / "docs" / "performance" / f"{name}.md").read_text(encoding="utf-8")
 
 
 def triton_records() -> list[Record]:
@@ -206,7 +222,8 @@ def triton_records() -> list[Record]:
 
 
 def test_how_near_predictions_are() -> None:
-    """docs/measured.md says so: 9 % for DeepSeek-V4-Flash in MXFP4, 28 % at most."""
+    """docs/performance/triton.md says 9 % for DeepSeek-V4-Flash in MXFP4, and 28 % for all others."""
+    assert "Within 9 % of every record of DeepSeek-V4-Flash in MXFP4, within 28 % elsewhere" in page("triton")
     for r in triton_records():
         problem, h200 = CASES[r.case].problem(r.format, r.activations), backends_document.machine(DEVICES["h200"])
         off = abs(BACKENDS["triton"].predict(problem, h200, r.tokens).time_us / r.median_us - 1)
@@ -224,14 +241,14 @@ def test_how_near_predictions_are() -> None:
     ],
 )
 def test_times_in_the_text_are_the_records(case: str, form: str, tokens: int, said: str) -> None:
-    text = (write_docs.ROOT / "docs/measured.md").read_text(encoding="utf-8")
+    text = " ".join(page("triton").split())
     (found,) = [r for r in triton_records() if (r.case, r.format, r.tokens) == (case, form, tokens)]
     assert said in text
     assert write_docs.number(found.median_us) in said
 
 
 def test_errors_and_shares_in_the_text_are_the_records() -> None:
-    """docs/measured.md: under "Right to 6e-3" and "What was to be reached"."""
+    """docs/performance/triton.md: errors under "INT4 weights" and "FP8 tensor cores", shares under "What limits"."""
     by_format: dict[str, list[Record]] = {}
     for r in triton_records():
         by_format.setdefault(r.format, []).append(r)
@@ -250,7 +267,10 @@ def test_ratios_in_the_text_are_the_records() -> None:
     ratios = [row.split(" | ")[3] for row in table.splitlines()[2:6]]
     assert len(ratios) == 4
     text = (write_docs.ROOT / "docs/decoding.md").read_text(encoding="utf-8").partition("<!-- end of decode -->")[2]
-    readme = (write_docs.ROOT / "README.md").read_text(encoding="utf-8").partition("On one H200 a model")[2]
+    readme = (write_docs.ROOT / "README.md").read_text(encoding="utf-8")
+    intro = f"takes {ratios[3]} of the memory and decodes {ratios[0]} times as fast"
+    assert intro in " ".join(readme.split())
+    readme = readme.partition("one H200 a model")[2]
     for part in (text, readme.partition("\n\n")[0]):
         assert {ratio for ratio in ratios if not re.search(rf"(?<!\d){ratio}(?!\d)", part)} == set()
     assert all(share in text for row in table.splitlines()[2:4] for share in re.findall(r"0\.\d\d", row))
@@ -270,8 +290,8 @@ def test_servers_in_the_text_are_the_records() -> None:
     assert all(command in text for command in commands)
 
 
-def test_errors_of_hopper_in_the_text_are_the_records() -> None:
-    """docs/measured.md, under "4-bit weights and E4M3 rows", "FP8 weights" and "Where it stands"."""
+def test_errors_of_the_cuda_kernels_in_the_text_are_the_records() -> None:
+    """docs/performance/cuda.md, under "Accuracy"."""
     for r in write_docs.records("cuda"):
         if r.backend == "cuda" and r.activations != "16bit":
             assert 2.3e-3 <= r.error <= (4.05e-3 if r.format == "fp8_block128" and r.tokens > 1024 else 3.35e-3), r
@@ -284,7 +304,7 @@ def test_errors_of_hopper_in_the_text_are_the_records() -> None:
 
 
 def test_the_profile_says_what_the_text_does() -> None:
-    """docs/measured.md, under "What was to be reached": the share of the grouped products, and times."""
+    """docs/performance/triton.md, under "What limits": the share of the grouped GEMMs, and times."""
     text = (write_docs.ROOT / "benchmarks/results/profile-triton-h200.txt").read_text(encoding="utf-8")
     launches: dict[str, dict[str, tuple[float, int]]] = {}
     for line in text.splitlines():
@@ -297,8 +317,7 @@ def test_the_profile_says_what_the_text_does() -> None:
         total = sum(us * count for us, count in of.values())
         products = sum(us * count for name, (us, count) in of.items() if name.endswith("_gemm"))
         assert 0.745 <= products / total <= 0.975
-    document = (write_docs.ROOT / "docs/measured.md").read_text(encoding="utf-8")
-    reasons = document.partition("Why not, as far")[2].partition("##")[0]
+    reasons = page("triton").partition("## What limits")[2].partition("##")[0]
     fp8, bf16 = "deepseek-v3-tp8 fp8_block128", "qwen3-235b-tp4-bf16 bf16"
     for case, name, of_a_call in (
         (f"{fp8} 4096", "grouped_gemm", 1), (f"{fp8} 4096", "sweep_gemm", 1), (f"{fp8} 1024", "grouped_gemm", 1),

@@ -1,9 +1,9 @@
-"""The picture of a measurement: share of the floor over tokens, one line a backend."""
+"""A plot of records: share of the floor over tokens, one line for each backend."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from polymoe.bench.records import Record
@@ -13,11 +13,11 @@ __all__ = ["check_plot", "plot"]
 
 
 def check_plot(path: Path) -> None:
-    """Raises now what :func:`plot` would raise after the measurement.
+    """Raise before the measurement what :func:`plot` would raise after it.
 
     Raises:
         MissingDependency: without matplotlib.
-        ArgumentError: for a name that does not end in .png, or a directory that is not there.
+        ArgumentError: for a name that does not end in .png, or in a directory that does not exist.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise MissingDependency(
@@ -25,12 +25,20 @@ def check_plot(path: Path) -> None:
         )
     if path.suffix != ".png" or not path.parent.is_dir():
         raise ArgumentError(
-            "--plot", expected="a name ending in .png in a directory that is there", got=repr(str(path))
+            "--plot", expected="a name that ends in .png, in an existing directory", got=repr(str(path))
         )
 
 
-def plot(records: Sequence[Record], path: Path) -> None:
-    """Write a PNG of records that share case, format, routing and device."""
+def plot(
+    records: Sequence[Record], path: Path, others: Mapping[str, Sequence[tuple[int, float]]] | None = None
+) -> None:
+    """Write a PNG of records that share case, format, routing and device.
+
+    Args:
+        records: one line for each backend and kind of activations.
+        path: of the PNG.
+        others: further lines by label, each of (tokens, share of the floor) in the order of tokens.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -39,13 +47,15 @@ def plot(records: Sequence[Record], path: Path) -> None:
         line = sorted((r.tokens, r.share) for r in records if (r.backend, r.activations) == (backend, activations))
         label = backend if activations == "16bit" else f"{backend}, {activations}"
         axes.plot(*zip(*line, strict=True), marker="o", label=label)
+    for label, points in (others or {}).items():
+        axes.plot(*zip(*points, strict=True), marker="s", linestyle="--", color="grey", label=label)
     counts = sorted({r.tokens for r in records})
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, [str(t) for t in counts])
     axes.set_ylim(0, max(1.0, *(1.05 * r.share for r in records)))
     axes.axhline(1.0, color="grey", linewidth=0.8)
     axes.set_xlabel("tokens")
-    axes.set_ylabel("share of floor (least bytes and products, at the GPU's rates)")
+    axes.set_ylabel("share of the floor (floor / time)")
     r = records[0]
     axes.set_title(f"{r.case}, {r.format}, {r.routing} routing, {r.device}")
     axes.grid(alpha=0.3)
