@@ -25,7 +25,7 @@ import transformers
 from dequantized import filled, own
 
 from polymoe.checkpoint import Checkpoint
-from polymoe.generate import Generator
+from polymoe.engines.transformers.generator import Generator
 
 HERE = Path(__file__).resolve().parent
 HELD_OUT = HERE / "sums-heldout.jsonl"

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from polymoe.engines.transformers import load
 from polymoe.engines.transformers.decode_graph import Decoder, require_capturable
+from polymoe.engines.transformers.generator import Generator
 from polymoe.errors import ArgumentError, UnsupportedProblem
-from polymoe.generate import Generator
 
 SUMS = Path(__file__).parents[2] / "models" / "sums-gpt-oss-mxfp4"
 LENGTH, STEPS = 10, 6  # the sliding window is 8
@@ -58,7 +58,7 @@ class Replaying(Decoder):
         super().__init__(*args, capture=False, **kwargs)
         self.capture = True
 
-    def _captured(self) -> Callable[[], None]:
+    def _capture_step(self) -> Callable[[], None]:
         layers: list[Any] = self.cache.layers
         counted = [{k: v for k, v in vars(layer).items() if type(v) in (int, bool)} for layer in layers]
         self._logits_BV = self._advance().clone()

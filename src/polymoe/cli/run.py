@@ -16,16 +16,16 @@ def command(
     checkpoint: Checkpoint,
     prompt: Annotated[
         list[str] | None,
-        typer.Argument(help="What to ask, one answer each. Default: lines of stdin.", show_default=False),
+        typer.Argument(help="Prompts, answered one by one. Default: the lines of stdin.", show_default=False),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens an answer.")] = 256,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered together.")] = 32,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 256,
+    raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")] = False,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts that are answered together.")] = 32,
     graphs: Annotated[
         bool,
         typer.Option(
             "--graphs/--no-graphs",
-            help="CUDA graphs for decoding: a minute or more to compile for each batch size, then faster.",
+            help="Decode with CUDA graphs: a minute or more to compile each batch size, then faster.",
         ),
     ] = False,
     backend: Backend = "auto",
@@ -33,15 +33,16 @@ def command(
     device: OnDevice = "auto",
     json: Json = False,
 ) -> None:
-    """Answer prompts, and say how fast and how large the experts are, packed and dequantized."""
+    """Answer prompts; report the speed and the size of the experts, packed and dequantized."""
     from polymoe.errors import ArgumentError
-    from polymoe.generate import Generator
 
     prompts = list(prompt or [])
     if not prompts:
         prompts = [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not prompts:
         raise ArgumentError("run", expected="a prompt", got="none on the command line or on stdin")
+    from polymoe.engines.transformers.generator import Generator
+
     err = status()
     with err.status("loading"):
         generator = Generator.load(checkpoint, device=device, backend=backend, role=role, graphs=graphs)
@@ -55,7 +56,7 @@ def command(
     if json:
         print_json({"answers": [{"prompt": a.prompt, "text": a.text, "tokens": a.tokens} for a in answers], **speed})
         return
-    # Experts that the checkpoint has in 16 bit are run where they lie: nothing is packed.
+    # Nothing is packed if the checkpoint has its experts in 16 bit.
     experts = (
         f"{size(speed['packed_bytes'])} packed, {size(speed['dequantized_bytes'])} as 16 bit, "
         f"backend {', '.join(speed['backends'])}"

@@ -1,1 +1,1 @@
-"""Engines: thin adapters that put polymoe's experts into other people's model runners. The core never imports them."""
+"""Thin adapters that run polymoe's experts inside other model runners. The core never imports them."""

@@ -1,4 +1,19 @@
-"""Transformers with packed experts: :func:`load` for one model, :func:`install` for all that load later."""
+"""Transformers with packed experts: :func:`load` for one model, :func:`install` for all that are loaded later.
+
+The modules, each of which imports only from those below it (``tests/test_imports.py``):
+
+.. code-block:: text
+
+    generator          answers to batches of prompts, for ``polymoe run``
+    loading            load, install, uninstall
+    dequantized        the same checkpoints without packing, to compare with
+    quantizer          the hooks that Transformers calls around loading
+    dense_quantizer    Transformers' own quantizer for what is not an expert
+    experts_interface  ``experts_implementation="polymoe"`` for unquantized models
+    families           one row a model family
+    decode_graph       a decode step as one CUDA graph
+    paged_attention    attention for continuous batching
+"""
 
 from __future__ import annotations
 
@@ -12,8 +27,20 @@ except ImportError as error:
         hint="pip install 'polymoe[transformers]'",
     ) from error  # fmt: skip
 
-from polymoe.engines.transformers.families import FAMILIES, Family, PackedExperts
+from polymoe.engines.transformers.families import FAMILIES, PackedExperts, TransformersFamily
 from polymoe.engines.transformers.loading import install, load, uninstall
 from polymoe.engines.transformers.quantizer import PackedQuantizer
 
-__all__ = ["FAMILIES", "Family", "PackedExperts", "PackedQuantizer", "install", "load", "uninstall"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "PackedExperts",
+    "PackedQuantizer",
+    "TransformersFamily",
+    "install",
+    "load",
+    "uninstall",
+]
+
+Family = TransformersFamily
+"""The former name of :class:`TransformersFamily`."""

@@ -1,7 +1,7 @@
-"""Decoder: a model's decode step over a static cache, compiled, and on a GPU one CUDA graph.
+"""Decoder: decode steps of a model over a static cache, compiled, and replayed from one CUDA graph on a GPU.
 
-``model.generate(..., cache_implementation="static")`` compiles the same step, and its loop prepares inputs, masks and
-stopping on the host between any two. Here a step is one replay: what remains is what the model itself takes.
+``model.generate(..., cache_implementation="static")`` compiles the same step, but between two steps its loop prepares
+inputs, masks and stopping criteria on the host. Here a step is one replay, so only the model's own time remains.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from polymoe.verdict import Accepted
 
 __all__ = ["Decoder", "require_capturable"]
 
-_COMPILED = 64  # decoders in one process: each is compiled for its own model and batch
+_RECOMPILES = 64  # of the step in one process: each Decoder compiles it for its own model and batch
 
 
 class Decoder:
     """Decodes a batch of sequences of one length, step by step.
 
     Args:
-        model: of Transformers, in evaluation mode, with a static cache.
-        max_tokens: most tokens of a sequence, the prompt's with them.
-        compile: backend of ``torch.compile`` for the step as one graph, "inductor" or "aot_eager"; None leaves the
-            model as it is.
-        capture: whether steps are replays of a CUDA graph; they have to be compiled.
+        model: of Transformers, in evaluation mode; it must support a static cache.
+        max_tokens: most tokens of a sequence, including its prompt.
+        compile: backend of ``torch.compile`` for the step as one graph, "inductor" or "aot_eager"; None does not
+            compile.
+        capture: replay steps from a CUDA graph; requires ``compile``.
 
     Raises:
-        ArgumentError: to capture without compiling.
-        UnsupportedProblem: to capture experts whose backend looks at tensors on the host.
+        ArgumentError: for ``capture`` without ``compile``.
+        UnsupportedProblem: for ``capture`` with experts whose backend reads tensors on the host.
     """
 
     def __init__(self, model: Any, *, max_tokens: int, compile: str | None = "inductor", capture: bool = True) -> None:
         if capture:
-            # Models copy constants from the host as they go, which a capture forbids and a compiler takes out.
+            # Models copy constants from the host in each forward pass. A capture forbids that; compiling removes it.
             if compile is None:
                 raise ArgumentError("Decoder(compile=None)", expected="capture=False with it", got="capture=True")
             require_capturable(model)
@@ -48,7 +48,7 @@ class Decoder:
         self.length = 0
         self._run: Callable[[Tensor, Tensor], Tensor] = self._forward
         if compile is not None:
-            # A captured step has one shape. Else lengths that the cache keeps on the host change from step to step.
+            # A captured step has one shape. Otherwise lengths that the cache keeps on the host change at every step.
             dynamic = False if capture else None
             self._run = torch.compile(self._forward, fullgraph=True, dynamic=dynamic, backend=compile)
         self._token_B1 = self._position_B1 = self._logits_BV = torch.empty(0)
@@ -56,13 +56,19 @@ class Decoder:
 
     @torch.inference_mode()
     def prefill(self, ids_BT: Tensor) -> Tensor:
-        """Begin anew with these prompts: logits of their last positions, ``[B, V]``.
+        """Start new sequences.
 
-        The first call makes the step ready, which takes a minute or two for a large model: a batch has one size.
+        The first call compiles and captures the step, which takes a minute or two for a large model.
+
+        Args:
+            ids_BT: prompts of one length; the number of prompts is that of the first call.
+
+        Returns:
+            Logits of the last positions, ``[B, V]``.
 
         Raises:
-            ArgumentError: for prompts that leave no room for a token, or another number of them than before; to
-                capture, for prompts shorter than a sliding window.
+            ArgumentError: for prompts that leave no room for another token, or a different number of prompts than
+                before; with ``capture``, for prompts shorter than a sliding window.
         """
         batch, length = ids_BT.shape
         if length >= self.max_tokens:
@@ -73,14 +79,21 @@ class Decoder:
         if batch != len(self._token_B1):
             raise ArgumentError("prompts", expected=str(len(self._token_B1)), got=str(batch), hint="use a new Decoder")
         if self.capture and self._replay is None:
-            self._make_ready(ids_BT)
-        return self._begin(ids_BT)
+            self._prepare_step(ids_BT)
+        return self._start(ids_BT)
 
     @torch.inference_mode()
     def step(self, token_B1: Tensor) -> Tensor:
-        """One more token for each sequence: logits ``[B, V]`` that follow it.
+        """Append one token to each sequence.
 
-        The result of a captured step is overwritten by the next one.
+        Args:
+            token_B1: int64, ``[B, 1]``.
+
+        Returns:
+            Logits of the new positions, ``[B, V]``. With ``capture``, the next step overwrites them.
+
+        Raises:
+            ArgumentError: if the sequences have ``max_tokens`` tokens already.
         """
         if self.length >= self.max_tokens:
             raise ArgumentError("step", expected=f"at most {self.max_tokens} tokens", got="one more")
@@ -92,32 +105,32 @@ class Decoder:
             self._replay()
         return self._logits_BV
 
-    def _begin(self, ids_BT: Tensor) -> Tensor:
+    def _start(self, ids_BT: Tensor) -> Tensor:
         self.cache.reset()
         self.length = ids_BT.shape[1]
         self._position_B1.fill_(self.length)
         out = self.model(input_ids=ids_BT, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         return out.logits[:, -1]
 
-    def _make_ready(self, ids_BT: Tensor) -> None:
-        """Compile the step, run it twice at one length, which is all that it is made for, and capture it."""
+    def _prepare_step(self, ids_BT: Tensor) -> None:
+        """Compile the step, run it twice at the same length, and capture it."""
         layers: list[Any] = self.cache.layers
         windows = [layer.max_cache_len for layer in layers if getattr(layer, "is_sliding", False)]
         if windows and ids_BT.shape[1] < max(windows):
-            # While a window fills, its mask depends on lengths on the host; a captured step has them as constants.
+            # Until a window is full, its mask depends on lengths on the host, which a capture makes constants.
             raise ArgumentError(
                 "prompt", expected=f"at least {max(windows)} tokens, the model's sliding window",
-                got=str(ids_BT.shape[1]), hint="capture=False takes any",
+                got=str(ids_BT.shape[1]), hint="capture=False takes prompts of any length",
             )  # fmt: skip
-        with torch._dynamo.config.patch(recompile_limit=_COMPILED):
+        with torch._dynamo.config.patch(recompile_limit=_RECOMPILES):
             for _ in range(2):
-                self._begin(ids_BT)
+                self._start(ids_BT)
                 self._advance()
-            self._begin(ids_BT)
-            self._replay = self._captured()
+            self._start(ids_BT)
+            self._replay = self._capture_step()
 
-    def _captured(self) -> Callable[[], None]:
-        """Capture one step; what repeats it and writes its logits where they were."""
+    def _capture_step(self) -> Callable[[], None]:
+        """Capture one step; the function that replays it, writing the logits to the same place."""
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self.device), torch.cuda.graph(graph):
@@ -135,10 +148,10 @@ class Decoder:
 
 
 def require_capturable(model: nn.Module) -> None:
-    """Check that calls of a model's packed experts can be captured in a CUDA graph.
+    """Check that calls of a model's experts can be captured in a CUDA graph.
 
     Raises:
-        UnsupportedProblem: naming the backend that cannot.
+        UnsupportedProblem: naming the backend that cannot be captured.
     """
     for name, module in model.named_modules():
         if not isinstance(module, FusedExperts):
@@ -150,5 +163,5 @@ def require_capturable(model: nn.Module) -> None:
             if candidate.backend in planned and not (isinstance(verdict, Accepted) and verdict.capturable):
                 raise UnsupportedProblem(
                     name, expected="a backend that CUDA graphs can capture", got=f"backend {candidate.backend!r}",
-                    hint="load with backend='auto', or go without graphs",
+                    hint="load with backend='auto', or do without graphs",
                 )  # fmt: skip

@@ -1,8 +1,8 @@
-"""Transformers' own quantizer for what is not an expert, where one asks for it (``dense="transformers"``).
+"""Transformers' own quantizer for matrices outside the experts (``dense="transformers"``).
 
-It keeps FP8 matrices in FP8 on a GPU, for which Transformers fetches kernels from the Hub (package ``kernels``), and
-quantizes their inputs; on a CPU it dequantizes. The experts are out of its reach: they are packed before it sees the
-model, and their tensors are not shown to it.
+On a GPU it keeps FP8 matrices in FP8 and quantizes their inputs, with kernels that Transformers downloads from the Hub
+(package ``kernels``); on a CPU it dequantizes. It never sees the experts: their modules are replaced before it gets the
+model, and their tensors are left out.
 """
 
 from __future__ import annotations
@@ -18,57 +18,57 @@ from polymoe.errors import ArgumentError, MissingDependency, UnsupportedProblem
 __all__ = ["DENSE", "METHODS", "check_dense", "dense_quantizer"]
 
 DENSE = ("16bit", "transformers")
-"""What matrices outside the experts may be: 16-bit floats, or what Transformers' own quantizer makes of them."""
+"""Choices for matrices outside the experts: 16-bit floats, or whatever Transformers' own quantizer makes of them."""
 
 METHODS = ("fp8",)
-"""The ``quant_method`` of those quantizers that are known to load such checkpoints without their experts."""
+"""The ``quant_method`` of the quantizers that are known to load a checkpoint without its experts."""
 
 
 def check_dense(dense: str, method: str) -> None:
-    """Check a wish against a checkpoint's ``quant_method``.
+    """Check a choice of :data:`DENSE` for a checkpoint's ``quant_method``.
 
     Raises:
-        ArgumentError: there is no such choice.
-        UnsupportedProblem: Transformers has no quantizer for this method, or one that is not known to work.
+        ArgumentError: for an unknown choice.
+        UnsupportedProblem: if Transformers has no quantizer for this method, or none that is known to work.
     """
     if dense not in DENSE:
         raise ArgumentError("dense", expected=" or ".join(DENSE), got=repr(dense))
     if dense == "transformers" and method not in METHODS:
         raise UnsupportedProblem(
             'dense="transformers"', expected=f"a checkpoint of {' or '.join(METHODS)}", got=method,
-            hint='dense="16bit" dequantizes what is quantized outside the experts',
+            hint='dense="16bit" dequantizes quantized matrices outside the experts',
         )  # fmt: skip
 
 
 def dense_quantizer(model: Any, source: dict[str, Any], experts: Iterable[str], device_map: Any) -> HfQuantizer:
-    """Transformers' own quantizer, with ``model`` made ready for it.
+    """Transformers' own quantizer, after it has prepared ``model`` for its weights.
 
     Args:
         model: without weights, its experts replaced.
         source: the checkpoint's ``quantization_config``.
         experts: names of the modules that replace experts.
-        device_map: as ``from_pretrained`` has it.
+        device_map: of ``from_pretrained``.
 
     Raises:
-        MissingDependency: a package that it needs is not installed.
+        MissingDependency: if a package that it needs is not installed.
     """
     try:
         quantizer = AutoHfQuantizer.from_config(source, pre_quantized=True)
         quantizer.validate_environment(device_map=device_map, weights_only=True)
         config: Any = quantizer.quantization_config
-        _keep(model, config, experts)
+        _skip_experts(model, config, experts)
         quantizer._process_model_before_weight_loading(model, device_map=device_map)
     except ImportError as error:
         raise MissingDependency(
-            'dense="transformers"', expected="what Transformers' own quantizer needs", got=str(error).splitlines()[0],
-            hint='install it, or dense="16bit"',
+            'dense="transformers"', expected="what Transformers' quantizer needs", got=str(error).splitlines()[0],
+            hint='install it, or use dense="16bit"',
         ) from error  # fmt: skip
     return quantizer
 
 
-def _keep(model: Any, config: Any, experts: Iterable[str]) -> None:
-    """Let the quantizer pass over packed experts, and check that what it makes of the rest can run."""
-    # A list of its own stands in place of what Transformers leaves alone by default, the head above all.
+def _skip_experts(model: Any, config: Any, experts: Iterable[str]) -> None:
+    """Make the quantizer skip packed experts, and check that the kernels for the rest are there."""
+    # A list in the config replaces Transformers' default, which skips the head.
     default = get_keys_to_not_convert(model) if config.modules_to_not_convert is None else config.modules_to_not_convert
     config.modules_to_not_convert = [*default, *experts]
     if not config.dequantize:

@@ -1,4 +1,4 @@
-"""load_dequantized: a quantized checkpoint in Transformers as it is without polymoe, its experts in 16 bit."""
+"""load_dequantized: a quantized checkpoint in Transformers without polymoe, for comparison: experts in 16 bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CONFIGS = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
 def load_dequantized(
     path: str | os.PathLike[str], *, device: torch.device, dtype: torch.dtype | None = None, **kwargs: Any
 ) -> Any:
-    """A model in evaluation mode, every weight dequantized by Transformers' own path for its method.
+    """A model in evaluation mode whose weights Transformers has dequantized.
 
     Args:
         path: a checkpoint's directory or a Hub id.
@@ -31,13 +31,13 @@ def load_dequantized(
 
     Raises:
         CheckpointError: for a path without a checkpoint.
-        UnsupportedProblem: for a method that Transformers does not dequantize.
+        UnsupportedProblem: for a ``quant_method`` that Transformers does not dequantize.
     """
     method = Checkpoint.open(Path(path), config_only=True).quantization.method
     if method not in _CONFIGS:
         raise UnsupportedProblem(
             f"{path} dequantized by Transformers", expected=" or ".join(_CONFIGS), got=f"quantization {method!r}",
-            hint="--experts packed measures without it",
+            hint="--experts packed measures the packed model only",
         )  # fmt: skip
     with registered_names():
         config = use_own_name(transformers.AutoConfig.from_pretrained(path, trust_remote_code=False))
@@ -46,7 +46,7 @@ def load_dequantized(
             config=config,
             quantization_config=getattr(transformers, _CONFIGS[method])(dequantize=True),
             dtype=dtype or torch.bfloat16,
-            # Dequantized where it will be: a CPU takes minutes for it.
+            # Dequantize on the target device: a CPU takes minutes.
             device_map={"": device} if device.type == "cuda" else None,
             trust_remote_code=False,
             **kwargs,

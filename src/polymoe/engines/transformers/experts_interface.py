@@ -1,7 +1,7 @@
 """``experts_implementation="polymoe"``: polymoe's kernels on the experts of any unquantized model in Transformers.
 
-Transformers' experts interface hands a function the experts module itself. Its parameters are read where they lie, as
-a packed layer in the natural layout, so only backends that read that layout take part and nothing is copied.
+Transformers' experts interface passes the experts module itself to a function. Its parameters are read in place, as a
+packed layer in the natural layout: nothing is copied, and only backends that read this layout can run them.
 
 Interface: https://huggingface.co/docs/transformers/experts_interface
 """
@@ -31,17 +31,17 @@ from polymoe.tensors import ExpertsSpec
 __all__ = ["INTERFACE_NAME", "experts_forward", "interface_name", "register", "unregister"]
 
 INTERFACE_NAME = "polymoe"
-"""``experts_implementation`` of the automatic choice; ``polymoe:NAME`` names a backend."""
+"""``experts_implementation`` with automatic choice of a backend; ``polymoe:NAME`` names one."""
 
 GATES: Mapping[str, Callable[[Any], Activation]] = {
     "DeepseekV4Experts": lambda experts: SwiGLU(limit=experts.limit),
     "GptOssExperts": lambda experts: SwiGLU(alpha=experts.alpha, beta=1.0, limit=experts.limit),
 }
-"""Activation of the experts classes that do not compute ``act_fn(gate) * up``, by class name."""
+"""Activations of experts classes that do not compute ``act_fn(gate) * up``, by class name."""
 
 
 def register() -> None:
-    """Make ``experts_implementation="polymoe"``, and ``"polymoe:NAME"`` for each backend, known to Transformers."""
+    """Register ``experts_implementation="polymoe"``, and ``"polymoe:NAME"`` for each backend, in Transformers."""
     for name in ("auto", *BACKENDS):
         ExpertsInterface.register(interface_name(name), functools.partial(experts_forward, backend=name))
 
@@ -55,11 +55,20 @@ def unregister() -> None:
 def experts_forward(
     experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, backend: str = "auto"
 ) -> Tensor:
-    """What Transformers calls in place of the forward of ``experts``: [T, H] from [T, H], ids [T, A], weights [T, A].
+    """Transformers calls this instead of the forward of ``experts``.
+
+    Args:
+        experts: the module whose parameters are the weights.
+        hidden_states: ``[T, H]``.
+        top_k_index, top_k_weights: expert ids and routing weights, ``[T, A]``.
+        backend: "auto" or a backend's name.
+
+    Returns:
+        ``[T, H]`` in the dtype of ``hidden_states``.
 
     Raises:
-        UnsupportedProblem: for parameters that are neither bfloat16 nor float16, an activation that polymoe lacks, or
-            if no backend reads the natural layout here; while training, since there is no gradient.
+        UnsupportedProblem: for parameters that are neither bfloat16 nor float16, for an activation that polymoe does
+            not have, if no backend reads the natural layout here, or while training, since there is no gradient.
     """
     if experts.training and torch.is_grad_enabled():
         raise UnsupportedProblem(
@@ -71,17 +80,17 @@ def experts_forward(
 
 
 def interface_name(backend: str) -> str:
-    """The ``experts_implementation`` that stands for a backend, or for "auto"."""
+    """The ``experts_implementation`` of a backend, or of "auto"."""
     return INTERFACE_NAME if backend == "auto" else f"{INTERFACE_NAME}:{backend}"
 
 
 def _fused(experts: nn.Module, x: Tensor, top_k: int, backend: str) -> FusedExperts:
-    """The view of the module's parameters, made anew when they have moved or changed their dtype."""
+    """The experts as a view of the module's parameters, renewed when those have moved or changed their dtype."""
     state = (backend, *((name, p.data_ptr(), p.dtype, p.device) for name, p in experts.named_parameters(recurse=False)))
     known = experts.__dict__.get("_polymoe")
     if known is None or known[0] != state:
         known = (state, _view(experts, x, top_k, backend))
-        # Not an attribute that nn.Module sees: it holds views, which must not be moved or saved a second time.
+        # Hidden from nn.Module: these are views, which must not be moved or saved a second time.
         experts.__dict__["_polymoe"] = known
     return known[1]
 
@@ -97,14 +106,14 @@ def _view(experts: Any, x: Tensor, top_k: int, backend: str) -> FusedExperts:
             hint="from_pretrained(..., dtype=torch.bfloat16)",
         )  # fmt: skip
     if getattr(experts, "has_post_expert_norm", False):
-        raise UnsupportedProblem(where, expected="experts without a norm of their own", got="has_post_expert_norm")
+        raise UnsupportedProblem(where, expected="experts without a norm after them", got="has_post_expert_norm")
     encoding = FORMATS[DTYPES[weight.dtype]].encoding
 
     def stack(matrix: Tensor) -> QuantTensor:
         return QuantTensor(matrix, encoding)
 
-    def rows(tensor: Tensor, dim: int) -> dict[str, Tensor]:
-        """Gate and up halves of a tensor along ``dim``, as views."""
+    def gate_and_up(tensor: Tensor, dim: int) -> dict[str, Tensor]:
+        """The gate and up halves of a tensor along ``dim``, as views."""
         if not experts.has_gate:
             return {"up": tensor}
         if experts.is_concatenated:
@@ -115,11 +124,11 @@ def _view(experts: Any, x: Tensor, top_k: int, backend: str) -> FusedExperts:
     matrices = {
         name: parameters[name].mT if experts.is_transposed else parameters[name] for name in (first, "down_proj")
     }
-    stacks = {name: stack(half) for name, half in rows(matrices[first], 1).items()}
+    stacks = {name: stack(half) for name, half in gate_and_up(matrices[first], 1).items()}
     stacks["down"] = stack(matrices["down_proj"])
     vectors: dict[str, Tensor] = {}
     if experts.has_bias:
-        vectors = {f"{name}_bias": half for name, half in rows(parameters[f"{first}_bias"], 1).items()}
+        vectors = {f"{name}_bias": half for name, half in gate_and_up(parameters[f"{first}_bias"], 1).items()}
         vectors["down_bias"] = parameters["down_proj_bias"]
     count, hidden, intermediate = stacks["down"].shape
     spec = ExpertsSpec(
@@ -127,8 +136,8 @@ def _view(experts: Any, x: Tensor, top_k: int, backend: str) -> FusedExperts:
         gate=encoding if experts.has_gate else None, up=encoding, down=encoding,
     )  # fmt: skip
     problem = Problem(spec=spec, activation=_activation(experts), top_k=top_k, dtype=DTYPES[x.dtype])
-    choice = PlanRequest(Machine.of(str(weight.device)), "mixed", backend, BACKENDS, LAYOUTS)
-    fused = FusedExperts(problem, Natural().view(spec, stacks, vectors), choice)
+    request = PlanRequest(Machine.of(str(weight.device)), "mixed", backend, BACKENDS, LAYOUTS)
+    fused = FusedExperts(problem, Natural().view(spec, stacks, vectors), request)
     fused.explain().require(where)
     return fused
 
@@ -139,9 +148,7 @@ def _activation(experts: Any) -> Activation:
         return GATES[where](experts)
     default_gate = type(experts)._apply_gate.__module__ == ExpertsInterface.__module__
     if experts.has_gate and not default_gate:
-        raise UnsupportedProblem(
-            where, expected="act_fn(gate) * up, or one of " + ", ".join(GATES), got="a gate of its own"
-        )
+        raise UnsupportedProblem(where, expected="act_fn(gate) * up, or one of " + ", ".join(GATES), got="another gate")
     for name, activation in ACTIVATIONS.items():
         if activation.gated == experts.has_gate and type(experts.act_fn) is type(ACT2FN[name]):
             return activation

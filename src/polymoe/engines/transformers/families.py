@@ -1,8 +1,8 @@
-"""Model families in Transformers: where their experts are, and what stands there when they are packed.
+"""Model families in Transformers: which module holds their experts, and what replaces it when they are packed.
 
-A family is one row of :data:`FAMILIES`. The experts module's name suffices where it is called as
-``experts(hidden_states_TH, top_k_index_TA, top_k_weights_TA)``: so does every model in Transformers 5 that takes part
-in its experts interface. Llama-4's does not, so its whole block of router, shared expert and experts is replaced.
+A family is one row of :data:`FAMILIES`. The name of the experts module is enough if the model calls it as
+``experts(hidden_states_TH, top_k_index_TA, top_k_weights_TA)``, as every model in Transformers 5 does that supports its
+experts interface. Llama-4 does not: there, the whole block of router, shared expert and experts is replaced.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from polymoe.experts import FusedExperts
 
 __all__ = [
     "FAMILIES",
-    "Family",
     "PackedExperts",
     "PackedLlama4Moe",
+    "TransformersFamily",
     "auto_class",
-    "family_of",
     "pack_modules",
     "register_names",
     "registered_names",
+    "require_family",
     "require_model",
     "unregister_names",
     "use_own_name",
@@ -42,9 +42,9 @@ __all__ = [
 
 
 class PackedExperts(nn.Module):
-    """What stands in a model for one layer's experts module: the same call, packed weights.
+    """Replaces one layer's experts module in a model: the same call, packed weights.
 
-    It has no parameters and adds nothing to the model's state dict: a checkpoint is loaded into it as a whole.
+    It has no parameters and adds nothing to the model's state dict: :attr:`fused` is set once the model is loaded.
     """
 
     def __init__(self) -> None:
@@ -61,8 +61,8 @@ class PackedExperts(nn.Module):
 class PackedLlama4Moe(nn.Module):
     """Llama-4's mixture-of-experts block with its own router and shared expert, and packed experts.
 
-    Its experts module is called with every token once for each expert, most of them times 0; here each token goes to
-    the experts it was sent to.
+    Llama-4 calls its experts module with every token once for each expert, and multiplies most results by 0. This block
+    computes each token only with the experts that the router chose.
     """
 
     def __init__(self, block: Any) -> None:
@@ -75,21 +75,23 @@ class PackedLlama4Moe(nn.Module):
         """``[T, H]`` and router logits ``[T, E]`` from ``[..., H]``."""
         x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
         scores_TE, logits_TE = self.router(x_TH)
-        weights_TA, ids_TA = scores_TE.topk(self.top_k, dim=1)  # experts that were not chosen have a score of 0
+        weights_TA, ids_TA = scores_TE.topk(
+            self.top_k, dim=1
+        )  # experts that the router did not choose have a score of 0
         return self.shared_expert(x_TH) + self.experts(x_TH, ids_TA, weights_TA), logits_TE
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
-    """A model family in Transformers whose checkpoints come with quantized experts.
+class TransformersFamily:
+    """A model family in Transformers whose checkpoints have quantized experts.
 
     Attributes:
         model_type: the config's ``model_type``.
-        module: class name of the module that is replaced, one in each layer that has experts.
-        packed: what replaces it, from the module itself.
-        experts: name of the :class:`PackedExperts` in what replaces it; empty for itself.
-        same_as: the ``model_type`` in Transformers, where the checkpoint's own is not one of Transformers'.
-        since: the first version of Transformers whose model runs in 16 bit.
+        module: class name of the module to replace, one in each layer that has experts.
+        packed: builds the replacement from that module.
+        experts: name of the :class:`PackedExperts` within the replacement; empty if it is the replacement.
+        same_as: Transformers' ``model_type`` of the family, if it differs from the checkpoint's.
+        since: the first version of Transformers that runs the family in 16 bit.
     """
 
     model_type: str
@@ -100,42 +102,42 @@ class Family:
     since: str = "5.16"
 
     def require_dtype(self, dtype: torch.dtype) -> None:
-        """Check that this version of Transformers runs the family in ``dtype``.
+        """Check that the installed version of Transformers runs the family in ``dtype``.
 
         Raises:
-            UnsupportedProblem: it does not; the hint has what does.
+            UnsupportedProblem: if it does not; the hint says what does.
         """
         if dtype != torch.float32 and Version(transformers.__version__) < Version(self.since):
             raise UnsupportedProblem(
                 f"{self.model_type} in {dtype}".replace("torch.", ""), expected=f"Transformers {self.since} or newer",
                 got=transformers.__version__,
-                hint="older ones mix its norms' float32 with 16 bit; upgrade, or load with dtype=torch.float32",
+                hint="older versions mix float32 norms with 16-bit weights; upgrade, or load with dtype=torch.float32",
             )  # fmt: skip
 
 
-_LLAMA4 = functools.partial(Family, module="Llama4TextMoe", packed=PackedLlama4Moe, experts="experts")
+_LLAMA4 = functools.partial(TransformersFamily, module="Llama4TextMoe", packed=PackedLlama4Moe, experts="experts")
 
 FAMILIES = (
-    Family("gpt_oss", "GptOssExperts"),
-    Family("deepseek_v3", "DeepseekV3Experts"),
-    Family("kimi_k2", "DeepseekV3Experts", same_as="deepseek_v3"),
-    Family("kimi_k25", "DeepseekV3Experts"),
-    Family("deepseek_v4", "DeepseekV4Experts", since="5.20"),
-    Family("nemotron_h", "NemotronHExperts"),
-    Family("glm4_moe", "Glm4MoeExperts"),
-    Family("qwen3_moe", "Qwen3MoeExperts"),
-    Family("mixtral", "MixtralExperts"),
+    TransformersFamily("gpt_oss", "GptOssExperts"),
+    TransformersFamily("deepseek_v3", "DeepseekV3Experts"),
+    TransformersFamily("kimi_k2", "DeepseekV3Experts", same_as="deepseek_v3"),
+    TransformersFamily("kimi_k25", "DeepseekV3Experts"),
+    TransformersFamily("deepseek_v4", "DeepseekV4Experts", since="5.20"),
+    TransformersFamily("nemotron_h", "NemotronHExperts"),
+    TransformersFamily("glm4_moe", "Glm4MoeExperts"),
+    TransformersFamily("qwen3_moe", "Qwen3MoeExperts"),
+    TransformersFamily("mixtral", "MixtralExperts"),
     _LLAMA4("llama4"),
     _LLAMA4("llama4_text"),
 )
-"""Every supported family, whatever its quantization."""
+"""Every supported family, for any quantization."""
 
 
-def family_of(model_type: str) -> Family:
+def require_family(model_type: str) -> TransformersFamily:
     """The row of a ``model_type``.
 
     Raises:
-        UnsupportedProblem: for a family without a row, or as :func:`require_model`.
+        UnsupportedProblem: if there is none, or as :func:`require_model`.
     """
     require_model(model_type)
     family = next((row for row in FAMILIES if row.model_type == model_type), None)
@@ -143,36 +145,36 @@ def family_of(model_type: str) -> Family:
         known = nearest(model_type, [row.model_type for row in FAMILIES])
         raise UnsupportedProblem(
             f"{model_type} in Transformers", expected="a family with a row in polymoe.engines.transformers.FAMILIES",
-            got="none", hint=f"needs a row; until then {_BY_THEMSELVES}. {known}",
+            got="none", hint=f"{_WITHOUT_MODEL}. {known}",
         )  # fmt: skip
     return family
 
 
 def require_model(model_type: str) -> None:
-    """Check that Transformers has a model of this type.
+    """Check that the installed version of Transformers has a model of this type.
 
     Raises:
-        UnsupportedProblem: it has none; says what would be needed.
+        UnsupportedProblem: if it has none.
     """
     names = {row.model_type: row.same_as or row.model_type for row in FAMILIES}
     if names.get(model_type, model_type) not in CONFIG_MAPPING:
         raise UnsupportedProblem(
             f"{model_type} in Transformers", expected="a family that Transformers has",
             got=f"none of this name in {transformers.__version__}",
-            hint=f"needs a version of Transformers with a model for {model_type}; until then {_BY_THEMSELVES}",
+            hint=f"install a version of Transformers with a model for {model_type}; {_WITHOUT_MODEL}",
         )  # fmt: skip
 
 
-_BY_THEMSELVES = "polymoe.load_experts and polymoe.explain read its experts by themselves"
+_WITHOUT_MODEL = "polymoe.load_experts and polymoe.explain read the experts without a model"
 
 
 def auto_class(config: Any) -> Any:
-    """The class that loads a whole model of ``config``: with its vision tower if there is one."""
+    """The auto class that loads the whole model of ``config``, with its vision tower if it has one."""
     return AutoModelForImageTextToText if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else AutoModelForCausalLM
 
 
 def register_names() -> tuple[str, ...]:
-    """Make the names of families that Transformers has under another one known to it; those that were not."""
+    """Register families that Transformers knows under another name; the names that are new to it."""
     new = []
     for family in FAMILIES:
         if family.same_as and family.same_as in CONFIG_MAPPING and family.model_type not in CONFIG_MAPPING:
@@ -189,7 +191,7 @@ def unregister_names(names: Iterable[str]) -> None:
 
 @contextmanager
 def registered_names() -> Iterator[None]:
-    """:func:`register_names`, for a while."""
+    """:func:`register_names`, undone at the end."""
     new = register_names()
     try:
         yield
@@ -198,15 +200,15 @@ def registered_names() -> Iterator[None]:
 
 
 def use_own_name(config: Any) -> Any:
-    """``config``, by Transformers' own name of the family: conversions of tensors go by it."""
+    """``config`` with Transformers' name of the family, by which Transformers chooses how to convert tensors."""
     for family in FAMILIES:
         if family.same_as and config.model_type == family.model_type:
             config.model_type = family.same_as
     return config
 
 
-def pack_modules(model: Any, family: Family) -> dict[str, int]:
-    """Put packed modules in the place of a model's experts; names of the :class:`PackedExperts`, and their layers."""
+def pack_modules(model: Any, family: TransformersFamily) -> dict[str, int]:
+    """Replace a model's experts by packed ones, still empty; the layer of each :class:`PackedExperts` by its name."""
     found = {name: module for name, module in model.named_modules() if type(module).__name__ == family.module}
     layers = {}
     for name, module in found.items():

@@ -1,10 +1,8 @@
-"""Transformers with packed experts: :func:`load` for one model, :func:`install` for whatever loads models afterwards.
+"""load and install: models of Transformers with packed experts.
 
 Transformers builds the model, loads everything that is not an expert, and runs it. Its experts modules are replaced
 before it reads any weight, so that expert tensors stay in their memory-mapped files until
-:func:`polymoe.load_experts` packs them, layer by layer. Other matrices that are quantized become 16-bit floats.
-
-A model family is one row of :data:`FAMILIES`.
+:func:`polymoe.load_experts` packs them, layer by layer. Other quantized matrices become 16-bit floats.
 """
 
 from __future__ import annotations
@@ -26,12 +24,10 @@ from polymoe.engines.transformers.dense_quantizer import check_dense
 from polymoe.engines.transformers.experts_interface import INTERFACE_NAME, interface_name, register, unregister
 from polymoe.engines.transformers.families import (
     FAMILIES,
-    Family,
-    PackedExperts,
     auto_class,
-    family_of,
     register_names,
     registered_names,
+    require_family,
     require_model,
     unregister_names,
     use_own_name,
@@ -43,7 +39,7 @@ from polymoe.runtime import DTYPES
 
 modeling: Any = modeling_utils
 
-__all__ = ["FAMILIES", "Family", "PackedExperts", "PackedQuantizer", "install", "load", "uninstall"]
+__all__ = ["install", "load", "uninstall"]
 
 
 def load(
@@ -56,25 +52,27 @@ def load(
     dense: str = "16bit",
     **kwargs: Any,
 ) -> tuple[Any, Any]:
-    """A model with packed experts, in evaluation mode, and its tokenizer; both Transformers' own.
+    """A model of Transformers with packed experts, in evaluation mode, and its tokenizer.
 
-    Experts of an unquantized checkpoint are not packed: they run by ``experts_implementation="polymoe"``.
+    The experts of an unquantized checkpoint are not packed: they run by ``experts_implementation="polymoe"``.
 
     Args:
         path: a checkpoint's directory or a Hub id.
-        device: "cpu", "cuda", "cuda:1", or "auto": the GPU if there is one. For several, ``device_map="auto"``.
+        device: "cpu", "cuda", "cuda:1", or "auto": the GPU if there is one. For several GPUs, leave it at "auto" and
+            give ``device_map="auto"``.
         dtype: of everything but the experts; None is the checkpoint's.
-        backend: "auto", or the name of one, which is then used or refused.
-        role: token counts that choose the experts' layout: "decode" (1 to 256), "prefill" (from 1024) or "mixed".
-            The model takes any number in each role. Experts that are not packed lie as they are in every role.
-        dense: what quantized matrices outside the experts become: "16bit" floats, or what Transformers' own quantizer
-            makes of them ("transformers": ``quant_method`` fp8 only).
+        backend: "auto", or the name of the backend to use.
+        role: token counts for which the experts' layout is chosen: "decode" (1 to 256), "prefill" (from 1024) or
+            "mixed" (both). The model takes any token count in every role. Experts that are not packed keep their
+            layout.
+        dense: what quantized matrices outside the experts become: "16bit" floats, or whatever Transformers' own
+            quantizer makes of them ("transformers", for ``quant_method`` fp8 only).
         kwargs: for Transformers' ``from_pretrained``, such as ``device_map``, which spreads whole layers over devices.
 
     Raises:
         CheckpointError: for a path without a checkpoint, or one that cannot be read.
-        UnsupportedProblem: for a family that Transformers does not have or that has no row in :data:`FAMILIES`, or if
-            no backend runs its experts here.
+        UnsupportedProblem: for a family that Transformers does not have or that has no row in
+            :data:`~polymoe.engines.transformers.families.FAMILIES`, or if no backend runs its experts here.
         ArgumentError: for an unknown device, backend or role, or an argument that contradicts packing.
     """
     for name, instead in _INSTEAD.items():
@@ -82,18 +80,18 @@ def load(
             raise ArgumentError(f"load({name}=...)", got=repr(kwargs[name]), hint=instead)
     if dtype is not None and dtype not in DTYPES:
         raise ArgumentError("dtype", expected=" or ".join(map(str, DTYPES)), got=str(dtype))
-    spread = kwargs.get("device_map")
-    if spread is not None and device != "auto":
-        raise ArgumentError("load(device_map=...)", got=f"device={str(device)!r} as well", hint="give one of the two")
-    target = _device(device if spread is None else _first_of(spread))
+    device_map = kwargs.get("device_map")
+    if device_map is not None and device != "auto":
+        raise ArgumentError("load(device_map=...)", got=f"device={str(device)!r} as well", hint="give only one of them")
+    target = _device(device if device_map is None else _first_of(device_map))
     if Path(path).is_file():
         raise CheckpointError(str(path), expected="a directory or a Hub id", got="a file")
-    # Whatever is wrong with checkpoint, family or backend shows here, before anything large is read.
+    # Errors of the checkpoint, its family and the backend are raised here, before anything large is read.
     checkpoint = Checkpoint.open(Path(path), config_only=True, revision=kwargs.get("revision"))
     quantized = checkpoint.quantization.method != "none"
     check_dense(dense, checkpoint.quantization.method)
     if quantized:
-        family_of(checkpoint.model_type)
+        require_family(checkpoint.model_type)
     else:
         require_model(checkpoint.model_type)
     explanation = explain(
@@ -101,28 +99,28 @@ def load(
     )
     for row in explanation.rows:
         row.selection.require(f"{path}, layers {layer_ranges(row.layers)}")
-    shared = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+    hub_arguments = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
     with registered_names():
-        config = use_own_name(AutoConfig.from_pretrained(path, trust_remote_code=False, **shared))
+        config = use_own_name(AutoConfig.from_pretrained(path, trust_remote_code=False, **hub_arguments))
         if quantized:
             source = quantization_source(checkpoint.files.config, checkpoint.files.side)
-            place = str(target) if spread is None else None
-            _request(config, source, backend=backend, role=role, dense=dense, device=place)
+            place = str(target) if device_map is None else None
+            _request_packing(config, source, backend=backend, role=role, dense=dense, device=place)
         else:
             register()
             kwargs["experts_implementation"] = interface_name(backend)
         dtype = dtype or config.dtype or config.get_text_config().dtype or torch.bfloat16
         model, loaded = _from_pretrained(path, config, dtype=dtype, output_loading_info=True, **kwargs)
-        tokenizer = _tokenizer(path, shared)
-    # Transformers makes up what it does not find, with a warning.
+        tokenizer = _tokenizer(path, hub_arguments)
+    # Transformers initializes missing tensors at random, and only warns.
     absent = sorted({*loaded["missing_keys"], *(str(key) for key in loaded["mismatched_keys"])})
     if absent:
         raise CheckpointError(
             str(path), expected="every tensor of the model, in its shape", got=f"none for {', '.join(absent[:5])}"
             + (f" and {len(absent) - 5} more" if len(absent) > 5 else ""),
-            hint="the checkpoint is incomplete, or its config is another model's",
+            hint="the checkpoint is incomplete, or its config belongs to another model",
         )  # fmt: skip
-    return model.to(target) if spread is None else model, tokenizer
+    return model.to(target) if device_map is None else model, tokenizer
 
 
 def _from_pretrained(path: str | os.PathLike[str], config: Any, **kwargs: Any) -> Any:
@@ -137,28 +135,28 @@ def _from_pretrained(path: str | os.PathLike[str], config: Any, **kwargs: Any) -
         ) from error  # fmt: skip
 
 
-def _request(config: Any, source: Mapping[str, Any], **wanted: Any) -> None:
-    """Let ``from_pretrained`` with this config use a :class:`PackedQuantizer`."""
+def _request_packing(config: Any, source: Mapping[str, Any], **options: Any) -> None:
+    """Make ``from_pretrained`` with this config use a :class:`PackedQuantizer`."""
     AUTO_QUANTIZATION_CONFIG_MAPPING[INTERFACE_NAME] = PackedConfig
     AUTO_QUANTIZER_MAPPING[INTERFACE_NAME] = PackedQuantizer
-    config.quantization_config = {"quant_method": INTERFACE_NAME, "source": dict(source), **wanted}
+    config.quantization_config = {"quant_method": INTERFACE_NAME, "source": dict(source), **options}
 
 
-def _tokenizer(path: str | os.PathLike[str], shared: Mapping[str, Any]) -> Any:
+def _tokenizer(path: str | os.PathLike[str], hub_arguments: Mapping[str, Any]) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(path, **shared)
-    except Exception as error:  # tokenizers raises plain Exception for a file it cannot read
+        return AutoTokenizer.from_pretrained(path, **hub_arguments)
+    except Exception as error:  # tokenizers raises a plain Exception for a file that it cannot read
         raise CheckpointError(f"{path}: tokenizer", expected="one that Transformers reads", got=str(error)) from error
 
 
 def install(*, backend: str = "auto", role: str = "mixed") -> None:
-    """Let every later ``from_pretrained`` of this process pack the experts of the families it knows.
+    """Make every later ``from_pretrained`` of this process pack the experts of the families that polymoe knows.
 
-    So do pipelines, ``transformers serve`` and lm-eval. ``quantization_config=Mxfp4Config(dequantize=True)`` and its
-    like still dequantize, and models of other families load as ever. Also registers
-    ``experts_implementation="polymoe"``. Calling it again changes backend and role only.
+    That includes pipelines, ``transformers serve`` and lm-eval. ``quantization_config=Mxfp4Config(dequantize=True)``
+    and the like still dequantize, and models of other families load as before. ``experts_implementation="polymoe"`` is
+    registered too. A second call replaces backend and role.
 
-    A command line starts in a process of its own, so it is installed there::
+    A command starts a process of its own, so it has to be installed there::
 
         python -c "from polymoe.engines.transformers import install; install()
         from transformers.cli.transformers import main; main()" serve path/to/checkpoint
@@ -166,12 +164,12 @@ def install(*, backend: str = "auto", role: str = "mixed") -> None:
     uninstall()
     register()
     register_names()
-    # Where Transformers chooses a quantizer with the model's config at hand.
+    # Here Transformers chooses a quantizer, and has the model's config.
     modeling.get_hf_quantizer = functools.partial(_choose_quantizer, modeling.get_hf_quantizer, backend, role)
 
 
 def uninstall() -> None:
-    """Undo :func:`install`: Transformers loads as it did before. Models that are loaded already stay packed."""
+    """Undo :func:`install`: Transformers loads as before. Models that are already loaded stay packed."""
     unregister()
     unregister_names(row.model_type for row in FAMILIES if row.same_as)
     chooser = modeling.get_hf_quantizer
@@ -188,20 +186,20 @@ def _choose_quantizer(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """In the place of Transformers' own choice, which still does what only it can."""
+    """Replaces Transformers' choice of a quantizer, which is called for everything that is not packed."""
     found = _described(config)
     packs = any(row.model_type == config.model_type for row in FAMILIES) and not kwargs.get("gguf_file")
     if packs and found and not any(getattr(c, "dequantize", False) for c in (quantization_config, found)):
         source = found if isinstance(found, Mapping) else found.to_dict()
         if source.get("quant_method") != INTERFACE_NAME:
-            _request(config, source, backend=backend, role=role)
+            _request_packing(config, source, backend=backend, role=role)
         quantization_config = None
     use_own_name(config)
     return theirs(config, quantization_config, *args, **kwargs)
 
 
 def _described(config: Any) -> Any:
-    """The description of a quantization in a config of Transformers, wherever it is: a dict, or its own class."""
+    """The quantization that a config of Transformers describes, wherever it is: a dict, or Transformers' own class."""
     parts = (config, config.get_text_config())
     found = (getattr(part, key, None) for key in ("quantization_config", "compression_config") for part in parts)
     return next((description for description in found if description), None)
@@ -212,13 +210,13 @@ _INSTEAD: Mapping[str, str] = {
     "config": "load() reads the checkpoint's own",
     "output_loading_info": "load() raises for tensors that are missing",
     "quantization_config": "load() packs what the checkpoint holds; to dequantize, call from_pretrained",
-    "subfolder": "name the subfolder's own path",
+    "subfolder": "give the subfolder's own path",
     "trust_remote_code": "polymoe runs no code from a checkpoint",
 }
 
 
 def _first_of(device_map: Any) -> torch.device | str:
-    """A device that a ``device_map`` speaks of: a GPU if there is any."""
+    """A device of a ``device_map``: a GPU if it names one."""
     if not isinstance(device_map, Mapping):
         return "auto" if device_map in ("auto", "balanced", "balanced_low_0", "sequential") else device_map
     places = sorted({str(place) for place in device_map.values()} - {"disk"}, key=lambda place: place == "cpu")
@@ -233,5 +231,7 @@ def _device(device: torch.device | str) -> torch.device:
     except RuntimeError:
         raise ArgumentError("device", expected="auto, cpu, cuda or cuda:N", got=repr(device)) from None
     if target.type == "cuda" and not torch.cuda.is_available():
-        raise ArgumentError("device", expected="a CUDA device", got="none in this machine", hint='device="cpu"')
+        raise ArgumentError(
+            "device", expected="a CUDA device", got="no CUDA device in this machine", hint='device="cpu"'
+        )
     return target

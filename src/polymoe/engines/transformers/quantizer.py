@@ -1,8 +1,8 @@
-"""PackedQuantizer: what Transformers calls around loading a checkpoint whose experts are to be packed.
+"""PackedQuantizer: the hooks that Transformers calls around loading, for checkpoints whose experts are to be packed.
 
-Transformers is shown a checkpoint that has no experts and in which nothing is quantized
-(:meth:`polymoe.checkpoint.Checkpoint.others`), so that its own renaming and rearranging of tensors work as they do for
-a checkpoint in 16 bit. Experts are packed by :func:`polymoe.load_experts`, layer by layer, once the rest is in place.
+Transformers reads a checkpoint without experts in which nothing is quantized
+(:meth:`polymoe.checkpoint.Checkpoint.others`), so that it renames and rearranges tensors as for a 16-bit checkpoint.
+Then :func:`polymoe.load_experts` packs the experts, layer by layer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from polymoe.checkpoint import Checkpoint
 from polymoe.checkpoint.dense_tensors import OtherTensors
 from polymoe.engines.transformers.dense_quantizer import dense_quantizer
 from polymoe.engines.transformers.experts_interface import INTERFACE_NAME
-from polymoe.engines.transformers.families import family_of, pack_modules
+from polymoe.engines.transformers.families import pack_modules, require_family
 from polymoe.errors import ArgumentError, UnsupportedProblem
 from polymoe.experts import load_experts
 
@@ -38,12 +38,12 @@ log = getLogger("polymoe")
 
 
 class PackedConfig(QuantizationConfigMixin):
-    """The quantization config of a model with packed experts: the checkpoint's own, as a plain record of it.
+    """The quantization config of a model with packed experts: the checkpoint's own, and how to pack.
 
     Args:
         source: the checkpoint's ``quantization_config``, wherever it was found.
         backend, role: as in :func:`polymoe.load_experts`.
-        device: where experts are packed; None is the device of the layer they belong to.
+        device: where the experts are packed; None is the device of their layer.
         dense: what other quantized matrices become, one of :data:`~polymoe.engines.transformers.dense_quantizer.DENSE`.
     """
 
@@ -61,12 +61,12 @@ class PackedConfig(QuantizationConfigMixin):
         self.source, self.backend, self.role, self.device, self.dense = source, backend, role, device, dense
 
     def to_dict(self) -> dict[str, Any]:
-        """The checkpoint's own."""
+        """The checkpoint's own ``quantization_config``."""
         return dict(self.source)
 
 
 class PackedQuantizer(HfQuantizer):
-    """Transformers' hooks around loading: experts modules out before it, packed experts in after it."""
+    """Replaces experts modules before the weights are loaded, and packs the experts afterwards."""
 
     quantization_config: PackedConfig
 
@@ -78,7 +78,7 @@ class PackedQuantizer(HfQuantizer):
         self.experts: dict[str, int] = {}
 
     def _convert_model_for_quantization(self, model: Any) -> None:
-        """Nothing: what Transformers would replace here are experts modules."""
+        """Does nothing: Transformers would replace experts modules here, and they are replaced already."""
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
         if not checkpoint_files:
@@ -91,11 +91,11 @@ class PackedQuantizer(HfQuantizer):
                 hint="the Hub's kernel for this layer reads unpacked experts; leave use_kernels out",
             )
         self.checkpoint = Checkpoint.open(Path(checkpoint_files[0]).parent)
-        family = family_of(self.checkpoint.model_type)
+        family = require_family(self.checkpoint.model_type)
         family.require_dtype(model.dtype)
         self.experts = pack_modules(model, family)
         for name, layer in self.experts.items():
-            # Counted when a device map is made. It takes no memory, and is gone before anything is read.
+            # Device maps count this buffer. It takes no memory, and is removed before anything is read.
             spec = self.checkpoint.spec(layer)
             reserved = torch.empty(spec.local_experts * spec.expert_bytes, dtype=torch.uint8, device="meta")
             model.get_submodule(name).register_buffer(RESERVED, reserved, persistent=False)
@@ -104,7 +104,7 @@ class PackedQuantizer(HfQuantizer):
         _show_others_to_transformers()
 
     def read_others(self, model: Any, load_config: Any) -> Mapping[str, Any]:
-        """What Transformers is to read in the place of the files' tensors."""
+        """The tensors that Transformers reads instead of the files' own."""
         if load_config.device_mesh is not None:
             raise UnsupportedProblem(
                 "polymoe in Transformers", expected="whole layers on each device", got="tensor parallelism",
@@ -117,36 +117,36 @@ class PackedQuantizer(HfQuantizer):
         return self.others
 
     def update_weight_conversions(self, weight_conversions: Any, *args: Any) -> Any:  # type: ignore[override]
-        """What Transformers' own quantizer has to say of names and conversions, if it has any."""
+        """Conversions of tensor names, by Transformers' own quantizer if there is one for dense matrices."""
         return (self.dense or super()).update_weight_conversions(weight_conversions, *args)
 
     def param_element_size(self, model: Any, param_name: str, param: torch.Tensor) -> float:
-        """Bytes an element, for device maps."""
+        """Bytes of an element, for device maps."""
         return (self.dense or super()).param_element_size(model, param_name, param)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:  # type: ignore[override]
         if self.checkpoint is None or self.others is None:
             raise UnsupportedProblem(
-                f"Transformers {transformers.__version__}", expected="files read by _load_pretrained_model",
+                f"Transformers {transformers.__version__}", expected="weights loaded by _load_pretrained_model",
                 got="another way", hint="polymoe is tested with 5.17 to 5.23",
             )  # fmt: skip
-        wanted = self.quantization_config
+        config = self.quantization_config
         for name, layer in logging.tqdm(self.experts.items(), desc="Packing experts"):
             sibling = next(model.get_submodule(name.rpartition(".")[0]).parameters())
-            device = torch.device(wanted.device) if wanted.device else sibling.device
+            device = torch.device(config.device) if config.device else sibling.device
             if device.type == "meta":
                 raise UnsupportedProblem(
                     name, expected="a layer on a device", got="a layer offloaded to CPU or disk",
                     hint="give a device_map without offloading",
                 )  # fmt: skip
             model.get_submodule(name).fused = load_experts(
-                self.checkpoint, layer, device=device, backend=wanted.backend, role=wanted.role, dtype=model.dtype
+                self.checkpoint, layer, device=device, backend=config.backend, role=config.role, dtype=model.dtype
             )
         if self.dense is not None:
             self.dense._process_model_after_weight_loading(model)
-        self._say_what_was_dequantized(model.dtype)
+        self._report_dequantized(model.dtype)
 
-    def _say_what_was_dequantized(self, dtype: torch.dtype) -> None:
+    def _report_dequantized(self, dtype: torch.dtype) -> None:
         assert self.checkpoint is not None
         assert self.others is not None
         read = self.others.matrices_read
@@ -155,7 +155,7 @@ class PackedQuantizer(HfQuantizer):
         stored = ", ".join(sorted({m.encoding.name for m in read}))
         bytes_stored, bytes_here = sum(m.nbytes for m in read), sum(m.numel for m in read) * dtype.itemsize
         log.warning(
-            "%s: %d matrices outside the experts are stored as %s and run as %s: %.1f MiB stored, %.1f MiB here",
+            "%s: %d matrices outside the experts are stored as %s and run as %s: %.1f MiB stored, %.1f MiB in memory",
             self.checkpoint.name, len(read), stored, str(dtype).removeprefix("torch."),
             bytes_stored / 2**20, bytes_here / 2**20,
         )  # fmt: skip
@@ -163,14 +163,14 @@ class PackedQuantizer(HfQuantizer):
         if different:
             first = different[0]
             warnings.warn(
-                f"{self.checkpoint.name}: {len(different)} matrices outside the experts are not what the config says, "
+                f"{self.checkpoint.name}: {len(different)} matrices outside the experts differ from the config, "
                 f"such as {first.module}: config: {first.configured}; tensors: {first.encoding.name}. "
                 "The tensors count.",
                 stacklevel=2,
             )
 
     def is_serializable(self) -> bool:  # type: ignore[override]
-        """Raises: a packed model has no expert tensors to save.
+        """Refuse to save: a packed model has no expert tensors.
 
         Raises:
             UnsupportedProblem: always.
@@ -178,13 +178,13 @@ class PackedQuantizer(HfQuantizer):
         where = self.checkpoint.name if self.checkpoint else "the checkpoint"
         raise UnsupportedProblem(
             "save_pretrained", expected="a model with plain experts", got="packed experts",
-            hint=f"copy {where}: its experts are unchanged",
+            hint=f"copy {where} instead: its experts are unchanged",
         )  # fmt: skip
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
-        """Whether ``generate`` may compile decoding, which a static cache asks for on a GPU: yes, but for dense layers
-        whose own quantizer says no."""
+        """Whether ``generate`` may compile decoding, as it does for a static cache on a GPU: unless Transformers'
+        quantizer for dense matrices says no."""
         return self.dense is None or self.dense.is_compileable
 
     @property
@@ -194,10 +194,10 @@ class PackedQuantizer(HfQuantizer):
 
 
 def _show_others_to_transformers() -> None:
-    """Let Transformers read :meth:`PackedQuantizer.read_others` where a model has such a quantizer.
+    """Make Transformers read :meth:`PackedQuantizer.read_others` for a model with such a quantizer.
 
-    Quantizers may change which modules there are, and names and conversions of tensors, but not which tensors there
-    are. Nothing changes for any other model.
+    A quantizer of Transformers can change modules, and names and conversions of tensors, but not which tensors there
+    are. Nothing changes for other models.
     """
     theirs = PreTrainedModel._load_pretrained_model
     if getattr(theirs, "shows_others", False):
@@ -206,10 +206,10 @@ def _show_others_to_transformers() -> None:
     @functools.wraps(theirs)
     def load(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any) -> Any:
         quantizer = load_config.hf_quantizer
-        # Once a model: what is read into it later, such as an adapter, is as it is.
+        # Once for each model: an adapter that is loaded into it later is read as it is.
         if isinstance(quantizer, PackedQuantizer) and quantizer.others is None:
             state_dict, checkpoint_files = quantizer.read_others(model, load_config), None
-            load_config = dataclasses.replace(load_config, hf_quantizer=quantizer.dense)  # none: nothing is quantized
+            load_config = dataclasses.replace(load_config, hf_quantizer=quantizer.dense)  # None: nothing is quantized
         return theirs(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 
     load.shows_others = True  # type: ignore[attr-defined]

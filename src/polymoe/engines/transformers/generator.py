@@ -1,0 +1,144 @@
+"""Generator: answers to batches of prompts from a model in this process, for ``polymoe run`` and measurements."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from polymoe.engines.transformers.decode_graph import require_capturable
+from polymoe.engines.transformers.loading import load
+from polymoe.errors import ArgumentError, CheckpointError
+from polymoe.experts import FusedExperts
+
+__all__ = ["Answer", "Generator"]
+
+_CACHE_STEP = 1024  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to one prompt, and its length in tokens."""
+
+    prompt: str
+    text: str
+    tokens: int
+
+
+@dataclass(slots=True)
+class Generator:
+    """A Transformers model and tokenizer that answer batches of prompts and count time and tokens.
+
+    Attributes:
+        model, tokenizer: as :func:`polymoe.engines.transformers.load` returns them.
+        graphs: decode over a static cache, which Transformers compiles and captures in CUDA graphs on a GPU. The first
+            batch of each size then takes a minute or more, and later tokens a fraction of their time.
+        seconds, new_tokens: of all answers so far.
+    """
+
+    model: Any
+    tokenizer: Any
+    graphs: bool = False
+    seconds: float = field(default=0.0, init=False)
+    new_tokens: int = field(default=0, init=False)
+
+    @classmethod
+    def load(
+        cls, path: str, *, device: str = "auto", backend: str = "auto", role: str = "mixed", graphs: bool = False
+    ) -> Generator:
+        """Load a checkpoint with packed experts.
+
+        Raises:
+            ArgumentError: for graphs without a GPU.
+            UnsupportedProblem: for graphs with a backend that cannot be captured.
+            PolymoeError: as :func:`polymoe.engines.transformers.load`.
+        """
+        if graphs and (device == "cpu" or not torch.cuda.is_available()):
+            raise ArgumentError("graphs", expected="a GPU", got="none, or device='cpu'", hint="do without graphs")
+        model, tokenizer = load(path, device=device, backend=backend, role=role)
+        if graphs:
+            require_capturable(model)
+        return cls(model, tokenizer, graphs)
+
+    def answer(self, prompts: Sequence[str], *, max_tokens: int, raw: bool = False) -> list[Answer]:
+        """Answers to all ``prompts`` in one batch, in order.
+
+        Args:
+            prompts: texts; the tokenizer's chat template, if it has one, makes a conversation of each.
+            max_tokens: most tokens of an answer.
+            raw: do not apply the chat template.
+
+        The checkpoint's generation config decides how tokens are chosen; by default the most probable one.
+
+        Raises:
+            ArgumentError: for a prompt that leaves no room for an answer in the model's context.
+            CheckpointError: if the chat template fails.
+        """
+        chat = not raw and getattr(self.tokenizer, "chat_template", None) is not None
+        texts = [self._chat(p) for p in prompts] if chat else list(prompts)
+        # Decoder-only models continue at the right end, so padding goes to the left. verbose=False suppresses the
+        # warning for prompts that are too long, which raise an error below.
+        inputs = self.tokenizer(
+            texts,
+            return_tensors="pt",
+            padding=len(texts) > 1,
+            padding_side="left",
+            add_special_tokens=not chat,
+            verbose=False,
+        ).to(self.model.device)
+        length = inputs["input_ids"].shape[1]
+        context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if context is not None and length >= context:
+            raise ArgumentError("prompt", expected=f"fewer tokens than the context's {context}", got=f"{length}")
+        # Rounded up, since each cache size is compiled anew.
+        longest = -(-(length + max_tokens) // _CACHE_STEP) * _CACHE_STEP
+        static = {"cache_implementation": "static", "max_cache_len": longest} if self.graphs else {}
+        start = time.perf_counter()
+        with torch.inference_mode():
+            out = self.model.generate(
+                input_ids=inputs["input_ids"],
+                attention_mask=inputs["attention_mask"],
+                max_new_tokens=max_tokens,
+                **static,
+            )
+        self.seconds += time.perf_counter() - start
+        pad = self.model.generation_config.pad_token_id
+        new = out[:, length:]
+        counts = (new != pad).sum(1).tolist() if pad is not None else [new.shape[1]] * len(prompts)
+        self.new_tokens += sum(counts)
+        decoded = self.tokenizer.batch_decode(new, skip_special_tokens=True)
+        return [Answer(p, t.strip(), c) for p, t, c in zip(prompts, decoded, counts, strict=True)]
+
+    def _chat(self, prompt: str) -> str:
+        from jinja2 import TemplateError
+
+        message = {"role": "user", "content": prompt}
+        try:
+            return self.tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise CheckpointError(
+                "chat template",
+                expected="a template that renders a user's message",
+                got=str(error),
+                hint="--raw does not apply it",
+            ) from error
+
+    def experts(self) -> list[FusedExperts]:
+        """The packed experts of every layer."""
+        return [m for m in self.model.modules() if isinstance(m, FusedExperts)]
+
+    def speed(self) -> dict[str, Any]:
+        """Time and tokens of all answers so far, bytes of the experts, backends and device, as values for JSON."""
+        layers = self.experts()
+        return {
+            "seconds": self.seconds,
+            "new_tokens": self.new_tokens,
+            "tokens_per_second": self.new_tokens / self.seconds if self.seconds else 0.0,
+            "packed_bytes": sum(x.packed.nbytes for x in layers),
+            "dequantized_bytes": sum(x.problem.spec.dequantized_bytes for x in layers),
+            "backends": sorted({step.backend for x in layers for step in x.explain().require().steps}),
+            "device": str(self.model.device),
+        }
