@@ -111,6 +111,31 @@ def test_imports_go_one_way(path: Path) -> None:
     assert used <= allowed, f"{path.relative_to(ROOT)} imports {sorted(used - allowed)}"
 
 
+# Modules of a package, each of which imports only from those before it.
+ORDER = {
+    "serve": (
+        "errors", "in_flight", "metrics", "requests", "streams", "sequential", "continuous_batching", "generation",
+        "profiling", "app", "gate", "listener", "lifecycle", "__init__",
+    ),
+    "engines.transformers": (
+        "paged_attention", "decode_graph", "families", "experts_interface", "dense_quantizer", "quantizer",
+        "dequantized", "loading", "generator", "__init__",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("package", ORDER)
+def test_a_package_has_one_direction(package: str) -> None:
+    order = ORDER[package]
+    paths = {p.stem: p for p in ROOT.joinpath(*package.split(".")).glob("*.py")}
+    assert set(order) == set(paths)
+    for place, name in enumerate(order):
+        inside = [used.removeprefix(f"polymoe.{package}.").split(".")[0] for used, _ in imports(paths[name])
+                  if used.startswith(f"polymoe.{package}.")]  # fmt: skip
+        later = set(inside) & set(order[place:])
+        assert not later, f"{package}/{name}.py imports {sorted(later)}"
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_engines_and_kernel_libraries_are_imported_only_where_they_belong(path: Path) -> None:
     if part(path) in {"engines", "serve", "kernels", "evaluate"}:

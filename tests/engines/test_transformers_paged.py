@@ -65,7 +65,7 @@ def attention(
 @pytest.mark.parametrize("window", [0, 2])
 def test_ragged_requests_are_attended_by_definition(monkeypatch: Any, window: int, most: int) -> None:
     monkeypatch.setattr(paged, "_flash", plain_flash)
-    monkeypatch.setattr(paged, "_ROW_BY_ROW", most)
+    monkeypatch.setattr(paged, "_TOKEN_BY_TOKEN", most)
     query, key, value = packed(padding=3)
     sinks = torch.tensor([-1.0, 0.0, 2.0, 4.0])
     got = attention(query, key, value, sinks, window, monkeypatch)()
@@ -104,7 +104,7 @@ def answers(model: Any, tokenizer: Any, batching: Any, before: Callable[[Any], N
 @pytest.mark.parametrize("most", [0, 512])
 @pytest.mark.usefixtures("plain")
 def test_transformers_batches_continuously_with_it(monkeypatch: Any, most: int) -> None:
-    monkeypatch.setattr(paged, "_ROW_BY_ROW", most)
+    monkeypatch.setattr(paged, "_TOKEN_BY_TOKEN", most)
     model, tokenizer = load(SUMS, device="cpu", dtype=torch.float32)
     batching = batching_config(max_batch_tokens=16, max_memory_percent=0.001)  # prompts come in parts
     calls = []
@@ -166,7 +166,7 @@ def test_it_is_for_16_bit_on_a_gpu() -> None:
 @pytest.mark.parametrize("most", [0, 512])
 @pytest.mark.parametrize("window", [0, 2])
 def test_pytorchs_flash_attention_is_what_it_is_taken_for(monkeypatch: Any, window: int, most: int) -> None:
-    monkeypatch.setattr(paged, "_ROW_BY_ROW", most)
+    monkeypatch.setattr(paged, "_TOKEN_BY_TOKEN", most)
     query, key, value = [x.cuda() for x in packed(padding=3, dtype=torch.bfloat16)]
     sinks = torch.tensor([-1.0, 0.0, 2.0, 4.0]).cuda()
     attend = attention(query, key, value, sinks, window, monkeypatch)
@@ -196,6 +196,6 @@ def test_answers_on_a_gpu(graphs: bool) -> None:
         manager._create_batch_processor = lambda: runners.append(create()) or runners[-1]
 
     for _ in range(3):  # what a graph has computed is computed again
-        assert answers(model, tokenizer, paged.batching(graphs=graphs, cache_memory=0.02), before) == SUMS_RIGHT
+        assert answers(model, tokenizer, paged.batching_config(graphs=graphs, cache_memory=0.02), before) == SUMS_RIGHT
     pairs = runners[0].inputs_and_outputs.io_pairs
     assert any(pair.device_io.graphs._storage for pair in pairs) == graphs

@@ -21,8 +21,8 @@ from fastapi import HTTPException
 
 from polymoe.engines.transformers import load, paged_attention
 from polymoe.errors import UnsupportedProblem
-from polymoe.serve import generation
-from polymoe.serve.generation import Batching, _Batched
+from polymoe.serve import continuous_batching
+from polymoe.serve.continuous_batching import Batching, BatchingManager
 from polymoe.serve.in_flight import IN_FLIGHT, InFlight
 from polymoe.serve.metrics import ServerMetrics
 from polymoe.serve.requests import Limits
@@ -174,7 +174,7 @@ def test_what_no_answer_may_have_is_refused(limits: Limits, wanted: int, most: i
         limits.check("max_tokens", wanted)
     error: Any = refused.value.detail
     assert refused.value.status_code == 400
-    assert f"may have {most} tokens at most" in error["error"]["message"]
+    assert f"has at most {most} tokens" in error["error"]["message"]
     assert error["error"]["param"] == "max_tokens"
 
 
@@ -188,7 +188,7 @@ def test_continuous_batching_ends_what_nobody_waits_for(server: Running) -> None
         cancel_request=cancelled.append,
     )
     metrics = ServerMetrics(name="sums", model=server.model)
-    manager = _Batched(Limits(100), metrics, Batching())
+    manager = BatchingManager(Limits(100), metrics, Batching())
     manager._cb = batching  # type: ignore[assignment]
     request = InFlight()
 
@@ -214,10 +214,10 @@ def test_requests_share_forward_passes(server: Running, monkeypatch: Any) -> Non
     """With continuous batching itself, and the attention that runs on GPUs by its definition."""
     monkeypatch.setattr(paged_attention, "_flash", plain_flash)
     settings = {"max_batch_tokens": 64, "max_memory_percent": 0.001}
-    monkeypatch.setattr(paged_attention, "batching", lambda **_: batching_config(**settings))
+    monkeypatch.setattr(paged_attention, "batching_config", lambda **_: batching_config(**settings))
     model, tokenizer = load(CHECKPOINT, device="cpu")
     metrics = ServerMetrics(name="sums", model=model)
-    manager = _Batched(Limits(CONTEXT), metrics, Batching(paged=True))
+    manager = BatchingManager(Limits(CONTEXT), metrics, Batching(paged=True))
 
     async def ask(row: Any) -> str:
         IN_FLIGHT.set(InFlight())
@@ -248,5 +248,5 @@ def test_graphs_are_where_they_can_be(monkeypatch: Any, server: Running) -> None
     assert Batching.of(server.model, graphs=None, cache_memory=None) == Batching(paged=True)  # reference looks
     with pytest.raises(UnsupportedProblem, match="got backend 'reference'"):
         Batching.of(server.model, graphs=True, cache_memory=None)
-    monkeypatch.setattr(generation, "require_capturable", lambda _: None)
+    monkeypatch.setattr(continuous_batching, "require_capturable", lambda _: None)
     assert Batching.of(server.model, graphs=None, cache_memory=None) == Batching(paged=True, graphs=True)

@@ -129,7 +129,7 @@ def test_who_leaves_while_waiting_gives_up_the_place(server: Running, stream: bo
             server.until(lambda: in_flight(server) == (1, PLACES - 1))
         # The first still runs: those behind it are gone at once, not when their turn comes.
         server.until(lambda: in_flight(server) == (1, 0), 2)
-        assert not server.served._generation._sequential._line._calls
+        assert not len(server.served.generation.sequential.calls)
         before = server.steps
     server.until(lambda: in_flight(server) == (0, 0), 2)
     assert server.steps - before < 5  # nobody's prompt was computed

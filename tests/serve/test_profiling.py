@@ -20,8 +20,8 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from polymoe.errors import ArgumentError
+from polymoe.serve.errors import answer_errors
 from polymoe.serve.profiling import add_profiler, check_directory
-from polymoe.serve.requests import answer_errors
 
 
 @pytest.fixture
@@ -54,10 +54,10 @@ def test_a_trace_has_what_other_threads_did_in_between(client: TestClient, tmp_p
 def test_one_at_a_time(client: TestClient) -> None:
     with client:
         refused = client.post("/stop_profile")
-        assert (refused.status_code, refused.json()["error"]["message"]) == (409, "no profile runs")
+        assert (refused.status_code, refused.json()["error"]["message"]) == (409, "no profile is running")
         client.post("/start_profile")
         refused = client.post("/start_profile")
-        assert (refused.status_code, refused.json()["error"]["message"]) == (409, "a profile runs already")
+        assert (refused.status_code, refused.json()["error"]["message"]) == (409, "a profile is already running")
         assert client.post("/stop_profile").status_code == 200
         assert client.get("/start_profile").status_code == 405
 
@@ -77,5 +77,5 @@ def test_a_directory_is_made_or_refused(tmp_path: Path) -> None:
         check_directory(tmp_path / "file")
     if os.geteuid():
         (tmp_path / "new").chmod(0o500)
-        with pytest.raises(ArgumentError, match="may not be written to"):
+        with pytest.raises(ArgumentError, match="not writable"):
             check_directory(tmp_path / "new")

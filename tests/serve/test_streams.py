@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 
-from polymoe.serve.streams import UpToStop, until_stop
+from polymoe.serve.streams import StopQueue, until_stop
 
 
 def passed(pieces: list[Any], *stop: str) -> list[Any]:
@@ -20,7 +21,7 @@ def passed(pieces: list[Any], *stop: str) -> list[Any]:
         queue: asyncio.Queue = asyncio.Queue()
         for piece in [*pieces, None]:
             queue.put_nowait(piece)
-        items, found = UpToStop(queue, stop), []
+        items, found = StopQueue(queue, stop), []
         while not found or found[-1] is not None:
             found.append(await items.get())
             while found[-1] is not None:

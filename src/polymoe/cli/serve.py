@@ -19,25 +19,29 @@ def command(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
     api_key: Annotated[
         str | None,
-        typer.Option(envvar="POLYMOE_API_KEY", help="What clients must send as a bearer token.", show_default=False),
+        typer.Option(envvar="POLYMOE_API_KEY", help="Bearer token that clients must send.", show_default=False),
     ] = None,
     name: Annotated[
-        str | None, typer.Option(help="What clients call the model. Default: the path's last part.")
+        str | None, typer.Option(help="The model's name for clients. Default: the last part of the path.")
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens an answer. Default: what fits.")] = None,
-    max_request_bytes: Annotated[int, typer.Option(min=1, help="Larger requests are refused.")] = 4 * 2**20,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens of an answer. Default: what fits in the context.")
+    ] = None,
+    max_request_bytes: Annotated[int, typer.Option(min=1, help="Larger requests are refused with 413.")] = 4 * 2**20,
     max_concurrent_requests: Annotated[
-        int, typer.Option(min=1, help="Requests that run or wait; more are answered 429.")
+        int, typer.Option(min=1, help="Most requests that run or wait; more are refused with 429.")
     ] = 128,
-    grace: Annotated[float, typer.Option(min=0, help="Seconds that answers may go on after SIGTERM.")] = 2.0,
+    grace: Annotated[
+        float, typer.Option(min=0, help="Seconds for which running answers may continue after SIGTERM.")
+    ] = 2.0,
     continuous_batching: Annotated[
-        bool, typer.Option("--continuous-batching", help="Requests share forward passes (CUDA only).")
+        bool, typer.Option("--continuous-batching", help="Let requests share forward passes (CUDA only).")
     ] = False,
     graphs: Annotated[
         bool | None,
         typer.Option(
             "--graphs/--no-graphs",
-            help="Small steps of continuous batching from CUDA graphs. Default: where the backend can be captured.",
+            help="Replay small steps of continuous batching from CUDA graphs. Default: if the backend can be captured.",
         ),
     ] = None,
     cache_memory: Annotated[
@@ -45,7 +49,7 @@ def command(
         typer.Option(min=0.01, max=0.95, help="Share of free GPU memory for keys and values. Default: Transformers'."),
     ] = None,
     profile: Annotated[
-        Path | None, typer.Option(help="Directory for profiler traces: adds /start_profile and /stop_profile.")
+        Path | None, typer.Option(help="Directory for profiler traces; enables /start_profile and /stop_profile.")
     ] = None,
     backend: Backend = "auto",
     role: Role = "mixed",
@@ -53,7 +57,7 @@ def command(
 ) -> None:
     """Serve /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics until stopped."""
     if not continuous_batching and (graphs is not None or cache_memory is not None):
-        raise typer.BadParameter("--graphs and --cache-memory go with --continuous-batching")
+        raise typer.BadParameter("--graphs and --cache-memory need --continuous-batching")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from polymoe.serve import serve
 

@@ -1,8 +1,8 @@
-"""Transformers' OpenAI-compatible server around one loaded model: what it can do, bounded to what one may ask of it.
+"""ModelServer: the application of Transformers' OpenAI-compatible server, restricted to one loaded model.
 
-Transformers brings endpoints, chat templates, streaming, generation and the parsing of reasoning and tool calls (its
-``transformers serve``). Added here: one model that no request can replace or unload, requests that are checked before
-they run, a clean refusal of prompts longer than the context, stop strings, metrics, and errors in OpenAI's form.
+Endpoints, chat templates, streaming, generation and the parsing of reasoning and tool calls are Transformers' own
+(``transformers serve``). This module adds a model that no request can replace or unload, checks of every field before
+anything runs, a clear error for prompts longer than the context, stop strings, metrics, and errors in OpenAI's form.
 
 API: https://platform.openai.com/docs/api-reference
 """
@@ -26,20 +26,14 @@ try:
     from transformers.cli.serving.server import build_server
     from transformers.cli.serving.utils import BaseHandler, CBWorkerDeadError
 
-    from polymoe.serve.generation import Batching, Generation
+    from polymoe.serve.continuous_batching import Batching
+    from polymoe.serve.errors import answer_errors, error_body, refusal
+    from polymoe.serve.generation import Generation
     from polymoe.serve.in_flight import current
     from polymoe.serve.metrics import ServerMetrics
-    from polymoe.serve.requests import (
-        OWN_FIELDS,
-        Limits,
-        answer_errors,
-        check_request,
-        error_body,
-        finish_stream,
-        refusal,
-    )
-    from polymoe.serve.streams import until_stop
-except (ImportError, NameError) as error:  # NameError: what Transformers' modules raise without fastapi or openai
+    from polymoe.serve.requests import OWN_FIELDS, Limits, check_request
+    from polymoe.serve.streams import finish_stream, until_stop
+except (ImportError, NameError) as error:  # Transformers' modules raise NameError without fastapi or openai
     if isinstance(error, MissingDependency):
         raise
     raise MissingDependency(
@@ -54,23 +48,30 @@ __all__ = ["ENDPOINTS", "Limits", "ModelServer"]
 log = logging.getLogger("polymoe")
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics")
-"""What there is. The rest of Transformers' server would load or unload models, or is not tested here."""
+"""The endpoints that are kept. The others of Transformers' server load or unload models, or are not tested here."""
 
 
 class ModelServer:
-    """The application for one model, in :attr:`app` (ASGI), what it counts, in :attr:`metrics`, and the ways to end it.
+    """The application for one model, its metrics, and the ways to end it.
 
     Args:
         model, tokenizer: as :func:`polymoe.engines.transformers.load` returns them.
-        name: what clients call the model.
-        max_tokens: most tokens of one answer.
-        continuous_batching: Transformers' own, for CUDA: requests share forward passes, and all of them the sampling
-            settings of the first.
-        graphs: whether its small steps are replays of CUDA graphs; None is where they can be.
-        cache_memory: share of the GPU's free memory for its keys and values; None is Transformers' own.
+        name: the model's name in requests and answers.
+        max_tokens: most tokens of one answer; None for whatever fits in the context.
+        continuous_batching: Transformers' own, for CUDA: requests share forward passes, and all of them use the
+            sampling settings of the first.
+        graphs: replay small steps of continuous batching from CUDA graphs; None means wherever possible.
+        cache_memory: share of the GPU's free memory for keys and values of continuous batching; None is Transformers'
+            default.
+
+    Attributes:
+        app: the ASGI application.
+        metrics: what it counts.
+        generation: which managers run its requests.
 
     Raises:
-        UnsupportedProblem: for continuous batching on a CPU, where it does not answer; for graphs that cannot be.
+        UnsupportedProblem: for continuous batching on a CPU, where Transformers' does not answer; for graphs that the
+            model does not allow.
     """
 
     def __init__(
@@ -95,18 +96,18 @@ class ModelServer:
         manager = _OneModel(name, model, tokenizer)
         self.metrics = ServerMetrics(name=name, model=model)
         batching = Batching.of(model, graphs=graphs, cache_memory=cache_memory) if continuous_batching else None
-        self._generation = Generation(name, limits, self.metrics, batching=batching)
+        self.generation = Generation(name, limits, self.metrics, batching=batching)
         handlers = {
-            "chat_handler": _Chat(manager, self._generation),
-            "completion_handler": _Completion(manager, self._generation),
+            "chat_handler": _Chat(manager, self.generation),
+            "completion_handler": _Completion(manager, self.generation),
         }
-        # Handlers differ between versions of Transformers; endpoints without one are taken out below.
-        wanted = [p for p in inspect.signature(build_server).parameters if p.endswith("_handler")]
+        # Handlers differ between versions of Transformers; the endpoints of those that are None are removed below.
+        parameters = [p for p in inspect.signature(build_server).parameters if p.endswith("_handler")]
         build: Any = build_server
         self.app: FastAPI = build(
             model_manager=manager,
-            generation_state=self._generation,
-            **{parameter: handlers.get(parameter) for parameter in wanted},
+            generation_state=self.generation,
+            **{parameter: handlers.get(parameter) for parameter in parameters},
         )
         self.app.router.routes[:] = [r for r in self.app.router.routes if getattr(r, "path", None) in ENDPOINTS]
         self.app.add_api_route("/metrics", self._metrics)
@@ -114,20 +115,20 @@ class ModelServer:
         answer_errors(self.app)
 
     def end(self) -> None:
-        """End every generation at its next token; answers are cut short, not broken off."""
-        self._generation.stopping.set()
+        """End every generation at its next token: the answers are complete, but shorter."""
+        self.generation.stopping.set()
 
     def close(self, timeout_s: float = 20.0) -> None:
-        """:meth:`end`, and wait until the model rests, at most ``timeout_s`` seconds."""
+        """:meth:`end`, then wait until no generation runs, at most ``timeout_s`` seconds."""
         self.end()
-        self._generation.close(timeout_s)
+        self.generation.close(timeout_s)
 
     async def _metrics(self) -> Response:
         return Response(self.metrics.text(), media_type=self.metrics.content_type)
 
 
 class _OneModel(ModelManager):
-    """Transformers' model manager, with one model that is there from the start and stays."""
+    """Transformers' model manager, with one model that is loaded already and is never unloaded."""
 
     def __init__(self, name: str, model: Any, tokenizer: Any) -> None:
         super().__init__(device=str(model.device))
@@ -154,6 +155,8 @@ async def _worker_died(_: Any, error: Any) -> JSONResponse:
 
 
 class _Checked(BaseHandler):
+    """Checks a request before Transformers' handler reads it."""
+
     generation_state: Generation
 
     async def handle_request(self, body: dict, request_id: str) -> Any:
@@ -162,19 +165,19 @@ class _Checked(BaseHandler):
         except (HTTPException, TemplateError, CBWorkerDeadError):
             raise
         except Exception as error:
-            # As an answer like any other: an error that comes out of the application closes the connection too.
+            # An exception that leaves the application would close the connection as well.
             log.exception("a request failed")
             detail = error_body(f"generation failed: {error}", kind="server_error")
             raise HTTPException(500, detail=detail) from error
 
     def _validate_request(self, body: dict) -> None:
-        known: Any = getattr(self._valid_params_class, "__mutable_keys__", ())
-        check_request(body, frozenset(known) | OWN_FIELDS)
+        fields: Any = getattr(self._valid_params_class, "__mutable_keys__", ())
+        check_request(body, frozenset(fields) | OWN_FIELDS)
         for name in ("max_tokens", "max_completion_tokens"):
             if name in body:
                 self.generation_state.limits.check(name, body[name])
         if "stop" in body and self.generation_state.continuous_batching:
-            raise refusal("stop must be left out: continuous batching does not do it", param="stop")
+            raise refusal("stop must be omitted: continuous batching does not support it", param="stop")
         own = {name: body.pop(name) for name in OWN_FIELDS if name in body}
         super()._validate_request(body)
         body |= own
@@ -182,14 +185,15 @@ class _Checked(BaseHandler):
     def _build_generation_config(self, body: dict, model_generation_config: Any, use_cb: bool = False) -> Any:
         request = current()
         stop = body.pop("stop", ())
-        # Transformers looks for stop strings in the vocabulary, which fails for some, and keeps them in the text.
+        # Transformers searches the vocabulary for stop strings, which fails for some, and keeps them in the text.
         request.stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        request.seed = body.pop("seed", None)  # else set here and now, while another request may be sampling
+        # Transformers would set the seed here and now, while another request may be sampling.
+        request.seed = body.pop("seed", None)
         config = super()._build_generation_config(body, model_generation_config, use_cb)
         if body.get("temperature"):
             config.do_sample = True
         if body.get("ignore_eos"):
-            config.eos_token_id = -1  # no token; None would be filled from the model's defaults
+            config.eos_token_id = -1  # no token; Transformers would replace None by the model's default
         return config
 
     def _streaming(self, *args: Any, **kwargs: Any) -> Any:
@@ -199,6 +203,8 @@ class _Checked(BaseHandler):
 
 
 class _Chat(_Checked, ChatCompletionHandler):
+    """``/v1/chat/completions``."""
+
     def _validate_request(self, body: dict) -> None:
         super()._validate_request(body)
         messages = body.get("messages")
@@ -206,7 +212,7 @@ class _Chat(_Checked, ChatCompletionHandler):
             raise refusal("messages must be a list with at least one message")
         if not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
             raise refusal("each message must be an object with a role")
-        if "reasoning_effort" in body:  # chat templates take it by this name
+        if "reasoning_effort" in body:  # chat templates read it under this name
             body["chat_template_kwargs"] = {
                 "reasoning_effort": body.pop("reasoning_effort"),
                 **body.get("chat_template_kwargs", {}),
@@ -228,13 +234,15 @@ class _Chat(_Checked, ChatCompletionHandler):
         try:
             return BaseHandler.get_processor_inputs_from_messages(messages, modality)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise refusal(f"a message's content or tool call is not understood: {error!r}") from error
+            raise refusal(f"a message's content or tool call cannot be read: {error!r}") from error
 
     def _build_completion(self, request_id: str, content: str, *args: Any, **kwargs: Any) -> dict:
         return super()._build_completion(request_id, until_stop(content, current().stop), *args, **kwargs)
 
 
 class _Completion(_Checked, CompletionHandler):
+    """``/v1/completions``."""
+
     def _validate_request(self, body: dict) -> None:
         super()._validate_request(body)
         if not isinstance(body.get("prompt"), str):

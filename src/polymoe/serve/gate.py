@@ -1,4 +1,4 @@
-"""The gate before the server's application: who may come in, how many at once, and whether they are still there."""
+"""Gate: checks the API key, size and number of requests before the application, and watches their connections."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from polymoe.serve.errors import error_body
 from polymoe.serve.in_flight import IN_FLIGHT, InFlight
 from polymoe.serve.metrics import ServerMetrics
-from polymoe.serve.requests import error_body
 
 __all__ = ["Gate"]
 
@@ -22,11 +22,11 @@ Send = Callable[[Message], Awaitable[None]]
 GENERATING = ("/v1/chat/completions", "/v1/completions")
 COUNTED = (*GENERATING, "/v1/models", "/health", "/metrics")
 BODY_S = 60.0
-"""How long a client may take to send a request."""
+"""Seconds in which a client must send its whole request."""
 
 
 class _Refused(Exception):
-    """An answer of the gate itself."""
+    """An error that the gate answers itself."""
 
     def __init__(self, status: int, message: str, *, kind: str = "invalid_request_error", **headers: str) -> None:
         self.status, self.message, self.kind, self.headers = status, message, kind, headers
@@ -37,17 +37,17 @@ class _Left(Exception):
 
 
 class Gate:
-    """ASGI middleware: API key, size and number of requests, and watching whether the client is there.
+    """ASGI middleware: API key, size and number of requests, and clients that leave.
 
-    A request is read as a whole before the application sees it. From then on the connection is watched, and
-    :meth:`~polymoe.serve.in_flight.InFlight.leave` called when it closes.
+    A request is read as a whole before the application sees it. From then on the gate watches the connection, and
+    calls :meth:`~polymoe.serve.in_flight.InFlight.leave` when the client closes it.
 
     Args:
         app: the application.
-        metrics: counts requests, and holds those in flight.
-        api_key: the bearer token for everything but ``/health``; None for none.
-        max_request_bytes: of a request's body.
-        max_concurrent_requests: of generations, running or waiting.
+        metrics: counts requests, and knows those in flight.
+        api_key: the bearer token that everything but ``/health`` needs; None if nothing does.
+        max_request_bytes: most bytes of a request's body.
+        max_concurrent_requests: most generations at a time, running or waiting.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class Gate:
         self._cut = asyncio.Event()
 
     def close(self) -> None:
-        """Refuse every request from now on, with 503; those that are in go on."""
+        """Answer 503 to every request from now on. Requests that were admitted before are not affected."""
         self._closed = True
 
     def cut(self) -> None:
-        """End every answer here and now, with an error; for a model that does not come to its next token."""
+        """Break off every answer at once, with an error; for a model that does not reach its next token."""
         self._cut.set()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -85,7 +85,7 @@ class Gate:
             if message["type"] == "http.response.start":
                 status = message["status"]
             elif not message.get("more_body", False):
-                complete = not request.gone.is_set()  # the end of an answer that nobody reads is none
+                complete = not request.gone.is_set()  # an answer that nobody reads is not complete
             await send(message)
 
         try:
@@ -95,7 +95,7 @@ class Gate:
         except _Left:
             pass
         finally:
-            # Also after an answer cut short by the server's end: nobody reads what would still be generated.
+            # Also if the server broke the answer off: nobody would read what is still generated.
             request.leave()
             path = scope["path"] if scope["path"] in COUNTED else "other"
             self._metrics.answered(request, path, status if complete else 499)
@@ -105,10 +105,11 @@ class Gate:
         if refused is None and scope["path"] in GENERATING:
             self._metrics.in_flight.add(request)
         try:
-            # What is refused is read too: a client that still writes would see a broken connection, not the answer.
+            # Refused requests are read too: a client that is still writing would see a broken connection instead of
+            # the answer.
             body = await asyncio.wait_for(self._read(receive, keep=refused is None), BODY_S)
         except asyncio.TimeoutError:
-            raise _Refused(408, f"a request must be there within {BODY_S:.0f} s", connection="close") from None
+            raise _Refused(408, f"the request was not complete after {BODY_S:.0f} s", connection="close") from None
         if refused is not None:
             raise refused
         await self._pass_on(request, scope, body, receive, send)
@@ -118,9 +119,9 @@ class Gate:
             return _Refused(503, "the server is stopping", kind="server_error", retry_after="5", connection="close")
         if not self._admits(scope):
             kind, scheme = "authentication_error", "Bearer"
-            return _Refused(401, "wrong or missing API key", kind=kind, www_authenticate=scheme)
+            return _Refused(401, "missing or wrong API key", kind=kind, www_authenticate=scheme)
         if scope["path"] in GENERATING and len(self._metrics.in_flight) >= self._requests:
-            message = f"{self._requests} requests are running or waiting; try again"
+            message = f"{self._requests} requests are running or waiting; try again later"
             return _Refused(429, message, kind="rate_limit_error", retry_after="1")
         return None
 
@@ -129,11 +130,11 @@ class Gate:
             return True
         given = dict(scope["headers"]).get(b"authorization", b"")
         scheme, _, key = given.partition(b" ")
-        # Digests are of one length, whatever the key's: the time tells nothing.
+        # Digests have one length whatever the key's length, so the time of the comparison reveals nothing.
         return hmac.compare_digest(_digest(key.strip()), self._key) and scheme.lower() == b"bearer"
 
     async def _read(self, receive: Receive, *, keep: bool) -> bytes:
-        """The body; nothing if it is not to be kept. What is too much is read too, up to a point."""
+        """The body, or nothing unless ``keep``. A body that is too large is read as well, up to 16 times the limit."""
         parts: list[bytes] = []
         size = 0
         while size <= 16 * self._bytes:
@@ -147,7 +148,7 @@ class Gate:
             if not message.get("more_body", False):
                 break
         if keep and size > self._bytes:
-            raise _Refused(413, f"a request may have {self._bytes} bytes at most")
+            raise _Refused(413, f"a request may have at most {self._bytes} bytes")
         return b"".join(parts)
 
     async def _pass_on(self, request: InFlight, scope: Message, body: bytes, receive: Receive, send: Send) -> None:

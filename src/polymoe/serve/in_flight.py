@@ -1,4 +1,4 @@
-"""A request on its way through the server, seen by the gate that watches its client and by the generation."""
+"""InFlight: one request's state while it is in the server, shared by the gate and the generation."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class InFlight:
     """One request.
 
     Attributes:
-        arrived_s, started_s, first_token_s: when it came, when its generation began, and when that gave its first
-            token, by :func:`time.monotonic`; None if not yet.
-        prompt_tokens, new_tokens: so far.
-        running: whether the model works for it; else it waits, or is done.
-        gone: set once nobody reads the answer; generation ends at its next token.
+        arrived_s, started_s, first_token_s: when the request arrived, when its generation started and when the first
+            token was generated, by :func:`time.monotonic`; None if that has not happened yet.
+        prompt_tokens, new_tokens: counts so far.
+        running: whether the model is working on the request; otherwise it waits or is finished.
+        gone: set once nobody reads the answer any more; the generation then ends at its next token.
         stop: strings that end the answer.
-        seed: of its sampling; None for any.
+        seed: of the random sampling; None for any.
     """
 
     arrived_s: float = field(default_factory=time.monotonic)
@@ -37,7 +37,7 @@ class InFlight:
     _callbacks: list[Callable[[], None]] = field(default_factory=list)
 
     def leave(self) -> None:
-        """The client has gone: say so, once, to whoever asked to know."""
+        """Record that the client has left, and run the callbacks of :meth:`on_leave` once."""
         if not self.gone.is_set():
             self.gone.set()
             for callback in self._callbacks:
@@ -45,7 +45,7 @@ class InFlight:
         self._callbacks.clear()
 
     def on_leave(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` when the client goes, in the thread of the event loop; now, if it has gone."""
+        """Run ``callback`` in the event loop's thread when the client leaves; at once if it has left already."""
         if self.gone.is_set():
             callback()
         else:
@@ -53,11 +53,11 @@ class InFlight:
 
 
 IN_FLIGHT: ContextVar[InFlight | None] = ContextVar("IN_FLIGHT", default=None)
-"""The request that this task works for."""
+"""The request that the current task works on."""
 
 
 def current() -> InFlight:
-    """The request that this task works for; a new one where no gate has set any."""
+    """The request that the current task works on; a new one if the task was not started by the gate."""
     request = IN_FLIGHT.get()
     if request is None:
         request = InFlight()

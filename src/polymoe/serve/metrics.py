@@ -1,6 +1,6 @@
-"""What a server counts, in Prometheus' form.
+"""ServerMetrics: counters and histograms of one server, in Prometheus' text format.
 
-https://prometheus.io/docs/instrumenting/exposition_formats/
+Format: https://prometheus.io/docs/instrumenting/exposition_formats/
 """
 
 from __future__ import annotations
@@ -33,10 +33,14 @@ _SECONDS_A_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.
 
 
 class ServerMetrics:
-    """Counters of one server, and the requests that are in it.
+    """Metrics of one server, and the requests that it is working on.
+
+    Args:
+        name: the model's name, for labels.
+        model: with its experts loaded.
 
     Attributes:
-        in_flight: generations that were let in and have not left, running or waiting.
+        in_flight: generations that were admitted and have not been answered, running or waiting.
     """
 
     content_type = CONTENT_TYPE_LATEST
@@ -46,40 +50,52 @@ class ServerMetrics:
         self._registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         self._requests = Counter("polymoe_requests", "Requests by status.", ("path", "status"), registry=registry)
-        self._prompt_tokens = Counter("polymoe_prompt_tokens", "Prompt tokens of generations begun.", registry=registry)
+        self._prompt_tokens = Counter(
+            "polymoe_prompt_tokens", "Prompt tokens of generations that have started.", registry=registry
+        )
         self._new_tokens = Counter("polymoe_generation_tokens", "Tokens generated.", registry=registry)
-        self._queue = _histogram("polymoe_queue_seconds", "From a request to its turn.", _SECONDS, registry)
+        self._queue = _histogram(
+            "polymoe_queue_seconds", "Time that a request waits for the model.", _SECONDS, registry
+        )
         self._first = _histogram(
-            "polymoe_time_to_first_token_seconds", "From a request to its first token.", _SECONDS, registry
+            "polymoe_time_to_first_token_seconds",
+            "Time from a request's arrival to its first token.",
+            _SECONDS,
+            registry,
         )
         self._per_token = _histogram(
-            "polymoe_time_per_output_token_seconds", "Mean time between an answer's tokens.", _SECONDS_A_TOKEN, registry
+            "polymoe_time_per_output_token_seconds",
+            "Mean time between the tokens of an answer.",
+            _SECONDS_A_TOKEN,
+            registry,
         )
-        self._whole = _histogram("polymoe_request_seconds", "From a request to its whole answer.", _SECONDS, registry)
-        running = Gauge("polymoe_requests_running", "Generations that the model works on.", registry=registry)
+        self._whole = _histogram(
+            "polymoe_request_seconds", "Time from a request's arrival to the end of its answer.", _SECONDS, registry
+        )
+        running = Gauge("polymoe_requests_running", "Generations that the model is working on.", registry=registry)
         running.set_function(lambda: sum(request.running for request in list(self.in_flight)))
-        waiting = Gauge("polymoe_requests_waiting", "Generations that wait for their turn.", registry=registry)
+        waiting = Gauge("polymoe_requests_waiting", "Generations that wait for the model.", registry=registry)
         waiting.set_function(lambda: sum(request.started_s is None for request in list(self.in_flight)))
         backends = Gauge(
-            "polymoe_backend_info", "Layers whose experts a backend runs at a call's token count.",
+            "polymoe_backend_info", "Layers whose experts this backend runs at these token counts.",
             ("model", "backend", "layout", "tokens"), registry=registry,
         )  # fmt: skip
         for labels, layers in _backends(model).items():
             backends.labels(name, *labels).set(layers)
 
     def text(self) -> bytes:
-        """All of it, as ``/metrics`` answers."""
+        """The answer of ``/metrics``."""
         return generate_latest(self._registry)
 
     def started(self, request: InFlight) -> None:
-        """The model begins to work on a request."""
+        """Record that the model starts to work on a request."""
         request.started_s = time.monotonic()
         request.running = True
         self._queue.observe(request.started_s - request.arrived_s)
         self._prompt_tokens.inc(request.prompt_tokens)
 
     def generated(self, request: InFlight, tokens: int = 1) -> None:
-        """Tokens of an answer are there."""
+        """Record tokens of an answer."""
         if tokens and request.first_token_s is None:
             request.first_token_s = time.monotonic()
             self._first.observe(request.first_token_s - request.arrived_s)
@@ -87,14 +103,14 @@ class ServerMetrics:
         self._new_tokens.inc(tokens)
 
     def ended(self, request: InFlight) -> None:
-        """The model has done with a request."""
+        """Record that the model has finished with a request."""
         request.running = False
         if request.first_token_s is not None and request.new_tokens > 1:
             between = (time.monotonic() - request.first_token_s) / (request.new_tokens - 1)
             self._per_token.observe(between)
 
     def answered(self, request: InFlight, path: str, status: int) -> None:
-        """A request has left, whatever became of it; 499 stands for a client that went away."""
+        """Record that a request has left the server; status 499 means that its client closed the connection."""
         self._requests.labels(path, str(status)).inc()
         if request in self.in_flight:
             self.in_flight.discard(request)
@@ -107,7 +123,7 @@ def _histogram(name: str, what: str, buckets: tuple[float, ...], registry: Colle
 
 
 def _backends(model: Any) -> Count[tuple[str, str, str]]:
-    """Layers by backend, layout and range of token counts; none for experts that Transformers runs."""
+    """Number of layers by backend, layout and range of token counts; empty if Transformers runs the experts."""
     found: Count[tuple[str, str, str]] = Count()
     for module in model.modules():
         if isinstance(module, FusedExperts):

@@ -1,6 +1,6 @@
-"""Profiler of a running server: ``POST /start_profile`` and ``/stop_profile``, as vLLM and SGLang have them.
+"""Profiling of a running server: ``POST /start_profile`` and ``/stop_profile``, as in vLLM and SGLang.
 
-They are there only where the server was started with a directory for traces, which no request can change.
+The endpoints exist only if the server was started with a directory for traces; a request cannot change it.
 """
 
 from __future__ import annotations
@@ -9,45 +9,40 @@ import asyncio
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from fastapi import FastAPI, HTTPException
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from polymoe.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from fastapi import FastAPI
+from polymoe.serve.errors import error_body
 
 __all__ = ["add_profiler", "check_directory"]
 
 
 def check_directory(directory: Path) -> None:
-    """Make the directory for traces if need be.
+    """Create the directory for traces if it does not exist.
 
     Raises:
-        ArgumentError: if it cannot be made or written to.
+        ArgumentError: if it cannot be created or written to.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ArgumentError("--profile", expected="a directory for traces", got=str(error)) from error
     if not os.access(directory, os.W_OK):
-        raise ArgumentError("--profile", expected="a directory for traces", got=f"{directory}: may not be written to")
+        raise ArgumentError("--profile", expected="a directory for traces", got=f"{directory}, which is not writable")
 
 
 def add_profiler(app: FastAPI, directory: Path) -> None:
-    """Give ``app`` the two endpoints.
+    """Add the two endpoints to ``app``.
 
-    ``/start_profile`` answers 200, or 409 while a profile runs. ``/stop_profile`` answers ``{"trace": path}`` once the
-    trace of everything since, on every thread and GPU, is written; 409 if none runs. Traces are Chrome's JSON, gzipped,
-    for https://ui.perfetto.dev.
+    ``/start_profile`` answers 200, or 409 if a profile is running already. ``/stop_profile`` writes a trace of
+    everything that happened since on every thread and GPU, then answers ``{"trace": path}``; 409 if no profile is
+    running. A trace is gzipped JSON in Chrome's format, for https://ui.perfetto.dev.
     """
-    from fastapi import HTTPException
-
-    from polymoe.serve.requests import error_body
-
     running: list[Any] = []
 
     def conflict(message: str) -> HTTPException:
@@ -55,9 +50,9 @@ def add_profiler(app: FastAPI, directory: Path) -> None:
 
     async def start_profile() -> dict[str, str]:
         if running:
-            raise conflict("a profile runs already")
+            raise conflict("a profile is already running")
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-        # Generation has a thread of its own; without the option only this one would be in the trace.
+        # Generation runs in a thread of its own; without the option the trace would hold this thread only.
         profiler = profile(activities=activities, experimental_config=_ExperimentalConfig(profile_all_threads=True))
         profiler.start()
         running.append(profiler)
@@ -65,9 +60,9 @@ def add_profiler(app: FastAPI, directory: Path) -> None:
 
     async def stop_profile() -> dict[str, str]:
         if not running:
-            raise conflict("no profile runs")
+            raise conflict("no profile is running")
         profiler = running.pop()
-        profiler.stop()  # by the thread that started it
+        profiler.stop()  # in the thread that started it
         name = f"polymoe-{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09d}.json.gz"
         await asyncio.to_thread(_write, profiler, directory, name)
         return {"trace": str(directory / name)}
@@ -77,7 +72,7 @@ def add_profiler(app: FastAPI, directory: Path) -> None:
 
 
 def _write(profiler: Any, directory: Path, name: str) -> None:
-    draft = directory / f".{name}"  # its ending says that it is to be gzipped
+    draft = directory / f".{name}"  # the suffix makes torch compress it
     try:
         profiler.export_chrome_trace(str(draft))
         draft.replace(directory / name)

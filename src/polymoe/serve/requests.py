@@ -1,4 +1,4 @@
-"""Requests of OpenAI's API, checked field by field, and errors as its clients read them.
+"""Checks of a request's fields, and the limits on the length of its answer.
 
 API: https://platform.openai.com/docs/api-reference
 """
@@ -6,59 +6,51 @@ API: https://platform.openai.com/docs/api-reference
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jinja2
-from fastapi import FastAPI, HTTPException, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
-from starlette.exceptions import HTTPException as StarletteHTTPException
+from polymoe.serve.errors import refusal
+from polymoe.serve.in_flight import InFlight, current
 
-__all__ = ["OWN_FIELDS", "Limits", "answer_errors", "check_request", "error_body", "finish_stream", "refusal"]
+__all__ = ["OWN_FIELDS", "Limits", "begin_generation", "check_request"]
 
 OWN_FIELDS = frozenset({"ignore_eos"})
-"""Fields that are none of OpenAI's: ``ignore_eos`` as vLLM and SGLang have it."""
-
-
-def error_body(
-    message: str, *, param: str | None = None, code: str | None = None, kind: str = "invalid_request_error"
-) -> dict[str, Any]:
-    """An error as OpenAI's clients read it."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def refusal(message: str, *, param: str | None = None, code: str | None = None) -> HTTPException:
-    """400 with a message for whoever sent the request, and the field at fault."""
-    return HTTPException(400, detail=error_body(message, param=param, code=code))
+"""Fields that OpenAI's API does not have: ``ignore_eos`` as in vLLM and SGLang."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one request may ask for.
+    """How many tokens a request may use.
 
     Attributes:
-        context: most tokens of prompt and answer together, or None for no limit.
-        max_tokens: most tokens of an answer, or None for what fits in the context.
+        context: most tokens of prompt and answer together; None for no limit.
+        max_tokens: most tokens of an answer; None for whatever fits in the context.
     """
 
     context: int | None
     max_tokens: int | None = None
 
-    def check(self, name: str, wanted: int) -> None:
-        """Refuse what there can be no room for.
+    def check(self, name: str, tokens: int) -> None:
+        """Check the length of an answer that a request asks for.
+
+        Args:
+            name: the field that asks.
+            tokens: its value.
 
         Raises:
-            HTTPException: 400, for more tokens than any answer may have.
+            HTTPException: 400, if no answer can have so many tokens.
         """
         most = min((n for n in (self.max_tokens, self.context) if n is not None), default=None)
-        if most is not None and wanted > most:
-            raise refusal(f"{name} is {wanted}; an answer of this model may have {most} tokens at most", param=name)
+        if most is not None and tokens > most:
+            raise refusal(f"{name} is {tokens}, but an answer of this model has at most {most} tokens", param=name)
 
-    def bound(self, prompt_tokens: int, wanted: int | None) -> int | None:
-        """Tokens that the answer may have.
+    def bound(self, prompt_tokens: int, max_tokens: int | None) -> int | None:
+        """The most tokens that an answer may have; None for no limit.
+
+        Args:
+            prompt_tokens: length of the prompt.
+            max_tokens: what the request asks for; None if it does not say.
 
         Raises:
             HTTPException: 400 for a prompt that is empty or leaves no room in the context.
@@ -67,22 +59,39 @@ class Limits:
             raise refusal("the prompt is empty")
         if self.context is not None and prompt_tokens >= self.context:
             raise refusal(
-                f"the prompt has {prompt_tokens} tokens; a context of {self.context} holds prompt and answer",
+                f"the prompt has {prompt_tokens} tokens, but prompt and answer share a context of {self.context}",
                 code="context_length_exceeded",
             )
         room = None if self.context is None else self.context - prompt_tokens
-        return min((n for n in (wanted, self.max_tokens, room) if n is not None), default=None)
+        return min((n for n in (max_tokens, self.max_tokens, room) if n is not None), default=None)
+
+
+def begin_generation(inputs: Mapping[str, Any], gen_config: Any, limits: Limits) -> InFlight:
+    """The request that the current task works on, with its prompt counted and its answer limited.
+
+    Args:
+        inputs: the tokenizer's output for the prompt.
+        gen_config: Transformers' generation config of this request; ``max_new_tokens`` is changed in place.
+        limits: of the server.
+
+    Raises:
+        HTTPException: 400, as :meth:`Limits.bound`.
+    """
+    request, ids = current(), inputs["input_ids"]
+    request.prompt_tokens = len(ids) if isinstance(ids, list) else ids.shape[-1]
+    gen_config.max_new_tokens = limits.bound(request.prompt_tokens, gen_config.max_new_tokens)
+    return request
 
 
 def check_request(body: dict[str, Any], known: frozenset[str]) -> None:
-    """Check each field by itself; fields that are null are taken out, since null means left out.
+    """Check each field of a request. Fields that are null are removed: null means that the field is omitted.
 
     Args:
         body: the request, changed in place.
-        known: the names of the endpoint's fields.
+        known: names of the endpoint's fields.
 
     Raises:
-        HTTPException: 400, naming the first that is wrong.
+        HTTPException: 400, naming the first field that is wrong.
     """
     for name in [name for name, value in body.items() if value is None]:
         del body[name]
@@ -91,32 +100,11 @@ def check_request(body: dict[str, Any], known: frozenset[str]) -> None:
             raise refusal(f"unknown parameter: {name[:80]!r}", param=name[:80], code="unknown_parameter")
     try:
         json.dumps(body, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:  # half a surrogate pair, which JSON can spell
-        raise refusal("the request holds text that is no Unicode") from error
+    except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can spell
+        raise refusal("the request contains text that is not valid Unicode") from error
     for name, (fits, expected) in _FIELDS.items():
         if name in body and not fits(body[name]):
             raise refusal(f"{name} must be {expected}", param=name)
-
-
-async def finish_stream(parts: Any) -> AsyncIterator[str]:
-    """Server-sent events as Transformers makes them, with errors in OpenAI's form, and OpenAI's last line."""
-    async with aclosing(parts):
-        async for part in parts:
-            before, error, message = part.partition('data: {"error": ')
-            if error:
-                body = error_body(json.loads('{"error": ' + message)["error"], kind="server_error")
-                yield f"{before}data: {json.dumps(body)}\n\n"
-                break
-            yield part
-    yield "data: [DONE]\n\n"
-
-
-def answer_errors(app: FastAPI) -> None:
-    """Let ``app`` answer every error in this form."""
-    app.add_exception_handler(StarletteHTTPException, _http_error)
-    app.add_exception_handler(RequestValidationError, _body_error)
-    app.add_exception_handler(jinja2.TemplateError, _template_error)
-    app.add_exception_handler(Exception, _failure)
 
 
 def _is_number(value: Any) -> bool:
@@ -131,26 +119,26 @@ def _is_list_of(kind: type, value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(item, kind) for item in value)
 
 
-def _are_stops(value: Any) -> bool:
+def _is_stop(value: Any) -> bool:
     return bool(value) and (isinstance(value, str) or (_is_list_of(str, value) and all(value)))
 
 
 _Check = tuple[Callable[[Any], bool], str]
-_LEFT_OUT: _Check = (lambda v: v is False, "left out: this server does not do it")
-_ZERO: _Check = (lambda v: v == 0, "0 or left out: this server does not do it")
+_OMITTED: _Check = (lambda v: v is False, "omitted: this server does not support it")
+_ZERO: _Check = (lambda v: v == 0, "0 or omitted: this server does not support it")
 
 _FIELDS: Mapping[str, _Check] = {
-    "audio": _LEFT_OUT,
+    "audio": _OMITTED,
     "best_of": (lambda v: v == 1, "1"),
     "chat_template_kwargs": (lambda v: isinstance(v, dict), "an object"),
     "echo": (lambda v: v is False, "false"),
     "frequency_penalty": (lambda v: _is_number(v) and -1 < v <= 2, "a number above -1, at most 2"),
-    "function_call": _LEFT_OUT,
-    "functions": _LEFT_OUT,
-    "generation_config": (lambda v: False, "left out"),
+    "function_call": _OMITTED,
+    "functions": _OMITTED,
+    "generation_config": (lambda v: False, "omitted"),
     "ignore_eos": (lambda v: isinstance(v, bool), "true or false"),
     "logit_bias": (lambda v: isinstance(v, dict) and all(map(_is_number, v.values())), "an object of numbers"),
-    "logprobs": (lambda v: v is False, "left out"),
+    "logprobs": (lambda v: v is False, "omitted"),
     "max_completion_tokens": (_is_count, "an integer from 1 to 2147483647"),
     "max_tokens": (_is_count, "an integer from 1 to 2147483647"),
     "modalities": (lambda v: v == ["text"], '["text"]'),
@@ -159,7 +147,7 @@ _FIELDS: Mapping[str, _Check] = {
     "reasoning_effort": (lambda v: isinstance(v, str), "a string"),
     "response_format": (lambda v: v == {"type": "text"}, '{"type": "text"}'),
     "seed": (lambda v: isinstance(v, int) and 0 <= v < 2**63, "an integer of at least 0"),
-    "stop": (_are_stops, "a string or a list of strings, none of them empty"),
+    "stop": (_is_stop, "a string or a list of strings, none of them empty"),
     "stream": (lambda v: isinstance(v, bool), "true or false"),
     "stream_options": (lambda v: isinstance(v, dict), "an object"),
     "suffix": (lambda v: isinstance(v, str), "a string"),
@@ -168,24 +156,6 @@ _FIELDS: Mapping[str, _Check] = {
     "tools": (lambda v: _is_list_of(dict, v), "a list of objects"),
     "top_logprobs": _ZERO,
     "top_p": (lambda v: _is_number(v) and 0 < v <= 1, "a number above 0, at most 1"),
-    "web_search_options": _LEFT_OUT,
+    "web_search_options": _OMITTED,
 }
-"""Fields that Transformers takes as they come or quietly ignores: when one is right, and how to say what is."""
-
-
-async def _http_error(_: Request, error: Any) -> JSONResponse:
-    body = error.detail if isinstance(error.detail, dict) else error_body(str(error.detail))
-    return JSONResponse(body, status_code=error.status_code)
-
-
-async def _body_error(_: Request, __: Any) -> JSONResponse:
-    return JSONResponse(error_body("the body must be a JSON object, sent as application/json"), status_code=400)
-
-
-async def _template_error(_: Request, error: Any) -> JSONResponse:
-    return JSONResponse(error_body(f"the chat template refuses the messages: {error}"), status_code=400)
-
-
-async def _failure(_: Request, error: Any) -> JSONResponse:
-    # The error itself goes to the log, with its traceback.
-    return JSONResponse(error_body(f"generation failed: {error}", kind="server_error"), status_code=500)
+"""Fields that Transformers does not check, or silently ignores: whether a value is right, and what is expected."""

@@ -1,22 +1,27 @@
-"""What passes between a generation and the stream of its answer: text up to a stop string, and counting.
+"""The answer's way back: text up to a stop string, counted tokens, and server-sent events in OpenAI's form.
 
-Transformers' handlers read items from a queue: text, marked text of reasoning, tool calls, an error, None at the end.
+Transformers' handlers read items from a queue: text, text marked as reasoning, tool calls, an error, and None at the
+end. The classes here are such queues around Transformers' own.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
+from polymoe.serve.errors import error_body
 from polymoe.serve.in_flight import InFlight
 from polymoe.serve.metrics import ServerMetrics
 
-__all__ = ["Counted", "UpToStop", "until_stop"]
+__all__ = ["CountedQueue", "StopQueue", "finish_stream", "until_stop"]
 
 
 def until_stop(text: str, stop: tuple[str, ...]) -> str:
-    """What comes before the first stop string.
+    """The text before the first stop string.
 
     >>> until_stop("12+34=46", ("=", "+3"))
     '12'
@@ -24,15 +29,15 @@ def until_stop(text: str, stop: tuple[str, ...]) -> str:
     return text[: min((at for s in stop if (at := text.find(s)) >= 0), default=len(text))]
 
 
-class _Items:
-    """A stream's queue, whose items pass through :meth:`_take` to those that are ready."""
+class _Queue:
+    """A queue whose items pass through :meth:`_take`, which appends to ``_ready`` what the reader gets."""
 
     def __init__(self, queue: asyncio.Queue) -> None:
         self._queue = queue
         self._ready: deque[Any] = deque()
 
     async def get(self) -> Any:
-        """The next item, waiting for it."""
+        """Wait for the next item and return it."""
         while not self._ready:
             self._take(await self._queue.get())
         return self._ready.popleft()
@@ -51,8 +56,8 @@ class _Items:
         raise NotImplementedError
 
 
-class UpToStop(_Items):
-    """Text up to a stop string, which may come in pieces: what may be the start of one is held back."""
+class StopQueue(_Queue):
+    """Ends text at a stop string, which may arrive in pieces: text that may be the start of one is held back."""
 
     def __init__(self, queue: asyncio.Queue, stop: tuple[str, ...]) -> None:
         super().__init__(queue)
@@ -67,21 +72,21 @@ class UpToStop(_Items):
             text = self._held + item
             before = until_stop(text, self._stop)
             self._stopped = len(before) < len(text)
-            self._held = "" if self._stopped else self._beginning(text)
+            self._held = "" if self._stopped else self._possible_start(text)
             self._pass(before[: len(before) - len(self._held)])
 
-    def _beginning(self, text: str) -> str:
-        """The longest end of the text with which a stop string begins."""
-        ends = (text[-n:] for n in range(min(len(text), max(map(len, self._stop)) - 1), 0, -1))
-        return next((end for end in ends if any(stop.startswith(end) for stop in self._stop)), "")
+    def _possible_start(self, text: str) -> str:
+        """The longest suffix of the text that is a prefix of a stop string."""
+        suffixes = (text[-n:] for n in range(min(len(text), max(map(len, self._stop)) - 1), 0, -1))
+        return next((suffix for suffix in suffixes if any(stop.startswith(suffix) for stop in self._stop)), "")
 
     def _pass(self, text: str) -> None:
         if text:
             self._ready.append(text)
 
 
-class Counted(_Items):
-    """All items; the tokens behind them are counted."""
+class CountedQueue(_Queue):
+    """Passes every item on and counts the tokens behind it."""
 
     def __init__(self, queue: asyncio.Queue, streamer: Any, request: InFlight, metrics: ServerMetrics) -> None:
         super().__init__(queue)
@@ -92,3 +97,16 @@ class Counted(_Items):
         if item is None:
             self._metrics.ended(self._request)
         self._ready.append(item)
+
+
+async def finish_stream(parts: Any) -> AsyncIterator[str]:
+    """Server-sent events of Transformers, with errors in OpenAI's form and OpenAI's last line, ``data: [DONE]``."""
+    async with aclosing(parts):
+        async for part in parts:
+            before, error, message = part.partition('data: {"error": ')
+            if error:
+                body = error_body(json.loads('{"error": ' + message)["error"], kind="server_error")
+                yield f"{before}data: {json.dumps(body)}\n\n"
+                break
+            yield part
+    yield "data: [DONE]\n\n"

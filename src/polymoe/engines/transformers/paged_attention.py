@@ -1,9 +1,9 @@
-"""Attention for continuous batching by PyTorch's own flash attention, for models that Transformers would mask for it.
+"""Attention for Transformers' continuous batching by PyTorch's own flash attention, with sinks and sliding windows.
 
 Without a flash attention package that fits the model (attention sinks need a special one), Transformers' continuous
-batching computes every token against the keys of all requests and masks most of them away: work that grows with the
-square of the batch. PyTorch has flash attention over sequences of many lengths. It knows no sinks, but returns the
-logarithm of each row's sum of exponentials: a sink is one more term of that sum, so it scales a row by
+batching computes every token against the keys of all requests and masks most of them: work that grows with the square
+of the batch. PyTorch has flash attention over sequences of different lengths. It does not support sinks, but returns
+the log-sum-exp of each query. A sink is one more term of that sum, so it scales a query's output by
 ``sigmoid(lse - sink)``.
 
 Interface: https://huggingface.co/docs/transformers/attention_interface
@@ -22,30 +22,31 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 
 from polymoe.errors import UnsupportedProblem
 
-__all__ = ["NAME", "batching", "capture_small_steps", "paged_attention", "runs_on", "use"]
+__all__ = ["NAME", "batching_config", "capture_small_steps", "paged_attention", "runs_on", "use"]
 
 NAME = "polymoe_paged"
 """``attn_implementation`` of :func:`paged_attention`."""
 
-_ROW_BY_ROW = 512
-"""Most tokens of a forward pass whose attention treats each token as a sequence of its own: few enough that reading
-keys once for each costs less than tiles with one row in use."""
+_TOKEN_BY_TOKEN = 512
+"""Most tokens of a forward pass in which each token is a sequence of its own: up to here, reading the keys once for
+each token costs less than tiles in which a single query is used."""
 
 _CAPTURED = 256
-"""Most tokens of a forward pass that a CUDA graph replays: what decodes. Prompts come in too many lengths for graphs,
-and keep a GPU busy without them."""
+"""Most tokens of a forward pass that is replayed from a CUDA graph: decode steps. Prompts have too many different
+lengths for graphs, and keep a GPU busy without them."""
 
-_STEP = 8  # graphs are for token counts that are multiples of it
+_GRAPH_STEP = 8  # graphs are captured for multiples of so many tokens
 
-_HEAD_DIM = 256  # flash attention's most
-_UPDATE: Any = getattr(PagedAttentionCache, "update")  # noqa: B009 - of which a type checker sees a wrapper
-_KWARGS = "kwargs" in inspect.signature(_UPDATE).parameters  # Transformers 5.17's takes them apart
+_MAX_HEAD_DIM = 256  # of flash attention
+_UPDATE: Any = getattr(PagedAttentionCache, "update")  # noqa: B009 - a type checker sees only its wrapper
+_TAKES_KWARGS = "kwargs" in inspect.signature(_UPDATE).parameters  # in Transformers 5.17 it does not
 
-Lengths = tuple[Tensor, Tensor, int, int]  # offsets of queries and of keys, and the most of each in a sequence
+Lengths = tuple[Tensor, Tensor, int, int]  # offsets of queries and of keys, and the most of each in one sequence
 
 
 def runs_on(model: Any) -> bool:
-    """Whether every attention of the model can be computed so: 16 bit, on a GPU since SM80, in Transformers' form."""
+    """Whether this module can compute every attention of the model: 16 bit, on a GPU since SM80, through Transformers'
+    attention interface, without a cap on the softmax."""
     config = model.config.get_text_config()
     sizes = [getattr(config, name, None) or 0 for name in ("head_dim", "qk_head_dim", "v_head_dim")]
     return (
@@ -53,36 +54,36 @@ def runs_on(model: Any) -> bool:
         and torch.cuda.get_device_capability(model.device) >= (8, 0)
         and model.dtype in (torch.bfloat16, torch.float16)
         and bool(getattr(model, "_supports_attention_backend", False))
-        and max(sizes) <= _HEAD_DIM
+        and max(sizes) <= _MAX_HEAD_DIM
         and not any(getattr(config, name, None) for name in ("attn_logit_softcapping", "attention_chunk_size"))
     )
 
 
-def batching(*, graphs: bool, cache_memory: float | None = None) -> ContinuousBatchingConfig:
-    """Continuous batching for a model whose attention this will be: a step is prepared while the GPU takes the last.
+def batching_config(*, graphs: bool, cache_memory: float | None = None) -> ContinuousBatchingConfig:
+    """Settings of continuous batching with this attention: the host prepares a step while the GPU runs the last one.
 
     Args:
         graphs: capture steps in CUDA graphs; see :func:`capture_small_steps`.
-        cache_memory: share of the GPU's free memory for keys and values; None is Transformers' own.
+        cache_memory: share of the GPU's free memory for keys and values; None is Transformers' default.
     """
     return ContinuousBatchingConfig(
         use_cuda_graph=(graphs, False),
         use_async_batching=True,
-        q_padding_interval_size=_STEP if graphs else 0,
+        q_padding_interval_size=_GRAPH_STEP if graphs else 0,
         max_memory_percent=cache_memory,
     )
 
 
 def use(model: Any) -> None:
-    """Let a model's attention be this one. Its continuous batching must have been initialized, and not started."""
+    """Make a model use this attention. Its continuous batching must be initialized, but not started."""
     AttentionInterface.register(NAME, paged_attention)
     model.set_attn_implementation(NAME)
 
 
 def capture_small_steps(manager: Any) -> None:
-    """Let a manager of continuous batching that captures CUDA graphs, and has not started, do so with small steps only.
+    """Restrict the CUDA graphs of a manager of continuous batching to small steps. The manager must not have started.
 
-    Larger ones are neither captured nor padded to a size that a graph would have.
+    Larger steps are neither captured nor padded to a graph's size.
     """
     create = manager._create_batch_processor
 
@@ -92,7 +93,7 @@ def capture_small_steps(manager: Any) -> None:
         pad = runner.maybe_pad_inputs
 
         def maybe_pad_inputs(num_q_tokens: int, *args: Any, **kwargs: Any) -> Any:
-            # Transformers asks once for each step, before it looks at either.
+            # Transformers calls this once for each step, before it reads either attribute.
             runner.pad_inputs = runner.use_cuda_graph_varlen = num_q_tokens <= _CAPTURED
             return pad(num_q_tokens, *args, **kwargs)
 
@@ -111,12 +112,18 @@ def paged_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What Transformers calls for an attention layer: ``[1, T, heads, D]``.
+    """Transformers calls this for an attention layer. Never reads a tensor on the host, so a CUDA graph can capture it.
 
-    The query is ``[1, heads, T, D]``, all requests in a row; new keys and values are ``[1, kv heads, T, D]``.
+    Args:
+        module: the attention layer.
+        query: ``[1, heads, T, D]``, the tokens of all requests one after the other.
+        key, value: of the new tokens, ``[1, kv heads, T, D]``.
+        attention_mask: must be None.
+        scaling: of the scores; None is ``head_dim ** -0.5``.
+        kwargs: the cache and the lengths of the requests, from continuous batching.
 
-    Nothing here looks at a tensor's values on the host, so a CUDA graph can capture it. Rows beyond the last request
-    are zero.
+    Returns:
+        ``[1, T, heads, D]``, zero for tokens beyond the last request.
 
     Raises:
         UnsupportedProblem: outside continuous batching, or for a mask or a capped softmax.
@@ -130,17 +137,17 @@ def paged_attention(
         )  # fmt: skip
     window = getattr(module, "sliding_window", None) or 0
     if window:
-        # Padded for a graph, the indices of these layers are as many as those of layers without a window.
+        # If padded for a graph, these layers get as many indices as layers without a window.
         requests, tokens = len(kwargs["cu_seq_lens_q"]) - 1, query.shape[2]
         kwargs["read_index"] = [index[: requests * window + tokens] for index in kwargs["read_index"]]
-    cu_q, max_q = kwargs["cu_seq_lens_q"], kwargs["max_length_q" if _KWARGS else "max_seqlen_q"]
+    cu_q, max_q = kwargs["cu_seq_lens_q"], kwargs["max_length_q" if _TAKES_KWARGS else "max_seqlen_q"]
     key_KHD, value_KHD, cu_k, max_k = _update(cache, module, key, value, window, kwargs)
     query_THD = query.squeeze(0).transpose(0, 1)
     width = value_KHD.shape[-1]
-    if width < key_KHD.shape[-1]:  # flash attention wants one width
+    if width < key_KHD.shape[-1]:  # flash attention needs keys and values of one width
         value_KHD = nn.functional.pad(value_KHD, [0, key_KHD.shape[-1] - width])
     scale = module.head_dim**-0.5 if scaling is None else scaling
-    attend = _row_by_row if len(query_THD) <= _ROW_BY_ROW else _by_sequence
+    attend = _by_token if len(query_THD) <= _TOKEN_BY_TOKEN else _by_sequence
     out_THD, lse_TH = attend(query_THD, key_KHD, value_KHD, (cu_q, cu_k, max_q, max_k), window, scale)
     sinks = kwargs.get("s_aux", getattr(module, "sinks", None))
     if sinks is not None:
@@ -152,8 +159,13 @@ def paged_attention(
 def _update(
     cache: Any, module: Any, key: Tensor, value: Tensor, window: int, kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Store the new keys and values; all that this layer reads, ``[K, kv heads, D]``, its offsets and most in a row."""
-    if _KWARGS:
+    """Store the new keys and values.
+
+    Returns:
+        All keys and values that this layer reads, ``[K, kv heads, D]``, the requests' offsets, and the most keys of a
+        request.
+    """
+    if _TAKES_KWARGS:
         key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
         key, value = (x.squeeze(0).transpose(0, 1) for x in (key, value))
         return key, value, kwargs["cu_seq_lens_k"], kwargs["max_length_k"]
@@ -178,27 +190,27 @@ def _by_sequence(
     return out, lse_HT.T
 
 
-def _row_by_row(
+def _by_token(
     query_THD: Tensor, key_KHD: Tensor, value_KHD: Tensor, lengths: Lengths, window: int, scale: float
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Each token is a sequence whose rows are the query heads that share a key head; keys may overlap."""
+    """Each token is a sequence; its queries are the heads that share a key head. Sequences may share keys."""
     cu_q, cu_k, _, max_k = lengths
     (tokens, heads, width), shared = query_THD.shape, key_KHD.shape[1]
     group = heads // shared
-    row_T = torch.arange(tokens, device=query_THD.device, dtype=torch.int32)
-    request_T = torch.searchsorted(cu_q[1:].contiguous(), row_T, right=True).clamp_(max=len(cu_q) - 2)
-    # The last row of a request sees all of its keys, each one before that one less.
-    end_T = cu_k[request_T + 1] - (cu_q[request_T + 1] - 1 - row_T)
+    index_T = torch.arange(tokens, device=query_THD.device, dtype=torch.int32)
+    request_T = torch.searchsorted(cu_q[1:].contiguous(), index_T, right=True).clamp_(max=len(cu_q) - 2)
+    # The last token of a request sees all of its keys, the one before it one key less, and so on.
+    end_T = cu_k[request_T + 1] - (cu_q[request_T + 1] - 1 - index_T)
     start_T = cu_k[request_T]
     if window:
         start_T = torch.maximum(start_T, end_T - window)
-    # Rows beyond the last request get no keys.
-    used_T = torch.where(row_T < cu_q[-1], end_T - start_T, 0).int()
+    # Tokens beyond the last request get no keys.
+    used_T = torch.where(index_T < cu_q[-1], end_T - start_T, 0).int()
     starts = torch.cat([start_T, start_T[-1:]]).int()
-    rows = query_THD.reshape(tokens, shared, group, width).transpose(1, 2).reshape(tokens * group, shared, width)
-    cu_rows = torch.arange(0, (tokens + 1) * group, group, device=rows.device, dtype=torch.int32)
+    queries = query_THD.reshape(tokens, shared, group, width).transpose(1, 2).reshape(tokens * group, shared, width)
+    cu_queries = torch.arange(0, (tokens + 1) * group, group, device=queries.device, dtype=torch.int32)
     out, lse = _flash(
-        rows, key_KHD, value_KHD, cu_rows, starts, used_T, group, max_k, causal=False, window=0, scale=scale
+        queries, key_KHD, value_KHD, cu_queries, starts, used_T, group, max_k, causal=False, window=0, scale=scale
     )
     out_THD = out.reshape(tokens, group, shared, -1).transpose(1, 2).reshape(tokens, heads, -1)
     return out_THD, lse.reshape(shared, tokens, group).transpose(0, 1).reshape(tokens, heads)
@@ -208,8 +220,11 @@ def _flash(
     query_THD: Tensor, key_KHD: Tensor, value_KHD: Tensor, cu_q: Tensor, cu_k: Tensor, used_k: Tensor | None,
     max_q: int, max_k: int, *, causal: bool, window: int, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Rows and the logarithms of their sums ``[heads, T]``: sequence ``i`` has the queries from ``cu_q[i]`` up to
-    ``cu_q[i + 1]``, and keys from ``cu_k[i]``: ``used_k[i]`` of them, or those up to ``cu_k[i + 1]``."""
+    """Outputs ``[T, heads, D]`` and their log-sum-exps ``[heads, T]``.
+
+    Sequence ``i`` has the queries ``cu_q[i]:cu_q[i + 1]``, and the keys ``cu_k[i]:cu_k[i + 1]``, or, with ``used_k``,
+    ``used_k[i]`` keys from ``cu_k[i]``.
+    """
     flash: Callable[..., Any] = torch.ops.aten._flash_attention_forward
     out, lse, *_ = flash(
         query_THD.contiguous(), key_KHD.contiguous(), value_KHD.contiguous(), cu_q.int(), cu_k.int(), max_q, max_k,

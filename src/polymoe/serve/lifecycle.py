@@ -1,0 +1,169 @@
+"""The life of a server: it listens, loads the model, answers, and ends cleanly after a signal.
+
+The end has three steps. The gate refuses new requests at once; ``grace_s`` seconds later, generations end at their
+next token; half a second later, answers that have not ended are broken off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from polymoe.errors import ArgumentError, MissingDependency
+from polymoe.serve.listener import bind, is_loopback, url
+
+if TYPE_CHECKING:
+    from polymoe.serve.app import ModelServer
+    from polymoe.serve.gate import Gate
+
+__all__ = ["serve"]
+
+log = logging.getLogger("polymoe")
+
+_STEP_S = 0.5
+"""Seconds for each step of the end: for generations to reach their next token, for broken-off answers to be sent, and
+for the model to finish."""
+
+
+def serve(
+    path: str | Path,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    api_key: str | None = None,
+    name: str | None = None,
+    backend: str = "auto",
+    role: str = "mixed",
+    device: str = "auto",
+    max_tokens: int | None = None,
+    max_request_bytes: int = 4 * 2**20,
+    max_concurrent_requests: int = 128,
+    grace_s: float = 2.0,
+    continuous_batching: bool = False,
+    graphs: bool | None = None,
+    cache_memory: float | None = None,
+    profile: str | Path | None = None,
+    on_ready: Callable[[str], None] | None = None,
+) -> None:
+    """Serve the checkpoint at ``path`` until SIGTERM or Ctrl-C; then refuse new requests and end those that run.
+
+    Args:
+        path: a checkpoint's directory or a Hub id.
+        host, port: the address to listen on; port 0 takes a free one.
+        api_key: the bearer token that clients must send; None admits everybody. ``/health`` never needs it.
+        name: the model's name in requests and answers; by default the last part of ``path``.
+        backend, role, device: as in :func:`polymoe.engines.transformers.load`.
+        max_tokens: most tokens of one answer; None is whatever fits in the model's context.
+        max_request_bytes: larger requests are refused with 413.
+        max_concurrent_requests: most generations at a time, running or waiting; more are refused with 429.
+        grace_s: seconds for which running answers may continue after SIGTERM.
+        continuous_batching: let requests share forward passes (CUDA only); otherwise they run one after the other.
+        graphs, cache_memory: of continuous batching, as in :class:`~polymoe.serve.app.ModelServer`.
+        profile: a directory for profiler traces; enables ``/start_profile`` and ``/stop_profile``.
+        on_ready: called with the server's URL once it answers.
+
+    Raises:
+        ArgumentError: for an address that cannot be listened on, such as a port in use; raised before loading.
+        MissingDependency: if the serving packages are not installed.
+        CheckpointError, UnsupportedProblem: as for loading.
+    """
+    try:
+        import uvicorn  # noqa: F401
+        from transformers.utils.logging import set_verbosity_error
+    except ImportError as error:
+        raise MissingDependency("polymoe serve", got=str(error), hint="pip install 'polymoe[serve]'") from error
+    from polymoe.engines.transformers import load
+    from polymoe.serve.app import ModelServer
+    from polymoe.serve.gate import Gate
+    from polymoe.serve.profiling import add_profiler, check_directory
+
+    limits = (max_request_bytes, max_concurrent_requests, 1 if max_tokens is None else max_tokens)
+    if api_key == "" or min(limits) < 1 or grace_s < 0:
+        raise ArgumentError(
+            "serve", expected="a key that is not empty, limits of at least 1", got="an empty key or limit"
+        )
+    if profile is not None:
+        check_directory(Path(profile))
+    with bind(host, port) as listener:
+        if api_key is None and not is_loopback(listener):
+            log.warning("%s can be reached from other machines, and there is no API key", host)
+        model, tokenizer = load(path, device=device, backend=backend, role=role)
+        set_verbosity_error()  # Transformers' server warns at every request
+        served = ModelServer(
+            model,
+            tokenizer,
+            name=name or Path(path).resolve().name,
+            max_tokens=max_tokens,
+            continuous_batching=continuous_batching,
+            graphs=graphs,
+            cache_memory=cache_memory,
+        )
+        if profile is not None:
+            add_profiler(served.app, Path(profile))
+        gate = Gate(
+            served.app,
+            metrics=served.metrics,
+            api_key=api_key,
+            max_request_bytes=max_request_bytes,
+            max_concurrent_requests=max_concurrent_requests,
+        )
+        gc.freeze()  # what is loaded stays: neither the garbage collector nor the end of the process has to visit it
+        _run_until_signal(gate, served, listener, grace_s, on_ready)
+
+
+def _run_until_signal(
+    gate: Gate,
+    served: ModelServer,
+    listener: socket.socket,
+    grace_s: float,
+    on_ready: Callable[[str], None] | None,
+) -> None:
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            if self.started and on_ready:
+                on_ready(url(listener))
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            gate.close()
+            loop = asyncio.get_running_loop()
+            loop.call_later(grace_s, served.end)
+            loop.call_later(grace_s + _STEP_S, gate.cut)
+            await super().shutdown(sockets)
+
+    config = uvicorn.Config(
+        gate,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        # Longer than clients keep an idle connection, so that the server never closes one that is about to be used.
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=grace_s + 2 * _STEP_S,  # type: ignore[arg-type]
+    )
+    with _signals_only_stop():
+        Server(config).run(sockets=[listener])
+        served.close(_STEP_S)
+
+
+@contextmanager
+def _signals_only_stop() -> Iterator[None]:
+    """Keep signals from ending the process: uvicorn raises the signal that stopped it again once it has stopped."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
