@@ -291,7 +291,7 @@ def emulate(folder: Path, names: Sequence[str]) -> None:
 
 def _held(variant: Variant) -> tuple[str, ActivationMode]:
     """The layout of weights, and how x is held."""
-    return ("hopper_e4m3", "fp8_group128") if variant.kernels == "w4a8" else ("hopper", "16bit")
+    return ("w4a8_fragments", "fp8_group128") if variant.kernels == "w4a8" else ("w4a16_fragments", "16bit")
 
 
 def _call(variant: Variant, height: int) -> Callable[..., None]:
@@ -348,7 +348,7 @@ def _layer(layout: str, activations: ActivationMode) -> tuple[Problem, Packed]:
     for name, (n, k) in (("up", (4096, 4096)), ("down", (4096, 2048))):
         tensors[f"{name}.codes"] = torch.randint(256, (256, n * k // 2), generator=g, device="cuda", dtype=torch.uint8)
         scales = torch.randint(117, 121, (256, n, k // 32), generator=g, device="cuda", dtype=torch.uint8)
-        if layout == "hopper":
+        if layout == "w4a16_fragments":
             packed = [pack_scales(s[..., None], encoding, k) for s in scales]
         else:  # random codes are zeros in no whole group
             codes = tensors[f"{name}.codes"].view(256, n, k // 2)

@@ -1,4 +1,4 @@
-"""The Hopper backend: its verdicts and configurations anywhere, its results on an SM90 GPU."""
+"""The CUDA backend: its verdicts and configurations anywhere, its results on an SM90 GPU."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ class TestCheck:
     @pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4_g32", "int4_g128"])
     def test_takes_4_bits_on_sm90(self, format: str) -> None:
         for machine in (H200, replace(H200, driver=None), Machine(DEVICES["h100"])):
-            assert Cuda().check(seed_problem(format), machine) == Accepted(capturable=True, layouts=("hopper",))
+            assert Cuda().check(seed_problem(format), machine) == Accepted(
+                capturable=True, layouts=("w4a16_fragments",)
+            )
 
     def test_all_reasons_at_once(self) -> None:
         problem = seed_problem("fp16", activations="fp8_token")
@@ -70,7 +72,7 @@ class TestCheck:
         problem = problem_of(random_experts("mxfp4", hidden=64, intermediate=40))
         verdict = select(problem, H200, backend="cuda", backends={"cuda": Cuda()}).candidates[0].verdict
         assert isinstance(verdict, Rejected)
-        assert [r.what for r in verdict.reasons] == ["layout hopper, F"]
+        assert [r.what for r in verdict.reasons] == ["layout w4a16_fragments, F"]
 
 
 class TestConfigure:
@@ -107,7 +109,7 @@ class TestConfigure:
         for tokens in (1, 64, 256, 512, 8192):
             assert {c.kernels for c in Cuda().tuning_configs(problem, H200, tokens)} == {"prefill"}
         plan = select(problem, H200).require()
-        assert plan.layout == "hopper"
+        assert plan.layout == "w4a16_fragments"
         assert {step.config.kernels for step in plan.steps} == {"prefill"}  # type: ignore[attr-defined]
         assert plan.steps[0].config == CudaConfig("prefill", 64, 0)  # more blocks, with as much work each
 
@@ -144,10 +146,11 @@ class TestAuto:
         problem = CASES[name].problem()
         machine = replace(H200, packages={"triton": "3.6.0"})
         plan = select(problem, machine, role=role, table=Table()).require()
-        taken = isinstance(Cuda().check(problem, machine), Accepted)
-        assert (plan.layout, {step.backend for step in plan.steps}) == (
-            ("hopper", {"cuda"}) if taken else ("natural", {"triton"})
-        )
+        verdict = Cuda().check(problem, machine)
+        if isinstance(verdict, Accepted):
+            assert ((plan.layout,), {step.backend for step in plan.steps}) == (verdict.layouts, {"cuda"})
+        else:
+            assert (plan.layout, {step.backend for step in plan.steps}) == ("natural", {"triton"})
 
     @pytest.mark.parametrize("device", ["a100", "rtx4090", "b200", "rtx5090"])
     def test_other_gpus_keep_theirs(self, device: str) -> None:
@@ -204,7 +207,7 @@ class TestOnGpu:
         """A view that begins 2 bytes behind a multiple of 16; a thread in which nothing has used the GPU."""
         weights = random_experts()
         problem, (x, routing) = problem_of(weights), random_call(4, 64, 5, dtype=torch.bfloat16)
-        packed = LAYOUTS["hopper"].pack(weights, torch.device("cuda"))
+        packed = LAYOUTS["w4a16_fragments"].pack(weights, torch.device("cuda"))
         shifted = torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view(x.shape)
         shifted.copy_(x)
         there = Routing(*(part.cuda() for part in routing))
@@ -253,7 +256,7 @@ class TestOnGpu:
         """Registers of asynchronous products written too early, a barrier too few: they show in some run of many."""
         weights = random_experts("mxfp4", hidden=1024, intermediate=512, experts=4)
         problem = problem_of(weights)
-        packed = LAYOUTS["hopper"].pack(weights, torch.device("cuda"))
+        packed = LAYOUTS["w4a16_fragments"].pack(weights, torch.device("cuda"))
         x, routing = random_call(400, 1024, 4, dtype=torch.bfloat16)
         expected = run_experts(problem, weights, x, routing)
         x, there = x.cuda(), Routing(*(part.cuda() for part in routing))
@@ -270,9 +273,9 @@ class TestOnGpu:
     def test_packing_on_the_gpu_is_packing_on_the_cpu(self, format: str) -> None:
         for hidden, intermediate in ((336, 208), (1024, 512)):
             weights = same_experts(format, experts=9, hidden=hidden, intermediate=intermediate, bias=True)
-            there, here = (LAYOUTS["hopper"].pack(weights, torch.device(d)) for d in ("cuda", "cpu"))
+            there, here = (LAYOUTS["w4a16_fragments"].pack(weights, torch.device(d)) for d in ("cuda", "cpu"))
             assert all(torch.equal(there.tensors[n].cpu(), t) for n, t in here.tensors.items())
-            for got, expected in zip(LAYOUTS["hopper"].unpack(there), weights, strict=True):
+            for got, expected in zip(LAYOUTS["w4a16_fragments"].unpack(there), weights, strict=True):
                 assert torch.equal(got.up.codes.cpu(), expected.up.codes)
 
     def test_captured_graph_follows_new_routings(self) -> None:

@@ -1,4 +1,4 @@
-"""Layers on the Hopper backend, on an SM90 GPU: chosen, captured, compiled, updated, blind to the rest of a batch."""
+"""Layers on the CUDA backend, on an SM90 GPU: chosen, captured, compiled, updated, blind to the rest of a batch."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class TestOnGpu:
         weights = same_experts(format, experts=8, hidden=1024, intermediate=512, bias=True)
         experts = layer(weights, "auto")
         plan = experts.explain().require()
-        assert (plan.layout, {step.backend for step in plan.steps}) == ("hopper", {"cuda"})
-        assert experts.packed.nbytes == LAYOUTS["hopper"].nbytes(weights.spec)
+        assert (plan.layout, {step.backend for step in plan.steps}) == ("w4a16_fragments", {"cuda"})
+        assert experts.packed.nbytes == LAYOUTS["w4a16_fragments"].nbytes(weights.spec)
         for tokens in (1, 7, 60, 500):
             call = call_of(tokens, 1024, 8)
             assert relative_error(experts(*call).cpu(), expected(experts, weights, call)) < TOLERANCE
@@ -161,7 +161,7 @@ class TestOnGpu:
         """What the test above rests on: a row's sum does not depend on the width of the product it is part of."""
         weights = same_experts(format, hidden=1040, intermediate=336, bias=True)
         problem = problem_of(weights, SwiGLU(), top_k=3)
-        packed = LAYOUTS["hopper"].pack(weights, torch.device("cuda"))
+        packed = LAYOUTS["w4a16_fragments"].pack(weights, torch.device("cuda"))
         x, *routing = call_of(tokens, 1040)
         outs = [torch.empty_like(x) for _ in PREFILL]
         for rows, out in zip(PREFILL, outs, strict=True):

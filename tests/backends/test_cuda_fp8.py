@@ -1,4 +1,4 @@
-"""The Hopper backend with E4M3 weights and rows: verdicts anywhere, results on an SM90 GPU."""
+"""The CUDA backend with E4M3 weights and rows: verdicts anywhere, results on an SM90 GPU."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TOKEN_TOLERANCE = 5e-3  # of every single token
 
 class TestCheck:
     def test_takes_it_on_sm90(self) -> None:
-        assert Cuda().check(DEEPSEEK, H200) == Accepted(capturable=True, layouts=("hopper",))
+        assert Cuda().check(DEEPSEEK, H200) == Accepted(capturable=True, layouts=("w8_fragments",))
         plan = select(DEEPSEEK, H200, backend="cuda", table=Table()).require()
         assert {step.backend for step in plan.steps} == {"cuda"}
 
@@ -72,13 +72,13 @@ class TestCheck:
             spec = replace(DEEPSEEK.spec, gate=encoding, up=encoding, down=encoding)
             for wide in (False, True):  # as float32, E8M0 scales of any size are
                 problem = replace(DEEPSEEK, spec=spec, wide_scales=wide)
-                assert Cuda().check(problem, H200) == Accepted(capturable=True, layouts=("hopper",))
+                assert Cuda().check(problem, H200) == Accepted(capturable=True, layouts=("w8_fragments",))
 
     def test_sizes_are_the_layouts_reasons(self) -> None:
         problem = replace(DEEPSEEK, spec=replace(DEEPSEEK.spec, intermediate=192))
         verdict = select(problem, H200, backend="cuda", backends={"cuda": Cuda()}).candidates[0].verdict
         assert isinstance(verdict, Rejected)
-        assert [str(r) for r in verdict.reasons] == ["layout hopper, F: expects a multiple of 128, got 192"]
+        assert [str(r) for r in verdict.reasons] == ["layout w8_fragments, F: expects a multiple of 128, got 192"]
 
 
 class TestConfigure:

@@ -1,4 +1,4 @@
-"""The Hopper backend with 4-bit weights and rows in E4M3: verdicts anywhere, results on an SM90 GPU."""
+"""The CUDA backend with 4-bit weights and rows in E4M3: verdicts anywhere, results on an SM90 GPU."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ MODELS = Path(__file__).parents[2] / "models"
 class TestCheck:
     def test_takes_mxfp4_on_sm90(self) -> None:
         for problem in (SEED, replace(SEED, batch_invariant=True), replace(SEED, dtype="fp32")):
-            assert Cuda().check(problem, H200) == Accepted(capturable=True, layouts=("hopper_e4m3",))
+            assert Cuda().check(problem, H200) == Accepted(capturable=True, layouts=("w4a8_fragments",))
         halves = replace(SEED, spec=replace(SEED.spec, hidden=4096 + 64, intermediate=2048 + 64))
-        assert select(halves, H200, backend="cuda", table=Table()).require().layout == "hopper_e4m3"
+        assert select(halves, H200, backend="cuda", table=Table()).require().layout == "w4a8_fragments"
 
     @pytest.mark.parametrize("format", ["nvfp4", "int4_g32", "int4_g128", "bf16"])
     def test_other_formats_have_rows_of_16_bits(self, format: str) -> None:
@@ -83,8 +83,8 @@ class TestCheck:
         verdict = next(c.verdict for c in selection.candidates if c.backend == "cuda")
         assert isinstance(verdict, Rejected)
         assert [str(reason) for reason in verdict.reasons] == [
-            "layout hopper_e4m3, H: expects a multiple of 64, got 4128",
-            "layout hopper_e4m3, F: expects a multiple of 64, got 2064",
+            "layout w4a8_fragments, H: expects a multiple of 64, got 4128",
+            "layout w4a8_fragments, F: expects a multiple of 64, got 2064",
         ]
 
 
@@ -112,7 +112,7 @@ class TestAuto:
     @pytest.mark.parametrize("role", ["mixed", "decode", "prefill"])
     def test_deepseek_v4(self, role: str) -> None:
         plan = select(SEED, H200, role=role, table=Table()).require()
-        assert (plan.layout, {str(step.config)[:4] for step in plan.steps}) == ("hopper_e4m3", {"w4a8"})
+        assert (plan.layout, {str(step.config)[:4] for step in plan.steps}) == ("w4a8_fragments", {"w4a8"})
 
     def test_the_recipe_of_a_checkpoint(self, tmp_path: Path) -> None:
         config = json.loads((MODELS / "sums-deepseek-v4-mxfp4" / "config.json").read_text())

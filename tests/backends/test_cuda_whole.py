@@ -1,4 +1,4 @@
-"""The Hopper backend with bfloat16 weights, which are not decoded: verdicts anywhere, results on an SM90 GPU."""
+"""The CUDA backend with bfloat16 weights, which are not decoded: verdicts anywhere, results on an SM90 GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ QWEN = CASES["qwen3-235b-tp4-bf16"].problem()
 
 class TestCheck:
     def test_takes_bfloat16_on_sm90(self) -> None:
-        assert Cuda().check(QWEN, H200) == Accepted(capturable=True, layouts=("hopper",))
+        assert Cuda().check(QWEN, H200) == Accepted(capturable=True, layouts=("w16_swizzle128",))
         plan = select(QWEN, H200, backend="cuda", table=Table()).require()
         assert {step.backend for step in plan.steps} == {"cuda"}
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from polymoe.errors import PlanError, ScaleError
 from polymoe.formats import FORMATS, QuantTensor
 from polymoe.formats.elements import SCALE_DTYPES
-from polymoe.layouts import Fragments
+from polymoe.layouts import LAYOUTS, Layout, Packed
 from polymoe.layouts.cuda.w4a16_fragments import e4m3_codes
 from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
 from support.problems import random_experts
@@ -20,6 +20,19 @@ FOUR_BITS = ["mxfp4", "nvfp4", "int4_g32", "int4_g128"]
 SIZES = [(4096, 16), (2880, 48), (16, 2688), (64, 1536), (64, 336), (192, 192), (80, 208)]
 EVERY = [(format, *sizes) for format in (*FOUR_BITS, "bf16") for sizes in SIZES]
 EVERY += [("fp8_block128", *sizes) for sizes in ((128, 128), (384, 640), (7168, 256))]
+
+
+def layout_of(spec: ExpertsSpec) -> Layout:
+    """The layout for 16-bit activations, or for E4M3 weights."""
+    return LAYOUTS[{4: "w4a16_fragments", 8: "w8_fragments", 16: "w16_swizzle128"}[spec.up.bits]]
+
+
+def pack(weights: ExpertWeights, device: torch.device = CPU, out: Packed | None = None) -> Packed:
+    return layout_of(weights.spec).pack(weights, device, out)
+
+
+def unpack(packed: Packed) -> ExpertWeights:
+    return LAYOUTS[packed.layout].unpack(packed)
 
 
 def every_byte(format: str, hidden: int, intermediate: int, *, gated: bool = True, seed: int = 0) -> ExpertWeights:
@@ -67,11 +80,11 @@ def assert_same(got: ExpertWeights, expected: ExpertWeights) -> None:
 def test_round_trip_of_every_size(format: str, hidden: int, intermediate: int) -> None:
     for gated in (True, False):
         weights = every_byte(format, hidden, intermediate, gated=gated)
-        packed = Fragments().pack(weights, CPU)
-        assert packed.nbytes == Fragments().nbytes(weights.spec)
-        assert_same(Fragments().unpack(packed), weights)
-        refilled = Fragments().pack(every_byte(format, hidden, intermediate, gated=gated, seed=1), CPU, out=packed)
-        assert_same(Fragments().unpack(refilled), every_byte(format, hidden, intermediate, gated=gated, seed=1))
+        packed = pack(weights)
+        assert packed.nbytes == layout_of(weights.spec).nbytes(weights.spec)
+        assert_same(unpack(packed), weights)
+        refilled = pack(every_byte(format, hidden, intermediate, gated=gated, seed=1), out=packed)
+        assert_same(unpack(refilled), every_byte(format, hidden, intermediate, gated=gated, seed=1))
 
 
 def spec_of(format: str, hidden: int, intermediate: int, gated: bool = True) -> ExpertsSpec:
@@ -94,10 +107,10 @@ def test_e4m3_with_scales_of_every_dtype(scales: str) -> None:
     weights = ExpertWeights.of(
         [Expert(**{n: changed(q) for n, q in x.projections.items()}) for x in weights]  # type: ignore[arg-type]
     )
-    assert Fragments().check(weights.spec) == ()
-    packed = Fragments().pack(weights, CPU)
-    assert packed.nbytes == Fragments().nbytes(weights.spec) <= 1.01 * 2 * weights.spec.expert_bytes
-    assert_same(Fragments().unpack(packed), weights)
+    assert layout_of(weights.spec).check(weights.spec) == ()
+    packed = pack(weights)
+    assert packed.nbytes == layout_of(weights.spec).nbytes(weights.spec) <= 1.01 * 2 * weights.spec.expert_bytes
+    assert_same(unpack(packed), weights)
 
 
 @pytest.mark.parametrize("format", [*FOUR_BITS, "bf16", "fp8_block128"])
@@ -105,12 +118,12 @@ def test_e4m3_with_scales_of_every_dtype(scales: str) -> None:
 @pytest.mark.parametrize("hidden", [4096, 2880, 7168, 1024])
 def test_hardly_larger_than_the_checkpoint(format: str, hidden: int, intermediate: int) -> None:
     spec = spec_of(format, hidden, intermediate)
-    found = Fragments().check(spec)
+    found = layout_of(spec).check(spec)
     if format == "fp8_block128" and (hidden % 128 or intermediate % 128):
         assert {r.expected for r in found} == {"a multiple of 128"}
         return
     assert found == ()
-    assert Fragments().nbytes(spec) <= 1.01 * spec.local_experts * spec.expert_bytes
+    assert layout_of(spec).nbytes(spec) <= 1.01 * spec.local_experts * spec.expert_bytes
 
 
 def with_scales(weights: ExpertWeights, byte: int) -> ExpertWeights:
@@ -128,15 +141,15 @@ def with_scales(weights: ExpertWeights, byte: int) -> ExpertWeights:
 @pytest.mark.parametrize("format", FOUR_BITS)
 def test_padding_belongs_to_no_weight(format: str) -> None:
     weights = every_byte(format, 80, 208)
-    packed = Fragments().pack(weights, CPU)
+    packed = pack(weights)
     # Every bit of the scales differs between these two: what is equal is padding.
     low, high = {"mxfp4": (0, 51), "nvfp4": (1, 15)}.get(format, (0, 255))
-    low_packed, high_packed = (Fragments().pack(with_scales(weights, b), CPU).tensors for b in (low, high))
+    low_packed, high_packed = (pack(with_scales(weights, b)).tensors for b in (low, high))
     for name in ("up.scales", "down.scales"):
         padding = ~(low_packed[name] ^ high_packed[name])
         assert int(padding.count_nonzero()) > 0
         packed.tensors[name] ^= padding
-    assert_same(Fragments().unpack(packed), weights)
+    assert_same(unpack(packed), weights)
 
 
 def rotate(word: int, by: int) -> int:
@@ -187,8 +200,8 @@ def fragment(matrix: str, rows: int, columns: int) -> Iterator[tuple[int, int, i
 def test_words_are_registers_of_the_a_operand(format: str, gated: bool) -> None:
     weights = every_byte(format, 144, 48, gated=gated)  # rows end with 3 tiles of 4, columns with 1 step of 4
     expert = weights.expert(1)
-    packed = Fragments().pack(weights, CPU)
-    natural = {n: q.dequantize(torch.float64) / _spread(q) for n, q in expert.projections.items()}
+    packed = pack(weights)
+    natural = {n: q.dequantize(torch.float64) / scales_by_column(q) for n, q in expert.projections.items()}
     if gated:
         pairs = [natural[n].unflatten(0, (-1, 8)) for n in ("gate", "up")]
         natural["up"] = torch.stack(pairs, 1).flatten(0, 2)
@@ -207,14 +220,14 @@ def test_words_are_registers_of_the_a_operand(format: str, gated: bool) -> None:
         assert count == expected.numel() == 8 * len(found)
 
 
-def _spread(q: QuantTensor) -> Tensor:
+def scales_by_column(q: QuantTensor) -> Tensor:
     assert q.scales is not None
     return q.scales.double().repeat_interleave(32, 1)[:, : q.shape[1]]
 
 
 def test_scale_words_are_bfloat16_after_a_mask() -> None:
     weights = every_byte("mxfp4", 144, 48)
-    packed = Fragments().pack(weights, CPU)
+    packed = pack(weights)
     expert = weights.expert(0)
     scales = expert.down.scales
     assert scales is not None
@@ -260,7 +273,7 @@ def natural_rows(matrix: str, rows: int, gated: bool) -> list[int]:
 def test_places_are_those_of_operands_in_shared_memory(gated: bool) -> None:
     weights = every_byte("bf16", 144, 48, gated=gated)
     expert = weights.expert(1)
-    packed = Fragments().pack(weights, CPU)
+    packed = pack(weights)
     for matrix in ("up", "down"):
         natural = expert.projections[matrix].codes.view(torch.uint8)
         rows = natural_rows(matrix, natural.shape[0], gated)
@@ -290,7 +303,7 @@ def codes_of_registers(rows: int, columns: int) -> Iterator[tuple[int, int]]:
 def test_e4m3_codes_are_registers_of_the_a_operand(gated: bool) -> None:
     weights = every_byte("fp8_block128", 384, 256, gated=gated)  # `down` ends with half a tile
     expert = weights.expert(1)
-    packed = Fragments().pack(weights, CPU)
+    packed = pack(weights)
     for matrix in ("up", "down"):
         natural = expert.projections[matrix].codes.view(torch.uint8)
         rows = natural_rows(matrix, natural.shape[0], gated)
@@ -309,16 +322,16 @@ def test_tensors_without_memory_have_the_same_shapes(format: str) -> None:
     """For tuning, which compiles in other processes."""
     weights = every_byte(format, *((128, 256) if format == "fp8_block128" else (80, 208)))
     expert = weights.expert(0).to(torch.device("meta"))
-    there = Fragments().pack(ExpertWeights(weights.spec, lambda e: expert), torch.device("meta")).tensors
-    here = Fragments().pack(weights, CPU).tensors
+    there = pack(ExpertWeights(weights.spec, lambda e: expert), torch.device("meta")).tensors
+    here = pack(weights).tensors
     assert {n: (t.shape, t.dtype) for n, t in there.items()} == {n: (t.shape, t.dtype) for n, t in here.items()}
 
 
 def test_scales_that_no_kernel_decodes_are_refused() -> None:
     weights = with_scales(every_byte("mxfp4", 64, 32), 152)
-    assert_same(Fragments().unpack(Fragments().pack(weights, CPU)), weights)
+    assert_same(unpack(pack(weights)), weights)
     with pytest.raises(ScaleError, match=r"expert 0 up scales.*2\*\*25.*2\*\*26") as error:
-        Fragments().pack(with_scales(weights, 153), CPU)
+        pack(with_scales(weights, 153))
     assert "natural" in (error.value.hint or "")
 
 
@@ -329,7 +342,7 @@ def test_e4m3_scale_words_are_bfloat16_after_a_mask() -> None:
     scales = weights.expert(0).down.scales
     assert scales is not None
     scales[3, 1] = 0
-    found = iter(words(Fragments().pack(weights, CPU).tensors["down.scales"][0]))
+    found = iter(words(pack(weights).tensors["down.scales"][0]))
     for group in range(0, 144, 64):  # one block of 48 columns
         for g in range(8):
             for tile in range(4):
@@ -345,16 +358,20 @@ def test_e4m3_scale_words_are_bfloat16_after_a_mask() -> None:
 
 
 def test_negative_e4m3_scales_are_refused() -> None:
-    Fragments().pack(with_scales(every_byte("nvfp4", 64, 32), 126), CPU)
+    pack(with_scales(every_byte("nvfp4", 64, 32), 126))
     for byte in (127, 0x88):
         with pytest.raises(ScaleError, match=rf"expert 0 up scales.*0 to 448.*{byte:#x}"):
-            Fragments().pack(with_scales(every_byte("nvfp4", 64, 32), byte), CPU)
+            pack(with_scales(every_byte("nvfp4", 64, 32), byte))
 
 
 def test_other_sizes_and_formats_are_refused_with_every_reason() -> None:
-    found = Fragments().check(spec_of("fp16", 100, 40))
+    found = LAYOUTS["w4a16_fragments"].check(spec_of("fp16", 100, 40))
     assert [r.what for r in found] == ["gate elements", "up elements", "down elements", "H", "F"]
-    found = Fragments().check(spec_of("fp8_tensor", 64, 128))
+    found = LAYOUTS["w8_fragments"].check(spec_of("fp8_tensor", 64, 128))
     assert [r.what for r in found] == ["gate scales", "up scales", "down scales", "H"]
+    mixed = replace(spec_of("mxfp4", 64, 128), down=FORMATS["bf16"].encoding)
+    assert [[r.what for r in LAYOUTS[name].check(mixed)] for name in ("w4a16_fragments", "w16_swizzle128")] == [
+        ["down elements"], ["gate elements", "up elements"],
+    ]  # fmt: skip
     with pytest.raises(PlanError, match="load these experts anew"):
-        Fragments().pack(random_experts(hidden=96), CPU, out=Fragments().pack(random_experts(), CPU))
+        pack(random_experts(hidden=96), out=pack(random_experts()))

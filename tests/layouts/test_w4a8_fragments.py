@@ -1,4 +1,4 @@
-"""The Hopper layout for E4M3 rows: scales as powers of two below the largest of their row."""
+"""The layout of MXFP4 weights for E4M3 rows: scales as powers of two below the largest of their row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
 from support.problems import random_experts
 
 CPU = torch.device("cpu")
-LAYOUT = LAYOUTS["hopper_e4m3"]
+LAYOUT = LAYOUTS["w4a8_fragments"]
 SIZES = [(4096, 64), (2880, 192), (64, 1536), (448, 320)]
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from polymoe.layouts.base import Layout, Packed
-from polymoe.layouts.cuda.layout import Fragments
+from polymoe.layouts.cuda import W4A8Fragments, W4A16Fragments, W8Fragments, W16Swizzle128
 from polymoe.layouts.natural import Natural
 
-__all__ = ["LAYOUTS", "Fragments", "Layout", "Natural", "Packed"]
+__all__ = ["LAYOUTS", "Layout", "Natural", "Packed"]
 
-_ALL: tuple[Layout, ...] = (Natural(), Fragments(), Fragments("hopper_e4m3", e4m3=True))
+_ALL: tuple[Layout, ...] = (Natural(), W4A16Fragments(), W4A8Fragments(), W8Fragments(), W16Swizzle128())
 
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in _ALL}
 """Layouts by name."""

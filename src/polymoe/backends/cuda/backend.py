@@ -134,7 +134,7 @@ class Cuda(BackendBase):
     """
 
     name: str = "cuda"
-    layouts: tuple[str, ...] = ("hopper", "hopper_e4m3")
+    layouts: tuple[str, ...] = ("w4a16_fragments", "w4a8_fragments", "w8_fragments", "w16_swizzle128")
 
     def check(self, problem: Problem, machine: Machine) -> Verdict:
         """Every reason against it: the GPU, the driver, formats and options that its kernels do not cover."""
@@ -160,7 +160,10 @@ class Cuda(BackendBase):
             scales = "E8M0 within 2**14 in a row" if e4m3 else "E8M0 up to 2**25 and E4M3 of at least 0"
             reasons.need(not problem.wide_scales, "scales", scales, "scales outside this range")
         reasons.need(spec.local_experts <= 1024, "experts on this rank", "at most 1024", spec.local_experts)
-        return reasons.verdict(Accepted(capturable=True, layouts=("hopper_e4m3" if e4m3 else "hopper",)))
+        layout = {4: "w4a8_fragments" if e4m3 else "w4a16_fragments", 8: "w8_fragments"}.get(
+            spec.up.bits, "w16_swizzle128"
+        )
+        return reasons.verdict(Accepted(capturable=True, layouts=(layout,)))
 
     def configure(self, problem: Problem, machine: Machine, tokens: int) -> CudaConfig:
         """By the mean number of rows that an expert with any rows gets."""

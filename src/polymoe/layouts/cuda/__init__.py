@@ -1,7 +1,10 @@
-"""Layouts of the CUDA kernels."""
+"""Layouts of the CUDA kernels, by what they hold: weights in the order in which the MMA instructions read them."""
 
 from __future__ import annotations
 
-from polymoe.layouts.cuda.layout import Fragments
+from polymoe.layouts.cuda.w4a8_fragments import W4A8Fragments
+from polymoe.layouts.cuda.w4a16_fragments import W4A16Fragments
+from polymoe.layouts.cuda.w8_fragments import W8Fragments
+from polymoe.layouts.cuda.w16_swizzle128 import W16Swizzle128
 
-__all__ = ["Fragments"]
+__all__ = ["W4A8Fragments", "W4A16Fragments", "W8Fragments", "W16Swizzle128"]

@@ -1,23 +1,67 @@
-"""The order of 16-bit weights in a matrix of the Hopper layout: ``wgmma`` reads it from shared memory as is.
+"""Layout ``w16_swizzle128``: bfloat16 weights as ``wgmma`` reads them from shared memory, swizzled by 128 bytes.
 
 The matrix is cut into groups of 64 rows (the last may have 16, 32 or 48), each into blocks of 128 bytes a row: 64
-columns. In a block, row after row, the 16-byte piece p of row r is what the matrix has at piece
-``p ^ (r % 8)``: the order that the matrix units call swizzled by 128 bytes, in which no two rows meet in one bank. What
-is left of a row has piece after piece, each with all rows of the group. Group after group without gaps.
+columns. In a block, row after row, the 16-byte piece p of row r is what the matrix has at piece ``p ^ (r % 8)``: the
+order that the PTX ISA calls 128-byte swizzle, which avoids bank conflicts. What is left of a row is stored piece after
+piece, each with all rows of the group. Groups follow each other without gaps.
 
-Rows. Products hold rows g and g + 8 of 16 in one thread. ``up`` with a gate has gate and up in turns of 8 rows, so that
-a thread has both inputs of the activation. In other matrices rows of 16 are exchanged (:func:`neighbours`) so that four
-neighbours of a result are together.
+Rows. A thread of the MMA holds rows g and g + 8 of 16. ``up`` with a gate has gate and up interleaved, so that a thread
+holds both inputs of the activation. In other matrices rows of 16 are exchanged
+(:func:`~polymoe.layouts.cuda.matrices.exchange_rows`), so that a thread stores four neighbouring results at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
-__all__ = ["neighbours", "pack_tiles", "unpack_tiles"]
+from polymoe.formats import Encoding, QuantTensor
+from polymoe.formats.elements import CODE_DTYPES
+from polymoe.layouts.cuda.matrices import (
+    MatrixLayout,
+    deinterleave_gate_up,
+    exchange_rows,
+    interleave_gate_up,
+)
+from polymoe.verdict import Reasons
+
+__all__ = ["W16Swizzle128", "pack_tiles", "unpack_tiles"]
 
 _ROWS, _BLOCK, _PIECE = 64, 128, 16
+
+
+@dataclass(frozen=True, slots=True)
+class W16Swizzle128(MatrixLayout):
+    """bfloat16 weights. Read by the kernels ``bf16``."""
+
+    name: str = "w16_swizzle128"
+    multiple: ClassVar[int] = 16
+
+    def check_encoding(self, reasons: Reasons, projection: str, encoding: Encoding) -> None:
+        """Note anything but bfloat16."""
+        reasons.need(encoding.element == "bf16", f"{projection} elements", "bf16", encoding.element)
+
+    def scale_bytes(self, encoding: Encoding, rows: int, columns: int) -> int:
+        """There are no scales."""
+        return 0
+
+    def pack_matrix(self, halves: Sequence[QuantTensor]) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Codes: the numbers themselves."""
+        rows = [q.codes.view(torch.uint8) for q in halves]
+        rows_NB = interleave_gate_up(rows) if len(rows) > 1 else exchange_rows(rows[0])
+        return {"codes": pack_tiles(rows_NB)}, None
+
+    def unpack_matrix(
+        self, parts: Mapping[str, Tensor], encoding: Encoding, rows: int, columns: int, halves: int
+    ) -> list[tuple[Tensor, Tensor | None]]:
+        """The numbers of each projection."""
+        rows_NB = unpack_tiles(parts["codes"], rows, 2 * columns)
+        codes = deinterleave_gate_up(rows_NB, halves) if halves > 1 else [exchange_rows(rows_NB, inverse=True)]
+        return [(part.view(CODE_DTYPES[encoding.element]), None) for part in codes]
 
 
 def pack_tiles(rows_NB: Tensor) -> Tensor:
@@ -48,12 +92,6 @@ def unpack_tiles(packed: Tensor, rows: int, row_bytes: int) -> Tensor:
             tail = tail.unflatten(1, (-1, size, 2)).transpose(1, 2).flatten(2)
             parts.append(torch.cat([inner, tail], 2).flatten(0, 1))
     return torch.cat(parts).view(torch.uint8)
-
-
-def neighbours(rows: Tensor, inverse: bool = False) -> Tensor:
-    """Rows [N, ...] with those of every 16 exchanged: row ``4t + 2h + i`` goes to ``8h + 2t + i``."""
-    split = (-1, 2, 4, 2) if inverse else (-1, 4, 2, 2)
-    return rows.unflatten(0, split).transpose(1, 2).flatten(0, 3)
 
 
 def _swizzled(blocks: Tensor) -> Tensor:

@@ -1,54 +1,52 @@
-"""The order of codes and scales in a matrix of the Hopper layout: that of the A operand on the matrix units.
+"""Layout ``w4a16_fragments``: 4-bit weights that are decoded to bfloat16 in registers.
+
+They lie in the order of the MMA's A operand (``mma.sync`` m16n8k16 and ``wgmma`` m64k16).
 
 Codes. The matrix is cut into groups of 64 rows (the last may have 16, 32 or 48), each into blocks of 64 columns, each
 into tiles of 16 rows. In a tile, lane ``4 * g + t`` of a warp owns rows g and g + 8; its four 32-bit words hold columns
-16j + {2t, 2t + 1, 2t + 8, 2t + 9} for j = 0 to 3: 16 bytes a lane, 512 a tile, 2 KiB a block, group after group without
-gaps. A last block of fewer columns has its words j one after the other, each as 32 lanes of 4 bytes.
+16j + {2t, 2t + 1, 2t + 8, 2t + 9} for j = 0 to 3: 16 bytes a lane, 512 a tile, 2 KiB a block. Groups follow each other
+without gaps. A last block of fewer columns stores its words j one after the other, each as 32 lanes of 4 bytes.
 
 A word holds four pairs of neighbouring columns in the order of the instruction's registers (rows g, g + 8, g, g + 8).
-Pair i of an int4 matrix is at bits 4i and 16 + 4i. The bits of e2m1 codes are scattered (:data:`E2M1_BITS`) so that a
-rotation and a mask put sign, exponent and mantissa of both halves where bfloat16 has them: nine instructions for
+Pair i of an INT4 matrix is at bits 4i and 16 + 4i. The bits of E2M1 codes are scattered (:data:`E2M1_BITS`) so that a
+rotation and a mask put the sign, exponent and mantissa of both halves where bfloat16 has them: nine instructions for
 eight weights.
 
-Scales. For each block: for g = 0 to 7, for each tile, for each group of columns, the scales of rows g and g + 8; a last
-group of rows has room for four tiles. E8M0 bytes, of which a tile has four for each g, are biased and their bits
-scattered (:data:`E8M0_BITS`), so that one mask makes two bfloat16. E4M3 bytes become bytes of a wider exponent
-(:func:`e4m3_codes`), their bits scattered too (:data:`E4M3_BITS`). Scales of groups of 128 columns stand once for two
-blocks.
+Scales. For each block: for g = 0 to 7, for each tile, for each group of columns, the scales of rows g and g + 8. A last
+group of rows is padded to four tiles. E8M0 bytes, four for each g of a tile, are biased and their bits scattered
+(:data:`E8M0_BITS`), so that one mask makes two bfloat16. E4M3 bytes become bytes with a wider exponent
+(:func:`e4m3_codes`), scattered as well (:data:`E4M3_BITS`). Scales of groups of 128 columns stand once for two blocks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from polymoe.formats import Encoding
+from polymoe.formats import Encoding, PerGroup, QuantTensor
 from polymoe.formats.elements import SCALE_DTYPES
+from polymoe.layouts.cuda.bits import inverse, move_bits, split_tiles
+from polymoe.layouts.cuda.matrices import (
+    MatrixLayout,
+    ScaleLimit,
+    as_bytes,
+    deinterleave_gate_up,
+    interleave_gate_up,
+)
 from polymoe.shapes import ceil_div, round_up
+from polymoe.verdict import Reasons
 
 __all__ = [
-    "E2M1_BITS",
-    "E4M3_BITS",
-    "E4M3_MOST",
-    "E8M0_BIAS",
-    "E8M0_BITS",
-    "E8M0_MOST",
-    "INT4_BITS",
-    "TILE",
-    "e4m3_codes",
-    "inverse",
-    "move_bits",
-    "pack_codes",
-    "pack_scales",
-    "parts_of",
-    "scale_bytes",
-    "unpack_codes",
+    "COLUMNS", "E2M1_BITS", "E4M3_BITS", "E4M3_MOST", "E8M0_BIAS", "E8M0_BITS", "E8M0_MOST", "INT4_BITS", "ROWS",
+    "TILE", "W4A16Fragments", "e4m3_codes", "pack_codes", "pack_scales", "scale_bytes", "unpack_codes",
     "unpack_scales",
-]
+]  # fmt: skip
 
 ROWS, COLUMNS = 64, 64
 """Of a whole block."""
@@ -56,8 +54,8 @@ TILE = 16
 """Rows of a tile, and columns of one word of every lane."""
 
 # Bit b of code n of a word (code 2i: the even column of pair i; 2i + 1: the odd one) goes to bit BITS[4 * n + b].
-# Pair 0 is in place; 1 is there after << 4; 2 after a rotation by 10; 3 has its sign and two low bits after << 6 and
-# its third after >> 2.
+# Pair 0 is in place; pair 1 is after << 4, pair 2 after a rotation by 10; pair 3 has its sign and two low bits in place
+# after << 6, and its third bit after >> 2.
 _IN_PLACE = (6, 7, 8, 15)
 _PAIRS = (_IN_PLACE, (2, 3, 4, 11), (28, 29, 30, 5), (0, 1, 10, 9))
 E2M1_BITS = tuple((bit + 16 * half) % 32 for pair in _PAIRS for half in (0, 1) for bit in pair)
@@ -68,31 +66,92 @@ INT4_BITS = tuple(4 * pair + 16 * half + b for pair in range(4) for half in (0, 
 
 _FIRST, _SECOND = tuple(range(7, 15)), (31, *range(7))
 E8M0_BITS = (*_FIRST, *(b + 16 for b in _FIRST), *_SECOND, *((b + 16) % 32 for b in _SECOND))
-"""Where the bits of four E8M0 scales lie in a word: rows g, g + 8 of one group in place, of the next after a rotation
-by 8."""
+"""Where the bits of four E8M0 scales lie in a word: rows g and g + 8 of one group in place, those of the next group
+after a rotation by 8."""
 
 E8M0_BIAS = 102
-"""Added to E8M0 bytes. A code's bits are its value times 2**-126, the scale's are 2**(byte - 25): the product is the
-weight times 2**-24, a normal bfloat16 from byte 26 on, and the accumulator gets the 2**24 back."""
+"""Added to E8M0 bytes. A code's bits are its value times 2**-126, and the biased scale's are 2**(byte - 25): the
+product is the weight times 2**-24, a normal bfloat16 from byte 26 on. The epilogue multiplies by 2**24."""
 
 E8M0_MOST = 152
-"""Largest E8M0 byte: 2**25. Smaller than 26 (2**-101) a weight may lose what is below 2**-110."""
+"""Largest E8M0 byte that is decoded: 2**25. Below byte 26 (2**-101), a weight may lose what is below 2**-110."""
 
 E4M3_BITS = (*range(4, 12), *range(20, 28), *range(28, 32), *range(4), *range(12, 20))
-"""Where the bits of four of :func:`e4m3_codes` lie in a word: rows g, g + 8 of one group where bfloat16 has mantissa
-and low bits of the exponent, of the next after a rotation by 8."""
+"""Where the bits of four of :func:`e4m3_codes` lie in a word: rows g and g + 8 of one group where bfloat16 has its
+mantissa and the low bits of its exponent, those of the next group after a rotation by 8."""
 
 E4M3_MOST = 126
-"""Largest E4M3 byte that is a scale: 448. What follows is NaN and negative."""
+"""Largest E4M3 byte that is decoded: 448. Larger bytes are NaN and negative numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class W4A16Fragments(MatrixLayout):
+    """4-bit weights with fixed zero point, and scales for groups of 16, 32, 64 or 128 columns.
+
+    Read by the kernels ``w4a16_mma`` and ``w4a16_wgmma``.
+    """
+
+    name: str = "w4a16_fragments"
+    multiple: ClassVar[int] = TILE
+
+    def check_encoding(self, reasons: Reasons, projection: str, encoding: Encoding) -> None:
+        """Note what does not fit: elements, groups, zero points."""
+        if not reasons.need(encoding.bits == 4, f"{projection} elements", "4 bits", encoding.element):
+            return
+        granularity = encoding.granularity
+        grouped = isinstance(granularity, PerGroup) and granularity.n == 1 and granularity.k in (16, 32, 64, 128)
+        expected = "groups of 16, 32, 64 or 128 columns"
+        if reasons.need(grouped, f"{projection} scales", expected, str(granularity)):
+            for dtype, columns in (("e8m0", 32), ("e4m3", 16)):
+                fits = encoding.scale_dtype != dtype or encoding.group_columns == columns
+                expected = f"groups of {columns} columns for {dtype.upper()}"
+                reasons.need(fits, f"{projection} scales", expected, str(granularity))
+        reasons.need(not encoding.zero_points, f"{projection} zero points")
+
+    def scale_limit(self, encoding: Encoding) -> ScaleLimit | None:
+        """E8M0 up to 2**25; E4M3 from 0."""
+        return _SCALE_LIMITS.get(encoding.scale_dtype or "")
+
+    def scale_bytes(self, encoding: Encoding, rows: int, columns: int) -> int:
+        """Bytes of one packed matrix's scales."""
+        return scale_bytes(encoding, rows, columns)
+
+    def pack_matrix(self, halves: Sequence[QuantTensor]) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Codes and scales, and the scales' largest byte."""
+        encoding = halves[0].encoding
+        codes_NB = interleave_gate_up([q.codes for q in halves])
+        scales_NGB = interleave_gate_up([as_bytes(q.scales) for q in halves])
+        largest = None if self.scale_limit(encoding) is None else scales_NGB.max()
+        parts = {
+            "codes": pack_codes(codes_NB, encoding),
+            "scales": pack_scales(scales_NGB, encoding, codes_NB.shape[1] * 2),
+        }
+        return parts, largest
+
+    def unpack_matrix(
+        self, parts: Mapping[str, Tensor], encoding: Encoding, rows: int, columns: int, halves: int
+    ) -> list[tuple[Tensor, Tensor | None]]:
+        """Codes and scales of each projection."""
+        codes_NB = unpack_codes(parts["codes"], encoding, rows, columns)
+        scales_NB = unpack_scales(parts["scales"], encoding, rows, columns)
+        dtype = SCALE_DTYPES[encoding.scale_dtype or ""]
+        split = zip(deinterleave_gate_up(codes_NB, halves), deinterleave_gate_up(scales_NB, halves), strict=True)
+        return [(codes, scales.contiguous().view(dtype)) for codes, scales in split]
+
+
+_SCALE_LIMITS = {
+    "e8m0": ScaleLimit(E8M0_MOST, "E8M0 scales of at most 2**25", "2**{exponent}"),
+    "e4m3": ScaleLimit(E4M3_MOST, "E4M3 scales from 0 to 448", "the byte {byte:#x}"),
+}
 
 
 @cache
 def e4m3_codes() -> Tensor:
     """What is stored for each E4M3 byte: uint8 [256], a bijection.
 
-    Five bits of exponent and three of mantissa, so that subnormals need no other instructions than the rest: byte
-    ``8 * (e + 23) + m`` for the value ``2**e * (1 + m / 8)``, e from -9 to 8; 0 for 0. Bytes that are no scales take
-    what is left.
+    Five bits of exponent and three of mantissa, so that subnormals need no extra instructions: byte
+    ``8 * (e + 23) + m`` stands for ``2**e * (1 + m / 8)``, e from -9 to 8; 0 for 0. Bytes that are not scales map to
+    the values that are left.
     """
     codes = [0]
     for byte in range(1, E4M3_MOST + 1):
@@ -132,7 +191,7 @@ def pack_codes(codes_NB: Tensor, encoding: Encoding) -> Tensor:
 def unpack_codes(packed: Tensor, encoding: Encoding, rows: int, columns: int) -> Tensor:
     """Inverse of :func:`pack_codes`."""
     blocks, rest = columns // COLUMNS, columns % COLUMNS // TILE
-    whole, tail = parts_of(packed, rows // TILE, ((blocks, 512), (1, 128 * rest)))
+    whole, tail = split_tiles(packed, rows // TILE, ((blocks, 512), (1, 128 * rest)))
     back = inverse(_code_bits(encoding))
     x = move_bits(whole.unflatten(2, (8, 4, 4, 4)), back).unflatten(5, (2, 2))
     y = move_bits(tail.unflatten(2, (rest, 8, 4, 4)), back).unflatten(5, (2, 2))
@@ -141,7 +200,7 @@ def unpack_codes(packed: Tensor, encoding: Encoding, rows: int, columns: int) ->
 
 
 def _groups_beside(encoding: Encoding, columns: int) -> tuple[int, int]:
-    """How often scales stand beside a block (or two), and how many groups each time."""
+    """How many times scales are stored along K, and how many groups each time."""
     group = encoding.group_columns
     return ceil_div(columns, max(COLUMNS, group)), max(COLUMNS // group, 1)
 
@@ -153,7 +212,7 @@ def scale_bytes(encoding: Encoding, rows: int, columns: int) -> int:
 
 
 def pack_scales(scales_NGB: Tensor, encoding: Encoding, columns: int) -> Tensor:
-    """One matrix's scales, as bytes [N, G, bytes], in the order the module describes; what is missing are zeros."""
+    """One matrix's scales, as bytes [N, G, bytes], in the order the module describes, padded with zeros."""
     times, groups = _groups_beside(encoding, columns)
     rows, present, _ = scales_NGB.shape
     padding = (0, 0, 0, times * groups - present, 0, round_up(rows, ROWS) - rows)
@@ -181,47 +240,5 @@ def unpack_scales(packed: Tensor, encoding: Encoding, rows: int, columns: int) -
     return x[:rows, : ceil_div(columns, encoding.group_columns)].flatten(1)
 
 
-def parts_of(packed: Tensor, tiles: int, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """A packed matrix as, for each size (blocks, bytes), a tensor [tiles, blocks, bytes]."""
-    each = sum(blocks * size for blocks, size in sizes)
-    found = []
-    for piece, width in zip(packed.split([tiles // 4 * 4 * each, tiles % 4 * each]), (4, tiles % 4), strict=True):
-        if piece.numel():
-            flat = piece.view(-1, width * each).split([width * blocks * size for blocks, size in sizes], 1)
-            found.append(
-                [
-                    f.unflatten(1, (blocks, width, size)).transpose(1, 2).flatten(0, 1)
-                    for f, (blocks, size) in zip(flat, sizes, strict=True)
-                ]
-            )
-    return [torch.cat(parts) for parts in zip(*found, strict=True)]
-
-
 def _code_bits(encoding: Encoding) -> tuple[int, ...]:
     return E2M1_BITS if encoding.element == "e2m1" else INT4_BITS
-
-
-def inverse(places: Sequence[int]) -> tuple[int, ...]:
-    """Places that undo :func:`move_bits`."""
-    return tuple(sorted(range(32), key=places.__getitem__))
-
-
-@cache
-def _tables(places: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where the bits of a word's lower and of its upper half go: int32 [65536] each, the upper half's from -32768 on.
-    Kept: an expert takes less time than making them, and a copy to the device waits for it."""
-    halves = []
-    for half in (places[:16], places[16:]):
-        values = torch.arange(1 << 16)
-        halves.append(sum(((values >> bit & 1) << place for bit, place in enumerate(half)), torch.zeros_like(values)))
-    low, high = (half.int().to(device) for half in halves)  # wraps: bit 31 is the sign
-    return low, high.roll(1 << 15)
-
-
-def move_bits(words: Tensor, places: Sequence[int]) -> Tensor:
-    """Bit b of each little-endian word of 4 bytes [..., 4] to bit ``places[b]``; same shape, new memory."""
-    low, high = _tables(tuple(places), words.device)
-    values = words.contiguous().view(torch.int32).flatten()
-    moved = low.index_select(0, values & 0xFFFF)
-    moved |= high.index_select(0, (values >> 16).add_(1 << 15))
-    return moved.view(torch.uint8).view(words.shape)

@@ -1,37 +1,93 @@
-"""The order of MXFP4 codes and scales in a matrix of the Hopper layout for E4M3 rows: that of the A operand of
-``wgmma`` m64k32, and that in which a weight becomes E4M3 with its scale by a look into a table.
+"""Layout ``w4a8_fragments``: MXFP4 weights for rows of x in E4M3, in the order of the A operand of ``wgmma`` m64k32. A
+lookup in a table of eight magnitudes gives each weight in E4M3 with its scale applied.
 
-Codes. As in :mod:`.w4a16_fragments` the matrix is cut into groups of 64 rows, each into blocks of 64
-columns, each into tiles of 16 rows, and lane ``4 * g + t`` of a warp owns rows g and g + 8 of a tile. Its four words of
-a block are row g and row g + 8 of the first 32 columns, then of the others. A word holds columns 4t to 4t + 3
-(``first``) and those 16 further on (``second``). The three low bits of the eight codes stand in the word's eight
-digits, where one permutation of bytes takes four of them as places in a table of the eight magnitudes; the signs stand
-in the digits' fourth bits, those of ``second`` where E4M3 has them, those of ``first`` four bits lower (:data:`BITS`).
+Codes. As in :mod:`.w4a16_fragments`, the matrix is cut into groups of 64 rows, each into blocks of 64 columns, each
+into tiles of 16 rows, and lane ``4 * g + t`` of a warp owns rows g and g + 8 of a tile. Its four words of a block are
+row g and row g + 8 of the first 32 columns, then of the other 32. A word holds columns 4t to 4t + 3 (``first``) and the
+same 16 columns further on (``second``). The three low bits of the eight codes are in the word's eight nibbles, where
+one byte permutation takes four of them as indices into the table. The signs are the nibbles' fourth bits: those of
+``second`` where E4M3 has them, those of ``first`` four bits lower (:data:`BITS`).
 
-Scales. A weight's scale is the largest of its row times a power of two, 2**-step; steps are multiplied by 8, the size
-of a table. For each block: for g = 0 to 7, for each tile, for each of two groups of 32 columns, the bytes of rows g and
-g + 8; a last group of rows has room for four tiles. Behind all of them: for each row the E8M0 byte of its largest
-scale. A group of zeros has no say in that: its own scale is held as far as the others allow.
+Scales. A weight's scale is the largest of its row times 2**-step; steps are stored times 8, the size of a table. For
+each block: for g = 0 to 7, for each tile, for each of two groups of 32 columns, the bytes of rows g and g + 8; a last
+group of rows is padded to four tiles. Behind all of them stands, for each row, the E8M0 byte of its largest scale. A
+group of zeros does not count for that: its own scale is kept as far as the others allow.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
-from polymoe.layouts.cuda.w4a16_fragments import COLUMNS, ROWS, TILE, inverse, move_bits, parts_of
+from polymoe.formats import FORMATS, Encoding, QuantTensor
+from polymoe.layouts.cuda.bits import inverse, move_bits, split_tiles
+from polymoe.layouts.cuda.matrices import (
+    MatrixLayout,
+    ScaleLimit,
+    as_bytes,
+    deinterleave_gate_up,
+    interleave_gate_up,
+)
+from polymoe.layouts.cuda.w4a16_fragments import COLUMNS, ROWS, TILE
 from polymoe.shapes import round_up
+from polymoe.verdict import Reasons
 
-__all__ = ["BITS", "MOST_STEP", "pack_codes", "pack_scales", "scale_bytes", "unpack_codes", "unpack_scales"]
+__all__ = [
+    "BITS", "MOST_STEP", "W4A8Fragments", "pack_codes", "pack_scales", "scale_bytes", "unpack_codes", "unpack_scales",
+]  # fmt: skip
 
 BITS = tuple(bit for n in range(8) for bit in (4 * n, 4 * n + 1, 4 * n + 2, 8 * (n % 4) + (3 if n < 4 else 7)))
 """Where the bits of eight codes lie in a word."""
 
 MOST_STEP = 14
-"""Farthest that a scale may lie below its row's largest, in powers of two: E4M3 holds every magnitude of E2M1 down to
-there. Steps of 15 are zeros."""
+"""How far a scale may be below its row's largest, in powers of two: E4M3 holds every magnitude of E2M1 down to there. A
+step of 15 makes zeros."""
 
 _GROUP = 32  # columns that share a scale
+
+
+@dataclass(frozen=True, slots=True)
+class W4A8Fragments(MatrixLayout):
+    """MXFP4 weights whose scales of a row are within 2**14 of each other. Read by the kernels ``w4a8``."""
+
+    name: str = "w4a8_fragments"
+    multiple: ClassVar[int] = COLUMNS
+
+    def check_encoding(self, reasons: Reasons, projection: str, encoding: Encoding) -> None:
+        """Note anything but MXFP4."""
+        mxfp4 = FORMATS["mxfp4"].encoding
+        reasons.need(encoding == mxfp4, f"{projection} weights", mxfp4.name, encoding.name)
+
+    def scale_limit(self, encoding: Encoding) -> ScaleLimit:
+        """At most :data:`MOST_STEP` powers of two within a row."""
+        return _STEPS
+
+    def scale_bytes(self, encoding: Encoding, rows: int, columns: int) -> int:
+        """Bytes of one packed matrix's scales."""
+        return scale_bytes(rows, columns)
+
+    def pack_matrix(self, halves: Sequence[QuantTensor]) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Codes and scales, and the largest step."""
+        codes_NB = interleave_gate_up([q.codes for q in halves])
+        scales_NG = interleave_gate_up([as_bytes(q.scales) for q in halves]).squeeze(2)
+        scales, step = pack_scales(scales_NG, codes_NB)
+        return {"codes": pack_codes(codes_NB), "scales": scales}, step
+
+    def unpack_matrix(
+        self, parts: Mapping[str, Tensor], encoding: Encoding, rows: int, columns: int, halves: int
+    ) -> list[tuple[Tensor, Tensor | None]]:
+        """Codes and scales of each projection; the scale of a group of zeros may be another."""
+        codes_NB = unpack_codes(parts["codes"], rows, columns)
+        scales_NG = unpack_scales(parts["scales"], rows, columns)
+        split = zip(deinterleave_gate_up(codes_NB, halves), deinterleave_gate_up(scales_NG, halves), strict=True)
+        return [(codes, scales.contiguous().view(torch.float8_e8m0fnu)) for codes, scales in split]
+
+
+_STEPS = ScaleLimit(MOST_STEP, "scales of a row within 2**14 of each other", "some 2**{step} apart")
 
 
 def pack_codes(codes_NB: Tensor) -> Tensor:
@@ -49,7 +105,7 @@ def pack_codes(codes_NB: Tensor) -> Tensor:
 
 def unpack_codes(packed: Tensor, rows: int, columns: int) -> Tensor:
     """Inverse of :func:`pack_codes`."""
-    (whole,) = parts_of(packed, rows // TILE, ((columns // COLUMNS, 512),))
+    (whole,) = split_tiles(packed, rows // TILE, ((columns // COLUMNS, 512),))
     x = move_bits(whole.view(*whole.shape[:2], 8, 4, 2, 2, 4), inverse(BITS)).unflatten(6, (2, 2))
     # tile, block, g, t, 32 columns, h, half, byte
     return x.permute(0, 5, 2, 1, 4, 6, 3, 7).flatten(3).flatten(0, 2)

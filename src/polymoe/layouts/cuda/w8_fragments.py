@@ -1,44 +1,103 @@
-"""The order of E4M3 weights in a matrix of the Hopper layout: converted in registers, two codes by one instruction.
+"""Layout ``w8_fragments``: E4M3 weights that are converted in registers, in the order of ``wgmma``'s A operand.
 
 The matrix is cut into tiles of 256 rows (the last may have 128), each into blocks of 128 columns, each into groups of
-64 rows, each into 16 rows, each into 32 columns. There, lane after lane of a warp has 16 codes: of the first 16 columns
-and of the last, the four registers of two codes each that ``wgmma`` m64k16 wants of its A operand.
+64 rows, each into 16 rows, each into 32 columns. There, each lane of a warp in turn has 16 codes: for the first 16
+columns and for the last, the four registers of two codes each of the A operand of m64k16. One instruction converts two
+codes.
 
-Rows: see :mod:`polymoe.layouts.cuda.w16_swizzle128`.
+Rows are interleaved or exchanged as in :mod:`.w16_swizzle128`. Scales, one for 128 x 128 weights, are float32 in their
+natural order, the gate's before up's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "pack_bytes", "unpack_bytes"]
+from polymoe.formats import Encoding, PerGroup, QuantTensor
+from polymoe.formats.elements import CODE_DTYPES, SCALE_DTYPES
+from polymoe.layouts.cuda.matrices import (
+    MatrixLayout,
+    deinterleave_gate_up,
+    exchange_rows,
+    interleave_gate_up,
+)
+from polymoe.verdict import Reasons
+
+__all__ = ["BLOCK", "W8Fragments", "pack_codes", "unpack_codes"]
 
 BLOCK = 128
 """What rows and columns must be multiples of."""
 
 _ROWS = 256
-_PLACES = (0, 5, 1, 2, 6, 4, 9, 7, 8, 3)
+_ORDER = (0, 5, 1, 2, 6, 4, 9, 7, 8, 3)
 
 
-def pack_bytes(codes_NK: Tensor) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class W8Fragments(MatrixLayout):
+    """E4M3 weights with a scale for 128 x 128. Read by the kernels ``w8a8_f16`` and ``w8a8``."""
+
+    name: str = "w8_fragments"
+    multiple: ClassVar[int] = BLOCK
+
+    def check_encoding(self, reasons: Reasons, projection: str, encoding: Encoding) -> None:
+        """Note what does not fit: elements, blocks, dtype of scales."""
+        if not reasons.need(encoding.element == "e4m3", f"{projection} elements", "e4m3", encoding.element):
+            return
+        granularity = encoding.granularity
+        reasons.need(
+            granularity == PerGroup(BLOCK, BLOCK), f"{projection} scales", "one for 128 x 128 weights", str(granularity)
+        )
+        fits = encoding.scale_dtype in ("float32", "bfloat16", "e8m0")
+        reasons.need(fits, f"{projection} scales", "float32, bfloat16 or e8m0", f"{encoding.scale_dtype}")
+        reasons.need(not encoding.global_scale, f"{projection} global scale")
+        reasons.need(not encoding.zero_points, f"{projection} zero points")
+
+    def scale_bytes(self, encoding: Encoding, rows: int, columns: int) -> int:
+        """Bytes of one packed matrix's scales, in float32."""
+        return rows // BLOCK * (columns // BLOCK) * 4
+
+    def pack_matrix(self, halves: Sequence[QuantTensor]) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Codes, and scales as float32."""
+        codes = [q.codes.view(torch.uint8) for q in halves]
+        rows_NK = interleave_gate_up(codes) if len(codes) > 1 else exchange_rows(codes[0])
+        scales = torch.cat([q.scales.float().flatten() for q in halves if q.scales is not None])
+        return {"codes": pack_codes(rows_NK), "scales": scales.view(torch.uint8)}, None
+
+    def unpack_matrix(
+        self, parts: Mapping[str, Tensor], encoding: Encoding, rows: int, columns: int, halves: int
+    ) -> list[tuple[Tensor, Tensor | None]]:
+        """Codes and scales of each projection, in their own dtypes."""
+        rows_NK = unpack_codes(parts["codes"], rows, columns)
+        codes = deinterleave_gate_up(rows_NK, halves) if halves > 1 else [exchange_rows(rows_NK, inverse=True)]
+        assert encoding.granularity is not None
+        grid = encoding.granularity.scale_shape(rows // halves, columns)
+        scales = parts["scales"].view(torch.float32).to(SCALE_DTYPES[encoding.scale_dtype or ""]).view(halves, *grid)
+        return [(c.view(CODE_DTYPES[encoding.element]), s) for c, s in zip(codes, scales, strict=True)]
+
+
+def pack_codes(codes_NK: Tensor) -> Tensor:
     """One matrix's codes, uint8 [N, K], in the module's order: uint8 [N * K]."""
     whole = codes_NK.shape[0] // _ROWS * _ROWS
     parts = []
     for rows in (codes_NK[:whole], codes_NK[whole:]):
         if len(rows):
             pairs = rows.contiguous().view(torch.int16)
-            parts.append(_split(pairs, min(len(rows), _ROWS)).permute(_PLACES).flatten())
+            parts.append(_split(pairs, min(len(rows), _ROWS)).permute(_ORDER).flatten())
     return torch.cat(parts).view(torch.uint8)
 
 
-def unpack_bytes(packed: Tensor, rows: int, columns: int) -> Tensor:
-    """Inverse of :func:`pack_bytes`: uint8 [rows, columns]."""
+def unpack_codes(packed: Tensor, rows: int, columns: int) -> Tensor:
+    """Inverse of :func:`pack_codes`: uint8 [rows, columns]."""
     counts, parts = (rows // _ROWS * _ROWS, rows % _ROWS), []
     for count, piece in zip(counts, packed.split([count * columns for count in counts]), strict=True):
         if count:
             natural = torch.empty(count, columns // 2, dtype=torch.int16, device=packed.device)
-            places = _split(natural, min(count, _ROWS)).permute(_PLACES)
+            places = _split(natural, min(count, _ROWS)).permute(_ORDER)
             places.copy_(piece.view(torch.int16).view(places.shape))
             parts.append(natural)
     return torch.cat(parts).view(torch.uint8)

@@ -1,0 +1,72 @@
+"""What the layouts of 4-bit weights share: moving bits within words, and taking a packed matrix apart into tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+__all__ = ["inverse", "move_bits", "split_tiles"]
+
+
+def move_bits(words: Tensor, positions: Sequence[int]) -> Tensor:
+    """Move bit b of each little-endian 32-bit word to bit ``positions[b]``.
+
+    Args:
+        words: uint8 [..., 4].
+        positions: a permutation of 0 to 31.
+
+    Returns:
+        uint8 of the same shape, in new memory.
+    """
+    low, high = _tables(tuple(positions), words.device)
+    values = words.contiguous().view(torch.int32).flatten()
+    moved = low.index_select(0, values & 0xFFFF)
+    moved |= high.index_select(0, (values >> 16).add_(1 << 15))
+    return moved.view(torch.uint8).view(words.shape)
+
+
+def inverse(positions: Sequence[int]) -> tuple[int, ...]:
+    """The positions with which :func:`move_bits` undoes ``positions``."""
+    return tuple(sorted(range(32), key=positions.__getitem__))
+
+
+@cache
+def _tables(positions: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The moved bits of every lower and every upper half of a word: int32 [65536] each, the upper half's indexed from
+    -32768. Cached, because building them takes longer than packing an expert, and copying them to a GPU synchronizes.
+    """
+    halves = []
+    for half in (positions[:16], positions[16:]):
+        values = torch.arange(1 << 16)
+        moved = ((values >> bit & 1) << position for bit, position in enumerate(half))
+        halves.append(sum(moved, torch.zeros_like(values)))
+    low, high = (half.int().to(device) for half in halves)  # wraps: bit 31 is the sign
+    return low, high.roll(1 << 15)
+
+
+def split_tiles(packed: Tensor, tiles: int, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Take apart a matrix that is packed in groups of four tiles of 16 rows; the last group may have fewer.
+
+    Args:
+        packed: uint8, the whole matrix.
+        tiles: tiles of 16 rows in the matrix.
+        sizes: (blocks, bytes of a tile in each block), for each kind of block, in their order within a group.
+
+    Returns:
+        For each kind of block, uint8 [tiles, blocks, bytes].
+    """
+    each = sum(blocks * size for blocks, size in sizes)
+    found = []
+    for piece, width in zip(packed.split([tiles // 4 * 4 * each, tiles % 4 * each]), (4, tiles % 4), strict=True):
+        if piece.numel():
+            flat = piece.view(-1, width * each).split([width * blocks * size for blocks, size in sizes], 1)
+            found.append(
+                [
+                    f.unflatten(1, (blocks, width, size)).transpose(1, 2).flatten(0, 1)
+                    for f, (blocks, size) in zip(flat, sizes, strict=True)
+                ]
+            )
+    return [torch.cat(parts) for parts in zip(*found, strict=True)]
