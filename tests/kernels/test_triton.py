@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,19 +64,27 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> dict[str, dict[str, Any]]:
+def interpreter() -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
+    """Runs one case in a process of its own that stays for the next."""
     tests = Path(__file__).parent.parent
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), *filter(None, sys.path)])}
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("interpreted.py"))],
-        input="\n".join(map(json.dumps, CASES.values())),
-        capture_output=True, text=True, env=env,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return dict(zip(CASES, map(json.loads, done.stdout.splitlines()), strict=True))
+    command = [sys.executable, str(tests / "support/interpreted.py")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def run(case: dict[str, Any]) -> dict[str, Any]:
+            print(json.dumps(case), file=process.stdin, flush=True)
+            return json.loads(process.stdout.readline())
+
+        yield run
+        process.stdin.close()
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_interpreter_agrees_with_the_reference(interpreted: dict[str, dict[str, Any]], name: str) -> None:
+def test_interpreter_agrees_with_the_reference(
+    interpreter: Callable[[dict[str, Any]], dict[str, Any]], name: str
+) -> None:
     limit = 1e-3 if CASES[name].get("dtype") == "float16" else 2e-6
-    assert interpreted[name]["error"] < limit
+    found = interpreter(CASES[name])
+    assert found.get("error", float("nan")) < limit, found.get("exception")

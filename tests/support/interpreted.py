@@ -1,7 +1,7 @@
 """Runs cases given as JSON lines on stdin through the Triton backend in Triton's interpreter, on the CPU.
 
-A process of its own, because the interpreter is chosen when kernels are defined. One JSON line out for each case:
-relative error against the reference, and whether every output was written.
+A process of its own, because the interpreter is chosen when kernels are defined. One JSON line out for each case: the
+relative error against the reference (not a number unless every output was written), or an exception's traceback.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import json
 import sys
+import traceback
 from dataclasses import replace
 
 import torch
@@ -84,4 +85,8 @@ def run(case: dict) -> dict:
 
 
 for line in sys.stdin:
-    print(json.dumps(run(json.loads(line))), flush=True)
+    try:
+        result = run(json.loads(line))
+    except Exception:
+        result = {"exception": traceback.format_exc()}
+    print(json.dumps(result), flush=True)
