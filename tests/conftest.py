@@ -21,13 +21,18 @@ pytest_plugins = ["support.tiers"]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Nor does it read what this user has tuned, or write there.
-os.environ["POLYMOE_CACHE"] = tempfile.mkdtemp(prefix="polymoe-tests-")
+_cache = tempfile.TemporaryDirectory(prefix="polymoe-tests-")
+os.environ["POLYMOE_CACHE"] = _cache.name
 # Tensors here are tiny: one thread beats two, and waits for nobody on a busy machine. Subprocesses inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
 # Started in a shell's background, the suite would hand ignored interrupts on to the commands whose Ctrl-C it tests.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_unconfigure() -> None:
+    _cache.cleanup()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,14 +1,16 @@
-"""scripts/test-gpu, with programs in place of Python and compute-sanitizer that do as they are told."""
+"""The scripts that run the tests, with programs in place of Python and other tools that do as they are told."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "test-gpu"
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "scripts" / "test-gpu"
 
 
 def run(
@@ -89,3 +91,105 @@ def test_without_a_sanitizer_it_says_so(tmp_path: Path) -> None:
     code, output = run(tmp_path)
     assert code == 0
     assert "no compute-sanitizer here: memory and races not checked" in output.splitlines()[-1]
+
+
+PROGRAM = """#!/bin/sh
+said="{name}${*:+ $*}"
+echo "$said"
+if read -r line; then echo "reads $line"; fi
+while read -r code pattern; do
+    case $said in
+    $pattern) exit "$code" ;;
+    esac
+done <status
+"""
+"""Says what it was asked, and exits with the status that the file of that name has for it."""
+
+PARALLEL = "python -m pytest -n logical --maxprocesses 8 --dist worksteal"
+COVERAGE = "--cov --cov-report=term:skip-covered --cov-fail-under=90"
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """The scripts in a directory of their own, with an environment of such programs."""
+    for name in ("scripts/test", "scripts/check", "scripts/env", ".ci/run", "pyproject.toml", "constraints.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    for folder in ("bin", "transformers-5.17.0", "triton-3.6.0"):
+        (tmp_path / ".venv" / folder).mkdir(parents=True)
+    for name in ("python", "ruff", "pyright", "clang-format"):
+        program = tmp_path / ".venv" / "bin" / name
+        program.write_text(PROGRAM.replace("{name}", name))
+        program.chmod(0o755)
+    stamp = "cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1"
+    digest = subprocess.run(["sh", "-c", stamp], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+    (tmp_path / f".venv/.installed-dev-{digest.strip()}").touch()
+    return tmp_path
+
+
+def run_in(clone: Path, *command: str, status: str = "") -> tuple[int, list[str]]:
+    (clone / "status").write_text(status)
+    done = subprocess.run(command, cwd=clone, capture_output=True, text=True, input="a line\n")
+    assert done.stderr == ""
+    return done.returncode, done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asked"),
+    [
+        ((), "--slow none"),
+        (("tests/a.py", "-k", "two words"), "--slow none tests/a.py -k two words"),
+        (("--ci",), f"--slow sample {COVERAGE}"),
+        (("--ci", "-x"), f"--slow sample {COVERAGE} -x"),
+    ],
+)
+@pytest.mark.parametrize("code", [0, 1, 5])
+def test_tiers(clone: Path, arguments: tuple[str, ...], asked: str, code: int) -> None:
+    found, output = run_in(clone, "scripts/test", *arguments, status=f"{code} *\n")
+    assert (found, output) == (code, [f"{PARALLEL} {asked}", "reads a line"])
+
+
+OLDER = {
+    "transformers 5.17.0": "tests/engines tests/test_routing_transformers.py",
+    "triton 3.6.0": "tests/kernels/test_triton.py tests/kernels/test_triton_compiles.py",
+}
+ASKED = {"tests": "*-m not long", "long tests": "*-m long", **{name: f"*{tests}" for name, tests in OLDER.items()}}
+
+
+@pytest.mark.parametrize("failed", [(), *((name,) for name in ASKED), ("tests", "triton 3.6.0")])
+def test_all_goes_on_after_a_failure_and_sums_up(clone: Path, failed: tuple[str, ...]) -> None:
+    status = "".join(f"3 {ASKED[name]}\n" for name in failed)
+    code, output = run_in(clone, "scripts/test", "--all", status=status)
+    assert code == bool(failed)
+    said = ", ".join(f"{name} {'FAILED (3)' if name in failed else 'passed'}" for name in ASKED)
+    assert output[-1] == f"scripts/test --all: {said}"
+    asked = [line for line in output if " pytest" in line]
+    assert asked == [
+        f"{PARALLEL} -m not long", "python -m pytest -m long", *(f"{PARALLEL} {tests}" for tests in OLDER.values())
+    ]  # fmt: skip
+
+
+def test_a_package_of_another_version_than_asked_for_fails(clone: Path) -> None:
+    code, output = run_in(clone, "scripts/test", "--all", status="1 *import triton;*\n")
+    assert (code, output[-1].rpartition(", ")[2]) == (1, "triton 3.6.0 FAILED (1)")
+    assert not [line for line in output if line.endswith(OLDER["triton 3.6.0"])]
+
+
+@pytest.mark.parametrize(("long", "code"), [(0, 0), (5, 0), (1, 1)])
+def test_all_with_arguments_may_choose_no_long_test(clone: Path, long: int, code: int) -> None:
+    found, output = run_in(clone, "scripts/test", "--all", "tests/a.py", status=f"{long} *-m long*\n")
+    said = f"long tests {f'FAILED ({long})' if code else 'passed'}"
+    assert (found, output[-1]) == (code, f"scripts/test --all: tests passed, {said}")
+
+
+CHECKS = ("ruff check .", "ruff format --check .", "pyright", "python -m pytest -q tests/test_imports.py")
+
+
+@pytest.mark.parametrize("failed", [None, *CHECKS, f"{PARALLEL} --slow sample {COVERAGE}"])
+def test_ci_runs_checks_and_tests_and_fails_with_either(clone: Path, failed: str | None) -> None:
+    """Whatever fails, the tests run last, and nothing reads what CI's own input holds."""
+    code, output = run_in(clone, "bash", ".ci/run", status=f"2 {failed}\n" if failed else "")
+    assert code == bool(failed)
+    assert output[-1] == f"{PARALLEL} --slow sample {COVERAGE}"
+    last = CHECKS.index(failed) + 1 if failed in CHECKS else len(CHECKS)
+    assert output[:-1] == list(CHECKS[:last])
