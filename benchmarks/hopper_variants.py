@@ -28,7 +28,7 @@ from torch import Tensor
 from polymoe.activations import SwiGLU
 from polymoe.backends.cuda.backend import Cuda, CudaConfig
 from polymoe.backends.reference import emulate_activations
-from polymoe.bench.timing import Turn, calls_per_turn
+from polymoe.bench.timing import TimedCalls, distinct_calls
 from polymoe.formats import FORMATS
 from polymoe.kernels.cuda import compiled, launch
 from polymoe.kernels.cuda.driver import Module
@@ -390,7 +390,7 @@ def run(folder: Path, names: Sequence[str]) -> None:
     @cache
     def calls(tokens: int) -> list[tuple[Tensor, Routing]]:
         g = torch.Generator("cuda").manual_seed(tokens)
-        count = calls_per_turn(tokens)
+        count = distinct_calls(tokens)
         x = torch.randn(count, tokens, 4096, generator=g, device="cuda").bfloat16()
         return [(x[i], _routing(tokens, i)) for i in range(count)]
 
@@ -421,7 +421,7 @@ def run(folder: Path, names: Sequence[str]) -> None:
                     for most in (9, 1, 2, 3):
                         launch.kernel = Launcher(cubin, most)
                         each = [partial(call, problem, packed, *i, o) for i, o in zip(inputs, outs, strict=True)]
-                        times.append(Turn(each, torch.device("cuda"), graph=True).time())
+                        times.append(TimedCalls(each, torch.device("cuda"), graph=True).time())
                 except Exception as error:  # one variant's failure says nothing about the others'
                     print(f"{title}: {type(error).__name__}: {error}", flush=True)
                     continue

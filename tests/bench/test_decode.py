@@ -125,7 +125,7 @@ def test_a_packed_prefill_that_fails_leaves_the_rest(cli: Cli, monkeypatch: pyte
         ((SUMS, "--batch-size", "0"), 1, "--batch-size: expected numbers"),
         ((SUMS, "--device", "cpu", "--graphs"), 1, "--graphs: expected a GPU"),
         ((SUMS, *SMALL, "--prefill-attention", "flash_attention_9"), 1, "one that runs the model here"),
-        ((SUMS, "--device", "cpu", "--prompt-len", 250), 1, "at most the context's 256"),
+        ((SUMS, "--device", "cpu", "--prompt-len", 250), 1, "at most 256, the model's context"),
         ((MODELS / "sums-nemotron-h-nvfp4", "--device", "cpu", "--experts", "dequantized"), 1, "--experts packed"),
         ((MODELS / "none", "--device", "cpu"), 1, "none"),
     ],

@@ -18,7 +18,7 @@ from polymoe.backends.base import Runner
 from polymoe.backends.reference import Reference, run_experts
 from polymoe.bench import baseline
 from polymoe.bench.cases import random_weights
-from polymoe.bench.timing import Timing, Turn, calls_per_turn
+from polymoe.bench.timing import TimedCalls, Timing, distinct_calls
 from polymoe.errors import ArgumentError, UnsupportedProblem
 from polymoe.layouts import Packed
 from polymoe.machine import Machine
@@ -156,16 +156,16 @@ def test_who_does_not_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
         list(bench().rows((1,), ["referense"]))
 
 
-def test_calls_of_a_turn_follow_each_other() -> None:
-    assert (calls_per_turn(512), calls_per_turn(513)) == (8, 2)
+def test_different_calls_are_timed_together() -> None:
+    assert (distinct_calls(512), distinct_calls(513)) == (8, 2)
     seen: list[int] = []
-    turn = Turn([lambda i=i: seen.append(i) for i in range(4)], CPU, graph=True)
+    together = TimedCalls([lambda i=i: seen.append(i) for i in range(4)], CPU, graph=True)
     seen.clear()
-    timing = turn.time()
+    timing = together.time()
     assert timing.by == "calls"
     assert len(seen) >= 3
     assert seen == [i % 4 for i in range(len(seen))]
-    assert turn.sustain(0.01) % 4 == 0
+    assert together.sustain(0.01) % 4 == 0
 
 
 def test_quartiles() -> None:

@@ -88,7 +88,7 @@ def test_the_picture(tmp_path: Path) -> None:
     )
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     for name in ("p.jpg", "no/p.png"):
-        with pytest.raises(ArgumentError, match=r"ending in \.png"):
+        with pytest.raises(ArgumentError, match=r"ends in \.png"):
             check_plot(tmp_path / name)
 
 

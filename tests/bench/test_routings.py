@@ -18,23 +18,23 @@ from support.tiny import CPU, TINY
 PROBLEM = TINY.changed(experts=64).problem()
 
 
-def counts(text: str, tokens: int = 4000, turn: int = 0) -> torch.Tensor:
-    spread, problem = parse_routing(text, PROBLEM)
-    return spread.draw(tokens, problem, CPU, turn=turn).topk_ids_TA.flatten().bincount(minlength=64)
+def counts(text: str, tokens: int = 4000, index: int = 0) -> torch.Tensor:
+    distribution, problem = parse_routing(text, PROBLEM)
+    return distribution.draw(tokens, problem, CPU, index=index).topk_ids_TA.flatten().bincount(minlength=64)
 
 
 @pytest.mark.parametrize("text", ["uniform", "zipf", "zipf:2"])
 def test_a_token_goes_to_different_experts_with_weights_that_sum_to_1(text: str) -> None:
-    ids, weights = parse_routing(text, PROBLEM)[0].draw(100, PROBLEM, CPU, turn=0)
+    ids, weights = parse_routing(text, PROBLEM)[0].draw(100, PROBLEM, CPU, index=0)
     assert ids.shape == weights.shape == (100, 2)
     assert (ids[:, 0] != ids[:, 1]).all()
     assert 0 <= int(ids.min()) <= int(ids.max()) < 64
     torch.testing.assert_close(weights.sum(1), torch.ones(100))
 
 
-def test_turns_differ_and_repeat() -> None:
-    spread, _ = parse_routing("uniform", PROBLEM)
-    a, b, again = (spread.draw(50, PROBLEM, CPU, turn=turn) for turn in (0, 1, 0))
+def test_routings_differ_and_repeat() -> None:
+    distribution, _ = parse_routing("uniform", PROBLEM)
+    a, b, again = (distribution.draw(50, PROBLEM, CPU, index=index) for index in (0, 1, 0))
     assert not torch.equal(a.topk_ids_TA, b.topk_ids_TA)
     assert torch.equal(a.topk_ids_TA, again.topk_ids_TA)
 
@@ -46,16 +46,16 @@ def test_how_often_experts_are_drawn() -> None:
     assert 0.211 * 4000 < top[0] < 2 * 0.25 * 4000
     assert top[0] / top[31] > 10
     assert counts("zipf:2").max() > counts("zipf:1").max()
-    assert counts("zipf:1", turn=0).argmax() != counts("zipf:1", turn=1).argmax()
+    assert counts("zipf:1", index=0).argmax() != counts("zipf:1", index=1).argmax()
 
 
 def test_given_ids_in_order_and_over_again(tmp_path: Path) -> None:
     path = tmp_path / "ids.json"
     path.write_text(json.dumps([[0, 1, 2], [3, 4, 5], [6, 7, 8]]))
-    spread, problem = parse_routing(str(path), PROBLEM)
-    assert (spread.name, problem.top_k) == ("file:ids.json", 3)
-    assert spread.draw(2, problem, CPU, turn=0).topk_ids_TA.tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert spread.draw(2, problem, CPU, turn=1).topk_ids_TA.tolist() == [[6, 7, 8], [0, 1, 2]]
+    distribution, problem = parse_routing(str(path), PROBLEM)
+    assert (distribution.name, problem.top_k) == ("file:ids.json", 3)
+    assert distribution.draw(2, problem, CPU, index=0).topk_ids_TA.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert distribution.draw(2, problem, CPU, index=1).topk_ids_TA.tolist() == [[6, 7, 8], [0, 1, 2]]
 
 
 @pytest.mark.parametrize(

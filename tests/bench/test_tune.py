@@ -105,7 +105,7 @@ def tune(backend: Knobs, file: Path, **kwargs: Any) -> Tune:
 
     parts: dict[str, Any] = {
         "workload": Workload.of_case(TINY, CPU), "machine": Machine.of("cpu"), "device": CPU, "backends": [backend],
-        "file": file, "stamp": STAMP, "began": 0.0, "turn": turns, "clock": backend.clock,
+        "file": file, "stamp": STAMP, "began": 0.0, "timed_calls": turns, "clock": backend.clock,
     }  # fmt: skip
     return Tune(**{**parts, **kwargs})
 
@@ -216,7 +216,7 @@ def test_a_candidate_that_fails_is_skipped_and_said(file: Path, error: Exception
 
 def test_when_nothing_is_right_nothing_is_written(file: Path) -> None:
     (outcome,) = tune(Knobs(wrong=lambda knob, out: out.zero_()), file).outcomes((1,))
-    assert (outcome.row, outcome.note) == (None, "no candidate was right")
+    assert (outcome.row, outcome.note) == (None, "none gave correct results")
     assert not file.exists()
 
 
@@ -262,7 +262,7 @@ def test_a_corrupt_table_is_kept_aside_and_made_anew(file: Path) -> None:
     assert file.with_name("cpu.jsonl.corrupt-1").read_text() == "{]"
     assert said == [
         f"ignored: {file}, line 1: expected a row as JSON, got {{]",
-        f"{file} was no table of measured times: kept as {file}.corrupt-1",
+        f"{file} was not a table of measured times: kept as {file}.corrupt-1",
     ]
 
 

@@ -20,6 +20,12 @@ STAMP = Stamp(device="cpu", torch="2", triton=None, commit="abc", command="polym
 
 def bench(case: Case = TINY, format: str | None = None, activations: Any = None, **kwargs: Any) -> Bench:
     workload = Workload.of_case(case, CPU, format, activations)
-    spread, _ = parse_routing("uniform", workload.problem)
-    parts = {"workload": workload, "spread": spread, "machine": Machine.of("cpu"), "device": CPU, "stamp": STAMP}
+    distribution, _ = parse_routing("uniform", workload.problem)
+    parts = {
+        "workload": workload,
+        "distribution": distribution,
+        "machine": Machine.of("cpu"),
+        "device": CPU,
+        "stamp": STAMP,
+    }
     return Bench(**{**parts, **kwargs})  # type: ignore[arg-type]

@@ -1,1 +1,1 @@
-"""Bench: named cases, checked before they are timed, as records that say how to repeat them."""
+"""Benchmarks: named cases, checked before they are timed, with records that say how to repeat them."""

@@ -1,4 +1,4 @@
-"""The baseline that is always there: experts dequantized to bfloat16 once, and torch's grouped matrix product."""
+"""The baseline of every benchmark: experts dequantized to bfloat16 once, multiplied by torch's ``grouped_mm``."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ from polymoe.verdict import Accepted, Reasons, Verdict
 __all__ = ["NAME", "TOLERANCE", "Dequantized", "check", "dequantize", "run"]
 
 NAME = "torch-dequantized"
-"""Its name beside those of backends."""
-"""Its name in records, beside those of backends."""
+"""The baseline's name in tables and records, beside the names of backends."""
 
 TOLERANCE = 1.2e-2
-"""Twice a backend's: weights, and what stands between torch's operations, are rounded to bfloat16."""
+"""Largest relative error, twice a backend's: weights and all intermediate results are rounded to bfloat16."""
 
-_CAPTURABLE = (90, 100, 103)  # torch's own kernels; elsewhere it loops over groups, reading their sizes on the host
+_CAPTURABLE = (90, 100, 103)  # where torch has kernels; elsewhere it loops and reads group sizes on the host
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dequantized:
-    """All experts in bfloat16, natural order: [E, 2F, H] (or [E, F, H]) and [E, H, F], biases likewise or None."""
+    """All experts in bfloat16 and natural order: [E, 2F, H] (or [E, F, H]) and [E, H, F]; biases likewise, or None."""
 
     gate_up_EFH: Tensor
     down_EHF: Tensor
@@ -37,7 +36,7 @@ class Dequantized:
 
 
 def check(problem: Problem, machine: Machine, free_bytes: int | None) -> Verdict:
-    """Whether the baseline runs the problem here, where ``free_bytes`` of memory are free (None: not known)."""
+    """Whether the baseline can run the problem with ``free_bytes`` of free memory (None: unknown)."""
     reasons, spec = Reasons(), problem.spec
     reasons.need(problem.dtype == "bf16", "x", "bf16", problem.dtype)
     reasons.need(not problem.batch_invariant, "batch-invariant results")
@@ -50,7 +49,7 @@ def check(problem: Problem, machine: Machine, free_bytes: int | None) -> Verdict
 
 
 def dequantize(weights: ExpertWeights) -> Dequantized:
-    """The experts in bfloat16, on the device where they are."""
+    """Return the experts in bfloat16, on their own device."""
     gate_up, down = weights.dequantize(torch.bfloat16)
     if not weights.spec.bias:
         return Dequantized(gate_up, down, None, None)
@@ -65,7 +64,7 @@ def dequantize(weights: ExpertWeights) -> Dequantized:
 
 
 def run(problem: Problem, weights: Dequantized, x_TH: Tensor, routing: Routing, out_TH: Tensor) -> None:
-    """Write the weighted sum of the experts to ``out_TH``; ids lie within 0 to E - 1. No synchronization."""
+    """Write the weighted sum of the experts to ``out_TH`` without synchronization; ids are within 0 to E - 1."""
     tokens, active = routing.topk_ids_TA.shape
     expert_R, order_R = routing.topk_ids_TA.flatten().sort(stable=True)
     experts = torch.arange(problem.spec.experts, device=x_TH.device)

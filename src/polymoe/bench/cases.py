@@ -1,4 +1,4 @@
-"""What is measured: named layer shapes of real models with random weights, or a checkpoint's own layer."""
+"""Workloads of benchmarks: named layer shapes of real models with random weights, or a layer of a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Case:
     """The experts of one layer of a model, as one GPU holds them.
 
     Attributes:
-        name: in ``--case`` and in records; names what was changed: ``deepseek-v4-flash[E=16]``.
+        name: used by ``--case`` and in records; changed sizes are part of it: ``deepseek-v4-flash[E=16]``.
         hidden, intermediate, experts, top_k: H, F on this GPU, E, A.
-        format: the checkpoint's own, a key of ``FORMATS``.
-        activation, bias: as the model has them.
-        tp: tensor parallel size of which F is one rank's share.
+        format: the checkpoint's own format, a key of ``FORMATS``.
+        activation, bias: as in the model.
+        tp: tensor parallel size; F is the share of one rank.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Case:
         experts: int | None = None,
         bias: bool | None = None,
     ) -> Case:
-        """The case with other sizes or bias, and a name that says so."""
+        """Return the case with other sizes or bias, which become part of its name."""
         wanted = {"hidden": hidden, "intermediate": intermediate, "experts": experts, "bias": bias}
         new = {name: value for name, value in wanted.items() if value is not None and value != getattr(self, name)}
         letters = {"hidden": "H", "intermediate": "F", "experts": "E"}
@@ -58,7 +58,7 @@ class Case:
         return replace(case, top_k=min(case.top_k, case.experts))
 
     def problem(self, format: str | None = None, activations: ActivationMode | None = None) -> Problem:
-        """The problem it poses with bfloat16 inputs, in its own format and that format's activations by default.
+        """The case as a Problem with bfloat16 inputs; format and activations default to the case's own.
 
         Raises:
             ArgumentError: for an unknown format or activation mode, or sizes that are not positive.
@@ -124,7 +124,7 @@ def case_named(name: str) -> Case:
 
 
 def default_activations(spec: ExpertsSpec) -> ActivationMode:
-    """E4M3 for FP8 weights, scaled as finely as they are; 16 bit for all others."""
+    """E4M3 for FP8 weights, with scales as fine as theirs; 16 bit for all other formats."""
     if {e.element for e in spec.encodings.values()} != {"e4m3"}:
         return "16bit"
     return "fp8_group128" if isinstance(spec.up.granularity, PerGroup) else "fp8_token"
@@ -132,7 +132,7 @@ def default_activations(spec: ExpertsSpec) -> ActivationMode:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A problem, the weights to run it on (on the device, or moved there expert by expert), and a name for records."""
+    """A problem, its weights (on the device, or copied there expert by expert), and its name in records."""
 
     case: str
     problem: Problem
@@ -142,7 +142,7 @@ class Workload:
     def of_case(
         cls, case: Case, device: torch.device, format: str | None = None, activations: ActivationMode | None = None
     ) -> Workload:
-        """A case with random weights; raises as :meth:`Case.problem`."""
+        """Return a case with random weights; raises like :meth:`Case.problem`."""
         problem = case.problem(format, activations)
         return cls(case.name, problem, random_weights(problem, device))
 
@@ -157,11 +157,11 @@ class Workload:
         tp: int = 1,
         ep: int = 1,
     ) -> Workload:
-        """A checkpoint's layer (None: the first whose experts are there), or the first rank's part of it; FP8 weights
-        take the checkpoint's own activations by default, others 16 bit.
+        """Return a layer of a checkpoint (None: the first with experts in its files), or the first rank's part of it.
+        The default activations are the checkpoint's own for FP8 weights and 16 bit for all other formats.
 
         Raises:
-            CheckpointError: if there is no such layer, or it cannot be read.
+            CheckpointError: if the layer does not exist or cannot be read.
         """
         if layer is None:
             if not checkpoint.layers_here:
@@ -175,15 +175,15 @@ class Workload:
         return cls(name, problem, ExpertWeights(problem.spec, lambda e: weights.expert(e).to(device)))
 
     def batch_invariant(self) -> Workload:
-        """The same with results that do not depend on the rest of the batch, and a name that says so."""
+        """Return the batch-invariant variant of the workload, which its name mentions."""
         problem = replace(self.problem, batch_invariant=True)
         return replace(self, case=f"{self.case}[batch invariant]", problem=problem)
 
 
 def random_weights(problem: Problem, device: torch.device, seed: int = 0) -> ExpertWeights:
-    """Experts of random codes and scales, the same at each reading, made on ``device`` one at a time.
+    """Return experts with random codes and scales, created on ``device`` one at a time and identical at each reading.
 
-    Nothing is quantized: codes are drawn as they are stored, scales so that outputs have about the inputs' size.
+    Nothing is quantized: codes are drawn as they are stored, and scales so that outputs are about as large as inputs.
     """
     spec = problem.spec
 
@@ -202,7 +202,7 @@ def random_weights(problem: Problem, device: torch.device, seed: int = 0) -> Exp
 
 
 _INT4_VALUES = range(-8, 8)
-_E4M3_SIZE = 64.0  # of random E4M3 codes: 448 is seven times that
+_E4M3_SIZE = 64.0  # standard deviation of random E4M3 codes; the largest E4M3 number is 448
 
 
 def _random_matrix(encoding: Encoding, rows: int, columns: int, g: torch.Generator) -> QuantTensor:
@@ -218,7 +218,7 @@ def _random_matrix(encoding: Encoding, rows: int, columns: int, g: torch.Generat
         size /= unit
     if encoding.granularity is None or encoding.scale_dtype is None:
         return QuantTensor(codes, encoding)
-    assert not encoding.zero_points, "no row of FORMATS has them"
+    assert not encoding.zero_points, "no format in FORMATS has zero points"
     spread = 0.5 + torch.rand(encoding.granularity.scale_shape(rows, columns), generator=g, device=g.device)
     if encoding.global_scale:
         scales = spread.to(torch.float8_e4m3fn)

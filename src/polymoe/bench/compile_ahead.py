@@ -1,6 +1,6 @@
-"""Compiling in other processes, ahead of timing: what they compile is in the backends' caches on disk when needed.
+"""Compile kernels in other processes before they are timed; results reach this process through caches on disk.
 
-A process that fails, or cannot be started, costs nothing but time: timing compiles what is missing.
+A process that fails or cannot be started only costs time, because timing compiles whatever is missing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _META = torch.device("meta")
 
 
 class CompileAhead:
-    """Up to ``jobs`` processes (0: none) that compile for the GPU of index ``device`` what they are given, in order."""
+    """Up to ``jobs`` processes (0: none) that compile for the GPU with index ``device``, in order of submission."""
 
     def __init__(self, jobs: int, device: int = 0) -> None:
         self._pool: ProcessPoolExecutor | None = None
@@ -40,7 +40,7 @@ class CompileAhead:
             self._pool = ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_begin, initargs=(device,))
 
     def submit(self, backend: Backend, layout: str, problem: Problem, tokens: int, configs: Iterable[Config]) -> None:
-        """Compile what calls of ``tokens`` tokens need with each of ``configs``, unless it was submitted before."""
+        """Compile what calls with ``tokens`` tokens need with each of ``configs``, unless submitted before."""
         for config in configs:
             key = (backend.name, str(problem), tokens, config)
             if self._pool is None or key in self._found:
@@ -53,8 +53,8 @@ class CompileAhead:
     def first_ready(
         self, backend: Backend, problem: Problem, tokens: int, configs: Sequence[Config], seconds: float
     ) -> Config:
-        """The first of ``configs`` that is compiled, or has failed to, or was not submitted; if there is none within
-        so many seconds, the first of all."""
+        """Return the first of ``configs`` that is compiled, failed to compile, or was not submitted. If there is none
+        within ``seconds``, return the first one."""
         futures = {c: self._found.get((backend.name, str(problem), tokens, c)) for c in configs}
         waiting = [future for future in futures.values() if future is not None and not future.done()]
         if len(waiting) == len(configs):
@@ -62,7 +62,7 @@ class CompileAhead:
         return next((c for c, future in futures.items() if future is None or future.done()), configs[0])
 
     def wait_for_all(self, seconds: float) -> None:
-        """Wait until nothing is left to compile, at most so long."""
+        """Wait until everything is compiled, for at most ``seconds``."""
         end = time.monotonic() + seconds
         for future in list(self._found.values()):
             wait([future], max(0.0, end - time.monotonic()))
@@ -76,16 +76,16 @@ class CompileAhead:
 
 
 def _begin(device: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asked
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent process
     torch.set_num_threads(1)
     if hasattr(os, "nice"):
-        os.nice(5)  # launches of what is being timed go first
+        os.nice(5)  # timed launches have priority
     if device:
         torch.cuda.set_device(device)
 
 
 def compile_one(backend: Backend, layout: str, problem: Problem, tokens: int, config: Config) -> None:
-    """Compile what one call needs, with tensors that have no memory."""
+    """Compile what one call needs, with tensors on the meta device."""
     x_TH = torch.empty(tokens, problem.spec.hidden, dtype=torch.bfloat16, device=_META)
     routing = Routing(
         torch.empty(tokens, problem.top_k, dtype=torch.int64, device=_META),

@@ -1,7 +1,7 @@
-"""A whole model in Transformers, timed: decode steps and prefill, its experts packed and dequantized.
+"""Time decode steps and prefill of a whole model in Transformers, with packed and with dequantized experts.
 
-Sequences decode tokens that are given, the same for every model: each reads the same experts, and logits can be
-compared. The greedy choice is computed too. A model whose logits differ is not timed.
+The decoded tokens are given and the same for every model, so that all models read the same experts and their logits can
+be compared. The greedy choice is computed as well. A model whose logits differ is not timed.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ if TYPE_CHECKING:
 __all__ = ["TOLERANCE", "Contender", "Failed", "ModelBench", "ModelRecord"]
 
 TOLERANCE = 5e-2
-"""Most that logits of two ways to run a model differ, relative, in the median over positions. Transformers' own experts
-implementations differ by 2.4e-2 on 24 layers of random bfloat16 weights: a rounding may choose another expert."""
+"""Largest relative difference between logits of two ways to run a model, as the median over positions. Transformers'
+own experts implementations differ by 2.4e-2 on 24 layers of random bfloat16 weights, as rounding changes routing."""
 
 _COMPARED = 8  # steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRecord:
-    """One measurement of a model.
+    """One measurement of a whole model.
 
     Attributes:
-        checkpoint, experts, implementation: what ran: "packed" on backends of polymoe, or "dequantized" by
-            Transformers and the name of its experts implementation.
-        phase, batch, tokens, attention: "decode" of a batch after so many tokens, or "prefill" of so many.
-        graphs: whether steps were compiled, and replays of a CUDA graph.
-        median_us, p25_us, p75_us: of a step, or of a prefill.
-        tokens_per_second: of the batch.
-        floor_us, share: time to read what a step must read once, and ``floor_us / median_us``; None for prefill.
-        experts_read: a layer's experts that a step reads, on average; None for prefill.
-        weight_bytes: memory that the model takes once it is loaded.
-        difference: of logits, relative to the packed model's; None for the packed one.
-        device, torch, transformers, triton, commit, date, command: where, with what, of which source, when and how.
+        checkpoint, experts, implementation: what ran; "packed" on the named polymoe backends, or "dequantized" by
+            Transformers with the named experts implementation.
+        phase, batch, tokens, attention: "decode" of a batch after that many tokens, or "prefill" of that many.
+        graphs: whether steps were compiled and replayed from a CUDA graph.
+        median_us, p25_us, p75_us: time of a step, or of a prefill.
+        tokens_per_second: of the whole batch.
+        floor_us, share: time to read everything that a step needs once, and ``floor_us / median_us``; None for prefill.
+        experts_read: mean number of experts that a step reads in one layer; None for prefill.
+        weight_bytes: memory of the loaded model.
+        difference: of logits, relative to those of the packed model; None for the packed model.
+        device, torch, transformers, triton, commit, date, command: as in a bench record.
     """
 
     checkpoint: str
@@ -90,8 +90,8 @@ class Contender:
 
     Attributes:
         experts: "packed" or "dequantized".
-        implementations: of dequantized experts, each of which is measured; packed ones have the backends of their plan.
-        load: gives the model.
+        implementations: experts implementations to measure; packed experts run on the backends of their plan.
+        load: returns the model.
     """
 
     experts: str
@@ -101,7 +101,7 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """What Transformers could not run, and its words."""
+    """A measurement that Transformers could not run, and its message."""
 
     experts: str
     implementation: str
@@ -112,16 +112,16 @@ class Failed:
 
 @dataclass(slots=True, kw_only=True)
 class ModelBench:
-    """What is measured of each model, and the logits of the first.
+    """The measurements of each model, and the logits of the first one.
 
     Attributes:
-        checkpoint: its name, for records.
-        prompt_len, steps: tokens before the first timed step, and steps of one turn.
-        prefill_len: tokens of the prefill that is timed; 0 for none.
-        prefill_attention: attention implementation of that prefill; None is the model's.
-        repeats: turns, and prefills.
-        graphs: compile steps, and replay them from a CUDA graph.
-        device, stamp: where, and what records share.
+        checkpoint: its name in records.
+        prompt_len, steps: tokens before the first timed step, and steps that are timed together.
+        prefill_len: tokens of the timed prefill; 0 for none.
+        prefill_attention: attention implementation of that prefill; None for the model's own.
+        repeats: how often the steps, and the prefill, are timed.
+        graphs: compile the step and replay it from a CUDA graph.
+        device, stamp: where it runs, and what all records share.
     """
 
     checkpoint: str
@@ -138,10 +138,10 @@ class ModelBench:
     def rows(
         self, contenders: Sequence[Contender], batches: Sequence[int], say: Callable[[str], None]
     ) -> Iterator[ModelRecord | Failed]:
-        """Load one contender after the other and measure each; the packed one first, to compare with.
+        """Load and measure one contender after the other; the packed one comes first, for comparison.
 
         Raises:
-            VerificationError: as :meth:`decode`.
+            VerificationError: see :meth:`decode`.
         """
         for contender in contenders:
             yield from self._of(contender, batches, say)
@@ -168,8 +168,8 @@ class ModelBench:
                         yield self.decode(model, experts, implementation, weight_bytes, batch)
                     else:
                         yield self.prefill(model, experts, implementation, weight_bytes)
-                except (RuntimeError, NotImplementedError) as error:  # torch's: of the compiler, or of memory
-                    # Without packed decode steps there is nothing to compare with.
+                except (RuntimeError, NotImplementedError) as error:  # of torch: compilation or memory
+                    # Without packed decode steps there is nothing to compare the others with.
                     if (experts == "packed" and phase == "decode") or isinstance(error, VerificationError):
                         raise
                     yield Failed(experts, implementation, phase, batch, str(error).strip().split("\n")[0])
@@ -178,7 +178,7 @@ class ModelBench:
         """Compare and time decode steps of a batch.
 
         Raises:
-            VerificationError: logits of the captured step differ from the plain one's, or from the first model's.
+            VerificationError: if logits of the captured step differ from those of the plain step or the first model.
         """
         from polymoe.engines.transformers.decode_graph import Decoder
 
@@ -188,7 +188,7 @@ class ModelBench:
         with _counted(model) as read:
             expected = _logits(plain, prompts_BT, given_NB1)
         layers = len(experts_modules(model))
-        experts_read = sum(read[layers:]) / max(len(read[layers:]), 1)  # the first of each layer is the prompt's
+        experts_read = sum(read[layers:]) / max(len(read[layers:]), 1)  # the first call of each layer is the prompt
         decoder = Decoder(model, max_tokens=most) if self.graphs else plain
         what = f"{experts} ({implementation}), batch {batch}"
         got = _logits(decoder, prompts_BT, given_NB1)
@@ -198,7 +198,7 @@ class ModelBench:
             difference = _compare(f"{what}: logits", got, self._logits[batch])
         elif experts == "packed":
             self._logits[batch] = got
-        timing = self._time(lambda: decoder.prefill(prompts_BT), lambda: _turn(decoder, given_NB1), model.device)
+        timing = self._time(lambda: decoder.prefill(prompts_BT), lambda: _run_steps(decoder, given_NB1), model.device)
         floor_us = 1e6 / self.device.bandwidth * step_bytes(model, batch, self.prompt_len, experts_read * layers)
         return self._record(
             model, experts, implementation, weight_bytes, phase="decode", batch=batch, tokens=self.prompt_len,
@@ -207,10 +207,10 @@ class ModelBench:
         )  # fmt: skip
 
     def prefill(self, model: Any, experts: str, implementation: str, weight_bytes: int) -> ModelRecord:
-        """Time one prompt, as ``generate`` runs it: not compiled.
+        """Time one prompt without compilation, as ``generate`` runs it.
 
         Raises:
-            ArgumentError: for an attention implementation that does not run the model here.
+            ArgumentError: for an attention implementation that cannot run the model here.
         """
         g = torch.Generator().manual_seed(2)
         own = model.config._attn_implementation
@@ -230,12 +230,12 @@ class ModelBench:
         )  # fmt: skip
 
     def _tokens(self, model: Any, batch: int) -> tuple[Tensor, Tensor]:
-        """Prompts [B, T], and the tokens that are decoded [N, B, 1]."""
+        """Return prompts [B, T] and the tokens to decode [N, B, 1]."""
         g = torch.Generator().manual_seed(1)
         most = self.prompt_len + max(self.steps, _COMPARED)
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if context is not None and max(most, self.prefill_len) > context:
-            raise ArgumentError("tokens", expected=f"at most the context's {context}", got=str(most))
+            raise ArgumentError("tokens", expected=f"at most {context}, the model's context", got=str(most))
         ids_BT = torch.randint(model.config.vocab_size, (batch, most), generator=g).to(model.device)
         return ids_BT[:, : self.prompt_len], ids_BT[:, self.prompt_len :].T[:, :, None].contiguous()
 
@@ -282,7 +282,7 @@ class ModelBench:
 
 
 def _logits(decoder: Decoder, prompts_BT: Tensor, given_NB1: Tensor) -> Tensor:
-    """Of the compared steps, on the host: [N, B, V]."""
+    """Return the logits of the compared steps on the host: [N, B, V]."""
     decoder.prefill(prompts_BT)
     return torch.stack([decoder.step(token_B1).cpu() for token_B1 in given_NB1[:_COMPARED]])
 
@@ -292,7 +292,7 @@ def _compare(what: str, got: Tensor, expected: Tensor) -> float:
     error = float(torch.tensor([relative_error(a, b) for a, b in rows]).median())
     if not error <= TOLERANCE:  # NaN fails too
         raise VerificationError(
-            what, expected=f"logits within {TOLERANCE:g} of what they are compared with", got=f"{error:.3g}",
+            what, expected=f"logits within {TOLERANCE:g} of those they are compared with", got=f"{error:.3g}",
             hint="it was not timed",
         )  # fmt: skip
     return error
@@ -300,7 +300,7 @@ def _compare(what: str, got: Tensor, expected: Tensor) -> float:
 
 @contextmanager
 def _counted(model: Any) -> Iterator[list[int]]:
-    """While it lasts, every call of an experts module adds the number of experts that its tokens go to."""
+    """Yield a list to which every call of an experts module appends the number of experts that it reads."""
     counts: list[int] = []
 
     def count(module: Any, args: tuple[Any, ...]) -> None:
@@ -315,13 +315,13 @@ def _counted(model: Any) -> Iterator[list[int]]:
 
 
 def _backends(model: Any, tokens: int) -> str:
-    """Backends that take so many tokens; one, unless layers differ."""
+    """Name the backends that run calls with that many tokens; several if layers differ."""
     layers = [module for module in model.modules() if isinstance(module, FusedExperts)]
     return "+".join(sorted({layer.explain().require().step(tokens).backend for layer in layers}))
 
 
 def _copies_more_than_all(model: Any, implementation: str, tokens: int) -> bool:
-    """batched_mm copies the experts of each token: for many tokens nobody would want it."""
+    """Whether batched_mm would copy more experts than the layer has: it copies the experts of every token."""
     if implementation != "batched_mm":
         return False
     return tokens * model.config.get_text_config().num_experts_per_tok > _experts_of(model)
@@ -332,9 +332,9 @@ def _experts_of(model: Any) -> int:
 
 
 def _free() -> int:
-    """Give back what the last model held; what is still taken on the GPU."""
+    """Free the memory of the last model and return the bytes that are still allocated on the GPU."""
     gc.collect()
-    torch._dynamo.reset()  # it holds on to models that were compiled
+    torch._dynamo.reset()  # it keeps references to compiled models
     gc.collect()
     if not torch.cuda.is_available():
         return 0
@@ -342,7 +342,7 @@ def _free() -> int:
     return torch.cuda.memory_allocated()
 
 
-def _turn(decoder: Decoder, given_NB1: Tensor) -> None:
+def _run_steps(decoder: Decoder, given_NB1: Tensor) -> None:
     for token_B1 in given_NB1:
         decoder.step(token_B1).argmax(-1)
 

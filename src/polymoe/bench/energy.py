@@ -1,4 +1,4 @@
-"""Energy of GPUs, from the driver's own counter (NVML)."""
+"""Energy of GPUs, from the counter of the driver (NVML)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["EnergyMeter"]
 
 
 class EnergyMeter:
-    """Reads GPUs' energy counters: NVML's ``nvmlDeviceGetTotalEnergyConsumption``, in millijoules.
+    """Reads the energy counters of GPUs: NVML's ``nvmlDeviceGetTotalEnergyConsumption``, in millijoules.
 
     Raises:
-        ArgumentError: where there is no GPU, no NVML, or a GPU without the counter (before Volta).
+        ArgumentError: without a GPU or NVML, or for a GPU without the counter (before Volta).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,7 +32,7 @@ class EnergyMeter:
 
     @classmethod
     def of_indices(cls, indices: Sequence[int]) -> EnergyMeter:
-        """Of GPUs by NVML's numbers, which are ``nvidia-smi``'s, whatever process runs on them."""
+        """Return a meter of GPUs by their NVML index, as ``nvidia-smi`` numbers them, whatever runs on them."""
         self = cls.__new__(cls)
         self._open("--gpu-ids")
         for index in indices:
@@ -45,7 +45,7 @@ class EnergyMeter:
         try:
             self._nvml = ctypes.CDLL("libnvidia-ml.so.1")
         except OSError as error:
-            raise ArgumentError(option, expected="NVML, which the driver brings", got=str(error)) from error
+            raise ArgumentError(option, expected="NVML, which is part of the driver", got=str(error)) from error
         self._call("nvmlInit_v2")
 
     def _add(self, by: str, key: object) -> None:
@@ -55,7 +55,7 @@ class EnergyMeter:
         self.joules()
 
     def joules(self) -> float:
-        """Energy so far, of all together; differences count."""
+        """Total energy of all GPUs so far; only differences are meaningful."""
         total = 0
         for handle in self._handles:
             millijoules = ctypes.c_ulonglong()
@@ -64,7 +64,7 @@ class EnergyMeter:
         return total / 1e3
 
     def names(self) -> list[str]:
-        """What the GPUs are called: ``["NVIDIA H200"]``."""
+        """The names of the GPUs: ``["NVIDIA H200"]``."""
         found = []
         for handle in self._handles:
             text = ctypes.create_string_buffer(96)

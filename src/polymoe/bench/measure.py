@@ -1,4 +1,4 @@
-"""Bench: each backend on a workload at each token count, checked against the reference before it is timed."""
+"""Run each backend on a workload at each token count: compare with the reference, then time."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from polymoe.bench import baseline
 from polymoe.bench.cases import Workload
 from polymoe.bench.energy import EnergyMeter
 from polymoe.bench.records import Record, Stamp
-from polymoe.bench.routings import Spread, floor_us
-from polymoe.bench.timing import Turn, calls_per_turn
+from polymoe.bench.routings import RoutingDistribution, floor_us
+from polymoe.bench.timing import TimedCalls, distinct_calls
 from polymoe.errors import ArgumentError, UnsupportedProblem
 from polymoe.layouts import LAYOUTS, Packed
 from polymoe.machine import Machine
@@ -36,7 +36,7 @@ Call = tuple[Tensor, Routing]
 """x and routing of one call."""
 Run = Callable[[Tensor, Routing, Tensor], None]
 
-_REST_SECONDS = 0.5  # of a GPU, before each time is taken
+_REST_SECONDS = 0.5  # a GPU rests before each measurement
 _ENERGY_SECONDS = 1.0  # the counter moves every 20 to 100 ms
 
 
@@ -46,9 +46,9 @@ class Row:
 
     Attributes:
         record: the measurement, or None where there is none.
-        note: how it was timed ("graph" or "calls"), or why it was not.
+        note: how it was timed ("graph" or "calls"), or why it was not timed.
         wrong: whether the result differed from the reference by more than the tolerance.
-        tokens_per_joule: where energy was asked for.
+        tokens_per_joule: if energy was measured.
     """
 
     backend: str
@@ -61,7 +61,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class _Contender:
-    """A backend that accepts: its problem and verdict, and its plan, which the baseline does not have."""
+    """A backend that accepts the problem: its verdict, and its plan (the baseline has none)."""
 
     name: str
     problem: Problem
@@ -70,25 +70,25 @@ class _Contender:
 
     @property
     def tolerance(self) -> float:
-        """Largest relative error against the reference."""
+        """Largest accepted relative error against the reference."""
         return TOLERANCE if self.plan else baseline.TOLERANCE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """What is measured, where and how.
+    """One benchmark run.
 
     Attributes:
         workload: what runs.
-        spread: how tokens are routed.
-        machine, device: where, as checks and as torch see it; a GPU is torch's current one.
-        stamp: what all records share.
+        distribution: how tokens are routed.
+        machine, device: where it runs; a GPU is torch's current device.
+        stamp: the fields that all records share.
         meter: measures tokens per joule as well.
-        trace: writes a profiler trace for each row, with backend and token count put before the suffix.
+        trace: path of profiler traces, one for each row, with backend and token count added before the suffix.
     """
 
     workload: Workload
-    spread: Spread
+    distribution: RoutingDistribution
     machine: Machine
     device: torch.device
     stamp: Stamp
@@ -101,12 +101,12 @@ class Bench:
         backends: Sequence[str] | None = None,
         progress: Callable[[str], None] = lambda text: None,
     ) -> Iterator[Row]:
-        """Rows as they are finished.
+        """Yield rows as they are finished.
 
         Args:
             tokens: token counts.
-            backends: names; by default every one that ``auto`` may take here, and the baseline.
-            progress: told what is being done.
+            backends: names; by default all that ``auto`` may choose here, and the baseline.
+            progress: called with a description of each step.
 
         Raises:
             ArgumentError: for an unknown backend.
@@ -118,10 +118,10 @@ class Bench:
         if not contenders:
             return
         progress("reference")
-        calls = {t: draw_calls(self.workload.problem, self.spread, self.device, t) for t in tokens}
+        calls = {t: draw_calls(self.workload.problem, self.distribution, self.device, t) for t in tokens}
         modes = {"16bit", *(c.problem.activations for c in contenders)}
         expected = {mode: reference_results(self.workload, mode, [calls[t][0] for t in tokens]) for mode in modes}
-        # Backends that share a layout follow each other, and only one packed layer is held.
+        # Backends that share a layout run one after the other, and only one packed layer is in memory.
         packed: Packed | None = None
         for c in sorted(contenders, key=lambda c: c.plan.layout if c.plan else ""):
             progress(f"{c.name}: packing")
@@ -134,7 +134,7 @@ class Bench:
                         packed = LAYOUTS[c.plan.layout].pack(self.workload.weights, self.device)
                     run = _run_backend(c, packed)
             except torch.OutOfMemoryError:
-                yield Row(c.name, None, note="out of GPU memory when packing")
+                yield Row(c.name, None, note="out of GPU memory while packing")
                 continue
             for t, emulated, exact in zip(tokens, expected[c.problem.activations], expected["16bit"], strict=True):
                 progress(f"{c.name}: {t} tokens")
@@ -146,7 +146,7 @@ class Bench:
             del run
 
     def _contenders(self, names: Sequence[str] | None) -> list[_Contender | Row]:
-        """Those who run, as contenders; those who do not, as rows that say why."""
+        """Return a contender for each backend that runs, and a row with the reason for each that does not."""
         problem, known = self.workload.problem, [*BACKENDS, baseline.NAME]
         for name in names or ():
             if name not in known:
@@ -176,7 +176,7 @@ class Bench:
         tokens = len(calls[0][0])
         if c.verdict.max_tokens is not None and tokens > c.verdict.max_tokens:
             return Row(c.name, tokens, note=f"takes at most {c.verdict.max_tokens} tokens")
-        outs = [torch.full_like(x, float("nan")) for x, _ in calls]  # what is not written shows
+        outs = [torch.full_like(x, float("nan")) for x, _ in calls]  # missing writes become visible
         run(*calls[0], outs[0])
         before = relative_error(outs[0], emulated)
         if not before <= c.tolerance:  # NaN fails too
@@ -184,10 +184,10 @@ class Bench:
                 c.name, tokens, note=f"WRONG, not timed: error {before:.2g}, at most {c.tolerance:g}", wrong=True
             )
         timed = [partial(run, *call, out) for call, out in zip(calls, outs, strict=True)]
-        turn = Turn(timed, self.device, graph=c.verdict.capturable)
+        together = TimedCalls(timed, self.device, graph=c.verdict.capturable)
         for out in outs:
             out.fill_(float("nan"))
-        timing = turn.time(rest_seconds=_REST_SECONDS)
+        timing = together.time(rest_seconds=_REST_SECONDS)
         error = relative_error(outs[0], emulated)
         whole = timing.by == "calls" or all(bool(out.isfinite().all()) for out in outs)
         if not (error <= c.tolerance and whole):
@@ -197,10 +197,10 @@ class Bench:
         tokens_per_joule = None
         if self.meter is not None:
             joules = self.meter.joules()
-            count = turn.sustain(_ENERGY_SECONDS)
+            count = together.sustain(_ENERGY_SECONDS)
             tokens_per_joule = round(tokens * count / (self.meter.joules() - joules), 2)
         if self.trace is not None:
-            turn.trace(self.trace.with_suffix(f".{c.name}-{tokens}{self.trace.suffix}"))
+            together.trace(self.trace.with_suffix(f".{c.name}-{tokens}{self.trace.suffix}"))
         floor = floor_us(c.problem, self.machine.device, [r for _, r in calls])
         record = Record(
             case=self.workload.case,
@@ -208,7 +208,7 @@ class Bench:
             format=c.problem.spec.format,
             activations=c.problem.activations,
             tokens=tokens,
-            routing=self.spread.name,
+            routing=self.distribution.name,
             median_us=round(timing.median_us, 2),
             p25_us=round(timing.p25_us, 2),
             p75_us=round(timing.p75_us, 2),
@@ -226,18 +226,18 @@ class Bench:
         return Row(c.name, tokens, record, timing.by, tokens_per_joule=tokens_per_joule)
 
 
-def draw_calls(problem: Problem, spread: Spread, device: torch.device, tokens: int) -> list[Call]:
-    """The different calls of one turn, always the same: normal x [T, H] in bfloat16, and routings."""
+def draw_calls(problem: Problem, distribution: RoutingDistribution, device: torch.device, tokens: int) -> list[Call]:
+    """Draw the calls that are timed together, reproducibly: normally distributed x [T, H] in bfloat16, and routings."""
     calls = []
-    for turn in range(calls_per_turn(tokens)):
-        g = torch.Generator(device).manual_seed(turn)
+    for index in range(distinct_calls(tokens)):
+        g = torch.Generator(device).manual_seed(index)
         x_TH = torch.randn(tokens, problem.spec.hidden, generator=g, device=device).bfloat16()
-        calls.append((x_TH, spread.draw(tokens, problem, device, turn=turn)))
+        calls.append((x_TH, distribution.draw(tokens, problem, device, index=index)))
     return calls
 
 
 def reference_results(workload: Workload, mode: str, calls: Sequence[Call]) -> Sequence[Tensor]:
-    """The reference's float32 results of all calls with activations held as ``mode``, reading each expert once."""
+    """Return the reference's float32 results of all calls with activations in ``mode``; each expert is read once."""
     problem = replace(workload.problem, activations=mode)  # type: ignore[arg-type]
     x_TH = torch.cat([x for x, _ in calls])
     routing = Routing(*map(torch.cat, zip(*(r for _, r in calls), strict=True)))
@@ -259,7 +259,7 @@ def _run_backend(c: _Contender, packed: Packed) -> Run:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Free memory of the device, or None where the system does not say."""
+    """Free memory of the device, or None if the system does not tell."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:

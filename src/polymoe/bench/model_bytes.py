@@ -1,4 +1,4 @@
-"""Bytes that a model holds, and those that one decode step must read."""
+"""Bytes of a loaded model, and bytes that one decode step has to read."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ __all__ = ["experts_modules", "held_bytes", "step_bytes"]
 
 
 def experts_modules(model: Any) -> list[Any]:
-    """Modules of a model in Transformers that are called as experts(x [T, H], ids [T, A], weights [T, A])."""
+    """Return the modules of a Transformers model that are called as experts(x [T, H], ids [T, A], weights [T, A])."""
     return [module for name, module in model.named_modules() if name.endswith(".experts")]
 
 
 def held_bytes(model: Any, before: int = 0) -> int:
-    """Bytes of a model's parameters and buffers, each storage once; on a GPU what PyTorch has allocated there beyond
-    ``before``."""
+    """Bytes of a model's parameters and buffers, counting each storage once. On a GPU: what PyTorch has allocated
+    beyond ``before``."""
     if model.device.type == "cuda":
         return torch.cuda.memory_allocated(model.device) - before
     return _bytes([*model.parameters(), *model.buffers()])
 
 
 def step_bytes(model: Any, batch: int, context: int, experts_read: float) -> float:
-    """Bytes that one decode step reads at least: every weight outside the experts once, but of the embedding only a
-    row a sequence; ``experts_read`` experts, all layers together; and the keys and values of ``context`` tokens."""
+    """Least number of bytes that one decode step reads: every weight outside the experts (of the embedding one row for
+    each sequence), ``experts_read`` experts over all layers, and the keys and values of ``context`` tokens."""
     experts = experts_modules(model)
     not_all = {id(t) for module in experts for t in (*module.parameters(), *module.buffers())}
     embedding = model.get_input_embeddings().weight

@@ -1,4 +1,4 @@
-"""Records: one JSON line for each number, with what is needed to repeat it."""
+"""Records: one JSON line for each measurement, with everything needed to repeat it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BACKENDS = ("backend", "implementation")  # fields of lines that name a backend
 
 
 class Line(Protocol):
-    """What :func:`append` writes: anything of plain values."""
+    """A value that :func:`append` can write as JSON."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -34,12 +34,12 @@ class Record:
     """One measurement.
 
     Attributes:
-        case, backend, format, activations, tokens, routing: what ran.
-        median_us, p25_us, p75_us: time of one call.
-        floor_us, share: time below which no kernel can go, and ``floor_us / median_us``.
+        case, backend, format, activations, tokens, routing: what was measured.
+        median_us, p25_us, p75_us: time of one call, in microseconds.
+        floor_us, share: the least time the GPU could take, and ``floor_us / median_us``.
         error: relative, against the reference that emulates the same activations.
         error_exact: relative, against the reference without activation quantization.
-        device, torch, triton, commit, date, command: where, with what, of which source, when (UTC) and how.
+        device, torch, triton, commit, date, command: GPU, versions, source, time (UTC) and command line.
     """
 
     case: str
@@ -64,7 +64,7 @@ class Record:
 
     @property
     def key(self) -> tuple[str, str, str, str, int, str, str]:
-        """Of all records with one key the newest counts."""
+        """Identifies a measurement; the newest record of a key counts."""
         return (self.case, self.backend, self.format, self.activations, self.tokens, self.routing, self.device)
 
     def to_dict(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """What all records of one run share."""
+    """The fields that all records of one run share."""
 
     device: str
     torch: str
@@ -84,24 +84,24 @@ class Stamp:
 
     @classmethod
     def now(cls, machine: Machine, command: str, commit: str | None = None) -> Stamp:
-        """Of this process; the commit, if not given, is the source tree's, or the package's version without git."""
+        """Describe this process. The commit defaults to that of the source tree, without git to the package version."""
         import torch
 
         commit = commit or source()
         return cls(machine.device.name, torch.__version__, machine.packages.get("triton"), commit, command)
 
     def date(self) -> str:
-        """Now, in UTC."""
+        """The current time in UTC."""
         return utc_now()
 
 
 def utc_now() -> str:
-    """``"2026-01-02T03:04:05Z"``: now, in UTC."""
+    """The current time in UTC: ``"2026-01-02T03:04:05Z"``."""
     return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def source() -> str:
-    """What runs: ``"22f841a"``, ``"22f841a-dirty"`` with changes not committed, or ``"0.1.0"``."""
+    """The running source: ``"22f841a"``, ``"22f841a-dirty"`` with uncommitted changes, or ``"0.1.0"``."""
     from polymoe import __version__
 
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
@@ -112,7 +112,7 @@ def source() -> str:
 
 
 def check_writable(path: Path) -> None:
-    """Raises ArgumentError unless records can be appended to ``path``; makes the file."""
+    """Raise ArgumentError unless records can be appended to ``path``; creates the file."""
     try:
         path.open("a").close()
     except OSError as error:
@@ -120,7 +120,7 @@ def check_writable(path: Path) -> None:
 
 
 def append(path: Path, record: Line) -> None:
-    """Add one line, in one write: processes that share a file do not mix their lines."""
+    """Append one line in one write, so that processes that share a file do not mix their lines."""
     line = json.dumps(record.to_dict()) + "\n"
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
@@ -130,21 +130,21 @@ def append(path: Path, record: Line) -> None:
 
 
 def read(path: Path) -> list[Record]:
-    """Every record of a file, in its order.
+    """Return every record of a file, in order.
 
     Raises:
-        ArgumentError: naming the line that is none.
+        ArgumentError: for a line that is not a record.
     """
     names = {f.name for f in fields(Record)}
     return [Record(**values) for values in read_lines(path, names, "a bench record")]
 
 
 def read_lines(path: Path, names: Iterable[str], expected: str) -> list[Mapping[str, Any]]:
-    """Every line of a JSONL file as its values, which must have exactly these names. Backends that were renamed since
-    have their new names.
+    """Return the values of every line of a JSONL file; each line must have exactly these names. Renamed backends get
+    their new names.
 
     Raises:
-        ArgumentError: naming the line that is none, and what was expected.
+        ArgumentError: for any other line.
     """
     wanted, lines = set(names), []
     for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -160,7 +160,7 @@ def read_lines(path: Path, names: Iterable[str], expected: str) -> list[Mapping[
 
 
 def newest(records: Iterable[Record]) -> list[Record]:
-    """The newest record of each key, the later one where dates are the same."""
+    """Return the newest record of each key; of equal dates, the later line."""
     best: dict[tuple[object, ...], Record] = {}
     for record in records:
         if record.key not in best or record.date >= best[record.key].date:

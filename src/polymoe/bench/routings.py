@@ -1,4 +1,4 @@
-"""Where tokens go in a measurement: uniform, Zipf, or as a file says."""
+"""Routing distributions of benchmarks: uniform, Zipf, or expert ids from a file."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from polymoe.machine import Device
 from polymoe.problem import Problem
 from polymoe.routing import Routing
 
-__all__ = ["Spread", "floor_us", "parse_routing"]
+__all__ = ["RoutingDistribution", "floor_us", "parse_routing"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Spread:
-    """How routings are drawn.
+class RoutingDistribution:
+    """How tokens are distributed over experts.
 
     Attributes:
-        name: in records: "uniform", "zipf:1" or "file:ids.json".
-        exponent: s of a Zipf law, the expert of rank r drawn in proportion to ``r**-s``; 0 is uniform.
-        ids_NA: given rows of expert ids instead, taken in order and over again.
+        name: "uniform", "zipf:1" or "file:ids.json", as in records.
+        exponent: s of a Zipf law: the expert of rank r is drawn in proportion to ``r**-s``; 0 is uniform.
+        ids_NA: rows of expert ids to use instead, in order and cyclically.
     """
 
     name: str
     exponent: float = 0.0
     ids_NA: Tensor | None = None
 
-    def draw(self, tokens: int, problem: Problem, device: torch.device, *, turn: int) -> Routing:
-        """The ``turn``-th routing of that many tokens, always the same: ids [T, A] int64, weights that sum to 1.
+    def draw(self, tokens: int, problem: Problem, device: torch.device, *, index: int) -> Routing:
+        """Return routing number ``index`` of that many tokens, reproducibly: ids [T, A] int64, weights that sum to 1.
 
-        A token's experts differ from each other, as a router's top-k do. Which experts are popular changes from turn
-        to turn: in a model other layers lie between two calls, so that no expert stays in a cache.
+        The experts of a token are distinct, as the top-k of a router are. The popular experts change with the index:
+        in a model other layers run between two calls, so that no expert stays in a cache.
         """
-        g = torch.Generator(device).manual_seed(1_000_003 * turn + tokens)
+        g = torch.Generator(device).manual_seed(1_000_003 * index + tokens)
         if self.ids_NA is not None:
-            ids = self.ids_NA[torch.arange(turn * tokens, (turn + 1) * tokens) % len(self.ids_NA)].to(device)
+            ids = self.ids_NA[torch.arange(index * tokens, (index + 1) * tokens) % len(self.ids_NA)].to(device)
         else:
             experts = problem.spec.experts
             ranks = torch.randperm(experts, generator=g, device=device) + 1
-            # The largest k of log p plus Gumbel noise are a draw without replacement in proportion to p.
+            # The k largest of log p plus Gumbel noise are a draw without replacement in proportion to p.
             gumbel = (
                 torch.rand(tokens, experts, generator=g, device=device).clamp_(1e-30, 1 - 1e-7).log_().neg_().log_()
             )
@@ -55,17 +55,17 @@ class Spread:
         return Routing(ids, weights / weights.sum(1, keepdim=True))
 
 
-def parse_routing(text: str, problem: Problem) -> tuple[Spread, Problem]:
-    """What ``--routing`` says, and the problem with the A of a file: "uniform", "zipf", "zipf:1.2", or a JSON file.
+def parse_routing(text: str, problem: Problem) -> tuple[RoutingDistribution, Problem]:
+    """Parse ``--routing``: "uniform", "zipf", "zipf:1.2", or a JSON file, whose A the returned problem gets.
 
     A file holds one list of expert ids for each token, all of one length: ``[[3, 17], [5, 0]]``.
 
     Raises:
-        ArgumentError: for another word, a file that cannot be read or rows that do not fit the problem.
+        ArgumentError: for another word, an unreadable file, or rows that do not fit the problem.
     """
     word, _, number = text.partition(":")
     if text == "uniform":
-        return Spread(text), problem
+        return RoutingDistribution(text), problem
     if word == "zipf":
         try:
             exponent = float(number or 1)
@@ -73,12 +73,12 @@ def parse_routing(text: str, problem: Problem) -> tuple[Spread, Problem]:
             exponent = math.nan
         if not 0 < exponent < math.inf:
             raise ArgumentError("--routing", expected="zipf:S with a number above 0", got=repr(text))
-        return Spread(f"zipf:{exponent:g}", exponent), problem
+        return RoutingDistribution(f"zipf:{exponent:g}", exponent), problem
     path = Path(text)
     if not path.is_file():
         raise ArgumentError("--routing", expected="uniform, zipf, zipf:S or a JSON file of expert ids", got=repr(text))
     ids = _read_ids(path, problem.spec.experts)
-    return Spread(f"file:{path.name}", ids_NA=torch.tensor(ids)), replace(problem, top_k=len(ids[0]))
+    return RoutingDistribution(f"file:{path.name}", ids_NA=torch.tensor(ids)), replace(problem, top_k=len(ids[0]))
 
 
 def _read_ids(path: Path, experts: int) -> list[list[int]]:
@@ -97,8 +97,8 @@ def _read_ids(path: Path, experts: int) -> list[list[int]]:
 
 
 def floor_us(problem: Problem, device: Device, routings: Sequence[Routing]) -> float:
-    """Time below which no kernel can go, averaged over these routings: as :func:`~polymoe.cost.cost`, with the
-    experts that are hit counted instead of expected."""
+    """The floor averaged over these routings: as :func:`~polymoe.cost.cost`, but with the number of active experts
+    counted instead of expected."""
     tokens = routings[0].topk_ids_TA.shape[0]
     least = cost(problem, device, tokens)
     hit = sum(len(r.topk_ids_TA.unique()) for r in routings) / len(routings)

@@ -1,7 +1,7 @@
-"""How time is taken: several different calls a turn, so that weights come from memory and not from a cache.
+"""Timing: several different calls are timed together, so that weights come from memory and not from a cache.
 
-On a GPU the calls of a turn are one CUDA graph where the backend can be captured, replayed back to back; anything else
-is timed call by call with the launches in it.
+On a GPU the calls are captured in one CUDA graph, where the backend allows it, and the graph is replayed back to back.
+Everything else is timed call by call, including its launches.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Literal
 
 import torch
 
-__all__ = ["Timing", "Turn", "calls_per_turn"]
+__all__ = ["TimedCalls", "Timing", "distinct_calls"]
 
 _WARM_UP, _REPEATS, _AT_LEAST = 3, 15, 3
 _SECONDS = 2.0  # for calls timed one by one
 
 
-def calls_per_turn(tokens: int) -> int:
-    """Different routings that one turn runs through: 8 up to 512 tokens, 2 above, where one call reads it all."""
+def distinct_calls(tokens: int) -> int:
+    """How many routings are timed together: 8 up to 512 tokens, 2 above, where one call reads every expert."""
     return 8 if tokens <= 512 else 2
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Microseconds of one call: median and quartiles, over turns of a graph or over single calls."""
+    """Microseconds of one call: median and quartiles over graph replays or over single calls."""
 
     median_us: float
     p25_us: float
@@ -36,16 +36,16 @@ class Timing:
 
     @classmethod
     def of(cls, samples_us: Sequence[float], by: Literal["graph", "calls"]) -> Timing:
-        """Quartiles of the samples, interpolated."""
+        """Compute interpolated quartiles of the samples."""
         quartiles = torch.tensor(samples_us, dtype=torch.float64).quantile(
             torch.tensor([0.5, 0.25, 0.75], dtype=torch.float64)
         )
         return cls(*map(float, quartiles), by=by)
 
 
-class Turn:
-    """All calls once, in order; captured where ``graph``. Warm when made: compiled and allocated. A GPU is torch's
-    current one."""
+class TimedCalls:
+    """Different calls that are run in order and timed together, as one CUDA graph if ``graph``. The constructor warms
+    up: it compiles and allocates. A GPU is torch's current device."""
 
     def __init__(self, calls: Sequence[Callable[[], None]], device: torch.device, *, graph: bool) -> None:
         self.calls, self.device = calls, device
@@ -72,9 +72,9 @@ class Turn:
                 call()
 
     def time(self, repeats: int = _REPEATS, *, rest_seconds: float = 0.0) -> Timing:
-        """Time of one call, from ``repeats`` turns of a graph, or at most as many single calls.
+        """Time of one call, from ``repeats`` replays of the graph or at most as many single calls.
 
-        A GPU rests for ``rest_seconds`` first: at its power limit it lowers its clocks, also for what comes after.
+        A GPU first rests for ``rest_seconds``: after work at its power limit its clocks stay low for a while.
         """
         if self.device.type == "cuda" and rest_seconds:
             self._wait()
@@ -84,7 +84,7 @@ class Turn:
         for _ in range(min(_WARM_UP, repeats)):
             self()
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-        # Queued without waiting: behind a running turn the next one's launch takes no time of its own.
+        # Queued without waiting: the launch of a replay is hidden behind the one before it.
         for start, end in events:
             start.record()
             self()
@@ -104,16 +104,16 @@ class Turn:
         return Timing.of(samples, "calls")
 
     def sustain(self, seconds: float) -> int:
-        """Run turns for that long; returns how many calls that were."""
-        began, turns = time.perf_counter(), 0
+        """Run for that long and return the number of calls."""
+        began, rounds = time.perf_counter(), 0
         while time.perf_counter() - began < seconds:
             self()
             self._wait()
-            turns += 1
-        return turns * len(self.calls)
+            rounds += 1
+        return rounds * len(self.calls)
 
     def trace(self, path: Path) -> None:
-        """Write a profiler trace of one turn, for chrome://tracing or Perfetto."""
+        """Write a profiler trace of all calls once, for chrome://tracing or Perfetto."""
         from torch.profiler import ProfilerActivity, profile
 
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])

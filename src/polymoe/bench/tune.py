@@ -1,8 +1,8 @@
-"""Tune: the fastest right configuration of each backend at each token count, into a table of measured times.
+"""Tuning: find the fastest correct configuration of each backend at each token count, for a table of measured times.
 
-Every candidate is compared with the reference, and its repeats with each other to the bit, before it may win. Timing
-has two stages: a few turns of each candidate, then the best ones at length. Each token count is written when it is
-done, so that an interruption keeps what is finished and the next run goes on from there.
+Every configuration is compared with the reference, and must repeat bitwise, before it can win. Timing has two stages: a
+few replays of each configuration, then many of the best. Each token count is written when it is finished, so that an
+interrupted run keeps its rows and the next one continues there.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from polymoe.bench.cases import Workload
 from polymoe.bench.compile_ahead import CompileAhead
 from polymoe.bench.measure import Call, draw_calls, reference_results
 from polymoe.bench.records import Stamp
-from polymoe.bench.routings import Spread
-from polymoe.bench.timing import Turn, calls_per_turn
+from polymoe.bench.routings import RoutingDistribution
+from polymoe.bench.timing import TimedCalls, distinct_calls
 from polymoe.errors import ArgumentError, FormatError, UnsupportedProblem, VerificationError
 from polymoe.layouts import LAYOUTS, Packed
 from polymoe.machine import Machine
@@ -36,27 +36,27 @@ from polymoe.verdict import Accepted
 __all__ = ["Outcome", "Tune"]
 
 _SCREENING = 3
-"""Turns of a graph that a candidate gets before it is known to be among the best."""
+"""Graph replays of each configuration in the first stage."""
 _FINALISTS, _CLOSE = 3, 1.05
 _SAME = 1.02
-"""The configuration of the token count before is kept if it is within this of the best: each distinct one is compiled
-by everyone who loads the layer."""
+"""The configuration of the token count below is kept if its time is within this factor of the best, because everyone
+who loads the layer compiles each distinct configuration."""
 _SCREENED = 0.7
-"""Share of a token count's time after which no new candidate is begun, so that the best ones can be timed at length."""
+"""Share of a token count's time after which no new configuration starts, to leave time for the second stage."""
 _COMPILING = 1 / 3
 """Share of the time that may pass before timing begins, while configurations compile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One backend at one token count.
+    """The result for one backend at one token count.
 
     Attributes:
-        row: what was written, or None.
-        own_us: time of the backend's own choice, where that was right.
-        tried: how many candidates were timed.
-        failed: how many failed or were wrong.
-        note: why there is no row, or what else to know.
+        row: the row that was written, or None.
+        own_us: time of the backend's default configuration, if its result was correct.
+        tried: how many configurations were timed.
+        failed: how many failed or gave wrong results.
+        note: why there is no row, or a remark.
     """
 
     backend: str
@@ -70,7 +70,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """A backend that accepts, and one of its layouts."""
+    """A backend that accepts the problem, and one of its layouts."""
 
     backend: Backend
     verdict: Accepted
@@ -79,20 +79,20 @@ class _Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tune:
-    """What is tuned, where, and for how long.
+    """One tuning run.
 
     Attributes:
-        workload: what runs, uniformly routed.
-        machine, device: where, as checks and as torch see it; a GPU is torch's current one.
-        backends: those to tune, by name; each must accept the problem.
+        workload: what runs, with uniform routing.
+        machine, device: where it runs; a GPU is torch's current device.
+        backends: the backends to tune; each must accept the problem.
         file: the table that rows are merged into.
-        stamp: versions and command.
-        seconds: when to end, from ``began`` on the ``clock``; each token count gets its share of what is left.
-        again: tune what is in the table already, too.
-        memory_bytes: refuse what needs more on the device; None for no bound.
-        compiler: compiles ahead.
-        say: told of candidates that fail.
-        turn, clock: how calls are timed, and what the time is.
+        stamp: versions and command, for the rows.
+        seconds: time limit, counted from ``began`` on the ``clock``; each token count gets its share of the rest.
+        again: also tune what the table already has.
+        memory_bytes: largest memory to use on the device; None for no limit.
+        compiler: compiles configurations ahead of timing.
+        say: called with a message about each configuration that fails.
+        timed_calls, clock: how calls are timed, and the source of time.
     """
 
     workload: Workload
@@ -107,21 +107,21 @@ class Tune:
     memory_bytes: int | None = None
     compiler: CompileAhead = field(default_factory=lambda: CompileAhead(0))
     say: Callable[[str], None] = lambda text: None
-    turn: Callable[..., Turn] = Turn
+    timed_calls: Callable[..., TimedCalls] = TimedCalls
     clock: Callable[[], float] = time.monotonic
 
     def outcomes(self, tokens: Sequence[int], progress: Callable[[str], None] = lambda text: None) -> Iterator[Outcome]:
-        """Outcomes as they are finished and written.
+        """Yield outcomes as they are finished and written.
 
         Raises:
             UnsupportedProblem: if a backend rejects the problem.
-            ArgumentError: if it needs more memory than it may take.
+            ArgumentError: if it needs more than ``memory_bytes``.
         """
         problem = self.workload.problem
         work = [self._work(backend) for backend in self.backends]
         done = self._done()
         todo: list[tuple[_Work, int]] = []
-        # Backends that share a layout follow each other, and only one packed layer is held.
+        # Backends that share a layout run one after the other, and only one packed layer is in memory.
         for w in sorted(work, key=lambda w: w.layout):
             for t in sorted(set(tokens)):
                 if w.verdict.max_tokens is not None and t > w.verdict.max_tokens:
@@ -136,15 +136,15 @@ class Tune:
         for w, t in todo:
             self.compile_ahead(w, t, w.backend.tuning_configs(problem, self.machine, t))
         progress("reference")
-        spread = Spread("uniform")
+        distribution = RoutingDistribution("uniform")
         counts = sorted({t for _, t in todo})
-        first = [draw_calls(problem, spread, self.device, t)[0] for t in counts]
+        first = [draw_calls(problem, distribution, self.device, t)[0] for t in counts]
         expected = dict(zip(counts, reference_results(self.workload, problem.activations, first), strict=True))
         packed: Packed | None = None
         before: dict[str, Config] = {}
         for i, (w, t) in enumerate(todo):
             if self._left() <= 0:
-                yield Outcome(w.backend.name, t, note="out of time: run again to go on")
+                yield Outcome(w.backend.name, t, note="out of time: run again to continue")
                 continue
             try:
                 if packed is None or packed.layout != w.layout:
@@ -154,7 +154,7 @@ class Tune:
                     progress("compiling")
                     self.compiler.wait_for_all(self._left() - (1 - _COMPILING) * self.seconds)
                 progress(f"{w.backend.name}: {t} tokens")
-                calls = draw_calls(problem, spread, self.device, t)
+                calls = draw_calls(problem, distribution, self.device, t)
                 search = _Search(self, w, packed, calls, expected[t], self._left() / (len(todo) - i))
                 outcome, config = search.run(before.get(w.backend.name))
             except torch.OutOfMemoryError:
@@ -162,7 +162,7 @@ class Tune:
             if config is not None and outcome.row is not None:
                 before[w.backend.name] = config
                 if aside := add(self.file, [outcome.row]):
-                    self.say(f"{self.file} was no table of measured times: kept as {aside}")
+                    self.say(f"{self.file} was not a table of measured times: kept as {aside}")
             yield outcome
 
     def _work(self, backend: Backend) -> _Work:
@@ -177,24 +177,24 @@ class Tune:
         return _Work(backend, verdict, layout)
 
     def _require_memory(self, work: Sequence[_Work], tokens: Sequence[int]) -> None:
-        """Refuse early what could not end well: the packed layer, the reference's results, and the largest call."""
+        """Raise early if the packed layer, the reference's results and the largest call do not fit."""
         problem = self.workload.problem
         s, most = problem.spec, max(tokens)
         packed = max(LAYOUTS[w.layout].nbytes(s) for w in work)
         results = 4 * s.hidden * sum(set(tokens))
         rows = most * problem.top_k
-        call = 4 * calls_per_turn(most) * most * s.hidden + 2 * rows * s.intermediate + 4 * rows * s.hidden
+        call = 4 * distinct_calls(most) * most * s.hidden + 2 * rows * s.intermediate + 4 * rows * s.hidden
         needed = packed + results + call
         if self.memory_bytes is not None and needed > self.memory_bytes:
             raise ArgumentError(
                 "--memory",
                 expected=f"at least {needed / 2**30:.2f} GiB",
                 got=f"{self.memory_bytes / 2**30:.2f} GiB",
-                hint="tune fewer --tokens, or what one rank holds of the layer",
+                hint="tune fewer --tokens, or one rank's part of the layer",
             )
 
     def _done(self) -> dict[tuple[str, int], Measured]:
-        """Rows of the file that these versions measured."""
+        """Rows of the file that were measured with the installed versions."""
         try:
             rows = [] if self.again else read(self.file)
         except FormatError as error:
@@ -215,12 +215,12 @@ class Tune:
         return self.began + self.seconds - self.clock()
 
     def compile_ahead(self, w: _Work, tokens: int, configs: Sequence[Config]) -> None:
-        """Have ``configs`` compiled by other processes, where there is a choice."""
+        """Have ``configs`` compiled by other processes if there are several."""
         if len(configs) > 1:
             self.compiler.submit(w.backend, w.layout, self.workload.problem, tokens, configs)
 
     def row(self, w: _Work, tokens: int, config: Config, median_us: float) -> Measured:
-        """The row of a result."""
+        """Return the table row for a result."""
         torch_version, triton, driver, polymoe = self._versions()
         return Measured(
             device=self.machine.device.name,
@@ -239,7 +239,7 @@ class Tune:
 
 
 class _Search:
-    """One backend at one token count, in ``seconds``; the first candidate is tried in any case."""
+    """Search for one backend at one token count within ``seconds``; the first configuration is always tried."""
 
     def __init__(
         self, tune: Tune, w: _Work, packed: Packed, calls: Sequence[Call], expected: Tensor, seconds: float
@@ -252,7 +252,7 @@ class _Search:
         self.failed: set[Config] = set()
 
     def run(self, before: Config | None) -> tuple[Outcome, Config | None]:
-        """The outcome and its configuration; ``before`` is that of the token count below."""
+        """Return the outcome and its configuration; ``before`` is the configuration of the token count below."""
         tune, backend, problem = self.tune, self.w.backend, self.tune.workload.problem
         own = backend.configure(problem, tune.machine, self.tokens)
         queue: list[Config] = [own]
@@ -272,7 +272,7 @@ class _Search:
         own_us, tried = self.times.get(own), len(self.times)
         final = self._final(before, lone)
         if final is None:
-            return Outcome(backend.name, self.tokens, failed=len(self.failed), note="no candidate was right"), None
+            return Outcome(backend.name, self.tokens, failed=len(self.failed), note="none gave correct results"), None
         row = tune.row(self.w, self.tokens, *final)
         return Outcome(backend.name, self.tokens, row, own_us, tried, len(self.failed), note), final[0]
 
@@ -285,9 +285,9 @@ class _Search:
         return bool(self.times) and self.tune.clock() >= self.deadline
 
     def _final(self, before: Config | None, lone: bool) -> tuple[Config, float] | None:
-        """The best of the best and its time, at length; None if nothing is right."""
+        """Time the best configurations at length and return the winner with its time; None if none is correct."""
         times: dict[Config, float] = dict(self.times) if lone else {}
-        while self.times and not times:  # again only if what was right once is wrong now
+        while self.times and not times:  # repeated only if a configuration that was correct is wrong now
             ranked = sorted(self.times, key=self.times.__getitem__)
             final = ranked[:_FINALISTS]
             if before in self.times and before not in final and self.times[before] <= _CLOSE * self.times[ranked[0]]:
@@ -303,14 +303,14 @@ class _Search:
         return best, times[best]
 
     def _try(self, config: Config, times: dict[Config, float], *, at_length: bool = False) -> None:
-        """Time a candidate that is right; say what is wrong with one that is not."""
+        """Time a configuration if its result is correct; else report why it is not."""
         try:
             times[config] = self._time(config, at_length)
         except _Wrong as wrong:
             self._fail(config, f"WRONG: {wrong}")
         except torch.OutOfMemoryError:
             self._fail(config, "out of memory")
-        except Exception as error:  # whatever a compiler or a driver may raise
+        except Exception as error:  # anything that a compiler or a driver may raise
             self._fail(config, f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")
             self._require_gpu(config, error)
 
@@ -320,22 +320,22 @@ class _Search:
         self.tune.say(f"{self.w.backend.name}, {self.tokens} tokens, {config}: {what}")
 
     def _require_gpu(self, config: Config, error: Exception) -> None:
-        """Some errors leave a process without its GPU: nothing after them would run."""
+        """Raise if the GPU no longer works: after some errors a process cannot use it."""
         try:
             if self.tune.device.type == "cuda":
                 torch.cuda.synchronize()
         except RuntimeError as broken:
             raise VerificationError(
                 f"{self.w.backend.name}, {self.tokens} tokens, {config}",
-                expected="a GPU that goes on after it",
+                expected="a GPU that still works",
                 got=str(broken).strip().splitlines()[0],
-                hint="this is a bug: report it with this message. What was finished is in the table.",
+                hint="this is a bug: please report it with this message. Finished rows are in the table.",
             ) from error
 
     def _time(self, config: Config, at_length: bool) -> float:
         problem = self.tune.workload.problem
         run = self.w.backend.bind(problem, self.packed).run
-        outs = [torch.full_like(x, float("nan")) for x, _ in self.calls]  # what is not written shows
+        outs = [torch.full_like(x, float("nan")) for x, _ in self.calls]  # missing writes become visible
         timed = [partial(run, *call, config, out) for call, out in zip(self.calls, outs, strict=True)]
         timed[0]()
         error, once = relative_error(outs[0], self.expected), outs[0].clone()
@@ -346,12 +346,12 @@ class _Search:
         if not torch.equal(outs[0], once):
             raise _Wrong("repeats differ")
         outs[0].fill_(float("nan"))
-        turn = self.tune.turn(timed, self.tune.device, graph=self.w.verdict.capturable)
-        timing = turn.time() if at_length else turn.time(_SCREENING)
+        together = self.tune.timed_calls(timed, self.tune.device, graph=self.w.verdict.capturable)
+        timing = together.time() if at_length else together.time(_SCREENING)
         if not torch.equal(outs[0], once):
             raise _Wrong("repeats differ")
         return timing.median_us
 
 
 class _Wrong(Exception):
-    """A result that may not win."""
+    """A wrong result."""

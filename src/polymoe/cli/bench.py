@@ -102,7 +102,7 @@ def command(
         workload = Workload.of_checkpoint(Checkpoint.open(checkpoint or ""), layer, where, mode)
     if batch_invariant:
         workload = workload.batch_invariant()
-    spread, problem = parse_routing(routing, workload.problem)
+    distribution, problem = parse_routing(routing, workload.problem)
     workload = replace(workload, problem=problem)
     earlier = []
     if out is not None:
@@ -110,9 +110,15 @@ def command(
         earlier = read(out) if plot is not None else []
     stamp = Stamp.now(machine, shlex.join(["polymoe", *sys.argv[1:]]), commit)
     bench = Bench(
-        workload=workload, spread=spread, machine=machine, device=where, stamp=stamp, meter=meter, trace=profile
+        workload=workload,
+        distribution=distribution,
+        machine=machine,
+        device=where,
+        stamp=stamp,
+        meter=meter,
+        trace=profile,
     )
-    print(f"{workload.case}: {problem}; {spread.name} routing, on {machine.device}", file=sys.stderr)
+    print(f"{workload.case}: {problem}; {distribution.name} routing, on {machine.device}", file=sys.stderr)
     rows: list[Row] = []
     try:
         with status().status("bench") as progress:
@@ -126,7 +132,7 @@ def command(
         elif rows:
             tables = console()
             tables.print(
-                _table(rows, f"{workload.case}, {problem.spec.format}, {spread.name} routing, {machine.device}")
+                _table(rows, f"{workload.case}, {problem.spec.format}, {distribution.name} routing, {machine.device}")
             )
             for row in rows:
                 if row.record is None:

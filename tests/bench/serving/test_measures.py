@@ -7,7 +7,7 @@ import pytest
 from polymoe.bench.serving.answers import Answer
 from polymoe.bench.serving.measures import (
     Counted,
-    Spread,
+    Percentiles,
     at_once,
     cost_per_million,
     count_tokens,
@@ -84,10 +84,10 @@ def test_who_counts() -> None:
 
 
 def test_percentiles_are_linear_between_neighbours() -> None:
-    assert Spread.of([]) is None
-    spread = Spread.of([float(i) for i in range(101)])
-    assert spread == Spread(50.0, 50.0, 90.0, 99.0, 100.0)
-    assert Spread.of([1.0, 2.0], mean=7.0) == Spread(7.0, 1.5, 1.9, pytest.approx(1.99), 2.0)
+    assert Percentiles.of([]) is None
+    percentiles = Percentiles.of([float(i) for i in range(101)])
+    assert percentiles == Percentiles(50.0, 50.0, 90.0, 99.0, 100.0)
+    assert Percentiles.of([1.0, 2.0], mean=7.0) == Percentiles(7.0, 1.5, 1.9, pytest.approx(1.99), 2.0)
 
 
 def test_cost() -> None:

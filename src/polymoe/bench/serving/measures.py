@@ -21,7 +21,7 @@ from polymoe.bench.serving.answers import Answer
 
 __all__ = [
     "Counted",
-    "Spread",
+    "Percentiles",
     "at_once",
     "cost_per_million",
     "count_tokens",
@@ -37,7 +37,7 @@ _AT_A_GO = 1e-3  # seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class Percentiles:
     """How times are distributed: mean, percentiles (linear between neighbours) and largest, in microseconds."""
 
     mean: float
@@ -47,7 +47,7 @@ class Spread:
     max: float
 
     @classmethod
-    def of(cls, times_us: Sequence[float], mean: float | None = None) -> Spread | None:
+    def of(cls, times_us: Sequence[float], mean: float | None = None) -> Percentiles | None:
         """Of these times, None of none; ``mean`` where theirs is not the one meant."""
         if not times_us:
             return None

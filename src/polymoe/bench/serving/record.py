@@ -12,7 +12,7 @@ from polymoe.bench.records import read_lines, utc_now
 from polymoe.bench.serving.answers import Answer
 from polymoe.bench.serving.measures import (
     Counted,
-    Spread,
+    Percentiles,
     at_once,
     cost_per_million,
     count_tokens,
@@ -129,9 +129,9 @@ class ServingRecord:
     counted_by: str | None
     tokens_per_chunk: float | None
     duration_us: float | None
-    latency_us: Spread | None
-    ttft_us: Spread | None
-    itl_us: Spread | None
+    latency_us: Percentiles | None
+    ttft_us: Percentiles | None
+    itl_us: Percentiles | None
     input_tps: float | None
     output_tps: float | None
     at_once: int | None
@@ -173,11 +173,11 @@ class ServingRecord:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ServingRecord:
         """The inverse of :meth:`to_dict`."""
-        spreads = {name: Spread(**values[name]) for name in _SPREADS if values[name] is not None}
-        return cls(**{**values, **spreads, "notes": tuple(values["notes"])})
+        percentiles = {name: Percentiles(**values[name]) for name in _PERCENTILES if values[name] is not None}
+        return cls(**{**values, **percentiles, "notes": tuple(values["notes"])})
 
 
-_SPREADS = ("latency_us", "ttft_us", "itl_us")
+_PERCENTILES = ("latency_us", "ttft_us", "itl_us")
 
 
 def record(
@@ -221,9 +221,9 @@ def record(
         counted_by="+".join(by) or None,
         tokens_per_chunk=outputs / chunks if chunks else None,
         duration_us=None if duration is None else 1e6 * duration,
-        latency_us=Spread.of(latencies_us(whole)),
-        ttft_us=Spread.of(first_tokens_us(whole)),
-        itl_us=None if mean_gap is None else Spread.of(gaps or [mean_gap], mean=mean_gap),
+        latency_us=Percentiles.of(latencies_us(whole)),
+        ttft_us=Percentiles.of(first_tokens_us(whole)),
+        itl_us=None if mean_gap is None else Percentiles.of(gaps or [mean_gap], mean=mean_gap),
         input_tps=input_tps,
         output_tps=output_tps,
         at_once=together,

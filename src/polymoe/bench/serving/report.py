@@ -24,10 +24,10 @@ def _time(us: float | None, unit: str) -> str:
     return _number(value, 1 if value is not None and value >= 100 else 2)
 
 
-def _spread(name: str, unit: str) -> _Cell:
+def _percentiles(name: str, unit: str) -> _Cell:
     def cell(r: ServingRecord) -> str:
-        spread = getattr(r, name)
-        return _NONE if spread is None else " / ".join(_time(getattr(spread, p), unit) for p in ("p50", "p90", "p99"))
+        found = getattr(r, name)
+        return _NONE if found is None else " / ".join(_time(getattr(found, p), unit) for p in ("p50", "p90", "p99"))
 
     return cell
 
@@ -58,9 +58,9 @@ _LOADED: Sequence[tuple[str, _Cell]] = (
     ("duration (s)", lambda r: _time(r.duration_us, "s")),
     ("input tok/s", lambda r: _number(r.input_tps)),
     ("output tok/s", lambda r: _number(r.output_tps)),
-    ("TTFT p50 / p90 / p99 (ms)", _spread("ttft_us", "ms")),
-    ("ITL p50 / p90 / p99 (ms)", _spread("itl_us", "ms")),
-    ("latency p50 / p90 / p99 (s)", _spread("latency_us", "s")),
+    ("TTFT p50 / p90 / p99 (ms)", _percentiles("ttft_us", "ms")),
+    ("ITL p50 / p90 / p99 (ms)", _percentiles("itl_us", "ms")),
+    ("latency p50 / p90 / p99 (s)", _percentiles("latency_us", "s")),
 )
 _IF_KNOWN: Sequence[tuple[str, str, _Cell]] = (
     ("acceptance_length", "acceptance length", lambda r: _number(r.acceptance_length, 2)),
