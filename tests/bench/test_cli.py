@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from polymoe.backends.reference import Reference
+from polymoe.backends.reference import _ReferenceRunner
 from polymoe.bench.records import read
 
 SUMS = Path(__file__).parent.parent.parent / "models" / "sums-gpt-oss-mxfp4"
@@ -72,10 +73,10 @@ def test_json_of_a_checkpoints_layer(bench: Cli, tmp_path: Path) -> None:
 def test_refusals_come_before_any_timing(
     bench: Cli, monkeypatch: pytest.MonkeyPatch, args: tuple[object, ...], message: str
 ) -> None:
-    def run(*_: object) -> None:
+    def run(*_: object, **__: object) -> None:
         raise AssertionError("ran")
 
-    monkeypatch.setattr(Reference, "run", run)
+    monkeypatch.setattr(_ReferenceRunner, "run", run)
     code, stdout, stderr = bench(*args)
     assert (code, stdout) == (1, "")
     assert message in stderr
@@ -107,13 +108,13 @@ def test_batch_invariant_results_are_nothing_for_a_cpu(bench: Cli) -> None:
 
 
 def test_a_wrong_result_exits_with_1(bench: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    right = Reference.run
+    right = _ReferenceRunner.run
 
-    def wrong(*args: object) -> None:
-        right(*args)  # type: ignore[arg-type]
-        args[-1].mul_(1.5)  # type: ignore[attr-defined]
+    def wrong(*args: Any, **kwargs: Any) -> None:
+        right(*args, **kwargs)
+        args[-1].mul_(1.5)
 
-    monkeypatch.setattr(Reference, "run", wrong)
+    monkeypatch.setattr(_ReferenceRunner, "run", wrong)
     code, stdout, _ = bench(*SMALL, "--tokens", "4", "--out", tmp_path / "r.jsonl")
     assert code == 1
     assert "WRONG, not timed" in stdout
@@ -121,10 +122,10 @@ def test_a_wrong_result_exits_with_1(bench: Cli, monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_interruption_keeps_what_is_finished(bench: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def interrupted(*_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Reference, "run", interrupted)
+    monkeypatch.setattr(_ReferenceRunner, "run", interrupted)
     code, stdout, _ = bench(*SMALL, "--tokens", "4", "--out", tmp_path / "r.jsonl")
     assert code != 0
     assert "torch-dequantized" in stdout

@@ -170,7 +170,7 @@ def test_traces_are_named(bench: Cli, standin: Standin) -> None:
         (("--extra-body", "{"), "--extra-body: expected a JSON object"),
         (("--out", "no/such/r.jsonl"), "a file to append to"),
         (("--markdown", "no/such/t.md"), "a directory that is there"),
-        (("--plot", "p.jpg"), "a name ending in .png"),
+        (("--plot", "p.jpg"), "a name that ends in .png"),
         (("--gpu-ids", "0,x"), "--gpu-ids: expected numbers such as 0,1"),
         (("--tokenizer", "no/such/tokenizer"), "--tokenizer: expected one Transformers reads"),
     ],
