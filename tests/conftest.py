@@ -7,6 +7,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,6 +15,9 @@ import torch
 
 if TYPE_CHECKING:
     from support.serving import Running
+
+GPU = Path(__file__).parent / "gpu"
+"""All tests in here need a GPU."""
 
 pytest_plugins = ["support.tiers"]
 
@@ -35,7 +39,11 @@ def pytest_unconfigure() -> None:
     _cache.cleanup()
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(GPU):
+            item.add_marker(pytest.mark.gpu)
     if torch.cuda.is_available():
         return
     for item in items:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,11 +12,11 @@ from safetensors.torch import load_file, save_file
 
 import polymoe
 from polymoe.activations import SwiGLU
-from polymoe.errors import ArgumentError, CheckpointNotFound, PlanError, UnsupportedProblem, VerificationError
+from polymoe.errors import ArgumentError, CheckpointNotFound, PlanError, VerificationError
 from polymoe.experts import FusedExperts, load_experts
-from polymoe.formats import FORMATS, QuantTensor
+from polymoe.formats import FORMATS
 from polymoe.numerics import relative_error
-from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
+from support.loading import V4, deepseek_v4_flash_layer, measured
 from support.problems import GPT_OSS, plain_experts, random_call, random_experts
 
 SUMS = Path(__file__).parent.parent / "models" / "sums-gpt-oss-mxfp4"
@@ -224,43 +221,6 @@ def test_naming_the_reference_is_allowed_anywhere() -> None:
     assert load_experts(SUMS, 0, device="cpu", backend="reference").explain().requested == "reference"
 
 
-@pytest.mark.gpu
-def test_on_a_gpu(sums: FusedExperts) -> None:
-    if set(polymoe.backends.BACKENDS) == {"reference"}:  # type: ignore[attr-defined]
-        with pytest.raises(UnsupportedProblem, match='backend="reference"'):
-            load_experts(SUMS, layer=1, device="cuda")
-    experts = load_experts(SUMS, layer=1, device="cuda", backend="reference")
-    x, routing = random_call(33, 192, 8)
-    for dtype in (torch.float32, torch.bfloat16):
-        y = experts(x.to("cuda", dtype), *(t.cuda() for t in routing))
-        assert y.device.type == "cuda"
-        assert relative_error(y.cpu(), sums(x, *routing)) < (1e-5 if dtype == torch.float32 else 6e-3)
-    with pytest.raises(ArgumentError, match="like the packed experts"):
-        experts(x, *routing)
-    moved = experts.to("cpu")
-    assert moved.device.type == "cpu"
-    assert relative_error(moved(x, *routing), sums(x, *routing)) < 1e-6
-
-
-def loading(
-    path: Path,
-    layer: int,
-    device: str,
-    small: Path,
-    small_layer: int,
-    backend: str = "auto",
-    activations: str = "16bit",
-) -> dict[str, float]:
-    """What tests/loading.py measured."""
-    script = Path(__file__).with_name("loading.py")
-    arguments = (script, path, layer, device, small, small_layer, backend, activations)
-    run = subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    found = json.loads(run.stdout)
-    print(found)
-    return found
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_loading_holds_the_packed_layer_and_one_expert(tmp_path: Path) -> None:
@@ -275,32 +235,10 @@ def test_loading_holds_the_packed_layer_and_one_expert(tmp_path: Path) -> None:
     down = torch.randn(256, 1024, 512, generator=generator).bfloat16()
     biases = torch.zeros(256, 1024).bfloat16(), torch.zeros(256, 1024).bfloat16()
     polymoe.write_checkpoint(tmp_path / "big", config, {0: (gate_up, down, *biases)})
-    found = loading(tmp_path / "big", 0, "cpu", SUMS, 0)
+    found = measured(tmp_path / "big", 0, "cpu", SUMS, 0)
     packed, expert = found["packed_bytes"], found["expert_bytes"]
     assert packed == pytest.approx(256 * expert, rel=0.01)
     assert found["host_growth_bytes"] <= packed + expert + 100e6
-
-
-V4 = SUMS.parent / "sums-deepseek-v4-mxfp4"
-
-
-def deepseek_v4_flash_layer(path: Path, experts: int) -> None:
-    """Layer 3 with random codes and scales between 2**-9 and 2**-6, under DeepSeek-V4's names: 13.4 MB an expert."""
-    hidden, intermediate, mxfp4 = 4096, 2048, FORMATS["mxfp4"].encoding
-    spec = ExpertsSpec(hidden=hidden, intermediate=intermediate, experts=experts, gate=mxfp4, up=mxfp4, down=mxfp4)
-
-    def matrix(rows: int, columns: int) -> QuantTensor:
-        codes = torch.empty(rows, columns // 16, dtype=torch.int64).random_().view(torch.uint8)
-        scales = torch.randint(118, 122, (rows, columns // 32), dtype=torch.uint8)
-        return QuantTensor(codes, mxfp4, scales.view(torch.float8_e8m0fnu))
-
-    def read(e: int) -> Expert:
-        gate, up = matrix(intermediate, hidden), matrix(intermediate, hidden)
-        return Expert(gate=gate, up=up, down=matrix(hidden, intermediate))
-
-    sizes = {"hidden_size": hidden, "moe_intermediate_size": intermediate, "n_routed_experts": experts}
-    config = json.loads((V4 / "config.json").read_text()) | sizes
-    polymoe.write_checkpoint(path, config, {3: ExpertWeights(spec, read)})
 
 
 @pytest.mark.slow
@@ -308,40 +246,10 @@ def deepseek_v4_flash_layer(path: Path, experts: int) -> None:
 def test_loading_64_experts_of_deepseek_v4_flash_on_a_cpu(tmp_path: Path) -> None:
     """0.86 GB: a quarter of the layer, of which a GPU's path shares reading, checking and copying once."""
     deepseek_v4_flash_layer(tmp_path / "v4", 64)
-    found = loading(tmp_path / "v4", 3, "cpu", V4, 3)
+    found = measured(tmp_path / "v4", 3, "cpu", V4, 3)
     assert found["packed_bytes"] == 64 * found["expert_bytes"]
     assert found["host_growth_bytes"] <= found["packed_bytes"] + found["expert_bytes"] + 100e6
     assert found["packed_s"] < 10  # 0.5 to 1.2 s where nothing else runs
-
-
-@pytest.fixture(scope="session")
-def v4_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole layer of DeepSeek-V4-Flash: 3.4 GB."""
-    path = tmp_path_factory.mktemp("v4") / "v4"
-    deepseek_v4_flash_layer(path, 256)
-    return path
-
-
-@pytest.mark.gpu
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("backend", "activations", "scratch"),
-    [("triton", "16bit", 5), ("cuda", "16bit", 8), ("cuda", "fp8_group128", 8)],
-)
-def test_loading_a_layer_of_deepseek_v4_flash_onto_a_gpu(
-    v4_layer: Path, backend: str, activations: str, scratch: int
-) -> None:
-    """From the page cache to packed in 2 s, without a second copy on the GPU or the host; ``scratch`` experts' bytes
-    beside the packed ones on the way."""
-    if backend == "cuda" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs an SM90 GPU")
-    found = loading(v4_layer, 3, "cuda", V4, 3, backend, activations)
-    packed, expert = found["packed_bytes"], found["expert_bytes"]
-    assert 256 * expert <= packed <= 1.01 * 256 * expert
-    assert found["packed_s"] <= 2
-    assert found["check_s"] <= 0.2
-    assert found["gpu_peak_bytes"] <= packed + scratch * expert
-    assert found["host_growth_bytes"] <= 8 * expert + 100e6  # pinned memory counts or not, as the driver has it
 
 
 def _call(experts: FusedExperts) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

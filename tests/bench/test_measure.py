@@ -176,15 +176,3 @@ def test_a_trace(tmp_path: Path) -> None:
     list(bench(trace=tmp_path / "t.json").rows((2,), ["reference"]))
     events = json.loads((tmp_path / "t.reference-2.json").read_text())["traceEvents"]
     assert any("mm" in event.get("name", "") for event in events)
-
-
-@pytest.mark.gpu
-def test_graphs_on_a_gpu() -> None:
-    device = torch.device("cuda")
-    workload = bench().workload
-    workload = replace(workload, weights=random_weights(workload.problem, device))
-    rows = list(bench(workload=workload, machine=Machine.of("cuda"), device=device).rows((1, 9)))
-    timed = [row for row in rows if row.record is not None]
-    assert {row.tokens for row in timed} == {1, 9}
-    if torch.cuda.get_device_capability() == (9, 0):
-        assert {row.note for row in timed if row.backend == baseline.NAME} == {"graph"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -299,27 +298,3 @@ def test_everything_is_given_to_compile_before_anything_runs(file: Path) -> None
     next(outcomes)
     first = (Knob(4), Knob(8), Knob(2), Knob(5))
     assert compiler.given[:2] == [(1, first), (2, first)]
-
-
-@pytest.mark.gpu
-def test_triton_on_a_gpu(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled in other processes, captured, compared, written; the second run finds it all."""
-    from polymoe.backends.triton import Triton, TritonConfig
-
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    device, machine = torch.device("cuda"), Machine.of("cuda")
-    case = TINY.changed(hidden=256, intermediate=128)
-    with CompileAhead(4) as compiler:
-        first = Tune(
-            workload=Workload.of_case(case, device), machine=machine, device=device, backends=[Triton()], file=file,
-            stamp=STAMP, seconds=60, compiler=compiler, say=print,
-        )  # fmt: skip
-        found = list(first.outcomes((1, 64)))
-    for outcome in found:
-        assert outcome.row is not None
-        assert outcome.tried >= 5
-        assert outcome.row.median_us < 1000
-        assert isinstance(TritonConfig.from_dict(outcome.row.config), TritonConfig)
-    assert read(file) == [o.row for o in found]
-    again = replace(first, compiler=CompileAhead(0))
-    assert [o.note for o in again.outcomes((1, 64))] == ["in the table already"] * 2

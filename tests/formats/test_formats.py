@@ -17,35 +17,12 @@ from polymoe.formats.elements import CODE_DTYPES, SCALE_DTYPES
 from polymoe.formats.fp8 import Fp8
 from polymoe.formats.mxfp4 import Mxfp4
 from polymoe.formats.nvfp4 import Nvfp4
+from support.quantized import assert_same, bits, rough_weights
 from support.variants import ENCODINGS
 
 every_encoding = pytest.mark.parametrize("encoding", ENCODINGS)
 SYMMETRIC = [p for p in ENCODINGS if not p.values[0].zero_points]
 LARGEST = {"e2m1": 6.0, "e4m3": 448.0, "int4": 8.0}
-
-
-def rough_weights(*shape: int, seed: int = 0, scale: float = 0.05) -> Tensor:
-    """Normal weights whose rows and columns differ in size, with outliers, zeros of both signs and a row of zeros."""
-    g = torch.Generator().manual_seed(seed)
-    w = torch.randn(shape, generator=g) * scale
-    w *= torch.exp2(torch.randint(-6, 6, (*shape[:-1], 1), generator=g))
-    w *= torch.exp2(torch.randint(-2, 3, (shape[-1],), generator=g))
-    w[torch.rand(shape, generator=g) < 0.02] = 0.0
-    w[torch.rand(shape, generator=g) < 0.02] = -0.0
-    w[..., -1, :] = 0.0
-    return w
-
-
-def bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def assert_same(a: QuantTensor, b: QuantTensor) -> None:
-    """Equal to the bit."""
-    assert a.encoding == b.encoding
-    assert a.shape == b.shape
-    for name, part in a.parts().items():
-        assert torch.equal(bits(part), bits(b.parts()[name])), name
 
 
 def per_group(values: np.ndarray, encoding: Encoding, reduce: np.ufunc) -> np.ndarray:
@@ -454,19 +431,6 @@ def test_the_weights_are_left_alone(encoding: Encoding) -> None:
     q = format_of(encoding).quantize(w)
     assert torch.equal(w, before)
     assert not any(part.requires_grad for part in q.parts().values())
-
-
-@pytest.mark.gpu
-@every_encoding
-def test_a_gpu_makes_the_same_bytes(encoding: Encoding) -> None:
-    w = rough_weights(320, 288)
-    f = format_of(encoding)
-    q = f.quantize(w.cuda())
-    assert q.device.type == "cuda"
-    assert_same(q.to("cpu"), f.quantize(w))
-    assert torch.equal(q.dequantize().cpu(), f.quantize(w).dequantize())
-    again = f.quantize(q.dequantize())  # largest weights that are exact multiples of their scales
-    assert_same(again.to("cpu"), f.quantize(f.quantize(w).dequantize()))
 
 
 # --- group_reduce ---

@@ -1,6 +1,6 @@
 """Loads one layer from files in the page cache and prints as JSON how long it took and what memory it needed.
 
-    python tests/loading.py CHECKPOINT LAYER DEVICE SMALL_CHECKPOINT LAYER BACKEND ACTIVATIONS
+    python tests/support/loading.py CHECKPOINT LAYER DEVICE SMALL_CHECKPOINT LAYER BACKEND ACTIVATIONS
 
 A process of its own, whose memory is compared with what it was after loading the small checkpoint.
 """
@@ -8,6 +8,7 @@ A process of its own, whose memory is compared with what it was after loading th
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import threading
 import time
@@ -17,6 +18,47 @@ from pathlib import Path
 import torch
 
 import polymoe
+from polymoe.formats import FORMATS, QuantTensor
+from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
+
+V4 = Path(__file__).parents[2] / "models" / "sums-deepseek-v4-mxfp4"
+
+
+def deepseek_v4_flash_layer(path: Path, experts: int) -> None:
+    """Layer 3 with random codes and scales between 2**-9 and 2**-6, under DeepSeek-V4's names: 13.4 MB an expert."""
+    hidden, intermediate, mxfp4 = 4096, 2048, FORMATS["mxfp4"].encoding
+    spec = ExpertsSpec(hidden=hidden, intermediate=intermediate, experts=experts, gate=mxfp4, up=mxfp4, down=mxfp4)
+
+    def matrix(rows: int, columns: int) -> QuantTensor:
+        codes = torch.empty(rows, columns // 16, dtype=torch.int64).random_().view(torch.uint8)
+        scales = torch.randint(118, 122, (rows, columns // 32), dtype=torch.uint8)
+        return QuantTensor(codes, mxfp4, scales.view(torch.float8_e8m0fnu))
+
+    def read(e: int) -> Expert:
+        gate, up = matrix(intermediate, hidden), matrix(intermediate, hidden)
+        return Expert(gate=gate, up=up, down=matrix(hidden, intermediate))
+
+    sizes = {"hidden_size": hidden, "moe_intermediate_size": intermediate, "n_routed_experts": experts}
+    config = json.loads((V4 / "config.json").read_text()) | sizes
+    polymoe.write_checkpoint(path, config, {3: ExpertWeights(spec, read)})
+
+
+def measured(
+    path: Path,
+    layer: int,
+    device: str,
+    small: Path,
+    small_layer: int,
+    backend: str = "auto",
+    activations: str = "16bit",
+) -> dict[str, float]:
+    """What this file, as a program, prints."""
+    arguments = (__file__, path, layer, device, small, small_layer, backend, activations)
+    run = subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    print(found)
+    return found
 
 
 def anonymous_bytes() -> int:
