@@ -74,9 +74,9 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return run
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server() -> Iterator[Running]:
-    """The trained checkpoint behind an address of this machine, for the tests of one file."""
+    """A server around the trained checkpoint, in a thread of this process."""
     from support.serving import running_server
 
     with running_server() as running:

@@ -1,11 +1,8 @@
-"""What polymoe adds to Transformers' server: stop strings, sampling, failures; and what it must leave as it is."""
+"""Answers of the application to OpenAI's own client, and the endpoints that there are."""
 
 from __future__ import annotations
 
 import asyncio
-import copy
-import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,70 +14,76 @@ pytest.importorskip("openai")
 pytest.importorskip("prometheus_client")
 
 import openai
-from fastapi import HTTPException
 
-from polymoe.engines.transformers import load, paged_attention
-from polymoe.errors import UnsupportedProblem
-from polymoe.serve import continuous_batching
-from polymoe.serve.continuous_batching import Batching, BatchingManager
-from polymoe.serve.in_flight import IN_FLIGHT, InFlight
-from polymoe.serve.metrics import ServerMetrics
-from polymoe.serve.requests import Limits
-from support.paged_attention import batching_config, plain_flash
-from support.serving import CHECKPOINT, CONTEXT, HELDOUT, Running, user
+from support.serving import CONTEXT, HELDOUT, KEY, UNENDING, Running, said, user
 
 
-def said(server: Running, question: str = "498-971=", *, chat: bool, stream: bool, **fields: Any) -> tuple[Any, ...]:
-    """Text, finish reason and new tokens of an answer."""
+def test_lists_the_model_and_is_healthy(server: Running) -> None:
+    assert [model.id for model in server.client().models.list()] == ["sums"]
+    assert server.get("/health").json() == {"status": "ok"}
+
+
+@pytest.mark.parametrize("path", ["/load_model", "/reset", "/v1/responses", "/v1/audio/transcriptions", "/docs", "/"])
+def test_nothing_else_is_offered(server: Running, path: str) -> None:
+    assert server.post(path, {"model": "sums"}).status == 404
+    assert [model.id for model in server.client().models.list()] == ["sums"]
+
+
+def test_completions_answer_sums(server: Running) -> None:
+    for row in HELDOUT[:4]:
+        answer = server.client().completions.create(model="sums", prompt=row["prompt"])
+        assert answer.choices[0].text == row["answer"]
+        assert answer.choices[0].finish_reason == "stop"
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens == len(row["prompt"])
+        assert answer.usage.completion_tokens == len(row["answer"]) + 1
+
+
+def test_chat_answers_sums(server: Running) -> None:
+    answer: Any = server.client().chat.completions.create(model="sums", messages=user("What is 12+34?"))
+    assert answer.choices[0].message.content == "46"
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_streams_say_the_same_in_pieces(server: Running) -> None:
     client = server.client()
-    if chat:
-        answer: Any = client.chat.completions.create(model="sums", messages=user(question), stream=stream, **fields)
-        get = lambda choice: choice.delta.content if stream else choice.message.content  # noqa: E731
-    else:
-        answer = client.completions.create(model="sums", prompt=question, stream=stream, **fields)
-        get = lambda choice: choice.text  # noqa: E731
-    parts = list(answer) if stream else [answer]
-    text = "".join(get(part.choices[0]) or "" for part in parts)
-    return text, parts[-1].choices[0].finish_reason, parts[-1].usage.completion_tokens
+    chunks = list(client.completions.create(model="sums", prompt="512+499=", stream=True))
+    assert "".join(c.choices[0].text for c in chunks) == "1011"
+    assert [c.choices[0].finish_reason for c in chunks] == [None] * (len(chunks) - 1) + ["stop"]
+    assert len(chunks) > 2
+
+    chat: Any = client.chat.completions.create(model="sums", messages=user("512+499"), stream=True)
+    deltas = [c.choices[0] for c in chat]
+    assert "".join(d.delta.content or "" for d in deltas) == "1011"
+    assert deltas[-1].finish_reason == "stop"
 
 
-EVERY_WAY = pytest.mark.parametrize(("chat", "stream"), [(c, s) for c in (False, True) for s in (False, True)])
+def test_ends_at_max_tokens_and_at_the_context(server: Running) -> None:
+    client = server.client()
+    short = client.completions.create(model="sums", prompt="512+499=", max_tokens=2)
+    assert (short.choices[0].text, short.choices[0].finish_reason) == ("10", "length")
+    full: Any = client.chat.completions.create(model="sums", messages=user("1" * 240), **UNENDING)  # type: ignore[arg-type]
+    assert full.usage.total_tokens == CONTEXT
+    assert full.choices[0].finish_reason == "length"
 
 
-@EVERY_WAY
-@pytest.mark.parametrize(
-    ("stop", "text", "tokens"),
-    [
-        ("7", "-4", 3),
-        ("73", "-4", 4),
-        (["9", "3"], "-47", 4),
-        (["473"], "-", 4),
-        ("-", "", 1),
-        ("\n", "-473", 5),
-        (["never", "74"], "-473", 5),
-        ("😀", "-473", 5),
-    ],
-)
-def test_stop_strings(server: Running, stop: Any, text: str, tokens: int, chat: bool, stream: bool) -> None:
-    assert said(server, stop=stop, chat=chat, stream=stream) == (text, "stop", tokens)
+def test_16_requests_at_once(server: Running) -> None:
+    async def all_at_once() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=60) as client:
+            requests = [
+                client.completions.create(model="sums", prompt=row["prompt"], max_tokens=8) for row in HELDOUT[:8]
+            ]
+            chats = [
+                client.chat.completions.create(model="sums", messages=user(row["prompt"]))  # type: ignore[arg-type]
+                for row in HELDOUT[8:16]
+            ]
+            answers = await asyncio.gather(*requests, *chats)
+        return [getattr(a.choices[0], "text", None) or a.choices[0].message.content for a in answers]
+
+    assert asyncio.run(all_at_once()) == [row["answer"] for row in HELDOUT[:16]]
 
 
-@EVERY_WAY
-def test_an_answer_that_reaches_its_limit_is_cut_where_it_is(server: Running, chat: bool, stream: bool) -> None:
-    assert said(server, max_tokens=2, stop="never", chat=chat, stream=stream) == ("-4", "length", 2)
-    most = said(server, "1+2=", max_tokens=CONTEXT, chat=chat, stream=stream)
-    assert most == ("3", "stop", 2)  # what the context has no room for behind this prompt is no error
-
-
-def test_a_temperature_samples_and_a_seed_makes_it_repeatable(server: Running) -> None:
-    def answers(**fields: Any) -> list[str]:
-        return [said(server, chat=False, stream=False, **fields)[0] for _ in range(4)]
-
-    hot = {"temperature": 50.0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
-    assert len(set(answers(**hot))) > 1
-    assert len(set(answers(seed=5, **hot))) == 1
-    assert answers(seed=5, **hot) != answers(seed=6, **hot)
-    assert set(answers()) == set(answers(temperature=0)) == {"-473"}
+# --- Chat templates ---------------------------------------------------------------------------------------------------
 
 
 def test_reasoning_and_tool_calls_are_parsed_as_transformers_does(server: Running, monkeypatch: Any) -> None:
@@ -137,116 +140,7 @@ def test_tools_are_left_out_when_none_may_be_called(server: Running, monkeypatch
     assert said(server, chat=True, stream=False, tools=tools, tool_choice="none")[0] == "3"
 
 
-@EVERY_WAY
-def test_a_failure_is_an_error_of_openais_form(
-    server: Running, monkeypatch: pytest.MonkeyPatch, chat: bool, stream: bool
-) -> None:
-    def fail(**_: Any) -> None:
-        raise RuntimeError('no "room"\nfor \\ this')
-
-    monkeypatch.setattr(server.model, "generate", fail)
-    with pytest.raises(openai.APIError) as failed:
-        said(server, chat=chat, stream=stream)
-    message = 'generation failed: no "room"\nfor \\ this'
-    assert failed.value.body == {"message": message, "type": "server_error", "param": None, "code": None}
-    body = {"messages": user("1+2")} if chat else {"prompt": "1+2="}
-    reply = server.post("/v1/chat/completions" if chat else "/v1/completions", {**body, "stream": stream})
-    if stream:
-        *_, last, done, end = reply.text.split("\n\n")
-        assert (json.loads(last.removeprefix("data: "))["error"]["message"], done, end) == (message, "data: [DONE]", "")
-
-
-@pytest.mark.parametrize(
-    ("limits", "wanted", "most"),
-    [
-        (Limits(100), 100, None),
-        (Limits(100), 101, 100),
-        (Limits(100, 5), 6, 5),
-        (Limits(None, 5), 6, 5),
-        (Limits(None), 9**9, None),
-    ],
-)
-def test_what_no_answer_may_have_is_refused(limits: Limits, wanted: int, most: int | None) -> None:
-    if most is None:
-        limits.check("max_tokens", wanted)
-        return
-    with pytest.raises(HTTPException) as refused:
-        limits.check("max_tokens", wanted)
-    error: Any = refused.value.detail
-    assert refused.value.status_code == 400
-    assert f"has at most {most} tokens" in error["error"]["message"]
-    assert error["error"]["param"] == "max_tokens"
-
-
-def test_continuous_batching_ends_what_nobody_waits_for(server: Running) -> None:
-    """With a stand-in for Transformers' batching, which runs on CUDA alone."""
-    cancelled: list[str] = []
-    batching = SimpleNamespace(
-        background_thread_status=SimpleNamespace(fatal_error=None),
-        register_result_handler=lambda request_id, handler: None,
-        add_request=lambda ids, request_id, **_: request_id,
-        cancel_request=cancelled.append,
-    )
-    metrics = ServerMetrics(name="sums", model=server.model)
-    manager = BatchingManager(Limits(100), metrics, Batching())
-    manager._cb = batching  # type: ignore[assignment]
-    request = InFlight()
-
-    async def ask_and_leave() -> None:
-        IN_FLIGHT.set(request)
-        config = SimpleNamespace(max_new_tokens=5, eos_token_id=1)
-        answer = asyncio.create_task(
-            manager.generate_non_streaming(server.model, server.tokenizer, {"input_ids": [1, 2]}, config, "same")
-        )
-        await asyncio.sleep(0.01)
-        assert request.running
-        request.leave()
-        with pytest.raises(HTTPException) as left:
-            await answer
-        assert left.value.status_code == 499
-
-    asyncio.run(ask_and_leave())
-    assert len(cancelled) == 1
-    assert cancelled != ["same"]  # ids of clients' choosing may be equal
-
-
-def test_requests_share_forward_passes(server: Running, monkeypatch: Any) -> None:
-    """With continuous batching itself, and the attention that runs on GPUs by its definition."""
-    monkeypatch.setattr(paged_attention, "_flash", plain_flash)
-    settings = {"max_batch_tokens": 64, "max_memory_percent": 0.001}
-    monkeypatch.setattr(paged_attention, "batching_config", lambda **_: batching_config(**settings))
-    model, tokenizer = load(CHECKPOINT, device="cpu")
-    metrics = ServerMetrics(name="sums", model=model)
-    manager = BatchingManager(Limits(CONTEXT), metrics, Batching(paged=True))
-
-    async def ask(row: Any) -> str:
-        IN_FLIGHT.set(InFlight())
-        config = copy.deepcopy(model.generation_config)
-        config.max_new_tokens = 8
-        inputs = {"input_ids": tokenizer(row["prompt"])["input_ids"]}
-        text, _, ids = await manager.generate_non_streaming(model, tokenizer, inputs, config, "same")
-        assert len(ids) == len(row["answer"]) + 1
-        return text
-
-    async def ask_all(rows: Any) -> list[str]:
-        return list(await asyncio.gather(*map(ask, rows)))
-
-    manager.init_cb(model, model.generation_config)
-    try:
-        assert asyncio.run(ask_all(HELDOUT[:12])) == [row["answer"] for row in HELDOUT[:12]]
-        assert model.config._attn_implementation == paged_attention.NAME
-    finally:
-        manager.stop()
-
-
-def test_graphs_are_where_they_can_be(monkeypatch: Any, server: Running) -> None:
-    assert Batching.of(server.model, graphs=None, cache_memory=0.5) == Batching(cache_memory=0.5)  # not on a CPU
-    with pytest.raises(UnsupportedProblem, match="CUDA graphs of continuous batching"):
-        Batching.of(server.model, graphs=True, cache_memory=None)
-    monkeypatch.setattr(paged_attention, "runs_on", lambda _: True)
-    assert Batching.of(server.model, graphs=False, cache_memory=None) == Batching(paged=True)
-    assert Batching.of(server.model, graphs=None, cache_memory=None) == Batching(paged=True)  # reference looks
-    with pytest.raises(UnsupportedProblem, match="got backend 'reference'"):
-        Batching.of(server.model, graphs=True, cache_memory=None)
-    monkeypatch.setattr(continuous_batching, "require_capturable", lambda _: None)
-    assert Batching.of(server.model, graphs=None, cache_memory=None) == Batching(paged=True, graphs=True)
+def test_what_the_chat_template_refuses_is_said(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.tokenizer, "chat_template", "{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(openai.BadRequestError, match="roles must alternate"):
+        server.client().chat.completions.create(model="sums", messages=user("1+2"))  # type: ignore[arg-type]

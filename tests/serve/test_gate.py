@@ -1,4 +1,4 @@
-"""The gate: how many requests are in, what becomes of those whose client leaves, what is counted, and closing it."""
+"""The gate: keys, sizes and numbers of requests, clients that leave, metrics, and closing it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("openai")
 pytest.importorskip("prometheus_client")
 
+import openai
+
 from polymoe.serve import gate as gates
-from support.serving import KEY, Reply, Running, running_server, user
+from support.serving import BYTES, KEY, Reply, Running, running_server, user
 
 PLACES = 4
 
@@ -63,21 +65,57 @@ def ask(server: Running, replies: list[Reply], **body: Any) -> threading.Thread:
     return thread
 
 
+# --- Keys and sizes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["wrong", KEY[:-1], KEY + "x", KEY.upper(), None])
+def test_a_wrong_key_is_refused(server: Running, key: str | None) -> None:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    refused = server.get("/v1/models", headers)
+    assert refused.status == 401
+    assert refused.headers["www-authenticate"] == "Bearer"
+    assert server.get("/health").status == 200
+
+
+def test_the_client_raises_for_a_wrong_key(server: Running) -> None:
+    with pytest.raises(openai.AuthenticationError, match="API key"):
+        server.client("wrong").completions.create(model="sums", prompt="1+2=")
+
+
+@pytest.mark.parametrize("size", [BYTES + 1, 10 * BYTES, 400 * BYTES])
+def test_an_oversized_request_is_refused(server: Running, size: int) -> None:
+    try:
+        assert server.post("/v1/completions", b"x" * size).status == 413
+    except ConnectionError:
+        assert size > 16 * BYTES  # far too much to be read to its end
+    with pytest.raises(openai.APIStatusError) as refused:
+        server.client().completions.create(model="sums", prompt="1" * (BYTES + 1))
+    assert refused.value.status_code == 413
+
+
+def test_a_request_in_chunks_counts_as_a_whole(server: Running) -> None:
+    body = json.dumps({"model": "sums", "prompt": "1+2="}, indent=20).encode()
+    chunks = [body[i : i + 7] for i in range(0, len(body), 7)]
+    answer = server.post("/v1/completions", iter(chunks))
+    assert answer.json()["choices"][0]["text"] == "3", answer.text
+    assert server.post("/v1/completions", iter([b"x" * 1000] * 30)).status == 413
+
+
 # --- How many -------------------------------------------------------------------------------------------------------
 
 
 def test_more_than_there_is_room_for_are_refused_with_429(server: Running) -> None:
     replies: list[Reply] = []
-    with server.slow(0.1):
+    with server.held():
         threads = [ask(server, replies) for _ in range(PLACES)]
         server.until(lambda: in_flight(server) == (1, PLACES - 1))
         refused = server.post("/v1/completions", {"prompt": "1+2="})
         assert refused.status == 429
         assert refused.headers["retry-after"] == "1"
         assert refused.json()["error"]["type"] == "rate_limit_error"
-        assert server.get("/health").status == 200  # which needs no room
-        for thread in threads:
-            thread.join()
+        assert server.get("/health").status == 200  # which does not count
+    for thread in threads:
+        thread.join()
     assert [reply.status for reply in replies] == [200] * PLACES
     assert server.post("/v1/completions", {"prompt": "1+2="}).json()["choices"][0]["text"] == "3"
 
@@ -94,19 +132,20 @@ def test_a_burst_gets_answers_or_429(server: Running) -> None:
 
 
 def test_a_refused_request_leaves_its_connection_open(server: Running) -> None:
-    """A client keeps its connection for the next try; what was refused must have been read to its end."""
+    """A client uses its connection for the next try, so the refused request must have been read to its end."""
     import http.client
 
     replies: list[Reply] = []
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
     body = json.dumps({"prompt": "1+2=", "user": "x" * 10_000})
-    with server.slow(0.1), contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port)) as connection:
-        threads = [ask(server, replies) for _ in range(PLACES)]
-        server.until(lambda: in_flight(server) == (1, PLACES - 1))
-        for _ in range(3):
-            connection.request("POST", "/v1/completions", body, headers)
-            answer = connection.getresponse()
-            assert (answer.status, bool(answer.read())) == (429, True)
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port)) as connection:
+        with server.held():
+            threads = [ask(server, replies) for _ in range(PLACES)]
+            server.until(lambda: in_flight(server) == (1, PLACES - 1))
+            for _ in range(3):
+                connection.request("POST", "/v1/completions", body, headers)
+                answer = connection.getresponse()
+                assert (answer.status, bool(answer.read())) == (429, True)
         port = connection.sock.getsockname()[1]
         for thread in threads:
             thread.join()
@@ -120,14 +159,14 @@ def test_a_refused_request_leaves_its_connection_open(server: Running) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_who_leaves_while_waiting_gives_up_the_place(server: Running, stream: bool) -> None:
-    with server.slow(0.1), contextlib.ExitStack() as stack:
+    with server.held(), contextlib.ExitStack() as stack:
         stack.enter_context(client(server, {"prompt": "1+2=", "max_tokens": 60, "ignore_eos": True}))
         server.until(lambda: in_flight(server) == (1, 0))
         with contextlib.ExitStack() as waiting:
             for _ in range(PLACES - 1):
                 waiting.enter_context(client(server, {"prompt": "9+9=", "stream": stream}))
             server.until(lambda: in_flight(server) == (1, PLACES - 1))
-        # The first still runs: those behind it are gone at once, not when their turn comes.
+        # The first still runs: those behind it are gone at once, not when the model reaches them.
         server.until(lambda: in_flight(server) == (1, 0), 2)
         assert not len(server.served.generation.sequential.calls)
         before = server.steps
@@ -202,13 +241,13 @@ def test_requests_are_counted_by_status(server: Running) -> None:
 
 def test_what_runs_and_waits_is_seen(server: Running) -> None:
     replies: list[Reply] = []
-    with server.slow(0.1):
+    with server.held():
         threads = [ask(server, replies) for _ in range(3)]
         server.until(lambda: in_flight(server) == (1, 2))
         assert server.metric("polymoe_requests_running") == 1
-        assert server.metric("polymoe_requests_waiting") >= 1
-        for thread in threads:
-            thread.join()
+        assert server.metric("polymoe_requests_waiting") == 2
+    for thread in threads:
+        thread.join()
     assert server.metric("polymoe_requests_running") == server.metric("polymoe_requests_waiting") == 0
 
 
@@ -223,15 +262,16 @@ def test_the_backend_in_use_is_told(server: Running) -> None:
 
 def test_a_closed_gate_lets_those_in_finish_and_nobody_else_in() -> None:
     replies: list[Reply] = []
-    with running_server() as server, server.slow(0.05):
-        threads = [ask(server, replies) for _ in range(2)]
-        server.until(lambda: in_flight(server) == (1, 1))
-        server.gate.close()
-        for path in ("/v1/completions", "/health", "/v1/models"):
-            refused = server.post(path, {"prompt": "1+2="})
-            assert refused.status == 503
-            assert refused.headers["connection"] == "close"
-            assert "stopping" in refused.json()["error"]["message"]
+    with running_server() as server:
+        with server.held():
+            threads = [ask(server, replies) for _ in range(2)]
+            server.until(lambda: in_flight(server) == (1, 1))
+            server.gate.close()
+            for path in ("/v1/completions", "/health", "/v1/models"):
+                refused = server.post(path, {"prompt": "1+2="})
+                assert refused.status == 503
+                assert refused.headers["connection"] == "close"
+                assert "stopping" in refused.json()["error"]["message"]
         for thread in threads:
             thread.join()
         assert [reply.status for reply in replies] == [200, 200]
@@ -258,20 +298,18 @@ def test_the_end_cuts_the_running_answer_short_and_refuses_those_that_wait() -> 
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_does_not_end_is_cut(stream: bool) -> None:
     replies: list[Reply] = []
-    with running_server() as server, server.slow(0.0):
+    with running_server() as server, server.slow(0.02):
         threads = [ask(server, replies, max_tokens=200, stream=stream)]
-        server.until(lambda: server.steps > 3)
-        server.seconds_a_step = 1.5
-        threads.append(ask(server, replies, stream=stream))
-        server.until(lambda: in_flight(server) == (1, 1))
-        time.sleep(0.2)
-        start = time.monotonic()
-        server.gate.cut()
-        for thread in threads:
-            thread.join()
-        assert time.monotonic() - start < 1
-        server.until(lambda: in_flight(server) == (0, 0))  # counted just after the reply has ended
-        server.seconds_a_step = 0.0
+        server.until(lambda: server.steps > 5)
+        with server.held():
+            threads.append(ask(server, replies, stream=stream))
+            server.until(lambda: in_flight(server) == (1, 1))
+            start = time.monotonic()
+            server.gate.cut()
+            for thread in threads:
+                thread.join()
+            assert time.monotonic() - start < 1
+            server.until(lambda: in_flight(server) == (0, 0))  # counted just after the reply has ended
     message = "the server has stopped"
     if stream:
         assert [reply.status for reply in replies] == [200, 200]

@@ -12,7 +12,6 @@ import random
 import signal
 import statistics
 import subprocess
-import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -24,17 +23,15 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
-httpx = pytest.importorskip("httpx")
+pytest.importorskip("openai")
+pytest.importorskip("httpx")
 
-CHECKPOINT = Path(__file__).parents[2] / "models" / "sums-gpt-oss-mxfp4"
+import httpx
+
+from support.serving import server_process
+
 CLIENTS = 200
 SECONDS = 300
-SERVE = """
-import sys
-from polymoe.serve import serve
-serve(sys.argv[1], port=0, device="cpu", api_key="key", on_ready=lambda url: print(url, flush=True))
-print("ended", flush=True)
-"""
 
 
 @dataclass
@@ -63,20 +60,11 @@ class Load:
 
 def load(seconds: float, clients: int = CLIENTS) -> Load:
     """Start a server, put it under load, stop it."""
-    server = subprocess.Popen(
-        [sys.executable, "-c", SERVE, str(CHECKPOINT)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert server.stdout is not None
-    try:
-        url = server.stdout.readline().strip()
-        assert url.startswith("http://127.0.0.1:"), server.communicate()
+    with server_process() as (server, url):
         result = asyncio.run(_load(server, url, seconds, clients))
         out, err = server.communicate(timeout=20)
         result.exit_code, result.stdout, result.stderr = server.returncode, out, err
-        return result
-    finally:
-        server.kill()
+    return result
 
 
 async def _load(server: subprocess.Popen[str], url: str, seconds: float, clients: int) -> Load:
@@ -147,7 +135,7 @@ def _resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
 def test_two_hundred_clients() -> None:
     result = load(SECONDS)

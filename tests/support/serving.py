@@ -1,18 +1,22 @@
-"""What tests of the server share: one in this process around the trained checkpoint, and requests to it."""
+"""Servers for tests, in this process or in another one, and requests to them."""
 
 from __future__ import annotations
 
 import contextlib
 import http.client
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import openai
+import pytest
 import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -27,12 +31,20 @@ HELDOUT = [json.loads(line) for line in (MODELS / "sums-heldout.jsonl").read_tex
 KEY = "a key, and a long one"
 BYTES = 20_000
 CONTEXT = 256
-UNENDING = {"logit_bias": {"1": -100}}  # the end token, so that answers fill the context
+UNENDING = {"logit_bias": {"1": -100}}  # of the end token, so that answers fill the context
+EVERY_WAY = pytest.mark.parametrize(("chat", "stream"), [(c, s) for c in (False, True) for s in (False, True)])
+SERVE = """
+import sys
+from polymoe.serve import serve
+serve(sys.argv[1], port=0, device="cpu", api_key="key", on_ready=lambda url: print(url, flush=True))
+print("ended", flush=True)
+"""
+"""A server in a process of its own: prints its URL, and "ended" after a clean end."""
 
 
 @dataclass
 class Reply:
-    """What came back: status, headers, body."""
+    """An HTTP response."""
 
     status: int
     headers: Any
@@ -44,7 +56,13 @@ class Reply:
 
 @dataclass
 class Running:
-    """A server in a thread of this process, and how many forward passes its model has made."""
+    """A server in a thread of this process.
+
+    Attributes:
+        steps: forward passes that its model has started.
+        seconds_a_step: least duration of a forward pass.
+        released: forward passes wait until this is set.
+    """
 
     port: int
     model: Any
@@ -53,6 +71,7 @@ class Running:
     gate: Gate
     steps: int = 0
     seconds_a_step: float = 0.0
+    released: threading.Event = field(default_factory=threading.Event)
 
     @property
     def url(self) -> str:
@@ -77,15 +96,24 @@ class Running:
 
     @contextlib.contextmanager
     def slow(self, seconds_a_step: float) -> Iterator[None]:
-        """Forward passes of at least so many seconds."""
+        """Make forward passes take at least so many seconds."""
         self.seconds_a_step = seconds_a_step
         try:
             yield
         finally:
             self.seconds_a_step = 0.0
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Stop the model at its next forward pass until the end of the block."""
+        self.released.clear()
+        try:
+            yield
+        finally:
+            self.released.set()
+
     def metric(self, name: str, **labels: str) -> float:
-        """A sample of ``/metrics``; 0 if there is none."""
+        """The value of a sample of ``/metrics``; 0 if there is none."""
         text = self.get("/metrics", {"Authorization": f"Bearer {KEY}"}).text
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
@@ -97,13 +125,13 @@ class Running:
         """Wait until ``holds()``."""
         end = time.monotonic() + seconds
         while not holds():
-            assert time.monotonic() < end, "waited in vain"
-            time.sleep(0.02)
+            assert time.monotonic() < end, f"it does not hold after {seconds} s"
+            time.sleep(0.005)
 
 
 @contextlib.contextmanager
 def running_server(**limits: Any) -> Iterator[Running]:
-    """A server in a thread; ``limits`` are the gate's."""
+    """A server around the trained checkpoint, in a thread; ``limits`` are the gate's."""
     model, tokenizer = load(CHECKPOINT, device="cpu", backend="reference")
     served = ModelServer(model, tokenizer, name="sums")
     with bind("127.0.0.1", 0) as listener:
@@ -113,13 +141,15 @@ def running_server(**limits: Any) -> Iterator[Running]:
         def count(*_: Any) -> None:
             running.steps += 1
             time.sleep(running.seconds_a_step)
+            running.released.wait(60)
 
+        running.released.set()
         model.register_forward_pre_hook(count)
         behind = uvicorn.Server(uvicorn.Config(gate, log_level="warning", timeout_graceful_shutdown=1))
         thread = threading.Thread(target=behind.run, kwargs={"sockets": [listener]})
         thread.start()
         while not behind.started:
-            time.sleep(0.02)
+            time.sleep(0.005)
         try:
             yield running
         finally:
@@ -128,5 +158,36 @@ def running_server(**limits: Any) -> Iterator[Running]:
             served.close()
 
 
+@contextlib.contextmanager
+def server_process(code: str = SERVE) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server in a process of its own, and its URL."""
+    running = subprocess.Popen(
+        [sys.executable, "-c", code, str(CHECKPOINT)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    try:
+        assert running.stdout is not None
+        url = running.stdout.readline().strip()
+        assert url.startswith("http://127.0.0.1:"), running.communicate()
+        yield running, url
+    finally:
+        running.kill()
+        running.communicate()
+
+
 def user(content: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": content}]
+
+
+def said(server: Running, question: str = "498-971=", *, chat: bool, stream: bool, **fields: Any) -> tuple[Any, ...]:
+    """Text, finish reason and new tokens of an answer."""
+    client = server.client()
+    if chat:
+        answer: Any = client.chat.completions.create(model="sums", messages=user(question), stream=stream, **fields)
+        get = lambda choice: choice.delta.content if stream else choice.message.content  # noqa: E731
+    else:
+        answer = client.completions.create(model="sums", prompt=question, stream=stream, **fields)
+        get = lambda choice: choice.text  # noqa: E731
+    parts = list(answer) if stream else [answer]
+    text = "".join(get(part.choices[0]) or "" for part in parts)
+    return text, parts[-1].choices[0].finish_reason, parts[-1].usage.completion_tokens

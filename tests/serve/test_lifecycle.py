@@ -1,0 +1,128 @@
+"""Starting and ending a server: addresses that cannot be used, and signals at any moment."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+pytest.importorskip("openai")
+pytest.importorskip("prometheus_client")
+
+import openai
+
+from polymoe.errors import ArgumentError, CheckpointNotFound
+from polymoe.serve import bind, serve
+from support.serving import CHECKPOINT, SERVE, UNENDING, server_process, user
+
+# --- Starting ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_port_in_use_is_said_before_anything_is_loaded(tmp_path: Path) -> None:
+    with bind("127.0.0.1", 0) as taken:  # as another server does while it loads
+        port = taken.getsockname()[1]
+        with pytest.raises(ArgumentError, match=rf"127\.0\.0\.1:{port}.*in use"):
+            serve(tmp_path / "no checkpoint", port=port)
+
+
+@pytest.mark.parametrize(("host", "port"), [("no such host", 0), ("127.0.0.1", 70_000), ("192.0.2.1", 0)])
+def test_an_address_that_is_not_ours_is_said(host: str, port: int, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=host):
+        serve(tmp_path / "no checkpoint", host=host, port=port)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"api_key": ""}, {"max_tokens": 0}, {"max_request_bytes": 0}, {"max_concurrent_requests": 0}], ids=str
+)
+def test_empty_limits_are_refused(wrong: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="at least 1"):
+        serve(tmp_path / "no checkpoint", port=0, **wrong)
+
+
+def test_an_open_server_without_a_key_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for host, key, warned in (("0.0.0.0", None, True), ("0.0.0.0", "key", False), ("127.0.0.1", None, False)):
+        caplog.clear()
+        with pytest.raises(CheckpointNotFound):
+            serve(tmp_path / "no checkpoint", host=host, port=0, api_key=key)
+        assert ("no API key" in caplog.text) == warned
+
+
+# --- Ending -----------------------------------------------------------------------------------------------------------
+
+
+STUCK = """
+import time
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssModel
+GptOssModel.forward = lambda *_, **__: time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "busy"),
+    [
+        pytest.param(signal.SIGTERM, False, marks=pytest.mark.slow),
+        (signal.SIGTERM, True),
+        pytest.param(signal.SIGINT, True, marks=pytest.mark.slow),
+    ],
+)
+def test_ends_cleanly(number: signal.Signals, busy: bool) -> None:
+    with server_process() as (running, url):
+        end_cleanly(running, url, number, busy)
+
+
+def end_cleanly(running: subprocess.Popen[str], url: str, number: signal.Signals, busy: bool) -> None:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0, timeout=60)
+    assert client.completions.create(model=CHECKPOINT.name, prompt="1+2=").choices[0].text == "3"
+    streams = []
+    if busy:
+        for _ in range(4):
+            stream: Any = client.chat.completions.create(
+                model=CHECKPOINT.name,
+                messages=user("1+2"),
+                stream=True,
+                **UNENDING,  # type: ignore[arg-type]
+            )
+            streams.append(iter(stream))
+        next(streams[0])
+    start = time.monotonic()
+    running.send_signal(number)
+    out, err = running.communicate(timeout=20)
+    assert time.monotonic() - start < 5
+    assert running.returncode == 0, err
+    assert out == "ended\n"
+    assert "Traceback" not in err
+
+
+@pytest.mark.slow
+def test_ends_in_the_middle_of_a_long_prompt() -> None:
+    """A forward pass cannot be interrupted: clients that wait for it get an error, and the process ends without it."""
+    refused: list[openai.APIStatusError] = []
+    with server_process(STUCK + SERVE) as (running, url):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0, timeout=60)
+
+        def ask() -> None:
+            with pytest.raises(openai.InternalServerError) as error:
+                client.completions.create(model=CHECKPOINT.name, prompt="1+2=")
+            refused.append(error.value)
+
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        time.sleep(1)
+        start = time.monotonic()
+        running.send_signal(signal.SIGTERM)
+        out, err = running.communicate(timeout=20)
+        assert time.monotonic() - start < 5
+        for thread in threads:
+            thread.join()
+    assert (running.returncode, out) == (0, "ended\n")
+    assert "Traceback" not in err
+    assert [error.status_code for error in refused] == [503] * 3
