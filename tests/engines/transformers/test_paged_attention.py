@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +14,9 @@ from torch import Tensor
 from polymoe.engines.transformers import load
 from polymoe.engines.transformers import paged_attention as paged
 from polymoe.errors import UnsupportedProblem
+from support.packed_model import CHECKPOINT
 from support.paged_attention import batching_config, plain_flash
 
-SUMS = Path(__file__).parents[2] / "models" / "sums-gpt-oss-mxfp4"
 SUMS_ASKED, SUMS_RIGHT = ["123+456=", "12+4=", "700-12=", "998+999="], ["579", "16", "688", "1997"]
 HEADS, SHARED, WIDTH, SCALE = 4, 2, 16, 0.3
 QUERIES, KEYS = [1, 3, 1, 6], [5, 3, 1, 9]  # of four requests: decoding, a prompt, its first token, a prompt's rest
@@ -105,7 +104,7 @@ def answers(model: Any, tokenizer: Any, batching: Any, before: Callable[[Any], N
 @pytest.mark.usefixtures("plain")
 def test_transformers_batches_continuously_with_it(monkeypatch: Any, most: int) -> None:
     monkeypatch.setattr(paged, "_TOKEN_BY_TOKEN", most)
-    model, tokenizer = load(SUMS, device="cpu", dtype=torch.float32)
+    model, tokenizer = load(CHECKPOINT, device="cpu", dtype=torch.float32)
     batching = batching_config(max_batch_tokens=16, max_memory_percent=0.001)  # prompts come in parts
     calls = []
     monkeypatch.setattr(paged, "_flash", lambda *args, **more: calls.append(1) or plain_flash(*args, **more))
@@ -118,7 +117,7 @@ def test_transformers_batches_continuously_with_it(monkeypatch: Any, most: int) 
 def test_only_small_steps_are_captured_and_padded(monkeypatch: Any, most: int) -> None:
     """With Transformers' own runner, and a stand-in for a graph: what a step was computed from."""
     monkeypatch.setattr(paged, "_CAPTURED", most)
-    model, tokenizer = load(SUMS, device="cpu", dtype=torch.float32)
+    model, tokenizer = load(CHECKPOINT, device="cpu", dtype=torch.float32)
     steps = []
 
     def before(manager: Any) -> None:
@@ -185,7 +184,7 @@ def test_pytorchs_flash_attention_is_what_it_is_taken_for(monkeypatch: Any, wind
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", [False, True])
 def test_answers_on_a_gpu(graphs: bool) -> None:
-    model, tokenizer = load(SUMS, device="cuda", dtype=torch.bfloat16)
+    model, tokenizer = load(CHECKPOINT, device="cuda", dtype=torch.bfloat16)
     runners = []
 
     def before(manager: Any) -> None:
