@@ -7,8 +7,9 @@ import sys
 import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar, get_args
+from typing import TypeVar
 
+from polymoe.activation_quantization import ACTIVATIONS
 from polymoe.activations import ReLU2
 from polymoe.backends import BACKENDS, Backend
 from polymoe.bench.cases import CASES
@@ -16,11 +17,11 @@ from polymoe.formats import FORMATS
 from polymoe.machine import DEVICES, Device, Machine
 from polymoe.planning.measured import Table
 from polymoe.planning.select import describe, select
-from polymoe.problem import ActivationMode, Problem
+from polymoe.problem import Problem
 from polymoe.verdict import Accepted, Verdict
 
 GPUS = ("a100", "rtx4090", "h100", "h200", "b200", "rtx5090", "cpu")
-MODES: tuple[ActivationMode, ...] = get_args(ActivationMode)
+MODES = tuple(ACTIVATIONS)
 CASE = CASES["deepseek-v4-flash"]
 
 INTRODUCTION = f"""\
@@ -60,7 +61,7 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in [header, ["---"] * len(header), *rows])
 
 
-def problem_of(format: str = "mxfp4", activations: ActivationMode = "16bit") -> Problem:
+def problem_of(format: str = "mxfp4", activations: str = "16bit") -> Problem:
     """The layer in a format of ``FORMATS``."""
     return CASE.problem(format, activations)
 
@@ -131,7 +132,7 @@ def _section(backend: Backend) -> str:
     )
 
 
-Cell = tuple[str, str, ActivationMode]
+Cell = tuple[str, str, str]
 """GPU, format, activations."""
 
 

@@ -35,7 +35,7 @@ from polymoe.kernels.cuda.driver import Module
 from polymoe.kernels.cuda.launch import E4m3Shape, Shape
 from polymoe.layouts import LAYOUTS, Packed, w4a8_fragments
 from polymoe.layouts.cuda.w4a16_fragments import pack_scales
-from polymoe.problem import ActivationMode, Problem
+from polymoe.problem import Problem
 from polymoe.routing import Routing
 from polymoe.tensors import ExpertsSpec, ExpertWeights
 
@@ -289,7 +289,7 @@ def emulate(folder: Path, names: Sequence[str]) -> None:
         print(f"{name}: error {relative_error(out, run_experts(problem, weights, x, routing)):.2g}", flush=True)
 
 
-def _held(variant: Variant) -> tuple[str, ActivationMode]:
+def _held(variant: Variant) -> tuple[str, str]:
     """The layout of weights, and how x is held."""
     return ("w4a8_fragments", "fp8_group128") if variant.kernels == "w4a8" else ("w4a16_fragments", "16bit")
 
@@ -339,7 +339,7 @@ def _kernel(module: Module, name: str) -> Any:
 
 
 @cache
-def _layer(layout: str, activations: ActivationMode) -> tuple[Problem, Packed]:
+def _layer(layout: str, activations: str) -> tuple[Problem, Packed]:
     """DeepSeek-V4-Flash's shape with random codes and scales, packed."""
     encoding = FORMATS["mxfp4"].encoding
     spec = ExpertsSpec(hidden=4096, intermediate=2048, experts=256, gate=encoding, up=encoding, down=encoding)
@@ -395,7 +395,7 @@ def run(folder: Path, names: Sequence[str]) -> None:
         return [(x[i], _routing(tokens, i)) for i in range(count)]
 
     @cache
-    def expected(layout: str, activations: ActivationMode, tokens: int) -> Tensor:
+    def expected(layout: str, activations: str, tokens: int) -> Tensor:
         problem, packed = _layer(layout, activations)
         return _reference(problem, LAYOUTS[layout].unpack(packed), *calls(tokens)[0])
 

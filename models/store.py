@@ -55,7 +55,7 @@ def store(
         stored = family.in_files(name)
         if name in linear and (found := family.encoding(stored)):
             dialect, encoding = found
-            static = parse_quantization(config).scheme(stored.removesuffix(".weight")).activations == "fp8_static"
+            static = parse_quantization(config).scheme(stored.removesuffix(".weight")).activations.static
             scale = _input_scale(largest_inputs.get(name.removesuffix(".weight")), encoding, static)
             written = DIALECTS[dialect].write(format_of(encoding).quantize(value.float()), scale)
             others |= {f"{stored.removesuffix('weight')}{suffix}": tensor for suffix, tensor in written.items()}
@@ -95,7 +95,7 @@ def _experts(
     quantization = parse_quantization(config)
     stored = StoredLayer.described(family, moe, quantization, layer)
     encodings = stored.spec().encodings
-    static = stored.recipe() == "fp8_static"
+    static = stored.recipe().static
     floats = natural(parts, config)
     scales = {
         name: _input_scale(largest_inputs.get(f"layers.{layer}.experts.{name}"), encodings["down"], static)

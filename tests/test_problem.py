@@ -51,7 +51,7 @@ def test_problems_do_not_change() -> None:
     [
         ({"weight_on": "inputs"}, r"Problem\.weight_on: got 'inputs'\n  hint: did you mean 'input'\?"),
         ({"dtype": "float16"}, r"Problem\.dtype: got 'float16'\n  hint: .*known: bf16, fp16, fp32"),
-        ({"activations": "fp8_block"}, r"Problem\.activations: got 'fp8_block'\n  hint: did you mean 'fp8_"),
+        ({"activations": "fp8_block"}, r"activations: got 'fp8_block'\n  hint: did you mean 'fp8_"),
         ({"top_k": 0}, r"Problem\.top_k: expected at least 1, got 0"),
         ({"tp": 0}, r"Problem\.tp: expected at least 1, got 0"),
         ({"ep": -1}, r"Problem\.ep: expected at least 1, got -1"),

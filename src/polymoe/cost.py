@@ -51,7 +51,7 @@ def cost(problem: Problem, device: Device, tokens: int) -> Cost:
     flops = 2 * rows * weights
     weight_bytes = active * s.expert_bytes
     activation_bytes = 2 * tokens * s.hidden * _BYTES[problem.dtype]
-    fp8 = problem.activations != "16bit" and device.flops_fp8
+    fp8 = problem.activations.quantized and device.flops_fp8
     return Cost(
         active_experts=active,
         weight_bytes=weight_bytes,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from polymoe.activation_quantization import UNQUANTIZED, ActivationQuantization
 from polymoe.activations import Activation
 from polymoe.backends import BACKENDS
 from polymoe.checkpoint import Checkpoint
@@ -18,7 +19,7 @@ from polymoe.layouts import LAYOUTS, Layout, Packed
 from polymoe.load_check import check_layer, require_input_scales
 from polymoe.machine import Machine
 from polymoe.planning.select import Selection
-from polymoe.problem import ActivationMode, Dtype, Problem, WeightOn
+from polymoe.problem import Dtype, Problem, WeightOn
 from polymoe.runtime import DTYPES, TORCH_DTYPES, LayerRuntime, PlanCache, PlanRequest, check_call
 from polymoe.tensors import ExpertWeights
 
@@ -52,7 +53,7 @@ class FusedExperts(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
         weight_on: WeightOn = "output",
-        activations: ActivationMode = "16bit",
+        activations: ActivationQuantization | str = UNQUANTIZED,
         backend: str = "auto",
         role: str = "mixed",
         batch_invariant: bool = False,
@@ -67,7 +68,7 @@ class FusedExperts(nn.Module):
             device: "cuda", "cuda:1", "cpu" or None.
             dtype: of x, for planning; calls may use another.
             weight_on: what the routing weight multiplies.
-            activations: how inputs of the projections are quantized.
+            activations: how inputs of the projections are quantized: a value, or a name in ``ACTIVATIONS``.
             backend: "auto", or the name of one, which is then used or refused.
             role: token counts to plan for: "decode", "prefill" or "mixed".
             batch_invariant: a token's result must not depend, to the bit, on the rest of the batch.
@@ -83,7 +84,7 @@ class FusedExperts(nn.Module):
             top_k=top_k,
             weight_on=weight_on,
             dtype=_dtype(dtype),
-            activations=activations,
+            activations=ActivationQuantization.of(activations),
             batch_invariant=batch_invariant,
         )
         choice = PlanRequest(Machine.of(_device_name(device)), role, backend, BACKENDS, LAYOUTS)
@@ -103,7 +104,7 @@ class FusedExperts(nn.Module):
         """As :meth:`from_weights`, with the problem and the tables to choose from given."""
         target = torch.device(device or choice.machine.device.kind)
         self = cls(*choice.pack(problem, weights, target, where), choice)
-        if problem.activations == "fp8_static":
+        if problem.activations.static:
             require_input_scales(self.weights, where)
         if check:
             self.check(weights, where=where)
@@ -266,7 +267,7 @@ def load_experts(
     tp: int | tuple[int, int] = 1,
     ep: int | tuple[int, int] = 1,
     backend: str = "auto",
-    activations: str = "auto",
+    activations: ActivationQuantization | str = "auto",
     role: str = "mixed",
     dtype: torch.dtype = torch.bfloat16,
     batch_invariant: bool = False,
@@ -320,11 +321,17 @@ def load_experts(
     return experts
 
 
-def resolve_activations(checkpoint: Checkpoint, layer: int, machine: Machine, activations: str) -> ActivationMode:
-    """``activations``, or for "auto" the checkpoint's own recipe on a GPU and "16bit" on a CPU."""
+def resolve_activations(
+    checkpoint: Checkpoint, layer: int, machine: Machine, activations: ActivationQuantization | str
+) -> ActivationQuantization:
+    """``activations``, or for "auto" the checkpoint's own recipe on a GPU and "16bit" on a CPU.
+
+    Raises:
+        ArgumentError: for an unknown name.
+    """
     if activations != "auto":
-        return activations  # type: ignore[return-value]  # Problem checks the name
-    return checkpoint.recipe(layer) if machine.device.kind == "cuda" else "16bit"
+        return ActivationQuantization.of(activations)
+    return checkpoint.recipe(layer) if machine.device.kind == "cuda" else UNQUANTIZED
 
 
 def _dtype(dtype: torch.dtype) -> Dtype:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from polymoe.activation_quantization import ActivationQuantization
 from polymoe.checkpoint import Checkpoint
 from polymoe.experts import resolve_activations
 from polymoe.machine import Device, Machine
@@ -89,7 +90,7 @@ def explain(
     ep: int | tuple[int, int] = 1,
     role: str = "mixed",
     backend: str = "auto",
-    activations: str = "auto",
+    activations: ActivationQuantization | str = "auto",
     dtype: Dtype = "bf16",
     batch_invariant: bool = False,
 ) -> Explanation:

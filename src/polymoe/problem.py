@@ -5,15 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from polymoe.activation_quantization import UNQUANTIZED, ActivationQuantization
 from polymoe.activations import Activation
 from polymoe.errors import ArgumentError, nearest
 from polymoe.tensors import ExpertsSpec
 
-__all__ = ["ActivationMode", "Dtype", "Problem", "WeightOn"]
-
-ActivationMode = Literal["16bit", "fp8_token", "fp8_group128", "fp8_static"]
-"""How a kernel holds the experts' inputs: as they are, or in E4M3 with one scale a token, a token and 128 columns, or
-the checkpoint's own."""
+__all__ = ["Dtype", "Problem", "WeightOn"]
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 """Of the experts' input and output."""
@@ -32,7 +29,7 @@ class Problem:
         top_k: experts active per token (A) as the model declares it; calls may use another.
         weight_on: whether the routing weight multiplies each expert's output, or its input (Llama-4).
         dtype: of x and of the result.
-        activations: how inputs of the two projections are quantized, if at all.
+        activations: how inputs of the two projections are quantized, if at all; the name of a known way is converted.
         tp, ep: sizes of the tensor and expert parallel groups.
         wide_scales: whether scales of the weights are outside what fast decoding takes: an E8M0 one above 2**25, a
             negative E4M3 one, or (for a layout that takes only those) scales of a row that lie too far apart.
@@ -44,14 +41,15 @@ class Problem:
     top_k: int
     weight_on: WeightOn = "output"
     dtype: Dtype = "bf16"
-    activations: ActivationMode = "16bit"
+    activations: ActivationQuantization = UNQUANTIZED
     tp: int = 1
     ep: int = 1
     wide_scales: bool = False
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
-        for name, kind in (("weight_on", WeightOn), ("dtype", Dtype), ("activations", ActivationMode)):
+        object.__setattr__(self, "activations", ActivationQuantization.of(self.activations))
+        for name, kind in (("weight_on", WeightOn), ("dtype", Dtype)):
             value = getattr(self, name)
             if value not in get_args(kind):
                 raise ArgumentError(f"Problem.{name}", got=repr(value), hint=nearest(str(value), get_args(kind)))
@@ -71,7 +69,7 @@ class Problem:
         parts = [s.format, f"H={s.hidden} F={s.intermediate} E={s.experts}{local} A={self.top_k}", self.activation.name]
         parts += ["bias"] if s.bias else []
         parts += ["weight on input"] if self.weight_on == "input" else []
-        parts += [f"x {self.dtype}" + ("" if self.activations == "16bit" else f" as {self.activations}")]
+        parts += [f"x {self.dtype}" + (f" as {self.activations}" if self.activations.quantized else "")]
         parts += ["wide scales"] if self.wide_scales else []
         parts += ["batch invariant"] if self.batch_invariant else []
         parts += [f"tp={self.tp}"] if self.tp > 1 else []

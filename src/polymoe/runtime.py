@@ -275,7 +275,7 @@ def check_call(
     if workspace is not None:
         _require("workspace", workspace, device, (torch.uint8,), [workspace.numel()])
     if x_scales is not None:
-        groups = {"fp8_token": 1, "fp8_group128": -(-hidden // 128)}.get(problem.activations)
+        groups = problem.activations.scales_per_row(hidden)
         if groups is None:
             raise ArgumentError(
                 "x_scales",

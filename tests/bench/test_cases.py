@@ -28,7 +28,7 @@ def test_every_case_of_the_design_poses_a_problem() -> None:
     for case in CASES.values():
         problem = case.problem()
         fp8 = problem.spec.up.element == "e4m3"
-        assert (problem.activations != "16bit") == fp8, case.name
+        assert problem.activations.quantized == fp8, case.name
         assert problem.spec.format == case.format
 
 
@@ -93,6 +93,6 @@ def test_a_checkpoints_layer() -> None:
     workload = Workload.of_checkpoint(checkpoint, 2, CPU)
     assert workload.case == "sums-gpt-oss-mxfp4:layer2"
     assert isinstance(workload.problem, Problem)
-    assert workload.problem.activations == "16bit"
+    assert not workload.problem.activations.quantized
     assert torch.equal(workload.weights.expert(3).up.codes, checkpoint.weights(2).expert(3).up.codes)
     assert Workload.of_checkpoint(checkpoint, None, CPU).case == "sums-gpt-oss-mxfp4:layer0"

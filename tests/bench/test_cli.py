@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from polymoe.backends.reference import _ReferenceRunner
+from polymoe.backends.reference import ReferenceRunner
 from polymoe.bench.records import read
 
 SUMS = Path(__file__).parent.parent.parent / "models" / "sums-gpt-oss-mxfp4"
@@ -76,7 +76,7 @@ def test_refusals_come_before_any_timing(
     def run(*_: object, **__: object) -> None:
         raise AssertionError("ran")
 
-    monkeypatch.setattr(_ReferenceRunner, "run", run)
+    monkeypatch.setattr(ReferenceRunner, "run", run)
     code, stdout, stderr = bench(*args)
     assert (code, stdout) == (1, "")
     assert message in stderr
@@ -108,13 +108,13 @@ def test_batch_invariant_results_are_nothing_for_a_cpu(bench: Cli) -> None:
 
 
 def test_a_wrong_result_exits_with_1(bench: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    right = _ReferenceRunner.run
+    right = ReferenceRunner.run
 
     def wrong(*args: Any, **kwargs: Any) -> None:
         right(*args, **kwargs)
         args[-1].mul_(1.5)
 
-    monkeypatch.setattr(_ReferenceRunner, "run", wrong)
+    monkeypatch.setattr(ReferenceRunner, "run", wrong)
     code, stdout, _ = bench(*SMALL, "--tokens", "4", "--out", tmp_path / "r.jsonl")
     assert code == 1
     assert "WRONG, not timed" in stdout
@@ -125,7 +125,7 @@ def test_an_interruption_keeps_what_is_finished(bench: Cli, monkeypatch: pytest.
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_ReferenceRunner, "run", interrupted)
+    monkeypatch.setattr(ReferenceRunner, "run", interrupted)
     code, stdout, _ = bench(*SMALL, "--tokens", "4", "--out", tmp_path / "r.jsonl")
     assert code != 0
     assert "torch-dequantized" in stdout

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from polymoe.activation_quantization import FP8_GROUP128, FP8_STATIC, FP8_TOKEN, UNQUANTIZED
 from polymoe.checkpoint.config import Scheme, parse_quantization
 from polymoe.checkpoint.dialects import DIALECTS
 from polymoe.checkpoint.scheme import exact_or_regex, matcher
@@ -44,20 +45,20 @@ def qwen_scheme(section: dict[str, Any], module: str = QWEN_UP) -> Scheme:
         (
             "deepseek-v3-fp8",
             "model.layers.3.mlp.experts.0.gate_proj",
-            Scheme("deepseek", encoding("fp8_block128"), "fp8_group128"),
+            Scheme("deepseek", encoding("fp8_block128"), FP8_GROUP128),
         ),
         (
             "deepseek-v3.1-ue8m0",
             "model.layers.3.mlp.experts.0.down_proj",
-            Scheme("deepseek", encoding("fp8_block128"), "fp8_group128"),
+            Scheme("deepseek", encoding("fp8_block128"), FP8_GROUP128),
         ),
-        ("deepseek-v4-fp4", V4_UP, Scheme("deepseek_v4", encoding("mxfp4"), "fp8_group128")),
+        ("deepseek-v4-fp4", V4_UP, Scheme("deepseek_v4", encoding("mxfp4"), FP8_GROUP128)),
         (
             "deepseek-v4-fp4",
             "layers.3.ffn.shared_experts.w3",
-            Scheme("deepseek_v4", encoding("fp8_block128"), "fp8_group128"),
+            Scheme("deepseek_v4", encoding("fp8_block128"), FP8_GROUP128),
         ),
-        ("deepseek-v4-base-fp8", V4_UP, Scheme("deepseek_v4", encoding("fp8_block128"), "fp8_group128")),
+        ("deepseek-v4-base-fp8", V4_UP, Scheme("deepseek_v4", encoding("fp8_block128"), FP8_GROUP128)),
         ("deepseek-v4-nvfp4", V4_UP, Scheme("modelopt_nvfp4", encoding("nvfp4"))),
         ("deepseek-v4-nvfp4", "mtp.0.ffn.experts.0.w3", Scheme("plain", encoding("bf16"))),
         ("kimi-k2-thinking-int4", "model.layers.1.mlp.experts.7.down_proj", Scheme("ct_int4", encoding("int4_g32"))),
@@ -72,20 +73,20 @@ def qwen_scheme(section: dict[str, Any], module: str = QWEN_UP) -> Scheme:
         (
             "nemotron-3-nvfp4",
             "backbone.layers.1.mixer.shared_experts.up_proj",
-            Scheme("modelopt_fp8", encoding("fp8_tensor"), "fp8_static"),
+            Scheme("modelopt_fp8", encoding("fp8_tensor"), FP8_STATIC),
         ),
         ("nemotron-3-nvfp4", "backbone.layers.1.mixer.fc1_latent_proj", Scheme("plain", encoding("bf16"))),
         (
             "glm-4.7-fp8-channel",
             "model.layers.3.mlp.experts.0.up_proj",
-            Scheme("ct_float", encoding("fp8_channel", "bfloat16"), "fp8_token"),
+            Scheme("ct_float", encoding("fp8_channel", "bfloat16"), FP8_TOKEN),
         ),
         ("glm-4.7-fp8-channel", "model.layers.3.mlp.shared_experts.up_proj", Scheme("plain", encoding("bf16"))),
         ("glm-4.7-nvfp4", "model.layers.3.mlp.experts.0.up_proj", Scheme("modelopt_nvfp4", encoding("nvfp4"))),
         ("glm-4.7-nvfp4", "model.layers.0.mlp.up_proj", Scheme("plain", encoding("bf16"))),
         ("glm-4.7-nvfp4", "model.layers.3.self_attn.q_proj", Scheme("plain", encoding("bf16"))),
         ("glm-4.5-air-nvfp4-ct", "model.layers.3.mlp.experts.0.up_proj", Scheme("ct_nvfp4", encoding("nvfp4"))),
-        ("qwen3-fp8", QWEN_UP, Scheme("deepseek", encoding("fp8_block128", "bfloat16"), "fp8_group128")),
+        ("qwen3-fp8", QWEN_UP, Scheme("deepseek", encoding("fp8_block128", "bfloat16"), FP8_GROUP128)),
         ("qwen3-fp8", "model.layers.3.mlp.gate", Scheme("plain", encoding("bf16"))),
         ("qwen3-gptq", QWEN_UP, Scheme("gptq", INT4_FP16)),
         ("qwen3-gptq", "model.layers.3.mlp.gate", Scheme("plain", encoding("fp16"))),
@@ -101,12 +102,12 @@ def qwen_scheme(section: dict[str, Any], module: str = QWEN_UP) -> Scheme:
         (
             "mixtral-fp8-static",
             "model.layers.0.block_sparse_moe.experts.0.w1",
-            Scheme("modelopt_fp8", encoding("fp8_tensor"), "fp8_static"),
+            Scheme("modelopt_fp8", encoding("fp8_tensor"), FP8_STATIC),
         ),
         (
             "llama4-fp8-channel",
             "language_model.model.layers.1.feed_forward.experts.0.up_proj",
-            Scheme("ct_float", encoding("fp8_channel", "bfloat16"), "fp8_token"),
+            Scheme("ct_float", encoding("fp8_channel", "bfloat16"), FP8_TOKEN),
         ),
         (
             "llama4-fp8-channel",
@@ -202,8 +203,8 @@ def test_the_per_layer_map_counts_more_than_the_ignore_list() -> None:
 @pytest.mark.parametrize(
     ("algorithm", "expected"),
     [
-        ("FP8", Scheme("modelopt_fp8", encoding("fp8_tensor"), "fp8_static")),
-        ("FP8_PER_CHANNEL_PER_TOKEN", Scheme("ct_float", encoding("fp8_channel"), "fp8_token")),
+        ("FP8", Scheme("modelopt_fp8", encoding("fp8_tensor"), FP8_STATIC)),
+        ("FP8_PER_CHANNEL_PER_TOKEN", Scheme("ct_float", encoding("fp8_channel"), FP8_TOKEN)),
         ("fp8_pb_wo", Scheme("ct_float", encoding("fp8_block128"))),
         ("FP8_BLOCK_SCALES", Scheme("ct_float", encoding("fp8_block128"))),
         ("W4A16_NVFP4", Scheme("modelopt_nvfp4", encoding("nvfp4"))),
@@ -243,7 +244,7 @@ def test_deepseek_v41_blocks_are_32_by_32() -> None:
     section = text.pop("quantization_config") | {"weight_block_size": [32, 32], "expert_dtype": "fp8"}
     scheme = parse_quantization({"model_type": "deepseek_v41", "text_config": text, "quantization_config": section})
     assert scheme.scheme(V4_UP).encoding.granularity == PerGroup(32, 32)
-    assert scheme.scheme(V4_UP).activations == "16bit"
+    assert scheme.scheme(V4_UP).activations == UNQUANTIZED
 
 
 def test_compressed_tensors_groups_by_name_then_pattern_then_class() -> None:
@@ -295,12 +296,12 @@ def test_compressed_tensors_modules_that_nothing_targets_are_plain() -> None:
         (
             {"num_bits": 8, "type": "float", "strategy": "tensor"},
             {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False},
-            Scheme("ct_float", encoding("fp8_tensor", "bfloat16"), "fp8_static"),
+            Scheme("ct_float", encoding("fp8_tensor", "bfloat16"), FP8_STATIC),
         ),
         (
             {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]},
             {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 128, "dynamic": True},
-            Scheme("ct_float", encoding("fp8_block128", "bfloat16"), "fp8_group128"),
+            Scheme("ct_float", encoding("fp8_block128", "bfloat16"), FP8_GROUP128),
         ),
         (FP8_CHANNEL, None, Scheme("ct_float", encoding("fp8_channel", "bfloat16"))),
     ],

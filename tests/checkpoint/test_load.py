@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from polymoe.activation_quantization import FP8_GROUP128, FP8_STATIC, FP8_TOKEN, UNQUANTIZED, ActivationQuantization
 from polymoe.activations import SwiGLU
 from polymoe.checkpoint import Checkpoint
 from polymoe.errors import ArgumentError, CheckpointError, CheckpointNotFound, FormatError
@@ -68,8 +69,8 @@ def test_a_config_alone_says_the_same(name: str, library: Library) -> None:
         warnings.simplefilter("error")
         assert alone.layers == full.layers
         assert alone.problem(LAYER, tp=2, ep=(1, 2)) == full.problem(LAYER, tp=2, ep=(1, 2))
-        static = alone.recipe(LAYER) == "fp8_static"
-        assert full.recipe(LAYER) == ("16bit" if static else alone.recipe(LAYER))
+        static = alone.recipe(LAYER).static
+        assert full.recipe(LAYER) == (UNQUANTIZED if static else alone.recipe(LAYER))
         with pytest.raises(CheckpointNotFound, match="tensors"):
             alone.weights(LAYER)
 
@@ -87,7 +88,7 @@ RECIPES = {
 
 @pytest.mark.parametrize(("name", "expected"), RECIPES.items())
 def test_recipes(name: str, expected: str, library: Library) -> None:
-    assert Checkpoint.open(library(name), config_only=True).recipe(LAYER) == expected
+    assert Checkpoint.open(library(name), config_only=True).recipe(LAYER) == ActivationQuantization.of(expected)
 
 
 def test_static_scales_make_a_static_recipe(library: Library, tmp_path: Path) -> None:
@@ -98,7 +99,7 @@ def test_static_scales_make_a_static_recipe(library: Library, tmp_path: Path) ->
 
     path = damaged(library("mixtral-fp8-static"), tmp_path / "c", calibrate)
     with Checkpoint.open(path) as checkpoint:
-        assert checkpoint.recipe(LAYER) == "fp8_static"
+        assert checkpoint.recipe(LAYER) == FP8_STATIC
         expert = checkpoint.weights(LAYER).expert(1)
     assert expert.gate_up_input_scale == 0.5  # the larger of gate's and up's
     assert expert.down_input_scale == 0.5
@@ -117,7 +118,7 @@ def test_p10_experts_that_were_never_calibrated(value: float | None, library: Li
     assert [x.down_input_scale is None for x in experts.weights] == [e == 2 for e in range(8)]
     with Checkpoint.open(path) as checkpoint:
         # From the headers alone: a scale that is there but not a number is seen when it is read.
-        assert checkpoint.recipe(LAYER) == ("16bit" if value is None else "fp8_static")
+        assert checkpoint.recipe(LAYER) == (UNQUANTIZED if value is None else FP8_STATIC)
     with pytest.raises(CheckpointError, match=r"layer 3, expert 2: expected static input scales(.|\n)*fp8_token"):
         load_experts(path, LAYER, device="cpu", activations="fp8_static")
     load_experts(path, LAYER, device="cpu", activations="fp8_static", ep=(1, 2))  # experts 4 to 7
@@ -133,7 +134,7 @@ def test_problem(library: Library) -> None:
         assert "gpt_oss" in repr(checkpoint)
     assert problem.activation == SwiGLU(1.702, 1.0, 7.0)
     assert (problem.top_k, problem.tp, problem.ep, problem.dtype) == (2, 2, 2, "fp16")
-    assert (problem.activations, problem.batch_invariant, problem.weight_on) == ("fp8_token", True, "output")
+    assert (problem.activations, problem.batch_invariant, problem.weight_on) == (FP8_TOKEN, True, "output")
     assert (problem.spec.hidden, problem.spec.intermediate, problem.spec.local_experts) == (H, 96, 4)
     with Checkpoint.open(library("llama4-bf16")) as checkpoint:
         assert checkpoint.problem(LAYER).weight_on == "input"
@@ -213,7 +214,7 @@ def test_one_fp8_scale_for_all_stacked_experts(library: Library, tmp_path: Path)
     with Checkpoint.open(library("llama4-bf16")) as source, Checkpoint.open(path) as checkpoint:
         gate_up, down = source.weights(LAYER).dequantize()
         weights = checkpoint.weights(LAYER)
-        assert checkpoint.recipe(LAYER) == "fp8_static"
+        assert checkpoint.recipe(LAYER) == FP8_STATIC
     assert weights.spec.format == "fp8_tensor"
     assert weights.expert(0).down_input_scale == 0.25
     assert torch.equal(weights.dequantize()[0], gate_up.to(torch.float8_e4m3fn).float() * 0.5)
@@ -236,7 +237,7 @@ def test_tensors_count_more_than_the_config(stored, claimed, expected, library: 
     with Checkpoint.open(path) as checkpoint, warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         assert checkpoint.spec(LAYER).format == expected
-        assert checkpoint.recipe(LAYER) in ("16bit", "fp8_group128")
+        assert checkpoint.recipe(LAYER) in (UNQUANTIZED, FP8_GROUP128)
         weights = checkpoint.weights(LAYER)
     assert len(seen) == 1
     assert expected in str(seen[0].message)

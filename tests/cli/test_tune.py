@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import polymoe
-from polymoe.backends.reference import Reference
+from polymoe.backends.reference import ReferenceRunner
 from polymoe.planning.table_files import add, installed, read, user_file
 
 SUMS = Path(__file__).parent.parent.parent / "models" / "sums-gpt-oss-mxfp4"
@@ -92,14 +92,14 @@ def test_wrong_usage_exits_with_2(cli: Cli, args: tuple[object, ...]) -> None:
 
 
 def test_an_interruption_prints_what_is_finished(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Reference.run
+    right = ReferenceRunner.run
 
     def interrupted(*args: object) -> None:
-        if len(args[3]) == 4:  # type: ignore[arg-type]
+        if len(args[1]) == 4:  # type: ignore[arg-type]
             raise KeyboardInterrupt
         right(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Reference, "run", interrupted)
+    monkeypatch.setattr(ReferenceRunner, "run", interrupted)
     code, stdout, _ = cli("tune", *SMALL, "--json")
     assert code == 130
     assert [row["tokens"] for row in json.loads(stdout)] == [1]

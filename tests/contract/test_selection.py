@@ -65,7 +65,7 @@ def test_a_verdict_may_name_the_layouts_that_serve_the_problem() -> None:
 
     class Picky(Toy):
         def check(self, problem, machine):  # type: ignore[no-untyped-def]
-            layouts = None if problem.activations == "16bit" else ("natural",)
+            layouts = ("natural",) if problem.activations.quantized else None
             return Accepted(layouts=layouts)
 
     problem = problem_of(random_experts())

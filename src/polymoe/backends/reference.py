@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from polymoe.activation_quantization import UNQUANTIZED, ActivationQuantization
 from polymoe.activations import Activation
 from polymoe.backends.base import BackendBase, Prediction, Runner, RunnerBase
 from polymoe.backends.config import Config
@@ -23,7 +24,7 @@ from polymoe.routing import Routing
 from polymoe.tensors import Expert, ExpertWeights
 from polymoe.verdict import Accepted, Reasons, Verdict
 
-__all__ = ["Reference", "emulate_activations", "run_expert", "run_experts"]
+__all__ = ["Reference", "ReferenceRunner", "emulate_activations", "run_expert", "run_experts"]
 
 # Bytes a weight that dequantization moves in torch: codes to float32, scales spread, the product, and the read by the
 # matrix product.
@@ -56,11 +57,13 @@ class Reference(BackendBase):
 
     def bind(self, problem: Problem, packed: Packed) -> Runner:
         """Reads the packed tensors through their layout's inverse."""
-        return _ReferenceRunner(problem, LAYOUTS[packed.layout].unpack(packed))
+        return ReferenceRunner(problem, LAYOUTS[packed.layout].unpack(packed))
 
 
 @dataclass(frozen=True, slots=True)
-class _ReferenceRunner(RunnerBase):
+class ReferenceRunner(RunnerBase):
+    """The experts of one layer, dequantized anew in each call."""
+
     problem: Problem
     weights: ExpertWeights
 
@@ -91,7 +94,9 @@ def run_experts(
     return out
 
 
-def run_expert(expert: Expert, x_TH: Tensor, activation: Activation, activations: str = "16bit") -> Tensor:
+def run_expert(
+    expert: Expert, x_TH: Tensor, activation: Activation, activations: ActivationQuantization = UNQUANTIZED
+) -> Tensor:
     """One expert on every row of x, in x's dtype (float32 or float64): ``down(activation(gate(x), up(x)))``."""
 
     def project(name: str, x: Tensor) -> Tensor:
@@ -106,17 +111,20 @@ def run_expert(expert: Expert, x_TH: Tensor, activation: Activation, activations
     return project("down", emulate_activations(h, activations, expert.down_input_scale))
 
 
-def emulate_activations(x_TK: Tensor, mode: str, input_scale: Tensor | None = None) -> Tensor:
-    """x rounded to E4M3 and back as a kernel with that activation mode would hold it; unchanged for "16bit".
+def emulate_activations(
+    x_TK: Tensor, quantization: ActivationQuantization | str, input_scale: Tensor | None = None
+) -> Tensor:
+    """x rounded to E4M3 and back as a kernel with this quantization holds it; unchanged where there is none.
 
-    Scales are ``amax / 448`` of a row (fp8_token) or of 128 columns of a row (fp8_group128), or ``input_scale``.
+    Scales are ``amax / 448`` of the numbers that share one, or ``input_scale`` where they are static.
 
     Raises:
-        CheckpointError: for fp8_static where the checkpoint has no input scale.
+        CheckpointError: for static scales where the checkpoint has no input scale.
     """
-    if mode == "16bit":
+    quantization = ActivationQuantization.of(quantization)
+    if not quantization.quantized:
         return x_TK
-    if mode == "fp8_static":
+    if quantization.static:
         if input_scale is None:
             raise CheckpointError(
                 "input scale",
@@ -127,10 +135,10 @@ def emulate_activations(x_TK: Tensor, mode: str, input_scale: Tensor | None = No
         scale = input_scale.to(x_TK.dtype)
         return encode_e4m3(x_TK / scale).to(x_TK.dtype) * scale
     rows, columns = x_TK.shape
-    width = columns if mode == "fp8_token" else 128
+    width = quantization.group_columns or columns
     blocks = torch.nn.functional.pad(x_TK, (0, -columns % width)).view(rows, -1, width)
-    largest = blocks.abs().amax(-1, keepdim=True)
+    amax = blocks.abs().amax(-1, keepdim=True)
     # Divided by a tensor: by a number, torch on a GPU multiplies with its reciprocal, and ties then round otherwise.
-    scale = largest / torch.full_like(largest, 448)
+    scale = amax / torch.full_like(amax, 448)
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     return (encode_e4m3(blocks / scale).to(x_TK.dtype) * scale).view(rows, -1)[:, :columns]

@@ -8,12 +8,13 @@ from types import MappingProxyType
 
 import torch
 
+from polymoe.activation_quantization import FP8_GROUP128, FP8_TOKEN, UNQUANTIZED, ActivationQuantization
 from polymoe.activations import Activation, ReLU2, SwiGLU
 from polymoe.checkpoint import Checkpoint
 from polymoe.errors import ArgumentError, CheckpointNotFound, nearest
 from polymoe.formats import FORMATS, Encoding, PerGroup, QuantTensor
 from polymoe.formats.elements import CODE_DTYPES, E2M1_VALUES, encode_scale
-from polymoe.problem import ActivationMode, Problem
+from polymoe.problem import Problem
 from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
 
 __all__ = ["CASES", "Case", "Workload", "case_named", "default_activations", "random_weights"]
@@ -57,7 +58,7 @@ class Case:
         case = replace(self, **new, name=self.name + (f"[{', '.join(texts)}]" if texts else ""))  # type: ignore[arg-type]
         return replace(case, top_k=min(case.top_k, case.experts))
 
-    def problem(self, format: str | None = None, activations: ActivationMode | None = None) -> Problem:
+    def problem(self, format: str | None = None, activations: ActivationQuantization | str | None = None) -> Problem:
         """The case as a Problem with bfloat16 inputs; format and activations default to the case's own.
 
         Raises:
@@ -76,7 +77,7 @@ class Case:
             down=encoding,
             bias=self.bias,
         )
-        mode = activations or default_activations(spec)
+        mode = ActivationQuantization.of(activations or default_activations(spec))
         return Problem(spec=spec, activation=self.activation, top_k=self.top_k, activations=mode, tp=self.tp)
 
 
@@ -123,11 +124,11 @@ def case_named(name: str) -> Case:
     return CASES[name]
 
 
-def default_activations(spec: ExpertsSpec) -> ActivationMode:
+def default_activations(spec: ExpertsSpec) -> ActivationQuantization:
     """E4M3 for FP8 weights, with scales as fine as theirs; 16 bit for all other formats."""
     if {e.element for e in spec.encodings.values()} != {"e4m3"}:
-        return "16bit"
-    return "fp8_group128" if isinstance(spec.up.granularity, PerGroup) else "fp8_token"
+        return UNQUANTIZED
+    return FP8_GROUP128 if isinstance(spec.up.granularity, PerGroup) else FP8_TOKEN
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,11 @@ class Workload:
 
     @classmethod
     def of_case(
-        cls, case: Case, device: torch.device, format: str | None = None, activations: ActivationMode | None = None
+        cls,
+        case: Case,
+        device: torch.device,
+        format: str | None = None,
+        activations: ActivationQuantization | str | None = None,
     ) -> Workload:
         """Return a case with random weights; raises like :meth:`Case.problem`."""
         problem = case.problem(format, activations)
@@ -152,7 +157,7 @@ class Workload:
         checkpoint: Checkpoint,
         layer: int | None,
         device: torch.device,
-        activations: ActivationMode | None = None,
+        activations: ActivationQuantization | str | None = None,
         *,
         tp: int = 1,
         ep: int = 1,
@@ -168,7 +173,7 @@ class Workload:
                 raise CheckpointNotFound(checkpoint.name, expected="a layer's experts", got="none in its files")
             layer = checkpoint.layers_here[0]
         fp8 = {e.element for e in checkpoint.spec(layer).encodings.values()} == {"e4m3"}
-        mode = activations or (checkpoint.recipe(layer) if fp8 else "16bit")
+        mode = ActivationQuantization.of(activations or (checkpoint.recipe(layer) if fp8 else UNQUANTIZED))
         problem = checkpoint.problem(layer, tp=tp, ep=ep, activations=mode)
         weights = checkpoint.weights(layer, tp=tp, ep=ep)
         name = f"{checkpoint.name.rstrip('/').split('/')[-1]}:layer{layer}"
@@ -194,7 +199,7 @@ def random_weights(problem: Problem, device: torch.device, seed: int = 0) -> Exp
         }
         for p in spec.encodings if spec.bias else ():
             parts[f"{p}_bias"] = torch.randn(spec.matrix_shape(p)[0], generator=g, device=device).bfloat16() / 8
-        if problem.activations == "fp8_static":
+        if problem.activations.static:
             parts |= {n: torch.tensor(0.02, device=device) for n in ("gate_up_input_scale", "down_input_scale")}
         return Expert(**{"gate": None, **parts})  # type: ignore[arg-type]
 

@@ -91,7 +91,7 @@ def compile_one(backend: Backend, layout: str, problem: Problem, tokens: int, co
         torch.empty(tokens, problem.top_k, dtype=torch.int64, device=_META),
         torch.empty(tokens, problem.top_k, dtype=torch.float32, device=_META),
     )
-    packed = _packed(problem.spec, problem.activations == "fp8_static", layout)
+    packed = _packed(problem.spec, problem.activations.static, layout)
     backend.compile(problem, packed, x_TH, routing, config, torch.empty_like(x_TH))
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from polymoe.activation_quantization import UNQUANTIZED, ActivationQuantization
 from polymoe.backend_names import backend_hint
 from polymoe.backends import BACKENDS
 from polymoe.backends.reference import run_experts
@@ -119,7 +120,7 @@ class Bench:
             return
         progress("reference")
         calls = {t: draw_calls(self.workload.problem, self.distribution, self.device, t) for t in tokens}
-        modes = {"16bit", *(c.problem.activations for c in contenders)}
+        modes = {UNQUANTIZED, *(c.problem.activations for c in contenders)}
         expected = {mode: reference_results(self.workload, mode, [calls[t][0] for t in tokens]) for mode in modes}
         # Backends that share a layout run one after the other, and only one packed layer is in memory.
         packed: Packed | None = None
@@ -136,7 +137,7 @@ class Bench:
             except torch.OutOfMemoryError:
                 yield Row(c.name, None, note="out of GPU memory while packing")
                 continue
-            for t, emulated, exact in zip(tokens, expected[c.problem.activations], expected["16bit"], strict=True):
+            for t, emulated, exact in zip(tokens, expected[c.problem.activations], expected[UNQUANTIZED], strict=True):
                 progress(f"{c.name}: {t} tokens")
                 try:
                     row = self._row(c, run, calls[t], emulated, exact)
@@ -155,7 +156,7 @@ class Bench:
         for name in known if names is None else dict.fromkeys(names):
             plain, plan = name == baseline.NAME, None
             if plain:
-                problem = replace(self.workload.problem, activations="16bit")
+                problem = replace(self.workload.problem, activations=UNQUANTIZED)
                 verdict = baseline.check(problem, self.machine, free_bytes(self.device))
             else:
                 problem = self.workload.problem
@@ -206,7 +207,7 @@ class Bench:
             case=self.workload.case,
             backend=c.name,
             format=c.problem.spec.format,
-            activations=c.problem.activations,
+            activations=str(c.problem.activations),
             tokens=tokens,
             routing=self.distribution.name,
             median_us=round(timing.median_us, 2),
@@ -236,9 +237,9 @@ def draw_calls(problem: Problem, distribution: RoutingDistribution, device: torc
     return calls
 
 
-def reference_results(workload: Workload, mode: str, calls: Sequence[Call]) -> Sequence[Tensor]:
+def reference_results(workload: Workload, mode: ActivationQuantization, calls: Sequence[Call]) -> Sequence[Tensor]:
     """Return the reference's float32 results of all calls with activations in ``mode``; each expert is read once."""
-    problem = replace(workload.problem, activations=mode)  # type: ignore[arg-type]
+    problem = replace(workload.problem, activations=mode)
     x_TH = torch.cat([x for x, _ in calls])
     routing = Routing(*map(torch.cat, zip(*(r for _, r in calls), strict=True)))
     return run_experts(problem, workload.weights, x_TH, routing).split([len(x) for x, _ in calls])

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from polymoe.activation_quantization import UNQUANTIZED, ActivationQuantization
 from polymoe.checkpoint.config import Quantization
 from polymoe.checkpoint.dialects import DIALECTS, SUFFIXES, Dialect, choose, require
 from polymoe.checkpoint.families import Arrangement, Family, Fused, MoeConfig, PerExpert
@@ -21,7 +22,6 @@ from polymoe.checkpoint.files import CheckpointFiles, Header
 from polymoe.checkpoint.naming import BIAS, module_name, part_shape, parts, tensor_name
 from polymoe.errors import CheckpointError, CheckpointNotFound, FormatError
 from polymoe.formats import Encoding, QuantTensor
-from polymoe.problem import ActivationMode
 from polymoe.tensors import Expert, ExpertsSpec
 
 __all__ = ["Part", "StoredLayer", "expert_tensor"]
@@ -46,7 +46,7 @@ class Part:
     encoding: Encoding
     configured: str
     configured_encoding: Encoding
-    recipe: ActivationMode
+    recipe: ActivationQuantization
     calibrated: bool = True
 
     @property
@@ -181,15 +181,15 @@ class StoredLayer:
             bias=self.bias,
         )
 
-    def recipe(self) -> ActivationMode:
+    def recipe(self) -> ActivationQuantization:
         """How the authors meant the experts' inputs to be quantized, as far as the projections agree, are stored as
         the config says, and have their static scales where it takes them; else "16bit"."""
-        modes: set[ActivationMode] = {p.recipe for p in self.parts.values()}
+        modes: set[ActivationQuantization] = {p.recipe for p in self.parts.values()}
         configured = all(p.dialect.name == p.configured for p in self.parts.values())
         if len(modes) > 1 or not configured:
-            return "16bit"
+            return UNQUANTIZED
         mode = modes.pop()
-        return "16bit" if mode == "fp8_static" and not all(p.calibrated for p in self.parts.values()) else mode
+        return UNQUANTIZED if mode.static and not all(p.calibrated for p in self.parts.values()) else mode
 
     def read(self, files: CheckpointFiles, expert: int) -> Expert:
         """One expert, checked: every tensor's dtype and shape, every scale and bias finite.

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from polymoe.activation_quantization import UNQUANTIZED, ActivationQuantization
 from polymoe.checkpoint.config import Quantization, parse_quantization
 from polymoe.checkpoint.dense_tensors import OtherTensors
 from polymoe.checkpoint.families import Family, MoeConfig, family_of, text_config
@@ -22,7 +23,7 @@ from polymoe.checkpoint.files import CheckpointFiles
 from polymoe.checkpoint.layer import StoredLayer
 from polymoe.checkpoint.shard import Parallel, Shard, shard_expert, shard_spec, widths
 from polymoe.errors import CheckpointNotFound
-from polymoe.problem import ActivationMode, Dtype, Problem
+from polymoe.problem import Dtype, Problem
 from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
 
 __all__ = ["Checkpoint"]
@@ -105,7 +106,7 @@ class Checkpoint:
         """
         return shard_spec(self.layer(layer).spec(), Shard.of(tp, ep), uneven=self.family.uneven_tp)
 
-    def recipe(self, layer: int) -> ActivationMode:
+    def recipe(self, layer: int) -> ActivationQuantization:
         """How the checkpoint's authors meant the inputs of a layer's experts to be quantized."""
         return self.layer(layer).recipe()
 
@@ -116,7 +117,7 @@ class Checkpoint:
         tp: Parallel = 1,
         ep: Parallel = 1,
         dtype: Dtype = "bf16",
-        activations: ActivationMode = "16bit",
+        activations: ActivationQuantization = UNQUANTIZED,
         batch_invariant: bool = False,
     ) -> Problem:
         """The problem that a layer's experts pose to a kernel on one rank; raises as :meth:`spec`."""

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from polymoe.activation_quantization import FP8_GROUP128, FP8_STATIC, FP8_TOKEN, UNQUANTIZED, ActivationQuantization
 from polymoe.checkpoint.config_reader import Keys
 from polymoe.checkpoint.families import Family
 from polymoe.checkpoint.scheme import Quantization, Scheme, exact_or_regex, matcher, without_root
 from polymoe.errors import CheckpointError, nearest
 from polymoe.formats import FORMATS, Encoding, PerChannel, PerGroup, PerTensor
 from polymoe.formats.encoding import Granularity, ScaleDtype
-from polymoe.problem import ActivationMode
 
 __all__ = ["METHODS", "Context"]
 
@@ -71,9 +71,9 @@ def _fp8_scheme(keys: Keys, dialect: str, scale_dtype: ScaleDtype) -> Scheme:
     static = keys.word("activation_scheme", "dynamic", "static", default="dynamic") == "static"
     block = keys.block("weight_block_size")
     if block is None:
-        return Scheme("modelopt_fp8", FORMATS["fp8_tensor"].encoding, "fp8_static" if static else "fp8_token")
+        return Scheme("modelopt_fp8", FORMATS["fp8_tensor"].encoding, FP8_STATIC if static else FP8_TOKEN)
     encoding = Encoding(element="e4m3", granularity=PerGroup(*block), scale_dtype=scale_dtype)
-    return Scheme(dialect, encoding, "fp8_group128" if block[1] == 128 and not static else "16bit")
+    return Scheme(dialect, encoding, FP8_GROUP128 if block[1] == 128 and not static else UNQUANTIZED)
 
 
 def _compressed_tensors(context: Context) -> Quantization:
@@ -131,12 +131,12 @@ def _compressed_scheme(group: Keys, scale_dtype: ScaleDtype) -> Scheme:
     )
 
 
-def _compressed_activations(inputs: Mapping[str, Any]) -> ActivationMode:
+def _compressed_activations(inputs: Mapping[str, Any]) -> ActivationQuantization:
     if not inputs:
-        return "16bit"
+        return UNQUANTIZED
     if not inputs.get("dynamic"):
-        return "fp8_static"
-    return "fp8_group128" if inputs.get("strategy") == "group" and inputs.get("group_size") == 128 else "fp8_token"
+        return FP8_STATIC
+    return FP8_GROUP128 if inputs.get("strategy") == "group" and inputs.get("group_size") == 128 else FP8_TOKEN
 
 
 def _modelopt(context: Context) -> Quantization:
@@ -174,8 +174,8 @@ def _modelopt_scheme(keys: Keys) -> Scheme:
     algorithm = _algorithm(keys)
     group = PerGroup(1, keys.integer("group_size", default=16))
     schemes = {
-        "FP8": Scheme("modelopt_fp8", FORMATS["fp8_tensor"].encoding, "fp8_static"),
-        "FP8_PER_CHANNEL_PER_TOKEN": Scheme("ct_float", FORMATS["fp8_channel"].encoding, "fp8_token"),
+        "FP8": Scheme("modelopt_fp8", FORMATS["fp8_tensor"].encoding, FP8_STATIC),
+        "FP8_PER_CHANNEL_PER_TOKEN": Scheme("ct_float", FORMATS["fp8_channel"].encoding, FP8_TOKEN),
         "FP8_PB_WO": Scheme("ct_float", FORMATS["fp8_block128"].encoding),
         "NVFP4": Scheme("modelopt_nvfp4", replace(NVFP4, granularity=group)),
     }

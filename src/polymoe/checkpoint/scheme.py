@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from polymoe.activation_quantization import UNQUANTIZED, ActivationQuantization
 from polymoe.errors import CheckpointError
 from polymoe.formats import Encoding
-from polymoe.problem import ActivationMode
 
 __all__ = ["Quantization", "Scheme", "exact_or_regex", "matcher", "without_root"]
 
@@ -28,7 +28,7 @@ class Scheme:
 
     dialect: str
     encoding: Encoding
-    activations: ActivationMode = "16bit"
+    activations: ActivationQuantization = UNQUANTIZED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

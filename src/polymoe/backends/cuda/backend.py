@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from polymoe.activation_quantization import FP8_GROUP128, UNQUANTIZED, ActivationQuantization
 from polymoe.activations import Activation, GeGLU, SwiGLU
 from polymoe.backends.base import BackendBase, Prediction, Runner, RunnerBase
 from polymoe.backends.config import Config
@@ -22,7 +23,7 @@ from polymoe.errors import PlanError
 from polymoe.formats import Encoding, PerGroup
 from polymoe.layouts import Packed
 from polymoe.machine import Machine
-from polymoe.problem import ActivationMode, Problem
+from polymoe.problem import Problem
 from polymoe.routing import Routing
 from polymoe.verdict import Accepted, Reasons, Verdict
 
@@ -116,8 +117,8 @@ _LOWER_DOWN = CudaConfig("prefill", 32, 0, 64)
 _LOWER = 1.2
 
 # How x and h may be held, where it is not in bfloat16 alone. E4M3 beside 4-bit weights wants a layout of its own.
-_MODES: dict[str, tuple[ActivationMode, ...]] = {
-    "mxfp4": ("16bit", "fp8_group128"), "fp8_block128": ("fp8_group128",),
+_MODES: dict[str, tuple[ActivationQuantization, ...]] = {
+    "mxfp4": (UNQUANTIZED, FP8_GROUP128), "fp8_block128": (FP8_GROUP128,),
 }  # fmt: skip
 
 # Of many rows: the share of the products' rate that the L2 cache can feed, since what is not decoded passes through it
@@ -143,17 +144,17 @@ class Cuda(BackendBase):
         driver = machine.driver
         version = ".".join(map(str, driver)) if driver else "none"
         reasons.need(driver is None or driver >= (13, 0), "driver", "CUDA 13.0 or newer", version)
-        known = [_MODES.get(name, ("16bit",)) for name in map(_format, spec.encodings.values()) if name]
-        modes = [mode for mode in ("16bit", "fp8_group128") if all(mode in each for each in known)] or ["16bit"]
-        reasons.need(problem.activations in modes, "activations", " or ".join(modes), problem.activations)
+        known = [_MODES.get(name, (UNQUANTIZED,)) for name in map(_format, spec.encodings.values()) if name]
+        modes = [mode for mode in (UNQUANTIZED, FP8_GROUP128) if all(mode in each for each in known)] or [UNQUANTIZED]
+        reasons.need(problem.activations in modes, "activations", " or ".join(map(str, modes)), problem.activations)
         for projection, encoding in spec.encodings.items():
             expected = "mxfp4, nvfp4, int4_g32, int4_g128, fp8_block128 or bf16"
             got = encoding.name + (f" with scales {encoding.scale_dtype}" if encoding.scale_dtype else "")
             reasons.need(_format(encoding) is not None, f"{projection} weights", expected, got)
         alike = spec.up.bits == spec.down.bits
         reasons.need(alike, "up and down weights", "one number of bits", f"{spec.up} and {spec.down}")
-        e4m3 = spec.up.bits == 4 and problem.activations != "16bit"
-        if problem.activations != "16bit":
+        e4m3 = spec.up.bits == 4 and problem.activations.quantized
+        if problem.activations.quantized:
             reasons.need(spec.gated, "FP8 activations without a gate")
             reasons.need(problem.weight_on == "output", "routing weight on the input with FP8 activations")
         if spec.up.bits == 4:
@@ -239,7 +240,7 @@ class _CudaRunner(RunnerBase):
             problem.weight_on == "input",
         )  # fmt: skip
         function = _function(problem.activation)
-        if problem.activations == "16bit":  # others round to E4M3 from what x is
+        if not problem.activations.quantized:  # others round to E4M3 from what x is
             x_TH = x_TH.to(torch.bfloat16)
         x_TH = x_TH.contiguous()
         if x_TH.data_ptr() % 16:  # a view into the midst of something: copies move 16 bytes at least
@@ -274,7 +275,7 @@ def _format(encoding: Encoding) -> str | None:
 
 
 def _table(problem: Problem) -> tuple[tuple[float, CudaConfig], ...]:
-    if problem.spec.up.bits == 4 and problem.activations != "16bit":
+    if problem.spec.up.bits == 4 and problem.activations.quantized:
         return _W4A8_BY_ROWS
     return {4: _BY_ROWS, 8: _FP8_BY_ROWS, 16: _WHOLE_BY_ROWS}[problem.spec.up.bits]
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from polymoe.activation_quantization import ActivationQuantization
 from polymoe.activations import Activation, GeGLU, SwiGLU
 from polymoe.backends.base import Prediction, Runner, RunnerBase
 from polymoe.backends.config import Config
@@ -54,9 +55,9 @@ class Triton:
         version = machine.packages.get("triton", "")
         recent = bool(version) and tuple(int(v) for v in version.split(".")[:2]) >= (3, 6)
         reasons.need(recent, "triton", "3.6 or newer", version or "none")
-        static_input = problem.activations == "fp8_static" and problem.weight_on == "input"
+        static_input = problem.activations.static and problem.weight_on == "input"
         reasons.need(not static_input, "routing weight on the input", "dynamic scales of activations", "fp8_static")
-        if problem.activations != "16bit":
+        if problem.activations.quantized:
             # Where a weight is rounded to the operand's 16 bits, E4M3 roundings of h no longer agree.
             for projection, encoding in spec.encodings.items():
                 exact, expected = encoding.element != "int4", "an element that 16 bits hold exactly"
@@ -202,7 +203,6 @@ class _DoesNotFit(Exception):
         self.projection, self.cause = projection, cause
 
 
-_MODES = {"16bit": "none", "fp8_token": "row", "fp8_group128": "block", "fp8_static": "static"}
 _X_GROUP = 128
 
 
@@ -210,15 +210,16 @@ def _quantization(problem: Problem, packed: Packed, inputs: str) -> Quantization
     """How the input of ``inputs`` ("gate_up" or "down") is rounded."""
     from polymoe.kernels.triton.rows import Quantization
 
-    mode = _MODES[problem.activations]
+    a = problem.activations
+    mode = "none" if not a.quantized else "static" if a.static else "row" if a.group_columns is None else "block"
     return Quantization(mode, packed.tensors[f"{inputs}_input_scale"] if mode == "static" else None)
 
 
-def _operand(encoding: Encoding, x: Tensor, activations: str) -> torch.dtype:
+def _operand(encoding: Encoding, x: Tensor, activations: ActivationQuantization) -> torch.dtype:
     """What both operands are on the matrix units: float16 where weights and x are, or with E4M3 inputs weights fit."""
     if x.device.type == "cpu":
         return torch.float32
-    if activations == "16bit":
+    if not activations.quantized:
         return torch.float16 if encoding.element == "fp16" and x.dtype == torch.float16 else torch.bfloat16
     return torch.float16 if encoding.element in ("fp16", "e4m3") else torch.bfloat16
 

@@ -165,7 +165,7 @@ def _of_block(problem: Problem, machine: Machine, tokens: int, block: int) -> Tr
     rows, columns = problem.spec.matrix_shape("up")
     if block == 8:
         # Few programs: split K. Where activations are quantized, the launch that sums splits is there anyway.
-        wanted = (2 if problem.activations == "16bit" else 6) * units
+        wanted = (6 if problem.activations.quantized else 2) * units
         while tiles * ceil_div(rows, up.rows) * up.splits < wanted and columns >= 8 * up.splits * up.columns:
             up = replace(up, splits=2 * up.splits)
     rows, columns = problem.spec.matrix_shape("down")
@@ -251,7 +251,7 @@ def smaller(config: TritonConfig, projection: str, encoding: Encoding) -> Triton
 def _sides(problem: Problem, machine: Machine) -> tuple[_Side, _Side]:
     spec, limit = problem.spec, machine.device.shared_memory_bytes
     by_step = [
-        problem.activations == "fp8_group128" or (e.bits == 8 and isinstance(e.granularity, PerGroup))
+        problem.activations.group_columns is not None or (e.bits == 8 and isinstance(e.granularity, PerGroup))
         for e in (spec.up, spec.down)
     ]
     return _Side(spec.up, 2 if spec.gated else 1, limit, by_step[0]), _Side(spec.down, 1, limit, by_step[1])

@@ -1,0 +1,103 @@
+"""How the inputs of an expert's projections are held: :class:`ActivationQuantization`, and the table of known ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from polymoe.errors import ArgumentError, nearest
+from polymoe.formats import Granularity, PerChannel, PerGroup, PerTensor
+from polymoe.shapes import ceil_div
+
+__all__ = ["ACTIVATIONS", "FP8_GROUP128", "FP8_STATIC", "FP8_TOKEN", "UNQUANTIZED", "ActivationQuantization"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationQuantization:
+    """How x and h, the inputs of gate and up and of down, are held while they are multiplied.
+
+    Attributes:
+        name: on the command line, in records and in keys of measured times; ``str()`` gives it.
+        element: what a number is rounded to: E4M3, or None for the 16 bits of the operands.
+        granularity: which numbers of ``[T, K]`` share one scale: a token's row (``PerChannel``), ``k`` columns of a row
+            (``PerGroup``), or all that one expert gets (``PerTensor``); None without scales.
+        static: whether the scales are the checkpoint's own, one an expert, rather than ``amax / 448`` of the numbers.
+        scale_dtype: what a scale is held in; None without scales.
+
+    Example::
+
+        ACTIVATIONS["fp8_group128"].scales_per_row(2880)   # 23
+    """
+
+    name: str
+    element: Literal["e4m3"] | None = None
+    granularity: Granularity | None = None
+    static: bool = False
+    scale_dtype: Literal["float32"] | None = None
+
+    def __post_init__(self) -> None:
+        scaled = (self.element is not None, self.granularity is not None, self.scale_dtype is not None)
+        if any(scaled) != all(scaled):
+            raise ArgumentError(
+                "ActivationQuantization",
+                expected="an element, a granularity and a scale dtype together",
+                got=repr(self),
+            )
+        if self.static != isinstance(self.granularity, PerTensor):
+            raise ArgumentError("ActivationQuantization.static", expected="scales for a whole expert", got=repr(self))
+
+    @property
+    def quantized(self) -> bool:
+        """Whether numbers are rounded to fewer than 16 bits."""
+        return self.element is not None
+
+    @property
+    def group_columns(self) -> int | None:
+        """Columns of a row that share a scale; None where whole rows do, or none."""
+        return self.granularity.k if isinstance(self.granularity, PerGroup) else None
+
+    def scales_per_row(self, columns: int) -> int | None:
+        """Scales of one row of ``columns`` that is quantized as it comes; None where scales are static, or none."""
+        if not self.quantized or self.static:
+            return None
+        return ceil_div(columns, self.group_columns or columns)
+
+    def __str__(self) -> str:
+        return self.name
+
+    @classmethod
+    def of(cls, value: ActivationQuantization | str) -> ActivationQuantization:
+        """The value itself, or the known one of this name.
+
+        Raises:
+            ArgumentError: for an unknown name.
+        """
+        if isinstance(value, cls):
+            return value
+        if value not in ACTIVATIONS:
+            raise ArgumentError("activations", got=repr(value), hint=nearest(str(value), ACTIVATIONS))
+        return ACTIVATIONS[str(value)]
+
+
+UNQUANTIZED = ActivationQuantization(name="16bit")
+"""As they are, in 16 bits."""
+
+FP8_TOKEN = ActivationQuantization(
+    name="fp8_token", element="e4m3", granularity=PerChannel(), scale_dtype="float32"
+)  # fmt: skip
+"""E4M3 with one scale a token."""
+
+FP8_GROUP128 = ActivationQuantization(
+    name="fp8_group128", element="e4m3", granularity=PerGroup(1, 128), scale_dtype="float32"
+)  # fmt: skip
+"""E4M3 with one scale for 128 columns of a token (DeepSeek-V3)."""
+
+FP8_STATIC = ActivationQuantization(
+    name="fp8_static", element="e4m3", granularity=PerTensor(), static=True, scale_dtype="float32"
+)  # fmt: skip
+"""E4M3 with the checkpoint's scale for all inputs of an expert."""
+
+ACTIVATIONS: dict[str, ActivationQuantization] = {
+    known.name: known for known in (UNQUANTIZED, FP8_TOKEN, FP8_GROUP128, FP8_STATIC)
+}
+"""Known ones, by name."""
