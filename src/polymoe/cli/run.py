@@ -16,11 +16,11 @@ def command(
     checkpoint: Checkpoint,
     prompt: Annotated[
         list[str] | None,
-        typer.Argument(help="Prompts, answered one by one. Default: the lines of stdin.", show_default=False),
+        typer.Argument(help="Prompts to answer. Default: the lines of stdin.", show_default=False),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 256,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens in an answer.")] = 256,
     raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")] = False,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts that are answered together.")] = 32,
+    batch_size: Annotated[int, typer.Option(min=1, help="Number of prompts that are answered together.")] = 32,
     graphs: Annotated[
         bool,
         typer.Option(

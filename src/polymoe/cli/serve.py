@@ -25,11 +25,12 @@ def command(
         str | None, typer.Option(help="The model's name for clients. Default: the last part of the path.")
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens of an answer. Default: what fits in the context.")
+        int | None,
+        typer.Option(min=1, help="Maximum number of tokens in an answer. Default: what fits in the context."),
     ] = None,
     max_request_bytes: Annotated[int, typer.Option(min=1, help="Larger requests are refused with 413.")] = 4 * 2**20,
     max_concurrent_requests: Annotated[
-        int, typer.Option(min=1, help="Most requests that run or wait; more are refused with 429.")
+        int, typer.Option(min=1, help="Maximum number of requests that run or wait; more are refused with 429.")
     ] = 128,
     grace: Annotated[
         float, typer.Option(min=0, help="Seconds for which running answers may continue after SIGTERM.")

@@ -57,7 +57,7 @@ class ModelServer:
     Args:
         model, tokenizer: as :func:`polymoe.engines.transformers.load` returns them.
         name: the model's name in requests and answers.
-        max_tokens: most tokens of one answer; None for whatever fits in the context.
+        max_tokens: maximum number of tokens in an answer; None if only the context limits it.
         continuous_batching: Transformers' own, for CUDA: requests share forward passes, and all of them use the
             sampling settings of the first.
         graphs: replay small steps of continuous batching from CUDA graphs; None means wherever possible.

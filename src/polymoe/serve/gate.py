@@ -46,8 +46,8 @@ class Gate:
         app: the application.
         metrics: counts requests, and knows those in flight.
         api_key: the bearer token that everything but ``/health`` needs; None if nothing does.
-        max_request_bytes: most bytes of a request's body.
-        max_concurrent_requests: most generations at a time, running or waiting.
+        max_request_bytes: maximum size of a request's body.
+        max_concurrent_requests: maximum number of generations that run or wait.
     """
 
     def __init__(

@@ -61,9 +61,9 @@ def serve(
         api_key: the bearer token that clients must send; None admits everybody. ``/health`` never needs it.
         name: the model's name in requests and answers; by default the last part of ``path``.
         backend, role, device: as in :func:`polymoe.engines.transformers.load`.
-        max_tokens: most tokens of one answer; None is whatever fits in the model's context.
+        max_tokens: maximum number of tokens in an answer; None if only the context limits it.
         max_request_bytes: larger requests are refused with 413.
-        max_concurrent_requests: most generations at a time, running or waiting; more are refused with 429.
+        max_concurrent_requests: maximum number of generations that run or wait; more are refused with 429.
         grace_s: seconds for which running answers may continue after SIGTERM.
         continuous_batching: let requests share forward passes (CUDA only); otherwise they run one after the other.
         graphs, cache_memory: of continuous batching, as in :class:`~polymoe.serve.app.ModelServer`.

@@ -24,8 +24,8 @@ class Limits:
     """How many tokens a request may use.
 
     Attributes:
-        context: most tokens of prompt and answer together; None for no limit.
-        max_tokens: most tokens of an answer; None for whatever fits in the context.
+        context: maximum number of tokens of prompt and answer together; None for no limit.
+        max_tokens: maximum number of tokens in an answer; None if only the context limits it.
     """
 
     context: int | None
@@ -46,7 +46,7 @@ class Limits:
             raise refusal(f"{name} is {tokens}, but an answer of this model has at most {most} tokens", param=name)
 
     def bound(self, prompt_tokens: int, max_tokens: int | None) -> int | None:
-        """The most tokens that an answer may have; None for no limit.
+        """The maximum number of tokens in an answer; None for no limit.
 
         Args:
             prompt_tokens: length of the prompt.

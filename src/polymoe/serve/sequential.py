@@ -1,7 +1,7 @@
 """One generation after the other: the manager that Transformers' handlers call unless requests share forward passes.
 
 Transformers runs ``model.generate`` in a thread and has no way to take back a call that waits, to end one early or to
-count its tokens. Here calls wait in a :class:`CallQueue`, and the handlers get a :class:`RequestModel` in the place of
+count its tokens. Here calls wait in a :class:`CallQueue`, and the handlers get a :class:`RequestModel` instead of
 the model.
 """
 

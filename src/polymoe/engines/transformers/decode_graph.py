@@ -27,7 +27,7 @@ class Decoder:
 
     Args:
         model: of Transformers, in evaluation mode; it must support a static cache.
-        max_tokens: most tokens of a sequence, including its prompt.
+        max_tokens: maximum number of tokens in a sequence, including its prompt.
         compile: backend of ``torch.compile`` for the step as one graph, "inductor" or "aot_eager"; None does not
             compile.
         capture: replay steps from a CUDA graph; requires ``compile``.

@@ -18,7 +18,7 @@ from polymoe.errors import ArgumentError, MissingDependency, UnsupportedProblem
 __all__ = ["DENSE", "METHODS", "check_dense", "dense_quantizer"]
 
 DENSE = ("16bit", "transformers")
-"""Choices for matrices outside the experts: 16-bit floats, or whatever Transformers' own quantizer makes of them."""
+"""Choices for matrices outside the experts: 16-bit floats, or the result of Transformers' own quantizer."""
 
 METHODS = ("fp8",)
 """The ``quant_method`` of the quantizers that are known to load a checkpoint without its experts."""

@@ -68,7 +68,7 @@ class Generator:
 
         Args:
             prompts: texts; the tokenizer's chat template, if it has one, makes a conversation of each.
-            max_tokens: most tokens of an answer.
+            max_tokens: maximum number of tokens in an answer.
             raw: do not apply the chat template.
 
         The checkpoint's generation config decides how tokens are chosen; by default the most probable one.
@@ -93,7 +93,7 @@ class Generator:
         context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if context is not None and length >= context:
             raise ArgumentError("prompt", expected=f"fewer tokens than the context's {context}", got=f"{length}")
-        # Rounded up, since each cache size is compiled anew.
+        # Rounded up, since every cache size is compiled separately.
         longest = -(-(length + max_tokens) // _CACHE_STEP) * _CACHE_STEP
         static = {"cache_implementation": "static", "max_cache_len": longest} if self.graphs else {}
         start = time.perf_counter()

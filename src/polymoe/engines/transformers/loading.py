@@ -65,8 +65,8 @@ def load(
         role: token counts for which the experts' layout is chosen: "decode" (1 to 256), "prefill" (from 1024) or
             "mixed" (both). The model takes any token count in every role. Experts that are not packed keep their
             layout.
-        dense: what quantized matrices outside the experts become: "16bit" floats, or whatever Transformers' own
-            quantizer makes of them ("transformers", for ``quant_method`` fp8 only).
+        dense: what quantized matrices outside the experts become: "16bit" floats, or the result of Transformers'
+            own quantizer ("transformers", for ``quant_method`` fp8 only).
         kwargs: for Transformers' ``from_pretrained``, such as ``device_map``, which spreads whole layers over devices.
 
     Raises:

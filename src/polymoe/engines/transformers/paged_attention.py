@@ -28,12 +28,12 @@ NAME = "polymoe_paged"
 """``attn_implementation`` of :func:`paged_attention`."""
 
 _TOKEN_BY_TOKEN = 512
-"""Most tokens of a forward pass in which each token is a sequence of its own: up to here, reading the keys once for
-each token costs less than tiles in which a single query is used."""
+"""Forward passes of at most so many tokens treat each token as a sequence of its own: reading the keys once for each
+token then costs less than tiles in which a single query is used."""
 
 _CAPTURED = 256
-"""Most tokens of a forward pass that is replayed from a CUDA graph: decode steps. Prompts have too many different
-lengths for graphs, and keep a GPU busy without them."""
+"""Forward passes of at most so many tokens are replayed from CUDA graphs: these are decode steps. Prompts have too many
+different lengths for graphs, and keep a GPU busy without them."""
 
 _GRAPH_STEP = 8  # graphs are captured for multiples of so many tokens
 
@@ -41,7 +41,7 @@ _MAX_HEAD_DIM = 256  # of flash attention
 _UPDATE: Any = getattr(PagedAttentionCache, "update")  # noqa: B009 - a type checker sees only its wrapper
 _TAKES_KWARGS = "kwargs" in inspect.signature(_UPDATE).parameters  # in Transformers 5.17 it does not
 
-Lengths = tuple[Tensor, Tensor, int, int]  # offsets of queries and of keys, and the most of each in one sequence
+Lengths = tuple[Tensor, Tensor, int, int]  # offsets of queries and of keys; the longest sequence of each
 
 
 def runs_on(model: Any) -> bool:
@@ -162,8 +162,8 @@ def _update(
     """Store the new keys and values.
 
     Returns:
-        All keys and values that this layer reads, ``[K, kv heads, D]``, the requests' offsets, and the most keys of a
-        request.
+        All keys and values that this layer reads, ``[K, kv heads, D]``, the offsets of the requests, and the number of
+        keys of the longest one.
     """
     if _TAKES_KWARGS:
         key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
