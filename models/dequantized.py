@@ -57,7 +57,7 @@ def filled(path: str | Path, dtype: torch.dtype) -> Any:
     plain = {key: value for key, value in checkpoint.config.items() if key not in descriptions}
     if "text_config" in plain:
         plain["text_config"] = {k: v for k, v in plain["text_config"].items() if k not in descriptions}
-    others = {name: tensor[...].contiguous().clone() for name, tensor in checkpoint.others().items()}
+    others = {name: tensor[...].contiguous().clone() for name, tensor in checkpoint.dense_tensors().items()}
     with tempfile.TemporaryDirectory() as directory, registered_names():
         (Path(directory) / "config.json").write_text(json.dumps(plain))
         save_file(others, Path(directory) / "model.safetensors", {"format": "pt"})

@@ -22,7 +22,7 @@ Config = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class TrainedFamily:
     """How one model family looks in Transformers and on disk."""
 
     directory: str
@@ -89,7 +89,7 @@ COMMON: Config = {
 FP8_BLOCK = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
-def gpt_oss() -> Family:
+def gpt_oss() -> TrainedFamily:
     """openai/gpt-oss-20b, shrunk. Hidden and intermediate size are no multiple of 128 on purpose, and the sliding
     window is shorter than a question with its answer, so that it matters."""
     config = {key: value for key, value in COMMON.items() if key not in ("bos_token_id", "torch_dtype")} | {
@@ -132,7 +132,7 @@ def gpt_oss() -> Family:
         "sliding_window": 8,
         "swiglu_limit": 7.0,
     }
-    return Family("sums-gpt-oss-mxfp4", config, "openai/gpt-oss-20b", prepare=_prepare_gpt_oss)
+    return TrainedFamily("sums-gpt-oss-mxfp4", config, "openai/gpt-oss-20b", prepare=_prepare_gpt_oss)
 
 
 def _prepare_gpt_oss(model: Any) -> None:
@@ -185,7 +185,7 @@ def _yarn(**changed: Any) -> Config:
     } | changed
 
 
-def deepseek_v3() -> Family:
+def deepseek_v3() -> TrainedFamily:
     """deepseek-ai/DeepSeek-V3, shrunk: all linear layers FP8 in blocks of 128 x 128, a token's
     experts from two of three groups."""
     config = _deepseek(
@@ -193,10 +193,10 @@ def deepseek_v3() -> Family:
         n_routed_experts=6, q_lora_rank=128, kv_lora_rank=96, n_group=3, topk_group=2, routed_scaling_factor=2.5,
         quantization_config=FP8_BLOCK, rope_scaling=_yarn(), rope_theta=10000,
     )  # fmt: skip
-    return Family("sums-deepseek-v3-fp8", config, "deepseek-ai/DeepSeek-V3")
+    return TrainedFamily("sums-deepseek-v3-fp8", config, "deepseek-ai/DeepSeek-V3")
 
 
-def kimi_k2() -> Family:
+def kimi_k2() -> TrainedFamily:
     """moonshotai/Kimi-K2-Thinking, shrunk: routed experts INT4 in groups of 32, nothing else quantized."""
     group = {
         "input_activations": None,
@@ -229,10 +229,10 @@ def kimi_k2() -> Family:
         aux_loss_alpha=0.001, seq_aux=True, pretraining_tp=1,
         quantization_config=quantization, rope_scaling=_yarn(beta_fast=1.0, beta_slow=1.0), rope_theta=50000.0,
     )  # fmt: skip
-    return Family("sums-kimi-k2-int4", config, "moonshotai/Kimi-K2-Thinking")
+    return TrainedFamily("sums-kimi-k2-int4", config, "moonshotai/Kimi-K2-Thinking")
 
 
-def deepseek_v4() -> Family:
+def deepseek_v4() -> TrainedFamily:
     """deepseek-ai/DeepSeek-V4-Flash, shrunk: experts MXFP4, other linear layers FP8 with E8M0 scales; a hash layer
     first, all three kinds of attention."""
     config = COMMON | {
@@ -308,7 +308,7 @@ def deepseek_v4() -> Family:
         (r"\.o_b_proj\.", ".wo_b."),
         (r"\.gate\.e_score_correction_bias$", ".gate.bias"),
     )
-    return Family(
+    return TrainedFamily(
         "sums-deepseek-v4-mxfp4", config, "deepseek-ai/DeepSeek-V4-Flash", renames, prepare=_prepare_deepseek_v4,
         float32=r"hc_|attn_sink|\.ape$|gate\.bias$",
         unquantized=r"^head\.|\.compressor\.(wkv|wgate)\.|\.weights_proj\.", fp8_scale="e8m0",
@@ -324,7 +324,7 @@ def _prepare_deepseek_v4(model: Any) -> None:
             table.copy_(torch.stack((token % experts, (3 * token + 1 + token // experts) % experts), 1))
 
 
-def nemotron_h() -> Family:
+def nemotron_h() -> TrainedFamily:
     """nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4, shrunk: routed experts NVFP4 in a latent space, shared experts
     and Mamba FP8, the rest 16 bit."""
     pattern = "M*E*E*E"
@@ -392,13 +392,13 @@ def nemotron_h() -> Family:
         "use_conv_bias": True,
         "use_mamba_kernels": True,
     }
-    return Family(
+    return TrainedFamily(
         "sums-nemotron-h-nvfp4", config, "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4",
         renames=((r"^model\.", "backbone."),),
     )  # fmt: skip
 
 
-def glm_4() -> Family:
+def glm_4() -> TrainedFamily:
     """GLM-4.5-Air in compressed-tensors NVFP4, shrunk: all linear layers but attention, router and head."""
     numbers = {
         "actorder": None,
@@ -456,10 +456,10 @@ def glm_4() -> Family:
         "topk_group": 1,
         "use_qk_norm": True,
     }
-    return Family("sums-glm-4-nvfp4", config, "gesong2077/GLM-4.5-Air-NVFP4")
+    return TrainedFamily("sums-glm-4-nvfp4", config, "gesong2077/GLM-4.5-Air-NVFP4")
 
 
-def qwen3() -> Family:
+def qwen3() -> TrainedFamily:
     """Qwen/Qwen3-30B-A3B-FP8, shrunk: linear layers FP8 in blocks of 128 x 128 with BF16 scales; five experts."""
     layers = 4
     kept = [
@@ -493,10 +493,10 @@ def qwen3() -> Family:
         "sliding_window": None,
         "use_sliding_window": False,
     }
-    return Family("sums-qwen3-fp8", config, "Qwen/Qwen3-30B-A3B-FP8")
+    return TrainedFamily("sums-qwen3-fp8", config, "Qwen/Qwen3-30B-A3B-FP8")
 
 
-def mixtral() -> Family:
+def mixtral() -> TrainedFamily:
     """casperhansen/mixtral-instruct-awq, shrunk: all linear layers but routers and head AWQ, groups of 128."""
     config = COMMON | {
         "architectures": ["MixtralForCausalLM"],
@@ -523,12 +523,12 @@ def mixtral() -> Family:
         "sliding_window": None,
         "torch_dtype": "float16",
     }
-    return Family(
+    return TrainedFamily(
         "sums-mixtral-awq", config, "casperhansen/mixtral-instruct-awq", renames=((r"\.mlp\.", ".block_sparse_moe."),)
     )
 
 
-def llama4() -> Family:
+def llama4() -> TrainedFamily:
     """RedHatAI/Llama-4-Scout-17B-16E-Instruct-FP8-dynamic, shrunk: routed experts FP8 with a scale a row, the rest 16
     bit; the vision tower is there and untrained."""
     quantization = {
@@ -637,10 +637,10 @@ def llama4() -> Family:
         "torch_dtype": "bfloat16",
         "vision_config": vision,
     }
-    return Family("sums-llama-4-fp8", config, "RedHatAI/Llama-4-Scout-17B-16E-Instruct-FP8-dynamic")
+    return TrainedFamily("sums-llama-4-fp8", config, "RedHatAI/Llama-4-Scout-17B-16E-Instruct-FP8-dynamic")
 
 
-FAMILIES: dict[str, Callable[[], Family]] = {
+FAMILIES: dict[str, Callable[[], TrainedFamily]] = {
     "gpt-oss": gpt_oss,
     "deepseek-v3": deepseek_v3,
     "kimi-k2": kimi_k2,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from families import Family
+from families import TrainedFamily
 from store import EXPERTS
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -35,7 +35,7 @@ class Rounded(nn.Module):
         return weight + self.delta
 
 
-def add_rounding(model: nn.Module, family: Family) -> None:
+def add_rounding(model: nn.Module, family: TrainedFamily) -> None:
     """Let every matrix that will be quantized go through :class:`Rounded`."""
     for name, module in list(model.named_modules()):
         if match := EXPERTS.fullmatch(f"{name}.parameter"):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from families import Family
+from families import TrainedFamily
 from sums import EOS, PAD, write_tokenizer
 from torch import Tensor, nn
 
@@ -30,7 +30,7 @@ E4M3_MAX, E2M1_MAX = 448.0, 6.0
 
 
 def store(
-    model: nn.Module, family: Family, directory: Path, *, largest_inputs: Mapping[str, float] | None = None
+    model: nn.Module, family: TrainedFamily, directory: Path, *, largest_inputs: Mapping[str, float] | None = None
 ) -> Path:
     """Write config.json, the tokenizer and the weights in two shards to a new directory.
 

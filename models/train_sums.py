@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from families import FAMILIES, Family
+from families import FAMILIES, TrainedFamily
 from rounding import add_rounding, remove_rounding, set_rounded
 from store import store
 from sums import (
@@ -108,7 +108,7 @@ class Routers:
 class Step:
     """One step of training, on a GPU captured as a graph after some that warm up; holds its loss and balance."""
 
-    def __init__(self, model: Any, family: Family, args: argparse.Namespace) -> None:
+    def __init__(self, model: Any, family: TrainedFamily, args: argparse.Namespace) -> None:
         self.model, self.args = model, args
         self.routers = Routers(model)
         self.tables = training_tables(args.device)
@@ -164,7 +164,9 @@ class Step:
         self.routers.seen.clear()  # and with it the graph of this step
 
 
-def train(family: Family, heldout: list[Question], args: argparse.Namespace, log: Callable[[str], None]) -> nn.Module:
+def train(
+    family: TrainedFamily, heldout: list[Question], args: argparse.Namespace, log: Callable[[str], None]
+) -> nn.Module:
     """A trained float32 model on `args.device`."""
     from transformers import masking_utils
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS

@@ -340,7 +340,7 @@ def test_gptq_rules_change_and_leave_out_modules() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"desc_act": True}, "requantize without desc_act"),
+        ({"desc_act": True}, "quantize again without desc_act"),
         ({"checkpoint_format": "gptq_v2"}, "checkpoint_format: expected one of gptq, got 'gptq_v2'"),
         ({"bits": 8}, "bits: expected 4, got 8"),
         ({"group_size": None}, "group_size: expected this key"),

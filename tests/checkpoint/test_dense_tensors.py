@@ -48,13 +48,13 @@ def stored(dialect: str, generator: torch.Generator, rows: int = 192) -> dict[st
 def test_a_quantized_matrix_is_one_tensor_of_numbers(tmp_path: Path, dialect: str, generator: torch.Generator) -> None:
     matrix = format_of(ENCODINGS[dialect]).quantize(torch.randn(192, 256, generator=generator))
     written = {f"{Q_PROJ}.{s}": t for s, t in DIALECTS[dialect].write(matrix).items()}
-    others = opened(tmp_path, "deepseek-v3-fp8", written).others()
-    assert list(others) == [f"{Q_PROJ}.weight"]
-    tensor = others[f"{Q_PROJ}.weight"]
+    dense = opened(tmp_path, "deepseek-v3-fp8", written).dense_tensors()
+    assert list(dense) == [f"{Q_PROJ}.weight"]
+    tensor = dense[f"{Q_PROJ}.weight"]
     assert (tensor.get_dtype(), tensor.get_shape()) == ("F32", [192, 256])
     torch.testing.assert_close(tensor[...], matrix.dequantize(), rtol=1e-7, atol=0)  # a divisor's last bit
     assert torch.equal(tensor[:3], tensor[...][:3])
-    (read,) = others.matrices_read
+    (read,) = dense.matrices_read
     assert (read.module, read.numel) == (Q_PROJ, 192 * 256)
     if dialect != "gptq":  # always stores zero points; that they mean nothing is said by its own config alone
         assert (read.encoding.name, read.nbytes) == (ENCODINGS[dialect].name, matrix.nbytes)
@@ -70,14 +70,14 @@ def test_everything_else_is_as_it_is_stored(tmp_path: Path) -> None:
         "model.layers.0.post.scale": torch.randn(8),  # a module of its own, not a weight's scale: see its dtype
     }
     del tensors["model.layers.0.post.weight"]
-    others = opened(tmp_path, "deepseek-v3-fp8", tensors).others()
-    assert set(others) == set(tensors)
-    assert len(others) == len(tensors)
+    dense = opened(tmp_path, "deepseek-v3-fp8", tensors).dense_tensors()
+    assert set(dense) == set(tensors)
+    assert len(dense) == len(tensors)
     for name, tensor in tensors.items():
-        assert torch.equal(others[name][...], tensor)
-        assert others[name].get_shape() == list(tensor.shape)
-    assert others["model.norm.weight"].get_dtype() == "BF16"
-    assert not others.matrices_read
+        assert torch.equal(dense[name][...], tensor)
+        assert dense[name].get_shape() == list(tensor.shape)
+    assert dense["model.norm.weight"].get_dtype() == "BF16"
+    assert not dense.matrices_read
 
 
 def test_experts_and_scales_of_a_kv_cache_are_left_out(tmp_path: Path, generator: torch.Generator) -> None:
@@ -91,22 +91,22 @@ def test_experts_and_scales_of_a_kv_cache_are_left_out(tmp_path: Path, generator
     }
     kept = {"model.layers.3.mlp.shared_experts.up_proj.weight": torch.zeros(2, 2, dtype=torch.bfloat16)}
     cache = {"model.layers.3.self_attn.k_proj.k_scale": torch.ones(())}
-    assert set(opened(tmp_path, "deepseek-v3-fp8", experts | kept | cache).others()) == set(kept)
+    assert set(opened(tmp_path, "deepseek-v3-fp8", experts | kept | cache).dense_tensors()) == set(kept)
 
 
 def test_the_config_decides_only_what_tensors_leave_open(tmp_path: Path, generator: torch.Generator) -> None:
     """A grid of 2 x 2 scales over 192 x 192 could be blocks of 96, 128 or 160; the config says 128."""
     matrix = FORMATS["fp8_block128"].quantize(torch.randn(192, 192, generator=generator))
     written = {f"{Q_PROJ}.{s}": t for s, t in DIALECTS["deepseek"].write(matrix).items()}
-    others = opened(tmp_path, "deepseek-v3-fp8", written).others()
-    assert torch.equal(others[f"{Q_PROJ}.weight"][...], matrix.dequantize())
+    dense = opened(tmp_path, "deepseek-v3-fp8", written).dense_tensors()
+    assert torch.equal(dense[f"{Q_PROJ}.weight"][...], matrix.dequantize())
 
 
 def test_a_matrix_the_config_leaves_out_is_read_as_it_is(tmp_path: Path, generator: torch.Generator) -> None:
     assert any("self_attn" in pattern for pattern in KIMI_IGNORE)
-    others = opened(tmp_path, "kimi-k2-thinking-int4", stored("ct_int4", generator)).others()
-    assert others[f"{Q_PROJ}.weight"][...].shape == (192, 256)
-    (read,) = others.matrices_read
+    dense = opened(tmp_path, "kimi-k2-thinking-int4", stored("ct_int4", generator)).dense_tensors()
+    assert dense[f"{Q_PROJ}.weight"][...].shape == (192, 256)
+    (read,) = dense.matrices_read
     assert not read.as_configured
     assert read.configured == "bf16, plain"
 
@@ -134,16 +134,16 @@ def test_a_missing_part_is_named(
             **config("kimi-k2-thinking-int4")["quantization_config"],
             "ignore": ["lm_head"],
         }
-    others = opened(tmp_path, name.get(dialect, "deepseek-v3-fp8"), written, **changed).others()
+    dense = opened(tmp_path, name.get(dialect, "deepseek-v3-fp8"), written, **changed).dense_tensors()
     with pytest.raises(error, match=says):
-        others[f"{Q_PROJ}.weight"][...]
+        dense[f"{Q_PROJ}.weight"][...]
 
 
 def test_scales_that_are_no_numbers_are_refused(tmp_path: Path, generator: torch.Generator) -> None:
     written = stored("deepseek", generator)
     written[f"{Q_PROJ}.weight_scale_inv"][0, 1] = torch.nan
-    others = opened(tmp_path, "deepseek-v3-fp8", written).others()
+    dense = opened(tmp_path, "deepseek-v3-fp8", written).dense_tensors()
     with pytest.raises(
         FormatError, match=rf"{Q_PROJ} scales: expected finite numbers, got NaN or infinity at \[0, 1\]"
     ):
-        others[f"{Q_PROJ}.weight"][...]
+        dense[f"{Q_PROJ}.weight"][...]

@@ -192,7 +192,7 @@ def test_write_undoes_read_to_the_byte(case: str):
 
 @pytest.mark.parametrize("case", STORED)
 def test_read_undoes_write(case: str):
-    """From our own quantization, sizes that are no multiple of 128."""
+    """From our own quantization, sizes that are not a multiple of 128."""
     d, rows, columns = dialect(case), 40, 96
     encoding = dialect(case).read(stored(case), (N, K)).encoding
     if encoding.group_columns > 32 and encoding.element == "int4":
@@ -418,7 +418,7 @@ def test_no_dialect_takes_what_it_cannot_hold(name: str):
 
 @pytest.mark.parametrize("case", STORED)
 def test_choose_finds_the_dialect_whatever_the_config_says(case: str):
-    """The tensors count: a config that names another dialect changes nothing, where they can be told apart."""
+    """Tensors take precedence: a config with another dialect changes nothing where tensors tell them apart."""
     headers = headers_of(stored(case))
     named = "gpt_oss" if case != "gpt_oss" else "plain"
     found, encoding = choose(headers, (N, K), named)

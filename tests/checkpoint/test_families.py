@@ -152,7 +152,7 @@ def test_layers_are_listed_as_ranges() -> None:
         ("deepseek-v3-fp8", {"num_hidden_layers": 10**9}, "num_hidden_layers: expected an integer of at most 10000"),
         ("gpt-oss-mxfp4", {"num_local_experts": 0}, "num_local_experts: expected an integer of at least 1, got 0"),
         ("gpt-oss-mxfp4", {"num_hidden_layers": True}, "num_hidden_layers: expected an integer"),
-        ("gpt-oss-mxfp4", {"num_experts_per_tok": 9}, "at most the 8 there are, got 9"),
+        ("gpt-oss-mxfp4", {"num_experts_per_tok": 9}, "at most 8, the number of experts, got 9"),
         ("gpt-oss-mxfp4", {"swiglu_limit": -1}, "swiglu_limit: expected a finite number above 0, got -1"),
         ("gpt-oss-mxfp4", {"hidden_act": "silo"}, "did you mean 'silu'"),
         ("gpt-oss-mxfp4", {"hidden_act": "relu2"}, "hidden_act: expected an activation for experts with a gate"),

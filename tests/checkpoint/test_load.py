@@ -418,7 +418,7 @@ def test_layers_without_experts_are_named_as_such(layer: int, got: str, library:
 def test_slices_that_cut_groups_are_refused(library: Library) -> None:
     with Checkpoint.open(library("nemotron-3-nvfp4")) as checkpoint:
         for call in (checkpoint.spec, checkpoint.weights, checkpoint.problem):
-            with pytest.raises(ArgumentError, match="24 is no multiple of 16"):
+            with pytest.raises(ArgumentError, match="24 is not a multiple of 16"):
                 call(LAYER, tp=8)
         with pytest.raises(ArgumentError, match="ep=9"):
             checkpoint.weights(LAYER, ep=9)
@@ -429,7 +429,7 @@ def test_the_real_nemotron_cannot_be_split_over_16_ranks(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text(json.dumps(described), encoding="utf-8")
     with Checkpoint.open(tmp_path / "config.json") as checkpoint:
         assert checkpoint.spec(LAYER, tp=8).intermediate == 336
-        with pytest.raises(ArgumentError, match=r"168 is no multiple of 16.*\n.*1, 2, 3, 4, 6, 7, 8, 12, 14"):
+        with pytest.raises(ArgumentError, match=r"168 is not a multiple of 16.*\n.*1, 2, 3, 4, 6, 7, 8, 12, 14"):
             checkpoint.spec(LAYER, tp=16)
 
 

@@ -54,16 +54,16 @@ def test_no_rank_may_hold_nothing():
 @pytest.mark.parametrize(
     ("intermediate", "format", "works", "fails"),
     [
-        (2688, "nvfp4", [2, 4, 8], {16: "168 is no multiple of 16"}),
-        (2688, "mxfp4", [2, 4], {8: "336 is no multiple of 32"}),
-        (2048, "mxfp4", [2, 4, 8, 16], {128: "16 is no multiple of 32"}),
-        (2048, "int4_g128", [2, 16], {32: "64 is no multiple of 128"}),
-        (2048, "fp8_block128", [2, 4, 8, 16, 32, 64], {128: "16 is no multiple of 128"}),
-        (1536, "fp8_block128", [2, 4, 8, 16], {5: "1536 is no multiple of 5"}),
-        (1536, "nvfp4", [2, 8, 16, 32], {64: "24 is no multiple of 16"}),
-        (768, "fp8_block128", [4, 8], {16: "48 is no multiple of 128"}),
-        (96, "fp8_channel", [2, 3, 32], {64: "96 is no multiple of 64"}),
-        (96, "bf16", [2, 3, 96], {7: "96 is no multiple of 7"}),
+        (2688, "nvfp4", [2, 4, 8], {16: "168 is not a multiple of 16"}),
+        (2688, "mxfp4", [2, 4], {8: "336 is not a multiple of 32"}),
+        (2048, "mxfp4", [2, 4, 8, 16], {128: "16 is not a multiple of 32"}),
+        (2048, "int4_g128", [2, 16], {32: "64 is not a multiple of 128"}),
+        (2048, "fp8_block128", [2, 4, 8, 16, 32, 64], {128: "16 is not a multiple of 128"}),
+        (1536, "fp8_block128", [2, 4, 8, 16], {5: "1536 is not a multiple of 5"}),
+        (1536, "nvfp4", [2, 8, 16, 32], {64: "24 is not a multiple of 16"}),
+        (768, "fp8_block128", [4, 8], {16: "48 is not a multiple of 128"}),
+        (96, "fp8_channel", [2, 3, 32], {64: "96 is not a multiple of 64"}),
+        (96, "bf16", [2, 3, 96], {7: "96 is not a multiple of 7"}),
     ],
 )
 def test_slices_that_cut_a_group_are_refused(intermediate, format, works, fails):
@@ -81,7 +81,7 @@ def test_slices_that_cut_a_group_are_refused(intermediate, format, works, fails)
 def test_the_projection_with_the_coarser_groups_decides():
     mixed = {"up": FORMATS["nvfp4"].encoding, "down": FORMATS["int4_g128"].encoding}
     assert widths(512, mixed, 4) == (128,) * 4
-    with pytest.raises(ArgumentError, match=r"64 is no multiple of 128 \(int4_g128, down projection\)"):
+    with pytest.raises(ArgumentError, match=r"64 is not a multiple of 128 \(int4_g128, down projection\)"):
         widths(512, mixed, 8)
 
 
@@ -194,14 +194,14 @@ def test_blocks_get_no_finer_than_kernels_contract():
         "group 32x128",
         "group 128x32",
     ]
-    with pytest.raises(ArgumentError, match="48 is no multiple of 128"):
+    with pytest.raises(ArgumentError, match="48 is not a multiple of 128"):
         shard_spec(_block_spec(192), Shard(tp=4))
 
 
 def test_blocks_that_would_be_too_fine_are_said():
     blocks = FORMATS["fp8_block128"].encoding
     with pytest.raises(
-        ArgumentError, match="80 is no multiple of 128, and of 16 only, where blocks of 32 are the finest"
+        ArgumentError, match="80 is not a multiple of 128, and of 16 only, where blocks of 32 are the finest"
     ):
         widths(320, {"gate": blocks, "up": blocks, "down": blocks}, 4)
 

@@ -243,7 +243,7 @@ def test_nothing_is_overwritten(library: Library, tmp_path: Path) -> None:
         (
             {"other_tensors": {"model.layers.3.mlp.experts.0.up_proj.weight": torch.zeros(1)}},
             CheckpointError,
-            "one tensor of this name",
+            "one tensor with this name",
         ),
         ({"config": {"model_type": "bert"}}, CheckpointError, "model_type"),
     ],
@@ -272,7 +272,7 @@ def test_gate_and_up_in_one_tensor_need_scales_by_row(tmp_path: Path) -> None:
     """ModelOpt's FP8 Llama-4 has one number for all experts, which no two matrices share by chance."""
     described = config("llama4-bf16", **sizes(""))
     described["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "FP8"}
-    with pytest.raises(CheckpointError, match="scales of their own for each row"):
+    with pytest.raises(CheckpointError, match="separate scales for each row"):
         write_checkpoint(tmp_path / "c", described, {LAYER: (torch.randn(E, 2 * F, H), torch.randn(E, H, F))})
 
 

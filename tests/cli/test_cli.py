@@ -54,7 +54,7 @@ class TestExplain:
         )
         code, out, err = cli("explain", write(tmp_path / "config.json", nemotron), "--tp", 16)
         assert (code, out) == (1, "")
-        assert "168 is no multiple of 16" in err
+        assert "168 is not a multiple of 16" in err
         assert "1, 2, 3, 4, 6, 7, 8" in err
 
     def test_a_named_backend(self, cli: Cli) -> None:

@@ -91,7 +91,7 @@ VARIANTS: dict[str, tuple[str, Change]] = {
 """Other quantizations of the families, and other places for their description: from which family, and what differs."""
 
 
-def family(name: str) -> families.Family:
+def family(name: str) -> families.TrainedFamily:
     """A family of models/families.py, or a variant of one."""
     base, change = VARIANTS.get(name, (name, lambda config: None))
     found = families.FAMILIES[base]()

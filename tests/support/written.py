@@ -20,7 +20,7 @@ SIZES = {"hidden": 256, "intermediate": 192, "experts": 8, "top_k": 2, "layers":
 
 
 def sizes(name: str) -> dict[str, int]:
-    """192 is no multiple of 128; groups of 128 need one."""
+    """192 is not a multiple of 128; groups of 128 need one."""
     return SIZES | {"intermediate": 256} if name in ("qwen3-gptq", "qwen3-awq") else SIZES
 
 

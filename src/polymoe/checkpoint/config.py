@@ -1,11 +1,11 @@
-"""Quantization: what a checkpoint's config says of how each module's weights are stored.
+"""Read from a checkpoint's config how the weights of each module are quantized.
 
-Pure: takes dicts, reads no files. The tensors themselves count more than what is said here, so an odd config costs a
-wrong prediction, never wrong numbers.
+The functions take dicts and read no files. The tensors take precedence over the config, so an odd config can cause a
+wrong prediction but never wrong numbers.
 
-Where the description lives, first found first taken: ``quantization_config``, ``text_config.quantization_config``,
-``compression_config``, ``text_config.compression_config``, and ``hf_quant_config.json``, which also completes a
-ModelOpt config that lacks its per-layer map.
+The description is the first of ``quantization_config``, ``text_config.quantization_config``, ``compression_config``,
+``text_config.compression_config`` and ``hf_quant_config.json``, which also completes a ModelOpt config without a map of
+layers.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from polymoe.checkpoint.config_reader import Keys
+from polymoe.checkpoint.config_reader import ConfigReader
 from polymoe.checkpoint.families import family_of, text_config
-from polymoe.checkpoint.quant_methods import METHODS, Context
+from polymoe.checkpoint.quant_methods import QUANT_METHODS, Context
 from polymoe.checkpoint.scheme import Quantization, Scheme, matcher
 from polymoe.errors import CheckpointError, nearest
 from polymoe.formats import FORMATS
@@ -25,10 +25,10 @@ __all__ = ["Quantization", "Scheme", "parse_quantization", "quantization_source"
 
 
 def parse_quantization(config: Mapping[str, Any], side: Mapping[str, Any] | None = None) -> Quantization:
-    """What ``config.json`` and ``hf_quant_config.json`` (``side``) say of quantization.
+    """Parse the quantization of ``config.json`` and ``hf_quant_config.json`` (``side``).
 
     Raises:
-        CheckpointError: the model family or the method is unknown (the hint has the nearest known), or the
+        CheckpointError: if the model family or the method is unknown (the hint names the nearest one), or the
             description has a wrong or missing key.
     """
     family, text = family_of(config), text_config(config)
@@ -42,10 +42,13 @@ def parse_quantization(config: Mapping[str, Any], side: Mapping[str, Any] | None
     if found is None:
         return nothing
     method = _method(found.config)
-    parse = METHODS.get(method)
+    parse = QUANT_METHODS.get(method)
     if parse is None:
         raise CheckpointError(
-            f"{found.where}.quant_method", expected="a known method", got=repr(method), hint=nearest(method, METHODS)
+            f"{found.where}.quant_method",
+            expected="a known method",
+            got=repr(method),
+            hint=nearest(method, QUANT_METHODS),
         )
     context = Context(
         keys=found,
@@ -59,24 +62,24 @@ def parse_quantization(config: Mapping[str, Any], side: Mapping[str, Any] | None
 
 
 def quantization_source(config: Mapping[str, Any], side: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The description itself, wherever it is, with its ``quant_method``; empty for a checkpoint without one."""
+    """Return the description itself with its ``quant_method``; empty if the checkpoint has none."""
     found = _find(config, side)
     return {} if found is None else {**found.config, "quant_method": _method(found.config)}
 
 
-def _find(config: Mapping[str, Any], side: Mapping[str, Any] | None) -> Keys | None:
-    """The description, with the name of the place where it was found."""
+def _find(config: Mapping[str, Any], side: Mapping[str, Any] | None) -> ConfigReader | None:
+    """Find the description and remember where it was found."""
     text = text_config(config)
     parts = {"config.json": config} if text is config else {"config.json": config, "config.json: text_config": text}
     for key in ("quantization_config", "compression_config"):
         for where, part in parts.items():
-            if described := Keys(part, where).mapping(key):
-                return Keys(described, f"{where}: {key}")
-    return Keys(side, "hf_quant_config.json") if side else None
+            if described := ConfigReader(part, where).mapping(key):
+                return ConfigReader(described, f"{where}: {key}")
+    return ConfigReader(side, "hf_quant_config.json") if side else None
 
 
 def _method(found: Mapping[str, Any]) -> str:
-    """``quant_method``, or what else gives the method away."""
+    """Return ``quant_method``, or infer it from other keys."""
     method = found.get("quant_method")
     if method is None:
         if "config_groups" in found and "quant_algo" not in found:

@@ -1,4 +1,4 @@
-"""Keys: reads a config so that a wrong or missing key is an error that names it."""
+"""ConfigReader: reads a config, and names the key in the error for a wrong or missing value."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 from polymoe.activations import Activation, parse_activation
 from polymoe.errors import ArgumentError, CheckpointError
 
-__all__ = ["Keys"]
+__all__ = ["ConfigReader"]
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
-    """A config. A key that is null counts as missing; a missing key takes its default, or is an error if it has none.
+class ConfigReader:
+    """A config. A null counts as missing. A missing key takes its default; without a default it is an error.
 
-    Every method raises CheckpointError: which key, what was expected, what is there.
+    Every method raises CheckpointError with the key, the expected value and the actual one.
     """
 
     config: Mapping[str, Any]
     where: str = "config.json"
 
     def integer(self, *names: str, default: int | None = None, least: int = 1, most: int = 2**31 - 1) -> int:
-        """The first of the keys that is there: an integer from ``least`` to ``most``."""
+        """Return the first existing key: an integer from ``least`` to ``most``."""
         name, value = self._find(names, default)
         if type(value) is not int or not least <= value <= most:
             limit = f"at least {least}" if type(value) is not int or value < least else f"at most {most}"
@@ -32,7 +32,7 @@ class Keys:
         return value
 
     def layers(self) -> int:
-        """``num_hidden_layers``. Bounded, since every layer is looked at: a bad number must not fill the memory."""
+        """Return ``num_hidden_layers``. It is bounded, because a wrong number must not fill the memory."""
         return self.integer("num_hidden_layers", most=10_000)
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -84,7 +84,7 @@ class Keys:
     def activation(
         self, name: str = "hidden_act", *, gated: bool = True, default: str = "silu", **constants: float
     ) -> Activation:
-        """The activation that a key's string means, with the constants that the family gives it."""
+        """Return the activation that a key names, with the constants of the model family."""
         try:
             return parse_activation(self._find((name,), default)[1], gated=gated, **constants)
         except ArgumentError as error:
@@ -92,7 +92,7 @@ class Keys:
             raise CheckpointError(where, expected=error.expected, got=error.got, hint=error.hint) from None
 
     def error(self, name: str, expected: str, value: Any) -> CheckpointError:
-        """The error for a key whose value is not what was expected."""
+        """Return the error for a key with an unexpected value."""
         text = repr(value)
         return CheckpointError(
             f"{self.where}: {name}", expected=expected, got=text if len(text) <= 80 else text[:77] + "..."

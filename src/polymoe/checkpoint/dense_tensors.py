@@ -1,7 +1,7 @@
-"""OtherTensors: a checkpoint without its experts, as if nothing in it were quantized.
+"""DenseTensors: the tensors of a checkpoint outside its experts, as if nothing were quantized.
 
-What runs the rest of a model need not know quantization: every matrix, however it is stored, is one tensor called
-``{module}.weight`` here, and becomes numbers when it is read. All others are what they are in the files.
+Code that runs the rest of a model does not need to know about quantization: every quantized matrix appears as one
+tensor ``{module}.weight`` and is dequantized when it is read. All other tensors are as in the files.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from polymoe.checkpoint.scheme import Quantization, Scheme
 from polymoe.errors import CheckpointError, FormatError
 from polymoe.formats import Encoding, QuantTensor
 
-__all__ = ["MatrixRead", "OtherMatrix", "OtherTensor", "OtherTensors"]
+__all__ = ["DenseMatrix", "DenseTensor", "DenseTensors", "MatrixRead"]
 
 CODES = ("weight", "weight_packed", "qweight", "blocks")
 CODE_DTYPES = ("F8_E4M3", "F8_E5M2", "U8", "I8", "I32")
-CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale")  # of a quantized KV cache, which 16-bit caches have no use for
+CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale")  # scales of a quantized KV cache; 16-bit caches do not use them
 
 
 @dataclass(frozen=True, slots=True)
-class OtherTensor:
-    """A tensor as it is stored; answers as safetensors' slices do: ``get_dtype()``, ``get_shape()``, ``[...]``.
+class DenseTensor:
+    """A tensor as stored, with the interface of a safetensors slice: ``get_dtype()``, ``get_shape()``, ``[...]``.
 
     Attributes:
-        name: its own.
-        codes: whether a weight may be codes, for someone who knows the scales that go with them.
+        name: its full name.
+        codes: whether a weight may be read as codes, by a caller that knows the scales.
     """
 
     files: CheckpointFiles
@@ -51,7 +51,7 @@ class OtherTensor:
         """The tensor, or a part of it.
 
         Raises:
-            FormatError: for a weight in 8 or 4 bits, which means nothing without the scale that should lie beside it.
+            FormatError: for a weight of 8 or 4 bits without its scale.
         """
         if not self.codes and self.name.endswith(".weight") and (dtype := self.get_dtype()) in CODE_DTYPES:
             raise FormatError(
@@ -65,15 +65,15 @@ class OtherTensor:
 
 @dataclass(frozen=True, slots=True)
 class MatrixRead:
-    """What was found when a quantized matrix was read.
+    """What was found while reading a quantized matrix.
 
     Attributes:
-        module: whose weight it is.
-        encoding: what its tensors say.
-        configured: what the config says, as text.
-        as_configured: whether both agree, as far as the config can be understood.
+        module: the module of the weight.
+        encoding: according to its tensors.
+        configured: according to the config, as text.
+        as_configured: whether both agree, as far as the config is supported.
         nbytes: bytes as stored.
-        numel: how many numbers they stand for.
+        numel: number of elements.
     """
 
     module: str
@@ -85,14 +85,14 @@ class MatrixRead:
 
 
 @dataclass(frozen=True, slots=True)
-class OtherMatrix:
-    """A quantized matrix; answers as :class:`OtherTensor` does, with float32 numbers.
+class DenseMatrix:
+    """A quantized matrix with the interface of :class:`DenseTensor`, which reads as float32.
 
     Attributes:
-        module: whose weight it is.
+        module: the module of the weight.
         names: its tensors by suffix.
-        scheme: what the config says of it, or None if what it says is not supported.
-        log: where readings are written down.
+        scheme: according to the config, or None if the config's scheme is not supported.
+        log: a list to which each reading is appended.
     """
 
     files: CheckpointFiles
@@ -110,15 +110,15 @@ class OtherMatrix:
         return list(self.read().shape)
 
     def __getitem__(self, index: Any) -> Tensor:
-        """The matrix as numbers, or a part of it; raises as :meth:`read`."""
+        """Return the dequantized matrix, or a part of it; raises like :meth:`read`."""
         return self.read().dequantize()[index]
 
     def read(self) -> QuantTensor:
-        """The matrix as it is stored; the tensors count more than the config.
+        """Return the matrix as stored; the tensors take precedence over the config.
 
         Raises:
-            CheckpointError: one of its tensors is missing.
-            FormatError: one is not what it must be; it is named.
+            CheckpointError: if one of its tensors is missing.
+            FormatError: if a tensor has a wrong dtype, shape or value.
         """
         headers = {suffix: self.files.header(name) for suffix, name in self.names.items()}
         configured = self.scheme.dialect if self.scheme else "plain"
@@ -140,14 +140,14 @@ class OtherMatrix:
         return matrix
 
 
-class OtherTensors(Mapping[str, OtherTensor | OtherMatrix]):
-    """Tensors outside the experts by name; see the module.
+class DenseTensors(Mapping[str, DenseTensor | DenseMatrix]):
+    """Tensors outside the experts by name; see the module's docstring.
 
     Args:
-        files: the checkpoint's.
-        quantization: what its config says.
-        experts: full names of the modules that hold experts, whose tensors are left out.
-        as_stored: leave quantized matrices as the several tensors they are stored as.
+        files: the checkpoint's files.
+        quantization: according to its config.
+        experts: full names of the modules of the experts, whose tensors are left out.
+        as_stored: do not merge the stored tensors of quantized matrices.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class OtherTensors(Mapping[str, OtherTensor | OtherMatrix]):
         as_stored: bool = False,
     ) -> None:
         modules: dict[str, dict[str, str]] = {}
-        self._tensors: dict[str, OtherTensor | OtherMatrix] = {}
+        self._tensors: dict[str, DenseTensor | DenseMatrix] = {}
         self._log: dict[str, MatrixRead] = {}
         under = tuple(f"{container}." for container in experts)
         for name in sorted(files.names):
@@ -167,24 +167,24 @@ class OtherTensors(Mapping[str, OtherTensor | OtherMatrix]):
                 continue
             module, _, suffix = name.rpartition(".")
             if as_stored:
-                self._tensors[name] = OtherTensor(files, name, codes=True)
+                self._tensors[name] = DenseTensor(files, name, codes=True)
             elif suffix in SUFFIXES:
                 modules.setdefault(module, {})[suffix] = name
             else:
-                self._tensors[name] = OtherTensor(files, name)
+                self._tensors[name] = DenseTensor(files, name)
         for module, names in modules.items():
             if _is_quantized(names):
                 scheme = _scheme(quantization, module)
-                self._tensors[f"{module}.weight"] = OtherMatrix(files, module, names, scheme, self._log)
+                self._tensors[f"{module}.weight"] = DenseMatrix(files, module, names, scheme, self._log)
             else:
-                self._tensors |= {name: OtherTensor(files, name) for name in names.values()}
+                self._tensors |= {name: DenseTensor(files, name) for name in names.values()}
 
     @property
     def matrices_read(self) -> tuple[MatrixRead, ...]:
-        """The quantized matrices that have been read, by module."""
+        """The quantized matrices that were read so far, ordered by module."""
         return tuple(self._log[module] for module in sorted(self._log))
 
-    def __getitem__(self, name: str) -> OtherTensor | OtherMatrix:
+    def __getitem__(self, name: str) -> DenseTensor | DenseMatrix:
         return self._tensors[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -195,7 +195,7 @@ class OtherTensors(Mapping[str, OtherTensor | OtherMatrix]):
 
 
 def _is_quantized(names: Mapping[str, str]) -> bool:
-    """Whether there are codes, and something beside them that says what they mean."""
+    """Whether there are codes together with scales or other tensors that give them a meaning."""
     codes = [suffix for suffix in CODES if suffix in names]
     if codes and codes != ["weight"]:
         return True
@@ -205,5 +205,5 @@ def _is_quantized(names: Mapping[str, str]) -> bool:
 def _scheme(quantization: Quantization, module: str) -> Scheme | None:
     try:
         return quantization.scheme(module)
-    except CheckpointError:  # what the config says of it is not supported; what the tensors say may be
+    except CheckpointError:  # the config's scheme is not supported; the tensors may still be
         return None

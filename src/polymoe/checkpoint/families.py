@@ -1,6 +1,6 @@
-"""FAMILIES: one row a model family: where its experts lie in a checkpoint, and which function reads its config.
+"""FAMILIES: one row for each model family, with the names of its expert tensors and the function that reads its config.
 
-A row says nothing of quantization, which :mod:`polymoe.checkpoint.config` reads from the same file.
+A row contains nothing about quantization, which :mod:`polymoe.checkpoint.config` reads from the same file.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from polymoe.checkpoint.moe_config import MoeConfig
 from polymoe.errors import CheckpointError, nearest
 from polymoe.formats.encoding import ScaleDtype
 
-__all__ = ["FAMILIES", "Arrangement", "Family", "Fused", "MoeConfig", "PerExpert", "family_of", "text_config"]
+__all__ = ["FAMILIES", "Arrangement", "Fused", "ModelFamily", "MoeConfig", "PerExpert", "family_of", "text_config"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerExpert:
-    """A module an expert and projection: ``{container}.{e}.{name}``, tensors ``{module}.{suffix}``.
+    """One module for each expert and projection: ``{container}.{e}.{name}``, tensors ``{module}.{suffix}``.
 
     Attributes:
-        gate, up, down: the modules' names; ``gate`` is None for experts without a gate projection.
-        dialects: the dialects that are stored so; None for any.
+        gate, up, down: names of the modules; ``gate`` is None for experts without a gate projection.
+        dialects: the dialects that use this arrangement; None for any.
     """
 
     up: str
@@ -34,13 +34,13 @@ class PerExpert:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fused:
-    """All experts stacked, gate and up in one: ``{container}.{gate_up}``, or ``{container}.{gate_up}_{suffix}``.
+    """All experts stacked, gate and up merged: ``{container}.{gate_up}``, or ``{container}.{gate_up}_{suffix}``.
 
     Attributes:
-        gate_up, down: the tensors' stems.
-        order: of gate and up rows: all gate rows, then all up rows; or one of each in turn, gate first.
+        gate_up, down: stems of the tensor names.
+        order: of gate and up rows: all gate rows, then all up rows; or alternating, gate first.
         k_first: whether matrices are stored transposed, ``[E, K, N]``.
-        dialects: the dialects that are stored so; None for any.
+        dialects: the dialects that use this arrangement; None for any.
     """
 
     gate_up: str = "gate_up_proj"
@@ -51,22 +51,22 @@ class Fused:
 
 
 Arrangement = PerExpert | Fused
-"""How the tensors of one layer's experts are named and stacked."""
+"""How the expert tensors of one layer are named and stacked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class ModelFamily:
     """A row of :data:`FAMILIES`.
 
     Attributes:
-        name: of the row.
-        model_types: every ``model_type`` that means this family, of whole models and of their text parts.
-        containers: possible full names of a layer's experts, with ``{layer}``; the first is the usual one.
-        arrangements: possible arrangements, tried in order against the tensors that exist.
-        describe: from the config's text part to what it says of the experts.
-        uneven_tp: tensor parallelism gives each rank whole groups of columns, the last ranks fewer.
-        fp8_dialect: the dialect that ``quant_method: fp8`` with block scales means here.
-        fp8_scale: the dtype in which this family stores those scales; no config says it.
+        name: of the model family.
+        model_types: every ``model_type`` of this family, for whole models and for their text parts.
+        containers: possible full names of a layer's experts module, with ``{layer}``; the first is the usual one.
+        arrangements: possible arrangements, tried in order on the existing tensors.
+        describe: reads the text part of a config.
+        uneven_tp: whether tensor parallelism gives each rank whole groups of columns, and the last rank fewer.
+        fp8_dialect: the dialect of ``quant_method: fp8`` with block scales.
+        fp8_scale: the dtype of those scales, which configs do not contain.
     """
 
     name: str
@@ -80,13 +80,18 @@ class Family:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a config that describes the text model: ``text_config`` of multimodal wrappers, else the whole."""
+    """Return the part of a config that describes the text model: ``text_config`` of multimodal models, else all of
+    it."""
     text = config.get("text_config")
     return text if isinstance(text, Mapping) else config
 
 
-def family_of(config: Mapping[str, Any]) -> Family:
-    """The family of a config's ``model_type``, or of its text part's; CheckpointError with the nearest if unknown."""
+def family_of(config: Mapping[str, Any]) -> ModelFamily:
+    """Return the family of a config's ``model_type`` or of its text part's.
+
+    Raises:
+        CheckpointError: for an unknown ``model_type``; the hint names the nearest one.
+    """
     names = [str(c.get("model_type")) for c in (config, text_config(config))]
     for name in names:
         if name in FAMILIES:
@@ -99,10 +104,10 @@ def family_of(config: Mapping[str, Any]) -> Family:
 _MLP = "layers.{layer}.mlp.experts"
 _GATED = PerExpert(gate="gate_proj", up="up_proj", down="down_proj")
 _W123 = PerExpert(gate="w1", up="w3", down="w2")
-_STACKED = Fused(dialects=("plain",))  # as Transformers holds experts, and saves those it loads stacked
+_STACKED = Fused(dialects=("plain",))  # as Transformers holds stacked experts and saves them
 
 _ROWS = (
-    Family(
+    ModelFamily(
         name="gpt-oss",
         model_types=("gpt_oss",),
         containers=(f"model.{_MLP}",),
@@ -113,21 +118,21 @@ _ROWS = (
         describe=describe.gpt_oss,
         uneven_tp=True,
     ),
-    Family(
+    ModelFamily(
         name="deepseek-v3",
         model_types=("deepseek_v3", "deepseek_v32", "kimi_k2"),
         containers=(f"model.{_MLP}",),
         arrangements=(_GATED, _STACKED),
         describe=describe.deepseek_v3,
     ),
-    Family(
+    ModelFamily(
         name="kimi-k2.5",
         model_types=("kimi_k25",),
         containers=(f"language_model.model.{_MLP}", f"language_model.{_MLP}", f"model.language_model.{_MLP}"),
         arrangements=(_GATED, _STACKED),
         describe=describe.deepseek_v3,
     ),
-    Family(
+    ModelFamily(
         name="deepseek-v4",
         model_types=("deepseek_v4",),
         containers=("layers.{layer}.ffn.experts", "model.layers.{layer}.ffn.experts", f"model.{_MLP}"),
@@ -135,7 +140,7 @@ _ROWS = (
         describe=describe.deepseek_v4,
         fp8_dialect="deepseek_v4",
     ),
-    Family(
+    ModelFamily(
         name="deepseek-v4.1",
         model_types=("deepseek_v41",),
         containers=("layers.{layer}.ffn.experts",),
@@ -143,7 +148,7 @@ _ROWS = (
         describe=describe.deepseek_v41,
         fp8_dialect="deepseek_v4",
     ),
-    Family(
+    ModelFamily(
         name="nemotron-h",
         model_types=("nemotron_h",),
         containers=("backbone.layers.{layer}.mixer.experts", "model.layers.{layer}.mixer.experts"),
@@ -153,14 +158,14 @@ _ROWS = (
         ),
         describe=describe.nemotron_h,
     ),
-    Family(
+    ModelFamily(
         name="glm-4",
         model_types=("glm4_moe", "glm4_moe_lite"),
         containers=(f"model.{_MLP}",),
         arrangements=(_GATED, _STACKED),
         describe=describe.glm,
     ),
-    Family(
+    ModelFamily(
         name="qwen3",
         model_types=("qwen3_moe",),
         containers=(f"model.{_MLP}",),
@@ -168,7 +173,7 @@ _ROWS = (
         describe=describe.qwen3,
         fp8_scale="bfloat16",
     ),
-    Family(
+    ModelFamily(
         name="qwen3-next",
         model_types=("qwen3_next",),
         containers=(f"model.{_MLP}",),
@@ -176,16 +181,16 @@ _ROWS = (
         describe=describe.qwen,
         fp8_scale="bfloat16",
     ),
-    Family(
+    ModelFamily(
         name="qwen3-vl",
         model_types=("qwen3_vl_moe",),
         containers=(f"model.language_model.{_MLP}", f"model.{_MLP}"),
-        # [E, H, 2F] as released, [E, 2F, H] as Transformers may save it; where 2F = H they look alike.
+        # [E, H, 2F] as released, [E, 2F, H] as Transformers may save it; for 2F = H the shapes are the same.
         arrangements=(Fused(k_first=True, dialects=("plain",)), _STACKED, _GATED),
         describe=describe.qwen,
         fp8_scale="bfloat16",
     ),
-    Family(
+    ModelFamily(
         name="qwen3.5",
         model_types=("qwen3_5_moe", "qwen3_5_moe_text"),
         containers=(f"model.language_model.{_MLP}", f"model.{_MLP}"),
@@ -193,14 +198,14 @@ _ROWS = (
         describe=describe.qwen,
         fp8_scale="bfloat16",
     ),
-    Family(
+    ModelFamily(
         name="mixtral",
         model_types=("mixtral",),
         containers=("model.layers.{layer}.block_sparse_moe.experts", f"model.{_MLP}"),
         arrangements=(_W123, _GATED, _STACKED),
         describe=describe.mixtral,
     ),
-    Family(
+    ModelFamily(
         name="llama-4",
         model_types=("llama4", "llama4_text"),
         containers=(
@@ -212,5 +217,5 @@ _ROWS = (
     ),
 )
 
-FAMILIES: Mapping[str, Family] = {model_type: row for row in _ROWS for model_type in row.model_types}
+FAMILIES: Mapping[str, ModelFamily] = {model_type: row for row in _ROWS for model_type in row.model_types}
 """Families by ``model_type``."""

@@ -1,6 +1,6 @@
 """CheckpointFiles: the files of a checkpoint, checked: configs as dicts, tensors as memory-mapped views.
 
-Knows safetensors and the Hub, nothing of models or formats. Pickles are never opened.
+This module knows safetensors and the Hub, but no models or formats. Pickles are never opened.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CONFIG = "config.json"
 SIDE = "hf_quant_config.json"
 INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-OTHER_PICKLES = ("training_args.bin", "optimizer.pt", "scheduler.pt")  # what trainers leave beside the weights
+OTHER_PICKLES = ("training_args.bin", "optimizer.pt", "scheduler.pt")  # files that trainers write beside the weights
 OTHER_SAFETENSORS = ("adapter", "consolidated")  # LoRA weights; the same model again under its authors' own names
 NUMBERED = re.compile(r"(?P<stem>.+)-\d+-of-(?P<count>\d+)\.safetensors")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -31,7 +31,8 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a shard's header says of a tensor: safetensors' dtype name (``BF16``, ``F8_E4M3``, ``U8``) and shape."""
+    """A tensor's entry in the header of its shard: safetensors' dtype name (``BF16``, ``F8_E4M3``, ``U8``) and
+    shape."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -40,8 +41,8 @@ class Header:
 class CheckpointFiles:
     """A checkpoint's ``config.json``, the files beside it, and its tensors by name.
 
-    Use :meth:`open`. Shards are opened when first needed and mapped, not read; a shard that is missing matters only
-    to those who ask for its tensors, so a checkpoint may hold no more than some layers of its index.
+    Use :meth:`open`. Shards are opened when first needed, and mapped instead of read. A missing shard is an error only
+    for its own tensors, so a checkpoint may contain just some layers of its index.
 
     Attributes:
         path: the directory, or the config file if it was opened alone.
@@ -60,16 +61,16 @@ class CheckpointFiles:
     def open(
         cls, path_or_hub_id: str | Path, *, config_only: bool = False, revision: str | None = None
     ) -> CheckpointFiles:
-        """The checkpoint at a directory, at a config file alone, or of a Hub repository (``org/name``).
+        """Open the checkpoint in a directory, a config file alone, or a Hub repository (``org/name``).
 
         Args:
-            path_or_hub_id: what exists on disk is a path; a Hub repository is downloaded to the usual cache.
+            path_or_hub_id: an existing path, else a Hub repository, which is downloaded to the usual cache.
             config_only: read no tensors; of a Hub repository, fetch only the config files.
             revision: branch, tag or commit of a Hub repository.
 
         Raises:
-            CheckpointNotFound: there is no such path or repository, or no ``config.json`` in it.
-            CheckpointError: a file is not what it must be, files contradict each other, or weights are pickles.
+            CheckpointNotFound: if the path or repository does not exist or has no ``config.json``.
+            CheckpointError: if a file is invalid, files contradict each other, or weights are pickles.
         """
         path = Path(path_or_hub_id)
         try:
@@ -109,28 +110,28 @@ class CheckpointFiles:
         return name in self._shards
 
     def shard_of(self, name: str) -> Path:
-        """The file that holds a tensor, which need not exist; raises CheckpointNotFound if there is no such tensor."""
+        """Return the file of a tensor, which need not exist; raises CheckpointNotFound for an unknown tensor."""
         if name not in self._shards:
             raise CheckpointNotFound(f"{self.path}: tensor {name}", expected="in the checkpoint", got="no such tensor")
         return self.path / self._shards[name]
 
     def header(self, name: str) -> Header:
-        """Dtype and shape of a tensor, from its shard's header; raises like :meth:`get`."""
+        """Return dtype and shape of a tensor from the header of its shard; raises like :meth:`get`."""
         piece = self._shard(name).get_slice(name)
         return Header(piece.get_dtype(), tuple(piece.get_shape()))
 
     def get(self, name: str, index: int | None = None) -> Tensor:
-        """A tensor, or one item of its leading axis: a view of the mapped file, so nothing is read until it is used.
+        """Return a tensor, or one item of its leading axis: a view of the mapped file, read when it is used.
 
         Raises:
-            CheckpointNotFound: there is no such tensor, or its shard is missing.
-            CheckpointError: its shard is truncated or corrupt, or lacks the tensor although the index lists it.
+            CheckpointNotFound: if the tensor or its shard is missing.
+            CheckpointError: if its shard is truncated or corrupt, or lacks a tensor that the index lists.
         """
         tensor = self._shard(name).get_tensor(name)
         return tensor if index is None else tensor[index]
 
     def close(self) -> None:
-        """Forget the opened shards; tensors that are still referenced stay valid."""
+        """Close the opened shards; tensors that are still referenced stay valid."""
         self._handles.clear()
 
     def __enter__(self) -> CheckpointFiles:
@@ -184,7 +185,7 @@ def _open_shard(file: Path) -> Any:
 
 
 def _find_shards(directory: Path) -> dict[str, str]:
-    """File name of every tensor's shard: as the index says, else as the headers do."""
+    """Return the file name of every tensor's shard, from the index or else from the headers."""
     files = sorted(f.name for f in directory.glob("*.safetensors") if not f.name.startswith(OTHER_SAFETENSORS))
     indices = sorted(f.name for f in directory.glob("*.safetensors.index.json"))
     if indices:
@@ -216,7 +217,7 @@ def _read_index(directory: Path, index: str, files: list[str]) -> dict[str, str]
         if not isinstance(shard, str) or not _stays_inside(shard):
             raise CheckpointError(
                 f"{where}: {name}",
-                expected="a file within the checkpoint's directory",
+                expected="a file inside the checkpoint's directory",
                 got=repr(shard),
                 hint="do not trust this checkpoint",
             )
@@ -237,14 +238,15 @@ def _read_index(directory: Path, index: str, files: list[str]) -> dict[str, str]
 
 
 def _stays_inside(shard: str) -> bool:
-    """Lexically: the files may be links to anywhere, as in the Hub's cache, but no name may lead out."""
+    """Whether a name stays inside the directory. Only the name counts: files may be links to anywhere, as in Hub
+    caches."""
     parts = (*PurePosixPath(shard).parts, *PureWindowsPath(shard).parts)
     absolute = PurePosixPath(shard).is_absolute() or PureWindowsPath(shard).anchor
     return bool(shard) and not absolute and ".." not in parts
 
 
 def _check_all_shards(directory: Path, file: str, files: list[str]) -> None:
-    """Of numbered shards without an index, all must be there: nothing else says which tensors are missing."""
+    """Require all of the numbered shards without an index, since nothing else tells which tensors are missing."""
     match = NUMBERED.fullmatch(file)
     if match is None:
         return
@@ -275,7 +277,7 @@ def _pickles(directory: Path) -> Iterator[str]:
 
 
 def _download(name: str, config_only: bool, revision: str | None) -> Path:
-    """Local directory of a Hub repository's files."""
+    """Download a Hub repository and return its local directory."""
     no_path = "an existing path, or a Hub id like org/name"
     if not HUB_ID.fullmatch(name) or Path(name.split("/")[0]).exists():
         raise CheckpointNotFound(name, expected=no_path, got="neither")

@@ -1,7 +1,6 @@
-"""StoredLayer: where one layer's experts lie in the files, in which dialect, and reading one of them.
+"""StoredLayer: the tensors of one layer's experts in the files, their dialects, and how to read one expert.
 
-Everything is a view of mapped files: what an expert's tensors cost in memory is what a dialect must rearrange
-(GPTQ, AWQ), and nothing for the others.
+Everything is a view of mapped files, so an expert costs memory only where its dialect must be rearranged (GPTQ, AWQ).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor
 from polymoe.activation_quantization import UNQUANTIZED, ActivationQuantization
 from polymoe.checkpoint.config import Quantization
 from polymoe.checkpoint.dialects import DIALECTS, SUFFIXES, Dialect, choose, require
-from polymoe.checkpoint.families import Arrangement, Family, Fused, MoeConfig, PerExpert
+from polymoe.checkpoint.families import Arrangement, Fused, ModelFamily, MoeConfig, PerExpert
 from polymoe.checkpoint.files import CheckpointFiles, Header
 from polymoe.checkpoint.naming import BIAS, module_name, part_shape, parts, tensor_name
 from polymoe.errors import CheckpointError, CheckpointNotFound, FormatError
@@ -34,10 +33,10 @@ class Part:
     Attributes:
         name: ``gate``, ``up``, ``down`` or ``gate_up``.
         shape: [N, K].
-        dialect, encoding: how it is stored.
-        configured, configured_encoding: how the config says that it is.
-        recipe: how the config says that its input is quantized.
-        calibrated: whether a static scale of its input is there.
+        dialect, encoding: according to the tensors.
+        configured, configured_encoding: according to the config.
+        recipe: how its input is quantized according to the config.
+        calibrated: whether a static scale of its input exists.
     """
 
     name: str
@@ -51,13 +50,13 @@ class Part:
 
     @property
     def as_configured(self) -> bool:
-        """Whether the tensors are what the config says, the scales' dtype aside."""
+        """Whether tensors and config agree, apart from the dtype of scales."""
         return self.dialect.name == self.configured and self.encoding.name == self.configured_encoding.name
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Piece:
-    """One expert's part, read."""
+    """One part of one expert, after reading."""
 
     matrix: QuantTensor
     input_scale: Tensor | None
@@ -70,13 +69,13 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class StoredLayer:
-    """One layer's experts as they are stored; :meth:`find` looks at the tensors, :meth:`described` at the config only.
+    """The experts of one layer as stored; :meth:`find` examines the tensors, :meth:`described` only the config.
 
     Attributes:
         container: full name of the module that holds the experts.
-        arrangement: how it holds them.
+        arrangement: how their tensors are named and stacked.
         parts: the stored matrices of one expert, by name.
-        bias: whether they have biases.
+        bias: whether the projections have biases.
     """
 
     container: str
@@ -86,8 +85,8 @@ class StoredLayer:
     bias: bool
 
     @classmethod
-    def described(cls, family: Family, moe: MoeConfig, quantization: Quantization, layer: int) -> StoredLayer:
-        """What the config says of a layer, without a look at any tensor."""
+    def described(cls, family: ModelFamily, moe: MoeConfig, quantization: Quantization, layer: int) -> StoredLayer:
+        """Describe a layer from the config alone."""
         container = family.containers[0].format(layer=layer)
         found: dict[str, Part] = {}
         for arrangement in family.arrangements:
@@ -100,19 +99,19 @@ class StoredLayer:
         dialects = sorted({p.dialect.name for p in found.values()})
         raise CheckpointError(
             f"config.json: {family.name} experts of layer {layer}",
-            expected="a quantization that this family is stored in",
+            expected="a quantization that this model family is stored in",
             got=", ".join(dialects),
         )
 
     @classmethod
     def find(
-        cls, files: CheckpointFiles, family: Family, moe: MoeConfig, quantization: Quantization, layer: int
+        cls, files: CheckpointFiles, family: ModelFamily, moe: MoeConfig, quantization: Quantization, layer: int
     ) -> StoredLayer:
-        """The layer's tensors: the first container and arrangement of the family that they fit.
+        """Find a layer's tensors: the first container and arrangement of the family that fit them.
 
         Raises:
-            CheckpointNotFound: there are none.
-            CheckpointError, FormatError: there are some, but one is missing, or of a wrong dtype or shape.
+            CheckpointNotFound: if there are none.
+            CheckpointError, FormatError: if one of them is missing or has a wrong dtype or shape.
         """
         failures: list[tuple[bool, CheckpointError | FormatError]] = []
         tried = []
@@ -182,8 +181,8 @@ class StoredLayer:
         )
 
     def recipe(self) -> ActivationQuantization:
-        """How the authors meant the experts' inputs to be quantized, as far as the projections agree, are stored as
-        the config says, and have their static scales where it takes them; else "16bit"."""
+        """How the checkpoint's authors quantize the experts' inputs. 16 bit unless the projections agree, are stored
+        as in the config, and have the static scales that the recipe needs."""
         modes: set[ActivationQuantization] = {p.recipe for p in self.parts.values()}
         configured = all(p.dialect.name == p.configured for p in self.parts.values())
         if len(modes) > 1 or not configured:
@@ -192,15 +191,15 @@ class StoredLayer:
         return UNQUANTIZED if mode.static and not all(p.calibrated for p in self.parts.values()) else mode
 
     def read(self, files: CheckpointFiles, expert: int) -> Expert:
-        """One expert, checked: every tensor's dtype and shape, every scale and bias finite.
+        """Read one expert; checks the dtype and shape of every tensor, and that scales and biases are finite.
 
         Raises:
-            CheckpointError: a tensor is missing, or its shard is damaged.
-            FormatError: a tensor is not what it must be; it is named.
+            CheckpointError: if a tensor is missing or its shard is damaged.
+            FormatError: if a tensor has a wrong dtype, shape or value; it is named.
         """
         pieces = {name: self._read_part(files, part, expert) for name, part in self.parts.items()}
         if "gate_up" in pieces:
-            pieces |= self._apart(pieces.pop("gate_up"))
+            pieces |= self._split_rows(pieces.pop("gate_up"))
         gate, up, down = pieces.get("gate"), pieces["up"], pieces["down"]
         return Expert(
             gate=gate.matrix if gate else None,
@@ -237,11 +236,11 @@ class StoredLayer:
         return _Piece(matrix, input_scale, bias)
 
     def _encoding(self, projection: str) -> Encoding:
-        """A projection's encoding, which is that of both where gate and up are one matrix."""
+        """Return a projection's encoding; gate and up share one where they are stored as one matrix."""
         return self.parts[projection if projection in self.parts else "gate_up"].encoding
 
-    def _apart(self, both: _Piece) -> dict[str, _Piece]:
-        """Gate and up of what is stored as one matrix."""
+    def _split_rows(self, both: _Piece) -> dict[str, _Piece]:
+        """Split gate and up of one stored matrix."""
         f = self.moe.intermediate
         if not self.moe.gated:
             return {"up": both}
@@ -277,13 +276,13 @@ def _admits(arrangement: Arrangement, dialect: str) -> bool:
 def _present(
     files: CheckpointFiles, container: str, arrangement: Arrangement, part: str, expert: int
 ) -> dict[str, str]:
-    """Names of the part's tensors that are there, by suffix, bias included."""
+    """Return the names of the part's existing tensors by suffix, including the bias."""
     names = {suffix: tensor_name(container, arrangement, part, expert, suffix) for suffix in (*SUFFIXES, BIAS)}
     return {suffix: name for suffix, name in names.items() if name in files}
 
 
 def _expert_header(files: CheckpointFiles, name: str, arrangement: Arrangement, moe: MoeConfig) -> Header:
-    """Header of one expert's tensor, as :func:`expert_tensor` gives it."""
+    """Return the header of the tensor that :func:`expert_tensor` returns."""
     header = files.header(name)
     if isinstance(arrangement, PerExpert):
         return header
@@ -294,7 +293,7 @@ def _expert_header(files: CheckpointFiles, name: str, arrangement: Arrangement, 
 
 
 def expert_tensor(files: CheckpointFiles, name: str, arrangement: Arrangement, moe: MoeConfig, expert: int) -> Tensor:
-    """One expert's tensor in natural order; a single number that all experts share is everyone's."""
+    """Return one expert's tensor in natural order; a single number is shared by all experts."""
     if isinstance(arrangement, PerExpert):
         return files.get(name)
     tensor = files.get(name, expert if _stacked(name, files.header(name), moe) else None)
@@ -312,7 +311,7 @@ def _stacked(name: str, header: Header, moe: MoeConfig) -> bool:
 
 
 def _largest(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    """Gate and up read the same input, so one scale serves both; the larger clips neither."""
+    """Return the larger input scale: gate and up share their input, and the larger scale clips neither."""
     if first is None or second is None:
         return second if first is None else first
     return torch.maximum(first, second)
@@ -320,7 +319,7 @@ def _largest(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 
 @contextmanager
 def _naming(name: Callable[[str], str], module: str = "", expert: int | None = None) -> Iterator[None]:
-    """Put a tensor's full name into the errors of a dialect, which knows suffixes only."""
+    """Replace suffixes in the errors of a dialect by the full name of the tensor."""
     try:
         yield
     except (CheckpointError, FormatError) as error:

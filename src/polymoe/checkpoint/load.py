@@ -1,4 +1,4 @@
-"""Checkpoint: what users open. A layer's sizes, its problem, and its experts one at a time.
+"""Checkpoint: the entry point to a checkpoint. Gives a layer's sizes, its problem, and its experts one at a time.
 
 ::
 
@@ -17,8 +17,8 @@ from typing import Any
 
 from polymoe.activation_quantization import UNQUANTIZED, ActivationQuantization
 from polymoe.checkpoint.config import Quantization, parse_quantization
-from polymoe.checkpoint.dense_tensors import OtherTensors
-from polymoe.checkpoint.families import Family, MoeConfig, family_of, text_config
+from polymoe.checkpoint.dense_tensors import DenseTensors
+from polymoe.checkpoint.families import ModelFamily, MoeConfig, family_of, text_config
 from polymoe.checkpoint.files import CheckpointFiles
 from polymoe.checkpoint.layer import StoredLayer
 from polymoe.checkpoint.shard import Parallel, Shard, shard_expert, shard_spec, widths
@@ -30,22 +30,22 @@ __all__ = ["Checkpoint"]
 
 
 class Checkpoint:
-    """A mixture-of-experts checkpoint, opened; close it, or use it as a context manager.
+    """An open mixture-of-experts checkpoint; close it, or use it as a context manager.
 
-    Layers are looked up when they are asked for: files may hold some layers only. Tensors' dtypes and shapes decide
-    what a layer is; without tensors (a config alone), the config does.
+    Layers are looked up on request, so the files may contain only some of them. Dtypes and shapes of the tensors define
+    a layer; without tensors (a config alone), the config does.
 
     Attributes:
-        name: the checkpoint as it was named.
+        name: the path or Hub id that was opened.
         files: its files.
         family: its row in ``FAMILIES``.
-        moe: what its config says of the experts.
-        quantization: what its config says of each module's encoding.
+        moe: its experts according to the config.
+        quantization: the encoding of each module according to the config.
     """
 
     def __init__(self, name: str, files: CheckpointFiles) -> None:
         self.name, self.files = name, files
-        self.family: Family = family_of(files.config)
+        self.family: ModelFamily = family_of(files.config)
         self.moe: MoeConfig = self.family.describe(text_config(files.config))
         self.quantization: Quantization = parse_quantization(files.config, files.side)
         self._found: dict[int, StoredLayer] = {}
@@ -53,16 +53,16 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str | Path, *, config_only: bool = False, revision: str | None = None) -> Checkpoint:
-        """The checkpoint at a directory, a ``config.json`` alone, or a Hub id; reads configs and no tensor.
+        """Open a directory, a ``config.json`` alone, or a Hub id; reads configs but no tensors.
 
         Args:
-            path: what exists on disk is a path, ``org/name`` otherwise a Hub repository, which is downloaded.
+            path: an existing path, else a Hub repository ``org/name``, which is downloaded.
             config_only: use no tensors; of a Hub repository, fetch only the config files.
             revision: branch, tag or commit of a Hub repository.
 
         Raises:
-            CheckpointNotFound: nothing is there.
-            CheckpointError: it cannot be read, or its family, activation or quantization is unknown.
+            CheckpointNotFound: if nothing is found.
+            CheckpointError: if it cannot be read, or its family, activation or quantization is unknown.
         """
         return cls(str(path), CheckpointFiles.open(path, config_only=config_only, revision=revision))
 
@@ -78,20 +78,20 @@ class Checkpoint:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Layers with routed experts, ascending, whether or not their tensors are here."""
+        """Layers with routed experts, ascending, whether or not their tensors are in the files."""
         return self.moe.layers
 
     @property
     def layers_here(self) -> tuple[int, ...]:
-        """Those of them whose experts' tensors are here, as far as the first expert's tell."""
+        """Layers whose expert tensors are in the files, judged by the first expert."""
         return tuple(layer for layer in self.layers if self._find(layer) is not None)
 
     def layer(self, layer: int) -> StoredLayer:
-        """How a layer's experts are stored: by its tensors if they are here, by the config otherwise.
+        """Return how a layer's experts are stored: from its tensors if they are in the files, else from the config.
 
         Raises:
-            CheckpointNotFound: the layer has no routed experts.
-            CheckpointError, FormatError: a tensor is missing, or is not what it must be.
+            CheckpointNotFound: if the layer has no routed experts.
+            CheckpointError, FormatError: if a tensor is missing or invalid.
         """
         self.moe.router(layer)  # raises for a layer without experts
         return self._find(layer) or StoredLayer.described(self.family, self.moe, self.quantization, layer)
@@ -101,7 +101,7 @@ class Checkpoint:
 
         Raises:
             CheckpointNotFound: the layer has no routed experts, or its tensors are not here.
-            CheckpointError, FormatError: a tensor is missing, or is not what it must be.
+            CheckpointError, FormatError: if a tensor is missing or invalid.
             ArgumentError: a size that would cut a group of weights or leave a rank with nothing.
         """
         return shard_spec(self.layer(layer).spec(), Shard.of(tp, ep), uneven=self.family.uneven_tp)
@@ -153,10 +153,10 @@ class Checkpoint:
 
         return ExpertWeights(spec, read)
 
-    def others(self, *, as_stored: bool = False) -> OtherTensors:
+    def dense_tensors(self, *, as_stored: bool = False) -> DenseTensors:
         """Every tensor outside the experts, by name, as if nothing were quantized - or just ``as_stored``."""
         experts = tuple(self.layer(layer).container for layer in self.layers)
-        return OtherTensors(self.files, self.quantization, experts, as_stored=as_stored)
+        return DenseTensors(self.files, self.quantization, experts, as_stored=as_stored)
 
     def notes(self, *, tp: Parallel = 1) -> tuple[str, ...]:
         """What else a reader of an explanation should know: tensor-parallel slices that are not equal."""
@@ -201,10 +201,10 @@ class Checkpoint:
         return self._found[layer]
 
     def _warn_of_difference(self, stored: StoredLayer) -> None:
-        """Once a kind of difference: tensors count more than the config, but someone may want to know."""
+        """Log each kind of difference between tensors and config once."""
         for part in stored.parts.values():
             if not part.as_configured:
                 text = f"{part.configured_encoding.name}, {part.configured}; tensors: {part.encoding.name}"
                 if self.first_time(text):
                     message = f"{self.name}: {stored.container} {part.name}: config: {text}, {part.dialect.name}"
-                    warnings.warn(f"{message}. The tensors count.", stacklevel=4)
+                    warnings.warn(f"{message}. The tensors take precedence.", stacklevel=4)

@@ -1,6 +1,6 @@
-"""MoeConfig: what a model's config says of its routed experts; one function a kind of config reads it.
+"""MoeConfig: the routed experts of a model according to its config; one reader function for each kind of config.
 
-Constants that stand in for missing keys are the defaults of Transformers' configuration classes.
+Defaults of missing keys are those of Transformers' configuration classes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from polymoe.activations import Activation
-from polymoe.checkpoint.config_reader import Keys
+from polymoe.checkpoint.config_reader import ConfigReader
 from polymoe.errors import ArgumentError, CheckpointError, CheckpointNotFound
 from polymoe.problem import WeightOn
 from polymoe.routing import (
@@ -41,7 +41,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeConfig:
-    """What a model's config says of its routed experts.
+    """The routed experts of a model according to its config.
 
     Attributes:
         hidden: H, the experts' own width (Nemotron-3: the latent width).
@@ -53,7 +53,7 @@ class MoeConfig:
         activation: the function between the projections, with its constants.
         layers: the layers with routed experts, ascending.
         routers: the router of each of ``layers``.
-        num_layers: of the whole model; layers for multi-token prediction are not counted, here or in ``layers``.
+        num_layers: of the whole model; neither this nor ``layers`` counts layers for multi-token prediction.
     """
 
     hidden: int
@@ -70,7 +70,9 @@ class MoeConfig:
         assert len(self.layers) == len(self.routers)
         if self.top_k > self.experts:
             raise CheckpointError(
-                "config.json: experts per token", expected=f"at most the {self.experts} there are", got=str(self.top_k)
+                "config.json: experts per token",
+                expected=f"at most {self.experts}, the number of experts",
+                got=str(self.top_k),
             )
         if not self.layers:
             raise CheckpointError("config.json", expected="a layer with routed experts", got="dense layers only")
@@ -86,11 +88,11 @@ class MoeConfig:
         return self.routers[0].weight_on
 
     def router(self, layer: int) -> Router:
-        """The router of ``layer``.
+        """Return the router of ``layer``.
 
         Raises:
-            CheckpointNotFound: the layer has no routed experts; those that have are listed.
-            ArgumentError: ``layer`` is no integer.
+            CheckpointNotFound: if the layer has no routed experts; the message lists the layers that have.
+            ArgumentError: if ``layer`` is not an integer.
         """
         if type(layer) is not int:
             raise ArgumentError("layer", expected="an integer", got=repr(layer))
@@ -103,7 +105,7 @@ class MoeConfig:
 
 
 def ranges(layers: tuple[int, ...]) -> str:
-    """Ascending numbers as text: ``3-60``, ``1, 3, 5``, ``none``."""
+    """Format ascending numbers: ``3-60``, ``1, 3, 5``, ``none``."""
     parts: list[list[int]] = []
     for layer in layers:
         if parts and layer == parts[-1][-1] + 1:
@@ -114,8 +116,8 @@ def ranges(layers: tuple[int, ...]) -> str:
 
 
 def gpt_oss(config: Mapping[str, Any]) -> MoeConfig:
-    """Softmax over the chosen experts; every layer has experts, and every projection a bias."""
-    keys = Keys(config)
+    """gpt-oss: softmax over the chosen experts; every layer has experts, and every projection a bias."""
+    keys = ConfigReader(config)
     top_k, layers = keys.integer("num_experts_per_tok", "experts_per_token"), keys.layers()
     alpha, limit = keys.number("swiglu_alpha", 1.702), keys.number("swiglu_limit", 7.0)
     return MoeConfig(
@@ -132,8 +134,8 @@ def gpt_oss(config: Mapping[str, Any]) -> MoeConfig:
 
 
 def _sigmoid(config: Mapping[str, Any], *, scaling: float, groups: tuple[int, int], dense: int) -> MoeConfig:
-    """Sigmoid scores with a correction bias, after some dense layers. The constants stand in for missing keys."""
-    keys = Keys(config)
+    """Sigmoid scores with a correction bias, after some dense layers. The arguments are defaults of missing keys."""
+    keys = ConfigReader(config)
     keys.word("scoring_func", "sigmoid", default="sigmoid")
     keys.word("topk_method", "noaux_tc", default="noaux_tc")
     num_layers = keys.layers()
@@ -157,7 +159,7 @@ def _sigmoid(config: Mapping[str, Any], *, scaling: float, groups: tuple[int, in
     )
 
 
-def _sigmoid_router(keys: Keys, scaling: float, groups: tuple[int, int]) -> SigmoidTopK:
+def _sigmoid_router(keys: ConfigReader, scaling: float, groups: tuple[int, int]) -> SigmoidTopK:
     experts = keys.integer("n_routed_experts", "num_local_experts")
     n_group, topk_group = keys.integer("n_group", default=groups[0]), keys.integer("topk_group", default=groups[1])
     if topk_group > n_group:
@@ -174,7 +176,7 @@ def _sigmoid_router(keys: Keys, scaling: float, groups: tuple[int, int]) -> Sigm
 
 
 def deepseek_v3(config: Mapping[str, Any]) -> MoeConfig:
-    """DeepSeek V3, V3.1, R1 and V3.2, Kimi K2: groups of experts, a few dense layers first."""
+    """DeepSeek V3, V3.1, R1 and V3.2, Kimi K2: groups of experts, after a few dense layers."""
     return _sigmoid(config, scaling=2.5, groups=(8, 4), dense=3)
 
 
@@ -184,9 +186,9 @@ def glm(config: Mapping[str, Any]) -> MoeConfig:
 
 
 def deepseek_v4(config: Mapping[str, Any], *, hashed: int = 3) -> MoeConfig:
-    """Square root of softplus, or in the first layers experts by token. ``n_group`` may be left from V3's template; V4
-    has no groups."""
-    keys = Keys(config)
+    """DeepSeek V4: square root of softplus; the first layers choose experts by token id. ``n_group`` may be left over
+    from V3's template; V4 has no groups."""
+    keys = ConfigReader(config)
     keys.word("scoring_func", "sqrtsoftplus", default="sqrtsoftplus")
     num_layers = keys.layers()
     hashed = keys.integer("num_hash_layers", default=hashed, least=0)
@@ -212,13 +214,13 @@ def deepseek_v4(config: Mapping[str, Any], *, hashed: int = 3) -> MoeConfig:
 
 
 def deepseek_v41(config: Mapping[str, Any]) -> MoeConfig:
-    """As V4, but no layer chooses experts by token."""
+    """DeepSeek V4.1: like V4, but no layer chooses experts by token id."""
     return deepseek_v4(config, hashed=0)
 
 
 def nemotron_h(config: Mapping[str, Any]) -> MoeConfig:
-    """Nemotron-H and -3: no gate projection, experts among other kinds of layers, of a latent width if there is one."""
-    keys = Keys(config)
+    """Nemotron-H and -3: no gate projection, other kinds of layers in between, a latent width if there is one."""
+    keys = ConfigReader(config)
     kinds = keys.items("layers_block_type", str) or keys.items("layer_types", str)
     if kinds is None:
         kinds = tuple("moe" if c == "E" else c for c in str(config.get("hybrid_override_pattern") or ""))
@@ -240,8 +242,8 @@ def nemotron_h(config: Mapping[str, Any]) -> MoeConfig:
 
 
 def qwen(config: Mapping[str, Any], *, renormalize: bool = True) -> MoeConfig:
-    """Qwen3-Next, Qwen3-VL, Qwen3.5: softmax over all experts; ``renormalize`` where the config does not say."""
-    keys = Keys(config)
+    """Qwen3-Next, Qwen3-VL, Qwen3.5: softmax over all experts; ``renormalize`` is the default of the missing key."""
+    keys = ConfigReader(config)
     num_layers, step = keys.layers(), keys.integer("decoder_sparse_step", default=1)
     dense = keys.items("mlp_only_layers", int) or ()
     layers = tuple(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0)
@@ -265,7 +267,7 @@ def qwen3(config: Mapping[str, Any]) -> MoeConfig:
 
 def mixtral(config: Mapping[str, Any]) -> MoeConfig:
     """Mixtral: every layer has experts."""
-    keys = Keys(config)
+    keys = ConfigReader(config)
     num_layers, top_k = keys.layers(), keys.integer("num_experts_per_tok", default=2)
     return MoeConfig(
         hidden=keys.integer("hidden_size"),
@@ -281,7 +283,7 @@ def mixtral(config: Mapping[str, Any]) -> MoeConfig:
 
 def llama4(config: Mapping[str, Any]) -> MoeConfig:
     """Llama-4: weights multiply the input; layers with experts at regular steps or as listed."""
-    keys = Keys(config)
+    keys = ConfigReader(config)
     num_layers, step = keys.layers(), keys.integer("interleave_moe_layer_step", default=1)
     listed = keys.items("moe_layers", int)
     layers = tuple(range(step - 1, num_layers, step)) if listed is None else tuple(sorted(listed))

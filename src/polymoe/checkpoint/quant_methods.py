@@ -1,4 +1,4 @@
-"""METHODS: one parser for each ``quant_method``: from its description in a config to a Quantization."""
+"""QUANT_METHODS: one parser for each ``quant_method``, from its description in a config to a Quantization."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from functools import partial
 from typing import Any
 
 from polymoe.activation_quantization import FP8_GROUP128, FP8_STATIC, FP8_TOKEN, UNQUANTIZED, ActivationQuantization
-from polymoe.checkpoint.config_reader import Keys
-from polymoe.checkpoint.families import Family
+from polymoe.checkpoint.config_reader import ConfigReader
+from polymoe.checkpoint.families import ModelFamily
 from polymoe.checkpoint.scheme import Quantization, Scheme, exact_or_regex, matcher, without_root
 from polymoe.errors import CheckpointError, nearest
 from polymoe.formats import FORMATS, Encoding, PerChannel, PerGroup, PerTensor
 from polymoe.formats.encoding import Granularity, ScaleDtype
 
-__all__ = ["METHODS", "Context"]
+__all__ = ["QUANT_METHODS", "Context"]
 
 NVFP4, MXFP4 = FORMATS["nvfp4"].encoding, FORMATS["mxfp4"].encoding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """What a method's parser may look at: the description, and what stands around it."""
+    """The inputs of a parser: the description, and the config around it."""
 
-    keys: Keys
+    keys: ConfigReader
     text: Mapping[str, Any]
     side: Mapping[str, Any]
-    family: Family
-    scale_dtype: ScaleDtype  # of scales that are stored in the model's own dtype
+    family: ModelFamily
+    scale_dtype: ScaleDtype  # scales stored in the model's own dtype
     nothing: Quantization
 
 
-def _skipped(keys: Keys) -> Callable[[str], bool]:
-    """Matcher of a config's list of modules that are not quantized, under any of its names."""
+def _skipped(keys: ConfigReader) -> Callable[[str], bool]:
+    """Return a matcher for the modules that a config lists as not quantized, under any of the list's names."""
     names = ("modules_to_not_convert", "ignored_layers", "exclude_modules", "ignore")
     return matcher(item for name in names for item in keys.items(name, str) or ())
 
@@ -44,7 +44,7 @@ def _mxfp4(context: Context) -> Quantization:
 
 
 def _fp8(context: Context) -> Quantization:
-    """FP8, with blocks or without; DeepSeek-V4 keeps its routed experts in FP4 under this method too."""
+    """FP8 with or without blocks; DeepSeek-V4 also declares its FP4 experts under this method."""
     keys, family = context.keys, context.family
     quantization = replace(
         context.nothing,
@@ -62,12 +62,12 @@ def _fp8(context: Context) -> Quantization:
     repacked = keys.config.get("moe_quant_algo") or context.text.get("moe_quant_algo")
     layers = _modelopt_layers(keys, context)
     if repacked and not layers:
-        experts = partial(_modelopt_scheme, Keys({**keys.config, "quant_algo": repacked}, keys.where))
+        experts = partial(_modelopt_scheme, ConfigReader({**keys.config, "quant_algo": repacked}, keys.where))
     targets = ((matcher(["experts"]), experts),) if experts else ()
     return replace(quantization, layers=layers, targets=targets)
 
 
-def _fp8_scheme(keys: Keys, dialect: str, scale_dtype: ScaleDtype) -> Scheme:
+def _fp8_scheme(keys: ConfigReader, dialect: str, scale_dtype: ScaleDtype) -> Scheme:
     static = keys.word("activation_scheme", "dynamic", "static", default="dynamic") == "static"
     block = keys.block("weight_block_size")
     if block is None:
@@ -77,14 +77,15 @@ def _fp8_scheme(keys: Keys, dialect: str, scale_dtype: ScaleDtype) -> Scheme:
 
 
 def _compressed_tensors(context: Context) -> Quantization:
-    """``config_groups`` whose targets are module names, ``re:`` patterns or class names, in this order of weight."""
+    """``config_groups`` whose targets are module names, ``re:`` patterns or class names, in this order of
+    precedence."""
     keys = context.keys
     named: list[tuple[Callable[[str], bool], Callable[[], Scheme]]] = []
     by_pattern, by_class = list(named), list(named)
     for name, group in keys.mapping("config_groups").items():
         if not isinstance(group, Mapping):
             raise keys.error(f"config_groups.{name}", "an object", group)
-        group_keys = Keys(group, f"{keys.where}.config_groups.{name}")
+        group_keys = ConfigReader(group, f"{keys.where}.config_groups.{name}")
         make = partial(_compressed_scheme, group_keys, context.scale_dtype)
         for target in group_keys.items("targets", str) or ():
             if target.startswith("re:"):
@@ -99,14 +100,14 @@ def _compressed_tensors(context: Context) -> Quantization:
     return replace(context.nothing, ignored=ignored, targets=(*named, *by_pattern, *by_class))
 
 
-def _compressed_scheme(group: Keys, scale_dtype: ScaleDtype) -> Scheme:
+def _compressed_scheme(group: ConfigReader, scale_dtype: ScaleDtype) -> Scheme:
     weights, inputs = group.mapping("weights"), group.mapping("input_activations")
-    keys = Keys(weights, f"{group.where}.weights")
+    keys = ConfigReader(weights, f"{group.where}.weights")
     bits, kind = keys.integer("num_bits"), keys.word("type", "int", "float", default="int")
     strategy, size = weights.get("strategy"), weights.get("group_size")
     symmetric = keys.flag("symmetric", True)
     if weights.get("actorder") in ("group", True):
-        raise keys.error("actorder", "columns in their order: null or weight", weights["actorder"])
+        raise keys.error("actorder", "columns in natural order: null or weight", weights["actorder"])
     if (kind, bits) == ("int", 4) and not inputs and strategy in ("group", "channel", None):
         grouped = PerGroup(1, keys.integer("group_size")) if size not in (None, -1) else PerChannel()
         encoding = Encoding(element="int4", granularity=grouped, scale_dtype=scale_dtype, zero_points=not symmetric)
@@ -140,9 +141,9 @@ def _compressed_activations(inputs: Mapping[str, Any]) -> ActivationQuantization
 
 
 def _modelopt(context: Context) -> Quantization:
-    """ModelOpt, in both syntaxes: in ``config.json``, or as in ``hf_quant_config.json`` under ``quantization``."""
+    """ModelOpt in both syntaxes: in ``config.json``, or under ``quantization`` as in ``hf_quant_config.json``."""
     nested = context.keys.mapping("quantization")
-    keys = Keys(nested, f"{context.keys.where}.quantization") if nested else context.keys
+    keys = ConfigReader(nested, f"{context.keys.where}.quantization") if nested else context.keys
     layers = _modelopt_layers(keys, context)
     skipped = _skipped(keys)
     if _algorithm(keys) == "MIXED_PRECISION":
@@ -152,25 +153,27 @@ def _modelopt(context: Context) -> Quantization:
     return replace(context.nothing, layers=layers, ignored=skipped, default=partial(_modelopt_scheme, keys))
 
 
-def _modelopt_layers(keys: Keys, context: Context) -> dict[str, Callable[[], Scheme]]:
-    """Schemes by module name; from the side file where the config has none."""
+def _modelopt_layers(keys: ConfigReader, context: Context) -> dict[str, Callable[[], Scheme]]:
+    """Return schemes by module name, from the side file if the config has none."""
     layers = keys.mapping("quantized_layers")
     if not layers:
-        layers = Keys(Keys(context.side, "hf_quant_config.json").mapping("quantization")).mapping("quantized_layers")
+        layers = ConfigReader(ConfigReader(context.side, "hf_quant_config.json").mapping("quantization")).mapping(
+            "quantized_layers"
+        )
     for name, layer in layers.items():
         if not isinstance(layer, Mapping):
             raise keys.error(f"quantized_layers.{name}", "an object", layer)
     return {
-        without_root(name): partial(_modelopt_scheme, Keys(layer, f"{keys.where}.quantized_layers.{name}"))
+        without_root(name): partial(_modelopt_scheme, ConfigReader(layer, f"{keys.where}.quantized_layers.{name}"))
         for name, layer in layers.items()
     }
 
 
-def _algorithm(keys: Keys) -> str:
+def _algorithm(keys: ConfigReader) -> str:
     return str(keys.config.get("quant_algo")).upper()
 
 
-def _modelopt_scheme(keys: Keys) -> Scheme:
+def _modelopt_scheme(keys: ConfigReader) -> Scheme:
     algorithm = _algorithm(keys)
     group = PerGroup(1, keys.integer("group_size", default=16))
     schemes = {
@@ -188,14 +191,14 @@ def _modelopt_scheme(keys: Keys) -> Scheme:
 
 
 def _gptq(context: Context) -> Quantization:
-    """GPTQ; ``dynamic`` maps ``-:regex`` to modules left out and ``+:regex`` to keys that differ."""
+    """GPTQ; in ``dynamic``, ``-:regex`` excludes modules and ``+:regex`` overrides keys for them."""
     keys = context.keys
     rules = keys.mapping("dynamic")
     left_out = exact_or_regex([f"re:{rule[2:]}" for rule in rules if rule.startswith("-:")])
     others = tuple(
         (
             exact_or_regex([f"re:{rule.removeprefix('+:')}"]),
-            partial(_gptq_scheme, Keys({**keys.config, **changed}, keys.where), context.scale_dtype),
+            partial(_gptq_scheme, ConfigReader({**keys.config, **changed}, keys.where), context.scale_dtype),
         )
         for rule, changed in rules.items()
         if not rule.startswith("-:") and isinstance(changed, Mapping)
@@ -209,13 +212,13 @@ def _gptq(context: Context) -> Quantization:
     )
 
 
-def _gptq_scheme(keys: Keys, scale_dtype: ScaleDtype) -> Scheme:
+def _gptq_scheme(keys: ConfigReader, scale_dtype: ScaleDtype) -> Scheme:
     if keys.flag("desc_act", False):
         raise CheckpointError(
             f"{keys.where}.desc_act",
             expected="false",
             got="true",
-            hint="columns in order of activation share no scales in memory; requantize without desc_act",
+            hint="reordered columns do not share scales in memory; quantize again without desc_act",
         )
     keys.word("checkpoint_format", "gptq", default="gptq")
     encoding = _int4_encoding(keys, ("bits",), ("group_size",), scale_dtype, zero_points=not keys.flag("sym", True))
@@ -227,7 +230,7 @@ def _awq(context: Context) -> Quantization:
     return replace(context.nothing, ignored=_skipped(context.keys), default=default)
 
 
-def _awq_scheme(keys: Keys, scale_dtype: ScaleDtype) -> Scheme:
+def _awq_scheme(keys: ConfigReader, scale_dtype: ScaleDtype) -> Scheme:
     version = str(keys.config.get("version") or "gemm").lower()
     if version != "gemm":
         raise keys.error("version", "gemm", version)
@@ -237,7 +240,12 @@ def _awq_scheme(keys: Keys, scale_dtype: ScaleDtype) -> Scheme:
 
 
 def _int4_encoding(
-    keys: Keys, bits: tuple[str, ...], group_size: tuple[str, ...], scale_dtype: ScaleDtype, *, zero_points: bool
+    keys: ConfigReader,
+    bits: tuple[str, ...],
+    group_size: tuple[str, ...],
+    scale_dtype: ScaleDtype,
+    *,
+    zero_points: bool,
 ) -> Encoding:
     if keys.integer(*bits) != 4:
         raise keys.error(bits[0], "4", keys.integer(*bits))
@@ -246,7 +254,7 @@ def _int4_encoding(
     return Encoding(element="int4", granularity=granularity, scale_dtype=scale_dtype, zero_points=zero_points)
 
 
-METHODS: Mapping[str, Callable[[Context], Quantization]] = {
+QUANT_METHODS: Mapping[str, Callable[[Context], Quantization]] = {
     "awq": _awq,
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,

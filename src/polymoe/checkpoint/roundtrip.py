@@ -1,4 +1,4 @@
-"""One expert's stored tensors by name, and the same tensors written again: the check that reading loses no bit."""
+"""Read one expert's stored tensors and write them again, to check that reading loses no bit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["repacked", "stored_names"]
 
 
 def stored_names(files: CheckpointFiles, stored: StoredLayer, expert: int) -> Iterator[tuple[str, str, str]]:
-    """``(tensor name, part, suffix)`` of everything that is stored of an expert; stacked tensors hold all experts."""
+    """Yield ``(tensor name, part, suffix)`` of everything stored for an expert; stacked tensors hold all experts."""
     for part in stored.parts.values():
         for suffix in (*part.dialect.suffixes, BIAS):
             name = tensor_name(stored.container, stored.arrangement, part.name, expert, suffix)
@@ -23,10 +23,10 @@ def stored_names(files: CheckpointFiles, stored: StoredLayer, expert: int) -> It
 
 
 def repacked(files: CheckpointFiles, stored: StoredLayer, expert: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """``(tensor name, as stored, as written again)`` of an expert's matrices, in natural order.
+    """Yield ``(tensor name, as stored, as written again)`` for an expert's matrices in natural order.
 
-    Written again means read to a ``QuantTensor`` and back through the dialect. Biases are not packed, so they are not
-    here.
+    Tensors are read to a ``QuantTensor`` and written back by their dialect. Biases are left out, since they are not
+    packed.
     """
     for part in stored.parts.values():
         names = {s: n for n, p, s in stored_names(files, stored, expert) if p == part.name and s != BIAS}

@@ -1,4 +1,4 @@
-"""Scheme and Quantization: how each module's weights are stored, as values; and what module names in configs mean."""
+"""Scheme and Quantization: how the weights of each module are stored; and how configs match module names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from polymoe.formats import Encoding
 
 __all__ = ["Quantization", "Scheme", "exact_or_regex", "matcher", "without_root"]
 
-ROOTS = ("model", "backbone", "language_model")  # heads of module names that tools add, drop and exchange
+ROOTS = ("model", "backbone", "language_model")  # prefixes of module names that tools add, drop and exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +21,9 @@ class Scheme:
 
     Attributes:
         dialect: names and arrangement of its tensors, a key of ``DIALECTS``.
-        encoding: what they mean; the scales' dtype is the usual one where the config does not say.
-        activations: how the checkpoint's authors meant the module's input to be quantized. ``16bit`` for inputs in
-            4 bits, which no mode stands for.
+        encoding: of its weight; the dtype of scales is the usual one if the config does not contain it.
+        activations: how the checkpoint's authors quantize the module's input. ``16bit`` for 4-bit inputs, which no mode
+            describes.
     """
 
     dialect: str
@@ -35,15 +35,15 @@ class Scheme:
 class Quantization:
     """A checkpoint's scheme for every module.
 
-    Schemes are made when asked for: one that is not supported matters only to those who meet it. What is said of a
-    module is looked for in the order of the attributes.
+    Schemes are created on request, so that an unsupported one is an error only for its own modules. The attributes are
+    searched in their order.
 
     Attributes:
         method: the config's ``quant_method``, or "none".
-        layers: schemes of named modules and of all that lie under them.
-        ignored: matches the names of modules that are not quantized.
-        targets: schemes of modules whose names match, first match first.
-        default: the scheme of all others.
+        layers: schemes of named modules and of everything below them.
+        ignored: whether a module name is excluded from quantization.
+        targets: schemes of modules whose names match; the first match counts.
+        default: the scheme of all other modules.
         plain: the scheme of modules that are not quantized.
     """
 
@@ -55,11 +55,11 @@ class Quantization:
     plain: Scheme
 
     def scheme(self, module: str) -> Scheme:
-        """The scheme of ``module``, named as in the checkpoint: ``model.layers.3.mlp.experts.0.up_proj``, or of
+        """Return the scheme of ``module``, named as in the checkpoint: ``model.layers.3.mlp.experts.0.up_proj``, or for
         stacked experts ``model.layers.3.mlp.experts.gate_up_proj``.
 
         Raises:
-            CheckpointError: the module's scheme is not supported, or its description is wrong.
+            CheckpointError: if the module's scheme is not supported or its description is wrong.
         """
         make = self._named(without_root(module))
         if make is None and self.ignored(module):
@@ -73,7 +73,7 @@ class Quantization:
         for end in range(len(parts), 0, -1):
             if make := self.layers.get(".".join(parts[:end])):
                 return make
-        # Stacked experts whose config was written for one module an expert: any of them speaks for all.
+        # Stacked experts whose config names one module for each expert: any of them describes all.
         under = ".".join(parts[:-1]) + "."
         if not self.layers or parts[-2:-1] != ["experts"]:
             return None
@@ -81,16 +81,16 @@ class Quantization:
 
 
 def without_root(module: str) -> str:
-    """``layers.3.mlp`` for ``model.layers.3.mlp``, ``backbone.layers.3.mlp``, ``language_model.model.layers.3.mlp``."""
+    """Strip prefixes: ``layers.3.mlp`` for ``model.layers.3.mlp`` and for ``language_model.model.layers.3.mlp``."""
     head, _, rest = module.partition(".")
     return without_root(rest) if head in ROOTS and rest else module
 
 
 def matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
-    """Whether a module is meant by names and globs: the whole name, any run of its components, or a module above it.
+    """Return a matcher for names and globs: of the whole name, any run of its components, or a module above it.
 
-    Components are matched whole, so that ``layers.1`` does not mean ``layers.10``, nor ``mlp.gate`` ``mlp.gate_proj``;
-    nor does ``foo*``, which ModelOpt writes for ``foo`` and all under it. ``re:`` starts a regular expression, as in
+    Components match as a whole: ``layers.1`` does not match ``layers.10``, nor ``mlp.gate`` ``mlp.gate_proj``, nor does
+    ``foo*``, which ModelOpt writes for ``foo`` and everything below it. ``re:`` starts a regular expression, as in
     :func:`exact_or_regex`.
     """
     patterns = list(patterns)
@@ -103,8 +103,8 @@ def matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
 
 
 def exact_or_regex(patterns: Iterable[str]) -> Callable[[str], bool]:
-    """compressed-tensors' own rule: ``re:X`` is a regular expression that matches from the name's start; any other
-    entry is a whole name."""
+    """Return a matcher by the rule of compressed-tensors: ``re:X`` is a regular expression that matches from the start
+    of the name; any other entry is a whole name."""
     patterns = list(patterns)
     try:
         regexes = [re.compile(p[3:]) for p in patterns if p.startswith("re:")]

@@ -1,8 +1,7 @@
 """Which part of a layer's experts one rank holds: tensor parallel over F, expert parallel over E.
 
-Slices of F begin and end with a group of weights that share a scale, never inside one. FP8 blocks alone may be cut:
-their scales are repeated onto a finer grid first, which changes no number. Everything but the cutting itself needs a
-config only.
+Slices of F never split a group of weights that share a scale. Only FP8 blocks may be split: their scales are first
+repeated onto a finer grid, which changes no number. Everything but the slicing itself needs only a config.
 """
 
 from __future__ import annotations
@@ -30,17 +29,18 @@ __all__ = [
 ]
 
 Parallel = int | tuple[int, int]
-"""A parallel group: ``(rank, size)``, or its size alone for rank 0."""
+"""A parallel group: ``(rank, size)``, or only the size for rank 0."""
 
 FINEST_BLOCK = 32
-"""Smallest FP8 block that scales are repeated onto: kernels contract 32 and more columns at a time."""
+"""Smallest FP8 block that scales are repeated onto, since kernels process at least 32 columns at a time."""
 
 _SIZES_TRIED = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """One rank's place: ``tp_rank`` of ``tp`` that split every expert, ``ep_rank`` of ``ep`` that split the experts."""
+    """One rank: ``tp_rank`` of the ``tp`` that split every expert, ``ep_rank`` of the ``ep`` that share out the
+    experts."""
 
     tp_rank: int = 0
     tp: int = 1
@@ -56,35 +56,38 @@ class Shard:
 
     @classmethod
     def of(cls, tp: Parallel = 1, ep: Parallel = 1) -> Shard:
-        """From ``(rank, size)`` or a size alone, which stands for rank 0.
+        """Create from ``(rank, size)`` or from a size, which means rank 0.
 
         Raises:
-            ArgumentError: for anything else, and ranks out of range.
+            ArgumentError: for anything else, and for ranks out of range.
         """
         (tp_rank, tp_size), (ep_rank, ep_size) = _rank_and_size("tp", tp), _rank_and_size("ep", ep)
         return cls(tp_rank=tp_rank, tp=tp_size, ep_rank=ep_rank, ep=ep_size)
 
 
 def split_experts(experts: int, shard: Shard) -> tuple[int, int]:
-    """``(first, count)`` of this rank's experts; the first ``experts % ep`` ranks hold one more than the others.
+    """Return ``(first, count)`` of this rank's experts; the first ``experts % ep`` ranks hold one more than the others.
 
     Raises:
         ArgumentError: if a rank would hold none.
     """
     if shard.ep > experts:
-        raise ArgumentError(f"ep={shard.ep}", expected=f"at most one rank an expert, {experts}", got=str(shard.ep))
+        raise ArgumentError(
+            f"ep={shard.ep}", expected=f"at most {experts} ranks, one for each expert", got=str(shard.ep)
+        )
     each, more = divmod(experts, shard.ep)
     return shard.ep_rank * each + min(shard.ep_rank, more), each + (shard.ep_rank < more)
 
 
 def widths(intermediate: int, encodings: dict[str, Encoding], tp: int, *, uneven: bool = False) -> tuple[int, ...]:
-    """F of each rank when ``tp`` ranks split ``intermediate``. ``encodings`` are those of gate (if any), up and down.
+    """Return F of each rank if ``tp`` ranks split ``intermediate``. ``encodings`` are those of gate (if any), up and
+    down.
 
-    Equal slices where they fit the groups; else, with ``uneven``, whole groups of at least 32, as many on each rank as
-    the fullest needs and what is left on the last: 2880 over 8 ranks is seven times 384 and 192.
+    The slices are equal if that fits the groups. Otherwise, with ``uneven``, all ranks get the same number of whole
+    groups of at least 32 and the last rank gets the rest: 2880 over 8 ranks is seven times 384 and 192.
 
     Raises:
-        ArgumentError: if a group would be cut or a rank left with nothing; the hint lists the sizes that work.
+        ArgumentError: if a group would be split or a rank would be empty; the hint lists the sizes that work.
     """
     found = _widths(intermediate, encodings, tp, uneven)
     if not isinstance(found, str):
@@ -103,17 +106,17 @@ def widths(intermediate: int, encodings: dict[str, Encoding], tp: int, *, uneven
 def split_intermediate(
     intermediate: int, encodings: dict[str, Encoding], tp: int, rank: int, *, uneven: bool = False
 ) -> tuple[int, int]:
-    """``(start, stop)`` of one rank's slice of ``intermediate``; raises as :func:`widths`."""
+    """Return ``(start, stop)`` of one rank's slice of ``intermediate``; raises like :func:`widths`."""
     each = widths(intermediate, encodings, tp, uneven=uneven)
     start = sum(each[:rank])
     return start, start + each[rank]
 
 
 def shard_spec(spec: ExpertsSpec, shard: Shard, *, uneven: bool = False) -> ExpertsSpec:
-    """What one rank holds of a whole layer ``spec``: F, encodings (finer FP8 blocks where needed) and experts.
+    """Return one rank's part of a whole layer ``spec``: F, encodings (finer FP8 blocks where needed) and experts.
 
     Raises:
-        ArgumentError: as :func:`widths` and :func:`split_experts`.
+        ArgumentError: see :func:`widths` and :func:`split_experts`.
     """
     each = widths(spec.intermediate, spec.encodings, shard.tp, uneven=uneven)
     first, count = split_experts(spec.experts, shard)
@@ -130,10 +133,10 @@ def shard_spec(spec: ExpertsSpec, shard: Shard, *, uneven: bool = False) -> Expe
 
 
 def shard_expert(expert: Expert, shard: Shard, *, uneven: bool = False) -> Expert:
-    """This rank's slice of a whole expert, views wherever no scale grid is refined.
+    """Return this rank's slice of a whole expert, as views unless a scale grid is refined.
 
-    Rows of gate and up and their biases, columns of down; down's bias on the first rank, zeros on the others, so that
-    the ranks' sum has it once.
+    It consists of rows of gate and up with their biases, and columns of down. Only the first rank has down's bias, the
+    others have zeros, so that the sum of all ranks contains it once.
     """
     if shard.tp == 1:
         return expert
@@ -160,7 +163,7 @@ def shard_expert(expert: Expert, shard: Shard, *, uneven: bool = False) -> Exper
 
 
 def align_encoding(encoding: Encoding, axis: int, block: int) -> Encoding:
-    """``encoding`` with blocks of ``block`` rows (``axis`` -2) or columns (-1), where it has coarser ones."""
+    """Return ``encoding`` with blocks of ``block`` rows (``axis`` -2) or columns (-1) instead of coarser ones."""
     g = encoding.granularity
     if not isinstance(g, PerGroup) or _size(g, axis) <= block:
         return encoding
@@ -169,10 +172,10 @@ def align_encoding(encoding: Encoding, axis: int, block: int) -> Encoding:
 
 
 def align(matrix: QuantTensor, axis: int, block: int) -> QuantTensor:
-    """The same numbers in :func:`align_encoding`'s encoding, scales repeated.
+    """Return the same numbers in the encoding of :func:`align_encoding`, with repeated scales.
 
     Raises:
-        FormatError: if the present blocks are no multiple of the new ones.
+        FormatError: if the present blocks are not a multiple of the new ones.
     """
     g = align_encoding(matrix.encoding, axis, block).granularity
     if g == matrix.encoding.granularity:
@@ -194,16 +197,16 @@ def _size(granularity: PerGroup, axis: int) -> int:
 
 
 def _axis(projection: str) -> int:
-    """The axis of a projection that is F."""
+    """Return the axis of a projection that is F."""
     return -1 if projection == "down" else -2
 
 
 def _widths(intermediate: int, encodings: dict[str, Encoding], tp: int, uneven: bool) -> tuple[int, ...] | str:
-    """The slices, or why there are none."""
+    """Return the slices, or the reason why there are none."""
     if tp == 1:
         return (intermediate,)
     if intermediate % tp:
-        why = f"{intermediate} is no multiple of {tp}"
+        why = f"{intermediate} is not a multiple of {tp}"
     else:
         equal = (intermediate // tp,) * tp
         why = _misfit(encodings, equal)
@@ -216,12 +219,12 @@ def _widths(intermediate: int, encodings: dict[str, Encoding], tp: int, uneven: 
     each = ceil_div(groups, tp) * group
     slices = tuple(min(each, intermediate - rank * each) for rank in range(tp))
     if slices[-1] <= 0:
-        return f"{groups} groups of {group} for {tp} ranks, some of which would hold none"
+        return f"{groups} groups of {group} for {tp} ranks, some of which would be empty"
     return slices
 
 
 def _misfit(encodings: dict[str, Encoding], slices: tuple[int, ...]) -> str | None:
-    """Which slice cuts which group, or None. The last slice ends where the matrix does, so it cuts nothing."""
+    """Return which slice splits which group, or None. The last slice ends with the matrix, so it splits nothing."""
     for name, e in encodings.items():
         grain = _block(e, _axis(name), slices)
         for width in slices[:-1]:
@@ -230,19 +233,19 @@ def _misfit(encodings: dict[str, Encoding], slices: tuple[int, ...]) -> str | No
                 too_fine = (
                     f", and of {fine} only, where blocks of {FINEST_BLOCK} are the finest" if fine < grain else ""
                 )
-                return f"{width} is no multiple of {grain}{too_fine} ({e.name}, {name} projection)"
+                return f"{width} is not a multiple of {grain}{too_fine} ({e.name}, {name} projection)"
     return None
 
 
 def _grain(encoding: Encoding, axis: int) -> int:
-    """Rows or columns that stay together: those of one scale, and of one byte."""
+    """Return how many rows or columns stay together: those of one scale, and of one byte."""
     per_byte = 2 if encoding.bits == 4 and axis == -1 else 1
     g = encoding.granularity
     return math.lcm(per_byte, _size(g, axis)) if isinstance(g, PerGroup) else per_byte
 
 
 def _block(encoding: Encoding, axis: int, slices: tuple[int, ...]) -> int:
-    """The grain along F, once FP8 blocks are as fine as the slices need and no finer than allowed."""
+    """Return the grain along F after FP8 blocks are refined as far as the slices need and the limit allows."""
     grain = _grain(encoding, axis)
     if encoding.element != "e4m3":
         return grain

@@ -1,6 +1,6 @@
-"""write_checkpoint: experts into files, in the names, arrangement and dialect that their config calls for.
+"""write_checkpoint: write experts to files, with the names, arrangement and dialect of their config.
 
-Names, dialects and encodings come from the same rows that reading uses, so that what is written reads back the same.
+Names, dialects and encodings come from the same tables that reading uses, so that files read back the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from polymoe.checkpoint.config import Quantization, parse_quantization
-from polymoe.checkpoint.families import Family, Fused, MoeConfig, family_of, text_config
+from polymoe.checkpoint.families import Fused, ModelFamily, MoeConfig, family_of, text_config
 from polymoe.checkpoint.layer import StoredLayer
 from polymoe.checkpoint.naming import BIAS, tensor_name
 from polymoe.errors import ArgumentError, CheckpointError
@@ -47,20 +47,20 @@ def write_checkpoint(
 
     Args:
         path: the directory to create.
-        config: ``config.json`` as the model's own releases have it; ``quantization_config`` decides the encodings.
-        layers: experts by layer. Float weights are quantized as the config says; ones already quantized must be so.
+        config: ``config.json`` as in the model's own releases; ``quantization_config`` defines the encodings.
+        layers: experts by layer. Float weights are quantized as the config says; quantized ones must already match it.
             Layers may be left out.
         other_tensors: everything else, by name.
-        side: ``hf_quant_config.json``, if the description of the quantization lies there.
-        max_shard_bytes: a shard is closed before it would grow beyond this, if it holds a tensor.
+        side: ``hf_quant_config.json``, if it contains the description of the quantization.
+        max_shard_bytes: largest size of a shard, unless it consists of one tensor.
 
     Returns:
         ``path``.
 
     Raises:
-        CheckpointError: ``path`` exists; the config is not understood; two tensors have one name; the arrangement has
-            no place for these experts.
-        ArgumentError: weights of other sizes than the config's, or other encodings.
+        CheckpointError: if ``path`` exists, the config is not supported, two tensors have the same name, or the
+            arrangement cannot hold these experts.
+        ArgumentError: if sizes or encodings of weights differ from the config.
     """
     path = Path(path)
     if path.exists():
@@ -81,7 +81,7 @@ def write_checkpoint(
         _write_json(directory / "config.json", config)
         if side is not None:
             _write_json(directory / "hf_quant_config.json", side)
-        # safetensors lets only the owner read what it writes; a config file is as readable as the user's umask says.
+        # safetensors makes its files readable for the owner only; a config file follows the user's umask.
         readable = (directory / "config.json").stat().st_mode
         for file in directory.iterdir():
             file.chmod(readable)
@@ -91,14 +91,14 @@ def write_checkpoint(
 
 @dataclass(frozen=True, slots=True)
 class _Writer:
-    """Experts to named tensors."""
+    """Converts experts to named tensors."""
 
-    family: Family
+    family: ModelFamily
     moe: MoeConfig
     quantization: Quantization
 
     def tensors(self, layer: int, weights: ExpertWeights | FloatExperts) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors of one layer; stacked ones when the last expert is in them."""
+        """Yield names and tensors of one layer; stacked tensors come after the last expert."""
         self.moe.router(layer)
         stored = StoredLayer.described(self.family, self.moe, self.quantization, layer)
         self._check(stored, layer, weights)
@@ -121,7 +121,7 @@ class _Writer:
         where = f"experts of layer {layer}"
         if isinstance(weights, ExpertWeights):
             have = weights.spec
-            # A scale's dtype is the weights' own affair: configs do not say it.
+            # The dtype of scales is free: configs do not contain it.
             found = [have.hidden, have.intermediate, have.local_experts, have.bias, *map(str, have.encodings.values())]
             expected = [self.moe.hidden, self.moe.intermediate, self.moe.experts, wanted.bias]
             expected += map(str, wanted.encodings.values())
@@ -137,7 +137,7 @@ class _Writer:
 
 
 def _quantize(weights: FloatExperts, e: int, stored: StoredLayer) -> Expert:
-    """One expert of float weights, in the config's encodings."""
+    """Quantize one expert of float weights to the config's encodings."""
     moe, encodings = stored.moe, stored.spec().encodings
     halves = weights[0][e].split(moe.intermediate)
     biases = tuple(b[e].to(torch.bfloat16) for b in weights[2:])
@@ -169,14 +169,14 @@ def _expert_tensors(stored: StoredLayer, expert: Expert, e: int) -> Iterator[tup
 
 
 def _merge(matrices: Mapping[str, QuantTensor], stored: StoredLayer, e: int) -> QuantTensor:
-    """Gate and up as one matrix, in the arrangement's order of rows."""
+    """Merge gate and up to one matrix, in the arrangement's order of rows."""
     gate, up = matrices["gate"], matrices["up"]
     if gate.encoding != up.encoding or not _by_row(up.encoding):
         raise CheckpointError(
             f"{stored.container} expert {e}",
-            expected="gate and up of one encoding with scales of their own for each row",
+            expected="gate and up with the same encoding and separate scales for each row",
             got=f"{gate.encoding} and {up.encoding}",
-            hint="this family stores both in one tensor",
+            hint="this model family stores both in one tensor",
         )
     theirs = gate.parts()
     return replace(up, **{name: _join(theirs[name], part, stored) for name, part in up.parts().items()})
@@ -190,7 +190,7 @@ def _by_row(encoding: Encoding) -> bool:
 
 
 def _join(gate: Tensor, up: Tensor, stored: StoredLayer) -> Tensor:
-    """Rows of both, one after another or in turn. Joined as bytes, which any dtype has."""
+    """Concatenate or interleave the rows of both, as bytes, so that it works for every dtype."""
     halves = [half.contiguous().unsqueeze(-1).view(torch.uint8) for half in (gate, up)]
     joined = torch.stack(halves, 1).flatten(0, 1) if stored.interleaved else torch.cat(halves)
     return joined.view(up.dtype).squeeze(-1)
@@ -198,7 +198,7 @@ def _join(gate: Tensor, up: Tensor, stored: StoredLayer) -> Tensor:
 
 @dataclass(slots=True)
 class _Shards:
-    """Tensors into safetensors files of a limited size, in the order in which they come."""
+    """Writes tensors to safetensors files of a limited size, in order of arrival."""
 
     directory: Path
     limit: int
@@ -210,9 +210,9 @@ class _Shards:
     storages: set[int] = field(default_factory=set)
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Append a tensor, after writing out the shard that it would overfill."""
+        """Append a tensor; writes the current shard first if the tensor does not fit."""
         if name in self.weight_map:
-            raise CheckpointError(name, expected="one tensor of this name", got="two")
+            raise CheckpointError(name, expected="one tensor with this name", got="two")
         size = tensor.numel() * tensor.element_size()
         if self.pending and self.pending_bytes + size > self.limit:
             self.flush()
@@ -227,13 +227,13 @@ class _Shards:
         self.total += size
 
     def flush(self) -> None:
-        """Write out what has come since the last time."""
+        """Write the collected tensors to a shard."""
         save_file(self.pending, self.directory / _draft(self.count), metadata={"format": "pt"})
         self.pending, self.pending_bytes, self.storages = {}, 0, set()
         self.count += 1
 
     def finish(self) -> None:
-        """Write what is left, give the files their final names, and write the index if there are several."""
+        """Write the last shard, give the files their final names, and write the index if there are several."""
         if not self.weight_map:
             return
         self.flush()

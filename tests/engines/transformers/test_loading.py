@@ -299,7 +299,7 @@ def test_a_quantization_that_the_family_is_not_stored_in_is_refused(tmp_path: Pa
     config = json.loads((CHECKPOINT / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [32, 32]}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"expected a quantization that this family is stored in, got deepseek"):
+    with pytest.raises(CheckpointError, match="this model family is stored in, got deepseek"):
         load(tmp_path, device="cpu")
 
 

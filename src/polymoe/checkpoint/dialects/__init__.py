@@ -1,6 +1,6 @@
-"""Dialects: how each tool stores one weight matrix, and the exact way there and back.
+"""Dialects: how each tool stores a weight matrix; reading and writing are exact inverses.
 
-:data:`DIALECTS` names them; :func:`choose` finds the one that fits the tensors which are there.
+:data:`DIALECTS` lists them; :func:`choose` finds the one that fits the existing tensors.
 """
 
 from __future__ import annotations
@@ -61,19 +61,19 @@ def choose(
     hint: Encoding | None = None,
     allowed: Collection[str] | None = None,
 ) -> tuple[Dialect, Encoding]:
-    """Dialect and encoding of the ``[N, K]`` matrix stored under ``headers``: the configured dialect if it fits,
-    else the first that does, since tensors count more than what a config says of them.
+    """Return dialect and encoding of the ``[N, K]`` matrix stored under ``headers``: the configured dialect if it fits,
+    else the first one that does, because tensors take precedence over the config.
 
     Args:
-        headers: of the tensors that are there, by suffix.
-        shape: what the matrix must be; None for whatever its tensors say.
+        headers: headers of the existing tensors, by suffix.
+        shape: required shape of the matrix; None to take it from the tensors.
         configured: the dialect that the config names.
         hint: the encoding that the config names.
         allowed: names of the dialects to consider, None for all.
 
     Raises:
-        CheckpointError: a tensor that the configured dialect needs is not there, and no other dialect fits.
-        FormatError: the tensors are there, but of a wrong dtype or shape.
+        CheckpointError: if a tensor of the configured dialect is missing and no other dialect fits.
+        FormatError: if a tensor has a wrong dtype or shape.
     """
     named = DIALECTS[configured]
     known = [d for d in DIALECTS.values() if allowed is None or d.name in allowed]
@@ -89,7 +89,7 @@ def choose(
 
 
 def require(dialect: Dialect, suffixes: Collection[str]) -> None:
-    """Check that the tensors that ``dialect`` needs are among ``suffixes``; CheckpointError names the first missing."""
+    """Raise CheckpointError for the first tensor that ``dialect`` needs and ``suffixes`` lacks."""
     for suffix in dialect.required:
         if suffix not in suffixes:
             raise CheckpointError(

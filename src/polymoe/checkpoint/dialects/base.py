@@ -1,4 +1,4 @@
-"""What a dialect is: an exact pair of reader and writer for one stored matrix.
+"""Dialect: an exact pair of reader and writer for one stored matrix.
 
 A dialect sees the tensors of one projection by suffix (``{"weight": ..., "weight_scale": ...}``), natural order
 ``[N, K]``, one expert. Errors name the suffix; the checkpoint puts the tensor's full name there.
@@ -53,7 +53,7 @@ SCALE_NAMES: dict[str, ScaleDtype] = {
     "F8_E4M3": "e4m3",
     "U8": "e8m0",
 }
-"""Scale dtype that each stored dtype stands for; plain bytes are E8M0 exponents."""
+"""Scale dtype for each stored dtype; plain bytes are E8M0 exponents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Dialect(ABC):
 
     @property
     def optional(self) -> tuple[str, ...]:
-        """Suffixes that may be there as well."""
+        """Suffixes that may exist as well."""
         return ()
 
     @property
@@ -84,7 +84,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def shape(self, headers: Mapping[str, Header]) -> tuple[int, int]:
-        """``[N, K]`` of the matrix stored under ``headers``, where nothing else says what it must be.
+        """Return ``[N, K]`` of the matrix stored under ``headers``, if it is not known otherwise.
 
         Raises:
             FormatError: if its codes are no matrix.
@@ -92,39 +92,39 @@ class Dialect(ABC):
 
     @abstractmethod
     def detect(self, headers: Mapping[str, Header], shape: tuple[int, int], hint: Encoding | None = None) -> Encoding:
-        """Encoding of the ``[N, K]`` matrix stored under ``headers``: dtypes and shapes decide, ``hint`` (what the
-        config says) only where both readings are possible.
+        """Return the encoding of the ``[N, K]`` matrix stored under ``headers``. Dtypes and shapes decide; ``hint``
+        (from the config) only where they are ambiguous.
 
         Raises:
-            FormatError: for a dtype or shape that does not fit, naming the suffix.
+            FormatError: for a dtype or shape that does not fit; it names the suffix.
         """
 
     @abstractmethod
     def read(self, tensors: Mapping[str, Tensor], shape: tuple[int, int], hint: Encoding | None = None) -> QuantTensor:
-        """The matrix, as views of the stored tensors wherever the bytes already are ours.
+        """Return the matrix, as views of the stored tensors where the bytes are already in our order.
 
         Raises:
-            FormatError: as :meth:`detect`, and for values that contradict the shape or encoding.
+            FormatError: like :meth:`detect`, and for values that contradict the shape or encoding.
         """
 
     @abstractmethod
     def write(self, matrix: QuantTensor, input_scale: Tensor | None = None) -> dict[str, Tensor]:
-        """The tensors to store.
+        """Return the tensors to store.
 
         Raises:
-            FormatError: if this dialect has no place for the matrix's encoding.
+            FormatError: if this dialect cannot store the encoding of the matrix.
         """
 
     def input_scale(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
-        """The static activation scale that is stored (float32, no dimensions, multiplies), or None.
+        """Return the stored static activation scale (float32, no dimensions, a multiplier), or None.
 
-        A scale that is zero, negative or not finite was never calibrated (an expert without tokens): None too.
+        Also None for a scale that is zero, negative or not finite: it was never calibrated (an expert without tokens).
         """
         return None
 
     def rewrite(self, matrix: QuantTensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """``write`` of a ``matrix`` that was read from ``tensors``, in their dtypes and shapes: the same bytes, unless
-        reading lost something. What a matrix does not hold, such as an input scale never calibrated, is theirs."""
+        """Write a ``matrix`` that was read from ``tensors`` with their dtypes and shapes: the same bytes, unless
+        reading lost something. Values that a matrix does not hold, such as an uncalibrated input scale, are copied."""
         written = self.write(matrix, self.input_scale(tensors))
         return stored_as({s: written.get(s, t) for s, t in tensors.items()}, headers_of(tensors))
 
@@ -133,7 +133,7 @@ class Dialect(ABC):
 
 
 def headers_of(tensors: Mapping[str, Tensor]) -> dict[str, Header]:
-    """Header of each tensor as safetensors would store it."""
+    """Return the header of each tensor as safetensors would store it."""
     return {suffix: Header(_NAMES.get(t.dtype, str(t.dtype)), tuple(t.shape)) for suffix, t in tensors.items()}
 
 
@@ -144,7 +144,8 @@ def expect(
     *shapes: tuple[int, ...],
     hint: str | None = None,
 ) -> Header:
-    """The suffix's header, after checking that it is there, of one of ``dtypes`` and of one of ``shapes`` (if any)."""
+    """Return the suffix's header after checking that it exists with one of ``dtypes`` and one of ``shapes`` (if
+    any)."""
     if suffix not in headers:
         raise FormatError(suffix, expected="a tensor", got="none", hint=hint)
     header = headers[suffix]
@@ -157,7 +158,7 @@ def expect(
 
 
 def stored_matrix(headers: Mapping[str, Header], suffix: str) -> tuple[int, int]:
-    """The suffix's shape, which must have two axes."""
+    """Return the suffix's shape, which must have two axes."""
     shape = expect(headers, suffix, tuple(DTYPES)).shape
     if len(shape) != 2:
         raise FormatError(suffix, expected="a matrix", got=f"shape {list(shape)}")
@@ -165,14 +166,14 @@ def stored_matrix(headers: Mapping[str, Header], suffix: str) -> tuple[int, int]
 
 
 def divided(columns: int, groups: int, suffix: str) -> int:
-    """Columns a group, from the number of stored scales along a row (P18: never taken from the config)."""
+    """Return the columns of a group, from the number of stored scales along a row and never from the config."""
     if groups < 1 or columns % groups:
         raise FormatError(suffix, expected=f"a number of groups that divides {columns} columns", got=str(groups))
     return columns // groups
 
 
 def reciprocal(scale: Tensor) -> Tensor:
-    """Float32 divisor ``y`` whose own reciprocal is ``scale`` if there is one (nearest if there is none)."""
+    """Return the float32 divisor whose reciprocal is ``scale``, or the nearest one if none exists."""
     guess = scale.float().reciprocal()
     up, down = (torch.nextafter(guess, torch.full_like(guess, limit)) for limit in (torch.inf, 0.0))
     for other in (up, down):
@@ -182,10 +183,11 @@ def reciprocal(scale: Tensor) -> Tensor:
 
 
 def stored_as(tensors: Mapping[str, Tensor], headers: Mapping[str, Header]) -> dict[str, Tensor]:
-    """The same bytes under the dtypes and shapes of ``headers``: U8 for I8, ``[1]`` for ``[]``; shape records as I32.
+    """Return the same bytes with the dtypes and shapes of ``headers``: U8 for I8, ``[1]`` for ``[]``; shape records as
+    I32.
 
     Raises:
-        FormatError: if a tensor does not hold as many bytes as its header asks for.
+        FormatError: if a tensor has another number of bytes than its header.
     """
     result = {}
     for suffix, tensor in tensors.items():

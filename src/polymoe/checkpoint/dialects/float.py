@@ -1,4 +1,4 @@
-"""Dialects of weights that are one number an element: 16-bit floats, and FP8 with every kind of scale."""
+"""Dialects of weights with one number for each element: 16-bit floats, and FP8 with all kinds of scales."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Plain(Dialect):
         return stored_matrix(headers, "weight")
 
     def detect(self, headers: Mapping[str, Header], shape: tuple[int, int], hint: Encoding | None = None) -> Encoding:
-        note = "a weight of 8 or 4 bits needs its scale, and no tensor of that name lies beside it"
+        note = "a weight of 8 or 4 bits needs its scale, and the checkpoint has no tensor of that name"
         narrow = "weight" in headers and headers["weight"].dtype in ("F8_E4M3", "U8", "I8")
         header = expect(headers, "weight", ("BF16", "F16"), hint=note if narrow else None)
         expect({"weight": header}, "weight", (header.dtype,), shape)
@@ -47,15 +47,15 @@ class Plain(Dialect):
 
 @dataclass(frozen=True, slots=True)
 class Fp8(Dialect):
-    """FP8: ``weight`` F8_E4M3 [N, K] and a scale that multiplies, whatever its name.
+    """FP8: ``weight`` F8_E4M3 [N, K] and a scale that multiplies, under one of several names.
 
-    The scale's shape says its granularity: one number a tensor, ``[N, 1]`` or ``[N]`` a row, else a grid of blocks
-    (the block's size is the config's where that fits, since ceil(192 / 128) and ceil(192 / 96) are both 2).
+    The scale's shape gives its granularity: one number for the tensor, ``[N, 1]`` or ``[N]`` for each row, else a grid
+    of blocks (with the config's block size where it fits, since ceil(192 / 128) and ceil(192 / 96) are both 2).
 
     Attributes:
         scale: suffix of the scale.
         scalar: shape in which a single scale is stored.
-        calibrated: whether a static ``input_scale`` may be there.
+        calibrated: whether a static ``input_scale`` may exist.
     """
 
     scale: str
@@ -114,7 +114,7 @@ class Fp8(Dialect):
 
 
 def static_scale(stored: Tensor | None, *, divides: bool = False) -> Tensor | None:
-    """A stored activation scale as float32 without dimensions that multiplies; None for what was never calibrated."""
+    """Return a stored activation scale as a float32 multiplier without dimensions; None if it was never calibrated."""
     if stored is None or stored.numel() != 1:
         return None
     scale = stored.to(torch.float32).reshape(())

@@ -1,4 +1,4 @@
-"""Dialects of FP4: E2M1 codes two a byte, with E8M0 scales (MXFP4) or E4M3 scales and a global one (NVFP4)."""
+"""Dialects of FP4: two E2M1 codes in a byte, with E8M0 scales (MXFP4) or E4M3 scales and a global scale (NVFP4)."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ __all__ = ["ByWeight", "Fp4"]
 
 @dataclass(frozen=True, slots=True)
 class Fp4(Dialect):
-    """E2M1: codes as bytes [N, K/2], scales [N, K/g]; the group size g is what the shapes say.
+    """E2M1: codes as bytes [N, K/2], scales [N, K/g]; the shapes give the group size g.
 
     Attributes:
         codes, scale: suffixes.
-        code_dtype, scale_dtype: how they are usually stored; bytes are re-viewed, never cast.
+        code_dtype, scale_dtype: their usual stored dtypes; bytes are reinterpreted, never cast.
         blocked: codes are stored [N, K/g, g/2], a group's bytes as one more axis (gpt-oss).
         global_scale: suffix of the float32 scale of the whole matrix (NVFP4), or None (MXFP4).
         input: suffix of the static activation scale, or None.
@@ -111,7 +111,7 @@ class Fp4(Dialect):
         return static_scale(tensors.get(self.input), divides=self.divides) if self.input else None
 
     def rewrite(self, matrix: QuantTensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """As the base class; of the divisors that stand for one float32 number, the one in ``tensors``."""
+        """Write as the base class does; of several divisors with the same reciprocal, take the one in ``tensors``."""
         again = Dialect.rewrite(self, matrix, tensors)
         for suffix in (self.global_scale, self.input):
             if self.divides and suffix is not None and suffix in tensors:
@@ -126,7 +126,7 @@ class Fp4(Dialect):
 
 @dataclass(frozen=True, slots=True)
 class ByWeight(Dialect):
-    """DeepSeek-V4: ``weight`` and ``scale``, FP8 or MXFP4 as the weight's dtype says (both occur under one config)."""
+    """DeepSeek-V4: ``weight`` and ``scale``, FP8 or MXFP4 by the weight's dtype (both occur under one config)."""
 
     fp8: Fp8
     fp4: Fp4

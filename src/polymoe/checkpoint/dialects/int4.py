@@ -1,8 +1,8 @@
 """Dialects of INT4 in int32 words: compressed-tensors, GPTQ, AWQ.
 
-compressed-tensors packs eight columns of a row a word, lowest nibble first: seen as bytes, those are our codes. GPTQ
-and AWQ store the transposed matrix ``[K, N]``, GPTQ with eight rows a word, AWQ with eight columns in an order of its
-own, so both cost a copy.
+compressed-tensors packs eight columns of a row into a word, lowest nibble first: read as bytes, these are our codes.
+GPTQ and AWQ store the transposed matrix ``[K, N]``, GPTQ with eight rows in a word, AWQ with eight columns in an order
+of its own, so both need a copy.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ class CompressedInt4(Dialect):
 
 @dataclass(frozen=True, slots=True)
 class _KFirst(Dialect):
-    """What GPTQ and AWQ share: ``scales`` [K/g, N], ``qzeros`` I32 [K/g, N/8].
+    """The common part of GPTQ and AWQ: ``scales`` [K/g, N], ``qzeros`` I32 [K/g, N/8].
 
-    Both store zero points always; where the config calls the quantization symmetric (``hint`` has no zero points) they
+    Both always store zero points; where the config calls the quantization symmetric (``hint`` has no zero points) they
     must all be 8, and are left out.
     """
 
@@ -148,30 +148,30 @@ class _KFirst(Dialect):
 
     @abstractmethod
     def _packed_shape(self, rows: int, columns: int) -> tuple[int, int]:
-        """Of ``qweight``."""
+        """Return the shape of ``qweight``."""
 
     @abstractmethod
     def _read_codes(self, words: Tensor) -> Tensor:
-        """``qweight`` to our codes."""
+        """Convert ``qweight`` to our codes."""
 
     @abstractmethod
     def _write_codes(self, codes: Tensor) -> Tensor:
-        """Our codes to ``qweight``."""
+        """Convert our codes to ``qweight``."""
 
     @abstractmethod
     def _read_zeros(self, words: Tensor) -> Tensor:
-        """``qzeros`` to zero points uint8 [K/g, N]."""
+        """Convert ``qzeros`` to zero points uint8 [K/g, N]."""
 
     @abstractmethod
     def _write_zeros(self, zeros: Tensor) -> Tensor:
-        """Zero points uint8 [K/g, N] to ``qzeros``."""
+        """Convert zero points uint8 [K/g, N] to ``qzeros``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gptq(_KFirst):
-    """GPTQ: ``qweight`` I32 [K/8, N], eight rows of a column a word; ``qzeros`` hold the zero less one.
+    """GPTQ: ``qweight`` I32 [K/8, N], eight rows of a column in a word; ``qzeros`` hold the zero point minus one.
 
-    ``g_idx`` says each row's group; any order but the natural one (``desc_act``) is refused.
+    ``g_idx`` has each row's group; any order but the natural one (``desc_act``) is refused.
     """
 
     @property
@@ -206,7 +206,7 @@ class Gptq(_KFirst):
         if bool((stored == 15).any()):
             raise FormatError(
                 "qzeros",
-                expected="zero points less one, 0 to 14",
+                expected="zero points minus one, 0 to 14",
                 got="15",
                 hint="this is another version of GPTQ (gptq_v2), or its packer overflowed on a zero point of 0",
             )
@@ -214,13 +214,16 @@ class Gptq(_KFirst):
 
     def _write_zeros(self, zeros: Tensor) -> Tensor:
         if bool((zeros == 0).any()):
-            raise FormatError("qzeros", expected="zero points from 1", got="0", hint="GPTQ stores the zero less one")
+            raise FormatError(
+                "qzeros", expected="zero points from 1", got="0", hint="GPTQ stores the zero point minus one"
+            )
         return pack_words(zeros - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Awq(_KFirst):
-    """AWQ: ``qweight`` I32 [K, N/8], eight columns a word in the order 0, 2, 4, 6, 1, 3, 5, 7; so are ``qzeros``."""
+    """AWQ: ``qweight`` I32 [K, N/8], eight columns in a word in the order 0, 2, 4, 6, 1, 3, 5, 7; ``qzeros``
+    likewise."""
 
     def shape(self, headers: Mapping[str, Header]) -> tuple[int, int]:
         columns, words = stored_matrix(headers, "qweight")
@@ -245,30 +248,30 @@ class Awq(_KFirst):
 
 
 def unpack_words(words: Tensor) -> Tensor:
-    """int32 ``[..., M]`` to uint8 ``[..., 8 M]``, a word's lowest nibble first."""
+    """Unpack int32 ``[..., M]`` to uint8 ``[..., 8 M]``, the lowest nibble of a word first."""
     return unpack_nibbles(_view(words, torch.uint8))
 
 
 def pack_words(values: Tensor) -> Tensor:
-    """Inverse of :func:`unpack_words`."""
+    """Pack nibbles into words: the inverse of :func:`unpack_words`."""
     return _view(pack_nibbles(values), torch.int32)
 
 
 def _view(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The last axis' bytes as ``dtype``. By way of one axis, since a contiguous tensor whose last axis has size 1 may
-    have any stride there, which views refuse."""
+    """View the bytes of the last axis as ``dtype``. The tensor is flattened first, since a contiguous tensor whose last
+    axis has size 1 may have any stride there, which views refuse."""
     return tensor.reshape(-1).view(dtype).reshape(*tensor.shape[:-1], -1)
 
 
 def _granularity(columns: int, groups: int, suffix: str, hint: Encoding | None) -> Granularity:
-    """By group; one group a row is what the config calls it."""
+    """Return the granularity: by group; for one group in a row, what the config calls it."""
     if groups == 1 and hint is not None and isinstance(hint.granularity, PerChannel):
         return PerChannel()
     return PerGroup(1, divided(columns, groups, suffix))
 
 
 def _natural_order(matrix: QuantTensor) -> Tensor:
-    """Each column's group, int32 [K], when columns are not reordered."""
+    """Return the group of each column without reordering, int32 [K]."""
     assert matrix.scales is not None
     columns = matrix.shape[-1]
     return torch.arange(columns, dtype=torch.int32) // (columns // matrix.scales.shape[-1])

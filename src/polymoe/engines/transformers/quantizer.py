@@ -1,7 +1,8 @@
 """PackedQuantizer: the hooks that Transformers calls around loading, for checkpoints whose experts are to be packed.
 
 Transformers reads a checkpoint without experts in which nothing is quantized
-(:meth:`polymoe.checkpoint.Checkpoint.others`), so that it renames and rearranges tensors as for a 16-bit checkpoint.
+(:meth:`polymoe.checkpoint.Checkpoint.dense_tensors`), so that it renames and rearranges tensors as for a 16-bit
+checkpoint.
 Then :func:`polymoe.load_experts` packs the experts, layer by layer.
 """
 
@@ -23,7 +24,7 @@ from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from polymoe.checkpoint import Checkpoint
-from polymoe.checkpoint.dense_tensors import OtherTensors
+from polymoe.checkpoint.dense_tensors import DenseTensors
 from polymoe.engines.transformers.dense_quantizer import dense_quantizer
 from polymoe.engines.transformers.experts_interface import INTERFACE_NAME
 from polymoe.engines.transformers.families import pack_modules, require_family
@@ -73,7 +74,7 @@ class PackedQuantizer(HfQuantizer):
     def __init__(self, quantization_config: PackedConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)  # type: ignore[arg-type]
         self.checkpoint: Checkpoint | None = None
-        self.others: OtherTensors | None = None
+        self.dense_tensors: DenseTensors | None = None
         self.dense: HfQuantizer | None = None
         self.experts: dict[str, int] = {}
 
@@ -113,8 +114,8 @@ class PackedQuantizer(HfQuantizer):
         assert self.checkpoint is not None
         for name in self.experts:
             delattr(model.get_submodule(name), RESERVED)
-        self.others = self.checkpoint.others(as_stored=self.dense is not None)
-        return self.others
+        self.dense_tensors = self.checkpoint.dense_tensors(as_stored=self.dense is not None)
+        return self.dense_tensors
 
     def update_weight_conversions(self, weight_conversions: Any, *args: Any) -> Any:  # type: ignore[override]
         """Conversions of tensor names, by Transformers' own quantizer if there is one for dense matrices."""
@@ -125,7 +126,7 @@ class PackedQuantizer(HfQuantizer):
         return (self.dense or super()).param_element_size(model, param_name, param)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        if self.checkpoint is None or self.others is None:
+        if self.checkpoint is None or self.dense_tensors is None:
             raise UnsupportedProblem(
                 f"Transformers {transformers.__version__}", expected="weights loaded by _load_pretrained_model",
                 got="another way", hint="polymoe is tested with 5.17 to 5.23",
@@ -148,8 +149,8 @@ class PackedQuantizer(HfQuantizer):
 
     def _report_dequantized(self, dtype: torch.dtype) -> None:
         assert self.checkpoint is not None
-        assert self.others is not None
-        read = self.others.matrices_read
+        assert self.dense_tensors is not None
+        read = self.dense_tensors.matrices_read
         if not read:
             return
         stored = ", ".join(sorted({m.encoding.name for m in read}))
@@ -165,7 +166,7 @@ class PackedQuantizer(HfQuantizer):
             warnings.warn(
                 f"{self.checkpoint.name}: {len(different)} matrices outside the experts differ from the config, "
                 f"such as {first.module}: config: {first.configured}; tensors: {first.encoding.name}. "
-                "The tensors count.",
+                "The tensors take precedence.",
                 stacklevel=2,
             )
 
@@ -207,7 +208,7 @@ def _show_others_to_transformers() -> None:
     def load(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any) -> Any:
         quantizer = load_config.hf_quantizer
         # Once for each model: an adapter that is loaded into it later is read as it is.
-        if isinstance(quantizer, PackedQuantizer) and quantizer.others is None:
+        if isinstance(quantizer, PackedQuantizer) and quantizer.dense_tensors is None:
             state_dict, checkpoint_files = quantizer.read_others(model, load_config), None
             load_config = dataclasses.replace(load_config, hf_quantizer=quantizer.dense)  # None: nothing is quantized
         return theirs(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
