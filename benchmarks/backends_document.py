@@ -16,7 +16,9 @@ from polymoe.bench.cases import CASES
 from polymoe.formats import FORMATS
 from polymoe.machine import DEVICES, Device, Machine
 from polymoe.planning.measured import Table
-from polymoe.planning.select import describe, select
+from polymoe.planning.proof import ProofStatus, weakest
+from polymoe.planning.select import select
+from polymoe.planning.selection import Candidate, describe
 from polymoe.problem import Problem
 from polymoe.verdict import Accepted, Verdict
 
@@ -27,15 +29,25 @@ CASE = CASES["deepseek-v4-flash"]
 INTRODUCTION = f"""\
 # Backends
 
-Written by `benchmarks/write_docs.py` from every backend's own `check`; a test compares. What a backend takes depends on
-properties of the problem and of the machine, never on a model's or a format's name. `polymoe explain` asks the same
-question for any checkpoint and any GPU, with the sizes and packages that are really there.
+`benchmarks/write_docs.py` writes this page from each backend's own `check`, and a test compares the two. What a backend
+accepts depends on properties of the problem and of the machine, never on the name of a model or a format.
+`polymoe explain` answers the same question for any checkpoint and any GPU, with its sizes and the installed packages.
 
-Here it is one layer of {CASE.experts} experts ({CASE.top_k} active, H {CASE.hidden}, F {CASE.intermediate}), \
+The example is one layer of {CASE.experts} experts ({CASE.top_k} active, H {CASE.hidden}, F {CASE.intermediate}), \
 {CASE.activation.name}, x in bfloat16, on a machine with
-Triton 3.6 and a driver for CUDA 13. `all` means every kind of activations: `16bit` (x as it is), and E4M3 with a scale
-for a token (`fp8_token`), for 128 columns of one (`fp8_group128`), or the checkpoint's own (`fp8_static`). `auto` takes
-what accepts without being named, and plans by measured or predicted time.
+Triton 3.6 and a driver for CUDA 13. Activations are `16bit` (x as it is), or E4M3 with one scale for each token
+(`fp8_token`), for each 128 columns of a token (`fp8_group128`), or from the checkpoint (`fp8_static`); `all` stands for
+these four. `auto` chooses among the backends that accept and need not be named, by measured or predicted time.
+
+Each cell says how far the backend is proven on that GPU model:
+
+- `measured`: records in `benchmarks/results/` hold its times on this model, taken of results that were checked.
+- `run`: the GPU tests proved its results on this model.
+- `unrun`: it was compiled for this model, emulated, or run on other GPUs, and never run on this one. `auto` takes such
+  a backend only where nothing better accepts, and the log line at load says so.
+
+Whatever the cell says, a layer's results are compared with the reference when the layer is loaded. A CPU counts as
+`run`, because the test suite runs there.
 """
 
 
@@ -71,9 +83,14 @@ def machine(device: Device, triton: str = "3.6.0") -> Machine:
     return Machine(device, {"torch": "2.11.0", "triton": triton}, (13, 0) if device.kind == "cuda" else None)
 
 
+def candidate(backend: Backend, problem: Problem, where: Machine) -> Candidate:
+    """The backend's verdict, with the reasons of its layouts, and how far it is proven."""
+    return select(problem, where, backends={backend.name: backend}, table=Table(())).candidates[0]
+
+
 def verdict(backend: Backend, problem: Problem, where: Machine) -> Verdict:
     """The backend's, with the reasons of its layouts."""
-    return select(problem, where, backends={backend.name: backend}, table=Table(())).candidates[0].verdict
+    return candidate(backend, problem, where).verdict
 
 
 def lines(found: Verdict) -> list[str]:
@@ -111,23 +128,25 @@ def _section(backend: Backend) -> str:
     words = f"{module} {inspect.getdoc(type(backend)) or ''} Layout: {', '.join(backend.layouts)}.".split()
     text = textwrap.fill(" ".join(words), 120, break_on_hyphens=False)
     asked: list[Cell] = [(gpu, form, mode) for gpu in GPUS for form in FORMATS for mode in MODES]
-    cells: dict[Cell, Verdict] = {
-        (g, f, m): verdict(backend, problem_of(f, m), machine(DEVICES[g])) for g, f, m in asked
-    }
+    found = {(g, f, m): candidate(backend, problem_of(f, m), machine(DEVICES[g])) for g, f, m in asked}
 
     def taken(gpu: str, form: str) -> str:
-        return _joined([m for m in MODES if isinstance(cells[gpu, form, m], Accepted)], MODES, "all") or "-"
+        modes: dict[ProofStatus, list[str]] = {"measured": [], "run": [], "unrun": []}
+        for mode in MODES:
+            if isinstance(found[gpu, form, mode].verdict, Accepted):
+                modes[weakest(status for _, status in found[gpu, form, mode].proofs)].append(mode)
+        return "; ".join(f"{status}: {_joined(held, MODES, 'all')}" for status, held in modes.items() if held) or "-"
 
     places: dict[str, list[Cell]] = {}
-    for cell, found in cells.items():
-        for line in lines(found):
+    for cell, one in found.items():
+        for line in lines(one.verdict):
             places.setdefault(line, []).append(cell)
     verdicts = _by_value({line: said(held) for line, held in places.items()})
     return "\n".join(
         [
             f"## {backend.name}\n\n{text}\n",
             markdown(["format", *GPUS], [[f"`{f}`", *(taken(gpu, f) for gpu in GPUS)] for f in FORMATS]),
-            markdown(["verdict", "where"], [["<br>".join(found), where] for where, found in verdicts.items()]),
+            markdown(["verdict", "where"], [["<br>".join(texts), where] for where, texts in verdicts.items()]),
         ]
     )
 

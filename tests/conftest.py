@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 GPU = Path(__file__).parent / "gpu"
 """All tests in here need a GPU."""
 
-pytest_plugins = ["support.tiers"]
+pytest_plugins = ["support.tiers", "support.proven"]
 
 # The suite never reaches out: nothing it loads may come from the Hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

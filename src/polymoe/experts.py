@@ -18,7 +18,7 @@ from polymoe.errors import ArgumentError, PlanError, ScaleError
 from polymoe.layouts import LAYOUTS, Layout, Packed
 from polymoe.load_check import check_layer, require_input_scales
 from polymoe.machine import Machine
-from polymoe.planning.select import Selection
+from polymoe.planning.selection import Selection
 from polymoe.problem import Dtype, Problem, WeightOn
 from polymoe.runtime import DTYPES, TORCH_DTYPES, LayerRuntime, PlanCache, PlanRequest, check_call
 from polymoe.tensors import ExpertWeights

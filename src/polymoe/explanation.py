@@ -11,7 +11,8 @@ from polymoe.activation_quantization import ActivationQuantization
 from polymoe.checkpoint import Checkpoint
 from polymoe.experts import resolve_activations
 from polymoe.machine import Device, Machine
-from polymoe.planning.select import Selection, select
+from polymoe.planning.select import select
+from polymoe.planning.selection import Selection
 from polymoe.problem import Dtype, Problem
 
 __all__ = ["Explanation", "Row", "explain", "layer_ranges"]

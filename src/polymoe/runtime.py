@@ -20,7 +20,8 @@ from polymoe.backends.config import Config
 from polymoe.errors import ArgumentError, ScaleError
 from polymoe.layouts import Layout, Packed
 from polymoe.machine import Machine
-from polymoe.planning.select import Selection, select
+from polymoe.planning.select import select
+from polymoe.planning.selection import Selection
 from polymoe.problem import Dtype, Problem
 from polymoe.routing import Routing
 from polymoe.tensors import ExpertWeights

@@ -31,12 +31,15 @@ class Accepted:
         max_tokens: most tokens of one call, or None for any number.
         capturable: whether a call can be captured in a CUDA graph.
         opt_in_reason: why ``auto`` passes it over, or "" if ``auto`` may take it.
+        foreign: whether it runs kernels of another library. ``auto`` takes those only for token counts at which they
+            were measured on this machine, by ``polymoe tune``.
         layouts: which of the backend's layouts serve the problem, or None if all do.
     """
 
     max_tokens: int | None = None
     capturable: bool = False
     opt_in_reason: str = ""
+    foreign: bool = False
     layouts: tuple[str, ...] | None = None
 
 

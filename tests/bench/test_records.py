@@ -27,8 +27,14 @@ def test_a_line_has_exactly_the_fields(tmp_path: Path) -> None:
     (line,) = (tmp_path / "r.jsonl").read_text().splitlines()
     assert list(json.loads(line)) == [
         "case", "backend", "format", "activations", "tokens", "routing", "median_us", "p25_us", "p75_us", "floor_us",
-        "share", "error", "error_exact", "device", "torch", "triton", "commit", "date", "command",
+        "share", "error", "error_exact", "device", "torch", "triton", "commit", "date", "command", "family", "config",
     ]  # fmt: skip
+    assert read(tmp_path / "r.jsonl") == [ONE]
+
+
+def test_records_from_before_they_said_their_kernels_are_read(tmp_path: Path) -> None:
+    old = {name: value for name, value in ONE.to_dict().items() if name not in ("family", "config")}
+    (tmp_path / "r.jsonl").write_text(json.dumps(old))
     assert read(tmp_path / "r.jsonl") == [ONE]
 
 

@@ -245,7 +245,9 @@ def test_selection_as_json_has_verdicts_predictions_and_plan() -> None:
     assert [c["accepted"] for c in found["candidates"]] == [True, True, False]
     assert found["candidates"][2]["reasons"][0]["what"] == "package toykernels"
     assert [p["tokens"] for p in found["candidates"][0]["predicted"]] == [1, 2, 4, 8, 16, 32]
-    assert found["plan"]["steps"][0] == {"tokens": "1-63", "max_tokens": 63, "backend": "small", "config": "tile=16"}
+    assert found["plan"]["steps"][0] == {
+        "tokens": "1-63", "max_tokens": 63, "backend": "small", "family": "", "config": "tile=16", "proof": "unrun",
+    }  # fmt: skip
     assert found["device"] == {"name": "h200", "arch": "sm_90", "rates": "measured"}
 
 

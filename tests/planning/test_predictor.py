@@ -11,9 +11,10 @@ from polymoe.backends.base import Backend
 from polymoe.machine import DEVICES, Machine
 from polymoe.planning.measured import Measured, Table, problem_key
 from polymoe.planning.predictor import Predictor, _warn_once
+from polymoe.planning.proof import Proofs
 from polymoe.planning.select import select
 from support.problems import problem_of, random_experts
-from support.table_rows import row
+from support.table_rows import proof, row
 from support.toys import LAYOUTS, TileConfig, Toy, choice, toys
 
 PROBLEM = problem_of(random_experts())
@@ -99,7 +100,8 @@ def test_a_configuration_that_the_backend_has_no_more_is_left_out_with_one_warni
 class TestSelect:
     def of(self, *rows: Measured, **kwargs: Any):  # type: ignore[no-untyped-def]
         backends = {"slow": Toy("slow", times_floor=2.0), "toy": Tunable("toy", times_floor=5.0)}
-        return select(PROBLEM, H200, backends=backends, layouts=LAYOUTS, table=Table((rows,)), **kwargs)
+        proofs = Proofs(proof(name, "run") for name in backends)  # so that times decide
+        return select(PROBLEM, H200, backends=backends, layouts=LAYOUTS, table=Table((rows,)), proofs=proofs, **kwargs)
 
     def test_measured_times_split_the_range_and_bring_their_configurations(self) -> None:
         model = {t: Toy("slow").predict(PROBLEM, H200, t).time_us for t in (48, 100)}

@@ -1,10 +1,12 @@
-"""Rows of measured times for tests."""
+"""Rows of measured times and of proofs for tests."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from polymoe.planning.measured import Measured
+from polymoe.planning.proof import Proof
 
 
 def row(tokens: int = 1, median_us: float = 10.0, **changes: Any) -> Measured:
@@ -14,3 +16,11 @@ def row(tokens: int = 1, median_us: float = 10.0, **changes: Any) -> Measured:
         "date": "2026-01-01T00:00:00Z", "command": "polymoe tune",
     }  # fmt: skip
     return Measured(**{**values, **changes})
+
+
+def proof(backend: str, status: Any = "run", **changes: Any) -> Proof:
+    found = Proof(
+        backend=backend, family="", format="mxfp4", activations="16bit", device="h200", status=status, commit="abc",
+        date="2026-01-01T00:00:00Z", source="run-h200.jsonl",
+    )  # fmt: skip
+    return replace(found, **changes)

@@ -26,6 +26,11 @@ class Config:
         return ", ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self)) or "-"
 
     @property
+    def kernel_family(self) -> str:
+        """Name of the kernels that run, by which a backend with several kinds is proven; "" where there is one."""
+        return ""
+
+    @property
     def check_tokens(self) -> int:
         """Tokens of the call that a layer is checked with at load: so many that no single one decides."""
         return 8

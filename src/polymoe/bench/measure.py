@@ -202,6 +202,7 @@ class Bench:
             tokens_per_joule = round(tokens * count / (self.meter.joules() - joules), 2)
         if self.trace is not None:
             together.trace(self.trace.with_suffix(f".{c.name}-{tokens}{self.trace.suffix}"))
+        config = c.plan.step(tokens).config if c.plan else None
         floor = floor_us(c.problem, self.machine.device, [r for _, r in calls])
         record = Record(
             case=self.workload.case,
@@ -223,6 +224,8 @@ class Bench:
             commit=self.stamp.commit,
             date=self.stamp.date(),
             command=self.stamp.command,
+            family=config.kernel_family if config else None,
+            config=str(config) if config else None,
         )
         return Row(c.name, tokens, record, timing.by, tokens_per_joule=tokens_per_joule)
 

@@ -6,7 +6,7 @@ import datetime
 import json
 import os
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
@@ -61,6 +61,8 @@ class Record:
     commit: str
     date: str
     command: str
+    family: str | None = None
+    config: str | None = None
 
     @property
     def key(self) -> tuple[str, str, str, str, int, str, str]:
@@ -136,23 +138,26 @@ def read(path: Path) -> list[Record]:
         ArgumentError: for a line that is not a record.
     """
     names = {f.name for f in fields(Record)}
-    return [Record(**values) for values in read_lines(path, names, "a bench record")]
+    later = {"family", "config"}
+    return [Record(**values) for values in read_lines(path, names - later, "a bench record", later)]
 
 
-def read_lines(path: Path, names: Iterable[str], expected: str) -> list[Mapping[str, Any]]:
-    """Return the values of every line of a JSONL file; each line must have exactly these names. Renamed backends get
-    their new names.
+def read_lines(
+    path: Path, names: Iterable[str], expected: str, optional: Collection[str] = ()
+) -> list[Mapping[str, Any]]:
+    """Return the values of every line of a JSONL file; each line must have exactly these names, and may have the
+    ``optional`` ones. Renamed backends get their new names.
 
     Raises:
         ArgumentError: for any other line.
     """
-    wanted, lines = set(names), []
+    required, lines = set(names), []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         try:
             values = json.loads(line)
         except ValueError:
             values = None
-        if not isinstance(values, dict) or values.keys() != wanted:
+        if not isinstance(values, dict) or values.keys() - optional != required:
             raise ArgumentError(f"{path}, line {number}", expected=expected, got=line[:80])
         named = {name: current_name(str(values[name])) for name in _BACKENDS if name in values}
         lines.append({**values, **named})

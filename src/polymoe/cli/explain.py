@@ -85,7 +85,7 @@ def _candidates(row: Row) -> Table:
     from rich.table import Table
 
     from polymoe.explanation import layer_ranges
-    from polymoe.planning.select import describe
+    from polymoe.planning.selection import describe
     from polymoe.verdict import Accepted
 
     selection = row.selection
@@ -94,9 +94,11 @@ def _candidates(row: Row) -> Table:
     for tokens, step, time in selection.ranges():
         steps.setdefault(step.backend, []).append(f"{tokens} tokens" + (f": {time}" if time else ""))
     chosen = f"layout {plan.layout}" if plan else f"nothing runs here with backend {selection.requested}"
-    table = Table("backend", "verdict", "chosen for", title=f"layers {layer_ranges(row.layers)}: {chosen}")
+    table = Table("backend", "verdict", "proven", "chosen for", title=f"layers {layer_ranges(row.layers)}: {chosen}")
     for c in selection.candidates:
         verdict = c.verdict
         said = describe(verdict) if isinstance(verdict, Accepted) else "\n".join(map(str, verdict.reasons))
-        table.add_row(c.backend, said, "\n".join(steps.get(c.backend, ["-"])))
+        table.add_row(
+            c.backend, said, c.proven(selection.machine.device) or "-", "\n".join(steps.get(c.backend, ["-"]))
+        )
     return table

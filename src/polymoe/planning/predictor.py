@@ -60,6 +60,10 @@ class Predictor:
         """Whether there is something to choose that was not measured."""
         return not self.points and len(self.backend.tuning_configs(self.problem, self.machine, 16)) > 1
 
+    def measured(self, tokens: int) -> bool:
+        """Whether the time of ``tokens`` follows from a measurement at as many tokens or, within reach, more."""
+        return bool(self.points) and tokens <= self.points[-1].tokens and self._serving(tokens) is not None
+
     def configure(self, tokens: int) -> Config:
         """The measured configuration that serves ``tokens``, else the backend's heuristic."""
         point = self._serving(tokens)

@@ -62,6 +62,14 @@ class CudaConfig(Config):
             raise PlanError("CudaConfig", expected=expected, got=str(self.down_rows))
 
     @property
+    def kernel_family(self) -> str:
+        """By what the kernels compute and with which instruction."""
+        return {
+            "decode": "w4a16_mma", "prefill": "w4a16_wgmma", "w4a8": "w4a8", "whole": "bf16", "fp8": "w8a8_f16",
+            "w8a8": "w8a8",
+        }[self.kernels]  # fmt: skip
+
+    @property
     def check_tokens(self) -> int:
         """Of E4M3's own products single tokens are up to 4e-2 off (docs/measured.md), and 512 together never 6e-3."""
         return 512 if self.kernels == "w8a8" else 8

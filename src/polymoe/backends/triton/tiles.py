@@ -69,6 +69,11 @@ class TritonConfig(Config):
     def __post_init__(self) -> None:
         _need_power_of_two("TritonConfig.tokens", self.tokens, 8)
 
+    @property
+    def kernel_family(self) -> str:
+        """By the kernel of the down projection, which for a short K is another one."""
+        return "grouped_gemm_short_k" if self.down.blocks > 1 and self.down.splits == 1 else "grouped_gemm"
+
     def __str__(self) -> str:
         rest = (f", tail={self.tail}" if self.tail else "") + (", chained" if self.chained else "")
         return f"tokens={self.tokens}, up={self.up}, down={self.down}{rest}"

@@ -1,0 +1,106 @@
+"""src/polymoe/planning/proof.jsonl: how far each backend is proven on which GPU model, from benchmarks/results/.
+
+``measured`` follows from the records of ``polymoe bench``, which times nothing whose results are wrong. ``run`` follows
+from ``run-*.jsonl``, which ``PROOF=benchmarks/results/run-h200.jsonl scripts/test-gpu`` writes on an H200.
+
+python benchmarks/write_proof.py            # rewrite it
+python benchmarks/write_proof.py --check    # exit with 1 if it is not what the results say
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from importlib import resources
+from pathlib import Path
+
+from polymoe.backends import BACKENDS
+from polymoe.bench.cases import CASES
+from polymoe.bench.records import Record, read, read_lines
+from polymoe.machine import DEVICES, Machine
+from polymoe.planning import table_files
+from polymoe.planning.measured import Table
+from polymoe.planning.predictor import Predictor
+from polymoe.planning.proof import Proof
+from polymoe.verdict import Rejected
+
+ROOT = Path(__file__).resolve().parents[1]
+TARGET = ROOT / "src/polymoe/planning/proof.jsonl"
+RUN = ("backend", "family", "format", "activations", "device", "test", "passed", "torch", "triton", "commit", "date")
+"""Fields of a line of ``run-*.jsonl``."""
+
+
+def proofs(results: Path = ROOT / "benchmarks/results") -> list[Proof]:
+    """One row a cell: the newest measurement, or else the newest run, sorted by cell."""
+    best: dict[tuple[str, ...], Proof] = {}
+    for row in (*_run(results), *_measured(results)):
+        rank = (row.status == "measured", row.date)
+        old = best.get(row.cell)
+        if old is None or rank >= (old.status == "measured", old.date):
+            best[row.cell] = row
+    return [best[cell] for cell in sorted(best)]
+
+
+def _measured(results: Path) -> Iterator[Proof]:
+    """Of each record: what it measured, and the reference, which ran on the same GPU and agreed."""
+    for path in sorted(p for name in BACKENDS for p in results.glob(f"{name}-*.jsonl")):
+        for record in read(path):
+            family = _family(record) if record.backend in BACKENDS else None
+            if family is None:
+                continue
+            measured = Proof(
+                backend=record.backend, family=family, format=record.format, activations=record.activations,
+                device=record.device, status="measured", commit=record.commit, date=record.date, source=path.name,
+            )  # fmt: skip
+            yield measured
+            yield replace(measured, backend="reference", family="", status="run")
+
+
+def _family(record: Record) -> str | None:
+    """The kernels that a record is of. Records from before there was such a field: those that the plan has for the
+    case and its tokens. None where that cannot be said."""
+    if record.family is not None:
+        return record.family
+    if record.case not in CASES or record.device not in DEVICES:
+        return None
+    problem, backend = CASES[record.case].problem(record.format, record.activations), BACKENDS[record.backend]
+    machine = Machine(DEVICES[record.device], {"triton": record.triton} if record.triton else {})
+    if isinstance(backend.check(problem, machine), Rejected):
+        return None
+    shipped = resources.files("polymoe.planning") / "tables" / table_files.file_name(record.device)
+    predictor = Predictor.of(backend, problem, machine, Table((tuple(table_files.read(shipped)),)))
+    return predictor.configure(record.tokens).kernel_family
+
+
+def _run(results: Path) -> Iterator[Proof]:
+    """Cells that some test proved and no test refuted."""
+    for path in sorted(results.glob("run-*.jsonl")):
+        lines = read_lines(path, RUN, "a line that scripts/test-gpu wrote")
+        cell = [(v["backend"], v["family"], v["format"], v["activations"], v["device"]) for v in lines]
+        failed = {c for c, values in zip(cell, lines, strict=True) if not values["passed"]}
+        for c, values in zip(cell, lines, strict=True):
+            if c not in failed:
+                names = dict(zip(("backend", "family", "format", "activations", "device"), c, strict=True))
+                yield Proof(**names, status="run", commit=values["commit"], date=values["date"], source=path.name)
+
+
+def text(rows: list[Proof]) -> str:
+    """The file's content."""
+    return "".join(json.dumps(asdict(row)) + "\n" for row in rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if it is not current")
+    check, made = parser.parse_args().check, text(proofs())
+    if not check:
+        TARGET.write_text(made, encoding="utf-8")
+    elif TARGET.read_text(encoding="utf-8") != made:
+        sys.exit(f"{TARGET.relative_to(ROOT)}: not what benchmarks/results says: python benchmarks/write_proof.py")
+
+
+if __name__ == "__main__":
+    main()

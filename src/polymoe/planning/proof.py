@@ -1,0 +1,108 @@
+"""How far a backend's kernels are proven on a GPU model: from committed measurements and passed tests.
+
+``proof.jsonl`` beside this file is made by ``benchmarks/write_proof.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib import resources
+from typing import Literal
+
+from polymoe.errors import FormatError
+from polymoe.machine import Device
+from polymoe.problem import Problem
+
+__all__ = ["Proof", "ProofStatus", "Proofs", "parse", "shipped", "weakest"]
+
+ProofStatus = Literal["measured", "run", "unrun"]
+"""``measured``: there are times of it on this GPU model, taken of results that were checked. ``run``: tests proved its
+results on this GPU model. ``unrun``: compiled for it, emulated, or run on other GPUs, and never run on this one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """What was proven of one kernel family of a backend, for one format and one kind of activations, on one GPU model.
+
+    Attributes:
+        backend, family, format, activations: what ran; ``family`` as ``Config.kernel_family``.
+        device: the GPU model, as :attr:`polymoe.machine.Device.name`.
+        status: "measured" or "run".
+        commit, date: of the newest proof.
+        source: the file in benchmarks/results/ that shows it.
+    """
+
+    backend: str
+    family: str
+    format: str
+    activations: str
+    device: str
+    status: Literal["measured", "run"]
+    commit: str
+    date: str
+    source: str
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            if not isinstance(getattr(self, f.name), str):
+                raise FormatError(f"proof, {f.name}", expected="text", got=repr(getattr(self, f.name)))
+        if self.status not in ("measured", "run"):
+            raise FormatError("proof, status", expected="measured or run", got=repr(self.status))
+
+    @property
+    def cell(self) -> tuple[str, str, str, str, str]:
+        """What the status belongs to."""
+        return (self.backend, self.family, self.format, self.activations, self.device)
+
+
+class Proofs:
+    """Proofs by what they belong to; of several for one cell the strongest counts."""
+
+    def __init__(self, rows: Iterable[Proof] = ()) -> None:
+        self._statuses: dict[tuple[str, str, str, str, str], ProofStatus] = {}
+        for row in rows:
+            if self._statuses.get(row.cell) != "measured":
+                self._statuses[row.cell] = row.status
+
+    def status(self, backend: str, family: str, problem: Problem, device: Device) -> ProofStatus:
+        """How far ``family`` of ``backend`` is proven on ``device``.
+
+        Projections in several formats run the kernels of each: they are as far proven as the least of these, at most
+        ``run``. On a CPU everything counts as ``run``, because the test suite runs there what accepts a CPU.
+        """
+        if device.kind == "cpu":
+            return "run"
+        formats = set(re.split("[+/]", problem.spec.format))
+        cells = [(backend, family, name, str(problem.activations), device.name) for name in formats]
+        found: list[ProofStatus] = [self._statuses.get(cell, "unrun") for cell in cells]
+        return weakest(found if len(formats) == 1 else [*found, "run"])
+
+
+def weakest(statuses: Iterable[ProofStatus]) -> ProofStatus:
+    """The one that says least; "unrun" of none."""
+    found = set(statuses)
+    if "unrun" in found or not found:
+        return "unrun"
+    return "run" if "run" in found else "measured"
+
+
+def parse(text: str) -> list[Proof]:
+    """Rows of a file of proofs.
+
+    Raises:
+        FormatError: if a line is none.
+    """
+    try:
+        return [Proof(**json.loads(line)) for line in text.splitlines()]
+    except (TypeError, ValueError) as error:
+        raise FormatError("proofs", expected="one proof a line, as JSON", got=str(error)) from error
+
+
+@cache
+def shipped() -> Proofs:
+    """The proofs that come with the package."""
+    return Proofs(parse((resources.files("polymoe.planning") / "proof.jsonl").read_text(encoding="utf-8")))

@@ -1,0 +1,249 @@
+"""Selection: what was considered for a problem, what was chosen and why, as text, as a log line and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from polymoe.backends.base import Prediction
+from polymoe.cost import cost
+from polymoe.errors import UnsupportedProblem
+from polymoe.machine import Device, Machine
+from polymoe.planning.plan import Plan, PlanStep
+from polymoe.planning.proof import ProofStatus, weakest
+from polymoe.problem import Problem
+from polymoe.verdict import Accepted, Reason, Rejected
+
+__all__ = ["Candidate", "Selection", "describe"]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One backend's verdict and, where it accepts, what is known of it.
+
+    Attributes:
+        backend, layouts: its name, and the layouts that serve the problem.
+        verdict: accepted, or rejected with every reason.
+        predictions: time at each of the role's token counts.
+        proofs: how far each kernel family that it would run is proven on this GPU model, by the family's name.
+        tunable: whether tuning has something to choose and no table has this problem on this GPU.
+    """
+
+    backend: str
+    layouts: tuple[str, ...]
+    verdict: Accepted | Rejected
+    predictions: tuple[tuple[int, Prediction], ...] = ()
+    proofs: tuple[tuple[str, ProofStatus], ...] = ()
+    tunable: bool = False
+
+    def proven(self, device: Device) -> str:
+        """How far it is proven on the GPU: ``"measured on h200"``, or ``"measured on h200 (w4a16_mma), run on h200
+        (w4a16_wgmma)"``; "" for a CPU or a rejection."""
+        families: dict[ProofStatus, list[str]] = {}
+        for family, status in self.proofs if device.kind == "cuda" else ():
+            families.setdefault(status, []).append(family)
+        if len(families) == 1:
+            return f"{next(iter(families))} on {device.name}"
+        return ", ".join(f"{status} on {device.name} ({' and '.join(of)})" for status, of in families.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What was considered and what was chosen; ``print()`` it.
+
+    Attributes:
+        problem, machine, role, requested: the question; ``requested`` is "auto" or a backend's name.
+        candidates: every backend with its verdict, in table order.
+        scores: mean of predicted time over floor for each layout that covers every token count.
+        plan: the choice, or None if nothing fits.
+        proofs: how far the backend of each step of the plan is proven on this GPU model, with that step's kernels.
+        packed_as: the layout that the weights are in already, which the plan keeps; None before they are packed.
+    """
+
+    problem: Problem
+    machine: Machine
+    role: str
+    requested: str
+    candidates: tuple[Candidate, ...]
+    scores: Mapping[str, float] = field(hash=False)
+    plan: Plan | None
+    proofs: tuple[ProofStatus, ...] = ()
+    packed_as: str | None = None
+
+    def require(self, where: str = "experts") -> Plan:
+        """The plan.
+
+        Raises:
+            UnsupportedProblem: if there is none, with every candidate's reasons and the backends that run when named.
+        """
+        if self.plan is not None:
+            return self.plan
+        raise UnsupportedProblem(
+            f"{where} ({self.problem}) on {self.machine.device}",
+            expected="a backend that runs it" if self.requested == "auto" else f"backend {self.requested!r} to run it",
+            got="none:\n  " + "\n  ".join(self._verdict_lines()),
+            hint=" or ".join(f'backend="{name}"' for name in self._runs_when_named())
+            or (f"load them on {self.machine.device} anew" if self.packed_as else None),
+        )
+
+    def _runs_when_named(self) -> list[str]:
+        """Backends that accept, read the layout and were not requested."""
+        readers = [c for c in self.candidates if self.packed_as in (None, *c.layouts)]
+        return [c.backend for c in readers if isinstance(c.verdict, Accepted) and c.backend != self.requested]
+
+    def _verdict_lines(self) -> list[str]:
+        lines = []
+        for c in self.candidates:
+            if isinstance(c.verdict, Rejected):
+                lines += [f"{c.backend}: {reason}" for reason in c.verdict.reasons]
+            elif self.plan is None and self.packed_as not in (None, *c.layouts):
+                expected = " or ".join(c.layouts)
+                lines.append(f"{c.backend}: {Reason('packed layout', expected, str(self.packed_as))}")
+            else:
+                lines.append(f"{c.backend}: {describe(c.verdict, c.proven(self.machine.device))}")
+        return lines
+
+    def floor_us(self, tokens: int) -> float:
+        """Time below which no kernel can go on this device."""
+        return cost(self.problem, self.machine.device, tokens).floor_us
+
+    @property
+    def untuned(self) -> tuple[str, ...]:
+        """Backends of the plan that run as their heuristic says, because no table has this problem on this GPU."""
+        return tuple(c.backend for c in self.candidates if c.tunable and c.backend in self._chosen() and self._on_gpu)
+
+    @property
+    def unrun(self) -> tuple[str, ...]:
+        """Backends of the plan, each with the kernel family, that never ran on this GPU model."""
+        steps = zip(self.plan.steps if self.plan else (), self.proofs, strict=True)
+        found = (f"{s.backend} {s.config.kernel_family}".strip() for s, status in steps if status == "unrun")
+        return tuple(dict.fromkeys(found))
+
+    @property
+    def foreign(self) -> tuple[str, ...]:
+        """Backends of the plan that run another library's kernels."""
+        accepted = [c for c in self.candidates if isinstance(c.verdict, Accepted) and c.verdict.foreign]
+        return tuple(c.backend for c in accepted if c.backend in self._chosen())
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.machine.device.kind == "cuda"
+
+    def _chosen(self) -> set[str]:
+        return {step.backend for step in self.plan.steps} if self.plan else set()
+
+    def ranges(self) -> list[tuple[str, PlanStep, str]]:
+        """Each step of the plan with its token range and what is known of it, as text: ``("1-4", ..., "75.2 us at 1 to
+        180 us at 4 (measured), run on h200")``. There is no time where the role has no token count in the range."""
+        result = []
+        for (tokens, step), status in zip(self.plan.ranges() if self.plan else (), self.proofs, strict=True):
+            predictions = next(c.predictions for c in self.candidates if c.backend == step.backend)
+            within = [(t, p) for t, p in predictions if self.plan and self.plan.step(t) is step]
+            ends = dict.fromkeys((*within[:1], *within[-1:]))
+            times = " to ".join(f"{p.time_us:.{0 if p.time_us >= 100 else 1}f} us at {t}" for t, p in ends)
+            sources = "; ".join(dict.fromkeys(p.source for _, p in ends))
+            known = [f"{times} ({sources})"] if within else []
+            known += [f"{status} on {self.machine.device.name}"] if self._on_gpu else []
+            result.append((tokens, step, ", ".join(known)))
+        return result
+
+    def _steps(self) -> list[str]:
+        return [
+            f"{tokens} tokens: {step.backend} ({step.config})" + (f", {known}" if known else "")
+            for tokens, step, known in self.ranges()
+        ]
+
+    def _remarks(self, tune: str) -> list[str]:
+        """What else the user should know of the choice, as clauses; ``tune`` is the command that tunes for it."""
+        device = self.machine.device.name
+        remarks = [
+            f"{name} is unrun on {device}: no test proved it on this GPU model, only the check at load does"
+            for name in self.unrun
+        ]
+        if self.requested == "auto":
+            remarks += [
+                f"{name} runs another library's kernels, chosen because it was measured faster on this machine"
+                for name in self.foreign
+            ]
+        remarks += [
+            f"{name} is not tuned for this on this GPU and goes by a heuristic: `{tune}` tunes it"
+            for name in self.untuned
+        ]
+        return remarks
+
+    def summary(self, tune: str = "polymoe tune") -> str:
+        """One line for a log: layout, backends by token range, where times come from, how far the backends are proven
+        on this GPU model, and the command ``tune`` where it would help."""
+        plan = self.require()
+        text = f"{self.problem} on {self.machine.device}: layout {plan.layout}, {'; '.join(self._steps())}"
+        return ". ".join([text, *self._remarks(tune)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values, for JSON."""
+        device = self.machine.device
+        return {
+            "problem": str(self.problem),
+            "device": {"name": device.name, "arch": device.arch, "rates": device.rates},
+            "role": self.role,
+            "requested": self.requested,
+            "candidates": [self._candidate(c) for c in self.candidates],
+            "layout_scores": {name: round(score, 3) for name, score in self.scores.items()},
+            "plan": None
+            if self.plan is None
+            else {
+                "layout": self.plan.layout,
+                "steps": [
+                    {
+                        "tokens": tokens,
+                        "max_tokens": step.max_tokens,
+                        "backend": step.backend,
+                        "family": step.config.kernel_family,
+                        "config": str(step.config),
+                        "proof": status,
+                    }
+                    for (tokens, step), status in zip(self.plan.ranges(), self.proofs, strict=True)
+                ],
+            },
+            "untuned": list(self.untuned),
+        }
+
+    def _candidate(self, c: Candidate) -> dict[str, Any]:
+        device = self.machine.device
+        reasons = c.verdict.reasons if isinstance(c.verdict, Rejected) else ()
+        return {
+            "backend": c.backend,
+            "layouts": list(c.layouts),
+            "accepted": isinstance(c.verdict, Accepted),
+            "note": describe(c.verdict, c.proven(device)) if isinstance(c.verdict, Accepted) else "",
+            "proof": weakest(status for _, status in c.proofs) if c.proofs else None,
+            "proofs": dict(c.proofs),
+            "reasons": [{"what": r.what, "expected": r.expected, "got": r.got} for r in reasons],
+            "predicted": [
+                {
+                    "tokens": t,
+                    "time_us": round(p.time_us, 2),
+                    "floor_us": round(self.floor_us(t), 2),
+                    "source": p.source,
+                }
+                for t, p in c.predictions
+            ],
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{self.problem}", f"on {self.machine.device}, role {self.role}, backend {self.requested}"]
+        lines += [f"  {line}" for line in self._verdict_lines()]
+        if self.plan is None:
+            named = self._runs_when_named()
+            return "\n".join([*lines, "no plan" + (f": name {' or '.join(named)} to run it here" if named else "")])
+        lines.append(f"layout {self.plan.layout}")
+        lines += [f"  {line}" for line in [*self._steps(), *self._remarks("polymoe tune")]]
+        return "\n".join(lines)
+
+
+def describe(verdict: Accepted, proven: str = "") -> str:
+    """One line about an acceptance: token limit, CUDA graphs, how far it is ``proven``, whether it has to be named."""
+    facts = [f"up to {verdict.max_tokens} tokens"] if verdict.max_tokens is not None else []
+    facts += ["CUDA graphs"] if verdict.capturable else []
+    facts += [text for text in (proven, verdict.opt_in_reason) if text]
+    return "accepted" + (f" ({', '.join(facts)})" if facts else "")
