@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import http.client
 import json
 import os
@@ -104,8 +105,10 @@ class Running:
             self.seconds_a_step = 0.0
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Stop the model at its next forward pass until the end of the block."""
+    def held(self, *, busy: bool = False) -> Iterator[None]:
+        """Stop the model, once it is idle unless ``busy``, at its next forward pass until the end of the block."""
+        if not busy:  # it may still work for a client that has left, whose request is not in flight any more
+            contextvars.copy_context().run(self.served.generation.sequential.submit, lambda: None).result(20)
         self.released.clear()
         try:
             yield
