@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 SEED = "POLYMOE_TEST_SEED"
-SAMPLED_OF_A_GROUP = 1 / 12
+SAMPLED_OF_A_GROUP = 1 / 8
 """At least one test of each group, whatever the share comes to."""
 
 
