@@ -13,10 +13,9 @@ from torch import Tensor
 from polymoe.engines.transformers import load
 from polymoe.engines.transformers.decode_graph import Decoder, require_capturable
 from polymoe.errors import ArgumentError, UnsupportedProblem
+from support.decode_steps import LENGTH, STEPS, given_tokens, prompts, step_by_step
 from support.packed_model import CHECKPOINT
 from support.paged_attention import batching_config
-
-LENGTH, STEPS = 10, 6  # the sliding window is 8
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +36,12 @@ def model(model_and_tokenizer: tuple[Any, Any]) -> Any:
 
 @pytest.fixture
 def prompts_BT() -> Tensor:
-    return torch.randint(3, 13, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    return prompts()
 
 
 @pytest.fixture
 def given_NB1() -> Tensor:
-    return torch.randint(3, 13, (STEPS, 2, 1), generator=torch.Generator().manual_seed(1))
+    return given_tokens()
 
 
 def at_once(model: Any, prompts_BT: Tensor, given_NB1: Tensor) -> Tensor:
@@ -50,10 +49,6 @@ def at_once(model: Any, prompts_BT: Tensor, given_NB1: Tensor) -> Tensor:
     with torch.inference_mode():
         logits = model(torch.cat([prompts_BT, *given_NB1], 1), use_cache=False).logits
     return logits[:, prompts_BT.shape[1] - 1 :].transpose(0, 1)
-
-
-def step_by_step(decoder: Decoder, prompts_BT: Tensor, given_NB1: Tensor) -> Tensor:
-    return torch.stack([decoder.prefill(prompts_BT).clone(), *(decoder.step(token).clone() for token in given_NB1)])
 
 
 class Replaying(Decoder):
@@ -174,14 +169,3 @@ def test_what_the_decoder_cannot_take_is_refused(model: Any, prompts_BT: Tensor,
 def test_a_backend_that_looks_at_tensors_is_not_captured(model: Any) -> None:
     with pytest.raises(UnsupportedProblem, match=r"layers\.0\..*CUDA graphs can capture, got backend 'reference'"):
         require_capturable(model)
-
-
-@pytest.mark.gpu
-def test_captured_steps_on_a_gpu(prompts_BT: Tensor, given_NB1: Tensor) -> None:
-    model, _ = load(CHECKPOINT, device="cuda", dtype=torch.bfloat16)
-    prompts, given = prompts_BT.cuda(), given_NB1.cuda()
-    expected = step_by_step(Decoder(model, max_tokens=LENGTH + STEPS, compile=None, capture=False), prompts, given)
-    decoder = Decoder(model, max_tokens=LENGTH + STEPS)
-    got = step_by_step(decoder, prompts, given)
-    assert (got - expected).norm() / expected.norm() < 3e-2
-    assert torch.equal(step_by_step(decoder, prompts, given), got)

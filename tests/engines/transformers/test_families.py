@@ -162,20 +162,6 @@ def test_weights_are_those_that_transformers_dequantizes(checkpoint: Checkpoints
         torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
-@pytest.mark.parametrize("name", ["qwen3", "deepseek-v4", "llama-4"])
-def test_runs_on_several_gpus(checkpoint: Checkpoints, name: str) -> None:
-    path = checkpoint(name)
-    names = [n for n, _ in load(path, device="cpu")[0].named_children()]
-    model, _ = load(path, device_map="balanced", backend="reference", dtype=torch.float32)
-    assert {fused.device.index for fused in fused_of(model)} == set(range(torch.cuda.device_count())), names
-    one, _ = load(path, device="cuda:0", backend="reference", dtype=torch.float32)
-    ids = token_ids().cuda()
-    with torch.inference_mode():
-        torch.testing.assert_close(model(input_ids=ids).logits.cpu(), one(input_ids=ids).logits.cpu())
-
-
 def test_a_vision_tower_is_kept_and_works(pair: Any) -> None:
     expected, packed, _ = pair("llama-4")
     image, pixels = packed.config.image_token_id, torch.randn(1, 3, 28, 28)

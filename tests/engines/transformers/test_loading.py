@@ -227,17 +227,6 @@ def test_saving_is_refused_before_anything_is_written(packed: tuple[Any, Any], t
     assert not (tmp_path / "copy").exists()
 
 
-@pytest.mark.gpu
-def test_runs_on_a_gpu(packed_fp32: tuple[Any, Any]) -> None:
-    cpu, tokenizer = packed_fp32
-    model, _ = load(CHECKPOINT, device="cuda", dtype=torch.float32, backend="reference")
-    assert {p.device.type for p in (*model.parameters(), *model.buffers())} == {"cuda"}
-    inputs = batch(tokenizer)
-    with torch.inference_mode():
-        got = model(**{name: t.cuda() for name, t in inputs.items()}).logits.cpu()
-        torch.testing.assert_close(got, cpu(**inputs).logits, rtol=0, atol=1e-2)
-
-
 # --- Unquantized checkpoints ----------------------------------------------------------------------------------------
 
 

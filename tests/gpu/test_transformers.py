@@ -1,0 +1,91 @@
+"""Models with packed experts in Transformers, on a GPU: their logits, captured steps, continuous batching."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from polymoe.engines.transformers import load
+from polymoe.engines.transformers import paged_attention as paged
+from polymoe.engines.transformers.decode_graph import Decoder
+from support.decode_steps import LENGTH, STEPS, given_tokens, prompts, step_by_step
+from support.family_checkpoints import fused_of, token_ids, write
+from support.packed_model import CHECKPOINT, batch
+from support.paged_attention import QUERIES, SUMS_RIGHT, answers, attention, by_definition, ragged
+
+
+def test_a_model_on_a_gpu() -> None:
+    cpu, tokenizer = load(CHECKPOINT, device="cpu", dtype=torch.float32)
+    model, _ = load(CHECKPOINT, device="cuda", dtype=torch.float32, backend="reference")
+    assert {p.device.type for p in (*model.parameters(), *model.buffers())} == {"cuda"}
+    inputs = batch(tokenizer)
+    with torch.inference_mode():
+        got = model(**{name: t.cuda() for name, t in inputs.items()}).logits.cpu()
+        torch.testing.assert_close(got, cpu(**inputs).logits, rtol=0, atol=1e-2)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+@pytest.mark.parametrize("name", ["qwen3", "deepseek-v4", "llama-4"])
+def test_a_model_on_several_gpus(tmp_path: Path, name: str) -> None:
+    path = write(name, tmp_path / "checkpoint")
+    names = [n for n, _ in load(path, device="cpu")[0].named_children()]
+    model, _ = load(path, device_map="balanced", backend="reference", dtype=torch.float32)
+    assert {fused.device.index for fused in fused_of(model)} == set(range(torch.cuda.device_count())), names
+    one, _ = load(path, device="cuda:0", backend="reference", dtype=torch.float32)
+    ids = token_ids().cuda()
+    with torch.inference_mode():
+        torch.testing.assert_close(model(input_ids=ids).logits.cpu(), one(input_ids=ids).logits.cpu())
+
+
+def test_captured_steps() -> None:
+    model, _ = load(CHECKPOINT, device="cuda", dtype=torch.bfloat16)
+    prompts_BT, given_NB1 = prompts().cuda(), given_tokens().cuda()
+    expected = step_by_step(
+        Decoder(model, max_tokens=LENGTH + STEPS, compile=None, capture=False), prompts_BT, given_NB1
+    )
+    decoder = Decoder(model, max_tokens=LENGTH + STEPS)
+    got = step_by_step(decoder, prompts_BT, given_NB1)
+    assert (got - expected).norm() / expected.norm() < 3e-2
+    assert torch.equal(step_by_step(decoder, prompts_BT, given_NB1), got)
+
+
+@pytest.mark.parametrize("most", [0, 512])
+@pytest.mark.parametrize("window", [0, 2])
+def test_pytorchs_flash_attention_is_what_it_is_taken_for(monkeypatch: Any, window: int, most: int) -> None:
+    monkeypatch.setattr(paged, "_TOKEN_BY_TOKEN", most)
+    query, key, value = [x.cuda() for x in ragged(padding=3, dtype=torch.bfloat16)]
+    sinks = torch.tensor([-1.0, 0.0, 2.0, 4.0]).cuda()
+    attend = attention(query, key, value, sinks, window, monkeypatch)
+    got = attend()
+    expected = by_definition(query.float().cpu(), key.float().cpu(), value.float().cpu(), sinks.cpu(), window)
+    torch.testing.assert_close(got[: sum(QUERIES)].float().cpu(), expected, rtol=2e-2, atol=2e-2)
+    assert not got[sum(QUERIES) :].any()
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attend()
+    graph.replay()
+    assert torch.equal(captured, got)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_answers_of_requests_batched_continuously(graphs: bool) -> None:
+    model, tokenizer = load(CHECKPOINT, device="cuda", dtype=torch.bfloat16)
+    runners = []
+
+    def before(manager: Any) -> None:
+        paged.use(model)
+        if graphs:
+            paged.capture_small_steps(manager)
+        create = manager._create_batch_processor
+        manager._create_batch_processor = lambda: runners.append(create()) or runners[-1]
+
+    for _ in range(3):  # what a graph has computed is computed again
+        assert answers(model, tokenizer, paged.batching_config(graphs=graphs, cache_memory=0.02), before) == SUMS_RIGHT
+    pairs = runners[0].inputs_and_outputs.io_pairs
+    assert any(pair.device_io.graphs._storage for pair in pairs) == graphs
