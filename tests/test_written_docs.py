@@ -71,7 +71,7 @@ class Picky(Toy):
     def check(self, problem: Problem, machine: Machine) -> Verdict:
         reasons = Reasons()
         reasons.need(machine.device.sm == 90, "GPU", "SM90", machine.device.arch)
-        reasons.need(problem.activations.startswith("fp8"), "activations", "fp8", problem.activations)
+        reasons.need(problem.activations.quantized, "activations", "fp8", problem.activations)
         reasons.need(problem.spec.up.element == "e4m3", "weights", "e4m3", problem.spec.up.element)
         return reasons.verdict(Accepted(max_tokens=63))
 
