@@ -1,4 +1,4 @@
-"""Answers of the application to OpenAI's own client, and the endpoints that there are."""
+"""Answers of the application to OpenAI's own client, and which endpoints there are."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_16_requests_at_once(server: Running) -> None:
 
 
 def test_reasoning_and_tool_calls_are_parsed_as_transformers_does(server: Running, monkeypatch: Any) -> None:
-    """By a template that takes the sign for the opening of a tool call, and 1 to 0 for reasoning."""
+    """With a template that reads a minus sign as the start of a tool call, and text between 1 and 0 as reasoning."""
     template = {
         "defaults": {"role": "assistant"},
         "start_anchor": "=",

@@ -35,12 +35,16 @@ def test_continuous_batching_is_refused_on_a_cpu(server: Running) -> None:
 
 
 def test_graphs_are_where_they_can_be(monkeypatch: Any, server: Running) -> None:
-    assert Batching.of(server.model, graphs=None, cache_memory=0.5) == Batching(cache_memory=0.5)  # not on a CPU
+    assert Batching.of(server.model, graphs=None, cache_memory=0.5) == Batching(
+        cache_memory=0.5
+    )  # not possible on a CPU
     with pytest.raises(UnsupportedProblem, match="CUDA graphs of continuous batching"):
         Batching.of(server.model, graphs=True, cache_memory=None)
     monkeypatch.setattr(paged_attention, "runs_on", lambda _: True)
     assert Batching.of(server.model, graphs=False, cache_memory=None) == Batching(paged=True)
-    assert Batching.of(server.model, graphs=None, cache_memory=None) == Batching(paged=True)  # reference looks
+    assert Batching.of(server.model, graphs=None, cache_memory=None) == Batching(
+        paged=True
+    )  # the reference backend reads tensors on the host
     with pytest.raises(UnsupportedProblem, match="got backend 'reference'"):
         Batching.of(server.model, graphs=True, cache_memory=None)
     monkeypatch.setattr(continuous_batching, "require_capturable", lambda _: None)
@@ -48,7 +52,7 @@ def test_graphs_are_where_they_can_be(monkeypatch: Any, server: Running) -> None
 
 
 def test_continuous_batching_ends_what_nobody_waits_for(server: Running) -> None:
-    """With a stand-in for Transformers' batching, which runs on CUDA alone."""
+    """With a stand-in for Transformers' batching, which needs CUDA."""
     cancelled: list[str] = []
     batching = SimpleNamespace(
         background_thread_status=SimpleNamespace(fatal_error=None),
@@ -76,11 +80,11 @@ def test_continuous_batching_ends_what_nobody_waits_for(server: Running) -> None
 
     asyncio.run(ask_and_leave())
     assert len(cancelled) == 1
-    assert cancelled != ["same"]  # ids of clients' choosing may be equal
+    assert cancelled != ["same"]  # clients may choose equal ids
 
 
 def test_requests_share_forward_passes(server: Running, monkeypatch: Any) -> None:
-    """With continuous batching itself, and the attention that runs on GPUs by its definition."""
+    """With Transformers' continuous batching, and polymoe's attention computed by its definition."""
     monkeypatch.setattr(paged_attention, "_flash", plain_flash)
     settings = {"max_batch_tokens": 64, "max_memory_percent": 0.001}
     monkeypatch.setattr(paged_attention, "batching_config", lambda **_: batching_config(**settings))

@@ -35,20 +35,20 @@ def server() -> Iterator[Running]:
 
 
 def head(length: int) -> bytes:
-    """A request's head, for a body of ``length`` bytes."""
+    """The head of a request whose body has ``length`` bytes."""
     lines = ("POST /v1/completions HTTP/1.1", "host: x", f"authorization: Bearer {KEY}", f"content-length: {length}")
     return "\r\n".join([*lines, "content-type: application/json", "", ""]).encode()
 
 
 def in_flight(server: Running) -> tuple[int, int]:
-    """Generations that run, and that wait."""
+    """How many generations run and wait."""
     requests = list(server.served.metrics.in_flight)
     return sum(r.running for r in requests), sum(not r.running for r in requests)
 
 
 @contextlib.contextmanager
 def client(server: Running, body: dict[str, Any]) -> Iterator[socket.socket]:
-    """A connection on which a request was sent; leaving the block closes it."""
+    """A connection on which a request has been sent; closed at the end of the block."""
     content = json.dumps({"model": "sums", **body}).encode()
     head = (
         f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ncontent-type: application/json\r\n"
@@ -179,7 +179,7 @@ def test_who_leaves_while_waiting_gives_up_the_place(server: Running, stream: bo
         assert not len(server.served.generation.sequential.calls)
         before = server.steps
     server.until(lambda: in_flight(server) == (0, 0))
-    assert server.steps - before < 5  # nobody's prompt was computed
+    assert server.steps - before < 5  # no prompt of those that waited was computed
 
 
 def test_who_leaves_while_sending_is_not_heard(server: Running) -> None:
@@ -336,7 +336,7 @@ def test_streams_that_do_not_end_are_cut() -> None:
 
 
 def test_the_time_that_a_key_takes_is_that_of_its_digest() -> None:
-    """Two digests of one length are compared, never the keys."""
+    """The gate compares digests, which have one length, never keys."""
     gate = gates.Gate(None, metrics=None, api_key="k", max_request_bytes=1)  # type: ignore[arg-type]
     assert gate._key is not None
     assert len(gate._key) == 32

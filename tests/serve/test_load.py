@@ -35,7 +35,7 @@ CLIENTS = 200
 
 @dataclass
 class Load:
-    """What came of it.
+    """The outcome of a load.
 
     Attributes:
         outcomes: answers by kind; everything but "right", "left" and "429" is an error.
@@ -52,7 +52,7 @@ class Load:
     stderr: str = ""
 
     def growth(self) -> float:
-        """Memory of the last fifth over that of the second: the first is the warming up."""
+        """Memory in the last fifth of the time over memory in the second fifth; the server warms up in the first."""
         fifth = len(self.memory_bytes) // 5
         return statistics.median(self.memory_bytes[-fifth:]) / statistics.median(self.memory_bytes[fifth : 2 * fifth])
 

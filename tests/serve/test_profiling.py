@@ -1,4 +1,4 @@
-"""The server's profiler: traces of what other threads do, one at a time, in the directory it was given."""
+"""The server's profiler: one trace at a time, of all threads, in the directory that the server was given."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def client(tmp_path: Path) -> TestClient:
 
 
 def elsewhere() -> None:
-    """Something to see in a trace, on a thread that is not the profiler's."""
+    """An operation in another thread than the profiler's."""
     thread = threading.Thread(target=lambda: torch.ones(3).cumsum(0))
     thread.start()
     thread.join()

@@ -1,4 +1,4 @@
-"""Requests that are refused with 400, each with a message that says why; and the limits on lengths."""
+"""Requests that are refused with 400 and a message that says why; limits on lengths."""
 
 from __future__ import annotations
 

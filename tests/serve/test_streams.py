@@ -1,4 +1,4 @@
-"""Text up to a stop string, however it is cut into pieces."""
+"""Text up to a stop string, in pieces of any size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from polymoe.serve.streams import StopQueue, until_stop
 
 
 def passed(pieces: list[Any], *stop: str) -> list[Any]:
-    """What comes through, None being the end."""
+    """The items that pass; None is the end."""
 
     async def all_of_it() -> list[Any]:
         queue: asyncio.Queue = asyncio.Queue()

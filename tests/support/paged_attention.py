@@ -63,7 +63,7 @@ def ragged(padding: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tensor
 
 
 def by_definition(query_THD: Tensor, key_KHD: Tensor, value_KHD: Tensor, sinks_H: Tensor, window: int) -> Tensor:
-    """Request by request and token by token: softmax over the keys it sees and a sink whose value is zero."""
+    """Token by token: softmax over the keys that the token sees and a sink whose value is zero."""
     rows = []
     for first_q, first_k, queries, keys in zip(offsets(QUERIES), offsets(KEYS), QUERIES, KEYS, strict=False):
         for t in range(queries):
@@ -79,7 +79,7 @@ def by_definition(query_THD: Tensor, key_KHD: Tensor, value_KHD: Tensor, sinks_H
 def attention(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, window: int, patch: Any
 ) -> Callable[[], Tensor]:
-    """The function that Transformers calls, with a cache that has the keys already."""
+    """The function that Transformers calls, with a cache that holds the keys already."""
     cu_q, cu_k = (offsets(lengths).to(key.device) for lengths in (QUERIES, KEYS))
     patch.setattr(paged, "_update", lambda *_: (key, value, cu_k, max(KEYS)))
     module: Any = SimpleNamespace(sliding_window=window or None, layer_idx=0, head_dim=WIDTH)
@@ -90,7 +90,7 @@ def attention(
 
 
 def answers(model: Any, tokenizer: Any, batching: Any, before: Callable[[Any], None]) -> list[str]:
-    """Of four sums that are asked at once; ``before`` gets the manager before it starts."""
+    """Answers to four sums at once; ``before`` is called with the manager before it starts."""
     settings = transformers.GenerationConfig(
         max_new_tokens=6, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=False
     )

@@ -1,4 +1,4 @@
-"""Checkpoints of every family, and their models, each written or loaded once; imports nothing that may be missing."""
+"""Checkpoints and models of every family, written and loaded once. Imports nothing optional at the top."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def packed() -> tuple[Any, Any]:
 
 @pytest.fixture
 def installed() -> Iterator[None]:
-    """``install()`` for the time of the test."""
+    """``install()`` during the test."""
     from polymoe.engines.transformers import install, uninstall
 
     install()

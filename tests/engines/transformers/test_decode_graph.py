@@ -1,4 +1,4 @@
-"""Decoding without the host: one graph with packed experts, static caches, continuous batching, replayed steps."""
+"""Decode steps as one graph: static caches, replays, Transformers' own compilation and continuous batching."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_replayed_step_needs_nothing_that_the_host_counts(
 
 
 def test_a_step_is_one_graph_that_copies_no_weights(model: Any, prompts_BT: Tensor, given_NB1: Tensor) -> None:
-    """In a CUDA graph, inputs at addresses that may change are copied at each replay: packed tensors must not be."""
+    """A CUDA graph copies inputs whose addresses may change at each replay. Packed tensors must not be among them."""
     moving, experts = [], []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:

@@ -35,7 +35,7 @@ def test_transformers_own_quantizer_takes_what_is_no_expert(checkpoint: Checkpoi
 def test_fp8_layers_stay_fp8_where_transformers_has_kernels(
     checkpoint: Checkpoints, pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a stand-in for the kernel, and for the GPU that Transformers asks for."""
+    """With stand-ins for the kernel and for the GPU that Transformers requires."""
     from transformers.integrations import finegrained_fp8
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 

@@ -139,7 +139,7 @@ def test_ids_beyond_the_experts_contribute_nothing() -> None:
 
 
 def test_follows_its_module() -> None:
-    """Cast, moved or refilled parameters are the ones that count."""
+    """Parameters that are cast, moved or refilled take effect."""
     model, experts = build("qwen3_moe")
     model.set_experts_implementation("polymoe")
     call = routed(experts)

@@ -1,4 +1,4 @@
-"""Every family, packed in Transformers, against the model with its weights dequantized beforehand; bad input."""
+"""Every family, packed in Transformers, against the model with dequantized weights; families that are unknown."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Checkpoints = Callable[[str], Path]
 
 
 def experts_modules(model: Any) -> dict[str, Any]:
-    """What packing replaces, by name: experts modules, and Llama-4's whole blocks."""
+    """The modules that packing replaces, by name: experts modules, and Llama-4's whole blocks."""
     found = {name: module for name, module in model.named_modules() if name.endswith(".experts")}
     if "llama4" in model.config.model_type:
         names = [name.removesuffix(".experts") for name in found]
@@ -48,9 +48,9 @@ def test_logits_agree_in_float32(pair: Any, name: str) -> None:
     ids = token_ids()
     with torch.inference_mode():
         want, got = expected(input_ids=ids).logits, packed(input_ids=ids).logits
-    assert want.abs().max() > 0.5  # a model that says nothing would agree with anything
+    assert want.abs().max() > 0.5  # logits near zero would agree with anything
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
-    # Routers, shared experts, attention, vision towers: all there, and the same to the bit.
+    # Routers, shared experts, attention, vision towers: all there, and bitwise identical.
     theirs = {name: value for name, value in expected.state_dict().items() if ".experts." not in name}
     ours = packed.state_dict()
     assert set(ours) == set(theirs)
@@ -89,7 +89,7 @@ def test_each_experts_module_agrees_in_bfloat16(checkpoint: Checkpoints, name: s
     ],
 )
 def test_experts_agree_with_their_inputs_in_fp8(checkpoint: Checkpoints, pair: Any, name: str, recipe: str) -> None:
-    """As the releases mean them to be quantized, which is what a GPU does by itself."""
+    """With inputs quantized as the releases intend, which is the default on a GPU."""
     _, packed, _ = pair(name)
     recorded: dict[int, tuple[Tensor, ...]] = {}
     modules = [module for module in packed.modules() if isinstance(module, PackedExperts)]
@@ -127,7 +127,7 @@ OWN_ROUNDED = ["kimi-k2", "llama-4", "glm-4 FP8 by channel"]
 
 @pytest.mark.parametrize("name", [*OWN, *OWN_ROUNDED])
 def test_weights_are_those_that_transformers_dequantizes(checkpoint: Checkpoints, pair: Any, name: str) -> None:
-    """Where Transformers has a path of its own: no weight differs; compressed-tensors rounds them to bfloat16."""
+    """For formats that Transformers dequantizes: no weight differs, but compressed-tensors rounds to bfloat16."""
     if name in OWN_ROUNDED:
         pytest.importorskip("compressed_tensors")
     theirs, (_, packed, _) = own(checkpoint(name), torch.float32), pair(name)

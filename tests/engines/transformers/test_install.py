@@ -1,4 +1,4 @@
-"""install(): what loads models afterwards packs their experts; uninstall() leaves nothing behind."""
+"""install() makes everything that loads a model pack its experts; uninstall() leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def test_loading_says_nothing_about_keys(capfd: pytest.CaptureFixture[str]) -> N
 
 
 def test_loading_never_holds_the_experts_unpacked(tmp_path: Path) -> None:
-    """Anonymous memory grows by the packed experts and little more: a quarter of what dequantized ones take."""
+    """Anonymous memory grows by little more than the packed experts, a quarter of what dequantized ones take."""
     experts, hidden, intermediate, layers = 32, 512, 768, 3
     config = json.loads((CHECKPOINT / "config.json").read_text())
     config |= {

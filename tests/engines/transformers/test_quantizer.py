@@ -1,4 +1,4 @@
-"""What a packed checkpoint becomes in a model: memory, dtypes, devices, reports; and files that are damaged."""
+"""Loading a packed checkpoint into a model: memory, dtypes, devices, reports, damaged files."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_device_map_places_layers_and_counts_packed_experts(
 def test_an_adapter_beside_the_model_is_left_to_transformers(
     checkpoint: Checkpoints, pair: Any, tmp_path: Path
 ) -> None:
-    """Its tensors are not the model's; with peft installed Transformers attaches it to the layers it names."""
+    """Its tensors do not belong to the model; if peft is installed, Transformers attaches it to the layers it names."""
     path = shutil.copytree(checkpoint("qwen3"), tmp_path / "c")
     _, plain, _ = pair("qwen3")
     rank, hidden, rows = 2, 256, 256
@@ -116,7 +116,7 @@ def test_an_adapter_beside_the_model_is_left_to_transformers(
 
 
 def test_tensors_count_more_than_the_config_and_say_so_once(checkpoint: Checkpoints, pair: Any, tmp_path: Path) -> None:
-    """The config keeps shared experts in 16 bit and calls experts INT4; the files have all of them in NVFP4."""
+    """The config says 16 bit for shared experts and INT4 for experts; in the files, all of them are NVFP4."""
     path = shutil.copytree(checkpoint("glm-4"), tmp_path / "c")
     _, plain, _ = pair("glm-4")
     described = json.loads((path / "config.json").read_text())["quantization_config"]
@@ -145,7 +145,7 @@ def test_tensors_count_more_than_the_config_and_say_so_once(checkpoint: Checkpoi
 
 
 def one_file(path: Path, target: Path) -> Path:
-    """A copy with all tensors in one file, for damage."""
+    """A copy with all tensors in one file, to be damaged."""
     shutil.copytree(path, target, ignore=shutil.ignore_patterns("*.safetensors*"))
     tensors = {name: value for shard in sorted(path.glob("*.safetensors")) for name, value in load_file(shard).items()}
     save_file(tensors, target / "model.safetensors", {"format": "pt"})
