@@ -18,7 +18,8 @@ from pathlib import Path
 
 import triton
 
-from polymoe.kernels.cuda import compiled, launch
+from polymoe.kernels.cuda import compiled
+from polymoe.kernels.cuda.sizes import W4_FORMATS, W4A8, W4A16_WGMMA
 
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 """The disassembler that comes with Triton."""
@@ -81,18 +82,18 @@ def e4m3_costs(matrix: str, rows: int) -> dict[int, float]:
 
 def table() -> str:
     """Of gate and up, all formats, as Markdown."""
-    lines = ["| kernel | rows of x | " + " | ".join(launch.FORMATS) + " |", "|---|---|" + "---|" * len(launch.FORMATS)]
+    lines = ["| kernel | rows of x | " + " | ".join(W4_FORMATS) + " |", "|---|---|" + "---|" * len(W4_FORMATS)]
     rows: list[tuple[str, list[dict[int, float]]]] = [
-        (f"decode, {rows} rows, {height} high", [decode_costs(f, "gated", rows, height) for f in launch.FORMATS])
+        (f"decode, {rows} rows, {height} high", [decode_costs(f, "gated", rows, height) for f in W4_FORMATS])
         for rows in (8, 16)
         for height in (64, 128)
     ]
     rows += [
-        (f"prefill, {rows} rows", [prefill_costs(f, "gated", rows) for f in launch.FORMATS]) for rows in launch.PREFILL
+        (f"prefill, {rows} rows", [prefill_costs(f, "gated", rows) for f in W4_FORMATS]) for rows in W4A16_WGMMA.tiles
     ]
-    rows += [(f"E4M3 rows, {rows} rows", [e4m3_costs("gated", rows)]) for rows in launch.W4A8]
+    rows += [(f"E4M3 rows, {rows} rows", [e4m3_costs("gated", rows)]) for rows in W4A8.tiles]
     for name, costs in rows:
-        costs += [{}] * (len(launch.FORMATS) - len(costs))
+        costs += [{}] * (len(W4_FORMATS) - len(costs))
         for width in sorted(costs[0]):
             cells = " | ".join(f"{cost[width]:.1f}" if width in cost else "" for cost in costs)
             lines.append(f"| {name} | {width} | {cells} |")

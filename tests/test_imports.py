@@ -30,6 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "routing": {"errors", "shapes"},
     "formats": {"errors", "shapes"},
     "kernels.cuda": set(),
+    "kernels.cuda.launch": {"kernels.cuda"},
     "kernels.triton": set(),
     "tensors": {"errors", "shapes", "formats", "activations"},
 }
@@ -42,7 +43,7 @@ ALLOWED["checkpoint"] = ALLOWED["problem"] | {"problem", "routing", "checkpoint.
 ALLOWED["checkpoint.dialects"] = ALLOWED["checkpoint"] | {"checkpoint"}
 _BACKENDS = _VALUES | {"activation_quantization", "tensors", "layouts", "problem", "cost", "backends"}
 ALLOWED["backends"] = _BACKENDS | {"backends.cuda", "backends.triton"}
-ALLOWED["backends.cuda"] = _BACKENDS | {"kernels.cuda"}
+ALLOWED["backends.cuda"] = _BACKENDS | {"kernels.cuda", "kernels.cuda.launch"}
 ALLOWED["backends.triton"] = _BACKENDS | {"kernels.triton"}
 ALLOWED["planning"] = set(_BACKENDS)
 ALLOWED["runtime"] = ALLOWED["planning"] | {"planning"}

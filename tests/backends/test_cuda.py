@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 from threading import Thread
 from typing import Any
@@ -32,8 +34,8 @@ from support.problems import GPT_OSS, problem_of, random_call, random_experts
 
 H200 = Machine(DEVICES["h200"], driver=(13, 0))
 EVERY = [
-    *[CudaConfig("decode", rows, height) for rows in (8, 12, 16) for height in (64, 128)],
-    *[CudaConfig("prefill", rows, 0) for rows in (32, 64, 128, 256)],
+    *[CudaConfig("w4a16_mma", rows, height) for rows in (8, 12, 16) for height in (64, 128)],
+    *[CudaConfig("w4a16_wgmma", rows) for rows in (32, 64, 128, 256)],
 ]
 
 
@@ -79,55 +81,74 @@ class TestConfigure:
     def test_by_rows_of_an_expert(self) -> None:
         found = [str(Cuda().configure(seed_problem(), H200, t)) for t in (1, 64, 128, 256, 512, 2048, 8192)]
         assert found == [
-            "decode, 8 rows, 64 high", "decode, 8 rows, 64 high", "decode, 8 rows, 64 high",
-            "prefill, 32 rows", "prefill, 32 rows", "prefill, 64 rows", "prefill, 256 rows",
+            "w4a16_mma, block_m 8, block_n 64", "w4a16_mma, block_m 8, block_n 64", "w4a16_mma, block_m 8, block_n 64",
+            "w4a16_wgmma, block_m 32", "w4a16_wgmma, block_m 32", "w4a16_wgmma, block_m 64", "w4a16_wgmma, block_m 256",
         ]  # fmt: skip
 
-    def test_down_in_lower_tiles_where_the_last_round_of_high_ones_is_half_empty(self) -> None:
-        """32 experts of 2880 rows: 192 tiles of 512 for 132 multiprocessors, or 384 of 256."""
+    def test_down_in_shorter_tiles_where_the_last_wave_of_tall_ones_is_half_empty(self) -> None:
+        """32 experts of 2880 rows: 192 tiles of 512 for 132 SMs, or 384 of 256."""
         problem = seed_problem()
         spec = replace(problem.spec, hidden=2880, intermediate=2880, experts=32, local_experts=32)
         gpt_oss = replace(problem, spec=spec, top_k=4)
-        lower = CudaConfig("prefill", 32, 0, 64)
+        lower = CudaConfig("w4a16_wgmma", 32, 0, 64)
         assert [Cuda().configure(gpt_oss, H200, t) for t in (64, 128)] == [lower, lower]
-        assert str(lower) == "prefill, 32 rows, down as for 64"
+        assert str(lower) == "w4a16_wgmma, block_m 32, down_block_m 64"
         assert CudaConfig.from_dict(lower.to_dict()) == lower
         larger = replace(gpt_oss, spec=replace(spec, experts=128, local_experts=128))
-        assert Cuda().configure(larger, H200, 256) == CudaConfig("prefill", 32, 0)
+        assert Cuda().configure(larger, H200, 256) == CudaConfig("w4a16_wgmma", 32)
         assert lower in Cuda().tuning_configs(larger, H200, 256)
 
-    def test_x_too_wide_for_shared_memory_goes_in_fewer_rows_or_to_prefill(self) -> None:
+    def test_x_too_wide_for_shared_memory_goes_in_fewer_rows_or_to_wgmma(self) -> None:
         problem = seed_problem()
         kimi, wide = (replace(problem, spec=replace(problem.spec, hidden=h)) for h in (7168, 16384))
-        assert Cuda().configure(kimi, H200, 128) == CudaConfig("decode", 8, 64)
-        assert {c.rows for c in Cuda().tuning_configs(kimi, H200, 256) if c.kernels == "decode"} == {8}
-        assert Cuda().configure(wide, H200, 1).kernels == "prefill"
-        assert {c.kernels for c in Cuda().tuning_configs(wide, H200, 1)} == {"prefill"}
+        assert Cuda().configure(kimi, H200, 128) == CudaConfig("w4a16_mma", 8, 64)
+        assert {c.block_m for c in Cuda().tuning_configs(kimi, H200, 256) if c.family == "w4a16_mma"} == {8}
+        assert Cuda().configure(wide, H200, 1).family == "w4a16_wgmma"
+        assert {c.family for c in Cuda().tuning_configs(wide, H200, 1)} == {"w4a16_wgmma"}
 
     def test_one_kind_of_kernels_where_a_batch_must_not_show(self) -> None:
         problem = seed_problem(batch_invariant=True)
         for tokens in (1, 64, 256, 512, 8192):
-            assert {c.kernels for c in Cuda().tuning_configs(problem, H200, tokens)} == {"prefill"}
+            assert {c.family for c in Cuda().tuning_configs(problem, H200, tokens)} == {"w4a16_wgmma"}
         plan = select(problem, H200).require()
         assert plan.layout == "w4a16_fragments"
-        assert {step.config.kernels for step in plan.steps} == {"prefill"}  # type: ignore[attr-defined]
-        assert plan.steps[0].config == CudaConfig("prefill", 64, 0)  # more blocks, with as much work each
+        assert {step.config.family for step in plan.steps} == {"w4a16_wgmma"}  # type: ignore[attr-defined]
+        assert plan.steps[0].config == CudaConfig("w4a16_wgmma", 64)  # more blocks, with as much work each
 
-    @pytest.mark.parametrize("sizes", [("decode", 24, 64), ("prefill", 48, 0), ("prefill", 32, 64)])
-    def test_measured_with_other_kernels(self, sizes: tuple[Any, int, int]) -> None:
-        with pytest.raises(PlanError, match=rf"CudaConfig: expected rows and height of a {sizes[0]} kernel: \("):
+    @pytest.mark.parametrize(
+        ("sizes", "message"),
+        [
+            (("decode", 8, 64), "CudaConfig.family: got 'decode'"),
+            (("w4a16_mma", 24, 64), "block_m: expected block_m of a w4a16_mma kernel: 8, 12, 16, got 24"),
+            (("w4a16_mma", 8, 0), "block_n: expected block_n of a w4a16_mma kernel: 64, 128, got 0"),
+            (("w4a16_wgmma", 48, 0), "block_m: expected block_m of a w4a16_wgmma kernel: 32, 64, 128, 256, got 48"),
+            (("w4a16_wgmma", 32, 64), "block_n: expected block_n of a w4a16_wgmma kernel: 0, got 64"),
+        ],
+    )
+    def test_sizes_without_a_kernel(self, sizes: tuple[str, int, int], message: str) -> None:
+        with pytest.raises(PlanError, match=re.escape(message)):
             CudaConfig(*sizes)
-        row = dict(zip(("kernels", "rows", "height"), sizes, strict=True))
-        with pytest.raises(PlanError):
-            CudaConfig.from_dict(row)
+        with pytest.raises(PlanError, match=re.escape(message)):
+            CudaConfig.from_dict(dict(zip(("family", "block_m", "block_n"), sizes, strict=True)))
+
+    def test_configurations_of_older_tables(self) -> None:
+        with pytest.raises(PlanError, match="kernels: expected a field of CudaConfig"):
+            CudaConfig.from_dict({"kernels": "decode", "rows": 8, "height": 64, "down_rows": 0})
 
     @pytest.mark.parametrize("down", [32, 48])
-    def test_down_for_other_rows(self, down: int) -> None:
-        expected = rf"expected down_rows of a prefill kernel for more than 32 rows: 0 or .*, got {down}"
+    def test_down_with_another_block_m(self, down: int) -> None:
+        expected = rf"expected 0 or a larger block_m of a w4a16_wgmma kernel: 0, 64, 128, 256, got {down}"
         with pytest.raises(PlanError, match=expected):
-            CudaConfig("prefill", 32, 0, down)
-        with pytest.raises(PlanError, match="down_rows of a decode kernel"):
-            CudaConfig("decode", 8, 64, 32)
+            CudaConfig("w4a16_wgmma", 32, 0, down)
+        with pytest.raises(PlanError, match="expected 0 or a larger block_m of a w4a16_mma kernel: 0, got 32"):
+            CudaConfig("w4a16_mma", 8, 64, 32)
+
+    def test_every_configuration_is_read_back_from_json(self) -> None:
+        for case in CASES.values():
+            problem = case.problem()
+            for tokens in (1, 1024) if isinstance(Cuda().check(problem, H200), Accepted) else ():
+                for config in Cuda().tuning_configs(problem, H200, tokens):
+                    assert CudaConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
     def test_predicts_what_one_h200_took(self) -> None:
         """Microseconds of DeepSeek-V4-Flash in MXFP4: the first times of these kernels behind this backend."""
@@ -164,15 +185,15 @@ class TestAuto:
     def test_measured_rows_are_used(self) -> None:
         row = Measured(
             device="h200", backend="cuda", problem=problem_key(seed_problem()), tokens=64,
-            config=CudaConfig("decode", 16, 128).to_dict(), median_us=700.0, torch="2.11.0", triton="3.6.0",
+            config=CudaConfig("w4a16_mma", 16, 128).to_dict(), median_us=700.0, torch="2.11.0", triton="3.6.0",
             driver="13.0", polymoe="0.1.0", date="2026-01-01T00:00:00Z", command="polymoe tune",
         )  # fmt: skip
-        old = replace(row, tokens=512, config={"kernels": "prefill", "rows": 48, "height": 0})
+        old = replace(row, tokens=512, config={"kernels": "prefill", "rows": 32, "height": 0, "down_rows": 0})
         machine = replace(H200, packages={"triton": "3.6.0"})
         with pytest.warns(UserWarning, match="it was tuned with polymoe 0.1.0; run again: polymoe tune"):
             plan = select(seed_problem(), machine, table=Table(((row, old),))).require()
-        assert plan.step(64).config == CudaConfig("decode", 16, 128)
-        assert plan.step(512).config == CudaConfig("prefill", 32, 0)
+        assert plan.step(64).config == CudaConfig("w4a16_mma", 16, 128)
+        assert plan.step(512).config == CudaConfig("w4a16_wgmma", 32)
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ from polymoe.bench.cases import CASES, Workload
 from polymoe.bench.records import Stamp
 from polymoe.bench.tune import Tune
 from polymoe.experts import FusedExperts
-from polymoe.kernels.cuda.launch import PREFILL
+from polymoe.kernels.cuda.sizes import W4A16_WGMMA
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import Machine
 from polymoe.numerics import TOLERANCE, relative_error
@@ -163,7 +163,7 @@ class TestOnGpu:
         problem = problem_of(weights, SwiGLU(), top_k=3)
         packed = LAYOUTS["w4a16_fragments"].pack(weights, torch.device("cuda"))
         x, *routing = call_of(tokens, 1040)
-        outs = [torch.empty_like(x) for _ in PREFILL]
-        for rows, out in zip(PREFILL, outs, strict=True):
-            Cuda().bind(problem, packed).run(x, Routing(*routing), CudaConfig("prefill", rows, 0), out)
+        outs = [torch.empty_like(x) for _ in W4A16_WGMMA.tiles]
+        for rows, out in zip(W4A16_WGMMA.tiles, outs, strict=True):
+            Cuda().bind(problem, packed).run(x, Routing(*routing), CudaConfig("w4a16_wgmma", rows), out)
         assert [torch.equal(out, outs[0]) for out in outs] == [True] * len(outs)

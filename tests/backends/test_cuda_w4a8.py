@@ -19,7 +19,7 @@ from polymoe.checkpoint import Checkpoint
 from polymoe.errors import PlanError
 from polymoe.experts import FusedExperts, resolve_activations
 from polymoe.formats import FORMATS
-from polymoe.kernels.cuda.launch import W4A8
+from polymoe.kernels.cuda.sizes import W4A8
 from polymoe.machine import DEVICES, Machine
 from polymoe.numerics import relative_error
 from polymoe.planning.measured import Table
@@ -38,7 +38,7 @@ from support.cuda_calls import (
 from support.problems import GPT_OSS, problem_of, random_call
 
 H200 = Machine(DEVICES["h200"], packages={"triton": "3.6.0"}, driver=(13, 0))
-EVERY = [CudaConfig("w4a8", rows, 0) for rows in W4A8]
+EVERY = [CudaConfig("w4a8", rows) for rows in W4A8.tiles]
 SEED = CASES["deepseek-v4-flash"].problem(activations="fp8_group128")
 E4M3: dict[str, Any] = {"activations": "fp8_group128"}
 MOST = 5e-3
@@ -91,8 +91,8 @@ class TestCheck:
 class TestConfigure:
     def test_by_rows_of_an_expert(self) -> None:
         found = [Cuda().configure(SEED, H200, tokens) for tokens in (1, 256, 512, 1024, 2048, 4096, 8192)]
-        assert [config.rows for config in found] == [16, 16, 32, 32, 64, 128, 128]
-        assert {config.kernels for config in found} == {"w4a8"}
+        assert [config.block_m for config in found] == [16, 16, 32, 32, 64, 128, 128]
+        assert {config.family for config in found} == {"w4a8"}
         assert Cuda().tuning_configs(SEED, H200, 512) == (EVERY[1], EVERY[0], *EVERY[2:])
         assert Cuda().tuning_configs(SEED, H200, 512, [(EVERY[1], 1.0)]) == ()
 
@@ -102,8 +102,8 @@ class TestConfigure:
             assert Cuda().tuning_configs(problem, H200, tokens) == Cuda().tuning_configs(SEED, H200, tokens)
 
     def test_measured_with_other_kernels(self) -> None:
-        with pytest.raises(PlanError, match=r"CudaConfig: expected rows and height of a w4a8 kernel: \("):
-            CudaConfig("w4a8", 8, 0)
+        with pytest.raises(PlanError, match="expected block_m of a w4a8 kernel: 16, 32, 64, 128, got 8"):
+            CudaConfig("w4a8", 8)
 
 
 class TestAuto:
@@ -122,10 +122,10 @@ class TestAuto:
         assert [str(resolve_activations(checkpoint, 0, Machine.of(d), "auto")) for d in ("h200", "cpu")] == [
             "fp8_group128", "16bit",
         ]  # fmt: skip
-        for mode, kinds in (("auto", {"w4a8"}), ("fp8_group128", {"w4a8"}), ("16bit", {"decode", "prefill"})):
+        for mode, kinds in (("auto", {"w4a8"}), ("fp8_group128", {"w4a8"}), ("16bit", {"w4a16_mma", "w4a16_wgmma"})):
             row = polymoe.explain(tmp_path, device="h200", activations=mode).rows[0]
             steps = row.selection.require().steps
-            assert {step.config.kernels for step in steps if isinstance(step.config, CudaConfig)} == kinds
+            assert {step.config.family for step in steps if isinstance(step.config, CudaConfig)} == kinds
             assert {step.backend for step in steps} == {"cuda"}
 
     def test_gpt_oss_keeps_rows_of_16_bits_unless_asked(self) -> None:
@@ -199,5 +199,5 @@ class TestOnGpu:
     def test_captured_layer_follows_new_rows(self, tokens: int) -> None:
         weights = same_experts(experts=16, hidden=1024, intermediate=512)
         experts = FusedExperts.from_weights(weights, GPT_OSS, top_k=3, device="cuda", backend="cuda", **E4M3)
-        assert {step.config.kernels for step in experts.explain().require().steps} == {"w4a8"}  # type: ignore[attr-defined]
+        assert {step.config.family for step in experts.explain().require().steps} == {"w4a8"}  # type: ignore[attr-defined]
         captured_follows_new_rows(experts, weights, tokens, MOST)

@@ -13,15 +13,17 @@ from polymoe.backends.cuda.backend import Cuda, CudaConfig
 from polymoe.bench.cases import CASES
 from polymoe.errors import PlanError
 from polymoe.experts import FusedExperts
-from polymoe.kernels.cuda.launch_fp8 import FP8, W8A8
+from polymoe.kernels.cuda import sizes
 from polymoe.machine import DEVICES, Machine
 from polymoe.numerics import TOLERANCE
 from support.captured import captured_follows_new_rows
 from support.cuda_calls import awkward_call, need_sm90, on_gpu, same_experts
 from support.problems import GPT_OSS, random_call
 
+W8A8_F16 = tuple(sizes.W8A8_F16.tiles)
+W8A8 = tuple(sizes.W8A8.tiles)
 H200 = Machine(DEVICES["h200"], packages={"triton": "3.6.0"}, driver=(13, 0))
-EVERY = [CudaConfig("w8a8", rows, 0) for rows in W8A8]
+EVERY = [CudaConfig("w8a8", rows) for rows in W8A8]
 DEEPSEEK = CASES["deepseek-v3-tp8"].problem()
 E4M3: dict[str, Any] = {"activations": "fp8_group128"}
 
@@ -29,10 +31,12 @@ E4M3: dict[str, Any] = {"activations": "fp8_group128"}
 class TestConfigure:
     def test_experts_of_many_rows(self) -> None:
         found = [str(Cuda().configure(DEEPSEEK, H200, tokens)) for tokens in (1, 1024, 2048, 8192)]
-        assert found == ["fp8, 32 rows", "fp8, 64 rows", "w8a8, 160 rows", "w8a8, 160 rows"]
+        assert found == [
+            "w8a8_f16, block_m 32", "w8a8_f16, block_m 64", "w8a8, block_m 160", "w8a8, block_m 160",
+        ]  # fmt: skip
 
     def test_tuning_tries_them_where_the_error_of_a_call_is_no_accident(self) -> None:
-        converted = {CudaConfig("fp8", rows, 0) for rows in FP8}
+        converted = {CudaConfig("w8a8_f16", rows) for rows in W8A8_F16}
         assert set(Cuda().tuning_configs(DEEPSEEK, H200, 256)) == converted
         assert set(Cuda().tuning_configs(DEEPSEEK, H200, 1024)) == {*converted, *EVERY}
 
@@ -40,17 +44,17 @@ class TestConfigure:
         """Sums of other kernels are other ones."""
         problem = replace(DEEPSEEK, batch_invariant=True)
         for tokens in (1, 1024, 8192):
-            converted = [CudaConfig("fp8", rows, 0) for rows in FP8]
+            converted = [CudaConfig("w8a8_f16", rows) for rows in W8A8_F16]
             assert set(Cuda().tuning_configs(problem, H200, tokens)) == set(converted)
-        assert Cuda().configure(problem, H200, 8192) == CudaConfig("fp8", FP8[-1], 0)
+        assert Cuda().configure(problem, H200, 8192) == CudaConfig("w8a8_f16", W8A8_F16[-1])
 
     def test_checked_at_load_with_many_tokens(self) -> None:
         assert {config.check_tokens for config in EVERY} == {512}
-        assert CudaConfig("fp8", 32, 0).check_tokens == 8
+        assert CudaConfig("w8a8_f16", 32).check_tokens == 8
 
     def test_measured_with_other_kernels(self) -> None:
-        with pytest.raises(PlanError, match=r"CudaConfig: expected rows and height of a w8a8 kernel: \("):
-            CudaConfig("w8a8", 96, 0)
+        with pytest.raises(PlanError, match="expected block_m of a w8a8 kernel: 160, got 96"):
+            CudaConfig("w8a8", 96)
 
 
 @pytest.mark.gpu

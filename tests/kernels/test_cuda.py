@@ -1,4 +1,4 @@
-"""The compiled Hopper kernels: made from these sources, with every kernel that the backend may ask for."""
+"""The compiled CUDA kernels: made from these sources, with every kernel that the backend may ask for."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import ctypes
 import importlib
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from polymoe.backends.cuda.backend import Cuda, CudaConfig
-from polymoe.kernels.cuda import compiled, driver, launch
+from polymoe.kernels.cuda import compiled, driver
+from polymoe.kernels.cuda.launch import args
+from polymoe.kernels.cuda.launch.names import gemm_kernel, helper_kernel
+from polymoe.kernels.cuda.sizes import SHARED_BYTES, W4_FORMATS, W4A16_MMA, W4A16_WGMMA
 from polymoe.machine import Machine
 from support.cuda_calls import launches, names
+from support.cuda_emulator import STRUCTS
 from support.problems import problem_of, random_experts
 
 SOURCES = Path(compiled.__file__).parent
@@ -57,47 +60,48 @@ def test_a_thread_that_has_not_used_the_gpu_takes_the_device_s_context(monkeypat
             return call
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
-    driver.Kernel(Library(), ctypes.c_void_p(), "k")(launch._Spread(), (1,), 32)
+    driver.Kernel(Library(), ctypes.c_void_p(), "k").prepare(args.PermuteArgs(), 32)(0)
     assert calls == ["cuLaunchKernelEx", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent", "cuLaunchKernelEx"]
 
 
-FORMATS = list(launch.FORMATS)
+FORMATS = list(W4_FORMATS)
 
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("gated", [True, False])
 def test_every_configuration_has_its_kernels(format: str, gated: bool) -> None:
     problem = problem_of(random_experts(format, hidden=256, intermediate=128, gated=gated))
-    kind = "gated" if gated else "plain"
     configs = Cuda().tuning_configs(problem, Machine.of("h200"), 1)
-    assert len(configs) == len(launch.DECODE) + len(launch.PREFILL) + 1
+    assert len(configs) == 2 * len(W4A16_MMA.tiles) + len(W4A16_WGMMA.tiles) + 1
     for config in configs:
-        for part, most in ((kind, config.rows), ("down", config.down_rows or config.rows)):
-            rows = -(-most // 8) * 8
-            wanted = f"{rows}_{config.height}" if config.kernels == "decode" else f"{rows}"
-            assert f"{config.kernels}_{part}_{wanted}" in names(f"{config.kernels}_{format}")
-    rows = {"dispatch", "dispatch_few", "count_many", "dispatch_many", "spread", "combine", "combine_narrow"}
-    assert rows <= names("rows")
-    assert {c.rows for c in configs if c.kernels == "prefill"} == set(launch.PREFILL)
+        assert isinstance(config, CudaConfig)
+        for part, block_m in (
+            ("gate_up" if gated else "up", config.block_m),
+            ("down", config.down_block_m or config.block_m),
+        ):
+            unit, name = gemm_kernel(config.kernels.sizes, format, part, block_m, config.block_n)
+            assert name in names(unit)
+
+
+@pytest.mark.parametrize("name", [
+    "permutation_one_warp", "permutation_one_cta", "permutation_count", "permutation_many_ctas", "permute_x",
+    "finalize_f32", "finalize_bf16", "quantize_permuted", "quantize_rows", "quantize_rows_paired",
+])  # fmt: skip
+def test_kernels_around_the_gemms(name: str) -> None:
+    unit, name = helper_kernel(name)
+    assert name in names(unit)
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("rows", [8, 12, 16])
-@pytest.mark.parametrize("columns", [192, 2048, 2880, 4096, 7168])
-def test_rings_fit_into_shared_memory(format: str, rows: int, columns: int) -> None:
-    stages, buffers, shared = launch._decode_ring(format, rows, columns)
-    assert launch.decode_fits(format, rows, columns) == (stages >= 3)
-    if launch.decode_fits(format, rows, columns):
-        assert shared <= launch.SHARED_BYTES
-        assert 1 <= buffers <= 2
-        assert stages <= 16
-    assert launch.decode_fits(format, 8, 7168)
-    assert not launch.decode_fits(format, 16, 7168)
+def test_rows_of_x_that_fit_beside_the_stages(format: str) -> None:
+    """Where whole rows of x are in shared memory: 8 of 7168 columns leave room for three stages, 16 do not."""
+    assert W4A16_MMA.fits(format, 8, 7168)
+    assert not W4A16_MMA.fits(format, 16, 7168)
+    assert W4A16_MMA.fits(format, 16, 4096)
 
 
-def fields(struct: str) -> list[tuple[str, type]]:
-    """Names and types of a C++ structure's members, in order."""
+def fields(struct: str) -> list[type]:
+    """Types of a C++ structure's members, in order."""
     text = "".join(p.read_text() for p in SOURCES.glob("*.cu*") if p.is_file())
     body = re.sub(r"//.*", "", re.findall(rf"struct {struct} {{(.*?)}};", text, re.S)[0])
     found = []
@@ -106,42 +110,50 @@ def fields(struct: str) -> list[tuple[str, type]]:
         kind = {"long long": ctypes.c_longlong, "int": ctypes.c_int, "float": ctypes.c_float}
         c_type = next((t for word, t in kind.items() if re.match(rf"{word} [^*]*$", names)), ctypes.c_void_p)
         names = re.sub(r"^(long long|\w+)\s*\*?", "", names)
-        found += [(name.strip(), c_type) for name in names.split(",")]
+        found += [c_type] * len(names.split(","))
     return found
 
 
-@pytest.mark.parametrize("struct", ["Gemm", "Dispatch", "Spread", "Quantize", "Combine"])
-def test_arguments_are_the_structures_of_the_sources(struct: str) -> None:
-    assert list(getattr(launch, f"_{struct}")._fields_) == fields(f"{struct}Args")
+@pytest.mark.parametrize("struct", [
+    args.GemmArgs, args.PermutationArgs, args.PermuteArgs, args.QuantizePermutedArgs, args.QuantizeRowsArgs,
+    args.FinalizeArgs,
+])  # fmt: skip
+def test_arguments_are_the_structures_of_the_sources(struct: Any) -> None:
+    assert [kind for _, kind in struct._fields_] == fields(STRUCTS.get(struct.__name__, struct.__name__))
 
 
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("config", [CudaConfig("decode", 16, 128), CudaConfig("prefill", 64, 0)], ids=str)
+@pytest.mark.parametrize("config", [CudaConfig("w4a16_mma", 16, 128), CudaConfig("w4a16_wgmma", 64)], ids=str)
 def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, config: CudaConfig, gated: bool) -> None:
-    """On a CPU, with launches recorded instead of made: names, arguments and shared memory as the kernels want them."""
+    """On a CPU, with launches recorded instead of made: names, arguments and shared memory."""
     made, tensors = launches(monkeypatch, "mxfp4", config, gated)
-    kind = "gated" if gated else "plain"
-    size = f"{config.rows}_{config.height}" if config.height else f"{config.rows}"
-    products = [f"{config.kernels}_{part}_{size}" for part in (kind, "down")]
-    between = ["spread"] if config.kernels == "prefill" else []
-    combine = "combine_narrow" if config.kernels == "prefill" else "combine"  # of y in bfloat16, or in float32
-    assert [name for name, *_ in made] == ["dispatch_few", *between, *products, combine]
+    tiled = config.family == "w4a16_wgmma"
+    gemms = [
+        gemm_kernel(config.kernels.sizes, "mxfp4", part, config.block_m, config.block_n)[1]
+        for part in ("gate_up" if gated else "up", "down")
+    ]
+    first, x, finalize = (
+        helper_kernel(name)[1]
+        for name in ("permutation_one_warp", "permute_x", "finalize_bf16" if tiled else "finalize_f32")
+    )
+    assert [name for name, *_ in made] == [first, *([x] if tiled else []), *gemms, finalize]
     by_name = {name: rest for name, *rest in made}
-    up, down = (by_name[name] for name in products)
-    assert (up[0]["rows"], up[0]["columns"]) == ((544 if gated else 272), 336)
-    assert (down[0]["rows"], down[0]["columns"], down[0]["slots"]) == (336, 272, 0)
-    assert up[0]["codes_expert"] * 5 == tensors["up.codes"].numel()
+    up, down = (by_name[name] for name in gemms)
+    assert (up[0]["n"], up[0]["k"]) == ((544 if gated else 272), 336)
+    assert (down[0]["n"], down[0]["k"], down[0]["top_k"]) == (336, 272, 0)
+    assert up[0]["top_k"] == (0 if tiled else 3)  # x is by token
+    assert up[0]["codes_stride"] * 5 == tensors["up.codes"].numel()
     assert up[0]["bias_dtype"] == 1  # bfloat16
     assert up[0]["bias"] == tensors["gate_bias" if gated else "up_bias"].data_ptr()
     for _, grid, threads, shared in (up, down):
-        assert grid == (132,)
+        assert grid == (132, 1)
         assert threads % 32 == 0
         assert threads <= 1024
-        assert 16 * 1024 < shared <= launch.SHARED_BYTES
-    assert by_name["dispatch_few"][0]["rows"] == 30
-    assert by_name[combine][1] == (10, 1)  # tokens come first: more than 65535 blocks fit only there
-    assert by_name[combine][0]["out_dtype"] == 1  # float16
-    assert (by_name[combine][0]["places"] is not None) == (config.kernels == "prefill")  # y is in expert order
+        assert 16 * 1024 < shared <= SHARED_BYTES
+    assert by_name[first][0]["rows"] == 30
+    assert by_name[finalize][1] == (10, 1)  # tokens come first: more than 65535 CTAs fit only there
+    assert by_name[finalize][0]["out_dtype"] == 1  # float16
+    assert (by_name[finalize][0]["expanded_to_permuted"] is not None) == tiled  # y is by permuted row
 
 
 def instructions() -> Any:
@@ -182,7 +194,7 @@ def test_products_run_while_weights_are_decoded(format: str, matrix: str, rows: 
     """Where the assembler cannot see that registers are safe, each product waits for itself: every one then ends a
     group (gsb0), and none stays under way. Where products are short, what a warp shares is in uniform registers, not
     brought there each time."""
-    groups = launch.PREFILL[rows].groups
+    groups = W4A16_WGMMA.tiles[rows].n_blocks
     inner = instructions().prefill_loops(format, matrix, rows)
     assert len(inner) >= widths
     for body in inner:

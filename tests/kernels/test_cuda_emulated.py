@@ -1,4 +1,4 @@
-"""The Hopper kernels' own sources, run on a CPU with every asynchronous instruction emulated."""
+"""The CUDA kernels' own sources, run on a CPU with every asynchronous instruction emulated."""
 
 from __future__ import annotations
 
@@ -14,20 +14,24 @@ from polymoe.activations import Activation, GeGLU, SwiGLU
 from polymoe.backends.cuda.backend import Cuda, CudaConfig
 from polymoe.backends.reference import emulate_activations, run_experts
 from polymoe.formats import QuantTensor
-from polymoe.kernels.cuda import launch
-from polymoe.kernels.cuda.launch import WHOLE
+from polymoe.kernels.cuda import compiled
+from polymoe.kernels.cuda.launch.args import DTYPES, QuantizePermutedArgs
+from polymoe.kernels.cuda.launch.names import helper_kernel
+from polymoe.kernels.cuda.launch.permutation import Permutation
+from polymoe.kernels.cuda.launch.tiled import e4m3_tile_bytes
+from polymoe.kernels.cuda.sizes import BF16
 from polymoe.machine import Machine
 from polymoe.numerics import TOLERANCE, relative_error
 from polymoe.routing import Routing
 from polymoe.tensors import Expert, ExpertWeights
-from support.cuda_calls import poisoned_tiles, run_emulated
+from support.cuda_calls import run_emulated
 from support.cuda_emulator import Emulator, compile_unit
 from support.problems import GPT_OSS, problem_of, random_call, random_experts
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
-DECODE = [CudaConfig("decode", rows, height) for rows in (8, 12, 16) for height in (64, 128)]
-PREFILL = [*(CudaConfig("prefill", rows, 0) for rows in (32, 64, 128, 256)), CudaConfig("prefill", 32, 0, 64)]
-W4A8 = [CudaConfig("w4a8", rows, 0) for rows in (16, 32, 64, 128)]
+DECODE = [CudaConfig("w4a16_mma", rows, height) for rows in (8, 12, 16) for height in (64, 128)]
+PREFILL = [*(CudaConfig("w4a16_wgmma", rows) for rows in (32, 64, 128, 256)), CudaConfig("w4a16_wgmma", 32, 0, 64)]
+W4A8 = [CudaConfig("w4a8", rows) for rows in (16, 32, 64, 128)]
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +81,7 @@ def test_other_formats(monkeypatch: pytest.MonkeyPatch, libraries: Any, format: 
 
 
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("rows", WHOLE)
+@pytest.mark.parametrize("rows", BF16.tiles)
 def test_weights_that_are_not_decoded(monkeypatch: pytest.MonkeyPatch, libraries: Any, rows: int, gated: bool) -> None:
     """K of blocks and a rest, groups of fewer than 64 rows, more rows an expert than an item takes, ids of others."""
     weights = random_experts("bf16", hidden=336, intermediate=272 if gated else 304, gated=gated, bias=True, experts=2)
@@ -85,17 +89,17 @@ def test_weights_that_are_not_decoded(monkeypatch: pytest.MonkeyPatch, libraries
     routing.topk_ids_TA[:3, 0] = torch.tensor([-1, 2, 2])
     routing.topk_weights_TA[0, 0] = float("nan")
     weight_on = "input" if gated else "output"
-    emulate(monkeypatch, libraries("bf16"), weights, x, routing, CudaConfig("whole", rows, 0), weight_on=weight_on)
+    emulate(monkeypatch, libraries("bf16"), weights, x, routing, CudaConfig("bf16", rows), weight_on=weight_on)
 
 
-@pytest.mark.parametrize("rows", WHOLE)
+@pytest.mark.parametrize("rows", BF16.tiles)
 @pytest.mark.parametrize(("hidden", "intermediate", "top_k"), [(16, 16, 1), (192, 176, 22), (1152, 128, 2)])
 def test_sizes_of_weights_that_are_not_decoded(
     monkeypatch: pytest.MonkeyPatch, libraries: Any, rows: int, hidden: int, intermediate: int, top_k: int
 ) -> None:
     weights = random_experts("bf16", hidden=hidden, intermediate=intermediate, experts=3)
     call = random_call(6, hidden, 3, top_k, torch.bfloat16)
-    emulate(monkeypatch, libraries("bf16"), weights, *call, CudaConfig("whole", rows, 0), blocks=5)
+    emulate(monkeypatch, libraries("bf16"), weights, *call, CudaConfig("bf16", rows), blocks=5)
 
 
 @pytest.mark.parametrize(("hidden", "intermediate", "top_k"), [(16, 16, 1), (192, 176, 22), (1040, 128, 2)])
@@ -113,7 +117,7 @@ def test_a_token_does_not_see_its_batch(monkeypatch: pytest.MonkeyPatch, librari
     """In every width of kernels for many rows, alone and among others, on any number of multiprocessors: to the bit."""
     weights = random_experts(format, hidden=272, intermediate=208, bias=True)
     x, routing = random_call(60, 272, 5, 3, torch.bfloat16)
-    configs = PREFILL if format != "bf16" else [CudaConfig("whole", rows, 0) for rows in WHOLE]
+    configs = PREFILL if format != "bf16" else [CudaConfig("bf16", rows) for rows in BF16.tiles]
     whole, _ = run_emulated(monkeypatch, libraries(format), weights, x, routing, configs[-1])
     assert relative_error(whole, run_experts(problem_of(weights), weights, x, routing)) < TOLERANCE
     for config in configs:
@@ -130,7 +134,7 @@ def test_a_row_does_not_see_its_item(
 ) -> None:
     """To the bit, in one kernel: which of an expert's rows make an item depends on timing. One, or as many as fit."""
     weights = random_experts(format, hidden=272, intermediate=208, experts=2)
-    x, routing = random_call(config.rows, 272, 2, 2, torch.bfloat16)
+    x, routing = random_call(config.block_m, 272, 2, 2, torch.bfloat16)
     whole, _ = run_emulated(monkeypatch, libraries(format), weights, x, routing, config)
     first = Routing(*(values[:1] for values in routing))
     out, _ = run_emulated(monkeypatch, libraries(format), weights, x[:1], first, config)
@@ -150,7 +154,7 @@ def test_rows_in_e4m3(
 ) -> None:
     """Whole tiles of 128 columns and halves, more rows an expert than an item takes, rows of zeros, ids of others."""
     weights = random_experts(hidden=hidden, intermediate=intermediate, experts=2, bias=True)
-    x, routing = random_call(config.rows + 20, hidden, 2, 2, torch.bfloat16)
+    x, routing = random_call(config.block_m + 20, hidden, 2, 2, torch.bfloat16)
     x[4], x[5, :128] = 0, 0
     routing.topk_ids_TA[:3, 0] = torch.tensor([-1, 2, 2])
     routing.topk_weights_TA[0, 0] = float("nan")
@@ -158,7 +162,7 @@ def test_rows_in_e4m3(
         monkeypatch, libraries("mxfp4", "fp8_group128"), weights, x, routing, config, coarse=coarse,
         activation=GPT_OSS, most=MOST, **E4M3,
     )  # fmt: skip
-    products = [f"w4a8_{kind}_{config.rows}" for kind in ("gated", "down")]
+    products = [f"w4a8_{kind}_{config.block_m}" for kind in ("gated", "down")]
     assert made == ["dispatch", "quantize", *products, "combine_narrow"]
 
 
@@ -184,7 +188,7 @@ def test_rows_in_e4m3_beside_scales_of_every_size(
         expert = plain.expert(e)
         return replace(expert, **{name: spread(q) for name, q in expert.projections.items()})
 
-    call = random_call(config.rows, 448, 2, 2, torch.bfloat16)
+    call = random_call(config.block_m, 448, 2, 2, torch.bfloat16)
     weights = ExpertWeights(plain.spec, read)
     emulate(monkeypatch, libraries("mxfp4", "fp8_group128"), weights, *call, config, most=MOST, **E4M3)
 
@@ -227,20 +231,25 @@ def test_quantize(
 ) -> None:
     """Numbers are the reference's to the bit, each in its place; beyond the last column they are zero, and nothing else
     is written."""
-    monkeypatch.setattr(launch, "kernel", Emulator(libraries("mxfp4", "fp8_group128"), []))
-    monkeypatch.setattr(launch, "_empty_tiles", poisoned_tiles)
+    monkeypatch.setattr(compiled, "kernel", Emulator(libraries("mxfp4", "fp8_group128"), []))
     x, routing = random_call(tokens, hidden, 5, top_k, dtype)
     x *= torch.logspace(-3, 3, hidden).to(dtype)  # subnormal codes too, and scales of every size
     x[0, : hidden // 2], x[1] = 0, 0
     routing.topk_ids_TA[0, 0] = -1
-    rows = launch.Rows(*routing, first_expert=0, experts=5, weight_on_input=False)
-    plan = launch._dispatch(rows, 16, places=True)
-    tiles = launch._spread(x, plan, tokens * top_k + 35, top_k, e4m3=True)
-    assert plan.places is not None
+    found = permuted(routing.topk_ids_TA, first_expert=0, experts=5, block_m=16)
+    padded = tokens * top_k + 35
+    tiles = torch.full((padded, e4m3_tile_bytes(1, hidden)), 0xFF, dtype=torch.uint8)
+    where = found["expanded_to_permuted"]
+    args = QuantizePermutedArgs(
+        x.data_ptr(), tiles.data_ptr(), where.data_ptr(), hidden, top_k, DTYPES[dtype]
+    )  # fmt: skip
+    launch = compiled.kernel(*helper_kernel("quantize_permuted")).prepare(args, 256)
+    launch.set_grid(tokens, -(-hidden // 4096))
+    launch(0)
     blocks = -(-hidden // 128)
     expected = torch.nn.functional.pad(emulate_activations(x.float(), "fp8_group128"), (0, -hidden % 128))
     untouched = torch.ones_like(tiles, dtype=torch.bool)
-    for routed, (place, item, row, room) in enumerate(plan.places.tolist()):
+    for routed, (place, item, row, room) in enumerate(where.tolist()):
         if place >= 0:
             codes, scales = (part[:, row] for part in parts_of_item(tiles[item : item + room], blocks))
             codes = codes[:, torch.arange(8) ^ row % 8]
@@ -249,6 +258,24 @@ def test_quantize(
             for part in parts_of_item(untouched[item : item + room], blocks):
                 part[:, row] = False
     assert (tiles[untouched] == 0xFF).all()
+
+
+def permuted(
+    ids: torch.Tensor, *, first_expert: int, experts: int, block_m: int, with_inverse: bool = True
+) -> dict[str, torch.Tensor]:
+    """The arrays of a permutation, by name."""
+    permutation = Permutation(first_expert, experts, block_m, with_inverse)
+    words = torch.empty(permutation.resize(ids.numel()) // 4, dtype=torch.int32)
+    args, found = permutation.args, {}
+    args.ids, args.long_ids = ids.data_ptr(), ids.dtype == torch.int64
+    ends = [*list(permutation.offsets.values())[1:], words.nbytes]
+    for (name, offset), end in zip(permutation.offsets.items(), ends, strict=True):
+        setattr(args, name, words.data_ptr() + offset)
+        part = words[offset // 4 : end // 4]
+        found[name] = part.view(-1, 4) if name in ("work_tiles", "expanded_to_permuted") else part
+    for launch in permutation.launches:
+        launch(0)
+    return found
 
 
 def parts_of_item(tiles: torch.Tensor, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -272,33 +299,34 @@ def test_no_rows_of_this_rank(monkeypatch: pytest.MonkeyPatch, libraries: Any, c
 def test_dispatch(monkeypatch: pytest.MonkeyPatch, libraries: Any, tokens: int, block: int) -> None:
     """Every local row once, items of one expert, in order, with room for multiples of eight rows."""
     emulator = Emulator(libraries("mxfp4"), [])
-    monkeypatch.setattr(launch, "kernel", emulator)
+    monkeypatch.setattr(compiled, "kernel", emulator)
     g = torch.Generator().manual_seed(tokens)
     ids = torch.randint(-2, 305, (tokens, 1), generator=g)
     ids[::2] = 299  # many rows of one expert
-    rows = launch.Rows(ids, torch.ones(tokens, 1), first_expert=3, experts=300, weight_on_input=False)
-    plan = launch._dispatch(rows, block, places=block % 8 == 0)
+    inverse = block % 8 == 0
+    found = permuted(ids, first_expert=3, experts=300, block_m=block, with_inverse=inverse)
     name = "dispatch_few" if tokens <= 32 else "dispatch"
     assert emulator.made == ([name] if tokens <= 2048 else ["count_many", "dispatch_many"])
-    items = plan.items[: int(plan.count[0])].tolist()
+    items = found["work_tiles"][: int(found["num_tiles"][0])].tolist()
+    order = found["permuted_to_expanded"]
     seen: list[int] = []
     next_row, next_padded, before, previous = 0, 0, None, 0
     for expert, first, number, padded in items:
         assert 0 < number <= block
         assert first == next_row
-        mine = plan.order[first : first + number].tolist()
+        mine = order[first : first + number].tolist()
         assert (ids[mine, 0] == expert + 3).all()
         assert expert != before or previous == block
-        if plan.places is not None:
+        if inverse:
             assert padded == next_padded
             room = -(-number // 8) * 8
-            assert plan.places[mine].tolist() == [[first + i, padded, i, room] for i in range(number)]
+            assert found["expanded_to_permuted"][mine].tolist() == [[first + i, padded, i, room] for i in range(number)]
         seen += mine
         next_row, next_padded, before, previous = first + number, padded + -(-number // 8) * 8, expert, number
     local = [3 <= e < 303 for e in ids[:, 0].tolist()]
     assert sorted(seen) == [i for i, mine in enumerate(local) if mine]
-    if plan.places is not None:
-        assert (plan.places[~torch.tensor(local), 0] == -1).all()
+    if inverse:
+        assert (found["expanded_to_permuted"][~torch.tensor(local), 0] == -1).all()
 
 
 def replace_ids(routing: Routing, value: int) -> Routing:

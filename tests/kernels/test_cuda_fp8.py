@@ -16,14 +16,14 @@ from torch import Tensor
 from polymoe.activations import GeGLU, SwiGLU
 from polymoe.backends.cuda.backend import CudaConfig
 from polymoe.backends.reference import emulate_activations, run_experts
-from polymoe.kernels.cuda import compiled, launch, launch_fp8
-from polymoe.kernels.cuda.launch_fp8 import FP8
+from polymoe.kernels.cuda import compiled, sizes
 from polymoe.routing import Routing
 from polymoe.tensors import ExpertWeights
-from support.cuda_calls import launches, names, run_emulated
+from support.cuda_calls import launches, names, quantized_rows, run_emulated
 from support.cuda_emulator import Emulator, compile_unit
 from support.problems import GPT_OSS, problem_of, random_call, random_experts
 
+W8A8_F16 = tuple(sizes.W8A8_F16.tiles)
 SOURCES = Path(compiled.__file__).parent
 UNIT = "fp8_block128"
 
@@ -48,7 +48,7 @@ def run(
     routing: Routing, rows: int, blocks: int = 3, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
     """The result on a GPU of ``blocks`` multiprocessors, whose units for E4M3 would add coarsely."""
-    config = CudaConfig("fp8", rows, 0)
+    config = CudaConfig("w8a8_f16", rows)
     return run_emulated(
         monkeypatch, libraries, weights, x, routing, config, blocks, coarse=True, activations="fp8_group128", **kwargs
     )[0]
@@ -66,7 +66,7 @@ def compare(
 
 
 @emulated
-@pytest.mark.parametrize("rows", FP8)
+@pytest.mark.parametrize("rows", W8A8_F16)
 def test_every_single_token(monkeypatch: pytest.MonkeyPatch, libraries: Any, rows: int) -> None:
     weights = experts(hidden=512, experts=3)
     compare(monkeypatch, libraries, weights, *random_call(200, 512, 3, 2, torch.bfloat16), rows)
@@ -74,7 +74,7 @@ def test_every_single_token(monkeypatch: pytest.MonkeyPatch, libraries: Any, row
 
 @emulated
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("rows", FP8)
+@pytest.mark.parametrize("rows", W8A8_F16)
 def test_every_configuration(monkeypatch: pytest.MonkeyPatch, libraries: Any, rows: int, dtype: torch.dtype) -> None:
     """A tile of `down` that is half there, rows of zeros, more rows an expert than an item takes, ids of others."""
     x, routing = random_call(rows + 20, 384, 2, 2, dtype)
@@ -86,7 +86,7 @@ def test_every_configuration(monkeypatch: pytest.MonkeyPatch, libraries: Any, ro
 
 @emulated
 @pytest.mark.parametrize(("hidden", "intermediate", "top_k"), [(128, 128, 1), (256, 384, 22), (1152, 128, 2)])
-@pytest.mark.parametrize("rows", FP8)
+@pytest.mark.parametrize("rows", W8A8_F16)
 def test_sizes(
     monkeypatch: pytest.MonkeyPatch, libraries: Any, rows: int, hidden: int, intermediate: int, top_k: int
 ) -> None:
@@ -98,7 +98,7 @@ def test_sizes(
 @emulated
 def test_every_width_of_products(monkeypatch: pytest.MonkeyPatch, libraries: Any) -> None:
     weights = experts(hidden=128, intermediate=128, experts=1)
-    for rows in FP8:
+    for rows in W8A8_F16:
         for tokens in range(8, rows + 8, 8):
             x, routing = random_call(tokens, 128, 1, 1, torch.bfloat16)
             compare(monkeypatch, libraries, weights, x, routing, rows)
@@ -122,8 +122,8 @@ def test_a_token_does_not_see_its_batch(monkeypatch: pytest.MonkeyPatch, librari
     """In every width, alone and among others, on any number of multiprocessors: to the bit."""
     weights = experts(bias=True, experts=5)
     x, routing = random_call(60, 384, 5, 3, torch.bfloat16)
-    whole = run(monkeypatch, libraries, weights, x, routing, FP8[-1])
-    for rows in FP8:
+    whole = run(monkeypatch, libraries, weights, x, routing, W8A8_F16[-1])
+    for rows in W8A8_F16:
         for some in (slice(0, 1), slice(31, 38), slice(3, 60)):
             part = Routing(*(values[some] for values in routing))
             assert torch.equal(run(monkeypatch, libraries, weights, x[some], part, rows, blocks=2), whole[some])
@@ -144,10 +144,10 @@ def test_no_rows_of_this_rank(monkeypatch: pytest.MonkeyPatch, libraries: Any, t
 def test_rows_are_rounded_as_the_reference_rounds_them(
     monkeypatch: pytest.MonkeyPatch, libraries: Any, columns: int, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(launch, "kernel", Emulator(libraries, []))
+    monkeypatch.setattr(compiled, "kernel", Emulator(libraries, []))
     x = torch.randn(7, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
     x[2, :128], x[3] = 0, 1e-3 * torch.arange(columns).to(dtype)
-    out = launch_fp8._quantize(x)
+    out = quantized_rows("quantize_rows", x)
     codes = out[:, :columns].contiguous().view(torch.float8_e4m3fn).float().unflatten(1, (-1, 128))
     scales = out[:, columns : columns + columns // 32].contiguous().view(torch.float32)
     assert torch.equal((codes * scales[:, :, None]).flatten(1), emulate_activations(x.float(), "fp8_group128"))
@@ -156,27 +156,27 @@ def test_rows_are_rounded_as_the_reference_rounds_them(
 def test_sizes_are_those_of_the_source() -> None:
     text = (SOURCES / "fp8.cuh").read_text()
     found = re.findall(r"POLYMOE_FP8\(fp8_##KIND##_(\d+), MATRIX, (\d+)", text)
-    assert [tuple(map(int, pair)) for pair in found] == [(rows, rows) for rows in FP8]
-    for rows in FP8:
+    assert [tuple(map(int, pair)) for pair in found] == [(rows, rows) for rows in W8A8_F16]
+    for rows in W8A8_F16:
         assert {f"fp8_{part}_{rows}" for part in ("gated", "down")} <= names(UNIT)
     assert "quantize" in names(UNIT)
 
 
-@pytest.mark.parametrize("rows", FP8)
+@pytest.mark.parametrize("rows", W8A8_F16)
 def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     """On a CPU, with launches recorded instead of made: names, arguments and shared memory as the kernels want them."""
-    config = CudaConfig("fp8", rows, 0)
+    config = CudaConfig("w8a8_f16", rows)
     made, tensors = launches(monkeypatch, UNIT, config, sizes=(384, 256), activations="fp8_group128")
     products = [f"fp8_{part}_{rows}" for part in ("gated", "down")]
     assert [name for name, *_ in made] == ["dispatch_few", "quantize", *products, "combine_narrow"]
     _, quantize, up, down, _ = made
     assert (quantize.args["columns"], quantize.args["x_dtype"]) == (384, 1)  # float16, as it came
     assert (quantize.grid, quantize.threads) == ((10, 1), 32)
-    assert (up.args["rows"], up.args["columns"], up.args["slots"]) == (512, 384, 3)
-    assert (down.args["rows"], down.args["columns"], down.args["slots"]) == (384, 256, 0)
-    assert up.args["scales_expert"] * 5 == tensors["up.scales"].numel() == 5 * 4 * 3 * 4
+    assert (up.args["n"], up.args["k"], up.args["top_k"]) == (512, 384, 3)
+    assert (down.args["n"], down.args["k"], down.args["top_k"]) == (384, 256, 0)
+    assert up.args["scales_stride"] * 5 == tensors["up.scales"].numel() == 5 * 4 * 3 * 4
     for _, args, grid, threads, shared in (up, down):
-        assert grid == (132,)
+        assert grid == (132, 1)
         assert threads == 384
         assert 3 <= args["stages"] <= 16
         stage = 256 * 128 + rows * 264
@@ -184,14 +184,7 @@ def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, rows: int) -> N
         assert shared + rows * 40 + 256 <= 227 * 1024
 
 
-def test_arguments_are_the_structure_of_the_source() -> None:
-    text = (SOURCES / "quantize.cuh").read_text()
-    body = re.sub(r"//.*", "", re.findall(r"struct QuantizeRowsArgs {(.*?)};", text, re.S)[0])
-    found = [name for line in body.split(";") for name in re.findall(r"(\w+)(?=,|$)", line.strip())]
-    assert found == [field[0] for field in launch_fp8._QuantizeRows._fields_]
-
-
-@pytest.mark.parametrize("rows", FP8)
+@pytest.mark.parametrize("rows", W8A8_F16)
 @pytest.mark.parametrize("part", ["gated", "down"])
 def test_instructions_and_products_under_way(part: str, rows: int) -> None:
     """At 4.3 TB/s a multiprocessor gets eight weights for each lane of a warp every 57 issue slots. Where the assembler

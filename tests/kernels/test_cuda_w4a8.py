@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from polymoe.backends.cuda.backend import CudaConfig
-from polymoe.kernels.cuda import compiled, launch
-from polymoe.kernels.cuda.launch import W4A8
+from polymoe.kernels.cuda import compiled
+from polymoe.kernels.cuda.sizes import SHARED_BYTES, W4A8
 from support.cuda_calls import launches, names
 
 SOURCES = Path(compiled.__file__).parent
@@ -19,39 +19,39 @@ def test_shapes_are_those_of_the_source() -> None:
     pattern = r"POLYMOE_W4A8\(w4a8_##KIND##_(\d+), MATRIX, (\d+), (\d+), (\d+), (\d+)"
     found = [tuple(map(int, line)) for line in re.findall(pattern, (SOURCES / "w4a8.cuh").read_text())]
     assert all(rows == most for rows, *_, most in found)
-    shapes = {rows: (s.warpgroups, s.groups, s.blocks) for rows, s in W4A8.items()}
+    shapes = {rows: (s.warpgroups, s.n_blocks, s.k_blocks) for rows, s in W4A8.tiles.items()}
     assert {rows: (w, g, b) for rows, w, g, b, _ in found} == shapes
     assert {w * g for w, g, _ in shapes.values()} == {4}  # 256 rows of weights make 128 columns of h
 
 
 @pytest.mark.parametrize("format", ["mxfp4"])
-@pytest.mark.parametrize("rows", W4A8)
+@pytest.mark.parametrize("rows", W4A8.tiles)
 def test_every_configuration_has_its_kernels(format: str, rows: int) -> None:
     assert {f"w4a8_{kind}_{rows}" for kind in ("gated", "down")} <= names(f"w4a8_{format}")
     assert names("rows_fp8") == {"quantize"}
 
 
-@pytest.mark.parametrize("rows", W4A8)
+@pytest.mark.parametrize("rows", W4A8.tiles)
 def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     """On a CPU, with launches recorded instead of made: names, arguments and shared memory as the kernels want them."""
-    config = CudaConfig("w4a8", rows, 0)
+    config = CudaConfig("w4a8", rows)
     made, tensors = launches(monkeypatch, "mxfp4", config, sizes=(4160, 320), activations="fp8_group128")
     assert [name for name, *_ in made] == [
         "dispatch_few", "quantize", f"w4a8_gated_{rows}", f"w4a8_down_{rows}", "combine_narrow",
     ]  # fmt: skip
     (_, x, x_grid, *_), (_, up, *_), (_, down, *_), (_, combine, *_) = made[1:]
-    assert (x["columns"], x["slots"], x["x_dtype"]) == (4160, 3, 1)  # float16, as it came
+    assert (x["columns"], x["top_k"], x["x_dtype"]) == (4160, 3, 1)  # float16, as it came
     assert x_grid == (10, 2)
     assert (x["out"], up["out"], down["out"]) == (up["x"], down["x"], combine["y"])
-    assert (up["rows"], up["columns"]) == (640, 4160)
-    assert (down["rows"], down["columns"]) == (4160, 320)
-    assert up["codes_expert"] * 5 == tensors["up.codes"].numel()
-    shape = W4A8[rows]
+    assert (up["n"], up["k"]) == (640, 4160)
+    assert (down["n"], down["k"]) == (4160, 320)
+    assert up["codes_stride"] * 5 == tensors["up.codes"].numel()
+    shape = W4A8.tiles[rows]
     for _, args, grid, threads, shared in made[2:4]:
-        assert grid == (132,)
+        assert grid == (132, 1)
         assert threads == shape.warpgroups * 128 + 128
         assert args["stages"] >= 3
         # For each 128 columns a row's codes and its scale, and of 256 rows of weights 4 bits each and a byte for 32.
-        stage = shape.blocks // 2 * (rows * 132 + 256 * 68)
+        stage = shape.k_blocks // 2 * (rows * 132 + 256 * 68)
         stages_end = args["stages"] * (-(-stage // 1024) * 1024)
-        assert stages_end + shape.scratch_bytes(rows) + 1024 == shared <= launch.SHARED_BYTES
+        assert stages_end + 128 + 12 * rows + 1024 == shared <= SHARED_BYTES

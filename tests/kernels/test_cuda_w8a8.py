@@ -17,15 +17,15 @@ from torch import Tensor
 from polymoe.activations import GeGLU, SwiGLU
 from polymoe.backends.cuda.backend import CudaConfig
 from polymoe.backends.reference import emulate_activations, run_experts
-from polymoe.kernels.cuda import compiled, launch, launch_fp8
-from polymoe.kernels.cuda.launch_fp8 import W8A8
+from polymoe.kernels.cuda import compiled, sizes
 from polymoe.numerics import TOLERANCE, relative_error
 from polymoe.routing import Routing
 from polymoe.tensors import ExpertWeights
-from support.cuda_calls import launches, names, run_emulated
+from support.cuda_calls import launches, names, quantized_rows, run_emulated
 from support.cuda_emulator import Emulator, compile_unit
 from support.problems import GPT_OSS, problem_of, random_call, random_experts
 
+W8A8 = tuple(sizes.W8A8.tiles)
 SOURCES = Path(compiled.__file__).parent
 UNIT = "w8a8_fp8_block128"
 
@@ -48,7 +48,7 @@ def run(
     routing: Routing, rows: int = W8A8[-1], blocks: int = 3, coarse: bool = True, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
     """The result on a GPU of ``blocks`` multiprocessors."""
-    config = CudaConfig("w8a8", rows, 0)
+    config = CudaConfig("w8a8", rows)
     return run_emulated(
         monkeypatch, libraries, weights, x, routing, config, blocks, coarse, activations="fp8_group128", **kwargs
     )[0]
@@ -163,10 +163,10 @@ def test_rows_are_rounded_as_the_reference_rounds_them(
     monkeypatch: pytest.MonkeyPatch, libraries: Any, columns: int, dtype: torch.dtype
 ) -> None:
     """To the bit, and of each 16 columns first 2t, 2t + 1, 2t + 8 and 2t + 9 of t = 0, then of t = 1, and so on."""
-    monkeypatch.setattr(launch, "kernel", Emulator(libraries, []))
+    monkeypatch.setattr(compiled, "kernel", Emulator(libraries, []))
     x = torch.randn(7, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
     x[2, :128], x[3] = 0, 1e-3 * torch.arange(columns).to(dtype)
-    out = launch_fp8._quantize(x, in_pairs=True)
+    out = quantized_rows("quantize_rows_paired", x)
     paired = out[:, :columns].contiguous().view(torch.float8_e4m3fn).float()
     codes = paired.unflatten(1, (-1, 4, 2, 2)).transpose(2, 3).flatten(1).unflatten(1, (-1, 128))
     scales = out[:, columns : columns + columns // 32].contiguous().view(torch.float32)
@@ -185,7 +185,7 @@ def test_sizes_are_those_of_the_source() -> None:
 @pytest.mark.parametrize("rows", W8A8)
 def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     """On a CPU, with launches recorded instead of made: names, arguments and shared memory as the kernels want them."""
-    config = CudaConfig("w8a8", rows, 0)
+    config = CudaConfig("w8a8", rows)
     made, tensors = launches(monkeypatch, "fp8_block128", config, sizes=(384, 256), activations="fp8_group128")
     products = [f"w8a8_{part}_{rows}" for part in ("gated", "down")]
     assert [name for name, *_ in made] == ["dispatch_few", "quantize_in_pairs", *products, "combine_narrow"]
@@ -193,11 +193,11 @@ def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, rows: int) -> N
     assert (quantize.args["columns"], quantize.args["x_dtype"]) == (384, 1)  # float16, as it came
     assert (quantize.grid, quantize.threads) == ((10, 1), 32)
     assert (quantize.args["out"], up.args["out"], down.args["out"]) == (up.args["x"], down.args["x"], combine.args["y"])
-    assert (up.args["rows"], up.args["columns"], up.args["slots"]) == (512, 384, 3)
-    assert (down.args["rows"], down.args["columns"], down.args["slots"]) == (384, 256, 0)
-    assert up.args["scales_expert"] * 5 == tensors["up.scales"].numel() == 5 * 4 * 3 * 4
+    assert (up.args["n"], up.args["k"], up.args["top_k"]) == (512, 384, 3)
+    assert (down.args["n"], down.args["k"], down.args["top_k"]) == (384, 256, 0)
+    assert up.args["scales_stride"] * 5 == tensors["up.scales"].numel() == 5 * 4 * 3 * 4
     for _, args, grid, threads, shared in (up, down):
-        assert grid == (132,)
+        assert grid == (132, 1)
         assert threads == 384
         assert 4 <= args["stages"] <= 16
         # Of 128 columns 256 rows of weights, and of a row of x the codes and two scales.

@@ -1,4 +1,4 @@
-"""Calls of the Hopper backend: on a GPU, against the reference; anywhere, emulated, or with launches recorded."""
+"""Calls of the CUDA backend: on a GPU, against the reference; anywhere, emulated, or with launches recorded."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ import torch
 from polymoe.backends.base import layouts_for
 from polymoe.backends.cuda.backend import Cuda, CudaConfig
 from polymoe.backends.reference import run_experts
-from polymoe.kernels.cuda import compiled, launch
+from polymoe.kernels.cuda import compiled
+from polymoe.kernels.cuda.launch.args import DTYPES, QuantizeRowsArgs
+from polymoe.kernels.cuda.launch.names import helper_kernel
+from polymoe.kernels.cuda.sizes import e4m3_row_bytes, round_up
 from polymoe.layouts import LAYOUTS, Packed
 from polymoe.machine import Machine
 from polymoe.numerics import TOLERANCE, relative_error
 from polymoe.problem import Problem
 from polymoe.routing import Routing
 from polymoe.tensors import ExpertWeights
-from support.cuda_emulator import Emulator
+from support.cuda_emulator import Emulator, Recorded
 from support.problems import problem_of, random_call, random_experts
 
 same_experts = cache(random_experts)
@@ -93,29 +96,22 @@ def same_in_any_batch(weights: ExpertWeights, hidden: int, **kwargs: Any) -> Non
 
 def run_emulated(
     monkeypatch: pytest.MonkeyPatch, libraries: dict[str, ctypes.CDLL], weights: ExpertWeights, x: torch.Tensor,
-    routing: Routing, config: CudaConfig, blocks: int = 3, coarse: bool = False, **kwargs: Any,
+    routing: Routing, config: CudaConfig, blocks: int = 3, coarse: bool = False,
+    options: dict[str, torch.Tensor] | None = None, **kwargs: Any,
 ) -> tuple[torch.Tensor, list[str]]:  # fmt: skip
     """The result on a GPU of ``blocks`` multiprocessors, emulated, and the kernels launched."""
     problem = problem_of(weights, **kwargs)
     packed = pack(problem, weights)
     emulator = Emulator(libraries, list(packed.tensors.values()), coarse=coarse)
-    monkeypatch.setattr(launch, "kernel", emulator)
+    monkeypatch.setattr(compiled, "kernel", emulator)
     properties = SimpleNamespace(multi_processor_count=blocks)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(launch, "_empty_tiles", poisoned_tiles)
     out = torch.full_like(x, float("nan"))
-    Cuda().bind(problem, packed).run(x, routing, config, out)
+    runner = Cuda().bind(problem, packed)
+    # Where no kernel writes, every number is NaN.
+    bytes = runner.workspace_bytes(len(x), routing.topk_ids_TA.shape[1], config)
+    runner.run(x, routing, config, out, workspace=torch.full((bytes,), 0xFF, dtype=torch.uint8), **(options or {}))
     return out, emulator.made
-
-
-def poisoned_tiles(*args: Any) -> torch.Tensor:
-    """Tiles in which everything is NaN that no kernel writes."""
-    tiles = empty_tiles(*args)
-    tiles.view(torch.uint8).fill_(0xFF)
-    return tiles
-
-
-empty_tiles = launch._empty_tiles
 
 
 def names(unit: str) -> set[str]:
@@ -148,9 +144,9 @@ def launches(
         def call(args: Any, grid: Any, threads: int, shared: int = 0) -> None:
             made.append(Made(name, {n: getattr(args, n) for n, _ in args._fields_}, tuple(grid), threads, shared))
 
-        return call
+        return Recorded(call)
 
-    monkeypatch.setattr(launch, "kernel", record)
+    monkeypatch.setattr(compiled, "kernel", record)
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     weights = random_experts(format, hidden=sizes[0], intermediate=sizes[1], gated=gated, bias=True)
@@ -159,3 +155,15 @@ def launches(
     x, routing = random_call(10, sizes[0], 5, 3, torch.float16)
     Cuda().bind(problem, packed).run(x, routing, config, torch.empty_like(x))
     return made, dict(packed.tensors)
+
+
+def quantized_rows(kernel: str, x_TH: torch.Tensor) -> torch.Tensor:
+    """Rows of x in E4M3 with their scales, uint8 [T, bytes], by ``compiled.kernel``: see ``launch/e4m3_rows.py``."""
+    tokens, columns = x_TH.shape
+    out = torch.empty(tokens, e4m3_row_bytes(columns), dtype=torch.uint8)
+    threads = min(512, round_up(columns // 16, 32))
+    args = QuantizeRowsArgs(x_TH.data_ptr(), out.data_ptr(), columns, DTYPES[x_TH.dtype])
+    launch = compiled.kernel(*helper_kernel(kernel)).prepare(args, threads)
+    launch.set_grid(tokens, -(-columns // (16 * threads)))
+    launch(0)
+    return out

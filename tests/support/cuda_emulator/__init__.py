@@ -17,6 +17,12 @@ ARGS = {
     "fp8_block128": ("GemmArgs", "QuantizeRowsArgs"), "w8a8_fp8_block128": ("GemmArgs", "QuantizeRowsArgs"),
 }  # fmt: skip
 
+STRUCTS = {
+    "PermutationArgs": "DispatchArgs", "PermuteArgs": "SpreadArgs", "QuantizePermutedArgs": "QuantizeArgs",
+    "FinalizeArgs": "CombineArgs",
+}  # fmt: skip
+"""Structures of the sources, by the launchers' names of them."""
+
 
 def compile_unit(unit: str, folder: Path) -> ctypes.CDLL:
     """One of the kernels' source files as a shared library."""
@@ -50,7 +56,7 @@ def compile_files(files: dict[str, str], unit: str, args: tuple[str, ...], folde
 
 
 class Emulator:
-    """Takes the place of ``launch.kernel``: kernels run here and now, on the CPU."""
+    """Takes the place of ``compiled.kernel``: kernels run here and now, on the CPU."""
 
     def __init__(
         self, libraries: dict[str, ctypes.CDLL], tensors: list[Any], seed: int = 0, coarse: bool = False
@@ -63,13 +69,14 @@ class Emulator:
         self.ranges = (ctypes.c_long * len(flat))(*flat)
 
     def __call__(self, unit: str, name: str) -> Any:
-        """A kernel by its name."""
+        """A kernel by its name, whose prepared launches run when they are called."""
         library = self.libraries[unit]
 
         def call(args: ctypes.Structure, grid: Any, threads: int, shared: int = 0) -> None:
             self.seed += 1
             self.made.append(name)
-            struct = f"{type(args).__name__.removeprefix('_')}Args"
+            struct = type(args).__name__
+            struct = STRUCTS.get(struct, struct)
             grid = (*grid, 1)[:2]
             address = ctypes.cast(getattr(library, name), ctypes.c_void_p)
             error = library.emulate(
@@ -78,4 +85,26 @@ class Emulator:
             )  # fmt: skip
             assert error is None, f"{name}: {error.decode()}"
 
-        return call
+        return Recorded(call)
+
+
+class Recorded:
+    """Takes the place of ``driver.Kernel``: each launch is a call of ``made(args, grid, threads, shared)``."""
+
+    def __init__(self, made: Any) -> None:
+        self.made = made
+
+    def prepare(self, args: ctypes.Structure, threads: int, shared_bytes: int = 0) -> Any:
+        """As ``driver.Kernel.prepare``."""
+        made = self.made
+
+        class Launch:
+            grid: tuple[int, ...] = (1,)
+
+            def set_grid(self, x: int, y: int = 1) -> None:
+                self.grid = (x, y)
+
+            def __call__(self, stream: int) -> None:
+                made(args, self.grid, threads, shared_bytes)
+
+        return Launch()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from polymoe.backends.cuda.backend import Cuda, CudaConfig
+from polymoe.backends.cuda.backend import Cuda
+from polymoe.backends.cuda.config import CudaConfig
 
 __all__ = ["Cuda", "CudaConfig"]

@@ -6,14 +6,14 @@ Launches go to torch's current stream and can be captured in a CUDA graph.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["DriverError", "Kernel", "Module"]
+__all__ = ["DriverError", "Kernel", "Launch", "Module"]
 
 _SHARED_MEMORY, _PROGRAMMATIC = 8, 6  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_..., CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_...
+_SHARED_DEFAULT = 48 * 1024  # bytes of shared memory that need no attribute
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: a thread in which nothing has used the GPU yet
 
 
@@ -40,44 +40,65 @@ class Kernel:
     """One function of a module."""
 
     def __init__(self, driver: Any, handle: ctypes.c_void_p, name: str) -> None:
-        self._driver, self._handle, self.name = driver, handle, name
+        self.driver, self.handle, self.name = driver, handle, name
         self._shared: dict[int, int] = {}
 
-    def __call__(
-        self, args: ctypes.Structure, grid: Sequence[int], threads: int, shared_bytes: int = 0, *, early: bool = True
-    ) -> None:
-        """Launch on torch's current device and stream.
+    def prepare(self, args: ctypes.Structure, threads: int, shared_bytes: int = 0) -> Launch:
+        """A launch on torch's current device, to be made as often as one likes.
 
         Args:
-            args: the kernel's one argument.
-            grid: blocks, up to three numbers.
-            threads: of a block.
+            args: the kernel's one argument, read at each launch.
+            threads: of a CTA.
             shared_bytes: dynamic shared memory.
-            early: may start before the kernel in front of it has finished (it waits by itself for what it needs).
         """
-        device = torch.cuda.current_device()
-        if shared_bytes > max(self._shared.get(device, 0), 48 * 1024):
-            _check(
-                self._driver,
-                self._driver.cuKernelSetAttribute(_SHARED_MEMORY, shared_bytes, self._handle, device),
-                f"{self.name}: {shared_bytes} bytes of shared memory",
-            )
-            self._shared[device] = shared_bytes
+        if shared_bytes > _SHARED_DEFAULT:
+            device = torch.cuda.current_device()
+            if shared_bytes > self._shared.get(device, 0):
+                code = self.driver.cuKernelSetAttribute(_SHARED_MEMORY, shared_bytes, self.handle, device)
+                _check(self.driver, code, f"{self.name}: {shared_bytes} bytes of shared memory")
+                self._shared[device] = shared_bytes
+        return Launch(self, args, threads, shared_bytes)
+
+
+class Launch:
+    """A kernel with its arguments, ready to be launched: nothing is built for a launch.
+
+    The kernel may start before the one in front of it has finished; it waits by itself for what it needs.
+    """
+
+    __slots__ = ("_config", "_config_at", "_handle", "_kept", "_kernel", "_launch", "_parameters", "_stream")
+
+    def __init__(self, kernel: Kernel, args: ctypes.Structure, threads: int, shared_bytes: int) -> None:
         attribute = _Attribute(_PROGRAMMATIC, 0, 1)
-        config = _Config(
-            (ctypes.c_uint * 3)(*grid, *[1] * (3 - len(grid))),
-            (ctypes.c_uint * 3)(threads, 1, 1),
-            shared_bytes,
-            ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
-            ctypes.pointer(attribute),
-            1 if early else 0,
-        )
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
-        code = self._driver.cuLaunchKernelEx(ctypes.byref(config), self._handle, pointers, None)
+        self._config = _Config(
+            (ctypes.c_uint * 3)(1, 1, 1), (ctypes.c_uint * 3)(threads, 1, 1), shared_bytes, None,
+            ctypes.pointer(attribute), 1,
+        )  # fmt: skip
+        self._config_at = ctypes.byref(self._config)
+        self._parameters = (ctypes.c_void_p * 1)(ctypes.addressof(args))
+        self._kept = (args, attribute)
+        self._kernel, self._handle = kernel, kernel.handle
+        self._launch, self._stream = kernel.driver.cuLaunchKernelEx, 0
+
+    def set_grid(self, x: int, y: int = 1) -> None:
+        """How many CTAs, in two dimensions."""
+        grid = self._config.grid
+        grid[0], grid[1] = x, y
+
+    def __call__(self, stream: int) -> None:
+        """Launch on a stream of torch's current device."""
+        if stream != self._stream:
+            self._config.stream, self._stream = stream, stream
+        code = self._launch(self._config_at, self._handle, self._parameters, None)
+        if code:
+            self._launch_again(code)
+
+    def _launch_again(self, code: int) -> None:
+        driver = self._kernel.driver
         if code == _INVALID_CONTEXT:
-            _enter_context(self._driver, device)
-            code = self._driver.cuLaunchKernelEx(ctypes.byref(config), self._handle, pointers, None)
-        _check(self._driver, code, f"launching {self.name}")
+            _enter_context(driver, torch.cuda.current_device())
+            code = self._launch(self._config_at, self._handle, self._parameters, None)
+        _check(driver, code, f"launching {self._kernel.name}")
 
 
 class Module:

@@ -168,6 +168,10 @@ class Family:
         weights = tile.block_n // 64 * (tile.k_blocks * self.codes_bytes + scales)
         return round_up(weights + block_m * (tile.k_blocks * self.x_bytes + self.row_bytes), ALIGNMENT)
 
+    def fits(self, format: str, block_m: int, k: int) -> bool:
+        """Whether shared memory has room for rows of x of ``k`` columns: always, since a stage holds a part of them."""
+        return True
+
     def pipeline(self, format: str, block_m: int) -> Pipeline:
         """As many stages as shared memory holds."""
         stage = self.stage_bytes(format, block_m)

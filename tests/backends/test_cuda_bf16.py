@@ -13,7 +13,7 @@ from polymoe.bench.cases import CASES
 from polymoe.errors import PlanError
 from polymoe.experts import FusedExperts
 from polymoe.formats import FORMATS
-from polymoe.kernels.cuda.launch import WHOLE
+from polymoe.kernels.cuda.sizes import BF16
 from polymoe.machine import DEVICES, Machine
 from polymoe.planning.measured import Table
 from polymoe.planning.select import select
@@ -23,7 +23,7 @@ from support.cuda_calls import awkward_call, need_sm90, on_gpu, same_experts, sa
 from support.problems import GPT_OSS, random_call
 
 H200 = Machine(DEVICES["h200"], packages={"triton": "3.6.0"}, driver=(13, 0))
-EVERY = [CudaConfig("whole", rows, 0) for rows in WHOLE]
+EVERY = [CudaConfig("bf16", rows) for rows in BF16.tiles]
 QWEN = CASES["qwen3-235b-tp4-bf16"].problem()
 
 
@@ -37,21 +37,21 @@ class TestCheck:
         spec = replace(QWEN.spec, down=FORMATS["mxfp4"].encoding)
         verdict = Cuda().check(replace(QWEN, spec=spec), H200)
         assert isinstance(verdict, Rejected)
-        assert [r.what for r in verdict.reasons] == ["up and down weights"]
+        assert [r.what for r in verdict.reasons] == ["weights"]
 
 
 class TestConfigure:
     def test_by_rows_of_an_expert(self) -> None:
         tokens = (1, 256, 512, 1024, 2048, 4096)
-        assert [Cuda().configure(QWEN, H200, t).rows for t in tokens] == [32, 32, 64, 128, 256, 256]
+        assert [Cuda().configure(QWEN, H200, t).block_m for t in tokens] == [32, 32, 64, 128, 256, 256]
         assert Cuda().tuning_configs(QWEN, H200, 512) == (EVERY[1], EVERY[0], *EVERY[2:])
 
     def test_results_never_depend_on_the_batch(self) -> None:
-        assert Cuda().configure(replace(QWEN, batch_invariant=True), H200, 1) == CudaConfig("whole", 32, 0)
+        assert Cuda().configure(replace(QWEN, batch_invariant=True), H200, 1) == CudaConfig("bf16", 32)
 
     def test_measured_with_other_kernels(self) -> None:
-        with pytest.raises(PlanError, match=r"CudaConfig: expected rows and height of a whole kernel: \("):
-            CudaConfig("whole", 48, 0)
+        with pytest.raises(PlanError, match="expected block_m of a bf16 kernel: 32, 64, 128, 256, got 48"):
+            CudaConfig("bf16", 48)
 
     def test_predicts_what_one_h200_took(self) -> None:
         times = {1: 30.5, 16: 184.3, 64: 279.0, 256: 310.8, 512: 329.3, 1024: 393.7, 2048: 525.8, 4096: 1030.3}
@@ -85,11 +85,11 @@ class TestOnGpu:
         weights = same_experts("bf16", hidden=128, intermediate=128)
         for tokens in (9, 200):
             call = random_call(tokens, 128, 5, dtype=dtype)
-            on_gpu(weights, *call, CudaConfig("whole", 64, 0), activation=GeGLU("tanh"))
+            on_gpu(weights, *call, CudaConfig("bf16", 64), activation=GeGLU("tanh"))
 
     def test_weights_on_the_input(self) -> None:
         weights = same_experts("bf16", hidden=336, intermediate=272, experts=7, bias=True)
-        on_gpu(weights, *random_call(200, 336, 7, 3, torch.bfloat16), CudaConfig("whole", 64, 0), weight_on="input")
+        on_gpu(weights, *random_call(200, 336, 7, 3, torch.bfloat16), CudaConfig("bf16", 64), weight_on="input")
 
     @pytest.mark.parametrize("config", EVERY, ids=str)
     def test_many_repeats_to_the_bit(self, config: CudaConfig) -> None:

@@ -14,7 +14,7 @@ from polymoe.bench.cases import CASES
 from polymoe.errors import PlanError
 from polymoe.experts import FusedExperts
 from polymoe.formats import FORMATS, PerGroup
-from polymoe.kernels.cuda.launch_fp8 import FP8
+from polymoe.kernels.cuda import sizes
 from polymoe.machine import DEVICES, Machine
 from polymoe.planning.measured import Table
 from polymoe.planning.select import select
@@ -29,8 +29,9 @@ from support.cuda_calls import (
 )
 from support.problems import GPT_OSS, random_call
 
+W8A8_F16 = tuple(sizes.W8A8_F16.tiles)
 H200 = Machine(DEVICES["h200"], packages={"triton": "3.6.0"}, driver=(13, 0))
-EVERY = [CudaConfig("fp8", rows, 0) for rows in FP8]
+EVERY = [CudaConfig("w8a8_f16", rows) for rows in W8A8_F16]
 DEEPSEEK = CASES["deepseek-v3-tp8"].problem()
 TOKEN_TOLERANCE = 5e-3  # of every single token
 
@@ -58,7 +59,7 @@ class TestCheck:
         for change, what in (
             ({"gate": None}, ["FP8 activations without a gate"]),
             ({"down": replace(encoding, granularity=PerGroup(64, 64))}, ["down weights"]),
-            ({"down": FORMATS["mxfp4"].encoding}, ["up and down weights"]),
+            ({"down": FORMATS["mxfp4"].encoding}, ["weights"]),
         ):
             spec = replace(DEEPSEEK.spec, **change)  # type: ignore[arg-type]
             activation = DEEPSEEK.activation if spec.gated else ReLU2()
@@ -89,11 +90,11 @@ class TestConfigure:
 
     def test_results_never_depend_on_the_batch(self) -> None:
         problem, tokens = replace(DEEPSEEK, batch_invariant=True), (1, 256, 512, 1024, 2048, 4096)
-        assert [Cuda().configure(problem, H200, t).rows for t in tokens] == [32, 32, 32, 64, 96, 96]
+        assert [Cuda().configure(problem, H200, t).block_m for t in tokens] == [32, 32, 32, 64, 96, 96]
 
     def test_measured_with_other_kernels(self) -> None:
-        with pytest.raises(PlanError, match=r"CudaConfig: expected rows and height of a fp8 kernel: \("):
-            CudaConfig("fp8", 48, 0)
+        with pytest.raises(PlanError, match="expected block_m of a w8a8_f16 kernel: 32, 64, 96, got 48"):
+            CudaConfig("w8a8_f16", 48)
 
 
 def compare(*args: Any, **kwargs: Any) -> None:

@@ -1,0 +1,67 @@
+"""CudaConfig: which kernels a call runs, and the sizes of their tiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from polymoe.backends.config import Config
+from polymoe.backends.cuda.families import FAMILIES, KernelFamily
+from polymoe.errors import PlanError, nearest
+
+__all__ = ["CudaConfig"]
+
+
+@dataclass(frozen=True, slots=True)
+class CudaConfig(Config):
+    """Which kernels a call runs.
+
+    Attributes:
+        family: of the kernels: a name in ``FAMILIES``.
+        block_m: most rows of x in a work tile.
+        block_n: rows of weights of a tile where the family has a choice of it (w4a16_mma), else 0.
+        down_block_m: ``block_m`` of the kernel that computes the down projection of the same work tiles, where it is
+            another one, else 0.
+
+    Raises:
+        PlanError: for sizes without a kernel. A table of measured times may be older than the kernels.
+    """
+
+    family: str
+    block_m: int
+    block_n: int = 0
+    down_block_m: int = 0
+
+    def __post_init__(self) -> None:
+        known = FAMILIES.get(self.family)
+        if known is None:
+            raise PlanError("CudaConfig.family", got=repr(self.family), hint=nearest(self.family, FAMILIES))
+        sizes = known.sizes
+        if self.block_m not in sizes.tiles:
+            expected = f"block_m of a {self.family} kernel: {', '.join(map(str, sizes.tiles))}"
+            raise PlanError("CudaConfig.block_m", expected=expected, got=str(self.block_m))
+        if self.block_n not in (sizes.block_ns or (0,)):
+            expected = f"block_n of a {self.family} kernel: {', '.join(map(str, sizes.block_ns or (0,)))}"
+            raise PlanError("CudaConfig.block_n", expected=expected, got=str(self.block_n))
+        wider = [block_m for block_m in sizes.tiles if block_m > self.block_m and known.wider_down]
+        if self.down_block_m not in (0, *wider):
+            expected = f"0 or a larger block_m of a {self.family} kernel: {', '.join(map(str, [0, *wider]))}"
+            raise PlanError("CudaConfig.down_block_m", expected=expected, got=str(self.down_block_m))
+
+    @property
+    def kernels(self) -> KernelFamily:
+        """The row of the table."""
+        return FAMILIES[self.family]
+
+    @property
+    def kernel_family(self) -> str:
+        """By what the kernels compute and with which instruction."""
+        return self.family
+
+    @property
+    def check_tokens(self) -> int:
+        """Tokens of the call that a layer is checked with at load."""
+        return self.kernels.check_tokens
+
+    def __str__(self) -> str:
+        sizes = (("block_n", self.block_n), ("down_block_m", self.down_block_m))
+        return ", ".join([f"{self.family}, block_m {self.block_m}", *(f"{n} {size}" for n, size in sizes if size)])

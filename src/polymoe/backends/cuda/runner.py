@@ -1,0 +1,151 @@
+"""CudaRunner: the calls of one layer on the CUDA kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from polymoe.activations import Activation, GeGLU, SwiGLU
+from polymoe.backends.base import RunnerBase
+from polymoe.backends.config import Config
+from polymoe.backends.cuda.config import CudaConfig
+from polymoe.backends.cuda.families import families_for, format_of
+from polymoe.errors import ArgumentError
+from polymoe.formats import Encoding
+from polymoe.kernels.cuda import launch
+from polymoe.kernels.cuda.launch.args import DTYPES
+from polymoe.layouts import Packed
+from polymoe.problem import Problem
+from polymoe.routing import Routing
+
+__all__ = ["CudaRunner"]
+
+_ALIGNMENT = 16  # bytes: kernels load and copy at least so many at once
+
+
+class CudaRunner(RunnerBase):
+    """Holds the arguments of every launch of a layer; calls fill in addresses.
+
+    Two threads may call it at once: each call takes prepared launches of its configuration that no other call uses, and
+    returns them afterwards.
+    """
+
+    def __init__(self, problem: Problem, packed: Packed) -> None:
+        tensors = packed.tensors
+        device = tensors["up.codes"].device
+        self._tensors, self._device = tensors, device
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self._layer = _layer(problem, packed, sms)
+        self._bfloat16 = not problem.activations.quantized
+        self._first_expert = problem.spec.first_expert
+        self._free: dict[CudaConfig, list[launch.Call]] = {}
+        index = device.index
+        if device.type == "cuda" and index is None:
+            index = torch.cuda.current_device()
+        self._index = index
+        # Rows that are quantized already are taken where the first GEMM reads them as they come.
+        rows = all(issubclass(family.call, launch.E4M3RowsCall) for family in families_for(problem))
+        self._options = frozenset(("workspace", "expert_map", "x_scales") if rows else ("workspace", "expert_map"))
+
+    @property
+    def options(self) -> frozenset[str]:
+        """``x_scales`` for E4M3 weights."""
+        return self._options
+
+    def workspace_bytes(self, tokens: int, top_k: int, config: Config) -> int:
+        """Bytes for the permutation, x, h and y."""
+        assert isinstance(config, CudaConfig)
+        return config.kernels.call.regions(self._layer, config.block_m, tokens, top_k).offsets()[1]
+
+    def run(
+        self, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor, *, workspace: Tensor | None = None,
+        x_scales: Tensor | None = None, expert_map: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """See :meth:`polymoe.backends.base.Runner.run`. The tensors' GPU must be torch's current one."""
+        assert isinstance(config, CudaConfig)
+        ids_TA, weights_TA = routing
+        shape = ids_TA.shape
+        if not shape[0]:
+            return
+        first_expert = self._first_expert
+        if expert_map is not None:
+            ids_TA, first_expert = _local_ids(ids_TA, expert_map), 0
+        elif not ids_TA.is_contiguous():
+            ids_TA = ids_TA.contiguous()
+        if not weights_TA.is_contiguous():
+            weights_TA = weights_TA.contiguous()
+        x, dtype = self._input(x_TH, x_scales, config)
+        free = self._free.get(config)
+        if free is None:
+            free = self._free.setdefault(config, [])
+        try:
+            call = free.pop()
+        except IndexError:  # the first call, or those before are under way in other threads
+            family = config.kernels
+            call = family.call(self._layer, family.sizes, config.block_m, config.block_n, config.down_block_m)
+        if call.shape != shape:
+            call.resize(*shape)
+        if workspace is None:
+            workspace = torch.empty(call.bytes, dtype=torch.uint8, device=self._device)
+        elif workspace.data_ptr() % _ALIGNMENT:
+            raise ArgumentError(
+                "workspace", expected=f"an address that is a multiple of {_ALIGNMENT}", got=hex(workspace.data_ptr())
+            )
+        stream = 0 if self._index is None else torch._C._cuda_getCurrentRawStream(self._index)
+        call.run(
+            x.data_ptr(), ids_TA.data_ptr(), weights_TA.data_ptr(), out_TH.data_ptr(), workspace.data_ptr(), stream,
+            (dtype, DTYPES[out_TH.dtype], ids_TA.dtype is torch.int64, first_expert), quantized_x=x_scales is not None,
+        )  # fmt: skip
+        free.append(call)
+
+    def _input(self, x_TH: Tensor, scales: Tensor | None, config: CudaConfig) -> tuple[Tensor, int]:
+        """x as the launches take it, and the number of its dtype."""
+        if scales is not None:
+            call = config.kernels.call
+            assert issubclass(call, launch.E4M3RowsCall)
+            return call.rows_of(x_TH, scales), -1
+        if self._bfloat16 and x_TH.dtype is not torch.bfloat16:  # others round to E4M3 from what x is
+            x_TH = x_TH.to(torch.bfloat16)
+        if not x_TH.is_contiguous():
+            x_TH = x_TH.contiguous()
+        if x_TH.data_ptr() % _ALIGNMENT:  # a view into the midst of something
+            x_TH = x_TH.clone()
+        return x_TH, DTYPES[x_TH.dtype]
+
+
+def _local_ids(ids_TA: Tensor, expert_map: Tensor) -> Tensor:
+    """Places of experts in the packed layer, or -1 where ``expert_map`` has none."""
+    experts = len(expert_map)
+    found = expert_map[ids_TA.clamp(0, experts - 1).long()]
+    return found.masked_fill_((ids_TA < 0) | (ids_TA >= experts), -1)
+
+
+def _layer(problem: Problem, packed: Packed, sms: int) -> launch.Layer:
+    spec, t = problem.spec, packed.tensors
+    first = "gate" if spec.gated else "up"
+    up = launch.Matrix(
+        _format(spec.up), t["up.codes"], t.get("up.scales"), (2 if spec.gated else 1) * spec.intermediate, spec.hidden,
+        t.get(f"{first}_bias"), t.get("up_bias"), t.get(f"{first}.global_scale"), t.get("up.global_scale"),
+    )  # fmt: skip
+    down = launch.Matrix(
+        _format(spec.down), t["down.codes"], t.get("down.scales"), spec.hidden, spec.intermediate, t.get("down_bias"),
+        expert_scale=t.get("down.global_scale"),
+    )  # fmt: skip
+    return launch.Layer(
+        up, down, spec.gated, _activation(problem.activation), spec.first_expert, spec.local_experts,
+        problem.weight_on == "input", sms,
+    )  # fmt: skip
+
+
+def _format(encoding: Encoding) -> str:
+    found = format_of(encoding)
+    assert found is not None
+    return found
+
+
+def _activation(activation: Activation) -> launch.Activation:
+    if isinstance(activation, SwiGLU):
+        return launch.Activation(0, activation.alpha, activation.beta, activation.limit or 0.0)
+    if isinstance(activation, GeGLU):
+        return launch.Activation(2 if activation.approximate == "tanh" else 1)
+    return launch.Activation(0)

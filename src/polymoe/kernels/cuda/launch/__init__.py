@@ -1,0 +1,18 @@
+"""Launches of the compiled kernels, prepared once for each configuration of a layer: a call fills in a few addresses.
+
+:mod:`.call` has what all calls share, and one module each the shapes of a call: :mod:`.mma` (few rows, ``mma.sync``),
+:mod:`.tiled` (rows of x copied into permuted tiles), :mod:`.e4m3_rows` (rows of x quantized by token).
+"""
+
+from __future__ import annotations
+
+from polymoe.kernels.cuda.launch.call import Call
+from polymoe.kernels.cuda.launch.e4m3_rows import E4M3RowsCall, E4M3TilesCall
+from polymoe.kernels.cuda.launch.layer import Activation, Layer, Matrix
+from polymoe.kernels.cuda.launch.mma import MmaCall
+from polymoe.kernels.cuda.launch.tiled import QuantizedTilesCall, TiledCall
+
+__all__ = [
+    "Activation", "Call", "E4M3RowsCall", "E4M3TilesCall", "Layer", "Matrix", "MmaCall", "QuantizedTilesCall",
+    "TiledCall",
+]  # fmt: skip

@@ -1,0 +1,81 @@
+"""The kernels' arguments: the structures of the CUDA sources, which say what the fields mean."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+__all__ = [
+    "DTYPES",
+    "FinalizeArgs",
+    "GemmArgs",
+    "PermutationArgs",
+    "PermuteArgs",
+    "QuantizePermutedArgs",
+    "QuantizeRowsArgs",
+]  # fmt: skip
+
+_POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong, ctypes.c_float
+
+DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+"""Numbers of x's and the output's dtypes; a bias has the next number, and 0 where there is none."""
+
+
+class GemmArgs(ctypes.Structure):
+    """Of a grouped GEMM: gate and up with the activation, or down."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("codes", "scales", "bias", "up_bias", "expert_scale", "up_expert_scale")),
+        *((name, _POINTER) for name in ("x", "out", "num_tiles", "work_tiles", "permuted_to_expanded")),
+        ("router_weights", _POINTER),
+        *((name, _LONG) for name in ("codes_stride", "scales_stride")),
+        *((name, _INT) for name in ("n", "k", "top_k", "stages", "x_buffers", "block_m", "activation", "bias_dtype")),
+        *((name, _FLOAT) for name in ("alpha", "beta", "limit")),
+    )
+
+
+class PermutationArgs(ctypes.Structure):
+    """Of the kernels that group expanded rows by expert."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("ids", "permuted_to_expanded", "work_tiles", "num_tiles")),
+        *((name, _POINTER) for name in ("expanded_to_permuted", "counts")),
+        *((name, _INT) for name in ("rows", "first_expert", "experts", "block_m", "long_ids")),
+    )
+
+
+class PermuteArgs(ctypes.Structure):
+    """Of the kernel that copies x into permuted tiles."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("x", "out", "expanded_to_permuted")),
+        *((name, _INT) for name in ("columns", "top_k")),
+    )
+
+
+class QuantizePermutedArgs(ctypes.Structure):
+    """Of the kernel that rounds x to E4M3 into permuted tiles."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("x", "out", "expanded_to_permuted")),
+        *((name, _INT) for name in ("columns", "top_k", "x_dtype")),
+    )
+
+
+class QuantizeRowsArgs(ctypes.Structure):
+    """Of the kernel that rounds x to E4M3 row by row."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("x", "out")),
+        *((name, _INT) for name in ("columns", "x_dtype")),
+    )
+
+
+class FinalizeArgs(ctypes.Structure):
+    """Of the weighted sum over each token's experts."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("y", "expanded_to_permuted", "ids", "weights", "out")),
+        *((name, _INT) for name in ("top_k", "columns", "first_expert", "experts", "long_ids", "out_dtype")),
+    )

@@ -1,0 +1,189 @@
+"""What all calls share: one workspace, the permutation, two grouped GEMMs, the weighted sum."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from ctypes import Structure
+from typing import Any, NamedTuple
+
+from polymoe.kernels.cuda import compiled
+from polymoe.kernels.cuda.driver import Launch
+from polymoe.kernels.cuda.launch.args import FinalizeArgs, GemmArgs
+from polymoe.kernels.cuda.launch.layer import Layer
+from polymoe.kernels.cuda.launch.names import gemm_kernel, helper_kernel
+from polymoe.kernels.cuda.launch.permutation import Permutation
+from polymoe.kernels.cuda.sizes import Family, Pipeline, round_up
+
+__all__ = ["Call", "Regions"]
+
+_ALIGNMENT = 256
+"""Of the workspace's regions: more than any copy needs."""
+
+_FINALIZE_THREADS, _FINALIZE_COLUMNS = 128, 1024  # of a CTA
+
+
+class Regions(NamedTuple):
+    """Bytes of the workspace's regions: the permutation, x, h and y."""
+
+    permutation: int
+    x: int
+    h: int
+    y: int
+
+    def offsets(self) -> tuple[Regions, int]:
+        """Where the regions begin, and where the last one ends."""
+        found, end = [], 0
+        for size in self:
+            found.append(end)
+            end += round_up(size, _ALIGNMENT)
+        return Regions(*found), end
+
+
+class Call(ABC):
+    """The launches of a layer's calls in one configuration.
+
+    Everything that does not depend on the call is prepared in the constructor, what depends on the number of tokens in
+    :meth:`resize`, and :meth:`run` fills in addresses. Not safe to use from two threads at once: a runner gives each
+    call under way its own.
+
+    Args:
+        layer: what to run.
+        family: of the kernels.
+        block_m: most rows of x in a work tile.
+        block_n: rows of weights of a tile, where the family has a choice of it, else 0.
+        down_block_m: ``block_m`` of the kernel for the down projection, which may be larger: work tiles are the same.
+    """
+
+    with_inverse = True
+    """Whether y is by permuted row, so that the permutation's inverse is needed."""
+    y_bytes = 2
+    """Of an element of y."""
+
+    def __init__(self, layer: Layer, family: Family, block_m: int, block_n: int = 0, down_block_m: int = 0) -> None:
+        self.layer, self.family = layer, family
+        self.shape = (0, 0)
+        self.bytes = 0
+        self.permutation = Permutation(layer.first_expert, layer.experts, block_m, self.with_inverse)
+        down_block_m = down_block_m or block_m
+        pipelines = [self.pipeline(m.format, b, m.k) for m, b in ((layer.up, block_m), (layer.down, down_block_m))]
+        self.gate_up = layer.up.args(pipelines[0], block_m, layer.activation)
+        self.down = layer.down.args(pipelines[1], down_block_m, layer.activation)
+        part = "gate_up" if layer.gated else "up"
+        self._gemms = (
+            self._gemm(part, self.gate_up, layer.up.format, block_m, block_n, pipelines[0]),
+            self._gemm("down", self.down, layer.down.format, down_block_m, block_n, pipelines[1]),
+        )
+        self.finalize = FinalizeArgs(columns=layer.down.n, first_expert=layer.first_expert, experts=layer.experts)
+        name = "finalize_bf16" if self.y_bytes == 2 else "finalize_f32"
+        self._finalize = compiled.kernel(*helper_kernel(name)).prepare(self.finalize, _FINALIZE_THREADS)
+        self._launches: tuple[Launch, ...] = ()
+        self._after_x: tuple[Launch, ...] = ()
+        self._in_workspace: list[tuple[Structure, str, int]] = []
+        self._workspace, self._kinds = 0, (-1, -1, False, -1)
+
+    @staticmethod
+    @abstractmethod
+    def regions(layer: Layer, block_m: int, tokens: int, top_k: int) -> Regions:
+        """Bytes of the workspace's regions for a call of ``tokens`` tokens."""
+
+    @property
+    @abstractmethod
+    def x_args(self) -> Any:
+        """The arguments whose ``x`` is the call's."""
+
+    def pipeline(self, format: str, block_m: int, k: int) -> Pipeline:
+        """Stages and shared memory of a GEMM."""
+        return self.family.pipeline(format, block_m)
+
+    def x_launch(self, tokens: int, top_k: int) -> Launch | None:
+        """What brings x into the order in which the first GEMM reads it, or None."""
+        return None
+
+    def set_x_dtype(self, number: int) -> None:
+        """Take x of another dtype: a number of :data:`.args.DTYPES`."""
+        assert number == 0, "x is bfloat16 unless it is quantized"
+
+    def resize(self, tokens: int, top_k: int) -> None:
+        """Prepare for calls of so many tokens with so many experts each."""
+        rows = tokens * top_k
+        block_m = self.permutation.args.block_m
+        offsets, self.bytes = self.regions(self.layer, block_m, tokens, top_k).offsets()
+        self.permutation.resize(rows)
+        gate_up, down, finalize = self.gate_up, self.down, self.finalize
+        finalize.top_k = top_k
+        x_launch = self.x_launch(tokens, top_k)
+        self._finalize.set_grid(tokens, -(-finalize.columns // _FINALIZE_COLUMNS))
+        self._after_x = (*self._gemms, self._finalize)
+        self._launches = (*self.permutation.launches, *(() if x_launch is None else (x_launch,)), *self._after_x)
+        arrays = self.permutation.offsets
+        placed: list[tuple[Structure, str, int]] = [(self.permutation.args, n, at) for n, at in arrays.items()]
+        for gemm in (gate_up, down):
+            placed += [(gemm, n, arrays[n]) for n in ("num_tiles", "work_tiles", "permuted_to_expanded")]
+        placed += [
+            (gate_up, "out", offsets.h),
+            (down, "x", offsets.h),
+            (down, "out", offsets.y),
+            (finalize, "y", offsets.y),
+        ]
+        if x_launch is not None:
+            placed += [(self.x_args, "out", offsets.x), (gate_up, "x", offsets.x)]
+        if self.with_inverse:
+            placed.append((finalize, "expanded_to_permuted", arrays["expanded_to_permuted"]))
+            if x_launch is not None and hasattr(self.x_args, "expanded_to_permuted"):
+                placed.append((self.x_args, "expanded_to_permuted", arrays["expanded_to_permuted"]))
+        self._in_workspace, self._workspace, self.shape = placed, 0, (tokens, top_k)
+
+    def run(
+        self, x: int, ids: int, router_weights: int, out: int, workspace: int, stream: int,
+        kinds: tuple[int, int, bool, int], *, quantized_x: bool = False,
+    ) -> None:  # fmt: skip
+        """Launch.
+
+        Args:
+            x: address of x; contiguous, at a multiple of 16 bytes.
+            ids, router_weights: addresses, contiguous.
+            out: address of the result, contiguous.
+            workspace: address of at least :attr:`bytes` bytes.
+            stream: handle of the CUDA stream.
+            kinds: numbers of the dtypes of x and the result, whether ids are 64 bits, and the first expert's id.
+            quantized_x: x is in the order in which the first GEMM reads it.
+        """
+        if workspace != self._workspace:
+            for args, name, offset in self._in_workspace:
+                setattr(args, name, workspace + offset)
+            self._workspace = workspace
+        if kinds != self._kinds:
+            self._set_kinds(*kinds)
+        permutation, finalize = self.permutation.args, self.finalize
+        permutation.ids = finalize.ids = ids
+        if self.layer.router_weight_on_input:
+            self.gate_up.router_weights = router_weights
+        else:
+            finalize.weights = router_weights
+        finalize.out = out
+        if quantized_x:
+            self.gate_up.x, self._workspace = x, 0
+            for launch in (*self.permutation.launches, *self._after_x):
+                launch(stream)
+            return
+        self.x_args.x = x
+        for launch in self._launches:
+            launch(stream)
+
+    def _set_kinds(self, x: int, out: int, long_ids: bool, first_expert: int) -> None:
+        permutation, finalize = self.permutation.args, self.finalize
+        if x >= 0:
+            self.set_x_dtype(x)
+        finalize.out_dtype = out
+        permutation.long_ids = finalize.long_ids = long_ids
+        permutation.first_expert = finalize.first_expert = first_expert
+        self._kinds = (x, out, long_ids, first_expert)
+
+    def _gemm(self, part: str, args: GemmArgs, format: str, block_m: int, block_n: int, pipeline: Pipeline) -> Launch:
+        # Tiles of 64 rows divide K among eight parts of 64 columns: with a short K some warps would have none.
+        if block_n and args.k <= 256:
+            block_n = max(self.family.block_ns)
+        unit, name = gemm_kernel(self.family, format, part, block_m, block_n)
+        launch = compiled.kernel(unit, name).prepare(args, self.family.threads(block_m), pipeline.shared_bytes)
+        launch.set_grid(self.layer.sms)
+        return launch

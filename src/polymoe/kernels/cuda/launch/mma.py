@@ -1,0 +1,40 @@
+"""Calls with few rows an expert: the GEMMs read rows of x by token, and y is float32 by expanded row."""
+
+from __future__ import annotations
+
+from polymoe.kernels.cuda.launch.args import GemmArgs
+from polymoe.kernels.cuda.launch.call import Call, Regions
+from polymoe.kernels.cuda.launch.layer import Layer
+from polymoe.kernels.cuda.launch.permutation import permutation_bytes
+from polymoe.kernels.cuda.sizes import MmaFamily, Pipeline
+
+__all__ = ["MmaCall"]
+
+
+class MmaCall(Call):
+    """Of the family w4a16_mma."""
+
+    with_inverse = False
+    y_bytes = 4
+
+    @staticmethod
+    def regions(layer: Layer, block_m: int, tokens: int, top_k: int) -> Regions:
+        """No copy of x; h in bfloat16, y in float32."""
+        rows = tokens * top_k
+        permutation = permutation_bytes(rows, layer.experts, block_m, False)
+        return Regions(permutation, 0, rows * layer.down.k * 2, rows * layer.down.n * 4)
+
+    @property
+    def x_args(self) -> GemmArgs:
+        """Of the first GEMM."""
+        return self.gate_up
+
+    def pipeline(self, format: str, block_m: int, k: int) -> Pipeline:
+        """Stages beside whole rows of x."""
+        assert isinstance(self.family, MmaFamily)
+        return self.family.x_pipeline(format, block_m, k)
+
+    def resize(self, tokens: int, top_k: int) -> None:
+        """See :meth:`Call.resize`."""
+        super().resize(tokens, top_k)
+        self.gate_up.top_k = top_k  # x is by token

@@ -1,0 +1,76 @@
+"""The permutation: expanded rows (one for each token and expert) in the order of their experts, cut into work tiles."""
+
+from __future__ import annotations
+
+from polymoe.kernels.cuda import compiled
+from polymoe.kernels.cuda.driver import Launch
+from polymoe.kernels.cuda.launch.args import PermutationArgs
+from polymoe.kernels.cuda.launch.names import helper_kernel
+
+__all__ = ["Permutation", "permutation_bytes"]
+
+_FEW_ROWS = 32
+"""Most expanded rows that one warp sorts."""
+
+_MANY_ROWS, _ROWS_PER_CTA, _MOST_CTAS = 2048, 1024, 32
+"""Expanded rows from which several CTAs sort them, how many each has at least, and how many CTAs there are at most."""
+
+
+def _ctas(rows: int) -> int:
+    """CTAs that count the rows of each expert, or 0 where one CTA does everything."""
+    return min(_MOST_CTAS, rows // _ROWS_PER_CTA) if rows > _MANY_ROWS else 0
+
+
+def _words(rows: int, experts: int, block_m: int, with_inverse: bool) -> dict[str, int]:
+    """32-bit words of each array, by its name in the kernels' arguments."""
+    most_tiles = min(experts, rows) + rows // block_m
+    inverse = {"expanded_to_permuted": 4 * rows} if with_inverse else {}
+    counts = {"counts": ctas * experts} if (ctas := _ctas(rows)) else {}
+    return {"work_tiles": 4 * most_tiles, **inverse, "num_tiles": 1, "permuted_to_expanded": rows, **counts}
+
+
+def permutation_bytes(rows: int, experts: int, block_m: int, with_inverse: bool) -> int:
+    """Bytes of a permutation of ``rows`` expanded rows."""
+    return 4 * sum(_words(rows, experts, block_m, with_inverse).values())
+
+
+class Permutation:
+    """Launches that find the permutation of a call, and where its arrays are in the workspace.
+
+    Arrays, all int32: ``work_tiles`` (expert, first permuted row, rows, first padded row), ``num_tiles``,
+    ``permuted_to_expanded``. With ``with_inverse`` also ``expanded_to_permuted``, of every expanded row: its permuted
+    row (or -1), the first padded row of its work tile, its row in the tile, and the tile's padded rows.
+    """
+
+    def __init__(self, first_expert: int, experts: int, block_m: int, with_inverse: bool) -> None:
+        self.args = PermutationArgs(first_expert=first_expert, experts=experts, block_m=block_m)
+        self.with_inverse = with_inverse
+        self.launches: tuple[Launch, ...] = ()
+        self.offsets: dict[str, int] = {}
+
+    def resize(self, rows: int) -> int:
+        """Prepare for ``rows`` expanded rows; returns the bytes of the arrays."""
+        args = self.args
+        words = _words(rows, args.experts, args.block_m, self.with_inverse)
+        self.offsets, end = {}, 0
+        for name, count in words.items():
+            self.offsets[name] = 4 * end
+            end += count
+        args.rows = rows
+        if ctas := _ctas(rows):
+            self.launches = (
+                self._launch("permutation_count", 1024, ctas),
+                self._launch("permutation_many_ctas", 1024, ctas),
+            )
+        else:
+            args.counts = None
+            few = rows <= _FEW_ROWS
+            self.launches = (
+                self._launch("permutation_one_warp" if few else "permutation_one_cta", 32 if few else 1024, 1),
+            )
+        return 4 * end
+
+    def _launch(self, name: str, threads: int, ctas: int) -> Launch:
+        launch = compiled.kernel(*helper_kernel(name)).prepare(self.args, threads)
+        launch.set_grid(ctas)
+        return launch

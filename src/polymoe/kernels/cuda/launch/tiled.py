@@ -1,0 +1,90 @@
+"""Calls whose GEMMs read x and h in permuted tiles, by bulk copies: bfloat16, or E4M3 with a scale for 128 columns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polymoe.kernels.cuda import compiled
+from polymoe.kernels.cuda.driver import Launch
+from polymoe.kernels.cuda.launch.args import PermuteArgs, QuantizePermutedArgs
+from polymoe.kernels.cuda.launch.call import Call, Regions
+from polymoe.kernels.cuda.launch.layer import Layer
+from polymoe.kernels.cuda.launch.names import helper_kernel
+from polymoe.kernels.cuda.launch.permutation import permutation_bytes
+from polymoe.kernels.cuda.sizes import E4M3_BLOCK_K, E4M3_ROW_BYTES, TILE_ROWS, Family, round_up
+
+__all__ = ["QuantizedTilesCall", "TiledCall", "e4m3_tile_bytes", "padded_rows"]
+
+_THREADS, _QUANTIZE_COLUMNS = 256, 4096  # of a CTA
+
+
+def padded_rows(experts: int, rows: int) -> int:
+    """Rows that permuted tiles need room for at most: each expert's are a multiple of 8."""
+    return rows + (TILE_ROWS - 1) * min(experts, rows)
+
+
+def e4m3_tile_bytes(rows: int, columns: int) -> int:
+    """Bytes of rows in E4M3 tiles of 128 columns, with their scales."""
+    return rows * -(-columns // E4M3_BLOCK_K) * E4M3_ROW_BYTES
+
+
+class TiledCall(Call):
+    """Of the families w4a16_wgmma and bf16: tiles of 64 columns in bfloat16."""
+
+    def __init__(self, layer: Layer, family: Family, block_m: int, block_n: int = 0, down_block_m: int = 0) -> None:
+        self._x_args = self._make_x_args(layer)
+        super().__init__(layer, family, block_m, block_n, down_block_m)
+        self._x_launch = self._prepare_x()
+
+    @staticmethod
+    def regions(layer: Layer, block_m: int, tokens: int, top_k: int) -> Regions:
+        """x and h in tiles, y in bfloat16 by permuted row."""
+        rows = tokens * top_k
+        padded = padded_rows(layer.experts, rows)
+        x, h = (padded * round_up(k, 64) * 2 for k in (layer.up.k, layer.down.k))
+        return Regions(permutation_bytes(rows, layer.experts, block_m, True), x, h, rows * layer.down.n * 2)
+
+    @property
+    def x_args(self) -> Any:
+        """Of the launch that copies x."""
+        return self._x_args
+
+    def x_launch(self, tokens: int, top_k: int) -> Launch:
+        """Copies each token's row once for each of its experts."""
+        self._x_args.top_k = top_k
+        self._x_launch.set_grid(tokens)
+        return self._x_launch
+
+    def _make_x_args(self, layer: Layer) -> Any:
+        return PermuteArgs(columns=layer.up.k)
+
+    def _prepare_x(self) -> Launch:
+        return compiled.kernel(*helper_kernel("permute_x")).prepare(self._x_args, _THREADS)
+
+
+class QuantizedTilesCall(TiledCall):
+    """Of the family w4a8: tiles of 128 columns in E4M3."""
+
+    @staticmethod
+    def regions(layer: Layer, block_m: int, tokens: int, top_k: int) -> Regions:
+        """x and h in tiles, y in bfloat16 by permuted row."""
+        rows = tokens * top_k
+        padded = padded_rows(layer.experts, rows)
+        x, h = (e4m3_tile_bytes(padded, k) for k in (layer.up.k, layer.down.k))
+        return Regions(permutation_bytes(rows, layer.experts, block_m, True), x, h, rows * layer.down.n * 2)
+
+    def x_launch(self, tokens: int, top_k: int) -> Launch:
+        """Rounds each token's row once, and writes it for each of its experts."""
+        self._x_args.top_k = top_k
+        self._x_launch.set_grid(tokens, -(-self.layer.up.k // _QUANTIZE_COLUMNS))
+        return self._x_launch
+
+    def set_x_dtype(self, number: int) -> None:
+        """x may be of any float dtype."""
+        self._x_args.x_dtype = number
+
+    def _make_x_args(self, layer: Layer) -> Any:
+        return QuantizePermutedArgs(columns=layer.up.k)
+
+    def _prepare_x(self) -> Launch:
+        return compiled.kernel(*helper_kernel("quantize_permuted")).prepare(self._x_args, _THREADS)
