@@ -52,9 +52,16 @@ def _measured(results: Path) -> Iterator[Proof]:
             if family is None:
                 continue
             measured = Proof(
-                backend=record.backend, family=family, format=record.format, activations=record.activations,
-                device=record.device, status="measured", commit=record.commit, date=record.date, source=path.name,
-            )  # fmt: skip
+                backend=record.backend,
+                family=family,
+                format=record.format,
+                activations=record.activations,
+                device=record.device,
+                status="measured",
+                commit=record.commit,
+                date=record.date,
+                source=path.name,
+            )
             yield measured
             yield replace(measured, backend="reference", family="", status="run")
 

@@ -309,10 +309,15 @@ def deepseek_v4() -> TrainedFamily:
         (r"\.gate\.e_score_correction_bias$", ".gate.bias"),
     )
     return TrainedFamily(
-        "sums-deepseek-v4-mxfp4", config, "deepseek-ai/DeepSeek-V4-Flash", renames, prepare=_prepare_deepseek_v4,
+        "sums-deepseek-v4-mxfp4",
+        config,
+        "deepseek-ai/DeepSeek-V4-Flash",
+        renames,
+        prepare=_prepare_deepseek_v4,
         float32=r"hc_|attn_sink|\.ape$|gate\.bias$",
-        unquantized=r"^head\.|\.compressor\.(wkv|wgate)\.|\.weights_proj\.", fp8_scale="e8m0",
-    )  # fmt: skip
+        unquantized=r"^head\.|\.compressor\.(wkv|wgate)\.|\.weights_proj\.",
+        fp8_scale="e8m0",
+    )
 
 
 def _prepare_deepseek_v4(model: Any) -> None:
@@ -393,9 +398,11 @@ def nemotron_h() -> TrainedFamily:
         "use_mamba_kernels": True,
     }
     return TrainedFamily(
-        "sums-nemotron-h-nvfp4", config, "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4",
+        "sums-nemotron-h-nvfp4",
+        config,
+        "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4",
         renames=((r"^model\.", "backbone."),),
-    )  # fmt: skip
+    )
 
 
 def glm_4() -> TrainedFamily:

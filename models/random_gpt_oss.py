@@ -175,10 +175,14 @@ def _write_tokenizer(directory: Path, config: Mapping[str, Any]) -> None:
     core.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     core.add_special_tokens([AddedToken(symbol, special=True) for symbol in special])
     PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<|endoftext|>", eos_token="<|return|>", padding_side="left",
-        model_max_length=config["max_position_embeddings"], model_input_names=["input_ids", "attention_mask"],
+        tokenizer_object=core,
+        pad_token="<|endoftext|>",
+        eos_token="<|return|>",
+        padding_side="left",
+        model_max_length=config["max_position_embeddings"],
+        model_input_names=["input_ids", "attention_mask"],
         clean_up_tokenization_spaces=False,
-    ).save_pretrained(directory)  # fmt: skip
+    ).save_pretrained(directory)
     stored = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
     # The name that every version of Transformers knows.
     _write_json(directory / "tokenizer_config.json", stored | {"tokenizer_class": "PreTrainedTokenizerFast"})

@@ -52,8 +52,11 @@ def test_default_config_is_gpt_oss_20b() -> None:
     config = gpt_oss_20b()
     # https://huggingface.co/openai/gpt-oss-20b/blob/main/config.json
     assert {key: config[key] for key in ("hidden_size", "num_hidden_layers", "num_local_experts", "vocab_size")} == {
-        "hidden_size": 2880, "num_hidden_layers": 24, "num_local_experts": 32, "vocab_size": 201088,
-    }  # fmt: skip
+        "hidden_size": 2880,
+        "num_hidden_layers": 24,
+        "num_local_experts": 32,
+        "vocab_size": 201088,
+    }
     assert config["rope_scaling"]["factor"] == 32.0
     assert config["quantization_config"]["quant_method"] == "mxfp4"
 

@@ -14,9 +14,12 @@ SCRIPT = ROOT / "scripts" / "test-gpu"
 
 
 def run(
-    tmp_path: Path, *arguments: str, tests: dict[str, int] | None = None, sanitizer: dict[str, int] | None = None,
+    tmp_path: Path,
+    *arguments: str,
+    tests: dict[str, int] | None = None,
+    sanitizer: dict[str, int] | None = None,
     parallel: str = "",
-) -> tuple[int, str]:  # fmt: skip
+) -> tuple[int, str]:
     """Exit status and output, with exit statuses given for pytest by its marker expression and for each of the
     sanitizer's tools and files; ``parallel`` is what the script learns of pytest-xdist."""
     python = tmp_path / "python"
@@ -165,8 +168,10 @@ def test_all_goes_on_after_a_failure_and_sums_up(clone: Path, failed: tuple[str,
     assert output[-1] == f"scripts/test --all: {said}"
     asked = [line for line in output if " pytest" in line]
     assert asked == [
-        f"{PARALLEL} -m not long", "python -m pytest -m long", *(f"{PARALLEL} {tests}" for tests in OLDER.values())
-    ]  # fmt: skip
+        f"{PARALLEL} -m not long",
+        "python -m pytest -m long",
+        *(f"{PARALLEL} {tests}" for tests in OLDER.values()),
+    ]
 
 
 def test_a_package_of_another_version_than_asked_for_fails(clone: Path) -> None:

@@ -141,8 +141,9 @@ class TestRecords:
     def test_the_newest_record_counts(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """``hopper`` is what ``cuda`` was called before."""
         lines = [
-            replace(RECORD, backend="hopper", date="2026-02-01T00:00:00Z"), replace(RECORD, backend="cuda", share=1.0)
-        ]  # fmt: skip
+            replace(RECORD, backend="hopper", date="2026-02-01T00:00:00Z"),
+            replace(RECORD, backend="cuda", share=1.0),
+        ]
         path = tmp_path / "benchmarks" / "results" / "cuda-h200.jsonl"
         path.parent.mkdir(parents=True)
         path.write_text("".join(json.dumps(r.to_dict()) + "\n" for r in lines))

@@ -82,19 +82,17 @@ class ActivationQuantization:
 UNQUANTIZED = ActivationQuantization(name="16bit")
 """As they are, in 16 bits."""
 
-FP8_TOKEN = ActivationQuantization(
-    name="fp8_token", element="e4m3", granularity=PerChannel(), scale_dtype="float32"
-)  # fmt: skip
+FP8_TOKEN = ActivationQuantization(name="fp8_token", element="e4m3", granularity=PerChannel(), scale_dtype="float32")
 """E4M3 with one scale a token."""
 
 FP8_GROUP128 = ActivationQuantization(
     name="fp8_group128", element="e4m3", granularity=PerGroup(1, 128), scale_dtype="float32"
-)  # fmt: skip
+)
 """E4M3 with one scale for 128 columns of a token (DeepSeek-V3)."""
 
 FP8_STATIC = ActivationQuantization(
     name="fp8_static", element="e4m3", granularity=PerTensor(), static=True, scale_dtype="float32"
-)  # fmt: skip
+)
 """E4M3 with the checkpoint's scale for all inputs of an expert."""
 
 ACTIVATIONS: dict[str, ActivationQuantization] = {

@@ -94,9 +94,16 @@ def test_ranks_add_up_to_the_whole() -> None:
     for first, count in ((0, 2), (2, 3)):
         s = whole.spec
         spec = ExpertsSpec(
-            hidden=s.hidden, intermediate=s.intermediate, experts=5, gate=s.gate, up=s.up, down=s.down, bias=True,
-            first_expert=first, local_experts=count,
-        )  # fmt: skip
+            hidden=s.hidden,
+            intermediate=s.intermediate,
+            experts=5,
+            gate=s.gate,
+            up=s.up,
+            down=s.down,
+            bias=True,
+            first_expert=first,
+            local_experts=count,
+        )
         part = ExpertWeights(spec, lambda e, first=first: whole.expert(first + e))
         total += run_experts(problem_of(part, ep=2), part, x, routing)
     assert relative_error(total, expected) < 1e-6

@@ -221,9 +221,12 @@ def test_a_run_goes_on_and_may_ask_for_more(tmp_path: Path) -> None:
     with serving(add) as server:
         for limit, repeats in ((5, 1), (12, 1), (12, 3), (12, 3)):
             run(
-                tmp_path, server.url, limit=limit, repeats=repeats,
+                tmp_path,
+                server.url,
+                limit=limit,
+                repeats=repeats,
                 on_start=lambda path, done, total: progress.append((done, total)),
-            )  # fmt: skip
+            )
     assert progress == [(0, 5), (5, 12), (12, 36), (36, 36)]
     assert len(server.requests) == 36
 

@@ -38,9 +38,16 @@ def test_tuning_triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = TINY.changed(hidden=256, intermediate=128)
     with CompileAhead(4) as compiler:
         first = Tune(
-            workload=Workload.of_case(case, device), machine=machine, device=device, backends=[Triton()], file=file,
-            stamp=STAMP, seconds=60, compiler=compiler, say=print,
-        )  # fmt: skip
+            workload=Workload.of_case(case, device),
+            machine=machine,
+            device=device,
+            backends=[Triton()],
+            file=file,
+            stamp=STAMP,
+            seconds=60,
+            compiler=compiler,
+            say=print,
+        )
         found = list(first.outcomes((1, 64)))
     for outcome in found:
         assert outcome.row is not None

@@ -108,9 +108,11 @@ class TestSelect:
         found = self.of(measured(48, 0.5 * model[48], 8), measured(100, 0.5 * model[100], 4))
         plan = found.require()
         assert [(tokens, s.backend, str(s.config)) for tokens, s in plan.ranges()] == [
-            ("1-8", "slow", "tile=16"), ("9-48", "toy", "tile=8"), ("49-512", "toy", "tile=4"),
+            ("1-8", "slow", "tile=16"),
+            ("9-48", "toy", "tile=8"),
+            ("49-512", "toy", "tile=4"),
             ("513+", "slow", "tile=64"),
-        ]  # fmt: skip
+        ]
         assert found.untuned == ()
 
     def test_where_times_come_from_is_said(self) -> None:

@@ -152,9 +152,14 @@ class Foreign(Toy):
 
 def chosen(proofs: list[Proof], *toys: Toy, backend: str = "auto", table: Table | None = None) -> Selection:
     return select(
-        PROBLEM, H200, backend=backend, backends={toy.name: toy for toy in toys}, layouts=LAYOUTS,
-        table=table or Table(), proofs=Proofs(proofs),
-    )  # fmt: skip
+        PROBLEM,
+        H200,
+        backend=backend,
+        backends={toy.name: toy for toy in toys},
+        layouts=LAYOUTS,
+        table=table or Table(),
+        proofs=Proofs(proofs),
+    )
 
 
 def backends_of(selection: Selection) -> list[str]:
@@ -210,8 +215,11 @@ class TestForeign:
         table = Table((tuple(row("theirs", tokens, 1e-3) for tokens in (8, 16)),))
         selection = chosen([proof("ours")], self.OURS, self.THEIRS, table=table)
         assert [(tokens, step.backend) for tokens, step in selection.require().ranges()] == [
-            ("1", "ours"), ("2-16", "theirs"), ("17-512", "ours"), ("513+", "ours"),
-        ]  # fmt: skip
+            ("1", "ours"),
+            ("2-16", "theirs"),
+            ("17-512", "ours"),
+            ("513+", "ours"),
+        ]
         said = "theirs runs another library's kernels, chosen because it was measured faster on this machine"
         assert said in selection.summary()
 

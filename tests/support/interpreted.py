@@ -35,9 +35,7 @@ def weights_of(case: dict) -> ExpertWeights:
     keys = ("experts", "hidden", "intermediate", "gated", "bias")
     weights = random_experts(case.get("format", "mxfp4"), **{k: case[k] for k in keys if k in case})
     if "zero_points" in case:
-        encoding = Encoding(
-            element="int4", granularity=PerGroup(1, 32), scale_dtype="bfloat16", zero_points=True
-        )  # fmt: skip
+        encoding = Encoding(element="int4", granularity=PerGroup(1, 32), scale_dtype="bfloat16", zero_points=True)
         gate_up, down = weights.dequantize()
         weights = ExpertWeights.quantize(gate_up, down, Int4(encoding))
     if case.get("activations") == "fp8_static":
@@ -51,9 +49,16 @@ def weights_of(case: dict) -> ExpertWeights:
         first, count = case["rank"]
         s, whole = weights.spec, weights
         spec = ExpertsSpec(
-            hidden=s.hidden, intermediate=s.intermediate, experts=s.experts, gate=s.gate, up=s.up, down=s.down,
-            bias=s.bias, first_expert=first, local_experts=count,
-        )  # fmt: skip
+            hidden=s.hidden,
+            intermediate=s.intermediate,
+            experts=s.experts,
+            gate=s.gate,
+            up=s.up,
+            down=s.down,
+            bias=s.bias,
+            first_expert=first,
+            local_experts=count,
+        )
         weights = ExpertWeights(spec, lambda e: whole.expert(first + e))
     return weights
 
@@ -63,7 +68,7 @@ def run(case: dict) -> dict:
     activation = ACTIVATIONS.get(case.get("activation", ""))
     problem = problem_of(
         weights, activation, weight_on=case.get("weight_on", "output"), activations=case.get("activations", "16bit")
-    )  # fmt: skip
+    )
     dtype = getattr(torch, case.get("dtype", "float32"))
     spec = weights.spec
     x, routing = random_call(case.get("tokens", 7), spec.hidden, spec.experts, case.get("top_k", 2), dtype)

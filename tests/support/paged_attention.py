@@ -19,9 +19,19 @@ QUERIES, KEYS = [1, 3, 1, 6], [5, 3, 1, 9]  # of four requests: decoding, a prom
 
 
 def plain_flash(
-    query_THD: Tensor, key_KHD: Tensor, value_KHD: Tensor, cu_q: Tensor, cu_k: Tensor, used_k: Tensor | None,
-    max_q: int, max_k: int, *, causal: bool, window: int, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    query_THD: Tensor,
+    key_KHD: Tensor,
+    value_KHD: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    used_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    causal: bool,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
     """What flash attention computes, sequence by sequence; rows of no sequence are left as they come."""
     assert all(cu.dtype == torch.int32 for cu in (cu_q, cu_k))
     out = torch.full((*query_THD.shape[:2], value_KHD.shape[2]), torch.nan, device=query_THD.device)

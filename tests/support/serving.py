@@ -166,8 +166,11 @@ def server_process(code: str = SERVE) -> Iterator[tuple[subprocess.Popen[str], s
     """A server in a process of its own, and its URL."""
     running = subprocess.Popen(
         [sys.executable, "-c", code, str(CHECKPOINT)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     try:
         assert running.stdout is not None
         url = running.stdout.readline().strip()

@@ -20,7 +20,14 @@ def row(tokens: int = 1, median_us: float = 10.0, **changes: Any) -> Measured:
 
 def proof(backend: str, status: Any = "run", **changes: Any) -> Proof:
     found = Proof(
-        backend=backend, family="", format="mxfp4", activations="16bit", device="h200", status=status, commit="abc",
-        date="2026-01-01T00:00:00Z", source="run-h200.jsonl",
-    )  # fmt: skip
+        backend=backend,
+        family="",
+        format="mxfp4",
+        activations="16bit",
+        device="h200",
+        status=status,
+        commit="abc",
+        date="2026-01-01T00:00:00Z",
+        source="run-h200.jsonl",
+    )
     return replace(found, **changes)

@@ -37,9 +37,14 @@ class Launch:
 
 
 def meta_layer(
-    format: str | Encoding, *, hidden: int = 2880, intermediate: int = 1536, gated: bool = True, bias: bool = True,
+    format: str | Encoding,
+    *,
+    hidden: int = 2880,
+    intermediate: int = 1536,
+    gated: bool = True,
+    bias: bool = True,
     **kwargs: Any,
-) -> tuple[Problem, Packed]:  # fmt: skip
+) -> tuple[Problem, Packed]:
     """A problem, and its packed tensors without memory."""
     e = FORMATS[format].encoding if isinstance(format, str) else format
     spec = ExpertsSpec(
@@ -69,10 +74,16 @@ def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def launches(
-    problem: Problem, packed: Packed, gpu: str, tokens: int, *, config: TritonConfig | None = None,
-    dtype: torch.dtype = torch.bfloat16, refuse: Callable[[Launch], Exception | None] = lambda launch: None,
+    problem: Problem,
+    packed: Packed,
+    gpu: str,
+    tokens: int,
+    *,
+    config: TritonConfig | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    refuse: Callable[[Launch], Exception | None] = lambda launch: None,
     backend: Triton | None = None,
-) -> list[Launch]:  # fmt: skip
+) -> list[Launch]:
     """Launches of one call; ``refuse`` may return an exception, which is then what the launch raises."""
     found = []
 

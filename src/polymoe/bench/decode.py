@@ -251,9 +251,20 @@ class ModelBench:
         return Timing.of(samples[1:], "calls")
 
     def _record(
-        self, model: Any, experts: str, implementation: str, weight_bytes: int, *, timing: Timing, count: int, new: int,
-        floor_us: float | None = None, experts_read: float | None = None, difference: float | None = None, **what: Any,
-    ) -> ModelRecord:  # fmt: skip
+        self,
+        model: Any,
+        experts: str,
+        implementation: str,
+        weight_bytes: int,
+        *,
+        timing: Timing,
+        count: int,
+        new: int,
+        floor_us: float | None = None,
+        experts_read: float | None = None,
+        difference: float | None = None,
+        **what: Any,
+    ) -> ModelRecord:
         import transformers
 
         median_us = timing.median_us / count
@@ -292,9 +303,11 @@ def _compare(what: str, got: Tensor, expected: Tensor) -> float:
     error = float(torch.tensor([relative_error(a, b) for a, b in rows]).median())
     if not error <= TOLERANCE:  # NaN fails too
         raise VerificationError(
-            what, expected=f"logits within {TOLERANCE:g} of those they are compared with", got=f"{error:.3g}",
+            what,
+            expected=f"logits within {TOLERANCE:g} of those they are compared with",
+            got=f"{error:.3g}",
             hint="it was not timed",
-        )  # fmt: skip
+        )
     return error
 
 

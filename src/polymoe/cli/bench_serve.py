@@ -128,7 +128,7 @@ def command(
         mode, loads = "batch", _numbers("--batch-size", batch_size, int)
     wanted = rows(
         mode, loads, _numbers("--input-len", input_len, int), _numbers("--output-len", output_len, int), requests
-    )  # fmt: skip
+    )
     # What could fail after minutes of measuring fails here.
     client = Client(
         server, model=model, api_key=api_key, chat=chat, extra=_object("--extra-body", extra_body), timeout_s=timeout
@@ -171,9 +171,15 @@ def command(
                 commit=commit or source(), command=_command(),
             )  # fmt: skip
             bench = ServingBench(
-                client=client, prompts=prompts, origin=origin, tokenizer=counter, meter=meter, warm=warmup,
-                profile=profile, say=progress.update,
-            )  # fmt: skip
+                client=client,
+                prompts=prompts,
+                origin=origin,
+                tokenizer=counter,
+                meter=meter,
+                warm=warmup,
+                profile=profile,
+                say=progress.update,
+            )
             await bench.run(wanted, keep, traced)
 
     try:

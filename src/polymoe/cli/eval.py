@@ -83,9 +83,16 @@ def command(
 
         given = {name: value for name, value in {**sampling, **fields}.items() if value is not None}
         results, table = run_tasks(
-            tasks.split(","), server=to, model=model, endpoint=endpoint, include_path=include_path,
-            num_fewshot=num_fewshot, limit=limit, system=system, sampling=given,
-        )  # fmt: skip
+            tasks.split(","),
+            server=to,
+            model=model,
+            endpoint=endpoint,
+            include_path=include_path,
+            num_fewshot=num_fewshot,
+            limit=limit,
+            system=system,
+            sampling=given,
+        )
         print_json(results) if json else print(table)
         return
     assert data is not None

@@ -74,10 +74,16 @@ def _experts(explanation: Explanation) -> Table:
         s = row.problem.spec
         local = str(s.experts) if s.local_experts == s.experts else f"{s.local_experts} of {s.experts}"
         table.add_row(
-            layer_ranges(row.layers), s.format, str(s.hidden), str(s.intermediate), local, str(row.problem.top_k),
+            layer_ranges(row.layers),
+            s.format,
+            str(s.hidden),
+            str(s.intermediate),
+            local,
+            str(row.problem.top_k),
             row.problem.activation.name + (" + bias" if s.bias else ""),
-            size(row.packed_bytes), size(row.dequantized_bytes),
-        )  # fmt: skip
+            size(row.packed_bytes),
+            size(row.dequantized_bytes),
+        )
     return table
 
 

@@ -64,9 +64,13 @@ def _bytes(report: Report) -> Table:
     )
     for row in report.layers:
         table.add_row(
-            str(row.layer), row.format, str(row.experts), _mark(row.repacked == row.experts, f"{row.repacked}"),
-            _mark(row.second_reading == row.experts, f"{row.second_reading}"), f"error {row.oracle_error:.1e}",
-        )  # fmt: skip
+            str(row.layer),
+            row.format,
+            str(row.experts),
+            _mark(row.repacked == row.experts, f"{row.repacked}"),
+            _mark(row.second_reading == row.experts, f"{row.second_reading}"),
+            f"error {row.oracle_error:.1e}",
+        )
     return table
 
 
@@ -79,9 +83,13 @@ def _backends(report: Report) -> Table:
             table.add_row(str(row.layer), row.backend, "-", row.rejected, "", "")
         else:
             table.add_row(
-                str(row.layer), row.backend, str(row.tokens), _mark(row.ok, f"{row.error:.1e}"), f"{row.tolerance:.0e}",
+                str(row.layer),
+                row.backend,
+                str(row.tokens),
+                _mark(row.ok, f"{row.error:.1e}"),
+                f"{row.tolerance:.0e}",
                 f"{row.time_us / 1000:.2f} ms",
-            )  # fmt: skip
+            )
     return table
 
 

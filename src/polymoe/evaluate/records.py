@@ -130,9 +130,11 @@ class RecordFile:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 raise ArgumentError(
-                    str(self.path), expected="a file that no other run is writing", got="one in use",
+                    str(self.path),
+                    expected="a file that no other run is writing",
+                    got="one in use",
                     hint="choose another --out",
-                ) from error  # fmt: skip
+                ) from error
 
     def _resume(self, settings: Settings) -> None:
         content = self.path.read_bytes()

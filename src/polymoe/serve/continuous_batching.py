@@ -48,9 +48,11 @@ class Batching:
         paged = paged_attention.runs_on(model)
         if graphs and not paged:
             raise UnsupportedProblem(
-                "CUDA graphs of continuous batching", expected="16 bit, a GPU since SM80, attention without a cap",
-                got=type(model).__name__, hint="serve without them",
-            )  # fmt: skip
+                "CUDA graphs of continuous batching",
+                expected="16 bit, a GPU since SM80, attention without a cap",
+                got=type(model).__name__,
+                hint="serve without them",
+            )
         if graphs or (graphs is None and paged):
             try:
                 require_capturable(model)

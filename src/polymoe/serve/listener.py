@@ -39,9 +39,11 @@ def bind(host: str, port: int) -> Iterator[socket.socket]:
             listener.listen()
         except OSError as error:
             raise ArgumentError(
-                where, expected="an address that is free to listen on", got=str(error),
+                where,
+                expected="an address that is free to listen on",
+                got=str(error),
                 hint="--port 0 takes any free port",
-            ) from error  # fmt: skip
+            ) from error
         yield listener
 
 

@@ -77,9 +77,11 @@ class ServerMetrics:
         waiting = Gauge("polymoe_requests_waiting", "Generations that wait for the model.", registry=registry)
         waiting.set_function(lambda: sum(request.started_s is None for request in list(self.in_flight)))
         backends = Gauge(
-            "polymoe_backend_info", "Layers whose experts this backend runs at these token counts.",
-            ("model", "backend", "layout", "tokens"), registry=registry,
-        )  # fmt: skip
+            "polymoe_backend_info",
+            "Layers whose experts this backend runs at these token counts.",
+            ("model", "backend", "layout", "tokens"),
+            registry=registry,
+        )
         for labels, layers in _backends(model).items():
             backends.labels(name, *labels).set(layers)
 

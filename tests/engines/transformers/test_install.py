@@ -44,9 +44,12 @@ def test_from_pretrained_packs_once_installed() -> None:
     assert not any(info.values()), info
     # As lm-eval calls it.
     again = AutoModelForCausalLM.from_pretrained(
-        str(CHECKPOINT), revision="main", dtype="auto", trust_remote_code=False,
+        str(CHECKPOINT),
+        revision="main",
+        dtype="auto",
+        trust_remote_code=False,
         quantization_config=AutoQuantizationConfig.from_dict({"quant_method": "mxfp4"}),
-    )  # fmt: skip
+    )
     assert len(experts_of(again)) == 4
 
 

@@ -114,10 +114,15 @@ class Client:
         if answer.error is None:
             return
         raise ServerError(
-            self.url + self._path, expected="an answer", got=answer.error,
-            hint={401: "--api-key", 403: "--api-key", 404: "--model, or --chat for a server without /v1/completions"}
-            .get(answer.status),
-        )  # fmt: skip
+            self.url + self._path,
+            expected="an answer",
+            got=answer.error,
+            hint={
+                401: "--api-key",
+                403: "--api-key",
+                404: "--model, or --chat for a server without /v1/completions",
+            }.get(answer.status),
+        )
 
     async def _try(self, names: Sequence[str]) -> Answer:
         self._fields = {name: _OPTIONAL[name] for name in names}
@@ -134,10 +139,11 @@ class Client:
         if not self.model:
             if len(known) != 1:
                 raise ServerError(
-                    f"{self.url}/v1/models", expected="one model",
+                    f"{self.url}/v1/models",
+                    expected="one model",
                     got=", ".join(known) or f"HTTP {status}: {body[:200]}",
                     hint="--api-key" if status in (401, 403) else "--model names the one to measure",
-                )  # fmt: skip
+                )
             self.model = next(iter(known))
         self.owner = str(known.get(self.model, {}).get("owned_by") or "")
 
@@ -205,9 +211,11 @@ class Client:
         answer = await self.ask(self.request(prompt, 1, stream=False))
         if answer.error is not None or answer.prompt_tokens is None:
             raise ServerError(
-                self.url + self._path, expected="a prompt's tokens counted in usage.prompt_tokens",
-                got=answer.error or "no usage", hint=None if answer.error else "--tokenizer names the model's own",
-            )  # fmt: skip
+                self.url + self._path,
+                expected="a prompt's tokens counted in usage.prompt_tokens",
+                got=answer.error or "no usage",
+                hint=None if answer.error else "--tokenizer names the model's own",
+            )
         return answer.prompt_tokens
 
     async def get(self, path: str) -> tuple[int, str]:

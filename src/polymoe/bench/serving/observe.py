@@ -119,7 +119,9 @@ async def _switch(client: Client, path: str) -> str:
     status, body = await client.post(path, {})
     if status != 200:
         raise ServerError(
-            client.url + path, expected="a server started with its profiler", got=f"HTTP {status}: {body[:200]}",
+            client.url + path,
+            expected="a server started with its profiler",
+            got=f"HTTP {status}: {body[:200]}",
             hint="polymoe serve --profile DIR; vllm serve --profiler-config ...; SGLang has it always",
-        )  # fmt: skip
+        )
     return body

@@ -77,9 +77,11 @@ class Prompts:
                 break
         if not found:
             raise ArgumentError(
-                "--input-len", expected="a server whose count of tokens grows with the prompt", got="one that stays",
+                "--input-len",
+                expected="a server whose count of tokens grows with the prompt",
+                got="one that stays",
                 hint="--tokenizer names the model's own",
-            )  # fmt: skip
+            )
         _, self._each, self._added, self._words, self._between = min(found)
         self._prefix = tuple(self._random.choices(self._words, k=round(self._shared / self._each)))
 

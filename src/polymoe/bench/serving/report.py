@@ -203,6 +203,9 @@ def _curves(mode: str) -> tuple[Sequence[_Curve], Sequence[_Curve]]:
 def _name(r: ServingRecord, among: Sequence[ServingRecord]) -> str:
     """What tells this line from the others."""
     values: Sequence[Callable[[ServingRecord], object]] = (
-        lambda x: x.label, lambda x: x.model, lambda x: x.device, lambda x: f"{x.input_len} in, {x.output_len} out",
-    )  # fmt: skip
+        lambda x: x.label,
+        lambda x: x.model,
+        lambda x: x.device,
+        lambda x: f"{x.input_len} in, {x.output_len} out",
+    )
     return ", ".join(str(value(r)) for value in values if len({value(x) for x in among}) > 1)

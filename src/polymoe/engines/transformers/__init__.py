@@ -23,9 +23,11 @@ try:
     import transformers as _transformers  # noqa: F401
 except ImportError as error:
     raise MissingDependency(
-        "polymoe.engines.transformers", expected="transformers 5.16 or newer", got=str(error),
+        "polymoe.engines.transformers",
+        expected="transformers 5.16 or newer",
+        got=str(error),
         hint="pip install 'polymoe[transformers]'",
-    ) from error  # fmt: skip
+    ) from error
 
 from polymoe.engines.transformers.families import FAMILIES, PackedExperts, TransformersFamily
 from polymoe.engines.transformers.loading import install, load, uninstall

@@ -119,9 +119,11 @@ class Decoder:
         if windows and ids_BT.shape[1] < max(windows):
             # Until a window is full, its mask depends on lengths on the host, which a capture makes constants.
             raise ArgumentError(
-                "prompt", expected=f"at least {max(windows)} tokens, the model's sliding window",
-                got=str(ids_BT.shape[1]), hint="capture=False takes prompts of any length",
-            )  # fmt: skip
+                "prompt",
+                expected=f"at least {max(windows)} tokens, the model's sliding window",
+                got=str(ids_BT.shape[1]),
+                hint="capture=False takes prompts of any length",
+            )
         with torch._dynamo.config.patch(recompile_limit=_RECOMPILES):
             for _ in range(2):
                 self._start(ids_BT)
@@ -162,6 +164,8 @@ def require_capturable(model: nn.Module) -> None:
             verdict = candidate.verdict
             if candidate.backend in planned and not (isinstance(verdict, Accepted) and verdict.capturable):
                 raise UnsupportedProblem(
-                    name, expected="a backend that CUDA graphs can capture", got=f"backend {candidate.backend!r}",
+                    name,
+                    expected="a backend that CUDA graphs can capture",
+                    got=f"backend {candidate.backend!r}",
                     hint="load with backend='auto', or do without graphs",
-                )  # fmt: skip
+                )

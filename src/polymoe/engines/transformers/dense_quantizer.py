@@ -35,9 +35,11 @@ def check_dense(dense: str, method: str) -> None:
         raise ArgumentError("dense", expected=" or ".join(DENSE), got=repr(dense))
     if dense == "transformers" and method not in METHODS:
         raise UnsupportedProblem(
-            'dense="transformers"', expected=f"a checkpoint of {' or '.join(METHODS)}", got=method,
+            'dense="transformers"',
+            expected=f"a checkpoint of {' or '.join(METHODS)}",
+            got=method,
             hint='dense="16bit" dequantizes quantized matrices outside the experts',
-        )  # fmt: skip
+        )
 
 
 def dense_quantizer(model: Any, source: dict[str, Any], experts: Iterable[str], device_map: Any) -> HfQuantizer:
@@ -60,9 +62,11 @@ def dense_quantizer(model: Any, source: dict[str, Any], experts: Iterable[str], 
         quantizer._process_model_before_weight_loading(model, device_map=device_map)
     except ImportError as error:
         raise MissingDependency(
-            'dense="transformers"', expected="what Transformers' quantizer needs", got=str(error).splitlines()[0],
+            'dense="transformers"',
+            expected="what Transformers' quantizer needs",
+            got=str(error).splitlines()[0],
             hint='install it, or use dense="16bit"',
-        ) from error  # fmt: skip
+        ) from error
     return quantizer
 
 

@@ -36,9 +36,11 @@ def load_dequantized(
     method = Checkpoint.open(Path(path), config_only=True).quantization.method
     if method not in _CONFIGS:
         raise UnsupportedProblem(
-            f"{path} dequantized by Transformers", expected=" or ".join(_CONFIGS), got=f"quantization {method!r}",
+            f"{path} dequantized by Transformers",
+            expected=" or ".join(_CONFIGS),
+            got=f"quantization {method!r}",
             hint="--experts packed measures the packed model only",
-        )  # fmt: skip
+        )
     with registered_names():
         config = use_own_name(transformers.AutoConfig.from_pretrained(path, trust_remote_code=False))
         model = auto_class(config).from_pretrained(

@@ -72,9 +72,11 @@ def experts_forward(
     """
     if experts.training and torch.is_grad_enabled():
         raise UnsupportedProblem(
-            type(experts).__name__, expected="inference", got="training",
+            type(experts).__name__,
+            expected="inference",
+            got="training",
             hint='model.eval(), or model.set_experts_implementation("grouped_mm") to train',
-        )  # fmt: skip
+        )
     fused = _fused(experts, hidden_states, top_k_index.shape[-1], backend)
     return fused(hidden_states, top_k_index, top_k_weights.float())
 
@@ -102,9 +104,11 @@ def _view(experts: Any, x: Tensor, top_k: int, backend: str) -> FusedExperts:
     weight = parameters[first]
     if weight.dtype not in DTYPES or DTYPES[weight.dtype] == "fp32":
         raise UnsupportedProblem(
-            f"{where}.{first}", expected="bfloat16 or float16", got=str(weight.dtype),
+            f"{where}.{first}",
+            expected="bfloat16 or float16",
+            got=str(weight.dtype),
             hint="from_pretrained(..., dtype=torch.bfloat16)",
-        )  # fmt: skip
+        )
     if getattr(experts, "has_post_expert_norm", False):
         raise UnsupportedProblem(where, expected="experts without a norm after them", got="has_post_expert_norm")
     encoding = FORMATS[DTYPES[weight.dtype]].encoding
@@ -132,9 +136,14 @@ def _view(experts: Any, x: Tensor, top_k: int, backend: str) -> FusedExperts:
         vectors["down_bias"] = parameters["down_proj_bias"]
     count, hidden, intermediate = stacks["down"].shape
     spec = ExpertsSpec(
-        hidden=hidden, intermediate=intermediate, experts=count, bias=experts.has_bias,
-        gate=encoding if experts.has_gate else None, up=encoding, down=encoding,
-    )  # fmt: skip
+        hidden=hidden,
+        intermediate=intermediate,
+        experts=count,
+        bias=experts.has_bias,
+        gate=encoding if experts.has_gate else None,
+        up=encoding,
+        down=encoding,
+    )
     problem = Problem(spec=spec, activation=_activation(experts), top_k=top_k, dtype=DTYPES[x.dtype])
     request = PlanRequest(Machine.of(str(weight.device)), "mixed", backend, BACKENDS, LAYOUTS)
     fused = FusedExperts(problem, Natural().view(spec, stacks, vectors), request)

@@ -109,10 +109,11 @@ class TransformersFamily:
         """
         if dtype != torch.float32 and Version(transformers.__version__) < Version(self.since):
             raise UnsupportedProblem(
-                f"{self.model_type} in {dtype}".replace("torch.", ""), expected=f"Transformers {self.since} or newer",
+                f"{self.model_type} in {dtype}".replace("torch.", ""),
+                expected=f"Transformers {self.since} or newer",
                 got=transformers.__version__,
                 hint="older versions mix float32 norms with 16-bit weights; upgrade, or load with dtype=torch.float32",
-            )  # fmt: skip
+            )
 
 
 _LLAMA4 = functools.partial(TransformersFamily, module="Llama4TextMoe", packed=PackedLlama4Moe, experts="experts")
@@ -144,9 +145,11 @@ def require_family(model_type: str) -> TransformersFamily:
     if family is None:
         known = nearest(model_type, [row.model_type for row in FAMILIES])
         raise UnsupportedProblem(
-            f"{model_type} in Transformers", expected="a family with a row in polymoe.engines.transformers.FAMILIES",
-            got="none", hint=f"{_WITHOUT_MODEL}. {known}",
-        )  # fmt: skip
+            f"{model_type} in Transformers",
+            expected="a family with a row in polymoe.engines.transformers.FAMILIES",
+            got="none",
+            hint=f"{_WITHOUT_MODEL}. {known}",
+        )
     return family
 
 
@@ -159,10 +162,11 @@ def require_model(model_type: str) -> None:
     names = {row.model_type: row.same_as or row.model_type for row in FAMILIES}
     if names.get(model_type, model_type) not in CONFIG_MAPPING:
         raise UnsupportedProblem(
-            f"{model_type} in Transformers", expected="a family that Transformers has",
+            f"{model_type} in Transformers",
+            expected="a family that Transformers has",
             got=f"none of this name in {transformers.__version__}",
             hint=f"install a version of Transformers with a model for {model_type}; {_WITHOUT_MODEL}",
-        )  # fmt: skip
+        )
 
 
 _WITHOUT_MODEL = "polymoe.load_experts and polymoe.explain read the experts without a model"

@@ -132,9 +132,10 @@ def paged_attention(
     unknown = attention_mask is not None or kwargs.get("softcap") is not None
     if cache is None or unknown:
         raise UnsupportedProblem(
-            f'attn_implementation="{NAME}"', expected="continuous batching, without a mask or a capped softmax",
+            f'attn_implementation="{NAME}"',
+            expected="continuous batching, without a mask or a capped softmax",
             got="a mask or softcap" if unknown else "no paged cache",
-        )  # fmt: skip
+        )
     window = getattr(module, "sliding_window", None) or 0
     if window:
         # If padded for a graph, these layers get as many indices as layers without a window.
@@ -170,9 +171,12 @@ def _update(
         key, value = (x.squeeze(0).transpose(0, 1) for x in (key, value))
         return key, value, kwargs["cu_seq_lens_k"], kwargs["max_length_k"]
     key, value = cache.update(
-        key_states=key, value_states=value, layer_idx=module.layer_idx,
-        read_index=kwargs["read_index"], write_index=kwargs["write_index"],
-    )  # fmt: skip
+        key_states=key,
+        value_states=value,
+        layer_idx=module.layer_idx,
+        read_index=kwargs["read_index"],
+        write_index=kwargs["write_index"],
+    )
     cu_k, max_k = kwargs["cu_seq_lens_k"], kwargs["max_seqlen_k"]
     if isinstance(cu_k, Mapping):
         kind = "sliding_attention" if window else "full_attention"
@@ -182,7 +186,7 @@ def _update(
 
 def _by_sequence(
     query_THD: Tensor, key_KHD: Tensor, value_KHD: Tensor, lengths: Lengths, window: int, scale: float
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     cu_q, cu_k, max_q, max_k = lengths
     out, lse_HT = _flash(
         query_THD, key_KHD, value_KHD, cu_q, cu_k, None, max_q, max_k, causal=True, window=window, scale=scale
@@ -192,7 +196,7 @@ def _by_sequence(
 
 def _by_token(
     query_THD: Tensor, key_KHD: Tensor, value_KHD: Tensor, lengths: Lengths, window: int, scale: float
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Each token is a sequence; its queries are the heads that share a key head. Sequences may share keys."""
     cu_q, cu_k, _, max_k = lengths
     (tokens, heads, width), shared = query_THD.shape, key_KHD.shape[1]
@@ -217,9 +221,19 @@ def _by_token(
 
 
 def _flash(
-    query_THD: Tensor, key_KHD: Tensor, value_KHD: Tensor, cu_q: Tensor, cu_k: Tensor, used_k: Tensor | None,
-    max_q: int, max_k: int, *, causal: bool, window: int, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    query_THD: Tensor,
+    key_KHD: Tensor,
+    value_KHD: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    used_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    causal: bool,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
     """Outputs ``[T, heads, D]`` and their log-sum-exps ``[heads, T]``.
 
     Sequence ``i`` has the queries ``cu_q[i]:cu_q[i + 1]``, and the keys ``cu_k[i]:cu_k[i + 1]``, or, with ``used_k``,

@@ -108,9 +108,11 @@ class PackedQuantizer(HfQuantizer):
         """The tensors that Transformers reads instead of the files' own."""
         if load_config.device_mesh is not None:
             raise UnsupportedProblem(
-                "polymoe in Transformers", expected="whole layers on each device", got="tensor parallelism",
+                "polymoe in Transformers",
+                expected="whole layers on each device",
+                got="tensor parallelism",
                 hint='device_map="auto" spreads layers over several GPUs',
-            )  # fmt: skip
+            )
         assert self.checkpoint is not None
         for name in self.experts:
             delattr(model.get_submodule(name), RESERVED)
@@ -128,18 +130,22 @@ class PackedQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:  # type: ignore[override]
         if self.checkpoint is None or self.dense_tensors is None:
             raise UnsupportedProblem(
-                f"Transformers {transformers.__version__}", expected="weights loaded by _load_pretrained_model",
-                got="another way", hint="polymoe is tested with 5.17 to 5.23",
-            )  # fmt: skip
+                f"Transformers {transformers.__version__}",
+                expected="weights loaded by _load_pretrained_model",
+                got="another way",
+                hint="polymoe is tested with 5.17 to 5.23",
+            )
         config = self.quantization_config
         for name, layer in logging.tqdm(self.experts.items(), desc="Packing experts"):
             sibling = next(model.get_submodule(name.rpartition(".")[0]).parameters())
             device = torch.device(config.device) if config.device else sibling.device
             if device.type == "meta":
                 raise UnsupportedProblem(
-                    name, expected="a layer on a device", got="a layer offloaded to CPU or disk",
+                    name,
+                    expected="a layer on a device",
+                    got="a layer offloaded to CPU or disk",
                     hint="give a device_map without offloading",
-                )  # fmt: skip
+                )
             model.get_submodule(name).fused = load_experts(
                 self.checkpoint, layer, device=device, backend=config.backend, role=config.role, dtype=model.dtype
             )
@@ -157,9 +163,13 @@ class PackedQuantizer(HfQuantizer):
         bytes_stored, bytes_here = sum(m.nbytes for m in read), sum(m.numel for m in read) * dtype.itemsize
         log.warning(
             "%s: %d matrices outside the experts are stored as %s and run as %s: %.1f MiB stored, %.1f MiB in memory",
-            self.checkpoint.name, len(read), stored, str(dtype).removeprefix("torch."),
-            bytes_stored / 2**20, bytes_here / 2**20,
-        )  # fmt: skip
+            self.checkpoint.name,
+            len(read),
+            stored,
+            str(dtype).removeprefix("torch."),
+            bytes_stored / 2**20,
+            bytes_here / 2**20,
+        )
         different = [m for m in read if not m.as_configured]
         if different:
             first = different[0]
@@ -178,9 +188,11 @@ class PackedQuantizer(HfQuantizer):
         """
         where = self.checkpoint.name if self.checkpoint else "the checkpoint"
         raise UnsupportedProblem(
-            "save_pretrained", expected="a model with plain experts", got="packed experts",
+            "save_pretrained",
+            expected="a model with plain experts",
+            got="packed experts",
             hint=f"copy {where} instead: its experts are unchanged",
-        )  # fmt: skip
+        )
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
