@@ -50,7 +50,8 @@ ALLOWED["runtime"] = ALLOWED["planning"] | {"planning"}
 ALLOWED["load_check"] = ALLOWED["runtime"] | {"runtime"}
 ALLOWED["experts"] = ALLOWED["load_check"] | {"load_check", "checkpoint"}
 ALLOWED["explanation"] = ALLOWED["experts"] | {"experts"}
-_CORE = ALLOWED["explanation"] | {"explanation"}
+ALLOWED["diagnosis"] = ALLOWED["runtime"]
+_CORE = ALLOWED["explanation"] | {"explanation", "diagnosis"}
 ALLOWED["engines"] = set()
 ALLOWED["verify"] = ALLOWED["engines.transformers"] = set(_CORE)
 ALLOWED["bench"] = ALLOWED["generate"] = ALLOWED["serve"] = _CORE | {"engines.transformers"}  # whole models

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from polymoe.errors import ArgumentError, nearest
 
-__all__ = ["DEVICES", "Device", "Machine"]
+__all__ = ["DEVICES", "Device", "Machine", "driver_cuda"]
 
 PACKAGES = ("torch", "triton", "transformers", "flashinfer-python", "vllm", "sglang")
 """Distributions a backend may need; a machine records which of them are installed, and their versions."""
@@ -178,11 +178,14 @@ class Machine:
                 hint='use device="cpu", or name a GPU to explain',
             )
         index = torch.device(device or "cuda").index
-        return cls(_detected(torch.cuda.current_device() if index is None else index), packages, _driver())
+        return cls(_detected(torch.cuda.current_device() if index is None else index), packages, driver_cuda())
 
 
-def _driver() -> tuple[int, int] | None:
-    """Asks the driver's own library, for which torch has no public function."""
+def driver_cuda() -> tuple[int, int] | None:
+    """Newest CUDA version that the driver runs, (13, 0), or None without a driver.
+
+    It asks the driver's own library, because torch has no public function for it.
+    """
     for library in ("libcuda.so.1", "nvcuda.dll"):
         try:
             version = ctypes.c_int()

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from polymoe.cli import bench, bench_decode, bench_serve, eval, explain, run, serve, tune, verify
+from polymoe.cli import bench, bench_decode, bench_serve, doctor, eval, explain, run, serve, tune, verify
 from polymoe.cli.output import fail
 from polymoe.errors import PolymoeError
 
@@ -43,6 +43,7 @@ for _name, _verb in {
     "tune": tune,
     "run": run,
     "serve": serve,
+    "doctor": doctor,
 }.items():
     app.command(_name)(_verb.command)
 app.command("bench decode")(bench_decode.command)

@@ -172,9 +172,14 @@ def uninstall() -> None:
     """Undo :func:`install`: Transformers loads as before. Models that are already loaded stay packed."""
     unregister()
     unregister_names(row.model_type for row in FAMILIES if row.same_as)
+    if installed():
+        modeling.get_hf_quantizer = modeling.get_hf_quantizer.args[0]
+
+
+def installed() -> bool:
+    """Whether :func:`install` is in effect in this process."""
     chooser = modeling.get_hf_quantizer
-    if isinstance(chooser, functools.partial) and chooser.func is _choose_quantizer:
-        modeling.get_hf_quantizer = chooser.args[0]
+    return isinstance(chooser, functools.partial) and chooser.func is _choose_quantizer
 
 
 def _choose_quantizer(

@@ -1,0 +1,335 @@
+"""Diagnosis: what this machine has and what each backend says of it, as one block to paste into a report.
+
+Every fact is collected on its own: one that cannot be found out is a line that says why.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from polymoe.environment import VARIABLES, cache_directory
+from polymoe.machine import Machine, driver_cuda
+from polymoe.verdict import Reason, Rejected
+
+__all__ = ["Diagnosis", "diagnose"]
+
+Facts = dict[str, Any]
+"""Facts by name: text, or facts again."""
+
+_OTHERS_VARIABLES = ("CUDA_VISIBLE_DEVICES", "TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_INTERPRET", "HF_HOME")
+_ENTRY_POINTS = "polymoe.backends"
+_OLDEST_TRANSFORMERS = (5, 16)
+_WALK_SECONDS = 0.5
+"""How long the size of a cache may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """Facts by section; ``print()`` it, or ``.to_dict()`` for JSON."""
+
+    sections: Mapping[str, Facts]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values."""
+        return dict(self.sections)
+
+    def __str__(self) -> str:
+        sections = {**self.sections, "backends": _grouped(self.sections.get("backends", {}))}
+        return "\n".join(line for name, facts in sections.items() for line in (f"{name}:", *_lines(facts)))
+
+
+def diagnose() -> Diagnosis:
+    """Look at this machine. Never raises for a broken piece: its fact is then ``"failed: ..."``."""
+    sections: dict[str, Callable[[], Facts]] = {
+        "polymoe": _polymoe,
+        "packages": _packages,
+        "GPUs": _gpus,
+        "backends": _backends,
+        "backends of other packages": _other_backends,
+        "engines": _engines,
+        "caches": _caches,
+        "environment": _environment,
+        "host": _host,
+    }
+    return Diagnosis({name: _section(collect) for name, collect in sections.items()})
+
+
+def _section(collect: Callable[[], Facts]) -> Facts:
+    found = _fact(collect)
+    return found if isinstance(found, dict) else {"all": found}
+
+
+def _fact(find: Callable[[], Any]) -> Any:
+    """What ``find`` returns, or why it failed."""
+    try:
+        return find()
+    except Exception as error:
+        return f"failed: {type(error).__name__}: {error}".rstrip(": ")
+
+
+def _lines(facts: Facts, indent: str = "  ") -> Iterator[str]:
+    width = max((len(name) for name, value in facts.items() if not isinstance(value, dict)), default=0)
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            yield f"{indent}{name}:"
+            yield from _lines(value, indent + "  ")
+        else:
+            text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+            yield f"{indent}{name.ljust(width)}  {text}".rstrip()
+    if not facts:
+        yield f"{indent}none"
+
+
+def _polymoe() -> Facts:
+    from polymoe import __version__
+
+    return {"version": __version__, "installed in": str(Path(__file__).parent), "Python": sys.version.split()[0]}
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _packages() -> Facts:
+    def torch_version() -> str:
+        import torch
+
+        return f"{torch.__version__}, " + (f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA")
+
+    names = ("triton", "flashinfer-python", "safetensors", "huggingface-hub")
+    return {"torch": _fact(torch_version), **{name: _fact(lambda name=name: _version(name)) for name in names}}
+
+
+def _gpus() -> Facts:
+    import torch
+
+    facts: Facts = {"driver": _fact(_driver)}
+    if not torch.cuda.is_available():
+        return {**facts, "found": "none" if torch.version.cuda else "none: this torch is built without CUDA"}
+    return {**facts, **{f"cuda:{i}": _fact(lambda i=i: _gpu(i)) for i in range(torch.cuda.device_count())}}
+
+
+def _driver() -> str:
+    cuda = driver_cuda()
+    file = Path("/proc/driver/nvidia/version")
+    words = file.read_text().split("\n")[0] if file.exists() else ""
+    runs = f"runs CUDA up to {cuda[0]}.{cuda[1]}" if cuda else "none"
+    return f"{runs} ({words})" if words else runs
+
+
+def _gpu(index: int) -> Facts:
+    import torch
+
+    device = Machine.of(f"cuda:{index}").device
+    free, total = torch.cuda.mem_get_info(index)
+    return {
+        "name": torch.cuda.get_device_name(index),
+        "known as": str(device),
+        "capability": ".".join(map(str, device.capability or ())),
+        "multiprocessors": device.sms,
+        "memory": f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB",
+    }
+
+
+def _backends() -> Facts:
+    """For each kind of device here and each backend: what it says of a typical layer in each format."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = [f"cuda:{i}" for i in range(count)] or ["cpu"]
+    machines = {str(machine.device): machine for machine in map(Machine.of, names)}
+    return {name: _fact(lambda machine=machine: _verdicts(machine)) for name, machine in machines.items()}
+
+
+def _verdicts(machine: Machine) -> Facts:
+    from polymoe.backends import BACKENDS
+
+    def each(name: str) -> Facts:
+        return {form: _fact(lambda form=form: _verdict(name, form, machine)) for form in _typical()}
+
+    return {name: each(name) for name in BACKENDS}
+
+
+def _grouped(devices: Facts) -> Facts:
+    """The same with one line for each answer of a backend: formats that share it stand together."""
+
+    def lines(formats: Facts) -> Facts:
+        said: dict[str, list[str]] = {}
+        for form, verdict in formats.items():
+            said.setdefault(verdict["text"] if isinstance(verdict, dict) else verdict, []).append(form)
+        return {"every format" if len(of) == len(formats) else ", ".join(of): text for text, of in said.items()}
+
+    return {
+        device: {backend: lines(formats) for backend, formats in found.items()} if isinstance(found, dict) else found
+        for device, found in devices.items()
+    }
+
+
+def _typical() -> dict[str, str]:
+    """Formats, and the activations that checkpoints of each are run with on a GPU."""
+    from polymoe.formats import FORMATS
+
+    own = {"fp8_block128": "fp8_group128", "fp8_tensor": "fp8_token", "fp8_channel": "fp8_token"}
+    return {name: own.get(name, "16bit") for name in FORMATS}
+
+
+def _verdict(backend: str, form: str, machine: Machine) -> Facts:
+    from polymoe.activation_quantization import ActivationQuantization
+    from polymoe.activations import SwiGLU
+    from polymoe.backends import BACKENDS
+    from polymoe.formats import FORMATS
+    from polymoe.planning.proof import weakest
+    from polymoe.planning.select import select
+    from polymoe.planning.selection import describe
+    from polymoe.problem import Problem
+    from polymoe.tensors import ExpertsSpec
+
+    encoding = FORMATS[form].encoding
+    spec = ExpertsSpec(hidden=4096, intermediate=2048, experts=128, gate=encoding, up=encoding, down=encoding)
+    activations = ActivationQuantization.of(_typical()[form])
+    problem = Problem(spec=spec, activation=SwiGLU(), top_k=8, activations=activations)
+    (candidate,) = select(problem, machine, backends={backend: BACKENDS[backend]}).candidates
+    verdict = candidate.verdict
+    if isinstance(verdict, Rejected):
+        return {"accepted": False, "text": "refused: " + "; ".join(_merged(verdict.reasons))}
+    proof = weakest(status for _, status in candidate.proofs)
+    return {"accepted": True, "proof": proof, "text": describe(verdict, candidate.proven(machine.device))}
+
+
+def _merged(reasons: Sequence[Reason]) -> list[str]:
+    """One text for what several projections lack alike: ``"weights of gate, up, down: expects ..., got ..."``."""
+    projections: dict[Reason, list[str]] = {}
+    for reason in reasons:
+        found = re.search(r"\b(gate|up|down) ", reason.what)
+        alike = replace(reason, what=reason.what.replace(found[0], "", 1)) if found else reason
+        projections.setdefault(alike, []).extend([found[1]] if found else [])
+    return [
+        str(replace(alike, what=f"{alike.what} of {', '.join(of)}") if of else alike)
+        for alike, of in projections.items()
+    ]
+
+
+def _other_backends() -> Facts:
+    """What other packages register under the entry-point group ``polymoe.backends``."""
+    from polymoe.backends import BACKENDS
+
+    def state(point: metadata.EntryPoint) -> str:
+        point.load()
+        return "registered" if point.name in BACKENDS else "not registered"
+
+    def described(point: metadata.EntryPoint) -> str:
+        package = f"{point.dist.name} {point.dist.version}" if point.dist else "unknown package"
+        return f"{point.value} of {package}: {_fact(lambda: state(point))}"
+
+    points = metadata.entry_points(group=_ENTRY_POINTS)
+    return {point.name: _fact(lambda point=point: described(point)) for point in points}
+
+
+def _engines() -> Facts:
+    return {
+        "transformers": _fact(_transformers),
+        **{name: _fact(lambda n=name: _engine(n)) for name in ("vllm", "sglang")},
+    }
+
+
+def _transformers() -> str:
+    version = _version("transformers")
+    if version == "not installed":
+        return version
+    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST_TRANSFORMERS:
+        return f"{version}: too old, polymoe needs {'.'.join(map(str, _OLDEST_TRANSFORMERS))} or newer"
+    loading = sys.modules.get("polymoe.engines.transformers.loading")
+    if loading is not None and loading.installed():
+        return f"{version}, polymoe's plug-in is active in this process"
+    return (
+        f"{version}, polymoe's plug-in is not active in this process: `polymoe run` and `polymoe serve` use it; "
+        "other programs call polymoe.engines.transformers.install()"
+    )
+
+
+def _engine(name: str) -> str:
+    version = _version(name)
+    return version if version == "not installed" else f"{version}, for which this version of polymoe has no plug-in"
+
+
+def _caches() -> Facts:
+    return {
+        "polymoe": _fact(lambda: _sized(cache_directory())),
+        "tuned tables": _fact(_tables),
+        "Triton": _fact(lambda: _sized(_triton_cache())),
+    }
+
+
+def _triton_cache() -> Path:
+    own = os.environ.get("TRITON_CACHE_DIR")
+    return Path(own) if own else Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
+
+
+def _tables() -> Facts | str:
+    from polymoe.planning.table_files import read
+
+    files = sorted((cache_directory() / "tables").glob("*.jsonl"))
+    return {file.name: _fact(lambda file=file: f"{len(read(file))} rows") for file in files} or "none"
+
+
+def _sized(directory: Path) -> str:
+    """A directory and the size of what it holds, or of what was counted of it in reasonable time."""
+    if not directory.exists():
+        return f"{directory}, which does not exist yet"
+    total, end = 0, time.monotonic() + _WALK_SECONDS
+    for parent, _, names in os.walk(directory):
+        total += sum(_size(Path(parent, name)) for name in names)
+        if time.monotonic() > end:
+            return f"{directory}, more than {total / 2**20:.1f} MiB"
+    return f"{directory}, {total / 2**20:.1f} MiB"
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:  # removed meanwhile, or a broken link
+        return 0
+
+
+def _environment() -> Facts:
+    """Variables of polymoe, and those of others that are set; secrets are not shown."""
+
+    def shown(name: str) -> str:
+        value = os.environ.get(name)
+        return "not set" if value is None else "set, not shown" if name.endswith("_KEY") else value
+
+    others = [name for name in _OTHERS_VARIABLES if name in os.environ]
+    return {name: shown(name) for name in (*VARIABLES, *others)}
+
+
+def _host() -> Facts:
+    def memory() -> str:
+        page = os.sysconf("SC_PAGE_SIZE")
+        free, total = (os.sysconf(name) * page for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"))
+        return f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB"
+
+    def disk() -> str:
+        place = cache_directory()
+        existing = next(p for p in (place, *place.absolute().parents) if p.exists())
+        usage = shutil.disk_usage(existing)
+        return f"{usage.free / 2**30:.1f} GiB free of {usage.total / 2**30:.1f} GiB at {existing}"
+
+    return {
+        "OS": _fact(platform.platform),
+        "CPUs": _fact(os.cpu_count),
+        "memory": _fact(memory),
+        "disk": _fact(disk),
+    }
