@@ -1,6 +1,6 @@
-"""What an expert computes between its up and down projections: frozen values with their torch definition.
+"""Activation functions between the up and down projections: frozen values with their definition in torch.
 
-Imports ``errors`` only, and torch only when an activation is applied: a problem can be described without torch.
+torch is imported only when an activation is applied, so that a problem can be described without torch.
 
 Example::
 
@@ -37,7 +37,7 @@ class SwiGLU:
         limit: clamps both inputs before anything else; None does not clamp.
 
     Sources: Shazeer, arXiv:2002.05202 (plain). gpt-oss: arXiv:2508.10925, ``SwiGLU(1.702, 1.0, 7.0)``. DeepSeek-V4:
-    ``SwiGLU(limit=10.0)``, ``swiglu_limit`` in its config. Models that clamp after the SiLU are another function.
+    ``SwiGLU(limit=10.0)``, ``swiglu_limit`` in its config. Models that clamp after the SiLU use another function.
     """
 
     alpha: float = 1.0
@@ -55,18 +55,18 @@ class SwiGLU:
                 raise ArgumentError(f"SwiGLU.{field}", expected="a finite number", got=repr(value))
         if self.limit is not None and self.limit <= 0:
             raise ArgumentError(
-                "SwiGLU.limit", expected="a number above 0", got=repr(self.limit), hint="None stands for no clamping"
+                "SwiGLU.limit", expected="a number above 0", got=repr(self.limit), hint="None means no clamping"
             )
 
     @property
     def name(self) -> str:
-        """``swiglu``, with the constants that are not the plain ones: ``swiglu(alpha=1.702, beta=1, limit=7)``."""
+        """``swiglu`` with the constants that differ from their defaults: ``swiglu(alpha=1.702, beta=1, limit=7)``."""
         plain = {"alpha": 1.0, "beta": 0.0, "limit": None}
         shown = [f"{k}={_number(getattr(self, k))}" for k, default in plain.items() if getattr(self, k) != default]
         return "swiglu" + (f"({', '.join(shown)})" if shown else "")
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Activated values, in the inputs' dtype and common shape; ArgumentError if the shapes differ."""
+        """Return activated values in the inputs' dtype and shape; raises ArgumentError if the shapes differ."""
         import torch
 
         _check_same_shape(self.name, gate, up)
@@ -106,7 +106,7 @@ class GeGLU:
         return "geglu" if self.approximate == "none" else f"geglu({self.approximate})"
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Activated values, in the inputs' dtype and common shape; ArgumentError if the shapes differ."""
+        """Return activated values in the inputs' dtype and shape; raises ArgumentError if the shapes differ."""
         import torch
 
         _check_same_shape(self.name, gate, up)
@@ -128,14 +128,14 @@ class ReLU2:
         return "relu2"
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Activated values, in the input's dtype and shape."""
+        """Return activated values in the input's dtype and shape."""
         import torch
 
         return torch.relu(x).square()
 
 
 Activation = SwiGLU | GeGLU | ReLU2
-"""Any activation. ``gated`` says whether it is called with ``(gate, up)`` or with the one projection there is.
+"""Any activation. If ``gated``, it is called with ``(gate, up)``, else with the output of the only projection.
 
 ``y = act(gate, up) if act.gated is True else act(up)``: with ``is True`` a type checker follows.
 """
@@ -151,13 +151,13 @@ ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
         "swish": SwiGLU(),
     }
 )
-"""What the ``hidden_act`` strings of model configs mean in an expert, sorted by string."""
+"""The activation for each ``hidden_act`` string of model configs, sorted by string."""
 
 
 def parse_activation(
     hidden_act: str, *, gated: bool = True, alpha: float = 1.0, beta: float = 0.0, limit: float | None = None
 ) -> Activation:
-    """The activation that a config's ``hidden_act`` means.
+    """Return the activation for a config's ``hidden_act``.
 
     Args:
         hidden_act: the config's string, a key of :data:`ACTIVATIONS`.
@@ -165,8 +165,8 @@ def parse_activation(
         alpha, beta, limit: constants of :class:`SwiGLU` that the model family or its config sets.
 
     Raises:
-        ArgumentError: the string is unknown, or known only with (only without) a gate, or constants other than the
-            plain ones are given for an activation that has none.
+        ArgumentError: if the string is unknown or does not fit ``gated``, or if constants are given for an activation
+            that has none.
     """
     activation = ACTIVATIONS.get(hidden_act) if isinstance(hidden_act, str) else None
     fitting = [name for name, known in ACTIVATIONS.items() if known.gated == gated]
@@ -194,7 +194,7 @@ def parse_activation(
 
 
 def _number(value: float) -> str:
-    """Shortest exact text: ``1.702``, and ``7`` for both 7 and 7.0."""
+    """Return the shortest exact text: ``1.702``, and ``7`` for both 7 and 7.0."""
     return repr(value).removesuffix(".0")
 
 

@@ -1,7 +1,7 @@
-"""Bytes, operations and the time below which no kernel can go.
+"""Bytes, operations and the floor: the least time that the GPU could take.
 
-Formulas: with uniform routing of T tokens to A of E experts each, ``E * (1 - (1 - A/E)**T)`` experts are hit. Their
-weights are read once, x is read and y written once; each routed row costs two operations a weight.
+Formulas: with uniform routing of T tokens to A of E experts each, ``E * (1 - (1 - A/E)**T)`` experts are active. Their
+weights are read once, x is read and y is written once; each routed row takes two operations for every weight.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What one call needs at least.
+    """The least that one call needs.
 
     Attributes:
         active_experts: expected number of this rank's experts that receive a token.
@@ -37,12 +37,12 @@ class Cost:
 
     @property
     def floor_us(self) -> float:
-        """The larger of the two times: no kernel is faster."""
+        """The larger of the two times; no kernel is faster."""
         return max(self.memory_us, self.compute_us)
 
 
 def cost(problem: Problem, device: Device, tokens: int) -> Cost:
-    """Cost of one call with ``tokens`` tokens, uniformly routed."""
+    """Return the cost of one call with ``tokens`` tokens and uniform routing."""
     s = problem.spec
     top_k = min(problem.top_k, s.experts)
     active = s.local_experts * (1 - (1 - top_k / s.experts) ** tokens)

@@ -1,4 +1,4 @@
-"""Environment variables: the one table of those polymoe reads, and what they mean (leaf: imports nothing of ours)."""
+"""The environment variables that polymoe reads (leaf: imports no other module of polymoe)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VARIABLES: Mapping[str, str] = MappingProxyType(
     {
         "POLYMOE_API_KEY": "bearer token that clients of `polymoe serve` must send, and that `eval` and `bench serve` "
         "send (same as --api-key)",
-        "POLYMOE_CACHE": "directory of what polymoe may make again, such as tuned tables (default: polymoe in the "
+        "POLYMOE_CACHE": "directory of polymoe's cache, such as tuned tables (default: polymoe in the "
         "user's cache directory, $XDG_CACHE_HOME or ~/.cache)",
     }
 )
@@ -21,7 +21,7 @@ VARIABLES: Mapping[str, str] = MappingProxyType(
 
 
 def cache_directory() -> Path:
-    """Where polymoe keeps what it may make again; it may not exist yet."""
+    """Return the directory of polymoe's cache, which may not exist yet."""
     chosen = os.environ.get("POLYMOE_CACHE")
     if chosen:
         return Path(chosen).expanduser()

@@ -14,7 +14,7 @@
     ├── ServerError (ConnectionError)           a server that cannot be reached, or that refuses or fails
     └── MissingDependency (ImportError)         an optional package is not installed
 
-Each message says where, what was expected, what came, and what to do about it::
+Each message says where the error is, what was expected, what was found, and what to do about it::
 
     model.layers.3.mlp.experts.gate_up_proj_scales: expected shape [8, 384, 6], got [8, 384, 5]
       hint: the shard is from another revision of the checkpoint; download it again
@@ -48,9 +48,9 @@ class PolymoeError(Exception):
 
     Args:
         where: the file, tensor, layer or argument at fault.
-        expected: what would have been right.
+        expected: what would have been valid.
         got: what was found instead.
-        hint: what the reader can do.
+        hint: what the user can do.
 
     All but ``where`` may be left out; ``str(error)`` joins what is given.
     """
@@ -62,7 +62,7 @@ class PolymoeError(Exception):
         super().__init__(where, expected, got, hint)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Exceptions are rebuilt from positional arguments, which would not fit; they must survive a process boundary.
+        # Unpickling passes positional arguments, which do not fit here; errors must survive a process boundary.
         rebuild = partial(type(self), expected=self.expected, got=self.got, hint=self.hint)
         return rebuild, (self.where,)
 
@@ -74,7 +74,7 @@ class PolymoeError(Exception):
 
 
 class CheckpointError(PolymoeError, ValueError):
-    """A checkpoint cannot be read as what it claims to be: a missing, truncated or contradictory file or tensor."""
+    """A checkpoint cannot be read: a file or tensor is missing, truncated or contradictory."""
 
 
 class CheckpointNotFound(CheckpointError, FileNotFoundError):
@@ -82,11 +82,11 @@ class CheckpointNotFound(CheckpointError, FileNotFoundError):
 
 
 class FormatError(PolymoeError, ValueError):
-    """Bytes, shapes or dtypes do not fit the encoding they are said to have."""
+    """Bytes, shapes or dtypes do not fit their declared encoding."""
 
 
 class ScaleError(FormatError, ValueError):
-    """Scales lie outside the range that a layout's kernels decode: above it, or negative. Another layout holds them."""
+    """Scales are outside the range that a layout's kernels can decode: too large, or negative. Another layout fits."""
 
 
 class ArgumentError(PolymoeError, ValueError):
@@ -94,7 +94,7 @@ class ArgumentError(PolymoeError, ValueError):
 
 
 class UnsupportedProblem(PolymoeError, NotImplementedError):
-    """No backend, or not the one that was named, runs this problem on this machine. The message lists every reason."""
+    """No backend, or not the named one, can run this problem on this machine. The message lists every reason."""
 
 
 class PlanError(PolymoeError, RuntimeError):
@@ -106,15 +106,15 @@ class VerificationError(PolymoeError, RuntimeError):
 
 
 class ServerError(PolymoeError, ConnectionError):
-    """A server cannot be reached, refuses what every request needs (key, model), or fails again and again."""
+    """A server cannot be reached, refuses the key or model of every request, or fails repeatedly."""
 
 
 class MissingDependency(PolymoeError, ImportError):
-    """An optional package is needed and not installed; the hint names the extra that brings it."""
+    """An optional package is needed and not installed; the hint names the extra that installs it."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Hint text for a name that is not known: the closest one, if any is close, then all of them.
+    """Return a hint for an unknown name: the closest known one, if any is close, then all of them.
 
     ``nearest("mxpf4", ["mxfp4", "nvfp4"])`` is ``"did you mean 'mxfp4'? known: mxfp4, nvfp4"``.
     """

@@ -1,4 +1,4 @@
-"""Error of a result, and how much of it a correct backend may have (leaf: imports nothing of ours)."""
+"""Error of a result, and the tolerance of a correct backend (leaf: imports no other module of polymoe)."""
 
 from __future__ import annotations
 

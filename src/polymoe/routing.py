@@ -1,10 +1,10 @@
-"""Router logits to the experts of each token and their weights: one frozen value a router family.
+"""Routers: from logits to the experts of each token and their weights; one frozen value for each kind of router.
 
-Every router works in three steps, in float32, and differs in what each step does::
+Every router works in three steps, in float32; routers differ in the details of each step::
 
     scores_TE  = score(logits_TE)
     ids_TA     = the top_k of scores_TE + correction_bias_E, or a table's entry for the token
-    weights_TA = weigh(scores_TE at ids_TA)          # the bias chooses and never weighs
+    weights_TA = weigh(scores_TE at ids_TA)          # the bias affects the choice, never the weights
 
 Example::
 
@@ -21,8 +21,8 @@ router                             models
 ``SigmoidInput``                   Llama-4
 ================================== ================================================
 
-The router's own matrix product stays in the model: it gives the logits. No call reads a tensor's values back to the
-host on a GPU, so all of them can be captured in a CUDA graph.
+The matrix product that computes the logits stays in the model. On a GPU no call reads values back to the host, so every
+router can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ __all__ = [
     "TopKSoftmax",
 ]
 
-EPSILON = 1e-20  # added to the sum that sigmoid and sqrt-softplus weights are divided by
+EPSILON = 1e-20  # added to the divisor of sigmoid and sqrt-softplus weights
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 HINTS_MISSING = {
-    "correction_bias_E": "the checkpoint has it beside the router's weight; pass zeros for a model that has none",
-    "tid2eid_VA": "the checkpoint has it beside the router's weight",
+    "correction_bias_E": "the checkpoint stores it beside the router's weight; pass zeros for a model without one",
+    "tid2eid_VA": "the checkpoint stores it beside the router's weight",
 }
 
 
 class Routing(NamedTuple):
-    """Where each token goes: ``experts(x_TH, *routing)``.
+    """The experts of each token and their weights: ``experts(x_TH, *routing)``.
 
     Attributes:
         topk_ids_TA: int64, the experts of each token, best first (in the table's order where a table chooses).
-        topk_weights_TA: float32, their weights; the routed scaling factor is in them.
+        topk_weights_TA: float32, their weights, including the routed scaling factor.
     """
 
     topk_ids_TA: Tensor
@@ -99,19 +99,19 @@ class _Router(ABC):
         token_ids_T: Tensor | None = None,
         tid2eid_VA: Tensor | None = None,
     ) -> Routing:
-        """Experts and weights of each token.
+        """Choose the experts of each token and compute their weights.
 
         Args:
             logits_TE: the router's output, any floating dtype; a router bias (gpt-oss) is already in it.
-            correction_bias_E: float32; given exactly where ``uses_correction_bias`` says so.
-            token_ids_T: integers; needed by a token table, ignored by the other routers, so that the layers of one
-                model can be called alike.
-            tid2eid_VA: integers, the experts of each token of the vocabulary; given exactly where
-                ``uses_token_table`` says so.
+            correction_bias_E: float32; required if ``uses_correction_bias``, else not allowed.
+            token_ids_T: integers; needed by a token table and ignored by the other routers, so that all layers of a
+                model can be called in the same way.
+            tid2eid_VA: integers, the experts of each token of the vocabulary; required if ``uses_token_table``, else
+                not allowed.
 
         Raises:
-            ArgumentError: a tensor is missing, not used, or of a wrong shape, dtype or device; there are fewer
-                experts to choose from than ``top_k``; on CPU also token or expert ids outside their range.
+            ArgumentError: if a tensor is missing, unused, or of a wrong shape, dtype or device; if there are fewer
+                experts than ``top_k``; on a CPU also for token or expert ids out of range.
         """
         self._check("logits_TE", logits_TE, logits_TE.is_floating_point(), "floats", ("T", "E"), logits_TE.device)
         if logits_TE.shape[1] < self.top_k:
@@ -155,7 +155,7 @@ class _Router(ABC):
         return ids_TA
 
     def _expect(self, used: bool, name: str, tensor: Tensor | None) -> Tensor | None:
-        """``tensor``, or an error where it is missing or would be ignored: both give wrong experts in silence."""
+        """Return ``tensor``; raises if it is missing or unused, since both silently give wrong experts."""
         if used and tensor is None:
             raise self._error(name, "a tensor", None, HINTS_MISSING[name])
         if tensor is not None and not used:
@@ -172,7 +172,7 @@ class _Router(ABC):
         device: torch.device,
         dtype_hint: str | None = None,
     ) -> None:
-        """Raise unless ``tensor`` has the dtype, the device and the shape, in which a letter is any size."""
+        """Raise unless ``tensor`` has the dtype, device and shape; a letter in the shape stands for any size."""
         shape_fits = tensor.dim() == len(shape) and all(
             isinstance(wanted, str) or wanted == size for wanted, size in zip(shape, tensor.shape, strict=True)
         )
@@ -182,7 +182,7 @@ class _Router(ABC):
             raise self._error(name, expected, tensor, None if dtype_fits else dtype_hint)
 
     def _check_range(self, name: str, ids: Tensor, bound: int) -> None:
-        # On a GPU the check would wait for the device at every layer of every step.
+        # On a GPU the check would synchronize at every layer of every step.
         if ids.device.type == "cpu" and bool(((ids < 0) | (ids >= bound)).any()):
             raise self._error(name, f"ids from 0 to {bound - 1}", f"{int(ids.min())} to {int(ids.max())}")
 
@@ -194,7 +194,7 @@ class _Router(ABC):
 
 @dataclass(frozen=True, slots=True)
 class TopKSoftmax(_Router):
-    """Top-k of the raw logits, then a softmax over the chosen ones alone: ``softmax(logits[ids])``.
+    """Top-k of the raw logits, then a softmax over the chosen ones only: ``softmax(logits[ids])``.
 
     Models: gpt-oss (arXiv:2508.10925); its router's bias is part of the logits.
     """
@@ -243,7 +243,7 @@ class SigmoidTopK(_Scaled):
     ``p = sigmoid(logits)`` and ``q = p + correction_bias``. The experts form ``n_group`` equal groups of neighbours;
     a group's score is the sum of its two largest ``q``. ``ids`` are the top-k of ``q`` within the ``topk_group`` best
     groups. Weights are ``p[ids]``, with ``renormalize`` divided by ``sum + 1e-20``, times ``scaling``. With as many
-    groups kept as there are, groups play no role.
+    groups kept as there are, groups have no effect.
 
     The logits should be a float32 product of the router's weight and input. Models: DeepSeek-V3 (arXiv:2412.19437,
     bias after arXiv:2408.15664), and with one group Kimi-K2, GLM-4.5 to 4.7 and Nemotron-3.
@@ -270,7 +270,7 @@ class SigmoidTopK(_Scaled):
         return scores_TE.topk(self.top_k, dim=-1).indices
 
     def _mask_groups(self, scores_TE: Tensor) -> Tensor:
-        """Scores with -inf outside the best groups: a bias can make the score of a kept expert negative, so not 0."""
+        """Set scores outside the best groups to -inf, not 0: a bias can make the score of a kept expert negative."""
         tokens, experts = scores_TE.shape
         size = experts // self.n_group
         if experts % self.n_group or size < 2 or self.topk_group * size < self.top_k:
@@ -303,7 +303,7 @@ class SqrtSoftplusTopK(_Scaled):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HashTopK(_Scaled):
-    """Experts by token: ``ids = tid2eid[token_id]``; the logits only weigh them, as in :class:`SqrtSoftplusTopK`.
+    """Experts by token id: ``ids = tid2eid[token_id]``; logits give only the weights, as in :class:`SqrtSoftplusTopK`.
 
     Models: the first ``num_hash_layers`` expert layers of DeepSeek-V4. The idea: Roller et al., arXiv:2106.04426.
     """
@@ -318,7 +318,7 @@ class HashTopK(_Scaled):
 class SigmoidInput(_Router):
     """Top-k of the raw logits, weights ``sigmoid(logits[ids])``, multiplied into the expert's input: ``f(w * x)``.
 
-    An expert is not linear, so weighting its output instead is another function. Models: Llama-4, one expert a token.
+    Experts are not linear, so weighting the output would be another function. Models: Llama-4, one expert per token.
     """
 
     top_k: int = 1
@@ -333,4 +333,4 @@ class SigmoidInput(_Router):
 
 
 Router = TopKSoftmax | SoftmaxTopK | SigmoidTopK | SqrtSoftplusTopK | HashTopK | SigmoidInput
-"""Any router. ``weight_on`` says whether its weights multiply an expert's output or its input."""
+"""Any router. ``weight_on`` tells whether its weights multiply an expert's output or its input."""

@@ -1,4 +1,4 @@
-"""Dimension legend and integer helpers (leaf: imports nothing of ours).
+"""Dimension legend and integer helpers (leaf: imports no other module of polymoe).
 
 A tensor's name ends in its dimensions, one letter each, outermost first:
 

@@ -1,4 +1,4 @@
-"""Expert and ExpertWeights: what one layer's experts are, read one at a time."""
+"""Expert and ExpertWeights: the experts of one layer, read one at a time."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["Expert", "ExpertWeights", "ExpertsSpec", "QuantTensor"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
-    """Sizes and encodings of a layer's experts, as this rank holds them.
+    """Sizes and encodings of this rank's part of a layer's experts.
 
     Attributes:
         hidden: H, the experts' own input and output width (Nemotron-3: the latent width).
         intermediate: F on this rank, after tensor parallelism.
         experts: E in the whole layer.
         up, down: encodings of the up and down projections.
-        gate: the gate projection's, or None for experts without one.
-        bias: whether every projection has one.
+        gate: encoding of the gate projection, or None for experts without one.
+        bias: whether the projections have biases.
         first_expert, local_experts: the contiguous range of experts on this rank (expert parallelism).
     """
 
@@ -58,7 +58,7 @@ class ExpertsSpec:
 
     @property
     def encodings(self) -> dict[str, Encoding]:
-        """Encoding of each projection that is there: gate, up, down."""
+        """Encoding of each existing projection: gate, up, down."""
         gate = {"gate": self.gate} if self.gate is not None else {}
         return {**gate, "up": self.up, "down": self.down}
 
@@ -68,19 +68,19 @@ class ExpertsSpec:
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of one expert in its encodings, biases (counted as 2 bytes each) included."""
+        """Bytes of one expert in its encodings, including biases (2 bytes each)."""
         weights = sum(e.nbytes(*self.matrix_shape(p)) for p, e in self.encodings.items())
         biases = 2 * (self.intermediate * (len(self.encodings) - 1) + self.hidden) if self.bias else 0
         return weights + biases
 
     @property
     def dequantized_bytes(self) -> int:
-        """Bytes of this rank's experts as 16-bit floats, biases not counted."""
+        """Bytes of this rank's experts as 16-bit floats, without biases."""
         return self.local_experts * 2 * sum(n * k for n, k in map(self.matrix_shape, self.encodings))
 
     @property
     def format(self) -> str:
-        """The encodings' name where all projections share it, else ``up/down``, or ``gate+up/down`` if those differ."""
+        """Name of the encodings: one name if all projections share it, else ``up/down`` or ``gate+up/down``."""
         up, down = self.up.name, self.down.name
         if self.gate is not None and self.gate.name != up:
             return f"{self.gate.name}+{up}/{down}"
@@ -117,36 +117,36 @@ class Expert:
 
     @property
     def projections(self) -> dict[str, QuantTensor]:
-        """The projections that are there: gate, up, down."""
+        """The existing projections: gate, up, down."""
         gate = {"gate": self.gate} if self.gate is not None else {}
         return {**gate, "up": self.up, "down": self.down}
 
     @property
     def vectors(self) -> dict[str, Tensor]:
-        """Biases and input scales that are there, by field name."""
+        """The existing biases and input scales, by field name."""
         names = ("gate_bias", "up_bias", "down_bias", "gate_up_input_scale", "down_input_scale")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything held."""
+        """Bytes of all tensors."""
         return sum(p.nbytes for p in self.projections.values()) + sum(
             v.numel() * v.element_size() for v in self.vectors.values()
         )
 
     def to(self, device: torch.device | str) -> Expert:
-        """The same expert on ``device``."""
+        """Return the same expert on ``device``."""
         return self.map(lambda part: part.to(device))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Expert:
-        """The same expert with ``function`` of every tensor."""
+        """Return the expert with ``function`` applied to every tensor."""
         mapped = {n: p.map(function) for n, p in self.projections.items()}
         return replace(self, **mapped, **{n: function(v) for n, v in self.vectors.items()})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertWeights:
-    """A layer's experts, lazily: ``expert(e)`` reads one from files, or from a packed layer through its layout.
+    """The experts of a layer, read lazily: ``expert(e)`` reads one from files, or from a packed layer by its layout.
 
     ``e`` counts this rank's experts from 0; its id in the router is ``spec.first_expert + e``.
     """
@@ -155,11 +155,11 @@ class ExpertWeights:
     read: Callable[[int], Expert]
 
     def expert(self, e: int) -> Expert:
-        """Expert ``e`` of ``spec.local_experts``, checked against the spec.
+        """Read expert ``e`` of ``spec.local_experts`` and check it against the spec.
 
         Raises:
             ArgumentError: for ``e`` out of range.
-            FormatError: if what was read is not what the spec says.
+            FormatError: if the expert does not match the spec.
         """
         if not 0 <= e < self.spec.local_experts:
             raise ArgumentError("expert", expected=f"0 to {self.spec.local_experts - 1}", got=str(e))
@@ -186,7 +186,7 @@ class ExpertWeights:
         gate_up, down = torch.empty(0), torch.empty(0)
         for e, x in enumerate(self):
             halves = [p.dequantize(dtype) for p in (x.gate, x.up) if p is not None]
-            if e == 0:  # the first expert says on which device
+            if e == 0:  # the first expert determines the device
                 sizes = (len(halves) * self.spec.intermediate, self.spec.hidden)
                 gate_up = halves[0].new_empty(self.spec.local_experts, *sizes)
                 down = halves[0].new_empty(self.spec.local_experts, self.spec.hidden, self.spec.intermediate)
@@ -196,10 +196,10 @@ class ExpertWeights:
 
     @classmethod
     def of(cls, experts: Sequence[Expert], *, total: int | None = None, first_expert: int = 0) -> ExpertWeights:
-        """Experts already in memory, of one shape and encoding; ``total`` is E of the whole layer.
+        """Wrap experts in memory, all of the same shape and encoding; ``total`` is E of the whole layer.
 
         Raises:
-            ArgumentError: for no experts, or a range that does not lie within ``total``.
+            ArgumentError: without experts, or for a range outside ``total``.
         """
         if not experts:
             raise ArgumentError("experts", expected="at least one", got="none")
@@ -229,7 +229,7 @@ class ExpertWeights:
         gate_up_bias_EF: Tensor | None = None,
         down_bias_EH: Tensor | None = None,
     ) -> ExpertWeights:
-        """Experts from float weights in natural order: ``[E, 2F, H]`` (gate rows, then up rows), or ``[E, F, H]`` if
+        """Quantize float weights in natural order: ``[E, 2F, H]`` (gate rows, then up rows), or ``[E, F, H]`` if
         not ``gated``, and ``[E, H, F]``; biases ``[E, 2F]`` or ``[E, F]``, and ``[E, H]``.
 
         Raises:

@@ -252,7 +252,9 @@ def test_by_default_each_settings_have_their_file(tmp_path: Path, monkeypatch: p
 
 def test_which_model(tmp_path: Path) -> None:
     with serving(add, models=("small", "large")) as server:
-        with pytest.raises(ServerError, match=r"(?s)--model, since it has several, got none.*known: large, small"):
+        with pytest.raises(
+            ServerError, match=r"(?s)--model, because the server has several, got none.*known: large, small"
+        ):
             run(tmp_path, server.url)
         with pytest.raises(ServerError, match="did you mean 'small'"):
             run(tmp_path, server.url, model="smal")

@@ -31,7 +31,7 @@ metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}
 
 @pytest.fixture
 def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with one task whose data is at hand."""
+    """A directory with one task whose data is available."""
     pytest.importorskip("lm_eval")
     pytest.importorskip("tenacity")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
@@ -83,5 +83,5 @@ def test_a_task_that_is_not_known_or_not_at_hand(cli: Cli, tasks: Path) -> None:
         (tasks.parent / "sums.jsonl").unlink()
         code, _, err = cli("eval", "--tasks", "small_sums", "--include-path", tasks, "--server", server.url)
         assert code == 1
-        assert "expected tasks whose data is at hand" in err
+        assert "expected tasks whose data is available" in err
         assert "Traceback" not in err

@@ -122,8 +122,8 @@ def test_group_columns() -> None:
     ("arguments", "message"),
     [
         ({"element": "e5m2"}, "one of .*, got 'e5m2'"),
-        ({"element": "e4m3"}, "scales exactly for elements of 8 bits and less"),
-        ({"element": "bf16", "granularity": PerTensor(), "scale_dtype": "float32"}, "scales exactly"),
+        ({"element": "e4m3"}, "scales for elements of 8 bits or less, and only for those"),
+        ({"element": "bf16", "granularity": PerTensor(), "scale_dtype": "float32"}, "scales for elements"),
         ({"element": "e4m3", "granularity": PerTensor()}, "granularity and scale_dtype together"),
         ({"element": "e4m3", "scale_dtype": "float32"}, "granularity and scale_dtype together"),
         ({"element": "e4m3", "granularity": PerTensor(), "scale_dtype": "float64"}, "Encoding.scale_dtype"),

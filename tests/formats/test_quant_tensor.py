@@ -194,7 +194,7 @@ def test_parts_that_do_not_fit(change: dict[str, torch.Tensor | None], message: 
 def test_p2_scale_bytes_are_no_numbers() -> None:
     good = random_bytes(MXFP4, 4, 64)
     assert good.scales is not None
-    with pytest.raises(FormatError, match=r"got torch.uint8\n  hint: re-view raw bytes, do not cast them"):
+    with pytest.raises(FormatError, match=r"got torch.uint8\n  hint: view raw bytes, do not cast them"):
         replace(good, scales=good.scales.view(torch.uint8))
 
 

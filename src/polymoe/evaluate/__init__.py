@@ -1,7 +1,7 @@
 """Accuracy of a model behind any OpenAI-compatible server: what ``polymoe eval`` runs.
 
-:func:`evaluate` asks the questions of one file and keeps the answers in another; :func:`score` and :func:`compare` say
-what they are worth. :mod:`polymoe.evaluate.harness` leaves tasks to lm-eval instead.
+:func:`evaluate` asks the questions of one file and stores the answers in another; :func:`score` and :func:`compare`
+compute the statistics. :mod:`polymoe.evaluate.harness` runs lm-eval's tasks instead.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run that has come to its end.
+    """A finished run.
 
     Attributes:
         path: the file of its answers.
-        settings: what they share.
+        settings: the settings of all answers.
         score: of all answers in the file; None if there are none.
-        failures: a message for each question that got no answer; the next run asks them again.
+        failures: a message for each question without an answer; the next run asks them again.
     """
 
     path: Path
@@ -77,28 +77,28 @@ def evaluate(
     on_start: Callable[[Path, int, int], None] = lambda path, done, total: None,
     on_record: Callable[[Record], None] = lambda record: None,
 ) -> Run:
-    """Ask a set of questions, and keep every answer as it comes: an interrupted run goes on where it stood.
+    """Ask a set of questions and store every answer when it arrives, so that an interrupted run can continue.
 
     Args:
         data: the file of questions, see :mod:`polymoe.evaluate.questions`.
-        server: whom to ask.
-        model: as the server calls it; None is its only one.
-        task: the questions' kind, or "auto".
+        server: the server to ask.
+        model: its name on the server; None for the server's only model.
+        task: the kind of questions, or "auto".
         repeats: how often each question is asked.
         limit: only the first questions.
-        endpoint: "chat", with the server's chat template, or "completions", without.
-        temperature, top_p, max_tokens: None leaves them to the server.
-        seed: for the options' order and the requests' seeds, see :class:`~polymoe.evaluate.records.Settings`.
+        endpoint: "chat", which uses the server's chat template, or "completions", which does not.
+        temperature, top_p, max_tokens: None for the server's defaults.
+        seed: for the order of options and the seeds of requests, see :class:`~polymoe.evaluate.records.Settings`.
         system: a system message; only for "chat".
         extra: further fields of every request, such as ``{"chat_template_kwargs": {...}}``.
-        out: the file of answers; None is one in the current directory, named after set, model and settings.
-        fresh: start over, replacing what ``out`` holds.
-        on_start: called with the file, the number of answers it has, and the number wanted in all.
+        out: the file of answers; None for a file in the current directory, named after set, model and settings.
+        fresh: start over and replace ``out``.
+        on_start: called with the file, the number of its answers, and the total number of answers.
         on_record: called with every new answer.
 
     Raises:
-        ArgumentError: for questions or records that cannot be read, or an argument out of range.
-        ServerError: for a server that cannot be reached, refuses, or fails again and again.
+        ArgumentError: if questions or records cannot be read, or for an argument out of range.
+        ServerError: if the server cannot be reached, refuses, or fails repeatedly.
         KeyboardInterrupt: when interrupted; answers so far are in the file.
     """
     from polymoe.evaluate.asking import ask_all
@@ -123,10 +123,10 @@ def evaluate(
         extra=json.dumps(dict(extra or {}), sort_keys=True),
     )
     path = out or Path(_file_name(settings))
-    wanted = [(repeat, question) for repeat in range(repeats) for question in questions[:limit]]
+    asked = [(repeat, question) for repeat in range(repeats) for question in questions[:limit]]
     with RecordFile(path, settings, fresh=fresh) as file:
-        pending = [(repeat, question) for repeat, question in wanted if (question.id, repeat) not in file.records]
-        on_start(path, len(wanted) - len(pending), len(wanted))
+        pending = [(repeat, question) for repeat, question in asked if (question.id, repeat) not in file.records]
+        on_start(path, len(asked) - len(pending), len(asked))
 
         def keep(record: Record) -> None:
             file.append(record)
@@ -138,7 +138,7 @@ def evaluate(
 
 
 def _file_name(settings: Settings) -> str:
-    """``eval-SET-MODEL-1a2b3c4d.jsonl``: other settings, another file."""
+    """Return ``eval-SET-MODEL-1a2b3c4d.jsonl``; other settings give another name."""
     digest = hashlib.sha256(json.dumps(asdict(settings), sort_keys=True).encode()).hexdigest()[:8]
     names = (re.sub(r"[^\w.-]+", "-", name) for name in (Path(settings.data).stem, settings.model))
     return "-".join(["eval", *names, digest]) + ".jsonl"

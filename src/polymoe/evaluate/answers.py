@@ -1,8 +1,8 @@
-r"""The answer in a model's text: where each task looks for it, in one spelling.
+r"""Extract the answer from a model's response, normalized for comparison.
 
-Each function takes the text of one response and returns a short string to compare with the expected answer, or None
-where the text holds no answer: that response is then *invalid*, and counts as wrong. ``finished`` is False for a text
-that was cut off at its token limit.
+Each function takes the text of one response and returns a short string to compare with the expected answer, or None if
+the text contains no answer: such a response is *invalid* and counts as wrong. ``finished`` is False for a text that was
+truncated at its token limit.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ _LETTER = re.compile(
 
 
 def visible(text: str) -> str:
-    """What follows the reasoning, if a server leaves ``<think>...</think>`` in the text; nothing if it never ends."""
+    """Return the text after ``<think>...</think>``, if a server leaves it in; nothing if the reasoning never ends."""
     if "</think>" in text:
         return text.rpartition("</think>")[2]
     return "" if text.lstrip().startswith("<think>") else text
 
 
 def whole_text(text: str, *, finished: bool = True) -> str | None:
-    """All of the text, without white space at its ends."""
+    """Return the whole text without surrounding white space."""
     return visible(text).strip() or None
 
 
 def final_number(text: str, *, finished: bool = True) -> str | None:
-    r"""The result of a calculation: after the last ``####``, else in the last ``\boxed{}``, else the last number.
+    r"""Return the result: after the last ``####``, else in the last ``\boxed{}``, else the last number.
 
-    The last only for a text that was not cut off. What is boxed but no number stays as it is, and differs from
-    any number.
+    The last number counts only if the text was not truncated. Boxed text that is not a number is returned unchanged and
+    differs from any number.
 
     >>> final_number("2 and 2 are 4\n#### 1,234.50 dollars")
     '1234.5'
@@ -57,7 +57,7 @@ def final_number(text: str, *, finished: bool = True) -> str | None:
 
 
 def number(text: str) -> str | None:
-    r"""A number in one spelling, whatever its markup, name or unit; None for anything else.
+    r"""Normalize a number, ignoring markup, name and unit; None for anything else.
 
     >>> number("073"), number("$1,200.00"), number(r"336^\circ"), number("n = -.5"), number("two"), number(r"2\pi")
     ('73', '1200', '336', '-0.5', None, None)
@@ -67,7 +67,7 @@ def number(text: str) -> str | None:
 
 
 def choice_letter(text: str, letters: str, *, finished: bool = True) -> str | None:
-    r"""The letter that is chosen: after the last "answer", else in the last ``\boxed{}``, else alone on the last line.
+    r"""Return the chosen letter: after the last "answer", else in the last ``\boxed{}``, else alone on the last line.
 
     >>> choice_letter("A is wrong.\nAnswer: **C**", "ABCD")
     'C'
@@ -85,7 +85,7 @@ def choice_letter(text: str, letters: str, *, finished: bool = True) -> str | No
 
 
 def _boxed(text: str) -> str | None:
-    r"""What stands in the last ``\boxed{}`` that is closed."""
+    r"""Return the content of the last closed ``\boxed{}``."""
     for start in reversed([m.end() for m in re.finditer(r"\\boxed\s*\{", text)]):
         depth = 1
         for end in range(start, len(text)):

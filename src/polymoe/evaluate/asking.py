@@ -1,4 +1,4 @@
-"""Ask a server: many requests at once through OpenAI's client, which retries what may pass, with increasing waits.
+"""Send questions to a server: many requests at once through OpenAI's client, which retries with increasing waits.
 
 API: https://platform.openai.com/docs/api-reference
 """
@@ -27,19 +27,19 @@ except ImportError as error:
 __all__ = ["Server", "ask_all"]
 
 FAILURES_IN_A_ROW = 10
-"""After this many requests of which none succeeded, retries included, a run ends."""
+"""A run ends after this many consecutive failed requests, including retries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """Where to ask, and how patiently.
+    """The server to ask, and the limits of requests.
 
     Attributes:
         url: the server's address; without a path, ``/v1`` is added.
         api_key: the bearer token.
-        concurrency: requests under way at once.
-        timeout_s: how long one request may take.
-        retries: how often it is sent again after 408, 409, 429, 5xx, a timeout or a broken connection.
+        concurrency: number of simultaneous requests.
+        timeout_s: longest duration of a request, in seconds.
+        retries: how often a request is repeated after 408, 409, 429, 5xx, a timeout or a broken connection.
     """
 
     url: str
@@ -50,11 +50,11 @@ class Server:
 
     @property
     def base_url(self) -> str:
-        """The address that paths such as ``/chat/completions`` are added to."""
+        """The address to which paths such as ``/chat/completions`` are added."""
         return self.url.rstrip("/") + ("" if urlsplit(self.url).path.strip("/") else "/v1")
 
     def options(self) -> dict[str, Any]:
-        """Arguments for OpenAI's clients."""
+        """Return arguments for OpenAI's clients."""
         return {
             "base_url": self.base_url,
             "api_key": self.api_key,
@@ -63,15 +63,16 @@ class Server:
         }
 
     def model(self, name: str | None) -> str:
-        """The model to ask: ``name``, if the server has it; without a name, its only one.
+        """Return the model to ask: ``name``, if the server has it; without a name, its only model.
 
         Raises:
-            ServerError: if the server cannot be reached, refuses the key, or offers other or several models.
+            ServerError: if the server cannot be reached, refuses the key, lacks the model, or has several without a
+                name.
         """
         try:
             with openai.OpenAI(**{**self.options(), "timeout": 30, "max_retries": 2}) as client:
                 names = [model.id for model in client.models.list()]
-        except (openai.NotFoundError, AttributeError, TypeError) as error:  # it does not list its models
+        except (openai.NotFoundError, AttributeError, TypeError) as error:  # the server does not list its models
             if name is not None and isinstance(error, openai.NotFoundError):
                 return name
             raise ServerError(
@@ -84,7 +85,7 @@ class Server:
         if name not in names:
             raise ServerError(
                 self.base_url,
-                expected="one of its models" if name else "--model, since it has several",
+                expected="one of its models" if name else "--model, because the server has several",
                 got=repr(name) if name else "none",
                 hint=nearest(name or "", names),
             )
@@ -94,7 +95,7 @@ class Server:
 @dataclass(slots=True)
 class _Progress:
     pending: deque[tuple[int, Question]]
-    workers: int  # that go on taking questions
+    workers: int  # workers that still take questions
     failures: list[str] = field(default_factory=list)
     in_a_row: int = 0
 
@@ -106,10 +107,11 @@ async def ask_all(
     pending: Iterable[tuple[int, Question]],
     on_record: Callable[[Record], None],
 ) -> list[str]:
-    """Ask every question of ``pending``, given with its repeat, in order; returns what failed, as messages.
+    """Ask every (repeat, question) of ``pending`` in order; returns a message for each failure.
 
-    ``on_record`` is called with every answer as it comes. A prompt longer than the model's context counts as an invalid
-    answer, unless ``max_tokens`` may be to blame. A server that goes on saying 429 gets fewer requests at once.
+    ``on_record`` is called with every answer when it arrives. A prompt longer than the model's context counts as an
+    invalid answer, unless ``max_tokens`` may be the cause. A server that keeps answering 429 gets fewer requests at
+    once.
 
     Raises:
         ServerError: if the server refuses key or model, or if ten requests in a row fail.
@@ -178,7 +180,7 @@ async def _ask(client: Any, settings: Settings, task: Task, question: Question, 
         latency_us, retries = round(raw.elapsed.total_seconds() * 1e6), raw.retries_taken
         text, finish_reason, usage = _read(raw.parse(), chat=settings.endpoint == "chat")
     except openai.BadRequestError as error:
-        # With max_tokens, servers say the same of a prompt that fits but leaves less room than that: a wrong setting.
+        # With max_tokens, servers send the same error for a prompt that leaves too little room: a wrong setting.
         too_long = error.code == "context_length_exceeded" or "context length" in error.message
         if not too_long or settings.max_tokens is not None:
             raise
@@ -201,7 +203,7 @@ async def _ask(client: Any, settings: Settings, task: Task, question: Question, 
 
 
 def _read(response: Any, *, chat: bool) -> tuple[str, str | None, Any]:
-    """Text, finish reason and usage of a response. OpenAI's client does not check what a server sends."""
+    """Return text, finish reason and usage of a response, which OpenAI's client does not validate."""
     try:
         choice = response.choices[0]
         text = choice.message.content if chat else choice.text

@@ -1,4 +1,4 @@
-"""Tasks of lm-eval against a server: its own client, prompts, metrics and table; nothing of it is rebuilt here.
+"""Run lm-eval's tasks against a server, with lm-eval's own client, prompts, metrics and table.
 
 https://github.com/EleutherAI/lm-evaluation-harness
 """
@@ -35,21 +35,21 @@ def run_tasks(
     system: str | None = None,
     sampling: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], str]:
-    """lm-eval's results for its tasks, as values that JSON holds, and as its table.
+    """Return lm-eval's results for its tasks, as values for JSON and as its table.
 
     Args:
-        tasks: names, as ``lm_eval ls tasks`` lists them. Their data must be at hand, or the Hub within reach.
-        server: whom to ask; ``retries`` and ``concurrency`` are passed on.
-        model: as the server calls it; None is its only one.
+        tasks: names, as ``lm_eval ls tasks`` lists them. Their data must be cached, or the Hub reachable.
+        server: the server to ask; ``retries`` and ``concurrency`` are passed on.
+        model: its name on the server; None for the server's only model.
         endpoint: "chat", for tasks that generate, or "completions".
-        include_path: a directory with tasks of one's own.
-        num_fewshot, limit, system: as lm-eval's options.
+        include_path: a directory with further tasks.
+        num_fewshot, limit, system: lm-eval's options of these names.
         sampling: fields that replace those of each task's requests.
 
     Raises:
         MissingDependency: without lm-eval and its packages for servers.
-        ArgumentError: for a task that lm-eval does not know, or whose data is not at hand.
-        ServerError: for a server that cannot be reached or refuses.
+        ArgumentError: for a task that lm-eval does not know, or whose data cannot be found.
+        ServerError: if the server cannot be reached or refuses.
     """
     try:
         import aiohttp as aiohttp
@@ -94,7 +94,7 @@ def run_tasks(
 
 @contextmanager
 def _errors(server: Server, tasks: Sequence[str]) -> Iterator[None]:
-    """What lm-eval lets through from below, said in our words: data that is not there, and a server that fails."""
+    """Translate errors that lm-eval passes through: missing data, and a failing server."""
     import aiohttp
     from datasets.exceptions import DatasetsError  # type: ignore[import-not-found]
 
@@ -105,15 +105,15 @@ def _errors(server: Server, tasks: Sequence[str]) -> Iterator[None]:
     except (DatasetsError, OSError) as error:  # aiohttp's connection errors are OSErrors too
         raise ArgumentError(
             f"--tasks {','.join(tasks)}",
-            expected="tasks whose data is at hand",
+            expected="tasks whose data is available",
             got=str(error),
-            hint="fetch the data where the Hub can be reached, or ask a file of questions instead",
+            hint="download the data on a machine with access to the Hub, or use a file of questions",
         ) from error
 
 
 @contextmanager
 def _api_key(key: str) -> Iterator[None]:
-    """lm-eval takes the key from this variable only."""
+    """Set the only variable from which lm-eval reads the key."""
     before = os.environ.get("OPENAI_API_KEY")
     os.environ["OPENAI_API_KEY"] = key
     try:

@@ -1,8 +1,8 @@
-"""Sets of questions as they are published: which fields hold what, the prompt, and where the answer is looked for.
+"""Published sets of questions: their fields, their prompts, and how answers are extracted.
 
 The fields of each kind of file:
 
-- ``exact``: JSONL with ``prompt`` and ``answer``, as ``models/sums-heldout.jsonl``: all of the response is the answer.
+- ``exact``: JSONL with ``prompt`` and ``answer``, as ``models/sums-heldout.jsonl``: the whole response is the answer.
 - ``gsm8k``: ``test.jsonl`` of https://github.com/openai/grade-school-math: ``question``, and ``answer`` that ends in
   ``#### 42``.
 - ``aime``: JSONL or CSV with ``problem`` or ``question``, and ``answer`` or a ``solution`` that boxes it; their first
@@ -37,10 +37,10 @@ class Question:
     """One question.
 
     Attributes:
-        id: the same in every run, made from question and answer.
-        text: as it is published.
-        answer: what is expected; empty for a choice, where it depends on the order of the options.
-        options: of a multiple choice, the right one first; else empty.
+        id: a digest of question and answer, the same in every run.
+        text: the published text.
+        answer: the expected answer; empty for a choice, where it depends on the order of the options.
+        options: of a multiple-choice question, the right one first; else empty.
     """
 
     id: str
@@ -49,9 +49,9 @@ class Question:
     options: tuple[str, ...] = ()
 
     def ordered(self, seed: int, repeat: int) -> tuple[int, ...]:
-        """The options' order in one repeat: the same whenever and wherever it is asked for.
+        """Return the order of options in one repeat, the same on every machine.
 
-        Options are sorted by the SHA-256 of seed, repeat, question and option, which no library or version changes.
+        Options are sorted by the SHA-256 of seed, repeat, question and option, independent of library versions.
         """
 
         def key(option: int) -> bytes:
@@ -62,15 +62,15 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """How questions of one kind are asked, and their answers found.
+    """How questions of one kind are asked and their answers extracted.
 
     Attributes:
         name: for ``--task``.
-        fields: what a row has, for messages.
+        fields: description of the fields, for messages.
         fits: whether a row is of this kind.
-        read: question, expected answer and options of a row.
-        instruction: what follows the question in the prompt.
-        extract: the answer in a response, as in :mod:`polymoe.evaluate.answers`.
+        read: returns question, expected answer and options of a row.
+        instruction: the text after the question in the prompt.
+        extract: returns the answer in a response, see :mod:`polymoe.evaluate.answers`.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Task:
     extract: Callable[..., str | None]
 
     def ask(self, question: Question, *, seed: int = 0, repeat: int = 0) -> tuple[str, str]:
-        """The prompt and the expected answer of one repeat."""
+        """Return the prompt and the expected answer of one repeat."""
         if not question.options:
             return question.text + self.instruction, question.answer
         order = question.ordered(seed, repeat)
@@ -90,7 +90,7 @@ class Task:
 
 
 def _first(row: Mapping[str, Any], *names: str) -> str:
-    """The first field of these that the row has, in lower case or with its first letter raised; "" if none."""
+    """Return the first of these fields that the row has, in lower case or capitalized; "" if none."""
     for name in names:
         for spelling in (name, name.capitalize()):
             value = row.get(spelling)
@@ -153,18 +153,18 @@ TASKS: Mapping[str, Task] = {
         ),
     )
 }
-"""Every kind of question, the most particular fields first: a file is of the first that its rows fit."""
+"""Every kind of question, the most specific first: a file gets the first kind that its rows fit."""
 
 
 def read_questions(path: Path, *, task: str = "auto") -> tuple[Task, list[Question]]:
-    """The questions of a ``.jsonl``, ``.json`` (a list) or ``.csv`` file, in order, and their kind.
+    """Read the questions of a ``.jsonl``, ``.json`` (a list) or ``.csv`` file in order, and determine their kind.
 
     Args:
         path: the file.
-        task: a name of :data:`TASKS`, or "auto" to go by the fields.
+        task: a name in :data:`TASKS`, or "auto" to use the fields.
 
     Raises:
-        ArgumentError: for a file that cannot be read as such, or rows without the fields, with the line.
+        ArgumentError: if the file cannot be read, or for a row without the fields; it names the line.
     """
     if task != "auto" and task not in TASKS:
         raise ArgumentError("--task", expected="a kind of question", got=repr(task), hint=nearest(task, TASKS))
@@ -194,7 +194,7 @@ def read_questions(path: Path, *, task: str = "auto") -> tuple[Task, list[Questi
 
 
 def _rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Line numbers and rows."""
+    """Return line numbers and rows."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:

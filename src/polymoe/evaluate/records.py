@@ -1,8 +1,7 @@
-"""Answers on disk: a JSONL file that starts with the settings and gains one line an answer, so that a run can go on.
+"""Answers on disk: a JSONL file with the settings and one line for each answer, so that a run can be continued.
 
-The first line is ``{"settings": {...}, "polymoe": "0.1.0"}``, every other one a :class:`Record`. A line is written at
-once and to the end of the file: after a crash at most the last one is incomplete, and it is dropped when the run goes
-on.
+The first line is ``{"settings": {...}, "polymoe": "0.1.0"}``, every other line a :class:`Record`. Each line is appended
+in one write: after a crash at most the last line is incomplete, and it is dropped when the run continues.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ __all__ = ["Record", "RecordFile", "Settings", "read_records"]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """All that the answers of one run share. Two runs are the same run if these are the same.
+    """The settings that all answers of one run share. They identify the run.
 
     Attributes:
-        data, data_sha256: the set's file name, and its content.
-        task: its kind, a name of :data:`~polymoe.evaluate.questions.TASKS`.
-        instruction: what follows each question.
-        model: as the server calls it.
+        data, data_sha256: name of the set's file, and digest of its content.
+        task: its kind, a name in :data:`~polymoe.evaluate.questions.TASKS`.
+        instruction: the text after each question.
+        model: its name on the server.
         endpoint: "chat" or "completions".
-        temperature, top_p, max_tokens: as sent; None is left out, and the server's to choose.
-        seed: orders options; if given, each request also carries a seed made from it, question and repeat.
+        temperature, top_p, max_tokens: as sent; None is not sent and leaves the choice to the server.
+        seed: orders options; if given, each request also carries a seed derived from it, question and repeat.
         system: the system message, or None.
         extra: further fields of each request, as JSON.
     """
@@ -50,7 +49,7 @@ class Settings:
     extra: str = "{}"
 
     def differences(self, other: Settings) -> list[str]:
-        """``"temperature: 0.0, not None"`` for every setting in which ``other`` differs."""
+        """Return ``"temperature: 0.0, not None"`` for every setting in which ``other`` differs."""
         mine, theirs = asdict(self), asdict(other)
         return [f"{name}: {theirs[name]!r}, not {mine[name]!r}" for name in mine if mine[name] != theirs[name]]
 
@@ -60,15 +59,15 @@ class Record:
     """One answer.
 
     Attributes:
-        id, repeat: which question, and which time it was asked, from 0.
-        expected, answer: in one spelling; ``answer`` is None if the text held none, or the prompt was too long.
-        correct: whether they are the same.
-        text: the whole response, without reasoning that the server sends apart.
-        finish_reason: the server's; "length" for a text cut off.
-        prompt_tokens, completion_tokens: as the server counts; None if it does not.
-        latency_us: from sending the request to the whole response, without retries before it.
-        ended_us: when the response was there, in microseconds since 1970.
-        retries: requests before it that failed.
+        id, repeat: the question, and the number of its repetition, from 0.
+        expected, answer: normalized; ``answer`` is None if the text contains none or the prompt was too long.
+        correct: whether they are equal.
+        text: the whole response, without reasoning that the server sends separately.
+        finish_reason: from the server; "length" for a truncated text.
+        prompt_tokens, completion_tokens: as counted by the server, or None.
+        latency_us: from sending the request to the complete response, without earlier retries.
+        ended_us: when the response arrived, in microseconds since 1970.
+        retries: failed requests before it.
     """
 
     id: str
@@ -86,15 +85,15 @@ class Record:
 
 
 class RecordFile:
-    """The answers of one run, in memory and in a file that no other process writes; use it in a ``with`` block.
+    """The answers of one run, in memory and in a locked file; use it in a ``with`` block.
 
     Args:
-        path: created if it is not there, with its directories.
-        settings: of this run.
-        fresh: start over; what the file holds is replaced.
+        path: created if missing, with its directories.
+        settings: the settings of this run.
+        fresh: start over and replace the file.
 
     Raises:
-        ArgumentError: for a file of another run's settings, one that is no record file, or one in use.
+        ArgumentError: if the file has other settings, is not a file of records, or is in use.
     """
 
     def __init__(self, path: Path, settings: Settings, *, fresh: bool = False) -> None:
@@ -118,12 +117,12 @@ class RecordFile:
         os.close(self._fd)
 
     def append(self, record: Record) -> None:
-        """Add an answer, in memory and at the end of the file."""
+        """Add an answer in memory and append it to the file."""
         self._write(asdict(record))
         self.records[record.id, record.repeat] = record
 
     def _lock(self) -> None:
-        with contextlib.suppress(ImportError):  # there is no such lock on Windows
+        with contextlib.suppress(ImportError):  # Windows has no such lock
             import fcntl
 
             try:
@@ -141,7 +140,7 @@ class RecordFile:
         complete = content.rfind(b"\n") + 1
         if complete == 0:
             if content and not content.startswith(b'{"settings"'):
-                raise ArgumentError(str(self.path), expected="a file of records, or none", got="another file")
+                raise ArgumentError(str(self.path), expected="a file of records, or a new file", got="another file")
             os.ftruncate(self._fd, 0)
             from polymoe import __version__
 
@@ -167,10 +166,10 @@ class RecordFile:
 
 
 def read_records(path: Path) -> tuple[Settings, list[Record]]:
-    """Settings and answers of a run, finished or not; of an answer that is there twice, the first.
+    """Read settings and answers of a run, finished or not; of duplicate answers, the first counts.
 
     Raises:
-        ArgumentError: for a file that is not there or holds anything else.
+        ArgumentError: if the file does not exist or contains anything else.
     """
     try:
         lines = path.read_bytes().split(b"\n")[:-1]

@@ -1,7 +1,7 @@
-"""What the answers of one run say, and of two runs.
+"""Statistics of the answers of one run, and of two runs compared.
 
 The statistics are those of E. Miller, "Adding Error Bars to Evals: A Statistical Approach to Language Model
-Evaluations", 2024 (https://arxiv.org/abs/2411.00640): questions are a sample of all that could be asked, answers to one
+Evaluations", 2024 (https://arxiv.org/abs/2411.00640): questions are a sample of all possible questions, answers to one
 question depend on each other, and two runs over the same questions are compared question by question.
 """
 
@@ -21,12 +21,12 @@ __all__ = ["Difference", "Score", "compare", "score"]
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A run's result. Shares are from 0 to 1; None is what cannot be said, as a deviation of one repeat.
+    """The result of a run. Shares are from 0 to 1; None means undefined, such as the deviation of a single repeat.
 
     Attributes:
-        questions, answers: how many of each; every question may have been asked several times.
+        questions, answers: their numbers; every question may have been asked several times.
         repeats: how often all questions were asked.
-        correct, invalid, cut_off: answers that are right, that held no answer, and that ended at their token limit.
+        correct, invalid, cut_off: responses that are right, contain no answer, or ended at their token limit.
         pass_at_1: mean over questions of the share of right answers to each.
         standard_error: of ``pass_at_1``, with the Q questions as a sample: sqrt(sum (p_q - pass_at_1)^2 / (Q (Q - 1))),
             where p_q is the share of right answers to question q.
@@ -34,7 +34,7 @@ class Score:
         repeat_standard_error: ``repeat_std`` / sqrt(repeats): of ``pass_at_1`` on just these questions.
         latency_p50_us, latency_p90_us, latency_p99_us: percentiles over answers.
         output_tokens: in all.
-        output_tokens_per_s: over the time in which at least one request was under way.
+        output_tokens_per_s: over the time in which at least one request was running.
     """
 
     questions: int
@@ -79,7 +79,7 @@ class Difference:
 
 
 def score(records: Sequence[Record]) -> Score:
-    """The result of a run's answers.
+    """Compute the result of a run.
 
     Raises:
         ArgumentError: if there are none.
@@ -116,7 +116,7 @@ def score(records: Sequence[Record]) -> Score:
 
 
 def compare(a: Iterable[Record], b: Iterable[Record]) -> Difference:
-    """The difference of two runs with its 95 % interval, paired by question.
+    """Compute the difference of two runs with its 95 % interval, paired by question.
 
     With d_q the difference of the two shares of right answers to question q, of Q::
 
@@ -124,7 +124,7 @@ def compare(a: Iterable[Record], b: Iterable[Record]) -> Difference:
         standard error = sqrt(sum (d_q - difference)^2 / (Q (Q - 1)))
         95 % interval = difference +- t(0.975, Q - 1) * standard error
 
-    (Miller 2024, the section on paired differences, with Student's t in the place of 1.96, which matters for a set as
+    (Miller 2024, the section on paired differences, with Student's t instead of 1.96, which matters for a set as
     small as AIME.) What makes a question hard for both runs cancels: where they agree on what is hard, the interval is
     narrower than one from the two runs' standard errors.
 
@@ -153,7 +153,7 @@ def compare(a: Iterable[Record], b: Iterable[Record]) -> Difference:
 
 
 def _shares(records: Iterable[Record]) -> Mapping[str, float]:
-    """Of each question, the share of its answers that are right."""
+    """Return the share of right answers to each question."""
     right: dict[str, list[bool]] = defaultdict(list)
     for record in records:
         right[record.id].append(record.correct)
@@ -178,12 +178,12 @@ def _t_975(freedom: int) -> float:
 
 
 def _percentile(ordered: Sequence[int], percent: int) -> int:
-    """The smallest value that at least ``percent`` of all do not exceed (nearest rank)."""
+    """Return the smallest value that at least ``percent`` of all values do not exceed (nearest rank)."""
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
 def _busy_us(records: Iterable[Record]) -> int:
-    """Time in which at least one request was under way, also where a run was interrupted and went on later."""
+    """Return the time in which at least one request was running, also for a run that was interrupted and continued."""
     busy, until = 0, 0
     for start, end in sorted((record.ended_us - record.latency_us, record.ended_us) for record in records):
         busy += max(0, end - max(start, until))

@@ -1,4 +1,4 @@
-"""Weight formats: what the bytes mean, and how floats become them. Torch only.
+"""Weight formats: what stored bytes mean, and how floats are quantized to them. Uses torch only.
 
 :data:`FORMATS` names the usual ones; :func:`format_of` finds the class for any encoding.
 """
@@ -31,7 +31,7 @@ __all__ = [
 
 
 def format_of(encoding: Encoding) -> Format:
-    """The format that quantizes to ``encoding``, which need not be a row of :data:`FORMATS`."""
+    """Return the format that quantizes to ``encoding``, also for encodings without a row in :data:`FORMATS`."""
     by_element = {"bf16": Float16, "fp16": Float16, "e4m3": Fp8, "int4": Int4}
     kind = by_element.get(encoding.element) or (Nvfp4 if encoding.global_scale else Mxfp4)
     return kind(encoding)

@@ -1,4 +1,4 @@
-"""What a format is: an encoding and the rule that quantizes to it."""
+"""Format: an encoding and the rule that quantizes to it."""
 
 from __future__ import annotations
 

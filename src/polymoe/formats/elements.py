@@ -52,7 +52,7 @@ _E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
 def pack_nibbles(values: Tensor) -> Tensor:
-    """Two 4-bit codes a byte, the even column in the low nibble: uint8 ``[..., K]`` to uint8 ``[..., K/2]``.
+    """Pack two 4-bit codes into a byte, the even column in the low nibble: uint8 ``[..., K]`` to uint8 ``[..., K/2]``.
 
     Raises:
         FormatError: if K is odd.
@@ -68,7 +68,7 @@ def unpack_nibbles(codes: Tensor) -> Tensor:
 
 
 def decode(codes: Tensor, element: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Numbers that ``codes`` stand for, before scales and zero points: ``[..., N, K]`` in ``dtype``.
+    """Return the numbers of ``codes``, before scales and zero points: ``[..., N, K]`` in ``dtype``.
 
     Packed 4-bit codes are ``[..., N, K/2]``. INT4 codes give 0 to 15, since the zero point belongs to the group.
     """
@@ -79,7 +79,7 @@ def decode(codes: Tensor, element: str, dtype: torch.dtype = torch.float32) -> T
         return torch.view_as_real(_lookup(torch.view_as_complex(pairs), codes)).flatten(-2)
     if element == "e4m3":
         every = torch.arange(256, dtype=torch.uint8, device=codes.device).view(codes.dtype)
-        return _lookup(every.to(dtype), codes.view(torch.uint8))  # on a CPU several times faster than a cast
+        return _lookup(every.to(dtype), codes.view(torch.uint8))  # several times faster than a cast on a CPU
     if element == "int4":
         return unpack_nibbles(codes).to(dtype)
     return codes.to(dtype)
@@ -97,20 +97,20 @@ def decode_scale(scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 def divide(values: Tensor, divisor: float) -> Tensor:
     """``values / divisor``, rounded once on every device.
 
-    On a GPU torch multiplies by the reciprocal of a Python number, and one bit too much would double an E8M0 scale.
+    On a GPU torch multiplies by the reciprocal of a Python number; an error of one bit would double an E8M0 scale.
     """
     return values / torch.full_like(values, divisor)
 
 
 def encode_e2m1(values: Tensor) -> Tensor:
-    """Nearest E2M1 code of each number, ties to the even code, magnitudes above 6 to 6: uint8, one code a byte.
+    """Return the nearest E2M1 code of each number, ties to even, magnitudes above 6 to 6: uint8, one code per byte.
 
-    ``values`` hold no NaN.
+    ``values`` must not contain NaN.
     """
     magnitudes = values.abs()
     codes = torch.signbit(values).to(torch.uint8) << 3
     for lower, midpoint in enumerate(_E2M1_MIDPOINTS):
-        codes += magnitudes >= midpoint if lower % 2 else magnitudes > midpoint  # a tie goes up from an odd code
+        codes += magnitudes >= midpoint if lower % 2 else magnitudes > midpoint  # a tie rounds up from an odd code
     return codes
 
 
@@ -127,30 +127,30 @@ def encode_e8m0(exponents: Tensor) -> Tensor:
     return (exponents.clamp(-127, 127) + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
-def encode_scale(wanted: Tensor, scale_dtype: str) -> Tensor:
-    """Smallest scales of a dtype that are not below the ``wanted`` ones, so that no weight is clipped; 1 where 0.
+def encode_scale(least: Tensor, scale_dtype: str) -> Tensor:
+    """Return the smallest scales of a dtype that are not below ``least``, so that no weight is clipped; 1 for 0.
 
     Args:
-        wanted: float32, 0 or more. Below ``2**-126`` they count as that: a rounded subnormal number is a bad divisor.
+        least: float32, 0 or more. Values below ``2**-126`` count as that: a rounded subnormal is a bad divisor.
         scale_dtype: float32, bfloat16, float16 or e8m0.
 
     Raises:
-        FormatError: if a wanted scale is above the dtype's largest number.
+        FormatError: if a scale is above the dtype's largest number.
     """
-    wanted = torch.where(wanted == 0, torch.ones_like(wanted), wanted.clamp_min(torch.finfo(torch.float32).tiny))
+    least = torch.where(least == 0, torch.ones_like(least), least.clamp_min(torch.finfo(torch.float32).tiny))
     if scale_dtype == "e8m0":
-        mantissa, exponent = torch.frexp(wanted)  # wanted = mantissa * 2**exponent, 0.5 <= mantissa < 1
+        mantissa, exponent = torch.frexp(least)  # least = mantissa * 2**exponent, 0.5 <= mantissa < 1
         return encode_e8m0(torch.where(mantissa == 0.5, exponent - 1, exponent))
     dtype = SCALE_DTYPES[scale_dtype]
-    scales = wanted.to(dtype)
+    scales = least.to(dtype)
     if dtype.itemsize == 2:
         bits = scales.view(torch.int16)  # of positive floats, counted up by one: the next larger float
-        scales = torch.where(scales.float() < wanted, bits + 1, bits).view(dtype)
+        scales = torch.where(scales.float() < least, bits + 1, bits).view(dtype)
     if not bool(torch.isfinite(scales).all()):
         raise FormatError(
             f"{scale_dtype} scale",
             expected=f"at most {torch.finfo(dtype).max:g}",
-            got=f"{wanted.max():g}",
+            got=f"{least.max():g}",
             hint="scale the weights down, or store float32 scales",
         )
     return scales

@@ -1,4 +1,4 @@
-"""What one weight matrix's stored numbers are: element, scale granularity, scale dtype, zero points, global scale."""
+"""Encoding: how a weight matrix is stored: element, scale granularity, scale dtype, zero points, global scale."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from polymoe.shapes import ceil_div
 __all__ = ["Element", "Encoding", "Granularity", "PerChannel", "PerGroup", "PerTensor", "ScaleDtype"]
 
 Element = Literal["e2m1", "e4m3", "int4", "bf16", "fp16"]
-"""What one code is: OCP FP4 and FP8, an unsigned 4-bit integer, or a 16-bit float."""
+"""Element types: OCP FP4 and FP8, an unsigned 4-bit integer, or a 16-bit float."""
 
 ScaleDtype = Literal["float32", "bfloat16", "float16", "e8m0", "e4m3"]
-"""What a scale is stored as; e8m0 is a power of two in a byte (OCP MX)."""
+"""Dtypes of stored scales; e8m0 is a power of two in a byte (OCP MX)."""
 
 ELEMENT_BITS: dict[str, int] = {"e2m1": 4, "int4": 4, "e4m3": 8, "bf16": 16, "fp16": 16}
 SCALE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "e8m0": 1, "e4m3": 1}
@@ -34,7 +34,7 @@ class PerTensor:
 
 @dataclass(frozen=True, slots=True)
 class PerChannel:
-    """One scale an output row; scales have shape ``[N, 1]``."""
+    """One scale for each output row; scales have shape ``[N, 1]``."""
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
         """Shape of the scales of a ``[rows, columns]`` matrix."""
@@ -75,13 +75,13 @@ class Encoding:
     """How a ``[N, K]`` weight matrix is stored.
 
     Attributes:
-        element: what one code is: ``e2m1`` (FP4), ``e4m3`` (FP8), ``int4``, or a 16-bit float stored as it is.
+        element: type of a code: ``e2m1`` (FP4), ``e4m3`` (FP8), ``int4``, or a 16-bit float.
         granularity: which weights share one scale; None for 16-bit floats, which have no scales.
-        scale_dtype: the scales' stored dtype.
-        zero_points: int4 only: each group has an integer zero point; without them the zero is 8.
-        global_scale: one float32 that multiplies the whole matrix as well (NVFP4).
+        scale_dtype: dtype of the stored scales.
+        zero_points: int4 only: each group has an integer zero point; otherwise it is 8.
+        global_scale: whether one float32 multiplies the whole matrix as well (NVFP4).
 
-    A weight is ``(element - zero) * scale * global_scale``. Two encodings that differ in the scale dtype alone have
+    A weight is ``(element - zero) * scale * global_scale``. Two encodings that differ only in the scale dtype have
     the same :attr:`name`.
     """
 
@@ -107,7 +107,7 @@ class Encoding:
         if (self.element in ("bf16", "fp16")) != (self.granularity is None):
             raise FormatError(
                 "Encoding",
-                expected="scales exactly for elements of 8 bits and less",
+                expected="scales for elements of 8 bits or less, and only for those",
                 got=f"{self.element} with {self.granularity}",
             )
         if self.zero_points and self.element != "int4":
@@ -117,12 +117,12 @@ class Encoding:
 
     @property
     def bits(self) -> int:
-        """Bits of one code, scales not counted."""
+        """Bits of one code, without scales."""
         return ELEMENT_BITS[self.element]
 
     @property
     def name(self) -> str:
-        """The name in ``FORMATS``, or one of the same style for a variant that has no row there (``int4_g64_zp``)."""
+        """The name in ``FORMATS``, or a name of the same style for a variant without a row there (``int4_g64_zp``)."""
         g = self.granularity
         if g is None:
             return self.element
@@ -154,7 +154,7 @@ class Encoding:
 
     @property
     def group_columns(self) -> int:
-        """Columns that share one scale; 1 where scales bind no slice of columns."""
+        """Columns that share one scale; 1 if scales do not restrict slices of columns."""
         return self.granularity.k if isinstance(self.granularity, PerGroup) else 1
 
     def __str__(self) -> str:

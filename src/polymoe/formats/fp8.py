@@ -1,6 +1,6 @@
-"""FP8: E4M3 elements with one scale a tensor, an output channel, or a block (DeepSeek-V3's 128 x 128).
+"""FP8: E4M3 elements with one scale for each tensor, output channel or block (DeepSeek-V3's 128 x 128).
 
-The scale multiplies: ``w = e4m3 * scale``, also where a checkpoint calls it ``weight_scale_inv``.
+The scale multiplies: ``w = e4m3 * scale``, even if a checkpoint calls it ``weight_scale_inv``.
 """
 
 from __future__ import annotations

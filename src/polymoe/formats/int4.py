@@ -1,4 +1,4 @@
-"""INT4: integers 0 to 15 with a scale, and a zero point or the fixed zero 8, a group along a row."""
+"""INT4: integers 0 to 15; each group along a row has a scale and a zero point, or the fixed zero point 8."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Int4(Format):
         high = group_reduce(w_NK, self.encoding).clamp_min(0)
         low = group_reduce(w_NK, self.encoding, "amin").clamp_max(0)
         asymmetric = self.encoding.zero_points
-        wanted = divide(high, 15) - divide(low, 15) if asymmetric else torch.maximum(divide(high, 7), -low / 8)
+        least = divide(high, 15) - divide(low, 15) if asymmetric else torch.maximum(divide(high, 7), -low / 8)
         assert self.encoding.scale_dtype is not None
-        scales = encode_scale(wanted, self.encoding.scale_dtype)
+        scales = encode_scale(least, self.encoding.scale_dtype)
         steps = decode_scale(scales)
         zeros = (-low / steps).round().clamp(0, 15) if asymmetric else torch.full_like(low, 8.0)
         codes = (w_NK / self._expand(steps, w_NK)).round() + self._expand(zeros, w_NK)

@@ -31,7 +31,7 @@ class Nvfp4(Format):
         w = w_NK / global_scale[..., None, None]
         amax = group_reduce(w.abs(), self.encoding)
         # The smallest E4M3 number keeps a tiny group from dividing by zero; a group of zeros takes 1.
-        wanted = torch.where(amax == 0, torch.ones_like(amax), divide(amax, 6.0).clamp_min(2.0**-9))
-        scales = encode_e4m3(wanted)
+        least = torch.where(amax == 0, torch.ones_like(amax), divide(amax, 6.0).clamp_min(2.0**-9))
+        scales = encode_e4m3(least)
         codes = encode_e2m1(w / self._expand(scales.float(), w))
         return QuantTensor(pack_nibbles(codes), self.encoding, scales, global_scale=global_scale)

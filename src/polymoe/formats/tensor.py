@@ -1,4 +1,4 @@
-"""QuantTensor: codes, scales and what they mean, kept together."""
+"""QuantTensor: codes, scales and their encoding."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class QuantTensor:
     Attributes:
         codes: ``[..., N, K/2]`` uint8 for 4-bit elements (low nibble = even column, int4 unsigned), else
             ``[..., N, K]`` in the element's own dtype.
-        encoding: what the codes and scales mean.
+        encoding: meaning of the codes and scales.
         scales: ``[..., *granularity.scale_shape(N, K)]`` in the stored dtype, or None for 16-bit floats.
-        zero_points: uint8, one a scale, or None where the zero is fixed.
-        global_scale: float32 of the leading shape ``[...]``; always multiplies. None where there is none.
+        zero_points: uint8, one for each scale, or None if the zero point is fixed.
+        global_scale: float32 of the leading shape ``[...]``, a multiplier, or None.
 
     One 2 x 32 MXFP4 matrix: ``codes`` [2, 16] uint8, ``scales`` [2, 1] float8_e8m0fnu. Byte 0x21 in ``codes[0, 0]``
     holds the weights 0.5 (column 0) and 1.0 (column 1), times ``scales[0, 0]``.
 
-    It is no tensor: a torch operation on it raises TypeError, so that no one computes with codes by mistake.
+    It is not a tensor: torch operations on it raise TypeError, so that nobody computes with codes by mistake.
     """
 
     codes: Tensor
@@ -73,50 +73,50 @@ class QuantTensor:
 
     @property
     def device(self) -> torch.device:
-        """Where the codes are."""
+        """The device of the codes."""
         return self.codes.device
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts as they are held."""
+        """Bytes of all parts."""
         return sum(part.numel() * part.element_size() for part in self.parts().values())
 
     def parts(self) -> dict[str, Tensor]:
-        """The tensors that are there, by field name, in a fixed order."""
+        """Return the existing tensors by field name, in a fixed order."""
         names = ("codes", "scales", "zero_points", "global_scale")
         return {name: part for name in names if (part := getattr(self, name)) is not None}
 
     def map(self, function: Callable[[Tensor], Tensor]) -> QuantTensor:
-        """The same encoding with ``function`` of every part."""
+        """Return the tensor with ``function`` applied to every part."""
         return replace(self, **{name: function(part) for name, part in self.parts().items()})
 
     def to(self, device: torch.device | str) -> QuantTensor:
-        """The same weights on ``device``."""
+        """Return the same weights on ``device``."""
         return self.map(lambda part: part.to(device))
 
     def contiguous(self) -> QuantTensor:
-        """The same weights with every part contiguous in memory."""
+        """Return the same weights with every part contiguous in memory."""
         return self.map(lambda part: part.contiguous())
 
     def __getitem__(self, index: int) -> QuantTensor:
-        """Matrix ``index`` of a stack ``[E, N, K]``, as views."""
+        """Return matrix ``index`` of a stack ``[E, N, K]``, as views."""
         if self.codes.dim() < 3:
             raise FormatError("QuantTensor[index]", expected="a stack [E, N, K]", got=str(list(self.shape)))
         return self.map(lambda part: part[index])
 
     def rows(self, start: int, stop: int, *, step: int = 1) -> QuantTensor:
-        """Rows ``start`` to ``stop`` (views). Block scales must begin and end with a block of rows.
+        """Return rows ``start`` to ``stop`` (views). With block scales, they must begin and end at a block.
 
         Raises:
-            FormatError: if the slice cuts a block, whose scale would then not fit either side, or is out of range.
+            FormatError: if the slice splits a block or is out of range.
         """
         return self._slice(-2, start, stop, step)
 
     def columns(self, start: int, stop: int) -> QuantTensor:
-        """Columns ``start`` to ``stop`` (views), at group boundaries.
+        """Return columns ``start`` to ``stop`` (views), at group boundaries.
 
         Raises:
-            FormatError: if the slice cuts a group or a byte, or is out of range.
+            FormatError: if the slice splits a group or a byte, or is out of range.
         """
         return self._slice(-1, start, stop, 1)
 
@@ -144,10 +144,10 @@ class QuantTensor:
         return replace(self, **{name: cut(part, units[name]) for name, part in self.parts().items()})
 
     def refine(self, n: int, k: int) -> QuantTensor:
-        """The same weights with block scales repeated onto a finer grid of ``n`` by ``k``: lossless.
+        """Return the same weights with block scales repeated onto a finer grid of ``n`` by ``k``, without loss.
 
         Raises:
-            FormatError: if the present blocks are no multiples of the new ones.
+            FormatError: if the present blocks are not multiples of the new ones.
         """
         g, fine = self.encoding.granularity, PerGroup(n, k)
         if not isinstance(g, PerGroup) or g.n % n or g.k % k or self.encoding.zero_points:
@@ -160,9 +160,9 @@ class QuantTensor:
         return replace(self, scales=scales, encoding=replace(self.encoding, granularity=fine))
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weights as numbers, ``[..., N, K]`` in ``dtype``: ``(element - zero) * scale * global_scale``.
+        """Return the weights as numbers, ``[..., N, K]`` in ``dtype``: ``(element - zero) * scale * global_scale``.
 
-        Computed in ``dtype`` (float32, or float64 for the oracle; lower ones are computed in float32 and rounded).
+        They are computed in ``dtype`` (float32, or float64 for the oracle); for lower dtypes in float32, then rounded.
         """
         work = dtype if dtype in (torch.float32, torch.float64) else torch.float32
         e = self.encoding
@@ -176,10 +176,10 @@ class QuantTensor:
         return values.to(dtype)
 
     def validate(self, where: str) -> None:
-        """Check every scale: finite, no NaN (E8M0 byte 0xFF included). Reads all scales, so not for hot paths.
+        """Check that every scale is finite (also E8M0 byte 0xFF). This reads all scales, so avoid it in hot paths.
 
         Raises:
-            FormatError: naming ``where`` and the first bad position.
+            FormatError: with ``where`` and the first bad position.
         """
         for name in ("scales", "global_scale"):
             part = getattr(self, name)
@@ -195,10 +195,10 @@ class QuantTensor:
 
     @staticmethod
     def stack(tensors: Sequence[QuantTensor]) -> QuantTensor:
-        """One ``[E, N, K]`` tensor of E matrices of one encoding.
+        """Stack E matrices of the same encoding to one ``[E, N, K]`` tensor.
 
         Raises:
-            FormatError: for no matrices, or ones that differ in encoding or shape.
+            FormatError: without matrices, or if they differ in encoding or shape.
         """
         kinds = {(t.encoding, t.shape) for t in tensors}
         if len(kinds) != 1:
@@ -218,7 +218,7 @@ class QuantTensor:
 
 
 def expand_groups(scales: Tensor, encoding: Encoding, shape: Sequence[int]) -> Tensor:
-    """Scales spread over the weights they belong to, broadcastable to ``shape`` ``[..., N, K]``."""
+    """Expand scales so that they broadcast to ``shape`` ``[..., N, K]``."""
     g = encoding.granularity
     if not isinstance(g, PerGroup):
         return scales
@@ -229,7 +229,7 @@ def expand_groups(scales: Tensor, encoding: Encoding, shape: Sequence[int]) -> T
 
 
 def _all_finite(scales: Tensor) -> bool:
-    """Whether there is no NaN or infinity, by the bytes of 8-bit scales: much faster than decoding them."""
+    """Whether all scales are finite; 8-bit scales are compared as bytes, much faster than decoding them."""
     if scales.dtype == torch.float8_e8m0fnu:
         return int(scales.view(torch.uint8).max()) < 0xFF
     if scales.dtype == torch.float8_e4m3fn:
@@ -245,6 +245,6 @@ def _as_ints(scales: Tensor) -> Tensor:
 def _expect(what: str, tensor: Tensor | None, dtype: torch.dtype, shape: list[int] | None) -> None:
     assert tensor is not None
     if tensor.dtype != dtype:
-        raise FormatError(what, expected=str(dtype), got=str(tensor.dtype), hint="re-view raw bytes, do not cast them")
+        raise FormatError(what, expected=str(dtype), got=str(tensor.dtype), hint="view raw bytes, do not cast them")
     if shape is not None and list(tensor.shape) != shape:
         raise FormatError(what, expected=f"shape {shape}", got=str(list(tensor.shape)))

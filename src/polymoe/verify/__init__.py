@@ -1,4 +1,4 @@
-"""Verify: real experts of a checkpoint, their bytes and every backend's result, against the reference and an oracle."""
+"""Verify real experts of a checkpoint: their bytes, and every backend's result against the reference and an oracle."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ from polymoe.verify.oracle import oracle, second_expert
 __all__ = ["BackendRow", "LayerRow", "Report", "verify"]
 
 MOST_TOKENS = 65_536
-"""Most tokens of one call: what they need in memory grows with experts and width."""
+"""Largest number of tokens in one call, since their memory grows with experts and width."""
 
 
 def _exactness(encoding: Encoding) -> float:
-    """Relative difference that two right readings may have: float64's rounding, since they multiply in another order;
-    float32's where a global scale may have been stored as a divisor, whose reciprocal is kept in float32."""
+    """Relative difference that two correct readings may have: float64 rounding, since they multiply in different
+    orders; float32 rounding where a global scale may be stored as a divisor, whose reciprocal is kept in float32."""
     return 1e-6 if encoding.global_scale else 1e-12
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRow:
-    """What one layer's bytes showed.
+    """The result for the bytes of one layer.
 
     Attributes:
-        layer, format, experts: what was looked at.
-        repacked: experts whose stored bytes came out the same after reading and writing.
-        second_reading: experts whose numbers are the same in an independent reading.
+        layer, format, experts: what was examined.
+        repacked: number of experts whose stored bytes are the same after reading and writing.
+        second_reading: number of experts with the same values in an independent reading.
         oracle_error: relative error of the float64 reference against numpy on that reading.
-        tolerance: the largest such error of a right reading.
+        tolerance: largest such error of a correct reading.
     """
 
     layer: int
@@ -81,18 +81,18 @@ class BackendRow:
 
     @property
     def ok(self) -> bool:
-        """Whether the error is within the tolerance; a rejected backend has none."""
+        """Whether the error is within the tolerance; a rejected backend has no error."""
         return bool(self.rejected) or self.error <= self.tolerance
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All rows, and the device they were made on.
+    """All rows, and the device they were measured on.
 
     Attributes:
-        checkpoint, device: what was verified, and where.
-        layers, backends: a row a layer, and a row a layer, backend and token count.
-        absent: layers that the config has and whose experts are not in the files, where all layers were asked for.
+        checkpoint, device: the checkpoint and the device.
+        layers, backends: one row for each layer, and one for each layer, backend and token count.
+        absent: layers of the config whose experts are not in the files, if all layers were requested.
     """
 
     checkpoint: str
@@ -103,11 +103,11 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether every row is good."""
+        """Whether every row is correct."""
         return all(row.ok for row in (*self.layers, *self.backends))
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values, for JSON."""
+        """Return plain values, for JSON."""
         return {
             "checkpoint": self.checkpoint,
             "device": self.device,
@@ -134,17 +134,17 @@ def verify(
     layer and is compared with the reference, which emulates the same activations.
 
     Args:
-        path: a checkpoint's directory or a Hub id. It need hold no more than its config and one layer's experts.
-        layer: one layer, or None for every layer whose experts are there.
+        path: a checkpoint's directory or a Hub id. A config and the experts of one layer are enough.
+        layer: one layer, or None for every layer whose experts are in the files.
         tokens: token counts to run.
         backend: "auto" for every backend, or a name.
         device: "cpu", "cuda", "cuda:1", or None for the GPU if there is one.
-        progress: told what is being looked at.
+        progress: called with a description of each step.
 
     Raises:
-        CheckpointError: for a checkpoint that cannot be read, or a layer that is not there.
+        CheckpointError: if the checkpoint cannot be read or the layer does not exist.
         UnsupportedProblem: if the named backend is rejected.
-        ArgumentError: for no token counts, or one that is not from 1 to 65536.
+        ArgumentError: without token counts, or for one outside 1 to 65536.
     """
     if not tokens or not all(1 <= count <= MOST_TOKENS for count in tokens):
         raise ArgumentError(
@@ -158,7 +158,7 @@ def verify(
                 str(path),
                 expected="the experts of at least one layer",
                 got="none in its files",
-                hint="verify needs tensors: name a directory that holds them beside its config.json",
+                hint="verify needs tensors: name a directory that contains them beside its config.json",
             )
         layer_rows, backend_rows = [], []
         for number in layers:
@@ -241,7 +241,7 @@ def _time(experts: FusedExperts, weights: ExpertWeights, layer: int, backend: st
 
 
 def _call(problem: Problem, tokens: int, ids: Any) -> tuple[torch.Tensor, Routing]:
-    """Random tokens, each to ``top_k`` different experts of ``ids``."""
+    """Draw random tokens, each routed to ``top_k`` different experts of ``ids``."""
     g = torch.Generator().manual_seed(tokens)
     among = torch.tensor(list(ids))
     chosen = torch.rand(tokens, len(among), generator=g).argsort(1)[:, : problem.top_k]

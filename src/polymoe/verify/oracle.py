@@ -1,4 +1,4 @@
-"""Experts from the second reading, and their weighted sum in numpy: the oracle that checks the reference."""
+"""The oracle that checks the reference: experts from the second reading, and their weighted sum in numpy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Array = np.ndarray[Any, Any]
 
 
 def second_expert(checkpoint: Checkpoint, layer: int, e: int) -> dict[str, Array]:
-    """Expert ``e`` of a layer in float64: gate (if any), up, down, and ``{projection}_bias``, read a second time."""
+    """Read expert ``e`` of a layer independently, in float64: gate (if any), up, down, and ``{projection}_bias``."""
     stored = checkpoint.layer(layer)
     fused = stored.arrangement if isinstance(stored.arrangement, Fused) else None
     tensors: dict[str, dict[str, RawTensor]] = {}
@@ -52,7 +52,7 @@ def second_expert(checkpoint: Checkpoint, layer: int, e: int) -> dict[str, Array
 
 
 def oracle(problem: Problem, experts: dict[int, dict[str, Array]], x_TH: torch.Tensor, routing: Routing) -> Array:
-    """Weighted sum of the experts in float64, token by token: ``[T, H]``."""
+    """Compute the weighted sum of the experts in float64, token by token: ``[T, H]``."""
     x, ids, weights = (t.double().numpy() for t in (x_TH, *routing))
     out = np.zeros_like(x)
     for t, a in np.ndindex(*ids.shape):
@@ -67,7 +67,7 @@ def oracle(problem: Problem, experts: dict[int, dict[str, Array]], x_TH: torch.T
 
 def _activate(problem: Problem, gate: Array, up: Array) -> Array:
     act = problem.activation
-    if not isinstance(act, SwiGLU):  # GeGLU: the error function, or its tanh approximation, from the definition itself
+    if not isinstance(act, SwiGLU):  # GeGLU: the error function or its tanh approximation, from the definition
         return problem.activation(torch.from_numpy(gate), torch.from_numpy(up)).numpy()  # type: ignore[call-arg]
     limit = np.inf if act.limit is None else act.limit
     gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)

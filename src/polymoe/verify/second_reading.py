@@ -1,7 +1,7 @@
 """A second, independent reading of stored expert tensors: numpy, float64, from the file's bytes.
 
-Shares nothing with the formats, dialects and file reader that polymoe runs on, so that a mistake there shows as a
-difference. It knows the stored tensors by their names' endings, and takes the arithmetic from the specifications.
+It shares no code with the formats, dialects and file reader of polymoe, so that a mistake there becomes visible as a
+difference. It identifies stored tensors by the endings of their names, and follows the specifications.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _WIDTH = {"U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E8M0": 1, "BF16": 2, "F16": 2, "F3
 
 @dataclass(frozen=True, slots=True)
 class RawTensor:
-    """One tensor's bytes as they lie in the file, with the header's dtype name and shape."""
+    """The bytes of one tensor in the file, with the header's dtype name and shape."""
 
     dtype: str
     shape: tuple[int, ...]
     data: NDArray[np.uint8]
 
     def item(self, index: int) -> RawTensor:
-        """Item ``index`` of the leading axis."""
+        """Return item ``index`` of the leading axis."""
         each = self.data.size // self.shape[0]
         return RawTensor(self.dtype, self.shape[1:], self.data[index * each : (index + 1) * each])
 
     def transposed(self) -> RawTensor:
-        """The last two axes exchanged, bytes of one element kept together."""
+        """Exchange the last two axes and keep the bytes of an element together."""
         if len(self.shape) < 2:
             return self
         cells = self.data.reshape(*self.shape, _WIDTH[self.dtype])
@@ -45,7 +45,7 @@ class RawTensor:
         return RawTensor(self.dtype, turned.shape[:-1], turned.reshape(-1))
 
     def numbers(self) -> Float64:
-        """The tensor as numbers, each dtype decoded by its own arithmetic."""
+        """Decode the tensor to numbers by the arithmetic of its dtype."""
         bits = self.data
         if self.dtype in ("F32", "F16", "I32", "I64"):
             kind = {"F32": "<f4", "F16": "<f2", "I32": "<i4", "I64": "<i8"}[self.dtype]
@@ -65,7 +65,7 @@ class RawTensor:
 
 
 def read_raw(path: Path, name: str) -> RawTensor:
-    """Tensor ``name`` of the safetensors file at ``path``: the bytes between the header's offsets, mapped."""
+    """Map tensor ``name`` of the safetensors file at ``path``: the bytes between the header's offsets."""
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         entry: dict[str, Any] = json.loads(file.read(length))[name]
@@ -77,15 +77,15 @@ def read_raw(path: Path, name: str) -> RawTensor:
 def matrix(
     stored: Mapping[str, RawTensor], shape: tuple[int, int], *, awq: bool = False, gptq_v1: bool = True
 ) -> Float64:
-    """The ``[N, K]`` matrix that ``stored`` tensors (by the ending of their names) hold, in float64.
+    """Decode the ``[N, K]`` matrix of ``stored`` tensors (by the endings of their names) to float64.
 
     Args:
         stored: for example ``{"blocks": ..., "scales": ...}`` or ``{"weight": ..., "weight_scale_inv": ...}``.
         shape: [N, K].
-        awq: whether ``qweight`` is AWQ's and not GPTQ's.
-        gptq_v1: whether GPTQ's stored zeros are one too small.
+        awq: whether ``qweight`` is from AWQ instead of GPTQ.
+        gptq_v1: whether GPTQ's stored zero points are one too small.
     """
-    if "blocks" in stored:  # gpt-oss: MXFP4 with 16 bytes a block
+    if "blocks" in stored:  # gpt-oss: MXFP4 with 16 bytes per block
         codes = _fp4(stored["blocks"].data.reshape(shape[0], -1))
         return codes * _spread(_e8m0(stored["scales"].data).reshape(shape[0], -1), shape)
     if "qweight" in stored:
@@ -127,13 +127,13 @@ def _gptq_or_awq(stored: Mapping[str, RawTensor], shape: tuple[int, int], awq: b
 
 
 def _nibbles(words: NDArray[Any], order: tuple[int, ...] = tuple(range(8))) -> Float64:
-    """Eight numbers a 32-bit word along the last axis; number i is nibble ``order[i]``."""
+    """Unpack eight numbers from each 32-bit word along the last axis; number i is nibble ``order[i]``."""
     split = np.stack([(words >> (4 * i)) & 15 for i in order], axis=-1)
     return split.reshape(*words.shape[:-1], -1).astype(np.float64)
 
 
 def _fp4(data: NDArray[np.uint8]) -> Float64:
-    """Two E2M1 numbers a byte along the last axis, low nibble first: sign, two exponent bits, one fraction bit."""
+    """Unpack two E2M1 numbers from each byte, low nibble first: sign, two exponent bits, one fraction bit."""
     codes = np.stack((data & 15, data >> 4), axis=-1).reshape(*data.shape[:-1], -1)
     exponent, fraction = (codes >> 1 & 3).astype(np.float64), (codes & 1).astype(np.float64)
     magnitude = np.where(exponent == 0, fraction / 2, (1 + fraction / 2) * np.exp2(exponent - 1))
