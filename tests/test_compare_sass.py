@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from polymoe.kernels.cuda import compiled
+from polymoe.kernels.cuda import modules
 
 SCRIPT = Path(__file__).parents[1] / "scripts/compare-sass"
 PROLOGUE = struct.pack("<Q", 0x00000A00FF017B82)
@@ -21,7 +21,7 @@ PROLOGUE = struct.pack("<Q", 0x00000A00FF017B82)
 def folders(tmp_path: Path) -> tuple[Path, Path]:
     """Two folders with one and the same cubin."""
     pytest.importorskip("triton")
-    unit = compiled.cubin_path("rows_fp8")
+    unit = modules.cubin_path("finalize")
     for side in ("old", "new"):
         (tmp_path / side).mkdir()
         shutil.copy(unit, tmp_path / side / f"{side}_unit.{side}hash.cubin")
@@ -38,27 +38,28 @@ def test_equal_code_under_other_names(folders: tuple[Path, Path], tmp_path: Path
     names.write_text("# units have been renamed\nold_(\\w+)/(\\w+)  new_\\1/\\2\n")
     code, said = compare(*folders, "--names", names)
     assert code == 0, said
-    assert "1 kernels before, 1 now: 0" in said
+    assert "2 kernels before, 2 now: 0" in said
 
 
 def test_a_kernel_that_one_side_lacks(folders: tuple[Path, Path]) -> None:
     code, said = compare(*folders)
     assert code == 1
-    assert f"old_unit/quantize: only in {folders[0]}" in said
-    assert f"new_unit/quantize: only in {folders[1]}" in said
+    assert f"old_unit/finalize_f32: only in {folders[0]}" in said
+    assert f"new_unit/finalize_f32: only in {folders[1]}" in said
 
 
 def test_one_other_instruction(folders: tuple[Path, Path], tmp_path: Path) -> None:
     old, new = folders
     (path,) = new.iterdir()
     code = path.read_bytes()
-    assert code.count(PROLOGUE) == 1
+    assert code.count(PROLOGUE) == 2
     other = PROLOGUE.replace(b"\x01", b"\x02", 1)  # R2
     path.unlink()
-    (new / "old_unit.cubin").write_bytes(code.replace(PROLOGUE, other))
+    (new / "old_unit.cubin").write_bytes(code.replace(PROLOGUE, other, 1))
     status, said = compare(old, new)
     assert status == 1
-    assert "old_unit/quantize: differs" in said
+    assert said.count("differs from line") == 1
+    assert "2 kernels before, 2 now: 1" in said
     assert "LDC R2" in compare(old, new, "--diff")[1]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,40 +13,83 @@ import pytest
 import torch
 
 from polymoe.backends.cuda.backend import Cuda, CudaConfig
-from polymoe.kernels.cuda import compiled, driver
+from polymoe.kernels.cuda import driver, modules
+from polymoe.kernels.cuda.generate import generated
 from polymoe.kernels.cuda.launch import args
-from polymoe.kernels.cuda.launch.names import gemm_kernel, helper_kernel
-from polymoe.kernels.cuda.sizes import SHARED_BYTES, W4_FORMATS, W4A16_MMA, W4A16_WGMMA
+from polymoe.kernels.cuda.sizes import FAMILIES, PARTS, SHARED_BYTES, W4_FORMATS, W4A16_MMA, W4A16_WGMMA
 from polymoe.machine import Machine
 from support.cuda_calls import launches, names
-from support.cuda_emulator import STRUCTS
 from support.problems import problem_of, random_experts
 
-SOURCES = Path(compiled.__file__).parent
+SOURCES = Path(modules.__file__).parent
 
 
-@pytest.mark.parametrize("unit", compiled.UNITS)
+@pytest.mark.parametrize("unit", modules.UNITS)
 def test_compiled_from_these_sources(unit: str) -> None:
-    path = compiled.cubin_path(unit)
-    assert path.name == f"{unit}.{compiled.source_hash()}.cubin", "run scripts/build-kernels and commit what it made"
+    path = modules.cubin_path(unit)
+    assert path.name == f"{unit}.{modules.source_hash(unit)}.cubin", "run scripts/build-kernels and commit what it made"
     assert path.read_bytes()[:4] == b"\x7fELF"
 
 
-def test_the_hash_changes_with_a_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    before = compiled.source_hash()
-    for path in Path(compiled.__file__).parent.glob("*.cu*"):
-        (tmp_path / path.name).write_bytes(path.read_bytes()) if path.is_file() else None
-    monkeypatch.setattr(compiled, "_HERE", tmp_path)
-    assert compiled.source_hash() == before
-    with (tmp_path / "ptx.cuh").open("a") as file:
-        file.write("\n")
-    assert compiled.source_hash() != before
+def test_generated_files_are_those_of_the_table() -> None:
+    files = generated()
+    assert {name: (SOURCES / name).read_text() for name in files} == files, "run scripts/build-kernels"
+    units = {path.name for path in (SOURCES / "instantiations").iterdir()}
+    assert units == {Path(name).name for name in files} - {"sizes.cuh"}
+
+
+@pytest.mark.parametrize("unit", modules.UNITS)
+def test_a_unit_has_the_kernels_of_the_table(unit: str) -> None:
+    around = {
+        "permute": {
+            "permutation_one_warp", "permutation_one_cta", "permutation_count", "permutation_many_ctas", "permute_x",
+        },
+        "finalize": {"finalize_f32", "finalize_bf16"},
+        "quantize": {"quantize_permuted", "quantize_rows", "quantize_rows_paired"},
+    }  # fmt: skip
+    gemms = {
+        f.unit(format): {
+            f.kernel(part, block_m, n) for part in f.parts for block_m in f.tiles for n in (f.block_ns or (0,))
+        }
+        for f in FAMILIES.values()
+        for format in f.formats
+    }
+    assert names(unit) == {**gemms, **around}[unit]
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The sources in another folder, from which hashes are taken."""
+    shutil.copytree(SOURCES, tmp_path / "cuda", ignore=shutil.ignore_patterns("cubins", "*.py"))
+    monkeypatch.setattr(modules, "_HERE", tmp_path / "cuda")
+    return tmp_path / "cuda"
+
+
+def test_a_hash_changes_with_what_the_unit_includes(copied: Path) -> None:
+    before = {unit: modules.source_hash(unit) for unit in modules.UNITS}
+    for path, changed in (
+        ("gemm/w8a8.cuh", {"w8a8_fp8_block128"}),
+        ("dequant/int4.cuh", {unit for unit in modules.UNITS if unit.startswith("w4a16")}),
+        ("ptx/griddepcontrol.cuh", set(modules.UNITS)),
+    ):
+        text = (copied / path).read_text()
+        (copied / path).write_text(text + "\nconstexpr int kMore = 1;\n")
+        now = {unit: modules.source_hash(unit) for unit in modules.UNITS}
+        assert {unit for unit in modules.UNITS if now[unit] != before[unit]} == changed
+        (copied / path).write_text(text)
+
+
+def test_a_hash_does_not_change_with_comments_and_white_space(copied: Path) -> None:
+    before = modules.source_hash("permute")
+    path = copied / "permute.cu"
+    path.write_text("// Another comment.\n\n" + path.read_text().replace("    ", "\t"))
+    assert modules.source_hash("permute") == before
 
 
 def test_missing_files_say_what_to_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(compiled, "_HERE", tmp_path)
-    with pytest.raises(compiled.DriverError, match=r"rows\.\*\.cubin.*got 0.*scripts/build-kernels"):
-        compiled.cubin_path("rows")
+    monkeypatch.setattr(modules, "_HERE", tmp_path)
+    with pytest.raises(modules.DriverError, match=r"permute\.\*\.cubin.*got 0.*scripts/build-kernels"):
+        modules.cubin_path("permute")
 
 
 def test_a_thread_that_has_not_used_the_gpu_takes_the_device_s_context(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,17 +123,8 @@ def test_every_configuration_has_its_kernels(format: str, gated: bool) -> None:
             ("gate_up" if gated else "up", config.block_m),
             ("down", config.down_block_m or config.block_m),
         ):
-            unit, name = gemm_kernel(config.kernels.sizes, format, part, block_m, config.block_n)
-            assert name in names(unit)
-
-
-@pytest.mark.parametrize("name", [
-    "permutation_one_warp", "permutation_one_cta", "permutation_count", "permutation_many_ctas", "permute_x",
-    "finalize_f32", "finalize_bf16", "quantize_permuted", "quantize_rows", "quantize_rows_paired",
-])  # fmt: skip
-def test_kernels_around_the_gemms(name: str) -> None:
-    unit, name = helper_kernel(name)
-    assert name in names(unit)
+            sizes = config.kernels.sizes
+            assert sizes.kernel(part, block_m, config.block_n) in names(sizes.unit(format))
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -100,28 +135,6 @@ def test_rows_of_x_that_fit_beside_the_stages(format: str) -> None:
     assert W4A16_MMA.fits(format, 16, 4096)
 
 
-def fields(struct: str) -> list[type]:
-    """Types of a C++ structure's members, in order."""
-    text = "".join(p.read_text() for p in SOURCES.glob("*.cu*") if p.is_file())
-    body = re.sub(r"//.*", "", re.findall(rf"struct {struct} {{(.*?)}};", text, re.S)[0])
-    found = []
-    for line in filter(None, map(str.strip, body.split(";"))):
-        names = re.sub(r"^const ", "", line)
-        kind = {"long long": ctypes.c_longlong, "int": ctypes.c_int, "float": ctypes.c_float}
-        c_type = next((t for word, t in kind.items() if re.match(rf"{word} [^*]*$", names)), ctypes.c_void_p)
-        names = re.sub(r"^(long long|\w+)\s*\*?", "", names)
-        found += [c_type] * len(names.split(","))
-    return found
-
-
-@pytest.mark.parametrize("struct", [
-    args.GemmArgs, args.PermutationArgs, args.PermuteArgs, args.QuantizePermutedArgs, args.QuantizeRowsArgs,
-    args.FinalizeArgs,
-])  # fmt: skip
-def test_arguments_are_the_structures_of_the_sources(struct: Any) -> None:
-    assert [kind for _, kind in struct._fields_] == fields(STRUCTS.get(struct.__name__, struct.__name__))
-
-
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("config", [CudaConfig("w4a16_mma", 16, 128), CudaConfig("w4a16_wgmma", 64)], ids=str)
 def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, config: CudaConfig, gated: bool) -> None:
@@ -129,14 +142,11 @@ def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, config: CudaCon
     made, tensors = launches(monkeypatch, "mxfp4", config, gated)
     tiled = config.family == "w4a16_wgmma"
     gemms = [
-        gemm_kernel(config.kernels.sizes, "mxfp4", part, config.block_m, config.block_n)[1]
+        config.kernels.sizes.kernel(part, config.block_m, config.block_n)
         for part in ("gate_up" if gated else "up", "down")
     ]
-    first, x, finalize = (
-        helper_kernel(name)[1]
-        for name in ("permutation_one_warp", "permute_x", "finalize_bf16" if tiled else "finalize_f32")
-    )
-    assert [name for name, *_ in made] == [first, *([x] if tiled else []), *gemms, finalize]
+    first, finalize = "permutation_one_warp", "finalize_bf16" if tiled else "finalize_f32"
+    assert [name for name, *_ in made] == [first, *(["permute_x"] if tiled else []), *gemms, finalize]
     by_name = {name: rest for name, *rest in made}
     up, down = (by_name[name] for name in gemms)
     assert (up[0]["n"], up[0]["k"]) == ((544 if gated else 272), 336)
@@ -157,9 +167,9 @@ def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, config: CudaCon
 
 
 def instructions() -> Any:
-    """benchmarks/hopper_instructions.py, where there is a disassembler."""
+    """benchmarks/cuda_instructions.py, where there is a disassembler."""
     pytest.importorskip("triton")
-    module = importlib.import_module("hopper_instructions")
+    module = importlib.import_module("cuda_instructions")
     if not module.TOOL.exists():
         pytest.skip("this Triton has no disassembler")
     return module
@@ -174,40 +184,40 @@ MOST = {
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("matrix", ["gated", "plain", "down"])
-@pytest.mark.parametrize("rows", [8, 16])
-@pytest.mark.parametrize("height", [64, 128])
-def test_instructions_that_eight_weights_cost(format: str, matrix: str, rows: int, height: int) -> None:
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("block_m", [8, 16])
+@pytest.mark.parametrize("block_n", [64, 128])
+def test_instructions_that_eight_weights_cost(format: str, part: str, block_m: int, block_n: int) -> None:
     """Decoding time is instructions: at 4.3 TB/s there are 30 issue slots for eight weights of each lane."""
-    found = instructions().disassembled(f"decode_{format}", f"decode_{matrix}_{rows}_{height}")
+    found = instructions().disassembled(W4A16_MMA.unit(format), W4A16_MMA.kernel(part, block_m, block_n))
     assert not any(re.match(r"(LDL|STL)", text) for _, text in found), "spills"
-    cost = instructions().decode_costs(format, matrix, rows, height)
-    assert sorted(cost) == [8, 16][: rows // 8]
-    for some, most in zip(sorted(cost), MOST[format][rows // 16 :], strict=False):
+    cost = instructions().mma_costs(format, part, block_m, block_n)
+    assert sorted(cost) == [8, 16][: block_m // 8]
+    for some, most in zip(sorted(cost), MOST[format][block_m // 16 :], strict=False):
         assert cost[some] <= most
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("matrix", ["gated", "plain", "down"])
-@pytest.mark.parametrize(("rows", "widths"), [(32, 2), (64, 3), (128, 3), (256, 5)])
-def test_products_run_while_weights_are_decoded(format: str, matrix: str, rows: int, widths: int) -> None:
-    """Where the assembler cannot see that registers are safe, each product waits for itself: every one then ends a
-    group (gsb0), and none stays under way. Where products are short, what a warp shares is in uniform registers, not
-    brought there each time."""
-    groups = W4A16_WGMMA.tiles[rows].n_blocks
-    inner = instructions().prefill_loops(format, matrix, rows)
-    assert len(inner) >= widths
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("block_m", W4A16_WGMMA.tiles)
+def test_mma_runs_while_weights_are_dequantized(format: str, part: str, block_m: int) -> None:
+    """Where ptxas cannot see that registers are safe, each wgmma waits for itself: every one then ends a group (gsb0),
+    and none stays in flight. Where they are short, what a warp shares is in uniform registers, not moved there each
+    time."""
+    tile = W4A16_WGMMA.tiles[block_m]
+    inner = instructions().wgmma_loops(format, part, block_m)
+    assert len(inner) >= len(tile.widths) + 1
     for body in inner:
         products = [t for t in body if t.startswith("HGMMA")]
         ends = [t for t in products if "gsb0" in t]
-        assert len(products) == 2 * groups * len(ends)
+        assert len(products) == 2 * tile.n_blocks * len(ends)
         waits = [t for t in body if re.search(r"DEPBAR.*gsb0, 0x1", t)]
-        assert len(waits) == len(ends)  # one behind each successor
-        assert not any(re.match(r"(LDL|STL)" if rows > 128 else r"(LDL|STL|R2UR)", t) for t in body)
-    assert max(instructions().prefill_costs(format, matrix, rows).values()) <= (32 if rows > 128 else 29)
+        assert len(waits) == len(ends)  # one after each successor
+        assert not any(re.match(r"(LDL|STL)" if block_m > 128 else r"(LDL|STL|R2UR)", t) for t in body)
+    assert max(instructions().wgmma_costs(format, part, block_m).values()) <= (32 if block_m > 128 else 29)
 
 
 def test_recorded_instructions_are_those_of_the_kernels() -> None:
-    """If they are not: python benchmarks/hopper_instructions.py benchmarks/results/hopper-instructions.md."""
-    recorded = Path(__file__).parents[2] / "benchmarks/results/hopper-instructions.md"
+    """If they are not: python benchmarks/cuda_instructions.py benchmarks/results/cuda-instructions.md."""
+    recorded = Path(__file__).parents[2] / "benchmarks/results/cuda-instructions.md"
     assert recorded.read_text(encoding="utf-8") == instructions().table()

@@ -14,9 +14,8 @@ from polymoe.activations import Activation, GeGLU, SwiGLU
 from polymoe.backends.cuda.backend import Cuda, CudaConfig
 from polymoe.backends.reference import emulate_activations, run_experts
 from polymoe.formats import QuantTensor
-from polymoe.kernels.cuda import compiled
+from polymoe.kernels.cuda import modules
 from polymoe.kernels.cuda.launch.args import DTYPES, QuantizePermutedArgs
-from polymoe.kernels.cuda.launch.names import helper_kernel
 from polymoe.kernels.cuda.launch.permutation import Permutation
 from polymoe.kernels.cuda.launch.tiled import e4m3_tile_bytes
 from polymoe.kernels.cuda.sizes import BF16
@@ -29,24 +28,24 @@ from support.cuda_emulator import Emulator, compile_unit
 from support.problems import GPT_OSS, problem_of, random_call, random_experts
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
-DECODE = [CudaConfig("w4a16_mma", rows, height) for rows in (8, 12, 16) for height in (64, 128)]
-PREFILL = [*(CudaConfig("w4a16_wgmma", rows) for rows in (32, 64, 128, 256)), CudaConfig("w4a16_wgmma", 32, 0, 64)]
+MMA = [CudaConfig("w4a16_mma", rows, block_n) for rows in (8, 12, 16) for block_n in (64, 128)]
+WGMMA = [*(CudaConfig("w4a16_wgmma", rows) for rows in (32, 64, 128, 256)), CudaConfig("w4a16_wgmma", 32, 0, 64)]
 W4A8 = [CudaConfig("w4a8", rows) for rows in (16, 32, 64, 128)]
 
 
 @pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def libraries() -> Any:
     """Units by name, compiled when they are asked for."""
     found: dict[str, ctypes.CDLL] = {}
 
-    def compiled(format: str, activations: str = "16bit") -> dict[str, ctypes.CDLL]:
-        kinds = ["whole"] if format == "bf16" else ["decode", "prefill"]
-        units = [f"{kind}_{format}" for kind in kinds] if activations == "16bit" else ["rows_fp8", f"w4a8_{format}"]
-        for unit in ("rows", *units):
-            found[unit] = found.get(unit) or compile_unit(unit, tmp_path_factory.mktemp(unit))
+    def by_unit(format: str, activations: str = "16bit") -> dict[str, ctypes.CDLL]:
+        kinds = ["bf16"] if format == "bf16" else ["w4a16_mma", "w4a16_wgmma"]
+        units = [f"{kind}_{format}" for kind in kinds] if activations == "16bit" else ["quantize", f"w4a8_{format}"]
+        for unit in ("permute", "finalize", *units):
+            found[unit] = found.get(unit) or compile_unit(unit)
         return found
 
-    return compiled
+    return by_unit
 
 
 def emulate(
@@ -61,7 +60,7 @@ def emulate(
     return made
 
 
-@pytest.mark.parametrize("config", DECODE + PREFILL, ids=str)
+@pytest.mark.parametrize("config", MMA + WGMMA, ids=str)
 @pytest.mark.parametrize("gated", [True, False])
 def test_every_configuration(monkeypatch: pytest.MonkeyPatch, libraries: Any, config: CudaConfig, gated: bool) -> None:
     """K of five blocks and a rest, rows of three tiles of 16, more rows an expert than an item takes, ids of others."""
@@ -73,7 +72,7 @@ def test_every_configuration(monkeypatch: pytest.MonkeyPatch, libraries: Any, co
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "int4_g32", "int4_g128"])
-@pytest.mark.parametrize("config", [DECODE[0], DECODE[3], *PREFILL], ids=str)
+@pytest.mark.parametrize("config", [MMA[0], MMA[3], *WGMMA], ids=str)
 def test_other_formats(monkeypatch: pytest.MonkeyPatch, libraries: Any, format: str, config: CudaConfig) -> None:
     weights = random_experts(format, hidden=336, intermediate=208, bias=True)
     call = random_call(30, 336, 5, 3, torch.float16)
@@ -103,7 +102,7 @@ def test_sizes_of_weights_that_are_not_decoded(
 
 
 @pytest.mark.parametrize(("hidden", "intermediate", "top_k"), [(16, 16, 1), (192, 176, 22), (1040, 128, 2)])
-@pytest.mark.parametrize("config", [DECODE[0], DECODE[5], *PREFILL], ids=str)
+@pytest.mark.parametrize("config", [MMA[0], MMA[5], *WGMMA], ids=str)
 def test_sizes(
     monkeypatch: pytest.MonkeyPatch, libraries: Any, config: CudaConfig, hidden: int, intermediate: int, top_k: int
 ) -> None:
@@ -117,7 +116,7 @@ def test_a_token_does_not_see_its_batch(monkeypatch: pytest.MonkeyPatch, librari
     """In every width of kernels for many rows, alone and among others, on any number of multiprocessors: to the bit."""
     weights = random_experts(format, hidden=272, intermediate=208, bias=True)
     x, routing = random_call(60, 272, 5, 3, torch.bfloat16)
-    configs = PREFILL if format != "bf16" else [CudaConfig("bf16", rows) for rows in BF16.tiles]
+    configs = WGMMA if format != "bf16" else [CudaConfig("bf16", rows) for rows in BF16.tiles]
     whole, _ = run_emulated(monkeypatch, libraries(format), weights, x, routing, configs[-1])
     assert relative_error(whole, run_experts(problem_of(weights), weights, x, routing)) < TOLERANCE
     for config in configs:
@@ -128,7 +127,7 @@ def test_a_token_does_not_see_its_batch(monkeypatch: pytest.MonkeyPatch, librari
 
 
 @pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4_g32", "int4_g128"])
-@pytest.mark.parametrize("config", DECODE, ids=str)
+@pytest.mark.parametrize("config", MMA, ids=str)
 def test_a_row_does_not_see_its_item(
     monkeypatch: pytest.MonkeyPatch, libraries: Any, format: str, config: CudaConfig
 ) -> None:
@@ -162,8 +161,8 @@ def test_rows_in_e4m3(
         monkeypatch, libraries("mxfp4", "fp8_group128"), weights, x, routing, config, coarse=coarse,
         activation=GPT_OSS, most=MOST, **E4M3,
     )  # fmt: skip
-    products = [f"w4a8_{kind}_{config.block_m}" for kind in ("gated", "down")]
-    assert made == ["dispatch", "quantize", *products, "combine_narrow"]
+    gemms = [f"w4a8_{part}_m{config.block_m}" for part in ("gate_up", "down")]
+    assert made == ["permutation_one_cta", "quantize_permuted", *gemms, "finalize_bf16"]
 
 
 @pytest.mark.parametrize("config", W4A8, ids=str)
@@ -231,7 +230,7 @@ def test_quantize(
 ) -> None:
     """Numbers are the reference's to the bit, each in its place; beyond the last column they are zero, and nothing else
     is written."""
-    monkeypatch.setattr(compiled, "kernel", Emulator(libraries("mxfp4", "fp8_group128"), []))
+    monkeypatch.setattr(modules, "kernel", Emulator(libraries("mxfp4", "fp8_group128"), []))
     x, routing = random_call(tokens, hidden, 5, top_k, dtype)
     x *= torch.logspace(-3, 3, hidden).to(dtype)  # subnormal codes too, and scales of every size
     x[0, : hidden // 2], x[1] = 0, 0
@@ -243,7 +242,7 @@ def test_quantize(
     args = QuantizePermutedArgs(
         x.data_ptr(), tiles.data_ptr(), where.data_ptr(), hidden, top_k, DTYPES[dtype]
     )  # fmt: skip
-    launch = compiled.kernel(*helper_kernel("quantize_permuted")).prepare(args, 256)
+    launch = modules.kernel("quantize", "quantize_permuted").prepare(args, 256)
     launch.set_grid(tokens, -(-hidden // 4096))
     launch(0)
     blocks = -(-hidden // 128)
@@ -284,29 +283,29 @@ def parts_of_item(tiles: torch.Tensor, blocks: int) -> tuple[torch.Tensor, torch
     return codes.view(blocks, -1, 8, 16), scales.view(blocks, -1, 4)
 
 
-@pytest.mark.parametrize("config", [DECODE[0], PREFILL[0]], ids=str)
+@pytest.mark.parametrize("config", [MMA[0], WGMMA[0]], ids=str)
 @pytest.mark.parametrize("tokens", [1, 10, 40])
 def test_no_rows_of_this_rank(monkeypatch: pytest.MonkeyPatch, libraries: Any, config: CudaConfig, tokens: int) -> None:
     """Zeros; and no kernel ends before the one in front of it has."""
     weights = random_experts(gated=False)
     x, routing = random_call(tokens, 64, 5, dtype=torch.bfloat16)
     made = emulate(monkeypatch, libraries("mxfp4"), weights, x, replace_ids(routing, -1), config)
-    assert made[0] == ("dispatch_few" if tokens * 2 <= 32 else "dispatch")
+    assert made[0] == ("permutation_one_warp" if tokens * 2 <= 32 else "permutation_one_cta")
 
 
 @pytest.mark.parametrize("tokens", [3, 32, 33, 700, 3100])
 @pytest.mark.parametrize("block", [8, 12, 128])
-def test_dispatch(monkeypatch: pytest.MonkeyPatch, libraries: Any, tokens: int, block: int) -> None:
+def test_permutation(monkeypatch: pytest.MonkeyPatch, libraries: Any, tokens: int, block: int) -> None:
     """Every local row once, items of one expert, in order, with room for multiples of eight rows."""
     emulator = Emulator(libraries("mxfp4"), [])
-    monkeypatch.setattr(compiled, "kernel", emulator)
+    monkeypatch.setattr(modules, "kernel", emulator)
     g = torch.Generator().manual_seed(tokens)
     ids = torch.randint(-2, 305, (tokens, 1), generator=g)
     ids[::2] = 299  # many rows of one expert
     inverse = block % 8 == 0
     found = permuted(ids, first_expert=3, experts=300, block_m=block, with_inverse=inverse)
-    name = "dispatch_few" if tokens <= 32 else "dispatch"
-    assert emulator.made == ([name] if tokens <= 2048 else ["count_many", "dispatch_many"])
+    name = "permutation_one_warp" if tokens <= 32 else "permutation_one_cta"
+    assert emulator.made == ([name] if tokens <= 2048 else ["permutation_count", "permutation_many_ctas"])
     items = found["work_tiles"][: int(found["num_tiles"][0])].tolist()
     order = found["permuted_to_expanded"]
     seen: list[int] = []

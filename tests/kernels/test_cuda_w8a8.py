@@ -7,7 +7,6 @@ import importlib
 import re
 import shutil
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,16 +16,15 @@ from torch import Tensor
 from polymoe.activations import GeGLU, SwiGLU
 from polymoe.backends.cuda.backend import CudaConfig
 from polymoe.backends.reference import emulate_activations, run_experts
-from polymoe.kernels.cuda import compiled, sizes
+from polymoe.kernels.cuda import modules, sizes
 from polymoe.numerics import TOLERANCE, relative_error
 from polymoe.routing import Routing
 from polymoe.tensors import ExpertWeights
-from support.cuda_calls import launches, names, quantized_rows, run_emulated
+from support.cuda_calls import launches, quantized_rows, run_emulated
 from support.cuda_emulator import Emulator, compile_unit
 from support.problems import GPT_OSS, problem_of, random_call, random_experts
 
 W8A8 = tuple(sizes.W8A8.tiles)
-SOURCES = Path(compiled.__file__).parent
 UNIT = "w8a8_fp8_block128"
 
 emulated = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
@@ -35,8 +33,8 @@ both_sums = pytest.mark.parametrize("coarse", [False, True])
 
 
 @pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL]:
-    return {unit: compile_unit(unit, tmp_path_factory.mktemp(unit)) for unit in ("rows", UNIT)}
+def libraries() -> dict[str, ctypes.CDLL]:
+    return {unit: compile_unit(unit) for unit in ("permute", "finalize", "quantize", UNIT)}
 
 
 def experts(**kwargs: Any) -> ExpertWeights:
@@ -163,7 +161,7 @@ def test_rows_are_rounded_as_the_reference_rounds_them(
     monkeypatch: pytest.MonkeyPatch, libraries: Any, columns: int, dtype: torch.dtype
 ) -> None:
     """To the bit, and of each 16 columns first 2t, 2t + 1, 2t + 8 and 2t + 9 of t = 0, then of t = 1, and so on."""
-    monkeypatch.setattr(compiled, "kernel", Emulator(libraries, []))
+    monkeypatch.setattr(modules, "kernel", Emulator(libraries, []))
     x = torch.randn(7, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
     x[2, :128], x[3] = 0, 1e-3 * torch.arange(columns).to(dtype)
     out = quantized_rows("quantize_rows_paired", x)
@@ -173,22 +171,13 @@ def test_rows_are_rounded_as_the_reference_rounds_them(
     assert torch.equal((codes * scales[:, :, None]).flatten(1), emulate_activations(x.float(), "fp8_group128"))
 
 
-def test_sizes_are_those_of_the_source() -> None:
-    text = (SOURCES / "w8a8.cuh").read_text()
-    found = re.findall(r"POLYMOE_W8A8\(w8a8_##KIND##_(\d+), MATRIX, (\d+)", text)
-    assert [tuple(map(int, pair)) for pair in found] == [(rows, rows) for rows in W8A8]
-    for rows in W8A8:
-        assert {f"w8a8_{part}_{rows}" for part in ("gated", "down")} <= names(UNIT)
-    assert "quantize_in_pairs" in names(UNIT)
-
-
 @pytest.mark.parametrize("rows", W8A8)
 def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     """On a CPU, with launches recorded instead of made: names, arguments and shared memory as the kernels want them."""
     config = CudaConfig("w8a8", rows)
     made, tensors = launches(monkeypatch, "fp8_block128", config, sizes=(384, 256), activations="fp8_group128")
-    products = [f"w8a8_{part}_{rows}" for part in ("gated", "down")]
-    assert [name for name, *_ in made] == ["dispatch_few", "quantize_in_pairs", *products, "combine_narrow"]
+    gemms = [sizes.W8A8.kernel(part, rows) for part in ("gate_up", "down")]
+    assert [name for name, *_ in made] == ["permutation_one_warp", "quantize_rows_paired", *gemms, "finalize_bf16"]
     _, quantize, up, down, combine = made
     assert (quantize.args["columns"], quantize.args["x_dtype"]) == (384, 1)  # float16, as it came
     assert (quantize.grid, quantize.threads) == ((10, 1), 32)
@@ -207,15 +196,15 @@ def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, rows: int) -> N
 
 
 @pytest.mark.parametrize("rows", W8A8)
-@pytest.mark.parametrize("part", ["gated", "down"])
+@pytest.mark.parametrize("part", ["gate_up", "down"])
 def test_instructions_of_a_stage(part: str, rows: int) -> None:
     """At 4.3 TB/s a multiprocessor gets a stage's weights in 1840 cycles, 7360 issue slots for its eight warps. Two
     chains of 128 columns in each warp, of four products that wait once."""
     pytest.importorskip("triton")
-    tools = importlib.import_module("hopper_instructions")
+    tools = importlib.import_module("cuda_instructions")
     if not tools.TOOL.exists():
         pytest.skip("this Triton has no disassembler")
-    found = tools.disassembled(UNIT, f"w8a8_{part}_{rows}")
+    found = tools.disassembled(UNIT, sizes.W8A8.kernel(part, rows))
     assert not any(re.match(r"(LDL|STL)", text) for _, text in found), "spills"
     widest = 0
     for body in tools.loops(found):

@@ -14,9 +14,8 @@ import torch
 from polymoe.backends.base import layouts_for
 from polymoe.backends.cuda.backend import Cuda, CudaConfig
 from polymoe.backends.reference import run_experts
-from polymoe.kernels.cuda import compiled
+from polymoe.kernels.cuda import modules
 from polymoe.kernels.cuda.launch.args import DTYPES, QuantizeRowsArgs
-from polymoe.kernels.cuda.launch.names import helper_kernel
 from polymoe.kernels.cuda.sizes import e4m3_row_bytes, round_up
 from polymoe.layouts import LAYOUTS, Packed
 from polymoe.machine import Machine
@@ -103,7 +102,7 @@ def run_emulated(
     problem = problem_of(weights, **kwargs)
     packed = pack(problem, weights)
     emulator = Emulator(libraries, list(packed.tensors.values()), coarse=coarse)
-    monkeypatch.setattr(compiled, "kernel", emulator)
+    monkeypatch.setattr(modules, "kernel", emulator)
     properties = SimpleNamespace(multi_processor_count=blocks)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     out = torch.full_like(x, float("nan"))
@@ -116,7 +115,7 @@ def run_emulated(
 
 def names(unit: str) -> set[str]:
     """Kernels of a compiled source file."""
-    found = re.findall(rb"\.text\.([a-z0-9_]+)\0", compiled.cubin_path(unit).read_bytes())
+    found = re.findall(rb"\.text\.([a-z0-9_]+)\0", modules.cubin_path(unit).read_bytes())
     return {name.decode() for name in found}
 
 
@@ -146,7 +145,7 @@ def launches(
 
         return Recorded(call)
 
-    monkeypatch.setattr(compiled, "kernel", record)
+    monkeypatch.setattr(modules, "kernel", record)
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     weights = random_experts(format, hidden=sizes[0], intermediate=sizes[1], gated=gated, bias=True)
@@ -158,12 +157,12 @@ def launches(
 
 
 def quantized_rows(kernel: str, x_TH: torch.Tensor) -> torch.Tensor:
-    """Rows of x in E4M3 with their scales, uint8 [T, bytes], by ``compiled.kernel``: see ``launch/e4m3_rows.py``."""
+    """Rows of x in E4M3 with their scales, uint8 [T, bytes], by ``modules.kernel``: see ``launch/e4m3_rows.py``."""
     tokens, columns = x_TH.shape
     out = torch.empty(tokens, e4m3_row_bytes(columns), dtype=torch.uint8)
     threads = min(512, round_up(columns // 16, 32))
     args = QuantizeRowsArgs(x_TH.data_ptr(), out.data_ptr(), columns, DTYPES[x_TH.dtype])
-    launch = compiled.kernel(*helper_kernel(kernel)).prepare(args, threads)
+    launch = modules.kernel("quantize", kernel).prepare(args, threads)
     launch.set_grid(tokens, -(-columns // (16 * threads)))
     launch(0)
     return out

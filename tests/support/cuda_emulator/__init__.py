@@ -1,67 +1,112 @@
-"""The Hopper kernels' sources, compiled for the CPU that runs the tests: see ``cuda.h``."""
+"""The CUDA kernels' sources, compiled for the CPU that runs the tests: see ``cuda.h``."""
 
 from __future__ import annotations
 
 import ctypes
-import shutil
+import hashlib
+import os
 import subprocess
+import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
-from polymoe.kernels.cuda import compiled
+from filelock import FileLock
+
+from polymoe.kernels.cuda import modules
+
+__all__ = ["Emulator", "compile_files", "compile_unit", "sources"]
 
 HERE = Path(__file__).parent
-SOURCES = Path(compiled.__file__).parent
+SOURCES = Path(modules.__file__).parent
 ARGS = {
-    "rows": ("DispatchArgs", "SpreadArgs", "CombineArgs"), "rows_fp8": ("QuantizeArgs",),
-    "fp8_block128": ("GemmArgs", "QuantizeRowsArgs"), "w8a8_fp8_block128": ("GemmArgs", "QuantizeRowsArgs"),
+    "permute": ("PermutationArgs", "PermuteArgs"), "finalize": ("FinalizeArgs",),
+    "quantize": ("QuantizePermutedArgs", "QuantizeRowsArgs"),
 }  # fmt: skip
-
-STRUCTS = {
-    "PermutationArgs": "DispatchArgs", "PermuteArgs": "SpreadArgs", "QuantizePermutedArgs": "QuantizeArgs",
-    "FinalizeArgs": "CombineArgs",
-}  # fmt: skip
-"""Structures of the sources, by the launchers' names of them."""
+"""Structures that a unit's kernels take; those of the others take GemmArgs."""
+COMPILER = ("g++", "-shared", "-fPIC", "-O1", "-std=c++17", "-w")
+UNUSED_DAYS = 14
+"""After which a compiled library is removed."""
 
 
-def compile_unit(unit: str, folder: Path) -> ctypes.CDLL:
-    """One of the kernels' source files as a shared library."""
-    files = {path.name: path.read_text() for path in (*SOURCES.glob("*.cu"), *SOURCES.glob("*.cuh"))}
-    return compile_files(files, f"{unit}.cu", ARGS.get(unit, ("GemmArgs",)), folder, unit)
+def sources() -> dict[str, str]:
+    """All of the kernels' files: texts by path."""
+    paths = [path for path in SOURCES.rglob("*.cu*") if path.suffix in (".cu", ".cuh")]
+    return {path.relative_to(SOURCES).as_posix(): path.read_text() for path in paths}
 
 
-def compile_files(files: dict[str, str], unit: str, args: tuple[str, ...], folder: Path, name: str) -> ctypes.CDLL:
-    """A source file among others, with asynchronous copies, barriers and products emulated.
+def compile_unit(unit: str) -> ctypes.CDLL:
+    """One of the kernels' units as a shared library."""
+    return compile_files(sources(), modules.UNITS[unit], ARGS.get(unit, ("GemmArgs",)), unit)
+
+
+def compile_files(files: dict[str, str], unit: str, args: tuple[str, ...], name: str) -> ctypes.CDLL:
+    """A source file among others, with asynchronous copies, barriers and MMAs emulated.
+
+    Compiled once for the same sources and compiler: libraries stay in a folder that all runs and workers share.
 
     Args:
-        files: texts by name.
-        unit: the name of the one to compile.
+        files: texts by path.
+        unit: the path of the one to compile.
         args: structures that its kernels take.
-        folder: for what is written.
         name: of the library.
     """
-    inside = folder / name
-    inside.mkdir(exist_ok=True)
-    for file, text in files.items():
-        (inside / file).write_text(text.replace("extern __shared__", "extern").replace("__shared__", "static"))
-    for path in HERE.glob("*.*h"):
-        shutil.copy(path, inside)
+    own = {path.relative_to(HERE).as_posix(): path.read_text() for path in HERE.rglob("*.*h")}
     calls = "".join(f"POLYMOE_CALL({struct})\n" for struct in args)
-    source, target = inside / f"{name}.cpp", inside / f"{name}.so"
-    source.write_text(f'#include "cuda.h"\n#include "{unit}"\n{calls}')
-    subprocess.run(["g++", "-shared", "-fPIC", "-O1", "-std=c++17", "-w", "-o", target, source], check=True)
+    main = {"main.cpp": f'#include "cuda.h"\n#include "{unit}"\n{calls}'}
+    read = modules.included("main.cpp", {**files, **own, **main}.__getitem__)
+    texts = {
+        path: text.replace("extern __shared__", "extern").replace("__shared__", "static") for path, text in read.items()
+    }
+    version = subprocess.run([COMPILER[0], "--version"], check=True, capture_output=True, text=True).stdout
+    key = hashlib.sha256(repr((COMPILER, version, sorted(texts.items()))).encode()).hexdigest()[:16]
+    folder = _folder()
+    target = folder / f"{name}.{key}.so"
+    with FileLock(f"{target}.lock"):
+        if target.exists():
+            os.utime(target)
+        else:
+            _compile(texts, target)
+            _remove_unused(folder)
     library = ctypes.CDLL(str(target))
     library.emulate.restype = ctypes.c_char_p
     return library
 
 
+def _folder() -> Path:
+    """Of compiled libraries: in the virtual environment, or where that is read-only, among temporary files."""
+    environment = Path(sys.prefix)
+    inside = sys.prefix != sys.base_prefix and os.access(environment, os.W_OK)
+    folder = environment / "cuda-emulator" if inside else Path(tempfile.gettempdir(), f"cuda-emulator-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def _compile(texts: dict[str, str], target: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
+        for path, text in texts.items():
+            file = Path(temporary, path)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+        made = Path(temporary, "made.so")
+        subprocess.run([*COMPILER, "-o", made, Path(temporary, "main.cpp")], check=True)
+        made.replace(target)
+
+
+def _remove_unused(folder: Path) -> None:
+    for path in folder.glob("*.so*"):
+        if path.stat().st_mtime < time.time() - UNUSED_DAYS * 86400:
+            path.unlink(missing_ok=True)
+
+
 class Emulator:
-    """Takes the place of ``compiled.kernel``: kernels run here and now, on the CPU."""
+    """Takes the place of ``modules.kernel``: kernels run here and now, on the CPU."""
 
     def __init__(
         self, libraries: dict[str, ctypes.CDLL], tensors: list[Any], seed: int = 0, coarse: bool = False
     ) -> None:
-        """``coarse``: e4m3 products are added as Hopper does, not exactly."""
+        """``coarse``: E4M3 products are accumulated as Hopper does, not exactly."""
         for library in libraries.values():
             library.set_coarse(coarse)
         self.libraries, self.seed, self.made = libraries, seed, []
@@ -76,7 +121,7 @@ class Emulator:
             self.seed += 1
             self.made.append(name)
             struct = type(args).__name__
-            struct = STRUCTS.get(struct, struct)
+            assert getattr(library, f"size_of_{struct}")() == ctypes.sizeof(args), struct
             grid = (*grid, 1)[:2]
             address = ctypes.cast(getattr(library, name), ctypes.c_void_p)
             error = library.emulate(

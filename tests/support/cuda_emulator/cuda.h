@@ -1,6 +1,6 @@
-// Enough of CUDA to run the Hopper kernels on a CPU, one thread block at a time: each CUDA thread is a coroutine, copies
-// land late and in any order, and what they are to overwrite is poisoned at once; asynchronous products read their
-// operands as late as they may. Included in front of the kernels' sources; ptx.cuh and wgmma.cuh stand in for theirs.
+// Enough of CUDA to run the kernels on a CPU, one CTA at a time: each CUDA thread is a coroutine, copies land late and
+// in any order, and what they are to overwrite is poisoned at once; asynchronous MMAs read their operands as late as
+// they may. Included ahead of the kernels' sources; the files in ptx/ stand in for theirs.
 #pragma once
 #include <csetjmp>
 #include <cstdarg>
@@ -29,13 +29,27 @@
 using std::max;
 using std::min;
 
-struct int4 { int x, y, z, w; };
-struct uint2 { uint32_t x, y; };
-struct uint4 { uint32_t x, y, z, w; };
-struct float2 { float x, y; };
-struct float4 { float x, y, z, w; };
-struct ushort4 { uint16_t x, y, z, w; };
-struct Index { int x, y; };
+struct int4 {
+    int x, y, z, w;
+};
+struct uint2 {
+    uint32_t x, y;
+};
+struct uint4 {
+    uint32_t x, y, z, w;
+};
+struct float2 {
+    float x, y;
+};
+struct float4 {
+    float x, y, z, w;
+};
+struct ushort4 {
+    uint16_t x, y, z, w;
+};
+struct Index {
+    int x, y;
+};
 inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
@@ -49,8 +63,8 @@ constexpr uint32_t kStart = 1024 + 128;  // where dynamic shared memory begins: 
 
 struct Product {
     float* d;
-    const uint32_t* a;  // registers; or null, and then
-    uint64_t shared_a, b;  // descriptions of shared memory
+    const uint32_t* a;     // registers; or null, and then
+    uint64_t shared_a, b;  // descriptors of shared memory
     int n;
     bool e4m3 = false, fresh = false;  // what is multiplied; whether d is set instead of added to
     bool float16 = false;              // otherwise bfloat16
@@ -70,9 +84,9 @@ struct Thread {
     jmp_buf at;
     ucontext_t context;
     std::unique_ptr<char[]> stack;
-    std::vector<Product> open;                 // products of no group yet
-    std::deque<std::vector<Product>> groups;   // under way
-    std::vector<Copy> copies;                  // that no barrier waits for yet
+    std::vector<Product> open;                // products of no group yet
+    std::deque<std::vector<Product>> groups;  // under way
+    std::vector<Copy> copies;                 // that no barrier waits for yet
 };
 
 // Lanes of a warp, or threads of a barrier, that meet.
@@ -210,9 +224,12 @@ inline bool run_block() {
         makecontext(&t.context, enter, 0);
         setcontext(&t.context);
     }
-    if (!here.copies.empty()) snprintf(here.error, sizeof here.error, "a copy is under way at the end");
-    else if (!here.waited) snprintf(here.error, sizeof here.error, "ends without having waited for the kernel before");
-    else return true;
+    if (!here.copies.empty())
+        snprintf(here.error, sizeof here.error, "a copy is under way at the end");
+    else if (!here.waited)
+        snprintf(here.error, sizeof here.error, "ends without having waited for the kernel before");
+    else
+        return true;
     return false;
 }
 
@@ -242,7 +259,10 @@ inline uint8_t to_e4m3(float v) {
     if (v != v) return sign | 0x7F;
     const float magnitude = fminf(fabsf(v), 448.0f);
     int exponent = 0;
-    if (magnitude < 0.015625f) exponent = -5; else frexpf(magnitude, &exponent);  // below 2^-6 there is no smaller exponent
+    if (magnitude < 0.015625f)
+        exponent = -5;
+    else
+        frexpf(magnitude, &exponent);        // below 2^-6 there is no smaller exponent
     const int step = max(exponent - 4, -9);  // of the last bit of the mantissa
     const int units = static_cast<int>(nearbyintf(ldexpf(magnitude, -step)));
     return sign | static_cast<uint8_t>(units + (step + 9) * 8);
@@ -256,11 +276,11 @@ inline float float16(uint16_t bits) {
     return static_cast<float>(v);
 }
 
-// Whether e4m3 products are added as Hopper does.
+// Whether e4m3 products are added as Hopper's tensor cores do.
 inline bool coarse = false;
 
-// 32 products and the sum so far, all at once: each is cut off 13 bits behind the largest one's first bit, and so is the new
-// sum. An H200's sums of 128 columns equal these to the bit in 0.87 of cases.
+// 32 products and the sum so far, all at once: each is cut off 13 bits behind the largest one's first bit, and so is
+// the new sum. An H200's sums of 128 columns equal these to the bit in 0.87 of cases.
 inline float add_coarsely(float sum, const float (&products)[32]) {
     constexpr int kBits = 13;
     float largest = fabsf(sum);
@@ -312,11 +332,15 @@ inline float of_registers(const uint32_t* (&a)[32], int row, int k, bool e4m3 = 
 inline void __syncthreads() {
     emulator::meet(emulator::here.named[0], emulator::here.now->number, emulator::here.size, nullptr, [](void**) {});
 }
-inline void __syncwarp() { emulator::meet_warp(nullptr, [](void**) {}); }
+inline void __syncwarp() {
+    emulator::meet_warp(nullptr, [](void**) {});
+}
 
 template <class Work>
 inline int of_lanes(int value, Work work) {
-    struct Brought { int in, out; } mine{value, 0};
+    struct Brought {
+        int in, out;
+    } mine{value, 0};
     emulator::meet_warp(&mine, [&](void** with) {
         for (int lane = 0; lane < 32; ++lane) {
             static_cast<Brought*>(with[lane])->out =
@@ -329,7 +353,9 @@ inline int __shfl_up_sync(uint32_t, int value, int step) {
     return of_lanes(value, [=](int lane, auto of) { return of(lane >= step ? lane - step : lane); });
 }
 inline int __shfl_sync(uint32_t, int value, int from) {
-    struct Brought { int in, from, out; } mine{value, from, 0};
+    struct Brought {
+        int in, from, out;
+    } mine{value, from, 0};
     emulator::meet_warp(&mine, [](void** with) {
         for (int lane = 0; lane < 32; ++lane) {
             auto* b = static_cast<Brought*>(with[lane]);
@@ -346,7 +372,10 @@ inline float __shfl_sync(uint32_t mask, float value, int from) {
     return value;
 }
 inline float __shfl_xor_sync(uint32_t, float value, int mask) {
-    struct Brought { float in, out; int mask; } mine{value, 0.0f, mask};
+    struct Brought {
+        float in, out;
+        int mask;
+    } mine{value, 0.0f, mask};
     emulator::meet_warp(&mine, [](void** with) {
         for (int lane = 0; lane < 32; ++lane) {
             auto* b = static_cast<Brought*>(with[lane]);
@@ -393,17 +422,17 @@ namespace polymoe {
 inline __align__(1024) uint8_t memory[228 * 1024];
 }
 
-#define POLYMOE_CALL(ARGS) \
-    extern "C" void call_##ARGS(void* kernel, const void* args) { \
+#define POLYMOE_CALL(ARGS)                                                                           \
+    extern "C" void call_##ARGS(void* kernel, const void* args) {                                    \
         reinterpret_cast<void (*)(polymoe::ARGS)>(kernel)(*static_cast<const polymoe::ARGS*>(args)); \
-    }
+    }                                                                                                \
+    extern "C" int size_of_##ARGS() { return sizeof(polymoe::ARGS); }
 
 extern "C" void set_coarse(int coarse) { emulator::coarse = coarse; }
 
 // The whole grid, block after block. Nothing, or what went wrong.
-extern "C" const char* emulate(
-    void (*call)(void*, const void*), void* kernel, const void* args, int grid_x, int grid_y, int threads, int shared_bytes,
-    int seed, const long* ranges, int count) {
+extern "C" const char* emulate(void (*call)(void*, const void*), void* kernel, const void* args, int grid_x, int grid_y,
+                               int threads, int shared_bytes, int seed, const long* ranges, int count) {
     auto& here = emulator::here;
     if (static_cast<int>(here.threads.size()) != threads) {
         here.threads = std::vector<emulator::Thread>(threads);
@@ -416,7 +445,8 @@ extern "C" const char* emulate(
     here.random.seed(seed);
     here.grid = {grid_x, grid_y}, here.size = threads, here.shared_bytes = shared_bytes;
     here.ranges.clear();
-    for (int i = 0; i < count; ++i) here.ranges.push_back({reinterpret_cast<const uint8_t*>(ranges[2 * i]), ranges[2 * i + 1]});
+    for (int i = 0; i < count; ++i)
+        here.ranges.push_back({reinterpret_cast<const uint8_t*>(ranges[2 * i]), ranges[2 * i + 1]});
     for (int y = 0; y < grid_y; ++y) {
         for (int x = 0; x < grid_x; ++x) {
             here.block = {x, y};

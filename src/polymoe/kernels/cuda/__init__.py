@@ -1,1 +1,1 @@
-"""Hopper kernels in CUDA C++, compiled ahead of time: decode, prefill, and what moves rows. Imports nothing of ours."""
+"""CUDA kernels in C++ for SM90, compiled ahead of time, and their launchers. Imports nothing of ours."""

@@ -6,11 +6,10 @@ from abc import ABC, abstractmethod
 from ctypes import Structure
 from typing import Any, NamedTuple
 
-from polymoe.kernels.cuda import compiled
+from polymoe.kernels.cuda import modules
 from polymoe.kernels.cuda.driver import Launch
 from polymoe.kernels.cuda.launch.args import FinalizeArgs, GemmArgs
 from polymoe.kernels.cuda.launch.layer import Layer
-from polymoe.kernels.cuda.launch.names import gemm_kernel, helper_kernel
 from polymoe.kernels.cuda.launch.permutation import Permutation
 from polymoe.kernels.cuda.sizes import Family, Pipeline, round_up
 
@@ -75,7 +74,7 @@ class Call(ABC):
         )
         self.finalize = FinalizeArgs(columns=layer.down.n, first_expert=layer.first_expert, experts=layer.experts)
         name = "finalize_bf16" if self.y_bytes == 2 else "finalize_f32"
-        self._finalize = compiled.kernel(*helper_kernel(name)).prepare(self.finalize, _FINALIZE_THREADS)
+        self._finalize = modules.kernel("finalize", name).prepare(self.finalize, _FINALIZE_THREADS)
         self._launches: tuple[Launch, ...] = ()
         self._after_x: tuple[Launch, ...] = ()
         self._in_workspace: list[tuple[Structure, str, int]] = []
@@ -183,7 +182,7 @@ class Call(ABC):
         # Tiles of 64 rows divide K among eight parts of 64 columns: with a short K some warps would have none.
         if block_n and args.k <= 256:
             block_n = max(self.family.block_ns)
-        unit, name = gemm_kernel(self.family, format, part, block_m, block_n)
-        launch = compiled.kernel(unit, name).prepare(args, self.family.threads(block_m), pipeline.shared_bytes)
+        unit, name = self.family.unit(format), self.family.kernel(part, block_m, block_n)
+        launch = modules.kernel(unit, name).prepare(args, self.family.threads(block_m), pipeline.shared_bytes)
         launch.set_grid(self.layer.sms)
         return launch

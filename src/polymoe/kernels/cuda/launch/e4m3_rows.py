@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from polymoe.kernels.cuda import compiled
+from polymoe.kernels.cuda import modules
 from polymoe.kernels.cuda.driver import Launch
 from polymoe.kernels.cuda.launch.args import QuantizeRowsArgs
 from polymoe.kernels.cuda.launch.call import Call, Regions
 from polymoe.kernels.cuda.launch.layer import Layer
-from polymoe.kernels.cuda.launch.names import helper_kernel
 from polymoe.kernels.cuda.launch.permutation import permutation_bytes
 from polymoe.kernels.cuda.launch.tiled import e4m3_tile_bytes, padded_rows
 from polymoe.kernels.cuda.sizes import Family, e4m3_row_bytes, round_up
@@ -30,7 +29,7 @@ class E4M3RowsCall(Call):
         super().__init__(layer, family, block_m, block_n, down_block_m)
         self._x_args = QuantizeRowsArgs(columns=layer.up.k)
         self._threads = min(_MOST_THREADS, round_up(layer.up.k // _COLUMNS_PER_THREAD, 32))
-        self._x_launch = compiled.kernel(*helper_kernel(self.quantize)).prepare(self._x_args, self._threads)
+        self._x_launch = modules.kernel("quantize", self.quantize).prepare(self._x_args, self._threads)
 
     @staticmethod
     def regions(layer: Layer, block_m: int, tokens: int, top_k: int) -> Regions:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from polymoe.kernels.cuda import compiled
+from polymoe.kernels.cuda import modules
 from polymoe.kernels.cuda.driver import Launch
 from polymoe.kernels.cuda.launch.args import PermutationArgs
-from polymoe.kernels.cuda.launch.names import helper_kernel
 
 __all__ = ["Permutation", "permutation_bytes"]
 
@@ -71,6 +70,6 @@ class Permutation:
         return 4 * end
 
     def _launch(self, name: str, threads: int, ctas: int) -> Launch:
-        launch = compiled.kernel(*helper_kernel(name)).prepare(self.args, threads)
+        launch = modules.kernel("permute", name).prepare(self.args, threads)
         launch.set_grid(ctas)
         return launch

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from polymoe.kernels.cuda import compiled
+from polymoe.kernels.cuda import modules
 from polymoe.kernels.cuda.driver import Launch
 from polymoe.kernels.cuda.launch.args import PermuteArgs, QuantizePermutedArgs
 from polymoe.kernels.cuda.launch.call import Call, Regions
 from polymoe.kernels.cuda.launch.layer import Layer
-from polymoe.kernels.cuda.launch.names import helper_kernel
 from polymoe.kernels.cuda.launch.permutation import permutation_bytes
 from polymoe.kernels.cuda.sizes import E4M3_BLOCK_K, E4M3_ROW_BYTES, TILE_ROWS, Family, round_up
 
@@ -59,7 +58,7 @@ class TiledCall(Call):
         return PermuteArgs(columns=layer.up.k)
 
     def _prepare_x(self) -> Launch:
-        return compiled.kernel(*helper_kernel("permute_x")).prepare(self._x_args, _THREADS)
+        return modules.kernel("permute", "permute_x").prepare(self._x_args, _THREADS)
 
 
 class QuantizedTilesCall(TiledCall):
@@ -87,4 +86,4 @@ class QuantizedTilesCall(TiledCall):
         return QuantizePermutedArgs(columns=layer.up.k)
 
     def _prepare_x(self) -> Launch:
-        return compiled.kernel(*helper_kernel("quantize_permuted")).prepare(self._x_args, _THREADS)
+        return modules.kernel("quantize", "quantize_permuted").prepare(self._x_args, _THREADS)

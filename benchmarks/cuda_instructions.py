@@ -1,0 +1,109 @@
+"""Instructions that the CUDA kernels take for eight weights of each lane, by disassembly. Needs no GPU.
+
+    python benchmarks/cuda_instructions.py [FILE]    the table, to FILE (default: standard output)
+
+At 4.3 TB/s one of an H200's 132 multiprocessors gets eight 4-bit weights for each lane of a warp every 30 issue slots
+of its four schedulers, so this number, more than any other, says how fast weights can be decoded. Loops are counted as
+they stand, with both sides of a branch inside them.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import triton
+
+from polymoe.kernels.cuda import modules
+from polymoe.kernels.cuda.sizes import W4_FORMATS, W4A8, W4A16_MMA, W4A16_WGMMA
+
+TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+"""The disassembler that comes with Triton."""
+
+Instructions = list[tuple[int, str]]
+"""Address and text of each."""
+
+
+@cache
+def disassembled(unit: str, name: str) -> Instructions:
+    """A kernel's instructions."""
+    command = [TOOL, "-sass", "-fun", name, modules.cubin_path(unit)]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return [(int(a, 16), t.strip()) for a, t in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", text)]
+
+
+def loops(instructions: Instructions) -> Iterator[list[str]]:
+    """Bodies of all loops: from a branch's target up to the branch, where that comes later."""
+    for address, text in instructions:
+        branch = re.search(r"BRA.* 0x([0-9a-f]+)", text)
+        if branch and (start := int(branch[1], 16)) < address:
+            yield [t for a, t in instructions if start <= a <= address]
+
+
+def mma_costs(format: str, part: str, block_m: int, block_n: int) -> dict[int, float]:
+    """Of a w4a16_mma kernel: instructions for eight weights of a lane, by the rows of x that its loop multiplies."""
+    # Two tiles of 16 rows by 64 columns are eight words; kernels for 16 rows have a loop for 8 too.
+    found = disassembled(W4A16_MMA.unit(format), W4A16_MMA.kernel(part, block_m, block_n))
+    loads = [(sum("LDSM.16.M88.4" in text for text in body), body) for body in loops(found)]  # two for 8 rows of x
+    outer_first = sorted(loads, key=lambda load: -len(load[1]))
+    return {4 * count: len(body) / 8 for count, body in outer_first if count in (2, 4)}
+
+
+def wgmma_loops(format: str, part: str, block_m: int) -> list[list[str]]:
+    """Of a w4a16_wgmma kernel: its loops over whole stages, one or more for each width of wgmma."""
+    found = disassembled(W4A16_WGMMA.unit(format), W4A16_WGMMA.kernel(part, block_m))
+    in_flight = [body for body in loops(found) if any(re.search(r"DEPBAR.*gsb0, 0x1", text) for text in body)]
+    return [body for body in in_flight if len(body) < 2 * min(map(len, in_flight))]
+
+
+def wgmma_costs(format: str, part: str, block_m: int) -> dict[int, float]:
+    """The same of a w4a16_wgmma kernel, by the width of wgmma."""
+    costs: dict[int, float] = {}
+    for body in wgmma_loops(format, part, block_m):
+        widths = [int(width) for text in body for width in re.findall(r"HGMMA\.64x(\d+)x16", text)]
+        cost = len(body) / len(widths)
+        costs[widths[0]] = min(cost, costs.get(widths[0], cost))
+    return costs
+
+
+def w4a8_costs(part: str, block_m: int) -> dict[int, float]:
+    """The same of a w4a8 kernel, by the width of wgmma, each of which takes sixteen weights of a lane."""
+    costs: dict[int, float] = {}
+    for body in loops(disassembled(W4A8.unit("mxfp4"), W4A8.kernel(part, block_m))):
+        widths = [int(width) for text in body for width in re.findall(r"QGMMA\.64x(\d+)x32", text)]
+        if len(widths) == 8 and len(set(widths)) == 1 and len(body) < 450:  # two chains
+            costs[widths[0]] = len(body) / (2 * len(widths))
+    return costs
+
+
+def table() -> str:
+    """Of gate and up, all formats, as Markdown."""
+    lines = ["| kernel | rows of x | " + " | ".join(W4_FORMATS) + " |", "|---|---|" + "---|" * len(W4_FORMATS)]
+    part = "gate_up"
+    rows: list[tuple[str, list[dict[int, float]]]] = [
+        (W4A16_MMA.kernel(part, block_m, block_n), [mma_costs(f, part, block_m, block_n) for f in W4_FORMATS])
+        for block_m in (8, 16)
+        for block_n in W4A16_MMA.block_ns
+    ]
+    rows += [(W4A16_WGMMA.kernel(part, m), [wgmma_costs(f, part, m) for f in W4_FORMATS]) for m in W4A16_WGMMA.tiles]
+    rows += [(W4A8.kernel(part, m), [w4a8_costs(part, m)]) for m in W4A8.tiles]
+    for name, costs in rows:
+        costs += [{}] * (len(W4_FORMATS) - len(costs))
+        for width in sorted(costs[0]):
+            cells = " | ".join(f"{cost[width]:.1f}" if width in cost else "" for cost in costs)
+            lines.append(f"| {name} | {width} | {cells} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 2 or sys.argv[1:2] in (["-h"], ["--help"]):
+        print(__doc__, file=sys.stderr)
+        raise SystemExit(2)
+    if len(sys.argv) == 2:
+        Path(sys.argv[1]).write_text(table(), encoding="utf-8")
+    else:
+        print(table(), end="")

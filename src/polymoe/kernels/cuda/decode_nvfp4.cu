@@ -1,3 +1,0 @@
-#include "decode.cuh"
-
-POLYMOE_DECODE_ALL(Nvfp4)

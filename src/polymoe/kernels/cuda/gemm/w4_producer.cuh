@@ -1,0 +1,109 @@
+// Stages of 4-bit weights and permuted tiles of x, and the warps that fill them: for the kernels that dequantize in
+// registers and multiply by wgmma.
+#pragma once
+#include "../pipeline.cuh"
+#include "../ptx/griddepcontrol.cuh"
+
+namespace polymoe {
+
+// Permuted tiles of x have 128 bytes a row: columns of a tile, and bytes of a row's scale.
+struct Bf16Tiles {
+    static constexpr int kColumns = 64, kScaleBytes = 0;
+};
+
+// After a work tile's tiles come the rows' float32 scales, tile by tile.
+struct E4m3Tiles {
+    static constexpr int kColumns = kE4m3BlockK, kScaleBytes = kE4m3RowBytes - kE4m3BlockK;
+};
+
+// N_BLOCKS times 64 rows of weights, K_BLOCKS times 64 columns: x and its scales, then the blocks' codes, then theirs.
+template <class F, class X, int N_BLOCKS, int BLOCK_M, int K_BLOCKS>
+struct W4Stage {
+    static_assert(K_BLOCKS * 64 % X::kColumns == 0);
+    static constexpr int kScaleBlocks = (K_BLOCKS + F::kScaleBlocks - 1) / F::kScaleBlocks;
+    static constexpr int kBlockCodes = K_BLOCKS * 2048, kBlockScales = kScaleBlocks * F::kScaleBytes;
+    static constexpr int kTiles = K_BLOCKS * 64 / X::kColumns, kXScales = kTiles * BLOCK_M * 128;
+    static constexpr int kCodes = kXScales + kTiles * BLOCK_M * X::kScaleBytes,
+                         kScales = kCodes + N_BLOCKS * kBlockCodes;
+    static constexpr int kBytes = (kScales + N_BLOCKS * kBlockScales + 1023) / 1024 * 1024;
+};
+
+// One thread of each of four warps: a single thread cannot issue copies fast enough. `n_tiles` is the number of tiles
+// along N; `total` that of all tiles.
+template <class F, class X, int N_BLOCKS, int BLOCK_M, int K_BLOCKS, int PART>
+__device__ __forceinline__ void produce_w4(const GemmArgs& args, Pipeline& pipeline, int producer, int total,
+                                           int n_tiles) {
+    using S = W4Stage<F, X, N_BLOCKS, BLOCK_M, K_BLOCKS>;
+    constexpr int kProducers = 4, kMine = (N_BLOCKS + kProducers - 1) / kProducers;
+    const bool copies_x = producer == (N_BLOCKS % kProducers == 0 ? 0 : kProducers - 1);  // the one with least to do
+    const int tiles16 = args.n / 16, k_blocks = (args.k + 63) / 64;
+    const int row_scales = (args.k + 64 * F::kScaleBlocks - 1) / (64 * F::kScaleBlocks);
+    bool waited = PART != kDown;
+    for (int i_tile = blockIdx.x; i_tile < total; i_tile += gridDim.x) {
+        const int index = i_tile / n_tiles, n_block = (i_tile - index * n_tiles) * N_BLOCKS;
+        const WorkTile tile = args.work_tiles[index];
+        const int padded = padded_rows(tile.rows), x_tiles = (args.k + X::kColumns - 1) / X::kColumns;
+        const uint8_t *codes[kMine], *scales[kMine];
+        int width[kMine];  // tiles of 16 rows
+#pragma unroll
+        for (int i = 0; i < kMine; ++i) {
+            const int inner = i * kProducers + producer, block = n_block + inner;
+            width[i] = inner < N_BLOCKS ? max(0, min(4, tiles16 - 4 * block)) : 0;
+            codes[i] = args.codes + tile.expert * args.codes_stride + 32LL * block * args.k;
+            scales[i] = args.scales + tile.expert * args.scales_stride +
+                        static_cast<long long>(block) * row_scales * F::kScaleBytes;
+        }
+        const uint8_t* x = reinterpret_cast<const uint8_t*>(args.x) +
+                           static_cast<long long>(tile.padded_row) * x_tiles * (128 + X::kScaleBytes);
+        const uint8_t* x_scales = x + x_tiles * padded * 128;
+        for (int k_block = 0; k_block < k_blocks; k_block += K_BLOCKS) {
+            const uint32_t barrier = pipeline.full_barrier(), to = pipeline.address();
+            const int blocks = min(K_BLOCKS, k_blocks - k_block), columns = min(blocks * 64, args.k - k_block * 64);
+            const int scale_bytes = (blocks + F::kScaleBlocks - 1) / F::kScaleBlocks * F::kScaleBytes;
+            const int x_rows = (columns + X::kColumns - 1) / X::kColumns * padded;  // rows of tiles
+            uint32_t bytes = copies_x ? x_rows * (128 + X::kScaleBytes) : 0;
+#pragma unroll
+            for (int i = 0; i < kMine; ++i) bytes += width[i] ? width[i] * columns * 8 + scale_bytes : 0;
+            pipeline.wait_empty();
+            mbarrier_arrive_expect_tx(barrier, bytes);
+#pragma unroll
+            for (int i = 0; i < kMine; ++i) {
+                if (width[i]) {
+                    const int inner = i * kProducers + producer;
+                    const uint32_t to_codes = to + S::kCodes + inner * S::kBlockCodes;
+                    // Where two blocks share scales and a stage has one, the second stage gets the same scales again.
+                    const int first_scale = k_block / F::kScaleBlocks * F::kScaleBytes;
+                    if (width[i] == 4) {
+                        bulk_copy_g2s(to_codes, codes[i], columns * 32, barrier);
+                    } else {  // blocks are as far apart as if they had all their rows
+                        for (int b = 0; b < blocks; ++b) {
+                            bulk_copy_g2s(to_codes + b * 2048, codes[i] + b * width[i] * 512,
+                                          min(64, columns - b * 64) * 8 * width[i], barrier);
+                        }
+                    }
+                    bulk_copy_g2s(to + S::kScales + inner * S::kBlockScales, scales[i] + first_scale, scale_bytes,
+                                  barrier);
+                    codes[i] += width[i] * (K_BLOCKS * 512);
+                }
+            }
+            if (copies_x) {
+                if (!waited) {
+                    grid_dependency_wait();
+                    launch_dependents();
+                    waited = true;
+                }
+                bulk_copy_g2s(to, x, x_rows * 128, barrier);
+                x += x_rows * 128;
+                if constexpr (X::kScaleBytes != 0) {
+                    bulk_copy_g2s(to + S::kXScales, x_scales, x_rows * X::kScaleBytes, barrier);
+                    x_scales += x_rows * X::kScaleBytes;
+                }
+            }
+            pipeline.advance();
+        }
+    }
+    // The next kernel relies on this one having waited for the kernel ahead of it.
+    if (!waited) grid_dependency_wait();
+}
+
+}  // namespace polymoe

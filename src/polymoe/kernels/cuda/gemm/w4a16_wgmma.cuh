@@ -1,0 +1,226 @@
+// 4-bit weights and bfloat16 rows by wgmma, for enough rows an expert that each decoded weight is used many times.
+// Weights are the left operand, in registers: while one group of wgmma runs, the next weights are dequantized.
+//
+// x comes in permuted tiles, as permute.cu and this kernel's own epilogue write them: for each work tile, for each 64
+// columns, its rows of 128 bytes, swizzled, with room for a multiple of 8 rows. y is by permuted row.
+#pragma once
+#include "../dequant/scales.cuh"
+#include "../epilogue.cuh"
+#include "../ptx/compiler.cuh"
+#include "../ptx/setmaxnreg.cuh"
+#include "../ptx/wgmma.cuh"
+#include "w4_producer.cuh"
+#include "widths.cuh"
+
+namespace polymoe {
+
+// All of K, for this warpgroup's N_BLOCKS blocks of 64 rows of weights and the work tile's rows, in MMAs for M of them.
+//
+// 32 columns are dequantized while the MMAs of the 32 before run. Two sets of registers alternate; a set is written
+// again only after the MMAs that read it have been waited for.
+template <class F, int WARPGROUPS, int N_BLOCKS, int BLOCK_M, int K_BLOCKS>
+struct W4a16Mainloop {
+    using S = W4Stage<F, Bf16Tiles, WARPGROUPS * N_BLOCKS, BLOCK_M, K_BLOCKS>;
+    float (&acc)[N_BLOCKS][BLOCK_M / 2];
+    Pipeline& pipeline;
+    uint32_t lane_codes, lane_scales;  // in a stage
+    uint32_t x_step;                   // from 64 columns of x to the next, in units of 16 bytes
+    int tile, k;
+    uint32_t words[N_BLOCKS][4];
+    typename F::Scales scales[N_BLOCKS];
+    uint32_t a[2][N_BLOCKS][2][4];
+
+    __device__ __forceinline__ W4a16Mainloop(float (&acc)[N_BLOCKS][BLOCK_M / 2], const GemmArgs& args,
+                                             Pipeline& pipeline, int rows)
+        : acc(acc), pipeline(pipeline), tile(threadIdx.x / 32 % 4), k(args.k) {
+        const int lane = threadIdx.x % 32, block = threadIdx.x / 128 * N_BLOCKS;
+        lane_codes = opaque(S::kCodes + block * S::kBlockCodes + tile * 512 + lane * 16);
+        lane_scales = opaque(S::kScales + block * S::kBlockScales + (lane / 4 * 4 + tile) * kTileScaleBytes<F>);
+        x_step = padded_rows(rows) * 8;
+    }
+
+    __device__ __forceinline__ void load_block_scales(uint32_t stage, int inner) {
+#pragma unroll
+        for (int m = 0; m < N_BLOCKS; ++m) {
+            scales[m] =
+                load_scales<F>(stage + lane_scales + m * S::kBlockScales + inner / F::kScaleBlocks * F::kScaleBytes);
+        }
+    }
+
+    // Codes and scales of 64 columns. Where a block has no such tile, these are other bytes.
+    __device__ __forceinline__ void load(uint32_t stage, int inner) {
+#pragma unroll
+        for (int m = 0; m < N_BLOCKS; ++m) {
+            const uint4 w = ld_shared_v4(stage + lane_codes + m * S::kBlockCodes + inner * 2048);
+            words[m][0] = w.x, words[m][1] = w.y, words[m][2] = w.z, words[m][3] = w.w;
+        }
+        load_block_scales(stage, inner);
+    }
+
+    template <int HALF>
+    __device__ __forceinline__ void dequantize_half() {
+#pragma unroll
+        for (int m = 0; m < N_BLOCKS; ++m) {
+#pragma unroll
+            for (int s = 0; s < 2; ++s) {
+                dequantize<F>(a[HALF][m][s], words[m][HALF * 2 + s], F::scale(scales[m], HALF * 2 + s));
+#pragma unroll
+                for (int i = 0; i < 4; ++i) materialize(a[HALF][m][s][i]);
+            }
+        }
+    }
+
+    template <int M, int HALF>
+    __device__ __forceinline__ void mma(uint32_t x) {
+        wgmma_fence();
+#pragma unroll
+        for (int s = 0; s < 2; ++s) {
+            const uint64_t b = make_smem_desc_units(x + HALF * 4 + s * 2);
+#pragma unroll
+            for (int m = 0; m < N_BLOCKS; ++m) WgmmaRS<M>::add_bf16(acc[m], a[HALF][m][s], b);
+        }
+        wgmma_commit();
+    }
+
+    // The k_tail, a stage that is not whole: 16 columns at a time, for all rows that a work tile may have.
+    __device__ __forceinline__ void mma_k_tail(uint32_t stage, int steps) {
+        for (int i = 0; i < steps; ++i) {
+            const int inner = i / 4, block_steps = min(4, steps - inner * 4), step = i % 4;
+            // In a whole block a lane's words are together; in the last, of fewer columns, they are apart.
+            const uint32_t word =
+                inner * 2048 +
+                (block_steps == 4 ? step * 4 : (tile * block_steps + step) * 128 - tile * 512 - threadIdx.x % 32 * 12);
+#pragma unroll
+            for (int m = 0; m < N_BLOCKS; ++m) words[m][0] = ld_shared(stage + lane_codes + m * S::kBlockCodes + word);
+            load_block_scales(stage, inner);
+#pragma unroll
+            for (int m = 0; m < N_BLOCKS; ++m) {
+                const uint32_t low = step == 0 ? F::scale(scales[m], 0) : F::scale(scales[m], 1);
+                const uint32_t high = step == 2 ? F::scale(scales[m], 2) : F::scale(scales[m], 3);
+                dequantize<F>(a[0][m][0], words[m][0], step < 2 ? low : high);
+            }
+            wgmma_fence();
+#pragma unroll
+            for (int m = 0; m < N_BLOCKS; ++m) {
+                WgmmaRS<BLOCK_M>::add_bf16(acc[m], a[0][m][0],
+                                           make_smem_desc_units(smem_desc_units(stage) + inner * x_step + step * 2));
+            }
+            wgmma_commit();
+            wgmma_wait<0>();
+        }
+    }
+
+    // All whole stages.
+    template <int M>
+    __device__ __forceinline__ void mma_stages(int stages) {
+        const bool leader = threadIdx.x % 32 == 0;
+        uint32_t released = 0, stage = pipeline.wait_full(), x = smem_desc_units(stage);
+        load(stage, 0);
+        dequantize_half<0>();
+        // Unrolled, every block takes registers of its own.
+        constexpr int kUnroll = N_BLOCKS == 1 ? K_BLOCKS : 1;
+        for (int left = stages; left > 0; --left) {
+#pragma unroll kUnroll
+            for (int inner = 0; inner < K_BLOCKS; ++inner) {
+                mma<M, 0>(x);
+                wgmma_wait<1>();  // the block before is done
+                if (inner == 0 && released && leader) mbarrier_arrive(released);
+                dequantize_half<1>();
+                mma<M, 1>(x);
+                if (inner + 1 < K_BLOCKS) {
+                    x += x_step;
+                    load(stage, inner + 1);
+                } else {
+                    released = pipeline.empty + 8 * pipeline.stage;
+                    pipeline.advance();
+                    if (left > 1) {
+                        stage = pipeline.wait_full();
+                        x = smem_desc_units(stage);
+                        load(stage, 0);
+                    }
+                }
+                wgmma_wait<1>();
+                dequantize_half<0>();
+            }
+        }
+        wgmma_wait<0>();
+        if (leader) mbarrier_arrive(released);
+    }
+
+    template <int... WIDTHS>
+    __device__ __forceinline__ void run(int rows) {
+        const int stages = k / (64 * K_BLOCKS), tail_steps = (k - stages * (64 * K_BLOCKS)) / 16;
+#pragma unroll
+        for (int m = 0; m < N_BLOCKS; ++m) {
+#pragma unroll
+            for (int i = 0; i < BLOCK_M / 2; ++i) acc[m][i] = 0.0f;
+        }
+        if (stages) {
+            run_narrowest<WIDTHS..., BLOCK_M>(*this, stages, rows);
+        }
+        if (tail_steps) {
+            mma_k_tail(pipeline.wait_full(), tail_steps);
+            if (threadIdx.x % 32 == 0) mbarrier_arrive(pipeline.empty_barrier());
+            pipeline.advance();
+        }
+    }
+};
+
+// N_BLOCKS blocks of 64 rows of weights for each of WARPGROUPS consumer warpgroups by up to BLOCK_M rows of x, in MMAs
+// for BLOCK_M rows or, where that is enough, for one of the smaller WIDTHS.
+template <class F, int PART, int WARPGROUPS, int N_BLOCKS, int K_BLOCKS, int STAGE_BYTES, int BLOCK_M, int... WIDTHS>
+__device__ __forceinline__ void w4a16_wgmma_gemm(const GemmArgs& args) {
+    extern __shared__ __align__(1024) uint8_t memory[];
+    __shared__ __align__(8) uint64_t barriers[2 * kMaxStages];
+    constexpr int kBlocks = WARPGROUPS * N_BLOCKS;
+    static_assert(W4Stage<F, Bf16Tiles, kBlocks, BLOCK_M, K_BLOCKS>::kBytes == STAGE_BYTES);
+    const int lane = threadIdx.x % 32, warp = warp_uniform(threadIdx.x / 32);
+    Pipeline pipeline = make_pipeline(args, align_stages(memory), barriers, STAGE_BYTES);
+    if (threadIdx.x == 0) {
+        init_barriers(args, pipeline, 4, WARPGROUPS * 4);
+        mbarrier_init_fence();
+    }
+    __syncthreads();
+    if (PART != kDown) {
+        grid_dependency_wait();
+        launch_dependents();
+    }
+    const int tiles16 = args.n / 16, n_blocks = (tiles16 + 3) / 4, n_tiles = (n_blocks + kBlocks - 1) / kBlocks;
+    const int total = warp_uniform(*args.num_tiles) * n_tiles;
+
+    if (warp >= WARPGROUPS * 4) {
+        reg_dealloc<producer_regs(WARPGROUPS)>();
+        pipeline.parity = 1;
+        if (lane == 0) {
+            produce_w4<F, Bf16Tiles, kBlocks, BLOCK_M, K_BLOCKS, PART>(args, pipeline, warp - WARPGROUPS * 4, total,
+                                                                       n_tiles);
+        }
+    } else {
+        reg_alloc<consumer_regs(WARPGROUPS)>();
+        pipeline.parity = 0;
+        float acc[N_BLOCKS][BLOCK_M / 2];
+        for (int i_tile = blockIdx.x; i_tile < total; i_tile += gridDim.x) {
+            const int index = i_tile / n_tiles, n_block = (i_tile - index * n_tiles) * kBlocks;
+            const WorkTile tile = uniform_tile(args.work_tiles[index]);
+            W4a16Mainloop<F, WARPGROUPS, N_BLOCKS, BLOCK_M, K_BLOCKS>(acc, args, pipeline, tile.rows)
+                .template run<WIDTHS...>(tile.rows);
+            const float low_scale = acc_scale<F>(args.expert_scale, tile.expert);
+            const float high_scale = PART == kGateUp ? acc_scale<F>(args.up_expert_scale, tile.expert) : low_scale;
+#pragma unroll
+            for (int m = 0; m < N_BLOCKS; ++m) {
+                const int tile16 = (n_block + warp / 4 * N_BLOCKS + m) * 4 + warp % 4;
+                if (tile16 >= tiles16) break;
+                const int g = lane / 4, n = PART == kGateUp ? tile16 * 8 + g : tile16 * 16 + g;
+                const int width = PART == kGateUp ? args.n / 2 : args.n;
+                const long long bias = static_cast<long long>(tile.expert) * width + n;
+                const float low_bias = load_bias(args.bias, args.bias_dtype, bias);
+                const float high_bias = PART == kGateUp ? load_bias(args.up_bias, args.bias_dtype, bias)
+                                                        : load_bias(args.bias, args.bias_dtype, bias + 8);
+                store_tile<PART, BLOCK_M>(TileEpilogue{args, tile, low_scale, high_scale, low_bias, high_bias}, acc[m],
+                                          tile16);
+            }
+        }
+    }
+}
+
+}  // namespace polymoe

@@ -1,0 +1,311 @@
+// E4M3 weights with scales for 128 x 128, and E4M3 rows with scales for 128 columns, multiplied as they are, for many
+// rows.
+//
+// The tensor cores accumulate E4M3 products with 14 bits, so sums of 128 columns are multiplied by both scales and
+// accumulated in float32. h is then slightly off before it is rounded, which shows for single tokens. With few rows,
+// w8a8_f16.cuh is as fast and has exact sums.
+//
+// One persistent CTA per SM walks over the tiles (a work tile by 256 rows of weights). Four producer warps keep a
+// pipeline of weights, x and scales full; two consumer warpgroups alternate at the tensor cores. The order of weights
+// is that of float16 MMAs, two codes a register (layouts/cuda/w8_fragments.py): two such registers are one of four
+// codes, of other columns than usual. So x and h have their columns in that order, too (pair_columns in quantize.cu).
+//
+// Rows of x are gathered. h comes in permuted tiles, as epilogue_e4m3.cuh describes them. y is by permuted row.
+#pragma once
+#include "../dequant/e4m3.cuh"
+#include "../epilogue_e4m3.cuh"
+#include "../ptx/compiler.cuh"
+#include "../ptx/griddepcontrol.cuh"
+#include "../ptx/setmaxnreg.cuh"
+#include "../ptx/wgmma.cuh"
+
+namespace polymoe {
+namespace w8a8 {
+
+using namespace w8;
+
+// For store_h_e4m3: accumulators are complete, and columns of h are paired.
+struct PairedColumns {
+    static constexpr int kSecondHalf = 2, kPair = 4;
+    static __device__ __forceinline__ float row_scale(const uint8_t*, const float*, int) { return 1.0f; }
+};
+
+// 128 columns of the tile's weights, of x, and the scales.
+template <int BLOCK_M>
+using Stage = polymoe::Stage<kTileBytes, BLOCK_M * 128, BLOCK_M * kRowScaleBytes>;
+
+// All of K for the blocks of this warpgroup and the work tile's rows, one chain of MMAs of 128 columns after the other.
+template <int BLOCK_M, int PART>
+struct Mainloop {
+    using S = Stage<BLOCK_M>;
+    // Where K is short and a tile soon done, one warpgroup's results are better stored while the other multiplies.
+    static constexpr bool kPingPong = PART != kDown;
+    static constexpr int kWidest = 96;  // MMA, since its sums and the accumulators have to be in registers
+    float (&acc)[kNBlocks][BLOCK_M / 2];
+    Pipeline& pipeline;
+    PingPong& ping_pong;
+    uint32_t lane_weights, lane_scales;
+    uint32_t a[4][4];
+
+    __device__ __forceinline__ Mainloop(float (&acc)[kNBlocks][BLOCK_M / 2], Pipeline& pipeline, PingPong& ping_pong)
+        : acc(acc), pipeline(pipeline), ping_pong(ping_pong) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warpgroup = warp / 4;
+        lane_weights = opaque(warpgroup * kNBlocks * kBlockBytes + warp % 4 * 2048 + lane * 16);
+        lane_scales = opaque(S::kScales + lane % 4 * 16 + (PART == kDown ? warpgroup * 8 : 0));
+    }
+
+    // The codes of a block: in four parts of 32 columns, rows g and g + 8.
+    __device__ __forceinline__ void load(uint32_t stage, int m) {
+#pragma unroll
+        for (int part = 0; part < 4; ++part) {
+            const uint4 v = ld_shared_v4(stage + lane_weights + m * kBlockBytes + part * 512);
+            a[part][0] = prmt(make_uint2(v.x, v.y), 0x5410), a[part][1] = prmt(make_uint2(v.x, v.y), 0x7632);
+            a[part][2] = prmt(make_uint2(v.z, v.w), 0x5410), a[part][3] = prmt(make_uint2(v.z, v.w), 0x7632);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) materialize(a[part][i]);
+        }
+    }
+
+    // 128 columns of a block by M rows of x from FIRST on; the sums times both scales are accumulated.
+    template <int M, int FIRST>
+    __device__ __forceinline__ void mma_chain(float (&acc)[BLOCK_M / 2], uint32_t stage) {
+        const uint32_t x = smem_desc_units(stage) + (S::kX + FIRST * 128) / 16;
+        float sum[M / 2];
+        if (kPingPong) ping_pong.wait();
+        wgmma_fence();
+        WgmmaRS<M>::set_e4m3(sum, a[0], make_smem_desc_units(x));
+#pragma unroll
+        for (int part = 1; part < 4; ++part) WgmmaRS<M>::add_e4m3(sum, a[part], make_smem_desc_units(x + part * 2));
+        wgmma_commit();
+        wgmma_wait<0>();
+        if (kPingPong) ping_pong.pass();
+#pragma unroll
+        for (int n = 0; n < M / 8; ++n) {
+            float scales[4];
+            const uint32_t from = stage + lane_scales + (FIRST / 8 + n) * 64;
+            if (PART == kDown) {
+                const uint2 v = ld_shared_v2(from);
+                scales[0] = scales[2] = __uint_as_float(v.x), scales[1] = scales[3] = __uint_as_float(v.y);
+            } else {
+                const uint4 v = ld_shared_v4(from);
+                scales[0] = __uint_as_float(v.x), scales[1] = __uint_as_float(v.y);
+                scales[2] = __uint_as_float(v.z), scales[3] = __uint_as_float(v.w);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                float& to = acc[FIRST / 2 + 4 * n + i];
+                materialize(sum[4 * n + i]);
+                to = fmaf(sum[4 * n + i], scales[i], to);
+            }
+        }
+    }
+
+    template <int ROWS>
+    __device__ __forceinline__ void run(int k_blocks) {
+        constexpr int M = ROWS <= kWidest ? ROWS : ROWS / 2;
+#pragma unroll
+        for (int m = 0; m < kNBlocks; ++m) {
+#pragma unroll
+            for (int i = 0; i < ROWS / 2; ++i) acc[m][i] = 0.0f;
+        }
+        for (int left = k_blocks; left > 0; --left) {
+            const uint32_t stage = pipeline.wait_full();
+            if (PART != kDown) fence_proxy_async();  // x was copied by threads
+#pragma unroll
+            for (int m = 0; m < kNBlocks; ++m) {
+                load(stage, m);
+                mma_chain<M, 0>(acc[m], stage);
+                if constexpr (M < ROWS) mma_chain<M, M>(acc[m], stage);
+            }
+            __syncwarp();  // not needed, but without it ptxas is two registers short
+            mbarrier_arrive(pipeline.empty_barrier());
+            pipeline.advance();
+        }
+    }
+
+    // In MMAs for ROWS or, where the work tile has more rows, for the next of WIDER.
+    template <int ROWS, int... WIDER>
+    __device__ __forceinline__ void run_narrowest(int k_blocks, int rows) {
+        if constexpr (sizeof...(WIDER) > 0) {
+            if (rows > ROWS) return run_narrowest<WIDER...>(k_blocks, rows);
+        }
+        run<ROWS>(k_blocks);
+    }
+};
+
+// Four warps: all that a stage needs, 128 columns of the tiles at a time. One thread copies weights, and x where x is
+// h; otherwise eight lanes have a row of x, 16 columns each, and the next row kAtOnce further on. A thread has the
+// scales of two rows, on their way to registers while a stage is not empty yet.
+template <int BLOCK_M, int PART>
+struct Producer {
+    using S = Stage<BLOCK_M>;
+    static constexpr int kWarps = 4, kAtOnce = kWarps * 4, kTimes = (BLOCK_M + kAtOnce - 1) / kAtOnce;
+    static_assert(BLOCK_M / 2 <= kWarps * 32 && kAtOnce % 8 == 0);
+    static constexpr int kArrivals = 1 + (PART == kDown ? 1 : 2) * kWarps * 32;  // of bulk copies, of scales, of x
+    const GemmArgs& args;
+    Pipeline& pipeline;
+    const int thread, first, piece;  // of the work tile's rows; of a row's 128 columns
+    const uint32_t place;            // of the first row's piece in a stage
+    uint32_t from[kTimes];           // the rows' pieces, in units of 16 bytes
+    const uint8_t* x;                // of the work tile, where it is h
+    const float *scales, *second_scales;
+    WeightScales weight_scales;
+    float scale[2], weights[2];
+
+    __device__ __forceinline__ Producer(const GemmArgs& args, Pipeline& pipeline, int thread)
+        : args(args),
+          pipeline(pipeline),
+          thread(thread),
+          first(thread / 8),
+          piece(thread % 8),
+          place(opaque(S::kX + first * 128 + (piece ^ (first % 8)) * 16)) {}
+
+    // Of a row of x, in units of 16 bytes; of the last one where the work tile has no such row.
+    __device__ __forceinline__ uint32_t source(WorkTile tile, int row) const {
+        const uint32_t units = row_bytes(args.k) / 16;
+        return args.permuted_to_expanded[tile.row + min(row, tile.rows - 1)] / args.top_k * units;
+    }
+
+    __device__ __forceinline__ void find(WorkTile tile, int n_tile) {
+        weight_scales = WeightScales::of<PART>(args, tile.expert, n_tile);
+        const uint4* all = reinterpret_cast<const uint4*>(args.x);
+        if constexpr (PART == kDown) {
+            const int padded = padded_rows(tile.rows), k_blocks = args.k / kE4m3BlockK;
+            x = reinterpret_cast<const uint8_t*>(all) +
+                static_cast<long long>(tile.padded_row) * k_blocks * kE4m3RowBytes;
+            scales = reinterpret_cast<const float*>(x + k_blocks * padded * 128) + min(2 * thread, padded - 2);
+        } else {
+#pragma unroll
+            for (int i = 0; i < kTimes; ++i) from[i] = source(tile, first + i * kAtOnce) + piece;
+            scales = reinterpret_cast<const float*>(all + source(tile, 2 * thread) + args.k / 16);
+            second_scales = reinterpret_cast<const float*>(all + source(tile, 2 * thread + 1) + args.k / 16);
+        }
+    }
+
+    __device__ __forceinline__ void fetch_scales(WorkTile tile, int k_block) {
+        if (2 * thread >= tile.rows) return;
+        if constexpr (PART == kDown) {
+            const float2 v = *reinterpret_cast<const float2*>(scales + k_block * padded_rows(tile.rows));
+            scale[0] = v.x, scale[1] = v.y;
+        } else {
+            scale[0] = scales[k_block], scale[1] = second_scales[k_block];
+        }
+        weights[0] = weight_scales.first[k_block], weights[1] = weight_scales.second[k_block];
+    }
+
+    __device__ __forceinline__ void store_scales(WorkTile tile, uint32_t stage) {
+        if (2 * thread >= tile.rows) return;
+        const float products[4] = {scale[0] * weights[0], scale[1] * weights[0], scale[0] * weights[1],
+                                   scale[1] * weights[1]};
+        st_shared_v4(stage + S::kScales + thread * 16,
+                     make_uint4(__float_as_uint(products[0]), __float_as_uint(products[1]),
+                                __float_as_uint(products[2]), __float_as_uint(products[3])));
+    }
+
+    // All bulk copies, by one thread.
+    __device__ __forceinline__ void copy(WorkTile tile, const uint8_t* codes, uint32_t bytes, int k_block,
+                                         uint32_t stage, uint32_t barrier) {
+        const uint32_t x_bytes = PART == kDown ? padded_rows(tile.rows) * 128 : 0;
+        mbarrier_arrive_expect_tx(barrier, bytes + x_bytes);
+        bulk_copy_g2s_evict_first(stage, codes, bytes, barrier);
+        if (PART == kDown) bulk_copy_g2s(stage + S::kX, x + k_block * x_bytes, x_bytes, barrier);
+    }
+
+    __device__ __forceinline__ void run(int total, int n_tiles) {
+        const int k_blocks = args.k / kE4m3BlockK;
+        for (int i_tile = blockIdx.x; i_tile < total; i_tile += gridDim.x) {
+            const int index = i_tile / n_tiles, n_tile = i_tile - index * n_tiles;
+            const WorkTile tile = args.work_tiles[index];
+            const uint32_t bytes = min(kTileBytes, args.n * 128 - n_tile * kTileBytes);
+            const uint8_t* codes = args.codes + tile.expert * args.codes_stride + 256LL * n_tile * args.k;
+            find(tile, n_tile);
+            fetch_scales(tile, 0);
+#pragma unroll 1
+            for (int k_block = 0; k_block < k_blocks; ++k_block) {
+                const uint32_t barrier = pipeline.full_barrier(), stage = pipeline.address();
+                pipeline.wait_empty();
+                if (thread == 0) copy(tile, codes, bytes, k_block, stage, barrier);
+                codes += bytes;
+                if constexpr (PART != kDown) {
+                    const uint4* columns = reinterpret_cast<const uint4*>(args.x) + k_block * 8;
+#pragma unroll
+                    for (int i = 0; i < kTimes; ++i) {
+                        if (first + i * kAtOnce < tile.rows)
+                            cp_async_16(stage + place + i * kAtOnce * 128, columns + from[i]);
+                    }
+                    cp_async_mbarrier_arrive(barrier);
+                }
+                store_scales(tile, stage);
+                mbarrier_arrive(barrier);
+                if (k_block + 1 < k_blocks) fetch_scales(tile, k_block + 1);
+                pipeline.advance();
+            }
+        }
+    }
+};
+
+}  // namespace w8a8
+
+// 256 rows of weights by up to BLOCK_M rows of x, in MMAs for as many or, where that is enough, for one of the smaller
+// WIDTHS.
+template <int PART, int WARPGROUPS, int N_BLOCKS, int K_BLOCKS, int STAGE_BYTES, int BLOCK_M, int... WIDTHS>
+__device__ __forceinline__ void w8a8_gemm(const GemmArgs& args) {
+    using namespace w8a8;
+    static_assert(WARPGROUPS == kWarpgroups && N_BLOCKS == kNBlocks && K_BLOCKS * 64 == kE4m3BlockK);
+    static_assert(w8a8::Stage<BLOCK_M>::kBytes == STAGE_BYTES);
+    extern __shared__ __align__(1024) uint8_t memory[];
+    __shared__ __align__(8) uint64_t barriers[2 * kMaxStages], ping_pong_barriers[kWarpgroups];
+    __shared__ float amax[3 * BLOCK_M];
+    const int warp = warp_uniform(threadIdx.x / 32);
+    Pipeline pipeline = make_pipeline(args, align_stages(memory), barriers, STAGE_BYTES);
+    if (threadIdx.x == 0) {
+        init_barriers(args, pipeline, Producer<BLOCK_M, PART>::kArrivals, kWarps * 32);
+        for (int i = 0; i < kWarpgroups; ++i) mbarrier_init(smem_address(&ping_pong_barriers[i]), 4);
+        mbarrier_init_fence();
+    }
+    for (int i = threadIdx.x; i < 3 * BLOCK_M; i += blockDim.x) amax[i] = 0.0f;
+    __syncthreads();
+    // For `down`, work tiles were complete before the kernel ahead of it let it start; x was not.
+    if (PART != kDown) {
+        grid_dependency_wait();
+        launch_dependents();
+    }
+    const int n_tiles = (args.n + 255) / 256, total = warp_uniform(*args.num_tiles) * n_tiles;
+
+    if (warp >= kWarps) {
+        reg_dealloc<40>();
+        pipeline.parity = 1;
+        if (PART == kDown) {
+            grid_dependency_wait();
+            launch_dependents();
+        }
+        Producer<BLOCK_M, PART>(args, pipeline, threadIdx.x - kWarps * 32).run(total, n_tiles);
+        return;
+    }
+    reg_alloc<232>();
+    pipeline.parity = 0;
+    const int warpgroup = warp / 4, n_blocks = args.n / 64;
+    PingPong ping_pong{smem_address(&ping_pong_barriers[warpgroup]), smem_address(&ping_pong_barriers[1 - warpgroup]),
+                       warpgroup == 0};
+    float acc[kNBlocks][BLOCK_M / 2];
+    int buffer = 0;  // of amax
+    for (int i_tile = blockIdx.x; i_tile < total; i_tile += gridDim.x) {
+        const int index = i_tile / n_tiles, n_tile = i_tile - index * n_tiles;
+        const WorkTile tile = uniform_tile(args.work_tiles[index]);
+        Mainloop<BLOCK_M, PART>(acc, pipeline, ping_pong)
+            .template run_narrowest<WIDTHS..., BLOCK_M>(args.k / kE4m3BlockK, tile.rows);
+        if constexpr (PART == kGateUp) {
+            store_h_e4m3<kWarpgroups, kNBlocks, BLOCK_M, PairedColumns>(args, acc, tile, n_tile * 4, nullptr, amax,
+                                                                        buffer);
+            if (++buffer == 3) buffer = 0;
+        } else {
+#pragma unroll
+            for (int m = 0; m < kNBlocks; ++m) {
+                const int n_block = (n_tile * kWarpgroups + warpgroup) * kNBlocks + m;
+                if (n_block < n_blocks) store_y<BLOCK_M, 4>(args, acc[m], tile, n_block);
+            }
+        }
+    }
+}
+
+}  // namespace polymoe

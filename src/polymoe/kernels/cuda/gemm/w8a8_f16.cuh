@@ -1,0 +1,439 @@
+// E4M3 weights with scales for 128 x 128, and E4M3 rows with scales for 128 columns, both converted to float16.
+//
+// The tensor cores accumulate E4M3 products with 14 bits. That is not enough here: h is rounded to E4M3 afterwards, and
+// values near a tie would go the other way. So both operands become float16, which holds every E4M3 value, and the
+// tensor cores accumulate in float32: 128 columns at a time. Each such sum is multiplied by both scales and
+// accumulated.
+//
+// One persistent CTA per SM walks over the tiles (a work tile by 256 rows of weights). One producer thread keeps a
+// pipeline of weights full; three producer warps gather rows of x, convert them and store them beside the weights; two
+// consumer warpgroups convert weights in registers and multiply, and accumulate one block's sums while the next one's
+// MMAs run.
+//
+// A row of x is its codes and behind them its scales (w8::row_bytes). The epilogue of `gate_up` writes h in the same
+// form: 128 columns of it are 256 rows of weights, gate and up interleaved, which is a CTA's tile; its warps exchange
+// row maxima.
+#pragma once
+#include "../dequant/e4m3.cuh"
+#include "../ptx/compiler.cuh"
+#include "../ptx/griddepcontrol.cuh"
+#include "../ptx/setmaxnreg.cuh"
+#include "../ptx/wgmma.cuh"
+
+namespace polymoe {
+namespace w8a8_f16 {
+
+using namespace w8;
+
+constexpr int kXProducers = 3;  // warps that gather x
+
+// 128 columns of the tile's weights, of x in float16 in two tiles of 64 columns, and the scales.
+template <int BLOCK_M>
+struct Stage : polymoe::Stage<kTileBytes, BLOCK_M * 256, BLOCK_M * kRowScaleBytes> {
+    static constexpr int kHalf = BLOCK_M * 128;
+};
+
+// All of K for the blocks of this warpgroup and M of the work tile's rows.
+template <int M, int BLOCK_M, int PART>
+struct Mainloop {
+    using S = Stage<BLOCK_M>;
+    static constexpr int kSums = M <= 64 ? kNBlocks : 1;  // as many as registers have room for
+    float (&acc)[kNBlocks][BLOCK_M / 2];
+    Pipeline& pipeline;
+    uint32_t lane_weights, lane_scales;
+    float sums[kSums][M / 2];
+    uint32_t words[4][4];
+    uint32_t a[2][2][4];  // two sets alternate: MMAs read one while the other is written
+
+    __device__ __forceinline__ Mainloop(float (&acc)[kNBlocks][BLOCK_M / 2], Pipeline& pipeline)
+        : acc(acc), pipeline(pipeline) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warpgroup = warp / 4;
+        lane_weights = opaque(warpgroup * kNBlocks * kBlockBytes + warp % 4 * 2048 + lane * 16);
+        lane_scales = opaque(S::kScales + lane % 4 * 16 + (PART == kDown ? warpgroup * 8 : 0));
+    }
+
+    // The codes of a block, in four parts of 32 columns.
+    __device__ __forceinline__ void load(uint32_t stage, int m) {
+#pragma unroll
+        for (int part = 0; part < 4; ++part) {
+            const uint4 v = ld_shared_v4(stage + lane_weights + m * kBlockBytes + part * 512);
+            words[part][0] = v.x, words[part][1] = v.y, words[part][2] = v.z, words[part][3] = v.w;
+        }
+    }
+
+    __device__ __forceinline__ void convert(int part) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            uint32_t& to = a[part % 2][i / 4][i % 4];
+            to = i % 2 ? e4m3x2_to_f16x2_high(words[part][i / 2]) : e4m3x2_to_f16x2_low(words[part][i / 2]);
+            materialize(to);
+        }
+    }
+
+    __device__ __forceinline__ void mma(uint32_t stage, int m, int part) {
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < 2; ++step) {
+            const uint64_t x = make_smem_desc_units(smem_desc_units(stage) + (S::kX + part / 2 * S::kHalf) / 16 +
+                                                    part % 2 * 4 + step * 2);
+            if (part == 0 && step == 0) {
+                WgmmaRS<M>::set_f16(sums[m % kSums], a[part % 2][step], x);
+            } else {
+                WgmmaRS<M>::add_f16(sums[m % kSums], a[part % 2][step], x);
+            }
+        }
+        wgmma_commit();
+    }
+
+    // The sums of a block times the stage's scales.
+    __device__ __forceinline__ void accumulate(uint32_t stage, int m) {
+        const float* from = sums[m % kSums];
+#pragma unroll
+        for (int n = 0; n < M / 8; ++n) {
+            float scales[4];
+            if (PART == kDown) {
+                const uint2 v = ld_shared_v2(stage + lane_scales + n * 64);
+                scales[0] = scales[2] = __uint_as_float(v.x), scales[1] = scales[3] = __uint_as_float(v.y);
+            } else {
+                const uint4 v = ld_shared_v4(stage + lane_scales + n * 64);
+                scales[0] = __uint_as_float(v.x), scales[1] = __uint_as_float(v.y);
+                scales[2] = __uint_as_float(v.z), scales[3] = __uint_as_float(v.w);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) acc[m][4 * n + i] += from[4 * n + i] * scales[i];
+        }
+    }
+
+    __device__ __forceinline__ void run(int k_blocks) {
+#pragma unroll
+        for (int m = 0; m < kNBlocks; ++m) {
+#pragma unroll
+            for (int i = 0; i < M / 2; ++i) acc[m][i] = 0.0f;
+        }
+        uint32_t stage = pipeline.wait_full();
+        load(stage, 0);
+        convert(0);
+        for (int left = k_blocks; left > 0; --left) {
+#pragma unroll
+            for (int m = 0; m < kNBlocks; ++m) {
+#pragma unroll
+                for (int part = 0; part < 4; ++part) {
+                    mma(stage, m, part);
+                    wgmma_wait<1>();  // the group before is done
+                    if (kSums > 1 && part == 0 && m > 0) accumulate(stage, m - 1);
+                    if (part < 3) {
+                        convert(part + 1);
+                    } else if (m + 1 < kNBlocks) {
+                        load(stage, m + 1);
+                        convert(0);
+                        if (kSums == 1) {
+                            wgmma_wait<0>();
+                            accumulate(stage, m);
+                        }
+                    }
+                }
+            }
+            wgmma_wait<0>();
+            accumulate(stage, kNBlocks - 1);
+            mbarrier_arrive(pipeline.empty_barrier());
+            pipeline.advance();
+            if (left > 1) {
+                stage = pipeline.wait_full();
+                load(stage, 0);
+                convert(0);
+            }
+        }
+    }
+};
+
+// In MMAs for M rows or, where the work tile has more, for the next of WIDER.
+template <int BLOCK_M, int PART, int M, int... WIDER>
+__device__ __forceinline__ void narrowest_mainloop(float (&acc)[kNBlocks][BLOCK_M / 2], Pipeline& pipeline,
+                                                   int k_blocks, int rows) {
+    if constexpr (sizeof...(WIDER) > 0) {
+        if (rows > M) return narrowest_mainloop<BLOCK_M, PART, WIDER...>(acc, pipeline, k_blocks, rows);
+    }
+    Mainloop<M, BLOCK_M, PART>(acc, pipeline).run(k_blocks);
+}
+
+// What a CTA's warps exchange of the rows of h.
+template <int BLOCK_M>
+struct RowMaxima {
+    float of_warp[kWarps][BLOCK_M];
+    float2 scale[BLOCK_M];  // and its reciprocal
+};
+
+// v / scale, rounded once; `inverse` is 1 / scale.
+__device__ __forceinline__ float exact_divide(float v, float scale, float inverse) {
+    const float q = v * inverse;
+    return fmaf(fmaf(-q, scale, v), inverse, q);
+}
+
+// h of a block's rows g, in place of the first half of their accumulators, and the maximum of each row of x in this
+// warp.
+template <bool SWIGLU, int BLOCK_M>
+__device__ __forceinline__ void activate(const GemmArgs& args, float (&acc)[kNBlocks][BLOCK_M / 2], int rows, int bias,
+                                         float (&amax)[BLOCK_M]) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    float low_bias[kNBlocks], high_bias[kNBlocks];
+#pragma unroll
+    for (int m = 0; m < kNBlocks; ++m) {
+        low_bias[m] = load_bias(args.bias, args.bias_dtype, bias + m * 32);
+        high_bias[m] = load_bias(args.up_bias, args.bias_dtype, bias + m * 32);
+    }
+#pragma unroll
+    for (int n = 0; n < BLOCK_M / 8; ++n) {
+        if (n * 8 >= rows) break;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float most = 0.0f;
+#pragma unroll
+            for (int m = 0; m < kNBlocks; ++m) {
+                float* c = &acc[m][4 * n + i];
+                const float gate = c[0] + low_bias[m], up = c[2] + high_bias[m];
+                *c = SWIGLU ? fast_swiglu(args, gate, up) : gated_activation(args, gate, up);
+                most = fmaxf(most, fabsf(*c));
+            }
+#pragma unroll
+            for (int lanes = 4; lanes < 32; lanes *= 2) most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFFu, most, lanes));
+            if (g == 0) amax[n * 8 + 2 * t + i] = most;
+        }
+    }
+}
+
+// The activation, and 128 columns of h with their scales.
+template <int BLOCK_M>
+__device__ __forceinline__ void store_h(const GemmArgs& args, float (&acc)[kNBlocks][BLOCK_M / 2], WorkTile tile,
+                                        int n_tile, RowMaxima<BLOCK_M>& maxima) {
+    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, columns = args.n / 2;
+    const int first =
+        warp / 4 * kNBlocks * 32 + warp % 4 * 8;  // of the 128 columns, those of m = 0; of m = 1, 32 further on
+    const int bias = tile.expert * columns + n_tile * 128 + first + g;
+    if (args.activation == kSwiglu) {
+        activate<true, BLOCK_M>(args, acc, tile.rows, bias, maxima.of_warp[warp]);
+    } else {
+        activate<false, BLOCK_M>(args, acc, tile.rows, bias, maxima.of_warp[warp]);
+    }
+    named_barrier_sync(1, kWarps * 32);
+    const int bytes = row_bytes(columns);
+    uint8_t* out = static_cast<uint8_t*>(args.out) + static_cast<long long>(tile.row) * bytes;
+    if (threadIdx.x < tile.rows) {
+        float scale = 0.0f;
+#pragma unroll
+        for (int other = 0; other < kWarps; ++other) scale = fmaxf(scale, maxima.of_warp[other][threadIdx.x]);
+        scale /= 448.0f;
+        if (scale == 0.0f) scale = 1.0f;
+        maxima.scale[threadIdx.x] = make_float2(scale, fminf(1.0f / scale, 3.4028235e38f));
+        reinterpret_cast<float*>(out + static_cast<long long>(threadIdx.x) * bytes + columns)[n_tile] = scale;
+    }
+    named_barrier_sync(1, kWarps * 32);
+    out += static_cast<long long>(g) * bytes + n_tile * 128 + first + 2 * t;
+#pragma unroll
+    for (int n = 0; n < BLOCK_M / 8; ++n) {
+        if (n * 8 >= tile.rows) break;
+        uint32_t v = 0;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float2 scale = maxima.scale[n * 8 + 2 * t + i];
+            v |= pack_e4m3x2(exact_divide(acc[0][4 * n + i], scale.x, scale.y),
+                             exact_divide(acc[1][4 * n + i], scale.x, scale.y))
+                 << 16 * i;
+        }
+        v = movmatrix_trans(v);  // columns 2t and 2t + 1 of a row, each of m = 0 and 1
+        if (n * 8 + g < tile.rows) {
+            uint16_t* to = reinterpret_cast<uint16_t*>(out + static_cast<long long>(n * 8) * bytes);
+            to[0] = static_cast<uint16_t>((v & 0xFF) | (v >> 8 & 0xFF00));
+            to[16] = static_cast<uint16_t>((v >> 8 & 0xFF) | (v >> 16 & 0xFF00));
+        }
+    }
+}
+
+template <int PART, int BLOCK_M, int... WIDTHS>
+__device__ __forceinline__ void consume(const GemmArgs& args, Pipeline& pipeline, RowMaxima<BLOCK_M>& maxima, int total,
+                                        int n_tiles) {
+    const int warp = threadIdx.x / 32, n_blocks = args.n / 64;
+    float acc[kNBlocks][BLOCK_M / 2];
+    for (int i_tile = blockIdx.x; i_tile < total; i_tile += gridDim.x) {
+        const int index = i_tile / n_tiles, n_tile = i_tile - index * n_tiles;
+        WorkTile tile = args.work_tiles[index];
+        tile.rows = warp_uniform(tile.rows);
+        narrowest_mainloop<BLOCK_M, PART, WIDTHS..., BLOCK_M>(acc, pipeline, args.k / kE4m3BlockK, tile.rows);
+        if (PART == kGateUp) {
+            store_h<BLOCK_M>(args, acc, tile, n_tile, maxima);
+        } else {
+#pragma unroll
+            for (int m = 0; m < kNBlocks; ++m) {
+                const int n_block = (n_tile * kWarpgroups + warp / 4) * kNBlocks + m;
+                if (n_block < n_blocks) store_y<BLOCK_M>(args, acc[m], tile, n_block);
+            }
+        }
+    }
+}
+
+// One thread: all weights of the tiles, 128 columns at a time.
+template <int BLOCK_M>
+__device__ __forceinline__ void produce_weights(const GemmArgs& args, Pipeline& pipeline, int total, int n_tiles) {
+    for (int i_tile = blockIdx.x; i_tile < total; i_tile += gridDim.x) {
+        const int index = i_tile / n_tiles, n_tile = i_tile - index * n_tiles;
+        const uint32_t bytes = min(kTileBytes, args.n * 128 - n_tile * kTileBytes);
+        const uint8_t* codes = args.codes + args.work_tiles[index].expert * args.codes_stride + 256LL * n_tile * args.k;
+        for (int k_block = 0; k_block < args.k / kE4m3BlockK; ++k_block) {
+            const uint32_t barrier = pipeline.full_barrier();
+            pipeline.wait_empty();
+            mbarrier_arrive_expect_tx(barrier, bytes);
+            copy_weights<BLOCK_M>(pipeline.address(), codes, bytes, barrier);
+            codes += bytes;
+            pipeline.advance();
+        }
+    }
+}
+
+// Three warps: x of the tiles, 128 columns at a time, all together or, for few rows, a stage each in rotation. Eight
+// lanes have a row, 16 columns each, and the next row kAtOnce further on; each of them has the scale of one of their
+// rows. What goes to the next stage is on its way to registers while that stage is not empty yet.
+template <int BLOCK_M, int PART>
+struct XProducer {
+    using S = Stage<BLOCK_M>;
+    static constexpr uint32_t kNone = 0xFFFFFFFFu;
+    static constexpr int kTogether = BLOCK_M <= 32 ? 1 : kXProducers, kRotation = kXProducers / kTogether;
+    static constexpr int kAtOnce = kTogether * 4, kTimes = (BLOCK_M + kAtOnce - 1) / kAtOnce;
+    static_assert(kTimes <= 8 && kAtOnce % 8 == 4);
+    const GemmArgs& args;
+    Pipeline& pipeline;
+    const int first_stage, first, piece;  // of the rotation; of the work tile's rows; of a row's 128 columns
+    const uint32_t units;                 // of 16 bytes in a row
+    const uint32_t place;                 // of the first row's piece in a stage
+    uint32_t from[kTimes];                // the work tile's rows, in units; or kNone
+    uint32_t scale_from;
+    WeightScales weight_scales;
+    uint4 codes[kTimes];
+    float scale, weights[2];
+
+    __device__ __forceinline__ XProducer(const GemmArgs& args, Pipeline& pipeline, int thread)
+        : args(args),
+          pipeline(pipeline),
+          first_stage(thread / (kTogether * 32)),
+          first(thread / 8 % kAtOnce),
+          piece(thread % 8),
+          units(row_bytes(args.k) / 16),
+          place(opaque(S::kX + piece / 4 * S::kHalf + first * 128 + ((piece % 4 * 2) ^ (first % 8)) * 16)) {}
+
+    __device__ __forceinline__ uint32_t source(WorkTile tile, int row) const {
+        if (row >= tile.rows) return kNone;
+        return (PART == kDown ? tile.row + row : args.permuted_to_expanded[tile.row + row] / args.top_k) * units;
+    }
+
+    __device__ __forceinline__ void find(int i_tile, int n_tiles) {
+        const int index = i_tile / n_tiles;
+        const WorkTile tile = args.work_tiles[index];
+        weight_scales = WeightScales::of<PART>(args, tile.expert, i_tile - index * n_tiles);
+#pragma unroll
+        for (int i = 0; i < kTimes; ++i) from[i] = source(tile, first + i * kAtOnce);
+        scale_from = source(tile, first + piece * kAtOnce);
+    }
+
+    __device__ __forceinline__ void fetch(int k_block, int i) {
+        const uint4* x = reinterpret_cast<const uint4*>(args.x) + k_block * 8 + piece;
+        codes[i] = ld_global_v4_if(from[i] != kNone, x + opaque(from[i]));
+    }
+
+    __device__ __forceinline__ void fetch_scales(int k_block) {
+        if (scale_from == kNone) return;
+        scale =
+            reinterpret_cast<const float*>(reinterpret_cast<const uint4*>(args.x) + scale_from + args.k / 16)[k_block];
+        weights[0] = weight_scales.first[k_block], weights[1] = weight_scales.second[k_block];
+    }
+
+    // Stores what is in registers to the stage, and fetches the tile's block number `next`, unless that is 0.
+    __device__ __forceinline__ void store(int next) {
+        const uint32_t stage = pipeline.address();
+        if (scale_from != kNone) {
+            const int row = first + piece * kAtOnce;
+            const uint32_t to = stage + S::kScales + row / 2 * 16 + row % 2 * 4;
+            st_shared(to, __float_as_uint(scale * weights[0]));
+            st_shared(to + 8, __float_as_uint(scale * weights[1]));
+        }
+        if (next) fetch_scales(next);
+#pragma unroll
+        for (int i = 0; i < kTimes; ++i) {
+            if (from[i] == kNone) continue;
+            // kAtOnce rows further on, swizzling flips the third bit.
+            const uint32_t to = ((stage + place) ^ (i % 2 * 64)) + i * kAtOnce * 128;
+            const uint4 v = codes[i];
+            st_shared_v4(to, make_uint4(e4m3x2_to_f16x2_low(v.x), e4m3x2_to_f16x2_high(v.x), e4m3x2_to_f16x2_low(v.y),
+                                        e4m3x2_to_f16x2_high(v.y)));
+            st_shared_v4(to ^ 16, make_uint4(e4m3x2_to_f16x2_low(v.z), e4m3x2_to_f16x2_high(v.z),
+                                             e4m3x2_to_f16x2_low(v.w), e4m3x2_to_f16x2_high(v.w)));
+            if (next) fetch(next, i);
+        }
+        fence_proxy_async();
+        mbarrier_arrive(pipeline.full_barrier());
+    }
+
+    __device__ __forceinline__ void run(int total, int n_tiles) {
+        const int k_blocks = args.k / kE4m3BlockK;
+        for (int i = 0; i < first_stage; ++i) pipeline.advance();
+        int k_block = first_stage;
+        for (int i_tile = blockIdx.x; i_tile < total; i_tile += gridDim.x, k_block -= k_blocks) {
+            if (k_block >= k_blocks) continue;
+            find(i_tile, n_tiles);
+            fetch_scales(k_block);
+#pragma unroll
+            for (int i = 0; i < kTimes; ++i) fetch(k_block, i);
+#pragma unroll 1
+            for (; k_block < k_blocks; k_block += kRotation) {
+                pipeline.wait_empty();
+                store(k_block + kRotation < k_blocks ? k_block + kRotation : 0);
+#pragma unroll
+                for (int i = 0; i < kRotation; ++i) pipeline.advance();
+            }
+        }
+    }
+};
+
+}  // namespace w8a8_f16
+
+// 256 rows of weights by up to BLOCK_M rows of x, in MMAs for BLOCK_M rows or, where that is enough, for one of the
+// smaller WIDTHS.
+template <int PART, int WARPGROUPS, int N_BLOCKS, int K_BLOCKS, int STAGE_BYTES, int BLOCK_M, int... WIDTHS>
+__device__ __forceinline__ void w8a8_f16_gemm(const GemmArgs& args) {
+    using namespace w8a8_f16;
+    static_assert(WARPGROUPS == kWarpgroups && N_BLOCKS == kNBlocks && K_BLOCKS * 64 == kE4m3BlockK);
+    static_assert(w8a8_f16::Stage<BLOCK_M>::kBytes == STAGE_BYTES);
+    extern __shared__ __align__(1024) uint8_t memory[];
+    __shared__ __align__(8) uint64_t barriers[2 * kMaxStages];
+    __shared__ __align__(16) RowMaxima<BLOCK_M> maxima;
+    const int warp = warp_uniform(threadIdx.x / 32);
+    Pipeline pipeline = make_pipeline(args, align_stages(memory), barriers, STAGE_BYTES);
+    if (threadIdx.x == 0) {
+        init_barriers(args, pipeline, 1 + 32 * XProducer<BLOCK_M, PART>::kTogether, kWarps * 32);
+        mbarrier_init_fence();
+    }
+    __syncthreads();
+    // For `down`, work tiles were complete before the kernel ahead of it let it start; x was not.
+    if (PART != kDown) {
+        grid_dependency_wait();
+        launch_dependents();
+    }
+    const int n_tiles = (args.n + 255) / 256, total = warp_uniform(*args.num_tiles) * n_tiles;
+
+    if (warp >= kWarps) {
+        reg_dealloc<88>();
+        pipeline.parity = 1;
+        if (warp == kWarps) {
+            if (threadIdx.x % 32 == 0) produce_weights<BLOCK_M>(args, pipeline, total, n_tiles);
+        } else {
+            if (PART == kDown) {
+                grid_dependency_wait();
+                launch_dependents();
+            }
+            XProducer<BLOCK_M, PART>(args, pipeline, threadIdx.x - (kWarps + 1) * 32).run(total, n_tiles);
+        }
+    } else {
+        reg_alloc<208>();
+        pipeline.parity = 0;
+        consume<PART, BLOCK_M, WIDTHS...>(args, pipeline, maxima, total, n_tiles);
+    }
+}
+
+}  // namespace polymoe

@@ -1,0 +1,69 @@
+"""C++ from the table :mod:`.sizes`: ``sizes.cuh``, and in ``instantiations/`` a file for each unit of GEMM kernels."""
+
+from __future__ import annotations
+
+from polymoe.kernels.cuda.sizes import (
+    E4M3_BLOCK_K,
+    E4M3_ROW_BYTES,
+    FAMILIES,
+    MAX_STAGES,
+    PARTS,
+    TILE_ROWS,
+    W4_FORMATS,
+    W4A16_MMA,
+    Family,
+    MmaFamily,
+)
+
+__all__ = ["generated", "unit_source"]
+
+_NOTICE = "// Generated from sizes.py by scripts/build-kernels; do not edit.\n"
+
+
+def generated() -> dict[str, str]:
+    """Every generated file: its path in this folder, and its text."""
+    units = ((family, format) for family in FAMILIES.values() for format in family.formats)
+    return {"sizes.cuh": _header()} | {
+        f"instantiations/{f.unit(format)}.cu": unit_source(f, format) for f, format in units
+    }
+
+
+def _header() -> str:
+    mma = W4A16_MMA
+    constants = {
+        "kMaxStages": MAX_STAGES,
+        "kTileRows": TILE_ROWS,
+        "kE4m3BlockK": E4M3_BLOCK_K,
+        "kE4m3RowBytes": E4M3_ROW_BYTES,
+        "kMmaConsumerWarps": mma.consumer_warps,
+        "kMmaProducerWarps": mma.producer_warps,
+        "kMmaStageBlocks": mma.stage_blocks,
+    }
+    lines = [f"constexpr int {name} = {value};\n" for name, value in constants.items()]
+    for name, sizes in W4_FORMATS.items():
+        struct = "".join(part.capitalize() for part in name.split("_"))
+        values = f"kScaleBytes = {sizes.scale_bytes}, kScaleBlocks = {sizes.scale_blocks}"
+        lines.append(f"\nstruct {struct}Sizes {{\n    static constexpr int {values};\n}};\n")
+    return f"{_NOTICE}#pragma once\n\nnamespace polymoe {{\n\n{''.join(lines)}\n}}  // namespace polymoe\n"
+
+
+def unit_source(family: Family, format: str) -> str:
+    """The source file with a family's kernels for a format."""
+    lines = [f'{_NOTICE}#include "../gemm/{family.name}.cuh"\n', "// clang-format off"]
+    sizes = family.formats[format]
+    for part in family.parts:
+        for block_m, tile in family.tiles.items():
+            stage = family.stage_bytes(format, block_m)
+            if isinstance(family, MmaFamily):
+                if block_m % 8:
+                    continue  # runs in the kernel for the next multiple of 8
+                choices = [(n, (block_m // 8, n, stage)) for n in family.block_ns]
+            else:
+                numbers = (tile.warpgroups, tile.n_blocks, tile.k_blocks, stage, block_m, *tile.widths)
+                choices = [(0, numbers)]
+            for block_n, numbers in choices:
+                format_argument = [sizes.cpp] if sizes and len(family.formats) > 1 else []
+                arguments = ", ".join([*format_argument, PARTS[part], *map(str, numbers)])
+                name, threads = family.kernel(part, block_m, block_n), family.threads(block_m)
+                lines.append(f"POLYMOE_GEMM_KERNEL({name}, {threads}, {family.name}_gemm<{arguments}>)")
+    return "\n".join(lines) + "\n"

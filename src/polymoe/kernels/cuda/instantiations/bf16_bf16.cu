@@ -1,0 +1,16 @@
+// Generated from sizes.py by scripts/build-kernels; do not edit.
+#include "../gemm/bf16.cuh"
+
+// clang-format off
+POLYMOE_GEMM_KERNEL(bf16_gate_up_m32, 384, bf16_gemm<kGateUp, 2, 1, 2, 40960, 32, 8, 16, 24>)
+POLYMOE_GEMM_KERNEL(bf16_gate_up_m64, 384, bf16_gemm<kGateUp, 2, 1, 2, 49152, 64, 16, 32, 48>)
+POLYMOE_GEMM_KERNEL(bf16_gate_up_m128, 384, bf16_gemm<kGateUp, 2, 2, 1, 49152, 128, 32, 64, 96>)
+POLYMOE_GEMM_KERNEL(bf16_gate_up_m256, 384, bf16_gemm<kGateUp, 2, 1, 1, 49152, 256, 32, 64, 96, 128, 160, 192, 224>)
+POLYMOE_GEMM_KERNEL(bf16_up_m32, 384, bf16_gemm<kUp, 2, 1, 2, 40960, 32, 8, 16, 24>)
+POLYMOE_GEMM_KERNEL(bf16_up_m64, 384, bf16_gemm<kUp, 2, 1, 2, 49152, 64, 16, 32, 48>)
+POLYMOE_GEMM_KERNEL(bf16_up_m128, 384, bf16_gemm<kUp, 2, 2, 1, 49152, 128, 32, 64, 96>)
+POLYMOE_GEMM_KERNEL(bf16_up_m256, 384, bf16_gemm<kUp, 2, 1, 1, 49152, 256, 32, 64, 96, 128, 160, 192, 224>)
+POLYMOE_GEMM_KERNEL(bf16_down_m32, 384, bf16_gemm<kDown, 2, 1, 2, 40960, 32, 8, 16, 24>)
+POLYMOE_GEMM_KERNEL(bf16_down_m64, 384, bf16_gemm<kDown, 2, 1, 2, 49152, 64, 16, 32, 48>)
+POLYMOE_GEMM_KERNEL(bf16_down_m128, 384, bf16_gemm<kDown, 2, 2, 1, 49152, 128, 32, 64, 96>)
+POLYMOE_GEMM_KERNEL(bf16_down_m256, 384, bf16_gemm<kDown, 2, 1, 1, 49152, 256, 32, 64, 96, 128, 160, 192, 224>)

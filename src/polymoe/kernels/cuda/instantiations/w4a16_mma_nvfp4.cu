@@ -1,0 +1,16 @@
+// Generated from sizes.py by scripts/build-kernels; do not edit.
+#include "../gemm/w4a16_mma.cuh"
+
+// clang-format off
+POLYMOE_GEMM_KERNEL(w4a16_mma_gate_up_m8_n64, 576, w4a16_mma_gemm<Nvfp4, kGateUp, 1, 64, 18432>)
+POLYMOE_GEMM_KERNEL(w4a16_mma_gate_up_m8_n128, 576, w4a16_mma_gemm<Nvfp4, kGateUp, 1, 128, 18432>)
+POLYMOE_GEMM_KERNEL(w4a16_mma_gate_up_m16_n64, 576, w4a16_mma_gemm<Nvfp4, kGateUp, 2, 64, 18432>)
+POLYMOE_GEMM_KERNEL(w4a16_mma_gate_up_m16_n128, 576, w4a16_mma_gemm<Nvfp4, kGateUp, 2, 128, 18432>)
+POLYMOE_GEMM_KERNEL(w4a16_mma_up_m8_n64, 576, w4a16_mma_gemm<Nvfp4, kUp, 1, 64, 18432>)
+POLYMOE_GEMM_KERNEL(w4a16_mma_up_m8_n128, 576, w4a16_mma_gemm<Nvfp4, kUp, 1, 128, 18432>)
+POLYMOE_GEMM_KERNEL(w4a16_mma_up_m16_n64, 576, w4a16_mma_gemm<Nvfp4, kUp, 2, 64, 18432>)
+POLYMOE_GEMM_KERNEL(w4a16_mma_up_m16_n128, 576, w4a16_mma_gemm<Nvfp4, kUp, 2, 128, 18432>)
+POLYMOE_GEMM_KERNEL(w4a16_mma_down_m8_n64, 576, w4a16_mma_gemm<Nvfp4, kDown, 1, 64, 18432>)
+POLYMOE_GEMM_KERNEL(w4a16_mma_down_m8_n128, 576, w4a16_mma_gemm<Nvfp4, kDown, 1, 128, 18432>)
+POLYMOE_GEMM_KERNEL(w4a16_mma_down_m16_n64, 576, w4a16_mma_gemm<Nvfp4, kDown, 2, 64, 18432>)
+POLYMOE_GEMM_KERNEL(w4a16_mma_down_m16_n128, 576, w4a16_mma_gemm<Nvfp4, kDown, 2, 128, 18432>)

@@ -1,0 +1,16 @@
+// Generated from sizes.py by scripts/build-kernels; do not edit.
+#include "../gemm/w4a16_wgmma.cuh"
+
+// clang-format off
+POLYMOE_GEMM_KERNEL(w4a16_wgmma_gate_up_m32, 640, w4a16_wgmma_gemm<Int4<32>, kGateUp, 4, 2, 2, 45056, 32, 16>)
+POLYMOE_GEMM_KERNEL(w4a16_wgmma_gate_up_m64, 640, w4a16_wgmma_gemm<Int4<32>, kGateUp, 4, 1, 2, 34816, 64, 32, 48>)
+POLYMOE_GEMM_KERNEL(w4a16_wgmma_gate_up_m128, 384, w4a16_wgmma_gemm<Int4<32>, kGateUp, 2, 2, 2, 51200, 128, 48, 96>)
+POLYMOE_GEMM_KERNEL(w4a16_wgmma_gate_up_m256, 384, w4a16_wgmma_gemm<Int4<32>, kGateUp, 2, 1, 1, 37888, 256, 96, 160, 192, 224>)
+POLYMOE_GEMM_KERNEL(w4a16_wgmma_up_m32, 640, w4a16_wgmma_gemm<Int4<32>, kUp, 4, 2, 2, 45056, 32, 16>)
+POLYMOE_GEMM_KERNEL(w4a16_wgmma_up_m64, 640, w4a16_wgmma_gemm<Int4<32>, kUp, 4, 1, 2, 34816, 64, 32, 48>)
+POLYMOE_GEMM_KERNEL(w4a16_wgmma_up_m128, 384, w4a16_wgmma_gemm<Int4<32>, kUp, 2, 2, 2, 51200, 128, 48, 96>)
+POLYMOE_GEMM_KERNEL(w4a16_wgmma_up_m256, 384, w4a16_wgmma_gemm<Int4<32>, kUp, 2, 1, 1, 37888, 256, 96, 160, 192, 224>)
+POLYMOE_GEMM_KERNEL(w4a16_wgmma_down_m32, 640, w4a16_wgmma_gemm<Int4<32>, kDown, 4, 2, 2, 45056, 32, 16>)
+POLYMOE_GEMM_KERNEL(w4a16_wgmma_down_m64, 640, w4a16_wgmma_gemm<Int4<32>, kDown, 4, 1, 2, 34816, 64, 32, 48>)
+POLYMOE_GEMM_KERNEL(w4a16_wgmma_down_m128, 384, w4a16_wgmma_gemm<Int4<32>, kDown, 2, 2, 2, 51200, 128, 48, 96>)
+POLYMOE_GEMM_KERNEL(w4a16_wgmma_down_m256, 384, w4a16_wgmma_gemm<Int4<32>, kDown, 2, 1, 1, 37888, 256, 96, 160, 192, 224>)

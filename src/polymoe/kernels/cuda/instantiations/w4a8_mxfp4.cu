@@ -1,0 +1,12 @@
+// Generated from sizes.py by scripts/build-kernels; do not edit.
+#include "../gemm/w4a8.cuh"
+
+// clang-format off
+POLYMOE_GEMM_KERNEL(w4a8_gate_up_m16, 640, w4a8_gemm<kGateUp, 4, 1, 4, 39936, 16, 8>)
+POLYMOE_GEMM_KERNEL(w4a8_gate_up_m32, 640, w4a8_gemm<kGateUp, 4, 1, 4, 44032, 32, 8, 16, 24>)
+POLYMOE_GEMM_KERNEL(w4a8_gate_up_m64, 640, w4a8_gemm<kGateUp, 4, 1, 4, 52224, 64, 32, 48>)
+POLYMOE_GEMM_KERNEL(w4a8_gate_up_m128, 384, w4a8_gemm<kGateUp, 2, 2, 2, 34816, 128, 32, 64, 96, 112>)
+POLYMOE_GEMM_KERNEL(w4a8_down_m16, 640, w4a8_gemm<kDown, 4, 1, 4, 39936, 16, 8>)
+POLYMOE_GEMM_KERNEL(w4a8_down_m32, 640, w4a8_gemm<kDown, 4, 1, 4, 44032, 32, 8, 16, 24>)
+POLYMOE_GEMM_KERNEL(w4a8_down_m64, 640, w4a8_gemm<kDown, 4, 1, 4, 52224, 64, 32, 48>)
+POLYMOE_GEMM_KERNEL(w4a8_down_m128, 384, w4a8_gemm<kDown, 2, 2, 2, 34816, 128, 32, 64, 96, 112>)

@@ -1,0 +1,10 @@
+// Generated from sizes.py by scripts/build-kernels; do not edit.
+#include "../gemm/w8a8_f16.cuh"
+
+// clang-format off
+POLYMOE_GEMM_KERNEL(w8a8_f16_gate_up_m32, 384, w8a8_f16_gemm<kGateUp, 2, 2, 2, 41984, 32, 16>)
+POLYMOE_GEMM_KERNEL(w8a8_f16_gate_up_m64, 384, w8a8_f16_gemm<kGateUp, 2, 2, 2, 50176, 64, 32, 48>)
+POLYMOE_GEMM_KERNEL(w8a8_f16_gate_up_m96, 384, w8a8_f16_gemm<kGateUp, 2, 2, 2, 58368, 96, 48, 64, 80>)
+POLYMOE_GEMM_KERNEL(w8a8_f16_down_m32, 384, w8a8_f16_gemm<kDown, 2, 2, 2, 41984, 32, 16>)
+POLYMOE_GEMM_KERNEL(w8a8_f16_down_m64, 384, w8a8_f16_gemm<kDown, 2, 2, 2, 50176, 64, 32, 48>)
+POLYMOE_GEMM_KERNEL(w8a8_f16_down_m96, 384, w8a8_f16_gemm<kDown, 2, 2, 2, 58368, 96, 48, 64, 80>)

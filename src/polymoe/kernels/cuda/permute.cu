@@ -1,0 +1,261 @@
+// Ahead of the first GEMM: which expanded rows go to which expert, and x in permuted tiles.
+#include "gemm/args.cuh"
+#include "permuted_row.cuh"
+#include "ptx/griddepcontrol.cuh"
+
+namespace polymoe {
+
+constexpr int kThreads = 1024;
+constexpr int kWarps = kThreads / 32;
+
+struct PermutationArgs {
+    const void* ids;            // [rows]
+    int* permuted_to_expanded;  // [rows]
+    WorkTile* work_tiles;
+    int* num_tiles;                     // work tiles in use
+    PermutedRow* expanded_to_permuted;  // [rows], or null
+    int* counts;  // [CTAs, experts]: rows of each expert among those of a CTA (permutation_many_ctas)
+    int rows, first_expert, experts, block_m;
+    int long_ids;
+};
+
+__device__ __forceinline__ PermutedRow make_permuted_row(int permuted_row, int tile_row, int row, int rows) {
+    return {permuted_row, tile_row, row, padded_rows(rows)};
+}
+
+// Which of the local experts an expanded row chose, or -1.
+__device__ __forceinline__ int local_expert(const PermutationArgs& args, int row) {
+    if (row >= args.rows) return -1;
+    const long long id =
+        (args.long_ids ? static_cast<const long long*>(args.ids)[row] : static_cast<const int*>(args.ids)[row]) -
+        args.first_expert;
+    return id >= 0 && id < args.experts ? static_cast<int>(id) : -1;
+}
+
+// Inclusive prefix sum over a warp.
+__device__ __forceinline__ int prefix_sum(int value, int lane) {
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const int other = __shfl_up_sync(0xFFFFFFFFu, value, step);
+        if (lane >= step) value += other;
+    }
+    return value;
+}
+
+__device__ __forceinline__ void write_work_tiles(const PermutationArgs& args, int expert, int rows, int first,
+                                                 int first_padded, int first_tile) {
+    for (int done = 0; done < rows; done += args.block_m) {
+        args.work_tiles[first_tile++] = {expert, first + done, min(args.block_m, rows - done), first_padded + done};
+    }
+}
+
+// Up to 32 expanded rows: one warp, a row a lane.
+__device__ __forceinline__ void permutation_one_warp(const PermutationArgs& args) {
+    const int lane = threadIdx.x;
+    grid_dependency_wait();
+    launch_dependents();
+    const int expert = local_expert(args, lane);
+    const uint32_t peers = __match_any_sync(0xFFFFFFFFu, expert), below = (1u << lane) - 1;
+    const bool first_of_expert = expert >= 0 && (peers & below) == 0;
+    const int rows = first_of_expert ? __popc(peers) : 0, tiles = (rows + args.block_m - 1) / args.block_m;
+    const int first = prefix_sum(rows, lane) - rows, tile_end = prefix_sum(tiles, lane);
+    const int first_padded = prefix_sum(padded_rows(rows), lane) - padded_rows(rows);
+    const int mine = __shfl_sync(0xFFFFFFFFu, first, __ffs(peers) - 1) + __popc(peers & below);
+    if (expert >= 0) args.permuted_to_expanded[mine] = lane;
+    if (args.expanded_to_permuted) {
+        const int leader = __ffs(peers) - 1, count = __popc(peers), row = __popc(peers & below);
+        const int done = row / args.block_m * args.block_m;
+        const int tile_row = __shfl_sync(0xFFFFFFFFu, first_padded, leader) + done;
+        const int permuted_row = expert >= 0 ? mine : -1;
+        if (lane < args.rows) {
+            args.expanded_to_permuted[lane] =
+                make_permuted_row(permuted_row, tile_row, row - done, min(args.block_m, count - done));
+        }
+    }
+    write_work_tiles(args, expert, rows, first, first_padded, tile_end - tiles);
+    if (lane == 31) *args.num_tiles = tile_end;
+}
+
+// Calls work(row, expert or -1) for the expanded rows from `first` to `end`, by the threads of a CTA.
+template <class Work>
+__device__ __forceinline__ void each_row(const PermutationArgs& args, int first, int end, Work work) {
+    constexpr int kAtOnce = 4;
+    for (int start = first + threadIdx.x; start < end; start += kAtOnce * kThreads) {
+        int experts[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            const int row = start + i * kThreads;
+            experts[i] = row < end ? local_expert(args, row) : -1;
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            if (start + i * kThreads < end) work(start + i * kThreads, experts[i]);
+        }
+    }
+}
+
+// What a CTA knows of each expert: the number of its rows; its first permuted row, and its first where rows are padded;
+// and the next permuted row that this CTA assigns.
+struct Experts {
+    int rows[kThreads], first[kThreads], first_padded[kThreads], next[kThreads];
+};
+
+// By all threads of a CTA: each has its expert's number of rows, and how many of them come before this CTA's. One of
+// the CTAs writes the work tiles.
+__device__ __forceinline__ void assign_rows(const PermutationArgs& args, Experts& experts, int rows, int before,
+                                            bool writes) {
+    __shared__ int warp_sums[3][kWarps];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int padded = padded_rows(rows), tiles = (rows + args.block_m - 1) / args.block_m;
+    int row_end = prefix_sum(rows, lane), tile_end = prefix_sum(tiles, lane), padded_end = prefix_sum(padded, lane);
+    if (lane == 31) warp_sums[0][warp] = row_end, warp_sums[1][warp] = tile_end, warp_sums[2][warp] = padded_end;
+    __syncthreads();
+    if (warp < 3) warp_sums[warp][lane] = prefix_sum(warp_sums[warp][lane], lane);
+    __syncthreads();
+    if (warp) {
+        row_end += warp_sums[0][warp - 1], tile_end += warp_sums[1][warp - 1];
+        padded_end += warp_sums[2][warp - 1];
+    }
+    if (writes) {
+        if (threadIdx.x == kThreads - 1) *args.num_tiles = tile_end;
+        write_work_tiles(args, threadIdx.x, rows, row_end - rows, padded_end - padded, tile_end - tiles);
+    }
+    experts.rows[threadIdx.x] = rows, experts.first[threadIdx.x] = row_end - rows;
+    experts.first_padded[threadIdx.x] = padded_end - padded, experts.next[threadIdx.x] = row_end - rows + before;
+    __syncthreads();
+}
+
+// Writes both directions of the permutation for the expanded rows from `first` to `end`.
+__device__ __forceinline__ void write_permutation(const PermutationArgs& args, int first, int end, Experts& experts) {
+    each_row(args, first, end, [&](int row, int expert) {
+        if (expert < 0) {
+            if (args.expanded_to_permuted) args.expanded_to_permuted[row] = make_permuted_row(-1, 0, 0, 0);
+            return;
+        }
+        const int permuted_row = atomicAdd(&experts.next[expert], 1);
+        args.permuted_to_expanded[permuted_row] = row;
+        if (args.expanded_to_permuted) {
+            const int of_expert = permuted_row - experts.first[expert], done = of_expert / args.block_m * args.block_m;
+            args.expanded_to_permuted[row] =
+                make_permuted_row(permuted_row, experts.first_padded[expert] + done, of_expert - done,
+                                  min(args.block_m, experts.rows[expert] - done));
+        }
+    });
+}
+
+// One CTA; up to 1024 experts. The order of an expert's rows depends on timing. No result does: rows of x are columns
+// of an MMA, which do not depend on each other.
+__device__ __forceinline__ void permutation_one_cta(const PermutationArgs& args) {
+    __shared__ Experts experts;
+    experts.next[threadIdx.x] = 0;
+    __syncthreads();
+    grid_dependency_wait();
+    launch_dependents();
+    each_row(args, 0, args.rows, [&](int, int expert) {
+        if (expert >= 0) atomicAdd(&experts.next[expert], 1);
+    });
+    __syncthreads();
+    const int rows = experts.next[threadIdx.x];
+    __syncthreads();
+    assign_rows(args, experts, rows, 0, true);
+    write_permutation(args, 0, args.rows, experts);
+}
+
+// The same by several CTAs in two launches, each CTA with its share of the rows.
+__device__ __forceinline__ int share_of_rows(const PermutationArgs& args, int cta) {
+    return static_cast<int>(static_cast<long long>(args.rows) * cta / gridDim.x);
+}
+
+__device__ __forceinline__ void permutation_count(const PermutationArgs& args) {
+    __shared__ int counts[kThreads];
+    counts[threadIdx.x] = 0;
+    __syncthreads();
+    grid_dependency_wait();
+    launch_dependents();
+    each_row(args, share_of_rows(args, blockIdx.x), share_of_rows(args, blockIdx.x + 1), [&](int, int expert) {
+        if (expert >= 0) atomicAdd(&counts[expert], 1);
+    });
+    __syncthreads();
+    if (threadIdx.x < args.experts) args.counts[blockIdx.x * args.experts + threadIdx.x] = counts[threadIdx.x];
+}
+
+__device__ __forceinline__ void permutation_many_ctas(const PermutationArgs& args) {
+    __shared__ Experts experts;
+    grid_dependency_wait();
+    launch_dependents();
+    int rows = 0, before = 0;
+    if (threadIdx.x < args.experts) {
+#pragma unroll 8
+        for (int cta = 0; cta < gridDim.x; ++cta) {
+            const int count = args.counts[cta * args.experts + threadIdx.x];
+            if (cta < blockIdx.x) before += count;
+            rows += count;
+        }
+    }
+    assign_rows(args, experts, rows, before, blockIdx.x == 0);
+    write_permutation(args, share_of_rows(args, blockIdx.x), share_of_rows(args, blockIdx.x + 1), experts);
+}
+
+struct PermuteArgs {
+    const uint16_t* x;                        // [tokens, columns]
+    uint16_t* out;                            // [padded rows, columns padded to a multiple of 64], in tiles
+    const PermutedRow* expanded_to_permuted;  // [tokens, top_k]
+    int columns, top_k;
+};
+
+// x in permuted tiles of bfloat16: for each work tile, for each 64 columns, its rows of 128 bytes, swizzled. Grid:
+// tokens. A row is read once, and written for each of the token's experts.
+__device__ __forceinline__ void permute_x(const PermuteArgs& args) {
+    const int blocks = (args.columns + 63) / 64, lane = threadIdx.x % 32;
+    const uint16_t* x = args.x + static_cast<long long>(blockIdx.x) * args.columns;
+    grid_dependency_wait();
+    launch_dependents();
+    for (int first = 0; first < args.top_k; first += 32) {  // a lane looks up an expanded row for all
+        PermutedRow place = {-1, 0, 0, 0};
+        if (first + lane < args.top_k) {
+            place = args.expanded_to_permuted[static_cast<long long>(blockIdx.x) * args.top_k + first + lane];
+        }
+        const int slots = min(32, args.top_k - first);
+        for (int chunk = threadIdx.x; chunk - lane < blocks * 8; chunk += blockDim.x) {  // whole warps
+            uint4 v = make_uint4(0, 0, 0, 0);
+            if (chunk * 8 < args.columns) v = *reinterpret_cast<const uint4*>(x + chunk * 8);
+            for (int slot = 0; slot < slots; ++slot) {
+                if (__shfl_sync(0xFFFFFFFFu, place.permuted_row, slot) < 0) continue;
+                const int tile_row = __shfl_sync(0xFFFFFFFFu, place.tile_row, slot);
+                const int row = __shfl_sync(0xFFFFFFFFu, place.row, slot);
+                const int padded = __shfl_sync(0xFFFFFFFFu, place.padded_rows, slot);
+                uint16_t* out = args.out + static_cast<long long>(tile_row) * blocks * 64;
+                if (chunk < blocks * 8) {
+                    out += chunk / 8 * padded * 64 + row * 64 + ((chunk % 8) ^ (row % 8)) * 8;
+                    *reinterpret_cast<uint4*>(out) = v;
+                }
+            }
+        }
+    }
+}
+
+}  // namespace polymoe
+
+extern "C" __global__ void __launch_bounds__(1024, 1)
+    permutation_one_cta(const __grid_constant__ polymoe::PermutationArgs args) {
+    polymoe::permutation_one_cta(args);
+}
+
+extern "C" __global__ void __launch_bounds__(1024, 1)
+    permutation_count(const __grid_constant__ polymoe::PermutationArgs args) {
+    polymoe::permutation_count(args);
+}
+
+extern "C" __global__ void __launch_bounds__(1024, 1)
+    permutation_many_ctas(const __grid_constant__ polymoe::PermutationArgs args) {
+    polymoe::permutation_many_ctas(args);
+}
+
+extern "C" __global__ void __launch_bounds__(32, 1)
+    permutation_one_warp(const __grid_constant__ polymoe::PermutationArgs args) {
+    polymoe::permutation_one_warp(args);
+}
+
+extern "C" __global__ void __launch_bounds__(256) permute_x(const __grid_constant__ polymoe::PermuteArgs args) {
+    polymoe::permute_x(args);
+}

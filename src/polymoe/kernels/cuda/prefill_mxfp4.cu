@@ -1,3 +1,0 @@
-#include "prefill.cuh"
-
-POLYMOE_PREFILL_ALL(Mxfp4)

@@ -1,0 +1,138 @@
+// x to E4M3 with a float32 scale for each row and 128 columns: to permuted tiles, or row by row.
+#include "permuted_row.cuh"
+#include "dequant/e4m3.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/griddepcontrol.cuh"
+#include "sizes.cuh"
+
+namespace polymoe {
+
+// 16 elements of x from number `first` on. dtype: 0 bfloat16, 1 float16, 2 float32.
+__device__ __forceinline__ void load_x(const void* all, int dtype, long long first, float (&x)[16]) {
+    if (dtype == 2) {
+        const float4* v = reinterpret_cast<const float4*>(static_cast<const float*>(all) + first);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float4 four = v[i];
+            x[4 * i] = four.x, x[4 * i + 1] = four.y, x[4 * i + 2] = four.z, x[4 * i + 3] = four.w;
+        }
+        return;
+    }
+    const uint4* v = reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(all) + first);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const uint4 eight = v[i];
+        const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const uint16_t bits = static_cast<uint16_t>(words[j / 2] >> 16 * (j % 2));
+            x[8 * i + j] = dtype == 0 ? bf16_to_f32(bits) : f16_to_f32(bits);
+        }
+    }
+}
+
+// 16 of a row's columns in E4M3, and the scale of the 128 that eight neighbouring lanes have: 1 if all are zeros.
+__device__ __forceinline__ uint4 quantize_e4m3(const float (&x)[16], float& scale) {
+    scale = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) scale = fmaxf(scale, fabsf(x[i]));
+#pragma unroll
+    for (int lanes = 1; lanes < 8; lanes *= 2) scale = fmaxf(scale, __shfl_xor_sync(0xFFFFFFFFu, scale, lanes));
+    scale /= 448.0f;
+    if (scale == 0.0f) scale = 1.0f;
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        words[i] = pack_e4m3x2(x[4 * i] / scale, x[4 * i + 1] / scale) |
+                   pack_e4m3x2(x[4 * i + 2] / scale, x[4 * i + 3] / scale) << 16;
+    }
+    return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// The order of columns that gemm/w8a8.cuh needs: of each 16, for each t those from 2t on and from 8 + 2t on, two each.
+__device__ __forceinline__ uint4 pair_columns(uint4 codes) {
+    return make_uint4(prmt(make_uint2(codes.x, codes.z), 0x5410), prmt(make_uint2(codes.x, codes.z), 0x7632),
+                      prmt(make_uint2(codes.y, codes.w), 0x5410), prmt(make_uint2(codes.y, codes.w), 0x7632));
+}
+
+struct QuantizePermutedArgs {
+    const void* x;                            // [tokens, columns]
+    uint8_t* out;                             // for each work tile, for each 128 columns, a tile; then the rows' scales
+    const PermutedRow* expanded_to_permuted;  // [tokens, top_k]
+    int columns, top_k;                       // columns: a multiple of 16
+    int x_dtype;                              // 0 bfloat16, 1 float16, 2 float32
+};
+
+// To permuted tiles, as epilogue_e4m3.cuh describes them; missing columns of the last tile are zeros. Grid: tokens by
+// columns / 4096, 256 threads of 16 columns. A token is rounded once, for all its experts.
+__device__ __forceinline__ void quantize_permuted(const QuantizePermutedArgs& args) {
+    const int token = blockIdx.x, column = (blockIdx.y * blockDim.x + threadIdx.x) * 16, lane = threadIdx.x % 32;
+    // x was complete before the kernel ahead of this one let it start.
+    float x[16] = {}, scale;
+    if (column < args.columns) load_x(args.x, args.x_dtype, static_cast<long long>(token) * args.columns + column, x);
+    const uint4 codes = quantize_e4m3(x, scale);
+    grid_dependency_wait();
+    launch_dependents();
+    const int blocks = (args.columns + 127) / 128;
+    for (int first = 0; first < args.top_k; first += 32) {  // a lane looks up an expanded row for all
+        PermutedRow place = {-1, 0, 0, 0};
+        if (first + lane < args.top_k) {
+            place = args.expanded_to_permuted[static_cast<long long>(token) * args.top_k + first + lane];
+        }
+        const int slots = min(32, args.top_k - first);
+        for (int slot = 0; slot < slots; ++slot) {
+            if (__shfl_sync(0xFFFFFFFFu, place.permuted_row, slot) < 0) continue;
+            const int tile_row = __shfl_sync(0xFFFFFFFFu, place.tile_row, slot);
+            const int row = __shfl_sync(0xFFFFFFFFu, place.row, slot);
+            const int padded = __shfl_sync(0xFFFFFFFFu, place.padded_rows, slot);
+            if (column < blocks * 128) {
+                uint8_t* out = args.out + static_cast<long long>(tile_row) * blocks * kE4m3RowBytes;
+                const int tile = column / 128 * padded + row, chunk = (column / 16 % 8) ^ (row % 8);
+                *reinterpret_cast<uint4*>(out + tile * 128 + chunk * 16) = codes;
+                if (column % 128 == 0) reinterpret_cast<float*>(out + blocks * padded * 128)[tile] = scale;
+            }
+        }
+    }
+}
+
+struct QuantizeRowsArgs {
+    const void* x;  // [rows, columns]
+    uint8_t* out;   // [rows, w8::row_bytes(columns)]: a row's codes and behind them its scales
+    int columns;
+    int x_dtype;  // 0 bfloat16, 1 float16, 2 float32
+};
+
+// Row by row, with columns paired or not. Grid: rows by columns / (16 * threads); a thread has 16 columns.
+template <bool PAIRED>
+__device__ __forceinline__ void quantize_rows(const QuantizeRowsArgs& args) {
+    const int column = (blockIdx.y * blockDim.x + threadIdx.x) * 16;
+    // x was complete before the kernel ahead of this one let it start, and nothing reads `out` any more.
+    launch_dependents();
+    float x[16] = {}, scale;
+    if (column < args.columns)
+        load_x(args.x, args.x_dtype, static_cast<long long>(blockIdx.x) * args.columns + column, x);
+    const uint4 codes = quantize_e4m3(x, scale);
+    if (column < args.columns) {
+        uint8_t* row = args.out + static_cast<long long>(blockIdx.x) * w8::row_bytes(args.columns);
+        *reinterpret_cast<uint4*>(row + column) = PAIRED ? pair_columns(codes) : codes;
+        if (column % 128 == 0) reinterpret_cast<float*>(row + args.columns)[column / 128] = scale;
+    }
+    grid_dependency_wait();  // the next kernel relies on this one having waited for the kernel ahead of it
+}
+
+}  // namespace polymoe
+
+extern "C" __global__ void __launch_bounds__(256)
+    quantize_permuted(const __grid_constant__ polymoe::QuantizePermutedArgs args) {
+    polymoe::quantize_permuted(args);
+}
+
+extern "C" __global__ void __launch_bounds__(512)
+    quantize_rows(const __grid_constant__ polymoe::QuantizeRowsArgs args) {
+    polymoe::quantize_rows<false>(args);
+}
+
+extern "C" __global__ void __launch_bounds__(512)
+    quantize_rows_paired(const __grid_constant__ polymoe::QuantizeRowsArgs args) {
+    polymoe::quantize_rows<true>(args);
+}

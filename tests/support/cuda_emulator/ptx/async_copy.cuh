@@ -1,0 +1,45 @@
+// Stands in for the kernels' ptx/async_copy.cuh: copies land late and in any order, and poison what they overwrite at
+// once.
+#pragma once
+#include "mbarrier.cuh"
+
+namespace polymoe {
+
+inline void bulk_copy_g2s(uint32_t smem, const void* global, uint32_t bytes, uint32_t barrier) {
+    if (smem % 16 || bytes % 16 || bytes == 0 || reinterpret_cast<uintptr_t>(global) % 16)
+        emulator::fail("a copy of %u bytes that is not aligned", bytes);
+    const auto* from = static_cast<const uint8_t*>(global);
+    for (const auto& [start, size] : here.ranges) {
+        if (from >= start && from < start + size && from + bytes > start + size)
+            emulator::fail("a copy from beyond a tensor's end");
+    }
+    smem_pointer(smem, 16), smem_pointer(smem + bytes - 16, 16);
+    auto* to = memory + (smem - emulator::kStart);
+    memset(to, 0xFF, bytes);
+    here.copies.push_back({to, from, bytes, barrier});
+    here.moved = true;
+}
+inline void bulk_copy_g2s_evict_first(uint32_t smem, const void* global, uint32_t bytes, uint32_t barrier) {
+    bulk_copy_g2s(smem, global, bytes, barrier);
+}
+
+// They may land as late as the barrier allows, all of a thread together.
+inline void cp_async_16(uint32_t smem, const void* global) {
+    if (reinterpret_cast<uintptr_t>(global) % 16) emulator::fail("a copy of 16 bytes that is not aligned");
+    uint8_t* to = smem_pointer(smem, 16);
+    memset(to, 0xFF, 16);
+    here.now->copies.push_back({to, static_cast<const uint8_t*>(global), 16, 0});
+}
+inline void cp_async_mbarrier_arrive(uint32_t barrier) {
+    auto& copies = here.now->copies;
+    if (!copies.empty()) {
+        emulator::Copy together{nullptr, nullptr, 0, barrier, std::move(copies)};
+        for (const auto& part : together.parts) together.bytes += part.bytes;
+        copies.clear();
+        emulator::barrier_at(barrier).bytes += together.bytes;
+        here.copies.push_back(std::move(together));
+    }
+    mbarrier_arrive(barrier);
+}
+
+}  // namespace polymoe
