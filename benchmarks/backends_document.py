@@ -20,6 +20,7 @@ from polymoe.planning.proof import ProofStatus, weakest
 from polymoe.planning.select import select
 from polymoe.planning.selection import Candidate, describe
 from polymoe.problem import Problem
+from polymoe.scale_range import ScaleRange
 from polymoe.verdict import Accepted, Verdict
 
 GPUS = ("a100", "rtx4090", "h100", "h200", "b200", "rtx5090", "cpu")
@@ -115,7 +116,7 @@ def changes() -> list[tuple[str, Problem, Machine]]:
         ("H 2880, F 1440", replace(problem, spec=replace(spec, hidden=2880, intermediate=1440)), h200),
         ("BF16 weights, H 4098", replace(bf16, spec=replace(bf16.spec, hidden=4098)), h200),
         ("gate in BF16, up in MXFP4", replace(problem, spec=replace(spec, gate=bf16.spec.up)), h200),
-        ("an E8M0 scale above 2**25", replace(problem, wide_scales=True), h200),
+        ("an E8M0 scale above 2**25", replace(problem, scales=ScaleRange(largest_exponent=26)), h200),
         ("batch-invariant results", replace(problem, batch_invariant=True), h200),
         ("no Triton", problem, machine(DEVICES["h200"], triton="")),
         ("Triton 3.5", problem, machine(DEVICES["h200"], triton="3.5.1")),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from polymoe.backends.base import Backend
+from polymoe.backends.features import judge
 from polymoe.bench.cases import CASES
 from polymoe.experts import FusedExperts
 from polymoe.layouts import LAYOUTS
@@ -32,7 +33,7 @@ def dense() -> Any:
 
 
 def methods() -> set[str]:
-    return {name for name in vars(Backend) if not name.startswith("_")} - {"name", "layouts"}
+    return {name for name in vars(Backend) if not name.startswith("_")} - {"name", "layouts", "handles"}
 
 
 def test_every_method_has_its_row(dense: Any) -> None:
@@ -56,7 +57,7 @@ def test_the_example_says_what_it_takes(dense: Any) -> None:
     problem, machine = CASES["gpt-oss-20b"].problem(), Machine.of("h200")
     assert dense.check(problem, machine) == Accepted(max_tokens=256)
     quantized = CASES["gpt-oss-20b"].problem(activations="fp8_token")
-    assert isinstance(dense.check(quantized, machine), Rejected)
+    assert isinstance(judge(dense, quantized, machine), Rejected)
     (candidate,) = select(problem, machine, backends={"dense": dense}, backend="dense").candidates
     assert all(prediction.time_us > 0 for _, prediction in candidate.predictions)
     for tokens in (1, 100):

@@ -12,7 +12,6 @@ TREE = {
     "CheckpointError": ("PolymoeError", ValueError),
     "CheckpointNotFound": ("CheckpointError", FileNotFoundError),
     "FormatError": ("PolymoeError", ValueError),
-    "ScaleError": ("FormatError", ValueError),
     "ArgumentError": ("PolymoeError", ValueError),
     "UnsupportedProblem": ("PolymoeError", NotImplementedError),
     "PlanError": ("PolymoeError", RuntimeError),

@@ -34,14 +34,15 @@ ALLOWED: dict[str, set[str]] = {
     "kernels.triton": set(),
     "tensors": {"errors", "shapes", "formats", "activations"},
 }
+ALLOWED["scale_range"] = {"formats", "tensors"}
 ALLOWED["activation_quantization"] = {"errors", "shapes", "formats"}
-ALLOWED["problem"] = ALLOWED["tensors"] | {"tensors", "activation_quantization"}
+ALLOWED["problem"] = ALLOWED["tensors"] | {"tensors", "activation_quantization", "scale_range"}
 ALLOWED["cost"] = {"machine", "problem"}
-ALLOWED["layouts.cuda"] = ALLOWED["tensors"] | {"tensors", "verdict", "layouts"}
+ALLOWED["layouts.cuda"] = ALLOWED["tensors"] | {"tensors", "scale_range", "verdict", "layouts"}
 ALLOWED["layouts"] = ALLOWED["layouts.cuda"] | {"layouts.cuda"}
 ALLOWED["checkpoint"] = ALLOWED["problem"] | {"problem", "routing", "checkpoint.dialects"}
 ALLOWED["checkpoint.dialects"] = ALLOWED["checkpoint"] | {"checkpoint"}
-_BACKENDS = _VALUES | {"activation_quantization", "tensors", "layouts", "problem", "cost", "backends"}
+_BACKENDS = _VALUES | {"activation_quantization", "scale_range", "tensors", "layouts", "problem", "cost", "backends"}
 ALLOWED["backends"] = _BACKENDS | {"backends.cuda", "backends.triton"}
 ALLOWED["backends.cuda"] = _BACKENDS | {"kernels.cuda", "kernels.cuda.launch"}
 ALLOWED["backends.triton"] = _BACKENDS | {"kernels.triton"}

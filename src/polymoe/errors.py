@@ -6,7 +6,6 @@
     ├── CheckpointError (ValueError)            a checkpoint that cannot be read as what it claims to be
     │   └── CheckpointNotFound (FileNotFoundError)   no such file, directory, repository or layer
     ├── FormatError (ValueError)                bytes, shapes or dtypes that do not fit an encoding
-    │   └── ScaleError (ValueError)             scales outside the range that a layout's kernels decode
     ├── ArgumentError (ValueError)              an argument of a call: wrong shape, dtype, device, range or name
     ├── UnsupportedProblem (NotImplementedError)  no backend, or not the named one, runs this problem here
     ├── PlanError (RuntimeError)                a plan that does not cover a call or does not fit its weights
@@ -35,7 +34,6 @@ __all__ = [
     "MissingDependency",
     "PlanError",
     "PolymoeError",
-    "ScaleError",
     "ServerError",
     "UnsupportedProblem",
     "VerificationError",
@@ -83,10 +81,6 @@ class CheckpointNotFound(CheckpointError, FileNotFoundError):
 
 class FormatError(PolymoeError, ValueError):
     """Bytes, shapes or dtypes do not fit their declared encoding."""
-
-
-class ScaleError(FormatError, ValueError):
-    """Scales are outside the range that a layout's kernels can decode: too large, or negative. Another layout fits."""
 
 
 class ArgumentError(PolymoeError, ValueError):

@@ -14,13 +14,14 @@ from polymoe.activation_quantization import UNQUANTIZED, ActivationQuantization
 from polymoe.activations import Activation
 from polymoe.backends import BACKENDS
 from polymoe.checkpoint import Checkpoint
-from polymoe.errors import ArgumentError, PlanError, ScaleError
+from polymoe.errors import ArgumentError, PlanError
 from polymoe.layouts import LAYOUTS, Layout, Packed
 from polymoe.load_check import check_layer, require_input_scales
 from polymoe.machine import Machine
 from polymoe.planning.selection import Selection
 from polymoe.problem import Dtype, Problem, WeightOn
 from polymoe.runtime import DTYPES, TORCH_DTYPES, LayerRuntime, PlanCache, PlanRequest, check_call
+from polymoe.scale_range import ScaleRange, measure_scales
 from polymoe.tensors import ExpertWeights
 
 __all__ = ["FusedExperts", "load_experts", "resolve_activations"]
@@ -138,21 +139,18 @@ class FusedExperts(nn.Module):
         """Refill the packed tensors in place, at the same addresses, from experts of the same spec.
 
         Raises:
-            PlanError: if the spec differs, or scales now need the exact path, which graphs captured before lack; the
-                experts are then not usable until they are updated again.
+            PlanError: if the spec differs, or scales reach further than those that the plan was made for; nothing is
+                changed then.
         """
-        try:
-            packed = self._layout.pack(weights, self.device, out=self.packed)
-            wide = packed.wide_scales and not self.problem.wide_scales
-        except ScaleError:
-            wide = True
-        if wide:
+        found, planned = measure_scales(weights, self.device), self.problem.scales
+        if found is not None and not (planned or ScaleRange()).covers(found):
             raise PlanError(
                 "update",
-                expected="scales that its kernels decode, as those of the experts that were loaded",
-                got="others",
-                hint="load these experts anew: they take a slower, exact path",
+                expected=str(planned or ScaleRange()),
+                got=str(found),
+                hint="load these experts anew: they are planned by the range of their scales",
             )
+        self._layout.pack(weights, self.device, out=self.packed)
 
     def workspace_bytes(self, tokens: int, top_k: int | None = None) -> int:
         """Bytes of ``workspace`` that a call of ``tokens`` tokens needs; 0 where the planned backend takes none.

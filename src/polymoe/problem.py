@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from polymoe.activation_quantization import UNQUANTIZED, ActivationQuantization
 from polymoe.activations import Activation
 from polymoe.errors import ArgumentError, nearest
+from polymoe.scale_range import ScaleRange
 from polymoe.tensors import ExpertsSpec
 
 __all__ = ["Dtype", "Problem", "WeightOn"]
@@ -31,8 +32,7 @@ class Problem:
         dtype: of x and of the result.
         activations: how inputs of the two projections are quantized, if at all; the name of a known way is converted.
         tp, ep: sizes of the tensor and expert parallel groups.
-        wide_scales: whether scales of the weights are outside what fast decoding takes: an E8M0 one above 2**25, a
-            negative E4M3 one, or (for a layout that takes only those) scales of a row that lie too far apart.
+        scales: the measured range of the weights' scales where it is not ordinary; None where it is, or is not known.
         batch_invariant: whether a token's result must not depend, to the bit, on the rest of the batch.
     """
 
@@ -44,7 +44,7 @@ class Problem:
     activations: ActivationQuantization = UNQUANTIZED
     tp: int = 1
     ep: int = 1
-    wide_scales: bool = False
+    scales: ScaleRange | None = None
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
@@ -70,7 +70,7 @@ class Problem:
         parts += ["bias"] if s.bias else []
         parts += ["weight on input"] if self.weight_on == "input" else []
         parts += [f"x {self.dtype}" + (f" as {self.activations}" if self.activations.quantized else "")]
-        parts += ["wide scales"] if self.wide_scales else []
+        parts += [str(self.scales)] if self.scales is not None else []
         parts += ["batch invariant"] if self.batch_invariant else []
         parts += [f"tp={self.tp}"] if self.tp > 1 else []
         parts += [f"ep={self.ep}"] if self.ep > 1 else []

@@ -4,7 +4,6 @@ call in compiled graphs."""
 from __future__ import annotations
 
 import hashlib
-import logging
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,18 +16,17 @@ from torch import Tensor
 
 from polymoe.backends.base import Backend, Runner
 from polymoe.backends.config import Config
-from polymoe.errors import ArgumentError, ScaleError
+from polymoe.errors import ArgumentError
 from polymoe.layouts import Layout, Packed
 from polymoe.machine import Machine
 from polymoe.planning.select import select
 from polymoe.planning.selection import Selection
 from polymoe.problem import Dtype, Problem
 from polymoe.routing import Routing
+from polymoe.scale_range import measure_scales
 from polymoe.tensors import ExpertWeights
 
 __all__ = ["DTYPES", "TORCH_DTYPES", "BoundStep", "LayerRuntime", "PlanCache", "PlanRequest", "check_call", "on_device"]
-
-log = logging.getLogger("polymoe")
 
 DTYPES: dict[torch.dtype, Dtype] = {
     torch.bfloat16: "bf16",
@@ -66,26 +64,14 @@ class PlanRequest:
     def pack(
         self, problem: Problem, weights: ExpertWeights, device: torch.device, where: str
     ) -> tuple[Problem, Packed]:
-        """The layer packed as planned, and its problem, with what only reading its scales shows: where the planned
-        layout does not hold them, another one does.
+        """The problem with the range of its scales, which is measured first, and the layer packed as planned.
 
         Raises:
-            UnsupportedProblem: if nothing, or not the backend that is wished for, runs it here.
+            UnsupportedProblem: if nothing, or not the backend that is asked for, runs it here.
         """
+        problem = replace(problem, scales=measure_scales(weights, device))
         plan = self.select(problem).require(where)
-        try:
-            packed = self.layouts[plan.layout].pack(weights, device)
-        except ScaleError as error:
-            log.info("%s: layout %s does not hold it (%s): planned anew", where, plan.layout, error.where)
-            packed = None  # what was packed is free before the next layout is
-        if packed is None:
-            problem = replace(problem, wide_scales=True)
-            plan = self.select(problem).require(where)
-            packed = self.layouts[plan.layout].pack(weights, device)
-        if packed.wide_scales and not problem.wide_scales:
-            problem = replace(problem, wide_scales=True)
-            self.select(problem, packed.layout).require(where)
-        return problem, packed
+        return problem, self.layouts[plan.layout].pack(weights, device)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

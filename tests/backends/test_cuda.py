@@ -26,6 +26,7 @@ from polymoe.planning.select import select
 from polymoe.problem import Problem
 from polymoe.routing import Routing
 from polymoe.runtime import PlanRequest
+from polymoe.scale_range import ScaleRange
 from polymoe.tensors import ExpertsSpec
 from polymoe.verdict import Accepted, Reason, Rejected
 from support.captured import captured_follows_new_rows
@@ -63,12 +64,16 @@ class TestCheck:
         assert str(verdict.reasons[1]) == "driver: expects CUDA 13.0 or newer, got 12.8"
 
     def test_scales_beyond_what_the_kernels_decode(self) -> None:
-        verdict = Cuda().check(replace(seed_problem(), wide_scales=True), H200)
-        assert isinstance(verdict, Rejected)
-        assert (
-            str(verdict.reasons[0])
-            == "scales: expects E8M0 up to 2**25 and E4M3 of at least 0, got scales outside this range"
-        )
+        for format, scales, reason in (
+            ("mxfp4", ScaleRange(largest_exponent=26), "E8M0 scales of at most 2**25, got scales up to 2**26"),
+            ("nvfp4", ScaleRange(negative=True), "E4M3 scales from 0 to 448, got scales negative or NaN"),
+        ):
+            problem = replace(seed_problem(format), scales=scales)
+            verdict = select(problem, H200, backend="cuda", backends={"cuda": Cuda()}).candidates[0].verdict
+            assert isinstance(verdict, Rejected)
+            assert [str(r) for r in verdict.reasons] == [f"layout w4a16_fragments, scales: expects {reason}"]
+        apart = replace(seed_problem(), scales=ScaleRange(spread=20))
+        assert select(apart, H200).require().layout == "w4a16_fragments"
 
     def test_sizes_are_the_layouts_reasons(self) -> None:
         problem = problem_of(random_experts("mxfp4", hidden=64, intermediate=40))

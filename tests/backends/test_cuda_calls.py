@@ -24,6 +24,7 @@ from polymoe.planning.measured import Table
 from polymoe.planning.select import select
 from polymoe.planning.table_files import read
 from polymoe.routing import Routing
+from polymoe.scale_range import measure_scales
 from polymoe.tensors import ExpertWeights
 from support.cuda_calls import need_sm90, same_experts
 from support.problems import GPT_OSS, problem_of, random_call
@@ -118,7 +119,7 @@ class TestOnGpu:
 
         weights = ExpertWeights(same.spec, raised)
         experts = layer(weights, "auto")
-        assert (experts.packed.layout, experts.problem.wide_scales) == ("natural", True)
+        assert (experts.packed.layout, experts.problem.scales) == ("natural", measure_scales(weights))
         call = call_of(9, 1024, 8)
         assert relative_error(experts(*call).cpu(), expected(experts, weights, call)) < TOLERANCE
 

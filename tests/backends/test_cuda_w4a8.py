@@ -25,6 +25,7 @@ from polymoe.numerics import relative_error
 from polymoe.planning.measured import Table
 from polymoe.planning.select import select
 from polymoe.routing import Routing
+from polymoe.scale_range import ScaleRange
 from polymoe.verdict import Accepted, Reason, Rejected
 from support.captured import captured_follows_new_rows
 from support.cuda_calls import (
@@ -68,13 +69,18 @@ class TestCheck:
 
     def test_every_reason(self) -> None:
         spec = replace(SEED.spec, gate=None)
-        problem = replace(SEED, spec=spec, activation=ReLU2(), weight_on="input", wide_scales=True)
-        verdict = Cuda().check(problem, H200)
+        problem = replace(SEED, spec=spec, activation=ReLU2(), weight_on="input")
+        verdict = select(problem, H200, backends={"cuda": Cuda()}).candidates[0].verdict
         assert isinstance(verdict, Rejected)
         assert [str(reason) for reason in verdict.reasons] == [
             "FP8 activations without a gate: not supported",
             "routing weight on the input with FP8 activations: not supported",
-            "scales: expects E8M0 within 2**14 in a row, got scales outside this range",
+        ]
+        apart = replace(SEED, scales=ScaleRange(spread=15))
+        verdict = select(apart, H200, backends={"cuda": Cuda()}).candidates[0].verdict
+        assert isinstance(verdict, Rejected)
+        assert [str(reason) for reason in verdict.reasons] == [
+            "layout w4a8_fragments, scales: expects scales of a row within 2**14 of each other, got scales 2**15 apart",
         ]
 
     def test_sizes_are_the_layouts_reasons(self) -> None:

@@ -18,6 +18,7 @@ from polymoe.kernels.cuda import sizes
 from polymoe.machine import DEVICES, Machine
 from polymoe.planning.measured import Table
 from polymoe.planning.select import select
+from polymoe.scale_range import ScaleRange
 from polymoe.verdict import Accepted, Rejected
 from support.captured import captured_follows_new_rows
 from support.cuda_calls import (
@@ -71,8 +72,8 @@ class TestCheck:
         for dtype in ("bfloat16", "e8m0"):
             encoding = replace(FORMATS["fp8_block128"].encoding, scale_dtype=dtype)
             spec = replace(DEEPSEEK.spec, gate=encoding, up=encoding, down=encoding)
-            for wide in (False, True):  # as float32, E8M0 scales of any size are
-                problem = replace(DEEPSEEK, spec=spec, wide_scales=wide)
+            for scales in (None, ScaleRange(largest_exponent=60)):  # as float32, E8M0 scales of any size are
+                problem = replace(DEEPSEEK, spec=spec, scales=scales)
                 assert Cuda().check(problem, H200) == Accepted(capturable=True, layouts=("w8_fragments",))
 
     def test_sizes_are_the_layouts_reasons(self) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from polymoe.activations import GeGLU, SwiGLU
+from polymoe.backends.features import judge
 from polymoe.backends.reference import run_experts
 from polymoe.backends.triton import Tile, Triton, TritonConfig
 from polymoe.backends.triton.tiles import smaller
@@ -77,7 +78,8 @@ class TestCheck:
                     assert Triton().configure(problem, machine(gpu), 100).tokens >= 8
 
     def test_all_reasons_at_once(self) -> None:
-        verdict = Triton().check(
+        verdict = judge(
+            Triton(),
             seed_problem(activations="fp8_static", weight_on="input", batch_invariant=True),
             machine("cpu", {"triton": "3.5.1"}),
         )
@@ -244,7 +246,8 @@ class TestOnGpu:
         problem = problem_of(weights)
         choice = PlanRequest(Machine.of("cuda"), "mixed", "triton", CHOICE, LAYOUTS)
         experts = FusedExperts.pack(problem, weights, choice)
-        assert experts.problem.wide_scales
+        assert experts.problem.scales is not None
+        assert experts.problem.scales.outside_bfloat16
         expected = run_experts(problem, weights, x, routing)
         y = experts(x.cuda(), *(part.cuda() for part in routing))
         assert relative_error(y.cpu(), expected) < TOLERANCE

@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from polymoe.activation_quantization import FP8_TOKEN
+from polymoe.activations import SwiGLU
 from polymoe.errors import ArgumentError, PlanError, UnsupportedProblem, VerificationError
 from polymoe.experts import FusedExperts
 from polymoe.numerics import relative_error
@@ -47,7 +49,7 @@ def test_every_reason_is_reported_not_the_first() -> None:
 
 def test_a_layout_that_cannot_hold_the_experts_rejects_its_backends_with_its_reasons() -> None:
     class Wide(type(LAYOUTS["flipped"])):  # type: ignore[misc]
-        def check(self, spec):  # type: ignore[no-untyped-def]
+        def check(self, spec, scales=None):  # type: ignore[no-untyped-def]
             return (Reason("H", "a multiple of 128", str(spec.hidden)),)
 
     weights = random_experts()
@@ -69,14 +71,20 @@ def test_a_verdict_may_name_the_layouts_that_serve_the_problem() -> None:
             return Accepted(layouts=layouts)
 
     problem = problem_of(random_experts())
-    table = choice({"picky": Picky("picky", layouts=("flipped", "natural"))})
+    table = choice(
+        {
+            "picky": Picky(
+                "picky", layouts=("flipped", "natural"), handles={"activation": (SwiGLU,), "activations": (FP8_TOKEN,)}
+            )
+        }
+    )
     rounded = replace(problem, activations="fp8_token")
     assert [table.select(p).require().layout for p in (problem, rounded)] == ["flipped", "natural"]
     assert [table.select(p).candidates[0].layouts for p in (problem, rounded)] == [("flipped", "natural"), ("natural",)]
     assert table.select(rounded, "flipped").plan is None
 
     class Narrow(type(LAYOUTS["natural"])):  # type: ignore[misc]
-        def check(self, spec):  # type: ignore[no-untyped-def]
+        def check(self, spec, scales=None):  # type: ignore[no-untyped-def]
             return (Reason("H", "at most 32", str(spec.hidden)),)
 
     table = replace(table, layouts={**LAYOUTS, "natural": Narrow()})
@@ -87,7 +95,7 @@ def test_a_verdict_may_name_the_layouts_that_serve_the_problem() -> None:
 def test_the_reasons_of_the_layout_that_lacks_least() -> None:
     def lacking(*what: str):  # type: ignore[no-untyped-def]
         class Lacking(type(LAYOUTS["flipped"])):  # type: ignore[misc]
-            def check(self, spec):  # type: ignore[no-untyped-def]
+            def check(self, spec, scales=None):  # type: ignore[no-untyped-def]
                 return tuple(Reason(w, "another", "this") for w in what)
 
         return Lacking()

@@ -19,6 +19,7 @@ from polymoe.activations import GeGLU
 from polymoe.backends.triton import Tile, Triton, TritonConfig
 from polymoe.formats import FORMATS, Encoding, PerGroup
 from polymoe.machine import Machine
+from polymoe.scale_range import ScaleRange
 from polymoe.verdict import Accepted
 
 triton = pytest.importorskip("triton")
@@ -122,10 +123,12 @@ def test_the_other_kernels_compile(sm: int, tmp_path: Path) -> None:
 INT4_ZERO_POINTS = Encoding(element="int4", granularity=PerGroup(1, 32), scale_dtype="bfloat16", zero_points=True)
 MEDIUM = TritonConfig(32, Tile(64, 128), Tile(64, 128), tail=16)
 # Name: format, options of the layer, and configuration (None: the heuristic's for many tokens).
+WIDE_SCALES = ScaleRange(largest_exponent=26)
+
 VARIANTS: dict[str, tuple[str | Encoding, dict[str, Any], TritonConfig | None]] = {
-    "wide scales": ("mxfp4", {"wide_scales": True}, None),
-    "wide scales, narrow": ("mxfp4", {"wide_scales": True}, TritonConfig(8, Tile(64, 64), Tile(32, 64, 2))),
-    "wide scales, fp8": ("mxfp4", {"wide_scales": True, "activations": "fp8_group128"}, None),
+    "wide scales": ("mxfp4", {"scales": WIDE_SCALES}, None),
+    "wide scales, narrow": ("mxfp4", {"scales": WIDE_SCALES}, TritonConfig(8, Tile(64, 64), Tile(32, 64, 2))),
+    "wide scales, fp8": ("mxfp4", {"scales": WIDE_SCALES, "activations": "fp8_group128"}, None),
     "zero points": (INT4_ZERO_POINTS, {}, None),
     "no gate": ("nvfp4", {"gated": False, "bias": False, "hidden": 1024, "intermediate": 2688}, None),
     "no gate, split": ("bf16", {"gated": False}, TritonConfig(16, Tile(64, 64, splits=4), Tile(64, 64, splits=2))),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from polymoe.errors import ScaleError
+from polymoe.errors import FormatError
 from polymoe.formats import FORMATS, QuantTensor
 from polymoe.layouts import LAYOUTS
 from polymoe.layouts.cuda.w4a8_fragments import BITS, MOST_STEP
@@ -94,7 +94,7 @@ def test_scales_too_far_apart(away: int) -> None:
     expected = (
         rf"expert 4 down scales: expected scales of a row within 2\*\*14 of each other, got some 2\*\*{away} apart"
     )
-    with pytest.raises(ScaleError, match=expected):
+    with pytest.raises(FormatError, match=expected):
         LAYOUT.pack(changed(plain, 5, 2, largest - away, zeros=False), CPU)
 
 

@@ -14,6 +14,7 @@ from polymoe.errors import FormatError
 from polymoe.formats import FORMATS, Encoding, PerGroup
 from polymoe.planning.measured import Measured, Table, newest, problem_key
 from polymoe.problem import Problem
+from polymoe.scale_range import ScaleRange
 from polymoe.tensors import ExpertsSpec
 from support.table_rows import row
 
@@ -28,7 +29,7 @@ SPECS = {
 }  # fmt: skip
 PROBLEMS = {
     "activation": SwiGLU(limit=10.0), "top_k": 4, "weight_on": "input", "activations": "fp8_token",
-    "wide_scales": True, "batch_invariant": True, "dtype": None, "tp": None, "ep": None,
+    "scales": ScaleRange(largest_exponent=26), "batch_invariant": True, "dtype": None, "tp": None, "ep": None,
 }  # fmt: skip
 
 

@@ -6,13 +6,15 @@ layout of its own and needs a package that is not installed. ``wrong`` computes 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from polymoe.activations import SwiGLU
 from polymoe.backends.base import BackendBase, Prediction, Runner, RunnerBase
 from polymoe.backends.config import Config
+from polymoe.backends.features import ANY, SHARDS, Handled
 from polymoe.backends.reference import run_experts
 from polymoe.cost import cost
 from polymoe.layouts import Natural, Packed
@@ -20,6 +22,7 @@ from polymoe.machine import Machine
 from polymoe.problem import Problem
 from polymoe.routing import Routing
 from polymoe.runtime import PlanRequest
+from polymoe.scale_range import ScaleRange
 from polymoe.tensors import ExpertsSpec, ExpertWeights
 from polymoe.verdict import Accepted, Reason, Reasons, Verdict
 
@@ -30,7 +33,7 @@ class Flipped:
 
     name: str = "flipped"
 
-    def check(self, spec: ExpertsSpec) -> tuple[Reason, ...]:
+    def check(self, spec: ExpertsSpec, scales: ScaleRange | None = None) -> tuple[Reason, ...]:
         return ()
 
     def nbytes(self, spec: ExpertsSpec) -> int:
@@ -63,6 +66,9 @@ class TileConfig(Config):
     tile: int = 16
 
 
+HANDLES: Handled = {**SHARDS, "activation": (SwiGLU,), "dtype": ("bf16", "fp16", "fp32"), "spec.bias": ANY}
+
+
 @dataclass(frozen=True)
 class Toy(BackendBase):
     name: str
@@ -73,6 +79,7 @@ class Toy(BackendBase):
     hidden_multiple: int = 1
     error: float = 0.0
     calls: list[int] = None  # type: ignore[assignment]
+    handles: Handled = field(default_factory=lambda: HANDLES)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "calls", [])

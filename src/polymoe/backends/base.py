@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from polymoe.backends.config import Config
+from polymoe.backends.features import Handled
 from polymoe.layouts import Packed
 from polymoe.machine import Machine
 from polymoe.problem import Problem
@@ -102,6 +103,11 @@ class Backend(Protocol):
     @property
     def layouts(self) -> tuple[str, ...]:
         """Layouts it reads."""
+        ...
+
+    @property
+    def handles(self) -> Handled:
+        """Features of a Problem that it handles, see :mod:`polymoe.backends.features`. All others are rejected."""
         ...
 
     def check(self, problem: Problem, machine: Machine) -> Verdict:

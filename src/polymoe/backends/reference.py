@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polymoe.activation_quantization import UNQUANTIZED, ActivationQuantization
-from polymoe.activations import Activation
+from polymoe.activation_quantization import ACTIVATIONS, UNQUANTIZED, ActivationQuantization
+from polymoe.activations import Activation, GeGLU, ReLU2, SwiGLU
 from polymoe.backends.base import BackendBase, Prediction, Runner, RunnerBase
 from polymoe.backends.config import Config
+from polymoe.backends.features import ANY, SHARDS, Handled
 from polymoe.cost import cost
 from polymoe.errors import CheckpointError
 from polymoe.formats.elements import encode_e4m3
@@ -22,13 +23,18 @@ from polymoe.machine import Machine
 from polymoe.problem import Problem
 from polymoe.routing import Routing
 from polymoe.tensors import Expert, ExpertWeights
-from polymoe.verdict import Accepted, Reasons, Verdict
+from polymoe.verdict import Accepted, Verdict
 
 __all__ = ["Reference", "ReferenceRunner", "emulate_activations", "run_expert", "run_experts"]
 
 # Bytes a weight that dequantization moves in torch: codes to float32, scales spread, the product, and the read by the
 # matrix product.
 _DEQUANTIZED_BYTES = 24
+
+_HANDLES: Handled = {
+    **SHARDS, "activation": (SwiGLU, GeGLU, ReLU2), "weight_on": ("output", "input"), "dtype": ("bf16", "fp16", "fp32"),
+    "activations": tuple(ACTIVATIONS.values()), "scales": ANY, "spec.bias": ANY,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +44,16 @@ class Reference(BackendBase):
     name: str = "reference"
     layouts: tuple[str, ...] = ("natural",)
 
+    @property
+    def handles(self) -> Handled:
+        """All but batch-invariant results: the order in which torch adds products depends on the number of rows."""
+        return _HANDLES
+
     def check(self, problem: Problem, machine: Machine) -> Verdict:
-        """Accepts every problem but one: in what order torch's products add up depends on the number of rows. On a GPU
-        only when named, since it would hide that nothing fast was found."""
-        on_gpu, reasons = machine.device.kind == "cuda", Reasons()
-        reasons.need(not problem.batch_invariant, "batch-invariant results")
-        return reasons.verdict(Accepted(opt_in_reason="slow on a GPU: runs there only when named" if on_gpu else ""))
+        """Accepts every problem whose features it handles. On a GPU only when named, since it would hide that nothing
+        fast was found."""
+        on_gpu = machine.device.kind == "cuda"
+        return Accepted(opt_in_reason="slow on a GPU: runs there only when named" if on_gpu else "")
 
     def configure(self, problem: Problem, machine: Machine, tokens: int) -> Config:
         """Nothing to choose."""

@@ -15,6 +15,7 @@ from polymoe.errors import ArgumentError, CheckpointNotFound, nearest
 from polymoe.formats import FORMATS, Encoding, PerGroup, QuantTensor
 from polymoe.formats.elements import CODE_DTYPES, E2M1_VALUES, encode_scale
 from polymoe.problem import Problem
+from polymoe.scale_range import measure_scales
 from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
 
 __all__ = ["CASES", "Case", "Workload", "case_named", "default_activations", "random_weights"]
@@ -177,6 +178,7 @@ class Workload:
         problem = checkpoint.problem(layer, tp=tp, ep=ep, activations=mode)
         weights = checkpoint.weights(layer, tp=tp, ep=ep)
         name = f"{checkpoint.name.rstrip('/').split('/')[-1]}:layer{layer}"
+        problem = replace(problem, scales=measure_scales(weights, device))
         return cls(name, problem, ExpertWeights(problem.spec, lambda e: weights.expert(e).to(device)))
 
     def batch_invariant(self) -> Workload:

@@ -160,8 +160,9 @@ class Bench:
                 verdict = baseline.check(problem, self.machine, free_bytes(self.device))
             else:
                 problem = self.workload.problem
-                verdict = BACKENDS[name].check(problem, self.machine)
-                plan = select(problem, self.machine, backend=name).plan
+                selection = select(problem, self.machine, backend=name)
+                verdict = next(c.verdict for c in selection.candidates if c.backend == name)
+                plan = selection.plan
             if isinstance(verdict, Rejected):
                 reasons = "; ".join(map(str, verdict.reasons))
                 if names is not None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from polymoe import __version__
-from polymoe.backends.base import Backend, layouts_for
+from polymoe.backends.base import Backend
 from polymoe.backends.config import Config
 from polymoe.bench.cases import Workload
 from polymoe.bench.compile_ahead import CompileAhead
@@ -30,8 +30,9 @@ from polymoe.layouts import LAYOUTS, Packed
 from polymoe.machine import Machine
 from polymoe.numerics import TOLERANCE, relative_error
 from polymoe.planning.measured import Measured, problem_key
+from polymoe.planning.select import select
 from polymoe.planning.table_files import add, read
-from polymoe.verdict import Accepted
+from polymoe.verdict import Accepted, Rejected
 
 __all__ = ["Outcome", "Tune"]
 
@@ -167,14 +168,12 @@ class Tune:
 
     def _work(self, backend: Backend) -> _Work:
         problem, machine = self.workload.problem, self.machine
-        verdict = backend.check(problem, machine)
-        names = layouts_for(backend, verdict)
-        layout = next((n for n in names if not LAYOUTS[n].check(problem.spec)), None)
-        if not isinstance(verdict, Accepted) or layout is None:
-            reasons = () if isinstance(verdict, Accepted) else verdict.reasons
-            got = "; ".join(map(str, reasons)) or f"none of its layouts holds it: {', '.join(names)}"
+        selection = select(problem, machine, backend=backend.name, backends={backend.name: backend})
+        verdict = selection.candidates[0].verdict
+        if isinstance(verdict, Rejected) or selection.plan is None:
+            got = "; ".join(map(str, verdict.reasons)) if isinstance(verdict, Rejected) else "no plan"
             raise UnsupportedProblem(f"tune ({problem})", expected=f"{backend.name} to run it", got=got)
-        return _Work(backend, verdict, layout)
+        return _Work(backend, verdict, selection.plan.layout)
 
     def _require_memory(self, work: Sequence[_Work], tokens: Sequence[int]) -> None:
         """Raise early if the packed layer, the reference's results and the largest call do not fit."""

@@ -190,14 +190,15 @@ class StoredLayer:
         mode = modes.pop()
         return UNQUANTIZED if mode.static and not all(p.calibrated for p in self.parts.values()) else mode
 
-    def read(self, files: CheckpointFiles, expert: int) -> Expert:
-        """Read one expert; checks the dtype and shape of every tensor, and that scales and biases are finite.
+    def read(self, files: CheckpointFiles, expert: int, *, check: bool = True) -> Expert:
+        """Read one expert; checks the dtype and shape of every tensor, and with ``check`` that scales and biases are
+        finite.
 
         Raises:
             CheckpointError: if a tensor is missing or its shard is damaged.
             FormatError: if a tensor has a wrong dtype, shape or value; it is named.
         """
-        pieces = {name: self._read_part(files, part, expert) for name, part in self.parts.items()}
+        pieces = {name: self._read_part(files, part, expert, check) for name, part in self.parts.items()}
         if "gate_up" in pieces:
             pieces |= self._split_rows(pieces.pop("gate_up"))
         gate, up, down = pieces.get("gate"), pieces["up"], pieces["down"]
@@ -212,7 +213,7 @@ class StoredLayer:
             down_input_scale=down.input_scale,
         )
 
-    def _read_part(self, files: CheckpointFiles, part: Part, expert: int) -> _Piece:
+    def _read_part(self, files: CheckpointFiles, part: Part, expert: int, check: bool) -> _Piece:
         def name(suffix: str) -> str:
             return tensor_name(self.container, self.arrangement, part.name, expert, suffix)
 
@@ -223,7 +224,8 @@ class StoredLayer:
             tensors = {s: expert_tensor(files, name(s), self.arrangement, self.moe, expert) for s in suffixes}
             matrix = part.dialect.read(tensors, part.shape, part.encoding)
             input_scale = part.dialect.input_scale(tensors)
-        matrix.validate(f"{module}[{expert}]" if isinstance(self.arrangement, Fused) else module)
+        if check:
+            matrix.validate(f"{module}[{expert}]" if isinstance(self.arrangement, Fused) else module)
         if not self.bias:
             return _Piece(matrix, input_scale)
         bias = expert_tensor(files, name(BIAS), self.arrangement, self.moe, expert)
@@ -231,7 +233,7 @@ class StoredLayer:
             raise FormatError(
                 name(BIAS), expected=f"floats {list(part.shape[:1])}", got=f"{bias.dtype} {[*bias.shape]}"
             )
-        if not bool(torch.isfinite(bias).all()):
+        if check and not bool(torch.isfinite(bias).all()):
             raise FormatError(name(BIAS), expected="finite numbers", got="NaN or infinity")
         return _Piece(matrix, input_scale, bias)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,11 +148,11 @@ class Checkpoint:
         stored = self._find(layer) or StoredLayer.find(self.files, self.family, self.moe, self.quantization, layer)
         spec = shard_spec(stored.spec(), shard, uneven=self.family.uneven_tp)
 
-        def read(e: int) -> Expert:
-            expert = stored.read(self.files, spec.first_expert + e)
+        def read(e: int, *, check: bool = True) -> Expert:
+            expert = stored.read(self.files, spec.first_expert + e, check=check)
             return shard_expert(expert, shard, uneven=self.family.uneven_tp)
 
-        return ExpertWeights(spec, read)
+        return ExpertWeights(spec, read, partial(read, check=False))
 
     def dense_tensors(self, *, as_stored: bool = False) -> DenseTensors:
         """Every tensor outside the experts, by name, as if nothing were quantized - or just ``as_stored``."""

@@ -128,6 +128,7 @@ def _backends(names: list[str] | None, problem: Problem, machine: Machine) -> li
     from polymoe.backend_names import backend_hint
     from polymoe.backends import BACKENDS
     from polymoe.errors import ArgumentError, UnsupportedProblem
+    from polymoe.planning.select import select
     from polymoe.verdict import Accepted
 
     if names is not None:
@@ -135,7 +136,7 @@ def _backends(names: list[str] | None, problem: Problem, machine: Machine) -> li
             if name not in BACKENDS:
                 raise ArgumentError("--backends", got=repr(name), hint=backend_hint(name, BACKENDS))
         return [BACKENDS[name] for name in dict.fromkeys(names)]
-    verdicts = {name: backend.check(problem, machine) for name, backend in BACKENDS.items()}
+    verdicts = {c.backend: c.verdict for c in select(problem, machine).candidates}
     fitting = [BACKENDS[n] for n, v in verdicts.items() if isinstance(v, Accepted) and not v.opt_in_reason]
     if not fitting:
         got = [

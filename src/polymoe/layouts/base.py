@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from polymoe.scale_range import ScaleRange
 from polymoe.tensors import ExpertsSpec, ExpertWeights
 from polymoe.verdict import Reason
 
@@ -27,12 +28,6 @@ class Packed:
         """Bytes of all tensors."""
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
-    @property
-    def wide_scales(self) -> bool:
-        """Whether an E8M0 scale is above 2**25 (or NaN): synchronizes with the device."""
-        e8m0 = (t for t in self.tensors.values() if t.dtype == torch.float8_e8m0fnu and t.numel())
-        return any(int(t.view(torch.uint8).max()) > 127 + 25 for t in e8m0)
-
 
 class Layout(Protocol):
     """Packs a layer and takes it apart again, to the bit."""
@@ -42,8 +37,11 @@ class Layout(Protocol):
         """Name in ``LAYOUTS`` and in records."""
         ...
 
-    def check(self, spec: ExpertsSpec) -> tuple[Reason, ...]:
-        """Every reason why experts of this spec cannot be packed so; empty if they can."""
+    def check(self, spec: ExpertsSpec, scales: ScaleRange | None = None) -> tuple[Reason, ...]:
+        """Every reason why experts of this spec, with scales in this range, cannot be packed so; empty if they can.
+
+        ``scales`` is None where the range is ordinary, or is not known.
+        """
         ...
 
     def nbytes(self, spec: ExpertsSpec) -> int:

@@ -11,6 +11,7 @@ from polymoe.errors import PlanError
 from polymoe.formats import QuantTensor
 from polymoe.layouts.base import Packed
 from polymoe.layouts.staging import drop_absent, store, uploaded
+from polymoe.scale_range import ScaleRange
 from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
 from polymoe.verdict import Reason
 
@@ -26,7 +27,7 @@ class Natural:
 
     name: str = "natural"
 
-    def check(self, spec: ExpertsSpec) -> tuple[Reason, ...]:
+    def check(self, spec: ExpertsSpec, scales: ScaleRange | None = None) -> tuple[Reason, ...]:
         """Takes everything."""
         return ()
 

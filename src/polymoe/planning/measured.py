@@ -33,7 +33,10 @@ def problem_key(problem: Problem) -> str:
     parts += ["bias"] * s.bias
     parts.append(f"{problem.activations} activations")
     parts += ["weight on input"] * (problem.weight_on == "input")
-    parts += ["wide scales"] * problem.wide_scales
+    scales = problem.scales
+    # The spread within a row concerns kernels for quantized rows alone.
+    wide = scales is not None and (scales.outside_bfloat16 or problem.activations.quantized)
+    parts += ["wide scales"] * wide
     parts += ["batch invariant"] * problem.batch_invariant
     return ", ".join(parts)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from polymoe.backend_names import backend_hint
 from polymoe.backends.base import Backend, layouts_for
+from polymoe.backends.features import judge
 from polymoe.cost import cost
 from polymoe.errors import ArgumentError
 from polymoe.layouts import LAYOUTS, Layout
@@ -102,7 +103,7 @@ def select(
     candidates = []
     usable: dict[str, tuple[_Reader, tuple[str, ...]]] = {}
     for name, candidate in backends.items():
-        verdict, held = _with_layouts(candidate, candidate.check(problem, machine), problem, layouts)
+        verdict, held = _with_layouts(candidate, judge(candidate, problem, machine), problem, layouts)
         answered = Candidate(name, layouts_for(candidate, verdict), verdict)
         if isinstance(verdict, Accepted):
             rows = Table(table.sources[:1]) if verdict.foreign else table
@@ -160,7 +161,7 @@ def _with_layouts(
     """The verdict, and those of its layouts that can hold the experts; a rejection if there is none, with the reasons
     of the layout that lacks least beside the backend's own."""
     names = layouts_for(backend, verdict)
-    refused = {name: layouts[name].check(problem.spec) if name in layouts else () for name in names}
+    refused = {name: layouts[name].check(problem.spec, problem.scales) if name in layouts else () for name in names}
     held = tuple(name for name, reasons in refused.items() if not reasons)
     if held:
         return verdict, held

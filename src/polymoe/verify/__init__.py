@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from polymoe.backends import BACKENDS
 from polymoe.backends.reference import run_experts
 from polymoe.checkpoint import Checkpoint
 from polymoe.checkpoint.roundtrip import repacked
-from polymoe.errors import ArgumentError, CheckpointNotFound, UnsupportedProblem
+from polymoe.errors import ArgumentError, CheckpointNotFound
 from polymoe.experts import FusedExperts, resolve_activations
 from polymoe.formats import Encoding
 from polymoe.layouts import LAYOUTS
@@ -25,6 +25,7 @@ from polymoe.planning.select import select
 from polymoe.problem import Problem
 from polymoe.routing import Routing
 from polymoe.runtime import PlanRequest
+from polymoe.scale_range import measure_scales
 from polymoe.tensors import Expert, ExpertWeights
 from polymoe.verdict import Rejected
 from polymoe.verify.oracle import oracle, second_expert
@@ -198,11 +199,11 @@ def _verify_backends(
     checkpoint: Checkpoint, layer: int, machine: Machine, device: str | None, backend: str, tokens: tuple[int, ...]
 ) -> list[BackendRow]:
     mode = resolve_activations(checkpoint, layer, machine, "auto")
-    problem = checkpoint.problem(layer, activations=mode)
+    weights = checkpoint.weights(layer)
+    problem = replace(checkpoint.problem(layer, activations=mode), scales=measure_scales(weights))
     selection = select(problem, machine, backend=backend)
     if backend != "auto":
         selection.require(f"layer {layer}")
-    weights = checkpoint.weights(layer)
     rows = []
     for candidate in selection.candidates:
         if backend not in ("auto", candidate.backend):
@@ -212,13 +213,7 @@ def _verify_backends(
             rows.append(BackendRow(layer, candidate.backend, rejected=reasons))
             continue
         choice = PlanRequest(machine, "mixed", candidate.backend, BACKENDS, LAYOUTS)
-        try:
-            experts = FusedExperts.pack(problem, weights, choice, device=device, check=False, where=f"layer {layer}")
-        except UnsupportedProblem as error:  # for scales that only reading them shows
-            if backend != "auto":
-                raise
-            rows.append(BackendRow(layer, candidate.backend, rejected=(error.got or "").strip()))
-            continue
+        experts = FusedExperts.pack(problem, weights, choice, device=device, check=False, where=f"layer {layer}")
         limit = candidate.verdict.max_tokens
         for count in tokens:
             if limit is None or count <= limit:

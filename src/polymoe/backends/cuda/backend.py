@@ -13,11 +13,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from polymoe.activation_quantization import UNQUANTIZED
+from polymoe.activations import GeGLU, ReLU2, SwiGLU
 from polymoe.backends.base import BackendBase, Prediction, Runner
 from polymoe.backends.config import Config
 from polymoe.backends.cuda.config import CudaConfig
 from polymoe.backends.cuda.families import FAMILIES, KernelFamily, families_for, format_of
 from polymoe.backends.cuda.runner import CudaRunner
+from polymoe.backends.features import ANY, SHARDS, Handled
 from polymoe.cost import cost
 from polymoe.layouts import Packed
 from polymoe.machine import Machine
@@ -33,6 +35,10 @@ _DRIVER = (13, 0)
 """CUDA version of the oldest driver that loads the kernels."""
 
 _ACTIVATIONS = tuple(dict.fromkeys(mode for family in FAMILIES.values() for mode in family.activations))
+_HANDLES: Handled = {
+    **SHARDS, "activation": (SwiGLU, GeGLU, ReLU2), "weight_on": ("output", "input"), "dtype": ("bf16", "fp16", "fp32"),
+    "activations": _ACTIVATIONS, "scales": ANY, "spec.bias": ANY, "batch_invariant": ANY,
+}  # fmt: skip
 _FORMATS = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in family.formats))
 
 
@@ -45,6 +51,11 @@ class Cuda(BackendBase):
 
     name: str = "cuda"
     layouts: tuple[str, ...] = tuple(dict.fromkeys(family.layout for family in FAMILIES.values()))
+
+    @property
+    def handles(self) -> Handled:
+        """What its kernels cover; some of it not together, see :meth:`check`."""
+        return _HANDLES
 
     def check(self, problem: Problem, machine: Machine) -> Verdict:
         """Every reason against it: the GPU, the driver, formats and options that its kernels do not cover."""
@@ -76,8 +87,6 @@ class Cuda(BackendBase):
         if all(formats.values()) and problem.activations in modes:
             got = ", ".join(dict.fromkeys(map(str, formats.values())))
             reasons.need(bool(found), "weights", "formats that one family of kernels reads", got)
-        for scales in dict.fromkeys(family.scales for family in found if family.scales):
-            reasons.need(not problem.wide_scales, "scales", scales, "scales outside this range")
         reasons.need(
             spec.local_experts <= _MOST_EXPERTS, "experts on this rank", f"at most {_MOST_EXPERTS}", spec.local_experts
         )

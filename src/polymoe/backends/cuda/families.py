@@ -87,7 +87,6 @@ class KernelFamily:
             tiles.
         gated_only: whether experts must have a gate.
         output_weight_only: whether router weights must multiply the output.
-        scales: what scales of the weights are decoded, in words; "" if all.
         wider_down: whether the down projection may run with a larger ``block_m``.
         shorter: tiles to take where they fill the SMs better, or None.
         check_tokens: tokens of the call that a layer is checked with at load.
@@ -103,7 +102,6 @@ class KernelFamily:
     batch_invariant: bool = True
     gated_only: bool = False
     output_weight_only: bool = False
-    scales: str = ""
     wider_down: bool = False
     shorter: ShorterTiles | None = None
     check_tokens: int = 8
@@ -121,14 +119,12 @@ class KernelFamily:
 
 
 _INF = float("inf")
-_W4_SCALES = "E8M0 up to 2**25 and E4M3 of at least 0"
-
 _ALL = (
     # 1 to 128 tokens of DeepSeek-V4-Flash in MXFP4 have up to 3.2 rows per expert. K is split between warps, so sums
     # have another order than in w4a16_wgmma.
     KernelFamily(
         sizes.W4A16_MMA, (UNQUANTIZED,), "w4a16_fragments", launch.MmaCall,
-        (Choice(4.4, 8, 64),), Rates(0.93, 0.45, 10.0), batch_invariant=False, scales=_W4_SCALES,
+        (Choice(4.4, 8, 64),), Rates(0.93, 0.45, 10.0), batch_invariant=False,
     ),
     # 256 to 1024 tokens (6 to 24 rows), 2048 (48), 4096 (96), and beyond. A row's sum is one accumulator that adds K in
     # order, 16 columns at a time, whatever the tile. `shorter`: at most that for DeepSeek-V4-Flash and Kimi K2 TP8 at
@@ -136,13 +132,13 @@ _ALL = (
     KernelFamily(
         sizes.W4A16_WGMMA, (UNQUANTIZED,), "w4a16_fragments", launch.TiledCall,
         (Choice(29.0, 32), Choice(62.0, 64), Choice(115.0, 128), Choice(_INF, 256)), Rates(1.02, 0.95, 20.0),
-        scales=_W4_SCALES, wider_down=True, shorter=ShorterTiles(32, 64, 1.2),
+        wider_down=True, shorter=ShorterTiles(32, 64, 1.2),
     ),
     # 1 to 256 tokens of DeepSeek-V4-Flash (up to 6 rows), 512 and 1024 (24), 2048 (48), and beyond.
     KernelFamily(
         sizes.W4A8, (FP8_GROUP128,), "w4a8_fragments", launch.QuantizedTilesCall,
         (Choice(8.0, 16), Choice(29.0, 32), Choice(62.0, 64), Choice(_INF, 128)), Rates(1.02, 0.65, 20.0),
-        gated_only=True, output_weight_only=True, scales="E8M0 within 2**14 in a row", wider_down=True,
+        gated_only=True, output_weight_only=True, wider_down=True,
     ),
     # 1 to 4096 tokens of Qwen3-235B TP4 (up to 256 rows).
     KernelFamily(

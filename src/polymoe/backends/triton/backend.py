@@ -16,11 +16,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from polymoe.activation_quantization import ActivationQuantization
-from polymoe.activations import Activation, GeGLU, SwiGLU
-from polymoe.backends.base import Prediction, Runner, RunnerBase
+from polymoe.activation_quantization import ACTIVATIONS, ActivationQuantization
+from polymoe.activations import Activation, GeGLU, ReLU2, SwiGLU
+from polymoe.backends.base import BackendBase, Prediction, Runner, RunnerBase
 from polymoe.backends.config import Config
-from polymoe.backends.triton.tiles import PLANES, Tile, TritonConfig, heuristic, smaller, tuning_configs
+from polymoe.backends.features import ANY, SHARDS, Handled
+from polymoe.backends.triton.tiles import (
+    PLANES,
+    Tile,
+    TritonConfig,
+    decodes_in_float32,
+    heuristic,
+    smaller,
+    tuning_configs,
+)
 from polymoe.cost import cost
 from polymoe.formats import Encoding, PerGroup, PerTensor
 from polymoe.layouts import Packed
@@ -39,14 +48,25 @@ __all__ = ["Tile", "Triton", "TritonConfig"]
 log = logging.getLogger("polymoe")
 
 
+_HANDLES: Handled = {
+    **SHARDS, "activation": (SwiGLU, GeGLU, ReLU2), "weight_on": ("output", "input"), "dtype": ("bf16", "fp16", "fp32"),
+    "activations": tuple(ACTIVATIONS.values()), "scales": ANY, "spec.bias": ANY,
+}  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
-class Triton:
+class Triton(BackendBase):
     """Grouped GEMM with weights as the left operand. Capturable."""
 
     name: str = "triton"
     layouts: tuple[str, ...] = ("natural",)
     fitting: dict[tuple[Problem, Config], TritonConfig] = field(default_factory=dict, compare=False, repr=False)
     """What runs in place of configurations that a GPU refused, found at their first launch."""
+
+    @property
+    def handles(self) -> Handled:
+        """What its kernels cover; some of it not together, see :meth:`check`."""
+        return _HANDLES
 
     def check(self, problem: Problem, machine: Machine) -> Verdict:
         """Every reason against it: the GPU, the package, and what its kernels do not cover."""
@@ -74,7 +94,6 @@ class Triton:
                 reasons.need(fits, f"{projection} scale groups", "a power of two of at least 16 columns", group)
             elif encoding.zero_points:
                 reasons.need(False, f"{projection} zero points", "scales by group", str(granularity))
-        reasons.need(not problem.batch_invariant, "batch-invariant results")
         return reasons.verdict(Accepted(capturable=True))
 
     def configure(self, problem: Problem, machine: Machine, tokens: int) -> TritonConfig:
@@ -267,7 +286,7 @@ class _Launch:
         n_rows, columns = spec.matrix_shape(projection)
         gated = projection == "up" and spec.gated
         planes = PLANES[encoding.element]
-        plain = x.device.type == "cpu" or problem.wide_scales
+        plain = x.device.type == "cpu" or decodes_in_float32(problem)
         up = _operands(self.packed, projection, planes, out)
         gate = _operands(self.packed, "gate", planes, out) if gated else up
         assert [t.stride() for t in gate] == [t.stride() for t in up]

@@ -17,7 +17,7 @@ from polymoe.machine import Machine
 from polymoe.problem import Problem
 from polymoe.shapes import ceil_div
 
-__all__ = ["PLANES", "Tile", "TritonConfig", "heuristic", "smaller", "tuning_configs"]
+__all__ = ["PLANES", "Tile", "TritonConfig", "decodes_in_float32", "heuristic", "smaller", "tuning_configs"]
 
 PLANES = {"e2m1": 4, "int4": 4, "e4m3": 2, "bf16": 1, "fp16": 1}
 """Columns that one word of codes holds."""
@@ -118,6 +118,11 @@ _SHORT_STEPS = 4
 """Steps of K up to which down takes several blocks of rows a program, of weights that are quantized."""
 
 
+def decodes_in_float32(problem: Problem) -> bool:
+    """Whether the weights' scales are outside what the fast decoding in bfloat16 takes."""
+    return problem.scales is not None and problem.scales.outside_bfloat16
+
+
 def heuristic(problem: Problem, machine: Machine, tokens: int) -> TritonConfig:
     """Tiles by the mean number of rows that an expert with any rows gets, made to fit into shared memory."""
     mean = _mean_rows(problem, machine, tokens)[1]
@@ -160,7 +165,7 @@ def _of_block(problem: Problem, machine: Machine, tokens: int, block: int) -> Tr
     down = side_down.fit(_TILES[side_down.bits][block][1], block)
     if side_down.by_step or (side_down.bits == 4 and not _from_shared_memory(machine)):
         down = replace(down, rows=min(down.rows, _MOST_ROWS_IN_REGISTERS))
-    if problem.wide_scales:  # their decoding takes float32, four times the registers
+    if decodes_in_float32(problem):  # four times the registers
         up, down = (replace(t, columns=min(t.columns, 64)) for t in (up, down))
     if side_up.by_step and block == 64 and machine.device.sm >= 100:
         # Accumulators of tcgen05 lie in memory of their own, but a step's must come to registers to be scaled.

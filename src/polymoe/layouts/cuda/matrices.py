@@ -14,10 +14,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from polymoe.errors import PlanError, ScaleError
+from polymoe.errors import FormatError, PlanError
 from polymoe.formats import Encoding, QuantTensor
 from polymoe.layouts.base import Packed
 from polymoe.layouts.staging import drop_absent, store, uploaded
+from polymoe.scale_range import ScaleRange
 from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
 from polymoe.verdict import Reason, Reasons
 
@@ -85,8 +86,12 @@ class MatrixLayout(ABC):
         """What the kernels decode of this encoding's scales; None if everything."""
         return None
 
-    def check(self, spec: ExpertsSpec) -> tuple[Reason, ...]:
-        """Every reason why experts of this spec cannot be packed so; empty if they can."""
+    def decodes(self, encoding: Encoding, scales: ScaleRange) -> bool:
+        """Whether the kernels decode scales of this range."""
+        return True
+
+    def check(self, spec: ExpertsSpec, scales: ScaleRange | None = None) -> tuple[Reason, ...]:
+        """Every reason why such experts cannot be packed so; empty if they can."""
         reasons = Reasons()
         if spec.gate is not None:
             both = ", ".join(f"{e.name} with scales {e.scale_dtype}" for e in (spec.gate, spec.up))
@@ -95,6 +100,10 @@ class MatrixLayout(ABC):
             self.check_encoding(reasons, projection, encoding)
         for name, size in (("H", spec.hidden), ("F", spec.intermediate)):
             reasons.need(size % self.multiple == 0, name, f"a multiple of {self.multiple}", size)
+        for encoding in dict.fromkeys(spec.encodings.values()):
+            limit = self.scale_limit(encoding)
+            if limit is not None and scales is not None:
+                reasons.need(self.decodes(encoding, scales), "scales", limit.expected, scales)
         return tuple(reasons.found)
 
     def nbytes(self, spec: ExpertsSpec) -> int:
@@ -112,7 +121,7 @@ class MatrixLayout(ABC):
 
         Raises:
             PlanError: if ``out`` holds experts of another spec.
-            ScaleError: for scales beyond :meth:`scale_limit`.
+            FormatError: for scales beyond :meth:`scale_limit`, which :meth:`check` did not know of.
         """
         if out is not None and out.spec != weights.spec:
             raise PlanError("update", expected=str(out.spec), got=str(weights.spec), hint="load these experts anew")
@@ -136,7 +145,7 @@ class MatrixLayout(ABC):
         return Packed(self.name, weights.spec, tensors)
 
     def _require_scales(self, spec: ExpertsSpec, found: Tensor) -> None:
-        """Raise ScaleError for the first expert and matrix beyond its limit; ``found`` is uint8 [E, matrices]."""
+        """Raise FormatError for the first expert and matrix beyond its limit; ``found`` is uint8 [E, matrices]."""
         if found.device.type == "meta":
             return
         limits = [self.scale_limit(spec.encodings[matrix]) for matrix in _MATRICES]
@@ -144,7 +153,7 @@ class MatrixLayout(ABC):
         for e, i in (found > most).nonzero().tolist()[:1]:  # read once a layer, because it synchronizes
             limit = limits[i]
             assert limit is not None
-            raise ScaleError(
+            raise FormatError(
                 f"expert {e} {_MATRICES[i]} scales",
                 expected=limit.expected,
                 got=limit.describe(int(found[e, i])),

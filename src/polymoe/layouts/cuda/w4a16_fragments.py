@@ -39,6 +39,7 @@ from polymoe.layouts.cuda.matrices import (
     deinterleave_gate_up,
     interleave_gate_up,
 )
+from polymoe.scale_range import ScaleRange
 from polymoe.shapes import ceil_div, round_up
 from polymoe.verdict import Reasons
 
@@ -111,6 +112,10 @@ class W4A16Fragments(MatrixLayout):
     def scale_limit(self, encoding: Encoding) -> ScaleLimit | None:
         """E8M0 up to 2**25; E4M3 from 0."""
         return _SCALE_LIMITS.get(encoding.scale_dtype or "")
+
+    def decodes(self, encoding: Encoding, scales: ScaleRange) -> bool:
+        """Whether no E8M0 scale is above 2**25, and no E4M3 scale below 0."""
+        return not scales.outside_bfloat16
 
     def scale_bytes(self, encoding: Encoding, rows: int, columns: int) -> int:
         """Bytes of one packed matrix's scales."""

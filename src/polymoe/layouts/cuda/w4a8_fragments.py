@@ -33,6 +33,7 @@ from polymoe.layouts.cuda.matrices import (
     interleave_gate_up,
 )
 from polymoe.layouts.cuda.w4a16_fragments import COLUMNS, ROWS, TILE
+from polymoe.scale_range import ScaleRange
 from polymoe.shapes import round_up
 from polymoe.verdict import Reasons
 
@@ -65,6 +66,10 @@ class W4A8Fragments(MatrixLayout):
     def scale_limit(self, encoding: Encoding) -> ScaleLimit:
         """At most :data:`MOST_STEP` powers of two within a row."""
         return _STEPS
+
+    def decodes(self, encoding: Encoding, scales: ScaleRange) -> bool:
+        """Whether the scales of each row are within 2**14 of each other."""
+        return scales.spread <= MOST_STEP
 
     def scale_bytes(self, encoding: Encoding, rows: int, columns: int) -> int:
         """Bytes of one packed matrix's scales."""

@@ -1,0 +1,102 @@
+"""How far the scales of a layer's 4-bit weights reach: what some kernels decode and others do not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from polymoe.formats import QuantTensor
+from polymoe.tensors import ExpertWeights
+
+__all__ = ["ScaleRange", "measure_scales"]
+
+_LARGEST_EXPONENT, _LARGEST_SPREAD = 25, 14
+_E8M0_BIAS = 127
+_LAST_E4M3 = 126  # the byte of 448; larger bytes are NaN and negative numbers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleRange:
+    """Bounds of the E8M0 and E4M3 scales of 4-bit weights. The defaults are what every kernel decodes.
+
+    Attributes:
+        largest_exponent: of E8M0 scales: each is at most 2**largest_exponent; 128 stands for NaN.
+        negative: whether an E4M3 scale is negative or NaN.
+        spread: of E8M0 scales: within each row, the largest is at most 2**spread times the smallest. Groups of zeros do
+            not count.
+    """
+
+    largest_exponent: int = _LARGEST_EXPONENT
+    negative: bool = False
+    spread: int = _LARGEST_SPREAD
+
+    @property
+    def ordinary(self) -> bool:
+        """Whether every kernel decodes such scales."""
+        return not self.outside_bfloat16 and self.spread <= _LARGEST_SPREAD
+
+    @property
+    def outside_bfloat16(self) -> bool:
+        """Whether weights times a power of two in bfloat16, as kernels decode them fast, do not take these scales."""
+        return self.negative or self.largest_exponent > _LARGEST_EXPONENT
+
+    def covers(self, other: ScaleRange) -> bool:
+        """Whether all scales within ``other`` are within this range."""
+        return (
+            other.largest_exponent <= self.largest_exponent
+            and other.negative <= self.negative
+            and other.spread <= self.spread
+        )
+
+    def __str__(self) -> str:
+        parts = []
+        if self.largest_exponent > _LARGEST_EXPONENT:
+            parts.append("NaN" if self.largest_exponent > _E8M0_BIAS else f"up to 2**{self.largest_exponent}")
+        parts += ["negative or NaN"] if self.negative else []
+        parts += [f"2**{self.spread} apart"] if self.spread > _LARGEST_SPREAD else []
+        return "scales " + (", ".join(parts) or "of ordinary range")
+
+
+def measure_scales(weights: ExpertWeights, device: torch.device | str = "cpu") -> ScaleRange | None:
+    """The range of the scales of all local experts, or None if it is ordinary.
+
+    Only scales are read, once, and codes of matrices whose scales lie far apart, to tell groups of zeros.
+
+    Args:
+        weights: the experts; they are read without the checks of :meth:`ExpertWeights.expert`.
+        device: where rows of far-apart scales are compared.
+    """
+    dtypes = {e.scale_dtype for e in weights.spec.encodings.values() if e.bits == 4}
+    if not dtypes & {"e8m0", "e4m3"}:
+        return None
+    exponent, spread, negative = _LARGEST_EXPONENT, _LARGEST_SPREAD, False
+    for e in range(weights.spec.local_experts):
+        for q in weights.peek(e).projections.values():
+            if q.scales is None or q.scales.is_meta or not q.scales.numel():
+                continue
+            if q.encoding.scale_dtype == "e4m3":
+                negative |= int(q.scales.view(torch.uint8).max()) > _LAST_E4M3
+            elif q.encoding.scale_dtype == "e8m0":
+                low, high = map(int, torch.aminmax(q.scales.view(torch.uint8)))
+                exponent = max(exponent, high - _E8M0_BIAS)
+                if high - low > spread:
+                    spread = max(spread, _spread(q, torch.device(device)))
+    found = ScaleRange(largest_exponent=exponent, negative=negative, spread=spread)
+    return None if found.ordinary else found
+
+
+def _spread(q: QuantTensor, device: torch.device) -> int:
+    """Most powers of two between two scales of a row, of groups that are not all zeros."""
+    assert q.scales is not None
+    scales_NG = q.scales.view(torch.uint8).to(device).short()
+    zeros_NG = _all_zeros(q.codes.to(device), scales_NG.shape[-1])
+    largest = scales_NG.masked_fill(zeros_NG, 0).amax(-1)
+    smallest = scales_NG.masked_fill(zeros_NG, 255).amin(-1)
+    return max(0, int((largest - smallest).max()))
+
+
+def _all_zeros(codes_NB: Tensor, groups: int) -> Tensor:
+    """Which groups of E2M1 codes, two in a byte, are zeros of either sign: [N, G]."""
+    return (codes_NB & 0x77).unflatten(-1, (groups, -1)).amax(-1) == 0
