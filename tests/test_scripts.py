@@ -124,6 +124,9 @@ def clone(tmp_path: Path) -> Path:
         program = tmp_path / ".venv" / "bin" / name
         program.write_text(PROGRAM.replace("{name}", name))
         program.chmod(0o755)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src/kernel.cu").touch()
     stamp = "cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1"
     digest = subprocess.run(["sh", "-c", stamp], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
     (tmp_path / f".venv/.installed-dev-{digest.strip()}").touch()
@@ -187,7 +190,13 @@ def test_all_with_arguments_may_choose_no_long_test(clone: Path, long: int, code
     assert (found, output[-1]) == (code, f"scripts/test --all: tests passed, {said}")
 
 
-CHECKS = ("ruff check .", "ruff format --check .", "pyright", "python -m pytest -q tests/test_imports.py")
+CHECKS = (
+    "ruff check .",
+    "ruff format --check .",
+    "clang-format --dry-run --Werror src/kernel.cu",
+    "pyright",
+    "python -m pytest -q tests/test_imports.py",
+)
 
 
 @pytest.mark.parametrize("failed", [None, *CHECKS, f"{PARALLEL} --slow sample {COVERAGE}"])
