@@ -2,7 +2,7 @@
 
     python benchmarks/cuda_instructions.py [FILE]    the table, to FILE (default: standard output)
 
-At 4.3 TB/s one of an H200's 132 multiprocessors gets eight 4-bit weights for each lane of a warp every 30 issue slots
+At 4.3 TB/s one of an H200's 132 SMs gets eight 4-bit weights for each lane of a warp every 30 issue slots
 of its four schedulers, so this number, more than any other, says how fast weights can be decoded. Loops are counted as
 they stand, with both sides of a branch inside them.
 """

@@ -359,8 +359,8 @@ def _layer(layout: str, activations: str) -> tuple[Problem, Packed]:
     return problem, Packed(layout, spec, tensors)
 
 
-def _routing(tokens: int, turn: int) -> Routing:
-    g = torch.Generator("cuda").manual_seed(1_000_003 * turn + tokens)
+def _routing(tokens: int, seed: int) -> Routing:
+    g = torch.Generator("cuda").manual_seed(1_000_003 * seed + tokens)
     ids = torch.rand(tokens, 256, generator=g, device="cuda").topk(6).indices
     weights = torch.rand(tokens, 6, generator=g, device="cuda") + 0.1
     return Routing(ids, weights / weights.sum(1, keepdim=True))
@@ -441,8 +441,8 @@ def once(folder: Path, name: str, tokens: int) -> None:
     modules.kernel = Launcher(folder / f"{name}.cubin")
     call = _call(VARIANTS[name], 64, problem, packed)
     x = torch.randn(tokens, problem.spec.hidden, device="cuda").bfloat16()
-    for turn in range(2):
-        call(x, _routing(tokens, turn), torch.empty_like(x))
+    for seed in range(2):
+        call(x, _routing(tokens, seed), torch.empty_like(x))
     torch.cuda.synchronize()
 
 

@@ -53,7 +53,7 @@ def emulate(
     routing: Routing, config: CudaConfig, blocks: int = 3, coarse: bool = False, most: float = TOLERANCE,
     **kwargs: Any,
 ) -> list[str]:  # fmt: skip
-    """Compare with the reference on a GPU of ``blocks`` multiprocessors; returns the kernels launched."""
+    """Compare with the reference on a GPU of ``blocks`` SMs; returns the kernels launched."""
     out, made = run_emulated(monkeypatch, libraries, weights, x, routing, config, blocks, coarse, **kwargs)
     expected = run_experts(problem_of(weights, **kwargs), weights, x, routing)
     assert relative_error(out, expected) < most or (not expected.any() and not out.any())
@@ -63,7 +63,8 @@ def emulate(
 @pytest.mark.parametrize("config", MMA + WGMMA, ids=str)
 @pytest.mark.parametrize("gated", [True, False])
 def test_every_configuration(monkeypatch: pytest.MonkeyPatch, libraries: Any, config: CudaConfig, gated: bool) -> None:
-    """K of five blocks and a rest, rows of three tiles of 16, more rows an expert than an item takes, ids of others."""
+    """K of five blocks and a k_tail, three tiles of 16 rows of weights, experts with more rows than a work tile holds,
+    ids of other ranks."""
     weights = random_experts(hidden=336, intermediate=272 if gated else 304, gated=gated, bias=True)
     x, routing = random_call(60, 336, 5, 3, torch.bfloat16)
     routing.topk_ids_TA[:3, 0] = torch.tensor([-1, 5, 5])
@@ -81,8 +82,9 @@ def test_other_formats(monkeypatch: pytest.MonkeyPatch, libraries: Any, format: 
 
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("rows", BF16.tiles)
-def test_weights_that_are_not_decoded(monkeypatch: pytest.MonkeyPatch, libraries: Any, rows: int, gated: bool) -> None:
-    """K of blocks and a rest, groups of fewer than 64 rows, more rows an expert than an item takes, ids of others."""
+def test_bf16(monkeypatch: pytest.MonkeyPatch, libraries: Any, rows: int, gated: bool) -> None:
+    """K of whole blocks and a k_tail, blocks of fewer than 64 rows of weights, experts with more rows than a work tile
+    holds, ids of other ranks."""
     weights = random_experts("bf16", hidden=336, intermediate=272 if gated else 304, gated=gated, bias=True, experts=2)
     x, routing = random_call(rows + 20, 336, 2, 2, torch.bfloat16)
     routing.topk_ids_TA[:3, 0] = torch.tensor([-1, 2, 2])
@@ -93,7 +95,7 @@ def test_weights_that_are_not_decoded(monkeypatch: pytest.MonkeyPatch, libraries
 
 @pytest.mark.parametrize("rows", BF16.tiles)
 @pytest.mark.parametrize(("hidden", "intermediate", "top_k"), [(16, 16, 1), (192, 176, 22), (1152, 128, 2)])
-def test_sizes_of_weights_that_are_not_decoded(
+def test_sizes_of_bf16(
     monkeypatch: pytest.MonkeyPatch, libraries: Any, rows: int, hidden: int, intermediate: int, top_k: int
 ) -> None:
     weights = random_experts("bf16", hidden=hidden, intermediate=intermediate, experts=3)
@@ -112,8 +114,8 @@ def test_sizes(
 
 
 @pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4_g32", "int4_g128", "bf16"])
-def test_a_token_does_not_see_its_batch(monkeypatch: pytest.MonkeyPatch, libraries: Any, format: str) -> None:
-    """In every width of kernels for many rows, alone and among others, on any number of multiprocessors: to the bit."""
+def test_a_token_does_not_depend_on_its_batch(monkeypatch: pytest.MonkeyPatch, libraries: Any, format: str) -> None:
+    """In every width of kernels for many rows, alone and among others, on any number of SMs: bitwise identical."""
     weights = random_experts(format, hidden=272, intermediate=208, bias=True)
     x, routing = random_call(60, 272, 5, 3, torch.bfloat16)
     configs = WGMMA if format != "bf16" else [CudaConfig("bf16", rows) for rows in BF16.tiles]
@@ -128,10 +130,10 @@ def test_a_token_does_not_see_its_batch(monkeypatch: pytest.MonkeyPatch, librari
 
 @pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4_g32", "int4_g128"])
 @pytest.mark.parametrize("config", MMA, ids=str)
-def test_a_row_does_not_see_its_item(
+def test_a_row_does_not_depend_on_its_work_tile(
     monkeypatch: pytest.MonkeyPatch, libraries: Any, format: str, config: CudaConfig
 ) -> None:
-    """To the bit, in one kernel: which of an expert's rows make an item depends on timing. One, or as many as fit."""
+    """Bitwise, in one kernel: which of an expert's rows share a work tile depends on timing. One, or as many as fit."""
     weights = random_experts(format, hidden=272, intermediate=208, experts=2)
     x, routing = random_call(config.block_m, 272, 2, 2, torch.bfloat16)
     whole, _ = run_emulated(monkeypatch, libraries(format), weights, x, routing, config)
@@ -208,7 +210,9 @@ def test_rows_in_e4m3_through_other_activations(
 
 
 @pytest.mark.parametrize("coarse", [False, True])
-def test_a_token_in_e4m3_does_not_see_its_batch(monkeypatch: pytest.MonkeyPatch, libraries: Any, coarse: bool) -> None:
+def test_a_token_in_e4m3_does_not_depend_on_its_batch(
+    monkeypatch: pytest.MonkeyPatch, libraries: Any, coarse: bool
+) -> None:
     """As above, with the kernels that the backend takes where it must not."""
     weights = random_experts(hidden=320, intermediate=192, bias=True)
     x, routing = random_call(60, 320, 5, 3, torch.bfloat16)
@@ -228,8 +232,8 @@ def test_a_token_in_e4m3_does_not_see_its_batch(monkeypatch: pytest.MonkeyPatch,
 def test_quantize(
     monkeypatch: pytest.MonkeyPatch, libraries: Any, tokens: int, hidden: int, top_k: int, dtype: torch.dtype
 ) -> None:
-    """Numbers are the reference's to the bit, each in its place; beyond the last column they are zero, and nothing else
-    is written."""
+    """Bitwise the reference's values, each in its place; beyond the last column they are zeros, and nothing else is
+    written."""
     monkeypatch.setattr(modules, "kernel", Emulator(libraries("mxfp4", "fp8_group128"), []))
     x, routing = random_call(tokens, hidden, 5, top_k, dtype)
     x *= torch.logspace(-3, 3, hidden).to(dtype)  # subnormal codes too, and scales of every size
@@ -248,13 +252,13 @@ def test_quantize(
     blocks = -(-hidden // 128)
     expected = torch.nn.functional.pad(emulate_activations(x.float(), "fp8_group128"), (0, -hidden % 128))
     untouched = torch.ones_like(tiles, dtype=torch.bool)
-    for routed, (place, item, row, room) in enumerate(where.tolist()):
-        if place >= 0:
-            codes, scales = (part[:, row] for part in parts_of_item(tiles[item : item + room], blocks))
+    for expanded, (permuted_row, tile_row, row, room) in enumerate(where.tolist()):
+        if permuted_row >= 0:
+            codes, scales = (part[:, row] for part in parts_of_tile(tiles[tile_row : tile_row + room], blocks))
             codes = codes[:, torch.arange(8) ^ row % 8]
             values = codes.view(torch.float8_e4m3fn).float().flatten(1) * scales.contiguous().view(torch.float32)
-            assert torch.equal(values.flatten(), expected[routed // top_k])
-            for part in parts_of_item(untouched[item : item + room], blocks):
+            assert torch.equal(values.flatten(), expected[expanded // top_k])
+            for part in parts_of_tile(untouched[tile_row : tile_row + room], blocks):
                 part[:, row] = False
     assert (tiles[untouched] == 0xFF).all()
 
@@ -277,7 +281,7 @@ def permuted(
     return found
 
 
-def parts_of_item(tiles: torch.Tensor, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+def parts_of_tile(tiles: torch.Tensor, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Of so many rows in tiles: codes [blocks, rows, 8, 16] and bytes of scales [blocks, rows, 4], where they are."""
     codes, scales = tiles.view(-1).split([len(tiles) * blocks * size for size in (128, 4)])
     return codes.view(blocks, -1, 8, 16), scales.view(blocks, -1, 4)
@@ -286,7 +290,7 @@ def parts_of_item(tiles: torch.Tensor, blocks: int) -> tuple[torch.Tensor, torch
 @pytest.mark.parametrize("config", [MMA[0], WGMMA[0]], ids=str)
 @pytest.mark.parametrize("tokens", [1, 10, 40])
 def test_no_rows_of_this_rank(monkeypatch: pytest.MonkeyPatch, libraries: Any, config: CudaConfig, tokens: int) -> None:
-    """Zeros; and no kernel ends before the one in front of it has."""
+    """Zeros; and no kernel ends without having waited for the one ahead of it."""
     weights = random_experts(gated=False)
     x, routing = random_call(tokens, 64, 5, dtype=torch.bfloat16)
     made = emulate(monkeypatch, libraries("mxfp4"), weights, x, replace_ids(routing, -1), config)
@@ -296,7 +300,7 @@ def test_no_rows_of_this_rank(monkeypatch: pytest.MonkeyPatch, libraries: Any, c
 @pytest.mark.parametrize("tokens", [3, 32, 33, 700, 3100])
 @pytest.mark.parametrize("block", [8, 12, 128])
 def test_permutation(monkeypatch: pytest.MonkeyPatch, libraries: Any, tokens: int, block: int) -> None:
-    """Every local row once, items of one expert, in order, with room for multiples of eight rows."""
+    """Every local row once, in work tiles of one expert each, in order, padded to multiples of eight rows."""
     emulator = Emulator(libraries("mxfp4"), [])
     monkeypatch.setattr(modules, "kernel", emulator)
     g = torch.Generator().manual_seed(tokens)
@@ -306,11 +310,11 @@ def test_permutation(monkeypatch: pytest.MonkeyPatch, libraries: Any, tokens: in
     found = permuted(ids, first_expert=3, experts=300, block_m=block, with_inverse=inverse)
     name = "permutation_one_warp" if tokens <= 32 else "permutation_one_cta"
     assert emulator.made == ([name] if tokens <= 2048 else ["permutation_count", "permutation_many_ctas"])
-    items = found["work_tiles"][: int(found["num_tiles"][0])].tolist()
+    tiles = found["work_tiles"][: int(found["num_tiles"][0])].tolist()
     order = found["permuted_to_expanded"]
     seen: list[int] = []
     next_row, next_padded, before, previous = 0, 0, None, 0
-    for expert, first, number, padded in items:
+    for expert, first, number, padded in tiles:
         assert 0 < number <= block
         assert first == next_row
         mine = order[first : first + number].tolist()

@@ -29,7 +29,7 @@ UNIT = "w8a8_fp8_block128"
 
 emulated = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 both_sums = pytest.mark.parametrize("coarse", [False, True])
-"""Sums of E4M3 products as Hopper makes them, and exact ones."""
+"""Sums of E4M3 products as the tensor cores of Hopper accumulate them, and exact ones."""
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def run(
     monkeypatch: pytest.MonkeyPatch, libraries: dict[str, ctypes.CDLL], weights: ExpertWeights, x: Tensor,
     routing: Routing, rows: int = W8A8[-1], blocks: int = 3, coarse: bool = True, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
-    """The result on a GPU of ``blocks`` multiprocessors."""
+    """The result on a GPU of ``blocks`` SMs."""
     config = CudaConfig("w8a8", rows)
     return run_emulated(
         monkeypatch, libraries, weights, x, routing, config, blocks, coarse, activations="fp8_group128", **kwargs
@@ -69,7 +69,7 @@ def compare(
 @both_sums
 @pytest.mark.parametrize("rows", W8A8)
 def test_every_configuration(monkeypatch: pytest.MonkeyPatch, libraries: Any, rows: int, coarse: bool) -> None:
-    """A tile of `down` that is half there, rows of zeros, more rows an expert than an item takes, ids of others."""
+    """Half a tile of `down`, rows of zeros, experts with more rows than a work tile holds, ids of other ranks."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         x, routing = random_call(rows + 20, 384, 2, 2, dtype)
         x[5], x[6, :128], x[7, 128:] = 0, 0, 0
@@ -86,7 +86,7 @@ def test_sizes(
     monkeypatch: pytest.MonkeyPatch, libraries: Any, rows: int, hidden: int, intermediate: int, top_k: int,
     coarse: bool,
 ) -> None:  # fmt: skip
-    """Of an odd number of tiles; experts of few rows, and of none; more multiprocessors than tiles."""
+    """Of an odd number of tiles; experts of few rows, and of none; more SMs than tiles."""
     weights = experts(hidden=hidden, intermediate=intermediate, experts=3)
     x, routing = random_call(6, hidden, 2, top_k, torch.bfloat16)
     # A few rows of few columns: one number of h that fell to the other side shows.
@@ -97,8 +97,8 @@ def test_sizes(
 
 
 @emulated
-def test_every_width_of_products(monkeypatch: pytest.MonkeyPatch, libraries: Any) -> None:
-    """Rows of an item from one to as many as it takes, and one more: two items."""
+def test_every_width(monkeypatch: pytest.MonkeyPatch, libraries: Any) -> None:
+    """From one row of a work tile to as many as it holds, and one more: two work tiles."""
     weights = experts(hidden=256, intermediate=128, experts=1)
     for rows in W8A8:
         for tokens in (*range(1, rows, 13), rows - 1, rows, rows + 1):
@@ -133,8 +133,8 @@ def test_experts_of_this_rank(monkeypatch: pytest.MonkeyPatch, libraries: Any, c
 
 @emulated
 @both_sums
-def test_a_token_does_not_see_its_batch(monkeypatch: pytest.MonkeyPatch, libraries: Any, coarse: bool) -> None:
-    """In every width, alone and among others, on any number of multiprocessors: to the bit."""
+def test_a_token_does_not_depend_on_its_batch(monkeypatch: pytest.MonkeyPatch, libraries: Any, coarse: bool) -> None:
+    """In every width, alone and among others, on any number of SMs: bitwise identical."""
     weights = experts(bias=True, hidden=256, intermediate=128)
     x, routing = random_call(170, 256, 2, 2, torch.bfloat16)
     whole = run(monkeypatch, libraries, weights, x, routing, coarse=coarse)
@@ -148,7 +148,7 @@ def test_a_token_does_not_see_its_batch(monkeypatch: pytest.MonkeyPatch, librari
 @emulated
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_no_rows_of_this_rank(monkeypatch: pytest.MonkeyPatch, libraries: Any, tokens: int) -> None:
-    """Zeros; and no kernel ends before the one in front of it has."""
+    """Zeros; and no kernel ends without having waited for the one ahead of it."""
     x, routing = random_call(tokens, 384, 2, 2, torch.bfloat16)
     ids = torch.full_like(routing.topk_ids_TA, -1)
     assert not run(monkeypatch, libraries, experts(), x, Routing(ids, routing.topk_weights_TA)).any()
@@ -160,7 +160,7 @@ def test_no_rows_of_this_rank(monkeypatch: pytest.MonkeyPatch, libraries: Any, t
 def test_rows_are_rounded_as_the_reference_rounds_them(
     monkeypatch: pytest.MonkeyPatch, libraries: Any, columns: int, dtype: torch.dtype
 ) -> None:
-    """To the bit, and of each 16 columns first 2t, 2t + 1, 2t + 8 and 2t + 9 of t = 0, then of t = 1, and so on."""
+    """Bitwise, and of each 16 columns first 2t, 2t + 1, 2t + 8 and 2t + 9 of t = 0, then of t = 1, and so on."""
     monkeypatch.setattr(modules, "kernel", Emulator(libraries, []))
     x = torch.randn(7, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
     x[2, :128], x[3] = 0, 1e-3 * torch.arange(columns).to(dtype)
@@ -198,8 +198,8 @@ def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, rows: int) -> N
 @pytest.mark.parametrize("rows", W8A8)
 @pytest.mark.parametrize("part", ["gate_up", "down"])
 def test_instructions_of_a_stage(part: str, rows: int) -> None:
-    """At 4.3 TB/s a multiprocessor gets a stage's weights in 1840 cycles, 7360 issue slots for its eight warps. Two
-    chains of 128 columns in each warp, of four products that wait once."""
+    """At 4.3 TB/s an SM gets a stage's weights in 1840 cycles, 7360 issue slots for its eight warps. Two chains of 128
+    columns in each warp, of four wgmma that are waited for once."""
     pytest.importorskip("triton")
     tools = importlib.import_module("cuda_instructions")
     if not tools.TOOL.exists():
@@ -210,7 +210,7 @@ def test_instructions_of_a_stage(part: str, rows: int) -> None:
     for body in tools.loops(found):
         widths = [int(width) for text in body for width in re.findall(r"QGMMA\.64x(\d+)x32", text)]
         if len(widths) in (8, 16) and len(body) < 1000:
-            several = len(widths) // 8  # products beside each other, where one would be too wide
+            several = len(widths) // 8  # MMAs side by side, where one would be too wide
             widest = max(widest, several * widths[0])
             assert len(body) <= 150 + 40 * several + 1.7 * several * widths[0]
             assert len([text for text in body if "QGMMA" in text and "gsb0" in text]) == 2 * several

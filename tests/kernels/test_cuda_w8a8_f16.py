@@ -46,7 +46,7 @@ def run(
     monkeypatch: pytest.MonkeyPatch, libraries: dict[str, ctypes.CDLL], weights: ExpertWeights, x: Tensor,
     routing: Routing, rows: int, blocks: int = 3, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
-    """The result on a GPU of ``blocks`` multiprocessors, whose units for E4M3 would add coarsely."""
+    """The result on a GPU of ``blocks`` SMs, whose units for E4M3 would add coarsely."""
     config = CudaConfig("w8a8_f16", rows)
     return run_emulated(
         monkeypatch, libraries, weights, x, routing, config, blocks, coarse=True, activations="fp8_group128", **kwargs
@@ -75,7 +75,7 @@ def test_every_single_token(monkeypatch: pytest.MonkeyPatch, libraries: Any, row
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("rows", W8A8_F16)
 def test_every_configuration(monkeypatch: pytest.MonkeyPatch, libraries: Any, rows: int, dtype: torch.dtype) -> None:
-    """A tile of `down` that is half there, rows of zeros, more rows an expert than an item takes, ids of others."""
+    """Half a tile of `down`, rows of zeros, experts with more rows than a work tile holds, ids of other ranks."""
     x, routing = random_call(rows + 20, 384, 2, 2, dtype)
     x[5], x[6, :128], x[7, 128:] = 0, 0, 0
     routing.topk_ids_TA[:3, 0] = torch.tensor([-1, 2, 2])
@@ -95,7 +95,7 @@ def test_sizes(
 
 
 @emulated
-def test_every_width_of_products(monkeypatch: pytest.MonkeyPatch, libraries: Any) -> None:
+def test_every_width(monkeypatch: pytest.MonkeyPatch, libraries: Any) -> None:
     weights = experts(hidden=128, intermediate=128, experts=1)
     for rows in W8A8_F16:
         for tokens in range(8, rows + 8, 8):
@@ -117,8 +117,8 @@ def test_limits_of_the_activation_and_extreme_numbers(monkeypatch: pytest.Monkey
 
 
 @emulated
-def test_a_token_does_not_see_its_batch(monkeypatch: pytest.MonkeyPatch, libraries: Any) -> None:
-    """In every width, alone and among others, on any number of multiprocessors: to the bit."""
+def test_a_token_does_not_depend_on_its_batch(monkeypatch: pytest.MonkeyPatch, libraries: Any) -> None:
+    """In every width, alone and among others, on any number of SMs: bitwise identical."""
     weights = experts(bias=True, experts=5)
     x, routing = random_call(60, 384, 5, 3, torch.bfloat16)
     whole = run(monkeypatch, libraries, weights, x, routing, W8A8_F16[-1])
@@ -131,7 +131,7 @@ def test_a_token_does_not_see_its_batch(monkeypatch: pytest.MonkeyPatch, librari
 @emulated
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_no_rows_of_this_rank(monkeypatch: pytest.MonkeyPatch, libraries: Any, tokens: int) -> None:
-    """Zeros; and no kernel ends before the one in front of it has."""
+    """Zeros; and no kernel ends without having waited for the one ahead of it."""
     x, routing = random_call(tokens, 384, 2, 2, torch.bfloat16)
     ids = torch.full_like(routing.topk_ids_TA, -1)
     assert not run(monkeypatch, libraries, experts(), x, Routing(ids, routing.topk_weights_TA), 32).any()
@@ -177,7 +177,7 @@ def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, rows: int) -> N
 @pytest.mark.parametrize("rows", W8A8_F16)
 @pytest.mark.parametrize("part", ["gate_up", "down"])
 def test_instructions_and_products_under_way(part: str, rows: int) -> None:
-    """At 4.3 TB/s a multiprocessor gets eight weights for each lane of a warp every 57 issue slots. Where the assembler
+    """At 4.3 TB/s an SM gets eight weights for each lane of a warp every 57 issue slots. Where the assembler
     cannot see that registers are safe, each product waits for itself: every one then ends a group (gsb0)."""
     pytest.importorskip("triton")
     tools = importlib.import_module("cuda_instructions")
@@ -185,7 +185,7 @@ def test_instructions_and_products_under_way(part: str, rows: int) -> None:
         pytest.skip("this Triton has no disassembler")
     found = tools.disassembled(UNIT, sizes.W8A8_F16.kernel(part, rows))
     assert not any(re.match(r"(LDL|STL)", text) for _, text in found), "spills"
-    shortest: dict[int, list[str]] = {}  # by the width of products, of loops with those of a whole stage
+    shortest: dict[int, list[str]] = {}  # by the width of wgmma, of loops over whole stages
     for body in tools.loops(found):
         widths = [int(width) for text in body for width in re.findall(r"HGMMA\.64x(\d+)x16", text)]
         if len(widths) == 16 and len(body) < len(shortest.get(widths[0], found)):

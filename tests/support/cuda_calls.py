@@ -55,7 +55,7 @@ def repeated_on_gpu(
     weights: ExpertWeights, x: torch.Tensor, routing: Routing, config: CudaConfig | None = None, runs: int = 20,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The result, with which all runs agree to the bit, and the reference's; outputs start as NaN."""
+    """The result, with which all runs agree bitwise, and the reference's; outputs start as NaN."""
     problem = problem_of(weights, **kwargs)
     expected = run_experts(problem, weights, x, routing)
     packed = pack(problem, weights, "cuda")
@@ -77,7 +77,7 @@ def on_gpu(*args: Any, most: float = TOLERANCE, **kwargs: Any) -> None:
 
 
 def same_in_any_batch(weights: ExpertWeights, hidden: int, **kwargs: Any) -> None:
-    """A token's result, to the bit, alone and among others, in every configuration that may be asked for."""
+    """A token's result, bitwise, alone and among others, in every configuration that may be asked for."""
     problem = problem_of(weights, batch_invariant=True, **kwargs)
     packed = pack(problem, weights, "cuda")
     x, routing = random_call(600, hidden, weights.spec.experts, dtype=torch.bfloat16)
@@ -98,7 +98,7 @@ def run_emulated(
     routing: Routing, config: CudaConfig, blocks: int = 3, coarse: bool = False,
     options: dict[str, torch.Tensor] | None = None, **kwargs: Any,
 ) -> tuple[torch.Tensor, list[str]]:  # fmt: skip
-    """The result on a GPU of ``blocks`` multiprocessors, emulated, and the kernels launched."""
+    """The result on a GPU of ``blocks`` SMs, emulated, and the kernels launched."""
     problem = problem_of(weights, **kwargs)
     packed = pack(problem, weights)
     emulator = Emulator(libraries, list(packed.tensors.values()), coarse=coarse)
@@ -133,7 +133,7 @@ def launches(
     monkeypatch: pytest.MonkeyPatch, format: str, config: CudaConfig, gated: bool = True,
     sizes: tuple[int, int] = (336, 272), **kwargs: Any,
 ) -> tuple[list[Made], dict[str, torch.Tensor]]:  # fmt: skip
-    """Of one call with ten tokens in float16, three experts each, on 132 multiprocessors, H and F in ``sizes``; and the
+    """Of one call with ten tokens in float16, three experts each, on 132 SMs, H and F in ``sizes``; and the
     packed tensors."""
     made: list[Made] = []
 

@@ -1,4 +1,4 @@
-"""Each Hopper kernel once, small, for compute-sanitizer: prints the relative errors against the reference.
+"""Each CUDA kernel once, small, for compute-sanitizer: prints the relative errors against the reference.
 
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/support/sanitized_cuda.py
 """

@@ -1,7 +1,8 @@
 // E4M3 weights with float32 scales for 128 x 128: tiles of 256 rows of weights, 128 columns a stage, for two consumer
 // warpgroups and four producer warps. Where weights lie is described in layouts/cuda/w8_fragments.py.
 #pragma once
-#include "../epilogue.cuh"
+#include "../gemm/args.cuh"
+#include "../sizes.cuh"
 
 namespace polymoe {
 namespace w8 {

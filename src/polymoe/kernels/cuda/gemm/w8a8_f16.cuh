@@ -15,6 +15,7 @@
 // row maxima.
 #pragma once
 #include "../dequant/e4m3.cuh"
+#include "../epilogue.cuh"
 #include "../ptx/compiler.cuh"
 #include "../ptx/griddepcontrol.cuh"
 #include "../ptx/setmaxnreg.cuh"
