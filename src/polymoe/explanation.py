@@ -1,4 +1,4 @@
-"""Explanation: what a checkpoint's experts are and how they would run on a device, without loading a weight."""
+"""Explanation: the experts of a checkpoint, and how they would run on a device. No weight is loaded."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class Explanation:
     Attributes:
         name: the checkpoint as it was named.
         model_type: its family's name in the config.
-        device: name of the device it was explained for.
+        device: the device that it was explained for.
         rows: layers that share a problem, in order.
-        notes: what else a reader should know, such as unequal tensor-parallel slices.
+        notes: other remarks, such as unequal tensor-parallel slices.
     """
 
     name: str
@@ -99,7 +99,8 @@ def explain(
 
     Args:
         path: a checkpoint's directory, a ``config.json`` alone, or a Hub id (only its config files are fetched).
-        device: a GPU's name ("h200", "rtx5090"), an architecture ("sm_120"), "cpu", or None for what is here.
+        device: a GPU's name ("h200", "rtx5090"), an architecture ("sm_120"), "cpu", or None for this machine's GPU, or
+            else its CPU.
         tp, ep: size, or ``(rank, size)``, of the tensor and expert parallel group.
         role, backend, activations, batch_invariant: as for :func:`polymoe.load_experts`.
         dtype: of the experts' input.
@@ -110,7 +111,7 @@ def explain(
         UnsupportedProblem: if ``backend`` names one and it is rejected.
     """
     machine = Machine.of(device)
-    # Files that are here are looked into, since tensors count more than a config; of the Hub only configs are fetched.
+    # Local files are read, because tensors take precedence over the config; from the Hub only configs are fetched.
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path, config_only=not Path(path).is_dir())
     grouped: dict[Problem, list[int]] = {}
     for layer in checkpoint.layers:

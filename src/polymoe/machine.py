@@ -1,6 +1,6 @@
-"""Device and Machine: what a GPU is, and what is installed beside it. The one place that asks (leaf).
+"""Device and Machine: the properties of a GPU, and the software installed beside it. No other module asks for them.
 
-Named devices describe GPUs one does not have, so that ``polymoe.explain(..., device="rtx5090")`` works on a laptop.
+Named devices describe GPUs that are not in this machine: ``polymoe.explain(..., device="rtx5090")`` works on a laptop.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ from polymoe.errors import ArgumentError, nearest
 __all__ = ["DEVICES", "Device", "Machine", "driver_cuda"]
 
 PACKAGES = ("torch", "triton", "transformers", "flashinfer-python", "vllm", "sglang")
-"""Distributions a backend may need; a machine records which of them are installed, and their versions."""
+"""Distributions that a backend may need. A machine records the version of each that is installed."""
 _WITH_CUDA = {"triton": "3.6.0"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """What a device can do.
+    """A GPU model or a CPU, with its size and speed.
 
     Attributes:
-        name: short name, as given to ``--device``.
+        name: short name, as ``--device`` takes it.
         kind: "cuda" or "cpu".
         capability: compute capability (9, 0) of a GPU.
         sms: streaming multiprocessors.
-        memory_bytes: device memory; 0 where it is not a property of the device (cpu).
-        bandwidth: bytes a second from device memory.
-        flops_16bit, flops_fp8: dense tensor-core rates with float32 accumulation, 1/s; fp8 None where there is none.
-        shared_memory_bytes: most shared memory of one thread block.
-        rates: where the rates come from: "measured" or "datasheet" or "nominal".
+        memory_bytes: device memory; 0 for a CPU.
+        bandwidth: of device memory, bytes/s.
+        flops_16bit, flops_fp8: dense tensor-core rates with float32 accumulation, flop/s; ``flops_fp8`` is None for
+            GPUs without FP8 tensor cores.
+        shared_memory_bytes: largest shared memory of one CTA.
+        rates: source of bandwidth and flop rates: "measured", "datasheet" or "nominal".
     """
 
     name: str
@@ -62,7 +63,7 @@ class Device:
         return self.name if self.name == self.arch else f"{self.name} ({self.arch})"
 
 
-# Shared memory of one block (opt-in maximum), CUDA C++ Programming Guide, table of technical specifications.
+# Shared memory of one CTA (opt-in maximum): CUDA C++ Programming Guide, table of technical specifications.
 _SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
 
 
@@ -80,7 +81,7 @@ def _gpu(name: str, sm: int, sms: int, gigabytes: int, tb_s: float, bf16: float,
     )
 
 
-# Vendors' data sheets, dense rates with float32 accumulation; the h200's copy bandwidth and matrix rate are measured.
+# From data sheets: dense rates with float32 accumulation. The h200's bandwidth (of a copy) and rates were measured.
 DEVICES: dict[str, Device] = {
     d.name: d
     for d in (
@@ -97,7 +98,7 @@ DEVICES: dict[str, Device] = {
         _gpu("rtx5090", 120, 170, 32, 1.792, 209, 419),
         _gpu("rtxpro6000", 120, 188, 96, 1.792, 503, 1007),
         _gpu("gb10", 121, 48, 128, 0.273, 125, 250),
-        # A CPU's rates differ tenfold between machines and choose nothing: there is one backend for it.
+        # CPUs differ tenfold in these rates. That does no harm, because only one backend accepts a CPU.
         Device(name="cpu", kind="cpu", bandwidth=40e9, flops_16bit=0.5e12, rates="nominal"),
     )
 }
@@ -131,7 +132,7 @@ def _detected(index: int) -> Device:
         capability=(p.major, p.minor),
         sms=p.multi_processor_count,
         memory_bytes=p.total_memory,
-        # Double data rate, kHz times bits.
+        # Double data rate: the clock is in kHz, the bus width in bits.
         bandwidth=typical.bandwidth if known or not clock or not bus else 2e3 * clock * bus / 8,
         shared_memory_bytes=getattr(p, "shared_memory_per_block_optin", typical.shared_memory_bytes),
     )
@@ -139,12 +140,12 @@ def _detected(index: int) -> Device:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A device with the software beside it: all that a backend's check may know of its surroundings.
+    """A device and the software beside it: all that a backend's ``check`` may depend on besides the problem.
 
     Attributes:
         device: what computes.
-        packages: installed distributions of interest, ``{"triton": "3.6.0"}``.
-        driver: newest CUDA version the driver runs, (13, 0), or None where there is no driver or it is not known.
+        packages: versions of the installed distributions among those that a backend may need: ``{"triton": "3.6.0"}``.
+        driver: newest CUDA version that the driver runs, (13, 0); None without a driver, or where it is not known.
     """
 
     device: Device
@@ -154,8 +155,10 @@ class Machine:
     @classmethod
     def of(cls, device: str | Device | None = None) -> Machine:
         """The machine for a device name: "cuda", "cuda:1", "cpu", a GPU's name, an architecture ("sm_90"), or None for
-        what is here. Packages are those installed here; for a GPU by name, which need not be here, also Triton, which
-        torch brings wherever it has CUDA.
+        the GPU of this machine, or else its CPU.
+
+        Packages are those installed here. For a GPU by name, which need not be here, Triton is assumed too, because
+        every torch with CUDA depends on it.
 
         Raises:
             ArgumentError: for an unknown name, or "cuda" where there is no GPU.

@@ -32,7 +32,7 @@ class Accepted:
         capturable: whether a call can be captured in a CUDA graph.
         opt_in_reason: why ``auto`` passes it over, or "" if ``auto`` may take it.
         foreign: whether it runs kernels of another library. ``auto`` takes those only for token counts at which they
-            were measured on this machine, by ``polymoe tune``.
+            were measured on this machine, by ``polymoe tune``. Backends that other packages register count as foreign.
         layouts: which of the backend's layouts serve the problem, or None if all do.
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from importlib import import_module, metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +34,7 @@ from support.proven import Plugin, Recorder
 from support.table_rows import proof
 from support.toys import LAYOUTS, Toy
 
+select_module = import_module("polymoe.planning.select")
 H200 = Machine(DEVICES["h200"], {"triton": "3.6.0"}, (13, 0))
 PROBLEM = problem_of(random_experts())
 MODELS = Path(__file__).parents[2] / "models"
@@ -222,6 +224,17 @@ class TestForeign:
         ]
         said = "theirs runs another library's kernels, chosen because it was measured faster on this machine"
         assert said in selection.summary()
+
+    def test_what_another_package_registers_is_foreign_whatever_it_says(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        point = metadata.EntryPoint("fast", "another_package.kernels:Fast", "polymoe.backends")
+        monkeypatch.setattr(select_module.metadata, "entry_points", lambda group: [point])
+        select_module._registering_packages.cache_clear()
+        monkeypatch.setattr(Foreign, "check", Toy.check)  # says nothing of being foreign
+        assert chosen([], self.THEIRS).plan is not None
+        monkeypatch.setattr(Foreign, "__module__", "another_package.kernels")
+        assert chosen([], self.THEIRS).plan is None
+        assert chosen([], self.THEIRS, backend="theirs").plan is not None
+        select_module._registering_packages.cache_clear()
 
     def test_not_where_it_was_measured_slower(self) -> None:
         table = Table(((row("theirs", 8, 1e6), row("theirs", 16, 1e6)),))

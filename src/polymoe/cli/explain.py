@@ -1,4 +1,4 @@
-"""``polymoe explain``: what a checkpoint's experts are and how they would run, from its config alone."""
+"""``polymoe explain``: the experts of a checkpoint and how they would run, from its config alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def command(
     ],
     device: Annotated[
         str | None,
-        typer.Option(help="h200, b200, rtx5090, sm_120, cpu ...: also a GPU you do not have. Default: what is here."),
+        typer.Option(help="h200, b200, rtx5090, sm_120, cpu ...: also a GPU you do not have. Default: this machine's."),
     ] = None,
     tp: Annotated[int, typer.Option(min=1, help="Tensor parallel size.")] = 1,
     tp_rank: Annotated[int, typer.Option(min=0, help="This rank's number.")] = 0,
@@ -34,9 +34,10 @@ def command(
     batch_invariant: BatchInvariant = False,
     json: Json = False,
 ) -> None:
-    """Say what a checkpoint's experts are, and on which backend they would run for each token count, and why.
+    """Describe a checkpoint's experts, and say which backend would run them at each token count, how far it is proven
+    on that GPU, and why the others would not.
 
-    Reads config files only, and tensor headers where there are any: no weight is loaded.
+    Reads config files, and tensor headers where there are any. No weight is loaded.
     """
     from polymoe.explanation import explain
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib import metadata
 
 from polymoe.backend_names import backend_hint
 from polymoe.backends.base import Backend, layouts_for
@@ -106,6 +108,8 @@ def select(
         verdict, held = _with_layouts(candidate, judge(candidate, problem, machine), problem, layouts)
         answered = Candidate(name, layouts_for(candidate, verdict), verdict)
         if isinstance(verdict, Accepted):
+            if _registered_by_others(candidate):
+                verdict = replace(verdict, foreign=True)
             rows = Table(table.sources[:1]) if verdict.foreign else table
             predictor = Predictor.of(candidate, problem, machine, rows)
             if verdict.foreign and not verdict.opt_in_reason and not predictor.points:
@@ -141,6 +145,16 @@ def select(
     )
     scores = {name: score for name, (_, score) in ranks.items()}
     return Selection(problem, machine, role, backend, tuple(candidates), scores, plan, statuses, layout)
+
+
+def _registered_by_others(backend: Backend) -> bool:
+    """Whether another package registered the backend: its kernels are foreign, whatever its verdict says."""
+    return type(backend).__module__.partition(".")[0] in _registering_packages()
+
+
+@cache
+def _registering_packages() -> frozenset[str]:
+    return frozenset(point.module.partition(".")[0] for point in metadata.entry_points(group="polymoe.backends"))
 
 
 def _rank(
