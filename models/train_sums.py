@@ -172,7 +172,7 @@ def train(
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register("sums_training", experts_forward)
-    # It looks for several texts in a row, of which there are none, at the values of a tensor, which a capture forbids.
+    # It checks values of a tensor for several packed texts (never the case here), which a capture forbids.
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     torch.manual_seed(args.seed)
     model = family.build().to(args.device)

@@ -58,7 +58,7 @@ def test_going_on_is_said(cli: Cli, tmp_path: Path) -> None:
     with serving(add) as server:
         args = ("eval", sums(tmp_path / "s.jsonl", 5), "--server", server.url, "--out", tmp_path / "a")
         cli(*args, "--limit", 2)
-        assert "2 of 5 are there; --fresh starts over" in cli(*args)[2]
+        assert "which has 2 of 5; --fresh starts over" in cli(*args)[2]
         assert "are there" not in cli(*args, "--fresh")[2]
         assert len(server.requests) == 10
         code, out, err = cli(*args, "--temperature", 0)
@@ -162,7 +162,7 @@ def test_an_interrupt_keeps_what_is_done(tmp_path: Path) -> None:
     assert "Traceback" not in err
     done = len(read_records(answers)[1])
     assert done >= 5
-    assert f"{done} of 2000 answers are in {answers}; the same command goes on from there" in err
+    assert f"{done} of 2000 answers are in {answers}; the same command continues there" in err
 
 
 def test_help_needs_no_client() -> None:

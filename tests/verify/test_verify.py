@@ -40,7 +40,7 @@ def test_token_counts(library: Library, tokens: tuple[int, ...]) -> None:
 
 
 def test_a_config_alone_holds_no_experts(library: Library) -> None:
-    with pytest.raises(CheckpointNotFound, match="name a directory that holds them"):
+    with pytest.raises(CheckpointNotFound, match="name a directory that contains them"):
         verify(library("gpt-oss-mxfp4") / "config.json", device="cpu")
 
 

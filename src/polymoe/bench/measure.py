@@ -46,7 +46,7 @@ class Row:
     """One backend at one token count (None: at all of them).
 
     Attributes:
-        record: the measurement, or None where there is none.
+        record: the measurement, or None.
         note: how it was timed ("graph" or "calls"), or why it was not timed.
         wrong: whether the result differed from the reference by more than the tolerance.
         tokens_per_joule: if energy was measured.

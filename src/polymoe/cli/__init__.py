@@ -1,4 +1,5 @@
-"""The ``polymoe`` command: one module a verb; each parses, calls and prints. ``--help`` imports nothing heavy."""
+"""The ``polymoe`` command: one module for each verb, which parses, calls and prints. ``--help`` does not import
+torch."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ __all__ = ["app", "main"]
 
 
 class _Verbs(TyperGroup):
-    """Verbs of one or two words: of ``eval`` and ``eval compare``, the longer one is meant where both fit."""
+    """Verbs of one or two words; of ``eval`` and ``eval compare``, the longer one is used if both fit."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         both = " ".join(args[:2])
@@ -34,7 +35,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-"""The command line, one command a verb."""
+"""The command line, one command for each verb."""
 
 for _name, _verb in {
     "explain": explain,
@@ -70,12 +71,12 @@ def _options(
 
 
 def _warn(message: Warning | str, *_: object) -> None:
-    """A warning as users of a command read it: without the line of source that gave it."""
+    """Print a warning without its line of source, for users of a command."""
     print(f"warning: {message}", file=sys.stderr)
 
 
 def main() -> None:
-    """Entry point: run the command line, with polymoe's own errors as messages and exit code 1."""
+    """Entry point: run the command line; polymoe's own errors become messages with exit code 1."""
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warn
@@ -86,9 +87,9 @@ def main() -> None:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
-        # The reader of our output is gone, as with `| head`; keep the interpreter from complaining at exit.
+        # The reader of our output has closed it, as with `| head`; avoid an error message at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
-    except OSError as error:  # a file that is missing or may not be read, a disk that is full: no bug of ours
+    except OSError as error:  # a missing or unreadable file, or a full disk: not a bug
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)

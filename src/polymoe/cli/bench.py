@@ -1,4 +1,4 @@
-"""``polymoe bench``: time and share of the physical limit of each backend on one layer's experts."""
+"""``polymoe bench``: time and share of the floor of each backend on the experts of one layer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def command(
         typer.Option(
             "--backends",
             "--backend",
-            help="Names, separated by commas. Default: all that auto may take, and a baseline.",
+            help="Names, separated by commas. Default: all that auto may choose, and a baseline.",
         ),
     ] = None,
     format: Annotated[str | None, typer.Option(help="Weight format. Default: the case's own.")] = None,
@@ -37,30 +37,36 @@ def command(
         typer.Option(help="16bit, fp8_token, fp8_group128 or fp8_static. Default: E4M3 for FP8 weights, else 16bit."),
     ] = None,
     routing: Annotated[
-        str, typer.Option(help="uniform, zipf, zipf:S, or a JSON file of each token's experts.")
+        str, typer.Option(help="uniform, zipf, zipf:S, or a JSON file with the experts of each token.")
     ] = "uniform",
     batch_invariant: BatchInvariant = False,
-    bias: Annotated[bool | None, typer.Option(help="With or without biases. Default: as the model.")] = None,
+    bias: Annotated[bool | None, typer.Option(help="With or without biases. Default: as in the model.")] = None,
     experts: Annotated[int | None, typer.Option(min=1, help="Another number of experts.")] = None,
-    hidden: Annotated[int | None, typer.Option(min=1, help="Another hidden width.")] = None,
+    hidden: Annotated[int | None, typer.Option(min=1, help="Another hidden size.")] = None,
     intermediate: Annotated[int | None, typer.Option(min=1, help="Another expert width.")] = None,
     checkpoint: Annotated[
         str | None, typer.Option(help="Real weights instead of a case: a directory or Hub id.")
     ] = None,
-    layer: Annotated[int | None, typer.Option(help="The checkpoint's layer. Default: its first with experts.")] = None,
+    layer: Annotated[
+        int | None, typer.Option(help="Layer of the checkpoint. Default: the first one with experts.")
+    ] = None,
     device: OnDevice = "auto",
-    out: Annotated[Path | None, typer.Option(help="Append each record to this file, one JSON line each.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="PNG of share of floor over tokens, a line a backend.")] = None,
-    energy: Annotated[bool, typer.Option("--energy", help="Tokens per joule as well, by the GPU's counter.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Append each record to this file as one JSON line.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="PNG of the share of the floor over tokens, one line for each backend.")
+    ] = None,
+    energy: Annotated[
+        bool, typer.Option("--energy", help="Also measure tokens per joule with the GPU's counter.")
+    ] = False,
     profile: Annotated[
         Path | None, typer.Option(help="Profiler traces: trace.json gives trace.BACKEND-TOKENS.json.")
     ] = None,
-    commit: Annotated[str | None, typer.Option(help="Source of the records, where git cannot tell.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Commit for the records, if git does not know it.")] = None,
     json: Json = False,
 ) -> None:
-    """Check and time each backend on one layer's experts, beside the time below which no kernel can go.
+    """Check and time each backend on the experts of one layer, and compare with the floor, the least possible time.
 
-    Name a case, or a checkpoint. A wrong result is not timed. Exit code 1 if there was one.
+    Name a case or a checkpoint. A wrong result is not timed, and the exit code is 1.
     """
     of_case = {
         "--format": format,
@@ -88,12 +94,12 @@ def command(
     from polymoe.errors import ArgumentError
 
     machine, where = measured_on(device)
-    # What could fail after minutes of timing fails here.
+    # Errors that would appear after minutes of timing are found here.
     meter = EnergyMeter(where) if energy else None
     if plot is not None:
         check_plot(plot)
     if profile is not None and not profile.parent.is_dir():
-        raise ArgumentError("--profile", expected="a directory that is there", got=repr(str(profile.parent)))
+        raise ArgumentError("--profile", expected="an existing directory", got=repr(str(profile.parent)))
     mode: Any = activations  # Problem checks the name
     if case is not None:
         changed = case_named(case).changed(experts=experts, hidden=hidden, intermediate=intermediate, bias=bias)
@@ -126,7 +132,7 @@ def command(
                 rows.append(row)
                 if out is not None and row.record is not None:
                     append(out, row.record)
-    finally:  # also what was finished before an interruption
+    finally:  # after an interruption too, print finished rows
         if json and rows:
             print_json([_plain(row) for row in rows])
         elif rows:
@@ -139,7 +145,7 @@ def command(
                     tables.print(_unmeasured(row), style="bold red" if row.wrong else None, highlight=False)
     measured = [row.record for row in rows if row.record is not None]
     if machine.device.rates == "nominal":
-        print("floor and share are by nominal rates of this device, not by measured ones", file=sys.stderr)
+        print("floor and share use nominal rates of this device, not measured ones", file=sys.stderr)
     if plot is not None and measured:
         like = {(r.case, r.format, r.routing, r.device) for r in measured}
         draw(newest([r for r in earlier if (r.case, r.format, r.routing, r.device) in like] + measured), plot)

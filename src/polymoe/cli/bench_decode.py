@@ -1,4 +1,4 @@
-"""``polymoe bench decode``: a whole model in Transformers, its experts packed beside dequantized."""
+"""``polymoe bench decode``: a whole model in Transformers, with packed and with dequantized experts."""
 
 from __future__ import annotations
 
@@ -37,25 +37,27 @@ def command(
     checkpoint: Checkpoint,
     batch_size: Annotated[str, typer.Option(help="Sequences decoded together, separated by commas.")] = "1,16",
     prompt_len: Annotated[int, typer.Option(min=1, help="Tokens before the first timed step.")] = 512,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of one turn; its time over them counts.")] = 64,
-    prefill_len: Annotated[int, typer.Option(min=0, help="Tokens of the prefill that is timed; 0: none.")] = 8192,
-    repeats: Annotated[int, typer.Option(min=1, help="Turns, and prefills.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Steps that are timed together.")] = 64,
+    prefill_len: Annotated[int, typer.Option(min=0, help="Tokens of the timed prefill; 0 for none.")] = 8192,
+    repeats: Annotated[int, typer.Option(min=1, help="How often steps and prefill are timed.")] = 5,
     experts: Annotated[str, typer.Option(help="packed, dequantized, or both.")] = "packed,dequantized",
     implementations: Annotated[
-        str, typer.Option(help="Transformers' implementations of dequantized experts; the fastest counts.")
+        str, typer.Option(help="Implementations of dequantized experts in Transformers; the fastest counts.")
     ] = "grouped_mm,batched_mm",
     attention: Annotated[str | None, typer.Option(help="Attention implementation. Default: Transformers' own.")] = None,
     prefill_attention: Annotated[
-        str | None, typer.Option(help="Of the timed prefill, such as flex_attention. Default: as --attention.")
+        str | None,
+        typer.Option(help="Attention of the timed prefill, such as flex_attention. Default: as --attention."),
     ] = None,
     graphs: Annotated[
-        bool | None, typer.Option("--graphs/--no-graphs", help="Compiled steps from a CUDA graph. Default: on a GPU.")
+        bool | None,
+        typer.Option("--graphs/--no-graphs", help="Replay compiled steps from a CUDA graph. Default: on a GPU."),
     ] = None,
     backend: Backend = "auto",
     role: Role = "mixed",
     device: OnDevice = "auto",
-    out: Annotated[Path | None, typer.Option(help="Append each record to this file, one JSON line each.")] = None,
-    commit: Annotated[str | None, typer.Option(help="Source of the records, where git cannot tell.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Append each record to this file as one JSON line.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Commit for the records, if git does not know it.")] = None,
     json: Json = False,
 ) -> None:
     """Compare and time decode steps and a prefill of a model in Transformers, packed and dequantized.
@@ -107,7 +109,7 @@ def command(
                 rows.append(row)
                 if out is not None and isinstance(row, ModelRecord):
                     append(out, row)
-    finally:  # also what was finished before an interruption
+    finally:  # after an interruption too, print finished rows
         measured = [row for row in rows if isinstance(row, ModelRecord)]
         if json and rows:
             ratios = [dict(zip(("what", "ratio"), pair, strict=True)) for pair in _ratios(measured)]
@@ -123,7 +125,7 @@ def command(
                 file=sys.stderr,
             )
     if machine.device.rates == "nominal":
-        print("floor and share are by nominal rates of this device, not by measured ones", file=sys.stderr)
+        print("floor and share use nominal rates of this device, not measured ones", file=sys.stderr)
 
 
 def _table(rows: list[ModelRecord], title: str) -> Table:
@@ -146,7 +148,7 @@ def _table(rows: list[ModelRecord], title: str) -> Table:
 
 
 def _ratios(rows: list[ModelRecord]) -> list[tuple[str, float]]:
-    """Packed over dequantized: weights, and speeds against the fastest implementation."""
+    """Ratios of packed to dequantized: weights, and speeds against the fastest implementation."""
     packed = [r for r in rows if r.experts == "packed"]
     others = [r for r in rows if r.experts != "packed"]
     if not packed or not others:

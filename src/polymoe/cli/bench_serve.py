@@ -1,4 +1,4 @@
-"""``polymoe bench serve``: what a server does with a batch, a number of clients or a rate of requests, as a table."""
+"""``polymoe bench serve``: a table of a server's performance with a batch, a number of clients or a request rate."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _LISTS = ("--batch-size", "--input-len", "--output-len", "--concurrency", "--req
 
 
 class Command(TyperCommand):
-    """A command whose options of numbers take several: ``--batch-size 1 4 8`` as well as ``--batch-size 1,4,8``."""
+    """A command whose numeric options accept several values: ``--batch-size 1 4 8`` or ``--batch-size 1,4,8``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """The numbers after such an option as its one value."""
+        """Join the numbers after such an option to one value."""
         joined: list[str] = []
         values: list[str] | None = None
         for arg in args:
@@ -50,59 +50,63 @@ def command(
     server: Annotated[str, typer.Option(help="The server's URL, such as http://127.0.0.1:8000.", show_default=False)],
     batch_size: Annotated[str, typer.Option(help="One batch of each size.")] = "1,4,8,16,32,64,128,256",
     concurrency: Annotated[
-        str | None, typer.Option(help="Instead: so many requests at a time, as one ends the next is sent.")
+        str | None, typer.Option(help="Instead: a number of requests at a time; each finished one starts the next.")
     ] = None,
-    request_rate: Annotated[
-        str | None, typer.Option(help="Instead: so many requests a second on average (Poisson).")
-    ] = None,
+    request_rate: Annotated[str | None, typer.Option(help="Instead: requests per second on average (Poisson).")] = None,
     input_len: Annotated[str, typer.Option(help="Tokens of a prompt.")] = "8192",
     output_len: Annotated[str, typer.Option(help="Tokens of an answer.")] = "1024",
     requests: Annotated[
         int | None,
-        typer.Option(min=1, help="Of each concurrency or rate. Default: 5 x concurrency, a minute of a rate, 20."),
+        typer.Option(
+            min=1, help="Requests of each concurrency or rate. Default: 5 x concurrency, a minute of a rate, 20."
+        ),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="What the server calls the model. Default: its only one.")] = None,
+    model: Annotated[str | None, typer.Option(help="The model's name on the server. Default: its only model.")] = None,
     api_key: Annotated[
         str | None, typer.Option(envvar="POLYMOE_API_KEY", help="Sent as a bearer token.", show_default=False)
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Ask /v1/chat/completions instead of /v1/completions.")] = False,
     tokenizer: Annotated[
         str | None,
-        typer.Option(help="The model's, a directory or Hub id, to count tokens. Default: the server counts."),
+        typer.Option(help="The model's tokenizer, a directory or Hub id, to count tokens. Default: the server counts."),
     ] = None,
-    shared_prefix: Annotated[int, typer.Option(min=0, help="Tokens that all prompts begin with, for its cache.")] = 0,
-    extra_body: Annotated[str | None, typer.Option(help="JSON object of more fields for each request.")] = None,
-    gpu_price: Annotated[float | None, typer.Option(min=0, help="US dollars an hour for one GPU, for costs.")] = None,
+    shared_prefix: Annotated[
+        int, typer.Option(min=0, help="Number of tokens that all prompts share, for the server's cache.")
+    ] = 0,
+    extra_body: Annotated[str | None, typer.Option(help="JSON object with more fields for each request.")] = None,
+    gpu_price: Annotated[float | None, typer.Option(min=0, help="US dollars per hour for one GPU, for costs.")] = None,
     gpus: Annotated[int, typer.Option(min=1, help="GPUs that the server runs on.")] = 1,
     gpu_ids: Annotated[
         str | None,
-        typer.Option(help="Their numbers in nvidia-smi, for tokens per watt. Default: the first, if it runs here."),
+        typer.Option(
+            help="Their numbers in nvidia-smi, for tokens per watt. Default: the first ones, if the server runs here."
+        ),
     ] = None,
-    label: Annotated[
-        str | None, typer.Option(help="The server's name in tables. Default: what it calls itself.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Append each row to this file, one JSON line each.")] = None,
+    label: Annotated[str | None, typer.Option(help="The server's name in tables. Default: its own name.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Append each row to this file as one JSON line.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Write the table to this file.")] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="PNG of rates and times over the load, with the rows like these in --out.")
+        Path | None, typer.Option(help="PNG of rates and times over the load, including similar rows in --out.")
     ] = None,
     profile: Annotated[
-        bool, typer.Option("--profile", help="After each row a short one under the server's profiler.")
+        bool, typer.Option("--profile", help="Repeat a short copy of each row under the server's profiler.")
     ] = False,
-    warmup: Annotated[bool, typer.Option(help="Before each row a small one that does not count.")] = True,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds that the server may be silent.")] = 600.0,
-    seed: Annotated[int | None, typer.Option(help="Of prompts and arrivals. Default: another in each run.")] = None,
-    commit: Annotated[str | None, typer.Option(help="Source of the records, where git cannot tell.")] = None,
+    warmup: Annotated[bool, typer.Option(help="Send a small row before each row, without measuring it.")] = True,
+    timeout: Annotated[float, typer.Option(min=1, help="Longest silence of the server, in seconds.")] = 600.0,
+    seed: Annotated[int | None, typer.Option(help="Seed of prompts and arrivals. Default: random.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Commit for the records, if git does not know it.")] = None,
     json: Json = False,
 ) -> None:
-    """Measure any OpenAI-compatible server as its clients see it: batch by batch, or under load.
+    """Measure any OpenAI-compatible server from a client: batch by batch, or under load.
 
-    Ctrl-C keeps the rows that are finished. Exit code 1 if a row had no answer at all.
+    Ctrl-C keeps finished rows. The exit code is 1 if a row has no answer at all.
     """
     if concurrency is not None and request_rate is not None:
         raise typer.BadParameter("give either --concurrency or --request-rate")
     if requests is not None and concurrency is None and request_rate is None:
-        raise typer.BadParameter("--requests goes with --concurrency or --request-rate; a batch is its own number")
+        raise typer.BadParameter(
+            "--requests goes with --concurrency or --request-rate; for a batch it is the batch size"
+        )
 
     from polymoe.bench.plot import check_plot
     from polymoe.bench.records import append, check_writable, source
@@ -126,10 +130,10 @@ def command(
         mode, loads = "rate", _numbers("--request-rate", request_rate, float)
     else:
         mode, loads = "batch", _numbers("--batch-size", batch_size, int)
-    wanted = rows(
+    planned = rows(
         mode, loads, _numbers("--input-len", input_len, int), _numbers("--output-len", output_len, int), requests
     )
-    # What could fail after minutes of measuring fails here.
+    # Errors that would appear after minutes of measuring are found here.
     client = Client(
         server, model=model, api_key=api_key, chat=chat, extra=_object("--extra-body", extra_body), timeout_s=timeout
     )
@@ -140,7 +144,7 @@ def command(
     if plot is not None:
         check_plot(plot)
     if markdown is not None and not markdown.parent.is_dir():
-        raise ArgumentError("--markdown", expected="a file in a directory that is there", got=repr(str(markdown)))
+        raise ArgumentError("--markdown", expected="a file in an existing directory", got=repr(str(markdown)))
     counter = None if tokenizer is None else Tokenizer(tokenizer, chat=chat)
     meter = _meter(gpu_ids, gpus, client.host)
     chosen = random.SystemRandom().randrange(2**31) if seed is None else seed
@@ -180,12 +184,12 @@ def command(
                 profile=profile,
                 say=progress.update,
             )
-            await bench.run(wanted, keep, traced)
+            await bench.run(planned, keep, traced)
 
     try:
         with status().status("bench serve") as progress:
             asyncio.run(measure())
-    finally:  # also what was finished before an interruption
+    finally:  # after an interruption too, print finished rows
         if json and found:
             print_json([record.to_dict() for record in found])
         elif found:
@@ -226,7 +230,7 @@ def _object(option: str, text: str | None) -> dict[str, Any]:
 
 
 def _meter(gpu_ids: str | None, gpus: int, host: str) -> EnergyMeter | None:
-    """Of the GPUs that are named, or else of the first ones where server and NVML are on this machine."""
+    """Return a meter of the named GPUs, or else of the first ones if server and NVML are on this machine."""
     from polymoe.bench.energy import EnergyMeter
     from polymoe.errors import ArgumentError
 
@@ -242,7 +246,7 @@ def _meter(gpu_ids: str | None, gpus: int, host: str) -> EnergyMeter | None:
     try:
         return EnergyMeter.of_indices(range(gpus))
     except ArgumentError:
-        return None  # nobody asked for it
+        return None  # optional
 
 
 def _names(meter: EnergyMeter | None) -> str | None:
@@ -251,7 +255,7 @@ def _names(meter: EnergyMeter | None) -> str | None:
 
 
 def _command() -> str:
-    """This command line, without the key."""
+    """Return this command line without the key."""
     words = ["polymoe", *sys.argv[1:]]
     for i, word in enumerate(words):
         if word.startswith("--api-key="):

@@ -1,4 +1,4 @@
-"""``polymoe eval``: accuracy against an OpenAI-compatible server; ``polymoe eval compare``: two runs' difference."""
+"""``polymoe eval``: accuracy of an OpenAI-compatible server; ``polymoe eval compare``: the difference of two runs."""
 
 from __future__ import annotations
 
@@ -28,37 +28,43 @@ def command(
         typer.Argument(help="Questions: JSONL with prompt and answer, or GSM8K, AIME or GPQA as published."),
     ] = None,
     server: Annotated[str, typer.Option(help="The server's URL.")] = "http://127.0.0.1:8000",
-    model: Annotated[str | None, typer.Option(help="As the server calls it. Default: its only one.")] = None,
+    model: Annotated[str | None, typer.Option(help="The model's name on the server. Default: its only model.")] = None,
     api_key: Annotated[
         str | None, typer.Option(envvar="POLYMOE_API_KEY", help="The server's bearer token.", show_default=False)
     ] = None,
-    task: Annotated[str, typer.Option(help="exact, gsm8k, aime, gpqa, or auto: by the file's fields.")] = "auto",
+    task: Annotated[str, typer.Option(help="exact, gsm8k, aime, gpqa, or auto: by the fields of the file.")] = "auto",
     repeats: Annotated[int, typer.Option("--repeats", "-n", min=1, help="How often each question is asked.")] = 1,
     concurrency: Annotated[
-        int, typer.Option("--concurrency", "--threads", min=1, help="Requests under way at once.")
+        int, typer.Option("--concurrency", "--threads", min=1, help="Number of simultaneous requests.")
     ] = 16,
     temperature: Annotated[float | None, typer.Option(min=0, help="Default: the server's.")] = None,
     top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Default: the server's.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens an answer. Default: the server's.")] = None,
-    seed: Annotated[int | None, typer.Option(help="For the options' order, and sent with each request.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Token limit of an answer. Default: the server's.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the order of options, also sent with each request.")] = None,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
     endpoint: Annotated[str, typer.Option(help="chat, or completions: without the chat template.")] = "chat",
     extra: Annotated[
         str | None, typer.Option(help="""Further fields of each request: '{"reasoning_effort": "high"}'.""")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first questions.")] = None,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds one request may take.")] = 1800.0,
-    retries: Annotated[int, typer.Option(min=0, help="After 429, 5xx, timeouts and broken connections.")] = 8,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Longest duration of a request, in seconds.")] = 1800.0,
+    retries: Annotated[
+        int, typer.Option(min=0, help="Repetitions after 429, 5xx, timeouts and broken connections.")
+    ] = 8,
     out: Annotated[
-        Path | None, typer.Option(help="The answers' file. Default: here, named after set, model and settings.")
+        Path | None,
+        typer.Option(help="File of answers. Default: in this directory, named after set, model and settings."),
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start over: replace the answers in the file.")] = False,
-    tasks: Annotated[str | None, typer.Option(help="Instead of a file: lm-eval's tasks, separated by commas.")] = None,
-    include_path: Annotated[Path | None, typer.Option(help="A directory of further lm-eval tasks.")] = None,
-    num_fewshot: Annotated[int | None, typer.Option(min=0, help="lm-eval's examples before each question.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over and replace the answers in the file.")] = False,
+    tasks: Annotated[str | None, typer.Option(help="Instead of a file: tasks of lm-eval, separated by commas.")] = None,
+    include_path: Annotated[Path | None, typer.Option(help="A directory with further lm-eval tasks.")] = None,
+    num_fewshot: Annotated[int | None, typer.Option(min=0, help="Examples before each question (lm-eval).")] = None,
     json: Json = False,
 ) -> None:
-    """Ask a server questions and count the right answers, with error bars. Interrupted, the same command goes on.
+    """Ask a server questions and count the right answers, with error bars. Repeat the command to continue after an
+    interruption.
 
     polymoe eval compare A B: the difference of two runs.
     """
@@ -114,11 +120,11 @@ def command(
 
 
 def compare(
-    a: Annotated[Path, typer.Argument(help="A run's file of answers.", show_default=False)],
+    a: Annotated[Path, typer.Argument(help="File of answers of a run.", show_default=False)],
     b: Annotated[Path, typer.Argument(help="Another's.", show_default=False)],
     json: Json = False,
 ) -> None:
-    """The difference of two runs, A - B, with its 95 % interval, paired by question."""
+    """Compute the difference of two runs, A - B, with its 95 % interval, paired by question."""
     from polymoe.evaluate import compare as difference_of
     from polymoe.evaluate import read_records
 
@@ -148,7 +154,8 @@ def compare(
 
 @contextlib.contextmanager
 def _progress() -> Iterator[tuple[Any, Any]]:
-    """A bar on stderr, as callbacks of :func:`polymoe.evaluate.evaluate`; says where answers are, also when stopped."""
+    """Show a progress bar on stderr, as callbacks of :func:`polymoe.evaluate.evaluate`, and name the file of
+    answers."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     err = status()
@@ -162,7 +169,7 @@ def _progress() -> Iterator[tuple[Any, Any]]:
         where.append(path)
         found.update(done=done, total=total)
         bar.update(line, completed=done, total=total)
-        kept = f", {done} of {total} are there; --fresh starts over" if done else ""
+        kept = f", which has {done} of {total}; --fresh starts over" if done else ""
         err.print(f"answers: {path}{kept}", highlight=False, markup=False, soft_wrap=True)
         bar.start()
 
@@ -179,7 +186,7 @@ def _progress() -> Iterator[tuple[Any, Any]]:
         bar.stop()
         if found["new"]:
             done = f"{found['done'] + found['new']} of {found['total']} answers are in {where[0]}"
-            err.print(f"{done}; the same command goes on from there", highlight=False, markup=False, soft_wrap=True)
+            err.print(f"{done}; the same command continues there", highlight=False, markup=False, soft_wrap=True)
         raise
     finally:
         bar.stop()
@@ -235,6 +242,6 @@ def _incomplete(run: Run) -> PolymoeError:
     return ServerError(
         "eval",
         expected="an answer to every question",
-        got=f"{len(run.failures)} without, the first: {run.failures[0]}",
+        got=f"{len(run.failures)} without an answer, the first: {run.failures[0]}",
         hint="the same command asks them again",
     )

@@ -1,4 +1,4 @@
-"""What the verbs share: where output goes, how sizes and errors read."""
+"""Shared by the verbs: output streams, the format of sizes and errors, common options."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ __all__ = [
     "token_counts",
 ]
 
-Checkpoint = Annotated[str, typer.Argument(help="A checkpoint's directory or a Hub id.", show_default=False)]
+Checkpoint = Annotated[str, typer.Argument(help="Directory of a checkpoint, or a Hub id.", show_default=False)]
 """The argument of the verbs that read weights."""
-Backend = Annotated[str, typer.Option(help="Backend of the experts: auto, or a name, which is then used or refused.")]
+Backend = Annotated[str, typer.Option(help="Backend of the experts: auto, or a name, which is used or refused.")]
 """``--backend``."""
 Role = Annotated[
     str,
-    typer.Option(help="Token counts that choose the layout: decode (1 to 256), prefill (from 1024) or mixed (both)."),
+    typer.Option(help="Token counts to plan for: decode (1 to 256), prefill (from 1024) or mixed (both)."),
 ]
-"""``--role`` of workers that do one part of the work, or both."""
+"""``--role`` of workers that prefill, decode or do both."""
 OnDevice = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, or auto: the GPU if there is one.")]
 """``--device`` of the verbs that compute."""
 BatchInvariant = Annotated[
     bool,
-    typer.Option("--batch-invariant", help="A token's result must not depend, to the bit, on the rest of the batch."),
+    typer.Option("--batch-invariant", help="Results must be bitwise independent of the rest of the batch."),
 ]
 """``--batch-invariant``."""
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
@@ -53,22 +53,22 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on std
 
 
 def console() -> Console:
-    """Where tables go: stdout."""
+    """Return the console for tables: stdout."""
     from rich.console import Console
 
-    # A pipe has no width: keep tables whole instead of folding them at 80 columns.
+    # A pipe has no width: do not wrap tables at 80 columns.
     return Console() if sys.stdout.isatty() else Console(width=160, soft_wrap=True)
 
 
 def status() -> Console:
-    """Where everything else goes: stderr."""
+    """Return the console for everything else: stderr."""
     from rich.console import Console
 
     return Console(stderr=True)
 
 
 def print_json(value: Any) -> None:
-    """One JSON object on stdout, indented."""
+    """Print one indented JSON object on stdout."""
     print(json.dumps(value, indent=2))
 
 
@@ -79,7 +79,7 @@ def fail(error: PolymoeError) -> NoReturn:
 
 
 def size(count: float) -> str:
-    """Bytes as text: ``"1.2 MiB"``."""
+    """Format bytes: ``"1.2 MiB"``."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -88,7 +88,7 @@ def size(count: float) -> str:
 
 
 def token_counts(text: str, option: str = "--tokens") -> tuple[int, ...]:
-    """Positive numbers of an option: ``"1,16,256"``.
+    """Parse positive numbers of an option: ``"1,16,256"``.
 
     Raises:
         ArgumentError: for anything but positive numbers.
@@ -103,7 +103,8 @@ def token_counts(text: str, option: str = "--tokens") -> tuple[int, ...]:
 
 
 def measured_on(device: str) -> tuple[Machine, torch.device]:
-    """``--device`` of what measures: the machine, and where tensors go. A GPU becomes torch's current one."""
+    """Parse ``--device`` of verbs that measure: return the machine and torch's device. A GPU becomes torch's current
+    one."""
     import torch
 
     from polymoe.machine import Machine

@@ -1,4 +1,4 @@
-"""``polymoe tune``: measure which configuration is fastest on this GPU, once, for every later load."""
+"""``polymoe tune``: measure the fastest configurations on this GPU once, for every later load."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ __all__ = ["command"]
 
 
 def command(
-    case: Annotated[str | None, typer.Option(help="A model's layer by name, with random weights.")] = None,
+    case: Annotated[str | None, typer.Option(help="A named layer of a model, with random weights.")] = None,
     checkpoint: Annotated[str | None, typer.Option(help="A checkpoint's directory or Hub id instead.")] = None,
-    layer: Annotated[int | None, typer.Option(help="The checkpoint's layer. Default: its first with experts.")] = None,
-    tp: Annotated[int | None, typer.Option(min=1, help="Tensor parallel size of the checkpoint's use.")] = None,
+    layer: Annotated[
+        int | None, typer.Option(help="Layer of the checkpoint. Default: the first one with experts.")
+    ] = None,
+    tp: Annotated[int | None, typer.Option(min=1, help="Tensor parallel size.")] = None,
     ep: Annotated[int | None, typer.Option(min=1, help="Expert parallel size.")] = None,
     tokens: Annotated[
         str, typer.Option(help="Token counts, separated by commas.")
@@ -40,22 +42,26 @@ def command(
     ] = None,
     backends: Annotated[
         str | None,
-        typer.Option("--backends", "--backend", help="Names, separated by commas. Default: all that auto may take."),
+        typer.Option("--backends", "--backend", help="Names, separated by commas. Default: all that auto may choose."),
     ] = None,
     batch_invariant: BatchInvariant = False,
-    seconds: Annotated[float, typer.Option(min=1, help="Ends after about this long; run again to go on.")] = 300,
-    memory: Annotated[float | None, typer.Option(min=0.01, help="GiB to take at most. Default: what is free.")] = None,
+    seconds: Annotated[float, typer.Option(min=1, help="Time limit in seconds; run again to continue.")] = 300,
+    memory: Annotated[
+        float | None, typer.Option(min=0.01, help="Memory limit in GiB. Default: the free memory.")
+    ] = None,
     jobs: Annotated[
         int | None, typer.Option(min=0, help="Processes that compile ahead. Default: all cores but one, at most 16.")
     ] = None,
-    again: Annotated[bool, typer.Option("--again", help="Also what these versions have measured already.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Table to write. Default: the user's own, which loads read.")] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Also tune what the installed versions have measured already.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Table to write. Default: your own, which loads read.")] = None,
     device: OnDevice = "auto",
     json: Json = False,
 ) -> None:
-    """Find the fastest configuration for each token count, check it against the reference, and keep it.
+    """Find the fastest configuration for each token count, check it against the reference, and store it.
 
-    Name a case, or a checkpoint. Loads read the table; nothing is ever tuned at load. Ctrl-C keeps what is finished.
+    Name a case or a checkpoint. Loads read the table and never tune. Ctrl-C keeps finished rows.
     """
     began = time.monotonic()
     if (case is None) == (checkpoint is None):
@@ -116,7 +122,7 @@ def command(
             for outcome in tune.outcomes(counts, lambda text: bar.update(bar.task_ids[0], description=text)):
                 found.append(outcome)
                 bar.advance(bar.task_ids[0])
-    finally:  # also what was finished before an interruption
+    finally:  # after an interruption too, print finished rows
         if json and found:
             print_json([_plain(outcome) for outcome in found])
         elif found:
@@ -124,7 +130,7 @@ def command(
 
 
 def _backends(names: list[str] | None, problem: Problem, machine: Machine) -> list[Backend]:
-    """Those named, or all that ``auto`` may take."""
+    """Return the named backends, or all that ``auto`` may choose."""
     from polymoe.backend_names import backend_hint
     from polymoe.backends import BACKENDS
     from polymoe.errors import ArgumentError, UnsupportedProblem
@@ -144,7 +150,7 @@ def _backends(names: list[str] | None, problem: Problem, machine: Machine) -> li
             for n, v in verdicts.items()
         ]
         raise UnsupportedProblem(
-            f"tune ({problem}) on {machine.device}", expected="a backend that auto may take", got="\n  ".join(got)
+            f"tune ({problem}) on {machine.device}", expected="a backend that auto may choose", got="\n  ".join(got)
         )
     return fitting
 

@@ -1,4 +1,4 @@
-"""``polymoe verify``: real experts of a checkpoint, on every backend, against the reference."""
+"""``polymoe verify``: run real experts of a checkpoint on every backend and compare with the reference."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ __all__ = ["command"]
 
 def command(
     checkpoint: Checkpoint,
-    layer: Annotated[int | None, typer.Option(help="One layer. Default: every layer whose experts are there.")] = None,
+    layer: Annotated[
+        int | None, typer.Option(help="One layer. Default: every layer whose experts are in the files.")
+    ] = None,
     tokens: Annotated[str, typer.Option(help="Token counts to run and time, separated by commas.")] = "1,16,256",
     backend: Backend = "auto",
     device: OnDevice = "auto",
     json: Json = False,
 ) -> None:
-    """Check real experts: each unpacked a second way and repacked byte for byte, and every backend's error and time.
+    """Check real experts: read each one independently, repack it byte for byte, and measure every backend's error and
+    time.
 
-    The checkpoint need hold no more than the experts of one layer and its config.
+    A config and the experts of one layer are enough.
     """
     from polymoe.explanation import layer_ranges
     from polymoe.verify import verify
@@ -60,7 +63,7 @@ def _bytes(report: Report) -> Table:
     from rich.table import Table
 
     table = Table(
-        "layer", "format", "experts", "repacked byte for byte", "unpacked a second way", "reference, float64 oracle"
+        "layer", "format", "experts", "repacked byte for byte", "read independently", "reference, float64 oracle"
     )
     for row in report.layers:
         table.add_row(

@@ -47,7 +47,7 @@ class Run:
     Attributes:
         path: the file of its answers.
         settings: the settings of all answers.
-        score: of all answers in the file; None if there are none.
+        score: of all answers in the file; None for an empty file.
         failures: a message for each question without an answer; the next run asks them again.
     """
 

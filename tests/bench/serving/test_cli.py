@@ -169,10 +169,10 @@ def test_traces_are_named(bench: Cli, standin: Standin) -> None:
         (("--extra-body", "[]"), "--extra-body: expected a JSON object"),
         (("--extra-body", "{"), "--extra-body: expected a JSON object"),
         (("--out", "no/such/r.jsonl"), "a file to append to"),
-        (("--markdown", "no/such/t.md"), "a directory that is there"),
+        (("--markdown", "no/such/t.md"), "an existing directory"),
         (("--plot", "p.jpg"), "a name that ends in .png"),
         (("--gpu-ids", "0,x"), "--gpu-ids: expected numbers such as 0,1"),
-        (("--tokenizer", "no/such/tokenizer"), "--tokenizer: expected one Transformers reads"),
+        (("--tokenizer", "no/such/tokenizer"), "--tokenizer: expected a tokenizer that Transformers reads"),
     ],
 )
 def test_refusals_come_before_any_request(bench: Cli, standin: Standin, args: tuple[object, ...], message: str) -> None:

@@ -123,7 +123,7 @@ def test_answers_one_by_one_are_no_batch() -> None:
     with Standin(first_s=0.02, gap_s=0.005, one_by_one=True).running() as standin:
         (r,) = measured(standin, BATCH)
     assert r.at_once == 1
-    assert "at most 1 of 4 answers were under way at once" in notes_of(r)
+    assert "at most 1 of 4 answers ran at once" in notes_of(r)
 
 
 def test_answers_that_end_early_are_counted_as_they_are() -> None:
@@ -144,9 +144,9 @@ def test_without_usage_tokens_are_pieces_or_a_tokenizers() -> None:
         (pieces,) = measured(standin, BATCH)
         (words,) = measured(standin, BATCH, tokenizer=Words())
     assert (pieces.counted_by, pieces.output_tokens, pieces.input_tokens) == ("chunks", 20, 200)
-    assert "counts no tokens" in notes_of(pieces)
+    assert "does not count tokens" in notes_of(pieces)
     assert (words.counted_by, words.output_tokens) == ("tokenizer", 80)
-    assert "4.0 tokens a piece" in notes_of(words)
+    assert "4.0 tokens per piece" in notes_of(words)
 
 
 def test_a_server_that_does_not_stream_has_no_phases() -> None:

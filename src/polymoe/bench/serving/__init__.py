@@ -1,1 +1,1 @@
-"""Bench of servers: requests to any OpenAI-compatible server, timed as its clients see them, as tables and records."""
+"""Benchmarks of servers: requests to any OpenAI-compatible server, timed by the client, as tables and records."""

@@ -1,4 +1,4 @@
-"""Answers: what came back for one request, and when; and what each event of a stream says.
+"""Answers: the response to one request with the arrival times of its parts, and the events of a stream.
 
 API: https://platform.openai.com/docs/api-reference
 """
@@ -15,18 +15,18 @@ __all__ = ["Answer", "Piece", "error_text", "read_event"]
 
 @dataclass(slots=True)
 class Answer:
-    """What came back for one request. Times are those of :func:`time.perf_counter`, in seconds.
+    """The response to one request. Times are those of :func:`time.perf_counter`, in seconds.
 
     Attributes:
-        sent: when the request was handed to the network.
-        chunks: when each piece of a stream came, or the whole of what is none.
-        streamed: whether it came as a stream.
-        ended: when the answer was over, or had failed.
-        text: all of it.
-        prompt_tokens, completion_tokens, cached_tokens: as the server counts them; None where it does not say.
-        finish_reason: as the server says.
+        sent: when the request was sent.
+        chunks: arrival time of each piece of a stream, or of the whole response without streaming.
+        streamed: whether it was streamed.
+        ended: when the answer was complete or had failed.
+        text: the whole text.
+        prompt_tokens, completion_tokens, cached_tokens: as counted by the server, or None.
+        finish_reason: from the server.
         status: HTTP status; 0 if there was none.
-        error: why there is no whole answer, or None.
+        error: why the answer is not complete, or None.
     """
 
     sent: float
@@ -43,11 +43,11 @@ class Answer:
 
     @property
     def refused(self) -> bool:
-        """Whether the server had no room for it: HTTP 429."""
+        """Whether the server refused it for lack of room: HTTP 429."""
         return self.status == 429
 
     def take(self, piece: Piece, now: float) -> None:
-        """Add what an event that came at ``now`` says."""
+        """Add an event that arrived at ``now``."""
         if piece.error is not None:
             self.error = piece.error
             return
@@ -68,7 +68,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one event of a stream says; see :class:`Answer`. ``generated``: whether it stands for a token."""
+    """The content of one event of a stream; see :class:`Answer`. ``generated``: whether it represents a token."""
 
     text: str = ""
     generated: bool = False
@@ -78,18 +78,18 @@ class Piece:
 
 
 def read_event(payload: bytes | str) -> Piece:
-    """One event's JSON, of ``/v1/completions`` or ``/v1/chat/completions``, streamed or whole.
+    """Parse the JSON of one event of ``/v1/completions`` or ``/v1/chat/completions``, streamed or whole.
 
-    Reasoning, under either of its names, and arguments of tool calls are text as well: they are generated tokens. So
-    are pieces of ``/v1/completions`` without text, which is how vLLM sends half a character; in a chat such a piece
-    only names the role.
+    Reasoning, under either of its names, and arguments of tool calls count as text, since they are generated tokens. So
+    do pieces of ``/v1/completions`` without text, which vLLM sends for half a character; in a chat such a piece only
+    names the role.
 
     Raises:
-        ValueError: if it is no JSON object.
+        ValueError: if it is not a JSON object.
     """
     event = json.loads(payload)
     if not isinstance(event, dict):
-        raise ValueError(f"an event that is no object: {payload!r:.80}")
+        raise ValueError(f"an event that is not an object: {payload!r:.80}")
     if event.get("error"):
         return Piece(error=_message(event))
     text, empty, finish_reason = "", False, None
@@ -109,7 +109,7 @@ def read_event(payload: bytes | str) -> Piece:
 
 
 def error_text(body: str) -> str:
-    """What the body of an error says, in whichever of the usual forms."""
+    """Return the message in the body of an error, in any of the usual forms."""
     try:
         found = json.loads(body)
     except ValueError:

@@ -1,6 +1,6 @@
-"""Client of an OpenAI-compatible server: one streamed request, and when each piece of its answer came.
+"""Client of an OpenAI-compatible server: sends one streamed request and records when each piece arrives.
 
-Nothing here raises for a request that fails: a refused, broken or silent request is an :class:`Answer` that says so.
+A failed request does not raise: a refused, broken or silent request is an :class:`Answer` with an error.
 
 API: https://platform.openai.com/docs/api-reference
 """
@@ -25,7 +25,7 @@ __all__ = ["Client"]
 _OPTIONAL: Mapping[str, Any] = {
     "temperature": 0,
     "stream_options": {"include_usage": True},
-    "ignore_eos": True,  # vLLM's and SGLang's: answer to the last token asked for
+    "ignore_eos": True,  # of vLLM and SGLang: generate all requested tokens
 }
 _TRIES: Sequence[Sequence[str]] = (
     ("temperature", "stream_options", "ignore_eos"),
@@ -33,25 +33,25 @@ _TRIES: Sequence[Sequence[str]] = (
     ("temperature",),
     (),
 )
-"""Optional fields, in the order in which a server that refuses them is asked with fewer."""
+"""Optional fields, in the order in which they are dropped for a server that refuses them."""
 
 _PROBE_PROMPT = "1 2 3 4"
-_IDLE_S = 2.0  # less than a server's own limit, 5 s in uvicorn: whoever closes second sees a broken connection
+_IDLE_S = 2.0  # below the limit of servers (5 s in uvicorn), since the side that closes second sees a broken connection
 
 
 class Client:
-    """Sends requests to one model of a server. An async context manager; :meth:`settle` comes first.
+    """Sends requests to one model of a server. An async context manager; call :meth:`settle` first.
 
     Args:
         url: the server, with or without ``/v1``.
-        model: what it calls the model; None asks it.
+        model: its name on the server; None to ask the server.
         api_key: sent as a bearer token.
         chat: ``/v1/chat/completions`` instead of ``/v1/completions``.
-        extra: fields for every request, over those sent otherwise.
+        extra: fields for every request, which override the others.
         timeout_s: how long a server may be silent.
 
     Raises:
-        ArgumentError: for a URL that is none.
+        ArgumentError: for an invalid URL.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Client:
 
     async def __aenter__(self) -> Client:
         self._session = aiohttp.ClientSession(
-            # As many connections as requests: what waits must wait in the server.
+            # As many connections as requests, so that requests wait in the server.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._timeout_s, sock_read=self._timeout_s),
             headers=self._headers,
@@ -101,10 +101,10 @@ class Client:
         return urlsplit(self.url).hostname or ""
 
     async def settle(self) -> None:
-        """Learn the model's name, and which optional fields the server takes; :attr:`refused_fields` are left out.
+        """Determine the model's name and the optional fields that the server accepts; drop :attr:`refused_fields`.
 
         Raises:
-            ServerError: if the server cannot be reached, or answers no plain request.
+            ServerError: if the server cannot be reached or does not answer a plain request.
         """
         await self._name_model()
         answer = await self._try(_TRIES[0])
@@ -142,20 +142,20 @@ class Client:
                     f"{self.url}/v1/models",
                     expected="one model",
                     got=", ".join(known) or f"HTTP {status}: {body[:200]}",
-                    hint="--api-key" if status in (401, 403) else "--model names the one to measure",
+                    hint="--api-key" if status in (401, 403) else "choose one with --model",
                 )
             self.model = next(iter(known))
         self.owner = str(known.get(self.model, {}).get("owned_by") or "")
 
     def request(self, prompt: str, tokens: int, *, stream: bool = True) -> bytes:
-        """The body of a request for ``tokens`` tokens; made before the clock runs."""
+        """Return the body of a request for ``tokens`` tokens, created before timing starts."""
         text: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
         fields = {name: value for name, value in self._fields.items() if stream or name != "stream_options"}
         body = {"model": self.model, **text, "max_tokens": tokens, "stream": stream, **fields, **self._extra}
         return json.dumps(body).encode()
 
     async def ask(self, request: bytes) -> Answer:
-        """Send a request and read its answer, whatever becomes of it."""
+        """Send a request and return its answer, also if it fails."""
         answer = Answer(sent=time.perf_counter())
         try:
             await self._exchange(request, answer)
@@ -163,10 +163,10 @@ class Client:
             if not answer.error:
                 answer.error = f"{type(error).__name__}: {error}".removesuffix(": ")
         except ValueError as error:
-            answer.error = f"not understood: {error}"
+            answer.error = f"invalid response: {error}"
         answer.ended = time.perf_counter()
         if answer.error is None and not answer.chunks:
-            answer.chunks.append(answer.ended)  # tokens without a text, such as an end token
+            answer.chunks.append(answer.ended)  # tokens without text, such as an end token
         return answer
 
     async def _exchange(self, request: bytes, answer: Answer) -> None:
@@ -191,7 +191,7 @@ class Client:
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
                 if not line.startswith(b"data:"):
-                    continue  # the protocol's blank lines and comments
+                    continue  # blank lines and comments of the protocol
                 payload = line[5:].strip()
                 if payload == b"[DONE]":
                     done = True
@@ -203,10 +203,10 @@ class Client:
             answer.error = "the stream broke off"
 
     async def count(self, prompt: str) -> int:
-        """Tokens of a prompt as the server counts them, by a request for one token.
+        """Return the server's count of a prompt's tokens, from a request for one token.
 
         Raises:
-            ServerError: if it refuses the prompt, or does not say.
+            ServerError: if it refuses the prompt or does not count.
         """
         answer = await self.ask(self.request(prompt, 1, stream=False))
         if answer.error is not None or answer.prompt_tokens is None:
@@ -214,12 +214,12 @@ class Client:
                 self.url + self._path,
                 expected="a prompt's tokens counted in usage.prompt_tokens",
                 got=answer.error or "no usage",
-                hint=None if answer.error else "--tokenizer names the model's own",
+                hint=None if answer.error else "name the model's tokenizer with --tokenizer",
             )
         return answer.prompt_tokens
 
     async def get(self, path: str) -> tuple[int, str]:
-        """Status and body of another path.
+        """Request another path and return status and body.
 
         Raises:
             ServerError: if the server cannot be reached.
@@ -227,7 +227,7 @@ class Client:
         return await self._other("GET", path, None)
 
     async def post(self, path: str, body: Mapping[str, Any]) -> tuple[int, str]:
-        """As :meth:`get`, with a JSON body."""
+        """Like :meth:`get`, with a JSON body."""
         return await self._other("POST", path, body)
 
     async def _other(self, method: str, path: str, body: Mapping[str, Any] | None) -> tuple[int, str]:

@@ -1,4 +1,4 @@
-"""Loads: in what order and how fast requests are sent. Each returns every answer, of whatever kind, in order."""
+"""Loads: the order and rate in which requests are sent. Each returns every answer, failed ones included, in order."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Ask = Callable[[bytes], Coroutine[Any, Any, Answer]]
 
 
 async def one_batch(ask: Ask, requests: Sequence[bytes]) -> list[Answer]:
-    """All at once."""
+    """Send all requests at once."""
     return await asyncio.gather(*(ask(request) for request in requests))
 
 
 async def with_concurrency(ask: Ask, requests: Sequence[bytes], concurrency: int) -> list[Answer]:
-    """So many at a time: whoever has an answer sends the next request (a closed loop)."""
+    """Keep ``concurrency`` requests running: each finished one starts the next (a closed loop)."""
     answers: dict[int, Answer] = {}
     waiting = iter(enumerate(requests))
 
@@ -35,8 +35,8 @@ async def with_concurrency(ask: Ask, requests: Sequence[bytes], concurrency: int
 
 
 async def at_rate(ask: Ask, requests: Sequence[bytes], rate: float, seed: int) -> list[Answer]:
-    """So many a second on average, however fast answers come (an open loop): a Poisson process, whose gaps are
-    exponentially distributed with mean ``1 / rate`` seconds. The first is sent at once."""
+    """Send ``rate`` requests per second on average, independent of answers (an open loop): a Poisson process, whose
+    gaps are exponentially distributed with mean ``1 / rate`` seconds. The first request is sent at once."""
     gaps = random.Random(seed)
     due = time.perf_counter()
     tasks = []

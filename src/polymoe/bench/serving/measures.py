@@ -1,12 +1,12 @@
-"""Formulas: what the arrival times of answers say about a server.
+"""Formulas: metrics of a server from the arrival times of answers.
 
-Where tables of the field agree, so do these. Sources, with what differs said at each:
+They agree with the usual tables where those agree. Each formula names its differences from these sources:
 
 - one batch: https://github.com/sgl-project/sglang ``bench_one_batch_server``
 - many requests: https://github.com/vllm-project/vllm ``vllm bench serve``, and NVIDIA's definitions of TTFT and ITL,
   https://docs.nvidia.com/nim/benchmarking/llm/latest/metrics.html
 
-All of them take answers that are whole; a request that failed or was refused is counted elsewhere and measured nowhere.
+All of them take complete answers; failed and refused requests are only counted, elsewhere.
 Times are in seconds unless the name says otherwise.
 """
 
@@ -38,7 +38,7 @@ _AT_A_GO = 1e-3  # seconds
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """How times are distributed: mean, percentiles (linear between neighbours) and largest, in microseconds."""
+    """Distribution of times: mean, percentiles (interpolated linearly) and maximum, in microseconds."""
 
     mean: float
     p50: float
@@ -48,7 +48,7 @@ class Percentiles:
 
     @classmethod
     def of(cls, times_us: Sequence[float], mean: float | None = None) -> Percentiles | None:
-        """Of these times, None of none; ``mean`` where theirs is not the one meant."""
+        """Compute from times, None without any; ``mean`` replaces their own mean."""
         if not times_us:
             return None
         p50, p90, p99 = (float(p) for p in np.percentile(times_us, (50, 90, 99)))
@@ -57,12 +57,12 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """One whole answer with its tokens counted.
+    """One complete answer and its token counts.
 
     Attributes:
-        answer: when its pieces came.
-        input_tokens, output_tokens: of its prompt and of itself.
-        by: who counted its output: "usage" (the server), "tokenizer", or "chunks" (one a piece, a lower bound).
+        answer: the answer with its arrival times.
+        input_tokens, output_tokens: tokens of the prompt and of the answer.
+        by: source of the output count: "usage" (the server), "tokenizer", or "chunks" (one per piece, a lower bound).
     """
 
     answer: Answer
@@ -72,18 +72,18 @@ class Counted:
 
     @property
     def first(self) -> float:
-        """When the first piece came."""
+        """Arrival time of the first piece."""
         return self.answer.chunks[0]
 
     @property
     def last(self) -> float:
-        """When the last token was there: at the end, since the last ones may have no text, as an end token has none."""
+        """Arrival time of the last token: the end of the answer, since end tokens have no text."""
         return self.answer.ended
 
 
 def count_tokens(answer: Answer, expected_input: int, count_text: Callable[[str], int] | None) -> Counted:
-    """Tokens of an answer: by its usage; where a server sends none, the prompt's wanted length, and the text's tokens
-    by a tokenizer or else by its pieces."""
+    """Count the tokens of an answer by its usage. Without usage, take the intended length of the prompt, and count the
+    text with a tokenizer or else by its pieces."""
     sent = answer.prompt_tokens
     prompt = expected_input if sent is None else sent
     if answer.completion_tokens is not None:
@@ -94,28 +94,28 @@ def count_tokens(answer: Answer, expected_input: int, count_text: Callable[[str]
 
 
 def latencies_us(answers: Sequence[Counted]) -> list[float]:
-    """Of each request: from sending it to the end of its answer (E2EL)."""
+    """Latency of each request: from sending it to the end of its answer (E2EL)."""
     return [1e6 * (a.answer.ended - a.answer.sent) for a in answers]
 
 
 def first_tokens_us(answers: Sequence[Counted]) -> list[float]:
-    """Of each request that was streamed: from sending it to its first piece (TTFT)."""
+    """Time to first token of each streamed request: from sending it to its first piece (TTFT)."""
     return [1e6 * (a.first - a.answer.sent) for a in answers if a.answer.streamed]
 
 
 def gaps_us(answers: Sequence[Counted]) -> list[float]:
-    """Between each piece and the next of the same answer: what a reader waits. vLLM's ITL.
+    """Gaps between successive pieces of the same answer, as a reader sees them. vLLM's ITL.
 
-    A server may send several tokens in a piece (speculative decoding, or bundling); a gap then holds several.
+    With speculative decoding or bundling, a piece may contain several tokens; a gap then covers all of them.
     """
     return [1e6 * gap for a in answers for gap in np.diff(a.answer.chunks).tolist()]
 
 
 def time_per_token_us(answers: Sequence[Counted]) -> float | None:
-    """Inter-token latency as a mean over tokens: all answers' time from first piece to end, over their tokens but the
-    first. ``sum(end - first) / sum(n - 1)``: vLLM's TPOT, each answer weighted by its tokens. None if none has two.
+    """Inter-token latency as a mean over tokens, ``sum(end - first) / sum(n - 1)`` over answers of n tokens: vLLM's
+    TPOT with each answer weighted by its tokens. None if no answer has two tokens.
 
-    Of a batch that decodes in step it is ``B / output tok/s``, as SGLang's table has it.
+    For a batch that decodes in step it is ``B / output tok/s``, as in SGLang's table.
     """
     several = [a for a in answers if a.output_tokens > 1 and a.answer.streamed]
     tokens = sum(a.output_tokens - 1 for a in several)
@@ -123,12 +123,13 @@ def time_per_token_us(answers: Sequence[Counted]) -> float | None:
 
 
 def decode_rate(answers: Sequence[Counted]) -> float | None:
-    """Output tokens a second of one batch once it decodes: those that came after the last request's first token, over
-    the time from there to the end. None if nothing came after it.
+    """Output tokens per second of one batch while it decodes: tokens after the last request's first token, over the
+    time from there to the end. None if no token arrived after it.
 
-    SGLang divides all tokens, ``B * output_len / (latency - last_ttft)``. In step that is more by one token in
-    ``output_len``; where some decode while others still wait for their first token it is more by what they had got
-    until then, and may exceed what the server ever did. Pieces of one answer count as equally long.
+    SGLang divides all tokens, ``B * output_len / (latency - last_ttft)``. For a batch in step that is larger by one
+    token in ``output_len``. If some requests decode while others still wait for their first token, it also counts the
+    tokens they got until then, and can exceed the rate that the server ever had. Pieces of one answer count as equally
+    long.
     """
     start = max(a.first for a in answers)
     end = max(a.last for a in answers)
@@ -140,22 +141,22 @@ def decode_rate(answers: Sequence[Counted]) -> float | None:
 
 
 def at_once(answers: Sequence[Counted]) -> int | None:
-    """The most answers under way at one time, from first piece to end; None where some came in one go.
+    """Largest number of answers running at one time, from first piece to end; None if some were not streamed.
 
-    Fewer than the batch: the server did not run them together, whatever the batch size says.
+    If it is less than the batch size, the server did not run them together.
     """
     if any(a.last - a.first < _AT_A_GO for a in answers):
         return None
-    # At one instant those that end go before those that begin.
+    # At the same instant, ends come before beginnings.
     events = sorted([(a.first, 1) for a in answers] + [(a.last, -1) for a in answers])
     return int(np.cumsum([step for _, step in events]).max())
 
 
 def cost_per_million(tokens_per_second: float | None, dollars_per_hour: float | None) -> float | None:
-    """Price of a million tokens: ``dollars_per_hour / 3600 / tokens_per_second * 1e6``; None without a rate or price.
+    """Price of a million tokens, ``dollars_per_hour / 3600 / tokens_per_second * 1e6``; None without a rate or price.
 
-    ``dollars_per_hour`` is for all GPUs of the server. SGLang's table takes 70 % of the input rate as what can be had
-    in practice; here it is the rate that was measured.
+    ``dollars_per_hour`` is for all GPUs of the server. SGLang's table assumes 70 % of the input rate in practice; here
+    it is the measured rate.
     """
     if not tokens_per_second or dollars_per_hour is None:
         return None

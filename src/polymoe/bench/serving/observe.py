@@ -1,4 +1,4 @@
-"""What a server says about itself: cache hits, speculative decoding, profiler traces. All of it optional.
+"""Optional information from a server: cache hits, speculative decoding, profiler traces.
 
 Metrics: https://docs.vllm.ai/en/stable/usage/metrics/ and https://docs.sglang.io/references/production_metrics.html
 Profiler: https://docs.vllm.ai/en/stable/contributing/profiling/ and
@@ -33,20 +33,20 @@ _ACCEPT_LENGTH = "sglang:spec_accept_length"
 
 
 async def metrics(client: Client) -> Metrics:
-    """What stands at ``/metrics``, in Prometheus' text format; empty where there is nothing."""
+    """Read ``/metrics`` in Prometheus' text format; empty if the server has none."""
     status, text = await _look(client, "/metrics")
     found: dict[str, list[float]] = {}
     for name, value in _SAMPLE.findall(text) if status == 200 else ():
         try:
             found.setdefault(name, []).append(float(value))
         except ValueError:
-            continue  # no sample
+            continue  # not a sample
     return found
 
 
 def cache_hit_rate(answers: Sequence[Counted], before: Metrics, after: Metrics) -> float | None:
-    """Share of input tokens found in the prefix cache: ``cached_tokens`` of the answers' usage over all input tokens,
-    else by the server's counters, over whatever it did in between. None where neither says."""
+    """Share of input tokens found in the prefix cache: ``cached_tokens`` in the usage of the answers over all input
+    tokens, else from the server's counters over the same time. None if neither is available."""
     cached = [a.answer.cached_tokens for a in answers if a.answer.cached_tokens is not None]
     total = sum(a.input_tokens for a in answers)
     if cached and total:
@@ -58,10 +58,10 @@ def cache_hit_rate(answers: Sequence[Counted], before: Metrics, after: Metrics) 
 
 
 async def acceptance_length(client: Client, before: Metrics, after: Metrics) -> float | None:
-    """Tokens a step of speculative decoding gives, its own one included. None without speculative decoding.
+    """Tokens per step of speculative decoding, including the step's own. None without speculative decoding.
 
-    By vLLM's counters ``1 + accepted / drafts``, of what it did in between; by SGLang's gauge or server information,
-    its mean of late, or since its start.
+    From vLLM's counters it is ``1 + accepted / drafts`` over the time between the two readings; SGLang's gauge or
+    server information give a recent mean, or the mean since the start.
     """
     accepted, drafts = _DRAFTS
     if steps := _increase(drafts, before, after):
@@ -78,7 +78,7 @@ async def acceptance_length(client: Client, before: Metrics, after: Metrics) -> 
 
 
 async def _look(client: Client, path: str) -> tuple[int, str]:
-    """As :meth:`Client.get`; a server that is gone must not take the answers with it that it gave."""
+    """Like :meth:`Client.get`, but never raises: answers are kept even if the server has gone."""
     try:
         return await client.get(path)
     except ServerError:
@@ -99,20 +99,20 @@ def _increase(name: str, before: Metrics, after: Metrics) -> float:
 
 
 async def profiled(client: Client, work: Callable[[], Awaitable[Any]]) -> str:
-    """Run ``work`` between ``/start_profile`` and ``/stop_profile``; what the server then says of its trace.
+    """Run ``work`` between ``/start_profile`` and ``/stop_profile``, and return the server's message about its trace.
 
-    Servers write traces where they were told to at their start: vLLM ``--profiler-config``, SGLang
+    The directory for traces is set when the server starts: vLLM ``--profiler-config``, SGLang
     ``SGLANG_TORCH_PROFILER_DIR``, polymoe ``--profile``.
 
     Raises:
-        ServerError: if it has no profiler, or fails to start or stop it.
+        ServerError: if it has no profiler or fails to start or stop it.
     """
     await _switch(client, "/start_profile")
     try:
         await work()
     finally:
         said = await _switch(client, "/stop_profile")
-    return said.strip() or "written where the server was told to"
+    return said.strip() or "written to the server's trace directory"
 
 
 async def _switch(client: Client, path: str) -> str:
@@ -122,6 +122,6 @@ async def _switch(client: Client, path: str) -> str:
             client.url + path,
             expected="a server started with its profiler",
             got=f"HTTP {status}: {body[:200]}",
-            hint="polymoe serve --profile DIR; vllm serve --profiler-config ...; SGLang has it always",
+            hint="polymoe serve --profile DIR; vllm serve --profiler-config ...; SGLang always has it",
         )
     return body

@@ -1,9 +1,9 @@
-"""Prompts of a wanted length in tokens, no two alike, counted as the server counts them.
+"""Random prompts of a given length in tokens, as counted by the server.
 
-A prompt is a row of short words, drawn at random, that are one token each in the vocabularies of today's models; for a
-model with a token a character, a row of digits. How many tokens they really are, and what a server adds (a first token,
-a chat template), is not assumed: texts are counted, by the server or by a tokenizer, and lengthened or cut until the
-count is right. Random words start differently, so that a server's prefix cache finds none of them.
+A prompt is a sequence of random short words that are one token each in today's vocabularies, or of digits for a model
+with one token per character. Neither the number of tokens nor what a server adds (a first token, a chat template) is
+assumed: the server or a tokenizer counts each text, which is lengthened or shortened until the count is right. Prompts
+start with different words, so that a server's prefix cache finds none of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from polymoe.errors import ArgumentError, MissingDependency, ServerError
 __all__ = ["Count", "Prompts", "Tokenizer"]
 
 Count = Callable[[str], Awaitable[int]]
-"""Tokens of a prompt, with everything that is added to it."""
+"""Counts the tokens of a prompt with everything that is added to it."""
 
 _COMMON = (
     "the of and to in is you that it he was for on are as with his they at be this have from or one had by word but "
@@ -35,12 +35,12 @@ _DIGITS = tuple("0123456789")
 
 
 class Prompts:
-    """Makes prompts; :meth:`calibrate` comes first.
+    """Makes prompts; call :meth:`calibrate` first.
 
     Args:
-        count: counts a prompt's tokens.
-        seed: prompts of two objects with one seed are the same.
-        shared: tokens at the start that all prompts have in common, for a server's prefix cache to find.
+        count: counts the tokens of a prompt.
+        seed: two objects with the same seed make the same prompts.
+        shared: number of tokens at the start that all prompts share, for the prefix cache of a server.
     """
 
     def __init__(self, count: Count, *, seed: int, shared: int = 0) -> None:
@@ -55,11 +55,11 @@ class Prompts:
         self._fitted: dict[int, tuple[int, int]] = {}
 
     async def calibrate(self) -> None:
-        """Find words that are one token each, and how many tokens are added to them.
+        """Find words of one token each, and the number of added tokens.
 
         Raises:
-            ServerError: if the server counts no prompt.
-            ArgumentError: if longer prompts do not count more.
+            ServerError: if the server does not count prompts.
+            ArgumentError: if longer prompts do not have more tokens.
         """
         found = []
         for words, between in ((_WORDS, " "), (_DIGITS, "")):
@@ -69,7 +69,7 @@ class Prompts:
             except ServerError:
                 if words is _DIGITS:
                     raise
-                continue  # letters may be a token each, and so many not fit into the context
+                continue  # letters may be one token each, and the text too long for the context
             each = (twice - once) / len(words)
             if each > 0:
                 found.append((each != 1, each, once - each * len(words), words, between))
@@ -79,17 +79,17 @@ class Prompts:
             raise ArgumentError(
                 "--input-len",
                 expected="a server whose count of tokens grows with the prompt",
-                got="one that stays",
-                hint="--tokenizer names the model's own",
+                got="a constant count",
+                hint="name the model's tokenizer with --tokenizer",
             )
         _, self._each, self._added, self._words, self._between = min(found)
         self._prefix = tuple(self._random.choices(self._words, k=round(self._shared / self._each)))
 
     async def make(self, tokens: int, number: int) -> tuple[list[str], int]:
-        """``number`` prompts of ``tokens`` tokens, or as near as whole words come, and how many they are.
+        """Make ``number`` prompts of ``tokens`` tokens, or as close as whole words get, and return their length.
 
         Raises:
-            ArgumentError: if there is less room than for one word.
+            ArgumentError: if ``tokens`` is less than one word needs.
             ServerError: if the server refuses to count a prompt of that length.
         """
         if tokens not in self._fitted:
@@ -98,7 +98,7 @@ class Prompts:
         return [self._text(words) for _ in range(number)], counted
 
     async def _fit(self, tokens: int) -> tuple[int, int]:
-        """With how many words a prompt has so many tokens, and how many it has: a guess, set right by counting."""
+        """Return the number of words for ``tokens`` tokens and the true count: a guess, corrected by counting."""
         words = max(len(self._prefix) + 1, round((tokens - self._added) / self._each))
         tried: dict[int, int] = {}
         while words not in tried and len(tried) < 5:
@@ -121,15 +121,15 @@ class Prompts:
 
 
 class Tokenizer:
-    """Counts tokens as a server with this tokenizer does.
+    """Counts tokens like a server with this tokenizer.
 
     Args:
-        path: a directory or Hub id that Transformers' ``AutoTokenizer`` reads.
-        chat: whether prompts are sent as chat messages, which its chat template then renders.
+        path: a directory or Hub id for Transformers' ``AutoTokenizer``.
+        chat: whether prompts are sent as chat messages, which the chat template renders.
 
     Raises:
         MissingDependency: without Transformers.
-        ArgumentError: if there is no tokenizer, or none with a chat template.
+        ArgumentError: if the path has no tokenizer, or no chat template.
     """
 
     def __init__(self, path: str, *, chat: bool) -> None:
@@ -142,13 +142,15 @@ class Tokenizer:
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(path)
         except Exception as error:  # tokenizers raises plain Exception for a file it cannot read
-            raise ArgumentError("--tokenizer", expected="one Transformers reads", got=f"{path}: {error}") from error
+            raise ArgumentError(
+                "--tokenizer", expected="a tokenizer that Transformers reads", got=f"{path}: {error}"
+            ) from error
         if chat and getattr(self._tokenizer, "chat_template", None) is None:
             raise ArgumentError("--tokenizer", expected="one with a chat template, for --chat", got=f"{path}: none")
         self._chat = chat
 
     def count_prompt(self, text: str) -> int:
-        """Tokens of a prompt, with those that the template or the tokenizer adds."""
+        """Count the tokens of a prompt, including those that the template or the tokenizer adds."""
         if not self._chat:
             return len(self._tokenizer(text, verbose=False)["input_ids"])
         message = {"role": "user", "content": text}
@@ -157,5 +159,5 @@ class Tokenizer:
         )
 
     def count_text(self, text: str) -> int:
-        """Tokens of a text alone, such as an answer's."""
+        """Count the tokens of a text alone, such as an answer."""
         return len(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

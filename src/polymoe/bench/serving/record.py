@@ -1,4 +1,4 @@
-"""Records of a server's bench: one JSON line for each row of a table, made of the answers to its requests."""
+"""Records of server benchmarks: one JSON line for each row of a table, computed from the answers to its requests."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from polymoe.bench.serving.measures import (
 __all__ = ["LOADS", "Load", "Mode", "Origin", "ServingRecord", "Surroundings", "newest", "read", "record"]
 
 Mode = Literal["batch", "concurrency", "rate"]
-"""How requests are sent: all at once, so many at a time, so many a second."""
+"""How requests are sent: all at once, a fixed number at a time, or at a rate per second."""
 
 LOADS: Mapping[str, str] = {"batch": "batch size", "concurrency": "concurrency", "rate": "requests/s"}
-"""What the load of each mode is called."""
+"""Name of the load in each mode."""
 
-_BUSY = 0.8  # of one core: from there on this client may be what is slow
+_BUSY = 0.8  # of one core: above it, this client may be the bottleneck
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What one row asks of a server.
+    """The requests of one row.
 
     Attributes:
         mode, load: how requests are sent, and the batch size, concurrency or requests a second.
-        requests: how many.
-        input_len, output_len: tokens of each prompt, and of each answer at most.
+        requests: their number.
+        input_len, output_len: tokens of each prompt, and the limit for each answer.
     """
 
     mode: Mode
@@ -56,12 +56,12 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """What all records of one run share.
+    """The fields that all records of one run share.
 
     Attributes:
         label: the server's name in tables and plots.
-        server, model, engine: its URL, and what it calls its model and itself.
-        device: its GPUs, where this machine can tell.
+        server, model, engine: its URL, its model's name and its own.
+        device: its GPUs, if this machine knows them.
         gpu_price, gpus: US dollars an hour for one GPU, or None, and how many GPUs it runs on.
         seed, commit, command: of this client.
     """
@@ -80,7 +80,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What was seen around the requests; see :class:`ServingRecord`."""
+    """Observations beside the requests; see :class:`ServingRecord`."""
 
     acceptance_length: float | None = None
     cache_hit_rate: float | None = None
@@ -90,28 +90,28 @@ class Surroundings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingRecord:
-    """One row. What could not be measured is None; numbers are of the requests that were answered in full.
+    """One row. Unknown values are None; all numbers are of completely answered requests.
 
     Attributes:
-        mode, load, requests, input_len, output_len: what was asked; see :class:`Load`.
-        answered, refused, failed: requests with a whole answer, with HTTP 429, and all others.
-        errors: messages of those refused and failed, each with its count.
+        mode, load, requests, input_len, output_len: see :class:`Load`.
+        answered, refused, failed: requests with a complete answer, with HTTP 429, and all others.
+        errors: messages of refused and failed requests, each with its count.
         input_tokens, output_tokens: of all answers together, as ``counted_by`` "usage", "tokenizer" or "chunks".
-        tokens_per_chunk: output tokens over pieces of the stream.
+        tokens_per_chunk: output tokens per piece of the stream.
         duration_us: from the first request to the end of the last answer.
         latency_us, ttft_us, itl_us: over requests: their latency and time to first token; over tokens: mean
             inter-token latency, with the percentiles of gaps between pieces.
-        input_tps, output_tps: tokens a second. Of a batch, input until the last first token, output from there on; of
-            other modes, each over the whole duration.
-        at_once: the most answers under way at one time.
-        acceptance_length: tokens a step of speculative decoding.
+        input_tps, output_tps: tokens per second. For a batch, input until the last first token, output from there on;
+            for other modes, each over the whole duration.
+        at_once: largest number of answers running at one time.
+        acceptance_length: tokens per step of speculative decoding.
         cache_hit_rate: share of input tokens found in the prefix cache.
         input_cost, output_cost: US dollars for a million tokens, at this batch's rates of each.
         total_cost: US dollars for a million tokens of both kinds together, over the whole duration.
         joules, tokens_per_joule: energy of the GPUs over the whole duration; output tokens for each joule, which is
-            output tokens a second for each watt.
-        client_load: CPU seconds of this client a second; near 1, it may be what is slow.
-        notes: what a reader must know before comparing the row with another.
+            output tokens per second and watt.
+        client_load: CPU seconds of this client per second; near 1, it may be the bottleneck.
+        notes: remarks that matter when the row is compared with another.
         label, server, model, engine, device, gpu_price, gpus, seed, commit, date, command: see :class:`Origin`.
     """
 
@@ -158,12 +158,12 @@ class ServingRecord:
 
     @property
     def asked(self) -> Load:
-        """What the row asked of the server."""
+        """The requests of the row."""
         return Load(**{f.name: getattr(self, f.name) for f in fields(Load)})
 
     @property
     def series(self) -> tuple[str, str, str | None, str, int, int]:
-        """Records that differ in nothing but load and time: one line of a plot."""
+        """Identifies records that differ only in load and time: one line of a plot."""
         return (self.label, self.model, self.device, self.mode, self.input_len, self.output_len)
 
     def to_dict(self) -> dict[str, Any]:
@@ -189,14 +189,14 @@ def record(
     count_text: Callable[[str], int] | None = None,
     seen: Surroundings | None = None,
 ) -> ServingRecord:
-    """The record of one row's answers.
+    """Compute the record of one row from its answers.
 
     Args:
-        load, origin: what was asked, of whom.
-        answers: to all requests, of whatever kind.
-        prompt_tokens: of each prompt, where a server's usage does not say.
-        count_text: counts an answer's tokens, where a server's usage does not.
-        seen: what was seen around the requests.
+        load, origin: the requests and the server.
+        answers: the answers to all requests, including failures.
+        prompt_tokens: tokens of each prompt, if the server does not send usage.
+        count_text: counts the tokens of an answer, if the server does not send usage.
+        seen: observations beside the requests.
     """
     seen = seen or Surroundings()
     whole = [count_tokens(a, prompt_tokens, count_text) for a in answers if a.error is None]
@@ -248,8 +248,8 @@ def _rates(load: Load, whole: Sequence[Counted], duration: float | None) -> tupl
     if load.mode != "batch":
         return inputs / duration, sum(a.output_tokens for a in whole) / duration
     if not all(a.answer.streamed for a in whole):
-        return None, None  # what was input and what output is not to be told apart
-    # SGLang's input rate: the whole batch's prompts over the time until each has its first token.
+        return None, None  # input and output cannot be separated
+    # SGLang's input rate: all prompts of the batch over the time until each has its first token.
     first_tokens = max(a.first for a in whole) - min(a.answer.sent for a in whole)
     return inputs / first_tokens, decode_rate(whole)
 
@@ -264,16 +264,16 @@ def _notes(load: Load, whole: Sequence[Counted], together: int | None, client_lo
     if outputs != [load.output_len]:
         yield f"answers had {_range(outputs)} tokens, not {load.output_len}"
     if any(a.by == "chunks" for a in whole):
-        yield "the server counts no tokens: output tokens are pieces of the stream, at least as many as these"
+        yield "the server does not count tokens: output tokens are pieces of the stream, a lower bound"
     if not all(a.answer.streamed for a in whole):
-        yield "the server does not stream: when a token came is not known"
+        yield "the server does not stream: arrival times of tokens are unknown"
     if load.mode == "batch" and together is not None and together < len(whole):
-        yield f"at most {together} of {len(whole)} answers were under way at once: this is no batch of {load.load:g}"
+        yield f"at most {together} of {len(whole)} answers ran at once: the server did not run a batch of {load.load:g}"
     tokens, chunks = sum(a.output_tokens for a in whole), sum(len(a.answer.chunks) for a in whole)
     if all(a.answer.streamed for a in whole) and tokens > 1.1 * chunks:
-        yield f"{tokens / chunks:.1f} tokens a piece: percentiles of ITL are of pieces, the mean is of tokens"
+        yield f"{tokens / chunks:.1f} tokens per piece: percentiles of ITL are of pieces, the mean is of tokens"
     if client_load > _BUSY:
-        yield f"this client was busy {client_load:.0%} of the time: it may be what is slow"
+        yield f"this client was busy {client_load:.0%} of the time: it may be the bottleneck"
 
 
 def _range(values: Sequence[int]) -> str:
@@ -281,17 +281,17 @@ def _range(values: Sequence[int]) -> str:
 
 
 def read(path: Path) -> list[ServingRecord]:
-    """Every record of a file, in its order.
+    """Return every record of a file, in order.
 
     Raises:
-        ArgumentError: naming the line that is none.
+        ArgumentError: for a line that is not a record.
     """
     names = {f.name for f in fields(ServingRecord)}
     return [ServingRecord.from_dict(values) for values in read_lines(path, names, "a record of bench serve")]
 
 
 def newest(records: Iterable[ServingRecord]) -> list[ServingRecord]:
-    """The newest record of each series and load, the later one where dates are the same."""
+    """Return the newest record of each series and load; of equal dates, the later line."""
     best: dict[tuple[object, ...], ServingRecord] = {}
     for r in records:
         key = (*r.series, r.load)

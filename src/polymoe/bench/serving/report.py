@@ -1,4 +1,4 @@
-"""Tables and pictures of a server's bench: the same columns on the terminal and in Markdown, a PNG of both halves."""
+"""Tables and plots of server benchmarks: the same columns on the terminal and in Markdown, and a PNG."""
 
 from __future__ import annotations
 
@@ -73,26 +73,26 @@ _IF_KNOWN: Sequence[tuple[str, str, _Cell]] = (
 
 
 def columns(records: Sequence[ServingRecord]) -> list[tuple[str, list[str]]]:
-    """Columns of records of one mode: heading and cells. Those that nothing is known of are left out."""
+    """Return the columns of records of one mode, heading and cells; columns without data are left out."""
     mode = records[0].mode
     chosen = list(_BATCH if mode == "batch" else ((LOADS[mode], lambda r: f"{r.load:g}"), *_LOADED))
     for field, heading, cell in _IF_KNOWN:
         if field == "total_cost" and mode == "batch":
-            continue  # a batch has its two halves
+            continue  # a batch has prefill and decode rates
         if any(getattr(r, field) is not None for r in records):
             chosen.append((heading, cell))
     return [(heading, [cell(r) for r in records]) for heading, cell in chosen]
 
 
 def title(r: ServingRecord) -> str:
-    """What was measured: server, model, GPUs and their price."""
+    """Return a title: server, model, GPUs and their price."""
     gpus = f"{r.gpus} x {r.device or 'GPU'}" if r.device or r.gpus > 1 or r.gpu_price is not None else ""
     price = "" if r.gpu_price is None else f" at ${r.gpu_price:g} an hour"
     return f"{r.label}: {r.model}" + (f" on {gpus}{price}" if gpus else "")
 
 
 def remarks(records: Sequence[ServingRecord]) -> list[str]:
-    """Notes and errors of each row, a line each."""
+    """Return notes and errors of each row, one line for each."""
     lines = []
     for r in records:
         lines += [f"{r.asked}: {note}" for note in r.notes]
@@ -101,7 +101,7 @@ def remarks(records: Sequence[ServingRecord]) -> list[str]:
 
 
 def table(records: Sequence[ServingRecord]) -> Any:
-    """For the terminal, as rich's table."""
+    """Return a table of rich, for the terminal."""
     from rich.table import Table
 
     found = columns(records)
@@ -112,7 +112,7 @@ def table(records: Sequence[ServingRecord]) -> Any:
 
 
 def markdown(records: Sequence[ServingRecord]) -> str:
-    """The table with its title, remarks, and the commands that made it."""
+    """Return the table with its title, remarks and commands."""
     found = columns(records)
     lines = [f"**{title(records[0])}**", "", "| " + " | ".join(heading for heading, _ in found) + " |"]
     lines.append("|" + " ---: |" * len(found))
@@ -126,7 +126,7 @@ def markdown(records: Sequence[ServingRecord]) -> str:
 
 
 def write_markdown(path: Path, records: Sequence[ServingRecord]) -> None:
-    """Write :func:`markdown` to a file, whole or not at all."""
+    """Write :func:`markdown` to a file atomically."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         draft.write_text(markdown(records), encoding="utf-8")
@@ -136,7 +136,7 @@ def write_markdown(path: Path, records: Sequence[ServingRecord]) -> None:
 
 
 def plot(records: Sequence[ServingRecord], path: Path) -> None:
-    """Write a PNG of records of one mode: throughput on the left, waiting on the right, over the load."""
+    """Write a PNG of records of one mode over the load: throughput on the left, latencies on the right."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.ticker import LogLocator, NullFormatter
@@ -154,7 +154,7 @@ def plot(records: Sequence[ServingRecord], path: Path) -> None:
                 if points:
                     axes.plot(*zip(*points, strict=True), style, color=f"C{color}", markersize=4)
     loads = sorted({r.load for r in records})
-    for axes, half, what in zip((rates, times), curves, ("tokens a second", "milliseconds"), strict=True):
+    for axes, half, what in zip((rates, times), curves, ("tokens per second", "milliseconds"), strict=True):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xticks(loads, [f"{load:g}" for load in loads])
@@ -184,7 +184,7 @@ _Curve = tuple[str, str, Callable[[ServingRecord], float | None]]
 
 
 def _curves(mode: str) -> tuple[Sequence[_Curve], Sequence[_Curve]]:
-    """Name, line style and value of what is drawn: rates, times."""
+    """Return name, line style and value of each curve: rates, and times."""
 
     def ms(name: str, which: str) -> Callable[[ServingRecord], float | None]:
         return lambda r: None if getattr(r, name) is None else getattr(getattr(r, name), which) / 1e3
@@ -201,7 +201,7 @@ def _curves(mode: str) -> tuple[Sequence[_Curve], Sequence[_Curve]]:
 
 
 def _name(r: ServingRecord, among: Sequence[ServingRecord]) -> str:
-    """What tells this line from the others."""
+    """Return a label that distinguishes this line from the others."""
     values: Sequence[Callable[[ServingRecord], object]] = (
         lambda x: x.label,
         lambda x: x.model,

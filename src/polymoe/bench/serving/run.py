@@ -1,4 +1,4 @@
-"""A bench of a server: row after row, each warmed up, sent, observed and recorded."""
+"""Run a server benchmark: warm up, send, observe and record one row after the other."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _PROFILED_OUTPUT = 8  # tokens: a trace of a whole answer is too large to open
 def rows(
     mode: Mode, loads: Sequence[float], input_lens: Sequence[int], output_lens: Sequence[int], requests: int | None
 ) -> list[Load]:
-    """Every combination, inputs and outputs first. ``requests`` of None is five times the concurrency, or a minute of
-    the rate, at least 20; of a batch it is the batch."""
+    """Return every combination, ordered by input and output length. ``requests`` of None means five times the
+    concurrency, or one minute of the rate, at least 20; for a batch it is the batch size."""
     found = []
     for input_len, output_len, load in itertools.product(input_lens, output_lens, loads):
         if mode == "batch":
@@ -45,14 +45,14 @@ class ServingBench:
     """Runs rows against one server.
 
     Attributes:
-        client: settled.
-        prompts: calibrated.
-        origin: what records share.
-        tokenizer: counts answers where the server does not.
-        meter: energy of the server's GPUs.
-        warm: send a small row of the same kind before each load that is new, not measured.
-        profile: after each row, run a short one like it under the server's profiler.
-        say: told what is going on, a line at a time.
+        client: after :meth:`Client.settle`.
+        prompts: after :meth:`Prompts.calibrate`.
+        origin: the fields that all records share.
+        tokenizer: counts answers if the server does not.
+        meter: measures the energy of the server's GPUs.
+        warm: send a small row of the same kind before each new load, without measuring it.
+        profile: repeat a short copy of each row under the server's profiler.
+        say: called with a line of progress.
     """
 
     client: Client
@@ -70,10 +70,10 @@ class ServingBench:
         on_record: Callable[[ServingRecord], None],
         on_trace: Callable[[Load, str], None] = lambda load, said: None,
     ) -> None:
-        """Run the rows in order; each record is handed over as soon as it is there.
+        """Run the rows in order; ``keep`` gets each record when it is finished.
 
         Raises:
-            ServerError: once a whole row met a server that could not be reached, or one that cannot profile.
+            ServerError: if the server could not be reached during a whole row, or cannot profile.
         """
         warmed: set[float] = set()
         for load in loads:
@@ -102,14 +102,14 @@ class ServingBench:
         try:
             prompts, _ = await self.prompts.make(input_len, number)
         except ServerError:
-            return  # the row itself will say so
+            return  # the row itself will report it
         await one_batch(self.client.ask, [self.client.request(p, output_len) for p in prompts])
 
     async def _row(self, load: Load) -> tuple[list[Answer], ServingRecord]:
         self.say(f"{load}: making prompts")
         try:
             prompts, prompt_tokens = await self.prompts.make(load.input_len, load.requests)
-        except ServerError as error:  # too long for its context, for one
+        except ServerError as error:  # for example too long for its context
             now = time.perf_counter()
             status = 400 if (error.got or "").startswith("HTTP") else 0
             failed = [Answer(sent=now, ended=now, error=error.got, status=status) for _ in range(load.requests)]
@@ -156,7 +156,7 @@ class ServingBench:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """No garbage collection meanwhile: it would show in the arrival times of whatever comes then."""
+    """Disable garbage collection, which would distort arrival times."""
     enabled = gc.isenabled()
     gc.collect()
     gc.disable()
