@@ -49,7 +49,11 @@ def _header() -> str:
 
 def unit_source(family: Family, format: str) -> str:
     """The source file with a family's kernels for a format."""
-    lines = [f'{_NOTICE}#include "../gemm/{family.name}.cuh"\n', "// clang-format off"]
+    meaning = "the part, consumer warpgroups, blocks of 64 rows of weights for each, blocks of 64 columns\n"
+    meaning += "// in a stage, bytes of a stage, block_m, and the widths of wgmma for fewer rows."
+    if isinstance(family, MmaFamily):
+        meaning = "the part, rows of x in multiples of 8, block_n, bytes of a stage."
+    lines = [f'{_NOTICE}#include "../gemm/{family.name}.cuh"\n', f"// Last arguments: {meaning}", "// clang-format off"]
     sizes = family.formats[format]
     for part in family.parts:
         for block_m, tile in family.tiles.items():

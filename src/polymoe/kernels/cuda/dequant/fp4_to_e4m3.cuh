@@ -6,6 +6,7 @@
 #pragma once
 #include "../ptx/convert.cuh"
 #include "../ptx/memory.cuh"
+#include "../sizes.cuh"
 
 namespace polymoe {
 
@@ -31,8 +32,7 @@ __device__ __forceinline__ void dequant_e2m1_to_e4m3(uint32_t& first, uint32_t& 
 }
 
 // MXFP4: for each 64 columns, the offsets for two groups of 32, of rows g and g + 8.
-struct Mxfp4ToE4m3 {
-    static constexpr int kScaleBytes = 128, kScaleBlocks = 1;
+struct Mxfp4ToE4m3 : Mxfp4Sizes {
     static constexpr int kSecondHalf = 8, kPair = 2;  // columns of h are in their own order
 
     // What a row's accumulators are multiplied by: 2^-6 from the table, the row's largest scale, the expert's scale.

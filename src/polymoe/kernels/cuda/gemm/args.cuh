@@ -36,7 +36,7 @@ struct GemmArgs {
     const uint16_t* x;             // rows of k elements, or permuted tiles
     void* out;  // gate_up, up: h by permuted row; down: y, float32 by expanded row or bfloat16 by permuted row
     const int* num_tiles;                   // work tiles in use
-    const WorkTile* work_tiles;             //
+    const WorkTile* work_tiles;             // by expert
     const int* permuted_to_expanded;        // expanded row of each permuted row
     const float* router_weights;            // [expanded rows]: multiply the input; or null
     long long codes_stride, scales_stride;  // bytes of an expert
