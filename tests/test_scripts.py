@@ -49,8 +49,8 @@ def test_all_passed(tmp_path: Path) -> None:
     assert code == 0
     lines = output.splitlines()
     assert lines[:3] == [
-        "python -m pytest -q -m gpu and not slow -n 8",
-        "python -m pytest -q -m gpu and slow",
+        "python -m pytest -q -m not slow tests/gpu -n 8",
+        "python -m pytest -q -m slow tests/gpu",
         "python -m pytest -q -m not gpu tests/contract",
     ]
     for line, which in zip(lines[3:7], ALL, strict=True):
@@ -71,12 +71,12 @@ def test_arguments_choose_among_the_tests_that_need_a_gpu(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("tests", "sanitizer", "failed"),
     [
-        ({"gpu and not slow": 1}, {}, {"tests": 1}),
-        ({"gpu and slow": 2}, {}, {"measured": 2}),
+        ({"not slow": 1}, {}, {"tests": 1}),
+        ({"slow": 2}, {}, {"measured": 2}),
         ({"not gpu": 5}, {}, {"contract": 5}),
         ({}, {ALL[0]: 9}, {ALL[0]: 9}),
         ({}, {ALL[3]: 9}, {ALL[3]: 9}),
-        ({"gpu and not slow": 5}, {ALL[1]: 1, ALL[2]: 1}, {"tests": 5, ALL[1]: 1, ALL[2]: 1}),
+        ({"not slow": 5}, {ALL[1]: 1, ALL[2]: 1}, {"tests": 5, ALL[1]: 1, ALL[2]: 1}),
     ],
 )
 def test_what_failed_is_named(

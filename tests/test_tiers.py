@@ -100,3 +100,10 @@ def test_the_seed_is_the_commit(tmp_path: Path) -> None:
     head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout
     assert head.startswith(tiers.default_seed(tmp_path))
     assert len(tiers.default_seed(tmp_path)) == 12
+
+
+def test_tests_that_need_a_gpu_are_all_in_one_place() -> None:
+    """tests/conftest.py marks them."""
+    here = Path(__file__).parent
+    marked = [path for path in here.rglob("test_*.py") if "mark.gpu" in path.read_text(encoding="utf-8")]
+    assert marked == [Path(__file__)]

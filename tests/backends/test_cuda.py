@@ -1,43 +1,29 @@
-"""The CUDA backend: its verdicts and configurations anywhere, its results on an SM90 GPU."""
+"""The CUDA backend with 4-bit weights and x in 16 bits: its verdicts and configurations."""
 
 from __future__ import annotations
 
 import json
 import re
 from dataclasses import replace
-from threading import Thread
 from typing import Any
 
 import pytest
-import torch
 
-from polymoe.activations import GeGLU, ReLU2, SwiGLU
+from polymoe.activations import SwiGLU
 from polymoe.backends.cuda.backend import Cuda, CudaConfig
-from polymoe.backends.reference import run_experts
 from polymoe.bench.cases import CASES
 from polymoe.errors import PlanError
-from polymoe.experts import FusedExperts
 from polymoe.formats import FORMATS
-from polymoe.layouts import LAYOUTS
 from polymoe.machine import DEVICES, Machine
-from polymoe.numerics import TOLERANCE, relative_error
 from polymoe.planning.measured import Measured, Table, problem_key
 from polymoe.planning.select import select
 from polymoe.problem import Problem
-from polymoe.routing import Routing
-from polymoe.runtime import PlanRequest
 from polymoe.scale_range import ScaleRange
 from polymoe.tensors import ExpertsSpec
 from polymoe.verdict import Accepted, Reason, Rejected
-from support.captured import captured_follows_new_rows
-from support.cuda_calls import need_sm90, on_gpu, same_experts
-from support.problems import GPT_OSS, problem_of, random_call, random_experts
+from support.problems import problem_of, random_experts
 
 H200 = Machine(DEVICES["h200"], driver=(13, 0))
-EVERY = [
-    *[CudaConfig("w4a16_mma", rows, height) for rows in (8, 12, 16) for height in (64, 128)],
-    *[CudaConfig("w4a16_wgmma", rows) for rows in (32, 64, 128, 256)],
-]
 
 
 def seed_problem(format: str = "mxfp4", **kwargs: Any) -> Problem:
@@ -199,117 +185,3 @@ class TestAuto:
             plan = select(seed_problem(), machine, table=Table(((row, old),))).require()
         assert plan.step(64).config == CudaConfig("w4a16_mma", 16, 128)
         assert plan.step(512).config == CudaConfig("w4a16_wgmma", 32)
-
-
-@pytest.mark.gpu
-class TestOnGpu:
-    @pytest.fixture(autouse=True)
-    def _sm90(self) -> None:
-        need_sm90()
-
-    @pytest.mark.parametrize("tokens", [1, 3, 40, 300])
-    @pytest.mark.parametrize("config", EVERY, ids=str)
-    def test_every_configuration(self, config: CudaConfig, tokens: int) -> None:
-        weights = random_experts(hidden=336, intermediate=272, experts=7, bias=True)
-        on_gpu(weights, *random_call(tokens, 336, 7, 3, torch.bfloat16), config=config, activation=GPT_OSS)
-
-    @pytest.mark.parametrize("config", EVERY, ids=str)
-    @pytest.mark.parametrize(
-        ("hidden", "intermediate", "gated", "top_k"),
-        [(2880, 720, True, 4), (1024, 2688, False, 22), (192, 336, True, 1), (16, 16, False, 1)],
-    )
-    def test_odd_sizes(self, config: CudaConfig, hidden: int, intermediate: int, gated: bool, top_k: int) -> None:
-        weights = same_experts(hidden=hidden, intermediate=intermediate, gated=gated, bias=True, experts=5)
-        on_gpu(weights, *random_call(40, hidden, 5, top_k, torch.bfloat16), config=config)
-
-    @pytest.mark.parametrize("format", ["nvfp4", "int4_g32", "int4_g128"])
-    @pytest.mark.parametrize("config", EVERY, ids=str)
-    def test_other_formats(self, config: CudaConfig, format: str) -> None:
-        for tokens in (3, 200):
-            weights = random_experts(format, hidden=336, intermediate=208, experts=4, bias=True)
-            on_gpu(weights, *random_call(tokens, 336, 4, 3, torch.bfloat16), config=config)
-
-    def test_x_that_is_not_aligned_and_a_thread_that_is_new(self) -> None:
-        """A view that begins 2 bytes behind a multiple of 16; a thread in which nothing has used the GPU."""
-        weights = random_experts()
-        problem, (x, routing) = problem_of(weights), random_call(4, 64, 5, dtype=torch.bfloat16)
-        packed = LAYOUTS["w4a16_fragments"].pack(weights, torch.device("cuda"))
-        shifted = torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view(x.shape)
-        shifted.copy_(x)
-        there = Routing(*(part.cuda() for part in routing))
-        aligned = x.cuda()
-        for given in (shifted, aligned):
-            out = torch.empty_like(aligned)
-            torch.cuda.synchronize()
-            thread = Thread(target=Cuda().bind(problem, packed).run, args=(given, there, EVERY[0], out))
-            thread.start()
-            thread.join()
-            assert relative_error(out.cpu(), run_experts(problem, weights, x, routing)) < TOLERANCE
-
-    @pytest.mark.parametrize("weight_on", ["output", "input"])
-    @pytest.mark.parametrize("activation", [GPT_OSS, GeGLU(), GeGLU("tanh"), ReLU2()], ids=lambda a: a.name)
-    @pytest.mark.parametrize("tokens", [9, 200])
-    def test_activations(self, tokens: int, activation: Any, weight_on: str) -> None:
-        weights = random_experts(bias=True, gated=activation.gated)
-        call = random_call(tokens, 64, 5, dtype=torch.bfloat16)
-        on_gpu(weights, *call, activation=activation, weight_on=weight_on)
-
-    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-    @pytest.mark.parametrize("tokens", [9, 200])
-    def test_dtypes_of_x(self, tokens: int, dtype: torch.dtype) -> None:
-        on_gpu(random_experts(), *random_call(tokens, 64, 5, dtype=dtype))
-
-    @pytest.mark.parametrize("config", [EVERY[0], EVERY[6]], ids=str)
-    def test_ids_of_others_are_never_read(self, config: CudaConfig) -> None:
-        weights = random_experts(bias=True)
-        x, routing = random_call(40, 64, 5, dtype=torch.bfloat16)
-        routing.topk_ids_TA[::3, 0] = -1
-        routing.topk_ids_TA[1::3, 1] = 5
-        routing.topk_weights_TA[::3, 0] = float("nan")
-        on_gpu(weights, x, routing, config=config)
-
-    @pytest.mark.parametrize("tokens", [1, 300])
-    def test_one_expert_with_all_and_one_with_none(self, tokens: int) -> None:
-        weights = random_experts(experts=300, hidden=64, intermediate=32)
-        x, routing = random_call(tokens, 64, 300, 2, torch.bfloat16)
-        for config in EVERY:
-            on_gpu(
-                weights, x, Routing(torch.full_like(routing.topk_ids_TA, 299), routing.topk_weights_TA), config=config
-            )
-
-    @pytest.mark.parametrize("config", EVERY, ids=str)
-    def test_many_repeats_to_the_bit(self, config: CudaConfig) -> None:
-        """Registers of asynchronous products written too early, a barrier too few: they show in some run of many."""
-        weights = random_experts("mxfp4", hidden=1024, intermediate=512, experts=4)
-        problem = problem_of(weights)
-        packed = LAYOUTS["w4a16_fragments"].pack(weights, torch.device("cuda"))
-        x, routing = random_call(400, 1024, 4, dtype=torch.bfloat16)
-        expected = run_experts(problem, weights, x, routing)
-        x, there = x.cuda(), Routing(*(part.cuda() for part in routing))
-        outs = [torch.empty_like(x) for _ in range(2)]
-        Cuda().bind(problem, packed).run(x, there, config, outs[0])
-        assert relative_error(outs[0].cpu(), expected) < TOLERANCE
-        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-        for _ in range(1000):
-            Cuda().bind(problem, packed).run(x, there, config, outs[1])
-            wrong += (outs[0] != outs[1]).any()
-        assert int(wrong) == 0
-
-    @pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4_g32", "int4_g128"])
-    def test_packing_on_the_gpu_is_packing_on_the_cpu(self, format: str) -> None:
-        for hidden, intermediate in ((336, 208), (1024, 512)):
-            weights = same_experts(format, experts=9, hidden=hidden, intermediate=intermediate, bias=True)
-            there, here = (LAYOUTS["w4a16_fragments"].pack(weights, torch.device(d)) for d in ("cuda", "cpu"))
-            assert all(torch.equal(there.tensors[n].cpu(), t) for n, t in here.tensors.items())
-            for got, expected in zip(LAYOUTS["w4a16_fragments"].unpack(there), weights, strict=True):
-                assert torch.equal(got.up.codes.cpu(), expected.up.codes)
-
-    def test_captured_graph_follows_new_routings(self) -> None:
-        weights = random_experts("mxfp4", experts=16, hidden=256, intermediate=256)
-        problem = problem_of(weights)
-        experts = FusedExperts.pack(problem, weights, PlanRequest(Machine.of("cuda"), "mixed", "cuda", TABLE, LAYOUTS))
-        for tokens in (3, 200):
-            captured_follows_new_rows(experts, weights, tokens, replays=5)
-
-
-TABLE = {"cuda": Cuda()}
