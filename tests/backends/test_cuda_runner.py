@@ -1,0 +1,157 @@
+"""The CUDA backend's runner, with launches recorded instead of made: what calls share, and what they do not."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from polymoe.backends.cuda import Cuda, CudaConfig
+from polymoe.backends.cuda.runner import _local_ids
+from polymoe.errors import ArgumentError
+from polymoe.kernels.cuda import modules
+from polymoe.routing import Routing
+from support.cuda_calls import pack
+from support.cuda_emulator import Recorded
+from support.problems import problem_of, random_call, random_experts
+
+FEW, MANY = CudaConfig("w4a16_mma", 8, 64), CudaConfig("w4a16_wgmma", 32)
+Made = list[dict[str, Any]]
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Made:
+    """The launches of all runners: their kernels, grids and arguments."""
+    found: Made = []
+
+    def kernel(unit: str, name: str) -> Recorded:
+        def call(args: Any, grid: tuple[int, ...], threads: int, shared: int) -> None:
+            fields = {n: getattr(args, n) for n, _ in args._fields_}
+            found.append({"kernel": name, "grid": grid, "thread": threading.get_ident(), **fields})
+
+        return Recorded(call)
+
+    monkeypatch.setattr(modules, "kernel", kernel)
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    return found
+
+
+def bound(**kwargs: Any) -> Any:
+    weights = random_experts(hidden=128, intermediate=128, **kwargs)
+    problem = problem_of(weights)
+    return Cuda().bind(problem, pack(problem, weights))
+
+
+def call(runner: Any, config: CudaConfig, tokens: int, **kwargs: Any) -> None:
+    x, routing = random_call(tokens, 128, 5, 2, torch.bfloat16)
+    runner.run(x, routing, config, torch.empty_like(x), **kwargs)
+
+
+@pytest.mark.parametrize("config", [FEW, MANY], ids=str)
+def test_a_call_follows_the_number_of_tokens(made: Made, config: CudaConfig) -> None:
+    """Also where the call before had another one."""
+    runner = bound()
+    for tokens in (3, 40, 3, 1500):
+        made.clear()
+        call(runner, config, tokens)
+        assert [m["rows"] for m in made if "rows" in m] == [2 * tokens] * (2 if tokens == 1500 else 1)
+        assert made[-1]["grid"] == (tokens, 1)
+        gate_up, down = (m for m in made if "k" in m)
+        assert gate_up["out"] == down["x"]
+        assert down["out"] == made[-1]["y"]
+        assert {m["num_tiles"] for m in (gate_up, down)} == {made[0]["num_tiles"]}
+
+
+@pytest.mark.parametrize("config", [FEW, MANY], ids=str)
+def test_arrays_of_a_call_lie_in_the_workspace_that_is_given(made: Made, config: CudaConfig) -> None:
+    runner = bound()
+    bytes = runner.workspace_bytes(7, 2, config)
+    call(runner, config, 7)
+    for _ in range(2):
+        made.clear()
+        workspace = torch.empty(bytes, dtype=torch.uint8)
+        call(runner, config, 7, workspace=workspace)
+        begin, end = workspace.data_ptr(), workspace.data_ptr() + bytes
+        gate_up, down = (m for m in made if "k" in m)
+        inside = [
+            gate_up["out"],
+            gate_up["num_tiles"],
+            gate_up["work_tiles"],
+            down["out"],
+            made[0]["permuted_to_expanded"],
+        ]
+        assert all(begin <= at < end for at in inside)
+        assert len({gate_up["out"], down["out"], gate_up["work_tiles"], gate_up["num_tiles"]}) == 4
+    with pytest.raises(ArgumentError, match="workspace: expected an address that is a multiple of 16"):
+        call(runner, config, 7, workspace=torch.empty(bytes + 1, dtype=torch.uint8)[1:])
+
+
+def test_threads_do_not_share_arguments(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two calls of one layer at once, the second begun and ended between two launches of the first."""
+    runner = bound()
+    call(runner, FEW, 3)
+    made.clear()
+    xs = {name: random_call(tokens, 128, 5, 2, torch.bfloat16) for name, tokens in (("outer", 3), ("inner", 5))}
+    outs = {name: torch.empty_like(x) for name, (x, _) in xs.items()}
+    started: list[threading.Thread] = []
+    prepared = modules.kernel
+
+    def other() -> None:
+        runner.run(*xs["inner"], FEW, outs["inner"])
+
+    def run_outer() -> None:
+        free = runner._free[FEW][-1]
+        launches = free._launches
+
+        def between(stream: int) -> None:
+            launches[1](stream)
+            thread = threading.Thread(target=other)
+            started.append(thread)
+            thread.start()
+            thread.join()
+
+        free._launches = (launches[0], between, *launches[2:])
+        runner.run(*xs["outer"], FEW, outs["outer"])
+
+    run_outer()
+    assert prepared is modules.kernel
+    by_thread: dict[int, Made] = {}
+    for m in made:
+        by_thread.setdefault(m["thread"], []).append(m)
+    assert len(by_thread) == 2
+    outer, inner = by_thread[threading.get_ident()], by_thread[next(t for t in by_thread if t != threading.get_ident())]
+    for launched, name in ((outer, "outer"), (inner, "inner")):
+        x, routing = xs[name]
+        assert [m["kernel"] for m in launched] == [
+            "permutation_one_warp", "w4a16_mma_gate_up_m8_n128", "w4a16_mma_down_m8_n128", "finalize_f32",
+        ]  # fmt: skip
+        assert launched[0]["ids"] == launched[-1]["ids"] == routing.topk_ids_TA.data_ptr()
+        assert (launched[1]["x"], launched[-1]["out"]) == (x.data_ptr(), outs[name].data_ptr())
+        assert launched[-1]["grid"] == (len(x), 1)
+    assert outer[2]["x"] != inner[2]["x"]
+    assert len(runner._free[FEW]) == 2  # both are there for calls to come
+
+
+def test_an_expert_map_says_where_experts_are(made: Made) -> None:
+    places = torch.tensor([2, -1, 0, -1, 1], dtype=torch.int32)
+    ids = torch.tensor([[0, 1, 2], [4, -1, 5], [3, 4, 99]])
+    found = [[2, -1, 0], [1, -1, -1], [-1, 1, -1]]
+    for kind in (torch.int32, torch.int64):
+        for where in (places, places.long()):
+            assert _local_ids(ids.to(kind), where).tolist() == found
+    runner = bound()
+    x = torch.randn(3, 128).bfloat16()
+    routing = Routing(ids, torch.ones(3, 3))
+    runner.run(x, routing, FEW, torch.empty_like(x), expert_map=places)
+    assert (made[0]["first_expert"], made[0]["long_ids"], made[-1]["first_expert"]) == (0, 0, 0)
+
+
+def test_which_options_it_takes(made: Made) -> None:
+    assert bound().options == {"workspace", "expert_map"}
+    weights = random_experts("fp8_block128", hidden=128, intermediate=128)
+    problem = problem_of(weights, activations="fp8_group128")
+    assert Cuda().bind(problem, pack(problem, weights)).options == {"workspace", "expert_map", "x_scales"}
