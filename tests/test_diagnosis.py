@@ -61,7 +61,7 @@ class TestBackends:
     def test_what_each_says_of_every_format_and_how_far_it_is_proven(self, monkeypatch: pytest.MonkeyPatch) -> None:
         found = self.on(monkeypatch, "h200")
         assert found["GPUs"]["cuda:0"] == {
-            "name": "NVIDIA h200", "known as": "h200 (sm_90)", "capability": "9.0", "multiprocessors": 132,
+            "name": "NVIDIA h200", "known as": "h200 (sm_90)", "capability": "9.0", "SMs": 132,
             "memory": "1.0 GiB free of 2.0 GiB",
         }  # fmt: skip
         said = found["backends"]["h200 (sm_90)"]

@@ -19,7 +19,7 @@ from polymoe.bench.cases import CASES
 from polymoe.bench.decode import ModelRecord
 from polymoe.bench.records import Record
 from polymoe.bench.serving import record as serving
-from polymoe.bench.serving.answers import Answer
+from polymoe.bench.serving.answers import TimedAnswer
 from polymoe.bench.serving.record import Load, Origin, record
 from polymoe.formats import FORMATS
 from polymoe.machine import DEVICES, Machine
@@ -386,7 +386,7 @@ def test_a_servers_tables_are_those_of_its_lengths(tmp_path: Path) -> None:
         label="polymoe", server="http://127.0.0.1", model="random", engine="polymoe", device="H200", gpu_price=3.0,
         gpus=1, seed=1, commit="abc", command="polymoe bench serve",
     )  # fmt: skip
-    answer = Answer(sent=0.0, ended=2.0, status=200, chunks=[1.0, 2.0], streamed=True, completion_tokens=2)
+    answer = TimedAnswer(sent=0.0, ended=2.0, status=200, chunks=[1.0, 2.0], streamed=True, completion_tokens=2)
     loads = [
         Load(mode="batch", load=n, requests=n, input_len=tokens, output_len=2)
         for n, tokens in ((4, 8), (1, 8), (1, 64))

@@ -139,7 +139,7 @@ def _gpu(index: int) -> Facts:
         "name": torch.cuda.get_device_name(index),
         "known as": str(device),
         "capability": ".".join(map(str, device.capability or ())),
-        "multiprocessors": device.sms,
+        "SMs": device.sms,
         "memory": f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB",
     }
 

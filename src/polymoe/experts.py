@@ -72,7 +72,7 @@ class FusedExperts(nn.Module):
             activations: how inputs of the projections are quantized: a value, or a name in ``ACTIVATIONS``.
             backend: "auto", or the name of one, which is then used or refused.
             role: token counts to plan for: "decode", "prefill" or "mixed".
-            batch_invariant: a token's result must not depend, to the bit, on the rest of the batch.
+            batch_invariant: a token's result must be bitwise independent of the rest of the batch.
             check: compare a few experts with the reference before returning.
 
         Raises:
@@ -148,7 +148,7 @@ class FusedExperts(nn.Module):
                 "update",
                 expected=str(planned or ScaleRange()),
                 got=str(found),
-                hint="load these experts anew: they are planned by the range of their scales",
+                hint="load these experts again: they are planned by the range of their scales",
             )
         self._layout.pack(weights, self.device, out=self.packed)
 
@@ -229,7 +229,7 @@ class FusedExperts(nn.Module):
 
     @property
     def _runtime(self) -> LayerRuntime:
-        """Bound to the tensors that the buffers are now: whoever moves a module may replace them."""
+        """Bind the runner to the present tensors of the buffers, since moving a module may replace them."""
         buffers, bound = self._buffers, self._bound
         tensors = [buffers[name] for name in self._names.values()]
         if bound is None or bound.plans is not self._plans or not bound.holds(tensors):
@@ -283,7 +283,7 @@ def load_experts(
             recipe, on a CPU "16bit".
         role: token counts to plan for: "decode", "prefill" or "mixed".
         dtype: of x, for planning; calls may use another.
-        batch_invariant: a token's result must not depend, to the bit, on the rest of the batch. Such problems run on
+        batch_invariant: a token's result must be bitwise independent of the rest of the batch. Such problems run on
             fewer backends, and slower.
         check: compare a few experts with the reference before returning (milliseconds).
 

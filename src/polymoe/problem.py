@@ -33,7 +33,7 @@ class Problem:
         activations: how inputs of the two projections are quantized, if at all; the name of a known way is converted.
         tp, ep: sizes of the tensor and expert parallel groups.
         scales: the measured range of the weights' scales where it is not ordinary; None where it is, or is not known.
-        batch_invariant: whether a token's result must not depend, to the bit, on the rest of the batch.
+        batch_invariant: whether a token's result must be bitwise independent of the rest of the batch.
     """
 
     spec: ExpertsSpec

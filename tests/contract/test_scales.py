@@ -109,7 +109,7 @@ def test_an_update_with_them_is_refused(format: str, byte: int, layout: str, sca
     experts = FusedExperts.pack(problem_of(usual), usual, choice(layout))
     x, routing = random_call(6, 64, 5)
     before, y = {n: b.data_ptr() for n, b in experts.named_buffers()}, experts(x, *routing)
-    with pytest.raises(PlanError, match="load these experts anew"):
+    with pytest.raises(PlanError, match="load these experts again"):
         experts.update(with_one_scale(usual, byte))
     assert torch.equal(experts(x, *routing), y)  # nothing was changed
     experts.update(usual)

@@ -109,7 +109,7 @@ def test_the_reasons_of_the_layout_that_lacks_least() -> None:
 def test_packed_in_a_layout_that_nothing_here_reads() -> None:
     """As after ``.to("cpu")``: what runs here says which layout it reads, and is not recommended."""
     table = choice({"other": Toy("other", layouts=("natural",))})
-    message = r"other: packed layout: expects natural, got flipped\n  hint: load them on cpu anew"
+    message = r"other: packed layout: expects natural, got flipped\n  hint: load them again on cpu"
     with pytest.raises(UnsupportedProblem, match=message):
         table.select(problem_of(random_experts()), "flipped").require()
     assert table.select(problem_of(random_experts()), "natural").plan is not None

@@ -9,12 +9,12 @@ import statistics
 import pytest
 
 from polymoe.errors import ArgumentError
-from polymoe.evaluate.records import Record
+from polymoe.evaluate.records import AnswerRecord
 from polymoe.evaluate.scores import compare, score
 from support.evaluation import record
 
 
-def run(*answers: str) -> list[Record]:
+def run(*answers: str) -> list[AnswerRecord]:
     """One string a question, one character a repeat: 1 is right."""
     return [record(f"q{i}", r, right=c == "1") for i, question in enumerate(answers) for r, c in enumerate(question)]
 

@@ -100,7 +100,7 @@ def test_scales_beyond_the_fast_range_are_exact() -> None:
     expected = run_experts(problem, weights, x, routing)
     y = experts(x.cuda(), *(part.cuda() for part in routing))
     assert relative_error(y.cpu(), expected) < TOLERANCE
-    with pytest.raises(PlanError, match="load these experts anew"):
+    with pytest.raises(PlanError, match="load these experts again"):
         FusedExperts.pack(problem, plain, choice).update(weights)
 
 

@@ -373,5 +373,5 @@ def test_other_sizes_and_formats_are_refused_with_every_reason() -> None:
     assert [[r.what for r in LAYOUTS[name].check(mixed)] for name in ("w4a16_fragments", "w16_swizzle128")] == [
         ["down elements"], ["gate elements", "up elements"],
     ]  # fmt: skip
-    with pytest.raises(PlanError, match="load these experts anew"):
+    with pytest.raises(PlanError, match="load these experts again"):
         pack(random_experts(hidden=96), out=pack(random_experts()))

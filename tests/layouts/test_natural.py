@@ -49,7 +49,7 @@ def test_repacking_in_place_keeps_the_tensors() -> None:
 
 def test_repacking_other_sizes_is_refused() -> None:
     packed = Natural().pack(random_experts(), CPU)
-    with pytest.raises(PlanError, match="load these experts anew"):
+    with pytest.raises(PlanError, match="load these experts again"):
         Natural().pack(random_experts(hidden=96), CPU, out=packed)
 
 

@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from polymoe.evaluate.records import Record
+from polymoe.evaluate.records import AnswerRecord
 
 Reply = tuple[int, dict[str, Any], dict[str, str]]
 Answer = Callable[[dict[str, Any], int], Reply]
@@ -114,13 +114,13 @@ def add(body: dict[str, Any], _: int = 0) -> Reply:
     return said(str(int(prompt.partition("+")[0]) + 1))
 
 
-def record(question: str, repeat: int = 0, *, right: bool = True, **other: Any) -> Record:
+def record(question: str, repeat: int = 0, *, right: bool = True, **other: Any) -> AnswerRecord:
     given: dict[str, Any] = {
         "id": question, "repeat": repeat, "expected": "1", "answer": "1" if right else "2", "correct": right,
         "text": "", "finish_reason": "stop", "prompt_tokens": 1, "completion_tokens": 10, "latency_us": 1_000_000,
         "ended_us": 10_000_000,
     }  # fmt: skip
-    return Record(**{**given, **other})
+    return AnswerRecord(**{**given, **other})
 
 
 GPQA = {

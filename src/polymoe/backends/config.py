@@ -75,7 +75,7 @@ def _from_value(kind: Any, value: object, where: str) -> object:
                 return _from_data(choice, value, where)  # type: ignore[arg-type]
         elif choice is float and type(value) is int:
             return float(value)
-        elif type(value) is (NoneType if choice is None else choice):  # a truth value is no number here
+        elif type(value) is (NoneType if choice is None else choice):  # a bool does not count as a number here
             return value
     names = " or ".join(getattr(c, "__name__", str(c)) for c in choices)
     raise PlanError(where, expected=names, got=repr(value)[:80])

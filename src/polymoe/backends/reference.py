@@ -72,7 +72,7 @@ class Reference(BackendBase):
 
 @dataclass(frozen=True, slots=True)
 class ReferenceRunner(RunnerBase):
-    """The experts of one layer, dequantized anew in each call."""
+    """Runs the experts of one layer and dequantizes them in each call."""
 
     problem: Problem
     weights: ExpertWeights

@@ -31,7 +31,7 @@ from polymoe.problem import Problem
 from polymoe.routing import Routing
 from polymoe.verdict import Accepted, Rejected
 
-__all__ = ["Bench", "Call", "Row", "draw_calls", "free_bytes", "reference_results"]
+__all__ = ["Bench", "BenchRow", "Call", "draw_calls", "free_bytes", "reference_results"]
 
 Call = tuple[Tensor, Routing]
 """x and routing of one call."""
@@ -42,7 +42,7 @@ _ENERGY_SECONDS = 1.0  # the counter moves every 20 to 100 ms
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BenchRow:
     """One backend at one token count (None: at all of them).
 
     Attributes:
@@ -101,7 +101,7 @@ class Bench:
         tokens: Sequence[int],
         backends: Sequence[str] | None = None,
         progress: Callable[[str], None] = lambda text: None,
-    ) -> Iterator[Row]:
+    ) -> Iterator[BenchRow]:
         """Yield rows as they are finished.
 
         Args:
@@ -115,7 +115,7 @@ class Bench:
         """
         found = self._contenders(backends)
         contenders = [c for c in found if isinstance(c, _Contender)]
-        yield from (c for c in found if isinstance(c, Row))
+        yield from (c for c in found if isinstance(c, BenchRow))
         if not contenders:
             return
         progress("reference")
@@ -135,24 +135,24 @@ class Bench:
                         packed = LAYOUTS[c.plan.layout].pack(self.workload.weights, self.device)
                     run = _run_backend(c, packed)
             except torch.OutOfMemoryError:
-                yield Row(c.name, None, note="out of GPU memory while packing")
+                yield BenchRow(c.name, None, note="out of GPU memory while packing")
                 continue
             for t, emulated, exact in zip(tokens, expected[c.problem.activations], expected[UNQUANTIZED], strict=True):
                 progress(f"{c.name}: {t} tokens")
                 try:
                     row = self._row(c, run, calls[t], emulated, exact)
                 except torch.OutOfMemoryError:
-                    row = Row(c.name, t, note="out of GPU memory")
+                    row = BenchRow(c.name, t, note="out of GPU memory")
                 yield row
             del run
 
-    def _contenders(self, names: Sequence[str] | None) -> list[_Contender | Row]:
+    def _contenders(self, names: Sequence[str] | None) -> list[_Contender | BenchRow]:
         """Return a contender for each backend that runs, and a row with the reason for each that does not."""
         problem, known = self.workload.problem, [*BACKENDS, baseline.NAME]
         for name in names or ():
             if name not in known:
                 raise ArgumentError("--backends", got=repr(name), hint=backend_hint(name, known))
-        found: list[_Contender | Row] = []
+        found: list[_Contender | BenchRow] = []
         for name in known if names is None else dict.fromkeys(names):
             plain, plan = name == baseline.NAME, None
             if plain:
@@ -167,22 +167,22 @@ class Bench:
                 reasons = "; ".join(map(str, verdict.reasons))
                 if names is not None:
                     raise UnsupportedProblem(f"bench ({problem})", expected=f"{name} to run it", got=reasons)
-                found.append(Row(name, None, note=reasons))
+                found.append(BenchRow(name, None, note=reasons))
             elif verdict.opt_in_reason and names is None:
-                found.append(Row(name, None, note=verdict.opt_in_reason))
+                found.append(BenchRow(name, None, note=verdict.opt_in_reason))
             else:
                 found.append(_Contender(name, problem, verdict, plan))
         return found
 
-    def _row(self, c: _Contender, run: Run, calls: Sequence[Call], emulated: Tensor, exact: Tensor) -> Row:
+    def _row(self, c: _Contender, run: Run, calls: Sequence[Call], emulated: Tensor, exact: Tensor) -> BenchRow:
         tokens = len(calls[0][0])
         if c.verdict.max_tokens is not None and tokens > c.verdict.max_tokens:
-            return Row(c.name, tokens, note=f"takes at most {c.verdict.max_tokens} tokens")
+            return BenchRow(c.name, tokens, note=f"takes at most {c.verdict.max_tokens} tokens")
         outs = [torch.full_like(x, float("nan")) for x, _ in calls]  # missing writes become visible
         run(*calls[0], outs[0])
         before = relative_error(outs[0], emulated)
         if not before <= c.tolerance:  # NaN fails too
-            return Row(
+            return BenchRow(
                 c.name, tokens, note=f"WRONG, not timed: error {before:.2g}, at most {c.tolerance:g}", wrong=True
             )
         timed = [partial(run, *call, out) for call, out in zip(calls, outs, strict=True)]
@@ -193,7 +193,7 @@ class Bench:
         error = relative_error(outs[0], emulated)
         whole = timing.by == "calls" or all(bool(out.isfinite().all()) for out in outs)
         if not (error <= c.tolerance and whole):
-            return Row(
+            return BenchRow(
                 c.name, tokens, note=f"WRONG: error {before:.2g} before timing, {error:.2g} after, or NaN", wrong=True
             )
         tokens_per_joule = None
@@ -228,7 +228,7 @@ class Bench:
             family=config.kernel_family if config else None,
             config=str(config) if config else None,
         )
-        return Row(c.name, tokens, record, timing.by, tokens_per_joule=tokens_per_joule)
+        return BenchRow(c.name, tokens, record, timing.by, tokens_per_joule=tokens_per_joule)
 
 
 def draw_calls(problem: Problem, distribution: RoutingDistribution, device: torch.device, tokens: int) -> list[Call]:

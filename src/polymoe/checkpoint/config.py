@@ -17,14 +17,14 @@ from typing import Any
 from polymoe.checkpoint.config_reader import ConfigReader
 from polymoe.checkpoint.families import family_of, text_config
 from polymoe.checkpoint.quant_methods import QUANT_METHODS, Context
-from polymoe.checkpoint.scheme import Quantization, Scheme, matcher
+from polymoe.checkpoint.scheme import QuantizationConfig, Scheme, matcher
 from polymoe.errors import CheckpointError, nearest
 from polymoe.formats import FORMATS
 
-__all__ = ["Quantization", "Scheme", "parse_quantization", "quantization_source"]
+__all__ = ["QuantizationConfig", "Scheme", "parse_quantization", "quantization_source"]
 
 
-def parse_quantization(config: Mapping[str, Any], side: Mapping[str, Any] | None = None) -> Quantization:
+def parse_quantization(config: Mapping[str, Any], side: Mapping[str, Any] | None = None) -> QuantizationConfig:
     """Parse the quantization of ``config.json`` and ``hf_quant_config.json`` (``side``).
 
     Raises:
@@ -35,7 +35,7 @@ def parse_quantization(config: Mapping[str, Any], side: Mapping[str, Any] | None
     dtype = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
     half = dtype == "float16"
     plain = Scheme("plain", FORMATS["fp16" if half else "bf16"].encoding)
-    nothing = Quantization(
+    nothing = QuantizationConfig(
         method="none", layers={}, ignored=matcher(()), targets=(), default=lambda: plain, plain=plain
     )
     found = _find(config, side)

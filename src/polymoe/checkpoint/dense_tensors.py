@@ -15,7 +15,7 @@ from torch import Tensor
 
 from polymoe.checkpoint.dialects import DIALECTS, SUFFIXES, choose
 from polymoe.checkpoint.files import CheckpointFiles
-from polymoe.checkpoint.scheme import Quantization, Scheme
+from polymoe.checkpoint.scheme import QuantizationConfig, Scheme
 from polymoe.errors import CheckpointError, FormatError
 from polymoe.formats import Encoding, QuantTensor
 
@@ -153,7 +153,7 @@ class DenseTensors(Mapping[str, DenseTensor | DenseMatrix]):
     def __init__(
         self,
         files: CheckpointFiles,
-        quantization: Quantization,
+        quantization: QuantizationConfig,
         experts: tuple[str, ...],
         *,
         as_stored: bool = False,
@@ -202,7 +202,7 @@ def _is_quantized(names: Mapping[str, str]) -> bool:
     return any("weight" in d.required and set(d.required) <= set(names) for d in DIALECTS.values() if d.name != "plain")
 
 
-def _scheme(quantization: Quantization, module: str) -> Scheme | None:
+def _scheme(quantization: QuantizationConfig, module: str) -> Scheme | None:
     try:
         return quantization.scheme(module)
     except CheckpointError:  # the config's scheme is not supported; the tensors may still be

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from polymoe.activation_quantization import UNQUANTIZED, ActivationQuantization
-from polymoe.checkpoint.config import Quantization
+from polymoe.checkpoint.config import QuantizationConfig
 from polymoe.checkpoint.dialects import DIALECTS, SUFFIXES, Dialect, choose, require
 from polymoe.checkpoint.families import Arrangement, Fused, ModelFamily, MoeConfig, PerExpert
 from polymoe.checkpoint.files import CheckpointFiles, Header
@@ -85,7 +85,9 @@ class StoredLayer:
     bias: bool
 
     @classmethod
-    def described(cls, family: ModelFamily, moe: MoeConfig, quantization: Quantization, layer: int) -> StoredLayer:
+    def described(
+        cls, family: ModelFamily, moe: MoeConfig, quantization: QuantizationConfig, layer: int
+    ) -> StoredLayer:
         """Describe a layer from the config alone."""
         container = family.containers[0].format(layer=layer)
         found: dict[str, Part] = {}
@@ -105,7 +107,7 @@ class StoredLayer:
 
     @classmethod
     def find(
-        cls, files: CheckpointFiles, family: ModelFamily, moe: MoeConfig, quantization: Quantization, layer: int
+        cls, files: CheckpointFiles, family: ModelFamily, moe: MoeConfig, quantization: QuantizationConfig, layer: int
     ) -> StoredLayer:
         """Find a layer's tensors: the first container and arrangement of the family that fit them.
 
@@ -143,7 +145,7 @@ class StoredLayer:
         container: str,
         arrangement: Arrangement,
         moe: MoeConfig,
-        quantization: Quantization,
+        quantization: QuantizationConfig,
     ) -> StoredLayer:
         found, biases = {}, {}
         for part in parts(arrangement, gated=moe.gated):
@@ -257,7 +259,7 @@ class StoredLayer:
 
 
 def _configured(
-    container: str, arrangement: Arrangement, moe: MoeConfig, quantization: Quantization, part: str
+    container: str, arrangement: Arrangement, moe: MoeConfig, quantization: QuantizationConfig, part: str
 ) -> Part:
     scheme = quantization.scheme(module_name(container, arrangement, part, 0))
     return Part(

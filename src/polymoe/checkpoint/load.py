@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from polymoe.activation_quantization import UNQUANTIZED, ActivationQuantization
-from polymoe.checkpoint.config import Quantization, parse_quantization
+from polymoe.checkpoint.config import QuantizationConfig, parse_quantization
 from polymoe.checkpoint.dense_tensors import DenseTensors
 from polymoe.checkpoint.families import ModelFamily, MoeConfig, family_of, text_config
 from polymoe.checkpoint.files import CheckpointFiles
@@ -48,7 +48,7 @@ class Checkpoint:
         self.name, self.files = name, files
         self.family: ModelFamily = family_of(files.config)
         self.moe: MoeConfig = self.family.describe(text_config(files.config))
-        self.quantization: Quantization = parse_quantization(files.config, files.side)
+        self.quantization: QuantizationConfig = parse_quantization(files.config, files.side)
         self._found: dict[int, StoredLayer] = {}
         self._said: set[str] = set()
 

@@ -1,4 +1,4 @@
-"""QUANT_METHODS: one parser for each ``quant_method``, from its description in a config to a Quantization."""
+"""QUANT_METHODS: one parser for each ``quant_method``, from its description in a config to a QuantizationConfig."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from polymoe.activation_quantization import FP8_GROUP128, FP8_STATIC, FP8_TOKEN, UNQUANTIZED, ActivationQuantization
 from polymoe.checkpoint.config_reader import ConfigReader
 from polymoe.checkpoint.families import ModelFamily
-from polymoe.checkpoint.scheme import Quantization, Scheme, exact_or_regex, matcher, without_root
+from polymoe.checkpoint.scheme import QuantizationConfig, Scheme, exact_or_regex, matcher, without_root
 from polymoe.errors import CheckpointError, nearest
 from polymoe.formats import FORMATS, Encoding, PerChannel, PerGroup, PerTensor
 from polymoe.formats.encoding import Granularity, ScaleDtype
@@ -29,7 +29,7 @@ class Context:
     side: Mapping[str, Any]
     family: ModelFamily
     scale_dtype: ScaleDtype  # scales stored in the model's own dtype
-    nothing: Quantization
+    nothing: QuantizationConfig
 
 
 def _skipped(keys: ConfigReader) -> Callable[[str], bool]:
@@ -38,12 +38,12 @@ def _skipped(keys: ConfigReader) -> Callable[[str], bool]:
     return matcher(item for name in names for item in keys.items(name, str) or ())
 
 
-def _mxfp4(context: Context) -> Quantization:
+def _mxfp4(context: Context) -> QuantizationConfig:
     scheme = Scheme("gpt_oss", MXFP4)
     return replace(context.nothing, ignored=_skipped(context.keys), default=lambda: scheme)
 
 
-def _fp8(context: Context) -> Quantization:
+def _fp8(context: Context) -> QuantizationConfig:
     """FP8 with or without blocks; DeepSeek-V4 also declares its FP4 experts under this method."""
     keys, family = context.keys, context.family
     quantization = replace(
@@ -76,7 +76,7 @@ def _fp8_scheme(keys: ConfigReader, dialect: str, scale_dtype: ScaleDtype) -> Sc
     return Scheme(dialect, encoding, FP8_GROUP128 if block[1] == 128 and not static else UNQUANTIZED)
 
 
-def _compressed_tensors(context: Context) -> Quantization:
+def _compressed_tensors(context: Context) -> QuantizationConfig:
     """``config_groups`` whose targets are module names, ``re:`` patterns or class names, in this order of
     precedence."""
     keys = context.keys
@@ -140,7 +140,7 @@ def _compressed_activations(inputs: Mapping[str, Any]) -> ActivationQuantization
     return FP8_GROUP128 if inputs.get("strategy") == "group" and inputs.get("group_size") == 128 else FP8_TOKEN
 
 
-def _modelopt(context: Context) -> Quantization:
+def _modelopt(context: Context) -> QuantizationConfig:
     """ModelOpt in both syntaxes: in ``config.json``, or under ``quantization`` as in ``hf_quant_config.json``."""
     nested = context.keys.mapping("quantization")
     keys = ConfigReader(nested, f"{context.keys.where}.quantization") if nested else context.keys
@@ -190,7 +190,7 @@ def _modelopt_scheme(keys: ConfigReader) -> Scheme:
     return scheme
 
 
-def _gptq(context: Context) -> Quantization:
+def _gptq(context: Context) -> QuantizationConfig:
     """GPTQ; in ``dynamic``, ``-:regex`` excludes modules and ``+:regex`` overrides keys for them."""
     keys = context.keys
     rules = keys.mapping("dynamic")
@@ -225,7 +225,7 @@ def _gptq_scheme(keys: ConfigReader, scale_dtype: ScaleDtype) -> Scheme:
     return Scheme("gptq", encoding)
 
 
-def _awq(context: Context) -> Quantization:
+def _awq(context: Context) -> QuantizationConfig:
     default = partial(_awq_scheme, context.keys, context.scale_dtype)
     return replace(context.nothing, ignored=_skipped(context.keys), default=default)
 
@@ -254,7 +254,7 @@ def _int4_encoding(
     return Encoding(element="int4", granularity=granularity, scale_dtype=scale_dtype, zero_points=zero_points)
 
 
-QUANT_METHODS: Mapping[str, Callable[[Context], Quantization]] = {
+QUANT_METHODS: Mapping[str, Callable[[Context], QuantizationConfig]] = {
     "awq": _awq,
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,

@@ -1,4 +1,4 @@
-"""Scheme and Quantization: how the weights of each module are stored; and how configs match module names."""
+"""Scheme and QuantizationConfig: how the weights of each module are stored; and how configs match module names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from polymoe.activation_quantization import UNQUANTIZED, ActivationQuantization
 from polymoe.errors import CheckpointError
 from polymoe.formats import Encoding
 
-__all__ = ["Quantization", "Scheme", "exact_or_regex", "matcher", "without_root"]
+__all__ = ["QuantizationConfig", "Scheme", "exact_or_regex", "matcher", "without_root"]
 
 ROOTS = ("model", "backbone", "language_model")  # prefixes of module names that tools add, drop and exchange
 
@@ -32,7 +32,7 @@ class Scheme:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Quantization:
+class QuantizationConfig:
     """A checkpoint's scheme for every module.
 
     Schemes are created on request, so that an unsupported one is an error only for its own modules. The attributes are

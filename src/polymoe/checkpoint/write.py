@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from polymoe.checkpoint.config import Quantization, parse_quantization
+from polymoe.checkpoint.config import QuantizationConfig, parse_quantization
 from polymoe.checkpoint.families import Fused, ModelFamily, MoeConfig, family_of, text_config
 from polymoe.checkpoint.layer import StoredLayer
 from polymoe.checkpoint.naming import BIAS, tensor_name
@@ -95,7 +95,7 @@ class _Writer:
 
     family: ModelFamily
     moe: MoeConfig
-    quantization: Quantization
+    quantization: QuantizationConfig
 
     def tensors(self, layer: int, weights: ExpertWeights | FloatExperts) -> Iterator[tuple[str, Tensor]]:
         """Yield names and tensors of one layer; stacked tensors come after the last expert."""

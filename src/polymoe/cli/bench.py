@@ -15,7 +15,7 @@ from polymoe.cli.output import BatchInvariant, Json, OnDevice, console, measured
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from polymoe.bench.measure import Row
+    from polymoe.bench.measure import BenchRow
 
 __all__ = ["command"]
 
@@ -125,7 +125,7 @@ def command(
         trace=profile,
     )
     print(f"{workload.case}: {problem}; {distribution.name} routing, on {machine.device}", file=sys.stderr)
-    rows: list[Row] = []
+    rows: list[BenchRow] = []
     try:
         with status().status("bench") as progress:
             for row in bench.rows(counts, backends.split(",") if backends else None, progress.update):
@@ -153,7 +153,7 @@ def command(
         raise typer.Exit(1)
 
 
-def _table(rows: list[Row], title: str) -> Table:
+def _table(rows: list[BenchRow], title: str) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
@@ -172,12 +172,12 @@ def _table(rows: list[Row], title: str) -> Table:
     return table
 
 
-def _unmeasured(row: Row) -> str:
+def _unmeasured(row: BenchRow) -> str:
     count = "any number of" if row.tokens is None else row.tokens
     return f"not measured: {row.backend}, {count} tokens: {row.note}"
 
 
-def _plain(row: Row) -> dict[str, Any]:
+def _plain(row: BenchRow) -> dict[str, Any]:
     if row.record is None:
         return {"backend": row.backend, "tokens": row.tokens, "wrong": row.wrong, "note": row.note}
     extra = {} if row.tokens_per_joule is None else {"tokens_per_joule": row.tokens_per_joule}

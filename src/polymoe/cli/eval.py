@@ -17,7 +17,7 @@ from polymoe.errors import ArgumentError, PolymoeError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from polymoe.evaluate import Record, Run, Score
+    from polymoe.evaluate import AnswerRecord, Run, Score
 
 __all__ = ["command", "compare"]
 
@@ -173,7 +173,7 @@ def _progress() -> Iterator[tuple[Any, Any]]:
         err.print(f"answers: {path}{kept}", highlight=False, markup=False, soft_wrap=True)
         bar.start()
 
-    def on_record(record: Record) -> None:
+    def on_record(record: AnswerRecord) -> None:
         found["new"] += 1
         found["right"] += record.correct
         found["invalid"] += record.answer is None

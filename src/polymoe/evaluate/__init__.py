@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from polymoe.errors import ArgumentError
 from polymoe.evaluate.questions import TASKS, Question, Task, read_questions
-from polymoe.evaluate.records import Record, RecordFile, Settings, read_records
+from polymoe.evaluate.records import AnswerRecord, RecordFile, Settings, read_records
 from polymoe.evaluate.scores import Difference, Score, compare, score
 
 if TYPE_CHECKING:
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "TASKS",
+    "AnswerRecord",
     "Difference",
     "Question",
-    "Record",
     "Run",
     "Score",
     "Settings",
@@ -75,7 +75,7 @@ def evaluate(
     out: Path | None = None,
     fresh: bool = False,
     on_start: Callable[[Path, int, int], None] = lambda path, done, total: None,
-    on_record: Callable[[Record], None] = lambda record: None,
+    on_record: Callable[[AnswerRecord], None] = lambda record: None,
 ) -> Run:
     """Ask a set of questions and store every answer when it arrives, so that an interrupted run can continue.
 
@@ -128,7 +128,7 @@ def evaluate(
         pending = [(repeat, question) for repeat, question in asked if (question.id, repeat) not in file.records]
         on_start(path, len(asked) - len(pending), len(asked))
 
-        def keep(record: Record) -> None:
+        def keep(record: AnswerRecord) -> None:
             file.append(record)
             on_record(record)
 

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from polymoe.errors import MissingDependency, ServerError, nearest
 from polymoe.evaluate.questions import Question, Task
-from polymoe.evaluate.records import Record, Settings
+from polymoe.evaluate.records import AnswerRecord, Settings
 
 try:
     import openai
@@ -105,7 +105,7 @@ async def ask_all(
     settings: Settings,
     task: Task,
     pending: Iterable[tuple[int, Question]],
-    on_record: Callable[[Record], None],
+    on_record: Callable[[AnswerRecord], None],
 ) -> list[str]:
     """Ask every (repeat, question) of ``pending`` in order; returns a message for each failure.
 
@@ -157,7 +157,7 @@ def _failed(server: Server, progress: _Progress, question: Question, error: open
         raise _server_error(server, error, f"{progress.in_a_row} failures in a row, the last: ") from error
 
 
-async def _ask(client: Any, settings: Settings, task: Task, question: Question, repeat: int) -> Record:
+async def _ask(client: Any, settings: Settings, task: Task, question: Question, repeat: int) -> AnswerRecord:
     prompt, expected = task.ask(question, seed=settings.seed or 0, repeat=repeat)
     arguments: dict[str, Any] = {"model": settings.model, "extra_body": json.loads(settings.extra)}
     for name in ("temperature", "top_p", "max_tokens"):
@@ -186,7 +186,7 @@ async def _ask(client: Any, settings: Settings, task: Task, question: Question, 
             raise
         latency_us = round((time.monotonic() - start) * 1e6)
     answer = task.extract(text, finished=finish_reason != "length")
-    return Record(
+    return AnswerRecord(
         id=question.id,
         repeat=repeat,
         expected=expected,

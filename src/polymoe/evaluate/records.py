@@ -1,7 +1,7 @@
 """Answers on disk: a JSONL file with the settings and one line for each answer, so that a run can be continued.
 
-The first line is ``{"settings": {...}, "polymoe": "0.1.0"}``, every other line a :class:`Record`. Each line is appended
-in one write: after a crash at most the last line is incomplete, and it is dropped when the run continues.
+The first line is ``{"settings": {...}, "polymoe": "0.1.0"}``, every other line a :class:`AnswerRecord`. Each line is
+appended in one write: after a crash at most the last line is incomplete, and it is dropped when the run continues.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from polymoe.errors import ArgumentError
 
-__all__ = ["Record", "RecordFile", "Settings", "read_records"]
+__all__ = ["AnswerRecord", "RecordFile", "Settings", "read_records"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class AnswerRecord:
     """One answer.
 
     Attributes:
@@ -98,7 +98,7 @@ class RecordFile:
 
     def __init__(self, path: Path, settings: Settings, *, fresh: bool = False) -> None:
         self.path = path
-        self.records: dict[tuple[str, int], Record] = {}
+        self.records: dict[tuple[str, int], AnswerRecord] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         try:
@@ -116,7 +116,7 @@ class RecordFile:
     def __exit__(self, *_: object) -> None:
         os.close(self._fd)
 
-    def append(self, record: Record) -> None:
+    def append(self, record: AnswerRecord) -> None:
         """Add an answer in memory and append it to the file."""
         self._write(asdict(record))
         self.records[record.id, record.repeat] = record
@@ -165,7 +165,7 @@ class RecordFile:
             raise OSError(f"{self.path}: no room for another record")
 
 
-def read_records(path: Path) -> tuple[Settings, list[Record]]:
+def read_records(path: Path) -> tuple[Settings, list[AnswerRecord]]:
     """Read settings and answers of a run, finished or not; of duplicate answers, the first counts.
 
     Raises:
@@ -175,7 +175,7 @@ def read_records(path: Path) -> tuple[Settings, list[Record]]:
         lines = path.read_bytes().split(b"\n")[:-1]
     except (FileNotFoundError, IsADirectoryError) as error:
         raise ArgumentError(str(path), expected="a file of records", got=error.strerror) from error
-    records: dict[tuple[str, int], Record] = {}
+    records: dict[tuple[str, int], AnswerRecord] = {}
     settings = None
     for number, line in enumerate(lines, 1):
         try:
@@ -183,7 +183,7 @@ def read_records(path: Path) -> tuple[Settings, list[Record]]:
             if settings is None:
                 settings = Settings(**value["settings"])
             else:
-                record = Record(**value)
+                record = AnswerRecord(**value)
                 records.setdefault((record.id, record.repeat), record)
         except (KeyError, TypeError, ValueError) as error:
             raise ArgumentError(

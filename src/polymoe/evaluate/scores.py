@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from polymoe.errors import ArgumentError
-from polymoe.evaluate.records import Record
+from polymoe.evaluate.records import AnswerRecord
 
 __all__ = ["Difference", "Score", "compare", "score"]
 
@@ -78,7 +78,7 @@ class Difference:
     worse: int
 
 
-def score(records: Sequence[Record]) -> Score:
+def score(records: Sequence[AnswerRecord]) -> Score:
     """Compute the result of a run.
 
     Raises:
@@ -115,7 +115,7 @@ def score(records: Sequence[Record]) -> Score:
     )
 
 
-def compare(a: Iterable[Record], b: Iterable[Record]) -> Difference:
+def compare(a: Iterable[AnswerRecord], b: Iterable[AnswerRecord]) -> Difference:
     """Compute the difference of two runs with its 95 % interval, paired by question.
 
     With d_q the difference of the two shares of right answers to question q, of Q::
@@ -152,7 +152,7 @@ def compare(a: Iterable[Record], b: Iterable[Record]) -> Difference:
     )
 
 
-def _shares(records: Iterable[Record]) -> Mapping[str, float]:
+def _shares(records: Iterable[AnswerRecord]) -> Mapping[str, float]:
     """Return the share of right answers to each question."""
     right: dict[str, list[bool]] = defaultdict(list)
     for record in records:
@@ -182,7 +182,7 @@ def _percentile(ordered: Sequence[int], percent: int) -> int:
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
-def _busy_us(records: Iterable[Record]) -> int:
+def _busy_us(records: Iterable[AnswerRecord]) -> int:
     """Return the time in which at least one request was running, also for a run that was interrupted and continued."""
     busy, until = 0, 0
     for start, end in sorted((record.ended_us - record.latency_us, record.ended_us) for record in records):

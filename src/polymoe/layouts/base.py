@@ -30,7 +30,7 @@ class Packed:
 
 
 class Layout(Protocol):
-    """Packs a layer and takes it apart again, to the bit."""
+    """Packs a layer and unpacks it again exactly."""
 
     @property
     def name(self) -> str:

@@ -42,7 +42,7 @@ class Natural:
             PlanError: if ``out`` holds experts of another spec.
         """
         if out is not None and out.spec != weights.spec:
-            raise PlanError("update", expected=str(out.spec), got=str(weights.spec), hint="load these experts anew")
+            raise PlanError("update", expected=str(out.spec), got=str(weights.spec), hint="load these experts again")
         tensors = {} if out is None else out.tensors
         count = weights.spec.local_experts
         for e, expert in enumerate(uploaded(weights, device)):

@@ -94,7 +94,7 @@ def parse(text: str) -> list[Proof]:
     """Rows of a file of proofs.
 
     Raises:
-        FormatError: if a line is none.
+        FormatError: for a line that is not a proof.
     """
     try:
         return [Proof(**json.loads(line)) for line in text.splitlines()]

@@ -84,7 +84,7 @@ class Selection:
             expected="a backend that runs it" if self.requested == "auto" else f"backend {self.requested!r} to run it",
             got="none:\n  " + "\n  ".join(self._verdict_lines()),
             hint=" or ".join(f'backend="{name}"' for name in self._runs_when_named())
-            or (f"load them on {self.machine.device} anew" if self.packed_as else None),
+            or (f"load them again on {self.machine.device}" if self.packed_as else None),
         )
 
     def _runs_when_named(self) -> list[str]:
@@ -105,7 +105,7 @@ class Selection:
         return lines
 
     def floor_us(self, tokens: int) -> float:
-        """Time below which no kernel can go on this device."""
+        """The least time that this device could take, in microseconds."""
         return cost(self.problem, self.machine.device, tokens).floor_us
 
     @property

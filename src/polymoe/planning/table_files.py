@@ -36,7 +36,7 @@ def parse(text: str, where: str) -> list[Measured]:
     """Rows of a table's text.
 
     Raises:
-        FormatError: naming the line that is none.
+        FormatError: for a line that is not a row.
     """
     rows = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -54,7 +54,7 @@ def read(path: Path | Traversable) -> list[Measured]:
     """Rows of a file; none if there is no such file.
 
     Raises:
-        FormatError: if it is no table.
+        FormatError: if it is not a table.
     """
     try:
         return parse(path.read_text(encoding="utf-8"), str(path))
@@ -68,7 +68,7 @@ def read(path: Path | Traversable) -> list[Measured]:
 def installed(device: str) -> Table:
     """The user's rows and the shipped ones of a GPU, read once a process.
 
-    A file that is no table, or may not be read, is left out with a warning: times then come from the cost model.
+    A file that is not a table, or cannot be read, is ignored with a warning: times then come from the cost model.
     """
     mine, shipped = user_file(device), resources.files("polymoe.planning") / "tables" / file_name(device)
     return Table((_rows_of(mine), _rows_of(shipped) if shipped.is_file() else ()))

@@ -12,14 +12,14 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from polymoe.bench.serving.answers import Answer, error_text, read_event
+from polymoe.bench.serving.answers import TimedAnswer, error_text, read_event
 from polymoe.bench.serving.client import Client
 from polymoe.errors import ArgumentError, ServerError
 from support.standin import Standin
 
 
-def ask(standin: Standin, prompt: str = "one two three", tokens: int = 12, **kwargs: Any) -> Answer:
-    async def one() -> Answer:
+def ask(standin: Standin, prompt: str = "one two three", tokens: int = 12, **kwargs: Any) -> TimedAnswer:
+    async def one() -> TimedAnswer:
         async with Client(standin.url, **kwargs) as client:
             await client.settle()
             return await client.ask(client.request(prompt, tokens))
@@ -106,7 +106,7 @@ def test_a_server_that_falls_silent() -> None:
     assert answer.ended - answer.sent < 0.45
 
 
-async def _impatient(standin: Standin) -> Answer:
+async def _impatient(standin: Standin) -> TimedAnswer:
     async with Client(standin.url, model="words", timeout_s=0.2) as client:
         return await client.ask(client.request("one", 12))
 
@@ -235,7 +235,7 @@ def test_what_is_no_event(payload: str | bytes) -> None:
 
 
 def test_usage_in_odd_shapes_is_no_usage() -> None:
-    answer = Answer(sent=0.0)
+    answer = TimedAnswer(sent=0.0)
     for usage in ({"prompt_tokens": "3", "prompt_tokens_details": []}, {"prompt_tokens_details": None}):
         answer.take(read_event(json.dumps({"usage": usage})), 1.0)
     assert (answer.prompt_tokens, answer.cached_tokens, answer.chunks) == (None, None, [])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from polymoe.bench.serving.answers import Answer
+from polymoe.bench.serving.answers import TimedAnswer
 from polymoe.bench.serving.measures import (
     Counted,
     Percentiles,
@@ -22,7 +22,7 @@ from polymoe.bench.serving.measures import (
 def steady(sent: float, first: float, gap: float, tokens: int, *, bundle: int = 1, streamed: bool = True) -> Counted:
     """``tokens`` tokens, ``bundle`` in each piece, ``gap`` seconds a token."""
     chunks = [first + gap * i for i in range(0, tokens, bundle)]
-    answer = Answer(sent=sent, ended=first + gap * (tokens - 1), chunks=chunks, streamed=streamed)
+    answer = TimedAnswer(sent=sent, ended=first + gap * (tokens - 1), chunks=chunks, streamed=streamed)
     return Counted(answer, 100, tokens, "usage")
 
 
@@ -70,13 +70,13 @@ def test_answers_of_one_token_have_no_rate_of_decoding() -> None:
 
 
 def test_an_answer_that_did_not_stream_has_no_first_token() -> None:
-    whole = Counted(Answer(sent=0.0, ended=2.0, chunks=[2.0]), 100, 11, "usage")
+    whole = Counted(TimedAnswer(sent=0.0, ended=2.0, chunks=[2.0]), 100, 11, "usage")
     assert (first_tokens_us([whole]), time_per_token_us([whole]), at_once([whole])) == ([], None, None)
     assert latencies_us([whole]) == [2e6]
 
 
 def test_who_counts() -> None:
-    answer = Answer(sent=0.0, chunks=[1.0, 2.0], text="a b c")
+    answer = TimedAnswer(sent=0.0, chunks=[1.0, 2.0], text="a b c")
     assert count_tokens(answer, 64, None) == Counted(answer, 64, 2, "chunks")
     assert count_tokens(answer, 64, lambda text: len(text.split())) == Counted(answer, 64, 3, "tokenizer")
     answer.completion_tokens, answer.prompt_tokens = 5, 63

@@ -83,8 +83,7 @@ class KernelFamily:
         choices: tiles by rows per expert, ascending. Families of the same weights share the range in the order of the
             table; beyond all of them, the last family's largest tile serves.
         rates: of the cost model.
-        batch_invariant: whether a token's result is the same, to the bit, in any batch and with any of the family's
-            tiles.
+        batch_invariant: whether a token's result is bitwise identical in any batch and with any of the family's tiles.
         gated_only: whether experts must have a gate.
         output_weight_only: whether router weights must multiply the output.
         wider_down: whether the down projection may run with a larger ``block_m``.

@@ -235,7 +235,7 @@ def _quantization(problem: Problem, packed: Packed, inputs: str) -> Quantization
 
 
 def _operand(encoding: Encoding, x: Tensor, activations: ActivationQuantization) -> torch.dtype:
-    """What both operands are on the matrix units: float16 where weights and x are, or with E4M3 inputs weights fit."""
+    """Dtype of both MMA operands: float16 if weights and x are, or if weights fit it with E4M3 inputs."""
     if x.device.type == "cpu":
         return torch.float32
     if not activations.quantized:

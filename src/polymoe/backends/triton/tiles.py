@@ -83,13 +83,13 @@ class TritonConfig(Config):
 _TOKENS = ((6.5, 8), (13, 16), (26, 32), (52, 64))
 _MOST_TOKENS = 128
 _MOST_TOKENS_IN_REGISTERS = 64
-"""Wider tiles spill on GPUs whose matrix units take both operands from registers (SM80, SM89, SM120), and where scales
+"""Wider tiles spill on GPUs whose tensor cores take both operands from registers (SM80, SM89, SM120), and where scales
 by block or group need a second accumulator (there they spill beyond half of this)."""
 _MOST_ROWS_IN_REGISTERS = 64
 """Rows of weights a tile of four warps, in either case: found by compiling, see test_triton_compiles.py."""
 
 # Tiles of gate and up, and of down, by bits of an element and rows a tile: the best on one H200. Up to 8 rows a tile
-# (and with two warps) the products are made by mma.sync, which wants no synchronization of warps.
+# (and with two warps) the MMA is mma.sync, which needs no synchronization of warps.
 _TILES: dict[int, dict[int, tuple[Tile, Tile]]] = {
     4: {
         8: (Tile(64, 256), Tile(32, 256, 2)),
@@ -154,7 +154,7 @@ def _sweeps(side: _Side, machine: Machine) -> bool:
 
 
 def _from_shared_memory(machine: Machine) -> bool:
-    """Whether matrix units read an operand from shared memory (wgmma, tcgen05), rather than both from registers."""
+    """Whether tensor cores read an operand from shared memory (wgmma, tcgen05), rather than both from registers."""
     return machine.device.sm // 10 in (9, 10)
 
 

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Answer", "Piece", "error_text", "read_event"]
+__all__ = ["Piece", "TimedAnswer", "error_text", "read_event"]
 
 
 @dataclass(slots=True)
-class Answer:
+class TimedAnswer:
     """The response to one request. Times are those of :func:`time.perf_counter`, in seconds.
 
     Attributes:
@@ -68,7 +68,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The content of one event of a stream; see :class:`Answer`. ``generated``: whether it represents a token."""
+    """The content of one event of a stream; see :class:`TimedAnswer`. ``generated``: whether it represents a token."""
 
     text: str = ""
     generated: bool = False

@@ -1,6 +1,6 @@
 """Client of an OpenAI-compatible server: sends one streamed request and records when each piece arrives.
 
-A failed request does not raise: a refused, broken or silent request is an :class:`Answer` with an error.
+A failed request does not raise: a refused, broken or silent request is an :class:`TimedAnswer` with an error.
 
 API: https://platform.openai.com/docs/api-reference
 """
@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from polymoe.bench.serving.answers import Answer, error_text, read_event
+from polymoe.bench.serving.answers import TimedAnswer, error_text, read_event
 from polymoe.errors import ArgumentError, ServerError
 
 __all__ = ["Client"]
@@ -124,7 +124,7 @@ class Client:
             }.get(answer.status),
         )
 
-    async def _try(self, names: Sequence[str]) -> Answer:
+    async def _try(self, names: Sequence[str]) -> TimedAnswer:
         self._fields = {name: _OPTIONAL[name] for name in names}
         self.refused_fields = tuple(name for name in _OPTIONAL if name not in names)
         return await self.ask(self.request(_PROBE_PROMPT, 4))
@@ -154,9 +154,9 @@ class Client:
         body = {"model": self.model, **text, "max_tokens": tokens, "stream": stream, **fields, **self._extra}
         return json.dumps(body).encode()
 
-    async def ask(self, request: bytes) -> Answer:
+    async def ask(self, request: bytes) -> TimedAnswer:
         """Send a request and return its answer, also if it fails."""
-        answer = Answer(sent=time.perf_counter())
+        answer = TimedAnswer(sent=time.perf_counter())
         try:
             await self._exchange(request, answer)
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
@@ -169,7 +169,7 @@ class Client:
             answer.chunks.append(answer.ended)  # tokens without text, such as an end token
         return answer
 
-    async def _exchange(self, request: bytes, answer: Answer) -> None:
+    async def _exchange(self, request: bytes, answer: TimedAnswer) -> None:
         assert self._session is not None, "used outside of its context"
         headers = {"Content-Type": "application/json"}
         async with self._session.post(self.url + self._path, data=request, headers=headers) as response:
@@ -184,7 +184,7 @@ class Client:
                 whole = read_event(await response.read())
                 answer.take(whole, time.perf_counter())
 
-    async def _read_stream(self, response: aiohttp.ClientResponse, answer: Answer) -> None:
+    async def _read_stream(self, response: aiohttp.ClientResponse, answer: TimedAnswer) -> None:
         rest, done = b"", False
         async for data in response.content.iter_any():
             now = time.perf_counter()

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from polymoe.bench.serving.answers import Answer
+from polymoe.bench.serving.answers import TimedAnswer
 
 __all__ = [
     "Counted",
@@ -65,7 +65,7 @@ class Counted:
         by: source of the output count: "usage" (the server), "tokenizer", or "chunks" (one per piece, a lower bound).
     """
 
-    answer: Answer
+    answer: TimedAnswer
     input_tokens: int
     output_tokens: int
     by: str
@@ -81,7 +81,7 @@ class Counted:
         return self.answer.ended
 
 
-def count_tokens(answer: Answer, expected_input: int, count_text: Callable[[str], int] | None) -> Counted:
+def count_tokens(answer: TimedAnswer, expected_input: int, count_text: Callable[[str], int] | None) -> Counted:
     """Count the tokens of an answer by its usage. Without usage, take the intended length of the prompt, and count the
     text with a tokenizer or else by its pieces."""
     sent = answer.prompt_tokens

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from polymoe.bench.records import read_lines, utc_now
-from polymoe.bench.serving.answers import Answer
+from polymoe.bench.serving.answers import TimedAnswer
 from polymoe.bench.serving.measures import (
     Counted,
     Percentiles,
@@ -183,7 +183,7 @@ _PERCENTILES = ("latency_us", "ttft_us", "itl_us")
 def record(
     load: Load,
     origin: Origin,
-    answers: Sequence[Answer],
+    answers: Sequence[TimedAnswer],
     *,
     prompt_tokens: int,
     count_text: Callable[[str], int] | None = None,

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from polymoe.bench.energy import EnergyMeter
-from polymoe.bench.serving.answers import Answer
+from polymoe.bench.serving.answers import TimedAnswer
 from polymoe.bench.serving.client import Client
 from polymoe.bench.serving.loads import at_rate, one_batch, with_concurrency
 from polymoe.bench.serving.measures import count_tokens
@@ -105,14 +105,14 @@ class ServingBench:
             return  # the row itself will report it
         await one_batch(self.client.ask, [self.client.request(p, output_len) for p in prompts])
 
-    async def _row(self, load: Load) -> tuple[list[Answer], ServingRecord]:
+    async def _row(self, load: Load) -> tuple[list[TimedAnswer], ServingRecord]:
         self.say(f"{load}: making prompts")
         try:
             prompts, prompt_tokens = await self.prompts.make(load.input_len, load.requests)
         except ServerError as error:  # for example too long for its context
             now = time.perf_counter()
             status = 400 if (error.got or "").startswith("HTTP") else 0
-            failed = [Answer(sent=now, ended=now, error=error.got, status=status) for _ in range(load.requests)]
+            failed = [TimedAnswer(sent=now, ended=now, error=error.got, status=status) for _ in range(load.requests)]
             return failed, record(load, self.origin, failed, prompt_tokens=load.input_len)
         requests = [self.client.request(prompt, load.output_len) for prompt in prompts]
         before = await metrics(self.client)
@@ -135,16 +135,16 @@ class ServingBench:
             load, self.origin, answers, prompt_tokens=prompt_tokens, count_text=count_text, seen=seen
         )
 
-    async def _send(self, load: Load, requests: Sequence[bytes]) -> list[Answer]:
+    async def _send(self, load: Load, requests: Sequence[bytes]) -> list[TimedAnswer]:
         done = itertools.count(1)
 
-        async def ask(request: bytes) -> Answer:
+        async def ask(request: bytes) -> TimedAnswer:
             answer = await self.client.ask(request)
             self.say(f"{load}: {next(done)} of {len(requests)}")
             return answer
 
         self.say(f"{load}: 0 of {len(requests)}")
-        sent: Awaitable[list[Answer]]
+        sent: Awaitable[list[TimedAnswer]]
         if load.mode == "batch":
             sent = one_batch(ask, requests)
         elif load.mode == "concurrency":

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from polymoe.checkpoint.dialects.base import Dialect, headers_of, stored_as
-from polymoe.checkpoint.dialects.float import Fp8, Plain
+from polymoe.checkpoint.dialects.float import Fp8Dialect, Plain
 from polymoe.checkpoint.dialects.fp4 import ByWeight, Fp4
 from polymoe.checkpoint.dialects.int4 import Awq, CompressedInt4, Gptq
 from polymoe.checkpoint.files import Header
@@ -25,14 +25,14 @@ DIALECTS: dict[str, Dialect] = {
     d.name: d
     for d in (
         Plain("plain"),
-        Fp8("deepseek", "weight_scale_inv"),
+        Fp8Dialect("deepseek", "weight_scale_inv"),
         ByWeight(
             "deepseek_v4",
-            Fp8("deepseek_v4_fp8", "scale"),
+            Fp8Dialect("deepseek_v4_fp8", "scale"),
             Fp4("deepseek_v4_fp4", scale="scale", code_dtype=torch.int8, scale_dtype=_E8M0),
         ),
         Fp4("gpt_oss", codes="blocks", scale="scales", scale_dtype=torch.uint8, blocked=True),
-        Fp8("ct_float", "weight_scale", scalar=(1,), calibrated=True),
+        Fp8Dialect("ct_float", "weight_scale", scalar=(1,), calibrated=True),
         CompressedInt4("ct_int4"),
         Fp4("ct_mxfp4", codes="weight_packed", scale_dtype=torch.uint8),
         Fp4(
@@ -42,7 +42,7 @@ DIALECTS: dict[str, Dialect] = {
             input="input_global_scale",
             divides=True,
         ),
-        Fp8("modelopt_fp8", "weight_scale", calibrated=True),
+        Fp8Dialect("modelopt_fp8", "weight_scale", calibrated=True),
         Fp4("modelopt_nvfp4", global_scale="weight_scale_2", input="input_scale"),
         Gptq("gptq"),
         Awq("awq"),

@@ -13,7 +13,7 @@ from polymoe.checkpoint.files import Header
 from polymoe.errors import FormatError
 from polymoe.formats import Encoding, Granularity, PerChannel, PerGroup, PerTensor, QuantTensor
 
-__all__ = ["Fp8", "Plain", "static_scale"]
+__all__ = ["Fp8Dialect", "Plain", "static_scale"]
 
 _USUAL_BLOCKS = (128, 64, 32)
 
@@ -46,7 +46,7 @@ class Plain(Dialect):
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8(Dialect):
+class Fp8Dialect(Dialect):
     """FP8: ``weight`` F8_E4M3 [N, K] and a scale that multiplies, under one of several names.
 
     The scale's shape gives its granularity: one number for the tensor, ``[N, 1]`` or ``[N]`` for each row, else a grid

@@ -17,7 +17,7 @@ from polymoe.checkpoint.dialects.base import (
     reciprocal,
     stored_matrix,
 )
-from polymoe.checkpoint.dialects.float import Fp8, static_scale
+from polymoe.checkpoint.dialects.float import Fp8Dialect, static_scale
 from polymoe.checkpoint.files import Header
 from polymoe.errors import FormatError
 from polymoe.formats import Encoding, PerGroup, QuantTensor
@@ -128,7 +128,7 @@ class Fp4(Dialect):
 class ByWeight(Dialect):
     """DeepSeek-V4: ``weight`` and ``scale``, FP8 or MXFP4 by the weight's dtype (both occur under one config)."""
 
-    fp8: Fp8
+    fp8: Fp8Dialect
     fp4: Fp4
 
     @property

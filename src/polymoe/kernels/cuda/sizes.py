@@ -246,7 +246,7 @@ W4A16_WGMMA = Family(
 """4-bit weights decoded to bfloat16 in registers, for ``wgmma``."""
 
 # With a gate, 256 rows of weights are 128 columns of h, which share a scale. Behind the stages: a table of magnitudes,
-# and for three tiles that take turns the largest number of each row of h.
+# and the amax of each row of h for three alternating tiles.
 W4A8 = Family(
     "w4a8", {"mxfp4": W4_FORMATS["mxfp4"]}, _tiles(
         Tile(16, 256, 256, 4, (8,)),
@@ -277,7 +277,7 @@ W8A8_F16 = Family(
 )  # fmt: skip
 """E4M3 weights and rows, both converted to float16, whose sums are exact."""
 
-# In static shared memory each row of h has a maximum for three tiles that take turns.
+# In static shared memory each row of h has an amax for three alternating tiles.
 W8A8 = Family(
     "w8a8", {"fp8_block128": None}, _tiles(Tile(160, 256, 128, 2, (32, 64, 80, 96, 112, 128))), _GATED,
     codes_bytes=4096, x_bytes=64, row_bytes=8, static_bytes=_BARRIER_BYTES, static_row_bytes=12,

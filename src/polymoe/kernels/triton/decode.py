@@ -6,7 +6,7 @@ The other operand has its columns in the same order, so no nibble ever moves.
 
 With ``PLAIN`` the arithmetic is ordinary float32 (Triton's interpreter has no inline assembly). Otherwise pairs of
 bfloat16 are made in 32-bit registers: the code's bits go where bfloat16 has sign, low exponent and high mantissa, which
-is the value times a power of two far below 1, and one exact multiplication brings it back with its scale.
+is the value times a power of two far below 1, and one exact multiplication corrects it together with its scale.
 """
 
 # Kernel arguments are not what a type checker takes them for.

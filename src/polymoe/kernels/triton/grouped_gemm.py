@@ -1,4 +1,4 @@
-"""The grouped GEMM: each expert's weights times the rows that chose it, decoded on the way to the matrix units.
+"""The grouped GEMM: each expert's weights times the rows that chose it, decoded on the way to the tensor cores.
 
 Weights are the left operand (M is their rows) and stay in registers; the routed rows are the right one, in tiles as
 narrow as 16. One program makes one tile of one expert, gate and up together, so that the activation is local to it.

@@ -124,7 +124,7 @@ class MatrixLayout(ABC):
             FormatError: for scales beyond :meth:`scale_limit`, which :meth:`check` did not know of.
         """
         if out is not None and out.spec != weights.spec:
-            raise PlanError("update", expected=str(out.spec), got=str(weights.spec), hint="load these experts anew")
+            raise PlanError("update", expected=str(out.spec), got=str(weights.spec), hint="load these experts again")
         tensors = {} if out is None else out.tensors
         count = weights.spec.local_experts
         found = torch.zeros(count, len(_MATRICES), dtype=torch.uint8, device=device)

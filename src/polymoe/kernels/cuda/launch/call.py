@@ -95,7 +95,7 @@ class Call(ABC):
         return self.family.pipeline(format, block_m)
 
     def x_launch(self, tokens: int, top_k: int) -> Launch | None:
-        """What brings x into the order in which the first GEMM reads it, or None."""
+        """The kernel that copies x into the order in which the first GEMM reads it, or None."""
         return None
 
     def set_x_dtype(self, number: int) -> None:
