@@ -15,6 +15,7 @@ from backends_document import GPUS, MODES, said
 from write_docs import Peer, Row
 
 from polymoe.backends import BACKENDS
+from polymoe.backends.features import ANY
 from polymoe.bench.cases import CASES
 from polymoe.bench.decode import ModelRecord
 from polymoe.bench.records import Record
@@ -25,7 +26,7 @@ from polymoe.formats import FORMATS
 from polymoe.machine import DEVICES, Machine
 from polymoe.problem import Problem
 from polymoe.verdict import Accepted, Reasons, Rejected, Verdict
-from support.toys import Toy
+from support.toys import HANDLES, Toy
 
 RECORD = Record(
     case="gpt-oss-120b", backend="triton", format="mxfp4", activations="16bit", tokens=16, routing="uniform",
@@ -77,7 +78,8 @@ class Picky(Toy):
 
 
 def test_every_cell_and_every_reason() -> None:
-    text = backends_document.backends_document({"picky": Picky("picky", layouts=("natural",))})
+    picky = Picky("picky", layouts=("natural",), handles={**HANDLES, "activations": ANY})
+    text = backends_document.backends_document({"picky": picky})
     assert "Takes FP8 weights with FP8 activations on Hopper. Layout: natural." in " ".join(text.split())
     fp8 = "fp8_token, fp8_group128, fp8_static"
     for form in FORMATS:
