@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,8 @@ from polymoe.backends.cuda.runner import _local_ids
 from polymoe.errors import ArgumentError
 from polymoe.kernels.cuda import modules
 from polymoe.routing import Routing
-from support.cuda_calls import pack
-from support.cuda_emulator import Recorded
+from support.cuda_calls import pack, run_emulated
+from support.cuda_emulator import Recorded, compile_unit
 from support.problems import problem_of, random_call, random_experts
 
 FEW, MANY = CudaConfig("w4a16_mma", 8, 64), CudaConfig("w4a16_wgmma", 32)
@@ -155,3 +156,37 @@ def test_which_options_it_takes(made: Made) -> None:
     weights = random_experts("fp8_block128", hidden=128, intermediate=128)
     problem = problem_of(weights, activations="fp8_group128")
     assert Cuda().bind(problem, pack(problem, weights)).options == {"workspace", "expert_map", "x_scales"}
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+@pytest.mark.parametrize("config", [CudaConfig("w8a8_f16", 32), CudaConfig("w8a8", 160)], ids=str)
+def test_x_that_is_quantized_already_and_experts_elsewhere(monkeypatch: pytest.MonkeyPatch, config: CudaConfig) -> None:
+    """Emulated: codes and scales as the kernel makes them, and experts at other places, to the bit the same result; and
+    the call after them is as any other."""
+    weights = random_experts("fp8_block128", hidden=256, intermediate=128)
+    problem = problem_of(weights, activations="fp8_group128")
+    x, routing = random_call(20, 256, 5, 2, torch.bfloat16)
+    x[3, :128] = 0
+    libraries = {
+        unit: compile_unit(unit)
+        for unit in ("permute", "finalize", "quantize", config.kernels.sizes.unit("fp8_block128"))
+    }
+    expected, _ = run_emulated(monkeypatch, libraries, weights, x, routing, config, activations="fp8_group128")
+    runner, out = Cuda().bind(problem, pack(problem, weights)), torch.empty_like(x)
+    groups = x.float().unflatten(1, (-1, 128))
+    scales = groups.abs().amax(2) / 448
+    scales[scales == 0] = 1
+    codes = (groups / scales[:, :, None]).flatten(1).to(torch.float8_e4m3fn)
+    ids_TA, weights_TA = routing
+    order = torch.tensor([3, 1, 4, 0, 2])  # an id's place is where it is in here
+    places = order.argsort().int()
+    for x_in, ids, options in (
+        (codes, ids_TA, {"x_scales": scales}),
+        (x, ids_TA, {}),
+        (codes, order[ids_TA], {"x_scales": scales, "expert_map": places}),
+        (x, order[ids_TA], {"expert_map": places}),
+        (x, ids_TA, {}),
+    ):
+        out.fill_(float("nan"))
+        runner.run(x_in, Routing(ids, weights_TA), config, out, **options)
+        assert torch.equal(out, expected), list(options)
