@@ -64,7 +64,7 @@ class TestCheck:
                 problem = Problem(spec=spec, activation=GPT_OSS, top_k=2, activations=mode)  # type: ignore[arg-type]
                 for gpu in ("a100", "h200", "rtx5090"):
                     assert Triton().check(problem, machine(gpu)) == Accepted(capturable=True)
-                    assert Triton().configure(problem, machine(gpu), 100).tokens >= 8
+                    assert Triton().configure(problem, machine(gpu), 100).block_m >= 8
 
     def test_all_reasons_at_once(self) -> None:
         verdict = judge(
@@ -91,7 +91,7 @@ class TestCheck:
 class TestConfigure:
     def test_tiles_widen_with_tokens(self) -> None:
         backend, problem, h200 = Triton(), seed_problem(), machine("h200")
-        widths = [backend.configure(problem, h200, t).tokens for t in (1, 256, 512, 1024, 2048, 8192)]
+        widths = [backend.configure(problem, h200, t).block_m for t in (1, 256, 512, 1024, 2048, 8192)]
         assert widths == [8, 8, 16, 32, 64, 128]
 
     @pytest.mark.parametrize("format", FORMATS)
@@ -101,22 +101,22 @@ class TestConfigure:
             config = Triton().configure(seed_problem(format), machine(gpu), tokens)
             bits = FORMATS[format].encoding.bits
             for tile, matrices in ((config.up, 2), (config.down, 1)):
-                step = matrices * tile.rows * tile.columns * bits // 8 + tile.columns * config.tokens * 2
-                assert tile.stages * step <= DEVICES[gpu].shared_memory_bytes
+                step = matrices * tile.block_n * tile.block_k * bits // 8 + tile.block_k * config.block_m * 2
+                assert tile.num_stages * step <= DEVICES[gpu].shared_memory_bytes
 
     def test_predicted_time_is_above_the_floor_and_grows(self) -> None:
         times = [Triton().predict(seed_problem(), machine("h200"), t).time_us for t in (1, 16, 256, 4096)]
         assert times == sorted(times)
         assert times[0] > 18.7
-        assert str(Triton().configure(seed_problem(), machine("h200"), 1)).startswith("tokens=8, up=64x256")
+        assert str(Triton().configure(seed_problem(), machine("h200"), 1)).startswith("block_m=8, up=64x256")
 
 
 class TestTooLittleSharedMemory:
-    """An estimate chooses tiles; what a GPU then refuses gives way to the next smaller one."""
+    """An estimate chooses tiles. If a GPU refuses one, the next smaller one runs."""
 
     @staticmethod
     def refuse(most: dict[str, int]) -> Any:
-        """Refuses products with more stages than ``most`` says for "up" and "down"."""
+        """Refuse GEMMs with more stages than ``most`` says for "up" and "down"."""
         from triton.runtime.errors import OutOfResources
 
         def check(launch: Any) -> Exception | None:
@@ -128,25 +128,25 @@ class TestTooLittleSharedMemory:
 
         return check
 
-    def test_next_tile_once_said(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_the_next_tile_runs_and_is_reported_once(self, caplog: pytest.LogCaptureFixture) -> None:
         pytest.importorskip("triton")
         from support.triton_launches import launches, meta_layer
 
         backend, layer = Triton(), meta_layer("mxfp4")
         config = TritonConfig(16, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4))
-        for products in (3, 2, 2):  # up once more when down is refused; later calls try nothing again
+        for gemms in (3, 2, 2):  # up once more when down is refused; later calls try nothing again
             found = launches(
                 *layer, "h200", 64, config=config, backend=backend, refuse=self.refuse({"up": 2, "down": 3})
             )
             made = [x for x in found if x.name == "grouped_gemm"]
-            assert len(made) == products
+            assert len(made) == gemms
             up, down = made[-2:]
             assert (up.options["num_stages"], down.options["num_stages"]) == (2, 3)
             assert (up.values["BLOCK_N"], up.values["BLOCK_K"]) == (64, 128)
         (record,) = caplog.records
         assert "do not fit this GPU" in record.message
         assert "shared memory" in record.message
-        assert Triton() == backend  # what was found is no part of what a backend is
+        assert Triton() == backend  # tiles found at launch do not affect equality
 
     def test_nothing_is_small_enough(self) -> None:
         triton = pytest.importorskip("triton")
@@ -164,4 +164,4 @@ class TestTooLittleSharedMemory:
             seen.append(config)
             config = smaller(config, "up", problem.spec.up)
         assert len(set(seen)) == len(seen) > 5
-        assert (seen[-1].tokens, seen[-1].up.stages, seen[-1].up.rows) == (16, 2, 16)
+        assert (seen[-1].block_m, seen[-1].up.num_stages, seen[-1].up.block_n) == (16, 2, 16)

@@ -1,4 +1,4 @@
-"""What tuning tries on a GPU: bounded, near the heuristic, and nothing that could not run."""
+"""Configurations that tuning tries: few, near the heuristic, and all able to run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def of(gpu: str) -> Machine:
 
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("case", CASES)
-def test_candidates_fit_the_gpu(case: str, gpu: str) -> None:
+def test_tuning_configs_fit_the_gpu(case: str, gpu: str) -> None:
     problem, limit = CASES[case].problem(), DEVICES[gpu].shared_memory_bytes
     spec = problem.spec
     for tokens in (1, 64, 1024, 8192):
@@ -34,19 +34,19 @@ def test_candidates_fit_the_gpu(case: str, gpu: str) -> None:
                 (config.up, spec.up, 2 if spec.gated else 1),
                 (config.down, spec.down, 1),
             ):
-                step = matrices * tile.rows * tile.columns * encoding.bits // 8 + tile.columns * config.tokens * 2
-                assert tile.stages * step <= limit
-                assert tile.columns >= 16 * PLANES[encoding.element]
-            assert DEVICES[gpu].sm >= 90 or not config.chained
+                step = matrices * tile.block_n * tile.block_k * encoding.bits // 8 + tile.block_k * config.block_m * 2
+                assert tile.num_stages * step <= limit
+                assert tile.block_k >= 16 * PLANES[encoding.element]
+            assert DEVICES[gpu].sm >= 90 or not config.pdl
 
 
 def exhausted(problem: Problem, machine: Machine, tokens: int, time: dict[str, float]) -> tuple[TritonConfig, int]:
-    """The best candidate and how many were tried, for a time that each field adds to on its own."""
+    """Return the best configuration and how many were tried, with a time to which each field adds independently."""
     timed: dict[Config, float] = {}
     while new := [c for c in tuning_configs(problem, machine, tokens, list(timed.items())) if c not in timed]:
         for c in new:
-            penalties = (c.tokens != time["tokens"], c.up.rows != time["up"], c.down.columns != time["down"])
-            timed[c] = 10.0 + sum(penalties) + 0.01 * (c.up.warps + c.down.warps)
+            penalties = (c.block_m != time["block_m"], c.up.block_n != time["up"], c.down.block_k != time["down"])
+            timed[c] = 10.0 + sum(penalties) + 0.01 * (c.up.num_warps + c.down.num_warps)
     best = min(timed, key=timed.__getitem__)
     assert isinstance(best, TritonConfig)
     return best, len(timed)
@@ -55,13 +55,13 @@ def exhausted(problem: Problem, machine: Machine, tokens: int, time: dict[str, f
 def test_fields_are_tuned_one_after_the_other() -> None:
     problem, h200 = CASES["deepseek-v4-flash"].problem(), of("h200")
     own = heuristic(problem, h200, 64)
-    best, tried = exhausted(problem, h200, 64, {"tokens": 16, "up": 32, "down": 128})
-    assert (own.tokens, own.up.rows, own.down.columns) == (8, 64, 256)
-    assert (best.tokens, best.up.rows, best.down.columns) == (16, 32, 128)
+    best, tried = exhausted(problem, h200, 64, {"block_m": 16, "up": 32, "down": 128})
+    assert (own.block_m, own.up.block_n, own.down.block_k) == (8, 64, 256)
+    assert (best.block_m, best.up.block_n, best.down.block_k) == (16, 32, 128)
     assert tried < 100  # of some thousands
 
 
-def test_nothing_new_comes_when_the_first_is_best() -> None:
+def test_nothing_new_is_tried_when_the_first_is_best() -> None:
     problem, h200 = CASES["gpt-oss-120b"].problem(), of("h200")
     own = heuristic(problem, h200, 1024)
     first = tuning_configs(problem, h200, 1024)
@@ -70,8 +70,12 @@ def test_nothing_new_comes_when_the_first_is_best() -> None:
 
 
 def test_configurations_as_data() -> None:
-    config = TritonConfig(32, Tile(64, 128, 4, 3, 2), replace(Tile(), registers=168), tail=8)
+    config = TritonConfig(32, Tile(64, 128, 4, 3, 2), replace(Tile(), maxnreg=168), tail_block_m=8)
     assert TritonConfig.from_dict(config.to_dict()) == config
-    for bad, where in (({"tokens": 12}, "tokens"), ({"up": {"rows": 48}}, "rows"), ({"down": {"stages": 0}}, "stages")):
+    for bad, where in (
+        ({"block_m": 12}, "block_m"),
+        ({"up": {"block_n": 48}}, "block_n"),
+        ({"down": {"num_stages": 0}}, "num_stages"),
+    ):
         with pytest.raises(PlanError, match=where):
             TritonConfig.from_dict(bad)

@@ -46,7 +46,7 @@ def scaled(expert: Expert, exponent: int) -> Expert:
 
 
 def on_gpu(weights: ExpertWeights, x: torch.Tensor, routing: Routing, **kwargs: Any) -> None:
-    """Compare with the reference, and twenty runs with each other to the bit; outputs start as NaN."""
+    """Compare with the reference, and require that twenty runs are bitwise identical; outputs start as NaN."""
     config = kwargs.pop("config", None)
     problem = problem_of(weights, **kwargs)
     here = Machine.of("cuda")
@@ -81,8 +81,10 @@ def test_fp8_activations(format: str, mode: str, tokens: int) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 40, 500])
 @pytest.mark.parametrize(("format", "mode"), [("fp8_block128", "fp8_group128"), ("int4_g32", "16bit")])
-def test_several_blocks_a_program(format: str, mode: str, tokens: int) -> None:
-    config = TritonConfig(16 if tokens < 100 else 64, Tile(64, 128), Tile(64, 128, blocks=4), tail=8, chained=True)
+def test_several_n_blocks_per_cta(format: str, mode: str, tokens: int) -> None:
+    config = TritonConfig(
+        16 if tokens < 100 else 64, Tile(64, 128), Tile(64, 128, n_blocks_per_cta=4), tail_block_m=8, pdl=True
+    )
     weights = random_experts(format, hidden=1152, intermediate=256)
     call = random_call(tokens, 1152, 5, dtype=torch.bfloat16)
     on_gpu(weights, *call, activations=mode, config=config)
@@ -104,7 +106,7 @@ def test_scales_beyond_the_fast_range_are_exact() -> None:
         FusedExperts.pack(problem, plain, choice).update(weights)
 
 
-def test_wide_tiles_repeat_to_the_bit() -> None:
+def test_wide_tiles_are_deterministic() -> None:
     """Weights are wgmma's operand in registers, which assemblers before 13.3 may let be overwritten too early."""
     weights = random_experts("mxfp4", hidden=1024, intermediate=512, experts=4)
     problem, here = problem_of(weights), Machine.of("cuda")
@@ -113,7 +115,7 @@ def test_wide_tiles_repeat_to_the_bit() -> None:
     expected = run_experts(problem, weights, x, routing)
     x, there = x.cuda(), Routing(*(part.cuda() for part in routing))
     for tile in (Tile(64, 128), Tile(128, 128, 8), Tile(64, 64, 4, 4), Tile(128, 128, 4, 2)):
-        config = replace(Triton().configure(problem, here, 1000), tokens=64, up=tile, down=tile)
+        config = replace(Triton().configure(problem, here, 1000), block_m=64, up=tile, down=tile)
         outs = [torch.empty_like(x) for _ in range(2)]
         Triton().bind(problem, packed).run(x, there, config, outs[0])
         assert relative_error(outs[0].cpu(), expected) < TOLERANCE
@@ -170,11 +172,11 @@ def test_odd_sizes(tokens: int, hidden: int, intermediate: int, gated: bool, top
     on_gpu(weights, *random_call(tokens, hidden, 7, top_k, torch.bfloat16))
 
 
-@pytest.mark.parametrize("block", [8, 16, 32, 64, 128])
-def test_tiles(block: int) -> None:
-    config = TritonConfig(block, Tile(64, 64), Tile(64, 64, splits=2))
+@pytest.mark.parametrize("block_m", [8, 16, 32, 64, 128])
+def test_tiles(block_m: int) -> None:
+    config = TritonConfig(block_m, Tile(64, 64), Tile(64, 64, split_k=2))
     weights = random_experts(bias=True, hidden=192)
-    on_gpu(weights, *random_call(3 * block, 192, 5, dtype=torch.bfloat16), config=config)
+    on_gpu(weights, *random_call(3 * block_m, 192, 5, dtype=torch.bfloat16), config=config)
 
 
 def test_ids_of_others_are_never_read() -> None:

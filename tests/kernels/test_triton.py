@@ -1,4 +1,4 @@
-"""Triton kernels: in the interpreter against the reference, and compiled ahead of time for every architecture."""
+"""Triton kernels in the interpreter, compared with the reference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CASES: dict[str, dict[str, Any]] = {
     "one token": {"tokens": 1},
     "zero points": {"zero_points": True},
     "bias, gpt-oss": {"bias": True, "activation": "gpt_oss"},
-    "bias, split K": {"bias": True, "splits": 2},
+    "bias, split K": {"bias": True, "split_k": 2},
     "no gate": {"gated": False},
     "weight on input": {"weight_on": "input", "bias": True, "format": "bf16"},
     "gelu": {"activation": "gelu", "format": "bf16"},
@@ -35,26 +35,33 @@ CASES: dict[str, dict[str, Any]] = {
     "ids of others": {"ids": [[0, 0, -1], [0, 1, 5], [2, 1, -1], [3, 0, 5]], "ids_dtype": "int32"},
     "no id of ours": {"all_to": -1},
     "rank of two": {"rank": [2, 2], "bias": True},
-    "two launches of dispatch": {"tokens": 300, "format": "bf16", "hidden": 16, "intermediate": 16, "tile": [16, 16]},
-    "tiles of 64": {"tokens": 60, "block_t": 64, "format": "bf16", "hidden": 32, "intermediate": 32},
+    "two launches of permute": {"tokens": 300, "format": "bf16", "hidden": 16, "intermediate": 16, "tile": [16, 16]},
+    "tiles of 64": {"tokens": 60, "block_m": 64, "format": "bf16", "hidden": 32, "intermediate": 32},
     "half x": {"dtype": "float16"},
-    "narrow tail": {"tokens": 50, "block_t": 64, "tail": 16, "format": "bf16", "hidden": 32, "intermediate": 32},
-    "split gate and up": {"splits": 2, "bias": True, "format": "bf16", "activation": "gpt_oss", "weight_on": "input"},
-    "split up, no gate": {"splits": 2, "gated": False, "format": "int4_g32"},
+    "narrow tail": {
+        "tokens": 50,
+        "block_m": 64,
+        "tail_block_m": 16,
+        "format": "bf16",
+        "hidden": 32,
+        "intermediate": 32,
+    },
+    "split gate and up": {"split_k": 2, "bias": True, "format": "bf16", "activation": "gpt_oss", "weight_on": "input"},
+    "split up, no gate": {"split_k": 2, "gated": False, "format": "int4_g32"},
     **{
         f"{mode}, {format}": {"activations": mode, "format": format, "hidden": 256, "intermediate": 160, "tokens": 5}
         for mode in ("fp8_token", "fp8_group128", "fp8_static")
         for format in ("fp8_block128", "fp8_channel", "mxfp4", "bf16")
     },
-    "fp8, split": {"activations": "fp8_group128", "format": "fp8_block128", "splits": 2, "hidden": 320, "bias": True},
+    "fp8, split": {"activations": "fp8_group128", "format": "fp8_block128", "split_k": 2, "hidden": 320, "bias": True},
     "fp8, weight on input": {"activations": "fp8_token", "format": "fp8_tensor", "weight_on": "input"},
     **{
-        f"several blocks a program, {name}": {"blocks": 3, "hidden": 224, "tile": [32, 128], **case}
+        f"several N blocks per CTA, {name}": {"n_blocks_per_cta": 3, "hidden": 224, "tile": [32, 128], **case}
         for name, case in {
             "bf16": {"format": "bf16", "bias": True, "intermediate": 48},
             "mxfp4": {"intermediate": 160},
             "nvfp4": {"format": "nvfp4", "intermediate": 160},
-            "zero points": {"zero_points": True, "tail": 8, "tokens": 12, "block_t": 32},
+            "zero points": {"zero_points": True, "tail_block_m": 8, "tokens": 12, "block_m": 32},
             "fp8": {"format": "fp8_block128", "activations": "fp8_group128", "intermediate": 256, "hidden": 256},
             "fp8 row": {"format": "fp8_channel", "activations": "fp8_token", "intermediate": 160},
         }.items()
@@ -65,7 +72,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def interpreter() -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
-    """Runs one case in a process of its own that stays for the next."""
+    """A function that runs one case in a separate process, which stays for the next case."""
     tests = Path(__file__).parent.parent
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), *filter(None, sys.path)])}
     command = [sys.executable, str(tests / "support/interpreted.py")]

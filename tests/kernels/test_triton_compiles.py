@@ -1,6 +1,6 @@
 """Every launch of the Triton backend, compiled ahead of time for every architecture, without a GPU.
 
-The backend runs on meta tensors with its launches recorded instead of made, so that what is compiled is what would run.
+The backend runs on meta tensors with its launches recorded instead of made, so that it compiles what would run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from support.triton_launches import Launch, launches, meta_layer  # noqa: E402 -
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
 MODES = ("16bit", "fp8_token", "fp8_group128", "fp8_static")
-PRODUCTS = ("grouped_gemm", "sweep_gemm")
+GEMMS = ("grouped_gemm", "grouped_gemm_short_k")
 NARROW, WIDE = 1, 8192
 """Tokens of a call with the narrowest tiles and split K, and of one with the widest."""
 
@@ -62,7 +62,7 @@ def compiled(launch: Launch, sm: int) -> Any:
 
 
 def local_bytes(binary: Any, directory: Path) -> int:
-    """Bytes of local memory a thread uses: what registers spilled."""
+    """Return the bytes of local memory of a thread, which are spilled registers."""
     path = directory / "kernel.cubin"
     path.write_bytes(binary.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -79,7 +79,7 @@ def require_that_it_fits(launch: Launch, sm: int, directory: Path) -> None:
 
 
 def cells() -> Iterator[Any]:
-    """What the backend declares. Narrow tiles are alike in all modes: each format's once, and FP8's own recipe."""
+    """Yield what the backend accepts. Narrow tiles hardly depend on the mode: once for each format, and FP8's own."""
     for format in FORMATS:
         for mode in MODES:
             for sm in ARCHITECTURES:
@@ -101,27 +101,27 @@ def test_every_mode_of_every_format_is_declared_but_int4_s() -> None:
 
 @pytest.mark.parametrize(("format", "mode", "sm", "tokens"), list(cells()))
 def test_every_cell_compiles_and_fits(format: str, mode: str, sm: int, tokens: int, tmp_path: Path) -> None:
-    products = [x for x in launches(*meta_layer(format, activations=mode), f"sm_{sm}", tokens) if x.name in PRODUCTS]
-    assert len(products) == 2
-    for launch in products:
+    gemms = [x for x in launches(*meta_layer(format, activations=mode), f"sm_{sm}", tokens) if x.name in GEMMS]
+    assert len(gemms) == 2
+    for launch in gemms:
         require_that_it_fits(launch, sm, tmp_path)
 
 
 @pytest.mark.parametrize("sm", [pytest.param(sm, marks=[] if sm == 90 else [pytest.mark.slow]) for sm in ARCHITECTURES])
 def test_the_other_kernels_compile(sm: int, tmp_path: Path) -> None:
-    """Dispatch of few and of many rows, inputs in each mode, sums over splits, and the last sum."""
+    """Permute of few and of many rows, inputs in each mode, the sum of split-K parts, and finalize."""
     calls = [("16bit", 1), ("16bit", 8192), ("fp8_token", 64), ("fp8_group128", 1), ("fp8_static", 8192)]
     names = set()
     for mode, tokens in calls:
         for launch in launches(*meta_layer("mxfp4", activations=mode), f"sm_{sm}", tokens):
             names.add(launch.name)
-            if launch.name not in PRODUCTS:
+            if launch.name not in GEMMS:
                 require_that_it_fits(launch, sm, tmp_path)
-    assert names == {"_count", "_start", "grouped_gemm", "_hidden", "_combine"}
+    assert names == {"_count_rows", "_permute", "grouped_gemm", "_activate_and_quantize", "_finalize"}
 
 
 INT4_ZERO_POINTS = Encoding(element="int4", granularity=PerGroup(1, 32), scale_dtype="bfloat16", zero_points=True)
-MEDIUM = TritonConfig(32, Tile(64, 128), Tile(64, 128), tail=16)
+MEDIUM = TritonConfig(32, Tile(64, 128), Tile(64, 128), tail_block_m=16)
 # Name: format, options of the layer, and configuration (None: the heuristic's for many tokens).
 WIDE_SCALES = ScaleRange(largest_exponent=26)
 
@@ -131,18 +131,20 @@ VARIANTS: dict[str, tuple[str | Encoding, dict[str, Any], TritonConfig | None]] 
     "wide scales, fp8": ("mxfp4", {"scales": WIDE_SCALES, "activations": "fp8_group128"}, None),
     "zero points": (INT4_ZERO_POINTS, {}, None),
     "no gate": ("nvfp4", {"gated": False, "bias": False, "hidden": 1024, "intermediate": 2688}, None),
-    "no gate, split": ("bf16", {"gated": False}, TritonConfig(16, Tile(64, 64, splits=4), Tile(64, 64, splits=2))),
-    "both split": ("mxfp4", {}, TritonConfig(8, Tile(64, 256, splits=4), Tile(32, 256, 2, splits=2))),
+    "no gate, split": ("bf16", {"gated": False}, TritonConfig(16, Tile(64, 64, split_k=4), Tile(64, 64, split_k=2))),
+    "both split": ("mxfp4", {}, TritonConfig(8, Tile(64, 256, split_k=4), Tile(32, 256, 2, split_k=2))),
     "split, fp8": (
-        "fp8_block128", {"activations": "fp8_group128"}, replace(MEDIUM, up=Tile(64, 128, splits=4)),
+        "fp8_block128", {"activations": "fp8_group128"}, replace(MEDIUM, up=Tile(64, 128, split_k=4)),
     ),
     "weight on the input": ("fp8_channel", {"weight_on": "input", "activations": "fp8_token"}, MEDIUM),
     "gelu": ("bf16", {"activation": GeGLU()}, MEDIUM),
     "gelu tanh": ("bf16", {"activation": GeGLU("tanh")}, MEDIUM),
-    "not chained": ("mxfp4", {}, MEDIUM),
-    "registers": ("mxfp4", {}, replace(MEDIUM, up=Tile(64, 128, 8, registers=128), chained=True)),
+    "no pdl": ("mxfp4", {}, MEDIUM),
+    "maxnreg": ("mxfp4", {}, replace(MEDIUM, up=Tile(64, 128, 8, maxnreg=128), pdl=True)),
     **{
-        f"several blocks, {format}, {mode}": (format, {"hidden": 7168, "intermediate": 256, "activations": mode}, None)
+        f"several N blocks, {format}, {mode}": (
+            format, {"hidden": 7168, "intermediate": 256, "activations": mode}, None,
+        )
         for format, mode in (
             ("mxfp4", "16bit"), ("int4_g32", "16bit"), ("nvfp4", "16bit"), ("fp8_block128", "16bit"),
             ("fp8_block128", "fp8_group128"), ("mxfp4", "fp8_group128"), ("fp8_channel", "fp8_token"),
@@ -156,14 +158,14 @@ VARIANTS: dict[str, tuple[str | Encoding, dict[str, Any], TritonConfig | None]] 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_compiles_and_fits(name: str, sm: int, tmp_path: Path) -> None:
     format, options, config = VARIANTS[name]
-    if config is not None and config.chained and sm < 90:
-        config = replace(config, chained=False)
-    products = [
+    if config is not None and config.pdl and sm < 90:
+        config = replace(config, pdl=False)
+    gemms = [
         launch
         for launch in launches(*meta_layer(format, **options), f"sm_{sm}", 4096, config=config)
-        if launch.name in PRODUCTS
+        if launch.name in GEMMS
     ]
-    swept = "blocks" in name and not (sm == 100 and products[0].values["PLANES"] == 4)  # too little tensor memory
-    assert [x.name for x in products] == ["grouped_gemm", "sweep_gemm" if swept else "grouped_gemm"]
-    for launch in products:
+    short_k = "N blocks" in name and not (sm == 100 and gemms[0].values["PLANES"] == 4)  # too little tensor memory
+    assert [x.name for x in gemms] == ["grouped_gemm", "grouped_gemm_short_k" if short_k else "grouped_gemm"]
+    for launch in gemms:
         require_that_it_fits(launch, sm, tmp_path)

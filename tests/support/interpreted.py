@@ -1,7 +1,7 @@
 """Runs cases given as JSON lines on stdin through the Triton backend in Triton's interpreter, on the CPU.
 
-A process of its own, because the interpreter is chosen when kernels are defined. One JSON line out for each case: the
-relative error against the reference (not a number unless every output was written), or an exception's traceback.
+It needs its own process, because the interpreter is chosen when kernels are defined. For each case it prints one JSON
+line: the relative error against the reference (NaN unless every output was written), or a traceback.
 """
 
 from __future__ import annotations
@@ -73,16 +73,16 @@ def run(case: dict) -> dict:
     spec = weights.spec
     x, routing = random_call(case.get("tokens", 7), spec.hidden, spec.experts, case.get("top_k", 2), dtype)
     ids = routing.topk_ids_TA.to(getattr(torch, case.get("ids_dtype", "int64")))
-    for token, slot, value in case.get("ids", []):
-        ids[token, slot] = value
+    for token, choice, value in case.get("ids", []):
+        ids[token, choice] = value
     if "all_to" in case:
         ids[:] = case["all_to"]
     weights_TA = routing.topk_weights_TA.clone()
     weights_TA[(ids < 0) | (ids >= spec.experts)] = float("nan")
     routing = Routing(ids, weights_TA)
-    tile = Tile(*case.get("tile", (32, 64)), splits=case.get("splits", 1))
-    down = replace(tile, blocks=case.get("blocks", 1))
-    config = TritonConfig(case.get("block_t", 16), tile, down, tail=case.get("tail", 0))
+    tile = Tile(*case.get("tile", (32, 64)), split_k=case.get("split_k", 1))
+    down = replace(tile, n_blocks_per_cta=case.get("n_blocks_per_cta", 1))
+    config = TritonConfig(case.get("block_m", 16), tile, down, tail_block_m=case.get("tail_block_m", 0))
     packed = LAYOUTS["natural"].pack(weights, torch.device("cpu"))
     out = torch.full_like(x, float("nan"))
     Triton().bind(problem, packed).run(x, routing, config, out)

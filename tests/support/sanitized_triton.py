@@ -1,4 +1,4 @@
-"""Each Triton kernel once, small, for compute-sanitizer: prints the largest relative error against the reference.
+"""Run each Triton kernel once, on small inputs, under compute-sanitizer, and print the errors against the reference.
 
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/support/sanitized_triton.py
 """
@@ -20,9 +20,9 @@ from polymoe.routing import Routing
 from support.problems import problem_of, random_call, random_experts
 
 CONFIGS = {
-    "decode": (3, TritonConfig(8, Tile(64, 128, splits=2), Tile(32, 64, 2), chained=True)),
-    "prefill": (90, TritonConfig(64, Tile(64, 64), Tile(128, 64, 8), tail=16, chained=True)),
-    "several blocks": (40, TritonConfig(16, Tile(64, 128), Tile(64, 128, blocks=2), chained=True)),
+    "decode": (3, TritonConfig(8, Tile(64, 128, split_k=2), Tile(32, 64, 2), pdl=True)),
+    "prefill": (90, TritonConfig(64, Tile(64, 64), Tile(128, 64, 8), tail_block_m=16, pdl=True)),
+    "several N blocks": (40, TritonConfig(16, Tile(64, 128), Tile(64, 128, n_blocks_per_cta=2), pdl=True)),
 }
 
 

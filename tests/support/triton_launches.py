@@ -1,4 +1,4 @@
-"""Calls of the Triton backend whose launches are recorded instead of made: no GPU, tensors on the meta device."""
+"""Record the launches of a call of the Triton backend: no GPU, tensors on the meta device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EXPERTS = 8
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel, its arguments by name, and what is an option of its compilation."""
+    """A kernel, its arguments by name, and its compile options."""
 
     kernel: Any
     values: dict[str, Any]
@@ -45,7 +45,7 @@ def meta_layer(
     bias: bool = True,
     **kwargs: Any,
 ) -> tuple[Problem, Packed]:
-    """A problem, and its packed tensors without memory."""
+    """Return a problem, and its packed tensors without memory."""
     e = FORMATS[format].encoding if isinstance(format, str) else format
     spec = ExpertsSpec(
         hidden=hidden, intermediate=intermediate, experts=EXPERTS, gate=e if gated else None, up=e, down=e, bias=bias
@@ -84,7 +84,7 @@ def launches(
     refuse: Callable[[Launch], Exception | None] = lambda launch: None,
     backend: Triton | None = None,
 ) -> list[Launch]:
-    """Launches of one call; ``refuse`` may return an exception, which is then what the launch raises."""
+    """Return the launches of one call. If ``refuse`` returns an exception, the launch raises it."""
     found = []
 
     def record(self: Any, *args: Any, grid: Any, warmup: bool, **kw: Any) -> None:

@@ -1,1 +1,1 @@
-"""Triton kernels: dispatch, prepare, grouped GEMM, combine. Imports nothing of ours; torch and triton only."""
+"""Triton kernels: permute, grouped GEMMs, quantize, finalize. Imports nothing of ours; torch and triton only."""

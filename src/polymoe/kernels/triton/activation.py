@@ -1,4 +1,4 @@
-"""What stands between an expert's products, and E4M3 rounding, as device functions."""
+"""Device functions of all kernels: activations, E4M3 rounding, programmatic dependent launch."""
 
 # Kernel arguments are not what a type checker takes them for.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false, reportAttributeAccessIssue=false
@@ -8,12 +8,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["activate", "chain", "round_e4m3"]
+__all__ = ["activate", "pdl_options", "pdl_wait_and_launch", "round_e4m3"]
 
 
 @triton.jit
 def activate(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr):
-    """The activation in float32; "none" is ``up`` as it is. A LIMIT of 0 is none."""
+    """Return the activation in float32. ACTIVATION "none" returns ``up``; a LIMIT of 0 means no limit."""
     if ACTIVATION == "swiglu":
         if LIMIT > 0:
             gate = tl.minimum(gate, LIMIT)
@@ -33,9 +33,9 @@ def activate(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.c
 
 @triton.jit
 def round_e4m3(x):
-    """Nearest E4M3 number of float32 x, ties to even, magnitudes above 448 to 448, as float32.
+    """Round float32 x to the nearest E4M3 number, as float32. Ties go to even, magnitudes above 448 become 448.
 
-    In arithmetic, because SM80 has no FP8: a number 2**20 times the power of two below x ends with E4M3's last bit.
+    SM80 has no FP8 conversion. Adding and subtracting 2**20 times the power of two below x leaves E4M3's mantissa bits.
     """
     magnitude = tl.minimum(tl.abs(x), 448.0)
     exponent = tl.maximum(magnitude.to(tl.int32, bitcast=True) >> 23, 121)  # E4M3 is subnormal below 2**-6
@@ -45,11 +45,16 @@ def round_e4m3(x):
 
 
 @triton.jit
-def chain(CHAINED: tl.constexpr):
-    """With programmatic dependent launch (SM90 and newer): wait for the launch before, let the next one start.
+def pdl_wait_and_launch(PDL: tl.constexpr):
+    """With programmatic dependent launch (SM90 and newer): wait for the previous kernel, let the next one start.
 
-    Every program of every kernel begins with it, so waiting for one launch is waiting for all before it.
+    Every CTA of every kernel calls it first, so that waiting for one kernel means waiting for all kernels before it.
     """
-    if CHAINED:
+    if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+
+def pdl_options(pdl: bool) -> dict[str, bool]:
+    """Return launch options for programmatic dependent launch."""
+    return {"launch_pdl": True} if pdl else {}

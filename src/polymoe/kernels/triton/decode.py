@@ -1,12 +1,12 @@
-"""Codes and scales to 16-bit operands, one function a format: each a constexpr argument of the grouped GEMM.
+"""Decoding of codes and scales to 16-bit operands: one function for each element, a constexpr of the grouped GEMM.
 
-A *word* holds the codes of P adjacent columns: int16 with four nibbles (P = 4) or two bytes (P = 2), or one number as
-it is (P = 1). ``decode(words, factor, zero)`` returns P planes: plane p holds columns p, p + P, p + 2P ... of the tile.
-The other operand has its columns in the same order, so no nibble ever moves.
+A *word* holds the codes of P adjacent columns: int16 with four nibbles (P = 4) or two bytes (P = 2), or one 16-bit
+number (P = 1). ``decode(words, factor, zero)`` returns P planes: plane p holds columns p, p + P, p + 2P ... of the
+tile. The other operand has its columns in the same order, so no nibble ever moves.
 
 With ``PLAIN`` the arithmetic is ordinary float32 (Triton's interpreter has no inline assembly). Otherwise pairs of
-bfloat16 are made in 32-bit registers: the code's bits go where bfloat16 has sign, low exponent and high mantissa, which
-is the value times a power of two far below 1, and one exact multiplication corrects it together with its scale.
+bfloat16 are made in 32-bit registers: the code's bits become the sign, low exponent and high mantissa of a bfloat16.
+That is the value times a power of two far below 1, which one exact multiplication undoes together with the scale.
 """
 
 # Kernel arguments are not what a type checker takes them for.
@@ -31,16 +31,16 @@ __all__ = [
 ]
 
 E2M1_SHIFT = 24
-"""The fast path holds E2M1 weights times 2**-24, which the accumulator gets back: E8M0 scales from 2**-101 to 2**25 are
-then exact in bfloat16. Larger ones, which take PLAIN, would become NaN, never a wrong number."""
+"""The fast path holds E2M1 weights times 2**-24, which the epilogue undoes. E8M0 scales from 2**-101 to 2**25 are then
+exact in bfloat16. Larger scales need PLAIN; the fast path would make them NaN, never a wrong number."""
 
 E4M3_SHIFT = 8
-"""E4M3's bits, moved to where float16 has them, are the number times 2**-8: exact, and the accumulator gets it back."""
+"""E4M3's bits, shifted to float16's fields, are the number times 2**-8. This is exact, and the epilogue undoes it."""
 
 
 @triton.jit
 def factor_e8m0(byte, PLAIN: tl.constexpr):
-    """E8M0 bytes to float32 scales (PLAIN), or to bfloat16 scales times 2**(126 - 24)."""
+    """Convert E8M0 bytes to float32 scales (PLAIN), or to bfloat16 scales times 2**(126 - 24)."""
     b = byte.to(tl.int32)
     if PLAIN:
         bits = tl.where(b == 0, 0x00400000, b << 23)  # 2**-127 is subnormal in float32
@@ -51,7 +51,10 @@ def factor_e8m0(byte, PLAIN: tl.constexpr):
 
 @triton.jit
 def factor_e4m3(byte, PLAIN: tl.constexpr):
-    """E4M3 bytes to float32 numbers (PLAIN), or to bfloat16 scales times 2**(126 - 24). SM80 has no FP8: bits only."""
+    """Convert E4M3 bytes to float32 numbers (PLAIN), or to bfloat16 scales times 2**(126 - 24).
+
+    With integer operations, because SM80 has no FP8.
+    """
     b = byte.to(tl.int32)
     if PLAIN:
         bits = ((b & 0x80) << 24) | ((b & 0x7F) << 20)  # the number times 2**-120
@@ -65,7 +68,7 @@ def factor_e4m3(byte, PLAIN: tl.constexpr):
 
 @triton.jit
 def factor_float(scale, PLAIN: tl.constexpr):
-    """Float scales as float32 (PLAIN) or bfloat16."""
+    """Convert float scales to float32 (PLAIN) or bfloat16."""
     if PLAIN:
         return scale.to(tl.float32)
     else:
@@ -74,13 +77,13 @@ def factor_float(scale, PLAIN: tl.constexpr):
 
 @triton.jit
 def decode_16bit(words, factor, zero, OPERAND: tl.constexpr, PLAIN: tl.constexpr):
-    """One plane: the numbers themselves."""
+    """Return one plane: the numbers themselves."""
     return (words.to(OPERAND),)
 
 
 @triton.jit
 def decode_e2m1(words, factor, zero, OPERAND: tl.constexpr, PLAIN: tl.constexpr):
-    """Four planes of E2M1 times their factor. Without PLAIN: times 2**-24 (see E2M1_SHIFT)."""
+    """Return four planes of E2M1 times their factor. Without PLAIN: times 2**-24 (see E2M1_SHIFT)."""
     if PLAIN:
         w = words.to(tl.int32)
         return (
@@ -134,7 +137,7 @@ def _e2m1(nibble, factor):
 
 @triton.jit
 def decode_int4(words, factor, zero, OPERAND: tl.constexpr, PLAIN: tl.constexpr):
-    """Four planes of ``(nibble - zero) * factor``, the product rounded once to the operand dtype."""
+    """Return four planes of ``(nibble - zero) * factor``, each product rounded once to the operand dtype."""
     if PLAIN:
         w = words.to(tl.int32)
         return (
@@ -144,7 +147,7 @@ def decode_int4(words, factor, zero, OPERAND: tl.constexpr, PLAIN: tl.constexpr)
             ((((w >> 12) & 15).to(tl.float32) - zero) * factor).to(OPERAND),
         )
     else:
-        # 0x4300 | n is the bfloat16 128 + n; `zero` comes as -(128 + zero point).
+        # 0x4300 | n is the bfloat16 128 + n; `zero` is -(128 + zero point).
         return tl.inline_asm_elementwise(
             """
             {
@@ -182,7 +185,7 @@ def decode_int4(words, factor, zero, OPERAND: tl.constexpr, PLAIN: tl.constexpr)
 
 @triton.jit
 def decode_e4m3(words, factor, zero, OPERAND: tl.constexpr, PLAIN: tl.constexpr):
-    """Two planes of E4M3, without scales (those go onto the accumulator): exact."""
+    """Return two planes of E4M3, exact and without scales, which the epilogue or each step applies."""
     if PLAIN:
         w = words.to(tl.int32)
         return (factor_e4m3(w & 255, True).to(OPERAND), factor_e4m3((w >> 8) & 255, True).to(OPERAND))
@@ -214,7 +217,7 @@ def decode_e4m3(words, factor, zero, OPERAND: tl.constexpr, PLAIN: tl.constexpr)
 
 @triton.jit
 def decode_e4m3_half(words, factor, zero, OPERAND: tl.constexpr, PLAIN: tl.constexpr):
-    """Two planes of E4M3 as float16. Without PLAIN: times 2**-8 (see E4M3_SHIFT), subnormal numbers included."""
+    """Return two planes of E4M3 as float16. Without PLAIN: times 2**-8 (see E4M3_SHIFT), subnormal numbers included."""
     if PLAIN:
         return decode_e4m3(words, factor, zero, OPERAND, PLAIN)
     else:

@@ -1,7 +1,8 @@
-"""The grouped GEMM: each expert's weights times the rows that chose it, decoded on the way to the tensor cores.
+"""The grouped GEMM: each expert's weights times its permuted rows. Weights are decoded in registers, before the MMA.
 
-Weights are the left operand (M is their rows) and stay in registers; the routed rows are the right one, in tiles as
-narrow as 16. One program makes one tile of one expert, gate and up together, so that the activation is local to it.
+A and B are swapped: the weights are the left operand, so that N of the weights is the MMA's M, and the permuted rows
+(BLOCK_M of them, as few as 8) are the MMA's N. One CTA computes one work tile of gate and up together, so that it can
+apply the activation.
 """
 
 # Kernel arguments are not what a type checker takes them for.
@@ -11,17 +12,17 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from polymoe.kernels.triton.activation import activate, chain
+from polymoe.kernels.triton.activation import activate, pdl_wait_and_launch
 
-__all__ = ["finish", "grouped_gemm", "groups", "planes_of", "step_scale"]
+__all__ = ["epilogue", "grouped_gemm", "load_groups", "planes_of", "step_scale"]
 
 
 @triton.jit
-def groups(
+def load_groups(
     ptr, row_at, stride, step, USED: tl.constexpr, GROUP_K: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr,
     BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Scales or zero points of one step, as stored: [BLOCK_N, GROUPS]. Without USED, the step's number."""
+    """Load scales or zero points of one step, as stored: [BLOCK_N, GROUPS]. Without USED, return the step's index."""
     if not USED:
         return step
     else:
@@ -39,14 +40,14 @@ def _scales(
     GATED: tl.constexpr, SCALED: tl.constexpr, ZERO_POINTS: tl.constexpr, GROUP_K: tl.constexpr, GROUPS: tl.constexpr,
     X_SCALE: tl.constexpr, X_GROUP: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Scales and zero points of one step, of up, gate and x: the step's number where there are none."""
-    up_scales = groups(up_ptr, row_at, stride, step, SCALED, GROUP_K, GROUPS, K, BLOCK_K, MASKED)
-    up_zeros = groups(up_zero_ptr, row_at, stride, step, ZERO_POINTS, GROUP_K, GROUPS, K, BLOCK_K, MASKED)
+    """Load scales and zero points of one step, of up, gate and x: the step's index where there are none."""
+    up_scales = load_groups(up_ptr, row_at, stride, step, SCALED, GROUP_K, GROUPS, K, BLOCK_K, MASKED)
+    up_zeros = load_groups(up_zero_ptr, row_at, stride, step, ZERO_POINTS, GROUP_K, GROUPS, K, BLOCK_K, MASKED)
     gate_scales = up_scales
     gate_zeros = up_zeros
     if GATED:
-        gate_scales = groups(gate_ptr, row_at, stride, step, SCALED, GROUP_K, GROUPS, K, BLOCK_K, MASKED)
-        gate_zeros = groups(gate_zero_ptr, row_at, stride, step, ZERO_POINTS, GROUP_K, GROUPS, K, BLOCK_K, MASKED)
+        gate_scales = load_groups(gate_ptr, row_at, stride, step, SCALED, GROUP_K, GROUPS, K, BLOCK_K, MASKED)
+        gate_zeros = load_groups(gate_zero_ptr, row_at, stride, step, ZERO_POINTS, GROUP_K, GROUPS, K, BLOCK_K, MASKED)
     x_scales = step
     if X_SCALE == "block":
         group = step * BLOCK_K // X_GROUP
@@ -55,14 +56,14 @@ def _scales(
 
 
 @triton.jit
-def _step(
+def _mainloop_step(
     acc, gate_acc, up_ptr, up_scales, up_zeros, gate_ptr, gate_scales, gate_zeros, x_scales,
     x_at, code_at, code_k, step, K: tl.constexpr, GATED: tl.constexpr, DECODE: tl.constexpr, FACTOR: tl.constexpr,
     PLANES: tl.constexpr, OPERAND: tl.constexpr, PLAIN: tl.constexpr, SCALE_AT: tl.constexpr, X_SCALE: tl.constexpr,
-    GROUPS: tl.constexpr, ZERO_POINTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    GROUPS: tl.constexpr, ZERO_POINTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Both accumulators after one step along K."""
+    """Return both accumulators after one step along K."""
     WORDS: tl.constexpr = BLOCK_K // PLANES
     LOOP: tl.constexpr = SCALE_AT == "loop"
     words: tl.constexpr = K // PLANES
@@ -80,8 +81,8 @@ def _step(
             GROUPS,
         )  # fmt: skip
     BY_STEP: tl.constexpr = SCALE_AT == "block" or X_SCALE == "block"
-    part = tl.zeros((BLOCK_N, BLOCK_T), tl.float32) if BY_STEP else acc
-    gate_part = tl.zeros((BLOCK_N, BLOCK_T), tl.float32) if BY_STEP else gate_acc
+    part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32) if BY_STEP else acc
+    gate_part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32) if BY_STEP else gate_acc
     for p in tl.static_range(PLANES):
         x_ptrs = x_at + p * words + word[:, None]
         x = tl.load(x_ptrs, mask=word_mask[:, None], other=0.0) if MASKED else tl.load(x_ptrs)
@@ -97,7 +98,7 @@ def _step(
 
 @triton.jit
 def step_scale(scales, x_scales, SCALE_AT: tl.constexpr, X_SCALE: tl.constexpr):
-    """What multiplies a step's products: of a weight's block, of x's, or both."""
+    """Return the factor of one step's result: the scale of a block of weights, of x, or both."""
     if SCALE_AT != "block":
         return x_scales[None, :]
     elif X_SCALE != "block":
@@ -112,20 +113,20 @@ def planes_of(
     DECODE: tl.constexpr, FACTOR: tl.constexpr, IN_LOOP: tl.constexpr, ZERO_POINTS: tl.constexpr,
     OPERAND: tl.constexpr, PLAIN: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Decoded planes [BLOCK_N, WORDS] of one step along K."""
+    """Return the decoded planes [BLOCK_N, WORDS] of one step along K."""
     factor = words
     zero = words
     if IN_LOOP:
-        factor = _spread(FACTOR(scales, PLAIN), BLOCK_N, WORDS, GROUPS)
+        factor = _broadcast_groups(FACTOR(scales, PLAIN), BLOCK_N, WORDS, GROUPS)
         if ZERO_POINTS:
-            zero = _spread(_zero(points, PLAIN), BLOCK_N, WORDS, GROUPS)
+            zero = _broadcast_groups(_zero_operand(points, PLAIN), BLOCK_N, WORDS, GROUPS)
         else:
             zero = tl.full((BLOCK_N, WORDS), 8.0 if PLAIN else -136.0, factor.dtype)
     return DECODE(words, factor, zero, OPERAND, PLAIN)
 
 
 @triton.jit
-def _zero(points, PLAIN: tl.constexpr):
+def _zero_operand(points, PLAIN: tl.constexpr):
     if PLAIN:
         return points.to(tl.float32)
     else:
@@ -133,19 +134,19 @@ def _zero(points, PLAIN: tl.constexpr):
 
 
 @triton.jit
-def _spread(groups, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, GROUPS: tl.constexpr):
-    """[BLOCK_N, GROUPS] repeated along the columns to [BLOCK_N, WORDS]."""
+def _broadcast_groups(groups, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, GROUPS: tl.constexpr):
+    """Repeat [BLOCK_N, GROUPS] along the columns to [BLOCK_N, WORDS]."""
     wide = tl.broadcast_to(groups[:, :, None], (BLOCK_N, GROUPS, WORDS // GROUPS))
     return tl.reshape(wide, (BLOCK_N, WORDS))
 
 
 @triton.jit
-def finish(
+def epilogue(
     acc, codes_scale_ptr, global_ptr, bias_ptr, expert, n, scale_e, scale_n, bias_e, x_scale, weight,
     bias_share, POST: tl.constexpr, GROUP_N: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr,
-    UNSHIFT: tl.constexpr, X_SCALE: tl.constexpr, WEIGHT_IN: tl.constexpr,
+    UNSHIFT: tl.constexpr, X_SCALE: tl.constexpr, ROUTER_WEIGHT_ON_INPUT: tl.constexpr,
 ):  # fmt: skip
-    """The accumulator [BLOCK_N, BLOCK_T] with everything that multiplies or adds to a whole row or column of it."""
+    """Apply to the accumulator [BLOCK_N, BLOCK_M] what multiplies or adds to a whole row or column: scales and bias."""
     if UNSHIFT != 0:
         acc *= 2.0**UNSHIFT
     if POST:
@@ -154,7 +155,7 @@ def finish(
         acc *= tl.load(global_ptr + expert)
     if X_SCALE == "row":
         acc *= x_scale[None, :]
-    if WEIGHT_IN:
+    if ROUTER_WEIGHT_ON_INPUT:
         acc *= weight[None, :]
     if BIAS:
         acc += bias_share * tl.load(bias_ptr + expert * bias_e + n).to(tl.float32)[:, None]
@@ -166,114 +167,115 @@ def grouped_gemm(
     x_ptr, x_scale_ptr, out_ptr,
     gate_ptr, gate_scale_ptr, gate_zero_ptr, gate_global_ptr, gate_bias_ptr,
     up_ptr, up_scale_ptr, up_zero_ptr, up_global_ptr, up_bias_ptr,
-    order_ptr, tile_expert_ptr, tile_first_ptr, tile_last_ptr, weight_ptr,
-    slots, x_groups,
+    permuted_to_expanded_ptr, tile_expert_ptr, tile_first_ptr, tile_last_ptr, weight_ptr,
+    top_k, x_groups,
     code_e, code_n, code_k, scale_e, scale_n, scale_k, bias_e, out_split, out_gate,
     N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, RAW: tl.constexpr, ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr,
     DECODE: tl.constexpr, FACTOR: tl.constexpr, PLANES: tl.constexpr, OPERAND: tl.constexpr, PLAIN: tl.constexpr,
     SCALE_AT: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, SCALE_ALIGN: tl.constexpr,
     ZERO_POINTS: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr, UNSHIFT: tl.constexpr,
-    X_SCALE: tl.constexpr, X_GROUP: tl.constexpr, WEIGHT_IN: tl.constexpr,
+    X_SCALE: tl.constexpr, X_GROUP: tl.constexpr, ROUTER_WEIGHT_ON_INPUT: tl.constexpr,
     GATHER: tl.constexpr, SCATTER: tl.constexpr, OUT_PLANES: tl.constexpr, SPLIT_K: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, TAIL_T: tl.constexpr, BLOCK_K: tl.constexpr, CHAINED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, TAIL_BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One tile: rows of one expert's weights by up to BLOCK_T of the routed rows that chose it.
+    """Compute BLOCK_N rows of one expert's weights by one work tile, up to BLOCK_M permuted rows.
 
-    Grid: ``tiles * ceil(N / BLOCK_N) * SPLIT_K`` programs; those beyond the tiles in use leave at once. A tile with no
-    more rows than TAIL_T is computed that wide only: an expert's last tile is seldom full.
-    x is [rows, K] with its columns in PLANES planes; out [rows, N], its columns in OUT_PLANES planes. RAW: out is
-    [SPLIT_K, gate and up, rows, N], before the activation.
-    GATHER takes x's rows by token, SCATTER writes rows where they came from; otherwise both are in expert order.
-    SCALE_AT: "none", "loop" (scales multiply the codes), "block" (the product of each step), "row" (the whole row).
-    X_SCALE: "none", "row" or "block" (one for X_GROUP columns of a row): what multiplies products of quantized x.
+    The grid is ``num_tiles * ceil(N / BLOCK_N) * SPLIT_K``; CTAs of unused work tiles return at once. A work tile with
+    at most TAIL_BLOCK_M rows is computed only that wide: the last tile of an expert is seldom full.
+    x is [rows, K] with its columns in PLANES planes; out is [rows, N] with its columns in OUT_PLANES planes. With RAW,
+    out is [SPLIT_K, gate and up, rows, N], before the activation.
+    GATHER reads x by token, SCATTER writes expanded rows; otherwise both are permuted rows.
+    SCALE_AT: "none", "loop" (scales multiply the codes), "block" (each step's result), "row" (the accumulator).
+    X_SCALE, the scales of quantized x: "none", "row" or "block" (one for X_GROUP columns of a row).
     """
-    chain(CHAINED)
+    pdl_wait_and_launch(PDL)
     pid = tl.program_id(0)
-    blocks_n = tl.cdiv(N, BLOCK_N)
+    num_n_blocks = tl.cdiv(N, BLOCK_N)
     split = pid % SPLIT_K
-    block = (pid // SPLIT_K) % blocks_n
-    tile = pid // (SPLIT_K * blocks_n)
+    n_block = (pid // SPLIT_K) % num_n_blocks
+    tile = pid // (SPLIT_K * num_n_blocks)
     expert = tl.load(tile_expert_ptr + tile).to(tl.int64)
     if expert < 0:
         return
     first = tl.load(tile_first_ptr + tile)
     last = tl.load(tile_last_ptr + tile)
-    for narrow in tl.static_range(2 if TAIL_T > 0 else 1):
-        if TAIL_T == 0 or (last - first <= TAIL_T) == (narrow == 1):
-            _tile(
+    for is_tail in tl.static_range(2 if TAIL_BLOCK_M > 0 else 1):
+        if TAIL_BLOCK_M == 0 or (last - first <= TAIL_BLOCK_M) == (is_tail == 1):
+            _compute_tile(
                 x_ptr, x_scale_ptr, out_ptr, gate_ptr, gate_scale_ptr, gate_zero_ptr, gate_global_ptr, gate_bias_ptr,
-                up_ptr, up_scale_ptr, up_zero_ptr, up_global_ptr, up_bias_ptr, order_ptr, weight_ptr,
-                slots, x_groups, code_e, code_n, code_k, scale_e, scale_n, scale_k, bias_e, out_split, out_gate,
-                split, block, expert, first, last,
+                up_ptr, up_scale_ptr, up_zero_ptr, up_global_ptr, up_bias_ptr, permuted_to_expanded_ptr, weight_ptr,
+                top_k, x_groups, code_e, code_n, code_k, scale_e, scale_n, scale_k, bias_e, out_split, out_gate,
+                split, n_block, expert, first, last,
                 N, K, GATED, RAW, ACTIVATION, ALPHA, BETA, LIMIT, DECODE, FACTOR, PLANES, OPERAND, PLAIN,
                 SCALE_AT, GROUP_N, GROUP_K, SCALE_ALIGN, ZERO_POINTS, GLOBAL, BIAS, UNSHIFT, X_SCALE, X_GROUP,
-                WEIGHT_IN, GATHER, SCATTER, OUT_PLANES, SPLIT_K, BLOCK_N, TAIL_T if narrow else BLOCK_T, BLOCK_K,
+                ROUTER_WEIGHT_ON_INPUT, GATHER, SCATTER, OUT_PLANES, SPLIT_K, BLOCK_N,
+                TAIL_BLOCK_M if is_tail else BLOCK_M, BLOCK_K,
             )  # fmt: skip
 
 
 @triton.jit
-def _tile(
+def _compute_tile(
     x_ptr, x_scale_ptr, out_ptr,
     gate_ptr, gate_scale_ptr, gate_zero_ptr, gate_global_ptr, gate_bias_ptr,
-    up_ptr, up_scale_ptr, up_zero_ptr, up_global_ptr, up_bias_ptr, order_ptr, weight_ptr, slots, x_groups,
-    code_e, code_n, code_k, scale_e, scale_n, scale_k, bias_e, out_split, out_gate,
-    split, block, expert, first, last,
+    up_ptr, up_scale_ptr, up_zero_ptr, up_global_ptr, up_bias_ptr, permuted_to_expanded_ptr, weight_ptr,
+    top_k, x_groups, code_e, code_n, code_k, scale_e, scale_n, scale_k, bias_e, out_split, out_gate,
+    split, n_block, expert, first, last,
     N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, RAW: tl.constexpr, ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr,
     DECODE: tl.constexpr, FACTOR: tl.constexpr, PLANES: tl.constexpr, OPERAND: tl.constexpr, PLAIN: tl.constexpr,
     SCALE_AT: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, SCALE_ALIGN: tl.constexpr,
     ZERO_POINTS: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr, UNSHIFT: tl.constexpr,
-    X_SCALE: tl.constexpr, X_GROUP: tl.constexpr, WEIGHT_IN: tl.constexpr,
+    X_SCALE: tl.constexpr, X_GROUP: tl.constexpr, ROUTER_WEIGHT_ON_INPUT: tl.constexpr,
     GATHER: tl.constexpr, SCATTER: tl.constexpr, OUT_PLANES: tl.constexpr, SPLIT_K: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     LOOP: tl.constexpr = SCALE_AT == "loop"
     SCALED: tl.constexpr = LOOP or SCALE_AT == "block"
     GROUPS: tl.constexpr = BLOCK_K // GROUP_K if LOOP and BLOCK_K > GROUP_K else 1
-    row = first + tl.arange(0, BLOCK_T)
+    row = first + tl.arange(0, BLOCK_M)
     valid = row < last
     row = tl.minimum(row, last - 1)
     if GATHER or SCATTER:
-        routed = tl.load(order_ptr + row)
+        expanded_row = tl.load(permuted_to_expanded_ptr + row)
     else:
-        routed = row
-    x_row = (routed // slots if GATHER else row).to(tl.int64)
+        expanded_row = row
+    x_row = (expanded_row // top_k if GATHER else row).to(tl.int64)
 
-    # Output columns: with planes, a tile's rows of weights are OUT_PLANES apart, so that what it writes is contiguous.
-    place = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    # With OUT_PLANES, a tile's rows of weights are OUT_PLANES apart, so that the columns it writes are contiguous.
+    out_n = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
     per_plane = N // OUT_PLANES
-    inside = place < N
-    place_in = tl.minimum(place, N - 1)
-    n = (place_in % per_plane) * OUT_PLANES + place_in // per_plane if OUT_PLANES > 1 else place_in
+    inside = out_n < N
+    clamped = tl.minimum(out_n, N - 1)
+    n = (clamped % per_plane) * OUT_PLANES + clamped // per_plane if OUT_PLANES > 1 else clamped
 
     STEPS: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
     MASKED: tl.constexpr = STEPS * BLOCK_K * SPLIT_K != K
-    # One scale for the whole tile, where its rows are neighbours within one of the weight's blocks.
+    # One scale for the whole tile, if its rows lie within one block of the weights.
     WHOLE: tl.constexpr = SCALE_AT == "block" and GROUP_N % BLOCK_N == 0 and OUT_PLANES == 1
     first_step = split * STEPS
     code_at = expert * code_e + n[:, None].to(tl.int64) * code_n
     if WHOLE:
-        scale_at = tl.full((1, 1), 0, tl.int64) + expert * scale_e + block * BLOCK_N // GROUP_N * scale_n
+        scale_at = tl.full((1, 1), 0, tl.int64) + expert * scale_e + n_block * BLOCK_N // GROUP_N * scale_n
     else:
-        # Told here because a stride like 90 is known only as "not a multiple of 16", and single bytes load badly.
+        # Of a stride like 90 Triton knows only that 16 does not divide it, and would load single bytes.
         scale_at = tl.multiple_of(expert * scale_e + (n // GROUP_N)[:, None] * scale_n, (SCALE_ALIGN, SCALE_ALIGN))
     x_at = x_ptr + x_row[None, :] * K
     x_scale_at = x_scale_ptr + x_row * x_groups
 
-    acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
-    gate_acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
-    # Scales are loaded a step ahead by hand: they are too small for the load pipeline, and their latency shows.
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    gate_acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    # Scales are loaded one step ahead here: they are too small for the load pipeline, and their latency would show.
     up_scales, up_zeros, gate_scales, gate_zeros, x_scales = _scales(
         up_scale_ptr, up_zero_ptr, gate_scale_ptr, gate_zero_ptr, x_scale_at, scale_at, scale_k, first_step,
         GATED, SCALED, ZERO_POINTS, GROUP_K, GROUPS, X_SCALE, X_GROUP, K, BLOCK_K, MASKED,
     )  # fmt: skip
     for i in range(STEPS):
         step = first_step + i
-        acc, gate_acc = _step(
+        acc, gate_acc = _mainloop_step(
             acc, gate_acc, up_ptr, up_scales, up_zeros, gate_ptr, gate_scales, gate_zeros, x_scales,
             x_at, code_at, code_k, step, K, GATED, DECODE, FACTOR, PLANES, OPERAND, PLAIN,
-            SCALE_AT, X_SCALE, GROUPS, ZERO_POINTS, BLOCK_N, BLOCK_T, BLOCK_K, MASKED,
+            SCALE_AT, X_SCALE, GROUPS, ZERO_POINTS, BLOCK_N, BLOCK_M, BLOCK_K, MASKED,
         )  # fmt: skip
         up_scales, up_zeros, gate_scales, gate_zeros, x_scales = _scales(
             up_scale_ptr, up_zero_ptr, gate_scale_ptr, gate_zero_ptr, x_scale_at, scale_at, scale_k,
@@ -285,22 +287,22 @@ def _tile(
     weight = valid
     if X_SCALE == "row":
         x_scale = tl.load(x_scale_at)
-    if WEIGHT_IN:
-        weight = tl.load(weight_ptr + routed)
+    if ROUTER_WEIGHT_ON_INPUT:
+        weight = tl.load(weight_ptr + expanded_row)
     POST: tl.constexpr = SCALE_AT == "row"
     # The bias counts once: with the first split.
     bias_share = tl.where(split == 0, 1.0, 0.0) if SPLIT_K > 1 else 1.0
-    acc = finish(
+    acc = epilogue(
         acc, up_scale_ptr, up_global_ptr, up_bias_ptr, expert, n, scale_e, scale_n, bias_e, x_scale, weight,
-        bias_share, POST, GROUP_N, GLOBAL, BIAS, UNSHIFT, X_SCALE, WEIGHT_IN,
+        bias_share, POST, GROUP_N, GLOBAL, BIAS, UNSHIFT, X_SCALE, ROUTER_WEIGHT_ON_INPUT,
     )  # fmt: skip
     if GATED:
-        gate_acc = finish(
+        gate_acc = epilogue(
             gate_acc, gate_scale_ptr, gate_global_ptr, gate_bias_ptr, expert, n, scale_e, scale_n, bias_e, x_scale,
-            weight, bias_share, POST, GROUP_N, GLOBAL, BIAS, UNSHIFT, X_SCALE, WEIGHT_IN,
+            weight, bias_share, POST, GROUP_N, GLOBAL, BIAS, UNSHIFT, X_SCALE, ROUTER_WEIGHT_ON_INPUT,
         )  # fmt: skip
-    out_row = (routed if SCATTER else row).to(tl.int64)
-    out_at = out_ptr + split.to(tl.int64) * out_split + out_row[:, None] * N + place[None, :]
+    out_row = (expanded_row if SCATTER else row).to(tl.int64)
+    out_at = out_ptr + split.to(tl.int64) * out_split + out_row[:, None] * N + out_n[None, :]
     mask = valid[:, None] & inside[None, :]
     if RAW and GATED:
         tl.store(out_at, tl.trans(gate_acc), mask=mask)

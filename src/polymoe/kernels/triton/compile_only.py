@@ -1,4 +1,4 @@
-"""Compiling without launching: what a call would need, into Triton's cache on disk."""
+"""Compile the kernels of a call without launching them, into Triton's cache on disk."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ __all__ = ["compile_only"]
 
 @contextmanager
 def compile_only() -> Iterator[None]:
-    """Within, launches of Triton kernels compile and do not run; tensors may be on the meta device, whose addresses
-    count as aligned like those of fresh tensors."""
+    """In this context, launches of Triton kernels compile and do not run.
+
+    Tensors may be on the meta device. Their addresses count as aligned, like those of fresh tensors.
+    """
     launch = triton.JITFunction.run
 
     def compile(self: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:
