@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -211,14 +212,16 @@ def test_help_is_fast_and_imports_nothing_heavy() -> None:
     assert time.perf_counter() - start < 3
 
 
-def test_a_full_disk_is_no_traceback() -> None:
+@pytest.mark.parametrize("args", [("--version",), ("explain", str(SUMS), "--json"), ("explain", str(SUMS))])
+def test_a_full_disk_is_no_traceback(args: tuple[str, ...]) -> None:
+    """Whether the output is longer than its buffer or not."""
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full here")
     code = "from polymoe.cli import main; main()"
     with open("/dev/full", "w") as full:
-        run = subprocess.run(
-            [sys.executable, "-c", code, "explain", str(SUMS), "--json"], stdout=full, stderr=subprocess.PIPE, text=True
-        )
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+        command = [sys.executable, "-c", code, *args]
+        run = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=env)
     assert run.returncode == 1
     assert "No space left" in run.stderr
     assert "Traceback" not in run.stderr

@@ -75,21 +75,33 @@ def _warn(message: Warning | str, *_: object) -> None:
     print(f"warning: {message}", file=sys.stderr)
 
 
+def _drop_output() -> None:
+    """Lose what stdout cannot write: at exit it would be tried again, and fail with a status of its own."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def main() -> None:
     """Entry point: run the command line; polymoe's own errors become messages with exit code 1."""
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warn
-            app(prog_name="polymoe")
+            try:
+                app(prog_name="polymoe")
+            finally:
+                sys.stdout.flush()  # here, where an error has a handler: a short output is still in the buffer
     except PolymoeError as error:
         fail(error)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
-        # The reader of our output has closed it, as with `| head`; avoid an error message at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader of our output has closed it, as with `| head`.
+        _drop_output()
         sys.exit(0)
     except OSError as error:  # a missing or unreadable file, or a full disk: not a bug
+        _drop_output()
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
