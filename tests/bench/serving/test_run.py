@@ -8,6 +8,7 @@ import json
 import statistics
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 pytest.importorskip("aiohttp")
 
 from polymoe.bench.records import append
+from polymoe.bench.serving import loads
 from polymoe.bench.serving.client import Client
 from polymoe.bench.serving.prompts import Prompts
 from polymoe.bench.serving.record import Load, Origin, ServingRecord, newest, read
@@ -99,17 +101,36 @@ def test_concurrency_is_kept_and_never_exceeded() -> None:
     assert r.total_cost == pytest.approx(0.002 * r.duration_us / 270)
 
 
-def test_a_rate_is_poisson_and_waits_for_no_answer() -> None:
+def test_a_rate_waits_for_no_answer() -> None:
     load = Load(mode="rate", load=100, requests=60, input_len=20, output_len=9)
     with Standin(first_s=0.3).running() as standin:
         (r,) = measured(standin, load)
-    gaps = [b - a for a, b in itertools.pairwise(standin.arrived[-60:])]
     assert r.answered == 60
     assert standin.most > 15  # 30 a third of a second; a closed loop would have had as many as it was told
-    assert statistics.mean(gaps) == pytest.approx(0.01, rel=0.5)
-    # Exponential gaps: their deviation is about their mean, and 63 % lie below it. Even ones would have neither.
-    assert statistics.stdev(gaps) > 0.5 * statistics.mean(gaps)
-    assert 0.45 < sum(gap < statistics.mean(gaps) for gap in gaps) / len(gaps) < 0.85
+
+
+def test_a_rate_is_poisson(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that only waiting moves."""
+    now, sent = 0.0, []
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now
+        await asyncio.sleep(0)  # what was sent at this time
+        now += seconds
+
+    async def ask(request: bytes) -> Any:
+        sent.append(now)
+
+    own = {"sleep": sleep, "create_task": asyncio.create_task, "gather": asyncio.gather}
+    monkeypatch.setattr(loads, "asyncio", SimpleNamespace(**own))
+    monkeypatch.setattr(loads, "time", SimpleNamespace(perf_counter=lambda: now))
+    asyncio.run(loads.at_rate(ask, [b""] * 3001, rate=100, seed=1))
+    gaps = [b - a for a, b in itertools.pairwise(sent)]
+    mean = statistics.mean(gaps)
+    assert mean == pytest.approx(0.01, rel=0.05)
+    # Exponential gaps: their deviation is their mean, and 63 % lie below it. Even ones would have neither.
+    assert statistics.stdev(gaps) == pytest.approx(mean, rel=0.1)
+    assert sum(gap < mean for gap in gaps) / len(gaps) == pytest.approx(0.632, abs=0.03)
 
 
 # --- What a reader must know ----------------------------------------------------------------------------------------
