@@ -143,7 +143,7 @@ class LayerRuntime:
 
     def __init__(self, plans: PlanCache, tensors: Sequence[Tensor]) -> None:
         self.plans, self.tensors, self.device = plans, list(tensors), tensors[0].device
-        self._runners: dict[tuple[Dtype, str], Runner] = {}
+        self._runners: dict[str, Runner] = {}
         self._steps: dict[torch.dtype, tuple[list[float], list[BoundStep]]] = {}
 
     def holds(self, tensors: Sequence[Tensor | None]) -> bool:
@@ -159,12 +159,11 @@ class LayerRuntime:
         return (self._steps.get(dtype) or self._bind(dtype))[1]
 
     def _bind(self, dtype: torch.dtype) -> tuple[list[float], list[BoundStep]]:
-        selection, packed = self.plans.selection(DTYPES[dtype]), self.plans.packed(self.tensors)
-        plan = selection.require()
-        runners = {
-            name: self.plans.request.backends[name].bind(selection.problem, packed)
-            for name in dict.fromkeys(step.backend for step in plan.steps)
-        }
+        plan, packed = self.plans.selection(DTYPES[dtype]).require(), self.plans.packed(self.tensors)
+        runners = self._runners
+        for step in plan.steps:
+            if step.backend not in runners:  # one serves every dtype
+                runners[step.backend] = self.plans.request.backends[step.backend].bind(self.plans.problem, packed)
         bounds = [float("inf") if step.max_tokens is None else step.max_tokens for step in plan.steps]
         steps = [BoundStep(step.max_tokens, step.backend, runners[step.backend], step.config) for step in plan.steps]
         self._steps[dtype] = bounds, steps

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from polymoe.backends.base import mapped_ids
 from polymoe.backends.cuda import Cuda, CudaConfig
-from polymoe.backends.cuda.runner import _local_ids
 from polymoe.errors import ArgumentError
 from polymoe.kernels.cuda import modules
 from polymoe.routing import Routing
@@ -143,7 +143,7 @@ def test_an_expert_map_says_where_experts_are(made: Made) -> None:
     found = [[2, -1, 0], [1, -1, -1], [-1, 1, -1]]
     for kind in (torch.int32, torch.int64):
         for where in (places, places.long()):
-            assert _local_ids(ids.to(kind), where).tolist() == found
+            assert mapped_ids(ids.to(kind), where).tolist() == found
     runner = bound()
     x = torch.randn(3, 128).bfloat16()
     routing = Routing(ids, torch.ones(3, 3))

@@ -66,6 +66,19 @@ CASES: dict[str, dict[str, Any]] = {
             "fp8 row": {"format": "fp8_channel", "activations": "fp8_token", "intermediate": 160},
         }.items()
     },
+    "expert map": {"expert_map": [3, -1, 0, -1, 1, 2, 4, -1], "experts_named": 8, "bias": True},
+    "expert map, split, fp8 static": {
+        "expert_map": [-1, 2, 0, 1, -1],
+        "rank": [2, 3],
+        "split_k": 2,
+        "activations": "fp8_static",
+        "format": "mxfp4",
+    },
+    **{
+        f"x quantized, {mode}, {format}": {"activations": mode, "format": format, "quantized": True, "hidden": 320}
+        for mode in ("fp8_token", "fp8_group128")
+        for format in ("mxfp4", "fp8_block128", "bf16")
+    },
     "fp8, rank of two": {"activations": "fp8_static", "format": "fp8_tensor", "rank": [2, 2]},
 }
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 
 from polymoe.activations import GeGLU, SwiGLU
-from polymoe.backends.reference import run_experts
+from polymoe.backends.reference import Reference
 from polymoe.backends.triton import Tile, Triton, TritonConfig
 from polymoe.formats import Encoding, PerGroup
 from polymoe.formats.int4 import Int4
@@ -71,22 +71,39 @@ def run(case: dict) -> dict:
     )
     dtype = getattr(torch, case.get("dtype", "float32"))
     spec = weights.spec
-    x, routing = random_call(case.get("tokens", 7), spec.hidden, spec.experts, case.get("top_k", 2), dtype)
+    named = case.get("experts_named", spec.experts)
+    x, routing = random_call(case.get("tokens", 7), spec.hidden, named, case.get("top_k", 2), dtype)
     ids = routing.topk_ids_TA.to(getattr(torch, case.get("ids_dtype", "int64")))
     for token, choice, value in case.get("ids", []):
         ids[token, choice] = value
     if "all_to" in case:
         ids[:] = case["all_to"]
     weights_TA = routing.topk_weights_TA.clone()
-    weights_TA[(ids < 0) | (ids >= spec.experts)] = float("nan")
+    weights_TA[(ids < 0) | (ids >= named)] = float("nan")
     routing = Routing(ids, weights_TA)
     tile = Tile(*case.get("tile", (32, 64)), split_k=case.get("split_k", 1))
     down = replace(tile, n_blocks_per_cta=case.get("n_blocks_per_cta", 1))
     config = TritonConfig(case.get("block_m", 16), tile, down, tail_block_m=case.get("tail_block_m", 0))
     packed = LAYOUTS["natural"].pack(weights, torch.device("cpu"))
-    out = torch.full_like(x, float("nan"))
-    Triton().bind(problem, packed).run(x, routing, config, out)
-    return {"error": relative_error(out, run_experts(problem, weights, x, routing))}
+    runner, options = Triton().bind(problem, packed), {}
+    given, out = x, torch.full_like(x, float("nan"))
+    if "expert_map" in case:
+        options["expert_map"] = torch.tensor(case["expert_map"])
+    if case.get("quantized"):
+        given, options["x_scales"] = quantized(x, problem.activations.group_columns)
+    assert options.keys() <= runner.options
+    runner.run(given, routing, config, out, **options)
+    expected = torch.empty_like(out)
+    Reference().bind(problem, packed).run(given, routing, config, expected, **options)
+    return {"error": relative_error(out, expected)}
+
+
+def quantized(x: torch.Tensor, group: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """x in E4M3, and the scale of each row or group, which is larger than it need be."""
+    width = group or x.shape[1]
+    blocks = torch.nn.functional.pad(x, (0, -x.shape[1] % width)).view(len(x), -1, width)
+    scales = blocks.abs().amax(-1, keepdim=True) / 300
+    return (blocks / scales).flatten(1)[:, : x.shape[1]].to(torch.float8_e4m3fn), scales.squeeze(2)
 
 
 for line in sys.stdin:

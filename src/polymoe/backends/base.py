@@ -16,7 +16,7 @@ from polymoe.problem import Problem
 from polymoe.routing import Routing
 from polymoe.verdict import Accepted, Verdict
 
-__all__ = ["Backend", "BackendBase", "Prediction", "Runner", "RunnerBase", "layouts_for"]
+__all__ = ["Backend", "BackendBase", "Prediction", "Runner", "RunnerBase", "layouts_for", "mapped_ids"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +86,13 @@ class RunnerBase:
     def workspace_bytes(self, tokens: int, top_k: int, config: Config) -> int:
         """None needed."""
         return 0
+
+
+def mapped_ids(ids_TA: Tensor, expert_map: Tensor) -> Tensor:
+    """Places of experts in the packed layer, int64 or int32, or -1 where ``expert_map`` has none for an id."""
+    experts = len(expert_map)
+    found = expert_map[ids_TA.clamp(0, experts - 1).long()]
+    return found.masked_fill_((ids_TA < 0) | (ids_TA >= experts), -1)
 
 
 class Backend(Protocol):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from polymoe.activation_quantization import ACTIVATIONS, UNQUANTIZED, ActivationQuantization
 from polymoe.activations import Activation, GeGLU, ReLU2, SwiGLU
-from polymoe.backends.base import BackendBase, Prediction, Runner, RunnerBase
+from polymoe.backends.base import BackendBase, Prediction, Runner, RunnerBase, mapped_ids
 from polymoe.backends.config import Config
 from polymoe.backends.features import ANY, SHARDS, Handled
 from polymoe.cost import cost
@@ -77,18 +77,49 @@ class ReferenceRunner(RunnerBase):
     problem: Problem
     weights: ExpertWeights
 
-    def run(self, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor, **_: object) -> None:
+    @property
+    def options(self) -> frozenset[str]:
+        """``x_scales`` where x is quantized as it comes."""
+        dynamic = self.problem.activations.quantized and not self.problem.activations.static
+        return frozenset(("expert_map", "x_scales") if dynamic else ("expert_map",))
+
+    def run(
+        self,
+        x_TH: Tensor,
+        routing: Routing,
+        config: Config,
+        out_TH: Tensor,
+        *,
+        workspace: Tensor | None = None,
+        x_scales: Tensor | None = None,
+        expert_map: Tensor | None = None,
+    ) -> None:
         """See :meth:`polymoe.backends.base.Runner.run`."""
-        out_TH.copy_(run_experts(self.problem, self.weights, x_TH, routing))
+        problem = self.problem
+        if expert_map is not None:
+            ids_TA = mapped_ids(routing.topk_ids_TA, expert_map)
+            first = problem.spec.first_expert
+            routing = Routing(torch.where(ids_TA < 0, -1, ids_TA + first), routing.topk_weights_TA)
+        if x_scales is not None:
+            width = problem.activations.group_columns or x_TH.shape[1]
+            x_TH = x_TH.float() * x_scales.repeat_interleave(width, 1)[:, : x_TH.shape[1]]
+        out_TH.copy_(run_experts(problem, self.weights, x_TH, routing, quantize_x=x_scales is None))
 
 
 def run_experts(
-    problem: Problem, weights: ExpertWeights, x_TH: Tensor, routing: Routing, dtype: torch.dtype = torch.float32
+    problem: Problem,
+    weights: ExpertWeights,
+    x_TH: Tensor,
+    routing: Routing,
+    dtype: torch.dtype = torch.float32,
+    *,
+    quantize_x: bool = True,
 ) -> Tensor:
     """Weighted sum of the experts, ``[T, H]`` in ``dtype`` (float32, or float64 for the oracle of oracles).
 
     ``sum over slots a of weight[t, a] * expert[ids[t, a]](x[t])``; the down bias is inside the weighted sum. With
-    ``weight_on="input"``: ``expert(weight * x)``. Ids outside this rank's experts add nothing.
+    ``weight_on="input"``: ``expert(weight * x)``. Ids outside this rank's experts add nothing. Activation quantization
+    is emulated, of x only with ``quantize_x``.
     """
     spec = problem.spec
     x = x_TH.to(dtype)
@@ -99,13 +130,18 @@ def run_experts(
             token, slot = (local == e).nonzero(as_tuple=True)
             weight = routing.topk_weights_TA[token, slot].to(dtype)[:, None]
             rows = x[token] * weight if problem.weight_on == "input" else x[token]
-            y = run_expert(weights.expert(e), rows, problem.activation, problem.activations)
+            y = run_expert(weights.expert(e), rows, problem.activation, problem.activations, quantize_x=quantize_x)
             out.index_add_(0, token, y if problem.weight_on == "input" else y * weight)
     return out
 
 
 def run_expert(
-    expert: Expert, x_TH: Tensor, activation: Activation, activations: ActivationQuantization = UNQUANTIZED
+    expert: Expert,
+    x_TH: Tensor,
+    activation: Activation,
+    activations: ActivationQuantization = UNQUANTIZED,
+    *,
+    quantize_x: bool = True,
 ) -> Tensor:
     """One expert on every row of x, in x's dtype (float32 or float64): ``down(activation(gate(x), up(x)))``."""
 
@@ -114,7 +150,7 @@ def run_expert(
         bias = getattr(expert, f"{name}_bias")
         return y if bias is None else y + bias.to(x.dtype)
 
-    x = emulate_activations(x_TH, activations, expert.gate_up_input_scale)
+    x = emulate_activations(x_TH, activations, expert.gate_up_input_scale) if quantize_x else x_TH
     up = project("up", x)
     inputs = (up,) if expert.gate is None else (project("gate", x), up)
     h = activation(*inputs)

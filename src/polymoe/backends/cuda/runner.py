@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from polymoe.activations import Activation, GeGLU, SwiGLU
-from polymoe.backends.base import RunnerBase
+from polymoe.backends.base import RunnerBase, mapped_ids
 from polymoe.backends.config import Config
 from polymoe.backends.cuda.config import CudaConfig
 from polymoe.backends.cuda.families import families_for, format_of
@@ -69,7 +69,7 @@ class CudaRunner(RunnerBase):
             return
         first_expert = self._first_expert
         if expert_map is not None:
-            ids_TA, first_expert = _local_ids(ids_TA, expert_map), 0
+            ids_TA, first_expert = mapped_ids(ids_TA, expert_map), 0
         elif not ids_TA.is_contiguous():
             ids_TA = ids_TA.contiguous()
         if not weights_TA.is_contiguous():
@@ -111,13 +111,6 @@ class CudaRunner(RunnerBase):
         if x_TH.data_ptr() % _ALIGNMENT:  # a view into the midst of something
             x_TH = x_TH.clone()
         return x_TH, DTYPES[x_TH.dtype]
-
-
-def _local_ids(ids_TA: Tensor, expert_map: Tensor) -> Tensor:
-    """Places of experts in the packed layer, or -1 where ``expert_map`` has none."""
-    experts = len(expert_map)
-    found = expert_map[ids_TA.clamp(0, experts - 1).long()]
-    return found.masked_fill_((ids_TA < 0) | (ids_TA >= experts), -1)
 
 
 def _layer(problem: Problem, packed: Packed, sms: int) -> launch.Layer:

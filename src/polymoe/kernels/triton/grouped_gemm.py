@@ -13,8 +13,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from polymoe.kernels.triton.activation import activate, pdl_wait_and_launch
+from triton.runtime.errors import OutOfResources
 
-__all__ = ["epilogue", "grouped_gemm", "load_groups", "planes_of", "step_scale"]
+__all__ = ["OutOfResources", "epilogue", "grouped_gemm", "load_groups", "planes_of", "step_scale"]
 
 
 @triton.jit

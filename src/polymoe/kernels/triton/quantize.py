@@ -15,7 +15,10 @@ import triton
 import triton.language as tl
 from polymoe.kernels.triton.activation import activate, pdl_options, pdl_wait_and_launch, round_e4m3
 
-__all__ = ["UNQUANTIZED", "Operand", "Quantization", "activate_and_quantize", "convert_rows"]
+__all__ = ["OPERANDS", "UNQUANTIZED", "Operand", "Quantization", "activate_and_quantize", "convert_rows"]
+
+OPERANDS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+"""Types of MMA operands, as Triton names them."""
 
 _GROUP = 128
 _BLOCK = 1024
