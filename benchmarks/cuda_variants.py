@@ -117,9 +117,13 @@ class Variant:
 
 
 def _wgmma(
-    block_m: int, shape: tuple[int, int, int], widths: tuple[int, ...], tokens: tuple[int, ...], changes: Changes = (),
+    block_m: int,
+    shape: tuple[int, int, int],
+    widths: tuple[int, ...],
+    tokens: tuple[int, ...],
+    changes: Changes = (),
     family: Family = W4A16_WGMMA,
-) -> Variant:  # fmt: skip
+) -> Variant:
     """``shape``: warpgroups, blocks of 64 rows of weights for each, and blocks of 64 columns in a stage."""
     warpgroups, n_blocks, k_blocks = shape
     tile = Tile(block_m, 64 * n_blocks * warpgroups, 64 * k_blocks, warpgroups, widths)

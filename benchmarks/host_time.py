@@ -74,9 +74,14 @@ def layer(format: str, activations: str, device: str) -> FusedExperts:
     spec = ExpertsSpec(hidden=HIDDEN, intermediate=INTERMEDIATE, experts=EXPERTS, gate=e, up=e, down=e)
     backend = "cuda" if "cuda" in BACKENDS else "hopper"
     return FusedExperts.from_weights(
-        ExpertWeights(spec, lambda _: expert), SwiGLU(), top_k=TOP_K, device=device, backend=backend,
-        activations=activations, check=False,  # type: ignore[arg-type]
-    )  # fmt: skip
+        ExpertWeights(spec, lambda _: expert),
+        SwiGLU(),
+        top_k=TOP_K,
+        device=device,
+        backend=backend,
+        activations=activations,
+        check=False,  # type: ignore[arg-type]
+    )
 
 
 def stub_driver() -> None:

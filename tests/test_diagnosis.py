@@ -70,8 +70,10 @@ class TestBackends:
         assert said["cuda"]["fp16"]["accepted"] is False
         assert "weights of gate, up, down: expects mxfp4" in said["cuda"]["fp16"]["text"]
         assert said["triton"]["fp8_channel"] == {
-            "accepted": True, "proof": "run", "text": "accepted (CUDA graphs, run on h200)",
-        }  # fmt: skip
+            "accepted": True,
+            "proof": "run",
+            "text": "accepted (CUDA graphs, run on h200)",
+        }
 
     def test_two_of_one_model_are_asked_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         found = self.on(monkeypatch, "b200", "b200", "a100")

@@ -134,8 +134,11 @@ def test_a_package_has_one_direction(package: str) -> None:
     paths = {p.stem: p for p in ROOT.joinpath(*package.split(".")).glob("*.py")}
     assert set(order) == set(paths)
     for place, name in enumerate(order):
-        inside = [used.removeprefix(f"polymoe.{package}.").split(".")[0] for used, _ in imports(paths[name])
-                  if used.startswith(f"polymoe.{package}.")]  # fmt: skip
+        inside = [
+            used.removeprefix(f"polymoe.{package}.").split(".")[0]
+            for used, _ in imports(paths[name])
+            if used.startswith(f"polymoe.{package}.")
+        ]
         later = set(inside) & set(order[place:])
         assert not later, f"{package}/{name}.py imports {sorted(later)}"
 

@@ -198,7 +198,7 @@ class FusedExperts(nn.Module):
             tensors, key = self._tensors(), self._plans.key
             check_call(
                 self.problem, self.device, x_TH, topk_ids_TA, topk_weights_TA, out, workspace, x_scales, expert_map
-            )  # fmt: skip
+            )
             given = (x_TH, topk_ids_TA, topk_weights_TA, tensors, key)
             if out is None:  # its memory, and the workspace's, is the graph's
                 return torch.ops.polymoe.fused_experts(*given, x_scales, expert_map)

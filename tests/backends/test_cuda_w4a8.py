@@ -108,8 +108,9 @@ class TestAuto:
         (tmp_path / "config.json").write_text(json.dumps(config))
         checkpoint = Checkpoint.open(tmp_path, config_only=True)
         assert [str(resolve_activations(checkpoint, 0, Machine.of(d), "auto")) for d in ("h200", "cpu")] == [
-            "fp8_group128", "16bit",
-        ]  # fmt: skip
+            "fp8_group128",
+            "16bit",
+        ]
         for mode, kinds in (("auto", {"w4a8"}), ("fp8_group128", {"w4a8"}), ("16bit", {"w4a16_mma", "w4a16_wgmma"})):
             row = polymoe.explain(tmp_path, device="h200", activations=mode).rows[0]
             steps = row.selection.require().steps

@@ -23,8 +23,11 @@ class TestConfigure:
     def test_experts_of_many_rows(self) -> None:
         found = [str(Cuda().configure(DEEPSEEK, H200, tokens)) for tokens in (1, 1024, 2048, 8192)]
         assert found == [
-            "w8a8_f16, block_m 32", "w8a8_f16, block_m 64", "w8a8, block_m 160", "w8a8, block_m 160",
-        ]  # fmt: skip
+            "w8a8_f16, block_m 32",
+            "w8a8_f16, block_m 64",
+            "w8a8, block_m 160",
+            "w8a8, block_m 160",
+        ]
 
     def test_tuning_tries_them_where_the_error_of_a_call_is_no_accident(self) -> None:
         converted = {CudaConfig("w8a8_f16", rows) for rows in W8A8_F16}

@@ -24,8 +24,10 @@ def test_backends_that_share_a_layout_split_the_token_range() -> None:
     plan = experts.explain().require()
     assert plan.layout == "flipped"
     assert [(tokens, step.backend) for tokens, step in plan.ranges()] == [
-        ("1-63", "small"), ("64-512", "large"), ("513+", "large"),
-    ]  # fmt: skip
+        ("1-63", "small"),
+        ("64-512", "large"),
+        ("513+", "large"),
+    ]
     for tokens in (1, 63, 64, 700):
         x, routing = random_call(tokens, 64, 5)
         y = experts(x, *routing)

@@ -130,9 +130,14 @@ def test_tuning_writes_rows_that_plans_use(tmp_path: Path, activations: Any) -> 
     workload = Workload.of_case(case, device, activations=activations)
     stamp = Stamp(device="h200", torch="2", triton=None, commit="abc", command="polymoe tune")
     tune = Tune(
-        workload=workload, machine=machine, device=device, backends=[Cuda()], file=tmp_path / "t.jsonl",
-        stamp=stamp, seconds=20,
-    )  # fmt: skip
+        workload=workload,
+        machine=machine,
+        device=device,
+        backends=[Cuda()],
+        file=tmp_path / "t.jsonl",
+        stamp=stamp,
+        seconds=20,
+    )
     found = list(tune.outcomes((1, 64)))
     assert [(o.failed, o.note) for o in found] == [(0, "")] * 2
     rows = read(tmp_path / "t.jsonl")

@@ -178,9 +178,11 @@ def instructions() -> Any:
 # Instructions for eight weights of each lane, in kernels for 8 rows, and in those for 16 with up to 8 and with more: a
 # budget, not a wish.
 MOST = {
-    "mxfp4": (19.0, 19.0, 20.5), "nvfp4": (22.0, 22.0, 23.0), "int4_g32": (20.0, 23.5, 25.0),
+    "mxfp4": (19.0, 19.0, 20.5),
+    "nvfp4": (22.0, 22.0, 23.0),
+    "int4_g32": (20.0, 23.5, 25.0),
     "int4_g128": (17.5, 23.5, 25.0),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -49,10 +49,17 @@ def libraries() -> Any:
 
 
 def emulate(
-    monkeypatch: pytest.MonkeyPatch, libraries: dict[str, ctypes.CDLL], weights: ExpertWeights, x: torch.Tensor,
-    routing: Routing, config: CudaConfig, blocks: int = 3, coarse: bool = False, most: float = TOLERANCE,
+    monkeypatch: pytest.MonkeyPatch,
+    libraries: dict[str, ctypes.CDLL],
+    weights: ExpertWeights,
+    x: torch.Tensor,
+    routing: Routing,
+    config: CudaConfig,
+    blocks: int = 3,
+    coarse: bool = False,
+    most: float = TOLERANCE,
     **kwargs: Any,
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """Compare with the reference on a GPU of ``blocks`` SMs; returns the kernels launched."""
     out, made = run_emulated(monkeypatch, libraries, weights, x, routing, config, blocks, coarse, **kwargs)
     expected = run_experts(problem_of(weights, **kwargs), weights, x, routing)
@@ -204,9 +211,16 @@ def test_rows_in_e4m3_through_other_activations(
     for dtype in (torch.float16, torch.float32):
         call = random_call(3, 128, 24, 22, dtype)
         emulate(
-            monkeypatch, libraries("mxfp4", "fp8_group128"), weights, *call, config, blocks=5, activation=activation,
-            most=MOST, **E4M3,
-        )  # fmt: skip
+            monkeypatch,
+            libraries("mxfp4", "fp8_group128"),
+            weights,
+            *call,
+            config,
+            blocks=5,
+            activation=activation,
+            most=MOST,
+            **E4M3,
+        )
 
 
 @pytest.mark.parametrize("coarse", [False, True])
@@ -243,9 +257,7 @@ def test_quantize(
     padded = tokens * top_k + 35
     tiles = torch.full((padded, e4m3_tile_bytes(1, hidden)), 0xFF, dtype=torch.uint8)
     where = found["expanded_to_permuted"]
-    args = QuantizePermutedArgs(
-        x.data_ptr(), tiles.data_ptr(), where.data_ptr(), hidden, top_k, DTYPES[dtype]
-    )  # fmt: skip
+    args = QuantizePermutedArgs(x.data_ptr(), tiles.data_ptr(), where.data_ptr(), hidden, top_k, DTYPES[dtype])
     launch = modules.kernel("quantize", "quantize_permuted").prepare(args, 256)
     launch.set_grid(tokens, -(-hidden // 4096))
     launch(0)

@@ -15,9 +15,11 @@ def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, rows: int) -> N
     config = CudaConfig("w4a8", rows)
     made, tensors = launches(monkeypatch, "mxfp4", config, sizes=(4160, 320), activations="fp8_group128")
     assert [name for name, *_ in made] == [
-        "permutation_one_warp", "quantize_permuted", *(W4A8.kernel(part, rows) for part in ("gate_up", "down")),
+        "permutation_one_warp",
+        "quantize_permuted",
+        *(W4A8.kernel(part, rows) for part in ("gate_up", "down")),
         "finalize_bf16",
-    ]  # fmt: skip
+    ]
     (_, x, x_grid, *_), (_, up, *_), (_, down, *_), (_, combine, *_) = made[1:]
     assert (x["columns"], x["top_k"], x["x_dtype"]) == (4160, 3, 1)  # float16, as it came
     assert x_grid == (10, 2)

@@ -42,9 +42,16 @@ def experts(**kwargs: Any) -> ExpertWeights:
 
 
 def run(
-    monkeypatch: pytest.MonkeyPatch, libraries: dict[str, ctypes.CDLL], weights: ExpertWeights, x: Tensor,
-    routing: Routing, rows: int = W8A8[-1], blocks: int = 3, coarse: bool = True, **kwargs: Any,
-) -> Tensor:  # fmt: skip
+    monkeypatch: pytest.MonkeyPatch,
+    libraries: dict[str, ctypes.CDLL],
+    weights: ExpertWeights,
+    x: Tensor,
+    routing: Routing,
+    rows: int = W8A8[-1],
+    blocks: int = 3,
+    coarse: bool = True,
+    **kwargs: Any,
+) -> Tensor:
     """The result on a GPU of ``blocks`` SMs."""
     config = CudaConfig("w8a8", rows)
     return run_emulated(
@@ -53,10 +60,17 @@ def run(
 
 
 def compare(
-    monkeypatch: pytest.MonkeyPatch, libraries: dict[str, ctypes.CDLL], weights: ExpertWeights, x: Tensor,
-    routing: Routing, rows: int = W8A8[-1], blocks: int = 3, coarse: bool = True, most: float = TOLERANCE,
+    monkeypatch: pytest.MonkeyPatch,
+    libraries: dict[str, ctypes.CDLL],
+    weights: ExpertWeights,
+    x: Tensor,
+    routing: Routing,
+    rows: int = W8A8[-1],
+    blocks: int = 3,
+    coarse: bool = True,
+    most: float = TOLERANCE,
     **kwargs: Any,
-) -> float:  # fmt: skip
+) -> float:
     """The whole with the reference; returns its error."""
     out = run(monkeypatch, libraries, weights, x, routing, rows, blocks, coarse, **kwargs)
     expected = run_experts(problem_of(weights, activations="fp8_group128", **kwargs), weights, x, routing)
@@ -83,9 +97,14 @@ def test_every_configuration(monkeypatch: pytest.MonkeyPatch, libraries: Any, ro
 @pytest.mark.parametrize(("hidden", "intermediate", "top_k"), [(128, 128, 1), (256, 384, 22), (1152, 128, 2)])
 @pytest.mark.parametrize("rows", W8A8)
 def test_sizes(
-    monkeypatch: pytest.MonkeyPatch, libraries: Any, rows: int, hidden: int, intermediate: int, top_k: int,
+    monkeypatch: pytest.MonkeyPatch,
+    libraries: Any,
+    rows: int,
+    hidden: int,
+    intermediate: int,
+    top_k: int,
     coarse: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Of an odd number of tiles; experts of few rows, and of none; more SMs than tiles."""
     weights = experts(hidden=hidden, intermediate=intermediate, experts=3)
     x, routing = random_call(6, hidden, 2, top_k, torch.bfloat16)

@@ -43,9 +43,15 @@ def experts(**kwargs: Any) -> ExpertWeights:
 
 
 def run(
-    monkeypatch: pytest.MonkeyPatch, libraries: dict[str, ctypes.CDLL], weights: ExpertWeights, x: Tensor,
-    routing: Routing, rows: int, blocks: int = 3, **kwargs: Any,
-) -> Tensor:  # fmt: skip
+    monkeypatch: pytest.MonkeyPatch,
+    libraries: dict[str, ctypes.CDLL],
+    weights: ExpertWeights,
+    x: Tensor,
+    routing: Routing,
+    rows: int,
+    blocks: int = 3,
+    **kwargs: Any,
+) -> Tensor:
     """The result on a GPU of ``blocks`` SMs, whose units for E4M3 would add coarsely."""
     config = CudaConfig("w8a8_f16", rows)
     return run_emulated(
@@ -54,9 +60,15 @@ def run(
 
 
 def compare(
-    monkeypatch: pytest.MonkeyPatch, libraries: dict[str, ctypes.CDLL], weights: ExpertWeights, x: Tensor,
-    routing: Routing, rows: int, blocks: int = 3, **kwargs: Any,
-) -> None:  # fmt: skip
+    monkeypatch: pytest.MonkeyPatch,
+    libraries: dict[str, ctypes.CDLL],
+    weights: ExpertWeights,
+    x: Tensor,
+    routing: Routing,
+    rows: int,
+    blocks: int = 3,
+    **kwargs: Any,
+) -> None:
     """Every token with the reference."""
     out = run(monkeypatch, libraries, weights, x, routing, rows, blocks, **kwargs).float()
     expected = run_experts(problem_of(weights, activations="fp8_group128", **kwargs), weights, x, routing)

@@ -371,7 +371,8 @@ def test_other_sizes_and_formats_are_refused_with_every_reason() -> None:
     assert [r.what for r in found] == ["gate scales", "up scales", "down scales", "H"]
     mixed = replace(spec_of("mxfp4", 64, 128), down=FORMATS["bf16"].encoding)
     assert [[r.what for r in LAYOUTS[name].check(mixed)] for name in ("w4a16_fragments", "w16_swizzle128")] == [
-        ["down elements"], ["gate elements", "up elements"],
-    ]  # fmt: skip
+        ["down elements"],
+        ["gate elements", "up elements"],
+    ]
     with pytest.raises(PlanError, match="load these experts again"):
         pack(random_experts(hidden=96), out=pack(random_experts()))

@@ -52,9 +52,13 @@ def awkward_call(tokens: int, hidden: int, dtype: torch.dtype = torch.bfloat16) 
 
 
 def repeated_on_gpu(
-    weights: ExpertWeights, x: torch.Tensor, routing: Routing, config: CudaConfig | None = None, runs: int = 20,
+    weights: ExpertWeights,
+    x: torch.Tensor,
+    routing: Routing,
+    config: CudaConfig | None = None,
+    runs: int = 20,
     **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The result, with which all runs agree bitwise, and the reference's; outputs start as NaN."""
     problem = problem_of(weights, **kwargs)
     expected = run_experts(problem, weights, x, routing)
@@ -94,10 +98,17 @@ def same_in_any_batch(weights: ExpertWeights, hidden: int, **kwargs: Any) -> Non
 
 
 def run_emulated(
-    monkeypatch: pytest.MonkeyPatch, libraries: dict[str, ctypes.CDLL], weights: ExpertWeights, x: torch.Tensor,
-    routing: Routing, config: CudaConfig, blocks: int = 3, coarse: bool = False,
-    options: dict[str, torch.Tensor] | None = None, **kwargs: Any,
-) -> tuple[torch.Tensor, list[str]]:  # fmt: skip
+    monkeypatch: pytest.MonkeyPatch,
+    libraries: dict[str, ctypes.CDLL],
+    weights: ExpertWeights,
+    x: torch.Tensor,
+    routing: Routing,
+    config: CudaConfig,
+    blocks: int = 3,
+    coarse: bool = False,
+    options: dict[str, torch.Tensor] | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, list[str]]:
     """The result on a GPU of ``blocks`` SMs, emulated, and the kernels launched."""
     problem = problem_of(weights, **kwargs)
     packed = pack(problem, weights)
@@ -130,9 +141,13 @@ class Made(NamedTuple):
 
 
 def launches(
-    monkeypatch: pytest.MonkeyPatch, format: str, config: CudaConfig, gated: bool = True,
-    sizes: tuple[int, int] = (336, 272), **kwargs: Any,
-) -> tuple[list[Made], dict[str, torch.Tensor]]:  # fmt: skip
+    monkeypatch: pytest.MonkeyPatch,
+    format: str,
+    config: CudaConfig,
+    gated: bool = True,
+    sizes: tuple[int, int] = (336, 272),
+    **kwargs: Any,
+) -> tuple[list[Made], dict[str, torch.Tensor]]:
     """Of one call with ten tokens in float16, three experts each, on 132 SMs, H and F in ``sizes``; and the
     packed tensors."""
     made: list[Made] = []

@@ -85,9 +85,16 @@ class Case:
 def _case(name: str, sizes: tuple[int, int, int, int], format: str, activation: Activation, **kwargs: int) -> Case:
     hidden, intermediate, experts, top_k = sizes
     return Case(
-        name=name, hidden=hidden, intermediate=intermediate, experts=experts, top_k=top_k, format=format,
-        activation=activation, bias=bool(kwargs.get("bias")), tp=kwargs.get("tp", 1),
-    )  # fmt: skip
+        name=name,
+        hidden=hidden,
+        intermediate=intermediate,
+        experts=experts,
+        top_k=top_k,
+        format=format,
+        activation=activation,
+        bias=bool(kwargs.get("bias")),
+        tp=kwargs.get("tp", 1),
+    )
 
 
 _SILU, _GPT_OSS = SwiGLU(), SwiGLU(alpha=1.702, beta=1.0, limit=7.0)

@@ -174,9 +174,15 @@ def _table(found: list[Outcome], title: str) -> Table:
     for o in found:
         time_us = f"{o.row.median_us:.1f} us" if o.row else "-"
         table.add_row(
-            str(o.tokens), o.backend, time_us, f"{o.own_us:.1f} us" if o.own_us else "-", str(o.tried), str(o.failed),
-            _short(o.row.config) if o.row else "-", o.note,
-        )  # fmt: skip
+            str(o.tokens),
+            o.backend,
+            time_us,
+            f"{o.own_us:.1f} us" if o.own_us else "-",
+            str(o.tried),
+            str(o.failed),
+            _short(o.row.config) if o.row else "-",
+            o.note,
+        )
     return table
 
 

@@ -21,9 +21,10 @@ __all__ = ["Emulator", "compile_files", "compile_unit", "sources"]
 HERE = Path(__file__).parent
 SOURCES = Path(modules.__file__).parent
 ARGS = {
-    "permute": ("PermutationArgs", "PermuteArgs"), "finalize": ("FinalizeArgs",),
+    "permute": ("PermutationArgs", "PermuteArgs"),
+    "finalize": ("FinalizeArgs",),
     "quantize": ("QuantizePermutedArgs", "QuantizeRowsArgs"),
-}  # fmt: skip
+}
 """Structures that a unit's kernels take; those of the others take GemmArgs."""
 COMPILER = ("g++", "-shared", "-fPIC", "-O1", "-std=c++17", "-w")
 UNUSED_DAYS = 14
@@ -125,9 +126,16 @@ class Emulator:
             grid = (*grid, 1)[:2]
             address = ctypes.cast(getattr(library, name), ctypes.c_void_p)
             error = library.emulate(
-                getattr(library, f"call_{struct}"), address, ctypes.byref(args), *grid, threads, shared, self.seed,
-                self.ranges, len(self.ranges) // 2,
-            )  # fmt: skip
+                getattr(library, f"call_{struct}"),
+                address,
+                ctypes.byref(args),
+                *grid,
+                threads,
+                shared,
+                self.seed,
+                self.ranges,
+                len(self.ranges) // 2,
+            )
             assert error is None, f"{name}: {error.decode()}"
 
         return Recorded(call)

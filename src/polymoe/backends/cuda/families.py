@@ -170,8 +170,10 @@ def format_of(encoding: Encoding) -> str | None:
     for name in dict.fromkeys(name for family in _ALL for name in family.formats):
         own = FORMATS[name].encoding
         same = (own.element, own.granularity, own.zero_points) == (
-            encoding.element, encoding.granularity, encoding.zero_points,
-        )  # fmt: skip
+            encoding.element,
+            encoding.granularity,
+            encoding.zero_points,
+        )
         if same and (own.scale_dtype == encoding.scale_dtype or own.bits == 8):
             return name
     return None

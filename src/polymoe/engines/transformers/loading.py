@@ -116,10 +116,11 @@ def load(
     absent = sorted({*loaded["missing_keys"], *(str(key) for key in loaded["mismatched_keys"])})
     if absent:
         raise CheckpointError(
-            str(path), expected="every tensor of the model, in its shape", got=f"none for {', '.join(absent[:5])}"
-            + (f" and {len(absent) - 5} more" if len(absent) > 5 else ""),
+            str(path),
+            expected="every tensor of the model, in its shape",
+            got=f"none for {', '.join(absent[:5])}" + (f" and {len(absent) - 5} more" if len(absent) > 5 else ""),
             hint="the checkpoint is incomplete, or its config belongs to another model",
-        )  # fmt: skip
+        )
     return model.to(target) if device_map is None else model, tokenizer
 
 
@@ -130,9 +131,11 @@ def _from_pretrained(path: str | os.PathLike[str], config: Any, **kwargs: Any) -
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(
-            str(path), expected="complete safetensors files", got=str(error),
+            str(path),
+            expected="complete safetensors files",
+            got=str(error),
             hint="a file is missing, truncated or damaged; download it again",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def _request_packing(config: Any, source: Mapping[str, Any], **options: Any) -> None:

@@ -71,9 +71,13 @@ class Launch:
     def __init__(self, kernel: Kernel, args: ctypes.Structure, threads: int, shared_bytes: int) -> None:
         attribute = _Attribute(_PROGRAMMATIC, 0, 1)
         self._config = _Config(
-            (ctypes.c_uint * 3)(1, 1, 1), (ctypes.c_uint * 3)(threads, 1, 1), shared_bytes, None,
-            ctypes.pointer(attribute), 1,
-        )  # fmt: skip
+            (ctypes.c_uint * 3)(1, 1, 1),
+            (ctypes.c_uint * 3)(threads, 1, 1),
+            shared_bytes,
+            None,
+            ctypes.pointer(attribute),
+            1,
+        )
         self._config_at = ctypes.byref(self._config)
         self._parameters = (ctypes.c_void_p * 1)(ctypes.addressof(args))
         self._kept = (args, attribute)

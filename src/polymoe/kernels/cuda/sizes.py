@@ -228,33 +228,50 @@ def _tiles(*tiles: Tile) -> dict[int, Tile]:
 _ALL, _GATED = ("gate_up", "up", "down"), ("gate_up", "down")
 
 W4A16_MMA = MmaFamily(
-    "w4a16_mma", W4_FORMATS, _tiles(Tile(8, 64, 512, 0), Tile(12, 64, 512, 0), Tile(16, 64, 512, 0)), _ALL,
-    codes_bytes=2048, x_bytes=0, block_ns=(64, 128),
-)  # fmt: skip
+    "w4a16_mma",
+    W4_FORMATS,
+    _tiles(Tile(8, 64, 512, 0), Tile(12, 64, 512, 0), Tile(16, 64, 512, 0)),
+    _ALL,
+    codes_bytes=2048,
+    x_bytes=0,
+    block_ns=(64, 128),
+)
 """4-bit weights decoded to bfloat16 for ``mma.sync``, for few rows an expert. With ``block_n`` 128, ``block_k`` is
 256."""
 
 # Few rows of x need many rows of weights for each instruction, many rows need many warps: as measured.
 W4A16_WGMMA = Family(
-    "w4a16_wgmma", W4_FORMATS, _tiles(
+    "w4a16_wgmma",
+    W4_FORMATS,
+    _tiles(
         Tile(32, 512, 128, 4, (16,)),
         Tile(64, 256, 128, 4, (32, 48)),
         Tile(128, 256, 128, 2, (48, 96)),
         Tile(256, 128, 64, 2, (96, 160, 192, 224)),
-    ), _ALL, codes_bytes=2048, x_bytes=128,
-)  # fmt: skip
+    ),
+    _ALL,
+    codes_bytes=2048,
+    x_bytes=128,
+)
 """4-bit weights decoded to bfloat16 in registers, for ``wgmma``."""
 
 # With a gate, 256 rows of weights are 128 columns of h, which share a scale. Behind the stages: a table of magnitudes,
 # and the amax of each row of h for three alternating tiles.
 W4A8 = Family(
-    "w4a8", {"mxfp4": W4_FORMATS["mxfp4"]}, _tiles(
+    "w4a8",
+    {"mxfp4": W4_FORMATS["mxfp4"]},
+    _tiles(
         Tile(16, 256, 256, 4, (8,)),
         Tile(32, 256, 256, 4, (8, 16, 24)),
         Tile(64, 256, 256, 4, (32, 48)),
         Tile(128, 256, 128, 2, (32, 64, 96, 112)),
-    ), _GATED, codes_bytes=2048, x_bytes=E4M3_ROW_BYTES // 2, scratch_bytes=128, scratch_row_bytes=12,
-)  # fmt: skip
+    ),
+    _GATED,
+    codes_bytes=2048,
+    x_bytes=E4M3_ROW_BYTES // 2,
+    scratch_bytes=128,
+    scratch_row_bytes=12,
+)
 """MXFP4 weights decoded to E4M3 in registers, rows in E4M3."""
 
 BF16 = Family(
@@ -271,10 +288,20 @@ _BARRIER_BYTES = 16 * (MAX_STAGES + 1)  # two for each stage, and those of the w
 
 # A row of x has two scales in a stage, and in static shared memory a maximum for each consumer warp and two scales.
 W8A8_F16 = Family(
-    "w8a8_f16", {"fp8_block128": None}, _tiles(
-        Tile(32, 256, 128, 2, (16,)), Tile(64, 256, 128, 2, (32, 48)), Tile(96, 256, 128, 2, (48, 64, 80)),
-    ), _GATED, codes_bytes=4096, x_bytes=128, row_bytes=8, static_bytes=_BARRIER_BYTES, static_row_bytes=40,
-)  # fmt: skip
+    "w8a8_f16",
+    {"fp8_block128": None},
+    _tiles(
+        Tile(32, 256, 128, 2, (16,)),
+        Tile(64, 256, 128, 2, (32, 48)),
+        Tile(96, 256, 128, 2, (48, 64, 80)),
+    ),
+    _GATED,
+    codes_bytes=4096,
+    x_bytes=128,
+    row_bytes=8,
+    static_bytes=_BARRIER_BYTES,
+    static_row_bytes=40,
+)
 """E4M3 weights and rows, both converted to float16, whose sums are exact."""
 
 # In static shared memory each row of h has an amax for three alternating tiles.

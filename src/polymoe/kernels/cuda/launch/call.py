@@ -133,9 +133,17 @@ class Call(ABC):
         self._in_workspace, self._workspace, self.shape = placed, 0, (tokens, top_k)
 
     def run(
-        self, x: int, ids: int, router_weights: int, out: int, workspace: int, stream: int,
-        kinds: tuple[int, int, bool, int], *, quantized_x: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        x: int,
+        ids: int,
+        router_weights: int,
+        out: int,
+        workspace: int,
+        stream: int,
+        kinds: tuple[int, int, bool, int],
+        *,
+        quantized_x: bool = False,
+    ) -> None:
         """Launch.
 
         Args:

@@ -45,8 +45,11 @@ class Matrix:
         args.stages, args.x_buffers = pipeline.stages, pipeline.x_buffers
         args.bias_dtype = 0 if self.bias is None else DTYPES[self.bias.dtype] + 1
         args.activation, args.alpha, args.beta, args.limit = (
-            activation.kind, activation.alpha, activation.beta, activation.limit,
-        )  # fmt: skip
+            activation.kind,
+            activation.alpha,
+            activation.beta,
+            activation.limit,
+        )
         return args
 
 
