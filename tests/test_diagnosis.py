@@ -169,17 +169,18 @@ class TestEngines:
 
 def test_backends_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     points = [
-        metadata.EntryPoint("reference", "polymoe.backends.reference:Reference", "polymoe.backends"),
-        metadata.EntryPoint("lost", "polymoe.backends.reference:Reference", "polymoe.backends"),
+        metadata.EntryPoint("ours", "support.toys:Ours", "polymoe.backends"),
+        metadata.EntryPoint("lost", "support.toys:Flipping", "polymoe.backends"),
         metadata.EntryPoint("broken", "no_such_package:Fast", "polymoe.backends"),
     ]
     asked: list[str] = []
+    assert BACKENDS  # looks for those that are really installed, once
     monkeypatch.setattr(metadata, "entry_points", lambda group: asked.append(group) or points)
     found = diagnosis._other_backends()
     assert asked == ["polymoe.backends"]
-    assert found["reference"] == "polymoe.backends.reference:Reference of unknown package: registered"
-    assert found["lost"].endswith(": not registered")
-    assert "failed: ModuleNotFoundError: No module named 'no_such_package'" in found["broken"]
+    assert found["ours"] == "support.toys:Ours of unknown package: registered backend reference, layout natural"
+    assert found["lost"].endswith(": not registered: its names are taken")
+    assert "not used: ModuleNotFoundError: No module named 'no_such_package'" in found["broken"]
 
 
 def test_keys_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:

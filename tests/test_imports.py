@@ -16,12 +16,13 @@ ROOT = Path(polymoe.__file__).parent
 
 # A room is a package, or a module that is in none. Each may import the rooms named, and itself. A package inside
 # another is a room of its own: above it, `backends` is allowed and `backends.cuda` is not.
-_LEAVES = {"backend_names", "errors", "environment", "shapes", "verdict"}
+_LEAVES = {"backend_names", "errors", "environment", "plugins", "shapes", "verdict"}
 _VALUES = _LEAVES | {"machine", "activations", "routing", "formats", "numerics"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "backend_names": {"errors"},
     "environment": set(),
+    "plugins": set(),
     "shapes": set(),
     "verdict": set(),
     "numerics": set(),
@@ -39,7 +40,7 @@ ALLOWED["activation_quantization"] = {"errors", "shapes", "formats"}
 ALLOWED["problem"] = ALLOWED["tensors"] | {"tensors", "activation_quantization", "scale_range"}
 ALLOWED["cost"] = {"machine", "problem"}
 ALLOWED["layouts.cuda"] = ALLOWED["tensors"] | {"tensors", "scale_range", "verdict", "layouts"}
-ALLOWED["layouts"] = ALLOWED["layouts.cuda"] | {"layouts.cuda"}
+ALLOWED["layouts"] = ALLOWED["layouts.cuda"] | {"layouts.cuda", "plugins"}
 ALLOWED["checkpoint"] = ALLOWED["problem"] | {"problem", "routing", "checkpoint.dialects"}
 ALLOWED["checkpoint.dialects"] = ALLOWED["checkpoint"] | {"checkpoint"}
 _BACKENDS = _VALUES | {"activation_quantization", "scale_range", "tensors", "layouts", "problem", "cost", "backends"}

@@ -11,6 +11,7 @@ import re
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -19,6 +20,7 @@ from typing import Any
 
 from polymoe.environment import VARIABLES, cache_directory
 from polymoe.machine import Machine, driver_cuda
+from polymoe.plugins import GROUP, load
 from polymoe.verdict import Reason, Rejected
 
 __all__ = ["Diagnosis", "diagnose"]
@@ -27,7 +29,6 @@ Facts = dict[str, Any]
 """Facts by name: text, or facts again."""
 
 _OTHERS_VARIABLES = ("CUDA_VISIBLE_DEVICES", "TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_INTERPRET", "HF_HOME")
-_ENTRY_POINTS = "polymoe.backends"
 _OLDEST_TRANSFORMERS = (5, 16)
 _WALK_SECONDS = 0.5
 """How long the size of a cache may take."""
@@ -225,16 +226,23 @@ def _merged(reasons: Sequence[Reason]) -> list[str]:
 def _other_backends() -> Facts:
     """What other packages register under the entry-point group ``polymoe.backends``."""
     from polymoe.backends import BACKENDS
+    from polymoe.layouts import LAYOUTS
 
     def state(point: metadata.EntryPoint) -> str:
-        point.load()
-        return "registered" if point.name in BACKENDS else "not registered"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what they say is in the answer
+            plugin = load(point)
+            tables = (("backend", BACKENDS, plugin.backends), ("layout", LAYOUTS, plugin.layouts))
+            used = [f"{k} {e.name}" for k, table, es in tables for e in es if type(table.get(e.name)) is type(e)]
+        if plugin.error:
+            return f"not used: {plugin.error}"
+        return f"registered {', '.join(used)}" if used else "not registered: its names are taken"
 
     def described(point: metadata.EntryPoint) -> str:
         package = f"{point.dist.name} {point.dist.version}" if point.dist else "unknown package"
         return f"{point.value} of {package}: {_fact(lambda: state(point))}"
 
-    points = metadata.entry_points(group=_ENTRY_POINTS)
+    points = metadata.entry_points(group=GROUP)
     return {point.name: _fact(lambda point=point: described(point)) for point in points}
 
 

@@ -15,7 +15,7 @@ from polymoe.activations import SwiGLU
 from polymoe.backends.base import BackendBase, Prediction, Runner, RunnerBase
 from polymoe.backends.config import Config
 from polymoe.backends.features import ANY, SHARDS, Handled
-from polymoe.backends.reference import run_experts
+from polymoe.backends.reference import Reference, run_experts
 from polymoe.cost import cost
 from polymoe.layouts import Natural, Packed
 from polymoe.machine import Machine
@@ -130,3 +130,16 @@ def toys(*extra: Toy) -> dict[str, Toy]:
 
 def choice(backends: dict[str, Toy], backend: str = "auto", role: str = "mixed", device: str = "cpu") -> PlanRequest:
     return PlanRequest(Machine.of(device), role, backend, backends, LAYOUTS)
+
+
+class Ours:
+    """As an entry point may name it: what polymoe has already."""
+
+    backends = (Reference(),)
+    layouts = (Natural(),)
+
+
+class Flipping:
+    """The same with a layout that polymoe does not have, under a name that is taken."""
+
+    layouts = (Flipped("natural"),)

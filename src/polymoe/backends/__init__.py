@@ -6,8 +6,12 @@ from polymoe.backends.base import Backend
 from polymoe.backends.cuda.backend import Cuda
 from polymoe.backends.reference import Reference
 from polymoe.backends.triton import Triton
+from polymoe.plugins import PluginTable
 
 __all__ = ["BACKENDS", "Backend"]
 
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Reference(), Triton(), Cuda())}
-"""Backends by name, in the order in which explanations list them. Checking one loads no kernel."""
+_OURS: tuple[Backend, ...] = (Reference(), Triton(), Cuda())
+
+BACKENDS: PluginTable[Backend] = PluginTable(_OURS, "backends")
+"""Backends by name, in the order in which explanations list them; those of other packages come last. Checking one
+loads no kernel."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from polymoe.machine import Machine
+from polymoe.plugins import from_plugin
 from polymoe.problem import Problem
 from polymoe.tensors import ExpertsSpec
-from polymoe.verdict import Reason, Rejected, Verdict
+from polymoe.verdict import Accepted, Reason, Rejected, Verdict
 
 if TYPE_CHECKING:
     from polymoe.backends.base import Backend
@@ -62,8 +63,13 @@ def unhandled(handled: Handled, problem: Problem) -> tuple[Reason, ...]:
 
 
 def judge(backend: Backend, problem: Problem, machine: Machine) -> Verdict:
-    """The backend's verdict, and a rejection where the problem has features that it does not declare."""
+    """The backend's verdict, and a rejection where the problem has features that it does not declare.
+
+    Backends that other packages register count as foreign.
+    """
     verdict = backend.check(problem, machine)
+    if isinstance(verdict, Accepted) and from_plugin(backend):
+        verdict = replace(verdict, foreign=True)
     reasons = verdict.reasons if isinstance(verdict, Rejected) else ()
     said = {reason.what for reason in reasons}
     more = tuple(reason for reason in unhandled(backend.handles, problem) if reason.what not in said)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from polymoe.layouts.base import Layout, Packed
 from polymoe.layouts.cuda import W4A8Fragments, W4A16Fragments, W8Fragments, W16Swizzle128
 from polymoe.layouts.natural import Natural
+from polymoe.plugins import PluginTable
 
 __all__ = ["LAYOUTS", "Layout", "Natural", "Packed"]
 
 _ALL: tuple[Layout, ...] = (Natural(), W4A16Fragments(), W4A8Fragments(), W8Fragments(), W16Swizzle128())
 
-LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in _ALL}
-"""Layouts by name."""
+LAYOUTS: PluginTable[Layout] = PluginTable(_ALL, "layouts")
+"""Layouts by name, those of other packages last."""
