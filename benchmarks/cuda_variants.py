@@ -32,7 +32,7 @@ from polymoe.bench.timing import TimedCalls, distinct_calls
 from polymoe.formats import FORMATS
 from polymoe.kernels.cuda import generate, modules
 from polymoe.kernels.cuda.driver import Module
-from polymoe.kernels.cuda.sizes import W4A8, W4A16_MMA, W4A16_WGMMA, Family, Tile
+from polymoe.kernels.cuda.sizes import W4A8, W4A16_MMA, W4A16_WGMMA, CtaTile, FamilySizes
 from polymoe.layouts import LAYOUTS, Packed
 from polymoe.layouts.cuda import w4a8_fragments
 from polymoe.layouts.cuda.w4a16_fragments import pack_scales
@@ -105,8 +105,8 @@ MULTIPLIED: Changes = (
 class Variant:
     """A tile of a kernel family, the changes, and tokens to time it with. Tiles of w4a16_mma are those of the table."""
 
-    family: Family
-    tile: Tile
+    family: FamilySizes
+    tile: CtaTile
     tokens: tuple[int, ...]
     changes: Changes = ()
 
@@ -122,11 +122,11 @@ def _wgmma(
     widths: tuple[int, ...],
     tokens: tuple[int, ...],
     changes: Changes = (),
-    family: Family = W4A16_WGMMA,
+    family: FamilySizes = W4A16_WGMMA,
 ) -> Variant:
     """``shape``: warpgroups, blocks of 64 rows of weights for each, and blocks of 64 columns in a stage."""
     warpgroups, n_blocks, k_blocks = shape
-    tile = Tile(block_m, 64 * n_blocks * warpgroups, 64 * k_blocks, warpgroups, widths)
+    tile = CtaTile(block_m, 64 * n_blocks * warpgroups, 64 * k_blocks, warpgroups, widths)
     return Variant(family, tile, tokens, changes)
 
 

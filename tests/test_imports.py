@@ -222,3 +222,14 @@ def test_the_core_loads_neither_triton_nor_an_engine() -> None:
         "print([m for m in ('triton', 'transformers', 'vllm', 'sglang') if m in sys.modules])"
     )
     assert _python(code) == "[]"
+
+
+def test_no_two_classes_share_a_name() -> None:
+    places: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    # The same thing in two kernel packages, which import nothing.
+    del places["Permutation"]
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}

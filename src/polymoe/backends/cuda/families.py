@@ -92,7 +92,7 @@ class KernelFamily:
         architectures: compute capabilities that the kernels are compiled for.
     """
 
-    sizes: sizes.Family
+    sizes: sizes.FamilySizes
     activations: tuple[ActivationQuantization, ...]
     layout: str
     call: type[launch.Call]

@@ -11,8 +11,8 @@ from polymoe.kernels.cuda.sizes import (
     TILE_ROWS,
     W4_FORMATS,
     W4A16_MMA,
-    Family,
-    MmaFamily,
+    FamilySizes,
+    MmaFamilySizes,
 )
 
 __all__ = ["generated", "unit_source"]
@@ -47,18 +47,18 @@ def _header() -> str:
     return f"{_NOTICE}#pragma once\n\nnamespace polymoe {{\n\n{''.join(lines)}\n}}  // namespace polymoe\n"
 
 
-def unit_source(family: Family, format: str) -> str:
+def unit_source(family: FamilySizes, format: str) -> str:
     """The source file with a family's kernels for a format."""
     meaning = "the part, consumer warpgroups, blocks of 64 rows of weights for each, blocks of 64 columns\n"
     meaning += "// in a stage, bytes of a stage, block_m, and the widths of wgmma for fewer rows."
-    if isinstance(family, MmaFamily):
+    if isinstance(family, MmaFamilySizes):
         meaning = "the part, rows of x in multiples of 8, block_n, bytes of a stage."
     lines = [f'{_NOTICE}#include "../gemm/{family.name}.cuh"\n', f"// Last arguments: {meaning}", "// clang-format off"]
     sizes = family.formats[format]
     for part in family.parts:
         for block_m, tile in family.tiles.items():
             stage = family.stage_bytes(format, block_m)
-            if isinstance(family, MmaFamily):
+            if isinstance(family, MmaFamilySizes):
                 if block_m % 8:
                     continue  # runs in the kernel for the next multiple of 8
                 choices = [(n, (block_m // 8, n, stage)) for n in family.block_ns]

@@ -13,10 +13,30 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 __all__ = [
-    "ALIGNMENT", "BF16", "E4M3_BLOCK_K", "E4M3_ROW_BYTES", "FAMILIES", "MAX_STAGES", "MIN_STAGES", "PARTS",
-    "SHARED_BYTES", "TILE_ROWS", "W4A8", "W4A16_MMA", "W4A16_WGMMA", "W4_FORMATS", "W8A8", "W8A8_F16", "Family",
-    "MmaFamily", "Pipeline", "Tile", "W4Format", "e4m3_row_bytes", "round_up",
-]  # fmt: skip
+    "ALIGNMENT",
+    "BF16",
+    "E4M3_BLOCK_K",
+    "E4M3_ROW_BYTES",
+    "FAMILIES",
+    "MAX_STAGES",
+    "MIN_STAGES",
+    "PARTS",
+    "SHARED_BYTES",
+    "TILE_ROWS",
+    "W4A8",
+    "W4A16_MMA",
+    "W4A16_WGMMA",
+    "W4_FORMATS",
+    "W8A8",
+    "W8A8_F16",
+    "CtaTile",
+    "FamilySizes",
+    "MmaFamilySizes",
+    "Pipeline",
+    "W4Format",
+    "e4m3_row_bytes",
+    "round_up",
+]
 
 SHARED_BYTES = 227 * 1024
 """Shared memory that one CTA may have on SM90, static and dynamic."""
@@ -83,7 +103,7 @@ _NO_SCALES = W4Format("", 0, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class CtaTile:
     """What a CTA computes at a time.
 
     Attributes:
@@ -120,7 +140,7 @@ class Pipeline(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class FamilySizes:
     """Kernels that compute in the same way, by tile.
 
     Attributes:
@@ -137,7 +157,7 @@ class Family:
 
     name: str
     formats: Mapping[str, W4Format | None]
-    tiles: Mapping[int, Tile]
+    tiles: Mapping[int, CtaTile]
     parts: tuple[str, ...]
     codes_bytes: int
     x_bytes: int
@@ -182,7 +202,7 @@ class Family:
 
 
 @dataclass(frozen=True, slots=True)
-class MmaFamily(Family):
+class MmaFamilySizes(FamilySizes):
     """The w4a16_mma kernels: ``mma.sync`` by single warps, eight of which share 64 rows of weights along K.
 
     A stage holds :attr:`stage_blocks` blocks of 64 x 64 weights; whole rows of x stand beside the stages.
@@ -221,16 +241,16 @@ class MmaFamily(Family):
         return self.x_pipeline(format, block_m, k).stages >= MIN_STAGES
 
 
-def _tiles(*tiles: Tile) -> dict[int, Tile]:
+def _tiles(*tiles: CtaTile) -> dict[int, CtaTile]:
     return {tile.block_m: tile for tile in tiles}
 
 
 _ALL, _GATED = ("gate_up", "up", "down"), ("gate_up", "down")
 
-W4A16_MMA = MmaFamily(
+W4A16_MMA = MmaFamilySizes(
     "w4a16_mma",
     W4_FORMATS,
-    _tiles(Tile(8, 64, 512, 0), Tile(12, 64, 512, 0), Tile(16, 64, 512, 0)),
+    _tiles(CtaTile(8, 64, 512, 0), CtaTile(12, 64, 512, 0), CtaTile(16, 64, 512, 0)),
     _ALL,
     codes_bytes=2048,
     x_bytes=0,
@@ -240,14 +260,14 @@ W4A16_MMA = MmaFamily(
 256."""
 
 # Few rows of x need many rows of weights for each instruction, many rows need many warps: as measured.
-W4A16_WGMMA = Family(
+W4A16_WGMMA = FamilySizes(
     "w4a16_wgmma",
     W4_FORMATS,
     _tiles(
-        Tile(32, 512, 128, 4, (16,)),
-        Tile(64, 256, 128, 4, (32, 48)),
-        Tile(128, 256, 128, 2, (48, 96)),
-        Tile(256, 128, 64, 2, (96, 160, 192, 224)),
+        CtaTile(32, 512, 128, 4, (16,)),
+        CtaTile(64, 256, 128, 4, (32, 48)),
+        CtaTile(128, 256, 128, 2, (48, 96)),
+        CtaTile(256, 128, 64, 2, (96, 160, 192, 224)),
     ),
     _ALL,
     codes_bytes=2048,
@@ -257,14 +277,14 @@ W4A16_WGMMA = Family(
 
 # With a gate, 256 rows of weights are 128 columns of h, which share a scale. Behind the stages: a table of magnitudes,
 # and the amax of each row of h for three alternating tiles.
-W4A8 = Family(
+W4A8 = FamilySizes(
     "w4a8",
     {"mxfp4": W4_FORMATS["mxfp4"]},
     _tiles(
-        Tile(16, 256, 256, 4, (8,)),
-        Tile(32, 256, 256, 4, (8, 16, 24)),
-        Tile(64, 256, 256, 4, (32, 48)),
-        Tile(128, 256, 128, 2, (32, 64, 96, 112)),
+        CtaTile(16, 256, 256, 4, (8,)),
+        CtaTile(32, 256, 256, 4, (8, 16, 24)),
+        CtaTile(64, 256, 256, 4, (32, 48)),
+        CtaTile(128, 256, 128, 2, (32, 64, 96, 112)),
     ),
     _GATED,
     codes_bytes=2048,
@@ -274,12 +294,12 @@ W4A8 = Family(
 )
 """MXFP4 weights decoded to E4M3 in registers, rows in E4M3."""
 
-BF16 = Family(
+BF16 = FamilySizes(
     "bf16", {"bf16": None}, _tiles(
-        Tile(32, 128, 128, 2, (8, 16, 24)),
-        Tile(64, 128, 128, 2, (16, 32, 48)),
-        Tile(128, 256, 64, 2, (32, 64, 96)),
-        Tile(256, 128, 64, 2, (32, 64, 96, 128, 160, 192, 224)),
+        CtaTile(32, 128, 128, 2, (8, 16, 24)),
+        CtaTile(64, 128, 128, 2, (16, 32, 48)),
+        CtaTile(128, 256, 64, 2, (32, 64, 96)),
+        CtaTile(256, 128, 64, 2, (32, 64, 96, 128, 160, 192, 224)),
     ), _ALL, codes_bytes=8192, x_bytes=128,
 )  # fmt: skip
 """bfloat16 weights, read by ``wgmma`` as they are."""
@@ -287,13 +307,13 @@ BF16 = Family(
 _BARRIER_BYTES = 16 * (MAX_STAGES + 1)  # two for each stage, and those of the warpgroups' turns
 
 # A row of x has two scales in a stage, and in static shared memory a maximum for each consumer warp and two scales.
-W8A8_F16 = Family(
+W8A8_F16 = FamilySizes(
     "w8a8_f16",
     {"fp8_block128": None},
     _tiles(
-        Tile(32, 256, 128, 2, (16,)),
-        Tile(64, 256, 128, 2, (32, 48)),
-        Tile(96, 256, 128, 2, (48, 64, 80)),
+        CtaTile(32, 256, 128, 2, (16,)),
+        CtaTile(64, 256, 128, 2, (32, 48)),
+        CtaTile(96, 256, 128, 2, (48, 64, 80)),
     ),
     _GATED,
     codes_bytes=4096,
@@ -305,11 +325,11 @@ W8A8_F16 = Family(
 """E4M3 weights and rows, both converted to float16, whose sums are exact."""
 
 # In static shared memory each row of h has an amax for three alternating tiles.
-W8A8 = Family(
-    "w8a8", {"fp8_block128": None}, _tiles(Tile(160, 256, 128, 2, (32, 64, 80, 96, 112, 128))), _GATED,
+W8A8 = FamilySizes(
+    "w8a8", {"fp8_block128": None}, _tiles(CtaTile(160, 256, 128, 2, (32, 64, 80, 96, 112, 128))), _GATED,
     codes_bytes=4096, x_bytes=64, row_bytes=8, static_bytes=_BARRIER_BYTES, static_row_bytes=12,
 )  # fmt: skip
 """E4M3 weights and rows, multiplied as they are: sums of 128 columns have 14 bits."""
 
-FAMILIES: dict[str, Family] = {f.name: f for f in (W4A16_MMA, W4A16_WGMMA, W4A8, BF16, W8A8_F16, W8A8)}
+FAMILIES: dict[str, FamilySizes] = {f.name: f for f in (W4A16_MMA, W4A16_WGMMA, W4A8, BF16, W8A8_F16, W8A8)}
 """All of them."""

@@ -11,7 +11,7 @@ from polymoe.kernels.cuda.driver import Launch
 from polymoe.kernels.cuda.launch.args import FinalizeArgs, GemmArgs
 from polymoe.kernels.cuda.launch.layer import Layer
 from polymoe.kernels.cuda.launch.permutation import Permutation
-from polymoe.kernels.cuda.sizes import Family, Pipeline, round_up
+from polymoe.kernels.cuda.sizes import FamilySizes, Pipeline, round_up
 
 __all__ = ["Call", "Regions"]
 
@@ -58,7 +58,9 @@ class Call(ABC):
     y_bytes = 2
     """Of an element of y."""
 
-    def __init__(self, layer: Layer, family: Family, block_m: int, block_n: int = 0, down_block_m: int = 0) -> None:
+    def __init__(
+        self, layer: Layer, family: FamilySizes, block_m: int, block_n: int = 0, down_block_m: int = 0
+    ) -> None:
         self.layer, self.family = layer, family
         self.shape = (0, 0)
         self.bytes = 0

@@ -12,7 +12,7 @@ from polymoe.kernels.cuda.launch.call import Call, Regions
 from polymoe.kernels.cuda.launch.layer import Layer
 from polymoe.kernels.cuda.launch.permutation import permutation_bytes
 from polymoe.kernels.cuda.launch.tiled import e4m3_tile_bytes, padded_rows
-from polymoe.kernels.cuda.sizes import Family, e4m3_row_bytes, round_up
+from polymoe.kernels.cuda.sizes import FamilySizes, e4m3_row_bytes, round_up
 
 __all__ = ["E4M3RowsCall", "E4M3TilesCall"]
 
@@ -25,7 +25,9 @@ class E4M3RowsCall(Call):
     quantize = "quantize_rows"
     """The kernel that rounds x."""
 
-    def __init__(self, layer: Layer, family: Family, block_m: int, block_n: int = 0, down_block_m: int = 0) -> None:
+    def __init__(
+        self, layer: Layer, family: FamilySizes, block_m: int, block_n: int = 0, down_block_m: int = 0
+    ) -> None:
         super().__init__(layer, family, block_m, block_n, down_block_m)
         self._x_args = QuantizeRowsArgs(columns=layer.up.k)
         self._threads = min(_MOST_THREADS, round_up(layer.up.k // _COLUMNS_PER_THREAD, 32))

@@ -17,7 +17,7 @@ class Matrix:
     """Packed ``up`` (gate and up interleaved by 8 rows, where there is a gate) or ``down``.
 
     Attributes:
-        format: of the weights, as in ``sizes.Family.formats``.
+        format: of the weights, as in ``sizes.FamilySizes.formats``.
         codes, scales: uint8 [E, bytes]; scales are None where weights have none.
         n, k: rows and columns; of ``up`` with a gate, n is 2F.
         bias, up_bias: [E, n] in a 16-bit or 32-bit float, or None; with a gate, the gate's and up's [E, F].

@@ -6,7 +6,7 @@ from polymoe.kernels.cuda.launch.args import GemmArgs
 from polymoe.kernels.cuda.launch.call import Call, Regions
 from polymoe.kernels.cuda.launch.layer import Layer
 from polymoe.kernels.cuda.launch.permutation import permutation_bytes
-from polymoe.kernels.cuda.sizes import MmaFamily, Pipeline
+from polymoe.kernels.cuda.sizes import MmaFamilySizes, Pipeline
 
 __all__ = ["MmaCall"]
 
@@ -31,7 +31,7 @@ class MmaCall(Call):
 
     def pipeline(self, format: str, block_m: int, k: int) -> Pipeline:
         """Stages beside whole rows of x."""
-        assert isinstance(self.family, MmaFamily)
+        assert isinstance(self.family, MmaFamilySizes)
         return self.family.x_pipeline(format, block_m, k)
 
     def resize(self, tokens: int, top_k: int) -> None:

@@ -10,7 +10,7 @@ from polymoe.kernels.cuda.launch.args import PermuteArgs, QuantizePermutedArgs
 from polymoe.kernels.cuda.launch.call import Call, Regions
 from polymoe.kernels.cuda.launch.layer import Layer
 from polymoe.kernels.cuda.launch.permutation import permutation_bytes
-from polymoe.kernels.cuda.sizes import E4M3_BLOCK_K, E4M3_ROW_BYTES, TILE_ROWS, Family, round_up
+from polymoe.kernels.cuda.sizes import E4M3_BLOCK_K, E4M3_ROW_BYTES, TILE_ROWS, FamilySizes, round_up
 
 __all__ = ["QuantizedTilesCall", "TiledCall", "e4m3_tile_bytes", "padded_rows"]
 
@@ -30,7 +30,9 @@ def e4m3_tile_bytes(rows: int, columns: int) -> int:
 class TiledCall(Call):
     """Of the families w4a16_wgmma and bf16: tiles of 64 columns in bfloat16."""
 
-    def __init__(self, layer: Layer, family: Family, block_m: int, block_n: int = 0, down_block_m: int = 0) -> None:
+    def __init__(
+        self, layer: Layer, family: FamilySizes, block_m: int, block_n: int = 0, down_block_m: int = 0
+    ) -> None:
         self._x_args = self._make_x_args(layer)
         super().__init__(layer, family, block_m, block_n, down_block_m)
         self._x_launch = self._prepare_x()
