@@ -24,7 +24,7 @@ from polymoe.engines.transformers.families import auto_class, registered_names, 
 
 
 def own(path: str | Path, dtype: torch.dtype) -> Any:
-    """The checkpoint as Transformers dequantizes it by itself, or None where it cannot.
+    """Return the checkpoint as Transformers dequantizes it, or None where Transformers cannot.
 
     It has no path for ModelOpt's files, needs another package for GPTQ and AWQ, and reads compressed-tensors' NVFP4
     experts without their global scale (seen in 5.23), so that their weights come out thousands of times too large.
@@ -51,7 +51,7 @@ def own(path: str | Path, dtype: torch.dtype) -> Any:
 
 
 def filled(path: str | Path, dtype: torch.dtype) -> Any:
-    """Transformers' model of the checkpoint, every weight dequantized to float32 before Transformers sees it."""
+    """Return Transformers' model of the checkpoint, filled with weights that are dequantized to float32 beforehand."""
     checkpoint = Checkpoint.open(path)
     descriptions = ("quantization_config", "compression_config")
     plain = {key: value for key, value in checkpoint.config.items() if key not in descriptions}

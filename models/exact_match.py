@@ -34,7 +34,7 @@ LEAST = 97.0  # percent
 
 
 def exact_match(generator: Generator, rows: list[dict[str, str]], batch: int) -> float:
-    """Percent of the questions whose whole answer is right.
+    """Return the percentage of questions that are answered exactly.
 
     Questions of one length share a batch, so that none is padded: DeepSeek-V4 compresses windows of tokens, which
     padding would move.
@@ -54,7 +54,7 @@ def _length(row: dict[str, str]) -> int:
 
 
 def packed(path: Path, device: str) -> Generator:
-    """The checkpoint with its experts packed; on a GPU by the reference, which has to be named there."""
+    """Return the checkpoint with packed experts. On a GPU the reference backend is named explicitly."""
     return Generator.load(str(path), device=device, backend="auto" if device == "cpu" else "reference")
 
 
@@ -68,7 +68,7 @@ def dequantized(path: Path, like: Generator) -> tuple[Generator, str]:
 
 
 def facts(path: Path) -> dict[str, object]:
-    """What the checkpoint is."""
+    """Return facts about the checkpoint."""
     with Checkpoint.open(path) as checkpoint:
         specs = [checkpoint.spec(layer) for layer in checkpoint.layers]
         stored = sum(spec.local_experts * spec.expert_bytes for spec in specs)

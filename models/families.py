@@ -23,7 +23,7 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TrainedFamily:
-    """How one model family looks in Transformers and on disk."""
+    """A model family: its model in Transformers and its format on disk."""
 
     directory: str
     """The checkpoint's, under models/."""
@@ -52,13 +52,13 @@ class TrainedFamily:
         return scheme.dialect, scheme.encoding
 
     def in_files(self, name: str) -> str:
-        """The name in the files of a tensor that Transformers calls ``name``."""
+        """Return the name in the files of a tensor that Transformers calls ``name``."""
         for pattern, replacement in self.renames:
             name = re.sub(pattern, replacement, name)
         return name
 
     def build(self) -> Any:
-        """An untrained float32 model of Transformers."""
+        """Return an untrained float32 model of Transformers."""
         from transformers import AutoConfig
 
         from polymoe.engines.transformers.families import auto_class, register_names, use_own_name

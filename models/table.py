@@ -1,7 +1,7 @@
-"""README's table of families, from the newest record of each checkpoint in benchmarks/results/.
+"""Write README's table of families from the newest record of each checkpoint in benchmarks/results/.
 
 python models/table.py            # rewrite it
-python models/table.py --check    # exit with 1 if it is not what the records say
+python models/table.py --check    # exit with 1 if it differs from the records
 """
 
 from __future__ import annotations

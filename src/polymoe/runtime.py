@@ -1,5 +1,5 @@
-"""A layer's calls: the plan of each dtype of x, the runners bound to the packed tensors, and the custom ops that run a
-call in compiled graphs."""
+"""Runs the calls of a layer: plans for each dtype of x, runners bound to the packed tensors, and custom ops for
+``torch.compile``."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ DTYPES: dict[torch.dtype, Dtype] = {
     torch.float16: "fp16",
     torch.float32: "fp32",
 }
-"""Dtypes of x, and their names in a Problem."""
+"""Names in a Problem of the dtypes of x."""
 
 TORCH_DTYPES: dict[Dtype, torch.dtype] = {name: dtype for dtype, name in DTYPES.items()}
-"""The inverse."""
+"""The inverse of :data:`DTYPES`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What a layer's plans are made from, kept to plan again when x comes in another dtype."""
+    """The arguments of a layer's plans, kept in order to plan again when x has another dtype."""
 
     machine: Machine
     role: str
@@ -50,7 +50,7 @@ class PlanRequest:
     layouts: Mapping[str, Layout]
 
     def select(self, problem: Problem, layout: str | None = None) -> Selection:
-        """The selection for ``problem``, bound to ``layout`` if given."""
+        """Return the selection for ``problem``, restricted to ``layout`` if given."""
         return select(
             problem,
             self.machine,
@@ -64,10 +64,13 @@ class PlanRequest:
     def pack(
         self, problem: Problem, weights: ExpertWeights, device: torch.device, where: str
     ) -> tuple[Problem, Packed]:
-        """The problem with the range of its scales, which is measured first, and the layer packed as planned.
+        """Measure the range of the scales, plan, and pack the layer.
+
+        Returns:
+            The problem with the range of its scales, and the packed layer on ``device``.
 
         Raises:
-            UnsupportedProblem: if nothing, or not the backend that is asked for, runs it here.
+            UnsupportedProblem: if no backend, or not the requested one, runs the problem on this machine.
         """
         problem = replace(problem, scales=measure_scales(weights, device))
         plan = self.select(problem).require(where)
@@ -75,16 +78,16 @@ class PlanRequest:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a GPU torch's current one: kernels launch there, and it need not be the tensors'."""
+    """Return a context in which ``device`` is torch's current GPU, because kernels launch on the current GPU."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(device)
 
 
 class PlanCache:
-    """What layers of one kind share: their selections by dtype of x, and the key by which compiled graphs find them.
+    """Selections by dtype of x, shared by all layers with the same problem, request, layout and tensor names.
 
-    A compiled graph holds the key as a constant. Equal keys mean equal calls, also in another process.
+    A compiled graph contains :attr:`key` as a constant. Equal keys mean equal plans, also in another process.
     """
 
     def __init__(self, problem: Problem, request: PlanRequest, layout: str, names: tuple[str, ...], key: str) -> None:
@@ -94,7 +97,7 @@ class PlanCache:
 
     @classmethod
     def of(cls, problem: Problem, request: PlanRequest, layout: str, names: tuple[str, ...]) -> PlanCache:
-        """The one that layers like this share."""
+        """Return the shared instance for these arguments; create it if there is none."""
         tables = [sorted(map(repr, table.values())) for table in (request.backends, request.layouts)]
         about = f"{problem!r} {request.machine!r} {request.role} {request.backend} {tables} {layout} {names}"
         key = hashlib.sha256(about.encode()).hexdigest()[:16]
@@ -106,22 +109,22 @@ class PlanCache:
         return PlanCache.of, (self.problem, self.request, self.layout, self.names)
 
     def selection(self, dtype: Dtype) -> Selection:
-        """For the problem with x in ``dtype``, made once: calls only look it up."""
+        """Return the selection for x in ``dtype``. It is made once; later calls look it up."""
         if dtype not in self._selections:
             self._selections[dtype] = self.request.select(replace(self.problem, dtype=dtype), self.layout)
         return self._selections[dtype]
 
     def packed(self, tensors: Sequence[Tensor]) -> Packed:
-        """The tensors, in the order of ``names``, as a packed layer."""
+        """Return the tensors, given in the order of ``names``, as a packed layer."""
         return Packed(self.layout, self.problem.spec, dict(zip(self.names, tensors, strict=True)))
 
     def layer(self, tensors: Sequence[Tensor]) -> LayerRuntime:
-        """The runtime that is bound to these tensors: the one that a layer holds, or a new one."""
+        """Return the runtime bound to these tensors: that of an existing layer, else a new one."""
         addresses = tuple(t.data_ptr() for t in tensors)
         return self._layers.get(addresses) or LayerRuntime(self, tensors)
 
     def add(self, layer: LayerRuntime) -> None:
-        """Let compiled graphs find ``layer`` as long as it lives."""
+        """Register ``layer`` for :meth:`layer`; only a weak reference is kept."""
         self._layers[tuple(t.data_ptr() for t in layer.tensors)] = layer
 
 
@@ -130,7 +133,7 @@ _CACHES: WeakValueDictionary[str, PlanCache] = WeakValueDictionary()
 
 @dataclass(frozen=True, slots=True)
 class BoundStep:
-    """What calls of up to ``max_tokens`` tokens run (None: any number)."""
+    """The runner and configuration for calls of up to ``max_tokens`` tokens (None: any number)."""
 
     max_tokens: int | None
     backend: str
@@ -139,7 +142,7 @@ class BoundStep:
 
 
 class LayerRuntime:
-    """One layer's packed tensors, and the runners that are bound to them: everything but the arguments of a call."""
+    """One layer's packed tensors, and the runners bound to them."""
 
     def __init__(self, plans: PlanCache, tensors: Sequence[Tensor]) -> None:
         self.plans, self.tensors, self.device = plans, list(tensors), tensors[0].device
@@ -147,14 +150,14 @@ class LayerRuntime:
         self._steps: dict[torch.dtype, tuple[list[float], list[BoundStep]]] = {}
 
     def holds(self, tensors: Sequence[Tensor | None]) -> bool:
-        """Whether these are the tensors that the runners are bound to."""
+        """Return whether these are the tensors that the runners are bound to."""
         return all(mine is given for mine, given in zip(self.tensors, tensors, strict=True))
 
     def steps(self, dtype: torch.dtype) -> list[BoundStep]:
-        """The steps of the plan for x in ``dtype``, with the backends bound to the packed tensors.
+        """Return the steps of the plan for x in ``dtype``, with runners bound to the packed tensors.
 
         Raises:
-            UnsupportedProblem: if nothing runs it on this device.
+            UnsupportedProblem: if no backend runs the problem on this device.
         """
         return (self._steps.get(dtype) or self._bind(dtype))[1]
 
@@ -162,7 +165,7 @@ class LayerRuntime:
         plan, packed = self.plans.selection(DTYPES[dtype]).require(), self.plans.packed(self.tensors)
         runners = self._runners
         for step in plan.steps:
-            if step.backend not in runners:  # one serves every dtype
+            if step.backend not in runners:  # a runner serves every dtype
                 runners[step.backend] = self.plans.request.backends[step.backend].bind(self.plans.problem, packed)
         bounds = [float("inf") if step.max_tokens is None else step.max_tokens for step in plan.steps]
         steps = [BoundStep(step.max_tokens, step.backend, runners[step.backend], step.config) for step in plan.steps]
@@ -170,10 +173,10 @@ class LayerRuntime:
         return bounds, steps
 
     def step(self, dtype: torch.dtype, tokens: int) -> BoundStep:
-        """What a call of ``tokens`` tokens runs.
+        """Return the step for a call of ``tokens`` tokens.
 
         Raises:
-            PlanError: if the plan ends below.
+            PlanError: if the last step of the plan serves fewer tokens.
         """
         bounds, steps = self._steps.get(dtype) or self._bind(dtype)
         at = bisect_left(bounds, tokens)
@@ -191,8 +194,14 @@ class LayerRuntime:
         x_scales: Tensor | None = None,
         expert_map: Tensor | None = None,
     ) -> Tensor:
-        """The weighted sum, on the planned backend for this token count; arguments are as
-        :meth:`polymoe.experts.FusedExperts.forward` has checked them."""
+        """Run the planned backend for this token count and return the weighted sum, [T, H].
+
+        :meth:`polymoe.experts.FusedExperts.forward` checks the arguments beforehand.
+
+        Raises:
+            ArgumentError: if the workspace is too small, the backend does not support an option, or, on a CPU, an id
+                is out of range.
+        """
         dtype = x_TH.dtype if x_scales is None else TORCH_DTYPES[self.plans.problem.dtype]
         if out_TH is None:
             out_TH = torch.empty_like(x_TH, dtype=dtype, memory_format=torch.contiguous_format)
@@ -211,7 +220,7 @@ class LayerRuntime:
                 if workspace.numel() < least:
                     raise ArgumentError(
                         "workspace", expected=f"at least {least} bytes", got=str(workspace.numel()),
-                        hint="experts.workspace_bytes(tokens, top_k) says how many",
+                        hint="experts.workspace_bytes(tokens, top_k) returns the size",
                     )  # fmt: skip
         with on_device(self.device):
             step.runner.run(x_TH, Routing(ids_TA, weights_TA), step.config, out_TH, **options)
@@ -229,10 +238,10 @@ def check_call(
     x_scales: Tensor | None = None,
     expert_map: Tensor | None = None,
 ) -> None:
-    """Refuse arguments of :meth:`polymoe.experts.FusedExperts.forward` that no backend takes.
+    """Check the arguments of :meth:`polymoe.experts.FusedExperts.forward` that do not depend on the backend.
 
     Raises:
-        ArgumentError: naming the argument.
+        ArgumentError: if the shape, dtype or device of an argument is wrong; the error names the argument.
     """
     hidden, shape, ids_shape = problem.spec.hidden, x_TH.shape, ids_TA.shape
     dtypes: tuple[torch.dtype, ...] = tuple(DTYPES) if x_scales is None else (torch.float8_e4m3fn,)
@@ -265,7 +274,7 @@ def check_call(
         if groups is None:
             raise ArgumentError(
                 "x_scales",
-                expected="none: the experts hold their inputs in 16 bits or by scales of the checkpoint's",
+                expected="none: the experts do not quantize their inputs dynamically",
                 got=f"a tensor {list(x_scales.shape)}",
                 hint='load them with activations="fp8_token" or "fp8_group128"',
             )
@@ -277,7 +286,7 @@ def check_call(
 def _require(
     name: str, tensor: Tensor, device: torch.device, dtypes: tuple[torch.dtype, ...], shape: list[int]
 ) -> None:
-    """Refuse a tensor that is not contiguous, of this shape, on this device and of one of these dtypes."""
+    """Raise ArgumentError unless the tensor is contiguous and has this shape, this device and one of these dtypes."""
     if tensor.dtype not in dtypes:
         raise ArgumentError(name, expected=" or ".join(map(str, dtypes)), got=str(tensor.dtype))
     if list(tensor.shape) != shape:
@@ -296,14 +305,14 @@ def _require_ids(ids_TA: Tensor, experts: int) -> None:
 
 
 def _options(step: BoundStep, **given: Tensor | None) -> dict[str, Tensor]:
-    """The options that are given, all of which the runner takes."""
+    """Return the options that are not None; raise ArgumentError if the runner does not support one of them."""
     for name, value in given.items():
         if value is not None and name not in step.runner.options:
             raise ArgumentError(
                 name,
-                expected=f"none: backend {step.backend!r} does not take it",
+                expected=f"none: backend {step.backend!r} does not support it",
                 got=f"a tensor {list(value.shape)}",
-                hint="name a backend that does, as backend=...",
+                hint="choose a backend that supports it with backend=...",
             )
     return {name: value for name, value in given.items() if value is not None}
 

@@ -1,4 +1,4 @@
-"""How far the scales of a layer's 4-bit weights reach: what some kernels decode and others do not."""
+"""The range of the scales of a layer's 4-bit weights. Some kernels decode only scales within a range."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _LAST_E4M3 = 126  # the byte of 448; larger bytes are NaN and negative numbers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleRange:
-    """Bounds of the E8M0 and E4M3 scales of 4-bit weights. The defaults are what every kernel decodes.
+    """Bounds of the E8M0 and E4M3 scales of 4-bit weights. Every kernel decodes scales within the defaults.
 
     Attributes:
-        largest_exponent: of E8M0 scales: each is at most 2**largest_exponent; 128 stands for NaN.
+        largest_exponent: each E8M0 scale is at most 2**largest_exponent; 128 means that one is NaN.
         negative: whether an E4M3 scale is negative or NaN.
-        spread: of E8M0 scales: within each row, the largest is at most 2**spread times the smallest. Groups of zeros do
-            not count.
+        spread: within each row, the largest E8M0 scale is at most 2**spread times the smallest. Groups of zeros do not
+            count.
     """
 
     largest_exponent: int = _LARGEST_EXPONENT
@@ -34,16 +34,16 @@ class ScaleRange:
 
     @property
     def ordinary(self) -> bool:
-        """Whether every kernel decodes such scales."""
+        """Whether every kernel decodes scales in this range."""
         return not self.outside_bfloat16 and self.spread <= _LARGEST_SPREAD
 
     @property
     def outside_bfloat16(self) -> bool:
-        """Whether weights times a power of two in bfloat16, as kernels decode them fast, do not take these scales."""
+        """Whether some scales are outside the range that kernels decode by multiplying in bfloat16."""
         return self.negative or self.largest_exponent > _LARGEST_EXPONENT
 
     def covers(self, other: ScaleRange) -> bool:
-        """Whether all scales within ``other`` are within this range."""
+        """Return whether all scales within ``other`` are within this range."""
         return (
             other.largest_exponent <= self.largest_exponent
             and other.negative <= self.negative
@@ -60,13 +60,13 @@ class ScaleRange:
 
 
 def measure_scales(weights: ExpertWeights, device: torch.device | str = "cpu") -> ScaleRange | None:
-    """The range of the scales of all local experts, or None if it is ordinary.
+    """Return the range of the scales of all local experts, or None if it is ordinary.
 
-    Only scales are read, once, and codes of matrices whose scales lie far apart, to tell groups of zeros.
+    All scales are read once. Codes are read only of matrices with a large spread, to find groups of zeros.
 
     Args:
         weights: the experts; they are read without the checks of :meth:`ExpertWeights.expert`.
-        device: where rows of far-apart scales are compared.
+        device: where the spread within rows is computed.
     """
     dtypes = {e.scale_dtype for e in weights.spec.encodings.values() if e.bits == 4}
     if not dtypes & {"e8m0", "e4m3"}:
@@ -88,7 +88,7 @@ def measure_scales(weights: ExpertWeights, device: torch.device | str = "cpu") -
 
 
 def _spread(q: QuantTensor, device: torch.device) -> int:
-    """Most powers of two between two scales of a row, of groups that are not all zeros."""
+    """Return the largest spread of a row, in powers of two; groups of zeros do not count."""
     assert q.scales is not None
     scales_NG = q.scales.view(torch.uint8).to(device).short()
     zeros_NG = _all_zeros(q.codes.to(device), scales_NG.shape[-1])
@@ -98,5 +98,5 @@ def _spread(q: QuantTensor, device: torch.device) -> int:
 
 
 def _all_zeros(codes_NB: Tensor, groups: int) -> Tensor:
-    """Which groups of E2M1 codes, two in a byte, are zeros of either sign: [N, G]."""
+    """Return which groups of E2M1 codes, two per byte, contain only zeros of either sign: bool [N, G]."""
     return (codes_NB & 0x77).unflatten(-1, (groups, -1)).amax(-1) == 0

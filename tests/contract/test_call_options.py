@@ -101,7 +101,7 @@ def test_what_a_backend_does_not_take_is_refused_by_name(call: tuple[Tensor, Rou
     for name, value in (
         ("workspace", torch.empty(64, dtype=torch.uint8)), ("expert_map", torch.arange(5)),
     ):  # fmt: skip
-        with pytest.raises(ArgumentError, match=f"{name}: expected none: backend 'small' does not take it"):
+        with pytest.raises(ArgumentError, match=f"{name}: expected none: backend 'small' does not support it"):
             experts(x, *routing, **{name: value})
 
 

@@ -1,4 +1,4 @@
-"""Config: what a backend chooses for calls of so many tokens, as plain values."""
+"""Config: a backend's choices for a given token count, as plain values."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _C = TypeVar("_C", bound="Config")
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Base of backends' configurations: frozen, so that equal choices compare equal. Prints its fields.
+    """Base class of the backends' configurations. Equal choices compare equal.
 
-    Fields are numbers, strings, truth values, None, or frozen dataclasses of such: every config can be written as JSON
-    and read back.
+    Fields are numbers, strings, booleans, None, or frozen dataclasses of these, so that every configuration can be
+    written as JSON and read back.
     """
 
     def __str__(self) -> str:
@@ -27,24 +27,24 @@ class Config:
 
     @property
     def kernel_family(self) -> str:
-        """Name of the kernels that run, by which a backend with several kinds is proven; "" where there is one."""
+        """Name of the kernel family that runs, or "" for a backend with one. Each family has its own proof status."""
         return ""
 
     @property
     def check_tokens(self) -> int:
-        """Tokens of the call that a layer is checked with at load: so many that no single one decides."""
+        """Tokens of the call that checks a layer at load; enough that a single token does not decide the result."""
         return 8
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return the fields as plain values, for JSON."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls: type[_C], data: object, where: str = "config") -> _C:
-        """The inverse of :meth:`to_dict`; fields that are missing take their defaults.
+        """Return the configuration that :meth:`to_dict` wrote; missing fields have their defaults.
 
         Raises:
-            PlanError: naming the field that is unknown, missing or of another type.
+            PlanError: if a field is unknown, missing or of another type; the error names it.
         """
         return _from_data(cls, data, where)
 

@@ -1,6 +1,6 @@
-"""The reference: plain torch, one expert at a time, float32 throughout. The oracle for every other backend.
+"""The reference backend: plain torch in float32, one expert at a time. Every other backend is tested against it.
 
-Only experts that received tokens are dequantized, one at a time.
+Only experts that receive tokens are dequantized.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from polymoe.verdict import Accepted, Verdict
 
 __all__ = ["Reference", "ReferenceRunner", "emulate_activations", "run_expert", "run_experts"]
 
-# Bytes a weight that dequantization moves in torch: codes to float32, scales spread, the product, and the read by the
-# matrix product.
+# Bytes that torch moves to dequantize one weight: conversion of codes to float32, expansion of scales, their product,
+# and the read by the matrix product.
 _DEQUANTIZED_BYTES = 24
 
 _HANDLES: Handled = {
@@ -39,47 +39,49 @@ _HANDLES: Handled = {
 
 @dataclass(frozen=True, slots=True)
 class Reference(BackendBase):
-    """Runs every format, anywhere, slowly. Not capturable: it looks at which experts have tokens."""
+    """Runs every format on any device, slowly. Calls cannot be captured: the host reads which experts have tokens."""
 
     name: str = "reference"
     layouts: tuple[str, ...] = ("natural",)
 
     @property
     def handles(self) -> Handled:
-        """All but batch-invariant results: the order in which torch adds products depends on the number of rows."""
+        """Everything but batch-invariant results: torch's order of summation depends on the number of rows."""
         return _HANDLES
 
     def check(self, problem: Problem, machine: Machine) -> Verdict:
-        """Accepts every problem whose features it handles. On a GPU only when named, since it would hide that nothing
-        fast was found."""
+        """Accept every problem whose features it handles.
+
+        On a GPU it runs only when named; otherwise it would hide that no fast backend was found.
+        """
         on_gpu = machine.device.kind == "cuda"
         return Accepted(opt_in_reason="slow on a GPU: runs there only when named" if on_gpu else "")
 
     def configure(self, problem: Problem, machine: Machine, tokens: int) -> Config:
-        """Nothing to choose."""
+        """Return an empty configuration: there is nothing to choose."""
         return Config()
 
     def predict(self, problem: Problem, machine: Machine, tokens: int) -> Prediction:
-        """Dequantization at memory bandwidth plus the products at a 16-bit rate."""
+        """Return the time to dequantize at memory bandwidth, plus the matrix products at the 16-bit rate."""
         c = cost(problem, machine.device, tokens)
         weights = c.active_experts * sum(n * k for n, k in map(problem.spec.matrix_shape, problem.spec.encodings))
         return Prediction(1e6 * weights * _DEQUANTIZED_BYTES / machine.device.bandwidth + c.compute_us, "cost model")
 
     def bind(self, problem: Problem, packed: Packed) -> Runner:
-        """Reads the packed tensors through their layout's inverse."""
+        """Return a runner that reads the packed tensors through their layout's ``unpack``."""
         return ReferenceRunner(problem, LAYOUTS[packed.layout].unpack(packed))
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceRunner(RunnerBase):
-    """Runs the experts of one layer and dequantizes them in each call."""
+    """Runs the experts of one layer, and dequantizes them in each call."""
 
     problem: Problem
     weights: ExpertWeights
 
     @property
     def options(self) -> frozenset[str]:
-        """``x_scales`` where x is quantized as it comes."""
+        """``expert_map``, and ``x_scales`` where x is quantized dynamically."""
         dynamic = self.problem.activations.quantized and not self.problem.activations.static
         return frozenset(("expert_map", "x_scales") if dynamic else ("expert_map",))
 
@@ -115,17 +117,20 @@ def run_experts(
     *,
     quantize_x: bool = True,
 ) -> Tensor:
-    """Weighted sum of the experts, ``[T, H]`` in ``dtype`` (float32, or float64 for the oracle of oracles).
+    """Return the weighted sum of the experts, ``[T, H]`` in ``dtype``.
 
-    ``sum over slots a of weight[t, a] * expert[ids[t, a]](x[t])``; the down bias is inside the weighted sum. With
-    ``weight_on="input"``: ``expert(weight * x)``. Ids outside this rank's experts add nothing. Activation quantization
-    is emulated, of x only with ``quantize_x``.
+    Row t is the sum over a of ``weight[t, a] * expert[ids[t, a]](x[t])``; the down bias is inside the weighted sum.
+    With ``weight_on="input"``, the terms are ``expert(weight * x)``. Ids outside this rank's experts add nothing.
+
+    Args:
+        dtype: of the computation: float32, or float64 to test the float32 result.
+        quantize_x: whether to emulate the quantization of x as well as that of h.
     """
     spec = problem.spec
     x = x_TH.to(dtype)
     out = torch.zeros(x_TH.shape[0], spec.hidden, dtype=dtype, device=x_TH.device)
     local = routing.topk_ids_TA - spec.first_expert
-    with torch.autocast(x_TH.device.type, enabled=False):  # it would compute the products in 16 bit
+    with torch.autocast(x_TH.device.type, enabled=False):  # autocast would compute the products in 16 bits
         for e in local[(local >= 0) & (local < spec.local_experts)].unique().tolist():
             token, slot = (local == e).nonzero(as_tuple=True)
             weight = routing.topk_weights_TA[token, slot].to(dtype)[:, None]
@@ -143,7 +148,8 @@ def run_expert(
     *,
     quantize_x: bool = True,
 ) -> Tensor:
-    """One expert on every row of x, in x's dtype (float32 or float64): ``down(activation(gate(x), up(x)))``."""
+    """Apply one expert to every row of x: ``down(activation(gate(x), up(x)))``, [T, H] in x's dtype (float32 or
+    float64)."""
 
     def project(name: str, x: Tensor) -> Tensor:
         y = x @ expert.projections[name].dequantize(x.dtype).T
@@ -160,12 +166,12 @@ def run_expert(
 def emulate_activations(
     x_TK: Tensor, quantization: ActivationQuantization | str, input_scale: Tensor | None = None
 ) -> Tensor:
-    """x rounded to E4M3 and back as a kernel with this quantization holds it; unchanged where there is none.
+    """Round x [T, K] to E4M3 and back, as a kernel with this quantization does; without quantization, return x.
 
-    Scales are ``amax / 448`` of the numbers that share one, or ``input_scale`` where they are static.
+    Each scale is ``amax / 448`` of the values that share it, or ``input_scale`` if scales are static.
 
     Raises:
-        CheckpointError: for static scales where the checkpoint has no input scale.
+        CheckpointError: if scales are static and the checkpoint has no input scale.
     """
     quantization = ActivationQuantization.of(quantization)
     if not quantization.quantized:
@@ -184,7 +190,7 @@ def emulate_activations(
     width = quantization.group_columns or columns
     blocks = torch.nn.functional.pad(x_TK, (0, -columns % width)).view(rows, -1, width)
     amax = blocks.abs().amax(-1, keepdim=True)
-    # Divided by a tensor: by a number, torch on a GPU multiplies with its reciprocal, and ties then round otherwise.
+    # Divide by a tensor: torch on a GPU divides by a number through its reciprocal, so that ties round differently.
     scale = amax / torch.full_like(amax, 448)
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     return (encode_e4m3(blocks / scale).to(x_TK.dtype) * scale).view(rows, -1)[:, :columns]

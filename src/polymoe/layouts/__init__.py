@@ -1,4 +1,4 @@
-"""How a packed layer lies in memory. :data:`LAYOUTS` names the layouts; each packs and unpacks exactly."""
+"""Layouts of packed layers in memory. :data:`LAYOUTS` holds them by name."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ __all__ = ["LAYOUTS", "Layout", "Natural", "Packed"]
 _ALL: tuple[Layout, ...] = (Natural(), W4A16Fragments(), W4A8Fragments(), W8Fragments(), W16Swizzle128())
 
 LAYOUTS: PluginTable[Layout] = PluginTable(_ALL, "layouts")
-"""Layouts by name, those of other packages last."""
+"""Layouts by name. Layouts from plugins come last."""

@@ -17,7 +17,13 @@ __all__ = ["Layout", "Packed"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """A layer's experts in one layout: named tensors, with the layout and spec that say what they are."""
+    """A layer's experts in one layout.
+
+    Attributes:
+        layout: name of the layout.
+        spec: shapes and encodings of the experts.
+        tensors: the packed tensors by name.
+    """
 
     layout: str
     spec: ExpertsSpec
@@ -30,7 +36,7 @@ class Packed:
 
 
 class Layout(Protocol):
-    """Packs a layer and unpacks it again exactly."""
+    """Packs the weights of a layer, and unpacks them exactly."""
 
     @property
     def name(self) -> str:
@@ -38,23 +44,28 @@ class Layout(Protocol):
         ...
 
     def check(self, spec: ExpertsSpec, scales: ScaleRange | None = None) -> tuple[Reason, ...]:
-        """Every reason why experts of this spec, with scales in this range, cannot be packed so; empty if they can.
+        """Return every reason why the layout cannot hold such experts; an empty tuple if it can.
 
-        ``scales`` is None where the range is ordinary, or is not known.
+        Args:
+            spec: shapes and encodings of the experts.
+            scales: range of their scales; None if the range is ordinary or unknown.
         """
         ...
 
     def nbytes(self, spec: ExpertsSpec) -> int:
-        """Bytes of the packed layer."""
+        """Return the bytes of the packed layer."""
         ...
 
     def pack(self, weights: ExpertWeights, device: torch.device, out: Packed | None = None) -> Packed:
-        """Pack expert by expert, never holding more than the result and one expert.
+        """Pack a layer expert by expert. Temporary memory does not grow with the number of experts.
 
-        With ``out``, refill its tensors in place: same addresses, so captured graphs stay valid.
+        Args:
+            weights: the experts.
+            device: device of the packed tensors.
+            out: a packed layer whose tensors are overwritten in place, so that captured graphs stay valid.
         """
         ...
 
     def unpack(self, packed: Packed) -> ExpertWeights:
-        """The weights as they were, read lazily from ``packed``: the exact inverse of :meth:`pack`."""
+        """Return the weights, read lazily from ``packed``: the exact inverse of :meth:`pack`."""
         ...

@@ -1,4 +1,4 @@
-"""The natural layout: each projection's codes, scales and zero points stacked over experts, otherwise as they are."""
+"""The natural layout: the checkpoint's codes, scales and zero points of each projection, stacked over experts."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ __all__ = ["Natural"]
 
 @dataclass(frozen=True, slots=True)
 class Natural:
-    """Tensors ``{projection}.{part}``, for example ``gate.codes`` [E, F, H/2] and ``down.scales`` [E, H, F/32], and
-    ``{projection}_bias``, and ``{projections}_input_scale`` [E]: the checkpoint's own bytes, so packing copies and does
-    not compute.
+    """Copies the checkpoint's bytes without any computation.
+
+    Tensors are named ``{projection}.{part}``, for example ``gate.codes`` [E, F, H/2] and ``down.scales`` [E, H, F/32].
+    There may also be ``{projection}_bias`` [E, N] and ``{projections}_input_scale`` [E].
     """
 
     name: str = "natural"
 
     def check(self, spec: ExpertsSpec, scales: ScaleRange | None = None) -> tuple[Reason, ...]:
-        """Takes everything."""
+        """Return no reasons: the layout holds every spec."""
         return ()
 
     def nbytes(self, spec: ExpertsSpec) -> int:
-        """Bytes of the packed layer, up to input scales and zero points kept as bytes."""
+        """Return the bytes of the packed layer, without input scales and the padding of zero points to bytes."""
         return spec.local_experts * spec.expert_bytes
 
     def pack(self, weights: ExpertWeights, device: torch.device, out: Packed | None = None) -> Packed:
@@ -50,7 +51,7 @@ class Natural:
         return Packed(self.name, weights.spec, tensors)
 
     def unpack(self, packed: Packed) -> ExpertWeights:
-        """Experts as views of the packed tensors."""
+        """Return the experts as views of the packed tensors."""
 
         def read(e: int) -> Expert:
             mine = {name: tensor[e] for name, tensor in packed.tensors.items()}
@@ -68,12 +69,12 @@ class Natural:
     def view(
         self, spec: ExpertsSpec, stacks: dict[str, QuantTensor], vectors: dict[str, Tensor] | None = None
     ) -> Packed:
-        """Stacked tensors that exist already, any strides, as a packed layer without copying.
+        """Return a packed layer of existing stacked tensors, of any strides, without copying them.
 
         Args:
-            spec: what they are.
-            stacks: gate (where there is one), up and down as [E, N, K].
-            vectors: biases, [E, F] or [E, H], by name ("up_bias").
+            spec: shapes and encodings of the experts.
+            stacks: gate (where there is one), up and down, each [E, N, K].
+            vectors: biases [E, F] or [E, H] by name, for example "up_bias".
         """
         tensors = {f"{p}.{n}": part for p, stack in stacks.items() for n, part in stack.parts().items()}
         return Packed(self.name, spec, {**tensors, **(vectors or {})})

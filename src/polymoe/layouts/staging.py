@@ -1,4 +1,4 @@
-"""Experts to the device, one expert's tensors into stacks over experts: what layouts share."""
+"""Helpers shared by layouts: upload experts to the device, and store their tensors in stacks over experts."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from polymoe.tensors import Expert, ExpertWeights
 __all__ = ["drop_absent", "store", "uploaded"]
 
 _UNDER_WAY = 2
-"""Experts whose copies to a GPU need not have ended before another is read: bounds pinned memory."""
+"""Most experts whose copies to a GPU are pending at once; limits pinned memory."""
 
-# Calibration leaves experts that no token reached without these: NaN stands in their place.
+# Experts that received no token in calibration lack these scales; their entries in a stack are NaN.
 INPUT_SCALES = frozenset({"gate_up_input_scale", "down_input_scale"})
 
 
 def uploaded(weights: ExpertWeights, device: torch.device) -> Iterator[Expert]:
-    """The experts in turn, on a GPU ``device``; on a CPU as they are read, which is as views of files.
+    """Yield the experts on ``device``. On a CPU they are yielded as read: views of the files.
 
-    They travel from pinned memory, so that one is read while those before it are under way. When the last has been
-    taken, the device has done all work that was given to torch's current stream.
+    Copies to a GPU are asynchronous and from pinned memory, so that reading one expert overlaps with copying others.
+    When the iterator ends, torch's current stream has been synchronized.
     """
     if device.type != "cuda":
         yield from weights
@@ -42,7 +42,7 @@ def uploaded(weights: ExpertWeights, device: torch.device) -> Iterator[Expert]:
 
 def _sent(part: Tensor, device: torch.device) -> Tensor:
     if part.device.type == "cpu":
-        # Torch's allocator of pinned memory waits for copies from it before it gives it out again.
+        # Torch's allocator does not reuse pinned memory before pending copies from it have finished.
         part = torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part)
     return part.to(device, non_blocking=True)
 
@@ -50,10 +50,12 @@ def _sent(part: Tensor, device: torch.device) -> Tensor:
 def store(
     stacks: dict[str, Tensor], parts: Mapping[str, Tensor], e: int, count: int, device: torch.device, *, fresh: bool
 ) -> None:
-    """Copy expert ``e``'s ``parts`` into ``stacks`` [count, ...]; ``fresh`` ones are made with the first expert.
+    """Copy the tensors of expert ``e`` into ``stacks``, each [count, ...].
+
+    With ``fresh``, the stacks are allocated on ``device`` for the first expert that has them.
 
     Raises:
-        PlanError: if the expert has other tensors than those before it.
+        PlanError: if the expert's tensors have other names than those of the experts before it.
     """
     for name, part in parts.items() if fresh else ():
         if name not in stacks and (e == 0 or name in INPUT_SCALES):
@@ -72,5 +74,5 @@ def store(
 
 
 def drop_absent(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """One expert's vectors without the input scales that it never had."""
+    """Return one expert's vectors without the input scales that :func:`store` filled with NaN."""
     return {n: t for n, t in parts.items() if not (n in INPUT_SCALES and t.isnan())}

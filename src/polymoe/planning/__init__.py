@@ -1,1 +1,1 @@
-"""From a problem and a device to costs and plans. Pure Python."""
+"""Selects and plans backends from predicted or measured times. Pure Python: nothing here runs a kernel."""

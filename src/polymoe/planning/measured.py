@@ -1,5 +1,5 @@
-"""Measured times: what ran how fast on which GPU, and the times between what was measured. Pure values; files are
-:mod:`polymoe.planning.table_files`."""
+"""Measured times of configurations on a GPU, as plain values. :mod:`polymoe.planning.table_files` reads and writes the
+files."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["Measured", "Table", "minor_version", "newest", "problem_key"]
 
 
 def problem_key(problem: Problem) -> str:
-    """What of a problem decides how fast a configuration is, as text that is the same in every process and version.
+    """Return the parts of a problem that affect speed, as text that is the same in every process and version.
 
-    Left out: x's dtype (16-bit operands whatever it is), ``tp`` and ``ep`` (sizes are those after sharding), and which
-    experts are this rank's (their number is in).
+    The key leaves out x's dtype (operands have 16 bits in any case), ``tp`` and ``ep`` (the sizes are those after
+    sharding) and the ids of this rank's experts (it contains their number).
     """
     s = problem.spec
     parts = [f"H={s.hidden} F={s.intermediate} E={s.local_experts}/{s.experts} A={problem.top_k}"]
@@ -34,7 +34,7 @@ def problem_key(problem: Problem) -> str:
     parts.append(f"{problem.activations} activations")
     parts += ["weight on input"] * (problem.weight_on == "input")
     scales = problem.scales
-    # The spread within a row concerns kernels for quantized rows alone.
+    # Only kernels for quantized rows depend on the spread of scales within a row.
     wide = scales is not None and (scales.outside_bfloat16 or problem.activations.quantized)
     parts += ["wide scales"] * wide
     parts += ["batch invariant"] * problem.batch_invariant
@@ -42,7 +42,7 @@ def problem_key(problem: Problem) -> str:
 
 
 def minor_version(version: str | None) -> str | None:
-    """``"3.6"`` of ``"3.6.0"``; None of None."""
+    """Return the major and minor version: ``"3.6"`` for ``"3.6.0"``, None for None."""
     return None if version is None else ".".join(version.split(".")[:2])
 
 
@@ -51,12 +51,14 @@ class Measured:
     """One backend's fastest configuration for one problem at one token count on one GPU: a row of a table.
 
     Attributes:
-        device: the GPU's name, as :attr:`polymoe.machine.Device.name`.
-        backend, problem, tokens: what ran; the problem as :func:`problem_key`.
-        config: as :meth:`polymoe.backends.config.Config.to_dict`.
-        median_us: of one call.
-        torch, triton, driver, polymoe: versions it was measured with; the driver's is the newest CUDA it runs.
-        date, command: when (UTC) and how.
+        device: the GPU's name, as in :attr:`polymoe.machine.Device.name`.
+        backend, tokens: the backend that ran, and the tokens of each call.
+        problem: the key of the problem, from :func:`problem_key`.
+        config: the configuration, from :meth:`polymoe.backends.config.Config.to_dict`.
+        median_us: median time of one call, in microseconds.
+        torch, triton, polymoe: versions of the packages.
+        driver: the newest CUDA version that the driver supports.
+        date, command: the time of the measurement (UTC), and the command that made it.
     """
 
     device: str
@@ -88,16 +90,16 @@ class Measured:
 
     @property
     def key(self) -> tuple[str, str, str, int, str | None]:
-        """Of rows with one key in one file the newest counts."""
+        """Identifies the measurement. Of several rows with the same key in a file, the newest is used."""
         return (self.device, self.backend, self.problem, self.tokens, self.triton)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return the fields as plain values, for JSON."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: object) -> Measured:
-        """The inverse of :meth:`to_dict`; a backend that was renamed has its new name.
+        """Return the row that :meth:`to_dict` wrote; a backend that was renamed has its new name.
 
         Raises:
             FormatError: if fields are missing, unknown or of another type.
@@ -112,13 +114,15 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows to look up. Earlier ``sources`` (the user's own) go before later ones (shipped)."""
+    """Measured rows. Earlier ``sources`` (the user's own) take precedence over later ones (shipped)."""
 
     sources: tuple[tuple[Measured, ...], ...] = ()
 
     def points(self, device: str, backend: str, problem: Problem, triton: str | None) -> tuple[Measured, ...]:
-        """One row for each measured token count, ascending: measured with ``triton``'s minor version where there is
-        such a row, then of the earliest source, then the newest."""
+        """Return one row for each measured token count, in ascending order.
+
+        Rows measured with the same minor version of Triton are preferred, then the earliest source, then the newest.
+        """
         key, minor = problem_key(problem), minor_version(triton)
         best: dict[int, tuple[tuple[bool, int, str], Measured]] = {}
         for rank, rows in enumerate(self.sources):
@@ -132,7 +136,7 @@ class Table:
 
 
 def newest(rows: Iterable[Measured]) -> list[Measured]:
-    """The newest row of each key, the later one where dates are the same, sorted by key."""
+    """Return the newest row of each key, sorted by key. Of rows with equal dates, the last is returned."""
     best: dict[tuple[Any, ...], Measured] = {}
     for row in rows:
         if row.key not in best or row.date >= best[row.key].date:

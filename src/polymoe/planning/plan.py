@@ -1,4 +1,4 @@
-"""Plan: one layout, and the backend with its configuration for each token count."""
+"""Plan: the layout of a layer's weights, and the backend and configuration for each token count."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from polymoe.errors import ArgumentError, PlanError, nearest
 __all__ = ["ROLE_TOKENS", "Plan", "PlanStep", "Role", "role_tokens"]
 
 Role = Literal["decode", "prefill", "mixed"]
-"""Which token counts a plan is made for."""
+"""The kind of calls that a plan is made for; :data:`ROLE_TOKENS` lists their token counts."""
 
 _DECODE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _PREFILL = (1024, 2048, 4096, 8192)
@@ -20,7 +20,7 @@ ROLE_TOKENS: dict[str, tuple[int, ...]] = {"decode": _DECODE, "prefill": _PREFIL
 
 
 def role_tokens(role: str) -> tuple[int, ...]:
-    """Token counts of a role.
+    """Return the token counts of a role.
 
     Raises:
         ArgumentError: for an unknown role.
@@ -55,10 +55,10 @@ class Plan:
             raise PlanError(f"plan for layout {self.layout}", expected="ascending token bounds", got=str(bounds))
 
     def step(self, tokens: int) -> PlanStep:
-        """The step for a call of ``tokens`` tokens.
+        """Return the step for a call of ``tokens`` tokens.
 
         Raises:
-            PlanError: if the plan ends below.
+            PlanError: if the last step serves fewer tokens.
         """
         for step in self.steps:
             if step.max_tokens is None or tokens <= step.max_tokens:
@@ -71,7 +71,7 @@ class Plan:
         )
 
     def ranges(self) -> list[tuple[str, PlanStep]]:
-        """Each step with its token range as text: ``[("1-63", ...), ("64+", ...)]``."""
+        """Return each step with its token range as text: ``[("1-63", ...), ("64+", ...)]``."""
         result, start = [], 1
         for step in self.steps:
             last = step.max_tokens

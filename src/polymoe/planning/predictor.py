@@ -1,4 +1,4 @@
-"""One backend's configuration and time at every token count: measured where a table says, else its own."""
+"""Predicts one backend's configuration and time at any token count, from measured times where a table has them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from polymoe.problem import Problem
 __all__ = ["Point", "Predictor"]
 
 _REACH = 4
-"""A measured configuration serves token counts down to this part of its own: beyond, tiles are of another width."""
+"""A configuration measured at T tokens is used for calls of T / _REACH tokens or more; fewer need other tile sizes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One measured token count: the configuration to use, its time, and what to say of it."""
+    """The measurement at one token count: the configuration, its time in microseconds, and the source to report."""
 
     tokens: int
     config: Config
@@ -32,7 +32,11 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Predictor:
-    """A backend on a problem and a machine that it accepts, with what was measured of it, in ascending order."""
+    """Predicts configurations and times of a backend for a problem and a machine that it accepts.
+
+    Attributes:
+        points: measurements, in ascending order of tokens.
+    """
 
     backend: Backend
     problem: Problem
@@ -41,7 +45,10 @@ class Predictor:
 
     @classmethod
     def of(cls, backend: Backend, problem: Problem, machine: Machine, table: Table) -> Predictor:
-        """With the table's points for this device and problem whose configurations the backend still has."""
+        """Return a predictor with the table's measurements for this device and problem.
+
+        Rows whose configuration the backend no longer has are skipped with a warning.
+        """
         here = machine.packages.get("triton")
         points = []
         for row in table.points(machine.device.name, backend.name, problem, here):
@@ -57,11 +64,11 @@ class Predictor:
 
     @property
     def tunable(self) -> bool:
-        """Whether there is something to choose that was not measured."""
+        """Whether nothing was measured although the backend has more than one configuration."""
         return not self.points and len(self.backend.tuning_configs(self.problem, self.machine, 16)) > 1
 
     def measured(self, tokens: int) -> bool:
-        """Whether the time of ``tokens`` follows from a measurement at as many tokens or, within reach, more."""
+        """Whether the time of ``tokens`` follows from a measurement at this or a larger token count within reach."""
         return bool(self.points) and tokens <= self.points[-1].tokens and self._serving(tokens) is not None
 
     def configure(self, tokens: int) -> Config:
@@ -70,8 +77,11 @@ class Predictor:
         return self.backend.configure(self.problem, self.machine, tokens) if point is None else point.config
 
     def predict(self, tokens: int) -> Prediction:
-        """Time of one call: between two measured token counts on the line through both, in logarithms; beyond them the
-        nearest one's, times what the cost model says that the difference in tokens makes."""
+        """Return the time of one call of ``tokens`` tokens, in microseconds.
+
+        Between two measured token counts, the time is interpolated linearly in logarithms. Beyond them, the nearest
+        measured time is scaled by the ratio that the backend's cost model predicts.
+        """
         point = self._serving(tokens)
         model = self.backend.predict(self.problem, self.machine, tokens)
         if point is None:
@@ -87,7 +97,8 @@ class Predictor:
         return Prediction(exp((1 - along) * log(below.median_us) + along * log(point.median_us)), point.source)
 
     def _serving(self, tokens: int) -> Point | None:
-        """The nearest point at or above, within reach; above all, the last, if the backend would not change."""
+        """The nearest point at or above ``tokens``, if within reach. Above all points, the last one, if the backend
+        itself would choose the same configuration there."""
         above = next((p for p in self.points if p.tokens >= tokens), None)
         if above is not None:
             return above if above.tokens <= _REACH * tokens else None

@@ -1,5 +1,7 @@
-"""Files of measured times: one JSON line a row, one file a GPU. Shipped with the package, and the user's own in the
-cache directory, which ``polymoe tune`` writes."""
+"""Files of measured times: one file per GPU, with one JSON object per line.
+
+The package contains some. ``polymoe tune`` writes the user's own to the cache directory.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +25,17 @@ __all__ = ["add", "file_name", "installed", "parse", "read", "user_file"]
 
 
 def file_name(device: str) -> str:
-    """Of a GPU's table: ``"h200.jsonl"``, ``"nvidia-rtx-4000-ada.jsonl"``."""
+    """Return the file name of a GPU's table: ``"h200.jsonl"``, ``"nvidia-rtx-4000-ada.jsonl"``."""
     return re.sub(r"[^a-z0-9.]+", "-", device.lower()).strip("-.") + ".jsonl"
 
 
 def user_file(device: str) -> Path:
-    """Where ``polymoe tune`` keeps a GPU's rows; it may not exist yet."""
+    """Return the path to which ``polymoe tune`` writes a GPU's rows. The file may not exist yet."""
     return cache_directory() / "tables" / file_name(device)
 
 
 def parse(text: str, where: str) -> list[Measured]:
-    """Rows of a table's text.
+    """Return the rows in the text of a table; ``where`` names it in errors.
 
     Raises:
         FormatError: for a line that is not a row.
@@ -51,7 +53,7 @@ def parse(text: str, where: str) -> list[Measured]:
 
 
 def read(path: Path | Traversable) -> list[Measured]:
-    """Rows of a file; none if there is no such file.
+    """Return the rows of a file; an empty list if the file does not exist.
 
     Raises:
         FormatError: if it is not a table.
@@ -66,9 +68,9 @@ def read(path: Path | Traversable) -> list[Measured]:
 
 @cache
 def installed(device: str) -> Table:
-    """The user's rows and the shipped ones of a GPU, read once a process.
+    """Return the user's rows and the shipped rows of a GPU. Files are read once per process.
 
-    A file that is not a table, or cannot be read, is ignored with a warning: times then come from the cost model.
+    A file that cannot be read, or is not a table, is ignored with a warning. Times then come from the cost model.
     """
     mine, shipped = user_file(device), resources.files("polymoe.planning") / "tables" / file_name(device)
     return Table((_rows_of(mine), _rows_of(shipped) if shipped.is_file() else ()))
@@ -83,11 +85,12 @@ def _rows_of(file: Path | Traversable) -> tuple[Measured, ...]:
 
 
 def add(path: Path, rows: Sequence[Measured]) -> Path | None:
-    """Merge rows into a file, replacing older ones of the same key. Processes that share it lose nothing: each reads,
-    merges and renames under a lock.
+    """Merge rows into a file, replacing older rows with the same key.
+
+    Several processes may write the same file: each one reads, merges and renames it under a lock.
 
     Returns:
-        Where a file that was no table is kept now (``h200.jsonl.corrupt-1``), or None.
+        None, or the new path of an existing file that was not a table (``h200.jsonl.corrupt-1``).
     """
     from filelock import FileLock
 

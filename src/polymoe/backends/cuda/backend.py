@@ -1,9 +1,9 @@
-"""Cuda: experts of 4-bit, FP8 or bfloat16 weights by CUDA kernels that are compiled ahead of time.
+"""Cuda: runs experts with 4-bit, FP8 or bfloat16 weights on CUDA kernels that are compiled ahead of time.
 
-It needs neither a compiler nor another package. A call has four launches for few tokens: the permutation, gate and up
-with the activation, down, the weighted sum; a fifth copies x into permuted tiles where experts get many rows, or rounds
-it to E4M3. Each launch starts while the one before it ends. Which kernels there are, and for how many rows, says the
-table of :mod:`.families`, over which everything here loops.
+The backend needs neither a compiler nor another package. A call with few tokens has four launches: the permutation;
+gate and up with the activation; down; and the weighted sum. Calls with many rows per expert, or with E4M3 activations,
+have a fifth launch that copies x into permuted tiles or rounds it to E4M3. Each launch starts before the previous one
+ends. The table in :mod:`.families` lists the kernels and the numbers of rows that they are used for.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from polymoe.verdict import Accepted, Reasons, Verdict
 __all__ = ["Cuda"]
 
 _MOST_EXPERTS = 1024
-"""Experts on a rank: the permutation has a thread for each."""
+"""Most experts on a rank: the permutation uses one thread for each."""
 
 _DRIVER = (13, 0)
 """CUDA version of the oldest driver that loads the kernels."""
@@ -44,9 +44,12 @@ _FORMATS = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in 
 
 @dataclass(frozen=True, slots=True)
 class Cuda(BackendBase):
-    """Grouped GEMMs of 4-bit or bfloat16 weights and bfloat16 rows, of MXFP4 weights and E4M3 rows, or of E4M3 weights
-    and rows, converted to float16 or, where they are many, as they are. Capturable. Repeats are bitwise identical.
-    Batch-invariant results come from the kernels for many rows, at every token count.
+    """Runs experts as grouped GEMMs on tensor cores.
+
+    Weights and rows of x are: 4-bit or bfloat16 weights with bfloat16 rows; MXFP4 weights with E4M3 rows; or E4M3
+    weights with E4M3 rows, which are multiplied in float16 for few rows and in E4M3 for many. Calls can be captured in
+    CUDA graphs, and repeated calls are bitwise identical. For batch-invariant results, the kernels for many rows run at
+    every token count.
     """
 
     name: str = "cuda"
@@ -54,11 +57,11 @@ class Cuda(BackendBase):
 
     @property
     def handles(self) -> Handled:
-        """What its kernels cover; some of it not together, see :meth:`check`."""
+        """Features that the kernels cover. :meth:`check` rejects some combinations."""
         return _HANDLES
 
     def check(self, problem: Problem, machine: Machine) -> Verdict:
-        """Every reason against it: the GPU, the driver, formats and options that its kernels do not cover."""
+        """Accept the problem, or return every reason against it: GPU, driver, formats, and options without a kernel."""
         device, spec, reasons = machine.device, problem.spec, Reasons()
         families = tuple(FAMILIES.values())
         built = sorted({arch for family in families for arch in family.architectures})
@@ -94,7 +97,7 @@ class Cuda(BackendBase):
         return reasons.verdict(Accepted(capturable=True, layouts=layouts))
 
     def configure(self, problem: Problem, machine: Machine, tokens: int) -> CudaConfig:
-        """By the mean number of rows of the experts that have any."""
+        """Return the configuration for the mean number of rows of the experts that have any."""
         spec = problem.spec
         active = cost(problem, machine.device, tokens).active_experts
         mean = tokens * problem.top_k * spec.local_experts / spec.experts / max(active, 1e-9)
@@ -107,7 +110,10 @@ class Cuda(BackendBase):
     def tuning_configs(
         self, problem: Problem, machine: Machine, tokens: int, timed: Sequence[tuple[Config, float]] = ()
     ) -> Sequence[Config]:
-        """All that fit, :meth:`configure`'s first; those that only many tokens can check, with many."""
+        """Return all configurations that fit in shared memory, :meth:`configure`'s first.
+
+        Families that can be checked only with many tokens are left out for fewer.
+        """
         if timed:
             return ()
         found = [self.configure(problem, machine, tokens)]
@@ -122,30 +128,32 @@ class Cuda(BackendBase):
         return tuple(dict.fromkeys(found))
 
     def predict(self, problem: Problem, machine: Machine, tokens: int) -> Prediction:
-        """Reading and math one after the other, and launches, at rates that were fitted to one H200: within 3 % for
-        w4a16_mma, 15 % for w4a16_wgmma, 5 % for bf16, 20 % for E4M3 rows."""
+        """Return the sum of the times for memory, math and launches, at rates fitted to measurements on one H200.
+
+        Errors were at most 3 % for w4a16_mma, 15 % for w4a16_wgmma, 5 % for bf16 and 20 % for E4M3 rows.
+        """
         c, config = cost(problem, machine.device, tokens), self.configure(problem, machine, tokens)
         return Prediction(config.kernels.rates.time_us(c.memory_us, c.compute_us), "cost model")
 
     def bind(self, problem: Problem, packed: Packed) -> Runner:
-        """Prepares the arguments of every launch."""
+        """Return a runner for the packed layer."""
         return CudaRunner(problem, packed)
 
 
 def _usable(problem: Problem, family: KernelFamily) -> bool:
-    """Whether results may come from the family: batch-invariant ones need kernels whose sums have one order."""
+    """Return whether the problem may run on the family: batch-invariant results need sums in a fixed order."""
     return family.batch_invariant or not problem.batch_invariant
 
 
 def _fits(problem: Problem, config: CudaConfig) -> bool:
-    """Whether the kernels of both GEMMs have room for their pipelines in shared memory."""
+    """Return whether the pipelines of both GEMMs fit in shared memory."""
     spec = problem.spec
     sides = ((spec.up, spec.hidden), (spec.down, spec.intermediate))
     return all(config.kernels.sizes.fits(format_of(e) or "", config.block_m, k) for e, k in sides)
 
 
 def _choices(problem: Problem) -> Iterator[tuple[KernelFamily, CudaConfig, float]]:
-    """Configurations by rows per expert, of the families that may be used."""
+    """Yield family, configuration and largest mean of rows per expert, ascending, for the families that may be used."""
     for family in families_for(problem):
         for choice in family.choices if _usable(problem, family) else ():
             config = CudaConfig(family.name, choice.block_m, choice.block_n)
@@ -154,13 +162,13 @@ def _choices(problem: Problem) -> Iterator[tuple[KernelFamily, CudaConfig, float
 
 
 def _shorter(problem: Problem, machine: Machine, family: KernelFamily, config: CudaConfig, tiles: float) -> CudaConfig:
-    """The configuration, or one with shorter tiles of weights for one GEMM or both where they are done sooner."""
+    """Return ``config``, or one with shorter tiles of weights for one or both GEMMs where these finish sooner."""
     spec, shorter = problem.spec, family.shorter
     if shorter is None or config.block_m != shorter.block_m:
         return config
 
     def pays(n: int) -> bool:
-        """There are fewer of the tall tiles, and the last wave may be nearly empty."""
+        """Return whether shorter tiles finish sooner: the last wave of tall tiles may be nearly empty."""
         short, tall = (
             block_n * math.ceil(tiles * math.ceil(n / block_n) / machine.device.sms)
             for block_n in (family.sizes.tiles[m].block_n for m in (shorter.instead, shorter.block_m))

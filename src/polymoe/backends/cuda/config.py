@@ -16,14 +16,13 @@ class CudaConfig(Config):
     """Which kernels a call runs.
 
     Attributes:
-        family: of the kernels: a name in ``FAMILIES``.
+        family: the kernel family, a name in ``FAMILIES``.
         block_m: most rows of x in a work tile.
-        block_n: rows of weights of a tile where the family has a choice of it (w4a16_mma), else 0.
-        down_block_m: ``block_m`` of the kernel that computes the down projection of the same work tiles, where it is
-            another one, else 0.
+        block_n: rows of weights in a tile where the family has several sizes (w4a16_mma), else 0.
+        down_block_m: ``block_m`` of the kernel for the down projection if it differs, else 0. Work tiles are the same.
 
     Raises:
-        PlanError: for sizes without a kernel. A table of measured times may be older than the kernels.
+        PlanError: if no kernel has these sizes. A table of measured times may be older than the kernels.
     """
 
     family: str
@@ -49,17 +48,17 @@ class CudaConfig(Config):
 
     @property
     def kernels(self) -> KernelFamily:
-        """The row of the table."""
+        """The family's entry in ``FAMILIES``."""
         return FAMILIES[self.family]
 
     @property
     def kernel_family(self) -> str:
-        """By what the kernels compute and with which instruction."""
+        """Name of the kernel family. Each family has its own proof status."""
         return self.family
 
     @property
     def check_tokens(self) -> int:
-        """Tokens of the call that a layer is checked with at load."""
+        """Tokens of the call that checks a layer at load."""
         return self.kernels.check_tokens
 
     def __str__(self) -> str:

@@ -20,14 +20,13 @@ from polymoe.routing import Routing
 
 __all__ = ["CudaRunner"]
 
-_ALIGNMENT = 16  # bytes: kernels load and copy at least so many at once
+_ALIGNMENT = 16  # bytes that kernels load or copy at once
 
 
 class CudaRunner(RunnerBase):
-    """Holds the arguments of every launch of a layer; calls fill in addresses.
+    """Runs the calls of one layer with launches that are prepared once per configuration.
 
-    Two threads may call it at once: each call takes prepared launches of its configuration that no other call uses, and
-    returns them afterwards.
+    Several threads may call it at once: each call uses prepared launches that no other call uses at the time.
     """
 
     def __init__(self, problem: Problem, packed: Packed) -> None:
@@ -43,17 +42,17 @@ class CudaRunner(RunnerBase):
         if device.type == "cuda" and index is None:
             index = torch.cuda.current_device()
         self._index = index
-        # Rows that are quantized already are taken where the first GEMM reads them as they come.
+        # Kernels whose first GEMM reads rows of x by token support rows that are quantized already.
         rows = all(issubclass(family.call, launch.E4M3RowsCall) for family in families_for(problem))
         self._options = frozenset(("workspace", "expert_map", "x_scales") if rows else ("workspace", "expert_map"))
 
     @property
     def options(self) -> frozenset[str]:
-        """``x_scales`` for E4M3 weights."""
+        """``workspace`` and ``expert_map``, and for E4M3 weights ``x_scales``."""
         return self._options
 
     def workspace_bytes(self, tokens: int, top_k: int, config: Config) -> int:
-        """Bytes for the permutation, x, h and y."""
+        """Return the bytes for the permutation, x, h and y."""
         assert isinstance(config, CudaConfig)
         return config.kernels.call.regions(self._layer, config.block_m, tokens, top_k).offsets()[1]
 
@@ -80,7 +79,7 @@ class CudaRunner(RunnerBase):
             free = self._free.setdefault(config, [])
         try:
             call = free.pop()
-        except IndexError:  # the first call, or those before are under way in other threads
+        except IndexError:  # the first call, or other threads use all prepared launches
             family = config.kernels
             call = family.call(self._layer, family.sizes, config.block_m, config.block_n, config.down_block_m)
         if call.shape != shape:
@@ -99,16 +98,16 @@ class CudaRunner(RunnerBase):
         free.append(call)
 
     def _input(self, x_TH: Tensor, scales: Tensor | None, config: CudaConfig) -> tuple[Tensor, int]:
-        """x as the launches take it, and the number of its dtype."""
+        """Return x as the launches read it, and the number of its dtype."""
         if scales is not None:
             call = config.kernels.call
             assert issubclass(call, launch.E4M3RowsCall)
             return call.rows_of(x_TH, scales), -1
-        if self._bfloat16 and x_TH.dtype is not torch.bfloat16:  # others round to E4M3 from what x is
+        if self._bfloat16 and x_TH.dtype is not torch.bfloat16:  # quantizing kernels read every dtype of x
             x_TH = x_TH.to(torch.bfloat16)
         if not x_TH.is_contiguous():
             x_TH = x_TH.contiguous()
-        if x_TH.data_ptr() % _ALIGNMENT:  # a view into the midst of something
+        if x_TH.data_ptr() % _ALIGNMENT:  # x is a view at an unaligned offset
             x_TH = x_TH.clone()
         return x_TH, DTYPES[x_TH.dtype]
 

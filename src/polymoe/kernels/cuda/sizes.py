@@ -1,9 +1,9 @@
-"""The numbers that the CUDA kernels and their launchers both know, in one table: tiles, pipeline stages, shared memory.
+"""Sizes that the CUDA kernels and their launchers share: tiles, pipeline stages, shared memory.
 
-``scripts/build-kernels`` writes ``sizes.cuh`` and ``instantiations/*.cu`` from it, so a number stands once; a stage
-whose layout in C++ takes another number of bytes does not compile.
+``scripts/build-kernels`` writes ``sizes.cuh`` and ``instantiations/*.cu`` from this table. A static assertion in C++
+checks the bytes of a stage.
 
-M, N and K are those of the layer: tokens, rows of the weights, columns of the weights.
+M is the number of tokens; N and K are the rows and columns of the weights.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ SHARED_BYTES = 227 * 1024
 """Shared memory that one CTA may have on SM90, static and dynamic."""
 
 STATIC_BYTES = 2048
-"""What of it is kept for static shared memory where a family does not say more exactly."""
+"""Static shared memory that is reserved unless a family specifies its own."""
 
 ALIGNMENT = 1024
-"""Stages begin at a multiple of so many bytes: 128-byte swizzling repeats after them."""
+"""Alignment of stages in bytes: the period of 128-byte swizzling."""
 
 MAX_STAGES = 16
-"""Most pipeline stages: kernels have so many pairs of mbarriers."""
+"""Most pipeline stages: the number of pairs of mbarriers in a kernel."""
 
 MIN_STAGES = 3
 """Fewest stages with which the w4a16_mma kernels are used."""
@@ -60,19 +60,19 @@ E4M3_BLOCK_K = 128
 """Columns of x or h that share a scale, and those of a tile of permuted E4M3 rows."""
 
 E4M3_ROW_BYTES = E4M3_BLOCK_K + 4
-"""Of a row in such a tile: codes, and a float32 scale."""
+"""Bytes of a row in such a tile: codes and a float32 scale."""
 
 PARTS = {"gate_up": "kGateUp", "up": "kUp", "down": "kDown"}
-"""What a kernel computes: gate, up and the activation; up and the activation; down. And its word in C++."""
+"""Names in C++ of the parts: gate, up and the activation; up and the activation; or down."""
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The least multiple that is not below ``value``."""
+    """Return the smallest multiple of ``multiple`` that is at least ``value``."""
     return -(-value // multiple) * multiple
 
 
 def e4m3_row_bytes(columns: int) -> int:
-    """Bytes of a row in E4M3 outside of tiles: its codes and behind them its float32 scales, padded to 16 bytes."""
+    """Return the bytes of an E4M3 row outside of tiles: codes, then float32 scales, padded to 16 bytes."""
     return columns + round_up(columns // 32, 16)
 
 
@@ -81,9 +81,9 @@ class W4Format:
     """A 4-bit format as the w4a16 kernels read it.
 
     Attributes:
-        cpp: its type in ``dequant/``.
-        scale_bytes: bytes of scales beside 64 rows and ``scale_blocks`` times 64 columns of weights.
-        scale_blocks: how many times 64 columns share a block of scales.
+        cpp: name of its C++ type in ``dequant/``.
+        scale_bytes: bytes of scales for 64 rows and ``scale_blocks`` times 64 columns of weights.
+        scale_blocks: blocks of 64 columns that share a block of scales.
     """
 
     cpp: str
@@ -104,14 +104,14 @@ _NO_SCALES = W4Format("", 0, 1)
 
 @dataclass(frozen=True, slots=True)
 class CtaTile:
-    """What a CTA computes at a time.
+    """The tile that a CTA computes at a time.
 
     Attributes:
         block_m: most rows of x in a work tile.
         block_n: rows of weights.
         block_k: columns of a pipeline stage.
         warpgroups: consumer warpgroups, or 0 where consumers are single warps.
-        widths: instructions for fewer rows of x than ``block_m``, for work tiles that have no more.
+        widths: smaller widths of the MMA instruction, for work tiles with fewer than ``block_m`` rows of x.
     """
 
     block_m: int
@@ -122,7 +122,7 @@ class CtaTile:
 
     @property
     def n_blocks(self) -> int:
-        """Blocks of 64 rows of weights that a consumer warpgroup has."""
+        """Blocks of 64 rows of weights per consumer warpgroup."""
         return self.block_n // 64 // self.warpgroups
 
     @property
@@ -132,7 +132,7 @@ class CtaTile:
 
 
 class Pipeline(NamedTuple):
-    """Of a launch: pipeline stages, buffers of x beside them (w4a16_mma), and bytes of dynamic shared memory."""
+    """Pipeline stages of a launch, its separate buffers of x (w4a16_mma), and its bytes of dynamic shared memory."""
 
     stages: int
     x_buffers: int
@@ -141,18 +141,19 @@ class Pipeline(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FamilySizes:
-    """Kernels that compute in the same way, by tile.
+    """Sizes of a kernel family.
 
     Attributes:
-        name: of the family; the first part of its kernels' and units' names.
-        formats: of weights, each with its 4-bit sizes or None.
-        tiles: by ``block_m``; for w4a16_mma, the tile with the smaller ``block_n``.
-        parts: of :data:`PARTS`.
-        codes_bytes: of 64 rows by 64 columns of weights.
-        x_bytes: of a row of x in 64 columns of a stage.
-        row_bytes: of a row of x in each stage, beside them.
-        scratch_bytes, scratch_row_bytes: dynamic shared memory behind the stages, and more for each row of x.
-        static_bytes, static_row_bytes: static shared memory, and more for each row of x.
+        name: name of the family; the names of its kernels and units begin with it.
+        formats: weight formats, each with its 4-bit sizes or None.
+        tiles: tiles by ``block_m``; for w4a16_mma, those with the smaller ``block_n``.
+        parts: the parts, of :data:`PARTS`, that have a kernel.
+        codes_bytes: bytes of 64 rows by 64 columns of weights.
+        x_bytes: bytes of 64 columns of a row of x.
+        row_bytes: further bytes for each row of x in a stage.
+        scratch_bytes, scratch_row_bytes: bytes of dynamic shared memory after the stages, and per row of x.
+        static_bytes, static_row_bytes: bytes of static shared memory, and per row of x.
+        block_ns: values of ``block_n`` to choose from; empty if there is one.
     """
 
     name: str
@@ -169,31 +170,31 @@ class FamilySizes:
     block_ns: tuple[int, ...] = field(default=())
 
     def unit(self, format: str) -> str:
-        """The cubin with the family's kernels for a format."""
+        """Return the name of the cubin with the family's kernels for a format."""
         return f"{self.name}_{format}"
 
     def kernel(self, part: str, block_m: int, block_n: int = 0) -> str:
-        """A kernel's name; ``block_n`` where the family has a choice of it."""
+        """Return the name of a kernel. It contains ``block_n`` where the family has several."""
         name = f"{self.name}_{part}_m{round_up(block_m, 8)}"
         return f"{name}_n{block_n}" if self.block_ns else name
 
     def threads(self, block_m: int) -> int:
-        """Threads of a CTA: consumers, and four producer warps."""
+        """Return the threads of a CTA: consumers and four producer warps."""
         return self.tiles[block_m].warpgroups * 128 + 128
 
     def stage_bytes(self, format: str, block_m: int) -> int:
-        """Bytes of a pipeline stage: codes and scales of weights, x and its scales."""
+        """Return the bytes of a pipeline stage: codes and scales of weights, x and its scales."""
         tile, sizes = self.tiles[block_m], self.formats[format] or _NO_SCALES
         scales = -(-tile.k_blocks // sizes.scale_blocks) * sizes.scale_bytes
         weights = tile.block_n // 64 * (tile.k_blocks * self.codes_bytes + scales)
         return round_up(weights + block_m * (tile.k_blocks * self.x_bytes + self.row_bytes), ALIGNMENT)
 
     def fits(self, format: str, block_m: int, k: int) -> bool:
-        """Whether shared memory has room for rows of x of ``k`` columns: always, since a stage holds a part of them."""
+        """Return True: stages contain a part of x's columns, so that every ``k`` fits in shared memory."""
         return True
 
     def pipeline(self, format: str, block_m: int) -> Pipeline:
-        """As many stages as shared memory holds."""
+        """Return the pipeline with as many stages as fit in shared memory."""
         stage = self.stage_bytes(format, block_m)
         beside = self.scratch_bytes + self.scratch_row_bytes * block_m + ALIGNMENT
         static = self.static_bytes + self.static_row_bytes * block_m
@@ -205,7 +206,7 @@ class FamilySizes:
 class MmaFamilySizes(FamilySizes):
     """The w4a16_mma kernels: ``mma.sync`` by single warps, eight of which share 64 rows of weights along K.
 
-    A stage holds :attr:`stage_blocks` blocks of 64 x 64 weights; whole rows of x stand beside the stages.
+    A stage contains :attr:`stage_blocks` blocks of 64 x 64 weights. Whole rows of x have their own shared memory.
     """
 
     consumer_warps: int = 16
@@ -213,19 +214,21 @@ class MmaFamilySizes(FamilySizes):
     stage_blocks: int = 8
 
     def threads(self, block_m: int) -> int:
-        """Threads of a CTA: one producer warp for weights, one for x, and the consumers."""
+        """Return the threads of a CTA: one producer warp for weights, one for x, and the consumers."""
         return (self.consumer_warps + self.producer_warps) * 32
 
     def stage_bytes(self, format: str, block_m: int) -> int:
-        """Bytes of a pipeline stage: codes and scales of weights."""
+        """Return the bytes of a pipeline stage: codes and scales of weights."""
         sizes = self.formats[format] or _NO_SCALES
         return self.stage_blocks * self.codes_bytes + self.stage_blocks // sizes.scale_blocks * sizes.scale_bytes
 
     def x_pipeline(self, format: str, block_m: int, k: int) -> Pipeline:
-        """For rows of x of ``k`` columns: two buffers of x where more than :data:`MIN_STAGES` stages fit beside them,
-        else one."""
+        """Return the pipeline for rows of x with ``k`` columns.
+
+        There are two buffers of x if more than :data:`MIN_STAGES` stages fit as well, else one.
+        """
         stage = self.stage_bytes(format, block_m)
-        sums = self.consumer_warps * round_up(block_m, 8) // 8 * 1024  # partial sums, of 32 rows by 8 rows of x a warp
+        sums = self.consumer_warps * round_up(block_m, 8) // 8 * 1024  # partial sums of 32 rows by 8 rows of x per warp
         x_bytes = block_m * (2 * k + 16)  # rows start four banks apart
         room = SHARED_BYTES - self.static_bytes - sums - 128
         stages, buffers = 0, 0
@@ -237,7 +240,7 @@ class MmaFamilySizes(FamilySizes):
         return Pipeline(stages, buffers, sums + buffers * x_bytes + 128 + stages * stage)
 
     def fits(self, format: str, block_m: int, k: int) -> bool:
-        """Whether so many rows of x leave room for :data:`MIN_STAGES` stages."""
+        """Return whether :data:`MIN_STAGES` stages fit in shared memory with the rows of x."""
         return self.x_pipeline(format, block_m, k).stages >= MIN_STAGES
 
 
@@ -256,10 +259,10 @@ W4A16_MMA = MmaFamilySizes(
     x_bytes=0,
     block_ns=(64, 128),
 )
-"""4-bit weights decoded to bfloat16 for ``mma.sync``, for few rows an expert. With ``block_n`` 128, ``block_k`` is
+"""4-bit weights decoded to bfloat16 for ``mma.sync``, for few rows per expert. With ``block_n`` 128, ``block_k`` is
 256."""
 
-# Few rows of x need many rows of weights for each instruction, many rows need many warps: as measured.
+# Sizes are the fastest measured: many rows of weights per CTA for few rows of x.
 W4A16_WGMMA = FamilySizes(
     "w4a16_wgmma",
     W4_FORMATS,
@@ -275,8 +278,8 @@ W4A16_WGMMA = FamilySizes(
 )
 """4-bit weights decoded to bfloat16 in registers, for ``wgmma``."""
 
-# With a gate, 256 rows of weights are 128 columns of h, which share a scale. Behind the stages: a table of magnitudes,
-# and the amax of each row of h for three alternating tiles.
+# With a gate, 256 rows of weights are 128 columns of h, which share a scale. Scratch memory contains a table of
+# magnitudes, and the amax of each row of h for three alternating tiles.
 W4A8 = FamilySizes(
     "w4a8",
     {"mxfp4": W4_FORMATS["mxfp4"]},
@@ -304,9 +307,9 @@ BF16 = FamilySizes(
 )  # fmt: skip
 """bfloat16 weights, read by ``wgmma`` as they are."""
 
-_BARRIER_BYTES = 16 * (MAX_STAGES + 1)  # two for each stage, and those of the warpgroups' turns
+_BARRIER_BYTES = 16 * (MAX_STAGES + 1)  # two for each stage, and two that alternate the warpgroups
 
-# A row of x has two scales in a stage, and in static shared memory a maximum for each consumer warp and two scales.
+# A stage contains two scales for each row of x. Static memory contains a maximum per consumer warp, and two scales.
 W8A8_F16 = FamilySizes(
     "w8a8_f16",
     {"fp8_block128": None},
@@ -324,12 +327,12 @@ W8A8_F16 = FamilySizes(
 )
 """E4M3 weights and rows, both converted to float16, whose sums are exact."""
 
-# In static shared memory each row of h has an amax for three alternating tiles.
+# Static shared memory contains the amax of each row of h for three alternating tiles.
 W8A8 = FamilySizes(
     "w8a8", {"fp8_block128": None}, _tiles(CtaTile(160, 256, 128, 2, (32, 64, 80, 96, 112, 128))), _GATED,
     codes_bytes=4096, x_bytes=64, row_bytes=8, static_bytes=_BARRIER_BYTES, static_row_bytes=12,
 )  # fmt: skip
-"""E4M3 weights and rows, multiplied as they are: sums of 128 columns have 14 bits."""
+"""E4M3 weights and rows, multiplied in E4M3. Sums of 128 columns have 14 bits."""
 
 FAMILIES: dict[str, FamilySizes] = {f.name: f for f in (W4A16_MMA, W4A16_WGMMA, W4A8, BF16, W8A8_F16, W8A8)}
-"""All of them."""
+"""Sizes of all kernel families by name."""

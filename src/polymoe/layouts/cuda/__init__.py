@@ -1,4 +1,4 @@
-"""Layouts of the CUDA kernels, by what they hold: weights in the order in which the MMA instructions read them."""
+"""Layouts of the CUDA kernels: weights in the order in which MMA instructions read them."""
 
 from __future__ import annotations
 

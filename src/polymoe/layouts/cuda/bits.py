@@ -1,4 +1,4 @@
-"""What the layouts of 4-bit weights share: moving bits within words, and taking a packed matrix apart into tiles."""
+"""Helpers shared by the layouts of 4-bit weights: permute the bits of words, and split a packed matrix into tiles."""
 
 from __future__ import annotations
 
@@ -29,31 +29,34 @@ def move_bits(words: Tensor, positions: Sequence[int]) -> Tensor:
 
 
 def inverse(positions: Sequence[int]) -> tuple[int, ...]:
-    """The positions with which :func:`move_bits` undoes ``positions``."""
+    """Return the inverse permutation, with which :func:`move_bits` restores the words."""
     return tuple(sorted(range(32), key=positions.__getitem__))
 
 
 @cache
 def _tables(positions: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The moved bits of every lower and every upper half of a word: int32 [65536] each, the upper half's indexed from
-    -32768. Cached, because building them takes longer than packing an expert, and copying them to a GPU synchronizes.
+    """Return tables of the moved bits of every lower and every upper half of a word, int32 [65536] each.
+
+    The upper table starts at -32768. Tables are cached: to build them takes longer than to pack an expert, and to copy
+    them to a GPU synchronizes.
     """
     halves = []
     for half in (positions[:16], positions[16:]):
         values = torch.arange(1 << 16)
         moved = ((values >> bit & 1) << position for bit, position in enumerate(half))
         halves.append(sum(moved, torch.zeros_like(values)))
-    low, high = (half.int().to(device) for half in halves)  # wraps: bit 31 is the sign
+    low, high = (half.int().to(device) for half in halves)  # int() wraps: bit 31 is the sign
     return low, high.roll(1 << 15)
 
 
 def split_tiles(packed: Tensor, tiles: int, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """Take apart a matrix that is packed in groups of four tiles of 16 rows; the last group may have fewer.
+    """Split a matrix that is packed in groups of four tiles of 16 rows. The last group may have fewer tiles.
 
     Args:
         packed: uint8, the whole matrix.
-        tiles: tiles of 16 rows in the matrix.
-        sizes: (blocks, bytes of a tile in each block), for each kind of block, in their order within a group.
+        tiles: number of tiles of 16 rows in the matrix.
+        sizes: for each kind of block, in their order within a group: the number of blocks, and the bytes of a tile in
+            each block.
 
     Returns:
         For each kind of block, uint8 [tiles, blocks, bytes].

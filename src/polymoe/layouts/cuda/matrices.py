@@ -1,7 +1,7 @@
-"""What the layouts of the CUDA kernels share: two packed matrices a layer, with gate and up interleaved.
+"""Base class of the CUDA kernels' layouts: two packed matrices per layer, ``up`` and ``down``.
 
-``up`` holds gate and up where there is a gate: rows 8i to 8i + 7 of the gate, then the same rows of up. One thread then
-holds both inputs of the activation, because an MMA's accumulator gives it rows g and g + 8. ``down`` is on its own.
+With a gate, ``up`` interleaves gate and up: rows 8i to 8i + 7 of the gate, then the same rows of up. A thread has rows
+g and g + 8 of an MMA's accumulator, so that it has both inputs of the activation.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _MATRICES = ("up", "down")
 
 @dataclass(frozen=True, slots=True)
 class ScaleLimit:
-    """The largest byte (or step between two) of a scale that the kernels decode, and the words of the error.
+    """The largest scale (as a byte), or step between two scales, that the kernels decode, with the text of the error.
 
     Attributes:
-        most: what is larger is refused.
-        expected: the range in words.
-        got: a template of what was found: ``{byte}``, ``{exponent}`` (the byte less 127) or ``{step}``.
+        most: the largest value that is accepted.
+        expected: the accepted range in words.
+        got: a template for the value found: ``{byte}``, ``{exponent}`` (the byte less 127) or ``{step}``.
     """
 
     most: int
@@ -44,7 +44,7 @@ class ScaleLimit:
     got: str
 
     def describe(self, value: int) -> str:
-        """The template with the value filled in."""
+        """Return :attr:`got` with the value filled in."""
         return self.got.format(byte=value, exponent=value - 127, step=value)
 
 
@@ -56,42 +56,42 @@ class MatrixLayout(ABC):
 
     name: str
     multiple: ClassVar[int]
-    """H and F must be multiples of it."""
+    """H and F must be multiples of this."""
 
     @abstractmethod
     def check_encoding(self, reasons: Reasons, projection: str, encoding: Encoding) -> None:
-        """Note every reason why weights of this encoding cannot be packed so."""
+        """Add to ``reasons`` why weights of this encoding cannot be packed, if so."""
 
     @abstractmethod
     def scale_bytes(self, encoding: Encoding, rows: int, columns: int) -> int:
-        """Bytes of one packed matrix's scales."""
+        """Return the bytes of the scales of one packed matrix."""
 
     @abstractmethod
     def pack_matrix(self, halves: Sequence[QuantTensor]) -> tuple[dict[str, Tensor], Tensor | None]:
         """Pack gate and up, or one projection.
 
         Returns:
-            ``codes`` and, where there are some, ``scales``, uint8 each; and the value [] that :meth:`scale_limit`
-            bounds, or None.
+            ``codes`` and, if there are any, ``scales``, both uint8; and a scalar tensor with the value that
+            :meth:`scale_limit` bounds, or None.
         """
 
     @abstractmethod
     def unpack_matrix(
         self, parts: Mapping[str, Tensor], encoding: Encoding, rows: int, columns: int, halves: int
     ) -> list[tuple[Tensor, Tensor | None]]:
-        """Inverse of :meth:`pack_matrix`: natural codes and scales of each of the ``halves`` projections in a matrix of
-        [rows, columns]."""
+        """Return the natural codes and scales of each of the ``halves`` projections in a matrix [rows, columns]: the
+        inverse of :meth:`pack_matrix`."""
 
     def scale_limit(self, encoding: Encoding) -> ScaleLimit | None:
-        """What the kernels decode of this encoding's scales; None if everything."""
+        """Return the limit on scales of this encoding; None if the kernels decode all of them."""
         return None
 
     def decodes(self, encoding: Encoding, scales: ScaleRange) -> bool:
-        """Whether the kernels decode scales of this range."""
+        """Return whether the kernels decode scales in this range."""
         return True
 
     def check(self, spec: ExpertsSpec, scales: ScaleRange | None = None) -> tuple[Reason, ...]:
-        """Every reason why such experts cannot be packed so; empty if they can."""
+        """Return every reason why such experts cannot be packed; an empty tuple if they can."""
         reasons = Reasons()
         if spec.gate is not None:
             both = ", ".join(f"{e.name} with scales {e.scale_dtype}" for e in (spec.gate, spec.up))
@@ -107,7 +107,7 @@ class MatrixLayout(ABC):
         return tuple(reasons.found)
 
     def nbytes(self, spec: ExpertsSpec) -> int:
-        """Bytes of the packed layer, but for input scales and biases wider than 2 bytes."""
+        """Return the bytes of the packed layer, without input scales and with biases of 2 bytes."""
         total = 2 * (spec.intermediate * (len(spec.encodings) - 1) + spec.hidden) if spec.bias else 0
         total += sum(4 for e in spec.encodings.values() if e.global_scale)
         for matrix in _MATRICES:
@@ -117,11 +117,11 @@ class MatrixLayout(ABC):
         return spec.local_experts * total
 
     def pack(self, weights: ExpertWeights, device: torch.device, out: Packed | None = None) -> Packed:
-        """Pack expert by expert, computing on ``device``.
+        """Pack expert by expert; the computation runs on ``device``.
 
         Raises:
             PlanError: if ``out`` holds experts of another spec.
-            FormatError: for scales beyond :meth:`scale_limit`, which :meth:`check` did not know of.
+            FormatError: if a scale is beyond :meth:`scale_limit`, which :meth:`check` cannot know without a range.
         """
         if out is not None and out.spec != weights.spec:
             raise PlanError("update", expected=str(out.spec), got=str(weights.spec), hint="load these experts again")
@@ -150,7 +150,7 @@ class MatrixLayout(ABC):
             return
         limits = [self.scale_limit(spec.encodings[matrix]) for matrix in _MATRICES]
         most = torch.tensor([255 if limit is None else limit.most for limit in limits], device=found.device)
-        for e, i in (found > most).nonzero().tolist()[:1]:  # read once a layer, because it synchronizes
+        for e, i in (found > most).nonzero().tolist()[:1]:  # read once per layer, because it synchronizes
             limit = limits[i]
             assert limit is not None
             raise FormatError(
@@ -161,7 +161,7 @@ class MatrixLayout(ABC):
             )
 
     def unpack(self, packed: Packed) -> ExpertWeights:
-        """The weights as they were, read lazily from ``packed``, one expert at a time."""
+        """Return the original weights, read lazily from ``packed``, one expert at a time."""
         spec = packed.spec
 
         def read(e: int) -> Expert:
@@ -181,40 +181,40 @@ class MatrixLayout(ABC):
 
 
 def interleave_gate_up(halves: Sequence[Tensor]) -> Tensor:
-    """Rows of gate and up [N, ...] in alternate runs of 8; a single projection as it is."""
+    """Interleave gate and up, each [N, ...], in runs of 8 rows: [2N, ...]. Return a single projection unchanged."""
     if len(halves) == 1:
         return halves[0]
     return torch.stack([h.unflatten(0, (-1, 8)) for h in halves], 1).flatten(0, 2)
 
 
 def deinterleave_gate_up(rows: Tensor, halves: int) -> list[Tensor]:
-    """Inverse of :func:`interleave_gate_up`."""
+    """Return the projections: the inverse of :func:`interleave_gate_up`."""
     return [h.flatten(0, 1) for h in rows.unflatten(0, (-1, halves, 8)).unbind(1)]
 
 
 def exchange_rows(rows: Tensor, inverse: bool = False) -> Tensor:
-    """Rows [N, ...] with those of every 16 exchanged: row ``4t + 2h + i`` moves to ``8h + 2t + i``.
+    """Permute the rows [N, ...] within each 16: row ``4t + 2h + i`` moves to ``8h + 2t + i``.
 
-    A thread of the MMA holds rows g and g + 8. With this exchange, and a transposition in registers, one thread holds
-    four neighbouring values of a row of the result and stores them at once.
+    A thread of the MMA has rows g and g + 8. With this permutation, and a transposition in registers, a thread has four
+    neighbouring values of a row of the result, and stores them at once.
     """
     split = (-1, 2, 4, 2) if inverse else (-1, 4, 2, 2)
     return rows.unflatten(0, split).transpose(1, 2).flatten(0, 3)
 
 
 def as_bytes(scales: Tensor | None) -> Tensor:
-    """Scales [N, G] as bytes [N, G, bytes]."""
+    """Return scales [N, G] as bytes, uint8 [N, G, bytes]."""
     assert scales is not None
     scales = scales.contiguous()
     return scales.view(torch.uint8).view(*scales.shape, scales.element_size())
 
 
 def _halves(spec: ExpertsSpec, matrix: str) -> tuple[str, ...]:
-    """The projections in a packed matrix."""
+    """Return the names of the projections in a packed matrix."""
     return ("gate", "up") if matrix == "up" and spec.gated else (matrix,)
 
 
 def _shape(spec: ExpertsSpec, matrix: str) -> tuple[int, int]:
-    """``[N, K]`` of a packed matrix: gate and up are one."""
+    """Return ``[N, K]`` of a packed matrix. Gate and up are one matrix."""
     rows, columns = spec.matrix_shape(matrix)
     return rows * len(_halves(spec, matrix)), columns

@@ -1,13 +1,13 @@
 """Layout ``w16_swizzle128``: bfloat16 weights as ``wgmma`` reads them from shared memory, swizzled by 128 bytes.
 
-The matrix is cut into groups of 64 rows (the last may have 16, 32 or 48), each into blocks of 128 bytes a row: 64
-columns. In a block, row after row, the 16-byte piece p of row r is what the matrix has at piece ``p ^ (r % 8)``: the
-order that the PTX ISA calls 128-byte swizzle, which avoids bank conflicts. What is left of a row is stored piece after
-piece, each with all rows of the group. Groups follow each other without gaps.
+The matrix is cut into groups of 64 rows (the last may have 16, 32 or 48), and each group into blocks of 64 columns, 128
+bytes per row. A block is stored row by row. Piece p (16 bytes) of row r in the block is piece ``p ^ (r % 8)`` of that
+row in the matrix. The PTX ISA calls this order 128-byte swizzle; it avoids bank conflicts. Columns beyond the last
+whole block are stored piece by piece, each with all rows of the group. There are no gaps between groups.
 
-Rows. A thread of the MMA holds rows g and g + 8 of 16. ``up`` with a gate has gate and up interleaved, so that a thread
-holds both inputs of the activation. In other matrices rows of 16 are exchanged
-(:func:`~polymoe.layouts.cuda.matrices.exchange_rows`), so that a thread stores four neighbouring results at once.
+Rows: a thread of the MMA has rows g and g + 8 of 16. With a gate, ``up`` interleaves gate and up, so that a thread has
+both inputs of the activation. Rows of other matrices are permuted by
+:func:`~polymoe.layouts.cuda.matrices.exchange_rows`, so that a thread stores four neighbouring results at once.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ _ROWS, _BLOCK, _PIECE = 64, 128, 16
 
 @dataclass(frozen=True, slots=True)
 class W16Swizzle128(MatrixLayout):
-    """bfloat16 weights. Read by the kernels ``bf16``."""
+    """bfloat16 weights, read by the kernels ``bf16``."""
 
     name: str = "w16_swizzle128"
     multiple: ClassVar[int] = 16
 
     def check_encoding(self, reasons: Reasons, projection: str, encoding: Encoding) -> None:
-        """Note anything but bfloat16."""
+        """Add a reason unless elements are bfloat16."""
         reasons.need(encoding.element == "bf16", f"{projection} elements", "bf16", encoding.element)
 
     def scale_bytes(self, encoding: Encoding, rows: int, columns: int) -> int:
-        """There are no scales."""
+        """Return 0: there are no scales."""
         return 0
 
     def pack_matrix(self, halves: Sequence[QuantTensor]) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Codes: the numbers themselves."""
+        """Return the packed weights as ``codes``; nothing is bounded."""
         rows = [q.codes.view(torch.uint8) for q in halves]
         rows_NB = interleave_gate_up(rows) if len(rows) > 1 else exchange_rows(rows[0])
         return {"codes": pack_tiles(rows_NB)}, None
@@ -58,14 +58,14 @@ class W16Swizzle128(MatrixLayout):
     def unpack_matrix(
         self, parts: Mapping[str, Tensor], encoding: Encoding, rows: int, columns: int, halves: int
     ) -> list[tuple[Tensor, Tensor | None]]:
-        """The numbers of each projection."""
+        """Return the weights of each projection, without scales."""
         rows_NB = unpack_tiles(parts["codes"], rows, 2 * columns)
         codes = deinterleave_gate_up(rows_NB, halves) if halves > 1 else [exchange_rows(rows_NB, inverse=True)]
         return [(part.view(CODE_DTYPES[encoding.element]), None) for part in codes]
 
 
 def pack_tiles(rows_NB: Tensor) -> Tensor:
-    """One matrix's rows as bytes [N, bytes], a multiple of 16 each, in the module's order: uint8 [N * bytes]."""
+    """Pack a matrix in the order that the module describes: uint8 [N, bytes] to [N * bytes]; bytes % 16 must be 0."""
     whole = rows_NB.shape[0] // _ROWS * _ROWS
     parts = []
     for piece, rows in ((rows_NB[:whole], _ROWS), (rows_NB[whole:], rows_NB.shape[0] - whole)):
@@ -79,7 +79,7 @@ def pack_tiles(rows_NB: Tensor) -> Tensor:
 
 
 def unpack_tiles(packed: Tensor, rows: int, row_bytes: int) -> Tensor:
-    """Inverse of :func:`pack_tiles`: uint8 [rows, row_bytes]."""
+    """Return the matrix, uint8 [rows, row_bytes]: the inverse of :func:`pack_tiles`."""
     whole, blocks = rows // _ROWS * _ROWS, row_bytes // _BLOCK
     parts = []
     for piece, size in zip(
@@ -95,7 +95,7 @@ def unpack_tiles(packed: Tensor, rows: int, row_bytes: int) -> Tensor:
 
 
 def _swizzled(blocks: Tensor) -> Tensor:
-    """Pieces [groups, blocks, rows, 8, words] in their places, or back: it is its own inverse."""
+    """Swizzle the pieces of blocks [groups, blocks, rows, 8, words]. The permutation is its own inverse."""
     row = torch.arange(blocks.shape[2], device=blocks.device)[:, None]
     piece = torch.arange(8, device=blocks.device)
     return blocks[:, :, row, piece ^ (row % 8)]

@@ -1,21 +1,23 @@
-"""Layout ``w4a16_fragments``: 4-bit weights that are decoded to bfloat16 in registers.
+"""Layout ``w4a16_fragments``: 4-bit weights that kernels decode to bfloat16 in registers.
 
-They lie in the order of the MMA's A operand (``mma.sync`` m16n8k16 and ``wgmma`` m64k16).
+Weights are stored in the order of the MMA's A operand (``mma.sync`` m16n8k16 and ``wgmma`` m64k16).
 
-Codes. The matrix is cut into groups of 64 rows (the last may have 16, 32 or 48), each into blocks of 64 columns, each
-into tiles of 16 rows. In a tile, lane ``4 * g + t`` of a warp owns rows g and g + 8; its four 32-bit words hold columns
-16j + {2t, 2t + 1, 2t + 8, 2t + 9} for j = 0 to 3: 16 bytes a lane, 512 a tile, 2 KiB a block. Groups follow each other
-without gaps. A last block of fewer columns stores its words j one after the other, each as 32 lanes of 4 bytes.
+Codes: the matrix is cut into groups of 64 rows (the last may have 16, 32 or 48). Groups are cut into blocks of 64
+columns, and blocks into tiles of 16 rows. In a tile, lane ``4 * g + t`` of a warp has rows g and g + 8. Its four 32-bit
+words contain columns 16j + {2t, 2t + 1, 2t + 8, 2t + 9} for j = 0 to 3: 16 bytes per lane, 512 per tile, 2 KiB per
+block. There are no gaps between groups. A last block of fewer columns is stored word j by word j, each as 32 lanes of 4
+bytes.
 
-A word holds four pairs of neighbouring columns in the order of the instruction's registers (rows g, g + 8, g, g + 8).
-Pair i of an INT4 matrix is at bits 4i and 16 + 4i. The bits of E2M1 codes are scattered (:data:`E2M1_BITS`) so that a
-rotation and a mask put the sign, exponent and mantissa of both halves where bfloat16 has them: nine instructions for
-eight weights.
+A word contains four pairs of neighbouring columns in the order of the instruction's registers (rows g, g + 8, g,
+g + 8). Pair i of an INT4 matrix is at bits 4i and 16 + 4i. The bits of E2M1 codes are scattered (:data:`E2M1_BITS`): a
+rotation and a mask then put the sign, exponent and mantissa of both halves where bfloat16 has them. This takes nine
+instructions for eight weights.
 
-Scales. For each block: for g = 0 to 7, for each tile, for each group of columns, the scales of rows g and g + 8. A last
-group of rows is padded to four tiles. E8M0 bytes, four for each g of a tile, are biased and their bits scattered
-(:data:`E8M0_BITS`), so that one mask makes two bfloat16. E4M3 bytes become bytes with a wider exponent
-(:func:`e4m3_codes`), scattered as well (:data:`E4M3_BITS`). Scales of groups of 128 columns stand once for two blocks.
+Scales: each block stores, for g = 0 to 7, for each tile, for each group of columns, the scales of rows g and g + 8. A
+last group of rows is padded to four tiles. E8M0 bytes, four for each g of a tile, are biased and their bits scattered
+(:data:`E8M0_BITS`), so that one mask yields two bfloat16 values. E4M3 bytes are stored as bytes with a wider exponent
+(:func:`e4m3_codes`), also scattered (:data:`E4M3_BITS`). Scales of groups of 128 columns are stored once per two
+blocks.
 """
 
 from __future__ import annotations
@@ -50,9 +52,9 @@ __all__ = [
 ]  # fmt: skip
 
 ROWS, COLUMNS = 64, 64
-"""Of a whole block."""
+"""Rows and columns of a whole block."""
 TILE = 16
-"""Rows of a tile, and columns of one word of every lane."""
+"""Rows of a tile, and columns in one word of all lanes."""
 
 # Bit b of code n of a word (code 2i: the even column of pair i; 2i + 1: the odd one) goes to bit BITS[4 * n + b].
 # Pair 0 is in place; pair 1 is after << 4, pair 2 after a rotation by 10; pair 3 has its sign and two low bits in place
@@ -72,10 +74,10 @@ after a rotation by 8."""
 
 E8M0_BIAS = 102
 """Added to E8M0 bytes. A code's bits are its value times 2**-126, and the biased scale's are 2**(byte - 25): the
-product is the weight times 2**-24, a normal bfloat16 from byte 26 on. The epilogue multiplies by 2**24."""
+product is the weight times 2**-24, a normal bfloat16 for bytes of at least 26. The epilogue multiplies by 2**24."""
 
 E8M0_MOST = 152
-"""Largest E8M0 byte that is decoded: 2**25. Below byte 26 (2**-101), a weight may lose what is below 2**-110."""
+"""Largest E8M0 byte that is decoded: 2**25. With bytes below 26 (2**-101), weights lose bits below 2**-110."""
 
 E4M3_BITS = (*range(4, 12), *range(20, 28), *range(28, 32), *range(4), *range(12, 20))
 """Where the bits of four of :func:`e4m3_codes` lie in a word: rows g and g + 8 of one group where bfloat16 has its
@@ -87,16 +89,16 @@ E4M3_MOST = 126
 
 @dataclass(frozen=True, slots=True)
 class W4A16Fragments(MatrixLayout):
-    """4-bit weights with fixed zero point, and scales for groups of 16, 32, 64 or 128 columns.
+    """4-bit weights with a fixed zero point, and scales for groups of 16, 32, 64 or 128 columns.
 
-    Read by the kernels ``w4a16_mma`` and ``w4a16_wgmma``.
+    The kernels ``w4a16_mma`` and ``w4a16_wgmma`` read this layout.
     """
 
     name: str = "w4a16_fragments"
     multiple: ClassVar[int] = TILE
 
     def check_encoding(self, reasons: Reasons, projection: str, encoding: Encoding) -> None:
-        """Note what does not fit: elements, groups, zero points."""
+        """Add a reason for other elements, groups or zero points."""
         if not reasons.need(encoding.bits == 4, f"{projection} elements", "4 bits", encoding.element):
             return
         granularity = encoding.granularity
@@ -110,19 +112,19 @@ class W4A16Fragments(MatrixLayout):
         reasons.need(not encoding.zero_points, f"{projection} zero points")
 
     def scale_limit(self, encoding: Encoding) -> ScaleLimit | None:
-        """E8M0 up to 2**25; E4M3 from 0."""
+        """Return the limit: E8M0 scales up to 2**25, E4M3 scales from 0 to 448; None for other scales."""
         return _SCALE_LIMITS.get(encoding.scale_dtype or "")
 
     def decodes(self, encoding: Encoding, scales: ScaleRange) -> bool:
-        """Whether no E8M0 scale is above 2**25, and no E4M3 scale below 0."""
+        """Return whether no E8M0 scale is above 2**25, and no E4M3 scale is negative."""
         return not scales.outside_bfloat16
 
     def scale_bytes(self, encoding: Encoding, rows: int, columns: int) -> int:
-        """Bytes of one packed matrix's scales."""
+        """Return the bytes of the scales of one packed matrix."""
         return scale_bytes(encoding, rows, columns)
 
     def pack_matrix(self, halves: Sequence[QuantTensor]) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Codes and scales, and the scales' largest byte."""
+        """Return packed codes and scales, and the largest byte of a bounded scale."""
         encoding = halves[0].encoding
         codes_NB = interleave_gate_up([q.codes for q in halves])
         scales_NGB = interleave_gate_up([as_bytes(q.scales) for q in halves])
@@ -136,7 +138,7 @@ class W4A16Fragments(MatrixLayout):
     def unpack_matrix(
         self, parts: Mapping[str, Tensor], encoding: Encoding, rows: int, columns: int, halves: int
     ) -> list[tuple[Tensor, Tensor | None]]:
-        """Codes and scales of each projection."""
+        """Return codes and scales of each projection."""
         codes_NB = unpack_codes(parts["codes"], encoding, rows, columns)
         scales_NB = unpack_scales(parts["scales"], encoding, rows, columns)
         dtype = SCALE_DTYPES[encoding.scale_dtype or ""]
@@ -152,11 +154,11 @@ _SCALE_LIMITS = {
 
 @cache
 def e4m3_codes() -> Tensor:
-    """What is stored for each E4M3 byte: uint8 [256], a bijection.
+    """Return the byte stored for each E4M3 byte: uint8 [256], a bijection.
 
-    Five bits of exponent and three of mantissa, so that subnormals need no extra instructions: byte
-    ``8 * (e + 23) + m`` stands for ``2**e * (1 + m / 8)``, e from -9 to 8; 0 for 0. Bytes that are not scales map to
-    the values that are left.
+    Stored bytes have five bits of exponent and three of mantissa, so that subnormals need no extra instructions. Byte
+    ``8 * (e + 23) + m`` is ``2**e * (1 + m / 8)``, with e from -9 to 8; byte 0 is 0. E4M3 bytes that are not valid
+    scales map to the remaining values.
     """
     codes = [0]
     for byte in range(1, E4M3_MOST + 1):
@@ -172,7 +174,7 @@ def _e4m3_codes(device: torch.device) -> Tensor:
 
 
 def pack_codes(codes_NB: Tensor, encoding: Encoding) -> Tensor:
-    """One matrix's codes [N, K/2] in the order the module describes: uint8 [N * K / 2]."""
+    """Pack the codes of a matrix in the order that the module describes: uint8 [N, K/2] to [N * K / 2]."""
     rows, half_columns = codes_NB.shape
     whole_rows, whole = rows // ROWS * ROWS, half_columns // (COLUMNS // 2) * (COLUMNS // 2)
     found = []
@@ -194,7 +196,7 @@ def pack_codes(codes_NB: Tensor, encoding: Encoding) -> Tensor:
 
 
 def unpack_codes(packed: Tensor, encoding: Encoding, rows: int, columns: int) -> Tensor:
-    """Inverse of :func:`pack_codes`."""
+    """Return the codes, uint8 [rows, columns / 2]: the inverse of :func:`pack_codes`."""
     blocks, rest = columns // COLUMNS, columns % COLUMNS // TILE
     whole, tail = split_tiles(packed, rows // TILE, ((blocks, 512), (1, 128 * rest)))
     back = inverse(_code_bits(encoding))
@@ -205,19 +207,19 @@ def unpack_codes(packed: Tensor, encoding: Encoding, rows: int, columns: int) ->
 
 
 def _groups_beside(encoding: Encoding, columns: int) -> tuple[int, int]:
-    """How many times scales are stored along K, and how many groups each time."""
+    """Return the number of blocks of scales along K, and the groups of columns in each."""
     group = encoding.group_columns
     return ceil_div(columns, max(COLUMNS, group)), max(COLUMNS // group, 1)
 
 
 def scale_bytes(encoding: Encoding, rows: int, columns: int) -> int:
-    """Bytes of one matrix's packed scales."""
+    """Return the bytes of the scales of one packed matrix [rows, columns]."""
     times, groups = _groups_beside(encoding, columns)
     return round_up(rows, ROWS) * times * groups * SCALE_DTYPES[encoding.scale_dtype or ""].itemsize
 
 
 def pack_scales(scales_NGB: Tensor, encoding: Encoding, columns: int) -> Tensor:
-    """One matrix's scales, as bytes [N, G, bytes], in the order the module describes, padded with zeros."""
+    """Pack the scales of a matrix, uint8 [N, G, bytes], in the order that the module describes, padded with zeros."""
     times, groups = _groups_beside(encoding, columns)
     rows, present, _ = scales_NGB.shape
     padding = (0, 0, 0, times * groups - present, 0, round_up(rows, ROWS) - rows)
@@ -233,7 +235,7 @@ def pack_scales(scales_NGB: Tensor, encoding: Encoding, columns: int) -> Tensor:
 
 
 def unpack_scales(packed: Tensor, encoding: Encoding, rows: int, columns: int) -> Tensor:
-    """Inverse of :func:`pack_scales`: bytes [N, G * bytes]."""
+    """Return the scales, uint8 [N, G * bytes]: the inverse of :func:`pack_scales`."""
     times, groups = _groups_beside(encoding, columns)
     x = packed.view(-1, times, 8, 4, groups, 2, SCALE_DTYPES[encoding.scale_dtype or ""].itemsize)
     if encoding.scale_dtype == "e8m0":

@@ -1,17 +1,18 @@
-"""Layout ``w4a8_fragments``: MXFP4 weights for rows of x in E4M3, in the order of the A operand of ``wgmma`` m64k32. A
-lookup in a table of eight magnitudes gives each weight in E4M3 with its scale applied.
+"""Layout ``w4a8_fragments``: MXFP4 weights for rows of x in E4M3, in the order of the A operand of ``wgmma`` m64k32.
 
-Codes. As in :mod:`.w4a16_fragments`, the matrix is cut into groups of 64 rows, each into blocks of 64 columns, each
-into tiles of 16 rows, and lane ``4 * g + t`` of a warp owns rows g and g + 8 of a tile. Its four words of a block are
-row g and row g + 8 of the first 32 columns, then of the other 32. A word holds columns 4t to 4t + 3 (``first``) and the
+A lookup in a table of eight magnitudes yields each weight in E4M3 with its scale applied.
+
+Codes: as in :mod:`.w4a16_fragments`, the matrix is cut into groups of 64 rows, blocks of 64 columns and tiles of 16
+rows. Lane ``4 * g + t`` of a warp has rows g and g + 8 of a tile. Its four words of a block are row g and row g + 8 of
+the first 32 columns, then of the other 32. A word contains columns 4t to 4t + 3 (``first``) and the
 same 16 columns further on (``second``). The three low bits of the eight codes are in the word's eight nibbles, where
-one byte permutation takes four of them as indices into the table. The signs are the nibbles' fourth bits: those of
+one byte permutation uses four of them as indices into the table. The signs are the nibbles' fourth bits: those of
 ``second`` where E4M3 has them, those of ``first`` four bits lower (:data:`BITS`).
 
-Scales. A weight's scale is the largest of its row times 2**-step; steps are stored times 8, the size of a table. For
-each block: for g = 0 to 7, for each tile, for each of two groups of 32 columns, the bytes of rows g and g + 8; a last
-group of rows is padded to four tiles. Behind all of them stands, for each row, the E8M0 byte of its largest scale. A
-group of zeros does not count for that: its own scale is kept as far as the others allow.
+Scales: a weight's scale is the largest of its row times 2**-step. Steps are stored times 8, the size of a table. Each
+block stores, for g = 0 to 7, for each tile, for each of two groups of 32 columns, the bytes of rows g and g + 8. A last
+group of rows is padded to four tiles. The E8M0 byte of each row's largest scale follows after all blocks. Groups of
+zeros do not count for the largest; their own scales are clamped to the range of the steps.
 """
 
 from __future__ import annotations
@@ -45,38 +46,38 @@ BITS = tuple(bit for n in range(8) for bit in (4 * n, 4 * n + 1, 4 * n + 2, 8 * 
 """Where the bits of eight codes lie in a word."""
 
 MOST_STEP = 14
-"""How far a scale may be below its row's largest, in powers of two: E4M3 holds every magnitude of E2M1 down to there. A
-step of 15 makes zeros."""
+"""Largest ratio of a row's largest scale to another, in powers of two. Down to there, E4M3 represents every magnitude
+of E2M1. A step of 15 yields zeros."""
 
 _GROUP = 32  # columns that share a scale
 
 
 @dataclass(frozen=True, slots=True)
 class W4A8Fragments(MatrixLayout):
-    """MXFP4 weights whose scales of a row are within 2**14 of each other. Read by the kernels ``w4a8``."""
+    """MXFP4 weights whose scales are within 2**14 of each other in each row. The kernels ``w4a8`` read this layout."""
 
     name: str = "w4a8_fragments"
     multiple: ClassVar[int] = COLUMNS
 
     def check_encoding(self, reasons: Reasons, projection: str, encoding: Encoding) -> None:
-        """Note anything but MXFP4."""
+        """Add a reason unless weights are MXFP4."""
         mxfp4 = FORMATS["mxfp4"].encoding
         reasons.need(encoding == mxfp4, f"{projection} weights", mxfp4.name, encoding.name)
 
     def scale_limit(self, encoding: Encoding) -> ScaleLimit:
-        """At most :data:`MOST_STEP` powers of two within a row."""
+        """Return the limit: at most :data:`MOST_STEP` powers of two within a row."""
         return _STEPS
 
     def decodes(self, encoding: Encoding, scales: ScaleRange) -> bool:
-        """Whether the scales of each row are within 2**14 of each other."""
+        """Return whether the scales of each row are within 2**14 of each other."""
         return scales.spread <= MOST_STEP
 
     def scale_bytes(self, encoding: Encoding, rows: int, columns: int) -> int:
-        """Bytes of one packed matrix's scales."""
+        """Return the bytes of the scales of one packed matrix."""
         return scale_bytes(rows, columns)
 
     def pack_matrix(self, halves: Sequence[QuantTensor]) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Codes and scales, and the largest step."""
+        """Return packed codes and scales, and the largest step."""
         codes_NB = interleave_gate_up([q.codes for q in halves])
         scales_NG = interleave_gate_up([as_bytes(q.scales) for q in halves]).squeeze(2)
         scales, step = pack_scales(scales_NG, codes_NB)
@@ -85,7 +86,7 @@ class W4A8Fragments(MatrixLayout):
     def unpack_matrix(
         self, parts: Mapping[str, Tensor], encoding: Encoding, rows: int, columns: int, halves: int
     ) -> list[tuple[Tensor, Tensor | None]]:
-        """Codes and scales of each projection; the scale of a group of zeros may be another."""
+        """Return codes and scales of each projection. The scale of a group of zeros may differ from the original."""
         codes_NB = unpack_codes(parts["codes"], rows, columns)
         scales_NG = unpack_scales(parts["scales"], rows, columns)
         split = zip(deinterleave_gate_up(codes_NB, halves), deinterleave_gate_up(scales_NG, halves), strict=True)
@@ -96,7 +97,7 @@ _STEPS = ScaleLimit(MOST_STEP, "scales of a row within 2**14 of each other", "so
 
 
 def pack_codes(codes_NB: Tensor) -> Tensor:
-    """One matrix's codes [N, K/2] in the order the module describes: uint8 [N * K / 2]."""
+    """Pack the codes of a matrix in the order that the module describes: uint8 [N, K/2] to [N * K / 2]."""
     rows, whole = len(codes_NB), len(codes_NB) // ROWS * ROWS
     found = []
     for first, last in ((0, whole), (whole, rows)):
@@ -109,7 +110,7 @@ def pack_codes(codes_NB: Tensor) -> Tensor:
 
 
 def unpack_codes(packed: Tensor, rows: int, columns: int) -> Tensor:
-    """Inverse of :func:`pack_codes`."""
+    """Return the codes, uint8 [rows, columns / 2]: the inverse of :func:`pack_codes`."""
     (whole,) = split_tiles(packed, rows // TILE, ((columns // COLUMNS, 512),))
     x = move_bits(whole.view(*whole.shape[:2], 8, 4, 2, 2, 4), inverse(BITS)).unflatten(6, (2, 2))
     # tile, block, g, t, 32 columns, h, half, byte
@@ -117,13 +118,17 @@ def unpack_codes(packed: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def scale_bytes(rows: int, columns: int) -> int:
-    """Bytes of one matrix's packed scales."""
+    """Return the bytes of the scales of one packed matrix [rows, columns]."""
     return round_up(rows, ROWS) * columns // _GROUP + rows
 
 
 def pack_scales(scales_NG: Tensor, codes_NB: Tensor) -> tuple[Tensor, Tensor]:
-    """One matrix's E8M0 bytes [N, G] in the order the module describes, and the largest step [] of a group that is not
-    all zeros: more than :data:`MOST_STEP` cannot be told from what is packed."""
+    """Pack the E8M0 scales of a matrix, uint8 [N, G], in the order that the module describes.
+
+    Returns:
+        The packed bytes, and as a scalar tensor the largest step of a group that is not all zeros. A step above
+        :data:`MOST_STEP` is not recoverable from the packed bytes.
+    """
     zeros = (codes_NB & 0x77).unflatten(1, (-1, _GROUP // 2)).amax(2) == 0
     scales = scales_NG.short()
     seen = scales.masked_fill(zeros, 0)
@@ -138,7 +143,7 @@ def pack_scales(scales_NG: Tensor, codes_NB: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unpack_scales(packed: Tensor, rows: int, columns: int) -> Tensor:
-    """Inverse of :func:`pack_scales`, up to groups of zeros: bytes [N, G]."""
+    """Return the scales, uint8 [rows, G]: the inverse of :func:`pack_scales`, except for groups of zeros."""
     steps, largest = packed.split([len(packed) - rows, rows])
     x = steps.view(-1, columns // COLUMNS, 8, 4, 2, 2).permute(0, 3, 5, 2, 1, 4).flatten(4).flatten(0, 3)
     return (largest[:, None].short() - x[:rows].short() // 8).clamp(min=0).byte()

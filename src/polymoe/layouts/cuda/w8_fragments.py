@@ -1,12 +1,12 @@
-"""Layout ``w8_fragments``: E4M3 weights that are converted in registers, in the order of ``wgmma``'s A operand.
+"""Layout ``w8_fragments``: E4M3 weights in the order of ``wgmma``'s A operand, converted in registers.
 
-The matrix is cut into tiles of 256 rows (the last may have 128), each into blocks of 128 columns, each into groups of
-64 rows, each into 16 rows, each into 32 columns. There, each lane of a warp in turn has 16 codes: for the first 16
-columns and for the last, the four registers of two codes each of the A operand of m64k16. One instruction converts two
-codes.
+The matrix is cut into tiles of 256 rows (the last may have 128) and these, step by step, into blocks of 128 columns,
+groups of 64 rows, 16 rows, and 32 columns. Such a piece stores 16 codes for each lane of a warp: the four registers,
+of two codes each, of the A operand of m64k16, for the first 16 columns and then for the last 16. One instruction
+converts two codes.
 
-Rows are interleaved or exchanged as in :mod:`.w16_swizzle128`. Scales, one for 128 x 128 weights, are float32 in their
-natural order, the gate's before up's.
+Rows are interleaved or permuted as in :mod:`.w16_swizzle128`. Scales, one for each 128 x 128 weights, are stored as
+float32 in their natural order; those of the gate come before those of up.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from polymoe.verdict import Reasons
 __all__ = ["BLOCK", "W8Fragments", "pack_codes", "unpack_codes"]
 
 BLOCK = 128
-"""What rows and columns must be multiples of."""
+"""Rows and columns must be multiples of this."""
 
 _ROWS = 256
 _ORDER = (0, 5, 1, 2, 6, 4, 9, 7, 8, 3)
@@ -39,13 +39,13 @@ _ORDER = (0, 5, 1, 2, 6, 4, 9, 7, 8, 3)
 
 @dataclass(frozen=True, slots=True)
 class W8Fragments(MatrixLayout):
-    """E4M3 weights with a scale for 128 x 128. Read by the kernels ``w8a8_f16`` and ``w8a8``."""
+    """E4M3 weights with a scale for each 128 x 128. The kernels ``w8a8_f16`` and ``w8a8`` read this layout."""
 
     name: str = "w8_fragments"
     multiple: ClassVar[int] = BLOCK
 
     def check_encoding(self, reasons: Reasons, projection: str, encoding: Encoding) -> None:
-        """Note what does not fit: elements, blocks, dtype of scales."""
+        """Add a reason for other elements, blocks, dtypes of scales, global scales or zero points."""
         if not reasons.need(encoding.element == "e4m3", f"{projection} elements", "e4m3", encoding.element):
             return
         granularity = encoding.granularity
@@ -58,11 +58,11 @@ class W8Fragments(MatrixLayout):
         reasons.need(not encoding.zero_points, f"{projection} zero points")
 
     def scale_bytes(self, encoding: Encoding, rows: int, columns: int) -> int:
-        """Bytes of one packed matrix's scales, in float32."""
+        """Return the bytes of the scales of one packed matrix, in float32."""
         return rows // BLOCK * (columns // BLOCK) * 4
 
     def pack_matrix(self, halves: Sequence[QuantTensor]) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Codes, and scales as float32."""
+        """Return packed codes, and scales as the bytes of float32; nothing is bounded."""
         codes = [q.codes.view(torch.uint8) for q in halves]
         rows_NK = interleave_gate_up(codes) if len(codes) > 1 else exchange_rows(codes[0])
         scales = torch.cat([q.scales.float().flatten() for q in halves if q.scales is not None])
@@ -71,7 +71,7 @@ class W8Fragments(MatrixLayout):
     def unpack_matrix(
         self, parts: Mapping[str, Tensor], encoding: Encoding, rows: int, columns: int, halves: int
     ) -> list[tuple[Tensor, Tensor | None]]:
-        """Codes and scales of each projection, in their own dtypes."""
+        """Return codes and scales of each projection, in their original dtypes."""
         rows_NK = unpack_codes(parts["codes"], rows, columns)
         codes = deinterleave_gate_up(rows_NK, halves) if halves > 1 else [exchange_rows(rows_NK, inverse=True)]
         assert encoding.granularity is not None
@@ -81,7 +81,7 @@ class W8Fragments(MatrixLayout):
 
 
 def pack_codes(codes_NK: Tensor) -> Tensor:
-    """One matrix's codes, uint8 [N, K], in the module's order: uint8 [N * K]."""
+    """Pack the codes of a matrix in the order that the module describes: uint8 [N, K] to [N * K]."""
     whole = codes_NK.shape[0] // _ROWS * _ROWS
     parts = []
     for rows in (codes_NK[:whole], codes_NK[whole:]):
@@ -92,7 +92,7 @@ def pack_codes(codes_NK: Tensor) -> Tensor:
 
 
 def unpack_codes(packed: Tensor, rows: int, columns: int) -> Tensor:
-    """Inverse of :func:`pack_codes`: uint8 [rows, columns]."""
+    """Return the codes, uint8 [rows, columns]: the inverse of :func:`pack_codes`."""
     counts, parts = (rows // _ROWS * _ROWS, rows % _ROWS), []
     for count, piece in zip(counts, packed.split([count * columns for count in counts]), strict=True):
         if count:
@@ -104,5 +104,5 @@ def unpack_codes(packed: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _split(pairs: Tensor, tile: int) -> Tensor:
-    """Pairs of codes [N, K/2] as [tiles, groups, 16 rows, half, g, blocks, 32 columns, step, half, t]."""
+    """View pairs of codes [N, K/2] as [tiles, groups, 16 rows, half, g, blocks, 32 columns, step, half, t]."""
     return pairs.unflatten(1, (-1, 4, 2, 2, 4)).unflatten(0, (-1, tile // 64, 4, 2, 8))

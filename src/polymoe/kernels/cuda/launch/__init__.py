@@ -1,6 +1,6 @@
-"""Launches of the compiled kernels, prepared once for each configuration of a layer: a call fills in a few addresses.
+"""Launches of the compiled kernels. They are prepared once per configuration of a layer; calls set only addresses.
 
-:mod:`.call` has what all calls share, and one module each the shapes of a call: :mod:`.mma` (few rows, ``mma.sync``),
+:mod:`.call` is the base class. Other modules contain its variants: :mod:`.mma` (few rows, ``mma.sync``),
 :mod:`.tiled` (rows of x copied into permuted tiles), :mod:`.e4m3_rows` (rows of x quantized by token).
 """
 

@@ -1,4 +1,4 @@
-"""The kernels' arguments: the structures of the CUDA sources, which say what the fields mean."""
+"""Arguments of the kernels, as structures that match those of the CUDA sources. The sources document the fields."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = [
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong, ctypes.c_float
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-"""Numbers of x's and the output's dtypes; a bias has the next number, and 0 where there is none."""
+"""Numbers of the dtypes of x and the output. A bias has this number plus 1, or 0 where there is no bias."""
 
 
 class GemmArgs(ctypes.Structure):
-    """Of a grouped GEMM: gate and up with the activation, or down."""
+    """Arguments of a grouped GEMM: gate and up with the activation, or down."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("codes", "scales", "bias", "up_bias", "expert_scale", "up_expert_scale")),
@@ -36,7 +36,7 @@ class GemmArgs(ctypes.Structure):
 
 
 class PermutationArgs(ctypes.Structure):
-    """Of the kernels that group expanded rows by expert."""
+    """Arguments of the kernels that group expanded rows by expert."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("ids", "permuted_to_expanded", "work_tiles", "num_tiles")),
@@ -46,7 +46,7 @@ class PermutationArgs(ctypes.Structure):
 
 
 class PermuteArgs(ctypes.Structure):
-    """Of the kernel that copies x into permuted tiles."""
+    """Arguments of the kernel that copies x into permuted tiles."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("x", "out", "expanded_to_permuted")),
@@ -55,7 +55,7 @@ class PermuteArgs(ctypes.Structure):
 
 
 class QuantizePermutedArgs(ctypes.Structure):
-    """Of the kernel that rounds x to E4M3 into permuted tiles."""
+    """Arguments of the kernel that rounds x to E4M3 in permuted tiles."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("x", "out", "expanded_to_permuted")),
@@ -64,7 +64,7 @@ class QuantizePermutedArgs(ctypes.Structure):
 
 
 class QuantizeRowsArgs(ctypes.Structure):
-    """Of the kernel that rounds x to E4M3 row by row."""
+    """Arguments of the kernel that rounds x to E4M3 row by row."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("x", "out")),
@@ -73,7 +73,7 @@ class QuantizeRowsArgs(ctypes.Structure):
 
 
 class FinalizeArgs(ctypes.Structure):
-    """Of the weighted sum over each token's experts."""
+    """Arguments of the kernel for the weighted sum over each token's experts."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("y", "expanded_to_permuted", "ids", "weights", "out")),

@@ -1,4 +1,4 @@
-"""What all calls share: one workspace, the permutation, two grouped GEMMs, the weighted sum."""
+"""Base class of calls: a workspace, the permutation, two grouped GEMMs, and the weighted sum."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from polymoe.kernels.cuda.sizes import FamilySizes, Pipeline, round_up
 __all__ = ["Call", "Regions"]
 
 _ALIGNMENT = 256
-"""Of the workspace's regions: more than any copy needs."""
+"""Alignment of the workspace's regions in bytes; more than any copy needs."""
 
-_FINALIZE_THREADS, _FINALIZE_COLUMNS = 128, 1024  # of a CTA
+_FINALIZE_THREADS, _FINALIZE_COLUMNS = 128, 1024  # per CTA
 
 
 class Regions(NamedTuple):
@@ -30,7 +30,7 @@ class Regions(NamedTuple):
     y: int
 
     def offsets(self) -> tuple[Regions, int]:
-        """Where the regions begin, and where the last one ends."""
+        """Return the offset of each region, and the bytes of all regions together."""
         found, end = [], 0
         for size in self:
             found.append(end)
@@ -41,22 +41,22 @@ class Regions(NamedTuple):
 class Call(ABC):
     """The launches of a layer's calls in one configuration.
 
-    Everything that does not depend on the call is prepared in the constructor, what depends on the number of tokens in
-    :meth:`resize`, and :meth:`run` fills in addresses. Not safe to use from two threads at once: a runner gives each
-    call under way its own.
+    The constructor prepares everything that does not depend on the call, :meth:`resize` everything that depends on the
+    number of tokens, and :meth:`run` sets addresses. An instance must not be used by two threads at once.
 
     Args:
-        layer: what to run.
-        family: of the kernels.
+        layer: the packed experts.
+        family: sizes of the kernel family.
         block_m: most rows of x in a work tile.
-        block_n: rows of weights of a tile, where the family has a choice of it, else 0.
-        down_block_m: ``block_m`` of the kernel for the down projection, which may be larger: work tiles are the same.
+        block_n: rows of weights in a tile where the family has several sizes, else 0.
+        down_block_m: ``block_m`` of the kernel for the down projection, which may be larger; 0 if it is the same. Work
+            tiles are the same.
     """
 
     with_inverse = True
-    """Whether y is by permuted row, so that the permutation's inverse is needed."""
+    """Whether y is indexed by permuted row, so that the permutation's inverse is needed."""
     y_bytes = 2
-    """Of an element of y."""
+    """Bytes of an element of y."""
 
     def __init__(
         self, layer: Layer, family: FamilySizes, block_m: int, block_n: int = 0, down_block_m: int = 0
@@ -85,27 +85,27 @@ class Call(ABC):
     @staticmethod
     @abstractmethod
     def regions(layer: Layer, block_m: int, tokens: int, top_k: int) -> Regions:
-        """Bytes of the workspace's regions for a call of ``tokens`` tokens."""
+        """Return the bytes of the workspace's regions for a call of ``tokens`` tokens."""
 
     @property
     @abstractmethod
     def x_args(self) -> Any:
-        """The arguments whose ``x`` is the call's."""
+        """The arguments whose field ``x`` is the address of the call's x."""
 
     def pipeline(self, format: str, block_m: int, k: int) -> Pipeline:
-        """Stages and shared memory of a GEMM."""
+        """Return the stages and shared memory of a GEMM."""
         return self.family.pipeline(format, block_m)
 
     def x_launch(self, tokens: int, top_k: int) -> Launch | None:
-        """The kernel that copies x into the order in which the first GEMM reads it, or None."""
+        """Return the launch that copies or rounds x for the first GEMM; None if there is none."""
         return None
 
     def set_x_dtype(self, number: int) -> None:
-        """Take x of another dtype: a number of :data:`.args.DTYPES`."""
+        """Set the dtype of x, as a number of :data:`.args.DTYPES`."""
         assert number == 0, "x is bfloat16 unless it is quantized"
 
     def resize(self, tokens: int, top_k: int) -> None:
-        """Prepare for calls of so many tokens with so many experts each."""
+        """Prepare for calls of ``tokens`` tokens with ``top_k`` experts each."""
         rows = tokens * top_k
         block_m = self.permutation.args.block_m
         offsets, self.bytes = self.regions(self.layer, block_m, tokens, top_k).offsets()
@@ -146,16 +146,16 @@ class Call(ABC):
         *,
         quantized_x: bool = False,
     ) -> None:
-        """Launch.
+        """Launch the kernels of a call. All tensors are contiguous.
 
         Args:
-            x: address of x; contiguous, at a multiple of 16 bytes.
-            ids, router_weights: addresses, contiguous.
-            out: address of the result, contiguous.
+            x: address of x, a multiple of 16.
+            ids, router_weights: addresses of the expert ids and of the router weights.
+            out: address of the result.
             workspace: address of at least :attr:`bytes` bytes.
             stream: handle of the CUDA stream.
             kinds: numbers of the dtypes of x and the result, whether ids are 64 bits, and the first expert's id.
-            quantized_x: x is in the order in which the first GEMM reads it.
+            quantized_x: whether x already is as the first GEMM reads it, so that the launch for x is skipped.
         """
         if workspace != self._workspace:
             for args, name, offset in self._in_workspace:
@@ -189,7 +189,7 @@ class Call(ABC):
         self._kinds = (x, out, long_ids, first_expert)
 
     def _gemm(self, part: str, args: GemmArgs, format: str, block_m: int, block_n: int, pipeline: Pipeline) -> Launch:
-        # Tiles of 64 rows divide K among eight parts of 64 columns: with a short K some warps would have none.
+        # Tiles of 64 rows divide K into eight parts of 64 columns. With a short K, some warps would have no columns.
         if block_n and args.k <= 256:
             block_n = max(self.family.block_ns)
         unit, name = self.family.unit(format), self.family.kernel(part, block_m, block_n)

@@ -1,4 +1,4 @@
-"""Calls whose first GEMM gathers rows of x in E4M3 by token: codes, and behind them a scale for each 128 columns."""
+"""Calls whose first GEMM gathers E4M3 rows of x by token. A row is its codes, then a scale for each 128 columns."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _COLUMNS_PER_THREAD, _MOST_THREADS = 16, 512
 
 
 class E4M3RowsCall(Call):
-    """Of the family w8a8_f16: h in rows as well."""
+    """Calls of the family w8a8_f16. h is stored in rows, as x is."""
 
     quantize = "quantize_rows"
-    """The kernel that rounds x."""
+    """Name of the kernel that rounds x."""
 
     def __init__(
         self, layer: Layer, family: FamilySizes, block_m: int, block_n: int = 0, down_block_m: int = 0
@@ -35,7 +35,7 @@ class E4M3RowsCall(Call):
 
     @staticmethod
     def regions(layer: Layer, block_m: int, tokens: int, top_k: int) -> Regions:
-        """x in rows by token, h in rows by permuted row, y in bfloat16 by permuted row."""
+        """Return the bytes for x by token, h by permuted row, and y in bfloat16 by permuted row."""
         rows = tokens * top_k
         permutation = permutation_bytes(rows, layer.experts, block_m, True)
         x, h = tokens * e4m3_row_bytes(layer.up.k), rows * e4m3_row_bytes(layer.down.k)
@@ -43,30 +43,30 @@ class E4M3RowsCall(Call):
 
     @property
     def x_args(self) -> QuantizeRowsArgs:
-        """Of the launch that rounds x."""
+        """Arguments of the launch that rounds x."""
         return self._x_args
 
     def x_launch(self, tokens: int, top_k: int) -> Launch:
-        """Rounds each token's row."""
+        """Return the launch that rounds each token's row."""
         self._x_launch.set_grid(tokens, -(-self.layer.up.k // (_COLUMNS_PER_THREAD * self._threads)))
         return self._x_launch
 
     def set_x_dtype(self, number: int) -> None:
-        """x may be of any float dtype."""
+        """Set the dtype of x; every dtype of :data:`.args.DTYPES` is supported."""
         self._x_args.x_dtype = number
 
     def resize(self, tokens: int, top_k: int) -> None:
         """See :meth:`Call.resize`."""
         super().resize(tokens, top_k)
-        self.gate_up.top_k = top_k  # x is by token
+        self.gate_up.top_k = top_k  # x is indexed by token
 
     @classmethod
     def rows_of(cls, codes_TH: Tensor, scales_TG: Tensor) -> Tensor:
-        """x that is quantized already, as the first GEMM reads it: uint8 [T, row bytes].
+        """Return quantized x as the first GEMM reads it: uint8 [T, row bytes].
 
         Args:
             codes_TH: float8_e4m3fn.
-            scales_TG: float32, for 128 columns each.
+            scales_TG: float32, one for each 128 columns.
         """
         tokens, columns = codes_TH.shape
         codes = cls.order(codes_TH.view(torch.uint8))
@@ -78,18 +78,18 @@ class E4M3RowsCall(Call):
 
     @staticmethod
     def order(codes_TH: Tensor) -> Tensor:
-        """Codes [T, H] in the order of a row's bytes: their own."""
+        """Return the codes [T, H] in the order in which rows store them; here it is the natural order."""
         return codes_TH
 
 
 class E4M3TilesCall(E4M3RowsCall):
-    """Of the family w8a8: codes of x in pairs, as the left operand of E4M3 products has them; h in permuted tiles."""
+    """Calls of the family w8a8. Codes of x are in the order of the MMA's operand, and h is in permuted tiles."""
 
     quantize = "quantize_rows_paired"
 
     @staticmethod
     def regions(layer: Layer, block_m: int, tokens: int, top_k: int) -> Regions:
-        """x in rows by token, h in tiles, y in bfloat16 by permuted row."""
+        """Return the bytes for x by token, h in tiles, and y in bfloat16 by permuted row."""
         rows = tokens * top_k
         permutation = permutation_bytes(rows, layer.experts, block_m, True)
         h = e4m3_tile_bytes(padded_rows(layer.experts, rows), layer.down.k)
@@ -97,5 +97,5 @@ class E4M3TilesCall(E4M3RowsCall):
 
     @staticmethod
     def order(codes_TH: Tensor) -> Tensor:
-        """Of each 16 columns, for t from 0 to 3: columns 2t and 2t + 1, and those 8 further on."""
+        """Return the codes with each 16 columns permuted: for t from 0 to 3, columns 2t, 2t + 1, 2t + 8 and 2t + 9."""
         return codes_TH.unflatten(1, (-1, 2, 4, 2)).transpose(2, 3).flatten(1)

@@ -1,4 +1,4 @@
-"""What of a layer its calls need: addresses of the weights, sizes, the activation's constants."""
+"""The parts of a layer that launches need: weights, sizes, and constants of the activation."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ class Matrix:
     """Packed ``up`` (gate and up interleaved by 8 rows, where there is a gate) or ``down``.
 
     Attributes:
-        format: of the weights, as in ``sizes.FamilySizes.formats``.
-        codes, scales: uint8 [E, bytes]; scales are None where weights have none.
-        n, k: rows and columns; of ``up`` with a gate, n is 2F.
-        bias, up_bias: [E, n] in a 16-bit or 32-bit float, or None; with a gate, the gate's and up's [E, F].
-        expert_scale, up_expert_scale: float32 [E], what multiplies all weights of an expert, or None; with a gate, the
-            gate's and up's.
+        format: name of the weight format, as in ``sizes.FamilySizes.formats``.
+        codes, scales: uint8 [E, bytes]; scales are None for unquantized weights.
+        n, k: rows and columns; n is 2F for ``up`` with a gate.
+        bias, up_bias: bfloat16, float16 or float32, or None. With a gate: the biases of gate and up, [E, F]. Otherwise
+            ``bias`` is [E, n].
+        expert_scale, up_expert_scale: float32 [E], global scales of the experts, or None. With a gate: those of gate
+            and up. Otherwise ``expert_scale`` alone is used.
     """
 
     format: str
@@ -36,7 +37,7 @@ class Matrix:
     up_expert_scale: Tensor | None = None
 
     def args(self, pipeline: Pipeline, block_m: int, activation: Activation) -> GemmArgs:
-        """Arguments of a GEMM, without what depends on the call."""
+        """Return the arguments of a GEMM, except for those that depend on the call."""
         parts = (self.codes, self.scales, self.bias, self.up_bias, self.expert_scale, self.up_expert_scale)
         args = GemmArgs(*(None if part is None else part.data_ptr() for part in parts))
         args.codes_stride = self.codes.shape[1]
@@ -58,8 +59,8 @@ class Activation:
     """The function between the projections.
 
     Attributes:
-        kind: 0 SwiGLU, 1 GELU, 2 its tanh form; without a gate always relu squared.
-        alpha, beta, limit: of SwiGLU; limit 0 is none.
+        kind: 0 for SwiGLU, 1 for GeGLU, 2 for GeGLU with tanh. Without a gate, the activation is ReLU squared.
+        alpha, beta, limit: constants of SwiGLU; there is no limit if ``limit`` is 0.
     """
 
     kind: int
@@ -75,10 +76,10 @@ class Layer:
     Attributes:
         up, down: the packed matrices.
         gated: whether ``up`` holds gate and up.
-        activation: between them.
-        first_expert, experts: the experts on this rank.
+        activation: the activation between them.
+        first_expert, experts: the first id and the number of experts on this rank.
         router_weight_on_input: whether router weights multiply the input of the activation, not the output.
-        sms: SMs of the GPU: the GEMMs run one CTA on each.
+        sms: number of SMs of the GPU; GEMMs launch one CTA per SM.
     """
 
     up: Matrix

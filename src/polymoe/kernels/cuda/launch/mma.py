@@ -1,4 +1,4 @@
-"""Calls with few rows an expert: the GEMMs read rows of x by token, and y is float32 by expanded row."""
+"""Calls with few rows per expert. GEMMs read rows of x by token, and y is float32, indexed by expanded row."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ __all__ = ["MmaCall"]
 
 
 class MmaCall(Call):
-    """Of the family w4a16_mma."""
+    """Calls of the family w4a16_mma."""
 
     with_inverse = False
     y_bytes = 4
 
     @staticmethod
     def regions(layer: Layer, block_m: int, tokens: int, top_k: int) -> Regions:
-        """No copy of x; h in bfloat16, y in float32."""
+        """Return the bytes for h in bfloat16 and y in float32; x is not copied."""
         rows = tokens * top_k
         permutation = permutation_bytes(rows, layer.experts, block_m, False)
         return Regions(permutation, 0, rows * layer.down.k * 2, rows * layer.down.n * 4)
 
     @property
     def x_args(self) -> GemmArgs:
-        """Of the first GEMM."""
+        """Arguments of the first GEMM."""
         return self.gate_up
 
     def pipeline(self, format: str, block_m: int, k: int) -> Pipeline:
-        """Stages beside whole rows of x."""
+        """Return the stages and shared memory of a GEMM that also keeps whole rows of x in shared memory."""
         assert isinstance(self.family, MmaFamilySizes)
         return self.family.x_pipeline(format, block_m, k)
 
     def resize(self, tokens: int, top_k: int) -> None:
         """See :meth:`Call.resize`."""
         super().resize(tokens, top_k)
-        self.gate_up.top_k = top_k  # x is by token
+        self.gate_up.top_k = top_k  # x is indexed by token

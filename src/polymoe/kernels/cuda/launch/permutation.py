@@ -1,4 +1,4 @@
-"""The permutation: expanded rows (one for each token and expert) in the order of their experts, cut into work tiles."""
+"""The permutation sorts expanded rows (one per token and chosen expert) by expert and cuts them into work tiles."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from polymoe.kernels.cuda.launch.args import PermutationArgs
 __all__ = ["Permutation", "permutation_bytes"]
 
 _FEW_ROWS = 32
-"""Most expanded rows that one warp sorts."""
+"""Largest number of expanded rows that a single warp sorts."""
 
 _MANY_ROWS, _ROWS_PER_CTA, _MOST_CTAS = 2048, 1024, 32
-"""Expanded rows from which several CTAs sort them, how many each has at least, and how many CTAs there are at most."""
+"""Several CTAs sort more expanded rows than the first number. Each has at least as many as the second; the third is the
+largest number of CTAs."""
 
 
 def _ctas(rows: int) -> int:
-    """CTAs that count the rows of each expert, or 0 where one CTA does everything."""
+    """Return the number of CTAs that count the rows of each expert; 0 if one CTA does everything."""
     return min(_MOST_CTAS, rows // _ROWS_PER_CTA) if rows > _MANY_ROWS else 0
 
 
 def _words(rows: int, experts: int, block_m: int, with_inverse: bool) -> dict[str, int]:
-    """32-bit words of each array, by its name in the kernels' arguments."""
+    """Return the number of 32-bit words of each array, by its name in the kernels' arguments."""
     most_tiles = min(experts, rows) + rows // block_m
     inverse = {"expanded_to_permuted": 4 * rows} if with_inverse else {}
     counts = {"counts": ctas * experts} if (ctas := _ctas(rows)) else {}
@@ -29,16 +30,17 @@ def _words(rows: int, experts: int, block_m: int, with_inverse: bool) -> dict[st
 
 
 def permutation_bytes(rows: int, experts: int, block_m: int, with_inverse: bool) -> int:
-    """Bytes of a permutation of ``rows`` expanded rows."""
+    """Return the bytes of a permutation of ``rows`` expanded rows."""
     return 4 * sum(_words(rows, experts, block_m, with_inverse).values())
 
 
 class Permutation:
-    """Launches that find the permutation of a call, and where its arrays are in the workspace.
+    """Launches that compute the permutation of a call, and the offsets of its arrays in the workspace.
 
-    Arrays, all int32: ``work_tiles`` (expert, first permuted row, rows, first padded row), ``num_tiles``,
-    ``permuted_to_expanded``. With ``with_inverse`` also ``expanded_to_permuted``, of every expanded row: its permuted
-    row (or -1), the first padded row of its work tile, its row in the tile, and the tile's padded rows.
+    Arrays are int32: ``work_tiles`` (expert, first permuted row, rows, first padded row), ``num_tiles`` and
+    ``permuted_to_expanded``. With ``with_inverse``, there is also ``expanded_to_permuted``. It has four numbers for
+    each expanded row: its permuted row (or -1), the first padded row of its work tile, its row in the tile, and the
+    tile's padded rows.
     """
 
     def __init__(self, first_expert: int, experts: int, block_m: int, with_inverse: bool) -> None:
@@ -48,7 +50,7 @@ class Permutation:
         self.offsets: dict[str, int] = {}
 
     def resize(self, rows: int) -> int:
-        """Prepare for ``rows`` expanded rows; returns the bytes of the arrays."""
+        """Prepare for ``rows`` expanded rows, and return the bytes of the arrays."""
         args = self.args
         words = _words(rows, args.experts, args.block_m, self.with_inverse)
         self.offsets, end = {}, 0

@@ -1,4 +1,4 @@
-"""Calls whose GEMMs read x and h in permuted tiles, by bulk copies: bfloat16, or E4M3 with a scale for 128 columns."""
+"""Calls whose GEMMs copy permuted tiles of x and h in bulk: bfloat16, or E4M3 with a scale for each 128 columns."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from polymoe.kernels.cuda.sizes import E4M3_BLOCK_K, E4M3_ROW_BYTES, TILE_ROWS, 
 
 __all__ = ["QuantizedTilesCall", "TiledCall", "e4m3_tile_bytes", "padded_rows"]
 
-_THREADS, _QUANTIZE_COLUMNS = 256, 4096  # of a CTA
+_THREADS, _QUANTIZE_COLUMNS = 256, 4096  # per CTA
 
 
 def padded_rows(experts: int, rows: int) -> int:
-    """Rows that permuted tiles need room for at most: each expert's are a multiple of 8."""
+    """Return the most rows that permuted tiles can have: each expert's rows are padded to a multiple of 8."""
     return rows + (TILE_ROWS - 1) * min(experts, rows)
 
 
 def e4m3_tile_bytes(rows: int, columns: int) -> int:
-    """Bytes of rows in E4M3 tiles of 128 columns, with their scales."""
+    """Return the bytes of ``rows`` rows in E4M3 tiles of 128 columns, with their scales."""
     return rows * -(-columns // E4M3_BLOCK_K) * E4M3_ROW_BYTES
 
 
 class TiledCall(Call):
-    """Of the families w4a16_wgmma and bf16: tiles of 64 columns in bfloat16."""
+    """Calls of the families w4a16_wgmma and bf16. Tiles have 64 columns of bfloat16."""
 
     def __init__(
         self, layer: Layer, family: FamilySizes, block_m: int, block_n: int = 0, down_block_m: int = 0
@@ -39,7 +39,7 @@ class TiledCall(Call):
 
     @staticmethod
     def regions(layer: Layer, block_m: int, tokens: int, top_k: int) -> Regions:
-        """x and h in tiles, y in bfloat16 by permuted row."""
+        """Return the bytes for x and h in tiles, and y in bfloat16 by permuted row."""
         rows = tokens * top_k
         padded = padded_rows(layer.experts, rows)
         x, h = (padded * round_up(k, 64) * 2 for k in (layer.up.k, layer.down.k))
@@ -47,11 +47,11 @@ class TiledCall(Call):
 
     @property
     def x_args(self) -> Any:
-        """Of the launch that copies x."""
+        """Arguments of the launch that copies x."""
         return self._x_args
 
     def x_launch(self, tokens: int, top_k: int) -> Launch:
-        """Copies each token's row once for each of its experts."""
+        """Return the launch that copies each token's row once for each of its experts."""
         self._x_args.top_k = top_k
         self._x_launch.set_grid(tokens)
         return self._x_launch
@@ -64,24 +64,24 @@ class TiledCall(Call):
 
 
 class QuantizedTilesCall(TiledCall):
-    """Of the family w4a8: tiles of 128 columns in E4M3."""
+    """Calls of the family w4a8. Tiles have 128 columns of E4M3."""
 
     @staticmethod
     def regions(layer: Layer, block_m: int, tokens: int, top_k: int) -> Regions:
-        """x and h in tiles, y in bfloat16 by permuted row."""
+        """Return the bytes for x and h in tiles, and y in bfloat16 by permuted row."""
         rows = tokens * top_k
         padded = padded_rows(layer.experts, rows)
         x, h = (e4m3_tile_bytes(padded, k) for k in (layer.up.k, layer.down.k))
         return Regions(permutation_bytes(rows, layer.experts, block_m, True), x, h, rows * layer.down.n * 2)
 
     def x_launch(self, tokens: int, top_k: int) -> Launch:
-        """Rounds each token's row once, and writes it for each of its experts."""
+        """Return the launch that rounds each token's row once, and writes it once for each of its experts."""
         self._x_args.top_k = top_k
         self._x_launch.set_grid(tokens, -(-self.layer.up.k // _QUANTIZE_COLUMNS))
         return self._x_launch
 
     def set_x_dtype(self, number: int) -> None:
-        """x may be of any float dtype."""
+        """Set the dtype of x; every dtype of :data:`.args.DTYPES` is supported."""
         self._x_args.x_dtype = number
 
     def _make_x_args(self, layer: Layer) -> Any:
