@@ -142,3 +142,12 @@ def test_a_layer_is_bound_once_and_again_where_its_tensors_are_others(call: tupl
     copy.register_buffer("packed_up_codes", torch.zeros_like(copy.packed_up_codes), persistent=False)
     assert not torch.equal(copy(x, *routing), y)
     assert len(bound) == 3
+
+
+def test_mapped_ids_are_contiguous_whatever_the_ids_are() -> None:
+    from polymoe.backends.base import mapped_ids
+
+    ids_TA = torch.tensor([[0, 1, 2], [3, 4, 9]]).t()
+    found = mapped_ids(ids_TA, torch.tensor([4, 3, 2, 1, 0]))
+    assert found.is_contiguous()
+    assert found.tolist() == [[4, 1], [3, 0], [2, -1]]

@@ -89,10 +89,10 @@ class RunnerBase:
 
 
 def mapped_ids(ids_TA: Tensor, expert_map: Tensor) -> Tensor:
-    """Places of experts in the packed layer, int64 or int32, or -1 where ``expert_map`` has none for an id."""
+    """Places of experts in the packed layer, contiguous, or -1 where ``expert_map`` has none for an id."""
     experts = len(expert_map)
     found = expert_map[ids_TA.clamp(0, experts - 1).long()]
-    return found.masked_fill_((ids_TA < 0) | (ids_TA >= experts), -1)
+    return found.masked_fill_((ids_TA < 0) | (ids_TA >= experts), -1).contiguous()
 
 
 class Backend(Protocol):

@@ -73,6 +73,10 @@ class CudaRunner(RunnerBase):
             ids_TA = ids_TA.contiguous()
         if not weights_TA.is_contiguous():
             weights_TA = weights_TA.contiguous()
+        if out_TH.data_ptr() % _ALIGNMENT:
+            raise ArgumentError(
+                "out", expected=f"an address that is a multiple of {_ALIGNMENT}", got=hex(out_TH.data_ptr())
+            )
         x, dtype = self._input(x_TH, x_scales, config)
         free = self._free.get(config)
         if free is None:

@@ -93,7 +93,7 @@ class TritonRunner(RunnerBase):
         out_TH: Tensor,
     ) -> None:  # fmt: skip
         spec, pdl, device = self.problem.spec, config.pdl, self.device
-        ids_TA, weights_TA = routing
+        ids_TA, weights_TA = routing.topk_ids_TA, routing.topk_weights_TA.contiguous()  # the GEMM reads weights flat
         tokens, top_k = ids_TA.shape
         rows, experts = tokens * top_k, spec.local_experts
         operand_up, operand_down = (_operand(e, x_TH, self.problem.activations) for e in (spec.up, spec.down))
