@@ -23,9 +23,29 @@ def test_architectures(name: str, like: str) -> None:
     assert (device.name, device.capability) == (name.lower(), DEVICES[like].capability)
 
 
-def test_spellings() -> None:
-    assert Machine.of("RTX-5090").device is DEVICES["rtx5090"]
-    assert Machine.of("RTX PRO 6000").device is DEVICES["rtxpro6000"]
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        ("RTX-5090", "rtx5090"),
+        ("RTX PRO 6000", "rtxpro6000"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtxpro6000"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A10", "a10"),
+        ("NVIDIA L40S", "l40s"),
+    ],
+)
+def test_spellings(name: str, device: str) -> None:
+    """As people write a GPU's name, and as the driver does."""
+    assert Machine.of(name).device is DEVICES[device]
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A10G", "H200 NVX", ""])
+def test_another_gpu_with_a_similar_name(name: str) -> None:
+    with pytest.raises(ArgumentError, match="device"):
+        Machine.of(name)
 
 
 def test_a_gpu_by_name_has_triton(monkeypatch: pytest.MonkeyPatch) -> None:

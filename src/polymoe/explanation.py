@@ -99,8 +99,8 @@ def explain(
 
     Args:
         path: a checkpoint's directory, a ``config.json`` alone, or a Hub id (only its config files are fetched).
-        device: a GPU's name ("h200", "rtx5090"), an architecture ("sm_120"), "cpu", or None for this machine's GPU, or
-            else its CPU.
+        device: a GPU's name ("h200", "NVIDIA H200"), an architecture ("sm_120"), "cpu", or None for this machine's
+            GPU, or else its CPU.
         tp, ep: size, or ``(rank, size)``, of the tensor and expert parallel group.
         role, backend, activations, batch_invariant: as for :func:`polymoe.load_experts`.
         dtype: of the experts' input.

@@ -107,11 +107,21 @@ DEVICES: dict[str, Device] = {
 _TYPICAL = {80: "a100", 86: "rtx3090", 89: "rtx4090", 90: "h100", 100: "b200", 103: "b300", 120: "rtx5090", 121: "gb10"}
 
 
+def _product(name: str) -> str:
+    """A GPU's name without maker, product line and punctuation: "NVIDIA GeForce RTX 4090" gives "rtx4090"."""
+    return re.sub(r"nvidia|geforce|blackwell|[^a-z0-9]", "", name.lower())
+
+
+_BOARD = r"(sxm\d?|pcie|nvl|hbm\d?e?|\d+gb|serveredition|workstationedition)*"
+"""What the driver adds to a data-center GPU's name: "NVIDIA H100 80GB HBM3". Other additions mean another GPU."""
+
+
 def _named(name: str) -> Device:
-    key = name.lower().replace("-", "").replace(" ", "")
-    if key in DEVICES:
-        return DEVICES[key]
-    arch = re.fullmatch(r"sm_?(\d+)[a-z]?", key)
+    key = _product(name)
+    for known, device in DEVICES.items():
+        if re.fullmatch(re.escape(known) + _BOARD, key):
+            return device
+    arch = re.fullmatch(r"sm(\d+)[a-z]?", key)
     if arch and int(arch[1]) in _TYPICAL:
         return replace(DEVICES[_TYPICAL[int(arch[1])]], name=f"sm_{arch[1]}")
     raise ArgumentError("device", got=repr(name), hint=nearest(name, [*DEVICES, *(f"sm_{sm}" for sm in _TYPICAL)]))
@@ -122,7 +132,7 @@ def _detected(index: int) -> Device:
 
     p: Any = torch.cuda.get_device_properties(index)
     sm = 10 * p.major + p.minor
-    key = re.sub(r"nvidia|geforce|blackwell|[^a-z0-9]", "", p.name.lower())
+    key = _product(p.name)
     known = [d for d in DEVICES.values() if d.capability == (p.major, p.minor) and key.startswith(d.name)]
     typical = known[0] if known else DEVICES[_TYPICAL[max((s for s in _TYPICAL if s <= sm), default=80)]]
     clock, bus = getattr(p, "memory_clock_rate", 0), getattr(p, "memory_bus_width", 0)

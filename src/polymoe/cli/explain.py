@@ -22,7 +22,7 @@ def command(
     ],
     device: Annotated[
         str | None,
-        typer.Option(help="h200, b200, rtx5090, sm_120, cpu ...: also a GPU you do not have. Default: this machine's."),
+        typer.Option(help="h200, 'RTX 5090', sm_120, cpu ...: also a GPU you do not have. Default: this machine's."),
     ] = None,
     tp: Annotated[int, typer.Option(min=1, help="Tensor parallel size.")] = 1,
     tp_rank: Annotated[int, typer.Option(min=0, help="This rank's number.")] = 0,
