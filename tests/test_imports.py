@@ -56,6 +56,7 @@ ALLOWED["diagnosis"] = ALLOWED["runtime"]
 _CORE = ALLOWED["explanation"] | {"explanation", "diagnosis"}
 ALLOWED["engines"] = set()
 ALLOWED["verify"] = ALLOWED["engines.transformers"] = set(_CORE)
+ALLOWED["engines.serving"] = _CORE | {"checkpoint.dialects"}
 ALLOWED["bench"] = ALLOWED["generate"] = ALLOWED["serve"] = _CORE | {"engines.transformers"}  # whole models
 ALLOWED["bench.serving"] = {"errors", "bench"}  # of any server: nothing that loads a model
 ALLOWED["evaluate"] = {"errors"}

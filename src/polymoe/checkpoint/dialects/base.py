@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -66,6 +67,9 @@ class Dialect(ABC):
     """
 
     name: str
+
+    k_first: ClassVar[bool] = False
+    """Whether the tensors are stored transposed: K along the first axis, N along the last."""
 
     @property
     @abstractmethod

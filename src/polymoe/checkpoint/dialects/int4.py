@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -97,6 +98,8 @@ class _KFirst(Dialect):
     Both always store zero points; where the config calls the quantization symmetric (``hint`` has no zero points) they
     must all be 8, and are left out.
     """
+
+    k_first: ClassVar[bool] = True
 
     @property
     def required(self) -> tuple[str, ...]:

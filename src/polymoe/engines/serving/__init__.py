@@ -1,0 +1,1 @@
+"""What the adapters of serving engines share; no engine is imported here."""

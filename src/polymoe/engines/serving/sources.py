@@ -1,0 +1,268 @@
+"""Reads experts from the stacked tensors into which a serving engine loads them.
+
+An engine's quantization method creates, for each layer, ``w13_*`` (gate and up) and ``w2_*`` (down) tensors whose first
+axis counts this rank's experts. They hold the checkpoint's bytes, sliced for the rank. :data:`VLLM` says for each
+method, by the name of its class, which dialect these bytes are in. Other methods are refused. Shapes are checked, but
+they never choose a dialect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from polymoe.checkpoint.dialects import DIALECTS, Dialect, headers_of
+from polymoe.checkpoint.dialects.fp4 import Fp4
+from polymoe.errors import CheckpointError, FormatError, PolymoeError, UnsupportedProblem
+from polymoe.formats import Encoding, PerChannel
+from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
+
+__all__ = ["VLLM", "StackedExperts", "StackedSource", "source_of"]
+
+_SHAPE, _BIAS = "weight_shape", "bias"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackedSource:
+    """What one method of an engine stores.
+
+    Attributes:
+        dialects: how a matrix is stored; the suffixes of a dialect are those of the tensors (``w13_weight_scale``). The
+            first whose required tensors exist is used.
+        interleaved: whether rows of gate and up alternate in ``w13_*``; otherwise all gate rows come first.
+        multiple: the engine's loader fills the intermediate size up to a multiple of this with zeros.
+    """
+
+    dialects: tuple[Dialect, ...]
+    interleaved: bool = False
+    multiple: int = 1
+
+    def dialect(self, names: Collection[str]) -> Dialect:
+        """Return the dialect of tensors with these ``names``.
+
+        Raises:
+            FormatError: if a required tensor of every dialect is missing.
+        """
+        for dialect in self.dialects:
+            required = [s for s in dialect.required if s != _SHAPE]
+            if all(f"{prefix}_{suffix}" in names for prefix in ("w13", "w2") for suffix in required):
+                return dialect
+        wanted = " or ".join(f"{', '.join(d.required)}" for d in self.dialects)
+        raise FormatError("tensors of the layer", expected=f"w13_* and w2_* with {wanted}", got=", ".join(names))
+
+
+def _source(*dialects: str | Dialect, interleaved: bool = False, multiple: int = 1) -> StackedSource:
+    found = tuple(DIALECTS[d] if isinstance(d, str) else d for d in dialects)
+    return StackedSource(dialects=found, interleaved=interleaved, multiple=multiple)
+
+
+_MXFP4 = Fp4("stacked_mxfp4", scale_dtype=torch.uint8)
+
+VLLM: Mapping[str, StackedSource] = MappingProxyType(
+    {
+        "AutoAWQMoEMethod": _source("awq"),
+        "AutoGPTQMoEMethod": _source("gptq"),
+        "CompressedTensorsW4A4Mxfp4MoEMethod": _source("ct_mxfp4"),
+        "CompressedTensorsW4A4Nvfp4MoEMethod": _source("ct_nvfp4"),
+        "CompressedTensorsW8A8Fp8MoEMethod": _source("ct_float"),
+        "CompressedTensorsWNA16MarlinMoEMethod": _source("ct_int4"),
+        "CompressedTensorsWNA16MoEMethod": _source("ct_int4"),
+        "Fp8MoEMethod": _source("deepseek", "modelopt_fp8"),
+        # The loader gives each tensor-parallel rank whole groups of 32 columns, the last rank fewer.
+        "GptOssMxfp4MoEMethod": _source(_MXFP4, interleaved=True, multiple=32),
+        "ModelOptFp8MoEMethod": _source("modelopt_fp8"),
+        "ModelOptNvFp4FusedMoE": _source("modelopt_nvfp4"),
+        "Mxfp4MoEMethod": _source(_MXFP4),
+        "UnquantizedFusedMoEMethod": _source("plain"),
+    }
+)
+"""vLLM's methods, by the name of their class (vLLM 0.24 to 0.33)."""
+
+
+def source_of(methods: Mapping[str, StackedSource], name: str) -> StackedSource:
+    """Return the row of the method called ``name``.
+
+    Raises:
+        UnsupportedProblem: for a method that is not in the table.
+    """
+    if name not in methods:
+        raise UnsupportedProblem("method", expected=f"one of {', '.join(methods)}", got=name)
+    return methods[name]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StackedExperts:
+    """The experts of one layer in stacked tensors, which may be on the meta device as long as none is read.
+
+    Attributes:
+        where: the layer's name, for messages.
+        source: how its method stores them.
+        tensors: by name: ``w13_weight`` [E, 2 F, K], ``w2_weight`` [E, N, F], and their scales, zero points and biases;
+            ``w13_*`` are [E, F, K] for experts without a gate. Others are ignored.
+        hidden, intermediate: H, and F on this rank, with padding.
+        gated: whether the experts have a gate projection.
+        bias: whether the projections have biases.
+        k_first: whether matrices are stored transposed, [E, K, N].
+        symmetric: whether zero points that are stored must all be 8, and are left out (GPTQ).
+        static: whether the static scales of the inputs are read.
+    """
+
+    where: str
+    source: StackedSource
+    tensors: Mapping[str, Tensor]
+    hidden: int
+    intermediate: int
+    gated: bool = True
+    bias: bool = False
+    k_first: bool = False
+    symmetric: bool = False
+    static: bool = False
+    dialect: Dialect = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dialect", self.source.dialect(self.tensors))
+        if self.dialect.k_first and not self.k_first:
+            raise FormatError(self.where, expected=f"{self.dialect.name} tensors with K first", got="N first")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the tensors that are read; each must be loaded, completely."""
+        kept = [s for s in self.dialect.required if s != _SHAPE]
+        kept += [s for s in self.dialect.optional if s.endswith("zero_point")]
+        kept += [s for s in self.dialect.optional if s.startswith("input") and self.static]
+        kept += [_BIAS] if self.bias else []
+        return tuple(name for p in ("w13", "w2") for s in kept if (name := f"{p}_{s}") in self.tensors)
+
+    def encodings(self) -> tuple[Encoding, Encoding]:
+        """Return the encodings of gate and up, and of down, from names, dtypes and shapes.
+
+        Raises:
+            FormatError: for a tensor whose dtype or shape does not fit; the message names it.
+        """
+        halves = range(2 if self.gated else 1)
+        found = {self._detect("w13", half) for half in halves}
+        assert len(found) == 1
+        return found.pop(), self._detect("w2", 0)
+
+    def spec(self, experts: int, first_expert: int = 0) -> ExpertsSpec:
+        """Return sizes and encodings of this rank's experts, out of ``experts`` from ``first_expert`` on.
+
+        Raises:
+            FormatError: as :meth:`encodings`.
+            ArgumentError: for a range outside the layer's experts.
+        """
+        gate_up, down = self.encodings()
+        return ExpertsSpec(
+            hidden=self.hidden,
+            intermediate=self.intermediate,
+            experts=experts,
+            gate=gate_up if self.gated else None,
+            up=gate_up,
+            down=down,
+            bias=self.bias,
+            first_expert=first_expert,
+            local_experts=self.count,
+        )
+
+    @property
+    def count(self) -> int:
+        """Number of experts on this rank."""
+        return self.tensors[self.names[0]].shape[0]
+
+    def weights(self, spec: ExpertsSpec) -> ExpertWeights:
+        """Return the experts, read one at a time; views of the tensors unless the dialect must be rearranged."""
+        return ExpertWeights(spec, self._read, lambda e: self._read(e, check=False))
+
+    def _read(self, e: int, check: bool = True) -> Expert:
+        projections = {"gate": ("w13", 0), "up": ("w13", 1)} if self.gated else {"up": ("w13", 0)}
+        projections["down"] = ("w2", 0)
+        matrices, biases, scales = {}, {}, {}
+        for name, (prefix, half) in projections.items():
+            parts = self._parts(prefix, half, e)
+            with _Naming(self.where, prefix, e):
+                matrices[name] = self.dialect.read(parts, self._shape(prefix), self._hint(prefix))
+                scales[name] = self.dialect.input_scale(parts) if self.static else None
+            if check:
+                matrices[name].validate(f"{self.where} {name}[{e}]")
+            if self.bias:
+                biases[f"{name}_bias"] = self._bias(prefix, half, e, check)
+        both = [s for s in (scales.get("gate"), scales["up"]) if s is not None]
+        return Expert(
+            gate=matrices.get("gate"),
+            up=matrices["up"],
+            down=matrices["down"],
+            gate_up_input_scale=torch.stack(both).amax() if both else None,
+            down_input_scale=scales["down"],
+            **biases,
+        )
+
+    def _detect(self, prefix: str, half: int) -> Encoding:
+        with _Naming(self.where, prefix, None):
+            return self.dialect.detect(
+                headers_of(self._parts(prefix, half, 0)), self._shape(prefix), self._hint(prefix)
+            )
+
+    def _shape(self, prefix: str) -> tuple[int, int]:
+        return (self.intermediate, self.hidden) if prefix == "w13" else (self.hidden, self.intermediate)
+
+    def _hint(self, prefix: str) -> Encoding | None:
+        """What names and shapes leave open: whether one group is a channel, and whether zero points are stored."""
+        if not self.symmetric:
+            return None
+        return Encoding(element="int4", granularity=PerChannel(), scale_dtype="bfloat16")
+
+    def _parts(self, prefix: str, half: int, e: int) -> dict[str, Tensor]:
+        """Return one expert's tensors of one projection, by suffix, as the dialect expects them."""
+        parts = {}
+        for suffix in self.dialect.suffixes:
+            name = f"{prefix}_{suffix}"
+            if suffix == _SHAPE:
+                parts[suffix] = torch.tensor(self._shape(prefix))
+            elif name in self.names:
+                parts[suffix] = self._half(name, self.tensors[name][e], half)
+        return parts
+
+    def _half(self, name: str, tensor: Tensor, half: int) -> Tensor:
+        """Return the rows of gate (``half`` 0) or up (1) of a tensor of ``w13``, and all rows of ``w2``."""
+        matrix = tensor.dim() == 2
+        if self.gated and name.startswith("w13") and tensor.dim():
+            axis = 1 if self.k_first and matrix else 0
+            size = tensor.shape[axis]
+            if size % 2:
+                raise FormatError(
+                    f"{self.where}.{name}", expected="rows of gate and of up", got=str(list(tensor.shape))
+                )
+            rows = range(size)[half::2] if self.source.interleaved else range(size // 2 * half, size // 2 * (half + 1))
+            index = slice(rows.start, rows.stop, rows.step)
+            tensor = tensor[:, index] if axis else tensor[index]
+        if not matrix:
+            return tensor.reshape(()) if tensor.numel() == 1 else tensor
+        return tensor.T.contiguous() if self.k_first and not self.dialect.k_first else tensor
+
+    def _bias(self, prefix: str, half: int, e: int, check: bool) -> Tensor:
+        name = f"{prefix}_{_BIAS}"
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.where}.{name}", expected="this bias, as the experts have biases", got="none")
+        bias = self._half(name, self.tensors[name][e], half)
+        if check and not bool(torch.isfinite(bias).all()):
+            raise FormatError(f"{self.where}.{name}[{e}]", expected="finite numbers", got="NaN or infinity")
+        return bias
+
+
+class _Naming:
+    """Replaces suffixes in the errors of a dialect by the name of the stacked tensor."""
+
+    def __init__(self, where: str, prefix: str, expert: int | None) -> None:
+        self.where, self.prefix, self.expert = where, prefix, "" if expert is None else f"[{expert}]"
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, PolymoeError):
+            where = f"{self.where}.{self.prefix}_{error.where}{self.expert}"
+            raise type(error)(where, expected=error.expected, got=error.got, hint=error.hint) from error
