@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("openai")
+pytest.importorskip("httpx")
 
 from polymoe.evaluate import read_records
 from support.evaluation import Reply, add, refused, said, serving, sums
@@ -64,6 +64,22 @@ def test_going_on_is_said(cli: Cli, tmp_path: Path) -> None:
         code, out, err = cli(*args, "--temperature", 0)
     assert (code, out) == (1, "")
     assert "temperature: None, not 0.0" in err
+
+
+def test_malformed_replies_are_said(cli: Cli, tmp_path: Path) -> None:
+    def one_page(body: dict[str, Any], _: int) -> Reply:
+        return (200, b"<html>", {}) if body["messages"][0]["content"] == "2+1=" else add(body)
+
+    with serving(one_page) as server:
+        args = ("eval", sums(tmp_path / "s.jsonl", 5), "--server", server.url, "--out", tmp_path / "a")
+        code, out, err = cli(*args)
+        assert code == 0
+        assert "1 without an answer, 1 of them malformed" in out
+        assert "note: replies that are not responses of the API, counted as wrong: 1, the first: question " in err
+        assert "not JSON: '<html>'" in err
+        code, out, _ = cli(*args, "--json")
+    assert len(json.loads(out)["malformed"]) == 1
+    assert json.loads(out)["score"]["correct"] == 4
 
 
 def test_failures_exit_with_1_after_the_table(cli: Cli, tmp_path: Path) -> None:
@@ -171,7 +187,7 @@ def test_help_needs_no_client() -> None:
         "from polymoe.cli import main\n"
         "try: main()\n"
         "except SystemExit: pass\n"
-        "print([m for m in ('torch', 'openai', 'transformers') if m in sys.modules])"
+        "print([m for m in ('torch', 'httpx', 'transformers') if m in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.endswith("[]\n")

@@ -87,3 +87,47 @@ def test_whole_text() -> None:
     assert whole_text(" -473\n") == "-473"
     assert whole_text(" \n") is None
     assert visible("<think>a</think>b</think>c") == "c"
+
+
+MANY = 1_000_000
+LONG = {
+    "spaces after answer": "answer" + " " * MANY,
+    "answers": "answer is: " * (MANY // 11),
+    "brackets after answer": "answer" + "(" * MANY,
+    "boxes after answer": "answer " + r"\boxed{ (" * (MANY // 9),
+    "option and spaces": "answer: option" + " " * MANY,
+    "boxes that stay open": r"\boxed{" * (MANY // 7),
+    "boxes in boxes": r"\boxed{" * (MANY // 8) + "}" * (MANY // 8),
+    "spaces in a box": r"\boxed{1" + " " * MANY + "!}",
+    "a long name in a box": r"\boxed{" + "a" * MANY + "= 1}",
+    "digits": "1" * MANY,
+    "points": "1." * (MANY // 2),
+    "signs": "-" * MANY,
+}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("text", LONG.values(), ids=LONG)
+def test_any_megabyte_is_read_in_linear_time(text: str) -> None:
+    """With time that grows as the square or the cube of the length, each of these would take hours."""
+    final_number(text)
+    choice_letter(text, "ABCD")
+    number(text)
+    whole_text(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "inside"),
+    [
+        (r"\boxed{1} \boxed {2}", "2"),
+        (r"\boxed{a \boxed{b} c}", "b"),
+        (r"\boxed{a {b} c", None),
+        (r"} \boxed{a}}", "a"),
+        (r"\boxed{a} \boxed{b {", "a"),
+        (r"{\boxed{a}", "a"),
+        (r"\boxed{}", ""),
+        (r"\boxed a}", None),
+    ],
+)
+def test_the_last_box_that_is_closed(text: str, inside: str | None) -> None:
+    assert answers._boxed(text) == inside

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import email.utils
+import gzip
+import itertools
+import re
+import socket
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("openai")
+pytest.importorskip("httpx")
 
 from polymoe.errors import ArgumentError, ServerError
 from polymoe.evaluate import Run, evaluate, read_records
-from polymoe.evaluate.asking import FAILURES_IN_A_ROW, Server
+from polymoe.evaluate import server as server_module
+from polymoe.evaluate.asking import FAILURES_IN_A_ROW
+from polymoe.evaluate.server import Server, Session
 from support.evaluation import GPQA, Reply, add, gpqa, refused, said, serving, sums
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits between retries of some milliseconds."""
-    from openai import _base_client
-
-    monkeypatch.setattr(_base_client, "INITIAL_RETRY_DELAY", 0.01)
-    monkeypatch.setattr(_base_client, "MAX_RETRY_DELAY", 0.02)
+    monkeypatch.setattr(server_module, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(server_module, "LONGEST_WAIT_S", 0.02)
 
 
 def run(tmp_path: Path, url: str, count: int = 20, **options: Any) -> Run:
@@ -208,12 +216,121 @@ def test_a_prompt_that_is_too_long_is_an_invalid_answer(tmp_path: Path) -> None:
     assert (found.score.answers, found.score.invalid, len(found.failures)) == (4, 0, 1)
 
 
-@pytest.mark.parametrize("body", [{}, {"choices": []}, {"choices": [{"index": 0}]}, {"error": "x"}])
-def test_a_response_without_an_answer_is_a_failure(tmp_path: Path, body: dict[str, Any]) -> None:
-    with serving(lambda *_: (200, body, {})) as server:
+def with_usage(**counts: Any) -> Reply:
+    status, body, headers = said("3")
+    return status, {**body, "usage": {**body["usage"], **counts}}, headers
+
+
+def drips(body: bytes, *, every_s: float = 0.02) -> Iterator[bytes]:
+    """White space, which JSON allows, for longer than any test waits."""
+    yield body
+    for _ in range(200):
+        time.sleep(every_s)
+        yield b" "
+
+
+MALFORMED: dict[str, tuple[Callable[[], Reply], str]] = {
+    "no choices": (lambda: (200, {}, {}), "no choices"),
+    "empty choices": (lambda: (200, {"choices": []}, {}), "choices is empty"),
+    "no message": (lambda: (200, {"choices": [{"index": 0}]}, {}), "no message"),
+    "choices of text": (lambda: (200, {"choices": ["3"]}, {}), "no message in '3'"),
+    "a list": (lambda: (200, [1], {}), "no choices in"),
+    "a number as text": (lambda: (200, {"choices": [{"message": {"content": 3}}]}, {}), "content is 3"),
+    "parts as text": (lambda: (200, {"choices": [{"message": {"content": [{"text": "3"}]}}]}, {}), "content is "),
+    "a number as reason": (lambda: said("3", finish_reason=3), "finish_reason is 3"),  # type: ignore[arg-type]
+    "half of it": (lambda: (200, b'{"choices": [', {}), "not JSON"),
+    "empty": (lambda: (200, b"", {}), "not JSON"),
+    "a page": (lambda: (200, b"<html>\x1b[2Jlog in</html>", {"content-type": "text/html"}), r"<html> \[2Jlog in"),
+    "events": (lambda: (200, b"data: {}\n\n", {"content-type": "text/event-stream"}), "not JSON"),
+    "no UTF-8": (lambda: (200, b'{"choices": "\xff"}', {}), "not JSON"),
+    "deep": (lambda: (200, b"[" * 100_000, {}), "levels of JSON"),
+    "encoded": (lambda: (200, gzip.compress(b"{}"), {"content-encoding": "gzip"}), "not JSON"),
+    "negative tokens": (lambda: with_usage(completion_tokens=-3), "completion_tokens is -3"),
+    "absurd tokens": (lambda: with_usage(prompt_tokens=10**18), "prompt_tokens is 10"),
+    "true tokens": (lambda: with_usage(completion_tokens=True), "completion_tokens is True"),
+    "NaN tokens": (lambda: with_usage(completion_tokens=float("nan")), "NaN is not JSON"),
+    "tokens in text": (lambda: with_usage(completion_tokens="3"), "completion_tokens is '3'"),
+    "usage in a list": (lambda: (200, {**said("3")[1], "usage": [3]}, {}), r"usage is \[3\]"),
+    "a redirect": (lambda: (307, b"", {"location": "http://127.0.0.1:9/v1"}), "redirect to 'http://127.0.0.1:9/v1'"),
+    "nothing": (lambda: (204, b"", {}), "HTTP 204"),
+    "too much": (lambda: (200, itertools.repeat(b" " * 2**20), {}), r"more than \d+ bytes"),
+    "an endless body": (lambda: (200, drips(b'{"choices": '), {}), r"not complete after 0\.5 s"),
+}
+
+
+@pytest.mark.parametrize("kind", MALFORMED)
+def test_a_reply_that_is_not_a_response_is_an_invalid_answer(tmp_path: Path, kind: str) -> None:
+    reply, says = MALFORMED[kind]
+    with serving(lambda body, number: reply() if body["messages"][0]["content"] == "2+1=" else add(body)) as server:
+        found = run(tmp_path, server.url, 4, timeout_s=0.5 if kind == "an endless body" else 30)
+    assert len(server.requests) == 4  # none is repeated
+    assert found.score is not None
+    assert (found.score.answers, found.score.correct, found.score.invalid, found.failures) == (4, 3, 1, ())
+    (message,) = found.malformed
+    assert re.search(says, message)
+    assert "\x1b" not in message
+    wrong = next(r for r in read_records(tmp_path / "answers.jsonl")[1] if r.malformed)
+    assert (wrong.answer, wrong.correct, wrong.text) == (None, False, "")
+
+
+def test_a_run_continues_behind_any_number_of_malformed_replies(tmp_path: Path) -> None:
+    with serving(lambda body, number: (200, b"<html>", {}) if number < 30 else add(body)) as server:
+        found = run(tmp_path, server.url, 40, concurrency=4)
+    assert found.score is not None
+    assert (found.score.invalid, found.score.correct, len(found.malformed)) == (30, 10, 30)
+
+
+def test_a_redirect_is_not_followed_with_question_and_key(tmp_path: Path) -> None:
+    with (
+        serving(add) as other,
+        serving(lambda *_: (307, b"", {"location": f"{other.url}/v1/chat/completions"})) as server,
+    ):
+        run(tmp_path, server.url, 3)
+    assert other.requests == []
+
+
+def test_headers_that_never_end_are_a_timeout(tmp_path: Path) -> None:
+    """A timeout of each read would never pass: bytes keep arriving."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def drip() -> None:
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(b"HTTP/1.1 200 OK\r\nx: ")
+                while True:
+                    connection.sendall(b"x")
+                    time.sleep(0.02)
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        started = time.monotonic()
+        to = Server(url=f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_s=0.3, retries=0)
+        with pytest.raises(ServerError, match=r"no reply within 0\.3 s"):
+            asyncio.run(_once(to))
+        assert time.monotonic() - started < 2
+        thread.join()
+
+
+async def _once(to: Server) -> None:
+    async with Session(to) as session:
+        await session.request("GET", "/models")
+
+
+def test_an_error_with_the_wrong_status_is_a_failure(tmp_path: Path) -> None:
+    with serving(lambda *_: (200, {"error": "overheated"}, {})) as server:
         found = run(tmp_path, server.url, 2, retries=0)
     assert (found.score, len(found.failures)) == (None, 2)
-    assert "no answer in the response" in found.failures[0]
+    assert "HTTP 200: overheated" in found.failures[0]
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [("3", 3), ("0.5", 0.5), ("", None), ("-1", None), ("nan", None), ("inf", None), ("1e9", None), ("soon", None)],
+)
+def test_how_long_a_server_asks_to_wait(header: str, seconds: float | None) -> None:
+    assert server_module._retry_after_s(header) == seconds
+    date = email.utils.formatdate(time.time() + 30, usegmt=True)
+    assert 25 < (server_module._retry_after_s(date) or 0) < 31
 
 
 def test_a_run_goes_on_and_may_ask_for_more(tmp_path: Path) -> None:
@@ -269,7 +386,7 @@ def test_which_model(tmp_path: Path) -> None:
 def test_a_server_that_is_not_there(tmp_path: Path) -> None:
     with serving(add) as server:
         url = server.url
-    with pytest.raises(ServerError, match=rf"{url}/v1: expected answers, got Connection error"):
+    with pytest.raises(ServerError, match=rf"{url}/v1: expected answers, got ConnectError"):
         run(tmp_path, url)
     assert not (tmp_path / "answers.jsonl").exists()
 
@@ -285,6 +402,17 @@ def test_a_server_that_is_not_there(tmp_path: Path) -> None:
 )
 def test_urls(url: str, base: str) -> None:
     assert Server(url=url).base_url == base
+
+
+@pytest.mark.parametrize("url", ["h:1", "ftp://h", "http://", "http://h:x", "http://[::1"])
+def test_addresses_that_are_none(url: str) -> None:
+    with pytest.raises(ArgumentError, match="a URL such as"):
+        Server(url=url)
+
+
+def test_a_key_that_no_header_can_have() -> None:
+    with pytest.raises(ArgumentError, match="printable ASCII"):
+        Server(url="http://h", api_key="secret\r\nx: y")
 
 
 def test_a_key_is_not_shown() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("openai")
+pytest.importorskip("httpx")
 
 from support.evaluation import Reply, add, refused, said, serving, sums
 

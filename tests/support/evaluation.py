@@ -14,7 +14,7 @@ from typing import Any
 
 from polymoe.evaluate.records import AnswerRecord
 
-Reply = tuple[int, dict[str, Any], dict[str, str]]
+Reply = tuple[int, Any, dict[str, str]]
 Answer = Callable[[dict[str, Any], int], Reply]
 
 
@@ -48,9 +48,14 @@ class Scripted:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
+def dump(body: Any) -> bytes:
+    return json.dumps(body).encode()
+
+
 @contextmanager
 def serving(answer: Answer, models: tuple[str, ...] = ("small",)) -> Iterator[Scripted]:
-    """Serve ``answer(body, how many requests came before)``: status, body and headers."""
+    """Serve ``answer(body, how many requests came before)``: status, body and headers. A body is written as JSON, bytes
+    as they are, and parts of an iterator one after the other, without a length."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -74,14 +79,18 @@ def serving(answer: Answer, models: tuple[str, ...] = ("small",)) -> Iterator[Sc
                     server.now -= 1
             self.reply(*reply)
 
-        def reply(self, status: int, body: dict[str, Any], headers: dict[str, str]) -> None:
-            content = json.dumps(body).encode()
+        def reply(self, status: int, body: Any, headers: dict[str, str]) -> None:
             self.send_response(status)
             for name, value in {"content-type": "application/json", **headers}.items():
                 self.send_header(name, value)
-            self.send_header("content-length", str(len(content)))
+            parts = body if isinstance(body, Iterator) else [body if isinstance(body, bytes) else dump(body)]
+            if isinstance(body, Iterator):
+                self.close_connection = True
+            else:
+                self.send_header("content-length", str(len(parts[0])))
             self.end_headers()
-            self.wfile.write(content)
+            for part in parts:
+                self.wfile.write(part)
 
         def log_message(self, *_: Any) -> None:
             pass

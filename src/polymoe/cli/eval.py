@@ -79,7 +79,7 @@ def command(
         raise ArgumentError("eval", expected=f"options for {what}", got=", ".join(lost))
     if endpoint not in ("chat", "completions"):
         raise ArgumentError("--endpoint", expected="chat or completions", got=repr(endpoint))
-    from polymoe.evaluate.asking import Server
+    from polymoe.evaluate.server import Server
 
     to = Server(url=server, api_key=api_key or "none", concurrency=concurrency, timeout_s=timeout, retries=retries)
     fields = _object(extra)
@@ -112,9 +112,13 @@ def command(
     if json:
         score = asdict(run.score) if run.score else None
         settings = {**asdict(run.settings), "extra": jsonlib.loads(run.settings.extra)}
-        print_json({"records": str(run.path), "settings": settings, "score": score, "failures": list(run.failures)})
+        lists = {"failures": list(run.failures), "malformed": list(run.malformed)}
+        print_json({"records": str(run.path), "settings": settings, "score": score, **lists})
     elif run.score:
         console().print(_table(run, run.score))
+    if run.malformed:
+        said = f"replies that are not responses of the API, counted as wrong: {len(run.malformed)}, the first: "
+        status().print(f"note: {said}{run.malformed[0]}", highlight=False, markup=False, soft_wrap=True)
     if run.failures:
         raise _incomplete(run)
 
@@ -204,7 +208,8 @@ def _table(run: Run, score: Score) -> Table:
             f"standard deviation {100 * score.repeat_std:.2f}, standard error {100 * score.repeat_standard_error:.2f}"
         )
         rows.append((f"over {score.repeats} repeats", spread))
-    rows.append(("invalid", f"{score.invalid} without an answer, {score.cut_off} cut off"))
+    malformed = f", {len(run.malformed)} of them malformed" if run.malformed else ""
+    rows.append(("invalid", f"{score.invalid} without an answer{malformed}, {score.cut_off} cut off"))
     latency = (score.latency_p50_us, score.latency_p90_us, score.latency_p99_us)
     rows.append(("latency", " / ".join(f"{us / 1e6:.2f}" for us in latency) + " s (p50 / p90 / p99)"))
     if score.output_tokens_per_s is not None:

@@ -21,7 +21,7 @@ from polymoe.evaluate.records import AnswerRecord, RecordFile, Settings, read_re
 from polymoe.evaluate.scores import Difference, Score, compare, score
 
 if TYPE_CHECKING:
-    from polymoe.evaluate.asking import Server
+    from polymoe.evaluate.server import Server
 
 __all__ = [
     "TASKS",
@@ -49,12 +49,14 @@ class Run:
         settings: the settings of all answers.
         score: of all answers in the file; None for an empty file.
         failures: a message for each question without an answer; the next run asks them again.
+        malformed: a message for each answer that is invalid because the reply is not a response of the API.
     """
 
     path: Path
     settings: Settings
     score: Score | None
     failures: tuple[str, ...]
+    malformed: tuple[str, ...] = ()
 
 
 def evaluate(
@@ -134,7 +136,8 @@ def evaluate(
 
         failures = asyncio.run(ask_all(server, settings, kind, pending, keep)) if pending else []
         records = list(file.records.values())
-    return Run(path, settings, score(records) if records else None, tuple(failures))
+    malformed = tuple(f"question {record.id}: {record.malformed}" for record in records if record.malformed)
+    return Run(path, settings, score(records) if records else None, tuple(failures), malformed)
 
 
 def _file_name(settings: Settings) -> str:

@@ -11,11 +11,14 @@ import re
 
 __all__ = ["choice_letter", "final_number", "number", "visible", "whole_text"]
 
+# A response may have any text of any length, so each of these takes linear time: a repeat stops at a character that it
+# does not match, and what follows it does not begin with one that it matches. Shorter repeats then fail at once.
 _NUMBER = r"(?:(?<![\w)])[-+−])?(?:\d[\d,]*(?:\.\d+)?|(?<![\w.])\.\d+)"
 _ALONE = re.compile(rf"(?:[A-Za-z]\w*\s*=\s*)?({_NUMBER})(?:\s+[A-Za-z][A-Za-z ]*)?")
 _MARKUP = re.compile(r"\\(?:text|mathrm|mathbf|textbf|left|right)\b|\\[,;!% ]|\^\{?\\?circ\}?|\^?°|[${}%]")
+_BRACE = re.compile(r"\\boxed\s*\{|[{}]")
 _LETTER = re.compile(
-    r"""(?i:answer) \s* (?i:is)? \s* [:=]? [\s*_$"'({\[]*
+    r"""(?i:answer) (?:\s*(?i:is))? (?:\s*[:=])? [\s*_$"'({\[]*
         (?: \\(?:boxed|text|textbf|mathrm|mathbf) \s* \{ [\s*({]* )*
         (?: (?i:option|choice|letter) \s+ )? ([A-Z]) (?![A-Za-z0-9'])""",
     re.VERBOSE,
@@ -85,14 +88,17 @@ def choice_letter(text: str, letters: str, *, finished: bool = True) -> str | No
 
 
 def _boxed(text: str) -> str | None:
-    r"""Return the content of the last closed ``\boxed{}``."""
-    for start in reversed([m.end() for m in re.finditer(r"\\boxed\s*\{", text)]):
-        depth = 1
-        for end in range(start, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            if depth == 0:
-                return text[start:end]
-    return None
+    r"""Return the content of the ``\boxed{}`` that begins last, of those that are closed."""
+    last = None
+    opened: list[tuple[bool, int]] = []  # braces that are open: whether of a box, and where their content begins
+    for brace in _BRACE.finditer(text):
+        if brace[0] != "}":
+            opened.append((brace[0] != "{", brace.end()))
+        elif opened:
+            boxed, start = opened.pop()
+            if boxed and (last is None or start > last[0]):
+                last = start, brace.start()
+    return None if last is None else text[slice(*last)]
 
 
 def _plain(text: str) -> str:

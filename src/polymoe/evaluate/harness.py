@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from polymoe.errors import ArgumentError, MissingDependency, ServerError
-from polymoe.evaluate.asking import Server
+from polymoe.evaluate.server import Server
 
 __all__ = ["run_tasks"]
 

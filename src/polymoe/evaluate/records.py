@@ -68,6 +68,7 @@ class AnswerRecord:
         latency_us: from sending the request to the complete response, without earlier retries.
         ended_us: when the response arrived, in microseconds since 1970.
         retries: failed requests before it.
+        malformed: why the reply is not a response of the API, or None. The answer is then None.
     """
 
     id: str
@@ -82,6 +83,7 @@ class AnswerRecord:
     latency_us: int
     ended_us: int
     retries: int = 0
+    malformed: str | None = None
 
 
 class RecordFile:

@@ -1,0 +1,51 @@
+"""Parts of an OpenAI-compatible server's replies that every client reads. The server may send anything.
+
+API: https://platform.openai.com/docs/api-reference
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from polymoe.json_input import parse_json
+
+__all__ = ["MAX_BYTES", "MAX_TOKENS", "error_message", "one_line", "token_count"]
+
+MAX_BYTES = 32 * 2**20
+"""Largest reply that is read. A million tokens with their probabilities are smaller."""
+MAX_TOKENS = 10**9
+"""No count of tokens in one reply is larger."""
+
+
+def token_count(usage: Mapping[str, Any], name: str) -> int | None:
+    """Return a count of ``usage``; None if the server does not count.
+
+    Raises:
+        ValueError: for anything but a whole number from 0 to :data:`MAX_TOKENS`.
+    """
+    value = usage.get(name)
+    if value is not None and not (type(value) is int and 0 <= value <= MAX_TOKENS):  # a bool is not a count
+        raise ValueError(f"usage.{name} is {one_line(repr(value))}")
+    return value
+
+
+def error_message(body: str) -> str:
+    """Return the message in the body of an error, in any of the usual forms, else the body itself."""
+    try:
+        found = parse_json(body)
+    except ValueError:
+        found = None
+    return one_line(_message(found) if isinstance(found, dict) else body, 500)
+
+
+def one_line(text: str, length: int = 80) -> str:
+    """Return the beginning of a server's text for a message: without line breaks and control sequences."""
+    return "".join(c if c.isprintable() else " " for c in text[:length]).strip()
+
+
+def _message(body: Mapping[str, Any]) -> str:
+    error = body.get("error") or body.get("detail") or body.get("message")
+    if isinstance(error, dict):
+        return _message(error) if "error" in error else str(error.get("message", error))
+    return str(error)
