@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from polymoe.checkpoint.dialects import DIALECTS, SUFFIXES, choose
-from polymoe.checkpoint.files import CheckpointFiles
+from polymoe.checkpoint.dialects import DIALECTS, SUFFIXES, Dialect, choose
+from polymoe.checkpoint.files import CheckpointFiles, Header
 from polymoe.checkpoint.scheme import QuantizationConfig, Scheme
 from polymoe.errors import CheckpointError, FormatError
 from polymoe.formats import Encoding, QuantTensor
@@ -106,8 +107,9 @@ class DenseMatrix:
         return "F32"
 
     def get_shape(self) -> list[int]:
-        """``[N, K]``."""
-        return list(self.read().shape)
+        """``[N, K]``, from the headers; raises like :meth:`read`."""
+        dialect, _, headers = self._stored()
+        return list(dialect.shape(headers))
 
     def __getitem__(self, index: Any) -> Tensor:
         """Return the dequantized matrix, or a part of it; raises like :meth:`read`."""
@@ -120,16 +122,10 @@ class DenseMatrix:
             CheckpointError: if one of its tensors is missing.
             FormatError: if a tensor has a wrong dtype, shape or value.
         """
-        headers = {suffix: self.files.header(name) for suffix, name in self.names.items()}
-        configured = self.scheme.dialect if self.scheme else "plain"
-        try:
-            hint = self.scheme.encoding if self.scheme else None
-            dialect, encoding = choose(headers, None, configured, hint)
+        dialect, encoding, headers = self._stored()
+        with self._named():
             tensors = {suffix: self.files.get(name) for suffix, name in self.names.items()}
             matrix = dialect.read(tensors, dialect.shape(headers), encoding)
-        except (CheckpointError, FormatError) as error:
-            where = f"{self.module}.{error.where}" if error.where in SUFFIXES else f"{self.module}: {error.where}"
-            raise type(error)(where, expected=error.expected, got=error.got, hint=error.hint) from error
         matrix.validate(self.module)
         as_configured = self.scheme is None or (
             self.scheme.dialect == dialect.name and self.scheme.encoding.name == encoding.name
@@ -138,6 +134,23 @@ class DenseMatrix:
         numel = math.prod(matrix.shape)
         self.log[self.module] = MatrixRead(self.module, encoding, text, as_configured, matrix.nbytes, numel)
         return matrix
+
+    def _stored(self) -> tuple[Dialect, Encoding, dict[str, Header]]:
+        """Return dialect and encoding according to the headers, and the headers by suffix."""
+        headers = {suffix: self.files.header(name) for suffix, name in self.names.items()}
+        configured, hint = (self.scheme.dialect, self.scheme.encoding) if self.scheme else ("plain", None)
+        with self._named():
+            dialect, encoding = choose(headers, None, configured, hint)
+        return dialect, encoding, headers
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Give errors of a dialect, which name a suffix, the tensor's full name."""
+        try:
+            yield
+        except (CheckpointError, FormatError) as error:
+            where = f"{self.module}.{error.where}" if error.where in SUFFIXES else f"{self.module}: {error.where}"
+            raise type(error)(where, expected=error.expected, got=error.got, hint=error.hint) from error
 
 
 class DenseTensors(Mapping[str, DenseTensor | DenseMatrix]):
