@@ -11,10 +11,17 @@ __all__ = ["VARIABLES", "cache_directory"]
 
 VARIABLES: Mapping[str, str] = MappingProxyType(
     {
+        "POLYMOE": "polymoe in a serving engine: 1 (the default) runs the layers that it can run, 0 none, and require "
+        "makes it an error to leave a layer to the engine",
+        "POLYMOE_ACTIVATIONS": "activations of the experts in a serving engine (default: 16bit)",
         "POLYMOE_API_KEY": "bearer token that clients of `polymoe serve` must send, and that `eval` and `bench serve` "
         "send (same as --api-key)",
+        "POLYMOE_BACKEND": "the backend in a serving engine (default: auto)",
         "POLYMOE_CACHE": "directory of polymoe's cache, such as tuned tables (default: polymoe in the "
         "user's cache directory, $XDG_CACHE_HOME or ~/.cache)",
+        "POLYMOE_LAYERS": "layers that polymoe runs in a serving engine: 0-3,7, or !0 for all others (default: all)",
+        "POLYMOE_ROLE": "token counts to plan for in a serving engine: decode, prefill or mixed (default: the engine's "
+        "own role)",
     }
 )
 """Every variable by name, with its meaning."""

@@ -1,17 +1,27 @@
 """Stacked expert tensors as a serving engine's loader fills them, made from the files of the bundled checkpoints.
 
-This is a second reading of the files, without polymoe: which rows and columns a rank gets follows from vLLM's
-``RoutedExperts.weight_loader``.
+:func:`stacked` is a second reading of the files, without polymoe: which rows and columns a rank gets follows from
+vLLM's ``RoutedExperts.weight_loader``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
+
+from polymoe.activations import ReLU2, SwiGLU
+from polymoe.backends import BACKENDS
+from polymoe.engines.serving.sources import VLLM, StackedExperts, source_of
+from polymoe.engines.serving.stand_aside import LayerFacts
+from polymoe.layouts import LAYOUTS
+from polymoe.machine import Machine
+from polymoe.runtime import PlanRequest
+
+CPU = PlanRequest(Machine.of("cpu"), "mixed", "auto", BACKENDS, LAYOUTS)
 
 MODELS = Path(__file__).parents[2] / "models"
 
@@ -70,14 +80,14 @@ def stacked(model: str, tp: tuple[int, int] = (0, 1), ep: tuple[int, int] = (0, 
     """The tensors of one layer for ``(rank, size)`` of the parallel groups, by name: ``w13_weight`` [E, 2 F, K], ..."""
     about = BUNDLED[model]
     files = _tensors(MODELS / model, about.container)
-    first, count = _local(about.experts, ep)
+    first, count = local_experts(about.experts, ep)
     if about.method == "GptOssMxfp4MoEMethod":
         return _gpt_oss(files, tp, first, count)
     experts = [_expert(files, about, e, tp) for e in range(first, first + count)]
     return {name: torch.stack([expert[name] for expert in experts]) for name in experts[0]}
 
 
-def _local(experts: int, ep: tuple[int, int]) -> tuple[int, int]:
+def local_experts(experts: int, ep: tuple[int, int]) -> tuple[int, int]:
     """First expert and number of experts of a rank, placed linearly."""
     each, more = divmod(experts, ep[1])
     return ep[0] * each + min(ep[0], more), each + (ep[0] < more)
@@ -157,3 +167,43 @@ def _gpt_oss(files: dict[str, Tensor], tp: tuple[int, int], first: int, count: i
     if rank == 0:
         tensors["w2_bias"][:] = part["down_proj_bias"]
     return tensors
+
+
+def experts_of(model: str, tp: tuple[int, int], ep: tuple[int, int], **changes: object) -> StackedExperts:
+    """One rank's experts of a bundled checkpoint, with other arguments of StackedExperts if given."""
+    about = BUNDLED[model]
+    source = source_of(VLLM, about.method)
+    each = -(-about.intermediate // (tp[1] * source.multiple)) * source.multiple
+    given = {
+        "where": "layer",
+        "source": source,
+        "tensors": stacked(model, tp, ep),
+        "hidden": about.hidden,
+        "intermediate": each,
+        "gated": about.gated,
+        "bias": about.bias,
+        "k_first": about.k_first,
+    }
+    return StackedExperts(**{**given, **changes})  # type: ignore[arg-type]
+
+
+def facts_of(model: str, **changes: object) -> LayerFacts:
+    """What an engine would say of a bundled checkpoint's layer, but for ``changes``."""
+    about = BUNDLED[model]
+    facts = LayerFacts(
+        where="model.layers.1.mlp.experts",
+        method=about.method,
+        sources=VLLM,
+        tensors={n: t.to("meta") for n, t in stacked(model).items()},
+        k_first=about.k_first,
+        hidden=about.hidden,
+        intermediate=about.intermediate,
+        experts=about.experts,
+        first_expert=0,
+        activation=SwiGLU() if about.gated else ReLU2(),
+        interleaved=VLLM[about.method].interleaved,
+        bias=about.bias,
+        top_k=2,
+        dtype=torch.bfloat16,
+    )
+    return replace(facts, **changes)  # type: ignore[arg-type]

@@ -12,27 +12,10 @@ from polymoe.checkpoint import Checkpoint
 from polymoe.engines.serving.sources import VLLM, StackedExperts, StackedSource, source_of
 from polymoe.errors import CheckpointError, FormatError, UnsupportedProblem
 from polymoe.tensors import Expert
-from support.stacked import BUNDLED, MODELS, stacked
+from support.stacked import BUNDLED, MODELS, experts_of, stacked
 
 RANKS = [((0, 1), (0, 1)), ((0, 2), (0, 1)), ((1, 2), (0, 1)), ((0, 1), (0, 2)), ((0, 1), (1, 2))]
 REFINED = ("sums-deepseek-v3-fp8", "sums-qwen3-fp8")
-
-
-def experts_of(model: str, tp: tuple[int, int], ep: tuple[int, int], **changes: object) -> StackedExperts:
-    about = BUNDLED[model]
-    source = source_of(VLLM, about.method)
-    each = -(-about.intermediate // (tp[1] * source.multiple)) * source.multiple
-    given = {
-        "where": "layer",
-        "source": source,
-        "tensors": stacked(model, tp, ep),
-        "hidden": about.hidden,
-        "intermediate": each,
-        "gated": about.gated,
-        "bias": about.bias,
-        "k_first": about.k_first,
-    }
-    return StackedExperts(**{**given, **changes})  # type: ignore[arg-type]
 
 
 def parts(expert: Expert) -> dict[str, torch.Tensor]:

@@ -1,0 +1,153 @@
+"""PackedLayer: a layer's packed experts as parameters of the engine's own module, and the calls that run them.
+
+The engine then counts, offloads, frees and refills these parameters as it does its own. Their addresses stay, so graphs
+that were captured stay valid.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from polymoe.errors import PlanError
+from polymoe.layouts import Packed
+from polymoe.load_check import check_layer, require_input_scales
+from polymoe.planning.selection import Selection
+from polymoe.problem import Problem
+from polymoe.runtime import LayerRuntime, PlanCache, PlanRequest, check_call
+from polymoe.scale_range import ScaleRange, measure_scales
+from polymoe.tensors import ExpertWeights
+
+__all__ = ["PackedLayer"]
+
+
+class PackedLayer:
+    """The experts of one layer, packed into parameters of a module that is passed to each method.
+
+    The module is not kept: an engine may copy or free it.
+    """
+
+    def __init__(self, where: str, problem: Problem, request: PlanRequest) -> None:
+        self.where, self._problem, self._request = where, problem, request
+        self._plans: PlanCache | None = None
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._bound: LayerRuntime | None = None
+        self._addresses: tuple[int, ...] = ()
+
+    @property
+    def problem(self) -> Problem:
+        """What it runs; after :meth:`pack` with the range of the scales."""
+        return self._problem if self._plans is None else self._plans.problem
+
+    @property
+    def plans(self) -> PlanCache:
+        """The plans of the packed layer.
+
+        Raises:
+            PlanError: before :meth:`pack`.
+        """
+        if self._plans is None:
+            raise PlanError(
+                self.where,
+                expected="packed experts",
+                got="none",
+                hint="the engine called before it had loaded the layer",
+            )
+        return self._plans
+
+    @property
+    def selection(self) -> Selection:
+        """Every backend with its verdict, and the plan by token count."""
+        return self.plans.selection(self.problem.dtype)
+
+    def nbytes(self, module: nn.Module) -> int:
+        """Bytes of the packed parameters of ``module``."""
+        return sum(t.numel() * t.element_size() for t in self._tensors(module))
+
+    def pack(self, module: nn.Module, weights: ExpertWeights, device: torch.device, *, check: bool = True) -> None:
+        """Pack ``weights`` into new parameters of ``module`` on ``device``.
+
+        Called again, for weights that changed, it gives parameters of the same names, shapes and layout, which the
+        engine copies over the first ones.
+
+        Args:
+            module: the engine's layer; parameters of these names are replaced.
+            weights: the experts, read one at a time.
+            device: where the parameters are.
+            check: compare a few experts with the reference on every backend of the plan.
+
+        Raises:
+            UnsupportedProblem: if no backend runs these experts here.
+            PlanError: if new scales reach further than those for which the layer was planned.
+            VerificationError: if the packed experts do not compute what ``weights`` say.
+        """
+        again = self._plans is not None
+        if again:
+            self._require_covered(measure_scales(weights, device))
+            packed = self._request.layouts[self.plans.layout].pack(weights, device)
+        else:
+            problem, packed = self._request.pack(self._problem, weights, device, self.where)
+            self._plans = PlanCache.of(problem, self._request, packed.layout, tuple(packed.tensors))
+        if self.problem.activations.static:
+            require_input_scales(weights, self.where)
+        self._register(module, packed)
+        if check:
+            runtime = LayerRuntime(self.plans, self._tensors(module)) if again else self._runtime(module)
+            check_layer(runtime, self.problem, weights, self.where)
+        elif not again:
+            self._runtime(module)
+
+    def __call__(self, module: nn.Module, x_TH: Tensor, topk_ids_TA: Tensor, topk_weights_TA: Tensor) -> Tensor:
+        """Return this rank's weighted sum over each token's experts, [T, H] in x's dtype.
+
+        Args:
+            module: the module that :meth:`pack` was given.
+            x_TH: bfloat16, float16 or float32.
+            topk_ids_TA: int32 or int64, ids in the whole layer; those of other ranks' experts contribute 0.
+            topk_weights_TA: float32, scaled by the router already.
+
+        Raises:
+            ArgumentError: for a wrong shape, dtype or device.
+        """
+        if torch.compiler.is_compiling():
+            tensors = self._tensors(module)
+            check_call(self.problem, tensors[0].device, x_TH, topk_ids_TA, topk_weights_TA)
+            return torch.ops.polymoe.fused_experts(x_TH, topk_ids_TA, topk_weights_TA, tensors, self.plans.key)
+        runtime = self._runtime(module)
+        check_call(self.problem, runtime.device, x_TH, topk_ids_TA, topk_weights_TA)
+        return runtime.run(x_TH, topk_ids_TA, topk_weights_TA)
+
+    def _register(self, module: nn.Module, packed: Packed) -> None:
+        self._dtypes = {_parameter(name): tensor.dtype for name, tensor in packed.tensors.items()}
+        for name, tensor in packed.tensors.items():
+            if hasattr(module, _parameter(name)):
+                delattr(module, _parameter(name))
+            # Bytes: not every collective and copy of an engine takes the 8-bit floats.
+            plain = tensor.view(torch.uint8) if tensor.dtype.is_floating_point and tensor.itemsize == 1 else tensor
+            module.register_parameter(_parameter(name), nn.Parameter(plain, requires_grad=False))
+
+    def _tensors(self, module: nn.Module) -> list[Tensor]:
+        return [module.get_parameter(name).detach().view(dtype) for name, dtype in self._dtypes.items()]
+
+    def _runtime(self, module: nn.Module) -> LayerRuntime:
+        """Return the runtime of the parameters as they are now: an engine may have moved them."""
+        parameters = module._parameters
+        addresses = tuple(parameters[name].data_ptr() for name in self._dtypes)  # type: ignore[union-attr]
+        if self._bound is None or addresses != self._addresses:
+            self._bound, self._addresses = LayerRuntime(self.plans, self._tensors(module)), addresses
+            self.plans.add(self._bound)
+        return self._bound
+
+    def _require_covered(self, found: ScaleRange | None) -> None:
+        planned = self.problem.scales
+        if found is not None and not (planned or ScaleRange()).covers(found):
+            raise PlanError(
+                f"{self.where}: new weights",
+                expected=str(planned or ScaleRange()),
+                got=str(found),
+                hint="start the engine again with these weights: the layout was chosen by the range of the scales",
+            )
+
+
+def _parameter(name: str) -> str:
+    return f"packed_{name.replace('.', '_')}"

@@ -1,0 +1,78 @@
+"""A user's settings for polymoe in a serving engine: environment variables, which reach all processes of the engine."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from polymoe.errors import ArgumentError, nearest
+
+__all__ = ["EngineSettings", "layer_index"]
+
+Mode = Literal["auto", "off", "require"]
+_MODES: Mapping[str, Mode] = {"": "auto", "1": "auto", "auto": "auto", "0": "off", "off": "off", "require": "require"}
+_RANGES = re.compile(r"(!?)(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """The variables ``POLYMOE`` and ``POLYMOE_*``, checked.
+
+    Attributes:
+        mode: "auto" runs the layers that polymoe can run, "off" none; "require" makes it an error to stand aside.
+        layers: which layers: "0-3,7", or "!0" for all others; None for all.
+        backend, activations: as in :func:`polymoe.load_experts`; "16bit" unless the user says otherwise.
+        role: token counts to plan for, or None for the engine's own role.
+    """
+
+    mode: Mode = "auto"
+    layers: str | None = None
+    backend: str = "auto"
+    activations: str = "16bit"
+    role: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.layers is not None and _RANGES.fullmatch(self.layers) is None:
+            raise ArgumentError(
+                "POLYMOE_LAYERS",
+                expected="numbers and ranges such as 0-3,7, or !0 for all others",
+                got=repr(self.layers),
+            )
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] = os.environ) -> EngineSettings:
+        """Read the variables.
+
+        Raises:
+            ArgumentError: for a value of ``POLYMOE`` or ``POLYMOE_LAYERS`` that says nothing. Names of backends,
+                activations and roles are checked where they are used.
+        """
+        mode = environ.get("POLYMOE", "").lower()
+        if mode not in _MODES:
+            raise ArgumentError("POLYMOE", got=repr(mode), hint=nearest(mode, [m for m in _MODES if m]))
+        return cls(
+            mode=_MODES[mode],
+            layers=environ.get("POLYMOE_LAYERS") or None,
+            backend=environ.get("POLYMOE_BACKEND") or "auto",
+            activations=environ.get("POLYMOE_ACTIVATIONS") or "16bit",
+            role=environ.get("POLYMOE_ROLE") or None,
+        )
+
+    def wants(self, where: str) -> bool:
+        """Whether the layer of this name is one that polymoe is to run; a name without a number always is."""
+        index = layer_index(where)
+        if self.layers is None or index is None:
+            return True
+        found = _RANGES.fullmatch(self.layers)
+        assert found is not None
+        bounds = [[int(n) for n in part.split("-")] for part in found[2].split(",")]
+        return any(b[0] <= index <= b[-1] for b in bounds) != bool(found[1])
+
+
+def layer_index(where: str) -> int | None:
+    """Return the layer's number in a module's name (3 in ``model.layers.3.mlp.experts``), or None."""
+    numbers = [int(part) for part in where.split(".") if part.isdecimal()]
+    return numbers[0] if numbers else None

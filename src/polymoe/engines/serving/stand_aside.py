@@ -1,0 +1,160 @@
+"""Whether polymoe runs a layer of a serving engine: facts of the layer in, a plan or every reason against it out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from polymoe.activation_quantization import ActivationQuantization
+from polymoe.activations import Activation
+from polymoe.engines.serving.settings import EngineSettings
+from polymoe.engines.serving.sources import StackedExperts, StackedSource, source_of
+from polymoe.errors import ArgumentError, FormatError, PolymoeError, UnsupportedProblem
+from polymoe.planning.selection import Selection
+from polymoe.problem import Problem, WeightOn
+from polymoe.runtime import DTYPES, PlanRequest
+from polymoe.tensors import ExpertsSpec
+from polymoe.verdict import Reason, Reasons, Rejected
+
+__all__ = ["LayerFacts", "LayerPlan", "judge_layer", "reason_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerFacts:
+    """What an engine says of the experts of one layer on one rank.
+
+    Attributes:
+        where: the layer's name.
+        method, sources: class name of the engine's method, and the engine's table of them.
+        tensors: what the method creates for the layer, on the meta device, by name.
+        k_first, symmetric: as in :class:`~polymoe.engines.serving.sources.StackedExperts`.
+        hidden, intermediate: H, and F on this rank, with padding.
+        experts: E of the whole layer.
+        first_expert: the first one on this rank; None if this rank's experts are not a range: the adapter maps ids to
+            places on this rank.
+        activation: the function between the projections; None if polymoe has no such function.
+        interleaved: whether the engine's activation takes rows of gate and up that alternate.
+        bias: whether the experts have biases.
+        top_k, weight_on, dtype: as in a :class:`~polymoe.problem.Problem`, the dtype as torch's.
+        tp, ep: sizes of the parallel groups.
+        batch_invariant: whether the engine promises results that do not depend on the rest of the batch.
+        refused: what the engine does in this layer that its adapter does not serve.
+    """
+
+    where: str
+    method: str
+    sources: Mapping[str, StackedSource]
+    tensors: Mapping[str, Tensor]
+    k_first: bool = False
+    symmetric: bool = False
+    hidden: int
+    intermediate: int
+    experts: int
+    first_expert: int | None
+    activation: Activation | None
+    interleaved: bool = False
+    bias: bool = False
+    top_k: int
+    weight_on: WeightOn = "output"
+    dtype: torch.dtype
+    tp: int = 1
+    ep: int = 1
+    batch_invariant: bool = False
+    refused: tuple[Reason, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerPlan:
+    """A layer that polymoe runs: the problem, how its experts are read, and the selection."""
+
+    problem: Problem
+    experts: StackedExperts
+    selection: Selection
+
+
+def judge_layer(facts: LayerFacts, request: PlanRequest, settings: EngineSettings) -> LayerPlan | Rejected:
+    """Return the plan of a layer, or every reason why the engine keeps it.
+
+    Raises:
+        ArgumentError: for an unknown backend, role or kind of activations in the user's settings.
+    """
+    quantization = ActivationQuantization.of(settings.activations)
+    reasons = Reasons(list(facts.refused))
+    reasons.need(facts.dtype in DTYPES, "dtype of x", "bfloat16, float16 or float32", facts.dtype)
+    experts = _experts(facts, reasons, static=quantization.static)
+    if reasons.found or experts is None or facts.activation is None:
+        return Rejected(tuple(reasons.found))
+    try:
+        problem = Problem(
+            spec=_spec(experts, facts),
+            activation=facts.activation,
+            top_k=facts.top_k,
+            weight_on=facts.weight_on,
+            dtype=DTYPES[facts.dtype],
+            activations=quantization,
+            tp=facts.tp,
+            ep=facts.ep,
+            batch_invariant=facts.batch_invariant,
+        )
+    except (ArgumentError, FormatError) as error:
+        return Rejected((reason_of(error),))
+    selection = request.select(problem)
+    if selection.plan is None:
+        verdicts = [(c.backend, c.verdict) for c in selection.candidates]
+        return Rejected(
+            tuple(
+                Reason(f"{backend}: {reason.what}", reason.expected, reason.got)
+                for backend, verdict in verdicts
+                if isinstance(verdict, Rejected)
+                for reason in verdict.reasons
+            )
+        )
+    return LayerPlan(problem, experts, selection)
+
+
+def reason_of(error: PolymoeError) -> Reason:
+    """Return an error as a reason."""
+    return Reason(error.where, error.expected or "something else", error.got or "it")
+
+
+def _spec(experts: StackedExperts, facts: LayerFacts) -> ExpertsSpec:
+    if facts.first_expert is None:
+        return experts.spec(experts.count)
+    return experts.spec(facts.experts, facts.first_expert)
+
+
+def _experts(facts: LayerFacts, reasons: Reasons, *, static: bool) -> StackedExperts | None:
+    """Return how the experts are read; note why they cannot be."""
+    try:
+        source = source_of(facts.sources, facts.method)
+    except UnsupportedProblem as error:
+        reasons.found.append(reason_of(error))
+        return None
+    orders = {True: "alternating", False: "all of gate, then all of up"}
+    reasons.need(
+        source.interleaved == facts.interleaved,
+        "rows of w13",
+        orders[source.interleaved],
+        orders[facts.interleaved],
+    )
+    try:
+        experts = StackedExperts(
+            where=facts.where,
+            source=source,
+            tensors=facts.tensors,
+            hidden=facts.hidden,
+            intermediate=facts.intermediate,
+            gated=facts.activation is None or facts.activation.gated,
+            bias=facts.bias,
+            k_first=facts.k_first,
+            symmetric=facts.symmetric,
+            static=static,
+        )
+        experts.encodings()
+    except FormatError as error:
+        reasons.found.append(reason_of(error))
+        return None
+    return experts

@@ -1,0 +1,91 @@
+"""Which layers polymoe runs: a plan from the facts of a layer, or every reason why not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from polymoe.activations import SwiGLU
+from polymoe.engines.serving.settings import EngineSettings
+from polymoe.engines.serving.stand_aside import LayerFacts, LayerPlan, judge_layer
+from polymoe.errors import ArgumentError
+from polymoe.machine import Machine
+from polymoe.verdict import Reason, Rejected
+from support.stacked import BUNDLED, CPU, facts_of
+
+
+def reasons_of(facts: LayerFacts, **settings: str) -> list[str]:
+    verdict = judge_layer(facts, CPU, EngineSettings(**settings))  # type: ignore[arg-type]
+    assert isinstance(verdict, Rejected)
+    return [str(reason) for reason in verdict.reasons]
+
+
+@pytest.mark.parametrize("model", BUNDLED)
+def test_every_bundled_checkpoint_is_planned(model: str) -> None:
+    plan = judge_layer(facts_of(model, tp=2), CPU, EngineSettings())
+    assert isinstance(plan, LayerPlan)
+    assert plan.problem.spec.experts == BUNDLED[model].experts
+    assert (plan.problem.tp, plan.problem.dtype, str(plan.problem.activations)) == (2, "bf16", "16bit")
+    assert plan.selection.plan is not None
+    assert plan.selection.plan.steps[0].backend == "reference"
+
+
+def test_every_reason_is_given_at_once() -> None:
+    facts = facts_of(
+        "sums-qwen3-fp8",
+        method="Int8MoEMethod",
+        dtype=torch.float64,
+        refused=(Reason("LoRA"),),
+    )
+    found = reasons_of(facts)
+    assert found[:2] == [
+        "LoRA: not supported",
+        "dtype of x: expects bfloat16, float16 or float32, got torch.float64",
+    ]
+    assert found[2].startswith("method: expects one of AutoAWQMoEMethod")
+    assert found[2].endswith("got Int8MoEMethod")
+
+
+def test_experts_that_are_no_range_are_counted_on_their_rank() -> None:
+    tensors = {n: t[:4] for n, t in facts_of("sums-kimi-k2-int4").tensors.items()}
+    plan = judge_layer(facts_of("sums-kimi-k2-int4", tensors=tensors, first_expert=None, ep=2), CPU, EngineSettings())
+    assert isinstance(plan, LayerPlan)
+    assert (plan.problem.spec.experts, plan.problem.spec.first_expert, plan.problem.spec.local_experts) == (4, 0, 4)
+
+
+def test_the_order_of_gate_and_up_must_be_the_methods() -> None:
+    assert reasons_of(facts_of("sums-gpt-oss-mxfp4", interleaved=False)) == [
+        "rows of w13: expects alternating, got all of gate, then all of up"
+    ]
+    assert reasons_of(facts_of("sums-qwen3-fp8", interleaved=True)) == [
+        "rows of w13: expects all of gate, then all of up, got alternating"
+    ]
+
+
+def test_tensors_that_do_not_fit_the_method() -> None:
+    facts = facts_of("sums-glm-4-nvfp4")
+    wrong = {**facts.tensors, "w2_weight_scale": torch.empty(8, 192, 7, dtype=torch.float8_e4m3fn, device="meta")}
+    (reason,) = reasons_of(replace(facts, tensors=wrong))
+    assert reason.startswith("model.layers.1.mlp.experts.w2_weight_scale: expects a number of groups")
+
+
+def test_a_gate_that_the_activation_does_not_take() -> None:
+    facts = facts_of("sums-nemotron-h-nvfp4", activation=SwiGLU())
+    assert reasons_of(facts)  # [E, 208, 48] is half of what a gate and an up projection would be
+
+
+def test_no_backend_gives_the_reasons_of_all() -> None:
+    """AWQ on an H100, where only Triton is asked and x is not quantized statically."""
+    h100 = replace(CPU, machine=Machine.of("h100"), backend="cuda")
+    verdict = judge_layer(facts_of("sums-mixtral-awq"), h100, EngineSettings())
+    assert isinstance(verdict, Rejected)
+    assert {r.what.partition(":")[0] for r in verdict.reasons} >= {"cuda"}
+
+
+def test_unknown_names_in_the_settings_are_errors() -> None:
+    with pytest.raises(ArgumentError, match="activations"):
+        judge_layer(facts_of("sums-qwen3-fp8"), CPU, EngineSettings(activations="int8"))
+    with pytest.raises(ArgumentError, match="backend"):
+        judge_layer(facts_of("sums-qwen3-fp8"), replace(CPU, backend="marlin"), EngineSettings())
