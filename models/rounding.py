@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from polymoe.checkpoint.config import parse_quantization
-from polymoe.checkpoint.families import Fused, family_of, text_config
+from polymoe.checkpoint.families import Fused, family_of
 from polymoe.checkpoint.layer import StoredLayer
 from polymoe.formats import format_of
 
@@ -74,7 +74,7 @@ def _to(encoding: Any) -> Round:
 def _experts(config: Mapping[str, Any], layer: int) -> dict[str, Round]:
     """How each parameter of a layer's experts module is rounded: gate and up apart, in Transformers' arrangement."""
     family = family_of(config)
-    moe = family.describe(text_config(config))
+    moe = family.moe(config)
     held = next(a for a in reversed(family.arrangements) if isinstance(a, Fused))
     encodings = StoredLayer.described(family, moe, parse_quantization(config), layer).spec().encodings
 

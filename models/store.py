@@ -91,7 +91,7 @@ def _experts(
 ) -> ExpertWeights:
     """One layer's experts in the config's encodings, with static input scales where there are largest inputs."""
     family = family_of(config)
-    moe = family.describe(text_config(config))
+    moe = family.moe(config)
     quantization = parse_quantization(config)
     stored = StoredLayer.described(family, moe, quantization, layer)
     encodings = stored.spec().encodings

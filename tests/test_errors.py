@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from polymoe import errors
-from polymoe.errors import CheckpointNotFound, FormatError, PolymoeError, nearest
+from polymoe.errors import CheckpointError, CheckpointNotFound, FormatError, PolymoeError, nearest, quoted
 
 TREE = {
     "CheckpointError": ("PolymoeError", ValueError),
@@ -31,7 +31,7 @@ def test_each_error_is_ours_and_the_built_in_a_caller_expects(name: str) -> None
 def test_no_error_is_left_out() -> None:
     """Of the tree above, of the names exported, and of the tree drawn in the module's docstring."""
     defined = {n for n, c in vars(errors).items() if isinstance(c, type) and issubclass(c, PolymoeError)}
-    assert defined == {*TREE, "PolymoeError"} == set(errors.__all__) - {"nearest"}
+    assert defined == {*TREE, "PolymoeError"} == set(errors.__all__) - {"nearest", "quoted"}
     drawn = [line.strip(" │├└─") for line in (errors.__doc__ or "").splitlines()]
     for name, (_, builtin) in TREE.items():
         assert any(line.startswith(f"{name} ({builtin.__name__})") for line in drawn)
@@ -85,3 +85,25 @@ def test_a_missing_checkpoint_is_caught_as_a_missing_file() -> None:
 )
 def test_nearest(name: str, hint: str) -> None:
     assert nearest(name, ["nvfp4", "mxfp4"]) == hint
+
+
+def test_messages_do_not_control_a_terminal() -> None:
+    """Nor do they hold what no stream can write; lines stay lines."""
+    error = CheckpointError("a\x1b[2J\ud800", expected="x\r", got="y\u202e", hint="one\ntwo")
+    assert str(error) == "a\\x1b[2J\\ud800: expected x\\r, got y\\u202e\n  hint: one\ntwo"
+    assert error.where == "a\x1b[2J\ud800"
+    assert str(CheckpointError("Modèle/モデル")) == "Modèle/モデル"
+
+
+def test_quoted_values_are_one_short_line() -> None:
+    for value in ("a" * 10**6, [[1] * 1000] * 1000, {"a": {"b": ["\x1b"] * 99}}, 10**4000, ["\n" * 99]):
+        assert len(quoted(value)) <= 80
+        assert quoted(value).isprintable()
+
+
+def test_quoted_values_are_their_repr_where_that_is_short() -> None:
+    assert [quoted(v) for v in ("a'b", None, [128, 64], {"a": 1.5})] == ['"a\'b"', "None", "[128, 64]", "{'a': 1.5}"]
+
+
+def test_the_nearest_of_a_huge_name_is_not_searched() -> None:
+    assert nearest("mxfp" * 10**6, ["mxfp4"]) == "known: mxfp4"

@@ -22,6 +22,7 @@ Each message says where the error is, what was expected, what was found, and wha
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -38,7 +39,12 @@ __all__ = [
     "UnsupportedProblem",
     "VerificationError",
     "nearest",
+    "quoted",
 ]
+
+_LONGEST = 80
+_SHORT = reprlib.Repr()  # repr of the start of lists and objects only, however long or deep they are
+_SHORT.maxstring = _SHORT.maxother = _LONGEST
 
 
 class PolymoeError(Exception):
@@ -68,7 +74,7 @@ class PolymoeError(Exception):
         facts = [f"expected {self.expected}"] if self.expected else []
         facts += [f"got {self.got}"] if self.got else []
         text = self.where + (": " + ", ".join(facts) if facts else "")
-        return text + (f"\n  hint: {self.hint}" if self.hint else "")
+        return _printable(text + (f"\n  hint: {self.hint}" if self.hint else ""))
 
 
 class CheckpointError(PolymoeError, ValueError):
@@ -107,11 +113,25 @@ class MissingDependency(PolymoeError, ImportError):
     """An optional package is needed and not installed; the hint names the extra that installs it."""
 
 
+def quoted(value: object) -> str:
+    """Return the ``repr`` of a value that comes from outside, shortened to 80 characters, for a message."""
+    text = _SHORT.repr(value)
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+
+
+def _printable(text: str) -> str:
+    """Escape what is neither printable nor a line break: what controls a terminal, and halves of surrogate pairs,
+    which no stream can write."""
+    if text.replace("\n", "").isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return a hint for an unknown name: the closest known one, if any is close, then all of them.
 
     ``nearest("mxpf4", ["mxfp4", "nvfp4"])`` is ``"did you mean 'mxfp4'? known: mxfp4, nvfp4"``.
     """
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1)
+    close = difflib.get_close_matches(name, names, n=1) if len(name) <= _LONGEST else []
     return (f"did you mean {close[0]!r}? " if close else "") + "known: " + ", ".join(names)

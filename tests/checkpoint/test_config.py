@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -313,13 +314,13 @@ def test_compressed_tensors_schemes(weights: dict[str, Any], inputs: dict[str, A
 @pytest.mark.parametrize(
     ("weights", "inputs", "message"),
     [
-        (INT4_G32 | {"num_bits": 8}, None, "got int 8 bit by group"),
+        (INT4_G32 | {"num_bits": 8}, None, "got int 8 bit by 'group'"),
         (INT4_G32, {"num_bits": 8, "type": "int"}, "with quantized inputs"),
         (INT4_G32 | {"actorder": "group"}, None, "actorder"),
-        ({"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32}, None, "got float 8 bit by group"),
+        ({"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32}, None, "got float 8 bit by 'group'"),
         (INT4_G32 | {"type": "complex"}, None, "one of int, float"),
         ({"type": "int"}, None, "num_bits: expected this key"),
-        ({"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128]}, None, "two positive"),
+        ({"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128]}, None, "two integers from 1"),
     ],
 )
 def test_compressed_tensors_schemes_that_are_not_known(weights: Any, inputs: Any, message: str) -> None:
@@ -370,7 +371,7 @@ def test_awq_keys_under_their_other_names() -> None:
         ({"quant_method": "compressed-tensors"}, "config_groups: expected groups with targets"),
         ({"quant_method": "compressed-tensors", "config_groups": {"a": 1}}, "config_groups.a: expected an object"),
         ({"quant_method": "fp8", "ignored_layers": "lm_head"}, "ignored_layers: expected a list of str"),
-        (compressed("any", INT4_G32, None, ["re:("]), "regular expressions after re:"),
+        (compressed("any", INT4_G32, None, ["re:("]), "regular expressions without backreferences"),
         ({"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": "FP8"}}, "quantized_layers.a: expected an object"),
     ],
 )
@@ -382,7 +383,7 @@ def test_descriptions_that_are_refused(section: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        (FP8_BLOCK | {"weight_block_size": [128]}, "weight_block_size: expected two positive integers"),
+        (FP8_BLOCK | {"weight_block_size": [128]}, "weight_block_size: expected two integers from 1 to 1048576"),
         (FP8_BLOCK | {"activation_scheme": "none"}, "activation_scheme: expected one of dynamic, static"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP5"}, "did you mean 'NVFP4'"),
         ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, "a known algorithm, got 'MXFP8'"),
@@ -393,11 +394,67 @@ def test_schemes_that_are_refused(section: dict[str, Any], message: str) -> None
         qwen_scheme(section)
 
 
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (FP8_BLOCK | {"weight_block_size": [128, 2**40]}, "weight_block_size: expected two integers"),
+        (FP8_BLOCK | {"weight_block_size": [True, 128]}, "weight_block_size: expected a list of int"),
+        (FP8_BLOCK | {"ignored_layers": ["a\x1b"]}, "ignored_layers: expected a name"),
+        (FP8_BLOCK | {"ignored_layers": ["a"] * 1_000_001}, "ignored_layers: expected at most 1000000 entries"),
+        (FP8_BLOCK | {"quant_method": 8}, "quant_method: expected a string"),
+        (FP8_BLOCK | {"quant_method": "fp" * 10**6}, "quant_method: expected a known method"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 2**40},
+            "group_size: expected an integer",
+        ),
+        ({"quant_method": "modelopt", "quant_algo": ["NVFP4"]}, "quant_algo: expected a string"),
+        ({"quant_method": "modelopt", "quant_algo": "N" * 10**6}, "quant_algo: expected a known algorithm"),
+        ({"quant_method": "gptq", "bits": 4.0, "group_size": 128}, "bits: expected an integer from 1 to 64"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": -2}, "group_size: expected an integer from -1 to 1048576"),
+        ({"quant_method": "gptq", "dynamic": {"-:(a": {}}}, "dynamic: expected regular expressions"),
+        ({"quant_method": "awq", "version": {}}, "version: expected a string"),
+        (
+            compressed("any", INT4_G32 | {"group_size": 2**40}, None, []),
+            "weights.group_size: expected an integer",
+        ),
+        (
+            compressed("any", INT4_G32 | {"strategy": ["group"]}, None, []),
+            "weights.strategy: expected a string",
+        ),
+        (
+            compressed("any", INT4_G32, None, ["re:" + "(a{900}|b)" * 30]),
+            "ignore: expected regular expressions of",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {str(i): {} for i in range(1001)}},
+            "config_groups: expected at most 1000 entries",
+        ),
+    ],
+)
+def test_descriptions_without_sense_or_measure(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message) as refusal:
+        qwen_scheme(section)
+    assert len(str(refusal.value)) < 500
+    assert "config.json: quantization_config." in refusal.value.where
+
+
+def test_a_map_of_many_modules_is_searched_at_once() -> None:
+    names = (f"model.layers.{i}.mlp.experts.{e}.up_proj" for i in range(100) for e in range(300))
+    layers = {name: {"quant_algo": "FP8"} for name in names}
+    section = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    quantization = parse_quantization(qwen(section))
+    start = time.perf_counter()
+    for i in range(100, 300):
+        assert quantization.scheme(f"model.layers.{i}.mlp.experts.gate_up_proj").dialect == "plain"
+    assert quantization.scheme("model.layers.99.mlp.experts.gate_up_proj").dialect == "modelopt_fp8"
+    assert time.perf_counter() - start < 0.2
+
+
 def test_an_error_says_where_it_looked() -> None:
     text = config("kimi-k2-bf16") | {"quantization_config": {"quant_method": "int3"}}
-    with pytest.raises(CheckpointError, match=r"config\.json: text_config: quantization_config\.quant_method"):
+    with pytest.raises(CheckpointError, match=r"config\.json: text_config\.quantization_config\.quant_method"):
         parse_quantization({"model_type": "kimi_k25", "text_config": text})
-    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json\.quant_method"):
+    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json: quant_method"):
         parse_quantization(config("qwen3-bf16"), {"quant_method": "int3"})
 
 
@@ -428,18 +485,18 @@ def test_an_error_says_where_it_looked() -> None:
     ],
 )
 def test_names_in_lists_of_modules(pattern: str, module: str, expected: bool) -> None:
-    assert matcher([pattern])(module) is expected
-    assert matcher(["nothing", pattern, "re:nothing"])(module) is expected
-    assert not matcher([])(module)
+    assert matcher([pattern], "a list")(module) is expected
+    assert matcher(["nothing", pattern, "re:nothing"], "a list")(module) is expected
+    assert not matcher([], "a list")(module)
 
 
 def test_compressed_tensors_names_are_whole_or_regular_expressions() -> None:
-    ignored = exact_or_regex(KIMI_IGNORE)
+    ignored = exact_or_regex(KIMI_IGNORE, "a list")
     assert ignored("lm_head")
     assert ignored("model.layers.0.mlp.gate_proj")
     assert ignored("model.layers.3.mlp.shared_experts.gate_proj")
     assert not ignored("model.layers.3.mlp.experts.0.gate_proj")
     assert not ignored("model.lm_head.weight")
     # A name's substring is no match: a typo in a list leaves the module quantized, as its tensors are.
-    assert not exact_or_regex(["re:.*shared_experts"])("model.layers.3.mlp.shared_expert.up_proj")
-    assert not exact_or_regex(["model.layers.3"])("model.layers.3.mlp")
+    assert not exact_or_regex(["re:.*shared_experts"], "a list")("model.layers.3.mlp.shared_expert.up_proj")
+    assert not exact_or_regex(["model.layers.3"], "a list")("model.layers.3.mlp")

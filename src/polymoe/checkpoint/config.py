@@ -15,10 +15,10 @@ from dataclasses import replace
 from typing import Any
 
 from polymoe.checkpoint.config_reader import ConfigReader
-from polymoe.checkpoint.families import family_of, text_config
+from polymoe.checkpoint.families import family_of, text_config, text_reader
 from polymoe.checkpoint.quant_methods import QUANT_METHODS, Context
-from polymoe.checkpoint.scheme import QuantizationConfig, Scheme, matcher
-from polymoe.errors import CheckpointError, nearest
+from polymoe.checkpoint.scheme import NamedSchemes, QuantizationConfig, Scheme
+from polymoe.errors import nearest
 from polymoe.formats import FORMATS
 
 __all__ = ["QuantizationConfig", "Scheme", "parse_quantization", "quantization_source"]
@@ -36,24 +36,21 @@ def parse_quantization(config: Mapping[str, Any], side: Mapping[str, Any] | None
     half = dtype == "float16"
     plain = Scheme("plain", FORMATS["fp16" if half else "bf16"].encoding)
     nothing = QuantizationConfig(
-        method="none", layers={}, ignored=matcher(()), targets=(), default=lambda: plain, plain=plain
+        method="none", layers=NamedSchemes({}), ignored=lambda _: False, targets=(), default=lambda: plain, plain=plain
     )
     found = _find(config, side)
     if found is None:
         return nothing
-    method = _method(found.config)
+    method = _method(found)
     parse = QUANT_METHODS.get(method)
     if parse is None:
-        raise CheckpointError(
-            f"{found.where}.quant_method",
-            expected="a known method",
-            got=repr(method),
-            hint=nearest(method, QUANT_METHODS),
+        raise found.error(
+            "quant_method", "a known method", found.config.get("quant_method"), hint=nearest(method, QUANT_METHODS)
         )
     context = Context(
         keys=found,
-        text=text,
-        side=side or {},
+        text=text_reader(config),
+        side=ConfigReader(side or {}, "hf_quant_config.json"),
         family=family,
         scale_dtype="float16" if half else "bfloat16",
         nothing=replace(nothing, method=method),
@@ -64,27 +61,25 @@ def parse_quantization(config: Mapping[str, Any], side: Mapping[str, Any] | None
 def quantization_source(config: Mapping[str, Any], side: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the description itself with its ``quant_method``; empty if the checkpoint has none."""
     found = _find(config, side)
-    return {} if found is None else {**found.config, "quant_method": _method(found.config)}
+    return {} if found is None else {**found.config, "quant_method": _method(found)}
 
 
 def _find(config: Mapping[str, Any], side: Mapping[str, Any] | None) -> ConfigReader | None:
     """Find the description and remember where it was found."""
-    text = text_config(config)
-    parts = {"config.json": config} if text is config else {"config.json": config, "config.json: text_config": text}
+    parts = (ConfigReader(config), text_reader(config))
     for key in ("quantization_config", "compression_config"):
-        for where, part in parts.items():
-            if described := ConfigReader(part, where).mapping(key):
-                return ConfigReader(described, f"{where}: {key}")
+        for part in parts:
+            if (described := part.part(key)).config:
+                return described
     return ConfigReader(side, "hf_quant_config.json") if side else None
 
 
-def _method(found: Mapping[str, Any]) -> str:
+def _method(found: ConfigReader) -> str:
     """Return ``quant_method``, or infer it from other keys."""
-    method = found.get("quant_method")
-    if method is None:
-        if "config_groups" in found and "quant_algo" not in found:
+    method = found.text("quant_method").lower()
+    if not method:
+        if "config_groups" in found.config and "quant_algo" not in found.config:
             return "compressed-tensors"
-        if "quantization" in found or "quant_algo" in found:
+        if "quantization" in found.config or "quant_algo" in found.config:
             return "modelopt"
-    method = str(method).lower()
     return "modelopt" if method.startswith("modelopt") else method

@@ -10,11 +10,22 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from polymoe.checkpoint import moe_config as describe
+from polymoe.checkpoint.config_reader import ConfigReader
 from polymoe.checkpoint.moe_config import MoeConfig
-from polymoe.errors import CheckpointError, nearest
+from polymoe.errors import nearest
 from polymoe.formats.encoding import ScaleDtype
 
-__all__ = ["FAMILIES", "Arrangement", "Fused", "ModelFamily", "MoeConfig", "PerExpert", "family_of", "text_config"]
+__all__ = [
+    "FAMILIES",
+    "Arrangement",
+    "Fused",
+    "ModelFamily",
+    "MoeConfig",
+    "PerExpert",
+    "family_of",
+    "text_config",
+    "text_reader",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +74,7 @@ class ModelFamily:
         model_types: every ``model_type`` of this family, for whole models and for their text parts.
         containers: possible full names of a layer's experts module, with ``{layer}``; the first is the usual one.
         arrangements: possible arrangements, tried in order on the existing tensors.
-        describe: reads the text part of a config.
+        describe: reads the text part of a config; :meth:`moe` finds that part.
         uneven_tp: whether tensor parallelism gives each rank whole groups of columns, and the last rank fewer.
         fp8_dialect: the dialect of ``quant_method: fp8`` with block scales.
         fp8_scale: the dtype of those scales, which configs do not contain.
@@ -73,17 +84,34 @@ class ModelFamily:
     model_types: tuple[str, ...]
     containers: tuple[str, ...]
     arrangements: tuple[Arrangement, ...]
-    describe: Callable[[Mapping[str, Any]], MoeConfig]
+    describe: Callable[[ConfigReader], MoeConfig]
     uneven_tp: bool = False
     fp8_dialect: str = "deepseek"
     fp8_scale: ScaleDtype = "float32"
 
+    def moe(self, config: Mapping[str, Any]) -> MoeConfig:
+        """Describe the routed experts of a model from its whole config.
+
+        Raises:
+            CheckpointError: if a key is missing or has a value of a wrong type or outside its range.
+        """
+        return self.describe(text_reader(config))
+
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the part of a config that describes the text model: ``text_config`` of multimodal models, else all of
-    it."""
-    text = config.get("text_config")
-    return text if isinstance(text, Mapping) else config
+    it.
+
+    Raises:
+        CheckpointError: if ``text_config`` is not an object.
+    """
+    return config if config.get("text_config") is None else ConfigReader(config).mapping("text_config")
+
+
+def text_reader(config: Mapping[str, Any]) -> ConfigReader:
+    """Return a reader of :func:`text_config`, whose errors say where in the file it is."""
+    text = text_config(config)
+    return ConfigReader(text) if text is config else ConfigReader(text, "config.json: text_config")
 
 
 def family_of(config: Mapping[str, Any]) -> ModelFamily:
@@ -92,12 +120,12 @@ def family_of(config: Mapping[str, Any]) -> ModelFamily:
     Raises:
         CheckpointError: for an unknown ``model_type``; the hint names the nearest one.
     """
-    names = [str(c.get("model_type")) for c in (config, text_config(config))]
+    names = [ConfigReader(c).text("model_type") for c in (config, text_config(config))]
     for name in names:
         if name in FAMILIES:
             return FAMILIES[name]
-    raise CheckpointError(
-        "config.json: model_type", expected="a known family", got=repr(names[0]), hint=nearest(names[0], FAMILIES)
+    raise ConfigReader(config).error(
+        "model_type", "a known family", config.get("model_type"), hint=nearest(names[0], FAMILIES)
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from polymoe.activation_quantization import UNQUANTIZED, ActivationQuantization
 from polymoe.checkpoint.config import QuantizationConfig, parse_quantization
 from polymoe.checkpoint.dense_tensors import DenseTensors
-from polymoe.checkpoint.families import ModelFamily, MoeConfig, family_of, text_config
+from polymoe.checkpoint.families import ModelFamily, MoeConfig, family_of
 from polymoe.checkpoint.files import CheckpointFiles
 from polymoe.checkpoint.layer import StoredLayer
 from polymoe.checkpoint.shard import Parallel, Shard, shard_expert, shard_spec, widths
@@ -47,7 +47,7 @@ class Checkpoint:
     def __init__(self, name: str, files: CheckpointFiles) -> None:
         self.name, self.files = name, files
         self.family: ModelFamily = family_of(files.config)
-        self.moe: MoeConfig = self.family.describe(text_config(files.config))
+        self.moe: MoeConfig = self.family.moe(files.config)
         self.quantization: QuantizationConfig = parse_quantization(files.config, files.side)
         self._found: dict[int, StoredLayer] = {}
         self._said: set[str] = set()

@@ -5,12 +5,10 @@ Defaults of missing keys are those of Transformers' configuration classes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from polymoe.activations import Activation
-from polymoe.checkpoint.config_reader import ConfigReader
+from polymoe.checkpoint.config_reader import MOST_EXPERTS, MOST_LAYERS, ConfigReader
 from polymoe.errors import ArgumentError, CheckpointError, CheckpointNotFound
 from polymoe.problem import WeightOn
 from polymoe.routing import (
@@ -115,15 +113,14 @@ def ranges(layers: tuple[int, ...]) -> str:
     return ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts) or "none"
 
 
-def gpt_oss(config: Mapping[str, Any]) -> MoeConfig:
+def gpt_oss(keys: ConfigReader) -> MoeConfig:
     """gpt-oss: softmax over the chosen experts; every layer has experts, and every projection a bias."""
-    keys = ConfigReader(config)
-    top_k, layers = keys.integer("num_experts_per_tok", "experts_per_token"), keys.layers()
+    top_k, layers = keys.top_k("num_experts_per_tok", "experts_per_token"), keys.layers()
     alpha, limit = keys.number("swiglu_alpha", 1.702), keys.number("swiglu_limit", 7.0)
     return MoeConfig(
-        hidden=keys.integer("hidden_size"),
-        intermediate=keys.integer("intermediate_size"),
-        experts=keys.integer("num_local_experts", "num_experts"),
+        hidden=keys.width("hidden_size"),
+        intermediate=keys.width("intermediate_size"),
+        experts=keys.experts("num_local_experts", "num_experts"),
         top_k=top_k,
         bias=True,
         activation=keys.activation(alpha=alpha, beta=1.0, limit=limit),
@@ -133,24 +130,25 @@ def gpt_oss(config: Mapping[str, Any]) -> MoeConfig:
     )
 
 
-def _sigmoid(config: Mapping[str, Any], *, scaling: float, groups: tuple[int, int], dense: int) -> MoeConfig:
+def _sigmoid(keys: ConfigReader, *, scaling: float, groups: tuple[int, int], dense: int) -> MoeConfig:
     """Sigmoid scores with a correction bias, after some dense layers. The arguments are defaults of missing keys."""
-    keys = ConfigReader(config)
     keys.word("scoring_func", "sigmoid", default="sigmoid")
     keys.word("topk_method", "noaux_tc", default="noaux_tc")
     num_layers = keys.layers()
-    kinds = keys.items("mlp_layer_types", str)
+    kinds = keys.items("mlp_layer_types", str, most=MOST_LAYERS)
     if kinds is not None:
-        layers = tuple(i for i, kind in enumerate(kinds) if kind == "sparse")
+        if len(kinds) < num_layers or not set(kinds) <= {"dense", "sparse"}:
+            raise keys.error("mlp_layer_types", f"dense or sparse for each of {num_layers} layers", list(kinds))
+        layers = tuple(i for i, kind in enumerate(kinds[:num_layers]) if kind == "sparse")
     else:
-        first = keys.integer("first_k_dense_replace", default=dense, least=0)
-        step = keys.integer("moe_layer_freq", default=1)
+        first = keys.integer("first_k_dense_replace", default=dense, least=0, most=MOST_LAYERS)
+        step = keys.integer("moe_layer_freq", default=1, most=MOST_LAYERS)
         layers = tuple(i for i in range(first, num_layers) if i % step == 0)
     router = _sigmoid_router(keys, scaling, groups)
     return MoeConfig(
-        hidden=keys.integer("hidden_size"),
-        intermediate=keys.integer("moe_intermediate_size"),
-        experts=keys.integer("n_routed_experts", "num_local_experts"),
+        hidden=keys.width("hidden_size"),
+        intermediate=keys.width("moe_intermediate_size"),
+        experts=keys.experts("n_routed_experts", "num_local_experts"),
         top_k=router.top_k,
         activation=keys.activation(),
         layers=layers,
@@ -160,14 +158,15 @@ def _sigmoid(config: Mapping[str, Any], *, scaling: float, groups: tuple[int, in
 
 
 def _sigmoid_router(keys: ConfigReader, scaling: float, groups: tuple[int, int]) -> SigmoidTopK:
-    experts = keys.integer("n_routed_experts", "num_local_experts")
-    n_group, topk_group = keys.integer("n_group", default=groups[0]), keys.integer("topk_group", default=groups[1])
+    experts = keys.experts("n_routed_experts", "num_local_experts")
+    n_group = keys.integer("n_group", default=groups[0], most=MOST_EXPERTS)
+    topk_group = keys.integer("topk_group", default=groups[1], most=MOST_EXPERTS)
     if topk_group > n_group:
         raise keys.error("topk_group", f"at most n_group={n_group}", topk_group)
     if topk_group < n_group and experts % n_group:
         raise keys.error("n_group", f"a divisor of the {experts} experts", n_group)
     return SigmoidTopK(
-        keys.integer("num_experts_per_tok"),
+        keys.top_k("num_experts_per_tok"),
         renormalize=keys.flag("norm_topk_prob", True),
         scaling=keys.number("routed_scaling_factor", scaling),
         n_group=n_group,
@@ -175,25 +174,25 @@ def _sigmoid_router(keys: ConfigReader, scaling: float, groups: tuple[int, int])
     )
 
 
-def deepseek_v3(config: Mapping[str, Any]) -> MoeConfig:
+def deepseek_v3(keys: ConfigReader) -> MoeConfig:
     """DeepSeek V3, V3.1, R1 and V3.2, Kimi K2: groups of experts, after a few dense layers."""
-    return _sigmoid(config, scaling=2.5, groups=(8, 4), dense=3)
+    return _sigmoid(keys, scaling=2.5, groups=(8, 4), dense=3)
 
 
-def glm(config: Mapping[str, Any]) -> MoeConfig:
+def glm(keys: ConfigReader) -> MoeConfig:
     """GLM-4.5 to 4.7: as DeepSeek V3, usually with one group."""
-    return _sigmoid(config, scaling=1.0, groups=(1, 1), dense=1)
+    return _sigmoid(keys, scaling=1.0, groups=(1, 1), dense=1)
 
 
-def deepseek_v4(config: Mapping[str, Any], *, hashed: int = 3) -> MoeConfig:
+def deepseek_v4(keys: ConfigReader, *, hashed: int = 3) -> MoeConfig:
     """DeepSeek V4: square root of softplus; the first layers choose experts by token id. ``n_group`` may be left over
     from V3's template; V4 has no groups."""
-    keys = ConfigReader(config)
     keys.word("scoring_func", "sqrtsoftplus", default="sqrtsoftplus")
     num_layers = keys.layers()
-    hashed = keys.integer("num_hash_layers", default=hashed, least=0)
-    kinds = keys.items("mlp_layer_types", str) or tuple("hash_moe" if i < hashed else "moe" for i in range(num_layers))
-    top_k, renormalize = keys.integer("num_experts_per_tok"), keys.flag("norm_topk_prob", True)
+    hashed = keys.integer("num_hash_layers", default=hashed, least=0, most=MOST_LAYERS)
+    kinds = keys.items("mlp_layer_types", str, most=MOST_LAYERS)
+    kinds = kinds or tuple("hash_moe" if i < hashed else "moe" for i in range(num_layers))
+    top_k, renormalize = keys.top_k("num_experts_per_tok"), keys.flag("norm_topk_prob", True)
     scaling = keys.number("routed_scaling_factor", 1.5)
     routers = {
         "hash_moe": HashTopK(top_k, renormalize=renormalize, scaling=scaling),
@@ -202,9 +201,9 @@ def deepseek_v4(config: Mapping[str, Any], *, hashed: int = 3) -> MoeConfig:
     if len(kinds) != num_layers or not set(kinds) <= set(routers):
         raise keys.error("mlp_layer_types", f"{num_layers} of hash_moe and moe", list(kinds))
     return MoeConfig(
-        hidden=keys.integer("hidden_size"),
-        intermediate=keys.integer("moe_intermediate_size"),
-        experts=keys.integer("n_routed_experts", "num_local_experts"),
+        hidden=keys.width("hidden_size"),
+        intermediate=keys.width("moe_intermediate_size"),
+        experts=keys.experts("n_routed_experts", "num_local_experts"),
         top_k=top_k,
         activation=keys.activation(limit=keys.number("swiglu_limit", 10.0)),
         layers=tuple(range(num_layers)),
@@ -213,25 +212,24 @@ def deepseek_v4(config: Mapping[str, Any], *, hashed: int = 3) -> MoeConfig:
     )
 
 
-def deepseek_v41(config: Mapping[str, Any]) -> MoeConfig:
+def deepseek_v41(keys: ConfigReader) -> MoeConfig:
     """DeepSeek V4.1: like V4, but no layer chooses experts by token id."""
-    return deepseek_v4(config, hashed=0)
+    return deepseek_v4(keys, hashed=0)
 
 
-def nemotron_h(config: Mapping[str, Any]) -> MoeConfig:
+def nemotron_h(keys: ConfigReader) -> MoeConfig:
     """Nemotron-H and -3: no gate projection, other kinds of layers in between, a latent width if there is one."""
-    keys = ConfigReader(config)
-    kinds = keys.items("layers_block_type", str) or keys.items("layer_types", str)
-    if kinds is None:
-        kinds = tuple("moe" if c == "E" else c for c in str(config.get("hybrid_override_pattern") or ""))
-    if not kinds:
-        raise keys.error("layers_block_type or hybrid_override_pattern", "the kind of each layer", None)
+    kinds = keys.items("layers_block_type", str, most=MOST_LAYERS) or keys.items("layer_types", str, most=MOST_LAYERS)
+    kinds = kinds or tuple("moe" if c == "E" else c for c in keys.text("hybrid_override_pattern"))
+    if not 0 < len(kinds) <= MOST_LAYERS:
+        expected = f"the kind of each layer, of at most {MOST_LAYERS}"
+        raise keys.error("layers_block_type or hybrid_override_pattern", expected, list(kinds) or None)
     layers = tuple(i for i, kind in enumerate(kinds) if kind == "moe")
     router = _sigmoid_router(keys, scaling=1.0, groups=(1, 1))
     return MoeConfig(
-        hidden=keys.integer("moe_latent_size", "hidden_size"),
-        intermediate=keys.integer("moe_intermediate_size"),
-        experts=keys.integer("n_routed_experts", "num_local_experts"),
+        hidden=keys.width("moe_latent_size", "hidden_size"),
+        intermediate=keys.width("moe_intermediate_size"),
+        experts=keys.experts("n_routed_experts", "num_local_experts"),
         top_k=router.top_k,
         bias=keys.flag("mlp_bias", False),
         activation=keys.activation("mlp_hidden_act", gated=False, default="relu2"),
@@ -241,17 +239,16 @@ def nemotron_h(config: Mapping[str, Any]) -> MoeConfig:
     )
 
 
-def qwen(config: Mapping[str, Any], *, renormalize: bool = True) -> MoeConfig:
+def qwen(keys: ConfigReader, *, renormalize: bool = True) -> MoeConfig:
     """Qwen3-Next, Qwen3-VL, Qwen3.5: softmax over all experts; ``renormalize`` is the default of the missing key."""
-    keys = ConfigReader(config)
-    num_layers, step = keys.layers(), keys.integer("decoder_sparse_step", default=1)
-    dense = keys.items("mlp_only_layers", int) or ()
+    num_layers, step = keys.layers(), keys.integer("decoder_sparse_step", default=1, most=MOST_LAYERS)
+    dense = frozenset(keys.items("mlp_only_layers", int, most=MOST_LAYERS) or ())
     layers = tuple(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0)
-    router = SoftmaxTopK(keys.integer("num_experts_per_tok"), keys.flag("norm_topk_prob", renormalize))
+    router = SoftmaxTopK(keys.top_k("num_experts_per_tok"), keys.flag("norm_topk_prob", renormalize))
     return MoeConfig(
-        hidden=keys.integer("hidden_size"),
-        intermediate=keys.integer("moe_intermediate_size"),
-        experts=keys.integer("num_experts", "num_local_experts"),
+        hidden=keys.width("hidden_size"),
+        intermediate=keys.width("moe_intermediate_size"),
+        experts=keys.experts("num_experts", "num_local_experts"),
         top_k=router.top_k,
         activation=keys.activation(),
         layers=layers,
@@ -260,19 +257,18 @@ def qwen(config: Mapping[str, Any], *, renormalize: bool = True) -> MoeConfig:
     )
 
 
-def qwen3(config: Mapping[str, Any]) -> MoeConfig:
+def qwen3(keys: ConfigReader) -> MoeConfig:
     """Qwen3-MoE, which renormalizes only if the config says so."""
-    return qwen(config, renormalize=False)
+    return qwen(keys, renormalize=False)
 
 
-def mixtral(config: Mapping[str, Any]) -> MoeConfig:
+def mixtral(keys: ConfigReader) -> MoeConfig:
     """Mixtral: every layer has experts."""
-    keys = ConfigReader(config)
-    num_layers, top_k = keys.layers(), keys.integer("num_experts_per_tok", default=2)
+    num_layers, top_k = keys.layers(), keys.top_k("num_experts_per_tok", default=2)
     return MoeConfig(
-        hidden=keys.integer("hidden_size"),
-        intermediate=keys.integer("intermediate_size"),
-        experts=keys.integer("num_local_experts", "num_experts"),
+        hidden=keys.width("hidden_size"),
+        intermediate=keys.width("intermediate_size"),
+        experts=keys.experts("num_local_experts", "num_experts"),
         top_k=top_k,
         activation=keys.activation(),
         layers=tuple(range(num_layers)),
@@ -281,19 +277,18 @@ def mixtral(config: Mapping[str, Any]) -> MoeConfig:
     )
 
 
-def llama4(config: Mapping[str, Any]) -> MoeConfig:
+def llama4(keys: ConfigReader) -> MoeConfig:
     """Llama-4: weights multiply the input; layers with experts at regular steps or as listed."""
-    keys = ConfigReader(config)
-    num_layers, step = keys.layers(), keys.integer("interleave_moe_layer_step", default=1)
-    listed = keys.items("moe_layers", int)
-    layers = tuple(range(step - 1, num_layers, step)) if listed is None else tuple(sorted(listed))
-    if not set(layers) <= set(range(num_layers)):
+    num_layers, step = keys.layers(), keys.integer("interleave_moe_layer_step", default=1, most=MOST_LAYERS)
+    listed = keys.items("moe_layers", int, most=MOST_LAYERS)
+    layers = tuple(range(step - 1, num_layers, step)) if listed is None else tuple(sorted(set(listed)))
+    if layers and not 0 <= layers[0] <= layers[-1] < num_layers:
         raise keys.error("moe_layers", f"layers from 0 to {num_layers - 1}", list(layers))
-    top_k = keys.integer("num_experts_per_tok", default=1)
+    top_k = keys.top_k("num_experts_per_tok", default=1)
     return MoeConfig(
-        hidden=keys.integer("hidden_size"),
-        intermediate=keys.integer("intermediate_size"),
-        experts=keys.integer("num_local_experts"),
+        hidden=keys.width("hidden_size"),
+        intermediate=keys.width("intermediate_size"),
+        experts=keys.experts("num_local_experts"),
         top_k=top_k,
         activation=keys.activation(),
         layers=layers,

@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from polymoe.activation_quantization import FP8_GROUP128, FP8_STATIC, FP8_TOKEN, UNQUANTIZED, ActivationQuantization
-from polymoe.checkpoint.config_reader import ConfigReader
+from polymoe.checkpoint.config_reader import MOST_WIDTH, ConfigReader
 from polymoe.checkpoint.families import ModelFamily
-from polymoe.checkpoint.scheme import QuantizationConfig, Scheme, exact_or_regex, matcher, without_root
-from polymoe.errors import CheckpointError, nearest
+from polymoe.checkpoint.patterns import compile_regexes
+from polymoe.checkpoint.scheme import NamedSchemes, QuantizationConfig, Scheme, exact_or_regex, matcher
+from polymoe.errors import CheckpointError, nearest, quoted
 from polymoe.formats import FORMATS, Encoding, PerChannel, PerGroup, PerTensor
 from polymoe.formats.encoding import Granularity, ScaleDtype
 
 __all__ = ["QUANT_METHODS", "Context"]
+
+Target = tuple[Callable[[str], bool], Callable[[], Scheme]]
+"""Which modules have a scheme, and the function that makes it."""
+
+MOST_GROUPS = 1_000
+"""``config_groups`` of one checkpoint: at most a handful in use."""
 
 NVFP4, MXFP4 = FORMATS["nvfp4"].encoding, FORMATS["mxfp4"].encoding
 
@@ -25,8 +31,8 @@ class Context:
     """The inputs of a parser: the description, and the config around it."""
 
     keys: ConfigReader
-    text: Mapping[str, Any]
-    side: Mapping[str, Any]
+    text: ConfigReader
+    side: ConfigReader
     family: ModelFamily
     scale_dtype: ScaleDtype  # scales stored in the model's own dtype
     nothing: QuantizationConfig
@@ -35,7 +41,8 @@ class Context:
 def _skipped(keys: ConfigReader) -> Callable[[str], bool]:
     """Return a matcher for the modules that a config lists as not quantized, under any of the list's names."""
     names = ("modules_to_not_convert", "ignored_layers", "exclude_modules", "ignore")
-    return matcher(item for name in names for item in keys.items(name, str) or ())
+    lists = [matcher(items, keys.place(name)) for name in names if (items := keys.items(name, str))]
+    return lambda module: any(matches(module) for matches in lists)
 
 
 def _mxfp4(context: Context) -> QuantizationConfig:
@@ -53,17 +60,17 @@ def _fp8(context: Context) -> QuantizationConfig:
     )
     experts: Callable[[], Scheme] | None = None
     if family.fp8_dialect == "deepseek_v4":
-        expert_dtype = keys.config.get("expert_dtype") or context.text.get("expert_dtype") or "fp4"
+        expert_dtype = keys.text("expert_dtype") or context.text.text("expert_dtype") or "fp4"
         if expert_dtype == "fp4":
             activations = quantization.default().activations
             experts = partial(Scheme, "deepseek_v4", MXFP4, activations)
         elif expert_dtype != "fp8":
             raise keys.error("expert_dtype", "fp4 or fp8", expert_dtype)
-    repacked = keys.config.get("moe_quant_algo") or context.text.get("moe_quant_algo")
+    repacked = keys.text("moe_quant_algo") or context.text.text("moe_quant_algo")
     layers = _modelopt_layers(keys, context)
     if repacked and not layers:
         experts = partial(_modelopt_scheme, ConfigReader({**keys.config, "quant_algo": repacked}, keys.where))
-    targets = ((matcher(["experts"]), experts),) if experts else ()
+    targets = ((matcher(["experts"], keys.where), experts),) if experts else ()
     return replace(quantization, layers=layers, targets=targets)
 
 
@@ -79,43 +86,41 @@ def _fp8_scheme(keys: ConfigReader, dialect: str, scale_dtype: ScaleDtype) -> Sc
 def _compressed_tensors(context: Context) -> QuantizationConfig:
     """``config_groups`` whose targets are module names, ``re:`` patterns or class names, in this order of
     precedence."""
-    keys = context.keys
-    named: list[tuple[Callable[[str], bool], Callable[[], Scheme]]] = []
-    by_pattern, by_class = list(named), list(named)
-    for name, group in keys.mapping("config_groups").items():
-        if not isinstance(group, Mapping):
-            raise keys.error(f"config_groups.{name}", "an object", group)
-        group_keys = ConfigReader(group, f"{keys.where}.config_groups.{name}")
-        make = partial(_compressed_scheme, group_keys, context.scale_dtype)
-        for target in group_keys.items("targets", str) or ():
-            if target.startswith("re:"):
-                by_pattern.append((exact_or_regex([target]), make))
-            elif target in ("Linear", "FusedMoE"):
-                by_class.append((lambda _: True, make))
-            else:
-                named.append((exact_or_regex([target]), make))
-    if not named + by_pattern + by_class:
+    keys, where = context.keys, context.keys.place("config_groups")
+    by_name: list[Target] = []
+    by_class: list[Target] = []
+    patterns: list[tuple[str, Callable[[], Scheme]]] = []
+    for group in keys.part("config_groups", most=MOST_GROUPS).parts():
+        make = partial(_compressed_scheme, group, context.scale_dtype)
+        targets = group.items("targets", str) or ()
+        patterns += [(target[3:], make) for target in targets if target.startswith("re:")]
+        if names := [target for target in targets if not target.startswith("re:")]:
+            by_name.append((exact_or_regex(names, where), make))
+        if "Linear" in targets or "FusedMoE" in targets:
+            by_class.append((lambda _: True, make))
+    regexes = compile_regexes([pattern for pattern, _ in patterns], where)
+    by_pattern = list(zip(regexes, [make for _, make in patterns], strict=True))
+    if not by_name + by_pattern + by_class:
         raise keys.error("config_groups", "groups with targets", keys.config.get("config_groups"))
-    ignored = exact_or_regex(keys.items("ignore", str) or ())
-    return replace(context.nothing, ignored=ignored, targets=(*named, *by_pattern, *by_class))
+    ignored = exact_or_regex(keys.items("ignore", str) or (), keys.place("ignore"))
+    return replace(context.nothing, ignored=ignored, targets=(*by_name, *by_pattern, *by_class))
 
 
 def _compressed_scheme(group: ConfigReader, scale_dtype: ScaleDtype) -> Scheme:
-    weights, inputs = group.mapping("weights"), group.mapping("input_activations")
-    keys = ConfigReader(weights, f"{group.where}.weights")
-    bits, kind = keys.integer("num_bits"), keys.word("type", "int", "float", default="int")
-    strategy, size = weights.get("strategy"), weights.get("group_size")
+    keys, inputs = group.part("weights"), group.part("input_activations")
+    bits, kind = keys.integer("num_bits", most=64), keys.word("type", "int", "float", default="int")
+    strategy, size = keys.text("strategy"), keys.config.get("group_size")
     symmetric = keys.flag("symmetric", True)
-    if weights.get("actorder") in ("group", True):
-        raise keys.error("actorder", "columns in natural order: null or weight", weights["actorder"])
-    if (kind, bits) == ("int", 4) and not inputs and strategy in ("group", "channel", None):
-        grouped = PerGroup(1, keys.integer("group_size")) if size not in (None, -1) else PerChannel()
+    if keys.config.get("actorder") in ("group", True):
+        raise keys.error("actorder", "columns in natural order: null or weight", keys.config["actorder"])
+    if (kind, bits) == ("int", 4) and not inputs.config and strategy in ("group", "channel", ""):
+        grouped = PerGroup(1, keys.width("group_size")) if size not in (None, -1) else PerChannel()
         encoding = Encoding(element="int4", granularity=grouped, scale_dtype=scale_dtype, zero_points=not symmetric)
         return Scheme("ct_int4", encoding)
     if (kind, bits, strategy) == ("float", 4, "tensor_group"):
-        return Scheme("ct_nvfp4", replace(NVFP4, granularity=PerGroup(1, keys.integer("group_size", default=16))))
+        return Scheme("ct_nvfp4", replace(NVFP4, granularity=PerGroup(1, keys.width("group_size", default=16))))
     if (kind, bits, strategy) == ("float", 4, "group"):
-        return Scheme("ct_mxfp4", replace(MXFP4, granularity=PerGroup(1, keys.integer("group_size", default=32))))
+        return Scheme("ct_mxfp4", replace(MXFP4, granularity=PerGroup(1, keys.width("group_size", default=32))))
     if (kind, bits) == ("float", 8) and strategy in ("tensor", "channel", "block"):
         granularities: dict[str, Granularity] = {
             "tensor": PerTensor(),
@@ -125,25 +130,26 @@ def _compressed_scheme(group: ConfigReader, scale_dtype: ScaleDtype) -> Scheme:
         encoding = Encoding(element="e4m3", granularity=granularities[strategy], scale_dtype=scale_dtype)
         return Scheme("ct_float", encoding, _compressed_activations(inputs))
     raise CheckpointError(
-        f"{group.where}.weights",
+        keys.where,
         expected="int 4 bit by group or channel without quantized inputs, float 4 bit by group or tensor_group, "
         "or float 8 bit by tensor, channel or block",
-        got=f"{kind} {bits} bit by {strategy}" + (" with quantized inputs" if inputs else ""),
+        got=f"{kind} {bits} bit by {quoted(strategy)}" + (" with quantized inputs" if inputs.config else ""),
     )
 
 
-def _compressed_activations(inputs: Mapping[str, Any]) -> ActivationQuantization:
-    if not inputs:
+def _compressed_activations(inputs: ConfigReader) -> ActivationQuantization:
+    if not inputs.config:
         return UNQUANTIZED
-    if not inputs.get("dynamic"):
+    if not inputs.config.get("dynamic"):
         return FP8_STATIC
-    return FP8_GROUP128 if inputs.get("strategy") == "group" and inputs.get("group_size") == 128 else FP8_TOKEN
+    grouped = inputs.text("strategy") == "group" and inputs.width("group_size") == 128
+    return FP8_GROUP128 if grouped else FP8_TOKEN
 
 
 def _modelopt(context: Context) -> QuantizationConfig:
     """ModelOpt in both syntaxes: in ``config.json``, or under ``quantization`` as in ``hf_quant_config.json``."""
-    nested = context.keys.mapping("quantization")
-    keys = ConfigReader(nested, f"{context.keys.where}.quantization") if nested else context.keys
+    nested = context.keys.part("quantization")
+    keys = nested if nested.config else context.keys
     layers = _modelopt_layers(keys, context)
     skipped = _skipped(keys)
     if _algorithm(keys) == "MIXED_PRECISION":
@@ -153,29 +159,22 @@ def _modelopt(context: Context) -> QuantizationConfig:
     return replace(context.nothing, layers=layers, ignored=skipped, default=partial(_modelopt_scheme, keys))
 
 
-def _modelopt_layers(keys: ConfigReader, context: Context) -> dict[str, Callable[[], Scheme]]:
+def _modelopt_layers(keys: ConfigReader, context: Context) -> NamedSchemes:
     """Return schemes by module name, from the side file if the config has none."""
-    layers = keys.mapping("quantized_layers")
-    if not layers:
-        layers = ConfigReader(ConfigReader(context.side, "hf_quant_config.json").mapping("quantization")).mapping(
-            "quantized_layers"
-        )
-    for name, layer in layers.items():
-        if not isinstance(layer, Mapping):
-            raise keys.error(f"quantized_layers.{name}", "an object", layer)
-    return {
-        without_root(name): partial(_modelopt_scheme, ConfigReader(layer, f"{keys.where}.quantized_layers.{name}"))
-        for name, layer in layers.items()
-    }
+    layers = keys.part("quantized_layers")
+    if not layers.config:
+        layers = context.side.part("quantization").part("quantized_layers")
+    parts = zip(layers.config, layers.parts(), strict=True)
+    return NamedSchemes({name: partial(_modelopt_scheme, part) for name, part in parts})
 
 
 def _algorithm(keys: ConfigReader) -> str:
-    return str(keys.config.get("quant_algo")).upper()
+    return keys.text("quant_algo").upper()
 
 
 def _modelopt_scheme(keys: ConfigReader) -> Scheme:
     algorithm = _algorithm(keys)
-    group = PerGroup(1, keys.integer("group_size", default=16))
+    group = PerGroup(1, keys.width("group_size", default=16))
     schemes = {
         "FP8": Scheme("modelopt_fp8", FORMATS["fp8_tensor"].encoding, FP8_STATIC),
         "FP8_PER_CHANNEL_PER_TOKEN": Scheme("ct_float", FORMATS["fp8_channel"].encoding, FP8_TOKEN),
@@ -186,40 +185,35 @@ def _modelopt_scheme(keys: ConfigReader) -> Scheme:
     scheme = schemes.get(aliases.get(algorithm, algorithm))
     if scheme is None:
         known = nearest(algorithm, [*schemes, *aliases, "MIXED_PRECISION"])
-        raise CheckpointError(f"{keys.where}.quant_algo", expected="a known algorithm", got=repr(algorithm), hint=known)
+        raise keys.error("quant_algo", "a known algorithm", algorithm, hint=known)
     return scheme
 
 
 def _gptq(context: Context) -> QuantizationConfig:
     """GPTQ; in ``dynamic``, ``-:regex`` excludes modules and ``+:regex`` overrides keys for them."""
-    keys = context.keys
+    keys, where = context.keys, context.keys.place("dynamic")
     rules = keys.mapping("dynamic")
-    left_out = exact_or_regex([f"re:{rule[2:]}" for rule in rules if rule.startswith("-:")])
-    others = tuple(
-        (
-            exact_or_regex([f"re:{rule.removeprefix('+:')}"]),
-            partial(_gptq_scheme, ConfigReader({**keys.config, **changed}, keys.where), context.scale_dtype),
-        )
-        for rule, changed in rules.items()
-        if not rule.startswith("-:") and isinstance(changed, Mapping)
-    )
+    regexes = compile_regexes([rule.removeprefix("-:").removeprefix("+:") for rule in rules], where)
+    left_out, others = [], []
+    for (rule, changed), matches in zip(rules.items(), regexes, strict=True):
+        if rule.startswith("-:"):
+            left_out.append(matches)
+        elif isinstance(changed, Mapping):
+            changed_keys = ConfigReader({**keys.config, **changed}, keys.where)
+            others.append((matches, partial(_gptq_scheme, changed_keys, context.scale_dtype)))
     skipped = _skipped(keys)
     return replace(
         context.nothing,
-        ignored=lambda module: skipped(module) or left_out(module),
-        targets=others,
+        ignored=lambda module: skipped(module) or any(matches(module) for matches in left_out),
+        targets=tuple(others),
         default=partial(_gptq_scheme, keys, context.scale_dtype),
     )
 
 
 def _gptq_scheme(keys: ConfigReader, scale_dtype: ScaleDtype) -> Scheme:
     if keys.flag("desc_act", False):
-        raise CheckpointError(
-            f"{keys.where}.desc_act",
-            expected="false",
-            got="true",
-            hint="reordered columns do not share scales in memory; quantize again without desc_act",
-        )
+        hint = "reordered columns do not share scales in memory; quantize again without desc_act"
+        raise keys.error("desc_act", "false", True, hint=hint)
     keys.word("checkpoint_format", "gptq", default="gptq")
     encoding = _int4_encoding(keys, ("bits",), ("group_size",), scale_dtype, zero_points=not keys.flag("sym", True))
     return Scheme("gptq", encoding)
@@ -231,8 +225,8 @@ def _awq(context: Context) -> QuantizationConfig:
 
 
 def _awq_scheme(keys: ConfigReader, scale_dtype: ScaleDtype) -> Scheme:
-    version = str(keys.config.get("version") or "gemm").lower()
-    if version != "gemm":
+    version = keys.text("version") or "gemm"
+    if version.lower() != "gemm":
         raise keys.error("version", "gemm", version)
     bits, group_size = ("bits", "w_bit"), ("group_size", "q_group_size")
     zero_points = keys.flag("zero_point", True)
@@ -247,9 +241,9 @@ def _int4_encoding(
     *,
     zero_points: bool,
 ) -> Encoding:
-    if keys.integer(*bits) != 4:
-        raise keys.error(bits[0], "4", keys.integer(*bits))
-    size = keys.integer(*group_size, least=-1)
+    if (count := keys.integer(*bits, most=64)) != 4:
+        raise keys.error(bits[0], "4", count)
+    size = keys.integer(*group_size, least=-1, most=MOST_WIDTH)
     granularity = PerGroup(1, size) if size > 0 else PerChannel()
     return Encoding(element="int4", granularity=granularity, scale_dtype=scale_dtype, zero_points=zero_points)
 

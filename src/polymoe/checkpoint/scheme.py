@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import combinations
 
 from polymoe.activation_quantization import UNQUANTIZED, ActivationQuantization
+from polymoe.checkpoint.patterns import compile_regexes, glob
 from polymoe.errors import CheckpointError
 from polymoe.formats import Encoding
 
-__all__ = ["QuantizationConfig", "Scheme", "exact_or_regex", "matcher", "without_root"]
+__all__ = ["NamedSchemes", "QuantizationConfig", "Scheme", "exact_or_regex", "matcher", "without_root"]
 
 ROOTS = ("model", "backbone", "language_model")  # prefixes of module names that tools add, drop and exchange
+_EXPERTS = ".experts."
+
+MOST_GLOBS = 10_000
+"""Entries with a star in one list: at most a few hundred in use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +34,35 @@ class Scheme:
     dialect: str
     encoding: Encoding
     activations: ActivationQuantization = UNQUANTIZED
+
+
+class NamedSchemes:
+    """Functions that make the schemes of named modules and of everything below them.
+
+    Where a map names the modules of single experts, the first of a layer also describes its stacked experts.
+    """
+
+    def __init__(self, schemes: Mapping[str, Callable[[], Scheme]]) -> None:
+        self._named: dict[str, Callable[[], Scheme]] = {}
+        self._stacked: dict[str, Callable[[], Scheme]] = {}
+        for name, make in schemes.items():
+            bare = without_root(name)
+            self._named[bare] = make
+            container, experts, _ = bare.partition(_EXPERTS)
+            if experts:
+                self._stacked.setdefault(container, make)
+
+    def __bool__(self) -> bool:
+        return bool(self._named)
+
+    def find(self, module: str) -> Callable[[], Scheme] | None:
+        """Return the function of a module, or None."""
+        bare = without_root(module)
+        for name in _above(bare):
+            if name in self._named:
+                return self._named[name]
+        container, experts, part = bare.partition(_EXPERTS)
+        return self._stacked.get(container) if experts and "." not in part else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +82,7 @@ class QuantizationConfig:
     """
 
     method: str
-    layers: Mapping[str, Callable[[], Scheme]]
+    layers: NamedSchemes
     ignored: Callable[[str], bool]
     targets: tuple[tuple[Callable[[str], bool], Callable[[], Scheme]], ...]
     default: Callable[[], Scheme]
@@ -61,23 +95,12 @@ class QuantizationConfig:
         Raises:
             CheckpointError: if the module's scheme is not supported or its description is wrong.
         """
-        make = self._named(without_root(module))
+        make = self.layers.find(module)
         if make is None and self.ignored(module):
             return self.plain
         if make is None:
             make = next((make for matches, make in self.targets if matches(module)), self.default)
         return make()
-
-    def _named(self, module: str) -> Callable[[], Scheme] | None:
-        parts = module.split(".")
-        for end in range(len(parts), 0, -1):
-            if make := self.layers.get(".".join(parts[:end])):
-                return make
-        # Stacked experts whose config names one module for each expert: any of them describes all.
-        under = ".".join(parts[:-1]) + "."
-        if not self.layers or parts[-2:-1] != ["experts"]:
-            return None
-        return next((make for name, make in self.layers.items() if name.startswith(under)), None)
 
 
 def without_root(module: str) -> str:
@@ -86,31 +109,60 @@ def without_root(module: str) -> str:
     return without_root(rest) if head in ROOTS and rest else module
 
 
-def matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
+def matcher(patterns: Iterable[str], where: str) -> Callable[[str], bool]:
     """Return a matcher for names and globs: of the whole name, any run of its components, or a module above it.
 
     Components match as a whole: ``layers.1`` does not match ``layers.10``, nor ``mlp.gate`` ``mlp.gate_proj``, nor does
     ``foo*``, which ModelOpt writes for ``foo`` and everything below it. ``re:`` starts a regular expression, as in
     :func:`exact_or_regex`.
+
+    Args:
+        patterns: the entries of a list of modules.
+        where: the file and key of the list, for messages.
+
+    Raises:
+        CheckpointError: for too many globs, or regular expressions that
+            :func:`~polymoe.checkpoint.patterns.compile_regexes` refuses.
     """
     patterns = list(patterns)
-    regex = exact_or_regex([p for p in patterns if p.startswith("re:")])
+    regexes = compile_regexes([p[3:] for p in patterns if p.startswith("re:")], where)
     names = [p for p in patterns if p and not p.startswith("re:")]
-    globs = [without_root(p[:-1] if len(p) > 1 and p.endswith("*") and p[-2] != "." else p) for p in names]
-    alternatives = "|".join(".*".join(re.escape(part) for part in glob.split("*")) for glob in globs)
-    runs = re.compile(rf"(?:.*\.)?(?:{alternatives})(?:\..*)?") if globs else None
-    return lambda module: regex(module) or (runs is not None and runs.fullmatch(without_root(module)) is not None)
+    names = [without_root(p[:-1] if len(p) > 1 and p.endswith("*") and p[-2] != "." else p) for p in names]
+    whole = {name for name in names if "*" not in name}
+    starred = [name for name in names if "*" in name]
+    if len(starred) > MOST_GLOBS:
+        raise CheckpointError(where, expected=f"at most {MOST_GLOBS} patterns with a star", got=str(len(starred)))
+    # A run of components is a part of the name between dots, if the name has one before and after it.
+    globs = [glob(f"*.{name}.*") for name in starred]
+
+    def matches(module: str) -> bool:
+        bare = without_root(module)
+        return (
+            any(run in whole for run in _runs(bare))
+            or any(fits(f".{bare}.") for fits in globs)
+            or any(fits(module) for fits in regexes)
+        )
+
+    return matches
 
 
-def exact_or_regex(patterns: Iterable[str]) -> Callable[[str], bool]:
+def exact_or_regex(patterns: Iterable[str], where: str) -> Callable[[str], bool]:
     """Return a matcher by the rule of compressed-tensors: ``re:X`` is a regular expression that matches from the start
-    of the name; any other entry is a whole name."""
+    of the name; any other entry is a whole name. Arguments and errors are those of :func:`matcher`."""
     patterns = list(patterns)
-    try:
-        regexes = [re.compile(p[3:]) for p in patterns if p.startswith("re:")]
-    except re.error as error:
-        raise CheckpointError(
-            "config.json: quantization: module names", expected="regular expressions after re:", got=str(error)
-        ) from error
+    regexes = compile_regexes([p[3:] for p in patterns if p.startswith("re:")], where)
     names = {without_root(p) for p in patterns if not p.startswith("re:")}
-    return lambda module: without_root(module) in names or any(r.match(module) for r in regexes)
+    return lambda module: without_root(module) in names or any(fits(module) for fits in regexes)
+
+
+def _above(module: str) -> Iterator[str]:
+    """Yield a name and the names of the modules that contain it, the innermost first: ``a.b`` and ``a``."""
+    while module:
+        yield module
+        module = module.rpartition(".")[0]
+
+
+def _runs(module: str) -> Iterator[str]:
+    """Yield every run of a name's components: ``a``, ``a.b`` and ``b`` of ``a.b``."""
+    parts = module.split(".")
+    return (".".join(parts[i:j]) for i, j in combinations(range(len(parts) + 1), 2))

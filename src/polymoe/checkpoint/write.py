@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from polymoe.checkpoint.config import QuantizationConfig, parse_quantization
-from polymoe.checkpoint.families import Fused, ModelFamily, MoeConfig, family_of, text_config
+from polymoe.checkpoint.families import Fused, ModelFamily, MoeConfig, family_of
 from polymoe.checkpoint.layer import StoredLayer
 from polymoe.checkpoint.naming import BIAS, tensor_name
 from polymoe.errors import ArgumentError, CheckpointError
@@ -66,7 +66,7 @@ def write_checkpoint(
     if path.exists():
         raise CheckpointError(str(path), expected="a new directory", got="one that exists", hint="nothing was written")
     family = family_of(config)
-    writer = _Writer(family, family.describe(text_config(config)), parse_quantization(config, side))
+    writer = _Writer(family, family.moe(config), parse_quantization(config, side))
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as temporary:
         directory = Path(temporary) / path.name
