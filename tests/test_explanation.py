@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 
 import polymoe
 from polymoe.errors import ArgumentError, CheckpointError, CheckpointNotFound, PolymoeError
@@ -38,6 +40,44 @@ def test_every_named_device(device: str) -> None:
 def test_a_config_alone_explains_the_same(tmp_path: Path) -> None:
     alone = write(tmp_path / "config.json", json.loads((SUMS / "config.json").read_text()))
     assert polymoe.explain(alone, device="h200").rows == polymoe.explain(SUMS, device="h200").rows
+
+
+def test_whether_it_fits() -> None:
+    """Memory, backends and time come first; sizes are those of the tensors."""
+    found = polymoe.explain(SUMS, device="h200")
+    tensors = [f for path in SUMS.glob("*.safetensors") for f in [safe_open(path, "pt")]]
+    dense = sum(f.get_tensor(name).nbytes for f in tensors for name in f.keys() if ".experts." not in name)  # noqa: SIM118
+    assert found.dense is not None
+    assert found.dense.total_bytes == dense
+    assert found.dense.embedding_bytes == 16 * 192 * 2
+    memory, backends, time = found.conclusion()
+    assert memory == "fits on h200: 2.6 MiB of weights leave 124.7 GiB for the KV cache"
+    assert backends == "mxfp4 experts run on cuda (measured on h200)"
+    assert time.startswith("one token alone: 40.1 us in the experts (10.0 us in each of 4 layers), at least ")
+    assert list(found.conclusion()) == found.to_dict()["conclusion"] == str(found).splitlines()[1:4]
+    assert polymoe.explain(SUMS, device="cpu").conclusion() == ("2.6 MiB of weights", "mxfp4 experts run on reference")
+    assert len(polymoe.explain(SUMS, device="h200", role="prefill").conclusion()) == 2
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "tp", "conclusion"),
+    [
+        (2_600_000, 1, "does not fit on small: weights take 2.6 MiB of 2.5 MiB; --tp 2 does"),
+        (2_600_000, 2, "fits on 2 x small: 1.3 MiB of weights leave 1.0 MiB on each for the KV cache"),
+        (1_000_000, 2, "does not fit on 2 x small: weights take 1.3 MiB of 976.6 KiB on each; --tp 3 does"),
+        (1000, 1, "does not fit on small: weights take 2.6 MiB of 1000 B; no tensor parallel size up to 64 does"),
+    ],
+)
+def test_a_small_device(memory_bytes: int, tp: int, conclusion: str) -> None:
+    device = replace(DEVICES["h200"], name="small", memory_bytes=memory_bytes)
+    assert polymoe.explain(SUMS, device=device, tp=tp).conclusion()[0] == conclusion
+
+
+def test_what_a_config_alone_cannot_say(tmp_path: Path) -> None:
+    alone = write(tmp_path / "config.json", json.loads((SUMS / "config.json").read_text()))
+    memory, _, time = polymoe.explain(alone, device="h200").conclusion()
+    assert memory.endswith("for everything else; the size of the other weights is not in a config")
+    assert "other weights" not in time
 
 
 def test_ranks(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ ROOT = Path(polymoe.__file__).parent
 
 # A room is a package, or a module that is in none. Each may import the rooms named, and itself. A package inside
 # another is a room of its own: above it, `backends` is allowed and `backends.cuda` is not.
-_LEAVES = {"backend_names", "errors", "environment", "json_input", "plugins", "shapes", "verdict"}
+_LEAVES = {"backend_names", "errors", "environment", "json_input", "plugins", "shapes", "units", "verdict"}
 _VALUES = _LEAVES | {"machine", "activations", "routing", "formats", "numerics"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
@@ -26,6 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "server_replies": {"json_input"},
     "plugins": set(),
     "shapes": set(),
+    "units": set(),
     "verdict": set(),
     "numerics": set(),
     "machine": {"errors", "shapes"},

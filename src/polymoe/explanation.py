@@ -1,21 +1,28 @@
-"""Explanation: the experts of a checkpoint, and how they would run on a device. No weight is loaded."""
+"""Explanation: whether a checkpoint fits a device, and how its experts would run there. No weight is loaded."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from polymoe.activation_quantization import ActivationQuantization
 from polymoe.checkpoint import Checkpoint
+from polymoe.checkpoint.dense_size import DenseSize, dense_size
+from polymoe.checkpoint.shard import Shard
+from polymoe.errors import ArgumentError
 from polymoe.experts import resolve_activations
 from polymoe.machine import Device, Machine
 from polymoe.planning.select import select
 from polymoe.planning.selection import Selection
 from polymoe.problem import Dtype, Problem
+from polymoe.units import format_bytes, format_us
 
-__all__ = ["Explanation", "Row", "explain", "layer_ranges"]
+__all__ = ["RESERVE", "Explanation", "Row", "explain", "layer_ranges"]
+
+RESERVE = 0.05
+"""Share of the device's memory for the CUDA context, workspaces and activations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +53,9 @@ class Explanation:
         model_type: its family's name in the config.
         device: the device that it was explained for.
         rows: layers that share a problem, in order.
+        dense: size of everything outside the experts on one of ``tp`` ranks; None where it is not known.
+        tp: tensor parallel size.
+        tp_that_fits: least tensor parallel size at which the model fits the device, if any up to 64 does.
         notes: other remarks, such as unequal tensor-parallel slices.
     """
 
@@ -53,7 +63,89 @@ class Explanation:
     model_type: str
     device: Device
     rows: tuple[Row, ...]
+    dense: DenseSize | None = None
+    tp: int = 1
+    tp_that_fits: int | None = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights that are known, on one rank."""
+        return sum(row.packed_bytes for row in self.rows) + (self.dense.total_bytes if self.dense else 0)
+
+    @property
+    def cache_bytes(self) -> int | None:
+        """Device memory that is left for the KV cache beside weights and :data:`RESERVE`; None for a CPU. Negative
+        where the weights do not fit."""
+        return round(self.device.memory_bytes * (1 - RESERVE)) - self.weight_bytes if self._on_gpu else None
+
+    @property
+    def experts_us(self) -> float | None:
+        """Predicted time of all layers' experts for one token; None for a role without calls of one token."""
+        total = 0.0
+        for row in self.rows:
+            prediction = row.selection.predicted(1)
+            if prediction is None:
+                return None
+            total += len(row.layers) * prediction.time_us
+        return total
+
+    def conclusion(self) -> tuple[str, ...]:
+        """The answers to the first questions: does it fit, what runs it, how long does a token take."""
+        return tuple(line for line in (self._memory(), *self._backends(), self._time()) if line)
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.device.kind == "cuda"
+
+    def _memory(self) -> str:
+        weights, room = format_bytes(self.weight_bytes), self.cache_bytes
+        what = "weights" if self.dense else "experts"
+        if room is None:
+            return f"{weights} of {what}"
+        beyond = "" if self.dense else "; the size of the other weights is not in a config"
+        where = f"{self.tp} x {self.device.name}" if self.tp > 1 else self.device.name
+        each = " on each" if self.tp > 1 else ""
+        memory = format_bytes(self.device.memory_bytes)
+        if room >= 0:
+            left = format_bytes(room)
+            if not self.dense:
+                return f"{weights} of experts leave {left} of {where}{each} for everything else{beyond}"
+            return f"fits on {where}: {weights} of weights leave {left}{each} for the KV cache"
+        fits = f"--tp {self.tp_that_fits} does" if self.tp_that_fits else "no tensor parallel size up to 64 does"
+        return f"does not fit on {where}: {what} take {weights} of {memory}{each}; {fits}{beyond}"
+
+    def _backends(self) -> list[str]:
+        lines: dict[str, list[int]] = {}
+        for row in self.rows:
+            s = row.selection
+            plan = s.plan
+            if plan is None:
+                text = f"no backend runs {row.problem.spec.format} experts here"
+            else:
+                proofs = zip(plan.steps, s.proofs, strict=True)
+                said = dict.fromkeys(
+                    f"{step.backend} ({status} on {self.device.name})" if self._on_gpu else step.backend
+                    for step, status in proofs
+                )
+                text = f"{row.problem.spec.format} experts run on {' and '.join(said)}"
+            lines.setdefault(text, []).extend(row.layers)
+        if len(lines) == 1:
+            return list(lines)
+        return [f"layers {layer_ranges(sorted(layers))}: {text}" for text, layers in lines.items()]
+
+    def _time(self) -> str:
+        if not self._on_gpu or self.experts_us is None:
+            return ""
+        layers = sum(len(row.layers) for row in self.rows)
+        text = (
+            f"one token alone: {format_us(self.experts_us)} in the experts"
+            f" ({format_us(self.experts_us / layers)} in each of {layers} layers)"
+        )
+        if self.dense is None:
+            return text
+        rest = 1e6 * self.dense.read_bytes / self.device.bandwidth
+        return f"{text}, at least {format_us(rest)} to read all other weights"
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values, for JSON."""
@@ -61,6 +153,12 @@ class Explanation:
             "checkpoint": self.name,
             "model_type": self.model_type,
             "device": str(self.device),
+            "conclusion": list(self.conclusion()),
+            "weight_bytes": self.weight_bytes,
+            "dense_bytes": self.dense.total_bytes if self.dense else None,
+            "cache_bytes": self.cache_bytes,
+            "tp_that_fits": self.tp_that_fits,
+            "experts_us": self.experts_us,
             "notes": list(self.notes),
             "rows": [
                 {
@@ -74,10 +172,10 @@ class Explanation:
         }
 
     def __str__(self) -> str:
-        lines = [f"{self.name}: {self.model_type} on {self.device}"]
+        lines = [f"{self.name}: {self.model_type} on {self.device}", *self.conclusion()]
         for row in self.rows:
             lines += [
-                f"layers {layer_ranges(row.layers)}: {row.packed_bytes / 2**20:.1f} MiB packed",
+                f"layers {layer_ranges(row.layers)}: {format_bytes(row.packed_bytes)} packed",
                 str(row.selection),
             ]
         return "\n".join([*lines, *self.notes])
@@ -127,7 +225,34 @@ def explain(
     if backend != "auto":
         for row in rows:
             row.selection.require(f"layers {layer_ranges(row.layers)}")
-    return Explanation(str(checkpoint.name), checkpoint.model_type, machine.device, rows, checkpoint.notes(tp=tp))
+    size, dense = Shard.of(tp, ep).tp, dense_size(checkpoint)
+    found = Explanation(
+        str(checkpoint.name),
+        checkpoint.model_type,
+        machine.device,
+        rows,
+        dense and dense.sliced(size),
+        size,
+        notes=checkpoint.notes(tp=tp),
+    )
+    if (found.cache_bytes or 0) >= 0:
+        return found
+    return replace(found, tp_that_fits=_tp_that_fits(checkpoint, machine.device, dense, ep))
+
+
+def _tp_that_fits(
+    checkpoint: Checkpoint, device: Device, dense: DenseSize | None, ep: int | tuple[int, int]
+) -> int | None:
+    """The least tensor parallel size at which all weights fit, powers of two first; None if there is none up to 64."""
+    for size in (2, 4, 8, 16, 32, 64, *range(3, 64)):
+        try:
+            specs = [checkpoint.spec(layer, tp=size, ep=ep) for layer in checkpoint.layers]
+        except ArgumentError:
+            continue
+        experts = sum(s.local_experts * s.expert_bytes for s in specs)
+        if experts + (dense.sliced(size).total_bytes if dense else 0) <= device.memory_bytes * (1 - RESERVE):
+            return size
+    return None
 
 
 def layer_ranges(layers: Sequence[int]) -> str:

@@ -18,10 +18,10 @@ from polymoe.cli.output import (
     console,
     measured_on,
     print_json,
-    size,
     status,
     token_counts,
 )
+from polymoe.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -140,8 +140,8 @@ def _table(rows: list[ModelRecord], title: str) -> Table:
             ("", "", "") if r.floor_us is None else (f"{r.floor_us:.0f} us", f"{r.share:.2f}", f"{r.experts_read:.1f}")
         )
         table.add_row(
-            r.experts, r.implementation + (", graph" if r.graphs else ""), size(r.weight_bytes), r.phase, str(r.batch),
-            str(r.tokens), f"{r.median_us:.0f} us", f"{r.tokens_per_second:.1f}", *floor,
+            r.experts, r.implementation + (", graph" if r.graphs else ""), format_bytes(r.weight_bytes),
+            r.phase, str(r.batch), str(r.tokens), f"{r.median_us:.0f} us", f"{r.tokens_per_second:.1f}", *floor,
             "" if r.difference is None else f"{r.difference:.1e}",
         )  # fmt: skip
     return table

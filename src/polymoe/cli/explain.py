@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from polymoe.cli.output import Backend, BatchInvariant, Json, Role, console, print_json, size
+from polymoe.cli.output import Backend, BatchInvariant, Json, Role, console, print_json
+from polymoe.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -34,8 +35,8 @@ def command(
     batch_invariant: BatchInvariant = False,
     json: Json = False,
 ) -> None:
-    """Describe a checkpoint's experts, and say which backend would run them at each token count, how far it is proven
-    on that GPU, and why the others would not.
+    """Say whether a checkpoint fits a GPU, which backend would run its experts at each token count, how far it is
+    proven on that GPU, and why the others would not.
 
     Reads config files, and tensor headers where there are any. No weight is loaded.
     """
@@ -56,6 +57,8 @@ def command(
         return
     out = console()
     out.print(f"[bold]{explanation.name}[/bold]: {explanation.model_type}, on {explanation.device}", highlight=False)
+    for line in explanation.conclusion():
+        out.print(line, highlight=False)
     out.print(_experts(explanation))
     for row in explanation.rows:
         out.print(_candidates(row))
@@ -82,8 +85,8 @@ def _experts(explanation: Explanation) -> Table:
             local,
             str(row.problem.top_k),
             row.problem.activation.name + (" + bias" if s.bias else ""),
-            size(row.packed_bytes),
-            size(row.dequantized_bytes),
+            format_bytes(row.packed_bytes),
+            format_bytes(row.dequantized_bytes),
         )
     return table
 

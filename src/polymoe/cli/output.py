@@ -27,7 +27,6 @@ __all__ = [
     "fail",
     "measured_on",
     "print_json",
-    "size",
     "status",
     "token_counts",
 ]
@@ -76,15 +75,6 @@ def fail(error: PolymoeError) -> NoReturn:
     """Print the error's message on stderr and exit with code 1."""
     print(f"error: {error}", file=sys.stderr)
     sys.exit(1)
-
-
-def size(count: float) -> str:
-    """Format bytes: ``"1.2 MiB"``."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"
 
 
 def token_counts(text: str, option: str = "--tokens") -> tuple[int, ...]:

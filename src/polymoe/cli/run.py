@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from polymoe.cli.output import Backend, Checkpoint, Json, OnDevice, Role, print_json, size, status
+from polymoe.cli.output import Backend, Checkpoint, Json, OnDevice, Role, print_json, status
+from polymoe.units import format_bytes
 
 __all__ = ["command"]
 
@@ -58,7 +59,7 @@ def command(
         return
     # Nothing is packed if the checkpoint has its experts in 16 bit.
     experts = (
-        f"{size(speed['packed_bytes'])} packed, {size(speed['dequantized_bytes'])} as 16 bit, "
+        f"{format_bytes(speed['packed_bytes'])} packed, {format_bytes(speed['dequantized_bytes'])} as 16 bit, "
         f"backend {', '.join(speed['backends'])}"
         if speed["packed_bytes"]
         else "not quantized"

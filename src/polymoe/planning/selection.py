@@ -13,6 +13,7 @@ from polymoe.machine import Device, Machine
 from polymoe.planning.plan import Plan, PlanStep
 from polymoe.planning.proof import ProofStatus, weakest
 from polymoe.problem import Problem
+from polymoe.units import format_us
 from polymoe.verdict import Accepted, Reason, Rejected
 
 __all__ = ["Candidate", "Selection", "describe"]
@@ -108,6 +109,13 @@ class Selection:
         """The least time that this device could take, in microseconds."""
         return cost(self.problem, self.machine.device, tokens).floor_us
 
+    def predicted(self, tokens: int) -> Prediction | None:
+        """The time of the plan at one of the role's token counts; None at others, or without a plan."""
+        if self.plan is None:
+            return None
+        backend = self.plan.step(tokens).backend
+        return dict(next(c.predictions for c in self.candidates if c.backend == backend)).get(tokens)
+
     @property
     def untuned(self) -> tuple[str, ...]:
         """Backends of the plan that run as their heuristic says, because no table has this problem on this GPU."""
@@ -141,7 +149,7 @@ class Selection:
             predictions = next(c.predictions for c in self.candidates if c.backend == step.backend)
             within = [(t, p) for t, p in predictions if self.plan and self.plan.step(t) is step]
             ends = dict.fromkeys((*within[:1], *within[-1:]))
-            times = " to ".join(f"{p.time_us:.{0 if p.time_us >= 100 else 1}f} us at {t}" for t, p in ends)
+            times = " to ".join(f"{format_us(p.time_us)} at {t}" for t, p in ends)
             sources = "; ".join(dict.fromkeys(p.source for _, p in ends))
             known = [f"{times} ({sources})"] if within else []
             known += [f"{status} on {self.machine.device.name}"] if self._on_gpu else []
