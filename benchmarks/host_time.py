@@ -42,6 +42,7 @@ CASES = (
 """Format, activations and tokens."""
 
 HOOKS = (
+    ("argument check", "polymoe.call", "CallArguments.check"),
     ("argument check", "polymoe.runtime", "check_call"),
     ("argument check", "polymoe.experts", "check_call"),
     ("argument check", "polymoe.experts", "FusedExperts._check_call"),

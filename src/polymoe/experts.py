@@ -13,15 +13,14 @@ from torch import Tensor, nn
 from polymoe.activation_quantization import UNQUANTIZED, ActivationQuantization
 from polymoe.activations import Activation
 from polymoe.backends import BACKENDS
+from polymoe.call import TORCH_DTYPES, CallArguments, dtype_name
 from polymoe.checkpoint import Checkpoint
-from polymoe.errors import ArgumentError, PlanError
 from polymoe.layouts import LAYOUTS, Layout, Packed
-from polymoe.load_check import check_layer, require_input_scales
+from polymoe.load_check import check_layer, require_input_scales, require_planned
 from polymoe.machine import Machine
 from polymoe.planning.selection import Selection
-from polymoe.problem import Dtype, Problem, WeightOn
-from polymoe.runtime import DTYPES, TORCH_DTYPES, LayerRuntime, PlanCache, PlanRequest, check_call
-from polymoe.scale_range import ScaleRange, measure_scales
+from polymoe.problem import Problem, WeightOn
+from polymoe.runtime import LayerRuntime, PlanCache, PlanRequest, device_name, incomplete_update
 from polymoe.tensors import ExpertWeights
 
 __all__ = ["FusedExperts", "load_experts", "resolve_activations"]
@@ -39,10 +38,11 @@ class FusedExperts(nn.Module):
     def __init__(self, problem: Problem, packed: Packed, choice: PlanRequest) -> None:
         super().__init__()
         self._plans = PlanCache.of(problem, choice, packed.layout, tuple(packed.tensors))
-        self._bound: LayerRuntime | None = None
-        self._names = {name: f"packed_{name.replace('.', '_')}" for name in packed.tensors}
-        for name, tensor in packed.tensors.items():
-            self.register_buffer(self._names[name], tensor, persistent=False)
+        self._names = tuple(f"packed_{name.replace('.', '_')}" for name in packed.tensors)
+        for name, tensor in zip(self._names, packed.tensors.values(), strict=True):
+            self.register_buffer(name, tensor, persistent=False)
+        self._incomplete = False
+        self._bound = self._bind()
 
     @classmethod
     def from_weights(
@@ -84,11 +84,11 @@ class FusedExperts(nn.Module):
             activation=activation,
             top_k=top_k,
             weight_on=weight_on,
-            dtype=_dtype(dtype),
+            dtype=dtype_name(dtype),
             activations=ActivationQuantization.of(activations),
             batch_invariant=batch_invariant,
         )
-        choice = PlanRequest(Machine.of(_device_name(device)), role, backend, BACKENDS, LAYOUTS)
+        choice = PlanRequest(Machine.of(device_name(device)), role, backend, BACKENDS, LAYOUTS)
         return cls.pack(problem, weights, choice, device=device, check=check)
 
     @classmethod
@@ -104,9 +104,9 @@ class FusedExperts(nn.Module):
     ) -> FusedExperts:
         """As :meth:`from_weights`, with the problem and the tables to choose from given."""
         target = torch.device(device or choice.machine.device.kind)
-        self = cls(*choice.pack(problem, weights, target, where), choice)
         if problem.activations.static:
-            require_input_scales(self.weights, where)
+            require_input_scales(weights, where)
+        self = cls(*choice.pack(problem, weights, target, where), choice)
         if check:
             self.check(weights, where=where)
         return self
@@ -123,34 +123,51 @@ class FusedExperts(nn.Module):
 
     @property
     def weights(self) -> ExpertWeights:
-        """The experts as the checkpoint has them, read through the layout's inverse: nothing is kept twice."""
+        """The experts as the checkpoint has them, read through the layout's inverse: nothing is kept twice.
+
+        Raises:
+            PlanError: after an :meth:`update` that failed.
+        """
+        self._require_complete()
         return self._layout.unpack(self.packed)
 
     @property
     def device(self) -> torch.device:
         """Where the packed tensors are."""
-        return self.get_buffer(next(iter(self._names.values()))).device
+        return self.get_buffer(self._names[0]).device
 
     def explain(self) -> Selection:
         """Every backend with its verdict and the plan by token count; ``print()`` it, or ``.to_dict()``."""
         return self._plans.selection(self.problem.dtype)
 
-    def update(self, weights: ExpertWeights) -> None:
+    def update(self, weights: ExpertWeights, *, check: bool = False) -> None:
         """Refill the packed tensors in place, at the same addresses, from experts of the same spec.
 
+        Weights that cannot take the place of the present ones are refused before anything is changed. If something else
+        fails, such as reading an expert or the check, the tensors hold a mixture. Every later call of this layer
+        raises then, of its copies and of compiled graphs too and also after ``.to()``, until an update succeeds.
+        Loading a state dict does not end that: packed tensors are not in it.
+
+        A captured CUDA graph follows without another capture. It replays on whatever the tensors hold and cannot raise:
+        do not replay it between an update that failed and one that succeeded.
+
+        Args:
+            weights: the new experts, read one at a time; the scales of 4-bit weights are read once before.
+            check: compare a few experts with the reference afterwards, as when a layer is loaded.
+
         Raises:
-            PlanError: if the spec differs, or scales reach further than those that the plan was made for; nothing is
+            PlanError: if the spec differs, or scales reach further than those that the plan was made for. Nothing is
                 changed then.
+            CheckpointError: if an expert has no input scales and ``problem.activations`` are static; nothing is changed
+                then. Also if an expert cannot be read.
+            VerificationError: if the check fails.
         """
-        found, planned = measure_scales(weights, self.device), self.problem.scales
-        if found is not None and not (planned or ScaleRange()).covers(found):
-            raise PlanError(
-                "update",
-                expected=str(planned or ScaleRange()),
-                got=str(found),
-                hint="load these experts again: they are planned by the range of their scales",
-            )
+        require_planned(self.problem, weights, self.device, "update", "load these experts again")
+        self._set_incomplete(True)
         self._layout.pack(weights, self.device, out=self.packed)
+        if check:
+            check_layer(self._runtime, self.problem, weights, "update")
+        self._set_incomplete(False)
 
     def workspace_bytes(self, tokens: int, top_k: int | None = None) -> int:
         """Bytes of ``workspace`` that a call of ``tokens`` tokens needs; 0 where the planned backend takes none.
@@ -184,29 +201,29 @@ class FusedExperts(nn.Module):
             workspace: uint8 [:meth:`workspace_bytes`] to use instead of allocating. Calls that share one must not run
                 at the same time.
             x_scales: float32 [T, groups] that multiply x: x comes quantized, as ``problem.activations`` says.
-            expert_map: int32 or int64 [E]: the place in the packed layer of each expert that an id may name, or -1 for
-                those of other ranks. It replaces the range of experts that the layer was loaded for.
+            expert_map: int32 or int64 [E], E being ``problem.spec.experts``: the place in the packed layer of each
+                expert, or -1 for those of other ranks. It replaces the range of experts that the layer was loaded for.
 
         The last three are for backends that take them. Under tensor or expert parallelism the result is this rank's
         partial sum; the caller reduces.
 
         Raises:
-            ArgumentError: for a wrong shape, dtype, device, or (on a CPU) an id outside -1 to E; for an argument that
-                the planned backend does not take.
+            ArgumentError: for a wrong shape, dtype, device, or (on a CPU) an id outside -1 to E or a place outside the
+                packed layer; for an argument that the planned backend does not take.
+            PlanError: after an :meth:`update` that failed; for more tokens than the plan of a named backend serves.
         """
-        if torch.compiler.is_compiling():
-            tensors, key = self._tensors(), self._plans.key
-            check_call(
-                self.problem, self.device, x_TH, topk_ids_TA, topk_weights_TA, out, workspace, x_scales, expert_map
-            )
-            given = (x_TH, topk_ids_TA, topk_weights_TA, tensors, key)
-            if out is None:  # its memory, and the workspace's, is the graph's
-                return torch.ops.polymoe.fused_experts(*given, x_scales, expert_map)
-            torch.ops.polymoe.fused_experts_out(out, *given, workspace, x_scales, expert_map)
-            return out
-        layer = self._runtime
-        check_call(self.problem, layer.device, x_TH, topk_ids_TA, topk_weights_TA, out, workspace, x_scales, expert_map)
-        return layer.run(x_TH, topk_ids_TA, topk_weights_TA, out, workspace, x_scales, expert_map)
+        call = CallArguments(x_TH, topk_ids_TA, topk_weights_TA, out, workspace, x_scales, expert_map)
+        if not torch.compiler.is_compiling():
+            layer = self._runtime
+            call.check(self._plans.problem, layer.device)
+            return layer.run(call)
+        call.check(self.problem, self.device)
+        self._require_complete()
+        given = (x_TH, topk_ids_TA, topk_weights_TA, self._tensors(), self._plans.key)
+        if out is None:  # its memory, and the workspace's, is the graph's
+            return torch.ops.polymoe.fused_experts(*given, x_scales, expert_map)
+        torch.ops.polymoe.fused_experts_out(out, *given, workspace, x_scales, expert_map)
+        return out
 
     def check(self, weights: ExpertWeights | None = None, *, where: str = "experts") -> None:
         """Compare up to four experts with the float32 reference, on every backend of the plan.
@@ -217,7 +234,9 @@ class FusedExperts(nn.Module):
 
         Raises:
             VerificationError: naming backend, layer and error.
+            PlanError: after an :meth:`update` that failed.
         """
+        self._require_complete()
         check_layer(self._runtime, self.problem, weights or self.weights, where)
 
     @property
@@ -225,31 +244,52 @@ class FusedExperts(nn.Module):
         return self._plans.request.layouts[self._plans.layout]
 
     def _tensors(self) -> list[Tensor]:
-        return [self.get_buffer(buffer) for buffer in self._names.values()]
+        return [self.get_buffer(name) for name in self._names]
 
     @property
     def _runtime(self) -> LayerRuntime:
-        """Bind the runner to the present tensors of the buffers, since moving a module may replace them."""
+        """The runners that are bound to the present addresses of the buffers. Other code may have replaced a buffer or
+        what is in it."""
         buffers, bound = self._buffers, self._bound
-        tensors = [buffers[name] for name in self._names.values()]
-        if bound is None or bound.plans is not self._plans or not bound.holds(tensors):
-            bound = self._bound = LayerRuntime(self._plans, self._tensors())
-            self._plans.add(bound)
+        for name, address in zip(self._names, bound.addresses, strict=True):
+            if buffers[name].data_ptr() != address:  # type: ignore[union-attr]
+                return self._bind()
         return bound
 
+    def _bind(self) -> LayerRuntime:
+        """Drop the runners and bind new ones to the present buffers, for compiled graphs too."""
+        self._bound = bound = LayerRuntime(self._plans, self._tensors(), incomplete=self._incomplete)
+        self._plans.add(bound)
+        return bound
+
+    def _set_incomplete(self, incomplete: bool) -> None:
+        self._incomplete = self._runtime.incomplete = incomplete
+
+    def _require_complete(self) -> None:
+        if self._incomplete:
+            raise incomplete_update()
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_bound": None}  # a copy is bound to its own tensors
+        return {name: value for name, value in self.__dict__.items() if name != "_bound"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._bind()  # to the copy's own tensors
 
     def _apply(self, fn: Any, recurse: bool = True) -> FusedExperts:
         # Module.to(dtype), .half() and .float() cast what is floating point, and float8 codes and scales count as
         # that: only the device is taken from them.
         before = self.device
         device = fn(torch.empty(0, dtype=torch.int8, device=before)).device
-        for buffer in self._names.values():
-            setattr(self, buffer, self.get_buffer(buffer).to(device))
-        if device.type != before.type:
-            request = replace(self._plans.request, machine=Machine.of(str(device)))
-            self._plans = PlanCache.of(self.problem, request, self._plans.layout, self._plans.names)
+        plans = self._plans
+        if device != before:
+            request = replace(plans.request, machine=Machine.of(str(device)))
+            plans = PlanCache.of(self.problem, request, plans.layout, plans.names)
+        moved = [tensor.to(device) for tensor in self._tensors()]  # all of them, or none if this fails
+        for name, tensor in zip(self._names, moved, strict=True):
+            setattr(self, name, tensor)
+        self._plans = plans
+        self._bind()
         return self
 
     def extra_repr(self) -> str:
@@ -293,12 +333,12 @@ def load_experts(
         VerificationError: if the packed experts do not compute what the checkpoint says.
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
-    machine = Machine.of(_device_name(device))
+    machine = Machine.of(device_name(device))
     problem = checkpoint.problem(
         layer,
         tp=tp,
         ep=ep,
-        dtype=_dtype(dtype),
+        dtype=dtype_name(dtype),
         activations=resolve_activations(checkpoint, layer, machine, activations),
         batch_invariant=batch_invariant,
     )
@@ -330,22 +370,3 @@ def resolve_activations(
     if activations != "auto":
         return ActivationQuantization.of(activations)
     return checkpoint.recipe(layer) if machine.device.kind == "cuda" else UNQUANTIZED
-
-
-def _dtype(dtype: torch.dtype) -> Dtype:
-    if dtype not in DTYPES:
-        raise ArgumentError("dtype", expected="torch.bfloat16, torch.float16 or torch.float32", got=str(dtype))
-    return DTYPES[dtype]
-
-
-def _device_name(device: torch.device | str | None) -> str | None:
-    if device is None:
-        return None
-    expected = "cpu, cuda or cuda:1"
-    try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise ArgumentError("device", expected=expected, got=repr(device)) from None
-    if found.type not in ("cpu", "cuda"):
-        raise ArgumentError("device", expected=expected, got=repr(str(found)))
-    return str(found)

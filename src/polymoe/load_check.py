@@ -8,14 +8,16 @@ import torch
 from torch import Tensor
 
 from polymoe.backends.reference import run_experts
-from polymoe.errors import CheckpointError, VerificationError
+from polymoe.call import TORCH_DTYPES
+from polymoe.errors import CheckpointError, PlanError, VerificationError
 from polymoe.numerics import TOLERANCE, relative_error
 from polymoe.problem import Problem
 from polymoe.routing import Routing
-from polymoe.runtime import TORCH_DTYPES, LayerRuntime, on_device
+from polymoe.runtime import LayerRuntime, on_device
+from polymoe.scale_range import ScaleRange, measure_scales
 from polymoe.tensors import ExpertWeights
 
-__all__ = ["check_layer", "require_input_scales"]
+__all__ = ["check_layer", "require_input_scales", "require_planned"]
 
 log = logging.getLogger("polymoe")
 
@@ -85,17 +87,45 @@ def _expected(problem: Problem, weights: ExpertWeights, x_TH: Tensor, routing: R
     return run(torch.device("cpu"), torch.float32)
 
 
+def require_planned(problem: Problem, weights: ExpertWeights, device: torch.device, where: str, hint: str) -> None:
+    """Refuse weights that cannot take the place of those that a layer was planned for, before they are packed.
+
+    The scales of 4-bit weights are read once; other tensors are not read.
+
+    Args:
+        problem: the problem of the layer, with the range of its scales.
+        weights: the new weights.
+        device: where the layer is.
+        where: its name for the message.
+        hint: what the user can do.
+
+    Raises:
+        PlanError: if their spec differs, or their scales reach further.
+        CheckpointError: if static input scales are missing.
+    """
+    if weights.spec != problem.spec:
+        raise PlanError(where, expected=str(problem.spec), got=str(weights.spec), hint=hint)
+    found, planned = measure_scales(weights, device), problem.scales or ScaleRange()
+    if found is not None and not planned.covers(found):
+        hint = f"{hint}: the layout was chosen by the range of the scales"
+        raise PlanError(where, expected=str(planned), got=str(found), hint=hint)
+    if problem.activations.static:
+        require_input_scales(weights, where)
+
+
 def require_input_scales(weights: ExpertWeights, where: str) -> None:
-    """Refuse at load what would otherwise fail at the first token that meets an expert without its input scales.
+    """Refuse experts without static input scales before they are packed. Codes are not read.
 
     Raises:
         CheckpointError: naming the expert.
     """
-    for e, expert in enumerate(weights):
-        if expert.gate_up_input_scale is None or expert.down_input_scale is None:
-            raise CheckpointError(
-                f"{where}, expert {weights.spec.first_expert + e}",
-                expected="static input scales, for activations='fp8_static'",
-                got="none, or not a number",
-                hint='the expert was never calibrated: load with activations="fp8_token" or "16bit"',
-            )
+    for e in range(weights.spec.local_experts):
+        expert = weights.peek(e)
+        for scale in (expert.gate_up_input_scale, expert.down_input_scale):
+            if scale is None or not bool(torch.isfinite(scale) & (scale > 0)):
+                raise CheckpointError(
+                    f"{where}, expert {weights.spec.first_expert + e}",
+                    expected="static input scales, for activations='fp8_static'",
+                    got="none" if scale is None else str(float(scale)),
+                    hint='the expert was never calibrated: load with activations="fp8_token" or "16bit"',
+                )

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -16,7 +18,8 @@ from torch import Tensor
 
 from polymoe.backends.base import Backend, Runner
 from polymoe.backends.config import Config
-from polymoe.errors import ArgumentError
+from polymoe.call import DTYPES, CallArguments
+from polymoe.errors import ArgumentError, PlanError
 from polymoe.layouts import Layout, Packed
 from polymoe.machine import Machine
 from polymoe.planning.select import select
@@ -26,17 +29,7 @@ from polymoe.routing import Routing
 from polymoe.scale_range import measure_scales
 from polymoe.tensors import ExpertWeights
 
-__all__ = ["DTYPES", "TORCH_DTYPES", "BoundStep", "LayerRuntime", "PlanCache", "PlanRequest", "check_call", "on_device"]
-
-DTYPES: dict[torch.dtype, Dtype] = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-}
-"""Names in a Problem of the dtypes of x."""
-
-TORCH_DTYPES: dict[Dtype, torch.dtype] = {name: dtype for dtype, name in DTYPES.items()}
-"""The inverse of :data:`DTYPES`."""
+__all__ = ["BoundStep", "LayerRuntime", "PlanCache", "PlanRequest", "device_name", "incomplete_update", "on_device"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +70,24 @@ class PlanRequest:
         return problem, self.layouts[plan.layout].pack(weights, device)
 
 
+def device_name(device: torch.device | str | None) -> str | None:
+    """Return the name of a device as :meth:`polymoe.machine.Machine.of` takes it; None for None.
+
+    Raises:
+        ArgumentError: for what is neither a CPU nor a CUDA device.
+    """
+    if device is None:
+        return None
+    expected = "cpu, cuda or cuda:1"
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ArgumentError("device", expected=expected, got=repr(device)) from None
+    if found.type not in ("cpu", "cuda"):
+        raise ArgumentError("device", expected=expected, got=repr(str(found)))
+    return str(found)
+
+
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Return a context in which ``device`` is torch's current GPU, because kernels launch on the current GPU."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
@@ -87,26 +98,36 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 class PlanCache:
     """Selections by dtype of x, shared by all layers with the same problem, request, layout and tensor names.
 
-    A compiled graph contains :attr:`key` as a constant. Equal keys mean equal plans, also in another process.
+    A compiled graph contains :attr:`key` as a constant. It depends on the names and classes of backends and layouts, so
+    that it is the same in another process.
     """
 
     def __init__(self, problem: Problem, request: PlanRequest, layout: str, names: tuple[str, ...], key: str) -> None:
         self.problem, self.request, self.layout, self.names, self.key = problem, request, layout, names, key
+        self._entries = _entries(request)
         self._selections: dict[str, Selection] = {}
         self._layers: WeakValueDictionary[tuple[int, ...], LayerRuntime] = WeakValueDictionary()
 
     @classmethod
     def of(cls, problem: Problem, request: PlanRequest, layout: str, names: tuple[str, ...]) -> PlanCache:
         """Return the shared instance for these arguments; create it if there is none."""
-        tables = [sorted(map(repr, table.values())) for table in (request.backends, request.layouts)]
-        about = f"{problem!r} {request.machine!r} {request.role} {request.backend} {tables} {layout} {names}"
-        key = hashlib.sha256(about.encode()).hexdigest()[:16]
-        found = _CACHES.get(key) or cls(problem, request, layout, names, key)
-        _CACHES[key] = found
-        return found
+        entries = _entries(request)
+        kinds = [[(name, type(e).__module__, type(e).__qualname__) for name, e in table] for table in entries]
+        about = f"{problem!r} {request.machine!r} {request.role} {request.backend} {kinds} {layout} {names}"
+        key = digest = hashlib.sha256(about.encode()).hexdigest()[:16]
+        numbers = count(1)
+        with _LOCK:
+            while (found := _CACHES.get(key)) is not None and found._entries != entries:
+                key = f"{digest}.{next(numbers)}"  # others have these names and classes
+            if found is None:
+                found = _CACHES[key] = cls(problem, request, layout, names, key)
+            return found
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PlanCache.of, (self.problem, self.request, self.layout, self.names)
+
+    def __deepcopy__(self, memo: object) -> PlanCache:
+        return self
 
     def selection(self, dtype: Dtype) -> Selection:
         """Return the selection for x in ``dtype``. It is made once; later calls look it up."""
@@ -120,15 +141,26 @@ class PlanCache:
 
     def layer(self, tensors: Sequence[Tensor]) -> LayerRuntime:
         """Return the runtime bound to these tensors: that of an existing layer, else a new one."""
-        addresses = tuple(t.data_ptr() for t in tensors)
-        return self._layers.get(addresses) or LayerRuntime(self, tensors)
+        addresses = _addresses(tensors)
+        found = self._layers.get(addresses)
+        # What was assigned to ``.data`` of a layer's tensors may have left their addresses to other tensors.
+        return LayerRuntime(self, tensors) if found is None or _addresses(found.tensors) != addresses else found
 
     def add(self, layer: LayerRuntime) -> None:
         """Register ``layer`` for :meth:`layer`; only a weak reference is kept."""
-        self._layers[tuple(t.data_ptr() for t in layer.tensors)] = layer
+        self._layers[layer.addresses] = layer
 
 
 _CACHES: WeakValueDictionary[str, PlanCache] = WeakValueDictionary()
+_LOCK = threading.RLock()
+
+
+def _entries(request: PlanRequest) -> tuple[tuple[tuple[str, Any], ...], ...]:
+    return tuple(request.backends.items()), tuple(request.layouts.items())
+
+
+def _addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple([t.data_ptr() for t in tensors])
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,16 +174,21 @@ class BoundStep:
 
 
 class LayerRuntime:
-    """One layer's packed tensors, and the runners bound to them."""
+    """One layer's packed tensors, and the runners bound to them.
 
-    def __init__(self, plans: PlanCache, tensors: Sequence[Tensor]) -> None:
-        self.plans, self.tensors, self.device = plans, list(tensors), tensors[0].device
+    Attributes:
+        plans: the plans of the layer.
+        tensors: the packed tensors, in the order of ``plans.names``.
+        addresses: where the tensors were when the runners were bound; runners are stale where they are elsewhere.
+        device: the device of all of them.
+        incomplete: whether an update of the tensors has failed or has not finished, so that calls raise.
+    """
+
+    def __init__(self, plans: PlanCache, tensors: Sequence[Tensor], *, incomplete: bool = False) -> None:
+        self.plans, self.tensors, self.incomplete = plans, list(tensors), incomplete
+        self.addresses, self.device = _addresses(tensors), tensors[0].device
         self._runners: dict[str, Runner] = {}
         self._steps: dict[torch.dtype, tuple[list[float], list[BoundStep]]] = {}
-
-    def holds(self, tensors: Sequence[Tensor | None]) -> bool:
-        """Return whether these are the tensors that the runners are bound to."""
-        return all(mine is given for mine, given in zip(self.tensors, tensors, strict=True))
 
     def steps(self, dtype: torch.dtype) -> list[BoundStep]:
         """Return the steps of the plan for x in ``dtype``, with runners bound to the packed tensors.
@@ -184,137 +221,70 @@ class LayerRuntime:
             self.plans.selection(DTYPES[dtype]).require().step(tokens)  # raises
         return steps[at]
 
-    def run(
-        self,
-        x_TH: Tensor,
-        ids_TA: Tensor,
-        weights_TA: Tensor,
-        out_TH: Tensor | None = None,
-        workspace: Tensor | None = None,
-        x_scales: Tensor | None = None,
-        expert_map: Tensor | None = None,
-    ) -> Tensor:
+    def run(self, call: CallArguments) -> Tensor:
         """Run the planned backend for this token count and return the weighted sum, [T, H].
 
-        :meth:`polymoe.experts.FusedExperts.forward` checks the arguments beforehand.
+        :meth:`CallArguments.check` has checked the arguments.
 
         Raises:
             ArgumentError: if the workspace is too small, the backend does not support an option, or, on a CPU, an id
-                is out of range.
+                or a place of an expert is out of range.
+            PlanError: if the tensors are :attr:`incomplete`, or the plan serves fewer tokens.
         """
-        dtype = x_TH.dtype if x_scales is None else TORCH_DTYPES[self.plans.problem.dtype]
+        if self.incomplete:
+            raise incomplete_update()
+        x_TH, ids_TA, weights_TA, out_TH, workspace, x_scales, expert_map = call
+        problem = self.plans.problem
+        dtype = x_TH.dtype if x_scales is None else call.out_dtype(problem)
         if out_TH is None:
             out_TH = torch.empty_like(x_TH, dtype=dtype, memory_format=torch.contiguous_format)
         tokens = x_TH.shape[0]
         if not tokens:
             return out_TH
         if self.device.type == "cpu":
-            experts = self.plans.problem.spec.experts if expert_map is None else len(expert_map)
-            _require_ids(ids_TA, experts)
+            call.check_values(problem)
         step = self.step(dtype, tokens)
-        options = {}
+        options: dict[str, Tensor] = {}
         if workspace is not None or x_scales is not None or expert_map is not None:
-            options = _options(step, workspace=workspace, x_scales=x_scales, expert_map=expert_map)
-            if workspace is not None:
-                least = step.runner.workspace_bytes(tokens, ids_TA.shape[1], step.config)
-                if workspace.numel() < least:
-                    raise ArgumentError(
-                        "workspace", expected=f"at least {least} bytes", got=str(workspace.numel()),
-                        hint="experts.workspace_bytes(tokens, top_k) returns the size",
-                    )  # fmt: skip
+            options = _options(step, call)
         with on_device(self.device):
             step.runner.run(x_TH, Routing(ids_TA, weights_TA), step.config, out_TH, **options)
         return out_TH
 
 
-def check_call(
-    problem: Problem,
-    device: torch.device,
-    x_TH: Tensor,
-    ids_TA: Tensor,
-    weights_TA: Tensor,
-    out_TH: Tensor | None = None,
-    workspace: Tensor | None = None,
-    x_scales: Tensor | None = None,
-    expert_map: Tensor | None = None,
-) -> None:
-    """Check the arguments of :meth:`polymoe.experts.FusedExperts.forward` that do not depend on the backend.
+def incomplete_update() -> PlanError:
+    """Return the error of a call of a layer whose packed tensors hold parts of two updates."""
+    return PlanError(
+        "experts",
+        expected="weights of one whole update",
+        got="a mixture, because an update failed or has not finished",
+        hint="call update again, with weights that can be read, or load the layer again",
+    )
+
+
+def _options(step: BoundStep, call: CallArguments) -> dict[str, Tensor]:
+    """Return the options of the call that are given.
 
     Raises:
-        ArgumentError: if the shape, dtype or device of an argument is wrong; the error names the argument.
+        ArgumentError: if the runner does not support one of them, or the workspace is too small.
     """
-    hidden, shape, ids_shape = problem.spec.hidden, x_TH.shape, ids_TA.shape
-    dtypes: tuple[torch.dtype, ...] = tuple(DTYPES) if x_scales is None else (torch.float8_e4m3fn,)
-    if len(shape) != 2 or shape[1] != hidden:
-        raise ArgumentError("x_TH", expected=f"[T, {hidden}]", got=str(list(shape)))
-    if x_TH.dtype not in dtypes:
-        expected = "bfloat16, float16 or float32" if x_scales is None else "float8_e4m3fn, as x_scales is given"
-        raise ArgumentError("x_TH", expected=expected, got=str(x_TH.dtype))
-    tokens = shape[0]
-    for name, tensor, dtypes in (
-        ("topk_ids_TA", ids_TA, (torch.int32, torch.int64)),
-        ("topk_weights_TA", weights_TA, (torch.float32,)),
-    ):
-        if tensor.dtype not in dtypes:
-            raise ArgumentError(name, expected=" or ".join(map(str, dtypes)), got=str(tensor.dtype))
-        own = tensor.shape
-        if len(own) != 2 or own[0] != tokens or own[1] < 1 or own != ids_shape:
-            raise ArgumentError(name, expected=f"[{tokens}, A], the same for ids and weights", got=str(list(own)))
-        if tensor.device != x_TH.device:
-            raise ArgumentError(name, expected=f"on {x_TH.device}, like x", got=str(tensor.device))
-    if x_TH.device != device:
-        raise ArgumentError("x_TH", expected=f"on {device}, like the packed experts", got=str(x_TH.device))
-    if out_TH is not None:
-        dtype = x_TH.dtype if x_scales is None else TORCH_DTYPES[problem.dtype]
-        _require("out", out_TH, device, (dtype,), list(shape))
-    if workspace is not None:
-        _require("workspace", workspace, device, (torch.uint8,), [workspace.numel()])
-    if x_scales is not None:
-        groups = problem.activations.scales_per_row(hidden)
-        if groups is None:
-            raise ArgumentError(
-                "x_scales",
-                expected="none: the experts do not quantize their inputs dynamically",
-                got=f"a tensor {list(x_scales.shape)}",
-                hint='load them with activations="fp8_token" or "fp8_group128"',
-            )
-        _require("x_scales", x_scales, device, (torch.float32,), [tokens, groups])
-    if expert_map is not None:
-        _require("expert_map", expert_map, device, (torch.int32, torch.int64), [expert_map.numel()])
-
-
-def _require(
-    name: str, tensor: Tensor, device: torch.device, dtypes: tuple[torch.dtype, ...], shape: list[int]
-) -> None:
-    """Raise ArgumentError unless the tensor is contiguous and has this shape, this device and one of these dtypes."""
-    if tensor.dtype not in dtypes:
-        raise ArgumentError(name, expected=" or ".join(map(str, dtypes)), got=str(tensor.dtype))
-    if list(tensor.shape) != shape:
-        raise ArgumentError(name, expected=str(shape), got=str(list(tensor.shape)))
-    if tensor.device != device:
-        raise ArgumentError(name, expected=f"on {device}, like the packed experts", got=str(tensor.device))
-    if not tensor.is_contiguous():
-        raise ArgumentError(name, expected="a contiguous tensor", got=f"strides {list(tensor.stride())}")
-
-
-def _require_ids(ids_TA: Tensor, experts: int) -> None:
-    low, high = int(ids_TA.min()), int(ids_TA.max())
-    if low < -1 or high > experts:
-        expected = f"0 to {experts - 1}, or -1 or {experts} for none"
-        raise ArgumentError("topk_ids_TA", expected=expected, got=f"{low} to {high}")
-
-
-def _options(step: BoundStep, **given: Tensor | None) -> dict[str, Tensor]:
-    """Return the options that are not None; raise ArgumentError if the runner does not support one of them."""
-    for name, value in given.items():
-        if value is not None and name not in step.runner.options:
+    given = {name: getattr(call, name) for name in ("workspace", "x_scales", "expert_map")}
+    options = {name: tensor for name, tensor in given.items() if tensor is not None}
+    for name, tensor in options.items():
+        if name not in step.runner.options:
             raise ArgumentError(
                 name,
                 expected=f"none: backend {step.backend!r} does not support it",
-                got=f"a tensor {list(value.shape)}",
+                got=f"a tensor {list(tensor.shape)}",
                 hint="choose a backend that supports it with backend=...",
             )
-    return {name: value for name, value in given.items() if value is not None}
+    if call.workspace is not None:
+        tokens, top_k = call.topk_ids_TA.shape
+        least, got = step.runner.workspace_bytes(tokens, top_k, step.config), call.workspace.numel()
+        if got < least:
+            hint = "experts.workspace_bytes(tokens, top_k) returns the size"
+            raise ArgumentError("workspace", expected=f"at least {least} bytes", got=str(got), hint=hint)
+    return options
 
 
 @torch.library.custom_op("polymoe::fused_experts", mutates_args=())
@@ -327,8 +297,8 @@ def _fused_experts(
     x_scales: Tensor | None = None,
     expert_map: Tensor | None = None,
 ) -> Tensor:
-    layer = _CACHES[key].layer(tensors)
-    return layer.run(x_TH, topk_ids_TA, topk_weights_TA, x_scales=x_scales, expert_map=expert_map)
+    call = CallArguments(x_TH, topk_ids_TA, topk_weights_TA, x_scales=x_scales, expert_map=expert_map)
+    return _CACHES[key].layer(tensors).run(call)
 
 
 @_fused_experts.register_fake
@@ -341,7 +311,7 @@ def _(
     x_scales: Tensor | None = None,
     expert_map: Tensor | None = None,
 ) -> Tensor:
-    dtype = x_TH.dtype if x_scales is None else TORCH_DTYPES[_CACHES[key].problem.dtype]
+    dtype = CallArguments(x_TH, topk_ids_TA, topk_weights_TA, x_scales=x_scales).out_dtype(_CACHES[key].problem)
     return torch.empty_like(x_TH, dtype=dtype, memory_format=torch.contiguous_format)
 
 
@@ -357,7 +327,8 @@ def _fused_experts_out(
     x_scales: Tensor | None = None,
     expert_map: Tensor | None = None,
 ) -> None:
-    _CACHES[key].layer(tensors).run(x_TH, topk_ids_TA, topk_weights_TA, out_TH, workspace, x_scales, expert_map)
+    call = CallArguments(x_TH, topk_ids_TA, topk_weights_TA, out_TH, workspace, x_scales, expert_map)
+    _CACHES[key].layer(tensors).run(call)
 
 
 @_fused_experts_out.register_fake

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -53,17 +52,33 @@ def test_a_wrong_output(call: tuple[Tensor, Routing], out: Tensor, message: str)
 
 def test_an_expert_map_says_where_experts_are(call: tuple[Tensor, Routing]) -> None:
     """Global ids of eight experts, of which five are here, in another order and with gaps."""
-    weights, (x, routing) = random_experts(bias=True), call
-    experts = fused(weights)
+    here = list(random_experts(bias=True))
+    experts, (x, routing) = fused(ExpertWeights.of(here, total=8, first_expert=2)), call
     expert_map = torch.tensor([4, -1, 0, 1, -1, 2, 3, -1], dtype=torch.int32)
     ids = torch.randint(-1, 9, routing.topk_ids_TA.shape)
     local = torch.where((ids < 0) | (ids > 7), -1, expert_map.long()[ids.clamp(0, 7)])
     got = experts(x, ids, routing.topk_weights_TA, expert_map=expert_map)
-    assert torch.equal(got, experts(x, local, routing.topk_weights_TA))
+    assert torch.equal(got, fused(ExpertWeights.of(here))(x, local, routing.topk_weights_TA))
     with pytest.raises(ArgumentError, match="topk_ids_TA: expected 0 to 7, or -1 or 8 for none, got"):
         experts(x, ids + 9, routing.topk_weights_TA, expert_map=expert_map)
-    with pytest.raises(ArgumentError, match=r"expert_map: expected torch\.int32 or torch\.int64"):
-        experts(x, ids, routing.topk_weights_TA, expert_map=expert_map.float())
+
+
+@pytest.mark.parametrize(
+    ("expert_map", "message"),
+    [
+        (torch.arange(5).float(), "expected torch.int32 or torch.int64, got torch.float32"),
+        (torch.arange(0), r"expected \[5\], got \[0\]"),
+        (torch.arange(4), r"expected \[5\], got \[4\]"),
+        (torch.tensor([0, 1, 2, 3, 4, -1]), r"expected \[5\], got \[6\]"),
+        (torch.arange(5)[None], r"expected \[5\], got \[1, 5\]"),
+        (torch.tensor([0, 1, 5, 2, 3]), "expected 0 to 4, or -1 for experts of other ranks, got 0 to 5"),
+        (torch.tensor([0, 1, -2, 2, 3]), "expected 0 to 4, .* got -2 to 3"),
+    ],
+)
+def test_a_wrong_expert_map(call: tuple[Tensor, Routing], expert_map: Tensor, message: str) -> None:
+    x, routing = call
+    with pytest.raises(ArgumentError, match=f"expert_map: {message}"):
+        fused()(x, *routing, expert_map=expert_map)
 
 
 @pytest.mark.parametrize("mode", ["fp8_token", "fp8_group128"])
@@ -114,34 +129,6 @@ def test_compiled_graphs_take_them_too(call: tuple[Tensor, Routing]) -> None:
     out = torch.zeros_like(x)
     assert torch.equal(compiled(x, *routing, expert_map=expert_map, out=out), expected + 1)
     assert torch.equal(out, expected)
-
-
-def test_a_layer_is_bound_once_and_again_where_its_tensors_are_others(call: tuple[Tensor, Routing]) -> None:
-    weights, (x, routing) = random_experts(), call
-    bound = []
-
-    class Counting(type(toys()["large"])):  # type: ignore[misc]
-        def bind(self, problem, packed):  # type: ignore[no-untyped-def]
-            bound.append(packed)
-            return super().bind(problem, packed)
-
-    experts = FusedExperts.pack(problem_of(weights), weights, choice({"one": Counting("one")}))
-    y = experts(x, *routing)
-    experts.update(weights)
-    assert torch.equal(experts(x, *routing), y)
-    assert len(bound) == 1
-    assert {n: t.data_ptr() for n, t in bound[0].tensors.items()} == {
-        n: t.data_ptr() for n, t in experts.packed.tensors.items()
-    }
-    copy = deepcopy(experts)
-    for buffer in experts.buffers():
-        buffer.view(torch.uint8).zero_()
-    assert torch.equal(copy(x, *routing), y)
-    assert len(bound) == 2
-    assert not experts(x, *routing).any()
-    copy.register_buffer("packed_up_codes", torch.zeros_like(copy.packed_up_codes), persistent=False)
-    assert not torch.equal(copy(x, *routing), y)
-    assert len(bound) == 3
 
 
 def test_mapped_ids_are_contiguous_whatever_the_ids_are() -> None:

@@ -15,6 +15,7 @@ from polymoe.backends.reference import run_experts
 from polymoe.bench.cases import CASES, Workload
 from polymoe.bench.records import Stamp
 from polymoe.bench.tune import Tune
+from polymoe.errors import CheckpointError, PlanError
 from polymoe.experts import FusedExperts
 from polymoe.kernels.cuda.sizes import W4A16_WGMMA
 from polymoe.layouts import LAYOUTS
@@ -27,7 +28,7 @@ from polymoe.routing import Routing
 from polymoe.scale_range import measure_scales
 from polymoe.tensors import ExpertWeights
 from support.cuda_calls import need_sm90, same_experts
-from support.problems import GPT_OSS, problem_of, random_call
+from support.problems import GPT_OSS, problem_of, random_call, torn
 
 FORMATS = ["mxfp4", "nvfp4", "int4_g32", "int4_g128"]
 Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -91,6 +92,49 @@ def test_a_captured_graph_sees_an_update(tokens: int, activations: str, hidden: 
         assert [buffer.data_ptr() for buffer in experts.buffers()] == addresses
         graph.replay()
         assert relative_error(out.cpu(), expected(experts, now, call)) < TOLERANCE
+
+
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_after_an_update_that_failed_calls_raise_and_a_graph_follows_the_next_one(backend: str) -> None:
+    weights, other = (same_experts(hidden=336, intermediate=272, seed=seed) for seed in (0, 5))
+    experts, call = layer(weights, backend), call_of(2)
+    experts(*call)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = experts(*call)
+    with pytest.raises(CheckpointError, match="expert 2"):
+        experts.update(torn(other))
+    with pytest.raises(PlanError, match="got a mixture"):
+        experts(*call)
+    experts.update(other, check=True)
+    graph.replay()
+    assert relative_error(out.cpu(), expected(experts, other, call)) < TOLERANCE
+    assert torch.equal(experts(*call), out)
+
+
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_runners_follow_the_data_of_buffers(backend: str) -> None:
+    weights, other = (same_experts(hidden=336, intermediate=272, seed=seed) for seed in (0, 5))
+    experts, donor, call = layer(weights, backend), layer(other, backend), call_of(2)
+    y, theirs = experts(*call), donor(*call)
+    mine = {name: buffer.data for name, buffer in experts.named_buffers()}
+    for name, buffer in experts.named_buffers():
+        buffer.data = donor.get_buffer(name).data.clone()
+    assert torch.equal(experts(*call), theirs)
+    for name, buffer in experts.named_buffers():
+        buffer.data = mine[name]
+    assert torch.equal(experts(*call), y)
+
+
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_moving_to_the_cpu_frees_the_gpu(backend: str) -> None:
+    call = call_of(2, 1024, 8)
+    before = torch.cuda.memory_allocated()
+    experts = layer(same_experts(experts=8, hidden=1024, intermediate=512), backend)
+    experts(*call)
+    experts.to("cpu")
+    assert torch.cuda.memory_allocated() - before < experts.packed.nbytes / 8
 
 
 @pytest.mark.parametrize("tokens", [2, 200])

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from polymoe.activations import Activation, ReLU2, SwiGLU
+from polymoe.errors import CheckpointError
 from polymoe.problem import Problem
 from polymoe.routing import Routing
-from polymoe.tensors import ExpertWeights
+from polymoe.tensors import Expert, ExpertWeights
 
 GPT_OSS = SwiGLU(alpha=1.702, beta=1.0, limit=7.0)
 
@@ -33,6 +34,17 @@ def random_experts(
         gate_up_bias_EF=torch.randn(experts, rows, generator=g).bfloat16() if bias else None,
         down_bias_EH=torch.randn(experts, hidden, generator=g).bfloat16() if bias else None,
     )
+
+
+def torn(weights: ExpertWeights, at: int = 2) -> ExpertWeights:
+    """Weights of which expert ``at`` cannot be read; its scales can, which are read before."""
+
+    def read(e: int) -> Expert:
+        if e == at:
+            raise CheckpointError(f"expert {e}", expected="a shard", got="a shorter one")
+        return weights.read(e)
+
+    return ExpertWeights(weights.spec, read, weights.read)
 
 
 def problem_of(weights: ExpertWeights, activation: Activation | None = None, **kwargs: object) -> Problem:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from polymoe.call import CallArguments
 from polymoe.errors import PlanError
 from polymoe.layouts import Packed
-from polymoe.load_check import check_layer, require_input_scales
+from polymoe.load_check import check_layer, require_input_scales, require_planned
 from polymoe.planning.selection import Selection
 from polymoe.problem import Problem
-from polymoe.runtime import LayerRuntime, PlanCache, PlanRequest, check_call
-from polymoe.scale_range import ScaleRange, measure_scales
+from polymoe.runtime import LayerRuntime, PlanCache, PlanRequest
 from polymoe.tensors import ExpertWeights
 
 __all__ = ["PackedLayer"]
@@ -32,7 +32,6 @@ class PackedLayer:
         self._plans: PlanCache | None = None
         self._dtypes: dict[str, torch.dtype] = {}
         self._bound: LayerRuntime | None = None
-        self._addresses: tuple[int, ...] = ()
 
     @property
     def problem(self) -> Problem:
@@ -78,18 +77,22 @@ class PackedLayer:
 
         Raises:
             UnsupportedProblem: if no backend runs these experts here.
-            PlanError: if new scales reach further than those for which the layer was planned.
+            PlanError: if new weights have another spec, or scales that reach further than those for which the layer was
+                planned.
+            CheckpointError: if static input scales are missing.
             VerificationError: if the packed experts do not compute what ``weights`` say.
         """
         again = self._plans is not None
         if again:
-            self._require_covered(measure_scales(weights, device))
+            require_planned(
+                self.problem, weights, device, f"{self.where}: new weights", "start the engine again with them"
+            )
             packed = self._request.layouts[self.plans.layout].pack(weights, device)
         else:
+            if self.problem.activations.static:
+                require_input_scales(weights, self.where)
             problem, packed = self._request.pack(self._problem, weights, device, self.where)
             self._plans = PlanCache.of(problem, self._request, packed.layout, tuple(packed.tensors))
-        if self.problem.activations.static:
-            require_input_scales(weights, self.where)
         self._register(module, packed)
         if check:
             runtime = LayerRuntime(self.plans, self._tensors(module)) if again else self._runtime(module)
@@ -109,13 +112,14 @@ class PackedLayer:
         Raises:
             ArgumentError: for a wrong shape, dtype or device.
         """
+        call = CallArguments(x_TH, topk_ids_TA, topk_weights_TA)
         if torch.compiler.is_compiling():
             tensors = self._tensors(module)
-            check_call(self.problem, tensors[0].device, x_TH, topk_ids_TA, topk_weights_TA)
+            call.check(self.problem, tensors[0].device)
             return torch.ops.polymoe.fused_experts(x_TH, topk_ids_TA, topk_weights_TA, tensors, self.plans.key)
         runtime = self._runtime(module)
-        check_call(self.problem, runtime.device, x_TH, topk_ids_TA, topk_weights_TA)
-        return runtime.run(x_TH, topk_ids_TA, topk_weights_TA)
+        call.check(self.problem, runtime.device)
+        return runtime.run(call)
 
     def _register(self, module: nn.Module, packed: Packed) -> None:
         self._dtypes = {_parameter(name): tensor.dtype for name, tensor in packed.tensors.items()}
@@ -133,20 +137,10 @@ class PackedLayer:
         """Return the runtime of the parameters as they are now: an engine may have moved them."""
         parameters = module._parameters
         addresses = tuple(parameters[name].data_ptr() for name in self._dtypes)  # type: ignore[union-attr]
-        if self._bound is None or addresses != self._addresses:
-            self._bound, self._addresses = LayerRuntime(self.plans, self._tensors(module)), addresses
+        if self._bound is None or addresses != self._bound.addresses:
+            self._bound = LayerRuntime(self.plans, self._tensors(module))
             self.plans.add(self._bound)
         return self._bound
-
-    def _require_covered(self, found: ScaleRange | None) -> None:
-        planned = self.problem.scales
-        if found is not None and not (planned or ScaleRange()).covers(found):
-            raise PlanError(
-                f"{self.where}: new weights",
-                expected=str(planned or ScaleRange()),
-                got=str(found),
-                hint="start the engine again with these weights: the layout was chosen by the range of the scales",
-            )
 
 
 def _parameter(name: str) -> str:

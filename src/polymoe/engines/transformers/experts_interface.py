@@ -19,13 +19,14 @@ from transformers.integrations.moe import ExpertsInterface
 
 from polymoe.activations import ACTIVATIONS, Activation, SwiGLU
 from polymoe.backends import BACKENDS
+from polymoe.call import DTYPES
 from polymoe.errors import UnsupportedProblem, nearest
 from polymoe.experts import FusedExperts
 from polymoe.formats import FORMATS, QuantTensor
 from polymoe.layouts import LAYOUTS, Natural
 from polymoe.machine import Machine
 from polymoe.problem import Problem
-from polymoe.runtime import DTYPES, PlanRequest
+from polymoe.runtime import PlanRequest
 from polymoe.tensors import ExpertsSpec
 
 __all__ = ["INTERFACE_NAME", "experts_forward", "interface_name", "register", "unregister"]

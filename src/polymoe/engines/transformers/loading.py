@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, modeling_utils
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
+from polymoe.call import DTYPES
 from polymoe.checkpoint import Checkpoint
 from polymoe.checkpoint.config import quantization_source
 from polymoe.engines.transformers.dense_quantizer import check_dense
@@ -35,7 +36,6 @@ from polymoe.engines.transformers.families import (
 from polymoe.engines.transformers.quantizer import PackedConfig, PackedQuantizer
 from polymoe.errors import ArgumentError, CheckpointError
 from polymoe.explanation import explain, layer_ranges
-from polymoe.runtime import DTYPES
 
 modeling: Any = modeling_utils
 
