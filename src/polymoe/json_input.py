@@ -25,6 +25,8 @@ def parse_json(text: str | bytes) -> Any:
         value = json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
         raise _too_deep() from None
+    if text.count("[") + text.count("{") <= MAX_DEPTH:
+        return value
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         level = [child for parent in level for child in _children(parent)]

@@ -93,6 +93,7 @@ def command(
     ] = False,
     warmup: Annotated[bool, typer.Option(help="Send a small row before each row, without measuring it.")] = True,
     timeout: Annotated[float, typer.Option(min=1, help="Longest silence of the server, in seconds.")] = 600.0,
+    request_timeout: Annotated[float, typer.Option(min=1, help="Longest duration of a request, in seconds.")] = 3600.0,
     seed: Annotated[int | None, typer.Option(help="Seed of prompts and arrivals. Default: random.")] = None,
     commit: Annotated[str | None, typer.Option(help="Commit for the records, if git does not know it.")] = None,
     json: Json = False,
@@ -135,8 +136,9 @@ def command(
     )
     # Errors that would appear after minutes of measuring are found here.
     client = Client(
-        server, model=model, api_key=api_key, chat=chat, extra=_object("--extra-body", extra_body), timeout_s=timeout
-    )
+        server, model=model, api_key=api_key, chat=chat, extra=_object("--extra-body", extra_body), timeout_s=timeout,
+        request_timeout_s=request_timeout,
+    )  # fmt: skip
     earlier: list[ServingRecord] = []
     if out is not None:
         check_writable(out)

@@ -5,12 +5,33 @@ API: https://platform.openai.com/docs/api-reference
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Piece", "TimedAnswer", "error_text", "read_event"]
+from polymoe.json_input import parse_json
+from polymoe.server_replies import error_message, token_count
+
+__all__ = ["NO_TOKEN", "Piece", "Request", "TimedAnswer", "read_event"]
+
+NO_TOKEN = "an answer without a token"
+"""The error of an answer that has neither text nor a count of tokens."""
+
+_ADDED_TOKENS = 2**16  # most tokens that a server's template may add to a prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request, created before timing starts: its body, and the most tokens that its answer may have."""
+
+    body: bytes
+    tokens: int
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The most tokens that its prompt may have: each token is at least one byte of the body."""
+        return len(self.body) + _ADDED_TOKENS
 
 
 @dataclass(slots=True)
@@ -24,6 +45,7 @@ class TimedAnswer:
         ended: when the answer was complete or had failed.
         text: the whole text.
         prompt_tokens, completion_tokens, cached_tokens: as counted by the server, or None.
+        wrong_counts: why the server's counts cannot be true and are not taken, or None.
         finish_reason: from the server.
         status: HTTP status; 0 if there was none.
         error: why the answer is not complete, or None.
@@ -37,6 +59,7 @@ class TimedAnswer:
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
+    wrong_counts: str | None = None
     finish_reason: str | None = None
     status: int = 0
     error: str | None = None
@@ -57,13 +80,36 @@ class TimedAnswer:
         self.finish_reason = piece.finish_reason or self.finish_reason
         if piece.usage:
             details = piece.usage.get("prompt_tokens_details")
-            for name, value in (
-                ("prompt_tokens", piece.usage.get("prompt_tokens")),
-                ("completion_tokens", piece.usage.get("completion_tokens")),
-                ("cached_tokens", details.get("cached_tokens") if isinstance(details, dict) else None),
-            ):
-                if isinstance(value, int):
-                    setattr(self, name, value)
+            try:
+                for name in ("prompt_tokens", "completion_tokens"):
+                    found = token_count(piece.usage, name)
+                    setattr(self, name, getattr(self, name) if found is None else found)
+                if isinstance(details, dict):
+                    self.cached_tokens = token_count(details, "cached_tokens")
+            except ValueError as error:
+                self.wrong_counts = str(error)
+
+    def finish(self, request: Request) -> None:
+        """Check a complete answer: drop counts that cannot be true, and see whether it has a token at all."""
+        self.ended = time.perf_counter()
+        wrong = self.wrong_counts or "; ".join(self._doubts(request))
+        if wrong:
+            self.wrong_counts, self.prompt_tokens, self.completion_tokens, self.cached_tokens = wrong, None, None, None
+        if self.error is None and not self.chunks:
+            if self.completion_tokens:
+                self.chunks.append(self.ended)  # tokens without text, such as an end token
+            else:
+                self.error = NO_TOKEN
+
+    def _doubts(self, request: Request) -> Iterator[str]:
+        if self.completion_tokens is not None and self.completion_tokens > request.tokens:
+            yield f"usage.completion_tokens is {self.completion_tokens}, more than the {request.tokens} asked for"
+        if self.completion_tokens == 0 and self.text:
+            yield "usage.completion_tokens is 0 for an answer with text"
+        if self.prompt_tokens is not None and not 0 < self.prompt_tokens <= request.prompt_tokens:
+            yield f"usage.prompt_tokens is {self.prompt_tokens} for a request of {len(request.body)} bytes"
+        if self.cached_tokens and self.cached_tokens > (self.prompt_tokens or 0):
+            yield f"usage has {self.cached_tokens} cached tokens of {self.prompt_tokens}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +131,13 @@ def read_event(payload: bytes | str) -> Piece:
     names the role.
 
     Raises:
-        ValueError: if it is not a JSON object.
+        ValueError: if it is not a JSON object, or fields have other types.
     """
-    event = json.loads(payload)
+    event = parse_json(payload)
     if not isinstance(event, dict):
         raise ValueError(f"an event that is not an object: {payload!r:.80}")
     if event.get("error"):
-        return Piece(error=_message(event))
+        return Piece(error=error_message(payload if isinstance(payload, str) else payload.decode()))
     text, empty, finish_reason = "", False, None
     try:
         for choice in event.get("choices") or ():
@@ -102,23 +148,9 @@ def read_event(payload: bytes | str) -> Piece:
                 text += (call.get("function") or {}).get("arguments") or ""
             empty |= choice.get("text") == "" and not choice.get("finish_reason")
             finish_reason = choice.get("finish_reason") or finish_reason
+        if not isinstance(finish_reason, str | None):
+            raise TypeError
     except (AttributeError, TypeError):
         raise ValueError(f"an event of another shape: {payload!r:.80}") from None
     usage = event.get("usage")
     return Piece(text, bool(text) or empty, finish_reason, usage if isinstance(usage, dict) else None)
-
-
-def error_text(body: str) -> str:
-    """Return the message in the body of an error, in any of the usual forms."""
-    try:
-        found = json.loads(body)
-    except ValueError:
-        found = None
-    return (_message(found) if isinstance(found, dict) else body.strip())[:500]
-
-
-def _message(body: Mapping[str, Any]) -> str:
-    error = body.get("error") or body.get("detail") or body.get("message")
-    if isinstance(error, dict):
-        return _message(error) if "error" in error else str(error.get("message", error))
-    return str(error)

@@ -17,8 +17,11 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from polymoe.bench.serving.answers import TimedAnswer, error_text, read_event
+from polymoe.bench.serving.answers import NO_TOKEN, Request, TimedAnswer, read_event
+from polymoe.bench.serving.events import EventReader
 from polymoe.errors import ArgumentError, ServerError
+from polymoe.json_input import parse_json
+from polymoe.server_replies import MAX_BYTES, error_message, one_line
 
 __all__ = ["Client"]
 
@@ -36,6 +39,8 @@ _TRIES: Sequence[Sequence[str]] = (
 """Optional fields, in the order in which they are dropped for a server that refuses them."""
 
 _PROBE_PROMPT = "1 2 3 4"
+_BYTES_A_TOKEN, _EVENTS_A_TOKEN = 2**14, 4
+"""Limits of a stream, beside a constant: far above any that carries tokens."""
 _IDLE_S = 2.0  # below the limit of servers (5 s in uvicorn), since the side that closes second sees a broken connection
 
 
@@ -48,7 +53,8 @@ class Client:
         api_key: sent as a bearer token.
         chat: ``/v1/chat/completions`` instead of ``/v1/completions``.
         extra: fields for every request, which override the others.
-        timeout_s: how long a server may be silent.
+        timeout_s: how long a server may be silent; comments in a stream are silence.
+        request_timeout_s: longest duration of a request in all, however steadily its answer arrives.
 
     Raises:
         ArgumentError: for an invalid URL.
@@ -63,6 +69,7 @@ class Client:
         chat: bool = False,
         extra: Mapping[str, Any] | None = None,
         timeout_s: float = 600.0,
+        request_timeout_s: float = 3600.0,
     ) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         parts = urlsplit(self.url)
@@ -75,16 +82,21 @@ class Client:
         self._path = "/v1/chat/completions" if chat else "/v1/completions"
         self._fields: dict[str, Any] = dict(_OPTIONAL)
         self._extra = dict(extra or {})
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        # Encoded bodies are read as they are, since a few bytes may decode to gigabytes.
+        self._headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {api_key}"} if api_key else {})}
         self._timeout_s = timeout_s
+        self._request_timeout_s = request_timeout_s
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Client:
         self._session = aiohttp.ClientSession(
             # As many connections as requests, so that requests wait in the server.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._timeout_s, sock_read=self._timeout_s),
+            timeout=aiohttp.ClientTimeout(
+                total=self._request_timeout_s, sock_connect=self._timeout_s, sock_read=self._timeout_s
+            ),
             headers=self._headers,
+            auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
         )
         return self
@@ -111,7 +123,7 @@ class Client:
         for names in _TRIES[1:]:
             if answer.status in (400, 422):
                 answer = await self._try(names)
-        if answer.error is None:
+        if answer.error in (None, NO_TOKEN):
             return
         raise ServerError(
             self.url + self._path,
@@ -132,7 +144,7 @@ class Client:
     async def _name_model(self) -> None:
         status, body = await self.get("/v1/models")
         try:
-            models = [m for m in json.loads(body)["data"] if isinstance(m["id"], str)]
+            models = [m for m in parse_json(body)["data"] if isinstance(m["id"], str) and m["id"].isprintable()]
         except (ValueError, KeyError, TypeError):
             models = []
         known = {m["id"]: m for m in models}
@@ -141,65 +153,71 @@ class Client:
                 raise ServerError(
                     f"{self.url}/v1/models",
                     expected="one model",
-                    got=", ".join(known) or f"HTTP {status}: {body[:200]}",
+                    got=", ".join(known) or f"HTTP {status}: {one_line(body, 200)}",
                     hint="--api-key" if status in (401, 403) else "choose one with --model",
                 )
             self.model = next(iter(known))
-        self.owner = str(known.get(self.model, {}).get("owned_by") or "")
+        self.owner = one_line(str(known.get(self.model, {}).get("owned_by") or ""))
 
-    def request(self, prompt: str, tokens: int, *, stream: bool = True) -> bytes:
-        """Return the body of a request for ``tokens`` tokens, created before timing starts."""
+    def request(self, prompt: str, tokens: int, *, stream: bool = True) -> Request:
+        """Return a request for ``tokens`` tokens, created before timing starts."""
         text: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
         fields = {name: value for name, value in self._fields.items() if stream or name != "stream_options"}
         body = {"model": self.model, **text, "max_tokens": tokens, "stream": stream, **fields, **self._extra}
-        return json.dumps(body).encode()
+        limits = [body.get(name) for name in ("max_tokens", "max_completion_tokens")]
+        most = max([limit for limit in limits if isinstance(limit, int)], default=tokens)
+        answers = body["n"] if isinstance(body.get("n"), int) else 1
+        return Request(json.dumps(body).encode(), most * answers)
 
-    async def ask(self, request: bytes) -> TimedAnswer:
+    async def ask(self, request: Request) -> TimedAnswer:
         """Send a request and return its answer, also if it fails."""
         answer = TimedAnswer(sent=time.perf_counter())
         try:
             await self._exchange(request, answer)
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
             if not answer.error:
-                answer.error = f"{type(error).__name__}: {error}".removesuffix(": ")
+                whole = isinstance(error, asyncio.TimeoutError) and not str(error)  # of the request
+                what = f"not complete after {self._request_timeout_s:g} s" if whole else str(error)
+                answer.error = one_line(f"{type(error).__name__}: {what}".removesuffix(": "), 500)
         except ValueError as error:
-            answer.error = f"invalid response: {error}"
-        answer.ended = time.perf_counter()
-        if answer.error is None and not answer.chunks:
-            answer.chunks.append(answer.ended)  # tokens without text, such as an end token
+            answer.error = one_line(f"invalid response: {error}", 500)
+        answer.finish(request)
         return answer
 
-    async def _exchange(self, request: bytes, answer: TimedAnswer) -> None:
+    async def _exchange(self, request: Request, answer: TimedAnswer) -> None:
         assert self._session is not None, "used outside of its context"
         headers = {"Content-Type": "application/json"}
-        async with self._session.post(self.url + self._path, data=request, headers=headers) as response:
+        async with self._session.post(
+            self.url + self._path, data=request.body, headers=headers, allow_redirects=False
+        ) as response:
             answer.status = response.status
             if response.status != 200:
-                body = (await response.read())[:4096].decode(errors="replace")
-                answer.error = f"HTTP {response.status}: {error_text(body)}"
+                answer.error = await _refusal(response)
             elif response.content_type == "text/event-stream":
                 answer.streamed = True
-                await self._read_stream(response, answer)
+                await self._read_stream(response, request, answer)
             else:
-                whole = read_event(await response.read())
+                whole = read_event(await _body(response))
                 answer.take(whole, time.perf_counter())
 
-    async def _read_stream(self, response: aiohttp.ClientResponse, answer: TimedAnswer) -> None:
-        rest, done = b"", False
-        async for data in response.content.iter_any():
+    async def _read_stream(self, response: aiohttp.ClientResponse, request: Request, answer: TimedAnswer) -> None:
+        reader, done = EventReader(), False
+        size, events, heard = 0, 0, time.perf_counter()
+        async for part in response.content.iter_any():
             now = time.perf_counter()
-            *lines, rest = (rest + data).split(b"\n")
-            for line in lines:
-                if not line.startswith(b"data:"):
-                    continue  # blank lines and comments of the protocol
-                payload = line[5:].strip()
-                if payload == b"[DONE]":
-                    done = True
-                elif payload:
-                    answer.take(read_event(payload), now)
+            size += len(part)
+            for payload in reader.feed(part):
+                events, heard = events + 1, now
+                done |= _take(payload, answer, now)
                 if answer.error:
                     return
-        if not done and answer.finish_reason is None:
+            if now - heard > self._timeout_s:
+                raise asyncio.TimeoutError(f"no event for {self._timeout_s:g} s")
+            if size > MAX_BYTES + _BYTES_A_TOKEN * request.tokens or events > 1000 + _EVENTS_A_TOKEN * request.tokens:
+                raise ValueError(f"{events} events and {size} bytes for {request.tokens} tokens")
+        for payload in reader.end():
+            done |= _take(payload, answer, time.perf_counter())
+        if not done and answer.finish_reason is None and not answer.error:
             answer.error = "the stream broke off"
 
     async def count(self, prompt: str) -> int:
@@ -209,12 +227,13 @@ class Client:
             ServerError: if it refuses the prompt or does not count.
         """
         answer = await self.ask(self.request(prompt, 1, stream=False))
-        if answer.error is not None or answer.prompt_tokens is None:
+        if answer.error not in (None, NO_TOKEN) or answer.prompt_tokens is None:
+            failed = answer.error if answer.error != NO_TOKEN else None
             raise ServerError(
                 self.url + self._path,
                 expected="a prompt's tokens counted in usage.prompt_tokens",
-                got=answer.error or "no usage",
-                hint=None if answer.error else "name the model's tokenizer with --tokenizer",
+                got=failed or answer.wrong_counts or "no usage",
+                hint=None if failed else "name the model's tokenizer with --tokenizer",
             )
         return answer.prompt_tokens
 
@@ -233,9 +252,39 @@ class Client:
     async def _other(self, method: str, path: str, body: Mapping[str, Any] | None) -> tuple[int, str]:
         assert self._session is not None, "used outside of its context"
         try:
-            async with self._session.request(method, self.url + path, json=body) as response:
-                return response.status, await response.text(errors="replace")
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
-            raise ServerError(
-                self.url, expected="a server", got=f"{type(error).__name__}: {error}".removesuffix(": ")
-            ) from error
+            async with self._session.request(method, self.url + path, json=body, allow_redirects=False) as response:
+                return response.status, (await _body(response)).decode(errors="replace")
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
+            got = one_line(f"{type(error).__name__}: {error}".removesuffix(": "), 500)
+            raise ServerError(self.url, expected="a server", got=got) from error
+
+
+async def _body(response: aiohttp.ClientResponse, most: int = MAX_BYTES) -> bytes:
+    """Return the body of a response.
+
+    Raises:
+        ValueError: if it is larger than ``most``.
+    """
+    body = bytearray()
+    async for part in response.content.iter_any():
+        body += part
+        if len(body) > most:
+            raise ValueError(f"more than {most} bytes")
+    return bytes(body)
+
+
+async def _refusal(response: aiohttp.ClientResponse) -> str:
+    """Return status and message of a response without an answer. Redirects are not followed."""
+    if 300 <= response.status < 400:
+        return f"HTTP {response.status}: a redirect to {one_line(response.headers.get('Location', ''), 200)!r}"
+    body = await response.content.read(4096)
+    return f"HTTP {response.status}: {error_message(body.decode(errors='replace'))}"
+
+
+def _take(payload: bytes, answer: TimedAnswer, now: float) -> bool:
+    """Add an event to the answer; returns whether it is the last one."""
+    if payload.strip() == b"[DONE]":
+        return True
+    if payload.strip():
+        answer.take(read_event(payload), now)
+    return False

@@ -8,20 +8,20 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from polymoe.bench.serving.answers import TimedAnswer
+from polymoe.bench.serving.answers import Request, TimedAnswer
 
 __all__ = ["Ask", "at_rate", "one_batch", "with_concurrency"]
 
-Ask = Callable[[bytes], Coroutine[Any, Any, TimedAnswer]]
+Ask = Callable[[Request], Coroutine[Any, Any, TimedAnswer]]
 """Sends a request and reads its answer."""
 
 
-async def one_batch(ask: Ask, requests: Sequence[bytes]) -> list[TimedAnswer]:
+async def one_batch(ask: Ask, requests: Sequence[Request]) -> list[TimedAnswer]:
     """Send all requests at once."""
     return await asyncio.gather(*(ask(request) for request in requests))
 
 
-async def with_concurrency(ask: Ask, requests: Sequence[bytes], concurrency: int) -> list[TimedAnswer]:
+async def with_concurrency(ask: Ask, requests: Sequence[Request], concurrency: int) -> list[TimedAnswer]:
     """Keep ``concurrency`` requests running: each finished one starts the next (a closed loop)."""
     answers: dict[int, TimedAnswer] = {}
     waiting = iter(enumerate(requests))
@@ -34,7 +34,7 @@ async def with_concurrency(ask: Ask, requests: Sequence[bytes], concurrency: int
     return [answers[i] for i in range(len(requests))]
 
 
-async def at_rate(ask: Ask, requests: Sequence[bytes], rate: float, seed: int) -> list[TimedAnswer]:
+async def at_rate(ask: Ask, requests: Sequence[Request], rate: float, seed: int) -> list[TimedAnswer]:
     """Send ``rate`` requests per second on average, independent of answers (an open loop): a Poisson process, whose
     gaps are exponentially distributed with mean ``1 / rate`` seconds. The first request is sent at once."""
     gaps = random.Random(seed)

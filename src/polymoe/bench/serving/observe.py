@@ -7,7 +7,7 @@ https://docs.sglang.io/developer_guide/benchmark_and_profiling.html
 
 from __future__ import annotations
 
-import json
+import math
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -15,6 +15,8 @@ from typing import Any
 from polymoe.bench.serving.client import Client
 from polymoe.bench.serving.measures import Counted
 from polymoe.errors import ServerError
+from polymoe.json_input import parse_json
+from polymoe.server_replies import one_line
 
 __all__ = ["Metrics", "acceptance_length", "cache_hit_rate", "metrics", "profiled"]
 
@@ -37,11 +39,18 @@ async def metrics(client: Client) -> Metrics:
     status, text = await _look(client, "/metrics")
     found: dict[str, list[float]] = {}
     for name, value in _SAMPLE.findall(text) if status == 200 else ():
-        try:
-            found.setdefault(name, []).append(float(value))
-        except ValueError:
-            continue  # not a sample
+        if (number := _finite(value)) is not None:
+            found.setdefault(name, []).append(number)
     return found
+
+
+def _finite(value: Any) -> float | None:
+    """Return a number; None for anything else, infinity included."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
 
 
 def cache_hit_rate(answers: Sequence[Counted], before: Metrics, after: Metrics) -> float | None:
@@ -52,8 +61,9 @@ def cache_hit_rate(answers: Sequence[Counted], before: Metrics, after: Metrics) 
     if cached and total:
         return sum(cached) / total
     for hits, looked_up in _CACHE:
-        if tokens := _increase(looked_up, before, after):
-            return _increase(hits, before, after) / tokens
+        found, tokens = _increase(hits, before, after), _increase(looked_up, before, after)
+        if 0 <= found <= tokens and tokens > 0:
+            return found / tokens
     return None
 
 
@@ -64,8 +74,9 @@ async def acceptance_length(client: Client, before: Metrics, after: Metrics) -> 
     server information give a recent mean, or the mean since the start.
     """
     accepted, drafts = _DRAFTS
-    if steps := _increase(drafts, before, after):
-        return 1 + _increase(accepted, before, after) / steps
+    taken, steps = _increase(accepted, before, after), _increase(drafts, before, after)
+    if taken >= 0 and steps > 0:
+        return 1 + taken / steps
     if gauge := [value for value in after.get(_ACCEPT_LENGTH, ()) if value > 0]:
         return sum(gauge) / len(gauge)
     if client.owner != "sglang":
@@ -87,8 +98,8 @@ async def _look(client: Client, path: str) -> tuple[int, str]:
 
 def _of_server_info(body: str) -> float | None:
     try:
-        states = json.loads(body)["internal_states"]
-        found = [float(s["avg_spec_accept_length"]) for s in states if s.get("avg_spec_accept_length")]
+        lengths = [_finite(s.get("avg_spec_accept_length")) for s in parse_json(body)["internal_states"]]
+        found = [length for length in lengths if length is not None and length > 0]
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
     return sum(found) / len(found) if found else None
@@ -112,7 +123,7 @@ async def profiled(client: Client, work: Callable[[], Awaitable[Any]]) -> str:
         await work()
     finally:
         said = await _switch(client, "/stop_profile")
-    return said.strip() or "written to the server's trace directory"
+    return one_line(said, 500) or "written to the server's trace directory"
 
 
 async def _switch(client: Client, path: str) -> str:
@@ -121,7 +132,7 @@ async def _switch(client: Client, path: str) -> str:
         raise ServerError(
             client.url + path,
             expected="a server started with its profiler",
-            got=f"HTTP {status}: {body[:200]}",
+            got=f"HTTP {status}: {one_line(body, 200)}",
             hint="polymoe serve --profile DIR; vllm serve --profiler-config ...; SGLang always has it",
         )
     return body

@@ -32,6 +32,8 @@ _COMMON = (
 )
 _WORDS = tuple(_COMMON.split())
 _DIGITS = tuple("0123456789")
+_FEWEST_TOKENS_A_WORD, _MOST_TOKENS_A_WORD = 1 / 4, 64
+"""Counts of tokens outside of these bounds are wrong, and would make prompts of any size."""
 
 
 class Prompts:
@@ -71,7 +73,7 @@ class Prompts:
                     raise
                 continue  # letters may be one token each, and the text too long for the context
             each = (twice - once) / len(words)
-            if each > 0:
+            if _FEWEST_TOKENS_A_WORD <= each <= _MOST_TOKENS_A_WORD:
                 found.append((each != 1, each, once - each * len(words), words, between))
             if each == 1:
                 break
@@ -79,7 +81,7 @@ class Prompts:
             raise ArgumentError(
                 "--input-len",
                 expected="a server whose count of tokens grows with the prompt",
-                got="a constant count",
+                got=f"{once} tokens, and {twice} for twice the text",
                 hint="name the model's tokenizer with --tokenizer",
             )
         _, self._each, self._added, self._words, self._between = min(found)

@@ -263,6 +263,9 @@ def _notes(load: Load, whole: Sequence[Counted], together: int | None, client_lo
     outputs = sorted({a.output_tokens for a in whole})
     if outputs != [load.output_len]:
         yield f"answers had {_range(outputs)} tokens, not {load.output_len}"
+    if wrong := Counter(a.answer.wrong_counts for a in whole if a.answer.wrong_counts):
+        (first, _), *_ = wrong.most_common(1)
+        yield f"the server's counts cannot be true in {wrong.total()} answers and are not used: {first}"
     if any(a.by == "chunks" for a in whole):
         yield "the server does not count tokens: output tokens are pieces of the stream, a lower bound"
     if not all(a.answer.streamed for a in whole):

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from polymoe.bench.energy import EnergyMeter
-from polymoe.bench.serving.answers import TimedAnswer
+from polymoe.bench.serving.answers import Request, TimedAnswer
 from polymoe.bench.serving.client import Client
 from polymoe.bench.serving.loads import at_rate, one_batch, with_concurrency
 from polymoe.bench.serving.measures import count_tokens
@@ -135,10 +135,10 @@ class ServingBench:
             load, self.origin, answers, prompt_tokens=prompt_tokens, count_text=count_text, seen=seen
         )
 
-    async def _send(self, load: Load, requests: Sequence[bytes]) -> list[TimedAnswer]:
+    async def _send(self, load: Load, requests: Sequence[Request]) -> list[TimedAnswer]:
         done = itertools.count(1)
 
-        async def ask(request: bytes) -> TimedAnswer:
+        async def ask(request: Request) -> TimedAnswer:
             answer = await self.client.ask(request)
             self.say(f"{load}: {next(done)} of {len(requests)}")
             return answer
