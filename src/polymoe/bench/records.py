@@ -152,13 +152,13 @@ def read_lines(
         ArgumentError: for any other line.
     """
     required, lines = set(names), []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             values = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):  # ValueError: not JSON, not UTF-8
             values = None
         if not isinstance(values, dict) or values.keys() - optional != required:
-            raise ArgumentError(f"{path}, line {number}", expected=expected, got=line[:80])
+            raise ArgumentError(f"{path}, line {number}", expected=expected, got=line[:80].decode(errors="replace"))
         named = {name: current_name(str(values[name])) for name in _BACKENDS if name in values}
         lines.append({**values, **named})
     return lines

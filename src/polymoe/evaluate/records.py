@@ -187,7 +187,7 @@ def read_records(path: Path) -> tuple[Settings, list[AnswerRecord]]:
             else:
                 record = AnswerRecord(**value)
                 records.setdefault((record.id, record.repeat), record)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise ArgumentError(
                 f"{path}:{number}",
                 expected="a record of polymoe eval" if number > 1 else "the settings of a run of polymoe eval",

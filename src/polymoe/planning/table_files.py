@@ -47,7 +47,7 @@ def parse(text: str, where: str) -> list[Measured]:
         except FormatError as error:
             what = f"{where}, line {number}, {error.where}"
             raise FormatError(what, expected=error.expected, got=error.got) from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise FormatError(f"{where}, line {number}", expected="a row as JSON", got=line[:80]) from error
     return rows
 

@@ -1,0 +1,142 @@
+"""Mutated checkpoints through the verbs, by a campaign of its own process; and what judges them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from attacks.mutations import CHECKPOINTS, MUTATORS, mutation
+from attacks.reports import read, summary
+from attacks.sandbox import Outcome
+from attacks.source import Edit, Expect, Fifo, Link, Mutation, Source, write
+from attacks.verdicts import FAILURES, clear, judge
+
+ROOT = Path(__file__).parents[2]
+
+
+def campaign(out: Path, *arguments: object, seconds: float = 300) -> list[dict[str, object]]:
+    """Run a campaign, whose summary pytest shows if it fails; its reports."""
+    command = [sys.executable, "-m", "tests.attacks.campaign", "--out", str(out), *map(str, arguments)]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
+    assert out.exists(), ran.stderr
+    print(ran.stdout)
+    return read(out)
+
+
+def failures(reports: list[dict[str, object]]) -> list[dict[str, object]]:
+    assert reports
+    return [report for report in reports if report["verdict"] in FAILURES]
+
+
+def test_a_few_mutated_checkpoints_are_read_or_refused(tmp_path: Path) -> None:
+    reports = campaign(
+        tmp_path / "out", "--checkpoints", CHECKPOINTS[0], "--count", 6, "--verbs", "load_experts,explain"
+    )
+    assert len(reports) == 12
+    assert not failures(reports)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_every_mutator_changes_every_checkpoint_by_its_seed_alone(checkpoint: str, tmp_path: Path) -> None:
+    source = Source.of(checkpoint)
+    for kind in MUTATORS:
+        for seed in range(4):
+            first, second = (mutation(source, seed, (kind,)) for _ in range(2))
+            assert first == second
+            assert first.edits
+    assert len({mutation(source, seed).text for seed in range(100)}) > 90
+
+
+def test_write_makes_a_copy_with_the_edits(tmp_path: Path) -> None:
+    source = Source.of(CHECKPOINTS[0])
+    edits = (Edit("a/b", b"x"), Edit("config.json", None), Edit("../other/c", b"y"), Edit("pipe", Fifo()))
+    write(source, (*edits, Edit("tokenizer.json", Link("../other/c"))), tmp_path / "copy")
+    assert (tmp_path / "copy" / "a" / "b").read_bytes() == b"x"
+    assert (tmp_path / "copy" / "tokenizer.json").read_bytes() == b"y"
+    assert (tmp_path / "copy" / "pipe").is_fifo()
+    assert not (tmp_path / "copy" / "config.json").exists()
+    assert (tmp_path / "copy" / source.shards[0]).read_bytes() == source.files[source.shards[0]]
+
+
+ENDS = {
+    "answer": "return 'fine'",
+    "refused": "from polymoe.errors import CheckpointError; raise CheckpointError('config.json', expected='x')",
+    "raised": "raise KeyError('weight')",
+    "crashed": "import os; os.abort()",
+    "hung": "import time; time.sleep(60)",
+    "memory": "bytearray(16 << 40)",
+    "forbidden": "open('canary', 'w').close(); import os; os.system('true')",
+}
+
+
+def test_the_sandbox_tells_how_a_verb_ended(tmp_path: Path) -> None:
+    verbs = "\n".join(f"def {name}(path, layer):\n    {body}" for name, body in ENDS.items())
+    program = f"""
+import json, sys
+from pathlib import Path
+from attacks.sandbox import run
+{verbs}
+for name in {list(ENDS)}:
+    home = Path(sys.argv[1]) / name
+    (home / "checkpoint").mkdir(parents=True)
+    print(json.dumps(run(globals()[name], home / "checkpoint", 0, 1.0).to_dict()))
+"""
+    path = f"{ROOT / 'tests'}:{ROOT / 'src'}"
+    ran = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], env={"PYTHONPATH": path}, capture_output=True, text=True
+    )
+    found = {name: json.loads(line) for name, line in zip(ENDS, ran.stdout.splitlines(), strict=True)}
+    assert {name: found[name]["ended"] for name in ("answer", "refused", "raised", "crashed", "hung", "memory")} == {
+        "answer": "answer", "refused": "refused", "raised": "raised", "crashed": "crashed", "hung": "hung",
+        "memory": "raised",
+    }  # fmt: skip
+    assert found["answer"]["answer"] == "fine"
+    assert found["raised"]["error"] == "KeyError"
+    assert found["crashed"]["error"] == "SIGABRT"
+    assert found["memory"]["error"] == "MemoryError"
+    assert [text.split()[0] for text in found["forbidden"]["did"]] == ["os.system", "ran"]
+
+
+REFUSAL = Outcome("refused", message="error: sums/config.json: hidden_size: expected an integer, got 'x'\n  hint: y")
+
+
+@pytest.mark.parametrize(
+    ("expect", "outcome", "verdict"),
+    [
+        (Expect.SAME, Outcome("answer", "1"), "same"),
+        (Expect.SAME, Outcome("answer", "2"), "changed"),
+        (Expect.SAME, REFUSAL, "changed"),
+        (Expect.SAME_OR_REFUSED, REFUSAL, "refused"),
+        (Expect.SAME_OR_REFUSED, Outcome("answer", "2"), "changed"),
+        (Expect.REFUSED, Outcome("answer", "1"), "accepted"),
+        (Expect.REFUSED, Outcome("answer", "2"), "accepted"),
+        (Expect.ANYTHING, Outcome("answer", "2"), "answered"),
+        (Expect.ANYTHING, Outcome("raised", error="KeyError"), "raised"),
+        (Expect.ANYTHING, Outcome("answer", "1", did=("os.system",)), "forbidden"),
+        (Expect.ANYTHING, Outcome("refused", message="error: expected a number"), "vague"),
+        (Expect.ANYTHING, Outcome("refused", message="error: config.json: " + "x" * 10_000), "vague"),
+        (Expect.ANYTHING, Outcome("refused", message="Traceback (most recent call last)\nerror: config.json"), "vague"),
+    ],
+)
+def test_verdicts(expect: Expect, outcome: Outcome, verdict: str) -> None:
+    assert judge(Mutation("x", "y", (), expect), "run", outcome, "1", ["config.json"]) == verdict
+
+
+def test_explain_cannot_see_the_bytes_of_tensors() -> None:
+    assert judge(Mutation("x", "y", (), Expect.REFUSED), "explain", Outcome("answer", "1"), "1", []) == "same"
+    assert clear("a warning\nerror: model.layers.3.x: expected y", [])
+
+
+def test_a_summary_counts_verdicts_and_names_the_commands(tmp_path: Path) -> None:
+    case = {"checkpoint": "sums", "verb": "run", "kind": "any_value", "change": "config.json: x = 1"}
+    case |= {"did": [], "error": "", "at": "", "message": "", "seconds": 0.1}
+    good, bad = case | {"seed": 1, "verdict": "same"}, case | {"seed": 2, "verdict": "raised", "error": "KeyError"}
+    (tmp_path / "out").write_text(f"{json.dumps(good)}\n{json.dumps(bad)}\n" + '{"cut')
+    text = summary(read(tmp_path / "out"))
+    assert "2 cases, 2 mutated checkpoints, 1 failures of 1 kinds" in text
+    assert "1 raised KeyError" in text
+    assert "--case sums:2 --kinds any_value --verbs run" in text
