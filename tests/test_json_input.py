@@ -34,3 +34,12 @@ def test_depth_is_bounded(opening: str) -> None:
 def test_what_is_not_json(text: str | bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - of json, of the decoder, or ours
         parse_json(text)
+
+
+def test_infinity_and_keys_that_are_there_twice() -> None:
+    assert parse_json("[Infinity, -Infinity]", infinity=True) == [float("inf"), -float("inf")]
+    with pytest.raises(ValueError, match="NaN is not JSON"):
+        parse_json("NaN", infinity=True)
+    assert parse_json('{"a": 1, "a": 2}') == {"a": 2}
+    with pytest.raises(ValueError, match="the key 'a' is in one object twice"):
+        parse_json('[{"b": 1, "a": 1, "a": 2}]', unique_keys=True)

@@ -12,8 +12,13 @@ MAX_DEPTH = 100
 """Most levels of objects and lists inside each other: code that copies or prints a value recurses once per level."""
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, *, infinity: bool = False, unique_keys: bool = False) -> Any:
     """Parse one JSON value; bytes are UTF-8.
+
+    Args:
+        text: the JSON.
+        infinity: accept Infinity, which Python writes and JSON does not have.
+        unique_keys: refuse an object that has a key twice, of which the last value would count.
 
     Raises:
         ValueError: if it is not JSON, has NaN or Infinity, a number of thousands of digits, or more than
@@ -21,8 +26,9 @@ def parse_json(text: str | bytes) -> Any:
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8")  # json.loads would guess the encoding
+    constant = _infinity if infinity else _refuse_constant
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(text, parse_constant=constant, object_pairs_hook=_unique if unique_keys else None)
     except RecursionError:
         raise _too_deep() from None
     if text.count("[") + text.count("{") <= MAX_DEPTH:
@@ -43,6 +49,21 @@ def _children(value: Any) -> Iterable[Any]:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
+
+
+def _infinity(name: str) -> float:
+    return _refuse_constant(name) if name == "NaN" else float(name)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"the key {key!r} is in one object twice")
+            seen.add(key)
+    return value
 
 
 def _too_deep() -> ValueError:

@@ -132,7 +132,7 @@ def test_a_directory_without_config(single: Path) -> None:
 def test_a_directory_in_the_config_s_place(single: Path) -> None:
     (single / "config.json").unlink()
     (single / "config.json").mkdir()
-    with pytest.raises(CheckpointError, match="expected a file that can be read, got Is a directory"):
+    with pytest.raises(CheckpointError, match="expected a regular file, got a directory"):
         CheckpointFiles.open(single)
 
 

@@ -284,18 +284,6 @@ BAD_TENSORS = {
         DEEPSEEK,
         "infinity",
     ),
-    "scale of the last expert missing": (
-        "deepseek-v3-fp8",
-        lambda t: t.pop(f"{DEEPSEEK}.weight_scale_inv"),
-        f"{DEEPSEEK}.weight_scale_inv",
-        "only weight",
-    ),
-    "last expert missing": (
-        "mixtral-bf16",
-        lambda t: [t.pop(n) for n in list(t) if ".7." in n],
-        "experts.7.w1",
-        "none",
-    ),
     "other encoding in the last expert": (
         "deepseek-v3-fp8",
         lambda t: t.update({f"{DEEPSEEK}.weight": t[f"{DEEPSEEK}.weight"].bfloat16()}),
@@ -322,6 +310,35 @@ def test_bad_tensors_are_found_when_their_expert_is_read(case: str, library: Lib
             weights.expert(7)
     assert where in refusal.value.where
     assert got in (refusal.value.got or "")
+
+
+MISSING = {
+    "scale of the last expert missing": (
+        "deepseek-v3-fp8",
+        lambda t: t.pop(f"{DEEPSEEK}.weight_scale_inv"),
+        f"{DEEPSEEK}.weight_scale_inv",
+        "only weight",
+    ),
+    "last expert missing": (
+        "mixtral-bf16",
+        lambda t: [t.pop(n) for n in list(t) if ".7." in n],
+        "experts.7.w1",
+        "none",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISSING)
+def test_every_expert_must_be_there_before_any_is_read(case: str, library: Library, tmp_path: Path) -> None:
+    """A config may claim any number of experts; nobody should allocate memory for those that are not there."""
+    name, change, where, got = MISSING[case]
+    with Checkpoint.open(damaged(library(name), tmp_path / "c", change)) as checkpoint:
+        with pytest.raises(CheckpointError) as refusal:
+            checkpoint.weights(LAYER)
+        assert where in refusal.value.where
+        assert got in (refusal.value.got or "")
+        if "deepseek" in name:  # the last expert is no matter to the other rank
+            assert checkpoint.weights(LAYER, ep=(0, 2)).expert(0)
 
 
 def reshaped(name: str, *shape: int) -> Any:

@@ -5,28 +5,31 @@ This module knows safetensors and the Hub, but no models or formats. Pickles are
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from polymoe.checkpoint.hub import locate
+from polymoe.checkpoint.opener import exists, is_inside, open_weights, read_json
+from polymoe.checkpoint.tokenizer_files import TOKENIZER_FILES
 from polymoe.errors import CheckpointError, CheckpointNotFound
 
 __all__ = ["CheckpointFiles", "Header"]
 
 CONFIG = "config.json"
 SIDE = "hf_quant_config.json"
+GENERATION = "generation_config.json"
+CONFIGS = (CONFIG, SIDE)
+WEIGHTS = (GENERATION, "*.safetensors", "*.safetensors.index.json")
 INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 OTHER_PICKLES = ("training_args.bin", "optimizer.pt", "scheduler.pt")  # files that trainers write beside the weights
 OTHER_SAFETENSORS = ("adapter", "consolidated")  # LoRA weights; the same model again under its authors' own names
 NUMBERED = re.compile(r"(?P<stem>.+)-\d+-of-(?P<count>\d+)\.safetensors")
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class CheckpointFiles:
 
     Attributes:
         path: the directory, or the config file if it was opened alone.
+        directory: the directory.
         config: ``config.json``.
         side: ``hf_quant_config.json``, or None.
     """
@@ -58,43 +62,45 @@ class CheckpointFiles:
         self._handles: dict[Path, tuple[Any, frozenset[str]]] = {}
 
     @classmethod
-    def open(
-        cls, path_or_hub_id: str | Path, *, config_only: bool = False, revision: str | None = None
-    ) -> CheckpointFiles:
+    def open(cls, path_or_hub_id: str | Path, *, config_only: bool = False, **hub: Any) -> CheckpointFiles:
         """Open the checkpoint in a directory, a config file alone, or a Hub repository (``org/name``).
 
         Args:
             path_or_hub_id: an existing path, else a Hub repository, which is downloaded to the usual cache.
             config_only: read no tensors; of a Hub repository, fetch only the config files.
-            revision: branch, tag or commit of a Hub repository.
+            hub: of a Hub repository: ``revision`` (branch, tag or commit), ``cache_dir``, ``token``,
+                ``local_files_only``.
 
         Raises:
             CheckpointNotFound: if the path or repository does not exist or has no ``config.json``.
             CheckpointError: if a file is invalid, files contradict each other, or weights are pickles.
         """
-        path = Path(path_or_hub_id)
-        try:
-            there = path.exists()
-        except OSError as error:  # a name that is too long, a directory that may not be entered
-            raise CheckpointError(
-                str(path)[:200], expected="a path that can be looked up", got=str(error.strerror)
-            ) from error
-        if not there:
-            path = _download(str(path_or_hub_id), config_only, revision)
-        if path.is_file():
+        path = locate(path_or_hub_id, CONFIGS if config_only else (*CONFIGS, *WEIGHTS, *TOKENIZER_FILES), **hub)
+        if path.is_dir():
+            directory, config_file = path, path / CONFIG
+        else:
             if path.suffix != ".json":
                 raise CheckpointError(str(path), expected="a directory, or a config.json", got="another file")
             directory, config_file = path.parent, path
-        else:
-            directory, config_file = path, path / CONFIG
-        if not config_file.exists():
+        if not exists(config_file):
             raise CheckpointNotFound(
                 str(path), expected=f"a {CONFIG}", got="none", hint="name the directory that holds the model's files"
             )
-        config = _read_json(config_file)
-        side = _read_json(directory / SIDE) if (directory / SIDE).exists() else None
-        shards = {} if config_only or path.is_file() else _find_shards(directory)
+        # A file that the user names may be a link to anywhere.
+        config = read_json(config_file, within=directory if path == directory else path.resolve().parent)
+        side = read_json(directory / SIDE) if exists(directory / SIDE) else None
+        shards = {} if config_only or path != directory else _find_shards(directory)
         return cls(path, config, side, shards)
+
+    @property
+    def directory(self) -> Path:
+        """The directory that the files are in."""
+        return self.path if self.path.is_dir() else self.path.parent
+
+    def json(self, name: str) -> dict[str, Any] | None:
+        """Return a JSON file beside ``config.json``, or None if there is none; raises CheckpointError if invalid."""
+        file = self.directory / name
+        return read_json(file) if exists(file) else None
 
     @property
     def has_tensors(self) -> bool:
@@ -143,7 +149,7 @@ class CheckpointFiles:
     def _shard(self, name: str) -> Any:
         shard = self.shard_of(name)
         if shard not in self._handles:
-            handle = _open_shard(shard)
+            handle = open_weights(shard)
             self._handles[shard] = handle, frozenset(handle.keys())
         handle, names = self._handles[shard]
         if name not in names:
@@ -154,34 +160,6 @@ class CheckpointFiles:
                 hint="index and shards are of different revisions; download the checkpoint again",
             )
         return handle
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(str(file), expected="a file that can be read", got=str(error.strerror)) from error
-    except (ValueError, RecursionError) as error:  # ValueError: not JSON, not UTF-8, a number of thousands of digits
-        raise CheckpointError(str(file), expected="JSON", got=str(error)) from error
-    if not isinstance(value, dict):
-        raise CheckpointError(str(file), expected="a JSON object", got=type(value).__name__)
-    return value
-
-
-def _open_shard(file: Path) -> Any:
-    try:
-        return safe_open(file, framework="pt")
-    except FileNotFoundError:
-        raise CheckpointNotFound(
-            str(file), expected="this shard", got="no such file", hint="complete the download of the checkpoint"
-        ) from None
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            str(file),
-            expected="a complete safetensors file",
-            got=str(error),
-            hint="the file is truncated or damaged; download it again",
-        ) from error
 
 
 def _find_shards(directory: Path) -> dict[str, str]:
@@ -196,7 +174,7 @@ def _find_shards(directory: Path) -> dict[str, str]:
         _check_all_shards(directory, file, files)
     shards: dict[str, str] = {}
     for file in files:
-        for name in _open_shard(directory / file).keys():  # noqa: SIM118
+        for name in open_weights(directory / file).keys():  # noqa: SIM118
             if name in shards:
                 raise CheckpointError(
                     f"{directory}: tensor {name}",
@@ -210,11 +188,13 @@ def _find_shards(directory: Path) -> dict[str, str]:
 
 def _read_index(directory: Path, index: str, files: list[str]) -> dict[str, str]:
     where = str(directory / index)
-    weight_map = _read_json(directory / index).get("weight_map")
+    weight_map = read_json(directory / index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(where, expected="'weight_map', an object with entries", got=type(weight_map).__name__)
     for name, shard in weight_map.items():
-        if not isinstance(shard, str) or not _stays_inside(shard):
+        if not name.isprintable():
+            raise CheckpointError(where, expected="printable names of tensors", got=repr(name))
+        if not isinstance(shard, str) or not is_inside(shard):
             raise CheckpointError(
                 f"{where}: {name}",
                 expected="a file inside the checkpoint's directory",
@@ -235,14 +215,6 @@ def _read_index(directory: Path, index: str, files: list[str]) -> dict[str, str]
                 hint="the file is left from another revision; remove it, or download the checkpoint again",
             )
     return weight_map
-
-
-def _stays_inside(shard: str) -> bool:
-    """Whether a name stays inside the directory. Only the name counts: files may be links to anywhere, as in Hub
-    caches."""
-    parts = (*PurePosixPath(shard).parts, *PureWindowsPath(shard).parts)
-    absolute = PurePosixPath(shard).is_absolute() or PureWindowsPath(shard).anchor
-    return bool(shard) and not absolute and ".." not in parts
 
 
 def _check_all_shards(directory: Path, file: str, files: list[str]) -> None:
@@ -274,29 +246,3 @@ def _refuse_pickles(directory: Path) -> None:
 def _pickles(directory: Path) -> Iterator[str]:
     for pattern in PICKLES:
         yield from (f.name for f in directory.glob(pattern) if f.name not in OTHER_PICKLES)
-
-
-def _download(name: str, config_only: bool, revision: str | None) -> Path:
-    """Download a Hub repository and return its local directory."""
-    no_path = "an existing path, or a Hub id like org/name"
-    if not HUB_ID.fullmatch(name) or Path(name.split("/")[0]).exists():
-        raise CheckpointNotFound(name, expected=no_path, got="neither")
-    import huggingface_hub
-    from huggingface_hub import errors
-
-    patterns = [CONFIG, SIDE] if config_only else ["*.json", "*.safetensors"]
-    try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                name, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*", "adapter*"]
-            )
-        )
-    # LocalEntryNotFoundError: offline and not in the cache. OSError covers failing connections.
-    except (errors.HfHubHTTPError, errors.HFValidationError, errors.LocalEntryNotFoundError, OSError) as error:
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CheckpointNotFound(
-            name,
-            expected=no_path,
-            got=f"no such path, and from the Hub: {first_line}",
-            hint="check the name, the network and, for gated models, that you are logged in",
-        ) from error

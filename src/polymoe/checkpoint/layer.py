@@ -6,9 +6,10 @@ Everything is a view of mapped files, so an expert costs memory only where its d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -191,6 +192,18 @@ class StoredLayer:
             return UNQUANTIZED
         mode = modes.pop()
         return UNQUANTIZED if mode.static and not all(p.calibrated for p in self.parts.values()) else mode
+
+    def require_experts(self, files: CheckpointFiles, experts: Iterable[int]) -> None:
+        """Check by their names that the tensors of these experts are in the files.
+
+        Raises:
+            CheckpointError: for the first tensor that is missing; it is named.
+        """
+        for expert in experts if isinstance(self.arrangement, PerExpert) else ():
+            for part in self.parts.values():
+                found = _present(files, self.container, self.arrangement, part.name, expert)
+                with _naming(partial(tensor_name, self.container, self.arrangement, part.name, expert)):
+                    require(part.dialect, list(found))
 
     def read(self, files: CheckpointFiles, expert: int, *, check: bool = True) -> Expert:
         """Read one expert; checks the dtype and shape of every tensor, and with ``check`` that scales and biases are

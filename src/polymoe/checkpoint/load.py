@@ -53,19 +53,20 @@ class Checkpoint:
         self._said: set[str] = set()
 
     @classmethod
-    def open(cls, path: str | Path, *, config_only: bool = False, revision: str | None = None) -> Checkpoint:
+    def open(cls, path: str | Path, *, config_only: bool = False, **hub: Any) -> Checkpoint:
         """Open a directory, a ``config.json`` alone, or a Hub id; reads configs but no tensors.
 
         Args:
             path: an existing path, else a Hub repository ``org/name``, which is downloaded.
             config_only: use no tensors; of a Hub repository, fetch only the config files.
-            revision: branch, tag or commit of a Hub repository.
+            hub: of a Hub repository: ``revision`` (branch, tag or commit), ``cache_dir``, ``token``,
+                ``local_files_only``.
 
         Raises:
             CheckpointNotFound: if nothing is found.
             CheckpointError: if it cannot be read, or its family, activation or quantization is unknown.
         """
-        return cls(str(path), CheckpointFiles.open(path, config_only=config_only, revision=revision))
+        return cls(str(path), CheckpointFiles.open(path, config_only=config_only, **hub))
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -147,6 +148,8 @@ class Checkpoint:
         # find(), not layer(): its message names the tensors that are not here.
         stored = self._find(layer) or StoredLayer.find(self.files, self.family, self.moe, self.quantization, layer)
         spec = shard_spec(stored.spec(), shard, uneven=self.family.uneven_tp)
+        # Before anybody allocates memory for as many experts as the config says.
+        stored.require_experts(self.files, range(spec.first_expert, spec.first_expert + spec.local_experts))
 
         def read(e: int, *, check: bool = True) -> Expert:
             expert = stored.read(self.files, spec.first_expert + e, check=check)

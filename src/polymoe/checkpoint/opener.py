@@ -1,0 +1,196 @@
+"""Opens the files of a checkpoint: every file that any verb reads passes through here.
+
+A checkpoint may come from anybody. A file is opened only if it is a regular one (a FIFO or a device would block, or
+never end), and JSON is read only up to a size and a depth, with each key once, and with text that can be printed.
+
+Links. The Hub's cache is made of links to its ``blobs``, and large weights are often links to another disk, so links
+are followed. What they lead to depends on what is read: from a file of weights, only the tensors that its header
+declares come out, so that it may be anywhere. Configs, tokenizers and chat templates reach messages and prompts, so
+that they must be in the checkpoint's directory or in the Hub's cache.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any, NoReturn
+
+from safetensors import SafetensorError, safe_open
+
+from polymoe.errors import CheckpointError, CheckpointNotFound
+from polymoe.json_input import parse_json
+
+__all__ = ["check_regular", "exists", "is_inside", "open_weights", "parse_object", "read_bytes", "read_json"]
+
+MOST_BYTES = 64 * 2**20
+"""Size of the largest file that is read whole: over twice the longest index and tokenizer of today's releases."""
+MOST_DIMENSIONS = 8
+"""Of a tensor."""
+
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def exists(path: Path) -> bool:
+    """Return whether there is a file, of any kind, with this name.
+
+    Raises:
+        CheckpointError: for a name that cannot be looked up: too long, or in a directory that may not be entered.
+    """
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError) as error:  # ValueError: a name with a null character
+        _refuse_name(path, error)
+    return True
+
+
+def is_inside(name: str) -> bool:
+    """Return whether a file's name in a checkpoint stays inside its directory. Only the name counts: see above for
+    links."""
+    parts = (*PurePosixPath(name).parts, *PureWindowsPath(name).parts)
+    absolute = PurePosixPath(name).is_absolute() or PureWindowsPath(name).anchor
+    return bool(name) and name.isprintable() and not absolute and ".." not in parts
+
+
+def read_bytes(path: Path, *, within: Path | None = None, most: int = MOST_BYTES) -> bytes:
+    """Read a file of text: a config, a part of a tokenizer, a chat template.
+
+    Args:
+        path: the file.
+        within: the checkpoint's directory; None is the file's own.
+        most: the largest size in bytes that is accepted.
+
+    Raises:
+        CheckpointNotFound: if there is no such file.
+        CheckpointError: if it is not a regular file, too large, unreadable, or a link to outside.
+    """
+    size = check_regular(path)
+    directory, real = (within or path.parent).resolve(), path.resolve()
+    if not real.is_relative_to(directory) and not any(_is_hub_cache(parent) for parent in real.parents):
+        raise CheckpointError(
+            str(path),
+            expected="a file in the checkpoint's directory, or a link into the Hub's cache",
+            got=f"a link to {real}",
+            hint="if you trust what it leads to, replace the link by a copy",
+        )
+    if size > most:
+        raise CheckpointError(str(path), expected=f"at most {most} bytes", got=str(size))
+    try:
+        with path.open("rb") as file:
+            return file.read(size)
+    except OSError as error:
+        _refuse_name(path, error)
+
+
+def read_json(path: Path, *, within: Path | None = None) -> dict[str, Any]:
+    """Read a file that holds a JSON object; the arguments are those of :func:`read_bytes`.
+
+    Raises:
+        CheckpointNotFound: if there is no such file.
+        CheckpointError: as for :func:`read_bytes` and :func:`parse_object`.
+    """
+    return parse_object(read_bytes(path, within=within), str(path))
+
+
+def parse_object(data: bytes, where: str) -> dict[str, Any]:
+    """Parse a JSON object. ``Infinity`` is accepted: releases of Nemotron-H have it in ``time_step_limit``.
+
+    Raises:
+        CheckpointError: if it is not JSON in UTF-8, not an object, too deep, has a key twice, or NaN, or half of a
+            surrogate pair. ``where`` names it.
+    """
+    try:
+        value = parse_json(data, infinity=True, unique_keys=True)
+        if _SURROGATE.search(data):
+            json.dumps(value, ensure_ascii=False).encode("utf-8")  # fails for half of a pair
+    except ValueError as error:
+        raise CheckpointError(where, expected="JSON", got=str(error)) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(where, expected="a JSON object", got=type(value).__name__)
+    return value
+
+
+def open_weights(path: Path) -> Any:
+    """Open a safetensors file and check its header; tensors are mapped, not read.
+
+    The library checks most of it when it opens the file: that dtypes are known, that sizes agree with shapes and do not
+    overflow, and that the tensors fill the file without gaps or overlaps.
+
+    Returns:
+        safetensors' handle.
+
+    Raises:
+        CheckpointNotFound: if there is no such file.
+        CheckpointError: if it is not a regular file, truncated or damaged.
+    """
+    size = check_regular(path, hint="complete the download of the checkpoint")
+    try:
+        with path.open("rb") as file:
+            start = file.read(8)
+            length = int.from_bytes(start, "little")
+            if MOST_BYTES < length <= size:
+                raise CheckpointError(
+                    str(path), expected=f"a header of at most {MOST_BYTES} bytes", got=f"one of {length}"
+                )
+            header = file.read(min(length, size))
+        handle: Any = safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            str(path),
+            expected="a complete safetensors file",
+            got=str(error),
+            hint="the file is truncated or damaged; download it again",
+        ) from error
+    for name, entry in parse_object(header, f"{path}: header").items():
+        if not name.isprintable():
+            raise CheckpointError(str(path), expected="printable names of tensors", got=repr(name))
+        shape = entry.get("shape", ())
+        if len(shape) > MOST_DIMENSIONS or max(shape, default=0) >= 2**63:
+            raise CheckpointError(
+                f"{path}: tensor {name}",
+                expected=f"at most {MOST_DIMENSIONS} dimensions, each below 2^63",
+                got=f"{len(shape)} dimensions" if len(shape) > MOST_DIMENSIONS else str(shape),
+            )
+    return handle
+
+
+def check_regular(path: Path, *, hint: str | None = None) -> int:
+    """Require a regular file, or a link to one, without opening it; return its size in bytes.
+
+    Raises:
+        CheckpointNotFound: if there is no such file.
+        CheckpointError: for a FIFO, a device, a socket or a directory.
+    """
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        raise CheckpointNotFound(str(path), expected="this file", got="no such file", hint=hint) from None
+    except (OSError, ValueError) as error:
+        _refuse_name(path, error)
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(
+            str(path), expected="a regular file", got=_KINDS.get(stat.S_IFMT(found.st_mode), "another kind of file")
+        )
+    return found.st_size
+
+
+def _refuse_name(path: Path, error: OSError | ValueError) -> NoReturn:
+    reason = error.strerror if isinstance(error, OSError) else str(error)
+    raise CheckpointError(str(path)[:200], expected="a file that can be read", got=str(reason)) from error
+
+
+def _is_hub_cache(directory: Path) -> bool:
+    """Whether this is where the Hub's cache keeps files: those of one repository, or those that several share."""
+    if directory.name != "blobs":
+        return False
+    return directory.parent.name.startswith("models--") or (directory / ".huggingface-shared-blobs").is_file()
