@@ -7,7 +7,8 @@ A distribution registers an object or a function without arguments, which return
     [project.entry-points."polymoe.backends"]
     mykernels = "mykernels.polymoe:plugin"
 
-Entry points are loaded once, at the first look into a table. One that fails is a warning, never an error.
+Entry points are loaded once, at the first look into a table. One that fails is a warning, never an error, and so is a
+backend or layout that raises an exception when it is asked what it can run: it is rejected.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, Literal, TypeVar
 
-__all__ = ["GROUP", "Plugin", "PluginTable", "from_plugin", "load", "plugins"]
+__all__ = ["GROUP", "Plugin", "PluginError", "PluginTable", "from_plugin", "guarded", "load", "plugins"]
 
 GROUP = "polymoe.backends"
 """The entry-point group."""
@@ -60,9 +62,36 @@ def plugins() -> list[Plugin]:
         return _found or []
 
 
-def from_plugin(backend: object) -> bool:
-    """Whether another package registered the backend."""
-    return any(backend is theirs for plugin in plugins() for theirs in plugin.backends)
+def from_plugin(entry: object) -> bool:
+    """Whether another package registered the backend or layout."""
+    return any(entry is theirs for plugin in plugins() for theirs in (*plugin.backends, *plugin.layouts))
+
+
+class PluginError(Exception):
+    """A backend or layout of another package raised an exception. ``str`` gives its class and message.
+
+    Attributes:
+        name: of the backend or layout.
+    """
+
+    def __init__(self, name: str, error: Exception) -> None:
+        super().__init__(f"{type(error).__name__}: {error}")
+        self.name = name
+
+
+@contextmanager
+def guarded(entry: Any) -> Iterator[None]:
+    """Turn exceptions into PluginError, with a warning, if another package registered ``entry``."""
+    try:
+        yield
+    except PluginError:
+        raise
+    except Exception as error:  # whatever another package raises
+        if not from_plugin(entry):
+            raise
+        failure = PluginError(entry.name, error)
+        warnings.warn(f"plug-in {entry.name!r} of {GROUP} is not used: {failure}")
+        raise failure from error
 
 
 class PluginTable(MutableMapping[str, V]):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from importlib import import_module, metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 import write_proof
 
 import polymoe
+from polymoe import plugins
 from polymoe.backends import BACKENDS
 from polymoe.backends.reference import Reference
 from polymoe.bench.cases import CASES
@@ -34,7 +34,6 @@ from support.proven import Plugin, Recorder
 from support.table_rows import proof
 from support.toys import LAYOUTS, Toy
 
-select_module = import_module("polymoe.planning.select")
 H200 = Machine(DEVICES["h200"], {"triton": "3.6.0"}, (13, 0))
 PROBLEM = problem_of(random_experts())
 MODELS = Path(__file__).parents[2] / "models"
@@ -226,15 +225,24 @@ class TestForeign:
         assert said in selection.summary()
 
     def test_what_another_package_registers_is_foreign_whatever_it_says(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        point = metadata.EntryPoint("fast", "another_package.kernels:Fast", "polymoe.backends")
-        monkeypatch.setattr(select_module.metadata, "entry_points", lambda group: [point])
-        select_module._registering_packages.cache_clear()
         monkeypatch.setattr(Foreign, "check", Toy.check)  # says nothing of being foreign
         assert chosen([], self.THEIRS).plan is not None
-        monkeypatch.setattr(Foreign, "__module__", "another_package.kernels")
+        monkeypatch.setattr(plugins, "_found", [plugins.Plugin("theirs", backends=(self.THEIRS,))])
         assert chosen([], self.THEIRS).plan is None
         assert chosen([], self.THEIRS, backend="theirs").plan is not None
-        select_module._registering_packages.cache_clear()
+
+    def test_not_beyond_what_was_measured(self) -> None:
+        """Also where that is the largest number of tokens that any plan has a step for."""
+        measured = tuple(row("theirs", tokens, 1e-3) for tokens in (1, 4, 16, 64, 256, 1024, 4096, 16384))
+        table = Table((measured,))
+        selection = chosen([proof("ours")], self.OURS, self.THEIRS, table=table)
+        steps = [(tokens, step.backend) for tokens, step in selection.require().ranges()]
+        assert steps == [("1-16384", "theirs"), ("16385+", "ours")]
+        assert chosen([], self.THEIRS, table=table).plan is None
+        few = replace(self.OURS, max_tokens=63)
+        assert chosen([], few, self.THEIRS, table=table).plan is None
+        alone = chosen([], self.THEIRS, backend="theirs", table=table)
+        assert alone.require().steps[-1].max_tokens is None
 
     def test_not_where_it_was_measured_slower(self) -> None:
         table = Table(((row("theirs", 8, 1e6), row("theirs", 16, 1e6)),))

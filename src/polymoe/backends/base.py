@@ -99,7 +99,7 @@ class Backend(Protocol):
     """Runs experts packed in one of its ``layouts``.
 
     A check reads properties of the problem and the machine, never a model's or a format's name, and reports every
-    reason. An exception inside a check is a bug and is not caught.
+    reason. An exception inside a check is a bug and is not caught; one of another package's check is a rejection.
     """
 
     @property

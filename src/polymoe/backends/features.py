@@ -7,7 +7,7 @@ from dataclasses import MISSING, Field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from polymoe.machine import Machine
-from polymoe.plugins import from_plugin
+from polymoe.plugins import PluginError, from_plugin, guarded
 from polymoe.problem import Problem
 from polymoe.tensors import ExpertsSpec
 from polymoe.verdict import Accepted, Reason, Rejected, Verdict
@@ -15,7 +15,7 @@ from polymoe.verdict import Accepted, Reason, Rejected, Verdict
 if TYPE_CHECKING:
     from polymoe.backends.base import Backend
 
-__all__ = ["ANY", "SHARDS", "Handled", "judge", "unhandled"]
+__all__ = ["ANY", "SHARDS", "Handled", "failed", "judge", "unhandled"]
 
 
 class _Any(tuple[object, ...]):
@@ -65,15 +65,27 @@ def unhandled(handled: Handled, problem: Problem) -> tuple[Reason, ...]:
 def judge(backend: Backend, problem: Problem, machine: Machine) -> Verdict:
     """The backend's verdict, and a rejection where the problem has features that it does not declare.
 
-    Backends that other packages register count as foreign.
+    Backends that other packages register count as foreign; an exception of theirs is a rejection too.
     """
-    verdict = backend.check(problem, machine)
+    try:
+        with guarded(backend):
+            verdict = backend.check(problem, machine)
+            if not isinstance(verdict, (Accepted, Rejected)):
+                raise TypeError(f"check returned {verdict!r}, not a verdict")
+            undeclared = unhandled(backend.handles, problem)
+    except PluginError as error:
+        return Rejected((failed(error),))
     if isinstance(verdict, Accepted) and from_plugin(backend):
         verdict = replace(verdict, foreign=True)
     reasons = verdict.reasons if isinstance(verdict, Rejected) else ()
     said = {reason.what for reason in reasons}
-    more = tuple(reason for reason in unhandled(backend.handles, problem) if reason.what not in said)
+    more = tuple(reason for reason in undeclared if reason.what not in said)
     return Rejected(more + reasons) if more else verdict
+
+
+def failed(error: PluginError) -> Reason:
+    """The reason against a backend or layout of another package that raised an exception."""
+    return Reason("plug-in", "an answer", str(error))
 
 
 def _used(problem: Problem) -> Iterator[tuple[str, Any]]:

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib import metadata
 
 from polymoe.backend_names import backend_hint
 from polymoe.backends.base import Backend, layouts_for
-from polymoe.backends.features import judge
+from polymoe.backends.features import failed, judge
 from polymoe.cost import cost
 from polymoe.errors import ArgumentError
 from polymoe.layouts import LAYOUTS, Layout
@@ -26,8 +24,9 @@ from polymoe.planning.predictor import Predictor
 from polymoe.planning.proof import Proofs, ProofStatus, shipped
 from polymoe.planning.selection import Candidate, Selection
 from polymoe.planning.table_files import installed
+from polymoe.plugins import PluginError, guarded
 from polymoe.problem import Problem
-from polymoe.verdict import Accepted, Reason, Rejected, Verdict
+from polymoe.verdict import Reason, Rejected, Verdict
 
 __all__ = ["select"]
 
@@ -43,10 +42,17 @@ class _Reader:
     only_measured: bool
     proofs: Proofs
 
+    @property
+    def any_number(self) -> bool:
+        """Whether it may run calls of any number of tokens."""
+        return self.max_tokens is None and not self.only_measured
+
     def takes(self, tokens: int) -> bool:
         """Whether it may run calls of ``tokens`` tokens."""
-        fits = self.max_tokens is None or tokens <= self.max_tokens
-        return fits and (not self.only_measured or self.predictor.measured(tokens))
+        if self.max_tokens is not None and tokens > self.max_tokens:
+            return False
+        with guarded(self.predictor.backend):
+            return not self.only_measured or self.predictor.measured(tokens)
 
     def family(self, tokens: int) -> str:
         """The kernels that would run ``tokens`` tokens."""
@@ -61,7 +67,8 @@ class _Reader:
 
     def rank(self, tokens: int) -> tuple[bool, float]:
         """The least is best: what ran on this GPU model before what never did, then the predicted time."""
-        return self.status(self.family(tokens)) == "unrun", self.predictor.predict(tokens).time_us
+        with guarded(self.predictor.backend):
+            return self.status(self.family(tokens)) == "unrun", self.predictor.predict(tokens).time_us
 
 
 def select(
@@ -102,59 +109,93 @@ def select(
         raise ArgumentError("backend", got=repr(backend), hint=backend_hint(backend, ["auto", *backends]))
     if proofs is None:
         proofs = shipped()
-    candidates = []
-    usable: dict[str, tuple[_Reader, tuple[str, ...]]] = {}
-    for name, candidate in backends.items():
-        verdict, held = _with_layouts(candidate, judge(candidate, problem, machine), problem, layouts)
-        answered = Candidate(name, layouts_for(candidate, verdict), verdict)
-        if isinstance(verdict, Accepted):
-            if _registered_by_others(candidate):
-                verdict = replace(verdict, foreign=True)
-            rows = Table(table.sources[:1]) if verdict.foreign else table
-            predictor = Predictor.of(candidate, problem, machine, rows)
-            if verdict.foreign and not verdict.opt_in_reason and not predictor.points:
-                verdict = replace(verdict, opt_in_reason=_FOREIGN)
-            reader = _Reader(predictor, verdict.max_tokens, verdict.foreign and backend == "auto", proofs)
-            fitting = [t for t in points if verdict.max_tokens is None or t <= verdict.max_tokens]
-            families = dict.fromkeys(map(reader.family, fitting))
-            answered = replace(
-                answered,
-                verdict=verdict,
-                predictions=tuple((t, predictor.predict(t)) for t in fitting),
-                proofs=tuple((family, reader.status(family)) for family in families),
-                tunable=predictor.tunable,
-            )
-            if backend == name or (backend == "auto" and not verdict.opt_in_reason):
+    question = _Question(problem, machine, role, backend, layout, backends, layouts, table, proofs, points)
+    rejected: dict[str, Rejected] = {}
+    while True:  # once, and again without each plug-in that raised an exception
+        try:
+            return question.answer(rejected)
+        except PluginError as error:
+            rejected[error.name] = Rejected((failed(error),))
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """The arguments of :func:`select`, none of them left out, and the token counts of the role."""
+
+    problem: Problem
+    machine: Machine
+    role: str
+    backend: str
+    layout: str | None
+    backends: Mapping[str, Backend]
+    layouts: Mapping[str, Layout]
+    table: Table
+    proofs: Proofs
+    points: tuple[int, ...]
+
+    def answer(self, rejected: Mapping[str, Rejected]) -> Selection:
+        """Ask every backend but those that are ``rejected`` already, and plan.
+
+        Raises:
+            PluginError: if a backend of another package raises an exception.
+        """
+        candidates = []
+        usable: dict[str, tuple[_Reader, tuple[str, ...]]] = {}
+        for name, backend in self.backends.items():
+            if name in rejected:
+                candidates.append(Candidate(name, (), rejected[name]))
+                continue
+            with guarded(backend):
+                candidate, reader, held = self._ask(name, backend)
+            candidates.append(candidate)
+            if reader is not None:
                 usable[name] = reader, held
-        candidates.append(answered)
 
-    plans: dict[str, Plan] = {}
-    ranks: dict[str, tuple[bool, float]] = {}
-    for name in dict.fromkeys(n for _, held in usable.values() for n in held):
-        if layout not in (None, name):
-            continue
-        readers = {n: reader for n, (reader, held) in usable.items() if name in held}
-        found = _plan(name, readers, any_number=backend == "auto")
-        if found is not None:
-            plans[name] = found
-            ranks[name] = _rank(found, readers, problem, machine, points)
-    best = min(ranks, key=ranks.__getitem__, default=None)
-    plan = plans[best] if best else None
-    statuses: tuple[ProofStatus, ...] = (
-        tuple(usable[s.backend][0].status(s.config.kernel_family) for s in plan.steps) if plan else ()
-    )
-    scores = {name: score for name, (_, score) in ranks.items()}
-    return Selection(problem, machine, role, backend, tuple(candidates), scores, plan, statuses, layout)
+        plans: dict[str, Plan] = {}
+        ranks: dict[str, tuple[bool, float]] = {}
+        for name in dict.fromkeys(n for _, held in usable.values() for n in held):
+            if self.layout not in (None, name):
+                continue
+            readers = {n: reader for n, (reader, held) in usable.items() if name in held}
+            found = _plan(name, readers, any_number=self.backend == "auto")
+            if found is not None:
+                plans[name] = found
+                ranks[name] = _rank(found, readers, self.problem, self.machine, self.points)
+        best = min(ranks, key=ranks.__getitem__, default=None)
+        plan = plans[best] if best else None
+        statuses: tuple[ProofStatus, ...] = (
+            tuple(usable[s.backend][0].status(s.config.kernel_family) for s in plan.steps) if plan else ()
+        )
+        scores = {name: score for name, (_, score) in ranks.items()}
+        return Selection(
+            self.problem, self.machine, self.role, self.backend, tuple(candidates), scores, plan, statuses, self.layout
+        )
 
-
-def _registered_by_others(backend: Backend) -> bool:
-    """Whether another package registered the backend: its kernels are foreign, whatever its verdict says."""
-    return type(backend).__module__.partition(".")[0] in _registering_packages()
-
-
-@cache
-def _registering_packages() -> frozenset[str]:
-    return frozenset(point.module.partition(".")[0] for point in metadata.entry_points(group="polymoe.backends"))
+    def _ask(self, name: str, backend: Backend) -> tuple[Candidate, _Reader | None, tuple[str, ...]]:
+        """What a backend answers; where it may be chosen, its reader and the layouts that hold the experts."""
+        problem, machine = self.problem, self.machine
+        verdict, held = _with_layouts(backend, judge(backend, problem, machine), problem, self.layouts)
+        layouts = layouts_for(backend, verdict)
+        if isinstance(verdict, Rejected):
+            return Candidate(name, layouts, verdict), None, ()
+        rows = Table(self.table.sources[:1]) if verdict.foreign else self.table
+        predictor = Predictor.of(backend, problem, machine, rows)
+        if verdict.foreign and not verdict.opt_in_reason and not predictor.points:
+            verdict = replace(verdict, opt_in_reason=_FOREIGN)
+        auto = self.backend == "auto"
+        reader = _Reader(predictor, verdict.max_tokens, verdict.foreign and auto, self.proofs)
+        fitting = [t for t in self.points if verdict.max_tokens is None or t <= verdict.max_tokens]
+        families = dict.fromkeys(map(reader.family, fitting))
+        candidate = Candidate(
+            name,
+            layouts,
+            verdict,
+            predictions=tuple((t, predictor.predict(t)) for t in fitting),
+            proofs=tuple((family, reader.status(family)) for family in families),
+            tunable=predictor.tunable,
+        )
+        chosen = self.backend == name or (auto and not verdict.opt_in_reason)
+        return candidate, reader if chosen else None, held
 
 
 def _rank(
@@ -175,7 +216,7 @@ def _with_layouts(
     """The verdict, and those of its layouts that can hold the experts; a rejection if there is none, with the reasons
     of the layout that lacks least beside the backend's own."""
     names = layouts_for(backend, verdict)
-    refused = {name: layouts[name].check(problem.spec, problem.scales) if name in layouts else () for name in names}
+    refused = {name: _refusal(layouts[name], problem) if name in layouts else () for name in names}
     held = tuple(name for name, reasons in refused.items() if not reasons)
     if held:
         return verdict, held
@@ -184,22 +225,31 @@ def _with_layouts(
     return Rejected((verdict.reasons if isinstance(verdict, Rejected) else ()) + found), ()
 
 
+def _refusal(layout: Layout, problem: Problem) -> tuple[Reason, ...]:
+    """Every reason why the layout cannot hold the experts; one of another package that raises has one."""
+    try:
+        with guarded(layout):
+            return tuple(layout.check(problem.spec, problem.scales))
+    except PluginError as error:
+        return (failed(error),)
+
+
 def _plan(layout: str, readers: Mapping[str, _Reader], *, any_number: bool) -> Plan | None:
     """Best reader of ``layout`` for each token range. Ranges end at powers of two, at readers' limits and at the token
     counts that were measured. None if some number of tokens has no reader, where the plan must take ``any_number``."""
     limits = [r.max_tokens for r in readers.values() if r.max_tokens is not None]
-    unlimited = len(limits) < len(readers)
+    unlimited = any(r.any_number for r in readers.values())
     measured = [point.tokens for r in readers.values() for point in r.predictor.points]
     points = sorted({*ROLE_TOKENS["mixed"], 512, *limits, *measured})
     if not unlimited:
         if any_number:
             return None
         points = [p for p in points if p <= max(limits)]
-    # Beyond the largest point only unlimited readers remain; the last step is theirs.
+    # The last step is of a reader without any limit: others were measured, or work, up to some number of tokens.
     ranges = [(p, p) for p in points] + ([(points[-1], None)] if unlimited else [])
     steps: list[PlanStep] = []
     for tokens, last in ranges:
-        fitting = [r for r in readers.values() if r.takes(tokens) and (last is not None or r.max_tokens is None)]
+        fitting = [r for r in readers.values() if (r.any_number if last is None else r.takes(tokens))]
         if not fitting:
             return None
         best = min(fitting, key=lambda reader: reader.rank(tokens))
