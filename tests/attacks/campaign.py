@@ -70,17 +70,17 @@ class Attacks:
         self.imported = home / "imported"
         (home / "originals").mkdir(exist_ok=True)
 
-    def original(self, checkpoint: str, verb: str, layer: int) -> str:
-        """A verb's answer to an original checkpoint, computed once by whoever needs it first."""
+    def original(self, checkpoint: str, verb: str, layer: int) -> Outcome:
+        """What a verb does with an original checkpoint, found once by whoever needs it first."""
         known = self.home / "originals" / f"{checkpoint} {verb} {layer}"
         if not known.exists():
             outcome = self._outcome(checkpoint, Mutation("none", "", ()), verb, layer, 60, imported=self.imported)
-            if outcome.ended != "answer" or outcome.did:
+            if outcome.ended != "answer":
                 raise SystemExit(f"{verb} {checkpoint}, unchanged: {outcome}")
             new = known.with_name(f"{os.getpid()}.new")
-            new.write_text(outcome.answer)
+            new.write_text(json.dumps(outcome.to_dict()))
             new.rename(known)
-        return known.read_text()
+        return Outcome(**json.loads(known.read_text()))
 
     def run(self, case: Case, keep: Path | None = None) -> dict[str, Any]:
         """Run a case; its line of the report."""
@@ -88,7 +88,7 @@ class Attacks:
         source = Source.of(case.checkpoint)
         original = self.original(case.checkpoint, case.verb, layer)
         outcome = self._outcome(case.checkpoint, changed, case.verb, layer, self.limit_s, keep)
-        if outcome.ended == "hung" and outcome.cpu_seconds > 1:  # once more, since the machine may have been busy
+        if outcome.ended == "hung" and not outcome.blocked:  # once more, since the machine may have been busy
             again = self._outcome(case.checkpoint, changed, case.verb, layer, 3 * self.limit_s)
             outcome = outcome if again.ended == "hung" or again.cpu_seconds > self.limit_s else again
         names = (case.checkpoint, *source.files, *(edit.file for edit in changed.edits))

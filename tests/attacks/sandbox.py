@@ -40,7 +40,7 @@ FORBIDDEN = (
     "pickle.find_class",
     "socket.connect",
 )
-"""Audit events that no checkpoint may cause."""
+"""Audit events that no checkpoint may cause, unless the original causes the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,7 @@ class Outcome:
         message: of the exception, or what stderr says.
         at: where it was raised or hung: the innermost line of polymoe, and the innermost one.
         did: forbidden things that it did, such as running code of the checkpoint.
+        blocked: whether what hung waited for something that did not come, instead of computing.
         seconds, cpu_seconds, peak_bytes: what it took.
     """
 
@@ -63,6 +64,7 @@ class Outcome:
     message: str = ""
     at: str = ""
     did: tuple[str, ...] = ()
+    blocked: bool = False
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     peak_bytes: int = 0
@@ -88,6 +90,7 @@ def run(
     descriptor = os.pidfd_open(child)
     ended = bool(select.select([descriptor], [], [], limit_s)[0])
     os.close(descriptor)
+    blocked = not ended and not _runs(child)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)  # also what it has started
     _, status, used = os.wait4(child, 0)
@@ -101,13 +104,27 @@ def run(
         ("ran code of the checkpoint",) if (home / CANARY).exists() else ()
     )
     if not ended:
-        return Outcome("hung", error="hang", message=stderr[-500:], at=_stuck(_text(home / "stuck")), did=did, **spent)
+        return Outcome(
+            "hung",
+            error="hang",
+            message=stderr[-500:],
+            at=_stuck(_text(home / "stuck")),
+            did=did,
+            blocked=blocked,
+            **spent,
+        )
     if not (home / "result").exists():
         signals = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else f"exit {status >> 8}"
         return Outcome("crashed", error=signals, message=stderr[-500:], at=_stuck(stderr), did=did, **spent)
     result = json.loads(_text(home / "result"))
     result["message"] = result.get("message") or stderr[-4000:]
     return Outcome(did=did, **result, **spent)
+
+
+def _runs(process: int) -> bool:
+    """Whether a thread of a process runs, or would if it got a processor."""
+    states = (_text(path / "stat").rpartition(")")[2].split()[:1] for path in Path(f"/proc/{process}/task").iterdir())
+    return any(state == ["R"] for state in states)
 
 
 def _in_child(
@@ -156,7 +173,7 @@ def _watch() -> list[str]:
             return
         if event == "socket.connect" and str(args[1]).startswith(("('127.0.0.1'", "('::1'")):
             return
-        did.append(f"{event} {str(args[1:])[:80]}" if event == "socket.connect" else f"{event} {str(args)[:80]}")
+        did.append(f"{event} {str(args[1] if event == 'socket.connect' else args[0])[:200]}")
 
     sys.addaudithook(hook)
     return did

@@ -68,6 +68,7 @@ ENDS = {
     "raised": "raise KeyError('weight')",
     "crashed": "import os; os.abort()",
     "hung": "import time; time.sleep(60)",
+    "busy": "while True: pass",
     "memory": "bytearray(16 << 40)",
     "forbidden": "open('canary', 'w').close(); import os; os.system('true')",
 }
@@ -90,13 +91,14 @@ for name in {list(ENDS)}:
         [sys.executable, "-c", program, str(tmp_path)], env={"PYTHONPATH": path}, capture_output=True, text=True
     )
     found = {name: json.loads(line) for name, line in zip(ENDS, ran.stdout.splitlines(), strict=True)}
-    assert {name: found[name]["ended"] for name in ("answer", "refused", "raised", "crashed", "hung", "memory")} == {
+    assert {name: found[name]["ended"] for name in ENDS if name != "forbidden"} == {
         "answer": "answer", "refused": "refused", "raised": "raised", "crashed": "crashed", "hung": "hung",
-        "memory": "raised",
+        "busy": "hung", "memory": "raised",
     }  # fmt: skip
     assert found["answer"]["answer"] == "fine"
     assert found["raised"]["error"] == "KeyError"
     assert found["crashed"]["error"] == "SIGABRT"
+    assert (found["hung"]["blocked"], found["busy"]["blocked"]) == (True, False)
     assert found["memory"]["error"] == "MemoryError"
     assert [text.split()[0] for text in found["forbidden"]["did"]] == ["os.system", "ran"]
 
@@ -123,11 +125,19 @@ REFUSAL = Outcome("refused", message="error: sums/config.json: hidden_size: expe
     ],
 )
 def test_verdicts(expect: Expect, outcome: Outcome, verdict: str) -> None:
-    assert judge(Mutation("x", "y", (), expect), "run", outcome, "1", ["config.json"]) == verdict
+    assert judge(Mutation("x", "y", (), expect), "run", outcome, Outcome("answer", "1"), ["config.json"]) == verdict
+
+
+def test_what_the_original_does_is_no_attack() -> None:
+    outcome = Outcome("answer", "1", did=("subprocess.Popen python",))
+    assert judge(Mutation("x", "y", ()), "run", outcome, outcome, []) == "same"
 
 
 def test_explain_cannot_see_the_bytes_of_tensors() -> None:
-    assert judge(Mutation("x", "y", (), Expect.REFUSED), "explain", Outcome("answer", "1"), "1", []) == "same"
+    assert (
+        judge(Mutation("x", "y", (), Expect.REFUSED), "explain", Outcome("answer", "1"), Outcome("answer", "1"), [])
+        == "same"
+    )
     assert clear("a warning\nerror: model.layers.3.x: expected y", [])
 
 

@@ -79,7 +79,7 @@ def bench(path: str, layer: int) -> str:
 
 def run(path: str, layer: int) -> str:
     """``polymoe run``."""
-    return _command("run", path, PROMPT, "--device", "cpu")
+    return _command("run", path, PROMPT, "--max-tokens", "8", "--device", "cpu")
 
 
 def serve(path: str, layer: int) -> str:

@@ -19,7 +19,7 @@ where none is allowed, or a refusal of a neutral edit. ``accepted``: an answer w
 ``forbidden``: code of the checkpoint ran, or the like."""
 
 MOST_LINES, MOST_CHARACTERS = 20, 3000
-_PLACE = re.compile(r"layers?[. ]\d|config\.json|\.safetensors|tokenizer|chat template|generation|index\.json")
+_PLACE = re.compile(r"layers?[. ]\d|config\.json|\.safetensors|tokenizer|chat template|generation|index\.json|prompt: ")
 
 
 def clear(text: str, names: Iterable[str]) -> bool:
@@ -30,10 +30,10 @@ def clear(text: str, names: Iterable[str]) -> bool:
     return bool(marker) and short and named and "Traceback (most recent call last)" not in text
 
 
-def judge(mutation: Mutation, verb: str, outcome: Outcome, original: str, names: Iterable[str]) -> str:
-    """The verdict of ``VERDICTS``. ``original`` is the verb's answer without the mutation; a message may name its
+def judge(mutation: Mutation, verb: str, outcome: Outcome, original: Outcome, names: Iterable[str]) -> str:
+    """The verdict of ``VERDICTS``. ``original`` is what the verb does without the mutation; a message may name its
     object by any of ``names``."""
-    if outcome.did:
+    if set(outcome.did) - set(original.did):
         return "forbidden"
     if outcome.ended == "refused":
         if mutation.expect is Expect.SAME:
@@ -42,7 +42,7 @@ def judge(mutation: Mutation, verb: str, outcome: Outcome, original: str, names:
         return "refused" if clear(outcome.message, names) or "error: " not in outcome.message else "vague"
     if outcome.ended != "answer":
         return outcome.ended
-    if outcome.answer == original:
+    if outcome.answer == original.answer:
         must_fail = mutation.expect is Expect.REFUSED and verb not in READS_NO_WEIGHTS
         return "accepted" if must_fail else "same"
     if mutation.expect is Expect.REFUSED and verb not in READS_NO_WEIGHTS:
