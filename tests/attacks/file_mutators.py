@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 
-from attacks.source import Edit, Expect, Fifo, Folder, Link, Mutation, Source
+from attacks.source import Edit, Expect, Fifo, Folder, Link, Long, Mutation, Source
 
 __all__ = ["CANARY", "FILE_MUTATORS"]
 
@@ -46,6 +46,16 @@ def no_file(source: Source, rng: random.Random) -> Mutation:
         Link("/etc/passwd"),
     ))  # fmt: skip
     return Mutation("no_file", f"{file}: {instead}", (Edit(file, instead),))
+
+
+def long_file(source: Source, rng: random.Random) -> Mutation:
+    """A file has gigabytes."""
+    file = rng.choice(sorted(source.files))
+    # A shard is mapped, which takes address space and nothing else.
+    size = 2 * 10**8 if file in source.shards else rng.choice((2 * 10**8, 3 * 2**30, 2**40))
+    content = rng.choice((b"", b'{"a": "', source.files[file]))
+    text = f"{file}: {size:.0e} bytes after {content[:10]!r}"
+    return Mutation("long_file", text, (Edit(file, Long(content, size)),), Expect.SAME_OR_REFUSED)
 
 
 def linked(source: Source, rng: random.Random) -> Mutation:
@@ -147,6 +157,7 @@ def one_shard_gone(source: Source, rng: random.Random) -> Mutation:
 FILE_MUTATORS = (
     (4, removed),
     (4, no_file),
+    (2, long_file),
     (1, linked),
     (4, odd_extra),
     (4, code),

@@ -13,7 +13,20 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MODELS", "Edit", "Expect", "Fifo", "Folder", "Link", "Mutation", "Source", "Stored", "build", "write"]
+__all__ = [
+    "MODELS",
+    "Edit",
+    "Expect",
+    "Fifo",
+    "Folder",
+    "Link",
+    "Long",
+    "Mutation",
+    "Source",
+    "Stored",
+    "build",
+    "write",
+]
 
 MODELS = Path(__file__).parents[2] / "models"
 NOT_COPIED = ("README.md", "training.log")
@@ -51,11 +64,19 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class Long:
+    """A file with zeros at its end, which take no room on the disk."""
+
+    content: bytes
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
 class Edit:
     """One file's new content. None removes it. Names are relative to the checkpoint's directory and may leave it."""
 
     file: str
-    content: bytes | Fifo | Folder | Link | None
+    content: bytes | Fifo | Folder | Link | Long | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +209,9 @@ def write(source: Source, edits: Sequence[Edit], directory: Path) -> None:
             path.write_bytes(edit.content)
         elif isinstance(edit.content, Link):
             path.symlink_to(edit.content.target)
+        elif isinstance(edit.content, Long):
+            path.write_bytes(edit.content.content)
+            os.truncate(path, edit.content.size)
         elif isinstance(edit.content, Fifo):
             os.mkfifo(path)
         elif isinstance(edit.content, Folder):

@@ -93,6 +93,18 @@ def header_entry(source: Source, rng: random.Random) -> Mutation:
     return Mutation("header_entry", text, (Edit(shard, build(content[:1] + raw + content[1:], source.data(shard))),))
 
 
+def many_entries(source: Source, rng: random.Random) -> Mutation:
+    """A header has a great many tensors."""
+    shard = rng.choice(source.shards)
+    end = len(source.data(shard))
+    entry = f'{{"dtype":"U8","shape":[0],"data_offsets":[{end},{end}]}}'
+    more = ",".join(f'"{rng.choice(("x", "model.layers.1.x"))}.{i}":{entry}' for i in range(rng.choice((1000, 50_000))))
+    content = dumps(source.header(shard))[:-1] + b"," + more.encode() + b"}"
+    return Mutation(
+        "many_entries", f"{shard}: header of {len(content)} bytes", (Edit(shard, build(content, source.data(shard))),)
+    )
+
+
 def metadata(source: Source, rng: random.Random) -> Mutation:
     """A header's ``__metadata__`` is not what it should be."""
     shard = rng.choice(source.shards)
@@ -206,6 +218,7 @@ TENSOR_MUTATORS = (
     (2, header_text),
     (1, header_length),
     (6, header_entry),
+    (1, many_entries),
     (1, metadata),
     (2, shard_size),
     (3, bad_scale),
