@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from polymoe.errors import ArgumentError
+from polymoe.errors import ArgumentError, UnsupportedProblem
 from polymoe.problem import Dtype, Problem
 
-__all__ = ["DTYPES", "TORCH_DTYPES", "CallArguments", "dtype_name"]
+__all__ = ["DTYPES", "TORCH_DTYPES", "CallArguments", "dtype_name", "no_gradient"]
 
 DTYPES: dict[torch.dtype, Dtype] = {
     torch.bfloat16: "bf16",
@@ -55,6 +55,23 @@ class CallArguments(NamedTuple):
     def out_dtype(self, problem: Problem) -> torch.dtype:
         """Return the dtype of the result: that of x, or the planned one if x is quantized."""
         return self.x_TH.dtype if self.x_scales is None else TORCH_DTYPES[problem.dtype]
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether gradients are recorded and any argument requires one."""
+        if not torch.is_grad_enabled():
+            return False
+        x_TH, _, weights_TA, out, _, x_scales, _ = self
+        return (
+            x_TH.requires_grad
+            or weights_TA.requires_grad
+            or (out is not None and out.requires_grad)
+            or (x_scales is not None and x_scales.requires_grad)
+        )
+
+    def requiring_gradients(self) -> list[str]:
+        """Return the names of the arguments that require a gradient."""
+        return [name for name, t in zip(self._fields, self, strict=True) if t is not None and t.requires_grad]
 
     def check(self, problem: Problem, device: torch.device) -> None:
         """Check shapes, dtypes and devices.
@@ -120,6 +137,18 @@ class CallArguments(NamedTuple):
             if low < -1 or high >= spec.local_experts:
                 expected = f"0 to {spec.local_experts - 1}, or -1 for experts of other ranks"
                 raise ArgumentError("expert_map", expected=expected, got=f"{low} to {high}")
+
+
+def no_gradient(argument: str, what: str, hint: str) -> UnsupportedProblem:
+    """Return the error of a call whose result would not carry the gradient that an argument requires.
+
+    Args:
+        argument: its name.
+        what: what computes the result.
+        hint: what the user can do.
+    """
+    expected = f"no gradient: {what} has no backward for it"
+    return UnsupportedProblem(argument, expected=expected, got="a tensor that requires a gradient", hint=hint)
 
 
 def _require(name: str, tensor: Tensor, device: torch.device, dtypes: _Dtypes, shape: list[int]) -> None:

@@ -63,7 +63,7 @@ class PolymoeError(Exception):
         self, where: str, *, expected: str | None = None, got: str | None = None, hint: str | None = None
     ) -> None:
         self.where, self.expected, self.got, self.hint = where, expected, got, hint
-        super().__init__(where, expected, got, hint)
+        self.args = (where, expected, got, hint)  # super().__init__ is what torch.compile cannot trace
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Unpickling passes positional arguments, which do not fit here; errors must survive a process boundary.

@@ -20,7 +20,7 @@ from polymoe.load_check import check_layer, require_input_scales, require_planne
 from polymoe.machine import Machine
 from polymoe.planning.selection import Selection
 from polymoe.problem import Problem, WeightOn
-from polymoe.runtime import LayerRuntime, PlanCache, PlanRequest, device_name, incomplete_update
+from polymoe.runtime import LayerRuntime, PlanCache, PlanRequest, compiled_call, device_name, incomplete_update
 from polymoe.tensors import ExpertWeights
 
 __all__ = ["FusedExperts", "load_experts", "resolve_activations"]
@@ -211,19 +211,16 @@ class FusedExperts(nn.Module):
             ArgumentError: for a wrong shape, dtype, device, or (on a CPU) an id outside -1 to E or a place outside the
                 packed layer; for an argument that the planned backend does not take.
             PlanError: after an :meth:`update` that failed; for more tokens than the plan of a named backend serves.
+            UnsupportedProblem: where gradients are recorded, for an argument that requires one for which the planned
+                backend, or a compiled graph, has no backward. ``reference`` has one for x and the routing weights;
+                where inputs are quantized, at most for the routing weights.
         """
         call = CallArguments(x_TH, topk_ids_TA, topk_weights_TA, out, workspace, x_scales, expert_map)
         if not torch.compiler.is_compiling():
             layer = self._runtime
             call.check(self._plans.problem, layer.device)
             return layer.run(call)
-        call.check(self.problem, self.device)
-        self._require_complete()
-        given = (x_TH, topk_ids_TA, topk_weights_TA, self._tensors(), self._plans.key)
-        if out is None:  # its memory, and the workspace's, is the graph's
-            return torch.ops.polymoe.fused_experts(*given, x_scales, expert_map)
-        torch.ops.polymoe.fused_experts_out(out, *given, workspace, x_scales, expert_map)
-        return out
+        return compiled_call(self._plans, self._tensors(), call)
 
     def check(self, weights: ExpertWeights | None = None, *, where: str = "experts") -> None:
         """Compare up to four experts with the float32 reference, on every backend of the plan.

@@ -27,7 +27,17 @@ GROUP = "polymoe.backends"
 """The entry-point group."""
 
 _REQUIRED = {
-    "backends": ("layouts", "handles", "check", "configure", "predict", "tuning_configs", "compile", "bind"),
+    "backends": (
+        "layouts",
+        "handles",
+        "check",
+        "configure",
+        "predict",
+        "tuning_configs",
+        "compile",
+        "gradients",
+        "bind",
+    ),
     "layouts": ("check", "nbytes", "pack", "unpack"),
 }
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from polymoe.backends.base import Backend, Runner
 from polymoe.backends.config import Config
-from polymoe.call import DTYPES, CallArguments
+from polymoe.call import DTYPES, CallArguments, no_gradient
 from polymoe.errors import ArgumentError, PlanError
 from polymoe.layouts import Layout, Packed
 from polymoe.machine import Machine
@@ -28,6 +28,7 @@ from polymoe.problem import Dtype, Problem
 from polymoe.routing import Routing
 from polymoe.scale_range import measure_scales
 from polymoe.tensors import ExpertWeights
+from polymoe.verdict import Accepted
 
 __all__ = ["BoundStep", "LayerRuntime", "PlanCache", "PlanRequest", "device_name", "incomplete_update", "on_device"]
 
@@ -230,6 +231,7 @@ class LayerRuntime:
             ArgumentError: if the workspace is too small, the backend does not support an option, or, on a CPU, an id
                 or a place of an expert is out of range.
             PlanError: if the tensors are :attr:`incomplete`, or the plan serves fewer tokens.
+            UnsupportedProblem: if an argument requires a gradient for which the backend has no backward.
         """
         if self.incomplete:
             raise incomplete_update()
@@ -244,12 +246,46 @@ class LayerRuntime:
         if self.device.type == "cpu":
             call.check_values(problem)
         step = self.step(dtype, tokens)
+        if call.requires_grad:
+            self._require_gradients(step, call, DTYPES[dtype])
         options: dict[str, Tensor] = {}
         if workspace is not None or x_scales is not None or expert_map is not None:
             options = _options(step, call)
         with on_device(self.device):
             step.runner.run(x_TH, Routing(ids_TA, weights_TA), step.config, out_TH, **options)
         return out_TH
+
+    def _require_gradients(self, step: BoundStep, call: CallArguments, dtype: Dtype) -> None:
+        accepted = [c.backend for c in self.plans.selection(dtype).candidates if isinstance(c.verdict, Accepted)]
+        given = {name: self.plans.request.backends[name].gradients(self.plans.problem) for name in accepted}
+        needed = call.requiring_gradients()
+        missing = [name for name in needed if name not in given[step.backend]]
+        if missing:
+            others = [f'load with backend="{name}"' for name, names in given.items() if names.issuperset(needed)]
+            hint = " or ".join(["call under torch.no_grad()", *others])
+            raise no_gradient(missing[0], f"backend {step.backend!r}", hint)
+
+
+def compiled_call(plans: PlanCache, tensors: list[Tensor], call: CallArguments) -> Tensor:
+    """Return the result of a call in the graph that torch is compiling, as a node of this graph.
+
+    The node raises when it runs if an argument requires a gradient: torch.compile cannot raise while it traces, and
+    would no longer compile this function.
+
+    Raises:
+        ArgumentError: if the shape, dtype or device of an argument is wrong.
+    """
+    call.check(plans.problem, tensors[0].device)
+    refused = ""
+    if call.requires_grad:
+        refused = call.requiring_gradients()[0]
+        call = CallArguments(*[None if part is None else part.detach() for part in call])  # type: ignore[arg-type]
+    x_TH, ids_TA, weights_TA, out_TH, workspace, x_scales, expert_map = call
+    given = (x_TH, ids_TA, weights_TA, tensors, plans.key)
+    if out_TH is None:  # its memory, and the workspace's, is the graph's
+        return torch.ops.polymoe.fused_experts(*given, x_scales, expert_map, refused)
+    torch.ops.polymoe.fused_experts_out(out_TH, *given, workspace, x_scales, expert_map, refused)
+    return out_TH
 
 
 def incomplete_update() -> PlanError:
@@ -287,6 +323,13 @@ def _options(step: BoundStep, call: CallArguments) -> dict[str, Tensor]:
     return options
 
 
+def _run_node(key: str, tensors: list[Tensor], call: CallArguments, refused: str) -> Tensor:
+    if refused:
+        hint = 'call under torch.no_grad(), or outside torch.compile with backend="reference"'
+        raise no_gradient(refused, "a compiled graph", hint)
+    return _CACHES[key].layer(tensors).run(call)
+
+
 @torch.library.custom_op("polymoe::fused_experts", mutates_args=())
 def _fused_experts(
     x_TH: Tensor,
@@ -296,9 +339,10 @@ def _fused_experts(
     key: str,
     x_scales: Tensor | None = None,
     expert_map: Tensor | None = None,
+    refused: str = "",
 ) -> Tensor:
     call = CallArguments(x_TH, topk_ids_TA, topk_weights_TA, x_scales=x_scales, expert_map=expert_map)
-    return _CACHES[key].layer(tensors).run(call)
+    return _run_node(key, tensors, call, refused)
 
 
 @_fused_experts.register_fake
@@ -310,9 +354,24 @@ def _(
     key: str,
     x_scales: Tensor | None = None,
     expert_map: Tensor | None = None,
+    refused: str = "",
 ) -> Tensor:
     dtype = CallArguments(x_TH, topk_ids_TA, topk_weights_TA, x_scales=x_scales).out_dtype(_CACHES[key].problem)
     return torch.empty_like(x_TH, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _refuse_gradients(ctx: object, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Torch calls it where gradients are recorded and an input requires one, as in a graph that was exported before."""
+    x_TH, ids_TA, weights_TA, tensors, key, x_scales, *_ = inputs
+    names = CallArguments(x_TH, ids_TA, weights_TA, x_scales=x_scales).requiring_gradients()
+    _run_node(key, tensors, CallArguments(x_TH, ids_TA, weights_TA), names[0] if names else "packed experts")
+
+
+def _no_backward(ctx: object, gradient: Tensor) -> None:
+    raise AssertionError
+
+
+_fused_experts.register_autograd(_no_backward, setup_context=_refuse_gradients)
 
 
 @torch.library.custom_op("polymoe::fused_experts_out", mutates_args=("out_TH", "workspace"))
@@ -326,9 +385,10 @@ def _fused_experts_out(
     workspace: Tensor | None = None,
     x_scales: Tensor | None = None,
     expert_map: Tensor | None = None,
+    refused: str = "",
 ) -> None:
     call = CallArguments(x_TH, topk_ids_TA, topk_weights_TA, out_TH, workspace, x_scales, expert_map)
-    _CACHES[key].layer(tensors).run(call)
+    _run_node(key, tensors, call, refused)
 
 
 @_fused_experts_out.register_fake

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from polymoe.errors import ArgumentError
+from polymoe.errors import ArgumentError, UnsupportedProblem
 from polymoe.experts import load_experts
 from polymoe.numerics import relative_error
 from support.loading import V4, deepseek_v4_flash_layer, measured
@@ -29,6 +29,21 @@ def test_the_reference_on_a_gpu() -> None:
     moved = experts.to("cpu")
     assert moved.device.type == "cpu"
     assert relative_error(moved(x, *routing), sums(x, *routing)) < 1e-6
+
+
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_kernels_refuse_gradients(backend: str) -> None:
+    if backend == "cuda" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs an SM90 GPU")
+    experts = load_experts(SUMS, layer=1, device="cuda", backend=backend)
+    x, routing = random_call(33, 192, 8)
+    call = x.cuda().bfloat16().requires_grad_(), *(t.cuda() for t in routing)
+    compiled = torch.compile(lambda *a: experts(*a) + 1, fullgraph=True)
+    for run in (experts, compiled):
+        with pytest.raises(UnsupportedProblem, match="x_TH: expected no gradient"):
+            run(*call)
+    with torch.no_grad():
+        assert torch.equal(compiled(*call), experts(*call) + 1)
 
 
 @pytest.fixture(scope="session")

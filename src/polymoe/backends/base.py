@@ -146,6 +146,11 @@ class Backend(Protocol):
         tensors may be on the meta device; nothing is launched."""
         ...
 
+    def gradients(self, problem: Problem) -> frozenset[str]:
+        """Arguments of a call for which a result carries gradients: of ``x_TH``, ``topk_weights_TA`` and ``out``. Calls
+        in which another one requires a gradient are refused."""
+        ...
+
     def bind(self, problem: Problem, packed: Packed) -> Runner:
         """Prepare the calls of one layer, once: views, constants and addresses that no call needs to make again.
 
@@ -155,7 +160,8 @@ class Backend(Protocol):
 
 
 class BackendBase:
-    """Defaults for what few backends need: one configuration for each token count, and nothing to compile."""
+    """Defaults for what few backends need: one configuration for each token count, nothing to compile, and no
+    backward."""
 
     __slots__ = ()
 
@@ -169,6 +175,10 @@ class BackendBase:
         self, problem: Problem, packed: Packed, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor
     ) -> None:
         """Nothing to compile."""
+
+    def gradients(self, problem: Problem) -> frozenset[str]:
+        """None."""
+        return frozenset()
 
 
 def layouts_for(backend: Backend, verdict: Verdict) -> tuple[str, ...]:

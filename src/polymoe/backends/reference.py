@@ -67,6 +67,12 @@ class Reference(BackendBase):
         weights = c.active_experts * sum(n * k for n, k in map(problem.spec.matrix_shape, problem.spec.encodings))
         return Prediction(1e6 * weights * _DEQUANTIZED_BYTES / machine.device.bandwidth + c.compute_us, "cost model")
 
+    def gradients(self, problem: Problem) -> frozenset[str]:
+        """Return all of them; but rounding to E4M3 has no gradient, so none goes through quantized inputs."""
+        if not problem.activations.quantized:
+            return frozenset(("x_TH", "topk_weights_TA", "out"))
+        return frozenset(("topk_weights_TA", "out") if problem.weight_on == "output" else ("out",))
+
     def bind(self, problem: Problem, packed: Packed) -> Runner:
         """Return a runner that reads the packed tensors through their layout's ``unpack``."""
         return ReferenceRunner(problem, LAYOUTS[packed.layout].unpack(packed))

@@ -203,9 +203,17 @@ def test_refuses_what_it_cannot_compute() -> None:
         experts_forward(experts, *call)
 
 
-def test_refuses_to_train() -> None:
-    model, _ = build("qwen3_moe")
+@pytest.mark.parametrize("training", [True, False])
+def test_refuses_parameters_that_require_gradients(training: bool) -> None:
+    """Also of a model in eval mode: it would lack the gradients of its experts without a word."""
+    model, experts = build("qwen3_moe")
     model.set_experts_implementation("polymoe")
-    model.train()
-    with pytest.raises(UnsupportedProblem, match="training"):
-        model(torch.zeros(1, 4, dtype=torch.long))
+    model.train(training)
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    with pytest.raises(UnsupportedProblem, match=r"Experts.gate_up_proj: expected no gradient(?s:.*)grouped_mm"):
+        model(ids)
+    with torch.no_grad():
+        model(ids)
+    experts.requires_grad_(False)
+    model(ids).logits.sum().backward()  # the reference has a gradient for x and the routing weights
+    assert model.get_input_embeddings().weight.grad is not None

@@ -15,7 +15,7 @@ from polymoe.layouts import Packed
 from polymoe.load_check import check_layer, require_input_scales, require_planned
 from polymoe.planning.selection import Selection
 from polymoe.problem import Problem
-from polymoe.runtime import LayerRuntime, PlanCache, PlanRequest
+from polymoe.runtime import LayerRuntime, PlanCache, PlanRequest, compiled_call
 from polymoe.tensors import ExpertWeights
 
 __all__ = ["PackedLayer"]
@@ -114,9 +114,7 @@ class PackedLayer:
         """
         call = CallArguments(x_TH, topk_ids_TA, topk_weights_TA)
         if torch.compiler.is_compiling():
-            tensors = self._tensors(module)
-            call.check(self.problem, tensors[0].device)
-            return torch.ops.polymoe.fused_experts(x_TH, topk_ids_TA, topk_weights_TA, tensors, self.plans.key)
+            return compiled_call(self.plans, self._tensors(module), call)
         runtime = self._runtime(module)
         call.check(self.problem, runtime.device)
         return runtime.run(call)

@@ -69,15 +69,19 @@ def experts_forward(
 
     Raises:
         UnsupportedProblem: for parameters that are neither bfloat16 nor float16, for an activation that polymoe does
-            not have, if no backend reads the natural layout here, or while training, since there is no gradient.
+            not have, if no backend reads the natural layout here, or where gradients are recorded and a parameter
+            requires one, or an argument for which the backend has no backward.
     """
-    if experts.training and torch.is_grad_enabled():
-        raise UnsupportedProblem(
-            type(experts).__name__,
-            expected="inference",
-            got="training",
-            hint='model.eval(), or model.set_experts_implementation("grouped_mm") to train',
-        )
+    if torch.is_grad_enabled():
+        trained = next((name for name, p in experts.named_parameters(recurse=False) if p.requires_grad), None)
+        if trained is not None:
+            raise UnsupportedProblem(
+                f"{type(experts).__name__}.{trained}",
+                expected="no gradient: polymoe has none for the weights of experts",
+                got="a parameter that requires a gradient",
+                hint="call the model under torch.no_grad(), or model.requires_grad_(False), or "
+                'model.set_experts_implementation("grouped_mm") for training',
+            )
     fused = _fused(experts, hidden_states, top_k_index.shape[-1], backend)
     return fused(hidden_states, top_k_index, top_k_weights.float())
 

@@ -1,0 +1,44 @@
+"""Whole models outside of no_grad: their hidden states require gradients, which not every backend has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import polymoe.experts
+from polymoe.errors import UnsupportedProblem
+
+pytest.importorskip("transformers")
+
+from polymoe.engines.transformers import load
+from support.packed_model import CHECKPOINT, batch
+from support.toys import LAYOUTS, Toy
+
+
+@pytest.fixture
+def without_backward(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A packed model whose only backend has no backward, and a batch for it."""
+    monkeypatch.setattr(polymoe.experts, "BACKENDS", {"any": Toy("any")})
+    monkeypatch.setattr(polymoe.experts, "LAYOUTS", LAYOUTS)
+    model, tokenizer = load(CHECKPOINT, device="cpu", dtype=torch.float32)
+    return model, batch(tokenizer, 2)
+
+
+def test_a_packed_model_refuses_where_gradients_are_recorded(without_backward: Any) -> None:
+    model, inputs = without_backward
+    with torch.no_grad():
+        expected = model(**inputs).logits
+    with pytest.raises(UnsupportedProblem, match="x_TH: expected no gradient: backend 'any' has no backward for it"):
+        model(**inputs)
+    model.requires_grad_(False)
+    assert torch.equal(model(**inputs).logits, expected)
+
+
+def test_gradients_through_the_reference() -> None:
+    model, tokenizer = load(CHECKPOINT, device="cpu", dtype=torch.float32)
+    model(**batch(tokenizer, 2)).logits.sum().backward()
+    routers = [p for name, p in model.named_parameters() if "router" in name]
+    assert len(routers) >= 4
+    assert all(p.grad is not None and p.grad.any() for p in (model.get_input_embeddings().weight, *routers))
