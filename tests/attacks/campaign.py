@@ -89,7 +89,7 @@ class Attacks:
         original = self.original(case.checkpoint, case.verb, layer)
         outcome = self._outcome(case.checkpoint, changed, case.verb, layer, self.limit_s, keep)
         if outcome.ended == "hung" and not outcome.blocked:  # once more, since the machine may have been busy
-            again = self._outcome(case.checkpoint, changed, case.verb, layer, 3 * self.limit_s)
+            again = self._outcome(case.checkpoint, changed, case.verb, layer, 6 * self.limit_s)
             outcome = outcome if again.ended == "hung" or again.cpu_seconds > self.limit_s else again
         names = (case.checkpoint, *source.files, *(edit.file for edit in changed.edits))
         verdict = judge(changed, case.verb, outcome, original, names)

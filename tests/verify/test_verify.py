@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,17 @@ def test_a_damaged_scale_is_refused(library: Library, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((source / "config.json").read_text())
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(FormatError, match=r"down_proj.*NaN"):
+        verify(tmp_path, device="cpu")
+
+
+def test_a_wrong_shape_is_named(library: Library, tmp_path: Path) -> None:
+    source = library("glm-4.5-air-nvfp4-ct")
+    tensors = load_file(source / "model.safetensors")
+    name = next(n for n in sorted(tensors) if n.endswith("experts.3.down_proj.weight_global_scale"))
+    tensors[name] = tensors[name].reshape(1, 1)
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(FormatError, match=re.escape(f"{name}: expected shape [] or [1], got [1, 1]")):
         verify(tmp_path, device="cpu")
 
 

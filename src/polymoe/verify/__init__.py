@@ -177,9 +177,10 @@ def _verify_bytes(checkpoint: Checkpoint, layer: int) -> LayerRow:
     same_bytes = agreed = 0
     stored = checkpoint.layer(layer)
     for e in range(weights.spec.local_experts):
+        expert = weights.expert(e)  # first, since it names the tensor that is wrong
         pairs = list(repacked(checkpoint.files, stored, e))
         same_bytes += all(a.dtype == b.dtype and torch.equal(_bytes(a), _bytes(b)) for _, a, b in pairs)
-        agreed += _same(weights.expert(e), second_expert(checkpoint, layer, e))
+        agreed += _same(expert, second_expert(checkpoint, layer, e))
     few = sorted({0, weights.spec.experts // 2, weights.spec.experts - 1})
     x_TH, routing = _call(problem, 4, few)
     got = run_experts(problem, weights, x_TH.double(), routing, torch.float64)
