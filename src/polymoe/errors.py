@@ -39,6 +39,7 @@ __all__ = [
     "UnsupportedProblem",
     "VerificationError",
     "nearest",
+    "printable",
     "quoted",
 ]
 
@@ -74,7 +75,7 @@ class PolymoeError(Exception):
         facts = [f"expected {self.expected}"] if self.expected else []
         facts += [f"got {self.got}"] if self.got else []
         text = self.where + (": " + ", ".join(facts) if facts else "")
-        return _printable(text + (f"\n  hint: {self.hint}" if self.hint else ""))
+        return printable(text + (f"\n  hint: {self.hint}" if self.hint else ""))
 
 
 class CheckpointError(PolymoeError, ValueError):
@@ -119,9 +120,9 @@ def quoted(value: object) -> str:
     return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
 
 
-def _printable(text: str) -> str:
-    """Escape what is neither printable nor a line break: what controls a terminal, and halves of surrogate pairs,
-    which no stream can write."""
+def printable(text: str) -> str:
+    """Return a text with escapes for what is neither printable nor a line break: what controls a terminal, and halves
+    of surrogate pairs, which no stream can write."""
     if text.replace("\n", "").isprintable():
         return text
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)

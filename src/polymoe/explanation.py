@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -210,7 +211,7 @@ def explain(
     """
     machine = Machine.of(device)
     # Local files are read, because tensors take precedence over the config; from the Hub only configs are fetched.
-    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path, config_only=not Path(path).is_dir())
+    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path, config_only=not os.path.isdir(path))
     grouped: dict[Problem, list[int]] = {}
     for layer in checkpoint.layers:
         mode = resolve_activations(checkpoint, layer, machine, activations)

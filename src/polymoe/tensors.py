@@ -57,6 +57,11 @@ class ExpertsSpec:
         return self.gate is not None
 
     @property
+    def local_range(self) -> range:
+        """The experts on this rank, as the router counts them."""
+        return range(self.first_expert, self.first_expert + self.local_experts)
+
+    @property
     def encodings(self) -> dict[str, Encoding]:
         """Encoding of each existing projection: gate, up, down."""
         gate = {"gate": self.gate} if self.gate is not None else {}

@@ -49,6 +49,29 @@ class TestExplain:
         assert row["problem"] == "int4_g32, H=7168 F=256 E=384 A=8, swiglu, x bf16, tp=8"
         assert row["layers"] == list(range(1, 61))
 
+    def test_names_of_directories_are_not_markup_and_need_not_be_text(self, tmp_path: Path) -> None:
+        """In a process of its own, whose stdout encodes strictly."""
+        directory = tmp_path / os.fsdecode(b"[red] [/bold] \xff \x1b[2J")
+        directory.mkdir(parents=True)
+        write(directory / "config.json", config("gpt-oss-mxfp4"))
+        command = [sys.executable, "-m", "polymoe", "explain", directory / "config.json", "--device", "cpu"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert r"[red] [/bold] \udcff \x1b[2J/config.json: gpt_oss, on cpu" in done.stdout
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ((SUMS, "--tp", 10**9), "tp: expected 1 to 4096 ranks, got 1000000000"),
+            ((SUMS, "--ep", 10**30), "ep: expected 1 to 4096 ranks, got 1000000000"),
+            (("a" * 5000,), "got File name too long"),
+        ],
+    )
+    def test_arguments_without_measure(self, cli: Cli, arguments: tuple[object, ...], message: str) -> None:
+        code, out, err = cli("explain", *arguments)
+        assert (code, out) == (1, "")
+        assert message in err
+
     def test_a_split_group_is_refused_with_the_sizes_that_work(self, cli: Cli, tmp_path: Path) -> None:
         nemotron = config(
             "nemotron-3-nvfp4", latent=1024, hidden=4096, intermediate=2688, experts=512, top_k=22, layers=88

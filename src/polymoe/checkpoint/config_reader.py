@@ -14,7 +14,7 @@ __all__ = ["MOST_EXPERTS", "MOST_LAYERS", "MOST_WIDTH", "ConfigReader"]
 
 # The largest numbers that a config may give: far above those of any model, and small enough that what is computed from
 # them ends and fits into memory.
-MOST_LAYERS = 10_000
+MOST_LAYERS = 1_000
 """Layers of a model."""
 
 MOST_EXPERTS = 65_536
@@ -85,13 +85,13 @@ class ConfigReader:
         return value
 
     def text(self, name: str) -> str:
-        """Return a string, empty if the key is missing."""
+        """Return a printable string, empty if the key is missing."""
         value = self.config.get(name)
-        if value is None:
+        if value is None or value == "":
             return ""
         if not isinstance(value, str):
             raise self.error(name, "a string", value)
-        return value
+        return check_name(value, self.place(name), most=LONGEST_PATTERN)
 
     def items(self, name: str, kind: type, *, most: int = MOST_ITEMS) -> tuple[Any, ...] | None:
         """Return a list of at most ``most`` values of one type as a tuple, or None if the key is missing. Strings are

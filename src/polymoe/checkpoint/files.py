@@ -15,6 +15,7 @@ from torch import Tensor
 
 from polymoe.checkpoint.hub import locate
 from polymoe.checkpoint.opener import exists, is_inside, open_weights, read_json
+from polymoe.checkpoint.patterns import check_name
 from polymoe.checkpoint.tokenizer_files import TOKENIZER_FILES
 from polymoe.errors import CheckpointError, CheckpointNotFound
 
@@ -59,7 +60,7 @@ class CheckpointFiles:
     ) -> None:
         self.path, self.config, self.side = path, config, side
         self._shards = dict(shards)
-        self._handles: dict[Path, tuple[Any, frozenset[str]]] = {}
+        self._handles: dict[str, tuple[Any, frozenset[str]]] = {}
 
     @classmethod
     def open(cls, path_or_hub_id: str | Path, *, config_only: bool = False, **hub: Any) -> CheckpointFiles:
@@ -147,19 +148,20 @@ class CheckpointFiles:
         self.close()
 
     def _shard(self, name: str) -> Any:
-        shard = self.shard_of(name)
-        if shard not in self._handles:
-            handle = open_weights(shard)
-            self._handles[shard] = handle, frozenset(handle.keys())
-        handle, names = self._handles[shard]
+        handle, names = self._handles.get(self._shards.get(name, "")) or self._open_shard(name)
         if name not in names:
             raise CheckpointError(
-                f"{shard}: tensor {name}",
+                f"{self.shard_of(name)}: tensor {name}",
                 expected="in this shard, as the index says",
                 got="no such tensor",
                 hint="index and shards are of different revisions; download the checkpoint again",
             )
         return handle
+
+    def _open_shard(self, name: str) -> tuple[Any, frozenset[str]]:
+        handle = open_weights(self.shard_of(name))
+        opened = self._handles[self._shards[name]] = handle, frozenset(handle.keys())
+        return opened
 
 
 def _find_shards(directory: Path) -> dict[str, str]:
@@ -192,8 +194,7 @@ def _read_index(directory: Path, index: str, files: list[str]) -> dict[str, str]
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(where, expected="'weight_map', an object with entries", got=type(weight_map).__name__)
     for name, shard in weight_map.items():
-        if not name.isprintable():
-            raise CheckpointError(where, expected="printable names of tensors", got=repr(name))
+        check_name(name, f"{where}: names of tensors")
         if not isinstance(shard, str) or not is_inside(shard):
             raise CheckpointError(
                 f"{where}: {name}",

@@ -5,18 +5,25 @@ Everything is a view of mapped files, so an expert costs memory only where its d
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from polymoe.activation_quantization import UNQUANTIZED, ActivationQuantization
 from polymoe.checkpoint.config import QuantizationConfig
-from polymoe.checkpoint.dialects import DIALECTS, SUFFIXES, Dialect, choose, require
+from polymoe.checkpoint.dialects import DIALECTS, Dialect, choose, require
+from polymoe.checkpoint.expert_tensors import (
+    check_bias,
+    describe_header,
+    expert_header,
+    expert_tensor,
+    full_names,
+    present_tensors,
+)
 from polymoe.checkpoint.families import Arrangement, Fused, ModelFamily, MoeConfig, PerExpert
 from polymoe.checkpoint.files import CheckpointFiles, Header
 from polymoe.checkpoint.naming import BIAS, module_name, part_shape, parts, tensor_name
@@ -24,7 +31,7 @@ from polymoe.errors import CheckpointError, CheckpointNotFound, FormatError
 from polymoe.formats import Encoding, QuantTensor
 from polymoe.tensors import Expert, ExpertsSpec
 
-__all__ = ["Part", "StoredLayer", "expert_tensor"]
+__all__ = ["Part", "StoredLayer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +130,7 @@ class StoredLayer:
             for arrangement in family.arrangements:
                 names = parts(arrangement, gated=moe.gated)
                 tried.append(tensor_name(container, arrangement, names[0], 0, "*"))
-                if not any(_present(files, container, arrangement, part, 0) for part in names):
+                if not any(present_tensors(files, container, arrangement, part, 0) for part in names):
                     continue
                 try:
                     return cls._fit(files, container, arrangement, moe, quantization)
@@ -151,10 +158,12 @@ class StoredLayer:
         found, biases = {}, {}
         for part in parts(arrangement, gated=moe.gated):
             plan = _configured(container, arrangement, moe, quantization, part)
-            names = _present(files, container, arrangement, part, 0)
+            names = present_tensors(files, container, arrangement, part, 0)
             biases[part] = BIAS in names
-            headers = {s: _expert_header(files, n, arrangement, moe) for s, n in names.items() if s != BIAS}
-            with _naming(lambda suffix, part=part: tensor_name(container, arrangement, part, 0, suffix)):
+            headers = {s: expert_header(files, n, arrangement, moe) for s, n in names.items()}
+            with full_names(partial(tensor_name, container, arrangement, part, 0)):
+                check_bias(headers, plan.shape, BIAS in headers)
+                headers.pop(BIAS, None)
                 allowed = getattr(arrangement, "dialects", None)
                 dialect, encoding = choose(headers, plan.shape, plan.configured, plan.encoding, allowed)
             calibrated = "input_scale" in headers and all(
@@ -194,16 +203,59 @@ class StoredLayer:
         return UNQUANTIZED if mode.static and not all(p.calibrated for p in self.parts.values()) else mode
 
     def require_experts(self, files: CheckpointFiles, experts: Iterable[int]) -> None:
-        """Check by their names that the tensors of these experts are in the files.
+        """Check by their names that the tensors of these experts are in the files; opens no file.
 
         Raises:
             CheckpointError: for the first tensor that is missing; it is named.
         """
-        for expert in experts if isinstance(self.arrangement, PerExpert) else ():
-            for part in self.parts.values():
-                found = _present(files, self.container, self.arrangement, part.name, expert)
-                with _naming(partial(tensor_name, self.container, self.arrangement, part.name, expert)):
+        for expert, part in self._stored_apart(experts):
+            name = partial(tensor_name, self.container, self.arrangement, part.name, expert)
+            if not all(name(suffix) in files for suffix in part.dialect.required):
+                found = present_tensors(files, self.container, self.arrangement, part.name, expert)
+                with full_names(name):
                     require(part.dialect, list(found))
+
+    def check_experts(self, files: CheckpointFiles, experts: Iterable[int]) -> None:
+        """Check from their headers that these experts are stored as the first one, which :meth:`find` has examined;
+        reads no weight.
+
+        Raises:
+            CheckpointError: for the first tensor that is missing.
+            FormatError: for the first one with another dtype or shape.
+        """
+        firsts = {part.name: self._headers(files, part, 0) for _, part in self._stored_apart([0])}
+        for expert, part in self._stored_apart(experts):
+            headers, first = self._headers(files, part, expert), firsts[part.name]
+            if headers != first:
+                with full_names(partial(tensor_name, self.container, self.arrangement, part.name, expert)):
+                    require(part.dialect, headers)
+                    check_bias(headers, part.shape, self.bias)
+                    self._check_alike(part, headers, first)
+
+    def _check_alike(self, part: Part, headers: Mapping[str, Header], first: Mapping[str, Header]) -> None:
+        """Require the encoding of the first expert; the error names a tensor that differs from its."""
+        different = [s for s in part.dialect.suffixes if headers.get(s) != first.get(s)]
+        try:
+            if part.dialect.detect(headers, part.shape, part.encoding) == part.encoding:
+                return
+        except FormatError as error:
+            if error.where in different:
+                raise
+        suffix = different[0]
+        kind = FormatError if suffix in headers else CheckpointError
+        expected = f"{describe_header(first.get(suffix))}, as in the first expert"
+        raise kind(suffix, expected=expected, got=describe_header(headers.get(suffix)))
+
+    def _stored_apart(self, experts: Iterable[int]) -> Iterator[tuple[int, Part]]:
+        """Yield the parts of experts with tensors of their own; of stacked experts :meth:`find` has seen everything."""
+        if isinstance(self.arrangement, PerExpert):
+            yield from product(experts, self.parts.values())
+
+    def _headers(self, files: CheckpointFiles, part: Part, expert: int) -> dict[str, Header]:
+        """Return the headers of the existing tensors of one expert's part, by suffix."""
+        suffixes = (*part.dialect.suffixes, BIAS)
+        names = {s: tensor_name(self.container, self.arrangement, part.name, expert, s) for s in suffixes}
+        return {suffix: files.header(name) for suffix, name in names.items() if name in files}
 
     def read(self, files: CheckpointFiles, expert: int, *, check: bool = True) -> Expert:
         """Read one expert; checks the dtype and shape of every tensor, and with ``check`` that scales and biases are
@@ -234,7 +286,7 @@ class StoredLayer:
 
         suffixes = [s for s in part.dialect.suffixes if name(s) in files]
         module = module_name(self.container, self.arrangement, part.name, expert)
-        with _naming(name, module, expert if isinstance(self.arrangement, Fused) else None):
+        with full_names(name, module, expert if isinstance(self.arrangement, Fused) else None):
             require(part.dialect, suffixes)
             tensors = {s: expert_tensor(files, name(s), self.arrangement, self.moe, expert) for s in suffixes}
             matrix = part.dialect.read(tensors, part.shape, part.encoding)
@@ -244,10 +296,6 @@ class StoredLayer:
         if not self.bias:
             return _Piece(matrix, input_scale)
         bias = expert_tensor(files, name(BIAS), self.arrangement, self.moe, expert)
-        if tuple(bias.shape) != part.shape[:1] or not bias.is_floating_point():
-            raise FormatError(
-                name(BIAS), expected=f"floats {list(part.shape[:1])}", got=f"{bias.dtype} {[*bias.shape]}"
-            )
         if check and not bool(torch.isfinite(bias).all()):
             raise FormatError(name(BIAS), expected="finite numbers", got="NaN or infinity")
         return _Piece(matrix, input_scale, bias)
@@ -290,58 +338,8 @@ def _admits(arrangement: Arrangement, dialect: str) -> bool:
     return arrangement.dialects is None or dialect in arrangement.dialects
 
 
-def _present(
-    files: CheckpointFiles, container: str, arrangement: Arrangement, part: str, expert: int
-) -> dict[str, str]:
-    """Return the names of the part's existing tensors by suffix, including the bias."""
-    names = {suffix: tensor_name(container, arrangement, part, expert, suffix) for suffix in (*SUFFIXES, BIAS)}
-    return {suffix: name for suffix, name in names.items() if name in files}
-
-
-def _expert_header(files: CheckpointFiles, name: str, arrangement: Arrangement, moe: MoeConfig) -> Header:
-    """Return the header of the tensor that :func:`expert_tensor` returns."""
-    header = files.header(name)
-    if isinstance(arrangement, PerExpert):
-        return header
-    shape = header.shape[1:] if _stacked(name, header, moe) else header.shape
-    if arrangement.k_first and len(shape) >= 2:
-        shape = (*shape[:-2], shape[-1], shape[-2])
-    return Header(header.dtype, tuple(shape))
-
-
-def expert_tensor(files: CheckpointFiles, name: str, arrangement: Arrangement, moe: MoeConfig, expert: int) -> Tensor:
-    """Return one expert's tensor in natural order; a single number is shared by all experts."""
-    if isinstance(arrangement, PerExpert):
-        return files.get(name)
-    tensor = files.get(name, expert if _stacked(name, files.header(name), moe) else None)
-    return tensor.transpose(-1, -2) if arrangement.k_first and tensor.dim() >= 2 else tensor
-
-
-def _stacked(name: str, header: Header, moe: MoeConfig) -> bool:
-    if math.prod(header.shape) == 1 and len(header.shape) <= 1:
-        return False
-    if header.shape[0] != moe.experts:
-        raise FormatError(
-            name, expected=f"{moe.experts} experts along the first axis", got=f"shape {list(header.shape)}"
-        )
-    return True
-
-
 def _largest(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     """Return the larger input scale: gate and up share their input, and the larger scale clips neither."""
     if first is None or second is None:
         return second if first is None else first
     return torch.maximum(first, second)
-
-
-@contextmanager
-def _naming(name: Callable[[str], str], module: str = "", expert: int | None = None) -> Iterator[None]:
-    """Replace suffixes in the errors of a dialect by the full name of the tensor."""
-    try:
-        yield
-    except (CheckpointError, FormatError) as error:
-        if error.where not in SUFFIXES:
-            where = f"{module}: {error.where}" if isinstance(error, FormatError) and module else error.where
-        else:
-            where = name(error.where) + ("" if expert is None else f"[{expert}]")
-        raise type(error)(where, expected=error.expected, got=error.got, hint=error.hint) from error

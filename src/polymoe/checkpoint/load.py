@@ -50,6 +50,7 @@ class Checkpoint:
         self.moe: MoeConfig = self.family.moe(files.config)
         self.quantization: QuantizationConfig = parse_quantization(files.config, files.side)
         self._found: dict[int, StoredLayer] = {}
+        self._layers: dict[int, StoredLayer] = {}
         self._said: set[str] = set()
 
     @classmethod
@@ -96,7 +97,10 @@ class Checkpoint:
             CheckpointError, FormatError: if a tensor is missing or invalid.
         """
         self.moe.router(layer)  # raises for a layer without experts
-        return self._find(layer) or StoredLayer.described(self.family, self.moe, self.quantization, layer)
+        if layer not in self._layers:
+            described = partial(StoredLayer.described, self.family, self.moe, self.quantization, layer)
+            self._layers[layer] = self._find(layer) or described()
+        return self._layers[layer]
 
     def spec(self, layer: int, *, tp: Parallel = 1, ep: Parallel = 1) -> ExpertsSpec:
         """Sizes and encodings of a layer's experts on one rank: ``(rank, size)``, or a size alone for rank 0.
@@ -106,7 +110,11 @@ class Checkpoint:
             CheckpointError, FormatError: if a tensor is missing or invalid.
             ArgumentError: a size that would cut a group of weights or leave a rank with nothing.
         """
-        return shard_spec(self.layer(layer).spec(), Shard.of(tp, ep), uneven=self.family.uneven_tp)
+        stored = self.layer(layer)
+        spec = shard_spec(stored.spec(), Shard.of(tp, ep), uneven=self.family.uneven_tp)
+        if self._find(layer) is not None:
+            stored.require_experts(self.files, spec.local_range)
+        return spec
 
     def recipe(self, layer: int) -> ActivationQuantization:
         """How the checkpoint's authors meant the inputs of a layer's experts to be quantized."""
@@ -149,7 +157,7 @@ class Checkpoint:
         stored = self._find(layer) or StoredLayer.find(self.files, self.family, self.moe, self.quantization, layer)
         spec = shard_spec(stored.spec(), shard, uneven=self.family.uneven_tp)
         # Before anybody allocates memory for as many experts as the config says.
-        stored.require_experts(self.files, range(spec.first_expert, spec.first_expert + spec.local_experts))
+        stored.check_experts(self.files, spec.local_range)
 
         def read(e: int, *, check: bool = True) -> Expert:
             expert = stored.read(self.files, spec.first_expert + e, check=check)
@@ -195,6 +203,8 @@ class Checkpoint:
 
     def _find(self, layer: int) -> StoredLayer | None:
         """The layer by its tensors, or None if none of them is here."""
+        if not self.files.has_tensors:
+            return None
         if layer not in self._found:
             try:
                 found = StoredLayer.find(self.files, self.family, self.moe, self.quantization, layer)

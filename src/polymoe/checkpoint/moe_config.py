@@ -5,6 +5,7 @@ Defaults of missing keys are those of Transformers' configuration classes.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from polymoe.activations import Activation
@@ -94,12 +95,13 @@ class MoeConfig:
         """
         if type(layer) is not int:
             raise ArgumentError("layer", expected="an integer", got=repr(layer))
-        if layer not in self.layers:
+        place = bisect_left(self.layers, layer)
+        if self.layers[place : place + 1] != (layer,):
             what = "a dense layer" if 0 <= layer < self.num_layers else "no such layer"
             raise CheckpointNotFound(
                 f"layer {layer}", expected=f"a layer with routed experts: {ranges(self.layers)}", got=what
             )
-        return self.routers[self.layers.index(layer)]
+        return self.routers[place]
 
 
 def ranges(layers: tuple[int, ...]) -> str:

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from safetensors import SafetensorError, safe_open
 
+from polymoe.checkpoint.patterns import check_name
 from polymoe.errors import CheckpointError, CheckpointNotFound
 from polymoe.json_input import parse_json
 
@@ -152,8 +153,7 @@ def open_weights(path: Path) -> Any:
             hint="the file is truncated or damaged; download it again",
         ) from error
     for name, entry in parse_object(header, f"{path}: header").items():
-        if not name.isprintable():
-            raise CheckpointError(str(path), expected="printable names of tensors", got=repr(name))
+        check_name(name, f"{path}: names of tensors")
         shape = entry.get("shape", ())
         if len(shape) > MOST_DIMENSIONS or max(shape, default=0) >= 2**63:
             raise CheckpointError(

@@ -43,7 +43,7 @@ def check_name(name: object, where: str, *, most: int = LONGEST_NAME) -> str:
         CheckpointError: for any other value.
     """
     if not isinstance(name, str) or not name or len(name) > most or not name.isprintable():
-        raise CheckpointError(where, expected=f"a name of 1 to {most} printable characters", got=quoted(name))
+        raise CheckpointError(where, expected=f"1 to {most} printable characters", got=quoted(name))
     return name
 
 

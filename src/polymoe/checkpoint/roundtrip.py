@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from polymoe.checkpoint.expert_tensors import expert_tensor
 from polymoe.checkpoint.files import CheckpointFiles
-from polymoe.checkpoint.layer import StoredLayer, expert_tensor
+from polymoe.checkpoint.layer import StoredLayer
 from polymoe.checkpoint.naming import BIAS, tensor_name
 
 __all__ = ["repacked", "stored_names"]

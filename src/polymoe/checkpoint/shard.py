@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from polymoe.errors import ArgumentError
+from polymoe.errors import ArgumentError, quoted
 from polymoe.formats import Encoding, PerGroup, QuantTensor
 from polymoe.shapes import ceil_div
 from polymoe.tensors import Expert, ExpertsSpec
@@ -34,6 +34,9 @@ Parallel = int | tuple[int, int]
 FINEST_BLOCK = 32
 """Smallest FP8 block that scales are repeated onto, since kernels process at least 32 columns at a time."""
 
+MOST_RANKS = 4_096
+"""Largest size of a parallel group, of which a list of slices is made."""
+
 _SIZES_TRIED = 64
 
 
@@ -49,10 +52,10 @@ class Shard:
 
     def __post_init__(self) -> None:
         for name, rank, size in (("tp", self.tp_rank, self.tp), ("ep", self.ep_rank, self.ep)):
-            if size < 1:
-                raise ArgumentError(name, expected="at least one rank", got=str(size))
+            if not 1 <= size <= MOST_RANKS:
+                raise ArgumentError(name, expected=f"1 to {MOST_RANKS} ranks", got=quoted(size))
             if not 0 <= rank < size:
-                raise ArgumentError(f"{name} rank", expected=f"0 to {size - 1}", got=str(rank))
+                raise ArgumentError(f"{name} rank", expected=f"0 to {size - 1}", got=quoted(rank))
 
     @classmethod
     def of(cls, tp: Parallel = 1, ep: Parallel = 1) -> Shard:
@@ -189,7 +192,7 @@ def _rank_and_size(name: str, group: Parallel) -> tuple[int, int]:
         return 0, group
     if isinstance(group, tuple) and len(group) == 2 and all(type(n) is int for n in group):
         return group
-    raise ArgumentError(name, expected="a size, or (rank, size)", got=repr(group))
+    raise ArgumentError(name, expected="a size, or (rank, size)", got=quoted(group))
 
 
 def _size(granularity: PerGroup, axis: int) -> int:

@@ -3,6 +3,7 @@ torch."""
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import warnings
@@ -13,7 +14,7 @@ from typer.core import TyperGroup
 
 from polymoe.cli import bench, bench_decode, bench_serve, doctor, eval, explain, run, serve, tune, verify
 from polymoe.cli.output import fail
-from polymoe.errors import PolymoeError
+from polymoe.errors import PolymoeError, printable
 
 __all__ = ["app", "main"]
 
@@ -72,7 +73,7 @@ def _options(
 
 def _warn(message: Warning | str, *_: object) -> None:
     """Print a warning without its line of source, for users of a command."""
-    print(f"warning: {message}", file=sys.stderr)
+    print(f"warning: {printable(str(message))}", file=sys.stderr)
 
 
 def _drop_output() -> None:
@@ -85,6 +86,8 @@ def _drop_output() -> None:
 
 def main() -> None:
     """Entry point: run the command line; polymoe's own errors become messages with exit code 1."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as for stderr: names of files need not be text
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warn
@@ -103,5 +106,5 @@ def main() -> None:
         sys.exit(0)
     except OSError as error:  # a missing or unreadable file, or a full disk: not a bug
         _drop_output()
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         sys.exit(1)

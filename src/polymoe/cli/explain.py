@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from polymoe.cli.output import Backend, BatchInvariant, Json, Role, console, print_json
+from polymoe.errors import printable
 from polymoe.units import format_bytes
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ def command(
 
     Reads config files, and tensor headers where there are any. No weight is loaded.
     """
+    from rich.text import Text
+
     from polymoe.explanation import explain
 
     explanation = explain(
@@ -56,7 +59,8 @@ def command(
         print_json(explanation.to_dict())
         return
     out = console()
-    out.print(f"[bold]{explanation.name}[/bold]: {explanation.model_type}, on {explanation.device}", highlight=False)
+    rest = f": {explanation.model_type}, on {explanation.device}"
+    out.print(Text.assemble((printable(explanation.name), "bold"), rest))
     for line in explanation.conclusion():
         out.print(line, highlight=False)
     out.print(_experts(explanation))

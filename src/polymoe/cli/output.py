@@ -56,14 +56,15 @@ def console() -> Console:
     from rich.console import Console
 
     # A pipe has no width: do not wrap tables at 80 columns.
-    return Console() if sys.stdout.isatty() else Console(width=160, soft_wrap=True)
+    # No markup: names of files and models may have brackets.
+    return Console(markup=False) if sys.stdout.isatty() else Console(markup=False, width=160, soft_wrap=True)
 
 
 def status() -> Console:
     """Return the console for everything else: stderr."""
     from rich.console import Console
 
-    return Console(stderr=True)
+    return Console(stderr=True, markup=False)
 
 
 def print_json(value: Any) -> None:

@@ -10,6 +10,7 @@ from polymoe.cli.output import Backend, Checkpoint, Json, OnDevice, console, pri
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
     from polymoe.verify import Report
 
@@ -96,5 +97,7 @@ def _backends(report: Report) -> Table:
     return table
 
 
-def _mark(good: bool, text: str) -> str:
-    return text if good else f"[bold red]{text}[/bold red]"
+def _mark(good: bool, text: str) -> Text:
+    from rich.text import Text
+
+    return Text(text, "" if good else "bold red")

@@ -6,6 +6,7 @@ A dialect sees the tensors of one projection by suffix (``{"weight": ..., "weigh
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ __all__ = [
     "Dialect",
     "divided",
     "expect",
+    "expect_number",
     "headers_of",
     "reciprocal",
     "stored_as",
@@ -158,6 +160,14 @@ def expect(
     if shapes and tuple(header.shape) not in shapes:
         wanted = " or ".join(str(list(s)) for s in shapes)
         raise FormatError(suffix, expected=f"shape {wanted}", got=str(list(header.shape)), hint=hint)
+    return header
+
+
+def expect_number(headers: Mapping[str, Header], suffix: str) -> Header:
+    """Return the suffix's header after checking that it is one float, with any number of axes."""
+    header = expect(headers, suffix, ("F32", "BF16", "F16"))
+    if math.prod(header.shape) != 1:
+        raise FormatError(suffix, expected="one number", got=f"shape {list(header.shape)}")
     return header
 
 

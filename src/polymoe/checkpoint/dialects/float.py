@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polymoe.checkpoint.dialects.base import SCALE_NAMES, Dialect, expect, headers_of, stored_matrix
+from polymoe.checkpoint.dialects.base import SCALE_NAMES, Dialect, expect, expect_number, headers_of, stored_matrix
 from polymoe.checkpoint.files import Header
 from polymoe.errors import FormatError
 from polymoe.formats import Encoding, Granularity, PerChannel, PerGroup, PerTensor, QuantTensor
@@ -76,6 +76,8 @@ class Fp8Dialect(Dialect):
     def detect(self, headers: Mapping[str, Header], shape: tuple[int, int], hint: Encoding | None = None) -> Encoding:
         expect(headers, "weight", ("F8_E4M3",), shape)
         header = expect(headers, self.scale, ("F32", "BF16", "F16", "F8_E8M0"))
+        if self.calibrated and "input_scale" in headers:
+            expect_number(headers, "input_scale")
         stored = tuple(header.shape)
         grid = (1, 1) if stored in ((), (1,)) else (*stored, 1) if len(stored) == 1 else stored
         blocks = [PerGroup(n, n) for n in _USUAL_BLOCKS]
@@ -115,7 +117,7 @@ class Fp8Dialect(Dialect):
 
 def static_scale(stored: Tensor | None, *, divides: bool = False) -> Tensor | None:
     """Return a stored activation scale as a float32 multiplier without dimensions; None if it was never calibrated."""
-    if stored is None or stored.numel() != 1:
+    if stored is None:
         return None
     scale = stored.to(torch.float32).reshape(())
     if not bool(torch.isfinite(scale) & (scale > 0)):

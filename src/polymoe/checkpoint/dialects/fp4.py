@@ -13,6 +13,7 @@ from polymoe.checkpoint.dialects.base import (
     Dialect,
     divided,
     expect,
+    expect_number,
     headers_of,
     reciprocal,
     stored_matrix,
@@ -57,8 +58,10 @@ class Fp4(Dialect):
 
     def shape(self, headers: Mapping[str, Header]) -> tuple[int, int]:
         if self.blocked:
-            rows, groups, half = expect(headers, self.codes, ("U8", "I8")).shape
-            return rows, groups * half * 2
+            shape = expect(headers, self.codes, ("U8", "I8")).shape
+            if len(shape) != 3:
+                raise FormatError(self.codes, expected="three axes", got=f"shape {list(shape)}")
+            return shape[0], shape[1] * shape[2] * 2
         rows, columns = stored_matrix(headers, self.codes)
         return rows, columns * 2
 
@@ -66,13 +69,18 @@ class Fp4(Dialect):
         rows, columns = shape
         dtypes = ("F8_E4M3",) if self.global_scale else ("U8", "F8_E8M0")
         scale = expect(headers, self.scale, dtypes)
+        codes = expect(headers, self.codes, ("U8", "I8")).shape
         groups = scale.shape[-1] if len(scale.shape) == 2 else 0
+        if self.blocked and len(codes) == 3 and 2 * codes[1] * codes[2] == columns:
+            groups = codes[1]
         expect(headers, self.scale, dtypes, (rows, groups or columns // 32))
         size = divided(columns, groups, self.scale)
         stored = (rows, groups, size // 2) if self.blocked else (rows, columns // 2)
         expect(headers, self.codes, ("U8", "I8"), stored)
         if self.global_scale:
             expect(headers, self.global_scale, ("F32",), (), (1,))
+        if self.input in headers:
+            expect_number(headers, self.input)
         return Encoding(
             element="e2m1",
             granularity=PerGroup(1, size),

@@ -181,6 +181,11 @@ class Gptq(_KFirst):
     def optional(self) -> tuple[str, ...]:
         return ("g_idx",)
 
+    def detect(self, headers: Mapping[str, Header], shape: tuple[int, int], hint: Encoding | None = None) -> Encoding:
+        if "g_idx" in headers:
+            expect(headers, "g_idx", ("I32", "I64"), shape[1:])
+        return _KFirst.detect(self, headers, shape, hint)
+
     def read(self, tensors: Mapping[str, Tensor], shape: tuple[int, int], hint: Encoding | None = None) -> QuantTensor:
         matrix = _KFirst.read(self, tensors, shape, hint)
         if "g_idx" in tensors:
