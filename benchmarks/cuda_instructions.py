@@ -18,6 +18,7 @@ from pathlib import Path
 
 import triton
 
+from polymoe.atomic import replace_file
 from polymoe.kernels.cuda import modules
 from polymoe.kernels.cuda.sizes import W4_FORMATS, W4A8, W4A16_MMA, W4A16_WGMMA
 
@@ -104,6 +105,6 @@ if __name__ == "__main__":
         print(__doc__, file=sys.stderr)
         raise SystemExit(2)
     if len(sys.argv) == 2:
-        Path(sys.argv[1]).write_text(table(), encoding="utf-8")
+        replace_file(Path(sys.argv[1]), table())
     else:
         print(table(), end="")

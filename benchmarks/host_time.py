@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from polymoe.activations import SwiGLU
+from polymoe.atomic import append_line
 from polymoe.backends import BACKENDS
 from polymoe.bench.records import source, utc_now
 from polymoe.experts import FusedExperts
@@ -208,12 +209,12 @@ def main() -> None:
                 "torch": torch.__version__, "commit": source(), "date": utc_now(),
             }
         )  # fmt: skip
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    if options.out:
-        with options.out.open("a", encoding="utf-8") as file:
-            file.write(text)
+    for text in map(json.dumps, lines):
+        if options.out:
+            append_line(options.out, text)
+        if options.json:
+            print(text)
     if options.json:
-        print(text, end="")
         return
     steps = list(lines[0]["us"])
     print("| case | " + " | ".join(f"{step}, us" for step in steps) + " |")

@@ -11,11 +11,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from backends_document import backends_document, markdown
 
+from polymoe.atomic import replace_file
 from polymoe.backend_names import current_name
 from polymoe.bench.cases import CASES
 from polymoe.bench.decode import ModelRecord
@@ -23,6 +25,7 @@ from polymoe.bench.plot import plot
 from polymoe.bench.records import Record, newest, read, read_lines
 from polymoe.bench.serving import record as serving
 from polymoe.bench.serving import report
+from polymoe.json_input import read_fields
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = {"triton": "triton-h200.jsonl", "cuda": "cuda-h200.jsonl"}
@@ -107,8 +110,7 @@ def best_peers() -> dict[Row, dict[int, Peer]]:
     best: dict[Row, dict[int, Peer]] = {}
     if not path.exists():
         return best
-    for values in read_lines(path, (f.name for f in fields(Peer)), "a peer's time"):
-        peer = Peer(**values)
+    for peer in read_lines(path, partial(read_fields, Peer), "a peer's time"):
         by = best.setdefault(Row.of(peer), {})
         if peer.tokens not in by or peer.median_us < by[peer.tokens].median_us:
             by[peer.tokens] = peer
@@ -184,8 +186,7 @@ def decode(path: Path) -> str:
     if not path.exists():
         return ""
     last: dict[tuple[object, ...], ModelRecord] = {}
-    for values in read_lines(path, (f.name for f in fields(ModelRecord)), "a record of bench decode"):
-        r = ModelRecord(**values)
+    for r in read_lines(path, partial(read_fields, ModelRecord), "a record of bench decode"):
         # Packed experts have one line, whichever backend the plan chose.
         key = (r.phase, r.batch, r.tokens, r.experts, None if r.experts == "packed" else r.implementation)
         if key not in last or r.date >= last[key].date:
@@ -286,7 +287,7 @@ def main() -> None:
         names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
         sys.exit(f"{names}: differs from code and records; run python benchmarks/write_docs.py")
     for path, text in stale.items():
-        path.write_text(text, encoding="utf-8")
+        replace_file(path, text)
     if options.picture:
         picture(ROOT / "docs" / "performance" / "deepseek-v4-flash-h200.png")
 

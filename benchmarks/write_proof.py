@@ -13,13 +13,16 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib import resources
 from pathlib import Path
 
+from polymoe.atomic import replace_file
 from polymoe.backends import BACKENDS
 from polymoe.bench.cases import CASES
 from polymoe.bench.records import Record, read, read_lines
+from polymoe.json_input import read_fields
 from polymoe.machine import DEVICES, Machine
 from polymoe.planning import table_files
 from polymoe.planning.measured import Table
@@ -29,8 +32,28 @@ from polymoe.verdict import Rejected
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "src/polymoe/planning/proof.jsonl"
-RUN = ("backend", "family", "format", "activations", "device", "test", "passed", "torch", "triton", "commit", "date")
-"""Fields of a line of ``run-*.jsonl``."""
+CELL = ("backend", "family", "format", "activations", "device")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A line of ``run-*.jsonl``: a test that ran on a GPU, and whether it passed."""
+
+    backend: str
+    family: str
+    format: str
+    activations: str
+    device: str
+    test: str
+    passed: bool
+    torch: str
+    triton: str | None
+    commit: str
+    date: str
+
+    @property
+    def cell(self) -> tuple[str, ...]:
+        return tuple(getattr(self, name) for name in CELL)
 
 
 def proofs(results: Path = ROOT / "benchmarks/results") -> list[Proof]:
@@ -85,13 +108,12 @@ def _family(record: Record) -> str | None:
 def _run(results: Path) -> Iterator[Proof]:
     """Cells that some test proved and no test refuted."""
     for path in sorted(results.glob("run-*.jsonl")):
-        lines = read_lines(path, RUN, "a line that scripts/test-gpu wrote")
-        cell = [(v["backend"], v["family"], v["format"], v["activations"], v["device"]) for v in lines]
-        failed = {c for c, values in zip(cell, lines, strict=True) if not values["passed"]}
-        for c, values in zip(cell, lines, strict=True):
-            if c not in failed:
-                names = dict(zip(("backend", "family", "format", "activations", "device"), c, strict=True))
-                yield Proof(**names, status="run", commit=values["commit"], date=values["date"], source=path.name)
+        lines = read_lines(path, partial(read_fields, Run), "a line that scripts/test-gpu wrote")
+        failed = {run.cell for run in lines if not run.passed}
+        for run in lines:
+            if run.cell not in failed:
+                names = dict(zip(CELL, run.cell, strict=True))
+                yield Proof(**names, status="run", commit=run.commit, date=run.date, source=path.name)
 
 
 def text(rows: list[Proof]) -> str:
@@ -104,7 +126,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if it is not current")
     check, made = parser.parse_args().check, text(proofs())
     if not check:
-        TARGET.write_text(made, encoding="utf-8")
+        replace_file(TARGET, made)
     elif TARGET.read_text(encoding="utf-8") != made:
         sys.exit(f"{TARGET.relative_to(ROOT)}: not what benchmarks/results says: python benchmarks/write_proof.py")
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from families import FAMILIES
 
+from polymoe.atomic import replace_file
 from polymoe.checkpoint import Checkpoint
 
 HERE = Path(__file__).resolve().parent
@@ -79,7 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="+", help="directories under models/")
     for name in parser.parse_args().names:
-        (HERE / name / "README.md").write_text(card(HERE / name))
+        replace_file(HERE / name / "README.md", card(HERE / name))
 
 
 if __name__ == "__main__":

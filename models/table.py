@@ -13,6 +13,8 @@ from pathlib import Path
 
 from families import FAMILIES
 
+from polymoe.atomic import replace_file
+
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 START, END = "<!-- families: written by models/table.py -->", "<!-- end of families -->"
@@ -45,7 +47,7 @@ def main() -> None:
     wanted = f"{before}{START}\n{table()}{END}{after}"
     if parser.parse_args().check:
         sys.exit(0 if wanted == text else f"{README} is not what the records say: python models/table.py")
-    README.write_text(wanted)
+    replace_file(README, wanted)
 
 
 if __name__ == "__main__":

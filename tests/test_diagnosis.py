@@ -124,7 +124,7 @@ class TestBroken:
         (tmp_path / "tables" / "b200.jsonl").write_text("no rows\n")
         found = diagnose().to_dict()["caches"]
         assert found["tuned tables"]["h200.jsonl"] == "2 rows"
-        assert found["tuned tables"]["b200.jsonl"].startswith("failed: FormatError")
+        assert found["tuned tables"]["b200.jsonl"].startswith("0 rows, and not a row: ")
         assert found["polymoe"].startswith(f"{tmp_path}, ")
 
     def test_a_cache_that_takes_long_to_count(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -16,9 +16,10 @@ ROOT = Path(polymoe.__file__).parent
 
 # A room is a package, or a module that is in none. Each may import the rooms named, and itself. A package inside
 # another is a room of its own: above it, `backends` is allowed and `backends.cuda` is not.
-_LEAVES = {"backend_names", "errors", "environment", "json_input", "plugins", "shapes", "units", "verdict"}
+_LEAVES = {"atomic", "backend_names", "errors", "environment", "json_input", "plugins", "shapes", "units", "verdict"}
 _VALUES = _LEAVES | {"machine", "activations", "routing", "formats", "numerics"}
 ALLOWED: dict[str, set[str]] = {
+    "atomic": set(),
     "errors": set(),
     "backend_names": {"errors"},
     "environment": set(),
@@ -62,8 +63,8 @@ ALLOWED["engines"] = set()
 ALLOWED["verify"] = ALLOWED["engines.transformers"] = set(_CORE)
 ALLOWED["engines.serving"] = _CORE | {"checkpoint.dialects"}
 ALLOWED["bench"] = ALLOWED["generate"] = ALLOWED["serve"] = _CORE | {"engines.transformers"}  # whole models
-ALLOWED["bench.serving"] = {"errors", "json_input", "server_replies", "bench"}  # nothing that loads a model
-ALLOWED["evaluate"] = {"errors", "json_input", "server_replies"}
+ALLOWED["bench.serving"] = {"atomic", "errors", "json_input", "server_replies", "bench"}  # nothing that loads a model
+ALLOWED["evaluate"] = {"atomic", "errors", "json_input", "server_replies"}
 ALLOWED["cli"] = _CORE | {"bench", "bench.serving", "engines.transformers", "serve", "generate", "evaluate", "verify"}
 ALLOWED["__main__"] = {"cli"}
 

@@ -356,10 +356,11 @@ def test_a_whole_models_table_is_of_the_newest_records_and_the_fastest_other(tmp
     assert write_docs.decode(tmp_path / "none.jsonl") == ""
 
     def line(experts: str, implementation: str, speed: float, date: str, **more: object) -> str:
-        values: dict[str, Any] = dict.fromkeys(f.name for f in fields(ModelRecord))
+        values: dict[str, Any] = {f.name: "" if f.type == "str" else None for f in fields(ModelRecord)}
+        values |= {"graphs": True, "p25_us": 1.0, "p75_us": 1.0}
         values |= {"experts": experts, "implementation": implementation, "tokens_per_second": speed, "date": date}
         values |= {"phase": "decode", "batch": 1, "tokens": 512, "median_us": 1e6 / speed, "share": speed / 1000}
-        weights = 13e9 if experts == "packed" else 40e9
+        weights = 13 * 10**9 if experts == "packed" else 40 * 10**9
         values |= {"checkpoint": "random", "device": "h200", "weight_bytes": weights, "command": "polymoe bench decode"}
         return json.dumps(values | more)
 

@@ -287,10 +287,14 @@ def _triton_cache() -> Path:
 
 
 def _tables() -> Facts | str:
-    from polymoe.planning.table_files import read
+    from polymoe.planning.table_files import read_lines
+
+    def said(file: Path) -> str:
+        lines = read_lines(file)
+        return f"{len(lines.rows)} rows" + (f", and not a row: {lines.errors[0]}" if lines.errors else "")
 
     files = sorted((cache_directory() / "tables").glob("*.jsonl"))
-    return {file.name: _fact(lambda file=file: f"{len(read(file))} rows") for file in files} or "none"
+    return {file.name: _fact(lambda file=file: said(file)) for file in files} or "none"
 
 
 def _sized(directory: Path) -> str:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from typing import Any, NoReturn
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from types import UnionType
+from typing import Any, NoReturn, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-__all__ = ["MAX_DEPTH", "parse_json"]
+__all__ = ["MAX_DEPTH", "check_fields", "parse_json", "read_fields"]
+
+_T = TypeVar("_T")
 
 MAX_DEPTH = 100
 """Most levels of objects and lists inside each other: code that copies or prints a value recurses once per level."""
@@ -39,6 +44,52 @@ def parse_json(text: str | bytes, *, infinity: bool = False, unique_keys: bool =
         if not level:
             return value
     raise _too_deep()
+
+
+def read_fields(kind: type[_T], data: object) -> _T:
+    """Return the dataclass that a JSON object describes, whose fields are text, numbers, booleans and null.
+
+    Raises:
+        ValueError: as :func:`check_fields`.
+    """
+    check_fields(kind, data)
+    return kind(**cast("dict[str, Any]", data))
+
+
+def check_fields(kind: type[Any], data: object) -> None:
+    """Check that a JSON object has the fields of a dataclass, each of its type. Those with a default may be missing.
+    Objects and lists stand for nested dataclasses, mappings and tuples; what is in them is not checked.
+
+    Raises:
+        ValueError: if a field is missing, unknown or of another type; the message names it.
+    """
+    types, needed = _fields(kind)
+    if not isinstance(data, dict) or not needed <= data.keys() <= types.keys():
+        names = ", ".join(map(str, data)) if isinstance(data, dict) else repr(data)
+        raise ValueError(f"expected the fields {', '.join(types)}, got {names[:200]}")
+    for name, value in data.items():
+        if type(value) not in types[name]:  # a boolean does not count as a number here
+            expected = " or ".join(t.__name__ for t in types[name])
+            raise ValueError(f"{name}: expected {expected}, got {repr(value)[:80]}")
+
+
+@cache
+def _fields(kind: type[Any]) -> tuple[dict[str, tuple[type, ...]], set[str]]:
+    """Return the types that JSON has for each field, and the names of those without a default."""
+    hints = get_type_hints(kind)
+    types = {f.name: tuple(_json_types(hints[f.name])) for f in fields(kind)}
+    return types, {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
+
+
+def _json_types(hint: Any) -> Iterable[type]:
+    for choice in get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,):
+        kind = get_origin(choice) or choice
+        if kind is float:
+            yield int
+        if is_dataclass(kind) or issubclass(kind, Mapping):
+            yield dict
+        else:
+            yield list if issubclass(kind, tuple) else kind
 
 
 def _children(value: Any) -> Iterable[Any]:

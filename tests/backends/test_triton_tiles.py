@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from polymoe.backends.config import Config
-from polymoe.backends.triton.tiles import PLANES, Tile, TritonConfig, heuristic, tuning_configs
+from polymoe.backends.triton import Tile, TritonConfig
+from polymoe.backends.triton.tiles import PLANES, heuristic, tuning_configs
 from polymoe.bench.cases import CASES
 from polymoe.errors import PlanError
 from polymoe.machine import DEVICES, Machine
@@ -79,3 +81,29 @@ def test_configurations_as_data() -> None:
     ):
         with pytest.raises(PlanError, match=where):
             TritonConfig.from_dict(bad)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"block_m": 2**20},
+        {"block_m": -16},
+        {"tail_block_m": 16},  # not smaller than block_m
+        {"block_m": 64, "tail_block_m": 12},
+        {"up": {"block_n": 2**30}},
+        {"up": {"block_k": 1024}},
+        {"up": {"num_warps": 64}},
+        {"up": {"num_warps": 0}},
+        {"down": {"num_stages": 1000}},
+        {"down": {"split_k": 2**40}},
+        {"down": {"maxnreg": 256}},
+        {"down": {"n_blocks_per_cta": 0}},
+        {"down": {"n_blocks_per_cta": 10**9}},
+        {"block_m": 256, "up": {"block_n": 256, "num_warps": 1}},
+        {"up": {"block_n": 256, "block_k": 512, "num_warps": 2}},
+    ],
+    ids=str,
+)
+def test_no_row_of_a_table_makes_an_absurd_launch(config: dict[str, Any]) -> None:
+    with pytest.raises(PlanError, match="expected"):
+        TritonConfig.from_dict(config)

@@ -59,7 +59,14 @@ def test_the_newest_of_a_key_counts() -> None:
     assert len(newest([replace(ONE, **{f: "x"}) for f in ("case", "backend", "format", "routing", "device")])) == 5
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"case": "tiny"}'])
+WHOLE = json.dumps(ONE.to_dict())
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["{", "[]", '{"case": "tiny"}', "[" * 10_000, "\xff", WHOLE[:-40], WHOLE.replace("10.0", '"10"'), WHOLE + "1",
+     WHOLE.replace('"tokens": 4', '"tokens": true'), WHOLE.replace("10.0", "NaN")],
+)  # fmt: skip
 def test_lines_that_are_no_records(tmp_path: Path, line: str) -> None:
     append(tmp_path / "r.jsonl", ONE)
     with (tmp_path / "r.jsonl").open("a") as file:

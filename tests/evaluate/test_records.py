@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,9 @@ from polymoe.evaluate.records import RecordFile, Settings, read_records
 from support.evaluation import record
 
 SETTINGS = Settings(data="set.jsonl", data_sha256="0" * 64, task="exact", instruction="", model="small")
+
+
+WHOLE = json.dumps(asdict(record("c")))
 
 
 def write(path: Path, *names: str) -> None:
@@ -88,7 +92,12 @@ def test_another_file_is_never_written_to(tmp_path: Path) -> None:
         path.write_text(content)
         with pytest.raises(ArgumentError, match="notes"):
             RecordFile(path, SETTINGS)
+        with pytest.raises(ArgumentError, match="notes"):
+            RecordFile(path, SETTINGS, fresh=True)
         assert path.read_text() == content
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ArgumentError, match="a pipe or a device"):
+        RecordFile(tmp_path / "pipe", SETTINGS)
 
 
 def test_a_file_that_another_run_writes_is_refused(tmp_path: Path) -> None:
@@ -107,7 +116,10 @@ def test_of_two_answers_to_one_question_the_first_counts(tmp_path: Path) -> None
     assert [(r.id, r.text) for r in read_records(path)[1]] == [("a", ""), ("b", "")]
 
 
-@pytest.mark.parametrize("line", ["{}", "[1]", "nonsense", '{"id": "a", "what": 1}'])
+@pytest.mark.parametrize(
+    "line",
+    ["{}", "[1]", "nonsense", '{"id": "a", "what": 1}', "[" * 10_000, "\xff", WHOLE.replace("10000000", '"soon"')],
+)
 def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "answers.jsonl"
     write(path, "a", "b")
@@ -121,14 +133,20 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
         read_records(tmp_path / "absent")
 
 
+def full() -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def test_a_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "answers.jsonl"
     real = os.write
     with RecordFile(path, SETTINGS) as file:
         file.append(record("a"))
         monkeypatch.setattr(os, "write", lambda fd, data: real(fd, data[:10]))
-        with pytest.raises(OSError, match="no room"):
-            file.append(record("b"))
+        file.append(record("b"))  # in several parts
+        monkeypatch.setattr(os, "write", lambda fd, data: real(fd, data[:10]) if len(data) > 99 else full())
+        with pytest.raises(OSError, match="No space"):
+            file.append(record("x"))
         monkeypatch.undo()
         file.append(record("c"))
-    assert [r.id for r in read_records(path)[1]] == ["a", "c"]
+    assert [r.id for r in read_records(path)[1]] == ["a", "b", "c"]

@@ -90,7 +90,7 @@ def test_a_row_of_a_renamed_backend_has_its_new_name() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tokens": 0}, "tokens: expected a whole number above 0"),
+        ({"tokens": 0}, "tokens: expected a whole number from 1 to 16777216"),
         ({"median_us": float("nan")}, "median_us"),
         ({"median_us": "9"}, "median_us"),
         ({"config": []}, "config: expected an object"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import warnings
@@ -66,10 +67,51 @@ def test_a_write_that_fails_leaves_the_file(tmp_path: Path, monkeypatch: pytest.
     def full(*_: object) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(Path, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="no space"):
         add(path, [row(2)])
     assert [r.tokens for r in read(path)] == [1]
+    assert {p.name for p in path.parent.iterdir()} <= {"h200.jsonl", "h200.jsonl.lock"}
+
+
+def test_links_beside_the_file_are_not_written_through(tmp_path: Path) -> None:
+    path, precious = tmp_path / "h200.jsonl", tmp_path / "precious"
+    precious.write_text("precious")
+    for name in ("h200.jsonl.new", "h200.jsonl.corrupt-1"):
+        (tmp_path / name).symlink_to(precious)
+    path.write_text("half a li")
+    add(path, [row(1)])
+    assert precious.read_text() == "precious"
+    assert [r.tokens for r in read(path)] == [1]
+
+
+@pytest.mark.parametrize("half", [b'{"device": "h200", "backe', b'{"device": "\xc3', bytes(50), b"[" * 10_000])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_half_a_line_costs_no_other(tmp_path: Path, half: bytes, place: int) -> None:
+    file = user_file("h200")
+    add(file, [row(1), row(8)])
+    lines = file.read_bytes().splitlines()
+    lines.insert(place, half)
+    file.write_bytes(b"\n".join(lines))
+    with pytest.warns(UserWarning, match=rf"1 of 3 measured times are not used, the first: .*line {place + 1}"):
+        assert [r.tokens for r in installed("h200").sources[0]] == [1, 8]
+    with pytest.raises(FormatError, match=f"line {place + 1}"):
+        read(file)
+    aside = add(file, [row(64)])
+    assert aside is not None
+    assert aside.read_bytes() == b"\n".join(lines)
+    assert [r.tokens for r in read(file)] == [1, 8, 64]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"tokens": 2**40}, {"tokens": True}, {"median_us": 1e300}, {"median_us": "5"}, {"config": [1]}, {"backend": None}],
+    ids=str,
+)
+def test_rows_of_absurd_values_are_none(change: dict[str, object]) -> None:
+    lines = parse(json.dumps({**row(1).to_dict(), **change}).encode(), "where")
+    assert (len(lines.rows), len(lines.errors)) == (0, 1)
+    assert next(iter(change)) in str(lines.errors[0])
 
 
 @pytest.mark.parametrize("content", [b"not json\n", b"[]\n", b'{"device": "h200"}\n', b"\xff\xfe\n"])
@@ -96,8 +138,9 @@ class TestCorrupt:
 
 
 def test_a_line_that_is_none_is_named() -> None:
-    with pytest.raises(FormatError, match="where, line 2, tokens: expected a whole number above 0, got -1"):
-        parse(f"{_line()}\n{_line().replace(': 1,', ': -1,')}\n", "where")
+    lines = parse(f"{_line()}\n{_line().replace(': 1,', ': -1,')}\n".encode(), "where")
+    assert (len(lines.rows), len(lines.errors)) == (1, 1)
+    assert "where, line 2, tokens: expected a whole number from 1 to 16777216, got -1" in str(lines.errors[0])
 
 
 def _line() -> str:

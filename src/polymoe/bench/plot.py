@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from polymoe.atomic import replace_file
 from polymoe.bench.records import Record
 from polymoe.errors import ArgumentError, MissingDependency
 
-__all__ = ["check_plot", "plot"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["check_plot", "plot", "write_png"]
 
 
 def check_plot(path: Path) -> None:
@@ -27,6 +33,13 @@ def check_plot(path: Path) -> None:
         raise ArgumentError(
             "--plot", expected="a name that ends in .png, in an existing directory", got=repr(str(path))
         )
+
+
+def write_png(figure: Figure, path: Path) -> None:
+    """Write a figure to a PNG, or replace it, whole or not at all."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=150)
+    replace_file(path, buffer.getvalue())
 
 
 def plot(
@@ -60,4 +73,4 @@ def plot(
     axes.set_title(f"{r.case}, {r.format}, {r.routing} routing, {r.device}")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=150)
+    write_png(figure, path)

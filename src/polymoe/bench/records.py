@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import subprocess
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+from polymoe.atomic import append_line
 from polymoe.backend_names import current_name
 from polymoe.errors import ArgumentError
+from polymoe.json_input import parse_json, read_fields
 from polymoe.machine import Machine
 
 __all__ = ["Line", "Record", "Stamp", "append", "check_writable", "newest", "read", "read_lines", "source", "utc_now"]
 
 
+_T = TypeVar("_T")
 _BACKENDS = ("backend", "implementation")  # fields of lines that name a backend
 
 
@@ -122,13 +125,12 @@ def check_writable(path: Path) -> None:
 
 
 def append(path: Path, record: Line) -> None:
-    """Append one line in one write, so that processes that share a file do not mix their lines."""
-    line = json.dumps(record.to_dict()) + "\n"
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        os.write(descriptor, line.encode())
-    finally:
-        os.close(descriptor)
+    """Append one line, whole or not at all; processes that share a file do not mix their lines.
+
+    Raises:
+        OSError: if the whole line cannot be written.
+    """
+    append_line(path, json.dumps(record.to_dict()))
 
 
 def read(path: Path) -> list[Record]:
@@ -137,31 +139,28 @@ def read(path: Path) -> list[Record]:
     Raises:
         ArgumentError: for a line that is not a record.
     """
-    names = {f.name for f in fields(Record)}
-    later = {"family", "config"}
-    return [Record(**values) for values in read_lines(path, names - later, "a bench record", later)]
+    return read_lines(path, partial(read_fields, Record), "a bench record")
 
 
-def read_lines(
-    path: Path, names: Iterable[str], expected: str, optional: Collection[str] = ()
-) -> list[Mapping[str, Any]]:
-    """Return the values of every line of a JSONL file; each line must have exactly these names, and may have the
-    ``optional`` ones. Renamed backends get their new names.
+def read_lines(path: Path, build: Callable[[dict[str, Any]], _T], expected: str) -> list[_T]:
+    """Return what ``build`` makes of the object in each line of a JSONL file. Renamed backends get their new names.
 
     Raises:
-        ArgumentError: for any other line.
+        ArgumentError: for a line that is not an object, or from which ``build`` makes nothing; it names the line.
+        OSError: if the file cannot be read.
     """
-    required, lines = set(names), []
+    found = []
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
-            values = json.loads(line)
-        except (ValueError, RecursionError):  # ValueError: not JSON, not UTF-8
-            values = None
-        if not isinstance(values, dict) or values.keys() - optional != required:
-            raise ArgumentError(f"{path}, line {number}", expected=expected, got=line[:80].decode(errors="replace"))
-        named = {name: current_name(str(values[name])) for name in _BACKENDS if name in values}
-        lines.append({**values, **named})
-    return lines
+            values = parse_json(line)
+            if not isinstance(values, dict):
+                raise ValueError("not a JSON object")
+            named = {name: current_name(str(values[name])) for name in _BACKENDS if name in values}
+            found.append(build({**values, **named}))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            got = f"{line[:80].decode(errors='replace')}: {error}"
+            raise ArgumentError(f"{path}, line {number}", expected=expected, got=got) from error
+    return found
 
 
 def newest(records: Iterable[Record]) -> list[Record]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from polymoe.cost import cost
 from polymoe.errors import ArgumentError
+from polymoe.json_input import parse_json
 from polymoe.machine import Device
 from polymoe.problem import Problem
 from polymoe.routing import Routing
@@ -84,7 +84,7 @@ def parse_routing(text: str, problem: Problem) -> tuple[RoutingDistribution, Pro
 def _read_ids(path: Path, experts: int) -> list[list[int]]:
     expected = f"a JSON list with a list of expert ids, 0 to {experts - 1}, for each token, all of one length"
     try:
-        rows = json.loads(path.read_text())
+        rows = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ArgumentError(str(path), expected=expected, got=str(error)) from error
     if not isinstance(rows, list) or not rows:

@@ -25,13 +25,13 @@ from polymoe.bench.measure import Call, draw_calls, reference_results
 from polymoe.bench.records import Stamp
 from polymoe.bench.routings import RoutingDistribution
 from polymoe.bench.timing import TimedCalls, distinct_calls
-from polymoe.errors import ArgumentError, FormatError, UnsupportedProblem, VerificationError
+from polymoe.errors import ArgumentError, UnsupportedProblem, VerificationError
 from polymoe.layouts import LAYOUTS, Packed
 from polymoe.machine import Machine
 from polymoe.numerics import TOLERANCE, relative_error
 from polymoe.planning.measured import Measured, problem_key
 from polymoe.planning.select import select
-from polymoe.planning.table_files import add, read
+from polymoe.planning.table_files import Lines, add, read_lines
 from polymoe.verdict import Accepted, Rejected
 
 __all__ = ["Outcome", "Tune"]
@@ -194,15 +194,13 @@ class Tune:
 
     def _done(self) -> dict[tuple[str, int], Measured]:
         """Rows of the file that were measured with the installed versions."""
-        try:
-            rows = [] if self.again else read(self.file)
-        except FormatError as error:
+        lines = Lines() if self.again else read_lines(self.file)
+        for error in lines.errors:
             self.say(f"ignored: {error}")
-            return {}
         here = (self.machine.device.name, problem_key(self.workload.problem), *self._versions())
         return {
             (r.backend, r.tokens): r
-            for r in rows
+            for r in lines.rows
             if (r.device, r.problem, r.torch, r.triton, r.driver, r.polymoe) == here
         }
 

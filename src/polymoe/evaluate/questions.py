@@ -26,6 +26,7 @@ from typing import Any
 
 from polymoe.errors import ArgumentError, nearest
 from polymoe.evaluate.answers import choice_letter, final_number, number, whole_text
+from polymoe.json_input import parse_json
 
 __all__ = ["TASKS", "Question", "Task", "read_questions"]
 
@@ -216,7 +217,7 @@ def _rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
 def _parsed(text: str, where: str, kind: type) -> Any:
     names = {dict: "a JSON object", list: "a list of JSON objects"}
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except ValueError as error:
         raise ArgumentError(where, expected=names[kind], got=str(error)) from error
     if not isinstance(value, kind) or (kind is list and not all(isinstance(row, dict) for row in value)):

@@ -1,7 +1,7 @@
 """Answers on disk: a JSONL file with the settings and one line for each answer, so that a run can be continued.
 
 The first line is ``{"settings": {...}, "polymoe": "0.1.0"}``, every other line a :class:`AnswerRecord`. Each line is
-appended in one write: after a crash at most the last line is incomplete, and it is dropped when the run continues.
+appended whole or not at all. Should a crash leave an incomplete last line, it is dropped when the run continues.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from polymoe.atomic import append_whole
 from polymoe.errors import ArgumentError
+from polymoe.json_input import parse_json, read_fields
 
 __all__ = ["AnswerRecord", "RecordFile", "Settings", "read_records"]
 
@@ -105,9 +108,7 @@ class RecordFile:
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         try:
             self._lock()
-            if fresh:
-                os.ftruncate(self._fd, 0)
-            self._resume(settings)
+            self._resume(settings, fresh)
         except BaseException:
             os.close(self._fd)
             raise
@@ -137,12 +138,14 @@ class RecordFile:
                     hint="choose another --out",
                 ) from error
 
-    def _resume(self, settings: Settings) -> None:
+    def _resume(self, settings: Settings, fresh: bool) -> None:
+        if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+            raise ArgumentError(str(self.path), expected="a file of records, or a new file", got="a pipe or a device")
         content = self.path.read_bytes()
         complete = content.rfind(b"\n") + 1
-        if complete == 0:
-            if content and not content.startswith(b'{"settings"'):
-                raise ArgumentError(str(self.path), expected="a file of records, or a new file", got="another file")
+        if content and not content.startswith(b'{"settings"'):
+            raise ArgumentError(str(self.path), expected="a file of records, or a new file", got="another file")
+        if fresh or complete == 0:
             os.ftruncate(self._fd, 0)
             from polymoe import __version__
 
@@ -161,10 +164,7 @@ class RecordFile:
 
     def _write(self, value: Mapping[str, Any]) -> None:
         line = (json.dumps(value, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
-        size = os.fstat(self._fd).st_size
-        if os.write(self._fd, line) < len(line):
-            os.ftruncate(self._fd, size)
-            raise OSError(f"{self.path}: no room for another record")
+        append_whole(self._fd, line)
 
 
 def read_records(path: Path) -> tuple[Settings, list[AnswerRecord]]:
@@ -181,17 +181,17 @@ def read_records(path: Path) -> tuple[Settings, list[AnswerRecord]]:
     settings = None
     for number, line in enumerate(lines, 1):
         try:
-            value = json.loads(line)
+            value = parse_json(line)
             if settings is None:
-                settings = Settings(**value["settings"])
+                settings = read_fields(Settings, value["settings"])
             else:
-                record = AnswerRecord(**value)
+                record = read_fields(AnswerRecord, value)
                 records.setdefault((record.id, record.repeat), record)
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ArgumentError(
                 f"{path}:{number}",
                 expected="a record of polymoe eval" if number > 1 else "the settings of a run of polymoe eval",
-                got=line[:80].decode(errors="replace") or str(error),
+                got=f"{line[:80].decode(errors='replace')}: {error}",
             ) from error
     if settings is None:
         raise ArgumentError(str(path), expected="the settings of a run of polymoe eval", got="an empty file")

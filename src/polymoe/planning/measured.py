@@ -14,6 +14,10 @@ from polymoe.problem import Problem
 __all__ = ["Measured", "Table", "minor_version", "newest", "problem_key"]
 
 
+_MOST_TOKENS, _LONGEST_US = 2**24, 1e9
+"""No call has more tokens, and none that is measured lasts longer."""
+
+
 def problem_key(problem: Problem) -> str:
     """Return the parts of a problem that affect speed, as text that is the same in every process and version.
 
@@ -79,9 +83,10 @@ class Measured:
             self._need(name, "text", isinstance(getattr(self, name), str))
         for name in ("triton", "driver"):
             self._need(name, "text or null", isinstance(getattr(self, name), str | None))
-        self._need("tokens", "a whole number above 0", type(self.tokens) is int and self.tokens > 0)
-        number = type(self.median_us) in (int, float) and 0 < self.median_us < float("inf")
-        self._need("median_us", "a number above 0", number)
+        tokens = type(self.tokens) is int and 0 < self.tokens <= _MOST_TOKENS
+        self._need("tokens", f"a whole number from 1 to {_MOST_TOKENS}", tokens)
+        number = type(self.median_us) in (int, float) and 0 < self.median_us <= _LONGEST_US
+        self._need("median_us", f"a number above 0, at most {_LONGEST_US:g}", number)
         self._need("config", "an object", isinstance(self.config, Mapping))
 
     def _need(self, name: str, expected: str, holds: bool) -> None:

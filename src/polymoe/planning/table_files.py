@@ -9,19 +9,22 @@ import json
 import re
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from polymoe.atomic import replace_file
 from polymoe.environment import cache_directory
 from polymoe.errors import FormatError
+from polymoe.json_input import parse_json
 from polymoe.planning.measured import Measured, Table, newest
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable
 
-__all__ = ["add", "file_name", "installed", "parse", "read", "user_file"]
+__all__ = ["Lines", "add", "file_name", "installed", "parse", "read", "read_lines", "user_file"]
 
 
 def file_name(device: str) -> str:
@@ -34,43 +37,59 @@ def user_file(device: str) -> Path:
     return cache_directory() / "tables" / file_name(device)
 
 
-def parse(text: str, where: str) -> list[Measured]:
-    """Return the rows in the text of a table; ``where`` names it in errors.
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """The content of a table: its rows, and an error for each line that is not a row, such as one half written."""
 
-    Raises:
-        FormatError: for a line that is not a row.
-    """
-    rows = []
-    for number, line in enumerate(text.splitlines(), 1):
+    rows: tuple[Measured, ...] = ()
+    errors: tuple[FormatError, ...] = ()
+
+
+def parse(content: bytes, where: str) -> Lines:
+    """Return the lines of a table; ``where`` names it in errors."""
+    rows, errors = [], []
+    for number, line in enumerate(content.splitlines(), 1):
         try:
-            rows.append(Measured.from_dict(json.loads(line)))
+            rows.append(Measured.from_dict(parse_json(line)))
         except FormatError as error:
             what = f"{where}, line {number}, {error.where}"
-            raise FormatError(what, expected=error.expected, got=error.got) from error
-        except (ValueError, RecursionError) as error:
-            raise FormatError(f"{where}, line {number}", expected="a row as JSON", got=line[:80]) from error
-    return rows
+            errors.append(FormatError(what, expected=error.expected, got=error.got))
+        except ValueError:
+            got = line[:80].decode(errors="replace")
+            errors.append(FormatError(f"{where}, line {number}", expected="a row as JSON", got=got))
+    return Lines(tuple(rows), tuple(errors))
+
+
+def read_lines(path: Path | Traversable) -> Lines:
+    """Return the lines of a file; none if the file does not exist.
+
+    Raises:
+        OSError: if the file cannot be read.
+    """
+    try:
+        return parse(path.read_bytes(), str(path))
+    except FileNotFoundError:
+        return Lines()
 
 
 def read(path: Path | Traversable) -> list[Measured]:
     """Return the rows of a file; an empty list if the file does not exist.
 
     Raises:
-        FormatError: if it is not a table.
+        FormatError: for a line that is not a row.
     """
-    try:
-        return parse(path.read_text(encoding="utf-8"), str(path))
-    except FileNotFoundError:
-        return []
-    except UnicodeDecodeError as error:
-        raise FormatError(str(path), expected="UTF-8 text", got=str(error)) from error
+    lines = read_lines(path)
+    if lines.errors:
+        raise lines.errors[0]
+    return list(lines.rows)
 
 
 @cache
 def installed(device: str) -> Table:
     """Return the user's rows and the shipped rows of a GPU. Files are read once per process.
 
-    A file that cannot be read, or is not a table, is ignored with a warning. Times then come from the cost model.
+    A file that cannot be read, and lines that are not rows, are ignored with a warning. Times that are then missing
+    come from the cost model.
     """
     mine, shipped = user_file(device), resources.files("polymoe.planning") / "tables" / file_name(device)
     return Table((_rows_of(mine), _rows_of(shipped) if shipped.is_file() else ()))
@@ -78,39 +97,42 @@ def installed(device: str) -> Table:
 
 def _rows_of(file: Path | Traversable) -> tuple[Measured, ...]:
     try:
-        return tuple(read(file))
-    except (FormatError, OSError) as error:
-        warnings.warn(f"measured times are not used: {error}\n  hint: the next `polymoe tune` keeps this file aside")
+        lines = read_lines(file)
+    except OSError as error:
+        warnings.warn(f"measured times are not used: {error}")
         return ()
+    if lines.errors:
+        count = f"{len(lines.errors)} of {len(lines.rows) + len(lines.errors)} measured times are not used"
+        hint = "the next `polymoe tune` keeps this file aside and its rows in the table"
+        warnings.warn(f"{count}, the first: {lines.errors[0]}\n  hint: {hint}")
+    return lines.rows
 
 
 def add(path: Path, rows: Sequence[Measured]) -> Path | None:
     """Merge rows into a file, replacing older rows with the same key.
 
-    Several processes may write the same file: each one reads, merges and renames it under a lock.
+    Several processes may write the same file: each one reads, merges and replaces it under a lock.
 
     Returns:
-        None, or the new path of an existing file that was not a table (``h200.jsonl.corrupt-1``).
+        None, or the copy of an existing file with lines that are not rows (``h200.jsonl.corrupt-1``).
+
+    Raises:
+        OSError: if the file cannot be read or written.
     """
     from filelock import FileLock
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_name(path.name + ".lock")):
-        aside = None
-        try:
-            earlier = read(path)
-        except FormatError:
-            earlier, aside = [], _set_aside(path)
-        new = path.with_name(path.name + ".new")  # nobody else writes it while the lock is held
-        new.write_text("".join(json.dumps(row.to_dict()) + "\n" for row in newest([*earlier, *rows])), encoding="utf-8")
-        new.replace(path)
+        lines = read_lines(path)
+        aside = _copy_aside(path) if lines.errors else None
+        replace_file(path, "".join(json.dumps(row.to_dict()) + "\n" for row in newest([*lines.rows, *rows])))
     installed.cache_clear()
     return aside
 
 
-def _set_aside(path: Path) -> Path:
+def _copy_aside(path: Path) -> Path:
     number = 1
     while (aside := path.with_name(f"{path.name}.corrupt-{number}")).exists():
         number += 1
-    path.rename(aside)
+    replace_file(aside, path.read_bytes())
     return aside

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from polymoe.backends.triton.backend import Triton
-from polymoe.backends.triton.tiles import Tile, TritonConfig
+from polymoe.backends.triton.config import Tile, TritonConfig
 
 __all__ = ["Tile", "Triton", "TritonConfig"]

@@ -19,13 +19,8 @@ from polymoe.activations import GeGLU, ReLU2, SwiGLU
 from polymoe.backends.base import BackendBase, Prediction, Runner
 from polymoe.backends.config import Config
 from polymoe.backends.features import ANY, SHARDS, Handled
-from polymoe.backends.triton.tiles import (
-    PLANES,
-    Tile,
-    TritonConfig,
-    heuristic,
-    tuning_configs,
-)
+from polymoe.backends.triton.config import Tile, TritonConfig
+from polymoe.backends.triton.tiles import PLANES, heuristic, tuning_configs
 from polymoe.cost import cost
 from polymoe.formats import PerGroup
 from polymoe.layouts import Packed

@@ -14,7 +14,8 @@ from polymoe.activation_quantization import ActivationQuantization
 from polymoe.activations import Activation, GeGLU, SwiGLU
 from polymoe.backends.base import RunnerBase, mapped_ids
 from polymoe.backends.config import Config
-from polymoe.backends.triton.tiles import PLANES, Tile, TritonConfig, decodes_in_float32, smaller
+from polymoe.backends.triton.config import Tile, TritonConfig
+from polymoe.backends.triton.tiles import PLANES, decodes_in_float32, smaller
 from polymoe.formats import Encoding, PerGroup, PerTensor
 from polymoe.kernels.triton import decode
 from polymoe.kernels.triton.activation import pdl_options

@@ -1,8 +1,4 @@
-"""Configurations of the Triton backend: their fields, the heuristic, and what tuning tries. Loads no kernel.
-
-A and B are swapped: the weights are the left operand. A tile is ``block_n`` rows of one expert's weights by ``block_m``
-of the permuted rows of that expert, computed in steps of ``block_k``.
-"""
+"""Which configurations of the Triton backend run: the heuristic, and what tuning tries. Loads no kernel."""
 
 from __future__ import annotations
 
@@ -11,89 +7,17 @@ from dataclasses import dataclass, fields, replace
 from math import log2
 
 from polymoe.backends.config import Config
+from polymoe.backends.triton.config import Tile, TritonConfig
 from polymoe.cost import cost
-from polymoe.errors import PlanError
 from polymoe.formats import Encoding, PerGroup
 from polymoe.machine import Machine
 from polymoe.problem import Problem
 from polymoe.shapes import ceil_div
 
-__all__ = ["PLANES", "Tile", "TritonConfig", "decodes_in_float32", "heuristic", "smaller", "tuning_configs"]
+__all__ = ["PLANES", "decodes_in_float32", "heuristic", "smaller", "tuning_configs"]
 
 PLANES = {"e2m1": 4, "int4": 4, "e4m3": 2, "bf16": 1, "fp16": 1}
 """Columns in one word of codes."""
-
-
-def _need_power_of_two(where: str, value: int, minimum: int) -> None:
-    if value < minimum or value & (value - 1):
-        raise PlanError(where, expected=f"a power of two of at least {minimum}", got=str(value))
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """Tile of one GEMM.
-
-    Attributes:
-        block_n: rows of weights, the M of the MMA.
-        block_k: columns of weights that one step of the mainloop reads.
-        num_warps: warps of a CTA.
-        num_stages: stages of the load pipeline.
-        split_k: parts of K, each computed by its own CTA.
-        maxnreg: limit of registers per thread; None leaves it to the compiler.
-        n_blocks_per_cta: blocks of weight rows that one CTA computes in turn. Only the down projection uses it, where K
-            is at most four steps.
-    """
-
-    block_n: int = 64
-    block_k: int = 128
-    num_warps: int = 4
-    num_stages: int = 3
-    split_k: int = 1
-    maxnreg: int | None = None
-    n_blocks_per_cta: int = 1
-
-    def __post_init__(self) -> None:
-        for name, minimum in (("block_n", 16), ("block_k", 16), ("num_warps", 1), ("split_k", 1)):
-            _need_power_of_two(f"Tile.{name}", getattr(self, name), minimum)
-        if self.num_stages < 1 or (self.maxnreg is not None and self.maxnreg < 1):
-            raise PlanError("Tile", expected="num_stages and maxnreg of at least 1", got=str(self))
-
-    def __str__(self) -> str:
-        split = f" / {self.split_k}" if self.split_k > 1 else ""
-        blocks = f", {self.n_blocks_per_cta} N blocks per CTA" if self.n_blocks_per_cta > 1 else ""
-        cap = f", maxnreg={self.maxnreg}" if self.maxnreg else ""
-        return f"{self.block_n}x{self.block_k}{split}, {self.num_warps} warps, {self.num_stages} stages{cap}{blocks}"
-
-
-@dataclass(frozen=True, slots=True)
-class TritonConfig(Config):
-    """Tiles of both GEMMs.
-
-    Attributes:
-        block_m: permuted rows of a work tile.
-        up: tile of the gate and up projections.
-        down: tile of the down projection.
-        tail_block_m: a work tile with at most this many rows is computed only this wide; 0 turns that off.
-        pdl: whether kernels use programmatic dependent launch (SM90 and newer).
-    """
-
-    block_m: int = 16
-    up: Tile = Tile()
-    down: Tile = Tile()
-    tail_block_m: int = 0
-    pdl: bool = False
-
-    def __post_init__(self) -> None:
-        _need_power_of_two("TritonConfig.block_m", self.block_m, 8)
-
-    @property
-    def kernel_family(self) -> str:
-        """The kernel of the down projection, which has one of its own for a short K."""
-        return "grouped_gemm_short_k" if self.down.n_blocks_per_cta > 1 and self.down.split_k == 1 else "grouped_gemm"
-
-    def __str__(self) -> str:
-        rest = (f", tail_block_m={self.tail_block_m}" if self.tail_block_m else "") + (", pdl" if self.pdl else "")
-        return f"block_m={self.block_m}, up={self.up}, down={self.down}{rest}"
 
 
 # Pairs of a bound and block_m. The first bound that is at least the mean number of rows of an active expert decides.

@@ -22,6 +22,7 @@ from polymoe.bench.serving.measures import (
     latencies_us,
     time_per_token_us,
 )
+from polymoe.json_input import check_fields, read_fields
 
 __all__ = ["LOADS", "Load", "Mode", "Origin", "ServingRecord", "Surroundings", "newest", "read", "record"]
 
@@ -172,8 +173,15 @@ class ServingRecord:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ServingRecord:
-        """The inverse of :meth:`to_dict`."""
-        percentiles = {name: Percentiles(**values[name]) for name in _PERCENTILES if values[name] is not None}
+        """The inverse of :meth:`to_dict`.
+
+        Raises:
+            ValueError: for other fields, or values of another type.
+        """
+        check_fields(cls, values)
+        percentiles = {
+            name: read_fields(Percentiles, values[name]) for name in _PERCENTILES if values[name] is not None
+        }
         return cls(**{**values, **percentiles, "notes": tuple(values["notes"])})
 
 
@@ -289,8 +297,7 @@ def read(path: Path) -> list[ServingRecord]:
     Raises:
         ArgumentError: for a line that is not a record.
     """
-    names = {f.name for f in fields(ServingRecord)}
-    return [ServingRecord.from_dict(values) for values in read_lines(path, names, "a record of bench serve")]
+    return read_lines(path, ServingRecord.from_dict, "a record of bench serve")
 
 
 def newest(records: Iterable[ServingRecord]) -> list[ServingRecord]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from polymoe.atomic import replace_file
+from polymoe.bench.plot import write_png
 from polymoe.bench.serving.record import LOADS, ServingRecord
 
 __all__ = ["columns", "markdown", "plot", "table", "write_markdown"]
@@ -126,13 +127,8 @@ def markdown(records: Sequence[ServingRecord]) -> str:
 
 
 def write_markdown(path: Path, records: Sequence[ServingRecord]) -> None:
-    """Write :func:`markdown` to a file atomically."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        draft.write_text(markdown(records), encoding="utf-8")
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+    """Write :func:`markdown` to a file, or replace it, whole or not at all."""
+    replace_file(path, markdown(records))
 
 
 def plot(records: Sequence[ServingRecord], path: Path) -> None:
@@ -177,7 +173,7 @@ def plot(records: Sequence[ServingRecord], path: Path) -> None:
         figure.legend(handles, names, loc="outside lower center", ncols=min(4, len(names)), fontsize="small")
     models = ", ".join(dict.fromkeys(r.model for r in records))
     figure.suptitle(f"{models}: {'one batch' if mode == 'batch' else f'over {LOADS[mode]}'}")
-    figure.savefig(path, dpi=150)
+    write_png(figure, path)
 
 
 _Curve = tuple[str, str, Callable[[ServingRecord], float | None]]
