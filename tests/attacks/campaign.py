@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src")]
 
 from attacks.mutations import CHECKPOINTS, MUTATORS, mutation  # noqa: E402
-from attacks.reports import read, summary  # noqa: E402
+from attacks.reports import read, record, summary  # noqa: E402
 from attacks.sandbox import Outcome, run  # noqa: E402
 from attacks.source import Mutation, Source, write  # noqa: E402
 from attacks.verbs import VERBS  # noqa: E402
@@ -155,6 +155,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="JSON lines, one for each case")
     parser.add_argument("--case", default=None, help="CHECKPOINT:SEED, one mutated checkpoint in full")
     parser.add_argument("--keep", type=Path, default=None, help="with --case and one verb: a new directory for it")
+    parser.add_argument("--record", type=Path, default=None, help="append the sum of all cases to this file")
+    parser.add_argument("--commit", default=None, help="for the record, if git does not know it")
     parser.add_argument("--summary", type=Path, default=None, help="sum up this file, and do nothing else")
     options = parser.parse_args()
     if options.summary:
@@ -201,6 +203,11 @@ def main() -> None:
                 worker.join(0.1)
         reports = read(out)
         print(summary(reports))
+        if options.record:
+            command = f"python -m tests.attacks.campaign --count {options.count} --seed {options.seed}"
+            line = json.dumps(record(reports, command, options.commit)) + "\n"
+            with options.record.open("a") as file:
+                file.write(line)
         broken = any(worker.exitcode for worker in workers)
         sys.exit(1 if broken or any(r["verdict"] in FAILURES for r in reports) else 0)
 

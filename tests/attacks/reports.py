@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from attacks.verbs import VERBS
 from attacks.verdicts import FAILURES, VERDICTS
 
-__all__ = ["read", "summary"]
+__all__ = ["read", "record", "summary"]
 
 
 def read(out: Path) -> list[dict[str, Any]]:
@@ -22,6 +23,29 @@ def read(out: Path) -> list[dict[str, Any]]:
         except ValueError:
             continue
     return reports
+
+
+def record(reports: list[dict[str, Any]], command: str, commit: str | None) -> dict[str, Any]:
+    """What a campaign has found on this machine, as a line of benchmarks/results/attacks.jsonl."""
+    import torch
+    import transformers
+
+    from polymoe.bench.records import source, utc_now
+
+    verdicts = {verb: Counter(r["verdict"] for r in reports if r["verb"] == verb) for verb in VERBS}
+    return {
+        "mutated_checkpoints": len({(r["checkpoint"], r["seed"]) for r in reports}),
+        "cases": len(reports),
+        "failures": sum(r["verdict"] in FAILURES for r in reports),
+        "slowest_s": max(r["seconds"] for r in reports),
+        "verdicts": {verb: {v: count[v] for v in VERDICTS if count[v]} for verb, count in verdicts.items() if count},
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "commit": commit or source(),
+        "date": utc_now(),
+        "command": command,
+    }
 
 
 def summary(reports: list[dict[str, Any]]) -> str:
