@@ -7,6 +7,7 @@ second.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import json
 import os
@@ -29,6 +30,7 @@ from attacks.verbs import Refused
 
 __all__ = ["Outcome", "run"]
 
+PR_SET_CHILD_SUBREAPER = 36
 MEMORY_BYTES = 4 * 2**30
 """Of address space that a case may use more than a process that has only imported everything."""
 FORBIDDEN = (
@@ -80,6 +82,7 @@ def run(
     """Run ``verb`` on ``checkpoint``, in whose parent directory it may write. ``imported`` becomes a file with the
     names of the modules that it has imported."""
     home = checkpoint.parent
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     start = time.monotonic()
     child = os.fork()
     if child == 0:
@@ -91,9 +94,9 @@ def run(
     ended = bool(select.select([descriptor], [], [], limit_s)[0])
     os.close(descriptor)
     blocked = not ended and not _runs(child)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)  # also what it has started
+    os.kill(child, signal.SIGKILL)  # no more than a zombie if it has ended
     _, status, used = os.wait4(child, 0)
+    _kill_strays()
     spent = {
         "seconds": round(time.monotonic() - start, 3),
         "cpu_seconds": round(used.ru_utime + used.ru_stime, 3),
@@ -121,6 +124,14 @@ def run(
     return Outcome(did=did, **result, **spent)
 
 
+def _kill_strays() -> None:
+    """End what the verb has started and left: with its parent gone, it is a child of this process."""
+    for stray in _text(Path(f"/proc/self/task/{os.getpid()}/children")).split():
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(int(stray), signal.SIGKILL)
+            os.waitpid(int(stray), 0)
+
+
 def _runs(process: int) -> bool:
     """Whether a thread of a process runs, or would if it got a processor."""
     states = (_text(path / "stat").rpartition(")")[2].split()[:1] for path in Path(f"/proc/{process}/task").iterdir())
@@ -130,7 +141,6 @@ def _runs(process: int) -> bool:
 def _in_child(
     verb: Callable[[str, int], str], checkpoint: Path, layer: int, limit_s: float, imported: Path | None
 ) -> None:
-    os.setpgid(0, 0)
     before = set(sys.modules)
     os.chdir(checkpoint.parent)
     Path("stdin").write_text("y\n" * 1000)

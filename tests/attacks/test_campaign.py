@@ -69,6 +69,7 @@ ENDS = {
     "crashed": "import os; os.abort()",
     "hung": "import time; time.sleep(60)",
     "busy": "while True: pass",
+    "parent": "import subprocess; subprocess.Popen(['sleep', '987'], start_new_session=True); return ''",
     "memory": "bytearray(16 << 40)",
     "forbidden": "open('canary', 'w').close(); import os; os.system('true')",
 }
@@ -93,14 +94,22 @@ for name in {list(ENDS)}:
     found = {name: json.loads(line) for name, line in zip(ENDS, ran.stdout.splitlines(), strict=True)}
     assert {name: found[name]["ended"] for name in ENDS if name != "forbidden"} == {
         "answer": "answer", "refused": "refused", "raised": "raised", "crashed": "crashed", "hung": "hung",
-        "busy": "hung", "memory": "raised",
+        "busy": "hung", "parent": "answer", "memory": "raised",
     }  # fmt: skip
     assert found["answer"]["answer"] == "fine"
     assert found["raised"]["error"] == "KeyError"
     assert found["crashed"]["error"] == "SIGABRT"
     assert (found["hung"]["blocked"], found["busy"]["blocked"]) == (True, False)
+    assert not [path for path in Path("/proc").glob("[0-9]*/cmdline") if "sleep\0987" in _content(path)]
     assert found["memory"]["error"] == "MemoryError"
     assert [text.split()[0] for text in found["forbidden"]["did"]] == ["os.system", "ran"]
+
+
+def _content(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:  # a process that has ended
+        return ""
 
 
 REFUSAL = Outcome("refused", message="error: sums/config.json: hidden_size: expected an integer, got 'x'\n  hint: y")
