@@ -16,6 +16,7 @@ from polymoe.backends import BACKENDS
 from polymoe.call import TORCH_DTYPES, CallArguments, dtype_name
 from polymoe.checkpoint import Checkpoint
 from polymoe.layouts import LAYOUTS, Layout, Packed
+from polymoe.layouts.pack_check import pack_checked
 from polymoe.load_check import check_layer, require_input_scales, require_planned
 from polymoe.machine import Machine
 from polymoe.planning.selection import Selection
@@ -73,11 +74,13 @@ class FusedExperts(nn.Module):
             backend: "auto", or the name of one, which is then used or refused.
             role: token counts to plan for: "decode", "prefill" or "mixed".
             batch_invariant: a token's result must be bitwise independent of the rest of the batch.
-            check: compare a few experts with the reference before returning.
+            check: compare the packed bytes of every expert with ``weights``, and the results of a few with the
+                reference, before returning.
 
         Raises:
             UnsupportedProblem: if no backend, or not the named one, runs it here.
-            VerificationError: if the packed experts do not compute what ``weights`` say.
+            FormatError: for codes, scales or biases that are not finite, or a matrix whose scales are all zero.
+            VerificationError: if the packed experts are not, or do not compute, what ``weights`` say.
         """
         problem = Problem(
             spec=weights.spec,
@@ -106,7 +109,7 @@ class FusedExperts(nn.Module):
         target = torch.device(device or choice.machine.device.kind)
         if problem.activations.static:
             require_input_scales(weights, where)
-        self = cls(*choice.pack(problem, weights, target, where), choice)
+        self = cls(*choice.pack(problem, weights, target, where, check=check), choice)
         if check:
             self.check(weights, where=where)
         return self
@@ -153,18 +156,20 @@ class FusedExperts(nn.Module):
 
         Args:
             weights: the new experts, read one at a time; the scales of 4-bit weights are read once before.
-            check: compare a few experts with the reference afterwards, as when a layer is loaded.
+            check: compare the packed bytes of every expert with ``weights``, and the results of a few with the
+                reference, as when a layer is loaded.
 
         Raises:
             PlanError: if the spec differs, or scales reach further than those that the plan was made for. Nothing is
                 changed then.
             CheckpointError: if an expert has no input scales and ``problem.activations`` are static; nothing is changed
                 then. Also if an expert cannot be read.
+            FormatError: for codes, scales or biases that are not finite, or a matrix whose scales are all zero.
             VerificationError: if the check fails.
         """
         require_planned(self.problem, weights, self.device, "update", "load these experts again")
         self._set_incomplete(True)
-        self._layout.pack(weights, self.device, out=self.packed)
+        pack_checked(self._layout, weights, self.device, "update", out=self.packed, compare=check)
         if check:
             check_layer(self._runtime, self.problem, weights, "update")
         self._set_incomplete(False)
@@ -322,12 +327,14 @@ def load_experts(
         dtype: of x, for planning; calls may use another.
         batch_invariant: a token's result must be bitwise independent of the rest of the batch. Such problems run on
             fewer backends, and slower.
-        check: compare a few experts with the reference before returning (milliseconds).
+        check: compare the packed bytes of every expert with the files, and the results of a few with the reference,
+            before returning.
 
     Raises:
         CheckpointError: for a checkpoint that cannot be read, or a layer without routed experts.
+        FormatError: for codes, scales or biases that are not finite, or a matrix whose scales are all zero.
         UnsupportedProblem: if no backend, or not the named one, runs it here.
-        VerificationError: if the packed experts do not compute what the checkpoint says.
+        VerificationError: if the packed experts are not, or do not compute, what the checkpoint says.
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
     machine = Machine.of(device_name(device))

@@ -101,11 +101,12 @@ def require_planned(problem: Problem, weights: ExpertWeights, device: torch.devi
 
     Raises:
         PlanError: if their spec differs, or their scales reach further.
+        FormatError: for a scale that is NaN.
         CheckpointError: if static input scales are missing.
     """
     if weights.spec != problem.spec:
         raise PlanError(where, expected=str(problem.spec), got=str(weights.spec), hint=hint)
-    found, planned = measure_scales(weights, device), problem.scales or ScaleRange()
+    found, planned = measure_scales(weights, device, where), problem.scales or ScaleRange()
     if found is not None and not planned.covers(found):
         hint = f"{hint}: the layout was chosen by the range of the scales"
         raise PlanError(where, expected=str(planned), got=str(found), hint=hint)

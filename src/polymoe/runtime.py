@@ -21,6 +21,8 @@ from polymoe.backends.config import Config
 from polymoe.call import DTYPES, CallArguments, no_gradient
 from polymoe.errors import ArgumentError, PlanError
 from polymoe.layouts import Layout, Packed
+from polymoe.layouts.pack_check import pack_checked
+from polymoe.layouts.staging import kept
 from polymoe.machine import Machine
 from polymoe.planning.select import select
 from polymoe.planning.selection import Selection
@@ -56,19 +58,21 @@ class PlanRequest:
         )
 
     def pack(
-        self, problem: Problem, weights: ExpertWeights, device: torch.device, where: str
+        self, problem: Problem, weights: ExpertWeights, device: torch.device, where: str, *, check: bool = True
     ) -> tuple[Problem, Packed]:
-        """Measure the range of the scales, plan, and pack the layer.
+        """Measure the range of the scales, plan, and pack the layer; with ``check``, compare the packed bytes.
 
         Returns:
             The problem with the range of its scales, and the packed layer on ``device``.
 
         Raises:
             UnsupportedProblem: if no backend, or not the requested one, runs the problem on this machine.
+            FormatError, VerificationError: as :func:`polymoe.layouts.pack_check.pack_checked`.
         """
-        problem = replace(problem, scales=measure_scales(weights, device))
+        weights = kept(weights)
+        problem = replace(problem, scales=measure_scales(weights, device, where))
         plan = self.select(problem).require(where)
-        return problem, self.layouts[plan.layout].pack(weights, device)
+        return problem, pack_checked(self.layouts[plan.layout], weights, device, where, compare=check)
 
 
 def device_name(device: torch.device | str | None) -> str | None:

@@ -13,7 +13,7 @@ from polymoe.tensors import ExpertWeights
 __all__ = ["ScaleRange", "measure_scales"]
 
 _LARGEST_EXPONENT, _LARGEST_SPREAD = 25, 14
-_E8M0_BIAS = 127
+_E8M0_BIAS, _E8M0_NAN = 127, 255
 _LAST_E4M3 = 126  # the byte of 448; larger bytes are NaN and negative numbers
 
 
@@ -22,8 +22,8 @@ class ScaleRange:
     """Bounds of the E8M0 and E4M3 scales of 4-bit weights. Every kernel decodes scales within the defaults.
 
     Attributes:
-        largest_exponent: each E8M0 scale is at most 2**largest_exponent; 128 means that one is NaN.
-        negative: whether an E4M3 scale is negative or NaN.
+        largest_exponent: each E8M0 scale is at most 2**largest_exponent.
+        negative: whether an E4M3 scale is negative.
         spread: within each row, the largest E8M0 scale is at most 2**spread times the smallest. Groups of zeros do not
             count.
     """
@@ -53,13 +53,15 @@ class ScaleRange:
     def __str__(self) -> str:
         parts = []
         if self.largest_exponent > _LARGEST_EXPONENT:
-            parts.append("NaN" if self.largest_exponent > _E8M0_BIAS else f"up to 2**{self.largest_exponent}")
-        parts += ["negative or NaN"] if self.negative else []
+            parts.append(f"up to 2**{self.largest_exponent}")
+        parts += ["negative"] if self.negative else []
         parts += [f"2**{self.spread} apart"] if self.spread > _LARGEST_SPREAD else []
         return "scales " + (", ".join(parts) or "of ordinary range")
 
 
-def measure_scales(weights: ExpertWeights, device: torch.device | str = "cpu") -> ScaleRange | None:
+def measure_scales(
+    weights: ExpertWeights, device: torch.device | str = "cpu", where: str = "experts"
+) -> ScaleRange | None:
     """Return the range of the scales of all local experts, or None if it is ordinary.
 
     All scales are read once. Codes are read only of matrices with a large spread, to find groups of zeros.
@@ -67,19 +69,27 @@ def measure_scales(weights: ExpertWeights, device: torch.device | str = "cpu") -
     Args:
         weights: the experts; they are read without the checks of :meth:`ExpertWeights.expert`.
         device: where the spread within rows is computed.
+        where: the layer's name for messages.
+
+    Raises:
+        FormatError: for a scale that is NaN.
     """
     dtypes = {e.scale_dtype for e in weights.spec.encodings.values() if e.bits == 4}
     if not dtypes & {"e8m0", "e4m3"}:
         return None
     exponent, spread, negative = _LARGEST_EXPONENT, _LARGEST_SPREAD, False
     for e in range(weights.spec.local_experts):
-        for q in weights.peek(e).projections.values():
+        for projection, q in weights.peek(e).projections.items():
             if q.scales is None or q.scales.is_meta or not q.scales.numel():
                 continue
+            if q.encoding.scale_dtype not in ("e4m3", "e8m0"):
+                continue
+            low, high = map(int, torch.aminmax(q.scales.view(torch.uint8)))
+            if high > _LAST_E4M3 if q.encoding.scale_dtype == "e4m3" else high == _E8M0_NAN:
+                q.validate(f"{where}, expert {weights.spec.first_expert + e} {projection}")
             if q.encoding.scale_dtype == "e4m3":
-                negative |= int(q.scales.view(torch.uint8).max()) > _LAST_E4M3
-            elif q.encoding.scale_dtype == "e8m0":
-                low, high = map(int, torch.aminmax(q.scales.view(torch.uint8)))
+                negative |= high > _LAST_E4M3
+            else:
                 exponent = max(exponent, high - _E8M0_BIAS)
                 if high - low > spread:
                     spread = max(spread, _spread(q, torch.device(device)))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from polymoe.errors import ArgumentError, FormatError, nearest
 from polymoe.formats import FORMATS, Encoding, Format, QuantTensor
+from polymoe.formats.extremes import extremes, is_finite
 
 __all__ = ["Expert", "ExpertWeights", "ExpertsSpec", "QuantTensor"]
 
@@ -138,6 +139,23 @@ class Expert:
         return sum(p.nbytes for p in self.projections.values()) + sum(
             v.numel() * v.element_size() for v in self.vectors.values()
         )
+
+    def parts(self) -> dict[str, Tensor]:
+        """Return all tensors, in a fixed order, by names like ``gate.codes`` and ``up_bias``."""
+        matrices = {f"{p}.{n}": part for p, q in self.projections.items() for n, part in q.parts().items()}
+        return {**matrices, **self.vectors}
+
+    def validate(self, where: str) -> None:
+        """Check the numbers of every projection, and that biases are finite; reads everything but 4-bit codes.
+
+        Raises:
+            FormatError: with ``where``, the projection and the part.
+        """
+        for name, q in self.projections.items():
+            q.validate(f"{where} {name}")
+        for name, vector in self.vectors.items():
+            if name.endswith("_bias") and not is_finite(vector.dtype, *(float(x) for x in extremes(vector))):
+                raise FormatError(f"{where} {name}", expected="finite numbers", got="NaN or infinity")
 
     def to(self, device: torch.device | str) -> Expert:
         """Return the same expert on ``device``."""

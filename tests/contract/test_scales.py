@@ -66,7 +66,7 @@ WIDE = pytest.mark.parametrize(
         ),
         (
             "nvfp4", 0x88, "w4a16_fragments", ScaleRange(negative=True),
-            "E4M3 scales from 0 to 448, got scales negative or NaN",
+            "E4M3 scales from 0 to 448, got scales negative",
         ),
         (
             "mxfp4", 147, "w4a8_fragments", ScaleRange(spread=25),
@@ -164,4 +164,3 @@ def test_ranges() -> None:
     for one, two in ((usual, ScaleRange(spread=15)), (usual, ScaleRange(negative=True))):
         assert two.covers(one)
         assert not one.covers(two)
-    assert str(ScaleRange(largest_exponent=128)) == "scales NaN"

@@ -244,8 +244,11 @@ def test_the_load_check_compares_with_the_checkpoint_and_not_with_itself() -> No
     weights = random_experts()
     lossy = choice(toys())
     lossy = type(lossy)(lossy.machine, "mixed", "auto", lossy.backends, {"flipped": Lossy()})
-    with pytest.raises(VerificationError, match="'small'"):
+    with pytest.raises(VerificationError, match=r"expert 0 up\.codes: expected to be packed in layout 'flipped'"):
         FusedExperts.pack(problem_of(weights), weights, lossy)
+    packed = FusedExperts.pack(problem_of(weights), weights, lossy, check=False)
+    with pytest.raises(VerificationError, match="'small'"):
+        packed.check(weights)
 
 
 def test_selection_as_json_has_verdicts_predictions_and_plan() -> None:

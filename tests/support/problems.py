@@ -36,15 +36,17 @@ def random_experts(
     )
 
 
-def torn(weights: ExpertWeights, at: int = 2) -> ExpertWeights:
-    """Weights of which expert ``at`` cannot be read; its scales can, which are read before."""
+def torn(weights: ExpertWeights, at: int = 2, error: BaseException | None = None) -> ExpertWeights:
+    """Weights of which expert ``at`` can be read once, for its scales, and not again, for its codes."""
+    seen = set()
 
     def read(e: int) -> Expert:
-        if e == at:
-            raise CheckpointError(f"expert {e}", expected="a shard", got="a shorter one")
+        if e == at and e in seen:
+            raise error or CheckpointError(f"expert {e}", expected="a shard", got="a shorter one")
+        seen.add(e)
         return weights.read(e)
 
-    return ExpertWeights(weights.spec, read, weights.read)
+    return ExpertWeights(weights.spec, read, read)
 
 
 def problem_of(weights: ExpertWeights, activation: Activation | None = None, **kwargs: object) -> Problem:

@@ -258,8 +258,8 @@ class StoredLayer:
         return {suffix: files.header(name) for suffix, name in names.items() if name in files}
 
     def read(self, files: CheckpointFiles, expert: int, *, check: bool = True) -> Expert:
-        """Read one expert; checks the dtype and shape of every tensor, and with ``check`` that scales and biases are
-        finite.
+        """Read one expert; checks the dtype and shape of every tensor, and with ``check`` its numbers: see
+        :meth:`polymoe.formats.QuantTensor.validate`.
 
         Raises:
             CheckpointError: if a tensor is missing or its shard is damaged.
@@ -268,6 +268,8 @@ class StoredLayer:
         pieces = {name: self._read_part(files, part, expert, check) for name, part in self.parts.items()}
         if "gate_up" in pieces:
             pieces |= self._split_rows(pieces.pop("gate_up"))
+        for projection, piece in pieces.items() if check else ():
+            piece.matrix.validate(self._where(projection, expert))
         gate, up, down = pieces.get("gate"), pieces["up"], pieces["down"]
         return Expert(
             gate=gate.matrix if gate else None,
@@ -291,14 +293,19 @@ class StoredLayer:
             tensors = {s: expert_tensor(files, name(s), self.arrangement, self.moe, expert) for s in suffixes}
             matrix = part.dialect.read(tensors, part.shape, part.encoding)
             input_scale = part.dialect.input_scale(tensors)
-        if check:
-            matrix.validate(f"{module}[{expert}]" if isinstance(self.arrangement, Fused) else module)
         if not self.bias:
             return _Piece(matrix, input_scale)
         bias = expert_tensor(files, name(BIAS), self.arrangement, self.moe, expert)
         if check and not bool(torch.isfinite(bias).all()):
             raise FormatError(name(BIAS), expected="finite numbers", got="NaN or infinity")
         return _Piece(matrix, input_scale, bias)
+
+    def _where(self, projection: str, expert: int) -> str:
+        """Return the name of one expert's projection, for messages."""
+        part = projection if projection in self.parts else "gate_up"
+        where = module_name(self.container, self.arrangement, part, expert)
+        where += f"[{expert}]" if isinstance(self.arrangement, Fused) else ""
+        return where if part == projection else f"{where} {projection}"
 
     def _encoding(self, projection: str) -> Encoding:
         """Return a projection's encoding; gate and up share one where they are stored as one matrix."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from polymoe.errors import FormatError
 from polymoe.formats.elements import CODE_DTYPES, SCALE_DTYPES, decode, decode_scale
 from polymoe.formats.encoding import Encoding, PerChannel, PerGroup
+from polymoe.formats.extremes import extremes, has_numbers, is_finite, is_zero
 from polymoe.shapes import ceil_div
 
 __all__ = ["QuantTensor", "expand_groups"]
@@ -176,21 +177,29 @@ class QuantTensor:
         return values.to(dtype)
 
     def validate(self, where: str) -> None:
-        """Check that every scale is finite (also E8M0 byte 0xFF). This reads all scales, so avoid it in hot paths.
+        """Check that codes and scales are finite (also E8M0 byte 0xFF), and that not all scales are zero.
+
+        This reads all codes but 4-bit ones, in which every byte is valid, and waits for the device.
 
         Raises:
-            FormatError: with ``where`` and the first bad position.
+            FormatError: with ``where``, the part, and the first bad position.
         """
-        for name in ("scales", "global_scale"):
-            part = getattr(self, name)
-            if part is None or _all_finite(part):
+        for name, part in self.parts().items():
+            if not has_numbers(part):
                 continue
-            position = [int(i) for i in (~torch.isfinite(decode_scale(part))).nonzero()[0]]
+            found = part.dtype, *(float(x) for x in extremes(part))
+            if not is_finite(*found):
+                position = [int(i) for i in (~torch.isfinite(decode_scale(part))).nonzero()[0]]
+                expected, got = "finite numbers", "NaN or infinity" + (f" at {position}" if position else "")
+            elif name != "codes" and is_zero(*found):
+                expected, got = "a scale other than 0", "only zeros"
+            else:
+                continue
             raise FormatError(
                 f"{where} {name.replace('_', ' ')}",
-                expected="finite numbers",
-                got="NaN or infinity" + (f" at {position}" if position else ""),
-                hint="the file is damaged or its scales were never set: fetch or convert it again",
+                expected=expected,
+                got=got,
+                hint="the file is damaged or was never written completely: fetch or convert it again",
             )
 
     @staticmethod
@@ -226,16 +235,6 @@ def expand_groups(scales: Tensor, encoding: Encoding, shape: Sequence[int]) -> T
         if size > 1:
             scales = scales.repeat_interleave(size, axis).narrow(axis, 0, shape[axis])
     return scales
-
-
-def _all_finite(scales: Tensor) -> bool:
-    """Whether all scales are finite; 8-bit scales are compared as bytes, much faster than decoding them."""
-    if scales.dtype == torch.float8_e8m0fnu:
-        return int(scales.view(torch.uint8).max()) < 0xFF
-    if scales.dtype == torch.float8_e4m3fn:
-        return int((scales.view(torch.uint8) & 0x7F).max()) < 0x7F
-    low, high = torch.aminmax(scales)  # a NaN anywhere makes both NaN
-    return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
 def _as_ints(scales: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class Natural:
         tensors = {} if out is None else out.tensors
         count = weights.spec.local_experts
         for e, expert in enumerate(uploaded(weights, device)):
-            store(tensors, _parts(expert), e, count, device, fresh=out is None)
+            store(tensors, expert.parts(), e, count, device, fresh=out is None)
         return Packed(self.name, weights.spec, tensors)
 
     def unpack(self, packed: Packed) -> ExpertWeights:
@@ -78,8 +78,3 @@ class Natural:
         """
         tensors = {f"{p}.{n}": part for p, stack in stacks.items() for n, part in stack.parts().items()}
         return Packed(self.name, spec, {**tensors, **(vectors or {})})
-
-
-def _parts(expert: Expert) -> dict[str, Tensor]:
-    parts = {f"{p}.{n}": part for p, tensor in expert.projections.items() for n, part in tensor.parts().items()}
-    return {**parts, **expert.vectors}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from polymoe.call import CallArguments
 from polymoe.errors import PlanError
 from polymoe.layouts import Packed
+from polymoe.layouts.pack_check import pack_checked
 from polymoe.load_check import check_layer, require_input_scales, require_planned
 from polymoe.planning.selection import Selection
 from polymoe.problem import Problem
@@ -73,25 +74,27 @@ class PackedLayer:
             module: the engine's layer; parameters of these names are replaced.
             weights: the experts, read one at a time.
             device: where the parameters are.
-            check: compare a few experts with the reference on every backend of the plan.
+            check: compare the packed bytes of every expert with ``weights``, and the results of a few with the
+                reference on every backend of the plan.
 
         Raises:
             UnsupportedProblem: if no backend runs these experts here.
             PlanError: if new weights have another spec, or scales that reach further than those for which the layer was
                 planned.
             CheckpointError: if static input scales are missing.
-            VerificationError: if the packed experts do not compute what ``weights`` say.
+            FormatError: for codes, scales or biases that are not finite, or a matrix whose scales are all zero.
+            VerificationError: if the packed experts are not, or do not compute, what ``weights`` say.
         """
         again = self._plans is not None
         if again:
             require_planned(
                 self.problem, weights, device, f"{self.where}: new weights", "start the engine again with them"
             )
-            packed = self._request.layouts[self.plans.layout].pack(weights, device)
+            packed = pack_checked(self._request.layouts[self.plans.layout], weights, device, self.where, compare=check)
         else:
             if self.problem.activations.static:
                 require_input_scales(weights, self.where)
-            problem, packed = self._request.pack(self._problem, weights, device, self.where)
+            problem, packed = self._request.pack(self._problem, weights, device, self.where, check=check)
             self._plans = PlanCache.of(problem, self._request, packed.layout, tuple(packed.tensors))
         self._register(module, packed)
         if check:

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-__all__ = ["inverse", "move_bits", "split_tiles"]
+__all__ = ["inverse", "join", "move_bits", "split_tiles"]
 
 
 def move_bits(words: Tensor, positions: Sequence[int]) -> Tensor:
@@ -72,4 +72,9 @@ def split_tiles(packed: Tensor, tiles: int, sizes: Sequence[tuple[int, int]]) ->
                     for f, (blocks, size) in zip(flat, sizes, strict=True)
                 ]
             )
-    return [torch.cat(parts) for parts in zip(*found, strict=True)]
+    return [join(parts) for parts in zip(*found, strict=True)]
+
+
+def join(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Concatenate tensors. A single one is returned as it is, without a copy."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)

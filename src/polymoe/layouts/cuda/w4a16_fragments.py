@@ -33,7 +33,7 @@ from torch import Tensor
 
 from polymoe.formats import Encoding, PerGroup, QuantTensor
 from polymoe.formats.elements import SCALE_DTYPES
-from polymoe.layouts.cuda.bits import inverse, move_bits, split_tiles
+from polymoe.layouts.cuda.bits import inverse, join, move_bits, split_tiles
 from polymoe.layouts.cuda.matrices import (
     MatrixLayout,
     ScaleLimit,
@@ -191,8 +191,8 @@ def pack_codes(codes_NB: Tensor, encoding: Encoding) -> Tensor:
                 x = part_NB.unflatten(0, (-1, tiles, 2, 8)).unflatten(4, (-1, words, 2, 4))
                 parts.append(move_bits(x.permute(order).flatten(6), _code_bits(encoding)).flatten(1))
         if parts:
-            found.append((parts[0] if len(parts) == 1 else torch.cat(parts, 1)).flatten())
-    return found[0] if len(found) == 1 else torch.cat(found)
+            found.append(join(parts, 1).flatten())
+    return join(found)
 
 
 def unpack_codes(packed: Tensor, encoding: Encoding, rows: int, columns: int) -> Tensor:
@@ -200,10 +200,14 @@ def unpack_codes(packed: Tensor, encoding: Encoding, rows: int, columns: int) ->
     blocks, rest = columns // COLUMNS, columns % COLUMNS // TILE
     whole, tail = split_tiles(packed, rows // TILE, ((blocks, 512), (1, 128 * rest)))
     back = inverse(_code_bits(encoding))
-    x = move_bits(whole.unflatten(2, (8, 4, 4, 4)), back).unflatten(5, (2, 2))
-    y = move_bits(tail.unflatten(2, (rest, 8, 4, 4)), back).unflatten(5, (2, 2))
-    parts = [x.permute(0, 6, 2, 1, 4, 5, 3), y.permute(0, 6, 3, 1, 2, 5, 4)]
-    return torch.cat([p.flatten(3).flatten(0, 2) for p in parts], 1)
+    parts = []
+    if blocks:
+        x = move_bits(whole.unflatten(2, (8, 4, 4, 4)), back).unflatten(5, (2, 2))
+        parts.append(x.permute(0, 6, 2, 1, 4, 5, 3).flatten(3).flatten(0, 2))
+    if rest:
+        x = move_bits(tail.unflatten(2, (rest, 8, 4, 4)), back).unflatten(5, (2, 2))
+        parts.append(x.permute(0, 6, 3, 1, 2, 5, 4).flatten(3).flatten(0, 2))
+    return join(parts, 1)
 
 
 def _groups_beside(encoding: Encoding, columns: int) -> tuple[int, int]:

@@ -1,0 +1,161 @@
+"""Packing with checks: every expert holds numbers, and is in its place in the packed layer, byte for byte.
+
+Both are measured on the device, while the experts are copied there one by one: a few passes over memory, and no waiting
+for the device before the end. What looks wrong is then read again and compared exactly before it is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from polymoe.errors import VerificationError
+from polymoe.formats.extremes import extremes, has_numbers, is_finite, is_zero
+from polymoe.layouts.base import Layout, Packed
+from polymoe.layouts.checksums import Checksums
+from polymoe.layouts.staging import staged
+from polymoe.tensors import Expert, ExpertWeights
+
+__all__ = ["difference", "pack_checked"]
+
+
+def pack_checked(
+    layout: Layout,
+    weights: ExpertWeights,
+    device: torch.device,
+    where: str,
+    *,
+    out: Packed | None = None,
+    compare: bool = True,
+) -> Packed:
+    """Pack a layer as ``layout.pack`` does, and check all of its experts.
+
+    Args:
+        layout: how to pack.
+        weights: the experts. Their numbers are checked on ``device`` instead of when they are read.
+        device: where the packed tensors are.
+        where: the layer's name for messages.
+        out: a packed layer whose tensors are overwritten in place.
+        compare: whether to compare the packed experts with those that were read.
+
+    Raises:
+        FormatError: for NaN or infinity in codes, scales or biases, and for a matrix whose scales are all zero. The
+            message names the expert and the projection.
+        VerificationError: for an expert that is not in its place, or not as it was read.
+    """
+    check = _PackCheck(weights, device, where, compare)
+    packed = layout.pack(staged(replace(weights, read=check.read), device, check.arrived), device, out)
+    unpacked = layout.unpack(packed)
+    check.require_numbers(unpacked)
+    if compare:
+        check.require_in_place(unpacked, layout.name)
+    return packed
+
+
+class _PackCheck:
+    """What is measured of each expert on its way into a layout, as scalars on the device."""
+
+    def __init__(self, weights: ExpertWeights, device: torch.device, where: str, compare: bool) -> None:
+        self._source, self._device, self._where, self._compare = weights, device, where, compare
+        self.read = weights.read_unchecked or weights.read
+        self._checksums = Checksums(device)
+        self._extremes: dict[tuple[int, str], tuple[torch.dtype, Tensor, Tensor]] = {}
+        self._sums: dict[int, list[Tensor]] = {}
+
+    @torch.no_grad()
+    def arrived(self, e: int, expert: Expert) -> None:
+        for name, part in expert.parts().items():
+            if not has_numbers(part) or name.endswith("input_scale"):
+                continue
+            if name.endswith("codes") and part.dtype.itemsize == 2:
+                total = part.sum()  # not finite if a number is not, and on a CPU twice as fast as the extremes
+                self._extremes[e, name] = part.dtype, total, total
+            else:
+                self._extremes[e, name] = (part.dtype, *extremes(part))
+        if self._compare:
+            self._sums[e] = self._checksums.of(expert)
+
+    def require_numbers(self, packed: ExpertWeights) -> None:
+        dtypes = [dtype for dtype, _, _ in self._extremes.values()]
+        first = _values([value for _, value, _ in self._extremes.values()])
+        second = _values([value for _, _, value in self._extremes.values()])
+        for (e, name), found in zip(self._extremes, zip(dtypes, first, second, strict=True), strict=True):
+            finite = is_finite(*found)
+            if finite and not (name.endswith(("scales", "global_scale")) and is_zero(*found)):
+                continue
+            expert = self._source.expert(e)  # reading with checks names the tensor in the file
+            if self._source.read_unchecked is None:
+                expert.validate(self._name(e))
+            if not finite:  # the sum of large numbers, or numbers that changed on their way
+                packed.expert(e).validate(f"{self._name(e)}, packed,")
+            # All scales of a slice may be zero if other scales of the matrix are not.
+
+    @torch.no_grad()
+    def require_in_place(self, packed: ExpertWeights, layout: str) -> None:
+        local = range(self._source.spec.local_experts)
+        before = _integers([self._sums.get(e, []) for e in local])
+        after = _integers([self._checksums.of(packed.expert(e)) for e in local])
+        for e in local:
+            if before[e] == after[e]:
+                continue
+            found, name = packed.expert(e), ""
+            if before[e]:
+                name = difference(self._source.expert(e).to(self._device), found)
+                if name is None:
+                    continue
+            others = [other for other in local if before[other] == after[e]]
+            raise VerificationError(
+                f"{self._name(e)} {name}".rstrip(),
+                expected=f"to be packed in layout {layout!r} as it was read",
+                got=f"the weights of expert {self._source.spec.first_expert + others[0]}" if others else "other bytes",
+                hint="this is a bug: report it with this message, and load with another backend meanwhile",
+            )
+
+    def _name(self, e: int) -> str:
+        return f"{self._where}, expert {self._source.spec.first_expert + e}"
+
+
+def difference(expert: Expert, other: Expert) -> str | None:
+    """Return the name of the first part in which two experts on one device differ, or None.
+
+    Bytes may differ where the numbers that they stand for do not, such as scales of groups of zeros.
+    """
+    parts, others = expert.parts(), other.parts()
+    for name in {**parts, **others}:
+        if name not in parts or name not in others:
+            return name
+        if not _same_bytes(parts[name], others[name]):
+            numbers, other_numbers = _numbers(expert, name), _numbers(other, name)
+            if numbers.shape != other_numbers.shape or not torch.equal(numbers, other_numbers):
+                return name
+    return None
+
+
+def _numbers(expert: Expert, name: str) -> Tensor:
+    """Return the numbers that a part contributes to: a bias or input scale itself, or the dequantized projection."""
+    projection, dot, _ = name.partition(".")
+    return expert.projections[projection].dequantize() if dot else expert.vectors[name].float()
+
+
+def _same_bytes(part: Tensor, other: Tensor) -> bool:
+    a, b = (x.contiguous().view(-1).view(torch.uint8) for x in (part, other))
+    return part.dtype == other.dtype and torch.equal(a, b)
+
+
+def _integers(lists: Sequence[Sequence[Tensor]]) -> list[list[int]]:
+    """Return lists of int64 scalars as integers, read from the device at once."""
+    flat = iter(_values([value for values in lists for value in values]))
+    return [[int(next(flat)) for _ in values] for values in lists]
+
+
+def _values(scalars: Sequence[Tensor]) -> list[int | float]:
+    """Return scalars as numbers. Each dtype is read from the device once."""
+    found: list[int | float] = [0] * len(scalars)
+    for dtype in {scalar.dtype for scalar in scalars}:
+        places = [i for i, scalar in enumerate(scalars) if scalar.dtype == dtype]
+        for i, value in zip(places, torch.stack([scalars[i] for i in places]).tolist(), strict=True):
+            found[i] = value
+    return found

@@ -1,0 +1,150 @@
+"""Every expert of a layer is checked while it is packed: that it is in its place, as it was read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from polymoe.errors import VerificationError
+from polymoe.experts import FusedExperts
+from polymoe.layouts import LAYOUTS
+from polymoe.layouts import pack_check as module
+from polymoe.layouts.checksums import Checksums
+from polymoe.layouts.pack_check import difference, pack_checked
+from polymoe.layouts.staging import kept
+from polymoe.scale_range import measure_scales
+from polymoe.tensors import Expert, ExpertWeights
+from support.pack_faults import AFTER, BEFORE, CELLS, FAULTY_CELLS, choice, faulty, layer, reading
+from support.problems import problem_of, random_experts
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def layers() -> dict[str, ExpertWeights]:
+    return {format: layer(format) for format in {format for _, format in CELLS}}
+
+
+def test_every_layout_is_among_those_that_are_tested() -> None:
+    assert {name for name, _ in CELLS} == set(LAYOUTS)
+
+
+@pytest.mark.parametrize(("name", "format"), CELLS)
+def test_a_layer_that_is_packed_as_it_was_read(layers: dict[str, ExpertWeights], name: str, format: str) -> None:
+    experts = FusedExperts.pack(problem_of(layers[format]), layers[format], choice(LAYOUTS[name]))
+    assert experts.packed.layout == name
+    experts.update(layers[format], check=True)
+
+
+@pytest.mark.parametrize(("name", "format", "fault"), FAULTY_CELLS)
+def test_faults_while_packing_are_noticed(
+    layers: dict[str, ExpertWeights], name: str, format: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout, weights = LAYOUTS[name], layers[format]
+    monkeypatch.setattr(type(layout), "pack", faulty(layout, fault))
+    with pytest.raises(VerificationError, match=rf"layer 3, expert \d+.*expected to be packed in layout '{name}'"):
+        FusedExperts.pack(problem_of(weights), weights, choice(layout), where="layer 3")
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("twelve as expert 0", r"layer 3, expert 101: expected .*, got the weights of expert 100\n"),
+        ("two swapped", r"layer 3, expert 101 gate\.codes: expected .*, got the weights of expert 102\n"),
+        ("bias of another", r"layer 3, expert 103 up_bias: expected .*, got other bytes\n"),
+        ("global scale of another", r"layer 3, expert 103 down\.global_scale: expected .*, got other bytes\n"),
+        ("stale memory", r"layer 3, expert 107 gate\.codes: expected .*, got other bytes\n"),
+    ],
+)
+def test_the_message_names_expert_and_part(layers: dict[str, ExpertWeights], fault: str, message: str) -> None:
+    weights = layers["nvfp4"]
+    weights = replace(weights, spec=replace(weights.spec, experts=200, first_expert=100))
+    layout = type("Faulty", (type(LAYOUTS["natural"]),), {"pack": faulty(LAYOUTS["natural"], fault)})()
+    with pytest.raises(VerificationError, match=message):
+        pack_checked(layout, weights, CPU, "layer 3")
+
+
+def test_an_update_is_compared_if_it_is_checked(
+    layers: dict[str, ExpertWeights], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, layout = layers["nvfp4"], LAYOUTS["natural"]
+    experts = FusedExperts.pack(problem_of(weights), weights, choice(layout))
+    monkeypatch.setattr(type(layout), "pack", faulty(layout, "one packed twice"))
+    experts.update(weights)
+    with pytest.raises(VerificationError, match=r"update, expert 3"):
+        experts.update(weights, check=True)
+
+
+def test_scales_of_groups_of_zeros_may_change() -> None:
+    """``w4a8_fragments`` clamps them. The bytes differ, the weights do not."""
+    weights = random_experts("mxfp4", experts=4, hidden=128, intermediate=128)
+    expert = weights.expert(2)
+    codes, scales = expert.down.codes.clone(), expert.down.scales.clone()  # type: ignore[union-attr]
+    codes[3, 16:32], scales.view(torch.uint8)[3, 1] = 0x80, 7
+    zeros = replace(expert, down=replace(expert.down, codes=codes, scales=scales))
+    weights = ExpertWeights.of([zeros if e == 2 else x for e, x in enumerate(weights)])
+    packed = pack_checked(LAYOUTS["w4a8_fragments"], weights, CPU, "experts")
+    found = LAYOUTS["w4a8_fragments"].unpack(packed).expert(2)
+    assert not torch.equal(found.down.scales.view(torch.uint8), scales.view(torch.uint8))  # type: ignore[union-attr]
+    assert difference(zeros, found) is None
+    assert difference(zeros, replace(found, up=expert.gate)) == "up.codes"
+
+
+@pytest.mark.parametrize("large", [1, 1 << 20])
+def test_checksums(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They depend on every byte and its place, and neither on strides nor on where tensors begin in memory."""
+    monkeypatch.setattr("polymoe.layouts.checksums._LARGE_BYTES", large)
+    expert, checksums = (
+        random_experts("nvfp4", experts=1, hidden=96, intermediate=64, bias=True).expert(0),
+        Checksums(CPU),
+    )
+
+    def of(expert: Expert) -> list[int]:
+        return [int(x) for x in checksums.of(expert)]
+
+    before = of(expert)
+    assert of(expert.map(torch.clone)) == before
+    strided = expert.map(
+        lambda part: part.repeat_interleave(2, 0)[::2] if part.dim() and part.dtype.itemsize > 1 else part
+    )
+    assert of(strided) == before
+    for name, part in expert.parts().items():
+        for byte in (0, -1):
+            flat = part.view(-1).view(torch.uint8) if part.dim() else part.view(1).view(torch.uint8)
+            flat[byte] ^= 0x80
+            assert of(expert) != before, name
+            flat[byte] ^= 0x80
+    rows = expert.down.codes
+    rows[[0, 1]] = rows[[1, 0]]
+    assert of(expert) != before
+
+
+def test_experts_that_were_peeked_at_are_not_looked_up_again() -> None:
+    weights, read = random_experts("mxfp4"), []
+
+    def quiet(e: int) -> Expert:
+        read.append(e)
+        return weights.expert(e)
+
+    lazily = kept(ExpertWeights(weights.spec, weights.read, quiet))
+    measure_scales(lazily)
+    pack_checked(LAYOUTS["natural"], lazily, CPU, "experts")
+    assert read == [0, 1, 2, 3, 4]
+    assert kept(weights) is weights
+
+
+def test_without_comparing_nothing_is_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.Checksums, "of", lambda self, expert: pytest.fail("a checksum"))
+    packed = pack_checked(LAYOUTS["natural"], random_experts(), CPU, "experts", compare=False)
+    assert packed.layout == "natural"
+
+
+def test_faults_are_faults() -> None:
+    """The table's changes change what is packed."""
+    weights = layer("nvfp4")
+    for name, change in BEFORE.items():
+        assert any(difference(a, b) for a, b in zip(weights, change(weights), strict=True)), name
+    assert set(AFTER) & set(BEFORE) == set()
+    assert all(difference(a, b) is None for a, b in zip(weights, reading(lambda e: e)(weights), strict=True))
