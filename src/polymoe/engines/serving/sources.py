@@ -18,7 +18,7 @@ from torch import Tensor
 from polymoe.checkpoint.dialects import DIALECTS, Dialect, headers_of
 from polymoe.checkpoint.dialects.fp4 import Fp4
 from polymoe.errors import CheckpointError, FormatError, PolymoeError, UnsupportedProblem
-from polymoe.formats import Encoding, PerChannel
+from polymoe.formats import Encoding, PerGroup
 from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
 
 __all__ = ["VLLM", "StackedExperts", "StackedSource", "source_of"]
@@ -184,7 +184,7 @@ class StackedExperts:
         for name, (prefix, half) in projections.items():
             parts = self._parts(prefix, half, e)
             with _Naming(self.where, prefix, e):
-                matrices[name] = self.dialect.read(parts, self._shape(prefix), self._hint(prefix))
+                matrices[name] = self.dialect.read(parts, self._shape(prefix), self._hint())
                 scales[name] = self.dialect.input_scale(parts) if self.static else None
             if check:
                 matrices[name].validate(f"{self.where} {name}[{e}]")
@@ -202,18 +202,14 @@ class StackedExperts:
 
     def _detect(self, prefix: str, half: int) -> Encoding:
         with _Naming(self.where, prefix, None):
-            return self.dialect.detect(
-                headers_of(self._parts(prefix, half, 0)), self._shape(prefix), self._hint(prefix)
-            )
+            return self.dialect.detect(headers_of(self._parts(prefix, half, 0)), self._shape(prefix), self._hint())
 
     def _shape(self, prefix: str) -> tuple[int, int]:
         return (self.intermediate, self.hidden) if prefix == "w13" else (self.hidden, self.intermediate)
 
-    def _hint(self, prefix: str) -> Encoding | None:
-        """What names and shapes leave open: whether one group is a channel, and whether zero points are stored."""
-        if not self.symmetric:
-            return None
-        return Encoding(element="int4", granularity=PerChannel(), scale_dtype="bfloat16")
+    def _hint(self) -> Encoding | None:
+        """What names and shapes leave open: that stored zero points say nothing."""
+        return Encoding(element="int4", granularity=PerGroup(1, 1), scale_dtype="bfloat16") if self.symmetric else None
 
     def _parts(self, prefix: str, half: int, e: int) -> dict[str, Tensor]:
         """Return one expert's tensors of one projection, by suffix, as the dialect expects them."""

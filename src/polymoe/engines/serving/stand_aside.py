@@ -68,11 +68,19 @@ class LayerFacts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerPlan:
-    """A layer that polymoe runs: the problem, how its experts are read, and the selection."""
+    """A layer that polymoe runs.
+
+    Attributes:
+        problem: what is computed.
+        experts: how this rank's experts are read.
+        selection: every backend with its verdict, and the plan by token count.
+        mapped: whether the adapter maps ids to places on this rank; otherwise they are the router's.
+    """
 
     problem: Problem
     experts: StackedExperts
     selection: Selection
+    mapped: bool = False
 
 
 def judge_layer(facts: LayerFacts, request: PlanRequest, settings: EngineSettings) -> LayerPlan | Rejected:
@@ -112,7 +120,7 @@ def judge_layer(facts: LayerFacts, request: PlanRequest, settings: EngineSetting
                 for reason in verdict.reasons
             )
         )
-    return LayerPlan(problem, experts, selection)
+    return LayerPlan(problem, experts, selection, facts.first_expert is None)
 
 
 def reason_of(error: PolymoeError) -> Reason:

@@ -1,0 +1,168 @@
+"""What vLLM says of one layer's experts, in polymoe's terms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polymoe.activations import Activation, GeGLU, ReLU2, SwiGLU
+from polymoe.engines.serving.settings import EngineSettings
+from polymoe.engines.serving.sources import VLLM
+from polymoe.engines.serving.stand_aside import LayerFacts
+from polymoe.verdict import Reasons
+
+__all__ = ["created_tensors", "facts_of", "refusals", "role_of"]
+
+# Models of vLLM that read a layer's own weights, or ask for its own kernel, beside the layer.
+_SPECIAL = ("DeepseekV41ForCausalLM", "FlintForCausalLM")
+# Loaders that put derived tensors, or whole files of them, where the layer's tensors are.
+_WHOLE_TENSORS = ("bitsandbytes", "gguf", "ipc_cache", "sharded_state", "tensorizer")
+_ALL_TO_ALL = ("allgather_reducescatter", "naive")
+_ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
+
+
+def role_of(config: Any) -> str:
+    """Return the role of a worker: decode or prefill for one half of a disaggregated deployment, else mixed."""
+    transfer = getattr(config, "kv_transfer_config", None)
+    return _ROLES.get(str(getattr(transfer, "kv_role", None)), "mixed")
+
+
+def refusals(layer: Any, moe: Any, config: Any, settings: EngineSettings, where: str) -> Reasons:
+    """Return what the user, or vLLM in this layer, asks for that rules polymoe out, before anything is created.
+
+    Args:
+        layer: vLLM's ``RoutedExperts``.
+        moe: its ``FusedMoEConfig``.
+        config: the ``VllmConfig``.
+        settings: the user's.
+        where: the layer's name.
+    """
+    parallel, reasons = moe.moe_parallel_config, Reasons()
+    reasons.need(settings.wants(where), "POLYMOE_LAYERS", settings.layers, where)
+    reasons.need(moe.moe_backend == "auto", "--moe-backend", "auto", moe.moe_backend)
+    reasons.need(not moe.is_lora_enabled, "LoRA")
+    reasons.need(not parallel.enable_eplb, "load balancing of experts (EPLB)")
+    backend = parallel.all2all_backend
+    elsewhere = parallel.use_all2all_kernels or backend == "passthrough"
+    reasons.need(not elsewhere or backend in _ALL_TO_ALL, "--all2all-backend", _ALL_TO_ALL[0], backend)
+    shared = getattr(layer.expert_map_manager, "num_fused_shared_experts", 0)
+    reasons.need(not shared, "shared experts among the routed ones", 0, shared)
+    architectures = getattr(config.model_config, "architectures", None) or []
+    special = [name for name in architectures if name in _SPECIAL]
+    reasons.need(not special, "model", "one whose decoding leaves the experts to the layer", ", ".join(special))
+    load_format = str(getattr(config.load_config, "load_format", "auto"))
+    reasons.need(
+        load_format not in _WHOLE_TENSORS, "--load-format", "one that loads the checkpoint's tensors", load_format
+    )
+    offload = config.offload_config
+    moved = offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size
+    reasons.need(not moved, "offloading of weights to the CPU")
+    return reasons
+
+
+def created_tensors(method: Any, layer: Any, moe: Any, intermediate: int) -> Mapping[str, Tensor]:
+    """Return the parameters that ``method`` would create for the layer, on the meta device, by name.
+
+    Raises:
+        Exception: whatever the method raises for a layer that it cannot have.
+    """
+    trial = nn.Module()
+    with torch.device("meta"):
+        method.create_weights(
+            layer=trial,
+            num_experts=moe.num_local_experts,
+            hidden_size=moe.hidden_dim,
+            intermediate_size_per_partition=intermediate,
+            params_dtype=layer.params_dtype,
+            weight_loader=_load_nothing,
+            global_num_experts=moe.num_experts,
+            unpadded_hidden_size=moe.hidden_dim,
+            intermediate_size_full=moe.intermediate_size,
+        )
+    return dict(trial.named_parameters())
+
+
+def facts_of(
+    layer: Any, method: Any, moe: Any, tensors: Mapping[str, Tensor], intermediate: int, where: str, invariant: bool
+) -> LayerFacts:
+    """Return the facts of the layer.
+
+    Args:
+        layer: vLLM's ``RoutedExperts``.
+        method: its quantization method, made with a neutral choice of backend.
+        moe: its ``FusedMoEConfig``.
+        tensors: as :func:`created_tensors` returns them.
+        intermediate: F on this rank, with padding.
+        where: the layer's name.
+        invariant: whether vLLM promises batch invariance.
+    """
+    parallel, reasons = moe.moe_parallel_config, Reasons()
+    name = moe.activation.value
+    activation = _activation(name, layer, moe)
+    reasons.need(activation is not None, "activation", "silu, swigluoai, gelu, gelu_tanh or relu2_no_mul", name)
+    reordered = _reordered(method)
+    reasons.need(not reordered, "order of columns", "the natural one", f"by activation ({reordered})")
+    return LayerFacts(
+        where=where,
+        method=type(method).__name__,
+        sources=VLLM,
+        tensors=tensors,
+        k_first=any(getattr(tensor, "is_transposed", False) for tensor in tensors.values()),
+        symmetric=bool(getattr(getattr(method, "quant_config", None), "is_sym", False)),
+        hidden=moe.hidden_dim,
+        intermediate=intermediate,
+        experts=moe.num_experts,
+        first_expert=_first_expert(layer),
+        activation=activation,
+        interleaved=name == "swigluoai",
+        bias=bool(moe.has_bias),
+        top_k=moe.experts_per_token,
+        weight_on="input" if layer.apply_router_weight_on_input else "output",
+        dtype=moe.in_dtype,
+        tp=parallel.tp_size,
+        ep=parallel.ep_size,
+        batch_invariant=invariant,
+        refused=tuple(reasons.found),
+    )
+
+
+def _activation(name: str, layer: Any, moe: Any) -> Activation | None:
+    """Return polymoe's activation for vLLM's, with the layer's constants; None if there is none."""
+    if name in ("silu", "swigluoai", "swigluoai_uninterleave"):
+        default = (1.0, 0.0, None) if name == "silu" else (1.702, 1.0, 7.0)
+        given = [getattr(layer, f"swiglu_{part}", None) for part in ("alpha", "beta", "limit")]
+        given = [g if g is not None else getattr(moe, f"swiglu_{p}") for g, p in zip(given, _CONSTANTS, strict=True)]
+        alpha, beta, limit = (d if g is None else float(g) for g, d in zip(given, default, strict=True))
+        return SwiGLU(alpha, beta, limit)  # type: ignore[arg-type]
+    return {"gelu": GeGLU(), "gelu_tanh": GeGLU("tanh"), "relu2_no_mul": ReLU2()}.get(name)
+
+
+_CONSTANTS = ("alpha", "beta", "limit")
+
+
+def _reordered(method: Any) -> str:
+    """Return what reorders columns by activation, or ""."""
+    if getattr(getattr(method, "quant_config", None), "desc_act", False):
+        return "desc_act"
+    actorder = getattr(getattr(method, "weight_quant", None), "actorder", None)
+    return f"actorder {getattr(actorder, 'value', actorder)}" if actorder in ("group", "dynamic") else ""
+
+
+def _first_expert(layer: Any) -> int | None:
+    """Return the first of this rank's experts, or None if they are not a range in order."""
+    expert_map = layer.expert_map_manager.expert_map
+    if expert_map is None:
+        return 0
+    local = (expert_map >= 0).nonzero().flatten().tolist()
+    places = expert_map[expert_map >= 0].tolist()
+    ordered = (
+        bool(local) and local == list(range(local[0], local[0] + len(local))) and places == list(range(len(local)))
+    )
+    return local[0] if ordered else None
+
+
+def _load_nothing(*_: Any, **__: Any) -> None:
+    """Stands for a loader where nothing is loaded."""

@@ -1,0 +1,118 @@
+"""HOOKS: every name of vLLM that the plug-in uses, and the check that this vLLM has them.
+
+vLLM's own tests do not cover these names. The table is compared with the sources of several versions in
+``tests/engines/vllm``, and with the installed one when the plug-in is registered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["HOOKS", "Hook", "missing_hooks"]
+
+_MOE = "vllm.model_executor.layers.fused_moe"
+_RELOAD = "vllm.model_executor.model_loader.reload"
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """A name of vLLM.
+
+    Attributes:
+        module: where it is defined.
+        name: of a function or method (``Class.method``), or of a class.
+        uses: parameters of the function, or attributes of the class.
+    """
+
+    module: str
+    name: str
+    uses: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+HOOKS: tuple[Hook, ...] = (
+    Hook(f"{_MOE}.routed_experts", "RoutedExperts._get_quant_method", ("self", "prefix", "quant_config", "moe_config")),
+    Hook(
+        f"{_MOE}.routed_experts",
+        "RoutedExperts.weight_loader",
+        ("self", "param", "loaded_weight", "weight_name", "shard_id", "expert_id", "return_success"),
+    ),
+    Hook(
+        f"{_MOE}.fused_moe_method_base",
+        "FusedMoEMethodBase.create_weights",
+        ("self", "layer", "num_experts", "hidden_size", "intermediate_size_per_partition", "params_dtype"),
+    ),
+    Hook(
+        f"{_MOE}.fused_moe_method_base",
+        "FusedMoEMethodBase.maybe_roundup_sizes",
+        ("self", "hidden_size", "intermediate_size_per_partition", "act_dtype", "moe_parallel_config"),
+    ),
+    Hook(f"{_MOE}.fused_moe_method_base", "FusedMoEMethodBase.get_fused_moe_quant_config", ("self", "layer")),
+    Hook(
+        f"{_MOE}.fused_moe_method_base",
+        "FusedMoEMethodBase.apply",
+        ("self", "layer", "x", "topk_weights", "topk_ids", "shared_experts", "shared_experts_input"),
+    ),
+    Hook(
+        f"{_MOE}.fused_moe_method_base",
+        "FusedMoEMethodBase",
+        ("is_monolithic", "skip_forward_padding", "has_unpadded_output", "supports_eplb", "topk_indices_dtype"),
+    ),
+    Hook(
+        "vllm.model_executor.layers.quantization.base_config",
+        "QuantizeMethodBase.process_weights_after_loading",
+        ("self", "layer"),
+    ),
+    Hook("vllm.model_executor.layers.quantization.base_config", "QuantizeMethodBase", ("uses_meta_device",)),
+    Hook(f"{_RELOAD}.layerwise", "initialize_online_processing", ("layer",)),
+    Hook(f"{_RELOAD}.layerwise", "get_layerwise_info", ("layer",)),
+    Hook(f"{_RELOAD}.types", "LayerReloadingInfo", ("load_numel_total",)),
+    Hook(
+        f"{_MOE}.config",
+        "FusedMoEConfig",
+        (
+            "num_experts", "num_local_experts", "experts_per_token", "hidden_dim", "intermediate_size",
+            "intermediate_size_per_partition", "activation", "in_dtype", "device", "moe_backend", "moe_parallel_config",
+            "has_bias", "is_lora_enabled", "swiglu_alpha", "swiglu_beta", "swiglu_limit",
+        ),
+    ),
+    Hook(
+        f"{_MOE}.config",
+        "FusedMoEParallelConfig",
+        (
+            "tp_size", "tp_rank", "ep_size", "ep_rank", "dp_rank", "all2all_backend", "enable_eplb",
+            "use_all2all_kernels",
+        ),
+    ),
+    Hook(f"{_MOE}.config", "FusedMoEQuantConfig.make", ()),
+    Hook(f"{_MOE}.activation", "MoEActivation", ("SILU", "SWIGLUOAI")),
+    Hook("vllm.config", "get_current_vllm_config", ()),
+)  # fmt: skip
+"""What the plug-in uses. Attributes that a version may lack are read with a default, and are not here."""
+
+
+def missing_hooks() -> tuple[str, ...]:
+    """Return what the installed vLLM lacks, each with what was expected of it."""
+    return tuple(lack for hook in HOOKS if (lack := _lack(hook)))
+
+
+def _lack(hook: Hook) -> str:
+    try:
+        found: Any = importlib.import_module(hook.module)
+        for part in hook.name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError):
+        return str(hook)
+    if inspect.isclass(found):
+        names = {f.name for f in dataclasses.fields(found)} if dataclasses.is_dataclass(found) else set()
+        lacking = [name for name in hook.uses if name not in names and not hasattr(found, name)]
+    else:
+        parameters = inspect.signature(found).parameters
+        lacking = [name for name in hook.uses if name not in parameters]
+    return f"{hook}({', '.join(lacking)})" if lacking else ""

@@ -1,0 +1,245 @@
+"""PackedMethod: what replaces loading's end and the computation in one of vLLM's quantization methods.
+
+vLLM's method keeps its class name, its attributes, and the part that its loader uses: ``create_weights``. The tensors
+are created on the meta device, so that vLLM materializes, fills and hands over one layer at a time.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig  # pyright: ignore
+from vllm.model_executor.model_loader.reload.layerwise import (  # pyright: ignore
+    get_layerwise_info,
+    initialize_online_processing,
+)
+
+from polymoe.backends.base import mapped_ids
+from polymoe.engines.serving.packed_layer import PackedLayer
+from polymoe.engines.serving.sources import StackedExperts
+from polymoe.engines.serving.stand_aside import LayerPlan
+from polymoe.engines.vllm.dummy import fill
+from polymoe.errors import CheckpointError, FormatError, UnsupportedProblem
+from polymoe.runtime import PlanRequest
+
+__all__ = ["PackedMethod", "take_over"]
+
+_WHOLE = ("", -1)
+_DONE = "_already_called_process_weights_after_loading"
+
+
+class PackedMethod:
+    """Base class that comes before vLLM's method in a class made by :func:`take_over`."""
+
+    uses_meta_device = True
+    supports_pre_processed_weights = False
+    is_monolithic = False
+    skip_forward_padding = False
+    has_unpadded_output = False
+    supports_eplb = False
+    topk_indices_dtype = None
+
+    plan: LayerPlan
+    packed: PackedLayer
+    experts: StackedExperts
+    dummy: bool
+    on_packed: Callable[[PackedMethod, nn.Module], None]
+    loaded: dict[str, set[tuple[str, int]]]
+    cleared: set[str]
+
+    def maybe_roundup_sizes(self, hidden_size: int, intermediate_size_per_partition: int, *_: Any, **__: Any) -> Any:
+        """No padding but that of the loader of vLLM's method."""
+        return hidden_size, self.plan.experts.intermediate
+
+    def create_weights(self, layer: Any, **given: Any) -> None:  # as vLLM calls it: all by keyword
+        """Create vLLM's tensors on the meta device.
+
+        Raises:
+            FormatError: if they are not those that the layer was planned for.
+        """
+        given["weight_loader"] = MethodType(_load, layer)
+        before = set(layer._parameters)
+        with torch.device("meta"):
+            super().create_weights(layer=layer, **given)  # type: ignore[misc]
+        tensors = {n: p for n, p in layer._parameters.items() if n not in before}
+        self.experts = replace(self.plan.experts, tensors=tensors)
+        if self.experts.encodings() != self.plan.experts.encodings():
+            raise FormatError(
+                self.packed.where,
+                expected=" and ".join(map(str, self.plan.experts.encodings())),
+                got=" and ".join(map(str, self.experts.encodings())),
+                hint="POLYMOE=0 runs this model without polymoe; please report it",
+            )
+        for name in tensors.keys() - set(self.experts.names):  # loaded by name, and not read
+            empty = nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)
+            empty.weight_loader = _discard  # type: ignore[attr-defined]
+            layer.register_parameter(name, empty)
+        self.loaded, self.cleared = {name: set() for name in self.experts.names}, set()
+        initialize_online_processing(layer)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Pack the layer from vLLM's tensors, and drop those.
+
+        Raises:
+            CheckpointError: if a part of a tensor was never loaded.
+            PlanError, VerificationError: as :meth:`PackedLayer.pack`.
+        """
+        if getattr(layer, _DONE, False):
+            return
+        tensors = {name: layer._parameters[name].data for name in self.experts.names}
+        if any(tensor.is_meta for tensor in tensors.values()):
+            raise UnsupportedProblem(
+                self.packed.where,
+                expected="tensors that vLLM loaded one by one",
+                got="none",
+                hint="use --load-format auto, safetensors, runai_streamer or dummy, or POLYMOE=0",
+            )
+        experts = replace(self.experts, tensors=tensors)
+        if self.dummy:
+            fill(experts)
+        else:
+            self._require_loaded(experts)
+        weights = experts.weights(self.plan.problem.spec)
+        device = next(iter(tensors.values())).device
+        self.packed.pack(layer, weights, device, check=self.check(self.plan))
+        for name in tensors:  # the others are empty, and vLLM may still look for them by name
+            delattr(layer, name)
+        self.loaded, self.cleared = {name: set() for name in self.experts.names}, set()
+        setattr(layer, _DONE, True)
+        self.on_packed(self, layer)
+
+    check: Callable[[LayerPlan], bool]
+
+    def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig:
+        """vLLM's kernels get nothing from here."""
+        return FusedMoEQuantConfig.make()
+
+    def apply(
+        self,
+        layer: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts: Any = None,
+        shared_experts_input: Any = None,
+    ) -> Tensor:
+        """Return this rank's weighted sum [T, H]; shared experts are vLLM's to run."""
+        if self.plan.mapped:
+            topk_ids = mapped_ids(topk_ids, layer.expert_map)
+        return self.packed(layer, x, topk_ids, topk_weights.to(torch.float32))
+
+    def complete(self) -> bool:
+        """Whether every part of every tensor that is read was loaded."""
+        return not self._missing(self.experts)
+
+    def _missing(self, experts: StackedExperts) -> list[str]:
+        return [name for name in experts.names if len(self.loaded[name]) < self._parts(name)]
+
+    def _parts(self, name: str) -> int:
+        if _WHOLE in self.loaded[name]:
+            return 1
+        shards = 2 if name.startswith("w13") and self.experts.gated else 1
+        return shards * self.experts.count
+
+    def _require_loaded(self, experts: StackedExperts) -> None:
+        missing = self._missing(experts)
+        if missing:
+            found = {name: f"{len(self.loaded[name])} of {self._parts(name)} parts" for name in missing}
+            raise CheckpointError(
+                f"{self.packed.where}: {', '.join(missing)}",
+                expected="all experts on this rank, loaded",
+                got=", ".join(found.values()),
+                hint="the checkpoint lacks tensors of some experts: fetch it again",
+            )
+
+
+def take_over(
+    method: Any,
+    plan: LayerPlan,
+    request: PlanRequest,
+    where: str,
+    *,
+    dummy: bool,
+    check: Callable[[LayerPlan], bool],
+    on_packed: Callable[[PackedMethod, nn.Module], None],
+) -> Any:
+    """Return ``method`` with polymoe's computation: an instance of a class of the same name, derived from its own.
+
+    Args:
+        method: vLLM's method, which is not used any more.
+        plan: of the layer.
+        request: how the layer was planned.
+        where: the layer's name.
+        dummy: whether vLLM loads no checkpoint.
+        check: whether the packed experts are compared with the reference.
+        on_packed: called after each time the layer was packed.
+    """
+    theirs = type(method)
+    kind: Any = type(theirs.__name__, (PackedMethod, theirs), {"__module__": theirs.__module__})
+    ours = object.__new__(kind)
+    ours.__dict__.update(method.__dict__)
+    # Attributes of the instance, which would hide those of the class.
+    for name in ("supports_pre_processed_weights", "uses_meta_device"):
+        ours.__dict__.pop(name, None)
+    ours.__dict__.update(
+        plan=plan,
+        packed=PackedLayer(where, plan.problem, request),
+        dummy=dummy,
+        check=check,
+        on_packed=on_packed,
+    )
+    return ours
+
+
+def _load(
+    layer: Any,
+    param: Any,
+    loaded_weight: Tensor,
+    weight_name: str,
+    shard_id: str | None,
+    expert_id: int | None,
+    return_success: bool = False,
+) -> bool | None:
+    """Load with vLLM's ``weight_loader``, and note what was loaded: vLLM counts elements, some of them twice.
+
+    On the meta device nothing is loaded; vLLM only looks whether the layer is complete. Then it calls this again with
+    memory that holds anything, of which some, the padding, is never loaded: so it is cleared first.
+    """
+    method: PackedMethod = layer.quant_method
+    name = next(name for name, parameter in layer._parameters.items() if parameter is param)
+    if not param.is_meta and name not in method.cleared:
+        param.data.zero_()
+        method.cleared.add(name)
+        method.loaded[name].clear()
+    load = type(layer).weight_loader
+    success = load(layer, param, loaded_weight, weight_name, shard_id, expert_id, return_success=True)
+    if success is not False:
+        method.loaded[name] |= _covered(method, loaded_weight, shard_id, expert_id)
+    if param.is_meta:
+        get_layerwise_info(layer).load_numel_total = 0 if method.complete() else sys.maxsize
+    return success if return_success else None
+
+
+_load.supports_moe_loading = True  # type: ignore[attr-defined]
+
+
+def _covered(
+    method: PackedMethod, loaded_weight: Tensor, shard_id: str | None, expert_id: int | None
+) -> set[tuple[str, int]]:
+    """Return what part of a stacked tensor one call loads: (shard, expert), of all experts if they come stacked."""
+    if shard_id is None or expert_id is None:
+        return {_WHOLE}
+    if loaded_weight.dim() == 3:
+        return {(shard_id, e) for e in range(method.experts.count)}
+    return {(shard_id, expert_id)}
+
+
+def _discard(param: Any, loaded_weight: Tensor, *_: Any, return_success: bool = False, **__: Any) -> bool | None:
+    """Load nothing: the tensor is not read."""
+    return True if return_success else None

@@ -1,0 +1,180 @@
+"""The patch of ``RoutedExperts._get_quant_method``: for each layer, vLLM's method or polymoe's, and the log lines."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import nn
+
+from polymoe.backends import BACKENDS
+from polymoe.engines.serving.packed_layer import PackedLayer
+from polymoe.engines.serving.settings import EngineSettings
+from polymoe.engines.serving.sources import VLLM
+from polymoe.engines.serving.stand_aside import LayerPlan, judge_layer
+from polymoe.engines.vllm.facts import created_tensors, facts_of, refusals, role_of
+from polymoe.engines.vllm.hooks import missing_hooks
+from polymoe.engines.vllm.neutral import neutral_choice
+from polymoe.errors import UnsupportedProblem
+from polymoe.layouts import LAYOUTS
+from polymoe.machine import Machine
+from polymoe.problem import Problem
+from polymoe.runtime import PlanRequest
+from polymoe.verdict import Reason, Rejected
+
+__all__ = ["MethodChooser", "install"]
+
+log = logging.getLogger("vllm.polymoe")  # vLLM's handlers take only loggers below its own
+
+_BY_CHOICE = ("POLYMOE_LAYERS", "--moe-backend")
+_MARK = "polymoe"
+
+
+def install(settings: EngineSettings) -> None:
+    """Patch vLLM in this process, once.
+
+    Raises:
+        UnsupportedProblem: if this vLLM lacks a hook and ``settings`` require polymoe.
+    """
+    lacking = missing_hooks()
+    if lacking:
+        from vllm import __version__  # pyright: ignore
+
+        text = f"vLLM {__version__} lacks {', '.join(lacking)}"
+        if settings.mode == "require":
+            raise UnsupportedProblem("polymoe in vLLM", expected="the hooks of vLLM 0.24 to 0.33", got=text)
+        log.warning("polymoe %s stands aside for all layers: %s", _version(), text)
+        return
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts  # pyright: ignore
+
+    theirs = RoutedExperts._get_quant_method
+    if hasattr(theirs, _MARK):
+        return
+    chooser = MethodChooser(settings)
+
+    @functools.wraps(theirs)
+    def get_quant_method(self: Any, prefix: str, quant_config: Any, moe_config: Any) -> Any:
+        return chooser.method(self, prefix, moe_config, lambda: theirs(self, prefix, quant_config, moe_config))
+
+    setattr(get_quant_method, _MARK, chooser)
+    RoutedExperts._get_quant_method = get_quant_method
+
+
+class MethodChooser:
+    """Chooses the method of each layer of this process."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self.settings = settings
+        self._said: set[str] = set()
+        self._checked: set[Problem] = set()
+
+    def method(self, layer: Any, where: str, moe: Any, make: Callable[[], Any]) -> Any:
+        """Return the method for a layer: polymoe's, or what ``make`` returns.
+
+        Args:
+            layer: vLLM's ``RoutedExperts``, half made.
+            where: its name.
+            moe: its ``FusedMoEConfig``.
+            make: makes vLLM's own method.
+
+        Raises:
+            UnsupportedProblem: if polymoe cannot run the layer and the user requires it.
+        """
+        from vllm.config import get_current_vllm_config  # pyright: ignore
+
+        config = get_current_vllm_config()
+        refused = refusals(layer, moe, config, self.settings, where).found
+        if refused:
+            return self._stand_aside(where, moe, tuple(refused), make)
+        request = PlanRequest(
+            Machine.of(torch.device(moe.device).type),
+            self.settings.role or role_of(config),
+            self.settings.backend,
+            BACKENDS,
+            LAYOUTS,
+        )
+        with neutral_choice() as chosen:
+            try:
+                method = make()
+                intermediate = _padded(method, moe)
+                tensors = created_tensors(method, layer, moe, intermediate) if type(method).__name__ in VLLM else {}
+            except Exception as error:  # vLLM's method refuses the layer, and says so when it is made again
+                reason = Reason(type(error).__name__, "a layer that vLLM's method takes", str(error))
+                return self._stand_aside(where, moe, (reason,), make)
+        facts = facts_of(layer, method, moe, tensors, intermediate, where, _batch_invariant())
+        verdict = judge_layer(facts, request, self.settings)
+        if isinstance(verdict, Rejected):
+            return self._stand_aside(where, moe, verdict.reasons, make)
+        instead = chosen[0] if chosen else "unknown"
+        from polymoe.engines.vllm.method import take_over
+
+        return take_over(
+            method,
+            verdict,
+            request,
+            where,
+            dummy=str(getattr(config.load_config, "load_format", "")) == "dummy",
+            check=self._first_of_its_kind,
+            on_packed=lambda ours, module: self._say_packed(ours.packed, module, moe, instead),
+        )
+
+    def _first_of_its_kind(self, plan: LayerPlan) -> bool:
+        new = plan.problem not in self._checked
+        self._checked.add(plan.problem)
+        return new
+
+    def _stand_aside(self, where: str, moe: Any, reasons: tuple[Reason, ...], make: Callable[[], Any]) -> Any:
+        said = "; ".join(map(str, reasons))
+        if self.settings.mode == "require":
+            raise UnsupportedProblem(
+                where,
+                expected="experts that polymoe runs, as POLYMOE=require says",
+                got=said,
+                hint="without POLYMOE=require vLLM runs them",
+            )
+        if _first_rank(moe) and said not in self._said:
+            self._said.add(said)
+            by_choice = all(reason.what in _BY_CHOICE for reason in reasons)
+            level = logging.INFO if by_choice else logging.WARNING
+            log.log(level, "polymoe %s leaves %s, and all layers like it, to vLLM: %s", _version(), where, said)
+        return make()
+
+    def _say_packed(self, packed: PackedLayer, module: nn.Module, moe: Any, instead: str) -> None:
+        summary = packed.selection.summary()
+        if _first_rank(moe) and summary not in self._said:
+            self._said.add(summary)
+            log.info(
+                "polymoe %s runs %s, and all layers like it: %s. %.1f MiB packed for each layer on this rank; "
+                "vLLM's own choice: %s",
+                _version(),
+                packed.where,
+                summary,
+                packed.nbytes(module) / 2**20,
+                instead,
+            )
+
+
+def _padded(method: Any, moe: Any) -> int:
+    """Return F on this rank as the loader of ``method`` fills it."""
+    row = VLLM.get(type(method).__name__)
+    multiple = row.multiple if row else 1
+    return -(-moe.intermediate_size_per_partition // multiple) * multiple
+
+
+def _batch_invariant() -> bool:
+    import vllm.envs as envs  # pyright: ignore
+
+    return bool(envs.VLLM_BATCH_INVARIANT)
+
+
+def _first_rank(moe: Any) -> bool:
+    parallel = moe.moe_parallel_config
+    return parallel.tp_rank == parallel.ep_rank == parallel.dp_rank == 0
+
+
+def _version() -> str:
+    return metadata.version("polymoe")

@@ -1,0 +1,185 @@
+"""Whole vLLM engines on the CPU answer sums with polymoe's experts; ``scripts/test --engines`` installs vLLM."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from support import requantized
+from support.stacked import MODELS
+from support.vllm_engine import PROMPTS
+
+pytest.importorskip("vllm", reason="scripts/test --engines has it")
+
+ENGINE = Path(__file__).parents[2] / "support" / "vllm_engine.py"
+SUMS = ["579", "15", "377", "1000", "25"]
+ONE_PROCESS = {"distributed_executor_backend": "uni"}
+NO_MLA = {"VLLM_MLA_DISABLE": "1"}  # on a CPU, vLLM's MLA takes the sizes of DeepSeek's own models only
+
+Ask = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def ask() -> Iterator[Ask]:
+    """Run one engine; by default polymoe must take all of its experts."""
+    with subprocess.Popen(
+        [sys.executable, str(ENGINE)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as run:
+        assert run.stdin is not None
+        assert run.stdout is not None
+
+        def ask(
+            model: Path, *, reload: tuple[Path, ...] = (), polymoe: str = "require", **changes: Any
+        ) -> dict[str, Any]:
+            environment = {"POLYMOE": polymoe, **changes.pop("environment", {})}
+            options = {**ONE_PROCESS, **changes} if "tensor_parallel_size" not in changes else changes
+            job = {"model": str(model), "options": options, "environment": environment, "reload": [*map(str, reload)]}
+            run.stdin.write(json.dumps(job) + "\n")  # type: ignore[union-attr]
+            run.stdin.flush()  # type: ignore[union-attr]
+            return json.loads(run.stdout.readline())  # type: ignore[union-attr]
+
+        yield ask
+        run.stdin.close()
+
+
+def answers(found: dict[str, Any]) -> list[list[str]]:
+    assert not found["error"], found["log"][-4000:]
+    return found["answers"]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Write the checkpoint of a format, once."""
+    directory = tmp_path_factory.mktemp("formats")
+
+    def write(format: str) -> Path:
+        path = directory / format
+        return path if path.exists() else requantized.write(format, path)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("model", "environment"),
+    [("sums-gpt-oss-mxfp4", {}), ("sums-mixtral-awq", {}), ("sums-kimi-k2-int4", NO_MLA)],
+)
+def test_bundled_checkpoints_answer(ask: Ask, model: str, environment: dict[str, str]) -> None:
+    found = ask(MODELS / model, environment=environment)
+    assert answers(found) == [SUMS]
+    (line,) = [line for line in found["log"].splitlines() if "polymoe 0" in line]
+    assert "and all layers like it: " in line
+    assert "reference" in line
+    assert "MiB packed for each layer on this rank; vLLM's own choice: none" in line
+
+
+@pytest.mark.parametrize("format", [f for f in requantized.FORMATS if f != "MXFP4"])
+def test_every_format_answers(ask: Ask, written: Callable[[str], Path], format: str) -> None:
+    assert answers(ask(written(format))) == [SUMS]
+
+
+def test_mxfp4_answers_as_vllm_does_with_the_dequantized_weights(
+    ask: Ask, written: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The model was not trained for it, and a sum may be wrong."""
+    dequantized = requantized.write("BF16", tmp_path / "dequantized", source=written("MXFP4"))
+    theirs = ask(dequantized, polymoe="0")
+    assert "polymoe" not in theirs["log"]
+    assert answers(ask(written("MXFP4"))) == answers(theirs)
+
+
+@pytest.mark.parametrize("split", [{}, {"enable_expert_parallel": True}], ids=["tp", "ep"])
+@pytest.mark.parametrize("model", ["sums-gpt-oss-mxfp4", "sums-kimi-k2-int4", "FP8 in blocks"])
+def test_two_ranks_answer(ask: Ask, written: Callable[[str], Path], model: str, split: dict[str, Any]) -> None:
+    path = MODELS / model if model.startswith("sums") else written(model)
+    found = ask(path, tensor_parallel_size=2, environment=NO_MLA, **split)
+    assert answers(found) == [SUMS]
+    (line,) = [line for line in found["log"].splitlines() if "polymoe 0" in line]  # of the first rank only
+    assert ("ep=2" if split else "tp=2") in line
+
+
+def test_awq_answers_on_two_expert_parallel_ranks(ask: Ask) -> None:
+    model = MODELS / "sums-mixtral-awq"
+    assert answers(ask(model, tensor_parallel_size=2, enable_expert_parallel=True)) == [SUMS]
+
+
+def changed(source: Path, target: Path, tensor: str) -> Path:
+    """The same model with the rows of one tensor of layer 2's experts in reverse order."""
+    shutil.copytree(source, target)
+    for file in target.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name, value in tensors.items():
+            if "layers.2" in name and name.endswith(tensor):
+                tensors[name] = value.view(torch.uint8).flip(0).view(value.dtype).contiguous()
+        save_file(tensors, file, metadata={"format": "pt"})
+    return target
+
+
+@pytest.mark.parametrize(
+    ("model", "tensor"), [("sums-gpt-oss-mxfp4", "down_proj_blocks"), ("FP8 by channel", "down_proj.weight")]
+)
+def test_reloaded_weights_answer_as_a_fresh_start(
+    ask: Ask, written: Callable[[str], Path], tmp_path: Path, model: str, tensor: str
+) -> None:
+    path = MODELS / model if model.startswith("sums") else written(model)
+    other = changed(path, tmp_path / "other", tensor)
+    (fresh,) = answers(ask(other))
+    assert fresh != SUMS
+    assert answers(ask(path, reload=(other, path, other))) == [SUMS, fresh, SUMS, fresh]
+
+
+def test_a_compiled_engine_answers(ask: Ask) -> None:
+    assert answers(ask(MODELS / "sums-gpt-oss-mxfp4", enforce_eager=False)) == [SUMS]
+
+
+def test_dummy_weights_run(ask: Ask, written: Callable[[str], Path]) -> None:
+    for path in (MODELS / "sums-gpt-oss-mxfp4", written("NVFP4"), written("GPTQ")):
+        (found,) = answers(ask(path, load_format="dummy"))
+        assert len(found) == len(PROMPTS)
+
+
+def test_layers_that_the_user_leaves_to_vllm(ask: Ask, written: Callable[[str], Path]) -> None:
+    found = ask(written("BF16"), polymoe="1", environment={"POLYMOE_LAYERS": "!1-2"})
+    assert answers(found) == [SUMS]
+    lines = [line.partition("polymoe 0")[2] for line in found["log"].splitlines() if "polymoe 0" in line]
+    assert len(lines) == 3  # one for the layers that run, one for each name of the others
+    assert sum("leaves model.layers." in line and "POLYMOE_LAYERS: expects !1-2" in line for line in lines) == 2
+
+
+def test_require_makes_standing_aside_an_error(ask: Ask, written: Callable[[str], Path]) -> None:
+    found = ask(written("BF16"), environment={"POLYMOE_LAYERS": "0"})
+    assert "UnsupportedProblem: model.layers.1.mlp.experts: expected experts that polymoe runs" in found["error"]
+
+
+def test_vllm_runs_what_polymoe_does_not(ask: Ask, written: Callable[[str], Path]) -> None:
+    """With the reason in one line: no backend of this name runs on a CPU."""
+    found = ask(written("BF16"), polymoe="1", environment={"POLYMOE_BACKEND": "triton"})
+    assert answers(found) == [SUMS]
+    (line,) = [line for line in found["log"].splitlines() if "polymoe 0" in line]
+    assert "WARNING" in line
+    assert "leaves model.layers.0.mlp.experts, and all layers like it, to vLLM: " in line
+    assert "triton: " in line
+
+
+def test_a_checkpoint_without_one_tensor_of_one_expert_is_refused(
+    ask: Ask, written: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path = shutil.copytree(written("FP8 by channel"), tmp_path / "lacking")
+    index = path / "model.safetensors.index.json"
+    lacking = "model.layers.3.mlp.experts.2.up_proj.weight_scale"
+    for file in path.glob("*.safetensors"):
+        tensors = {name: tensor for name, tensor in load_file(file).items() if name != lacking}
+        save_file(tensors, file, metadata={"format": "pt"})
+    if index.exists():
+        index.write_text(index.read_text().replace(f'"{lacking}"', '"none"'))
+    found = ask(path)
+    assert "CheckpointError: model.layers.3.mlp.experts: w13_weight_scale: expected all experts" in found["error"]
+    assert "got 9 of 10 parts" in found["error"]
