@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from polymoe.checkpoint.patterns import LONGEST_NAME, LONGEST_PATTERN, check_name, compile_regexes, glob
+from polymoe.checkpoint.patterns import LONGEST_NAME, LONGEST_PATTERN, check_name, compile_regexes
 from polymoe.checkpoint.scheme import exact_or_regex, matcher
 from polymoe.errors import CheckpointError
 
@@ -93,20 +93,12 @@ def test_the_largest_regular_expressions_are_matched_in_a_moment() -> None:
         (["a\x1b[2J"], "1 to 2000 printable characters"),
         (["\ud800"], "1 to 2000 printable characters"),
         (["[a-c]{900}"] * 30, "at most 20000 instructions"),
+        (["a"] * 257, "at most 256 regular expressions, got 257"),
     ],
 )
 def test_regular_expressions_that_are_refused(patterns: list[str], message: str) -> None:
     with pytest.raises(CheckpointError, match=r"^config\.json: ignore: expected (.|\n)*" + message):
         compile_regexes(patterns, "config.json: ignore")
-
-
-def test_globs_match_as_their_regular_expressions() -> None:
-    draw = random.Random(0)
-    for _ in range(3000):
-        pattern = "".join(draw.choices("ab.*", k=draw.randrange(7)))
-        text = "".join(draw.choices("ab.", k=draw.randrange(9)))
-        expected = re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), text) is not None
-        assert glob(pattern)(text) is expected, (pattern, text)
 
 
 def test_names_in_lists_match_as_one_regular_expression_over_them() -> None:
@@ -124,14 +116,14 @@ def test_names_in_lists_match_as_one_regular_expression_over_them() -> None:
 def test_lists_of_many_stars_are_matched_at_once() -> None:
     stars, module = "*a" * (LONGEST_PATTERN // 2 - 1) + "*b", "model." + "a" * (LONGEST_NAME - 6)
     start = time.perf_counter()
-    assert not matcher([stars, "*a*a*a*a*a*a*a*a*a*c*"] * 100, "a list")(module)
+    assert not matcher([stars, "*a*a*a*a*a*a*a*a*a*c*.d"] * 100, "a list")(module)
     assert not matcher([f"model.layers.{i}.mlp" for i in range(100_000)], "a list")("model.a.b.c.d.e.f.g.h.i.j")
     assert time.perf_counter() - start < 2
 
 
 def test_too_many_globs_are_refused() -> None:
-    with pytest.raises(CheckpointError, match="expected at most 10000 patterns with a star, got 10001"):
-        matcher(["layers.*.mlp"] * 10_001, "a list")
+    with pytest.raises(CheckpointError, match="expected at most 500 patterns with a star, got 501"):
+        matcher(["layers.*.mlp"] * 501, "a list")
 
 
 def test_a_module_is_in_a_list_or_matches_it() -> None:

@@ -36,7 +36,7 @@ def parse_quantization(config: Mapping[str, Any], side: Mapping[str, Any] | None
     half = dtype == "float16"
     plain = Scheme("plain", FORMATS["fp16" if half else "bf16"].encoding)
     nothing = QuantizationConfig(
-        method="none", layers=NamedSchemes({}), ignored=lambda _: False, targets=(), default=lambda: plain, plain=plain
+        method="none", layers=NamedSchemes(), ignored=lambda _: False, targets=(), default=lambda: plain, plain=plain
     )
     found = _find(config, side)
     if found is None:

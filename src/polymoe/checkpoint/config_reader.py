@@ -14,7 +14,7 @@ __all__ = ["MOST_EXPERTS", "MOST_LAYERS", "MOST_WIDTH", "ConfigReader"]
 
 # The largest numbers that a config may give: far above those of any model, and small enough that what is computed from
 # them ends and fits into memory.
-MOST_LAYERS = 1_000
+MOST_LAYERS = 500
 """Layers of a model."""
 
 MOST_EXPERTS = 65_536

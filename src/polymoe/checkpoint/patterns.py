@@ -1,7 +1,7 @@
 """Names and patterns that come from a file: bounded in length and number, and matched in linear time.
 
 Python's ``re`` backtracks: a nested quantifier, or a few stars in one glob, takes it longer than anyone waits. Regular
-expressions are matched by RE2 instead, globs by a search for one literal part after the other.
+expressions are matched by RE2 instead. (Lists of names with stars: see :func:`polymoe.checkpoint.scheme.matcher`.)
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ from typing import Any
 
 from polymoe.errors import CheckpointError, quoted
 
-__all__ = ["LONGEST_NAME", "LONGEST_PATTERN", "check_name", "compile_regexes", "glob"]
+__all__ = ["LONGEST_NAME", "LONGEST_PATTERN", "check_name", "compile_regexes"]
 
 LONGEST_NAME = 500
 """Characters of a name; the longest ones in use have about 150."""
 
 LONGEST_PATTERN = 2_000
 """Characters of a pattern, which may list the numbers of many layers."""
+
+MOST_REGEXES = 256
+"""Regular expressions of one list: a few dozen in use."""
 
 MOST_INSTRUCTIONS = 20_000
 """Size of all regular expressions of one list, in the instructions that RE2 translates them to: those in use have about
@@ -63,6 +66,8 @@ def compile_regexes(patterns: Iterable[str], where: str) -> tuple[Callable[[str]
     """
     if not (patterns := tuple(patterns)):
         return ()
+    if len(patterns) > MOST_REGEXES:
+        raise CheckpointError(where, expected=f"at most {MOST_REGEXES} regular expressions", got=str(len(patterns)))
     import re2  # few checkpoints need it
 
     options = re2.Options()
@@ -87,29 +92,6 @@ def compile_regexes(patterns: Iterable[str], where: str) -> tuple[Callable[[str]
             )
         matchers.append(partial(_matches, wanted, unwanted))
     return tuple(matchers)
-
-
-def glob(pattern: str) -> Callable[[str], bool]:
-    """Return a function that says whether a whole text matches ``pattern``, in which ``*`` stands for any characters,
-    also none; every other character stands for itself."""
-    first, *middle = pattern.split("*")
-    if not middle:
-        return lambda text: text == pattern
-    last = middle.pop()
-
-    def matches(text: str) -> bool:
-        if not text.startswith(first) or not text.endswith(last) or len(text) < len(first) + len(last):
-            return False
-        # The first occurrence of each part leaves the most for the others, so no other one needs to be tried.
-        start, end = len(first), len(text) - len(last)
-        for part in middle:
-            found = text.find(part, start, end)
-            if found < 0:
-                return False
-            start = found + len(part)
-        return True
-
-    return matches
 
 
 def _matches(wanted: Any, unwanted: list[Any], name: str) -> bool:

@@ -164,8 +164,10 @@ def _modelopt_layers(keys: ConfigReader, context: Context) -> NamedSchemes:
     layers = keys.part("quantized_layers")
     if not layers.config:
         layers = context.side.part("quantization").part("quantized_layers")
-    parts = zip(layers.config, layers.parts(), strict=True)
-    return NamedSchemes({name: partial(_modelopt_scheme, part) for name, part in parts})
+    for name, layer in layers.config.items():
+        if not isinstance(layer, Mapping):
+            raise layers.error(name, "an object", layer)
+    return NamedSchemes(layers.config, lambda name: _modelopt_scheme(layers.part(name)))
 
 
 def _algorithm(keys: ConfigReader) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 
 from polymoe.activation_quantization import UNQUANTIZED, ActivationQuantization
-from polymoe.checkpoint.patterns import compile_regexes, glob
+from polymoe.checkpoint.patterns import compile_regexes
 from polymoe.errors import CheckpointError
 from polymoe.formats import Encoding
 
@@ -16,8 +17,8 @@ __all__ = ["NamedSchemes", "QuantizationConfig", "Scheme", "exact_or_regex", "ma
 ROOTS = ("model", "backbone", "language_model")  # prefixes of module names that tools add, drop and exchange
 _EXPERTS = ".experts."
 
-MOST_GLOBS = 10_000
-"""Entries with a star in one list: at most a few hundred in use."""
+MOST_GLOBS = 500
+"""Entries of one list with a star that is not at their end: a few dozen in use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,32 +38,37 @@ class Scheme:
 
 
 class NamedSchemes:
-    """Functions that make the schemes of named modules and of everything below them.
+    """Schemes of named modules and of everything below them, made on request.
 
     Where a map names the modules of single experts, the first of a layer also describes its stacked experts.
+
+    Args:
+        names: the modules' names; there may be one for each matrix of each expert.
+        make: called with one of the names for its scheme.
     """
 
-    def __init__(self, schemes: Mapping[str, Callable[[], Scheme]]) -> None:
-        self._named: dict[str, Callable[[], Scheme]] = {}
-        self._stacked: dict[str, Callable[[], Scheme]] = {}
-        for name, make in schemes.items():
+    def __init__(self, names: Iterable[str] = (), make: Callable[[str], Scheme] | None = None) -> None:
+        self._make = make
+        self._named: dict[str, str] = {}
+        self._stacked: dict[str, str] = {}
+        for name in names:
             bare = without_root(name)
-            self._named[bare] = make
+            self._named[bare] = name
             container, experts, _ = bare.partition(_EXPERTS)
             if experts:
-                self._stacked.setdefault(container, make)
+                self._stacked.setdefault(container, name)
 
     def __bool__(self) -> bool:
         return bool(self._named)
 
     def find(self, module: str) -> Callable[[], Scheme] | None:
-        """Return the function of a module, or None."""
+        """Return a function that makes the scheme of a module, or None if the map does not name it."""
         bare = without_root(module)
-        for name in _above(bare):
-            if name in self._named:
-                return self._named[name]
-        container, experts, part = bare.partition(_EXPERTS)
-        return self._stacked.get(container) if experts and "." not in part else None
+        name = next((self._named[above] for above in _above(bare) if above in self._named), None)
+        if name is None:
+            container, experts, part = bare.partition(_EXPERTS)
+            name = self._stacked.get(container) if experts and "." not in part else None
+        return None if name is None or self._make is None else partial(self._make, name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,17 +135,17 @@ def matcher(patterns: Iterable[str], where: str) -> Callable[[str], bool]:
     names = [p for p in patterns if p and not p.startswith("re:")]
     names = [without_root(p[:-1] if len(p) > 1 and p.endswith("*") and p[-2] != "." else p) for p in names]
     whole = {name for name in names if "*" not in name}
-    starred = [name for name in names if "*" in name]
-    if len(starred) > MOST_GLOBS:
-        raise CheckpointError(where, expected=f"at most {MOST_GLOBS} patterns with a star", got=str(len(starred)))
-    # A run of components is a part of the name between dots, if the name has one before and after it.
-    globs = [glob(f"*.{name}.*") for name in starred]
+    # A run of components is a part of the name between dots, if the name has a dot before and after it. A star stands
+    # for anything, so that the parts between the stars only have to occur one after the other.
+    globs = [f".{name}.".split("*") for name in names if "*" in name]
+    if len(globs) > MOST_GLOBS:
+        raise CheckpointError(where, expected=f"at most {MOST_GLOBS} patterns with a star", got=str(len(globs)))
 
     def matches(module: str) -> bool:
         bare = without_root(module)
         return (
             any(run in whole for run in _runs(bare))
-            or any(fits(f".{bare}.") for fits in globs)
+            or any(_in_order(parts, f".{bare}.") for parts in globs)
             or any(fits(module) for fits in regexes)
         )
 
@@ -153,6 +159,18 @@ def exact_or_regex(patterns: Iterable[str], where: str) -> Callable[[str], bool]
     regexes = compile_regexes([p[3:] for p in patterns if p.startswith("re:")], where)
     names = {without_root(p) for p in patterns if not p.startswith("re:")}
     return lambda module: without_root(module) in names or any(fits(module) for fits in regexes)
+
+
+def _in_order(parts: list[str], text: str) -> bool:
+    """Whether all parts occur in a text, each after the end of the one before. The first occurrence of each leaves the
+    most for the others, so no other one needs to be tried."""
+    end = 0
+    for part in parts:
+        found = text.find(part, end)
+        if found < 0:
+            return False
+        end = found + len(part)
+    return True
 
 
 def _above(module: str) -> Iterator[str]:
