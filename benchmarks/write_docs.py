@@ -9,6 +9,7 @@ python benchmarks/write_docs.py --picture  # rewrite them and draw the plot of R
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +38,9 @@ PEERS = "peers-h200.jsonl"
 
 DECODE, SERVE = "decode-h200.jsonl", "serve-h200.jsonl"
 """Records of ``polymoe bench decode`` and ``polymoe bench serve``; without them their documents have no table."""
+
+ATTACKS = "attacks.jsonl"
+"""Records of tests/attacks/campaign.py; without them docs/security.md says so."""
 
 README_TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
 README_ROWS = (
@@ -225,6 +229,23 @@ def serve(path: Path) -> str:
     return "\n".join(report.markdown(sorted(rows, key=lambda r: r.load)) for rows in tables.values())
 
 
+def attacks(path: Path) -> str:
+    """docs/security.md's table: the verdicts of each verb in the newest campaign."""
+    if not path.exists():
+        return "There is no record yet.\n"
+    run = max(map(json.loads, path.read_text(encoding="utf-8").splitlines()), key=lambda run: run["date"])
+    verdicts = dict.fromkeys(["same", "answered", "refused", *(name for of in run["verdicts"].values() for name in of)])
+    rows = [[verb, *(str(of.get(name, 0)) for name in verdicts)] for verb, of in run["verdicts"].items()]
+    counts = (
+        f"{run['mutated_checkpoints']:,} changed checkpoints, {run['cases']:,} cases, "
+        f"{run['failures']} failures, at most {run['slowest_s']:.1f} s"
+    )
+    versions = (
+        f"Python {run['python']}, torch {run['torch']}, transformers {run['transformers']}, polymoe {run['commit']}"
+    )
+    return f"{markdown(['', *verdicts], rows)}\n`{run['command']}`: {counts}. {versions}, {run['date'][:10]}.\n"
+
+
 def number(time_us: float) -> str:
     """Three significant digits, or every digit before the point."""
     return f"{time_us:.{1 if time_us < 99.95 else 0}f}"
@@ -253,6 +274,7 @@ def documents() -> dict[Path, str]:
         docs / "performance" / "cuda.md": {"times": standing(of_cuda, "cuda", peers), "calls": calls(of_cuda)},
         docs / "decoding.md": {"decode": decode(results / DECODE)},
         docs / "serving.md": {"serve": serve(results / SERVE)},
+        docs / "security.md": {"attacks": attacks(results / ATTACKS)},
     }
     texts = {docs / "backends.md": backends_document()}
     for path, parts in tables.items():

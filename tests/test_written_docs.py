@@ -40,7 +40,7 @@ def test_current() -> None:
     documents = write_docs.documents()
     assert {str(path.relative_to(write_docs.ROOT)) for path in documents} == {
         "README.md", "docs/backends.md", "docs/performance/cuda.md", "docs/performance/triton.md", "docs/decoding.md",
-        "docs/serving.md",
+        "docs/serving.md", "docs/security.md",
     }  # fmt: skip
     for path, text in documents.items():
         assert path.read_text(encoding="utf-8") == text, path
@@ -48,9 +48,9 @@ def test_current() -> None:
 
 def test_check_names_what_is_not_current(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nothing is written by --check; without it the file is written, and then it is current."""
-    pages = ("performance/cuda.md", "performance/triton.md", "decoding.md", "serving.md")
+    pages = ("performance/cuda.md", "performance/triton.md", "decoding.md", "serving.md", "security.md")
     documents = ("README.md", *(f"docs/{page}" for page in pages))
-    names = (*write_docs.RECORDS.values(), write_docs.PEERS, write_docs.DECODE, write_docs.SERVE)
+    names = (*write_docs.RECORDS.values(), write_docs.PEERS, write_docs.DECODE, write_docs.SERVE, write_docs.ATTACKS)
     results = (f"benchmarks/results/{name}" for name in names)
     for name in (*documents, *(file for file in results if (write_docs.ROOT / file).exists())):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -381,6 +381,21 @@ def test_a_whole_models_table_is_of_the_newest_records_and_the_fastest_other(tmp
     assert "| weights, once loaded | 13.0 GB | 40.0 GB | 0.33 |  |  |" in text
     assert "batch 16" not in text
     assert "triton" not in text.split("\n\n")[0]
+
+
+def test_the_newest_campaign_of_attacks(tmp_path: Path) -> None:
+    assert write_docs.attacks(tmp_path / "none.jsonl") == "There is no record yet.\n"
+    run = {
+        "mutated_checkpoints": 3000, "cases": 6000, "failures": 1, "slowest_s": 4.04, "python": "3.12", "torch": "2.11",
+        "verdicts": {"run": {"same": 2900, "refused": 100}, "load": {"answered": 2999, "raised": 1}},
+        "transformers": "5.17", "commit": "abc", "date": "2026-02-02T00:00:00Z", "command": "python -m x",
+    }  # fmt: skip
+    old = run | {"date": "2026-01-01T00:00:00Z", "cases": 5}
+    (tmp_path / "r.jsonl").write_text(f"{json.dumps(run)}\n{json.dumps(old)}\n")
+    text = write_docs.attacks(tmp_path / "r.jsonl")
+    assert "|  | same | answered | refused | raised |" in text
+    assert "| load | 0 | 2999 | 0 | 1 |" in text
+    assert "3,000 changed checkpoints, 6,000 cases, 1 failures, at most 4.0 s. Python 3.12" in text
 
 
 def test_a_servers_tables_are_those_of_its_lengths(tmp_path: Path) -> None:
