@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from polymoe.bench.cases import CASES, Workload, case_named, random_weights
 from polymoe.checkpoint import Checkpoint
 from polymoe.cost import cost
-from polymoe.errors import ArgumentError
+from polymoe.errors import ArgumentError, FormatError
 from polymoe.formats import FORMATS
 from polymoe.machine import DEVICES
 from polymoe.problem import Problem
@@ -96,3 +100,13 @@ def test_a_checkpoints_layer() -> None:
     assert not workload.problem.activations.quantized
     assert torch.equal(workload.weights.expert(3).up.codes, checkpoint.weights(2).expert(3).up.codes)
     assert Workload.of_checkpoint(checkpoint, None, CPU).case == "sums-gpt-oss-mxfp4:layer0"
+
+
+def test_a_bad_scale_of_a_checkpoint_is_named_with_its_layer(tmp_path: Path) -> None:
+    shutil.copytree(SUMS, tmp_path / "sums")
+    shard = tmp_path / "sums" / "model-00002-of-00002.safetensors"
+    tensors = load_file(shard)
+    tensors["model.layers.2.mlp.experts.down_proj_scales"][3, 0, 0] = 0xFF
+    save_file(tensors, shard)
+    with pytest.raises(FormatError, match=r"^sums:layer2, expert 3 down scales: expected finite numbers"):
+        Workload.of_checkpoint(Checkpoint.open(tmp_path / "sums"), 2, CPU)

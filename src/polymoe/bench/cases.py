@@ -185,7 +185,7 @@ class Workload:
         problem = checkpoint.problem(layer, tp=tp, ep=ep, activations=mode)
         weights = checkpoint.weights(layer, tp=tp, ep=ep)
         name = f"{checkpoint.name.rstrip('/').split('/')[-1]}:layer{layer}"
-        problem = replace(problem, scales=measure_scales(weights, device))
+        problem = replace(problem, scales=measure_scales(weights, device, name))
         return cls(name, problem, ExpertWeights(problem.spec, lambda e: weights.expert(e).to(device)))
 
     def batch_invariant(self) -> Workload:

@@ -201,7 +201,9 @@ def _verify_backends(
 ) -> list[BackendRow]:
     mode = resolve_activations(checkpoint, layer, machine, "auto")
     weights = checkpoint.weights(layer)
-    problem = replace(checkpoint.problem(layer, activations=mode), scales=measure_scales(weights))
+    problem = replace(
+        checkpoint.problem(layer, activations=mode), scales=measure_scales(weights, where=f"layer {layer}")
+    )
     selection = select(problem, machine, backend=backend)
     if backend != "auto":
         selection.require(f"layer {layer}")
