@@ -10,7 +10,9 @@ import pytest
 from polymoe.backends.features import judge
 from polymoe.backends.triton import Tile, Triton, TritonConfig
 from polymoe.backends.triton.tiles import smaller
+from polymoe.errors import ArgumentError
 from polymoe.formats import FORMATS
+from polymoe.layouts import LAYOUTS
 from polymoe.machine import DEVICES, Machine
 from polymoe.problem import Problem
 from polymoe.tensors import ExpertsSpec
@@ -57,9 +59,8 @@ class TestCheck:
         encoding = FORMATS[format].encoding
         modes = ("16bit", "fp8_token", "fp8_group128", "fp8_static") if format != "int4_g32" else ("16bit",)
         for width in widths:
-            spec = ExpertsSpec(
-                hidden=hidden, intermediate=width, experts=8, gate=encoding, up=encoding, down=encoding
-            )  # fmt: skip
+            sizes = {"hidden": hidden, "intermediate": width, "experts": 8}
+            spec = ExpertsSpec(**sizes, gate=encoding, up=encoding, down=encoding)
             for mode in modes:
                 problem = Problem(spec=spec, activation=GPT_OSS, top_k=2, activations=mode)  # type: ignore[arg-type]
                 for gpu in ("a100", "h200", "rtx5090"):
@@ -73,9 +74,8 @@ class TestCheck:
             machine("cpu", {"triton": "3.5.1"}),
         )
         assert isinstance(verdict, Rejected)
-        assert {r.what for r in verdict.reasons} == {
-            "GPU", "triton", "routing weight on the input", "batch-invariant results"
-        }  # fmt: skip
+        reasons = {r.what for r in verdict.reasons}
+        assert reasons == {"GPU", "triton", "routing weight on the input", "batch-invariant results"}
 
     def test_triton_missing(self) -> None:
         verdict = Triton().check(seed_problem(), machine("h200", {}))
@@ -165,3 +165,52 @@ class TestTooLittleSharedMemory:
             config = smaller(config, "up", problem.spec.up)
         assert len(set(seen)) == len(seen) > 5
         assert (seen[-1].block_m, seen[-1].up.num_stages, seen[-1].up.block_n) == (16, 2, 16)
+
+
+TILES = {
+    "plain": TritonConfig(16, Tile(64, 128), Tile(64, 128)),
+    "split": TritonConfig(64, Tile(64, 128, split_k=2), Tile(64, 128, split_k=4)),
+    "short K": TritonConfig(16, Tile(64, 128), Tile(64, 128, n_blocks_per_cta=4)),
+}
+
+
+class TestWorkspace:
+    """Memory of a call that the caller gives."""
+
+    @pytest.mark.parametrize("config", TILES)
+    @pytest.mark.parametrize("activations", ["16bit", "fp8_token", "fp8_group128", "fp8_static"])
+    @pytest.mark.parametrize(("format", "tokens"), [("mxfp4", 1), ("mxfp4", 1500), ("bf16", 40)])
+    def test_nothing_else_is_allocated(
+        self, format: str, tokens: int, activations: str, config: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        torch = pytest.importorskip("torch")
+        pytest.importorskip("triton")
+        from support.triton_launches import empty, launches, meta_layer
+
+        problem, packed = meta_layer(format, intermediate=256, activations=activations)
+        tiles = TILES[config]
+        size = Triton().bind(problem, packed).workspace_bytes(tokens, 4, tiles)
+        workspace = empty(size, dtype=torch.uint8)
+        expected = launches(problem, packed, "h200", tokens, config=tiles)
+        fresh, made = torch.empty, []
+        monkeypatch.setattr(torch, "empty", lambda *a, **kw: made.append(a) or fresh(*a, **kw))
+        found = launches(problem, packed, "h200", tokens, config=tiles, workspace=workspace)
+        assert [a for a in made if a[0] != tokens] == []
+        assert [launch.name for launch in found] == [launch.name for launch in expected]
+        for mine, theirs in zip(found, expected, strict=True):
+            for name, value in mine.values.items():
+                if isinstance(value, torch.Tensor):
+                    assert (value.shape, value.stride()) == (theirs.values[name].shape, theirs.values[name].stride())
+
+    def test_an_address_that_is_not_aligned(self) -> None:
+        torch = pytest.importorskip("torch")
+        pytest.importorskip("triton")
+        from support.problems import problem_of, random_call, random_experts
+
+        weights = random_experts()
+        problem = problem_of(weights)
+        runner = Triton().bind(problem, LAYOUTS["natural"].pack(weights, torch.device("cpu")))
+        x, routing = random_call(3, 64, 5)
+        workspace = torch.empty(10_000_001, dtype=torch.uint8)[1:]
+        with pytest.raises(ArgumentError, match="workspace: expected an address that is a multiple of 16"):
+            runner.run(x, routing, TILES["plain"], torch.empty_like(x), workspace=workspace)

@@ -113,9 +113,7 @@ def test_what_a_backend_does_not_take_is_refused_by_name(call: tuple[Tensor, Rou
     weights, (x, routing) = random_experts(), call
     table = toys()
     experts = FusedExperts.pack(problem_of(weights), weights, choice(table))
-    for name, value in (
-        ("workspace", torch.empty(64, dtype=torch.uint8)), ("expert_map", torch.arange(5)),
-    ):  # fmt: skip
+    for name, value in {"workspace": torch.empty(64, dtype=torch.uint8), "expert_map": torch.arange(5)}.items():
         with pytest.raises(ArgumentError, match=f"{name}: expected none: backend 'small' does not support it"):
             experts(x, *routing, **{name: value})
 

@@ -15,7 +15,7 @@ from polymoe.backends.reference import run_experts
 from polymoe.bench.cases import CASES, Workload
 from polymoe.bench.records import Stamp
 from polymoe.bench.tune import Tune
-from polymoe.errors import CheckpointError, PlanError
+from polymoe.errors import ArgumentError, CheckpointError, PlanError
 from polymoe.experts import FusedExperts
 from polymoe.kernels.cuda.sizes import W4A16_WGMMA
 from polymoe.layouts import LAYOUTS
@@ -111,6 +111,35 @@ def test_after_an_update_that_failed_calls_raise_and_a_graph_follows_the_next_on
     graph.replay()
     assert relative_error(out.cpu(), expected(experts, other, call)) < TOLERANCE
     assert torch.equal(experts(*call), out)
+
+
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+@pytest.mark.parametrize(("activations", "hidden", "intermediate"), [("16bit", 336, 272), ("fp8_group128", 1024, 512)])
+@pytest.mark.parametrize("tokens", [2, 200, 1500])
+def test_output_and_workspace_of_the_caller(
+    backend: str, activations: str, hidden: int, intermediate: int, tokens: int
+) -> None:
+    weights = same_experts(hidden=hidden, intermediate=intermediate)
+    experts, call = layer(weights, backend, activations=activations), call_of(tokens, hidden)
+    y, out = experts(*call), torch.full_like(call[0], float("nan"))
+    size = experts.workspace_bytes(tokens)
+    memory = torch.full((size + 512,), 255, dtype=torch.uint8, device="cuda")
+    workspace = memory[256 : size + 256]
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    assert experts(*call, out=out, workspace=workspace) is out
+    assert torch.cuda.max_memory_allocated() - before <= 4096  # nothing but small conversions of arguments
+    assert torch.equal(out, y)
+    assert bool((memory[:256] == 255).all() & (memory[-256:] == 255).all())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        experts(*call, out=out, workspace=workspace)
+    out.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(out, y)
+    with pytest.raises(ArgumentError, match="workspace: expected at least"):
+        experts(*call, workspace=workspace[: size // 2])
 
 
 @pytest.mark.parametrize("backend", ["cuda", "triton"])

@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 CASES: dict[str, dict[str, Any]] = {
     **{format: {"format": format} for format in FORMATS},
     "one token": {"tokens": 1},
+    "memory of its own": {"tokens": 300, "workspace": False, "hidden": 32, "intermediate": 32, "split_k": 2},
     "zero points": {"zero_points": True},
     "bias, gpt-oss": {"bias": True, "activation": "gpt_oss"},
     "bias, split K": {"bias": True, "split_k": 2},

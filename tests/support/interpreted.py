@@ -92,9 +92,17 @@ def run(case: dict) -> dict:
     if case.get("quantized"):
         given, options["x_scales"] = quantized(x, problem.activations.group_columns)
     assert options.keys() <= runner.options
-    runner.run(given, routing, config, out, **options)
     expected = torch.empty_like(out)
     Reference().bind(problem, packed).run(given, routing, config, expected, **options)
+    if case.get("workspace", True):
+        size = runner.workspace_bytes(*routing.topk_ids_TA.shape, config)
+        memory = torch.full((size + 512,), 255, dtype=torch.uint8)  # NaN, whatever is read before it is written
+        options["workspace"] = memory[256 : size + 256]
+        runner.run(given, routing, config, out, **options)
+        assert (memory[:256] == 255).all()
+        assert (memory[-256:] == 255).all()
+    else:
+        runner.run(given, routing, config, out, **options)
     return {"error": relative_error(out, expected)}
 
 

@@ -83,14 +83,15 @@ def launches(
     dtype: torch.dtype = torch.bfloat16,
     refuse: Callable[[Launch], Exception | None] = lambda launch: None,
     backend: Triton | None = None,
+    **options: torch.Tensor,
 ) -> list[Launch]:
     """Return the launches of one call. If ``refuse`` returns an exception, the launch raises it."""
     found = []
 
     def record(self: Any, *args: Any, grid: Any, warmup: bool, **kw: Any) -> None:
-        options = {k: v for k, v in kw.items() if k not in self.arg_names}
+        compile_options = {k: v for k, v in kw.items() if k not in self.arg_names}
         values = dict(zip(self.arg_names, args, strict=False)) | {k: v for k, v in kw.items() if k in self.arg_names}
-        launch = Launch(self, values, options)
+        launch = Launch(self, values, compile_options)
         if (error := refuse(launch)) is not None:
             raise error
         found.append(launch)
@@ -100,5 +101,5 @@ def launches(
     routing = Routing(empty(tokens, 4, dtype=torch.int64), empty(tokens, 4, dtype=torch.float32))
     x = empty(tokens, problem.spec.hidden, dtype=dtype)
     with patch.object(triton.JITFunction, "run", record):
-        backend.bind(problem, packed).run(x, routing, config, torch.empty_like(x))
+        backend.bind(problem, packed).run(x, routing, config, torch.empty_like(x), **options)
     return found

@@ -10,13 +10,23 @@ from torch import Tensor
 
 from polymoe.backends.config import Config
 from polymoe.backends.features import Handled
+from polymoe.errors import ArgumentError
 from polymoe.layouts import Packed
 from polymoe.machine import Machine
 from polymoe.problem import Problem
 from polymoe.routing import Routing
 from polymoe.verdict import Accepted, Verdict
 
-__all__ = ["Backend", "BackendBase", "Prediction", "Runner", "RunnerBase", "layouts_for", "mapped_ids"]
+__all__ = [
+    "Backend",
+    "BackendBase",
+    "Prediction",
+    "Runner",
+    "RunnerBase",
+    "layouts_for",
+    "mapped_ids",
+    "require_aligned",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +71,8 @@ class Runner(Protocol):
             routing: ids and weights of the experts of each token.
             config: of the backend that bound the runner.
             out_TH: contiguous, in x's dtype unless x is quantized.
-            workspace: contiguous uint8, at least :meth:`workspace_bytes`, to use instead of allocating.
+            workspace: contiguous uint8, at least :meth:`workspace_bytes`, to use instead of allocating. What is in it
+                does not matter, before or after.
             x_scales: float32 [T, groups], what multiplies x: see :class:`~polymoe.activation_quantization`.
             expert_map: int32 or int64 [E], the place of each expert in the packed layer, or -1 for experts of other
                 ranks; without it, experts are this rank's as ``problem.spec`` says.
@@ -86,6 +97,17 @@ class RunnerBase:
     def workspace_bytes(self, tokens: int, top_k: int, config: Config) -> int:
         """None needed."""
         return 0
+
+
+def require_aligned(name: str, tensor: Tensor, multiple: int = 16) -> None:
+    """Require that a tensor begins at an address that is a multiple of so many bytes.
+
+    Raises:
+        ArgumentError: if it does not; ``name`` is the argument's.
+    """
+    if tensor.data_ptr() % multiple:
+        expected = f"an address that is a multiple of {multiple}"
+        raise ArgumentError(name, expected=expected, got=hex(tensor.data_ptr()))
 
 
 def mapped_ids(ids_TA: Tensor, expert_map: Tensor) -> Tensor:

@@ -32,9 +32,14 @@ __all__ = ["Reference", "ReferenceRunner", "emulate_activations", "run_expert", 
 _DEQUANTIZED_BYTES = 24
 
 _HANDLES: Handled = {
-    **SHARDS, "activation": (SwiGLU, GeGLU, ReLU2), "weight_on": ("output", "input"), "dtype": ("bf16", "fp16", "fp32"),
-    "activations": tuple(ACTIVATIONS.values()), "scales": ANY, "spec.bias": ANY,
-}  # fmt: skip
+    **SHARDS,
+    "activation": (SwiGLU, GeGLU, ReLU2),
+    "weight_on": ("output", "input"),
+    "dtype": ("bf16", "fp16", "fp32"),
+    "activations": tuple(ACTIVATIONS.values()),
+    "scales": ANY,
+    "spec.bias": ANY,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,9 +36,15 @@ _DRIVER = (13, 0)
 
 _ACTIVATIONS = tuple(dict.fromkeys(mode for family in FAMILIES.values() for mode in family.activations))
 _HANDLES: Handled = {
-    **SHARDS, "activation": (SwiGLU, GeGLU, ReLU2), "weight_on": ("output", "input"), "dtype": ("bf16", "fp16", "fp32"),
-    "activations": _ACTIVATIONS, "scales": ANY, "spec.bias": ANY, "batch_invariant": ANY,
-}  # fmt: skip
+    **SHARDS,
+    "activation": (SwiGLU, GeGLU, ReLU2),
+    "weight_on": ("output", "input"),
+    "dtype": ("bf16", "fp16", "fp32"),
+    "activations": _ACTIVATIONS,
+    "scales": ANY,
+    "spec.bias": ANY,
+    "batch_invariant": ANY,
+}
 _FORMATS = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in family.formats))
 
 

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from polymoe.activations import Activation, GeGLU, SwiGLU
-from polymoe.backends.base import RunnerBase, mapped_ids
+from polymoe.backends.base import RunnerBase, mapped_ids, require_aligned
 from polymoe.backends.config import Config
 from polymoe.backends.cuda.config import CudaConfig
 from polymoe.backends.cuda.families import families_for, format_of
-from polymoe.errors import ArgumentError
 from polymoe.formats import Encoding
 from polymoe.kernels.cuda import launch
 from polymoe.kernels.cuda.launch.args import DTYPES
@@ -57,9 +56,16 @@ class CudaRunner(RunnerBase):
         return config.kernels.call.regions(self._layer, config.block_m, tokens, top_k).offsets()[1]
 
     def run(
-        self, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor, *, workspace: Tensor | None = None,
-        x_scales: Tensor | None = None, expert_map: Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        x_TH: Tensor,
+        routing: Routing,
+        config: Config,
+        out_TH: Tensor,
+        *,
+        workspace: Tensor | None = None,
+        x_scales: Tensor | None = None,
+        expert_map: Tensor | None = None,
+    ) -> None:
         """See :meth:`polymoe.backends.base.Runner.run`. The tensors' GPU must be torch's current one."""
         assert isinstance(config, CudaConfig)
         ids_TA, weights_TA = routing
@@ -73,10 +79,7 @@ class CudaRunner(RunnerBase):
             ids_TA = ids_TA.contiguous()
         if not weights_TA.is_contiguous():
             weights_TA = weights_TA.contiguous()
-        if out_TH.data_ptr() % _ALIGNMENT:
-            raise ArgumentError(
-                "out", expected=f"an address that is a multiple of {_ALIGNMENT}", got=hex(out_TH.data_ptr())
-            )
+        require_aligned("out", out_TH)
         x, dtype = self._input(x_TH, x_scales, config)
         free = self._free.get(config)
         if free is None:
@@ -90,15 +93,12 @@ class CudaRunner(RunnerBase):
             call.resize(*shape)
         if workspace is None:
             workspace = torch.empty(call.bytes, dtype=torch.uint8, device=self._device)
-        elif workspace.data_ptr() % _ALIGNMENT:
-            raise ArgumentError(
-                "workspace", expected=f"an address that is a multiple of {_ALIGNMENT}", got=hex(workspace.data_ptr())
-            )
+        else:
+            require_aligned("workspace", workspace)
         stream = 0 if self._index is None else torch._C._cuda_getCurrentRawStream(self._index)
-        call.run(
-            x.data_ptr(), ids_TA.data_ptr(), weights_TA.data_ptr(), out_TH.data_ptr(), workspace.data_ptr(), stream,
-            (dtype, DTYPES[out_TH.dtype], ids_TA.dtype is torch.int64, first_expert), quantized_x=x_scales is not None,
-        )  # fmt: skip
+        addresses = (x.data_ptr(), ids_TA.data_ptr(), weights_TA.data_ptr(), out_TH.data_ptr(), workspace.data_ptr())
+        kinds = (dtype, DTYPES[out_TH.dtype], ids_TA.dtype is torch.int64, first_expert)
+        call.run(*addresses, stream, kinds, quantized_x=x_scales is not None)
         free.append(call)
 
     def _input(self, x_TH: Tensor, scales: Tensor | None, config: CudaConfig) -> tuple[Tensor, int]:
@@ -120,17 +120,35 @@ def _layer(problem: Problem, packed: Packed, sms: int) -> launch.Layer:
     spec, t = problem.spec, packed.tensors
     first = "gate" if spec.gated else "up"
     up = launch.Matrix(
-        _format(spec.up), t["up.codes"], t.get("up.scales"), (2 if spec.gated else 1) * spec.intermediate, spec.hidden,
-        t.get(f"{first}_bias"), t.get("up_bias"), t.get(f"{first}.global_scale"), t.get("up.global_scale"),
-    )  # fmt: skip
+        format=_format(spec.up),
+        codes=t["up.codes"],
+        scales=t.get("up.scales"),
+        n=(2 if spec.gated else 1) * spec.intermediate,
+        k=spec.hidden,
+        bias=t.get(f"{first}_bias"),
+        up_bias=t.get("up_bias"),
+        expert_scale=t.get(f"{first}.global_scale"),
+        up_expert_scale=t.get("up.global_scale"),
+    )
     down = launch.Matrix(
-        _format(spec.down), t["down.codes"], t.get("down.scales"), spec.hidden, spec.intermediate, t.get("down_bias"),
+        format=_format(spec.down),
+        codes=t["down.codes"],
+        scales=t.get("down.scales"),
+        n=spec.hidden,
+        k=spec.intermediate,
+        bias=t.get("down_bias"),
         expert_scale=t.get("down.global_scale"),
-    )  # fmt: skip
+    )
     return launch.Layer(
-        up, down, spec.gated, _activation(problem.activation), spec.first_expert, spec.local_experts,
-        problem.weight_on == "input", sms,
-    )  # fmt: skip
+        up=up,
+        down=down,
+        gated=spec.gated,
+        activation=_activation(problem.activation),
+        first_expert=spec.first_expert,
+        experts=spec.local_experts,
+        router_weight_on_input=problem.weight_on == "input",
+        sms=sms,
+    )
 
 
 def _format(encoding: Encoding) -> str:

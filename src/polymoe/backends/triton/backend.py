@@ -35,9 +35,14 @@ log = logging.getLogger("polymoe")
 
 
 _HANDLES: Handled = {
-    **SHARDS, "activation": (SwiGLU, GeGLU, ReLU2), "weight_on": ("output", "input"), "dtype": ("bf16", "fp16", "fp32"),
-    "activations": tuple(ACTIVATIONS.values()), "scales": ANY, "spec.bias": ANY,
-}  # fmt: skip
+    **SHARDS,
+    "activation": (SwiGLU, GeGLU, ReLU2),
+    "weight_on": ("output", "input"),
+    "dtype": ("bf16", "fp16", "fp32"),
+    "activations": tuple(ACTIVATIONS.values()),
+    "scales": ANY,
+    "spec.bias": ANY,
+}
 
 
 @dataclass(frozen=True, slots=True)

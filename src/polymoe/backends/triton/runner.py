@@ -4,36 +4,43 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from math import gcd
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from polymoe.activation_quantization import ActivationQuantization
-from polymoe.activations import Activation, GeGLU, SwiGLU
-from polymoe.backends.base import RunnerBase, mapped_ids
+from polymoe.backends.base import RunnerBase, mapped_ids, require_aligned
 from polymoe.backends.config import Config
-from polymoe.backends.triton.config import Tile, TritonConfig
-from polymoe.backends.triton.tiles import PLANES, decodes_in_float32, smaller
-from polymoe.formats import Encoding, PerGroup, PerTensor
-from polymoe.kernels.triton import decode
+from polymoe.backends.triton.arguments import (
+    ProjectionArguments,
+    activation_arguments,
+    decoding,
+    mode_of,
+    operand_dtype,
+    scale_arguments,
+)
+from polymoe.backends.triton.config import TritonConfig
+from polymoe.backends.triton.tiles import decodes_in_float32, smaller
 from polymoe.kernels.triton.activation import pdl_options
 from polymoe.kernels.triton.finalize import finalize
 from polymoe.kernels.triton.grouped_gemm import OutOfResources, grouped_gemm
 from polymoe.kernels.triton.grouped_gemm_short_k import MAX_STEPS, grouped_gemm_short_k
-from polymoe.kernels.triton.permute import Permutation, permute
+from polymoe.kernels.triton.permute import Permutation, permutation_words, permute
 from polymoe.kernels.triton.quantize import OPERANDS, UNQUANTIZED, Operand, Quantization, activate_and_quantize
 from polymoe.layouts import Packed
 from polymoe.problem import Problem
 from polymoe.routing import Routing
-from polymoe.shapes import ceil_div
+from polymoe.shapes import ceil_div, round_up
 
 __all__ = ["TritonRunner"]
 
 log = logging.getLogger("polymoe")
 
 _X_GROUP = 128
+
+_ALIGNMENT = 256
+"""Bytes at a multiple of which each tensor in a workspace begins; Triton compiles for multiples of 16 or for none."""
 
 
 class TritonRunner(RunnerBase):
@@ -43,26 +50,42 @@ class TritonRunner(RunnerBase):
         self.problem, self.fitting = problem, fitting
         spec, device = problem.spec, packed.tensors["up.codes"].device
         self.device = device
-        self.up = _Matrix.of(problem, packed, "up")
-        self.gate = _Matrix.of(problem, packed, "gate") if spec.gated else self.up
-        self.down = _Matrix.of(problem, packed, "down")
+        self.up = ProjectionArguments.of(problem, packed, "up")
+        self.gate = ProjectionArguments.of(problem, packed, "gate") if spec.gated else self.up
+        self.down = ProjectionArguments.of(problem, packed, "down")
         assert self.gate.strides == self.up.strides
-        self.activation, self.no_activation = _activation(problem.activation), _activation(None)
-        mode = _mode(problem.activations)
+        self.activation, self.no_activation = activation_arguments(problem.activation), activation_arguments(None)
+        mode = mode_of(problem.activations)
         scales = [packed.tensors[f"{p}_input_scale"] if mode == "static" else None for p in ("gate_up", "down")]
         self.x_quantization, self.h_quantization = (Quantization(mode, static_E) for static_E in scales)
-        self.launches: dict[tuple[int, str, torch.dtype], tuple[TritonConfig, dict[str, Any]]] = {}
+        self.gemms: dict[tuple[int, str, torch.dtype], _Gemm] = {}
 
     @property
     def options(self) -> frozenset[str]:
-        """``x_scales`` where x is quantized as it comes."""
+        """``workspace`` and ``expert_map``, and ``x_scales`` where x is quantized dynamically."""
         dynamic = self.problem.activations.quantized and not self.problem.activations.static
-        return frozenset(("expert_map", "x_scales") if dynamic else ("expert_map",))
+        return frozenset(("workspace", "expert_map", "x_scales") if dynamic else ("workspace", "expert_map"))
+
+    def workspace_bytes(self, tokens: int, top_k: int, config: Config) -> int:
+        """Return the bytes for the permutation, x, h and y, and for the parts that are added up."""
+        assert isinstance(config, TritonConfig)
+        config = self.fitting.get((self.problem, config), config)
+        operands = self._operands(torch.bfloat16)  # as large as those of another dtype of x
+        return sum(
+            _aligned_bytes(*b) for b in self._buffers(tokens, top_k, config, operands, self.x_quantization).values()
+        )
 
     def run(
-        self, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor, *, workspace: Tensor | None = None,
-        x_scales: Tensor | None = None, expert_map: Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        x_TH: Tensor,
+        routing: Routing,
+        config: Config,
+        out_TH: Tensor,
+        *,
+        workspace: Tensor | None = None,
+        x_scales: Tensor | None = None,
+        expert_map: Tensor | None = None,
+    ) -> None:
         """See :meth:`polymoe.backends.base.Runner.run`. On a CPU (Triton's interpreter) operands are float32.
 
         Tiles are chosen by an estimate of the shared memory that Triton needs. If the GPU refuses one, the next smaller
@@ -72,141 +95,264 @@ class TritonRunner(RunnerBase):
         first_expert = self.problem.spec.first_expert
         if expert_map is not None:
             routing, first_expert = Routing(mapped_ids(routing.topk_ids_TA, expert_map), routing.topk_weights_TA), 0
+        if workspace is not None:
+            require_aligned("workspace", workspace)
         if self.fitting:
             config = self.fitting.get((self.problem, config), config)
         wanted, refusal = config, None
         while True:
             try:
-                self._run(x_TH, x_scales, routing, first_expert, config, out_TH)
+                self._run(x_TH, x_scales, routing, first_expert, config, out_TH, workspace)
                 break
             except _DoesNotFit as error:
                 refusal = error.cause
                 less = smaller(config, error.projection, self.problem.spec.encodings[error.projection])
                 if less is None:
                     raise refusal from None
-                config = less
+                config, workspace = less, None  # smaller tiles may need a larger workspace
         if refusal is not None:
             log.warning("triton: %s do not fit this GPU (%s): from now on %s", wanted, refusal, config)
             self.fitting[self.problem, wanted] = config
 
     def _run(
-        self, x_TH: Tensor, x_scales: Tensor | None, routing: Routing, first_expert: int, config: TritonConfig,
+        self,
+        x_TH: Tensor,
+        x_scales: Tensor | None,
+        routing: Routing,
+        first_expert: int,
+        config: TritonConfig,
         out_TH: Tensor,
-    ) -> None:  # fmt: skip
-        spec, pdl, device = self.problem.spec, config.pdl, self.device
+        workspace: Tensor | None,
+    ) -> None:
+        """Launch the kernels of a call.
+
+        Raises:
+            _DoesNotFit: if the GPU has less shared memory, or less of something else, than a tile needs.
+        """
+        spec, pdl = self.problem.spec, config.pdl
         ids_TA, weights_TA = routing.topk_ids_TA, routing.topk_weights_TA.contiguous()  # the GEMM reads weights flat
         tokens, top_k = ids_TA.shape
-        rows, experts = tokens * top_k, spec.local_experts
-        operand_up, operand_down = (_operand(e, x_TH, self.problem.activations) for e in (spec.up, spec.down))
+        experts = spec.local_experts
+        operands = self._operands(x_TH.dtype)
         x_quantization = self.x_quantization
         if x_scales is not None:  # E4M3 numbers are exact in 16 bits
-            x_TH, x_quantization = x_TH.to(operand_up), UNQUANTIZED
+            x_TH, x_quantization = x_TH.to(operands[0]), UNQUANTIZED
         static = x_quantization.mode == "static"
-        quantized = self.h_quantization.mode != "none"
+        as_it_is = x_quantization.mode == "none" and self.up.planes == 1 and x_TH.dtype == operands[0]
+        converted = None if as_it_is and x_TH.is_contiguous() else x_quantization
+        buffers = self._buffers(tokens, top_k, config, operands, converted)
+        memory = _allocate(buffers, self.device) if workspace is None else _within(workspace, buffers)
 
-        x: Operand | None = None
-        planes = self.up.planes
-        rounded = x_quantization.mode != "none"
-        if rounded or planes > 1 or x_TH.dtype != operand_up or not x_TH.is_contiguous():
-            x_rows = rows if static else tokens
-            x = Operand.empty(x_rows, spec.hidden, planes, operand_up, x_quantization, device)
-        permutation = permute(ids_TA, first_expert, experts, config.block_m, x_TH, x, x_quantization, pdl=pdl)
+        x = None
+        if converted is not None:
+            x = Operand.of(memory["x"], memory.get("x_scales"), self.up.planes, converted.mode)
+        permutation = permute(
+            memory["permutation"], ids_TA, first_expert, experts, config.block_m, x_TH, x, x_quantization, pdl=pdl
+        )
         values, scales = (x_TH, x_TH) if x is None else (x.values, x.scales)
         if x_scales is not None:
             scales = x_scales
 
-        if quantized or config.up.split_k > 1:
+        parts = memory.get("parts")
+        if parts is not None:
             # A separate launch adds up the parts and quantizes. They stay float32 until then: rounded twice, more than
             # one in a hundred E4M3 values would differ from the reference.
-            raw = config.up.split_k > 1
-            matrices = 2 if raw and spec.gated else 1
-            shape = config.up.split_k, matrices, rows, spec.intermediate
-            parts = torch.empty(shape, dtype=torch.float32, device=device)
-            self._gemm("up", values, scales, parts, weights_TA, permutation, config, 1 if static else top_k, raw=raw)
-            h = Operand.empty(rows, spec.intermediate, self.down.planes, operand_down, self.h_quantization, device)
-            activate_and_quantize(
-                parts, h, self.h_quantization, self.activation if raw else self.no_activation,
-                permutation.permuted_to_expanded_R, ids_TA.contiguous(), first_expert, experts, pdl=pdl,
-            )  # fmt: skip
+            self._gemm("up", values, scales, parts, weights_TA, permutation, config, 1 if static else top_k)
+            h = Operand.of(memory["h"], memory.get("h_scales"), self.down.planes, self.h_quantization.mode)
+            activation = self.activation if config.up.split_k > 1 else self.no_activation
+            rows = permutation.permuted_to_expanded_R
+            ids = ids_TA.contiguous()
+            activate_and_quantize(parts, h, self.h_quantization, activation, rows, ids, first_expert, experts, pdl=pdl)
             values, scales = h.values, h.scales
         else:
-            h_RF = torch.empty(rows, spec.intermediate, dtype=operand_down, device=device)
-            self._gemm("up", values, scales, h_RF, weights_TA, permutation, config, top_k, out_planes=self.down.planes)
-            values = scales = h_RF
-        # Finalize adds rows over choices and split-K parts. They stay float32 while they are few.
-        exact = rows <= 4096 or operand_down == torch.float32
-        y_type = torch.float32 if exact or config.down.split_k > 1 else operand_down
-        y_SRH = torch.empty(config.down.split_k, rows, spec.hidden, dtype=y_type, device=device)
+            values_RF = memory["h"]
+            self._gemm("up", values, scales, values_RF, weights_TA, permutation, config, top_k)
+            values = scales = values_RF
+        y_SRH, weighted = memory["y"], self.problem.weight_on == "output"
         self._gemm("down", values, scales, y_SRH, weights_TA, permutation, config, top_k)
-        finalize(
-            y_SRH, ids_TA, weights_TA, out_TH, first_expert, experts,
-            weighted=self.problem.weight_on == "output", pdl=pdl,
-        )  # fmt: skip
+        finalize(y_SRH, ids_TA, weights_TA, out_TH, first_expert, experts, weighted=weighted, pdl=pdl)
+
+    def _operands(self, x_dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+        """Return the dtypes of the MMA operands of both GEMMs for x in ``x_dtype``."""
+        problem, device = self.problem, self.device
+        up, down = (
+            operand_dtype(e, device, x_dtype, problem.activations) for e in (problem.spec.up, problem.spec.down)
+        )
+        return up, down
+
+    def _adds_parts(self, config: TritonConfig) -> bool:
+        """Whether a launch between the GEMMs adds up the parts of a split K, or quantizes."""
+        return self.h_quantization.mode != "none" or config.up.split_k > 1
+
+    def _buffers(
+        self,
+        tokens: int,
+        top_k: int,
+        config: TritonConfig,
+        operands: tuple[torch.dtype, torch.dtype],
+        converted: Quantization | None,
+    ) -> _Buffers:
+        """Return the shapes and dtypes of the tensors of a call besides its arguments.
+
+        Args:
+            tokens, top_k: the call's T and A.
+            config: the tiles.
+            operands: dtypes of the MMA operands of both GEMMs.
+            converted: how x is rounded; None if the first GEMM reads x as it is.
+        """
+        spec, rows = self.problem.spec, tokens * top_k
+        words = permutation_words(rows, spec.local_experts, config.block_m)
+        found: _Buffers = {"permutation": ((words,), torch.int32)}
+
+        def add(name: str, rows: int, columns: int, dtype: torch.dtype, mode: str) -> None:
+            values, scales = Operand.shapes(rows, columns, mode)
+            found[name] = values, dtype
+            if scales is not None:
+                found[f"{name}_scales"] = scales, torch.float32
+
+        if converted is not None:
+            x_rows = rows if converted.mode == "static" else tokens
+            add("x", x_rows, spec.hidden, operands[0], converted.mode)
+        if self._adds_parts(config):
+            split = config.up.split_k
+            matrices = 2 if split > 1 and spec.gated else 1
+            found["parts"] = (split, matrices, rows, spec.intermediate), torch.float32
+        add("h", rows, spec.intermediate, operands[1], self.h_quantization.mode)
+        # Finalize adds rows over choices and split-K parts. They stay float32 while they are few.
+        exact = rows <= 4096 or operands[1] == torch.float32
+        y_type = torch.float32 if exact or config.down.split_k > 1 else operands[1]
+        found["y"] = (config.down.split_k, rows, spec.hidden), y_type
+        return found
 
     def _gemm(
-        self, projection: str, x: Tensor, x_scales: Tensor, out: Tensor, weights_TA: Tensor, permutation: Permutation,
-        config: TritonConfig, top_k: int, *, out_planes: int = 1, raw: bool = False,
-    ) -> None:  # fmt: skip
-        """Gate and up with the activation (``projection`` "up"; without it if ``raw``), or down.
+        self,
+        projection: str,
+        x: Tensor,
+        x_scales: Tensor,
+        out: Tensor,
+        weights_TA: Tensor,
+        permutation: Permutation,
+        config: TritonConfig,
+        top_k: int,
+    ) -> None:
+        """Launch gate and up with the activation (``projection`` "up"; without it where parts are added up), or down.
 
         Raises:
             _DoesNotFit: if the GPU has less shared memory, or less of something else, than the tile needs.
         """
-        tile: Tile = config.up if projection == "up" else config.down
-        matrix = self.up if projection == "up" else self.down
-        key = (id(config), projection, x.dtype)  # a configuration is held beside its constants: its id stays its own
-        found = self.launches.get(key)
-        if found is None:
-            found = self.launches[key] = config, self._constants(projection, matrix, tile, config, x)
-        constants = found[1]
+        key = (id(config), projection, x.dtype)
+        gemm = self.gemms.get(key)
+        if gemm is None:
+            gemm = self.gemms[key] = self._prepared(projection, config, x.dtype)
+        matrix, first = (self.up, self.gate) if projection == "up" else (self.down, self.down)
         p = permutation
         tiles = (p.permuted_to_expanded_R, p.tile_expert, p.tile_first, p.tile_last)
-        blocks = ceil_div(matrix.n, tile.block_n)
-        kernel: Any
+        args: tuple[Any, ...]
+        if gemm.kernel is grouped_gemm_short_k:
+            args = (x, x_scales, out, *matrix.tensors, *tiles, x_scales.shape[1], *matrix.strides)
+        else:
+            split = out.stride(0) if out.dim() > 2 else 0
+            gate = out.stride(1) if out.dim() == 4 else 0
+            tensors = (*first.tensors, *matrix.tensors, *tiles, weights_TA)
+            args = (x, x_scales, out, *tensors, top_k, x_scales.shape[1], *matrix.strides, split, gate)
         try:
-            if projection == "down" and tile.n_blocks_per_cta > 1 and tile.split_k == 1 and (
-                matrix.k <= MAX_STEPS * constants["BLOCK_K"]
-            ):  # fmt: skip
-                kernel = grouped_gemm_short_k
-                kernel[(p.num_tiles * ceil_div(blocks, tile.n_blocks_per_cta),)](
-                    x, x_scales, out, *matrix.tensors, *tiles, x_scales.shape[1], *matrix.strides,
-                    N_BLOCKS_PER_CTA=tile.n_blocks_per_cta, **constants,
-                )  # fmt: skip
-                return
-            up = projection == "up"
-            kernel = grouped_gemm
-            kernel[(p.num_tiles * blocks * tile.split_k,)](
-                x, x_scales, out, *(self.gate if up else matrix).tensors, *matrix.tensors, *tiles, weights_TA,
-                top_k, x_scales.shape[1], *matrix.strides,
-                out.stride(0) if out.dim() > 2 else 0, out.stride(1) if out.dim() == 4 else 0,
-                GATED=up and self.problem.spec.gated, RAW=raw,
-                **(self.activation if up and not raw else self.no_activation),
-                ROUTER_WEIGHT_ON_INPUT=up and self.problem.weight_on == "input",
-                GATHER=up, SCATTER=not up, OUT_PLANES=out_planes, SPLIT_K=tile.split_k, **constants,
-            )  # fmt: skip
+            gemm.kernel[(p.num_tiles * gemm.ctas,)](*args, **gemm.constants)
         except OutOfResources as error:
             raise _DoesNotFit(projection, error) from error
 
-    def _constants(
-        self, projection: str, matrix: _Matrix, tile: Tile, config: TritonConfig, x: Tensor
-    ) -> dict[str, Any]:
-        """Constants and options of one GEMM's launches with x in this dtype."""
-        problem, encoding = self.problem, matrix.encoding
-        in_float32 = x.device.type == "cpu" or decodes_in_float32(problem)
-        scale_at, group_n, group_k = _scales(encoding, matrix.n)
+    def _prepared(self, projection: str, config: TritonConfig, dtype: torch.dtype) -> _Gemm:
+        """Return the kernel, constants and options of one GEMM's launches with operands of ``dtype``."""
+        problem, up = self.problem, projection == "up"
+        tile, matrix = (config.up, self.up) if up else (config.down, self.down)
+        encoding = matrix.encoding
+        in_float32 = self.device.type == "cpu" or decodes_in_float32(problem)
+        scale_at, group_n, group_k = scale_arguments(encoding, matrix.n)
         x_scale = {"none": "none", "block": "block"}.get(self.h_quantization.mode, "row")
         block_k = min(tile.block_k, group_k) if scale_at == "block" else tile.block_k
         block_k = min(block_k, _X_GROUP) if x_scale == "block" else block_k
-        return {
-            "N": matrix.n, "K": matrix.k, **_decoding(encoding, x.dtype, in_float32), "PLANES": matrix.planes,
-            "OPERAND": OPERANDS[x.dtype], "PLAIN": in_float32,
-            "SCALE_AT": scale_at, "GROUP_N": group_n, "GROUP_K": group_k,
-            "SCALE_ALIGN": matrix.scale_align, "ZERO_POINTS": encoding.zero_points, "GLOBAL": encoding.global_scale,
-            "BIAS": problem.spec.bias, "X_SCALE": x_scale, "X_GROUP": _X_GROUP, "BLOCK_N": tile.block_n,
-            "BLOCK_M": config.block_m, "TAIL_BLOCK_M": config.tail_block_m, "BLOCK_K": block_k, "PDL": config.pdl,
-            "num_warps": tile.num_warps, "num_stages": tile.num_stages, "maxnreg": tile.maxnreg,
+        constants = {
+            "N": matrix.n,
+            "K": matrix.k,
+            **decoding(encoding, dtype, in_float32),
+            "PLANES": matrix.planes,
+            "OPERAND": OPERANDS[dtype],
+            "PLAIN": in_float32,
+            "SCALE_AT": scale_at,
+            "GROUP_N": group_n,
+            "GROUP_K": group_k,
+            "SCALE_ALIGN": matrix.scale_align,
+            "ZERO_POINTS": encoding.zero_points,
+            "GLOBAL": encoding.global_scale,
+            "BIAS": problem.spec.bias,
+            "X_SCALE": x_scale,
+            "X_GROUP": _X_GROUP,
+            "BLOCK_N": tile.block_n,
+            "BLOCK_M": config.block_m,
+            "TAIL_BLOCK_M": config.tail_block_m,
+            "BLOCK_K": block_k,
+            "PDL": config.pdl,
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+            "maxnreg": tile.maxnreg,
             **pdl_options(config.pdl),
-        }  # fmt: skip
+        }
+        blocks, several = ceil_div(matrix.n, tile.block_n), tile.n_blocks_per_cta
+        if not up and several > 1 and tile.split_k == 1 and matrix.k <= MAX_STEPS * block_k:
+            constants["N_BLOCKS_PER_CTA"] = several
+            return _Gemm(config, grouped_gemm_short_k, ceil_div(blocks, several), constants)
+        parts = up and self._adds_parts(config)
+        raw = parts and tile.split_k > 1
+        constants |= {
+            "GATED": up and problem.spec.gated,
+            "RAW": raw,
+            **(self.activation if up and not raw else self.no_activation),
+            "ROUTER_WEIGHT_ON_INPUT": up and problem.weight_on == "input",
+            "GATHER": up,
+            "SCATTER": not up,
+            "OUT_PLANES": self.down.planes if up and not parts else 1,
+            "SPLIT_K": tile.split_k,
+        }
+        return _Gemm(config, grouped_gemm, blocks * tile.split_k, constants)
+
+
+_Buffers = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shapes and dtypes of tensors, by name."""
+
+
+def _allocate(buffers: _Buffers, device: torch.device) -> dict[str, Tensor]:
+    return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in buffers.items()}
+
+
+def _within(workspace: Tensor, buffers: _Buffers) -> dict[str, Tensor]:
+    """Return the tensors as parts of the workspace, one behind the other."""
+    found, end = {}, 0
+    for name, (shape, dtype) in buffers.items():
+        part = workspace[end : end + prod(shape) * dtype.itemsize]
+        found[name] = part.view(dtype).view(shape)
+        end += _aligned_bytes(shape, dtype)
+    return found
+
+
+def _aligned_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Return the bytes of a tensor in the workspace, rounded up so that the next one is aligned as a fresh one is."""
+    return round_up(prod(shape) * dtype.itemsize, _ALIGNMENT)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Gemm:
+    """A GEMM of one configuration, with operands of one dtype.
+
+    Attributes:
+        config: the configuration. It is kept so that its id stays its own, by which the GEMM is found.
+        kernel: the kernel.
+        ctas: CTAs for each work tile.
+        constants: constants and options of the launches.
+    """
+
+    config: TritonConfig
+    kernel: Any
+    ctas: int
+    constants: dict[str, Any]
 
 
 class _DoesNotFit(Exception):
@@ -215,105 +361,3 @@ class _DoesNotFit(Exception):
     def __init__(self, projection: str, cause: Exception) -> None:
         super().__init__(str(cause))
         self.projection, self.cause = projection, cause
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Matrix:
-    """One projection of all experts, as kernels take it.
-
-    Attributes:
-        encoding: of the weights.
-        n, k: rows and columns of one expert's matrix.
-        tensors: codes as words, scales and zero points as bytes or floats, global scale and bias; where there is none,
-            the codes, which are then not read.
-        strides: of codes by expert, row and word, of scales by expert, row and group, of the bias by expert.
-    """
-
-    encoding: Encoding
-    n: int
-    k: int
-    tensors: tuple[Tensor, ...]
-    strides: tuple[int, ...]
-
-    @classmethod
-    def of(cls, problem: Problem, packed: Packed, projection: str) -> _Matrix:
-        encoding = problem.spec.encodings[projection]
-        parts = {name.split(".")[1]: t for name, t in packed.tensors.items() if name.startswith(projection + ".")}
-        codes = parts["codes"] if PLANES[encoding.element] == 1 else parts["codes"].view(torch.int16)
-        scales = parts.get("scales", codes)
-        if scales.dtype in (torch.float8_e8m0fnu, torch.float8_e4m3fn):
-            scales = scales.view(torch.uint8)
-        bias = packed.tensors.get(f"{projection}_bias", codes)
-        scale_strides = scales.stride() if encoding.granularity is not None else (0, 0, 0)
-        return cls(
-            encoding,
-            *problem.spec.matrix_shape(projection),
-            (codes, scales, parts.get("zero_points", codes), parts.get("global_scale", codes), bias),
-            (*codes.stride(), *scale_strides, bias.stride(0)),
-        )
-
-    @property
-    def planes(self) -> int:
-        """Columns that one word of codes holds."""
-        return PLANES[self.encoding.element]
-
-    @property
-    def scale_align(self) -> int:
-        """A power of two up to 16 that divides the offsets of rows of scales."""
-        return gcd(self.strides[3], self.strides[4], 16)
-
-
-def _mode(activations: ActivationQuantization) -> str:
-    """How the kernels round inputs."""
-    if not activations.quantized:
-        return "none"
-    return "static" if activations.static else "row" if activations.group_columns is None else "block"
-
-
-def _operand(encoding: Encoding, x: Tensor, activations: ActivationQuantization) -> torch.dtype:
-    """Return the dtype of both MMA operands.
-
-    float16 if weights and x are float16, or if x is E4M3 and float16 holds the weights; otherwise bfloat16.
-    """
-    if x.device.type == "cpu":
-        return torch.float32
-    if not activations.quantized:
-        return torch.float16 if encoding.element == "fp16" and x.dtype == torch.float16 else torch.bfloat16
-    return torch.float16 if encoding.element in ("fp16", "e4m3") else torch.bfloat16
-
-
-def _scales(encoding: Encoding, rows: int) -> tuple[str, int, int]:
-    """Where scales are applied, and how many rows and columns share one."""
-    granularity = encoding.granularity
-    if granularity is None:
-        return "none", 1, 1
-    if not isinstance(granularity, PerGroup):
-        return "row", rows if isinstance(granularity, PerTensor) else 1, 1
-    return "block" if encoding.element == "e4m3" else "loop", granularity.n, granularity.k
-
-
-def _decoding(encoding: Encoding, operand: torch.dtype, in_float32: bool) -> dict[str, Any]:
-    """The device functions that decode codes and scales, and the power of two that the accumulator gets back."""
-    factors = {"e8m0": decode.factor_e8m0, "e4m3": decode.factor_e4m3}
-    function, shift = {
-        "e2m1": (decode.decode_e2m1, decode.E2M1_SHIFT),
-        "int4": (decode.decode_int4, 0),
-        "e4m3": (decode.decode_e4m3_half, decode.E4M3_SHIFT) if operand == torch.float16 else (decode.decode_e4m3, 0),
-    }.get(encoding.element, (decode.decode_16bit, 0))
-    return {
-        "DECODE": function,
-        "FACTOR": factors.get(encoding.scale_dtype or "", decode.factor_float),
-        "UNSHIFT": 0 if in_float32 else shift,
-    }
-
-
-def _activation(activation: Activation | None) -> dict[str, Any]:
-    """Name and constants as kernels take them; a limit of 0 is none."""
-    name, constants = "none", (1.0, 0.0, 0.0)
-    if isinstance(activation, SwiGLU):
-        name, constants = "swiglu", (activation.alpha, activation.beta, activation.limit or 0.0)
-    elif isinstance(activation, GeGLU):
-        name = "gelu_tanh" if activation.approximate == "tanh" else "gelu"
-    elif activation is not None:
-        name = "relu2"
-    return {"ACTIVATION": name, **dict(zip(("ALPHA", "BETA", "LIMIT"), constants, strict=True))}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["activate", "pdl_options", "pdl_wait_and_launch", "round_e4m3"]
+__all__ = ["activate", "ceil_div", "pdl_options", "pdl_wait_and_launch", "round_e4m3"]
 
 
 @triton.jit
@@ -53,6 +53,11 @@ def pdl_wait_and_launch(PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Return the smallest integer not below ``a / b``, on the host; ``triton.cdiv`` is slow there."""
+    return -(-a // b)
 
 
 def pdl_options(pdl: bool) -> dict[str, bool]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
-from polymoe.kernels.triton.activation import pdl_options, pdl_wait_and_launch
+from polymoe.kernels.triton.activation import ceil_div, pdl_options, pdl_wait_and_launch
 
 __all__ = ["finalize"]
 
@@ -26,7 +26,7 @@ def finalize(
     tokens, top_k = ids_TA.shape
     columns = out_TH.shape[1]
     block = min(1024, triton.next_power_of_2(columns)) if tokens > 16 else min(256, triton.next_power_of_2(columns))
-    _finalize[(tokens, triton.cdiv(columns, block))](
+    _finalize[(tokens, ceil_div(columns, block))](
         y_SRH, ids_TA, weights_TA, out_TH, columns, y_SRH.stride(0),
         ids_TA.stride(0), ids_TA.stride(1), weights_TA.stride(0), weights_TA.stride(1),
         out_TH.stride(0), out_TH.stride(1), first_expert, experts,

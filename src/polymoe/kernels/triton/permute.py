@@ -9,15 +9,14 @@ last and belong to no work tile. The sort is stable, so results do not depend on
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 import triton
 import triton.language as tl
-from polymoe.kernels.triton.activation import pdl_options, pdl_wait_and_launch
+from polymoe.kernels.triton.activation import ceil_div, pdl_options, pdl_wait_and_launch
 from polymoe.kernels.triton.quantize import UNQUANTIZED, Operand, Quantization, convert_rows
 
-__all__ = ["Permutation", "max_tiles", "permute"]
+__all__ = ["Permutation", "max_tiles", "permutation_words", "permute"]
 
 _BLOCK = 512
 """Rows of a block. With more than one block, a separate launch counts each block's rows by expert."""
@@ -50,35 +49,53 @@ def max_tiles(rows: int, experts: int, block_m: int) -> int:
     return min(experts, rows) + rows // block_m
 
 
+def _blocks(rows: int) -> tuple[int, int]:
+    """Return the rows of a block, and the number of blocks."""
+    block: int = min(_BLOCK, max(16, triton.next_power_of_2(rows)))
+    return block, ceil_div(rows, block)
+
+
+def _words(rows: int, experts: int, block_m: int) -> list[int]:
+    """Return the words of each array in the buffer: of the rows, of each tensor of tiles, and of the counts.
+
+    Each array begins at a multiple of 16 bytes. For other addresses Triton would compile the kernels again.
+    """
+    tiles, (_, blocks) = max_tiles(rows, experts, block_m), _blocks(rows)
+    counts = blocks * triton.next_power_of_2(experts + 1) if blocks > 1 else 0
+    return [ceil_div(words, 4) * 4 for words in (rows, tiles, tiles, tiles, counts)]
+
+
+def permutation_words(rows: int, experts: int, block_m: int) -> int:
+    """Return the length of the buffer for :func:`permute`."""
+    return sum(_words(rows, experts, block_m))
+
+
 def permute(
-    ids_TA: Tensor, first_expert: int, experts: int, block_m: int, x_TH: Tensor | None = None,
+    buffer: Tensor, ids_TA: Tensor, first_expert: int, experts: int, block_m: int, x_TH: Tensor | None = None,
     operand: Operand | None = None, quantization: Quantization = UNQUANTIZED, *, pdl: bool = False,
 ) -> Permutation:  # fmt: skip
     """Sort expanded rows by expert, on the ids' device, without synchronizing.
 
     The same launch converts x to ``operand``: one row for each token, or with static quantization one for each expanded
-    row.
+    row. The permutation is in ``buffer``, int32 [:func:`permutation_words`].
     """
     rows, top_k = ids_TA.numel(), ids_TA.shape[1]
     ids = ids_TA.contiguous()
     num_tiles = max_tiles(rows, experts, block_m)
-    # Each part begins at a multiple of 16 bytes. For other addresses Triton would compile the kernels again.
-    sizes = (rows, num_tiles, num_tiles, num_tiles)
-    spaces = [triton.cdiv(size, 4) * 4 for size in sizes]
-    buffer = torch.empty(sum(spaces), dtype=torch.int32, device=ids.device)
-    parts = zip(buffer.split(spaces), sizes, strict=True)
-    permuted_to_expanded, expert, first, last = (part[:size] for part, size in parts)
+    *parts, counts = buffer.split(_words(rows, experts, block_m))
+    permuted_to_expanded, expert, first, last = (
+        part[:size] for part, size in zip(parts, (rows, num_tiles, num_tiles, num_tiles), strict=True)
+    )
     bins = triton.next_power_of_2(experts + 1)
-    block = min(_BLOCK, max(16, triton.next_power_of_2(rows)))
-    blocks = triton.cdiv(rows, block)
-    counts = permuted_to_expanded
+    block, blocks = _blocks(rows)
     if blocks > 1:
-        counts = torch.empty(blocks, bins, dtype=torch.int32, device=ids.device)
         _count_rows[(blocks,)](
             ids, counts, rows, first_expert, experts, BLOCK=block, BINS=bins, PDL=pdl, **pdl_options(pdl)
         )
+    else:
+        counts = permuted_to_expanded  # not read
     rows_per_program = _ROWS if blocks <= 4 else _MAX_ROWS
-    programs = max(triton.cdiv(rows, rows_per_program), triton.cdiv(num_tiles, _TILES))
+    programs = max(ceil_div(rows, rows_per_program), ceil_div(num_tiles, _TILES))
     x = values = scales = static = ids
     extra, ctas_per_row, x_rows, x_row, x_column, per_row = 0, 1, 0, 0, 0, 1
     constants = {"MODE": "none", "GROUP": 16, "PLANES": 1, "BLOCK_X": 16, "ROWS_X": 1}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
-from polymoe.kernels.triton.activation import activate, pdl_options, pdl_wait_and_launch, round_e4m3
+from polymoe.kernels.triton.activation import activate, ceil_div, pdl_options, pdl_wait_and_launch, round_e4m3
 
 __all__ = ["OPERANDS", "UNQUANTIZED", "Operand", "Quantization", "activate_and_quantize", "convert_rows"]
 
@@ -60,26 +60,29 @@ class Operand:
     @property
     def programs(self) -> int:
         """How many Triton programs (CTAs) write it."""
-        return int(triton.cdiv(self.values.shape[0], self.constants["ROWS"])) * self.ctas_per_row
+        return ceil_div(self.values.shape[0], self.constants["ROWS"]) * self.ctas_per_row
+
+    @staticmethod
+    def shapes(rows: int, columns: int, mode: str) -> tuple[tuple[int, int], tuple[int, int] | None]:
+        """Return the shapes of the values and of the scales of an operand, None where it has no scales."""
+        if mode == "none":
+            return (rows, columns), None
+        return (rows, columns), (rows, ceil_div(columns, _GROUP) if mode == "block" else 1)
 
     @classmethod
-    def empty(
-        cls, rows: int, columns: int, planes: int, dtype: torch.dtype, quantization: Quantization, device: torch.device
-    ) -> Operand:
-        """Return an operand of ``rows`` by ``columns``, not yet written."""
-        mode = quantization.mode
-        values = torch.empty(rows, columns, dtype=dtype, device=device)
+    def of(cls, values: Tensor, scales: Tensor | None, planes: int, mode: str) -> Operand:
+        """Return the operand in these tensors, not yet written."""
+        rows, columns = values.shape
         width = triton.next_power_of_2(columns)
         block = width if mode == "row" else min(_BLOCK, max(width, _GROUP if mode == "block" else planes))
-        scales = values
-        if mode != "none":
-            groups = triton.cdiv(columns, _GROUP) if mode == "block" else 1
-            scales = torch.empty(rows, groups, dtype=torch.float32, device=device)
         constants = {
-            "MODE": mode, "GROUP": {"block": _GROUP}.get(mode, block), "PLANES": planes, "BLOCK": block,
+            "MODE": mode,
+            "GROUP": {"block": _GROUP}.get(mode, block),
+            "PLANES": planes,
+            "BLOCK": block,
             "ROWS": max(1, _BLOCK // block) if rows > 512 else 1,
-        }  # fmt: skip
-        return cls(values, scales, triton.cdiv(columns, block), constants)
+        }
+        return cls(values, values if scales is None else scales, ceil_div(columns, block), constants)
 
 
 def activate_and_quantize(
