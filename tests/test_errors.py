@@ -95,6 +95,12 @@ def test_messages_do_not_control_a_terminal() -> None:
     assert str(CheckpointError("Modèle/モデル")) == "Modèle/モデル"
 
 
+def test_messages_are_bounded() -> None:
+    error = CheckpointError("a" * 10**6, expected="b" * 10**6, got="c\n" + "d" * 10**6, hint="e")
+    assert len(str(error)) < 3100
+    assert [len(line) for line in str(error).splitlines()[1:]] == [1000, len("  hint: e")]
+
+
 def test_quoted_values_are_one_short_line() -> None:
     for value in ("a" * 10**6, [[1] * 1000] * 1000, {"a": {"b": ["\x1b"] * 99}}, 10**4000, ["\n" * 99]):
         assert len(quoted(value)) <= 80

@@ -43,7 +43,7 @@ __all__ = [
     "quoted",
 ]
 
-_LONGEST = 80
+_LONGEST, _LONGEST_LINE = 80, 1000
 _SHORT = reprlib.Repr()  # repr of the start of lists and objects only, however long or deep they are
 _SHORT.maxstring = _SHORT.maxother = _LONGEST
 
@@ -72,10 +72,11 @@ class PolymoeError(Exception):
         return rebuild, (self.where,)
 
     def __str__(self) -> str:
-        facts = [f"expected {self.expected}"] if self.expected else []
-        facts += [f"got {self.got}"] if self.got else []
-        text = self.where + (": " + ", ".join(facts) if facts else "")
-        return printable(text + (f"\n  hint: {self.hint}" if self.hint else ""))
+        where, expected, got, hint = map(_bounded, (self.where, self.expected, self.got, self.hint))
+        facts = [f"expected {expected}"] if expected else []
+        facts += [f"got {got}"] if got else []
+        text = where + (": " + ", ".join(facts) if facts else "")
+        return text + (f"\n  hint: {hint}" if hint else "")
 
 
 class CheckpointError(PolymoeError, ValueError):
@@ -126,6 +127,12 @@ def printable(text: str) -> str:
     if text.replace("\n", "").isprintable():
         return text
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+
+
+def _bounded(text: str | None) -> str:
+    """Return a text for a message: printable, and with short lines, whatever a file or a library put into it."""
+    lines = printable(text or "").split("\n")
+    return "\n".join(line if len(line) <= _LONGEST_LINE else line[: _LONGEST_LINE - 3] + "..." for line in lines)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

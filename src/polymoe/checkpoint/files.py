@@ -17,7 +17,7 @@ from polymoe.checkpoint.hub import locate
 from polymoe.checkpoint.opener import exists, is_inside, open_weights, read_json
 from polymoe.checkpoint.patterns import check_name
 from polymoe.checkpoint.tokenizer_files import TOKENIZER_FILES
-from polymoe.errors import CheckpointError, CheckpointNotFound
+from polymoe.errors import CheckpointError, CheckpointNotFound, quoted
 
 __all__ = ["CheckpointFiles", "Header"]
 
@@ -199,11 +199,11 @@ def _read_index(directory: Path, index: str, files: list[str]) -> dict[str, str]
             raise CheckpointError(
                 f"{where}: {name}",
                 expected="a file inside the checkpoint's directory",
-                got=repr(shard),
+                got=quoted(shard),
                 hint="do not trust this checkpoint",
             )
         if not shard.endswith(".safetensors"):
-            raise CheckpointError(f"{where}: {name}", expected="a .safetensors file", got=repr(shard))
+            raise CheckpointError(f"{where}: {name}", expected="a .safetensors file", got=quoted(shard))
     listed = set(weight_map.values())
     stems = {m["stem"] for shard in listed if (m := NUMBERED.fullmatch(shard))} | {"model"}
     for file in files:

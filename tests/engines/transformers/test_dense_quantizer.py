@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,13 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from polymoe.errors import ArgumentError, UnsupportedProblem
+from polymoe.errors import ArgumentError, CheckpointError, UnsupportedProblem
 
 pytest.importorskip("transformers")
 
 
 from polymoe.engines.transformers import load
 from support.family_checkpoints import fused_of, token_ids
+from support.written import patch_config
 
 Checkpoints = Callable[[str], Path]
 
@@ -67,3 +70,15 @@ def test_fp8_layers_stay_fp8_where_transformers_has_kernels(
 def test_dense_layers_that_cannot_be_had_so(checkpoint: Checkpoints, name: str, dense: str, error: Any) -> None:
     with pytest.raises(error, match="16bit"):
         load(checkpoint(name), device="cpu", dense=dense)
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+$", "re:.*gate", "*.mlp.gate", "a*b*c*d"])
+def test_patterns_that_transformers_might_not_finish_to_match_are_refused(
+    checkpoint: Checkpoints, tmp_path: Path, pattern: str
+) -> None:
+    path = shutil.copytree(checkpoint("qwen3"), tmp_path / "c")
+    description = json.loads((path / "config.json").read_text())["quantization_config"]
+    description["modules_to_not_convert"] = ["lm_head", "layers.*.gate", pattern]
+    patch_config(path, quantization_config=description)
+    with pytest.raises(CheckpointError, match="modules_to_not_convert: expected names of modules"):
+        load(path, device="cpu", dense="transformers")

@@ -7,13 +7,14 @@ model, and their tensors are left out.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.quantizers.base import HfQuantizer, get_keys_to_not_convert
 
-from polymoe.errors import ArgumentError, MissingDependency, UnsupportedProblem
+from polymoe.errors import ArgumentError, CheckpointError, MissingDependency, UnsupportedProblem, quoted
 
 __all__ = ["DENSE", "METHODS", "check_dense", "dense_quantizer"]
 
@@ -22,6 +23,8 @@ DENSE = ("16bit", "transformers")
 
 METHODS = ("fp8",)
 """The ``quant_method`` of the quantizers that are known to load a checkpoint without its experts."""
+
+_PLAIN = re.compile(r"[\w.-]+(\*[\w.-]*)?")
 
 
 def check_dense(dense: str, method: str) -> None:
@@ -53,7 +56,17 @@ def dense_quantizer(model: Any, source: dict[str, Any], experts: Iterable[str], 
 
     Raises:
         MissingDependency: if a package that it needs is not installed.
+        CheckpointError: if the config skips modules by patterns that Transformers might not finish to match.
     """
+    for name in source.get("modules_to_not_convert") or ():
+        # Transformers matches them as regular expressions, with backtracking.
+        if not _PLAIN.fullmatch(name):
+            raise CheckpointError(
+                "config.json: quantization_config.modules_to_not_convert",
+                expected='names of modules, with at most one star, for dense="transformers"',
+                got=quoted(name),
+                hint='dense="16bit" accepts other patterns',
+            )
     try:
         quantizer = AutoHfQuantizer.from_config(source, pre_quantized=True)
         quantizer.validate_environment(device_map=device_map, weights_only=True)
