@@ -59,10 +59,14 @@ def long_file(source: Source, rng: random.Random) -> Mutation:
 
 
 def linked(source: Source, rng: random.Random) -> Mutation:
-    """A file is a link to its content outside of the directory, as in caches of the Hub."""
+    """A file is a link to its content outside of the directory, in the Hub's cache or elsewhere."""
     file = rng.choice(sorted(source.files))
-    edits = (Edit("../blobs/" + file, source.files[file]), Edit(file, Link("../blobs/" + file)))
-    return Mutation("linked", f"{file} is a link to ../blobs", edits, Expect.SAME)
+    folder = rng.choice(("../models--org--name/blobs/", "../other/"))
+    edits = (Edit(folder + file, source.files[file]), Edit(file, Link(folder + file)))
+    # Large files may be on another disk.
+    same = "blobs" in folder or file in source.shards
+    expect = Expect.SAME if same else Expect.SAME_OR_REFUSED
+    return Mutation("linked", f"{file} is a link to {folder}", edits, expect)
 
 
 def odd_extra(source: Source, rng: random.Random) -> Mutation:
