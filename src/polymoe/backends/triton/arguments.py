@@ -40,6 +40,7 @@ class ProjectionArguments:
 
     @classmethod
     def of(cls, problem: Problem, packed: Packed, projection: str) -> ProjectionArguments:
+        """Return the arguments of a projection, "gate", "up" or "down", of a layer in the natural layout."""
         encoding = problem.spec.encodings[projection]
         parts = {name.split(".")[1]: t for name, t in packed.tensors.items() if name.startswith(projection + ".")}
         codes = parts["codes"] if PLANES[encoding.element] == 1 else parts["codes"].view(torch.int16)

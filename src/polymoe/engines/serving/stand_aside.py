@@ -10,12 +10,13 @@ from torch import Tensor
 
 from polymoe.activation_quantization import ActivationQuantization
 from polymoe.activations import Activation
+from polymoe.call import DTYPES
 from polymoe.engines.serving.settings import EngineSettings
 from polymoe.engines.serving.sources import StackedExperts, StackedSource, source_of
 from polymoe.errors import ArgumentError, FormatError, PolymoeError, UnsupportedProblem
 from polymoe.planning.selection import Selection
 from polymoe.problem import Problem, WeightOn
-from polymoe.runtime import DTYPES, PlanRequest
+from polymoe.runtime import PlanRequest
 from polymoe.tensors import ExpertsSpec
 from polymoe.verdict import Reason, Reasons, Rejected
 
