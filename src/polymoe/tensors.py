@@ -178,6 +178,8 @@ class ExpertWeights:
     read: Callable[[int], Expert]
     read_unchecked: Callable[[int], Expert] | None = None
     """As ``read``, without looking at the numbers: views of files stay unread until they are used."""
+    read_several: Callable[[int, int], Sequence[Expert]] | None = None
+    """Experts from the first number to before the last at once, where fewer operations are needed than for each."""
 
     def peek(self, e: int) -> Expert:
         """Expert ``e`` without any check, for who needs a part of it."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from polymoe.errors import VerificationError
 from polymoe.experts import FusedExperts
-from polymoe.layouts import LAYOUTS
+from polymoe.layouts import LAYOUTS, Packed
 from polymoe.layouts import pack_check as module
 from polymoe.layouts.checksums import Checksums
 from polymoe.layouts.pack_check import difference, pack_checked
@@ -32,7 +35,11 @@ def test_every_layout_is_among_those_that_are_tested() -> None:
 
 
 @pytest.mark.parametrize(("name", "format"), CELLS)
-def test_a_layer_that_is_packed_as_it_was_read(layers: dict[str, ExpertWeights], name: str, format: str) -> None:
+def test_a_layer_that_is_packed_as_it_was_read(
+    layers: dict[str, ExpertWeights], name: str, format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No expert is looked at a second time."""
+    monkeypatch.setattr(module, "difference", lambda *_: pytest.fail("a difference"))
     experts = FusedExperts.pack(problem_of(layers[format]), layers[format], choice(LAYOUTS[name]))
     assert experts.packed.layout == name
     experts.update(layers[format], check=True)
@@ -119,6 +126,66 @@ def test_checksums(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = expert.down.codes
     rows[[0, 1]] = rows[[1, 0]]
     assert of(expert) != before
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operations that are more than a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.found[name] += not func.is_view and "view" not in name and "empty" not in name
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "format", "most"),
+    [
+        ("natural", "mxfp4", 20), ("w4a16_fragments", "mxfp4", 55), ("w4a8_fragments", "mxfp4", 75),
+        ("w8_fragments", "fp8_block128", 40), ("w16_swizzle128", "bf16", 30),
+    ],
+)  # fmt: skip
+def test_launches_of_an_expert(name: str, format: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU each takes some microseconds, and the device is waited for once a layer."""
+    monkeypatch.setattr("polymoe.layouts.checksums._LARGE_BYTES", 1 << 12)
+    counts = []
+    for experts in (2, 6):
+        weights = random_experts(format, experts=experts, hidden=128, intermediate=256)
+        pack_checked(LAYOUTS[name], weights, CPU, "experts")  # makes tables
+        with Launches() as launches:
+            pack_checked(LAYOUTS[name], weights, CPU, "experts")
+        counts.append(launches.found)
+    waits = [found["_local_scalar_dense"] for found in counts]
+    assert waits[0] == waits[1]
+    assert (counts[1].total() - counts[0].total()) / 4 <= most
+
+
+@pytest.mark.parametrize(("name", "format"), CELLS)
+def test_several_experts_are_unpacked_at_once_as_each_alone(name: str, format: str) -> None:
+    weights = random_experts(format, experts=7, hidden=256, intermediate=256, bias=True)
+    packed = LAYOUTS[name].unpack(LAYOUTS[name].pack(weights, CPU))
+    if name == "natural":
+        assert packed.read_several is None  # views, at no cost
+        return
+    assert packed.read_several is not None
+    for first, last in ((0, 7), (2, 5), (6, 7)):
+        found = packed.read_several(first, last)
+        assert len(found) == last - first
+        for e, expert in zip(range(first, last), found, strict=True):
+            assert difference(expert, packed.expert(e)) is None
+            assert difference(expert, weights.expert(e)) is None
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in ("natural", "w8_fragments")])
+def test_rows_of_no_whole_group_are_unpacked_one_expert_at_a_time(name: str) -> None:
+    format = "bf16" if name == "w16_swizzle128" else "mxfp4"
+    multiple = 64 if name == "w4a8_fragments" else 16
+    spec = random_experts(format, experts=2, hidden=128 + multiple, intermediate=64).spec
+    packed = LAYOUTS[name].unpack(Packed(name, spec, {}))
+    assert (packed.read_several is None) == bool((128 + multiple) % 64)
 
 
 def test_experts_that_were_peeked_at_are_not_looked_up_again() -> None:

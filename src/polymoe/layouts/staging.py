@@ -46,7 +46,7 @@ def staged(
             arrived(e, expert)
         return expert
 
-    return replace(weights, read=read)
+    return replace(weights, read=read, read_several=None)
 
 
 def kept(weights: ExpertWeights) -> ExpertWeights:

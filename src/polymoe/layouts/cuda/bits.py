@@ -28,7 +28,8 @@ def move_bits(words: Tensor, positions: Sequence[int]) -> Tensor:
     return moved.view(torch.uint8).view(words.shape)
 
 
-def inverse(positions: Sequence[int]) -> tuple[int, ...]:
+@cache
+def inverse(positions: tuple[int, ...]) -> tuple[int, ...]:
     """Return the inverse permutation, with which :func:`move_bits` restores the words."""
     return tuple(sorted(range(32), key=positions.__getitem__))
 

@@ -57,6 +57,8 @@ class MatrixLayout(ABC):
     name: str
     multiple: ClassVar[int]
     """H and F must be multiples of this."""
+    group_rows: ClassVar[int]
+    """Packed matrices whose rows are a multiple of this lie behind each other as one taller matrix does."""
 
     @abstractmethod
     def check_encoding(self, reasons: Reasons, projection: str, encoding: Encoding) -> None:
@@ -79,8 +81,18 @@ class MatrixLayout(ABC):
     def unpack_matrix(
         self, parts: Mapping[str, Tensor], encoding: Encoding, rows: int, columns: int, halves: int
     ) -> list[tuple[Tensor, Tensor | None]]:
-        """Return the natural codes and scales of each of the ``halves`` projections in a matrix [rows, columns]: the
-        inverse of :meth:`pack_matrix`."""
+        """Unpack the matrices [rows, columns] of some experts: the inverse of :meth:`pack_matrix`.
+
+        Args:
+            parts: ``codes`` and, if there are any, ``scales``, uint8 [experts, bytes]. Several experts are given only
+                if ``rows`` is a multiple of :attr:`group_rows`.
+            encoding: how the weights are stored.
+            rows, columns: size of each matrix.
+            halves: number of projections in each matrix.
+
+        Returns:
+            For each projection the natural codes and scales, with the rows of the experts behind each other.
+        """
 
     def scale_limit(self, encoding: Encoding) -> ScaleLimit | None:
         """Return the limit on scales of this encoding; None if the kernels decode all of them."""
@@ -161,23 +173,30 @@ class MatrixLayout(ABC):
             )
 
     def unpack(self, packed: Packed) -> ExpertWeights:
-        """Return the original weights, read lazily from ``packed``, one expert at a time."""
+        """Return the original weights, read lazily from ``packed``, one expert or several at a time."""
         spec = packed.spec
+        together = all(_shape(spec, matrix)[0] % self.group_rows == 0 for matrix in _MATRICES)
 
-        def read(e: int) -> Expert:
-            mine = {name: tensor[e] for name, tensor in packed.tensors.items()}
-            projections = {}
+        def several(first: int, last: int) -> list[Expert]:
+            some = {name: tensor[first:last] for name, tensor in packed.tensors.items()}
+            stacks = {}
             for matrix in _MATRICES:
                 encoding, names = spec.encodings[matrix], _halves(spec, matrix)
-                parts = {n.partition(".")[2]: t for n, t in mine.items() if n.startswith(f"{matrix}.")}
+                parts = {n.partition(".")[2]: t for n, t in some.items() if n.startswith(f"{matrix}.")}
                 halves = self.unpack_matrix(parts, encoding, *_shape(spec, matrix), len(names))
                 for projection, (codes, scales) in zip(names, halves, strict=True):
-                    world = mine.get(f"{projection}.global_scale")
-                    projections[projection] = QuantTensor(codes, encoding, scales, global_scale=world)
-            vectors = drop_absent({n: t for n, t in mine.items() if "." not in n})
-            return Expert(**{"gate": None, **projections, **vectors})  # type: ignore[arg-type]
+                    codes = codes.unflatten(0, (last - first, -1))
+                    scales = None if scales is None else scales.unflatten(0, (last - first, -1))
+                    world = some.get(f"{projection}.global_scale")
+                    stacks[projection] = QuantTensor(codes, encoding, scales, global_scale=world)
+            found = []
+            for e in range(last - first):
+                projections = {name: stack[e] for name, stack in stacks.items()}
+                vectors = drop_absent({n: t[e] for n, t in some.items() if "." not in n})
+                found.append(Expert(**{"gate": None, **projections, **vectors}))  # type: ignore[arg-type]
+            return found
 
-        return ExpertWeights(spec, read)
+        return ExpertWeights(spec, lambda e: several(e, e + 1)[0], read_several=several if together else None)
 
 
 def interleave_gate_up(halves: Sequence[Tensor]) -> Tensor:

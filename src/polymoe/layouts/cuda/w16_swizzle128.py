@@ -40,6 +40,7 @@ class W16Swizzle128(MatrixLayout):
 
     name: str = "w16_swizzle128"
     multiple: ClassVar[int] = 16
+    group_rows: ClassVar[int] = _ROWS
 
     def check_encoding(self, reasons: Reasons, projection: str, encoding: Encoding) -> None:
         """Add a reason unless elements are bfloat16."""
@@ -59,7 +60,7 @@ class W16Swizzle128(MatrixLayout):
         self, parts: Mapping[str, Tensor], encoding: Encoding, rows: int, columns: int, halves: int
     ) -> list[tuple[Tensor, Tensor | None]]:
         """Return the weights of each projection, without scales."""
-        rows_NB = unpack_tiles(parts["codes"], rows, 2 * columns)
+        rows_NB = unpack_tiles(parts["codes"].flatten(), rows * len(parts["codes"]), 2 * columns)
         codes = deinterleave_gate_up(rows_NB, halves) if halves > 1 else [exchange_rows(rows_NB, inverse=True)]
         return [(part.view(CODE_DTYPES[encoding.element]), None) for part in codes]
 

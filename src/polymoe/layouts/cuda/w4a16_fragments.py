@@ -96,6 +96,7 @@ class W4A16Fragments(MatrixLayout):
 
     name: str = "w4a16_fragments"
     multiple: ClassVar[int] = TILE
+    group_rows: ClassVar[int] = ROWS
 
     def check_encoding(self, reasons: Reasons, projection: str, encoding: Encoding) -> None:
         """Add a reason for other elements, groups or zero points."""
@@ -139,8 +140,9 @@ class W4A16Fragments(MatrixLayout):
         self, parts: Mapping[str, Tensor], encoding: Encoding, rows: int, columns: int, halves: int
     ) -> list[tuple[Tensor, Tensor | None]]:
         """Return codes and scales of each projection."""
-        codes_NB = unpack_codes(parts["codes"], encoding, rows, columns)
-        scales_NB = unpack_scales(parts["scales"], encoding, rows, columns)
+        rows *= len(parts["codes"])
+        codes_NB = unpack_codes(parts["codes"].flatten(), encoding, rows, columns)
+        scales_NB = unpack_scales(parts["scales"].flatten(), encoding, rows, columns)
         dtype = SCALE_DTYPES[encoding.scale_dtype or ""]
         split = zip(deinterleave_gate_up(codes_NB, halves), deinterleave_gate_up(scales_NB, halves), strict=True)
         return [(codes, scales.contiguous().view(dtype)) for codes, scales in split]

@@ -58,6 +58,7 @@ class W4A8Fragments(MatrixLayout):
 
     name: str = "w4a8_fragments"
     multiple: ClassVar[int] = COLUMNS
+    group_rows: ClassVar[int] = ROWS
 
     def check_encoding(self, reasons: Reasons, projection: str, encoding: Encoding) -> None:
         """Add a reason unless weights are MXFP4."""
@@ -87,7 +88,7 @@ class W4A8Fragments(MatrixLayout):
         self, parts: Mapping[str, Tensor], encoding: Encoding, rows: int, columns: int, halves: int
     ) -> list[tuple[Tensor, Tensor | None]]:
         """Return codes and scales of each projection. The scale of a group of zeros may differ from the original."""
-        codes_NB = unpack_codes(parts["codes"], rows, columns)
+        codes_NB = unpack_codes(parts["codes"].flatten(), rows * len(parts["codes"]), columns)
         scales_NG = unpack_scales(parts["scales"], rows, columns)
         split = zip(deinterleave_gate_up(codes_NB, halves), deinterleave_gate_up(scales_NG, halves), strict=True)
         return [(codes, scales.contiguous().view(torch.float8_e8m0fnu)) for codes, scales in split]
@@ -143,7 +144,9 @@ def pack_scales(scales_NG: Tensor, codes_NB: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unpack_scales(packed: Tensor, rows: int, columns: int) -> Tensor:
-    """Return the scales, uint8 [rows, G]: the inverse of :func:`pack_scales`, except for groups of zeros."""
-    steps, largest = packed.split([len(packed) - rows, rows])
-    x = steps.view(-1, columns // COLUMNS, 8, 4, 2, 2).permute(0, 3, 5, 2, 1, 4).flatten(4).flatten(0, 3)
-    return (largest[:, None].short() - x[:rows].short() // 8).clamp(min=0).byte()
+    """Return the scales of matrices behind each other, from uint8 [matrices, bytes], as uint8 [matrices * rows, G]: the
+    inverse of :func:`pack_scales`, except for groups of zeros."""
+    steps, largest = packed.split([packed.shape[1] - rows, rows], 1)
+    x = steps.reshape(-1, columns // COLUMNS, 8, 4, 2, 2).permute(0, 3, 5, 2, 1, 4).flatten(4).flatten(0, 3)
+    largest = largest.reshape(-1, 1).short()
+    return (largest - x[: len(largest)].short() // 8).clamp(min=0).byte()

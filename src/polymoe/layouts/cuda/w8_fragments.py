@@ -43,6 +43,7 @@ class W8Fragments(MatrixLayout):
 
     name: str = "w8_fragments"
     multiple: ClassVar[int] = BLOCK
+    group_rows: ClassVar[int] = _ROWS
 
     def check_encoding(self, reasons: Reasons, projection: str, encoding: Encoding) -> None:
         """Add a reason for other elements, blocks, dtypes of scales, global scales or zero points."""
@@ -72,12 +73,13 @@ class W8Fragments(MatrixLayout):
         self, parts: Mapping[str, Tensor], encoding: Encoding, rows: int, columns: int, halves: int
     ) -> list[tuple[Tensor, Tensor | None]]:
         """Return codes and scales of each projection, in their original dtypes."""
-        rows_NK = unpack_codes(parts["codes"], rows, columns)
+        rows_NK = unpack_codes(parts["codes"].flatten(), rows * len(parts["codes"]), columns)
         codes = deinterleave_gate_up(rows_NK, halves) if halves > 1 else [exchange_rows(rows_NK, inverse=True)]
         assert encoding.granularity is not None
         grid = encoding.granularity.scale_shape(rows // halves, columns)
-        scales = parts["scales"].view(torch.float32).to(SCALE_DTYPES[encoding.scale_dtype or ""]).view(halves, *grid)
-        return [(c.view(CODE_DTYPES[encoding.element]), s) for c, s in zip(codes, scales, strict=True)]
+        scales = parts["scales"].view(torch.float32).to(SCALE_DTYPES[encoding.scale_dtype or ""])
+        each = [half.flatten(0, 1) for half in scales.view(-1, halves, *grid).unbind(1)]
+        return [(c.view(CODE_DTYPES[encoding.element]), s) for c, s in zip(codes, each, strict=True)]
 
 
 def pack_codes(codes_NK: Tensor) -> Tensor:
