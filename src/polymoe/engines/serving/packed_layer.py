@@ -74,8 +74,8 @@ class PackedLayer:
             module: the engine's layer; parameters of these names are replaced.
             weights: the experts, read one at a time.
             device: where the parameters are.
-            check: compare the packed bytes of every expert with ``weights``, and the results of a few with the
-                reference on every backend of the plan.
+            check: compare the results of a few experts with the reference, on every backend of the plan. The packed
+                bytes of every expert are always compared with ``weights``.
 
         Raises:
             UnsupportedProblem: if no backend runs these experts here.
@@ -90,11 +90,11 @@ class PackedLayer:
             require_planned(
                 self.problem, weights, device, f"{self.where}: new weights", "start the engine again with them"
             )
-            packed = pack_checked(self._request.layouts[self.plans.layout], weights, device, self.where, compare=check)
+            packed = pack_checked(self._request.layouts[self.plans.layout], weights, device, self.where)
         else:
             if self.problem.activations.static:
                 require_input_scales(weights, self.where)
-            problem, packed = self._request.pack(self._problem, weights, device, self.where, check=check)
+            problem, packed = self._request.pack(self._problem, weights, device, self.where)
             self._plans = PlanCache.of(problem, self._request, packed.layout, tuple(packed.tensors))
         self._register(module, packed)
         if check:

@@ -48,6 +48,7 @@ class PackedMethod:
     plan: LayerPlan
     packed: PackedLayer
     experts: StackedExperts
+    created: tuple[str, ...]
     dummy: bool
     on_packed: Callable[[PackedMethod, nn.Module], None]
     loaded: dict[str, set[tuple[str, int]]]
@@ -68,6 +69,7 @@ class PackedMethod:
         with torch.device("meta"):
             super().create_weights(layer=layer, **given)  # type: ignore[misc]
         tensors = {n: p for n, p in layer._parameters.items() if n not in before}
+        self.created = tuple(tensors)
         self.experts = replace(self.plan.experts, tensors=tensors)
         if self.experts.encodings() != self.plan.experts.encodings():
             raise FormatError(
@@ -77,9 +79,8 @@ class PackedMethod:
                 hint="POLYMOE=0 runs this model without polymoe; please report it",
             )
         for name in tensors.keys() - set(self.experts.names):  # loaded by name, and not read
-            empty = nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)
-            empty.weight_loader = _discard  # type: ignore[attr-defined]
-            layer.register_parameter(name, empty)
+            layer.register_parameter(name, nn.Parameter(torch.empty(0, device="meta"), requires_grad=False))
+            layer._parameters[name].weight_loader = _discard
         self.loaded, self.cleared = {name: set() for name in self.experts.names}, set()
         initialize_online_processing(layer)
 
@@ -108,8 +109,10 @@ class PackedMethod:
         weights = experts.weights(self.plan.problem.spec)
         device = next(iter(tensors.values())).device
         self.packed.pack(layer, weights, device, check=self.check(self.plan))
-        for name in tensors:  # the others are empty, and vLLM may still look for them by name
+        for name in self.created:
             delattr(layer, name)
+            # What comes after the layer is complete, such as other ranks' experts, is still looked for by name.
+            setattr(layer, name, _nothing())
         self.loaded, self.cleared = {name: set() for name in self.experts.names}, set()
         setattr(layer, _DONE, True)
         self.on_packed(self, layer)
@@ -238,6 +241,13 @@ def _covered(
     if loaded_weight.dim() == 3:
         return {(shard_id, e) for e in range(method.experts.count)}
     return {(shard_id, expert_id)}
+
+
+def _nothing() -> Tensor:
+    """Return an empty tensor into which nothing is loaded."""
+    empty = torch.empty(0)
+    empty.weight_loader = _discard  # type: ignore[attr-defined]
+    return empty
 
 
 def _discard(param: Any, loaded_weight: Tensor, *_: Any, return_success: bool = False, **__: Any) -> bool | None:
