@@ -40,9 +40,10 @@ def check_layer(layer: LayerRuntime, problem: Problem, weights: ExpertWeights, w
     dtype = TORCH_DTYPES[problem.dtype]
     steps = layer.steps(dtype)
     most = max(step.config.check_tokens for step in steps)
-    x_TH = torch.randn(most, spec.hidden, generator=generator).to(dtype)
+    x_TH = torch.randn(most, spec.hidden, generator=generator, dtype=torch.float32).to(dtype)
     ids_TA = torch.tensor(local)[torch.arange(most * 2).reshape(most, 2) % len(local)] + spec.first_expert
-    weights_TA = torch.rand(most, 2, generator=generator) + 0.5
+    # Explicit: engines load models with another default dtype.
+    weights_TA = torch.rand(most, 2, generator=generator, dtype=torch.float32) + 0.5
     expected = _expected(problem, weights, x_TH, Routing(ids_TA, weights_TA), device)
     if not bool(torch.isfinite(expected).all()):
         raise VerificationError(
