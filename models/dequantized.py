@@ -43,11 +43,13 @@ def own(path: str | Path, dtype: torch.dtype) -> Any:
     if method not in configs:
         return None
     with registered_names():
-        config = use_own_name(AutoConfig.from_pretrained(path))
+        config = use_own_name(AutoConfig.from_pretrained(path, trust_remote_code=False))
         wanted = configs[method](dequantize=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that the checkpoint has a quantization config already
-            return auto_class(config).from_pretrained(path, config=config, quantization_config=wanted, dtype=dtype)
+            return auto_class(config).from_pretrained(
+                path, config=config, quantization_config=wanted, dtype=dtype, trust_remote_code=False
+            )
 
 
 def filled(path: str | Path, dtype: torch.dtype) -> Any:
@@ -61,11 +63,11 @@ def filled(path: str | Path, dtype: torch.dtype) -> Any:
     with tempfile.TemporaryDirectory() as directory, registered_names():
         (Path(directory) / "config.json").write_text(json.dumps(plain))
         save_file(others, Path(directory) / "model.safetensors", {"format": "pt"})
-        config = use_own_name(AutoConfig.from_pretrained(directory))
+        config = use_own_name(AutoConfig.from_pretrained(directory, trust_remote_code=False))
         said = transformers.logging.get_verbosity()
         transformers.logging.set_verbosity_error()  # the experts are not there yet
         model = auto_class(config).from_pretrained(
-            directory, config=config, dtype=dtype, experts_implementation="eager"
+            directory, config=config, dtype=dtype, experts_implementation="eager", trust_remote_code=False
         )
         transformers.logging.set_verbosity(said)
     for name, module in model.named_modules():

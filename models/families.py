@@ -67,7 +67,7 @@ class TrainedFamily:
         # A copy, since Transformers adds to the dicts that it is given.
         fields = {k: copy.deepcopy(v) for k, v in self.config.items() if k != "quantization_config"}
         config = use_own_name(AutoConfig.for_model(fields.pop("model_type"), **fields))
-        model = auto_class(config).from_config(config, dtype=torch.float32)
+        model = auto_class(config).from_config(config, dtype=torch.float32, trust_remote_code=False)
         with torch.no_grad():
             self.prepare(model)
         return model

@@ -60,7 +60,8 @@ ALLOWED["explanation"] = ALLOWED["experts"] | {"experts"}
 ALLOWED["diagnosis"] = ALLOWED["runtime"]
 _CORE = ALLOWED["explanation"] | {"explanation", "diagnosis"}
 ALLOWED["engines"] = set()
-ALLOWED["verify"] = ALLOWED["engines.transformers"] = set(_CORE)
+ALLOWED["verify"] = set(_CORE)
+ALLOWED["engines.transformers"] = _CORE | {"engines"}
 ALLOWED["engines.serving"] = _CORE | {"checkpoint.dialects"}
 ALLOWED["engines.vllm"] = _CORE | {"engines.serving"}
 ALLOWED["bench"] = ALLOWED["generate"] = ALLOWED["serve"] = _CORE | {"engines.transformers"}  # whole models
@@ -130,8 +131,9 @@ ORDER = {
         "profiling", "app", "gate", "listener", "lifecycle", "__init__",
     ),
     "engines.transformers": (
-        "paged_attention", "decode_graph", "families", "experts_interface", "dense_quantizer", "quantizer",
-        "dequantized", "loading", "generator", "__init__",
+        "untrusted", "chat_template", "model_config", "tokenizer", "paged_attention", "decode_graph", "families",
+        "experts_interface", "dense_quantizer", "weights", "quantizer", "dequantized", "loading", "generator",
+        "__init__",
     ),
     "engines.serving": ("settings", "sources", "stand_aside", "packed_layer", "__init__"),
     "engines.vllm": ("hooks", "neutral", "dummy", "facts", "method", "plugin", "__init__"),

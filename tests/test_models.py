@@ -284,7 +284,7 @@ def test_heldout_pairs_are_never_trained_on(heldout):
 )
 def test_chat_template_reduces_the_last_question(said, rendered):
     transformers = pytest.importorskip("transformers")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT, trust_remote_code=False)
     history = [{"role": "user", "content": "9+9"}, {"role": "assistant", "content": "18"}]
     chat = [*history, {"role": "user", "content": said}]
     assert tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == rendered
@@ -316,7 +316,7 @@ def test_transformers_answers_from_the_dequantized_checkpoint(heldout: list[dict
     from transformers import AutoTokenizer
 
     model = dequantized.own(CHECKPOINT, torch.bfloat16)
-    generator = exact_match.Generator(model, AutoTokenizer.from_pretrained(CHECKPOINT))
+    generator = exact_match.Generator(model, AutoTokenizer.from_pretrained(CHECKPOINT, trust_remote_code=False))
     assert exact_match.exact_match(generator, heldout[:60], 60) >= 98
 
 

@@ -91,7 +91,7 @@ def test_weights_have_the_size_that_keeps_activations_level(checkpoint: Path) ->
 def test_tokenizer_takes_any_text_and_gives_it_back(checkpoint: Path) -> None:
     from transformers import AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
     ids = tokenizer("two ✓ words")["input_ids"]
     assert tokenizer.decode(ids) == "two ✓ words"
     assert max(ids) < TINY["vocab_size"]
@@ -109,7 +109,9 @@ def test_packed_and_dequantized_agree(checkpoint: Path) -> None:
     packed, _ = load(checkpoint, device="cpu", dtype=torch.float32)
     quantization = transformers.Mxfp4Config(dequantize=True)
     # Transformers 5.17 leaves what it dequantizes in bfloat16, which is exact.
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, quantization_config=quantization).float()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        checkpoint, quantization_config=quantization, trust_remote_code=False
+    ).float()
     ids = torch.randint(320, (2, 9), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         got, expected = packed(ids).logits, theirs(ids).logits

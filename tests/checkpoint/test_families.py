@@ -299,7 +299,7 @@ def transformers_model(name: str) -> Any:
     theirs = transformers.AutoConfig.for_model(model_type, **ours)
     auto = transformers.AutoModelForImageTextToText if vision else transformers.AutoModelForCausalLM
     torch.manual_seed(0)
-    return auto.from_config(theirs, dtype=torch.bfloat16)
+    return auto.from_config(theirs, dtype=torch.bfloat16, trust_remote_code=False)
 
 
 def natural(experts: torch.nn.Module, family: str) -> tuple[Tensor, Tensor]:

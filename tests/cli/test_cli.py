@@ -130,6 +130,22 @@ class TestRefusals:
         assert (code, out) == (2, "")
         assert "Usage: polymoe" in err
 
+    @pytest.mark.parametrize("verb", ["explain", "verify", "run", "serve", "bench"])
+    def test_every_verb_refuses_a_broken_checkpoint(self, verb: str, cli: Cli, tmp_path: Path) -> None:
+        path = shutil.copytree(SUMS, tmp_path / "checkpoint")
+        index = path / "model.safetensors.index.json"
+        index.write_text(index.read_text().replace("model-00002", "../model-00002"))
+        args = {
+            "run": ("run", path, "1+1=", "--device", "cpu"),
+            "serve": ("serve", path, "--port", 0, "--device", "cpu"),
+            "bench": ("bench", "--checkpoint", path, "--device", "cpu", "--tokens", 1),
+        }
+        code, out, err = cli(*args.get(verb, (verb, path)))
+        assert (code, out) == (1, "")
+        assert "model.safetensors.index.json: " in err
+        assert "expected a file inside the checkpoint's directory" in err
+        assert "Traceback" not in err
+
     def test_unknown_things_in_a_config(self, cli: Cli, tmp_path: Path) -> None:
         good = config("gpt-oss-mxfp4")
         for change, message in (

@@ -67,10 +67,10 @@ def test_installed_models_take_the_role_too() -> None:
 
     engine.install(role="decode")
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(SUMS)
+        model: Any = AutoModelForCausalLM.from_pretrained(SUMS, trust_remote_code=False)
     finally:
         engine.uninstall()
-    assert layouts(Generator(model, AutoTokenizer.from_pretrained(SUMS))) == {"natural"}
+    assert layouts(Generator(model, AutoTokenizer.from_pretrained(SUMS, trust_remote_code=False))) == {"natural"}
 
 
 @pytest.mark.parametrize("role", list(LAYOUT_OF))

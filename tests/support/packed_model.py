@@ -19,7 +19,7 @@ HELDOUT = [json.loads(line) for line in (MODELS / "sums-heldout.jsonl").read_tex
 
 def dequantized(dtype: torch.dtype) -> Any:
     model: Any = AutoModelForCausalLM.from_pretrained(
-        CHECKPOINT, quantization_config=Mxfp4Config(dequantize=True), dtype=dtype
+        CHECKPOINT, quantization_config=Mxfp4Config(dequantize=True), dtype=dtype, trust_remote_code=False
     )
     model.set_experts_implementation("eager")
     # Before 5.23 Transformers keeps dequantized experts in bfloat16, whatever the dtype asked for.

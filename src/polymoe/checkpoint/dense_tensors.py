@@ -171,6 +171,7 @@ class DenseTensors(Mapping[str, DenseTensor | DenseMatrix]):
         *,
         as_stored: bool = False,
     ) -> None:
+        self._files = files
         modules: dict[str, dict[str, str]] = {}
         self._tensors: dict[str, DenseTensor | DenseMatrix] = {}
         self._log: dict[str, MatrixRead] = {}
@@ -191,6 +192,11 @@ class DenseTensors(Mapping[str, DenseTensor | DenseMatrix]):
                 self._tensors[f"{module}.weight"] = DenseMatrix(files, module, names, scheme, self._log)
             else:
                 self._tensors |= {name: DenseTensor(files, name) for name in names.values()}
+
+    @property
+    def where(self) -> str:
+        """The checkpoint, for errors."""
+        return str(self._files.path)
 
     @property
     def matrices_read(self) -> tuple[MatrixRead, ...]:

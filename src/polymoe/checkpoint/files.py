@@ -98,6 +98,10 @@ class CheckpointFiles:
         """The directory that the files are in."""
         return self.path if self.path.is_dir() else self.path.parent
 
+    def has(self, name: str) -> bool:
+        """Whether there is a file of this name."""
+        return exists(self.directory / name)
+
     def json(self, name: str) -> dict[str, Any] | None:
         """Return a JSON file beside ``config.json``, or None if there is none; raises CheckpointError if invalid."""
         file = self.directory / name

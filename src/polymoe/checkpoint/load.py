@@ -170,6 +170,10 @@ class Checkpoint:
         experts = tuple(self.layer(layer).container for layer in self.layers)
         return DenseTensors(self.files, self.quantization, experts, as_stored=as_stored)
 
+    def all_tensors(self) -> DenseTensors:
+        """Every tensor by name, with those of the experts, as stored."""
+        return DenseTensors(self.files, self.quantization, (), as_stored=True)
+
     def notes(self, *, tp: Parallel = 1) -> tuple[str, ...]:
         """What else a reader of an explanation should know: tensor-parallel slices that are not equal."""
         size = Shard.of(tp).tp
@@ -197,6 +201,10 @@ class Checkpoint:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __deepcopy__(self, _: object) -> Checkpoint:
+        """The same object: files that are open cannot be copied."""
+        return self
 
     def __repr__(self) -> str:
         return f"Checkpoint({self.name!r}, {self.model_type}, {len(self.layers)} layers with experts)"

@@ -147,7 +147,11 @@ def command(
         check_plot(plot)
     if markdown is not None and not markdown.parent.is_dir():
         raise ArgumentError("--markdown", expected="a file in an existing directory", got=repr(str(markdown)))
-    counter = None if tokenizer is None else Tokenizer(tokenizer, chat=chat)
+    counter = None
+    if tokenizer is not None:
+        from polymoe.engines.transformers import load_tokenizer
+
+        counter = Tokenizer(load_tokenizer(tokenizer), chat=chat)
     meter = _meter(gpu_ids, gpus, client.host)
     chosen = random.SystemRandom().randrange(2**31) if seed is None else seed
     found: list[ServingRecord] = []

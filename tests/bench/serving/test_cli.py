@@ -172,7 +172,7 @@ def test_traces_are_named(bench: Cli, standin: Standin) -> None:
         (("--markdown", "no/such/t.md"), "an existing directory"),
         (("--plot", "p.jpg"), "a name that ends in .png"),
         (("--gpu-ids", "0,x"), "--gpu-ids: expected numbers such as 0,1"),
-        (("--tokenizer", "no/such/tokenizer"), "--tokenizer: expected a tokenizer that Transformers reads"),
+        (("--tokenizer", "no/such/tokenizer"), "no/such/tokenizer: expected an existing path, or a Hub id"),
     ],
 )
 def test_refusals_come_before_any_request(bench: Cli, standin: Standin, args: tuple[object, ...], message: str) -> None:

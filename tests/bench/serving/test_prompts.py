@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -114,25 +115,29 @@ def test_a_server_that_counts_nothing() -> None:
         made(fails, 64)
 
 
-class TestTokenizer:
+def tokenizer_of(path: Path) -> Any:
     pytest.importorskip("transformers")
+    from polymoe.engines.transformers import load_tokenizer
 
+    return load_tokenizer(path)
+
+
+class TestTokenizer:
     def test_counts_as_the_model_does(self) -> None:
-        tokenizer = Tokenizer(str(SUMS), chat=False)
+        tokenizer = Tokenizer(tokenizer_of(SUMS), chat=False)
         assert tokenizer.count_prompt("512+499=") == 8
         assert tokenizer.count_text("1011") == 4
         texts, said, _ = made(tokenizer.count_prompt, 64)
         assert {tokenizer.count_prompt(text) for text in texts} == {said} == {64}
 
     def test_counts_the_template_of_a_chat(self) -> None:
-        tokenizer = Tokenizer(str(SUMS), chat=True)
+        tokenizer = Tokenizer(tokenizer_of(SUMS), chat=True)
         assert tokenizer.count_prompt("What is 12+34?") == len("12+34=")
 
-    def test_what_is_no_tokenizer(self, tmp_path: Path) -> None:
-        with pytest.raises(ArgumentError, match="--tokenizer"):
-            Tokenizer(str(tmp_path / "nothing"), chat=False)
+    def test_a_tokenizer_without_a_chat_template(self, tmp_path: Path) -> None:
         for name in ("tokenizer.json", "tokenizer_config.json"):
             values = json.loads((SUMS / name).read_text())
             (tmp_path / name).write_text(json.dumps(values))
+        tokenizer = tokenizer_of(tmp_path)
         with pytest.raises(ArgumentError, match="one with a chat template"):
-            Tokenizer(str(tmp_path), chat=True)
+            Tokenizer(tokenizer, chat=True)

@@ -79,7 +79,7 @@ def build(family: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
     """A model and its first experts module, with random weights and biases."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family]})
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.2)
     experts = next(module for module in model.modules() if hasattr(module, "has_gate"))

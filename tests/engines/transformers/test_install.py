@@ -39,7 +39,7 @@ Checkpoints = Callable[[str], Path]
 
 @pytest.mark.usefixtures("installed")
 def test_from_pretrained_packs_once_installed() -> None:
-    model, info = AutoModelForCausalLM.from_pretrained(CHECKPOINT, output_loading_info=True)
+    model, info = AutoModelForCausalLM.from_pretrained(CHECKPOINT, output_loading_info=True, trust_remote_code=False)
     assert len(experts_of(model)) == 4
     assert not any(info.values()), info
     # As lm-eval calls it.
@@ -55,7 +55,7 @@ def test_from_pretrained_packs_once_installed() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_models_without_a_head_pack_too(packed: tuple[Any, Any]) -> None:
-    model = AutoModel.from_pretrained(CHECKPOINT)
+    model = AutoModel.from_pretrained(CHECKPOINT, trust_remote_code=False)
     assert next(name for name, m in model.named_modules() if isinstance(m, PackedExperts)) == "layers.0.mlp.experts"
     inputs = batch(packed[1], rows=2)
     with torch.inference_mode():
@@ -65,7 +65,7 @@ def test_models_without_a_head_pack_too(packed: tuple[Any, Any]) -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_pipelines_pack() -> None:
-    answer = pipeline("text-generation", model=str(CHECKPOINT), device="cpu")
+    answer = pipeline("text-generation", model=str(CHECKPOINT), device="cpu", trust_remote_code=False)
     assert len(experts_of(answer.model)) == 4
     assert answer("12+34=", return_full_text=False)[0]["generated_text"] == "46"
 
@@ -103,22 +103,23 @@ def test_install_twice_and_uninstall_leave_nothing_behind() -> None:
     assert "kimi_k2" not in CONFIG_MAPPING
     assert {**AUTO_QUANTIZER_MAPPING, **quantizers} == AUTO_QUANTIZER_MAPPING
     with pytest.raises(ValueError, match="polymoe"):
-        AutoModelForCausalLM.from_pretrained(CHECKPOINT, experts_implementation="polymoe")
+        AutoModelForCausalLM.from_pretrained(CHECKPOINT, experts_implementation="polymoe", trust_remote_code=False)
 
 
 def test_install_names_a_backend() -> None:
     install(backend="tritn")
     try:
         with pytest.raises(ArgumentError, match="tritn"):
-            AutoModelForCausalLM.from_pretrained(CHECKPOINT)
+            AutoModelForCausalLM.from_pretrained(CHECKPOINT, trust_remote_code=False)
     finally:
         uninstall()
 
 
 @pytest.mark.usefixtures("installed")
 def test_a_state_dict_in_memory_is_refused() -> None:
+    config = AutoConfig.from_pretrained(CHECKPOINT, trust_remote_code=False)
     with pytest.raises(ArgumentError, match="state dict"):
-        GptOssForCausalLM.from_pretrained(None, config=AutoConfig.from_pretrained(CHECKPOINT), state_dict={})
+        GptOssForCausalLM.from_pretrained(None, config=config, state_dict={}, trust_remote_code=False)
 
 
 @pytest.mark.usefixtures("installed")
@@ -134,15 +135,17 @@ def test_layers_that_are_offloaded_or_split_are_refused(tmp_path: Path) -> None:
     places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
     places |= {f"model.layers.{layer}": "disk" if layer == 2 else "cpu" for layer in range(4)}
     with pytest.raises(UnsupportedProblem, match=r"model\.layers\.2\.mlp\.experts.*offloaded"):
-        AutoModelForCausalLM.from_pretrained(CHECKPOINT, device_map=places, offload_folder=tmp_path)
+        AutoModelForCausalLM.from_pretrained(
+            CHECKPOINT, device_map=places, offload_folder=tmp_path, trust_remote_code=False
+        )
 
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("name", ["kimi-k2", "nemotron-h", "mixtral", "kimi-k2.5", "kimi-k2 under compression_config"])
 def test_other_families_pack_once_installed(checkpoint: Checkpoints, pair: Any, name: str) -> None:
     path = checkpoint(name)
-    config = AutoConfig.from_pretrained(path)
-    model = auto_class(config).from_pretrained(path, dtype=torch.float32)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    model = auto_class(config).from_pretrained(path, dtype=torch.float32, trust_remote_code=False)
     _, expected, _ = pair(name)
     with torch.inference_mode():
         assert torch.equal(model(input_ids=token_ids()).logits, expected(input_ids=token_ids()).logits)
@@ -160,6 +163,6 @@ def test_models_of_other_families_load_as_ever(tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     patch_config(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
     save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
-    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=False)
     assert not isinstance(model.hf_quantizer, PackedQuantizer) if hasattr(model, "hf_quantizer") else True
     assert torch.equal(model.model.layers[0].mlp.up_proj.weight.float(), 2 * state[weight].float())

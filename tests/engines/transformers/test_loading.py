@@ -207,7 +207,7 @@ print(peak - start)
     assert run.returncode == 0, run.stderr
     grown_mib = float(run.stdout)
     dequantized_mib = packed_mib / 4.25 * 16
-    assert packed_mib * 0.9 < grown_mib < packed_mib + 40 < dequantized_mib / 2, (grown_mib, packed_mib)
+    assert packed_mib * 0.9 < grown_mib < dequantized_mib / 2, (grown_mib, packed_mib, dequantized_mib)
 
 
 def test_moves_and_keeps_its_bytes_when_cast(packed: tuple[Any, Any]) -> None:
@@ -232,7 +232,7 @@ def test_saving_is_refused_before_anything_is_written(packed: tuple[Any, Any], t
 
 def test_an_unquantized_checkpoint_runs_through_the_experts_interface(tmp_path: Path, packed: tuple[Any, Any]) -> None:
     weights = dequantized(torch.bfloat16)
-    plain: Any = AutoModelForCausalLM.from_config(weights.config, dtype=torch.bfloat16).eval()
+    plain: Any = AutoModelForCausalLM.from_config(weights.config, dtype=torch.bfloat16, trust_remote_code=False).eval()
     plain.load_state_dict(weights.state_dict())
     plain.save_pretrained(tmp_path)
     packed[1].save_pretrained(tmp_path)

@@ -16,12 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from polymoe.checkpoint import Checkpoint
-from polymoe.errors import CheckpointError, FormatError
+from polymoe.errors import CheckpointError, FormatError, PolymoeError
 from support.written import damaged, patch_config
 
 pytest.importorskip("transformers")
 
-import transformers
 from families import FAMILIES
 
 from polymoe.engines.transformers import PackedQuantizer, load
@@ -77,14 +76,14 @@ def test_a_device_map_places_layers_and_counts_packed_experts(
     with torch.inference_mode():
         assert torch.equal(model(token_ids()).logits, plain(token_ids()).logits)
 
-    class Enough(Exception):
+    class Enough(PolymoeError):
         pass
 
     chosen: dict[str, Any] = {}
 
-    def stop(self: Any, model: Any, load_config: Any) -> None:
+    def stop(self: Any, model: Any, load_config: Any, tensors: Any) -> None:
         chosen.update(load_config.device_map)
-        raise Enough
+        raise Enough("enough")
 
     monkeypatch.setattr(PackedQuantizer, "read_others", stop)
     layer = sum(p.numel() * 2 for p in plain.model.layers[0].parameters()) + fused_of(plain)[0].packed.nbytes
@@ -94,10 +93,10 @@ def test_a_device_map_places_layers_and_counts_packed_experts(
     assert places == [0, 0, 0, 1] or places == [0, 0, 1, 1], chosen
 
 
-def test_an_adapter_beside_the_model_is_left_to_transformers(
-    checkpoint: Checkpoints, pair: Any, tmp_path: Path
+def test_an_adapter_beside_the_model_is_not_loaded_and_said(
+    checkpoint: Checkpoints, pair: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its tensors do not belong to the model; if peft is installed, Transformers attaches it to the layers it names."""
+    """Its tensors do not belong to the model, and its config may name a base model anywhere."""
     path = shutil.copytree(checkpoint("qwen3"), tmp_path / "c")
     _, plain, _ = pair("qwen3")
     rank, hidden, rows = 2, 256, 256
@@ -112,7 +111,8 @@ def test_an_adapter_beside_the_model_is_left_to_transformers(
     model, _ = load(path, device="cpu", dtype=torch.float32)
     with torch.inference_mode():
         difference = (model(token_ids()).logits - plain(token_ids()).logits).abs().max()
-    assert (difference > 1e-3) == transformers.utils.is_peft_available()
+    assert difference == 0
+    assert "the adapter beside the weights is not loaded" in caplog.text
 
 
 def test_tensors_count_more_than_the_config_and_say_so_once(checkpoint: Checkpoints, pair: Any, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from polymoe.errors import ArgumentError, MissingDependency, ServerError
+from polymoe.errors import ArgumentError, ServerError
 
 __all__ = ["Count", "Prompts", "Tokenizer"]
 
@@ -126,29 +126,17 @@ class Tokenizer:
     """Counts tokens like a server with this tokenizer.
 
     Args:
-        path: a directory or Hub id for Transformers' ``AutoTokenizer``.
+        tokenizer: one of Transformers', as :func:`polymoe.engines.transformers.load_tokenizer` returns it.
         chat: whether prompts are sent as chat messages, which the chat template renders.
 
     Raises:
-        MissingDependency: without Transformers.
-        ArgumentError: if the path has no tokenizer, or no chat template.
+        ArgumentError: if there is no chat template.
     """
 
-    def __init__(self, path: str, *, chat: bool) -> None:
-        try:
-            from transformers import AutoTokenizer
-        except ImportError as error:
-            raise MissingDependency(
-                "--tokenizer", expected="transformers", got=str(error), hint="pip install 'polymoe[transformers]'"
-            ) from error
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(path)
-        except Exception as error:  # tokenizers raises plain Exception for a file it cannot read
-            raise ArgumentError(
-                "--tokenizer", expected="a tokenizer that Transformers reads", got=f"{path}: {error}"
-            ) from error
+    def __init__(self, tokenizer: Any, *, chat: bool) -> None:
+        self._tokenizer = tokenizer
         if chat and getattr(self._tokenizer, "chat_template", None) is None:
-            raise ArgumentError("--tokenizer", expected="one with a chat template, for --chat", got=f"{path}: none")
+            raise ArgumentError("--tokenizer", expected="one with a chat template, for --chat", got="none")
         self._chat = chat
 
     def count_prompt(self, text: str) -> int:

@@ -8,11 +8,16 @@ The modules, each of which imports only from those below it (``tests/test_import
     loading            load, install, uninstall
     dequantized        the same checkpoints without packing, to compare with
     quantizer          the hooks that Transformers calls around loading
+    weights            models from tensors that polymoe reads, instead of files
     dense_quantizer    Transformers' own quantizer for what is not an expert
     experts_interface  ``experts_implementation="polymoe"`` for unquantized models
     families           one row a model family
     decode_graph       a decode step as one CUDA graph
     paged_attention    attention for continuous batching
+    tokenizer          tokenizers from copies of the files that were checked
+    model_config       config and generation config without what names code
+    chat_template      chat templates with a limit on time and memory
+    untrusted          exceptions of libraries as errors of the checkpoint
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ except ImportError as error:
 from polymoe.engines.transformers.families import FAMILIES, PackedExperts, TransformersFamily
 from polymoe.engines.transformers.loading import install, load, uninstall
 from polymoe.engines.transformers.quantizer import PackedQuantizer
+from polymoe.engines.transformers.tokenizer import load_tokenizer
 
 __all__ = [
     "FAMILIES",
@@ -41,6 +47,7 @@ __all__ = [
     "TransformersFamily",
     "install",
     "load",
+    "load_tokenizer",
     "uninstall",
 ]
 

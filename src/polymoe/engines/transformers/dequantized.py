@@ -10,7 +10,9 @@ import torch
 import transformers
 
 from polymoe.checkpoint import Checkpoint
-from polymoe.engines.transformers.families import auto_class, registered_names, use_own_name
+from polymoe.engines.transformers.families import registered_names, use_own_name
+from polymoe.engines.transformers.model_config import generation_config, model_config
+from polymoe.engines.transformers.weights import model_from_tensors
 from polymoe.errors import UnsupportedProblem
 
 __all__ = ["load_dequantized"]
@@ -33,24 +35,24 @@ def load_dequantized(
         CheckpointError: for a path without a checkpoint.
         UnsupportedProblem: for a ``quant_method`` that Transformers does not dequantize.
     """
-    method = Checkpoint.open(Path(path), config_only=True).quantization.method
-    if method not in _CONFIGS:
-        raise UnsupportedProblem(
-            f"{path} dequantized by Transformers",
-            expected=" or ".join(_CONFIGS),
-            got=f"quantization {method!r}",
-            hint="--experts packed measures the packed model only",
-        )
-    with registered_names():
-        config = use_own_name(transformers.AutoConfig.from_pretrained(path, trust_remote_code=False))
-        model = auto_class(config).from_pretrained(
-            path,
-            config=config,
-            quantization_config=getattr(transformers, _CONFIGS[method])(dequantize=True),
-            dtype=dtype or torch.bfloat16,
-            # Dequantize on the target device: a CPU takes minutes.
-            device_map={"": device} if device.type == "cuda" else None,
-            trust_remote_code=False,
-            **kwargs,
-        )
-    return model.eval()
+    with Checkpoint.open(Path(path)) as checkpoint:
+        method = checkpoint.quantization.method
+        if method not in _CONFIGS:
+            raise UnsupportedProblem(
+                f"{path} dequantized by Transformers",
+                expected=" or ".join(_CONFIGS),
+                got=f"quantization {method!r}",
+                hint="--experts packed measures the packed model only",
+            )
+        with registered_names():
+            return model_from_tensors(
+                use_own_name(model_config(checkpoint)),
+                checkpoint.all_tensors(),
+                checkpoint.name,
+                quantization_config=getattr(transformers, _CONFIGS[method])(dequantize=True),
+                dtype=dtype or torch.bfloat16,
+                # Dequantize on the target device: a CPU takes minutes.
+                device_map={"": device} if device.type == "cuda" else None,
+                generation_config=generation_config(checkpoint),
+                **kwargs,
+            )

@@ -20,7 +20,7 @@ from packaging.version import Version
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from polymoe.errors import UnsupportedProblem, nearest
 from polymoe.experts import FusedExperts
@@ -31,6 +31,7 @@ __all__ = [
     "PackedLlama4Moe",
     "TransformersFamily",
     "auto_class",
+    "model_class",
     "pack_modules",
     "register_names",
     "registered_names",
@@ -175,6 +176,21 @@ _WITHOUT_MODEL = "polymoe.load_experts and polymoe.explain read the experts with
 def auto_class(config: Any) -> Any:
     """The auto class that loads the whole model of ``config``, with its vision tower if it has one."""
     return AutoModelForImageTextToText if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else AutoModelForCausalLM
+
+
+def model_class(config: Any) -> Any:
+    """The class of :func:`auto_class` for ``config``, which needs no path.
+
+    Raises:
+        UnsupportedProblem: if Transformers has no model that generates text for this config.
+    """
+    for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
+        if type(config) in mapping:
+            found = mapping[type(config)]
+            return found[0] if isinstance(found, (list, tuple)) else found
+    raise UnsupportedProblem(
+        f"{config.model_type} in Transformers", expected="a model that generates text", got=type(config).__name__
+    )
 
 
 def register_names() -> tuple[str, ...]:

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
+from polymoe.engines.transformers.chat_template import ChatTemplateError
 from polymoe.engines.transformers.decode_graph import require_capturable
 from polymoe.engines.transformers.loading import load
+from polymoe.engines.transformers.untrusted import reading
 from polymoe.errors import ArgumentError, CheckpointError
 from polymoe.experts import FusedExperts
 
@@ -81,14 +83,17 @@ class Generator:
         texts = [self._chat(p) for p in prompts] if chat else list(prompts)
         # Decoder-only models continue at the right end, so padding goes to the left. verbose=False suppresses the
         # warning for prompts that are too long, which raise an error below.
-        inputs = self.tokenizer(
-            texts,
-            return_tensors="pt",
-            padding=len(texts) > 1,
-            padding_side="left",
-            add_special_tokens=not chat,
-            verbose=False,
-        ).to(self.model.device)
+        if len(texts) > 1 and self.tokenizer.pad_token is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token  # any token: the attention mask hides it
+        with reading(f"{self.model.name_or_path}: tokenizer", "one that encodes the prompts"):
+            inputs = self.tokenizer(
+                texts,
+                return_tensors="pt",
+                padding=len(texts) > 1,
+                padding_side="left",
+                add_special_tokens=not chat,
+                verbose=False,
+            ).to(self.model.device)
         length = inputs["input_ids"].shape[1]
         context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if context is not None and length >= context:
@@ -97,7 +102,7 @@ class Generator:
         longest = -(-(length + max_tokens) // _CACHE_STEP) * _CACHE_STEP
         static = {"cache_implementation": "static", "max_cache_len": longest} if self.graphs else {}
         start = time.perf_counter()
-        with torch.inference_mode():
+        with reading(self.model.name_or_path, "a model that generates"), torch.inference_mode():
             out = self.model.generate(
                 input_ids=inputs["input_ids"],
                 attention_mask=inputs["attention_mask"],
@@ -113,18 +118,12 @@ class Generator:
         return [Answer(p, t.strip(), c) for p, t, c in zip(prompts, decoded, counts, strict=True)]
 
     def _chat(self, prompt: str) -> str:
-        from jinja2 import TemplateError
-
         message = {"role": "user", "content": prompt}
         try:
             return self.tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
-        except TemplateError as error:
-            raise CheckpointError(
-                "chat template",
-                expected="a template that renders a user's message",
-                got=str(error),
-                hint="--raw does not apply it",
-            ) from error
+        except ChatTemplateError as error:
+            hint = "--raw does not apply it"
+            raise CheckpointError(error.where, expected=error.expected, got=error.got, hint=hint) from error
 
     def experts(self) -> list[FusedExperts]:
         """The packed experts of every layer."""

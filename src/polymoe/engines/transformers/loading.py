@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping
+from logging import getLogger
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoTokenizer, modeling_utils
+from transformers import modeling_utils
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
 from polymoe.call import DTYPES
@@ -25,7 +25,6 @@ from polymoe.engines.transformers.dense_quantizer import check_dense
 from polymoe.engines.transformers.experts_interface import INTERFACE_NAME, interface_name, register, unregister
 from polymoe.engines.transformers.families import (
     FAMILIES,
-    auto_class,
     register_names,
     registered_names,
     require_family,
@@ -33,11 +32,16 @@ from polymoe.engines.transformers.families import (
     unregister_names,
     use_own_name,
 )
+from polymoe.engines.transformers.model_config import check_tokens, generation_config, model_config
 from polymoe.engines.transformers.quantizer import PackedConfig, PackedQuantizer
-from polymoe.errors import ArgumentError, CheckpointError
+from polymoe.engines.transformers.tokenizer import load_tokenizer, vocabulary_size
+from polymoe.engines.transformers.untrusted import reading
+from polymoe.engines.transformers.weights import model_from_tensors
+from polymoe.errors import ArgumentError, CheckpointError, quoted
 from polymoe.explanation import explain, layer_ranges
 
 modeling: Any = modeling_utils
+log = getLogger("polymoe")
 
 __all__ = ["install", "load", "uninstall"]
 
@@ -87,7 +91,8 @@ def load(
     if Path(path).is_file():
         raise CheckpointError(str(path), expected="a directory or a Hub id", got="a file")
     # Errors of the checkpoint, its family and the backend are raised here, before anything large is read.
-    checkpoint = Checkpoint.open(Path(path), config_only=True, revision=kwargs.get("revision"))
+    hub = {name: kwargs.pop(name) for name in _HUB_ARGUMENTS if name in kwargs}
+    checkpoint = Checkpoint.open(Path(path), config_only=True, **hub)
     quantized = checkpoint.quantization.method != "none"
     check_dense(dense, checkpoint.quantization.method)
     if quantized:
@@ -99,43 +104,49 @@ def load(
     )
     for row in explanation.rows:
         row.selection.require(f"{path}, layers {layer_ranges(row.layers)}")
-    hub_arguments = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
-    with registered_names():
-        config = use_own_name(AutoConfig.from_pretrained(path, trust_remote_code=False, **hub_arguments))
-        if quantized:
-            source = quantization_source(checkpoint.files.config, checkpoint.files.side)
-            place = str(target) if device_map is None else None
-            _request_packing(config, source, backend=backend, role=role, dense=dense, device=place)
-        else:
-            register()
-            kwargs["experts_implementation"] = interface_name(backend)
-        dtype = dtype or config.dtype or config.get_text_config().dtype or torch.bfloat16
-        model, loaded = _from_pretrained(path, config, dtype=dtype, output_loading_info=True, **kwargs)
-        tokenizer = _tokenizer(path, hub_arguments)
-    # Transformers initializes missing tensors at random, and only warns.
-    absent = sorted({*loaded["missing_keys"], *(str(key) for key in loaded["mismatched_keys"])})
-    if absent:
-        raise CheckpointError(
-            str(path),
-            expected="every tensor of the model, in its shape",
-            got=f"none for {', '.join(absent[:5])}" + (f" and {len(absent) - 5} more" if len(absent) > 5 else ""),
-            hint="the checkpoint is incomplete, or its config belongs to another model",
-        )
-    return model.to(target) if device_map is None else model, tokenizer
+    with Checkpoint.open(Path(path), **hub) as checkpoint:
+        for layer in checkpoint.layers:
+            checkpoint.weights(layer)  # raises if a tensor of its experts is missing
+        with registered_names():
+            config = use_own_name(model_config(checkpoint))
+            tokenizer = load_tokenizer(checkpoint.files.directory, config=config)
+            if quantized:
+                source = quantization_source(checkpoint.files.config, checkpoint.files.side)
+                place = str(target) if device_map is None else None
+                options = {"backend": backend, "role": role, "dense": dense, "device": place}
+                _request_packing(config, source, checkpoint=checkpoint, **options)
+            else:
+                register()
+                kwargs["experts_implementation"] = interface_name(backend)
+            tensors = checkpoint.dense_tensors(as_stored=dense != "16bit") if quantized else checkpoint.all_tensors()
+            dtype = dtype or _dtype(config, checkpoint.name)
+            kwargs.setdefault("generation_config", generation_config(checkpoint))
+            model = model_from_tensors(config, tensors, checkpoint.name, dtype=dtype, **kwargs)
+        model = model.to(target) if device_map is None else model
+        check_tokens(model, vocabulary_size(tokenizer), checkpoint.name)
+        if dense == "16bit":  # Transformers' own quantizer leaves dtypes that only its kernels take
+            _compute_once(model, checkpoint.name)
+        if checkpoint.files.has("adapter_config.json"):
+            log.warning("%s: the adapter beside the weights is not loaded: model.load_adapter(path) does", path)
+    return model, tokenizer
 
 
-def _from_pretrained(path: str | os.PathLike[str], config: Any, **kwargs: Any) -> Any:
-    try:
-        return auto_class(config).from_pretrained(path, config=config, trust_remote_code=False, **kwargs)
-    except (SafetensorError, OSError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(
-            str(path),
-            expected="complete safetensors files",
-            got=str(error),
-            hint="a file is missing, truncated or damaged; download it again",
-        ) from error
+def _dtype(config: Any, where: str) -> torch.dtype:
+    """The dtype that a checkpoint's config names, or bfloat16."""
+    dtype = config.dtype or config.get_text_config().dtype or torch.bfloat16
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
+        known = " or ".join(map(str, DTYPES))
+        raise CheckpointError(f"{where}: config.json: dtype", expected=known, got=quoted(dtype))
+    return dtype
+
+
+def _compute_once(model: Any, where: str) -> None:
+    """Compute two tokens, so that numbers of the config that contradict each other are found here."""
+    ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+    with reading(where, "a model that computes a token", hint=_CONTRADICTION), torch.inference_mode():
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+    if bool(logits.isnan().any()):
+        raise CheckpointError(where, expected="logits that are numbers", got="NaN", hint=f"run in {model.dtype}")
 
 
 def _request_packing(config: Any, source: Mapping[str, Any], **options: Any) -> None:
@@ -143,13 +154,6 @@ def _request_packing(config: Any, source: Mapping[str, Any], **options: Any) -> 
     AUTO_QUANTIZATION_CONFIG_MAPPING[INTERFACE_NAME] = PackedConfig
     AUTO_QUANTIZER_MAPPING[INTERFACE_NAME] = PackedQuantizer
     config.quantization_config = {"quant_method": INTERFACE_NAME, "source": dict(source), **options}
-
-
-def _tokenizer(path: str | os.PathLike[str], hub_arguments: Mapping[str, Any]) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(path, **hub_arguments)
-    except Exception as error:  # tokenizers raises a plain Exception for a file that it cannot read
-        raise CheckpointError(f"{path}: tokenizer", expected="one that Transformers reads", got=str(error)) from error
 
 
 def install(*, backend: str = "auto", role: str = "mixed") -> None:
@@ -213,6 +217,7 @@ def _described(config: Any) -> Any:
     return next((description for description in found if description), None)
 
 
+_CONTRADICTION = "numbers of config.json contradict each other or the weights"
 _HUB_ARGUMENTS = ("cache_dir", "local_files_only", "revision", "token")
 _INSTEAD: Mapping[str, str] = {
     "config": "load() reads the checkpoint's own",

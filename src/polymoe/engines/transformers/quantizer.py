@@ -8,8 +8,6 @@ Then :func:`polymoe.load_experts` packs the experts, layer by layer.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import warnings
 from collections.abc import Mapping
 from logging import getLogger
@@ -18,7 +16,6 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -28,6 +25,7 @@ from polymoe.checkpoint.dense_tensors import DenseTensors
 from polymoe.engines.transformers.dense_quantizer import dense_quantizer
 from polymoe.engines.transformers.experts_interface import INTERFACE_NAME
 from polymoe.engines.transformers.families import pack_modules, require_family
+from polymoe.engines.transformers.weights import watch_loading
 from polymoe.errors import ArgumentError, UnsupportedProblem
 from polymoe.experts import load_experts
 
@@ -43,6 +41,7 @@ class PackedConfig(QuantizationConfigMixin):
 
     Args:
         source: the checkpoint's ``quantization_config``, wherever it was found.
+        checkpoint: the open checkpoint; None is that of the files that Transformers has found.
         backend, role: as in :func:`polymoe.load_experts`.
         device: where the experts are packed; None is the device of their layer.
         dense: what other quantized matrices become, one of :data:`~polymoe.engines.transformers.dense_quantizer.DENSE`.
@@ -52,6 +51,7 @@ class PackedConfig(QuantizationConfigMixin):
         self,
         source: dict[str, Any],
         *,
+        checkpoint: Checkpoint | None = None,
         backend: str = "auto",
         role: str = "mixed",
         device: str | None = None,
@@ -59,7 +59,8 @@ class PackedConfig(QuantizationConfigMixin):
         **_: Any,
     ) -> None:
         self.quant_method = INTERFACE_NAME  # type: ignore[assignment]
-        self.source, self.backend, self.role, self.device, self.dense = source, backend, role, device, dense
+        self.source, self.checkpoint, self.backend, self.role = source, checkpoint, backend, role
+        self.device, self.dense = device, dense
 
     def to_dict(self) -> dict[str, Any]:
         """The checkpoint's own ``quantization_config``."""
@@ -82,7 +83,8 @@ class PackedQuantizer(HfQuantizer):
         """Does nothing: Transformers would replace experts modules here, and they are replaced already."""
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
-        if not checkpoint_files:
+        given = self.quantization_config.checkpoint
+        if given is None and not checkpoint_files:
             raise ArgumentError("from_pretrained", expected="a checkpoint in files", got="a state dict")
         if kwargs.get("use_kernels"):
             raise ArgumentError(
@@ -91,7 +93,7 @@ class PackedQuantizer(HfQuantizer):
                 got="both",
                 hint="the Hub's kernel for this layer reads unpacked experts; leave use_kernels out",
             )
-        self.checkpoint = Checkpoint.open(Path(checkpoint_files[0]).parent)
+        self.checkpoint = given or Checkpoint.open(Path(checkpoint_files[0]).parent)
         family = require_family(self.checkpoint.model_type)
         family.require_dtype(model.dtype)
         self.experts = pack_modules(model, family)
@@ -102,10 +104,10 @@ class PackedQuantizer(HfQuantizer):
             model.get_submodule(name).register_buffer(RESERVED, reserved, persistent=False)
         if self.quantization_config.dense == "transformers":
             self.dense = dense_quantizer(model, self.quantization_config.source, self.experts, kwargs.get("device_map"))
-        _show_others_to_transformers()
+        watch_loading()
 
-    def read_others(self, model: Any, load_config: Any) -> Mapping[str, Any]:
-        """The tensors that Transformers reads instead of the files' own."""
+    def read_others(self, model: Any, load_config: Any, tensors: DenseTensors | None = None) -> Mapping[str, Any]:
+        """The tensors that Transformers reads instead of the files' own: those given, or all but the experts'."""
         if load_config.device_mesh is not None:
             raise UnsupportedProblem(
                 "polymoe in Transformers",
@@ -116,7 +118,7 @@ class PackedQuantizer(HfQuantizer):
         assert self.checkpoint is not None
         for name in self.experts:
             delattr(model.get_submodule(name), RESERVED)
-        self.dense_tensors = self.checkpoint.dense_tensors(as_stored=self.dense is not None)
+        self.dense_tensors = tensors or self.checkpoint.dense_tensors(as_stored=self.dense is not None)
         return self.dense_tensors
 
     def update_weight_conversions(self, weight_conversions: Any, *args: Any) -> Any:  # type: ignore[override]
@@ -204,26 +206,3 @@ class PackedQuantizer(HfQuantizer):
     def is_trainable(self) -> bool:  # type: ignore[override]
         """False: packed experts have no gradient."""
         return False
-
-
-def _show_others_to_transformers() -> None:
-    """Make Transformers read :meth:`PackedQuantizer.read_others` for a model with such a quantizer.
-
-    A quantizer of Transformers can change modules, and names and conversions of tensors, but not which tensors there
-    are. Nothing changes for other models.
-    """
-    theirs = PreTrainedModel._load_pretrained_model
-    if getattr(theirs, "shows_others", False):
-        return
-
-    @functools.wraps(theirs)
-    def load(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any) -> Any:
-        quantizer = load_config.hf_quantizer
-        # Once for each model: an adapter that is loaded into it later is read as it is.
-        if isinstance(quantizer, PackedQuantizer) and quantizer.dense_tensors is None:
-            state_dict, checkpoint_files = quantizer.read_others(model, load_config), None
-            load_config = dataclasses.replace(load_config, hf_quantizer=quantizer.dense)  # None: nothing is quantized
-        return theirs(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
-
-    load.shows_others = True  # type: ignore[attr-defined]
-    PreTrainedModel._load_pretrained_model = staticmethod(load)  # type: ignore[method-assign]

@@ -1,0 +1,72 @@
+"""load_tokenizer: a checkpoint's tokenizer, read by Transformers from copies of the files that were checked.
+
+Transformers gets a directory with nothing but these files, so that it finds neither code nor paths to elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from polymoe.checkpoint.files import CONFIG
+from polymoe.checkpoint.hub import locate
+from polymoe.checkpoint.opener import exists, read_json
+from polymoe.checkpoint.tokenizer_files import TOKENIZER_FILES, read_tokenizer_files
+from polymoe.engines.transformers.chat_template import BoundedChatTemplate, start_renderer
+from polymoe.engines.transformers.model_config import neutral
+from polymoe.engines.transformers.untrusted import reading
+from polymoe.errors import CheckpointError
+
+__all__ = ["load_tokenizer", "vocabulary_size"]
+
+_INPUTS = ("input_ids", "attention_mask")
+
+
+def load_tokenizer(path: str | os.PathLike[str], *, config: Any = None, **hub: Any) -> Any:
+    """A tokenizer of Transformers that has encoded and decoded a text, and whose chat template is bounded.
+
+    Args:
+        path: a directory or a Hub id.
+        config: the model's config in Transformers; None reads that of the directory.
+        hub: of a Hub repository: ``revision``, ``cache_dir``, ``token``, ``local_files_only``.
+
+    Raises:
+        CheckpointNotFound: if there is no such directory or repository.
+        CheckpointError: if a file is invalid, if Transformers cannot read them, or if the tokenizer is code.
+    """
+    directory = locate(Path(path), (CONFIG, *TOKENIZER_FILES), **hub)
+    files = read_tokenizer_files(directory)
+    if exists(directory / CONFIG):
+        files[CONFIG] = json.dumps(neutral(read_json(directory / CONFIG))).encode()
+    with tempfile.TemporaryDirectory(prefix="polymoe-") as copies:
+        for name, content in files.items():
+            file = Path(copies, name)
+            file.parent.mkdir(exist_ok=True)
+            file.write_bytes(content)
+        with reading(f"{path}: tokenizer", "one that Transformers reads", renamed=(copies, str(path))):
+            tokenizer: Any = AutoTokenizer.from_pretrained(
+                copies, config=config, trust_remote_code=False, local_files_only=True
+            )
+        for known in (vars(tokenizer), tokenizer.init_kwargs):
+            known.update({k: v.replace(copies, str(path)) for k, v in known.items() if isinstance(v, str)})
+    with reading(f"{path}: tokenizer", "one that encodes and decodes a text"):
+        encoded = tokenizer("1 + 1 = 2", verbose=False)
+        tokenizer.decode(encoded["input_ids"])
+    if not all(name in encoded for name in _INPUTS):
+        raise CheckpointError(
+            f"{path}: tokenizer", expected=" and ".join(_INPUTS), got=", ".join(map(str, encoded)) or "nothing"
+        )
+    if getattr(tokenizer, "chat_template", None) is not None:
+        tokenizer.apply_chat_template = BoundedChatTemplate(tokenizer)
+        start_renderer()
+    return tokenizer
+
+
+def vocabulary_size(tokenizer: Any) -> int:
+    """One more than the largest id that a tokenizer gives."""
+    return 1 + max(tokenizer.get_vocab().values(), default=-1)
