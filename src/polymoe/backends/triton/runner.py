@@ -26,6 +26,7 @@ from polymoe.kernels.triton.activation import pdl_options
 from polymoe.kernels.triton.finalize import finalize
 from polymoe.kernels.triton.grouped_gemm import OutOfResources, grouped_gemm
 from polymoe.kernels.triton.grouped_gemm_short_k import MAX_STEPS, grouped_gemm_short_k
+from polymoe.kernels.triton.hooks import hooks_without_functions
 from polymoe.kernels.triton.permute import Permutation, permutation_words, permute
 from polymoe.kernels.triton.quantize import OPERANDS, UNQUANTIZED, Operand, Quantization, activate_and_quantize
 from polymoe.layouts import Packed
@@ -256,7 +257,8 @@ class TritonRunner(RunnerBase):
             tensors = (*first.tensors, *matrix.tensors, *tiles, weights_TA)
             args = (x, x_scales, out, *tensors, top_k, x_scales.shape[1], *matrix.strides, split, gate)
         try:
-            gemm.kernel[(p.num_tiles * gemm.ctas,)](*args, **gemm.constants)
+            with hooks_without_functions():
+                gemm.kernel[(p.num_tiles * gemm.ctas,)](*args, **gemm.constants)
         except OutOfResources as error:
             raise _DoesNotFit(projection, error) from error
 
