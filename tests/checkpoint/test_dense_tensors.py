@@ -11,7 +11,10 @@ import torch
 from safetensors.torch import save_file
 
 from polymoe.checkpoint import Checkpoint
+from polymoe.checkpoint.config import parse_quantization
+from polymoe.checkpoint.dense_tensors import DenseTensors
 from polymoe.checkpoint.dialects import DIALECTS
+from polymoe.checkpoint.files import CheckpointFiles
 from polymoe.errors import CheckpointError, FormatError
 from polymoe.formats import FORMATS, PerGroup, format_of
 from polymoe.formats.encoding import Encoding
@@ -147,3 +150,11 @@ def test_scales_that_are_no_numbers_are_refused(tmp_path: Path, generator: torch
         FormatError, match=rf"{Q_PROJ} scales: expected finite numbers, got NaN or infinity at \[0, 1\]"
     ):
         dense[f"{Q_PROJ}.weight"][...]
+
+
+def test_the_number_of_quantized_matrices_is_bounded(tmp_path: Path) -> None:
+    """Each is compared with every pattern of the config; no header is read for that."""
+    names = [f"layers.{i}.q_proj.{suffix}" for i in range(20_001) for suffix in ("weight", "weight_scale_inv")]
+    files = CheckpointFiles(tmp_path, {}, None, dict.fromkeys(names, "model.safetensors"))
+    with pytest.raises(CheckpointError, match="at most 20000 quantized matrices outside the experts, got 20001"):
+        DenseTensors(files, parse_quantization(config("qwen3-fp8")), ())

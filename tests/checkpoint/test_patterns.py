@@ -71,7 +71,7 @@ def test_regular_expressions_that_hang_python_are_matched_at_once(pattern: str) 
 
 def test_the_largest_regular_expressions_are_matched_in_a_moment() -> None:
     """As much work as the limits allow: text and expression of full length, with states that RE2 cannot keep."""
-    matches = compile_regexes(["(?:(?:a|b)?){0,700}(?:(?:[ab])?){0,700}c"] * 4, "a list")
+    matches = compile_regexes(["(?:(?:a|b)?){0,700}(?:(?:[ab])?){0,700}c"] * 2, "a list")
     start = time.perf_counter()
     assert not any(fits("ab" * (LONGEST_NAME // 2)) for fits in matches)
     assert time.perf_counter() - start < 2
@@ -92,7 +92,7 @@ def test_the_largest_regular_expressions_are_matched_in_a_moment() -> None:
         (["a" * (LONGEST_PATTERN + 1)], "1 to 2000 printable characters"),
         (["a\x1b[2J"], "1 to 2000 printable characters"),
         (["\ud800"], "1 to 2000 printable characters"),
-        (["[a-c]{900}"] * 30, "at most 20000 instructions"),
+        (["[a-c]{900}"] * 30, "at most 10000 instructions"),
         (["a"] * 257, "at most 256 regular expressions, got 257"),
     ],
 )
@@ -113,17 +113,20 @@ def test_names_in_lists_match_as_one_regular_expression_over_them() -> None:
         assert matcher([pattern], "a list")(module) is expected, (pattern, module)
 
 
-def test_lists_of_many_stars_are_matched_at_once() -> None:
-    stars, module = "*a" * (LONGEST_PATTERN // 2 - 1) + "*b", "model." + "a" * (LONGEST_NAME - 6)
+def test_long_lists_are_matched_at_once() -> None:
+    stars = ["*a" * 7 + "b*c"] * 200
     start = time.perf_counter()
-    assert not matcher([stars, "*a*a*a*a*a*a*a*a*a*c*.d"] * 100, "a list")(module)
+    assert not matcher(stars, "a list")("model." + "a" * (LONGEST_NAME - 6))
     assert not matcher([f"model.layers.{i}.mlp" for i in range(100_000)], "a list")("model.a.b.c.d.e.f.g.h.i.j")
     assert time.perf_counter() - start < 2
 
 
-def test_too_many_globs_are_refused() -> None:
-    with pytest.raises(CheckpointError, match="expected at most 500 patterns with a star, got 501"):
-        matcher(["layers.*.mlp"] * 501, "a list")
+@pytest.mark.parametrize(
+    ("patterns", "got"), [(["layers.*.mlp"] * 201, "201, of up to 1"), (["a", "*".join("a" * 10)], "1, of up to 9")]
+)
+def test_too_many_stars_are_refused(patterns: list[str], got: str) -> None:
+    with pytest.raises(CheckpointError, match=f"at most 200 patterns with stars, of at most 8 each, got {got}"):
+        matcher(patterns, "a list")
 
 
 def test_a_module_is_in_a_list_or_matches_it() -> None:

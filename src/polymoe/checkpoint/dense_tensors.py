@@ -24,6 +24,9 @@ __all__ = ["DenseMatrix", "DenseTensor", "DenseTensors", "MatrixRead"]
 
 CODES = ("weight", "weight_packed", "qweight", "blocks")
 CODE_DTYPES = ("F8_E4M3", "F8_E5M2", "U8", "I8", "I32")
+MOST_MATRICES = 20_000
+"""Quantized matrices outside the experts: several times as many as any release has, with its layers for multi-token
+prediction. Each is compared with the config's patterns of modules."""
 CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale")  # scales of a quantized KV cache; 16-bit caches do not use them
 
 
@@ -161,6 +164,9 @@ class DenseTensors(Mapping[str, DenseTensor | DenseMatrix]):
         quantization: according to its config.
         experts: full names of the modules of the experts, whose tensors are left out.
         as_stored: do not merge the stored tensors of quantized matrices.
+
+    Raises:
+        CheckpointError: for too many quantized matrices.
     """
 
     def __init__(
@@ -186,8 +192,15 @@ class DenseTensors(Mapping[str, DenseTensor | DenseMatrix]):
                 modules.setdefault(module, {})[suffix] = name
             else:
                 self._tensors[name] = DenseTensor(files, name)
+        quantized = {module for module, names in modules.items() if _is_quantized(names)}
+        if len(quantized) > MOST_MATRICES:
+            raise CheckpointError(
+                str(files.path),
+                expected=f"at most {MOST_MATRICES} quantized matrices outside the experts",
+                got=str(len(quantized)),
+            )
         for module, names in modules.items():
-            if _is_quantized(names):
+            if module in quantized:
                 scheme = _scheme(quantization, module)
                 self._tensors[f"{module}.weight"] = DenseMatrix(files, module, names, scheme, self._log)
             else:

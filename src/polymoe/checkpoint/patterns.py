@@ -24,7 +24,7 @@ LONGEST_PATTERN = 2_000
 MOST_REGEXES = 256
 """Regular expressions of one list: a few dozen in use."""
 
-MOST_INSTRUCTIONS = 20_000
+MOST_INSTRUCTIONS = 10_000
 """Size of all regular expressions of one list, in the instructions that RE2 translates them to: those in use have about
 50 each. RE2's time for one name is at most the name's length times this size."""
 

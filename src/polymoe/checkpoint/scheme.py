@@ -17,8 +17,8 @@ __all__ = ["NamedSchemes", "QuantizationConfig", "Scheme", "exact_or_regex", "ma
 ROOTS = ("model", "backbone", "language_model")  # prefixes of module names that tools add, drop and exchange
 _EXPERTS = ".experts."
 
-MOST_GLOBS = 500
-"""Entries of one list with a star that is not at their end: a few dozen in use."""
+MOST_GLOBS, MOST_STARS = 200, 8
+"""Entries of one list with a star that is not at their end, and stars of one: a few dozen, and two, in use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +138,13 @@ def matcher(patterns: Iterable[str], where: str) -> Callable[[str], bool]:
     # A run of components is a part of the name between dots, if the name has a dot before and after it. A star stands
     # for anything, so that the parts between the stars only have to occur one after the other.
     globs = [f".{name}.".split("*") for name in names if "*" in name]
-    if len(globs) > MOST_GLOBS:
-        raise CheckpointError(where, expected=f"at most {MOST_GLOBS} patterns with a star", got=str(len(globs)))
+    most = max((len(parts) - 1 for parts in globs), default=0)
+    if len(globs) > MOST_GLOBS or most > MOST_STARS:
+        raise CheckpointError(
+            where,
+            expected=f"at most {MOST_GLOBS} patterns with stars, of at most {MOST_STARS} each",
+            got=f"{len(globs)}, of up to {most}",
+        )
 
     def matches(module: str) -> bool:
         bare = without_root(module)

@@ -79,7 +79,7 @@ class Fp4(Dialect):
         expect(headers, self.codes, ("U8", "I8"), stored)
         if self.global_scale:
             expect(headers, self.global_scale, ("F32",), (), (1,))
-        if self.input in headers:
+        if self.input is not None and self.input in headers:
             expect_number(headers, self.input)
         return Encoding(
             element="e2m1",
