@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
+_COMPARED = {"oracle": "float64 oracle", "reference": "reference, inputs quantized"}
+
 
 def command(
     checkpoint: Checkpoint,
@@ -28,7 +30,8 @@ def command(
     json: Json = False,
 ) -> None:
     """Check real experts: read each one independently, repack it byte for byte, and measure every backend's error and
-    time.
+    time. Backends are compared with a float64 oracle of the independent reading, or with the reference where inputs are
+    quantized.
 
     A config and the experts of one layer are enough.
     """
@@ -81,16 +84,19 @@ def _bytes(report: Report) -> Table:
 def _backends(report: Report) -> Table:
     from rich.table import Table
 
-    table = Table("layer", "backend", "tokens", "error", "at most", "time", title=f"on {report.device}")
+    columns = ("layer", "backend", "tokens", "experts packed", "compared with", "error", "at most", "time")
+    table = Table(*columns, title=f"on {report.device}")
     for row in report.backends:
         if row.rejected:
-            table.add_row(str(row.layer), row.backend, "-", row.rejected, "", "")
+            table.add_row(str(row.layer), row.backend, "-", "-", "-", row.rejected, "", "")
         else:
             table.add_row(
                 str(row.layer),
                 row.backend,
                 str(row.tokens),
-                _mark(row.ok, f"{row.error:.1e}"),
+                _mark(not row.differing, f"{row.differing} differ" if row.differing else "as read"),
+                _COMPARED[row.against],
+                _mark(row.error <= row.tolerance, f"{row.error:.1e}"),
                 f"{row.tolerance:.0e}",
                 f"{row.time_us / 1000:.2f} ms",
             )

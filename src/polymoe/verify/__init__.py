@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,18 @@ from polymoe.errors import ArgumentError, CheckpointNotFound
 from polymoe.experts import FusedExperts, resolve_activations
 from polymoe.formats import Encoding
 from polymoe.layouts import LAYOUTS
+from polymoe.layouts.pack_check import difference
 from polymoe.machine import Machine
-from polymoe.numerics import TOLERANCE, relative_error
+from polymoe.numerics import relative_error
 from polymoe.planning.select import select
 from polymoe.problem import Problem
 from polymoe.routing import Routing
 from polymoe.runtime import PlanRequest
 from polymoe.scale_range import measure_scales
-from polymoe.tensors import Expert, ExpertWeights
+from polymoe.tensors import Expert
 from polymoe.verdict import Rejected
-from polymoe.verify.oracle import oracle, second_expert
+from polymoe.verify.oracle import Oracle, second_expert
+from polymoe.verify.report import BackendRow, LayerRow, Report
 
 __all__ = ["BackendRow", "LayerRow", "Report", "verify"]
 
@@ -40,83 +42,6 @@ def _exactness(encoding: Encoding) -> float:
     """Relative difference that two correct readings may have: float64 rounding, since they multiply in different
     orders; float32 rounding where a global scale may be stored as a divisor, whose reciprocal is kept in float32."""
     return 1e-6 if encoding.global_scale else 1e-12
-
-
-@dataclass(frozen=True, slots=True)
-class LayerRow:
-    """The result for the bytes of one layer.
-
-    Attributes:
-        layer, format, experts: what was examined.
-        repacked: number of experts whose stored bytes are the same after reading and writing.
-        second_reading: number of experts with the same values in an independent reading.
-        oracle_error: relative error of the float64 reference against numpy on that reading.
-        tolerance: largest such error of a correct reading.
-    """
-
-    layer: int
-    format: str
-    experts: int
-    repacked: int
-    second_reading: int
-    oracle_error: float
-    tolerance: float
-
-    @property
-    def ok(self) -> bool:
-        """Whether everything agreed."""
-        return self.repacked == self.second_reading == self.experts and self.oracle_error <= self.tolerance
-
-
-@dataclass(frozen=True, slots=True)
-class BackendRow:
-    """One backend on one layer: its error against the reference and its time, or why it was rejected."""
-
-    layer: int
-    backend: str
-    tokens: int = 0
-    error: float = 0.0
-    tolerance: float = TOLERANCE
-    time_us: float = 0.0
-    rejected: str = ""
-
-    @property
-    def ok(self) -> bool:
-        """Whether the error is within the tolerance; a rejected backend has no error."""
-        return bool(self.rejected) or self.error <= self.tolerance
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """All rows, and the device they were measured on.
-
-    Attributes:
-        checkpoint, device: the checkpoint and the device.
-        layers, backends: one row for each layer, and one for each layer, backend and token count.
-        absent: layers of the config whose experts are not in the files, if all layers were requested.
-    """
-
-    checkpoint: str
-    device: str
-    layers: tuple[LayerRow, ...]
-    backends: tuple[BackendRow, ...]
-    absent: tuple[int, ...] = ()
-
-    @property
-    def ok(self) -> bool:
-        """Whether every row is correct."""
-        return all(row.ok for row in (*self.layers, *self.backends))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values, for JSON."""
-        return {
-            "checkpoint": self.checkpoint,
-            "device": self.device,
-            "ok": self.ok,
-            "absent": list(self.absent),
-            "layers": [{**asdict(row), "ok": row.ok} for row in self.layers],
-            "backends": [{**asdict(row), "ok": row.ok} for row in self.backends],
-        }
 
 
 def verify(
@@ -131,8 +56,9 @@ def verify(
     """Check a checkpoint's experts on this machine.
 
     Each expert of a layer is read, written back and compared byte for byte, and read a second time by code that shares
-    nothing with the first; the reference is checked in float64 against numpy; then every backend runs on the packed
-    layer and is compared with the reference, which emulates the same activations.
+    nothing with the first: weights, biases and input scales. From this second reading numpy computes an oracle in
+    float64, with which the reference is compared in float64, and then every backend on the packed layer. Where the
+    experts' inputs are quantized (on a GPU), backends are compared with the reference, which emulates that.
 
     Args:
         path: a checkpoint's directory or a Hub id. A config and the experts of one layer are enough.
@@ -164,46 +90,63 @@ def verify(
         layer_rows, backend_rows = [], []
         for number in layers:
             progress(f"layer {number}: bytes")
-            layer_rows.append(_verify_bytes(checkpoint, number))
+            mode = resolve_activations(checkpoint, number, machine, "auto")
+            problem = checkpoint.problem(number, activations=mode)
+            everyone = range(problem.spec.experts)
+            calls = {count: _call(problem, count, everyone, torch.bfloat16) for count in tokens}
+            oracles = {} if mode.quantized else {n: Oracle(problem, *call) for n, call in calls.items()}
+            layer_rows.append(_verify_bytes(checkpoint, number, oracles.values()))
             progress(f"layer {number}: backends")
-            backend_rows += _verify_backends(checkpoint, number, machine, device, backend, tokens)
+            expected = {n: torch.from_numpy(oracle.total_TH) for n, oracle in oracles.items()}
+            backend_rows += _verify_backends(checkpoint, problem, number, machine, device, backend, calls, expected)
         absent = () if layer is not None else tuple(n for n in checkpoint.layers if n not in layers)
         return Report(str(path), str(machine.device), tuple(layer_rows), tuple(backend_rows), absent)
 
 
-def _verify_bytes(checkpoint: Checkpoint, layer: int) -> LayerRow:
+Call = tuple[torch.Tensor, Routing]
+
+
+def _verify_bytes(checkpoint: Checkpoint, layer: int, oracles: Iterable[Oracle]) -> LayerRow:
+    """Check every expert's bytes, and add its second reading to ``oracles``."""
     weights = checkpoint.weights(layer)
     problem = checkpoint.problem(layer, dtype="fp32")
+    few = sorted({0, weights.spec.experts // 2, weights.spec.experts - 1})
+    x_TH, routing = _call(problem, 4, few, torch.float32)
+    oracle = Oracle(problem, x_TH, routing)
     same_bytes = agreed = 0
     stored = checkpoint.layer(layer)
-    for e in range(weights.spec.local_experts):
-        expert = weights.expert(e)  # first, since it names the tensor that is wrong
+    for e in range(weights.spec.experts):
         pairs = list(repacked(checkpoint.files, stored, e))
         same_bytes += all(a.dtype == b.dtype and torch.equal(_bytes(a), _bytes(b)) for _, a, b in pairs)
-        agreed += _same(expert, second_expert(checkpoint, layer, e))
-    few = sorted({0, weights.spec.experts // 2, weights.spec.experts - 1})
-    x_TH, routing = _call(problem, 4, few)
+        numbers = second_expert(checkpoint, layer, e)
+        agreed += _same(weights.expert(e), numbers)
+        for some in (oracle, *oracles):
+            some.add(e, numbers)
     got = run_experts(problem, weights, x_TH.double(), routing, torch.float64)
-    expected = oracle(problem, {e: second_expert(checkpoint, layer, e) for e in few}, x_TH, routing)
     return LayerRow(
         layer=layer,
         format=weights.spec.format,
         experts=weights.spec.experts,
         repacked=same_bytes,
         second_reading=agreed,
-        oracle_error=relative_error(got, torch.from_numpy(expected)),
+        oracle_error=relative_error(got, torch.from_numpy(oracle.total_TH)),
         tolerance=max(map(_exactness, weights.spec.encodings.values())),
     )
 
 
 def _verify_backends(
-    checkpoint: Checkpoint, layer: int, machine: Machine, device: str | None, backend: str, tokens: tuple[int, ...]
+    checkpoint: Checkpoint,
+    problem: Problem,
+    layer: int,
+    machine: Machine,
+    device: str | None,
+    backend: str,
+    calls: Mapping[int, Call],
+    oracles: Mapping[int, torch.Tensor],
 ) -> list[BackendRow]:
-    mode = resolve_activations(checkpoint, layer, machine, "auto")
+    """Run ``calls``, by token count, on every backend, and compare with ``oracles``, or the reference without them."""
     weights = checkpoint.weights(layer)
-    problem = replace(
-        checkpoint.problem(layer, activations=mode), scales=measure_scales(weights, where=f"layer {layer}")
-    )
+    problem = replace(problem, scales=measure_scales(weights))
     selection = select(problem, machine, backend=backend)
     if backend != "auto":
         selection.require(f"layer {layer}")
@@ -217,34 +160,40 @@ def _verify_backends(
             continue
         choice = PlanRequest(machine, "mixed", candidate.backend, BACKENDS, LAYOUTS)
         experts = FusedExperts.pack(problem, weights, choice, device=device, check=False, where=f"layer {layer}")
+        pairs = zip(weights, experts.weights, strict=True)
+        differing = sum(difference(read.to(experts.device), packed) is not None for read, packed in pairs)
         limit = candidate.verdict.max_tokens
-        for count in tokens:
-            if limit is None or count <= limit:
-                rows.append(_time(experts, weights, layer, candidate.backend, count))
+        for count, (x_TH, routing) in calls.items():
+            if limit is not None and count > limit:
+                continue
+            expected = oracles[count] if oracles else run_experts(experts.problem, weights, x_TH, routing)
+            error, time_us = _run(experts, x_TH, routing, expected)
+            against = "oracle" if oracles else "reference"
+            row = BackendRow(layer, candidate.backend, count, against, error, differing=differing, time_us=time_us)
+            rows.append(row)
     return rows
 
 
-def _time(experts: FusedExperts, weights: ExpertWeights, layer: int, backend: str, tokens: int) -> BackendRow:
-    x_TH, routing = _call(experts.problem, tokens, range(experts.problem.spec.experts))
-    x_TH = x_TH.bfloat16()
-    expected = run_experts(experts.problem, weights, x_TH, routing)
-    x, ids, w = (t.to(experts.device) for t in (x_TH, *routing))
-    got = experts(x, ids, w)
+def _run(experts: FusedExperts, x_TH: torch.Tensor, routing: Routing, expected: torch.Tensor) -> tuple[float, float]:
+    """Return the relative error of a call, and the median time of three, in microseconds."""
+    call = tuple(t.to(experts.device) for t in (x_TH, *routing))
+    got = experts(*call)
     times = []
     for _ in range(3):
         start = time.perf_counter()
-        experts(x, ids, w).cpu()  # the copy waits for the device
+        experts(*call).cpu()  # the copy waits for the device
         times.append(1e6 * (time.perf_counter() - start))
-    return BackendRow(layer, backend, tokens, relative_error(got.cpu(), expected), TOLERANCE, sorted(times)[1])
+    return relative_error(got.cpu(), expected), sorted(times)[1]
 
 
-def _call(problem: Problem, tokens: int, ids: Any) -> tuple[torch.Tensor, Routing]:
+def _call(problem: Problem, tokens: int, ids: Iterable[int], dtype: torch.dtype) -> Call:
     """Draw random tokens, each routed to ``top_k`` different experts of ``ids``."""
     g = torch.Generator().manual_seed(tokens)
     among = torch.tensor(list(ids))
     chosen = torch.rand(tokens, len(among), generator=g).argsort(1)[:, : problem.top_k]
     weights_TA = torch.rand(chosen.shape, generator=g) + 0.5
-    return torch.randn(tokens, problem.spec.hidden, generator=g), Routing(among[chosen], weights_TA)
+    x_TH = torch.randn(tokens, problem.spec.hidden, generator=g).to(dtype)
+    return x_TH, Routing(among[chosen], weights_TA)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -252,8 +201,10 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _same(expert: Expert, numbers: dict[str, np.ndarray[Any, Any]]) -> bool:
-    """Whether the two readings agree in every weight."""
-    return expert.projections.keys() <= numbers.keys() and all(
-        np.allclose(p.dequantize(torch.float64).numpy(), numbers[name], rtol=_exactness(p.encoding), atol=0)
-        for name, p in expert.projections.items()
+    """Whether the two readings agree in every weight, bias and input scale, and in which of them there are."""
+    found = {name: (p.dequantize(torch.float64), _exactness(p.encoding)) for name, p in expert.projections.items()}
+    found |= {name: (v.double(), 1e-6 if name.endswith("scale") else 0.0) for name, v in expert.vectors.items()}
+    return found.keys() == numbers.keys() and all(
+        np.allclose(values.numpy(), numbers[name], rtol=exactness, atol=0)
+        for name, (values, exactness) in found.items()
     )

@@ -13,15 +13,20 @@ from polymoe.checkpoint.families import Fused
 from polymoe.checkpoint.roundtrip import stored_names
 from polymoe.problem import Problem
 from polymoe.routing import Routing
-from polymoe.verify.second_reading import RawTensor, matrix, read_raw
+from polymoe.verify.second_reading import RawTensor, input_scale, matrix, read_raw
 
-__all__ = ["oracle", "second_expert"]
+__all__ = ["Oracle", "second_expert"]
 
 Array = np.ndarray[Any, Any]
 
 
 def second_expert(checkpoint: Checkpoint, layer: int, e: int) -> dict[str, Array]:
-    """Read expert ``e`` of a layer independently, in float64: gate (if any), up, down, and ``{projection}_bias``."""
+    """Read expert ``e`` of a layer independently, in float64.
+
+    Returns:
+        ``gate`` (if any), ``up``, ``down``, their biases and the input scales that were calibrated, by the names of the
+        fields of ``Expert``.
+    """
     stored = checkpoint.layer(layer)
     fused = stored.arrangement if isinstance(stored.arrangement, Fused) else None
     tensors: dict[str, dict[str, RawTensor]] = {}
@@ -38,8 +43,12 @@ def second_expert(checkpoint: Checkpoint, layer: int, e: int) -> dict[str, Array
         numbers[part] = matrix(found, stored.parts[part].shape, awq=awq)
         if bias is not None:
             numbers[f"{part}_bias"] = bias.numbers()
+        scale = input_scale(found)
+        if scale is not None:
+            name = "down_input_scale" if part == "down" else "gate_up_input_scale"
+            numbers[name] = np.maximum(scale, numbers.get(name, 0.0))  # gate and up share their input
     if "gate_up" in numbers:
-        for name in [n for n in numbers if n.startswith("gate_up")]:
+        for name in [n for n in numbers if n in ("gate_up", "gate_up_bias")]:
             both, half = numbers.pop(name), stored.moe.intermediate
             interleaved = fused is not None and fused.order == "interleaved"
             gate, up = (both[0::2], both[1::2]) if interleaved else (both[:half], both[half:])
@@ -51,18 +60,32 @@ def second_expert(checkpoint: Checkpoint, layer: int, e: int) -> dict[str, Array
     return numbers
 
 
-def oracle(problem: Problem, experts: dict[int, dict[str, Array]], x_TH: torch.Tensor, routing: Routing) -> Array:
-    """Compute the weighted sum of the experts in float64, token by token: ``[T, H]``."""
-    x, ids, weights = (t.double().numpy() for t in (x_TH, *routing))
-    out = np.zeros_like(x)
-    for t, a in np.ndindex(*ids.shape):
-        w = experts[int(ids[t, a])]
-        v = x[t] * (weights[t, a] if problem.weight_on == "input" else 1)
-        up = w["up"] @ v + w.get("up_bias", 0.0)
-        h = _activate(problem, w["gate"] @ v + w.get("gate_bias", 0.0), up) if "gate" in w else np.maximum(up, 0) ** 2
-        y = w["down"] @ h + w.get("down_bias", 0.0)
-        out[t] += y if problem.weight_on == "input" else weights[t, a] * y
-    return out
+class Oracle:
+    """The weighted sum of experts in float64, to which one expert after another is added.
+
+    Attributes:
+        total_TH: float64 [T, H], the sum so far.
+    """
+
+    def __init__(self, problem: Problem, x_TH: torch.Tensor, routing: Routing) -> None:
+        self._problem, self.total_TH = problem, np.zeros(tuple(x_TH.shape))
+        self._x, self._ids, self._weights = (t.double().numpy() for t in (x_TH, *routing))
+
+    def add(self, e: int, w: dict[str, Array]) -> None:
+        """Add what expert ``e``, of weights ``w``, contributes to the tokens that are routed to it."""
+        t, a = np.nonzero(self._ids == e)
+        if not len(t):
+            return
+        v, weights = self._x[t], self._weights[t, a][:, None]
+        on_input = self._problem.weight_on == "input"
+        v = v * weights if on_input else v
+        up = v @ w["up"].T + w.get("up_bias", 0.0)
+        if "gate" in w:
+            h = _activate(self._problem, v @ w["gate"].T + w.get("gate_bias", 0.0), up)
+        else:
+            h = np.maximum(up, 0) ** 2
+        y = h @ w["down"].T + w.get("down_bias", 0.0)
+        np.add.at(self.total_TH, t, y if on_input else y * weights)
 
 
 def _activate(problem: Problem, gate: Array, up: Array) -> Array:

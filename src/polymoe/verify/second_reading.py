@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["RawTensor", "matrix", "read_raw"]
+__all__ = ["RawTensor", "input_scale", "matrix", "read_raw"]
 
 Float64 = NDArray[np.float64]
 
@@ -100,6 +100,18 @@ def matrix(
     numbers = _e8m0(scale.data).reshape(scale.shape) if scale.dtype == "U8" else scale.numbers()
     numbers = numbers * (stored["weight_scale_2"].numbers().reshape(()) if "weight_scale_2" in stored else 1.0)
     return codes * _spread(numbers if numbers.ndim == 2 else numbers.reshape(1, 1), shape)
+
+
+def input_scale(stored: Mapping[str, RawTensor]) -> Float64 | None:
+    """Return the static scale of the input, a multiplier without dimensions; None if there is none, or if it is zero,
+    negative or not finite: then it was never calibrated."""
+    name = next((n for n in ("input_scale", "input_global_scale") if n in stored), None)
+    if name is None:
+        return None
+    scale = stored[name].numbers().reshape(())
+    if not (np.isfinite(scale) and scale > 0):
+        return None
+    return scale if name == "input_scale" else 1 / scale  # compressed-tensors stores what it divides by
 
 
 def _compressed_tensors(stored: Mapping[str, RawTensor], shape: tuple[int, int]) -> Float64:
