@@ -148,6 +148,8 @@ def test_explain_cannot_see_the_bytes_of_tensors() -> None:
         == "same"
     )
     assert clear("a warning\nerror: model.layers.3.x: expected y", [])
+    assert clear("error: tokenizer: expected one that encodes the prompts, got a search error: too many retries", [])
+    assert not clear("a search error: model.layers.3", [])
 
 
 def test_a_summary_counts_verdicts_and_names_the_commands(tmp_path: Path) -> None:

@@ -125,7 +125,9 @@ def vocabulary(source: Source, rng: random.Random) -> Mutation:
 def regular_expression(source: Source, rng: random.Random) -> Mutation:
     """The tokenizer normalizes or splits by an expression that is hard to match."""
     tree = source.json(TOKENIZER)
-    expression = rng.choice(("(a+)+$", "(\\d+)+x", "((\\d*)*)*x", "(", "", "(?<=(", "\\p{", "(.|.)*x", "(?:" * 500))
+    expression = rng.choice(
+        ("(\\d+)+$", "(\\d|\\d\\d)+$", "(\\d+)+$|.", "((\\d*)*)*x", "(", "", "(?<=(", "\\p{", "(.|.)*x", "(?:" * 500)
+    )
     step = {"type": "Replace", "pattern": {"Regex": expression}, "content": rng.choice(("", "x" * 10_000))}
     if rng.random() < 0.5:
         tree["normalizer"] = step

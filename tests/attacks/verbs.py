@@ -21,7 +21,8 @@ from typing import Any
 
 __all__ = ["READS_NO_WEIGHTS", "VERBS", "Refused"]
 
-PROMPT = "123+456="
+PROMPT = "1234567890123456789012345678+456="
+"""Long enough for expressions that backtrack."""
 
 
 class Refused(Exception):
@@ -43,15 +44,19 @@ def load_experts(path: str, layer: int) -> str:
 
 
 def engine_load(path: str, layer: int) -> str:
-    """A whole model, and its logits for a few tokens."""
+    """A whole model, and its logits for a few tokens. Model and tokenizer are Transformers': what they raise when they
+    are called is a part of the answer."""
     import torch
 
     from polymoe.engines.transformers import load
 
     model, tokenizer = load(path, device="cpu")
-    ids = tokenizer([PROMPT], return_tensors="pt")["input_ids"]
-    with torch.inference_mode():
-        return f"{ids.tolist()} {_digest(model(input_ids=ids).logits)}"
+    try:
+        ids = tokenizer([PROMPT], return_tensors="pt")["input_ids"]
+        with torch.inference_mode():
+            return f"{ids.tolist()} {_digest(model(input_ids=ids).logits)}"
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def explain(path: str, layer: int) -> str:

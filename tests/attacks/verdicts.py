@@ -24,10 +24,10 @@ _PLACE = re.compile(r"layers?[. ]\d|config\.json|\.safetensors|tokenizer|chat te
 
 def clear(text: str, names: Iterable[str]) -> bool:
     """Whether ``text``, what a refusal says on stderr, is one message of bounded length that names its object."""
-    _, marker, message = text.rpartition("error: ")
+    *_, message = re.split(r"^error: ", text, flags=re.MULTILINE)
     short = len(message) <= MOST_CHARACTERS and message.count("\n") <= MOST_LINES
     named = _PLACE.search(message) is not None or any(name in message for name in names)
-    return bool(marker) and short and named and "Traceback (most recent call last)" not in text
+    return message != text and short and named and "Traceback (most recent call last)" not in text
 
 
 def judge(mutation: Mutation, verb: str, outcome: Outcome, original: Outcome, names: Iterable[str]) -> str:
