@@ -9,6 +9,7 @@ import pytest
 
 from polymoe.backends.config import Config
 from polymoe.backends.triton import Tile, TritonConfig
+from polymoe.backends.triton.config import MAX_SPLIT_K
 from polymoe.backends.triton.tiles import PLANES, heuristic, tuning_configs
 from polymoe.bench.cases import CASES
 from polymoe.errors import PlanError
@@ -40,6 +41,13 @@ def test_tuning_configs_fit_the_gpu(case: str, gpu: str) -> None:
                 assert tile.num_stages * step <= limit
                 assert tile.block_k >= 16 * PLANES[encoding.element]
             assert DEVICES[gpu].sm >= 90 or not config.pdl
+
+
+def test_the_longest_rows_of_a_config_are_split_as_far_as_the_kernels_go() -> None:
+    wide = replace(CASES["kimi-k2"].problem().spec, hidden=2**20, intermediate=64)
+    problem = replace(CASES["kimi-k2"].problem(), spec=wide, top_k=1)
+    found = [c for tokens in (1, 2, 64) for c in tuning_configs(problem, of("h200"), tokens)]
+    assert max(c.up.split_k for c in found if isinstance(c, TritonConfig)) == MAX_SPLIT_K
 
 
 def exhausted(problem: Problem, machine: Machine, tokens: int, time: dict[str, float]) -> tuple[TritonConfig, int]:

@@ -11,11 +11,14 @@ from dataclasses import dataclass, fields
 from polymoe.backends.config import Config
 from polymoe.errors import PlanError
 
-__all__ = ["Tile", "TritonConfig"]
+__all__ = ["MAX_SPLIT_K", "Tile", "TritonConfig"]
+
+MAX_SPLIT_K = 64
+"""Most parts of K."""
 
 _POWERS = {
     "block_m": (8, 256), "tail_block_m": (8, 128), "block_n": (16, 256), "block_k": (16, 512), "num_warps": (1, 16),
-    "split_k": (1, 64),
+    "split_k": (1, MAX_SPLIT_K),
 }  # fmt: skip
 _NUMBERS = {"num_stages": (1, 8), "maxnreg": (16, 255), "n_blocks_per_cta": (1, 64)}
 """Least and largest value of each field: powers of two, and other numbers. A table of measured times is a file, which

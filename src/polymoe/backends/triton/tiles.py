@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from math import log2
 
 from polymoe.backends.config import Config
-from polymoe.backends.triton.config import Tile, TritonConfig
+from polymoe.backends.triton.config import MAX_SPLIT_K, Tile, TritonConfig
 from polymoe.cost import cost
 from polymoe.formats import Encoding, PerGroup
 from polymoe.machine import Machine
@@ -119,7 +119,8 @@ def _with_block_m(problem: Problem, machine: Machine, tokens: int, block_m: int)
     if block_m == 8:
         # Few CTAs: split K. Where activations are quantized, the launch that adds up the parts exists anyway.
         wanted = (6 if problem.activations.quantized else 2) * sms
-        while tiles * ceil_div(n, up.block_n) * up.split_k < wanted and k >= 8 * up.split_k * up.block_k:
+        steps = min(k // (8 * up.block_k), MAX_SPLIT_K // 2)
+        while tiles * ceil_div(n, up.block_n) * up.split_k < wanted and up.split_k <= steps:
             up = replace(up, split_k=2 * up.split_k)
     n, k = problem.spec.matrix_shape("down")
     short_k = gemm_down.bits < 16 and k <= _SHORT_K_STEPS * down.block_k
@@ -263,7 +264,7 @@ def _around(problem: Problem, machine: Machine, center: TritonConfig, count: int
         tiles = _nearest(tile, gemm.tiles(block_m), count)
         k = spec.matrix_shape(name)[1]
         # Split-K gives more CTAs where rows are few. Each part should have enough steps to fill the pipeline.
-        if block_m <= 16 and k >= 8 * tile.split_k * tile.block_k:
+        if block_m <= 16 and k >= 8 * tile.split_k * tile.block_k and tile.split_k < MAX_SPLIT_K:
             tiles.append(replace(tile, split_k=2 * tile.split_k))
         if tile.split_k > 1:
             tiles.append(replace(tile, split_k=tile.split_k // 2))
