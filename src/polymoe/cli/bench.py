@@ -154,13 +154,12 @@ def command(
 
 
 def _table(rows: list[BenchRow], title: str) -> Table:
-    from rich.markup import escape
     from rich.table import Table
 
     with_energy = any(row.tokens_per_joule is not None for row in rows)
     table = Table(
         "tokens", "backend", "median", "quartiles", "floor", "share", "error", "error, exact", "timed by",
-        *(["tokens/J"] if with_energy else []), title=escape(title),
+        *(["tokens/J"] if with_energy else []), title=title,
     )  # fmt: skip
     measured = ((row.record, row) for row in rows if row.record is not None)
     for r, row in sorted(measured, key=lambda pair: pair[0].tokens):

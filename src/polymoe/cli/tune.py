@@ -165,12 +165,9 @@ def _bar(err: Any, total: int) -> Any:
 
 
 def _table(found: list[Outcome], title: str) -> Table:
-    from rich.markup import escape
     from rich.table import Table
 
-    table = Table(
-        "tokens", "backend", "time", "heuristic's", "tried", "failed", "configuration", "note", title=escape(title)
-    )
+    table = Table("tokens", "backend", "time", "heuristic's", "tried", "failed", "configuration", "note", title=title)
     for o in found:
         time_us = f"{o.row.median_us:.1f} us" if o.row else "-"
         table.add_row(
