@@ -137,4 +137,6 @@ def test_names_of_code_are_left_out_of_every_part_of_a_config(caplog: pytest.Log
     changed = {**config, **code, "text_config": config["text_config"] | code}
     changed["vision_config"] = config["vision_config"] | {"attn_implementation": None} | code
     assert neutral(changed) == config
+    assert not caplog.text
+    assert neutral(changed, "config.json") == config
     assert "attn_implementation: 'org/kernel' is not used: the caller chooses implementations" in caplog.text

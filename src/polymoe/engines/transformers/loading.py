@@ -37,7 +37,7 @@ from polymoe.engines.transformers.quantizer import PackedConfig, PackedQuantizer
 from polymoe.engines.transformers.tokenizer import load_tokenizer, vocabulary_size
 from polymoe.engines.transformers.untrusted import reading
 from polymoe.engines.transformers.weights import model_from_tensors
-from polymoe.errors import ArgumentError, CheckpointError, quoted
+from polymoe.errors import ArgumentError, CheckpointError, UnsupportedProblem, quoted
 from polymoe.explanation import explain, layer_ranges
 
 modeling: Any = modeling_utils
@@ -87,6 +87,8 @@ def load(
     device_map = kwargs.get("device_map")
     if device_map is not None and device != "auto":
         raise ArgumentError("load(device_map=...)", got=f"device={str(device)!r} as well", hint="give only one of them")
+    if isinstance(device_map, Mapping) and "disk" in map(str, device_map.values()):
+        raise UnsupportedProblem("load(device_map=...)", expected="GPUs or the CPU", got="disk")
     target = _device(device if device_map is None else _first_of(device_map))
     if Path(path).is_file():
         raise CheckpointError(str(path), expected="a directory or a Hub id", got="a file")
@@ -142,7 +144,9 @@ def _dtype(config: Any, where: str) -> torch.dtype:
 
 def _compute_once(model: Any, where: str) -> None:
     """Compute two tokens, so that numbers of the config that contradict each other are found here."""
-    ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+    # Modules that are offloaded have their parameters on "meta", until they run.
+    device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
+    ids = torch.zeros(1, 2, dtype=torch.long, device=device)
     with reading(where, "a model that computes a token", hint=_CONTRADICTION), torch.inference_mode():
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
     if bool(logits.isnan().any()):
@@ -221,10 +225,13 @@ _CONTRADICTION = "numbers of config.json contradict each other or the weights"
 _HUB_ARGUMENTS = ("cache_dir", "local_files_only", "revision", "token")
 _INSTEAD: Mapping[str, str] = {
     "config": "load() reads the checkpoint's own",
+    "gguf_file": "load() reads safetensors",
     "output_loading_info": "load() raises for tensors that are missing",
     "quantization_config": "load() packs what the checkpoint holds; to dequantize, call from_pretrained",
+    "state_dict": "load() reads the checkpoint's own tensors",
     "subfolder": "give the subfolder's own path",
     "trust_remote_code": "polymoe runs no code from a checkpoint",
+    "variant": "give a directory that has this variant alone",
 }
 
 

@@ -34,12 +34,17 @@ _LEFT_OUT = re.compile(
 )
 
 
-def neutral(config: Mapping[str, Any], where: str = CONFIG) -> dict[str, Any]:
-    """A config without what names code, files or other tasks, at any depth; says so where code was chosen."""
+def neutral(config: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """A config without what names code, files or other tasks, at any depth.
+
+    Args:
+        config: a config, which stays as it is.
+        where: its name in warnings about code that it chooses; without one there are none.
+    """
     kept: dict[str, Any] = {}
     for name, value in config.items():
         if _CHOICES.fullmatch(name):
-            if value is not None:
+            if value is not None and where:
                 log.warning("%s: %s: %s is not used: the caller chooses implementations", where, name, quoted(value))
         elif not _LEFT_OUT.fullmatch(name):
             kept[name] = neutral(value, where) if isinstance(value, dict) else copy.deepcopy(value)

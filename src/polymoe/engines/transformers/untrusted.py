@@ -22,7 +22,8 @@ _LONGEST = 500  # characters of a cause
 def reading(
     where: str, expected: str, *, hint: str | None = None, renamed: tuple[str, str] = ("", "")
 ) -> Iterator[None]:
-    """Convert exceptions of libraries, but neither polymoe's errors, nor bugs of its own code, nor exhausted memory.
+    """Convert exceptions of libraries, but neither polymoe's errors, nor bugs of its own code, nor faults of the
+    machine.
 
     Args:
         where: the file at fault, or the checkpoint.
@@ -36,7 +37,7 @@ def reading(
     """
     try:
         yield
-    except (PolymoeError, MemoryError, torch.OutOfMemoryError):
+    except (PolymoeError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except ImportError as error:
         raise MissingDependency(where, expected=expected, got=_text(error, *renamed), hint=hint) from error
