@@ -12,7 +12,8 @@ from torch import Tensor
 
 from polymoe.engines.transformers import load
 from polymoe.engines.transformers.decode_graph import Decoder, require_capturable
-from polymoe.errors import ArgumentError, UnsupportedProblem
+from polymoe.errors import ArgumentError, PlanError, UnsupportedProblem
+from polymoe.experts import FusedExperts
 from support.decode_steps import LENGTH, STEPS, given_tokens, prompts, step_by_step
 from support.packed_model import CHECKPOINT
 from support.paged_attention import batching_config
@@ -59,6 +60,7 @@ class Replaying(Decoder):
         self.capture = True
 
     def _capture_step(self) -> Callable[[], None]:
+        self.captures = getattr(self, "captures", 0) + 1
         layers: list[Any] = self.cache.layers
         counted = [{k: v for k, v in vars(layer).items() if type(v) in (int, bool)} for layer in layers]
         self._logits_BV = self._advance().clone()
@@ -111,6 +113,37 @@ def test_a_step_is_one_graph_that_copies_no_weights(model: Any, prompts_BT: Tens
         torch.compile(decoder._forward, fullgraph=True, dynamic=False, backend=backend)(given_NB1[0], position_B1)
     assert moving == [[[2, 1], [2, 1]]]  # tokens and positions
     assert len(experts[0]) == model.config.num_hidden_layers
+
+
+def test_a_step_is_captured_again_after_the_model_has_moved(prompts_BT: Tensor, given_NB1: Tensor) -> None:
+    """A graph reads the addresses at which it was captured, whatever is there now."""
+    model, _ = load(CHECKPOINT, device="cpu", dtype=torch.float32)
+    decoder = Replaying(model, max_tokens=LENGTH + STEPS, compile=None)
+    expected = at_once(model, prompts_BT, given_NB1)
+    for _ in range(2):
+        torch.testing.assert_close(step_by_step(decoder, prompts_BT, given_NB1), expected, rtol=1e-4, atol=1e-4)
+    assert decoder.captures == 1
+    weight = model.get_input_embeddings().weight
+    weight.data = weight.data.clone()
+    torch.testing.assert_close(step_by_step(decoder, prompts_BT, given_NB1), expected, rtol=1e-4, atol=1e-4)
+    assert decoder.captures == 2
+    # Packed experts are looked at in each step: their memory may belong to something else by now.
+    decoder.prefill(prompts_BT)
+    experts = next(module for module in model.modules() if isinstance(module, FusedExperts))
+    name, tensor = next(iter(experts._buffers.items()))
+    assert tensor is not None
+    experts._buffers[name] = tensor.clone()
+    with pytest.raises(PlanError, match=r"where they were when the step was captured(?s:.*)call prefill"):
+        decoder.step(given_NB1[0])
+    torch.testing.assert_close(step_by_step(decoder, prompts_BT, given_NB1), expected, rtol=1e-4, atol=1e-4)
+    assert decoder.captures == 3
+
+
+def test_a_model_on_another_device_needs_another_decoder(model: Any, prompts_BT: Tensor) -> None:
+    decoder = Decoder(model, max_tokens=LENGTH + 1, compile=None, capture=False)
+    decoder.device = torch.device("meta")
+    with pytest.raises(ArgumentError, match=r"expected on meta, got cpu(?s:.*)a new Decoder"):
+        decoder.prefill(prompts_BT)
 
 
 @pytest.mark.slow

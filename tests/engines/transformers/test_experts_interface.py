@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from polymoe.activations import GeGLU, ReLU2, SwiGLU
-from polymoe.errors import UnsupportedProblem
+from polymoe.errors import PlanError, UnsupportedProblem
 from polymoe.experts import FusedExperts
 from polymoe.numerics import relative_error
 
@@ -19,7 +26,10 @@ pytest.importorskip("transformers")
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
+from polymoe.engines.transformers import experts_interface
 from polymoe.engines.transformers.experts_interface import experts_forward, register, unregister
+
+SUMS = Path(__file__).parents[3] / "models" / "sums-qwen3-fp8"
 
 COMMON = {
     "vocab_size": 64, "hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -92,7 +102,7 @@ def routed(experts: Any, tokens: int = 20, dtype: torch.dtype = torch.bfloat16) 
 
 
 def fused_of(experts: Any) -> FusedExperts:
-    return experts.__dict__["_polymoe"][1]
+    return experts.__dict__["_polymoe"].fused
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -201,6 +211,150 @@ def test_refuses_what_it_cannot_compute() -> None:
     experts.__class__ = OwnGate
     with pytest.raises(UnsupportedProblem, match="another gate"), torch.inference_mode():
         experts_forward(experts, *call)
+
+
+def called(change: Callable[[Any], None]) -> None:
+    """A call of an experts module after ``change(module)``."""
+    _, experts = build("qwen3_moe")
+    change(experts)
+    with torch.inference_mode():
+        experts_forward(experts, *routed(experts))
+
+
+def cast_one(experts: Any) -> None:
+    experts.down_proj = nn.Parameter(experts.down_proj.half(), requires_grad=False)
+
+
+def split_one(experts: Any) -> None:
+    experts.down_proj.device_mesh = "a mesh"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda e: e.register_parameter("scales", nn.Parameter(torch.ones(5))), "got down_proj, gate_up_proj, scales"),
+        (
+            lambda e: e.__delattr__("down_proj"),
+            "Qwen3MoeExperts with the parameters down_proj, gate_up_proj, got gate_up",
+        ),
+        (lambda e: setattr(e, "has_bias", True), "gate_up_proj_bias, got down_proj, gate_up_proj"),
+        (cast_one, r"parameters of one dtype, got torch\.bfloat16, torch\.float16"),
+        (split_one, "this rank's part of its parameters, got down_proj as a DTensor"),
+    ],
+)
+def test_parameters_that_are_not_known_are_refused_by_name(change: Callable[[Any], None], says: str) -> None:
+    with pytest.raises(UnsupportedProblem, match=rf"Transformers \d.*{says}"):
+        called(change)
+
+
+def test_a_property_of_experts_that_a_later_version_adds_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def use_experts_implementation(
+        experts_class: Any = None, *, has_gate: bool = True, is_scaled: bool = False
+    ) -> None: ...
+
+    monkeypatch.setattr(experts_interface, "use_experts_implementation", use_experts_implementation)
+    called(lambda experts: None)
+    called(lambda experts: setattr(experts, "is_scaled", False))
+    with pytest.raises(UnsupportedProblem, match="expected Qwen3MoeExperts with is_scaled=False, got is_scaled=True"):
+        called(lambda experts: setattr(experts, "is_scaled", True))
+
+
+def test_arguments_in_another_order_are_refused_by_name() -> None:
+    _, experts = build("qwen3_moe")
+    x_TH, ids_TA, weights_TA = routed(experts)
+    for call in ((x_TH, weights_TA, ids_TA), (ids_TA, x_TH, weights_TA)):
+        with pytest.raises(UnsupportedProblem, match=r"expected Qwen3MoeExperts\(x \[T, H\]"), torch.no_grad():
+            experts_forward(experts, *call)
+    with pytest.raises(UnsupportedProblem, match=r"scales=bfloat16 \[20, 48\]"), torch.no_grad():
+        experts_forward(experts, x_TH, ids_TA, weights_TA, scales=x_TH)
+
+
+def test_parameters_that_move_after_a_capture_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay cannot be refused: nothing of polymoe runs in it."""
+    capturing = [True]
+    monkeypatch.setattr(experts_interface, "capturing", lambda x: capturing[0])
+    _, experts = build("qwen3_moe")
+    with torch.inference_mode():
+        experts_forward(experts, *routed(experts))
+        before = fused_of(experts)
+        capturing[0] = False
+        experts.down_proj.data = experts.down_proj.data.clone()
+        with pytest.warns(
+            UserWarning, match="Qwen3MoeExperts have moved since a CUDA graph captured it.*capture it again"
+        ):
+            experts_forward(experts, *routed(experts))
+        assert fused_of(experts) is not before
+        with warnings.catch_warnings():  # what no graph has captured may move
+            warnings.simplefilter("error")
+            experts_forward(experts, *routed(experts))
+            experts.down_proj.data = experts.down_proj.data.clone()
+            experts_forward(experts, *routed(experts))
+
+
+class Group:
+    """A group of two ranks, of which the other one says the same or something else."""
+
+    def __init__(self, other: bytes | None = None) -> None:
+        self.other, self.asked = other, 0
+
+    def __call__(self, mine: bytes) -> list[bytes]:
+        self.asked += 1
+        return [mine, self.other or mine]
+
+
+def test_ranks_that_share_experts_agree_at_the_first_call() -> None:
+    _, experts = build("qwen3_moe")
+    group = experts.__dict__["_polymoe_groups"] = [Group()]
+    with torch.inference_mode():
+        for _ in range(3):
+            experts_forward(experts, *routed(experts))
+    assert group[0].asked == 1
+    _, experts = build("qwen3_moe")
+    other = b'{"polymoe": "polymoe 0.0", "runs": "", "question": "", "sizes": "", "plan": ""}'
+    experts.__dict__["_polymoe_groups"] = [Group(other)]
+    with (
+        pytest.raises(PlanError, match=r"Qwen3MoeExperts: expected the same plan(?s:.*)rank 1: polymoe 0\.0"),
+        torch.no_grad(),
+    ):
+        experts_forward(experts, *routed(experts))
+
+
+def test_a_rank_that_cannot_plan_says_so_to_the_others() -> None:
+    _, experts = build("qwen3_moe", dtype=torch.float32)
+    group = Group()
+    experts.__dict__["_polymoe_groups"] = [group]
+    with pytest.raises(UnsupportedProblem, match="bfloat16 or float16"), torch.no_grad():
+        experts_forward(experts, *routed(experts))
+    assert group.asked == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["tp", "ep"])
+def test_ranks_of_a_model_that_transformers_splits(tmp_path: Path, split: str) -> None:
+    """Two processes: with one plan they answer as one process does, with two plans both refuse."""
+    pytest.importorskip("transformers.distributed.expert_parallel")
+    torch.manual_seed(0)
+    sizes = {"num_experts": 4, "num_key_value_heads": 4, "num_hidden_layers": 2}
+    config = AutoConfig.for_model("qwen3_moe", **{**COMMON, **FAMILIES["qwen3_moe"], **sizes})
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model.save_pretrained(tmp_path / "model")
+    for file in SUMS.glob("tokenizer*"):
+        shutil.copy(file, tmp_path / "model")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    program = Path(__file__).parents[2] / "support" / "split_model.py"
+    command = [sys.executable, program, tmp_path / "model", split, tmp_path]
+    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [subprocess.Popen([*command], env={**env, "RANK": r, "LOCAL_RANK": r}) for r in ("0", "1")]
+    assert [rank.wait(240) for rank in ranks] == [0, 0]
+    said = [(tmp_path / f"said-{rank}").read_text() for rank in range(2)]
+    assert said[0] == said[1]
+    assert "expected the same plan on all ranks of the group" in said[0]
+    assert "backend reference" in said[0]
+    with torch.inference_mode():
+        expected = model(torch.arange(12).view(2, 6)).logits
+    for rank in range(2):
+        assert relative_error(torch.load(tmp_path / f"logits-{rank}", weights_only=True), expected) < 1e-2
 
 
 @pytest.mark.parametrize("training", [True, False])

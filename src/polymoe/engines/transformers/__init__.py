@@ -18,6 +18,7 @@ The modules, each of which imports only from those below it (``tests/test_import
     model_config       config and generation config without what names code
     chat_template      chat templates with a limit on time and memory
     untrusted          exceptions of libraries as errors of the checkpoint
+    contract           private parts of Transformers that all of these use
 """
 
 from __future__ import annotations

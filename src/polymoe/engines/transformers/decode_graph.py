@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import StaticCache
 
-from polymoe.errors import ArgumentError, UnsupportedProblem
+from polymoe.errors import ArgumentError, PlanError, UnsupportedProblem
 from polymoe.experts import FusedExperts
 from polymoe.verdict import Accepted
 
@@ -53,12 +53,15 @@ class Decoder:
             self._run = torch.compile(self._forward, fullgraph=True, dynamic=dynamic, backend=compile)
         self._token_B1 = self._position_B1 = self._logits_BV = torch.empty(0)
         self._replay: Callable[[], None] | None = None
+        self._captured: tuple[int, ...] = ()  # addresses of all parameters and buffers
+        self._packed: list[tuple[dict[str, Any], str, int]] = []  # and those of packed experts, which steps compare too
 
     @torch.inference_mode()
     def prefill(self, ids_BT: Tensor) -> Tensor:
         """Start new sequences.
 
-        The first call compiles and captures the step, which takes a minute or two for a large model.
+        The first call compiles and captures the step, which takes a minute or two for a large model. So does the first
+        one after the model's tensors have moved: a graph reads the addresses at which it was captured.
 
         Args:
             ids_BT: prompts of one length; the number of prompts is that of the first call.
@@ -67,8 +70,9 @@ class Decoder:
             Logits of the last positions, ``[B, V]``.
 
         Raises:
-            ArgumentError: for prompts that leave no room for another token, or a different number of prompts than
-                before; with ``capture``, for prompts shorter than a sliding window.
+            ArgumentError: for prompts that leave no room for another token, a different number of prompts than before,
+                or a model that is on another device than before; with ``capture``, for prompts shorter than a sliding
+                window.
         """
         batch, length = ids_BT.shape
         if length >= self.max_tokens:
@@ -78,7 +82,10 @@ class Decoder:
             self._position_B1 = torch.zeros_like(self._token_B1)
         if batch != len(self._token_B1):
             raise ArgumentError("prompts", expected=str(len(self._token_B1)), got=str(batch), hint="use a new Decoder")
-        if self.capture and self._replay is None:
+        if self.model.device != self.device:
+            got = f"{self.model.device}"
+            raise ArgumentError("model", expected=f"on {self.device}", got=got, hint="use a new Decoder")
+        if self.capture and (self._replay is None or self._captured != _addresses(self.model)):
             self._prepare_step(ids_BT)
         return self._start(ids_BT)
 
@@ -94,6 +101,7 @@ class Decoder:
 
         Raises:
             ArgumentError: if the sequences have ``max_tokens`` tokens already.
+            PlanError: with ``capture``, if packed experts have moved since :meth:`prefill`.
         """
         if self.length >= self.max_tokens:
             raise ArgumentError("step", expected=f"at most {self.max_tokens} tokens", got="one more")
@@ -102,6 +110,9 @@ class Decoder:
         if self._replay is None:
             self._logits_BV = self._advance()
         else:
+            if any(buffers[name].data_ptr() != address for buffers, name, address in self._packed):
+                expected = "packed experts where they were when the step was captured"
+                raise PlanError("step", expected=expected, got="moved ones", hint="call prefill again")
             self._replay()
         return self._logits_BV
 
@@ -130,6 +141,11 @@ class Decoder:
                 self._advance()
             self._start(ids_BT)
             self._replay = self._capture_step()
+        self._captured = _addresses(self.model)
+        experts = [m._buffers for m in self.model.modules() if isinstance(m, FusedExperts)]
+        self._packed = [
+            (held, name, tensor.data_ptr()) for held in experts for name, tensor in held.items() if tensor is not None
+        ]
 
     def _capture_step(self) -> Callable[[], None]:
         """Capture one step; the function that replays it, writing the logits to the same place."""
@@ -147,6 +163,10 @@ class Decoder:
     def _forward(self, token_B1: Tensor, position_B1: Tensor) -> Tensor:
         out = self.model(input_ids=token_B1, position_ids=position_B1, past_key_values=self.cache, use_cache=True)
         return out.logits[:, -1]
+
+
+def _addresses(module: nn.Module) -> tuple[int, ...]:
+    return tuple(tensor.data_ptr() for tensor in (*module.parameters(), *module.buffers()))
 
 
 def require_capturable(model: nn.Module) -> None:

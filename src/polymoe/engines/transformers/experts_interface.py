@@ -9,27 +9,32 @@ Interface: https://huggingface.co/docs/transformers/experts_interface
 from __future__ import annotations
 
 import functools
+import inspect
+import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
-from transformers.integrations.moe import ExpertsInterface
+from transformers.integrations.moe import ExpertsInterface, use_experts_implementation
 
 from polymoe.activations import ACTIVATIONS, Activation, SwiGLU
 from polymoe.backends import BACKENDS
 from polymoe.call import DTYPES
-from polymoe.errors import UnsupportedProblem, nearest
+from polymoe.engines.transformers.contract import checked_call, require_experts, unsupported
+from polymoe.errors import PolymoeError, UnsupportedProblem, nearest
 from polymoe.experts import FusedExperts
 from polymoe.formats import FORMATS, QuantTensor
 from polymoe.layouts import LAYOUTS, Natural
 from polymoe.machine import Machine
+from polymoe.planning.agreement import require_agreement
 from polymoe.problem import Problem
 from polymoe.runtime import PlanRequest
 from polymoe.tensors import ExpertsSpec
 
-__all__ = ["INTERFACE_NAME", "experts_forward", "interface_name", "register", "unregister"]
+__all__ = ["INTERFACE_NAME", "experts_forward", "interface_name", "note_groups", "register", "unregister"]
 
 INTERFACE_NAME = "polymoe"
 """``experts_implementation`` with automatic choice of a backend; ``polymoe:NAME`` names one."""
@@ -53,37 +58,38 @@ def unregister() -> None:
         ExpertsInterface._global_mapping.pop(interface_name(name), None)
 
 
-def experts_forward(
-    experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, backend: str = "auto"
-) -> Tensor:
+def experts_forward(experts: nn.Module, *args: Tensor, backend: str = "auto", **others: Any) -> Tensor:
     """Transformers calls this instead of the forward of ``experts``.
 
     Args:
         experts: the module whose parameters are the weights.
-        hidden_states: ``[T, H]``.
-        top_k_index, top_k_weights: expert ids and routing weights, ``[T, A]``.
+        args: x ``[T, H]``, expert ids ``[T, A]`` and routing weights ``[T, A]``.
         backend: "auto" or a backend's name.
+        others: none; a version of Transformers that hands over more is refused.
 
     Returns:
-        ``[T, H]`` in the dtype of ``hidden_states``.
+        ``[T, H]`` in the dtype of x.
 
     Raises:
         UnsupportedProblem: for parameters that are neither bfloat16 nor float16, for an activation that polymoe does
             not have, if no backend reads the natural layout here, or where gradients are recorded and a parameter
-            requires one, or an argument for which the backend has no backward.
+            requires one, or an argument for which the backend has no backward; for arguments or parameters that differ
+            from those of the versions of Transformers that are known.
+        PlanError: if the ranks of a model that :func:`note_groups` knows have different plans.
     """
+    where = type(experts).__name__
     if torch.is_grad_enabled():
         trained = next((name for name, p in experts.named_parameters(recurse=False) if p.requires_grad), None)
         if trained is not None:
             raise UnsupportedProblem(
-                f"{type(experts).__name__}.{trained}",
+                f"{where}.{trained}",
                 expected="no gradient: polymoe has none for the weights of experts",
                 got="a parameter that requires a gradient",
                 hint="call the model under torch.no_grad(), or model.requires_grad_(False), or "
                 'model.set_experts_implementation("grouped_mm") for training',
             )
-    fused = _fused(experts, hidden_states, top_k_index.shape[-1], backend)
-    return fused(hidden_states, top_k_index, top_k_weights.float())
+    x_TH, ids_TA, weights_TA = checked_call(where, args, others)
+    return _fused(experts, x_TH, ids_TA.shape[-1], backend)(x_TH, ids_TA, weights_TA)
 
 
 def interface_name(backend: str) -> str:
@@ -91,21 +97,100 @@ def interface_name(backend: str) -> str:
     return INTERFACE_NAME if backend == "auto" else f"{INTERFACE_NAME}:{backend}"
 
 
+def note_groups(model: nn.Module) -> None:
+    """Make the ranks among which a model's experts are split agree on their plans, or refuse, at the first call."""
+    for module in model.modules():
+        meshes = {_mesh(p) for p in module.parameters(recurse=False)} - {None}
+        if meshes and hasattr(module, "has_gate"):
+            groups = [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
+            module.__dict__["_polymoe_groups"] = groups
+
+
+def _mesh(parameter: Any) -> Any:
+    """The processes among which a parameter is split, None for a whole one."""
+    return getattr(parameter, "device_mesh", None)
+
+
+@dataclass(slots=True)
+class _View:
+    """An experts module's parameters as a packed layer, and where they were.
+
+    Attributes:
+        state: backend, addresses, dtypes and devices, by which a change is noticed.
+        fused: the layer.
+        captured: whether a CUDA graph reads these addresses.
+    """
+
+    state: tuple[Any, ...]
+    fused: FusedExperts
+    captured: bool = False
+
+
 def _fused(experts: nn.Module, x: Tensor, top_k: int, backend: str) -> FusedExperts:
     """The experts as a view of the module's parameters, renewed when those have moved or changed their dtype."""
     state = (backend, *((name, p.data_ptr(), p.dtype, p.device) for name, p in experts.named_parameters(recurse=False)))
-    known = experts.__dict__.get("_polymoe")
-    if known is None or known[0] != state:
-        known = (state, _view(experts, x, top_k, backend))
-        # Hidden from nn.Module: these are views, which must not be moved or saved a second time.
+    # Hidden from nn.Module: these are views, which must not be moved or saved a second time.
+    known: _View | None = experts.__dict__.get("_polymoe")
+    if known is None or known.state != state:
+        if known is not None and known.captured:
+            # A replay does not come here, so it cannot be refused. Nor can this call: the graph may be gone.
+            warnings.warn(
+                f"the parameters of {type(experts).__name__} have moved since a CUDA graph captured it: the graph "
+                "reads their former memory; capture it again",
+                stacklevel=2,
+            )
+        known = _View(state, _agreed(experts, x, top_k, backend))
         experts.__dict__["_polymoe"] = known
-    return known[1]
+    known.captured |= capturing(x)
+    return known.fused
+
+
+def capturing(x: Tensor) -> bool:
+    """Whether a CUDA graph is captured now, on the stream that computes with ``x``."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _agreed(experts: nn.Module, x: Tensor, top_k: int, backend: str) -> FusedExperts:
+    """A new view, after the ranks that share these experts have compared their plans."""
+    where, groups = type(experts).__name__, experts.__dict__.get("_polymoe_groups", ())
+    try:
+        fused = _view(experts, x, top_k, backend)
+    except PolymoeError:
+        for group in groups:  # the other ranks wait for this one
+            require_agreement(None, group, where)
+        raise
+    for group in groups:
+        require_agreement(fused.explain(), group, where)
+    fused.explain().require(where)
+    return fused
+
+
+_KNOWN = {"experts_class", "experts_interface", "is_concatenated", "is_transposed", "has_bias", "has_gate"}
+
+
+def _require_known(experts: Any, first: str) -> None:
+    """Check that a module has the parameters and properties of the experts that are known, and no others."""
+    where, parameters = type(experts).__name__, dict(experts.named_parameters(recurse=False))
+    require_experts(type(experts))
+    for name, parameter in inspect.signature(use_experts_implementation).parameters.items():
+        value = getattr(experts, name, parameter.default)
+        if name not in _KNOWN and value != parameter.default:
+            raise unsupported(f"{where} with {name}={parameter.default}", f"{name}={value!r}")
+    names = {first, "down_proj", *([f"{first}_bias", "down_proj_bias"] if experts.has_bias else [])}
+    if parameters.keys() != names:
+        raise unsupported(f"{where} with the parameters {', '.join(sorted(names))}", ", ".join(sorted(parameters)))
+    split = [name for name, p in parameters.items() if _mesh(p) is not None]
+    if split:
+        raise unsupported(f"{where} called with this rank's part of its parameters", f"{split[0]} as a DTensor")
+    if any(p.dtype != parameters[first].dtype for p in parameters.values()):
+        raise unsupported(f"{where} with parameters of one dtype", ", ".join(str(p.dtype) for p in parameters.values()))
 
 
 def _view(experts: Any, x: Tensor, top_k: int, backend: str) -> FusedExperts:
     where = type(experts).__name__
-    parameters = {name: p.detach() for name, p in experts.named_parameters(recurse=False)}
     first = "gate_up_proj" if experts.has_gate else "up_proj"
+    _require_known(experts, first)
+    parameters = {name: p.detach() for name, p in experts.named_parameters(recurse=False)}
     weight = parameters[first]
     if weight.dtype not in DTYPES or DTYPES[weight.dtype] == "fp32":
         raise UnsupportedProblem(
@@ -114,8 +199,6 @@ def _view(experts: Any, x: Tensor, top_k: int, backend: str) -> FusedExperts:
             got=str(weight.dtype),
             hint="from_pretrained(..., dtype=torch.bfloat16)",
         )
-    if getattr(experts, "has_post_expert_norm", False):
-        raise UnsupportedProblem(where, expected="experts without a norm after them", got="has_post_expert_norm")
     encoding = FORMATS[DTYPES[weight.dtype]].encoding
 
     def stack(matrix: Tensor) -> QuantTensor:
@@ -151,9 +234,7 @@ def _view(experts: Any, x: Tensor, top_k: int, backend: str) -> FusedExperts:
     )
     problem = Problem(spec=spec, activation=_activation(experts), top_k=top_k, dtype=DTYPES[x.dtype])
     request = PlanRequest(Machine.of(str(weight.device)), "mixed", backend, BACKENDS, LAYOUTS)
-    fused = FusedExperts(problem, Natural().view(spec, stacks, vectors), request)
-    fused.explain().require(where)
-    return fused
+    return FusedExperts(problem, Natural().view(spec, stacks, vectors), request)
 
 
 def _activation(experts: Any) -> Activation:

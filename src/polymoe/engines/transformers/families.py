@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
+from polymoe.engines.transformers.contract import checked_call, require_experts
 from polymoe.errors import UnsupportedProblem, nearest
 from polymoe.experts import FusedExperts
 
@@ -52,11 +53,15 @@ class PackedExperts(nn.Module):
         super().__init__()
         self.fused: FusedExperts | None = None
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """``[T, H]`` from ``[T, H]``, expert ids ``[T, A]`` and routing weights ``[T, A]`` of any float dtype."""
+    def forward(self, *args: Tensor, **others: Any) -> Tensor:
+        """``[T, H]`` from ``[T, H]``, expert ids ``[T, A]`` and routing weights ``[T, A]`` of any float dtype.
+
+        Raises:
+            UnsupportedProblem: for other arguments, or another order.
+        """
         if self.fused is None:
             raise AssertionError("PackedExperts called before its weights were loaded")
-        return self.fused(hidden_states, top_k_index, top_k_weights.float())
+        return self.fused(*checked_call("PackedExperts", args, others))
 
 
 class PackedLlama4Moe(nn.Module):
@@ -228,10 +233,16 @@ def use_own_name(config: Any) -> Any:
 
 
 def pack_modules(model: Any, family: TransformersFamily) -> dict[str, int]:
-    """Replace a model's experts by packed ones, still empty; the layer of each :class:`PackedExperts` by its name."""
+    """Replace a model's experts by packed ones, still empty; the layer of each :class:`PackedExperts` by its name.
+
+    Raises:
+        UnsupportedProblem: if the model calls its experts in another way than known.
+    """
     found = {name: module for name, module in model.named_modules() if type(module).__name__ == family.module}
     layers = {}
     for name, module in found.items():
+        if not family.experts:
+            require_experts(type(module))
         model.set_submodule(name, family.packed(module))
         layers[f"{name}.{family.experts}".rstrip(".")] = int(re.findall(r"\.(\d+)\.", f".{name}")[-1])
     return layers

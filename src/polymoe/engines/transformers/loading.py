@@ -21,8 +21,15 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 from polymoe.call import DTYPES
 from polymoe.checkpoint import Checkpoint
 from polymoe.checkpoint.config import quantization_source
+from polymoe.engines.transformers.contract import require_contract
 from polymoe.engines.transformers.dense_quantizer import check_dense
-from polymoe.engines.transformers.experts_interface import INTERFACE_NAME, interface_name, register, unregister
+from polymoe.engines.transformers.experts_interface import (
+    INTERFACE_NAME,
+    interface_name,
+    note_groups,
+    register,
+    unregister,
+)
 from polymoe.engines.transformers.families import (
     FAMILIES,
     register_names,
@@ -76,9 +83,11 @@ def load(
     Raises:
         CheckpointError: for a path without a checkpoint, or one that cannot be read.
         UnsupportedProblem: for a family that Transformers does not have or that has no row in
-            :data:`~polymoe.engines.transformers.families.FAMILIES`, or if no backend runs its experts here.
+            :data:`~polymoe.engines.transformers.families.FAMILIES`, if no backend runs its experts here, or for a
+            version of Transformers whose private parts are not as expected.
         ArgumentError: for an unknown device, backend or role, or an argument that contradicts packing.
     """
+    require_contract()
     for name, instead in _INSTEAD.items():
         if kwargs.get(name):
             raise ArgumentError(f"load({name}=...)", got=repr(kwargs[name]), hint=instead)
@@ -124,6 +133,7 @@ def load(
             dtype = dtype or _dtype(config, checkpoint.name)
             kwargs.setdefault("generation_config", generation_config(checkpoint))
             model = model_from_tensors(config, tensors, checkpoint.name, dtype=dtype, **kwargs)
+            note_groups(model)
         model = model.to(target) if device_map is None else model
         check_tokens(model, vocabulary_size(tokenizer), checkpoint.name)
         if dense == "16bit":  # Transformers' own quantizer leaves dtypes that only its kernels take
@@ -172,6 +182,7 @@ def install(*, backend: str = "auto", role: str = "mixed") -> None:
         python -c "from polymoe.engines.transformers import install; install()
         from transformers.cli.transformers import main; main()" serve path/to/checkpoint
     """
+    require_contract()
     uninstall()
     register()
     register_names()

@@ -1,0 +1,260 @@
+"""The contract with Transformers: the list of private parts is complete, true, and checked before a model is loaded."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import polymoe
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from polymoe.engines.transformers import contract, install, load
+from polymoe.engines.transformers.contract import PARTS, PrivatePart, checked_call, require_contract, require_experts
+from polymoe.engines.transformers.families import FAMILIES, PackedExperts, pack_modules
+from polymoe.errors import UnsupportedProblem
+from support.packed_model import CHECKPOINT
+
+ROOT = Path(polymoe.__file__).parent
+
+SERVER = tuple(
+    PrivatePart(f"transformers.cli.serving.{path}", keywords=keywords, more=True)
+    for path, keywords in {
+        "chat_completion.ChatCompletionHandler": ("model_manager", "generation_state"),
+        "completion.CompletionHandler": ("model_manager", "generation_state"),
+        "model_manager.ModelManager": ("device", "dtype", "trust_remote_code", "model_timeout", "force_model"),
+        "server.build_server": ("model_manager", "chat_handler", "completion_handler", "response_handler"),
+        "utils.BaseHandler": ("model_manager", "generation_state"),
+        "utils.BaseHandler._valid_params_class": (),
+        "utils.CBGenerateManager": ("cb_config",),
+        "utils.CBWorkerDeadError": (),
+        "utils.GenerateManager": (),
+        "utils.GenerationState": ("continuous_batching",),
+    }.items()
+)
+"""What only ``polymoe serve`` uses."""
+
+OTHERS = (
+    PrivatePart("transformers.integrations.finegrained_fp8.load_finegrained_fp8_kernel", ()),
+    PrivatePart("transformers.utils.logging.set_verbosity_error", ()),
+)
+"""What single options use."""
+
+ATTRIBUTES = {
+    "_apply_gate": "of experts modules, set by use_experts_implementation",
+    "_attn_implementation": "of a config, only for records",
+    "_cb_config": "of CBGenerateManager",
+    "_continuous_batching": "of GenerationState",
+    "_create_batch_processor": "of the manager of continuous batching",
+    "_supports_attention_backend": "of a model, by getattr with a default",
+}
+"""Private attributes of objects, which have no path of their own; what they do is in the tests of their modules."""
+
+NOT_THEIRS = {"_buffers", "_dynamo", "_flash_attention_forward"}  # of torch
+
+
+@pytest.mark.parametrize("part", [*PARTS, *SERVER, *OTHERS], ids=str)
+def test_the_installed_version_keeps_to_it(part: PrivatePart) -> None:
+    if part in SERVER:
+        pytest.importorskip("openai")
+    assert part.difference() is None
+
+
+def trees() -> Iterator[tuple[Path, ast.Module]]:
+    for path in sorted(ROOT.rglob("*.py")):
+        yield path, ast.parse(path.read_text(encoding="utf-8"))
+
+
+def test_every_import_from_within_transformers_is_listed() -> None:
+    listed = [part.path for part in (*PARTS, *SERVER, *OTHERS)]
+    missing = []
+    for _, tree in trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformers."):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+                missing += [n for n in names if not any(f"{p}.".startswith(f"{n}.") for p in listed)]
+    assert not missing, f"not in contract.PARTS: {missing}"
+
+
+def test_every_private_attribute_is_listed() -> None:
+    own: set[str] = set()
+    used: dict[str, str] = {}
+    for path, tree in trees():
+        theirs = path.is_relative_to(ROOT / "engines" / "transformers") or path.is_relative_to(ROOT / "serve")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                own.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                own.add(node.id)
+            elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+                if isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == "self":
+                    own.add(node.attr)
+                elif theirs:
+                    used[node.attr] = str(path.relative_to(ROOT))
+    listed = {name for part in (*PARTS, *SERVER) for name in part.path.split(".")} | ATTRIBUTES.keys() | NOT_THEIRS
+    assert {name: place for name, place in used.items() if name not in own | listed} == {}
+
+
+def overriding() -> list[tuple[type, str]]:
+    """Our classes that derive from Transformers' own, with each method that replaces one of theirs."""
+    from polymoe.engines.transformers import quantizer
+
+    kinds = [quantizer.PackedQuantizer, quantizer.PackedConfig]
+    try:
+        from polymoe.serve import app, continuous_batching, generation, sequential
+    except ImportError:
+        pass
+    else:
+        for module in (app, continuous_batching, generation, sequential):
+            kinds += [v for v in vars(module).values() if isinstance(v, type) and v.__module__ == module.__name__]
+    return [
+        (kind, name)
+        for kind in kinds
+        for name, value in vars(kind).items()
+        if inspect.isfunction(value) and name != "__init__" and _theirs(kind, name) is not None
+    ]
+
+
+def _theirs(kind: type, name: str) -> Any:
+    bases = (base for base in kind.__mro__[1:] if base.__module__.startswith("transformers."))
+    return next((vars(base)[name] for base in bases if inspect.isfunction(vars(base).get(name))), None)
+
+
+@pytest.mark.parametrize(("kind", "name"), overriding(), ids=lambda v: v if isinstance(v, str) else v.__name__)
+def test_methods_take_what_transformers_hands_over(kind: type, name: str) -> None:
+    given = [p for p in inspect.signature(_theirs(kind, name)).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    inspect.signature(vars(kind)[name]).bind(*(p.name for p in given))
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.model_type)
+def test_experts_of_all_families_are_called_in_the_known_way(family: Any) -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if (family.same_as or family.model_type) not in CONFIG_MAPPING:
+        pytest.skip(f"Transformers {transformers.__version__} has no {family.model_type}")
+    import importlib
+
+    name = "deepseek_v3" if family.model_type.startswith("kimi") else family.model_type.removesuffix("_text")
+    kind = getattr(importlib.import_module(f"transformers.models.{name}.modeling_{name}"), family.module)
+    if family.experts:
+        assert list(inspect.signature(kind.forward).parameters) == ["self", "hidden_states"]
+    else:
+        require_experts(kind)
+
+
+# --- What another version is refused for ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def other(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Another version of Transformers."""
+    contract._difference.cache_clear()
+    yield monkeypatch
+    contract._difference.cache_clear()
+
+
+def test_a_part_with_another_signature_is_refused_by_name(other: pytest.MonkeyPatch) -> None:
+    def load_weights(model: Any, plan: Any) -> None: ...
+
+    other.setattr(transformers.PreTrainedModel, "_load_pretrained_model", staticmethod(load_weights))
+    message = (
+        r"Transformers 5\.\d+\.\d+: expected transformers\.modeling_utils\.PreTrainedModel\._load_pretrained_model"
+        r"\(model, state_dict, checkpoint_files, load_config\), got .*\(model: .*, plan: .*\)(?s:.*)up to 5\.23"
+    )
+    for call in (require_contract, install, lambda: load(CHECKPOINT)):
+        with pytest.raises(UnsupportedProblem, match=message):
+            call()
+
+
+def test_a_part_that_is_gone_is_refused_by_name(other: pytest.MonkeyPatch) -> None:
+    other.delattr("transformers.quantizers.base.HfQuantizer.is_trainable")
+    with pytest.raises(UnsupportedProblem, match=r"got no is_trainable in transformers\.quantizers\.base\.HfQuantizer"):
+        require_contract()
+    assert PrivatePart("transformers.nowhere.at_all").difference() == "no nowhere in transformers"
+
+
+def test_a_part_that_needs_more_is_refused(other: pytest.MonkeyPatch) -> None:
+    def convert(self: Any, model: Any, plan: Any) -> None: ...
+
+    other.setattr("transformers.quantizers.base.HfQuantizer._convert_model_for_quantization", convert)
+    with pytest.raises(UnsupportedProblem, match="_convert_model_for_quantization"):
+        require_contract()
+
+
+def test_a_newer_version_is_used_with_one_warning(other: pytest.MonkeyPatch) -> None:
+    other.setattr(transformers, "__version__", "5.24.0")
+    with pytest.warns(
+        UserWarning, match=r"Transformers 5\.24\.0 is newer than 5\.23, the newest that polymoe is tested"
+    ):
+        require_contract()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        require_contract()
+
+
+X, IDS, WEIGHTS = torch.zeros(4, 8), torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, 2, dtype=torch.bfloat16)
+
+
+def test_a_call_as_it_is_known() -> None:
+    x, ids, weights = checked_call("Experts", (X, IDS, WEIGHTS), {})
+    assert x is X
+    assert ids is IDS
+    assert weights.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("args", "others", "got"),
+    [
+        ((X, WEIGHTS, IDS), {}, r"\(float32 \[4, 8\], bfloat16 \[4, 2\], int64 \[4, 2\]\)"),
+        ((IDS, WEIGHTS, X), {}, r"\(int64 \[4, 2\], "),
+        ((X, IDS), {}, r"\(float32 \[4, 8\], int64 \[4, 2\]\)"),
+        ((X, IDS, WEIGHTS, X), {}, "float32"),
+        ((X, IDS, WEIGHTS), {"scales": X}, r"scales=float32 \[4, 8\]"),
+        ((X.to(torch.float8_e4m3fn), IDS, WEIGHTS), {}, "float8_e4m3fn"),
+        ((X.double(), IDS, WEIGHTS), {}, "float64"),
+        ((X, IDS.to(torch.uint8), WEIGHTS), {}, "uint8"),
+        ((X, IDS.bool(), WEIGHTS), {}, "bool"),
+        ((X, IDS, WEIGHTS.double()), {}, "float64"),
+        ((X, IDS, WEIGHTS[:, :1]), {}, r"bfloat16 \[4, 1\]"),
+        ((X[None], IDS, WEIGHTS), {}, r"float32 \[1, 4, 8\]"),
+        ((X, IDS[:, 0], WEIGHTS[:, 0]), {}, r"int64 \[4\]"),
+        ((X, IDS, None), {}, "NoneType"),
+    ],
+)
+def test_other_arguments_or_another_order_are_refused_by_name(args: Any, others: Any, got: str) -> None:
+    message = rf"Transformers .*: expected Experts\(x \[T, H\].*, got .*{got}"
+    with pytest.raises(UnsupportedProblem, match=message):
+        checked_call("Experts", args, others)
+    packed = PackedExperts()
+    packed.fused = lambda *_: pytest.fail("called")  # type: ignore[assignment]
+    with pytest.raises(UnsupportedProblem, match="expected PackedExperts"):
+        packed(*args, **others)
+
+
+class ScaledExperts(nn.Module):
+    """As a future version may call them."""
+
+    def forward(self, hidden_states: Any, top_k_weights: Any, top_k_index: Any) -> None: ...
+
+
+def test_experts_of_another_order_are_refused_when_they_would_be_packed() -> None:
+    message = (
+        r"expected ScaledExperts\.forward\(hidden_states, top_k_index, top_k_weights\), got \(hidden_states, top_k_w"
+    )
+    with pytest.raises(UnsupportedProblem, match=message):
+        require_experts(ScaledExperts)
+    model = nn.ModuleDict({"layers": nn.ModuleList([ScaledExperts()])})
+    family = next(row for row in FAMILIES if not row.experts)
+    with pytest.raises(UnsupportedProblem, match=message):
+        pack_modules(model, type(family)("future", "ScaledExperts"))
+    assert isinstance(model["layers"][0], ScaledExperts)  # type: ignore[index]
