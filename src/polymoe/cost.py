@@ -1,4 +1,4 @@
-"""Bytes, operations and the floor: the least time that the GPU could take.
+"""Bytes, operations and the floor: the time for them at the device's rates.
 
 Formulas: with uniform routing of T tokens to A of E experts each, ``E * (1 - (1 - A/E)**T)`` experts are active. Their
 weights are read once, x is read and y is written once; each routed row takes two operations for every weight.
@@ -37,7 +37,7 @@ class Cost:
 
     @property
     def floor_us(self) -> float:
-        """The larger of the two times; no kernel is faster."""
+        """The larger of the two times. A kernel is faster only where the device is faster than its stated rates."""
         return max(self.memory_us, self.compute_us)
 
 

@@ -9,6 +9,7 @@ import statistics
 import pytest
 
 from polymoe.errors import ArgumentError
+from polymoe.evaluate import scores
 from polymoe.evaluate.records import AnswerRecord
 from polymoe.evaluate.scores import compare, score
 from support.evaluation import record
@@ -76,6 +77,44 @@ def test_compare_pairs_by_question() -> None:
     assert found.standard_error == pytest.approx(error)
     assert found.high == pytest.approx(2.776445 * error, rel=1e-3)  # Student's t, 4 degrees of freedom
     assert found.low == pytest.approx(-2.776445 * error, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("freedom", "t"),
+    [
+        (1, 12.7062047),
+        (2, 4.3026527),
+        (3, 3.1824463),
+        (4, 2.7764451),
+        (5, 2.5705818),
+        (30, 2.0422725),
+        (1319, 1.9617641),
+    ],
+)
+def test_quantiles_of_student(freedom: int, t: float) -> None:
+    """From tables; the first two have closed forms."""
+    assert scores._t_975(freedom) == pytest.approx(t, rel=1e-6)
+
+
+def test_quantiles_in_closed_form() -> None:
+    assert scores._t_975(1) == pytest.approx(math.tan(math.pi * 0.475), rel=1e-12)
+    assert scores._t_975(2) == pytest.approx(0.95 * math.sqrt(2 / (4 * 0.975 * 0.025)), rel=1e-12)
+
+
+@pytest.mark.parametrize("questions", [2, 3, 30])
+@pytest.mark.parametrize(
+    ("a", "b", "c"), [("1", "1", 0), ("0", "0", 0), ("1", "0", 1), ("0", "1", -1), ("10", "00", 0.5)]
+)
+def test_differences_that_are_all_equal_have_an_interval_with_a_width(questions: int, a: str, b: str, c: float) -> None:
+    found = compare(run(*[a] * questions), run(*[b] * questions))
+    share = 1 - 0.05 ** (1 / questions)
+    assert (found.difference, found.standard_error) == (c, 0)
+    assert found.low == pytest.approx(c - share * (c + 1))
+    assert found.high == pytest.approx(c + share * (1 - c))
+    assert found.low is not None
+    assert found.high is not None
+    assert -1 <= found.low <= c <= found.high <= 1
+    assert found.low < found.high
 
 
 @pytest.mark.parametrize(("questions", "t"), [(11, 2.228139), (30, 2.045230), (199, 1.972017), (1320, 1.961775)])

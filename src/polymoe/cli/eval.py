@@ -197,7 +197,15 @@ def _progress() -> Iterator[tuple[Any, Any]]:
 
 
 def _table(run: Run, score: Score) -> Table:
-    interval = "" if score.standard_error is None else f" ± {100 * score.standard_error:.2f} (standard error)"
+    from polymoe.evaluate.scores import unseen_share
+
+    if score.standard_error is None:
+        interval = ""
+    elif score.standard_error > 0:
+        interval = f" ± {100 * score.standard_error:.2f} (standard error)"
+    else:
+        share = _percent(unseen_share(score.questions))
+        interval = f" (all questions alike: no variance seen; at 95 % up to {share} of others may differ)"
     rows = [
         ("model", run.settings.model),
         ("questions", f"{run.settings.data} ({run.settings.task}): {score.questions}, answers {score.answers}"),
