@@ -127,8 +127,9 @@ def test_imports_go_one_way(path: Path) -> None:
 # Modules of a package, each of which imports only from those before it.
 ORDER = {
     "serve": (
-        "errors", "in_flight", "metrics", "requests", "streams", "sequential", "continuous_batching", "generation",
-        "profiling", "app", "gate", "listener", "lifecycle", "__init__",
+        "errors", "settings", "in_flight", "metrics", "limits", "strict_json", "requests", "sampling", "streams",
+        "call_queue", "sequential", "continuous_batching", "generation", "messages", "prompts", "profiling", "app",
+        "gate", "http_parser", "connections", "log_limit", "http_server", "listener", "lifecycle", "__init__",
     ),
     "engines.transformers": (
         "contract", "untrusted", "chat_template", "model_config", "tokenizer", "paged_attention", "decode_graph",

@@ -15,7 +15,7 @@ pytest.importorskip("prometheus_client")
 
 import openai
 
-from support.serving import CONTEXT, HELDOUT, KEY, UNENDING, Running, said, user
+from support.serving import CONTEXT, HELDOUT, KEY, TOOLS, UNENDING, Running, said, user
 
 
 def test_lists_the_model_and_is_healthy(server: Running) -> None:
@@ -83,6 +83,29 @@ def test_16_requests_at_once(server: Running) -> None:
     assert asyncio.run(all_at_once()) == [row["answer"] for row in HELDOUT[:16]]
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_stream_ends_with_the_usage_when_asked_to(server: Running, chat: bool) -> None:
+    """As in OpenAI's API, in a part without choices."""
+    client = server.client()
+    create: Any = client.chat.completions.create if chat else client.completions.create
+    ask = {"messages": user("1+2=")} if chat else {"prompt": "1+2="}
+    *parts, last = create(model="sums", stream=True, stream_options={"include_usage": True}, **ask)
+    assert (last.choices, last.usage.completion_tokens, last.usage.total_tokens) == ([], 2, 6)
+    assert [part.usage for part in parts] == [None] * len(parts)
+    assert parts[-1].choices[0].finish_reason == "stop"
+    assert {part.id for part in parts} == {last.id}
+
+
+def test_a_request_has_an_id(server: Running) -> None:
+    for given, kept in (("mine-7", True), ("a b", False), ("x" * 200, False), ("é", False)):
+        headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json", "X-Request-Id": given}
+        for body, status in ((b'{"prompt": "1+2="}', 200), (b"{", 400)):
+            reply = server._send("POST", "/v1/completions", body, headers, 60)
+            assert reply.status == status
+            assert (reply.headers["x-request-id"] == given) == kept
+            assert status == 400 or reply.json()["id"] == reply.headers["x-request-id"]
+
+
 # --- Chat templates ---------------------------------------------------------------------------------------------------
 
 
@@ -103,8 +126,8 @@ def test_reasoning_and_tool_calls_are_parsed_as_transformers_does(server: Runnin
     }  # fmt: skip
     monkeypatch.setattr(server.tokenizer, "response_template", template, raising=False)
     client = server.client()
-    tools: Any = [{"type": "function", "function": {"name": "note", "parameters": {"type": "object"}}}]
-    ask: dict[str, Any] = {"model": "sums", "messages": user("498-971="), "tools": tools}
+    ask: dict[str, Any] = {"model": "sums", "messages": user("498-971="), "tools": TOOLS}
+    monkeypatch.setattr(server.tokenizer, "chat_template", "{# tools #}{{ messages[0].content }}")
 
     whole: Any = client.chat.completions.create(**ask)
     [call] = whole.choices[0].message.tool_calls
@@ -135,12 +158,18 @@ def test_reasoning_effort_reaches_the_chat_template(server: Running, monkeypatch
 
 def test_tools_are_left_out_when_none_may_be_called(server: Running, monkeypatch: Any) -> None:
     monkeypatch.setattr(server.tokenizer, "chat_template", "{{ 1 if tools else 2 }}+1=")
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    assert said(server, chat=True, stream=False, tools=tools)[0] == "2"
-    assert said(server, chat=True, stream=False, tools=tools, tool_choice="none")[0] == "3"
+    assert said(server, chat=True, stream=False, tools=TOOLS)[0] == "2"
+    assert said(server, chat=True, stream=False, tools=TOOLS, tool_choice="none")[0] == "3"
 
 
 def test_what_the_chat_template_refuses_is_said(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server.tokenizer, "chat_template", "{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(openai.BadRequestError, match="roles must alternate"):
-        server.client().chat.completions.create(model="sums", messages=user("1+2"))  # type: ignore[arg-type]
+    for template, says in (
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ 1 + messages }}", "unsupported operand"),
+        ("{{ [1, 2][messages[0].content | int] }}{{ nothing.x }}", "undefined"),
+        ("{{ messages", "unexpected end"),
+        (None, "no chat template"),
+    ):
+        monkeypatch.setattr(server.tokenizer, "chat_template", template)
+        with pytest.raises(openai.BadRequestError, match=says):
+            server.client().chat.completions.create(model="sums", messages=user("1+2"))  # type: ignore[arg-type]

@@ -23,8 +23,8 @@ from polymoe.serve import continuous_batching
 from polymoe.serve.app import ModelServer
 from polymoe.serve.continuous_batching import Batching, BatchingManager
 from polymoe.serve.in_flight import IN_FLIGHT, InFlight
+from polymoe.serve.limits import Limits
 from polymoe.serve.metrics import ServerMetrics
-from polymoe.serve.requests import Limits
 from support.paged_attention import batching_config, plain_flash
 from support.serving import CHECKPOINT, CONTEXT, HELDOUT, Running
 

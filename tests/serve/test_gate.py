@@ -23,6 +23,7 @@ pytest.importorskip("prometheus_client")
 import openai
 
 from polymoe.serve import gate as gates
+from support.raw_http import HEADERS, error_of, raw_request, send_raw
 from support.serving import BYTES, KEY, Reply, Running, running_server, user
 
 PLACES = 4
@@ -186,9 +187,12 @@ def test_who_leaves_while_sending_is_not_heard(server: Running) -> None:
     before = server.steps
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(head(100) + b'{"prompt": "1+2="')
-        server.until(lambda: in_flight(server) == (0, 1))
-    server.until(lambda: in_flight(server) == (0, 0))
+        server.until(lambda: server.gate._held > 0)
+    server.until(lambda: server.gate._held == 0)
     assert server.steps == before
+
+
+# --- Slow and large bodies ------------------------------------------------------------------------------------------
 
 
 def test_who_never_finishes_a_request_is_refused(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +200,58 @@ def test_who_never_finishes_a_request_is_refused(server: Running, monkeypatch: p
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(head(100) + b"{")
         assert connection.recv(100).startswith(b"HTTP/1.1 408 ")
-    server.until(lambda: in_flight(server) == (0, 0))
+
+
+def test_a_slow_body_takes_no_place(server: Running) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(2 * PLACES):
+            slow = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            slow.sendall(head(100) + b"{")
+        server.until(lambda: server.gate._held == 2 * PLACES)
+        assert in_flight(server) == (0, 0)
+        assert server.post("/v1/completions", {"prompt": "1+2="}).status == 200
+    server.until(lambda: server.gate._held == 0)
+
+
+def test_the_oldest_incomplete_bodies_make_room(server: Running) -> None:
+    """All bodies together have a limit, so that slow ones cannot fill the memory."""
+    with contextlib.ExitStack() as stack:
+        slow = []
+        for i in range(gates.BODIES + 4):
+            slow.append(stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=20)))
+            slow[-1].sendall(head(BYTES) + b" " * (BYTES - 100))
+            server.until(lambda: len(server.gate._incomplete) == min(i + 1, gates.BODIES))  # noqa: B023
+        assert server.gate._held <= gates.BODIES * BYTES
+        assert server.post("/v1/completions", {"prompt": "1+2=", "user": "x" * 10_000}).status == 200
+        for body in slow[:4]:  # they are told so once they send more
+            body.sendall(b" ")
+            answer = b""
+            while b"bytes of requests are in the server" not in answer:
+                answer += body.recv(4096)
+            assert answer.startswith(b"HTTP/1.1 429 ")
+    server.until(lambda: server.gate._held == 0)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ((HEADERS[0], HEADERS[2]), 401),
+        ((*HEADERS, HEADERS[1]), 401),  # two keys
+        ((HEADERS[0], b"authorization: Bearer \xff", HEADERS[2]), 401),
+        ((HEADERS[0], HEADERS[1].replace(b"Bearer", b"Basic"), HEADERS[2]), 401),
+        ((*HEADERS, b"content-encoding: gzip"), 415),
+        ((*HEADERS[:2], b"content-type: text/plain"), 415),
+        (HEADERS[:2], 415),
+        (HEADERS, 413),
+    ],
+)
+def test_a_request_is_refused_before_its_body_is_read(
+    server: Running, monkeypatch: pytest.MonkeyPatch, headers: tuple[bytes, ...], status: int
+) -> None:
+    monkeypatch.setattr(gates.Gate, "_read", None)
+    data = raw_request(headers=(*headers, b"connection: close", b"content-length: 99999999"), body=b"{")
+    [refused] = send_raw(server.port, data)
+    assert (refused.status, bool(error_of(refused))) == (status, True)
 
 
 # --- What is counted ------------------------------------------------------------------------------------------------
@@ -285,6 +340,14 @@ def test_a_closed_gate_lets_those_in_finish_and_nobody_else_in() -> None:
         assert [reply.status for reply in replies] == [200, 200]
 
 
+def test_a_closed_gate_waits_for_no_body() -> None:
+    with running_server() as server, socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        connection.sendall(head(100) + b"{")
+        server.until(lambda: server.gate._held == 1)
+        server.gate.close()
+        assert connection.recv(100).startswith(b"HTTP/1.1 503 ")
+
+
 def test_the_end_cuts_the_running_answer_short_and_refuses_those_that_wait() -> None:
     replies: list[Reply] = []
     with running_server() as server, server.slow(0.05):
@@ -342,7 +405,8 @@ def test_the_time_that_a_key_takes_is_that_of_its_digest() -> None:
     assert len(gate._key) == 32
     for key, admitted in ((b"k", True), (b"", False), (b"K", False), (b"k" * 10_000, False), (b"\xff", False)):
         scope = {"path": "/v1/models", "headers": [(b"authorization", b"bearer " + key)]}
-        assert gate._admits(scope) is admitted
+        with contextlib.nullcontext() if admitted else pytest.raises(gates._Refused, match="401"):
+            gate._check_key(scope)
 
 
 def test_other_protocols_pass() -> None:

@@ -40,11 +40,39 @@ def test_an_address_that_is_not_ours_is_said(host: str, port: int, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"api_key": ""}, {"max_tokens": 0}, {"max_request_bytes": 0}, {"max_concurrent_requests": 0}], ids=str
+    "wrong", [{"grace_s": -1}, {"max_tokens": 0}, {"max_request_bytes": 0}, {"max_concurrent_requests": 0}], ids=str
 )
 def test_empty_limits_are_refused(wrong: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="at least 1"):
         serve(tmp_path / "no checkpoint", port=0, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("", "not empty, got an empty one"),
+        (" \n", "got nothing but white space"),
+        ("secret\n", "without white space around it, got white space before or after"),
+        ("\tsecret", "white space"),
+        ("sécret", "printable ASCII"),
+        ("se\ncret", "printable ASCII"),
+    ],
+)
+def test_a_key_that_no_client_can_send_is_refused(
+    key: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Any
+) -> None:
+    with pytest.raises(ArgumentError, match=says):
+        serve(tmp_path / "no checkpoint", port=0, api_key=key)
+    monkeypatch.setenv("POLYMOE_API_KEY", key)
+    code, _, err = cli("serve", tmp_path / "no checkpoint", "--port", 0)
+    assert code == 1
+    assert says in err
+    assert key.strip() not in err or not key.strip()
+
+
+def test_the_limit_on_descriptors_is_read_before_anything_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="--max-connections"):
+        serve(tmp_path / "no checkpoint", port=0, max_connections=10**9)
 
 
 def test_an_open_server_without_a_key_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

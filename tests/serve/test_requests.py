@@ -14,10 +14,9 @@ pytest.importorskip("openai")
 pytest.importorskip("prometheus_client")
 
 import openai
-from fastapi import HTTPException
 
-from polymoe.serve.requests import Limits
-from support.serving import CONTEXT, Running, user
+from polymoe.serve.limits import Limits
+from support.serving import CONTEXT, TOOLS, Running, refused, user
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -28,9 +27,9 @@ def test_a_prompt_longer_than_the_context_is_refused(server: Running, length: in
         lambda: client.completions.create(model="sums", prompt="1" * length, stream=stream),
         lambda: client.chat.completions.create(model="sums", messages=user("1" * length), stream=stream),  # type: ignore[call-overload]
     ):
-        with pytest.raises(openai.BadRequestError, match=rf"share a context of {CONTEXT}") as refused:
+        with pytest.raises(openai.BadRequestError, match=rf"share a context of {CONTEXT}") as error:
             call()
-        assert refused.value.code == "context_length_exceeded"
+        assert error.value.code == "context_length_exceeded"
     assert client.completions.create(model="sums", prompt="1" * (CONTEXT - 1)).choices
 
 
@@ -40,44 +39,24 @@ def test_a_prompt_longer_than_the_context_is_refused(server: Running, length: in
         ({"prompt": ""}, "empty"),
         ({}, "prompt must be a string"),
         ({"prompt": ["1+2="]}, "prompt must be a string"),
-        ({"prompt": "1+2=", "max_tokens": 0}, "max_tokens"),
         ({"prompt": "1+2=", "max_tokens": CONTEXT + 1}, "has at most 256 tokens"),
         ({"prompt": "1+2=", "max_tokens": 10**6}, "max_tokens is 1000000"),
-        ({"prompt": "1+2=", "max_tokens": 10**40}, "max_tokens"),
+        ({"prompt": "1+2=", "max_tokens": 10**40}, "too large"),
         ({"prompt": "1+2=", "temprature": 1}, "unknown parameter: 'temprature'"),
-        ({"prompt": "1+2=", "messages": []}, "unknown parameter: 'messages'"),
-        ({"prompt": "1+2=", "presence_penalty": 1}, "presence_penalty"),
-        ({"prompt": "1+2=", "max_tokens": "many"}, "max_tokens"),
-        ({"prompt": "1+2=", "max_tokens": True}, "max_tokens"),
-        ({"prompt": "1+2=", "temperature": -1}, "temperature"),
-        ({"prompt": "1+2=", "temperature": "hot"}, "temperature"),
-        ({"prompt": "1+2=", "temperature": 10**400}, "temperature"),
-        ({"prompt": "1+2=", "temperature": float("nan")}, "temperature"),
+        ({"prompt": "1+2=", "temperature": 1e-40}, "temperature"),
+        ({"prompt": "1+2=", "temperature": float("nan")}, "NaN is not JSON"),
         ({"prompt": "\ud800"}, "Unicode"),
-        ({"prompt": "1+2=", "top_p": 0}, "top_p"),
-        ({"prompt": "1+2=", "frequency_penalty": -1}, "frequency_penalty"),
-        ({"prompt": "1+2=", "n": 2}, "n must be 1"),
-        ({"prompt": "1+2=", "best_of": 3}, "best_of"),
-        ({"prompt": "1+2=", "echo": True}, "echo"),
-        ({"prompt": "1+2=", "ignore_eos": "yes"}, "ignore_eos"),
-        ({"prompt": "1+2=", "logprobs": 1}, "logprobs"),
-        ({"prompt": "1+2=", "seed": -1}, "seed"),
-        ({"prompt": "1+2=", "stop": [1]}, "stop"),
-        ({"prompt": "1+2=", "stop": []}, "stop"),
-        ({"prompt": "1+2=", "stop": ["3", ""]}, "stop"),
-        ({"prompt": "1+2=", "stop": 7}, "stop"),
-        ({"prompt": "1+2=", "stream": "yes"}, "stream"),
-        ({"prompt": "1+2=", "suffix": 1}, "suffix"),
-        ({"prompt": "1+2=", "generation_config": "{}"}, "generation_config"),
+        ({"prompt": "1+2=", "logit_bias": {"16": 1}}, "tokens from 0 to 15"),
+        ({"prompt": "1+2=", "stream_options": {"include_usage": True}}, "unless stream is true"),
         ({"prompt": "1+2=", "model": "another"}, "another"),
     ],
     ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else "",
 )
 def test_a_wrong_completion_request_is_refused(server: Running, body: dict[str, Any], says: str) -> None:
-    refused = server.post("/v1/completions", {"model": "sums", **body})
-    assert refused.status == 400
-    assert says in refused.json()["error"]["message"]
-    assert refused.json()["error"]["type"] == "invalid_request_error"
+    reply = server.post("/v1/completions", {"model": "sums", **body})
+    assert reply.status == 400
+    assert says in reply.json()["error"]["message"]
+    assert reply.json()["error"]["type"] == "invalid_request_error"
 
 
 def test_the_field_at_fault_is_named(server: Running) -> None:
@@ -90,39 +69,30 @@ def test_the_field_at_fault_is_named(server: Running) -> None:
     ("body", "says"),
     [
         ({}, "messages"),
-        ({"messages": []}, "messages"),
-        ({"messages": "1+2"}, "messages"),
-        ({"messages": [{"content": "1+2"}]}, "role"),
-        ({"messages": ["1+2"]}, "role"),
-        ({"messages": [{"role": "user", "content": 5}]}, "content"),
-        ({"messages": [{"role": "user", "content": [{"text": "1+2"}]}]}, "content"),
-        ({"messages": [{"role": "user", "tool_calls": [{}]}]}, "tool call"),
-        ({"messages": user("1+2"), "max_completion_tokens": -5}, "max_completion_tokens"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": user("1+2"), "max_completion_tokens": 5000}, "max_completion_tokens is 5000"),
+        ({"messages": user("1+2"), "max_completion_tokens": 5, "max_tokens": 6}, "must be the same"),
         ({"messages": user("1+2"), "prompt": "1+2="}, "unknown parameter: 'prompt'"),
         ({"messages": user("1+2"), "response_format": {"type": "json_object"}}, "response_format"),
-        ({"messages": user("1+2"), "tool_choice": "required"}, "tool_choice"),
-        ({"messages": user("1+2"), "top_logprobs": 5}, "top_logprobs"),
         ({"messages": user("1+2"), "logit_bias": {"1" * 5000: 1}}, "logit_bias"),
-        ({"messages": user("1+2"), "logit_bias": {"1": "much"}}, "logit_bias"),
-        ({"messages": user("1+2"), "logit_bias": {"one": 1}}, "logit_bias"),
-        ({"messages": user("1+2"), "logit_bias": {"16": 1}}, "logit_bias"),
+        ({"messages": user("1+2"), "tools": TOOLS}, "chat template does not know them"),
+        ({"messages": user("1+2"), "reasoning_effort": "high"}, "chat template does not know reasoning_effort"),
         ({"messages": user("1+2"), "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template"),
-        ({"messages": user("1+2"), "chat_template_kwargs": 3}, "chat_template_kwargs"),
+        ({"messages": user("1+2"), "chat_template_kwargs": {"enable_thinking": True}}, "does not know enable_thinking"),
     ],
     ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
 )
 def test_a_wrong_chat_request_is_refused(server: Running, body: dict[str, Any], says: str) -> None:
-    refused = server.post("/v1/chat/completions", {"model": "sums", **body})
-    assert refused.status == 400
-    assert says in refused.json()["error"]["message"]
+    reply = server.post("/v1/chat/completions", {"model": "sums", **body})
+    assert reply.status == 400
+    assert says in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("content", [b"", b"nonsense", b"[1]", b"[" * 10_000, b"\xff\xfe"], ids=repr)
 def test_a_body_that_is_no_json_object_is_refused(server: Running, content: bytes) -> None:
-    refused = server.post("/v1/completions", content)
-    assert refused.status == 400
-    assert refused.json()["error"]["message"]
+    reply = server.post("/v1/completions", content)
+    assert reply.status == 400
+    assert reply.json()["error"]["message"]
 
 
 def test_null_means_left_out(server: Running) -> None:
@@ -160,9 +130,6 @@ def test_what_no_answer_may_have_is_refused(limits: Limits, wanted: int, most: i
     if most is None:
         limits.check("max_tokens", wanted)
         return
-    with pytest.raises(HTTPException) as refused:
-        limits.check("max_tokens", wanted)
-    error: Any = refused.value.detail
-    assert refused.value.status_code == 400
-    assert f"has at most {most} tokens" in error["error"]["message"]
-    assert error["error"]["param"] == "max_tokens"
+    error = refused(lambda: limits.check("max_tokens", wanted))
+    assert f"has at most {most} tokens" in error["message"]
+    assert error["param"] == "max_tokens"

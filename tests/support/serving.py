@@ -18,13 +18,14 @@ from typing import Any
 
 import openai
 import pytest
-import uvicorn
+from fastapi import HTTPException
 from prometheus_client.parser import text_string_to_metric_families
 
 from polymoe.engines.transformers import load
 from polymoe.serve import bind
 from polymoe.serve.app import ModelServer
 from polymoe.serve.gate import Gate
+from polymoe.serve.http_server import HttpServer
 
 MODELS = Path(__file__).parents[2] / "models"
 CHECKPOINT = MODELS / "sums-gpt-oss-mxfp4"
@@ -33,6 +34,7 @@ KEY = "a key, and a long one"
 BYTES = 20_000
 CONTEXT = 256
 UNENDING = {"logit_bias": {"1": -100}}  # of the end token, so that answers fill the context
+TOOLS: Any = [{"type": "function", "function": {"name": "note", "parameters": {"type": "object"}}}]
 EVERY_WAY = pytest.mark.parametrize(("chat", "stream"), [(c, s) for c in (False, True) for s in (False, True)])
 SERVE = """
 import sys
@@ -70,6 +72,7 @@ class Running:
     tokenizer: Any
     served: ModelServer
     gate: Gate
+    http: HttpServer
     steps: int = 0
     seconds_a_step: float = 0.0
     released: threading.Event = field(default_factory=threading.Event)
@@ -133,13 +136,14 @@ class Running:
 
 
 @contextlib.contextmanager
-def running_server(**limits: Any) -> Iterator[Running]:
+def running_server(connections: int = 200, **limits: Any) -> Iterator[Running]:
     """A server around the trained checkpoint, in a thread; ``limits`` are the gate's."""
     model, tokenizer = load(CHECKPOINT, device="cpu", backend="reference")
     served = ModelServer(model, tokenizer, name="sums")
     with bind("127.0.0.1", 0) as listener:
         gate = Gate(served.app, metrics=served.metrics, **{"api_key": KEY, "max_request_bytes": BYTES, **limits})
-        running = Running(listener.getsockname()[1], model, tokenizer, served, gate)
+        http = HttpServer(gate, listener, max_connections=connections, stop_s=1)
+        running = Running(listener.getsockname()[1], model, tokenizer, served, gate, http)
 
         def count(*_: Any) -> None:
             running.steps += 1
@@ -148,15 +152,14 @@ def running_server(**limits: Any) -> Iterator[Running]:
 
         running.released.set()
         model.register_forward_pre_hook(count)
-        behind = uvicorn.Server(uvicorn.Config(gate, log_level="warning", timeout_graceful_shutdown=1))
-        thread = threading.Thread(target=behind.run, kwargs={"sockets": [listener]})
+        thread = threading.Thread(target=http.run)
         thread.start()
-        while not behind.started:
+        while not http.started:
             time.sleep(0.005)
         try:
             yield running
         finally:
-            behind.should_exit = True
+            http.should_exit = True
             thread.join()
             served.close()
 
@@ -179,6 +182,15 @@ def server_process(code: str = SERVE) -> Iterator[tuple[subprocess.Popen[str], s
     finally:
         running.kill()
         running.communicate()
+
+
+def refused(call: Callable[[], Any]) -> dict[str, Any]:
+    """The error of something that the server refuses with 400."""
+    with pytest.raises(HTTPException) as error:
+        call()
+    assert error.value.status_code == 400
+    detail: Any = error.value.detail
+    return detail["error"]
 
 
 def user(content: str) -> list[dict[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +20,7 @@ def command(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
     api_key: Annotated[
         str | None,
-        typer.Option(envvar="POLYMOE_API_KEY", help="Bearer token that clients must send.", show_default=False),
+        typer.Option(help="Bearer token that clients must send. Default: $POLYMOE_API_KEY.", show_default=False),
     ] = None,
     name: Annotated[
         str | None, typer.Option(help="The model's name for clients. Default: the last part of the path.")
@@ -32,6 +33,14 @@ def command(
     max_concurrent_requests: Annotated[
         int, typer.Option(min=1, help="Maximum number of requests that run or wait; more are refused with 429.")
     ] = 128,
+    max_connections: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Maximum number of connections; for another one, the one that has waited longest for a whole request "
+            "is closed. Default: 1024, or fewer if the limit on file descriptors is lower.",
+        ),
+    ] = None,
     grace: Annotated[
         float, typer.Option(min=0, help="Seconds for which running answers may continue after SIGTERM.")
     ] = 2.0,
@@ -49,6 +58,12 @@ def command(
         float | None,
         typer.Option(min=0.01, max=0.95, help="Share of free GPU memory for keys and values. Default: Transformers'."),
     ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            min=0, max=100, help="Of all requests with continuous batching; 0 is greedy. Default: the checkpoint's."
+        ),
+    ] = None,
     profile: Annotated[
         Path | None, typer.Option(help="Directory for profiler traces; enables /start_profile and /stop_profile.")
     ] = None,
@@ -57,14 +72,16 @@ def command(
     device: OnDevice = "auto",
 ) -> None:
     """Serve /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics until stopped."""
-    if not continuous_batching and (graphs is not None or cache_memory is not None):
-        raise typer.BadParameter("--graphs and --cache-memory need --continuous-batching")
+    if not continuous_batching and {graphs, cache_memory, temperature} != {None}:
+        raise typer.BadParameter("--graphs, --cache-memory and --temperature need --continuous-batching")
+    if api_key is None:  # read here: Typer takes an empty variable for one that is not set, and would admit everybody
+        api_key = os.environ.get("POLYMOE_API_KEY")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from polymoe.serve import serve
 
     err = status()
     err.print(f"loading {checkpoint}", highlight=False)
-    serve(
+    ended = serve(
         checkpoint,
         host=host,
         port=port,
@@ -76,10 +93,15 @@ def command(
         max_tokens=max_tokens,
         max_request_bytes=max_request_bytes,
         max_concurrent_requests=max_concurrent_requests,
+        max_connections=max_connections,
         grace_s=grace,
         continuous_batching=continuous_batching,
         graphs=graphs,
         cache_memory=cache_memory,
+        temperature=temperature,
         profile=profile,
         on_ready=lambda url: err.print(f"serving on {url}", highlight=False),
     )
+    if not ended:
+        sys.stdout.flush()
+        os._exit(0)

@@ -6,17 +6,27 @@ The modules, from the outside in. A request takes this way, and a module imports
 .. code-block:: text
 
     lifecycle            builds what follows, runs it until a signal, ends it cleanly
-    listener             the socket
-    gate                 API key, size and number of requests; watches whether the client is still connected
-    app                  the endpoints: Transformers' handlers, each request checked first
+    listener             the socket, and how many connections it may have
+    http_server          uvicorn's server, with a limit on log lines (log_limit) and the two that follow:
+      connections          which connections may stay, and how long each may take
+      http_parser          h11's parser, with limits
+    gate                 API key, headers, size and number of requests; watches whether the client is still connected
+    app                  the endpoints: each request is prepared, then Transformers' handlers generate and write
     profiling            two more endpoints, on request
+    prompts              beside the event loop: messages, chat templates, tokens
+    messages             the messages of a chat, checked
     generation           which manager runs a request:
       sequential           one generation after the other
       continuous_batching  shared forward passes
+    call_queue           threads, and what waits for them
     streams              the answer's way back to the handler: stop strings, counted tokens, server-sent events
-    requests             checks of fields, limits on lengths
+    sampling             from a request's settings to Transformers' generation
+    requests             every field of a request, checked; the settings that follow
+    strict_json          the body, with limits
+    limits               on the lengths of prompts and answers
     metrics              what is counted
-    in_flight, errors    a request's state; errors in OpenAI's form
+    in_flight, settings  a request's state, and how its answer is generated
+    errors               errors in OpenAI's form
 
 The model and its attention are :mod:`polymoe.engines.transformers`'.
 """

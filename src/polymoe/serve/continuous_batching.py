@@ -15,8 +15,10 @@ from polymoe.engines.transformers import paged_attention
 from polymoe.engines.transformers.decode_graph import require_capturable
 from polymoe.errors import UnsupportedProblem
 from polymoe.serve.errors import client_left
+from polymoe.serve.limits import Limits, begin_generation
 from polymoe.serve.metrics import ServerMetrics
-from polymoe.serve.requests import Limits, begin_generation
+from polymoe.serve.sampling import generation_config
+from polymoe.serve.settings import GenerationSettings
 from polymoe.serve.streams import CountedQueue
 
 __all__ = ["Batching", "BatchingManager"]
@@ -32,14 +34,18 @@ class Batching:
         paged: use :mod:`polymoe.engines.transformers.paged_attention` instead of Transformers' attention.
         graphs: replay small steps from CUDA graphs; needs ``paged``.
         cache_memory: share of the GPU's free memory for keys and values; None is Transformers' default.
+        temperature: of all requests; None is the checkpoint's own.
     """
 
     paged: bool = False
     graphs: bool = False
     cache_memory: float | None = None
+    temperature: float | None = None
 
     @classmethod
-    def of(cls, model: Any, *, graphs: bool | None, cache_memory: float | None) -> Batching:
+    def of(
+        cls, model: Any, *, graphs: bool | None, cache_memory: float | None, temperature: float | None = None
+    ) -> Batching:
         """The best that ``model`` allows; ``graphs`` None means wherever possible.
 
         Raises:
@@ -61,7 +67,8 @@ class Batching:
                     raise
                 log.info("no CUDA graphs: %s", error)
                 graphs = False
-        return cls(paged=paged, graphs=paged if graphs is None else graphs, cache_memory=cache_memory)
+        graphs = paged if graphs is None else graphs
+        return cls(paged=paged, graphs=graphs, cache_memory=cache_memory, temperature=temperature)
 
 
 class BatchingManager(CBGenerateManager):
@@ -82,6 +89,11 @@ class BatchingManager(CBGenerateManager):
             config = ContinuousBatchingConfig(use_cuda_graph=False, max_memory_percent=batching.cache_memory)
         super().__init__(cb_config=config)
         self.limits, self.metrics, self.batching = limits, metrics, batching
+
+    def config(self, model: Any) -> Any:
+        """Transformers' generation config of all requests, which have one set of sampling settings."""
+        settings = GenerationSettings(temperature=self.batching.temperature)
+        return generation_config(model.generation_config, settings, shared=True)
 
     def init_cb(self, model: Any, gen_config: Any) -> None:
         """Start continuous batching at the first request, with the chosen attention and graphs."""

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import jinja2
 from fastapi import FastAPI, HTTPException, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
@@ -19,7 +17,7 @@ __all__ = ["answer_errors", "client_left", "error_body", "refusal"]
 def error_body(
     message: str, *, param: str | None = None, code: str | None = None, kind: str = "invalid_request_error"
 ) -> dict[str, Any]:
-    """The JSON object of an error.
+    """The JSON object of an error. Texts are cut at 1,000 characters, and always valid Unicode.
 
     Args:
         message: for the person who reads the log of the client.
@@ -27,7 +25,11 @@ def error_body(
         code: a name for programs, such as ``context_length_exceeded``.
         kind: the error's ``type``.
     """
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return {"error": {"message": _said(message), "type": kind, "param": _said(param), "code": code}}
+
+
+def _said(text: str | None) -> str | None:
+    return None if text is None else text[:1000].encode(errors="replace").decode()
 
 
 def refusal(message: str, *, param: str | None = None, code: str | None = None) -> HTTPException:
@@ -43,23 +45,15 @@ def client_left() -> HTTPException:
 def answer_errors(app: FastAPI) -> None:
     """Make ``app`` answer every error in OpenAI's form."""
     app.add_exception_handler(StarletteHTTPException, _http_error)
-    app.add_exception_handler(RequestValidationError, _body_error)
-    app.add_exception_handler(jinja2.TemplateError, _template_error)
     app.add_exception_handler(Exception, _failure)
 
 
-async def _http_error(_: Request, error: Any) -> JSONResponse:
+async def _http_error(request: Request, error: Any) -> JSONResponse:
     body = error.detail if isinstance(error.detail, dict) else error_body(str(error.detail))
-    return JSONResponse(body, status_code=error.status_code)
-
-
-async def _body_error(_: Request, __: Any) -> JSONResponse:
-    message = "the body must be a JSON object with the content type application/json"
-    return JSONResponse(error_body(message), status_code=400)
-
-
-async def _template_error(_: Request, error: Any) -> JSONResponse:
-    return JSONResponse(error_body(f"the chat template rejects the messages: {error}"), status_code=400)
+    response = JSONResponse(body, status_code=error.status_code, headers=error.headers)
+    if hasattr(request.state, "request_id"):
+        response.headers["x-request-id"] = request.state.request_id
+    return response
 
 
 async def _failure(_: Request, error: Any) -> JSONResponse:

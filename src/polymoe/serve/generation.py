@@ -9,8 +9,8 @@ from typing import Any
 from transformers.cli.serving.utils import GenerationState
 
 from polymoe.serve.continuous_batching import Batching, BatchingManager
+from polymoe.serve.limits import Limits
 from polymoe.serve.metrics import ServerMetrics
-from polymoe.serve.requests import Limits
 from polymoe.serve.sequential import SequentialManager
 
 __all__ = ["Generation"]
@@ -46,8 +46,8 @@ class Generation(GenerationState):
     def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
         return super().get_manager(model_id, use_cb=True) if use_cb else self.sequential
 
-    def close(self, timeout_s: float) -> None:
-        """Wait until no generation runs, at most ``timeout_s`` seconds."""
+    def close(self, timeout_s: float) -> bool:
+        """Wait until no generation runs, at most ``timeout_s`` seconds; whether that is so then."""
         self.shutdown()
         # The thread runs calls in order: when this one has run, those before it have ended.
-        wait([self.sequential.submit(lambda: None)], timeout_s)
+        return not wait([self.sequential.submit(lambda: None)], timeout_s).not_done

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from polymoe.serve.settings import GenerationSettings
+
 __all__ = ["IN_FLIGHT", "InFlight", "current"]
 
 
@@ -21,8 +23,7 @@ class InFlight:
         prompt_tokens, new_tokens: counts so far.
         running: whether the model is working on the request; otherwise it waits or is finished.
         gone: set once nobody reads the answer any more; the generation then ends at its next token.
-        stop: strings that end the answer.
-        seed: of the random sampling; None for any.
+        settings: how its answer is generated.
     """
 
     arrived_s: float = field(default_factory=time.monotonic)
@@ -32,8 +33,7 @@ class InFlight:
     new_tokens: int = 0
     running: bool = False
     gone: threading.Event = field(default_factory=threading.Event)
-    stop: tuple[str, ...] = ()
-    seed: int | None = None
+    settings: GenerationSettings = field(default_factory=GenerationSettings)
     _callbacks: list[Callable[[], None]] = field(default_factory=list)
 
     def leave(self) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from polymoe.errors import ArgumentError, MissingDependency
-from polymoe.serve.listener import bind, is_loopback, url
+from polymoe.serve.listener import bind, connection_limit, is_loopback, url
 
 if TYPE_CHECKING:
     from polymoe.serve.app import ModelServer
@@ -46,32 +46,43 @@ def serve(
     max_tokens: int | None = None,
     max_request_bytes: int = 4 * 2**20,
     max_concurrent_requests: int = 128,
+    max_connections: int | None = None,
     grace_s: float = 2.0,
     continuous_batching: bool = False,
     graphs: bool | None = None,
     cache_memory: float | None = None,
+    temperature: float | None = None,
     profile: str | Path | None = None,
     on_ready: Callable[[str], None] | None = None,
-) -> None:
+) -> bool:
     """Serve the checkpoint at ``path`` until SIGTERM or Ctrl-C; then refuse new requests and end those that run.
 
     Args:
         path: a checkpoint's directory or a Hub id.
         host, port: the address to listen on; port 0 takes a free one.
-        api_key: the bearer token that clients must send; None admits everybody. ``/health`` never needs it.
+        api_key: the bearer token that clients must send, in printable ASCII; None admits everybody. ``/health`` never
+            needs it.
         name: the model's name in requests and answers; by default the last part of ``path``.
         backend, role, device: as in :func:`polymoe.engines.transformers.load`.
         max_tokens: maximum number of tokens in an answer; None if only the context limits it.
         max_request_bytes: larger requests are refused with 413.
         max_concurrent_requests: maximum number of generations that run or wait; more are refused with 429.
+        max_connections: maximum number of connections; None is 1024, or fewer if the limit on file descriptors is
+            lower. For another one, the connection that has waited longest for a whole request is closed.
         grace_s: seconds for which running answers may continue after SIGTERM.
         continuous_batching: let requests share forward passes (CUDA only); otherwise they run one after the other.
-        graphs, cache_memory: of continuous batching, as in :class:`~polymoe.serve.app.ModelServer`.
+        graphs, cache_memory, temperature: of continuous batching, as in :class:`~polymoe.serve.app.ModelServer`.
         profile: a directory for profiler traces; enables ``/start_profile`` and ``/stop_profile``.
         on_ready: called with the server's URL once it answers.
 
+    Returns:
+        Whether everything has ended. Otherwise a thread still computes: a step of the model or a prompt, neither of
+        which can be interrupted. Python's own end may then take seconds, or crash in that thread's code;
+        :func:`os._exit` does not.
+
     Raises:
-        ArgumentError: for an address that cannot be listened on, such as a port in use; raised before loading.
+        ArgumentError: for an address that cannot be listened on, such as a port in use, a key that no client can send,
+            and limits that do not fit together or the limit on file descriptors; raised before loading.
         MissingDependency: if the serving packages are not installed.
         CheckpointError, UnsupportedProblem: as for loading.
     """
@@ -85,11 +96,11 @@ def serve(
     from polymoe.serve.gate import Gate
     from polymoe.serve.profiling import add_profiler, check_directory
 
+    _check_key(api_key)
     limits = (max_request_bytes, max_concurrent_requests, 1 if max_tokens is None else max_tokens)
-    if api_key == "" or min(limits) < 1 or grace_s < 0:
-        raise ArgumentError(
-            "serve", expected="a key that is not empty, limits of at least 1", got="an empty key or limit"
-        )
+    if min(limits) < 1 or grace_s < 0:
+        raise ArgumentError("serve", expected="limits of at least 1, and no negative grace", got="a limit below that")
+    connections = connection_limit(max_connections, max_concurrent_requests)
     if profile is not None:
         check_directory(Path(profile))
     with bind(host, port) as listener:
@@ -105,6 +116,7 @@ def serve(
             continuous_batching=continuous_batching,
             graphs=graphs,
             cache_memory=cache_memory,
+            temperature=temperature,
         )
         if profile is not None:
             add_profiler(served.app, Path(profile))
@@ -116,43 +128,54 @@ def serve(
             max_concurrent_requests=max_concurrent_requests,
         )
         gc.freeze()  # what is loaded stays: neither the garbage collector nor the end of the process has to visit it
-        _run_until_signal(gate, served, listener, grace_s, on_ready)
+        return _run_until_signal(gate, served, listener, connections, grace_s, on_ready)
+
+
+def _check_key(key: str | None) -> None:
+    if key is None:
+        return
+    if not key.strip():
+        expected, got = "a key that is not empty", "an empty one" if not key else "nothing but white space"
+    elif key != key.strip():
+        expected, got = "a key without white space around it", "white space before or after the key"
+    elif not (key.isascii() and key.isprintable()):
+        expected, got = "a key in printable ASCII, which clients can send in a header", "other characters"
+    else:
+        return
+    raise ArgumentError("--api-key or POLYMOE_API_KEY", expected=expected, got=got, hint="unset it to admit everybody")
 
 
 def _run_until_signal(
     gate: Gate,
     served: ModelServer,
     listener: socket.socket,
+    connections: int,
     grace_s: float,
     on_ready: Callable[[str], None] | None,
-) -> None:
-    import uvicorn
+) -> bool:
+    from polymoe.serve.http_server import HttpServer
 
-    class Server(uvicorn.Server):
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
-            if self.started and on_ready:
-                on_ready(url(listener))
+    def stop() -> None:
+        gate.close()
+        loop = asyncio.get_running_loop()
+        loop.call_later(grace_s, served.end)
+        loop.call_later(grace_s + _STEP_S, gate.cut)
 
-        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            gate.close()
-            loop = asyncio.get_running_loop()
-            loop.call_later(grace_s, served.end)
-            loop.call_later(grace_s + _STEP_S, gate.cut)
-            await super().shutdown(sockets)
+    def ready() -> None:
+        if on_ready:
+            on_ready(url(listener))
 
-    config = uvicorn.Config(
+    server = HttpServer(
         gate,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        # Longer than clients keep an idle connection, so that the server never closes one that is about to be used.
-        timeout_keep_alive=30,
-        timeout_graceful_shutdown=grace_s + 2 * _STEP_S,  # type: ignore[arg-type]
+        listener,
+        max_connections=connections,
+        stop_s=grace_s + 2 * _STEP_S,
+        on_ready=ready,
+        on_stop=stop,
     )
     with _signals_only_stop():
-        Server(config).run(sockets=[listener])
-        served.close(_STEP_S)
+        server.run()
+        return served.close(_STEP_S)
 
 
 @contextmanager

@@ -1,14 +1,21 @@
-"""The listening socket: bound before the model is loaded, so that an address in use is reported at once."""
+"""The listening socket, bound before the model is loaded so that an address in use is reported at once, and how many
+connections it may have."""
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from polymoe.errors import ArgumentError
 
-__all__ = ["bind", "is_loopback", "url"]
+__all__ = ["bind", "connection_limit", "is_loopback", "url"]
+
+_BACKLOG = 1024
+"""Connections that may wait to be accepted: those that arrive at once, or while the model is loaded."""
+_RESERVED = 64
+"""File descriptors that connections leave for everything else, among them those accepted at once."""
 
 
 @contextmanager
@@ -36,7 +43,7 @@ def bind(host: str, port: int) -> Iterator[socket.socket]:
             listener.bind(address)
             # Two sockets can be bound to one address as long as neither listens. Listening reserves the address while
             # the model is loaded; clients that connect early wait.
-            listener.listen()
+            listener.listen(_BACKLOG)
         except OSError as error:
             raise ArgumentError(
                 where,
@@ -57,3 +64,46 @@ def url(listener: socket.socket) -> str:
     """The URL of a server that listens here."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def connection_limit(asked: int | None, requests: int) -> int:
+    """The maximum number of connections, which this process's limit on file descriptors must allow.
+
+    Args:
+        asked: the number that the user names; None for at most 1024, or what the limit allows.
+        requests: maximum number of requests that run or wait. Each has a connection, and there must be room for more.
+
+    Raises:
+        ArgumentError: if ``asked`` or ``requests`` is too high.
+    """
+    room = _free_descriptors() - _RESERVED
+    most = min(1024, room) if asked is None else asked
+    if most > room:
+        raise ArgumentError(
+            "--max-connections",
+            expected=f"at most {max(room, 0)}: the limit on file descriptors, less those in use and {_RESERVED} others",
+            got=str(asked),
+            hint="raise the limit with ulimit -n",
+        )
+    if most <= requests:
+        raise ArgumentError(
+            "--max-concurrent-requests",
+            expected=f"fewer than there may be connections, which are {max(most, 0)}",
+            got=str(requests),
+            hint="raise --max-connections, or the limit on file descriptors with ulimit -n",
+        )
+    return most
+
+
+def _free_descriptors() -> int:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 512
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return 2**20
+    try:
+        return soft - len(os.listdir("/dev/fd"))
+    except OSError:
+        return soft - _RESERVED

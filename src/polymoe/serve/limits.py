@@ -1,0 +1,93 @@
+"""Limits on the lengths of prompts and answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from polymoe.serve.errors import refusal
+from polymoe.serve.in_flight import InFlight, current
+
+__all__ = ["Limits", "begin_generation"]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What requests may ask for.
+
+    Attributes:
+        context: maximum number of tokens of prompt and answer together; None for no limit.
+        max_tokens: maximum number of tokens in an answer; None if only the context limits it.
+        characters: maximum number of characters in a prompt; None for no limit.
+        vocabulary: number of tokens that the model knows; None if that is unknown.
+    """
+
+    context: int | None
+    max_tokens: int | None = None
+    characters: int | None = None
+    vocabulary: int | None = None
+
+    def check(self, name: str, tokens: int) -> None:
+        """Check the length of an answer that a request asks for.
+
+        Args:
+            name: the field that asks.
+            tokens: its value.
+
+        Raises:
+            HTTPException: 400, if no answer can have so many tokens.
+        """
+        most = min((n for n in (self.max_tokens, self.context) if n is not None), default=None)
+        if most is not None and tokens > most:
+            raise refusal(f"{name} is {tokens}, but an answer of this model has at most {most} tokens", param=name)
+
+    def check_characters(self, characters: int) -> None:
+        """Check the length of a prompt before it is tokenized.
+
+        Raises:
+            HTTPException: 400, if the prompt cannot fit in the context.
+        """
+        if self.characters is not None and characters > self.characters:
+            raise refusal(
+                f"the prompt has {characters} characters, but prompt and answer share a context of {self.context} "
+                f"tokens, and a prompt may have at most {self.characters} characters",
+                code="context_length_exceeded",
+            )
+
+    def bound(self, prompt_tokens: int, max_tokens: int | None) -> int | None:
+        """The maximum number of tokens in an answer; None for no limit.
+
+        Args:
+            prompt_tokens: length of the prompt.
+            max_tokens: what the request asks for; None if it does not say.
+
+        Raises:
+            HTTPException: 400 for a prompt that is empty or leaves no room in the context.
+        """
+        if prompt_tokens < 1:
+            raise refusal("the prompt is empty")
+        if self.context is not None and prompt_tokens >= self.context:
+            raise refusal(
+                f"the prompt has {prompt_tokens} tokens, but prompt and answer share a context of {self.context}",
+                code="context_length_exceeded",
+            )
+        room = None if self.context is None else self.context - prompt_tokens
+        return min((n for n in (max_tokens, self.max_tokens, room) if n is not None), default=None)
+
+
+def begin_generation(inputs: Mapping[str, Any], gen_config: Any, limits: Limits) -> InFlight:
+    """The request that the current task works on, with its prompt counted and its answer limited.
+
+    Args:
+        inputs: the tokenizer's output for the prompt.
+        gen_config: Transformers' generation config of this request; ``max_new_tokens`` is changed in place.
+        limits: of the server.
+
+    Raises:
+        HTTPException: 400, as :meth:`Limits.bound`.
+    """
+    request, ids = current(), inputs["input_ids"]
+    request.prompt_tokens = len(ids) if isinstance(ids, list) else ids.shape[-1]
+    gen_config.max_new_tokens = limits.bound(request.prompt_tokens, gen_config.max_new_tokens)
+    return request

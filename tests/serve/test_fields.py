@@ -1,0 +1,159 @@
+"""Every field of requests: which values are right, which are refused by name, and the settings that follow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("fastapi")
+pytest.importorskip("openai")
+pytest.importorskip("prometheus_client")
+
+from polymoe.serve.limits import Limits
+from polymoe.serve.requests import CHAT_FIELDS, COMPLETION_FIELDS, check_fields, settings_of
+from polymoe.serve.settings import GenerationSettings
+from support.serving import MODELS, TOOLS, refused, user
+
+ACCEPTED: dict[str, list[Any]] = {
+    "best_of": [1],
+    "chat_template_kwargs": [{}, {"enable_thinking": False}],
+    "echo": [False],
+    "frequency_penalty": [-2, 0.5, 2],
+    "ignore_eos": [True],
+    "logit_bias": [{}, {"0": -100, "15": 0.5}],
+    "logprobs": [False],
+    "max_completion_tokens": [1],
+    "max_tokens": [1, 2**31 - 1],
+    "messages": [user("1+2")],
+    "metadata": [{"a": "b"}],
+    "modalities": [["text"]],
+    "model": ["sums"],
+    "n": [1],
+    "parallel_tool_calls": [True],
+    "prediction": [{"type": "content", "content": "3"}],
+    "presence_penalty": [-2, 2],
+    "prompt": ["", "1+2="],
+    "prompt_cache_key": ["a"],
+    "prompt_cache_options": [{}],
+    "prompt_cache_retention": ["24h"],
+    "reasoning_effort": ["high"],
+    "response_format": [{"type": "text"}],
+    "safety_identifier": ["a"],
+    "seed": [0, 2**63 - 1],
+    "service_tier": ["auto", "default"],
+    "stop": ["a", ["a"] * 16, ["😀" * 256]],
+    "store": [False],
+    "stream": [True],
+    "stream_options": [{}, {"include_usage": True}, {"include_usage": None, "include_obfuscation": False}],
+    "temperature": [0, 1e-5, 1, 100],
+    "tool_choice": ["auto", "none"],
+    "tools": [TOOLS],
+    "top_logprobs": [0],
+    "top_p": [1e-300, 1],
+    "user": ["a"],
+    "verbosity": ["medium"],
+}
+REFUSED: dict[str, list[Any]] = {
+    "best_of": [2, True],
+    "echo": [True],
+    "frequency_penalty": [-2.1, 3, "1", True],
+    "ignore_eos": ["yes"],
+    "logit_bias": [[], {"one": 1}, {"1": "much"}, {"01": 1}, {"١": 1}, {"1": 101}, {"-1": 1},
+        dict.fromkeys(map(str, range(1025)), 1)],
+    "logprobs": [True, 1],
+    "max_tokens": [0, -1, True, 1.5, 2**31, "many"],
+    "messages": [[], {}, "1+2"],
+    "modalities": [["text", "audio"], "text"],
+    "n": [2, 0, True, 1.0],
+    "parallel_tool_calls": [False],
+    "presence_penalty": [3],
+    "prompt": [["1+2="], [1, 2], 5],
+    "response_format": [{"type": "json_object"}, {"type": "text", "strict": True}],
+    "seed": [-1, 1.5, True, 2**63],
+    "service_tier": ["flex"],
+    "stop": ["", [], ["a", ""], [1], 7, ["a"] * 17, "a" * 257],
+    "store": [True],
+    "stream": ["yes", 1],
+    "stream_options": [[], {"include_usage": 1}, {"include_obfuscation": True}, {"continuous_usage_stats": True}],
+    "temperature": [-1, 1e-40, 101, "hot", True],
+    "tool_choice": ["required", {"type": "function"}],
+    "tools": [[], [1], [{"type": "custom"}], [{"type": "function", "function": {}}],
+        [{"type": "function", "function": {"name": "f", "strict": True}}]],
+    "top_logprobs": [5],
+    "top_p": [0, 1.1],
+    "verbosity": ["low"],
+}  # fmt: skip
+FIELDS = [(name, fields) for fields in (CHAT_FIELDS, COMPLETION_FIELDS) for name in fields]
+
+
+@pytest.mark.parametrize(("name", "fields"), FIELDS, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_field_has_right_and_wrong_values(name: str, fields: Any) -> None:
+    """A field without a right value is one that the server does not support."""
+    if fields is COMPLETION_FIELDS and name == "logprobs":
+        accepted, wrong = [], [0, 1]
+    else:
+        accepted, wrong = ACCEPTED.get(name, []), REFUSED.get(name, [])
+    assert accepted or name in {
+        "audio",
+        "function_call",
+        "functions",
+        "moderation",
+        "suffix",
+        "web_search_options",
+        "logprobs",
+    }
+    for value in accepted:
+        assert check_fields({name: value}, fields) == {name: value}
+    for value in [*wrong, object()]:
+        error = refused(lambda: check_fields({name: value}, fields))  # noqa: B023
+        assert error["param"] == name
+        assert error["message"].startswith(f"{name} must be ")
+    assert check_fields({name: None}, fields) == {}
+
+
+def test_every_field_of_openai_is_known() -> None:
+    """Those that are not are refused as well, but as unknown ones."""
+    chat = {
+        "audio", "frequency_penalty", "function_call", "functions", "logit_bias", "logprobs", "max_completion_tokens",
+        "max_tokens", "messages", "metadata", "modalities", "model", "moderation", "n", "parallel_tool_calls",
+        "prediction", "presence_penalty", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+        "reasoning_effort", "response_format", "safety_identifier", "seed", "service_tier", "stop", "store", "stream",
+        "stream_options", "temperature", "tool_choice", "tools", "top_logprobs", "top_p", "user", "verbosity",
+        "web_search_options",
+    }  # fmt: skip
+    completion = {
+        "best_of", "echo", "frequency_penalty", "logit_bias", "logprobs", "max_tokens", "model", "n",
+        "presence_penalty", "prompt", "seed", "stop", "stream", "stream_options", "suffix", "temperature", "top_p",
+        "user",
+    }  # fmt: skip
+    assert CHAT_FIELDS.keys() - chat == {"chat_template_kwargs", "ignore_eos"}
+    assert COMPLETION_FIELDS.keys() - completion == {"ignore_eos"}
+    assert chat <= CHAT_FIELDS.keys()
+    assert completion <= COMPLETION_FIELDS.keys()
+
+
+def test_settings() -> None:
+    assert settings_of({}, Limits(100)) == GenerationSettings()
+    said = {
+        "max_completion_tokens": 5, "temperature": 1, "top_p": 1, "frequency_penalty": 1, "presence_penalty": -1,
+        "logit_bias": {"3": 7}, "seed": 4, "stop": "a", "ignore_eos": True, "stream": True,
+        "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    settings = settings_of(said, Limits(100))
+    assert settings == GenerationSettings(
+        max_tokens=5, temperature=1.0, top_p=1.0, frequency_penalty=1.0, presence_penalty=-1.0, logit_bias={3: 7.0},
+        seed=4, stop=("a",), ignore_eos=True, stream=True, include_usage=True,
+    )  # fmt: skip
+    assert isinstance(settings.temperature, float)  # Transformers refuses integers
+    assert settings_of({"stop": ["a", "b"], "max_tokens": 5, "max_completion_tokens": 5}, Limits(None)).stop == (
+        "a",
+        "b",
+    )
+
+
+def test_the_documentation_names_every_field() -> None:
+    text = (MODELS.parent / "docs" / "serving.md").read_text(encoding="utf-8")
+    documented = text[text.index("## Requests") : text.index("## Limits and errors")]
+    assert {name for name in CHAT_FIELDS.keys() | COMPLETION_FIELDS.keys() if f"`{name}`" not in documented} == set()
