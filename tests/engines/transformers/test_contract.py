@@ -55,12 +55,13 @@ ATTRIBUTES = {
     "_attn_implementation": "of a config, only for records",
     "_cb_config": "of CBGenerateManager",
     "_continuous_batching": "of GenerationState",
+    "_non_streaming": "of the server's handlers",
     "_create_batch_processor": "of the manager of continuous batching",
     "_supports_attention_backend": "of a model, by getattr with a default",
 }
 """Private attributes of objects, which have no path of their own; what they do is in the tests of their modules."""
 
-NOT_THEIRS = {"_buffers", "_dynamo", "_flash_attention_forward"}  # of torch
+NOT_THEIRS = {"_buffers", "_dynamo", "_flash_attention_forward", "_unset_keepalive_if_required"}  # of torch, uvicorn
 
 
 @pytest.mark.parametrize("part", [*PARTS, *SERVER, *OTHERS], ids=str)
