@@ -21,6 +21,8 @@ from polymoe.tensors import Expert, ExpertWeights
 
 __all__ = ["difference", "pack_checked"]
 
+_Scalar = Tensor | int | float
+
 _BLOCK_BYTES = 32 << 20
 """Size of the experts that are unpacked at once. Temporary memory is less than three times as much."""
 
@@ -65,8 +67,8 @@ class _PackCheck:
         self._source, self._device, self._where, self._compare = weights, device, where, compare
         self.read = weights.read_unchecked or weights.read
         self._checksums = Checksums(device)
-        self._extremes: dict[tuple[int, str], tuple[torch.dtype, Tensor, Tensor]] = {}
-        self._sums: dict[int, list[Tensor]] = {}
+        self._extremes: dict[tuple[int, str], tuple[torch.dtype, _Scalar, _Scalar]] = {}
+        self._sums: dict[int, list[_Scalar]] = {}
 
     @torch.no_grad()
     def arrived(self, e: int, expert: Expert) -> None:
@@ -74,12 +76,12 @@ class _PackCheck:
             if not has_numbers(part) or name.endswith("input_scale"):
                 continue
             if name.endswith("codes") and part.dtype.itemsize == 2:
-                total = part.sum()  # not finite if a number is not, and on a CPU twice as fast as the extremes
-                self._extremes[e, name] = part.dtype, total, total
+                first = second = part.sum()  # not finite if a number is not; on a CPU twice as fast as the extremes
             else:
-                self._extremes[e, name] = (part.dtype, *extremes(part))
+                first, second = extremes(part)
+            self._extremes[e, name] = part.dtype, _scalar(first), _scalar(second)
         if self._compare:
-            self._sums[e] = self._checksums.of(expert)
+            self._sums[e] = self._sum(expert)
 
     def require_numbers(self, packed: ExpertWeights) -> None:
         dtypes = [dtype for dtype, _, _ in self._extremes.values()]
@@ -100,7 +102,7 @@ class _PackCheck:
     def require_in_place(self, packed: ExpertWeights, layout: str) -> None:
         local = range(self._source.spec.local_experts)
         before = _integers([self._sums.get(e, []) for e in local])
-        after = _integers([self._checksums.of(expert) for expert in _in_blocks(packed)])
+        after = _integers([self._sum(expert) for expert in _in_blocks(packed)])
         for e in local:
             if before[e] == after[e]:
                 continue
@@ -116,6 +118,9 @@ class _PackCheck:
                 got=f"the weights of expert {self._source.spec.first_expert + others[0]}" if others else "other bytes",
                 hint="this is a bug: report it with this message, and load with another backend meanwhile",
             )
+
+    def _sum(self, expert: Expert) -> list[_Scalar]:
+        return [_scalar(checksum) for checksum in self._checksums.of(expert)]
 
     def _name(self, e: int) -> str:
         return f"{self._where}, expert {self._source.spec.first_expert + e}"
@@ -159,17 +164,23 @@ def _same_bytes(part: Tensor, other: Tensor) -> bool:
     return part.dtype == other.dtype and torch.equal(a, b)
 
 
-def _integers(lists: Sequence[Sequence[Tensor]]) -> list[list[int]]:
+def _scalar(scalar: Tensor) -> _Scalar:
+    """Keep a scalar of a GPU there, to be read with others. On a CPU read it: if small tensors outlive the large ones
+    that are allocated beside them, the heap grows by as much for each expert."""
+    return scalar.item() if scalar.is_cpu else scalar
+
+
+def _integers(lists: Sequence[Sequence[_Scalar]]) -> list[list[int]]:
     """Return lists of int64 scalars as integers, read from the device at once."""
     flat = iter(_values([value for values in lists for value in values]))
     return [[int(next(flat)) for _ in values] for values in lists]
 
 
-def _values(scalars: Sequence[Tensor]) -> list[int | float]:
-    """Return scalars as numbers. Each dtype is read from the device once."""
-    found: list[int | float] = [0] * len(scalars)
-    for dtype in {scalar.dtype for scalar in scalars}:
-        places = [i for i, scalar in enumerate(scalars) if scalar.dtype == dtype]
-        for i, value in zip(places, torch.stack([scalars[i] for i in places]).tolist(), strict=True):
-            found[i] = value
-    return found
+def _values(scalars: Sequence[_Scalar]) -> list[int | float]:
+    """Return scalars as numbers. Those on the device are read once for each dtype."""
+    found: dict[int, int | float] = {i: x for i, x in enumerate(scalars) if not isinstance(x, Tensor)}
+    there = {i: x for i, x in enumerate(scalars) if isinstance(x, Tensor)}
+    for dtype in {x.dtype for x in there.values()}:
+        some = {i: x for i, x in there.items() if x.dtype == dtype}
+        found.update(zip(some, torch.stack(list(some.values())).tolist(), strict=True))
+    return [found[i] for i in range(len(scalars))]
