@@ -86,3 +86,29 @@ def test_a_chat_template_has_a_largest_size(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_bytes(b"x" * (MOST_TEMPLATE_BYTES + 1))
     with pytest.raises(CheckpointError, match="at most"):
         read_tokenizer_files(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", {"model": {"vocab": {"x" * 1025: 0}}}, "tokens of at most 1024 characters, got one of 1025"),
+        ("tokenizer.json", {"model": {"vocab": [["x" * 1025, 0.5]]}}, "tokens of at most 1024 characters"),
+        ("vocab.json", {"x" * 1025: 0}, "tokens of at most 1024 characters"),
+        ("added_tokens.json", {"<a>": 2**24 + 1}, "ids up to 16777216, got '16777217'"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"1" * 5000: {"content": "<a>"}}}, "ids up to 16777216"),
+    ],
+)
+def test_tokens_that_take_for_ever(name: str, content: dict[str, Any], message: str, tmp_path: Path) -> None:
+    write(tmp_path, {})
+    (tmp_path / name).write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=message) as error:
+        read_tokenizer_files(tmp_path)
+    assert name in error.value.where
+
+
+@pytest.mark.parametrize("model", [None, 3, [], {"vocab": 3}, {"vocab": [[], 3, None]}, {"vocab": {"x" * 1024: -1}}])
+@pytest.mark.parametrize("added", [None, 3, [], {"x": None, "3": 5, "4": {}}, {"\u00b2": 2**24}])
+def test_what_tokenizers_themselves_refuse_is_left_to_them(model: Any, added: Any, tmp_path: Path) -> None:
+    write(tmp_path, {"added_tokens_decoder": added})
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": model}))
+    assert len(read_tokenizer_files(tmp_path)) == 2
