@@ -17,7 +17,7 @@ import threading
 from typing import Any
 
 from jinja2 import TemplateError
-from transformers.utils import get_json_schema
+from transformers.utils.chat_template_utils import get_json_schema
 
 from polymoe.engines.chat_worker import MOST_CHARACTERS
 from polymoe.errors import ArgumentError, CheckpointError, UnsupportedProblem

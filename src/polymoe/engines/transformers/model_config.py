@@ -159,7 +159,7 @@ def _number(least: float, most: float) -> tuple[str, Callable[[Any], bool]]:
 
 
 def _are_tokens(value: Any) -> bool:
-    tokens = value if isinstance(value, list) and value else [value]
+    tokens: list[Any] = value if isinstance(value, list) and value else [value]
     return all(_is_integer(token) and token >= 0 for token in tokens)
 
 

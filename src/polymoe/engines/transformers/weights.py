@@ -55,7 +55,7 @@ def watch_loading() -> None:
     are. And Transformers makes up missing tensors, in sizes that the config says: a config must not fill the memory.
     Nothing changes for other models.
     """
-    theirs = PreTrainedModel._load_pretrained_model
+    theirs: Callable[..., Any] = PreTrainedModel._load_pretrained_model
     if getattr(theirs, "watched", False):
         return
 
