@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import triton
+from triton import knobs
 
 __all__ = ["hooks_without_functions"]
 
@@ -21,18 +22,18 @@ def hooks_without_functions() -> AbstractContextManager[None]:
     vLLM sets a hook that reports what is compiled while it serves. Where Triton cannot describe such a kernel, no hook
     is called for it.
     """
-    knobs = triton.knobs.runtime
-    if _DESCRIBES_FUNCTIONS or (knobs.jit_cache_hook is None and knobs.jit_post_compile_hook is None):
+    runtime = knobs.runtime
+    if _DESCRIBES_FUNCTIONS or (runtime.jit_cache_hook is None and runtime.jit_post_compile_hook is None):
         return _NOTHING
     return _no_hooks()
 
 
 @contextmanager
 def _no_hooks() -> Iterator[None]:
-    knobs = triton.knobs.runtime
-    before = knobs.jit_cache_hook, knobs.jit_post_compile_hook
-    knobs.jit_cache_hook = knobs.jit_post_compile_hook = None
+    runtime = knobs.runtime
+    before = runtime.jit_cache_hook, runtime.jit_post_compile_hook
+    runtime.jit_cache_hook = runtime.jit_post_compile_hook = None
     try:
         yield
     finally:
-        knobs.jit_cache_hook, knobs.jit_post_compile_hook = before
+        runtime.jit_cache_hook, runtime.jit_post_compile_hook = before
