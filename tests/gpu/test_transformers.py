@@ -73,7 +73,7 @@ def test_a_capture_of_experts_whose_parameters_move() -> None:
     sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 8, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 64}
     config = AutoConfig.for_model("qwen3_moe", **sizes, **heads, intermediate_size=128, num_experts_per_tok=2)
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().cuda()
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False).eval().cuda()
     register()
     try:
         model.set_experts_implementation("polymoe")

@@ -336,7 +336,7 @@ def test_ranks_of_a_model_that_transformers_splits(tmp_path: Path, split: str) -
     torch.manual_seed(0)
     sizes = {"num_experts": 4, "num_key_value_heads": 4, "num_hidden_layers": 2}
     config = AutoConfig.for_model("qwen3_moe", **{**COMMON, **FAMILIES["qwen3_moe"], **sizes})
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False).eval()
     model.save_pretrained(tmp_path / "model")
     for file in SUMS.glob("tokenizer*"):
         shutil.copy(file, tmp_path / "model")

@@ -121,7 +121,7 @@ PARTS = (
     PrivatePart("transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING"),
     # tokenizers
     PrivatePart("transformers.tokenization_utils_base.PreTrainedTokenizerBase"),
-    PrivatePart("transformers.utils.get_json_schema", ("func",)),
+    PrivatePart("transformers.utils.chat_template_utils.get_json_schema", ("func",)),
     # experts
     PrivatePart("transformers.activations.ACT2FN"),
     PrivatePart("transformers.integrations.moe.ExpertsInterface.register", ("key", "value")),
