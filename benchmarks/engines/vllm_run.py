@@ -1,0 +1,327 @@
+"""vLLM with polymoe and without it, on the GPUs of this machine: answers and speed.
+
+    python benchmarks/engines/vllm_run.py answers --out FILE [--tp 2] [--ep] [--models NAME ...]
+    python benchmarks/engines/vllm_run.py speed --out FILE [--case NAME] [--backends polymoe marlin ...]
+
+``answers`` asks each bundled checkpoint under models/ for sums, once with ``POLYMOE=require`` and once with
+``POLYMOE=0``, and compares the greedy tokens. ``speed`` runs a few layers of real sizes with random weights: for each
+backend the time to load, the peak of memory while loading, output tokens per second by batch, and the time inside the
+experts' operation of one decode step and of one prefill of 8,192 tokens. Each engine runs in a process of its own; one
+that fails is a record with its error. Records are JSON lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from polymoe.bench.records import source, utc_now
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+MODELS = ROOT / "models"
+BATCHES = (1, 16, 64, 256)
+DECODE_STEPS = 64
+PREFILL = 8192
+LAYERS = 4
+LIMIT_S = 420
+"""Most seconds for one engine."""
+
+GPT_OSS_120B: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": 200002,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
+    "max_position_embeddings": 16384,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": LAYERS,
+    "num_key_value_heads": 8,
+    "num_local_experts": 128,
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 32768,
+}
+QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 2,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "intermediate_size": 4096,
+    "max_position_embeddings": 16384,
+    "max_window_layers": LAYERS,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_hidden_layers": LAYERS,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 32768,
+}
+FP8_BLOCK = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+INT4_G32 = {
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "group_size": 32, "num_bits": 4, "observer": "minmax", "strategy": "group", "symmetric": True,
+                "type": "int", "dynamic": False, "actorder": None,
+            },
+        }
+    },
+    "format": "pack-quantized",
+    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"],
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+}  # fmt: skip
+
+
+def _qwen3(hidden: int, intermediate: int, experts: int, top_k: int, quantization: dict[str, Any]) -> dict[str, Any]:
+    sizes = {
+        "hidden_size": hidden,
+        "moe_intermediate_size": intermediate,
+        "num_experts": experts,
+        "num_experts_per_tok": top_k,
+        "quantization_config": quantization,
+    }
+    return QWEN3 | sizes
+
+
+CASES = {
+    "gpt-oss-120b": GPT_OSS_120B,
+    "deepseek-v3-tp8": _qwen3(7168, 256, 256, 8, FP8_BLOCK),
+    "kimi-k2-tp8": _qwen3(7168, 256, 384, 8, INT4_G32),
+}
+"""Configs with the experts of a case; a case that ends in tp8 has the width of one rank of eight."""
+
+
+def sums(count: int) -> list[tuple[str, str]]:
+    """Held-out questions of the bundled checkpoints, and their answers."""
+    lines = (MODELS / "sums-heldout.jsonl").read_text().splitlines()[:count]
+    return [(row["prompt"], row["answer"]) for row in map(json.loads, lines)]
+
+
+def engine(settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A vLLM engine in this process (with one GPU), the seconds until it is ready, and the peak while loading."""
+    import torch
+    import vllm  # pyright: ignore
+
+    found: dict[str, Any] = {"vllm": vllm.__version__, "torch": torch.__version__}
+
+    def measured(load: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+            torch.cuda.reset_peak_memory_stats()
+            start = time.perf_counter()
+            result = load(self, *args, **kwargs)
+            torch.cuda.synchronize()
+            found["load_s"] = round(time.perf_counter() - start, 2)
+            found["load_peak_bytes"] = torch.cuda.max_memory_allocated()
+            found["loaded_bytes"] = torch.cuda.memory_allocated()
+            return result
+
+        return wrapper
+
+    for name in ("gpu_model_runner", "gpu.model_runner"):  # which of them vLLM takes depends on version and model
+        with contextlib.suppress(ImportError):
+            runner = importlib.import_module(f"vllm.v1.worker.{name}").GPUModelRunner
+            runner.load_model = measured(runner.load_model)
+    start = time.perf_counter()
+    llm = vllm.LLM(seed=0, disable_log_stats=True, enable_prefix_caching=False, **settings)
+    found["ready_s"] = round(time.perf_counter() - start, 1)
+    found["device"] = torch.cuda.get_device_name()
+    return llm, found
+
+
+def answers(request: dict[str, Any]) -> dict[str, Any]:
+    """Greedy tokens of sums, and how many are right."""
+    from vllm import SamplingParams  # pyright: ignore
+
+    llm, found = engine(request["settings"])
+    questions = sums(request["count"])
+    tokenizer = llm.get_tokenizer()
+    prompts = [{"prompt_token_ids": tokenizer(question)["input_ids"]} for question, _ in questions]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+    texts = [tokenizer.decode(out.outputs[0].token_ids, skip_special_tokens=True).strip() for out in outputs]
+    right = sum(text == answer for text, (_, answer) in zip(texts, questions, strict=True))
+    return found | {"tokens": [list(out.outputs[0].token_ids) for out in outputs], "right": right, "of": len(texts)}
+
+
+def speed(request: dict[str, Any]) -> dict[str, Any]:
+    """Tokens per second by batch; with ``eager`` microseconds in the experts' operation instead."""
+    import torch
+    from vllm import SamplingParams  # pyright: ignore
+
+    llm, found = engine(request["settings"])
+    generator = torch.Generator().manual_seed(0)
+
+    def generate(batch: int, prompt: int, steps: int) -> float:
+        ids = torch.randint(100, 30000, (batch, prompt), generator=generator).tolist()
+        params = SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True, detokenize=False)
+        start = time.perf_counter()
+        llm.generate([{"prompt_token_ids": row} for row in ids], params, use_tqdm=False)
+        return time.perf_counter() - start
+
+    generate(1, 16, 4)
+    if not request["eager"]:
+        for batch in BATCHES:
+            generate(batch, 16, 4)
+            times = [generate(batch, 16, 1 + DECODE_STEPS) - generate(batch, 16, 1) for _ in range(3)]
+            found[f"decode_tokens_per_s_{batch}"] = round(batch * DECODE_STEPS / sorted(times)[1], 1)
+        times = [generate(1, PREFILL, 1) for _ in range(3)]
+        found["prefill_tokens_per_s"] = round(PREFILL / sorted(times)[1])
+        return found
+    for name, batch, prompt, steps in [*((f"{b}", b, 16, 9) for b in BATCHES), ("prefill", 1, PREFILL, 1)]:
+        generate(batch, prompt, steps)
+        with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
+            generate(batch, prompt, steps)
+        # The first call is the prompts' own where several steps follow.
+        calls = [e for e in (profile.events() or ()) if e.name.startswith("vllm::moe_forward") and e.device_time_total]
+        calls = calls if name == "prefill" else calls[LAYERS:]
+        found[f"moe_us_{name}"] = round(sorted(e.device_time_total for e in calls)[len(calls) // 2], 1)
+    return found
+
+
+def one(request: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
+    """Run a request in a process of its own; its result, or its error."""
+    with tempfile.TemporaryDirectory() as folder:
+        asked, told, log = (Path(folder, name) for name in ("request", "result", "log"))
+        asked.write_text(json.dumps(request))
+        command = [sys.executable, __file__, "one", str(asked), str(told)]
+        with log.open("wb") as output:
+            try:
+                code = subprocess.run(
+                    command, env=os.environ | environment, stdout=output, stderr=output, timeout=LIMIT_S, check=False
+                ).returncode
+            except subprocess.TimeoutExpired:
+                code = -1
+        lines = log.read_text(errors="replace").splitlines()
+        said = [line for line in lines if "polymoe" in line.lower() or "MoE backend" in line]
+        print("\n".join(line[:300] for line in said[:6]), file=sys.stderr)
+        if told.exists():
+            return json.loads(told.read_text()) | {"log": said[:4]}
+        print("\n".join(lines[-25:]), file=sys.stderr)
+        wrong = [line for line in lines if "Error" in line or "error" in line]
+        return {"error": f"exit status {code}: {(wrong or lines or ['no output'])[-1][-500:]}"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["answers", "speed", "one"])
+    parser.add_argument("files", nargs="*", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help="where records are appended")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--ep", action="store_true", help="expert instead of tensor parallel")
+    parser.add_argument("--models", nargs="+", help="directories under models/; all of them without it")
+    parser.add_argument("--case", choices=CASES, default="gpt-oss-120b")
+    parser.add_argument("--backends", nargs="+", default=["polymoe", "auto"], help="polymoe, auto, or names of vLLM's")
+    parser.add_argument("--graphs", action="store_true", help="with torch.compile and CUDA graphs; speed: that as well")
+    parser.add_argument("--jobs", type=int, default=1, help="answers: engines at a time on the same GPU")
+    parser.add_argument("--commit", help="of the code, where git does not know it")
+    args = parser.parse_args()
+    if args.what == "one":
+        request = json.loads(args.files[0].read_text())
+        result = {"answers": answers, "speed": speed}[request["what"]](request)
+        args.files[1].write_text(json.dumps(result))
+        return
+    common = {"tensor_parallel_size": args.tp, "enable_expert_parallel": args.ep, "disable_custom_all_reduce": True}
+    base = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if args.tp == 1 else {}
+    about = {
+        "date": utc_now(),
+        "commit": args.commit or source(),
+        "command": " ".join(sys.argv),
+        "tp": args.tp,
+        "ep": args.ep,
+    }
+
+    def record(row: dict[str, Any]) -> None:
+        print(json.dumps({k: v for k, v in row.items() if k not in ("tokens", "command", "log")}), flush=True)
+        if args.out:
+            with args.out.open("a") as file:
+                file.write(json.dumps(about | row) + "\n")
+
+    if args.what == "answers":
+        names = args.models or sorted(p.name for p in MODELS.glob("sums-*") if p.is_dir())
+        requests = [
+            (
+                {
+                    "what": "answers",
+                    "count": 100,
+                    "settings": common
+                    | {
+                        "model": str(MODELS / name),
+                        "enforce_eager": not args.graphs,
+                        "max_model_len": 64,
+                        "kv_cache_memory_bytes": 2**30,
+                        "max_num_seqs": 64,
+                        "attention_backend": "TRITON_ATTN",
+                    },
+                },
+                # Latent attention has kernels for the sizes of released models only.
+                base | {"POLYMOE": mode, "VLLM_MLA_DISABLE": "1"},
+            )
+            for name in names
+            for mode in ("require", "0")
+        ]
+        with ThreadPoolExecutor(args.jobs) as pool:
+            results = list(pool.map(lambda request: one(*request), requests))
+        for name, ours, theirs in zip(names, results[::2], results[1::2], strict=True):
+            same = None
+            if "tokens" in ours and "tokens" in theirs:
+                same = sum(a == b for a, b in zip(ours["tokens"], theirs["tokens"], strict=True))
+            for experts, result in (("polymoe", ours), ("vllm", theirs)):
+                record({"model": name, "experts": experts, "same_answers": same} | result)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(CASES[args.case]))
+        for backend in args.backends:
+            for eager in (True, False) if args.graphs else (True,):
+                settings = common | {
+                    "model": folder, "load_format": "dummy", "skip_tokenizer_init": True, "enforce_eager": eager,
+                    "max_model_len": PREFILL + 64, "max_num_batched_tokens": PREFILL, "max_num_seqs": max(BATCHES),
+                    "gpu_memory_utilization": 0.8,
+                }  # fmt: skip
+                if backend not in ("polymoe", "auto"):
+                    settings["moe_backend"] = backend
+                request = {"what": "speed", "settings": settings, "eager": eager}
+                result = one(request, base | {"POLYMOE": "require" if backend == "polymoe" else "0"})
+                record({"case": args.case, "experts": backend, "eager": eager} | result)
+
+
+if __name__ == "__main__":
+    main()
