@@ -3,47 +3,89 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from types import UnionType
 from typing import Any, NoReturn, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-__all__ = ["MAX_DEPTH", "check_fields", "parse_json", "read_fields"]
+__all__ = ["MAX_DEPTH", "DuplicateKeyError", "check_fields", "parse_json", "read_fields"]
 
 _T = TypeVar("_T")
 
 MAX_DEPTH = 100
 """Most levels of objects and lists inside each other: code that copies or prints a value recurses once per level."""
 
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
-def parse_json(text: str | bytes, *, infinity: bool = False, unique_keys: bool = False) -> Any:
+
+class DuplicateKeyError(ValueError):
+    """An object has a key twice.
+
+    Attributes:
+        key: the key.
+    """
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"the key {key!r} is in one object twice")
+        self.key = key
+
+
+def parse_json(
+    text: str | bytes,
+    *,
+    infinity: bool = False,
+    unique_keys: bool = False,
+    surrogates: bool = True,
+    max_depth: int | None = MAX_DEPTH,
+    parse_int: Callable[[str], int] | None = None,
+    parse_float: Callable[[str], float] | None = None,
+) -> Any:
     """Parse one JSON value; bytes are UTF-8.
 
     Args:
         text: the JSON.
         infinity: accept Infinity, which Python writes and JSON does not have.
         unique_keys: refuse an object that has a key twice, of which the last value would count.
+        surrogates: accept escapes of half a surrogate pair, which UTF-8 cannot hold.
+        max_depth: most levels of objects and lists inside each other; None where the caller has counted them.
+        parse_int, parse_float: make numbers from their text, as for ``json.loads``.
 
     Raises:
-        ValueError: if it is not JSON, has NaN or Infinity, a number of thousands of digits, or more than
-            :data:`MAX_DEPTH` levels.
+        DuplicateKeyError: for a key that is there twice.
+        UnicodeEncodeError: for half of a surrogate pair.
+        ValueError: if it is not JSON, has NaN or Infinity, a number of thousands of digits, or too many levels. The
+            other errors are of this class too.
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8")  # json.loads would guess the encoding
-    constant = _infinity if infinity else _refuse_constant
     try:
-        value = json.loads(text, parse_constant=constant, object_pairs_hook=_unique if unique_keys else None)
+        value = json.loads(
+            text,
+            parse_int=parse_int,
+            parse_float=parse_float,
+            parse_constant=_infinity if infinity else _refuse_constant,
+            object_pairs_hook=_unique if unique_keys else None,
+        )
     except RecursionError:
-        raise _too_deep() from None
-    if text.count("[") + text.count("{") <= MAX_DEPTH:
-        return value
+        raise _too_deep(max_depth) from None
+    if max_depth is not None:
+        _check_depth(text, value, max_depth)
+    if not surrogates and _SURROGATE.search(text):
+        json.dumps(value, ensure_ascii=False).encode("utf-8")  # a pair is a character, half of one is not
+    return value
+
+
+def _check_depth(text: str, value: Any, most: int) -> None:
+    if text.count("[") + text.count("{") <= most:
+        return
     level = [value]
-    for _ in range(MAX_DEPTH + 1):
+    for _ in range(most + 1):
         level = [child for parent in level for child in _children(parent)]
         if not level:
-            return value
-    raise _too_deep()
+            return
+    raise _too_deep(most)
 
 
 def read_fields(kind: type[_T], data: object) -> _T:
@@ -112,10 +154,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise ValueError(f"the key {key!r} is in one object twice")
+                raise DuplicateKeyError(key)
             seen.add(key)
     return value
 
 
-def _too_deep() -> ValueError:
-    return ValueError(f"more than {MAX_DEPTH} levels of JSON")
+def _too_deep(most: int | None) -> ValueError:
+    return ValueError(f"more than {most or MAX_DEPTH} levels of JSON")

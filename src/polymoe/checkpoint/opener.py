@@ -11,8 +11,6 @@ that they must be in the checkpoint's directory or in the Hub's cache.
 
 from __future__ import annotations
 
-import json
-import re
 import stat
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NoReturn
@@ -37,7 +35,6 @@ _KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFSOCK: "a socket",
 }
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def exists(path: Path) -> bool:
@@ -111,9 +108,7 @@ def parse_object(data: bytes, where: str) -> dict[str, Any]:
             surrogate pair. ``where`` names it.
     """
     try:
-        value = parse_json(data, infinity=True, unique_keys=True)
-        if _SURROGATE.search(data):
-            json.dumps(value, ensure_ascii=False).encode("utf-8")  # fails for half of a pair
+        value = parse_json(data, infinity=True, unique_keys=True, surrogates=False)
     except ValueError as error:
         raise CheckpointError(where, expected="JSON", got=str(error)) from error
     if not isinstance(value, dict):

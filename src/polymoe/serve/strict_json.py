@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
-from typing import Any, NoReturn
+from typing import Any
 
+from polymoe.json_input import DuplicateKeyError, parse_json
 from polymoe.serve.errors import refusal
 
 __all__ = ["MAX_DEPTH", "MAX_VALUES", "parse", "parse_object"]
@@ -19,8 +19,6 @@ MAX_DEPTH = 64
 """How deep objects and lists may be nested. Python's own limit is an error in the middle of whatever reads them."""
 MAX_VALUES = 50_000
 """How many values there may be in all. An empty list is two bytes in JSON and 56 in memory."""
-
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def parse_object(content: bytes) -> dict[str, Any]:
@@ -48,16 +46,15 @@ def parse(text: str) -> Any:
     """
     _check_size(text)
     try:
-        value = json.loads(
-            text, object_pairs_hook=_object, parse_float=_float, parse_int=_int, parse_constant=_constant
-        )
-        if _SURROGATE.search(text):  # a pair is a character, half of one is not
-            json.dumps(value, ensure_ascii=False).encode()
+        return parse_json(text, unique_keys=True, surrogates=False, max_depth=None, parse_int=_int, parse_float=_float)
     except json.JSONDecodeError as error:
         raise refusal(f"invalid JSON: {error}") from error
+    except DuplicateKeyError as error:
+        raise refusal(f"duplicate name in an object: {error.key[:80]!r}", param=error.key) from error
     except UnicodeEncodeError as error:
         raise refusal("a text is not valid Unicode: half of a surrogate pair") from error
-    return value
+    except ValueError as error:
+        raise refusal(str(error)) from error
 
 
 def _check_size(text: str) -> None:
@@ -75,14 +72,6 @@ def _check_size(text: str) -> None:
             break  # this is not JSON, and the parser says where
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
-        raise refusal(f"duplicate name in an object: {name[:80]!r}", param=name)
-    return found
-
-
 def _float(text: str) -> float:
     value = float(text)
     if value in (float("inf"), float("-inf")):
@@ -94,7 +83,3 @@ def _int(text: str) -> int:
     if len(text) > 20:
         raise refusal(f"an integer is too large: {text[:80]}")
     return int(text)
-
-
-def _constant(text: str) -> NoReturn:
-    raise refusal(f"{text} is not JSON")
