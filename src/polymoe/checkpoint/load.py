@@ -51,6 +51,9 @@ class Checkpoint:
         self.quantization: QuantizationConfig = parse_quantization(files.config, files.side)
         self._found: dict[int, StoredLayer] = {}
         self._layers: dict[int, StoredLayer] = {}
+        # Layers and experts whose tensors are known to be in the files, and to be stored as the first expert's.
+        self._present: set[tuple[int, range]] = set()
+        self._alike: set[tuple[int, range]] = set()
         self._said: set[str] = set()
 
     @classmethod
@@ -112,8 +115,9 @@ class Checkpoint:
         """
         stored = self.layer(layer)
         spec = shard_spec(stored.spec(), Shard.of(tp, ep), uneven=self.family.uneven_tp)
-        if self._find(layer) is not None:
+        if self._find(layer) is not None and (layer, spec.local_range) not in self._present:
             stored.require_experts(self.files, spec.local_range)
+            self._present.add((layer, spec.local_range))
         return spec
 
     def recipe(self, layer: int) -> ActivationQuantization:
@@ -157,7 +161,9 @@ class Checkpoint:
         stored = self._find(layer) or StoredLayer.find(self.files, self.family, self.moe, self.quantization, layer)
         spec = shard_spec(stored.spec(), shard, uneven=self.family.uneven_tp)
         # Before anybody allocates memory for as many experts as the config says.
-        stored.check_experts(self.files, spec.local_range)
+        if (layer, spec.local_range) not in self._alike:
+            stored.check_experts(self.files, spec.local_range)
+            self._alike.add((layer, spec.local_range))
 
         def read(e: int, *, check: bool = True) -> Expert:
             expert = stored.read(self.files, spec.first_expert + e, check=check)
