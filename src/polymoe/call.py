@@ -10,7 +10,7 @@ from torch import Tensor
 from polymoe.errors import ArgumentError, UnsupportedProblem
 from polymoe.problem import Dtype, Problem
 
-__all__ = ["DTYPES", "TORCH_DTYPES", "CallArguments", "dtype_name", "no_gradient"]
+__all__ = ["DTYPES", "TORCH_DTYPES", "CallArguments", "device_name", "dtype_name", "no_gradient"]
 
 DTYPES: dict[torch.dtype, Dtype] = {
     torch.bfloat16: "bf16",
@@ -39,6 +39,24 @@ def dtype_name(dtype: torch.dtype) -> Dtype:
     if dtype not in DTYPES:
         raise ArgumentError("dtype", expected="torch.bfloat16, torch.float16 or torch.float32", got=str(dtype))
     return DTYPES[dtype]
+
+
+def device_name(device: torch.device | str | None) -> str | None:
+    """Return the name of a device as :meth:`polymoe.machine.Machine.of` takes it; None for None.
+
+    Raises:
+        ArgumentError: for what is neither a CPU nor a CUDA device.
+    """
+    if device is None:
+        return None
+    expected = "cpu, cuda or cuda:1"
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ArgumentError("device", expected=expected, got=repr(device)) from None
+    if found.type not in ("cpu", "cuda"):
+        raise ArgumentError("device", expected=expected, got=repr(str(found)))
+    return str(found)
 
 
 class CallArguments(NamedTuple):

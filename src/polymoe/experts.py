@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from polymoe.activation_quantization import UNQUANTIZED, ActivationQuantization
 from polymoe.activations import Activation
 from polymoe.backends import BACKENDS
-from polymoe.call import TORCH_DTYPES, CallArguments, dtype_name
+from polymoe.call import TORCH_DTYPES, CallArguments, device_name, dtype_name
 from polymoe.checkpoint import Checkpoint
 from polymoe.layouts import LAYOUTS, Layout, Packed
 from polymoe.layouts.pack_check import pack_checked
-from polymoe.load_check import check_layer, require_input_scales, require_planned
+from polymoe.load_check import check_layer, require_planned
 from polymoe.machine import Machine
 from polymoe.planning.selection import Selection
 from polymoe.problem import Problem, WeightOn
-from polymoe.runtime import LayerRuntime, PlanCache, PlanRequest, compiled_call, device_name, incomplete_update
+from polymoe.runtime import LayerRuntime, PlanCache, PlanRequest, compiled_call, incomplete_update
 from polymoe.tensors import ExpertWeights
 
 __all__ = ["FusedExperts", "load_experts", "resolve_activations"]
@@ -107,8 +107,6 @@ class FusedExperts(nn.Module):
     ) -> FusedExperts:
         """As :meth:`from_weights`, with the problem and the tables to choose from given."""
         target = torch.device(device or choice.machine.device.kind)
-        if problem.activations.static:
-            require_input_scales(weights, where)
         self = cls(*choice.pack(problem, weights, target, where, check=check), choice)
         if check:
             self.check(weights, where=where)

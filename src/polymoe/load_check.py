@@ -9,7 +9,8 @@ from torch import Tensor
 
 from polymoe.backends.reference import run_experts
 from polymoe.call import TORCH_DTYPES
-from polymoe.errors import CheckpointError, PlanError, VerificationError
+from polymoe.errors import PlanError, VerificationError
+from polymoe.layouts.pack_check import require_input_scales
 from polymoe.numerics import TOLERANCE, relative_error
 from polymoe.problem import Problem
 from polymoe.routing import Routing
@@ -17,7 +18,7 @@ from polymoe.runtime import LayerRuntime, on_device
 from polymoe.scale_range import ScaleRange, measure_scales
 from polymoe.tensors import ExpertWeights
 
-__all__ = ["check_layer", "require_input_scales", "require_planned"]
+__all__ = ["check_layer", "require_planned"]
 
 log = logging.getLogger("polymoe")
 
@@ -113,21 +114,3 @@ def require_planned(problem: Problem, weights: ExpertWeights, device: torch.devi
         raise PlanError(where, expected=str(planned), got=str(found), hint=hint)
     if problem.activations.static:
         require_input_scales(weights, where)
-
-
-def require_input_scales(weights: ExpertWeights, where: str) -> None:
-    """Refuse experts without static input scales before they are packed. Codes are not read.
-
-    Raises:
-        CheckpointError: naming the expert.
-    """
-    for e in range(weights.spec.local_experts):
-        expert = weights.peek(e)
-        for scale in (expert.gate_up_input_scale, expert.down_input_scale):
-            if scale is None or not bool(torch.isfinite(scale) & (scale > 0)):
-                raise CheckpointError(
-                    f"{where}, expert {weights.spec.first_expert + e}",
-                    expected="static input scales, for activations='fp8_static'",
-                    got="none" if scale is None else str(float(scale)),
-                    hint='the expert was never calibrated: load with activations="fp8_token" or "16bit"',
-                )

@@ -21,7 +21,7 @@ from polymoe.backends.config import Config
 from polymoe.call import DTYPES, CallArguments, no_gradient
 from polymoe.errors import ArgumentError, PlanError
 from polymoe.layouts import Layout, Packed
-from polymoe.layouts.pack_check import pack_checked
+from polymoe.layouts.pack_check import pack_checked, require_input_scales
 from polymoe.layouts.staging import kept
 from polymoe.machine import Machine
 from polymoe.planning.select import select
@@ -32,7 +32,7 @@ from polymoe.scale_range import measure_scales
 from polymoe.tensors import ExpertWeights
 from polymoe.verdict import Accepted
 
-__all__ = ["BoundStep", "LayerRuntime", "PlanCache", "PlanRequest", "device_name", "incomplete_update", "on_device"]
+__all__ = ["BoundStep", "LayerRuntime", "PlanCache", "PlanRequest", "incomplete_update", "on_device"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,31 +66,16 @@ class PlanRequest:
             The problem with the range of its scales, and the packed layer on ``device``.
 
         Raises:
+            CheckpointError: if static input scales are missing.
             UnsupportedProblem: if no backend, or not the requested one, runs the problem on this machine.
             FormatError, VerificationError: as :func:`polymoe.layouts.pack_check.pack_checked`.
         """
+        if problem.activations.static:
+            require_input_scales(weights, where)
         weights = kept(weights)
         problem = replace(problem, scales=measure_scales(weights, device, where))
         plan = self.select(problem).require(where)
         return problem, pack_checked(self.layouts[plan.layout], weights, device, where, compare=check)
-
-
-def device_name(device: torch.device | str | None) -> str | None:
-    """Return the name of a device as :meth:`polymoe.machine.Machine.of` takes it; None for None.
-
-    Raises:
-        ArgumentError: for what is neither a CPU nor a CUDA device.
-    """
-    if device is None:
-        return None
-    expected = "cpu, cuda or cuda:1"
-    try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise ArgumentError("device", expected=expected, got=repr(device)) from None
-    if found.type not in ("cpu", "cuda"):
-        raise ArgumentError("device", expected=expected, got=repr(str(found)))
-    return str(found)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

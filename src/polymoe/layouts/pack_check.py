@@ -12,14 +12,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from polymoe.errors import VerificationError
+from polymoe.errors import CheckpointError, VerificationError
 from polymoe.formats.extremes import extremes, has_numbers, is_finite, is_zero
 from polymoe.layouts.base import Layout, Packed
 from polymoe.layouts.checksums import Checksums
 from polymoe.layouts.staging import staged
 from polymoe.tensors import Expert, ExpertWeights
 
-__all__ = ["difference", "pack_checked"]
+__all__ = ["difference", "pack_checked", "require_input_scales"]
 
 _Scalar = Tensor | int | float
 
@@ -58,6 +58,24 @@ def pack_checked(
     if compare:
         check.require_in_place(unpacked, layout.name)
     return packed
+
+
+def require_input_scales(weights: ExpertWeights, where: str) -> None:
+    """Refuse experts without static input scales before they are packed. Codes are not read.
+
+    Raises:
+        CheckpointError: naming the expert.
+    """
+    for e in range(weights.spec.local_experts):
+        expert = weights.peek(e)
+        for scale in (expert.gate_up_input_scale, expert.down_input_scale):
+            if scale is None or not bool(torch.isfinite(scale) & (scale > 0)):
+                raise CheckpointError(
+                    f"{where}, expert {weights.spec.first_expert + e}",
+                    expected="static input scales, for activations='fp8_static'",
+                    got="none" if scale is None else str(float(scale)),
+                    hint='the expert was never calibrated: load with activations="fp8_token" or "16bit"',
+                )
 
 
 class _PackCheck:

@@ -13,7 +13,7 @@ from polymoe.call import CallArguments
 from polymoe.errors import PlanError
 from polymoe.layouts import Packed
 from polymoe.layouts.pack_check import pack_checked
-from polymoe.load_check import check_layer, require_input_scales, require_planned
+from polymoe.load_check import check_layer, require_planned
 from polymoe.planning.selection import Selection
 from polymoe.problem import Problem
 from polymoe.runtime import LayerRuntime, PlanCache, PlanRequest, compiled_call
@@ -92,8 +92,6 @@ class PackedLayer:
             )
             packed = pack_checked(self._request.layouts[self.plans.layout], weights, device, self.where)
         else:
-            if self.problem.activations.static:
-                require_input_scales(weights, self.where)
             problem, packed = self._request.pack(self._problem, weights, device, self.where)
             self._plans = PlanCache.of(problem, self._request, packed.layout, tuple(packed.tensors))
         self._register(module, packed)
