@@ -47,8 +47,8 @@ def test_every_variable_is_in_the_table() -> None:
 )
 def test_layers(layers: str, wanted: set[int]) -> None:
     settings = EngineSettings(layers=layers)
-    assert {i for i in range(5) if settings.wants(f"model.layers.{i}.mlp.experts")} == wanted
-    assert settings.wants("model.experts")
+    assert {i for i in range(5) if settings.includes(f"model.layers.{i}.mlp.experts")} == wanted
+    assert settings.includes("model.experts")
 
 
 @pytest.mark.parametrize("layers", ["all", "1-", "-1", "1;2", "!", "1,!2"])

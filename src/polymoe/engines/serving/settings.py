@@ -61,7 +61,7 @@ class EngineSettings:
             role=environ.get("POLYMOE_ROLE") or None,
         )
 
-    def wants(self, where: str) -> bool:
+    def includes(self, where: str) -> bool:
         """Whether the layer of this name is one that polymoe is to run; a name without a number always is."""
         index = layer_index(where)
         if self.layers is None or index is None:

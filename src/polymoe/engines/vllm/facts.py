@@ -41,7 +41,7 @@ def refusals(layer: Any, moe: Any, config: Any, settings: EngineSettings, where:
         where: the layer's name.
     """
     parallel, reasons = moe.moe_parallel_config, Reasons()
-    reasons.need(settings.wants(where), "POLYMOE_LAYERS", settings.layers, where)
+    reasons.need(settings.includes(where), "POLYMOE_LAYERS", settings.layers, where)
     reasons.need(moe.moe_backend == "auto", "--moe-backend", "auto", moe.moe_backend)
     reasons.need(not moe.is_lora_enabled, "LoRA")
     reasons.need(not parallel.enable_eplb, "load balancing of experts (EPLB)")
@@ -133,7 +133,7 @@ def _activation(name: str, layer: Any, moe: Any) -> Activation | None:
     """Return polymoe's activation for vLLM's, with the layer's constants; None if there is none."""
     if name in ("silu", "swigluoai", "swigluoai_uninterleave"):
         default = (1.0, 0.0, None) if name == "silu" else (1.702, 1.0, 7.0)
-        given = [getattr(layer, f"swiglu_{part}", None) for part in ("alpha", "beta", "limit")]
+        given = [getattr(layer, f"swiglu_{part}", None) for part in _CONSTANTS]
         given = [g if g is not None else getattr(moe, f"swiglu_{p}") for g, p in zip(given, _CONSTANTS, strict=True)]
         alpha, beta, limit = (d if g is None else float(g) for g, d in zip(given, default, strict=True))
         return SwiGLU(alpha, beta, limit)  # type: ignore[arg-type]

@@ -40,7 +40,12 @@ def neutral_choice() -> Iterator[list[str]]:
     A function that this version of vLLM does not have is left out: then vLLM chooses, which costs a line in its log.
     """
     chosen: list[str] = []
-    replaced = {name: found for name, module in _SELECTORS.items() if (found := _selector(name, module, chosen))}
+    oracles = _oracles()
+    replaced = {
+        name: found
+        for name, module in _SELECTORS.items()
+        if module in oracles and (found := _selector(name, oracles[module], chosen))
+    }
     # Modules that are imported meanwhile bind the replacement by name, so they are looked for again at the end.
     try:
         _rebind(dict(replaced.values()))
@@ -49,12 +54,10 @@ def neutral_choice() -> Iterator[list[str]]:
         _rebind({plain: original for original, plain in replaced.values()})
 
 
-def _selector(name: str, module: str, chosen: list[str]) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+def _selector(name: str, oracle: ModuleType, chosen: list[str]) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """Return vLLM's function and its replacement, or None where there is no such function or no plain backend."""
-    oracle = _oracles().get(module)
-    original = getattr(oracle, name, None)
-    answer = oracle and _plain_backend(oracle)
-    if oracle is None or original is None or answer is None:
+    original, answer = getattr(oracle, name, None), _plain_backend(oracle)
+    if original is None or answer is None:
         return None
 
     def select(*args: Any, **kwargs: Any) -> tuple[Any, None]:
