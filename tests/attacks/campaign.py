@@ -75,7 +75,9 @@ class Attacks:
         known = self.home / "originals" / f"{checkpoint} {verb} {layer}"
         if not known.exists():
             outcome = self._outcome(checkpoint, Mutation("none", "", ()), verb, layer, 60, imported=self.imported)
-            if outcome.ended != "answer":
+            if outcome.ended == "refused":  # as by a version of Transformers that does not know the family
+                print(f"{verb} {checkpoint}, unchanged: {outcome.message.strip()[-500:]}", file=sys.stderr)
+            elif outcome.ended != "answer":
                 raise SystemExit(f"{verb} {checkpoint}, unchanged: {outcome}")
             new = known.with_name(f"{os.getpid()}.new")
             new.write_text(json.dumps(outcome.to_dict()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,21 +11,33 @@ from pathlib import Path
 import pytest
 
 from attacks.mutations import CHECKPOINTS, MUTATORS, mutation
+from attacks.neutral import NEUTRAL_MUTATORS
 from attacks.reports import read, summary
 from attacks.sandbox import Outcome
 from attacks.source import Edit, Expect, Fifo, Link, Mutation, Source, write
 from attacks.verdicts import FAILURES, clear, judge
 
 ROOT = Path(__file__).parents[2]
+NEUTRAL = ",".join(mutator.__name__ for _, mutator in NEUTRAL_MUTATORS)
 
 
-def campaign(out: Path, *arguments: object, seconds: float = 300) -> list[dict[str, object]]:
+def campaign(out: Path, *arguments: object, seconds: float = 500) -> list[dict[str, object]]:
     """Run a campaign, whose summary pytest shows if it fails; its reports."""
     command = [sys.executable, "-m", "tests.attacks.campaign", "--out", str(out), *map(str, arguments)]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
     assert out.exists(), ran.stderr
     print(ran.stdout)
     return read(out)
+
+
+def python(program: str, directory: Path, **environment: str) -> str:
+    """What a program prints that gets a directory; in a process of its own, since it forks."""
+    environment["PYTHONPATH"] = f"{ROOT / 'tests'}:{ROOT / 'src'}"
+    ran = subprocess.run(
+        [sys.executable, "-c", program, str(directory)], env=environment, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
 
 
 def failures(reports: list[dict[str, object]]) -> list[dict[str, object]]:
@@ -38,6 +51,54 @@ def test_a_few_mutated_checkpoints_are_read_or_refused(tmp_path: Path) -> None:
     )
     assert len(reports) == 12
     assert not failures(reports)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_mutated_checkpoints_are_answered_or_refused_by_every_verb(checkpoint: str, tmp_path: Path) -> None:
+    assert not failures(campaign(tmp_path / "out", "--checkpoints", checkpoint, "--count", 3, "--seed", 500))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+def test_hundreds_of_mutated_checkpoints_are_answered_or_refused(tmp_path: Path) -> None:
+    assert not failures(campaign(tmp_path / "out", "--count", 270, "--jobs", os.cpu_count(), seconds=7000))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_neutral_edits_leave_every_answer_bitwise_identical(checkpoint: str, tmp_path: Path) -> None:
+    reports = campaign(tmp_path / "out", "--checkpoints", checkpoint, "--count", 2, "--kinds", NEUTRAL)
+    assert not failures(reports)
+    assert any(report["verdict"] == "same" for report in reports)
+
+
+@pytest.mark.slow
+def test_the_attacks_would_work_on_a_reader_that_trusts(tmp_path: Path) -> None:
+    """Code and pickles of the mutators run where somebody lets them, and the sandbox sees it."""
+    program = f"""
+import json, sys
+from pathlib import Path
+from attacks.mutations import mutation
+from attacks.sandbox import run
+from attacks.source import Source, write
+def code(path, layer):
+    from transformers import AutoTokenizer
+    return str(AutoTokenizer.from_pretrained(path, trust_remote_code=True))
+def pickled(path, layer):
+    import torch
+    return str([torch.load(file, weights_only=False) for file in Path(path).glob("*.[bcp]*") if file.suffix != ".py"])
+source = Source.of({CHECKPOINTS[0]!r})
+for verb in (code, pickled):
+    for seed in range(6):
+        home = Path(sys.argv[1]) / f"{{verb.__name__}}{{seed}}"
+        home.mkdir()
+        write(source, mutation(source, seed, (verb.__name__,)).edits, home / source.name)
+        print(verb.__name__, json.dumps(run(verb, home / source.name, 0, 60.0).did))
+"""
+    printed = python(program, tmp_path, HF_HOME=str(tmp_path / "home"), HF_HUB_OFFLINE="1")
+    for verb in ("code", "pickled"):
+        assert any(line.startswith(verb) and "ran code of the checkpoint" in line for line in printed.splitlines())
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
@@ -87,11 +148,8 @@ for name in {list(ENDS)}:
     (home / "checkpoint").mkdir(parents=True)
     print(json.dumps(run(globals()[name], home / "checkpoint", 0, 1.0).to_dict()))
 """
-    path = f"{ROOT / 'tests'}:{ROOT / 'src'}"
-    ran = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], env={"PYTHONPATH": path}, capture_output=True, text=True
-    )
-    found = {name: json.loads(line) for name, line in zip(ENDS, ran.stdout.splitlines(), strict=True)}
+    printed = python(program, tmp_path)
+    found = {name: json.loads(line) for name, line in zip(ENDS, printed.splitlines(), strict=True)}
     assert {name: found[name]["ended"] for name in ENDS if name != "forbidden"} == {
         "answer": "answer", "refused": "refused", "raised": "raised", "crashed": "crashed", "hung": "hung",
         "busy": "hung", "parent": "answer", "memory": "raised",
@@ -135,6 +193,12 @@ REFUSAL = Outcome("refused", message="error: sums/config.json: hidden_size: expe
 )
 def test_verdicts(expect: Expect, outcome: Outcome, verdict: str) -> None:
     assert judge(Mutation("x", "y", (), expect), "run", outcome, Outcome("answer", "1"), ["config.json"]) == verdict
+
+
+def test_a_verb_that_refuses_the_original_refuses_all_of_it() -> None:
+    neutral = Mutation("x", "y", (), Expect.SAME)
+    assert judge(neutral, "run", REFUSAL, REFUSAL, ["config.json"]) == "refused"
+    assert judge(neutral, "run", Outcome("answer", "1"), REFUSAL, []) == "changed"
 
 
 def test_what_the_original_does_is_no_attack() -> None:

@@ -35,6 +35,8 @@ def judge(mutation: Mutation, verb: str, outcome: Outcome, original: Outcome, na
     object by any of ``names``."""
     if set(outcome.did) - set(original.did):
         return "forbidden"
+    if outcome.ended == "refused" and original.ended == "refused":
+        return "refused"
     if outcome.ended == "refused":
         if mutation.expect is Expect.SAME:
             return "changed"
@@ -42,6 +44,8 @@ def judge(mutation: Mutation, verb: str, outcome: Outcome, original: Outcome, na
         return "refused" if clear(outcome.message, names) or "error: " not in outcome.message else "vague"
     if outcome.ended != "answer":
         return outcome.ended
+    if original.ended != "answer":
+        return "changed"
     if outcome.answer == original.answer:
         must_fail = mutation.expect is Expect.REFUSED and verb not in READS_NO_WEIGHTS
         return "accepted" if must_fail else "same"
