@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,14 +20,14 @@ from fastapi import HTTPException
 
 from polymoe.engines.transformers import load, paged_attention
 from polymoe.errors import UnsupportedProblem
-from polymoe.serve import continuous_batching
+from polymoe.serve import app, continuous_batching
 from polymoe.serve.app import ModelServer
 from polymoe.serve.continuous_batching import Batching, BatchingManager
 from polymoe.serve.in_flight import IN_FLIGHT, InFlight
 from polymoe.serve.limits import Limits
 from polymoe.serve.metrics import ServerMetrics
 from support.paged_attention import batching_config, plain_flash
-from support.serving import CHECKPOINT, CONTEXT, HELDOUT, Running
+from support.serving import CHECKPOINT, CONTEXT, HELDOUT, Running, running_server, said
 
 
 def test_continuous_batching_is_refused_on_a_cpu(server: Running) -> None:
@@ -83,11 +84,54 @@ def test_continuous_batching_ends_what_nobody_waits_for(server: Running) -> None
     assert cancelled != ["same"]  # clients may choose equal ids
 
 
-def test_requests_share_forward_passes(server: Running, monkeypatch: Any) -> None:
-    """With Transformers' continuous batching, and polymoe's attention computed by its definition."""
+@pytest.fixture
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers' continuous batching, with polymoe's attention computed by its definition."""
     monkeypatch.setattr(paged_attention, "_flash", plain_flash)
     settings = {"max_batch_tokens": 64, "max_memory_percent": 0.001}
     monkeypatch.setattr(paged_attention, "batching_config", lambda **_: batching_config(**settings))
+    monkeypatch.setattr(paged_attention, "runs_on", lambda _: True)
+    monkeypatch.setattr(app, "_require_cuda", lambda _: None)
+
+
+@pytest.mark.usefixtures("on_a_cpu")
+def test_a_server_answers_with_continuous_batching() -> None:
+    """From requests to answers; fields that all requests share are refused if they say something else."""
+    replies: list[Any] = []
+    with running_server(batching=True) as server:
+
+        def ask(question: str, chat: bool, stream: bool) -> None:
+            replies.append(said(server, question, chat=chat, stream=stream, temperature=0))
+
+        asked = [
+            (row["prompt"], chat, stream) for row in HELDOUT[:2] for chat in (True, False) for stream in (True, False)
+        ]
+        threads = [threading.Thread(target=ask, args=arguments) for arguments in asked]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        expected = [(row["answer"], "stop", len(row["answer"]) + 1) for row in HELDOUT[:2] for _ in range(4)]
+        assert sorted(replies) == sorted(expected)
+        assert said(server, "1+2=", chat=False, stream=True, max_tokens=6, extra_body={"ignore_eos": True})[2] == 6
+        for field, value in (("temperature", 0.5), ("stop", "a"), ("seed", 1), ("logit_bias", {"3": 1})):
+            refused = server.post("/v1/completions", {"prompt": "1+2=", field: value})
+            assert (refused.status, refused.json()["error"]["param"]) == (400, field)
+        long = server.post("/v1/completions", {"prompt": "1" * CONTEXT})
+        assert long.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.usefixtures("on_a_cpu")
+def test_the_operator_chooses_the_temperature(server: Running) -> None:
+    manager = BatchingManager(Limits(CONTEXT), ServerMetrics(name="sums", model=server.model), Batching())
+    assert not manager.config(server.model).do_sample  # the checkpoint's own
+    hot = BatchingManager(Limits(CONTEXT), manager.metrics, Batching(temperature=0.5))
+    config = hot.config(server.model)
+    assert (config.do_sample, config.temperature, config.use_cache) == (True, 0.5, False)
+
+
+@pytest.mark.usefixtures("on_a_cpu")
+def test_requests_share_forward_passes(server: Running) -> None:
     model, tokenizer = load(CHECKPOINT, device="cpu")
     metrics = ServerMetrics(name="sums", model=model)
     manager = BatchingManager(Limits(CONTEXT), metrics, Batching(paged=True))

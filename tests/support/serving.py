@@ -136,10 +136,10 @@ class Running:
 
 
 @contextlib.contextmanager
-def running_server(connections: int = 200, **limits: Any) -> Iterator[Running]:
+def running_server(connections: int = 200, *, batching: bool = False, **limits: Any) -> Iterator[Running]:
     """A server around the trained checkpoint, in a thread; ``limits`` are the gate's."""
     model, tokenizer = load(CHECKPOINT, device="cpu", backend="reference")
-    served = ModelServer(model, tokenizer, name="sums")
+    served = ModelServer(model, tokenizer, name="sums", continuous_batching=batching)
     with bind("127.0.0.1", 0) as listener:
         gate = Gate(served.app, metrics=served.metrics, **{"api_key": KEY, "max_request_bytes": BYTES, **limits})
         http = HttpServer(gate, listener, max_connections=connections, stop_s=1)

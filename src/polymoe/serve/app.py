@@ -91,13 +91,8 @@ class ModelServer:
         cache_memory: float | None = None,
         temperature: float | None = None,
     ) -> None:
-        if continuous_batching and model.device.type != "cuda":
-            raise UnsupportedProblem(
-                "continuous batching",
-                expected="a CUDA device",
-                got=str(model.device),
-                hint="serve without it: requests then run one after the other",
-            )
+        if continuous_batching:
+            _require_cuda(model)
         config = model.config.get_text_config()
         context = getattr(config, "max_position_embeddings", None)
         characters = None if context is None else context * longest_token(tokenizer)
@@ -143,6 +138,16 @@ class ModelServer:
 
     async def _metrics(self) -> Response:
         return Response(self.metrics.text(), media_type=self.metrics.content_type)
+
+
+def _require_cuda(model: Any) -> None:
+    if model.device.type != "cuda":
+        raise UnsupportedProblem(
+            "continuous batching",
+            expected="a CUDA device",
+            got=str(model.device),
+            hint="serve without it: requests then run one after the other",
+        )
 
 
 async def _worker_died(_: Any, error: Any) -> JSONResponse:
