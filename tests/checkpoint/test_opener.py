@@ -21,8 +21,13 @@ from polymoe.errors import CheckpointError, CheckpointNotFound
 
 
 def make_socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(os.path.relpath(path))  # absolute names may be too long for a socket
+    # Names of sockets have at most 107 bytes, and those of pytest's directories may have more.
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"/proc/self/fd/{directory}/{path.name}")
+    finally:
+        os.close(directory)
 
 
 KINDS: dict[str, Callable[[Path], object]] = {

@@ -152,11 +152,16 @@ def test_timeouts_are_tried_again(tmp_path: Path) -> None:
 
 
 def test_a_server_that_goes_on_saying_429_is_asked_less_at_once(tmp_path: Path) -> None:
+    places = threading.Semaphore(2)  # requests that are refused take none, however long their refusal takes
+
     def two_at_once(body: dict[str, Any], _: int) -> Reply:
-        if server.now > 2:
+        if not places.acquire(blocking=False):
             return refused(429, retry_after="0.01")
-        time.sleep(0.03)
-        return add(body)
+        try:
+            time.sleep(0.03)
+            return add(body)
+        finally:
+            places.release()
 
     with serving(two_at_once) as server:
         found = run(tmp_path, server.url, 40, concurrency=30, retries=1)

@@ -89,8 +89,13 @@ def test_an_open_server_without_a_key_is_warned_of(tmp_path: Path, caplog: pytes
 STUCK = """
 import time
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssModel
-GptOssModel.forward = lambda *_, **__: time.sleep(600)
+forward = GptOssModel.forward
+def first_then_none(*args, **kwargs):
+    GptOssModel.forward = lambda *_, **__: time.sleep(600)
+    return forward(*args, **kwargs)
+GptOssModel.forward = first_then_none
 """
+"""Loading computes two tokens, and no other forward pass ends."""
 
 
 @pytest.mark.parametrize(
