@@ -132,9 +132,9 @@ ORDER = {
         "gate", "http_parser", "connections", "log_limit", "http_server", "listener", "lifecycle", "__init__",
     ),
     "engines.transformers": (
-        "contract", "untrusted", "chat_template", "model_config", "tokenizer", "paged_attention", "decode_graph",
-        "families", "experts_interface", "dense_quantizer", "weights", "quantizer", "dequantized", "loading",
-        "generator", "__init__",
+        "contract", "untrusted", "chat_template", "replies", "model_config", "tokenizer", "paged_attention",
+        "decode_graph", "families", "experts_interface", "dense_quantizer", "weights", "quantizer", "dequantized",
+        "loading", "generator", "chat", "__init__",
     ),
     "engines.serving": ("settings", "sources", "stand_aside", "packed_layer", "__init__"),
     "engines.vllm": ("hooks", "neutral", "dummy", "facts", "method", "plugin", "__init__"),

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from polymoe.cli import bench, bench_decode, bench_serve, doctor, eval, explain, run, serve, tune, verify
+from polymoe.cli import bench, bench_decode, bench_serve, chat, doctor, eval, explain, run, serve, tune, verify
 from polymoe.cli.output import fail
 from polymoe.errors import PolymoeError, printable
 
@@ -44,6 +44,7 @@ for _name, _verb in {
     "bench": bench,
     "tune": tune,
     "run": run,
+    "chat": chat,
     "serve": serve,
     "doctor": doctor,
 }.items():

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from polymoe.errors import ArgumentError, PolymoeError
+from polymoe.errors import ArgumentError, PolymoeError, printable
+from polymoe.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -20,14 +21,21 @@ __all__ = [
     "Backend",
     "BatchInvariant",
     "Checkpoint",
+    "DeviceMap",
     "Json",
+    "MaxTokens",
     "OnDevice",
     "Role",
+    "TensorParallel",
     "console",
     "fail",
     "measured_on",
+    "no_tensor_parallel",
     "print_json",
+    "say",
+    "speed_line",
     "status",
+    "terminal_text",
     "token_counts",
 ]
 
@@ -42,6 +50,25 @@ Role = Annotated[
 """``--role`` of workers that prefill, decode or do both."""
 OnDevice = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, or auto: the GPU if there is one.")]
 """``--device`` of the verbs that compute."""
+DeviceMap = Annotated[
+    str | None,
+    typer.Option(help="auto, balanced or sequential: spread whole layers over all GPUs. Instead of --device."),
+]
+"""``--device-map`` of the verbs that run whole models."""
+TensorParallel = Annotated[
+    int,
+    typer.Option(
+        "--tp", "--tensor-parallel-size", min=1, help="Only 1 here: this command is one process. Says what does more."
+    ),
+]
+"""``--tp`` of the verbs that run whole models in this process."""
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--max-tokens", "--max-new-tokens", min=1, help="Most tokens of a reply. Default: what fits in the context."
+    ),
+]
+"""``--max-tokens``."""
 BatchInvariant = Annotated[
     bool,
     typer.Option("--batch-invariant", help="Results must be bitwise independent of the rest of the batch."),
@@ -65,6 +92,47 @@ def status() -> Console:
     from rich.console import Console
 
     return Console(stderr=True, markup=False)
+
+
+def say(text: str) -> None:
+    """Print lines on stderr as they are, without wrapping them."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def terminal_text(text: str, stream: Any) -> str:
+    """Text of a model for a stream: on a terminal, what would control it is escaped; tabs and line breaks stay."""
+    return "\t".join(map(printable, text.split("\t"))) if stream.isatty() else text
+
+
+def speed_line(speed: dict[str, Any]) -> str:
+    """One line about time, tokens and experts, from :meth:`Generator.speed`'s values."""
+    # Nothing is packed if the checkpoint has its experts in 16 bit.
+    experts = (
+        f"{format_bytes(speed['packed_bytes'])} packed, {format_bytes(speed['dequantized_bytes'])} as 16 bit, "
+        f"backend {', '.join(speed['backends'])}"
+        if speed["packed_bytes"]
+        else "not quantized"
+    )
+    return (
+        f"{speed['new_tokens']} tokens in {speed['seconds']:.2f} s, {speed['tokens_per_second']:.1f} tokens/s "
+        f"on {speed['device']}; experts {experts}"
+    )
+
+
+def no_tensor_parallel(tp: int) -> None:
+    """Refuse ``--tp`` above 1, and say what runs a model on several GPUs.
+
+    Raises:
+        ArgumentError: for more than one rank.
+    """
+    if tp > 1:
+        raise ArgumentError(
+            "--tp",
+            expected="1, since this command is one process",
+            got=str(tp),
+            hint=f"--device-map auto spreads whole layers over the GPUs; for tensor parallelism, "
+            f"vllm serve MODEL --tensor-parallel-size {tp} runs polymoe's experts where polymoe is installed beside it",
+        )
 
 
 def print_json(value: Any) -> None:

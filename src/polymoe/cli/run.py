@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from polymoe.cli.output import Backend, Checkpoint, Json, OnDevice, Role, print_json, status
-from polymoe.units import format_bytes
+from polymoe.cli.output import (
+    Backend,
+    Checkpoint,
+    DeviceMap,
+    Json,
+    OnDevice,
+    Role,
+    TensorParallel,
+    no_tensor_parallel,
+    print_json,
+    say,
+    speed_line,
+    terminal_text,
+)
+
+if TYPE_CHECKING:
+    from polymoe.engines.transformers.generator import Answer
 
 __all__ = ["command"]
 
@@ -19,7 +34,9 @@ def command(
         list[str] | None,
         typer.Argument(help="Prompts to answer. Default: the lines of stdin.", show_default=False),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens in an answer.")] = 256,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "--max-new-tokens", min=1, help="Maximum number of tokens in an answer.")
+    ] = 256,
     raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")] = False,
     batch_size: Annotated[int, typer.Option(min=1, help="Number of prompts that are answered together.")] = 32,
     graphs: Annotated[
@@ -32,41 +49,48 @@ def command(
     backend: Backend = "auto",
     role: Role = "mixed",
     device: OnDevice = "auto",
+    device_map: DeviceMap = None,
+    tp: TensorParallel = 1,
     json: Json = False,
 ) -> None:
     """Answer prompts; report the speed and the size of the experts, packed and dequantized."""
     from polymoe.errors import ArgumentError
 
+    no_tensor_parallel(tp)
     prompts = list(prompt or [])
     if not prompts:
+        if sys.stdin.isatty():
+            say("reading prompts from the terminal, one on each line; Ctrl-D ends them. (polymoe chat is a dialogue.)")
         prompts = [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not prompts:
         raise ArgumentError("run", expected="a prompt", got="none on the command line or on stdin")
     from polymoe.engines.transformers.generator import Generator
 
-    err = status()
-    with err.status("loading"):
-        generator = Generator.load(checkpoint, device=device, backend=backend, role=role, graphs=graphs)
+    say(f"loading {checkpoint}")
+    generator = Generator.load(
+        checkpoint, device=device, device_map=device_map, backend=backend, role=role, graphs=graphs
+    )
     answers = []
     for start in range(0, len(prompts), batch_size):
         for answer in generator.answer(prompts[start : start + batch_size], max_tokens=max_tokens, raw=raw):
             answers.append(answer)
             if not json:
-                print(answer.text if len(prompts) == 1 else f"{answer.prompt} {answer.text}", flush=True)
+                text = "\n".join([*filter(None, [answer.text]), *(f"[calls {call}]" for call in answer.tool_calls)])
+                text = terminal_text(text, sys.stdout)
+                print(text if len(prompts) == 1 else f"{answer.prompt} {text}", flush=True)
+                if not text and answer.reasoning:
+                    say(f"(cut off before its answer, after {answer.tokens} tokens of reasoning: --max-tokens)")
     speed = generator.speed()
     if json:
-        print_json({"answers": [{"prompt": a.prompt, "text": a.text, "tokens": a.tokens} for a in answers], **speed})
-        return
-    # Nothing is packed if the checkpoint has its experts in 16 bit.
-    experts = (
-        f"{format_bytes(speed['packed_bytes'])} packed, {format_bytes(speed['dequantized_bytes'])} as 16 bit, "
-        f"backend {', '.join(speed['backends'])}"
-        if speed["packed_bytes"]
-        else "not quantized"
-    )
-    err.print(
-        f"{speed['new_tokens']} tokens in {speed['seconds']:.2f} s, {speed['tokens_per_second']:.1f} tokens/s "
-        f"on {speed['device']}; experts {experts}",
-        highlight=False,
-        soft_wrap=True,
-    )
+        print_json({"answers": [_plain(answer) for answer in answers], **speed})
+    else:
+        say(speed_line(speed))
+
+
+def _plain(answer: Answer) -> dict[str, Any]:
+    found: dict[str, Any] = {"prompt": answer.prompt, "text": answer.text, "tokens": answer.tokens}
+    if answer.reasoning:
+        found["reasoning"] = answer.reasoning
+    if answer.tool_calls:
+        found["tool_calls"] = list(answer.tool_calls)
+    return found

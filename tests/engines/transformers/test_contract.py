@@ -47,6 +47,12 @@ SERVER = tuple(
 OTHERS = (
     PrivatePart("transformers.integrations.finegrained_fp8.load_finegrained_fp8_kernel", ()),
     PrivatePart("transformers.utils.logging.set_verbosity_error", ()),
+    PrivatePart(
+        "transformers.cli.serving.utils.build_response_parser", ("processor", "model", "input_ids"), more=False
+    ),
+    PrivatePart("transformers.cli.serving.utils.response_events_to_chunks", ("events",)),
+    PrivatePart("transformers.cli.serving.utils.ReasoningText"),
+    PrivatePart("transformers.cli.serving.utils.ToolCall", keywords=("name", "arguments")),
 )
 """What single options use."""
 

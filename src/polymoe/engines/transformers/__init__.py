@@ -4,6 +4,7 @@ The modules, each of which imports only from those below it (``tests/test_import
 
 .. code-block:: text
 
+    chat               conversations, for ``polymoe chat``
     generator          answers to batches of prompts, for ``polymoe run``
     loading            load, install, uninstall
     dequantized        the same checkpoints without packing, to compare with
@@ -16,6 +17,7 @@ The modules, each of which imports only from those below it (``tests/test_import
     paged_attention    attention for continuous batching
     tokenizer          tokenizers from copies of the files that were checked
     model_config       config and generation config without what names code
+    replies            answer, reasoning and tool calls in generated tokens
     chat_template      chat templates with a limit on time and memory
     untrusted          exceptions of libraries as errors of the checkpoint
     contract           private parts of Transformers that all of these use

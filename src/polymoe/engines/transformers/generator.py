@@ -1,9 +1,10 @@
-"""Generator: answers to batches of prompts from a model in this process, for ``polymoe run`` and measurements."""
+"""Generator: answers to batches of prompts from a model in this process, for ``polymoe run``, ``chat`` and
+measurements."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from polymoe.engines.transformers.chat_template import ChatTemplateError
 from polymoe.engines.transformers.decode_graph import require_capturable
 from polymoe.engines.transformers.loading import load
+from polymoe.engines.transformers.replies import read_reply
 from polymoe.engines.transformers.untrusted import reading
 from polymoe.errors import ArgumentError, CheckpointError
 from polymoe.experts import FusedExperts
@@ -23,11 +25,21 @@ _CACHE_STEP = 1024  # tokens
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to one prompt, and its length in tokens."""
+    """The answer to one prompt.
+
+    Attributes:
+        prompt: what was asked.
+        text: the answer, without reasoning and tool calls where the model's chat format marks them.
+        tokens: how many were generated.
+        reasoning: what the model thought before it answered.
+        tool_calls: each as ``name(arguments)``.
+    """
 
     prompt: str
     text: str
     tokens: int
+    reasoning: str = ""
+    tool_calls: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -49,9 +61,17 @@ class Generator:
 
     @classmethod
     def load(
-        cls, path: str, *, device: str = "auto", backend: str = "auto", role: str = "mixed", graphs: bool = False
+        cls,
+        path: str,
+        *,
+        device: str = "auto",
+        device_map: Any = None,
+        backend: str = "auto",
+        role: str = "mixed",
+        graphs: bool = False,
     ) -> Generator:
-        """Load a checkpoint with packed experts.
+        """Load a checkpoint with packed experts; the arguments are those of
+        :func:`polymoe.engines.transformers.load`.
 
         Raises:
             ArgumentError: for graphs without a GPU.
@@ -60,7 +80,8 @@ class Generator:
         """
         if graphs and (device == "cpu" or not torch.cuda.is_available()):
             raise ArgumentError("graphs", expected="a GPU", got="none, or device='cpu'", hint="do without graphs")
-        model, tokenizer = load(path, device=device, backend=backend, role=role)
+        also = {} if device_map is None else {"device_map": device_map}
+        model, tokenizer = load(path, device=device, backend=backend, role=role, **also)
         if graphs:
             require_capturable(model)
         return cls(model, tokenizer, graphs)
@@ -81,13 +102,31 @@ class Generator:
         """
         chat = not raw and getattr(self.tokenizer, "chat_template", None) is not None
         texts = [self._chat(p) for p in prompts] if chat else list(prompts)
+        inputs = self.encode(texts, chat=chat)
+        new = self.generate(inputs, max_tokens=max_tokens)
+        answers = []
+        for prompt, prompt_ids, ids in zip(prompts, inputs["input_ids"].tolist(), new, strict=True):
+            reply = read_reply(self.model, self.tokenizer, prompt_ids, ids, raw=not chat)
+            answers.append(Answer(prompt, reply.content, len(ids), reply.reasoning, reply.tool_calls))
+        return answers
+
+    def encode(self, texts: Sequence[str], *, chat: bool) -> Any:
+        """Token ids and attention mask of a batch, [B, T] on the model's device, padded on the left.
+
+        Args:
+            texts: prompts; a chat template writes special tokens itself.
+            chat: whether a chat template has written them.
+
+        Raises:
+            ArgumentError: for a prompt that leaves no room for an answer in the model's context.
+        """
         # Decoder-only models continue at the right end, so padding goes to the left. verbose=False suppresses the
         # warning for prompts that are too long, which raise an error below.
         if len(texts) > 1 and self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token  # any token: the attention mask hides it
         with reading(f"{self.model.name_or_path}: tokenizer", "one that encodes the prompts"):
             inputs = self.tokenizer(
-                texts,
+                list(texts),
                 return_tensors="pt",
                 padding=len(texts) > 1,
                 padding_side="left",
@@ -95,9 +134,26 @@ class Generator:
                 verbose=False,
             ).to(self.model.device)
         length = inputs["input_ids"].shape[1]
-        context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        if context is not None and length >= context:
-            raise ArgumentError("prompt", expected=f"fewer tokens than the context's {context}", got=f"{length}")
+        if length < 1:
+            raise ArgumentError("prompt", expected="at least one token", got="none")
+        if self.context is not None and length >= self.context:
+            raise ArgumentError("prompt", expected=f"fewer tokens than the context's {self.context}", got=f"{length}")
+        return inputs
+
+    @property
+    def context(self) -> int | None:
+        """Most tokens of a prompt and its answer; None if the config does not say."""
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+
+    def generate(self, inputs: Mapping[str, Any], *, max_tokens: int, **options: Any) -> list[list[int]]:
+        """Tokens of each answer, without padding; time and tokens are counted.
+
+        Args:
+            inputs: of :meth:`encode`.
+            max_tokens: maximum number of tokens in an answer.
+            options: for Transformers' ``generate``.
+        """
+        length = inputs["input_ids"].shape[1]
         # Rounded up, since every cache size is compiled separately.
         longest = -(-(length + max_tokens) // _CACHE_STEP) * _CACHE_STEP
         static = {"cache_implementation": "static", "max_cache_len": longest} if self.graphs else {}
@@ -108,14 +164,13 @@ class Generator:
                 attention_mask=inputs["attention_mask"],
                 max_new_tokens=max_tokens,
                 **static,
+                **options,
             )
         self.seconds += time.perf_counter() - start
         pad = self.model.generation_config.pad_token_id
-        new = out[:, length:]
-        counts = (new != pad).sum(1).tolist() if pad is not None else [new.shape[1]] * len(prompts)
-        self.new_tokens += sum(counts)
-        decoded = self.tokenizer.batch_decode(new, skip_special_tokens=True)
-        return [Answer(p, t.strip(), c) for p, t, c in zip(prompts, decoded, counts, strict=True)]
+        new = [[id for id in row if id != pad] for row in out[:, length:].tolist()]
+        self.new_tokens += sum(map(len, new))
+        return new
 
     def _chat(self, prompt: str) -> str:
         message = {"role": "user", "content": prompt}
