@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -178,8 +178,9 @@ class ExpertWeights:
     read: Callable[[int], Expert]
     read_unchecked: Callable[[int], Expert] | None = None
     """As ``read``, without looking at the numbers: views of files stay unread until they are used."""
-    read_several: Callable[[int, int], Sequence[Expert]] | None = None
-    """Experts from the first number to before the last at once, where fewer operations are needed than for each."""
+    read_stacked: Callable[[int, int], Mapping[str, Tensor]] | None = None
+    """The tensors of several experts, from the first number to before the last, where that takes fewer operations than
+    each alone: those of :meth:`Expert.parts`, each [experts, ...]. Input scales that an expert lacks are NaN."""
 
     def peek(self, e: int) -> Expert:
         """Expert ``e`` without any check, for who needs a part of it."""

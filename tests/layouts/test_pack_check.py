@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from polymoe.errors import VerificationError
+from polymoe.errors import FormatError, VerificationError
 from polymoe.experts import FusedExperts
 from polymoe.layouts import LAYOUTS, Packed
 from polymoe.layouts import pack_check as module
 from polymoe.layouts.checksums import Checksums
 from polymoe.layouts.pack_check import difference, pack_checked
-from polymoe.layouts.staging import kept
+from polymoe.layouts.staging import PartOffsets, expert_of, in_buffer, kept, of_buffer
 from polymoe.scale_range import measure_scales
 from polymoe.tensors import Expert, ExpertWeights
 from support.pack_faults import AFTER, BEFORE, CELLS, FAULTY_CELLS, choice, faulty, layer, reading
@@ -99,17 +100,16 @@ def test_scales_of_groups_of_zeros_may_change() -> None:
     assert difference(zeros, replace(found, up=expert.gate)) == "up.codes"
 
 
-@pytest.mark.parametrize("large", [1, 1 << 20])
-def test_checksums(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("together", [True, False])
+def test_checksums(together: bool) -> None:
     """They depend on every byte and its place, and neither on strides nor on where tensors begin in memory."""
-    monkeypatch.setattr("polymoe.layouts.checksums._LARGE_BYTES", large)
-    expert, checksums = (
-        random_experts("nvfp4", experts=1, hidden=96, intermediate=64, bias=True).expert(0),
-        Checksums(CPU),
-    )
+    expert, offsets = random_experts("nvfp4", experts=1, hidden=96, intermediate=64, bias=True).expert(0), PartOffsets()
+    checksums = Checksums(CPU, offsets)
 
-    def of(expert: Expert) -> list[int]:
-        return [int(x) for x in checksums.of(expert)]
+    def of(expert: Expert) -> int:
+        if together:
+            return int(checksums.of_buffer(in_buffer(expert, offsets)))
+        return int(checksums.of({name: part[None] for name, part in expert.parts().items()}))
 
     before = of(expert)
     assert of(expert.map(torch.clone)) == before
@@ -128,6 +128,58 @@ def test_checksums(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert of(expert) != before
 
 
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts arrive in buffers, and numbers are read at the end of a layer."""
+
+    def staged(weights: ExpertWeights, device: torch.device, arrived: Any, offsets: PartOffsets) -> ExpertWeights:
+        def read(e: int) -> Expert:
+            expert = weights.read(e)
+            with _disable_current_modes():  # the host's work
+                buffer = in_buffer(expert, offsets)
+            expert = of_buffer(buffer, expert, offsets)
+            arrived(e, expert, buffer)
+            return expert
+
+        return replace(weights, read=read)
+
+    monkeypatch.setattr(module, "staged", staged)
+    monkeypatch.setattr(module, "_measured", torch.Tensor.flatten)
+    monkeypatch.setattr("polymoe.layouts.checksums._sums", lambda words, multipliers: (words * multipliers).sum(1))
+
+
+@pytest.mark.parametrize("fault", [None, "two swapped", "bias of another"])
+def test_experts_that_arrive_in_buffers(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_gpu(monkeypatch)
+    monkeypatch.setattr(module, "difference", lambda *_: pytest.fail("a difference") if fault is None else "a part")
+    weights = layer("nvfp4")
+    layout: Any = LAYOUTS["natural"]
+    if fault is not None:
+        layout = type("Faulty", (type(layout),), {"pack": faulty(layout, fault)})()
+    with pytest.raises(VerificationError) if fault else nullcontext():
+        pack_checked(layout, weights, CPU, "layer 3")
+
+
+def test_parts_of_one_kind_are_measured_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is wrong with one of them is said of it."""
+    on_a_gpu(monkeypatch)
+    weights = random_experts("mxfp4", experts=3, hidden=128, intermediate=256)
+    expert = weights.expert(1)
+    buffer = in_buffer(expert, offsets := PartOffsets())
+    together = module._stacked(of_buffer(buffer, expert, offsets).parts())
+    assert {kind for names, _ in together if (kind := tuple(names))} == {
+        ("gate.codes", "up.codes", "down.codes"),
+        ("gate.scales", "up.scales", "down.scales"),
+    }
+    expert.up.scales.view(torch.uint8)[3, 1] = 0xFF  # type: ignore[union-attr]
+    with pytest.raises(FormatError, match=r"layer 3, expert 1.* up"):
+        pack_checked(
+            LAYOUTS["natural"],
+            ExpertWeights.of([expert if e == 1 else x for e, x in enumerate(weights)]),
+            CPU,
+            "layer 3",
+        )
+
+
 class Launches(TorchDispatchMode):
     """Counts the operations that are more than a view."""
 
@@ -144,38 +196,36 @@ class Launches(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("name", "format", "most"),
     [
-        ("natural", "mxfp4", 20), ("w4a16_fragments", "mxfp4", 55), ("w4a8_fragments", "mxfp4", 75),
-        ("w8_fragments", "fp8_block128", 40), ("w16_swizzle128", "bf16", 30),
+        ("natural", "mxfp4", 16), ("w4a16_fragments", "mxfp4", 68), ("w4a8_fragments", "mxfp4", 90),
+        ("w8_fragments", "fp8_block128", 38), ("w16_swizzle128", "bf16", 35),
     ],
 )  # fmt: skip
 def test_launches_of_an_expert(name: str, format: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU each takes some microseconds, and the device is waited for at the end of the layer only."""
-    monkeypatch.setattr(module, "_scalar", lambda scalar: scalar)  # as on a GPU
-    monkeypatch.setattr("polymoe.layouts.checksums._LARGE_BYTES", 1 << 12)
+    on_a_gpu(monkeypatch)
     counts = []
     for experts in (2, 6):
         weights = random_experts(format, experts=experts, hidden=128, intermediate=256)
+        monkeypatch.setattr(module, "_BLOCK_BYTES", 2 * weights.spec.expert_bytes)
         pack_checked(LAYOUTS[name], weights, CPU, "experts")  # makes tables
         with Launches() as launches:
             pack_checked(LAYOUTS[name], weights, CPU, "experts")
         counts.append(launches.found)
     waits = [found["_local_scalar_dense"] for found in counts]
     assert waits[0] == waits[1]
-    assert (counts[1].total() - counts[0].total()) / 4 <= most
+    assert (counts[1].total() - counts[0].total()) / 4 <= most, counts[1] - counts[0]
 
 
 @pytest.mark.parametrize(("name", "format"), CELLS)
 def test_several_experts_are_unpacked_at_once_as_each_alone(name: str, format: str) -> None:
     weights = random_experts(format, experts=7, hidden=256, intermediate=256, bias=True)
     packed = LAYOUTS[name].unpack(LAYOUTS[name].pack(weights, CPU))
-    if name == "natural":
-        assert packed.read_several is None  # views, at no cost
-        return
-    assert packed.read_several is not None
+    assert packed.read_stacked is not None
     for first, last in ((0, 7), (2, 5), (6, 7)):
-        found = packed.read_several(first, last)
-        assert len(found) == last - first
-        for e, expert in zip(range(first, last), found, strict=True):
+        found = packed.read_stacked(first, last)
+        assert {len(part) for part in found.values()} == {last - first}
+        for e in range(first, last):
+            expert = expert_of(weights.spec, found, e - first)
             assert difference(expert, packed.expert(e)) is None
             assert difference(expert, weights.expert(e)) is None
 
@@ -186,7 +236,7 @@ def test_rows_of_no_whole_group_are_unpacked_one_expert_at_a_time(name: str) -> 
     multiple = 64 if name == "w4a8_fragments" else 16
     spec = random_experts(format, experts=2, hidden=128 + multiple, intermediate=64).spec
     packed = LAYOUTS[name].unpack(Packed(name, spec, {}))
-    assert (packed.read_several is None) == bool((128 + multiple) % 64)
+    assert (packed.read_stacked is None) == bool((128 + multiple) % 64)
 
 
 def test_experts_that_were_peeked_at_are_not_looked_up_again() -> None:
@@ -204,7 +254,7 @@ def test_experts_that_were_peeked_at_are_not_looked_up_again() -> None:
 
 
 def test_without_comparing_nothing_is_summed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.Checksums, "of", lambda self, expert: pytest.fail("a checksum"))
+    monkeypatch.setattr(module.Checksums, "of", lambda self, parts: pytest.fail("a checksum"))
     packed = pack_checked(LAYOUTS["natural"], random_experts(), CPU, "experts", compare=False)
     assert packed.layout == "natural"
 

@@ -34,7 +34,7 @@ def test_at_most_two_experts_are_under_way_to_a_gpu(monkeypatch: pytest.MonkeyPa
 
     stream = Stream()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(stack, "_sent", lambda part, device: part.clone())
+    monkeypatch.setattr(stack, "_sent", lambda expert, device, offsets: (expert.map(torch.clone), None))
     weights = random_experts("nvfp4", experts=5, bias=True)
     taken = []
     for expert in uploaded(weights, torch.device("cuda")):

@@ -15,16 +15,17 @@ def has_numbers(part: Tensor) -> bool:
     return part.dtype != torch.uint8
 
 
-def extremes(part: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two scalars of a tensor, on its device and without synchronizing it.
+def extremes(part: Tensor, dim: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return two scalars of a tensor, or of each slice along ``dim``, on its device and without synchronizing it.
 
     Of floats: the smallest and the largest number; both are NaN if one is. Of E8M0: the smallest and the largest byte.
     Of E4M3: the largest byte as a signed and as an unsigned integer. E4M3 has no infinity, and its two NaN bytes 0x7f
     and 0xff are the largest of each.
     """
     if part.dtype == torch.float8_e4m3fn:
-        return part.view(torch.int8).amax(), part.view(torch.uint8).amax()
-    low, high = torch.aminmax(part.view(torch.uint8) if part.dtype == torch.float8_e8m0fnu else part)
+        axes = () if dim is None else (dim,)
+        return part.view(torch.int8).amax(axes), part.view(torch.uint8).amax(axes)
+    low, high = torch.aminmax(part.view(torch.uint8) if part.dtype == torch.float8_e8m0fnu else part, dim=dim)
     return low, high
 
 

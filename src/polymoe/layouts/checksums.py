@@ -2,54 +2,69 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from polymoe.tensors import Expert
+from polymoe.layouts.staging import INPUT_SCALES, PartOffsets
 
 __all__ = ["Checksums"]
-
-_LARGE_BYTES = 1 << 20
-"""Tensors of at least this size have a checksum of their own. Smaller ones are joined first, since on a GPU a launch
-takes longer than to copy them."""
 
 # Of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), as signed integers.
 _INCREMENT, _MIX = 0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64)
 
 
 class Checksums:
-    """Computes checksums of experts on one device.
+    """Computes checksums of the experts of a layer on one device.
 
-    A checksum is the sum of a tensor's 64-bit words, modulo 2**64, each times a pseudorandom odd number that belongs to
-    its position. One changed word always changes it. So do several, and words in another order, unless by a chance of
-    about 2**-64, or of 2**(n - 64) if all differences are multiples of 2**n.
+    A checksum is the sum of an expert's 64-bit words, modulo 2**64, each times a pseudorandom odd number that belongs
+    to its position. One changed word always changes it. So do several, and words in another order, unless by a chance
+    of about 2**-64, or of 2**(n - 64) if all differences are multiples of 2**n.
+
+    Args:
+        device: where the experts are.
+        offsets: the positions of an expert's parts.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, offsets: PartOffsets) -> None:
+        self._offsets = offsets
         self._multipliers = torch.empty(0, dtype=torch.int64, device=device)
 
-    def of(self, expert: Expert) -> list[Tensor]:
-        """Return the checksums of an expert's parts in their order: int64 scalars, those of small parts first."""
-        large, small, size = [], [], 0
-        for part in expert.parts().values():
-            flat = part.contiguous().view(-1).view(torch.uint8)
-            if flat.numel() >= _LARGE_BYTES and not flat.numel() % 8 and not flat.storage_offset() % 8:
-                large.append(flat)
-            else:
-                small.append(flat)
-                size += flat.numel()
-        if size % 8:
-            small.append(small[0].new_zeros(-size % 8))
-        joined = [torch.cat(small)] if small else []
-        return [self._sum(flat.view(torch.int64)) for flat in joined + large]
+    def of_buffer(self, buffer: Tensor) -> Tensor:
+        """Return the checksum, int64 [1], of an expert whose parts are at their offsets in ``buffer``, uint8, and zeros
+        between them."""
+        words = buffer.view(1, -1).view(torch.int64)
+        return _sums(words, self._at(0, words.shape[1]))
 
-    def _sum(self, words: Tensor) -> Tensor:
-        if len(self._multipliers) < len(words):
-            self._multipliers = _multipliers(len(words), words.device)
-        multipliers = self._multipliers[: len(words)]
-        if words.is_cpu:
-            return torch.dot(words, multipliers)  # not on GPUs, whose dot takes no integers
-        return (words * multipliers).sum()
+    def of(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """Return the checksums, int64 [n], of the experts whose parts are [n, ...]. Input scales that are NaN count as
+        missing, and missing parts as zeros."""
+        words = {name: _words(part.nan_to_num() if name in INPUT_SCALES else part) for name, part in parts.items()}
+        first = {name: self._offsets.of(name, 8 * x.shape[1]) // 8 for name, x in words.items()}
+        self._at(0, self._offsets.nbytes // 8)  # all at once
+        return torch.stack([_sums(x, self._at(first[name], x.shape[1])) for name, x in words.items()]).sum(0)
+
+    def _at(self, first: int, count: int) -> Tensor:
+        """Return the multipliers, int64 [count], of the words from ``first`` on."""
+        if len(self._multipliers) < first + count:
+            self._multipliers = _multipliers(first + count, self._multipliers.device)
+        return self._multipliers[first : first + count]
+
+
+def _words(part: Tensor) -> Tensor:
+    """Return the bytes of tensors [n, ...] as int64 [n, words], padded with zeros."""
+    flat = part.contiguous().view(len(part), -1).view(torch.uint8)
+    if flat.shape[1] % 8 or flat.storage_offset() % 8:
+        flat = torch.nn.functional.pad(flat, (0, -flat.shape[1] % 8)).clone()
+    return flat.view(torch.int64)
+
+
+def _sums(words: Tensor, multipliers: Tensor) -> Tensor:
+    """Return the checksum of each row of ``words``."""
+    if words.is_cpu:
+        return torch.stack([torch.dot(row, multipliers) for row in words])  # not on GPUs, whose dot takes no integers
+    return (words * multipliers).sum(1)
 
 
 def _multipliers(count: int, device: torch.device) -> Tensor:

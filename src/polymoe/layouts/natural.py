@@ -10,9 +10,9 @@ from torch import Tensor
 from polymoe.errors import PlanError
 from polymoe.formats import QuantTensor
 from polymoe.layouts.base import Packed
-from polymoe.layouts.staging import drop_absent, store, uploaded
+from polymoe.layouts.staging import expert_of, store, uploaded
 from polymoe.scale_range import ScaleRange
-from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
+from polymoe.tensors import ExpertsSpec, ExpertWeights
 from polymoe.verdict import Reason
 
 __all__ = ["Natural"]
@@ -53,18 +53,10 @@ class Natural:
     def unpack(self, packed: Packed) -> ExpertWeights:
         """Return the experts as views of the packed tensors."""
 
-        def read(e: int) -> Expert:
-            mine = {name: tensor[e] for name, tensor in packed.tensors.items()}
-            projections = {
-                p: QuantTensor(
-                    encoding=encoding, **{n.split(".")[1]: t for n, t in mine.items() if n.startswith(p + ".")}
-                )
-                for p, encoding in packed.spec.encodings.items()
-            }
-            vectors = drop_absent({n: t for n, t in mine.items() if "." not in n})
-            return Expert(**{"gate": None, **projections, **vectors})  # type: ignore[arg-type]
+        def stacked(first: int, last: int) -> dict[str, Tensor]:
+            return {name: tensor[first:last] for name, tensor in packed.tensors.items()}
 
-        return ExpertWeights(packed.spec, read)
+        return ExpertWeights(packed.spec, lambda e: expert_of(packed.spec, packed.tensors, e), read_stacked=stacked)
 
     def view(
         self, spec: ExpertsSpec, stacks: dict[str, QuantTensor], vectors: dict[str, Tensor] | None = None

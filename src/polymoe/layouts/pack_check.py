@@ -6,8 +6,9 @@ for the device before the end. What looks wrong is then read again and compared 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -16,12 +17,12 @@ from polymoe.errors import CheckpointError, VerificationError
 from polymoe.formats.extremes import extremes, has_numbers, is_finite, is_zero
 from polymoe.layouts.base import Layout, Packed
 from polymoe.layouts.checksums import Checksums
-from polymoe.layouts.staging import staged
+from polymoe.layouts.staging import INPUT_SCALES, PartOffsets, staged
 from polymoe.tensors import Expert, ExpertWeights
 
 __all__ = ["difference", "pack_checked", "require_input_scales"]
 
-_Scalar = Tensor | int | float
+_Numbers = Tensor | list[int] | list[float]
 
 _BLOCK_BYTES = 32 << 20
 """Size of the experts that are unpacked at once. Temporary memory is less than three times as much."""
@@ -52,7 +53,8 @@ def pack_checked(
         VerificationError: for an expert that is not in its place, or not as it was read.
     """
     check = _PackCheck(weights, device, where, compare)
-    packed = layout.pack(staged(replace(weights, read=check.read), device, check.arrived), device, out)
+    arriving = staged(replace(weights, read=check.read), device, check.arrived, check.offsets)
+    packed = layout.pack(arriving, device, out)
     unpacked = layout.unpack(packed)
     check.require_numbers(unpacked)
     if compare:
@@ -79,66 +81,78 @@ def require_input_scales(weights: ExpertWeights, where: str) -> None:
 
 
 class _PackCheck:
-    """What is measured of each expert on its way into a layout, as scalars on the device."""
+    """What is measured of each expert on its way into a layout, as numbers on the device."""
 
     def __init__(self, weights: ExpertWeights, device: torch.device, where: str, compare: bool) -> None:
         self._source, self._device, self._where, self._compare = weights, device, where, compare
         self.read = weights.read_unchecked or weights.read
-        self._checksums = Checksums(device)
-        self._extremes: dict[tuple[int, str], tuple[torch.dtype, _Scalar, _Scalar]] = {}
-        self._sums: dict[int, list[_Scalar]] = {}
+        self.offsets = PartOffsets()
+        self._checksums = Checksums(device, self.offsets)
+        self._measured: list[tuple[int, list[str], torch.dtype]] = []
+        self._first: list[_Numbers] = []
+        self._second: list[_Numbers] = []
+        self._sums: dict[int, _Numbers] = {}
 
     @torch.no_grad()
-    def arrived(self, e: int, expert: Expert) -> None:
-        for name, part in expert.parts().items():
-            if not has_numbers(part) or name.endswith("input_scale"):
-                continue
-            if name.endswith("codes") and part.dtype.itemsize == 2:
-                first = second = part.sum()  # not finite if a number is not; on a CPU twice as fast as the extremes
+    def arrived(self, e: int, expert: Expert, buffer: Tensor | None) -> None:
+        parts = expert.parts()
+        numbers = {n: t for n, t in parts.items() if has_numbers(t) and n not in INPUT_SCALES}
+        for names, part in _stacked(numbers):
+            dim = 1 if len(names) > 1 else None
+            if names[0].endswith("codes") and part.dtype.itemsize == 2:
+                # Not finite if a number is not; on a CPU twice as fast as the extremes.
+                first = second = part.sum(dim)
             else:
-                first, second = extremes(part)
-            self._extremes[e, name] = part.dtype, _scalar(first), _scalar(second)
+                first, second = extremes(part, dim)
+            self._measured.append((e, names, part.dtype))
+            self._first.append(_measured(first))
+            self._second.append(_measured(second))
         if self._compare:
-            self._sums[e] = self._sum(expert)
+            self._sums[e] = _measured(
+                self._checksums.of({name: part[None] for name, part in parts.items()})
+                if buffer is None
+                else self._checksums.of_buffer(buffer)
+            )
 
     def require_numbers(self, packed: ExpertWeights) -> None:
-        dtypes = [dtype for dtype, _, _ in self._extremes.values()]
-        first = _values([value for _, value, _ in self._extremes.values()])
-        second = _values([value for _, _, value in self._extremes.values()])
-        for (e, name), found in zip(self._extremes, zip(dtypes, first, second, strict=True), strict=True):
-            finite = is_finite(*found)
-            if finite and not (name.endswith(("scales", "global_scale")) and is_zero(*found)):
-                continue
-            expert = self._source.expert(e)  # reading with checks names the tensor in the file
-            if self._source.read_unchecked is None:
-                expert.validate(self._name(e))
-            if not finite:  # the sum of large numbers, or numbers that changed on their way
-                packed.expert(e).validate(f"{self._name(e)}, packed,")
-            # All scales of a slice may be zero if other scales of the matrix are not.
+        found = zip(self._measured, _read(self._first), _read(self._second), strict=True)
+        for (e, names, dtype), first, second in found:
+            for name, low, high in zip(names, first, second, strict=True):
+                self._require_numbers(packed, e, name, (dtype, low, high))
+
+    def _require_numbers(
+        self, packed: ExpertWeights, e: int, name: str, found: tuple[torch.dtype, float, float]
+    ) -> None:
+        finite = is_finite(*found)
+        if finite and not (name.endswith(("scales", "global_scale")) and is_zero(*found)):
+            return
+        expert = self._source.expert(e)  # reading with checks names the tensor in the file
+        if self._source.read_unchecked is None:
+            expert.validate(self._name(e))
+        if not finite:  # the sum of large numbers, or numbers that changed on their way
+            packed.expert(e).validate(f"{self._name(e)}, packed,")
+        # All scales of a slice may be zero if other scales of the matrix are not.
 
     @torch.no_grad()
     def require_in_place(self, packed: ExpertWeights, layout: str) -> None:
         local = range(self._source.spec.local_experts)
-        before = _integers([self._sums.get(e, []) for e in local])
-        after = _integers([self._sum(expert) for expert in _in_blocks(packed)])
+        before = _read([self._sums.get(e, []) for e in local])
+        after = [x for some in _read([_measured(self._checksums.of(p)) for p in _in_blocks(packed)]) for x in some]
         for e in local:
-            if before[e] == after[e]:
+            if before[e] == [after[e]]:
                 continue
             found, name = packed.expert(e), ""
             if before[e]:
                 name = difference(self._source.expert(e).to(self._device), found)
                 if name is None:
                     continue
-            others = [other for other in local if before[other] == after[e]]
+            others = [other for other in local if before[other] == [after[e]]]
             raise VerificationError(
                 f"{self._name(e)} {name}".rstrip(),
                 expected=f"to be packed in layout {layout!r} as it was read",
                 got=f"the weights of expert {self._source.spec.first_expert + others[0]}" if others else "other bytes",
                 hint="this is a bug: report it with this message, and load with another backend meanwhile",
             )
-
-    def _sum(self, expert: Expert) -> list[_Scalar]:
-        return [_scalar(checksum) for checksum in self._checksums.of(expert)]
 
     def _name(self, e: int) -> str:
         return f"{self._where}, expert {self._source.spec.first_expert + e}"
@@ -160,15 +174,32 @@ def difference(expert: Expert, other: Expert) -> str | None:
     return None
 
 
-def _in_blocks(weights: ExpertWeights) -> Iterator[Expert]:
-    """Yield all experts, read several at once where that is faster."""
-    count, several = weights.spec.local_experts, weights.read_several
-    if several is None:
-        yield from weights
+def _in_blocks(weights: ExpertWeights) -> Iterator[Mapping[str, Tensor]]:
+    """Yield the parts of all experts in order, [n, ...]: n experts at once where that is faster."""
+    count, stacked = weights.spec.local_experts, weights.read_stacked
+    if stacked is None:
+        yield from ({name: part[None] for name, part in expert.parts().items()} for expert in weights)
         return
     size = max(1, _BLOCK_BYTES // weights.spec.expert_bytes)
     for first in range(0, count, size):
-        yield from several(first, min(first + size, count))
+        yield stacked(first, min(first + size, count))
+
+
+def _stacked(parts: Mapping[str, Tensor]) -> Iterator[tuple[list[str], Tensor]]:
+    """Yield names and a view [names, numbers] of parts of the same kind that are equally far apart in one buffer, as
+    those of gate, up and down are: one launch then measures all of them. Yield other parts alone, as they are."""
+    kinds: dict[tuple[object, ...], list[str]] = {}
+    for name, part in parts.items():
+        kinds.setdefault((part.dtype, part.numel(), name.rpartition(".")[2]), []).append(name)
+    for names in kinds.values():
+        some = [parts[name] for name in names]
+        begins = [part.storage_offset() for part in some]
+        steps = {second - first for first, second in pairwise(begins)}
+        shared = len({part.untyped_storage().data_ptr() for part in some}) == 1
+        if len(steps) == 1 and shared and min(steps) > 0 and all(part.is_contiguous() for part in some):
+            yield names, some[0].as_strided((len(some), some[0].numel()), (steps.pop(), 1))
+        else:
+            yield from (([name], parts[name]) for name in names)
 
 
 def _numbers(expert: Expert, name: str) -> Tensor:
@@ -182,23 +213,18 @@ def _same_bytes(part: Tensor, other: Tensor) -> bool:
     return part.dtype == other.dtype and torch.equal(a, b)
 
 
-def _scalar(scalar: Tensor) -> _Scalar:
-    """Keep a scalar of a GPU there, to be read with others. On a CPU read it: if small tensors outlive the large ones
+def _measured(numbers: Tensor) -> _Numbers:
+    """Keep numbers of a GPU there, to be read with others. On a CPU read them: if small tensors outlive the large ones
     that are allocated beside them, the heap grows by as much for each expert."""
-    return scalar.item() if scalar.is_cpu else scalar
+    return numbers.flatten().tolist() if numbers.is_cpu else numbers.flatten()
 
 
-def _integers(lists: Sequence[Sequence[_Scalar]]) -> list[list[int]]:
-    """Return lists of int64 scalars as integers, read from the device at once."""
-    flat = iter(_values([value for values in lists for value in values]))
-    return [[int(next(flat)) for _ in values] for values in lists]
-
-
-def _values(scalars: Sequence[_Scalar]) -> list[int | float]:
-    """Return scalars as numbers. Those on the device are read once for each dtype."""
-    found: dict[int, int | float] = {i: x for i, x in enumerate(scalars) if not isinstance(x, Tensor)}
-    there = {i: x for i, x in enumerate(scalars) if isinstance(x, Tensor)}
+def _read(numbers: Sequence[_Numbers]) -> list[list[int | float]]:
+    """Return each of ``numbers`` as a list. Those on the device are read once for each dtype."""
+    found = {i: list(x) for i, x in enumerate(numbers) if not isinstance(x, Tensor)}
+    there = {i: x for i, x in enumerate(numbers) if isinstance(x, Tensor)}
     for dtype in {x.dtype for x in there.values()}:
         some = {i: x for i, x in there.items() if x.dtype == dtype}
-        found.update(zip(some, torch.stack(list(some.values())).tolist(), strict=True))
-    return [found[i] for i in range(len(scalars))]
+        values = iter(torch.cat(list(some.values())).tolist())
+        found.update({i: [next(values) for _ in range(len(x))] for i, x in some.items()})
+    return [found[i] for i in range(len(numbers))]

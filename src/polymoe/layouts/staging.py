@@ -10,19 +10,47 @@ import torch
 from torch import Tensor
 
 from polymoe.errors import PlanError
-from polymoe.tensors import Expert, ExpertWeights
+from polymoe.formats import QuantTensor
+from polymoe.shapes import round_up
+from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
 
-__all__ = ["drop_absent", "kept", "staged", "store", "uploaded"]
+__all__ = ["INPUT_SCALES", "PartOffsets", "expert_of", "in_buffer", "kept", "of_buffer", "staged", "store", "uploaded"]
 
 _UNDER_WAY = 2
 """Most experts whose copies to a GPU are pending at once; limits pinned memory."""
 
-# Experts that received no token in calibration lack these scales; their entries in a stack are NaN.
 INPUT_SCALES = frozenset({"gate_up_input_scale", "down_input_scale"})
+"""Experts that received no token in calibration lack these; their entries in a stack are NaN."""
+
+_ALIGNMENT = 256
+"""Bytes, as of the memory that torch allocates: kernels read aligned vectors."""
+
+
+class PartOffsets:
+    """Where the parts of an expert begin in one buffer, which is the same for all experts of a layer.
+
+    Attributes:
+        nbytes: size of the buffer.
+    """
+
+    def __init__(self) -> None:
+        self._offsets: dict[tuple[str, int], int] = {}
+        self.nbytes = 0
+
+    def of(self, name: str, nbytes: int) -> int:
+        """Return the offset in bytes of the part of this name and size. A part that is new is put at the end."""
+        key = name, round_up(nbytes, _ALIGNMENT)
+        if key not in self._offsets:
+            self._offsets[key] = self.nbytes
+            self.nbytes += key[1]
+        return self._offsets[key]
 
 
 def staged(
-    weights: ExpertWeights, device: torch.device, arrived: Callable[[int, Expert], None] | None = None
+    weights: ExpertWeights,
+    device: torch.device,
+    arrived: Callable[[int, Expert, Tensor | None], None] | None = None,
+    offsets: PartOffsets | None = None,
 ) -> ExpertWeights:
     """Return the same experts on ``device``, each copied there when it is read. On a CPU they are those of ``weights``.
 
@@ -31,22 +59,25 @@ def staged(
     Args:
         weights: the experts, on any device.
         device: where they are needed.
-        arrived: called with the number of each expert that is read and with the expert on ``device``.
+        arrived: called with the number of each expert that is read, the expert on ``device``, and the buffer that holds
+            its parts, uint8 with zeros between them; None if each part has memory of its own.
+        offsets: where the parts are in a buffer; by default those of the first expert, one after the other.
     """
     under_way: deque[torch.Event] = deque()
+    places = offsets or PartOffsets()
 
     def read(e: int) -> Expert:
-        expert = weights.read(e)
+        expert, buffer = weights.read(e), None
         if device.type == "cuda":
             if len(under_way) == _UNDER_WAY:
                 under_way.popleft().synchronize()
-            expert = expert.map(lambda part: _sent(part, device))
+            expert, buffer = _sent(expert, device, places)
             under_way.append(torch.cuda.current_stream(device).record_event())
         if arrived is not None:
-            arrived(e, expert)
+            arrived(e, expert, buffer)
         return expert
 
-    return replace(weights, read=read, read_several=None)
+    return replace(weights, read=read, read_stacked=None)
 
 
 def kept(weights: ExpertWeights) -> ExpertWeights:
@@ -77,11 +108,38 @@ def uploaded(weights: ExpertWeights, device: torch.device) -> Iterator[Expert]:
         torch.cuda.current_stream(device).synchronize()
 
 
-def _sent(part: Tensor, device: torch.device) -> Tensor:
-    if part.device.type == "cpu":
-        # Torch's allocator does not reuse pinned memory before pending copies from it have finished.
-        part = torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part)
-    return part.to(device, non_blocking=True)
+def _sent(expert: Expert, device: torch.device, offsets: PartOffsets) -> tuple[Expert, Tensor | None]:
+    """Start to copy an expert to a GPU: in one piece if it is on the CPU, since each copy costs time on the host."""
+    if not all(part.is_cpu for part in expert.parts().values()):
+        return expert.to(device), None
+    # Torch's allocator does not reuse pinned memory before pending copies from it have finished.
+    buffer = in_buffer(expert, offsets, pin_memory=True).to(device, non_blocking=True)
+    return of_buffer(buffer, expert, offsets), buffer
+
+
+def in_buffer(expert: Expert, offsets: PartOffsets, *, pin_memory: bool = False) -> Tensor:
+    """Return an expert's parts at their offsets in one buffer on the CPU, uint8 with zeros between them."""
+    parts = {offsets.of(name, part.nbytes): part for name, part in expert.parts().items()}
+    buffer = torch.empty(offsets.nbytes, dtype=torch.uint8, pin_memory=pin_memory)
+    end = 0
+    for first, part in sorted(parts.items()):
+        if end < first:
+            buffer[end:first] = 0
+        end = first + part.nbytes
+        _at(buffer, first, part).copy_(part)
+    if end < len(buffer):
+        buffer[end:] = 0
+    return buffer
+
+
+def of_buffer(buffer: Tensor, expert: Expert, offsets: PartOffsets) -> Expert:
+    """Return the expert with views of ``buffer`` in place of its parts: the inverse of :func:`in_buffer`."""
+    parts = iter([_at(buffer, offsets.of(n, part.nbytes), part) for n, part in expert.parts().items()])
+    return expert.map(lambda _: next(parts))
+
+
+def _at(buffer: Tensor, first: int, like: Tensor) -> Tensor:
+    return buffer[first : first + like.nbytes].view(like.dtype).view(like.shape)
 
 
 def store(
@@ -110,6 +168,18 @@ def store(
             stack[e].fill_(float("nan"))
 
 
-def drop_absent(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return one expert's vectors without the input scales that :func:`store` filled with NaN."""
-    return {n: t for n, t in parts.items() if not (n in INPUT_SCALES and t.isnan())}
+def expert_of(spec: ExpertsSpec, parts: Mapping[str, Tensor], e: int) -> Expert:
+    """Return expert ``e`` of tensors that are stacked over experts: views by the names of :meth:`Expert.parts`.
+
+    Input scales that :func:`store` filled with NaN are left out.
+    """
+    mine = {name: part[e] for name, part in parts.items()}
+    projections = {
+        projection: QuantTensor(
+            encoding=encoding,
+            **{name.partition(".")[2]: part for name, part in mine.items() if name.startswith(f"{projection}.")},
+        )
+        for projection, encoding in spec.encodings.items()
+    }
+    vectors = {n: t for n, t in mine.items() if "." not in n and not (n in INPUT_SCALES and t.isnan())}
+    return Expert(**{"gate": None, **projections, **vectors})  # type: ignore[arg-type]

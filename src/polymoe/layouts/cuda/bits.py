@@ -22,9 +22,9 @@ def move_bits(words: Tensor, positions: Sequence[int]) -> Tensor:
         uint8 of the same shape, in new memory.
     """
     low, high = _tables(tuple(positions), words.device)
-    values = words.contiguous().view(torch.int32).flatten()
-    moved = low.index_select(0, values & 0xFFFF)
-    moved |= high.index_select(0, (values >> 16).add_(1 << 15))
+    halves = words.contiguous().view(torch.uint16).view(-1, 2)
+    moved = low.index_select(0, halves[:, 0].int())
+    moved |= high.index_select(0, halves[:, 1].int())
     return moved.view(torch.uint8).view(words.shape)
 
 
@@ -38,8 +38,7 @@ def inverse(positions: tuple[int, ...]) -> tuple[int, ...]:
 def _tables(positions: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return tables of the moved bits of every lower and every upper half of a word, int32 [65536] each.
 
-    The upper table starts at -32768. Tables are cached: to build them takes longer than to pack an expert, and to copy
-    them to a GPU synchronizes.
+    They are cached: to build them takes longer than to pack an expert, and to copy them to a GPU synchronizes.
     """
     halves = []
     for half in (positions[:16], positions[16:]):
@@ -47,7 +46,7 @@ def _tables(positions: tuple[int, ...], device: torch.device) -> tuple[Tensor, T
         moved = ((values >> bit & 1) << position for bit, position in enumerate(half))
         halves.append(sum(moved, torch.zeros_like(values)))
     low, high = (half.int().to(device) for half in halves)  # int() wraps: bit 31 is the sign
-    return low, high.roll(1 << 15)
+    return low, high
 
 
 def split_tiles(packed: Tensor, tiles: int, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:

@@ -17,9 +17,9 @@ from torch import Tensor
 from polymoe.errors import FormatError, PlanError
 from polymoe.formats import Encoding, QuantTensor
 from polymoe.layouts.base import Packed
-from polymoe.layouts.staging import drop_absent, store, uploaded
+from polymoe.layouts.staging import expert_of, store, uploaded
 from polymoe.scale_range import ScaleRange
-from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
+from polymoe.tensors import ExpertsSpec, ExpertWeights
 from polymoe.verdict import Reason, Reasons
 
 __all__ = [
@@ -177,26 +177,22 @@ class MatrixLayout(ABC):
         spec = packed.spec
         together = all(_shape(spec, matrix)[0] % self.group_rows == 0 for matrix in _MATRICES)
 
-        def several(first: int, last: int) -> list[Expert]:
+        def stacked(first: int, last: int) -> dict[str, Tensor]:
             some = {name: tensor[first:last] for name, tensor in packed.tensors.items()}
-            stacks = {}
+            found = {n: t for n, t in some.items() if n.endswith(".global_scale") or "." not in n}
             for matrix in _MATRICES:
                 encoding, names = spec.encodings[matrix], _halves(spec, matrix)
-                parts = {n.partition(".")[2]: t for n, t in some.items() if n.startswith(f"{matrix}.")}
+                parts = {name: some[key] for name in ("codes", "scales") if (key := f"{matrix}.{name}") in some}
                 halves = self.unpack_matrix(parts, encoding, *_shape(spec, matrix), len(names))
                 for projection, (codes, scales) in zip(names, halves, strict=True):
-                    codes = codes.unflatten(0, (last - first, -1))
-                    scales = None if scales is None else scales.unflatten(0, (last - first, -1))
-                    world = some.get(f"{projection}.global_scale")
-                    stacks[projection] = QuantTensor(codes, encoding, scales, global_scale=world)
-            found = []
-            for e in range(last - first):
-                projections = {name: stack[e] for name, stack in stacks.items()}
-                vectors = drop_absent({n: t[e] for n, t in some.items() if "." not in n})
-                found.append(Expert(**{"gate": None, **projections, **vectors}))  # type: ignore[arg-type]
+                    found[f"{projection}.codes"] = codes.unflatten(0, (last - first, -1))
+                    if scales is not None:
+                        found[f"{projection}.scales"] = scales.unflatten(0, (last - first, -1))
             return found
 
-        return ExpertWeights(spec, lambda e: several(e, e + 1)[0], read_several=several if together else None)
+        return ExpertWeights(
+            spec, lambda e: expert_of(spec, stacked(e, e + 1), 0), read_stacked=stacked if together else None
+        )
 
 
 def interleave_gate_up(halves: Sequence[Tensor]) -> Tensor:

@@ -100,22 +100,22 @@ _STEPS = ScaleLimit(MOST_STEP, "scales of a row within 2**14 of each other", "so
 def pack_codes(codes_NB: Tensor) -> Tensor:
     """Pack the codes of a matrix in the order that the module describes: uint8 [N, K/2] to [N * K / 2]."""
     rows, whole = len(codes_NB), len(codes_NB) // ROWS * ROWS
-    found = []
+    found, pairs = [], codes_NB.contiguous().view(torch.int16)
     for first, last in ((0, whole), (whole, rows)):
         if first < last:
-            # group of rows, tile, h (row g or g + 8), g, block, 32 columns, half, t, byte
-            x = codes_NB[first:last].unflatten(0, (-1, min(ROWS, last - first) // TILE, 2, 8))
-            x = x.unflatten(4, (-1, 2, 2, 4, 2)).permute(0, 4, 1, 3, 7, 5, 2, 6, 8)
-            found.append(move_bits(x.flatten(7), BITS).flatten())
+            # group of rows, tile, h (row g or g + 8), g, block, 32 columns, half, t: two bytes each
+            x = pairs[first:last].unflatten(0, (-1, min(ROWS, last - first) // TILE, 2, 8))
+            x = x.unflatten(4, (-1, 2, 2, 4)).permute(0, 4, 1, 3, 7, 5, 2, 6).flatten()
+            found.append(move_bits(x.view(torch.uint8).view(-1, 4), BITS).flatten())
     return torch.cat(found)
 
 
 def unpack_codes(packed: Tensor, rows: int, columns: int) -> Tensor:
     """Return the codes, uint8 [rows, columns / 2]: the inverse of :func:`pack_codes`."""
     (whole,) = split_tiles(packed, rows // TILE, ((columns // COLUMNS, 512),))
-    x = move_bits(whole.view(*whole.shape[:2], 8, 4, 2, 2, 4), inverse(BITS)).unflatten(6, (2, 2))
-    # tile, block, g, t, 32 columns, h, half, byte
-    return x.permute(0, 5, 2, 1, 4, 6, 3, 7).flatten(3).flatten(0, 2)
+    x = move_bits(whole.view(*whole.shape[:2], 8, 4, 2, 2, 4), inverse(BITS)).view(torch.int16)
+    # tile, block, g, t, 32 columns, h, half: two bytes each
+    return x.permute(0, 5, 2, 1, 4, 6, 3).flatten(3).flatten(0, 2).view(torch.uint8)
 
 
 def scale_bytes(rows: int, columns: int) -> int:
