@@ -221,7 +221,7 @@ def test_naming_the_reference_is_allowed_anywhere() -> None:
     assert load_experts(SUMS, 0, device="cpu", backend="reference").explain().requested == "reference"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_loading_holds_the_packed_layer_and_one_expert(tmp_path: Path) -> None:
     """256 experts, H=1024, F=512: growth of anonymous memory at most packed + one expert + 100 MB."""

@@ -59,7 +59,7 @@ def test_a_sample_has_some_of_each_group_and_nothing_long(
     suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     samples = []
-    for seed in map(str, range(20)):
+    for seed in map(str, range(4)):
         monkeypatch.setenv(tiers.SEED, seed)
         found = collected(suite, "--slow=sample")
         assert found == collected(suite, "--slow=sample")
@@ -67,7 +67,7 @@ def test_a_sample_has_some_of_each_group_and_nothing_long(
         assert len(set(found[1:-1])) == 4  # an eighth of 30, rounded up
         assert all(name.startswith("test_many[") for name in found[1:-1])
         samples += found[1:-1]
-    assert len(set(samples)) > 20  # of 80 drawn from 30
+    assert len(set(samples)) > 8  # of 16 drawn from 30
 
 
 def test_what_is_chosen_from_a_group_does_not_depend_on_the_others() -> None:

@@ -56,7 +56,7 @@ def test_a_few_mutated_checkpoints_are_read_or_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 def test_mutated_checkpoints_are_answered_or_refused_by_every_verb(checkpoint: str, tmp_path: Path) -> None:
-    assert not failures(campaign(tmp_path / "out", "--checkpoints", checkpoint, "--count", 3, "--seed", 500))
+    assert not failures(campaign(tmp_path / "out", "--checkpoints", checkpoint, "--count", 1, "--seed", 500))
 
 
 @pytest.mark.long
