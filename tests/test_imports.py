@@ -63,6 +63,7 @@ ALLOWED["engines"] = set()
 ALLOWED["verify"] = set(_CORE)
 ALLOWED["engines.transformers"] = _CORE | {"engines"}
 ALLOWED["engines.serving"] = _CORE | {"checkpoint.dialects"}
+ALLOWED["engines.sglang"] = _CORE | {"engines.serving"}
 ALLOWED["engines.vllm"] = _CORE | {"engines.serving"}
 ALLOWED["bench"] = ALLOWED["generate"] = ALLOWED["serve"] = _CORE | {"engines.transformers"}  # whole models
 ALLOWED["bench.serving"] = {"atomic", "errors", "json_input", "server_replies", "bench"}  # nothing that loads a model
@@ -136,8 +137,12 @@ ORDER = {
         "decode_graph", "families", "experts_interface", "dense_quantizer", "weights", "quantizer", "dequantized",
         "loading", "generator", "chat", "__init__",
     ),
-    "engines.serving": ("settings", "sources", "stand_aside", "packed_layer", "__init__"),
-    "engines.vllm": ("hooks", "neutral", "dummy", "facts", "method", "plugin", "__init__"),
+    "engines.serving": (
+        "settings", "hooks", "sources", "loading", "dummy", "stand_aside", "packed_layer", "log", "take_over",
+        "__init__",
+    ),
+    "engines.sglang": ("hooks", "facts", "method", "plugin", "__init__"),
+    "engines.vllm": ("hooks", "neutral", "facts", "method", "plugin", "__init__"),
 }  # fmt: skip
 
 

@@ -163,7 +163,7 @@ ASKED = {
     "tests": "*-m not long",
     "long tests": "*-m long",
     **{name: f"*{tests}" for name, tests in OLDER.items()},
-    "vLLM's contract": "*vllm_contract*",
+    "the engines' contracts": "*engine_contract*",
 }
 
 

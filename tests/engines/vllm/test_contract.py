@@ -1,6 +1,6 @@
 """The names of vLLM that the plug-in uses, in the sources of the oldest version, of one between, and of the newest.
 
-They were parsed, not run: ``contract.json`` is what ``tests/support/vllm_contract.py`` read in the wheels.
+They were parsed, not run: ``contract.json`` is what ``tests/support/engine_contract.py`` read in the wheels.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
+from polymoe.engines.serving.hooks import Hook
 from polymoe.engines.serving.sources import VLLM
-from polymoe.engines.vllm.hooks import HOOKS, Hook
+from polymoe.engines.vllm.hooks import HOOKS
 from polymoe.engines.vllm.neutral import _PLAIN, _SELECTORS
-from support.vllm_contract import TABLE
+from support.engine_contract import ENGINES
 
-CONTRACT: dict[str, dict[str, Any]] = json.loads(TABLE.read_text())
+CONTRACT: dict[str, dict[str, Any]] = json.loads(ENGINES["vllm"].table.read_text())
 
 
 def test_the_table_has_the_oldest_and_a_newer_version() -> None:

@@ -2,8 +2,8 @@
 
 An engine's quantization method creates, for each layer, ``w13_*`` (gate and up) and ``w2_*`` (down) tensors whose first
 axis counts this rank's experts. They hold the checkpoint's bytes, sliced for the rank. :data:`VLLM` says for each
-method, by the name of its class, which dialect these bytes are in. Other methods are refused. Shapes are checked, but
-they never choose a dialect.
+method of vLLM, and :data:`SGLANG` for each of SGLang, by the name of its class, which dialect these bytes are in. Other
+methods are refused. Shapes are checked, but they never choose a dialect.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ import torch
 from torch import Tensor
 
 from polymoe.checkpoint.dialects import DIALECTS, Dialect, headers_of
-from polymoe.checkpoint.dialects.fp4 import Fp4
+from polymoe.checkpoint.dialects.float import Fp8Dialect
+from polymoe.checkpoint.dialects.fp4 import ByWeight, Fp4
 from polymoe.errors import CheckpointError, FormatError, PolymoeError, UnsupportedProblem
 from polymoe.formats import Encoding, PerGroup
 from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
 
-__all__ = ["VLLM", "StackedExperts", "StackedSource", "source_of"]
+__all__ = ["SGLANG", "VLLM", "StackedExperts", "StackedSource", "source_of"]
 
-_SHAPE, _BIAS = "weight_shape", "bias"
+_SHAPE = "weight_shape"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,13 +34,16 @@ class StackedSource:
     Attributes:
         dialects: how a matrix is stored; the suffixes of a dialect are those of the tensors (``w13_weight_scale``). The
             first whose required tensors exist is used.
-        interleaved: whether rows of gate and up alternate in ``w13_*``; otherwise all gate rows come first.
+        interleaved: whether rows of gate and up alternate in ``w13_*``; otherwise all gate rows come first. None if
+            the method stores either, and the layer's activation says which.
         multiple: the engine's loader fills the intermediate size up to a multiple of this with zeros.
+        bias: suffix of the biases.
     """
 
     dialects: tuple[Dialect, ...]
-    interleaved: bool = False
+    interleaved: bool | None = False
     multiple: int = 1
+    bias: str = "bias"
 
     def dialect(self, names: Collection[str]) -> Dialect:
         """Return the dialect of tensors with these ``names``.
@@ -55,9 +59,11 @@ class StackedSource:
         raise FormatError("tensors of the layer", expected=f"w13_* and w2_* with {wanted}", got=", ".join(names))
 
 
-def _source(*dialects: str | Dialect, interleaved: bool = False, multiple: int = 1) -> StackedSource:
+def _source(
+    *dialects: str | Dialect, interleaved: bool | None = False, multiple: int = 1, bias: str = "bias"
+) -> StackedSource:
     found = tuple(DIALECTS[d] if isinstance(d, str) else d for d in dialects)
-    return StackedSource(dialects=found, interleaved=interleaved, multiple=multiple)
+    return StackedSource(dialects=found, interleaved=interleaved, multiple=multiple, bias=bias)
 
 
 _MXFP4 = Fp4("stacked_mxfp4", scale_dtype=torch.uint8)
@@ -81,6 +87,32 @@ VLLM: Mapping[str, StackedSource] = MappingProxyType(
     }
 )
 """vLLM's methods, by the name of their class (vLLM 0.24 to 0.33)."""
+
+_BIAS = "weight_bias"
+# The method that loads DeepSeek's FP8 loads DeepSeek-V4's MXFP4 too, under the same names.
+_FP8_OR_MXFP4 = ByWeight(
+    "stacked_deepseek",
+    Fp8Dialect("stacked_fp8", "weight_scale_inv"),
+    Fp4("stacked_fp4", scale="weight_scale_inv", code_dtype=torch.int8, scale_dtype=torch.float8_e8m0fnu),
+)
+
+SGLANG: Mapping[str, StackedSource] = MappingProxyType(
+    {
+        "AWQMoEScheme": _source("awq"),
+        "CompressedTensorsW4A4Nvfp4MoE": _source("ct_nvfp4"),
+        "CompressedTensorsW8A8Fp8MoE": _source("ct_float"),
+        "CompressedTensorsWNA16MoE": _source("ct_int4"),
+        "CompressedTensorsWNA16TritonMoE": _source("ct_int4"),
+        "Fp8MoEMethod": _source(_FP8_OR_MXFP4, "modelopt_fp8", bias=_BIAS),
+        "GPTQMarlinMoEScheme": _source("gptq"),
+        "ModelOptFp8MoEMethod": _source("modelopt_fp8"),
+        "ModelOptNvFp4FusedMoEMethod": _source("modelopt_nvfp4"),
+        # gpt-oss alternates rows of gate and up, compressed-tensors does not.
+        "Mxfp4MoEMethod": _source(_MXFP4, interleaved=None, bias=_BIAS),
+        "UnquantizedFusedMoEMethod": _source("plain", bias=_BIAS),
+    }
+)
+"""SGLang's methods, or the schemes that store their tensors, by the name of their class (SGLang 0.5.17 to 0.5.23)."""
 
 
 def source_of(methods: Mapping[str, StackedSource], name: str) -> StackedSource:
@@ -134,7 +166,7 @@ class StackedExperts:
         kept = [s for s in self.dialect.required if s != _SHAPE]
         kept += [s for s in self.dialect.optional if s.endswith("zero_point")]
         kept += [s for s in self.dialect.optional if s.startswith("input") and self.static]
-        kept += [_BIAS] if self.bias else []
+        kept += [self.source.bias] if self.bias else []
         return tuple(name for p in ("w13", "w2") for s in kept if (name := f"{p}_{s}") in self.tensors)
 
     def encodings(self) -> tuple[Encoding, Encoding]:
@@ -143,6 +175,13 @@ class StackedExperts:
         Raises:
             FormatError: for a tensor whose dtype or shape does not fit; the message names it.
         """
+        for name in self.names:
+            if not self.tensors[name].dim() or self.tensors[name].shape[0] != self.count:
+                raise FormatError(
+                    f"{self.where}.{name}",
+                    expected=f"a first axis for the {self.count} experts on this rank",
+                    got=str(list(self.tensors[name].shape)),
+                )
         halves = range(2 if self.gated else 1)
         found = {self._detect("w13", half) for half in halves}
         assert len(found) == 1
@@ -240,7 +279,7 @@ class StackedExperts:
         return tensor.T.contiguous() if self.k_first and not self.dialect.k_first else tensor
 
     def _bias(self, prefix: str, half: int, e: int, check: bool) -> Tensor:
-        name = f"{prefix}_{_BIAS}"
+        name = f"{prefix}_{self.source.bias}"
         if name not in self.tensors:
             raise CheckpointError(f"{self.where}.{name}", expected="this bias, as the experts have biases", got="none")
         bias = self._half(name, self.tensors[name][e], half)

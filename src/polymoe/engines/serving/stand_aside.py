@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -83,6 +83,22 @@ class LayerPlan:
     selection: Selection
     mapped: bool = False
 
+    def experts_in(self, tensors: Mapping[str, Tensor]) -> StackedExperts:
+        """Return the experts in ``tensors``, which the engine's method created.
+
+        Raises:
+            FormatError: if they are not stored as planned.
+        """
+        found = replace(self.experts, tensors=tensors)
+        if found.encodings() != self.experts.encodings():
+            raise FormatError(
+                self.experts.where,
+                expected=" and ".join(map(str, self.experts.encodings())),
+                got=" and ".join(map(str, found.encodings())),
+                hint="POLYMOE=0 runs this model without polymoe; please report it",
+            )
+        return found
+
 
 def judge_layer(facts: LayerFacts, request: PlanRequest, settings: EngineSettings) -> LayerPlan | Rejected:
     """Return the plan of a layer, or every reason why the engine keeps it.
@@ -142,11 +158,13 @@ def _experts(facts: LayerFacts, reasons: Reasons, *, static: bool) -> StackedExp
     except UnsupportedProblem as error:
         reasons.found.append(reason_of(error))
         return None
+    if source.interleaved is None:
+        source = replace(source, interleaved=facts.interleaved)
     orders = {True: "alternating", False: "all of gate, then all of up"}
     reasons.need(
         source.interleaved == facts.interleaved,
         "rows of w13",
-        orders[source.interleaved],
+        orders[bool(source.interleaved)],
         orders[facts.interleaved],
     )
     try:

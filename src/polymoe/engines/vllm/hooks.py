@@ -1,40 +1,13 @@
-"""HOOKS: every name of vLLM that the plug-in uses, and the check that this vLLM has them.
-
-vLLM's own tests do not cover these names. The table is compared with the sources of several versions in
-``tests/engines/vllm``, and with the installed one when the plug-in is registered.
-"""
+"""HOOKS: every name of vLLM that the plug-in uses."""
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
-import inspect
-from dataclasses import dataclass
-from typing import Any
+from polymoe.engines.serving.hooks import Hook
 
-__all__ = ["HOOKS", "Hook", "missing_hooks"]
+__all__ = ["HOOKS"]
 
 _MOE = "vllm.model_executor.layers.fused_moe"
 _RELOAD = "vllm.model_executor.model_loader.reload"
-
-
-@dataclass(frozen=True, slots=True)
-class Hook:
-    """A name of vLLM.
-
-    Attributes:
-        module: where it is defined.
-        name: of a function or method (``Class.method``), or of a class.
-        uses: parameters of the function, or attributes of the class.
-    """
-
-    module: str
-    name: str
-    uses: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"{self.module}.{self.name}"
-
 
 HOOKS: tuple[Hook, ...] = (
     Hook(f"{_MOE}.routed_experts", "RoutedExperts._get_quant_method", ("self", "prefix", "quant_config", "moe_config")),
@@ -95,24 +68,3 @@ HOOKS: tuple[Hook, ...] = (
     Hook("vllm.config", "get_current_vllm_config", ()),
 )  # fmt: skip
 """What the plug-in uses. Attributes that a version may lack are read with a default, and are not here."""
-
-
-def missing_hooks() -> tuple[str, ...]:
-    """Return what the installed vLLM lacks, each with what was expected of it."""
-    return tuple(lack for hook in HOOKS if (lack := _lack(hook)))
-
-
-def _lack(hook: Hook) -> str:
-    try:
-        found: Any = importlib.import_module(hook.module)
-        for part in hook.name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError):
-        return str(hook)
-    if inspect.isclass(found):
-        names = {f.name for f in dataclasses.fields(found)} if dataclasses.is_dataclass(found) else set()
-        lacking = [name for name in hook.uses if name not in names and not hasattr(found, name)]
-    else:
-        parameters = inspect.signature(found).parameters
-        lacking = [name for name in hook.uses if name not in parameters]
-    return f"{hook}({', '.join(lacking)})" if lacking else ""

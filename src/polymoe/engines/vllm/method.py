@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -21,16 +20,17 @@ from vllm.model_executor.model_loader.reload.layerwise import (  # pyright: igno
 )
 
 from polymoe.backends.base import mapped_ids
+from polymoe.engines.serving.dummy import fill
+from polymoe.engines.serving.loading import LoadedParts
 from polymoe.engines.serving.packed_layer import PackedLayer
 from polymoe.engines.serving.sources import StackedExperts
 from polymoe.engines.serving.stand_aside import LayerPlan
-from polymoe.engines.vllm.dummy import fill
-from polymoe.errors import CheckpointError, FormatError, UnsupportedProblem
+from polymoe.engines.serving.take_over import derived_method
+from polymoe.errors import UnsupportedProblem
 from polymoe.runtime import PlanRequest
 
 __all__ = ["PackedMethod", "take_over"]
 
-_WHOLE = ("", -1)
 _DONE = "_already_called_process_weights_after_loading"
 
 
@@ -51,7 +51,7 @@ class PackedMethod:
     created: tuple[str, ...]
     dummy: bool
     on_packed: Callable[[PackedMethod, nn.Module], None]
-    loaded: dict[str, set[tuple[str, int]]]
+    loaded: LoadedParts
     cleared: set[str]
 
     def maybe_roundup_sizes(self, hidden_size: int, intermediate_size_per_partition: int, *_: Any, **__: Any) -> Any:
@@ -70,18 +70,11 @@ class PackedMethod:
             super().create_weights(layer=layer, **given)  # type: ignore[misc]
         tensors = {n: p for n, p in layer._parameters.items() if n not in before}
         self.created = tuple(tensors)
-        self.experts = replace(self.plan.experts, tensors=tensors)
-        if self.experts.encodings() != self.plan.experts.encodings():
-            raise FormatError(
-                self.packed.where,
-                expected=" and ".join(map(str, self.plan.experts.encodings())),
-                got=" and ".join(map(str, self.experts.encodings())),
-                hint="POLYMOE=0 runs this model without polymoe; please report it",
-            )
+        self.experts = self.plan.experts_in(tensors)
         for name in tensors.keys() - set(self.experts.names):  # loaded by name, and not read
             layer.register_parameter(name, nn.Parameter(torch.empty(0, device="meta"), requires_grad=False))
             layer._parameters[name].weight_loader = _discard
-        self.loaded, self.cleared = {name: set() for name in self.experts.names}, set()
+        self.loaded, self.cleared = LoadedParts(self.experts), set()
         initialize_online_processing(layer)
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -101,11 +94,11 @@ class PackedMethod:
                 got="none",
                 hint="use --load-format auto, safetensors, runai_streamer or dummy, or POLYMOE=0",
             )
-        experts = replace(self.experts, tensors=tensors)
+        experts = self.plan.experts_in(tensors)
         if self.dummy:
             fill(experts)
         else:
-            self._require_loaded(experts)
+            self.loaded.require_all()
         weights = experts.weights(self.plan.problem.spec)
         device = next(iter(tensors.values())).device
         self.packed.pack(layer, weights, device, check=self.check(self.plan))
@@ -113,7 +106,7 @@ class PackedMethod:
             delattr(layer, name)
             # What comes after the layer is complete, such as other ranks' experts, is still looked for by name.
             setattr(layer, name, _nothing())
-        self.loaded, self.cleared = {name: set() for name in self.experts.names}, set()
+        self.loaded, self.cleared = LoadedParts(self.experts), set()
         setattr(layer, _DONE, True)
         self.on_packed(self, layer)
 
@@ -137,30 +130,6 @@ class PackedMethod:
             topk_ids = mapped_ids(topk_ids, layer.expert_map)
         return self.packed(layer, x, topk_ids, topk_weights.to(torch.float32))
 
-    def complete(self) -> bool:
-        """Whether every part of every tensor that is read was loaded."""
-        return not self._missing(self.experts)
-
-    def _missing(self, experts: StackedExperts) -> list[str]:
-        return [name for name in experts.names if len(self.loaded[name]) < self._parts(name)]
-
-    def _parts(self, name: str) -> int:
-        if _WHOLE in self.loaded[name]:
-            return 1
-        shards = 2 if name.startswith("w13") and self.experts.gated else 1
-        return shards * self.experts.count
-
-    def _require_loaded(self, experts: StackedExperts) -> None:
-        missing = self._missing(experts)
-        if missing:
-            found = {name: f"{len(self.loaded[name])} of {self._parts(name)} parts" for name in missing}
-            raise CheckpointError(
-                f"{self.packed.where}: {', '.join(missing)}",
-                expected="all experts on this rank, loaded",
-                got=", ".join(found.values()),
-                hint="the checkpoint lacks tensors of some experts: fetch it again",
-            )
-
 
 def take_over(
     method: Any,
@@ -183,21 +152,15 @@ def take_over(
         check: whether the packed experts are compared with the reference.
         on_packed: called after each time the layer was packed.
     """
-    theirs = type(method)
-    kind: Any = type(theirs.__name__, (PackedMethod, theirs), {"__module__": theirs.__module__})
-    ours = object.__new__(kind)
-    ours.__dict__.update(method.__dict__)
-    # Attributes of the instance, which would hide those of the class.
-    for name in ("supports_pre_processed_weights", "uses_meta_device"):
-        ours.__dict__.pop(name, None)
-    ours.__dict__.update(
+    return derived_method(
+        method,
+        PackedMethod,
         plan=plan,
         packed=PackedLayer(where, plan.problem, request),
         dummy=dummy,
         check=check,
         on_packed=on_packed,
     )
-    return ours
 
 
 def _load(
@@ -219,28 +182,17 @@ def _load(
     if not param.is_meta and name not in method.cleared:
         param.data.zero_()
         method.cleared.add(name)
-        method.loaded[name].clear()
+        method.loaded.forget(name)
     load = type(layer).weight_loader
     success = load(layer, param, loaded_weight, weight_name, shard_id, expert_id, return_success=True)
     if success is not False:
-        method.loaded[name] |= _covered(method, loaded_weight, shard_id, expert_id)
+        method.loaded.note(name, loaded_weight, shard_id, expert_id)
     if param.is_meta:
-        get_layerwise_info(layer).load_numel_total = 0 if method.complete() else sys.maxsize
+        get_layerwise_info(layer).load_numel_total = sys.maxsize if method.loaded.missing else 0
     return success if return_success else None
 
 
 _load.supports_moe_loading = True  # type: ignore[attr-defined]
-
-
-def _covered(
-    method: PackedMethod, loaded_weight: Tensor, shard_id: str | None, expert_id: int | None
-) -> set[tuple[str, int]]:
-    """Return what part of a stacked tensor one call loads: (shard, expert), of all experts if they come stacked."""
-    if shard_id is None or expert_id is None:
-        return {_WHOLE}
-    if loaded_weight.dim() == 3:
-        return {(shard_id, e) for e in range(method.experts.count)}
-    return {(shard_id, expert_id)}
 
 
 def _nothing() -> Tensor:

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
-from importlib import metadata
 from typing import Any
 
 import torch
-from torch import nn
 
 from polymoe.backends import BACKENDS
-from polymoe.engines.serving.packed_layer import PackedLayer
+from polymoe.engines.serving.hooks import missing_hooks
+from polymoe.engines.serving.log import LayerLog
 from polymoe.engines.serving.settings import EngineSettings
 from polymoe.engines.serving.sources import VLLM
 from polymoe.engines.serving.stand_aside import LayerPlan, judge_layer
 from polymoe.engines.vllm.facts import created_tensors, facts_of, refusals, role_of
-from polymoe.engines.vllm.hooks import missing_hooks
+from polymoe.engines.vllm.hooks import HOOKS
 from polymoe.engines.vllm.neutral import neutral_choice
-from polymoe.errors import UnsupportedProblem
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import Machine
 from polymoe.problem import Problem
@@ -28,9 +25,6 @@ from polymoe.verdict import Reason, Rejected
 
 __all__ = ["MethodChooser", "install"]
 
-log = logging.getLogger("vllm.polymoe")  # vLLM's handlers take only loggers below its own
-
-_BY_CHOICE = ("POLYMOE_LAYERS", "--moe-backend")
 _MARK = "polymoe"
 
 
@@ -40,21 +34,19 @@ def install(settings: EngineSettings) -> None:
     Raises:
         UnsupportedProblem: if this vLLM lacks a hook and ``settings`` require polymoe.
     """
-    lacking = missing_hooks()
+    log = LayerLog("vLLM", "vllm.polymoe", settings, ("--moe-backend",))
+    lacking = missing_hooks(HOOKS)
     if lacking:
         from vllm import __version__  # pyright: ignore
 
-        text = f"vLLM {__version__} lacks {', '.join(lacking)}"
-        if settings.mode == "require":
-            raise UnsupportedProblem("polymoe in vLLM", expected="the hooks of vLLM 0.24 to 0.33", got=text)
-        log.warning("polymoe %s stands aside for all layers: %s", _version(), text)
+        log.lacking(__version__, lacking, "0.24 to 0.33")
         return
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts  # pyright: ignore
 
     theirs = RoutedExperts._get_quant_method
     if hasattr(theirs, _MARK):
         return
-    chooser = MethodChooser(settings)
+    chooser = MethodChooser(settings, log)
 
     @functools.wraps(theirs)
     def get_quant_method(self: Any, prefix: str, quant_config: Any, moe_config: Any) -> Any:
@@ -67,9 +59,8 @@ def install(settings: EngineSettings) -> None:
 class MethodChooser:
     """Chooses the method of each layer of this process."""
 
-    def __init__(self, settings: EngineSettings) -> None:
-        self.settings = settings
-        self._said: set[str] = set()
+    def __init__(self, settings: EngineSettings, log: LayerLog) -> None:
+        self.settings, self.log = settings, log
         self._checked: set[Problem] = set()
 
     def method(self, layer: Any, where: str, moe: Any, make: Callable[[], Any]) -> Any:
@@ -119,7 +110,7 @@ class MethodChooser:
             where,
             dummy=str(getattr(config.load_config, "load_format", "")) == "dummy",
             check=self._first_of_its_kind,
-            on_packed=lambda ours, module: self._say_packed(ours.packed, module, moe, instead),
+            on_packed=lambda ours, module: self.log.packed(ours.packed, module, instead, _first_rank(moe)),
         )
 
     def _first_of_its_kind(self, plan: LayerPlan) -> bool:
@@ -128,34 +119,8 @@ class MethodChooser:
         return new
 
     def _stand_aside(self, where: str, moe: Any, reasons: tuple[Reason, ...], make: Callable[[], Any]) -> Any:
-        said = "; ".join(map(str, reasons))
-        if self.settings.mode == "require":
-            raise UnsupportedProblem(
-                where,
-                expected="experts that polymoe runs, as POLYMOE=require says",
-                got=said,
-                hint="without POLYMOE=require vLLM runs them",
-            )
-        if _first_rank(moe) and said not in self._said:
-            self._said.add(said)
-            by_choice = all(reason.what in _BY_CHOICE for reason in reasons)
-            level = logging.INFO if by_choice else logging.WARNING
-            log.log(level, "polymoe %s leaves %s, and all layers like it, to vLLM: %s", _version(), where, said)
+        self.log.stand_aside(where, reasons, _first_rank(moe))
         return make()
-
-    def _say_packed(self, packed: PackedLayer, module: nn.Module, moe: Any, instead: str) -> None:
-        summary = packed.selection.summary()
-        if _first_rank(moe) and summary not in self._said:
-            self._said.add(summary)
-            log.info(
-                "polymoe %s runs %s, and all layers like it: %s. %.1f MiB packed for each layer on this rank; "
-                "vLLM's own choice: %s",
-                _version(),
-                packed.where,
-                summary,
-                packed.nbytes(module) / 2**20,
-                instead,
-            )
 
 
 def _padded(method: Any, moe: Any) -> int:
@@ -174,7 +139,3 @@ def _batch_invariant() -> bool:
 def _first_rank(moe: Any) -> bool:
     parallel = moe.moe_parallel_config
     return parallel.tp_rank == parallel.ep_rank == parallel.dp_rank == 0
-
-
-def _version() -> str:
-    return metadata.version("polymoe")

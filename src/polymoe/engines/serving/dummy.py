@@ -1,4 +1,4 @@
-"""Weights for vLLM's ``--load-format dummy``: plausible numbers, as unusual scales would choose another layout."""
+"""Dummy weights of an engine: plausible numbers, as unusual scales would choose another layout."""
 
 from __future__ import annotations
 

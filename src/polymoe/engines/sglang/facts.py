@@ -1,0 +1,235 @@
+"""What SGLang says of one layer's experts, in polymoe's terms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polymoe.activations import Activation, GeGLU, ReLU2, SwiGLU
+from polymoe.engines.serving.settings import EngineSettings
+from polymoe.engines.serving.sources import SGLANG
+from polymoe.engines.serving.stand_aside import LayerFacts
+from polymoe.engines.sglang.hooks import ASKED_SERVER_ARGS
+from polymoe.verdict import Reasons
+
+__all__ = ["Asked", "create_tensors", "facts_of", "name_of", "refusals", "role_of", "storing"]
+
+# Loaders that load the checkpoint's tensors one by one, through each parameter's loader.
+_LOAD_FORMATS = ("auto", "dummy", "fastsafetensors", "mistral", "npcache", "pt", "runai_streamer", "safetensors")
+# Models that read a layer's own weights beside the layer.
+_SPECIAL = ("Inkling",)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a model asks of its ``FusedMoE``, before SGLang pads it for a backend: H, and F of all ranks."""
+
+    hidden: int
+    intermediate: int
+
+
+def name_of(layer: Any) -> str:
+    """Return the layer's name; not every model gives it one."""
+    return layer.layer_name or f"layers.{layer.layer_id}.experts"
+
+
+def role_of(server: Any) -> str:
+    """Return the role of a server: decode or prefill for one half of a disaggregated deployment, else mixed."""
+    mode = str(getattr(server, "disaggregation_mode", None))
+    return mode if mode in ("decode", "prefill") else "mixed"
+
+
+def storing(method: Any, layer: Any) -> Any:
+    """Return what stores the layer's tensors: the scheme that ``method`` asks, or ``method`` itself."""
+    return getattr(layer, "scheme", None) or method
+
+
+def refusals(layer: Any, server: Any, settings: EngineSettings) -> Reasons:
+    """Return what the user, or SGLang in this layer, asks for that rules polymoe out, before anything is created.
+
+    Args:
+        layer: SGLang's ``FusedMoE``, half made.
+        server: the ``ServerArgs``.
+        settings: the user's.
+    """
+    from sglang.srt.layers.moe import utils  # pyright: ignore
+
+    config, reasons, where = layer.moe_runner_config, Reasons(), name_of(layer)
+    reasons.need(settings.includes(where), "POLYMOE_LAYERS", settings.layers, where)
+    asked = _asked_backend(server)
+    reasons.need(asked == "auto", "--moe-runner-backend", "auto", asked)
+    for name, what in ASKED_SERVER_ARGS.items():
+        known = hasattr(server, name)
+        reasons.need(known, f"server argument {name}", "one of this SGLang, as in 0.5.17 to 0.5.23", "none")
+        value = getattr(server, name, None)
+        reasons.need(not value or value == getattr(type(server), name), what)
+    for name in ("enable_paged_experts", "torchao_config"):  # each in one version only
+        reasons.need(not getattr(server, name, None), f"--{name.replace('_', '-')}")
+    all_to_all = utils.get_moe_a2a_backend()
+    reasons.need(all_to_all.is_none(), "--moe-a2a-backend", "none", all_to_all.value)
+    gathers_fp4 = utils.should_use_flashinfer_cutlass_moe_fp4_allgather()
+    reasons.need(not gathers_fp4, "x", "16 bits", "NVFP4, as FlashInfer CUTLASS gathers it")
+    load_format = str(getattr(server.load_format, "value", server.load_format))
+    reasons.need(load_format in _LOAD_FORMATS, "--load-format", " or ".join(_LOAD_FORMATS), load_format)
+    reasons.need(not config.no_combine, "output", "the sum over a token's experts", "one for each (no_combine)")
+    special = [name for name in _architectures(server) if name.startswith(_SPECIAL)]
+    reasons.need(not special, "model", "one that leaves the experts to the layer", ", ".join(special))
+    return reasons
+
+
+def _asked_backend(server: Any) -> str:
+    """Return ``--moe-runner-backend`` as the user gave it.
+
+    SGLang 0.5.17 overwrites the argument with its own choice, and keeps a list of what it overwrote. 0.5.23 does not.
+    """
+    declared = getattr(server, "_resolved_overrides", None) or ()
+    if any("moe_runner_backend" in fields for _, fields in declared):
+        return "auto"
+    return str(server.moe_runner_backend)
+
+
+def _architectures(server: Any) -> list[str]:
+    from sglang.srt import runtime_context  # pyright: ignore
+
+    newer = getattr(runtime_context, "process_model_config", None)
+    config = newer() if newer is not None else server.get_model_config()
+    return list(getattr(config.hf_config, "architectures", None) or [])
+
+
+class _Trial(nn.Module):
+    """Stands for a layer while its parameters are created on trial: what is set on it is not set on the layer."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.__dict__["_layer"] = layer
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_layer"], name)
+
+
+def create_tensors(create: Any, layer: Any, device: str, **given: Any) -> Mapping[str, Tensor]:
+    """Create the layer's parameters on ``device``, and return the new ones by name.
+
+    Args:
+        create: the ``create_weights`` of SGLang's method.
+        layer: the layer, or what stands for it.
+        device: "cpu" or "meta".
+        given: arguments of ``create``.
+    """
+    before = set(layer._parameters)
+    # DeepSeek-V4's scales, which are bytes in the checkpoint; SGLang's default is float32.
+    given.setdefault("fp4_scale_dtype", torch.float8_e8m0fnu)
+    with torch.device(device):
+        create(layer=layer, **given)
+    tensors = {name: p for name, p in layer._parameters.items() if name not in before}
+    for name, parameter in tensors.items():
+        if name.endswith("qzeros") and parameter.dtype != torch.int32:
+            # SGLang does not read GPTQ's zero points, so it creates them in any dtype.
+            parameter.data = torch.empty(parameter.shape, dtype=torch.int32, device=device)
+    return tensors
+
+
+def facts_of(layer: Any, method: Any, server: Any, asked: Asked) -> LayerFacts:
+    """Return the facts of the layer.
+
+    Args:
+        layer: SGLang's ``FusedMoE``, half made.
+        method: its quantization method.
+        server: the ``ServerArgs``.
+        asked: what the model asks of the layer.
+
+    Raises:
+        Exception: whatever the method raises for a layer that it cannot have.
+    """
+    config, reasons = layer.moe_runner_config, Reasons()
+    stores = storing(method, layer)
+    intermediate = layer.intermediate_size_per_partition
+    reasons.need(layer.hidden_size == asked.hidden, "hidden size", asked.hidden, f"{layer.hidden_size} with padding")
+    whole = intermediate * layer.moe_tp_size
+    reasons.need(whole == asked.intermediate, "intermediate size", asked.intermediate, f"{whole} with padding")
+    tensors: Mapping[str, Tensor] = {}
+    if type(stores).__name__ in SGLANG:
+        tensors = create_tensors(
+            method.create_weights,
+            _Trial(layer),
+            "meta",
+            num_experts=layer.num_local_experts,
+            hidden_size=layer.hidden_size,
+            intermediate_size_per_partition=intermediate,
+            params_dtype=config.params_dtype,
+            weight_loader=_load_nothing,
+            with_bias=layer.with_bias,
+            moe_intermediate_size=asked.intermediate,
+        )
+        # MXFP4's tensors may have zeros at the end, and gate and up are halves of what there is.
+        intermediate = getattr(method, "intermediate_size_per_partition", intermediate)
+    activation = _activation(config)
+    reasons.need(activation is not None, "activation", "silu, clamped before it, or gelu, or relu2", _described(config))
+    reordered = _reordered(stores)
+    reasons.need(not reordered, "order of columns", "the natural one", f"by activation ({reordered})")
+    split = layer.moe_ep_size > 1
+    return LayerFacts(
+        where=name_of(layer),
+        method=type(stores).__name__,
+        sources=SGLANG,
+        tensors=tensors,
+        k_first=any(getattr(tensor, "is_transposed", False) for tensor in tensors.values()),
+        symmetric=bool(getattr(getattr(stores, "quant_config", None), "is_sym", False)),
+        hidden=layer.hidden_size,
+        intermediate=intermediate,
+        experts=layer.num_experts,
+        first_expert=None if split else 0,  # SGLang's dispatcher maps ids to places on this rank
+        activation=activation,
+        interleaved=config.gemm1_alpha is not None and bool(config.gate_up_interleaved),
+        bias=bool(layer.with_bias),
+        top_k=layer.top_k,
+        weight_on="input" if config.apply_router_weight_on_input else "output",
+        dtype=config.params_dtype,
+        tp=layer.moe_tp_size,
+        ep=layer.moe_ep_size,
+        batch_invariant=bool(getattr(server, "enable_deterministic_inference", False)),
+        refused=tuple(reasons.found),
+    )
+
+
+def _activation(config: Any) -> Activation | None:
+    """Return polymoe's activation for SGLang's; None if there is none."""
+    alpha, limit = config.gemm1_alpha, config.gemm1_clamp_limit
+    if not config.is_gated:
+        return ReLU2() if config.activation == "relu2" else None
+    if config.activation == "gelu":
+        return GeGLU() if alpha is None and limit is None else None
+    if config.activation != "silu":
+        return None
+    if alpha is not None:
+        beta = getattr(config, "gemm1_beta", None)
+        return SwiGLU(float(alpha), 1.0 if beta is None else float(beta), None if limit is None else float(limit))
+    if limit is not None:  # clamped after the SiLU
+        return None
+    return SwiGLU(limit=None if config.swiglu_limit is None else float(config.swiglu_limit))
+
+
+def _described(config: Any) -> str:
+    names = ("gemm1_alpha", "gemm1_clamp_limit", "swiglu_limit")
+    constants = [f"{name}={getattr(config, name)}" for name in names if getattr(config, name) is not None]
+    return " ".join([config.activation, *([] if config.is_gated else ["without gate"]), *constants])
+
+
+def _reordered(stores: Any) -> str:
+    """Return what reorders columns by activation, or ""."""
+    if getattr(getattr(stores, "quant_config", None), "desc_act", False):
+        return "desc_act"
+    actorder = getattr(stores, "actorder", None)
+    actorder = getattr(actorder, "value", actorder)
+    return f"actorder {actorder}" if actorder in ("group", "dynamic") else ""
+
+
+def _load_nothing(*_: Any, **__: Any) -> None:
+    """Stands for a loader where nothing is loaded."""

@@ -1,0 +1,140 @@
+"""The hooks on SGLang's ``FusedMoE``: for each layer, SGLang's method or polymoe's."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.layers.moe.topk import TopK, TopKOutputFormat  # pyright: ignore
+from sglang.srt.layers.moe.utils import get_moe_runner_backend  # pyright: ignore
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pyright: ignore
+from sglang.srt.runtime_context import get_server_args  # pyright: ignore
+
+from polymoe.backends import BACKENDS
+from polymoe.engines.serving.log import LayerLog
+from polymoe.engines.serving.settings import EngineSettings
+from polymoe.engines.serving.stand_aside import LayerPlan, judge_layer
+from polymoe.engines.sglang.facts import Asked, facts_of, name_of, refusals, role_of
+from polymoe.engines.sglang.hooks import INIT, SETATTR, TOPK, UPDATES
+from polymoe.engines.sglang.method import NO_UPDATES, PackedExpertsMethod, take_over
+from polymoe.errors import UnsupportedProblem
+from polymoe.layouts import LAYOUTS
+from polymoe.machine import Machine
+from polymoe.problem import Problem
+from polymoe.runtime import PlanRequest
+from polymoe.verdict import Reason, Rejected
+
+__all__ = ["LayerHooks", "install"]
+
+
+def install(settings: EngineSettings, log: LayerLog) -> LayerHooks:
+    """Register the hooks of this process, which SGLang then applies."""
+    chooser = LayerHooks(settings, log)
+    HookRegistry.register(INIT, chooser.construct, HookType.AROUND)
+    HookRegistry.register(SETATTR, chooser.set_attribute, HookType.AROUND)
+    HookRegistry.register(UPDATES, chooser.update_error, HookType.AFTER)
+    if not hasattr(TopK, "bind_runner_backend"):
+        HookRegistry.register(TOPK, chooser.choose_format, HookType.BEFORE)
+    return chooser
+
+
+class LayerHooks:
+    """What is called from SGLang: chooses the method of each layer of this process."""
+
+    def __init__(self, settings: EngineSettings, log: LayerLog) -> None:
+        self.settings, self.log = settings, log
+        self._constructed: list[tuple[Any, Asked]] = []  # the layer that is being made
+        self._checked: set[Problem] = set()
+        self._ours: dict[int, bool] = {}  # whether polymoe runs the layer of this number
+
+    def construct(self, original: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:
+        """Around ``FusedMoE.__init__``."""
+        given = inspect.signature(original).bind(layer, *args, **kwargs).arguments
+        self._constructed.append((layer, Asked(given["hidden_size"], given["intermediate_size"])))
+        try:
+            original(layer, *args, **kwargs)
+        finally:
+            self._constructed.pop()
+        ours = isinstance(layer.quant_method, PackedExpertsMethod)
+        if ours:
+            # For backends that take ids of the whole layer, or leave the sum to the caller.
+            layer.dispatcher.skip_local_expert_mapping = layer.supports_deferred_finalize = False
+        if self._ours.setdefault(layer.layer_id, ours) != ours:
+            raise UnsupportedProblem(
+                name_of(layer),
+                expected=f"all layers with the number {layer.layer_id} run by one side, as a draft model's may be",
+                got="one by polymoe, and another by SGLang",
+                hint="POLYMOE=0 runs both without polymoe",
+            )
+
+    def set_attribute(self, original: Callable[..., None], layer: Any, name: str, value: Any) -> None:
+        """Around ``FusedMoE.__setattr__``: every way to choose a method ends with ``self.quant_method = ...``."""
+        if name == "quant_method" and value is not None and not isinstance(value, PackedExpertsMethod):
+            asked = next((asked for made, asked in self._constructed if made is layer), None)
+            if asked is not None:
+                value = self.method(layer, value, asked)
+        original(layer, name, value)
+
+    def choose_format(self, topk: Any, *_: Any, **__: Any) -> None:
+        """Before ``TopK.forward_cuda``, which by default suits SGLang's backend: polymoe needs ids and weights."""
+        if topk.topk_config.output_format is None and self._ours.get(topk.layer_id, False):
+            topk.topk_config.output_format = TopKOutputFormat.STANDARD
+
+    def update_error(self, error: str | None, *_: Any, **__: Any) -> str | None:
+        """After the question why weights cannot be updated."""
+        return error or (NO_UPDATES if any(self._ours.values()) else None)
+
+    def method(self, layer: Any, method: Any, asked: Asked) -> Any:
+        """Return the method for a layer: polymoe's, or SGLang's own ``method``.
+
+        Args:
+            layer: SGLang's ``FusedMoE``, half made.
+            method: the one that SGLang has chosen.
+            asked: the sizes that the model asked for.
+
+        Raises:
+            UnsupportedProblem: if polymoe cannot run the layer and the user requires it.
+        """
+        server = get_server_args()
+        refused = refusals(layer, server, self.settings).found
+        if refused:
+            return self._stand_aside(layer, method, tuple(refused))
+        request = PlanRequest(
+            Machine.of(torch.empty(0).device.type),  # SGLang makes models with their device as the default one
+            self.settings.role or role_of(server),
+            self.settings.backend,
+            BACKENDS,
+            LAYOUTS,
+        )
+        try:
+            facts = facts_of(layer, method, server, asked)
+        except Exception as error:  # SGLang's method refuses the layer, and says so when it creates the tensors
+            reason = Reason(type(error).__name__, "a layer that SGLang's method takes", str(error))
+            return self._stand_aside(layer, method, (reason,))
+        verdict = judge_layer(facts, request, self.settings)
+        if isinstance(verdict, Rejected):
+            return self._stand_aside(layer, method, verdict.reasons)
+        instead = f"{type(method).__name__} on {get_moe_runner_backend().value}"
+        return take_over(
+            method,
+            verdict,
+            request,
+            dummy=str(getattr(server.load_format, "value", server.load_format)) == "dummy",
+            check=self._first_of_its_kind,
+            on_packed=lambda ours, module: self.log.packed(ours.packed, module, instead, _first_rank(layer)),
+        )
+
+    def _first_of_its_kind(self, plan: LayerPlan) -> bool:
+        new = plan.problem not in self._checked
+        self._checked.add(plan.problem)
+        return new
+
+    def _stand_aside(self, layer: Any, method: Any, reasons: tuple[Reason, ...]) -> Any:
+        self.log.stand_aside(name_of(layer), reasons, _first_rank(layer))
+        return method
+
+
+def _first_rank(layer: Any) -> bool:
+    return layer.moe_tp_rank == layer.moe_ep_rank == 0
