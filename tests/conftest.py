@@ -27,6 +27,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Nor does it read what this user has tuned, or write there.
 _cache = tempfile.TemporaryDirectory(prefix="polymoe-tests-")
 os.environ["POLYMOE_CACHE"] = _cache.name
+os.environ.pop("COLUMNS", None)  # tables are as wide as it says
 # Tensors here are tiny: one thread beats two, and waits for nobody on a busy machine. Subprocesses inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)

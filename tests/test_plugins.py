@@ -67,7 +67,7 @@ def test_the_command_line_takes_it() -> None:
     assert "layout inverted" in done.stdout
     assert "inverter" in done.stdout
     done = python(*args, installed=False)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "known: " in done.stderr
     assert "inverter" not in done.stderr.split("known: ")[1]
 

@@ -61,9 +61,13 @@ def test_commands_parse(document: str, line: str) -> None:
     words = shlex.split(line, comments=True)
     if "&" in words:
         words = words[: words.index("&")]
-    verbs: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
-    name = " ".join(words[1:3]) if " ".join(words[1:3]) in verbs else words[1]
-    verbs[name].make_context(name, words[1 + len(name.split()) :])
+    command: Any = get_command(app)
+    context = None
+    rest = words[1:]
+    while hasattr(command, "commands"):  # a group
+        context = command.make_context("polymoe", rest, parent=context)
+        _, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])
+    command.make_context(command.name, rest, parent=context)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

@@ -132,7 +132,7 @@ def _command(*args: object) -> str:
     except SystemExit as end:
         code = end.code
     sys.stdout.flush()
-    if code == 1:
+    if code in (1, 2):  # of an argument that does not fit the checkpoint, such as a layer's number of ranks
         raise Refused
     if code:
         raise AssertionError(f"exit code {code}")

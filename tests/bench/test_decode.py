@@ -121,11 +121,11 @@ def test_a_packed_prefill_that_fails_leaves_the_rest(cli: Cli, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("args", "code", "message"),
     [
-        ((SUMS, "--experts", "int8"), 2, "packed or dequantized, not 'int8'"),
-        ((SUMS, "--batch-size", "0"), 1, "--batch-size: expected numbers"),
-        ((SUMS, "--device", "cpu", "--graphs"), 1, "--graphs: expected a GPU"),
-        ((SUMS, *SMALL, "--prefill-attention", "flash_attention_9"), 1, "one that runs the model here"),
-        ((SUMS, "--device", "cpu", "--prompt-len", 250), 1, "at most 256, the model's context"),
+        ((SUMS, "--experts", "int8"), 2, "--experts: expected packed, dequantized, or both, got 'int8'"),
+        ((SUMS, "--batch-size", "0"), 2, "--batch-size: expected numbers"),
+        ((SUMS, "--device", "cpu", "--graphs"), 2, "--graphs: expected a GPU"),
+        ((SUMS, *SMALL, "--prefill-attention", "flash_attention_9"), 2, "--prefill-attention: got 'flash_attention_9'"),
+        ((SUMS, "--device", "cpu", "--prompt-len", 250), 2, "at most 256, the model's context"),
         ((MODELS / "sums-nemotron-h-nvfp4", "--device", "cpu", "--experts", "dequantized"), 1, "--experts packed"),
         ((MODELS / "none", "--device", "cpu"), 1, "none"),
     ],

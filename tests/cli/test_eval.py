@@ -62,7 +62,7 @@ def test_going_on_is_said(cli: Cli, tmp_path: Path) -> None:
         assert "are there" not in cli(*args, "--fresh")[2]
         assert len(server.requests) == 10
         code, out, err = cli(*args, "--temperature", 0)
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert "temperature: None, not 0.0" in err
 
 
@@ -98,14 +98,15 @@ def test_failures_exit_with_1_after_the_table(cli: Cli, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        ((), "a file of questions, or --tasks, got neither"),
+        ((), "Usage: polymoe eval [OPTIONS] COMMAND"),
+        (("run",), "a file of questions, or --tasks, got neither"),
         (("x.jsonl", "--tasks", "gsm8k"), "got both"),
         (("absent.jsonl",), "No such file"),
         (("SET", "--extra", "{"), "--extra: expected a JSON object"),
         (("SET", "--extra", "[1]"), "--extra: expected a JSON object"),
         (("SET", "--task", "gpqa2"), "did you mean 'gpqa'"),
-        (("SET", "--endpoint", "chat2"), "--endpoint: expected chat or completions"),
-        (("--tasks", "gsm8k", "--endpoint", "chat2"), "--endpoint: expected chat or completions"),
+        (("SET", "--endpoint", "chat2"), "did you mean 'chat'? known: chat, completions"),
+        (("--tasks", "gsm8k", "--endpoint", "chat2"), "did you mean 'chat'? known: chat, completions"),
         (("--tasks", "gsm8k", "-n", "4", "--out", "x"), "options for lm-eval's tasks, got --repeats, --out"),
         (("SET", "--num-fewshot", "5"), "options for a file of questions, got --num-fewshot"),
         (("SET", "--server", "http://127.0.0.1:9"), "http://127.0.0.1:9/v1: expected answers"),
@@ -117,7 +118,7 @@ def test_failures_exit_with_1_after_the_table(cli: Cli, tmp_path: Path) -> None:
 def test_what_is_refused(cli: Cli, tmp_path: Path, args: tuple[str, ...], says: str) -> None:
     data = sums(tmp_path / "sums.jsonl", 2)
     code, out, err = cli("eval", *(str(data) if a == "SET" else a for a in args))
-    assert (code, out) == (1, "")
+    assert (code, out) == (1 if "http://127.0.0.1:9" in args else 2, "")
     assert says in err
     assert "Traceback" not in err
     assert "answered" not in err  # no bar of a run that never began

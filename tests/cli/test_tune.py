@@ -22,6 +22,15 @@ Cli = Callable[..., tuple[int, str, str]]
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("POLYMOE_CACHE", str(tmp_path))
     installed.cache_clear()
+    # The reference has nothing to tune: it stands for a backend of a GPU.
+    monkeypatch.setattr("polymoe.cli.tune._require_choice", lambda *_: None)
+
+
+def test_a_cpu_is_refused(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    code, stdout, stderr = cli("tune", *SMALL)
+    assert (code, stdout) == (2, "")
+    assert "--device: expected a GPU, got cpu" in stderr
 
 
 def test_a_table_that_explain_reads(cli: Cli) -> None:
@@ -78,7 +87,7 @@ def test_a_shipped_or_tuned_gpu_is_explained_anywhere(cli: Cli) -> None:
 )
 def test_refusals(cli: Cli, args: tuple[object, ...], message: str) -> None:
     code, stdout, stderr = cli("tune", *args)
-    assert (code, stdout) == (1, "")
+    assert (code, stdout) == (1 if "no/such/checkpoint" in args else 2, "")
     assert message in stderr
     assert "Traceback" not in stderr
 

@@ -78,7 +78,7 @@ def test_a_server_that_fails(cli: Cli, tasks: Path) -> None:
 def test_a_task_that_is_not_known_or_not_at_hand(cli: Cli, tasks: Path) -> None:
     with serving(add) as server:
         code, _, err = cli("eval", "--tasks", "small_sums,smal_sums", "--include-path", tasks, "--server", server.url)
-        assert code == 1
+        assert code == 2
         assert "--tasks: expected tasks of lm-eval, got smal_sums" in err
         (tasks.parent / "sums.jsonl").unlink()
         code, _, err = cli("eval", "--tasks", "small_sums", "--include-path", tasks, "--server", server.url)

@@ -65,7 +65,7 @@ def test_one_at_a_time(client: TestClient) -> None:
 def test_serve_refuses_before_it_loads(cli: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     code, out, err = cli("serve", tmp_path / "no checkpoint", "--profile", tmp_path / "file")
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert "--profile: expected a directory for traces" in err
 
 
@@ -73,7 +73,7 @@ def test_a_directory_is_made_or_refused(tmp_path: Path) -> None:
     check_directory(tmp_path / "new" / "one")
     assert (tmp_path / "new" / "one").is_dir()
     (tmp_path / "file").touch()
-    with pytest.raises(ArgumentError, match="--profile: expected a directory for traces"):
+    with pytest.raises(ArgumentError, match="profile: expected a directory for traces"):
         check_directory(tmp_path / "file")
     if os.geteuid():
         (tmp_path / "new").chmod(0o500)

@@ -25,7 +25,7 @@ class EnergyMeter:
         import torch
 
         if device.type != "cuda":
-            raise ArgumentError("--energy", expected="a GPU", got=str(device), hint="leave --energy out")
+            raise ArgumentError("energy", expected="a GPU", got=str(device), hint="leave it out")
         self._open("--energy")
         uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
         self._add("nvmlDeviceGetHandleByUUID", uuid.encode())

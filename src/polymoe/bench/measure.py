@@ -151,7 +151,7 @@ class Bench:
         problem, known = self.workload.problem, [*BACKENDS, baseline.NAME]
         for name in names or ():
             if name not in known:
-                raise ArgumentError("--backends", got=repr(name), hint=backend_hint(name, known))
+                raise ArgumentError("backends", got=repr(name), hint=backend_hint(name, known))
         found: list[_Contender | BenchRow] = []
         for name in known if names is None else dict.fromkeys(names):
             plain, plan = name == baseline.NAME, None

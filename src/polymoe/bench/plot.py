@@ -30,9 +30,7 @@ def check_plot(path: Path) -> None:
             "--plot", expected="matplotlib", got="not installed", hint="pip install 'polymoe[bench]'"
         )
     if path.suffix != ".png" or not path.parent.is_dir():
-        raise ArgumentError(
-            "--plot", expected="a name that ends in .png, in an existing directory", got=repr(str(path))
-        )
+        raise ArgumentError("plot", expected="a name that ends in .png, in an existing directory", got=repr(str(path)))
 
 
 def write_png(figure: Figure, path: Path) -> None:

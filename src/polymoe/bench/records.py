@@ -121,7 +121,7 @@ def check_writable(path: Path) -> None:
     try:
         path.open("a").close()
     except OSError as error:
-        raise ArgumentError("--out", expected="a file to append to", got=str(error)) from error
+        raise ArgumentError("out", expected="a file to append to", got=str(error)) from error
 
 
 def append(path: Path, record: Line) -> None:

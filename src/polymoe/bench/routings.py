@@ -72,11 +72,11 @@ def parse_routing(text: str, problem: Problem) -> tuple[RoutingDistribution, Pro
         except ValueError:
             exponent = math.nan
         if not 0 < exponent < math.inf:
-            raise ArgumentError("--routing", expected="zipf:S with a number above 0", got=repr(text))
+            raise ArgumentError("routing", expected="zipf:S with a number above 0", got=repr(text))
         return RoutingDistribution(f"zipf:{exponent:g}", exponent), problem
     path = Path(text)
     if not path.is_file():
-        raise ArgumentError("--routing", expected="uniform, zipf, zipf:S or a JSON file of expert ids", got=repr(text))
+        raise ArgumentError("routing", expected="uniform, zipf, zipf:S or a JSON file of expert ids", got=repr(text))
     ids = _read_ids(path, problem.spec.experts)
     return RoutingDistribution(f"file:{path.name}", ids_NA=torch.tensor(ids)), replace(problem, top_k=len(ids[0]))
 

@@ -186,7 +186,7 @@ class Tune:
         needed = packed + results + call
         if self.memory_bytes is not None and needed > self.memory_bytes:
             raise ArgumentError(
-                "--memory",
+                "memory",
                 expected=f"at least {needed / 2**30:.2f} GiB",
                 got=f"{self.memory_bytes / 2**30:.2f} GiB",
                 hint="tune fewer --tokens, or one rank's part of the layer",

@@ -7,52 +7,76 @@ import io
 import os
 import sys
 import warnings
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
 from polymoe.cli import bench, bench_decode, bench_serve, chat, doctor, eval, explain, run, serve, tune, verify
+from polymoe.cli.commands import Group, add, group
 from polymoe.cli.output import fail
 from polymoe.errors import PolymoeError, printable
 
 __all__ = ["app", "main"]
 
+_SUMS = "models/sums-gpt-oss-mxfp4"
 
-class _Verbs(TyperGroup):
-    """Verbs of one or two words; of ``eval`` and ``eval compare``, the longer one is used if both fit."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        both = " ".join(args[:2])
-        return super().resolve_command(ctx, [both, *args[2:]] if both in self.commands else args)
-
-
-app = typer.Typer(
-    name="polymoe",
-    cls=_Verbs,
-    help="Run the experts of quantized mixture-of-experts checkpoints, packed, and say why they run so.",
-    epilog="Data goes to stdout, everything else to stderr. Exit codes: 0 done, 1 refused, 2 wrong usage.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
+app = group(
+    "polymoe",
+    "Run the experts of quantized mixture-of-experts checkpoints, packed, and say why they run so.",
+    epilog="Data goes to stdout, everything else to stderr. Exit codes: 0 done, 1 refused, 2 wrong usage. "
+    "Lists are separated by commas. Each command has examples: polymoe COMMAND -h",
 )
 """The command line, one command for each verb."""
 
-for _name, _verb in {
-    "explain": explain,
-    "verify": verify,
-    "bench": bench,
-    "tune": tune,
-    "run": run,
-    "chat": chat,
-    "serve": serve,
-    "doctor": doctor,
-}.items():
-    app.command(_name)(_verb.command)
-app.command("bench decode")(bench_decode.command)
-app.command("bench serve", cls=bench_serve.Command)(bench_serve.command)
-app.command("eval")(eval.command)
-app.command("eval compare")(eval.compare)
+
+class _Bench(Group):
+    default = "kernels"
+
+
+class _Eval(Group):
+    default, takes_arguments = "run", True
+
+
+_bench = group(
+    "bench",
+    "Measure experts layers, whole models and servers.",
+    cls=_Bench,
+    epilog="polymoe bench --case ... is polymoe bench kernels --case ...",
+)
+_eval = group(
+    "eval",
+    "Accuracy of an OpenAI-compatible server.",
+    cls=_Eval,
+    epilog="polymoe eval FILE ... is polymoe eval run FILE ...",
+)
+
+add(app, "explain", explain.command, f"polymoe explain {_SUMS} --device h200",
+    "polymoe explain openai/gpt-oss-120b --device 'RTX 4090' --tp 8",
+    f"polymoe explain {_SUMS} --device sm_100 --backend triton --json")  # fmt: skip
+add(app, "verify", verify.command, f"polymoe verify {_SUMS}", f"polymoe verify {_SUMS} --layer 1 --tokens 1,64")
+add(app, "run", run.command, f'polymoe run {_SUMS} "123+456="', f"polymoe run {_SUMS} < prompts.txt",
+    "polymoe run openai/gpt-oss-120b --device-map auto --max-tokens 512 'Why is the sky blue?'")  # fmt: skip
+add(app, "chat", chat.command, f"polymoe chat {_SUMS}", "polymoe chat openai/gpt-oss-20b --system 'Answer briefly.'",
+    f"polymoe chat {_SUMS} --json < messages.txt")  # fmt: skip
+add(app, "serve", serve.command, f"polymoe serve {_SUMS}",
+    "POLYMOE_API_KEY=secret polymoe serve openai/gpt-oss-20b --host 0.0.0.0 --continuous-batching")  # fmt: skip
+app.add_typer(_bench)
+app.add_typer(_eval)
+add(app, "tune", tune.command, "polymoe tune --case deepseek-v4-flash --tokens 1,4,16",
+    f"polymoe tune --checkpoint {_SUMS} --seconds 60")  # fmt: skip
+add(app, "doctor", doctor.command, "polymoe doctor", "polymoe doctor --json")
+add(_bench, "kernels", bench.command, "polymoe bench kernels --case deepseek-v4-flash --tokens 1,16,64",
+    f"polymoe bench kernels --checkpoint {_SUMS} --backends cuda,triton --out results.jsonl",
+    "polymoe bench kernels --case gpt-oss-120b --routing zipf:1.2 --plot share.png")  # fmt: skip
+add(_bench, "decode", bench_decode.command, f"polymoe bench decode {_SUMS} --batch-size 1,16")
+add(_bench, "serve", bench_serve.command,
+    "polymoe bench serve --server http://127.0.0.1:8000 --input-len 1024 --output-len 128",
+    "polymoe bench serve --server http://127.0.0.1:8000 --concurrency 1,8,64 --out serve.jsonl --plot load.png",
+    cls=bench_serve.ListCommand)  # fmt: skip
+add(_eval, "run", eval.command, "polymoe eval run models/sums-heldout.jsonl --limit 100",
+    "polymoe eval run gsm8k.jsonl --server http://127.0.0.1:8000 --repeats 4",
+    "polymoe eval run --tasks gsm8k,arc_easy --num-fewshot 5")  # fmt: skip
+add(_eval, "compare", eval.compare, "polymoe eval compare packed.jsonl dequantized.jsonl")
 
 
 def _version(wanted: bool) -> None:

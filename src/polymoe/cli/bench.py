@@ -1,4 +1,4 @@
-"""``polymoe bench``: time and share of the floor of each backend on the experts of one layer."""
+"""``polymoe bench kernels``: time and share of the floor of each backend on the experts of one layer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from polymoe.cli.output import BatchInvariant, Json, OnDevice, console, measured_on, print_json, status, token_counts
+from polymoe.cli.output import (
+    Activations,
+    BatchInvariant,
+    Case,
+    Format,
+    Json,
+    OnDevice,
+    console,
+    listed,
+    measured_on,
+    print_json,
+    token_counts,
+)
+from polymoe.cli.progress import Progress
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -21,7 +34,7 @@ __all__ = ["command"]
 
 
 def command(
-    case: Annotated[str | None, typer.Option(help="A model's layer by name, with random weights.")] = None,
+    case: Case = None,
     tokens: Annotated[str, typer.Option(help="Token counts, separated by commas.")] = "1,4,16,64,256,1024,4096",
     backends: Annotated[
         str | None,
@@ -31,11 +44,8 @@ def command(
             help="Names, separated by commas. Default: all that auto may choose, and a baseline.",
         ),
     ] = None,
-    format: Annotated[str | None, typer.Option(help="Weight format. Default: the case's own.")] = None,
-    activations: Annotated[
-        str | None,
-        typer.Option(help="16bit, fp8_token, fp8_group128 or fp8_static. Default: E4M3 for FP8 weights, else 16bit."),
-    ] = None,
+    format: Format = None,
+    activations: Activations = None,
     routing: Annotated[
         str, typer.Option(help="uniform, zipf, zipf:S, or a JSON file with the experts of each token.")
     ] = "uniform",
@@ -82,6 +92,7 @@ def command(
     if checkpoint is not None and (given := [name for name, value in of_case.items() if value is not None]):
         raise typer.BadParameter(f"{given[0]} goes with --case")
     counts = token_counts(tokens)
+    names = None if backends is None else listed(backends, "--backends")
 
     from polymoe.bench.cases import Workload, case_named
     from polymoe.bench.energy import EnergyMeter
@@ -127,8 +138,8 @@ def command(
     print(f"{workload.case}: {problem}; {distribution.name} routing, on {machine.device}", file=sys.stderr)
     rows: list[BenchRow] = []
     try:
-        with status().status("bench") as progress:
-            for row in bench.rows(counts, backends.split(",") if backends else None, progress.update):
+        with Progress("bench kernels") as progress:
+            for row in bench.rows(counts, names, progress.update):
                 rows.append(row)
                 if out is not None and row.record is not None:
                     append(out, row.record)

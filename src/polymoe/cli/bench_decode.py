@@ -16,11 +16,13 @@ from polymoe.cli.output import (
     OnDevice,
     Role,
     console,
+    listed,
     measured_on,
     print_json,
-    status,
     token_counts,
 )
+from polymoe.cli.progress import Progress
+from polymoe.errors import ArgumentError, nearest
 from polymoe.units import format_bytes
 
 if TYPE_CHECKING:
@@ -65,16 +67,21 @@ def command(
     Logits are compared first; a model whose logits differ is not timed, and the exit code is 1.
     """
     batches = token_counts(batch_size, "--batch-size")
-    wanted = experts.split(",")
+    wanted = listed(experts, "--experts")
     if unknown := [name for name in wanted if name not in _EXPERTS]:
-        raise typer.BadParameter(f"--experts: packed or dequantized, not {unknown[0]!r}")
+        raise ArgumentError("--experts", expected="packed, dequantized, or both", got=repr(unknown[0]))
+    kinds = listed(implementations, "--implementations")
+
+    from transformers import AttentionInterface
 
     from polymoe.bench.decode import Contender, ModelBench, ModelRecord
     from polymoe.bench.records import Stamp, append, check_writable
     from polymoe.engines.transformers import load
     from polymoe.engines.transformers.dequantized import load_dequantized
-    from polymoe.errors import ArgumentError
 
+    for option, name in (("--attention", attention), ("--prefill-attention", prefill_attention)):
+        if name is not None and name not in (known := ("eager", *AttentionInterface().valid_keys())):
+            raise ArgumentError(option, got=repr(name), hint=nearest(name, known))
     machine, where = measured_on(device)
     if graphs and where.type != "cuda":
         raise ArgumentError("--graphs", expected="a GPU", got=str(where), hint="leave --graphs out")
@@ -98,13 +105,13 @@ def command(
         ),
         "dequantized": Contender(
             "dequantized",
-            tuple(implementations.split(",")),
+            tuple(kinds),
             lambda: load_dequantized(checkpoint, device=where, **also),
         ),
     }
     rows: list[ModelRecord | Failed] = []
     try:
-        with status().status("bench decode") as progress:
+        with Progress("bench decode") as progress:
             for row in bench.rows([loads[name] for name in _EXPERTS if name in wanted], batches, progress.update):
                 rows.append(row)
                 if out is not None and isinstance(row, ModelRecord):

@@ -12,20 +12,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
-from polymoe.cli.output import Json, console, print_json, status
+from polymoe.cli.commands import Command
+from polymoe.cli.output import Json, console, print_json
+from polymoe.cli.progress import Progress
 
 if TYPE_CHECKING:
     from polymoe.bench.energy import EnergyMeter
     from polymoe.bench.serving.record import Load, ServingRecord
 
-__all__ = ["Command", "command"]
+__all__ = ["ListCommand", "command"]
 
 _LISTS = ("--batch-size", "--input-len", "--output-len", "--concurrency", "--request-rate", "--gpu-ids")
 
 
-class Command(TyperCommand):
+class ListCommand(Command):
     """A command whose numeric options accept several values: ``--batch-size 1 4 8`` or ``--batch-size 1,4,8``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -158,6 +159,7 @@ def command(
 
     def keep(record: ServingRecord) -> None:
         found.append(record)
+        progress.advance()
         if out is not None:
             append(out, record)
 
@@ -193,7 +195,7 @@ def command(
             await bench.run(planned, keep, traced)
 
     try:
-        with status().status("bench serve") as progress:
+        with Progress("bench serve", len(planned)) as progress:
             asyncio.run(measure())
     finally:  # after an interruption too, print finished rows
         if json and found:

@@ -7,11 +7,12 @@ import json as jsonlib
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from polymoe.cli.output import Json, console, print_json, status
+from polymoe.cli.output import Json, console, listed, print_json, say
+from polymoe.cli.progress import Progress
 from polymoe.errors import ArgumentError, PolymoeError
 
 if TYPE_CHECKING:
@@ -25,14 +26,19 @@ __all__ = ["command", "compare"]
 def command(
     data: Annotated[
         Path | None,
-        typer.Argument(help="Questions: JSONL with prompt and answer, or GSM8K, AIME or GPQA as published."),
+        typer.Argument(
+            metavar="FILE", help="Questions: JSONL with prompt and answer, or GSM8K, AIME or GPQA as published."
+        ),
     ] = None,
     server: Annotated[str, typer.Option(help="The server's URL.")] = "http://127.0.0.1:8000",
     model: Annotated[str | None, typer.Option(help="The model's name on the server. Default: its only model.")] = None,
     api_key: Annotated[
         str | None, typer.Option(envvar="POLYMOE_API_KEY", help="The server's bearer token.", show_default=False)
     ] = None,
-    task: Annotated[str, typer.Option(help="exact, gsm8k, aime, gpqa, or auto: by the fields of the file.")] = "auto",
+    task: Annotated[
+        Literal["auto", "exact", "gsm8k", "aime", "gpqa"],
+        typer.Option(help="Kind of questions; auto goes by the fields of the file."),
+    ] = "auto",
     repeats: Annotated[int, typer.Option("--repeats", "-n", min=1, help="How often each question is asked.")] = 1,
     concurrency: Annotated[
         int, typer.Option("--concurrency", "--threads", min=1, help="Number of simultaneous requests.")
@@ -44,7 +50,9 @@ def command(
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the order of options, also sent with each request.")] = None,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
-    endpoint: Annotated[str, typer.Option(help="chat, or completions: without the chat template.")] = "chat",
+    endpoint: Annotated[
+        Literal["chat", "completions"], typer.Option(help="completions works without the chat template.")
+    ] = "chat",
     extra: Annotated[
         str | None, typer.Option(help="""Further fields of each request: '{"reasoning_effort": "high"}'.""")
     ] = None,
@@ -65,8 +73,6 @@ def command(
 ) -> None:
     """Ask a server questions and count the right answers, with error bars. Repeat the command to continue after an
     interruption.
-
-    polymoe eval compare A B: the difference of two runs.
     """
     if (data is None) == (tasks is None):
         raise ArgumentError("eval", expected="a file of questions, or --tasks", got="both" if data else "neither")
@@ -77,8 +83,8 @@ def command(
     if lost:
         what = "lm-eval's tasks" if tasks is not None else "a file of questions"
         raise ArgumentError("eval", expected=f"options for {what}", got=", ".join(lost))
-    if endpoint not in ("chat", "completions"):
-        raise ArgumentError("--endpoint", expected="chat or completions", got=repr(endpoint))
+    if out is not None and not out.parent.is_dir():
+        raise ArgumentError("--out", expected="a file in an existing directory", got=repr(str(out)))
     from polymoe.evaluate.server import Server
 
     to = Server(url=server, api_key=api_key or "none", concurrency=concurrency, timeout_s=timeout, retries=retries)
@@ -89,7 +95,7 @@ def command(
 
         given = {name: value for name, value in {**sampling, **fields}.items() if value is not None}
         results, table = run_tasks(
-            tasks.split(","),
+            listed(tasks, "--tasks"),
             server=to,
             model=model,
             endpoint=endpoint,
@@ -118,14 +124,14 @@ def command(
         console().print(_table(run, run.score))
     if run.malformed:
         said = f"replies that are not responses of the API, counted as wrong: {len(run.malformed)}, the first: "
-        status().print(f"note: {said}{run.malformed[0]}", highlight=False, markup=False, soft_wrap=True)
+        say(f"note: {said}{run.malformed[0]}")
     if run.failures:
         raise _incomplete(run)
 
 
 def compare(
-    a: Annotated[Path, typer.Argument(help="File of answers of a run.", show_default=False)],
-    b: Annotated[Path, typer.Argument(help="Another's.", show_default=False)],
+    a: Annotated[Path, typer.Argument(metavar="A", help="File of answers of a run.", show_default=False)],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another's.", show_default=False)],
     json: Json = False,
 ) -> None:
     """Compute the difference of two runs, A - B, with its 95 % interval, paired by question."""
@@ -141,7 +147,7 @@ def compare(
             f"{len(asked) - found.questions} of {len(asked)} questions were answered in one run only: left out"
         )
     for note in notes:
-        status().print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
+        say(f"note: {note}")
     if json:
         print_json({"a_records": str(a), "b_records": str(b), **asdict(found), "notes": notes})
         return
@@ -160,40 +166,35 @@ def compare(
 def _progress() -> Iterator[tuple[Any, Any]]:
     """Show a progress bar on stderr, as callbacks of :func:`polymoe.evaluate.evaluate`, and name the file of
     answers."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    err = status()
-    columns = (TextColumn("answered"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
     found = {"right": 0, "invalid": 0, "new": 0, "done": 0, "total": 0}
     where: list[Path] = []
-    bar = Progress(*columns, TimeRemainingColumn(), console=err)
-    line = bar.add_task("", total=None)
+    bar = Progress("answered")
 
     def on_start(path: Path, done: int, total: int) -> None:
         where.append(path)
         found.update(done=done, total=total)
-        bar.update(line, completed=done, total=total)
         kept = f", which has {done} of {total}; --fresh starts over" if done else ""
-        err.print(f"answers: {path}{kept}", highlight=False, markup=False, soft_wrap=True)
-        bar.start()
+        say(f"answers: {path}{kept}")
+        bar.__enter__()
+        bar.start(done, total)
 
     def on_record(record: AnswerRecord) -> None:
         found["new"] += 1
         found["right"] += record.correct
         found["invalid"] += record.answer is None
-        now = f"{_percent(found['right'] / found['new'])} right, {found['invalid']} invalid"
-        bar.update(line, advance=1, description=now)
+        bar.advance()
+        bar.update(f"{_percent(found['right'] / found['new'])} right, {found['invalid']} invalid")
 
     try:
         yield on_start, on_record
     except (KeyboardInterrupt, PolymoeError):
-        bar.stop()
+        bar.close()
         if found["new"]:
             done = f"{found['done'] + found['new']} of {found['total']} answers are in {where[0]}"
-            err.print(f"{done}; the same command continues there", highlight=False, markup=False, soft_wrap=True)
+            say(f"{done}; the same command continues there")
         raise
     finally:
-        bar.stop()
+        bar.close()
 
 
 def _table(run: Run, score: Score) -> Table:

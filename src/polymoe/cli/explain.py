@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -20,7 +20,10 @@ __all__ = ["command"]
 
 def command(
     checkpoint: Annotated[
-        str, typer.Argument(help="A checkpoint's directory, a config.json, or a Hub id.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="CHECKPOINT", help="A checkpoint's directory, a config.json, or a Hub id.", show_default=False
+        ),
     ],
     device: Annotated[
         str | None,
@@ -32,7 +35,10 @@ def command(
     ep_rank: Annotated[int, typer.Option(min=0, help="This rank's number.")] = 0,
     role: Role = "mixed",
     backend: Backend = "auto",
-    activations: Annotated[str, typer.Option(help="auto, 16bit, fp8_token, fp8_group128 or fp8_static.")] = "auto",
+    activations: Annotated[
+        Literal["auto", "16bit", "fp8_token", "fp8_group128", "fp8_static"],
+        typer.Option(help="How the experts' inputs are held; auto is the checkpoint's own recipe on a GPU."),
+    ] = "auto",
     batch_invariant: BatchInvariant = False,
     json: Json = False,
 ) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
@@ -18,10 +19,14 @@ if TYPE_CHECKING:
     from polymoe.machine import Machine
 
 __all__ = [
+    "Activations",
     "Backend",
+    "Backends",
     "BatchInvariant",
+    "Case",
     "Checkpoint",
     "DeviceMap",
+    "Format",
     "Json",
     "MaxTokens",
     "OnDevice",
@@ -29,6 +34,7 @@ __all__ = [
     "TensorParallel",
     "console",
     "fail",
+    "listed",
     "measured_on",
     "no_tensor_parallel",
     "print_json",
@@ -39,20 +45,25 @@ __all__ = [
     "token_counts",
 ]
 
-Checkpoint = Annotated[str, typer.Argument(help="Directory of a checkpoint, or a Hub id.", show_default=False)]
+Checkpoint = Annotated[
+    str,
+    typer.Argument(metavar="CHECKPOINT", help="Directory of a checkpoint, or a Hub id.", show_default=False),
+]
 """The argument of the verbs that read weights."""
-Backend = Annotated[str, typer.Option(help="Backend of the experts: auto, or a name, which is used or refused.")]
+Backend = Annotated[
+    str, typer.Option(help="Backend of the experts: auto, or cuda, triton, reference or another, used or refused.")
+]
 """``--backend``."""
 Role = Annotated[
-    str,
-    typer.Option(help="Token counts to plan for: decode (1 to 256), prefill (from 1024) or mixed (both)."),
+    Literal["mixed", "decode", "prefill"],
+    typer.Option(help="Token counts to plan for: decode is 1 to 256, prefill from 1024, mixed both."),
 ]
 """``--role`` of workers that prefill, decode or do both."""
 OnDevice = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, or auto: the GPU if there is one.")]
 """``--device`` of the verbs that compute."""
 DeviceMap = Annotated[
-    str | None,
-    typer.Option(help="auto, balanced or sequential: spread whole layers over all GPUs. Instead of --device."),
+    Literal["auto", "balanced", "balanced_low_0", "sequential"] | None,
+    typer.Option(help="Spread whole layers over all GPUs, as Transformers' device_map. Instead of --device."),
 ]
 """``--device-map`` of the verbs that run whole models."""
 TensorParallel = Annotated[
@@ -69,6 +80,31 @@ MaxTokens = Annotated[
     ),
 ]
 """``--max-tokens``."""
+Case = Annotated[
+    Literal[
+        "deepseek-v3", "deepseek-v3-tp8", "deepseek-v4-flash", "glm-4.7", "gpt-oss-120b", "gpt-oss-20b", "kimi-k2",
+        "kimi-k2-tp8", "mixtral-8x7b", "nemotron-3-super", "qwen3-235b", "qwen3-235b-tp4-bf16",
+    ] | None,
+    typer.Option(help="A model's layer by name, with random weights."),
+]  # fmt: skip
+"""``--case``. The command line names them without importing torch; a test compares them with the table."""
+Format = Annotated[
+    Literal[
+        "bf16", "fp16", "fp8_tensor", "fp8_channel", "fp8_block128", "mxfp4", "nvfp4", "int4_g32", "int4_g128",
+    ] | None,
+    typer.Option(help="Weight format of a case. Default: its own."),
+]  # fmt: skip
+"""``--format`` of a case."""
+Activations = Annotated[
+    Literal["16bit", "fp8_token", "fp8_group128", "fp8_static"] | None,
+    typer.Option(help="How the experts' inputs are held. Default: E4M3 for FP8 weights, else 16bit."),
+]
+"""``--activations`` of the verbs that measure."""
+Backends = Annotated[
+    str | None,
+    typer.Option("--backends", "--backend", help="Names, separated by commas. Default: all that auto may choose."),
+]
+"""``--backends`` of the verbs that measure."""
 BatchInvariant = Annotated[
     bool,
     typer.Option("--batch-invariant", help="Results must be bitwise independent of the rest of the batch."),
@@ -82,9 +118,10 @@ def console() -> Console:
     """Return the console for tables: stdout."""
     from rich.console import Console
 
-    # A pipe has no width: do not wrap tables at 80 columns.
     # No markup: names of files and models may have brackets.
-    return Console(markup=False) if sys.stdout.isatty() else Console(markup=False, width=160, soft_wrap=True)
+    if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal():
+        return Console(markup=False)  # as wide as the terminal, or as COLUMNS says
+    return Console(markup=False, width=160, soft_wrap=True)  # a pipe has no width: do not wrap tables at 80 columns
 
 
 def status() -> Console:
@@ -141,23 +178,35 @@ def print_json(value: Any) -> None:
 
 
 def fail(error: PolymoeError) -> NoReturn:
-    """Print the error's message on stderr and exit with code 1."""
+    """Print the error's message on stderr and exit: with code 2 for a wrong argument, else with 1."""
     print(f"error: {error}", file=sys.stderr)
-    sys.exit(1)
+    sys.exit(2 if isinstance(error, ArgumentError) else 1)
+
+
+def listed(text: str, option: str) -> list[str]:
+    """Parse names of an option that are separated by commas: ``"cuda, triton"``. Each counts once.
+
+    Raises:
+        ArgumentError: for an empty list or name.
+    """
+    names = [part.strip() for part in text.split(",")]
+    if not all(names):
+        raise ArgumentError(option, expected="names separated by commas", got=repr(text))
+    return list(dict.fromkeys(names))
 
 
 def token_counts(text: str, option: str = "--tokens") -> tuple[int, ...]:
-    """Parse positive numbers of an option: ``"1,16,256"``.
+    """Parse numbers of an option, from 1 to 1,048,576: ``"1,16,256"``.
 
     Raises:
-        ArgumentError: for anything but positive numbers.
+        ArgumentError: for anything else.
     """
     try:
         counts = tuple(int(part) for part in text.split(","))
     except ValueError:
         counts = ()
-    if not counts or min(counts) < 1:
-        raise ArgumentError(option, expected="numbers such as 1,16,256", got=repr(text))
+    if not counts or min(counts) < 1 or max(counts) > 2**20:
+        raise ArgumentError(option, expected="numbers such as 1,16,256, at most 1048576", got=repr(text))
     return counts
 
 

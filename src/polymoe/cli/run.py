@@ -32,7 +32,7 @@ def command(
     checkpoint: Checkpoint,
     prompt: Annotated[
         list[str] | None,
-        typer.Argument(help="Prompts to answer. Default: the lines of stdin.", show_default=False),
+        typer.Argument(metavar="PROMPT", help="Prompts to answer. Default: the lines of stdin.", show_default=False),
     ] = None,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", "--max-new-tokens", min=1, help="Maximum number of tokens in an answer.")

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from polymoe.cli.output import Backend, Checkpoint, OnDevice, Role, status
+from polymoe.cli.output import Backend, Checkpoint, OnDevice, Role, say
 
 __all__ = ["command"]
 
@@ -79,8 +79,7 @@ def command(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from polymoe.serve import serve
 
-    err = status()
-    err.print(f"loading {checkpoint}", highlight=False)
+    say(f"loading {checkpoint}")
     ended = serve(
         checkpoint,
         host=host,
@@ -100,7 +99,7 @@ def command(
         cache_memory=cache_memory,
         temperature=temperature,
         profile=profile,
-        on_ready=lambda url: err.print(f"serving on {url}", highlight=False),
+        on_ready=lambda url: say(f"serving on {url}"),
     )
     if not ended:
         sys.stdout.flush()

@@ -11,7 +11,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from polymoe.cli.output import BatchInvariant, Json, OnDevice, console, measured_on, print_json, status, token_counts
+from polymoe.cli.output import (
+    Activations,
+    Backends,
+    BatchInvariant,
+    Case,
+    Format,
+    Json,
+    OnDevice,
+    console,
+    listed,
+    measured_on,
+    print_json,
+    say,
+    token_counts,
+)
+from polymoe.cli.progress import Progress
+from polymoe.errors import ArgumentError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,7 +41,7 @@ __all__ = ["command"]
 
 
 def command(
-    case: Annotated[str | None, typer.Option(help="A named layer of a model, with random weights.")] = None,
+    case: Case = None,
     checkpoint: Annotated[str | None, typer.Option(help="A checkpoint's directory or Hub id instead.")] = None,
     layer: Annotated[
         int | None, typer.Option(help="Layer of the checkpoint. Default: the first one with experts.")
@@ -35,15 +51,9 @@ def command(
     tokens: Annotated[
         str, typer.Option(help="Token counts, separated by commas.")
     ] = "1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192",
-    format: Annotated[str | None, typer.Option(help="Weight format of a case. Default: its own.")] = None,
-    activations: Annotated[
-        str | None,
-        typer.Option(help="16bit, fp8_token, fp8_group128 or fp8_static. Default: E4M3 for FP8 weights, else 16bit."),
-    ] = None,
-    backends: Annotated[
-        str | None,
-        typer.Option("--backends", "--backend", help="Names, separated by commas. Default: all that auto may choose."),
-    ] = None,
+    format: Format = None,
+    activations: Activations = None,
+    backends: Backends = None,
     batch_invariant: BatchInvariant = False,
     seconds: Annotated[float, typer.Option(min=1, help="Time limit in seconds; run again to continue.")] = 300,
     memory: Annotated[
@@ -77,7 +87,7 @@ def command(
 
     from polymoe.bench.cases import Workload, case_named
     from polymoe.bench.compile_ahead import CompileAhead
-    from polymoe.bench.records import Stamp
+    from polymoe.bench.records import Stamp, check_writable
     from polymoe.bench.tune import Tune
     from polymoe.checkpoint import Checkpoint
     from polymoe.planning.table_files import user_file
@@ -92,19 +102,24 @@ def command(
     if batch_invariant:
         workload = workload.batch_invariant()
     problem = workload.problem
-    chosen = _backends(backends.split(",") if backends else None, problem, machine)
+    chosen = _backends(None if backends is None else listed(backends, "--backends"), problem, machine)
+    if out is not None:
+        check_writable(out)
+    choice = any(len(b.tuning_configs(problem, machine, t)) > 1 for b in chosen for t in counts)
+    _require_choice(choice, where.type)
     file = out or user_file(machine.device.name)
-    err = status()
-    err.print(f"{workload.case}: {problem}; on {machine.device}; into {file}", highlight=False, soft_wrap=True)
+    say(f"{workload.case}: {problem}; on {machine.device}; into {file}")
     if jobs is None:
-        choice = any(len(b.tuning_configs(problem, machine, t)) > 1 for b in chosen for t in counts)
         jobs = min(16, (os.cpu_count() or 1) - 1) if choice and where.type == "cuda" else 0
     if memory is not None and where.type == "cuda":
         fraction = min(1.0, memory * 2**30 / torch.cuda.get_device_properties(where).total_memory)
         torch.cuda.set_per_process_memory_fraction(fraction)
     found: list[Outcome] = []
     try:
-        with CompileAhead(jobs, where.index or 0) as compiler, _bar(err, len(chosen) * len(set(counts))) as bar:
+        with (
+            CompileAhead(jobs, where.index or 0) as compiler,
+            Progress("tune", len(chosen) * len(set(counts))) as progress,
+        ):
             tune = Tune(
                 workload=workload,
                 machine=machine,
@@ -117,11 +132,11 @@ def command(
                 again=again,
                 memory_bytes=None if memory is None else int(memory * 2**30),
                 compiler=compiler,
-                say=lambda text: err.print(text, highlight=False, soft_wrap=True),
+                say=progress.say,
             )
-            for outcome in tune.outcomes(counts, lambda text: bar.update(bar.task_ids[0], description=text)):
+            for outcome in tune.outcomes(counts, progress.update):
                 found.append(outcome)
-                bar.advance(bar.task_ids[0])
+                progress.advance()
     finally:  # after an interruption too, print finished rows
         if json and found:
             print_json([_plain(outcome) for outcome in found])
@@ -129,11 +144,22 @@ def command(
             console().print(_table(found, f"{workload.case}, {problem.spec.format}, {machine.device}"))
 
 
+def _require_choice(choice: bool, kind: str) -> None:
+    """Refuse a CPU on which no backend has anything to tune."""
+    if kind == "cpu" and not choice:
+        raise ArgumentError(
+            "--device",
+            expected="a GPU",
+            got="cpu, where no backend has configurations to choose from",
+            hint="bench kernels measures the reference on a CPU",
+        )
+
+
 def _backends(names: list[str] | None, problem: Problem, machine: Machine) -> list[Backend]:
     """Return the named backends, or all that ``auto`` may choose."""
     from polymoe.backend_names import backend_hint
     from polymoe.backends import BACKENDS
-    from polymoe.errors import ArgumentError, UnsupportedProblem
+    from polymoe.errors import UnsupportedProblem
     from polymoe.planning.select import select
     from polymoe.verdict import Accepted
 
@@ -153,15 +179,6 @@ def _backends(names: list[str] | None, problem: Problem, machine: Machine) -> li
             f"tune ({problem}) on {machine.device}", expected="a backend that auto may choose", got="\n  ".join(got)
         )
     return fitting
-
-
-def _bar(err: Any, total: int) -> Any:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    bar = Progress(*columns, console=err)
-    bar.add_task("starting", total=total)
-    return bar
 
 
 def _table(found: list[Outcome], title: str) -> Table:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from polymoe.cli.output import Backend, Checkpoint, Json, OnDevice, console, print_json, status, token_counts
+from polymoe.cli.progress import Progress
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -39,14 +40,14 @@ def command(
     from polymoe.verify import verify
 
     counts = token_counts(tokens)
-    with status().status("verifying") as progress:
+    with Progress("verify") as progress:
         report = verify(
             checkpoint,
             layer=layer,
             tokens=counts,
             backend=backend,
             device=None if device == "auto" else device,
-            progress=lambda text: progress.update(text),
+            progress=progress.update,
         )
     if report.absent:
         status().print(

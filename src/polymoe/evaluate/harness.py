@@ -66,7 +66,7 @@ def run_tasks(
     manager = TaskManager(include_path=None if include_path is None else str(include_path))
     unknown = [name for name in tasks if not manager.match_tasks([name])]
     if unknown:
-        raise ArgumentError("--tasks", expected="tasks of lm-eval", got=", ".join(unknown), hint="lm_eval ls tasks")
+        raise ArgumentError("tasks", expected="tasks of lm-eval", got=", ".join(unknown), hint="lm_eval ls tasks")
     arguments = {
         "model": server.model(model),
         "base_url": server.base_url + path,

@@ -168,7 +168,7 @@ def read_questions(path: Path, *, task: str = "auto") -> tuple[Task, list[Questi
         ArgumentError: if the file cannot be read, or for a row without the fields; it names the line.
     """
     if task != "auto" and task not in TASKS:
-        raise ArgumentError("--task", expected="a kind of question", got=repr(task), hint=nearest(task, TASKS))
+        raise ArgumentError("task", expected="a kind of question", got=repr(task), hint=nearest(task, TASKS))
     rows = _rows(path)
     if not rows:
         raise ArgumentError(str(path), expected="questions", got="none")

@@ -59,9 +59,9 @@ class Server:
         except ValueError:
             valid = False
         if not valid:
-            raise ArgumentError("--server", expected="a URL such as http://127.0.0.1:8000", got=repr(self.url))
+            raise ArgumentError("server", expected="a URL such as http://127.0.0.1:8000", got=repr(self.url))
         if not (self.api_key.isascii() and self.api_key.isprintable()):
-            raise ArgumentError("--api-key", expected="printable ASCII characters", got="others")
+            raise ArgumentError("api_key", expected="printable ASCII characters", got="others")
 
     @property
     def base_url(self) -> str:

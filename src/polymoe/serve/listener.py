@@ -36,7 +36,7 @@ def bind(host: str, port: int) -> Iterator[socket.socket]:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, proto)
     except OSError as error:
-        raise ArgumentError(where, expected="an address of this machine", got=str(error)) from error
+        raise ArgumentError("host", expected="an address of this machine", got=f"{host!r}: {error}") from error
     with listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -49,7 +49,7 @@ def bind(host: str, port: int) -> Iterator[socket.socket]:
                 where,
                 expected="an address that is free to listen on",
                 got=str(error),
-                hint="--port 0 takes any free port",
+                hint="port=0 takes any free port",
             ) from error
         yield listener
 
@@ -80,14 +80,14 @@ def connection_limit(asked: int | None, requests: int) -> int:
     most = min(1024, room) if asked is None else asked
     if most > room:
         raise ArgumentError(
-            "--max-connections",
+            "max_connections",
             expected=f"at most {max(room, 0)}: the limit on file descriptors, less those in use and {_RESERVED} others",
             got=str(asked),
             hint="raise the limit with ulimit -n",
         )
     if most <= requests:
         raise ArgumentError(
-            "--max-concurrent-requests",
+            "max_concurrent_requests",
             expected=f"fewer than there may be connections, which are {max(most, 0)}",
             got=str(requests),
             hint="raise --max-connections, or the limit on file descriptors with ulimit -n",

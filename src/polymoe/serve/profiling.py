@@ -31,9 +31,9 @@ def check_directory(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ArgumentError("--profile", expected="a directory for traces", got=str(error)) from error
+        raise ArgumentError("profile", expected="a directory for traces", got=str(error)) from error
     if not os.access(directory, os.W_OK):
-        raise ArgumentError("--profile", expected="a directory for traces", got=f"{directory}, which is not writable")
+        raise ArgumentError("profile", expected="a directory for traces", got=f"{directory}, which is not writable")
 
 
 def add_profiler(app: FastAPI, directory: Path) -> None:

@@ -74,7 +74,9 @@ class Client:
         self.url = url.rstrip("/").removesuffix("/v1")
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ArgumentError("--server", expected="a URL such as http://127.0.0.1:8000", got=repr(url))
+            raise ArgumentError("server", expected="a URL such as http://127.0.0.1:8000", got=repr(url))
+        if not (api_key or "").isascii() or not (api_key or "").isprintable():
+            raise ArgumentError("api_key", expected="printable ASCII characters", got="others")
         self.model = model or ""
         self.owner = ""
         self.chat = chat

@@ -79,7 +79,7 @@ class Prompts:
                 break
         if not found:
             raise ArgumentError(
-                "--input-len",
+                "input_len",
                 expected="a server whose count of tokens grows with the prompt",
                 got=f"{once} tokens, and {twice} for twice the text",
                 hint="name the model's tokenizer with --tokenizer",
@@ -113,7 +113,7 @@ class Prompts:
         best = min(tried, key=lambda n: abs(tried[n] - tokens))
         if tried[best] > tokens and best == len(self._prefix) + 1:
             raise ArgumentError(
-                "--input-len", expected=f"at least {tried[best]}, the shortest prompt here", got=str(tokens)
+                "input_len", expected=f"at least {tried[best]}, the shortest prompt here", got=str(tokens)
             )
         return best, tried[best]
 
@@ -136,7 +136,7 @@ class Tokenizer:
     def __init__(self, tokenizer: Any, *, chat: bool) -> None:
         self._tokenizer = tokenizer
         if chat and getattr(self._tokenizer, "chat_template", None) is None:
-            raise ArgumentError("--tokenizer", expected="one with a chat template, for --chat", got="none")
+            raise ArgumentError("tokenizer", expected="one with a chat template, for --chat", got="none")
         self._chat = chat
 
     def count_prompt(self, text: str) -> int:

@@ -1,0 +1,134 @@
+"""Groups and commands of the command line: ``-h``, old forms of commands, examples, errors in the words of options."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from polymoe.errors import PolymoeError, nearest
+
+__all__ = ["Command", "Group", "add", "group", "in_options"]
+
+_CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
+
+
+class Command(TyperCommand):
+    """A command whose errors name options where the library names arguments, and the nearest choice."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the options.
+
+        Raises:
+            BadParameter: for a wrong value; of choices, with the nearest one.
+        """
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            if found := re.search(r"('.*') is not one of (.*)\.", error.message):
+                known = re.findall(r"'([^']*)'", found[2])
+                error.message = f"{found[1]}: {nearest(found[1].strip(chr(39)), known)}"
+            raise
+
+    def invoke(self, ctx: Any) -> Any:
+        """Call the function.
+
+        Raises:
+            PolymoeError: of the function, in the words of the command line.
+        """
+        try:
+            return super().invoke(ctx)
+        except PolymoeError as error:
+            options = {str(p.name): p.opts[0] for p in self.params if p.opts[0].startswith("--")}
+            error.where = in_options(error.where, options)
+            error.hint = error.hint and in_options(error.hint, options)
+            raise
+
+
+class Group(TyperGroup):
+    """A group with a default command, for forms without its name: ``polymoe bench --case C`` is ``bench kernels``.
+
+    Attributes:
+        default: its name; None for a group without one.
+        takes_arguments: whether the default command has arguments, so that every unknown word is for it.
+    """
+
+    default: str | None = None
+    takes_arguments = False
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Insert the default command where no command is named."""
+        first = args[0] if args else None
+        if (
+            self.default is not None
+            and first is not None
+            and first not in (*self.commands, *ctx.help_option_names)
+            and (self.takes_arguments or first.startswith("-"))
+        ):
+            args = [self.default, *args]
+        return super().parse_args(ctx, args)
+
+
+def group(name: str, help: str, *, cls: type[Group] = Group, **options: Any) -> typer.Typer:
+    """A group of commands. Help is plain text, in which no name is shortened, whatever the width."""
+    return typer.Typer(
+        name=name,
+        cls=cls,
+        help=help,
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        context_settings=_CONTEXT,
+        pretty_exceptions_enable=False,
+        **options,
+    )
+
+
+def add(
+    to: typer.Typer, name: str, function: Callable[..., Any], *examples: str, cls: type[TyperCommand] = Command
+) -> None:
+    """Add a command to a group.
+
+    Args:
+        to: the group.
+        name: of the command.
+        function: does it; its docstring is the help.
+        examples: command lines for the help.
+        cls: the command's class.
+    """
+    lines = "\n".join(f"  $ {example}" for example in examples)
+    to.command(name, cls=cls, epilog=f"\b\nExamples:\n{lines}", context_settings=_CONTEXT)(function)
+
+
+_VALUE = r"""("[^"]*"|'[^']*'|\.\.\.|[\w:.-]*\w)"""
+
+
+def in_options(text: str, options: Mapping[str, str]) -> str:
+    """A text of the library with options instead of arguments.
+
+    Args:
+        text: where an error is, or a hint.
+        options: by names of arguments.
+
+    >>> in_options('graphs needs a GPU; device="cuda:1"', {"device": "--device"})
+    'graphs needs a GPU; --device cuda:1'
+    >>> in_options("load(device_map=...)", {"device_map": "--device-map"})
+    '--device-map'
+    """
+    if text in options:
+        return options[text]
+    name, colon, rest = text.partition(":")
+    if colon and name in options:
+        return f"{options[name]}:{rest}"
+    if (call := re.fullmatch(r"\w+\((\w+)=\.\.\.\)", text)) and call[1] in options:
+        return options[call[1]]
+
+    def replaced(match: re.Match[str]) -> str:
+        value = match[2].strip("\"'")
+        if match[1] not in options:
+            return match[0]
+        return options[match[1]] if value == "True" else f"{options[match[1]]} {value}"
+
+    return re.sub(rf"\b(\w+)={_VALUE}", replaced, text)

@@ -1,0 +1,168 @@
+"""Every option of every command: a wrong value exits with 2 and names the option; help, groups and old forms."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+from typer.main import get_command
+
+from polymoe.activation_quantization import ACTIVATIONS
+from polymoe.bench.cases import CASES
+from polymoe.cli import app, explain, output
+from polymoe.cli import eval as eval_verb
+from polymoe.evaluate.questions import TASKS
+from polymoe.formats import FORMATS
+from polymoe.planning.plan import ROLE_TOKENS
+
+ROOT = Path(__file__).parents[2]
+SUMS = str(ROOT / "models" / "sums-gpt-oss-mxfp4")
+
+README = ROOT / "README.md"
+"""No directory: paths below it cannot be made, not even by root."""
+
+Cli = Callable[..., tuple[int, str, str]]
+
+
+def commands(of: Any = None, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Every command with its whole name."""
+    of = of or get_command(app)
+    for part, command in of.commands.items():
+        whole = f"{name} {part}".strip()
+        yield from commands(command, whole) if hasattr(command, "commands") else [(whole, command)]
+
+
+COMMANDS = dict(commands())
+
+NEEDED: dict[str, list[str]] = {
+    "explain": [SUMS],
+    "verify": [SUMS],
+    "run": [SUMS, "1+1="],
+    "chat": [SUMS],
+    "serve": [SUMS, "--port", "0"],
+    "bench kernels": ["--case", "gpt-oss-20b", "--experts", "2", "--hidden", "64", "--intermediate", "32"],
+    "bench decode": [SUMS, "--prompt-len", "8", "--steps", "2", "--prefill-len", "8"],
+    "bench serve": ["--server", "http://127.0.0.1:9"],
+    "tune": ["--case", "gpt-oss-20b"],
+    "doctor": [],
+    "eval run": [str(ROOT / "models" / "sums-heldout.jsonl")],
+    "eval compare": ["a", "b"],
+}
+"""Arguments that are valid."""
+
+WRONG = {
+    "--backend": "magic", "--backends": "magic", "--device": "warp", "--device-map": "magic", "--routing": "zipf:0",
+    "--tokens": "1,0", "--batch-size": "1,x", "--experts": "all", "--implementations": ",", "--attention": "magic",
+    "--prefill-attention": "magic", "--concurrency": "0", "--request-rate": "-1", "--input-len": "x",
+    "--output-len": "0", "--gpu-ids": "x", "--extra-body": "[1]", "--extra": "[1]", "--server": "nonsense",
+    "--api-key": "\u00e4", "--tasks": ",", "--include-path": f"{README}/directory", "--out": f"{README}/file",
+    "--plot": "plot.txt", "--profile": f"{README}/directory/file.json", "--markdown": f"{README}/file",
+    "--host": "no such host",
+}  # fmt: skip
+"""Wrong values of options that take text; a new one needs a row. Of numbers and choices "nonsense" is wrong."""
+
+ALONE = {"--checkpoint", "--tasks", "--concurrency", "--request-rate"}
+"""Options instead of other arguments."""
+
+FREE = {
+    "--commit", "--label", "--model", "--name", "--system",  # any text
+    "--checkpoint", "--tokenizer",  # a checkpoint that is refused exits with 1, as the argument does
+}  # fmt: skip
+
+
+def options() -> Iterator[Any]:
+    for name, command in COMMANDS.items():
+        for param in command.params:
+            option = param.opts[0]
+            if not option.startswith("--") or param.is_flag or option in FREE or option == "--help":
+                continue
+            yield pytest.param(name, option, id=f"{name} {option}")
+
+
+@pytest.mark.parametrize(("name", "option"), list(options()))
+def test_a_wrong_value_exits_with_2(cli: Cli, name: str, option: str) -> None:
+    value = WRONG.get(option, "nonsense")
+    if option == "--experts" and name == "bench kernels":
+        value = "0"
+    arguments = [] if option in ALONE and name == "eval run" else NEEDED[name]
+    code, out, err = cli(*name.split(), *arguments, option, value)
+    assert (code, out) == (2, ""), err
+    assert option in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help(name: str, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 80 columns every option is there in full, and the examples are commands that parse."""
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, err = cli(*name.split(), "-h")
+    assert (code, err) == (0, "")
+    assert out == cli(*name.split(), "--help")[1]
+    for param in COMMANDS[name].params:
+        for option in (*param.opts, *param.secondary_opts):
+            assert option.startswith("-") is False or re.search(rf"(^|[\s,/]){option}\b", out, flags=re.M), option
+    examples = re.findall(r"^    \$ (.*)$", out, flags=re.M)
+    assert examples, "no examples"
+    for example in examples:
+        words = [word for word in shlex.split(example.partition(" < ")[0]) if "=" not in word or " " in example]
+        words = words[words.index("polymoe") + 1 :]
+        assert words[: len(name.split())] == name.split()
+        COMMANDS[name].make_context(name, words[len(name.split()) :])
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (("bench", "--case", "nonsense"), "bench kernels"),
+        (("bench", "--tokens", "x", "--case", "gpt-oss-20b"), "--tokens"),
+        (("eval", "no/such/file.jsonl"), "no/such/file.jsonl"),
+        (("eval", "--repeats", "0"), "eval run"),
+        (("bench", "decodee"), "decode"),
+        (("bench",), "bench [OPTIONS] COMMAND"),
+        (("eval",), "eval [OPTIONS] COMMAND"),
+    ],
+)
+def test_groups_and_old_forms(words: tuple[str, ...], command: str, cli: Cli) -> None:
+    code, out, err = cli(*words)
+    assert (code, out) == (2, "")
+    assert command in err
+
+
+def choices(hint: Any) -> set[str]:
+    """Values of a Literal somewhere in a type."""
+    found: set[str] = set()
+    for part in get_args(hint):
+        found |= {part} if isinstance(part, str) else choices(part)
+    return found
+
+
+def test_choices_are_those_of_the_tables() -> None:
+    assert choices(output.Case) == set(CASES)
+    assert choices(output.Format) == set(FORMATS)
+    assert choices(output.Activations) == set(ACTIVATIONS)
+    assert choices(output.Role) == set(ROLE_TOKENS)
+    hints = {**get_type_hints(explain.command), **get_type_hints(eval_verb.command)}
+    assert choices(hints["activations"]) == {"auto", *ACTIVATIONS}
+    assert choices(hints["task"]) == {"auto", *TASKS}
+
+
+def test_errors_are_in_the_words_of_the_command_line(cli: Cli) -> None:
+    code, _, err = cli("run", SUMS, "1", "--device", "cuda:x")
+    assert (code, err.splitlines()[-1]) == (2, "error: --device: expected auto, cpu, cuda or cuda:N, got 'cuda:x'")
+    assert "error: --tp: expected 1 to 4096 ranks" in cli("explain", SUMS, "--tp", 10**9)[2]
+
+
+def test_completion() -> None:
+    """Names of commands and choices, as a shell asks for them."""
+    env = {**os.environ, "_POLYMOE_COMPLETE": "complete_bash"}
+    for words, found in (("polymoe be", "bench"), ("polymoe bench de", "decode"), ("polymoe run --role de", "decode")):
+        asked = {**env, "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+        done = subprocess.run([sys.executable, "-m", "polymoe"], env=asked, capture_output=True, text=True, check=False)
+        assert found in done.stdout.split(), done

@@ -1,0 +1,54 @@
+"""Progress without a terminal is lines with what is left; tables follow COLUMNS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from polymoe.cli import progress
+from polymoe.cli.progress import Progress
+
+SUMS = Path(__file__).parents[2] / "models" / "sums-gpt-oss-mxfp4"
+
+
+def test_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with Progress("tune", 4) as bar:
+        bar.update("packing")
+        bar.update("too soon for another line")
+        for seconds in (4, 4, 4):
+            now[0] += seconds
+            bar.advance()
+            bar.update("cuda, 16 tokens \x1b[2J")
+        bar.say("a note")
+        bar.advance()
+    assert capsys.readouterr().err.splitlines() == [
+        "tune: 0/4, packing",
+        "tune: 3/4, 4 s left, cuda, 16 tokens \\x1b[2J",
+        "a note",
+    ]
+
+
+def test_steps_of_an_earlier_run_do_not_shorten_the_estimate(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with Progress("answered") as bar:
+        bar.start(90, 100)
+        now[0] += 20
+        bar.advance()
+        bar.update("")
+    assert capsys.readouterr().err == "answered: 91/100, 180 s left\n"
+
+
+def test_tables_follow_columns(cli: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    widest = {}
+    for columns in ("70", "120", None):
+        monkeypatch.setenv("COLUMNS", columns) if columns else monkeypatch.delenv("COLUMNS", raising=False)
+        out = cli("explain", SUMS, "--device", "h200")[1]
+        widest[columns] = max(len(line) for line in out.splitlines() if "┃" in line or "│" in line)
+    assert widest["70"] <= 70 < widest["120"] <= 120 < widest[None]
