@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from attacks import forked_worker
 from attacks.file_mutators import CANARY
 from attacks.verbs import Refused
 
@@ -156,6 +157,7 @@ def _in_child(
     stuck = open("stuck", "w")  # noqa: SIM115  # it stays open
     faulthandler.enable()
     faulthandler.dump_traceback_later(limit_s * 0.9, file=stuck)
+    forked_worker.fork_workers()
     did = _watch()
     result: dict[str, Any]
     try:
@@ -183,7 +185,10 @@ def _watch() -> list[str]:
             return
         if event == "socket.connect" and str(args[1]).startswith(("('127.0.0.1'", "('::1'")):
             return
-        did.append(f"{event} {str(args[1] if event == 'socket.connect' else args[0])[:200]}")
+        if event == "os.fork" and sys._getframe(1).f_code.co_filename == forked_worker.__file__:
+            return
+        what = args[1] if event == "socket.connect" else args[0] if args else ""
+        did.append(f"{event} {str(what)[:200]}")
 
     sys.addaudithook(hook)
     return did
