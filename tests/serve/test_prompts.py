@@ -103,12 +103,23 @@ def test_other_requests_are_answered_while_one_is_tokenized(monkeypatch: pytest.
     assert [reply.status for reply in replies] == [200] * 6
 
 
-def test_a_tokenizer_that_panics_is_an_error(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Errors of the tokenizers package may be no Exception, and must not end the thread."""
+class PanicException(BaseException):
+    """As the tokenizers package raises, which is no Exception."""
 
-    class PanicException(BaseException):
-        pass
 
+def test_a_prompt_on_which_the_tokenizer_fails_is_refused() -> None:
+    def panic(*_: Any, **__: Any) -> Any:
+        if read:
+            raise PanicException("retry-limit-in-match over")
+        read.append("the empty text, before there are requests")
+
+    read: list[str] = []
+    asked = PromptReader(panic, Limits(None), None)
+    assert "cannot read this prompt: PanicException: retry-limit" in refused(lambda: asked.of_text("1+2="))["message"]
+    assert read
+
+
+def test_a_thread_survives_what_is_no_exception(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     def panic(*_: Any) -> None:
         raise PanicException("index out of bounds")
 

@@ -10,10 +10,14 @@ The protocol: one line of JSON for each request on stdin, and one for its answer
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from typing import Any
 
-__all__ = ["MOST_CHARACTERS", "main"]
+__all__ = ["MOST_CHARACTERS", "MOST_SECONDS", "main"]
+
+MOST_SECONDS = 5.0
+"""Longest time that a template may take for one text. Those of releases take milliseconds."""
 
 MOST_MEMORY = 2**30
 """Bytes that a template may use."""
@@ -42,6 +46,7 @@ def main() -> None:
     sys.stdout = sys.stderr  # nothing else that is printed is an answer
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
+        _end_after(2 * MOST_SECONDS)
         try:
             request = json.loads(line)
             tokenizer = _Tokenizer(request["template"], request["special_tokens"])
@@ -51,7 +56,17 @@ def main() -> None:
             answer = json.dumps({"text": text})
         except Exception as error:
             answer = json.dumps({"error": f"{type(error).__name__}: {error}"[:1000]})
+        _end_after(0)
         print(answer, file=answers, flush=True)
+
+
+def _end_after(seconds: float) -> None:
+    """End this process after ``seconds``, unless this is called again before; 0: do not end it.
+
+    The process that started this one kills it earlier, unless it was killed itself.
+    """
+    if hasattr(signal, "setitimer"):  # not on Windows
+        signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def _limit_memory() -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from polymoe.engines.transformers.untrusted import reading
+from polymoe.errors import CheckpointError
 from polymoe.serve.call_queue import CallQueue
 from polymoe.serve.errors import refusal
 from polymoe.serve.limits import Limits
@@ -66,7 +68,7 @@ class PromptReader:
         """The tokenizer's output for a plain prompt.
 
         Raises:
-            HTTPException: 400 for too many characters.
+            HTTPException: 400 for too many characters, and if the tokenizer fails.
         """
         return self._tokenize(prompt)
 
@@ -75,8 +77,8 @@ class PromptReader:
         them.
 
         Raises:
-            HTTPException: 400 for messages that cannot be read, fields that the chat template does not know, and too
-                many characters.
+            HTTPException: 400 for messages that cannot be read, fields that the chat template does not know, too many
+                characters, and if the tokenizer fails.
         """
         tools = said.get("tools") if said.get("tool_choice") != "none" else None
         try:
@@ -113,6 +115,11 @@ class PromptReader:
 
     def _tokenize(self, prompt: str, **options: Any) -> Any:
         self._limits.check_characters(len(prompt))
-        if self._device is None:
-            return self._tokenizer(prompt, **options)
-        return self._tokenizer(prompt, return_tensors="pt", **options).to(self._device)
+        if self._device is not None:
+            options["return_tensors"] = "pt"
+        try:
+            with reading("prompt", "one that the checkpoint's tokenizer reads"):
+                tokens = self._tokenizer(prompt, **options)
+        except CheckpointError as error:  # such as a regular expression that backtracks too far on this prompt
+            raise refusal(f"the checkpoint's tokenizer cannot read this prompt: {error.got}") from error
+        return tokens if self._device is None else tokens.to(self._device)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import pickle
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -135,10 +137,13 @@ def test_memory_and_length_are_bounded(ours: Any, template: str) -> None:
     assert render(ours, "ok") == "ok"
 
 
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
 @pytest.mark.parametrize(
     "template",
     [
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        ENDLESS,
         pytest.param("{{ 9 ** (9 ** 9) }}", marks=pytest.mark.slow),
         "{% macro m() %}{{ m() }}{{ m() }}{% endmacro %}{{ m() }}",
     ],
@@ -153,6 +158,21 @@ def test_time_is_bounded(ours: Any, template: str, monkeypatch: pytest.MonkeyPat
     assert time.monotonic() - start < 5
     monkeypatch.undo()
     assert render(ours, "ok") == "ok"  # another process has replaced the one that was killed
+
+
+@pytest.mark.slow
+def test_a_process_whose_owner_was_killed_ends_by_itself() -> None:
+    """In the middle of a template without end, it does not notice that its pipes are closed."""
+    renderer = chat_template._Renderer()
+    try:
+        worker = renderer._started()
+        assert worker.stdin is not None
+        request = {"template": ENDLESS, "special_tokens": {}, "arguments": {"conversation": CHAT}}
+        print(json.dumps(request), file=worker.stdin, flush=True)
+        worker.wait(60)
+        assert worker.returncode == -signal.SIGALRM
+    finally:
+        renderer.stop()
 
 
 def test_the_process_has_no_secrets_and_writes_no_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

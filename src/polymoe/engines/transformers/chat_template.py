@@ -19,13 +19,10 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import get_json_schema
 
-from polymoe.engines.chat_worker import MOST_CHARACTERS
+from polymoe.engines.chat_worker import MOST_CHARACTERS, MOST_SECONDS
 from polymoe.errors import ArgumentError, CheckpointError, UnsupportedProblem
 
-__all__ = ["MOST_SECONDS", "BoundedChatTemplate", "ChatTemplateError", "start_renderer"]
-
-MOST_SECONDS = 5.0
-"""Longest time that a template may take for one text. Those of releases take milliseconds."""
+__all__ = ["BoundedChatTemplate", "ChatTemplateError", "start_renderer"]
 
 _START_SECONDS = 120.0
 _RENDERED = ("conversation", "tools", "documents", "add_generation_prompt", "continue_final_message")

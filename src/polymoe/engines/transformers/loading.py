@@ -63,7 +63,7 @@ def load(
     dense: str = "16bit",
     **kwargs: Any,
 ) -> tuple[Any, Any]:
-    """A model of Transformers with packed experts, in evaluation mode, and its tokenizer.
+    """A model of Transformers with packed experts, for inference, and its tokenizer. No parameter requires a gradient.
 
     The experts of an unquantized checkpoint are not packed: they run by ``experts_implementation="polymoe"``.
 
@@ -135,6 +135,8 @@ def load(
             model = model_from_tensors(config, tensors, checkpoint.name, dtype=dtype, **kwargs)
             note_groups(model)
         model = model.to(target) if device_map is None else model
+        # Packed experts are not trained, and most backends have no backward: a plain call must not record gradients.
+        model.requires_grad_(False)
         check_tokens(model, vocabulary_size(tokenizer), checkpoint.name)
         if dense == "16bit":  # Transformers' own quantizer leaves dtypes that only its kernels take
             _compute_once(model, checkpoint.name)
