@@ -33,7 +33,7 @@ def register() -> None:
         if settings.mode != "off":
             _install(settings)
     except PolymoeError as error:
-        # SGLang only logs it and goes on, so it is raised once more where the first layer is made.
+        # SGLang only logs it and continues, so it is raised once more where the first layer is made.
         _fail_at_layers(error)
         raise
 
