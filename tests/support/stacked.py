@@ -15,7 +15,7 @@ from torch import Tensor
 
 from polymoe.activations import ReLU2, SwiGLU
 from polymoe.backends import BACKENDS
-from polymoe.engines.serving.sources import VLLM, StackedExperts, source_of
+from polymoe.engines.serving.sources import SGLANG, VLLM, StackedExperts, source_of
 from polymoe.engines.serving.stand_aside import LayerFacts
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import Machine
@@ -185,6 +185,38 @@ def experts_of(model: str, tp: tuple[int, int], ep: tuple[int, int], **changes: 
         "k_first": about.k_first,
     }
     return StackedExperts(**{**given, **changes})  # type: ignore[arg-type]
+
+
+SGLANG_METHODS = {
+    "AutoAWQMoEMethod": "AWQMoEScheme",
+    "CompressedTensorsW4A4Nvfp4MoEMethod": "CompressedTensorsW4A4Nvfp4MoE",
+    "CompressedTensorsW8A8Fp8MoEMethod": "CompressedTensorsW8A8Fp8MoE",
+    "CompressedTensorsWNA16MoEMethod": "CompressedTensorsWNA16MoE",
+    "Fp8MoEMethod": "Fp8MoEMethod",
+    "GptOssMxfp4MoEMethod": "Mxfp4MoEMethod",
+    "ModelOptNvFp4FusedMoE": "ModelOptNvFp4FusedMoEMethod",
+    "Mxfp4MoEMethod": "Fp8MoEMethod",
+}
+"""SGLang's method, or scheme, for vLLM's."""
+
+
+def sglang_experts_of(model: str, tp: tuple[int, int], ep: tuple[int, int], **changes: object) -> StackedExperts:
+    """As :func:`experts_of`, in the tensors of SGLang 0.5.17."""
+    theirs = experts_of(model, tp, ep, **changes)
+    method = BUNDLED[model].method
+    source = source_of(SGLANG, SGLANG_METHODS[method])
+    tensors = {name.replace("_bias", "_weight_bias"): tensor for name, tensor in theirs.tensors.items()}
+    if method == "Mxfp4MoEMethod":
+        tensors = {
+            name.replace("scale", "scale_inv"): t.view(torch.float8_e8m0fnu if "scale" in name else torch.int8)
+            for name, t in tensors.items()
+        }
+    k_first = theirs.k_first
+    if method == "CompressedTensorsWNA16MoEMethod":
+        k_first = True
+        tensors = {n: t if "shape" in n else t.transpose(1, 2).contiguous() for n, t in tensors.items()}
+    source = replace(source, interleaved=theirs.source.interleaved)
+    return replace(theirs, source=source, tensors=tensors, k_first=k_first)
 
 
 def facts_of(model: str, **changes: object) -> LayerFacts:

@@ -1,4 +1,4 @@
-"""Stacked tensors of vLLM's methods, read expert by expert, hold what load_experts reads from the files."""
+"""Stacked tensors of vLLM's and SGLang's methods, read expert by expert, hold what load_experts reads from files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from polymoe.checkpoint import Checkpoint
 from polymoe.engines.serving.sources import VLLM, StackedExperts, StackedSource, source_of
 from polymoe.errors import CheckpointError, FormatError, UnsupportedProblem
 from polymoe.tensors import Expert
-from support.stacked import BUNDLED, MODELS, experts_of, stacked
+from support.stacked import BUNDLED, MODELS, experts_of, sglang_experts_of, stacked
 
 RANKS = [((0, 1), (0, 1)), ((0, 2), (0, 1)), ((1, 2), (0, 1)), ((0, 1), (0, 2)), ((0, 1), (1, 2))]
 REFINED = ("sums-deepseek-v3-fp8", "sums-qwen3-fp8")
@@ -57,6 +57,21 @@ def test_a_ranks_experts_are_those_of_load_experts(model: str, tp: tuple[int, in
     assert [e.name for e in spec.encodings.values()] == [e.name for e in theirs.spec.encodings.values()]
     for e in range(spec.local_experts):
         assert_same(weights.expert(e), theirs.expert(e))
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "ep"),
+    # SGLang refuses to split blocks.
+    [(m, *r) for m, about in BUNDLED.items() for r in RANKS if r[0][1] in ((1,) if m in REFINED else about.tp)],
+    ids=str,
+)
+def test_sglangs_tensors_hold_the_same_experts(model: str, tp: tuple[int, int], ep: tuple[int, int]) -> None:
+    static = BUNDLED[model].method.endswith(("Nvfp4MoEMethod", "NvFp4FusedMoE"))
+    ours, theirs = (read(model, tp, ep, static=static) for read in (sglang_experts_of, experts_of))
+    spec = ours.spec(ours.count)
+    assert spec == theirs.spec(theirs.count)
+    for e in range(ours.count):
+        assert_same(ours.weights(spec).expert(e), theirs.weights(spec).expert(e))
 
 
 @pytest.mark.parametrize("rank", range(3))

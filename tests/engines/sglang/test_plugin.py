@@ -1,0 +1,342 @@
+"""The plug-in in a small stand-in for SGLang: layers compute what load_experts does, and SGLang's traps stay shut."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import polymoe
+from polymoe.engines.sglang import register
+from polymoe.engines.sglang.facts import role_of
+from polymoe.errors import CheckpointError, UnsupportedProblem
+from support import fake_sglang
+from support.fake_sglang import (
+    BlockInt8MoEMethod,
+    Fp8MoEMethod,
+    ServerArgs,
+    StandardDispatchOutput,
+    StandardTopKOutput,
+    TopKOutputFormat,
+)
+from support.stacked import BUNDLED, MODELS, stacked
+
+MODEL = "sums-qwen3-fp8"
+ABOUT = BUNDLED[MODEL]
+UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
+
+Make = Callable[..., Any]
+
+
+class Config:
+    """A quantization config, with the methods that its layers got."""
+
+    def __init__(self, kind: type[Any] = Fp8MoEMethod) -> None:
+        self.kind = kind
+
+    def get_quant_method(self, layer: Any, prefix: str) -> Any:
+        return self.kind()
+
+
+@pytest.fixture
+def server() -> ServerArgs:
+    return ServerArgs()
+
+
+@pytest.fixture
+def variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in ("POLYMOE", "POLYMOE_LAYERS", "POLYMOE_BACKEND", "POLYMOE_ACTIVATIONS", "POLYMOE_ROLE"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+@pytest.fixture
+def make(server: ServerArgs, variables: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Make a layer in an SGLang with the plug-in, as ``server`` and the environment are then."""
+    with fake_sglang.installed(server) as apply:
+        registered = False
+
+        def make(layer_id: int = 1, kind: type[Any] = Fp8MoEMethod, **given: Any) -> Any:
+            nonlocal registered
+            if not registered:
+                register()
+            registered = True
+            prefix = given.pop("prefix", f"model.layers.{layer_id}.mlp.experts")
+            return apply()(ABOUT.experts, ABOUT.hidden, ABOUT.intermediate, layer_id, 2, Config(kind), prefix, **given)
+
+        yield make
+
+
+def load(layer: Any, without: tuple[str, str, int] = ("", "", 0)) -> None:
+    """Load the checkpoint's tensors, one shard of one expert at a time, and process the layer."""
+    for name, tensor in stacked(MODEL).items():
+        parameter = dict(layer.named_parameters())[name]
+        shards = ("w1", "w3") if name.startswith("w13") else ("w2",)
+        for expert in range(ABOUT.experts):
+            for shard, part in zip(shards, tensor[expert].chunk(len(shards)), strict=True):
+                if (name, shard, expert) != without:
+                    parameter.weight_loader(parameter, part, f"experts.{name}", shard_id=shard, expert_id=expert)
+    layer.quant_method.process_weights_after_loading(layer)
+
+
+def call() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.stack([torch.randperm(ABOUT.experts, generator=generator)[:2] for _ in range(5)]).int()
+    return torch.randn(5, ABOUT.hidden, generator=generator).bfloat16(), ids, torch.rand(5, 2, generator=generator)
+
+
+def output(layer: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    dispatched = StandardDispatchOutput(x, None, StandardTopKOutput(weights, ids))
+    return layer.quant_method.apply(layer, dispatched).hidden_states
+
+
+def expected(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    path: Path = MODELS / MODEL
+    return polymoe.load_experts(path, ABOUT.layer, device="cpu", check=False)(x, ids, weights)
+
+
+def test_a_layer_computes_what_load_experts_computes(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    """Although SGLang's method asks for up before gate, and its backend for transposed and exchanged tensors."""
+    caplog.set_level(logging.INFO)
+    layer = make()
+    assert (type(layer.quant_method).__name__, isinstance(layer.quant_method, Fp8MoEMethod)) == ("Fp8MoEMethod", True)
+    assert {p.device.type for p in layer.parameters()} == {"cpu"}
+    load(layer)
+    assert torch.equal(output(layer, *call()), expected(*call()))
+    assert layer.runner is None
+    assert not layer.dispatcher.skip_local_expert_mapping
+    assert not layer.supports_deferred_finalize
+    (record,) = [record for record in caplog.records if record.name == "sglang.polymoe"]
+    assert record.levelname == "INFO"
+    assert "runs model.layers.1.mlp.experts, and all layers like it: fp8_block128" in record.getMessage()
+    assert record.getMessage().endswith("SGLang's own choice: Fp8MoEMethod on auto")
+
+
+def test_ids_of_other_ranks_contribute_nothing(make: Make) -> None:
+    layer = make()
+    load(layer)
+    x, ids, weights = call()
+    kept = torch.where(ids == 2, -1, ids)
+    wanted = expected(x, ids, torch.where(ids == 2, 0.0, weights))
+    assert torch.equal(output(layer, x, kept, weights), wanted)
+
+
+def test_ranks_of_expert_parallelism_add_up(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five ranks of one expert each; SGLang's dispatcher maps ids to places on the rank."""
+    x, ids, weights = call()
+    parts = []
+    for rank in range(5):
+        monkeypatch.setattr(fake_sglang.FusedMoE, "ranks", (0, 1, rank, 5))
+        layer = make(rank)
+        load(layer)
+        parts.append(output(layer, x, torch.where(ids == rank, 0, -1).int(), weights).float())
+    torch.testing.assert_close(torch.stack(parts).sum(0), expected(x, ids, weights).float(), atol=2e-2, rtol=2e-2)
+    with pytest.raises(CheckpointError, match=r"w2_weight: expected all experts on this rank.*got 0 of 1 parts"):
+        load(make(5), without=("w2_weight", "w2", 4))
+
+
+@pytest.mark.parametrize(
+    ("cuda", "in_topk", "factor", "scale"),
+    [(True, False, 2.5, 2.5), (True, True, 2.5, 1.0), (False, False, 2.5, 1.0), (True, False, None, 1.0)],
+)
+def test_the_routed_scaling_factor_is_applied_once(
+    make: Make, cuda: bool, in_topk: bool, factor: float | None, scale: float
+) -> None:
+    """By the layer on a GPU, unless it is in the routing weights; elsewhere by SGLang's models."""
+    make()
+    from polymoe.engines.sglang.method import _routed_scale
+
+    layer = SimpleNamespace(
+        should_fuse_routed_scaling_factor_in_topk=in_topk,
+        moe_runner_config=SimpleNamespace(routed_scaling_factor=factor),
+    )
+    assert _routed_scale(layer, SimpleNamespace(is_cuda=cuda)) == scale  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("on_input", [False, True])
+def test_the_output_is_scaled(make: Make, monkeypatch: pytest.MonkeyPatch, on_input: bool) -> None:
+    layer = make(apply_router_weight_on_input=on_input)
+    load(layer)
+    plain = output(layer, *call())
+    from polymoe.engines.sglang import method
+
+    monkeypatch.setattr(method, "_routed_scale", lambda *_: 4.0)
+    assert torch.equal(output(layer, *call()), plain * 4)
+
+
+def test_x_that_is_quantized_and_routing_without_ids_are_refused(make: Make) -> None:
+    layer = make()
+    load(layer)
+    x, ids, weights = call()
+    for dispatched in (
+        StandardDispatchOutput(x.to(torch.float8_e4m3fn), torch.ones(5, 2), StandardTopKOutput(weights, ids)),
+        StandardDispatchOutput(x, None, SimpleNamespace(routing_data=None)),
+    ):
+        with pytest.raises(UnsupportedProblem, match="expected x in 16 bits, with ids and weights of experts"):
+            layer.quant_method.apply(layer, dispatched)
+
+
+def test_what_was_not_loaded_is_named(make: Make) -> None:
+    with pytest.raises(CheckpointError, match=r"w13_weight_scale_inv: expected all experts.*got 9 of 10 parts"):
+        load(make(), without=("w13_weight_scale_inv", "w3", 3))
+
+
+def test_packed_experts_are_not_updated(make: Make) -> None:
+    import sys
+
+    error = sys.modules[UPDATER]._unsupported_derived_weight_cache_error
+    assert error() is None
+    layer = make()
+    error = sys.modules[UPDATER]._unsupported_derived_weight_cache_error
+    load(layer)
+    assert error().startswith("polymoe has packed this model's experts")
+    left = {name: p for name, p in layer.named_parameters() if not name.startswith("packed_")}
+    assert set(left) == {*stacked(MODEL), "w2_swizzled"}
+    for name, parameter in left.items():
+        assert parameter.numel() == 0
+        with pytest.raises(UnsupportedProblem, match="start SGLang again"):
+            parameter.weight_loader(parameter, torch.ones(1), name, "w2", 0)
+    with pytest.raises(UnsupportedProblem):
+        layer.quant_method.restore_weights_before_loading(layer)
+    layer.quant_method.process_weights_after_loading(layer)  # once more, for nothing
+    assert torch.equal(output(layer, *call()), expected(*call()))
+
+
+def test_dummy_weights_need_no_checkpoint(server: ServerArgs, make: Make) -> None:
+    server.load_format = "dummy"
+    layer = make()
+    layer.quant_method.process_weights_after_loading(layer)
+    assert torch.isfinite(output(layer, *call())).all()
+
+
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"cpu_offload_gb": 1}, {}, "offloading of weights to the CPU"),
+    ({"dwdp_size": 2}, {}, "DWDP"),
+    ({"enable_eplb": True}, {}, "load balancing of experts (EPLB)"),
+    ({"enable_lora": True}, {}, "LoRA"),
+    ({"lora_paths": ["a"]}, {}, "LoRA"),
+    ({"enable_paged_experts": True}, {}, "--enable-paged-experts"),
+    ({"enable_single_batch_overlap": True}, {}, "--enable-single-batch-overlap"),
+    ({"ep_num_redundant_experts": 1}, {}, "redundant experts (EPLB)"),
+    ({"init_expert_location": "file"}, {}, "--init-expert-location"),
+    ({"kt_weight_path": "a"}, {}, "experts on the CPU (KTransformers)"),
+    ({"offload_group_size": 2}, {}, "offloading of weights to the CPU"),
+    ({"torchao_config": "int4wo-128"}, {}, "--torchao-config"),
+    ({"weight_cache_mode": "read"}, {}, "--weight-cache-mode"),
+    ({"moe_a2a_backend": "deepep"}, {}, "--moe-a2a-backend: expects none, got deepep"),
+    ({"load_format": "sharded_state"}, {}, "--load-format"),
+    ({"architectures": ["InklingForConditionalGeneration"]}, {}, "model"),
+    ({}, {"no_combine": True}, "output"),
+    ({}, {"activation": "situ"}, "activation"),
+    ({}, {"gemm1_clamp_limit": 7.0}, "activation: expects silu, clamped before it, or gelu, or relu2"),
+    ({}, {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0}, "rows of w13"),
+    ({}, {"kind": BlockInt8MoEMethod}, "method"),
+]
+
+
+@pytest.mark.parametrize(("asked", "given", "reason"), REFUSED, ids=lambda value: str(value)[:60])
+def test_reasons_why_sglang_keeps_a_layer(
+    server: ServerArgs, make: Make, caplog: pytest.LogCaptureFixture, asked: Any, given: Any, reason: str
+) -> None:
+    for name, value in asked.items():
+        setattr(server, name, value)
+    layer = make(**given)
+    assert type(layer.quant_method) in (Fp8MoEMethod, BlockInt8MoEMethod)
+    assert (layer.runner, layer.dispatcher.skip_local_expert_mapping) == ("SGLang's", True)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage().partition(" to SGLang: ")[2].startswith(reason)
+
+
+def test_a_server_without_one_of_the_arguments_keeps_its_layers(
+    server: ServerArgs, make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr(ServerArgs, "enable_symm_mem")
+    del server.enable_symm_mem
+    assert type(make().quant_method) is Fp8MoEMethod
+    assert "server argument enable_symm_mem: expects one of this SGLang" in caplog.records[0].getMessage()
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_a_backend_is_the_users_unless_sglang_chose_it(
+    server: ServerArgs, make: Make, caplog: pytest.LogCaptureFixture, declared: bool
+) -> None:
+    caplog.set_level(logging.INFO)
+    server.moe_runner_backend = "triton_kernel"
+    if declared:
+        server._resolved_overrides = [("_gpt_oss_overrides", {"moe_runner_backend": "triton_kernel"})]  # type: ignore[attr-defined]
+    layer = make()
+    assert (type(layer.quant_method) is Fp8MoEMethod) != declared
+    if not declared:
+        (record,) = caplog.records
+        assert record.levelname == "INFO"  # no warning: the user asked for it
+        assert record.getMessage().endswith("--moe-runner-backend: expects auto, got triton_kernel")
+
+
+def test_routing_gives_ids_to_layers_that_polymoe_runs(make: Make, variables: pytest.MonkeyPatch) -> None:
+    variables.setenv("POLYMOE_LAYERS", "1")
+    make(1)
+    make(2)
+    import sys
+
+    topk = sys.modules["sglang.srt.layers.moe.topk"].TopK
+    found = [topk(number).forward_cuda(torch.ones(1), torch.ones(1)) for number in (1, 2)]
+    assert found == [TopKOutputFormat.STANDARD, TopKOutputFormat.TRITON_KERNEL]
+
+
+def test_layers_of_one_number_are_run_by_one_side(make: Make) -> None:
+    make(1)
+    with pytest.raises(UnsupportedProblem, match="all layers with the number 1 run by one side"):
+        make(1, BlockInt8MoEMethod)
+
+
+def test_a_layer_without_a_name_has_its_number(make: Make, variables: pytest.MonkeyPatch) -> None:
+    variables.setenv("POLYMOE_LAYERS", "!3")
+    assert type(make(3, prefix="").quant_method) is Fp8MoEMethod
+    assert type(make(4, prefix="").quant_method) is not Fp8MoEMethod
+
+
+def test_off_registers_nothing(make: Make, variables: pytest.MonkeyPatch) -> None:
+    variables.setenv("POLYMOE", "0")
+    assert type(make().quant_method) is Fp8MoEMethod
+
+
+def test_errors_of_the_plug_in_are_raised_at_the_layer(server: ServerArgs, variables: pytest.MonkeyPatch) -> None:
+    """SGLang only logs what a plug-in raises."""
+    variables.setenv("POLYMOE", "perhaps")
+    with fake_sglang.installed(server) as apply:
+        with pytest.raises(polymoe.errors.ArgumentError):
+            register()
+        layer = apply()
+        with pytest.raises(polymoe.errors.ArgumentError, match="POLYMOE"):
+            layer(4, 256, 128, 0, 2, Config())
+
+
+@pytest.mark.parametrize("require", [False, True])
+def test_an_sglang_that_lacks_a_name_keeps_all_layers(
+    server: ServerArgs, variables: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, require: bool
+) -> None:
+    said = "SGLang 0.5.17 lacks sglang.srt.layers.moe.utils.get_moe_a2a_backend"
+    with fake_sglang.installed(server, lacking="get_moe_a2a_backend") as apply:
+        if require:
+            variables.setenv("POLYMOE", "require")
+            with pytest.raises(UnsupportedProblem, match=said):
+                register()
+            with pytest.raises(UnsupportedProblem, match=said):
+                apply()(4, 256, 128, 0, 2, Config())
+            return
+        register()
+        layer = apply()(4, 256, 128, 0, 2, Config())
+        assert type(layer.quant_method) is Fp8MoEMethod
+        assert caplog.records[0].getMessage().endswith(f"stands aside for all layers: {said}")
+
+
+@pytest.mark.parametrize(("mode", "role"), [("null", "mixed"), ("prefill", "prefill"), ("decode", "decode")])
+def test_workers_of_a_disaggregated_deployment_have_a_role(mode: str, role: str) -> None:
+    assert role_of(ServerArgs(disaggregation_mode=mode)) == role
