@@ -132,6 +132,13 @@ class FusedMoEMethodBase(QuantizeMethodBase):
         raise AssertionError("SGLang's own kernel")
 
 
+def swizzle_blockscale(scale: Tensor) -> Tensor:
+    """A second copy of scales, which SGLang 0.5.17 makes on the GPU."""
+    if scale.is_meta:
+        raise NotImplementedError("Cannot copy out of meta tensor; no data!")
+    return torch.zeros(scale.shape, dtype=torch.uint8)
+
+
 class Fp8MoEMethod(FusedMoEMethodBase):
     """FP8 in blocks of 128; like some backends of SGLang, it asks for up before gate."""
 
@@ -147,15 +154,18 @@ class Fp8MoEMethod(FusedMoEMethodBase):
             ("w2_weight", (e, h, f), torch.float8_e4m3fn),
             ("w13_weight_scale_inv", (e, 2 * f // 128, h // 128), torch.float32),
             ("w2_weight_scale_inv", (e, h // 128, f // 128), torch.float32),
-            ("w2_swizzled", (e, 4), torch.uint8),  # derived from another, and never loaded
         ):
             parameter: Any = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
             parameter.weight_loader = extra_weight_attrs["weight_loader"]
             layer.register_parameter(name, parameter)
+        layer.w2_swizzled = nn.Parameter(swizzle_blockscale(layer.w2_weight_scale_inv), requires_grad=False)
 
 
-class BlockInt8MoEMethod(Fp8MoEMethod):
+class BlockInt8MoEMethod(FusedMoEMethodBase):
     """One that polymoe does not know."""
+
+    def create_weights(self, layer: Any, **_: Any) -> None:
+        layer.register_parameter("w13_weight", nn.Parameter(torch.empty(1)))
 
 
 class FusedMoE(nn.Module):

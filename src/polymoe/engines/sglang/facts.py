@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,7 @@ __all__ = ["Asked", "create_tensors", "facts_of", "name_of", "refusals", "role_o
 _LOAD_FORMATS = ("auto", "dummy", "fastsafetensors", "mistral", "npcache", "pt", "runai_streamer", "safetensors")
 # Models that read a layer's own weights beside the layer.
 _SPECIAL = ("Inkling",)
+_SWIZZLE = "swizzle_blockscale"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +129,7 @@ def create_tensors(create: Any, layer: Any, device: str, **given: Any) -> Mappin
     before = set(layer._parameters)
     # DeepSeek-V4's scales, which are bytes in the checkpoint; SGLang's default is float32.
     given.setdefault("fp4_scale_dtype", torch.float8_e8m0fnu)
-    with torch.device(device):
+    with torch.device(device), _not_swizzled(create):
         create(layer=layer, **given)
     tensors = {name: p for name, p in layer._parameters.items() if name not in before}
     for name, parameter in tensors.items():
@@ -134,6 +137,22 @@ def create_tensors(create: Any, layer: Any, device: str, **given: Any) -> Mappin
             # SGLang does not read GPTQ's zero points, so it creates them in any dtype.
             parameter.data = torch.empty(parameter.shape, dtype=torch.int32, device=device)
     return tensors
+
+
+@contextlib.contextmanager
+def _not_swizzled(create: Any) -> Iterator[None]:
+    """Keep a method from deriving tensors for its own kernels: SGLang 0.5.17 makes NVFP4's second copy of the scales on
+    the GPU when it creates the first."""
+    namespace = vars(sys.modules[create.__module__])
+    original = namespace.get(_SWIZZLE)
+    if original is None:
+        yield
+        return
+    namespace[_SWIZZLE] = lambda scale: torch.empty(0, dtype=scale.dtype, device=scale.device)
+    try:
+        yield
+    finally:
+        namespace[_SWIZZLE] = original
 
 
 def facts_of(layer: Any, method: Any, server: Any, asked: Asked) -> LayerFacts:
