@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
+import re
+from pathlib import Path, PureWindowsPath
 
 import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import save_file
 
+from polymoe.checkpoint import Checkpoint
 from polymoe.checkpoint.files import CheckpointFiles, Header
+from polymoe.checkpoint.hub import locate
 from polymoe.errors import CheckpointError, CheckpointNotFound
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -290,11 +293,52 @@ def test_a_hub_id_fetches_config_files_only(single: Path, monkeypatch: pytest.Mo
 
 def test_a_hub_repository_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     def snapshot_download(name: str, **options: object) -> str:
-        raise LocalEntryNotFoundError("offline")
+        asked.append(name)
+        raise LocalEntryNotFoundError("no network")
 
+    asked: list[str] = []
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    with pytest.raises(CheckpointNotFound, match="no such path, and from the Hub: offline"):
-        CheckpointFiles.open("org/name")
+    for offline, says in ((False, "no such path, and from the Hub: no network"), (True, "unset HF_HUB_OFFLINE")):
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+        for name in ("org/name", PureWindowsPath("org/name")):
+            with pytest.raises(CheckpointNotFound, match=says):
+                locate(name, ())
+    assert set(asked) == {"org/name"}
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("models/sums-gpt-os", "did you mean 'models/sums-gpt-oss'?"),
+        ("modells/sums-gpt-oss", "did you mean 'models'?"),
+        ("modles", "did you mean 'models'?"),
+        ("models/sums-gpt-oss/x", None),
+        ("", None),
+    ],
+)
+def test_a_typo_in_a_path(name: str, hint: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "models" / "sums-gpt-oss").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("polymoe.checkpoint.hub.HUB_ID", re.compile("never"))
+    with pytest.raises(CheckpointNotFound, match="got neither") as error:
+        CheckpointFiles.open(name)
+    assert error.value.hint == hint
+
+
+def test_models_of_other_kinds(tmp_path: Path) -> None:
+    (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
+    for path in (tmp_path, tmp_path / "model-Q4_K_M.gguf"):
+        with pytest.raises(CheckpointError, match="got a GGUF file"):
+            CheckpointFiles.open(path)
+    (tmp_path / "model-Q4_K_M.gguf").unlink()
+    (tmp_path / "adapter_config.json").write_text(
+        '{"peft_type": "LORA", "base_model_name_or_path": "openai/gpt-oss-20b"}'
+    )
+    with pytest.raises(CheckpointError, match="got a LoRA adapter of 'openai/gpt-oss-20b'"):
+        CheckpointFiles.open(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2}')
+    with pytest.raises(CheckpointError, match="expected a mixture-of-experts model, got 'llama'"):
+        Checkpoint.open(tmp_path / "config.json")
 
 
 @pytest.mark.parametrize("name", ["name", "a/b/c", "./a", "org/", "tests/nothing"])

@@ -26,7 +26,7 @@ class EnergyMeter:
 
         if device.type != "cuda":
             raise ArgumentError("energy", expected="a GPU", got=str(device), hint="leave it out")
-        self._open("--energy")
+        self._open("energy")
         uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
         self._add("nvmlDeviceGetHandleByUUID", uuid.encode())
 
@@ -34,7 +34,7 @@ class EnergyMeter:
     def of_indices(cls, indices: Sequence[int]) -> EnergyMeter:
         """Return a meter of GPUs by their NVML index, as ``nvidia-smi`` numbers them, whatever runs on them."""
         self = cls.__new__(cls)
-        self._open("--gpu-ids")
+        self._open("gpu_ids")
         for index in indices:
             self._add("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index))
         return self

@@ -5,6 +5,7 @@ A row contains nothing about quantization, which :mod:`polymoe.checkpoint.config
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -114,6 +115,10 @@ def text_reader(config: Mapping[str, Any]) -> ConfigReader:
     return ConfigReader(text) if text is config else ConfigReader(text, "config.json: text_config")
 
 
+_ROUTED = re.compile("expert|moe")
+"""In names of keys, of every config of a mixture of experts."""
+
+
 def family_of(config: Mapping[str, Any]) -> ModelFamily:
     """Return the family of a config's ``model_type`` or of its text part's.
 
@@ -124,6 +129,13 @@ def family_of(config: Mapping[str, Any]) -> ModelFamily:
     for name in names:
         if name in FAMILIES:
             return FAMILIES[name]
+    if not any(_ROUTED.search(key) for part in (config, text_config(config)) for key in part):
+        raise ConfigReader(config).error(
+            "model_type",
+            "a mixture-of-experts model",
+            config.get("model_type"),
+            hint="no key of this config speaks of experts: a dense model has none for polymoe to run",
+        )
     raise ConfigReader(config).error(
         "model_type", "a known family", config.get("model_type"), hint=nearest(names[0], FAMILIES)
     )

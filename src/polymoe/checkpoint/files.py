@@ -23,6 +23,7 @@ __all__ = ["CheckpointFiles", "Header"]
 
 CONFIG = "config.json"
 SIDE = "hf_quant_config.json"
+ADAPTER = "adapter_config.json"
 GENERATION = "generation_config.json"
 CONFIGS = (CONFIG, SIDE)
 WEIGHTS = (GENERATION, "*.safetensors", "*.safetensors.index.json")
@@ -81,10 +82,12 @@ class CheckpointFiles:
             directory, config_file = path, path / CONFIG
         else:
             if path.suffix != ".json":
-                raise CheckpointError(str(path), expected="a directory, or a config.json", got="another file")
+                raise _other_model(path) or CheckpointError(
+                    str(path), expected="a directory, or a config.json", got="another file"
+                )
             directory, config_file = path.parent, path
         if not exists(config_file):
-            raise CheckpointNotFound(
+            raise _other_model(path) or CheckpointNotFound(
                 str(path), expected=f"a {CONFIG}", got="none", hint="name the directory that holds the model's files"
             )
         # A file that the user names may be a link to anywhere.
@@ -220,6 +223,27 @@ def _read_index(directory: Path, index: str, files: list[str]) -> dict[str, str]
                 hint="the file is left from another revision; remove it, or download the checkpoint again",
             )
     return weight_map
+
+
+def _other_model(path: Path) -> CheckpointError | None:
+    """The error for a file, or a directory without a config, that is a model of another kind; None if it is not."""
+    files = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
+    if any(file.suffix == ".gguf" for file in files):
+        return CheckpointError(
+            str(path),
+            expected="a config.json and .safetensors files",
+            got="a GGUF file",
+            hint="polymoe reads the model's original checkpoint; llama.cpp runs GGUF",
+        )
+    if path.is_dir() and exists(path / ADAPTER):
+        base = read_json(path / ADAPTER).get("base_model_name_or_path")
+        return CheckpointError(
+            str(path),
+            expected="a model",
+            got=f"a LoRA adapter of {quoted(base)}" if base else "a LoRA adapter",
+            hint="load its base model; model.load_adapter(path) adds the adapter in Transformers",
+        )
+    return None
 
 
 def _check_all_shards(directory: Path, file: str, files: list[str]) -> None:

@@ -13,6 +13,7 @@ import typer
 
 from polymoe.cli import bench, bench_decode, bench_serve, chat, doctor, eval, explain, run, serve, tune, verify
 from polymoe.cli.commands import Group, add, group
+from polymoe.cli.memory import out_of_memory
 from polymoe.cli.output import fail
 from polymoe.errors import PolymoeError, printable
 
@@ -129,6 +130,12 @@ def main() -> None:
         # The reader of our output has closed it, as with `| head`.
         _drop_output()
         sys.exit(0)
+    except (MemoryError, RuntimeError) as error:
+        if (said := out_of_memory(error)) is None:
+            raise
+        _drop_output()
+        print(f"error: {said}", file=sys.stderr)
+        sys.exit(1)
     except OSError as error:  # a missing or unreadable file, or a full disk: not a bug
         _drop_output()
         print(f"error: {printable(str(error))}", file=sys.stderr)

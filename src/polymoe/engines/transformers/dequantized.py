@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ def load_dequantized(
         CheckpointError: for a path without a checkpoint.
         UnsupportedProblem: for a ``quant_method`` that Transformers does not dequantize.
     """
-    with Checkpoint.open(Path(path)) as checkpoint:
+    with Checkpoint.open(os.fspath(path)) as checkpoint:
         method = checkpoint.quantization.method
         if method not in _CONFIGS:
             raise UnsupportedProblem(

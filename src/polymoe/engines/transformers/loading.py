@@ -99,11 +99,11 @@ def load(
     if isinstance(device_map, Mapping) and "disk" in map(str, device_map.values()):
         raise UnsupportedProblem("load(device_map=...)", expected="GPUs or the CPU", got="disk")
     target = _device(device if device_map is None else _first_of(device_map))
-    if Path(path).is_file():
+    if (file := Path(path)).is_file() and file.suffix == ".json":
         raise CheckpointError(str(path), expected="a directory or a Hub id", got="a file")
     # Errors of the checkpoint, its family and the backend are raised here, before anything large is read.
     hub = {name: kwargs.pop(name) for name in _HUB_ARGUMENTS if name in kwargs}
-    checkpoint = Checkpoint.open(Path(path), config_only=True, **hub)
+    checkpoint = Checkpoint.open(os.fspath(path), config_only=True, **hub)
     quantized = checkpoint.quantization.method != "none"
     check_dense(dense, checkpoint.quantization.method)
     if quantized:
@@ -115,7 +115,7 @@ def load(
     )
     for row in explanation.rows:
         row.selection.require(f"{path}, layers {layer_ranges(row.layers)}")
-    with Checkpoint.open(Path(path), **hub) as checkpoint:
+    with Checkpoint.open(os.fspath(path), **hub) as checkpoint:
         for layer in checkpoint.layers:
             checkpoint.weights(layer)  # raises if a tensor of its experts is missing
         with registered_names():

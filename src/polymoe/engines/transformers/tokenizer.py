@@ -42,7 +42,7 @@ def load_tokenizer(path: str | os.PathLike[str], *, config: Any = None, **hub: A
         CheckpointNotFound: if there is no such directory or repository.
         CheckpointError: if a file is invalid, if Transformers cannot read them, or if the tokenizer is code.
     """
-    directory = locate(Path(path), (CONFIG, *TOKENIZER_FILES), **hub)
+    directory = locate(os.fspath(path), (CONFIG, *TOKENIZER_FILES), **hub)
     files = read_tokenizer_files(directory)
     if exists(directory / CONFIG):
         files[CONFIG] = json.dumps(neutral(read_json(directory / CONFIG))).encode()
