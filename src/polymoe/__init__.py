@@ -7,6 +7,7 @@
     experts = polymoe.load_experts("path/to/checkpoint", layer=3, device="cuda")
     y_TH = experts(x_TH, topk_ids_TA, topk_weights_TA)
     print(experts.explain())
+    model, tokenizer = polymoe.load("path/to/checkpoint")  # a model of Transformers with packed experts
 
 Public names are resolved on first use, so importing polymoe imports neither torch nor a kernel library.
 """
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from polymoe import formats as formats
     from polymoe.activations import GeGLU, ReLU2, SwiGLU
     from polymoe.checkpoint import Checkpoint, write_checkpoint
+    from polymoe.engines.transformers import PolymoeConfig, install, load, uninstall
     from polymoe.errors import (
         ArgumentError,
         CheckpointError,
@@ -43,6 +45,7 @@ __version__ = "0.1.0"
 _WHERE = {
     "activations": ("GeGLU", "ReLU2", "SwiGLU"),
     "checkpoint": ("Checkpoint", "write_checkpoint"),
+    "engines.transformers": ("PolymoeConfig", "install", "load", "uninstall"),
     "errors": (
         "ArgumentError",
         "CheckpointError",
@@ -79,6 +82,7 @@ __all__ = [
     "Machine",
     "MissingDependency",
     "PlanError",
+    "PolymoeConfig",
     "PolymoeError",
     "Problem",
     "QuantTensor",
@@ -89,7 +93,10 @@ __all__ = [
     "VerificationError",
     "explain",
     "formats",
+    "install",
+    "load",
     "load_experts",
+    "uninstall",
     "write_checkpoint",
 ]
 

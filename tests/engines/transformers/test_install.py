@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import polymoe
 from polymoe.errors import ArgumentError, UnsupportedProblem
 from support.written import patch_config
 
@@ -28,8 +29,9 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoQuantizationConfig
 
-from polymoe.engines.transformers import PackedExperts, PackedQuantizer, install, uninstall
+from polymoe.engines.transformers import PackedExperts, PackedQuantizer, install, load, uninstall
 from polymoe.engines.transformers.families import auto_class
+from polymoe.engines.transformers.loading import installed
 from polymoe.engines.transformers.quantizer import PackedConfig
 from support.family_checkpoints import token_ids
 from support.packed_model import CHECKPOINT, batch, dequantized, experts_of
@@ -104,6 +106,32 @@ def test_install_twice_and_uninstall_leave_nothing_behind() -> None:
     assert {**AUTO_QUANTIZER_MAPPING, **quantizers} == AUTO_QUANTIZER_MAPPING
     with pytest.raises(ValueError, match="polymoe"):
         AutoModelForCausalLM.from_pretrained(CHECKPOINT, experts_implementation="polymoe", trust_remote_code=False)
+
+
+def test_a_config_packs_one_model() -> None:
+    chooser = modeling_utils.get_hf_quantizer
+    try:
+        config = polymoe.PolymoeConfig(backend="reference")
+        model = AutoModelForCausalLM.from_pretrained(CHECKPOINT, quantization_config=config, trust_remote_code=False)
+        assert len(experts_of(model)) == 4
+        assert not installed()
+        assert not experts_of(dequantized(torch.bfloat16))
+        with pytest.raises(UnsupportedProblem, match="llama"):
+            modeling_utils.get_hf_quantizer(LlamaConfig(), config, None, False, {})
+        unquantized = AutoConfig.from_pretrained(CHECKPOINT, trust_remote_code=False)
+        del unquantized.quantization_config
+        with pytest.raises(UnsupportedProblem, match="a checkpoint with quantized experts"):
+            modeling_utils.get_hf_quantizer(unquantized, config, None, False, {})
+        config = polymoe.PolymoeConfig(backend="tritn")
+        with pytest.raises(ArgumentError, match="tritn"):
+            AutoModelForCausalLM.from_pretrained(CHECKPOINT, quantization_config=config, trust_remote_code=False)
+    finally:
+        uninstall()
+    assert modeling_utils.get_hf_quantizer is chooser
+
+
+def test_public_names() -> None:
+    assert (polymoe.load, polymoe.install, polymoe.uninstall) == (load, install, uninstall)
 
 
 def test_install_names_a_backend() -> None:

@@ -259,6 +259,8 @@ def test_load_leaves_transformers_as_it_was() -> None:
     [
         ({"device": "gpu"}, ArgumentError, "auto, cpu, cuda"),
         ({"dtype": torch.float64}, ArgumentError, "float64"),
+        ({"dtype": "float61"}, ArgumentError, "expected auto, torch"),
+        ({"dtype": "Tensor"}, ArgumentError, "got Tensor"),
         ({"backend": "refrence"}, ArgumentError, "did you mean 'reference'"),
         ({"trust_remote_code": True}, ArgumentError, "no code from a checkpoint"),
         ({"subfolder": "model"}, ArgumentError, "own path"),
@@ -312,6 +314,11 @@ def test_fused_experts_explain_themselves(packed: tuple[Any, Any]) -> None:
     fused = experts_of(packed[0])[0].fused
     assert isinstance(fused, FusedExperts)
     assert "reference" in str(fused.explain())
+
+
+def test_dtypes_by_name() -> None:
+    for name, dtype in (("auto", torch.bfloat16), ("float32", torch.float32), ("torch.float16", torch.float16)):
+        assert load(CHECKPOINT, device="cpu", dtype=name)[0].dtype == dtype
 
 
 def test_a_device_and_a_device_map_contradict(checkpoint: Callable[[str], Path]) -> None:

@@ -6,7 +6,7 @@ The modules, each of which imports only from those below it (``tests/test_import
 
     chat               conversations, for ``polymoe chat``
     generator          answers to batches of prompts, for ``polymoe run``
-    loading            load, install, uninstall
+    loading            load, install, uninstall, PolymoeConfig
     dequantized        the same checkpoints without packing, to compare with
     quantizer          the hooks that Transformers calls around loading
     weights            models from tensors that polymoe reads, instead of files
@@ -38,7 +38,7 @@ except ImportError as error:
     ) from error
 
 from polymoe.engines.transformers.families import FAMILIES, PackedExperts, TransformersFamily
-from polymoe.engines.transformers.loading import install, load, uninstall
+from polymoe.engines.transformers.loading import PolymoeConfig, install, load, uninstall
 from polymoe.engines.transformers.quantizer import PackedQuantizer
 from polymoe.engines.transformers.tokenizer import load_tokenizer
 
@@ -47,6 +47,7 @@ __all__ = [
     "Family",
     "PackedExperts",
     "PackedQuantizer",
+    "PolymoeConfig",
     "TransformersFamily",
     "install",
     "load",

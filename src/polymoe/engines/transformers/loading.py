@@ -1,4 +1,4 @@
-"""load and install: models of Transformers with packed experts.
+"""load, install and PolymoeConfig: models of Transformers with packed experts.
 
 Transformers builds the model, loads everything that is not an expert, and runs it. Its experts modules are replaced
 before it reads any weight, so that expert tensors stay in their memory-mapped files until
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from transformers import modeling_utils
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from polymoe.call import DTYPES
 from polymoe.checkpoint import Checkpoint
@@ -50,14 +51,14 @@ from polymoe.explanation import explain, layer_ranges
 modeling: Any = modeling_utils
 log = getLogger("polymoe")
 
-__all__ = ["install", "load", "uninstall"]
+__all__ = ["PolymoeConfig", "install", "load", "uninstall"]
 
 
 def load(
     path: str | os.PathLike[str],
     *,
     device: torch.device | str = "auto",
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     backend: str = "auto",
     role: str = "mixed",
     dense: str = "16bit",
@@ -71,7 +72,8 @@ def load(
         path: a checkpoint's directory or a Hub id.
         device: "cpu", "cuda", "cuda:1", or "auto": the GPU if there is one. For several GPUs, leave it at "auto" and
             give ``device_map="auto"``.
-        dtype: of everything but the experts; None is the checkpoint's.
+        dtype: of everything but the experts, such as ``torch.bfloat16`` or "bfloat16"; None and "auto" are the
+            checkpoint's.
         backend: "auto", or the name of the backend to use.
         role: token counts for which the experts' layout is chosen: "decode" (1 to 256), "prefill" (from 1024) or
             "mixed" (both). The model takes any token count in every role. Experts that are not packed keep their
@@ -91,8 +93,7 @@ def load(
     for name, instead in _INSTEAD.items():
         if kwargs.get(name):
             raise ArgumentError(f"load({name}=...)", got=repr(kwargs[name]), hint=instead)
-    if dtype is not None and dtype not in DTYPES:
-        raise ArgumentError("dtype", expected=" or ".join(map(str, DTYPES)), got=str(dtype))
+    dtype = _given_dtype(dtype)
     device_map = kwargs.get("device_map")
     if device_map is not None and device != "auto":
         raise ArgumentError("load(device_map=...)", got=f"device={str(device)!r} as well", hint="give only one of them")
@@ -145,6 +146,16 @@ def load(
     return model, tokenizer
 
 
+def _given_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """The dtype that an argument names; None for the checkpoint's."""
+    if dtype is None or dtype == "auto":
+        return None
+    named = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(named, torch.dtype) or named not in DTYPES:
+        raise ArgumentError("dtype", expected="auto, " + " or ".join(map(str, DTYPES)), got=str(dtype))
+    return named
+
+
 def _dtype(config: Any, where: str) -> torch.dtype:
     """The dtype that a checkpoint's config names, or bfloat16."""
     dtype = config.dtype or config.get_text_config().dtype or torch.bfloat16
@@ -172,6 +183,39 @@ def _request_packing(config: Any, source: Mapping[str, Any], **options: Any) -> 
     config.quantization_config = {"quant_method": INTERFACE_NAME, "source": dict(source), **options}
 
 
+class PolymoeConfig(QuantizationConfigMixin):
+    """A quantization config for one ``from_pretrained``, which packs the checkpoint's experts as they are stored::
+
+        model = AutoModelForCausalLM.from_pretrained("openai/gpt-oss-20b", quantization_config=PolymoeConfig())
+
+    :func:`install` does this for all models. Unlike :func:`load`, both let Transformers open the checkpoint's files.
+
+    Args:
+        backend, role: as for :func:`load`.
+
+    Raises:
+        UnsupportedProblem: by ``from_pretrained``, for a checkpoint that is not quantized or of a family that polymoe
+            does not know.
+    """
+
+    def __init__(self, *, backend: str = "auto", role: str = "mixed", **_: Any) -> None:
+        require_contract()
+        self.quant_method = INTERFACE_NAME  # type: ignore[assignment]
+        self.backend, self.role = backend, role
+        _hook()
+
+
+def _hook() -> None:
+    """Let :func:`_choose_quantizer` see every choice of a quantizer, without a default of its own."""
+    if not _hooked():
+        modeling.get_hf_quantizer = functools.partial(_choose_quantizer, modeling.get_hf_quantizer, None)
+
+
+def _hooked() -> bool:
+    chooser = modeling.get_hf_quantizer
+    return isinstance(chooser, functools.partial) and chooser.func is _choose_quantizer
+
+
 def install(*, backend: str = "auto", role: str = "mixed") -> None:
     """Make every later ``from_pretrained`` of this process pack the experts of the families that polymoe knows.
 
@@ -189,42 +233,64 @@ def install(*, backend: str = "auto", role: str = "mixed") -> None:
     register()
     register_names()
     # Here Transformers chooses a quantizer, and has the model's config.
-    modeling.get_hf_quantizer = functools.partial(_choose_quantizer, modeling.get_hf_quantizer, backend, role)
+    default = {"backend": backend, "role": role}
+    modeling.get_hf_quantizer = functools.partial(_choose_quantizer, modeling.get_hf_quantizer, default)
 
 
 def uninstall() -> None:
     """Undo :func:`install`: Transformers loads as before. Models that are already loaded stay packed."""
     unregister()
     unregister_names(row.model_type for row in FAMILIES if row.same_as)
-    if installed():
+    if _hooked():
         modeling.get_hf_quantizer = modeling.get_hf_quantizer.args[0]
 
 
 def installed() -> bool:
     """Whether :func:`install` is in effect in this process."""
-    chooser = modeling.get_hf_quantizer
-    return isinstance(chooser, functools.partial) and chooser.func is _choose_quantizer
+    return _hooked() and modeling.get_hf_quantizer.args[1] is not None
 
 
 def _choose_quantizer(
     theirs: Callable[..., Any],
-    backend: str,
-    role: str,
+    default: Mapping[str, str] | None,
     config: Any,
     quantization_config: Any,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Replaces Transformers' choice of a quantizer, which is called for everything that is not packed."""
+    """Replaces Transformers' choice of a quantizer, which is called for everything that is not packed.
+
+    ``default`` is how to pack where no :class:`PolymoeConfig` says it; None does not pack there.
+    """
     found = _described(config)
     packs = any(row.model_type == config.model_type for row in FAMILIES) and not kwargs.get("gguf_file")
+    options = default
+    if isinstance(quantization_config, PolymoeConfig):
+        options = {"backend": quantization_config.backend, "role": quantization_config.role}
+        _require_packable(config, packs, found)
+        quantization_config = None
+    if options is None:
+        return theirs(config, quantization_config, *args, **kwargs)
     if packs and found and not any(getattr(c, "dequantize", False) for c in (quantization_config, found)):
         source = found if isinstance(found, Mapping) else found.to_dict()
         if source.get("quant_method") != INTERFACE_NAME:
-            _request_packing(config, source, backend=backend, role=role)
+            _request_packing(config, source, **options)
         quantization_config = None
     use_own_name(config)
     return theirs(config, quantization_config, *args, **kwargs)
+
+
+def _require_packable(config: Any, packs: bool, found: Any) -> None:
+    if not packs:
+        require_family(config.model_type)
+        raise UnsupportedProblem("PolymoeConfig", expected="safetensors", got="a GGUF file")
+    if not found:
+        raise UnsupportedProblem(
+            f"PolymoeConfig for {config.model_type}",
+            expected="a checkpoint with quantized experts",
+            got="none that is quantized",
+            hint='polymoe.install(), then from_pretrained(..., experts_implementation="polymoe") runs 16-bit experts',
+        )
 
 
 def _described(config: Any) -> Any:
