@@ -10,6 +10,7 @@ import json
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +67,19 @@ class RawTensor:
 
 def read_raw(path: Path, name: str) -> RawTensor:
     """Map tensor ``name`` of the safetensors file at ``path``: the bytes between the header's offsets."""
+    file = path.stat()
+    begin, header = _header(path, file.st_mtime_ns, file.st_size)
+    start, stop = header[name]["data_offsets"]
+    data = np.memmap(path, np.uint8, "r", offset=begin + start, shape=(stop - start,))
+    return RawTensor(header[name]["dtype"], tuple(header[name]["shape"]), data)
+
+
+@lru_cache(maxsize=4)  # every tensor is read on its own, and a header may have megabytes
+def _header(path: Path, changed_ns: int, size: int) -> tuple[int, dict[str, Any]]:
+    """Return where the data begins, and the entries by name."""
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
-        entry: dict[str, Any] = json.loads(file.read(length))[name]
-    start, stop = entry["data_offsets"]
-    data = np.memmap(path, np.uint8, "r", offset=8 + length + start, shape=(stop - start,))
-    return RawTensor(entry["dtype"], tuple(entry["shape"]), data)
+        return 8 + length, json.loads(file.read(length))
 
 
 def matrix(

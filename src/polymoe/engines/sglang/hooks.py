@@ -12,10 +12,13 @@ _QUANTIZATION = "sglang.srt.layers.quantization.base_config"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 
 INIT = f"{_LAYER}.FusedMoE.__init__"
+"""Hooked: a layer is made."""
 SETATTR = f"{_LAYER}.FusedMoE.__setattr__"
+"""Hooked: a layer gets its method."""
 TOPK = f"{_MOE}.topk.TopK.forward_cuda"
+"""Hooked where a TopK is not told its layer's backend (before 0.5.23)."""
 UPDATES = f"{_UPDATER}._unsupported_derived_weight_cache_error"
-"""What is hooked; ``TOPK`` only where a TopK is not told its layer's backend (before 0.5.23)."""
+"""Hooked: weights are updated while the engine runs."""
 
 HOOKS: tuple[Hook, ...] = (
     Hook("sglang.srt.plugins.hook_registry", "HookRegistry.register", ("cls", "target", "hook", "hook_type")),
