@@ -290,8 +290,15 @@ def test_routing_gives_ids_to_layers_that_polymoe_runs(make: Make, variables: py
     assert found == [TopKOutputFormat.STANDARD, TopKOutputFormat.TRITON_KERNEL]
 
 
-def test_layers_of_one_number_are_run_by_one_side(make: Make) -> None:
+@pytest.mark.parametrize("backend", ["auto", "triton_kernel"])
+def test_layers_of_one_number_are_run_by_one_side(server: ServerArgs, make: Make, backend: str) -> None:
+    """Where the backend, which SGLang chose, wants another routing than polymoe, and a TopK has only its number."""
+    server.moe_runner_backend = backend
+    server._resolved_overrides = [("_overrides", {"moe_runner_backend": backend})]  # type: ignore[attr-defined]
     make(1)
+    if backend == "auto":
+        assert type(make(1, BlockInt8MoEMethod).quant_method) is BlockInt8MoEMethod
+        return
     with pytest.raises(UnsupportedProblem, match="all layers with the number 1 run by one side"):
         make(1, BlockInt8MoEMethod)
 

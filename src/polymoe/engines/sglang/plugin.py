@@ -28,6 +28,8 @@ from polymoe.verdict import Reason, Rejected
 
 __all__ = ["LayerHooks", "install"]
 
+_TOPK_KNOWS_ITS_LAYER = hasattr(TopK, "bind_runner_backend")  # from 0.5.23 on; before, only its number
+
 
 def install(settings: EngineSettings, log: LayerLog) -> LayerHooks:
     """Register the hooks of this process, which SGLang then applies."""
@@ -35,7 +37,7 @@ def install(settings: EngineSettings, log: LayerLog) -> LayerHooks:
     HookRegistry.register(INIT, chooser.construct, HookType.AROUND)
     HookRegistry.register(SETATTR, chooser.set_attribute, HookType.AROUND)
     HookRegistry.register(UPDATES, chooser.update_error, HookType.AFTER)
-    if not hasattr(TopK, "bind_runner_backend"):
+    if not _TOPK_KNOWS_ITS_LAYER:
         HookRegistry.register(TOPK, chooser.choose_format, HookType.BEFORE)
     return chooser
 
@@ -61,7 +63,8 @@ class LayerHooks:
         if ours:
             # For backends that take ids of the whole layer, or leave the sum to the caller.
             layer.dispatcher.skip_local_expert_mapping = layer.supports_deferred_finalize = False
-        if self._ours.setdefault(layer.layer_id, ours) != ours:
+        alike = self._ours.setdefault(layer.layer_id, ours) == ours
+        if not alike and not _TOPK_KNOWS_ITS_LAYER and get_moe_runner_backend().value != "auto":
             raise UnsupportedProblem(
                 name_of(layer),
                 expected=f"all layers with the number {layer.layer_id} run by one side, as a draft model's may be",
