@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor
 
 import polymoe
+from polymoe.activations import Activation, GeGLU, ReLU2, SwiGLU
 from polymoe.engines.sglang import register
-from polymoe.engines.sglang.facts import role_of
+from polymoe.engines.sglang.facts import _activation, role_of
 from polymoe.errors import CheckpointError, UnsupportedProblem
 from support import fake_sglang
 from support.fake_sglang import (
@@ -73,9 +75,14 @@ def make(server: ServerArgs, variables: pytest.MonkeyPatch) -> Iterator[Make]:
         yield make
 
 
+@functools.cache
+def tensors() -> dict[str, Tensor]:
+    return stacked(MODEL)
+
+
 def load(layer: Any, without: tuple[str, str, int] = ("", "", 0)) -> None:
     """Load the checkpoint's tensors, one shard of one expert at a time, and process the layer."""
-    for name, tensor in stacked(MODEL).items():
+    for name, tensor in tensors().items():
         parameter = dict(layer.named_parameters())[name]
         shards = ("w1", "w3") if name.startswith("w13") else ("w2",)
         for expert in range(ABOUT.experts):
@@ -197,7 +204,7 @@ def test_packed_experts_are_not_updated(make: Make) -> None:
     load(layer)
     assert error().startswith("polymoe has packed this model's experts")
     left = {name: p for name, p in layer.named_parameters() if not name.startswith("packed_")}
-    assert set(left) == {*stacked(MODEL), "w2_swizzled"}
+    assert set(left) == {*tensors(), "w2_swizzled"}
     for name, parameter in left.items():
         assert parameter.numel() == 0
         with pytest.raises(UnsupportedProblem, match="start SGLang again"):
@@ -261,6 +268,27 @@ def test_a_server_without_one_of_the_arguments_keeps_its_layers(
     del server.enable_symm_mem
     assert type(make().quant_method) is Fp8MoEMethod
     assert "server argument enable_symm_mem: expects one of this SGLang" in caplog.records[0].getMessage()
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ({}, SwiGLU()),
+        ({"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0}, SwiGLU(1.702, 1.0, 7.0)),
+        ({"gemm1_alpha": 1.0, "gemm1_beta": 0.5}, SwiGLU(1.0, 0.5)),
+        ({"swiglu_limit": 10}, SwiGLU(limit=10.0)),
+        ({"gemm1_clamp_limit": 7.0}, None),
+        ({"activation": "gelu"}, GeGLU()),
+        ({"activation": "gelu", "gemm1_alpha": 1.0}, None),
+        ({"activation": "relu2", "is_gated": False}, ReLU2()),
+        ({"activation": "silu", "is_gated": False}, None),
+        ({"activation": "silu_rounded"}, None),
+    ],
+    ids=str,
+)
+def test_activations(config: dict[str, Any], found: Activation | None) -> None:
+    plain = {"gemm1_alpha": None, "gemm1_clamp_limit": None, "swiglu_limit": None, "activation": "silu"}
+    assert _activation(SimpleNamespace(**{**plain, "is_gated": True, **config})) == found
 
 
 @pytest.mark.parametrize("declared", [False, True])
