@@ -211,6 +211,17 @@ def test_a_wrong_shape_is_named(library: Library, tmp_path: Path) -> None:
         verify(tmp_path, device="cpu")
 
 
+def test_a_wrong_value_is_named(library: Library, tmp_path: Path) -> None:
+    source = library("glm-4.5-air-nvfp4-ct")
+    tensors = load_file(source / "model.safetensors")
+    name = next(n for n in sorted(tensors) if n.endswith("experts.3.down_proj.weight_global_scale"))
+    tensors[name].fill_(float("inf"))
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(FormatError, match=re.escape(f"{name}: expected a finite divisor, not 0, got inf")):
+        verify(tmp_path, device="cpu")
+
+
 def test_a_config_alone_has_nothing_to_verify(library: Library, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((library("gpt-oss-mxfp4") / "config.json").read_text())
     with pytest.raises(CheckpointNotFound, match="at least one layer"):

@@ -116,10 +116,11 @@ def _verify_bytes(checkpoint: Checkpoint, layer: int, oracles: Iterable[Oracle])
     same_bytes = agreed = 0
     stored = checkpoint.layer(layer)
     for e in range(weights.spec.experts):
+        expert = weights.expert(e)  # first, since its errors name the tensor
         pairs = list(repacked(checkpoint.files, stored, e))
         same_bytes += all(a.dtype == b.dtype and torch.equal(_bytes(a), _bytes(b)) for _, a, b in pairs)
         numbers = second_expert(checkpoint, layer, e)
-        agreed += _same(weights.expert(e), numbers)
+        agreed += _same(expert, numbers)
         for some in (oracle, *oracles):
             some.add(e, numbers)
     got = run_experts(problem, weights, x_TH.double(), routing, torch.float64)
