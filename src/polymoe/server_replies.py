@@ -5,17 +5,29 @@ API: https://platform.openai.com/docs/api-reference
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from polymoe.json_input import parse_json
 
-__all__ = ["MAX_BYTES", "MAX_TOKENS", "error_message", "one_line", "token_count"]
+__all__ = ["MAX_BYTES", "MAX_TOKENS", "error_message", "one_line", "percentile", "token_count"]
 
 MAX_BYTES = 32 * 2**20
 """Largest reply that is read. A million tokens with their probabilities are smaller."""
 MAX_TOKENS = 10**9
 """No count of tokens in one reply is larger."""
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """A percentile of at least one value, interpolated linearly between the two nearest, as numpy's default.
+
+    Definition: R. J. Hyndman and Y. Fan, "Sample quantiles in statistical packages", 1996, type 7.
+    """
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
 
 
 def token_count(usage: Mapping[str, Any], name: str) -> int | None:

@@ -64,7 +64,7 @@ def test_without_nvml_or_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(f"{name}: not found")
 
     monkeypatch.setattr(ctypes, "CDLL", absent)
-    with pytest.raises(ArgumentError, match="--gpu-ids: expected NVML"):
+    with pytest.raises(ArgumentError, match="gpu_ids: expected NVML"):
         EnergyMeter.of_indices([0])
-    with pytest.raises(ArgumentError, match="--energy: expected a GPU, got cpu"):
+    with pytest.raises(ArgumentError, match="energy: expected a GPU, got cpu"):
         EnergyMeter(torch.device("cpu"))

@@ -11,7 +11,7 @@ import pytest
 from polymoe.errors import ArgumentError
 from polymoe.evaluate import scores
 from polymoe.evaluate.records import AnswerRecord
-from polymoe.evaluate.scores import compare, score
+from polymoe.evaluate.scores import compare, score, wilson
 from support.evaluation import record
 
 
@@ -43,6 +43,14 @@ def test_a_repeat_that_is_not_complete_has_no_part_in_their_deviation() -> None:
     assert found.pass_at_1 == pytest.approx((2 / 3 + 1 / 2) / 2)
 
 
+@pytest.mark.parametrize(("right", "low", "high"), [(10, 0.7225, 1.0), (9, 0.5958, 0.9821), (0, 0.0, 0.2775)])
+def test_the_interval_is_wilsons(right: int, low: float, high: float) -> None:
+    assert wilson(right / 10, 10) == pytest.approx((low, high), abs=1e-4)
+    found = score(run(*("1" * right + "0" * (10 - right))))
+    assert 0 <= found.low <= found.pass_at_1 <= found.high <= 1
+    assert (found.low, found.high) == wilson(right / 10, 9 if right == 9 else 10)  # n - 1, as of the standard error
+
+
 def test_a_single_question_has_no_error_bar() -> None:
     assert score(run("1")).standard_error is None
     with pytest.raises(ArgumentError):
@@ -61,7 +69,7 @@ def test_latency_and_rate_leave_out_the_time_between_two_sessions() -> None:
     found = score(records)
     assert found.output_tokens == 50
     assert found.output_tokens_per_s == pytest.approx(50 / 10)
-    assert (found.latency_p50_us, found.latency_p90_us, found.latency_p99_us) == (3 * second, 4 * second, 4 * second)
+    assert (found.latency_p50_us, found.latency_p90_us, found.latency_p99_us) == (3e6, 4e6, 4e6)
 
 
 def test_a_server_that_counts_no_tokens() -> None:

@@ -78,7 +78,9 @@ def test_a_configuration_serves_no_token_count_it_was_not_made_for() -> None:
     assert mine.configure(1024) == TileConfig(64)  # it would: its own choice
 
 
-def test_another_triton_is_used_and_said() -> None:
+def test_another_triton_is_used_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert planner(measured(1, 5.0, triton="3.5.1")).predict(1).source == "measured"  # a backend without Triton
+    monkeypatch.setattr(type(TOY), "compiler", "triton")
     old = planner(measured(1, 5.0, triton="3.5.1"))
     assert old.configure(1) == TileConfig(32)
     assert old.predict(1).source == "measured with triton 3.5, not 3.6"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
@@ -183,9 +183,15 @@ class Backend(Protocol):
 
 class BackendBase:
     """Defaults for what few backends need: one configuration for each token count, nothing to compile, and no
-    backward."""
+    backward.
+
+    Attributes:
+        compiler: "triton" if Triton compiles the kernels, so that measured times depend on its version; else None.
+    """
 
     __slots__ = ()
+
+    compiler: ClassVar[str | None] = None
 
     def tuning_configs(
         self: Backend, problem: Problem, machine: Machine, tokens: int, timed: Sequence[tuple[Config, float]] = ()

@@ -203,7 +203,8 @@ def _table(run: Run, score: Score) -> Table:
     if score.standard_error is None:
         interval = ""
     elif score.standard_error > 0:
-        interval = f" ± {100 * score.standard_error:.2f} (standard error)"
+        between = f"95 % interval {100 * score.low:.2f} to {100 * score.high:.2f} %"
+        interval = f" ± {100 * score.standard_error:.2f} (standard error; {between})"
     else:
         share = _percent(unseen_share(score.questions))
         interval = f" (all questions alike: no variance seen; at 95 % up to {share} of others may differ)"

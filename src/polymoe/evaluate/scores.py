@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 from polymoe.errors import ArgumentError
 from polymoe.evaluate.records import AnswerRecord
+from polymoe.server_replies import percentile
 
-__all__ = ["Difference", "Score", "compare", "score", "unseen_share"]
+__all__ = ["Difference", "Score", "compare", "score", "unseen_share", "wilson"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ class Score:
         repeats: how often all questions were asked.
         correct, invalid, cut_off: responses that are right, contain no answer, or ended at their token limit.
         pass_at_1: mean over questions of the share of right answers to each.
+        low, high: the 95 % interval of ``pass_at_1``: Wilson's, which stays between 0 and 1 and has a width at both
+            ends, with the number of independent answers that the standard error stands for, or of questions.
         standard_error: of ``pass_at_1``, with the Q questions as a sample: sqrt(sum (p_q - pass_at_1)^2 / (Q (Q - 1))),
             where p_q is the share of right answers to question q.
         repeat_std: standard deviation (n - 1) of the repeats' shares of right answers.
@@ -44,6 +47,8 @@ class Score:
     invalid: int
     cut_off: int
     pass_at_1: float
+    low: float
+    high: float
     standard_error: float | None
     repeat_std: float | None
     repeat_standard_error: float | None
@@ -92,10 +97,12 @@ def score(records: Sequence[AnswerRecord]) -> Score:
         by_repeat[record.repeat].append(record.correct)
     whole = [statistics.fmean(right) for right in by_repeat.values() if len(right) == len(shares)]
     deviation = statistics.stdev(whole) if len(whole) > 1 else None
-    latencies = sorted(record.latency_us for record in records)
+    latencies = [record.latency_us for record in records]
     tokens = [record.completion_tokens for record in records]
     output = None if None in tokens else sum(n for n in tokens if n is not None)
     seconds = _busy_us(records) / 1e6
+    mean, error = statistics.fmean(shares.values()), _standard_error(list(shares.values()))
+    low, high = wilson(mean, mean * (1 - mean) / error**2 if error and 0 < mean < 1 else len(shares))
     return Score(
         questions=len(shares),
         answers=len(records),
@@ -103,13 +110,15 @@ def score(records: Sequence[AnswerRecord]) -> Score:
         correct=sum(record.correct for record in records),
         invalid=sum(record.answer is None for record in records),
         cut_off=sum(record.finish_reason == "length" for record in records),
-        pass_at_1=statistics.fmean(shares.values()),
-        standard_error=_standard_error(list(shares.values())),
+        pass_at_1=mean,
+        low=low,
+        high=high,
+        standard_error=error,
         repeat_std=deviation,
         repeat_standard_error=None if deviation is None else deviation / math.sqrt(len(whole)),
-        latency_p50_us=_percentile(latencies, 50),
-        latency_p90_us=_percentile(latencies, 90),
-        latency_p99_us=_percentile(latencies, 99),
+        latency_p50_us=round(percentile(latencies, 50)),
+        latency_p90_us=round(percentile(latencies, 90)),
+        latency_p99_us=round(percentile(latencies, 99)),
         output_tokens=output,
         output_tokens_per_s=output / seconds if output is not None and seconds > 0 else None,
     )
@@ -175,6 +184,23 @@ def _standard_error(values: Sequence[float]) -> float | None:
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
+def wilson(share: float, answers: float) -> tuple[float, float]:
+    """The 95 % interval of a share of independent answers, from 0 to 1.
+
+    Formula: E. B. Wilson, "Probable inference, the law of succession, and statistical inference", 1927.
+
+    Args:
+        share: that was seen.
+        answers: their number.
+    """
+    z = 1.959964
+    center = share + z * z / (2 * answers)
+    reach = z * math.sqrt(share * (1 - share) / answers + (z / (2 * answers)) ** 2)
+    whole = 1 + z * z / answers
+    # At 0 and 1 one bound is the share itself, but for rounding.
+    return min(share, max(0.0, (center - reach) / whole)), max(share, min(1.0, (center + reach) / whole))
+
+
 def unseen_share(questions: int) -> float:
     """Return the largest share of all possible questions that may differ from ``questions`` that are all alike, at
     95 %: a larger share would have shown itself with a probability of 0.95. About 3 / Q (the rule of three)."""
@@ -203,11 +229,6 @@ def _within(t: float, freedom: int) -> float:
         term *= squared * (k - 1) / k
         total += term
     return 2 * (angle + sine * total) / math.pi if odd else sine * total
-
-
-def _percentile(ordered: Sequence[int], percent: int) -> int:
-    """Return the smallest value that at least ``percent`` of all values do not exceed (nearest rank)."""
-    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
 def _busy_us(records: Iterable[AnswerRecord]) -> int:

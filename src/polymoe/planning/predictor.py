@@ -49,7 +49,8 @@ class Predictor:
 
         Rows whose configuration the backend no longer has are skipped with a warning.
         """
-        here = machine.packages.get("triton")
+        compiler = getattr(backend, "compiler", None)  # backends of other packages may derive from nothing
+        here = machine.packages.get("triton") if compiler == "triton" else None
         points = []
         for row in table.points(machine.device.name, backend.name, problem, here):
             kind = type(backend.configure(problem, machine, row.tokens))
@@ -59,7 +60,7 @@ class Predictor:
                 hint = f"it was tuned with polymoe {row.polymoe}; run again: {row.command}"
                 _warn_once(str(PlanError(error.where, expected=error.expected, got=error.got, hint=hint)))
                 continue
-            points.append(Point(row.tokens, config, row.median_us, _source(row, here)))
+            points.append(Point(row.tokens, config, row.median_us, _source(row, here) if compiler else "measured"))
         return cls(backend, problem, machine, tuple(points))
 
     @property

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -51,6 +52,7 @@ class Triton(BackendBase):
 
     name: str = "triton"
     layouts: tuple[str, ...] = ("natural",)
+    compiler: ClassVar[str | None] = "triton"
     fitting: dict[tuple[Problem, Config], TritonConfig] = field(default_factory=dict, compare=False, repr=False)
     """By configuration that the GPU refused at its first launch: the one that runs in its place."""
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from polymoe.bench.serving.answers import TimedAnswer
+from polymoe.server_replies import percentile
 
 __all__ = [
     "Counted",
@@ -51,7 +52,7 @@ class Percentiles:
         """Compute from times, None without any; ``mean`` replaces their own mean."""
         if not times_us:
             return None
-        p50, p90, p99 = (float(p) for p in np.percentile(times_us, (50, 90, 99)))
+        p50, p90, p99 = (percentile(times_us, percent) for percent in (50, 90, 99))
         return cls(float(np.mean(times_us)) if mean is None else mean, p50, p90, p99, float(max(times_us)))
 
 

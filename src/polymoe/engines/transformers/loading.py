@@ -202,6 +202,7 @@ class PolymoeConfig(QuantizationConfigMixin):
         require_contract()
         self.quant_method = INTERFACE_NAME  # type: ignore[assignment]
         self.backend, self.role = backend, role
+        register_names()
         _hook()
 
 
