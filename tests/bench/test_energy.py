@@ -1,48 +1,37 @@
-"""The energy meter, against a stand-in for NVML with counters of known steps."""
+"""The energy meter, against a stand-in for the driver behind nvidia-ml-py, with counters of known steps."""
 
 from __future__ import annotations
 
-import ctypes
-from typing import Any
+import sys
 
+import pynvml
 import pytest
 import torch
 
 from polymoe.bench.energy import EnergyMeter
-from polymoe.errors import ArgumentError
-
-
-class Nvml:
-    """Two GPUs that have used 1.5 J and 2.5 J, and 100 J more at each further reading; a third has no counter."""
-
-    def __init__(self) -> None:
-        self.used = {1: 1500, 2: 2500}
-        self.readings = 0
-
-    def nvmlInit_v2(self) -> int:
-        return 0
-
-    def nvmlDeviceGetHandleByIndex_v2(self, index: Any, handle: Any) -> int:
-        if index.value > 2:
-            return 2
-        handle._obj.value = index.value + 1
-        return 0
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle: Any, out: Any) -> int:
-        if handle.value not in self.used:
-            return 3
-        self.readings += 1
-        out._obj.value = self.used[handle.value] + 100_000 * (self.readings > 2)
-        return 0
-
-    def nvmlDeviceGetName(self, handle: Any, text: Any, length: Any) -> int:
-        text.value = f"GPU {handle.value}".encode()[: length.value]
-        return 0
+from polymoe.errors import ArgumentError, MissingDependency
 
 
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: Nvml())
+    """Two GPUs that have used 1.5 J and 2.5 J, and 100 J more at each further reading; a third has no counter."""
+    used, readings = {"GPU 1": 1500, "GPU 2": 2500}, []
+
+    def handle(index: int) -> str:
+        if index > 2:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        return f"GPU {index + 1}"
+
+    def energy(handle: str) -> int:
+        if handle not in used:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        readings.append(handle)
+        return used[handle] + 100_000 * (len(readings) > 3)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", handle)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", energy)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetName", lambda handle: handle)
 
 
 @pytest.mark.usefixtures("nvml")
@@ -53,18 +42,21 @@ def test_adds_up_the_gpus_it_was_given() -> None:
 
 
 @pytest.mark.usefixtures("nvml")
-@pytest.mark.parametrize(("index", "says"), [(2, "NVML error 3"), (7, "nvmlDeviceGetHandleByIndex_v2: NVML error 2")])
+@pytest.mark.parametrize(("index", "says"), [(2, "2: Not Supported"), (7, "7: Invalid Argument")])
 def test_a_gpu_that_is_not_there_or_has_no_counter(index: int, says: str) -> None:
     with pytest.raises(ArgumentError, match=says):
         EnergyMeter.of_indices([0, index])
 
 
 def test_without_nvml_or_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(name: str) -> None:
-        raise OSError(f"{name}: not found")
+    def absent() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 
-    monkeypatch.setattr(ctypes, "CDLL", absent)
+    monkeypatch.setattr(pynvml, "nvmlInit", absent)
     with pytest.raises(ArgumentError, match="gpu_ids: expected NVML"):
         EnergyMeter.of_indices([0])
     with pytest.raises(ArgumentError, match="energy: expected a GPU, got cpu"):
         EnergyMeter(torch.device("cpu"))
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(MissingDependency, match="nvidia-ml-py"):
+        EnergyMeter.of_indices([0])

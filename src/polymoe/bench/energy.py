@@ -1,12 +1,11 @@
-"""Energy of GPUs, from the counter of the driver (NVML)."""
+"""Energy of GPUs, from the counter of the driver (NVML, through nvidia-ml-py)."""
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from polymoe.errors import ArgumentError
+from polymoe.errors import ArgumentError, MissingDependency
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +18,7 @@ class EnergyMeter:
 
     Raises:
         ArgumentError: without a GPU or NVML, or for a GPU without the counter (before Volta).
+        MissingDependency: without nvidia-ml-py.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,8 +27,7 @@ class EnergyMeter:
         if device.type != "cuda":
             raise ArgumentError("energy", expected="a GPU", got=str(device), hint="leave it out")
         self._open("energy")
-        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-        self._add("nvmlDeviceGetHandleByUUID", uuid.encode())
+        self._add(self._nvml.nvmlDeviceGetHandleByUUID, f"GPU-{torch.cuda.get_device_properties(device).uuid}")
 
     @classmethod
     def of_indices(cls, indices: Sequence[int]) -> EnergyMeter:
@@ -36,43 +35,36 @@ class EnergyMeter:
         self = cls.__new__(cls)
         self._open("gpu_ids")
         for index in indices:
-            self._add("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index))
+            self._add(self._nvml.nvmlDeviceGetHandleByIndex, index)
         return self
 
-    def _open(self, option: str) -> None:
-        self._option = option
-        self._handles: list[ctypes.c_void_p] = []
+    def _open(self, argument: str) -> None:
         try:
-            self._nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        except OSError as error:
-            raise ArgumentError(option, expected="NVML, which is part of the driver", got=str(error)) from error
-        self._call("nvmlInit_v2")
+            import pynvml
+        except ImportError as error:
+            raise MissingDependency(
+                argument, expected="nvidia-ml-py", got=str(error), hint="pip install 'polymoe[bench]'"
+            ) from error
+        self._nvml: Any = pynvml
+        self._argument = argument
+        self._handles: list[Any] = []
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError as error:
+            raise ArgumentError(argument, expected="NVML, which is part of the driver", got=str(error)) from error
 
-    def _add(self, by: str, key: object) -> None:
-        handle = ctypes.c_void_p()
-        self._call(by, key, ctypes.byref(handle))
-        self._handles.append(handle)
-        self.joules()
+    def _add(self, find: Callable[[Any], Any], key: object) -> None:
+        try:
+            self._handles.append(find(key))
+            self.joules()
+        except self._nvml.NVMLError as error:
+            got = f"{key}: {error}"
+            raise ArgumentError(self._argument, expected="a GPU with an energy counter", got=got) from error
 
     def joules(self) -> float:
         """Total energy of all GPUs so far; only differences are meaningful."""
-        total = 0
-        for handle in self._handles:
-            millijoules = ctypes.c_ulonglong()
-            self._call("nvmlDeviceGetTotalEnergyConsumption", handle, ctypes.byref(millijoules))
-            total += millijoules.value
-        return total / 1e3
+        return sum(self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle) for handle in self._handles) / 1e3
 
     def names(self) -> list[str]:
         """The names of the GPUs: ``["NVIDIA H200"]``."""
-        found = []
-        for handle in self._handles:
-            text = ctypes.create_string_buffer(96)
-            self._call("nvmlDeviceGetName", handle, text, ctypes.c_uint(len(text)))
-            found.append(text.value.decode())
-        return found
-
-    def _call(self, name: str, *args: object) -> None:
-        code = getattr(self._nvml, name)(*args)
-        if code:
-            raise ArgumentError(self._option, expected="a GPU with an energy counter", got=f"{name}: NVML error {code}")
+        return [str(self._nvml.nvmlDeviceGetName(handle)) for handle in self._handles]

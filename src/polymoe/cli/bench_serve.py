@@ -240,7 +240,7 @@ def _object(option: str, text: str | None) -> dict[str, Any]:
 def _meter(gpu_ids: str | None, gpus: int, host: str) -> EnergyMeter | None:
     """Return a meter of the named GPUs, or else of the first ones if server and NVML are on this machine."""
     from polymoe.bench.energy import EnergyMeter
-    from polymoe.errors import ArgumentError
+    from polymoe.errors import ArgumentError, MissingDependency
 
     if gpu_ids is not None:
         try:
@@ -253,7 +253,7 @@ def _meter(gpu_ids: str | None, gpus: int, host: str) -> EnergyMeter | None:
         return None
     try:
         return EnergyMeter.of_indices(range(gpus))
-    except ArgumentError:
+    except (ArgumentError, MissingDependency):
         return None  # optional
 
 
