@@ -105,7 +105,7 @@ def test_an_unknown_role_is_refused_before_anything_is_loaded(cli: Cli, verb: st
         pytest.importorskip("uvicorn")
     args = {"run": ("1+2=",), "serve": ("--port", "0")}[verb]
     code, out, err = cli(verb, SUMS, *args, "--device", "cpu", "--role", "decoder")
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert "did you mean 'decode'" in err
     with pytest.raises(ArgumentError, match="role"):
         engine.load(SUMS, device="cpu", role="decoder")

@@ -94,6 +94,17 @@ def test_without_a_template_all_text_is_content_without_marks() -> None:
     assert read_reply(MODEL, GPT_OSS, ids(GPT_OSS, "?"), text, raw=True) == ParsedReply("ab")
 
 
+def test_the_end_is_no_text() -> None:
+    """Also where Transformers' template for the model type knows other tokens than this tokenizer's."""
+    model: Any = SimpleNamespace(
+        config=SimpleNamespace(model_type="qwen3_moe"), generation_config=SimpleNamespace(eos_token_id=[5, 6])
+    )
+    plain = tokenizer("plain")
+    plain.eos_token = "<|return|>"
+    prompt = ids(plain, "1+1=")
+    assert read_reply(model, plain, prompt, [*ids(plain, "2<|return|>"), 6]) == ParsedReply("2")
+
+
 def test_a_tool_call_that_is_no_json_is_shown_as_generated(caplog: pytest.LogCaptureFixture) -> None:
     """Transformers' parser raises, and in a stream this would end the generation."""
     model: Any = SimpleNamespace(config=SimpleNamespace(model_type="qwen3_moe"))

@@ -109,6 +109,10 @@ class ReplyReader:
         self._tokenizer = tokenizer.backend_tokenizer
         self._parser = None if raw else build_response_parser(tokenizer, model, list(prompt_ids))
         self._closed: set[str] = set()
+        # The end is not text, and a template that Transformers has for the model type may not know this tokenizer's.
+        config = getattr(model, "generation_config", None)
+        ends = getattr(config, "eos_token_id", None)
+        self._ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
         # The parser needs special tokens, which mark the parts.
         self._stream = DecodeStream(skip_special_tokens=self._parser is None)
 
@@ -116,6 +120,8 @@ class ReplyReader:
         """The parts that are complete with these tokens. Text may be held back until more of it is known."""
         parts: list[ReplyPart] = []
         for token in ids:
+            if token in self._ends:
+                continue
             text = self._stream.step(self._tokenizer, int(token))
             if not text:
                 continue
