@@ -84,8 +84,10 @@ class MoeRunnerConfig:
     gate_up_interleaved: bool = True
 
 
-@dataclass
+@dataclass(slots=True)
 class ServerArgs:
+    """Without class attributes for the defaults, as in 0.5.23."""
+
     cpu_offload_gb: int = 0
     disaggregation_mode: str = "null"
     dwdp_size: int = 1
@@ -109,6 +111,7 @@ class ServerArgs:
     offload_group_size: int = -1
     torchao_config: str = ""
     weight_cache_mode: str = "off"
+    _resolved_overrides: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     architectures: list[str] = field(default_factory=lambda: ["Qwen3MoeForCausalLM"])
 
     def get_model_config(self) -> Any:

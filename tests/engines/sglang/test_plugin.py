@@ -265,7 +265,6 @@ def test_a_server_without_one_of_the_arguments_keeps_its_layers(
     server: ServerArgs, make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delattr(ServerArgs, "enable_symm_mem")
-    del server.enable_symm_mem
     assert type(make().quant_method) is Fp8MoEMethod
     assert "server argument enable_symm_mem: expects one of this SGLang" in caplog.records[0].getMessage()
 
@@ -298,7 +297,7 @@ def test_a_backend_is_the_users_unless_sglang_chose_it(
     caplog.set_level(logging.INFO)
     server.moe_runner_backend = "triton_kernel"
     if declared:
-        server._resolved_overrides = [("_gpt_oss_overrides", {"moe_runner_backend": "triton_kernel"})]  # type: ignore[attr-defined]
+        server._resolved_overrides = [("_gpt_oss_overrides", {"moe_runner_backend": "triton_kernel"})]
     layer = make()
     assert (type(layer.quant_method) is Fp8MoEMethod) != declared
     if not declared:
@@ -322,7 +321,7 @@ def test_routing_gives_ids_to_layers_that_polymoe_runs(make: Make, variables: py
 def test_layers_of_one_number_are_run_by_one_side(server: ServerArgs, make: Make, backend: str) -> None:
     """Where the backend, which SGLang chose, wants another routing than polymoe, and a TopK has only its number."""
     server.moe_runner_backend = backend
-    server._resolved_overrides = [("_overrides", {"moe_runner_backend": backend})]  # type: ignore[attr-defined]
+    server._resolved_overrides = [("_overrides", {"moe_runner_backend": backend})]
     make(1)
     if backend == "auto":
         assert type(make(1, BlockInt8MoEMethod).quant_method) is BlockInt8MoEMethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -65,11 +66,12 @@ def refusals(layer: Any, server: Any, settings: EngineSettings) -> Reasons:
     reasons.need(settings.includes(where), "POLYMOE_LAYERS", settings.layers, where)
     asked = _asked_backend(server)
     reasons.need(asked == "auto", "--moe-runner-backend", "auto", asked)
+    defaults = inspect.signature(type(server)).parameters  # a dataclass in 0.5.17, a Struct of msgspec in 0.5.23
     for name, what in ASKED_SERVER_ARGS.items():
         known = hasattr(server, name)
         reasons.need(known, f"server argument {name}", "one of this SGLang, as in 0.5.17 to 0.5.23", "none")
         value = getattr(server, name, None)
-        reasons.need(not value or value == getattr(type(server), name), what)
+        reasons.need(not value or value == defaults[name].default, what)
     for name in ("enable_paged_experts", "torchao_config"):  # each in one version only
         reasons.need(not getattr(server, name, None), f"--{name.replace('_', '-')}")
     all_to_all = utils.get_moe_a2a_backend()
