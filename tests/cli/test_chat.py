@@ -47,6 +47,18 @@ class TestWithoutATerminal:
         typed(monkeypatch, "")
         assert cli("chat", SUMS, "--device", "cpu")[:2] == (0, "")
 
+    def test_a_closed_stdin(self, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sys, "stdin", None)
+        assert cli("chat", SUMS, "--device", "cpu")[:2] == (0, "")
+        monkeypatch.setattr(sys, "stdin", None)
+        code, _, err = cli("run", SUMS, "--device", "cpu")
+        assert (code, "expected a prompt" in err) == (2, True)
+
+    def test_bytes_that_are_not_text(self, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+        raw = io.TextIOWrapper(io.BytesIO(b"\xff123+456\xfe\n"), encoding="utf-8")
+        monkeypatch.setattr(sys, "stdin", raw)
+        assert cli("chat", SUMS, "--device", "cpu")[:2] == (0, "579\n")
+
     def test_a_message_that_does_not_fit_ends_it(self, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
         typed(monkeypatch, "1+" * 200 + "\n1+1\n")
         code, out, err = cli("chat", SUMS, "--device", "cpu")

@@ -114,6 +114,10 @@ def main() -> None:
     """Entry point: run the command line; polymoe's own errors become messages with exit code 1."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as for stderr: names of files need not be text
+    if sys.stdin is None:  # closed by the caller
+        sys.stdin = io.StringIO()
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # prompts need not be text either
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warn
