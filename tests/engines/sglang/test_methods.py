@@ -24,7 +24,12 @@ _FP8 |= {"activation_scheme": "dynamic"}
 _BLOCKS = {"block_quant": True, "use_mxfp8": False, "weight_block_size": [128, 128], "quant_config": _FP8}
 _INT4 = {"packed_factor": 8, "num_bits": 4, "strategy": "group", "group_size": 32, "actorder": None, "sym": True}
 _GPTQ = {"pack_factor": 8, "group_size": 128, "desc_act": False, "is_sym": True}
-_NVFP4 = {"is_checkpoint_nvfp4_serialized": True, "group_size": 16, "is_checkpoint_fp8_serialized": False}
+_NVFP4: dict[str, Any] = {
+    "is_checkpoint_nvfp4_serialized": True,
+    "group_size": 16,
+    "is_checkpoint_fp8_serialized": False,
+}
+_NVFP4 |= {"get_name": lambda: "modelopt_fp4"}
 
 METHODS: list[tuple[str, str, dict[str, Any], str]] = [
     ("fp8", "Fp8MoEMethod", {**_BLOCKS, "is_fp4_expert": False}, "fp8_block128"),
