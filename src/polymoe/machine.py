@@ -9,6 +9,7 @@ import ctypes
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib import metadata
 from typing import Any, Literal
 
@@ -209,6 +210,7 @@ def driver_cuda() -> tuple[int, int] | None:
     return None
 
 
+@cache  # looking one up reads the metadata's file
 def _version(name: str) -> str | None:
     try:
         return metadata.version(name)

@@ -26,7 +26,12 @@ from support.problems import plain_experts, problem_of, random_call, random_expe
 from support.toys import LAYOUTS, choice, toys
 
 H200 = Machine(DEVICES["h200"], {"torch": "2.11.0", "triton": "3.6.0", "toykernels": "1.0"})
-PLAIN = problem_of(random_experts("mxfp4", hidden=4096, intermediate=2048, experts=8))
+MXFP4 = FORMATS["mxfp4"].encoding
+PLAIN = Problem(
+    spec=ExpertsSpec(hidden=4096, intermediate=2048, experts=8, gate=MXFP4, up=MXFP4, down=MXFP4),
+    activation=SwiGLU(),
+    top_k=2,
+)
 ALL: dict[str, Backend] = {**BACKENDS, **toys()}
 
 FLIPPED: dict[str, Any] = {
