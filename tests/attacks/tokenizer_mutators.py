@@ -160,6 +160,7 @@ def tokenizer_key(source: Source, rng: random.Random) -> Mutation:
         ("use_fast", "false"), ("backend", '"x"'), ("backend", '"mistral"'), ("padding_side", '"x"'),
         ("truncation_side", "3"), ("model_input_names", "3"), ("model_input_names", '["x"]'),
         ("split_special_tokens", "3"),
+        ("response_template", '{"fields": {"content": {"open_pattern": "(\\\\d+)+$"}}}'), ("response_template", "3"),
         ("processor_class", '"x"'), ("is_local", "3"), ("_from_auto", "3"), ("trust_remote_code", "true"),
     ))  # fmt: skip
     tree[key] = Raw(value)

@@ -70,11 +70,11 @@ class TestWithoutATerminal:
         """With a response template that reads digits before a 0 as reasoning, in chat and in run."""
         from polymoe.engines.transformers import tokenizer
 
-        def add(found: Any) -> None:
+        def add(found: Any, _: Any) -> None:
             fields = {"reasoning_content": {"open": "1", "close": "0"}, "content": {"close": "<|return|>"}}
             found.response_template = {"start_anchor": "=", "fields": fields}
 
-        monkeypatch.setattr(tokenizer, "add_response_template", add)
+        monkeypatch.setattr(tokenizer, "set_response_template", add)
         typed(monkeypatch, "700+509\n")  # 1209
         code, out, err = cli("chat", SUMS, "--device", "cpu", "--reasoning")
         assert (code, out) == (0, "9\n")

@@ -50,6 +50,7 @@ OTHERS = (
     PrivatePart(
         "transformers.cli.serving.utils.build_response_parser", ("processor", "model", "input_ids"), more=False
     ),
+    PrivatePart("transformers.cli.serving.utils.get_response_template", ("processor", "model"), more=False),
     PrivatePart("transformers.cli.serving.utils.response_events_to_chunks", ("events",)),
     PrivatePart("transformers.cli.serving.utils.ReasoningText"),
     PrivatePart("transformers.cli.serving.utils.ToolCall", keywords=("name", "arguments")),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +14,15 @@ from tokenizers.models import WordLevel
 
 pytest.importorskip("transformers")
 
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedTokenizerFast
+from transformers.cli.serving.utils import parse_assistant_message
 
-from polymoe.engines.transformers.replies import ParsedReply, ReplyPart, ReplyReader, add_response_template, read_reply
+from polymoe.engines.transformers import load_tokenizer
+from polymoe.engines.transformers.replies import ParsedReply, ReplyPart, ReplyReader, read_reply, set_response_template
+from support.packed_model import CHECKPOINT
 
 MARKS = [f"<|{name}|>" for name in ("start", "channel", "message", "end", "return", "call", "constrain", "im_end")]
+QWEN3 = CHECKPOINT.parent / "sums-qwen3-fp8"
 PROMPT = "<|start|>user<|message|>final?<|end|><|start|>assistant"
 
 
@@ -27,7 +34,7 @@ def tokenizer(chat_template: str) -> Any:
     model.decoder = decoders.Fuse()  # type: ignore[assignment]
     found = PreTrainedTokenizerFast(tokenizer_object=model, extra_special_tokens=MARKS)
     found.chat_template = chat_template
-    add_response_template(found)
+    set_response_template(found)
     return found
 
 
@@ -77,14 +84,25 @@ def test_parts_arrive_with_their_tokens() -> None:
     assert reader.finish() == [ReplyPart("content", "<|re")]
 
 
-def test_a_checkpoints_own_template_comes_first() -> None:
-    own = tokenizer("plain")
-    assert getattr(own, "response_template", None) is None
-    own.response_template = {"start_anchor": "?", "fields": {"content": {"close": "<|im_end|>"}}}
-    own.chat_template = "<|channel|>"
-    add_response_template(own)
-    prompt, text = ids(own, "1?"), ids(own, "<|channel|>2<|im_end|>")
-    assert read_reply(MODEL, own, prompt, text) == ParsedReply("<|channel|>2")
+def test_a_checkpoints_own_template_is_not_used(tmp_path: Path) -> None:
+    """Its regular expressions could take for ever."""
+    shutil.copytree(CHECKPOINT, tmp_path, dirs_exist_ok=True)
+    own = {"start_anchor": "=", "fields": {"content": {"open_pattern": r"(\d|\d\d)+$"}}}
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"response_template": own}))
+    assert load_tokenizer(tmp_path).response_template is None
+
+
+def test_a_template_for_another_chat_format_is_not_used() -> None:
+    """Transformers has one for Qwen3 with ChatML's marks, which the bundled model does not have."""
+    config = AutoConfig.from_pretrained(QWEN3)
+    found, model = load_tokenizer(QWEN3, config=config), SimpleNamespace(config=config)
+    prompt, reply = ids(found, "498-971="), [*ids(found, "-473"), found.eos_token_id]
+    assert parse_assistant_message(found, model, reply, prompt)[0] == "-473"  # type: ignore[arg-type]
+    assert read_reply(model, found, prompt, reply) == ParsedReply("-473")
+    found.chat_template = "<|im_start|>assistant\n"
+    set_response_template(found, config)
+    assert found.response_template is None
 
 
 def test_without_a_template_all_text_is_content_without_marks() -> None:

@@ -1,7 +1,8 @@
 """Replies: the answer, the reasoning and the tool calls in generated tokens.
 
-Transformers' response parser reads them, as in its own server. It follows a declarative template: the tokenizer's own
-``response_template``, or Transformers' for the model type. :func:`add_response_template` has one more, for gpt-oss.
+Transformers' response parser reads them, as in its own server. It follows a declarative template: Transformers' own for
+the model type, or the one that :func:`set_response_template` has for gpt-oss. A checkpoint's template is not used:
+nothing bounds the time to match its regular expressions.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from logging import getLogger
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from tokenizers.decoders import DecodeStream
@@ -16,10 +18,11 @@ from transformers.cli.serving.utils import (
     ReasoningText,
     ToolCall,
     build_response_parser,
+    get_response_template,
     response_events_to_chunks,
 )
 
-__all__ = ["ParsedReply", "ReplyPart", "ReplyReader", "add_response_template", "read_reply"]
+__all__ = ["ParsedReply", "ReplyPart", "ReplyReader", "read_reply", "set_response_template"]
 
 log = getLogger("polymoe")
 
@@ -53,11 +56,27 @@ _HARMONY: Mapping[str, Any] = {
 """Of gpt-oss. Format: https://cookbook.openai.com/articles/openai-harmony"""
 
 
-def add_response_template(tokenizer: Any) -> None:
-    """Give a tokenizer that has no ``response_template`` the one of its chat format, if polymoe knows it."""
-    template = getattr(tokenizer, "chat_template", None)
-    if getattr(tokenizer, "response_template", None) is None and "<|channel|>" in str(template):
-        tokenizer.response_template = _HARMONY
+def set_response_template(tokenizer: Any, config: Any = None) -> None:
+    """Replace a tokenizer's ``response_template`` by the one of its chat format.
+
+    That is polymoe's for gpt-oss, or None, with which Transformers takes its own for the model type. Where that is for
+    another chat format than the checkpoint's, all text up to the end token is the answer.
+
+    Args:
+        tokenizer: one of Transformers'.
+        config: the model's config in Transformers, if it is known.
+    """
+    format = str(getattr(tokenizer, "chat_template", None))
+    tokenizer.response_template = _HARMONY if "<|channel|>" in format else None
+    model: Any = SimpleNamespace(config=config)
+    usual = None if config is None else get_response_template(tokenizer, model)
+    anchors = [] if usual is None else usual.get("start_anchor", [])
+    anchors = [anchors] if isinstance(anchors, str) else anchors
+    if anchors and not any(anchor.strip() in format for anchor in anchors) and usual is not _HARMONY:
+        close = {} if tokenizer.eos_token is None else {"close": tokenizer.eos_token}
+        tokenizer.response_template = {
+            "defaults": {"role": "assistant"}, "start_anchor_pattern": r"\Z", "fields": {"content": close},
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

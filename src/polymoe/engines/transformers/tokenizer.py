@@ -19,7 +19,7 @@ from polymoe.checkpoint.opener import exists, read_json
 from polymoe.checkpoint.tokenizer_files import TOKENIZER_FILES, read_tokenizer_files
 from polymoe.engines.transformers.chat_template import BoundedChatTemplate, start_renderer
 from polymoe.engines.transformers.model_config import neutral
-from polymoe.engines.transformers.replies import add_response_template
+from polymoe.engines.transformers.replies import set_response_template
 from polymoe.engines.transformers.untrusted import reading
 from polymoe.errors import CheckpointError
 
@@ -31,7 +31,7 @@ _INPUTS = ("input_ids", "attention_mask")
 def load_tokenizer(path: str | os.PathLike[str], *, config: Any = None, **hub: Any) -> Any:
     """A tokenizer of Transformers that has encoded and decoded a text, and whose chat template is bounded.
 
-    Its ``response_template`` says how replies are read: the checkpoint's own, or the one of its chat format.
+    Its ``response_template`` says how replies are read; the checkpoint's own is not used.
 
     Args:
         path: a directory or a Hub id.
@@ -67,7 +67,7 @@ def load_tokenizer(path: str | os.PathLike[str], *, config: Any = None, **hub: A
     if getattr(tokenizer, "chat_template", None) is not None:
         tokenizer.apply_chat_template = BoundedChatTemplate(tokenizer)
         start_renderer()
-        add_response_template(tokenizer)
+    set_response_template(tokenizer, config)
     return tokenizer
 
 
