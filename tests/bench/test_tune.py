@@ -246,7 +246,7 @@ def test_who_does_not_run_it(file: Path) -> None:
 
 
 def test_memory_is_bounded(file: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"--memory: expected at least 0\.0. GiB, got 0\.00 GiB"):
+    with pytest.raises(ArgumentError, match=r"memory: expected at least 0\.0. GiB, got 0\.00 GiB"):
         list(tune(Knobs(), file, memory_bytes=1000).outcomes((4096,)))
     (outcome,) = tune(Knobs(), file, memory_bytes=10**9).outcomes((1,))
     assert outcome.row is not None

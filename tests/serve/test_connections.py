@@ -146,8 +146,8 @@ def test_the_limit_on_descriptors_limits_connections(
 @pytest.mark.parametrize(
     ("asked", "requests", "says"),
     [
-        (201, 10, "--max-connections: expected at most 200"),
-        (None, 200, "--max-concurrent-requests: expected fewer than there may be connections, which are 200"),
+        (201, 10, "max_connections: expected at most 200"),
+        (None, 200, "max_concurrent_requests: expected fewer than there may be connections, which are 200"),
         (100, 100, "fewer than there may be connections, which are 100"),
     ],
 )

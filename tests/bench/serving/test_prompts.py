@@ -96,9 +96,9 @@ def test_a_shared_prefix_is_shared_and_counted() -> None:
 
 
 def test_too_short_for_a_word() -> None:
-    with pytest.raises(ArgumentError, match="--input-len: expected at least 4"):
+    with pytest.raises(ArgumentError, match="input_len: expected at least 4"):
         made(a_token_a_word, 2)
-    with pytest.raises(ArgumentError, match="--input-len: expected at least 44"):
+    with pytest.raises(ArgumentError, match="input_len: expected at least 44"):
         made(a_token_a_word, 40, shared=40)
 
 
