@@ -71,7 +71,7 @@ class TestWithoutATerminal:
         from polymoe.engines.transformers import tokenizer
 
         def add(found: Any, _: Any) -> None:
-            fields = {"reasoning_content": {"open": "1", "close": "0"}, "content": {"close": "<|return|>"}}
+            fields = {"thinking": {"open": "1", "close": "0"}, "content": {"close": "<|return|>"}}
             found.response_template = {"start_anchor": "=", "fields": fields}
 
         monkeypatch.setattr(tokenizer, "set_response_template", add)

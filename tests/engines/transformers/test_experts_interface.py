@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 import socket
@@ -198,10 +199,13 @@ def test_refuses_what_it_cannot_compute() -> None:
     with pytest.raises(UnsupportedProblem, match=r"expected bfloat16 or float16, got torch\.float32"), torch.no_grad():
         experts_forward(experts, *call)
 
-    _, experts = build("qwen3_moe")
-    experts.has_post_expert_norm = True
-    with pytest.raises(UnsupportedProblem, match="norm"), torch.inference_mode():
-        experts_forward(experts, *call)
+    if (
+        "has_post_expert_norm" in inspect.signature(experts_interface.use_experts_implementation).parameters
+    ):  # not in 5.17
+        _, experts = build("qwen3_moe")
+        experts.has_post_expert_norm = True
+        with pytest.raises(UnsupportedProblem, match="norm"), torch.inference_mode():
+            experts_forward(experts, *call)
 
     class OwnGate(type(experts)):  # type: ignore[misc]
         def _apply_gate(self, gate_up: Tensor) -> Tensor:

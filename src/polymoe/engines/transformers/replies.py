@@ -30,7 +30,7 @@ _HARMONY: Mapping[str, Any] = {
     "defaults": {"role": "assistant"},
     "start_anchor": "<|start|>assistant",
     "fields": {
-        "reasoning_content": {
+        "thinking": {  # so called by all versions of Transformers that polymoe takes
             "open_pattern": r"<\|channel\|>analysis\s*<\|message\|>",
             "close": ["<|end|>", "<|return|>", "<|call|>"],
             "repeats": True,
