@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -148,6 +149,14 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.master, text.encode())
 
+    def interrupt(self, text: str) -> None:
+        """Send SIGINT until the text appears: one that comes just before the process waits does not wake it."""
+        for _ in range(10):
+            self.process.send_signal(signal.SIGINT)
+            with contextlib.suppress(AssertionError):
+                return self.until(text, 3)
+        raise AssertionError(f"no {text!r} in {self.text!r}")
+
     def until(self, text: str, seconds: float = 60) -> None:
         """Read until the text appears, and forget what stood before its end."""
         end = time.monotonic() + seconds
@@ -180,8 +189,7 @@ def test_on_a_terminal() -> None:
         terminal.process.send_signal(signal.SIGINT)
         terminal.until("(stopped)")
         terminal.until(">>> ")
-        terminal.process.send_signal(signal.SIGINT)  # at the prompt it only says how to leave
-        terminal.until("(Ctrl-D or /exit leaves)")
+        terminal.interrupt("(Ctrl-D or /exit leaves)")  # at the prompt it only says how to leave
         terminal.until(">>> ")
         terminal.type("/clear\n")
         terminal.until("starts over")

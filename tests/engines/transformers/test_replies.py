@@ -95,7 +95,7 @@ def test_a_checkpoints_own_template_is_not_used(tmp_path: Path) -> None:
 
 def test_a_template_for_another_chat_format_is_not_used() -> None:
     """Transformers has one for Qwen3 with ChatML's marks, which the bundled model does not have."""
-    config = AutoConfig.from_pretrained(QWEN3)
+    config = AutoConfig.from_pretrained(QWEN3, trust_remote_code=False)
     found, model = load_tokenizer(QWEN3, config=config), SimpleNamespace(config=config)
     prompt, reply = ids(found, "498-971="), [*ids(found, "-473"), found.eos_token_id]
     assert parse_assistant_message(found, model, reply, prompt)[0] == "-473"  # type: ignore[arg-type]
