@@ -68,11 +68,13 @@ def set_response_template(tokenizer: Any, config: Any = None) -> None:
     """
     format = str(getattr(tokenizer, "chat_template", None))
     tokenizer.response_template = _HARMONY if "<|channel|>" in format else None
+    if tokenizer.response_template is not None or config is None:
+        return
     model: Any = SimpleNamespace(config=config)
-    usual = None if config is None else get_response_template(tokenizer, model)
+    usual = get_response_template(tokenizer, model)
     anchors = [] if usual is None else usual.get("start_anchor", [])
     anchors = [anchors] if isinstance(anchors, str) else anchors
-    if anchors and not any(anchor.strip() in format for anchor in anchors) and usual is not _HARMONY:
+    if anchors and not any(anchor.strip() in format for anchor in anchors):
         close = {} if tokenizer.eos_token is None else {"close": tokenizer.eos_token}
         tokenizer.response_template = {
             "defaults": {"role": "assistant"}, "start_anchor_pattern": r"\Z", "fields": {"content": close},
