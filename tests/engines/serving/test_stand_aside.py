@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from polymoe.activations import SwiGLU
 from polymoe.engines.serving.settings import EngineSettings
-from polymoe.engines.serving.stand_aside import LayerFacts, LayerPlan, judge_layer
+from polymoe.engines.serving.stand_aside import LayerFacts, LayerPlan, judge_layer, need_natural_columns
 from polymoe.errors import ArgumentError
 from polymoe.machine import Machine
-from polymoe.verdict import Reason, Rejected
+from polymoe.verdict import Reason, Reasons, Rejected
 from support.stacked import BUNDLED, CPU, facts_of
 
 
@@ -89,3 +91,22 @@ def test_unknown_names_in_the_settings_are_errors() -> None:
         judge_layer(facts_of("sums-qwen3-fp8"), CPU, EngineSettings(activations="int8"))
     with pytest.raises(ArgumentError, match="backend"):
         judge_layer(facts_of("sums-qwen3-fp8"), replace(CPU, backend="marlin"), EngineSettings())
+
+
+class Order(enum.Enum):
+    GROUP = "group"
+    WEIGHT = "weight"
+
+
+@pytest.mark.parametrize(
+    ("desc_act", "actorder", "said"),
+    [
+        (True, None, "desc_act"), (False, "group", "actorder group"), (False, "dynamic", "actorder dynamic"),
+        (False, Order.GROUP, "actorder group"), (False, Order.WEIGHT, None), (False, "static", None),
+        (False, None, None),
+    ],
+)  # fmt: skip
+def test_columns_in_another_order(desc_act: bool, actorder: object, said: str | None) -> None:
+    reasons = Reasons()
+    need_natural_columns(reasons, SimpleNamespace(desc_act=desc_act), actorder)
+    assert [reason.got for reason in reasons.found] == ([] if said is None else [f"by activation ({said})"])

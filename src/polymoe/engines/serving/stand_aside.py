@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from polymoe.runtime import PlanRequest
 from polymoe.tensors import ExpertsSpec
 from polymoe.verdict import Reason, Reasons, Rejected
 
-__all__ = ["LayerFacts", "LayerPlan", "judge_layer", "reason_of"]
+__all__ = ["LayerFacts", "LayerPlan", "judge_layer", "need_natural_columns", "reason_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -185,3 +186,17 @@ def _experts(facts: LayerFacts, reasons: Reasons, *, static: bool) -> StackedExp
         reasons.found.append(reason_of(error))
         return None
     return experts
+
+
+def need_natural_columns(reasons: Reasons, quant_config: Any, actorder: Any) -> None:
+    """Add to ``reasons`` what reorders columns by activation, if anything does.
+
+    Args:
+        reasons: those found so far.
+        quant_config: the engine's config of a method, whose ``desc_act`` is GPTQ's; or None.
+        actorder: of compressed-tensors, a string or a member of an enumeration; or None.
+    """
+    actorder = getattr(actorder, "value", actorder)
+    order = "desc_act" if getattr(quant_config, "desc_act", False) else f"actorder {actorder}"
+    natural = order != "desc_act" and actorder not in ("group", "dynamic")
+    reasons.need(natural, "order of columns", "the natural one", f"by activation ({order})")

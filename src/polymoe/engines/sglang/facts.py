@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from polymoe.activations import Activation, GeGLU, ReLU2, SwiGLU
 from polymoe.engines.serving.settings import EngineSettings
 from polymoe.engines.serving.sources import SGLANG
-from polymoe.engines.serving.stand_aside import LayerFacts
+from polymoe.engines.serving.stand_aside import LayerFacts, need_natural_columns
 from polymoe.engines.sglang.hooks import ASKED_SERVER_ARGS
 from polymoe.verdict import Reasons
 
@@ -193,8 +193,7 @@ def facts_of(layer: Any, method: Any, server: Any, asked: Asked) -> LayerFacts:
         intermediate = getattr(method, "intermediate_size_per_partition", intermediate)
     activation = _activation(config)
     reasons.need(activation is not None, "activation", "silu, clamped before it, or gelu, or relu2", _described(config))
-    reordered = _reordered(stores)
-    reasons.need(not reordered, "order of columns", "the natural one", f"by activation ({reordered})")
+    need_natural_columns(reasons, getattr(stores, "quant_config", None), getattr(stores, "actorder", None))
     split = layer.moe_ep_size > 1
     return LayerFacts(
         where=name_of(layer),
@@ -241,15 +240,6 @@ def _described(config: Any) -> str:
     names = ("gemm1_alpha", "gemm1_clamp_limit", "swiglu_limit")
     constants = [f"{name}={getattr(config, name)}" for name in names if getattr(config, name) is not None]
     return " ".join([config.activation, *([] if config.is_gated else ["without gate"]), *constants])
-
-
-def _reordered(stores: Any) -> str:
-    """Return what reorders columns by activation, or ""."""
-    if getattr(getattr(stores, "quant_config", None), "desc_act", False):
-        return "desc_act"
-    actorder = getattr(stores, "actorder", None)
-    actorder = getattr(actorder, "value", actorder)
-    return f"actorder {actorder}" if actorder in ("group", "dynamic") else ""
 
 
 def _load_nothing(*_: Any, **__: Any) -> None:

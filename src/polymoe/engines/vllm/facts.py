@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from polymoe.activations import Activation, GeGLU, ReLU2, SwiGLU
 from polymoe.engines.serving.settings import EngineSettings
 from polymoe.engines.serving.sources import VLLM
-from polymoe.engines.serving.stand_aside import LayerFacts
+from polymoe.engines.serving.stand_aside import LayerFacts, need_natural_columns
 from polymoe.verdict import Reasons
 
 __all__ = ["created_tensors", "facts_of", "refusals", "role_of"]
@@ -103,8 +103,8 @@ def facts_of(
     name = moe.activation.value
     activation = _activation(name, layer, moe)
     reasons.need(activation is not None, "activation", "silu, swigluoai, gelu, gelu_tanh or relu2_no_mul", name)
-    reordered = _reordered(method)
-    reasons.need(not reordered, "order of columns", "the natural one", f"by activation ({reordered})")
+    actorder = getattr(getattr(method, "weight_quant", None), "actorder", None)
+    need_natural_columns(reasons, getattr(method, "quant_config", None), actorder)
     return LayerFacts(
         where=where,
         method=type(method).__name__,
@@ -141,14 +141,6 @@ def _activation(name: str, layer: Any, moe: Any) -> Activation | None:
 
 
 _CONSTANTS = ("alpha", "beta", "limit")
-
-
-def _reordered(method: Any) -> str:
-    """Return what reorders columns by activation, or ""."""
-    if getattr(getattr(method, "quant_config", None), "desc_act", False):
-        return "desc_act"
-    actorder = getattr(getattr(method, "weight_quant", None), "actorder", None)
-    return f"actorder {getattr(actorder, 'value', actorder)}" if actorder in ("group", "dynamic") else ""
 
 
 def _first_expert(layer: Any) -> int | None:
