@@ -83,10 +83,23 @@ def test_an_interrupt_takes_the_whole_line_back(tmp_path: Path, monkeypatch: pyt
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_a_line_behind_half_a_line_is_whole(tmp_path: Path) -> None:
-    (tmp_path / "a").write_text('{"half')
-    append_line(tmp_path / "a", "second")
-    assert (tmp_path / "a").read_text() == '{"half\nsecond\n'
+@pytest.mark.parametrize("first", ["", '{"first": 1}\n', "x" * 70_000 + "\n"])
+@pytest.mark.parametrize(
+    ("end", "kept"),
+    [
+        ('{"half', ""),
+        ('{"half": "' + "x" * 70_000, ""),  # longer than what is read at once
+        ('{"a":' * 10_000, ""),
+        ('{"whole": 1}', '{"whole": 1}\n'),
+        ("a note", "a note\n"),  # not a record: nothing that others wrote is removed
+    ],
+    ids=["half", "long", "deep", "whole", "other"],
+)
+def test_half_an_object_is_removed_before_the_next_line(first: str, end: str, kept: str, tmp_path: Path) -> None:
+    """A writer that is killed between two pages of a line leaves the first."""
+    (tmp_path / "a").write_text(first + end)
+    append_line(tmp_path / "a", '{"second": 2}')
+    assert (tmp_path / "a").read_text() == first + kept + '{"second": 2}\n'
 
 
 def test_many_writers_keep_their_lines_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

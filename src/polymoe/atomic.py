@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["append_line", "append_whole", "replace_file"]
+__all__ = ["append_line", "append_whole", "is_cut_short", "replace_file"]
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+_PAGE = 1 << 16  # bytes read at once
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
@@ -44,13 +46,17 @@ def replace_file(path: Path, content: str | bytes) -> None:
 def append_line(path: Path, line: str) -> None:
     """Append a line to a file, which is created if missing. Processes that share it do not mix their lines.
 
+    If the file ends in a JSON object that is cut short, as by a writer that was killed, that part is removed first. Any
+    other last line without a line feed is kept and gets one.
+
     Raises:
         OSError: if the whole line cannot be written; the file is then as before.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
     try:
         with _locked(descriptor):
-            append_whole(descriptor, _missing_end(descriptor) + line.encode("utf-8", "backslashreplace") + b"\n")
+            end = _mend_end(descriptor)
+            append_whole(descriptor, end + line.encode("utf-8", "backslashreplace") + b"\n")
     finally:
         os.close(descriptor)
 
@@ -78,10 +84,32 @@ def _write_all(descriptor: int, data: bytes) -> None:
         rest = rest[os.write(descriptor, rest) :]
 
 
-def _missing_end(descriptor: int) -> bytes:
-    """Return a line feed if the file ends in the middle of a line, as after a crash: the next line stays whole."""
+def _mend_end(descriptor: int) -> bytes:
+    """Remove a JSON object that is cut short from a file's end; return the line feed that another last line lacks."""
     size = _size(descriptor)
-    return b"\n" if size and os.pread(descriptor, 1, size - 1) != b"\n" else b""
+    if not size or os.pread(descriptor, 1, size - 1) == b"\n":
+        return b""
+    start, tail = size, b""
+    while start and b"\n" not in tail:
+        length = min(start, _PAGE)
+        start -= length
+        tail = os.pread(descriptor, length, start) + tail
+    last = tail[tail.rfind(b"\n") + 1 :]
+    if is_cut_short(last):
+        os.ftruncate(descriptor, size - len(last))
+        return b""
+    return b"\n"
+
+
+def is_cut_short(line: bytes) -> bool:
+    """Whether a line without its line feed begins as a JSON object and is none: its writer was killed."""
+    if not line.startswith(b"{"):
+        return False
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return True
+    return False
 
 
 def _size(descriptor: int) -> int | None:

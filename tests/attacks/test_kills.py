@@ -21,15 +21,19 @@ CHECKPOINT = ROOT / "models" / "sums-qwen3-fp8"
 KILLS = """
 import os, random, sys, time, filelock
 for attempt in range(40):
+    here, there = os.pipe()
     child = os.fork()
     if child == 0:
         number = 0
         while True:
             write(attempt, number)
+            os.write(there, b"w" if number == 0 else b"")
             number += 1
-    time.sleep(random.Random(attempt).uniform(0.01, 0.08))
+    os.read(here, 1)  # the first is written
+    time.sleep(random.Random(attempt).uniform(0, 0.02))
     os.kill(child, 9)
     os.waitpid(child, 0)
+    os.close(here), os.close(there)
 """
 FULL = """
 import resource, sys
@@ -86,7 +90,7 @@ def wrote(tmp_path: Path, write: str, then: str) -> tuple[Path, str]:
 def test_records_of_killed_writers_are_whole(tmp_path: Path) -> None:
     file, _ = wrote(tmp_path, RECORD, KILLS)
     found = records.read(file)
-    assert len({r.tokens for r in found}) > 10
+    assert len({r.tokens for r in found}) == 40
     for tokens in {r.tokens for r in found}:  # none is missing between the first and the last
         dates = [int(r.date) for r in found if r.tokens == tokens]
         assert dates == list(range(len(dates)))
@@ -95,7 +99,7 @@ def test_records_of_killed_writers_are_whole(tmp_path: Path) -> None:
 def test_answers_of_killed_writers_are_whole(tmp_path: Path) -> None:
     file, _ = wrote(tmp_path, ANSWER, KILLS)
     _, found = read_records(file)
-    assert len({r.id for r in found}) > 10
+    assert len({r.id for r in found}) == 40
     for name in {r.id for r in found}:
         assert [r.repeat for r in found if r.id == name] == list(range(sum(r.id == name for r in found)))
 
@@ -104,7 +108,7 @@ def test_answers_of_killed_writers_are_whole(tmp_path: Path) -> None:
 def test_tables_of_killed_writers_are_whole(tmp_path: Path) -> None:
     file, _ = wrote(tmp_path, TABLE, KILLS)
     found = table_files.read(file)
-    assert len({(row.tokens - 1) // 1000 for row in found}) > 5
+    assert len({(row.tokens - 1) // 1000 for row in found}) == 40
     for attempt in {(row.tokens - 1) // 1000 for row in found}:
         numbers = sorted(int(row.date) for row in found if (row.tokens - 1) // 1000 == attempt)
         assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from polymoe.atomic import append_line
+from polymoe.atomic import append_line, is_cut_short
 from polymoe.backend_names import current_name
 from polymoe.errors import ArgumentError
 from polymoe.json_input import parse_json, read_fields
@@ -145,12 +145,17 @@ def read(path: Path) -> list[Record]:
 def read_lines(path: Path, build: Callable[[dict[str, Any]], _T], expected: str) -> list[_T]:
     """Return what ``build`` makes of the object in each line of a JSONL file. Renamed backends get their new names.
 
+    A last line that is cut short, as by a writer that was killed, is left out.
+
     Raises:
         ArgumentError: for a line that is not an object, or from which ``build`` makes nothing; it names the line.
         OSError: if the file cannot be read.
     """
     found = []
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+    *lines, last = path.read_bytes().split(b"\n")
+    if last and not is_cut_short(last):
+        lines.append(last)
+    for number, line in enumerate(lines, 1):
         try:
             values = parse_json(line)
             if not isinstance(values, dict):
