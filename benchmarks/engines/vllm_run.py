@@ -93,6 +93,18 @@ INT4_G32 = {
     "quant_method": "compressed-tensors",
     "quantization_status": "compressed",
 }  # fmt: skip
+NVFP4 = {
+    "config_groups": {
+        "group_0": {
+            "input_activations": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16},
+            "weights": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16},
+            "targets": ["Linear"],
+        }
+    },
+    "ignore": ["lm_head", "*self_attn*", "*mlp.gate"],
+    "quant_algo": "NVFP4",
+    "quant_method": "modelopt",
+}
 
 
 def _qwen3(hidden: int, intermediate: int, experts: int, top_k: int, quantization: dict[str, Any]) -> dict[str, Any]:
@@ -108,10 +120,14 @@ def _qwen3(hidden: int, intermediate: int, experts: int, top_k: int, quantizatio
 
 CASES = {
     "gpt-oss-120b": GPT_OSS_120B,
+    "deepseek-v4-flash": GPT_OSS_120B
+    | {"hidden_size": 4096, "intermediate_size": 2048, "num_local_experts": 256, "num_experts_per_tok": 6},
     "deepseek-v3-tp8": _qwen3(7168, 256, 256, 8, FP8_BLOCK),
     "kimi-k2-tp8": _qwen3(7168, 256, 384, 8, INT4_G32),
+    "qwen3-235b-nvfp4": _qwen3(4096, 1536, 128, 8, NVFP4),
 }
-"""Configs with the experts of a case; a case that ends in tp8 has the width of one rank of eight."""
+"""Configs with the experts of a case, in a model whose attention vLLM runs in 16 bits; a case that ends in tp8 has the
+width of one rank of eight."""
 
 
 def sums(count: int) -> list[tuple[str, str]]:
