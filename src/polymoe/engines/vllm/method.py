@@ -72,8 +72,7 @@ class PackedMethod:
         self.created = tuple(tensors)
         self.experts = self.plan.experts_in(tensors)
         for name in tensors.keys() - set(self.experts.names):  # loaded by name, and not read
-            layer.register_parameter(name, nn.Parameter(torch.empty(0, device="meta"), requires_grad=False))
-            layer._parameters[name].weight_loader = _discard
+            layer.register_parameter(name, _nothing(torch.device("meta")))
         self.loaded, self.cleared = LoadedParts(self.experts), set()
         initialize_online_processing(layer)
 
@@ -103,9 +102,8 @@ class PackedMethod:
         device = next(iter(tensors.values())).device
         self.packed.pack(layer, weights, device, check=self.check(self.plan))
         for name in self.created:
-            delattr(layer, name)
             # What comes after the layer is complete, such as other ranks' experts, is still looked for by name.
-            setattr(layer, name, _nothing())
+            layer.register_parameter(name, _nothing(device))
         self.loaded, self.cleared = LoadedParts(self.experts), set()
         setattr(layer, _DONE, True)
         self.on_packed(self, layer)
@@ -195,9 +193,9 @@ def _load(
 _load.supports_moe_loading = True  # type: ignore[attr-defined]
 
 
-def _nothing() -> Tensor:
-    """Return an empty tensor into which nothing is loaded."""
-    empty = torch.empty(0)
+def _nothing(device: torch.device) -> nn.Parameter:
+    """Return an empty parameter into which nothing is loaded. A reload replaces parameters, and no other attributes."""
+    empty = nn.Parameter(torch.empty(0, device=device), requires_grad=False)
     empty.weight_loader = _discard  # type: ignore[attr-defined]
     return empty
 
