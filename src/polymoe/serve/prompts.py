@@ -68,7 +68,7 @@ class PromptReader:
         """The tokenizer's output for a plain prompt.
 
         Raises:
-            HTTPException: 400 for too many characters, and if the tokenizer fails.
+            HTTPException: 400 for too many characters or tokens, for none, and if the tokenizer fails.
         """
         return self._tokenize(prompt)
 
@@ -78,7 +78,7 @@ class PromptReader:
 
         Raises:
             HTTPException: 400 for messages that cannot be read, fields that the chat template does not know, too many
-                characters, and if the tokenizer fails.
+                characters or tokens, and if the tokenizer fails.
         """
         tools = said.get("tools") if said.get("tool_choice") != "none" else None
         try:
@@ -115,11 +115,13 @@ class PromptReader:
 
     def _tokenize(self, prompt: str, **options: Any) -> Any:
         self._limits.check_characters(len(prompt))
-        if self._device is not None:
-            options["return_tensors"] = "pt"
         try:
             with reading("prompt", "one that the checkpoint's tokenizer reads"):
                 tokens = self._tokenizer(prompt, **options)
         except CheckpointError as error:  # such as a regular expression that backtracks too far on this prompt
             raise refusal(f"the checkpoint's tokenizer cannot read this prompt: {error.got}") from error
-        return tokens if self._device is None else tokens.to(self._device)
+        # Only then tensors: those of millions of tokens take a second, in which no other thread of Python runs.
+        self._limits.bound(len(tokens["input_ids"]), None)
+        if self._device is None:
+            return tokens
+        return tokens.convert_to_tensors("pt", prepend_batch_axis=True).to(self._device)
