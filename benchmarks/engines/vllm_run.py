@@ -4,7 +4,7 @@
     python benchmarks/engines/vllm_run.py reload --out FILE [--models NAME ...]
     python benchmarks/engines/vllm_run.py speed --out FILE [--case NAME] [--backends polymoe marlin ...]
 
-``answers`` asks each bundled checkpoint under models/ for sums, once with ``POLYMOE=require`` and once with
+``answers`` asks each bundled checkpoint that vLLM can run for sums, once with ``POLYMOE=require`` and once with
 ``POLYMOE=0``; the record of the one that ends last has the number of equal answers. ``reload`` starts each with CUDA
 graphs, reloads changed weights, the first ones, and the changed ones again, and compares the answers with those of a
 fresh start. ``speed`` runs some layers of real
@@ -128,6 +128,14 @@ CASES = {
 }
 """Configs with the experts of a case, in a model whose attention vLLM runs in 16 bits; a case that ends in tp8 has the
 width of one rank of eight."""
+
+MODEL_SETTINGS: dict[str, dict[str, Any]] = {"sums-llama-4-fp8": {"language_model_only": True}}
+"""What a bundled checkpoint needs of vLLM: Llama-4's has no image processor."""
+NOT_IN_VLLM = {
+    "sums-deepseek-v3-fp8": "an FP8 linear layer has 96 inputs, and vLLM quantizes x in groups of 128",
+    "sums-deepseek-v4-mxfp4": "vLLM's attention has kernels for heads of 512 only, the model's have 64",
+}
+"""Bundled checkpoints that vLLM cannot run, with or without polymoe."""
 
 
 def sums(count: int) -> list[tuple[str, str]]:
@@ -352,6 +360,7 @@ def small(name: str | Path, args: argparse.Namespace, **more: Any) -> dict[str, 
         "kv_cache_memory_bytes": 2**30,
         "max_num_seqs": 64,
         "attention_backend": "TRITON_ATTN",
+        **MODEL_SETTINGS.get(Path(name).name, {}),
         **more,
     }
 
@@ -367,7 +376,8 @@ def environment(args: argparse.Namespace, polymoe: str) -> dict[str, str]:
 
 
 def run_answers(args: argparse.Namespace, record: Record) -> None:
-    names = args.models or sorted(p.name for p in MODELS.glob("sums-*") if p.is_dir())
+    bundled = {p.name for p in MODELS.glob("sums-*") if p.is_dir()}
+    names = args.models or sorted(bundled - NOT_IN_VLLM.keys())
     ended: dict[str, dict[str, Any]] = {}
     with ThreadPoolExecutor(args.jobs) as pool:
         running = {}
@@ -434,7 +444,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where records are appended")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--ep", action="store_true", help="expert instead of tensor parallel")
-    parser.add_argument("--models", nargs="+", help="directories under models/; all of them without it")
+    parser.add_argument("--models", nargs="+", help="directories under models/; without it all that vLLM runs")
     parser.add_argument("--case", choices=CASES, default="gpt-oss-120b")
     parser.add_argument("--backends", nargs="+", default=["polymoe", "auto"], help="polymoe, auto, or names of vLLM's")
     parser.add_argument("--graphs", action="store_true", help="with torch.compile and CUDA graphs; speed: also with")
