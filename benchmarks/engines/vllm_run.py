@@ -22,6 +22,7 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -325,6 +326,13 @@ def changed(source: Path, target: Path) -> Path:
     return target
 
 
+def cause(lines: list[str]) -> str:
+    """The line of a log that says why an engine ended: the first error of a worker, or the last of a single process."""
+    errors = [line for line in lines if re.search(r"\b\w*(Error|Exception)\b.*: ", line)]
+    workers = [line for line in errors if line.startswith(("(Worker", "(EngineCore"))]
+    return (workers[:1] or errors[-1:] or lines[-1:] or ["no output"])[0]
+
+
 def one(request: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
     """Run a request in a process of its own; its result, or its error."""
     with tempfile.TemporaryDirectory() as folder:
@@ -344,8 +352,7 @@ def one(request: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
         if told.exists():
             return json.loads(told.read_text()) | {"log": said[:4]}
         print("\n".join(lines[-25:]), file=sys.stderr)
-        wrong = [line for line in lines if "Error" in line or "error" in line]
-        return {"error": f"exit status {code}: {(wrong or lines or ['no output'])[-1][-500:]}"}
+        return {"error": f"exit status {code}: {cause(lines)[-500:]}"}
 
 
 Record = Callable[[dict[str, Any]], None]
