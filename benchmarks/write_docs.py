@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import engines_document
 from backends_document import backends_document, markdown
 
 from polymoe.atomic import replace_file
@@ -38,6 +39,9 @@ PEERS = "peers-h200.jsonl"
 
 DECODE, SERVE = "decode-h200.jsonl", "serve-h200.jsonl"
 """Records of ``polymoe bench decode`` and ``polymoe bench serve``; without them their documents have no table."""
+
+VLLM = "vllm-h200.jsonl"
+"""Records of benchmarks/engines/vllm_run.py."""
 
 ATTACKS = "attacks.jsonl"
 """Records of tests/attacks/campaign.py; without them docs/security.md says so."""
@@ -274,6 +278,10 @@ def documents() -> dict[Path, str]:
         docs / "performance" / "cuda.md": {"times": standing(of_cuda, "cuda", peers), "calls": calls(of_cuda)},
         docs / "decoding.md": {"decode": decode(results / DECODE)},
         docs / "serving.md": {"serve": serve(results / SERVE)},
+        docs / "engines" / "vllm.md": {
+            "answers": engines_document.answers(results / VLLM),
+            "speed": engines_document.speed(results / VLLM),
+        },
         docs / "security.md": {"attacks": attacks(results / ATTACKS)},
     }
     texts = {docs / "backends.md": backends_document()}

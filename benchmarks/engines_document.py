@@ -1,0 +1,76 @@
+"""Tables of docs/engines/: records of benchmarks/engines/."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from backends_document import markdown
+
+__all__ = ["answers", "speed"]
+
+COLUMNS = {"moe_us_1": "1", "moe_us_16": "16", "moe_us_64": "64", "moe_us_256": "256", "moe_us_prefill": "8192"}
+"""Fields of a record of ``speed``, and the number of tokens of such a step."""
+
+
+def answers(path: Path) -> str:
+    """Answers of the bundled checkpoints, by checkpoint and parallelism: polymoe's beside the engine's own."""
+    last: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for row in _rows(path):
+        if "model" in row and not row.get("reload"):
+            parallel = "one GPU" if row["tp"] == 1 else f"{'EP' if row['ep'] else 'TP'} {row['tp']}"
+            last.setdefault((row["model"], parallel), {})[row["experts"]] = row
+    cells = []
+    for (model, parallel), by in sorted(last.items(), key=lambda item: (item[0][1] != "one GPU", item[0])):
+        texts = [_answered(by.get(experts)) for experts in ("polymoe", "vllm")]
+        cells.append([f"`{model}`", parallel, *texts])
+    return markdown(["checkpoint", "ranks", "right with polymoe", "right with vLLM's own"], cells)
+
+
+def speed(path: Path) -> str:
+    """Microseconds in the experts' operation by number of tokens: polymoe, each other backend, and the ratio."""
+    last: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in _rows(path):
+        if row.get("eager") and "case" in row:
+            last.setdefault(row["case"], {})[row["experts"]] = row
+    cells = []
+    for case, by in last.items():
+        heads = iter((f"`{case}`",))
+        for row in by.values():
+            times = [f"{row[name]:.0f}" if name in row else "" for name in COLUMNS]
+            if "error" in row:
+                times = [f"does not start: `{_short(row['error'])}`", *times[1:]]
+            cells.append([next(heads, ""), _name(row), *times])
+        best = {c: min((r[c] for n, r in by.items() if n != "polymoe" and c in r), default=None) for c in COLUMNS}
+        ratios = [f"**{best[c] / by['polymoe'][c]:.2f}**" if best[c] else "" for c in COLUMNS]
+        cells.append(["", "fastest other / polymoe", *ratios])
+    return markdown(["case", "experts", *COLUMNS.values()], cells)
+
+
+def _rows(path: Path) -> Iterable[dict[str, Any]]:
+    return map(json.loads, path.read_text(encoding="utf-8").splitlines())
+
+
+def _answered(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "not run"
+    return f"{row['right']} of {row['of']}" if "right" in row else f"does not start: `{_short(row['error'])}`"
+
+
+def _short(error: str) -> str:
+    """An error's type and the beginning of its message."""
+    text = error.removeprefix("exit status 1: ").removeprefix("[rank0]: ").strip()
+    text = re.sub(r"^Developer debug context: raised exception AssertionError\(\[ConstantVariable\(str: '", "", text)
+    text = text.replace("|", "/").replace("`", "'").rstrip("')]")
+    return text if len(text) <= 110 else text[:107] + "..."
+
+
+def _name(row: dict[str, Any]) -> str:
+    """What ran: polymoe, or vLLM's backend with the name that it logs."""
+    if row["experts"] != "auto":
+        return row["experts"] if row["experts"] == "polymoe" else row["experts"].capitalize()
+    chosen = re.search(r"Using '?(\w+)'? \w+ MoE backend", " ".join(row.get("log", ())))
+    return f"vLLM's choice{f', {chosen[1].capitalize()}' if chosen else ''}"
