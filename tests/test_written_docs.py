@@ -40,7 +40,7 @@ def test_current() -> None:
     documents = write_docs.documents()
     assert {str(path.relative_to(write_docs.ROOT)) for path in documents} == {
         "README.md", "docs/backends.md", "docs/performance/cuda.md", "docs/performance/triton.md", "docs/decoding.md",
-        "docs/serving.md", "docs/security.md",
+        "docs/serving.md", "docs/security.md", "docs/engines/vllm.md",
     }  # fmt: skip
     for path, text in documents.items():
         assert path.read_text(encoding="utf-8") == text, path
@@ -48,9 +48,19 @@ def test_current() -> None:
 
 def test_check_names_what_is_not_current(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nothing is written by --check; without it the file is written, and then it is current."""
-    pages = ("performance/cuda.md", "performance/triton.md", "decoding.md", "serving.md", "security.md")
+    pages = (
+        "performance/cuda.md",
+        "performance/triton.md",
+        "decoding.md",
+        "serving.md",
+        "security.md",
+        "engines/vllm.md",
+    )
     documents = ("README.md", *(f"docs/{page}" for page in pages))
-    names = (*write_docs.RECORDS.values(), write_docs.PEERS, write_docs.DECODE, write_docs.SERVE, write_docs.ATTACKS)
+    names = (
+        *write_docs.RECORDS.values(), write_docs.PEERS, write_docs.DECODE, write_docs.SERVE, write_docs.ATTACKS,
+        write_docs.VLLM,
+    )  # fmt: skip
     results = (f"benchmarks/results/{name}" for name in names)
     for name in (*documents, *(file for file in results if (write_docs.ROOT / file).exists())):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

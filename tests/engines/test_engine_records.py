@@ -1,0 +1,116 @@
+"""Benchmarks of engines: what they take from a profiler's trace and from logs, and the tables of their records."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import engines_document
+import pytest
+import torch
+from torch import nn
+
+from engines import vllm_run
+
+
+def event(category: str, start: float, duration: float, *, thread: int = 1, **args: Any) -> dict[str, Any]:
+    name = args.pop("name", "x")
+    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": duration, "tid": thread, "args": args}
+
+
+def test_kernels_of_the_experts_operation_are_those_that_it_launched() -> None:
+    trace = [
+        event("cpu_op", 0, 10, name="vllm::moe_forward_shared"),
+        event("cpu_op", 2, 3, name="aten::add"),
+        event("cuda_runtime", 1, 1, correlation=5),
+        event("cuda_runtime", 4, 1, correlation=6),
+        event("cuda_runtime", 5, 1, correlation=7, thread=2),  # another thread's
+        event("cuda_runtime", 11, 1, correlation=8),  # after it
+        *(event("kernel", 20 + 5 * i, 10, correlation=5 + i) for i in range(4)),
+        {"ph": "M", "name": "process_name"},
+    ]
+    (call,), kernels = vllm_run.intervals({"traceEvents": trace})
+    assert call == [(20, 30), (25, 35)]
+    assert kernels == [(20, 30), (25, 35), (30, 40), (35, 45)]
+
+
+@pytest.mark.parametrize(
+    ("kernels", "expected"),
+    [
+        ([], 0),
+        ([(0, 10), (20, 25)], 15),
+        ([(5, 20), (0, 10)], 20),  # overlap
+        ([(0, 30), (5, 10), (29, 31)], 31),  # one inside another
+    ],
+)
+def test_overlapping_kernels_count_once(kernels: list[tuple[float, float]], expected: float) -> None:
+    assert vllm_run.busy_us(kernels) == expected
+
+
+def test_random_weights_differ_and_do_not_favor_an_expert() -> None:
+    module = nn.Module()
+    module.norm = nn.Parameter(torch.empty(64))
+    module.gate = nn.Parameter(torch.empty(16, 64))
+    module.bias = nn.Parameter(torch.empty(16))
+    module.packed = nn.Parameter(torch.empty(2, 64, 32, dtype=torch.int32), requires_grad=False)
+    module.weight_scale = nn.Parameter(torch.empty(2, 64, dtype=torch.uint8), requires_grad=False)
+    module.codes = nn.Parameter(torch.empty(2, 64, 32).to(torch.float8_e4m3fn), requires_grad=False)
+    vllm_run.random_weights(module)
+    assert (module.norm == 1).all()
+    assert (module.bias == 0).all()
+    assert (module.weight_scale == 120).all()
+    assert module.codes.float().isfinite().all()
+    assert module.packed.unique().numel() > 4000
+    chosen = (torch.randn(4096, 64) @ module.gate.detach().T).topk(2).indices
+    counts = torch.bincount(chosen.flatten(), minlength=16)
+    assert counts.max() < 3 * counts.min()
+
+
+def test_the_cause_of_an_end_is_the_first_error_of_a_worker() -> None:
+    worker = "(Worker_TP0 pid=1) ERROR [x.py:1] ValueError: width 18"
+    log = ["INFO", worker, "(Worker_TP1 pid=2) ERROR [x.py:1] ValueError: later", "RuntimeError: Engine core: {}"]
+    assert vllm_run.cause(log) == worker
+    assert vllm_run.cause(["INFO", "ValueError: first", "KeyError: last", "bye"]) == "KeyError: last"
+    assert vllm_run.cause(["Killed"]) == "Killed"
+    assert vllm_run.cause([]) == "no output"
+
+
+def written(path: Path, *rows: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_times_stand_beside_the_fastest_other(tmp_path: Path) -> None:
+    common = {"case": "c", "eager": True}
+    rows = [
+        common | {"experts": "polymoe", "moe_us_1": 10.0, "moe_us_16": 20.0},
+        common | {"experts": "auto", "moe_us_1": 30.0, "moe_us_16": 19.0, "log": ["Using 'TRITON' Mxfp4 MoE backend."]},
+        common | {"experts": "marlin", "moe_us_1": 15.0, "moe_us_16": 40.0},
+        common | {"experts": "humming", "error": "exit status 1: [rank0]: KeyError: a|b"},
+        common | {"experts": "auto", "eager": False, "step_us_1": 1.0},
+    ]
+    table = engines_document.speed(written(tmp_path / "r", *rows)).splitlines()
+    assert table[2:] == [
+        "| `c` | polymoe | 10 | 20 |  |  |  |",
+        "|  | vLLM's choice, Triton | 30 | 19 |  |  |  |",
+        "|  | Marlin | 15 | 40 |  |  |  |",
+        "|  | Humming | does not start: `KeyError: a/b` |  |  |  |  |",
+        "|  | fastest other / polymoe | **1.50** | **0.95** |  |  |  |",
+    ]
+
+
+def test_answers_stand_side_by_side(tmp_path: Path) -> None:
+    one = {"model": "m", "tp": 1, "ep": False, "of": 100}
+    rows = [
+        one | {"experts": "vllm", "error": "exit status 1: ValueError: no"},
+        one | {"experts": "polymoe", "right": 99},
+        one | {"experts": "polymoe", "right": 100},  # newer
+        one | {"tp": 2, "ep": True, "experts": "polymoe", "right": 98},
+        one | {"experts": "polymoe", "right": 1, "reload": True},
+    ]
+    table = engines_document.answers(written(tmp_path / "r", *rows)).splitlines()
+    assert table[2:] == [
+        "| `m` | one GPU | 100 of 100 | does not start: `ValueError: no` |",
+        "| `m` | EP 2 | 98 of 100 | not run |",
+    ]
