@@ -42,6 +42,11 @@ def test_spellings(name: str, device: str) -> None:
     assert Machine.of(name).device is DEVICES[device]
 
 
+def test_a_size_in_the_name() -> None:
+    found = Machine.of("NVIDIA A100-SXM4-40GB").device
+    assert (found.name, found.memory_bytes) == ("a100", 40 * 2**30)
+
+
 @pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A10G", "H200 NVX", ""])
 def test_another_gpu_with_a_similar_name(name: str) -> None:
     with pytest.raises(ArgumentError, match="device"):

@@ -68,13 +68,13 @@ class Device:
 _SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
 
 
-def _gpu(name: str, sm: int, sms: int, gigabytes: int, tb_s: float, bf16: float, fp8: float | None = None) -> Device:
+def _gpu(name: str, sm: int, sms: int, mib: int, tb_s: float, bf16: float, fp8: float | None = None) -> Device:
     return Device(
         name=name,
         kind="cuda",
         capability=divmod(sm, 10),
         sms=sms,
-        memory_bytes=gigabytes * 10**9,
+        memory_bytes=mib * 2**20,
         bandwidth=tb_s * 1e12,
         flops_16bit=bf16 * 1e12,
         flops_fp8=fp8 * 1e12 if fp8 else None,
@@ -83,22 +83,23 @@ def _gpu(name: str, sm: int, sms: int, gigabytes: int, tb_s: float, bf16: float,
 
 
 # From data sheets: dense rates with float32 accumulation. The h200's bandwidth (of a copy) and rates were measured.
+# Memory is the total that nvidia-smi reports, in MiB; the gb10's is shared with its CPU and is that of the data sheet.
 DEVICES: dict[str, Device] = {
     d.name: d
     for d in (
-        _gpu("a100", 80, 108, 80, 2.039, 312),
-        _gpu("rtx3090", 86, 82, 24, 0.936, 71),
-        _gpu("a10", 86, 72, 24, 0.600, 125),
-        _gpu("l4", 89, 58, 24, 0.300, 121, 242),
-        _gpu("l40s", 89, 142, 48, 0.864, 362, 733),
-        _gpu("rtx4090", 89, 128, 24, 1.008, 165, 330),
-        _gpu("h100", 90, 132, 80, 3.35, 989, 1979),
-        replace(_gpu("h200", 90, 132, 141, 4.3, 790, 1580), rates="measured"),
-        _gpu("b200", 100, 148, 180, 7.7, 2250, 4500),
-        _gpu("b300", 103, 148, 288, 8.0, 2250, 4500),
-        _gpu("rtx5090", 120, 170, 32, 1.792, 209, 419),
-        _gpu("rtxpro6000", 120, 188, 96, 1.792, 503, 1007),
-        _gpu("gb10", 121, 48, 128, 0.273, 125, 250),
+        _gpu("a100", 80, 108, 81920, 2.039, 312),
+        _gpu("rtx3090", 86, 82, 24576, 0.936, 71),
+        _gpu("a10", 86, 72, 23028, 0.600, 125),
+        _gpu("l4", 89, 58, 23034, 0.300, 121, 242),
+        _gpu("l40s", 89, 142, 46068, 0.864, 362, 733),
+        _gpu("rtx4090", 89, 128, 24564, 1.008, 165, 330),
+        _gpu("h100", 90, 132, 81559, 3.35, 989, 1979),
+        replace(_gpu("h200", 90, 132, 143771, 4.3, 790, 1580), rates="measured"),
+        _gpu("b200", 100, 148, 183359, 7.7, 2250, 4500),
+        _gpu("b300", 103, 148, 275040, 8.0, 2250, 4500),
+        _gpu("rtx5090", 120, 170, 32607, 1.792, 209, 419),
+        _gpu("rtxpro6000", 120, 188, 97887, 1.792, 503, 1007),
+        _gpu("gb10", 121, 48, 122070, 0.273, 125, 250),
         # CPUs differ tenfold in these rates. That does no harm, because only one backend accepts a CPU.
         Device(name="cpu", kind="cpu", bandwidth=40e9, flops_16bit=0.5e12, rates="nominal"),
     )
@@ -121,11 +122,19 @@ def _named(name: str) -> Device:
     key = _product(name)
     for known, device in DEVICES.items():
         if re.fullmatch(re.escape(known) + _BOARD, key):
-            return device
+            return _with_memory(device, name)
     arch = re.fullmatch(r"sm(\d+)[a-z]?", key)
     if arch and int(arch[1]) in _TYPICAL:
         return replace(DEVICES[_TYPICAL[int(arch[1])]], name=f"sm_{arch[1]}")
     raise ArgumentError("device", got=repr(name), hint=nearest(name, [*DEVICES, *(f"sm_{sm}" for sm in _TYPICAL)]))
+
+
+def _with_memory(device: Device, name: str) -> Device:
+    """The device with the memory that its name says: there are an A100 40GB and an A100 80GB."""
+    size = re.search(r"(\d+) ?gb", name.lower())
+    memory_bytes = int(size[1]) * 2**30 if size else device.memory_bytes
+    other = abs(memory_bytes - device.memory_bytes) > 0.1 * device.memory_bytes
+    return replace(device, memory_bytes=memory_bytes) if other else device
 
 
 def _detected(index: int) -> Device:
