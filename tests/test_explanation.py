@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,11 +9,13 @@ import pytest
 from safetensors import safe_open
 
 import polymoe
+from polymoe.checkpoint.known_models import known_models
 from polymoe.errors import ArgumentError, CheckpointError, CheckpointNotFound, PolymoeError
 from polymoe.explanation import layer_ranges
 from polymoe.machine import DEVICES
 
 SUMS = Path(__file__).parent.parent / "models" / "sums-gpt-oss-mxfp4"
+CONTEXT = " (the model's longest context is 256)"
 
 
 def write(path: Path, config: dict[str, object]) -> Path:
@@ -49,11 +52,16 @@ def test_whether_it_fits() -> None:
     dense = sum(f.get_tensor(name).nbytes for f in tensors for name in f.keys() if ".experts." not in name)  # noqa: SIM118
     assert found.dense is not None
     assert found.dense.total_bytes == dense
-    assert found.dense.embedding_bytes == 16 * 192 * 2
+    assert found.dense.unread_bytes == 16 * 192 * 2
     memory, backends, time = found.conclusion()
-    assert memory == "fits on h200: 2.6 MiB of weights leave 124.7 GiB for the KV cache"
+    assert memory == (
+        "fits on h200: 2.6 MiB of weights leave 133.4 GiB for the KV cache, 280 million tokens in 16 bit" + CONTEXT
+    )
     assert backends == "mxfp4 experts run on cuda (measured on h200)"
-    assert time.startswith("one token alone: 40.1 us in the experts (10.0 us in each of 4 layers), at least ")
+    assert time == (
+        "one token alone: at least 40.3 us (at most 24,800 tokens/s): 40.1 us in the experts"
+        " (10.0 us in each of 4 layers) and 0.2 us to read all other weights"
+    )
     assert list(found.conclusion()) == found.to_dict()["conclusion"] == str(found).splitlines()[1:4]
     assert polymoe.explain(SUMS, device="cpu").conclusion() == ("2.6 MiB of weights", "mxfp4 experts run on reference")
     assert len(polymoe.explain(SUMS, device="h200", role="prefill").conclusion()) == 2
@@ -63,7 +71,12 @@ def test_whether_it_fits() -> None:
     ("memory_bytes", "tp", "conclusion"),
     [
         (2_600_000, 1, "does not fit on small: weights take 2.6 MiB of 2.5 MiB; --tp 2 does"),
-        (2_600_000, 2, "fits on 2 x small: 1.3 MiB of weights leave 1.0 MiB on each for the KV cache"),
+        (
+            2_600_000,
+            2,
+            "fits on 2 x small: 1.3 MiB of weights leave 1.0 MiB on each for the KV cache, 4,280 tokens in 16 bit"
+            + CONTEXT,
+        ),
         (1_000_000, 2, "does not fit on 2 x small: weights take 1.3 MiB of 976.6 KiB on each; --tp 3 does"),
         (1000, 1, "does not fit on small: weights take 2.6 MiB of 1000 B; no tensor parallel size up to 64 does"),
     ],
@@ -77,7 +90,117 @@ def test_what_a_config_alone_cannot_say(tmp_path: Path) -> None:
     alone = write(tmp_path / "config.json", json.loads((SUMS / "config.json").read_text()))
     memory, _, time = polymoe.explain(alone, device="h200").conclusion()
     assert memory.endswith("for everything else; the size of the other weights is not in a config")
-    assert "other weights" not in time
+    assert time == "one token alone: 40.1 us in the experts (10.0 us in each of 4 layers)"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Hub's cache, and no network."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return tmp_path
+
+
+def cached(hub: Path, name: str) -> Path:
+    """The directory of a repository in the cache, empty."""
+    repository = hub / f"models--{name.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("a" * 40)
+    snapshot = repository / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    return snapshot
+
+
+@pytest.mark.usefixtures("hub")
+class TestWithoutFiles:
+    """Models whose sizes ship with the package, where nothing is cached and nothing can be fetched."""
+
+    def test_a_known_model(self) -> None:
+        found = polymoe.explain("openai/gpt-oss-20b", device="RTX 4090")
+        memory, backends, time = found.conclusion()
+        assert memory == (
+            "fits on rtx4090: 12.8 GiB of weights leave 10.0 GiB for the KV cache, 436,000 tokens in 16 bit"
+            " (the model's longest context is 131,072)"
+        )
+        assert backends == "mxfp4 experts run on triton (unrun on rtx4090)"
+        assert time == (
+            "one token alone: at least 4.65 ms (at most 215 tokens/s): 2.23 ms in the experts"
+            " (93.1 us in each of 24 layers) and 2.42 ms to read all other weights"
+        )
+
+    @pytest.mark.parametrize(
+        ("name", "device", "tp", "start"),
+        [
+            ("deepseek-ai/DeepSeek-V3", "h200", 1, "does not fit on h200: weights take 641.0 GiB of 140.4 GiB; --tp 8"),
+            ("deepseek-ai/DeepSeek-V3", "h200", 8, "fits on 8 x h200: 80.1 GiB of weights leave 53.3 GiB on each for"),
+            (
+                "deepseek-ai/DeepSeek-V4-Flash",
+                "h200",
+                2,
+                "fits on 2 x h200: 75.3 GiB of weights leave 58.0 GiB on each",
+            ),
+            (
+                "Qwen/Qwen3-30B-A3B-FP8",
+                "RTX 5090",
+                1,
+                "fits on rtx5090: 29.9 GiB of weights leave 385.9 MiB for the KV",
+            ),
+        ],
+    )
+    def test_whether_known_models_fit(self, name: str, device: str, tp: int, start: str) -> None:
+        assert polymoe.explain(name, device=device, tp=tp).conclusion()[0].startswith(start)
+
+    def test_the_same_facts_in_json(self) -> None:
+        found = polymoe.explain("openai/gpt-oss-20b", device="rtx4090")
+        facts = json.loads(json.dumps(found.to_dict()))
+        assert (facts["fits"], facts["tp"], facts["tp_that_fits"]) == (True, 1, None)
+        assert facts["memory_bytes"] == 24564 * 2**20
+        assert facts["weight_bytes"] == facts["rows"][0]["packed_bytes"] + facts["dense_bytes"]
+        assert facts["cache_bytes"] == round(0.95 * facts["memory_bytes"]) - facts["weight_bytes"]
+        assert facts["cache_tokens"] == facts["cache_bytes"] // facts["cache_bytes_per_token"]
+        assert (facts["cache_bytes_per_token"], facts["max_context"]) == (24576, 131072)
+        alone, *_, longest = facts["times"]
+        assert alone["total_us"] == pytest.approx(alone["experts_us"] + alone["rest_us"], abs=0.02)
+        assert alone["tokens_per_second"] == pytest.approx(1e6 / alone["total_us"], rel=1e-3)
+        assert alone["experts_us"] == pytest.approx(24 * found.rows[0].selection.times[0][1].time_us, abs=0.01)
+        assert (longest["tokens"], longest["total_us"]) == (8192, None)
+        for step in facts["rows"][0]["plan"]["steps"]:
+            assert step["times"]
+
+    def test_many_tokens_multiply_longer_than_they_read(self) -> None:
+        times = {time.tokens: time for time in polymoe.explain("openai/gpt-oss-20b", device="rtx4090").times}
+        assert times[1].rest_us == times[128].rest_us
+        assert times[1].rest_us is not None
+        assert times[256].rest_us is not None
+        assert times[256].rest_us > 1.5 * times[1].rest_us
+
+    def test_an_unknown_id_says_what_is_known_and_what_to_do(self) -> None:
+        with pytest.raises(CheckpointNotFound, match="nothing of this repository in the Hub's cache") as error:
+            polymoe.explain("openai/gpt-oss-2b")
+        assert error.value.hint is not None
+        assert error.value.hint.startswith("unset HF_HUB_OFFLINE, or name a directory with the checkpoint; explain kno")
+        assert error.value.hint.endswith(" models without files, such as openai/gpt-oss-20b, openai/gpt-oss-120b")
+        with pytest.raises(CheckpointNotFound, match="without files, such as openai/gpt-oss-20b"):
+            polymoe.explain("gpt-oss-20b")
+
+    def test_files_in_the_cache_come_first(self, hub: Path) -> None:
+        """Also for a known model; with all tensors they give the size of the rest too."""
+        there = cached(hub, "openai/gpt-oss-20b")
+        write(there / "config.json", json.loads((SUMS / "config.json").read_text()))
+        found = polymoe.explain("openai/gpt-oss-20b", device="h200")
+        assert (found.rows, found.dense) == (polymoe.explain(there / "config.json", device="h200").rows, None)
+        for file in SUMS.glob("model*"):
+            shutil.copy(file, there)
+        found = polymoe.explain("openai/gpt-oss-20b", device="h200")
+        assert found.dense == polymoe.explain(SUMS, device="h200").dense
+        next(there.glob("*.safetensors")).unlink()
+        assert polymoe.explain("openai/gpt-oss-20b", device="h200").dense is None
+
+    def test_a_cached_config_of_a_known_model_has_its_size(self, hub: Path) -> None:
+        known = known_models()["openai/gpt-oss-20b"]
+        there = cached(hub, known.name)
+        write(there / "config.json", dict(known.config))
+        assert polymoe.explain(known.name, device="h200").dense == known.dense
 
 
 def test_ranks(tmp_path: Path) -> None:

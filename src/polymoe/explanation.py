@@ -1,7 +1,12 @@
-"""Explanation: whether a checkpoint fits a device, and how its experts would run there. No weight is loaded."""
+"""Explanation: whether a checkpoint fits a device, how its experts would run there, and how long a token takes.
+
+No weight is loaded. Sizes are those of tensor headers, else of the config; for models of
+:mod:`polymoe.checkpoint.known_models` nothing needs to be there at all.
+"""
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,16 +16,19 @@ from typing import Any
 from polymoe.activation_quantization import ActivationQuantization
 from polymoe.checkpoint import Checkpoint
 from polymoe.checkpoint.dense_size import DenseSize, dense_size
+from polymoe.checkpoint.known_models import known_models
+from polymoe.checkpoint.kv_cache import KvCache, kv_cache
 from polymoe.checkpoint.shard import Shard
-from polymoe.errors import ArgumentError
+from polymoe.errors import ArgumentError, CheckpointError, CheckpointNotFound
 from polymoe.experts import resolve_activations
 from polymoe.machine import Device, Machine
+from polymoe.planning.plan import role_tokens
 from polymoe.planning.select import select
 from polymoe.planning.selection import Selection
 from polymoe.problem import Dtype, Problem
-from polymoe.units import format_bytes, format_us
+from polymoe.units import format_bytes, format_count, format_us
 
-__all__ = ["RESERVE", "Explanation", "Row", "explain", "layer_ranges"]
+__all__ = ["RESERVE", "Explanation", "ModelTime", "Row", "explain", "layer_ranges"]
 
 RESERVE = 0.05
 """Share of the device's memory for the CUDA context, workspaces and activations."""
@@ -46,6 +54,37 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelTime:
+    """Predicted time of one call of the whole model on one rank, without attention's cache and communication.
+
+    Attributes:
+        tokens: in the call.
+        experts_us: in the experts of all layers.
+        rest_us: least time for all other weights, at the device's rates; None where their size is not known, and for
+            prefill, in which not every weight meets every token.
+    """
+
+    tokens: int
+    experts_us: float
+    rest_us: float | None = None
+
+    @property
+    def total_us(self) -> float | None:
+        """The least time of the call; None where ``rest_us`` is."""
+        return None if self.rest_us is None else self.experts_us + self.rest_us
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """At most; None where ``rest_us`` is."""
+        return None if self.total_us is None else 1e6 * self.tokens / self.total_us
+
+    def to_dict(self) -> dict[str, float | None]:
+        """Plain values, for JSON."""
+        names = ("tokens", "experts_us", "rest_us", "total_us", "tokens_per_second")
+        return {name: None if (v := getattr(self, name)) is None else round(v, 2) for name in names}
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """A whole checkpoint's experts on one device; ``print()`` it, or ``.to_dict()`` for JSON.
 
@@ -54,7 +93,9 @@ class Explanation:
         model_type: its family's name in the config.
         device: the device that it was explained for.
         rows: layers that share a problem, in order.
+        role: of the token counts for which it was planned.
         dense: size of everything outside the experts on one of ``tp`` ranks; None where it is not known.
+        kv: what attention keeps of each token; None where it is not known.
         tp: tensor parallel size.
         tp_that_fits: least tensor parallel size at which the model fits the device, if any up to 64 does.
         notes: other remarks, such as unequal tensor-parallel slices.
@@ -64,7 +105,9 @@ class Explanation:
     model_type: str
     device: Device
     rows: tuple[Row, ...]
+    role: str = "mixed"
     dense: DenseSize | None = None
+    kv: KvCache | None = None
     tp: int = 1
     tp_that_fits: int | None = None
     notes: tuple[str, ...] = ()
@@ -81,15 +124,36 @@ class Explanation:
         return round(self.device.memory_bytes * (1 - RESERVE)) - self.weight_bytes if self._on_gpu else None
 
     @property
-    def experts_us(self) -> float | None:
-        """Predicted time of all layers' experts for one token; None for a role without calls of one token."""
-        total = 0.0
-        for row in self.rows:
-            prediction = row.selection.predicted(1)
-            if prediction is None:
-                return None
-            total += len(row.layers) * prediction.time_us
-        return total
+    def fits(self) -> bool | None:
+        """Whether all weights that are known fit; None for a CPU."""
+        return None if self.cache_bytes is None else self.cache_bytes >= 0
+
+    @property
+    def cache_tokens(self) -> int | None:
+        """Tokens of context that the KV cache has room for in 16 bit; None where either size is not known."""
+        each = self.kv.token_bytes(self.tp) if self.kv else 0
+        if not each or self.dense is None or self.cache_bytes is None:
+            return None
+        return max(self.cache_bytes, 0) // each
+
+    @property
+    def times(self) -> tuple[ModelTime, ...]:
+        """Predicted time at each of the role's token counts; empty for a CPU and where experts have no plan."""
+        predictions = [dict(row.selection.times) for row in self.rows] if self._on_gpu else []
+        counts = [t for t in role_tokens(self.role) if predictions and all(t in p for p in predictions)]
+        layers = [len(row.layers) for row in self.rows]
+        return tuple(
+            ModelTime(t, sum(n * p[t].time_us for n, p in zip(layers, predictions, strict=True)), self._rest_us(t))
+            for t in counts
+        )
+
+    def _rest_us(self, tokens: int) -> float | None:
+        """Least time of a decode step for all weights outside the experts: to read them, or to multiply by them."""
+        if self.dense is None or tokens not in role_tokens("decode"):
+            return None
+        reading = self.dense.read_bytes / self.device.bandwidth
+        multiplying = self.dense.read_bytes * tokens / self.device.flops_16bit  # two operations for each two bytes
+        return 1e6 * max(reading, multiplying)
 
     def conclusion(self) -> tuple[str, ...]:
         """The answers to the first questions: does it fit, what runs it, how long does a token take."""
@@ -112,9 +176,16 @@ class Explanation:
             left = format_bytes(room)
             if not self.dense:
                 return f"{weights} of experts leave {left} of {where}{each} for everything else{beyond}"
-            return f"fits on {where}: {weights} of weights leave {left}{each} for the KV cache"
+            return f"fits on {where}: {weights} of weights leave {left}{each} for the KV cache{self._context()}"
         fits = f"--tp {self.tp_that_fits} does" if self.tp_that_fits else "no tensor parallel size up to 64 does"
         return f"does not fit on {where}: {what} take {weights} of {memory}{each}; {fits}{beyond}"
+
+    def _context(self) -> str:
+        """How much context that is, as a clause."""
+        if self.kv is None or self.cache_tokens is None:
+            return ""
+        most = f" (the model's longest context is {self.kv.max_tokens:,})" if self.kv.max_tokens else ""
+        return f", {format_count(self.cache_tokens)} tokens in 16 bit{most}"
 
     def _backends(self) -> list[str]:
         lines: dict[str, list[int]] = {}
@@ -136,17 +207,18 @@ class Explanation:
         return [f"layers {layer_ranges(sorted(layers))}: {text}" for text, layers in lines.items()]
 
     def _time(self) -> str:
-        if not self._on_gpu or self.experts_us is None:
+        if not self.times or self.times[0].tokens != 1:
             return ""
-        layers = sum(len(row.layers) for row in self.rows)
-        text = (
-            f"one token alone: {format_us(self.experts_us)} in the experts"
-            f" ({format_us(self.experts_us / layers)} in each of {layers} layers)"
+        alone, layers = self.times[0], sum(len(row.layers) for row in self.rows)
+        each = format_us(alone.experts_us / layers)
+        experts = f"{format_us(alone.experts_us)} in the experts ({each} in each of {layers} layers)"
+        if alone.rest_us is None or alone.total_us is None or alone.tokens_per_second is None:
+            return f"one token alone: {experts}"
+        most = format_count(round(alone.tokens_per_second))
+        return (
+            f"one token alone: at least {format_us(alone.total_us)} (at most {most} tokens/s): {experts}"
+            f" and {format_us(alone.rest_us)} to read all other weights"
         )
-        if self.dense is None:
-            return text
-        rest = 1e6 * self.dense.read_bytes / self.device.bandwidth
-        return f"{text}, at least {format_us(rest)} to read all other weights"
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values, for JSON."""
@@ -155,11 +227,17 @@ class Explanation:
             "model_type": self.model_type,
             "device": str(self.device),
             "conclusion": list(self.conclusion()),
+            "tp": self.tp,
+            "fits": self.fits,
+            "memory_bytes": self.device.memory_bytes or None,
             "weight_bytes": self.weight_bytes,
             "dense_bytes": self.dense.total_bytes if self.dense else None,
             "cache_bytes": self.cache_bytes,
+            "cache_tokens": self.cache_tokens,
+            "cache_bytes_per_token": self.kv.token_bytes(self.tp) if self.kv else None,
+            "max_context": self.kv.max_tokens if self.kv else None,
             "tp_that_fits": self.tp_that_fits,
-            "experts_us": self.experts_us,
+            "times": [time.to_dict() for time in self.times],
             "notes": list(self.notes),
             "rows": [
                 {
@@ -197,7 +275,8 @@ def explain(
     """How every layer's experts of a checkpoint would run on a device, and why.
 
     Args:
-        path: a checkpoint's directory, a ``config.json`` alone, or a Hub id (only its config files are fetched).
+        path: a checkpoint's directory, a ``config.json`` alone, or a Hub id. Its files are those of the Hub's cache;
+            else the sizes are those that ship with polymoe, if it knows the model; else its config files are fetched.
         device: a GPU's name ("h200", "NVIDIA H200"), an architecture ("sm_120"), "cpu", or None for this machine's
             GPU, or else its CPU.
         tp, ep: size, or ``(rank, size)``, of the tensor and expert parallel group.
@@ -210,8 +289,7 @@ def explain(
         UnsupportedProblem: if ``backend`` names one and it is rejected.
     """
     machine = Machine.of(device)
-    # Local files are read, because tensors take precedence over the config; from the Hub only configs are fetched.
-    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path, config_only=not os.path.isdir(path))
+    checkpoint = path if isinstance(path, Checkpoint) else _open(path)
     grouped: dict[Problem, list[int]] = {}
     for layer in checkpoint.layers:
         mode = resolve_activations(checkpoint, layer, machine, activations)
@@ -226,19 +304,65 @@ def explain(
     if backend != "auto":
         for row in rows:
             row.selection.require(f"layers {layer_ranges(row.layers)}")
-    size, dense = Shard.of(tp, ep).tp, dense_size(checkpoint)
+    size, dense = Shard.of(tp, ep).tp, _dense(checkpoint)
     found = Explanation(
         str(checkpoint.name),
         checkpoint.model_type,
         machine.device,
         rows,
-        dense and dense.sliced(size),
-        size,
+        role=role,
+        dense=dense and dense.sliced(size),
+        kv=kv_cache(checkpoint.config),
+        tp=size,
         notes=checkpoint.notes(tp=tp),
     )
     if (found.cache_bytes or 0) >= 0:
         return found
     return replace(found, tp_that_fits=_tp_that_fits(checkpoint, machine.device, dense, ep))
+
+
+def _open(path: str | Path) -> Checkpoint:
+    """The checkpoint, with as little as possible from the network."""
+    if os.path.exists(path):
+        return Checkpoint.open(path, config_only=not os.path.isdir(path))
+    known = known_models()
+    try:
+        return _cached(path)
+    except CheckpointNotFound:
+        if str(path) in known:
+            return known[str(path)].checkpoint()
+    try:
+        return Checkpoint.open(path, config_only=True)
+    except CheckpointNotFound as error:
+        alike = difflib.get_close_matches(str(path), [*known, *(name.split("/")[1] for name in known)], n=3)
+        names = dict.fromkeys(name for name in known if name in alike or name.split("/")[1] in alike)
+        such_as = ", ".join(names or ["openai/gpt-oss-20b"])
+        error.hint = "; ".join(
+            filter(
+                None, (error.hint, f"explain knows the sizes of {len(known)} models without files, such as {such_as}")
+            )
+        )
+        raise
+
+
+def _cached(path: str | Path) -> Checkpoint:
+    """A repository in the Hub's cache: with its tensors if all are there, else its config.
+
+    Raises:
+        CheckpointNotFound: if it has no config there.
+    """
+    described = Checkpoint.open(path, config_only=True, local_files_only=True)
+    try:
+        stored = Checkpoint.open(path, local_files_only=True)
+    except CheckpointError:
+        return described
+    return stored if stored.files.is_whole else described
+
+
+def _dense(checkpoint: Checkpoint) -> DenseSize | None:
+    """The size of everything outside the experts, from headers, or as it is known for the model."""
+    known = known_models().get(checkpoint.name)
+    return dense_size(checkpoint) or (known.dense if known is not None and known.describes(checkpoint) else None)
 
 
 def _tp_that_fits(

@@ -1,8 +1,8 @@
-"""Bytes and times as text."""
+"""Bytes, times and counts as text."""
 
 from __future__ import annotations
 
-__all__ = ["format_bytes", "format_us"]
+__all__ = ["format_bytes", "format_count", "format_us"]
 
 
 def format_bytes(count: float) -> str:
@@ -19,3 +19,13 @@ def format_us(time_us: float) -> str:
     if time_us < 1000:
         return f"{time_us:.0f} us" if time_us >= 100 else f"{time_us:.1f} us"
     return f"{time_us / 1000:.0f} ms" if time_us >= 1e5 else f"{time_us / 1000:.3g} ms"
+
+
+def format_count(count: int) -> str:
+    """Format a number with three digits: ``"840"``, ``"131,072"`` as ``"131,000"``, ``"4.61 million"``."""
+    if count < 1000:
+        return str(count)
+    if count < 10**6:
+        digits = len(str(count)) - 3
+        return f"{round(count, -digits):,}"
+    return f"{count / 1e6:.3g} million" if count < 10**9 else f"{count / 1e9:.3g} billion"

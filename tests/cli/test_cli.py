@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -85,7 +86,21 @@ class TestExplain:
     def test_a_named_backend(self, cli: Cli) -> None:
         code, out, _ = cli("explain", SUMS, "--device", "a100", "--backend", "reference")
         assert code == 0
-        assert "1+ tokens" in out
+        assert re.search(r"1\+ +│ reference", out)
+
+    def test_every_range_and_the_whole_model(self, cli: Cli) -> None:
+        code, out, _ = cli("explain", "openai/gpt-oss-20b", "--device", "NVIDIA H200")
+        assert code == 0
+        assert re.search(r"1-\d+ +│ cuda +│ [\d.]+ us at 1 to [^│]+│ [^│]+│ measured on h200", out)
+        assert re.search(r"16 +│ [\d.]+ ms +│ [\d.]+ us +│ [\d.]+ ms +│ [\d,]+ ", out)
+        assert "cuda" in out.split("every backend")[1]
+
+    def test_without_a_plan(self, cli: Cli) -> None:
+        code, out, _ = cli("explain", SUMS, "--device", "rtx4090", "--batch-invariant")
+        assert code == 0
+        assert "no backend runs mxfp4 experts here" in out
+        assert "nothing runs here with backend auto" in out
+        assert "one layer" not in out
 
 
 class TestRefusals:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -258,10 +259,27 @@ def test_selection_as_json_has_verdicts_predictions_and_plan() -> None:
     assert [c["accepted"] for c in found["candidates"]] == [True, True, False]
     assert found["candidates"][2]["reasons"][0]["what"] == "package toykernels"
     assert [p["tokens"] for p in found["candidates"][0]["predicted"]] == [1, 2, 4, 8, 16, 32]
-    assert found["plan"]["steps"][0] == {
+    steps = found["plan"]["steps"]
+    times = [step.pop("times") for step in steps]
+    assert steps[0] == {
         "tokens": "1-63", "max_tokens": 63, "backend": "small", "family": "", "config": "tile=16", "proof": "unrun",
     }  # fmt: skip
+    assert [[t["tokens"] for t in of_step] for of_step in times] == [
+        [1, 2, 4, 8, 16, 32, 63], [64, 128, 256, 512], [513, 1024, 2048, 4096, 8192],
+    ]  # fmt: skip
+    assert times[0][0] == {k: found["candidates"][0]["predicted"][0][k] for k in ("tokens", "time_us", "source")}
     assert found["device"] == {"name": "h200", "arch": "sm_90", "rates": "measured"}
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_every_range_has_a_time(role: str) -> None:
+    """Also those in which the role has no token count."""
+    weights = random_experts()
+    selection = choice(toys(), role=role, device="h200").select(problem_of(weights))
+    found = selection.ranges()
+    assert [r.tokens for r in found] == ["1-63", "64-512", "513+"]
+    assert all(re.match(r"[\d.]+ us at \d+", r.time) for r in found)
+    assert {(r.source, r.proven) for r in found} == {("cost model", "unrun on h200")}
 
 
 def test_update_keeps_addresses() -> None:

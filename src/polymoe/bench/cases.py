@@ -9,8 +9,9 @@ from types import MappingProxyType
 import torch
 
 from polymoe.activation_quantization import FP8_GROUP128, FP8_TOKEN, UNQUANTIZED, ActivationQuantization
-from polymoe.activations import Activation, ReLU2, SwiGLU
+from polymoe.activations import Activation, SwiGLU
 from polymoe.checkpoint import Checkpoint
+from polymoe.checkpoint.known_models import known_models
 from polymoe.errors import ArgumentError, CheckpointNotFound, nearest
 from polymoe.formats import FORMATS, Encoding, PerGroup, QuantTensor
 from polymoe.formats.elements import CODE_DTYPES, E2M1_VALUES, encode_scale
@@ -82,39 +83,39 @@ class Case:
         return Problem(spec=spec, activation=self.activation, top_k=self.top_k, activations=mode, tp=self.tp)
 
 
-def _case(name: str, sizes: tuple[int, int, int, int], format: str, activation: Activation, **kwargs: int) -> Case:
-    hidden, intermediate, experts, top_k = sizes
+def _case(name: str, model: str, format: str | None = None, tp: int = 1) -> Case:
+    """The experts of a known model's first layer that has some, in its own format or another."""
+    checkpoint = known_models()[model].checkpoint()
+    spec = checkpoint.spec(checkpoint.layers[0], tp=tp)
     return Case(
         name=name,
-        hidden=hidden,
-        intermediate=intermediate,
-        experts=experts,
-        top_k=top_k,
-        format=format,
-        activation=activation,
-        bias=bool(kwargs.get("bias")),
-        tp=kwargs.get("tp", 1),
+        hidden=spec.hidden,
+        intermediate=spec.intermediate,
+        experts=spec.experts,
+        top_k=checkpoint.moe.top_k,
+        format=format or spec.format,
+        activation=checkpoint.moe.activation,
+        bias=spec.bias,
+        tp=tp,
     )
 
-
-_SILU, _GPT_OSS = SwiGLU(), SwiGLU(alpha=1.702, beta=1.0, limit=7.0)
 
 CASES: Mapping[str, Case] = MappingProxyType(
     {
         case.name: case
-        for case in (  # name, (H, F, E, A), format, activation
-            _case("deepseek-v4-flash", (4096, 2048, 256, 6), "mxfp4", SwiGLU(limit=10.0)),
-            _case("gpt-oss-120b", (2880, 2880, 128, 4), "mxfp4", _GPT_OSS, bias=1),
-            _case("gpt-oss-20b", (2880, 2880, 32, 4), "mxfp4", _GPT_OSS, bias=1),
-            _case("deepseek-v3", (7168, 2048, 256, 8), "fp8_block128", _SILU),
-            _case("deepseek-v3-tp8", (7168, 256, 256, 8), "fp8_block128", _SILU, tp=8),
-            _case("kimi-k2", (7168, 2048, 384, 8), "int4_g32", _SILU),
-            _case("kimi-k2-tp8", (7168, 256, 384, 8), "int4_g32", _SILU, tp=8),
-            _case("nemotron-3-super", (1024, 2688, 512, 22), "nvfp4", ReLU2()),
-            _case("glm-4.7", (5120, 1536, 160, 8), "nvfp4", _SILU),
-            _case("qwen3-235b", (4096, 1536, 128, 8), "int4_g128", _SILU),
-            _case("qwen3-235b-tp4-bf16", (4096, 384, 128, 8), "bf16", _SILU, tp=4),
-            _case("mixtral-8x7b", (4096, 14336, 8, 2), "fp8_tensor", _SILU),
+        for case in (
+            _case("deepseek-v4-flash", "deepseek-ai/DeepSeek-V4-Flash"),
+            _case("gpt-oss-120b", "openai/gpt-oss-120b"),
+            _case("gpt-oss-20b", "openai/gpt-oss-20b"),
+            _case("deepseek-v3", "deepseek-ai/DeepSeek-V3"),
+            _case("deepseek-v3-tp8", "deepseek-ai/DeepSeek-V3", tp=8),
+            _case("kimi-k2", "moonshotai/Kimi-K2-Thinking"),
+            _case("kimi-k2-tp8", "moonshotai/Kimi-K2-Thinking", tp=8),
+            _case("nemotron-3-super", "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4"),
+            _case("glm-4.7", "nvidia/GLM-4.7-NVFP4"),
+            _case("qwen3-235b", "Qwen/Qwen3-235B-A22B", "int4_g128"),
+            _case("qwen3-235b-tp4-bf16", "Qwen/Qwen3-235B-A22B", tp=4),
+            _case("mixtral-8x7b", "mistralai/Mixtral-8x7B-v0.1", "fp8_tensor"),
         )
     }
 )

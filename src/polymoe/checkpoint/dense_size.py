@@ -14,6 +14,8 @@ __all__ = ["DenseSize", "dense_size"]
 
 _EMBEDDINGS = ("embed_tokens.weight", "embed.weight", "embeddings.weight")
 """How names of input embeddings end in the supported families."""
+_VISION = re.compile(r"(?:^|\.)(?:visual|vision_model|vision_tower|multi_modal_projector|mm_projector)\.")
+"""In names of tensors that only images go through."""
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -23,20 +25,21 @@ class DenseSize:
 
     Attributes:
         total_bytes: of all tensors.
-        embedding_bytes: of the input embedding, of which a token reads only one row.
+        unread_bytes: of tensors that a decode step does not read: the vision tower, and the input embedding but for
+            one row.
     """
 
     total_bytes: int
-    embedding_bytes: int
+    unread_bytes: int
 
     @property
     def read_bytes(self) -> int:
         """Bytes that each decode step reads."""
-        return self.total_bytes - self.embedding_bytes
+        return self.total_bytes - self.unread_bytes
 
     def sliced(self, tp: int) -> DenseSize:
         """Return one rank's part of ``tp`` ranks, as if every tensor were sliced: slightly less than in an engine."""
-        return DenseSize(-(-self.total_bytes // tp), self.embedding_bytes // tp)
+        return DenseSize(-(-self.total_bytes // tp), self.unread_bytes // tp)
 
 
 def dense_size(checkpoint: Checkpoint) -> DenseSize | None:
@@ -49,19 +52,19 @@ def dense_size(checkpoint: Checkpoint) -> DenseSize | None:
     """
     if not checkpoint.files.has_tensors:
         return None
-    total = embedding = 0
+    total = unread = 0
     for name, tensor in checkpoint.dense_tensors().items():
-        layer = _LAYER.search(name)
-        if name.startswith("mtp.") or (layer and int(layer[1]) >= checkpoint.moe.num_layers):
+        vision, layer = _VISION.search(name), _LAYER.search(name)
+        if name.startswith("mtp.") or (not vision and layer and int(layer[1]) >= checkpoint.moe.num_layers):
             continue
         try:
             nbytes = math.prod(tensor.get_shape()) * (2 if isinstance(tensor, DenseMatrix) else _itemsize(tensor))
         except CheckpointNotFound:  # some shards are elsewhere
             return None
         total += nbytes
-        if name.endswith(_EMBEDDINGS):
-            embedding += nbytes
-    return DenseSize(total, embedding)
+        if vision or name.endswith(_EMBEDDINGS):
+            unread += nbytes
+    return DenseSize(total, unread)
 
 
 def _itemsize(tensor: DenseTensor) -> int:

@@ -116,6 +116,11 @@ class CheckpointFiles:
         return bool(self._shards)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether every shard is there, and at least one."""
+        return self.has_tensors and all(exists(self.path / shard) for shard in set(self._shards.values()))
+
+    @property
     def names(self) -> frozenset[str]:
         """Names of all tensors."""
         return frozenset(self._shards)

@@ -8,7 +8,7 @@ import typer
 
 from polymoe.cli.output import Backend, BatchInvariant, Json, Role, console, print_json
 from polymoe.errors import printable
-from polymoe.units import format_bytes
+from polymoe.units import format_bytes, format_count, format_us
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -45,7 +45,8 @@ def command(
     """Say whether a checkpoint fits a GPU, which backend would run its experts at each token count, how far it is
     proven on that GPU, and why the others would not.
 
-    Reads config files, and tensor headers where there are any. No weight is loaded.
+    Reads config files, and tensor headers where there are any; no weight is loaded. The sizes of well-known models
+    ship with polymoe, so that their Hub ids work without files and without a network.
     """
     from rich.text import Text
 
@@ -70,7 +71,11 @@ def command(
     for line in explanation.conclusion():
         out.print(line, highlight=False)
     out.print(_experts(explanation))
+    if explanation.times:
+        out.print(_times(explanation))
     for row in explanation.rows:
+        if row.selection.plan:
+            out.print(_ranges(row))
         out.print(_candidates(row))
     for note in explanation.notes:
         out.print(f"note: {note}", highlight=False)
@@ -101,6 +106,35 @@ def _experts(explanation: Explanation) -> Table:
     return table
 
 
+def _times(explanation: Explanation) -> Table:
+    from rich.table import Table
+
+    layers = sum(len(row.layers) for row in explanation.rows)
+    known = explanation.dense is not None
+    rest = ("all other weights, at least", "model, at least", "tokens/s, at most") if known else ()
+    heads = ("tokens in a call", f"experts of {layers} layers", *rest)
+    table = Table(*heads, title="predicted time of the whole model")
+    for time in explanation.times:
+        cells = [str(time.tokens), format_us(time.experts_us)]
+        if time.rest_us is not None and time.total_us is not None and time.tokens_per_second is not None:
+            cells += [format_us(time.rest_us), format_us(time.total_us), format_count(round(time.tokens_per_second))]
+        table.add_row(*cells)
+    return table
+
+
+def _ranges(row: Row) -> Table:
+    from rich.table import Table
+
+    from polymoe.explanation import layer_ranges
+
+    layout = row.selection.require().layout
+    title = f"layers {layer_ranges(row.layers)}: what runs, in layout {layout}"
+    table = Table("tokens", "backend", "time of one layer", "from", "proven", title=title)
+    for found in row.selection.ranges():
+        table.add_row(found.tokens, found.step.backend, found.time, found.source, found.proven or "-")
+    return table
+
+
 def _candidates(row: Row) -> Table:
     from rich.table import Table
 
@@ -109,16 +143,10 @@ def _candidates(row: Row) -> Table:
     from polymoe.verdict import Accepted
 
     selection = row.selection
-    plan = selection.plan
-    steps: dict[str, list[str]] = {}
-    for tokens, step, time in selection.ranges():
-        steps.setdefault(step.backend, []).append(f"{tokens} tokens" + (f": {time}" if time else ""))
-    chosen = f"layout {plan.layout}" if plan else f"nothing runs here with backend {selection.requested}"
-    table = Table("backend", "verdict", "proven", "chosen for", title=f"layers {layer_ranges(row.layers)}: {chosen}")
+    what = "every backend" if selection.plan else f"nothing runs here with backend {selection.requested}"
+    table = Table("backend", "verdict", "proven", title=f"layers {layer_ranges(row.layers)}: {what}")
     for c in selection.candidates:
         verdict = c.verdict
         said = describe(verdict) if isinstance(verdict, Accepted) else "\n".join(map(str, verdict.reasons))
-        table.add_row(
-            c.backend, said, c.proven(selection.machine.device) or "-", "\n".join(steps.get(c.backend, ["-"]))
-        )
+        table.add_row(c.backend, said, c.proven(selection.machine.device) or "-")
     return table

@@ -72,9 +72,13 @@ class Plan:
 
     def ranges(self) -> list[tuple[str, PlanStep]]:
         """Return each step with its token range as text: ``[("1-63", ...), ("64+", ...)]``."""
-        result, start = [], 1
-        for step in self.steps:
+        result = []
+        for start, step in self.starts():
             last = step.max_tokens
             result.append((f"{start}+" if last is None else f"{start}-{last}" if last > start else str(start), step))
-            start = (last or 0) + 1
         return result
+
+    def starts(self) -> list[tuple[int, PlanStep]]:
+        """Return each step with its first token count."""
+        ends = [step.max_tokens or 0 for step in self.steps]
+        return [(end + 1, step) for end, step in zip((0, *ends), self.steps, strict=False)]

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from polymoe.backend_names import backend_hint
-from polymoe.backends.base import Backend, layouts_for
+from polymoe.backends.base import Backend, Prediction, layouts_for
 from polymoe.backends.features import failed, judge
 from polymoe.cost import cost
 from polymoe.errors import ArgumentError
@@ -166,9 +166,17 @@ class _Question:
         statuses: tuple[ProofStatus, ...] = (
             tuple(usable[s.backend][0].status(s.config.kernel_family) for s in plan.steps) if plan else ()
         )
-        scores = {name: score for name, (_, score) in ranks.items()}
         return Selection(
-            self.problem, self.machine, self.role, self.backend, tuple(candidates), scores, plan, statuses, self.layout
+            self.problem,
+            self.machine,
+            self.role,
+            self.backend,
+            tuple(candidates),
+            scores={name: score for name, (_, score) in ranks.items()},
+            plan=plan,
+            proofs=statuses,
+            times=_times(plan, {n: reader for n, (reader, _) in usable.items()}, self.points) if plan else (),
+            packed_as=self.layout,
         )
 
     def _ask(self, name: str, backend: Backend) -> tuple[Candidate, _Reader | None, tuple[str, ...]]:
@@ -208,6 +216,19 @@ def _rank(
     ratios = [time_us / cost(problem, machine.device, t).floor_us for t, (_, time_us) in ranks.items()]
     score = sum(ratios) / len(ratios) if ratios else float("inf")
     return any(unrun for unrun, _ in ranks.values()), score
+
+
+def _times(plan: Plan, readers: Mapping[str, _Reader], points: Sequence[int]) -> tuple[tuple[int, Prediction], ...]:
+    """The plan's time at the role's token counts and at the first and last token count of each step."""
+    tokens = {t for first, step in plan.starts() for t in (first, step.max_tokens) if t is not None}
+    last = plan.steps[-1].max_tokens
+    tokens |= {t for t in points if last is None or t <= last}
+    times = []
+    for t in sorted(tokens):
+        predictor = readers[plan.step(t).backend].predictor
+        with guarded(predictor.backend):
+            times.append((t, predictor.predict(t)))
+    return tuple(times)
 
 
 def _with_layouts(

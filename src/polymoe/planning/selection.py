@@ -16,7 +16,7 @@ from polymoe.problem import Problem
 from polymoe.units import format_us
 from polymoe.verdict import Accepted, Reason, Rejected
 
-__all__ = ["Candidate", "Selection", "describe"]
+__all__ = ["Candidate", "PlannedRange", "Selection", "describe"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,29 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedRange:
+    """A step of a plan and what is known of it, as text.
+
+    Attributes:
+        tokens: ``"1-4"``, ``"16"`` or ``"65+"``.
+        step: backend and configuration.
+        time: of one layer, ``"75.2 us at 1 to 180 us at 4"``.
+        source: ``"measured"`` or ``"cost model"``, or both.
+        proven: ``"run on h200"``; "" for a CPU.
+    """
+
+    tokens: str
+    step: PlanStep
+    time: str
+    source: str
+    proven: str
+
+    def __str__(self) -> str:
+        known = f"{self.time} ({self.source})" + (f", {self.proven}" if self.proven else "")
+        return f"{self.tokens} tokens: {self.step.backend} ({self.step.config}), {known}"
+
+
+@dataclass(frozen=True, slots=True)
 class Selection:
     """What was considered and what was chosen; ``print()`` it.
 
@@ -59,6 +82,7 @@ class Selection:
         scores: mean of predicted time over floor for each layout that covers every token count.
         plan: the choice, or None if nothing fits.
         proofs: how far the backend of each step of the plan is proven on this GPU model, with that step's kernels.
+        times: predicted time of the plan at each of the role's token counts, and at the ends of its steps.
         packed_as: the layout that the weights are in already, which the plan keeps; None before they are packed.
     """
 
@@ -70,6 +94,7 @@ class Selection:
     scores: Mapping[str, float] = field(hash=False)
     plan: Plan | None
     proofs: tuple[ProofStatus, ...] = ()
+    times: tuple[tuple[int, Prediction], ...] = ()
     packed_as: str | None = None
 
     def require(self, where: str = "experts") -> Plan:
@@ -110,11 +135,8 @@ class Selection:
         return cost(self.problem, self.machine.device, tokens).floor_us
 
     def predicted(self, tokens: int) -> Prediction | None:
-        """The time of the plan at one of the role's token counts; None at others, or without a plan."""
-        if self.plan is None:
-            return None
-        backend = self.plan.step(tokens).backend
-        return dict(next(c.predictions for c in self.candidates if c.backend == backend)).get(tokens)
+        """The time of the plan at one of the token counts in ``times``; None at others, or without a plan."""
+        return dict(self.times).get(tokens)
 
     @property
     def untuned(self) -> tuple[str, ...]:
@@ -141,26 +163,24 @@ class Selection:
     def _chosen(self) -> set[str]:
         return {step.backend for step in self.plan.steps} if self.plan else set()
 
-    def ranges(self) -> list[tuple[str, PlanStep, str]]:
-        """Each step of the plan with its token range and what is known of it, as text: ``("1-4", ..., "75.2 us at 1 to
-        180 us at 4 (measured), run on h200")``. There is no time where the role has no token count in the range."""
+    def ranges(self) -> list[PlannedRange]:
+        """Each step of the plan with its token range, its times and how far it is proven."""
         result = []
         for (tokens, step), status in zip(self.plan.ranges() if self.plan else (), self.proofs, strict=True):
-            predictions = next(c.predictions for c in self.candidates if c.backend == step.backend)
-            within = [(t, p) for t, p in predictions if self.plan and self.plan.step(t) is step]
+            within = self._within(step)
             ends = dict.fromkeys((*within[:1], *within[-1:]))
             times = " to ".join(f"{format_us(p.time_us)} at {t}" for t, p in ends)
             sources = "; ".join(dict.fromkeys(p.source for _, p in ends))
-            known = [f"{times} ({sources})"] if within else []
-            known += [f"{status} on {self.machine.device.name}"] if self._on_gpu else []
-            result.append((tokens, step, ", ".join(known)))
+            proven = f"{status} on {self.machine.device.name}" if self._on_gpu else ""
+            result.append(PlannedRange(tokens, step, times, sources, proven))
         return result
 
+    def _within(self, step: PlanStep) -> list[tuple[int, Prediction]]:
+        """Times at token counts of a step."""
+        return [(t, p) for t, p in self.times if self.plan is not None and self.plan.step(t) is step]
+
     def _steps(self) -> list[str]:
-        return [
-            f"{tokens} tokens: {step.backend} ({step.config})" + (f", {known}" if known else "")
-            for tokens, step, known in self.ranges()
-        ]
+        return [str(found) for found in self.ranges()]
 
     def _remarks(self, tune: str) -> list[str]:
         """What else the user should know of the choice, as clauses; ``tune`` is the command that tunes for it."""
@@ -209,6 +229,10 @@ class Selection:
                         "family": step.config.kernel_family,
                         "config": str(step.config),
                         "proof": status,
+                        "times": [
+                            {"tokens": t, "time_us": round(p.time_us, 2), "source": p.source}
+                            for t, p in self._within(step)
+                        ],
                     }
                     for (tokens, step), status in zip(self.plan.ranges(), self.proofs, strict=True)
                 ],
