@@ -97,6 +97,32 @@ def build(family: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
     return model, experts
 
 
+def test_experts_that_transformers_keeps_quantized_say_what_packs_them() -> None:
+    finegrained_fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    _, experts = build("qwen3_moe")
+    theirs = finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS
+    for name in ("polymoe", "polymoe:triton"):
+        with pytest.raises(UnsupportedProblem, match=r"quantized itself\n  hint: polymoe\.install\(\) before"):
+            theirs.get_interface(name, None)(experts, *routed(experts))
+    unregister()
+    with pytest.raises(KeyError):
+        theirs.get_interface("polymoe", None)
+
+
+def test_the_name_is_known_once_polymoe_has_anything_to_do_with_transformers() -> None:
+    """In a process of its own, without `install`."""
+    script = (
+        "import polymoe; polymoe.PolymoeConfig\n"
+        "from transformers import AutoConfig, AutoModelForCausalLM\n"
+        "config = AutoConfig.for_model('mixtral', hidden_size=16, intermediate_size=16, num_hidden_layers=1,\n"
+        "    num_attention_heads=2, num_key_value_heads=1, vocab_size=8, num_local_experts=2)\n"
+        "model = AutoModelForCausalLM.from_config(config, experts_implementation='polymoe')\n"
+        "print(model.config._experts_implementation)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "polymoe\n"), done.stderr
+
+
 def routed(experts: Any, tokens: int = 20, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
     ids_TA = torch.rand(tokens, 5).topk(3).indices
     return torch.randn(tokens, 48, dtype=dtype), ids_TA, torch.rand(tokens, 3, dtype=dtype)

@@ -37,6 +37,7 @@ except ImportError as error:
         hint="pip install 'polymoe[transformers]'",
     ) from error
 
+from polymoe.engines.transformers.experts_interface import register
 from polymoe.engines.transformers.families import FAMILIES, PackedExperts, TransformersFamily
 from polymoe.engines.transformers.loading import PolymoeConfig, install, load, uninstall
 from polymoe.engines.transformers.quantizer import PackedQuantizer
@@ -57,3 +58,5 @@ __all__ = [
 
 Family = TransformersFamily
 """The former name of :class:`TransformersFamily`."""
+
+register()  # a name alone, which changes no model that does not ask for it

@@ -47,15 +47,36 @@ GATES: Mapping[str, Callable[[Any], Activation]] = {
 
 
 def register() -> None:
-    """Register ``experts_implementation="polymoe"``, and ``"polymoe:NAME"`` for each backend, in Transformers."""
+    """Register ``experts_implementation="polymoe"``, and ``"polymoe:NAME"`` for each backend, in Transformers.
+
+    Experts that Transformers itself keeps quantized are dispatched by interfaces of their own, which would not know
+    the name. There it refuses, and says what packs them.
+    """
     for name in ("auto", *BACKENDS):
         ExpertsInterface.register(interface_name(name), functools.partial(experts_forward, backend=name))
+        for kind in _quantized_interfaces():
+            kind.register(interface_name(name), _refuse_quantized)
 
 
 def unregister() -> None:
     """Undo :func:`register`."""
-    for name in ("auto", *BACKENDS):
-        ExpertsInterface._global_mapping.pop(interface_name(name), None)
+    for kind in (ExpertsInterface, *_quantized_interfaces()):
+        for name in ("auto", *BACKENDS):
+            kind._global_mapping.pop(interface_name(name), None)
+
+
+def _quantized_interfaces() -> list[Any]:
+    return [kind for kind in ExpertsInterface.__subclasses__() if "_global_mapping" in vars(kind)]
+
+
+def _refuse_quantized(experts: nn.Module, *_: Any, **__: Any) -> Tensor:
+    raise UnsupportedProblem(
+        f'experts_implementation="polymoe" for {type(experts).__name__}',
+        expected="experts in 16 bit, or packed by polymoe",
+        got="experts that Transformers keeps quantized itself",
+        hint="polymoe.install() before from_pretrained packs them, as polymoe.load() does; "
+        "for Transformers' own kernels leave experts_implementation out",
+    )
 
 
 def experts_forward(experts: nn.Module, *args: Tensor, backend: str = "auto", **others: Any) -> Tensor:
