@@ -16,13 +16,25 @@ ROOT = Path(polymoe.__file__).parent
 
 # A room is a package, or a module that is in none. Each may import the rooms named, and itself. A package inside
 # another is a room of its own: above it, `backends` is allowed and `backends.cuda` is not.
-_LEAVES = {"atomic", "backend_names", "errors", "environment", "json_input", "plugins", "shapes", "units", "verdict"}
+_LEAVES = {
+    "atomic",
+    "backend_names",
+    "errors",
+    "environment",
+    "install_command",
+    "json_input",
+    "plugins",
+    "shapes",
+    "units",
+    "verdict",
+}
 _VALUES = _LEAVES | {"machine", "activations", "routing", "formats", "numerics"}
 ALLOWED: dict[str, set[str]] = {
     "atomic": set(),
     "errors": set(),
     "backend_names": {"errors"},
     "environment": set(),
+    "install_command": set(),
     "json_input": set(),
     "server_replies": {"json_input"},
     "plugins": set(),
@@ -66,8 +78,8 @@ ALLOWED["engines.serving"] = _CORE | {"checkpoint.dialects"}
 ALLOWED["engines.sglang"] = _CORE | {"engines.serving"}
 ALLOWED["engines.vllm"] = _CORE | {"engines.serving"}
 ALLOWED["bench"] = ALLOWED["generate"] = ALLOWED["serve"] = _CORE | {"engines.transformers"}  # whole models
-ALLOWED["bench.serving"] = {"atomic", "errors", "json_input", "server_replies", "bench"}  # nothing that loads a model
-ALLOWED["evaluate"] = {"atomic", "errors", "json_input", "server_replies"}
+ALLOWED["evaluate"] = {"atomic", "errors", "install_command", "json_input", "server_replies"}
+ALLOWED["bench.serving"] = ALLOWED["evaluate"] | {"bench"}  # nothing that loads a model
 ALLOWED["cli"] = _CORE | {"bench", "bench.serving", "engines.transformers", "serve", "generate", "evaluate", "verify"}
 ALLOWED["__main__"] = {"cli"}
 

@@ -44,7 +44,7 @@ def test_without_lm_eval_the_extra_is_named(cli: Cli, monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     code, out, err = cli("eval", "--tasks", "gsm8k")
     assert (code, out) == (1, "")
-    assert "pip install 'polymoe[lm-eval]'" in err
+    assert "pip install -e '.[lm-eval]'" in err
 
 
 def test_a_task(cli: Cli, tasks: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from polymoe.errors import ArgumentError, MissingDependency
+from polymoe.install_command import install_hint
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +44,7 @@ class EnergyMeter:
             import pynvml
         except ImportError as error:
             raise MissingDependency(
-                argument, expected="nvidia-ml-py", got=str(error), hint="pip install 'polymoe[bench]'"
+                argument, expected="nvidia-ml-py", got=str(error), hint=install_hint("bench")
             ) from error
         self._nvml: Any = pynvml
         self._argument = argument

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from polymoe.atomic import replace_file
 from polymoe.bench.records import Record
 from polymoe.errors import ArgumentError, MissingDependency
+from polymoe.install_command import install_hint
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,9 +27,7 @@ def check_plot(path: Path) -> None:
         ArgumentError: for a name that does not end in .png, or in a directory that does not exist.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise MissingDependency(
-            "--plot", expected="matplotlib", got="not installed", hint="pip install 'polymoe[bench]'"
-        )
+        raise MissingDependency("--plot", expected="matplotlib", got="not installed", hint=install_hint("bench"))
     if path.suffix != ".png" or not path.parent.is_dir():
         raise ArgumentError("plot", expected="a name that ends in .png, in an existing directory", got=repr(str(path)))
 

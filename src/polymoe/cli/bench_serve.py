@@ -16,6 +16,7 @@ import typer
 from polymoe.cli.commands import Command
 from polymoe.cli.output import Json, console, print_json
 from polymoe.cli.progress import Progress
+from polymoe.install_command import install_hint
 
 if TYPE_CHECKING:
     from polymoe.bench.energy import EnergyMeter
@@ -123,7 +124,7 @@ def command(
         from polymoe.bench.serving.run import ServingBench, rows
     except ImportError as error:
         raise MissingDependency(
-            "polymoe bench serve", expected="aiohttp", got=str(error), hint="pip install 'polymoe[bench]'"
+            "polymoe bench serve", expected="aiohttp", got=str(error), hint=install_hint("bench")
         ) from error
 
     if concurrency is not None:

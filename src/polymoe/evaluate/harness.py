@@ -14,6 +14,7 @@ from typing import Any
 
 from polymoe.errors import ArgumentError, MissingDependency, ServerError
 from polymoe.evaluate.server import Server
+from polymoe.install_command import install_hint
 
 __all__ = ["run_tasks"]
 
@@ -58,9 +59,7 @@ def run_tasks(
         from lm_eval.tasks import TaskManager  # type: ignore[import-not-found]
         from lm_eval.utils import make_table  # type: ignore[import-not-found]
     except ImportError as error:
-        raise MissingDependency(
-            "polymoe eval --tasks", got=str(error), hint="pip install 'polymoe[lm-eval]'"
-        ) from error
+        raise MissingDependency("polymoe eval --tasks", got=str(error), hint=install_hint("lm-eval")) from error
 
     kind, path = _ENDPOINTS[endpoint]
     manager = TaskManager(include_path=None if include_path is None else str(include_path))

@@ -16,13 +16,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from polymoe.errors import ArgumentError, MissingDependency, ServerError, nearest
+from polymoe.install_command import install_hint
 from polymoe.json_input import parse_json
 from polymoe.server_replies import MAX_BYTES, error_message, one_line
 
 try:
     import httpx
 except ImportError as error:
-    raise MissingDependency("polymoe eval", got=str(error), hint="pip install 'polymoe[eval]'") from error
+    raise MissingDependency("polymoe eval", got=str(error), hint=install_hint("eval")) from error
 
 __all__ = ["Reply", "Server", "Session"]
 

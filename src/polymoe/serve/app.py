@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from polymoe.errors import MissingDependency, UnsupportedProblem
+from polymoe.install_command import install_hint
 
 try:
     from fastapi import FastAPI, HTTPException, Request, Response
@@ -46,7 +47,7 @@ except (ImportError, NameError) as error:  # Transformers' modules raise NameErr
         "polymoe serve",
         expected="transformers with its serving extra",
         got=str(error),
-        hint="pip install 'polymoe[serve]'",
+        hint=install_hint("serve"),
     ) from error
 
 __all__ = ["Limits", "ModelServer"]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from polymoe.errors import ArgumentError, MissingDependency
+from polymoe.install_command import install_hint
 from polymoe.serve.listener import bind, connection_limit, is_loopback, url
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def serve(
         import uvicorn  # noqa: F401
         from transformers.utils.logging import set_verbosity_error
     except ImportError as error:
-        raise MissingDependency("polymoe serve", got=str(error), hint="pip install 'polymoe[serve]'") from error
+        raise MissingDependency("polymoe serve", got=str(error), hint=install_hint("serve")) from error
     from polymoe.engines.transformers import load
     from polymoe.serve.app import ModelServer
     from polymoe.serve.gate import Gate

@@ -11,6 +11,7 @@ from typing import Any
 
 from polymoe.errors import MissingDependency
 from polymoe.experts import FusedExperts
+from polymoe.install_command import install_hint
 from polymoe.serve.in_flight import InFlight
 
 try:
@@ -24,7 +25,7 @@ try:
         generate_latest,
     )
 except ImportError as error:
-    raise MissingDependency("polymoe serve", got=str(error), hint="pip install 'polymoe[serve]'") from error
+    raise MissingDependency("polymoe serve", got=str(error), hint=install_hint("serve")) from error
 
 __all__ = ["ServerMetrics"]
 

@@ -204,7 +204,7 @@ def test_without_aiohttp_it_says_what_to_install(bench: Cli, monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "aiohttp", None)
     code, stdout, stderr = bench()
     assert (code, stdout) == (1, "")
-    assert "pip install 'polymoe[bench]'" in stderr
+    assert "pip install -e '.[bench]'" in stderr
 
 
 def test_a_server_is_needed_and_the_bench_of_kernels_is_as_it_was(cli: Cli) -> None:

@@ -26,6 +26,7 @@ The modules, each of which imports only from those below it (``tests/test_import
 from __future__ import annotations
 
 from polymoe.errors import MissingDependency
+from polymoe.install_command import install_hint
 
 try:
     import transformers as _transformers  # noqa: F401
@@ -34,7 +35,7 @@ except ImportError as error:
         "polymoe.engines.transformers",
         expected="transformers 5.16 or newer",
         got=str(error),
-        hint="pip install 'polymoe[transformers]'",
+        hint=install_hint("transformers"),
     ) from error
 
 from polymoe.engines.transformers.experts_interface import register
