@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import engines_document
 from backends_document import backends_document, markdown
@@ -27,7 +29,12 @@ from polymoe.bench.plot import plot
 from polymoe.bench.records import Record, newest, read, read_lines
 from polymoe.bench.serving import record as serving
 from polymoe.bench.serving import report
+from polymoe.checkpoint.known_models import known_models
+from polymoe.checkpoint.kv_cache import kv_cache
+from polymoe.explanation import explain
+from polymoe.install_command import install_command
 from polymoe.json_input import read_fields
+from polymoe.units import format_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = {"triton": "triton-h200.jsonl", "cuda": "cuda-h200.jsonl"}
@@ -132,6 +139,36 @@ def by_tokens(found: Sequence[Record], backend: str) -> dict[Row, dict[int, Reco
         if r.backend == backend and r.routing == "uniform" and r.case in CASES:
             rows.setdefault(Row.of(r), {})[r.tokens] = r
     return rows
+
+
+def install() -> str:
+    """README's command that installs polymoe."""
+    return f"```console\n$ {install_command('transformers')}\n```\n"
+
+
+EXPLAINED = ("openai/gpt-oss-20b", "rtx4090")
+"""Model and device of README's `polymoe explain`."""
+
+
+def explained() -> str:
+    """README's `polymoe explain`: what it prints before its tables. Tables that were tuned here do not count."""
+    model, device = EXPLAINED
+    with patch.dict(os.environ, {"POLYMOE_CACHE": "/nowhere"}):
+        text = str(explain(model, device=device))
+    lines = "\n".join(text.splitlines()[:4])
+    return f"```console\n$ polymoe explain {model} --device {device} | head -4\n{lines}\n```\n"
+
+
+def known() -> str:
+    """The table of models whose sizes ship with polymoe."""
+    cells = []
+    for name, model in sorted(known_models().items(), key=lambda item: item[0].lower()):
+        checkpoint, cache = model.checkpoint(), kv_cache(model.config)
+        specs = [checkpoint.spec(layer) for layer in checkpoint.layers]
+        weights = sum(spec.experts * spec.expert_bytes for spec in specs) + model.dense.total_bytes
+        context = format_bytes(1000 * cache.token_bytes()) if cache else ""
+        cells.append([f"`{name}`", specs[0].format, format_bytes(weights), context])
+    return markdown(["model", "experts", "weights", "KV cache of 1,000 tokens"], cells)
 
 
 def times(found: Sequence[Record], peers: dict[Row, dict[int, Peer]]) -> str:
@@ -273,7 +310,8 @@ def documents() -> dict[Path, str]:
     docs, results, peers = ROOT / "docs", ROOT / "benchmarks" / "results", best_peers()
     of_cuda = records("cuda")
     tables = {
-        ROOT / "README.md": {"times": times(records(), peers)},
+        ROOT / "README.md": {"install": install(), "explain": explained(), "times": times(records(), peers)},
+        docs / "command-line.md": {"known": known()},
         docs / "performance" / "triton.md": {"times": standing(records("triton"), "triton", peers)},
         docs / "performance" / "cuda.md": {"times": standing(of_cuda, "cuda", peers), "calls": calls(of_cuda)},
         docs / "decoding.md": {"decode": decode(results / DECODE)},

@@ -30,13 +30,15 @@ w_NK = torch.randn(64, 64)
 
 def test_the_examples_run_in_one_session(tmp_path: Path) -> None:
     """In a process of its own, since `install` changes what Transformers does from then on."""
-    assert len(EXAMPLES) == 3
+    assert len(EXAMPLES) == 4
+    assert len(EXAMPLES[0].splitlines()) <= 12, "a model and a chat in some ten lines"
     checks = "assert y_TH.shape == x_TH.shape and y_TH.isfinite().all()\nassert q.dequantize().shape == w_NK.shape\n"
     script = tmp_path / "readme.py"
     script.write_text("\n".join([INPUTS, *EXAMPLES, checks, "print('ran')\n"]), encoding="utf-8")
     done = subprocess.run([sys.executable, script], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "gpt_oss" in done.stdout
+    assert done.stdout.startswith("123+456= 579\n500-499= 1\n")
+    assert "Qwen/Qwen3-30B-A3B-FP8: qwen3_moe, on rtx5090" in done.stdout
     assert done.stdout.endswith("ran\n")
 
 
@@ -59,8 +61,7 @@ def test_commands_are_found() -> None:
 def test_commands_parse(document: str, line: str) -> None:
     """Options exist and values have the right form; nothing is run."""
     words = shlex.split(line, comments=True)
-    if "&" in words:
-        words = words[: words.index("&")]
+    words = words[: next((place for place, word in enumerate(words) if word in ("&", "|")), None)]
     command: Any = get_command(app)
     context = None
     rest = words[1:]
@@ -68,6 +69,50 @@ def test_commands_parse(document: str, line: str) -> None:
         context = command.make_context("polymoe", rest, parent=context)
         _, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])
     command.make_context(command.name, rest, parent=context)
+
+
+def test_the_shown_output_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    block = re.search(r"^\$ polymoe (explain .*) \| head -4\n((?:.*\n){4})```", README, flags=re.MULTILINE)
+    assert block is not None
+    app(shlex.split(block[1]), standalone_mode=False)
+    assert "".join(capsys.readouterr().out.splitlines(keepends=True)[:4]) == block[2]
+
+
+LONGEST = 30
+"""Words of a sentence."""
+
+
+def sentences(text: str) -> list[str]:
+    """Sentences of paragraphs, items and cells of tables. Code counts as one word, and so do a link's address and text
+    for what is written in brackets."""
+    text = re.sub(r"```.*?```|<!--.*?-->", "\n\n", text, flags=re.S)
+    text = re.sub(r"`[^`]*`", "code", re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text))
+    blocks = re.split(r"\n\s*\n|(?:^|\n)[-*#]+ |\|", text)
+    return [s for block in blocks for s in re.split(r"(?<=[.?!])\s+", " ".join(block.split())) if s]
+
+
+def test_no_sentence_is_long() -> None:
+    found = [sentence for sentence in sentences(README) if len(sentence.split()) > LONGEST]
+    assert not found, "\n".join(found)
+
+
+def test_what_a_long_sentence_is() -> None:
+    words = " ".join(["word"] * LONGEST)
+    for text in (
+        f"{words} more.",
+        f"- {words}\n  more.",
+        f"| {words} more |",
+        f"Short. {words}\nmore; [{words} x](there)",
+    ):
+        assert any(len(sentence.split()) > LONGEST for sentence in sentences(text)), text
+    for text in (
+        f"{words}. {words}",
+        f"{words}\n\nmore",
+        f"- {words}\n- more",
+        f"```\n{words} more\n```",
+        f"`{words} more`",
+    ):
+        assert all(len(sentence.split()) <= LONGEST for sentence in sentences(text)), text
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

@@ -22,6 +22,7 @@ from polymoe.bench.records import Record
 from polymoe.bench.serving import record as serving
 from polymoe.bench.serving.answers import TimedAnswer
 from polymoe.bench.serving.record import Load, Origin, record
+from polymoe.explanation import explain
 from polymoe.formats import FORMATS
 from polymoe.machine import DEVICES, Machine
 from polymoe.problem import Problem
@@ -40,7 +41,7 @@ def test_current() -> None:
     documents = write_docs.documents()
     assert {str(path.relative_to(write_docs.ROOT)) for path in documents} == {
         "README.md", "docs/backends.md", "docs/performance/cuda.md", "docs/performance/triton.md", "docs/decoding.md",
-        "docs/serving.md", "docs/security.md", "docs/engines/vllm.md",
+        "docs/serving.md", "docs/security.md", "docs/engines/vllm.md", "docs/command-line.md",
     }  # fmt: skip
     for path, text in documents.items():
         assert path.read_text(encoding="utf-8") == text, path
@@ -55,6 +56,7 @@ def test_check_names_what_is_not_current(monkeypatch: pytest.MonkeyPatch, tmp_pa
         "serving.md",
         "security.md",
         "engines/vllm.md",
+        "command-line.md",
     )
     documents = ("README.md", *(f"docs/{page}" for page in pages))
     names = (
@@ -276,18 +278,30 @@ def test_errors_and_shares_in_the_text_are_the_records() -> None:
 
 
 def test_ratios_in_the_text_are_the_records() -> None:
-    """docs/decoding.md under its table, and README."""
+    """docs/decoding.md under its table, docs/command-line.md, and README."""
     table = write_docs.decode(write_docs.ROOT / "benchmarks/results" / write_docs.DECODE)
     ratios = [row.split(" | ")[3] for row in table.splitlines()[2:6]]
     assert len(ratios) == 4
     text = (write_docs.ROOT / "docs/decoding.md").read_text(encoding="utf-8").partition("<!-- end of decode -->")[2]
     readme = (write_docs.ROOT / "README.md").read_text(encoding="utf-8")
-    intro = f"takes {ratios[3]} of the memory and decodes {ratios[0]} times as fast"
-    assert intro in " ".join(readme.split())
-    readme = readme.partition("one H200 a model")[2]
-    for part in (text, readme.partition("\n\n")[0]):
+    assert f"{ratios[3]} of the memory and {ratios[0]} times the decode speed" in readme
+    command_line = (write_docs.ROOT / "docs/command-line.md").read_text(encoding="utf-8")
+    for part in (text, command_line.partition("- `bench decode`")[2].partition("\n- ")[0]):
         assert {ratio for ratio in ratios if not re.search(rf"(?<!\d){ratio}(?!\d)", part)} == set()
     assert all(share in text for row in table.splitlines()[2:4] for share in re.findall(r"0\.\d\d", row))
+
+
+def test_the_least_time_in_the_text_is_below_the_measured_one() -> None:
+    """docs/command-line.md: what `explain` computes for gpt-oss-20b, and the record of a model of its size."""
+    text = " ".join((write_docs.ROOT / "docs/command-line.md").read_text(encoding="utf-8").split())
+    least = explain("openai/gpt-oss-20b", device="h200").times[0]
+    lines = (write_docs.ROOT / "benchmarks/results" / write_docs.DECODE).read_text(encoding="utf-8").splitlines()
+    records = [r for r in map(json.loads, lines) if (r["experts"], r["phase"], r["batch"]) == ("packed", "decode", 1)]
+    needed = max(records, key=lambda r: r["date"])["median_us"]
+    assert least.total_us is not None
+    assert f"needs {needed / 1e3:.1f} ms for a token" in text
+    assert f"the bound is {least.total_us / 1e3:.1f} ms" in text
+    assert least.total_us < needed
 
 
 def test_servers_in_the_text_are_the_records() -> None:

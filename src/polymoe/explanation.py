@@ -251,7 +251,7 @@ class Explanation:
         }
 
     def __str__(self) -> str:
-        lines = [f"{self.name}: {self.model_type} on {self.device}", *self.conclusion()]
+        lines = [f"{self.name}: {self.model_type}, on {self.device}", *self.conclusion()]
         for row in self.rows:
             lines += [
                 f"layers {layer_ranges(row.layers)}: {format_bytes(row.packed_bytes)} packed",
