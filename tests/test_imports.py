@@ -80,7 +80,8 @@ ALLOWED["engines.vllm"] = _CORE | {"engines.serving"}
 ALLOWED["bench"] = ALLOWED["generate"] = ALLOWED["serve"] = _CORE | {"engines.transformers"}  # whole models
 ALLOWED["evaluate"] = {"atomic", "errors", "install_command", "json_input", "server_replies"}
 ALLOWED["bench.serving"] = ALLOWED["evaluate"] | {"bench"}  # nothing that loads a model
-ALLOWED["cli"] = _CORE | {"bench", "bench.serving", "engines.transformers", "serve", "generate", "evaluate", "verify"}
+ALLOWED["cli"] = _CORE | {"bench", "bench.serving", "serve", "generate", "evaluate", "verify"}
+ALLOWED["cli"] |= {"engines.serving", "engines.transformers"}
 ALLOWED["__main__"] = {"cli"}
 
 ENGINES = {"transformers", "vllm", "sglang", "triton", "flashinfer"}
@@ -150,8 +151,8 @@ ORDER = {
         "loading", "generator", "chat", "__init__",
     ),
     "engines.serving": (
-        "settings", "hooks", "sources", "loading", "dummy", "stand_aside", "packed_layer", "log", "take_over",
-        "__init__",
+        "settings", "hooks", "sources", "loading", "dummy", "stand_aside", "preview", "packed_layer", "log",
+        "take_over", "__init__",
     ),
     "engines.sglang": ("hooks", "facts", "method", "plugin", "__init__"),
     "engines.vllm": ("hooks", "neutral", "facts", "method", "plugin", "__init__"),

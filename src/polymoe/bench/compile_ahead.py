@@ -18,8 +18,7 @@ import torch
 
 from polymoe.backends.base import Backend
 from polymoe.backends.config import Config
-from polymoe.formats import Encoding, QuantTensor
-from polymoe.formats.elements import CODE_DTYPES, SCALE_DTYPES
+from polymoe.formats import QuantTensor
 from polymoe.layouts import LAYOUTS, Packed
 from polymoe.problem import Problem
 from polymoe.routing import Routing
@@ -97,24 +96,12 @@ def compile_one(backend: Backend, layout: str, problem: Problem, tokens: int, co
 
 @cache
 def _packed(spec: ExpertsSpec, input_scales: bool, layout: str) -> Packed:
-    parts: dict[str, object] = {p: _matrix(e, *spec.matrix_shape(p)) for p, e in spec.encodings.items()}
+    parts: dict[str, object] = {
+        p: QuantTensor.empty(encoding, *spec.matrix_shape(p), _META) for p, encoding in spec.encodings.items()
+    }
     for p in spec.encodings if spec.bias else ():
         parts[f"{p}_bias"] = torch.empty(spec.matrix_shape(p)[0], dtype=torch.bfloat16, device=_META)
     if input_scales:
         parts |= {n: torch.empty((), device=_META) for n in ("gate_up_input_scale", "down_input_scale")}
     expert = Expert(**{"gate": None, **parts})  # type: ignore[arg-type]
     return LAYOUTS[layout].pack(ExpertWeights(spec, lambda e: expert), _META)
-
-
-def _matrix(encoding: Encoding, rows: int, columns: int) -> QuantTensor:
-    codes = torch.empty(encoding.codes_shape(rows, columns), dtype=CODE_DTYPES[encoding.element], device=_META)
-    if encoding.granularity is None or encoding.scale_dtype is None:
-        return QuantTensor(codes, encoding)
-    grid = encoding.granularity.scale_shape(rows, columns)
-    return QuantTensor(
-        codes,
-        encoding,
-        torch.empty(grid, dtype=SCALE_DTYPES[encoding.scale_dtype], device=_META),
-        torch.empty(grid, dtype=torch.uint8, device=_META) if encoding.zero_points else None,
-        torch.empty((), device=_META) if encoding.global_scale else None,
-    )

@@ -53,7 +53,8 @@ _eval = group(
 
 add(app, "explain", explain.command, f"polymoe explain {_SUMS} --device h200",
     "polymoe explain openai/gpt-oss-120b --device 'RTX 4090' --tp 8",
-    f"polymoe explain {_SUMS} --device sm_100 --backend triton --json")  # fmt: skip
+    f"polymoe explain {_SUMS} --device sm_100 --backend triton --json",
+    "polymoe explain openai/gpt-oss-120b --engine vllm --tensor-parallel-size 8 --enable-expert-parallel")  # fmt: skip
 add(app, "verify", verify.command, f"polymoe verify {_SUMS}", f"polymoe verify {_SUMS} --layer 1 --tokens 1,64")
 add(app, "run", run.command, f'polymoe run {_SUMS} "123+456="', f"polymoe run {_SUMS} < prompts.txt",
     "polymoe run openai/gpt-oss-120b --device-map auto --max-tokens 512 'Why is the sky blue?'")  # fmt: skip

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from polymoe.cli.output import Backend, BatchInvariant, Json, Role, console, print_json
-from polymoe.errors import printable
+from polymoe.errors import ArgumentError, printable
 from polymoe.units import format_bytes, format_count, format_us
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def command(
         str | None,
         typer.Option(help="h200, 'RTX 5090', sm_120, cpu ...: also a GPU you do not have. Default: this machine's."),
     ] = None,
-    tp: Annotated[int, typer.Option(min=1, help="Tensor parallel size.")] = 1,
+    tp: Annotated[int, typer.Option("--tp", "--tensor-parallel-size", min=1, help="Tensor parallel size.")] = 1,
     tp_rank: Annotated[int, typer.Option(min=0, help="This rank's number.")] = 0,
     ep: Annotated[int, typer.Option(min=1, help="Expert parallel size.")] = 1,
     ep_rank: Annotated[int, typer.Option(min=0, help="This rank's number.")] = 0,
@@ -40,6 +40,13 @@ def command(
         typer.Option(help="How the experts' inputs are held; auto is the checkpoint's own recipe on a GPU."),
     ] = "auto",
     batch_invariant: BatchInvariant = False,
+    engine: Annotated[
+        Literal["vllm", "sglang"] | None,
+        typer.Option(help="Say what the plug-in of this engine would do; the engine need not be here."),
+    ] = None,
+    enable_expert_parallel: Annotated[
+        bool, typer.Option("--enable-expert-parallel", help="With --engine: --tp ranks share out the experts.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Say whether a checkpoint fits a GPU, which backend would run its experts at each token count, how far it is
@@ -52,6 +59,25 @@ def command(
 
     from polymoe.explanation import explain
 
+    if engine is not None:
+        from polymoe.cli.explain_engine import explain_engine
+
+        explain_engine(
+            checkpoint,
+            engine,
+            device=device,
+            tp=(tp_rank, tp),
+            ep=(ep_rank, ep),
+            enable_expert_parallel=enable_expert_parallel,
+            role=role,
+            backend=backend,
+            activations=activations,
+            batch_invariant=batch_invariant,
+            json=json,
+        )
+        return
+    if enable_expert_parallel:
+        raise ArgumentError("enable_expert_parallel", expected="--engine with it", got="none", hint="or --ep")
     explanation = explain(
         checkpoint,
         device=device,

@@ -202,6 +202,20 @@ class QuantTensor:
                 hint="the file is damaged or was never written completely: fetch or convert it again",
             )
 
+    @classmethod
+    def empty(cls, encoding: Encoding, rows: int, columns: int, device: torch.device | str) -> QuantTensor:
+        """Return a matrix ``[rows, columns]`` on ``device`` whose parts hold anything."""
+        shape = encoding.codes_shape(rows, columns)
+        parts = {"codes": torch.empty(shape, dtype=CODE_DTYPES[encoding.element], device=device)}
+        if encoding.granularity is not None and encoding.scale_dtype is not None:
+            grid = encoding.granularity.scale_shape(rows, columns)
+            parts["scales"] = torch.empty(grid, dtype=SCALE_DTYPES[encoding.scale_dtype], device=device)
+            if encoding.zero_points:
+                parts["zero_points"] = torch.empty(grid, dtype=torch.uint8, device=device)
+        if encoding.global_scale:
+            parts["global_scale"] = torch.empty((), dtype=torch.float32, device=device)
+        return cls(encoding=encoding, **parts)
+
     @staticmethod
     def stack(tensors: Sequence[QuantTensor]) -> QuantTensor:
         """Stack E matrices of the same encoding to one ``[E, N, K]`` tensor.

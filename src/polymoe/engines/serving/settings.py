@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from polymoe.errors import ArgumentError, nearest
+from polymoe.verdict import Reasons
 
 __all__ = ["EngineSettings", "layer_index"]
 
@@ -70,6 +71,10 @@ class EngineSettings:
         assert found is not None
         bounds = [[int(n) for n in part.split("-")] for part in found[2].split(",")]
         return any(b[0] <= index <= b[-1] for b in bounds) != bool(found[1])
+
+    def need_included(self, reasons: Reasons, where: str) -> None:
+        """Add to ``reasons`` that the user leaves the layer of this name to the engine, if so."""
+        reasons.need(self.includes(where), "POLYMOE_LAYERS", self.layers, where)
 
 
 def layer_index(where: str) -> int | None:

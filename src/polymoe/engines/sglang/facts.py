@@ -63,7 +63,7 @@ def refusals(layer: Any, server: Any, settings: EngineSettings) -> Reasons:
     from sglang.srt.layers.moe import utils  # pyright: ignore
 
     config, reasons, where = layer.moe_runner_config, Reasons(), name_of(layer)
-    reasons.need(settings.includes(where), "POLYMOE_LAYERS", settings.layers, where)
+    settings.need_included(reasons, where)
     asked = _asked_backend(server)
     reasons.need(asked == "auto", "--moe-runner-backend", "auto", asked)
     defaults = inspect.signature(type(server)).parameters  # a dataclass in 0.5.17, a Struct of msgspec in 0.5.23

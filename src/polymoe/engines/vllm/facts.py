@@ -41,7 +41,7 @@ def refusals(layer: Any, moe: Any, config: Any, settings: EngineSettings, where:
         where: the layer's name.
     """
     parallel, reasons = moe.moe_parallel_config, Reasons()
-    reasons.need(settings.includes(where), "POLYMOE_LAYERS", settings.layers, where)
+    settings.need_included(reasons, where)
     reasons.need(moe.moe_backend == "auto", "--moe-backend", "auto", moe.moe_backend)
     reasons.need(not moe.is_lora_enabled, "LoRA")
     reasons.need(not parallel.enable_eplb, "load balancing of experts (EPLB)")

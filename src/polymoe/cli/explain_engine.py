@@ -1,0 +1,129 @@
+"""``polymoe explain --engine``: what the plug-in of a serving engine would do with the layers of a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from polymoe.cli.output import console, print_json
+from polymoe.errors import ArgumentError, printable
+from polymoe.units import format_bytes
+
+if TYPE_CHECKING:
+    from polymoe.engines.serving.preview import Engine, LayerPreview
+
+__all__ = ["explain_engine"]
+
+
+def explain_engine(
+    checkpoint: str,
+    engine: str,
+    *,
+    device: str | None,
+    tp: tuple[int, int],
+    ep: tuple[int, int],
+    enable_expert_parallel: bool,
+    role: str,
+    backend: str,
+    activations: str,
+    batch_invariant: bool,
+    json: bool,
+) -> None:
+    """Print the plug-in's decision for each kind of layers; the variables ``POLYMOE_*`` count as they do there.
+
+    Raises:
+        ArgumentError: for parallel groups that the engine does not have, and for an unknown device or backend.
+        CheckpointError: if the checkpoint cannot be understood.
+    """
+    import os
+
+    from polymoe.backends import BACKENDS
+    from polymoe.checkpoint import Checkpoint
+    from polymoe.engines.serving.preview import ENGINES, preview
+    from polymoe.engines.serving.settings import EngineSettings
+    from polymoe.layouts import LAYOUTS
+    from polymoe.machine import Machine
+    from polymoe.runtime import PlanRequest
+
+    about, settings, shard = ENGINES[engine], EngineSettings.read(), _rank(engine, tp, ep, enable_expert_parallel)
+    if activations != "auto":
+        settings = replace(settings, activations=activations)
+    if backend != "auto":
+        settings = replace(settings, backend=backend)
+    if role != "mixed":
+        settings = replace(settings, role=role)
+    machine = Machine.of(device)
+    request = PlanRequest(machine, settings.role or "mixed", settings.backend, BACKENDS, LAYOUTS)
+    # As `explain` without an engine: tensors of local files take precedence over the config.
+    opened = Checkpoint.open(checkpoint, config_only=not os.path.isdir(checkpoint))
+    rows = preview(opened, about, request, settings, shard, batch_invariant=batch_invariant)
+    off = settings.mode == "off"
+    if json:
+        print_json(
+            {
+                "checkpoint": str(opened.name),
+                "model_type": opened.model_type,
+                "engine": engine,
+                "device": str(machine.device),
+                "tp": shard.tp,
+                "ep": shard.ep,
+                "off": off,
+                "layers": [_row(row) for row in rows],
+            }
+        )
+        return
+    out = console()
+    ranks = "".join(f", {name}={size}" for name, size in (("tp", shard.tp), ("ep", shard.ep)) if size > 1)
+    out.print(f"{printable(opened.name)}: {opened.model_type}, in {about.name} on {machine.device}{ranks}")
+    if off:
+        out.print(f"POLYMOE=0: {about.name} runs all experts; without it:")
+    for row in rows:
+        for line in _lines(row, about):
+            out.print(line, highlight=False)
+
+
+def _rank(engine: str, tp: tuple[int, int], ep: tuple[int, int], enable_expert_parallel: bool) -> Any:
+    """Return the rank of the experts: with expert parallelism, engines do not split the experts of tensor ranks."""
+    from polymoe.checkpoint.shard import Shard
+
+    (rank, size), (_, groups) = tp, ep
+    if groups > 1 and (engine == "vllm" or enable_expert_parallel):
+        raise ArgumentError("ep", expected="--enable-expert-parallel, for as many ranks as --tp", got=str(groups))
+    if enable_expert_parallel:
+        groups = size
+    if size % groups:
+        raise ArgumentError("ep", expected=f"a number that divides --tp, which is {size}", got=str(groups))
+    each = size // groups
+    return Shard.of((rank % each, each), (rank // each, groups))
+
+
+def _lines(row: LayerPreview, engine: Engine) -> list[str]:
+    """The row as text: one line for what is run and where, then one for each token range or reason."""
+    from polymoe.explanation import layer_ranges
+    from polymoe.verdict import Rejected
+
+    which, verdict = f"layers {layer_ranges(row.layers)} ({row.method})", row.verdict
+    if isinstance(verdict, Rejected):
+        return [f"{which}: polymoe leaves them to {engine.name}", *(f"  {reason}" for reason in verdict.reasons)]
+    plan, packed = verdict.selection.require(), format_bytes(_packed_bytes(verdict.problem))
+    return [
+        f"{which}: polymoe runs them: {verdict.problem}",
+        f"  layout {plan.layout}, {packed} packed for each layer on this rank",
+        *(f"  {tokens} tokens: {step.backend}, {known}" for tokens, step, known in verdict.selection.ranges()),
+    ]
+
+
+def _row(row: LayerPreview) -> dict[str, Any]:
+    """The row as plain values."""
+    from polymoe.verdict import Rejected
+
+    found: dict[str, Any] = {"layers": list(row.layers), "name": row.where, "method": row.method}
+    if isinstance(row.verdict, Rejected):
+        reasons = [{"what": r.what, "expected": r.expected, "got": r.got} for r in row.verdict.reasons]
+        return {**found, "runs": False, "reasons": reasons}
+    packed = _packed_bytes(row.verdict.problem)
+    return {**found, "runs": True, "packed_bytes_per_layer": packed, **row.verdict.selection.to_dict()}
+
+
+def _packed_bytes(problem: Any) -> int:
+    return problem.spec.local_experts * problem.spec.expert_bytes
