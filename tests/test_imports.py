@@ -151,8 +151,8 @@ ORDER = {
         "loading", "generator", "chat", "__init__",
     ),
     "engines.serving": (
-        "settings", "hooks", "sources", "loading", "dummy", "stand_aside", "preview", "packed_layer", "log",
-        "take_over", "__init__",
+        "settings", "hooks", "sources", "loading", "dummy", "stand_aside", "preview", "packed_layer",
+        "warm_up", "log", "take_over", "chooser", "__init__",
     ),
     "engines.sglang": ("hooks", "facts", "method", "plugin", "__init__"),
     "engines.vllm": ("hooks", "neutral", "facts", "method", "plugin", "__init__"),

@@ -98,7 +98,8 @@ def launches(
 
     backend = backend or Triton()
     config = config or backend.configure(problem, Machine.of(gpu), tokens)
-    routing = Routing(empty(tokens, 4, dtype=torch.int64), empty(tokens, 4, dtype=torch.float32))
+    shape = tokens, problem.top_k
+    routing = Routing(empty(*shape, dtype=torch.int64), empty(*shape, dtype=torch.float32))
     x = empty(tokens, problem.spec.hidden, dtype=dtype)
     with patch.object(triton.JITFunction, "run", record):
         backend.bind(problem, packed).run(x, routing, config, torch.empty_like(x), **options)

@@ -11,7 +11,8 @@ import torch
 
 from polymoe.activations import SwiGLU
 from polymoe.engines.serving.settings import EngineSettings
-from polymoe.engines.serving.stand_aside import LayerFacts, LayerPlan, judge_layer, need_natural_columns
+from polymoe.engines.serving.sources import SGLANG
+from polymoe.engines.serving.stand_aside import LayerFacts, LayerPlan, judge_layer, method_facts
 from polymoe.errors import ArgumentError
 from polymoe.machine import Machine
 from polymoe.verdict import Reason, Reasons, Rejected
@@ -108,5 +109,7 @@ class Order(enum.Enum):
 )  # fmt: skip
 def test_columns_in_another_order(desc_act: bool, actorder: object, said: str | None) -> None:
     reasons = Reasons()
-    need_natural_columns(reasons, SimpleNamespace(desc_act=desc_act), actorder)
+    method = SimpleNamespace(quant_config=SimpleNamespace(desc_act=desc_act, is_sym=True))
+    facts = method_facts(method, SGLANG, {}, actorder, reasons)
+    assert (facts["method"], facts["symmetric"], facts["k_first"]) == ("SimpleNamespace", True, False)
     assert [reason.got for reason in reasons.found] == ([] if said is None else [f"by activation ({said})"])

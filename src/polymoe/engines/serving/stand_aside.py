@@ -21,7 +21,7 @@ from polymoe.runtime import PlanRequest
 from polymoe.tensors import ExpertsSpec
 from polymoe.verdict import Reason, Reasons, Rejected
 
-__all__ = ["LayerFacts", "LayerPlan", "judge_layer", "need_natural_columns", "reason_of"]
+__all__ = ["LayerFacts", "LayerPlan", "judge_layer", "method_facts", "reason_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -188,15 +188,27 @@ def _experts(facts: LayerFacts, reasons: Reasons, *, static: bool) -> StackedExp
     return experts
 
 
-def need_natural_columns(reasons: Reasons, quant_config: Any, actorder: Any) -> None:
-    """Add to ``reasons`` what reorders columns by activation, if anything does.
+def method_facts(
+    method: Any, sources: Mapping[str, StackedSource], tensors: Mapping[str, Tensor], actorder: Any, reasons: Reasons
+) -> dict[str, Any]:
+    """Return the facts that an engine's method says of the layer's tensors, by name.
 
     Args:
-        reasons: those found so far.
-        quant_config: the engine's config of a method, whose ``desc_act`` is GPTQ's; or None.
-        actorder: of compressed-tensors, a string or a member of an enumeration; or None.
+        method: the engine's, or what stores its tensors.
+        sources: the engine's table of them.
+        tensors: what it creates for the layer.
+        actorder: compressed-tensors' order of columns, a string or a member of an enumeration; or None.
+        reasons: those found so far; if activations reorder columns, that is added.
     """
+    config = getattr(method, "quant_config", None)
     actorder = getattr(actorder, "value", actorder)
-    order = "desc_act" if getattr(quant_config, "desc_act", False) else f"actorder {actorder}"
+    order = "desc_act" if getattr(config, "desc_act", False) else f"actorder {actorder}"
     natural = order != "desc_act" and actorder not in ("group", "dynamic")
     reasons.need(natural, "order of columns", "the natural one", f"by activation ({order})")
+    return {
+        "method": type(method).__name__,
+        "sources": sources,
+        "tensors": tensors,
+        "k_first": any(getattr(tensor, "is_transposed", False) for tensor in tensors.values()),
+        "symmetric": bool(getattr(config, "is_sym", False)),
+    }

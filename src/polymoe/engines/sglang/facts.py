@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from polymoe.activations import Activation, GeGLU, ReLU2, SwiGLU
 from polymoe.engines.serving.settings import EngineSettings
 from polymoe.engines.serving.sources import SGLANG
-from polymoe.engines.serving.stand_aside import LayerFacts, need_natural_columns
+from polymoe.engines.serving.stand_aside import LayerFacts, method_facts
 from polymoe.engines.sglang.hooks import ASKED_SERVER_ARGS
 from polymoe.verdict import Reasons
 
-__all__ = ["Asked", "create_tensors", "facts_of", "name_of", "refusals", "role_of", "storing"]
+__all__ = ["Asked", "create_tensors", "facts_of", "name_of", "refusals", "role_of", "storing", "trial_tensors"]
 
 # Loaders that load the checkpoint's tensors one by one, through each parameter's loader.
 _LOAD_FORMATS = ("auto", "dummy", "fastsafetensors", "mistral", "npcache", "pt", "runai_streamer", "safetensors")
@@ -157,7 +157,30 @@ def _not_swizzled(create: Any) -> Iterator[None]:
         namespace[_SWIZZLE] = original
 
 
-def facts_of(layer: Any, method: Any, server: Any, asked: Asked) -> LayerFacts:
+def trial_tensors(layer: Any, method: Any, asked: Asked) -> Mapping[str, Tensor]:
+    """Return the parameters that ``method`` would create for the layer, on the meta device, by name; none for a method
+    whose tensors are not known.
+
+    Raises:
+        Exception: whatever the method raises for a layer that it cannot have.
+    """
+    if type(storing(method, layer)).__name__ not in SGLANG:
+        return {}
+    return create_tensors(
+        method.create_weights,
+        _Trial(layer),
+        "meta",
+        num_experts=layer.num_local_experts,
+        hidden_size=layer.hidden_size,
+        intermediate_size_per_partition=layer.intermediate_size_per_partition,
+        params_dtype=layer.moe_runner_config.params_dtype,
+        weight_loader=_load_nothing,
+        with_bias=layer.with_bias,
+        moe_intermediate_size=asked.intermediate,
+    )
+
+
+def facts_of(layer: Any, method: Any, server: Any, asked: Asked, tensors: Mapping[str, Tensor]) -> LayerFacts:
     """Return the facts of the layer.
 
     Args:
@@ -165,9 +188,7 @@ def facts_of(layer: Any, method: Any, server: Any, asked: Asked) -> LayerFacts:
         method: its quantization method.
         server: the ``ServerArgs``.
         asked: what the model asks of the layer.
-
-    Raises:
-        Exception: whatever the method raises for a layer that it cannot have.
+        tensors: as :func:`trial_tensors` returns them.
     """
     config, reasons = layer.moe_runner_config, Reasons()
     stores = storing(method, layer)
@@ -175,33 +196,16 @@ def facts_of(layer: Any, method: Any, server: Any, asked: Asked) -> LayerFacts:
     reasons.need(layer.hidden_size == asked.hidden, "hidden size", asked.hidden, f"{layer.hidden_size} with padding")
     whole = intermediate * layer.moe_tp_size
     reasons.need(whole == asked.intermediate, "intermediate size", asked.intermediate, f"{whole} with padding")
-    tensors: Mapping[str, Tensor] = {}
-    if type(stores).__name__ in SGLANG:
-        tensors = create_tensors(
-            method.create_weights,
-            _Trial(layer),
-            "meta",
-            num_experts=layer.num_local_experts,
-            hidden_size=layer.hidden_size,
-            intermediate_size_per_partition=intermediate,
-            params_dtype=config.params_dtype,
-            weight_loader=_load_nothing,
-            with_bias=layer.with_bias,
-            moe_intermediate_size=asked.intermediate,
-        )
+    if tensors:
         # MXFP4's tensors may have zeros at the end, and gate and up are halves of what there is.
         intermediate = getattr(method, "intermediate_size_per_partition", intermediate)
     activation = _activation(config)
     reasons.need(activation is not None, "activation", "silu, clamped before it, or gelu, or relu2", _described(config))
-    need_natural_columns(reasons, getattr(stores, "quant_config", None), getattr(stores, "actorder", None))
+    of_method = method_facts(stores, SGLANG, tensors, getattr(stores, "actorder", None), reasons)
     split = layer.moe_ep_size > 1
     return LayerFacts(
         where=name_of(layer),
-        method=type(stores).__name__,
-        sources=SGLANG,
-        tensors=tensors,
-        k_first=any(getattr(tensor, "is_transposed", False) for tensor in tensors.values()),
-        symmetric=bool(getattr(getattr(stores, "quant_config", None), "is_sym", False)),
+        **of_method,
         hidden=layer.hidden_size,
         intermediate=intermediate,
         experts=layer.num_experts,

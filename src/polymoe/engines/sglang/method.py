@@ -16,17 +16,11 @@ from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 from sglang.srt.layers.moe.topk import TopKOutputChecker  # pyright: ignore
 from torch import Tensor, nn
 
-from polymoe.engines.serving.dummy import fill
-from polymoe.engines.serving.loading import LoadedParts
-from polymoe.engines.serving.packed_layer import PackedLayer
-from polymoe.engines.serving.sources import StackedExperts
-from polymoe.engines.serving.stand_aside import LayerPlan
-from polymoe.engines.serving.take_over import derived_method
+from polymoe.engines.serving.take_over import TakenOver
 from polymoe.engines.sglang.facts import create_tensors
 from polymoe.errors import UnsupportedProblem
-from polymoe.runtime import PlanRequest
 
-__all__ = ["NO_UPDATES", "PackedExpertsMethod", "take_over"]
+__all__ = ["NO_UPDATES", "PackedExpertsMethod"]
 
 NO_UPDATES = (
     "polymoe has packed this model's experts, and does not update them while SGLang runs: start SGLang again, or with "
@@ -34,20 +28,12 @@ NO_UPDATES = (
 )
 
 
-class PackedExpertsMethod:
-    """Base class that comes before SGLang's method in a class made by :func:`take_over`."""
+class PackedExpertsMethod(TakenOver):
+    """What comes before SGLang's own functions."""
 
     # SGLang's kernels, which are not made here. Without a runner, no x arrives quantized, and SGLang gives ids.
     runner = None
 
-    plan: LayerPlan
-    packed: PackedLayer
-    experts: StackedExperts
-    created: tuple[str, ...]
-    dummy: bool
-    check: Callable[[LayerPlan], bool]
-    on_packed: Callable[[PackedExpertsMethod, nn.Module], None]
-    loaded: LoadedParts
     done: bool
 
     @property
@@ -68,12 +54,10 @@ class PackedExpertsMethod:
         # For backends that transpose or exchange the tensors while they are loaded.
         layer.use_triton_kernels = layer.use_flashinfer_trtllm_moe = False
         given["weight_loader"] = self._noting(layer, given["weight_loader"])
-        tensors = create_tensors(super().create_weights, layer, "cpu", **given)  # type: ignore[misc]
-        self.created = tuple(tensors)
-        self.experts = self.plan.experts_in(tensors)
-        for name in tensors.keys() - set(self.experts.names):  # loaded by name, and not read
+        unread = self.note_created(create_tensors(super().create_weights, layer, "cpu", **given))  # type: ignore[misc]
+        for name in unread:  # loaded by name
             _replace(layer, name, _discard)
-        self.loaded, self.done = LoadedParts(self.experts), False
+        self.done = False
 
     def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
         """Make none."""
@@ -88,17 +72,8 @@ class PackedExpertsMethod:
         """
         if self.done:
             return
-        experts = self.plan.experts_in({name: layer._parameters[name].data for name in self.experts.names})
-        if self.dummy:
-            fill(experts)
-        else:
-            self.loaded.require_all()
-        device = experts.tensors[experts.names[0]].device
-        self.packed.pack(layer, experts.weights(self.plan.problem.spec), device, check=self.check(self.plan))
-        for name in self.created:
-            _replace(layer, name, _refuse)
+        self.pack(layer, lambda name: _replace(layer, name, _refuse))
         self.done = True
-        self.on_packed(self, layer)
 
     def restore_weights_before_loading(self, layer: Any) -> None:
         """Refuse: SGLang would load into tensors that are not there.
@@ -149,36 +124,6 @@ class PackedExpertsMethod:
             return theirs(param, loaded_weight, weight_name, shard_id, *expert_id, **more)
 
         return load
-
-
-def take_over(
-    method: Any,
-    plan: LayerPlan,
-    request: PlanRequest,
-    *,
-    dummy: bool,
-    check: Callable[[LayerPlan], bool],
-    on_packed: Callable[[PackedExpertsMethod, nn.Module], None],
-) -> Any:
-    """Return ``method`` with polymoe's computation: an instance of a class of the same name, derived from its own.
-
-    Args:
-        method: SGLang's method, which is not used any more.
-        plan: of the layer.
-        request: how the layer was planned.
-        dummy: whether SGLang loads no checkpoint.
-        check: whether the packed experts are compared with the reference.
-        on_packed: called after the layer was packed.
-    """
-    return derived_method(
-        method,
-        PackedExpertsMethod,
-        plan=plan,
-        packed=PackedLayer(plan.experts.where, plan.problem, request),
-        dummy=dummy,
-        check=check,
-        on_packed=on_packed,
-    )
 
 
 def _routed_scale(layer: Any, x: Tensor) -> float:

@@ -12,19 +12,13 @@ from sglang.srt.layers.moe.utils import get_moe_runner_backend  # pyright: ignor
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pyright: ignore
 from sglang.srt.runtime_context import get_server_args  # pyright: ignore
 
-from polymoe.backends import BACKENDS
+from polymoe.engines.serving.chooser import LayerChooser
 from polymoe.engines.serving.log import LayerLog
 from polymoe.engines.serving.settings import EngineSettings
-from polymoe.engines.serving.stand_aside import LayerPlan, judge_layer
-from polymoe.engines.sglang.facts import Asked, facts_of, name_of, refusals, role_of
+from polymoe.engines.sglang.facts import Asked, facts_of, name_of, refusals, role_of, trial_tensors
 from polymoe.engines.sglang.hooks import INIT, SETATTR, TOPK, UPDATES
-from polymoe.engines.sglang.method import NO_UPDATES, PackedExpertsMethod, take_over
+from polymoe.engines.sglang.method import NO_UPDATES, PackedExpertsMethod
 from polymoe.errors import UnsupportedProblem
-from polymoe.layouts import LAYOUTS
-from polymoe.machine import Machine
-from polymoe.problem import Problem
-from polymoe.runtime import PlanRequest
-from polymoe.verdict import Reason, Rejected
 
 __all__ = ["LayerHooks", "install"]
 
@@ -42,13 +36,12 @@ def install(settings: EngineSettings, log: LayerLog) -> LayerHooks:
     return chooser
 
 
-class LayerHooks:
+class LayerHooks(LayerChooser):
     """What is called from SGLang: chooses the method of each layer of this process."""
 
     def __init__(self, settings: EngineSettings, log: LayerLog) -> None:
-        self.settings, self.log = settings, log
+        super().__init__("SGLang", settings, log)
         self._constructed: list[tuple[Any, Asked]] = []  # the layer that is being made
-        self._checked: set[Problem] = set()
         self._ours: dict[int, bool] = {}  # whether polymoe runs the layer of this number
 
     def construct(self, original: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:
@@ -101,42 +94,19 @@ class LayerHooks:
             UnsupportedProblem: if polymoe cannot run the layer and the user requires it.
         """
         server = get_server_args()
-        refused = refusals(layer, server, self.settings).found
-        if refused:
-            return self._stand_aside(layer, method, tuple(refused))
-        request = PlanRequest(
-            Machine.of(torch.empty(0).device.type),  # SGLang makes models with their device as the default one
-            self.settings.role or role_of(server),
-            self.settings.backend,
-            BACKENDS,
-            LAYOUTS,
-        )
-        try:
-            facts = facts_of(layer, method, server, asked)
-        except Exception as error:  # SGLang's method refuses the layer, and says so when it creates the tensors
-            reason = Reason(type(error).__name__, "a layer that SGLang's method takes", str(error))
-            return self._stand_aside(layer, method, (reason,))
-        verdict = judge_layer(facts, request, self.settings)
-        if isinstance(verdict, Rejected):
-            return self._stand_aside(layer, method, verdict.reasons)
         instead = f"{type(method).__name__} on {get_moe_runner_backend().value}"
-        return take_over(
-            method,
-            verdict,
-            request,
-            dummy=str(getattr(server.load_format, "value", server.load_format)) == "dummy",
-            check=self._first_of_its_kind,
-            on_packed=lambda ours, module: self.log.packed(ours.packed, module, instead, _first_rank(layer)),
+        ours = self.choose(
+            name_of(layer),
+            refusals(layer, server, self.settings),
+            lambda: trial_tensors(layer, method, asked),
+            lambda tensors: (method, facts_of(layer, method, server, asked, tensors), instead),
+            PackedExpertsMethod,
+            device=torch.empty(0).device.type,  # SGLang makes models with their device as the default one
+            role=role_of(server),
+            load_format=str(getattr(server.load_format, "value", server.load_format)),
+            first_rank=_first_rank(layer),
         )
-
-    def _first_of_its_kind(self, plan: LayerPlan) -> bool:
-        new = plan.problem not in self._checked
-        self._checked.add(plan.problem)
-        return new
-
-    def _stand_aside(self, layer: Any, method: Any, reasons: tuple[Reason, ...]) -> Any:
-        self.log.stand_aside(name_of(layer), reasons, _first_rank(layer))
-        return method
+        return method if ours is None else ours
 
 
 def _first_rank(layer: Any) -> bool:

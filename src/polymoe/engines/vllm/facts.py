@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from polymoe.activations import Activation, GeGLU, ReLU2, SwiGLU
 from polymoe.engines.serving.settings import EngineSettings
 from polymoe.engines.serving.sources import VLLM
-from polymoe.engines.serving.stand_aside import LayerFacts, need_natural_columns
+from polymoe.engines.serving.stand_aside import LayerFacts, method_facts
 from polymoe.verdict import Reasons
 
 __all__ = ["created_tensors", "facts_of", "refusals", "role_of"]
@@ -104,14 +104,10 @@ def facts_of(
     activation = _activation(name, layer, moe)
     reasons.need(activation is not None, "activation", "silu, swigluoai, gelu, gelu_tanh or relu2_no_mul", name)
     actorder = getattr(getattr(method, "weight_quant", None), "actorder", None)
-    need_natural_columns(reasons, getattr(method, "quant_config", None), actorder)
+    of_method = method_facts(method, VLLM, tensors, actorder, reasons)
     return LayerFacts(
         where=where,
-        method=type(method).__name__,
-        sources=VLLM,
-        tensors=tensors,
-        k_first=any(getattr(tensor, "is_transposed", False) for tensor in tensors.values()),
-        symmetric=bool(getattr(getattr(method, "quant_config", None), "is_sym", False)),
+        **of_method,
         hidden=moe.hidden_dim,
         intermediate=intermediate,
         experts=moe.num_experts,

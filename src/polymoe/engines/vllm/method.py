@@ -7,7 +7,6 @@ are created on the meta device, so that vLLM materializes, fills and hands over 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -20,22 +19,17 @@ from vllm.model_executor.model_loader.reload.layerwise import (  # pyright: igno
 )
 
 from polymoe.backends.base import mapped_ids
-from polymoe.engines.serving.dummy import fill
 from polymoe.engines.serving.loading import LoadedParts
-from polymoe.engines.serving.packed_layer import PackedLayer
-from polymoe.engines.serving.sources import StackedExperts
-from polymoe.engines.serving.stand_aside import LayerPlan
-from polymoe.engines.serving.take_over import derived_method
+from polymoe.engines.serving.take_over import TakenOver
 from polymoe.errors import UnsupportedProblem
-from polymoe.runtime import PlanRequest
 
-__all__ = ["PackedMethod", "take_over"]
+__all__ = ["PackedMethod"]
 
 _DONE = "_already_called_process_weights_after_loading"
 
 
-class PackedMethod:
-    """Base class that comes before vLLM's method in a class made by :func:`take_over`."""
+class PackedMethod(TakenOver):
+    """What comes before vLLM's own functions."""
 
     uses_meta_device = True
     supports_pre_processed_weights = False
@@ -45,13 +39,6 @@ class PackedMethod:
     supports_eplb = False
     topk_indices_dtype = None
 
-    plan: LayerPlan
-    packed: PackedLayer
-    experts: StackedExperts
-    created: tuple[str, ...]
-    dummy: bool
-    on_packed: Callable[[PackedMethod, nn.Module], None]
-    loaded: LoadedParts
     cleared: set[str]
 
     def maybe_roundup_sizes(self, hidden_size: int, intermediate_size_per_partition: int, *_: Any, **__: Any) -> Any:
@@ -68,12 +55,10 @@ class PackedMethod:
         before = set(layer._parameters)
         with torch.device("meta"):
             super().create_weights(layer=layer, **given)  # type: ignore[misc]
-        tensors = {n: p for n, p in layer._parameters.items() if n not in before}
-        self.created = tuple(tensors)
-        self.experts = self.plan.experts_in(tensors)
-        for name in tensors.keys() - set(self.experts.names):  # loaded by name, and not read
+        unread = self.note_created({n: p for n, p in layer._parameters.items() if n not in before})
+        for name in unread:  # loaded by name
             layer.register_parameter(name, _nothing(torch.device("meta")))
-        self.loaded, self.cleared = LoadedParts(self.experts), set()
+        self.cleared = set()
         initialize_online_processing(layer)
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -85,30 +70,21 @@ class PackedMethod:
         """
         if getattr(layer, _DONE, False):
             return
-        tensors = {name: layer._parameters[name].data for name in self.experts.names}
-        if any(tensor.is_meta for tensor in tensors.values()):
+        if any(layer._parameters[name].is_meta for name in self.experts.names):
             raise UnsupportedProblem(
                 self.packed.where,
                 expected="tensors that vLLM loaded one by one",
                 got="none",
                 hint="use --load-format auto, safetensors, runai_streamer or dummy, or POLYMOE=0",
             )
-        experts = self.plan.experts_in(tensors)
-        if self.dummy:
-            fill(experts)
-        else:
-            self.loaded.require_all()
-        weights = experts.weights(self.plan.problem.spec)
-        device = next(iter(tensors.values())).device
-        self.packed.pack(layer, weights, device, check=self.check(self.plan))
-        for name in self.created:
+
+        def drop(name: str) -> None:
             # What comes after the layer is complete, such as other ranks' experts, is still looked for by name.
-            layer.register_parameter(name, _nothing(device))
+            layer.register_parameter(name, _nothing(layer._parameters[name].device))
+
+        self.pack(layer, drop)
         self.loaded, self.cleared = LoadedParts(self.experts), set()
         setattr(layer, _DONE, True)
-        self.on_packed(self, layer)
-
-    check: Callable[[LayerPlan], bool]
 
     def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig:
         """vLLM's kernels get nothing from here."""
@@ -127,38 +103,6 @@ class PackedMethod:
         if self.plan.mapped:
             topk_ids = mapped_ids(topk_ids, layer.expert_map)
         return self.packed(layer, x, topk_ids, topk_weights.to(torch.float32))
-
-
-def take_over(
-    method: Any,
-    plan: LayerPlan,
-    request: PlanRequest,
-    where: str,
-    *,
-    dummy: bool,
-    check: Callable[[LayerPlan], bool],
-    on_packed: Callable[[PackedMethod, nn.Module], None],
-) -> Any:
-    """Return ``method`` with polymoe's computation: an instance of a class of the same name, derived from its own.
-
-    Args:
-        method: vLLM's method, which is not used any more.
-        plan: of the layer.
-        request: how the layer was planned.
-        where: the layer's name.
-        dummy: whether vLLM loads no checkpoint.
-        check: whether the packed experts are compared with the reference.
-        on_packed: called after each time the layer was packed.
-    """
-    return derived_method(
-        method,
-        PackedMethod,
-        plan=plan,
-        packed=PackedLayer(where, plan.problem, request),
-        dummy=dummy,
-        check=check,
-        on_packed=on_packed,
-    )
 
 
 def _load(

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from polymoe.backends import BACKENDS
+from polymoe.engines.serving.chooser import LayerChooser
 from polymoe.engines.serving.hooks import missing_hooks
 from polymoe.engines.serving.log import LayerLog
 from polymoe.engines.serving.settings import EngineSettings
 from polymoe.engines.serving.sources import VLLM
-from polymoe.engines.serving.stand_aside import LayerPlan, judge_layer
+from polymoe.engines.serving.stand_aside import LayerFacts
 from polymoe.engines.vllm.facts import created_tensors, facts_of, refusals, role_of
 from polymoe.engines.vllm.hooks import HOOKS
 from polymoe.engines.vllm.neutral import neutral_choice
-from polymoe.layouts import LAYOUTS
-from polymoe.machine import Machine
-from polymoe.problem import Problem
-from polymoe.runtime import PlanRequest
-from polymoe.verdict import Reason, Rejected
 
 __all__ = ["MethodChooser", "install"]
 
@@ -56,12 +52,11 @@ def install(settings: EngineSettings) -> None:
     RoutedExperts._get_quant_method = get_quant_method
 
 
-class MethodChooser:
+class MethodChooser(LayerChooser):
     """Chooses the method of each layer of this process."""
 
     def __init__(self, settings: EngineSettings, log: LayerLog) -> None:
-        self.settings, self.log = settings, log
-        self._checked: set[Problem] = set()
+        super().__init__("vLLM", settings, log)
 
     def method(self, layer: Any, where: str, moe: Any, make: Callable[[], Any]) -> Any:
         """Return the method for a layer: polymoe's, or what ``make`` returns.
@@ -77,50 +72,34 @@ class MethodChooser:
         """
         from vllm.config import get_current_vllm_config  # pyright: ignore
 
+        from polymoe.engines.vllm.method import PackedMethod
+
         config = get_current_vllm_config()
-        refused = refusals(layer, moe, config, self.settings, where).found
-        if refused:
-            return self._stand_aside(where, moe, tuple(refused), make)
-        request = PlanRequest(
-            Machine.of(torch.device(moe.device).type),
-            self.settings.role or role_of(config),
-            self.settings.backend,
-            BACKENDS,
-            LAYOUTS,
-        )
-        with neutral_choice() as chosen:
-            try:
+
+        def create() -> tuple[Any, Mapping[str, Tensor], int, str]:
+            with neutral_choice() as chosen:
                 method = make()
                 intermediate = _padded(method, moe)
                 tensors = created_tensors(method, layer, moe, intermediate) if type(method).__name__ in VLLM else {}
-            except Exception as error:  # vLLM's method refuses the layer, and says so when it is made again
-                reason = Reason(type(error).__name__, "a layer that vLLM's method takes", str(error))
-                return self._stand_aside(where, moe, (reason,), make)
-        facts = facts_of(layer, method, moe, tensors, intermediate, where, _batch_invariant())
-        verdict = judge_layer(facts, request, self.settings)
-        if isinstance(verdict, Rejected):
-            return self._stand_aside(where, moe, verdict.reasons, make)
-        instead = chosen[0] if chosen else "unknown"
-        from polymoe.engines.vllm.method import take_over
+            return method, tensors, intermediate, chosen[0] if chosen else "unknown"
 
-        return take_over(
-            method,
-            verdict,
-            request,
+        def describe(created: tuple[Any, Mapping[str, Tensor], int, str]) -> tuple[Any, LayerFacts, str]:
+            method, tensors, intermediate, instead = created
+            facts = facts_of(layer, method, moe, tensors, intermediate, where, _batch_invariant())
+            return method, facts, instead
+
+        ours = self.choose(
             where,
-            dummy=str(getattr(config.load_config, "load_format", "")) == "dummy",
-            check=self._first_of_its_kind,
-            on_packed=lambda ours, module: self.log.packed(ours.packed, module, instead, _first_rank(moe)),
+            refusals(layer, moe, config, self.settings, where),
+            create,
+            describe,
+            PackedMethod,
+            device=torch.device(moe.device).type,
+            role=role_of(config),
+            load_format=str(getattr(config.load_config, "load_format", "auto")),
+            first_rank=_first_rank(moe),
         )
-
-    def _first_of_its_kind(self, plan: LayerPlan) -> bool:
-        new = plan.problem not in self._checked
-        self._checked.add(plan.problem)
-        return new
-
-    def _stand_aside(self, where: str, moe: Any, reasons: tuple[Reason, ...], make: Callable[[], Any]) -> Any:
-        self.log.stand_aside(where, reasons, _first_rank(moe))
-        return make()
+        return make() if ours is None else ours
 
 
 def _padded(method: Any, moe: Any) -> int:

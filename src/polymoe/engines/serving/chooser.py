@@ -1,0 +1,99 @@
+"""LayerChooser: whose method runs a layer, polymoe's or the engine's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from polymoe.backends import BACKENDS
+from polymoe.engines.serving.log import LayerLog
+from polymoe.engines.serving.settings import EngineSettings
+from polymoe.engines.serving.stand_aside import LayerFacts, LayerPlan, judge_layer
+from polymoe.engines.serving.take_over import TakenOver, take_over
+from polymoe.layouts import LAYOUTS
+from polymoe.machine import Machine
+from polymoe.problem import Problem
+from polymoe.runtime import PlanRequest
+from polymoe.verdict import Reason, Reasons
+
+__all__ = ["LayerChooser"]
+
+Created = TypeVar("Created")
+
+
+class LayerChooser:
+    """Chooses for the layers of one process.
+
+    Args:
+        engine: its name in messages.
+        settings: the user's.
+        log: says what was chosen.
+    """
+
+    def __init__(self, engine: str, settings: EngineSettings, log: LayerLog) -> None:
+        self.engine, self.settings, self.log = engine, settings, log
+        self._packed: set[Problem] = set()
+
+    def choose(
+        self,
+        where: str,
+        refused: Reasons,
+        create: Callable[[], Created],
+        describe: Callable[[Created], tuple[Any, LayerFacts, str]],
+        base: type[TakenOver],
+        *,
+        device: str,
+        role: str,
+        load_format: str,
+        first_rank: bool,
+    ) -> Any:
+        """Return a method that polymoe has taken over, or None if the engine keeps the layer; the log says why.
+
+        Args:
+            where: the layer's name.
+            refused: what rules polymoe out before anything is known of the experts.
+            create: makes, on trial, what the engine would make for the layer; raises whatever the engine raises for a
+                layer that it cannot have.
+            describe: returns, of what ``create`` returned, the engine's method, facts of the layer, and what the
+                engine would have chosen.
+            base: as in :func:`take_over`.
+            device: type of the device that the layer will be on.
+            role: the engine's, unless the user says otherwise.
+            load_format: the engine's.
+            first_rank: whether this process speaks for all ranks.
+
+        Raises:
+            UnsupportedProblem: if polymoe cannot run the layer and the user requires it.
+            ArgumentError: for an unknown backend, role or kind of activations in the user's settings.
+        """
+        reasons = tuple(refused.found)
+        if not reasons:
+            request = PlanRequest(
+                Machine.of(device), self.settings.role or role, self.settings.backend, BACKENDS, LAYOUTS
+            )
+            try:
+                created = create()
+            except Exception as error:  # the engine says so itself when it makes the layer
+                expected = f"a layer that {self.engine}'s method takes"
+                reasons = (Reason(type(error).__name__, expected, str(error)),)
+            else:
+                method, facts, instead = describe(created)
+                verdict = judge_layer(facts, request, self.settings)
+                if isinstance(verdict, LayerPlan):
+                    return take_over(
+                        method,
+                        base,
+                        verdict,
+                        request,
+                        dummy=load_format == "dummy",
+                        first_of_its_kind=self._first_of_its_kind,
+                        on_packed=lambda packed, module: self.log.packed(packed, module, instead, first_rank),
+                    )
+                reasons = verdict.reasons
+        self.log.stand_aside(where, reasons, first_rank)
+        return None
+
+    def _first_of_its_kind(self, plan: LayerPlan) -> bool:
+        new = plan.problem not in self._packed
+        self._packed.add(plan.problem)
+        return new

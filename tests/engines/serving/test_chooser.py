@@ -1,0 +1,80 @@
+"""Whose method runs a layer: reasons of the engine and of the user, and errors of polymoe's own."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from polymoe.engines.serving.chooser import LayerChooser
+from polymoe.engines.serving.log import LayerLog
+from polymoe.engines.serving.settings import EngineSettings
+from polymoe.engines.serving.stand_aside import LayerFacts
+from polymoe.engines.serving.take_over import TakenOver
+from polymoe.errors import UnsupportedProblem
+from polymoe.verdict import Reasons
+from support.stacked import facts_of
+
+
+class Method:
+    pass
+
+
+def choose(settings: EngineSettings, *, refused: str = "", facts: LayerFacts | None = None, create: Any = None) -> Any:
+    reasons = Reasons()
+    reasons.need(not refused, refused)
+    chooser = LayerChooser("Engine", settings, LayerLog("Engine", "engine.polymoe", settings, ()))
+    return chooser.choose(
+        "layers.1",
+        reasons,
+        create or (lambda: "created"),
+        lambda created: (Method(), facts or facts_of("sums-gpt-oss-mxfp4"), created),
+        TakenOver,
+        device="cpu",
+        role="decode",
+        load_format="dummy",
+        first_rank=True,
+    )
+
+
+def test_a_layer_that_polymoe_runs() -> None:
+    method = choose(EngineSettings())
+    assert type(method).__name__ == "Method"
+    assert method.dummy
+    assert method.plan.selection.role == "decode"
+    assert choose(EngineSettings(role="prefill")).plan.selection.role == "prefill"
+
+
+def test_only_the_first_layer_of_a_kind_is_checked() -> None:
+    method = choose(EngineSettings())
+    assert [method.first_of_its_kind(method.plan) for _ in range(2)] == [True, False]
+
+
+def fails() -> Any:
+    raise KeyError("w13")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"refused": "LoRA", "create": fails}, "LoRA: not supported"),
+        ({"create": fails}, "KeyError: expects a layer that Engine's method takes, got 'w13'"),
+        ({"facts": replace(facts_of("sums-gpt-oss-mxfp4"), method="Other")}, "method: expects one of"),
+    ],
+)
+def test_reasons_why_the_engine_keeps_a_layer(
+    given: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    assert choose(EngineSettings(), **given) is None
+    (record,) = caplog.records
+    assert record.getMessage().partition(" to Engine: ")[2].startswith(said)
+    with pytest.raises(UnsupportedProblem, match="POLYMOE=require"):
+        choose(EngineSettings(mode="require"), **given)
+
+
+def test_errors_of_our_own_are_no_reasons() -> None:
+    with pytest.raises(AttributeError):
+        choose(EngineSettings(), facts="nonsense")  # type: ignore[arg-type]
