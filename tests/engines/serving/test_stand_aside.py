@@ -113,3 +113,13 @@ def test_columns_in_another_order(desc_act: bool, actorder: object, said: str | 
     facts = method_facts(method, SGLANG, {}, actorder, reasons)
     assert (facts["method"], facts["symmetric"], facts["k_first"]) == ("SimpleNamespace", True, False)
     assert [reason.got for reason in reasons.found] == ([] if said is None else [f"by activation ({said})"])
+
+
+def test_batch_invariance_is_promised_or_refused() -> None:
+    h200 = replace(CPU, machine=Machine.of("h200"))
+    plan = judge_layer(facts_of("sums-gpt-oss-mxfp4", batch_invariant=True), h200, EngineSettings())
+    assert isinstance(plan, LayerPlan)
+    assert plan.problem.batch_invariant
+    assert {step.backend for step in plan.selection.require().steps} <= {"cuda", "triton"}
+    found = reasons_of(facts_of("sums-gpt-oss-mxfp4", batch_invariant=True))
+    assert "reference: batch-invariant results: not supported" in found
