@@ -155,7 +155,7 @@ ORDER = {
         "warm_up", "log", "take_over", "chooser", "__init__",
     ),
     "engines.sglang": ("hooks", "facts", "method", "plugin", "__init__"),
-    "engines.vllm": ("hooks", "neutral", "facts", "method", "plugin", "__init__"),
+    "engines.vllm": ("hooks", "neutral", "facts", "modular", "method", "plugin", "__init__"),
 }  # fmt: skip
 
 

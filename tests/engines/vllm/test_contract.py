@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from polymoe.engines.serving.hooks import Hook
+from polymoe.engines.vllm.hooks import DEEPEP_HOOKS, MODULAR_HOOKS
 from polymoe.engines.vllm.neutral import _PLAIN, _SELECTORS
 from support.engine_contract import ENGINES
 
@@ -39,3 +41,13 @@ def test_functions_that_choose_a_backend_have_a_plain_answer(version: str) -> No
     selectors = CONTRACT[version]["selectors"]
     for name in _SELECTORS:
         assert set(_PLAIN) & set(selectors[name]), (version, name)
+
+
+@pytest.mark.parametrize("version", CONTRACT)
+@pytest.mark.parametrize("hook", DEEPEP_HOOKS, ids=str)
+def test_deepep_has_the_parameters_of_what_needs_no_package(version: str, hook: Hook) -> None:
+    """It was never run: what is proven is that vLLM calls it as it calls what was run."""
+    found = CONTRACT[version]["hooks"]
+    step = hook.name.split(".")[1].removesuffix("_async")
+    (modular,) = [h for h in MODULAR_HOOKS if h.name == f"FusedMoEPrepareAndFinalizeModular.{step}"]
+    assert found[str(hook)] == found[str(modular)]

@@ -53,6 +53,29 @@ def test_nothing_rules_polymoe_out() -> None:
     assert reasons(moe_config(moe_parallel_config=gathered)) == []
 
 
+def test_all_to_all_backends() -> None:
+    """DeepEP was never run: only a user who requires polymoe gets it; batches by expert have another shape."""
+    require = EngineSettings(mode="require")
+
+    def found(backend: str, settings: EngineSettings, hidden: int = 4096) -> list[str]:
+        split = parallel(use_all2all_kernels=True, all2all_backend=backend, dp_size=2, ep_size=2)
+        return reasons(moe_config(moe_parallel_config=split, hidden_dim=hidden), settings=settings)
+
+    (reason,) = found("deepep_high_throughput", EngineSettings())
+    assert reason == (
+        "--all2all-backend: expects allgather_reducescatter, or deepep_high_throughput or deepep_v2 with "
+        "POLYMOE=require, got deepep_high_throughput"
+    )
+    for backend in ("allgather_reducescatter", "deepep_high_throughput", "deepep_v2"):
+        assert found(backend, require) == []
+    assert found("deepep_v2", require, hidden=2880) == [
+        "hidden size: expects a multiple of 256 with deepep_v2, got 2880"
+    ]
+    for backend in ("deepep_low_latency", "mori_low_latency", "nixl_ep", "passthrough", "flashinfer_nvlink_one_sided"):
+        (reason,) = found(backend, require)
+        assert reason.endswith(f"got {backend}")
+
+
 OFFLOADED = SimpleNamespace(uva=SimpleNamespace(cpu_offload_gb=1), prefetch=SimpleNamespace(offload_group_size=0))
 SHARED = SimpleNamespace(num_fused_shared_experts=1, expert_map=None)
 

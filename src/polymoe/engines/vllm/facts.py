@@ -14,13 +14,16 @@ from polymoe.engines.serving.sources import VLLM
 from polymoe.engines.serving.stand_aside import LayerFacts, method_facts
 from polymoe.verdict import Reasons
 
-__all__ = ["created_tensors", "facts_of", "refusals", "role_of"]
+__all__ = ["created_tensors", "facts_of", "needs_kernel", "refusals", "role_of"]
 
 # Models of vLLM that read a layer's own weights, or ask for its own kernel, beside the layer.
 _SPECIAL = ("DeepseekV41ForCausalLM", "FlintForCausalLM")
 # Loaders that put derived tensors, or whole files of them, where the layer's tensors are.
 _WHOLE_TENSORS = ("bitsandbytes", "gguf", "ipc_cache", "sharded_state", "tensorizer")
-_ALL_TO_ALL = ("allgather_reducescatter", "naive")
+# Backends with which vLLM gathers tokens itself, and those that exchange rows of tokens through a modular kernel.
+_GATHERED = ("allgather_reducescatter", "naive")
+_EXCHANGED = ("deepep_high_throughput", "deepep_v2")
+_EXCHANGED_COLUMNS = 256  # DeepEP copies 512 bytes at once, and vLLM would pad
 _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
 
 
@@ -45,9 +48,14 @@ def refusals(layer: Any, moe: Any, config: Any, settings: EngineSettings, where:
     reasons.need(moe.moe_backend == "auto", "--moe-backend", "auto", moe.moe_backend)
     reasons.need(not moe.is_lora_enabled, "LoRA")
     reasons.need(not parallel.enable_eplb, "load balancing of experts (EPLB)")
-    backend = parallel.all2all_backend
-    elsewhere = parallel.use_all2all_kernels or backend == "passthrough"
-    reasons.need(not elsewhere or backend in _ALL_TO_ALL, "--all2all-backend", _ALL_TO_ALL[0], backend)
+    if needs_kernel(parallel):
+        backend = parallel.all2all_backend
+        if backend in _EXCHANGED and settings.mode == "require":  # never run with one of these packages
+            fits = moe.hidden_dim % _EXCHANGED_COLUMNS == 0
+            reasons.need(fits, "hidden size", f"a multiple of {_EXCHANGED_COLUMNS} with {backend}", moe.hidden_dim)
+        else:
+            tried = f", or {' or '.join(_EXCHANGED)} with POLYMOE=require"
+            reasons.need(False, "--all2all-backend", f"{_GATHERED[0]}{tried}", backend)
     shared = getattr(layer.expert_map_manager, "num_fused_shared_experts", 0)
     reasons.need(not shared, "shared experts among the routed ones", 0, shared)
     architectures = getattr(config.model_config, "architectures", None) or []
@@ -61,6 +69,12 @@ def refusals(layer: Any, moe: Any, config: Any, settings: EngineSettings, where:
     moved = offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size
     reasons.need(not moved, "offloading of weights to the CPU")
     return reasons
+
+
+def needs_kernel(parallel: Any) -> bool:
+    """Whether tokens reach this rank's experts only through a modular kernel, by vLLM's ``FusedMoEParallelConfig``."""
+    backend = parallel.all2all_backend
+    return (parallel.use_all2all_kernels or backend == "passthrough") and backend not in _GATHERED
 
 
 def created_tensors(method: Any, layer: Any, moe: Any, intermediate: int) -> Mapping[str, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from polymoe.engines.serving.hooks import Hook
 
-__all__ = ["HOOKS"]
+__all__ = ["DEEPEP_HOOKS", "HOOKS", "MODULAR_HOOKS"]
 
 _MOE = "vllm.model_executor.layers.fused_moe"
 _RELOAD = "vllm.model_executor.model_loader.reload"
@@ -68,3 +68,53 @@ HOOKS: tuple[Hook, ...] = (
     Hook("vllm.config", "get_current_vllm_config", ()),
 )  # fmt: skip
 """What the plug-in uses. Attributes that a version may lack are read with a default, and are not here."""
+
+_PREPARE = (
+    "self", "a1", "topk_weights", "topk_ids", "num_experts", "expert_map", "apply_router_weight_on_input",
+    "quant_config", "defer_input_quant",
+)  # fmt: skip
+_FINALIZE = (
+    "self", "output", "fused_expert_output", "topk_weights", "topk_ids", "apply_router_weight_on_input",
+    "weight_and_reduce_impl",
+)  # fmt: skip
+
+MODULAR_HOOKS: tuple[Hook, ...] = (
+    Hook(f"{_MOE}.modular_kernel", "FusedMoEKernel", ("apply", "prepare_finalize")),
+    Hook(
+        f"{_MOE}.modular_kernel",
+        "FusedMoEKernel.apply",
+        (
+            "self", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "activation", "global_num_experts",
+            "expert_map", "apply_router_weight_on_input", "shared_experts", "shared_experts_input",
+        ),
+    ),
+    Hook(
+        f"{_MOE}.modular_kernel",
+        "FusedMoEExpertsModular.apply",
+        ("self", "output", "hidden_states", "topk_weights", "topk_ids"),
+    ),
+    Hook(f"{_MOE}.modular_kernel", "FusedMoEExpertsModular.workspace_shapes", ("self", "M", "N", "K")),
+    Hook(
+        f"{_MOE}.modular_kernel", "FusedMoEExpertsModular.moe_problem_size", ("self", "a1", "w1", "w2", "topk_ids")
+    ),
+    Hook(f"{_MOE}.modular_kernel", "FusedMoEExpertsModular.finalize_weight_and_reduce_impl", ("self",)),
+    Hook(f"{_MOE}.modular_kernel", "FusedMoEExperts.expects_unquantized_inputs", ()),
+    Hook(f"{_MOE}.modular_kernel", "FusedMoEActivationFormat", ("Standard",)),
+    Hook(f"{_MOE}.modular_kernel", "FusedMoEPrepareAndFinalizeModular.prepare", _PREPARE),
+    Hook(f"{_MOE}.modular_kernel", "FusedMoEPrepareAndFinalizeModular.finalize", _FINALIZE),
+    Hook(f"{_MOE}.topk_weight_and_reduce", "TopKWeightAndReduceNoOP", ("apply",)),
+    Hook(
+        f"{_MOE}.all2all_utils",
+        "maybe_make_prepare_finalize",
+        ("moe", "quant_config", "routing_tables", "allow_new_interface"),
+    ),
+)  # fmt: skip
+"""What is used besides where an all-to-all backend exchanges tokens."""
+
+DEEPEP_HOOKS: tuple[Hook, ...] = (
+    Hook(f"{_MOE}.prepare_finalize.deepep_ht", "DeepEPHTPrepareAndFinalize.prepare_async", _PREPARE),
+    Hook(f"{_MOE}.prepare_finalize.deepep_ht", "DeepEPHTPrepareAndFinalize.finalize_async", _FINALIZE),
+    Hook(f"{_MOE}.prepare_finalize.deepep_v2", "DeepEPV2PrepareAndFinalize.prepare", _PREPARE),
+    Hook(f"{_MOE}.prepare_finalize.deepep_v2", "DeepEPV2PrepareAndFinalize.finalize", _FINALIZE),
+)
+"""What prepares and finalizes with DeepEP: only parsed, as vLLM imports these modules where DeepEP is installed."""

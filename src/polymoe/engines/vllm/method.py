@@ -21,6 +21,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (  # pyright: igno
 from polymoe.backends.base import mapped_ids
 from polymoe.engines.serving.loading import LoadedParts
 from polymoe.engines.serving.take_over import TakenOver
+from polymoe.engines.vllm.facts import needs_kernel
 from polymoe.errors import UnsupportedProblem
 
 __all__ = ["PackedMethod"]
@@ -37,9 +38,14 @@ class PackedMethod(TakenOver):
     skip_forward_padding = False
     has_unpadded_output = False
     supports_eplb = False
-    topk_indices_dtype = None
 
     cleared: set[str]
+    moe_kernel: Any
+
+    @property
+    def topk_indices_dtype(self) -> torch.dtype | None:
+        """The dtype of ids that vLLM's all-to-all backend wants; any, if there is none."""
+        return None if self.moe_kernel is None else self.moe_kernel.prepare_finalize.topk_indices_dtype()
 
     def maybe_roundup_sizes(self, hidden_size: int, intermediate_size_per_partition: int, *_: Any, **__: Any) -> Any:
         """No padding but that of the loader of vLLM's method."""
@@ -62,7 +68,7 @@ class PackedMethod(TakenOver):
         initialize_online_processing(layer)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Pack the layer from vLLM's tensors, and drop those.
+        """Pack the layer from vLLM's tensors, and drop those; make vLLM's kernel if an all-to-all backend needs one.
 
         Raises:
             CheckpointError: if a part of a tensor was never loaded.
@@ -84,6 +90,10 @@ class PackedMethod(TakenOver):
 
         self.pack(layer, drop)
         self.loaded, self.cleared = LoadedParts(self.experts), set()
+        if self.moe_kernel is None and needs_kernel(layer.moe_config.moe_parallel_config):
+            from polymoe.engines.vllm.modular import modular_kernel
+
+            self.moe_kernel = modular_kernel(self, layer)
         setattr(layer, _DONE, True)
 
     def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig:
@@ -99,7 +109,28 @@ class PackedMethod(TakenOver):
         shared_experts: Any = None,
         shared_experts_input: Any = None,
     ) -> Tensor:
-        """Return this rank's weighted sum [T, H]; shared experts are vLLM's to run."""
+        """Return this rank's weighted sum [T, H], or with an all-to-all backend that of all ranks for this rank's
+        tokens; shared experts are vLLM's to run."""
+        if self.moe_kernel is None:
+            return self.run(layer, x, topk_weights, topk_ids)
+        # vLLM reads nothing of the weights but their number: the tensors of packed experts have other shapes.
+        experts = torch.empty(self.plan.problem.spec.local_experts, 0, 0, device=x.device)
+        return self.moe_kernel.apply(
+            hidden_states=x,
+            w1=experts,
+            w2=experts,
+            topk_weights=topk_weights,
+            topk_ids=topk_ids,
+            activation=layer.moe_config.activation,
+            global_num_experts=layer.moe_config.num_experts,
+            expert_map=layer.expert_map,
+            apply_router_weight_on_input=False,  # polymoe does it, where the model asks for it
+            shared_experts=shared_experts,
+            shared_experts_input=shared_experts_input,
+        )
+
+    def run(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        """Return the weighted sum [T, H] of this rank's experts; ids are those of the whole layer."""
         if self.plan.mapped:
             topk_ids = mapped_ids(topk_ids, layer.expert_map)
         return self.packed(layer, x, topk_ids, topk_weights.to(torch.float32))

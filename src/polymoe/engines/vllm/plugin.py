@@ -15,8 +15,8 @@ from polymoe.engines.serving.log import LayerLog
 from polymoe.engines.serving.settings import EngineSettings
 from polymoe.engines.serving.sources import VLLM
 from polymoe.engines.serving.stand_aside import LayerFacts
-from polymoe.engines.vllm.facts import created_tensors, facts_of, refusals, role_of
-from polymoe.engines.vllm.hooks import HOOKS
+from polymoe.engines.vllm.facts import created_tensors, facts_of, needs_kernel, refusals, role_of
+from polymoe.engines.vllm.hooks import HOOKS, MODULAR_HOOKS
 from polymoe.engines.vllm.neutral import neutral_choice
 
 __all__ = ["MethodChooser", "install"]
@@ -88,9 +88,12 @@ class MethodChooser(LayerChooser):
             facts = facts_of(layer, method, moe, tensors, intermediate, where, _batch_invariant())
             return method, facts, instead
 
+        refused = refusals(layer, moe, config, self.settings, where)
+        for lack in missing_hooks(MODULAR_HOOKS) if needs_kernel(moe.moe_parallel_config) else ():
+            refused.need(False, f"vLLM without {lack}")
         ours = self.choose(
             where,
-            refusals(layer, moe, config, self.settings, where),
+            refused,
             create,
             describe,
             PackedMethod,

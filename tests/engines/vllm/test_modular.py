@@ -1,0 +1,175 @@
+"""polymoe's experts in vLLM's modular kernel, with what vLLM prepares and finalizes without any other package."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("vllm", reason="scripts/test --engines has it")
+
+from vllm.model_executor.layers.fused_moe import all2all_utils  # pyright: ignore
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation  # pyright: ignore
+from vllm.model_executor.layers.fused_moe.config import (  # pyright: ignore
+    FusedMoEConfig,
+    FusedMoEParallelConfig,
+    RoutingMethodType,
+)
+from vllm.model_executor.layers.fused_moe.prepare_finalize import naive_dp_ep  # pyright: ignore
+from vllm.v1.worker.workspace import init_workspace_manager  # pyright: ignore
+
+import polymoe
+from polymoe.checkpoint import Checkpoint
+from polymoe.engines.serving.settings import EngineSettings
+from polymoe.engines.serving.stand_aside import LayerPlan, judge_layer
+from polymoe.engines.serving.take_over import take_over
+from polymoe.engines.vllm import modular
+from polymoe.engines.vllm.method import PackedMethod
+from polymoe.errors import UnsupportedProblem
+from support.stacked import BUNDLED, CPU, MODELS, experts_of, facts_of, local_experts
+
+MODEL = "sums-qwen3-fp8"
+CPU_DEVICE = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def workspace() -> None:
+    init_workspace_manager(CPU_DEVICE)
+
+
+class Method:
+    """vLLM's, as far as it matters here."""
+
+    def __init__(self) -> None:
+        self.moe_kernel = None
+
+
+def config(model: str, ranks: int, **changes: Any) -> FusedMoEConfig:
+    about = BUNDLED[model]
+    alone = vars(FusedMoEParallelConfig.make_no_parallel())
+    split = {"dp_size": ranks, "ep_size": ranks, "use_ep": ranks > 1, **changes}
+    return FusedMoEConfig(
+        num_experts=about.experts,
+        experts_per_token=2,
+        hidden_dim=about.hidden,
+        intermediate_size=about.intermediate,
+        num_local_experts=about.experts // ranks,
+        num_logical_experts=about.experts,
+        activation=MoEActivation.SILU,
+        device="cpu",
+        routing_method=RoutingMethodType.Default,
+        moe_parallel_config=FusedMoEParallelConfig(**{**alone, **split}),
+        in_dtype=torch.bfloat16,
+    )
+
+
+def packed(model: str, rank: int = 0, ranks: int = 1) -> tuple[Any, Any]:
+    """A method that was taken over, and its layer, whose experts are packed."""
+    experts = experts_of(model, (0, 1), (rank, ranks))
+    theirs = Checkpoint.open(MODELS / model).problem(BUNDLED[model].layer)
+    facts = facts_of(
+        model,
+        tensors=experts.tensors,
+        first_expert=local_experts(BUNDLED[model].experts, (rank, ranks))[0],
+        activation=theirs.activation,
+        weight_on=theirs.weight_on,
+        top_k=theirs.top_k,
+        ep=ranks,
+    )
+    plan = judge_layer(facts, CPU, EngineSettings())
+    assert isinstance(plan, LayerPlan)
+    method = take_over(
+        Method(), PackedMethod, plan, CPU, dummy=False, first_of_its_kind=lambda _: False, on_packed=lambda *_: None
+    )
+    layer = nn.Module()
+    layer.moe_config = config(model, ranks)  # type: ignore[assignment]
+    layer.expert_map = None  # type: ignore[assignment]
+    method.packed.pack(layer, experts.weights(plan.problem.spec), CPU_DEVICE, check=False)
+    return method, layer
+
+
+def call(model: str, tokens: int = 5) -> tuple[Tensor, Tensor, Tensor]:
+    about, generator = BUNDLED[model], torch.Generator().manual_seed(tokens)
+    top_k = Checkpoint.open(MODELS / model).moe.top_k
+    x = torch.randn(tokens, about.hidden, generator=generator).bfloat16()
+    ids = torch.stack([torch.randperm(about.experts, generator=generator)[:top_k] for _ in range(tokens)]).int()
+    return x, torch.rand(tokens, top_k, generator=generator), ids
+
+
+def expected(model: str, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    return polymoe.load_experts(MODELS / model, BUNDLED[model].layer, device="cpu", check=False)(x, ids, weights)
+
+
+@pytest.mark.parametrize("model", [MODEL, "sums-gpt-oss-mxfp4", "sums-llama-4-fp8"])
+def test_a_kernel_computes_what_the_method_computes(model: str) -> None:
+    """Llama-4's experts weight their input, which must happen once."""
+    method, layer = packed(model)
+    arguments = call(model)
+    direct = method.apply(layer, *arguments)
+    assert torch.equal(direct, expected(model, *arguments))
+    assert method.topk_indices_dtype is None
+    method.moe_kernel = modular.modular_kernel(method, layer)
+    assert type(method.moe_kernel.prepare_finalize).__name__ == "MoEPrepareAndFinalizeNoDPEPModular"
+    assert torch.equal(method.apply(layer, *arguments), direct)
+    assert method.topk_indices_dtype is None
+
+
+class Group:
+    """Ranks, one after the other: all tokens are gathered, and what each computed for them is kept."""
+
+    def __init__(self, calls: list[tuple[Tensor, Tensor, Tensor]]) -> None:
+        self.calls = calls
+        self.partial: list[Tensor] = []
+        self.device_communicator = SimpleNamespace(all2all_manager=SimpleNamespace(world_size=len(calls)))
+
+    def dispatch(self, x: Tensor, weights: Tensor, ids: Tensor, **_: Any) -> tuple[Tensor, ...]:
+        return tuple(torch.cat(parts) for parts in zip(*self.calls, strict=True))
+
+    def allocate_combine_input(self, *_: Any, **__: Any) -> None:
+        """None of the group's own."""
+
+    def combine_into_output(self, partial: Tensor, output: Tensor, **_: Any) -> None:
+        rank = len(self.partial)
+        self.partial.append(partial.clone())
+        first = sum(len(x) for x, _, _ in self.calls[:rank])
+        output.copy_(partial[first : first + len(output)])
+
+
+def test_ranks_of_data_parallelism_gather_tokens_and_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five experts on two ranks, of which one has three tokens and the other seven."""
+    calls = [call(MODEL, 3), call(MODEL, 7)]
+    group = Group(calls)
+    for module in (naive_dp_ep, all2all_utils):
+        monkeypatch.setattr(module, "get_ep_group", lambda: group)
+    outputs = []
+    for rank in (0, 1):
+        method, layer = packed(MODEL, rank, 2)
+        method.moe_kernel = modular.modular_kernel(method, layer)
+        assert type(method.moe_kernel.prepare_finalize).__name__ == "MoEPrepareAndFinalizeNaiveDPEPModular"
+        outputs.append(method.apply(layer, *calls[rank]))
+    assert [output.shape for output in outputs] == [x.shape for x, _, _ in calls]
+    total = torch.stack(group.partial).float().sum(0)
+    whole = expected(MODEL, *group.dispatch(*calls[0])).float()
+    assert torch.allclose(total, whole, rtol=0.02, atol=0.02 * whole.abs().max().item())
+    assert not torch.equal(*group.partial)
+
+
+def test_a_rank_that_no_token_reaches() -> None:
+    """DeepEP may give a rank no rows."""
+    method, layer = packed(MODEL)
+    experts = modular.ModularExperts(method, layer, layer.moe_config, method.get_fused_moe_quant_config(layer))
+    x, weights, ids = (part[:0] for part in call(MODEL))
+    output = torch.empty_like(x)
+    experts.apply(output, x, topk_weights=weights, topk_ids=ids.long())
+    assert output.shape == (0, BUNDLED[MODEL].hidden)
+
+
+@pytest.mark.parametrize("found", [None, SimpleNamespace(activation_format="batched")])
+def test_an_all_to_all_backend_without_rows_of_tokens_is_refused(monkeypatch: pytest.MonkeyPatch, found: Any) -> None:
+    method, layer = packed(MODEL)
+    monkeypatch.setattr(modular, "maybe_make_prepare_finalize", lambda *_, **__: found)
+    with pytest.raises(UnsupportedProblem, match="an all-to-all backend that gives rows of tokens"):
+        modular.modular_kernel(method, layer)
