@@ -44,7 +44,7 @@ class PackedMethod(TakenOver):
 
     @property
     def topk_indices_dtype(self) -> torch.dtype | None:
-        """The dtype of ids that vLLM's all-to-all backend wants; any, if there is none."""
+        """The dtype of ids that vLLM's all-to-all backend requires; any, if there is none."""
         return None if self.moe_kernel is None else self.moe_kernel.prepare_finalize.topk_indices_dtype()
 
     def maybe_roundup_sizes(self, hidden_size: int, intermediate_size_per_partition: int, *_: Any, **__: Any) -> Any:
