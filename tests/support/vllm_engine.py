@@ -1,8 +1,8 @@
 """Runs whole vLLM engines on the CPU: one process forked for each, so that vLLM is imported once.
 
 ``python vllm_engine.py`` reads jobs from stdin, as JSON lines, and answers each with a line: the answers, vLLM's log,
-and the error if there was one. A job: the model's directory, arguments of ``LLM``, environment variables, and
-directories to reload weights from.
+and the error if there was one. A job: the model's directory, arguments of ``LLM``, environment variables, directories
+to reload weights from, and the number of ranks that run the model on prompts of their own (data parallelism).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import socket
 import sys
 import tempfile
 import traceback
@@ -28,34 +29,69 @@ ENVIRONMENT = {
 }
 
 
-def answers(llm: Any) -> list[str]:
-    """Greedy answers to :data:`PROMPTS`."""
+def answers(llm: Any, rank: int = 0) -> list[str]:
+    """Greedy answers to :data:`PROMPTS`, or to some of them, so that ranks have different numbers of tokens."""
     from vllm import SamplingParams
 
-    found = llm.generate(list(PROMPTS), SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+    found = llm.generate(list(PROMPTS[2 * rank :]), SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
     return [output.outputs[0].text for output in found]
 
 
-def run(job: dict[str, Any]) -> list[list[str]]:
+def give_cpus_collectives() -> None:
+    """Give vLLM's communicator of CPUs the two collectives of data parallelism that it has on GPUs only."""
+    import torch
+    from torch import Tensor
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    def all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
+        if isinstance(input_, list):
+            return [all_gatherv(self, tensor, dim, sizes) for tensor in input_]
+        sizes = sizes or [len(input_)] * self.world_size
+        padded = input_.new_zeros(max(sizes), *input_.shape[1:])
+        padded[: len(input_)] = input_
+        parts = [torch.empty_like(padded) for _ in sizes]
+        torch.distributed.all_gather(parts, padded, group=self.device_group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def reduce_scatterv(self: Any, input_: Tensor, dim: int = 0, sizes: list[int] | None = None) -> Tensor:
+        total = input_.float()
+        torch.distributed.all_reduce(total, group=self.device_group)
+        sizes = sizes or [len(input_) // self.world_size] * self.world_size
+        return total.split(sizes)[self.rank_in_group].to(input_.dtype)
+
+    CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = all_gatherv, reduce_scatterv
+
+
+def run(job: dict[str, Any], rank: int = 0) -> list[list[str]]:
     """Start an engine and ask it, and again after each reload."""
     from vllm import LLM
 
+    if job.get("ranks", 1) > 1:
+        give_cpus_collectives()
     given = {"enforce_eager": True, "max_model_len": 64, "max_num_seqs": 8, "disable_log_stats": True}
     llm = LLM(job["model"], **{**given, **job.get("options", {})})
-    found = [answers(llm)]
+    found = [answers(llm, rank)]
     for path in job.get("reload", ()):
         llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
         found.append(answers(llm))
     return found
 
 
-def _child(job: dict[str, Any], log: str, results: Any) -> None:
+def _child(job: dict[str, Any], log: str, results: Any, rank: int, port: int) -> None:
     with open(log, "w", buffering=1) as out:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
         os.environ.update(job.get("environment", {}))
+        if job.get("ranks", 1) > 1:
+            os.environ |= {
+                "VLLM_DP_RANK": str(rank),
+                "VLLM_DP_RANK_LOCAL": str(rank),
+                "VLLM_DP_SIZE": str(job["ranks"]),
+                "VLLM_DP_MASTER_IP": "127.0.0.1",
+                "VLLM_DP_MASTER_PORT": str(port),
+            }
         try:
-            results.send({"answers": run(job), "error": ""})
+            results.send({"answers": run(job, rank), "error": ""})
         except BaseException as error:
             traceback.print_exc()
             results.send({"answers": [], "error": f"{type(error).__name__}: {error}"})
@@ -73,19 +109,39 @@ def main() -> None:
     for line in sys.stdin:
         job = json.loads(line)
         with tempfile.TemporaryDirectory() as directory:
-            log = str(Path(directory) / "log")
-            ours, theirs = fork.Pipe(duplex=False)
-            process = fork.Process(target=_child, args=(job, log, theirs))
-            process.start()
-            theirs.close()
-            try:
-                found = ours.recv()
-            except EOFError:
-                found = {"answers": [], "error": f"the process ended with {process.exitcode}"}
-            process.join(30)
-            if process.is_alive():
-                process.kill()
-            print(json.dumps({**found, "log": Path(log).read_text(errors="replace")}), flush=True)
+            started = []
+            port = _free_port()
+            for rank in range(job.get("ranks", 1)):
+                log = Path(directory, f"log{rank}")
+                ours, theirs = fork.Pipe(duplex=False)
+                process = fork.Process(target=_child, args=(job, str(log), theirs, rank, port))
+                process.start()
+                theirs.close()
+                started.append((process, ours, log))
+            found = [_result(process, ours) for process, ours, _ in started]
+            logs = [log.read_text(errors="replace") for _, _, log in started]
+        first = {**found[0], "error": next((rank["error"] for rank in found if rank["error"]), "")}
+        print(
+            json.dumps({**first, "log": "".join(logs), "others": [rank["answers"] for rank in found[1:]]}), flush=True
+        )
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def _result(process: Any, results: Any) -> dict[str, Any]:
+    """What a child sent, once it has ended."""
+    try:
+        found = results.recv()
+    except EOFError:
+        found = {"answers": [], "error": f"the process ended with {process.exitcode}"}
+    process.join(30)
+    if process.is_alive():
+        process.kill()
+    return found
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ def test_the_layer_sets_what_we_read(version: str) -> None:
 @pytest.mark.parametrize("version", CONTRACT)
 def test_the_server_has_the_arguments_that_keep_a_layer(version: str) -> None:
     found = CONTRACT[version]["server"]
-    assert {*ASKED_SERVER_ARGS, "moe_runner_backend", "load_format", "disaggregation_mode"} <= set(found)
+    read = {"disaggregation_mode", "enable_deterministic_inference", "load_format", "moe_runner_backend"}
+    assert {*ASKED_SERVER_ARGS, *read} <= set(found)
     assert {"enable_paged_experts", "torchao_config"} & set(found)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 import polymoe
 from polymoe.activations import Activation, GeGLU, ReLU2, SwiGLU
 from polymoe.engines.sglang import register
-from polymoe.engines.sglang.facts import _activation, role_of
+from polymoe.engines.sglang.facts import _activation
 from polymoe.errors import CheckpointError, UnsupportedProblem
 from support import fake_sglang
 from support.fake_sglang import (
@@ -239,6 +239,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"moe_a2a_backend": "deepep"}, {}, "--moe-a2a-backend: expects none, got deepep"),
     ({"load_format": "sharded_state"}, {}, "--load-format"),
     ({"architectures": ["InklingForConditionalGeneration"]}, {}, "model"),
+    ({"enable_deterministic_inference": True}, {}, "reference: batch-invariant results: not supported"),
     ({}, {"no_combine": True}, "output"),
     ({}, {"activation": "situ"}, "activation"),
     ({}, {"gemm1_clamp_limit": 7.0}, "activation: expects silu, clamped before it, or gelu, or relu2"),
@@ -372,5 +373,14 @@ def test_an_sglang_that_lacks_a_name_keeps_all_layers(
 
 
 @pytest.mark.parametrize(("mode", "role"), [("null", "mixed"), ("prefill", "prefill"), ("decode", "decode")])
-def test_workers_of_a_disaggregated_deployment_have_a_role(mode: str, role: str) -> None:
-    assert role_of(ServerArgs(disaggregation_mode=mode)) == role
+def test_workers_of_a_disaggregated_deployment_have_a_role(
+    server: ServerArgs, make: Make, mode: str, role: str
+) -> None:
+    server.disaggregation_mode = mode
+    assert make().quant_method.plan.selection.role == role
+
+
+def test_the_users_role_comes_before_sglangs(server: ServerArgs, make: Make, variables: pytest.MonkeyPatch) -> None:
+    server.disaggregation_mode = "decode"
+    variables.setenv("POLYMOE_ROLE", "prefill")
+    assert make().quant_method.plan.selection.role == "prefill"

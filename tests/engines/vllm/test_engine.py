@@ -38,11 +38,12 @@ def ask() -> Iterator[Ask]:
         assert run.stdout is not None
 
         def ask(
-            model: Path, *, reload: tuple[Path, ...] = (), polymoe: str = "require", **changes: Any
+            model: Path, *, reload: tuple[Path, ...] = (), ranks: int = 1, polymoe: str = "require", **changes: Any
         ) -> dict[str, Any]:
             environment = {"POLYMOE": polymoe, **changes.pop("environment", {})}
             options = {**ONE_PROCESS, **changes} if "tensor_parallel_size" not in changes else changes
             job = {"model": str(model), "options": options, "environment": environment, "reload": [*map(str, reload)]}
+            job["ranks"] = ranks
             run.stdin.write(json.dumps(job) + "\n")  # type: ignore[union-attr]
             run.stdin.flush()  # type: ignore[union-attr]
             return json.loads(run.stdout.readline())  # type: ignore[union-attr]
@@ -102,6 +103,16 @@ def test_two_ranks_answer(ask: Ask, written: Callable[[str], Path], model: str, 
     path = MODELS / model if model.startswith("sums") else written(model)
     found = ask(path, tensor_parallel_size=2, environment=NO_MLA, **split)
     assert answers(found) == [SUMS]
+    (line,) = [line for line in found["log"].splitlines() if "polymoe 0" in line]  # of the first rank only
+    assert ("ep=2" if split else "tp=2") in line
+
+
+@pytest.mark.parametrize("split", [{}, {"enable_expert_parallel": True}], ids=["tp", "ep"])
+def test_two_data_parallel_ranks_answer(ask: Ask, split: dict[str, Any]) -> None:
+    """Each gets the other's tokens too, of which there are fewer. Without expert parallelism they split each expert."""
+    found = ask(MODELS / "sums-gpt-oss-mxfp4", ranks=2, **split)
+    assert answers(found) == [SUMS]
+    assert found["others"] == [[SUMS[2:]]]
     (line,) = [line for line in found["log"].splitlines() if "polymoe 0" in line]  # of the first rank only
     assert ("ep=2" if split else "tp=2") in line
 
