@@ -17,6 +17,7 @@ from polymoe.engines.serving.settings import EngineSettings
 from polymoe.engines.serving.stand_aside import LayerPlan, judge_layer
 from polymoe.machine import Machine
 from polymoe.verdict import Rejected
+from support.configs import CONFIGS, config
 from support.stacked import BUNDLED, CPU, MODELS, SGLANG_METHODS, experts_of, facts_of, local_experts, sglang_experts_of
 
 CASES = [
@@ -133,3 +134,18 @@ def test_batch_invariance_is_part_of_the_question() -> None:
     checkpoint = Checkpoint.open(MODELS / "sums-qwen3-fp8")
     (row,) = preview(checkpoint, ENGINES["sglang"], CPU, EngineSettings(), Shard.of(), batch_invariant=True)
     assert "reference: batch-invariant results: not supported" in reasons(row)
+
+
+KEPT = {"gpt-oss-bf16"}  # rows of gate and up alternate
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_kind_of_config_is_planned_or_has_a_reason(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config(name)))
+    layers = Checkpoint.open(tmp_path / "config.json").layers
+    for engine in ENGINES:
+        rows = previews(tmp_path / "config.json", engine)
+        assert sorted(layer for row in rows for layer in row.layers) == list(layers)
+        for row in rows:
+            assert isinstance(row.verdict, LayerPlan) or reasons(row)
+            assert isinstance(row.verdict, LayerPlan) == (name not in KEPT), (engine, row.verdict)

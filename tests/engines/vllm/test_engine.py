@@ -14,8 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from polymoe.checkpoint import Checkpoint
+from polymoe.checkpoint.shard import Shard
+from polymoe.engines.serving.preview import ENGINES, preview
+from polymoe.engines.serving.settings import EngineSettings
+from polymoe.engines.serving.stand_aside import LayerPlan
 from support import requantized
-from support.stacked import MODELS
+from support.stacked import CPU, MODELS
 from support.vllm_engine import PROMPTS
 
 pytest.importorskip("vllm", reason="scripts/test --engines has it")
@@ -105,6 +110,10 @@ def test_two_ranks_answer(ask: Ask, written: Callable[[str], Path], model: str, 
     assert answers(found) == [SUMS]
     (line,) = [line for line in found["log"].splitlines() if "polymoe 0" in line]  # of the first rank only
     assert ("ep=2" if split else "tp=2") in line
+    shard = Shard.of(1, 2) if split else Shard.of(2)  # what `polymoe explain --engine` says without vLLM
+    (row,) = preview(Checkpoint.open(path), ENGINES["vllm"], CPU, EngineSettings(), shard)
+    assert isinstance(row.verdict, LayerPlan)
+    assert row.verdict.selection.summary() in line
 
 
 @pytest.mark.parametrize("split", [{}, {"enable_expert_parallel": True}], ids=["tp", "ep"])
