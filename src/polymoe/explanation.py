@@ -28,7 +28,7 @@ from polymoe.planning.selection import Selection
 from polymoe.problem import Dtype, Problem
 from polymoe.units import format_bytes, format_count, format_us
 
-__all__ = ["RESERVE", "Explanation", "ModelTime", "Row", "explain", "layer_ranges"]
+__all__ = ["RESERVE", "Explanation", "ModelTime", "Row", "explain", "layer_ranges", "open_checkpoint"]
 
 RESERVE = 0.05
 """Share of the device's memory for the CUDA context, workspaces and activations."""
@@ -289,7 +289,7 @@ def explain(
         UnsupportedProblem: if ``backend`` names one and it is rejected.
     """
     machine = Machine.of(device)
-    checkpoint = path if isinstance(path, Checkpoint) else _open(path)
+    checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     grouped: dict[Problem, list[int]] = {}
     for layer in checkpoint.layers:
         mode = resolve_activations(checkpoint, layer, machine, activations)
@@ -321,7 +321,7 @@ def explain(
     return replace(found, tp_that_fits=_tp_that_fits(checkpoint, machine.device, dense, ep))
 
 
-def _open(path: str | Path) -> Checkpoint:
+def open_checkpoint(path: str | Path) -> Checkpoint:
     """The checkpoint, with as little as possible from the network."""
     if os.path.exists(path):
         return Checkpoint.open(path, config_only=not os.path.isdir(path))

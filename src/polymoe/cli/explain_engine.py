@@ -11,6 +11,7 @@ from polymoe.units import format_bytes
 
 if TYPE_CHECKING:
     from polymoe.engines.serving.preview import Engine, LayerPreview
+    from polymoe.planning.selection import PlannedRange
 
 __all__ = ["explain_engine"]
 
@@ -35,12 +36,10 @@ def explain_engine(
         ArgumentError: for parallel groups that the engine does not have, and for an unknown device or backend.
         CheckpointError: if the checkpoint cannot be understood.
     """
-    import os
-
     from polymoe.backends import BACKENDS
-    from polymoe.checkpoint import Checkpoint
     from polymoe.engines.serving.preview import ENGINES, preview
     from polymoe.engines.serving.settings import EngineSettings
+    from polymoe.explanation import open_checkpoint
     from polymoe.layouts import LAYOUTS
     from polymoe.machine import Machine
     from polymoe.runtime import PlanRequest
@@ -54,8 +53,7 @@ def explain_engine(
         settings = replace(settings, role=role)
     machine = Machine.of(device)
     request = PlanRequest(machine, settings.role or "mixed", settings.backend, BACKENDS, LAYOUTS)
-    # As `explain` without an engine: tensors of local files take precedence over the config.
-    opened = Checkpoint.open(checkpoint, config_only=not os.path.isdir(checkpoint))
+    opened = open_checkpoint(checkpoint)
     rows = preview(opened, about, request, settings, shard, batch_invariant=batch_invariant)
     off = settings.mode == "off"
     if json:
@@ -109,8 +107,13 @@ def _lines(row: LayerPreview, engine: Engine) -> list[str]:
     return [
         f"{which}: polymoe runs them: {verdict.problem}",
         f"  layout {plan.layout}, {packed} packed for each layer on this rank",
-        *(f"  {tokens} tokens: {step.backend}, {known}" for tokens, step, known in verdict.selection.ranges()),
+        *(f"  {_range(found)}" for found in verdict.selection.ranges()),
     ]
+
+
+def _range(found: PlannedRange) -> str:
+    proven = f", {found.proven}" if found.proven else ""
+    return f"{found.tokens} tokens: {found.step.backend}, {found.time} ({found.source}){proven}"
 
 
 def _row(row: LayerPreview) -> dict[str, Any]:
