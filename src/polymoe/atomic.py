@@ -7,12 +7,14 @@ import json
 import os
 import secrets
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["append_line", "append_whole", "is_cut_short", "replace_file"]
+__all__ = ["append_line", "append_whole", "is_cut_short", "locked", "open_to_append", "replace_file"]
 
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+_BINARY = getattr(os, "O_BINARY", 0)  # without it Windows writes a carriage return before each line feed
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | _BINARY
 _PAGE = 1 << 16  # bytes read at once
 
 
@@ -52,13 +54,18 @@ def append_line(path: Path, line: str) -> None:
     Raises:
         OSError: if the whole line cannot be written; the file is then as before.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
+    descriptor = open_to_append(path)
     try:
-        with _locked(descriptor):
+        with locked(path, descriptor):
             end = _mend_end(descriptor)
             append_whole(descriptor, end + line.encode("utf-8", "backslashreplace") + b"\n")
     finally:
         os.close(descriptor)
+
+
+def open_to_append(path: Path) -> int:
+    """Return a descriptor of a file to read and to append bytes to; the file is created if missing."""
+    return os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | _BINARY, 0o666)
 
 
 def append_whole(descriptor: int, data: bytes) -> None:
@@ -87,18 +94,23 @@ def _write_all(descriptor: int, data: bytes) -> None:
 def _mend_end(descriptor: int) -> bytes:
     """Remove a JSON object that is cut short from a file's end; return the line feed that another last line lacks."""
     size = _size(descriptor)
-    if not size or os.pread(descriptor, 1, size - 1) == b"\n":
+    if not size or _read_at(descriptor, size - 1, 1) == b"\n":
         return b""
     start, tail = size, b""
     while start and b"\n" not in tail:
         length = min(start, _PAGE)
         start -= length
-        tail = os.pread(descriptor, length, start) + tail
+        tail = _read_at(descriptor, start, length) + tail
     last = tail[tail.rfind(b"\n") + 1 :]
     if is_cut_short(last):
         os.ftruncate(descriptor, size - len(last))
         return b""
     return b"\n"
+
+
+def _read_at(descriptor: int, start: int, length: int) -> bytes:
+    os.lseek(descriptor, start, os.SEEK_SET)  # Windows has no pread
+    return os.read(descriptor, length)
 
 
 def is_cut_short(line: bytes) -> bool:
@@ -119,12 +131,41 @@ def _size(descriptor: int) -> int | None:
 
 
 @contextlib.contextmanager
-def _locked(descriptor: int) -> Iterator[None]:
-    """Wait until no other process appends. Where there are no such locks, lines are still appended in one piece."""
-    try:
-        import fcntl
+def locked(path: Path, descriptor: int, *, wait: bool = True) -> Iterator[None]:
+    """Lock a file against other processes, and other threads, that lock it too.
 
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except (ImportError, OSError):  # Windows; some network file systems
-        pass
-    yield  # closing the file unlocks it
+    The file itself is locked; on Windows, where that would keep others from reading it, ``PATH.lock`` beside it. File
+    systems without locks are no error: what is appended there is still written in one piece.
+
+    Args:
+        path: of the file.
+        descriptor: of the same file, open for writing; closing it unlocks it.
+        wait: until it is free.
+
+    Raises:
+        BlockingIOError: if another process has it and ``wait`` is False.
+    """
+    with contextlib.ExitStack() as held:
+        if sys.platform == "win32":
+            held.enter_context(_lock_beside(path, wait))
+        else:
+            import fcntl
+
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+                held.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)
+            except BlockingIOError:
+                raise
+            except OSError:  # some network file systems
+                pass
+        yield
+
+
+def _lock_beside(path: Path, wait: bool) -> contextlib.AbstractContextManager[object]:
+    """An acquired lock of the file's own, as a context that releases it."""
+    from filelock import FileLock, Timeout
+
+    try:
+        return FileLock(path.with_name(path.name + ".lock")).acquire(timeout=-1 if wait else 0)
+    except Timeout as error:
+        raise BlockingIOError(f"{path} is in use") from error

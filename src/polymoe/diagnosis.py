@@ -376,6 +376,8 @@ def _environment() -> Facts:
 
 def _host() -> Facts:
     def memory() -> str:
+        if sys.platform != "linux":
+            return "unknown"
         page = os.sysconf("SC_PAGE_SIZE")
         free, total = (os.sysconf(name) * page for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"))
         return f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB"

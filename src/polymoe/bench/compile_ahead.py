@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -77,7 +78,7 @@ class CompileAhead:
 def _begin(device: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent process
     torch.set_num_threads(1)
-    if hasattr(os, "nice"):
+    if sys.platform != "win32":
         os.nice(5)  # timed launches have priority
     if device:
         torch.cuda.set_device(device)

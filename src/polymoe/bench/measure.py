@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -267,7 +268,9 @@ def free_bytes(device: torch.device) -> int | None:
     """Free memory of the device, or None if the system does not tell."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
+    if sys.platform != "linux":
+        return None
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
+    except (OSError, ValueError):
         return None

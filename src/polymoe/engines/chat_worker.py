@@ -65,18 +65,20 @@ def _end_after(seconds: float) -> None:
 
     The process that started this one kills it earlier, unless it was killed itself.
     """
-    if hasattr(signal, "setitimer"):  # not on Windows
+    if sys.platform != "win32":
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def _limit_memory() -> None:
     """Limit what this process uses on top of what the libraries have taken, and forbid writing files."""
+    if sys.platform != "linux":  # only Linux has both
+        return
     try:
         import resource
 
         with open("/proc/self/statm") as statm:
             taken = int(statm.read().split()[0]) * resource.getpagesize()
-    except (ImportError, OSError):  # only Linux has both
+    except OSError:  # /proc is not mounted
         return
     for what, most in ((resource.RLIMIT_AS, taken + MOST_MEMORY), (resource.RLIMIT_FSIZE, 0)):
         _, hard = resource.getrlimit(what)

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from polymoe.atomic import append_whole
+from polymoe.atomic import append_whole, locked, open_to_append
 from polymoe.errors import ArgumentError
 from polymoe.json_input import parse_json, read_fields
 
@@ -105,38 +105,34 @@ class RecordFile:
         self.path = path
         self.records: dict[tuple[str, int], AnswerRecord] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-        try:
-            self._lock()
+        with contextlib.ExitStack() as held:
+            self._fd = open_to_append(path)
+            held.callback(os.close, self._fd)
+            self._lock(held)
             self._resume(settings, fresh)
-        except BaseException:
-            os.close(self._fd)
-            raise
+            self._held = held.pop_all()
 
     def __enter__(self) -> RecordFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._fd)
+        self._held.close()
 
     def append(self, record: AnswerRecord) -> None:
         """Add an answer in memory and append it to the file."""
         self._write(asdict(record))
         self.records[record.id, record.repeat] = record
 
-    def _lock(self) -> None:
-        with contextlib.suppress(ImportError):  # Windows has no such lock
-            import fcntl
-
-            try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise ArgumentError(
-                    str(self.path),
-                    expected="a file that no other run is writing",
-                    got="one in use",
-                    hint="choose another --out",
-                ) from error
+    def _lock(self, held: contextlib.ExitStack) -> None:
+        try:
+            held.enter_context(locked(self.path, self._fd, wait=False))
+        except BlockingIOError as error:
+            raise ArgumentError(
+                str(self.path),
+                expected="a file that no other run is writing",
+                got="one in use",
+                hint="choose another --out",
+            ) from error
 
     def _resume(self, settings: Settings, fresh: bool) -> None:
         if not stat.S_ISREG(os.fstat(self._fd).st_mode):

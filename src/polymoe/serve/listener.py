@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -96,10 +97,10 @@ def connection_limit(asked: int | None, requests: int) -> int:
 
 
 def _free_descriptors() -> int:
-    try:
-        import resource
-    except ImportError:  # Windows
+    if sys.platform == "win32":
         return 512
+    import resource
+
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return 2**20
