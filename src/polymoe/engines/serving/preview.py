@@ -143,12 +143,12 @@ def preview(
         CheckpointError: if the checkpoint cannot be understood.
         ArgumentError: for an unknown backend, role or kind of activations.
     """
-    kinds: dict[object, list[int]] = {}
+    kinds: dict[tuple[Problem | Reason, str, bool], list[int]] = {}
     for layer in checkpoint.layers:
         problem, stored = _problem(checkpoint, layer, shard), checkpoint.layer(layer)
         kinds.setdefault((problem, _dialect(stored), settings.includes(stored.container)), []).append(layer)
     found = []
-    for (problem, dialect, _), layers in kinds.items():  # type: ignore[misc]
+    for (problem, dialect, _), layers in kinds.items():
         stored = checkpoint.layer(layers[0])
         method = engine.methods.get(dialect, dialect)
         if isinstance(problem, Problem):
