@@ -423,6 +423,17 @@ def test_a_quantization_that_the_family_is_not_stored_in(tmp_path: Path) -> None
         checkpoint.spec(LAYER)
 
 
+def test_tensors_of_another_family(library: Library, tmp_path: Path) -> None:
+    """They are all there and agree with the quantization, and this family does not store its experts so."""
+    directory = damaged(library("gpt-oss-mxfp4"), tmp_path / "c", lambda tensors: None)
+    patch_config(directory, model_type="mixtral", num_experts_per_tok=2)
+    with Checkpoint.open(directory) as checkpoint, pytest.raises(FormatError) as refusal:
+        checkpoint.spec(LAYER)
+    assert str(refusal.value) == (
+        f"{GPT_OSS}.gate_up_proj_blocks: expected tensors of dialect plain, got blocks, scales of dialect gpt_oss"
+    )
+
+
 @pytest.mark.parametrize(("layer", "got"), [(0, "dense"), (-1, "no such"), (4, "no such"), (61, "no such")])
 def test_layers_without_experts_are_named_as_such(layer: int, got: str, library: Library) -> None:
     with Checkpoint.open(library("deepseek-v3-fp8")) as checkpoint:

@@ -85,7 +85,12 @@ def choose(
         except FormatError as error:
             failure = failure or error
     require(named, headers)
-    raise failure or FormatError(", ".join(sorted(headers)), expected=f"the tensors of dialect {configured}")
+    suffixes = sorted(headers, key=lambda suffix: (suffix in named.suffixes, suffix))  # those that do not belong first
+    raise failure or FormatError(
+        suffixes[0],
+        expected=f"tensors of dialect {configured if allowed is None else ' or '.join(d.name for d in known)}",
+        got=f"{', '.join(suffixes)}" + (f" of dialect {configured}" if suffixes[0] in named.suffixes else ""),
+    )
 
 
 def require(dialect: Dialect, suffixes: Collection[str]) -> None:
