@@ -1,0 +1,109 @@
+"""The programs of examples/ and the notebook run as they stand, and print what they should."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from polymoe.backends import BACKENDS
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+NOTEBOOK = json.loads((EXAMPLES / "quickstart.ipynb").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(autouse=True)
+def in_the_clone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a user starts them: ``python examples/NAME.py`` in a clone."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(EXAMPLES)
+
+
+def output(name: str, capsys: pytest.CaptureFixture[str]) -> str:
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return capsys.readouterr().out
+
+
+def test_one_layer(capsys: pytest.CaptureFixture[str]) -> None:
+    said = output("one_layer.py", capsys)
+    assert "(4, 192) -> (4, 192), torch.bfloat16" in said
+    sizes = re.search(r"([\d.]+) MiB packed, ([\d.]+) MiB in 16 bit", said)
+    assert sizes
+    assert 3.5 < float(sizes[2]) / float(sizes[1]) < 4  # 4.25 bits a weight, and biases
+    assert "reference" in said
+
+
+@pytest.mark.slow
+def test_chat(capsys: pytest.CaptureFixture[str]) -> None:
+    assert output("chat.py", capsys).splitlines()[-3:] == ["123+456= 579", "500-499= 1", "77-88= -11"]
+
+
+def test_explain_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    said = output("explain_gpus.py", capsys)
+    assert re.findall(r"^(.*) on rtx4090: needs|^needs .*|does not fit", said, re.MULTILINE)
+    assert "fits on h200" in said
+    assert "36 layers: mxfp4, H=2880" in said
+    assert re.search(r"^ *cuda.*SM90|triton", said, re.MULTILINE)
+
+
+def test_quantize(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = {
+        row[0]: (float(row[1]), float(row[2])) for row in map(str.split, output("quantize.py", capsys).splitlines()[1:])
+    }
+    assert rows["mxfp4"][0] == 4.25
+    assert rows["bf16"][0] == 16
+    assert rows["bf16"][1] < rows["fp8_block128"][1] < rows["nvfp4"][1] < rows["mxfp4"][1] < 0.2
+
+
+def test_a_custom_backend(capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        said = output("custom_backend.py", capsys)
+    finally:
+        del BACKENDS["token-by-token"]
+    assert "cpu: accepts\nh200: device: expects cpu, got cuda\n" in said
+    assert "1-4 tokens: token-by-token" in said
+    assert float(said.split()[-1]) < 1e-5
+
+
+@pytest.mark.slow
+def test_serve_and_ask(capsys: pytest.CaptureFixture[str]) -> None:
+    said = output("serve_and_ask.py", capsys).splitlines()
+    assert said[:2] == ["498-971= -473", "123+456= 579"]
+    assert said[2].startswith("polymoe_generation_tokens_total")
+    assert float(said[2].split()[-1]) >= 7
+
+
+@pytest.mark.slow
+def test_evaluate(capsys: pytest.CaptureFixture[str]) -> None:
+    assert output("evaluate.py", capsys).startswith("40 questions, 100.0% right, 95 % interval 91.2% to 100.0%")
+
+
+@pytest.mark.slow
+def test_the_notebook(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its cells, one after the other, as a kernel runs them."""
+    names: dict[str, object] = {"__name__": "__main__"}
+    for cell in NOTEBOOK["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), "quickstart.ipynb", "exec", dont_inherit=True), names)
+    said = capsys.readouterr().out
+    assert "fits on rtx4090" in said
+    assert "torch.Size([5, 192])" in said
+    for answer in ("123+456= 579", "918-273= 645", "0-7= -7"):
+        assert answer in said
+
+
+def test_the_notebook_has_no_outputs() -> None:
+    code = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
+    assert code
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+
+
+def test_each_has_a_row_in_the_table_and_a_test() -> None:
+    programs = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")}
+    assert set(re.findall(r"^\| \[(\S+)\]", (EXAMPLES / "README.md").read_text("utf-8"), re.MULTILINE)) == programs
+    tested = Path(__file__).read_text(encoding="utf-8")
+    assert [name for name in programs if f'"{name}"' not in tested] == []
