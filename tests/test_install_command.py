@@ -9,7 +9,7 @@ from polymoe.install_command import install_command, install_hint
 
 ROOT = Path(__file__).parents[1]
 SOURCES = [path for path in sorted((ROOT / "src").rglob("*.py")) if path.name != "install_command.py"]
-FILES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "scripts" / "demo", *SOURCES]
+FILES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "scripts" / "demo", *SOURCES]
 SECTION = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[project.optional-dependencies]")[2]
 EXTRAS = re.findall(r"^([\w-]+) = \[", SECTION.partition("\n[")[0], re.MULTILINE)
 COMMANDS = tuple(install_command(extra) for extra in ("", *EXTRAS))

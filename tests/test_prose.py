@@ -39,7 +39,8 @@ ALLOWED = {
 
 
 def files() -> list[str]:
-    found = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "models").glob("*.py")]
+    found = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    found += [path for folder in ("examples", "models") for path in (ROOT / folder).glob("*.py")]
     for suffix in ("py", "cu", "cuh", "h"):
         found += (ROOT / "src").rglob(f"*.{suffix}")
     return sorted(str(path.relative_to(ROOT)) for path in found)
