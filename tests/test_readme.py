@@ -15,7 +15,7 @@ from typer.main import get_command
 from polymoe.cli import app
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = sorted({ROOT / "README.md", *(ROOT / "docs").rglob("*.md")})
+DOCUMENTS = sorted({*ROOT.glob("*.md"), ROOT / "examples/README.md", *(ROOT / "docs").rglob("*.md")})
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, flags=re.S)
 INPUTS = """

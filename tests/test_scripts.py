@@ -115,12 +115,13 @@ COVERAGE = "--cov --cov-report=term:skip-covered --cov-fail-under=90"
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
     """The scripts in a directory of their own, with an environment of such programs."""
-    for name in ("scripts/test", "scripts/check", "scripts/env", ".ci/run", "pyproject.toml", "constraints.txt"):
+    scripts = [f"scripts/{name}" for name in ("check", "docs", "env", "test")]
+    for name in (*scripts, ".ci/run", "pyproject.toml", "constraints.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     for folder in ("bin", "transformers-5.17.0", "triton-3.6.0"):
         (tmp_path / ".venv" / folder).mkdir(parents=True)
-    for name in ("python", "ruff", "pyright", "clang-format"):
+    for name in ("python", "ruff", "pyright", "clang-format", "mkdocs"):
         program = tmp_path / ".venv" / "bin" / name
         program.write_text(PROGRAM.replace("{name}", name))
         program.chmod(0o755)
@@ -129,7 +130,8 @@ def clone(tmp_path: Path) -> Path:
     (tmp_path / "src/kernel.cu").touch()
     stamp = "cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1"
     digest = subprocess.run(["sh", "-c", stamp], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
-    (tmp_path / f".venv/.installed-dev-{digest.strip()}").touch()
+    for extra in ("dev", "docs"):
+        (tmp_path / f".venv/.installed-{extra}-{digest.strip()}").touch()
     return tmp_path
 
 
@@ -221,11 +223,14 @@ CHECKS = (
 )
 
 
-@pytest.mark.parametrize("failed", [None, *CHECKS, f"{PARALLEL} --slow sample {COVERAGE}"])
-def test_ci_runs_checks_and_tests_and_fails_with_either(clone: Path, failed: str | None) -> None:
+SITE = "mkdocs build"
+
+
+@pytest.mark.parametrize("failed", [None, *CHECKS, SITE, f"{PARALLEL} --slow sample {COVERAGE}"])
+def test_ci_runs_checks_the_site_and_tests_and_fails_with_any(clone: Path, failed: str | None) -> None:
     """Whatever fails, the tests run last, and nothing reads what CI's own input holds."""
     code, output = run_in(clone, "bash", ".ci/run", status=f"2 {failed}\n" if failed else "")
     assert code == bool(failed)
     assert output[-1] == f"{PARALLEL} --slow sample {COVERAGE}"
     last = CHECKS.index(failed) + 1 if failed in CHECKS else len(CHECKS)
-    assert output[:-1] == list(CHECKS[:last])
+    assert output[:-1] == [*CHECKS[:last], SITE]
