@@ -141,9 +141,10 @@ def test_imports_go_one_way(path: Path) -> None:
 # Modules of a package, each of which imports only from those before it.
 ORDER = {
     "serve": (
-        "errors", "settings", "in_flight", "metrics", "limits", "strict_json", "requests", "sampling", "streams",
-        "call_queue", "sequential", "continuous_batching", "generation", "messages", "prompts", "profiling", "app",
-        "gate", "http_parser", "connections", "log_limit", "http_server", "listener", "lifecycle", "__init__",
+        "errors", "settings", "in_flight", "metrics", "limits", "strict_json", "requests", "sampling", "choices",
+        "answers", "call_queue", "sequential", "shared_sampling", "continuous_batching", "generation", "messages",
+        "prompts", "openapi", "profiling", "app", "gate", "http_parser", "connections", "log_limit", "http_server",
+        "listener", "activity", "summary", "lifecycle", "__init__",
     ),
     "engines.transformers": (
         "contract", "untrusted", "chat_template", "replies", "model_config", "tokenizer", "paged_attention",

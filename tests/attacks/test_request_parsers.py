@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attacks.json_mutators import HOSTILE, Raw, dumps
+from polymoe.serve.limits import Limits
 from polymoe.serve.messages import read_messages
-from polymoe.serve.requests import CHAT_FIELDS, COMPLETION_FIELDS, Limits, check_fields, settings_of
+from polymoe.serve.requests import ChatRequest, CompletionRequest, read_request, settings_of
 from polymoe.serve.strict_json import MAX_DEPTH, parse_object
 
 words = st.text(max_size=12)
@@ -43,9 +44,9 @@ def refused_or_not() -> Iterator[None]:
 
 def read(content: bytes) -> None:
     """As the server reads a chat request."""
-    said = check_fields(parse_object(content), CHAT_FIELDS)
-    settings_of(said, LIMITS)
-    read_messages(said.get("messages", []), "")
+    request = read_request(parse_object(content), ChatRequest)
+    settings_of(request, LIMITS)
+    read_messages(request.messages or [], "")
 
 
 @given(st.binary(max_size=100) | trees.map(dumps) | st.sampled_from(HOSTILE).map(str.encode))
@@ -54,12 +55,15 @@ def test_any_bytes_as_a_body(content: bytes) -> None:
         read(content)
 
 
-@given(st.sampled_from(sorted({*CHAT_FIELDS, *COMPLETION_FIELDS, "other"})), trees | st.sampled_from(HOSTILE).map(Raw))
+@given(
+    st.sampled_from(sorted({*ChatRequest.model_fields, *CompletionRequest.model_fields, "other"})),
+    trees | st.sampled_from(HOSTILE).map(Raw),
+)
 def test_any_value_in_a_field(name: str, value: Any) -> None:
     with refused_or_not():
         read(dumps(GOOD | {name: value}))
     with refused_or_not():
-        check_fields({"prompt": "1+1=", name: value}, COMPLETION_FIELDS)
+        settings_of(read_request({"prompt": "1+1=", name: value}, CompletionRequest), LIMITS)
 
 
 names = st.sampled_from(
@@ -97,6 +101,6 @@ def test_depth(depth: int) -> None:
 
 
 def test_a_good_request_is_read() -> None:
-    said = check_fields(parse_object(dumps(GOOD)), CHAT_FIELDS)
-    assert settings_of(said, LIMITS).max_tokens == 8
-    assert read_messages(said["messages"], "") == [{"role": "user", "content": "1+1="}]
+    request = read_request(parse_object(dumps(GOOD)), ChatRequest)
+    assert settings_of(request, LIMITS).max_tokens == 8
+    assert read_messages(request.messages or [], "") == [{"role": "user", "content": "1+1="}]

@@ -64,7 +64,7 @@ WRONG = {
     "--output-len": "0", "--gpu-ids": "x", "--extra-body": "[1]", "--extra": "[1]", "--server": "nonsense",
     "--api-key": "\u00e4", "--tasks": ",", "--include-path": f"{README}/directory", "--out": f"{README}/file",
     "--plot": "plot.txt", "--profile": f"{README}/directory/file.json", "--markdown": f"{README}/file",
-    "--host": "no such host",
+    "--host": "no such host", "--cors-origins": "*,nonsense",
 }  # fmt: skip
 """Wrong values of options that take text; a new one needs a row. Of numbers and choices "nonsense" is wrong."""
 

@@ -19,11 +19,13 @@ from support.serving import CONTEXT, HELDOUT, KEY, TOOLS, UNENDING, Running, sai
 
 
 def test_lists_the_model_and_is_healthy(server: Running) -> None:
-    assert [model.id for model in server.client().models.list()] == ["sums"]
+    [model] = server.client().models.list()
+    assert (model.id, model.max_model_len) == ("sums", CONTEXT)  # type: ignore[attr-defined]
+    assert server.client().models.retrieve("sums") == model
     assert server.get("/health").json() == {"status": "ok"}
 
 
-@pytest.mark.parametrize("path", ["/load_model", "/reset", "/v1/responses", "/v1/audio/transcriptions", "/docs", "/"])
+@pytest.mark.parametrize("path", ["/load_model", "/reset", "/v1/responses", "/v1/audio/transcriptions", "/redoc", "/"])
 def test_nothing_else_is_offered(server: Running, path: str) -> None:
     assert server.post(path, {"model": "sums"}).status == 404
     assert [model.id for model in server.client().models.list()] == ["sums"]

@@ -1,10 +1,9 @@
-"""Requests that share forward passes, by Transformers' own batching or a stand-in for it."""
+"""Requests that share forward passes: Transformers' continuous batching with polymoe's attention by its definition."""
 
 from __future__ import annotations
 
-import asyncio
-import copy
 import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,141 +15,132 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("openai")
 pytest.importorskip("prometheus_client")
 
-from fastapi import HTTPException
-
-from polymoe.engines.transformers import load, paged_attention
+from polymoe.engines.transformers import paged_attention
 from polymoe.errors import UnsupportedProblem
-from polymoe.serve import app, continuous_batching
+from polymoe.serve import continuous_batching, shared_sampling
 from polymoe.serve.app import ModelServer
-from polymoe.serve.continuous_batching import Batching, BatchingManager
-from polymoe.serve.in_flight import IN_FLIGHT, InFlight
-from polymoe.serve.limits import Limits
+from polymoe.serve.continuous_batching import Batching
+from polymoe.serve.generation import Generation
 from polymoe.serve.metrics import ServerMetrics
-from support.paged_attention import batching_config, plain_flash
-from support.serving import CHECKPOINT, CONTEXT, HELDOUT, Running, running_server, said
+from support.serving import AUTHORIZED, CONTEXT, HELDOUT, Running, batching_server, said
 
 
-def test_continuous_batching_is_refused_on_a_cpu(server: Running) -> None:
-    with pytest.raises(UnsupportedProblem, match="continuous batching"):
-        ModelServer(server.model, None, name="sums", continuous_batching=True)
+@pytest.fixture(scope="module")
+def batches() -> Iterator[Running]:
+    with batching_server() as server:
+        yield server
+
+
+# --- What is chosen ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asked", [{"continuous_batching": True}, {"graphs": True}, {"cache_memory": 0.5}], ids=str)
+def test_continuous_batching_is_refused_on_a_cpu(server: Running, asked: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedProblem, match="continuous batching: expected one CUDA device, got cpu"):
+        ModelServer(server.model, server.tokenizer, name="sums", **asked)
+
+
+def test_it_is_the_default_where_the_model_allows_it(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(**asked: Any) -> Any:
+        generation = Generation(server.model, ServerMetrics(name="sums", model=server.model), **asked)
+        return generation.batches or generation.batching
+
+    assert chosen() == "continuous batching needs one CUDA device, got cpu"
+    assert chosen(shared=False) == "not asked for"
+    monkeypatch.setattr(continuous_batching, "_require_cuda", lambda _: None)
+    assert "attention without a cap" in chosen()  # Transformers' own attention would be slower
+    monkeypatch.setattr(paged_attention, "runs_on", lambda _: True)
+
+    class Fails(continuous_batching.ContinuousBatching):
+        def _first_answer(self) -> str | None:
+            return "out of memory"
+
+    monkeypatch.setattr("polymoe.serve.generation.ContinuousBatching", Fails)
+    before = server.model.config._attn_implementation
+    assert chosen() == "continuous batching needs an answer of one token, got out of memory"
+    assert server.model.config._attn_implementation == before
+    with pytest.raises(UnsupportedProblem, match="out of memory"):
+        chosen(shared=True)
+    assert said(server, "1+2=", chat=False, stream=False)[0] == "3"
+
+
+def test_a_transformers_without_what_is_used_is_refused(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(continuous_batching, "_require_cuda", lambda _: None)
+    other = shared_sampling.PrivatePart("transformers.generation.continuous_batching.model_runner.Other")
+    monkeypatch.setattr(shared_sampling, "PARTS", (other,))
+    with pytest.raises(UnsupportedProblem, match="no Other in"):
+        Batching.of(server.model, graphs=None, cache_memory=None)
 
 
 def test_graphs_are_where_they_can_be(monkeypatch: Any, server: Running) -> None:
-    assert Batching.of(server.model, graphs=None, cache_memory=0.5) == Batching(
-        cache_memory=0.5
-    )  # not possible on a CPU
+    monkeypatch.setattr(continuous_batching, "_require_cuda", lambda _: None)
+    assert Batching.of(server.model, graphs=None, cache_memory=0.5) == Batching(cache_memory=0.5)
     with pytest.raises(UnsupportedProblem, match="CUDA graphs of continuous batching"):
         Batching.of(server.model, graphs=True, cache_memory=None)
     monkeypatch.setattr(paged_attention, "runs_on", lambda _: True)
     assert Batching.of(server.model, graphs=False, cache_memory=None) == Batching(paged=True)
-    assert Batching.of(server.model, graphs=None, cache_memory=None) == Batching(
-        paged=True
-    )  # the reference backend reads tensors on the host
+    # The reference backend reads tensors on the host.
+    assert Batching.of(server.model, graphs=None, cache_memory=None) == Batching(paged=True)
     with pytest.raises(UnsupportedProblem, match="got backend 'reference'"):
         Batching.of(server.model, graphs=True, cache_memory=None)
     monkeypatch.setattr(continuous_batching, "require_capturable", lambda _: None)
     assert Batching.of(server.model, graphs=None, cache_memory=None) == Batching(paged=True, graphs=True)
 
 
-def test_continuous_batching_ends_what_nobody_waits_for(server: Running) -> None:
-    """With a stand-in for Transformers' batching, which needs CUDA."""
-    cancelled: list[str] = []
-    batching = SimpleNamespace(
-        background_thread_status=SimpleNamespace(fatal_error=None),
-        register_result_handler=lambda request_id, handler: None,
-        add_request=lambda ids, request_id, **_: request_id,
-        cancel_request=cancelled.append,
-    )
-    metrics = ServerMetrics(name="sums", model=server.model)
-    manager = BatchingManager(Limits(100), metrics, Batching())
-    manager._cb = batching  # type: ignore[assignment]
-    request = InFlight()
-
-    async def ask_and_leave() -> None:
-        IN_FLIGHT.set(request)
-        config = SimpleNamespace(max_new_tokens=5, eos_token_id=1)
-        answer = asyncio.create_task(
-            manager.generate_non_streaming(server.model, server.tokenizer, {"input_ids": [1, 2]}, config, "same")
-        )
-        await asyncio.sleep(0.01)
-        assert request.running
-        request.leave()
-        with pytest.raises(HTTPException) as left:
-            await answer
-        assert left.value.status_code == 499
-
-    asyncio.run(ask_and_leave())
-    assert len(cancelled) == 1
-    assert cancelled != ["same"]  # clients may choose equal ids
+# --- What is answered -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformers' continuous batching, with polymoe's attention computed by its definition."""
-    monkeypatch.setattr(paged_attention, "_flash", plain_flash)
-    settings = {"max_batch_tokens": 64, "max_memory_percent": 0.001}
-    monkeypatch.setattr(paged_attention, "batching_config", lambda **_: batching_config(**settings))
-    monkeypatch.setattr(paged_attention, "runs_on", lambda _: True)
-    monkeypatch.setattr(app, "_require_cuda", lambda _: None)
-
-
-@pytest.mark.usefixtures("on_a_cpu")
-def test_a_server_answers_with_continuous_batching() -> None:
-    """From requests to answers; fields that all requests share are refused if they say something else."""
+def test_requests_share_forward_passes(batches: Running) -> None:
+    """Each with its own sampling; alone, they would need as many steps as they have tokens."""
     replies: list[Any] = []
-    with running_server(batching=True) as server:
 
-        def ask(question: str, chat: bool, stream: bool) -> None:
-            replies.append(said(server, question, chat=chat, stream=stream, temperature=0))
+    def ask(question: str, chat: bool, stream: bool) -> None:
+        replies.append(said(batches, question, chat=chat, stream=stream, temperature=0))
 
-        asked = [
-            (row["prompt"], chat, stream) for row in HELDOUT[:2] for chat in (True, False) for stream in (True, False)
-        ]
-        threads = [threading.Thread(target=ask, args=arguments) for arguments in asked]
+    asked = [(row["prompt"], chat, stream) for row in HELDOUT[:2] for chat in (True, False) for stream in (True, False)]
+    threads = [threading.Thread(target=ask, args=arguments) for arguments in asked]
+    start = batches.steps
+    with batches.slow(0.05):
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        expected = [(row["answer"], "stop", len(row["answer"]) + 1) for row in HELDOUT[:2] for _ in range(4)]
-        assert sorted(replies) == sorted(expected)
-        assert said(server, "1+2=", chat=False, stream=True, max_tokens=6, extra_body={"ignore_eos": True})[2] == 6
-        for field, value in (("temperature", 0.5), ("stop", "a"), ("seed", 1), ("logit_bias", {"3": 1})):
-            refused = server.post("/v1/completions", {"prompt": "1+2=", field: value})
-            assert (refused.status, refused.json()["error"]["param"]) == (400, field)
-        long = server.post("/v1/completions", {"prompt": "1" * CONTEXT})
-        assert long.json()["error"]["code"] == "context_length_exceeded"
+    expected = [(row["answer"], "stop", len(row["answer"]) + 1) for row in HELDOUT[:2] for _ in range(4)]
+    assert sorted(replies) == sorted(expected)
+    assert batches.steps - start < sum(tokens for *_, tokens in expected)
+    assert batches.model.config._attn_implementation == paged_attention.NAME
 
 
-@pytest.mark.usefixtures("on_a_cpu")
-def test_the_operator_chooses_the_temperature(server: Running) -> None:
-    manager = BatchingManager(Limits(CONTEXT), ServerMetrics(name="sums", model=server.model), Batching())
-    assert not manager.config(server.model).do_sample  # the checkpoint's own
-    hot = BatchingManager(Limits(CONTEXT), manager.metrics, Batching(temperature=0.5))
-    config = hot.config(server.model)
-    assert (config.do_sample, config.temperature, config.use_cache) == (True, 0.5, False)
+def test_a_prompt_longer_than_the_context_is_refused(batches: Running) -> None:
+    long = batches.post("/v1/completions", {"prompt": "1" * CONTEXT})
+    assert long.json()["error"]["code"] == "context_length_exceeded"
 
 
-@pytest.mark.usefixtures("on_a_cpu")
-def test_requests_share_forward_passes(server: Running) -> None:
-    model, tokenizer = load(CHECKPOINT, device="cpu")
-    metrics = ServerMetrics(name="sums", model=model)
-    manager = BatchingManager(Limits(CONTEXT), metrics, Batching(paged=True))
+def test_generation_ends_when_nobody_waits(batches: Running) -> None:
+    scheduler = batches.served.generation.batches._cb.batch_processor.scheduler  # type: ignore[union-attr]
+    with batches.slow(0.02):
+        endless = {"prompt": "1+2=", "max_tokens": 200, "ignore_eos": True}
+        with pytest.raises(TimeoutError):
+            batches.post("/v1/completions", endless, timeout=0.5)
+        batches.until(lambda: not scheduler.active_requests)
+        stream: Any = batches.client().completions.create(
+            model="sums", prompt="1+2=", stream=True, max_tokens=200, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        stream.close()
+        batches.until(lambda: not scheduler.active_requests)
+        stopped = said(batches, chat=False, stream=False, stop="7", extra_body={"ignore_eos": True}, max_tokens=200)
+        assert stopped == ("-4", "stop", 3)
+        batches.until(lambda: not scheduler.active_requests)
+    assert not batches.served.generation.batches._sampling.samplers  # type: ignore[union-attr]
+    assert batches.metric("polymoe_requests_running") == 0
 
-    async def ask(row: Any) -> str:
-        IN_FLIGHT.set(InFlight())
-        config = copy.deepcopy(model.generation_config)
-        config.max_new_tokens = 8
-        inputs = {"input_ids": tokenizer(row["prompt"])["input_ids"]}
-        text, _, ids = await manager.generate_non_streaming(model, tokenizer, inputs, config, "same")
-        assert len(ids) == len(row["answer"]) + 1
-        return text
 
-    async def ask_all(rows: Any) -> list[str]:
-        return list(await asyncio.gather(*map(ask, rows)))
-
-    manager.init_cb(model, model.generation_config)
-    try:
-        assert asyncio.run(ask_all(HELDOUT[:12])) == [row["answer"] for row in HELDOUT[:12]]
-        assert model.config._attn_implementation == paged_attention.NAME
-    finally:
-        manager.stop()
+def test_a_dead_worker_is_said(batches: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    status = SimpleNamespace(fatal_error="no memory")
+    monkeypatch.setattr(batches.served.generation.batches._cb, "background_thread_status", status)  # type: ignore[union-attr]
+    refused = batches.post("/v1/completions", {"prompt": "1+2="})
+    assert (refused.status, "no memory" in refused.text) == (503, True)
+    assert batches.get("/health").status == 503
+    monkeypatch.undo()
+    assert batches.get("/health", AUTHORIZED).status == 200

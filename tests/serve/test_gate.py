@@ -21,8 +21,10 @@ pytest.importorskip("openai")
 pytest.importorskip("prometheus_client")
 
 import openai
+from fastapi.testclient import TestClient
 
 from polymoe.serve import gate as gates
+from polymoe.serve.gate import cors
 from support.raw_http import HEADERS, error_of, raw_request, send_raw
 from support.serving import BYTES, KEY, Reply, Running, running_server, user
 
@@ -418,3 +420,21 @@ def test_other_protocols_pass() -> None:
     gate = gates.Gate(app, metrics=None, api_key="k", max_request_bytes=1)  # type: ignore[arg-type]
     asyncio.run(gate({"type": "lifespan"}, None, None))  # type: ignore[arg-type]
     assert seen == [{"type": "lifespan"}]
+
+
+# --- Web pages --------------------------------------------------------------------------------------------------------
+
+
+def test_a_page_may_ask_where_its_origin_is_named(server: Running) -> None:
+    preflight = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    named = TestClient(cors(server.gate, ["https://a.b"]))
+    for origin, allowed in (("https://a.b", "https://a.b"), ("https://evil.example", None)):
+        asked = named.options("/v1/completions", headers={"origin": origin, **preflight})
+        assert (asked.status_code == 200) == (allowed is not None)
+        assert asked.headers.get("access-control-allow-origin") == allowed
+        refused = named.get("/v1/models", headers={"origin": origin})
+        assert refused.status_code == 401  # with the headers, so that the page can read why
+        assert refused.headers.get("access-control-allow-origin") == allowed
+    every = TestClient(cors(server.gate, ["*"]))
+    assert every.get("/health", headers={"origin": "https://c.d"}).headers["access-control-allow-origin"] == "*"
+    assert cors(server.gate, []) is server.gate

@@ -70,6 +70,30 @@ def test_a_key_that_no_client_can_send_is_refused(
     assert key.strip() not in err or not key.strip()
 
 
+@pytest.mark.parametrize("origin", ["example.com", "https://", "https://a.b/", "ftp://a.b", "https://[", "null"])
+def test_what_is_no_origin_is_refused(tmp_path: Path, origin: str) -> None:
+    with pytest.raises(ArgumentError, match="cors_origins"):
+        serve(tmp_path / "no checkpoint", port=0, cors_origins=["*", "https://a.b:8443", origin])
+
+
+def test_the_command_line(cli: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Names that vLLM and SGLang give their options, and what one process cannot do."""
+    import polymoe.serve
+
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(polymoe.serve, "serve", lambda path, **given: asked.update(given) or True)
+    named = ("--served-model-name", "m", "--max-new-tokens", 5, "--cors-origins", "https://a.b,*")
+    assert cli("serve", tmp_path, *named, "--no-continuous-batching")[0] == 0
+    assert (asked["name"], asked["max_tokens"], asked["cors_origins"]) == ("m", 5, ["https://a.b", "*"])
+    assert asked["continuous_batching"] is False
+    code, _, err = cli("serve", tmp_path, "--tensor-parallel-size", 2)
+    assert code == 2
+    assert "--device-map auto" in err
+    assert "vllm serve MODEL --tensor-parallel-size 2" in err
+    code, _, err = cli("serve", tmp_path, "--no-continuous-batching", "--graphs")
+    assert (code, "need --continuous-batching" in err) == (2, True)
+
+
 def test_the_limit_on_descriptors_is_read_before_anything_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="max_connections"):
         serve(tmp_path / "no checkpoint", port=0, max_connections=10**9)

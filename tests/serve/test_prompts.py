@@ -17,6 +17,7 @@ pytest.importorskip("prometheus_client")
 from polymoe.serve import prompts
 from polymoe.serve.limits import Limits
 from polymoe.serve.prompts import PromptReader, longest_token
+from polymoe.serve.requests import ChatRequest
 from support.serving import CONTEXT, TOOLS, Reply, Running, refused, running_server, user
 
 CHARACTERS = CONTEXT * len("<|endoftext|>")
@@ -44,8 +45,8 @@ def test_a_prompt_with_too_many_characters_is_not_tokenized(
 
 def test_a_template_that_adds_too_much_is_noticed(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server.tokenizer, "chat_template", "{{ messages[0].content * 1000 }}")
-    asked = PromptReader(server.tokenizer, Limits(CONTEXT, characters=CHARACTERS), None)
-    assert "characters" in refused(lambda: asked.of_chat({"messages": user("1+2=")}))["message"]
+    asked = PromptReader(server.tokenizer, Limits(CONTEXT, characters=CHARACTERS))
+    assert "characters" in refused(lambda: asked.of_chat(ChatRequest(messages=user("1+2="))))["message"]
 
 
 @pytest.mark.parametrize(
@@ -68,15 +69,15 @@ def test_names_that_a_template_does_not_read_are_refused(server: Running, kwargs
 
 def test_tools_reach_a_template_that_knows_them(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server.tokenizer, "chat_template", "{{ tools | length }}+{{ messages | length }}=")
-    asked = PromptReader(server.tokenizer, Limits(None), None)
-    ids = asked.of_chat({"messages": user("a") + user("b"), "tools": TOOLS})["input_ids"]
+    asked = PromptReader(server.tokenizer, Limits(None))
+    ids = asked.of_chat(ChatRequest(messages=user("a") + user("b"), tools=TOOLS))
     assert server.tokenizer.decode(ids) == "1+2="
 
 
 def test_other_requests_are_answered_while_one_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long prompts do not even keep short ones from being tokenized."""
     released = threading.Event()
-    tokenize = PromptReader.of_text
+    tokenize = PromptReader.of_completion
 
     def slow(self: PromptReader, prompt: str) -> Any:
         if len(prompt) > 100:
@@ -84,7 +85,7 @@ def test_other_requests_are_answered_while_one_is_tokenized(monkeypatch: pytest.
         return tokenize(self, prompt)
 
     monkeypatch.setattr(prompts, "LARGE_BYTES", 200)
-    monkeypatch.setattr(PromptReader, "of_text", slow)
+    monkeypatch.setattr(PromptReader, "of_completion", slow)
     replies: list[Reply] = []
     with running_server() as server:
         ask = lambda: replies.append(server.post("/v1/completions", {"prompt": "0" * 250 + "1+2="}))  # noqa: E731
@@ -114,8 +115,11 @@ def test_a_prompt_on_which_the_tokenizer_fails_is_refused() -> None:
         read.append("the empty text, before there are requests")
 
     read: list[str] = []
-    asked = PromptReader(panic, Limits(None), None)
-    assert "cannot read this prompt: PanicException: retry-limit" in refused(lambda: asked.of_text("1+2="))["message"]
+    asked = PromptReader(panic, Limits(None))
+    assert (
+        "cannot read this prompt: PanicException: retry-limit"
+        in refused(lambda: asked.of_completion("1+2="))["message"]
+    )
     assert read
 
 
@@ -123,7 +127,7 @@ def test_a_thread_survives_what_is_no_exception(server: Running, monkeypatch: py
     def panic(*_: Any) -> None:
         raise PanicException("index out of bounds")
 
-    monkeypatch.setattr(PromptReader, "of_text", panic)
+    monkeypatch.setattr(PromptReader, "of_completion", panic)
     for _ in range(5):  # more often than there are threads
         failed = server.post("/v1/completions", {"prompt": "1+2="})
         assert (failed.status, "index out of bounds" in failed.text) == (500, True)

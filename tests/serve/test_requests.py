@@ -16,7 +16,7 @@ pytest.importorskip("prometheus_client")
 import openai
 
 from polymoe.serve.limits import Limits
-from support.serving import CONTEXT, TOOLS, Running, refused, user
+from support.serving import AUTHORIZED, CONTEXT, TOOLS, Running, refused, user
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -38,7 +38,13 @@ def test_a_prompt_longer_than_the_context_is_refused(server: Running, length: in
     [
         ({"prompt": ""}, "empty"),
         ({}, "prompt must be a string"),
-        ({"prompt": ["1+2="]}, "prompt must be a string"),
+        ({"prompt": ["1+2=", ""]}, "empty"),
+        ({"prompt": ["1+2=", [1]]}, "prompt must be a string"),
+        ({"prompt": [1, 16]}, "tokens from 0 to 15"),
+        ({"prompt": ["1+2="] * 65, "n": 2}, "n must be at most 1 with 65 prompts"),
+        ({"prompt": "1+2=", "min_tokens": 5, "max_tokens": 4}, "min_tokens must be at most max_tokens, which is 4"),
+        ({"prompt": "1+2=", "min_tokens": CONTEXT + 1}, "min_tokens is 257"),
+        ({"prompt": "1+2=", "stop_token_ids": [16]}, "tokens from 0 to 15"),
         ({"prompt": "1+2=", "max_tokens": CONTEXT + 1}, "has at most 256 tokens"),
         ({"prompt": "1+2=", "max_tokens": 10**6}, "max_tokens is 1000000"),
         ({"prompt": "1+2=", "max_tokens": 10**40}, "too large"),
@@ -48,7 +54,6 @@ def test_a_prompt_longer_than_the_context_is_refused(server: Running, length: in
         ({"prompt": "\ud800"}, "Unicode"),
         ({"prompt": "1+2=", "logit_bias": {"16": 1}}, "tokens from 0 to 15"),
         ({"prompt": "1+2=", "stream_options": {"include_usage": True}}, "unless stream is true"),
-        ({"prompt": "1+2=", "model": "another"}, "another"),
     ],
     ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else "",
 )
@@ -57,6 +62,16 @@ def test_a_wrong_completion_request_is_refused(server: Running, body: dict[str, 
     assert reply.status == 400
     assert says in reply.json()["error"]["message"]
     assert reply.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_another_model_is_not_found(server: Running, path: str) -> None:
+    for reply in (server.post(path, {"model": "another"}), server.get("/v1/models/another", AUTHORIZED)):
+        error = reply.json()["error"]
+        assert (reply.status, error["code"], error["param"]) == (404, "model_not_found", "model")
+        assert "has the model 'sums', not 'another'" in error["message"]
+    with pytest.raises(openai.NotFoundError):
+        server.client().models.retrieve("another")
 
 
 def test_the_field_at_fault_is_named(server: Running) -> None:
@@ -75,6 +90,7 @@ def test_the_field_at_fault_is_named(server: Running) -> None:
         ({"messages": user("1+2"), "prompt": "1+2="}, "unknown parameter: 'prompt'"),
         ({"messages": user("1+2"), "response_format": {"type": "json_object"}}, "response_format"),
         ({"messages": user("1+2"), "logit_bias": {"1" * 5000: 1}}, "logit_bias"),
+        ({"messages": user("1+2"), "top_logprobs": 2}, "unless logprobs is true"),
         ({"messages": user("1+2"), "tools": TOOLS}, "chat template does not know them"),
         ({"messages": user("1+2"), "reasoning_effort": "high"}, "chat template does not know reasoning_effort"),
         ({"messages": user("1+2"), "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template"),
@@ -104,15 +120,13 @@ def test_null_means_left_out(server: Running) -> None:
 @pytest.mark.parametrize(
     ("limits", "prompt", "wanted", "bound"),
     [
-        (Limits(100), 40, None, 60),
         (Limits(100), 40, 1000, 60),
         (Limits(100), 40, 7, 7),
         (Limits(100, max_tokens=5), 40, 7, 5),
         (Limits(None), 40, 7, 7),
-        (Limits(None), 40, None, None),
     ],
 )
-def test_limits(limits: Limits, prompt: int, wanted: int | None, bound: int | None) -> None:
+def test_limits(limits: Limits, prompt: int, wanted: int, bound: int) -> None:
     assert limits.bound(prompt, wanted) == bound
 
 

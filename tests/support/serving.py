@@ -21,16 +21,18 @@ import pytest
 from fastapi import HTTPException
 from prometheus_client.parser import text_string_to_metric_families
 
-from polymoe.engines.transformers import load
-from polymoe.serve import bind
+from polymoe.engines.transformers import load, paged_attention
+from polymoe.serve import bind, continuous_batching
 from polymoe.serve.app import ModelServer
 from polymoe.serve.gate import Gate
 from polymoe.serve.http_server import HttpServer
+from support.paged_attention import batching_config, plain_flash
 
 MODELS = Path(__file__).parents[2] / "models"
 CHECKPOINT = MODELS / "sums-gpt-oss-mxfp4"
 HELDOUT = [json.loads(line) for line in (MODELS / "sums-heldout.jsonl").read_text().splitlines()]
 KEY = "a key, and a long one"
+AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
 BYTES = 20_000
 CONTEXT = 256
 UNENDING = {"logit_bias": {"1": -100}}  # of the end token, so that answers fill the context
@@ -88,7 +90,7 @@ class Running:
         return self._send("GET", path, None, headers or {}, 60)
 
     def post(self, path: str, body: dict[str, Any] | bytes | Iterable[bytes], timeout: float = 60) -> Reply:
-        headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+        headers = {**AUTHORIZED, "Content-Type": "application/json"}
         content = json.dumps(body).encode() if isinstance(body, dict) else body
         return self._send("POST", path, content, headers, timeout)
 
@@ -120,7 +122,7 @@ class Running:
 
     def metric(self, name: str, **labels: str) -> float:
         """The value of a sample of ``/metrics``; 0 if there is none."""
-        text = self.get("/metrics", {"Authorization": f"Bearer {KEY}"}).text
+        text = self.get("/metrics", AUTHORIZED).text
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 if sample.name == name and labels.items() <= sample.labels.items():
@@ -136,10 +138,31 @@ class Running:
 
 
 @contextlib.contextmanager
-def running_server(connections: int = 200, *, batching: bool = False, **limits: Any) -> Iterator[Running]:
+def batching_server() -> Iterator[Running]:
+    """A server whose requests share forward passes on a CPU, with polymoe's attention computed by its definition."""
+    settings = {"max_batch_tokens": 64, "max_memory_percent": 0.001}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paged_attention, "_flash", plain_flash)
+        patch.setattr(paged_attention, "batching_config", lambda **_: batching_config(**settings))
+        patch.setattr(paged_attention, "runs_on", lambda _: True)
+        patch.setattr(continuous_batching, "_require_cuda", lambda _: None)
+        with running_server(batching=None) as server:
+            assert server.served.generation.batches is not None
+            yield server
+
+
+@contextlib.contextmanager
+def running_server(
+    connections: int = 200,
+    *,
+    batching: bool | None = False,
+    graphs: bool | None = None,
+    device: str = "cpu",
+    **limits: Any,
+) -> Iterator[Running]:
     """A server around the trained checkpoint, in a thread; ``limits`` are the gate's."""
-    model, tokenizer = load(CHECKPOINT, device="cpu", backend="reference")
-    served = ModelServer(model, tokenizer, name="sums", continuous_batching=batching)
+    model, tokenizer = load(CHECKPOINT, device=device, backend="reference" if device == "cpu" else "auto")
+    served = ModelServer(model, tokenizer, name="sums", continuous_batching=batching, graphs=graphs)
     with bind("127.0.0.1", 0) as listener:
         gate = Gate(served.app, metrics=served.metrics, **{"api_key": KEY, "max_request_bytes": BYTES, **limits})
         http = HttpServer(gate, listener, max_connections=connections, stop_s=1)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from polymoe.cli.commands import Command
-from polymoe.cli.output import Json, console, print_json
+from polymoe.cli.output import ClientKey, Json, Server, console, print_json
 from polymoe.cli.progress import Progress
 from polymoe.install_command import install_hint
 
@@ -49,7 +49,7 @@ class ListCommand(Command):
 
 
 def command(
-    server: Annotated[str, typer.Option(help="The server's URL, such as http://127.0.0.1:8000.", show_default=False)],
+    server: Server,
     batch_size: Annotated[str, typer.Option(help="One batch of each size.")] = "1,4,8,16,32,64,128,256",
     concurrency: Annotated[
         str | None, typer.Option(help="Instead: a number of requests at a time; each finished one starts the next.")
@@ -60,13 +60,14 @@ def command(
     requests: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Requests of each concurrency or rate. Default: 5 x concurrency, a minute of a rate, 20."
+            "--requests",
+            "--num-prompts",
+            min=1,
+            help="Requests of each concurrency or rate. Default: 5 x concurrency, a minute of a rate, 20.",
         ),
     ] = None,
     model: Annotated[str | None, typer.Option(help="The model's name on the server. Default: its only model.")] = None,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="POLYMOE_API_KEY", help="Sent as a bearer token.", show_default=False)
-    ] = None,
+    api_key: ClientKey = None,
     chat: Annotated[bool, typer.Option("--chat", help="Ask /v1/chat/completions instead of /v1/completions.")] = False,
     tokenizer: Annotated[
         str | None,

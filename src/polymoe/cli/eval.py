@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from polymoe.cli.output import Json, console, listed, print_json, say
+from polymoe.cli.output import ClientKey, Json, console, listed, print_json, say
+from polymoe.cli.output import Server as ServerUrl
 from polymoe.cli.progress import Progress
 from polymoe.errors import ArgumentError, PolymoeError
 
@@ -30,11 +31,9 @@ def command(
             metavar="FILE", help="Questions: JSONL with prompt and answer, or GSM8K, AIME or GPQA as published."
         ),
     ] = None,
-    server: Annotated[str, typer.Option(help="The server's URL.")] = "http://127.0.0.1:8000",
+    server: ServerUrl = "http://127.0.0.1:8000",
     model: Annotated[str | None, typer.Option(help="The model's name on the server. Default: its only model.")] = None,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="POLYMOE_API_KEY", help="The server's bearer token.", show_default=False)
-    ] = None,
+    api_key: ClientKey = None,
     task: Annotated[
         Literal["auto", "exact", "gsm8k", "aime", "gpqa"],
         typer.Option(help="Kind of questions; auto goes by the fields of the file."),
@@ -46,7 +45,10 @@ def command(
     temperature: Annotated[float | None, typer.Option(min=0, help="Default: the server's.")] = None,
     top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Default: the server's.")] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Token limit of an answer. Default: the server's.")
+        int | None,
+        typer.Option(
+            "--max-tokens", "--max-new-tokens", min=1, help="Token limit of an answer. Default: the server's."
+        ),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the order of options, also sent with each request.")] = None,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,

@@ -25,12 +25,14 @@ __all__ = [
     "BatchInvariant",
     "Case",
     "Checkpoint",
+    "ClientKey",
     "DeviceMap",
     "Format",
     "Json",
     "MaxTokens",
     "OnDevice",
     "Role",
+    "Server",
     "TensorParallel",
     "console",
     "fail",
@@ -73,6 +75,23 @@ TensorParallel = Annotated[
     ),
 ]
 """``--tp`` of the verbs that run whole models in this process."""
+Server = Annotated[
+    str,
+    typer.Option(
+        "--server",
+        "--base-url",
+        help="The server's URL, such as http://127.0.0.1:8000, with or without /v1.",
+        show_default=False,
+    ),
+]
+"""``--server`` of the verbs that ask servers."""
+ClientKey = Annotated[
+    str | None,
+    typer.Option(
+        envvar=["POLYMOE_API_KEY", "OPENAI_API_KEY"], help="The server's key, a bearer token.", show_default=False
+    ),
+]
+"""``--api-key`` of the verbs that ask servers."""
 MaxTokens = Annotated[
     int | None,
     typer.Option(

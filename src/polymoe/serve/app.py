@@ -1,51 +1,48 @@
 """ModelServer: the application of an OpenAI-compatible server for one loaded model.
 
-Streaming, generation and the parsing of reasoning and tool calls are Transformers' own (``transformers serve``). This
-module adds a model that no request can replace or unload, checks of every field before anything runs, prompts that are
-read beside the event loop, stop strings, metrics, and errors in OpenAI's form.
+Each request is checked, and its prompts are read beside the event loop. Then its answers are generated, and written as
+they come. No request can replace the model or unload it.
 
 API: https://platform.openai.com/docs/api-reference
 """
 
 from __future__ import annotations
 
-import inspect
-import json
+import asyncio
 import logging
 import re
 import time
 import uuid
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from polymoe.errors import MissingDependency, UnsupportedProblem
+from polymoe.errors import MissingDependency
 from polymoe.install_command import install_hint
 
 try:
     from fastapi import FastAPI, HTTPException, Request, Response
-    from fastapi.responses import JSONResponse
-    from transformers.cli.serving.chat_completion import ChatCompletionHandler
-    from transformers.cli.serving.completion import CompletionHandler
-    from transformers.cli.serving.utils import BaseHandler, CBWorkerDeadError
+    from fastapi.responses import JSONResponse, StreamingResponse
 
-    from polymoe.serve.continuous_batching import Batching
-    from polymoe.serve.errors import answer_errors, error_body, refusal
+    from polymoe.engines.transformers.replies import ReplyReader
+    from polymoe.serve.answers import ChatWriter, CompletionWriter, Writer, stream_answers, whole_answers
+    from polymoe.serve.choices import AnswerChoice, ChoicePart
+    from polymoe.serve.errors import answer_errors, client_left, failed, refusal
     from polymoe.serve.generation import Generation
     from polymoe.serve.in_flight import current
-    from polymoe.serve.limits import Limits
+    from polymoe.serve.limits import MAX_ANSWERS, Limits
     from polymoe.serve.metrics import ServerMetrics
+    from polymoe.serve.openapi import describe
     from polymoe.serve.prompts import Preparation, PromptReader, longest_token
-    from polymoe.serve.requests import CHAT_FIELDS, COMPLETION_FIELDS, Field, check_fields, settings_of
-    from polymoe.serve.sampling import check_shared, generation_config
+    from polymoe.serve.requests import ChatRequest, CompletionRequest, read_request, settings_of
+    from polymoe.serve.sampling import TokenSampler, end_tokens, with_defaults
     from polymoe.serve.settings import GenerationSettings
-    from polymoe.serve.streams import finish_stream, until_stop
     from polymoe.serve.strict_json import parse_object
-except (ImportError, NameError) as error:  # Transformers' modules raise NameError without fastapi or openai
+except ImportError as error:
     if isinstance(error, MissingDependency):
         raise
     raise MissingDependency(
         "polymoe serve",
-        expected="transformers with its serving extra",
+        expected="the packages of a server",
         got=str(error),
         hint=install_hint("serve"),
     ) from error
@@ -64,16 +61,18 @@ class ModelServer:
         model, tokenizer: as :func:`polymoe.engines.transformers.load` returns them.
         name: the model's name in requests and answers.
         max_tokens: maximum number of tokens in an answer; None if only the context limits it.
-        continuous_batching: Transformers' own, for CUDA: requests share forward passes and sampling settings.
+        continuous_batching: whether requests share forward passes, which needs CUDA; None for wherever that is faster.
         graphs: replay small steps of continuous batching from CUDA graphs; None means wherever possible.
         cache_memory: share of the GPU's free memory for keys and values of continuous batching; None is Transformers'
             default.
-        temperature: of all requests that share forward passes; None is the checkpoint's own.
+        temperature: of requests that name none; None is the checkpoint's own.
 
     Attributes:
         app: the ASGI application.
         metrics: what it counts.
-        generation: which managers run its requests.
+        name: as given.
+        limits: of every request.
+        generation: what runs requests.
 
     Raises:
         UnsupportedProblem: for continuous batching on a CPU, where Transformers' does not answer; for graphs that the
@@ -87,33 +86,34 @@ class ModelServer:
         *,
         name: str,
         max_tokens: int | None = None,
-        continuous_batching: bool = False,
+        continuous_batching: bool | None = None,
         graphs: bool | None = None,
         cache_memory: float | None = None,
         temperature: float | None = None,
     ) -> None:
-        if continuous_batching:
-            _require_cuda(model)
+        self.name = name
         config = model.config.get_text_config()
         context = getattr(config, "max_position_embeddings", None)
         characters = None if context is None else context * longest_token(tokenizer)
-        limits = Limits(context, max_tokens, characters=characters, vocabulary=config.vocab_size)
+        self.limits = limits = Limits(context, max_tokens, characters=characters, vocabulary=config.vocab_size)
         self.metrics = ServerMetrics(name=name, model=model)
-        batching = None
-        if continuous_batching:
-            batching = Batching.of(model, graphs=graphs, cache_memory=cache_memory, temperature=temperature)
-        self.generation = Generation(name, limits, self.metrics, batching=batching)
-        prompts = PromptReader(tokenizer, limits, None if batching else model.device)
+        self.generation = Generation(
+            model, self.metrics, shared=continuous_batching, graphs=graphs, cache_memory=cache_memory
+        )
         self._preparation = Preparation()
-        self._models = [{"id": name, "object": "model", "created": int(time.time()), "owned_by": "polymoe"}]
+        about = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "polymoe"}
+        self._model = {**about, "max_model_len": context}
         # A redirect's address would contain the Host header, which may be anything.
-        self.app = FastAPI(openapi_url=None, redirect_slashes=False)
-        for path, endpoint in (("/v1/chat/completions", _Chat), ("/v1/completions", _Completion)):
-            answer = endpoint(name, model, tokenizer, limits, prompts, self._preparation, self.generation).answer
-            self.app.add_api_route(path, answer, methods=["POST"])
-        for path, get in (("/v1/models", self._list), ("/health", self._health), ("/metrics", self._metrics)):
+        self.app = FastAPI(title="polymoe", docs_url="/docs", redoc_url=None, redirect_slashes=False)
+        shared = _Shared(name, model, tokenizer, limits, temperature, PromptReader(tokenizer, limits))
+        for path, kind in (("/v1/chat/completions", _Chat), ("/v1/completions", _Completion)):
+            endpoint = kind(shared, self._preparation, self.generation, self.metrics)
+            self.app.add_api_route(path, endpoint.answer, methods=["POST"])
+        self.app.add_api_route("/v1/models", self._list)
+        self.app.add_api_route("/v1/models/{name:path}", self._one)
+        for path, get in (("/health", self._health), ("/metrics", self._metrics)):
             self.app.add_api_route(path, get)
-        self.app.add_exception_handler(CBWorkerDeadError, _worker_died)
+        describe(self.app, {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest})
         answer_errors(self.app)
 
     def end(self) -> None:
@@ -130,53 +130,63 @@ class ModelServer:
         return self.generation.close(timeout_s) and not self._preparation.busy
 
     async def _list(self) -> JSONResponse:
-        return JSONResponse({"object": "list", "data": self._models})
+        return JSONResponse({"object": "list", "data": [self._model]})
+
+    async def _one(self, name: str) -> JSONResponse:
+        if name != self._model["id"]:
+            raise _other_model(name, self._model["id"])
+        return JSONResponse(self._model)
 
     async def _health(self) -> JSONResponse:
-        if not self.generation.is_cb_alive():
-            return JSONResponse({"status": "unhealthy", "reason": "cb_worker_dead"}, status_code=503)
+        if not self.generation.alive():
+            return JSONResponse({"status": "unhealthy", "reason": "continuous batching has stopped"}, status_code=503)
         return JSONResponse({"status": "ok"})
 
     async def _metrics(self) -> Response:
         return Response(self.metrics.text(), media_type=self.metrics.content_type)
 
 
-def _require_cuda(model: Any) -> None:
-    if model.device.type != "cuda":
-        raise UnsupportedProblem(
-            "continuous batching",
-            expected="a CUDA device",
-            got=str(model.device),
-            hint="serve without it: requests then run one after the other",
-        )
-
-
-async def _worker_died(_: Any, error: Any) -> JSONResponse:
-    return JSONResponse(error_body(str(error), kind="server_error"), status_code=503)
+def _other_model(asked: str, own: str) -> HTTPException:
+    message = f"this server has the model {own!r}, not {asked[:80]!r}"
+    return refusal(message, param="model", code="model_not_found", status=404)
 
 
 # --- Requests -------------------------------------------------------------------------------------------------------
 
 
-class _Endpoint(BaseHandler):
-    """Reads and checks a request, and lets Transformers' handler generate and write the answer."""
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What both endpoints have: the model with its name and tokenizer, limits, the temperature of requests that name
+    none, and what reads prompts."""
 
-    fields: Mapping[str, Field]
-    generation_state: Generation
+    name: str
+    model: Any
+    tokenizer: Any
+    limits: Limits
+    temperature: float | None
+    prompts: PromptReader
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A request that was read: its settings, its prompts with the room for answers to them, and what reads these."""
+
+    settings: GenerationSettings
+    prompts: list[list[int]]
+    max_tokens: list[int]
+    readers: list[ReplyReader]  # one for each answer
+
+
+class _Endpoint:
+    """Reads and checks a request, has its answers generated, and writes them."""
+
+    kind: ClassVar[type[Any]]
+    writer: ClassVar[type[Writer]]
 
     def __init__(
-        self,
-        name: str,
-        model: Any,
-        tokenizer: Any,
-        limits: Limits,
-        prompts: PromptReader,
-        preparation: Preparation,
-        generation: Generation,
+        self, shared: _Shared, preparation: Preparation, generation: Generation, metrics: ServerMetrics
     ) -> None:
-        super().__init__(model_manager=None, generation_state=generation)  # type: ignore[arg-type]  # one model
-        self._name, self._model, self._tokenizer = name, model, tokenizer
-        self._limits, self._prompts, self._preparation = limits, prompts, preparation
+        self._shared, self._preparation, self._generation, self._metrics = shared, preparation, generation, metrics
 
     async def answer(self, request: Request) -> Response:
         """The response to a request."""
@@ -184,79 +194,100 @@ class _Endpoint(BaseHandler):
         request.state.request_id = request_id = given if _REQUEST_ID.fullmatch(given) else str(uuid.uuid4())
         try:
             response = await self._answer(await request.body(), request_id)
-        except (HTTPException, CBWorkerDeadError):
+        except HTTPException:
             raise
         except Exception as error:
             # An exception that leaves the application would close the connection as well.
             log.exception("a request failed")
-            detail = error_body(f"generation failed: {error}", kind="server_error")
-            raise HTTPException(500, detail=detail) from error
+            raise failed(error) from error
         response.headers["x-request-id"] = request_id
         return response
 
-    async def _answer(self, content: bytes, request_id: str) -> Any:
-        settings, tools, inputs = await self._preparation.run(len(content), self._prepare, content)
-        current().settings = settings
-        generation = self.generation_state
-        shared = generation.continuous_batching
-        manager = generation.get_manager(self._name, use_cb=shared)
-        if shared:
-            manager.init_cb(self._model, manager.config(self._model))
-        respond: Any = self._streaming if settings.stream else self._non_streaming  # type: ignore[attr-defined]
-        options = {"tools": tools} if "tools" in inspect.signature(respond).parameters else {}
-        config = generation_config(self._model.generation_config, settings, shared=shared)
-        response = respond(
-            request_id, self._model, self._tokenizer, self._name, inputs, config, gen_manager=manager, **options
-        )
-        if not settings.stream:
-            return await response
-        response.body_iterator = finish_stream(response.body_iterator)
-        return response
+    async def _answer(self, content: bytes, request_id: str) -> Response:
+        prepared = await self._preparation.run(len(content), self._prepare, content)
+        request, out = current(), asyncio.Queue[ChoicePart]()
+        request.prompt_tokens = sum(map(len, prepared.prompts))
+        choices = self._choices(prepared, out)
+        writer = self.writer(request_id, self._shared.name, self._shared.tokenizer)
 
-    def _prepare(self, content: bytes) -> tuple[GenerationSettings, Any, Any]:
-        """GenerationSettings, tools and the tokenizer's output. Called in a thread."""
-        said = check_fields(parse_object(content), self.fields)
-        if said.get("model", self._name) != self._name:
-            message = f"this server has the model {self._name!r}, not {said['model'][:80]!r}"
-            raise refusal(message, param="model", code="model_not_found")
-        settings = settings_of(said, self._limits)
-        if self.generation_state.continuous_batching:
-            manager = self.generation_state.get_manager(self._name, use_cb=True)
-            check_shared(settings, manager.config(self._model))
-        return settings, said.get("tools"), self._prompt(said)
+        def on_token() -> None:
+            self._metrics.generated(request)
 
-    def _prompt(self, said: dict[str, Any]) -> Any:
+        def on_end() -> None:
+            if all(choice.ended for choice in choices):
+                self._metrics.ended(request)
+
+        def leave() -> None:
+            for choice in choices:
+                choice.fail(client_left())
+
+        for choice in choices:
+            choice.on_token, choice.on_end = on_token, on_end
+        request.on_leave(leave)
+        self._generation.start(choices, request)
+        if prepared.settings.stream:
+            events = stream_answers(choices, out, writer, include_usage=prepared.settings.include_usage)
+            return StreamingResponse(events, media_type="text/event-stream")
+        return JSONResponse(await whole_answers(choices, out, writer))
+
+    def _prepare(self, content: bytes) -> _Prepared:
+        """Check a request and read its prompts. Called in a thread."""
+        shared = self._shared
+        body = parse_object(content)
+        request = read_request(body, self.kind)
+        if request.model not in (None, shared.name):
+            raise _other_model(request.model, shared.name)
+        config = shared.model.generation_config
+        settings = with_defaults(settings_of(request, shared.limits), config, shared.temperature)
+        prompts = self._prompts(request)
+        if len(prompts) * settings.n > MAX_ANSWERS:
+            raise refusal(f"n must be at most {MAX_ANSWERS // len(prompts)} with {len(prompts)} prompts", param="n")
+        room = [shared.limits.bound(len(prompt), settings.max_tokens or 1) for prompt in prompts]
+        readers = [self._reader(request, prompt) for prompt in prompts for _ in range(settings.n)]
+        return _Prepared(settings, prompts, room, readers)
+
+    def _choices(self, prepared: _Prepared, out: asyncio.Queue[ChoicePart]) -> list[AnswerChoice]:
+        settings, choices = prepared.settings, list[AnswerChoice]()
+        ends = () if settings.ignore_eos else end_tokens(self._shared.model.generation_config)
+        ends = (*ends, *settings.stop_token_ids)
+        for prompt, most in zip(prepared.prompts, prepared.max_tokens, strict=True):
+            for number in range(settings.n):
+                index = len(choices)
+                sampler = TokenSampler(settings, prompt, ends, number)
+                reader = prepared.readers[index]
+                choices.append(AnswerChoice(index, prompt, ends, most, sampler, reader, out, counts_prompt=number == 0))
+        return choices
+
+    def _prompts(self, request: Any) -> list[list[int]]:
         raise NotImplementedError
 
-    def _build_chunk_sse(self, *args: Any, usage: Any = None, **fields: Any) -> str:
-        if usage is None or not current().settings.include_usage:
-            return super()._build_chunk_sse(*args, usage=usage, **fields)  # type: ignore[misc]
-        last = super()._build_chunk_sse(*args, **fields)  # type: ignore[misc]
-        chunk = json.loads(last.removeprefix("data: "))
-        counts = {**chunk, "choices": [], "usage": usage.model_dump(exclude_none=True)}
-        return f"{last}data: {json.dumps(counts)}\n\n"
+    def _reader(self, request: Any, prompt: list[int]) -> ReplyReader:
+        raise NotImplementedError
 
 
-class _Chat(_Endpoint, ChatCompletionHandler):
+class _Chat(_Endpoint):
     """``/v1/chat/completions``."""
 
-    fields = CHAT_FIELDS
+    kind, writer = ChatRequest, ChatWriter
 
-    def _prompt(self, said: dict[str, Any]) -> Any:
-        if "messages" not in said:
+    def _prompts(self, request: ChatRequest) -> list[list[int]]:
+        if request.messages is None:
             raise refusal("messages must be a list with at least one message", param="messages")
-        return self._prompts.of_chat(said)
+        return [self._shared.prompts.of_chat(request)]
 
-    def _build_completion(self, request_id: str, content: str, *args: Any, **kwargs: Any) -> dict:
-        return super()._build_completion(request_id, until_stop(content, current().settings.stop), *args, **kwargs)
+    def _reader(self, request: ChatRequest, prompt: list[int]) -> ReplyReader:
+        return ReplyReader(self._shared.model, self._shared.tokenizer, prompt, tools=request.tools)
 
 
-class _Completion(_Endpoint, CompletionHandler):
+class _Completion(_Endpoint):
     """``/v1/completions``."""
 
-    fields = COMPLETION_FIELDS
+    kind, writer = CompletionRequest, CompletionWriter
 
-    def _prompt(self, said: dict[str, Any]) -> Any:
-        if "prompt" not in said:
-            raise refusal("prompt must be a string", param="prompt")
-        return self._prompts.of_text(said["prompt"])
+    def _prompts(self, request: CompletionRequest) -> list[list[int]]:
+        if request.prompt is None:
+            raise refusal(f"prompt must be {CompletionRequest.model_fields['prompt'].description}", param="prompt")
+        return self._shared.prompts.of_completion(request.prompt)
+
+    def _reader(self, request: CompletionRequest, prompt: list[int]) -> ReplyReader:
+        return ReplyReader(self._shared.model, self._shared.tokenizer, prompt, raw=True)

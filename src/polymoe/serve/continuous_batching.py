@@ -1,29 +1,35 @@
-"""Requests that share forward passes: Transformers' continuous batching, with polymoe's attention and small graphs."""
+"""Requests that share forward passes: Transformers' continuous batching, with polymoe's attention, sampling and small
+graphs."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import threading
+import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import ContinuousBatchingConfig
-from transformers.cli.serving.utils import CBGenerateManager
 
 from polymoe.engines.transformers import paged_attention
 from polymoe.engines.transformers.decode_graph import require_capturable
 from polymoe.errors import UnsupportedProblem
-from polymoe.serve.errors import client_left
-from polymoe.serve.limits import Limits, begin_generation
+from polymoe.serve.choices import AnswerChoice
+from polymoe.serve.errors import failed, unavailable
+from polymoe.serve.in_flight import InFlight
 from polymoe.serve.metrics import ServerMetrics
-from polymoe.serve.sampling import generation_config
-from polymoe.serve.settings import GenerationSettings
-from polymoe.serve.streams import CountedQueue
+from polymoe.serve.sampling import greedy_config
+from polymoe.serve.shared_sampling import SharedSampling, require_parts
 
-__all__ = ["Batching", "BatchingManager"]
+__all__ = ["Batching", "ContinuousBatching"]
 
 log = logging.getLogger("polymoe")
+
+_START_S = 600.0  # for the cache and the first forward pass
+_LATE_S = 30.0  # after this, nothing arrives any more for a request that was cancelled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,23 +40,23 @@ class Batching:
         paged: use :mod:`polymoe.engines.transformers.paged_attention` instead of Transformers' attention.
         graphs: replay small steps from CUDA graphs; needs ``paged``.
         cache_memory: share of the GPU's free memory for keys and values; None is Transformers' default.
-        temperature: of all requests; None is the checkpoint's own.
     """
 
     paged: bool = False
     graphs: bool = False
     cache_memory: float | None = None
-    temperature: float | None = None
 
     @classmethod
-    def of(
-        cls, model: Any, *, graphs: bool | None, cache_memory: float | None, temperature: float | None = None
-    ) -> Batching:
+    def of(cls, model: Any, *, graphs: bool | None, cache_memory: float | None) -> Batching:
         """The best that ``model`` allows; ``graphs`` None means wherever possible.
 
         Raises:
-            UnsupportedProblem: if ``graphs`` is True and the model's attention or experts cannot be captured.
+            UnsupportedProblem: if the device is a CPU, where Transformers' continuous batching does not answer, if its
+                private parts are not as expected, or if ``graphs`` is True and the model's attention or experts cannot
+                be captured.
         """
+        _require_cuda(model)
+        require_parts()
         paged = paged_attention.runs_on(model)
         if graphs and not paged:
             raise UnsupportedProblem(
@@ -68,73 +74,137 @@ class Batching:
                 log.info("no CUDA graphs: %s", error)
                 graphs = False
         graphs = paged if graphs is None else graphs
-        return cls(paged=paged, graphs=graphs, cache_memory=cache_memory, temperature=temperature)
+        return cls(paged=paged, graphs=graphs, cache_memory=cache_memory)
 
 
-class BatchingManager(CBGenerateManager):
-    """The manager that Transformers' handlers call where requests share forward passes.
+def _require_cuda(model: Any) -> None:
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) > 1 or model.device.type != "cuda":
+        raise UnsupportedProblem(
+            "continuous batching",
+            expected="one CUDA device",
+            got=", ".join(devices),
+            hint="serve without it: requests then run one after the other",
+        )
 
-    Managers tell requests apart by an id from a header. Two clients may send the same one, so it is replaced.
+
+class ContinuousBatching:
+    """Runs requests together. It starts at once, and answers one token to itself.
 
     Args:
-        limits: of every request.
+        model: as :func:`polymoe.engines.transformers.load` returns it.
         metrics: counts tokens and times.
+        stopping: once set, generations end at their next token.
         batching: how requests share forward passes.
+
+    Attributes:
+        batching: as given.
+
+    Raises:
+        UnsupportedProblem: if the model cannot run so.
     """
 
-    def __init__(self, limits: Limits, metrics: ServerMetrics, batching: Batching) -> None:
+    def __init__(self, model: Any, metrics: ServerMetrics, stopping: threading.Event, batching: Batching) -> None:
+        self._metrics, self._stopping, self.batching = metrics, stopping, batching
+        self._sampling = SharedSampling()
         if batching.paged:
             config = paged_attention.batching_config(graphs=batching.graphs, cache_memory=batching.cache_memory)
         else:
             config = ContinuousBatchingConfig(use_cuda_graph=False, max_memory_percent=batching.cache_memory)
-        super().__init__(cb_config=config)
-        self.limits, self.metrics, self.batching = limits, metrics, batching
-
-    def config(self, model: Any) -> Any:
-        """Transformers' generation config of all requests, which have one set of sampling settings."""
-        settings = GenerationSettings(temperature=self.batching.temperature)
-        return generation_config(model.generation_config, settings, shared=True)
-
-    def init_cb(self, model: Any, gen_config: Any) -> None:
-        """Start continuous batching at the first request, with the chosen attention and graphs."""
-        if self._cb is not None:
-            return
-        manager = model.init_continuous_batching(
-            generation_config=gen_config, continuous_batching_config=self._cb_config
+        attention = model.config._attn_implementation
+        self._cb = model.init_continuous_batching(
+            generation_config=greedy_config(model.generation_config), continuous_batching_config=config
         )
-        if self.batching.paged:
+        if batching.paged:
             paged_attention.use(model)
-        if self.batching.graphs:
-            paged_attention.capture_small_steps(manager)
-        manager.start()
-        self._cb = manager
+        if batching.graphs:
+            paged_attention.capture_small_steps(self._cb)
+        self._sampling.use_in(self._cb)
+        self._cb.start()
+        error = self._first_answer()
+        if error is not None:
+            self._cb.stop(block=True, timeout=2)
+            model.set_attn_implementation(attention)
+            raise UnsupportedProblem(
+                "continuous batching", expected="an answer of one token", got=error, hint="serve without it"
+            )
 
-    def generate_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
-    ) -> Any:
-        request = begin_generation(inputs, gen_config, self.limits)
-        queue, streamer = super().generate_streaming(
-            model, processor, inputs, gen_config, uuid.uuid4().hex, response_parser=response_parser
-        )
-        self.metrics.started(request)
-        return CountedQueue(queue, streamer, request, self.metrics), streamer
+    def _first_answer(self) -> str | None:
+        """What went wrong with the first token; it needs the cache and all kernels."""
+        self._cb.add_request([0], request_id="first", max_new_tokens=1, eos_token_id=-1)
+        answer, end = None, time.monotonic() + _START_S
+        while answer is None and self.alive() and time.monotonic() < end:
+            answer = self._cb.get_result("first", timeout=0.2)
+        fatal = self._cb.background_thread_status.fatal_error
+        if answer is None or answer.error is not None:
+            return str(fatal or (answer and answer.error) or f"none in {_START_S:.0f} s")
+        return None
 
-    async def generate_non_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
-    ) -> Any:
-        request, own_id = begin_generation(inputs, gen_config, self.limits), uuid.uuid4().hex
-        answer = asyncio.ensure_future(super().generate_non_streaming(model, processor, inputs, gen_config, own_id))
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes reserved for keys and values."""
+        return self._cb.batch_processor.cache.cache_tensor.nbytes
+
+    @property
+    def cache_tokens(self) -> int:
+        """About how many tokens of all requests together have keys and values in the cache."""
+        return self._cb.batch_processor.cache.num_blocks * self._cb.continuous_batching_config.page_size
+
+    def start(self, choices: Sequence[AnswerChoice], request: InFlight) -> None:
+        """Begin to generate answers. Their parts arrive in the current event loop.
+
+        Raises:
+            HTTPException: 503 if the thread that generates has died.
+        """
+        if not self.alive():
+            raise unavailable(f"continuous batching has stopped: {self._cb.background_thread_status.fatal_error}")
+        self._metrics.started(request)
+        for choice in choices:
+            self._start(choice, request)
+
+    def _start(self, choice: AnswerChoice, request: InFlight) -> None:
+        # Requests could choose equal ids.
+        own_id, loop = uuid.uuid4().hex, asyncio.get_running_loop()
+        self._sampling.samplers[own_id] = choice.sampler, len(choice.prompt)
+
+        def forget() -> None:
+            self._sampling.samplers.pop(own_id, None)
 
         def cancel() -> None:
-            if self._cb is not None:
+            if self._sampling.samplers.get(own_id) is not None:
+                forget()
                 self._cb.cancel_request(own_id)
-            answer.cancel()
+                # Without the handler, what is still on its way would be kept.
+                loop.call_later(_LATE_S, self._cb.output_router.result_handlers.pop, own_id, None)
 
+        def on_output(output: Any) -> None:
+            for token in output.generated_tokens[choice.tokens :]:
+                choice.feed(token)
+            if output.error is not None:
+                forget()
+                choice.fail(failed(output.error) if self.alive() else unavailable(output.error))
+            elif output.is_finished():
+                forget()
+                choice.end()
+            elif choice.ended or self._stopping.is_set():
+                cancel()
+                choice.end()
+
+        self._cb.register_result_handler(own_id, on_output)
+        self._cb.add_request(
+            choice.prompt,
+            request_id=own_id,
+            streaming=True,
+            max_new_tokens=choice.max_tokens,
+            eos_token_id=list(choice.ends) or -1,
+        )
         request.on_leave(cancel)
-        self.metrics.started(request)
-        try:
-            text, length, ids = await answer
-        except asyncio.CancelledError:
-            raise (client_left() if request.gone.is_set() else asyncio.CancelledError()) from None
-        self.metrics.generated(request, len(ids))
-        return text, length, ids
+
+    def alive(self) -> bool:
+        """Whether requests can be answered."""
+        return self._cb.background_thread_status.fatal_error is None
+
+    def close(self, timeout_s: float) -> bool:
+        """Wait until no generation runs, at most ``timeout_s`` seconds; whether that is so then."""
+        self._cb.stop(block=True, timeout=max(timeout_s, 2.0))
+        return not self._cb.is_running()

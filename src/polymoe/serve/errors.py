@@ -11,7 +11,7 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-__all__ = ["answer_errors", "client_left", "error_body", "refusal"]
+__all__ = ["answer_errors", "client_left", "error_body", "failed", "refusal", "unavailable"]
 
 
 def error_body(
@@ -32,14 +32,24 @@ def _said(text: str | None) -> str | None:
     return None if text is None else text[:1000].encode(errors="replace").decode()
 
 
-def refusal(message: str, *, param: str | None = None, code: str | None = None) -> HTTPException:
-    """The exception that answers 400: the request itself is wrong."""
-    return HTTPException(400, detail=error_body(message, param=param, code=code))
+def refusal(message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> HTTPException:
+    """The exception that answers 400, or another status: the request itself is wrong."""
+    return HTTPException(status, detail=error_body(message, param=param, code=code))
 
 
 def client_left() -> HTTPException:
     """The exception that ends a request whose client has closed the connection; 499 is nginx's status for it."""
     return HTTPException(499, detail=error_body("the client closed the connection"))
+
+
+def unavailable(message: str) -> HTTPException:
+    """The exception that answers 503: the server does not run the request."""
+    return HTTPException(503, detail=error_body(message, kind="server_error"))
+
+
+def failed(error: object) -> HTTPException:
+    """The exception that answers 500 after an error in a generation."""
+    return HTTPException(500, detail=error_body(f"generation failed: {error}", kind="server_error"))
 
 
 def answer_errors(app: FastAPI) -> None:
@@ -58,4 +68,5 @@ async def _http_error(request: Request, error: Any) -> JSONResponse:
 
 async def _failure(_: Request, error: Any) -> JSONResponse:
     # Starlette logs the exception with its traceback.
-    return JSONResponse(error_body(f"generation failed: {error}", kind="server_error"), status_code=500)
+    failure: Any = failed(error)
+    return JSONResponse(failure.detail, status_code=500)

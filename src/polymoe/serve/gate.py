@@ -7,22 +7,26 @@ import hashlib
 import hmac
 import json
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from starlette.middleware.cors import CORSMiddleware
 
 from polymoe.serve.errors import error_body
 from polymoe.serve.in_flight import IN_FLIGHT, InFlight
 from polymoe.serve.metrics import ServerMetrics
 
-__all__ = ["Gate"]
+__all__ = ["Gate", "cors"]
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 GENERATING = ("/v1/chat/completions", "/v1/completions")
-COUNTED = (*GENERATING, "/v1/models", "/health", "/metrics")
+OPEN = ("/health", "/docs", "/openapi.json")
+"""What needs no key: it says nothing of the model, or of requests."""
+COUNTED = (*GENERATING, "/v1/models", "/metrics", *OPEN)
 BODY_S = 60.0
 """Seconds in which a client must send its whole request."""
 BODIES = 16
@@ -60,10 +64,11 @@ class Gate:
     Args:
         app: the application.
         metrics: counts requests, and knows those in flight.
-        api_key: the bearer token that everything but ``/health`` needs; None if nothing does.
+        api_key: the bearer token that everything but ``/health`` and ``/docs`` needs; None if nothing does.
         max_request_bytes: maximum size of a request's body. All bodies in the server have at most 16 times this size;
             for more, incomplete ones are dropped, the oldest first.
         max_concurrent_requests: maximum number of generations that run or wait.
+        on_answer: called for each request that has left, with its scope in ASGI and its status.
     """
 
     def __init__(
@@ -74,11 +79,13 @@ class Gate:
         api_key: str | None,
         max_request_bytes: int,
         max_concurrent_requests: int = 128,
+        on_answer: Callable[[InFlight, Message, int], None] = lambda *_: None,
     ) -> None:
         self._app = app
         self._metrics = metrics
         self._key = None if api_key is None else _digest(api_key.encode())
         self._bytes, self._requests = max_request_bytes, max_concurrent_requests
+        self._on_answer = on_answer
         self._held = 0  # bytes of all bodies
         self._incomplete: dict[_Body, None] = {}  # the oldest first
         self._closed = asyncio.Event()
@@ -117,7 +124,9 @@ class Gate:
             # Also if the server broke the answer off: nobody would read what is still generated.
             request.leave()
             path = scope["path"] if scope["path"] in COUNTED else "other"
-            self._metrics.answered(request, path, status if complete else 499)
+            status = status if complete else 499
+            self._metrics.answered(request, path, status)
+            self._on_answer(request, scope, status)
 
     async def _handle(self, request: InFlight, body: _Body, scope: Message, receive: Receive, send: Send) -> None:
         self._check_key(scope)
@@ -136,7 +145,7 @@ class Gate:
     def _check_key(self, scope: Message) -> None:
         if self._closed.is_set():
             raise _stopping()
-        if self._key is None or scope["path"] == "/health":
+        if self._key is None or scope["path"] in OPEN:
             return
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
@@ -237,6 +246,19 @@ class Gate:
             for task in (app, watcher, cut):
                 task.cancel()
             await asyncio.gather(app, watcher, cut, return_exceptions=True)
+
+
+def cors(gate: Gate, origins: Sequence[str]) -> Any:
+    """The gate for web pages of these origins too; ``*`` is all. Their browsers ask for leave without a key."""
+    if not origins:
+        return gate
+    return CORSMiddleware(
+        gate,
+        allow_origins=origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after"],
+    )
 
 
 def _stopping() -> _Refused:

@@ -1,53 +1,89 @@
-"""Generation: what Transformers' server asks for the manager of a request, for one model."""
+"""Generation: what runs requests, together or one after the other."""
 
 from __future__ import annotations
 
+import logging
 import threading
-from concurrent.futures import wait
+from collections.abc import Sequence
 from typing import Any
 
-from transformers.cli.serving.utils import GenerationState
-
-from polymoe.serve.continuous_batching import Batching, BatchingManager
-from polymoe.serve.limits import Limits
+from polymoe.errors import UnsupportedProblem
+from polymoe.serve.choices import AnswerChoice
+from polymoe.serve.continuous_batching import Batching, ContinuousBatching
+from polymoe.serve.in_flight import InFlight
 from polymoe.serve.metrics import ServerMetrics
-from polymoe.serve.sequential import SequentialManager
+from polymoe.serve.sequential import Sequential
 
 __all__ = ["Generation"]
 
+log = logging.getLogger("polymoe")
 
-class Generation(GenerationState):
-    """Transformers' generation state, for one model.
+
+class Generation:
+    """Runs the requests of one model.
 
     Args:
-        name: the model's name.
-        limits: of every request.
+        model: as :func:`polymoe.engines.transformers.load` returns it.
         metrics: counts tokens and times.
-        batching: how requests share forward passes; None lets them run one after the other.
+        shared: whether requests share forward passes; None for wherever that is faster.
+        graphs, cache_memory: of shared forward passes, as in
+            :class:`~polymoe.serve.continuous_batching.Batching`.
 
     Attributes:
         stopping: once set, generations end at their next token, and those that wait are refused.
-        sequential: the manager of requests that run one after the other.
+        sequential: runs requests one after the other.
+        batches: lets them share forward passes, or None.
+        batching: how, or why not.
+
+    Raises:
+        UnsupportedProblem: if requests are to share forward passes, or steps to be captured, and the model or the
+            device does not allow it.
     """
 
-    def __init__(self, name: str, limits: Limits, metrics: ServerMetrics, *, batching: Batching | None) -> None:
-        super().__init__(continuous_batching=batching is not None)
-        self.limits = limits
+    def __init__(
+        self,
+        model: Any,
+        metrics: ServerMetrics,
+        *,
+        shared: bool | None = None,
+        graphs: bool | None = None,
+        cache_memory: float | None = None,
+    ) -> None:
         self.stopping = threading.Event()
-        self.sequential = SequentialManager(limits, metrics, self.stopping)
-        if batching is not None:
-            self._cb_manager, self._cb_model_id = BatchingManager(limits, metrics, batching), name
+        self.sequential = Sequential(model, metrics, self.stopping)
+        self.batches: ContinuousBatching | None = None
+        self.batching: Batching | str = "not asked for"
+        if shared is False:
+            return
+        # An option that only shared forward passes have asks for them.
+        wanted = shared or graphs or cache_memory is not None
+        try:
+            self.batching = Batching.of(model, graphs=graphs, cache_memory=cache_memory)
+            if not (wanted or self.batching.paged):
+                self.batching = "the model needs 16 bit, a GPU since SM80 and attention without a cap"
+                return
+            self.batches = ContinuousBatching(model, metrics, self.stopping, self.batching)
+        except UnsupportedProblem as error:
+            if wanted:
+                raise
+            self.batching = f"{error.where} needs {error.expected}, got {error.got}"
+            if model.device.type == "cuda":
+                log.warning("requests run one after the other: %s", error)
 
-    @property
-    def continuous_batching(self) -> bool:
-        """Whether requests share forward passes."""
-        return self._continuous_batching
+    def start(self, choices: Sequence[AnswerChoice], request: InFlight) -> None:
+        """Begin to generate the answers to a request. Their parts arrive in the current event loop.
 
-    def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
-        return super().get_manager(model_id, use_cb=True) if use_cb else self.sequential
+        Raises:
+            HTTPException: 503 if no request can be answered any more.
+        """
+        (self.batches or self.sequential).start(choices, request)
+
+    def alive(self) -> bool:
+        """Whether requests can be answered."""
+        return (self.batches or self.sequential).alive()
 
     def close(self, timeout_s: float) -> bool:
         """Wait until no generation runs, at most ``timeout_s`` seconds; whether that is so then."""
-        self.shutdown()
-        # The thread runs calls in order: when this one has run, those before it have ended.
-        return not wait([self.sequential.submit(lambda: None)], timeout_s).not_done
+        self.stopping.set()
+        ended = self.batches is None or self.batches.close(timeout_s)
+        return self.sequential.close(timeout_s) and ended

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from polymoe.serve.settings import GenerationSettings
-
 __all__ = ["IN_FLIGHT", "InFlight", "current"]
 
 
@@ -23,7 +21,6 @@ class InFlight:
         prompt_tokens, new_tokens: counts so far.
         running: whether the model is working on the request; otherwise it waits or is finished.
         gone: set once nobody reads the answer any more; the generation then ends at its next token.
-        settings: how its answer is generated.
     """
 
     arrived_s: float = field(default_factory=time.monotonic)
@@ -33,7 +30,6 @@ class InFlight:
     new_tokens: int = 0
     running: bool = False
     gone: threading.Event = field(default_factory=threading.Event)
-    settings: GenerationSettings = field(default_factory=GenerationSettings)
     _callbacks: list[Callable[[], None]] = field(default_factory=list)
 
     def leave(self) -> None:

@@ -12,14 +12,16 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from polymoe.errors import ArgumentError, MissingDependency
 from polymoe.install_command import install_hint
 from polymoe.serve.listener import bind, connection_limit, is_loopback, url
+from polymoe.units import format_bytes
 
 if TYPE_CHECKING:
     from polymoe.serve.app import ModelServer
@@ -44,16 +46,19 @@ def serve(
     backend: str = "auto",
     role: str = "mixed",
     device: str = "auto",
+    device_map: str | None = None,
     max_tokens: int | None = None,
     max_request_bytes: int = 4 * 2**20,
     max_concurrent_requests: int = 128,
     max_connections: int | None = None,
     grace_s: float = 2.0,
-    continuous_batching: bool = False,
+    continuous_batching: bool | None = None,
     graphs: bool | None = None,
     cache_memory: float | None = None,
     temperature: float | None = None,
+    cors_origins: Sequence[str] = (),
     profile: str | Path | None = None,
+    on_loaded: Callable[[str], None] | None = None,
     on_ready: Callable[[str], None] | None = None,
 ) -> bool:
     """Serve the checkpoint at ``path`` until SIGTERM or Ctrl-C; then refuse new requests and end those that run.
@@ -64,17 +69,23 @@ def serve(
         api_key: the bearer token that clients must send, in printable ASCII; None admits everybody. ``/health`` never
             needs it.
         name: the model's name in requests and answers; by default the last part of ``path``.
-        backend, role, device: as in :func:`polymoe.engines.transformers.load`.
+        backend, role, device, device_map: as in :func:`polymoe.engines.transformers.load`.
         max_tokens: maximum number of tokens in an answer; None if only the context limits it.
         max_request_bytes: larger requests are refused with 413.
         max_concurrent_requests: maximum number of generations that run or wait; more are refused with 429.
         max_connections: maximum number of connections; None is 1024, or fewer if the limit on file descriptors is
             lower. For another one, the connection that has waited longest for a whole request is closed.
         grace_s: seconds for which running answers may continue after SIGTERM.
-        continuous_batching: let requests share forward passes (CUDA only); otherwise they run one after the other.
-        graphs, cache_memory, temperature: of continuous batching, as in :class:`~polymoe.serve.app.ModelServer`.
+        continuous_batching: whether requests share forward passes (CUDA only); otherwise they run one after the other.
+            None is wherever that is faster.
+        graphs, cache_memory: of continuous batching, as in :class:`~polymoe.serve.app.ModelServer`.
+        temperature: of requests that name none; None is the checkpoint's own.
+        cors_origins: origins of web pages that may ask the server, such as ``https://example.com``; ``*`` is all.
         profile: a directory for profiler traces; enables ``/start_profile`` and ``/stop_profile``.
+        on_loaded: called with lines about the model, its memory and the limits, once it is loaded.
         on_ready: called with the server's URL once it answers.
+
+    Requests and throughput are logged at level INFO by loggers below ``polymoe.serve``.
 
     Returns:
         Whether everything has ended. Otherwise a thread still computes: a step of the model or a prompt, neither of
@@ -83,7 +94,8 @@ def serve(
 
     Raises:
         ArgumentError: for an address that cannot be listened on, such as a port in use, a key that no client can send,
-            and limits that do not fit together or the limit on file descriptors; raised before loading.
+            invalid origins, and limits that do not fit together or the limit on file descriptors; raised before
+            loading.
         MissingDependency: if the serving packages are not installed.
         CheckpointError, UnsupportedProblem: as for loading.
     """
@@ -93,22 +105,26 @@ def serve(
     except ImportError as error:
         raise MissingDependency("polymoe serve", got=str(error), hint=install_hint("serve")) from error
     from polymoe.engines.transformers import load
+    from polymoe.serve.activity import access_log
     from polymoe.serve.app import ModelServer
-    from polymoe.serve.gate import Gate
+    from polymoe.serve.gate import Gate, cors
     from polymoe.serve.profiling import add_profiler, check_directory
+    from polymoe.serve.summary import summary
 
     _check_key(api_key)
     limits = (max_request_bytes, max_concurrent_requests, 1 if max_tokens is None else max_tokens)
     if min(limits) < 1 or grace_s < 0:
         raise ArgumentError("serve", expected="limits of at least 1, and no negative grace", got="a limit below that")
+    _check_origins(cors_origins)
     connections = connection_limit(max_connections, max_concurrent_requests)
     if profile is not None:
         check_directory(Path(profile))
     with bind(host, port) as listener:
         if api_key is None and not is_loopback(listener):
             log.warning("%s can be reached from other machines, and there is no API key", host)
-        model, tokenizer = load(path, device=device, backend=backend, role=role)
-        set_verbosity_error()  # Transformers' server warns at every request
+        placed = {} if device_map is None else {"device_map": device_map}
+        model, tokenizer = load(path, device=device, backend=backend, role=role, **placed)
+        set_verbosity_error()  # Transformers warns at requests
         served = ModelServer(
             model,
             tokenizer,
@@ -127,9 +143,18 @@ def serve(
             api_key=api_key,
             max_request_bytes=max_request_bytes,
             max_concurrent_requests=max_concurrent_requests,
+            on_answer=access_log,
         )
+        if on_loaded:
+            longest = "the context" if max_tokens is None else f"{max_tokens:,} tokens"
+            key = "no API key" if api_key is None else "an API key is required"
+            limit = (
+                f"{max_concurrent_requests} requests of at most {format_bytes(max_request_bytes)}, {connections} "
+                f"connections, answers up to {longest}; {key}"
+            )
+            on_loaded(summary(served, model, limits=limit))
         gc.freeze()  # what is loaded stays: neither the garbage collector nor the end of the process has to visit it
-        return _run_until_signal(gate, served, listener, connections, grace_s, on_ready)
+        return _run_until_signal(cors(gate, cors_origins), gate, served, listener, connections, grace_s, on_ready)
 
 
 def _check_key(key: str | None) -> None:
@@ -146,7 +171,21 @@ def _check_key(key: str | None) -> None:
     raise ArgumentError("--api-key or POLYMOE_API_KEY", expected=expected, got=got, hint="unset it to admit everybody")
 
 
+def _check_origins(origins: Sequence[str]) -> None:
+    for origin in origins:
+        try:
+            parts = urlsplit(origin)
+            valid = (
+                parts.scheme in ("http", "https") and f"{parts.scheme}://{parts.netloc}" == origin and parts.hostname
+            )
+        except ValueError:
+            valid = False
+        if not valid and origin != "*":
+            raise ArgumentError("cors_origins", expected="* or origins such as https://example.com", got=repr(origin))
+
+
 def _run_until_signal(
+    app: Any,
     gate: Gate,
     served: ModelServer,
     listener: socket.socket,
@@ -154,20 +193,26 @@ def _run_until_signal(
     grace_s: float,
     on_ready: Callable[[str], None] | None,
 ) -> bool:
+    from polymoe.serve.activity import log_throughput
     from polymoe.serve.http_server import HttpServer
 
+    tasks: list[asyncio.Task[None]] = []  # the event loop keeps no reference of its own
+
     def stop() -> None:
+        for task in tasks:
+            task.cancel()
         gate.close()
         loop = asyncio.get_running_loop()
         loop.call_later(grace_s, served.end)
         loop.call_later(grace_s + _STEP_S, gate.cut)
 
     def ready() -> None:
+        tasks.append(asyncio.get_running_loop().create_task(log_throughput(served.metrics)))
         if on_ready:
             on_ready(url(listener))
 
     server = HttpServer(
-        gate,
+        app,
         listener,
         max_connections=connections,
         stop_s=grace_s + 2 * _STEP_S,

@@ -1,15 +1,16 @@
-"""Limits on the lengths of prompts and answers."""
+"""Limits on the lengths and numbers of prompts and answers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from polymoe.serve.errors import refusal
-from polymoe.serve.in_flight import InFlight, current
 
-__all__ = ["Limits", "begin_generation"]
+__all__ = ["MAX_ANSWERS", "Limits"]
+
+MAX_ANSWERS = 128
+"""Maximum number of answers to one request: its prompts, times ``n``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,19 @@ class Limits:
         if most is not None and tokens > most:
             raise refusal(f"{name} is {tokens}, but an answer of this model has at most {most} tokens", param=name)
 
+    def check_tokens(self, name: str, tokens: Iterable[int]) -> None:
+        """Check that the model knows some tokens.
+
+        Args:
+            name: the field that has them.
+            tokens: their ids.
+
+        Raises:
+            HTTPException: 400, if it does not.
+        """
+        if self.vocabulary is not None and max(tokens, default=0) >= self.vocabulary:
+            raise refusal(f"{name} must name tokens from 0 to {self.vocabulary - 1}", param=name)
+
     def check_characters(self, characters: int) -> None:
         """Check the length of a prompt before it is tokenized.
 
@@ -55,12 +69,12 @@ class Limits:
                 code="context_length_exceeded",
             )
 
-    def bound(self, prompt_tokens: int, max_tokens: int | None) -> int | None:
-        """The maximum number of tokens in an answer; None for no limit.
+    def bound(self, prompt_tokens: int, max_tokens: int) -> int:
+        """The maximum number of tokens in an answer.
 
         Args:
             prompt_tokens: length of the prompt.
-            max_tokens: what the request asks for; None if it does not say.
+            max_tokens: what the request asks for.
 
         Raises:
             HTTPException: 400 for a prompt that is empty or leaves no room in the context.
@@ -73,21 +87,4 @@ class Limits:
                 code="context_length_exceeded",
             )
         room = None if self.context is None else self.context - prompt_tokens
-        return min((n for n in (max_tokens, self.max_tokens, room) if n is not None), default=None)
-
-
-def begin_generation(inputs: Mapping[str, Any], gen_config: Any, limits: Limits) -> InFlight:
-    """The request that the current task works on, with its prompt counted and its answer limited.
-
-    Args:
-        inputs: the tokenizer's output for the prompt.
-        gen_config: Transformers' generation config of this request; ``max_new_tokens`` is changed in place.
-        limits: of the server.
-
-    Raises:
-        HTTPException: 400, as :meth:`Limits.bound`.
-    """
-    request, ids = current(), inputs["input_ids"]
-    request.prompt_tokens = len(ids) if isinstance(ids, list) else ids.shape[-1]
-    gen_config.max_new_tokens = limits.bound(request.prompt_tokens, gen_config.max_new_tokens)
-    return request
+        return min(n for n in (max_tokens, self.max_tokens, room) if n is not None)

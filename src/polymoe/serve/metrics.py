@@ -27,7 +27,7 @@ try:
 except ImportError as error:
     raise MissingDependency("polymoe serve", got=str(error), hint=install_hint("serve")) from error
 
-__all__ = ["ServerMetrics"]
+__all__ = ["ServerMetrics", "backends"]
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 _SECONDS_A_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
@@ -42,12 +42,14 @@ class ServerMetrics:
 
     Attributes:
         in_flight: generations that were admitted and have not been answered, running or waiting.
+        answered_requests, prompt_tokens, new_tokens: counted since the start.
     """
 
     content_type = CONTENT_TYPE_LATEST
 
     def __init__(self, *, name: str, model: Any) -> None:
         self.in_flight: set[InFlight] = set()
+        self.answered_requests = self.prompt_tokens = self.new_tokens = 0
         self._registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         self._requests = Counter("polymoe_requests", "Requests by status.", ("path", "status"), registry=registry)
@@ -77,25 +79,28 @@ class ServerMetrics:
         running.set_function(lambda: sum(request.running for request in list(self.in_flight)))
         waiting = Gauge("polymoe_requests_waiting", "Generations that wait for the model.", registry=registry)
         waiting.set_function(lambda: sum(request.started_s is None for request in list(self.in_flight)))
-        backends = Gauge(
+        layers_of = Gauge(
             "polymoe_backend_info",
             "Layers whose experts this backend runs at these token counts.",
             ("model", "backend", "layout", "tokens"),
             registry=registry,
         )
-        for labels, layers in _backends(model).items():
-            backends.labels(name, *labels).set(layers)
+        for labels, layers in backends(model).items():
+            layers_of.labels(name, *labels).set(layers)
 
     def text(self) -> bytes:
         """The answer of ``/metrics``."""
         return generate_latest(self._registry)
 
     def started(self, request: InFlight) -> None:
-        """Record that the model starts to work on a request."""
+        """Record that the model starts to work on a request, the first time."""
+        if request.started_s is not None:
+            return
         request.started_s = time.monotonic()
         request.running = True
         self._queue.observe(request.started_s - request.arrived_s)
         self._prompt_tokens.inc(request.prompt_tokens)
+        self.prompt_tokens += request.prompt_tokens
 
     def generated(self, request: InFlight, tokens: int = 1) -> None:
         """Record tokens of an answer."""
@@ -103,6 +108,7 @@ class ServerMetrics:
             request.first_token_s = time.monotonic()
             self._first.observe(request.first_token_s - request.arrived_s)
         request.new_tokens += tokens
+        self.new_tokens += tokens
         self._new_tokens.inc(tokens)
 
     def ended(self, request: InFlight) -> None:
@@ -118,6 +124,7 @@ class ServerMetrics:
         if request in self.in_flight:
             self.in_flight.discard(request)
             if status == 200:
+                self.answered_requests += 1
                 self._whole.observe(time.monotonic() - request.arrived_s)
 
 
@@ -125,8 +132,11 @@ def _histogram(name: str, what: str, buckets: tuple[float, ...], registry: Colle
     return Histogram(name, what, buckets=buckets, registry=registry)
 
 
-def _backends(model: Any) -> Count[tuple[str, str, str]]:
-    """Number of layers by backend, layout and range of token counts; empty if Transformers runs the experts."""
+def backends(model: Any) -> Count[tuple[str, str, str]]:
+    """Return the number of layers by backend, layout and range of token counts.
+
+    It is empty if Transformers runs the experts.
+    """
     found: Count[tuple[str, str, str]] = Count()
     for module in model.modules():
         if isinstance(module, FusedExperts):

@@ -14,6 +14,7 @@ from polymoe.serve.call_queue import CallQueue
 from polymoe.serve.errors import refusal
 from polymoe.serve.limits import Limits
 from polymoe.serve.messages import read_messages
+from polymoe.serve.requests import ChatRequest
 
 __all__ = ["LARGE_BYTES", "Preparation", "PromptReader", "longest_token"]
 
@@ -56,42 +57,41 @@ class PromptReader:
     Args:
         tokenizer: of the model, one of Transformers'.
         limits: of every request.
-        device: where the tokens are needed; None for plain lists, as continuous batching needs them.
     """
 
-    def __init__(self, tokenizer: Any, limits: Limits, device: Any) -> None:
-        self._tokenizer, self._limits, self._device = tokenizer, limits, device
+    def __init__(self, tokenizer: Any, limits: Limits) -> None:
+        self._tokenizer, self._limits = tokenizer, limits
         # The first call sets what calls change in the tokenizer, which threads must not do at the same time.
         tokenizer("")
 
-    def of_text(self, prompt: str) -> Any:
-        """The tokenizer's output for a plain prompt.
+    def of_completion(self, prompt: Any) -> list[list[int]]:
+        """The prompts of a completion: one or several, each a text or token ids.
 
         Raises:
-            HTTPException: 400 for too many characters or tokens, for none, and if the tokenizer fails.
+            HTTPException: 400 for too many characters, unknown tokens, and if the tokenizer fails.
         """
-        return self._tokenize(prompt)
+        one = isinstance(prompt, str) or isinstance(prompt[0], int)
+        return [self._tokens(each) for each in ([prompt] if one else prompt)]
 
-    def of_chat(self, said: dict[str, Any]) -> Any:
-        """The tokenizer's output for the fields of a chat, as :func:`~polymoe.serve.requests.check_fields` returns
-        them.
+    def of_chat(self, request: ChatRequest) -> list[int]:
+        """The prompt of a chat.
 
         Raises:
             HTTPException: 400 for messages that cannot be read, fields that the chat template does not know, too many
-                characters or tokens, and if the tokenizer fails.
+                characters, and if the tokenizer fails.
         """
-        tools = said.get("tools") if said.get("tool_choice") != "none" else None
+        tools = None if request.tool_choice == "none" else request.tools
         try:
             template = self._tokenizer.get_chat_template(tools=tools)
         except ValueError as error:
             raise refusal("this checkpoint has no chat template; /v1/completions takes a plain prompt") from error
-        messages = read_messages(said["messages"], template)
+        messages = read_messages(request.messages or [], template)
         self._limits.check_characters(sum(len(message["content"]) for message in messages))
-        extra = dict(said.get("chat_template_kwargs", {}))
-        if "reasoning_effort" in said:
+        extra = dict(request.chat_template_kwargs or {})
+        if request.reasoning_effort is not None:
             if "reasoning_effort" in extra:
                 raise refusal("chat_template_kwargs must not set reasoning_effort too", param="chat_template_kwargs")
-            extra["reasoning_effort"] = said["reasoning_effort"]
+            extra["reasoning_effort"] = request.reasoning_effort
         self._check_names(extra, template)
         if tools and "tools" not in template:
             raise refusal("tools must be omitted: this checkpoint's chat template does not know them", param="tools")
@@ -113,15 +113,16 @@ class PromptReader:
             if name not in template:
                 raise refusal(f"this checkpoint's chat template does not know {name[:80]}", param=field)
 
-    def _tokenize(self, prompt: str, **options: Any) -> Any:
+    def _tokens(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            return self._tokenize(prompt)
+        self._limits.check_tokens("prompt", prompt)
+        return prompt
+
+    def _tokenize(self, prompt: str, **options: Any) -> list[int]:
         self._limits.check_characters(len(prompt))
         try:
             with reading("prompt", "one that the checkpoint's tokenizer reads"):
-                tokens = self._tokenizer(prompt, **options)
+                return self._tokenizer(prompt, **options)["input_ids"]
         except CheckpointError as error:  # such as a regular expression that backtracks too far on this prompt
             raise refusal(f"the checkpoint's tokenizer cannot read this prompt: {error.got}") from error
-        # Only then tensors: those of millions of tokens take a second, in which no other thread of Python runs.
-        self._limits.bound(len(tokens["input_ids"]), None)
-        if self._device is None:
-            return tokens
-        return tokens.convert_to_tensors("pt", prepend_batch_axis=True).to(self._device)

@@ -1,88 +1,76 @@
 """The fields of requests: every one of OpenAI's is supported, without effect, or refused by name.
 
-A new field is a row in :data:`CHAT_FIELDS`, :data:`COMPLETION_FIELDS` or both, an attribute of
-:class:`~polymoe.serve.settings.GenerationSettings`, and its use in :mod:`polymoe.serve.sampling`.
+A new field is an attribute of :class:`ChatRequest`, :class:`CompletionRequest` or both, an attribute of
+:class:`~polymoe.serve.settings.GenerationSettings`, and its use in :mod:`polymoe.serve.sampling`. The description of a
+field says which values are right: in the error for another one, and at ``/docs``.
 
 API: https://platform.openai.com/docs/api-reference
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from polymoe.serve.errors import refusal
-from polymoe.serve.limits import Limits
+from polymoe.serve.limits import MAX_ANSWERS, Limits
 from polymoe.serve.settings import GenerationSettings
 
-__all__ = ["CHAT_FIELDS", "COMPLETION_FIELDS", "Field", "check_fields", "settings_of"]
+__all__ = ["ChatRequest", "CompletionRequest", "read_request", "settings_of"]
+
+_TOP_LOGPROBS = 20
 
 
-@dataclass(frozen=True, slots=True)
-class Field:
-    """One field of a request.
+def _where(accepts: Callable[[Any], bool]) -> AfterValidator:
+    """A check of what a type does not say."""
 
-    Attributes:
-        accepts: whether a value is right.
-        expected: what is right, for the message to the client.
-    """
+    def check(value: Any) -> Any:
+        if value is not None and not accepts(value):
+            raise ValueError
+        return value
 
-    accepts: Callable[[Any], bool]
-    expected: str
+    return AfterValidator(check)
 
 
-def _is_number(low: float, high: float) -> Callable[[Any], bool]:
-    return lambda v: isinstance(v, int | float) and not isinstance(v, bool) and low <= v <= high
-
-
-def _is_int(low: int, high: int) -> Callable[[Any], bool]:
-    return lambda v: isinstance(v, int) and not isinstance(v, bool) and low <= v <= high
-
-
-def _is(kind: type) -> Callable[[Any], bool]:
-    return lambda v: isinstance(v, kind)
-
-
-def _equals(*values: Any) -> Callable[[Any], bool]:
-    return lambda v: any(type(v) is type(value) and v == value for value in values)
-
-
-def _is_temperature(value: Any) -> bool:
-    # Logits over less than 1e-5 may be more than a float32 can have.
-    return _is_number(0, 100)(value) and (value == 0 or value >= 1e-5)
-
-
-def _is_bias(value: Any) -> bool:
+def _is_bias(value: dict[str, float]) -> bool:
     # An object's names are unique, and so must be the tokens: no leading zeros, no digits of other scripts.
     return (
-        isinstance(value, dict)
-        and len(value) <= 1024
+        len(value) <= 1024
         and all(token.isascii() and token.isdecimal() and str(int(token[:20])) == token for token in value)
-        and all(map(_is_number(-100, 100), value.values()))
+        and all(-100 <= bias <= 100 for bias in value.values())
     )
 
 
-def _is_stop(value: Any) -> bool:
+def _is_stop(value: str | list[str]) -> bool:
     texts = [value] if isinstance(value, str) else value
+    return 1 <= len(texts) <= 16 and all(1 <= len(text) <= 256 for text in texts)
+
+
+def _is_prompt(value: Any) -> bool:
+    """One text or one list of token ids, or a list of either."""
+    if isinstance(value, str):
+        return True
+    several = isinstance(value, list) and value and not _is_token(value[0])
+    prompts = value if several else [value]
     return (
-        isinstance(texts, list)
-        and 1 <= len(texts) <= 16
-        and all(isinstance(text, str) and 1 <= len(text) <= 256 for text in texts)
+        len(prompts) <= MAX_ANSWERS
+        and len({type(prompt) for prompt in prompts}) == 1
+        and all(isinstance(p, str) or (isinstance(p, list) and bool(p) and all(map(_is_token, p))) for p in prompts)
     )
 
 
-def _is_stream_options(value: Any) -> bool:
+def _is_token(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_stream_options(value: dict[str, Any]) -> bool:
     return (
-        isinstance(value, dict)
-        and value.keys() <= {"include_usage", "include_obfuscation"}
+        value.keys() <= {"include_usage", "include_obfuscation"}
         and isinstance(value.get("include_usage") or False, bool)
         and not value.get("include_obfuscation")
     )
-
-
-def _is_tools(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(map(_is_function, value))
 
 
 def _is_function(tool: Any) -> bool:
@@ -100,121 +88,201 @@ def _is_function(tool: Any) -> bool:
     )
 
 
-_OMITTED = Field(lambda v: False, "omitted: this server does not support it")
-_NOT_TRUE = Field(_equals(False), "false or omitted: this server does not support it")
-_ONE = Field(_equals(1), "1: this server gives one answer to a request")
-_TEXT = Field(_is(str), "a string")
-_TOKENS = Field(_is_int(1, 2**31 - 1), "an integer from 1 to 2147483647")
-_PENALTY = Field(_is_number(-2, 2), "a number from -2 to 2")
-
-_BOTH: Mapping[str, Field] = {
-    "frequency_penalty": _PENALTY,
-    "ignore_eos": Field(_is(bool), "true or false"),  # not OpenAI's, but of vLLM and SGLang
-    "logit_bias": Field(_is_bias, "an object of at most 1024 numbers from -100 to 100, named by token ids"),
-    "max_tokens": _TOKENS,
-    "model": _TEXT,
-    "n": _ONE,
-    "presence_penalty": _PENALTY,
-    "seed": Field(_is_int(0, 2**63 - 1), "an integer of at least 0"),
-    "stop": Field(_is_stop, "a string or a list of at most 16 strings, each of 1 to 256 characters"),
-    "stream": Field(_is(bool), "true or false"),
-    "stream_options": Field(_is_stream_options, 'an object in which only "include_usage" may be true'),
-    "temperature": Field(_is_temperature, "0, or a number from 0.00001 to 100"),
-    "top_p": Field(lambda v: _is_number(0, 1)(v) and v > 0, "a number above 0, at most 1"),
-    "user": _TEXT,  # without effect
-}
-
-CHAT_FIELDS: Mapping[str, Field] = {
-    **_BOTH,
-    "audio": _OMITTED,
-    "chat_template_kwargs": Field(_is(dict), "an object"),  # of vLLM and SGLang
-    "function_call": _OMITTED,
-    "functions": _OMITTED,
-    "logprobs": _NOT_TRUE,
-    "max_completion_tokens": _TOKENS,
-    "messages": Field(lambda v: isinstance(v, list) and bool(v), "a list with at least one message"),
-    "metadata": Field(_is(dict), "an object"),  # without effect
-    "modalities": Field(_equals(["text"]), '["text"]'),
-    "moderation": _OMITTED,
-    "parallel_tool_calls": Field(_equals(True), "true or omitted: the model decides how many tools it calls"),
-    "prediction": Field(_is(dict), "an object"),  # without effect on the answer; the next three neither
-    "prompt_cache_key": _TEXT,
-    "prompt_cache_options": Field(_is(dict), "an object"),
-    "prompt_cache_retention": _TEXT,
-    "reasoning_effort": _TEXT,
-    "response_format": Field(_equals({"type": "text"}), '{"type": "text"}'),
-    "safety_identifier": _TEXT,  # without effect
-    "service_tier": Field(_equals("auto", "default"), '"auto" or "default"'),
-    "store": _NOT_TRUE,
-    "tool_choice": Field(_equals("auto", "none"), '"auto" or "none"'),
-    "tools": Field(
-        _is_tools,
-        'a list of {"type": "function", "function": {"name", "description", "parameters"}}, where strict is not true',
-    ),
-    "top_logprobs": Field(_equals(0), "0 or omitted: this server does not support it"),
-    "verbosity": Field(_equals("medium"), '"medium" or omitted: this server does not support it'),
-    "web_search_options": _OMITTED,
-}
-"""The fields of ``/v1/chat/completions``."""
-
-COMPLETION_FIELDS: Mapping[str, Field] = {
-    **_BOTH,
-    "best_of": _ONE,
-    "echo": _NOT_TRUE,
-    "logprobs": _OMITTED,
-    "prompt": _TEXT,
-    "suffix": _OMITTED,
-}
-"""The fields of ``/v1/completions``."""
+def _omitted() -> Any:
+    return Field(None, description="omitted: this server does not support it")
 
 
-def check_fields(body: Mapping[str, Any], fields: Mapping[str, Field]) -> dict[str, Any]:
-    """The fields of a request that say something, checked. Null means that a field is omitted.
+def _text() -> Any:
+    return Field(None, description="a string")
+
+
+def _object() -> Any:
+    return Field(None, description="an object")
+
+
+def _tokens() -> Any:
+    return Field(None, ge=1, le=2**31 - 1, description="an integer from 1 to 2147483647")
+
+
+def _penalty() -> Any:
+    return Field(None, ge=-2, le=2, description="a number from -2 to 2")
+
+
+def _bool() -> Any:
+    return Field(None, description="true or false")
+
+
+def _not_true() -> Any:
+    return Field(None, description="false or omitted: this server does not support it")
+
+
+class _Request(BaseModel):
+    """The fields of both endpoints. Null means that a field is omitted."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    frequency_penalty: float | None = _penalty()
+    ignore_eos: bool | None = _bool()  # not OpenAI's, but of vLLM and SGLang
+    logit_bias: Annotated[dict[str, float] | None, _where(_is_bias)] = Field(
+        None, description="an object of at most 1024 numbers from -100 to 100, named by token ids"
+    )
+    max_tokens: int | None = _tokens()
+    min_p: float | None = Field(
+        None, ge=0, le=1, description="a number from 0 to 1"
+    )  # of vLLM and SGLang; the next too
+    min_tokens: int | None = Field(None, ge=0, le=2**31 - 1, description="an integer from 0 to 2147483647")
+    model: str | None = _text()
+    n: int | None = Field(None, ge=1, le=MAX_ANSWERS, description=f"an integer from 1 to {MAX_ANSWERS}")
+    presence_penalty: float | None = _penalty()
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100, description="a number from 0.01 to 100")  # of vLLM
+    seed: int | None = Field(None, ge=0, le=2**63 - 1, description="an integer of at least 0")
+    stop: Annotated[str | list[str] | None, _where(_is_stop)] = Field(
+        None, description="a string or a list of at most 16 strings, each of 1 to 256 characters"
+    )
+    stop_token_ids: Annotated[list[int] | None, _where(lambda v: len(v) <= 128 and all(map(_is_token, v)))] = Field(
+        None, description="a list of at most 128 token ids"
+    )  # of vLLM and SGLang
+    stream: bool | None = _bool()
+    stream_options: Annotated[dict[str, Any] | None, _where(_is_stream_options)] = Field(
+        None, description='an object in which only "include_usage" may be true'
+    )
+    # Logits over less than 1e-5 may be more than a float32 can have.
+    temperature: Annotated[float | None, _where(lambda v: v == 0 or v >= 1e-5)] = Field(
+        None, ge=0, le=100, description="0, or a number from 0.00001 to 100"
+    )
+    top_k: int | None = Field(None, ge=-1, le=2**31 - 1, description="an integer of at least 1; 0 or -1 for all tokens")
+    top_p: float | None = Field(None, gt=0, le=1, description="a number above 0, at most 1")
+    user: str | None = _text()  # without effect
+
+
+class ChatRequest(_Request):
+    """The fields of ``/v1/chat/completions``."""
+
+    audio: None = _omitted()
+    chat_template_kwargs: dict[str, Any] | None = _object()  # of vLLM and SGLang
+    function_call: None = _omitted()
+    functions: None = _omitted()
+    logprobs: bool | None = _bool()
+    max_completion_tokens: int | None = _tokens()
+    messages: list[Any] | None = Field(None, min_length=1, description="a list with at least one message")
+    metadata: dict[str, Any] | None = _object()  # without effect
+    modalities: Annotated[list[str] | None, _where(lambda v: v == ["text"])] = Field(None, description='["text"]')
+    moderation: None = _omitted()
+    parallel_tool_calls: Literal[True] | None = Field(
+        None, description="true or omitted: the model decides how many tools it calls"
+    )
+    prediction: dict[str, Any] | None = _object()  # without effect on the answer; the next three neither
+    prompt_cache_key: str | None = _text()
+    prompt_cache_options: dict[str, Any] | None = _object()
+    prompt_cache_retention: str | None = _text()
+    reasoning_effort: str | None = _text()
+    response_format: Annotated[dict[str, Any] | None, _where(lambda v: v == {"type": "text"})] = Field(
+        None, description='{"type": "text"}: this server does not constrain answers to JSON'
+    )
+    safety_identifier: str | None = _text()  # without effect
+    service_tier: Literal["auto", "default"] | None = Field(None, description='"auto" or "default"')
+    store: Literal[False] | None = _not_true()
+    tool_choice: Literal["auto", "none"] | None = Field(None, description='"auto" or "none"')
+    tools: Annotated[list[Any] | None, _where(lambda v: bool(v) and all(map(_is_function, v)))] = Field(
+        None,
+        description='a list of {"type": "function", "function": {"name", "description", "parameters"}}, '
+        "where strict is not true",
+    )
+    top_logprobs: int | None = Field(None, ge=0, le=_TOP_LOGPROBS, description=f"an integer from 0 to {_TOP_LOGPROBS}")
+    verbosity: Literal["medium"] | None = Field(
+        None, description='"medium" or omitted: this server does not support it'
+    )
+    web_search_options: None = _omitted()
+
+
+class CompletionRequest(_Request):
+    """The fields of ``/v1/completions``."""
+
+    best_of: Annotated[int | None, _where(lambda v: v == 1)] = Field(
+        None, description="1 or omitted: this server does not choose among answers"
+    )
+    echo: Literal[False] | None = _not_true()
+    logprobs: int | None = Field(None, ge=0, le=_TOP_LOGPROBS, description=f"an integer from 0 to {_TOP_LOGPROBS}")
+    prompt: Annotated[str | list[Any] | None, _where(_is_prompt)] = Field(
+        None, description=f"a string, a list of token ids, or a list of at most {MAX_ANSWERS} of either"
+    )
+    suffix: None = _omitted()
+
+
+Request = TypeVar("Request", ChatRequest, CompletionRequest)
+
+
+def read_request(body: dict[str, Any], kind: type[Request]) -> Request:
+    """A request whose fields are known and right.
 
     Args:
         body: the request.
-        fields: of its endpoint.
+        kind: the fields of its endpoint.
 
     Raises:
-        HTTPException: 400, naming the first field that is wrong or unknown: it could change the answer.
+        HTTPException: 400, naming a field that is wrong or unknown: it could change the answer.
     """
-    said = {name: value for name, value in body.items() if value is not None}
-    for name, value in said.items():
-        if name not in fields:
-            raise refusal(f"unknown parameter: {name[:80]!r}", param=name[:80], code="unknown_parameter")
-        if not fields[name].accepts(value):
-            raise refusal(f"{name} must be {fields[name].expected}", param=name)
-    return said
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    name = str(first["loc"][0])
+    if name not in kind.model_fields:
+        raise refusal(f"unknown parameter: {name[:80]!r}", param=name[:80], code="unknown_parameter")
+    raise refusal(f"{name} must be {kind.model_fields[name].description}", param=name)
 
 
-def settings_of(said: Mapping[str, Any], limits: Limits) -> GenerationSettings:
+def settings_of(request: ChatRequest | CompletionRequest, limits: Limits) -> GenerationSettings:
     """The settings of a request.
 
     Args:
-        said: as :func:`check_fields` returns it.
+        request: as :func:`read_request` returns it.
         limits: of the server.
 
     Raises:
         HTTPException: 400 for fields that contradict each other or the limits.
     """
-    lengths = [name for name in ("max_tokens", "max_completion_tokens") if name in said]
-    for name in lengths:
-        limits.check(name, said[name])
-    if len({said[name] for name in lengths}) > 1:
+    lengths = {
+        name: value
+        for name in ("max_tokens", "max_completion_tokens")
+        if (value := getattr(request, name, None)) is not None
+    }
+    for name, value in lengths.items():
+        limits.check(name, value)
+    if len(set(lengths.values())) > 1:
         raise refusal("max_tokens and max_completion_tokens must be the same, or one omitted", param="max_tokens")
-    if "stream_options" in said and not said.get("stream"):
+    longest = next(iter(lengths.values()), None)
+    if request.min_tokens is not None:
+        limits.check("min_tokens", request.min_tokens)
+        if longest is not None and request.min_tokens > longest:
+            raise refusal(f"min_tokens must be at most {next(iter(lengths))}, which is {longest}", param="min_tokens")
+    if request.stream_options is not None and not request.stream:
         raise refusal("stream_options must be omitted unless stream is true", param="stream_options")
-    bias = {int(token): float(value) for token, value in said.get("logit_bias", {}).items()}
-    if limits.vocabulary is not None and max(bias, default=0) >= limits.vocabulary:
-        raise refusal(f"logit_bias must name tokens from 0 to {limits.vocabulary - 1}", param="logit_bias")
-    stop = said.get("stop", ())
-    numbers = ("temperature", "top_p", "frequency_penalty", "presence_penalty")
-    plain = ("seed", "ignore_eos", "stream")
+    bias = {int(token): float(value) for token, value in (request.logit_bias or {}).items()}
+    limits.check_tokens("logit_bias", bias)
+    limits.check_tokens("stop_token_ids", request.stop_token_ids or ())
+    stop = request.stop or ()
+    plain = (
+        "min_tokens", "temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
+        "seed", "ignore_eos", "n", "stream",
+    )  # fmt: skip
     return GenerationSettings(
-        max_tokens=said[lengths[0]] if lengths else None,
+        max_tokens=longest,
         logit_bias=bias,
+        top_k=None if request.top_k is None else max(request.top_k, 0),
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        include_usage=bool(said.get("stream_options", {}).get("include_usage")),
-        **{name: float(said[name]) for name in numbers if name in said},
-        **{name: said[name] for name in plain if name in said},
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        logprobs=_logprobs(request),
+        include_usage=bool((request.stream_options or {}).get("include_usage")),
+        **{name: value for name in plain if (value := getattr(request, name)) is not None},
     )
+
+
+def _logprobs(request: ChatRequest | CompletionRequest) -> int | None:
+    if isinstance(request, CompletionRequest):
+        return request.logprobs
+    if request.logprobs:
+        return request.top_logprobs or 0
+    if request.top_logprobs:
+        raise refusal("top_logprobs must be omitted unless logprobs is true", param="top_logprobs")
+    return None

@@ -23,25 +23,12 @@ from polymoe.engines.transformers import contract, install, load
 from polymoe.engines.transformers.contract import PARTS, PrivatePart, checked_call, require_contract, require_experts
 from polymoe.engines.transformers.families import FAMILIES, PackedExperts, pack_modules
 from polymoe.errors import UnsupportedProblem
+from polymoe.serve.shared_sampling import PARTS as SHARED_SAMPLING
 from support.packed_model import CHECKPOINT
 
 ROOT = Path(polymoe.__file__).parent
 
-SERVER = tuple(
-    PrivatePart(f"transformers.cli.serving.{path}", keywords=keywords, more=True)
-    for path, keywords in {
-        "chat_completion.ChatCompletionHandler": ("model_manager", "generation_state"),
-        "completion.CompletionHandler": ("model_manager", "generation_state"),
-        "model_manager.ModelManager": ("device", "dtype", "trust_remote_code", "model_timeout", "force_model"),
-        "server.build_server": ("model_manager", "chat_handler", "completion_handler", "response_handler"),
-        "utils.BaseHandler": ("model_manager", "generation_state"),
-        "utils.BaseHandler._valid_params_class": (),
-        "utils.CBGenerateManager": ("cb_config",),
-        "utils.CBWorkerDeadError": (),
-        "utils.GenerateManager": (),
-        "utils.GenerationState": ("continuous_batching",),
-    }.items()
-)
+SERVER = SHARED_SAMPLING
 """What only ``polymoe serve`` uses."""
 
 OTHERS = (

@@ -22,7 +22,7 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 
 from polymoe.errors import UnsupportedProblem
 
-__all__ = ["NAME", "batching_config", "capture_small_steps", "paged_attention", "runs_on", "use"]
+__all__ = ["CAPTURED", "NAME", "batching_config", "capture_small_steps", "paged_attention", "runs_on", "use"]
 
 NAME = "polymoe_paged"
 """``attn_implementation`` of :func:`paged_attention`."""
@@ -31,7 +31,7 @@ _TOKEN_BY_TOKEN = 512
 """Forward passes of at most so many tokens treat each token as a sequence of its own: reading the keys once for each
 token then costs less than tiles in which a single query is used."""
 
-_CAPTURED = 256
+CAPTURED = 256
 """Forward passes of at most so many tokens are replayed from CUDA graphs: these are decode steps. Prompts have too many
 different lengths for graphs, and keep a GPU busy without them."""
 
@@ -94,7 +94,7 @@ def capture_small_steps(manager: Any) -> None:
 
         def maybe_pad_inputs(num_q_tokens: int, *args: Any, **kwargs: Any) -> Any:
             # Transformers calls this once for each step, before it reads either attribute.
-            runner.pad_inputs = runner.use_cuda_graph_varlen = num_q_tokens <= _CAPTURED
+            runner.pad_inputs = runner.use_cuda_graph_varlen = num_q_tokens <= CAPTURED
             return pad(num_q_tokens, *args, **kwargs)
 
         runner.maybe_pad_inputs = maybe_pad_inputs

@@ -7,6 +7,7 @@ nothing bounds the time to match its regular expressions.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from logging import getLogger
@@ -25,6 +26,8 @@ from transformers.cli.serving.utils import (
 __all__ = ["ParsedReply", "ReplyPart", "ReplyReader", "read_reply", "set_response_template"]
 
 log = getLogger("polymoe")
+
+_TAKES_TOOLS = "tools" in inspect.signature(build_response_parser).parameters  # not in Transformers 5.17
 
 _HARMONY: Mapping[str, Any] = {
     "defaults": {"role": "assistant"},
@@ -88,10 +91,13 @@ class ReplyPart:
     Attributes:
         kind: what it belongs to.
         text: its text; of a tool call ``name(arguments)``.
+        name, arguments: of a tool call; the arguments are JSON, if the model keeps to it.
     """
 
     kind: Literal["content", "reasoning", "tool_call"]
     text: str
+    name: str = ""
+    arguments: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +130,16 @@ class ReplyReader:
         model, tokenizer: as :func:`polymoe.engines.transformers.load` returns them.
         prompt_ids: tokens of the prompt, which may begin the reply, for example with ``<think>``.
         raw: all text is content.
+        tools: that the prompt has, as a chat template takes them. Their parameters have types, by which Transformers
+            reads arguments that are not JSON.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, prompt_ids: Sequence[int], *, raw: bool = False) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, prompt_ids: Sequence[int], *, raw: bool = False, tools: Any = None
+    ) -> None:
         self._tokenizer = tokenizer.backend_tokenizer
-        self._parser = None if raw else build_response_parser(tokenizer, model, list(prompt_ids))
+        typed = {"tools": tools} if tools and _TAKES_TOOLS else {}
+        self._parser = None if raw else build_response_parser(tokenizer, model, list(prompt_ids), **typed)
         self._closed: set[str] = set()
         # The end is not text, and a template that Transformers has for the model type may not know this tokenizer's.
         config = getattr(model, "generation_config", None)
@@ -171,7 +182,8 @@ class ReplyReader:
         parts: list[ReplyPart] = []
         for chunk in response_events_to_chunks([event]):
             if isinstance(chunk, ToolCall):
-                parts.append(ReplyPart("tool_call", f"{chunk.name}({chunk.arguments})"))
+                text = f"{chunk.name}({chunk.arguments})"
+                parts.append(ReplyPart("tool_call", text, chunk.name, chunk.arguments))
             else:
                 parts.append(ReplyPart("reasoning" if isinstance(chunk, ReasoningText) else "content", str(chunk)))
         if event["type"] == "region_close":

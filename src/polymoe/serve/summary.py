@@ -1,0 +1,60 @@
+"""What a server says when it starts: what runs the model, in which memory, and its limits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from polymoe.experts import FusedExperts
+from polymoe.serve.app import ModelServer
+from polymoe.serve.metrics import backends
+from polymoe.units import format_bytes
+
+__all__ = ["summary"]
+
+
+def summary(served: ModelServer, model: Any, **limits: str) -> str:
+    """Lines of a name and a value each.
+
+    Args:
+        served: the application.
+        model: as :func:`polymoe.engines.transformers.load` returns it.
+        limits: further lines, by name.
+    """
+    lines = {"model": served.name, "experts": _experts(model), "memory": _memory(model)}
+    context = served.limits.context
+    lines["context"] = "unknown" if context is None else f"{context:,} tokens"
+    lines["requests"], lines["cache"] = _batching(served)
+    lines |= limits
+    return "\n".join(f"  {name:<9} {value}" for name, value in lines.items())
+
+
+def _experts(model: Any) -> str:
+    found = [
+        f"{backend} ({layout}) in {layers} layer{'s' * (layers != 1)} for {tokens} tokens"
+        for (backend, layout, tokens), layers in backends(model).items()
+    ]
+    return "; ".join(found) or "Transformers' own, not packed"
+
+
+def _memory(model: Any) -> str:
+    layers = [module for module in model.modules() if isinstance(module, FusedExperts)]
+    addresses = {tensor.data_ptr() for layer in layers for tensor in layer.packed.tensors.values()}
+    tensors = {tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
+    dense = format_bytes(sum(count for address, count in tensors.items() if address not in addresses))
+    packed = format_bytes(sum(layer.packed.nbytes for layer in layers))
+    said = f"{packed} of packed experts and {dense} of other weights on {model.device}"
+    if model.device.type != "cuda":
+        return said
+    free, total = torch.cuda.mem_get_info(model.device)
+    return f"{said}; {format_bytes(free)} of {format_bytes(total)} free"
+
+
+def _batching(served: ModelServer) -> tuple[str, str]:
+    batches = served.generation.batches
+    if batches is None:
+        return f"one after the other ({served.generation.batching})", "grows with each answer"
+    graphs = "small steps in CUDA graphs" if batches.batching.graphs else "no CUDA graphs"
+    together = f"share forward passes, {graphs}"
+    return together, f"{format_bytes(batches.cache_bytes)} for keys and values of about {batches.cache_tokens:,} tokens"
