@@ -138,12 +138,12 @@ class TokenSampler:
             logits_V.index_fill_(0, _sent(self._ends, torch.long, logits_V), -torch.inf)
         if not (self._penalized or self._repetition):
             return
-        if self._counts_V is None:
+        if self._counts_V is None or self._in_prompt_V is None:
             self._counts_V = torch.zeros_like(logits_V)
             self._in_prompt_V = torch.zeros_like(logits_V, dtype=torch.bool)
             self._in_prompt_V.index_fill_(0, _sent(self._prompt, torch.long, logits_V), True)
         if self._repetition:
-            factor = settings.repetition_penalty
+            factor = settings.repetition_penalty or 1.0
             seen_V = (self._counts_V > 0) | self._in_prompt_V
             penalized_V = torch.where(logits_V > 0, logits_V / factor, logits_V * factor)
             logits_V.copy_(torch.where(seen_V, penalized_V, logits_V))
