@@ -164,8 +164,11 @@ class TestWithoutFiles:
         assert alone["tokens_per_second"] == pytest.approx(1e6 / alone["total_us"], rel=1e-3)
         assert alone["experts_us"] == pytest.approx(24 * found.rows[0].selection.times[0][1].time_us, abs=0.01)
         assert (longest["tokens"], longest["total_us"]) == (8192, None)
-        for step in facts["rows"][0]["plan"]["steps"]:
-            assert step["times"]
+        (row,) = facts["rows"]
+        assert all(step["times"] for step in row["plan"]["steps"])
+        sizes = ("format", "hidden", "intermediate", "experts", "local_experts", "top_k", "bias", "input")
+        assert [row[name] for name in sizes] == ["mxfp4", 2880, 2880, 32, 32, 4, True, "16bit"]
+        assert row["activation"] == "swiglu(alpha=1.702, beta=1, limit=7)"
 
     def test_many_tokens_multiply_longer_than_they_read(self) -> None:
         times = {time.tokens: time for time in polymoe.explain("openai/gpt-oss-20b", device="rtx4090").times}

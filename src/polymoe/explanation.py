@@ -52,6 +52,22 @@ class Row:
         """Bytes of the same experts as 16-bit floats."""
         return len(self.layers) * self.problem.spec.dequantized_bytes
 
+    def sizes(self) -> dict[str, Any]:
+        """One layer's experts on this rank as plain values, for JSON."""
+        spec = self.problem.spec
+        return {
+            "format": spec.format,
+            "hidden": spec.hidden,
+            "intermediate": spec.intermediate,
+            "experts": spec.experts,
+            "first_expert": spec.first_expert,
+            "local_experts": spec.local_experts,
+            "top_k": self.problem.top_k,
+            "activation": self.problem.activation.name,
+            "bias": spec.bias,
+            "input": str(self.problem.activations),
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class ModelTime:
@@ -242,6 +258,7 @@ class Explanation:
             "rows": [
                 {
                     "layers": list(row.layers),
+                    **row.sizes(),
                     "packed_bytes": row.packed_bytes,
                     "dequantized_bytes": row.dequantized_bytes,
                     **row.selection.to_dict(),

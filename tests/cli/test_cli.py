@@ -95,6 +95,13 @@ class TestExplain:
         assert re.search(r"16 +│ [\d.]+ ms +│ [\d.]+ us +│ [\d.]+ ms +│ [\d,]+ ", out)
         assert "cuda" in out.split("every backend")[1]
 
+    def test_nothing_is_cut_on_a_narrow_terminal(self, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("COLUMNS", "80")
+        code, out, _ = cli("explain", "openai/gpt-oss-20b", "--device", "rtx4090")
+        assert code == 0
+        assert max(map(len, out.splitlines())) <= 80
+        assert "…" not in out
+
     def test_without_a_plan(self, cli: Cli) -> None:
         code, out, _ = cli("explain", SUMS, "--device", "rtx4090", "--batch-invariant")
         assert code == 0

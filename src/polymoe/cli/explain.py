@@ -57,7 +57,7 @@ def command(
     """
     from rich.text import Text
 
-    from polymoe.explanation import explain
+    from polymoe.explanation import explain, layer_ranges
 
     if engine is not None:
         from polymoe.cli.explain_engine import explain_engine
@@ -96,7 +96,9 @@ def command(
     out.print(Text.assemble((printable(explanation.name), "bold"), rest))
     for line in explanation.conclusion():
         out.print(line, highlight=False)
-    out.print(_experts(explanation))
+    for row in explanation.rows:
+        sizes = f"{format_bytes(row.packed_bytes)} packed, {format_bytes(row.dequantized_bytes)} as 16 bit"
+        out.print(f"layers {layer_ranges(row.layers)}: {row.problem}: {sizes}", highlight=False)
     if explanation.times:
         out.print(_times(explanation))
     for row in explanation.rows:
@@ -107,39 +109,14 @@ def command(
         out.print(f"note: {note}", highlight=False)
 
 
-def _experts(explanation: Explanation) -> Table:
-    from rich.table import Table
-
-    from polymoe.explanation import layer_ranges
-
-    table = Table(
-        "layers", "format", "H", "F", "experts", "active", "activation", "packed", "as 16 bit", title="experts"
-    )
-    for row in explanation.rows:
-        s = row.problem.spec
-        local = str(s.experts) if s.local_experts == s.experts else f"{s.local_experts} of {s.experts}"
-        table.add_row(
-            layer_ranges(row.layers),
-            s.format,
-            str(s.hidden),
-            str(s.intermediate),
-            local,
-            str(row.problem.top_k),
-            row.problem.activation.name + (" + bias" if s.bias else ""),
-            format_bytes(row.packed_bytes),
-            format_bytes(row.dequantized_bytes),
-        )
-    return table
-
-
 def _times(explanation: Explanation) -> Table:
     from rich.table import Table
 
     layers = sum(len(row.layers) for row in explanation.rows)
     known = explanation.dense is not None
-    rest = ("all other weights, at least", "model, at least", "tokens/s, at most") if known else ()
-    heads = ("tokens in a call", f"experts of {layers} layers", *rest)
-    table = Table(*heads, title="predicted time of the whole model")
+    rest = ("all other weights", "together, at least", "tokens/s, at most") if known else ()
+    title = f"predicted time of a call: experts of {layers} layers" + (", and the least for the rest" if known else "")
+    table = Table("tokens", "experts", *rest, title=title)
     for time in explanation.times:
         cells = [str(time.tokens), format_us(time.experts_us)]
         if time.rest_us is not None and time.total_us is not None and time.tokens_per_second is not None:
