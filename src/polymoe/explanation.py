@@ -6,8 +6,6 @@ No weight is loaded. Sizes are those of tensor headers, else of the config; for 
 
 from __future__ import annotations
 
-import difflib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,11 +13,11 @@ from typing import Any
 
 from polymoe.activation_quantization import ActivationQuantization
 from polymoe.checkpoint import Checkpoint
-from polymoe.checkpoint.dense_size import DenseSize, dense_size
-from polymoe.checkpoint.known_models import known_models
+from polymoe.checkpoint.dense_size import DenseSize
+from polymoe.checkpoint.known_models import dense_size_of, open_checkpoint
 from polymoe.checkpoint.kv_cache import KvCache, kv_cache
 from polymoe.checkpoint.shard import Shard
-from polymoe.errors import ArgumentError, CheckpointError, CheckpointNotFound
+from polymoe.errors import ArgumentError
 from polymoe.experts import resolve_activations
 from polymoe.machine import Device, Machine
 from polymoe.planning.plan import role_tokens
@@ -28,7 +26,7 @@ from polymoe.planning.selection import Selection
 from polymoe.problem import Dtype, Problem
 from polymoe.units import format_bytes, format_count, format_us
 
-__all__ = ["RESERVE", "Explanation", "ModelTime", "Row", "explain", "layer_ranges", "open_checkpoint"]
+__all__ = ["RESERVE", "Explanation", "ModelTime", "Row", "explain", "layer_ranges"]
 
 RESERVE = 0.05
 """Share of the device's memory for the CUDA context, workspaces and activations."""
@@ -321,7 +319,7 @@ def explain(
     if backend != "auto":
         for row in rows:
             row.selection.require(f"layers {layer_ranges(row.layers)}")
-    size, dense = Shard.of(tp, ep).tp, _dense(checkpoint)
+    size, dense = Shard.of(tp, ep).tp, dense_size_of(checkpoint)
     found = Explanation(
         str(checkpoint.name),
         checkpoint.model_type,
@@ -336,50 +334,6 @@ def explain(
     if (found.cache_bytes or 0) >= 0:
         return found
     return replace(found, tp_that_fits=_tp_that_fits(checkpoint, machine.device, dense, ep))
-
-
-def open_checkpoint(path: str | Path) -> Checkpoint:
-    """The checkpoint, with as little as possible from the network."""
-    if os.path.exists(path):
-        return Checkpoint.open(path, config_only=not os.path.isdir(path))
-    known = known_models()
-    try:
-        return _cached(path)
-    except CheckpointNotFound:
-        if str(path) in known:
-            return known[str(path)].checkpoint()
-    try:
-        return Checkpoint.open(path, config_only=True)
-    except CheckpointNotFound as error:
-        alike = difflib.get_close_matches(str(path), [*known, *(name.split("/")[1] for name in known)], n=3)
-        names = dict.fromkeys(name for name in known if name in alike or name.split("/")[1] in alike)
-        such_as = ", ".join(names or ["openai/gpt-oss-20b"])
-        error.hint = "; ".join(
-            filter(
-                None, (error.hint, f"explain knows the sizes of {len(known)} models without files, such as {such_as}")
-            )
-        )
-        raise
-
-
-def _cached(path: str | Path) -> Checkpoint:
-    """A repository in the Hub's cache: with its tensors if all are there, else its config.
-
-    Raises:
-        CheckpointNotFound: if it has no config there.
-    """
-    described = Checkpoint.open(path, config_only=True, local_files_only=True)
-    try:
-        stored = Checkpoint.open(path, local_files_only=True)
-    except CheckpointError:
-        return described
-    return stored if stored.files.is_whole else described
-
-
-def _dense(checkpoint: Checkpoint) -> DenseSize | None:
-    """The size of everything outside the experts, from headers, or as it is known for the model."""
-    known = known_models().get(checkpoint.name)
-    return dense_size(checkpoint) or (known.dense if known is not None and known.describes(checkpoint) else None)
 
 
 def _tp_that_fits(

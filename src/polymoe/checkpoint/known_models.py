@@ -16,6 +16,8 @@ A test builds each model in Transformers without memory and compares its paramet
 
 from __future__ import annotations
 
+import difflib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -23,12 +25,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from polymoe.checkpoint.dense_size import DenseSize
+from polymoe.checkpoint.dense_size import DenseSize, dense_size
 from polymoe.checkpoint.files import CheckpointFiles
 from polymoe.checkpoint.load import Checkpoint
+from polymoe.errors import CheckpointError, CheckpointNotFound
 from polymoe.json_input import parse_json
 
-__all__ = ["KnownModel", "known_models"]
+__all__ = ["KnownModel", "dense_size_of", "known_models", "open_checkpoint"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +77,53 @@ def known_models() -> Mapping[str, KnownModel]:
         dense = DenseSize(row["dense_bytes"], row["unread_bytes"])
         found[name] = KnownModel(name, row["config"], dense, row.get("parameters"), row["source"])
     return MappingProxyType(found)
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Return a checkpoint of which sizes are asked, with as little as possible from the network: local files with
+    their tensors, else files in the Hub's cache, else a known model, else the config files in the Hub.
+
+    Raises:
+        CheckpointNotFound: if there is none of these; the hint names known models.
+        CheckpointError: if a file cannot be read.
+    """
+    if os.path.exists(path):
+        return Checkpoint.open(path, config_only=not os.path.isdir(path))
+    known = known_models()
+    try:
+        return _cached(path)
+    except CheckpointNotFound:
+        if str(path) in known:
+            return known[str(path)].checkpoint()
+    try:
+        return Checkpoint.open(path, config_only=True)
+    except CheckpointNotFound as error:
+        alike = difflib.get_close_matches(str(path), [*known, *(name.split("/")[1] for name in known)], n=3)
+        names = dict.fromkeys(name for name in known if name in alike or name.split("/")[1] in alike)
+        such_as = ", ".join(names or ["openai/gpt-oss-20b"])
+        error.hint = "; ".join(
+            filter(
+                None, (error.hint, f"explain knows the sizes of {len(known)} models without files, such as {such_as}")
+            )
+        )
+        raise
+
+
+def _cached(path: str | Path) -> Checkpoint:
+    """A repository in the Hub's cache: with its tensors if all are there, else its config.
+
+    Raises:
+        CheckpointNotFound: if it has no config there.
+    """
+    described = Checkpoint.open(path, config_only=True, local_files_only=True)
+    try:
+        stored = Checkpoint.open(path, local_files_only=True)
+    except CheckpointError:
+        return described
+    return stored if stored.files.is_whole else described
+
+
+def dense_size_of(checkpoint: Checkpoint) -> DenseSize | None:
+    """Return the size of everything outside the experts, from headers, or as it is known for the model."""
+    known = known_models().get(checkpoint.name)
+    return dense_size(checkpoint) or (known.dense if known is not None and known.describes(checkpoint) else None)

@@ -37,9 +37,9 @@ def explain_engine(
         CheckpointError: if the checkpoint cannot be understood.
     """
     from polymoe.backends import BACKENDS
+    from polymoe.checkpoint.known_models import open_checkpoint
     from polymoe.engines.serving.preview import ENGINES, preview
     from polymoe.engines.serving.settings import EngineSettings
-    from polymoe.explanation import open_checkpoint
     from polymoe.layouts import LAYOUTS
     from polymoe.machine import Machine
     from polymoe.runtime import PlanRequest
