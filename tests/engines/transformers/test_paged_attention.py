@@ -61,7 +61,7 @@ def test_transformers_batches_continuously_with_it(monkeypatch: Any, most: int) 
 @pytest.mark.usefixtures("plain")
 def test_only_small_steps_are_captured_and_padded(monkeypatch: Any, most: int) -> None:
     """With Transformers' own runner and a stand-in for a graph, which records the inputs of each step."""
-    monkeypatch.setattr(paged, "_CAPTURED", most)
+    monkeypatch.setattr(paged, "CAPTURED", most)
     model, tokenizer = load(CHECKPOINT, device="cpu", dtype=torch.float32)
     steps = []
 
