@@ -145,5 +145,5 @@ def _log_to_stderr(requests: bool) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
     log.handlers = [handler]
-    for name in ("access", "refused"):
+    for name in ("access", "other"):
         log.getChild(name).disabled = not requests

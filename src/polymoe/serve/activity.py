@@ -14,15 +14,15 @@ from polymoe.serve.metrics import ServerMetrics
 __all__ = ["access_log", "log_throughput"]
 
 access = logging.getLogger("polymoe.serve.access")
-refused = logging.getLogger("polymoe.serve.refused")
+other = logging.getLogger("polymoe.serve.other")
 throughput = logging.getLogger("polymoe.serve.throughput")
 
 PERIOD_S = 10.0
 
 
 def access_log(request: InFlight, scope: MutableMapping[str, Any], status: int) -> None:
-    """Log one request; but not what only asks how the server is. Those that were not answered have a logger of their
-    own, with a limit, since clients can cause any number of them.
+    """Log one request; but not what only asks how the server is. Those that generate nothing, such as refused ones,
+    have a logger of their own, with a limit, since clients can cause any number of them.
 
     Args:
         request: as it has left the server.
@@ -36,7 +36,7 @@ def access_log(request: InFlight, scope: MutableMapping[str, Any], status: int) 
     line = f"{client} {scope['method']} {scope['path'][:80]!a} {status} {time.monotonic() - request.arrived_s:.2f} s"
     if request.prompt_tokens:
         line += f", {request.prompt_tokens} + {request.new_tokens} tokens"
-    (access if status == 200 else refused).info(line)
+    (access if status == 200 and request.prompt_tokens else other).info(line)
 
 
 async def log_throughput(metrics: ServerMetrics, period_s: float = PERIOD_S) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 __all__ = ["LogLimit", "limited_logs"]
 
-_LOGGERS = ("polymoe", "polymoe.serve.refused", "uvicorn.error", "asyncio", "transformers")
+_LOGGERS = ("polymoe", "polymoe.serve.other", "uvicorn.error", "asyncio", "transformers")
 _LINES = 10
 _PERIOD_S = 60.0
 

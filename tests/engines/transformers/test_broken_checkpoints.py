@@ -90,8 +90,8 @@ BROKEN: dict[str, tuple[Change, str]] = {
     ),
     "index without a tensor": (json_file(INDEX, lambda found: found["weight_map"].pop(NORM)), f"none for {NORM}"),
     # Configs.
-    "heads as text": (config(num_attention_heads="6"), "config.json: expected a config that Transformers accepts"),
-    "heads that are none": (config(num_attention_heads=0), "checkpoint: expected"),
+    "heads as text": (config(num_attention_heads="6"), "config.json: num_attention_heads: expected an integer"),
+    "heads that are none": (config(num_attention_heads=0), "config.json: num_attention_heads: expected an integer"),
     "heads of another model": (config(num_attention_heads=12), r"o_proj\.weight: expected shape \[192, 384\], got"),
     "rope of text": (config(rope_scaling={"rope_type": "yarn", "factor": "x"}), "expected a"),
     "rope that is unknown": (config(rope_scaling={"rope_type": "x", "factor": 2}), "expected a"),
@@ -102,7 +102,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "more layers than tensors": (
         config(num_nextn_predict_layers=10_000), "num_nextn_predict_layers: expected at most 79, the number of tensors"
     ),
-    "a number of 70 bits": (config(head_dim=2**70), "a model that Transformers can build"),
+    "a number of 70 bits": (config(head_dim=2**70), "config.json: head_dim: expected an integer"),
     "vocabulary of the config": (config(vocab_size=2**30), r"lm_head\.weight: expected shape \[1073741824, 192\]"),
     # Generation configs.
     "generation config cut off": (cut("generation_config.json"), r"generation_config\.json: expected JSON"),
