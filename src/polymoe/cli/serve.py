@@ -130,7 +130,7 @@ def command(
         cors_origins=origins,
         profile=profile,
         on_loaded=say,
-        on_ready=lambda url: say(f"serving on {url}; {url}/docs describes the API"),
+        on_ready=lambda url: say(f"{url}/docs describes the API\nserving on {url}"),
     )
     if not ended:
         sys.stdout.flush()
