@@ -43,7 +43,7 @@ class Row:
     @property
     def packed_bytes(self) -> int:
         """Bytes of these layers' experts as stored, on this rank."""
-        return len(self.layers) * self.problem.spec.local_experts * self.problem.spec.expert_bytes
+        return len(self.layers) * self.problem.spec.local_bytes
 
     @property
     def dequantized_bytes(self) -> int:
@@ -345,7 +345,7 @@ def _tp_that_fits(
             specs = [checkpoint.spec(layer, tp=size, ep=ep) for layer in checkpoint.layers]
         except ArgumentError:
             continue
-        experts = sum(s.local_experts * s.expert_bytes for s in specs)
+        experts = sum(s.local_bytes for s in specs)
         if experts + (dense.sliced(size).total_bytes if dense else 0) <= device.memory_bytes * (1 - RESERVE):
             return size
     return None

@@ -80,6 +80,11 @@ class ExpertsSpec:
         return weights + biases
 
     @property
+    def local_bytes(self) -> int:
+        """Bytes of this rank's experts in their encodings, including biases."""
+        return self.local_experts * self.expert_bytes
+
+    @property
     def dequantized_bytes(self) -> int:
         """Bytes of this rank's experts as 16-bit floats, without biases."""
         return self.local_experts * 2 * sum(n * k for n, k in map(self.matrix_shape, self.encodings))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from polymoe.checkpoint.dense_tensors import DenseMatrix, DenseTensor
 from polymoe.checkpoint.load import Checkpoint
 from polymoe.errors import CheckpointNotFound
+from polymoe.shapes import ceil_div
 
 __all__ = ["DenseSize", "dense_size"]
 
@@ -39,7 +40,7 @@ class DenseSize:
 
     def sliced(self, tp: int) -> DenseSize:
         """Return one rank's part of ``tp`` ranks, as if every tensor were sliced: slightly less than in an engine."""
-        return DenseSize(-(-self.total_bytes // tp), self.unread_bytes // tp)
+        return DenseSize(ceil_div(self.total_bytes, tp), self.unread_bytes // tp)
 
 
 def dense_size(checkpoint: Checkpoint) -> DenseSize | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from polymoe.checkpoint.config_reader import MOST_LAYERS, ConfigReader
 from polymoe.checkpoint.families import text_reader
+from polymoe.shapes import ceil_div
 
 __all__ = ["KvCache", "kv_cache"]
 
@@ -37,7 +38,7 @@ class KvCache:
 
     def token_bytes(self, tp: int = 1) -> int:
         """Bytes for one token on one of ``tp`` ranks, each of which has whole heads."""
-        return self.layers * -(-self.heads // tp) * self.head_bytes
+        return self.layers * ceil_div(self.heads, tp) * self.head_bytes
 
 
 def kv_cache(config: Mapping[str, Any]) -> KvCache | None:

@@ -103,7 +103,7 @@ def _lines(row: LayerPreview, engine: Engine) -> list[str]:
     which, verdict = f"layers {layer_ranges(row.layers)} ({row.method})", row.verdict
     if isinstance(verdict, Rejected):
         return [f"{which}: polymoe leaves them to {engine.name}", *(f"  {reason}" for reason in verdict.reasons)]
-    plan, packed = verdict.selection.require(), format_bytes(_packed_bytes(verdict.problem))
+    plan, packed = verdict.selection.require(), format_bytes(verdict.problem.spec.local_bytes)
     return [
         f"{which}: polymoe runs them: {verdict.problem}",
         f"  layout {plan.layout}, {packed} packed for each layer on this rank",
@@ -124,9 +124,5 @@ def _row(row: LayerPreview) -> dict[str, Any]:
     if isinstance(row.verdict, Rejected):
         reasons = [{"what": r.what, "expected": r.expected, "got": r.got} for r in row.verdict.reasons]
         return {**found, "runs": False, "reasons": reasons}
-    packed = _packed_bytes(row.verdict.problem)
+    packed = row.verdict.problem.spec.local_bytes
     return {**found, "runs": True, "packed_bytes_per_layer": packed, **row.verdict.selection.to_dict()}
-
-
-def _packed_bytes(problem: Any) -> int:
-    return problem.spec.local_experts * problem.spec.expert_bytes

@@ -34,7 +34,7 @@ class Natural:
 
     def nbytes(self, spec: ExpertsSpec) -> int:
         """Return the bytes of the packed layer, without input scales and the padding of zero points to bytes."""
-        return spec.local_experts * spec.expert_bytes
+        return spec.local_bytes
 
     def pack(self, weights: ExpertWeights, device: torch.device, out: Packed | None = None) -> Packed:
         """Copy expert by expert into tensors on ``device``.

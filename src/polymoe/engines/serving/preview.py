@@ -24,7 +24,7 @@ from polymoe.errors import ArgumentError, FormatError
 from polymoe.formats import Encoding, PerGroup, QuantTensor
 from polymoe.problem import Problem
 from polymoe.runtime import PlanRequest
-from polymoe.shapes import ceil_div
+from polymoe.shapes import ceil_div, round_up
 from polymoe.tensors import ExpertsSpec
 from polymoe.verdict import Reason, Reasons, Rejected
 
@@ -189,7 +189,7 @@ def _facts(
     settings.need_included(reasons, stored.container)
     multiple = engine.multiples.get(method, 1) if spec.up.name == "mxfp4" else 1
     each = ceil_div(stored.moe.intermediate, problem.tp) if multiple > 1 else spec.intermediate
-    intermediate = ceil_div(each, multiple) * multiple
+    intermediate = round_up(each, multiple)
     tensors: Mapping[str, Tensor] = {}
     if source is not None:
         try:

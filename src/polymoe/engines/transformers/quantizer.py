@@ -99,8 +99,7 @@ class PackedQuantizer(HfQuantizer):
         self.experts = pack_modules(model, family)
         for name, layer in self.experts.items():
             # Device maps count this buffer. It takes no memory, and is removed before anything is read.
-            spec = self.checkpoint.spec(layer)
-            reserved = torch.empty(spec.local_experts * spec.expert_bytes, dtype=torch.uint8, device="meta")
+            reserved = torch.empty(self.checkpoint.spec(layer).local_bytes, dtype=torch.uint8, device="meta")
             model.get_submodule(name).register_buffer(RESERVED, reserved, persistent=False)
         if self.quantization_config.dense == "transformers":
             self.dense = dense_quantizer(model, self.quantization_config.source, self.experts, kwargs.get("device_map"))
@@ -113,7 +112,7 @@ class PackedQuantizer(HfQuantizer):
                 "polymoe in Transformers",
                 expected="whole layers on each device",
                 got="tensor parallelism",
-                hint='device_map="auto" spreads layers over several GPUs',
+                hint='device_map="auto" distributes layers over several GPUs',
             )
         assert self.checkpoint is not None
         for name in self.experts:

@@ -18,6 +18,7 @@ from polymoe.engines.serving.stand_aside import LayerFacts
 from polymoe.engines.vllm.facts import created_tensors, facts_of, needs_kernel, refusals, role_of
 from polymoe.engines.vllm.hooks import HOOKS, MODULAR_HOOKS
 from polymoe.engines.vllm.neutral import neutral_choice
+from polymoe.shapes import round_up
 
 __all__ = ["MethodChooser", "install"]
 
@@ -108,8 +109,7 @@ class MethodChooser(LayerChooser):
 def _padded(method: Any, moe: Any) -> int:
     """Return F on this rank as the loader of ``method`` fills it."""
     row = VLLM.get(type(method).__name__)
-    multiple = row.multiple if row else 1
-    return -(-moe.intermediate_size_per_partition // multiple) * multiple
+    return round_up(moe.intermediate_size_per_partition, row.multiple if row else 1)
 
 
 def _batch_invariant() -> bool:
