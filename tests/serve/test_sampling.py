@@ -47,7 +47,7 @@ def changed(sampler: TokenSampler, answer: list[int]) -> Tensor:
     """The logits of the token after an answer."""
     for token in answer:
         sampler.change(logits()[0].clone())
-        sampler.chosen(torch.tensor([token]))
+        sampler.chosen(torch.tensor([token]), 0)
     row = logits()[0].clone()
     sampler.change(row)
     return row
@@ -100,7 +100,7 @@ def test_a_bias_and_a_minimum_length() -> None:
         sampler.change(row)
         assert row[3] == logits()[0, 3] + 2.5
         assert torch.isinf(row[[7, 8]]).all() == (count < 2)
-        sampler.chosen(torch.tensor([0]))
+        sampler.chosen(torch.tensor([0]), 0)
 
 
 def test_tokens_that_are_dropped_do_not_count() -> None:

@@ -158,11 +158,11 @@ class TokenSampler:
             generator.manual_seed((self.settings.seed * 1_000_003 + self._number * 10_007 + self.count) % 2**63)
             noise_V.exponential_(generator=generator)
 
-    def chosen(self, id_1: Tensor) -> None:
-        """Record the next token, int64 ``[1]``, which may still be computed on the device."""
+    def chosen(self, ids_R: Tensor, row: int) -> None:
+        """Record the next token, a row of a step's int64 ids, which may still be computed on the device."""
         self.count += 1
         if self._counts_V is not None:
-            self._add(id_1)
+            self._add(ids_R[row : row + 1])
 
     def _add(self, ids_N: Tensor) -> None:
         assert self._counts_V is not None
@@ -193,7 +193,7 @@ def choose_tokens(logits_RV: Tensor, samplers: Sequence[TokenSampler]) -> Tensor
     if logprobs_LV is not None:
         _report(logprobs_LV, _rows(ids_R, reported), [samplers[row] for row in reported])
     for row, sampler in enumerate(samplers):
-        sampler.chosen(ids_R[row : row + 1])
+        sampler.chosen(ids_R, row)
     return ids_R
 
 
