@@ -186,7 +186,7 @@ def no_tensor_parallel(tp: int) -> None:
             "--tp",
             expected="1, since this command is one process",
             got=str(tp),
-            hint=f"--device-map auto spreads whole layers over the GPUs; for tensor parallelism, "
+            hint=f"--device-map auto distributes whole layers over the GPUs; for tensor parallelism, "
             f"vllm serve MODEL --tensor-parallel-size {tp} runs polymoe's experts where polymoe is installed beside it",
         )
 

@@ -80,7 +80,7 @@ def load(
             layout.
         dense: what quantized matrices outside the experts become: "16bit" floats, or the result of Transformers'
             own quantizer ("transformers", for ``quant_method`` fp8 only).
-        kwargs: for Transformers' ``from_pretrained``, such as ``device_map``, which spreads whole layers over devices.
+        kwargs: for Transformers' ``from_pretrained``, such as ``device_map``, which distributes layers over devices.
 
     Raises:
         CheckpointError: for a path without a checkpoint, or one that cannot be read.
