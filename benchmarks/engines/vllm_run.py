@@ -39,6 +39,7 @@ sys.path.insert(0, str(MODELS))
 
 from random_gpt_oss import gpt_oss_20b  # noqa: E402
 
+from polymoe.atomic import append_line  # noqa: E402
 from polymoe.bench.records import source, utc_now  # noqa: E402
 
 BATCHES = (1, 16, 64, 256)
@@ -474,8 +475,7 @@ def main() -> None:
     def record(row: dict[str, Any]) -> None:
         print(json.dumps({k: v for k, v in row.items() if k not in ("tokens", "command", "log")}), flush=True)
         if args.out:
-            with args.out.open("a") as file:
-                file.write(json.dumps(about | row) + "\n")
+            append_line(args.out, json.dumps(about | row))
 
     {"answers": run_answers, "reload": run_reload, "speed": run_speed}[args.what](args, record)
 
