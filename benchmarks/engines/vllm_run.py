@@ -438,6 +438,8 @@ def run_speed(args: argparse.Namespace, record: Record) -> None:
                     "max_model_len": PREFILL + 64, "max_num_batched_tokens": PREFILL, "max_num_seqs": max(BATCHES),
                     "gpu_memory_utilization": 0.8,
                 }  # fmt: skip
+                if not eager:
+                    settings["compilation_config"] = {"cudagraph_capture_sizes": list(BATCHES)}
                 if backend not in ("polymoe", "auto"):
                     settings["moe_backend"] = backend
                 request = {"what": "speed", "settings": settings, "eager": eager}

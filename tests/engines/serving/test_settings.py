@@ -11,7 +11,7 @@ from polymoe.errors import ArgumentError
 
 def test_nothing_set_means_everything_that_works_in_16_bit() -> None:
     assert EngineSettings.read({}) == EngineSettings(
-        mode="auto", layers=None, backend="auto", activations="16bit", role=None
+        mode="auto", layers=None, backend="auto", activations="auto", role=None
     )
 
 

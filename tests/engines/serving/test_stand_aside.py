@@ -35,6 +35,27 @@ def test_every_bundled_checkpoint_is_planned(model: str) -> None:
     assert plan.selection.plan.steps[0].backend == "reference"
 
 
+@pytest.mark.parametrize(
+    ("model", "gpu", "settings", "found"),
+    [
+        ("sums-qwen3-fp8", "h200", {}, "fp8_group128"),
+        ("sums-llama-4-fp8", "h200", {}, "fp8_token"),
+        ("sums-gpt-oss-mxfp4", "h200", {}, "16bit"),
+        ("sums-deepseek-v4-mxfp4", "h200", {}, "16bit"),
+        ("sums-qwen3-fp8", "a100", {}, "16bit"),  # has no E4M3 instructions
+        ("sums-qwen3-fp8", "h200", {"activations": "16bit"}, "16bit"),
+        ("sums-gpt-oss-mxfp4", "h200", {"activations": "fp8_group128"}, "fp8_group128"),
+    ],
+)
+def test_inputs_are_held_as_the_engines_method_holds_them(
+    model: str, gpu: str, settings: dict[str, str], found: str
+) -> None:
+    plan = judge_layer(facts_of(model), replace(CPU, machine=Machine.of(gpu)), EngineSettings(**settings))  # type: ignore[arg-type]
+    assert isinstance(plan, LayerPlan)
+    assert str(plan.problem.activations) == found
+    assert plan.experts.static == plan.problem.activations.static
+
+
 def test_every_reason_is_given_at_once() -> None:
     facts = facts_of(
         "sums-qwen3-fp8",

@@ -193,7 +193,8 @@ def _facts(
     tensors: Mapping[str, Tensor] = {}
     if source is not None:
         try:
-            tensors = _created(source, spec, _encodings(stored.spec(), spec, engine), intermediate)
+            encodings = _encodings(stored.spec(), spec, engine)
+            tensors = _created(source, spec, encodings, intermediate, static=stored.recipe().static)
         except FormatError as error:
             return Rejected((*reasons.found, reason_of(error)))
     return LayerFacts(
@@ -240,7 +241,7 @@ def _encodings(whole: ExpertsSpec, rank: ExpertsSpec, engine: Engine) -> tuple[E
 
 
 def _created(
-    source: StackedSource, spec: ExpertsSpec, encodings: tuple[Encoding, Encoding], intermediate: int
+    source: StackedSource, spec: ExpertsSpec, encodings: tuple[Encoding, Encoding], intermediate: int, *, static: bool
 ) -> dict[str, Tensor]:
     """Return the tensors that a method creates for these experts, on the meta device, by name.
 
@@ -251,7 +252,7 @@ def _created(
     for prefix, encoding in zip(("w13", "w2"), encodings, strict=True):
         halves = 2 if prefix == "w13" and spec.gated else 1
         rows, columns = (intermediate, spec.hidden) if prefix == "w13" else (spec.hidden, intermediate)
-        stored = _stored(source, encoding, rows, columns)
+        stored = _stored(source, encoding, rows, columns, torch.ones(()) if static else None)
         if spec.bias:
             stored[source.bias] = torch.empty(rows, dtype=torch.bfloat16)
         for suffix, tensor in stored.items():
@@ -265,7 +266,9 @@ def _created(
     return tensors
 
 
-def _stored(source: StackedSource, encoding: Encoding, rows: int, columns: int) -> dict[str, Tensor]:
+def _stored(
+    source: StackedSource, encoding: Encoding, rows: int, columns: int, input_scale: Tensor | None
+) -> dict[str, Tensor]:
     """Return the tensors of one matrix, which hold anything, in the first dialect of ``source`` that stores it."""
     matrix = QuantTensor.empty(encoding, rows, columns, "cpu")
     if matrix.zero_points is not None:
@@ -273,7 +276,7 @@ def _stored(source: StackedSource, encoding: Encoding, rows: int, columns: int) 
     failure: FormatError | None = None
     for dialect in source.dialects:
         try:
-            return dialect.write(matrix)
+            return dialect.write(matrix, input_scale)
         except FormatError as error:
             failure = failure or error
     assert failure is not None

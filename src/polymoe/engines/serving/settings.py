@@ -25,14 +25,15 @@ class EngineSettings:
     Attributes:
         mode: "auto" runs the layers that polymoe can run, "off" none; "require" makes it an error to stand aside.
         layers: which layers: "0-3,7", or "!0" for all others; None for all.
-        backend, activations: as in :func:`polymoe.load_experts`; "16bit" unless the user says otherwise.
+        backend: as in :func:`polymoe.load_experts`.
+        activations: the same; "auto" is what the engine's own method does with the experts' inputs on a GPU.
         role: token counts to plan for, or None for the engine's own role.
     """
 
     mode: Mode = "auto"
     layers: str | None = None
     backend: str = "auto"
-    activations: str = "16bit"
+    activations: str = "auto"
     role: str | None = None
 
     def __post_init__(self) -> None:
@@ -58,7 +59,7 @@ class EngineSettings:
             mode=_MODES[mode],
             layers=environ.get("POLYMOE_LAYERS") or None,
             backend=environ.get("POLYMOE_BACKEND") or "auto",
-            activations=environ.get("POLYMOE_ACTIVATIONS") or "16bit",
+            activations=environ.get("POLYMOE_ACTIVATIONS") or "auto",
             role=environ.get("POLYMOE_ROLE") or None,
         )
 

@@ -15,6 +15,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from polymoe.activation_quantization import FP8_GROUP128, FP8_STATIC, FP8_TOKEN, UNQUANTIZED, ActivationQuantization
 from polymoe.checkpoint.dialects import DIALECTS, Dialect, headers_of
 from polymoe.checkpoint.dialects.float import Fp8Dialect
 from polymoe.checkpoint.dialects.fp4 import ByWeight, Fp4
@@ -206,6 +207,23 @@ class StackedExperts:
             first_expert=first_expert,
             local_experts=self.count,
         )
+
+    def recipe(self) -> ActivationQuantization:
+        """Return how the engine's own method holds the inputs of these experts.
+
+        The methods that store E4M3 weights multiply them by E4M3 inputs. Their scales are the checkpoint's where the
+        method has tensors for them, of groups of 128 columns where weights have blocks, else of tokens.
+
+        Raises:
+            FormatError: as :meth:`encodings`.
+        """
+        up = self.encodings()[0]
+        if up.element != "e4m3":
+            return UNQUANTIZED
+        if any(f"w13_{s}" in self.tensors for s in self.dialect.optional if s.startswith("input")):
+            return FP8_STATIC
+        blocks = isinstance(up.granularity, PerGroup) and up.granularity.n > 1
+        return FP8_GROUP128 if blocks else FP8_TOKEN
 
     @property
     def count(self) -> int:

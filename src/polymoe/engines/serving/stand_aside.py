@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polymoe.activation_quantization import ActivationQuantization
+from polymoe.activation_quantization import UNQUANTIZED, ActivationQuantization
 from polymoe.activations import Activation
 from polymoe.call import DTYPES
 from polymoe.engines.serving.settings import EngineSettings
@@ -107,16 +107,35 @@ def judge_layer(facts: LayerFacts, request: PlanRequest, settings: EngineSetting
     Raises:
         ArgumentError: for an unknown backend, role or kind of activations in the user's settings.
     """
-    quantization = ActivationQuantization.of(settings.activations)
+    asked = None if settings.activations == "auto" else ActivationQuantization.of(settings.activations)
     reasons = Reasons(list(facts.refused))
     reasons.need(facts.dtype in DTYPES, "dtype of x", "bfloat16, float16 or float32", facts.dtype)
-    experts = _experts(facts, reasons, static=quantization.static)
+    experts = _experts(facts, reasons)
     if reasons.found or experts is None or facts.activation is None:
         return Rejected(tuple(reasons.found))
+    if asked is not None:
+        return _judge(facts, facts.activation, experts, request, asked)
+    verdict = Rejected(())
+    if request.machine.device.flops_fp8 and experts.recipe().quantized:
+        verdict = _judge(facts, facts.activation, experts, request, experts.recipe())
+    if isinstance(verdict, Rejected):  # or no kernel takes inputs that are held so
+        verdict = _judge(facts, facts.activation, experts, request, UNQUANTIZED)
+    return verdict
+
+
+def _judge(
+    facts: LayerFacts,
+    activation: Activation,
+    experts: StackedExperts,
+    request: PlanRequest,
+    quantization: ActivationQuantization,
+) -> LayerPlan | Rejected:
+    """Return the plan of a layer with these activations, or every reason against it."""
+    experts = replace(experts, static=quantization.static)
     try:
         problem = Problem(
             spec=_spec(experts, facts),
-            activation=facts.activation,
+            activation=activation,
             top_k=facts.top_k,
             weight_on=facts.weight_on,
             dtype=DTYPES[facts.dtype],
@@ -152,7 +171,7 @@ def _spec(experts: StackedExperts, facts: LayerFacts) -> ExpertsSpec:
     return experts.spec(facts.experts, facts.first_expert)
 
 
-def _experts(facts: LayerFacts, reasons: Reasons, *, static: bool) -> StackedExperts | None:
+def _experts(facts: LayerFacts, reasons: Reasons) -> StackedExperts | None:
     """Return how the experts are read; note why they cannot be."""
     try:
         source = source_of(facts.sources, facts.method)
@@ -179,7 +198,6 @@ def _experts(facts: LayerFacts, reasons: Reasons, *, static: bool) -> StackedExp
             bias=facts.bias,
             k_first=facts.k_first,
             symmetric=facts.symmetric,
-            static=static,
         )
         experts.encodings()
     except FormatError as error:
