@@ -11,7 +11,7 @@ fresh start. ``speed`` runs some layers of real
 sizes with random weights, whose router chooses experts about uniformly: for each backend the time to load, the peak of
 memory while loading, and the time inside the experts' operation of one decode step by batch and of one prefill of 8,192
 tokens (``moe_us_*``: time in which at least one of its kernels runs, median over layers and steps). With ``--graphs``
-also, under CUDA graphs, output tokens per second and the GPU's time for one decode step (``step_us_*``). Each engine
+instead, under CUDA graphs, output tokens per second and the GPU's time for one decode step (``step_us_*``). Each engine
 runs in a process of its own; one that fails is a record with its error. Records are JSON lines.
 """
 
@@ -431,20 +431,19 @@ def run_reload(args: argparse.Namespace, record: Record) -> None:
 def run_speed(args: argparse.Namespace, record: Record) -> None:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(CASES[args.case]))
-        for eager in (True, False) if args.graphs else (True,):
-            for backend in args.backends:
-                settings = parallel(args) | {
-                    "model": folder, "load_format": "dummy", "skip_tokenizer_init": True, "enforce_eager": eager,
-                    "max_model_len": PREFILL + 64, "max_num_batched_tokens": PREFILL, "max_num_seqs": max(BATCHES),
-                    "gpu_memory_utilization": 0.8,
-                }  # fmt: skip
-                if not eager:
-                    settings["compilation_config"] = {"cudagraph_capture_sizes": list(BATCHES)}
-                if backend not in ("polymoe", "auto"):
-                    settings["moe_backend"] = backend
-                request = {"what": "speed", "settings": settings, "eager": eager}
-                result = one(request, environment(args, "require" if backend == "polymoe" else "0"))
-                record({"case": args.case, "layers": LAYERS, "experts": backend, "eager": eager} | result)
+        for backend in args.backends:
+            settings = parallel(args) | {
+                "model": folder, "load_format": "dummy", "skip_tokenizer_init": True, "enforce_eager": not args.graphs,
+                "max_model_len": PREFILL + 64, "max_num_batched_tokens": PREFILL, "max_num_seqs": max(BATCHES),
+                "gpu_memory_utilization": 0.8,
+            }  # fmt: skip
+            if args.graphs:
+                settings["compilation_config"] = {"cudagraph_capture_sizes": list(BATCHES)}
+            if backend not in ("polymoe", "auto"):
+                settings["moe_backend"] = backend
+            request = {"what": "speed", "settings": settings, "eager": not args.graphs}
+            result = one(request, environment(args, "require" if backend == "polymoe" else "0"))
+            record({"case": args.case, "layers": LAYERS, "experts": backend, "eager": not args.graphs} | result)
 
 
 def main() -> None:
@@ -457,7 +456,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", help="directories under models/; without it all that vLLM runs")
     parser.add_argument("--case", choices=CASES, default="gpt-oss-120b")
     parser.add_argument("--backends", nargs="+", default=["polymoe", "auto"], help="polymoe, auto, or names of vLLM's")
-    parser.add_argument("--graphs", action="store_true", help="with torch.compile and CUDA graphs; speed: also with")
+    parser.add_argument("--graphs", action="store_true", help="with torch.compile and CUDA graphs")
     parser.add_argument("--jobs", type=int, default=1, help="engines at a time on the same GPU, but for speed")
     parser.add_argument("--commit", help="of the code, where git does not know it")
     args = parser.parse_args()
