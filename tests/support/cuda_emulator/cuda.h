@@ -247,11 +247,18 @@ inline uint16_t to_bits(float v) {
     return static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 
-inline float from_e4m3(uint8_t code) {
-    const int exponent = code >> 3 & 15, mantissa = code & 7;
-    const float v = (code & 0x7F) == 0x7F ? NAN : exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
-    return code & 0x80 ? -v : v;
-}
+struct E4M3 {
+    float values[256];
+    E4M3() {
+        for (int code = 0; code < 256; ++code) {
+            const int exponent = code >> 3 & 15, mantissa = code & 7;
+            const float v = exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
+            values[code] = (code & 0x7F) == 0x7F ? NAN : code & 0x80 ? -v : v;
+        }
+    }
+};
+inline const E4M3 kE4m3;
+inline float from_e4m3(uint8_t code) { return kE4m3.values[code]; }
 
 // To the nearest, of two to the even code; above 448 to 448.
 inline uint8_t to_e4m3(float v) {
@@ -283,35 +290,48 @@ inline bool coarse = false;
 // the new sum. An H200's sums of 128 columns equal these to the bit in 0.87 of cases.
 inline float add_coarsely(float sum, const float (&products)[32]) {
     constexpr int kBits = 13;
-    float largest = fabsf(sum);
-    for (float p : products) largest = fmaxf(largest, fabsf(p));
-    if (largest == 0.0f) return 0.0f;
+    float largest = fabsf(sum), plain = sum;
+    for (float p : products) largest = fabsf(p) > largest ? fabsf(p) : largest, plain += p;
+    if (largest == 0.0f || plain != plain) return plain;
     const int unit = ilogbf(largest) - kBits;
-    long units = static_cast<long>(ldexpf(sum, -unit));
-    for (float p : products) units += static_cast<long>(ldexpf(p, -unit));
+    const double scale = ldexp(1.0, -unit);
+    long units = static_cast<long>(sum * scale);
+    for (float p : products) units += static_cast<long>(p * scale);
     if (units == 0) return 0.0f;
     const int cut = max(0, ilogb(static_cast<double>(labs(units))) - kBits);
     return ldexpf(static_cast<float>(units / (1L << cut)), unit + cut);
 }
 
-// What an m16nNk16 product (or one of more columns) of a warp makes of a[row][k] and b[k][n].
+// Where emulated kernels spend their time.
+__attribute__((optimize("O3"), noinline)) inline void add_multiples(float* sums, const float* values, float by, int n) {
+    for (int i = 0; i < n; ++i) sums[i] += by * values[i];
+}
+
+// What an m16nNk16 product (or one of more columns) of a warp makes of a[row][k] and b[k][n]. Operands are read once.
 template <class A, class B>
 void product(float* (&d)[32], int n, A a, B b, int columns = 16, bool fresh = false) {
+    static float rows[16][32], values[32][256], sums[256];
     for (int row = 0; row < 16; ++row) {
-        for (int column = 0; column < n; ++column) {
-            const int lane = row % 8 * 4 + column % 8 / 2;
-            float& sum = d[lane][column / 8 * 4 + row / 8 * 2 + column % 2];
-            if (fresh) sum = 0.0f;
-            if (coarse && columns == 32) {
-                float products[32];
-                for (int k = 0; k < 32; ++k) products[k] = a(row, k) * b(k, column);
-                sum = add_coarsely(sum, products);
-                continue;
+        for (int k = 0; k < columns; ++k) rows[row][k] = a(row, k);
+    }
+    for (int k = 0; k < columns; ++k) {
+        for (int column = 0; column < n; ++column) values[k][column] = b(k, column);
+    }
+    for (int row = 0; row < 16; ++row) {
+        auto at = [&](int column) -> float& {
+            return d[row % 8 * 4 + column % 8 / 2][column / 8 * 4 + row / 8 * 2 + column % 2];
+        };
+        for (int column = 0; column < n; ++column) sums[column] = fresh ? 0.0f : at(column);
+        if (coarse && columns == 32) {
+            float products[32];
+            for (int column = 0; column < n; ++column) {
+                for (int k = 0; k < 32; ++k) products[k] = rows[row][k] * values[k][column];
+                sums[column] = add_coarsely(sums[column], products);
             }
-            for (int k = 0; k < columns; ++k) {
-                sum += a(row, k) * b(k, column);
-            }
+        } else {
+            for (int k = 0; k < columns; ++k) add_multiples(sums, values[k], rows[row][k], n);
         }
+        for (int column = 0; column < n; ++column) at(column) = sums[column];
     }
 }
 
