@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+import typer.main
 
 if TYPE_CHECKING:
     from support.serving import Running
@@ -34,6 +36,10 @@ torch.set_num_threads(1)
 # Started in a shell's background, the suite would hand ignored interrupts on to the commands whose Ctrl-C it tests.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_get_command = functools.cache(typer.main.get_command)
+"""Typer makes the command line for each call anew, from the signatures of all commands: most of a short call's time."""
 
 
 def pytest_unconfigure() -> None:
@@ -61,6 +67,8 @@ def generator() -> torch.Generator:
 def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """Runs ``polymoe`` in this process: exit code, stdout, stderr."""
     from polymoe.cli import main
+
+    monkeypatch.setattr(typer.main, "get_command", _get_command)
 
     def run(*args: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["polymoe", *map(str, args)])

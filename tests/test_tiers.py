@@ -38,6 +38,7 @@ def suite(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.
     """A test suite with one quick test, two groups of slow ones and one that takes minutes."""
     monkeypatch.delenv(tiers.SEED, raising=False)
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # each run would import the installed ones anew: seconds
     pytester.makeini("[pytest]\nmarkers =\n    slow:\n    long:\n")
     pytester.makepyfile(test_suite=TESTS)
     return pytester
@@ -82,7 +83,7 @@ def test_workers_choose_the_same_sample_and_the_seed_is_said(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     arguments = ["-p", "support.tiers", "--slow=sample"]
-    result = suite.runpytest_subprocess(*arguments, "-n", "2")
+    result = suite.runpytest_subprocess(*arguments, "-p", "xdist.plugin", "-n", "2")
     assert result.parseoutcomes() == {"passed": 6}
     (said,) = [line for line in result.outlines if "slow tests: a sample with seed" in line]
     assert f"{tiers.SEED}={tiers.default_seed(suite.path)} scripts/test --ci" in said

@@ -110,8 +110,12 @@ def test_every_cell_and_every_reason() -> None:
     assert "| biases | activations: expects fp8, got 16bit<br>weights: expects e4m3, got e2m1 |" in text
 
 
+BACKENDS_MD = write_docs.ROOT / "docs/backends.md"
+"""What backends_document() returns, as test_current proves: each call of it takes a second."""
+
+
 def test_the_document_is_what_backends_say() -> None:
-    text = backends_document.backends_document()
+    text = BACKENDS_MD.read_text(encoding="utf-8")
     for name, backend in BACKENDS.items():
         assert f"\n## {name}\n" in text
         found = backend.check(backends_document.problem_of("int4_g32", "fp8_token"), Machine.of("cpu"))
@@ -130,10 +134,9 @@ def test_places_are_merged_by_gpu_format_and_mode() -> None:
 
 
 def test_the_machine_here_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = backends_document.backends_document()
     monkeypatch.setattr("polymoe.machine._version", lambda name: None)
     monkeypatch.setenv("POLYMOE_CACHE", "/nowhere")
-    assert backends_document.backends_document() == before
+    assert backends_document.backends_document() == BACKENDS_MD.read_text(encoding="utf-8")
 
 
 PEER = Peer(

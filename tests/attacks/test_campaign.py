@@ -146,7 +146,8 @@ from attacks.sandbox import run
 for name in {list(ENDS)}:
     home = Path(sys.argv[1]) / name
     (home / "checkpoint").mkdir(parents=True)
-    print(json.dumps(run(globals()[name], home / "checkpoint", 0, 1.0).to_dict()))
+    limit = 0.3 if name in ("hung", "busy") else 60.0
+    print(json.dumps(run(globals()[name], home / "checkpoint", 0, limit).to_dict()))
 """
     printed = python(program, tmp_path)
     found = {name: json.loads(line) for name, line in zip(ENDS, printed.splitlines(), strict=True)}

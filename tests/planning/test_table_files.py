@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import warnings
 import zipfile
+from functools import partial
 from importlib import resources
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from polymoe.backends import BACKENDS
 from polymoe.errors import FormatError
 from polymoe.machine import DEVICES, Machine
 from polymoe.planning.table_files import add, file_name, installed, parse, read, user_file
+from support.forked import exit_codes
 from support.table_rows import row
 
 ROOT = Path(polymoe.__file__).parent.parent.parent
@@ -49,14 +49,12 @@ def test_rows_are_merged_newest_first_and_sorted(tmp_path: Path) -> None:
 
 def test_processes_at_once_lose_nothing(tmp_path: Path) -> None:
     path = tmp_path / "h200.jsonl"
-    code = (
-        "import sys; from pathlib import Path; from support.table_rows import row;"
-        "from polymoe.planning.table_files import add; first = int(sys.argv[2]);"
-        "[add(Path(sys.argv[1]), [row(first + i)]) for i in range(25)]"
-    )
-    env = {"PYTHONPATH": ":".join(sys.path)}
-    running = [subprocess.Popen([sys.executable, "-c", code, str(path), str(1 + 100 * n)], env=env) for n in range(3)]
-    assert [p.wait() for p in running] == [0, 0, 0]
+
+    def write(first: int) -> None:
+        for tokens in range(first, first + 25):
+            add(path, [row(tokens)])
+
+    assert exit_codes(*(partial(write, 1 + 100 * n) for n in range(3))) == [0, 0, 0]
     assert [r.tokens for r in read(path)] == sorted(1 + 100 * n + i for n in range(3) for i in range(25))
 
 
