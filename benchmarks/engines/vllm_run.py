@@ -17,119 +17,23 @@ runs in a process of its own; one that fails is a record with its error. Records
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
 import json
-import os
-import re
-import shutil
-import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-MODELS = ROOT / "models"
-sys.path.insert(0, str(MODELS))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from random_gpt_oss import gpt_oss_20b  # noqa: E402
+from engines.common import BATCHES, CASES, DECODE_STEPS, LAYERS, MODELS, PREFILL, Record, busy_us, changed
 
-from polymoe.atomic import append_line  # noqa: E402
-from polymoe.bench.records import source, utc_now  # noqa: E402
-
-BATCHES = (1, 16, 64, 256)
-DECODE_STEPS = 64
-PREFILL = 8192
-LAYERS = 12
-LIMIT_S = 420
-"""Most seconds for one engine."""
-
-# A small vocabulary: neither embeddings nor sampling are what is compared.
-GPT_OSS_120B: dict[str, Any] = gpt_oss_20b(layers=LAYERS, experts=128) | {
-    "eos_token_id": 2,
-    "max_position_embeddings": 16384,
-    "pad_token_id": 0,
-    "vocab_size": 32768,
-}
-QWEN3: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "attention_bias": False,
-    "decoder_sparse_step": 1,
-    "eos_token_id": 2,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "intermediate_size": 4096,
-    "max_position_embeddings": 16384,
-    "max_window_layers": LAYERS,
-    "mlp_only_layers": [],
-    "model_type": "qwen3_moe",
-    "norm_topk_prob": True,
-    "num_attention_heads": 32,
-    "num_hidden_layers": LAYERS,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 32768,
-}
-FP8_BLOCK = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
-INT4_G32 = {
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {
-                "group_size": 32, "num_bits": 4, "observer": "minmax", "strategy": "group", "symmetric": True,
-                "type": "int", "dynamic": False, "actorder": None,
-            },
-        }
-    },
-    "format": "pack-quantized",
-    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"],
-    "quant_method": "compressed-tensors",
-    "quantization_status": "compressed",
-}  # fmt: skip
-NVFP4 = {
-    "config_groups": {
-        "group_0": {
-            "input_activations": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16},
-            "weights": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16},
-            "targets": ["Linear"],
-        }
-    },
-    "ignore": ["lm_head", "*self_attn*", "*mlp.gate"],
-    "quant_algo": "NVFP4",
-    "quant_method": "modelopt",
-}
-
-
-def _qwen3(hidden: int, intermediate: int, experts: int, top_k: int, quantization: dict[str, Any]) -> dict[str, Any]:
-    sizes = {
-        "hidden_size": hidden,
-        "moe_intermediate_size": intermediate,
-        "num_experts": experts,
-        "num_experts_per_tok": top_k,
-        "quantization_config": quantization,
-    }
-    return QWEN3 | sizes
-
-
-CASES = {
-    "gpt-oss-120b": GPT_OSS_120B,
-    "deepseek-v4-flash": GPT_OSS_120B
-    | {"hidden_size": 4096, "intermediate_size": 2048, "num_local_experts": 256, "num_experts_per_tok": 6},
-    "deepseek-v3-tp8": _qwen3(7168, 256, 256, 8, FP8_BLOCK),
-    "kimi-k2-tp8": _qwen3(7168, 256, 384, 8, INT4_G32),
-    "qwen3-235b-nvfp4": _qwen3(4096, 1536, 128, 8, NVFP4),
-}
-"""Configs with the experts of a case, in a model whose attention vLLM runs in 16 bits; a case that ends in tp8 has the
-width of one rank of eight."""
+from engines import common
 
 MODEL_SETTINGS: dict[str, dict[str, Any]] = {"sums-llama-4-fp8": {"language_model_only": True}}
 """What a bundled checkpoint needs of vLLM: Llama-4's has no image processor."""
@@ -138,38 +42,6 @@ NOT_IN_VLLM = {
     "sums-deepseek-v4-mxfp4": "vLLM's attention has kernels for heads of 512 only, the model's have 64",
 }
 """Bundled checkpoints that vLLM cannot run, with or without polymoe."""
-
-
-def sums(count: int) -> list[tuple[str, str]]:
-    """Held-out questions of the bundled checkpoints, and their answers."""
-    lines = (MODELS / "sums-heldout.jsonl").read_text().splitlines()[:count]
-    return [(row["prompt"], row["answer"]) for row in map(json.loads, lines)]
-
-
-def random_weights(module: Any, *_: Any, **__: Any) -> None:
-    """Fill the parameters of one module: as in a trained model, tokens differ, and so do the experts that they choose.
-
-    vLLM's own dummy weights, of 1e-3 at most, let a router's bias send all tokens to the same experts.
-    """
-    import torch
-
-    for name, parameter in module.named_parameters(recurse=False):
-        tensor = parameter.data
-        if tensor.device.type == "meta" or not tensor.numel():
-            continue
-        if "bias" in name or "sink" in name or "g_idx" in name or "indices" in name or "shape" in name:
-            tensor.zero_()
-        elif "scale" in name:
-            tensor.fill_(120 if tensor.dtype == torch.uint8 else 2.0**-7)  # both are 2**-7
-        elif tensor.dim() == 1:
-            tensor.fill_(1)  # a norm's
-        elif not tensor.dtype.is_floating_point:
-            tensor.view(torch.uint8).random_(0, 256)
-        elif tensor.dtype.itemsize == 1:
-            for row in tensor:
-                row.copy_(torch.randn(row.shape, device=row.device))
-        else:
-            tensor.normal_(0, tensor.shape[-1] ** -0.5)
 
 
 def engine(settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -197,7 +69,7 @@ def engine(settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             runner = importlib.import_module(f"vllm.v1.worker.{name}").GPUModelRunner
             runner.load_model = measured(runner.load_model)
     dummy_loader = importlib.import_module("vllm.model_executor.model_loader.dummy_loader")
-    dummy_loader.initialize_dummy_weights = random_weights  # called for each module
+    dummy_loader.initialize_dummy_weights = common.random_weights  # called for each module
     start = time.perf_counter()
     llm = vllm.LLM(seed=0, disable_log_stats=True, enable_prefix_caching=False, **settings)
     found["ready_s"] = round(time.perf_counter() - start, 1)
@@ -210,7 +82,7 @@ def answers(request: dict[str, Any]) -> dict[str, Any]:
     from vllm import SamplingParams  # pyright: ignore
 
     llm, found = engine(request["settings"])
-    questions = sums(request["count"])
+    questions = common.sums(request["count"])
     tokenizer = llm.get_tokenizer()
     prompts = [{"prompt_token_ids": tokenizer(question)["input_ids"]} for question, _ in questions]
 
@@ -226,43 +98,6 @@ def answers(request: dict[str, Any]) -> dict[str, Any]:
         llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
         reloaded.append(ask())
     return found | {"tokens": tokens, "of": len(texts)} | ({"reloaded": reloaded} if reloaded else {})
-
-
-def intervals(trace: dict[str, Any]) -> tuple[list[list[tuple[float, float]]], list[tuple[float, float]]]:
-    """Kernels of each call of the experts' operation, and all kernels, of a profiler's trace: (start, end) in us."""
-    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    device = ("kernel", "gpu_memcpy", "gpu_memset")
-    kernels = [event for event in events if event.get("cat") in device]
-    by_launch: dict[int, list[tuple[float, float]]] = {}
-    for event in kernels:
-        by_launch.setdefault(event["args"]["correlation"], []).append((event["ts"], event["ts"] + event["dur"]))
-    launches = sorted(
-        (event["ts"], event["tid"], event["args"]["correlation"])
-        for event in events
-        if event.get("cat") in ("cuda_runtime", "cuda_driver") and event["args"].get("correlation") in by_launch
-    )
-    operations = [event for event in events if event.get("cat") == "cpu_op"]
-    calls = [event for event in operations if event["name"].startswith("vllm::moe_forward")]
-    calls.sort(key=lambda event: event["ts"])
-    inside = [
-        [
-            kernel
-            for at, thread, correlation in launches
-            if thread == call["tid"] and call["ts"] <= at <= call["ts"] + call["dur"]
-            for kernel in by_launch[correlation]
-        ]
-        for call in calls
-    ]
-    return [found for found in inside if found], [(e["ts"], e["ts"] + e["dur"]) for e in kernels]
-
-
-def busy_us(kernels: list[tuple[float, float]]) -> float:
-    """Time in which at least one kernel runs: of chained launches, which overlap, no time counts twice."""
-    total, until = 0.0, float("-inf")
-    for start, end in sorted(kernels):
-        total += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return total
 
 
 def speed(request: dict[str, Any]) -> dict[str, Any]:
@@ -286,7 +121,8 @@ def speed(request: dict[str, Any]) -> dict[str, Any]:
             torch.cuda.synchronize()
         with tempfile.TemporaryDirectory() as folder:
             profile.export_chrome_trace(f"{folder}/trace.json")
-            return intervals(json.loads(Path(folder, "trace.json").read_text()))
+            trace = json.loads(Path(folder, "trace.json").read_text())
+            return common.intervals(trace, "vllm::moe_forward")
 
     generate(1, 16, 4)
     if request["eager"]:
@@ -310,56 +146,13 @@ def speed(request: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def changed(source: Path, target: Path) -> Path:
-    """The same model with the rows of each down projection of layer 2's experts in reverse order."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    shutil.copytree(source, target)
-    for file in target.glob("*.safetensors"):
-        tensors = load_file(file)
-        for name, value in tensors.items():
-            if "layers.2" in name and name.endswith(("down_proj_blocks", "down_proj.weight", "w2.weight")):
-                axis = 1 if value.dim() > 2 else 0
-                bytes_ = value.view(torch.uint8) if value.element_size() == 1 else value
-                tensors[name] = bytes_.flip(axis).view(value.dtype).contiguous()
-        save_file(tensors, file, metadata={"format": "pt"})
-    return target
-
-
-def cause(lines: list[str]) -> str:
-    """The line of a log that says why an engine ended: the first error of a worker, or the last of a single process."""
-    errors = [line for line in lines if re.search(r"\b\w*(Error|Exception)\b.*: ", line)]
-    workers = [line for line in errors if line.startswith(("(Worker", "(EngineCore"))]
-    return (workers[:1] or errors[-1:] or lines[-1:] or ["no output"])[0]
-
-
 def one(request: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
     """Run a request in a process of its own; its result, or its error."""
-    with tempfile.TemporaryDirectory() as folder:
-        asked, told, log = (Path(folder, name) for name in ("request", "result", "log"))
-        asked.write_text(json.dumps(request))
-        command = [sys.executable, __file__, "one", str(asked), str(told)]
-        with log.open("wb") as output:
-            try:
-                code = subprocess.run(
-                    command, env=os.environ | environment, stdout=output, stderr=output, timeout=LIMIT_S, check=False
-                ).returncode
-            except subprocess.TimeoutExpired:
-                code = -1
-        lines = log.read_text(errors="replace").splitlines()
-        said = [line for line in lines if "polymoe" in line.lower() or "MoE backend" in line]
-        print("\n".join(line[:300] for line in said[:6]), file=sys.stderr)
-        if told.exists():
-            return json.loads(told.read_text()) | {"log": said[:4]}
-        print("\n".join(lines[-25:]), file=sys.stderr)
-        return {"error": f"exit status {code}: {cause(lines)[-500:]}"}
+    said, first_error = r"(?i)polymoe|(?-i:MoE backend)", r"^\((Worker|EngineCore)\S* .*\b\w*(Error|Exception)\b.*: "
+    return common.one(__file__, request, environment, said=said, first_error=first_error)
 
 
-Record = Callable[[dict[str, Any]], None]
-
-
-def small(name: str | Path, args: argparse.Namespace, **more: Any) -> dict[str, Any]:
+def small(name: str | Path, args: Namespace, **more: Any) -> dict[str, Any]:
     """Settings of an engine with a bundled checkpoint."""
     return {
         **parallel(args),
@@ -373,37 +166,27 @@ def small(name: str | Path, args: argparse.Namespace, **more: Any) -> dict[str, 
     }
 
 
-def parallel(args: argparse.Namespace) -> dict[str, Any]:
+def parallel(args: Namespace) -> dict[str, Any]:
     return {"tensor_parallel_size": args.tp, "enable_expert_parallel": args.ep, "disable_custom_all_reduce": True}
 
 
-def environment(args: argparse.Namespace, polymoe: str) -> dict[str, str]:
+def environment(args: Namespace, polymoe: str) -> dict[str, str]:
     # Latent attention has kernels for the sizes of released models only.
     one_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if args.tp == 1 else {}
     return one_process | {"POLYMOE": polymoe, "VLLM_MLA_DISABLE": "1"}
 
 
-def run_answers(args: argparse.Namespace, record: Record) -> None:
+def run_answers(args: Namespace, record: Record) -> None:
     bundled = {p.name for p in MODELS.glob("sums-*") if p.is_dir()}
-    names = args.models or sorted(bundled - NOT_IN_VLLM.keys())
-    ended: dict[str, dict[str, Any]] = {}
-    with ThreadPoolExecutor(args.jobs) as pool:
-        running = {}
-        for name in names:
-            settings = small(name, args, enforce_eager=not args.graphs)
-            for mode in ("require", "0"):
-                request = {"what": "answers", "count": 100, "settings": settings}
-                running[pool.submit(one, request, environment(args, mode))] = name, mode
-        for future in as_completed(running):  # each is recorded when it ends: a run that is cut off loses little
-            (name, mode), result = running[future], future.result()
-            other, same = ended.setdefault(name, result), None
-            if other is not result and "tokens" in other and "tokens" in result:
-                same = sum(a == b for a, b in zip(other["tokens"], result["tokens"], strict=True))
-            experts = "polymoe" if mode == "require" else "vllm"
-            record({"model": name, "experts": experts, "same_answers": same} | result)
+
+    def ask(name: str, mode: str) -> dict[str, Any]:
+        settings = small(name, args, enforce_eager=not args.graphs)
+        return one({"what": "answers", "count": args.count, "settings": settings}, environment(args, mode))
+
+    common.compare_answers(args.models or sorted(bundled - NOT_IN_VLLM.keys()), ask, args.jobs, record, "vllm")
 
 
-def run_reload(args: argparse.Namespace, record: Record) -> None:
+def run_reload(args: Namespace, record: Record) -> None:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
         running = {}
         for name in args.models or ("sums-gpt-oss-mxfp4", "sums-qwen3-fp8"):
@@ -411,7 +194,12 @@ def run_reload(args: argparse.Namespace, record: Record) -> None:
             running[name] = [
                 pool.submit(
                     one,
-                    {"what": "reload", "count": 100, "settings": small(first, args), "reload": [str(p) for p in then]},
+                    {
+                        "what": "reload",
+                        "count": args.count,
+                        "settings": small(first, args),
+                        "reload": [str(p) for p in then],
+                    },
                     environment(args, "require"),
                 )
                 for first, then in ((path, (other, path, other)), (other, ()))
@@ -428,7 +216,7 @@ def run_reload(args: argparse.Namespace, record: Record) -> None:
             record({"model": name, "experts": "polymoe", "reload": True} | result)
 
 
-def run_speed(args: argparse.Namespace, record: Record) -> None:
+def run_speed(args: Namespace, record: Record) -> None:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(CASES[args.case]))
         for backend in args.backends:
@@ -447,38 +235,13 @@ def run_speed(args: argparse.Namespace, record: Record) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["answers", "reload", "speed", "one"])
-    parser.add_argument("files", nargs="*", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help="where records are appended")
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--ep", action="store_true", help="expert instead of tensor parallel")
-    parser.add_argument("--models", nargs="+", help="directories under models/; without it all that vLLM runs")
-    parser.add_argument("--case", choices=CASES, default="gpt-oss-120b")
-    parser.add_argument("--backends", nargs="+", default=["polymoe", "auto"], help="polymoe, auto, or names of vLLM's")
-    parser.add_argument("--graphs", action="store_true", help="with torch.compile and CUDA graphs")
-    parser.add_argument("--jobs", type=int, default=1, help="engines at a time on the same GPU, but for speed")
-    parser.add_argument("--commit", help="of the code, where git does not know it")
-    args = parser.parse_args()
+    args = common.arguments(__doc__, "all that vLLM runs")
     if args.what == "one":
         request = json.loads(args.files[0].read_text())
         result = {"answers": answers, "reload": answers, "speed": speed}[request["what"]](request)
         args.files[1].write_text(json.dumps(result))
         return
-    about = {
-        "date": utc_now(),
-        "commit": args.commit or source(),
-        "command": " ".join(sys.argv),
-        "tp": args.tp,
-        "ep": args.ep,
-    }
-
-    def record(row: dict[str, Any]) -> None:
-        print(json.dumps({k: v for k, v in row.items() if k not in ("tokens", "command", "log")}), flush=True)
-        if args.out:
-            append_line(args.out, json.dumps(about | row))
-
-    {"answers": run_answers, "reload": run_reload, "speed": run_speed}[args.what](args, record)
+    {"answers": run_answers, "reload": run_reload, "speed": run_speed}[args.what](args, common.recorder(args))
 
 
 if __name__ == "__main__":

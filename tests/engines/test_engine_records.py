@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from engines import vllm_run
+from engines import common
 
 
 def event(category: str, start: float, duration: float, *, thread: int = 1, **args: Any) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def test_kernels_of_the_experts_operation_are_those_that_it_launched() -> None:
         *(event("kernel", 20 + 5 * i, 10, correlation=5 + i) for i in range(4)),
         {"ph": "M", "name": "process_name"},
     ]
-    (call,), kernels = vllm_run.intervals({"traceEvents": trace})
+    (call,), kernels = common.intervals({"traceEvents": trace}, "vllm::moe_forward")
     assert call == [(20, 30), (25, 35)]
     assert kernels == [(20, 30), (25, 35), (30, 40), (35, 45)]
 
@@ -45,7 +45,7 @@ def test_kernels_of_the_experts_operation_are_those_that_it_launched() -> None:
     ],
 )
 def test_overlapping_kernels_count_once(kernels: list[tuple[float, float]], expected: float) -> None:
-    assert vllm_run.busy_us(kernels) == expected
+    assert common.busy_us(kernels) == expected
 
 
 def test_random_weights_differ_and_do_not_favor_an_expert() -> None:
@@ -56,7 +56,7 @@ def test_random_weights_differ_and_do_not_favor_an_expert() -> None:
     module.packed = nn.Parameter(torch.empty(2, 64, 32, dtype=torch.int32), requires_grad=False)
     module.weight_scale = nn.Parameter(torch.empty(2, 64, dtype=torch.uint8), requires_grad=False)
     module.codes = nn.Parameter(torch.empty(2, 64, 32).to(torch.float8_e4m3fn), requires_grad=False)
-    vllm_run.random_weights(module)
+    common.random_weights(module)
     assert (module.norm == 1).all()
     assert (module.bias == 0).all()
     assert (module.weight_scale == 120).all()
@@ -70,10 +70,12 @@ def test_random_weights_differ_and_do_not_favor_an_expert() -> None:
 def test_the_cause_of_an_end_is_the_first_error_of_a_worker() -> None:
     worker = "(Worker_TP0 pid=1) ERROR [x.py:1] ValueError: width 18"
     log = ["INFO", worker, "(Worker_TP1 pid=2) ERROR [x.py:1] ValueError: later", "RuntimeError: Engine core: {}"]
-    assert vllm_run.cause(log) == worker
-    assert vllm_run.cause(["INFO", "ValueError: first", "KeyError: last", "bye"]) == "KeyError: last"
-    assert vllm_run.cause(["Killed"]) == "Killed"
-    assert vllm_run.cause([]) == "no output"
+    assert common.cause(log, r"^\(Worker\S* .*Error: ") == worker
+    assert common.cause(["INFO", "ValueError: first", "KeyError: last", "bye"]) == "KeyError: last"
+    sglang = ["OSError: early", "[1] Scheduler hit an exception: Traceback", "KeyError: root", "RuntimeError: later"]
+    assert common.cause(sglang, "hit an exception") == "KeyError: root"
+    assert common.cause(["Killed"]) == "Killed"
+    assert common.cause([]) == "no output"
 
 
 def written(path: Path, *rows: dict[str, Any]) -> Path:

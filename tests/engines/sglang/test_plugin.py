@@ -222,6 +222,23 @@ def test_dummy_weights_need_no_checkpoint(server: ServerArgs, make: Make) -> Non
     assert torch.isfinite(output(layer, *call())).all()
 
 
+def test_dummy_weights_are_made_on_the_device_of_the_model(
+    server: ServerArgs, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's loader of dummy weights leaves them on the CPU, where polymoe created them."""
+    server.load_format = "dummy"
+    layer = make()
+    method, found = layer.quant_method, set()
+    method.device = torch.device("meta")  # stands for a GPU
+
+    def pack(*_: Any) -> None:
+        found.update(layer._parameters[name].device.type for name in method.created)
+
+    monkeypatch.setattr(method, "pack", pack)
+    method.process_weights_after_loading(layer)
+    assert found == {"meta"}
+
+
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"cpu_offload_gb": 1}, {}, "offloading of weights to the CPU"),
     ({"dwdp_size": 2}, {}, "DWDP"),

@@ -35,6 +35,8 @@ class PackedExpertsMethod(TakenOver):
     runner = None
 
     done: bool
+    device: torch.device
+    """Of the model, to which each layer is moved."""
 
     @property
     def load_up_proj_weight_first(self) -> bool:
@@ -54,6 +56,7 @@ class PackedExpertsMethod(TakenOver):
         # For backends that transpose or exchange the tensors while they are loaded.
         layer.use_triton_kernels = layer.use_flashinfer_trtllm_moe = False
         given["weight_loader"] = self._noting(layer, given["weight_loader"])
+        self.device = torch.empty(0).device  # SGLang makes models with their device as the default one
         unread = self.note_created(create_tensors(super().create_weights, layer, "cpu", **given))  # type: ignore[misc]
         for name in unread:  # loaded by name
             _replace(layer, name, _discard)
@@ -72,6 +75,11 @@ class PackedExpertsMethod(TakenOver):
         """
         if self.done:
             return
+        for name in self.created:
+            tensor = layer._parameters[name]
+            if tensor.device != self.device:  # SGLang's loader of dummy weights moves no layer
+                made = torch.empty_like(tensor, device=self.device)
+                layer._parameters[name] = nn.Parameter(made, requires_grad=False)
         self.pack(layer, lambda name: _replace(layer, name, _refuse))
         self.done = True
 

@@ -1,0 +1,345 @@
+"""What the benchmarks of engines share: cases, weights, questions, traces, processes, records."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+MODELS = ROOT / "models"
+sys.path.insert(0, str(MODELS))
+
+from random_gpt_oss import gpt_oss_20b  # noqa: E402
+
+from polymoe.atomic import append_line  # noqa: E402
+from polymoe.bench.records import source, utc_now  # noqa: E402
+
+BATCHES = (1, 16, 64, 256)
+DECODE_STEPS = 64
+PREFILL = 8192
+LAYERS = 12
+LIMIT_S = 420
+"""Most seconds for one engine."""
+
+# A small vocabulary: neither embeddings nor sampling are what is compared.
+GPT_OSS_120B: dict[str, Any] = gpt_oss_20b(layers=LAYERS, experts=128) | {
+    "eos_token_id": 2,
+    "max_position_embeddings": 16384,
+    "pad_token_id": 0,
+    "vocab_size": 32768,
+}
+QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 2,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "intermediate_size": 4096,
+    "max_position_embeddings": 16384,
+    "max_window_layers": LAYERS,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_hidden_layers": LAYERS,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 32768,
+}
+FP8_BLOCK = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+INT4_G32 = {
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "group_size": 32, "num_bits": 4, "observer": "minmax", "strategy": "group", "symmetric": True,
+                "type": "int", "dynamic": False, "actorder": None,
+            },
+        }
+    },
+    "format": "pack-quantized",
+    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"],
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+}  # fmt: skip
+NVFP4 = {
+    "config_groups": {
+        "group_0": {
+            "input_activations": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16},
+            "weights": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16},
+            "targets": ["Linear"],
+        }
+    },
+    "ignore": ["lm_head", "*self_attn*", "*mlp.gate"],
+    "quant_algo": "NVFP4",
+    "quant_method": "modelopt",
+}
+
+
+def _qwen3(hidden: int, intermediate: int, experts: int, top_k: int, quantization: dict[str, Any]) -> dict[str, Any]:
+    sizes = {
+        "hidden_size": hidden,
+        "moe_intermediate_size": intermediate,
+        "num_experts": experts,
+        "num_experts_per_tok": top_k,
+        "quantization_config": quantization,
+    }
+    return QWEN3 | sizes
+
+
+CASES = {
+    "gpt-oss-120b": GPT_OSS_120B,
+    "deepseek-v4-flash": GPT_OSS_120B
+    | {"hidden_size": 4096, "intermediate_size": 2048, "num_local_experts": 256, "num_experts_per_tok": 6},
+    "deepseek-v3-tp8": _qwen3(7168, 256, 256, 8, FP8_BLOCK),
+    "kimi-k2-tp8": _qwen3(7168, 256, 384, 8, INT4_G32),
+    "qwen3-235b-nvfp4": _qwen3(4096, 1536, 128, 8, NVFP4),
+}
+"""Configs with the experts of a case, in a model whose attention engines run in 16 bits; one that ends in tp8 has the
+width of one rank of eight."""
+
+
+def sums(count: int) -> list[tuple[str, str]]:
+    """Held-out questions of the bundled checkpoints, and their answers."""
+    lines = (MODELS / "sums-heldout.jsonl").read_text().splitlines()[:count]
+    return [(row["prompt"], row["answer"]) for row in map(json.loads, lines)]
+
+
+def random_weights(module: Any, *_: Any, **__: Any) -> None:
+    """Fill the parameters of one module: as in a trained model, tokens differ, and so do the experts that they choose.
+
+    Engines' own dummy weights, of 1e-3 at most, let a router's bias send all tokens to the same experts.
+    """
+    import torch
+
+    for name, parameter in module.named_parameters(recurse=False):
+        tensor = parameter.data
+        if tensor.device.type == "meta" or not tensor.numel():
+            continue
+        if "bias" in name or "sink" in name or "g_idx" in name or "indices" in name or "shape" in name:
+            tensor.zero_()
+        elif "scale" in name:
+            tensor.fill_(120 if tensor.dtype == torch.uint8 else 2.0**-7)  # both are 2**-7
+        elif tensor.dim() == 1:
+            tensor.fill_(1)  # a norm's
+        elif not tensor.dtype.is_floating_point:
+            tensor.view(torch.uint8).random_(0, 256)
+        elif tensor.dtype.itemsize == 1:
+            for row in tensor:
+                row.copy_(torch.randn(row.shape, device=row.device))
+        else:
+            tensor.normal_(0, tensor.shape[-1] ** -0.5)
+
+
+Kernels = list[tuple[float, float]]
+
+
+def intervals(trace: dict[str, Any], operation: str) -> tuple[list[Kernels], Kernels]:
+    """Kernels of each call of an operation, and all kernels, of a profiler's trace: (start, end) in us.
+
+    Args:
+        trace: of ``torch.profiler``, as it exports it.
+        operation: how its name begins, or that of a region that was recorded.
+    """
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    device = ("kernel", "gpu_memcpy", "gpu_memset")
+    kernels = [event for event in events if event.get("cat") in device]
+    by_launch: dict[int, Kernels] = {}
+    for event in kernels:
+        by_launch.setdefault(event["args"]["correlation"], []).append((event["ts"], event["ts"] + event["dur"]))
+    launches = sorted(
+        (event["ts"], event["tid"], event["args"]["correlation"])
+        for event in events
+        if event.get("cat") in ("cuda_runtime", "cuda_driver") and event["args"].get("correlation") in by_launch
+    )
+    operations = [event for event in events if event.get("cat") in ("cpu_op", "user_annotation")]
+    calls = [event for event in operations if event["name"].startswith(operation)]
+    calls.sort(key=lambda event: event["ts"])
+    starts = [at for at, *_ in launches]
+    inside = [
+        [
+            kernel
+            for _, thread, correlation in launches[
+                bisect_left(starts, call["ts"]) : bisect_right(starts, call["ts"] + call["dur"])
+            ]
+            if thread == call["tid"]
+            for kernel in by_launch[correlation]
+        ]
+        for call in calls
+    ]
+    return [found for found in inside if found], [(e["ts"], e["ts"] + e["dur"]) for e in kernels]
+
+
+def busy_us(kernels: Kernels) -> float:
+    """Time in which at least one kernel runs: of chained launches, which overlap, no time counts twice."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(kernels):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def changed(source: Path, target: Path) -> Path:
+    """The same model with the rows of each down projection of layer 2's experts in reverse order."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, target)
+    for file in target.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name, value in tensors.items():
+            if "layers.2" in name and name.endswith(("down_proj_blocks", "down_proj.weight", "w2.weight")):
+                axis = 1 if value.dim() > 2 else 0
+                bytes_ = value.view(torch.uint8) if value.element_size() == 1 else value
+                tensors[name] = bytes_.flip(axis).view(value.dtype).contiguous()
+        save_file(tensors, file, metadata={"format": "pt"})
+    return target
+
+
+def cause(lines: list[str], first: str = "") -> str:
+    """The line of a log that says why an engine ended: the first error of a worker, or the last of a single process.
+
+    Args:
+        lines: the log.
+        first: a regular expression of what stands before a worker's first error: its prefix, or a line.
+    """
+    errors = [(i, line) for i, line in enumerate(lines) if re.search(r"\b\w*(Error|Exception)\b.*: ", line)]
+    begin = next((i for i, line in enumerate(lines) if first and re.search(first, line)), None)
+    workers = [line for i, line in errors if begin is not None and i >= begin]
+    return (workers[:1] or [line for _, line in errors[-1:]] or lines[-1:] or ["no output"])[0]
+
+
+def one(
+    script: str, request: dict[str, Any], environment: dict[str, str], *, said: str, first_error: str
+) -> dict[str, Any]:
+    """Run a request in a process of its own, ``script one ...``; its result, or its error.
+
+    Args:
+        script: a program with :func:`main`.
+        request: what its ``one`` gets.
+        environment: variables besides this process's.
+        said: a regular expression of lines of the log that belong in the record.
+        first_error: as in :func:`cause`.
+    """
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        asked, told, log = (Path(folder, name) for name in ("request", "result", "log"))
+        asked.write_text(json.dumps(request))
+        command = [sys.executable, script, "one", str(asked), str(told)]
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command, env=os.environ | environment, stdout=output, stderr=output, start_new_session=True
+            )
+            limit = max(0.0, min(LIMIT_S, _until - time.monotonic()))
+            try:
+                code = process.wait(limit)
+            except subprocess.TimeoutExpired:
+                code = -1
+            with contextlib.suppress(ProcessLookupError):  # whatever it left running
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        lines = log.read_text(errors="replace").splitlines()
+        found = [line for line in lines if re.search(said, line)]
+        print("\n".join(line[:300] for line in found[:6]), file=sys.stderr)
+        if told.exists():
+            return json.loads(told.read_text()) | {"log": found[:4]}
+        print("\n".join(line[:1000] for line in lines[-25:]), file=sys.stderr)
+        if code == -1:
+            return {"error": f"not ready after {limit:.0f} s: {(lines or ['no output'])[-1][-400:]}"}
+        return {"error": f"exit status {code}: {cause(lines, first_error)[-500:]}"}
+
+
+Record = Callable[[dict[str, Any]], None]
+_until = math.inf  # when all engines end
+
+
+def compare_answers(
+    names: list[str], ask: Callable[[str, str], dict[str, Any]], jobs: int, record: Record, engine: str
+) -> None:
+    """Record the answers of each checkpoint with polymoe's experts and with the engine's own.
+
+    Args:
+        names: of bundled checkpoints.
+        ask: called with a name and a value of ``POLYMOE``, in threads; returns a result of :func:`one`.
+        jobs: engines at a time.
+        record: called for each result when it ends: a run that is cut off loses little.
+        engine: its name in records.
+    """
+    ended: dict[str, dict[str, Any]] = {}
+    with ThreadPoolExecutor(jobs) as pool:
+        running = {pool.submit(ask, name, mode): (name, mode) for name in names for mode in ("require", "0")}
+        for future in as_completed(running):
+            (name, mode), result = running[future], future.result()
+            other, same = ended.setdefault(name, result), None
+            if other is not result and "tokens" in other and "tokens" in result:
+                same = sum(a == b for a, b in zip(other["tokens"], result["tokens"], strict=True))
+            experts = "polymoe" if mode == "require" else engine
+            record({"model": name, "experts": experts, "same_answers": same} | result)
+
+
+def arguments(description: str | None, runs: str) -> argparse.Namespace:
+    """Arguments of a benchmark's command line.
+
+    Args:
+        description: of the program.
+        runs: which checkpoints it asks by default.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["answers", "reload", "speed", "one"])
+    parser.add_argument("files", nargs="*", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help="where records are appended")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--ep", action="store_true", help="expert instead of tensor parallel")
+    parser.add_argument("--models", nargs="+", help=f"directories under models/; without it {runs}")
+    parser.add_argument("--case", choices=CASES, default="gpt-oss-120b")
+    parser.add_argument(
+        "--backends", nargs="+", default=["polymoe", "auto"], help="polymoe, auto, or the engine's names"
+    )
+    parser.add_argument("--graphs", action="store_true", help="with CUDA graphs, and torch.compile in vLLM")
+    parser.add_argument("--jobs", type=int, default=1, help="engines at a time on the same GPU, but for speed")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="engines that run longer, all together, are ended"
+    )
+    parser.add_argument("--count", type=int, default=100, help="questions to each checkpoint")
+    parser.add_argument("--commit", help="of the code, where git does not know it")
+    args = parser.parse_args()
+    global _until
+    _until = time.monotonic() + args.seconds
+    return args
+
+
+def recorder(args: argparse.Namespace) -> Record:
+    """What prints each record, and appends it to the file that was asked for."""
+    about = {
+        "date": utc_now(),
+        "commit": args.commit or source(),
+        "command": " ".join(sys.argv),
+        "tp": args.tp,
+        "ep": args.ep,
+    }
+
+    def record(row: dict[str, Any]) -> None:
+        print(json.dumps({k: v for k, v in row.items() if k not in ("tokens", "command", "log")}), flush=True)
+        if args.out:
+            append_line(args.out, json.dumps(about | row))
+
+    return record

@@ -1,0 +1,231 @@
+"""SGLang with polymoe and without it, on the GPUs of this machine: answers and speed.
+
+    python benchmarks/engines/sglang_run.py answers --out FILE [--tp 2] [--ep] [--models NAME ...]
+    python benchmarks/engines/sglang_run.py reload --out FILE [--models NAME ...]
+    python benchmarks/engines/sglang_run.py speed --out FILE [--case NAME] [--backends polymoe triton ...]
+
+``answers`` asks each bundled checkpoint for sums, once with ``POLYMOE=require`` and once with ``POLYMOE=0``; the record
+of the one that ends last has the number of equal answers. ``reload`` asks SGLang to update the weights from a changed
+checkpoint, which must fail with a message, and compares the answers before and after. ``speed`` runs some layers of
+real sizes with random weights, whose router chooses experts about uniformly: for each backend the time to load, the
+peak of memory while loading, and the time inside the choice of experts and the experts' layer in one decode step by
+batch and in one prefill of 8,192 tokens (``moe_us_*``: time in which at least one of their kernels runs, median over
+layers and steps). With ``--graphs`` instead, under CUDA graphs, output tokens per second and the GPU's time for one
+decode step (``step_us_*``). Each engine runs in processes of its own; one that fails is a record with its error.
+Records are JSON lines. On a machine without a GPU ``answers`` and ``reload`` run on the CPU.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from engines.common import BATCHES, CASES, DECODE_STEPS, LAYERS, MODELS, PREFILL, Record, busy_us, changed
+
+from engines import common, sglang_plugin
+
+PROMPT = 17
+"""Tokens of a prompt before decoding: no number of prompts has as many tokens as a decode step."""
+SETTINGS: dict[str, Any] = {
+    "attention_backend": "triton",
+    "disable_custom_all_reduce": True,
+    "disable_overlap_schedule": True,
+    "disable_radix_cache": True,
+    "grammar_backend": "none",
+    "log_level": "info",
+    "random_seed": 0,
+    "sampling_backend": "pytorch",
+    "skip_server_warmup": True,
+}
+ON_CPU: dict[str, Any] = {"device": "cpu", "attention_backend": "torch_native", "disable_cuda_graph": True}
+MODEL_SETTINGS_ON_CPU: dict[str, dict[str, Any]] = {
+    "sums-gpt-oss-mxfp4": {"attention_backend": "triton", "disable_hybrid_swa_memory": True}
+}
+"""The tests' plug-in for CPUs has attention with sinks by the name of a backend that SGLang allows for gpt-oss."""
+
+
+def engine(settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """An engine of SGLang, the seconds until it is ready, and what loading took."""
+    import sglang  # pyright: ignore
+    import torch
+
+    found: dict[str, Any] = {"sglang": sglang.__version__, "torch": torch.__version__}
+    start = time.perf_counter()
+    made = sglang.Engine(**settings)
+    found["ready_s"] = round(time.perf_counter() - start, 1)
+    loaded = Path(os.environ[sglang_plugin.LOADED])
+    return made, found | (json.loads(loaded.read_text()) if loaded.exists() else {})
+
+
+def answers(request: dict[str, Any]) -> dict[str, Any]:
+    """Greedy tokens of sums, and how many are right; then again after an update of the weights."""
+    made, found = engine(request["settings"])
+    questions = common.sums(request["count"])
+    tokenizer = made.tokenizer_manager.tokenizer
+    prompts = [tokenizer(question)["input_ids"] for question, _ in questions]
+
+    def ask() -> list[list[int]]:
+        outputs = made.generate(input_ids=prompts, sampling_params={"temperature": 0, "max_new_tokens": 8})
+        return [list(out["output_ids"]) for out in outputs]
+
+    tokens = ask()
+    texts = [tokenizer.decode(row, skip_special_tokens=True).strip() for row in tokens]
+    found |= {"right": sum(text == answer for text, (_, answer) in zip(texts, questions, strict=True))}
+    found |= {"tokens": tokens, "of": len(texts)}
+    if request.get("update"):
+        succeeded, message = made.update_weights_from_disk(request["update"])[:2]
+        after = sum(a == b for a, b in zip(tokens, ask(), strict=True))
+        found |= {"updated": succeeded, "message": message, "same_after_update": after}
+    made.shutdown()
+    return found
+
+
+def speed(request: dict[str, Any]) -> dict[str, Any]:
+    """With ``eager`` microseconds in the experts' layer, else tokens per second and microseconds of a step."""
+    import torch
+
+    made, found = engine(request["settings"])
+    generator = torch.Generator().manual_seed(0)
+
+    def generate(batch: int, prompt: int, steps: int) -> float:
+        ids = torch.randint(100, 30000, (batch, prompt), generator=generator).tolist()
+        start = time.perf_counter()
+        made.generate(input_ids=ids, sampling_params={"temperature": 0, "max_new_tokens": steps, "ignore_eos": True})
+        return time.perf_counter() - start
+
+    def traced(batch: int, prompt: int, steps: int) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            made.start_profile(output_dir=folder, activities=["CPU", "GPU"], with_stack=False, record_shapes=False)
+            generate(batch, prompt, steps)
+            made.stop_profile()
+            (file,) = Path(folder).glob("*TP-0*.trace.json.gz")
+            with gzip.open(file) as opened:
+                return json.load(opened)
+
+    def layer_us(batch: int, prompt: int, steps: int, tokens: int) -> float:
+        trace = traced(batch, prompt, steps)
+        parts = (sglang_plugin.TOP_K, sglang_plugin.EXPERTS)
+        top_k, experts = (common.intervals(trace, f"{part} {tokens} tokens")[0] for part in parts)
+        times = sorted(busy_us(a + b) for a, b in zip(top_k, experts, strict=True))
+        return round(times[len(times) // 2], 1)
+
+    generate(1, PROMPT, 4)
+    if request["eager"]:
+        for batch in BATCHES:
+            generate(batch, PROMPT, 3)
+            found[f"moe_us_{batch}"] = layer_us(batch, PROMPT, 6, batch)
+        generate(1, PREFILL, 1)
+        found["moe_us_prefill"] = layer_us(1, PREFILL, 1, PREFILL)
+    else:
+        for batch in BATCHES:
+            generate(batch, PROMPT, 4)
+            times = [generate(batch, PROMPT, 1 + DECODE_STEPS) - generate(batch, PROMPT, 1) for _ in range(5)]
+            found[f"decode_tokens_per_s_{batch}"] = round(batch * DECODE_STEPS / sorted(times)[2], 1)
+            few, many = (busy_us(common.intervals(traced(batch, PROMPT, steps), "")[1]) for steps in (2, 18))
+            found[f"step_us_{batch}"] = round((many - few) / 16, 1)
+        times = [generate(1, PREFILL, 1) for _ in range(3)]
+        found["prefill_tokens_per_s"] = round(PREFILL / sorted(times)[1])
+    made.shutdown()
+    return found
+
+
+def one(request: dict[str, Any], polymoe: str) -> dict[str, Any]:
+    """Run a request in a process of its own, with a value of ``POLYMOE``; its result, or its error."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = [*sglang_plugin.install(Path(folder)), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {
+            "POLYMOE": polymoe,
+            "PYTHONPATH": os.pathsep.join(path),
+            sglang_plugin.LOADED: str(Path(folder, "loaded")),
+        }
+        said, first_error = r"polymoe \d|MoE backend|M[oO]E kernel", "hit an exception"
+        return common.one(__file__, request, environment, said=said, first_error=first_error)
+
+
+def on_cpu() -> bool:
+    return os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
+
+
+def parallel(args: Namespace) -> dict[str, Any]:
+    return SETTINGS | {"tp_size": args.tp, "ep_size": args.tp if args.ep else 1}
+
+
+def small(name: str, args: Namespace, **more: Any) -> dict[str, Any]:
+    """Settings of an engine with a bundled checkpoint."""
+    settings = parallel(args) | {
+        "model_path": str(MODELS / name),
+        "context_length": 64,
+        "cuda_graph_bs_decode": [1, 8, 32, 64],
+        "disable_cuda_graph": not args.graphs,
+        "max_running_requests": 64,
+        "max_total_tokens": 8192,
+        "mem_fraction_static": 0.5,
+        **more,
+    }
+    if on_cpu():
+        settings |= ON_CPU | {"mem_fraction_static": 0.1} | MODEL_SETTINGS_ON_CPU.get(name, {})
+    return settings
+
+
+def run_answers(args: Namespace, record: Record) -> None:
+    names = args.models or sorted(p.name for p in MODELS.glob("sums-*") if p.is_dir())
+
+    def ask(name: str, mode: str) -> dict[str, Any]:
+        return one({"what": "answers", "count": args.count, "settings": small(name, args)}, mode)
+
+    common.compare_answers(names, ask, args.jobs, record, "sglang")
+
+
+def run_reload(args: Namespace, record: Record) -> None:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
+        running = {}
+        for name in args.models or ("sums-gpt-oss-mxfp4",):
+            other = changed(MODELS / name, Path(folder, name))
+            request = {"what": "answers", "count": args.count, "settings": small(name, args), "update": str(other)}
+            running[name] = pool.submit(one, request, "require")
+        for name, future in running.items():
+            record({"model": name, "experts": "polymoe", "reload": True} | future.result())
+
+
+def run_speed(args: Namespace, record: Record) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(CASES[args.case]))
+        for backend in args.backends:
+            settings = parallel(args) | {
+                "model_path": folder, "load_format": "dummy", "skip_tokenizer_init": True,
+                "disable_cuda_graph": not args.graphs, "disable_prefill_cuda_graph": True,
+                "cuda_graph_bs_decode": list(BATCHES), "context_length": PREFILL + 128,
+                "chunked_prefill_size": PREFILL, "max_prefill_tokens": PREFILL,
+                "max_running_requests": max(BATCHES), "max_total_tokens": 65536, "mem_fraction_static": 0.8,
+            }  # fmt: skip
+            if backend not in ("polymoe", "auto"):
+                settings["moe_runner_backend"] = backend
+            result = one(
+                {"what": "speed", "settings": settings, "eager": not args.graphs},
+                "require" if backend == "polymoe" else "0",
+            )
+            record({"case": args.case, "layers": LAYERS, "experts": backend, "eager": not args.graphs} | result)
+
+
+def main() -> None:
+    args = common.arguments(__doc__, "all")
+    if args.what == "one":
+        request = json.loads(args.files[0].read_text())
+        result = {"answers": answers, "speed": speed}[request["what"]](request)
+        args.files[1].write_text(json.dumps(result))
+        return
+    {"answers": run_answers, "reload": run_reload, "speed": run_speed}[args.what](args, common.recorder(args))
+
+
+if __name__ == "__main__":
+    main()
