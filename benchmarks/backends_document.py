@@ -37,8 +37,9 @@ accepts depends on properties of the problem and of the machine, never on the na
 The example is one layer of {CASE.experts} experts ({CASE.top_k} active, H {CASE.hidden}, F {CASE.intermediate}), \
 {CASE.activation.name}, x in bfloat16, on a machine with
 Triton 3.6 and a driver for CUDA 13. Activations are `16bit` (x as it is), or E4M3 with one scale for each token
-(`fp8_token`), for each 128 columns of a token (`fp8_group128`), or from the checkpoint (`fp8_static`); `all` stands for
-these four. `auto` chooses among the backends that accept and need not be named, by measured or predicted time.
+(`fp8_token`), for each 128 columns of a token (`fp8_group128`), from the checkpoint (`fp8_static`), or with a power of
+two for each 32 columns (`mxfp8`); `all` stands for these five.
+`auto` chooses among the backends that accept and need not be named, by measured or predicted time.
 
 Each cell says how far the backend is proven on that GPU model:
 

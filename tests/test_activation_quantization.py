@@ -6,7 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from polymoe.activation_quantization import ACTIVATIONS, FP8_GROUP128, FP8_STATIC, FP8_TOKEN, ActivationQuantization
+from polymoe.activation_quantization import (
+    ACTIVATIONS,
+    FP8_GROUP128,
+    FP8_STATIC,
+    FP8_TOKEN,
+    MXFP8,
+    ActivationQuantization,
+)
 from polymoe.errors import ArgumentError
 from polymoe.formats import PerGroup
 from support.problems import problem_of, random_experts
@@ -22,7 +29,8 @@ def test_names_are_converted() -> None:
 
 
 def test_scales_of_a_row() -> None:
-    assert [a.scales_per_row(2880) for a in ACTIVATIONS.values()] == [None, 1, 23, None]
+    assert [a.scales_per_row(2880) for a in ACTIVATIONS.values()] == [None, 1, 23, None, 90]
+    assert (MXFP8.group_columns, MXFP8.scale_dtype) == (32, "e8m0")
     assert (FP8_TOKEN.group_columns, FP8_GROUP128.group_columns, FP8_STATIC.static) == (None, 128, True)
 
 

@@ -9,7 +9,7 @@ from polymoe.errors import ArgumentError, nearest
 from polymoe.formats import Granularity, PerChannel, PerGroup, PerTensor
 from polymoe.shapes import ceil_div
 
-__all__ = ["ACTIVATIONS", "FP8_GROUP128", "FP8_STATIC", "FP8_TOKEN", "UNQUANTIZED", "ActivationQuantization"]
+__all__ = ["ACTIVATIONS", "FP8_GROUP128", "FP8_STATIC", "FP8_TOKEN", "MXFP8", "UNQUANTIZED", "ActivationQuantization"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,8 @@ class ActivationQuantization:
         granularity: which numbers of ``[T, K]`` share one scale: a token's row (``PerChannel``), ``k`` columns of a row
             (``PerGroup``), or all that one expert gets (``PerTensor``); None without scales.
         static: whether the scales are the checkpoint's own, one an expert, rather than ``amax / 448`` of the numbers.
-        scale_dtype: what a scale is held in; None without scales.
+        scale_dtype: what a scale is held in; None without scales. An E8M0 scale is the smallest power of two that
+            is not below ``amax / 448``.
 
     Example::
 
@@ -33,7 +34,7 @@ class ActivationQuantization:
     element: Literal["e4m3"] | None = None
     granularity: Granularity | None = None
     static: bool = False
-    scale_dtype: Literal["float32"] | None = None
+    scale_dtype: Literal["float32", "e8m0"] | None = None
 
     def __post_init__(self) -> None:
         scaled = (self.element is not None, self.granularity is not None, self.scale_dtype is not None)
@@ -95,7 +96,10 @@ FP8_STATIC = ActivationQuantization(
 )
 """E4M3 with the checkpoint's scale for all inputs of an expert."""
 
+MXFP8 = ActivationQuantization(name="mxfp8", element="e4m3", granularity=PerGroup(1, 32), scale_dtype="e8m0")
+"""E4M3 with one E8M0 scale for 32 columns of a token (OCP Microscaling)."""
+
 ACTIVATIONS: dict[str, ActivationQuantization] = {
-    known.name: known for known in (UNQUANTIZED, FP8_TOKEN, FP8_GROUP128, FP8_STATIC)
+    known.name: known for known in (UNQUANTIZED, FP8_TOKEN, FP8_GROUP128, FP8_STATIC, MXFP8)
 }
 """Known ones, by name."""

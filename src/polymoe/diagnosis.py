@@ -193,7 +193,9 @@ def _typical() -> dict[str, str]:
     """Formats, and the activations that checkpoints of each are run with on a GPU."""
     from polymoe.formats import FORMATS
 
-    own = {"fp8_block128": "fp8_group128", "fp8_tensor": "fp8_token", "fp8_channel": "fp8_token"}
+    own = {
+        "fp8_block128": "fp8_group128", "fp8_tensor": "fp8_token", "fp8_channel": "fp8_token", "mxfp8": "mxfp8",
+    }  # fmt: skip
     return {name: own.get(name, "16bit") for name in FORMATS}
 
 

@@ -1,4 +1,4 @@
-"""The range of the scales of a layer's 4-bit weights. Some kernels decode only scales within a range."""
+"""The range of the scales of a layer's 4-bit and MXFP8 weights. Some kernels decode only scales within a range."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polymoe.formats import QuantTensor
+from polymoe.formats import Encoding, PerGroup, QuantTensor
 from polymoe.tensors import ExpertWeights
 
 __all__ = ["ScaleRange", "measure_scales"]
@@ -19,13 +19,14 @@ _LAST_E4M3 = 126  # the byte of 448; larger bytes are NaN and negative numbers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleRange:
-    """Bounds of the E8M0 and E4M3 scales of 4-bit weights. Every kernel decodes scales within the defaults.
+    """Bounds of the E8M0 and E4M3 scales of 4-bit weights, and of MXFP8's scales. Every kernel decodes scales within
+    the defaults.
 
     Attributes:
         largest_exponent: each E8M0 scale is at most 2**largest_exponent.
         negative: whether an E4M3 scale is negative.
-        spread: within each row, the largest E8M0 scale is at most 2**spread times the smallest. Groups of zeros do not
-            count.
+        spread: within each row, the largest E8M0 scale of 4-bit weights is at most 2**spread times the smallest.
+            Groups of zeros do not count.
     """
 
     largest_exponent: int = _LARGEST_EXPONENT
@@ -74,15 +75,13 @@ def measure_scales(
     Raises:
         FormatError: for a scale that is NaN.
     """
-    dtypes = {e.scale_dtype for e in weights.spec.encodings.values() if e.bits == 4}
-    if not dtypes & {"e8m0", "e4m3"}:
+    limited = {e for e in weights.spec.encodings.values() if _is_limited(e)}
+    if not limited:
         return None
     exponent, spread, negative = _LARGEST_EXPONENT, _LARGEST_SPREAD, False
     for e in range(weights.spec.local_experts):
         for projection, q in weights.peek(e).projections.items():
-            if q.scales is None or q.scales.is_meta or not q.scales.numel():
-                continue
-            if q.encoding.scale_dtype not in ("e4m3", "e8m0"):
+            if q.encoding not in limited or q.scales is None or q.scales.is_meta or not q.scales.numel():
                 continue
             low, high = map(int, torch.aminmax(q.scales.view(torch.uint8)))
             if high > _LAST_E4M3 if q.encoding.scale_dtype == "e4m3" else high == _E8M0_NAN:
@@ -91,10 +90,16 @@ def measure_scales(
                 negative |= high > _LAST_E4M3
             else:
                 exponent = max(exponent, high - _E8M0_BIAS)
-                if high - low > spread:
+                if q.encoding.bits == 4 and high - low > spread:
                     spread = max(spread, _spread(q, torch.device(device)))
     found = ScaleRange(largest_exponent=exponent, negative=negative, spread=spread)
     return None if found.ordinary else found
+
+
+def _is_limited(encoding: Encoding) -> bool:
+    """Whether kernels multiply codes by these scales in bfloat16, rather than sums in float32."""
+    by_row = isinstance(encoding.granularity, PerGroup) and encoding.granularity.n == 1
+    return encoding.scale_dtype in ("e4m3", "e8m0") and (encoding.bits == 4 or by_row)
 
 
 def _spread(q: QuantTensor, device: torch.device) -> int:

@@ -142,6 +142,15 @@ class TestActivationModes:
         assert torch.equal(got, expected)
         assert 0 < relative_error(got, x) < 0.04
 
+    def test_mxfp8_scales_are_the_next_powers_of_two(self) -> None:
+        """448 fits at scale 1, anything above it needs 2; OCP's element rounding is that of E4M3."""
+        x = torch.zeros(2, 70)
+        x[0, :2], x[0, 32:34], x[1, 64:66] = torch.tensor((448.0, 1.07)), torch.tensor((449.0, 1.07)), 2.0**-140
+        got = emulate_activations(x, "mxfp8")
+        assert got[0, :2].tolist() == [448.0, 1.125]  # a step of 1/8
+        assert got[0, 32:34].tolist() == [448.0, 1.125]  # at scale 2: 224.5 to 224, and 0.535 to 0.5625
+        assert not got[1].any()  # below the smallest scale's numbers
+
     def test_static_scale_clips(self) -> None:
         got = emulate_activations(torch.tensor([[1.0, 1000.0, -1000.0]]), "fp8_static", torch.tensor(1.0))
         assert got.tolist() == [[1.0, 448.0, -448.0]]

@@ -46,6 +46,7 @@ class TestCheck:
             ("mxfp4", 7168, (3072, 384)),  # DeepSeek-V4-Pro
             ("fp8_block128", 7168, (2048, 256)),  # DeepSeek-V3
             ("int4_g32", 7168, (2048, 256, 32)),  # Kimi-K2
+            ("mxfp8", 6144, (3072, 768)),
             ("nvfp4", 1024, (2688, 1344, 672, 336)),  # Nemotron-3-Super
             ("nvfp4", 5120, (1536, 192)),  # GLM-4.7
             ("fp8_channel", 5120, (1536, 192)),
@@ -81,6 +82,12 @@ class TestCheck:
         verdict = Triton().check(seed_problem(), machine("h200", {}))
         assert isinstance(verdict, Rejected)
         assert str(verdict.reasons[0]) == "triton: expects 3.6 or newer, got none"
+
+    def test_float16_weights_and_mxfp8_activations(self) -> None:
+        """bfloat16 holds E4M3 times any power of two, float16 does not, and bfloat16 does not hold float16."""
+        for format, accepted in (("fp16", False), ("bf16", True), ("mxfp8", True), ("int4_g32", False)):
+            verdict = Triton().check(seed_problem(format, activations="mxfp8"), machine("h200"))
+            assert isinstance(verdict, Accepted) == accepted
 
     def test_gate_unlike_up(self) -> None:
         problem = seed_problem()

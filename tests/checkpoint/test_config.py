@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from polymoe.activation_quantization import FP8_GROUP128, FP8_STATIC, FP8_TOKEN, UNQUANTIZED
+from polymoe.activation_quantization import FP8_GROUP128, FP8_STATIC, FP8_TOKEN, MXFP8, UNQUANTIZED
 from polymoe.checkpoint.config import Scheme, parse_quantization
 from polymoe.checkpoint.dialects import DIALECTS
 from polymoe.checkpoint.scheme import exact_or_regex, matcher
@@ -18,6 +18,8 @@ from support.configs import CONFIGS, FP8_BLOCK, FP8_CHANNEL, INT4_G32, KIMI_IGNO
 QWEN_UP = "model.layers.3.mlp.experts.0.up_proj"
 V4_UP = "layers.3.ffn.experts.0.w3"
 INT4_FP16 = Encoding(element="int4", granularity=PerGroup(1, 128), scale_dtype="float16")
+
+MX_GROUPS = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 
 
 def encoding(name: str, scale_dtype: Any = None) -> Encoding:
@@ -209,12 +211,20 @@ def test_the_per_layer_map_counts_more_than_the_ignore_list() -> None:
         ("fp8_pb_wo", Scheme("ct_float", encoding("fp8_block128"))),
         ("FP8_BLOCK_SCALES", Scheme("ct_float", encoding("fp8_block128"))),
         ("W4A16_NVFP4", Scheme("modelopt_nvfp4", encoding("nvfp4"))),
+        ("MXFP8", Scheme("modelopt_mxfp8", encoding("mxfp8"), MXFP8)),
     ],
 )
 def test_modelopt_algorithms(algorithm: str, expected: Scheme) -> None:
     assert qwen_scheme({"quant_method": "modelopt", "quant_algo": algorithm}) == expected
     assert qwen_scheme({"quant_method": "modelopt_fp4", "quantization": {"quant_algo": algorithm}}) == expected
     assert qwen_scheme({"quant_algo": algorithm}) == expected
+
+
+def test_minimax_mxfp8() -> None:
+    """MiniMax-M3 names its method mxfp8; what it calls its block does not matter."""
+    section = {"quant_method": "mxfp8", "weight_block_size": [1, 32], "ignored_layers": ["model.layers.0.mlp.gate"]}
+    assert qwen_scheme(section) == Scheme("minimax_mxfp8", encoding("mxfp8"), MXFP8)
+    assert qwen_scheme(section, "model.layers.0.mlp.gate").dialect == "plain"
 
 
 def test_deepseek_v4_repack_without_a_map_means_all_routed_experts() -> None:
@@ -304,6 +314,8 @@ def test_compressed_tensors_modules_that_nothing_targets_are_plain() -> None:
             {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 128, "dynamic": True},
             Scheme("ct_float", encoding("fp8_block128", "bfloat16"), FP8_GROUP128),
         ),
+        (MX_GROUPS, None, Scheme("ct_mxfp8", encoding("mxfp8"))),
+        (MX_GROUPS, MX_GROUPS | {"dynamic": True}, Scheme("ct_mxfp8", encoding("mxfp8"), MXFP8)),
         (FP8_CHANNEL, None, Scheme("ct_float", encoding("fp8_channel", "bfloat16"))),
     ],
 )
@@ -317,7 +329,7 @@ def test_compressed_tensors_schemes(weights: dict[str, Any], inputs: dict[str, A
         (INT4_G32 | {"num_bits": 8}, None, "got int 8 bit by 'group'"),
         (INT4_G32, {"num_bits": 8, "type": "int"}, "with quantized inputs"),
         (INT4_G32 | {"actorder": "group"}, None, "actorder"),
-        ({"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32}, None, "got float 8 bit by 'group'"),
+        (MX_GROUPS | {"group_size": 64}, None, "got float 8 bit by 'group'"),
         (INT4_G32 | {"type": "complex"}, None, "one of int, float"),
         ({"type": "int"}, None, "num_bits: expected this key"),
         ({"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128]}, None, "two integers from 1"),
@@ -386,7 +398,7 @@ def test_descriptions_that_are_refused(section: Any, message: str) -> None:
         (FP8_BLOCK | {"weight_block_size": [128]}, "weight_block_size: expected two integers from 1 to 1048576"),
         (FP8_BLOCK | {"activation_scheme": "none"}, "activation_scheme: expected one of dynamic, static"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP5"}, "did you mean 'NVFP4'"),
-        ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, "a known algorithm, got 'MXFP8'"),
+        ({"quant_method": "modelopt", "quant_algo": "MXFP6"}, "a known algorithm, got 'MXFP6'"),
     ],
 )
 def test_schemes_that_are_refused(section: dict[str, Any], message: str) -> None:

@@ -28,6 +28,7 @@ ENCODINGS = {
     "modelopt_fp8": FORMATS["fp8_tensor"].encoding,
     "ct_int4": FORMATS["int4_g32"].encoding,
     "ct_mxfp4": FORMATS["mxfp4"].encoding,
+    "minimax_mxfp8": FORMATS["mxfp8"].encoding,
     "ct_nvfp4": FORMATS["nvfp4"].encoding,
     "modelopt_nvfp4": FORMATS["nvfp4"].encoding,
     "gptq": FORMATS["int4_g128"].encoding,

@@ -73,6 +73,14 @@ STORED = {
         "weight_shape": torch.tensor([N, K]),
         "weight_zero_point": zero_words(K // 64, N // 8, 15).T.contiguous(),
     },
+    **{
+        dialect: lambda scale=scale: {"weight": fp8(N, K), scale: exponents(N, K // 32)}
+        for dialect, scale in (
+            ("ct_mxfp8", "weight_scale"),
+            ("modelopt_mxfp8", "weight_scale"),
+            ("minimax_mxfp8", "weight_scale_inv"),
+        )
+    },
     "ct_mxfp4": lambda: {"weight_packed": random_bytes(N, K // 2), "weight_scale": exponents(N, K // 32)},
     "ct_nvfp4": lambda: {
         "weight_packed": random_bytes(N, K // 2),
@@ -110,6 +118,9 @@ ENCODINGS = {
     "ct_float block": "fp8_block128",
     "ct_int4": "int4_g32",
     "ct_int4 asymmetric": "int4_g64_zp",
+    "ct_mxfp8": "mxfp8",
+    "modelopt_mxfp8": "mxfp8",
+    "minimax_mxfp8": "mxfp8",
     "ct_mxfp4": "mxfp4",
     "ct_nvfp4": "nvfp4",
     "modelopt_fp8": "fp8_tensor",
@@ -142,7 +153,10 @@ def decode_by_hand(case: str, t: dict[str, Tensor], n: int, k: int) -> float:
     if name == "plain":
         return float(t["weight"][n, k])
     if "weight" in t and t["weight"].dtype == torch.float8_e4m3fn:
-        scale = next(t[s] for s in ("weight_scale_inv", "scale", "weight_scale") if s in t).float()
+        scale = next(t[s] for s in ("weight_scale_inv", "scale", "weight_scale") if s in t)
+        if scale.dtype == torch.uint8:
+            return float(t["weight"][n, k].float()) * 2.0 ** (int(scale[n, k // 32]) - 127)
+        scale = scale.float()
         at = scale.reshape(-1)[0] if scale.numel() == 1 else scale[n, 0] if scale.shape[0] == N else scale[0, k // 128]
         return float(t["weight"][n, k].float() * at)
     if name == "gpt_oss":
@@ -215,7 +229,17 @@ def test_read_undoes_write(case: str):
         assert same_bytes(again.parts()[name], part), name
 
 
-VIEWS = ["plain", "deepseek", "deepseek_v4 fp4", "gpt_oss", "ct_int4", "ct_mxfp4", "ct_nvfp4", "modelopt_nvfp4"]
+VIEWS = [
+    "plain",
+    "deepseek",
+    "minimax_mxfp8",
+    "deepseek_v4 fp4",
+    "gpt_oss",
+    "ct_int4",
+    "ct_mxfp4",
+    "ct_nvfp4",
+    "modelopt_nvfp4",
+]
 
 
 @pytest.mark.parametrize("case", VIEWS)
@@ -423,7 +447,7 @@ def test_choose_finds_the_dialect_whatever_the_config_says(case: str):
     named = "gpt_oss" if case != "gpt_oss" else "plain"
     found, encoding = choose(headers, (N, K), named)
     assert encoding.name == ENCODINGS[case]
-    alike = {"modelopt_fp8": "ct_float", "gptq": "gptq", "ct_mxfp4": "ct_mxfp4"}
+    alike = {"modelopt_fp8": "ct_float", "modelopt_mxfp8": "ct_mxfp8", "gptq": "gptq", "ct_mxfp4": "ct_mxfp4"}
     assert found.name == alike.get(case.split()[0], case.split()[0])
 
 

@@ -83,6 +83,7 @@ RECIPES = {
     "gpt-oss-mxfp4": "16bit",
     "mixtral-fp8-static": "fp8_static",
     "qwen3-bf16": "16bit",
+    "qwen3-mxfp8": "mxfp8",
 }
 
 

@@ -76,6 +76,12 @@ WIDE = pytest.mark.parametrize(
 )  # fmt: skip
 
 
+def test_mxfp8_scales_count_only_by_their_size() -> None:
+    usual = random_experts("mxfp8", intermediate=128)
+    assert measure_scales(with_one_scale(usual, 1)) is None
+    assert measure_scales(with_one_scale(usual, 153)) == ScaleRange(largest_exponent=26)
+
+
 @WIDE
 def test_auto_takes_a_layout_that_holds_them(
     format: str, byte: int, layout: str, scales: ScaleRange, reason: str

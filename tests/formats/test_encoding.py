@@ -15,7 +15,7 @@ BLOCK = FORMATS["fp8_block128"].encoding
 
 
 def test_the_names_of_the_formats() -> None:
-    wanted = "bf16 fp16 fp8_tensor fp8_channel fp8_block128 mxfp4 nvfp4 int4_g32 int4_g128"
+    wanted = "bf16 fp16 fp8_tensor fp8_channel fp8_block128 mxfp8 mxfp4 nvfp4 int4_g32 int4_g128"
     assert list(FORMATS) == wanted.split()
     assert [f.encoding.name for f in FORMATS.values()] == list(FORMATS)
 
@@ -37,6 +37,7 @@ def test_formats_cannot_be_changed_from_outside() -> None:
         (replace(BLOCK, granularity=PerGroup(32, 32)), "fp8_block32"),
         (replace(BLOCK, granularity=PerGroup(1, 128)), "fp8_block1x128"),
         (replace(BLOCK, scale_dtype="bfloat16"), "fp8_block128"),
+        (replace(BLOCK, granularity=PerGroup(1, 32)), "fp8_block1x32"),  # MX is E8M0 scales
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
@@ -64,6 +65,7 @@ def test_encodings_are_values(encoding: Encoding) -> None:
         pytest.param("mxfp4", 5760, 2880, (5760, 1440), (5760, 90), id="5.1-gpt-oss"),
         pytest.param("fp8_block128", 2048, 7168, (2048, 7168), (16, 56), id="5.2-deepseek-v3"),
         pytest.param("fp8_block128", 320, 4096, (320, 4096), (3, 32), id="P5-ragged-rows"),
+        pytest.param("mxfp8", 2048, 6144, (2048, 6144), (2048, 192), id="mxfp8"),
         pytest.param("nvfp4", 2688, 1024, (2688, 512), (2688, 64), id="5.5-nemotron-3"),
         pytest.param("int4_g32", 2048, 7168, (2048, 3584), (2048, 224), id="5.4-kimi-k2"),
         pytest.param("fp8_channel", 1536, 5120, (1536, 5120), (1536, 1), id="5.6-glm"),
@@ -97,7 +99,14 @@ def test_nbytes(encoding: Encoding, nbytes: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "bits"),
-    [("mxfp4", 4.25), ("int4_g32", 4.5), ("int4_g128", 4.125), ("bf16", 16.0), ("fp8_block128", 8 + 2**-9)],
+    [
+        ("mxfp4", 4.25),
+        ("int4_g32", 4.5),
+        ("int4_g128", 4.125),
+        ("bf16", 16.0),
+        ("fp8_block128", 8 + 2**-9),
+        ("mxfp8", 8.25),
+    ],
 )
 def test_bits_per_weight(name: str, bits: float) -> None:
     assert FORMATS[name].bits_per_weight == bits
@@ -115,7 +124,7 @@ def test_odd_columns_are_refused(name: str) -> None:
 
 def test_group_columns() -> None:
     columns = [f.encoding.group_columns for f in FORMATS.values()]
-    assert columns == [1, 1, 1, 1, 128, 32, 16, 32, 128]
+    assert columns == [1, 1, 1, 1, 128, 32, 32, 16, 32, 128]
 
 
 @pytest.mark.parametrize(

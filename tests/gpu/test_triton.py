@@ -13,7 +13,7 @@ from polymoe.backends.reference import run_experts
 from polymoe.backends.triton import Tile, Triton, TritonConfig
 from polymoe.errors import PlanError
 from polymoe.experts import FusedExperts
-from polymoe.formats import FORMATS, QuantTensor
+from polymoe.formats import FORMATS, QuantTensor, format_of
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import Machine
 from polymoe.numerics import TOLERANCE, relative_error
@@ -79,8 +79,32 @@ def test_fp8_activations(format: str, mode: str, tokens: int) -> None:
     on_gpu(weights, *random_call(tokens, 384, 5, dtype=torch.bfloat16), activations=mode)
 
 
+@pytest.mark.parametrize("tokens", [1, 33, 700])
+@pytest.mark.parametrize(
+    ("format", "mode"),
+    [
+        *((f, "mxfp8") for f in ("mxfp8", "fp8_block128", "mxfp4", "bf16")),
+        ("mxfp8", "fp8_token"),
+        ("mxfp8", "fp8_group128"),
+    ],
+)
+def test_mxfp8_weights_and_activations(format: str, mode: str, tokens: int) -> None:
+    weights = random_experts(format, hidden=384, intermediate=320)
+    on_gpu(weights, *random_call(tokens, 384, 5, dtype=torch.bfloat16), activations=mode)
+
+
+@pytest.mark.parametrize("format", ["fp8_block128", "fp8_channel"])
+def test_e8m0_scales_of_fp8(format: str) -> None:
+    """DeepSeek-V4's FP8 stores such scales of its blocks."""
+    plain = random_experts(format, hidden=384, intermediate=256)
+    weights = ExpertWeights.quantize(*plain.dequantize(), format_of(replace(plain.spec.up, scale_dtype="e8m0")))
+    on_gpu(weights, *random_call(33, 384, 5, dtype=torch.bfloat16))
+
+
 @pytest.mark.parametrize("tokens", [1, 40, 500])
-@pytest.mark.parametrize(("format", "mode"), [("fp8_block128", "fp8_group128"), ("int4_g32", "16bit")])
+@pytest.mark.parametrize(
+    ("format", "mode"), [("fp8_block128", "fp8_group128"), ("int4_g32", "16bit"), ("mxfp8", "16bit")]
+)
 def test_several_n_blocks_per_cta(format: str, mode: str, tokens: int) -> None:
     config = TritonConfig(
         16 if tokens < 100 else 64, Tile(64, 128), Tile(64, 128, n_blocks_per_cta=4), tail_block_m=8, pdl=True

@@ -54,6 +54,13 @@ CASES: dict[str, dict[str, Any]] = {
         for mode in ("fp8_token", "fp8_group128", "fp8_static")
         for format in ("fp8_block128", "fp8_channel", "mxfp4", "bf16")
     },
+    **{
+        f"mxfp8, {format}": {"activations": "mxfp8", "format": format, "hidden": 160, "intermediate": 72, "tokens": 5}
+        for format in ("mxfp8", "fp8_block128", "mxfp4", "bf16")
+    },
+    "mxfp8 weights, fp8 rows": {"activations": "fp8_group128", "format": "mxfp8", "hidden": 160},
+    "E8M0 scales of blocks": {"format": "fp8_block128", "scale_dtype": "e8m0", "hidden": 256, "intermediate": 160},
+    "E8M0 scales of rows": {"format": "fp8_channel", "scale_dtype": "e8m0"},
     "fp8, split": {"activations": "fp8_group128", "format": "fp8_block128", "split_k": 2, "hidden": 320, "bias": True},
     "fp8, weight on input": {"activations": "fp8_token", "format": "fp8_tensor", "weight_on": "input"},
     **{
@@ -64,6 +71,8 @@ CASES: dict[str, dict[str, Any]] = {
             "nvfp4": {"format": "nvfp4", "intermediate": 160},
             "zero points": {"zero_points": True, "tail_block_m": 8, "tokens": 12, "block_m": 32},
             "fp8": {"format": "fp8_block128", "activations": "fp8_group128", "intermediate": 256, "hidden": 256},
+            "fp8, E8M0": {"format": "fp8_block128", "scale_dtype": "e8m0", "intermediate": 256, "hidden": 256},
+            "mxfp8": {"format": "mxfp8", "intermediate": 160},
             "fp8 row": {"format": "fp8_channel", "activations": "fp8_token", "intermediate": 160},
         }.items()
     },
@@ -77,7 +86,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     **{
         f"x quantized, {mode}, {format}": {"activations": mode, "format": format, "quantized": True, "hidden": 320}
-        for mode in ("fp8_token", "fp8_group128")
+        for mode in ("fp8_token", "fp8_group128", "mxfp8")
         for format in ("mxfp4", "fp8_block128", "bf16")
     },
     "fp8, rank of two": {"activations": "fp8_static", "format": "fp8_tensor", "rank": [2, 2]},

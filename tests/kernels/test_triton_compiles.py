@@ -27,7 +27,7 @@ triton = pytest.importorskip("triton")
 from support.triton_launches import Launch, launches, meta_layer  # noqa: E402 - it needs triton
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
-MODES = ("16bit", "fp8_token", "fp8_group128", "fp8_static")
+MODES = ("16bit", "fp8_token", "fp8_group128", "fp8_static", "mxfp8")
 GEMMS = ("grouped_gemm", "grouped_gemm_short_k")
 NARROW, WIDE = 1, 8192
 """Tokens of a call with the narrowest tiles and split K, and of one with the widest."""
@@ -36,6 +36,7 @@ QUICK = {("mxfp4", "16bit", sm, WIDE) for sm in ARCHITECTURES} | {
     ("mxfp4", "16bit", 90, NARROW),
     ("fp8_block128", "fp8_group128", 80, WIDE),
     ("nvfp4", "fp8_group128", 100, WIDE),
+    ("mxfp8", "mxfp8", 90, WIDE),
 }
 
 MOST_SPILLED_BYTES = 32
@@ -79,13 +80,18 @@ def require_that_it_fits(launch: Launch, sm: int, directory: Path) -> None:
 
 
 def cells() -> Iterator[Any]:
-    """Yield what the backend accepts. Narrow tiles hardly depend on the mode: once for each format, and FP8's own."""
+    """Yield what the backend accepts. Narrow tiles hardly depend on the mode: once for each format, and FP8's own.
+
+    MXFP8's activations are in 16 bits when they are multiplied, so they are compiled with MXFP8 weights alone.
+    """
     for format in FORMATS:
         for mode in MODES:
             for sm in ARCHITECTURES:
                 problem, _ = meta_layer(format, activations=mode)
                 verdict = Triton().check(problem, Machine(Machine.of(f"sm_{sm}").device, {"triton": "3.6.0"}))
                 for tokens in (NARROW, WIDE) if isinstance(verdict, Accepted) else ():
+                    if mode == "mxfp8" != format:
+                        continue
                     if tokens == WIDE or mode == "16bit" or (format, mode) == ("fp8_block128", "fp8_group128"):
                         cell = format, mode, sm, tokens
                         yield pytest.param(*cell, marks=[] if cell in QUICK else [pytest.mark.slow])
@@ -95,7 +101,11 @@ def test_every_mode_of_every_format_is_declared_but_int4_s() -> None:
     declared = {cell.values[:3] for cell in cells()}
     int4 = {f for f in FORMATS if FORMATS[f].encoding.element == "int4"}
     assert declared == {
-        (f, mode, sm) for f in FORMATS for mode in MODES for sm in ARCHITECTURES if mode == "16bit" or f not in int4
+        (f, mode, sm)
+        for f in FORMATS
+        for mode in MODES
+        for sm in ARCHITECTURES
+        if mode == "16bit" or (f not in int4 and mode in (f, *MODES[1:4]))
     }
 
 
@@ -110,7 +120,7 @@ def test_every_cell_compiles_and_fits(format: str, mode: str, sm: int, tokens: i
 @pytest.mark.parametrize("sm", [pytest.param(sm, marks=[] if sm == 90 else [pytest.mark.slow]) for sm in ARCHITECTURES])
 def test_the_other_kernels_compile(sm: int, tmp_path: Path) -> None:
     """Permute of few and of many rows, inputs in each mode, the sum of split-K parts, and finalize."""
-    calls = [("16bit", 1), ("16bit", 8192), ("fp8_token", 64), ("fp8_group128", 1), ("fp8_static", 8192)]
+    calls = [("16bit", 1), ("16bit", 8192), ("fp8_token", 64), ("fp8_group128", 1), ("fp8_static", 8192), ("mxfp8", 64)]
     names = set()
     for mode, tokens in calls:
         for launch in launches(*meta_layer("mxfp4", activations=mode), f"sm_{sm}", tokens):

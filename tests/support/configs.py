@@ -285,6 +285,10 @@ CONFIGS = {
             },
         },
     ),
+    "qwen3-mxfp8": lambda s: _quantized(
+        _qwen(s),
+        {"quant_method": "modelopt", "quant_algo": "MXFP8", "group_size": 32, "ignore": ["lm_head", "*mlp.gate"]},
+    ),
     "kimi-k2-bf16": _kimi,
     "kimi-k2-thinking-int4": lambda s: _quantized(_kimi(s), CT_INT4),
     "kimi-k2.5-int4": lambda s: _wrapped(

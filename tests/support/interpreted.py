@@ -17,10 +17,11 @@ from dataclasses import replace
 
 import torch
 
+from polymoe.activation_quantization import ActivationQuantization
 from polymoe.activations import GeGLU, SwiGLU
 from polymoe.backends.reference import Reference
 from polymoe.backends.triton import Tile, Triton, TritonConfig
-from polymoe.formats import Encoding, PerGroup
+from polymoe.formats import Encoding, PerGroup, format_of
 from polymoe.formats.int4 import Int4
 from polymoe.layouts import LAYOUTS
 from polymoe.numerics import relative_error
@@ -34,6 +35,9 @@ ACTIVATIONS = {"gpt_oss": GPT_OSS, "gelu": GeGLU(), "gelu_tanh": GeGLU("tanh"), 
 def weights_of(case: dict) -> ExpertWeights:
     keys = ("experts", "hidden", "intermediate", "gated", "bias")
     weights = random_experts(case.get("format", "mxfp4"), **{k: case[k] for k in keys if k in case})
+    if "scale_dtype" in case:
+        encoding = replace(weights.spec.up, scale_dtype=case["scale_dtype"])
+        weights = ExpertWeights.quantize(*weights.dequantize(), format_of(encoding))
     if "zero_points" in case:
         encoding = Encoding(element="int4", granularity=PerGroup(1, 32), scale_dtype="bfloat16", zero_points=True)
         gate_up, down = weights.dequantize()
@@ -90,7 +94,7 @@ def run(case: dict) -> dict:
     if "expert_map" in case:
         options["expert_map"] = torch.tensor(case["expert_map"])
     if case.get("quantized"):
-        given, options["x_scales"] = quantized(x, problem.activations.group_columns)
+        given, options["x_scales"] = quantized(x, problem.activations)
     assert options.keys() <= runner.options
     expected = torch.empty_like(out)
     Reference().bind(problem, packed).run(given, routing, config, expected, **options)
@@ -106,11 +110,13 @@ def run(case: dict) -> dict:
     return {"error": relative_error(out, expected)}
 
 
-def quantized(x: torch.Tensor, group: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+def quantized(x: torch.Tensor, activations: ActivationQuantization) -> tuple[torch.Tensor, torch.Tensor]:
     """x in E4M3, and the scale of each row or group, which is larger than it need be."""
-    width = group or x.shape[1]
+    width = activations.group_columns or x.shape[1]
     blocks = torch.nn.functional.pad(x, (0, -x.shape[1] % width)).view(len(x), -1, width)
     scales = blocks.abs().amax(-1, keepdim=True) / 300
+    if activations.scale_dtype == "e8m0":
+        scales = scales.log2().ceil().exp2()
     return (blocks / scales).flatten(1)[:, : x.shape[1]].to(torch.float8_e4m3fn), scales.squeeze(2)
 
 

@@ -18,6 +18,7 @@ VARIANTS = [
     ],
     Encoding(element="e4m3", granularity=PerGroup(32, 32), scale_dtype="e8m0"),
     Encoding(element="e4m3", granularity=PerGroup(1, 128), scale_dtype="float32"),
+    Encoding(element="e4m3", granularity=PerGroup(1, 32), scale_dtype="float32"),
     *[Encoding(element="int4", granularity=PerGroup(1, 32), scale_dtype=s) for s in ("float32", "float16", "e8m0")],
     *[Encoding(element="int4", granularity=g, scale_dtype="bfloat16") for g in (PerGroup(1, 64), PerChannel())],
     *[

@@ -17,7 +17,7 @@ from polymoe.backends.config import Config
 from polymoe.backends.features import ANY, SHARDS, Handled
 from polymoe.cost import cost
 from polymoe.errors import CheckpointError
-from polymoe.formats.elements import encode_e4m3
+from polymoe.formats.elements import decode_scale, encode_e4m3, encode_scale
 from polymoe.layouts import LAYOUTS, Packed
 from polymoe.machine import Machine
 from polymoe.problem import Problem
@@ -179,7 +179,8 @@ def emulate_activations(
 ) -> Tensor:
     """Round x [T, K] to E4M3 and back, as a kernel with this quantization does; without quantization, return x.
 
-    Each scale is ``amax / 448`` of the values that share it, or ``input_scale`` if scales are static.
+    Each scale is ``amax / 448`` of the values that share it, for E8M0 the next power of two that is not smaller; or
+    ``input_scale`` if scales are static.
 
     Raises:
         CheckpointError: if scales are static and the checkpoint has no input scale.
@@ -203,5 +204,7 @@ def emulate_activations(
     amax = blocks.abs().amax(-1, keepdim=True)
     # Divide by a tensor: torch on a GPU divides by a number through its reciprocal, so that ties round differently.
     scale = amax / torch.full_like(amax, 448)
+    if quantization.scale_dtype == "e8m0":
+        scale = decode_scale(encode_scale(scale.float(), "e8m0"), x_TK.dtype)
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     return (encode_e4m3(blocks / scale).to(x_TK.dtype) * scale).view(rows, -1)[:, :columns]

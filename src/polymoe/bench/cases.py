@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import torch
 
-from polymoe.activation_quantization import FP8_GROUP128, FP8_TOKEN, UNQUANTIZED, ActivationQuantization
+from polymoe.activation_quantization import FP8_GROUP128, FP8_TOKEN, MXFP8, UNQUANTIZED, ActivationQuantization
 from polymoe.activations import Activation, SwiGLU
 from polymoe.checkpoint import Checkpoint
 from polymoe.checkpoint.known_models import known_models
@@ -137,6 +137,8 @@ def default_activations(spec: ExpertsSpec) -> ActivationQuantization:
     """E4M3 for FP8 weights, with scales as fine as theirs; 16 bit for all other formats."""
     if {e.element for e in spec.encodings.values()} != {"e4m3"}:
         return UNQUANTIZED
+    if spec.up.name == "mxfp8":
+        return MXFP8
     return FP8_GROUP128 if isinstance(spec.up.granularity, PerGroup) else FP8_TOKEN
 
 

@@ -6,7 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from polymoe.activation_quantization import FP8_GROUP128, FP8_STATIC, FP8_TOKEN, UNQUANTIZED, ActivationQuantization
+from polymoe.activation_quantization import (
+    ACTIVATIONS,
+    FP8_GROUP128,
+    FP8_STATIC,
+    FP8_TOKEN,
+    UNQUANTIZED,
+    ActivationQuantization,
+)
 from polymoe.checkpoint.config_reader import MOST_WIDTH, ConfigReader
 from polymoe.checkpoint.families import ModelFamily
 from polymoe.checkpoint.patterns import compile_regexes
@@ -23,7 +30,7 @@ Target = tuple[Callable[[str], bool], Callable[[], Scheme]]
 MOST_GROUPS = 1_000
 """``config_groups`` of one checkpoint: at most a handful in use."""
 
-NVFP4, MXFP4 = FORMATS["nvfp4"].encoding, FORMATS["mxfp4"].encoding
+NVFP4, MXFP4, MXFP8 = (FORMATS[name].encoding for name in ("nvfp4", "mxfp4", "mxfp8"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +54,12 @@ def _skipped(keys: ConfigReader) -> Callable[[str], bool]:
 
 def _mxfp4(context: Context) -> QuantizationConfig:
     scheme = Scheme("gpt_oss", MXFP4)
+    return replace(context.nothing, ignored=_skipped(context.keys), default=lambda: scheme)
+
+
+def _mxfp8(context: Context) -> QuantizationConfig:
+    """MXFP8 as MiniMax-M3 declares it. Its ``weight_block_size`` says nothing: MXFP8 has groups of 32."""
+    scheme = Scheme("minimax_mxfp8", MXFP8, ACTIVATIONS["mxfp8"])
     return replace(context.nothing, ignored=_skipped(context.keys), default=lambda: scheme)
 
 
@@ -129,10 +142,12 @@ def _compressed_scheme(group: ConfigReader, scale_dtype: ScaleDtype) -> Scheme:
         }
         encoding = Encoding(element="e4m3", granularity=granularities[strategy], scale_dtype=scale_dtype)
         return Scheme("ct_float", encoding, _compressed_activations(inputs))
+    if (kind, bits, strategy, size) == ("float", 8, "group", 32):
+        return Scheme("ct_mxfp8", MXFP8, _compressed_activations(inputs))
     raise CheckpointError(
         keys.where,
         expected="int 4 bit by group or channel without quantized inputs, float 4 bit by group or tensor_group, "
-        "or float 8 bit by tensor, channel or block",
+        "or float 8 bit by tensor, channel, block or groups of 32",
         got=f"{kind} {bits} bit by {quoted(strategy)}" + (" with quantized inputs" if inputs.config else ""),
     )
 
@@ -142,8 +157,8 @@ def _compressed_activations(inputs: ConfigReader) -> ActivationQuantization:
         return UNQUANTIZED
     if not inputs.config.get("dynamic"):
         return FP8_STATIC
-    grouped = inputs.text("strategy") == "group" and inputs.width("group_size") == 128
-    return FP8_GROUP128 if grouped else FP8_TOKEN
+    columns = inputs.width("group_size") if inputs.text("strategy") == "group" else None
+    return {128: FP8_GROUP128, 32: ACTIVATIONS["mxfp8"]}.get(columns, FP8_TOKEN)
 
 
 def _modelopt(context: Context) -> QuantizationConfig:
@@ -181,6 +196,7 @@ def _modelopt_scheme(keys: ConfigReader) -> Scheme:
         "FP8": Scheme("modelopt_fp8", FORMATS["fp8_tensor"].encoding, FP8_STATIC),
         "FP8_PER_CHANNEL_PER_TOKEN": Scheme("ct_float", FORMATS["fp8_channel"].encoding, FP8_TOKEN),
         "FP8_PB_WO": Scheme("ct_float", FORMATS["fp8_block128"].encoding),
+        "MXFP8": Scheme("modelopt_mxfp8", MXFP8, ACTIVATIONS["mxfp8"]),
         "NVFP4": Scheme("modelopt_nvfp4", replace(NVFP4, granularity=group)),
     }
     aliases = {"FP8_BLOCK_SCALES": "FP8_PB_WO", "W4A16_NVFP4": "NVFP4"}
@@ -257,5 +273,6 @@ QUANT_METHODS: Mapping[str, Callable[[Context], QuantizationConfig]] = {
     "gptq": _gptq,
     "modelopt": _modelopt,
     "mxfp4": _mxfp4,
+    "mxfp8": _mxfp8,
 }
 """Parsers by ``quant_method``."""

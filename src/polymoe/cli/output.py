@@ -109,13 +109,14 @@ Case = Annotated[
 """``--case``. The command line names them without importing torch; a test compares them with the table."""
 Format = Annotated[
     Literal[
-        "bf16", "fp16", "fp8_tensor", "fp8_channel", "fp8_block128", "mxfp4", "nvfp4", "int4_g32", "int4_g128",
+        "bf16", "fp16", "fp8_tensor", "fp8_channel", "fp8_block128", "mxfp8", "mxfp4", "nvfp4", "int4_g32",
+        "int4_g128",
     ] | None,
     typer.Option(help="Weight format of a case. Default: its own."),
 ]  # fmt: skip
 """``--format`` of a case."""
 Activations = Annotated[
-    Literal["16bit", "fp8_token", "fp8_group128", "fp8_static"] | None,
+    Literal["16bit", "fp8_token", "fp8_group128", "fp8_static", "mxfp8"] | None,
     typer.Option(help="How the experts' inputs are held. Default: E4M3 for FP8 weights, else 16bit."),
 ]
 """``--activations`` of the verbs that measure."""

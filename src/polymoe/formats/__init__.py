@@ -43,6 +43,7 @@ _ROWS = (
     Fp8(Encoding(element="e4m3", granularity=PerTensor(), scale_dtype="float32")),
     Fp8(Encoding(element="e4m3", granularity=PerChannel(), scale_dtype="float32")),
     Fp8(Encoding(element="e4m3", granularity=PerGroup(128, 128), scale_dtype="float32")),
+    Fp8(Encoding(element="e4m3", granularity=PerGroup(1, 32), scale_dtype="e8m0")),
     Mxfp4(Encoding(element="e2m1", granularity=PerGroup(1, 32), scale_dtype="e8m0")),
     Nvfp4(Encoding(element="e2m1", granularity=PerGroup(1, 16), scale_dtype="e4m3", global_scale=True)),
     Int4(Encoding(element="int4", granularity=PerGroup(1, 32), scale_dtype="bfloat16")),

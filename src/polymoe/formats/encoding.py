@@ -82,7 +82,7 @@ class Encoding:
         global_scale: whether one float32 multiplies the whole matrix as well (NVFP4).
 
     A weight is ``(element - zero) * scale * global_scale``. Two encodings that differ only in the scale dtype have
-    the same :attr:`name`.
+    the same :attr:`name`, but for ``mxfp8``: E4M3 in groups of 32 has that name only with E8M0 scales.
     """
 
     element: Element
@@ -133,6 +133,8 @@ class Encoding:
             base = "nvfp4" if self.global_scale else "mxfp4"
             usual = PerGroup(1, 16 if self.global_scale else 32)
             return base if g == usual else f"{base}_{g.n}x{g.k}" if isinstance(g, PerGroup) else f"{base}_{g}"
+        if g == PerGroup(1, 32) and self.scale_dtype == "e8m0":
+            return "mxfp8"
         if isinstance(g, PerGroup):
             return f"fp8_block{g.n}" if g.n == g.k else f"fp8_block{g.n}x{g.k}"
         return f"fp8_{g}"

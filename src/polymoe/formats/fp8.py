@@ -1,6 +1,8 @@
-"""FP8: E4M3 elements with one scale for each tensor, output channel or block (DeepSeek-V3's 128 x 128).
+"""FP8: E4M3 elements with one scale for each tensor, output channel or block (DeepSeek-V3's 128 x 128), or one E8M0
+scale for 32 of them along a row (MXFP8, OCP Microscaling specification 1.0).
 
-The scale multiplies: ``w = e4m3 * scale``, even if a checkpoint calls it ``weight_scale_inv``.
+The scale multiplies: ``w = e4m3 * scale``, even if a checkpoint calls it ``weight_scale_inv``. It is the smallest one
+with which no weight is clipped; so is that of NVIDIA Model Optimizer's MXFP8, ``2**ceil(log2(amax / 448))``.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from polymoe.activation_quantization import ActivationQuantization
 from polymoe.activations import Activation, GeGLU, SwiGLU
-from polymoe.backends.triton.tiles import PLANES
+from polymoe.backends.triton.tiles import PLANES, scales_in_loop
 from polymoe.formats import Encoding, PerGroup, PerTensor
 from polymoe.kernels.triton import decode
 from polymoe.layouts import Packed
@@ -71,6 +71,8 @@ def mode_of(activations: ActivationQuantization) -> str:
     """How the kernels round inputs."""
     if not activations.quantized:
         return "none"
+    if activations.scale_dtype == "e8m0":
+        return "mx"
     return "static" if activations.static else "row" if activations.group_columns is None else "block"
 
 
@@ -79,13 +81,15 @@ def operand_dtype(
 ) -> torch.dtype:
     """Return the dtype of both MMA operands.
 
-    float16 if weights and x are float16, or if x is E4M3 and float16 holds the weights; otherwise bfloat16.
+    float16 if weights and x are float16, or if x is E4M3 and float16 holds the weights; otherwise bfloat16, which also
+    holds E4M3 times a power of two.
     """
     if device.type == "cpu":
         return torch.float32
     if not activations.quantized:
         return torch.float16 if encoding.element == "fp16" and x_dtype == torch.float16 else torch.bfloat16
-    return torch.float16 if encoding.element in ("fp16", "e4m3") else torch.bfloat16
+    scaled = activations.scale_dtype == "e8m0" or scales_in_loop(encoding)
+    return torch.float16 if encoding.element in ("fp16", "e4m3") and not scaled else torch.bfloat16
 
 
 def scale_arguments(encoding: Encoding, rows: int) -> tuple[str, int, int]:
@@ -95,7 +99,7 @@ def scale_arguments(encoding: Encoding, rows: int) -> tuple[str, int, int]:
         return "none", 1, 1
     if not isinstance(granularity, PerGroup):
         return "row", rows if isinstance(granularity, PerTensor) else 1, 1
-    return "block" if encoding.element == "e4m3" else "loop", granularity.n, granularity.k
+    return "loop" if scales_in_loop(encoding) else "block", granularity.n, granularity.k
 
 
 def decoding(encoding: Encoding, operand: torch.dtype, in_float32: bool) -> dict[str, Any]:
@@ -106,6 +110,8 @@ def decoding(encoding: Encoding, operand: torch.dtype, in_float32: bool) -> dict
         "int4": (decode.decode_int4, 0),
         "e4m3": (decode.decode_e4m3_half, decode.E4M3_SHIFT) if operand == torch.float16 else (decode.decode_e4m3, 0),
     }.get(encoding.element, (decode.decode_16bit, 0))
+    if encoding.element == "e4m3" and scales_in_loop(encoding):
+        function, shift = decode.decode_e4m3_scaled, decode.E4M3_SCALED_SHIFT
     return {
         "DECODE": function,
         "FACTOR": factors.get(encoding.scale_dtype or "", decode.factor_float),

@@ -75,6 +75,9 @@ class Triton(BackendBase):
             for projection, encoding in spec.encodings.items():
                 exact, expected = encoding.element != "int4", "an element that 16 bits hold exactly"
                 reasons.need(exact, f"{projection} weights with FP8 activations", expected, encoding.element)
+                if problem.activations.scale_dtype == "e8m0":
+                    exact, expected = encoding.element != "fp16", "an element that bfloat16 holds exactly"
+                    reasons.need(exact, f"{projection} weights with MXFP8 activations", expected, encoding.element)
         if spec.gate is not None:
             both = ", ".join(f"{e.name} with scales {e.scale_dtype}" for e in (spec.gate, spec.up))
             reasons.need(spec.gate == spec.up, "gate and up", "one encoding", both)

@@ -136,7 +136,10 @@ class TritonRunner(RunnerBase):
         experts = spec.local_experts
         operands = self._operands(x_TH.dtype)
         x_quantization = self.x_quantization
-        if x_scales is not None:  # E4M3 numbers are exact in 16 bits
+        if x_scales is not None:  # E4M3 numbers are exact in 16 bits, and in bfloat16 their products with powers of two
+            if x_quantization.mode == "mx":
+                group = self.problem.activations.group_columns or 1
+                x_TH = x_TH.float() * x_scales.repeat_interleave(group, 1)[:, : x_TH.shape[1]]
             x_TH, x_quantization = x_TH.to(operands[0]), UNQUANTIZED
         static = x_quantization.mode == "static"
         as_it_is = x_quantization.mode == "none" and self.up.planes == 1 and x_TH.dtype == operands[0]
@@ -269,7 +272,7 @@ class TritonRunner(RunnerBase):
         encoding = matrix.encoding
         in_float32 = self.device.type == "cpu" or decodes_in_float32(problem)
         scale_at, group_n, group_k = scale_arguments(encoding, matrix.n)
-        x_scale = {"none": "none", "block": "block"}.get(self.h_quantization.mode, "row")
+        x_scale = {"none": "none", "mx": "none", "block": "block"}.get(self.h_quantization.mode, "row")
         block_k = min(tile.block_k, group_k) if scale_at == "block" else tile.block_k
         block_k = min(block_k, _X_GROUP) if x_scale == "block" else block_k
         constants = {

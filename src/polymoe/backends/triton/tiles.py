@@ -14,7 +14,7 @@ from polymoe.machine import Machine
 from polymoe.problem import Problem
 from polymoe.shapes import ceil_div
 
-__all__ = ["PLANES", "decodes_in_float32", "heuristic", "smaller", "tuning_configs"]
+__all__ = ["PLANES", "decodes_in_float32", "heuristic", "scales_in_loop", "smaller", "tuning_configs"]
 
 PLANES = {"e2m1": 4, "int4": 4, "e4m3": 2, "bf16": 1, "fp16": 1}
 """Columns in one word of codes."""
@@ -64,6 +64,13 @@ def decodes_in_float32(problem: Problem) -> bool:
     return problem.scales is not None and problem.scales.outside_bfloat16
 
 
+def scales_in_loop(encoding: Encoding) -> bool:
+    """Whether codes are multiplied by their scales before the MMA: 4-bit codes, and E4M3 by powers of two of its rows,
+    which is exact in bfloat16. Other scales by group multiply the result of a step."""
+    g = encoding.granularity
+    return isinstance(g, PerGroup) and (encoding.bits == 4 or (g.n == 1 and encoding.scale_dtype == "e8m0"))
+
+
 def heuristic(problem: Problem, machine: Machine, tokens: int) -> TritonConfig:
     """Return tiles for the mean number of rows of an active expert, reduced until they fit into shared memory."""
     mean = _mean_rows(problem, machine, tokens)[1]
@@ -110,6 +117,9 @@ def _with_block_m(problem: Problem, machine: Machine, tokens: int, block_m: int)
         down = replace(down, block_n=min(down.block_n, _MAX_BLOCK_N_IN_REGISTERS))
     if decodes_in_float32(problem):  # four times the registers
         up, down = (replace(t, block_k=min(t.block_k, 64)) for t in (up, down))
+    mxfp8 = gemm_up.bits == 8 and scales_in_loop(gemm_up.encoding)
+    if mxfp8 and block_m == 64 and not _mma_reads_shared_memory(machine):
+        up = replace(up, block_k=min(up.block_k, 64))  # with 128, decoded MXFP8 weights spill
     if gemm_up.by_step and block_m == 64 and machine.device.sm >= 100:
         # The accumulators of tcgen05 lie in tensor memory, but each step's must be loaded into registers to be scaled.
         up = replace(up, num_warps=8)
@@ -170,7 +180,8 @@ class _Gemm:
                 for num_warps in (2, 4, 8):
                     threads = 32 * num_warps
                     registers = self.matrices * block_n * block_m / threads + block_n * block_k / 2 / threads
-                    scaled = self.encoding.group_columns if self.bits == 8 else 1  # at most one scale for each step
+                    # At most one scale for each step.
+                    scaled = 1 if scales_in_loop(self.encoding) else self.encoding.group_columns
                     if registers > 160 or block_k < _min_block_k(self.encoding) or 1 < scaled < block_k:
                         continue
                     for num_stages in (2, 3, 4, 5):
@@ -207,9 +218,10 @@ def smaller(config: TritonConfig, projection: str, encoding: Encoding) -> Triton
 
 def _gemms(problem: Problem, machine: Machine) -> tuple[_Gemm, _Gemm]:
     spec, limit = problem.spec, machine.device.shared_memory_bytes
+    activations = problem.activations
+    x_by_step = activations.group_columns is not None and activations.scale_dtype != "e8m0"
     by_step = [
-        problem.activations.group_columns is not None or (e.bits == 8 and isinstance(e.granularity, PerGroup))
-        for e in (spec.up, spec.down)
+        x_by_step or (isinstance(e.granularity, PerGroup) and not scales_in_loop(e)) for e in (spec.up, spec.down)
     ]
     return _Gemm(spec.up, 2 if spec.gated else 1, limit, by_step[0]), _Gemm(spec.down, 1, limit, by_step[1])
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from polymoe.checkpoint.dialects.base import Dialect, headers_of, stored_as
-from polymoe.checkpoint.dialects.float import Fp8Dialect, Plain
+from polymoe.checkpoint.dialects.float import Fp8Dialect, Mxfp8Dialect, Plain
 from polymoe.checkpoint.dialects.fp4 import ByWeight, Fp4
 from polymoe.checkpoint.dialects.int4 import Awq, CompressedInt4, Gptq
 from polymoe.checkpoint.files import Header
@@ -42,7 +42,10 @@ DIALECTS: dict[str, Dialect] = {
             input="input_global_scale",
             divides=True,
         ),
+        Mxfp8Dialect("ct_mxfp8", "weight_scale"),
         Fp8Dialect("modelopt_fp8", "weight_scale", calibrated=True),
+        Mxfp8Dialect("modelopt_mxfp8", "weight_scale"),
+        Mxfp8Dialect("minimax_mxfp8", "weight_scale_inv"),
         Fp4("modelopt_nvfp4", global_scale="weight_scale_2", input="input_scale"),
         Gptq("gptq"),
         Awq("awq"),

@@ -1,4 +1,4 @@
-"""Dialects of weights with one number for each element: 16-bit floats, and FP8 with all kinds of scales."""
+"""Dialects of weights with one number for each element: 16-bit floats, and FP8 with all kinds of scales, MXFP8."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from torch import Tensor
 from polymoe.checkpoint.dialects.base import SCALE_NAMES, Dialect, expect, expect_number, headers_of, stored_matrix
 from polymoe.checkpoint.files import Header
 from polymoe.errors import FormatError
-from polymoe.formats import Encoding, Granularity, PerChannel, PerGroup, PerTensor, QuantTensor
+from polymoe.formats import FORMATS, Encoding, Granularity, PerChannel, PerGroup, PerTensor, QuantTensor
 
-__all__ = ["Fp8Dialect", "Plain", "static_scale"]
+__all__ = ["Fp8Dialect", "Mxfp8Dialect", "Plain", "static_scale"]
 
 _USUAL_BLOCKS = (128, 64, 32)
+_MXFP8 = FORMATS["mxfp8"].encoding
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,39 @@ class Fp8Dialect(Dialect):
 
     def input_scale(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
         return static_scale(tensors.get("input_scale"))
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp8Dialect(Dialect):
+    """MXFP8: ``weight`` F8_E4M3 [N, K], and [N, K/32] exponents of scales as bytes, under one of several names.
+
+    Attributes:
+        scale: suffix of the scale.
+    """
+
+    scale: str
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        return ("weight", self.scale)
+
+    def shape(self, headers: Mapping[str, Header]) -> tuple[int, int]:
+        return stored_matrix(headers, "weight")
+
+    def detect(self, headers: Mapping[str, Header], shape: tuple[int, int], hint: Encoding | None = None) -> Encoding:
+        assert _MXFP8.granularity is not None
+        expect(headers, "weight", ("F8_E4M3",), shape)
+        expect(headers, self.scale, ("U8", "F8_E8M0"), _MXFP8.granularity.scale_shape(*shape))
+        return _MXFP8
+
+    def read(self, tensors: Mapping[str, Tensor], shape: tuple[int, int], hint: Encoding | None = None) -> QuantTensor:
+        encoding = self.detect(headers_of(tensors), shape, hint)
+        return QuantTensor(tensors["weight"], encoding, tensors[self.scale].view(torch.float8_e8m0fnu))
+
+    def write(self, matrix: QuantTensor, input_scale: Tensor | None = None) -> dict[str, Tensor]:
+        if matrix.encoding != _MXFP8 or matrix.scales is None:
+            raise self._refuse(matrix.encoding, "mxfp8")
+        return {"weight": matrix.codes, self.scale: matrix.scales.view(torch.uint8)}
 
 
 def static_scale(stored: Tensor | None, *, divides: bool = False) -> Tensor | None:

@@ -21,7 +21,7 @@ from polymoe.engines.serving.settings import EngineSettings
 from polymoe.engines.serving.sources import SGLANG, VLLM, StackedSource
 from polymoe.engines.serving.stand_aside import LayerFacts, LayerPlan, judge_layer, reason_of
 from polymoe.errors import ArgumentError, FormatError
-from polymoe.formats import Encoding, PerGroup, QuantTensor
+from polymoe.formats import FORMATS, Encoding, PerGroup, QuantTensor
 from polymoe.problem import Problem
 from polymoe.runtime import PlanRequest
 from polymoe.shapes import ceil_div, round_up
@@ -62,13 +62,16 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
                 "ct_float": "CompressedTensorsW8A8Fp8MoEMethod",
                 "ct_int4": "CompressedTensorsWNA16MoEMethod",
                 "ct_mxfp4": "CompressedTensorsW4A4Mxfp4MoEMethod",
+                "ct_mxfp8": "CompressedTensorsW8A8Mxfp8MoEMethod",
                 "ct_nvfp4": "CompressedTensorsW4A4Nvfp4MoEMethod",
                 "deepseek": "Fp8MoEMethod",
                 "deepseek_v4 fp8_block128": "Fp8MoEMethod",
                 "deepseek_v4 mxfp4": "Mxfp4MoEMethod",
                 "gpt_oss": "GptOssMxfp4MoEMethod",
                 "gptq": "AutoGPTQMoEMethod",
+                "minimax_mxfp8": "ModelOptMxFp8FusedMoE",
                 "modelopt_fp8": "ModelOptFp8MoEMethod",
+                "modelopt_mxfp8": "ModelOptMxFp8FusedMoE",
                 "modelopt_nvfp4": "ModelOptNvFp4FusedMoE",
                 "plain": "UnquantizedFusedMoEMethod",
             },
@@ -235,7 +238,8 @@ def _encodings(whole: ExpertsSpec, rank: ExpertsSpec, engine: Engine) -> tuple[E
                 "intermediate size on a rank", expected=f"whole blocks of {block.n}", got=str(rank.intermediate)
             )
         up = down = replace(whole.up, granularity=PerGroup(finer, finer))
-    if up.element == "e4m3":  # both engines hold these scales so, however the checkpoint stores them
+    if up.element == "e4m3" and up != FORMATS["mxfp8"].encoding:
+        # Both engines hold these scales so, however the checkpoint stores them.
         up, down = replace(up, scale_dtype="float32"), replace(down, scale_dtype="float32")
     return up, down
 

@@ -76,12 +76,15 @@ VLLM: Mapping[str, StackedSource] = MappingProxyType(
         "CompressedTensorsW4A4Mxfp4MoEMethod": _source("ct_mxfp4"),
         "CompressedTensorsW4A4Nvfp4MoEMethod": _source("ct_nvfp4"),
         "CompressedTensorsW8A8Fp8MoEMethod": _source("ct_float"),
+        "CompressedTensorsW8A8Mxfp8MoEMethod": _source("ct_mxfp8"),
         "CompressedTensorsWNA16MarlinMoEMethod": _source("ct_int4"),
         "CompressedTensorsWNA16MoEMethod": _source("ct_int4"),
         "Fp8MoEMethod": _source("deepseek", "modelopt_fp8"),
         # The loader gives each tensor-parallel rank whole groups of 32 columns, the last rank fewer.
         "GptOssMxfp4MoEMethod": _source(_MXFP4, interleaved=True, multiple=32),
         "ModelOptFp8MoEMethod": _source("modelopt_fp8"),
+        # vLLM's MiniMax-M3 loads weight_scale_inv under this name.
+        "ModelOptMxFp8FusedMoE": _source("modelopt_mxfp8"),
         "ModelOptNvFp4FusedMoE": _source("modelopt_nvfp4"),
         "Mxfp4MoEMethod": _source(_MXFP4),
         "UnquantizedFusedMoEMethod": _source("plain"),

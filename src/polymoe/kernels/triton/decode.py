@@ -19,11 +19,13 @@ import triton.language as tl
 
 __all__ = [
     "E2M1_SHIFT",
+    "E4M3_SCALED_SHIFT",
     "E4M3_SHIFT",
     "decode_16bit",
     "decode_e2m1",
     "decode_e4m3",
     "decode_e4m3_half",
+    "decode_e4m3_scaled",
     "decode_int4",
     "factor_e4m3",
     "factor_e8m0",
@@ -36,6 +38,10 @@ exact in bfloat16. Larger scales need PLAIN; the fast path would make them NaN, 
 
 E4M3_SHIFT = 8
 """E4M3's bits, shifted to float16's fields, are the number times 2**-8. This is exact, and the epilogue undoes it."""
+
+E4M3_SCALED_SHIFT = 18
+"""With E8M0 scales the fast path holds E4M3 weights times 2**-18. Scales from 2**-106 to 2**25 are then exact in
+bfloat16, and larger ones become NaN, as for E2M1_SHIFT."""
 
 
 @triton.jit
@@ -209,6 +215,40 @@ def decode_e4m3(words, factor, zero, OPERAND: tl.constexpr, PLAIN: tl.constexpr)
             """,
             "=&r,=&r,r",
             [words],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
+def decode_e4m3_scaled(words, factor, zero, OPERAND: tl.constexpr, PLAIN: tl.constexpr):
+    """Return two planes of E4M3 times their power of two. Without PLAIN: times 2**-18 (see E4M3_SCALED_SHIFT)."""
+    if PLAIN:
+        w = words.to(tl.int32)
+        return (
+            (factor_e4m3(w & 255, True) * factor).to(OPERAND),
+            (factor_e4m3((w >> 8) & 255, True) * factor).to(OPERAND),
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 s, m, z;
+            mov.b32 z, 0x80008000;
+            shl.b32 s, $2, 8;
+            shl.b32 m, $2, 4;
+            and.b32 m, m, 0x07F007F0;
+            lop3.b32 m, s, z, m, 0xEA;
+            fma.rn.bf16x2 $0, m, $3, z;
+            shr.u32 m, $2, 4;
+            and.b32 m, m, 0x07F007F0;
+            lop3.b32 m, $2, z, m, 0xEA;
+            fma.rn.bf16x2 $1, m, $3, z;
+            }
+            """,
+            "=&r,=&r,r,r",
+            [words, factor],
             dtype=(tl.bfloat16, tl.bfloat16),
             is_pure=True,
             pack=2,

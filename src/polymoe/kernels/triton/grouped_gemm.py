@@ -91,21 +91,21 @@ def _mainloop_step(
         if GATED:
             gate_part = tl.dot(gate_planes[p], x, gate_part, input_precision="ieee")
     if BY_STEP:
-        part = acc + part * step_scale(up_scales, x_scales, SCALE_AT, X_SCALE)
+        part = acc + part * step_scale(up_scales, x_scales, FACTOR, SCALE_AT, X_SCALE)
         if GATED:
-            gate_part = gate_acc + gate_part * step_scale(gate_scales, x_scales, SCALE_AT, X_SCALE)
+            gate_part = gate_acc + gate_part * step_scale(gate_scales, x_scales, FACTOR, SCALE_AT, X_SCALE)
     return part, gate_part
 
 
 @triton.jit
-def step_scale(scales, x_scales, SCALE_AT: tl.constexpr, X_SCALE: tl.constexpr):
+def step_scale(scales, x_scales, FACTOR: tl.constexpr, SCALE_AT: tl.constexpr, X_SCALE: tl.constexpr):
     """Return the factor of one step's result: the scale of a block of weights, of x, or both."""
     if SCALE_AT != "block":
         return x_scales[None, :]
     elif X_SCALE != "block":
-        return scales.to(tl.float32)
+        return FACTOR(scales, True)
     else:
-        return scales.to(tl.float32) * x_scales[None, :]
+        return FACTOR(scales, True) * x_scales[None, :]
 
 
 @triton.jit
@@ -144,14 +144,14 @@ def _broadcast_groups(groups, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, GROUPS
 @triton.jit
 def epilogue(
     acc, codes_scale_ptr, global_ptr, bias_ptr, expert, n, scale_e, scale_n, bias_e, x_scale, weight,
-    bias_share, POST: tl.constexpr, GROUP_N: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr,
-    UNSHIFT: tl.constexpr, X_SCALE: tl.constexpr, ROUTER_WEIGHT_ON_INPUT: tl.constexpr,
+    bias_share, FACTOR: tl.constexpr, POST: tl.constexpr, GROUP_N: tl.constexpr, GLOBAL: tl.constexpr,
+    BIAS: tl.constexpr, UNSHIFT: tl.constexpr, X_SCALE: tl.constexpr, ROUTER_WEIGHT_ON_INPUT: tl.constexpr,
 ):  # fmt: skip
     """Apply to the accumulator [BLOCK_N, BLOCK_M] what multiplies or adds to a whole row or column: scales and bias."""
     if UNSHIFT != 0:
         acc *= 2.0**UNSHIFT
     if POST:
-        acc *= tl.load(codes_scale_ptr + expert * scale_e + (n // GROUP_N) * scale_n).to(tl.float32)[:, None]
+        acc *= FACTOR(tl.load(codes_scale_ptr + expert * scale_e + (n // GROUP_N) * scale_n), True)[:, None]
     if GLOBAL:
         acc *= tl.load(global_ptr + expert)
     if X_SCALE == "row":
@@ -295,12 +295,12 @@ def _compute_tile(
     bias_share = tl.where(split == 0, 1.0, 0.0) if SPLIT_K > 1 else 1.0
     acc = epilogue(
         acc, up_scale_ptr, up_global_ptr, up_bias_ptr, expert, n, scale_e, scale_n, bias_e, x_scale, weight,
-        bias_share, POST, GROUP_N, GLOBAL, BIAS, UNSHIFT, X_SCALE, ROUTER_WEIGHT_ON_INPUT,
+        bias_share, FACTOR, POST, GROUP_N, GLOBAL, BIAS, UNSHIFT, X_SCALE, ROUTER_WEIGHT_ON_INPUT,
     )  # fmt: skip
     if GATED:
         gate_acc = epilogue(
             gate_acc, gate_scale_ptr, gate_global_ptr, gate_bias_ptr, expert, n, scale_e, scale_n, bias_e, x_scale,
-            weight, bias_share, POST, GROUP_N, GLOBAL, BIAS, UNSHIFT, X_SCALE, ROUTER_WEIGHT_ON_INPUT,
+            weight, bias_share, FACTOR, POST, GROUP_N, GLOBAL, BIAS, UNSHIFT, X_SCALE, ROUTER_WEIGHT_ON_INPUT,
         )  # fmt: skip
     out_row = (expanded_row if SCATTER else row).to(tl.int64)
     out_at = out_ptr + split.to(tl.int64) * out_split + out_row[:, None] * N + out_n[None, :]

@@ -117,10 +117,10 @@ def _short_k_tile(
             part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32) if BY_STEP else acc
             for p in tl.static_range(PLANES):
                 part = tl.dot(planes[p], xs[s * PLANES + p], part, input_precision="ieee")
-            acc = acc + part * step_scale(scales, x_scales[s], SCALE_AT, X_SCALE) if BY_STEP else part
+            acc = acc + part * step_scale(scales, x_scales[s], FACTOR, SCALE_AT, X_SCALE) if BY_STEP else part
         acc = epilogue(
             acc, scale_ptr, global_ptr, bias_ptr, expert, n, scale_e, scale_n, bias_e, x_scale, valid,
-            1.0, SCALE_AT == "row", GROUP_N, GLOBAL, BIAS, UNSHIFT, X_SCALE, False,
+            1.0, FACTOR, SCALE_AT == "row", GROUP_N, GLOBAL, BIAS, UNSHIFT, X_SCALE, False,
         )  # fmt: skip
         mask = valid[:, None] & (out_n < N)[None, :]
         out_at = out_ptr + out_row[:, None] * N + out_n[None, :]

@@ -20,7 +20,7 @@ __all__ = ["OPERANDS", "UNQUANTIZED", "Operand", "Quantization", "activate_and_q
 OPERANDS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 """Types of MMA operands, as Triton names them."""
 
-_GROUP = 128
+_GROUP, _MX_GROUP = 128, 32
 _BLOCK = 1024
 
 
@@ -29,8 +29,9 @@ class Quantization:
     """How the input of a GEMM is rounded to E4M3. The MMA's operands have 16 bits, which hold every E4M3 number.
 
     Attributes:
-        mode: "none", "row" (one scale for each row), "block" (one for each row and 128 columns), or "static" (one for
-            each expert, so that x needs expanded rows).
+        mode: "none", "row" (one scale for each row), "block" (one for each row and 128 columns), "static" (one for
+            each expert, so that x needs expanded rows), or "mx" (a power of two for each row and 32 columns, by which
+            the numbers are multiplied again: bfloat16 holds the products, so that no scale is left over).
         static_E: float32 scales of "static".
     """
 
@@ -65,7 +66,7 @@ class Operand:
     @staticmethod
     def shapes(rows: int, columns: int, mode: str) -> tuple[tuple[int, int], tuple[int, int] | None]:
         """Return the shapes of the values and of the scales of an operand, None where it has no scales."""
-        if mode == "none":
+        if mode in ("none", "mx"):
             return (rows, columns), None
         return (rows, columns), (rows, ceil_div(columns, _GROUP) if mode == "block" else 1)
 
@@ -74,10 +75,11 @@ class Operand:
         """Return the operand in these tensors, not yet written."""
         rows, columns = values.shape
         width = triton.next_power_of_2(columns)
-        block = width if mode == "row" else min(_BLOCK, max(width, _GROUP if mode == "block" else planes))
+        group = {"block": _GROUP, "mx": _MX_GROUP}.get(mode)
+        block = width if mode == "row" else min(_BLOCK, max(width, group or planes))
         constants = {
             "MODE": mode,
-            "GROUP": {"block": _GROUP}.get(mode, block),
+            "GROUP": group or block,
             "PLANES": planes,
             "BLOCK": block,
             "ROWS": max(1, _BLOCK // block) if rows > 512 else 1,
@@ -156,10 +158,17 @@ def convert_rows(
         GROUPS: tl.constexpr = BLOCK // GROUP
         grouped = tl.reshape(tl.where(inside, x, 0.0), (ROWS, PLANES, GROUPS, GROUP // PLANES))
         amax = tl.max(tl.max(tl.abs(grouped), 3), 1)
-        scale = tl.div_rn(amax, tl.full((ROWS, GROUPS), 448.0, tl.float32))
-        scale = tl.where(scale == 0, 1.0, scale)
-        quantized = round_e4m3(tl.div_rn(grouped, tl.zeros_like(grouped) + scale[:, None, :, None]))
-        x = tl.reshape(quantized, (ROWS, PLANES, WORDS))
+        if MODE == "mx":
+            # 448 is 1.75 * 2**8: a fraction of amax above 0.75 carries into the exponent, from which 8 is taken.
+            exponent = ((amax.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8
+            scale = (tl.maximum(exponent, 1) << 23).to(tl.float32, bitcast=True)
+        else:
+            scale = tl.div_rn(amax, tl.full((ROWS, GROUPS), 448.0, tl.float32))
+            scale = tl.where(scale == 0, 1.0, scale)
+        spread = tl.zeros_like(grouped) + scale[:, None, :, None]
+        quantized = round_e4m3(tl.div_rn(grouped, spread))
+        x = tl.reshape(quantized * spread if MODE == "mx" else quantized, (ROWS, PLANES, WORDS))
+    if MODE == "row" or MODE == "block":
         num_groups = tl.cdiv(columns, GROUP)
         group = cta_of_row * GROUPS + tl.arange(0, GROUPS)[None, :]
         mask = (group < num_groups) & (row < rows)[:, None]
