@@ -20,7 +20,7 @@ from polymoe.checkpoint.dialects import DIALECTS, Dialect, headers_of
 from polymoe.checkpoint.dialects.float import Fp8Dialect
 from polymoe.checkpoint.dialects.fp4 import ByWeight, Fp4
 from polymoe.errors import CheckpointError, FormatError, PolymoeError, UnsupportedProblem
-from polymoe.formats import Encoding, PerGroup
+from polymoe.formats import FORMATS, Encoding, PerGroup
 from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
 
 __all__ = ["SGLANG", "VLLM", "StackedExperts", "StackedSource", "source_of"]
@@ -215,13 +215,14 @@ class StackedExperts:
         """Return how the engine's own method holds the inputs of these experts.
 
         The methods that store E4M3 weights multiply them by E4M3 inputs. Their scales are the checkpoint's where the
-        method has tensors for them, of groups of 128 columns where weights have blocks, else of tokens.
+        method has tensors for them, of groups of 128 columns where weights have blocks, else of tokens. For MXFP8 the
+        methods choose 16 bits on GPUs before SM100, and so it is here on all: no kernel multiplies MXFP8 as it is.
 
         Raises:
             FormatError: as :meth:`encodings`.
         """
         up = self.encodings()[0]
-        if up.element != "e4m3":
+        if up.element != "e4m3" or up == FORMATS["mxfp8"].encoding:
             return UNQUANTIZED
         if any(f"w13_{s}" in self.tensors for s in self.dialect.optional if s.startswith("input")):
             return FP8_STATIC
