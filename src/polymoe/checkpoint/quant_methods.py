@@ -157,7 +157,7 @@ def _compressed_activations(inputs: ConfigReader) -> ActivationQuantization:
         return UNQUANTIZED
     if not inputs.config.get("dynamic"):
         return FP8_STATIC
-    columns = inputs.width("group_size") if inputs.text("strategy") == "group" else None
+    columns = inputs.width("group_size") if inputs.text("strategy") == "group" else 0
     return {128: FP8_GROUP128, 32: ACTIVATIONS["mxfp8"]}.get(columns, FP8_TOKEN)
 
 
