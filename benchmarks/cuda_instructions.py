@@ -21,6 +21,7 @@ import triton
 from polymoe.atomic import replace_file
 from polymoe.kernels.cuda import modules
 from polymoe.kernels.cuda.sizes import W4_FORMATS, W4A8, W4A16_MMA, W4A16_WGMMA
+from polymoe.kernels.cuda.targets import SM90, TARGETS, Target
 
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 """The disassembler that comes with Triton."""
@@ -30,9 +31,9 @@ Instructions = list[tuple[int, str]]
 
 
 @cache
-def disassembled(unit: str, name: str) -> Instructions:
+def disassembled(unit: str, name: str, target: Target = SM90) -> Instructions:
     """A kernel's instructions."""
-    command = [TOOL, "-sass", "-fun", name, modules.cubin_path(unit)]
+    command = [TOOL, "-sass", "-fun", name, modules.cubin_path(unit, target)]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return [(int(a, 16), t.strip()) for a, t in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", text)]
 
@@ -45,10 +46,10 @@ def loops(instructions: Instructions) -> Iterator[list[str]]:
             yield [t for a, t in instructions if start <= a <= address]
 
 
-def mma_costs(format: str, part: str, block_m: int, block_n: int) -> dict[int, float]:
+def mma_costs(format: str, part: str, block_m: int, block_n: int, target: Target = SM90) -> dict[int, float]:
     """Of a w4a16_mma kernel: instructions for eight weights of a lane, by the rows of x that its loop multiplies."""
     # Two tiles of 16 rows by 64 columns are eight words; kernels for 16 rows have a loop for 8 too.
-    found = disassembled(W4A16_MMA.unit(format), W4A16_MMA.kernel(part, block_m, block_n))
+    found = disassembled(W4A16_MMA.unit(format), W4A16_MMA.kernel(part, block_m, block_n), target)
     loads = [(sum("LDSM.16.M88.4" in text for text in body), body) for body in loops(found)]  # two for 8 rows of x
     outer_first = sorted(loads, key=lambda load: -len(load[1]))
     return {4 * count: len(body) / 8 for count, body in outer_first if count in (2, 4)}
@@ -82,7 +83,7 @@ def w4a8_costs(part: str, block_m: int) -> dict[int, float]:
 
 
 def table() -> str:
-    """Of gate and up, all formats, as Markdown."""
+    """Of gate and up, all formats, as Markdown. Kernels are SM90's unless a row names another target."""
     lines = ["| kernel | rows of x | " + " | ".join(W4_FORMATS) + " |", "|---|---|" + "---|" * len(W4_FORMATS)]
     part = "gate_up"
     rows: list[tuple[str, list[dict[int, float]]]] = [
@@ -92,6 +93,12 @@ def table() -> str:
     ]
     rows += [(W4A16_WGMMA.kernel(part, m), [wgmma_costs(f, part, m) for f in W4_FORMATS]) for m in W4A16_WGMMA.tiles]
     rows += [(W4A8.kernel(part, m), [w4a8_costs(part, m)]) for m in W4A8.tiles]
+    rows += [
+        (f"{W4A16_MMA.kernel(part, m, 64)}, {t.name}", [mma_costs(f, part, m, 64, t) for f in W4_FORMATS])
+        for t in TARGETS.values()
+        if t is not SM90
+        for m in (8, 16)
+    ]
     for name, costs in rows:
         costs += [{}] * (len(W4_FORMATS) - len(costs))
         for width in sorted(costs[0]):

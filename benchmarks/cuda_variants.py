@@ -33,6 +33,7 @@ from polymoe.formats import FORMATS
 from polymoe.kernels.cuda import generate, modules
 from polymoe.kernels.cuda.driver import Module
 from polymoe.kernels.cuda.sizes import W4A8, W4A16_MMA, W4A16_WGMMA, CtaTile, FamilySizes
+from polymoe.kernels.cuda.targets import SM90, Target
 from polymoe.layouts import LAYOUTS, Packed
 from polymoe.layouts.cuda import w4a8_fragments
 from polymoe.layouts.cuda.w4a16_fragments import pack_scales
@@ -247,7 +248,7 @@ def build(folder: Path, names: Sequence[str]) -> None:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text)
             made = (folder / f"{name}.cubin").resolve()
-            command = [nvcc, *modules.OPTIONS, "-o", made, "instantiations/variant.cu"]
+            command = [nvcc, *SM90.options, "-o", made, "instantiations/variant.cu"]
             done = subprocess.run(command, cwd=temporary, capture_output=True, text=True)
         said = [line for line in done.stderr.splitlines() if line.strip()]
         print(f"{name}: {'built' if done.returncode == 0 else 'FAILED'}", *said, sep="\n    ", flush=True)
@@ -256,14 +257,13 @@ def build(folder: Path, names: Sequence[str]) -> None:
 def emulate(_: Path, names: Sequence[str]) -> None:
     """Run on the CPU with a small layer and compare."""
     sys.path.insert(0, "tests")
-    from types import SimpleNamespace
-
     from polymoe.backends.reference import run_experts
     from polymoe.numerics import relative_error
+    from support.cuda_calls import gpu
     from support.cuda_emulator import Emulator, compile_files, compile_unit
     from support.problems import problem_of, random_call, random_experts
 
-    torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=3)  # type: ignore[assignment]
+    torch.cuda.get_device_properties = lambda device: gpu(3)  # type: ignore[assignment]
     weights = random_experts(hidden=576, intermediate=448, experts=3)
     libraries = {unit: compile_unit(unit) for unit in ("permute", "finalize", "quantize")}
     for name in names:
@@ -305,10 +305,10 @@ class Launcher:
     def __init__(self, cubin: Path, most: int = 9) -> None:
         self.cubin, self.most, self.made = cubin, most, 0
 
-    def __call__(self, unit: str, name: str) -> Launcher.Kernel:
+    def __call__(self, unit: str, name: str, target: Target) -> Launcher.Kernel:
         """A kernel, of the variant unless it is one of those around the GEMMs."""
         around = unit in ("permute", "finalize", "quantize")
-        kernel = _kernel(_module(modules.cubin_path(unit) if around else self.cubin), name)
+        kernel = _kernel(_module(modules.cubin_path(unit, target) if around else self.cubin), name)
         return Launcher.Kernel(self, kernel, name)
 
     class Kernel:

@@ -100,7 +100,8 @@ def stub_driver() -> None:
     machine = Machine(DEVICES["h200"], packages={}, driver=(13, 0))
     Machine.of = classmethod(lambda cls, device=None: machine)  # type: ignore[method-assign, assignment]
     torch.cuda.current_device = lambda: 0
-    torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=132)  # type: ignore[assignment]
+    gpu = SimpleNamespace(multi_processor_count=132, major=9, minor=0, shared_memory_per_block_optin=227 * 1024)
+    torch.cuda.get_device_properties = lambda device=None: gpu  # type: ignore[assignment]
     torch.cuda.current_stream = lambda device=None: SimpleNamespace(cuda_stream=0)  # type: ignore[assignment]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +13,9 @@ from polymoe.backends.base import mapped_ids
 from polymoe.backends.cuda import Cuda, CudaConfig
 from polymoe.errors import ArgumentError
 from polymoe.kernels.cuda import modules
+from polymoe.kernels.cuda.targets import Target
 from polymoe.routing import Routing
-from support.cuda_calls import pack, run_emulated
+from support.cuda_calls import gpu, pack, run_emulated
 from support.cuda_emulator import Emulator, Recorded, compile_unit
 from support.problems import problem_of, random_call, random_experts
 
@@ -28,7 +28,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Made:
     """The launches of all runners: their kernels, grids and arguments."""
     found: Made = []
 
-    def kernel(unit: str, name: str) -> Recorded:
+    def kernel(unit: str, name: str, target: Target) -> Recorded:
         def call(args: Any, grid: tuple[int, ...], threads: int, shared: int) -> None:
             fields = {n: getattr(args, n) for n, _ in args._fields_}
             found.append({"kernel": name, "grid": grid, "thread": threading.get_ident(), **fields})
@@ -36,8 +36,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Made:
         return Recorded(call)
 
     monkeypatch.setattr(modules, "kernel", kernel)
-    properties = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu(132))
     return found
 
 

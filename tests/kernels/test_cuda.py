@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import importlib
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,25 @@ from polymoe.backends.cuda.backend import Cuda, CudaConfig
 from polymoe.kernels.cuda import driver, modules
 from polymoe.kernels.cuda.generate import generated
 from polymoe.kernels.cuda.launch import args
-from polymoe.kernels.cuda.sizes import FAMILIES, PARTS, SHARED_BYTES, W4_FORMATS, W4A16_MMA, W4A16_WGMMA
+from polymoe.kernels.cuda.sizes import FAMILIES, PARTS, W4_FORMATS, W4A16_MMA, W4A16_WGMMA
+from polymoe.kernels.cuda.targets import SM90, TARGETS, Target
 from polymoe.machine import Machine
 from support.cuda_calls import launches, names
+from support.cuda_instructions_budget import MMA_COSTS, instructions
 from support.problems import problem_of, random_experts
 
 SOURCES = Path(modules.__file__).parent
 
 
-@pytest.mark.parametrize("unit", modules.UNITS)
-def test_compiled_from_these_sources(unit: str) -> None:
-    path = modules.cubin_path(unit)
-    assert path.name == f"{unit}.{modules.source_hash(unit)}.cubin", "run scripts/build-kernels and commit what it made"
+BUILT = [pytest.param(t, unit, id=f"{t.name}-{unit}") for t in TARGETS.values() for unit in t.units]
+
+
+@pytest.mark.parametrize(("target", "unit"), BUILT)
+def test_compiled_from_these_sources(target: Target, unit: str) -> None:
+    path = modules.cubin_path(unit, target)
+    assert path.name == f"{unit}.{modules.source_hash(unit, target)}.cubin", (
+        "run scripts/build-kernels and commit what it made"
+    )
     assert path.read_bytes()[:4] == b"\x7fELF"
 
 
@@ -38,8 +45,8 @@ def test_generated_files_are_those_of_the_table() -> None:
     assert units == {Path(name).name for name in files} - {"sizes.cuh"}
 
 
-@pytest.mark.parametrize("unit", modules.UNITS)
-def test_a_unit_has_the_kernels_of_the_table(unit: str) -> None:
+@pytest.mark.parametrize(("target", "unit"), BUILT)
+def test_a_unit_has_the_kernels_of_the_table(target: Target, unit: str) -> None:
     around = {
         "permute": {
             "permutation_one_warp", "permutation_one_cta", "permutation_count", "permutation_many_ctas", "permute_x",
@@ -54,7 +61,7 @@ def test_a_unit_has_the_kernels_of_the_table(unit: str) -> None:
         for f in FAMILIES.values()
         for format in f.formats
     }
-    assert names(unit) == {**gemms, **around}[unit]
+    assert names(unit, target) == {**gemms, **around}[unit]
 
 
 @pytest.fixture
@@ -66,30 +73,29 @@ def copied(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_a_hash_changes_with_what_the_unit_includes(copied: Path) -> None:
-    before = {unit: modules.source_hash(unit) for unit in modules.UNITS}
+    before = {unit: modules.source_hash(unit, SM90) for unit in SM90.units}
     for path, changed in (
         ("gemm/w8a8.cuh", {"w8a8_fp8_block128"}),
-        ("dequant/int4.cuh", {unit for unit in modules.UNITS if unit.startswith("w4a16")}),
-        ("ptx/griddepcontrol.cuh", set(modules.UNITS)),
+        ("dequant/int4.cuh", {unit for unit in SM90.units if unit.startswith("w4a16")}),
+        ("ptx/griddepcontrol.cuh", set(SM90.units)),
     ):
         text = (copied / path).read_text()
         (copied / path).write_text(text + "\nconstexpr int kMore = 1;\n")
-        now = {unit: modules.source_hash(unit) for unit in modules.UNITS}
-        assert {unit for unit in modules.UNITS if now[unit] != before[unit]} == changed
+        now = {unit: modules.source_hash(unit, SM90) for unit in SM90.units}
+        assert {unit for unit in SM90.units if now[unit] != before[unit]} == changed
         (copied / path).write_text(text)
 
 
 def test_a_hash_does_not_change_with_comments_and_white_space(copied: Path) -> None:
-    before = modules.source_hash("permute")
+    before = modules.source_hash("permute", SM90)
     path = copied / "permute.cu"
     path.write_text("// Another comment.\n\n" + path.read_text().replace("    ", "\t"))
-    assert modules.source_hash("permute") == before
+    assert modules.source_hash("permute", SM90) == before
 
 
-def test_missing_files_say_what_to_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(modules, "_HERE", tmp_path)
+def test_missing_files_say_what_to_run(tmp_path: Path) -> None:
     with pytest.raises(modules.DriverError, match=r"permute\.\*\.cubin.*got 0.*scripts/build-kernels"):
-        modules.cubin_path("permute")
+        modules.cubin_path("permute", replace(SM90, folder=tmp_path))
 
 
 def test_a_thread_that_has_not_used_the_gpu_takes_the_device_s_context(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,9 +136,9 @@ def test_every_configuration_has_its_kernels(format: str, gated: bool) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 def test_rows_of_x_that_fit_beside_the_stages(format: str) -> None:
     """Where whole rows of x are in shared memory: 8 of 7168 columns leave room for three stages, 16 do not."""
-    assert W4A16_MMA.fits(format, 8, 7168)
-    assert not W4A16_MMA.fits(format, 16, 7168)
-    assert W4A16_MMA.fits(format, 16, 4096)
+    assert W4A16_MMA.fits(SM90.budget, format, 8, 64, 7168)
+    assert not W4A16_MMA.fits(SM90.budget, format, 16, 64, 7168)
+    assert W4A16_MMA.fits(SM90.budget, format, 16, 64, 4096)
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -159,30 +165,11 @@ def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, config: CudaCon
         assert grid == (132, 1)
         assert threads % 32 == 0
         assert threads <= 1024
-        assert 16 * 1024 < shared <= SHARED_BYTES
+        assert 16 * 1024 < shared <= SM90.budget.shared_bytes
     assert by_name[first][0]["rows"] == 30
     assert by_name[finalize][1] == (10, 1)  # tokens come first: more than 65535 CTAs fit only there
     assert by_name[finalize][0]["out_dtype"] == 1  # float16
     assert (by_name[finalize][0]["expanded_to_permuted"] is not None) == tiled  # y is by permuted row
-
-
-def instructions() -> Any:
-    """benchmarks/cuda_instructions.py, where there is a disassembler."""
-    pytest.importorskip("triton")
-    module = importlib.import_module("cuda_instructions")
-    if not module.TOOL.exists():
-        pytest.skip("this Triton has no disassembler")
-    return module
-
-
-# Instructions for eight weights of each lane, in kernels for 8 rows, and in those for 16 with up to 8 and with more: a
-# budget, not a wish.
-MOST = {
-    "mxfp4": (19.0, 19.0, 20.5),
-    "nvfp4": (22.0, 22.0, 23.0),
-    "int4_g32": (20.0, 23.5, 25.0),
-    "int4_g128": (17.5, 23.5, 25.0),
-}
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -195,7 +182,7 @@ def test_instructions_that_eight_weights_cost(format: str, part: str, block_m: i
     assert not any(re.match(r"(LDL|STL)", text) for _, text in found), "spills"
     cost = instructions().mma_costs(format, part, block_m, block_n)
     assert sorted(cost) == [8, 16][: block_m // 8]
-    for some, most in zip(sorted(cost), MOST[format][block_m // 16 :], strict=False):
+    for some, most in zip(sorted(cost), MMA_COSTS[format][block_m // 16 :], strict=False):
         assert cost[some] <= most
 
 

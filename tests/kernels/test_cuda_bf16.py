@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from polymoe.backends.cuda.backend import CudaConfig
-from polymoe.kernels.cuda.sizes import BF16, MAX_STAGES, SHARED_BYTES
+from polymoe.kernels.cuda.sizes import BF16, MAX_STAGES
+from polymoe.kernels.cuda.targets import SM90
 from support.cuda_calls import launches
 
 
@@ -24,4 +25,4 @@ def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, rows: int, gate
         tile = BF16.tiles[rows]
         assert threads == tile.warpgroups * 128 + 128
         assert 3 <= args["stages"] <= MAX_STAGES
-        assert shared <= SHARED_BYTES  # the emulator checks that a kernel stays inside
+        assert shared <= SM90.budget.shared_bytes  # the emulator checks that a kernel stays inside

@@ -19,6 +19,7 @@ from polymoe.kernels.cuda.launch.args import DTYPES, QuantizePermutedArgs
 from polymoe.kernels.cuda.launch.permutation import Permutation
 from polymoe.kernels.cuda.launch.tiled import e4m3_tile_bytes
 from polymoe.kernels.cuda.sizes import BF16
+from polymoe.kernels.cuda.targets import SM90
 from polymoe.machine import Machine
 from polymoe.numerics import TOLERANCE, relative_error
 from polymoe.routing import Routing
@@ -258,7 +259,7 @@ def test_quantize(
     tiles = torch.full((padded, e4m3_tile_bytes(1, hidden)), 0xFF, dtype=torch.uint8)
     where = found["expanded_to_permuted"]
     args = QuantizePermutedArgs(x.data_ptr(), tiles.data_ptr(), where.data_ptr(), hidden, top_k, DTYPES[dtype])
-    launch = modules.kernel("quantize", "quantize_permuted").prepare(args, 256)
+    launch = modules.kernel("quantize", "quantize_permuted", SM90).prepare(args, 256)
     launch.set_grid(tokens, -(-hidden // 4096))
     launch(0)
     blocks = -(-hidden // 128)
@@ -279,7 +280,7 @@ def permuted(
     ids: torch.Tensor, *, first_expert: int, experts: int, block_m: int, with_inverse: bool = True
 ) -> dict[str, torch.Tensor]:
     """The arrays of a permutation, by name."""
-    permutation = Permutation(first_expert, experts, block_m, with_inverse)
+    permutation = Permutation(first_expert, experts, block_m, with_inverse, target=SM90)
     words = torch.empty(permutation.resize(ids.numel()) // 4, dtype=torch.int32)
     args, found = permutation.args, {}
     args.ids, args.long_ids = ids.data_ptr(), ids.dtype == torch.int64

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from polymoe.backends.cuda.backend import CudaConfig
-from polymoe.kernels.cuda.sizes import SHARED_BYTES, W4A8
+from polymoe.kernels.cuda.sizes import W4A8
+from polymoe.kernels.cuda.targets import SM90
 from support.cuda_calls import launches
 
 
@@ -32,4 +33,4 @@ def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, rows: int) -> N
         assert grid == (132, 1)
         assert threads == shape.warpgroups * 128 + 128
         assert args["stages"] >= 3
-        assert shared <= SHARED_BYTES  # the emulator checks that a kernel stays inside
+        assert shared <= SM90.budget.shared_bytes  # the emulator checks that a kernel stays inside

@@ -13,10 +13,12 @@ import torch
 
 from polymoe.backends.base import layouts_for
 from polymoe.backends.cuda.backend import Cuda, CudaConfig
+from polymoe.backends.cuda.runner import CudaRunner
 from polymoe.backends.reference import run_experts
 from polymoe.kernels.cuda import modules
 from polymoe.kernels.cuda.launch.args import DTYPES, QuantizeRowsArgs
 from polymoe.kernels.cuda.sizes import e4m3_row_bytes, round_up
+from polymoe.kernels.cuda.targets import SM90, Target
 from polymoe.layouts import LAYOUTS, Packed
 from polymoe.machine import Machine
 from polymoe.numerics import TOLERANCE, relative_error
@@ -28,6 +30,13 @@ from support.problems import problem_of, random_call, random_experts
 
 same_experts = cache(random_experts)
 """Quantized once for all configurations."""
+
+
+def gpu(sms: int, target: Target = SM90) -> SimpleNamespace:
+    """What torch says of a GPU of so many SMs that kernels of ``target`` are for."""
+    major, minor = target.capabilities[0]
+    shared = target.budget.shared_bytes
+    return SimpleNamespace(multi_processor_count=sms, major=major, minor=minor, shared_memory_per_block_optin=shared)
 
 
 def need_sm90() -> None:
@@ -107,26 +116,27 @@ def run_emulated(
     blocks: int = 3,
     coarse: bool = False,
     options: dict[str, torch.Tensor] | None = None,
+    target: Target = SM90,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, list[str]]:
-    """The result on a GPU of ``blocks`` SMs, emulated, and the kernels launched."""
+    """The result on a GPU of ``blocks`` SMs, emulated, and the kernels launched. ``libraries`` are compiled for
+    ``target``."""
     problem = problem_of(weights, **kwargs)
     packed = pack(problem, weights)
     emulator = Emulator(libraries, list(packed.tensors.values()), coarse=coarse)
     monkeypatch.setattr(modules, "kernel", emulator)
-    properties = SimpleNamespace(multi_processor_count=blocks)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu(blocks))
     out = torch.full_like(x, float("nan"))
-    runner = Cuda().bind(problem, packed)
+    runner = CudaRunner(problem, packed, target)
     # Where no kernel writes, every number is NaN.
     bytes = runner.workspace_bytes(len(x), routing.topk_ids_TA.shape[1], config)
     runner.run(x, routing, config, out, workspace=torch.full((bytes,), 0xFF, dtype=torch.uint8), **(options or {}))
     return out, emulator.made
 
 
-def names(unit: str) -> set[str]:
+def names(unit: str, target: Target = SM90) -> set[str]:
     """Kernels of a compiled source file."""
-    found = re.findall(rb"\.text\.([a-z0-9_]+)\0", modules.cubin_path(unit).read_bytes())
+    found = re.findall(rb"\.text\.([a-z0-9_]+)\0", modules.cubin_path(unit, target).read_bytes())
     return {name.decode() for name in found}
 
 
@@ -152,8 +162,8 @@ def launches(
     packed tensors."""
     made: list[Made] = []
 
-    def record(unit: str, name: str) -> Any:
-        assert name in names(unit)
+    def record(unit: str, name: str, target: Target) -> Any:
+        assert name in names(unit, target)
 
         def call(args: Any, grid: Any, threads: int, shared: int = 0) -> None:
             made.append(Made(name, {n: getattr(args, n) for n, _ in args._fields_}, tuple(grid), threads, shared))
@@ -161,8 +171,7 @@ def launches(
         return Recorded(call)
 
     monkeypatch.setattr(modules, "kernel", record)
-    properties = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu(132))
     weights = random_experts(format, hidden=sizes[0], intermediate=sizes[1], gated=gated, bias=True)
     problem = problem_of(weights, **kwargs)
     packed = pack(problem, weights)
@@ -177,7 +186,7 @@ def quantized_rows(kernel: str, x_TH: torch.Tensor) -> torch.Tensor:
     out = torch.empty(tokens, e4m3_row_bytes(columns), dtype=torch.uint8)
     threads = min(512, round_up(columns // 16, 32))
     args = QuantizeRowsArgs(x_TH.data_ptr(), out.data_ptr(), columns, DTYPES[x_TH.dtype])
-    launch = modules.kernel("quantize", kernel).prepare(args, threads)
+    launch = modules.kernel("quantize", kernel, SM90).prepare(args, threads)
     launch.set_grid(tokens, -(-columns // (16 * threads)))
     launch(0)
     return out

@@ -15,6 +15,7 @@ from typing import Any
 from filelock import FileLock
 
 from polymoe.kernels.cuda import modules
+from polymoe.kernels.cuda.targets import SM90, Target
 
 __all__ = ["Emulator", "compile_files", "compile_unit", "sources"]
 
@@ -37,12 +38,14 @@ def sources() -> dict[str, str]:
     return {path.relative_to(SOURCES).as_posix(): path.read_text() for path in paths}
 
 
-def compile_unit(unit: str) -> ctypes.CDLL:
-    """One of the kernels' units as a shared library."""
-    return compile_files(sources(), modules.UNITS[unit], ARGS.get(unit, ("GemmArgs",)), unit)
+def compile_unit(unit: str, target: Target = SM90) -> ctypes.CDLL:
+    """One of the kernels' units as a shared library, configured as for ``target``."""
+    return compile_files(sources(), target.units[unit], ARGS.get(unit, ("GemmArgs",)), unit, target.defines)
 
 
-def compile_files(files: dict[str, str], unit: str, args: tuple[str, ...], name: str) -> ctypes.CDLL:
+def compile_files(
+    files: dict[str, str], unit: str, args: tuple[str, ...], name: str, defines: tuple[str, ...] = ()
+) -> ctypes.CDLL:
     """A source file among others, with asynchronous copies, barriers and MMAs emulated.
 
     Compiled once for the same sources and compiler: libraries stay in a folder that all runs and workers share.
@@ -52,10 +55,12 @@ def compile_files(files: dict[str, str], unit: str, args: tuple[str, ...], name:
         unit: the path of the one to compile.
         args: structures that its kernels take.
         name: of the library.
+        defines: macros that are defined.
     """
     own = {path.relative_to(HERE).as_posix(): path.read_text() for path in HERE.rglob("*.*h")}
     calls = "".join(f"POLYMOE_CALL({struct})\n" for struct in args)
-    main = {"main.cpp": f'#include "cuda.h"\n#include "{unit}"\n{calls}'}
+    macros = "".join(f"#define {name}\n" for name in defines)
+    main = {"main.cpp": f'{macros}#include "cuda.h"\n#include "{unit}"\n{calls}'}
     read = modules.included("main.cpp", {**files, **own, **main}.__getitem__)
     texts = {
         path: text.replace("extern __shared__", "extern").replace("__shared__", "static") for path, text in read.items()
@@ -114,7 +119,7 @@ class Emulator:
         flat = [v for t in tensors for v in (t.data_ptr(), t.numel() * t.element_size())]
         self.ranges = (ctypes.c_long * len(flat))(*flat)
 
-    def __call__(self, unit: str, name: str) -> Any:
+    def __call__(self, unit: str, name: str, target: Target) -> Any:
         """A kernel by its name, whose prepared launches run when they are called."""
         library = self.libraries[unit]
 

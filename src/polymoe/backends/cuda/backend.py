@@ -21,6 +21,7 @@ from polymoe.backends.cuda.families import FAMILIES, KernelFamily, families_for,
 from polymoe.backends.cuda.runner import CudaRunner
 from polymoe.backends.features import ANY, SHARDS, Handled
 from polymoe.cost import cost
+from polymoe.kernels.cuda.targets import target_for
 from polymoe.layouts import Packed
 from polymoe.machine import Machine
 from polymoe.problem import Problem
@@ -70,9 +71,9 @@ class Cuda(BackendBase):
         """Accept the problem, or return every reason against it: GPU, driver, formats, and options without a kernel."""
         device, spec, reasons = machine.device, problem.spec, Reasons()
         families = tuple(FAMILIES.values())
-        built = sorted({arch for family in families for arch in family.architectures})
-        on = " or ".join(f"SM{major}{minor}" for major, minor in built)
-        reasons.need(device.capability in built, "GPU", on, device.arch)
+        readers_of_all = [f for f in families_for(problem) if _usable(problem, f)] or families
+        built = sorted({arch for family in readers_of_all for arch in family.architectures})
+        reasons.need(device.capability in built, "GPU", _listed(built), device.arch)
         driver = machine.driver
         version = ".".join(map(str, driver)) if driver else "none"
         newest = ".".join(map(str, _DRIVER))
@@ -104,14 +105,13 @@ class Cuda(BackendBase):
 
     def configure(self, problem: Problem, machine: Machine, tokens: int) -> CudaConfig:
         """Return the configuration for the mean number of rows of the experts that have any."""
-        spec = problem.spec
         active = cost(problem, machine.device, tokens).active_experts
-        mean = tokens * problem.top_k * spec.local_experts / spec.experts / max(active, 1e-9)
-        for family, config, most_rows in _choices(problem):
+        mean = _mean_rows(problem, machine, tokens)
+        for family, config, most_rows in _choices(problem, machine):
             if mean <= most_rows:
                 return _shorter(problem, machine, family, config, active)
-        last = [family for family in families_for(problem) if _usable(problem, family)][-1]
-        return CudaConfig(last.name, max(last.sizes.tiles), *last.sizes.block_ns[:1])
+        last = _families(problem, machine)[-1]
+        return max(_configs(problem, machine, last), key=lambda config: config.block_m)
 
     def tuning_configs(
         self, problem: Problem, machine: Machine, tokens: int, timed: Sequence[tuple[Config, float]] = ()
@@ -123,23 +123,23 @@ class Cuda(BackendBase):
         if timed:
             return ()
         found = [self.configure(problem, machine, tokens)]
-        for family in families_for(problem):
-            if not _usable(problem, family) or family.check_tokens > max(tokens, 8):
+        for family in _families(problem, machine):
+            if family.check_tokens > max(tokens, 8):
                 continue
-            sizes = family.sizes
-            configs = [CudaConfig(family.name, m, n) for m in sizes.tiles for n in sizes.block_ns or (0,)]
+            found += _configs(problem, machine, family)
             if family.shorter:
-                configs.append(CudaConfig(family.name, family.shorter.block_m, 0, family.shorter.instead))
-            found += [config for config in configs if _fits(problem, config)]
+                found.append(CudaConfig(family.name, family.shorter.block_m, 0, family.shorter.instead))
         return tuple(dict.fromkeys(found))
 
     def predict(self, problem: Problem, machine: Machine, tokens: int) -> Prediction:
         """Return the sum of the times for memory, math and launches, at rates fitted to measurements on one H200.
 
-        Errors were at most 3 % for w4a16_mma, 15 % for w4a16_wgmma, 5 % for bf16 and 20 % for E4M3 rows.
+        Errors were at most 3 % for w4a16_mma, 15 % for w4a16_wgmma, 5 % for bf16 and 20 % for E4M3 rows. For other GPUs
+        the same rates are assumed.
         """
         c, config = cost(problem, machine.device, tokens), self.configure(problem, machine, tokens)
-        return Prediction(config.kernels.rates.time_us(c.memory_us, c.compute_us), "cost model")
+        rates = config.kernels.rates
+        return Prediction(rates.time_us(c.memory_us, c.compute_us, _mean_rows(problem, machine, tokens)), "cost model")
 
     def bind(self, problem: Problem, packed: Packed) -> Runner:
         """Return a runner for the packed layer."""
@@ -151,19 +151,46 @@ def _usable(problem: Problem, family: KernelFamily) -> bool:
     return family.batch_invariant or not problem.batch_invariant
 
 
-def _fits(problem: Problem, config: CudaConfig) -> bool:
-    """Return whether the pipelines of both GEMMs fit in shared memory."""
-    spec = problem.spec
+def _families(problem: Problem, machine: Machine) -> list[KernelFamily]:
+    """Return the families that may be used on the machine's GPU, in the order of the table."""
+    return [family for family in families_for(problem, machine.device.capability) if _usable(problem, family)]
+
+
+def _mean_rows(problem: Problem, machine: Machine, tokens: int) -> float:
+    """Return the mean number of rows of the experts that have any."""
+    spec, active = problem.spec, cost(problem, machine.device, tokens).active_experts
+    return tokens * problem.top_k * spec.local_experts / spec.experts / max(active, 1e-9)
+
+
+def _listed(capabilities: Sequence[tuple[int, int]]) -> str:
+    """Return "SM90, SM100 or SM120"."""
+    *others, last = (f"SM{major}{minor}" for major, minor in capabilities)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _fits(problem: Problem, machine: Machine, config: CudaConfig) -> bool:
+    """Return whether the pipelines of both GEMMs fit in the GPU's shared memory."""
+    spec, device = problem.spec, machine.device
+    assert device.capability is not None
+    budget = target_for(device.capability).budget_on(device.shared_memory_bytes)
     sides = ((spec.up, spec.hidden), (spec.down, spec.intermediate))
-    return all(config.kernels.sizes.fits(format_of(e) or "", config.block_m, k) for e, k in sides)
+    sizes = config.kernels.sizes
+    return all(sizes.fits(budget, format_of(e) or "", config.block_m, config.block_n, k) for e, k in sides)
 
 
-def _choices(problem: Problem) -> Iterator[tuple[KernelFamily, CudaConfig, float]]:
+def _configs(problem: Problem, machine: Machine, family: KernelFamily) -> list[CudaConfig]:
+    """Return all of a family's configurations that fit in shared memory, with one size of tile for both GEMMs."""
+    sizes = family.sizes
+    configs = (CudaConfig(family.name, m, n) for m in sizes.tiles for n in sizes.block_ns or (0,))
+    return [config for config in configs if _fits(problem, machine, config)]
+
+
+def _choices(problem: Problem, machine: Machine) -> Iterator[tuple[KernelFamily, CudaConfig, float]]:
     """Yield family, configuration and largest mean of rows per expert, ascending, for the families that may be used."""
-    for family in families_for(problem):
-        for choice in family.choices if _usable(problem, family) else ():
+    for family in _families(problem, machine):
+        for choice in family.choices:
             config = CudaConfig(family.name, choice.block_m, choice.block_n)
-            if _fits(problem, config):
+            if _fits(problem, machine, config):
                 yield family, config, choice.most_rows
 
 

@@ -12,6 +12,7 @@ from functools import cache
 from polymoe.activation_quantization import FP8_GROUP128, UNQUANTIZED, ActivationQuantization
 from polymoe.formats import FORMATS, Encoding
 from polymoe.kernels.cuda import launch, sizes
+from polymoe.kernels.cuda.targets import TARGETS
 from polymoe.problem import Problem
 
 __all__ = ["FAMILIES", "Choice", "KernelFamily", "Rates", "ShorterTiles", "families_for", "format_of"]
@@ -39,16 +40,20 @@ class Rates:
         bandwidth, math: fractions of the device's memory bandwidth and MMA rate that the kernels reach.
         fixed_us: time of the launches, in microseconds.
         l2_math: fraction of the MMA rate that the L2 cache can supply with weights; 0 where it is not a limit.
+        rows: rows of an expert for which weights are read and decoded once; 0 where that is not a limit.
     """
 
     bandwidth: float
     math: float
     fixed_us: float
     l2_math: float = 0.0
+    rows: int = 0
 
-    def time_us(self, memory_us: float, compute_us: float) -> float:
-        """Return the time of one call, from its times at the full bandwidth and at the full MMA rate."""
-        time_us = memory_us / self.bandwidth + compute_us / self.math
+    def time_us(self, memory_us: float, compute_us: float, rows: float) -> float:
+        """Return the time of one call, from its times at the full bandwidth and at the full MMA rate, and from the mean
+        number of rows of the experts that have any."""
+        times = max(1.0, rows / self.rows) if self.rows else 1.0
+        time_us = memory_us / self.bandwidth * times + compute_us / self.math
         if self.l2_math:
             time_us = max(time_us, compute_us / self.l2_math)
         return time_us + self.fixed_us
@@ -87,7 +92,6 @@ class KernelFamily:
         wider_down: whether the down projection may run with a larger ``block_m``.
         shorter: replacement tiles for calls where they fill the SMs better, or None.
         check_tokens: tokens of the call that checks a layer at load.
-        architectures: compute capabilities that the kernels are compiled for.
     """
 
     sizes: sizes.FamilySizes
@@ -102,7 +106,6 @@ class KernelFamily:
     wider_down: bool = False
     shorter: ShorterTiles | None = None
     check_tokens: int = 8
-    architectures: tuple[tuple[int, int], ...] = ((9, 0),)
 
     @property
     def name(self) -> str:
@@ -114,6 +117,11 @@ class KernelFamily:
         """Names of the weight formats, as in ``FORMATS``."""
         return tuple(self.sizes.formats)
 
+    @property
+    def architectures(self) -> tuple[tuple[int, int], ...]:
+        """Compute capabilities of the GPUs that the kernels are compiled for."""
+        return tuple(c for t in TARGETS.values() if self.name in t.families for c in t.capabilities)
+
 
 _INF = float("inf")
 _ALL = (
@@ -121,7 +129,7 @@ _ALL = (
     # that the order of sums differs from w4a16_wgmma.
     KernelFamily(
         sizes.W4A16_MMA, (UNQUANTIZED,), "w4a16_fragments", launch.MmaCall,
-        (Choice(4.4, 8, 64),), Rates(0.93, 0.45, 10.0), batch_invariant=False,
+        (Choice(4.4, 8, 64),), Rates(0.93, 0.45, 10.0, rows=16), batch_invariant=False,
     ),
     # Fitted to 256 to 1024 tokens (6 to 24 rows), 2048 (48), 4096 (96), and more. In every tile, one accumulator adds K
     # in order, 16 columns at a time. The cost of `shorter` is the largest of DeepSeek-V4-Flash and Kimi K2 TP8 at 256
@@ -180,7 +188,18 @@ def format_of(encoding: Encoding) -> str | None:
     return None
 
 
-def families_for(problem: Problem) -> list[KernelFamily]:
-    """Return the families that support all of the problem's weights and its activations, in the order of the table."""
+def families_for(problem: Problem, capability: tuple[int, int] | None = None) -> list[KernelFamily]:
+    """Return the families that support all of the problem's weights and its activations, in the order of the table.
+
+    Args:
+        problem: what is to run.
+        capability: only those that are compiled for GPUs of this compute capability.
+    """
     formats = {format_of(encoding) for encoding in problem.spec.encodings.values()}
-    return [f for f in FAMILIES.values() if problem.activations in f.activations and formats <= set(f.formats)]
+    return [
+        f
+        for f in FAMILIES.values()
+        if problem.activations in f.activations
+        and formats <= set(f.formats)
+        and (capability is None or capability in f.architectures)
+    ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,8 @@ from polymoe.backends.cuda.families import families_for, format_of
 from polymoe.formats import Encoding
 from polymoe.kernels.cuda import launch
 from polymoe.kernels.cuda.launch.args import DTYPES
+from polymoe.kernels.cuda.sizes import Budget
+from polymoe.kernels.cuda.targets import Target, target_for
 from polymoe.layouts import Packed
 from polymoe.problem import Problem
 from polymoe.routing import Routing
@@ -26,14 +30,21 @@ class CudaRunner(RunnerBase):
     """Runs the calls of one layer with launches that are prepared once per configuration.
 
     Several threads may call it at once: each call uses prepared launches that no other call uses at the time.
+
+    Args:
+        problem: what runs.
+        packed: the layer.
+        target: the set of cubins; by default the one for the layer's GPU.
     """
 
-    def __init__(self, problem: Problem, packed: Packed) -> None:
+    def __init__(self, problem: Problem, packed: Packed, target: Target | None = None) -> None:
         tensors = packed.tensors
         device = tensors["up.codes"].device
         self._tensors, self._device = tensors, device
-        sms = torch.cuda.get_device_properties(device).multi_processor_count
-        self._layer = _layer(problem, packed, sms)
+        gpu: Any = torch.cuda.get_device_properties(device)
+        target = target or target_for((gpu.major, gpu.minor))
+        budget = target.budget_on(gpu.shared_memory_per_block_optin)
+        self._layer = _layer(problem, packed, gpu.multi_processor_count, target, budget)
         self._bfloat16 = not problem.activations.quantized
         self._first_expert = problem.spec.first_expert
         self._free: dict[CudaConfig, list[launch.Call]] = {}
@@ -116,7 +127,7 @@ class CudaRunner(RunnerBase):
         return x_TH, DTYPES[x_TH.dtype]
 
 
-def _layer(problem: Problem, packed: Packed, sms: int) -> launch.Layer:
+def _layer(problem: Problem, packed: Packed, sms: int, target: Target, budget: Budget) -> launch.Layer:
     spec, t = problem.spec, packed.tensors
     first = "gate" if spec.gated else "up"
     up = launch.Matrix(
@@ -148,6 +159,8 @@ def _layer(problem: Problem, packed: Packed, sms: int) -> launch.Layer:
         experts=spec.local_experts,
         router_weight_on_input=problem.weight_on == "input",
         sms=sms,
+        target=target,
+        budget=budget,
     )
 
 

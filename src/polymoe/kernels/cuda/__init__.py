@@ -1,1 +1,1 @@
-"""CUDA kernels in C++ for SM90, compiled ahead of time, and their launchers. Imports nothing of ours."""
+"""CUDA kernels in C++, compiled ahead of time for several GPUs, and their launchers. Imports nothing of ours."""

@@ -1,4 +1,4 @@
-"""The compiled kernels: one cubin a unit and architecture, named by the hash of what it was made from."""
+"""The compiled kernels: one cubin for each unit and target, named by the hash of what it was made from."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from functools import cache
 from pathlib import Path
 
 from polymoe.kernels.cuda.driver import DriverError, Kernel, Module
-from polymoe.kernels.cuda.sizes import FAMILIES
+from polymoe.kernels.cuda.targets import Target
 
-__all__ = ["COMPILER", "OPTIONS", "UNITS", "cubin_path", "included", "kernel", "source_hash"]
+__all__ = ["COMPILER", "cubin_path", "included", "kernel", "source_hash"]
 
 COMPILER = {
     "nvidia-cuda-nvcc": "13.3.73",
@@ -23,17 +23,7 @@ COMPILER = {
 """Distributions that hold the compiler. From 13.3 on it keeps the registers of asynchronous instructions alive long
 enough (release notes of CUDA 13.3, ptxas)."""
 
-OPTIONS = ("-cubin", "-gencode=arch=compute_90a,code=sm_90a", "-O3", "-std=c++17", "-Xptxas=-warn-spills")
-"""How it is called."""
-
-UNITS: dict[str, str] = {
-    **{f.unit(format): f"instantiations/{f.unit(format)}.cu" for f in FAMILIES.values() for format in f.formats},
-    **{name: f"{name}.cu" for name in ("permute", "finalize", "quantize")},
-}
-"""Units that are compiled, and the source file of each."""
-
 _HERE = Path(__file__).parent
-_CUBINS = "cubins/sm90"
 
 
 def included(source: str, read: Callable[[str], str] | None = None) -> dict[str, str]:
@@ -55,42 +45,40 @@ def included(source: str, read: Callable[[str], str] | None = None) -> dict[str,
     return dict(sorted(found.items()))
 
 
-def source_hash(unit: str) -> str:
+def source_hash(unit: str, target: Target) -> str:
     """16 hexadecimal digits that change with any source that the unit includes, the compiler's version or its options.
 
     Comments and white space do not count, so that rewording or formatting a source renames no cubin.
     """
-    digest = hashlib.sha256(repr((sorted(COMPILER.items()), OPTIONS)).encode())
-    for path, text in included(UNITS[unit]).items():
+    digest = hashlib.sha256(repr((sorted(COMPILER.items()), target.options)).encode())
+    for path, text in included(target.units[unit]).items():
         code = re.sub("//.*", "", text)
         digest.update(f"{path}\0{''.join(code.split())}\0".encode())
     return digest.hexdigest()[:16]
 
 
-def cubin_path(unit: str) -> Path:
-    """The compiled file of a unit, whatever it was made from.
+def cubin_path(unit: str, target: Target) -> Path:
+    """The compiled file of a unit for a target, whatever it was made from.
 
     Raises:
         DriverError: if there is not exactly one.
     """
-    found = sorted((_HERE / _CUBINS).glob(f"{unit}.*.cubin"))
+    found = sorted(target.folder.glob(f"{unit}.*.cubin"))
     if len(found) != 1:
-        raise DriverError(
-            f"kernels/cuda/{_CUBINS}: expects one {unit}.*.cubin, got {len(found)}: run scripts/build-kernels"
-        )
+        raise DriverError(f"{target.folder}: expects one {unit}.*.cubin, got {len(found)}: run scripts/build-kernels")
     return found[0]
 
 
 @cache
-def kernel(unit: str, name: str) -> Kernel:
-    """A kernel, loaded when it is first asked for.
+def kernel(unit: str, name: str, target: Target) -> Kernel:
+    """A kernel of a target, loaded when it is first asked for.
 
     Raises:
         DriverError: if the driver cannot load it.
     """
-    return _module(unit).kernel(name)
+    return _module(unit, target).kernel(name)
 
 
 @cache
-def _module(unit: str) -> Module:
-    return Module(cubin_path(unit).read_bytes())
+def _module(unit: str, target: Target) -> Module:
+    return Module(cubin_path(unit, target).read_bytes())

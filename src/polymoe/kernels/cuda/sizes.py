@@ -21,7 +21,6 @@ __all__ = [
     "MAX_STAGES",
     "MIN_STAGES",
     "PARTS",
-    "SHARED_BYTES",
     "TILE_ROWS",
     "W4A8",
     "W4A16_MMA",
@@ -29,6 +28,7 @@ __all__ = [
     "W4_FORMATS",
     "W8A8",
     "W8A8_F16",
+    "Budget",
     "CtaTile",
     "FamilySizes",
     "MmaFamilySizes",
@@ -37,9 +37,6 @@ __all__ = [
     "e4m3_row_bytes",
     "round_up",
 ]
-
-SHARED_BYTES = 227 * 1024
-"""Shared memory that one CTA may have on SM90, static and dynamic."""
 
 STATIC_BYTES = 2048
 """Static shared memory that is reserved unless a family specifies its own."""
@@ -51,7 +48,7 @@ MAX_STAGES = 16
 """Most pipeline stages: the number of pairs of mbarriers in a kernel."""
 
 MIN_STAGES = 3
-"""Fewest stages with which the w4a16_mma kernels are used."""
+"""Fewest stages with which the w4a16_mma kernels are used where whole rows of x lie beside them; else one less."""
 
 TILE_ROWS = 8
 """Rows of x per expert are padded to a multiple of this in permuted tiles."""
@@ -140,6 +137,20 @@ class Pipeline(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Budget:
+    """The shared memory of a CTA.
+
+    Attributes:
+        shared_bytes: most bytes, static and dynamic.
+        x_in_stages: whether w4a16_mma keeps x in the stages of its pipeline, as many columns as a stage has of weights,
+            so that shared memory does not grow with K. Otherwise whole rows of x lie beside the stages.
+    """
+
+    shared_bytes: int
+    x_in_stages: bool
+
+
+@dataclass(frozen=True, slots=True)
 class FamilySizes:
     """Sizes of a kernel family.
 
@@ -189,16 +200,21 @@ class FamilySizes:
         weights = tile.block_n // 64 * (tile.k_blocks * self.codes_bytes + scales)
         return round_up(weights + block_m * (tile.k_blocks * self.x_bytes + self.row_bytes), ALIGNMENT)
 
-    def fits(self, format: str, block_m: int, k: int) -> bool:
+    def block_n_for(self, block_n: int, k: int) -> int:
+        """Return the ``block_n`` of the kernel that computes ``k`` columns where ``block_n`` is chosen."""
+        # Tiles of 64 rows divide K into eight parts of 64 columns. With a short K, some warps would have no columns.
+        return max(self.block_ns) if block_n and k <= 256 else block_n
+
+    def fits(self, budget: Budget, format: str, block_m: int, block_n: int, k: int) -> bool:
         """Return True: stages contain a part of x's columns, so that every ``k`` fits in shared memory."""
         return True
 
-    def pipeline(self, format: str, block_m: int) -> Pipeline:
+    def pipeline(self, budget: Budget, format: str, block_m: int, block_n: int, k: int) -> Pipeline:
         """Return the pipeline with as many stages as fit in shared memory."""
         stage = self.stage_bytes(format, block_m)
         beside = self.scratch_bytes + self.scratch_row_bytes * block_m + ALIGNMENT
         static = self.static_bytes + self.static_row_bytes * block_m
-        stages = min((SHARED_BYTES - static - beside) // stage, MAX_STAGES)
+        stages = min((budget.shared_bytes - static - beside) // stage, MAX_STAGES)
         return Pipeline(stages, 1, stages * stage + beside)
 
 
@@ -206,7 +222,8 @@ class FamilySizes:
 class MmaFamilySizes(FamilySizes):
     """The w4a16_mma kernels: ``mma.sync`` by single warps, eight of which share 64 rows of weights along K.
 
-    A stage contains :attr:`stage_blocks` blocks of 64 x 64 weights. Whole rows of x have their own shared memory.
+    A stage contains :attr:`stage_blocks` blocks of 64 x 64 weights. Whole rows of x have their own shared memory, or a
+    stage has their columns (:class:`Budget`).
     """
 
     consumer_warps: int = 16
@@ -222,15 +239,19 @@ class MmaFamilySizes(FamilySizes):
         sizes = self.formats[format] or _NO_SCALES
         return self.stage_blocks * self.codes_bytes + self.stage_blocks // sizes.scale_blocks * sizes.scale_bytes
 
-    def x_pipeline(self, format: str, block_m: int, k: int) -> Pipeline:
+    def pipeline(self, budget: Budget, format: str, block_m: int, block_n: int, k: int) -> Pipeline:
         """Return the pipeline for rows of x with ``k`` columns.
 
-        There are two buffers of x if more than :data:`MIN_STAGES` stages fit as well, else one.
+        Of whole rows of x there are two buffers if more than :data:`MIN_STAGES` stages fit as well, else one.
         """
         stage = self.stage_bytes(format, block_m)
         sums = self.consumer_warps * round_up(block_m, 8) // 8 * 1024  # partial sums of 32 rows by 8 rows of x per warp
-        x_bytes = block_m * (2 * k + 16)  # rows start four banks apart
-        room = SHARED_BYTES - self.static_bytes - sums - 128
+        room = budget.shared_bytes - self.static_bytes - sums - 128
+        columns = self.stage_blocks * 64 * 64 // self.block_n_for(block_n, k) if budget.x_in_stages else k
+        x_bytes = block_m * (2 * columns + 16)  # rows start four banks apart
+        if budget.x_in_stages:
+            stages = min(room // (stage + x_bytes), MAX_STAGES)
+            return Pipeline(stages, 0, sums + 128 + stages * (stage + x_bytes))
         stages, buffers = 0, 0
         for buffers in (2, 1):
             stages = (room - buffers * x_bytes) // stage
@@ -239,9 +260,10 @@ class MmaFamilySizes(FamilySizes):
         stages = min(stages, MAX_STAGES)
         return Pipeline(stages, buffers, sums + buffers * x_bytes + 128 + stages * stage)
 
-    def fits(self, format: str, block_m: int, k: int) -> bool:
-        """Return whether :data:`MIN_STAGES` stages fit in shared memory with the rows of x."""
-        return self.x_pipeline(format, block_m, k).stages >= MIN_STAGES
+    def fits(self, budget: Budget, format: str, block_m: int, block_n: int, k: int) -> bool:
+        """Return whether enough stages fit in shared memory with the rows of x: see :data:`MIN_STAGES`."""
+        stages = self.pipeline(budget, format, block_m, block_n, k).stages
+        return stages >= MIN_STAGES - budget.x_in_stages
 
 
 def _tiles(*tiles: CtaTile) -> dict[int, CtaTile]:

@@ -3,6 +3,10 @@
 // One persistent CTA per SM walks over its share of the tiles (a work tile by BLOCK_N rows of weights). One producer
 // warp keeps a pipeline of weights full, across tiles and experts; another one loads the work tiles' rows of x; sixteen
 // consumer warps dequantize and multiply, with K split between PARTS of them. A work tile has up to 8 * M_BLOCKS rows.
+//
+// Where shared memory has room, whole rows of x lie beside the pipeline and are loaded once for all tiles of a work
+// tile. With POLYMOE_X_IN_STAGES a stage holds the columns of x that its weights multiply, so that 99 KB are enough for
+// any K; a row of x is then loaded once for each tile. Sums are the same, in the same order.
 #pragma once
 #include "../dequant/scales.cuh"
 #include "../epilogue.cuh"
@@ -12,6 +16,12 @@
 
 namespace polymoe {
 namespace w4a16_mma {
+
+#ifdef POLYMOE_X_IN_STAGES
+constexpr bool kXInStages = true;
+#else
+constexpr bool kXInStages = false;
+#endif
 
 constexpr int kWarps = kMmaConsumerWarps + kMmaProducerWarps;
 constexpr int kStageCodes = kMmaStageBlocks * 2048;
@@ -172,14 +182,15 @@ __device__ __forceinline__ void w4a16_mma_gemm(const GemmArgs& args) {
     constexpr int kBlocks = kMmaStageBlocks / PARTS;               // of 64 rows in a tile
     constexpr int kSums = kMmaConsumerWarps * 2 * M_BLOCKS * 512;  // bytes of partial sums
     const uint32_t x_start = smem_address(memory) + kSums;
-    const int stride = args.k * 2 + 16;  // of a row of x: rows start 4 banks apart
+    const int stride = (kXInStages ? PARTS * 64 : args.k) * 2 + 16;  // of a row of x: rows start 4 banks apart
+    const int stage_bytes = kStageBytes<F> + (kXInStages ? args.block_m * stride : 0);
     const uint32_t stages_start = (x_start + args.x_buffers * args.block_m * stride + 127) / 128 * 128;
     const uint32_t full_start = opaque(smem_address(full)), empty_start = full_start + 8 * kMaxStages;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < args.stages; ++i) {
-            mbarrier_init(full_start + 8 * i, 1);
+            mbarrier_init(full_start + 8 * i, kXInStages ? kMmaProducerWarps : 1);
             mbarrier_init(empty_start + 8 * i, kMmaConsumerWarps);
         }
         for (int i = 0; i < 2; ++i) {
@@ -214,7 +225,7 @@ __device__ __forceinline__ void w4a16_mma_gemm(const GemmArgs& args) {
                 const uint8_t* scales = args.scales + expert * args.scales_stride +
                                         static_cast<long long>(n_block) * row_scales * kScaleBytes;
                 for (int s = 0; s < tile_stages; ++s) {
-                    const uint32_t barrier = full_start + 8 * stage, to = stages_start + stage * kStageBytes<F>;
+                    const uint32_t barrier = full_start + 8 * stage, to = stages_start + stage * stage_bytes;
                     const int first_scale = s * PARTS / F::kScaleBlocks;
                     const int scale_bytes = min(PARTS / F::kScaleBlocks, row_scales - first_scale) * kScaleBytes;
                     mbarrier_wait(empty_start + 8 * stage, parity);
@@ -246,10 +257,33 @@ __device__ __forceinline__ void w4a16_mma_gemm(const GemmArgs& args) {
             grid_dependency_wait();
             launch_dependents();
         }
-        int buffer = 0;
+        int buffer = 0;  // or stage
         uint32_t parity = 1;
         for (int index = begin / n_tiles; index * n_tiles < end; ++index) {
             const WorkTile tile = args.work_tiles[index];
+            if (kXInStages) {
+                const int row = tile.row + min(lane, tile.rows - 1);
+                const long long from = args.top_k ? args.permuted_to_expanded[row] / args.top_k : row;
+                const int tiles = min(end, (index + 1) * n_tiles) - max(begin, index * n_tiles);
+                int column = 0;
+                for (int i = 0; i < tiles * tile_stages; ++i) {
+                    const int bytes = min(PARTS * 64, args.k - column) * 2;
+                    const uint32_t barrier = full_start + 8 * buffer;
+                    if (lane == 0) {
+                        mbarrier_wait(empty_start + 8 * buffer, parity);
+                        mbarrier_arrive_expect_tx(barrier, tile.rows * bytes);
+                    }
+                    __syncwarp();
+                    if (lane < tile.rows) {
+                        bulk_copy_g2s(stages_start + buffer * stage_bytes + kStageBytes<F> + lane * stride,
+                                      args.x + from * args.k + column, bytes, barrier);
+                    }
+                    column += PARTS * 64;
+                    if (column >= args.k) column = 0;
+                    if (++buffer == args.stages) buffer = 0, parity ^= 1;
+                }
+                continue;
+            }
             const uint32_t barrier = smem_address(&x_full[buffer]);
             if (lane == 0) {
                 mbarrier_wait(smem_address(&x_empty[buffer]), parity);
@@ -269,7 +303,8 @@ __device__ __forceinline__ void w4a16_mma_gemm(const GemmArgs& args) {
         const int inner = pair / 2, half = pair % 2;  // block of 64 rows in the tile, and which 32 of its rows
         const int whole_blocks = args.k / 64, k_tail = args.k % 64 / 16;
         const int my_blocks = (whole_blocks - part + PARTS - 1) / PARTS;  // whole blocks along K that this warp has
-        const uint32_t x_lane = x_start + lane % 8 * stride + lane / 8 * 16 + part * 128;
+        const uint32_t x_lane =
+            (kXInStages ? stages_start + kStageBytes<F> : x_start) + lane % 8 * stride + lane / 8 * 16 + part * 128;
         const uint32_t x_buffer_bytes = opaque(args.block_m * stride);
         // From a row to the eighth after it, or to the last one that there is room for.
         const uint32_t x_eight_rows = opaque((min(lane % 8 + 8, args.block_m - 1) - lane % 8) * stride);
@@ -285,7 +320,7 @@ __device__ __forceinline__ void w4a16_mma_gemm(const GemmArgs& args) {
             const int width = min(4, tiles16 - 4 * (n_tile * kBlocks + inner));  // tiles of 16 rows; none if negative
             const int blocks = 2 * half < width ? my_blocks : 0;
             if (new_x) {
-                mbarrier_wait(smem_address(&x_full[buffer]), x_parity);
+                if (!kXInStages) mbarrier_wait(smem_address(&x_full[buffer]), x_parity);
                 few = M_BLOCKS == 1 || args.work_tiles[index].rows <= 8;
             }
             new_x = n_tile == n_tiles - 1 || i_tile == end - 1;  // after this, the work tile's last tile here
@@ -297,34 +332,36 @@ __device__ __forceinline__ void w4a16_mma_gemm(const GemmArgs& args) {
             if (few) {
                 for (; s < blocks; ++s) {
                     mbarrier_wait(full_start + 8 * stage, parity);
-                    mma_block<F, 1>(acc, codes_part + stage * kStageBytes<F>, scales_lane + stage * kStageBytes<F>, x,
+                    if (kXInStages) x = x_lane + stage * stage_bytes;
+                    mma_block<F, 1>(acc, codes_part + stage * stage_bytes, scales_lane + stage * stage_bytes, x,
                                     x_eight_rows, empty_start + 8 * stage, leader);
-                    x += PARTS * 128;
+                    if (!kXInStages) x += PARTS * 128;
                     if (++stage == args.stages) stage = 0, parity ^= 1;
                 }
             } else {
                 for (; s < blocks; ++s) {
                     mbarrier_wait(full_start + 8 * stage, parity);
-                    mma_block<F, M_BLOCKS>(acc, codes_part + stage * kStageBytes<F>,
-                                           scales_lane + stage * kStageBytes<F>, x, x_eight_rows,
-                                           empty_start + 8 * stage, leader);
-                    x += PARTS * 128;
+                    if (kXInStages) x = x_lane + stage * stage_bytes;
+                    mma_block<F, M_BLOCKS>(acc, codes_part + stage * stage_bytes, scales_lane + stage * stage_bytes, x,
+                                           x_eight_rows, empty_start + 8 * stage, leader);
+                    if (!kXInStages) x += PARTS * 128;
                     if (++stage == args.stages) stage = 0, parity ^= 1;
                 }
             }
             for (; s < tile_stages; ++s) {
                 mbarrier_wait(full_start + 8 * stage, parity);
                 if (s * PARTS + part == whole_blocks && k_tail && 2 * half < width) {
+                    if (kXInStages) x = x_lane + stage * stage_bytes;
                     const uint32_t codes =
-                        codes_lane + stage * kStageBytes<F> + part * width * 512 - half * 1024 - lane * 12;
-                    mma_k_tail<F>(acc, codes + half * k_tail * 256, scales_lane + stage * kStageBytes<F>, x,
-                                  x_eight_rows, k_tail, width - 2 * half);
+                        codes_lane + stage * stage_bytes + part * width * 512 - half * 1024 - lane * 12;
+                    mma_k_tail<F>(acc, codes + half * k_tail * 256, scales_lane + stage * stage_bytes, x, x_eight_rows,
+                                  k_tail, width - 2 * half);
                 }
                 __syncwarp();
                 if (leader) mbarrier_arrive(empty_start + 8 * stage);
                 if (++stage == args.stages) stage = 0, parity ^= 1;
             }
-            if (new_x) {
+            if (new_x && !kXInStages) {
                 if (leader) mbarrier_arrive(smem_address(&x_empty[buffer]));
                 if (++buffer == args.x_buffers) buffer = 0, x_parity ^= 1;
             }

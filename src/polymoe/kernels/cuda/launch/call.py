@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from polymoe.kernels.cuda import modules
 from polymoe.kernels.cuda.driver import Launch
 from polymoe.kernels.cuda.launch.args import FinalizeArgs, GemmArgs
-from polymoe.kernels.cuda.launch.layer import Layer
+from polymoe.kernels.cuda.launch.layer import Layer, Matrix
 from polymoe.kernels.cuda.launch.permutation import Permutation
-from polymoe.kernels.cuda.sizes import FamilySizes, Pipeline, round_up
+from polymoe.kernels.cuda.sizes import FamilySizes, round_up
 
 __all__ = ["Call", "Regions"]
 
@@ -64,19 +64,15 @@ class Call(ABC):
         self.layer, self.family = layer, family
         self.shape = (0, 0)
         self.bytes = 0
-        self.permutation = Permutation(layer.first_expert, layer.experts, block_m, self.with_inverse)
-        down_block_m = down_block_m or block_m
-        pipelines = [self.pipeline(m.format, b, m.k) for m, b in ((layer.up, block_m), (layer.down, down_block_m))]
-        self.gate_up = layer.up.args(pipelines[0], block_m, layer.activation)
-        self.down = layer.down.args(pipelines[1], down_block_m, layer.activation)
-        part = "gate_up" if layer.gated else "up"
-        self._gemms = (
-            self._gemm(part, self.gate_up, layer.up.format, block_m, block_n, pipelines[0]),
-            self._gemm("down", self.down, layer.down.format, down_block_m, block_n, pipelines[1]),
+        self.permutation = Permutation(
+            layer.first_expert, layer.experts, block_m, self.with_inverse, target=layer.target
         )
+        self.gate_up, up = self._gemm("gate_up" if layer.gated else "up", layer.up, block_m, block_n)
+        self.down, down = self._gemm("down", layer.down, down_block_m or block_m, block_n)
+        self._gemms = (up, down)
         self.finalize = FinalizeArgs(columns=layer.down.n, first_expert=layer.first_expert, experts=layer.experts)
         name = "finalize_bf16" if self.y_bytes == 2 else "finalize_f32"
-        self._finalize = modules.kernel("finalize", name).prepare(self.finalize, _FINALIZE_THREADS)
+        self._finalize = modules.kernel("finalize", name, layer.target).prepare(self.finalize, _FINALIZE_THREADS)
         self._launches: tuple[Launch, ...] = ()
         self._after_x: tuple[Launch, ...] = ()
         self._in_workspace: list[tuple[Structure, str, int]] = []
@@ -91,10 +87,6 @@ class Call(ABC):
     @abstractmethod
     def x_args(self) -> Any:
         """The arguments whose field ``x`` is the address of the call's x."""
-
-    def pipeline(self, format: str, block_m: int, k: int) -> Pipeline:
-        """Return the stages and shared memory of a GEMM."""
-        return self.family.pipeline(format, block_m)
 
     def x_launch(self, tokens: int, top_k: int) -> Launch | None:
         """Return the launch that copies or rounds x for the first GEMM; None if there is none."""
@@ -188,11 +180,12 @@ class Call(ABC):
         permutation.first_expert = finalize.first_expert = first_expert
         self._kinds = (x, out, long_ids, first_expert)
 
-    def _gemm(self, part: str, args: GemmArgs, format: str, block_m: int, block_n: int, pipeline: Pipeline) -> Launch:
-        # Tiles of 64 rows divide K into eight parts of 64 columns. With a short K, some warps would have no columns.
-        if block_n and args.k <= 256:
-            block_n = max(self.family.block_ns)
-        unit, name = self.family.unit(format), self.family.kernel(part, block_m, block_n)
-        launch = modules.kernel(unit, name).prepare(args, self.family.threads(block_m), pipeline.shared_bytes)
-        launch.set_grid(self.layer.sms)
-        return launch
+    def _gemm(self, part: str, matrix: Matrix, block_m: int, block_n: int) -> tuple[GemmArgs, Launch]:
+        layer, family = self.layer, self.family
+        pipeline = family.pipeline(layer.budget, matrix.format, block_m, block_n, matrix.k)
+        args = matrix.args(pipeline, block_m, layer.activation)
+        name = family.kernel(part, block_m, family.block_n_for(block_n, matrix.k))
+        kernel = modules.kernel(family.unit(matrix.format), name, layer.target)
+        launch = kernel.prepare(args, family.threads(block_m), pipeline.shared_bytes)
+        launch.set_grid(layer.sms)
+        return args, launch

@@ -31,7 +31,7 @@ class E4M3RowsCall(Call):
         super().__init__(layer, family, block_m, block_n, down_block_m)
         self._x_args = QuantizeRowsArgs(columns=layer.up.k)
         self._threads = min(_MOST_THREADS, round_up(layer.up.k // _COLUMNS_PER_THREAD, 32))
-        self._x_launch = modules.kernel("quantize", self.quantize).prepare(self._x_args, self._threads)
+        self._x_launch = modules.kernel("quantize", self.quantize, layer.target).prepare(self._x_args, self._threads)
 
     @staticmethod
     def regions(layer: Layer, block_m: int, tokens: int, top_k: int) -> Regions:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from polymoe.kernels.cuda.launch.args import DTYPES, GemmArgs
-from polymoe.kernels.cuda.sizes import Pipeline
+from polymoe.kernels.cuda.sizes import Budget, Pipeline
+from polymoe.kernels.cuda.targets import Target
 
 __all__ = ["Activation", "Layer", "Matrix"]
 
@@ -80,6 +81,8 @@ class Layer:
         first_expert, experts: the first id and the number of experts on this rank.
         router_weight_on_input: whether router weights multiply the input of the activation, not the output.
         sms: number of SMs of the GPU; GEMMs launch one CTA per SM.
+        target: the set of cubins for the GPU.
+        budget: the shared memory of a CTA on the GPU.
     """
 
     up: Matrix
@@ -90,3 +93,5 @@ class Layer:
     experts: int
     router_weight_on_input: bool
     sms: int
+    target: Target
+    budget: Budget

@@ -6,7 +6,6 @@ from polymoe.kernels.cuda.launch.args import GemmArgs
 from polymoe.kernels.cuda.launch.call import Call, Regions
 from polymoe.kernels.cuda.launch.layer import Layer
 from polymoe.kernels.cuda.launch.permutation import permutation_bytes
-from polymoe.kernels.cuda.sizes import MmaFamilySizes, Pipeline
 
 __all__ = ["MmaCall"]
 
@@ -28,11 +27,6 @@ class MmaCall(Call):
     def x_args(self) -> GemmArgs:
         """Arguments of the first GEMM."""
         return self.gate_up
-
-    def pipeline(self, format: str, block_m: int, k: int) -> Pipeline:
-        """Return the stages and shared memory of a GEMM that also keeps whole rows of x in shared memory."""
-        assert isinstance(self.family, MmaFamilySizes)
-        return self.family.x_pipeline(format, block_m, k)
 
     def resize(self, tokens: int, top_k: int) -> None:
         """See :meth:`Call.resize`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from polymoe.kernels.cuda import modules
 from polymoe.kernels.cuda.driver import Launch
 from polymoe.kernels.cuda.launch.args import PermutationArgs
+from polymoe.kernels.cuda.targets import Target
 
 __all__ = ["Permutation", "permutation_bytes"]
 
@@ -43,9 +44,9 @@ class Permutation:
     tile's padded rows.
     """
 
-    def __init__(self, first_expert: int, experts: int, block_m: int, with_inverse: bool) -> None:
+    def __init__(self, first_expert: int, experts: int, block_m: int, with_inverse: bool, *, target: Target) -> None:
         self.args = PermutationArgs(first_expert=first_expert, experts=experts, block_m=block_m)
-        self.with_inverse = with_inverse
+        self.with_inverse, self.target = with_inverse, target
         self.launches: tuple[Launch, ...] = ()
         self.offsets: dict[str, int] = {}
 
@@ -72,6 +73,6 @@ class Permutation:
         return 4 * end
 
     def _launch(self, name: str, threads: int, ctas: int) -> Launch:
-        launch = modules.kernel("permute", name).prepare(self.args, threads)
+        launch = modules.kernel("permute", name, self.target).prepare(self.args, threads)
         launch.set_grid(ctas)
         return launch

@@ -60,7 +60,7 @@ class TiledCall(Call):
         return PermuteArgs(columns=layer.up.k)
 
     def _prepare_x(self) -> Launch:
-        return modules.kernel("permute", "permute_x").prepare(self._x_args, _THREADS)
+        return modules.kernel("permute", "permute_x", self.layer.target).prepare(self._x_args, _THREADS)
 
 
 class QuantizedTilesCall(TiledCall):
@@ -88,4 +88,4 @@ class QuantizedTilesCall(TiledCall):
         return QuantizePermutedArgs(columns=layer.up.k)
 
     def _prepare_x(self) -> Launch:
-        return modules.kernel("quantize", "quantize_permuted").prepare(self._x_args, _THREADS)
+        return modules.kernel("quantize", "quantize_permuted", self.layer.target).prepare(self._x_args, _THREADS)

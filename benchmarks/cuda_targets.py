@@ -1,0 +1,93 @@
+"""The CUDA kernels as configured for other GPUs, on an H200: the same bits as its own, and how much slower.
+
+    scripts/build-kernels --tests                      first, anywhere: compiles these configurations for SM90
+    python benchmarks/cuda_targets.py FILE [CASE ...]  appends a JSON line for each time to FILE
+
+Compares the kernels for few rows, in the configuration that the backend chooses for the H200, with the very same calls.
+Exit status: 0 if all results are bitwise identical and every time is at most 1.25 times the H200's own, 1 if not, 2 for
+wrong usage.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from polymoe.atomic import append_line
+from polymoe.backends.cuda.backend import Cuda
+from polymoe.backends.cuda.config import CudaConfig
+from polymoe.backends.cuda.runner import CudaRunner
+from polymoe.bench.cases import CASES, Workload
+from polymoe.bench.measure import draw_calls
+from polymoe.bench.records import Stamp, check_writable
+from polymoe.bench.routings import RoutingDistribution
+from polymoe.bench.timing import TimedCalls, Timing
+from polymoe.kernels.cuda.sizes import W4A16_MMA
+from polymoe.kernels.cuda.targets import SM90
+from polymoe.layouts import LAYOUTS
+from polymoe.machine import Machine
+from support.cuda_targets import TEST_TARGETS
+
+DEFAULT = ("deepseek-v4-flash", "nemotron-3-super", "kimi-k2-tp8")
+TOKENS = (1, 2, 4, 8, 16, 32, 64)
+MOST = 1.25
+"""Of the H200's own time."""
+
+
+def main() -> int:
+    """See the module."""
+    names = sys.argv[2:] or DEFAULT
+    if len(sys.argv) < 2 or any(name not in CASES for name in names):
+        print(__doc__, file=sys.stderr)
+        return 2
+    out, device = Path(sys.argv[1]), torch.device("cuda")
+    check_writable(out)
+    machine = Machine.of("cuda")
+    stamp = Stamp.now(machine, " ".join(["python", *sys.argv]))
+    print("times in microseconds; in brackets relative to sm90", *TEST_TARGETS, sep="\n", flush=True)
+    good = True
+    for name in names:
+        workload = Workload.of_case(CASES[name], device)
+        problem = workload.problem
+        packed = LAYOUTS["w4a16_fragments"].pack(workload.weights, device)
+        runners = {target.name: CudaRunner(problem, packed, target) for target in (SM90, *TEST_TARGETS.values())}
+        for tokens in TOKENS:
+            config = Cuda().configure(problem, machine, tokens)
+            assert isinstance(config, CudaConfig)
+            if config.family != W4A16_MMA.name:
+                continue
+            calls = draw_calls(problem, RoutingDistribution("uniform"), device, tokens)
+            times: dict[str, Timing] = {}
+            expected = [torch.full_like(x, float("nan")) for x, _ in calls]
+            texts = []
+            for target, runner in runners.items():
+                outs = expected if target == SM90.name else [torch.full_like(x, float("nan")) for x, _ in calls]
+                each = [
+                    partial(runner.run, x, routing, config, to) for (x, routing), to in zip(calls, outs, strict=True)
+                ]
+                times[target] = t = TimedCalls(each, device, graph=True).time(rest_seconds=0.2)
+                same = all(torch.equal(a, b) and bool(a.isfinite().all()) for a, b in zip(outs, expected, strict=True))
+                ratio = t.median_us / times[SM90.name].median_us
+                good = good and same and ratio <= MOST
+                texts.append(f"{target} {t.median_us:.1f} ({ratio:.2f})" + ("" if same else " OTHER BITS"))
+                record = {
+                    "case": name, "format": problem.spec.format, "target": target, "tokens": tokens,
+                    "config": str(config), "median_us": round(t.median_us, 2), "p25_us": round(t.p25_us, 2),
+                    "p75_us": round(t.p75_us, 2), "ratio": round(ratio, 3), "same_bits": same,
+                    "device": stamp.device, "torch": stamp.torch, "commit": stamp.commit, "date": stamp.date(),
+                    "command": stamp.command,
+                }  # fmt: skip
+                append_line(out, json.dumps(record))
+            print(f"{name}, {tokens} tokens, {config}: {', '.join(texts)}", flush=True)
+    print("as predicted" if good else f"NOT as predicted: same bits, and at most {MOST} times sm90's time")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

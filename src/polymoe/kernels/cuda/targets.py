@@ -1,0 +1,93 @@
+"""What kernels are compiled for: the GPUs that a set of cubins runs on, and how its sources are configured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from polymoe.kernels.cuda.sizes import FAMILIES, W4A16_MMA, Budget
+
+__all__ = ["SM90", "TARGETS", "Target", "target_for"]
+
+_AROUND = ("permute", "finalize", "quantize")
+_CUBINS = Path(__file__).parent / "cubins"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A set of cubins.
+
+    Attributes:
+        name: name of its folder.
+        arch: the architecture that nvcc compiles for, after ``compute_`` and ``sm_``. A family's ("120f") runs on all
+            its members.
+        capabilities: compute capabilities of the GPUs that the set is for.
+        budget: the most shared memory that a CTA uses, and what lies in it.
+        families: names of the kernel families that are compiled.
+        folder: where the cubins are.
+    """
+
+    name: str
+    arch: str
+    capabilities: tuple[tuple[int, int], ...]
+    budget: Budget
+    families: tuple[str, ...]
+    folder: Path
+
+    def budget_on(self, shared_bytes: int) -> Budget:
+        """Return the budget on a GPU where a CTA may have ``shared_bytes`` of shared memory."""
+        return replace(self.budget, shared_bytes=min(self.budget.shared_bytes, shared_bytes))
+
+    @property
+    def defines(self) -> tuple[str, ...]:
+        """Macros that configure the sources."""
+        return ("POLYMOE_X_IN_STAGES",) if self.budget.x_in_stages else ()
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Options of nvcc."""
+        code = f"-gencode=arch=compute_{self.arch},code=sm_{self.arch}"
+        defines = (f"-D{name}" for name in self.defines)
+        return ("-cubin", code, "-O3", "-std=c++17", "-Xptxas=-warn-spills", *defines)
+
+    @property
+    def units(self) -> dict[str, str]:
+        """Units that are compiled, and the source file of each."""
+        families = (FAMILIES[name] for name in self.families)
+        gemms = {f.unit(format): f"instantiations/{f.unit(format)}.cu" for f in families for format in f.formats}
+        return {**gemms, **{name: f"{name}.cu" for name in _AROUND}}
+
+
+def _target(
+    name: str, arch: str, sms: tuple[int, ...], shared_kib: int, families: tuple[str, ...], x_in_stages: bool = True
+) -> Target:
+    budget = Budget(shared_kib * 1024, x_in_stages)
+    return Target(name, arch, tuple(divmod(sm, 10) for sm in sms), budget, families, _CUBINS / name)
+
+
+_DECODE = (W4A16_MMA.name,)
+
+TARGETS: dict[str, Target] = {
+    t.name: t
+    for t in (
+        _target("sm90", "90a", (90,), 227, tuple(FAMILIES), x_in_stages=False),
+        _target("sm100", "100f", (100, 103), 227, _DECODE),
+        _target("sm120", "120f", (120, 121), 99, _DECODE),
+    )
+}
+"""The sets that polymoe ships, by name."""
+
+SM90 = TARGETS["sm90"]
+"""The set that was measured."""
+
+
+def target_for(capability: tuple[int, int]) -> Target:
+    """Return the set for GPUs of this compute capability.
+
+    Raises:
+        LookupError: if there is none.
+    """
+    for target in TARGETS.values():
+        if capability in target.capabilities:
+            return target
+    raise LookupError(f"no kernels are compiled for compute capability {capability}")

@@ -1,0 +1,70 @@
+"""The CUDA kernels as configured for SM100 and SM120, compiled for SM90: the same bits as SM90's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from polymoe.backends.cuda.config import CudaConfig
+from polymoe.backends.cuda.runner import CudaRunner
+from polymoe.backends.reference import run_experts
+from polymoe.kernels.cuda.sizes import W4_FORMATS, W4A16_MMA
+from polymoe.kernels.cuda.targets import SM90, Target
+from polymoe.numerics import TOLERANCE, relative_error
+from polymoe.routing import Routing
+from support.cuda_calls import need_sm90, pack, same_experts
+from support.cuda_targets import TEST_TARGETS
+from support.problems import problem_of, random_call
+
+CONFIGS = [CudaConfig("w4a16_mma", rows, block_n) for rows in W4A16_MMA.tiles for block_n in W4A16_MMA.block_ns]
+
+
+@pytest.fixture(autouse=True)
+def _built() -> None:
+    need_sm90()
+    if not all(any(target.folder.glob("*.cubin")) for target in TEST_TARGETS.values()):
+        pytest.skip("needs what scripts/build-kernels --tests makes")
+
+
+@pytest.mark.parametrize("target", TEST_TARGETS.values(), ids=lambda target: target.name)
+@pytest.mark.parametrize("format", W4_FORMATS)
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "gated", "top_k"),
+    [(4096, 2048, True, 3), (1024, 2688, False, 5), (7168, 256, True, 4), (336, 272, True, 1), (16, 16, False, 1)],
+)
+def test_same_bits_in_any_configuration(
+    target: Target, format: str, hidden: int, intermediate: int, gated: bool, top_k: int
+) -> None:
+    """With block_n 64 and 128 sums have different orders; with one of them, the same in every set of cubins."""
+    weights = same_experts(format, hidden=hidden, intermediate=intermediate, gated=gated, bias=True, experts=5)
+    problem = problem_of(weights)
+    packed = pack(problem, weights, "cuda")
+    runners: dict[str, Any] = {t.name: CudaRunner(problem, packed, t) for t in (SM90, target)}
+    compared = 0
+    for tokens in (1, 3, 40):
+        x, routing = random_call(tokens, hidden, 5, top_k, torch.bfloat16)
+        routing.topk_ids_TA[0, 0] = -1
+        expected = run_experts(problem, weights, x, routing)
+        x, there = x.cuda(), Routing(*(part.cuda() for part in routing))
+        for config in CONFIGS:
+            formats = ((format, hidden), (format, intermediate))
+            if not all(
+                W4A16_MMA.fits(t.budget, f, config.block_m, config.block_n, k)
+                for t in (SM90, target)
+                for f, k in formats
+            ):
+                continue
+            outs = {}
+            for name, runner in runners.items():
+                outs[name] = torch.full_like(x, float("nan"))
+                for _ in range(3):
+                    again = torch.full_like(x, float("nan"))
+                    runner.run(x, there, config, again)
+                    assert torch.equal(again, outs[name]) or bool(outs[name].isnan().all())
+                    outs[name] = again
+            assert torch.equal(outs[SM90.name], outs[target.name]), (config, tokens)
+            assert relative_error(outs[target.name].cpu(), expected) < TOLERANCE
+            compared += 1
+    assert compared >= 6

@@ -1,0 +1,121 @@
+"""The CUDA kernels for other GPUs than the H200: compiled, within each GPU's limits, and emulated with its bits."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from functools import cache
+
+import pytest
+import torch
+
+from polymoe.backends.cuda.backend import Cuda, CudaConfig
+from polymoe.backends.reference import run_experts
+from polymoe.bench.cases import CASES
+from polymoe.kernels.cuda.sizes import STATIC_BYTES, W4_FORMATS
+from polymoe.kernels.cuda.targets import SM90, TARGETS, Target, target_for
+from polymoe.machine import DEVICES, Machine
+from polymoe.numerics import TOLERANCE, relative_error
+from polymoe.verdict import Accepted
+from support.cuda_calls import run_emulated
+from support.cuda_emulator import compile_unit
+from support.cuda_instructions_budget import MMA_COSTS, instructions
+from support.cuda_targets import TEST_TARGETS
+from support.problems import GPT_OSS, problem_of, random_call, random_experts
+
+SM120 = TARGETS["sm120"]
+OTHERS = [target for target in TARGETS.values() if target is not SM90]
+
+
+@cache
+def library(unit: str, target: Target) -> ctypes.CDLL:
+    return compile_unit(unit, target)
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+@pytest.mark.parametrize(
+    ("format", "config"),
+    [
+        *(("mxfp4", config) for config in ((8, 64), (8, 128), (12, 64), (16, 128))),
+        *((format, (8, 64)) for format in W4_FORMATS if format != "mxfp4"),
+    ],
+    ids=str,
+)
+def test_x_in_stages_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch, format: str, config: tuple[int, int]) -> None:
+    """More stages than the pipeline has, a last one that is not full, work tiles of every number of rows, in the 99 KB
+    that the emulator checks."""
+    weights = random_experts(format, hidden=1104, intermediate=272, gated=format != "nvfp4", bias=True, experts=3)
+    x, routing = random_call(17, 1104, 3, 2, torch.bfloat16)
+    routing.topk_ids_TA[:8] = 1
+    routing.topk_ids_TA[8, 0] = -1
+    outs = []
+    for target in (SM90, SM120):
+        units = {name: library(name, target) for name in ("permute", "finalize", f"w4a16_mma_{format}")}
+        arguments = (units, weights, x, routing, CudaConfig("w4a16_mma", *config))
+        activation = {"activation": GPT_OSS} if weights.spec.gated else {}
+        out, _ = run_emulated(monkeypatch, *arguments, blocks=2, target=target, **activation)
+        outs.append(out)
+    assert torch.equal(*outs)
+    expected = run_experts(problem_of(weights, **activation), weights, x, routing)
+    assert relative_error(outs[0], expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("target", OTHERS, ids=lambda t: t.name)
+def test_registers_and_shared_memory(target: Target) -> None:
+    """Nothing spills, 18 warps have their registers, and static shared memory is within what the table sets aside."""
+    instructions()  # skips where there is no disassembler
+    tool = instructions().TOOL
+    for unit in target.units:
+        (cubin,) = target.folder.glob(f"{unit}.*.cubin")
+        text = subprocess.run([tool, "-res-usage", cubin], check=True, capture_output=True, text=True).stdout
+        found = re.findall(r"Function (\w+):\s*\n\s*REG:(\d+) STACK:(\d+) SHARED:(\d+)", text)
+        assert found
+        for name, registers, stack, shared in found:
+            assert int(stack) == 0, name
+            if unit.startswith("w4a16_mma"):
+                assert int(registers) <= 112, name
+                assert int(shared) <= STATIC_BYTES, name
+
+
+@pytest.mark.parametrize("target", OTHERS, ids=lambda t: t.name)
+@pytest.mark.parametrize("format", W4_FORMATS)
+def test_instructions_that_eight_weights_cost(target: Target, format: str) -> None:
+    """A budget, as for SM90."""
+    for block_m in (8, 16):
+        cost = instructions().mma_costs(format, "gate_up", block_m, 64, target)
+        assert sorted(cost) == [8, 16][: block_m // 8]
+        for some, most in zip(sorted(cost), MMA_COSTS[format][block_m // 16 :], strict=False):
+            assert cost[some] <= most
+
+
+@pytest.mark.parametrize("device", ["rtx5090", "rtxpro6000", "gb10", "b200", "b300"])
+def test_every_case_fits(device: str) -> None:
+    """At every number of tokens there is a configuration whose shared memory the GPU has."""
+    machine = Machine(DEVICES[device], driver=(13, 0))
+    target = target_for(machine.device.capability or (0, 0))
+    assert target.budget.shared_bytes <= machine.device.shared_memory_bytes
+    accepted = 0
+    for case in CASES.values():
+        problem = case.problem()
+        if not isinstance(Cuda().check(problem, machine), Accepted):
+            continue
+        accepted += 1
+        for tokens in (1, 64, 4096):
+            config = Cuda().configure(problem, machine, tokens)
+            assert config in Cuda().tuning_configs(problem, machine, tokens)
+    assert accepted >= 5
+
+
+def test_no_kernels_for_other_gpus() -> None:
+    with pytest.raises(LookupError, match=r"\(7, 5\)"):
+        target_for((7, 5))
+
+
+def test_configurations_for_an_h200_are_those_of_other_gpus() -> None:
+    """Except for the architecture, what a test runs on an H200 is what is shipped."""
+    for name in ("sm100", "sm120"):
+        test = TEST_TARGETS[f"sm90-as-{name}"]
+        assert (test.arch, test.budget, test.defines) == ("90a", TARGETS[name].budget, TARGETS[name].defines)
+        assert test.families == TARGETS[name].families

@@ -1,0 +1,29 @@
+"""What the CUDA kernels may cost in instructions, and the disassembly that counts them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+
+__all__ = ["MMA_COSTS", "instructions"]
+
+
+def instructions() -> Any:
+    """benchmarks/cuda_instructions.py, where there is a disassembler."""
+    pytest.importorskip("triton")
+    module = importlib.import_module("cuda_instructions")
+    if not module.TOOL.exists():
+        pytest.skip("this Triton has no disassembler")
+    return module
+
+
+# Instructions for eight weights of each lane, in kernels for 8 rows, and in those for 16 with up to 8 and with more: a
+# budget, not a wish.
+MMA_COSTS = {
+    "mxfp4": (19.0, 19.0, 20.5),
+    "nvfp4": (22.0, 22.0, 23.0),
+    "int4_g32": (20.0, 23.5, 25.0),
+    "int4_g128": (17.5, 23.5, 25.0),
+}
