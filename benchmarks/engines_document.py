@@ -10,10 +10,11 @@ from typing import Any
 
 from backends_document import markdown
 
-__all__ = ["answers", "speed"]
+__all__ = ["answers", "speed", "steps"]
 
 COLUMNS = {"moe_us_1": "1", "moe_us_16": "16", "moe_us_64": "64", "moe_us_256": "256", "moe_us_prefill": "8192"}
 """Fields of a record of ``speed``, and the number of tokens of such a step."""
+STEP_BATCHES = (1, 16, 64, 256)
 
 
 def answers(path: Path) -> str:
@@ -48,6 +49,33 @@ def speed(path: Path) -> str:
         ratios = [f"**{best[c] / by['polymoe'][c]:.2f}**" if best[c] else "" for c in COLUMNS]
         cells.append(["", "fastest other / polymoe", *ratios])
     return markdown(["case", "experts", *COLUMNS.values()], cells)
+
+
+def steps(path: Path) -> str:
+    """Output tokens per second by batch, with the microseconds of a step on the GPU, and the ratios of both."""
+    last: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in _rows(path):
+        if row.get("eager") is False and "case" in row:
+            last.setdefault(row["case"], {})[row["experts"]] = row
+    cells = []
+    for case, by in last.items():
+        heads = iter((f"`{case}`",))
+        for row in by.values():
+            found = [
+                f"{row[f'decode_tokens_per_s_{b}']:.0f} ({row[f'step_us_{b}']:.0f})" if f"step_us_{b}" in row else ""
+                for b in STEP_BATCHES
+            ]
+            if "error" in row:
+                found = [f"does not start: `{_short(row['error'])}`", *found[1:]]
+            cells.append([next(heads, ""), _name(row), *found])
+        ratios = []
+        for batch in STEP_BATCHES:
+            rate, step = f"decode_tokens_per_s_{batch}", f"step_us_{batch}"
+            others = [r for n, r in by.items() if n != "polymoe" and step in r]
+            ours, best = by["polymoe"], max(others, key=lambda r: r[rate], default=None)
+            ratios.append(f"**{ours[rate] / best[rate]:.2f}** ({best[step] / ours[step]:.2f})" if best else "")
+        cells.append(["", "polymoe / fastest other", *ratios])
+    return markdown(["case", "experts", *map(str, STEP_BATCHES)], cells)
 
 
 def _rows(path: Path) -> Iterable[dict[str, Any]]:

@@ -319,6 +319,7 @@ def documents() -> dict[Path, str]:
         docs / "engines" / "vllm.md": {
             "answers": engines_document.answers(results / VLLM),
             "speed": engines_document.speed(results / VLLM),
+            "steps": engines_document.steps(results / VLLM),
         },
         docs / "security.md": {"attacks": attacks(results / ATTACKS)},
     }

@@ -102,6 +102,23 @@ def test_times_stand_beside_the_fastest_other(tmp_path: Path) -> None:
     ]
 
 
+def test_tokens_per_second_stand_beside_the_fastest_other(tmp_path: Path) -> None:
+    common = {"case": "c", "eager": False}
+    rows = [
+        common | {"experts": "polymoe", "decode_tokens_per_s_1": 120.0, "step_us_1": 8000.0},
+        common | {"experts": "auto", "decode_tokens_per_s_1": 100.0, "step_us_1": 10000.0},
+        common | {"experts": "marlin", "error": "exit status 1: KeyError: a"},
+        common | {"experts": "polymoe", "eager": True, "moe_us_1": 1.0},
+    ]
+    table = engines_document.steps(written(tmp_path / "r", *rows)).splitlines()
+    assert table[2:] == [
+        "| `c` | polymoe | 120 (8000) |  |  |  |",
+        "|  | vLLM's choice | 100 (10000) |  |  |  |",
+        "|  | Marlin | does not start: `KeyError: a` |  |  |  |",
+        "|  | polymoe / fastest other | **1.20** (1.25) |  |  |  |",
+    ]
+
+
 def test_answers_stand_side_by_side(tmp_path: Path) -> None:
     one = {"model": "m", "tp": 1, "ep": False, "of": 100}
     rows = [
