@@ -17,7 +17,7 @@ from polymoe.errors import ArgumentError, nearest
 
 __all__ = ["DEVICES", "Device", "Machine", "driver_cuda"]
 
-PACKAGES = ("torch", "triton", "transformers", "flashinfer-python", "vllm", "sglang")
+PACKAGES = ("torch", "triton", "transformers", "flashinfer-python", "humming-kernels", "vllm", "sglang")
 """Distributions that a backend may need. A machine records the version of each that is installed."""
 _WITH_CUDA = {"triton": "3.6.0"}
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from polymoe.backends.base import Backend
 from polymoe.backends.cuda.backend import Cuda
+from polymoe.backends.humming import Humming
 from polymoe.backends.reference import Reference
 from polymoe.backends.triton import Triton
 from polymoe.plugins import PluginTable
 
 __all__ = ["BACKENDS", "Backend"]
 
-_OURS: tuple[Backend, ...] = (Reference(), Triton(), Cuda())
+_OURS: tuple[Backend, ...] = (Reference(), Triton(), Cuda(), Humming())
 
 BACKENDS: PluginTable[Backend] = PluginTable(_OURS, "backends")
 """Backends by name, in the order in which explanations list them; those of other packages come last. Checking one

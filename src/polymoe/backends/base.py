@@ -187,11 +187,13 @@ class BackendBase:
 
     Attributes:
         compiler: "triton" if Triton compiles the kernels, so that measured times depend on its version; else None.
+        package: the distribution whose kernels it runs, if they are not this library's; records have its version.
     """
 
     __slots__ = ()
 
     compiler: ClassVar[str | None] = None
+    package: ClassVar[str | None] = None
 
     def tuning_configs(
         self: Backend, problem: Problem, machine: Machine, tokens: int, timed: Sequence[tuple[Config, float]] = ()

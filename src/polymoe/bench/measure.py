@@ -1,10 +1,10 @@
-"""Run each backend on a workload at each token count: compare with the reference, then time."""
+"""Run each backend, and each peer, on a workload at each token count: compare with the reference, then time."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,10 +19,11 @@ from polymoe.backends.reference import run_experts
 from polymoe.bench import baseline
 from polymoe.bench.cases import Workload
 from polymoe.bench.energy import EnergyMeter
+from polymoe.bench.peers import PEERS, Peer, Stacks, version_of
 from polymoe.bench.records import Record, Stamp
 from polymoe.bench.routings import RoutingDistribution, floor_us
 from polymoe.bench.timing import TimedCalls, distinct_calls
-from polymoe.errors import ArgumentError, UnsupportedProblem
+from polymoe.errors import ArgumentError, UnsupportedProblem, nearest
 from polymoe.layouts import LAYOUTS, Packed
 from polymoe.machine import Machine
 from polymoe.numerics import TOLERANCE, relative_error
@@ -36,21 +37,27 @@ __all__ = ["Bench", "BenchRow", "Call", "draw_calls", "free_bytes", "reference_r
 
 Call = tuple[Tensor, Routing]
 """x and routing of one call."""
-Run = Callable[[Tensor, Routing, Tensor], None]
+Run = Callable[[Tensor, Routing, Tensor], Tensor | None]
+"""Writes its third argument, or returns the result."""
 
 _REST_SECONDS = 0.5  # a GPU rests before each measurement
 _ENERGY_SECONDS = 1.0  # the counter moves every 20 to 100 ms
 
+PEER_TOLERANCE, PEER_TOLERANCE_QUANTIZED = 1.2e-2, 5e-2
+"""Largest relative error of a peer: it may round intermediate results to bfloat16, and quantize in its own way."""
+
 
 @dataclass(frozen=True, slots=True)
 class BenchRow:
-    """One backend at one token count (None: at all of them).
+    """One backend or peer at one token count (None: at all of them).
 
     Attributes:
+        backend: its name; ``peer:NAME`` for a peer.
         record: the measurement, or None.
         note: how it was timed ("graph" or "calls"), or why it was not timed.
         wrong: whether the result differed from the reference by more than the tolerance.
         tokens_per_joule: if energy was measured.
+        version: of the peer's package.
     """
 
     backend: str
@@ -59,20 +66,25 @@ class BenchRow:
     note: str = ""
     wrong: bool = False
     tokens_per_joule: float | None = None
+    version: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Contender:
-    """A backend that accepts the problem: its verdict, and its plan (the baseline has none)."""
+    """A backend that accepts the problem: its verdict, and its plan (the baseline has none); or a peer."""
 
     name: str
     problem: Problem
     verdict: Accepted
     plan: Plan | None = None
+    peer: Peer | None = None
+    version: str | None = None
 
     @property
     def tolerance(self) -> float:
         """Largest accepted relative error against the reference."""
+        if self.peer is not None:
+            return PEER_TOLERANCE_QUANTIZED if self.problem.activations.quantized else PEER_TOLERANCE
         return TOLERANCE if self.plan else baseline.TOLERANCE
 
 
@@ -102,6 +114,7 @@ class Bench:
         tokens: Sequence[int],
         backends: Sequence[str] | None = None,
         progress: Callable[[str], None] = lambda text: None,
+        peers: Sequence[str] = (),
     ) -> Iterator[BenchRow]:
         """Yield rows as they are finished.
 
@@ -109,12 +122,14 @@ class Bench:
             tokens: token counts.
             backends: names; by default all that ``auto`` may choose here, and the baseline.
             progress: called with a description of each step.
+            peers: names of peers, which run after all backends. One that is not installed, does not take the problem,
+                fails or is wrong gets a row that says so.
 
         Raises:
-            ArgumentError: for an unknown backend.
+            ArgumentError: for an unknown backend or peer.
             UnsupportedProblem: if a named backend is rejected.
         """
-        found = self._contenders(backends)
+        found = [*self._contenders(backends), *self._peers(peers)]
         contenders = [c for c in found if isinstance(c, _Contender)]
         yield from (c for c in found if isinstance(c, BenchRow))
         if not contenders:
@@ -126,6 +141,8 @@ class Bench:
         # Backends that share a layout run one after the other, and only one packed layer is in memory.
         packed: Packed | None = None
         for c in sorted(contenders, key=lambda c: c.plan.layout if c.plan else ""):
+            if c.peer is not None:
+                continue
             progress(f"{c.name}: packing")
             try:
                 if c.plan is None:
@@ -146,6 +163,64 @@ class Bench:
                     row = BenchRow(c.name, t, note="out of GPU memory")
                 yield row
             del run
+        packed = None
+        yield from self._peer_rows([c for c in contenders if c.peer is not None], tokens, calls, expected, progress)
+
+    def _peer_rows(
+        self,
+        contenders: Sequence[_Contender],
+        tokens: Sequence[int],
+        calls: Mapping[int, Sequence[Call]],
+        expected: Mapping[ActivationQuantization, Sequence[Tensor]],
+        progress: Callable[[str], None],
+    ) -> Iterator[BenchRow]:
+        """Yield the rows of peers. Whatever one raises becomes a row; a GPU that it broke ends them all."""
+        stacks: Stacks | None = None
+        broken = ""
+        for c in contenders:
+            assert c.peer is not None
+            if broken:
+                yield BenchRow(c.name, None, note=broken, version=c.version)
+                continue
+            progress(f"{c.name}: packing")
+            run: Run | None = None
+            try:
+                stacks = stacks or Stacks.of(self.workload.weights, self.device)
+                run = _run_peer(c.peer, c.problem, stacks)
+            except Exception as error:  # anything that another library may raise
+                yield BenchRow(c.name, None, note=_told(error), version=c.version)
+            for t, emulated, exact in zip(tokens, expected[c.problem.activations], expected[UNQUANTIZED], strict=True):
+                if run is None:
+                    break
+                progress(f"{c.name}: {t} tokens")
+                calls_32 = [(x, Routing(r.topk_ids_TA.int(), r.topk_weights_TA)) for x, r in calls[t]]
+                try:
+                    row = self._row(c, run, calls_32, emulated, exact)
+                except Exception as error:
+                    row = BenchRow(c.name, t, note=_told(error))
+                    run = run if _works(self.device) else None
+                yield replace(row, version=c.version)
+            if not _works(self.device):
+                broken = f"not run: the GPU does not work since {c.name} failed"
+            run = None
+
+    def _peers(self, names: Sequence[str]) -> list[_Contender | BenchRow]:
+        """Return a contender for each peer that is installed and takes the problem, and a row for each other one."""
+        found: list[_Contender | BenchRow] = []
+        for name in dict.fromkeys(names):
+            if name not in PEERS:
+                raise ArgumentError("peers", got=repr(name), hint=nearest(name, PEERS))
+        for peer in (PEERS[name] for name in dict.fromkeys(names)):
+            version, shown = version_of(peer), f"peer:{peer.name}"
+            reasons = peer.check(self.workload.problem)
+            if version == "none":
+                found.append(BenchRow(shown, None, note=f"{peer.package} is not installed"))
+            elif reasons:
+                found.append(BenchRow(shown, None, note="; ".join(map(str, reasons)), version=version))
+            else:
+                capturable = Accepted(capturable=True)
+                found.append(_Contender(shown, self.workload.problem, capturable, peer=peer, version=version))
+        return found
 
     def _contenders(self, names: Sequence[str] | None) -> list[_Contender | BenchRow]:
         """Return a contender for each backend that runs, and a row with the reason for each that does not."""
@@ -172,7 +247,9 @@ class Bench:
             elif verdict.opt_in_reason and names is None:
                 found.append(BenchRow(name, None, note=verdict.opt_in_reason))
             else:
-                found.append(_Contender(name, problem, verdict, plan))
+                package = None if plain else getattr(BACKENDS[name], "package", None)
+                version = self.machine.packages.get(package) if package else None
+                found.append(_Contender(name, problem, verdict, plan, version=version))
         return found
 
     def _row(self, c: _Contender, run: Run, calls: Sequence[Call], emulated: Tensor, exact: Tensor) -> BenchRow:
@@ -180,19 +257,26 @@ class Bench:
         if c.verdict.max_tokens is not None and tokens > c.verdict.max_tokens:
             return BenchRow(c.name, tokens, note=f"takes at most {c.verdict.max_tokens} tokens")
         outs = [torch.full_like(x, float("nan")) for x, _ in calls]  # missing writes become visible
-        run(*calls[0], outs[0])
-        before = relative_error(outs[0], emulated)
+        results = list(outs)
+
+        def call(index: int) -> None:
+            returned = run(*calls[index], outs[index])
+            if returned is not None:
+                results[index] = returned
+
+        call(0)
+        before = relative_error(results[0], emulated)
         if not before <= c.tolerance:  # NaN fails too
             return BenchRow(
                 c.name, tokens, note=f"WRONG, not timed: error {before:.2g}, at most {c.tolerance:g}", wrong=True
             )
-        timed = [partial(run, *call, out) for call, out in zip(calls, outs, strict=True)]
+        timed = [partial(call, index) for index in range(len(calls))]
         together = TimedCalls(timed, self.device, graph=c.verdict.capturable)
         for out in outs:
             out.fill_(float("nan"))
         timing = together.time(rest_seconds=_REST_SECONDS)
-        error = relative_error(outs[0], emulated)
-        whole = timing.by == "calls" or all(bool(out.isfinite().all()) for out in outs)
+        error = relative_error(results[0], emulated)
+        whole = timing.by == "calls" or all(bool(result.isfinite().all()) for result in results)
         if not (error <= c.tolerance and whole):
             return BenchRow(
                 c.name, tokens, note=f"WRONG: error {before:.2g} before timing, {error:.2g} after, or NaN", wrong=True
@@ -219,7 +303,7 @@ class Bench:
             floor_us=round(floor, 2),
             share=round(floor / timing.median_us, 4),
             error=float(f"{error:.3g}"),
-            error_exact=float(f"{relative_error(outs[0], exact):.3g}"),
+            error_exact=float(f"{relative_error(results[0], exact):.3g}"),
             device=self.stamp.device,
             torch=self.stamp.torch,
             triton=self.stamp.triton,
@@ -228,6 +312,8 @@ class Bench:
             command=self.stamp.command,
             family=config.kernel_family if config else None,
             config=str(config) if config else None,
+            peer=c.peer.name if c.peer else None,
+            version=c.version,
         )
         return BenchRow(c.name, tokens, record, timing.by, tokens_per_joule=tokens_per_joule)
 
@@ -262,6 +348,29 @@ def _run_backend(c: _Contender, packed: Packed) -> Run:
         runner.run(x_TH, routing, plan.step(len(x_TH)).config, out_TH)
 
     return run
+
+
+def _run_peer(peer: Peer, problem: Problem, stacks: Stacks) -> Run:
+    call = peer.prepare(problem, stacks)
+
+    def run(x_TH: Tensor, routing: Routing, out_TH: Tensor) -> Tensor | None:
+        return call(x_TH, routing.topk_ids_TA, routing.topk_weights_TA, out_TH)
+
+    return run
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def _works(device: torch.device) -> bool:
+    """Whether the GPU still runs anything: after some errors a process cannot use it."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except RuntimeError:
+        return False
+    return True
 
 
 def free_bytes(device: torch.device) -> int | None:

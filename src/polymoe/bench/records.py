@@ -43,6 +43,9 @@ class Record:
         error: relative, against the reference that emulates the same activations.
         error_exact: relative, against the reference without activation quantization.
         device, torch, triton, commit, date, command: GPU, versions, source, time (UTC) and command line.
+        family, config: kernel family and configuration of a backend.
+        peer: name of the peer that was timed, whose ``backend`` is ``peer:NAME``; None for a backend.
+        version: of the peer's package, or of the package whose kernels the backend runs.
     """
 
     case: str
@@ -66,6 +69,8 @@ class Record:
     command: str
     family: str | None = None
     config: str | None = None
+    peer: str | None = None
+    version: str | None = None
 
     @property
     def key(self) -> tuple[str, str, str, str, int, str, str]:

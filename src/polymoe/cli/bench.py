@@ -44,6 +44,13 @@ def command(
             help="Names, separated by commas. Default: all that auto may choose, and a baseline.",
         ),
     ] = None,
+    peers: Annotated[
+        str | None,
+        typer.Option(
+            help="Other libraries to time beside the backends, in the same process and on the same routings, "
+            "separated by commas: humming, vllm, deepgemm, triton_kernels, flashinfer, quack."
+        ),
+    ] = None,
     format: Format = None,
     activations: Activations = None,
     routing: Annotated[
@@ -76,7 +83,7 @@ def command(
 ) -> None:
     """Check and time each backend on the experts of one layer, and compare with the floor, the least possible time.
 
-    Name a case or a checkpoint. A wrong result is not timed, and the exit code is 1.
+    Name a case or a checkpoint. A wrong result is not timed; one of a backend makes the exit code 1.
     """
     of_case = {
         "--format": format,
@@ -93,6 +100,7 @@ def command(
         raise typer.BadParameter(f"{given[0]} goes with --case")
     counts = token_counts(tokens)
     names = None if backends is None else listed(backends, "--backends")
+    others = () if peers is None else listed(peers, "--peers")
 
     from polymoe.bench.cases import Workload, case_named
     from polymoe.bench.energy import EnergyMeter
@@ -139,7 +147,7 @@ def command(
     rows: list[BenchRow] = []
     try:
         with Progress("bench kernels") as progress:
-            for row in bench.rows(counts, names, progress.update):
+            for row in bench.rows(counts, names, progress.update, others):
                 rows.append(row)
                 if out is not None and row.record is not None:
                     append(out, row.record)
@@ -160,7 +168,7 @@ def command(
     if plot is not None and measured:
         like = {(r.case, r.format, r.routing, r.device) for r in measured}
         draw(newest([r for r in earlier if (r.case, r.format, r.routing, r.device) in like] + measured), plot)
-    if any(row.wrong for row in rows):
+    if any(row.wrong and not row.backend.startswith("peer:") for row in rows):
         raise typer.Exit(1)
 
 
@@ -184,11 +192,13 @@ def _table(rows: list[BenchRow], title: str) -> Table:
 
 def _unmeasured(row: BenchRow) -> str:
     count = "any number of" if row.tokens is None else row.tokens
-    return f"not measured: {row.backend}, {count} tokens: {row.note}"
+    version = f" {row.version}" if row.version else ""
+    return f"not measured: {row.backend}{version}, {count} tokens: {row.note}"
 
 
 def _plain(row: BenchRow) -> dict[str, Any]:
     if row.record is None:
-        return {"backend": row.backend, "tokens": row.tokens, "wrong": row.wrong, "note": row.note}
+        why = {"backend": row.backend, "tokens": row.tokens, "wrong": row.wrong, "note": row.note}
+        return why if row.version is None else {**why, "version": row.version}
     extra = {} if row.tokens_per_joule is None else {"tokens_per_joule": row.tokens_per_joule}
     return {**row.record.to_dict(), "timed_by": row.note, **extra}

@@ -44,8 +44,9 @@ class _Reader:
 
     @property
     def any_number(self) -> bool:
-        """Whether it may run calls of any number of tokens."""
-        return self.max_tokens is None and not self.only_measured
+        """Whether it may run calls of any number of tokens. Where only measured times count, those of the largest
+        calls that roles compare stand for all larger ones."""
+        return self.max_tokens is None and self.takes(max(ROLE_TOKENS["mixed"]))
 
     def takes(self, tokens: int) -> bool:
         """Whether it may run calls of ``tokens`` tokens."""

@@ -1,0 +1,7 @@
+"""Humming's kernels as a backend: another library's, compiled at run time."""
+
+from __future__ import annotations
+
+from polymoe.backends.humming.backend import Humming, HummingConfig
+
+__all__ = ["Humming", "HummingConfig"]

@@ -1,0 +1,114 @@
+"""Humming (package ``humming-kernels``): grouped GEMMs that are compiled at run time for each layer's sizes.
+
+Six launches: permute, work tiles, gate and up, the activation, down, finalize. The GEMMs are Humming's, the others are
+Triton kernels of this library. Tiles are what Humming's own heuristics choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from polymoe.activations import GeGLU, ReLU2, SwiGLU
+from polymoe.backends.base import BackendBase, Prediction, Runner
+from polymoe.backends.config import Config
+from polymoe.backends.features import SHARDS, Handled
+from polymoe.cost import cost
+from polymoe.layouts import Packed
+from polymoe.machine import Machine
+from polymoe.problem import Problem
+from polymoe.verdict import Accepted, Reasons, Verdict
+
+__all__ = ["Humming", "HummingConfig"]
+
+PACKAGE = "humming-kernels"
+_OLDEST = (0, 1, 19)
+"""The version whose orders of weights, names and arguments were read. A later one that differs is to be listed in
+``_WRONG`` until this backend follows it."""
+_WRONG: frozenset[str] = frozenset()
+"""Versions that are newer than the oldest and give wrong results."""
+
+_HANDLES: Handled = {
+    **SHARDS,
+    "activation": (SwiGLU, GeGLU, ReLU2),
+    "dtype": ("bf16", "fp32"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class HummingConfig(Config):
+    """Which tiles a call runs.
+
+    Attributes:
+        rows: the number of expanded rows for which Humming's heuristics choose the tiles; 0 for the call's own.
+    """
+
+    rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Humming(BackendBase):
+    """Weights of 4 and 8 bits with bfloat16 activations. Capturable.
+
+    Not with E4M3 activations: Humming rounds gate and up to bfloat16 before h could be quantized. Rounded twice, so
+    many E4M3 numbers differ from the reference's that the error is beyond the tolerance.
+    """
+
+    name: str = "humming"
+    layouts: tuple[str, ...] = ("humming_a16",)
+    package: ClassVar[str | None] = PACKAGE
+
+    @property
+    def handles(self) -> Handled:
+        """Features that the launches cover. :meth:`check` rejects some combinations."""
+        return _HANDLES
+
+    def check(self, problem: Problem, machine: Machine) -> Verdict:
+        """Collect every reason against it: packages and GPU. What the layout cannot hold, it says itself."""
+        device, reasons = machine.device, Reasons()
+        version = machine.packages.get(PACKAGE, "")
+        oldest = ".".join(map(str, _OLDEST))
+        reasons.need(_numbers(version) >= _OLDEST, PACKAGE, f"{oldest} or newer", version or "none")
+        reasons.need(version not in _WRONG, PACKAGE, "a version that gives right results", version)
+        triton = machine.packages.get("triton", "")
+        reasons.need(_numbers(triton) >= (3, 6), "triton", "3.6 or newer", triton or "none")
+        known = device.kind == "cuda" and 80 <= device.sm <= 90
+        reasons.need(known, "GPU", "SM80 to SM90, whose order of weights is known", device.arch)
+        return reasons.verdict(Accepted(capturable=True, foreign=True))
+
+    def configure(self, problem: Problem, machine: Machine, tokens: int) -> HummingConfig:
+        """Return what Humming chooses for the call."""
+        return HummingConfig()
+
+    def tuning_configs(
+        self, problem: Problem, machine: Machine, tokens: int, timed: Sequence[tuple[Config, float]] = ()
+    ) -> Sequence[Config]:
+        """Return Humming's choice for the call, and for half and twice as many rows."""
+        rows = tokens * problem.top_k
+        return () if timed else (HummingConfig(), HummingConfig(max(rows // 2, 1)), HummingConfig(2 * rows))
+
+    def predict(self, problem: Problem, machine: Machine, tokens: int) -> Prediction:
+        """Return the sum of the times for memory, math and launches.
+
+        Rates are those of version 0.1.19 on one H200: 4-bit weights are read at two thirds of the bandwidth.
+        """
+        c = cost(problem, machine.device, tokens)
+        memory_us = c.memory_us / (0.66 if problem.spec.up.bits == 4 else 0.85)
+        return Prediction(memory_us + c.compute_us / 0.55 + 25, "cost model")
+
+    def bind(self, problem: Problem, packed: Packed) -> Runner:
+        """Return a runner for one packed layer. This imports Humming; kernels are compiled at the first call."""
+        from polymoe.backends.humming.runner import HummingRunner
+
+        return HummingRunner(problem, packed)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version: (0, 1, 19) for "0.1.19.post1"; none for "none"."""
+    found: list[int] = []
+    for part in version.split("+")[0].split("."):
+        if not part.isdigit():
+            break
+        found.append(int(part))
+    return tuple(found)
