@@ -19,7 +19,14 @@ pytest.importorskip("triton")
 CASES: dict[str, dict[str, Any]] = {
     **{format: {"format": format} for format in FORMATS},
     "one token": {"tokens": 1},
-    "memory of its own": {"tokens": 300, "workspace": False, "hidden": 32, "intermediate": 32, "split_k": 2},
+    "memory of its own": {
+        "tokens": 300,
+        "workspace": False,
+        "hidden": 32,
+        "intermediate": 32,
+        "split_k": 2,
+        "block_m": 64,
+    },
     "zero points": {"zero_points": True},
     "bias, gpt-oss": {"bias": True, "activation": "gpt_oss"},
     "bias, split K": {"bias": True, "split_k": 2},
@@ -36,7 +43,14 @@ CASES: dict[str, dict[str, Any]] = {
     "ids of others": {"ids": [[0, 0, -1], [0, 1, 5], [2, 1, -1], [3, 0, 5]], "ids_dtype": "int32"},
     "no id of ours": {"all_to": -1},
     "rank of two": {"rank": [2, 2], "bias": True},
-    "two launches of permute": {"tokens": 300, "format": "bf16", "hidden": 16, "intermediate": 16, "tile": [16, 16]},
+    "two launches of permute": {
+        "tokens": 300,
+        "format": "bf16",
+        "hidden": 16,
+        "intermediate": 16,
+        "tile": [16, 16],
+        "block_m": 64,
+    },
     "tiles of 64": {"tokens": 60, "block_m": 64, "format": "bf16", "hidden": 32, "intermediate": 32},
     "half x": {"dtype": "float16"},
     "narrow tail": {
@@ -50,9 +64,21 @@ CASES: dict[str, dict[str, Any]] = {
     "split gate and up": {"split_k": 2, "bias": True, "format": "bf16", "activation": "gpt_oss", "weight_on": "input"},
     "split up, no gate": {"split_k": 2, "gated": False, "format": "int4_g32"},
     **{
-        f"{mode}, {format}": {"activations": mode, "format": format, "hidden": 256, "intermediate": 160, "tokens": 5}
+        f"{mode}, {format}": {
+            "activations": mode,
+            "format": format,
+            "hidden": 256,
+            "intermediate": 160,
+            "tokens": 5,
+            "tile": tile,
+        }
         for mode in ("fp8_token", "fp8_group128", "fp8_static")
-        for format in ("fp8_block128", "fp8_channel", "mxfp4", "bf16")
+        for format, tile in (
+            ("fp8_block128", [32, 64]),
+            ("fp8_channel", [64, 128]),
+            ("mxfp4", [64, 128]),
+            ("bf16", [64, 128]),
+        )
     },
     **{
         f"mxfp8, {format}": {"activations": "mxfp8", "format": format, "hidden": 160, "intermediate": 72, "tokens": 5}
@@ -85,9 +111,15 @@ CASES: dict[str, dict[str, Any]] = {
         "format": "mxfp4",
     },
     **{
-        f"x quantized, {mode}, {format}": {"activations": mode, "format": format, "quantized": True, "hidden": 320}
+        f"x quantized, {mode}, {format}": {
+            "activations": mode,
+            "format": format,
+            "quantized": True,
+            "hidden": 320,
+            "tile": tile,
+        }
         for mode in ("fp8_token", "fp8_group128", "mxfp8")
-        for format in ("mxfp4", "fp8_block128", "bf16")
+        for format, tile in (("mxfp4", [64, 128]), ("fp8_block128", [32, 128]), ("bf16", [64, 64]))
     },
     "fp8, rank of two": {"activations": "fp8_static", "format": "fp8_tensor", "rank": [2, 2]},
 }
