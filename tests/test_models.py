@@ -262,6 +262,7 @@ def test_heldout_answers_are_right(heldout):
         assert row["answer"] == str(a + b if operator == "+" else a - b)
 
 
+@pytest.mark.slow
 def test_heldout_pairs_are_never_trained_on(heldout):
     trained = set(sums.questions(want_held_out=False))
     for row in heldout:

@@ -28,6 +28,7 @@ w_NK = torch.randn(64, 64)
 """What the examples use without defining it, in the sizes of models/sums-gpt-oss-mxfp4."""
 
 
+@pytest.mark.slow
 def test_the_examples_run_in_one_session(tmp_path: Path) -> None:
     """In a process of its own, since `install` changes what Transformers does from then on."""
     assert len(EXAMPLES) == 4

@@ -45,6 +45,7 @@ def failures(reports: list[dict[str, object]]) -> list[dict[str, object]]:
     return [report for report in reports if report["verdict"] in FAILURES]
 
 
+@pytest.mark.slow
 def test_a_few_mutated_checkpoints_are_read_or_refused(tmp_path: Path) -> None:
     reports = campaign(
         tmp_path / "out", "--checkpoints", CHECKPOINTS[0], "--count", 6, "--verbs", "load_experts,explain"

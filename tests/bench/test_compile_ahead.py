@@ -96,6 +96,7 @@ compile_one(Triton(), "natural", problem, 16, Triton().configure(problem, Machin
 """
 
 
+@pytest.mark.slow
 def test_triton_kernels_end_in_its_cache_without_a_gpu(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -34,6 +34,11 @@ WGMMA = [*(CudaConfig("w4a16_wgmma", rows) for rows in (32, 64, 128, 256)), Cuda
 W4A8 = [CudaConfig("w4a8", rows) for rows in (16, 32, 64, 128)]
 
 
+def formats(*quick: str, slow: tuple[str, ...] = ("int4_g128",)) -> pytest.MarkDecorator:
+    """Over formats. Of int4, the kernels differ in how many columns have one scale alone."""
+    return pytest.mark.parametrize("format", [*quick, *(pytest.param(name, marks=pytest.mark.slow) for name in slow)])
+
+
 @pytest.fixture(scope="module")
 def libraries() -> Any:
     """Units by name, compiled when they are asked for."""
@@ -80,7 +85,7 @@ def test_every_configuration(monkeypatch: pytest.MonkeyPatch, libraries: Any, co
     emulate(monkeypatch, libraries("mxfp4"), weights, x, routing, config)
 
 
-@pytest.mark.parametrize("format", ["nvfp4", "int4_g32", "int4_g128"])
+@formats("nvfp4", "int4_g32")
 @pytest.mark.parametrize("config", [MMA[0], MMA[3], *WGMMA], ids=str)
 def test_other_formats(monkeypatch: pytest.MonkeyPatch, libraries: Any, format: str, config: CudaConfig) -> None:
     weights = random_experts(format, hidden=336, intermediate=208, bias=True)
@@ -121,7 +126,7 @@ def test_sizes(
     emulate(monkeypatch, libraries("mxfp4"), weights, *call, config, blocks=5, activation=GeGLU("tanh"))
 
 
-@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4_g32", "int4_g128", "bf16"])
+@formats("mxfp4", "bf16", slow=("nvfp4", "int4_g32", "int4_g128"))
 def test_a_token_does_not_depend_on_its_batch(monkeypatch: pytest.MonkeyPatch, libraries: Any, format: str) -> None:
     """In every width of kernels for many rows, alone and among others, on any number of SMs: bitwise identical."""
     weights = random_experts(format, hidden=272, intermediate=208, bias=True)
@@ -136,7 +141,7 @@ def test_a_token_does_not_depend_on_its_batch(monkeypatch: pytest.MonkeyPatch, l
             assert torch.equal(out, whole[some]), (config, some)
 
 
-@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4_g32", "int4_g128"])
+@formats("mxfp4", "nvfp4", "int4_g32")
 @pytest.mark.parametrize("config", MMA, ids=str)
 def test_a_row_does_not_depend_on_its_work_tile(
     monkeypatch: pytest.MonkeyPatch, libraries: Any, format: str, config: CudaConfig

@@ -125,6 +125,16 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+SLOW = {
+    *(f"{mode}, fp8_channel" for mode in ("fp8_group128", "fp8_static")),
+    *(f"{mode}, bf16" for mode in ("fp8_token", "fp8_static")),
+    "fp8_token, fp8_block128",
+    *(f"x quantized, {mode}, bf16" for mode in ("fp8_token", "fp8_group128")),
+    "x quantized, fp8_token, mxfp4",
+}
+"""Pairs of a mode and a format, both of which are in other pairs too."""
+
+
 @pytest.fixture(scope="module")
 def interpreter() -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
     """A function that runs one case in a separate process, which stays for the next case."""
@@ -143,7 +153,9 @@ def interpreter() -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
         process.stdin.close()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES]
+)
 def test_interpreter_agrees_with_the_reference(
     interpreter: Callable[[dict[str, Any]], dict[str, Any]], name: str
 ) -> None:

@@ -15,7 +15,7 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("openai")
 pytest.importorskip("prometheus_client")
 
-from support.serving import EVERY_WAY, Running, batching_server, said, user
+from support.serving import MOST_WAYS, Running, batching_server, said, user
 
 HOT = {"temperature": 50.0, "max_tokens": 5}
 ON = {"ignore_eos": True}
@@ -63,7 +63,7 @@ def whole(index: int, parts: list[Any], text: Any) -> dict[str, Any]:
 # --- What ends an answer ----------------------------------------------------------------------------------------------
 
 
-@EVERY_WAY
+@MOST_WAYS
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
@@ -94,14 +94,15 @@ def test_a_minimum_length(either: Running, chat: bool, stream: bool) -> None:
 
 @BOTH_WAYS
 def test_a_seed_repeats_and_top_k_and_min_p_restrict(either: Running, chat: bool, stream: bool) -> None:
-    def texts(count: int = 2, seed: int | None = None, **fields: Any) -> set[str]:
+    def texts(count: int = 1, seed: int | None = None, **fields: Any) -> set[str]:
         more = {} if seed is None else {"seed": seed}
         got = [said(either, chat=chat, stream=stream, **HOT, **more, extra_body=ON | fields) for _ in range(count)]
         return {text for text, *_ in got}
 
     assert len(texts(3)) > 1
-    assert len(texts(seed=5)) == 1
-    assert texts(seed=5) != texts(seed=6)
+    seeded = texts(2, seed=5)
+    assert len(seeded) == 1
+    assert seeded != texts(seed=6)
     greedy = texts(temperature=0)
     assert texts(top_k=1) == texts(min_p=1) == texts(top_p=1e-6) == greedy
 
@@ -125,7 +126,7 @@ def test_penalties_and_biases(either: Running, chat: bool, stream: bool) -> None
 # --- How many, and how probable ---------------------------------------------------------------------------------------
 
 
-@EVERY_WAY
+@MOST_WAYS
 def test_several_answers(either: Running, chat: bool, stream: bool) -> None:
     found = choices(either, chat=chat, stream=stream, n=3, stop="3")
     assert [(c["index"], c["text"], c["finish"]) for c in found] == [(i, "-47", "stop") for i in range(3)]
@@ -150,7 +151,7 @@ def test_several_prompts(either: Running, stream: bool) -> None:
     assert last["usage"] == {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
-@EVERY_WAY
+@MOST_WAYS
 def test_logprobs(either: Running, chat: bool, stream: bool) -> None:
     asked = {"logprobs": True, "top_logprobs": 2} if chat else {"logprobs": 2}
     [found] = choices(either, chat=chat, stream=stream, stop="3", temperature=0, **asked)

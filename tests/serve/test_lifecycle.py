@@ -122,14 +122,14 @@ GptOssModel.forward = first_then_none
 """Loading computes two tokens, and no other forward pass ends."""
 
 
-@pytest.mark.parametrize(
-    ("number", "busy"),
-    [
-        pytest.param(signal.SIGTERM, False, marks=pytest.mark.slow),
-        (signal.SIGTERM, True),
-        pytest.param(signal.SIGINT, True, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+def test_ends_cleanly_while_it_answers() -> None:
+    with server_process() as (running, url):
+        end_cleanly(running, url, signal.SIGTERM, busy=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "busy"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
 def test_ends_cleanly(number: signal.Signals, busy: bool) -> None:
     with server_process() as (running, url):
         end_cleanly(running, url, number, busy)

@@ -18,6 +18,8 @@ from support.decode_steps import LENGTH, STEPS, given_tokens, prompts, step_by_s
 from support.packed_model import CHECKPOINT
 from support.paged_attention import batching_config
 
+COMPILE = pytest.mark.parametrize("compile", [None, pytest.param("aot_eager", marks=pytest.mark.slow)])
+
 
 @pytest.fixture(scope="module")
 def model_and_tokenizer() -> tuple[Any, Any]:
@@ -73,7 +75,7 @@ class Replaying(Decoder):
         return replay
 
 
-@pytest.mark.parametrize("compile", [None, "aot_eager"])
+@COMPILE
 def test_steps_give_the_logits_of_one_pass(
     model: Any, prompts_BT: Tensor, given_NB1: Tensor, compile: str | None
 ) -> None:
@@ -84,7 +86,7 @@ def test_steps_give_the_logits_of_one_pass(
     torch.testing.assert_close(step_by_step(decoder, prompts_BT, given_NB1), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("compile", [None, "aot_eager"])
+@COMPILE
 def test_a_replayed_step_needs_nothing_that_the_host_counts(
     model: Any, prompts_BT: Tensor, given_NB1: Tensor, compile: str | None
 ) -> None:
@@ -154,6 +156,7 @@ def test_inductor_keeps_the_logits(model: Any, prompts_BT: Tensor, given_NB1: Te
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_generate_compiles_the_step_by_itself(model_and_tokenizer: tuple[Any, Any]) -> None:
     model, tokenizer = model_and_tokenizer
     inputs = tokenizer(["123+456=", "12+4="], return_tensors="pt", padding=True, padding_side="left")

@@ -109,6 +109,7 @@ def test_experts_that_transformers_keeps_quantized_say_what_packs_them() -> None
         theirs.get_interface("polymoe", None)
 
 
+@pytest.mark.slow
 def test_the_name_is_known_once_polymoe_has_anything_to_do_with_transformers() -> None:
     """In a process of its own, without `install`."""
     script = (

@@ -149,6 +149,7 @@ def test_loading_says_nothing_about_keys(capfd: pytest.CaptureFixture[str]) -> N
     assert not said.out
 
 
+@pytest.mark.slow
 def test_loading_never_holds_the_experts_unpacked(tmp_path: Path) -> None:
     """Anonymous memory grows by little more than the packed experts, a quarter of what dequantized ones take."""
     experts, hidden, intermediate, layers = 64, 512, 768, 3  # so many that what else is allocated matters little

@@ -57,7 +57,7 @@ def test_transformers_batches_continuously_with_it(monkeypatch: Any, most: int) 
     assert calls
 
 
-@pytest.mark.parametrize("most", [0, 3, 64])
+@pytest.mark.parametrize("most", [3, *(pytest.param(most, marks=pytest.mark.slow) for most in (0, 64))])
 @pytest.mark.usefixtures("plain")
 def test_only_small_steps_are_captured_and_padded(monkeypatch: Any, most: int) -> None:
     """With Transformers' own runner and a stand-in for a graph, which records the inputs of each step."""
