@@ -1,9 +1,11 @@
 """src/polymoe/planning/proof.jsonl: how far each backend is proven on which GPU model, from benchmarks/results/.
 
 ``measured`` follows from the records of ``polymoe bench``, which times nothing whose results are wrong. ``run`` follows
-from ``run-*.jsonl``, which ``PROOF=benchmarks/results/run-h200.jsonl scripts/test-gpu`` writes on an H200.
+from ``run-*.jsonl``, which ``PROOF=benchmarks/results/run-h200.jsonl scripts/test-gpu`` writes on an H200, and from the
+lines that ``polymoe verify --all-backends`` prints.
 
 python benchmarks/write_proof.py            # rewrite it
+python benchmarks/write_proof.py --add F    # first add the lines of a report from the issue form to benchmarks/results/
 python benchmarks/write_proof.py --check    # exit with 1 if it is not what the results say
 """
 
@@ -13,47 +15,26 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from importlib import resources
 from pathlib import Path
 
-from polymoe.atomic import replace_file
+from polymoe.atomic import append_line, replace_file
 from polymoe.backends import BACKENDS
 from polymoe.bench.cases import CASES
 from polymoe.bench.records import Record, read, read_lines
-from polymoe.json_input import read_fields
+from polymoe.json_input import parse_json, read_fields
 from polymoe.machine import DEVICES, Machine
 from polymoe.planning import table_files
 from polymoe.planning.measured import Table
 from polymoe.planning.predictor import Predictor
-from polymoe.planning.proof import Proof
+from polymoe.planning.proof import Proof, RunLine
 from polymoe.verdict import Rejected
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "src/polymoe/planning/proof.jsonl"
 CELL = ("backend", "family", "format", "activations", "device")
-
-
-@dataclass(frozen=True)
-class Run:
-    """A line of ``run-*.jsonl``: a test that ran on a GPU, and whether it passed."""
-
-    backend: str
-    family: str
-    format: str
-    activations: str
-    device: str
-    test: str
-    passed: bool
-    torch: str
-    triton: str | None
-    commit: str
-    date: str
-
-    @property
-    def cell(self) -> tuple[str, ...]:
-        return tuple(getattr(self, name) for name in CELL)
 
 
 def proofs(results: Path = ROOT / "benchmarks/results") -> list[Proof]:
@@ -108,12 +89,38 @@ def _family(record: Record) -> str | None:
 def _run(results: Path) -> Iterator[Proof]:
     """Cells that some test proved and no test refuted."""
     for path in sorted(results.glob("run-*.jsonl")):
-        lines = read_lines(path, partial(read_fields, Run), "a line that scripts/test-gpu wrote")
+        lines = read_lines(path, partial(read_fields, RunLine), "a line that scripts/test-gpu wrote")
         failed = {run.cell for run in lines if not run.passed}
         for run in lines:
             if run.cell not in failed:
                 names = dict(zip(CELL, run.cell, strict=True))
                 yield Proof(**names, status="run", commit=run.commit, date=run.date, source=path.name)
+
+
+def add(report: Path, results: Path = ROOT / "benchmarks/results") -> list[str]:
+    """Append the lines of a pasted block to the files of their GPU and kind, and return the names of these files.
+
+    Lines that a file already has are left out. Nothing is written if a line is neither a record nor what ran.
+    """
+    found: dict[Path, list[str]] = {}
+    for line in report.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("{"):
+            continue
+        values = parse_json(line.encode())
+        kind = RunLine if isinstance(values, dict) and "passed" in values else Record
+        row = read_fields(kind, values)
+        if row.device not in DEVICES or DEVICES[row.device].kind == "cpu":
+            sys.exit(f"{report}: {row.device} is no GPU of DEVICES in machine.py: add it there first")
+        if row.backend not in BACKENDS:  # a baseline
+            continue
+        name = f"{'run' if kind is RunLine else row.backend}-{row.device}.jsonl"
+        found.setdefault(results / name, []).append(json.dumps(values))
+    for path, lines in found.items():
+        there = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        for line in dict.fromkeys(lines):
+            if line not in there:
+                append_line(path, line)
+    return [path.name for path in found]
 
 
 def text(rows: list[Proof]) -> str:
@@ -124,7 +131,11 @@ def text(rows: list[Proof]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if it is not current")
-    check, made = parser.parse_args().check, text(proofs())
+    parser.add_argument("--add", type=Path, metavar="FILE", help="a report whose lines are added first")
+    given = parser.parse_args()
+    if given.add is not None:
+        print("\n".join(add(given.add)))
+    check, made = given.check, text(proofs())
     if not check:
         replace_file(TARGET, made)
     elif TARGET.read_text(encoding="utf-8") != made:

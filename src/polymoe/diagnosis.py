@@ -23,7 +23,7 @@ from polymoe.machine import Machine, driver_cuda
 from polymoe.plugins import GROUP, load
 from polymoe.verdict import Reason, Rejected
 
-__all__ = ["Diagnosis", "diagnose"]
+__all__ = ["Diagnosis", "diagnose", "hardware"]
 
 Facts = dict[str, Any]
 """Facts by name: text, or facts again."""
@@ -55,7 +55,9 @@ class Diagnosis:
         return dict(self.sections)
 
     def __str__(self) -> str:
-        sections = {**self.sections, "backends": _grouped(self.sections.get("backends", {}))}
+        sections = dict(self.sections)
+        if "backends" in sections:
+            sections["backends"] = _grouped(sections["backends"])
         return "\n".join(line for name, facts in sections.items() for line in (f"{name}:", *_lines(facts)))
 
 
@@ -72,6 +74,16 @@ def diagnose() -> Diagnosis:
         "environment": _environment,
         "host": _host,
     }
+    return Diagnosis({name: _section(collect) for name, collect in sections.items()})
+
+
+def hardware() -> Diagnosis:
+    """GPUs, driver and versions alone: what a measurement depends on."""
+
+    def versions() -> Facts:
+        return {name: value for name, value in _polymoe().items() if name != "installed in"}
+
+    sections = {"polymoe": versions, "packages": _packages, "GPUs": _gpus}
     return Diagnosis({name: _section(collect) for name, collect in sections.items()})
 
 

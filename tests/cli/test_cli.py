@@ -108,7 +108,7 @@ class TestExplain:
     def test_every_range_and_the_whole_model(self, cli: Cli) -> None:
         code, out, _ = cli("explain", "openai/gpt-oss-20b", "--device", "NVIDIA H200")
         assert code == 0
-        assert re.search(r"1-\d+ +│ cuda +│ [\d.]+ us at 1 to [^│]+│ [^│]+│ measured on h200", out)
+        assert re.search(r"1-\d+ +│ cuda +│ [\d.]+ us at 1 to [^│]+│ [^│]+│ [^│]+│ measured on h200", out)
         assert re.search(r"16 +│ [\d.]+ ms +│ [\d.]+ us +│ [\d.]+ ms +│ [\d,]+ ", out)
         assert "cuda" in out.split("every backend")[1]
 

@@ -249,6 +249,71 @@ class TestForeign:
         assert backends_of(chosen([proof("ours")], self.OURS, self.THEIRS, table=table)) == ["ours"]
 
 
+class TestReports:
+    """What ``polymoe verify --all-backends`` and ``polymoe bench --submit`` print becomes a status."""
+
+    def test_a_pasted_report_makes_cells_run_and_measured(self, tmp_path: Path) -> None:
+        line = {
+            "backend": "triton", "family": "grouped_gemm", "format": "mxfp4", "activations": "16bit",
+            "device": "rtx5090", "test": "polymoe verify x", "passed": True, "torch": "2", "triton": "3.8.0", "commit": "a", "date": "2027",
+        }  # fmt: skip
+        source = read(write_proof.ROOT / "benchmarks/results/triton-h200.jsonl")[0]
+        record = replace(source, device="rtx5090", family="grouped_gemm_short_k").to_dict()
+        report = tmp_path / "issue.txt"
+        lines = [line, line, {**line, "format": "nvfp4", "passed": False}, record, {**record, "backend": "torch"}]
+        report.write_text("GPU: RTX 5090\n  table\n" + "".join(json.dumps(x) + "\n" for x in lines))
+        assert write_proof.add(report, tmp_path) == ["run-rtx5090.jsonl", "triton-rtx5090.jsonl"]
+        assert write_proof.add(report, tmp_path)  # and nothing twice
+        assert len((tmp_path / "run-rtx5090.jsonl").read_text().splitlines()) == 2
+        found = {(p.backend, p.family, p.status) for p in write_proof.proofs(tmp_path)}
+        assert found == {
+            ("triton", "grouped_gemm", "run"), ("triton", "grouped_gemm_short_k", "measured"), ("reference", "", "run"),
+        }  # fmt: skip
+
+    def test_lines_that_are_none(self, tmp_path: Path) -> None:
+        report = tmp_path / "issue.txt"
+        report.write_text('{"passed": true}\n')
+        with pytest.raises(ValueError, match="expected the fields backend"):
+            write_proof.add(report, tmp_path)
+        assert list(tmp_path.iterdir()) == [report]
+
+    def test_verify_prints_what_ran(self, cli: Any, tmp_path: Path) -> None:
+        code, out, _ = cli(
+            "verify",
+            MODELS / "sums-gpt-oss-mxfp4",
+            "--layer",
+            1,
+            "--tokens",
+            "1,3",
+            "--device",
+            "cpu",
+            "--all-backends",
+        )
+        assert code == 0
+        for text in ("Record for a GPU", "torch", "driver", "reference", "rejected:"):
+            assert text in out
+        (line,) = (json.loads(text) for text in out.splitlines() if text.startswith("{"))
+        assert (line["backend"], line["format"], line["activations"]) == ("reference", "mxfp4", "16bit")
+        assert (line["device"], line["test"], line["passed"]) == ("cpu", "polymoe verify sums-gpt-oss-mxfp4", True)
+        (tmp_path / "issue.txt").write_text(out)
+        with pytest.raises(SystemExit, match="cpu is no GPU of DEVICES"):
+            write_proof.add(tmp_path / "issue.txt", tmp_path)
+        assert cli("verify", MODELS / "sums-gpt-oss-mxfp4", "--all-backends", "--backend", "triton")[0] == 2
+
+    def test_bench_prints_records_of_this_gpu(self, cli: Any, tmp_path: Path) -> None:
+        source = read(write_proof.ROOT / "benchmarks/results/triton-h200.jsonl")[0]
+        append(tmp_path / "r.jsonl", replace(source, device="cpu"))
+        code, out, _ = cli("bench", "--submit", tmp_path / "r.jsonl", "--device", "cpu")
+        assert code == 0
+        assert json.loads(out.splitlines()[-1]) == replace(source, device="cpu").to_dict()
+        assert source.case in out.splitlines()[-3]
+        append(tmp_path / "r.jsonl", source)
+        code, _, err = cli("bench", "--submit", tmp_path / "r.jsonl", "--device", "cpu")
+        assert (code, "got h200" in err) == (2, True)
+        assert cli("bench", "--submit", tmp_path / "r.jsonl", "--case", "gpt-oss-20b")[0] == 2
+        assert cli("bench", "--submit", tmp_path / "none.jsonl", "--device", "cpu")[0] == 2
+
+
 class TestRecorder:
     """The plugin behind ``scripts/test-gpu``, on calls of the reference on a CPU."""
 
@@ -315,6 +380,7 @@ def test_explain_says_it(cli: Any) -> None:
     code, out, _ = cli("explain", path, "--device", "b200")
     assert code == 0
     assert "unrun on b200" in " ".join(out.split())
+    assert "floor" in out
     code, out, _ = cli("explain", path, "--device", "h200", "--json")
     (row,) = json.loads(out)["rows"]
     assert {step["proof"] for step in row["plan"]["steps"]} == {"measured"}

@@ -55,7 +55,8 @@ add(app, "explain", explain.command, f"polymoe explain {_SUMS} --device h200",
     "polymoe explain openai/gpt-oss-120b --device 'RTX 4090' --tp 8",
     f"polymoe explain {_SUMS} --device sm_100 --backend triton --json",
     "polymoe explain openai/gpt-oss-120b --engine vllm --tensor-parallel-size 8 --enable-expert-parallel")  # fmt: skip
-add(app, "verify", verify.command, f"polymoe verify {_SUMS}", f"polymoe verify {_SUMS} --layer 1 --tokens 1,64")
+add(app, "verify", verify.command, f"polymoe verify {_SUMS}", f"polymoe verify {_SUMS} --layer 1 --tokens 1,64",
+    f"polymoe verify {_SUMS} --all-backends")  # fmt: skip
 add(app, "run", run.command, f'polymoe run {_SUMS} "123+456="', f"polymoe run {_SUMS} < prompts.txt",
     "polymoe run openai/gpt-oss-120b --device-map auto --max-tokens 512 'Why is the sky blue?'")  # fmt: skip
 add(app, "chat", chat.command, f"polymoe chat {_SUMS}", "polymoe chat openai/gpt-oss-20b --system 'Answer briefly.'",
@@ -69,7 +70,8 @@ add(app, "tune", tune.command, "polymoe tune --case deepseek-v4-flash --tokens 1
 add(app, "doctor", doctor.command, "polymoe doctor", "polymoe doctor --json")
 add(_bench, "kernels", bench.command, "polymoe bench kernels --case deepseek-v4-flash --tokens 1,16,64",
     f"polymoe bench kernels --checkpoint {_SUMS} --backends cuda,triton --out results.jsonl",
-    "polymoe bench kernels --case gpt-oss-120b --routing zipf:1.2 --plot share.png")  # fmt: skip
+    "polymoe bench kernels --case gpt-oss-120b --routing zipf:1.2 --plot share.png",
+    "polymoe bench kernels --submit results.jsonl")  # fmt: skip
 add(_bench, "decode", bench_decode.command, f"polymoe bench decode {_SUMS} --batch-size 1,16")
 add(_bench, "serve", bench_serve.command,
     "polymoe bench serve --server http://127.0.0.1:8000 --input-len 1024 --output-len 128",

@@ -78,6 +78,10 @@ def command(
     profile: Annotated[
         Path | None, typer.Option(help="Profiler traces: trace.json gives trace.BACKEND-TOKENS.json.")
     ] = None,
+    submit: Annotated[
+        Path | None,
+        typer.Option(help="Measure nothing: print the records of this file as one block for the issue form."),
+    ] = None,
     commit: Annotated[str | None, typer.Option(help="Commit for the records, if git does not know it.")] = None,
     json: Json = False,
 ) -> None:
@@ -92,6 +96,11 @@ def command(
         "--hidden": hidden,
         "--intermediate": intermediate,
     }
+    if submit is not None:
+        if case is not None or checkpoint is not None:
+            raise typer.BadParameter("--submit measures nothing: leave --case and --checkpoint out")
+        _submit(submit, device)
+        return
     if (case is None) == (checkpoint is None):
         raise typer.BadParameter("name either --case or --checkpoint")
     if checkpoint is None and layer is not None:
@@ -170,6 +179,18 @@ def command(
         draw(newest([r for r in earlier if (r.case, r.format, r.routing, r.device) in like] + measured), plot)
     if any(row.wrong and not row.backend.startswith("peer:") for row in rows):
         raise typer.Exit(1)
+
+
+def _submit(path: Path, device: str) -> None:
+    from polymoe.bench.records import newest, read
+    from polymoe.cli.submission import of_records
+    from polymoe.errors import ArgumentError
+
+    try:
+        records = newest(read(path))
+    except OSError as error:
+        raise ArgumentError("submit", expected="a file that --out wrote", got=str(error)) from error
+    print(of_records(records, measured_on(device)[0]))
 
 
 def _table(rows: list[BenchRow], title: str) -> Table:

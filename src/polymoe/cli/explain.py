@@ -132,9 +132,9 @@ def _ranges(row: Row) -> Table:
 
     layout = row.selection.require().layout
     title = f"layers {layer_ranges(row.layers)}: what runs, in layout {layout}"
-    table = Table("tokens", "backend", "time of one layer", "from", "proven", title=title)
+    table = Table("tokens", "backend", "time of one layer", "floor", "from", "proven", title=title)
     for found in row.selection.ranges():
-        table.add_row(found.tokens, found.step.backend, found.time, found.source, found.proven or "-")
+        table.add_row(found.tokens, found.step.backend, found.time, found.floor, found.source, found.proven or "-")
     return table
 
 

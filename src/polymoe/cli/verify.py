@@ -28,6 +28,10 @@ def command(
     tokens: Annotated[str, typer.Option(help="Token counts to run and time, separated by commas.")] = "1,16,256",
     backend: Backend = "auto",
     device: OnDevice = "auto",
+    all_backends: Annotated[
+        bool,
+        typer.Option("--all-backends", help="Print one block for the issue form that records what a GPU has proven."),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Check real experts: read each one independently, repack it byte for byte, and measure every backend's error and
@@ -39,6 +43,8 @@ def command(
     from polymoe.explanation import layer_ranges
     from polymoe.verify import verify
 
+    if all_backends and backend != "auto":
+        raise typer.BadParameter("--all-backends runs all of them: leave --backend out")
     counts = token_counts(tokens)
     with Progress("verify") as progress:
         report = verify(
@@ -53,7 +59,16 @@ def command(
         status().print(
             f"note: not in the files, so not verified: layers {layer_ranges(report.absent)}", highlight=False
         )
-    if json:
+    if all_backends:
+        from polymoe.cli.submission import of_report, run_lines
+        from polymoe.machine import Machine
+
+        machine = Machine.of(None if device == "auto" else device)
+        if json:
+            print_json({**report.to_dict(), "lines": run_lines(report, machine)})
+        else:
+            print(of_report(report, machine))
+    elif json:
         print_json(report.to_dict())
     else:
         out = console()

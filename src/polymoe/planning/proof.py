@@ -17,7 +17,7 @@ from polymoe.errors import FormatError
 from polymoe.machine import Device
 from polymoe.problem import Problem
 
-__all__ = ["Proof", "ProofStatus", "Proofs", "parse", "shipped", "weakest"]
+__all__ = ["Proof", "ProofStatus", "Proofs", "RunLine", "parse", "shipped", "weakest"]
 
 ProofStatus = Literal["measured", "run", "unrun"]
 """``measured``: there are times of it on this GPU model, taken of results that were checked. ``run``: tests proved its
@@ -52,6 +52,35 @@ class Proof:
                 raise FormatError(f"proof, {f.name}", expected="text", got=repr(getattr(self, f.name)))
         if self.status not in ("measured", "run"):
             raise FormatError("proof, status", expected="measured or run", got=repr(self.status))
+
+    @property
+    def cell(self) -> tuple[str, str, str, str, str]:
+        """What the status belongs to."""
+        return (self.backend, self.family, self.format, self.activations, self.device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunLine:
+    """A line of ``run-*.jsonl``: what ran on a GPU, and whether its results were right.
+
+    Attributes:
+        backend, family, format, activations, device: what the status belongs to, as in :class:`Proof`.
+        test: what ran it: a test's file, or ``polymoe verify`` and its checkpoint.
+        passed: whether every result was within the tolerance.
+        torch, triton, commit, date: versions, source, time (UTC).
+    """
+
+    backend: str
+    family: str
+    format: str
+    activations: str
+    device: str
+    test: str
+    passed: bool
+    torch: str
+    triton: str | None
+    commit: str
+    date: str
 
     @property
     def cell(self) -> tuple[str, str, str, str, str]:

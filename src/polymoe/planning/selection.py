@@ -57,6 +57,7 @@ class PlannedRange:
         tokens: ``"1-4"``, ``"16"`` or ``"65+"``.
         step: backend and configuration.
         time: of one layer, ``"75.2 us at 1 to 180 us at 4"``.
+        floor: the least time of the GPU at the same token counts, ``"70.1 us to 150 us"``.
         source: ``"measured"`` or ``"cost model"``, or both.
         proven: ``"run on h200"``; "" for a CPU.
     """
@@ -64,6 +65,7 @@ class PlannedRange:
     tokens: str
     step: PlanStep
     time: str
+    floor: str
     source: str
     proven: str
 
@@ -172,7 +174,8 @@ class Selection:
             times = " to ".join(f"{format_us(p.time_us)} at {t}" for t, p in ends)
             sources = "; ".join(dict.fromkeys(p.source for _, p in ends))
             proven = f"{status} on {self.machine.device.name}" if self._on_gpu else ""
-            result.append(PlannedRange(tokens, step, times, sources, proven))
+            floors = " to ".join(format_us(self.floor_us(t)) for t, _ in ends)
+            result.append(PlannedRange(tokens, step, times, floors, sources, proven))
         return result
 
     def _within(self, step: PlanStep) -> list[tuple[int, Prediction]]:

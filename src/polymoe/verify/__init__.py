@@ -171,7 +171,9 @@ def _verify_backends(
             error, time_us = _run(experts, x_TH, routing, expected)
             against = "oracle" if oracles else "reference"
             row = BackendRow(layer, candidate.backend, count, against, error, differing=differing, time_us=time_us)
-            rows.append(row)
+            family = experts.explain().require().step(count).config.kernel_family
+            stored = {"format": problem.spec.format, "activations": str(problem.activations)}
+            rows.append(replace(row, family=family, **stored))
     return rows
 
 

@@ -48,6 +48,8 @@ class BackendRow:
         differing: number of experts that the packed layer does not hold as they were read.
         time_us: median time of a call.
         rejected: why the backend does not run the layer here.
+        family: the kernels that ran, as ``Config.kernel_family``.
+        format, activations: of the weights and of the experts' inputs.
     """
 
     layer: int
@@ -59,6 +61,9 @@ class BackendRow:
     differing: int = 0
     time_us: float = 0.0
     rejected: str = ""
+    family: str = ""
+    format: str = ""
+    activations: str = ""
 
     @property
     def ok(self) -> bool:
