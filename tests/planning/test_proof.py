@@ -255,7 +255,8 @@ class TestReports:
     def test_a_pasted_report_makes_cells_run_and_measured(self, tmp_path: Path) -> None:
         line = {
             "backend": "triton", "family": "grouped_gemm", "format": "mxfp4", "activations": "16bit",
-            "device": "rtx5090", "test": "polymoe verify x", "passed": True, "torch": "2", "triton": "3.8.0", "commit": "a", "date": "2027",
+            "device": "rtx5090", "test": "polymoe verify x", "passed": True, "torch": "2",
+            "triton": "3.8.0", "commit": "a", "date": "2027",
         }  # fmt: skip
         source = read(write_proof.ROOT / "benchmarks/results/triton-h200.jsonl")[0]
         record = replace(source, device="rtx5090", family="grouped_gemm_short_k").to_dict()
