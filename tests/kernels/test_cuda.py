@@ -206,6 +206,7 @@ def test_mma_runs_while_weights_are_dequantized(format: str, part: str, block_m:
     assert max(instructions().wgmma_costs(format, part, block_m).values()) <= (32 if block_m > 128 else 29)
 
 
+@pytest.mark.slow
 def test_recorded_instructions_are_those_of_the_kernels() -> None:
     """If they are not: python benchmarks/cuda_instructions.py benchmarks/results/cuda-instructions.md."""
     recorded = Path(__file__).parents[2] / "benchmarks/results/cuda-instructions.md"

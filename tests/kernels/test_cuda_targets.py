@@ -39,7 +39,8 @@ def library(unit: str, target: Target) -> ctypes.CDLL:
     ("format", "config"),
     [
         *(("mxfp4", config) for config in ((8, 64), (8, 128), (12, 64), (16, 128))),
-        *((format, (8, 64)) for format in W4_FORMATS if format != "mxfp4"),
+        ("nvfp4", (8, 64)),
+        *(pytest.param(format, (8, 64), marks=pytest.mark.slow) for format in W4_FORMATS if format.startswith("int4")),
     ],
     ids=str,
 )
