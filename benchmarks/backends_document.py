@@ -36,9 +36,9 @@ accepts depends on properties of the problem and of the machine, never on the na
 
 The example is one layer of {CASE.experts} experts ({CASE.top_k} active, H {CASE.hidden}, F {CASE.intermediate}), \
 {CASE.activation.name}, x in bfloat16, on a machine with
-Triton 3.6, Humming 0.1.19 and a driver for CUDA 13. Activations are `16bit` (x as it is), or E4M3 with one scale for
-each token (`fp8_token`), for each 128 columns of a token (`fp8_group128`), from the checkpoint (`fp8_static`), or with
-a power of two for each 32 columns (`mxfp8`); `all` stands for these five.
+Triton 3.6, FlashInfer 0.7.2, Humming 0.1.19 and a driver for CUDA 13. Activations are `16bit` (x as it is), or E4M3
+with one scale for each token (`fp8_token`), for each 128 columns of a token (`fp8_group128`), from the checkpoint
+(`fp8_static`), or with a power of two for each 32 columns (`mxfp8`); `all` stands for these five.
 `auto` chooses among the backends that accept and need not be named, by measured or predicted time.
 
 Each cell says how far the backend is proven on that GPU model:
@@ -80,9 +80,10 @@ def problem_of(format: str = "mxfp4", activations: str = "16bit") -> Problem:
     return CASE.problem(format, activations)
 
 
-def machine(device: Device, triton: str = "3.6.0") -> Machine:
+def machine(device: Device, triton: str = "3.6.0", flashinfer: str | None = "0.7.2") -> Machine:
     """The machine that the document speaks of, whatever this one is."""
-    packages = {"torch": "2.11.0", "triton": triton, "humming-kernels": "0.1.19"}
+    foreign = {} if flashinfer is None else {"flashinfer-python": flashinfer, "flashinfer-cubin": flashinfer}
+    packages = {"torch": "2.11.0", "triton": triton, "humming-kernels": "0.1.19", **foreign}
     return Machine(device, packages, (13, 0) if device.kind == "cuda" else None)
 
 
@@ -122,6 +123,8 @@ def changes() -> list[tuple[str, Problem, Machine]]:
         ("batch-invariant results", replace(problem, batch_invariant=True), h200),
         ("no Triton", problem, machine(DEVICES["h200"], triton="")),
         ("Triton 3.5", problem, machine(DEVICES["h200"], triton="3.5.1")),
+        ("no FlashInfer", problem, machine(DEVICES["h200"], flashinfer=None)),
+        ("FlashInfer 0.6.11", problem, machine(DEVICES["h200"], flashinfer="0.6.11")),
         ("a GPU before Ampere", problem, machine(turing)),
     ]
 

@@ -17,7 +17,9 @@ from polymoe.errors import ArgumentError, nearest
 
 __all__ = ["DEVICES", "Device", "Machine", "driver_cuda"]
 
-PACKAGES = ("torch", "triton", "transformers", "flashinfer-python", "humming-kernels", "vllm", "sglang")
+PACKAGES = (
+    "torch", "triton", "transformers", "flashinfer-python", "flashinfer-cubin", "humming-kernels", "vllm", "sglang",
+)  # fmt: skip
 """Distributions that a backend may need. A machine records the version of each that is installed."""
 _WITH_CUDA = {"triton": "3.6.0"}
 
@@ -166,11 +168,13 @@ class Machine:
         device: what computes.
         packages: versions of the installed distributions among those that a backend may need: ``{"triton": "3.6.0"}``.
         driver: newest CUDA version that the driver runs, (13, 0); None without a driver, or where it is not known.
+        elsewhere: whether this describes a GPU that is not here, beside which other packages may be installed.
     """
 
     device: Device
     packages: Mapping[str, str] = field(default_factory=dict, hash=False)
     driver: tuple[int, int] | None = None
+    elsewhere: bool = False
 
     @classmethod
     def of(cls, device: str | Device | None = None) -> Machine:
@@ -188,7 +192,8 @@ class Machine:
             return cls(device, packages)
         if device is not None and not device.startswith("cuda"):
             named = _named(device)
-            return cls(named, {**(_WITH_CUDA if named.kind == "cuda" else {}), **packages})
+            cuda = named.kind == "cuda"
+            return cls(named, {**(_WITH_CUDA if cuda else {}), **packages}, elsewhere=cuda)
         import torch
 
         if not torch.cuda.is_available():

@@ -34,6 +34,8 @@ class Accepted:
         foreign: whether it runs kernels of another library. ``auto`` takes those only for token counts at which they
             were measured on this machine, by ``polymoe tune``. Backends that other packages register count as foreign.
         layouts: which of the backend's layouts serve the problem, or None if all do.
+        notes: what else a user should know who names it, such as packages that it needs on a machine that is not this
+            one, or results that differ between repeats.
     """
 
     max_tokens: int | None = None
@@ -41,6 +43,7 @@ class Accepted:
     opt_in_reason: str = ""
     foreign: bool = False
     layouts: tuple[str, ...] | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from polymoe.formats.elements import SCALE_DTYPES
 from polymoe.layouts import LAYOUTS, Layout, Packed
 from polymoe.layouts.cuda.w4a16_fragments import e4m3_codes
 from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
+from support.every_byte import assert_same, every_byte, spec_of
 from support.problems import random_experts
 
 CPU = torch.device("cpu")
@@ -35,47 +36,6 @@ def unpack(packed: Packed) -> ExpertWeights:
     return LAYOUTS[packed.layout].unpack(packed)
 
 
-def every_byte(format: str, hidden: int, intermediate: int, *, gated: bool = True, seed: int = 0) -> ExpertWeights:
-    """Experts of random bytes, so that no bit of codes or scales is always the same."""
-    g = torch.Generator().manual_seed(seed)
-    e = FORMATS[format].encoding
-    shapes = {"up": (intermediate, hidden), "down": (hidden, intermediate)} | (
-        {"gate": (intermediate, hidden)} if gated else {}
-    )
-    experts = []
-    for _ in range(2):
-        parts: dict[str, QuantTensor | None] = {"gate": None}
-        for name, shape in shapes.items():
-            codes = torch.randint(256, e.codes_shape(*shape), generator=g, dtype=torch.uint8)
-            if e.granularity is None:
-                parts[name] = QuantTensor(torch.randn(shape, generator=g).bfloat16(), e)
-                continue
-            if e.element == "e4m3":
-                codes = codes.view(torch.float8_e4m3fn)
-            grid = e.granularity.scale_shape(*shape)
-            if e.scale_dtype == "e8m0":
-                scales = torch.randint(153, grid, generator=g, dtype=torch.uint8).view(torch.float8_e8m0fnu)
-            elif e.scale_dtype == "e4m3":
-                scales = torch.randint(1, 127, grid, generator=g, dtype=torch.uint8).view(torch.float8_e4m3fn)
-            else:
-                scales = torch.rand(grid, generator=g).to(SCALE_DTYPES[e.scale_dtype or ""])
-            world = torch.rand((), generator=g) if e.global_scale else None
-            parts[name] = QuantTensor(codes, e, scales, global_scale=world)
-        experts.append(Expert(**parts))  # type: ignore[arg-type]
-    return ExpertWeights.of(experts)
-
-
-def assert_same(got: ExpertWeights, expected: ExpertWeights) -> None:
-    for x, y in zip(got, expected, strict=True):
-        for name, projection in y.projections.items():
-            for part, value in projection.parts().items():
-                found = x.projections[name].parts()[part]
-                assert found.dtype == value.dtype
-                if value.element_size() == 1:  # with what is not a number
-                    found, value = found.view(torch.uint8), value.view(torch.uint8)
-                assert torch.equal(found, value), (name, part)
-
-
 @pytest.mark.parametrize(("format", "hidden", "intermediate"), EVERY)
 def test_round_trip_of_every_size(format: str, hidden: int, intermediate: int) -> None:
     for gated in (True, False):
@@ -85,11 +45,6 @@ def test_round_trip_of_every_size(format: str, hidden: int, intermediate: int) -
         assert_same(unpack(packed), weights)
         refilled = pack(every_byte(format, hidden, intermediate, gated=gated, seed=1), out=packed)
         assert_same(unpack(refilled), every_byte(format, hidden, intermediate, gated=gated, seed=1))
-
-
-def spec_of(format: str, hidden: int, intermediate: int, gated: bool = True) -> ExpertsSpec:
-    e = FORMATS[format].encoding
-    return ExpertsSpec(hidden=hidden, intermediate=intermediate, experts=8, gate=e if gated else None, up=e, down=e)
 
 
 @pytest.mark.parametrize("scales", ["float32", "bfloat16", "e8m0"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from polymoe.backends.base import Backend
 from polymoe.backends.cuda.backend import Cuda
+from polymoe.backends.flashinfer import FlashInfer
 from polymoe.backends.humming import Humming
 from polymoe.backends.reference import Reference
 from polymoe.backends.triton import Triton
@@ -11,7 +12,7 @@ from polymoe.plugins import PluginTable
 
 __all__ = ["BACKENDS", "Backend"]
 
-_OURS: tuple[Backend, ...] = (Reference(), Triton(), Cuda(), Humming())
+_OURS: tuple[Backend, ...] = (Reference(), Triton(), Cuda(), FlashInfer(), Humming())
 
 BACKENDS: PluginTable[Backend] = PluginTable(_OURS, "backends")
 """Backends by name, in the order in which explanations list them; those of other packages come last. Checking one

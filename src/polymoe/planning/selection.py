@@ -277,8 +277,9 @@ class Selection:
 
 
 def describe(verdict: Accepted, proven: str = "") -> str:
-    """One line about an acceptance: token limit, CUDA graphs, how far it is ``proven``, whether it has to be named."""
+    """One line about an acceptance: token limit, CUDA graphs, how far it is ``proven``, whether it has to be named, and
+    its notes."""
     facts = [f"up to {verdict.max_tokens} tokens"] if verdict.max_tokens is not None else []
     facts += ["CUDA graphs"] if verdict.capturable else []
-    facts += [text for text in (proven, verdict.opt_in_reason) if text]
+    facts += [text for text in (proven, verdict.opt_in_reason, *verdict.notes) if text]
     return "accepted" + (f" ({', '.join(facts)})" if facts else "")

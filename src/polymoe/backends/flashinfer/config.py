@@ -1,0 +1,34 @@
+"""FlashInferConfig: which of FlashInfer's kernels a call runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from polymoe.backends.config import Config
+
+__all__ = ["FlashInferConfig"]
+
+
+@dataclass(frozen=True, slots=True)
+class FlashInferConfig(Config):
+    """Which kernels a call runs.
+
+    Attributes:
+        route: name of the route, its kernel family.
+        up, down: the tactic of each GEMM by name, for routes that have a choice; "" where there is none.
+    """
+
+    route: str
+    up: str = ""
+    down: str = ""
+
+    @property
+    def kernel_family(self) -> str:
+        """The route. Each has its own proof status."""
+        return self.route
+
+    def __str__(self) -> str:
+        return ", ".join([self.route, *(f"{name} {tactic}" for name, tactic in self._tactics() if tactic)])
+
+    def _tactics(self) -> tuple[tuple[str, str], ...]:
+        return ("up", self.up), ("down", self.down)

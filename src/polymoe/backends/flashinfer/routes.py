@@ -1,0 +1,99 @@
+"""Route: one family of FlashInfer's kernels, with what it requires, its layouts and its calls."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from polymoe.activation_quantization import UNQUANTIZED, ActivationQuantization
+from polymoe.backends.base import Prediction, Runner
+from polymoe.backends.config import Config
+from polymoe.backends.flashinfer.config import FlashInferConfig
+from polymoe.backends.packages import need_package
+from polymoe.cost import cost
+from polymoe.formats import FORMATS
+from polymoe.layouts import Packed
+from polymoe.machine import Machine
+from polymoe.problem import Problem
+from polymoe.verdict import Reasons
+
+__all__ = ["PACKAGE", "Route", "RouteRates"]
+
+PACKAGE = "flashinfer-python"
+"""The distribution."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouteRates:
+    """Shares of the device's memory bandwidth and MMA rate that the kernels reach, and the time of their launches."""
+
+    bandwidth: float
+    math: float
+    fixed_us: float
+
+
+class Route(ABC):
+    """A family of kernels for weights of one format on GPUs of some architectures.
+
+    Attributes:
+        name: the kernel family, in configurations and proofs.
+        architectures: compute capabilities.
+        format: of all projections, as in ``FORMATS``.
+        layouts: that it reads, each with some versions of the package.
+        activations: supported quantizations of x and h.
+        functions: activation functions between the projections, classes.
+        least: oldest version of FlashInfer.
+        wrong: what known-bad versions do.
+        most_tokens: of one call, or None for any number.
+        rates: for the cost model.
+        notes: what ``explain`` says of it.
+    """
+
+    name: ClassVar[str]
+    architectures: ClassVar[tuple[tuple[int, int], ...]]
+    format: ClassVar[str]
+    layouts: ClassVar[tuple[str, ...]]
+    activations: ClassVar[tuple[ActivationQuantization, ...]] = (UNQUANTIZED,)
+    functions: ClassVar[tuple[type, ...]]
+    least: ClassVar[str]
+    wrong: ClassVar[Mapping[str, str]] = {}
+    most_tokens: ClassVar[int | None] = None
+    rates: ClassVar[RouteRates]
+    notes: ClassVar[tuple[str, ...]] = ()
+
+    def reads(self, problem: Problem) -> bool:
+        """Whether all projections have the route's format."""
+        return all(encoding == FORMATS[self.format].encoding for encoding in problem.spec.encodings.values())
+
+    def check(self, problem: Problem, machine: Machine, reasons: Reasons) -> Sequence[str]:
+        """Add every reason against the problem, other than those of the layout; return notes."""
+        functions = " or ".join(function.__name__ for function in self.functions)
+        reasons.need(isinstance(problem.activation, self.functions), "activation", functions, problem.activation.name)
+        modes = " or ".join(map(str, self.activations))
+        reasons.need(problem.activations in self.activations, "activations", modes, problem.activations)
+        return (*self.notes, *need_package(reasons, machine, PACKAGE, self.least, wrong=self.wrong))
+
+    @abstractmethod
+    def layout(self, machine: Machine) -> str:
+        """The layout that the installed version reads; that of the newest where none is installed."""
+
+    @abstractmethod
+    def configure(self, problem: Problem, machine: Machine, tokens: int) -> FlashInferConfig:
+        """The choice for a token count."""
+
+    def tuning_configs(
+        self, problem: Problem, machine: Machine, tokens: int, timed: Sequence[tuple[Config, float]]
+    ) -> Sequence[Config]:
+        """What tuning tries: see :meth:`polymoe.backends.base.Backend.tuning_configs`."""
+        return () if timed else (self.configure(problem, machine, tokens),)
+
+    def predict(self, problem: Problem, machine: Machine, tokens: int) -> Prediction:
+        """Time of a call by the route's rates."""
+        c, rates = cost(problem, machine.device, tokens), self.rates
+        return Prediction(max(c.memory_us / rates.bandwidth, c.compute_us / rates.math) + rates.fixed_us)
+
+    @abstractmethod
+    def bind(self, problem: Problem, packed: Packed) -> Runner:
+        """Prepare the calls of one layer. The package is imported here."""

@@ -1,0 +1,50 @@
+"""Packages of other libraries whose kernels a backend runs: whether one is there, in a version that is right."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from polymoe.machine import Machine
+from polymoe.verdict import Reasons
+
+__all__ = ["need_package", "release"]
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Return a version's numbers, to compare: (0, 7, 2) for "0.7.2", "0.7.2.post1" and "0.7.2+cu130".
+
+    A version before the release, such as "0.7.2rc1", is less than it: (0, 7, 2, -1).
+    """
+    numbers = re.match(r"[\d.]*\d", version)
+    found = tuple(int(part) for part in numbers[0].split(".")) if numbers else ()
+    return (*found, -1) if re.match(r"[\d.]*[._-]?(a|b|c|rc|dev|alpha|beta|pre)", version) else found
+
+
+def need_package(
+    reasons: Reasons, machine: Machine, name: str, least: str, *, wrong: Mapping[str, str] | None = None
+) -> Sequence[str]:
+    """Add a reason unless a distribution is installed, in version ``least`` or newer.
+
+    Args:
+        reasons: where reasons are added.
+        machine: what is installed. What is installed beside a GPU that is not here is not known: then no reason is
+            added, and the requirement is a note instead.
+        name: the distribution.
+        least: the oldest version.
+        wrong: what known-bad versions do, by version; "0.6.16" stands for all of its post-releases too.
+
+    Returns:
+        Notes for :attr:`polymoe.verdict.Accepted.notes`.
+    """
+    version = machine.packages.get(name)
+    if version is None:
+        if machine.elsewhere:
+            return (f"needs {name} {least} or newer there",)
+        reasons.need(False, f"package {name}", f"{least} or newer", "not installed")
+        return ()
+    if reasons.need(release(version) >= release(least), f"package {name}", f"{least} or newer", version):
+        for bad, what in (wrong or {}).items():
+            same = release(version) == release(bad)
+            reasons.need(not same, f"package {name}", f"another version than {bad}, which {what}", version)
+    return ()
