@@ -17,8 +17,8 @@ COLUMNS = {"moe_us_1": "1", "moe_us_16": "16", "moe_us_64": "64", "moe_us_256": 
 STEP_BATCHES = (1, 16, 64, 256)
 
 
-def answers(path: Path) -> str:
-    """Answers of the bundled checkpoints, by checkpoint and parallelism: polymoe's beside the engine's own."""
+def answers(path: Path, engine: str) -> str:
+    """Answers of the bundled checkpoints, by checkpoint and parallelism: polymoe's beside those of ``engine``'s own."""
     last: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for row in _rows(path):
         if "model" in row and not row.get("reload"):
@@ -26,13 +26,15 @@ def answers(path: Path) -> str:
             last.setdefault((row["model"], parallel), {})[row["experts"]] = row
     cells = []
     for (model, parallel), by in sorted(last.items(), key=lambda item: (item[0][1] != "one GPU", item[0])):
-        texts = [_answered(by.get(experts)) for experts in ("polymoe", "vllm")]
+        texts = [_answered(by.get(experts)) for experts in ("polymoe", engine.lower())]
         cells.append([f"`{model}`", parallel, *texts])
-    return markdown(["checkpoint", "ranks", "right with polymoe", "right with vLLM's own"], cells)
+    if not cells:
+        return "Not run yet.\n"
+    return markdown(["checkpoint", "ranks", "right with polymoe", f"right with {engine}'s own"], cells)
 
 
-def speed(path: Path) -> str:
-    """Microseconds in the experts' operation by number of tokens: polymoe, each other backend, and the ratio."""
+def speed(path: Path, engine: str) -> str:
+    """Microseconds in the experts of ``engine`` by number of tokens: polymoe, each other backend, and the ratio."""
     last: dict[str, dict[str, dict[str, Any]]] = {}
     for row in _rows(path):
         if row.get("eager") and "case" in row:
@@ -44,14 +46,15 @@ def speed(path: Path) -> str:
             times = [f"{row[name]:.0f}" if name in row else "" for name in COLUMNS]
             if "error" in row:
                 times = [f"does not start: `{_short(row['error'])}`", *times[1:]]
-            cells.append([next(heads, ""), _name(row), *times])
+            cells.append([next(heads, ""), _name(row, engine), *times])
         best = {c: min((r[c] for n, r in by.items() if n != "polymoe" and c in r), default=None) for c in COLUMNS}
-        ratios = [f"**{best[c] / by['polymoe'][c]:.2f}**" if best[c] else "" for c in COLUMNS]
+        ours = by.get("polymoe", {})
+        ratios = [f"**{best[c] / ours[c]:.2f}**" if best[c] and c in ours else "" for c in COLUMNS]
         cells.append(["", "fastest other / polymoe", *ratios])
-    return markdown(["case", "experts", *COLUMNS.values()], cells)
+    return markdown(["case", "experts", *COLUMNS.values()], cells) if cells else "Not run yet.\n"
 
 
-def steps(path: Path) -> str:
+def steps(path: Path, engine: str) -> str:
     """Output tokens per second by batch, with the microseconds of a step on the GPU, and the ratios of both."""
     last: dict[str, dict[str, dict[str, Any]]] = {}
     for row in _rows(path):
@@ -67,7 +70,7 @@ def steps(path: Path) -> str:
             ]
             if "error" in row:
                 found = [f"does not start: `{_short(row['error'])}`", *found[1:]]
-            cells.append([next(heads, ""), _name(row), *found])
+            cells.append([next(heads, ""), _name(row, engine), *found])
         ratios = []
         for batch in STEP_BATCHES:
             rate, step = f"decode_tokens_per_s_{batch}", f"step_us_{batch}"
@@ -79,7 +82,7 @@ def steps(path: Path) -> str:
 
 
 def _rows(path: Path) -> Iterable[dict[str, Any]]:
-    return map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return map(json.loads, path.read_text(encoding="utf-8").splitlines() if path.exists() else ())
 
 
 def _answered(row: dict[str, Any] | None) -> str:
@@ -90,15 +93,16 @@ def _answered(row: dict[str, Any] | None) -> str:
 
 def _short(error: str) -> str:
     """An error's type and the beginning of its message."""
-    text = error.removeprefix("exit status 1: ").removeprefix("[rank0]: ").strip()
+    text = re.sub(r"^exit status -?\d+: ", "", error).removeprefix("[rank0]: ").strip()
     text = re.sub(r"^Developer debug context: raised exception AssertionError\(\[ConstantVariable\(str: '", "", text)
     text = text.replace("|", "/").replace("`", "'").rstrip("')]")
     return text if len(text) <= 110 else text[:107] + "..."
 
 
-def _name(row: dict[str, Any]) -> str:
-    """What ran: polymoe, or vLLM's backend with the name that it logs."""
+def _name(row: dict[str, Any], engine: str) -> str:
+    """What ran: polymoe, or the engine's backend with the name that it logs."""
     if row["experts"] != "auto":
         return row["experts"] if row["experts"] == "polymoe" else row["experts"].capitalize()
-    chosen = re.search(r"Using '?(\w+)'? \w+ MoE backend", " ".join(row.get("log", ())))
-    return f"vLLM's choice{f', {chosen[1].capitalize()}' if chosen else ''}"
+    log = " ".join(row.get("log", ()))
+    chosen = re.search(r"Using '?(\w+)'? \w+ MoE backend|enabling (\w+) M[oO]E kernel", log)
+    return f"{engine}'s choice{f', {(chosen[1] or chosen[2]).capitalize()}' if chosen else ''}"

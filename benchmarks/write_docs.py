@@ -47,8 +47,8 @@ PEERS = "peers-h200.jsonl"
 DECODE, SERVE = "decode-h200.jsonl", "serve-h200.jsonl"
 """Records of ``polymoe bench decode`` and ``polymoe bench serve``; without them their documents have no table."""
 
-VLLM = "vllm-h200.jsonl"
-"""Records of benchmarks/engines/vllm_run.py."""
+ENGINES = {"vLLM": "vllm-h200.jsonl", "SGLang": "sglang-h200.jsonl"}
+"""Records of benchmarks/engines/, by engine; docs/engines/ has one page for each, which says so without records."""
 
 ATTACKS = "attacks.jsonl"
 """Records of tests/attacks/campaign.py; without them docs/security.md says so."""
@@ -316,13 +316,14 @@ def documents() -> dict[Path, str]:
         docs / "performance" / "cuda.md": {"times": standing(of_cuda, "cuda", peers), "calls": calls(of_cuda)},
         docs / "decoding.md": {"decode": decode(results / DECODE)},
         docs / "serving.md": {"serve": serve(results / SERVE)},
-        docs / "engines" / "vllm.md": {
-            "answers": engines_document.answers(results / VLLM),
-            "speed": engines_document.speed(results / VLLM),
-            "steps": engines_document.steps(results / VLLM),
-        },
         docs / "security.md": {"attacks": attacks(results / ATTACKS)},
     }
+    for engine, file in ENGINES.items():
+        tables[docs / "engines" / f"{engine.lower()}.md"] = {
+            "answers": engines_document.answers(results / file, engine),
+            "speed": engines_document.speed(results / file, engine),
+        }
+    tables[docs / "engines" / "vllm.md"]["steps"] = engines_document.steps(results / ENGINES["vLLM"], "vLLM")
     texts = {docs / "backends.md": backends_document()}
     for path, parts in tables.items():
         text = path.read_text(encoding="utf-8")

@@ -41,7 +41,8 @@ def test_current() -> None:
     documents = write_docs.documents()
     assert {str(path.relative_to(write_docs.ROOT)) for path in documents} == {
         "README.md", "docs/backends.md", "docs/performance/cuda.md", "docs/performance/triton.md", "docs/decoding.md",
-        "docs/serving.md", "docs/security.md", "docs/engines/vllm.md", "docs/command-line.md",
+        "docs/serving.md", "docs/security.md", "docs/engines/sglang.md", "docs/engines/vllm.md",
+        "docs/command-line.md",
     }  # fmt: skip
     for path, text in documents.items():
         assert path.read_text(encoding="utf-8") == text, path
@@ -55,13 +56,14 @@ def test_check_names_what_is_not_current(monkeypatch: pytest.MonkeyPatch, tmp_pa
         "decoding.md",
         "serving.md",
         "security.md",
+        "engines/sglang.md",
         "engines/vllm.md",
         "command-line.md",
     )
     documents = ("README.md", *(f"docs/{page}" for page in pages))
     names = (
         *write_docs.RECORDS.values(), write_docs.PEERS, write_docs.DECODE, write_docs.SERVE, write_docs.ATTACKS,
-        write_docs.VLLM,
+        *write_docs.ENGINES.values(),
     )  # fmt: skip
     results = (f"benchmarks/results/{name}" for name in names)
     for name in (*documents, *(file for file in results if (write_docs.ROOT / file).exists())):

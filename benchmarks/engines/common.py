@@ -35,6 +35,7 @@ PREFILL = 8192
 LAYERS = 12
 LIMIT_S = 420
 """Most seconds for one engine."""
+NOT_STARTED = "not started: --seconds were over"
 
 # A small vocabulary: neither embeddings nor sampling are what is compared.
 GPT_OSS_120B: dict[str, Any] = gpt_oss_20b(layers=LAYERS, experts=128) | {
@@ -241,6 +242,8 @@ def one(
         said: a regular expression of lines of the log that belong in the record.
         first_error: as in :func:`cause`.
     """
+    if time.monotonic() > _until:
+        return {"error": NOT_STARTED}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         asked, told, log = (Path(folder, name) for name in ("request", "result", "log"))
         asked.write_text(json.dumps(request))
@@ -315,7 +318,7 @@ def arguments(description: str | None, runs: str) -> argparse.Namespace:
         "--backends", nargs="+", default=["polymoe", "auto"], help="polymoe, auto, or the engine's names"
     )
     parser.add_argument("--graphs", action="store_true", help="with CUDA graphs, and torch.compile in vLLM")
-    parser.add_argument("--jobs", type=int, default=1, help="engines at a time on the same GPU, but for speed")
+    parser.add_argument("--jobs", type=int, default=1, help="engines at a time on the same GPU; not for vLLM's speed")
     parser.add_argument(
         "--seconds", type=float, default=math.inf, help="engines that run longer, all together, are ended"
     )
@@ -339,7 +342,7 @@ def recorder(args: argparse.Namespace) -> Record:
 
     def record(row: dict[str, Any]) -> None:
         print(json.dumps({k: v for k, v in row.items() if k not in ("tokens", "command", "log")}), flush=True)
-        if args.out:
+        if args.out and row.get("error") != NOT_STARTED:
             append_line(args.out, json.dumps(about | row))
 
     return record

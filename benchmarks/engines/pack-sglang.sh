@@ -2,7 +2,10 @@
 # Pack SGLang 0.5.17 (torch 2.11, CUDA 13) for a Hopper machine without internet that has Python 3.12, torch, triton and
 # the packages that those need:
 #
-#   benchmarks/engines/pack-sglang.sh CARRY     runs CARRY pack sglang FILE..., which splits the files and brings them there
+#   benchmarks/engines/pack-sglang.sh CARRY [tvm-ffi.tar.xz]
+#
+# runs CARRY pack sglang FILE..., which splits the files and brings them there. The archive has what SGLang compiled with
+# nvcc in an earlier run: `cd /tmp && tar cJf tvm-ffi.tar.xz $(find tvm-ffi -name '*.so')`; with it engines start sooner.
 #
 # There, with the files in /tmp/carry/sglang: once `bash /tmp/carry/sglang/install`, then in every shell
 #   . /tmp/carry/sglang/env
@@ -10,8 +13,9 @@
 # Left out: kernels of other GPUs and of attention backends other than Triton's, grammars (xgrammar), and what the image,
 # speech and server parts import. sitecustomize.py stands for two packages that SGLang imports and that nothing here calls.
 set -eu
-[ $# -eq 1 ] || { sed -n 2,12p "$0"; exit 2; }
+[ $# -eq 1 ] || [ $# -eq 2 ] || { sed -n 2,15p "$0"; exit 2; }
 carry=$1
+kernels=${2:+$(realpath "$2")}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 mkdir "$work/wheels" "$work/site" "$work/out"
@@ -66,6 +70,8 @@ cat >../out/install <<'END_OF_FILE'
 set -eu
 mkdir -p /tmp/sglang-site
 xz -dc -T0 /tmp/carry/sglang/site.tar.xz | tar xf - -C /tmp/sglang-site
+[ ! -e /tmp/carry/sglang/tvm-ffi.tar.xz ] || tar xJf /tmp/carry/sglang/tvm-ffi.tar.xz -C /tmp
+python3 -m compileall -q -j 0 /tmp/sglang-site/sglang || true  # several engines would do so at once
 . /tmp/carry/sglang/env
 # SGLang imports DeepGEMM wherever it is installed, and does not start if that fails.
 python3 -c 'import deep_gemm' || { echo "without DeepGEMM"; rm -rf /tmp/sglang-site/deep_gemm; }
@@ -81,4 +87,5 @@ import glob, sysconfig
 print(":".join(sorted(glob.glob(sysconfig.get_path("purelib") + "/nvidia/*/lib"))))'):${LD_LIBRARY_PATH:-}
 END_OF_FILE
 cd - >/dev/null
+[ -z "$kernels" ] || cp "$kernels" "$work/out/tvm-ffi.tar.xz"
 "$carry" pack sglang "$work"/out/*

@@ -54,12 +54,11 @@ def _region(name: str) -> Callable[..., Any]:
 
 def _fill(model: Any, *_: Any, **__: Any) -> None:
     """Random weights for all but experts that polymoe fills, which wait on the CPU."""
-    import torch
     from engines.common import random_weights
 
-    device = torch.empty(0).device
+    device = next(model.parameters()).device  # of the embeddings
     for module in model.modules():
-        if all(tensor.device.type == device.type for tensor in module.parameters(recurse=False)):
+        if all(tensor.device == device for tensor in module.parameters(recurse=False)):
             random_weights(module)
 
 

@@ -4,22 +4,26 @@
     python benchmarks/engines/sglang_run.py reload --out FILE [--models NAME ...]
     python benchmarks/engines/sglang_run.py speed --out FILE [--case NAME] [--backends polymoe triton ...]
 
-``answers`` asks each bundled checkpoint for sums, once with ``POLYMOE=require`` and once with ``POLYMOE=0``; the record
-of the one that ends last has the number of equal answers. ``reload`` asks SGLang to update the weights from a changed
-checkpoint, which must fail with a message, and compares the answers before and after. ``speed`` runs some layers of
-real sizes with random weights, whose router chooses experts about uniformly: for each backend the time to load, the
-peak of memory while loading, and the time inside the choice of experts and the experts' layer in one decode step by
-batch and in one prefill of 8,192 tokens (``moe_us_*``: time in which at least one of their kernels runs, median over
-layers and steps). With ``--graphs`` instead, under CUDA graphs, output tokens per second and the GPU's time for one
-decode step (``step_us_*``). Each engine runs in processes of its own; one that fails is a record with its error.
+``answers`` asks each bundled checkpoint that SGLang can run for sums, once with ``POLYMOE=require`` and once with
+``POLYMOE=0``; the record of the one that ends last has the number of equal answers. ``reload`` asks SGLang to update
+the weights from a changed checkpoint, which must fail with a message, and compares the answers before and after.
+``speed`` runs some layers of real sizes with random weights, whose router chooses experts about uniformly: for each
+backend the time to load, the peak of memory while loading, and the time inside the choice of experts and the experts'
+layer in one decode step by batch and in one prefill of 8,192 tokens (``moe_us_*``: time in which at least one of
+their kernels runs, median over layers and steps). With ``--graphs`` instead, under CUDA graphs, output tokens per
+second and the GPU's time for one decode step (``step_us_*``). Each engine runs in processes of its own; one that
+fails is a record with its error. With ``--jobs``, engines start together, and measure speed one after another.
 Records are JSON lines. On a machine without a GPU ``answers`` and ``reload`` run on the CPU.
 """
 
 from __future__ import annotations
 
+import fcntl
 import gzip
+import itertools
 import json
 import os
+import socket
 import sys
 import tempfile
 import time
@@ -38,8 +42,10 @@ PROMPT = 17
 """Tokens of a prompt before decoding: no number of prompts has as many tokens as a decode step."""
 SETTINGS: dict[str, Any] = {
     "attention_backend": "triton",
+    "cuda_graph_bs_decode": list(BATCHES),
     "disable_custom_all_reduce": True,
     "disable_overlap_schedule": True,
+    "disable_prefill_cuda_graph": True,
     "disable_radix_cache": True,
     "grammar_backend": "none",
     "log_level": "info",
@@ -47,6 +53,18 @@ SETTINGS: dict[str, Any] = {
     "sampling_backend": "pytorch",
     "skip_server_warmup": True,
 }
+MODEL_SETTINGS: dict[str, dict[str, Any]] = {
+    "sums-gpt-oss-mxfp4": {"json_model_override_args": '{"sliding_window": 9}'},
+}
+"""What a bundled checkpoint needs of SGLang on a GPU.
+
+A decode step of SGLang's Triton attention sees one token fewer than gpt-oss's sliding window has. Its prefill sees the
+whole window, but no prompt here is longer than the checkpoint's 8 tokens. With 9, both see what the checkpoint means.
+"""
+NOT_IN_SGLANG = {
+    "sums-kimi-k2-int4": "SGLang's Triton attention does not compile for latents of 64 with 32 rotary columns",
+}
+"""Bundled checkpoints that SGLang cannot run, with or without polymoe."""
 ON_CPU: dict[str, Any] = {"device": "cpu", "attention_backend": "torch_native", "disable_cuda_graph": True}
 MODEL_SETTINGS_ON_CPU: dict[str, dict[str, Any]] = {
     "sums-gpt-oss-mxfp4": {"attention_backend": "triton", "disable_hybrid_swa_memory": True}
@@ -54,8 +72,13 @@ MODEL_SETTINGS_ON_CPU: dict[str, dict[str, Any]] = {
 """The tests' plug-in for CPUs has attention with sinks by the name of a backend that SGLang allows for gpt-oss."""
 
 
+_lock = Path(tempfile.gettempdir(), "polymoe-benchmark-lock").open("w", encoding="utf-8")  # noqa: SIM115
+"""Engines may start and answer together, and share it; one that measures its speed holds it alone."""
+
+
 def engine(settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """An engine of SGLang, the seconds until it is ready, and what loading took."""
+    fcntl.flock(_lock, fcntl.LOCK_SH)
     import sglang  # pyright: ignore
     import torch
 
@@ -120,6 +143,7 @@ def speed(request: dict[str, Any]) -> dict[str, Any]:
         return round(times[len(times) // 2], 1)
 
     generate(1, PROMPT, 4)
+    fcntl.flock(_lock, fcntl.LOCK_EX)
     if request["eager"]:
         for batch in BATCHES:
             generate(batch, PROMPT, 3)
@@ -139,6 +163,21 @@ def speed(request: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+_ports = itertools.count(20000 + os.getpid() % 100 * 100)
+
+
+def free_port() -> int:
+    """A port for one engine, below those that Linux gives out: SGLang's own choice can be another engine's too."""
+    for port in _ports:
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+        return port
+    raise AssertionError
+
+
 def one(request: dict[str, Any], polymoe: str) -> dict[str, Any]:
     """Run a request in a process of its own, with a value of ``POLYMOE``; its result, or its error."""
     with tempfile.TemporaryDirectory() as folder:
@@ -148,6 +187,7 @@ def one(request: dict[str, Any], polymoe: str) -> dict[str, Any]:
             "PYTHONPATH": os.pathsep.join(path),
             sglang_plugin.LOADED: str(Path(folder, "loaded")),
         }
+        request["settings"]["nccl_port"] = free_port()
         said, first_error = r"polymoe \d|MoE backend|M[oO]E kernel", "hit an exception"
         return common.one(__file__, request, environment, said=said, first_error=first_error)
 
@@ -165,7 +205,6 @@ def small(name: str, args: Namespace, **more: Any) -> dict[str, Any]:
     settings = parallel(args) | {
         "model_path": str(MODELS / name),
         "context_length": 64,
-        "cuda_graph_bs_decode": [1, 8, 32, 64],
         "disable_cuda_graph": not args.graphs,
         "max_running_requests": 64,
         "max_total_tokens": 8192,
@@ -173,17 +212,17 @@ def small(name: str, args: Namespace, **more: Any) -> dict[str, Any]:
         **more,
     }
     if on_cpu():
-        settings |= ON_CPU | {"mem_fraction_static": 0.1} | MODEL_SETTINGS_ON_CPU.get(name, {})
-    return settings
+        return settings | ON_CPU | {"mem_fraction_static": 0.1} | MODEL_SETTINGS_ON_CPU.get(name, {})
+    return settings | MODEL_SETTINGS.get(name, {})
 
 
 def run_answers(args: Namespace, record: Record) -> None:
-    names = args.models or sorted(p.name for p in MODELS.glob("sums-*") if p.is_dir())
+    bundled = {p.name for p in MODELS.glob("sums-*") if p.is_dir()}
 
     def ask(name: str, mode: str) -> dict[str, Any]:
         return one({"what": "answers", "count": args.count, "settings": small(name, args)}, mode)
 
-    common.compare_answers(names, ask, args.jobs, record, "sglang")
+    common.compare_answers(args.models or sorted(bundled - NOT_IN_SGLANG.keys()), ask, args.jobs, record, "sglang")
 
 
 def run_reload(args: Namespace, record: Record) -> None:
@@ -198,27 +237,28 @@ def run_reload(args: Namespace, record: Record) -> None:
 
 
 def run_speed(args: Namespace, record: Record) -> None:
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
         Path(folder, "config.json").write_text(json.dumps(CASES[args.case]))
+        running = {}
         for backend in args.backends:
             settings = parallel(args) | {
                 "model_path": folder, "load_format": "dummy", "skip_tokenizer_init": True,
-                "disable_cuda_graph": not args.graphs, "disable_prefill_cuda_graph": True,
-                "cuda_graph_bs_decode": list(BATCHES), "context_length": PREFILL + 128,
+                "disable_cuda_graph": not args.graphs, "context_length": PREFILL + 128,
                 "chunked_prefill_size": PREFILL, "max_prefill_tokens": PREFILL,
                 "max_running_requests": max(BATCHES), "max_total_tokens": 65536, "mem_fraction_static": 0.8,
             }  # fmt: skip
             if backend not in ("polymoe", "auto"):
                 settings["moe_runner_backend"] = backend
-            result = one(
-                {"what": "speed", "settings": settings, "eager": not args.graphs},
-                "require" if backend == "polymoe" else "0",
+            request = {"what": "speed", "settings": settings, "eager": not args.graphs}
+            running[backend] = pool.submit(one, request, "require" if backend == "polymoe" else "0")
+        for backend, future in running.items():
+            record(
+                {"case": args.case, "layers": LAYERS, "experts": backend, "eager": not args.graphs} | future.result()
             )
-            record({"case": args.case, "layers": LAYERS, "experts": backend, "eager": not args.graphs} | result)
 
 
 def main() -> None:
-    args = common.arguments(__doc__, "all")
+    args = common.arguments(__doc__, "all that SGLang runs")
     if args.what == "one":
         request = json.loads(args.files[0].read_text())
         result = {"answers": answers, "speed": speed}[request["what"]](request)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import socket
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from engines import common
+from engines import common, sglang_plugin, sglang_run
 
 
 def event(category: str, start: float, duration: float, *, thread: int = 1, **args: Any) -> dict[str, Any]:
@@ -92,7 +95,7 @@ def test_times_stand_beside_the_fastest_other(tmp_path: Path) -> None:
         common | {"experts": "humming", "error": "exit status 1: [rank0]: KeyError: a|b"},
         common | {"experts": "auto", "eager": False, "step_us_1": 1.0},
     ]
-    table = engines_document.speed(written(tmp_path / "r", *rows)).splitlines()
+    table = engines_document.speed(written(tmp_path / "r", *rows), "vLLM").splitlines()
     assert table[2:] == [
         "| `c` | polymoe | 10 | 20 |  |  |  |",
         "|  | vLLM's choice, Triton | 30 | 19 |  |  |  |",
@@ -110,7 +113,7 @@ def test_tokens_per_second_stand_beside_the_fastest_other(tmp_path: Path) -> Non
         common | {"experts": "marlin", "error": "exit status 1: KeyError: a"},
         common | {"experts": "polymoe", "eager": True, "moe_us_1": 1.0},
     ]
-    table = engines_document.steps(written(tmp_path / "r", *rows)).splitlines()
+    table = engines_document.steps(written(tmp_path / "r", *rows), "vLLM").splitlines()
     assert table[2:] == [
         "| `c` | polymoe | 120 (8000) |  |  |  |",
         "|  | vLLM's choice | 100 (10000) |  |  |  |",
@@ -128,8 +131,64 @@ def test_answers_stand_side_by_side(tmp_path: Path) -> None:
         one | {"tp": 2, "ep": True, "experts": "polymoe", "right": 98},
         one | {"experts": "polymoe", "right": 1, "reload": True},
     ]
-    table = engines_document.answers(written(tmp_path / "r", *rows)).splitlines()
+    table = engines_document.answers(written(tmp_path / "r", *rows), "vLLM").splitlines()
     assert table[2:] == [
         "| `m` | one GPU | 100 of 100 | does not start: `ValueError: no` |",
         "| `m` | EP 2 | 98 of 100 | not run |",
     ]
+
+
+def test_sglangs_tables_have_its_names(tmp_path: Path) -> None:
+    rows = [
+        {"case": "c", "eager": True, "experts": "polymoe", "error": "exit status -9: KeyError: a"},
+        {
+            "case": "c",
+            "eager": True,
+            "experts": "auto",
+            "moe_us_1": 30.0,
+            "log": ["enabling triton_kernels MOE kernel."],
+        },
+        {"model": "m", "tp": 1, "ep": False, "of": 100, "experts": "sglang", "right": 99},
+    ]
+    path = written(tmp_path / "r", *rows)
+    assert engines_document.speed(path, "SGLang").splitlines()[2:] == [
+        "| `c` | polymoe | does not start: `KeyError: a` |  |  |  |  |",
+        "|  | SGLang's choice, Triton_kernels | 30 |  |  |  |  |",
+        "|  | fastest other / polymoe |  |  |  |  |  |",
+    ]
+    head, _, row = engines_document.answers(path, "SGLang").splitlines()
+    assert head.endswith("right with SGLang's own |")
+    assert row == "| `m` | one GPU | not run | 99 of 100 |"
+
+
+def test_no_records_are_no_table(tmp_path: Path) -> None:
+    assert {table(tmp_path / "none", "SGLang") for table in (engines_document.answers, engines_document.speed)} == {
+        "Not run yet.\n"
+    }
+
+
+def test_dummy_weights_of_sglang_leave_experts_on_the_cpu_to_polymoe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang fills them when the default device is the CPU again, whichever device its model is on."""
+    filled: list[nn.Module] = []
+    monkeypatch.setattr(common, "random_weights", filled.append)
+    embeddings, router = nn.Embedding(2, 4, device="meta"), nn.Linear(4, 2, device="meta")
+    sglang_plugin._fill(nn.ModuleList([embeddings, router, nn.Linear(4, 4)]))
+    assert embeddings in filled
+    assert router in filled
+    assert all(parameter.is_meta for module in filled for parameter in module.parameters(recurse=False))
+
+
+def test_engines_get_ports_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_run, "_ports", itertools.count(20000))
+    first = sglang_run.free_port()
+    with socket.socket() as taken:
+        taken.bind(("", first + 1))
+        assert sglang_run.free_port() > first + 1
+
+
+def test_an_engine_without_time_is_not_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(common, "_until", 0.0)
+    result = common.one("no such script", {}, {}, said="", first_error="")
+    assert result == {"error": common.NOT_STARTED}
+    common.recorder(Namespace(commit="c", tp=1, ep=False, out=tmp_path / "r"))(result)
+    assert not (tmp_path / "r").exists()
