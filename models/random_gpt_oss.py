@@ -31,6 +31,7 @@ PAD, EOS = 199999, 200002  # gpt-oss's <|endoftext|> and <|return|>
 
 Config = dict[str, Any]
 Make = Callable[[torch.Generator], Tensor]
+Shards = Callable[[Mapping[str, Any]], Iterator[dict[str, Make]]]
 
 
 def gpt_oss_20b(*, layers: int = 24, experts: int = 32, hidden: int = 2880) -> Config:
@@ -60,16 +61,24 @@ def gpt_oss_20b(*, layers: int = 24, experts: int = 32, hidden: int = 2880) -> C
     }
 
 
-def write(directory: Path, config: Mapping[str, Any], *, workers: int | None = None, seed: int = 0) -> int:
+def write(
+    directory: Path,
+    config: Mapping[str, Any],
+    *,
+    shards: Shards | None = None,
+    workers: int | None = None,
+    seed: int = 0,
+) -> int:
     """Write a checkpoint of such a config to a new directory, which appears when it is complete; its bytes of weights.
 
+    Tensors are gpt-oss's, or those of ``shards``: for each shard their names, and what draws them.
     Shards are drawn and written side by side, each from a seed of its own, so that the number of workers changes
     nothing. A worker holds one shard: a gigabyte at gpt-oss-20b's size.
     """
     if directory.exists():
         raise FileExistsError(f"{directory} exists; nothing was written")
     directory.parent.mkdir(parents=True, exist_ok=True)
-    tensors = list(_shards(config))
+    tensors = list((shards or _shards)(config))
     names = [f"model-{i + 1:05}-of-{len(tensors):05}.safetensors" for i in range(len(tensors))]
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as temporary:
         place = Path(temporary) / directory.name
@@ -100,8 +109,8 @@ def _shards(config: Mapping[str, Any]) -> Iterator[dict[str, Make]]:
     layers = [_layer(config, i) for i in range(config["num_hidden_layers"])]
     for start in range(0, len(layers), LAYERS_A_SHARD):
         yield {name: make for layer in layers[start : start + LAYERS_A_SHARD] for name, make in layer.items()}
-    yield {"model.embed_tokens.weight": _uniform(vocabulary, h)}
-    yield {"model.norm.weight": _ones(h), "lm_head.weight": _uniform(vocabulary, h, std=h**-0.5)}
+    yield {"model.embed_tokens.weight": uniform(vocabulary, h)}
+    yield {"model.norm.weight": ones(h), "lm_head.weight": uniform(vocabulary, h, std=h**-0.5)}
 
 
 def _layer(config: Mapping[str, Any], layer: int) -> dict[str, Make]:
@@ -111,46 +120,46 @@ def _layer(config: Mapping[str, Any], layer: int) -> dict[str, Make]:
     added = (2 * config["num_hidden_layers"]) ** -0.5
     q, kv = (config["head_dim"] * config[f"num_{name}_heads"] for name in ("attention", "key_value"))
     made: dict[str, Make] = {
-        "input_layernorm.weight": _ones(h),
-        "mlp.experts.down_proj_bias": _uniform(experts, h, std=0.1 * added),
+        "input_layernorm.weight": ones(h),
+        "mlp.experts.down_proj_bias": uniform(experts, h, std=0.1 * added),
         "mlp.experts.down_proj_blocks": _codes(experts, h, f // GROUP, GROUP // 2),
         "mlp.experts.down_proj_scales": _scales(experts, h, f // GROUP, std=added * f**-0.5),
-        "mlp.experts.gate_up_proj_bias": _uniform(experts, 2 * f, std=0.1),
+        "mlp.experts.gate_up_proj_bias": uniform(experts, 2 * f, std=0.1),
         "mlp.experts.gate_up_proj_blocks": _codes(experts, 2 * f, h // GROUP, GROUP // 2),
         "mlp.experts.gate_up_proj_scales": _scales(experts, 2 * f, h // GROUP, std=h**-0.5),
-        "mlp.router.bias": _uniform(experts, std=0.1),
+        "mlp.router.bias": uniform(experts, std=0.1),
         # Wide logits: the last of a token's experts weighs little, and rounding seldom chooses another.
-        "mlp.router.weight": _uniform(experts, h, std=4 * h**-0.5),
-        "post_attention_layernorm.weight": _ones(h),
-        "self_attn.sinks": _uniform(config["num_attention_heads"]),
+        "mlp.router.weight": uniform(experts, h, std=4 * h**-0.5),
+        "post_attention_layernorm.weight": ones(h),
+        "self_attn.sinks": uniform(config["num_attention_heads"]),
     }
     for name, rows, columns, size in (("q", q, h, 1), ("k", kv, h, 1), ("v", kv, h, 1), ("o", h, q, added)):
-        made[f"self_attn.{name}_proj.weight"] = _uniform(rows, columns, std=size * columns**-0.5)
-        made[f"self_attn.{name}_proj.bias"] = _uniform(rows, std=0.1 * size)
+        made[f"self_attn.{name}_proj.weight"] = uniform(rows, columns, std=size * columns**-0.5)
+        made[f"self_attn.{name}_proj.bias"] = uniform(rows, std=0.1 * size)
     return {f"model.layers.{layer}.{name}": make for name, make in made.items()}
 
 
-def _ones(*shape: int) -> Make:
+def ones(*shape: int) -> Make:
     return lambda generator: torch.ones(shape, dtype=torch.bfloat16)
 
 
-def _uniform(*shape: int, std: float = 1.0) -> Make:
+def uniform(*shape: int, std: float = 1.0) -> Make:
     """bfloat16 of a mean of 0, made of 16 random bits each: much faster than torch's own distributions."""
-    return lambda generator: _bits(shape, 2, generator).view(torch.int16).bfloat16().mul_(std * 3**0.5 / 2**15)
+    return lambda generator: bits(shape, 2, generator).view(torch.int16).bfloat16().mul_(std * 3**0.5 / 2**15)
 
 
 def _codes(*shape: int) -> Make:
     """Two E2M1 codes a byte: every byte is two valid ones."""
-    return lambda generator: _bits(shape, 1, generator)
+    return lambda generator: bits(shape, 1, generator)
 
 
 def _scales(*shape: int, std: float) -> Make:
     """E8M0 bytes: the two powers of two around what gives weights this standard deviation."""
     below = 127 + math.floor(math.log2(std / E2M1_RMS))
-    return lambda generator: _bits(shape, 1, generator).bitwise_and_(1).add_(below)
+    return lambda generator: bits(shape, 1, generator).bitwise_and_(1).add_(below)
 
 
-def _bits(shape: tuple[int, ...], itemsize: int, generator: torch.Generator) -> Tensor:
+def bits(shape: tuple[int, ...], itemsize: int, generator: torch.Generator) -> Tensor:
     """Random bytes, ``itemsize`` for each element along the last dimension."""
     size = math.prod(shape) * itemsize
     words = torch.empty(-(-size // 8), dtype=torch.int64).random_(-(2**63), None, generator=generator)
@@ -192,6 +201,13 @@ def _write_json(file: Path, value: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
+def write_and_tell(directory: Path, config: Config, *, shards: Shards | None = None, workers: int | None) -> None:
+    """Write a checkpoint, and print how large it is and how long it took."""
+    start = time.perf_counter()
+    size = write(directory, config, shards=shards, workers=workers)
+    print(f"{directory}: {size / 1e9:.2f} GB in {time.perf_counter() - start:.1f} s")
+
+
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -203,10 +219,8 @@ def main() -> None:
     args = parser.parse_args()
     if min(args.layers, args.experts, args.hidden) < 1 or args.hidden % GROUP:
         parser.error(f"sizes must be positive, and --hidden a multiple of {GROUP}")
-    start = time.perf_counter()
     config = gpt_oss_20b(layers=args.layers, experts=args.experts, hidden=args.hidden)
-    size = write(args.directory, config, workers=args.workers)
-    print(f"{args.directory}: {size / 1e9:.2f} GB in {time.perf_counter() - start:.1f} s")
+    write_and_tell(args.directory, config, workers=args.workers)
 
 
 if __name__ == "__main__":

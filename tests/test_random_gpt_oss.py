@@ -1,4 +1,4 @@
-"""The checkpoint of random weights: stored as gpt-oss is, the same each time, and loadable packed and dequantized."""
+"""Checkpoints of random weights: stored as releases are, the same each time, and loadable packed and dequantized."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import random_qwen3_fp8
 import torch
 from random_gpt_oss import gpt_oss_20b, write
 from safetensors import safe_open
@@ -46,6 +47,15 @@ def test_names_dtypes_and_shapes_are_those_of_a_stored_gpt_oss(tmp_path: Path) -
     config = json.loads((COMMITTED / "config.json").read_text())
     write(tmp_path / "like", config)
     assert tensors(tmp_path / "like") == tensors(COMMITTED)
+
+
+def test_fp8_is_stored_as_qwen3_is_and_of_the_size_that_keeps_activations_level(tmp_path: Path) -> None:
+    stored = COMMITTED.with_name("sums-qwen3-fp8")
+    write(tmp_path / "like", json.loads((stored / "config.json").read_text()), shards=random_qwen3_fp8.shards)
+    assert tensors(tmp_path / "like") == tensors(stored)
+    gate_up, down = Checkpoint.open(tmp_path / "like").weights(1).dequantize()
+    assert gate_up.std() == pytest.approx(256**-0.5, rel=0.01)
+    assert down.std() == pytest.approx(128**-0.5 * 8**-0.5, rel=0.01)
 
 
 def test_default_config_is_gpt_oss_20b() -> None:

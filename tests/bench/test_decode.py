@@ -6,23 +6,68 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
+from transformers.integrations import hub_kernels
+from transformers.quantizers import quantizer_mxfp4
 
 from polymoe.bench import decode
 from polymoe.bench.model_bytes import experts_modules, held_bytes, step_bytes
+from polymoe.bench.records import Stamp
 from polymoe.engines.transformers import load
 from polymoe.engines.transformers.dequantized import load_dequantized
+from polymoe.engines.transformers.transformers_packed import load_transformers_packed
 from polymoe.errors import UnsupportedProblem
 from polymoe.experts import FusedExperts
+from polymoe.formats.elements import E2M1_VALUES
+from polymoe.machine import Machine
 
 MODELS = Path(__file__).parents[2] / "models"
 SUMS = MODELS / "sums-gpt-oss-mxfp4"
 SMALL = ("--device", "cpu", "--prompt-len", 12, "--steps", 3, "--repeats", 1, "--prefill-len", 20)
 
 Cli = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def stand_in_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers' MXFP4 path on a CPU, with torch in the place of the Triton kernels that it takes from the Hub."""
+    K = SimpleNamespace
+
+    def dequantized(w: Any, config: Any) -> torch.Tensor:
+        codes = torch.stack([w.data & 15, w.data >> 4], -2).flatten(-3, -2).long()  # [E, K, N]: K was packed
+        return torch.tensor(E2M1_VALUES)[codes] * 2.0 ** (config.weight_scale.data.float() - 127).repeat_interleave(
+            32, 1
+        )
+
+    def routing(logits: torch.Tensor, top_k: int) -> Any:
+        values, ids = logits.float().topk(top_k)
+        data = K(ids=ids.flatten(), gate_scal=values.softmax(-1).flatten(), top_k=top_k)
+        return data, "gather", "scatter"
+
+    def matmul(x: Any, w: Any, bias: Any, data: Any, *, precision_config: Any, gammas: Any, **how: Any) -> torch.Tensor:
+        rows = x.float().repeat_interleave(data.top_k, 0) if "gather_indx" in how else x.float()
+        y = torch.einsum("rk,rkn->rn", rows, dequantized(w, precision_config)[data.ids]) + bias[data.ids]
+        if "gather_indx" in how:
+            gate, up = y[:, ::2].clamp(max=7), y[:, 1::2].clamp(-7, 7)
+            return (gate * torch.sigmoid(1.702 * gate) * (up + 1)).bfloat16()
+        return (y * gammas[:, None]).unflatten(0, (-1, data.top_k)).sum(1).bfloat16()
+
+    hub = K(
+        matmul_ogs=K(PrecisionConfig=K, FlexCtx=K, InFlexData=K, FnSpecs=tuple, FusedActivation=lambda *_: None),
+        tensor=K(FP4="fp4", wrap_torch_tensor=lambda t, dtype=None: K(data=t), convert_layout=lambda t, *_, **__: t),
+        tensor_details=K(layout=K(StridedLayout=0, make_default_matmul_mxfp4_w_layout=lambda mx_axis: (0, {}))),
+        swiglu=K(swiglu_fn=None),
+        routing=K(routing=routing),
+    )
+    hub.matmul_ogs.matmul_ogs, hub.matmul_ogs.FnSpecs = matmul, lambda *_: None
+    monkeypatch.setattr(hub_kernels, "get_kernel", lambda name, **_: hub)
+    monkeypatch.setattr(quantizer_mxfp4.Mxfp4HfQuantizer, "validate_environment", lambda self, **_: None)
+    monkeypatch.setattr(quantizer_mxfp4, "get_current_accelerator", lambda: torch.device("cuda"))
 
 
 def test_packed_beside_dequantized(cli: Cli, tmp_path: Path) -> None:
@@ -45,6 +90,8 @@ def test_packed_beside_dequantized(cli: Cli, tmp_path: Path) -> None:
         ("dequantized", "batched_mm", "decode", 1),
         ("dequantized", "batched_mm", "decode", 3),  # six copies of eight experts; the prefill's forty are left out
     ]
+    assert f"{SUMS} packed by Transformers" in stderr  # and why it was not measured
+    assert "dequantizing the model to bf16" in stderr
     for r in records:
         assert r["tokens_per_second"] == pytest.approx(
             1e6 * (r["batch"] if r["phase"] == "decode" else r["tokens"]) / r["median_us"], rel=1e-3
@@ -72,7 +119,7 @@ def test_json_of_one_way_has_no_ratios(cli: Cli) -> None:
     found = json.loads(stdout)
     assert code == 0
     assert [r["phase"] for r in found["records"]] == ["decode", "prefill"]
-    assert found["packed_to_dequantized"] == []
+    assert found["packed_to_dequantized"] == found["packed_to_transformers_packed"] == found["not_measured"] == []
 
 
 def test_other_logits_are_not_timed(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,11 +130,13 @@ def test_other_logits_are_not_timed(cli: Cli, monkeypatch: pytest.MonkeyPatch) -
         return model
 
     monkeypatch.setattr("polymoe.engines.transformers.dequantized.load_dequantized", wrong)
-    code, stdout, stderr = cli("bench", "decode", SUMS, *SMALL, "--batch-size", 2)
+    args = ("--batch-size", 2, "--experts", "packed,dequantized", "--prefill-len", 0, "--json")
+    code, stdout, stderr = cli("bench", "decode", SUMS, *SMALL, *args)
     assert code == 1
     assert "dequantized (grouped_mm), batch 2: logits: expected logits within 0.05" in stderr
     assert "not timed" in stderr
-    assert "dequantized" not in stdout
+    assert [r["experts"] for r in json.loads(stdout)["records"]] == ["packed"]
+    assert [f["implementation"] for f in json.loads(stdout)["not_measured"]] == ["grouped_mm", "batched_mm"]
 
 
 def test_what_transformers_cannot_run_is_said(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,6 +151,65 @@ def test_what_transformers_cannot_run_is_said(cli: Cli, monkeypatch: pytest.Monk
     assert code == 0
     assert "not measured: dequantized, grouped_mm, decode, batch 1: CUDA out of memory" in stderr
     assert "prefill of 20 tokens" in stdout
+
+
+def test_what_transformers_packs_is_measured_and_compared(cli: Cli, stand_in_kernels: Any, tmp_path: Path) -> None:
+    out = tmp_path / "r.jsonl"
+    args = ("--experts", "transformers-packed,packed", "--batch-size", 2, "--out", out)
+    code, stdout, stderr = cli("bench", "decode", SUMS, *SMALL, *args)
+    assert code == 0, stderr
+    assert "prefill of 20 tokens, tokens/s, packed over the fastest transformers-packed" in stdout
+    packed, _, theirs, prefill = [json.loads(line) for line in out.read_text().splitlines()]
+    assert (packed["experts"], prefill["phase"]) == ("packed", "prefill")
+    assert (theirs["experts"], theirs["implementation"]) == ("transformers-packed", "triton_kernels")
+    assert 0 < theirs["difference"] < 0.02  # the same codes and scales, swizzled by Transformers
+    assert (theirs["floor_us"], theirs["experts_read"]) == (packed["floor_us"], packed["experts_read"])
+
+
+def test_kernels_that_are_not_here_are_not_fetched(
+    cli: Cli, stand_in_kernels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find(name: str, **_: Any) -> Any:
+        assert constants.HF_HUB_OFFLINE
+        raise FileNotFoundError(f"no local snapshot of {name}")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub_kernels, "get_kernel", find)
+    args = ("--experts", "packed,transformers-packed", "--batch-size", 1, "--prefill-len", 0)
+    code, stdout, stderr = cli("bench", "decode", SUMS, *SMALL, *args)
+    assert code == 0
+    assert "not measured" in stdout
+    assert "no local snapshot of kernels-community/gpt-oss-triton-kernels" in stderr
+    assert not constants.HF_HUB_OFFLINE
+
+
+def test_steps_that_do_not_compile_are_tried_in_parts_and_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(self: Any, model: Any, experts: str, implementation: str, weights: int, batch: int, way: str) -> Any:
+        if way != "plain":
+            raise torch._dynamo.exc.Unsupported(f"no {way}")
+        return way
+
+    monkeypatch.setattr(decode.ModelBench, "decode", run)
+    model = load_dequantized(SUMS, device=torch.device("cpu"))
+    stamp, device = Stamp("cpu", "", None, "", ""), Machine.of("cpu").device
+    bench = decode.ModelBench(
+        checkpoint="", prompt_len=1, steps=1, prefill_len=0, prefill_attention=None, repeats=1, graphs=True,
+        device=device, stamp=stamp,
+    )  # fmt: skip
+    found = list(bench.rows([decode.Contender("theirs", ("grouped_mm",), lambda: model, foreign=True)], [1], print))
+    assert [str(row) for row in found] == [
+        "not measured: theirs, grouped_mm, decode, batch 1: no graph (compiled as one graph)",
+        "not measured: theirs, grouped_mm, decode, batch 1: no parts (compiled in parts)",
+        "plain",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"), [("sums-qwen3-fp8", "requires a GPU or XPU"), ("sums-mixtral-awq", "got 'awq'")]
+)
+def test_why_transformers_does_not_keep_experts_packed(model: str, reason: str) -> None:
+    with pytest.raises(UnsupportedProblem, match=reason):
+        load_transformers_packed(MODELS / model, device=torch.device("cpu"))
 
 
 def test_a_packed_prefill_that_fails_leaves_the_rest(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +229,7 @@ def test_a_packed_prefill_that_fails_leaves_the_rest(cli: Cli, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("args", "code", "message"),
     [
-        ((SUMS, "--experts", "int8"), 2, "--experts: expected packed, dequantized, or both, got 'int8'"),
+        ((SUMS, "--experts", "int8"), 2, "--experts: expected packed, dequantized, transformers-packed, got 'int8'"),
         ((SUMS, "--batch-size", "0"), 2, "--batch-size: expected numbers"),
         ((SUMS, "--device", "cpu", "--graphs"), 2, "--graphs: expected a GPU"),
         ((SUMS, *SMALL, "--prefill-attention", "flash_attention_9"), 2, "--prefill-attention: got 'flash_attention_9'"),

@@ -1,4 +1,5 @@
-"""Time decode steps and prefill of a whole model in Transformers, with packed and with dequantized experts.
+"""Time decode steps and prefill of a whole model in Transformers: with packed experts, with dequantized ones, and with
+those that Transformers keeps packed itself.
 
 The decoded tokens are given and the same for every model, so that all models read the same experts and their logits can
 be compared. The greedy choice is computed as well. A model whose logits differ is not timed.
@@ -9,7 +10,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from polymoe.bench.model_bytes import experts_modules, held_bytes, step_bytes
 from polymoe.bench.records import Stamp
 from polymoe.bench.timing import Timing
-from polymoe.errors import ArgumentError, VerificationError
+from polymoe.errors import ArgumentError, PolymoeError, VerificationError
 from polymoe.experts import FusedExperts
 from polymoe.machine import Device
 from polymoe.numerics import relative_error
@@ -35,20 +36,25 @@ own experts implementations differ by 2.4e-2 on 24 layers of random bfloat16 wei
 
 _COMPARED = 8  # steps
 
+_WAYS = {"graph": "compiled as one graph", "parts": "compiled in parts", "plain": "not compiled"}
+"""How steps run; the first two are captured in a CUDA graph and replayed."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRecord:
     """One measurement of a whole model.
 
     Attributes:
-        checkpoint, experts, implementation: what ran; "packed" on the named polymoe backends, or "dequantized" by
-            Transformers with the named experts implementation.
+        checkpoint, experts, implementation: what ran; "packed" on the named polymoe backends, "dequantized" by
+            Transformers with the named experts implementation, or "transformers-packed" with the named implementation
+            or kernels.
         phase, batch, tokens, attention: "decode" of a batch after that many tokens, or "prefill" of that many.
         graphs: whether steps were compiled and replayed from a CUDA graph.
         median_us, p25_us, p75_us: time of a step, or of a prefill.
         tokens_per_second: of the whole batch.
         floor_us, share: time to read everything that a step needs once, and ``floor_us / median_us``; None for prefill.
-        experts_read: mean number of experts that a step reads in one layer; None for prefill.
+        experts_read: mean number of experts that a step reads in one layer; None for prefill. Of experts that
+            Transformers calls in its own way, floor and count are those of the packed model, or None without it.
         weight_bytes: memory of the loaded model.
         difference: of logits, relative to those of the packed model; None for the packed model.
         device, torch, transformers, triton, commit, date, command: as in a bench record.
@@ -89,25 +95,38 @@ class Contender:
     """A way to run the model.
 
     Attributes:
-        experts: "packed" or "dequantized".
+        experts: "packed", "dequantized" or "transformers-packed".
         implementations: experts implementations to measure; packed experts run on the backends of their plan.
         load: returns the model.
+        foreign: whether kernels from elsewhere run it, which may be missing and raise anything. Then a failure is a
+            result, and a step that does not compile as one graph is tried in parts, then as it is.
+        within: makes the context in which it is loaded and measured.
     """
 
     experts: str
     implementations: tuple[str, ...]
     load: Callable[[], Any]
+    foreign: bool = False
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A measurement that Transformers could not run, and its message."""
+    """What could not be measured, and why. Without an implementation the model could not be loaded."""
 
     experts: str
-    implementation: str
-    phase: str
-    batch: int
     reason: str
+    implementation: str = ""
+    phase: str = ""
+    batch: int | None = None
+
+    def __str__(self) -> str:
+        named = [self.experts, self.implementation, self.phase, "" if self.batch is None else f"batch {self.batch}"]
+        return f"not measured: {', '.join(filter(None, named))}: {self.reason}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -134,6 +153,7 @@ class ModelBench:
     device: Device
     stamp: Stamp
     _logits: dict[int, Tensor] = field(default_factory=dict, init=False)
+    _floors: dict[int, tuple[float, float]] = field(default_factory=dict, init=False)  # and experts read, by batch
 
     def rows(
         self, contenders: Sequence[Contender], batches: Sequence[int], say: Callable[[str], None]
@@ -141,41 +161,75 @@ class ModelBench:
         """Load and measure one contender after the other; the packed one comes first, for comparison.
 
         Raises:
-            VerificationError: see :meth:`decode`.
+            VerificationError: see :meth:`decode`; of others than the packed model at the end, when all were measured.
         """
+        wrong: list[VerificationError] = []
         for contender in contenders:
-            yield from self._of(contender, batches, say)
+            with contender.within():
+                yield from self._of(contender, batches, say, wrong)
+        if wrong:
+            raise wrong[0]
 
     def _of(
-        self, contender: Contender, batches: Sequence[int], say: Callable[[str], None]
+        self,
+        contender: Contender,
+        batches: Sequence[int],
+        say: Callable[[str], None],
+        wrong: list[VerificationError],
     ) -> Iterator[ModelRecord | Failed]:
+        from polymoe.engines.transformers.transformers_packed import fixed_kernels
+
         experts = contender.experts
         say(f"loading {experts}")
         before = _free()
-        model = contender.load()
+        try:
+            model = contender.load()
+        except Exception as error:
+            if not contender.foreign:
+                raise
+            yield Failed(experts, _reason(error))
+            return
         weight_bytes = held_bytes(model, before)
-        for chosen in contender.implementations or (None,):
-            if chosen is not None:
+        fixed = fixed_kernels(model)
+        for chosen in (fixed,) if fixed else contender.implementations or (None,):
+            if chosen is not None and not fixed:
                 model.set_experts_implementation(chosen)
             for phase, batch in [("decode", b) for b in batches] + [("prefill", 1)] * bool(self.prefill_len):
                 tokens = batch if phase == "decode" else self.prefill_len
                 implementation = _backends(model, tokens) if chosen is None else chosen
-                if _copies_more_than_all(model, implementation, tokens):
+                if experts == "dequantized" and _copies_more_than_all(model, implementation, tokens):
                     continue
                 say(f"{experts}, {implementation}: {phase}, batch {batch}")
-                try:
-                    if phase == "decode":
-                        yield self.decode(model, experts, implementation, weight_bytes, batch)
-                    else:
-                        yield self.prefill(model, experts, implementation, weight_bytes)
-                except (RuntimeError, NotImplementedError) as error:  # of torch: compilation or memory
-                    # Without packed decode steps there is nothing to compare the others with.
-                    if (experts == "packed" and phase == "decode") or isinstance(error, VerificationError):
-                        raise
-                    yield Failed(experts, implementation, phase, batch, str(error).strip().split("\n")[0])
+                for way in self._ways(contender, phase):
+                    try:
+                        if phase == "decode":
+                            yield self.decode(model, experts, implementation, weight_bytes, batch, way)
+                        else:
+                            yield self.prefill(model, experts, implementation, weight_bytes)
+                        break
+                    except Exception as error:
+                        # Of torch: compilation or memory. Of foreign kernels: anything. Without packed decode steps
+                        # there is nothing to compare the others with.
+                        known = isinstance(error, (RuntimeError, NotImplementedError))
+                        known |= contender.foreign and not isinstance(error, ArgumentError)
+                        if not known or (experts == "packed" and phase == "decode"):
+                            raise
+                        how = f" ({_WAYS[way]})" if contender.foreign else ""
+                        yield Failed(experts, _reason(error) + how, implementation, phase, batch)
+                        if isinstance(error, VerificationError):
+                            wrong.append(error)
+                            break
+                    torch._dynamo.reset()
 
-    def decode(self, model: Any, experts: str, implementation: str, weight_bytes: int, batch: int) -> ModelRecord:
-        """Compare and time decode steps of a batch.
+    def _ways(self, contender: Contender, phase: str) -> tuple[str, ...]:
+        if phase == "prefill" or not self.graphs:
+            return ("plain",)
+        return tuple(_WAYS) if contender.foreign else ("graph",)
+
+    def decode(
+        self, model: Any, experts: str, implementation: str, weight_bytes: int, batch: int, way: str
+    ) -> ModelRecord:
+        """Compare and time decode steps of a batch, run in one of the ``_WAYS``.
 
         Raises:
             VerificationError: if logits of the captured step differ from those of the plain step or the first model.
@@ -188,8 +242,14 @@ class ModelBench:
         with _counted(model) as read:
             expected = _logits(plain, prompts_BT, given_NB1)
         layers = len(experts_modules(model))
-        experts_read = sum(read[layers:]) / max(len(read[layers:]), 1)  # the first call of each layer is the prompt
-        decoder = Decoder(model, max_tokens=most) if self.graphs else plain
+        floor_us, experts_read = self._floors.get(batch, (None, None))
+        if counted := read[layers:]:  # the first call of each layer is the prompt
+            experts_read = sum(counted) / len(counted)
+            moved = step_bytes(model, batch, self.prompt_len, experts_read * layers)
+            floor_us = 1e6 / self.device.bandwidth * moved
+            if experts == "packed":
+                self._floors[batch] = floor_us, experts_read
+        decoder = plain if way == "plain" else Decoder(model, max_tokens=most, whole=way == "graph")
         what = f"{experts} ({implementation}), batch {batch}"
         got = _logits(decoder, prompts_BT, given_NB1)
         _compare(f"{what}: captured steps", got, expected)
@@ -199,11 +259,10 @@ class ModelBench:
         elif experts == "packed":
             self._logits[batch] = got
         timing = self._time(lambda: decoder.prefill(prompts_BT), lambda: _run_steps(decoder, given_NB1), model.device)
-        floor_us = 1e6 / self.device.bandwidth * step_bytes(model, batch, self.prompt_len, experts_read * layers)
         return self._record(
             model, experts, implementation, weight_bytes, phase="decode", batch=batch, tokens=self.prompt_len,
             timing=timing, count=self.steps, new=batch, floor_us=floor_us, experts_read=experts_read,
-            difference=difference, attention=model.config._attn_implementation, graphs=self.graphs,
+            difference=difference, attention=model.config._attn_implementation, graphs=way != "plain",
         )  # fmt: skip
 
     def prefill(self, model: Any, experts: str, implementation: str, weight_bytes: int) -> ModelRecord:
@@ -313,11 +372,13 @@ def _compare(what: str, got: Tensor, expected: Tensor) -> float:
 
 @contextmanager
 def _counted(model: Any) -> Iterator[list[int]]:
-    """Yield a list to which every call of an experts module appends the number of experts that it reads."""
+    """Yield a list to which every call of an experts module with (x, ids, weights) appends the number of experts that
+    it reads. Transformers calls its packed MXFP4 experts otherwise."""
     counts: list[int] = []
 
     def count(module: Any, args: tuple[Any, ...]) -> None:
-        counts.append(len(args[1].unique()))
+        if len(args) == 3 and isinstance(args[1], Tensor):
+            counts.append(len(args[1].unique()))
 
     hooks = [module.register_forward_pre_hook(count) for module in experts_modules(model)]
     try:
@@ -325,6 +386,12 @@ def _counted(model: Any) -> Iterator[list[int]]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error, and its type where it is neither torch's nor ours."""
+    text = str(error).strip().split("\n")[0]
+    return text if isinstance(error, (PolymoeError, RuntimeError)) and text else f"{type(error).__name__}: {text}"
 
 
 def _backends(model: Any, tokens: int) -> str:

@@ -1,4 +1,4 @@
-"""``polymoe bench decode``: a whole model in Transformers, with packed and with dequantized experts."""
+"""``polymoe bench decode``: a whole model in Transformers, packed, dequantized, and as Transformers packs it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-_EXPERTS = ("packed", "dequantized")
+_EXPERTS = ("packed", "dequantized", "transformers-packed")
 
 
 def command(
@@ -42,9 +42,9 @@ def command(
     steps: Annotated[int, typer.Option(min=1, help="Steps that are timed together.")] = 64,
     prefill_len: Annotated[int, typer.Option(min=0, help="Tokens of the timed prefill; 0 for none.")] = 8192,
     repeats: Annotated[int, typer.Option(min=1, help="How often steps and prefill are timed.")] = 5,
-    experts: Annotated[str, typer.Option(help="packed, dequantized, or both.")] = "packed,dequantized",
+    experts: Annotated[str, typer.Option(help="What to measure, separated by commas.")] = ",".join(_EXPERTS),
     implementations: Annotated[
-        str, typer.Option(help="Implementations of dequantized experts in Transformers; the fastest counts.")
+        str, typer.Option(help="Implementations of Transformers' own experts; the fastest counts.")
     ] = "grouped_mm,batched_mm",
     attention: Annotated[str | None, typer.Option(help="Attention implementation. Default: Transformers' own.")] = None,
     prefill_attention: Annotated[
@@ -62,14 +62,17 @@ def command(
     commit: Annotated[str | None, typer.Option(help="Commit for the records, if git does not know it.")] = None,
     json: Json = False,
 ) -> None:
-    """Compare and time decode steps and a prefill of a model in Transformers, packed and dequantized.
+    """Compare and time decode steps and a prefill of a model in Transformers: packed by polymoe, dequantized, and
+    packed by Transformers itself.
 
-    Logits are compared first; a model whose logits differ is not timed, and the exit code is 1.
+    Logits are compared first; a model whose logits differ is not timed, and the exit code is 1. What Transformers
+    cannot load packed is named with the reason. Its kernels are never downloaded.
     """
     batches = token_counts(batch_size, "--batch-size")
     wanted = listed(experts, "--experts")
     if unknown := [name for name in wanted if name not in _EXPERTS]:
-        raise ArgumentError("--experts", expected="packed, dequantized, or both", got=repr(unknown[0]))
+        hint = nearest(unknown[0], _EXPERTS)
+        raise ArgumentError("--experts", expected=", ".join(_EXPERTS), got=repr(unknown[0]), hint=hint)
     kinds = listed(implementations, "--implementations")
 
     from transformers import AttentionInterface
@@ -78,6 +81,7 @@ def command(
     from polymoe.bench.records import Stamp, append, check_writable
     from polymoe.engines.transformers import load
     from polymoe.engines.transformers.dequantized import load_dequantized
+    from polymoe.engines.transformers.transformers_packed import load_transformers_packed, local_kernels
 
     for option, name in (("--attention", attention), ("--prefill-attention", prefill_attention)):
         if name is not None and name not in (known := ("eager", *AttentionInterface().valid_keys())):
@@ -108,34 +112,48 @@ def command(
             tuple(kinds),
             lambda: load_dequantized(checkpoint, device=where, **also),
         ),
+        "transformers-packed": Contender(
+            "transformers-packed",
+            tuple(kinds),
+            lambda: load_transformers_packed(checkpoint, device=where, **also),
+            foreign=True,
+            within=local_kernels,
+        ),
     }
+    names = sorted(dict.fromkeys(wanted), key=lambda name: name != "packed")  # with what the others are compared
     rows: list[ModelRecord | Failed] = []
     try:
         with Progress("bench decode") as progress:
-            for row in bench.rows([loads[name] for name in _EXPERTS if name in wanted], batches, progress.update):
+            for row in bench.rows([loads[name] for name in names], batches, progress.update):
                 rows.append(row)
                 if out is not None and isinstance(row, ModelRecord):
                     append(out, row)
     finally:  # after an interruption too, print finished rows
         measured = [row for row in rows if isinstance(row, ModelRecord)]
+        failed = [row for row in rows if not isinstance(row, ModelRecord)]
+        ratios = {other: _ratios(measured, other) for other in _EXPERTS[1:]}
         if json and rows:
-            ratios = [dict(zip(("what", "ratio"), pair, strict=True)) for pair in _ratios(measured)]
-            print_json({"records": [r.to_dict() for r in measured], "packed_to_dequantized": ratios})
-        elif measured:
-            console().print(_table(measured, f"{bench.checkpoint}, {machine.device}"))
-            for what, ratio in _ratios(measured):
-                console().print(f"{what}: {ratio:.2f} x", highlight=False)
-    for row in rows:
-        if not isinstance(row, ModelRecord):
-            print(
-                f"not measured: {row.experts}, {row.implementation}, {row.phase}, batch {row.batch}: {row.reason}",
-                file=sys.stderr,
+            named = {f"packed_to_{other.replace('-', '_')}": pairs for other, pairs in ratios.items()}
+            print_json(
+                {
+                    "records": [r.to_dict() for r in measured],
+                    "not_measured": [f.to_dict() for f in failed],
+                    **{
+                        name: [{"what": what, "ratio": ratio} for what, ratio in pairs] for name, pairs in named.items()
+                    },
+                }
             )
+        elif measured:
+            console().print(_table(measured, failed, f"{bench.checkpoint}, {machine.device}"))
+            for what, ratio in [pair for pairs in ratios.values() for pair in pairs]:
+                console().print(f"{what}: {ratio:.2f} x", highlight=False)
+        for row in failed:
+            print(row, file=sys.stderr)
     if machine.device.rates == "nominal":
         print("floor and share use nominal rates of this device, not measured ones", file=sys.stderr)
 
 
-def _table(rows: list[ModelRecord], title: str) -> Table:
+def _table(rows: list[ModelRecord], failed: list[Failed], title: str) -> Table:
     from rich.table import Table
 
     table = Table(
@@ -151,19 +169,22 @@ def _table(rows: list[ModelRecord], title: str) -> Table:
             r.phase, str(r.batch), str(r.tokens), f"{r.median_us:.0f} us", f"{r.tokens_per_second:.1f}", *floor,
             "" if r.difference is None else f"{r.difference:.1e}",
         )  # fmt: skip
+    for f in failed:  # the reasons follow below the table
+        batch = "" if f.batch is None else str(f.batch)
+        table.add_row(f.experts, f.implementation, "", f.phase, batch, "", "not measured", *[""] * 5)
     return table
 
 
-def _ratios(rows: list[ModelRecord]) -> list[tuple[str, float]]:
-    """Ratios of packed to dequantized: weights, and speeds against the fastest implementation."""
+def _ratios(rows: list[ModelRecord], other: str) -> list[tuple[str, float]]:
+    """Ratios of packed to other experts: weights, and speeds against the fastest implementation."""
     packed = [r for r in rows if r.experts == "packed"]
-    others = [r for r in rows if r.experts != "packed"]
+    others = [r for r in rows if r.experts == other]
     if not packed or not others:
         return []
-    found = [("weights, packed over dequantized", packed[0].weight_bytes / others[0].weight_bytes)]
+    found = [(f"weights, packed over {other}", packed[0].weight_bytes / others[0].weight_bytes)]
     for r in packed:
         same = [o.tokens_per_second for o in others if (o.phase, o.batch, o.tokens) == (r.phase, r.batch, r.tokens)]
         if same:
             what = f"{r.phase} at batch {r.batch}" if r.phase == "decode" else f"prefill of {r.tokens} tokens"
-            found.append((f"{what}, tokens/s, packed over the fastest dequantized", r.tokens_per_second / max(same)))
+            found.append((f"{what}, tokens/s, packed over the fastest {other}", r.tokens_per_second / max(same)))
     return found

@@ -28,16 +28,24 @@ class Decoder:
     Args:
         model: of Transformers, in evaluation mode; it must support a static cache.
         max_tokens: maximum number of tokens in a sequence, including its prompt.
-        compile: backend of ``torch.compile`` for the step as one graph, "inductor" or "aot_eager"; None does not
-            compile.
+        compile: backend of ``torch.compile`` for the step, "inductor" or "aot_eager"; None does not compile.
         capture: replay steps from a CUDA graph; requires ``compile``.
+        whole: require that the step compiles as one graph; else parts of it may run as they are.
 
     Raises:
         ArgumentError: for ``capture`` without ``compile``.
         UnsupportedProblem: for ``capture`` with experts whose backend reads tensors on the host.
     """
 
-    def __init__(self, model: Any, *, max_tokens: int, compile: str | None = "inductor", capture: bool = True) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_tokens: int,
+        compile: str | None = "inductor",
+        capture: bool = True,
+        whole: bool = True,
+    ) -> None:
         if capture:
             # Models copy constants from the host in each forward pass. A capture forbids that; compiling removes it.
             if compile is None:
@@ -50,7 +58,7 @@ class Decoder:
         if compile is not None:
             # A captured step has one shape. Otherwise lengths that the cache keeps on the host change at every step.
             dynamic = False if capture else None
-            self._run = torch.compile(self._forward, fullgraph=True, dynamic=dynamic, backend=compile)
+            self._run = torch.compile(self._forward, fullgraph=whole, dynamic=dynamic, backend=compile)
         self._token_B1 = self._position_B1 = self._logits_BV = torch.empty(0)
         self._replay: Callable[[], None] | None = None
         self._captured: tuple[int, ...] = ()  # addresses of all parameters and buffers

@@ -1,0 +1,108 @@
+"""load_transformers_packed: a quantized checkpoint in Transformers without polymoe, for comparison: experts packed by
+Transformers' own quantizers."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import constants
+from transformers.quantizers import AutoHfQuantizer
+from transformers.utils import logging as transformers_logging
+
+from polymoe.checkpoint import Checkpoint
+from polymoe.engines.transformers.families import registered_names, use_own_name
+from polymoe.engines.transformers.model_config import generation_config, model_config
+from polymoe.engines.transformers.weights import model_from_tensors
+from polymoe.errors import UnsupportedProblem
+
+__all__ = ["fixed_kernels", "load_transformers_packed", "local_kernels"]
+
+_METHODS = ("fp8", "mxfp4")
+
+
+@contextmanager
+def local_kernels() -> Iterator[None]:
+    """Within it nothing is downloaded: the package `kernels` finds kernels where its environment variable
+    ``LOCAL_KERNELS`` says, or in the Hub's cache, also those that Transformers asks for while a model runs."""
+    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def load_transformers_packed(
+    path: str | os.PathLike[str], *, device: torch.device, dtype: torch.dtype | None = None, **kwargs: Any
+) -> Any:
+    """A model in evaluation mode whose experts stay packed in Transformers. Use and run it within
+    :func:`local_kernels`.
+
+    Args:
+        path: a checkpoint's directory or a Hub id.
+        device: one device for the whole model.
+        dtype: of weights that are not quantized; None is bfloat16.
+        kwargs: for Transformers' ``from_pretrained``.
+
+    Raises:
+        CheckpointError: for a path without a checkpoint, or if Transformers does not find its kernels.
+        UnsupportedProblem: if Transformers would expand the experts here, or cannot load them; it says why.
+    """
+    where = f"{path} packed by Transformers {transformers.__version__}"
+    with Checkpoint.open(os.fspath(path)) as checkpoint:
+        method = checkpoint.quantization.method
+        if method not in _METHODS:
+            expected = "quantization " + " or ".join(map(repr, _METHODS))
+            raise UnsupportedProblem(where, expected=expected, got=repr(method))
+        config = use_own_name(model_config(checkpoint))
+        device_map = {"": device} if device.type == "cuda" else None
+        with _warnings() as said:
+            quantizer: Any = AutoHfQuantizer.from_config(config.quantization_config, pre_quantized=True)
+            quantizer.validate_environment(device_map=device_map)
+            if not quantizer.quantization_config.dequantize:
+                with registered_names():
+                    model = model_from_tensors(
+                        config,
+                        checkpoint.all_tensors(),
+                        checkpoint.name,
+                        dtype=dtype or torch.bfloat16,
+                        device_map=device_map,
+                        generation_config=generation_config(checkpoint),
+                        **kwargs,
+                    )
+                if hasattr(model, "hf_quantizer"):  # else the weights were expanded after all
+                    return model
+    raise UnsupportedProblem(where, expected="packed experts", got=said[0] if said else "16-bit experts")
+
+
+def fixed_kernels(model: Any) -> str | None:
+    """The name of the kernels of a model whose experts have no choice of implementations, or None."""
+    names = {type(module).__name__ for module in model.modules()}
+    return "triton_kernels" if "Mxfp4GptOssExperts" in names else None
+
+
+@contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """Collect what Transformers' quantizers warn of: why they expand weights."""
+    said: list[str] = []
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(" ".join(record.getMessage().split()))
+
+    theirs, handler = transformers_logging.get_logger("transformers.quantizers"), Collector(logging.WARNING)
+    level = theirs.level
+    theirs.addHandler(handler)
+    theirs.setLevel(logging.WARNING)
+    cleared: Any = transformers_logging.warning_once
+    cleared.cache_clear()  # what an earlier model was told counts for this one too
+    try:
+        yield said
+    finally:
+        theirs.removeHandler(handler)
+        theirs.setLevel(level)
