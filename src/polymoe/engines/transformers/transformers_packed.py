@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import constants
-from transformers.quantizers import AutoHfQuantizer
+from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import logging as transformers_logging
 
 from polymoe.checkpoint import Checkpoint
