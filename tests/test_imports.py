@@ -151,7 +151,7 @@ ORDER = {
     "engines.transformers": (
         "contract", "untrusted", "chat_template", "replies", "model_config", "tokenizer", "paged_attention",
         "decode_graph", "families", "experts_interface", "dense_quantizer", "weights", "quantizer", "dequantized",
-        "loading", "generator", "chat", "__init__",
+        "transformers_packed", "loading", "generator", "chat", "__init__",
     ),
     "engines.serving": (
         "settings", "hooks", "sources", "loading", "dummy", "stand_aside", "preview", "packed_layer",
