@@ -24,7 +24,7 @@ from backends_document import backends_document, markdown
 from polymoe.atomic import replace_file
 from polymoe.backend_names import current_name
 from polymoe.bench.cases import CASES
-from polymoe.bench.decode import ModelRecord
+from polymoe.bench.model_records import ModelRecord
 from polymoe.bench.plot import plot
 from polymoe.bench.records import Record, newest, read, read_lines
 from polymoe.bench.serving import record as serving

@@ -17,7 +17,7 @@ from write_docs import Peer, Row
 from polymoe.backends import BACKENDS
 from polymoe.backends.features import ANY
 from polymoe.bench.cases import CASES
-from polymoe.bench.decode import ModelRecord
+from polymoe.bench.model_records import ModelRecord
 from polymoe.bench.records import Record
 from polymoe.bench.serving import record as serving
 from polymoe.bench.serving.answers import TimedAnswer

@@ -11,13 +11,14 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from polymoe.bench.model_bytes import experts_modules, held_bytes, step_bytes
+from polymoe.bench.model_records import Failed, ModelRecord
 from polymoe.bench.records import Stamp
 from polymoe.bench.timing import Timing
 from polymoe.errors import ArgumentError, PolymoeError, VerificationError
@@ -28,7 +29,7 @@ from polymoe.numerics import relative_error
 if TYPE_CHECKING:
     from polymoe.engines.transformers.decode_graph import Decoder
 
-__all__ = ["TOLERANCE", "Contender", "Failed", "ModelBench", "ModelRecord"]
+__all__ = ["TOLERANCE", "Contender", "ModelBench"]
 
 TOLERANCE = 5e-2
 """Largest relative difference between logits of two ways to run a model, as the median over positions. Transformers'
@@ -38,56 +39,6 @@ _COMPARED = 8  # steps
 
 _WAYS = {"graph": "compiled as one graph", "parts": "compiled in parts", "plain": "not compiled"}
 """How steps run; the first two are captured in a CUDA graph and replayed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelRecord:
-    """One measurement of a whole model.
-
-    Attributes:
-        checkpoint, experts, implementation: what ran; "packed" on the named polymoe backends, "dequantized" by
-            Transformers with the named experts implementation, or "transformers-packed" with the named implementation
-            or kernels.
-        phase, batch, tokens, attention: "decode" of a batch after that many tokens, or "prefill" of that many.
-        graphs: whether steps were compiled and replayed from a CUDA graph.
-        median_us, p25_us, p75_us: time of a step, or of a prefill.
-        tokens_per_second: of the whole batch.
-        floor_us, share: time to read everything that a step needs once, and ``floor_us / median_us``; None for prefill.
-        experts_read: mean number of experts that a step reads in one layer; None for prefill. Of experts that
-            Transformers calls in its own way, floor and count are those of the packed model, or None without it.
-        weight_bytes: memory of the loaded model.
-        difference: of logits, relative to those of the packed model; None for the packed model.
-        device, torch, transformers, triton, commit, date, command: as in a bench record.
-    """
-
-    checkpoint: str
-    experts: str
-    implementation: str
-    phase: str
-    batch: int
-    tokens: int
-    attention: str
-    graphs: bool
-    median_us: float
-    p25_us: float
-    p75_us: float
-    tokens_per_second: float
-    floor_us: float | None
-    share: float | None
-    experts_read: float | None
-    weight_bytes: int
-    difference: float | None
-    device: str
-    torch: str
-    transformers: str
-    triton: str | None
-    commit: str
-    date: str
-    command: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,25 +59,6 @@ class Contender:
     load: Callable[[], Any]
     foreign: bool = False
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """What could not be measured, and why. Without an implementation the model could not be loaded."""
-
-    experts: str
-    reason: str
-    implementation: str = ""
-    phase: str = ""
-    batch: int | None = None
-
-    def __str__(self) -> str:
-        named = [self.experts, self.implementation, self.phase, "" if self.batch is None else f"batch {self.batch}"]
-        return f"not measured: {', '.join(filter(None, named))}: {self.reason}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
 
 
 @dataclass(slots=True, kw_only=True)

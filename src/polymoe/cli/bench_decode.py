@@ -28,7 +28,7 @@ from polymoe.units import format_bytes
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from polymoe.bench.decode import Failed, ModelRecord
+    from polymoe.bench.model_records import Failed, ModelRecord
 
 __all__ = ["command"]
 
@@ -77,7 +77,8 @@ def command(
 
     from transformers import AttentionInterface
 
-    from polymoe.bench.decode import Contender, ModelBench, ModelRecord
+    from polymoe.bench.decode import Contender, ModelBench
+    from polymoe.bench.model_records import ModelRecord
     from polymoe.bench.records import Stamp, append, check_writable
     from polymoe.engines.transformers import load
     from polymoe.engines.transformers.dequantized import load_dequantized
