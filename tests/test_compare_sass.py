@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from polymoe.kernels.cuda import modules
+from polymoe.kernels.cuda.targets import SM90
 
 SCRIPT = Path(__file__).parents[1] / "scripts/compare-sass"
 PROLOGUE = struct.pack("<Q", 0x00000A00FF017B82)
@@ -21,7 +22,7 @@ PROLOGUE = struct.pack("<Q", 0x00000A00FF017B82)
 def folders(tmp_path: Path) -> tuple[Path, Path]:
     """Two folders with one and the same cubin."""
     pytest.importorskip("triton")
-    unit = modules.cubin_path("finalize")
+    unit = modules.cubin_path("finalize", SM90)
     for side in ("old", "new"):
         (tmp_path / side).mkdir()
         shutil.copy(unit, tmp_path / side / f"{side}_unit.{side}hash.cubin")
