@@ -24,7 +24,7 @@ class TokenByToken(BackendBase):
     """Each token by itself, on a CPU."""
 
     name: str = "token-by-token"
-    layouts: tuple[str, ...] = ("natural",)
+    layouts: tuple[str, ...] = ("dequantized",)  # which torch reads too, so that one copy serves both
 
     @property
     def handles(self):

@@ -19,6 +19,7 @@ print(f"{tuple(x_TH.shape)} -> {tuple(y_TH.shape)}, {y_TH.dtype}")
 
 gate_up_EFH, down_EHF = experts.weights.dequantize()  # float32, from the packed bytes
 unpacked = 2 * (gate_up_EFH.numel() + down_EHF.numel())
-print(f"{experts.packed.nbytes / 2**20:.2f} MiB packed, {unpacked / 2**20:.2f} MiB in 16 bit")
+print(f"{problem.spec.local_bytes / 2**20:.2f} MiB packed, {unpacked / 2**20:.2f} MiB in 16 bit")
+print(f"{experts.packed.nbytes / 2**20:.2f} MiB in memory, in layout {experts.packed.layout}")
 
 print(experts.explain())

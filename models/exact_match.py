@@ -18,6 +18,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ import transformers
 from dequantized import filled, own
 
 from polymoe.checkpoint import Checkpoint
+from polymoe.cli.progress import Progress
 from polymoe.engines.transformers.generator import Generator
 
 HERE = Path(__file__).resolve().parent
@@ -33,19 +35,23 @@ MOST_APART = 0.3  # points
 LEAST = 97.0  # percent
 
 
-def exact_match(generator: Generator, rows: list[dict[str, str]], batch: int) -> float:
-    """Return the percentage of questions that are answered exactly.
+def exact_match(
+    generator: Generator, rows: list[dict[str, str]], batch: int, said: Callable[[str], None] = lambda text: None
+) -> float:
+    """Return the percentage of questions that are answered exactly; ``said`` is told after each batch.
 
     Questions of one length share a batch, so that none is padded: DeepSeek-V4 compresses windows of tokens, which
     padding would move.
     """
-    right = 0
+    right = answered = 0
     for _, group in itertools.groupby(sorted(rows, key=_length), _length):
         some = list(group)
         for start in range(0, len(some), batch):
             asked = some[start : start + batch]
             answers = generator.answer([row["prompt"] for row in asked], max_tokens=8)
             right += sum(answer.text == row["answer"] for answer, row in zip(answers, asked, strict=True))
+            answered += len(asked)
+            said(f"{right} of {answered} right")
     return 100 * right / len(rows)
 
 
@@ -107,10 +113,13 @@ def main() -> None:
     good = True
     for path in args.checkpoints or sorted(file.parent for file in HERE.glob("sums-*/config.json")):
         start = time.perf_counter()
-        generator = packed(path, args.device)
-        percent = exact_match(generator, rows, args.batch)
-        other, by = dequantized(path, generator)
-        expected = exact_match(other, rows, args.batch)
+        with Progress(path.name) as progress:
+            progress.update("loading")
+            generator = packed(path, args.device)
+            percent = exact_match(generator, rows, args.batch, lambda text: progress.update(f"packed, {text}"))
+            progress.update("loading dequantized")
+            other, by = dequantized(path, generator)
+            expected = exact_match(other, rows, args.batch, lambda text: progress.update(f"dequantized, {text}"))
         apart = abs(percent - expected)
         good &= apart <= MOST_APART and percent >= LEAST
         if args.json:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import polymoe
-from polymoe.backends import reference
+from polymoe.backends import torch_cpu
 
 MODELS = sorted(p for p in (Path(__file__).parent.parent / "models").glob("sums-*") if p.is_dir())
 
@@ -32,13 +32,13 @@ def test_layers_are_the_same(path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     layer = 2  # the first one with experts in some models
     expected = polymoe.load_experts(path, layer=layer, device="cpu")
     seen = []
-    run = reference.ReferenceRunner.run
+    run = torch_cpu.TorchRunner.run
 
     def recorded(self: Any, x: Any, routing: Any, *args: Any, **kwargs: Any) -> Any:
         seen.append((x.dtype, routing.topk_ids_TA.dtype, routing.topk_weights_TA.dtype))
         return run(self, x, routing, *args, **kwargs)
 
-    monkeypatch.setattr(reference.ReferenceRunner, "run", recorded)
+    monkeypatch.setattr(torch_cpu.TorchRunner, "run", recorded)
     spec = expected.problem.spec
     x = torch.randn(3, spec.hidden).bfloat16()
     ids, weights = torch.tensor([[0, 1], [1, 2], [3, 0]]), torch.rand(3, 2)

@@ -27,9 +27,9 @@ def test_a_directory() -> None:
     found = polymoe.explain(SUMS, device="cpu")
     (row,) = found.rows
     assert row.layers == (0, 1, 2, 3)
-    assert row.selection.require().steps[0].backend == "reference"
+    assert row.selection.require().steps[0].backend == "torch"
     experts = polymoe.load_experts(SUMS, layer=0, device="cpu")
-    assert row.packed_bytes == 4 * experts.packed.nbytes
+    assert row.memory_bytes == 4 * experts.packed.nbytes
     assert row.dequantized_bytes == 4 * 8 * 3 * 192 * 192 * 2
 
 
@@ -63,7 +63,8 @@ def test_whether_it_fits() -> None:
         " (10.0 us in each of 4 layers) and 0.2 us to read all other weights"
     )
     assert list(found.conclusion()) == found.to_dict()["conclusion"] == str(found).splitlines()[1:4]
-    assert polymoe.explain(SUMS, device="cpu").conclusion() == ("2.6 MiB of weights", "mxfp4 experts run on reference")
+    cpu = ("2.6 MiB of weights, and 13.6 MiB for dequantized experts", "mxfp4 experts run on torch")
+    assert polymoe.explain(SUMS, device="cpu").conclusion() == cpu
     assert len(polymoe.explain(SUMS, device="h200", role="prefill").conclusion()) == 2
 
 

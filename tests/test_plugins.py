@@ -61,7 +61,7 @@ def test_importing_polymoe_loads_none(found: dict[str, Any]) -> None:
 
 
 def test_load_experts_takes_a_named_one(found: dict[str, Any]) -> None:
-    assert found["backends"] == ["reference", "triton", "cuda", "flashinfer", "humming", "inverter"]
+    assert found["backends"] == ["reference", "torch", "triton", "cuda", "flashinfer", "humming", "inverter"]
     assert found["layouts"][-1] == "inverted"
     assert found["packed"] == ["inverted", "natural"]
     assert found["same"] == [True] * 9  # the results, and the codes of each expert
@@ -92,4 +92,4 @@ def test_auto_does_not_take_what_was_not_measured_here(found: dict[str, Any]) ->
     (row,) = json.loads(found["auto"])["rows"]
     (candidate,) = [c for c in row["candidates"] if c["backend"] == "inverter"]
     assert candidate["accepted"]
-    assert row["plan"]["layout"] == "natural"
+    assert row["plan"]["layout"] == "dequantized"

@@ -234,3 +234,35 @@ def test_ci_runs_checks_the_site_and_tests_and_fails_with_any(clone: Path, faile
     assert output[-1] == f"{PARALLEL} --slow sample {COVERAGE}"
     last = CHECKS.index(failed) + 1 if failed in CHECKS else len(CHECKS)
     assert output[:-1] == [*CHECKS[:last], SITE]
+
+
+PIP = """#!/bin/sh
+case "$*" in
+"-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+"-m pip --version") [ -f .venv/bin/python ] ;;
+"-m pip install"*)
+    echo "Collecting torch==2.13.0"
+    echo "  Downloading torch-2.13.0-cp311-none-any.whl.metadata (41 kB)"
+    echo "Downloading torch-2.13.0-cp311-none-any.whl (821.5 MB)"
+    echo "Downloading idna-3.11-py3-none-any.whl (500 kB)"
+    exit STATUS
+    ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_an_installation_says_what_it_downloads(clone: Path, status: int) -> None:
+    """And leaves no lock; what went wrong is shown whole, and tried again the next time."""
+    shutil.rmtree(clone / ".venv")
+    python = clone / "python"
+    python.write_text(PIP.replace("STATUS", str(status)))
+    python.chmod(0o755)
+    command = ["sh", "-c", "extra=dev; . scripts/env; echo ready"]
+    environment = {**os.environ, "PYTHON": str(python)}
+    done = subprocess.run(command, cwd=clone, capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout) == (status, "" if status else "ready\n")
+    assert ("  downloaded 2 packages, 822 MB\n" in done.stderr) == (not status)
+    assert ("Collecting torch==2.13.0" in done.stderr) == bool(status)
+    assert bool(list((clone / ".venv").glob(".installed-*"))) == (not status)
+    assert not (clone / ".venv.lock").exists()

@@ -120,7 +120,7 @@ def test_the_document_is_what_backends_say() -> None:
     text = BACKENDS_MD.read_text(encoding="utf-8")
     for name, backend in BACKENDS.items():
         assert f"\n## {name}\n" in text
-        found = backend.check(backends_document.problem_of("int4_g32", "fp8_token"), Machine.of("cpu"))
+        found = backend.check(backends_document.problem_of("int4_g32", "fp8_token"), Machine(DEVICES["cpu"]))
         for reason in found.reasons if isinstance(found, Rejected) else ():
             assert str(reason) in text
 

@@ -146,12 +146,12 @@ class CallArguments(NamedTuple):
             ArgumentError: for an id or a place out of range.
         """
         spec, ids_TA, expert_map = problem.spec, self.topk_ids_TA, self.expert_map
-        low, high = int(ids_TA.min()), int(ids_TA.max())
+        low, high = map(int, ids_TA.aminmax())
         if low < -1 or high > spec.experts:
             expected = f"0 to {spec.experts - 1}, or -1 or {spec.experts} for none"
             raise ArgumentError("topk_ids_TA", expected=expected, got=f"{low} to {high}")
         if expert_map is not None:
-            low, high = int(expert_map.min()), int(expert_map.max())
+            low, high = map(int, expert_map.aminmax())
             if low < -1 or high >= spec.local_experts:
                 expected = f"0 to {spec.local_experts - 1}, or -1 for experts of other ranks"
                 raise ArgumentError("expert_map", expected=expected, got=f"{low} to {high}")

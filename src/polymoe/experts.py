@@ -310,6 +310,7 @@ def load_experts(
     dtype: torch.dtype = torch.bfloat16,
     batch_invariant: bool = False,
     check: bool = True,
+    machine: Machine | None = None,
 ) -> FusedExperts:
     """One layer's experts from a checkpoint, streamed expert by expert and packed for ``device``.
 
@@ -327,6 +328,7 @@ def load_experts(
             fewer backends, and slower.
         check: compare the packed bytes of every expert with the files, and the results of a few with the reference,
             before returning.
+        machine: what to plan for, where layers share its memory (:meth:`polymoe.machine.Machine.shared_by`).
 
     Raises:
         CheckpointError: for a checkpoint that cannot be read, or a layer without routed experts.
@@ -335,7 +337,7 @@ def load_experts(
         VerificationError: if the packed experts are not, or do not compute, what the checkpoint says.
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
-    machine = Machine.of(device_name(device))
+    machine = machine or Machine.of(device_name(device))
     problem = checkpoint.problem(
         layer,
         tp=tp,

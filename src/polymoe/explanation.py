@@ -46,9 +46,22 @@ class Row:
         return len(self.layers) * self.problem.spec.local_bytes
 
     @property
+    def memory_bytes(self) -> int:
+        """Bytes of the same experts in the planned layout, or as stored where it is not known."""
+        each = self.selection.layout_bytes
+        return self.packed_bytes if each is None else len(self.layers) * each
+
+    @property
     def dequantized_bytes(self) -> int:
         """Bytes of the same experts as 16-bit floats."""
         return len(self.layers) * self.problem.spec.dequantized_bytes
+
+    def memory(self) -> str:
+        """The size of these layers' experts as stored and, on a CPU, in memory, as text."""
+        plan, packed = self.selection.plan, f"{format_bytes(self.packed_bytes)} packed"
+        if plan is None or self.selection.machine.device.kind != "cpu" or self.memory_bytes == self.packed_bytes:
+            return packed
+        return f"{packed}, {format_bytes(self.memory_bytes)} in memory (layout {plan.layout})"
 
     def sizes(self) -> dict[str, Any]:
         """One layer's experts on this rank as plain values, for JSON."""
@@ -181,7 +194,9 @@ class Explanation:
         weights, room = format_bytes(self.weight_bytes), self.cache_bytes
         what = "weights" if self.dense else "experts"
         if room is None:
-            return f"{weights} of {what}"
+            more = sum(row.memory_bytes - row.packed_bytes for row in self.rows)
+            held = f", and {format_bytes(more)} for dequantized experts" if more > 0 else ""
+            return f"{weights} of {what}{held}"
         beyond = "" if self.dense else "; the size of the other weights is not in a config"
         where = f"{self.tp} x {self.device.name}" if self.tp > 1 else self.device.name
         each = " on each" if self.tp > 1 else ""
@@ -258,6 +273,7 @@ class Explanation:
                     "layers": list(row.layers),
                     **row.sizes(),
                     "packed_bytes": row.packed_bytes,
+                    "memory_bytes": row.memory_bytes,
                     "dequantized_bytes": row.dequantized_bytes,
                     **row.selection.to_dict(),
                 }
@@ -269,7 +285,7 @@ class Explanation:
         lines = [f"{self.name}: {self.model_type}, on {self.device}", *self.conclusion()]
         for row in self.rows:
             lines += [
-                f"layers {layer_ranges(row.layers)}: {format_bytes(row.packed_bytes)} packed",
+                f"layers {layer_ranges(row.layers)}: {row.memory()}",
                 str(row.selection),
             ]
         return "\n".join([*lines, *self.notes])
@@ -303,8 +319,8 @@ def explain(
         ArgumentError: for an unknown name, or if ``tp`` would split a group; the sizes that work are listed.
         UnsupportedProblem: if ``backend`` names one and it is rejected.
     """
-    machine = Machine.of(device)
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+    machine = Machine.of(device).shared_by(len(checkpoint.layers))
     grouped: dict[Problem, list[int]] = {}
     for layer in checkpoint.layers:
         mode = resolve_activations(checkpoint, layer, machine, activations)

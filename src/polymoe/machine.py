@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import metadata
+from pathlib import Path
 from typing import Any, Literal
 
 from polymoe.errors import ArgumentError, nearest
 
-__all__ = ["DEVICES", "Device", "Machine", "driver_cuda"]
+__all__ = ["DEVICES", "Device", "Machine", "driver_cuda", "host_memory"]
 
 PACKAGES = (
     "torch", "triton", "transformers", "flashinfer-python", "flashinfer-cubin", "humming-kernels", "vllm", "sglang",
@@ -102,7 +103,7 @@ DEVICES: dict[str, Device] = {
         _gpu("rtx5090", 120, 170, 32607, 1.792, 209, 419),
         _gpu("rtxpro6000", 120, 188, 97887, 1.792, 503, 1007),
         _gpu("gb10", 121, 48, 122070, 0.273, 125, 250),
-        # CPUs differ tenfold in these rates. That does no harm, because only one backend accepts a CPU.
+        # CPUs differ tenfold in these rates. They do not decide between backends, all of which they slow down alike.
         Device(name="cpu", kind="cpu", bandwidth=40e9, flops_16bit=0.5e12, rates="nominal"),
     )
 }
@@ -169,12 +170,19 @@ class Machine:
         packages: versions of the installed distributions among those that a backend may need: ``{"triton": "3.6.0"}``.
         driver: newest CUDA version that the driver runs, (13, 0); None without a driver, or where it is not known.
         elsewhere: whether this describes a GPU that is not here, beside which other packages may be installed.
+        layer_bytes: the host's free memory for one layer's experts; None for a GPU, or where it is not known. It
+            changes from moment to moment, so it does not tell machines apart.
     """
 
     device: Device
     packages: Mapping[str, str] = field(default_factory=dict, hash=False)
     driver: tuple[int, int] | None = None
     elsewhere: bool = False
+    layer_bytes: int | None = field(default=None, compare=False, repr=False)
+
+    def shared_by(self, layers: int) -> Machine:
+        """The same machine, whose memory this many layers share equally."""
+        return self if self.layer_bytes is None else replace(self, layer_bytes=self.layer_bytes // max(layers, 1))
 
     @classmethod
     def of(cls, device: str | Device | None = None) -> Machine:
@@ -189,16 +197,17 @@ class Machine:
         """
         packages = {name: version for name in PACKAGES if (version := _version(name))}
         if isinstance(device, Device):
-            return cls(device, packages)
+            return cls._of(device, packages)
         if device is not None and not device.startswith("cuda"):
             named = _named(device)
-            cuda = named.kind == "cuda"
-            return cls(named, {**(_WITH_CUDA if cuda else {}), **packages}, elsewhere=cuda)
+            if named.kind == "cuda":
+                return cls(named, {**_WITH_CUDA, **packages}, elsewhere=True)
+            return cls._of(named, packages)
         import torch
 
         if not torch.cuda.is_available():
             if device is None:
-                return cls(DEVICES["cpu"], packages)
+                return cls._of(DEVICES["cpu"], packages)
             raise ArgumentError(
                 "device",
                 expected="a CUDA device",
@@ -207,6 +216,11 @@ class Machine:
             )
         index = torch.device(device or "cuda").index
         return cls(_detected(torch.cuda.current_device() if index is None else index), packages, driver_cuda())
+
+    @classmethod
+    def _of(cls, device: Device, packages: Mapping[str, str]) -> Machine:
+        memory = host_memory() if device.kind == "cpu" else None
+        return cls(device, packages, layer_bytes=memory[0] if memory else None)
 
 
 def driver_cuda() -> tuple[int, int] | None:
@@ -222,6 +236,30 @@ def driver_cuda() -> tuple[int, int] | None:
         except OSError:
             continue
     return None
+
+
+def host_memory() -> tuple[int, int] | None:
+    """Free and total bytes of the host's memory, or of the container's where that has less; None where Linux does not
+    say. What the page cache holds counts as free."""
+    try:
+        sizes = _numbers("/proc/meminfo")
+        free, total = (1024 * sizes[name] for name in ("MemAvailable:", "MemTotal:"))
+    except (OSError, KeyError, ValueError):
+        return None
+    try:
+        group = Path("/sys/fs/cgroup")  # version 2, as a container sees its own
+        limit = int((group / "memory.max").read_text())
+        cached = _numbers(str(group / "memory.stat"))["inactive_file"]
+        used = int((group / "memory.current").read_text()) - cached
+    except (OSError, KeyError, ValueError):  # no such group, or "max"
+        return free, total
+    return max(0, min(free, limit - used)), min(total, limit)
+
+
+def _numbers(path: str) -> dict[str, int]:
+    """The first two words of each line, a name and a number."""
+    lines = (line.split() for line in Path(path).read_text().splitlines())
+    return {words[0]: int(words[1]) for words in lines}
 
 
 @cache  # looking one up reads the metadata's file

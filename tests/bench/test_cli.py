@@ -33,12 +33,12 @@ def test_a_table_records_and_a_plot(bench: Cli, tmp_path: Path) -> None:
         assert text in stdout
     assert "nominal rates" in stderr
     records = read(out)
-    assert len(records) == 4
+    assert len(records) == 6
     assert {r.commit for r in records} == {"abc"}
     assert records[0].command.startswith("polymoe bench --case deepseek-v4-flash --experts 4")
     assert png.stat().st_size > 1000
     assert bench(*SMALL, "--tokens", "16", "--backend", "reference", "--out", out, "--plot", png)[0] == 0
-    assert len(read(out)) == 5
+    assert len(read(out)) == 7
 
 
 def test_json_of_a_checkpoints_layer(bench: Cli, tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_wrong_result_exits_with_1(bench: Cli, monkeypatch: pytest.MonkeyPatch
     code, stdout, _ = bench(*SMALL, "--tokens", "4", "--out", tmp_path / "r.jsonl")
     assert code == 1
     assert "WRONG, not timed" in stdout
-    assert [r.backend for r in read(tmp_path / "r.jsonl")] == ["torch-dequantized"]
+    assert [r.backend for r in read(tmp_path / "r.jsonl")] == ["torch-dequantized", "torch"]
 
 
 def test_an_interruption_keeps_what_is_finished(bench: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -129,4 +129,4 @@ def test_an_interruption_keeps_what_is_finished(bench: Cli, monkeypatch: pytest.
     code, stdout, _ = bench(*SMALL, "--tokens", "4", "--out", tmp_path / "r.jsonl")
     assert code != 0
     assert "torch-dequantized" in stdout
-    assert [r.backend for r in read(tmp_path / "r.jsonl")] == ["torch-dequantized"]
+    assert [r.backend for r in read(tmp_path / "r.jsonl")] == ["torch-dequantized", "torch"]

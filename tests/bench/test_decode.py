@@ -74,16 +74,16 @@ def test_packed_beside_dequantized(cli: Cli, tmp_path: Path) -> None:
     out = tmp_path / "r.jsonl"
     code, stdout, stderr = cli("bench", "decode", SUMS, *SMALL, "--batch-size", "1,3", "--out", out, "--commit", "abc")
     assert code == 0, stderr
-    for text in ("packed", "reference", "grouped_mm", "batched_mm", "weights, packed over dequantized: 0.3"):
+    for text in ("packed", "torch", "grouped_mm", "batched_mm", "weights, packed over dequantized: 2."):
         assert text in stdout
     assert "prefill of 20 tokens, tokens/s, packed over the fastest dequantized" in stdout
     assert "nominal rates" in stderr
     records = [json.loads(line) for line in out.read_text().splitlines()]
     done = [(r["experts"], r["implementation"], r["phase"], r["batch"]) for r in records]
     assert done == [
-        ("packed", "reference", "decode", 1),
-        ("packed", "reference", "decode", 3),
-        ("packed", "reference", "prefill", 1),
+        ("packed", "torch", "decode", 1),
+        ("packed", "torch", "decode", 3),
+        ("packed", "torch", "prefill", 1),
         ("dequantized", "grouped_mm", "decode", 1),
         ("dequantized", "grouped_mm", "decode", 3),
         ("dequantized", "grouped_mm", "prefill", 1),
@@ -222,7 +222,7 @@ def test_a_packed_prefill_that_fails_leaves_the_rest(cli: Cli, monkeypatch: pyte
     monkeypatch.setattr(decode.ModelBench, "prefill", fail)
     code, stdout, stderr = cli("bench", "decode", SUMS, *SMALL, "--batch-size", 1, "--implementations", "grouped_mm")
     assert code == 0
-    assert "not measured: packed, reference, prefill, batch 1: no such kernel" in stderr
+    assert "not measured: packed, torch, prefill, batch 1: no such kernel" in stderr
     assert "decode at batch 1, tokens/s, packed over the fastest dequantized" in stdout
 
 
@@ -247,7 +247,7 @@ def test_bad_input(cli: Cli, args: tuple[Any, ...], code: int, message: str) -> 
 @pytest.mark.parametrize("packed", [True, False])
 def test_bytes_of_a_step_are_all_weights_when_all_experts_are_read(packed: bool) -> None:
     device = torch.device("cpu")
-    model = load(SUMS, device="cpu")[0] if packed else load_dequantized(SUMS, device=device)
+    model = load(SUMS, device="cpu", backend="reference")[0] if packed else load_dequantized(SUMS, device=device)
     layers, experts = len(experts_modules(model)), 8
     assert layers == 4
     everything = held_bytes(model)

@@ -68,7 +68,7 @@ def test_rows_of_every_backend_and_token_count() -> None:
     ]  # fmt: skip
     rows = [row for row in rows if row not in rejected]
     assert {(row.backend, row.tokens) for row in rows} == {
-        (name, t) for name in ("reference", "torch-dequantized") for t in (1, 9)
+        (name, t) for name in ("reference", "torch", "torch-dequantized") for t in (1, 9)
     }
     for row in rows:
         r = row.record

@@ -33,7 +33,7 @@ class TestWithoutATerminal:
         assert code == 0
         assert out == "579\n-2\n"
         assert "the conversation starts over" in err
-        assert "tokens/s on cpu; experts 1.8 MiB packed" in err
+        assert "tokens/s on cpu; experts 15.4 MiB in layout dequantized" in err
 
     def test_json_lines(self, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
         typed(monkeypatch, "123+456\n7-9\n")

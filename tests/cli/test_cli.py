@@ -266,15 +266,15 @@ class TestRun:
         assert code == 0
         assert out.splitlines() == ["123+456= 579", "12 - 34 -22"]
         assert "tokens/s" in err
-        assert "on cpu; experts 1.8 MiB packed, 6.8 MiB as 16 bit, backend reference" in err
+        assert "on cpu; experts 15.4 MiB in layout dequantized, 6.8 MiB as 16 bit, backend torch" in err
 
     def test_json(self, cli: Cli) -> None:
         code, out, _ = cli("run", SUMS, "--device", "cpu", "999+1=", "--json", "--max-tokens", 9)
         found = json.loads(out)
         assert code == 0
         assert found["answers"] == [{"prompt": "999+1=", "text": "1000", "tokens": 5}]
-        assert found["backends"] == ["reference"]
-        assert found["packed_bytes"] < 0.3 * found["dequantized_bytes"]
+        assert (found["backends"], found["layouts"]) == (["torch"], ["dequantized"])
+        assert found["stored_bytes"] < 0.3 * found["dequantized_bytes"] < found["packed_bytes"]
         assert found["tokens_per_second"] > 0
 
     def test_prompts_from_stdin(self, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ def test_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     with Progress("tune", 4) as bar:
         bar.update("packing")
         bar.update("too soon for another line")
-        for seconds in (4, 4, 4):
+        for seconds in (1, 1, 2):
             now[0] += seconds
             bar.advance()
             bar.update("cuda, 16 tokens \x1b[2J")
@@ -27,7 +27,7 @@ def test_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         bar.advance()
     assert capsys.readouterr().err.splitlines() == [
         "tune: 0/4, packing",
-        "tune: 3/4, 4 s left, cuda, 16 tokens \\x1b[2J",
+        "tune: 3/4, 1 s left, cuda, 16 tokens \\x1b[2J",
         "a note",
     ]
 

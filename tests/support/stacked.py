@@ -15,13 +15,13 @@ from torch import Tensor
 
 from polymoe.activations import ReLU2, SwiGLU
 from polymoe.backends import BACKENDS
+from polymoe.engines.serving.chooser import machine_of
 from polymoe.engines.serving.sources import SGLANG, VLLM, StackedExperts, source_of
 from polymoe.engines.serving.stand_aside import LayerFacts
 from polymoe.layouts import LAYOUTS
-from polymoe.machine import Machine
 from polymoe.runtime import PlanRequest
 
-CPU = PlanRequest(Machine.of("cpu"), "mixed", "auto", BACKENDS, LAYOUTS)
+CPU = PlanRequest(machine_of("cpu"), "mixed", "auto", BACKENDS, LAYOUTS)
 
 MODELS = Path(__file__).parents[2] / "models"
 

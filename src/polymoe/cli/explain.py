@@ -97,7 +97,7 @@ def command(
     for line in explanation.conclusion():
         out.print(line, highlight=False)
     for row in explanation.rows:
-        sizes = f"{format_bytes(row.packed_bytes)} packed, {format_bytes(row.dequantized_bytes)} as 16 bit"
+        sizes = f"{row.memory()}, {format_bytes(row.dequantized_bytes)} as 16 bit"
         out.print(f"layers {layer_ranges(row.layers)}: {row.problem}: {sizes}", highlight=False)
     if explanation.times:
         out.print(_times(explanation))

@@ -38,10 +38,10 @@ def explain_engine(
     """
     from polymoe.backends import BACKENDS
     from polymoe.checkpoint.known_models import open_checkpoint
+    from polymoe.engines.serving.chooser import machine_of
     from polymoe.engines.serving.preview import ENGINES, preview
     from polymoe.engines.serving.settings import EngineSettings
     from polymoe.layouts import LAYOUTS
-    from polymoe.machine import Machine
     from polymoe.runtime import PlanRequest
 
     about, settings, shard = ENGINES[engine], EngineSettings.read(), _rank(engine, tp, ep, enable_expert_parallel)
@@ -51,7 +51,7 @@ def explain_engine(
         settings = replace(settings, backend=backend)
     if role != "mixed":
         settings = replace(settings, role=role)
-    machine = Machine.of(device)
+    machine = machine_of(device)
     request = PlanRequest(machine, settings.role or "mixed", settings.backend, BACKENDS, LAYOUTS)
     opened = open_checkpoint(checkpoint)
     rows = preview(opened, about, request, settings, shard, batch_invariant=batch_invariant)

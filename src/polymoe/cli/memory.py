@@ -37,10 +37,7 @@ def out_of_memory(error: BaseException) -> str | None:
 
 def _free_here() -> str:
     """What the host has left, on Linux."""
-    try:
-        with open("/proc/meminfo") as file:
-            sizes = dict(line.split(":") for line in file)
-        available, total = (int(sizes[name].split()[0]) / 2**20 for name in ("MemAvailable", "MemTotal"))
-    except (OSError, KeyError, ValueError):
-        return ""
-    return f", free {available:.1f} GiB of {total:.1f} GiB"
+    from polymoe.machine import host_memory
+
+    memory = host_memory()
+    return f", free {memory[0] / 2**30:.1f} GiB of {memory[1] / 2**30:.1f} GiB" if memory else ""

@@ -165,8 +165,8 @@ def speed_line(speed: dict[str, Any]) -> str:
     """One line about time, tokens and experts, from :meth:`Generator.speed`'s values."""
     # Nothing is packed if the checkpoint has its experts in 16 bit.
     experts = (
-        f"{format_bytes(speed['packed_bytes'])} packed, {format_bytes(speed['dequantized_bytes'])} as 16 bit, "
-        f"backend {', '.join(speed['backends'])}"
+        f"{format_bytes(speed['packed_bytes'])} in layout {', '.join(speed['layouts'])}, "
+        f"{format_bytes(speed['dequantized_bytes'])} as 16 bit, backend {', '.join(speed['backends'])}"
         if speed["packed_bytes"]
         else "not quantized"
     )

@@ -11,7 +11,7 @@ from polymoe.errors import printable
 
 __all__ = ["Progress"]
 
-EVERY_S = 10.0
+EVERY_S = 4.0
 """Seconds between lines where stderr is not a terminal."""
 
 

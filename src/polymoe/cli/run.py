@@ -64,9 +64,9 @@ def command(
         prompts = [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not prompts:
         raise ArgumentError("run", expected="a prompt", got="none on the command line or on stdin")
+    say(f"loading {checkpoint}")  # PyTorch and Transformers first, which takes seconds
     from polymoe.engines.transformers.generator import Generator
 
-    say(f"loading {checkpoint}")
     generator = Generator.load(
         checkpoint, device=device, device_map=device_map, backend=backend, role=role, graphs=graphs
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from polymoe.layouts.base import Layout, Packed
 from polymoe.layouts.cuda import W4A8Fragments, W4A16Fragments, W8Fragments, W16Swizzle128
+from polymoe.layouts.dequantized import DequantizedMatrices
 from polymoe.layouts.flashinfer import FlashInferSM90
 from polymoe.layouts.humming import HummingLayout
 from polymoe.layouts.natural import Natural
@@ -12,8 +13,8 @@ from polymoe.plugins import PluginTable
 __all__ = ["LAYOUTS", "Layout", "Natural", "Packed"]
 
 _ALL: tuple[Layout, ...] = (
-    Natural(), W4A16Fragments(), W4A8Fragments(), W8Fragments(), W16Swizzle128(), FlashInferSM90("flashinfer_sm90"),
-    FlashInferSM90("flashinfer_sm90_folded", folded=True), HummingLayout(),
+    Natural(), DequantizedMatrices(), W4A16Fragments(), W4A8Fragments(), W8Fragments(), W16Swizzle128(),
+    FlashInferSM90("flashinfer_sm90"), FlashInferSM90("flashinfer_sm90_folded", folded=True), HummingLayout(),
 )  # fmt: skip
 
 LAYOUTS: PluginTable[Layout] = PluginTable(_ALL, "layouts")

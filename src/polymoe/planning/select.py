@@ -178,6 +178,7 @@ class _Question:
             proofs=statuses,
             times=_times(plan, {n: reader for n, (reader, _) in usable.items()}, self.points) if plan else (),
             packed_as=self.layout,
+            layout_bytes=_layout_bytes(self.layouts.get(plan.layout), self.problem) if plan else None,
         )
 
     def _ask(self, name: str, backend: Backend) -> tuple[Candidate, _Reader | None, tuple[str, ...]]:
@@ -254,6 +255,14 @@ def _refusal(layout: Layout, problem: Problem) -> tuple[Reason, ...]:
             return tuple(layout.check(problem.spec, problem.scales))
     except PluginError as error:
         return (failed(error),)
+
+
+def _layout_bytes(layout: Layout | None, problem: Problem) -> int | None:
+    try:
+        with guarded(layout):
+            return None if layout is None else layout.nbytes(problem.spec)
+    except PluginError:
+        return None
 
 
 def _plan(layout: str, readers: Mapping[str, _Reader], *, any_number: bool) -> Plan | None:

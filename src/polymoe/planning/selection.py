@@ -86,6 +86,7 @@ class Selection:
         proofs: how far the backend of each step of the plan is proven on this GPU model, with that step's kernels.
         times: predicted time of the plan at each of the role's token counts, and at the ends of its steps.
         packed_as: the layout that the weights are in already, which the plan keeps; None before they are packed.
+        layout_bytes: size of the layer in the plan's layout; None without a plan, or where its layout is not known.
     """
 
     problem: Problem
@@ -98,6 +99,7 @@ class Selection:
     proofs: tuple[ProofStatus, ...] = ()
     times: tuple[tuple[int, Prediction], ...] = ()
     packed_as: str | None = None
+    layout_bytes: int | None = None
 
     def require(self, where: str = "experts") -> Plan:
         """The plan.

@@ -203,5 +203,5 @@ def test_what_the_decoder_cannot_take_is_refused(model: Any, prompts_BT: Tensor,
 
 
 def test_a_backend_that_looks_at_tensors_is_not_captured(model: Any) -> None:
-    with pytest.raises(UnsupportedProblem, match=r"layers\.0\..*CUDA graphs can capture, got backend 'reference'"):
+    with pytest.raises(UnsupportedProblem, match=r"layers\.0\..*CUDA graphs can capture, got backend 'torch'"):
         require_capturable(model)

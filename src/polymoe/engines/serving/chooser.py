@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from polymoe.backends import BACKENDS
@@ -16,7 +17,7 @@ from polymoe.problem import Problem
 from polymoe.runtime import PlanRequest
 from polymoe.verdict import Reason, Reasons
 
-__all__ = ["LayerChooser"]
+__all__ = ["LayerChooser", "machine_of"]
 
 Created = TypeVar("Created")
 
@@ -69,7 +70,7 @@ class LayerChooser:
         reasons = tuple(refused.found)
         if not reasons:
             request = PlanRequest(
-                Machine.of(device), self.settings.role or role, self.settings.backend, BACKENDS, LAYOUTS
+                machine_of(device), self.settings.role or role, self.settings.backend, BACKENDS, LAYOUTS
             )
             try:
                 created = create()
@@ -97,3 +98,9 @@ class LayerChooser:
         new = plan.problem not in self._packed
         self._packed.add(plan.problem)
         return new
+
+
+def machine_of(device: str | None) -> Machine:
+    """The machine for a device name, without memory to spare for layers that take more than their packed bytes: an
+    engine makes all layers before it fills one, and what is left of the memory becomes its cache."""
+    return replace(Machine.of(device), layer_bytes=0)

@@ -148,7 +148,8 @@ def _judge(
         return Rejected((reason_of(error),))
     selection = request.select(problem)
     if selection.plan is None:
-        verdicts = [(c.backend, c.verdict) for c in selection.candidates]
+        asked = [c for c in selection.candidates if request.backend in ("auto", c.backend)]
+        verdicts = [(c.backend, c.verdict) for c in asked]
         return Rejected(
             tuple(
                 Reason(f"{backend}: {reason.what}", reason.expected, reason.got)

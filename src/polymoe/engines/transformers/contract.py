@@ -191,10 +191,13 @@ def checked_call(where: str, args: tuple[Any, ...], others: Mapping[str, Any]) -
     Raises:
         UnsupportedProblem: if Transformers hands over other arguments, in another order or of other dtypes.
     """
-    if len(args) == 3 and not others and all(isinstance(arg, Tensor) for arg in args):
+    if len(args) == 3 and not others:
         x_TH, ids_TA, weights_TA = args
         right = (
-            x_TH.dtype in DTYPES
+            isinstance(x_TH, Tensor)
+            and isinstance(ids_TA, Tensor)
+            and isinstance(weights_TA, Tensor)
+            and x_TH.dtype in DTYPES
             and x_TH.dim() == 2
             and ids_TA.dtype in (torch.int64, torch.int32)
             and ids_TA.dim() == 2

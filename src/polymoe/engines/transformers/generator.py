@@ -185,12 +185,14 @@ class Generator:
         return [m for m in self.model.modules() if isinstance(m, FusedExperts)]
 
     def speed(self) -> dict[str, Any]:
-        """Time and tokens of all answers so far, bytes of the experts, backends and device, as values for JSON."""
+        """Time and tokens of all answers so far, size and layouts of the experts, backends, device: values for JSON."""
         layers = self.experts()
         return {
             "seconds": self.seconds,
             "new_tokens": self.new_tokens,
             "tokens_per_second": self.new_tokens / self.seconds if self.seconds else 0.0,
+            "layouts": sorted({x.packed.layout for x in layers}),
+            "stored_bytes": sum(x.problem.spec.local_bytes for x in layers),
             "packed_bytes": sum(x.packed.nbytes for x in layers),
             "dequantized_bytes": sum(x.problem.spec.dequantized_bytes for x in layers),
             "backends": sorted({step.backend for x in layers for step in x.explain().require().steps}),

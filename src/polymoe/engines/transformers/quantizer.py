@@ -20,6 +20,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from polymoe.call import device_name
 from polymoe.checkpoint import Checkpoint
 from polymoe.checkpoint.dense_tensors import DenseTensors
 from polymoe.engines.transformers.dense_quantizer import dense_quantizer
@@ -28,6 +29,7 @@ from polymoe.engines.transformers.families import pack_modules, require_family
 from polymoe.engines.transformers.weights import watch_loading
 from polymoe.errors import ArgumentError, UnsupportedProblem
 from polymoe.experts import load_experts
+from polymoe.machine import Machine
 
 __all__ = ["PackedConfig", "PackedQuantizer"]
 
@@ -137,6 +139,7 @@ class PackedQuantizer(HfQuantizer):
                 hint="polymoe is tested with 5.17 to 5.23",
             )
         config = self.quantization_config
+        machines: dict[torch.device, Machine] = {}
         for name, layer in logging.tqdm(self.experts.items(), desc="Packing experts"):
             sibling = next(model.get_submodule(name.rpartition(".")[0]).parameters())
             device = torch.device(config.device) if config.device else sibling.device
@@ -147,8 +150,16 @@ class PackedQuantizer(HfQuantizer):
                     got="a layer offloaded to CPU or disk",
                     hint="give a device_map without offloading",
                 )
+            if device not in machines:  # one answer for all layers, before the first takes memory
+                machines[device] = Machine.of(device_name(device)).shared_by(len(self.experts))
             model.get_submodule(name).fused = load_experts(
-                self.checkpoint, layer, device=device, backend=config.backend, role=config.role, dtype=model.dtype
+                self.checkpoint,
+                layer,
+                device=device,
+                machine=machines[device],
+                backend=config.backend,
+                role=config.role,
+                dtype=model.dtype,
             )
         if self.dense is not None:
             self.dense._process_model_after_weight_loading(model)
