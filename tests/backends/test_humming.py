@@ -38,8 +38,8 @@ def test_named_cases(case: str) -> None:
 @pytest.mark.parametrize(
     ("packages", "reason"),
     [
-        ({"triton": "3.6.0"}, "humming-kernels: expects 0.1.19 or newer, got none"),
-        ({**PACKAGES, "humming-kernels": "0.1.10"}, "humming-kernels: expects 0.1.19 or newer, got 0.1.10"),
+        ({"triton": "3.6.0"}, "package humming-kernels: expects 0.1.19 or newer, got not installed"),
+        ({**PACKAGES, "humming-kernels": "0.1.10"}, "package humming-kernels: expects 0.1.19 or newer, got 0.1.10"),
         ({**PACKAGES, "triton": "3.5.1"}, "triton: expects 3.6 or newer, got 3.5.1"),
     ],
 )
@@ -50,12 +50,12 @@ def test_packages(packages: dict[str, str], reason: str) -> None:
 
 
 def test_versions_that_give_wrong_results_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polymoe.backends.humming.backend._WRONG", frozenset(("0.1.20",)))
+    monkeypatch.setattr("polymoe.backends.humming.backend._WRONG", {"0.1.20": "sums rows twice"})
     machine = Machine(DEVICES["h200"], {**PACKAGES, "humming-kernels": "0.1.20"})
     verdict = judge(Humming(), problem(), machine)
     assert isinstance(verdict, Rejected)
     assert [str(r) for r in verdict.reasons] == [
-        "humming-kernels: expects a version that gives right results, got 0.1.20"
+        "package humming-kernels: expects another version than 0.1.20, which sums rows twice, got 0.1.20"
     ]
     for version in ("0.1.21", "0.2.0", "0.1.19.post1"):
         packages = {**PACKAGES, "humming-kernels": version}

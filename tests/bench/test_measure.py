@@ -64,7 +64,7 @@ def test_rows_of_every_backend_and_token_count() -> None:
     rows = list(bench().rows((1, 9)))
     rejected = [row for row in rows if row.tokens is None]
     assert [(row.backend, row.note.split(":")[0]) for row in rejected] == [
-        ("triton", "GPU"), ("cuda", "GPU"), ("humming", "humming-kernels"),
+        ("triton", "GPU"), ("cuda", "GPU"), ("flashinfer", "GPU"), ("humming", "package humming-kernels"),
     ]  # fmt: skip
     rows = [row for row in rows if row not in rejected]
     assert {(row.backend, row.tokens) for row in rows} == {

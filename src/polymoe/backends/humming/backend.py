@@ -14,6 +14,7 @@ from polymoe.activations import GeGLU, ReLU2, SwiGLU
 from polymoe.backends.base import BackendBase, Prediction, Runner
 from polymoe.backends.config import Config
 from polymoe.backends.features import SHARDS, Handled
+from polymoe.backends.packages import need_package, release
 from polymoe.cost import cost
 from polymoe.layouts import Packed
 from polymoe.machine import Machine
@@ -23,11 +24,10 @@ from polymoe.verdict import Accepted, Reasons, Verdict
 __all__ = ["Humming", "HummingConfig"]
 
 PACKAGE = "humming-kernels"
-_OLDEST = (0, 1, 19)
-"""The version whose orders of weights, names and arguments were read. A later one that differs is to be listed in
-``_WRONG`` until this backend follows it."""
-_WRONG: frozenset[str] = frozenset()
-"""Versions that are newer than the oldest and give wrong results."""
+_OLDEST = "0.1.19"
+"""The version whose order of weights, names and arguments were read."""
+_WRONG: dict[str, str] = {}
+"""What later versions do that give wrong results, by version."""
 
 _HANDLES: Handled = {
     **SHARDS,
@@ -67,15 +67,12 @@ class Humming(BackendBase):
     def check(self, problem: Problem, machine: Machine) -> Verdict:
         """Collect every reason against it: packages and GPU. What the layout cannot hold, it says itself."""
         device, reasons = machine.device, Reasons()
-        version = machine.packages.get(PACKAGE, "")
-        oldest = ".".join(map(str, _OLDEST))
-        reasons.need(_numbers(version) >= _OLDEST, PACKAGE, f"{oldest} or newer", version or "none")
-        reasons.need(version not in _WRONG, PACKAGE, "a version that gives right results", version)
+        notes = tuple(need_package(reasons, machine, PACKAGE, _OLDEST, wrong=_WRONG))
         triton = machine.packages.get("triton", "")
-        reasons.need(_numbers(triton) >= (3, 6), "triton", "3.6 or newer", triton or "none")
+        reasons.need(release(triton) >= (3, 6), "triton", "3.6 or newer", triton or "none")
         known = device.kind == "cuda" and 80 <= device.sm <= 90
         reasons.need(known, "GPU", "SM80 to SM90, whose order of weights is known", device.arch)
-        return reasons.verdict(Accepted(capturable=True, foreign=True))
+        return reasons.verdict(Accepted(capturable=True, foreign=True, notes=notes))
 
     def configure(self, problem: Problem, machine: Machine, tokens: int) -> HummingConfig:
         """Return what Humming chooses for the call."""
@@ -102,13 +99,3 @@ class Humming(BackendBase):
         from polymoe.backends.humming.runner import HummingRunner
 
         return HummingRunner(problem, packed)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: (0, 1, 19) for "0.1.19.post1"; none for "none"."""
-    found: list[int] = []
-    for part in version.split("+")[0].split("."):
-        if not part.isdigit():
-            break
-        found.append(int(part))
-    return tuple(found)

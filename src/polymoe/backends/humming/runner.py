@@ -157,7 +157,7 @@ class _Gemm:
             self.zero_points = parts["zero_points"].view(torch.int32).view(experts, self.scale.shape[1], -1)
         self.n = n
         self._known: dict[int, _Tiles] = {}
-        self._ranges: list[tuple[int, int, dict[str, Any]]] | None = None
+        self._ranges: Any = None
 
     def tiles(self, rows: int) -> _Tiles:
         """Return the tiles that Humming's heuristics choose for so many rows.
@@ -167,9 +167,11 @@ class _Gemm:
         """
         found = self._known.get(rows)
         if found is None:
-            if self._ranges is None:
-                self._ranges = get_heuristics_config(self.config, gemm_type="indexed", device=self.locks.device)
-            for low, high, chosen in self._ranges:
+            ranges = self._ranges
+            if ranges is None:
+                ranges = get_heuristics_config(self.config, gemm_type="indexed", device=self.locks.device)
+                self._ranges = ranges
+            for low, high, chosen in ranges:
                 if low < rows <= high:
                     found = self._known[rows] = _Tiles(json.dumps(chosen), chosen["block_shape"][0])
                     break
