@@ -10,6 +10,7 @@ import pytest
 from polymoe.backends.features import judge
 from polymoe.backends.triton import Tile, Triton, TritonConfig
 from polymoe.backends.triton.tiles import smaller
+from polymoe.bench.cases import CASES
 from polymoe.errors import ArgumentError
 from polymoe.formats import FORMATS
 from polymoe.layouts import LAYOUTS
@@ -110,6 +111,21 @@ class TestConfigure:
             for tile, matrices in ((config.up, 2), (config.down, 1)):
                 step = matrices * tile.block_n * tile.block_k * bits // 8 + tile.block_k * config.block_m * 2
                 assert tile.num_stages * step <= DEVICES[gpu].shared_memory_bytes
+
+    @pytest.mark.parametrize("case", CASES)
+    def test_pipelines_of_named_cases_fit_into_99_kib(self, case: str) -> None:
+        """On SM120 and SM121; test_triton_compiles.py compiles them, too."""
+        problem, gpu = CASES[case].problem(), machine("rtx5090")
+        assert gpu.device.shared_memory_bytes == machine("gb10").device.shared_memory_bytes == 99 * 1024
+        for tokens in (1, 4, 16, 64, 256, 1024, 4096, 65536):
+            config = Triton().configure(problem, gpu, tokens)
+            gemms = ((config.up, "up", 2 if problem.spec.gated else 1), (config.down, "down", 1))
+            for tile, projection, matrices in gemms:
+                k, bits = problem.spec.matrix_shape(projection)[1], problem.spec.encodings[projection].bits
+                several = tile.n_blocks_per_cta > 1  # such a CTA holds all columns of x
+                weights = matrices * tile.block_n * (k if several else tile.block_k) * bits // 8
+                x = k * config.block_m * 2 if several else tile.num_stages * tile.block_k * config.block_m * 2
+                assert tile.num_stages * weights + x <= 99 * 1024
 
     def test_predicted_time_is_above_the_floor_and_grows(self) -> None:
         times = [Triton().predict(seed_problem(), machine("h200"), t).time_us for t in (1, 16, 256, 4096)]

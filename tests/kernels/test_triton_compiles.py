@@ -17,6 +17,7 @@ import torch
 
 from polymoe.activations import GeGLU
 from polymoe.backends.triton import Tile, Triton, TritonConfig
+from polymoe.bench.cases import CASES
 from polymoe.formats import FORMATS, Encoding, PerGroup
 from polymoe.machine import Machine
 from polymoe.scale_range import ScaleRange
@@ -117,6 +118,28 @@ def test_every_cell_compiles_and_fits(format: str, mode: str, sm: int, tokens: i
     assert len(gemms) == 2
     for launch in gemms:
         require_that_it_fits(launch, sm, tmp_path)
+
+
+@pytest.mark.slow
+def test_sm121_compiles_as_sm120_does(tmp_path: Path) -> None:
+    """Triton 3.7.1 has no block-scaled MMA for SM121, where 3.8.0 has; these kernels use none."""
+    for launch in launches(*meta_layer("mxfp4"), "sm_121", WIDE):
+        require_that_it_fits(launch, 121, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_plans_of_named_cases_fit_into_99_kib(case: str, tmp_path: Path) -> None:
+    """What Triton allocates for the tiles that are planned on SM120, whose CTAs have 99 KiB of shared memory."""
+    problem, machine = CASES[case].problem(), Machine.of("sm_120")
+    spec = problem.spec
+    sizes: dict[str, Any] = {"hidden": spec.hidden, "intermediate": spec.intermediate, "gated": spec.gated}
+    layer = meta_layer(spec.up, **sizes, bias=spec.bias, activations=problem.activations)
+    planned = {Triton().configure(problem, machine, tokens): tokens for tokens in (1, 16, 64, 256, 1024, 4096)}
+    for config, tokens in planned.items():
+        for launch in launches(*layer, "sm_120", tokens, config=config):
+            if launch.name in GEMMS:
+                assert compiled(launch, 120).metadata.shared <= 99 * 1024, (launch.name, config)
 
 
 @pytest.mark.parametrize("sm", [pytest.param(sm, marks=[] if sm == 90 else [pytest.mark.slow]) for sm in ARCHITECTURES])
