@@ -88,10 +88,13 @@ def problem_of(format: str = "mxfp4", activations: str = "16bit") -> Problem:
     return CASE.problem(format, activations)
 
 
-def machine(device: Device, triton: str = "3.6.0", flashinfer: str | None = "0.7.2") -> Machine:
+def machine(
+    device: Device, triton: str = "3.6.0", flashinfer: str | None = "0.7.2", humming: str | None = "0.1.19"
+) -> Machine:
     """The machine that the document speaks of, whatever this one is."""
     foreign = {} if flashinfer is None else {"flashinfer-python": flashinfer, "flashinfer-cubin": flashinfer}
-    packages = {"torch": "2.11.0", "triton": triton, "humming-kernels": "0.1.19", **foreign}
+    foreign |= {} if humming is None else {"humming-kernels": humming}
+    packages = {"torch": "2.11.0", "triton": triton, **foreign}
     return Machine(device, packages, (13, 0) if device.kind == "cuda" else None)
 
 
@@ -133,6 +136,7 @@ def changes() -> list[tuple[str, Problem, Machine]]:
         ("Triton 3.5", problem, machine(DEVICES["h200"], triton="3.5.1")),
         ("no FlashInfer", problem, machine(DEVICES["h200"], flashinfer=None)),
         ("FlashInfer 0.6.11", problem, machine(DEVICES["h200"], flashinfer="0.6.11")),
+        ("no Humming", problem, machine(DEVICES["h200"], humming=None)),
         ("a GPU before Ampere", problem, machine(turing)),
     ]
 
