@@ -28,7 +28,6 @@ from polymoe.tensors import Expert, ExpertWeights
 from polymoe.verdict import Accepted
 from support.problems import GPT_OSS, problem_of, random_experts
 
-pytestmark = pytest.mark.gpu
 pytest.importorskip("humming")
 
 GPU = torch.device("cuda")
