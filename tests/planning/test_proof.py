@@ -261,7 +261,13 @@ class TestReports:
         source = read(write_proof.ROOT / "benchmarks/results/triton-h200.jsonl")[0]
         record = replace(source, device="rtx5090", family="grouped_gemm_short_k").to_dict()
         report = tmp_path / "issue.txt"
-        lines = [line, line, {**line, "format": "nvfp4", "passed": False}, record, {**record, "backend": "torch"}]
+        lines = [
+            line,
+            line,
+            {**line, "format": "nvfp4", "passed": False},
+            record,
+            {**record, "backend": "torch-dequantized"},
+        ]
         report.write_text("GPU: RTX 5090\n  table\n" + "".join(json.dumps(x) + "\n" for x in lines))
         assert write_proof.add(report, tmp_path) == ["run-rtx5090.jsonl", "triton-rtx5090.jsonl"]
         assert write_proof.add(report, tmp_path)  # and nothing twice
@@ -293,8 +299,9 @@ class TestReports:
         assert code == 0
         for text in ("Record for a GPU", "torch", "driver", "reference", "rejected:"):
             assert text in out
-        (line,) = (json.loads(text) for text in out.splitlines() if text.startswith("{"))
-        assert (line["backend"], line["format"], line["activations"]) == ("reference", "mxfp4", "16bit")
+        lines = [json.loads(text) for text in out.splitlines() if text.startswith("{")]
+        line = next(x for x in lines if x["backend"] == "reference")
+        assert (line["format"], line["activations"]) == ("mxfp4", "16bit")
         assert (line["device"], line["test"], line["passed"]) == ("cpu", "polymoe verify sums-gpt-oss-mxfp4", True)
         (tmp_path / "issue.txt").write_text(out)
         with pytest.raises(SystemExit, match="cpu is no GPU of DEVICES"):
