@@ -93,9 +93,11 @@ def _answered(row: dict[str, Any] | None) -> str:
 
 def _short(error: str) -> str:
     """An error's type and the beginning of its message."""
-    text = re.sub(r"^exit status -?\d+: ", "", error).removeprefix("[rank0]: ").strip()
-    text = re.sub(r"^Developer debug context: raised exception AssertionError\(\[ConstantVariable\(str: '", "", text)
-    text = text.replace("|", "/").replace("`", "'").rstrip("')]")
+    text = re.sub(r"^(exit status -?\d+: )?(\[rank\d+\]:\s*)?", "", error).strip()
+    # torch.compile tells of an exception in traced code so: raised exception TYPE([ConstantVariable(str: 'MESSAGE')])
+    traced = re.search(r"raised exception (\w+)\(\[ConstantVariable\(str: (['\"])(.*)\2\)\]\)", text)
+    text = f"{traced[1]}: {traced[3]}" if traced else text
+    text = text.replace("|", "/").replace("`", "'")
     return text if len(text) <= 110 else text[:107] + "..."
 
 

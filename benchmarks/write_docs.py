@@ -3,7 +3,7 @@ README.md and in documents of docs/. Needs no GPU and writes the same text on ev
 
 python benchmarks/write_docs.py            # rewrite them
 python benchmarks/write_docs.py --check    # exit with 1 if one of them differs from code and records
-python benchmarks/write_docs.py --picture  # rewrite them and draw the plot of README.md (needs matplotlib)
+python benchmarks/write_docs.py --picture  # rewrite them and draw the plots (needs matplotlib)
 """
 
 from __future__ import annotations
@@ -68,6 +68,10 @@ PICTURE = ("deepseek-v4-flash", "mxfp4", ("cuda", "triton"))
 """Case, format and backends of README's plot, which shows 16-bit activations."""
 
 
+TRANSFORMERS, TRANSFORMERS_CASE = "Transformers", "gpt-oss-120b"
+"""The peer's name in records of benchmarks/transformers_experts.py, and their case, which has a plot too."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
     """One time of another library's kernels for the same case.
@@ -119,13 +123,15 @@ def records(*backends: str) -> list[Record]:
     return newest(record for path in paths if path.exists() for record in read(path))
 
 
-def best_peers() -> dict[Row, dict[int, Peer]]:
-    """The fastest peer of each row, by tokens."""
+def best_peers(transformers: bool | None = None) -> dict[Row, dict[int, Peer]]:
+    """The fastest peer of each row, by tokens: of all, or only or without what Transformers packs itself."""
     path = ROOT / "benchmarks" / "results" / PEERS
     best: dict[Row, dict[int, Peer]] = {}
     if not path.exists():
         return best
     for peer in read_lines(path, partial(read_fields, Peer), "a peer's time"):
+        if transformers is not None and (peer.peer == TRANSFORMERS) != transformers:
+            continue
         by = best.setdefault(Row.of(peer), {})
         if peer.tokens not in by or peer.median_us < by[peer.tokens].median_us:
             by[peer.tokens] = peer
@@ -226,38 +232,64 @@ def calls(found: Sequence[Record]) -> str:
     return markdown(["", *map(str, columns)], rows)
 
 
+OTHERS = {"transformers-packed": "packed by Transformers", "dequantized": "dequantized"}
+"""Experts in records of ``bench decode`` beside polymoe's packed ones, and their columns."""
+
+
 def decode(path: Path) -> str:
-    """docs/decoding.md's table: packed experts beside the fastest dequantized ones, from the newest record of each."""
+    """docs/decoding.md's tables, one a checkpoint: packed experts beside the fastest of each other kind, from the newest
+    record of each."""
     if not path.exists():
         return ""
     last: dict[tuple[object, ...], ModelRecord] = {}
     for r in read_lines(path, partial(read_fields, ModelRecord), "a record of bench decode"):
         # Packed experts have one line, whichever backend the plan chose.
-        key = (r.phase, r.batch, r.tokens, r.experts, None if r.experts == "packed" else r.implementation)
+        run_by = None if r.experts == "packed" else r.implementation
+        key = (r.checkpoint, r.phase, r.batch, r.tokens, r.experts, run_by)
         if key not in last or r.date >= last[key].date:
             last[key] = r
-    others = [r for r in last.values() if r.experts != "packed"]
-    pairs = []
-    for r in last.values():
-        same = [o for o in others if (o.phase, o.batch, o.tokens) == (r.phase, r.batch, r.tokens)]
-        if r.experts == "packed" and same:
-            pairs.append((r, min(same, key=lambda other: other.median_us)))
-    if not pairs:
+    names = dict.fromkeys(r.checkpoint for r in last.values())
+    tables = (_decode_table([r for r in last.values() if r.checkpoint == name]) for name in names)
+    return "\n".join(table for table in tables if table)
+
+
+def _decode_table(found: Sequence[ModelRecord]) -> str:
+    """The table of one checkpoint; empty without anything to compare."""
+    fastest: dict[tuple[object, ...], dict[str, ModelRecord]] = {}
+    for r in sorted(found, key=lambda r: -r.median_us):
+        fastest.setdefault((r.phase, r.batch, r.tokens), {})[r.experts] = r
+    lines = [by for r in found if len(by := fastest[r.phase, r.batch, r.tokens]) > 1 and by.get("packed") is r]
+    others = [experts for experts in OTHERS if any(experts in by for by in lines)]
+    if not others:
         return ""
     rows = []
-    for r, other in pairs:
+    for by in lines:
+        r = by["packed"]
         after = f"decode, batch {r.batch}, after {r.tokens} tokens"
-        named = after if r.phase == "decode" else f"prefill of {r.tokens} tokens, {r.attention}"
-        cells = [f"{x.tokens_per_second:,.0f} ({current_name(x.implementation)})" for x in (r, other)]
-        shares = ["" if x.share is None else f"{x.share:.2f}" for x in (r, other)]
-        rows.append([named, *cells, f"{r.tokens_per_second / other.tokens_per_second:.2f}", *shares])
-    r, other = max(pairs, key=lambda pair: pair[0].date)
-    weights = [f"{x.weight_bytes / 1e9:.1f} GB" for x in (r, other)]
-    rows.append(["weights, once loaded", *weights, f"{r.weight_bytes / other.weight_bytes:.2f}", "", ""])
-    header = [f"{r.checkpoint}, {r.device}", "packed, tokens/s", "dequantized, tokens/s", "ratio"]
-    header += ["share of floor, packed", "dequantized"]
+        cells = [after if r.phase == "decode" else f"prefill of {r.tokens} tokens, {r.attention}", _speed(r)]
+        for other in others:
+            ratio = f"{r.tokens_per_second / by[other].tokens_per_second:.2f}" if other in by else ""
+            cells += [_speed(by[other]) if other in by else "", ratio]
+        shares = [by[experts].share if experts in by else None for experts in ("packed", *others)]
+        rows.append([*cells, *("" if share is None else f"{share:.2f}" for share in shares)])
+    newest = {experts: max((by[experts] for by in lines if experts in by), key=lambda r: r.date)
+              for experts in ("packed", *others)}  # fmt: skip
+    r = newest["packed"]
+    weights = ["weights, once loaded", f"{r.weight_bytes / 1e9:.1f} GB"]
+    for other in others:
+        held = newest[other].weight_bytes
+        weights += [f"{held / 1e9:.1f} GB", f"{r.weight_bytes / held:.2f}"]
+    rows.append([*weights, *[""] * (1 + len(others))])
+    header = [f"{r.checkpoint}, {r.device}", "packed, tokens/s"]
+    header += [name for other in others for name in (f"{OTHERS[other]}, tokens/s", "ratio")]
+    header += ["share of floor, packed", *(OTHERS[other] for other in others)]
     provenance = f"torch {r.torch}, transformers {r.transformers}, triton {r.triton}, polymoe {r.commit}, {r.date[:10]}"
     return f"{markdown(header, rows)}\n`{r.command}`: {provenance}.\n"
+
+
+def _speed(r: ModelRecord) -> str:
+    plain = r.phase == "decode" and not r.graphs
+    return f"{r.tokens_per_second:,.0f} ({current_name(r.implementation)}{', no graph' if plain else ''})"
 
 
 def serve(path: Path) -> str:
@@ -333,16 +365,24 @@ def documents() -> dict[Path, str]:
     return texts
 
 
-def picture(path: Path) -> None:
-    """Draw README's plot: shares of the floor over tokens. Not part of --check, since the bytes of a PNG depend on the
+def pictures() -> None:
+    """Draw the plots: shares of the floor over tokens. Not part of --check, since the bytes of a PNG depend on the
     version of matplotlib."""
-    case, form, backends = PICTURE
-    found = [r for r in records() if (r.case, r.format, r.activations) == (case, form, "16bit")]
-    found = [r for r in found if r.routing == "uniform" and r.backend in backends]
-    floors = {r.tokens: r.floor_us for r in found}
-    peers = best_peers().get(Row(case, form, "16bit"), {})
-    line = [(t, floors[t] / peer.median_us) for t, peer in sorted(peers.items()) if t in floors]
-    plot(sorted(found, key=lambda r: r.backend), path, {"fastest of Humming, Marlin, triton_kernels, FlashInfer": line})
+    _, form, backends = PICTURE
+    for case in (PICTURE[0], TRANSFORMERS_CASE):
+        row = Row(case, form, "16bit")
+        found = [r for r in records() if (r.case, r.format, r.activations) == (case, form, "16bit")]
+        found = [r for r in found if r.routing == "uniform" and r.backend in backends]
+        floors = {r.tokens: r.floor_us for r in found}
+        lines = {}
+        for own in (False, True):
+            peers = {t: peer for t, peer in best_peers(own).get(row, {}).items() if t in floors}
+            if peers:
+                names = ", ".join(sorted({peer.peer.split()[0] for peer in peers.values()}))
+                label = "packed by Transformers" if own else f"fastest peer: {names}"
+                lines[label] = [(t, floors[t] / peers[t].median_us) for t in sorted(peers)]
+        path = ROOT / "docs" / "performance" / f"{case}-h200.png"
+        plot(sorted(found, key=lambda r: r.backend), path, lines)
 
 
 def main() -> None:
@@ -359,7 +399,7 @@ def main() -> None:
     for path, text in stale.items():
         replace_file(path, text)
     if options.picture:
-        picture(ROOT / "docs" / "performance" / "deepseek-v4-flash-h200.png")
+        pictures()
 
 
 if __name__ == "__main__":

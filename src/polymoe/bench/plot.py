@@ -57,8 +57,9 @@ def plot(
         line = sorted((r.tokens, r.share) for r in records if (r.backend, r.activations) == (backend, activations))
         label = backend if activations == "16bit" else f"{backend}, {activations}"
         axes.plot(*zip(*line, strict=True), marker="o", label=label)
-    for label, points in (others or {}).items():
-        axes.plot(*zip(*points, strict=True), marker="s", linestyle="--", color="grey", label=label)
+    for i, (label, points) in enumerate((others or {}).items()):
+        style = {"marker": "sD^v"[i % 4], "linestyle": "--", "color": str(0.5 / (i + 1))}  # greys, darker each
+        axes.plot(*zip(*points, strict=True), label=label, **style)
     counts = sorted({r.tokens for r in records})
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, [str(t) for t in counts])
