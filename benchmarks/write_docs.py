@@ -237,8 +237,8 @@ OTHERS = {"transformers-packed": "packed by Transformers", "dequantized": "dequa
 
 
 def decode(path: Path) -> str:
-    """docs/decoding.md's tables, one a checkpoint: packed experts beside the fastest of each other kind, from the newest
-    record of each."""
+    """docs/decoding.md's tables, one a checkpoint: packed experts beside the fastest of each other kind, from newest
+    records."""
     if not path.exists():
         return ""
     last: dict[tuple[object, ...], ModelRecord] = {}
