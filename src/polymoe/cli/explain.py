@@ -13,6 +13,7 @@ from polymoe.units import format_bytes, format_count, format_us
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from polymoe.cli.explain_engine import Asked
     from polymoe.explanation import Explanation, Row
 
 __all__ = ["command"]
@@ -59,35 +60,23 @@ def command(
 
     from polymoe.explanation import explain, layer_ranges
 
+    asked: Asked = {
+        "device": device,
+        "tp": (tp_rank, tp),
+        "ep": (ep_rank, ep),
+        "role": role,
+        "backend": backend,
+        "activations": activations,
+        "batch_invariant": batch_invariant,
+    }
     if engine is not None:
         from polymoe.cli.explain_engine import explain_engine
 
-        explain_engine(
-            checkpoint,
-            engine,
-            device=device,
-            tp=(tp_rank, tp),
-            ep=(ep_rank, ep),
-            enable_expert_parallel=enable_expert_parallel,
-            role=role,
-            backend=backend,
-            activations=activations,
-            batch_invariant=batch_invariant,
-            json=json,
-        )
+        explain_engine(checkpoint, engine, asked, enable_expert_parallel=enable_expert_parallel, json=json)
         return
     if enable_expert_parallel:
         raise ArgumentError("enable_expert_parallel", expected="--engine with it", got="none", hint="or --ep")
-    explanation = explain(
-        checkpoint,
-        device=device,
-        tp=(tp_rank, tp),
-        ep=(ep_rank, ep),
-        role=role,
-        backend=backend,
-        activations=activations,
-        batch_invariant=batch_invariant,
-    )
+    explanation = explain(checkpoint, **asked)
     if json:
         print_json(explanation.to_dict())
         return

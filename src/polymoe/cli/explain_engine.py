@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from polymoe.cli.output import console, print_json
 from polymoe.errors import ArgumentError, printable
@@ -13,23 +13,22 @@ if TYPE_CHECKING:
     from polymoe.engines.serving.preview import Engine, LayerPreview
     from polymoe.planning.selection import PlannedRange
 
-__all__ = ["explain_engine"]
+__all__ = ["Asked", "explain_engine"]
 
 
-def explain_engine(
-    checkpoint: str,
-    engine: str,
-    *,
-    device: str | None,
-    tp: tuple[int, int],
-    ep: tuple[int, int],
-    enable_expert_parallel: bool,
-    role: str,
-    backend: str,
-    activations: str,
-    batch_invariant: bool,
-    json: bool,
-) -> None:
+class Asked(TypedDict):
+    """What ``polymoe explain`` was asked about, as keywords of :func:`polymoe.explain`."""
+
+    device: str | None
+    tp: tuple[int, int]
+    ep: tuple[int, int]
+    role: str
+    backend: str
+    activations: str
+    batch_invariant: bool
+
+
+def explain_engine(checkpoint: str, engine: str, asked: Asked, *, enable_expert_parallel: bool, json: bool) -> None:
     """Print the plug-in's decision for each kind of layers; the variables ``POLYMOE_*`` count as they do there.
 
     Raises:
@@ -44,17 +43,18 @@ def explain_engine(
     from polymoe.layouts import LAYOUTS
     from polymoe.runtime import PlanRequest
 
-    about, settings, shard = ENGINES[engine], EngineSettings.read(), _rank(engine, tp, ep, enable_expert_parallel)
-    if activations != "auto":
-        settings = replace(settings, activations=activations)
-    if backend != "auto":
-        settings = replace(settings, backend=backend)
-    if role != "mixed":
-        settings = replace(settings, role=role)
-    machine = machine_of(device)
+    about, settings = ENGINES[engine], EngineSettings.read()
+    shard = _rank(engine, asked["tp"], asked["ep"], enable_expert_parallel)
+    if asked["activations"] != "auto":
+        settings = replace(settings, activations=asked["activations"])
+    if asked["backend"] != "auto":
+        settings = replace(settings, backend=asked["backend"])
+    if asked["role"] != "mixed":
+        settings = replace(settings, role=asked["role"])
+    machine = machine_of(asked["device"])
     request = PlanRequest(machine, settings.role or "mixed", settings.backend, BACKENDS, LAYOUTS)
     opened = open_checkpoint(checkpoint)
-    rows = preview(opened, about, request, settings, shard, batch_invariant=batch_invariant)
+    rows = preview(opened, about, request, settings, shard, batch_invariant=asked["batch_invariant"])
     off = settings.mode == "off"
     if json:
         print_json(
