@@ -411,6 +411,15 @@ def test_a_whole_models_table_is_of_the_newest_records_and_the_fastest_other(tmp
     assert "| weights, once loaded | 13.0 GB | 40.0 GB | 0.33 |  |  |" in text
     assert "batch 16" not in text
     assert "triton" not in text.split("\n\n")[0]
+    theirs = {"experts": "transformers-packed", "graphs": False, "weight_bytes": 14 * 10**9, "share": None}
+    lines.append(line("", "triton_kernels", 100, "2026-01-02", **theirs))
+    lines += [line(kind, "cuda", 50, "2026-01-02", checkpoint="another") for kind in ("packed", "dequantized")]
+    (tmp_path / "r.jsonl").write_text("\n".join(lines))
+    text, another = write_docs.decode(tmp_path / "r.jsonl").split("| another, h200 |")
+    assert "| 400 (cuda) | 100 (triton_kernels, no graph) | 4.00 | 200 (batched_mm) | 2.00 | 0.40 |  | 0.20 |" in text
+    assert "| 30,000 (cuda) |  |  | 20,000 (grouped_mm) | 1.50 |  |  |  |" in text
+    assert "| weights, once loaded | 13.0 GB | 14.0 GB | 0.93 | 40.0 GB | 0.33 |" in text
+    assert "| 50 (cuda) | 50 (cuda) | 1.00 |" in another
 
 
 def test_the_newest_campaign_of_attacks(tmp_path: Path) -> None:
