@@ -365,24 +365,21 @@ def documents() -> dict[Path, str]:
     return texts
 
 
-def pictures() -> None:
-    """Draw the plots: shares of the floor over tokens. Not part of --check, since the bytes of a PNG depend on the
-    version of matplotlib."""
+def picture(case: str, path: Path) -> None:
+    """Draw the plot of a case: shares of the floor over tokens. Not part of --check, since the bytes of a PNG depend on
+    the version of matplotlib."""
     _, form, backends = PICTURE
-    for case in (PICTURE[0], TRANSFORMERS_CASE):
-        row = Row(case, form, "16bit")
-        found = [r for r in records() if (r.case, r.format, r.activations) == (case, form, "16bit")]
-        found = [r for r in found if r.routing == "uniform" and r.backend in backends]
-        floors = {r.tokens: r.floor_us for r in found}
-        lines = {}
-        for own in (False, True):
-            peers = {t: peer for t, peer in best_peers(own).get(row, {}).items() if t in floors}
-            if peers:
-                names = ", ".join(sorted({peer.peer.split()[0] for peer in peers.values()}))
-                label = "packed by Transformers" if own else f"fastest peer: {names}"
-                lines[label] = [(t, floors[t] / peers[t].median_us) for t in sorted(peers)]
-        path = ROOT / "docs" / "performance" / f"{case}-h200.png"
-        plot(sorted(found, key=lambda r: r.backend), path, lines)
+    found = [r for r in records() if (r.case, r.format, r.activations) == (case, form, "16bit")]
+    found = [r for r in found if r.routing == "uniform" and r.backend in backends]
+    floors = {r.tokens: r.floor_us for r in found}
+    lines = {}
+    for own in (False, True):
+        peers = {t: p for t, p in best_peers(own).get(Row(case, form, "16bit"), {}).items() if t in floors}
+        if peers:
+            names = ", ".join(sorted({peer.peer.split()[0] for peer in peers.values()}))
+            label = "packed by Transformers" if own else f"fastest peer: {names}"
+            lines[label] = [(t, floors[t] / peers[t].median_us) for t in sorted(peers)]
+    plot(sorted(found, key=lambda r: r.backend), path, lines)
 
 
 def main() -> None:
@@ -399,7 +396,8 @@ def main() -> None:
     for path, text in stale.items():
         replace_file(path, text)
     if options.picture:
-        pictures()
+        for case in (PICTURE[0], TRANSFORMERS_CASE):
+            picture(case, ROOT / "docs" / "performance" / f"{case}-h200.png")
 
 
 if __name__ == "__main__":

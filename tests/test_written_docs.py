@@ -224,13 +224,16 @@ class TestRecords:
         mine = replace(RECORD, case="deepseek-v4-flash")
         others = (replace(mine, backend="cuda"), replace(mine, backend="torch-dequantized"), RECORD)
         monkeypatch.setattr(write_docs, "records", lambda *_: [mine, *others])
-        monkeypatch.setattr(write_docs, "best_peers", lambda: {Row.of(mine): {16: PEER, 64: PEER}})
+        theirs = replace(PEER, peer="Transformers", median_us=500.0)
+        monkeypatch.setattr(
+            write_docs, "best_peers", lambda own: {Row.of(mine): {16: theirs if own else PEER, 64: PEER}}
+        )
         drawn: list[object] = []
         monkeypatch.setattr(
             write_docs, "plot", lambda found, path, lines: drawn.extend(([r.backend for r in found], *lines.values()))
         )
-        write_docs.picture(tmp_path / "p.png")
-        assert drawn == [["cuda", "triton"], [(16, 158.0 / 342.1)]]
+        write_docs.picture("deepseek-v4-flash", tmp_path / "p.png")
+        assert drawn == [["cuda", "triton"], [(16, 158.0 / 342.1)], [(16, 158.0 / 500.0)]]
 
 
 def page(name: str) -> str:
@@ -411,8 +414,8 @@ def test_a_whole_models_table_is_of_the_newest_records_and_the_fastest_other(tmp
     assert "| weights, once loaded | 13.0 GB | 40.0 GB | 0.33 |  |  |" in text
     assert "batch 16" not in text
     assert "triton" not in text.split("\n\n")[0]
-    theirs = {"experts": "transformers-packed", "graphs": False, "weight_bytes": 14 * 10**9, "share": None}
-    lines.append(line("", "triton_kernels", 100, "2026-01-02", **theirs))
+    theirs: dict[str, Any] = {"graphs": False, "weight_bytes": 14 * 10**9, "share": None}
+    lines.append(line("transformers-packed", "triton_kernels", 100, "2026-01-02", **theirs))
     lines += [line(kind, "cuda", 50, "2026-01-02", checkpoint="another") for kind in ("packed", "dequantized")]
     (tmp_path / "r.jsonl").write_text("\n".join(lines))
     text, another = write_docs.decode(tmp_path / "r.jsonl").split("| another, h200 |")
