@@ -48,6 +48,7 @@ def experts_of(workload: Workload, device: torch.device) -> Any:
     with torch.device("meta"):
         module = mxfp4.Mxfp4GptOssExperts(config)
     parts: dict[str, list[Tensor]] = {}
+    expert: Any
     for expert in workload.weights:
         for name, halves in (("gate_up_proj", (expert.gate, expert.up)), ("down_proj", (expert.down,))):
             for part, group in (("blocks", 16), ("scales", 1)):
@@ -92,7 +93,7 @@ def main() -> None:
     for tokens in map(int, args.tokens.split(",")):
         calls = draw_calls(workload.problem, RoutingDistribution("uniform"), device, tokens)
         [expected] = reference_results(workload, UNQUANTIZED, calls[:1])
-        timed = [partial(run, module, x, logits_of(routing, spec.experts), top_k) for x, routing in calls]
+        timed: list[Any] = [partial(run, module, x, logits_of(routing, spec.experts), top_k) for x, routing in calls]
         error = relative_error(timed[0](), expected)
         if not error <= TOLERANCE:
             raise SystemExit(f"{tokens} tokens: error {error:.2g}, at most {TOLERANCE:g}; not timed")

@@ -186,7 +186,7 @@ def test_kernels_that_are_not_here_are_not_fetched(
 def test_steps_that_do_not_compile_are_tried_in_parts_and_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(self: Any, model: Any, experts: str, implementation: str, weights: int, batch: int, way: str) -> Any:
         if way != "plain":
-            raise torch._dynamo.exc.Unsupported(f"no {way}")
+            raise RuntimeError(f"no {way}")
         return way
 
     monkeypatch.setattr(decode.ModelBench, "decode", run)

@@ -58,8 +58,8 @@ def plot(
         label = backend if activations == "16bit" else f"{backend}, {activations}"
         axes.plot(*zip(*line, strict=True), marker="o", label=label)
     for i, (label, points) in enumerate((others or {}).items()):
-        style = {"marker": "sD^v"[i % 4], "linestyle": "--", "color": str(0.5 / (i + 1))}  # greys, darker each
-        axes.plot(*zip(*points, strict=True), label=label, **style)
+        grey = str(0.5 / (i + 1))  # darker each
+        axes.plot(*zip(*points, strict=True), marker="sD^v"[i % 4], linestyle="--", color=grey, label=label)
     counts = sorted({r.tokens for r in records})
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, [str(t) for t in counts])
