@@ -79,7 +79,9 @@ ALLOWED["engines.transformers"] = _CORE | {"engines"}
 ALLOWED["engines.serving"] = _CORE | {"checkpoint.dialects"}
 ALLOWED["engines.sglang"] = _CORE | {"engines.serving"}
 ALLOWED["engines.vllm"] = _CORE | {"engines.serving"}
-ALLOWED["bench"] = ALLOWED["generate"] = ALLOWED["serve"] = _CORE | {"engines.transformers"}  # whole models
+ALLOWED["generate"] = ALLOWED["serve"] = _CORE | {"engines.transformers"}  # whole models
+ALLOWED["bench"] = ALLOWED["generate"] | {"bench.peers"}
+ALLOWED["bench.peers"] = _CORE | {"bench", "kernels.triton"}
 ALLOWED["evaluate"] = {"atomic", "errors", "install_command", "json_input", "server_replies"}
 ALLOWED["bench.serving"] = ALLOWED["evaluate"] | {"bench"}  # nothing that loads a model
 ALLOWED["cli"] = _CORE | {"bench", "bench.serving", "serve", "generate", "evaluate", "verify"}

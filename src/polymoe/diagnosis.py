@@ -29,14 +29,9 @@ Facts = dict[str, Any]
 """Facts by name: text, or facts again."""
 
 _OTHERS_VARIABLES = (
-    "CUDA_VISIBLE_DEVICES",
-    "TRITON_CACHE_DIR",
-    "TRITON_HOME",
-    "TRITON_INTERPRET",
-    "HF_HOME",
-    "SGLANG_PLUGINS",
+    "CUDA_VISIBLE_DEVICES", "TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_INTERPRET", "HF_HOME", "SGLANG_PLUGINS",
     "VLLM_PLUGINS",
-)
+)  # fmt: skip
 _OLDEST_TRANSFORMERS = (5, 16)
 _OLDEST_VLLM = (0, 24)
 _OLDEST_SGLANG = (0, 5, 17)
@@ -205,9 +200,7 @@ def _typical() -> dict[str, str]:
     """Formats, and the activations that checkpoints of each are run with on a GPU."""
     from polymoe.formats import FORMATS
 
-    own = {
-        "fp8_block128": "fp8_group128", "fp8_tensor": "fp8_token", "fp8_channel": "fp8_token", "mxfp8": "mxfp8",
-    }  # fmt: skip
+    own = {"fp8_block128": "fp8_group128", "fp8_tensor": "fp8_token", "fp8_channel": "fp8_token", "mxfp8": "mxfp8"}
     return {name: own.get(name, "16bit") for name in FORMATS}
 
 
@@ -271,11 +264,7 @@ def _other_backends() -> Facts:
 
 
 def _engines() -> Facts:
-    return {
-        "transformers": _fact(_transformers),
-        "vllm": _fact(_vllm),
-        "sglang": _fact(_sglang),
-    }
+    return {"transformers": _fact(_transformers), "vllm": _fact(_vllm), "sglang": _fact(_sglang)}
 
 
 def _transformers() -> str:

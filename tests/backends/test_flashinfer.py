@@ -46,7 +46,8 @@ def problem(format: str = "mxfp4", **kwargs: Any) -> Problem:
 
 
 def reasons(found: Problem, where: Machine) -> list[str]:
-    verdict = select(found, where, backend="flashinfer").candidates[-1].verdict
+    candidates = {c.backend: c.verdict for c in select(found, where, backend="flashinfer").candidates}
+    verdict = candidates["flashinfer"]
     assert isinstance(verdict, Rejected)
     return [str(reason) for reason in verdict.reasons]
 

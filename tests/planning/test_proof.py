@@ -231,16 +231,16 @@ class TestForeign:
         assert chosen([], self.THEIRS).plan is None
         assert chosen([], self.THEIRS, backend="theirs").plan is not None
 
-    def test_not_beyond_what_was_measured(self) -> None:
-        """Also where that is the largest number of tokens that any plan has a step for."""
+    def test_the_largest_calls_that_were_measured_stand_for_larger_ones(self) -> None:
+        """A layout that only foreign backends read has no other plan."""
         measured = tuple(row("theirs", tokens, 1e-3) for tokens in (1, 4, 16, 64, 256, 1024, 4096, 16384))
         table = Table((measured,))
         selection = chosen([proof("ours")], self.OURS, self.THEIRS, table=table)
         steps = [(tokens, step.backend) for tokens, step in selection.require().ranges()]
-        assert steps == [("1-16384", "theirs"), ("16385+", "ours")]
-        assert chosen([], self.THEIRS, table=table).plan is None
-        few = replace(self.OURS, max_tokens=63)
-        assert chosen([], few, self.THEIRS, table=table).plan is None
+        assert steps == [("1+", "theirs")]
+        assert backends_of(chosen([], self.THEIRS, table=table)) == ["theirs"]
+        few, small = replace(self.OURS, max_tokens=63), Table((measured[:-2],))
+        assert chosen([], few, self.THEIRS, table=small).plan is None
         alone = chosen([], self.THEIRS, backend="theirs", table=table)
         assert alone.require().steps[-1].max_tokens is None
 

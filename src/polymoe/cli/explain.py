@@ -13,7 +13,7 @@ from polymoe.units import format_bytes, format_count, format_us
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from polymoe.cli.explain_engine import Asked
+    from polymoe.cli.explain_engine import ExplainArguments
     from polymoe.explanation import Explanation, Row
 
 __all__ = ["command"]
@@ -60,7 +60,7 @@ def command(
 
     from polymoe.explanation import explain, layer_ranges
 
-    asked: Asked = {
+    asked: ExplainArguments = {
         "device": device,
         "tp": (tp_rank, tp),
         "ep": (ep_rank, ep),

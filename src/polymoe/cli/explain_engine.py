@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from polymoe.engines.serving.preview import Engine, LayerPreview
     from polymoe.planning.selection import PlannedRange
 
-__all__ = ["Asked", "explain_engine"]
+__all__ = ["ExplainArguments", "explain_engine"]
 
 
-class Asked(TypedDict):
+class ExplainArguments(TypedDict):
     """What ``polymoe explain`` was asked about, as keywords of :func:`polymoe.explain`."""
 
     device: str | None
@@ -28,7 +28,9 @@ class Asked(TypedDict):
     batch_invariant: bool
 
 
-def explain_engine(checkpoint: str, engine: str, asked: Asked, *, enable_expert_parallel: bool, json: bool) -> None:
+def explain_engine(
+    checkpoint: str, engine: str, asked: ExplainArguments, *, enable_expert_parallel: bool, json: bool
+) -> None:
     """Print the plug-in's decision for each kind of layers; the variables ``POLYMOE_*`` count as they do there.
 
     Raises:

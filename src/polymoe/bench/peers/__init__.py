@@ -1,6 +1,6 @@
 """Other libraries' layers of experts, called as their own users call them: what a benchmark compares with.
 
-A peer is no backend: nothing here runs them outside ``polymoe bench kernels --peers``. Each takes the checkpoint's own
+A peer is not a backend: only ``polymoe bench kernels --peers`` runs it. Each takes the checkpoint's own
 bytes, so that its result can be compared with the reference before it is timed. Importing this package imports none of
 them.
 """
@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from polymoe.bench.peers.base import Peer, PeerCall, Stacks, peer_problem, version_of
-from polymoe.bench.peers.flashinfer import FlashInfer
+from polymoe.bench.peers.flashinfer import FlashInferLayers
 from polymoe.bench.peers.humming import HummingLayers
 from polymoe.bench.peers.quack import Quack
 from polymoe.bench.peers.vllm import DeepGemm, TritonKernels, Vllm
 
 __all__ = ["PEERS", "Peer", "PeerCall", "Stacks", "peer_problem", "version_of"]
 
-_ALL: tuple[Peer, ...] = (HummingLayers(), Vllm(), DeepGemm(), TritonKernels(), FlashInfer(), Quack())
+_ALL: tuple[Peer, ...] = (HummingLayers(), Vllm(), DeepGemm(), TritonKernels(), FlashInferLayers(), Quack())
 
 PEERS: Mapping[str, Peer] = MappingProxyType({peer.name: peer for peer in _ALL})
 """Peers by name, as ``--peers`` takes them."""

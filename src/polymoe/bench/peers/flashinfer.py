@@ -14,11 +14,11 @@ from polymoe.bench.peers.base import PeerCall, Stacks, peer_problem
 from polymoe.problem import Problem
 from polymoe.verdict import Reason
 
-__all__ = ["FlashInfer"]
+__all__ = ["FlashInferLayers"]
 
 
 @dataclass(frozen=True, slots=True)
-class FlashInfer:
+class FlashInferLayers:
     """``cutlass_fused_moe`` with 4-bit weights and bfloat16 activations."""
 
     name: str = "flashinfer"
