@@ -13,7 +13,7 @@ from polymoe.backends.reference import ReferenceRunner
 from polymoe.planning.table_files import add, installed, read, user_file
 
 SUMS = Path(__file__).parent.parent.parent / "models" / "sums-gpt-oss-mxfp4"
-SMALL = ("--checkpoint", SUMS, "--device", "cpu", "--tokens", "1,4")
+SMALL = ("--checkpoint", SUMS, "--device", "cpu", "--backends", "reference", "--tokens", "1,4")
 
 Cli = Callable[..., tuple[int, str, str]]
 
@@ -39,8 +39,11 @@ def test_a_table_that_explain_reads(cli: Cli) -> None:
     assert str(user_file("cpu")) in err
     assert "reference" in out
     assert [r.tokens for r in read(user_file("cpu"))] == [1, 4]
-    assert "s at 1 to" in str(polymoe.explain(SUMS, device="cpu"))
-    assert "measured; cost model scaled to 4 tokens measured" in cli("explain", SUMS, "--device", "cpu")[1]
+    assert "s at 1 to" in str(polymoe.explain(SUMS, device="cpu", backend="reference"))
+    assert (
+        "measured; cost model scaled to 4 tokens measured"
+        in cli("explain", SUMS, "--device", "cpu", "--backend", "reference")[1]
+    )
     code, out, _ = cli("tune", *SMALL, "--json")
     assert code == 0
     assert [row["note"] for row in json.loads(out)] == ["in the table already"] * 2

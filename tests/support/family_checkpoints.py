@@ -124,6 +124,11 @@ def fused_of(model: Any) -> list[FusedExperts]:
     return found  # type: ignore[return-value]
 
 
+def stored_nbytes(fused: FusedExperts) -> int:
+    """Bytes of a packed layer but for the float32 matrices that a CPU multiplies by."""
+    return sum(t.nbytes for name, t in fused.packed.tensors.items() if not name.startswith("dequantized."))
+
+
 def token_ids(rows: int = 8) -> Tensor:
     """Held-out questions of one length with their answers, no padding."""
     lines = (MODELS / "sums-heldout.jsonl").read_text().splitlines()
