@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from polymoe.activations import SwiGLU
 from polymoe.errors import ArgumentError, CheckpointNotFound, PlanError, VerificationError
 from polymoe.experts import FusedExperts, load_experts
 from polymoe.formats import FORMATS
+from polymoe.machine import Machine
 from polymoe.numerics import relative_error
 from support.loading import V4, deepseek_v4_flash_layer, measured
 from support.problems import GPT_OSS, plain_experts, random_call, random_experts
@@ -108,6 +110,20 @@ def test_moving_a_model_to_another_dtype_leaves_codes_and_scales_alone() -> None
         for name, buffer in experts.named_buffers():
             assert buffer.dtype == before[name].dtype
             assert torch.equal(buffer.float(), before[name].float())
+
+
+def test_experts_are_packed_again_where_nothing_reads_their_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = fused()
+    x, routing = random_call(5, 64, 5)
+    expected, layout = experts(x, *routing), experts.packed.layout
+    here = Machine.of("cpu")
+    small = replace(here, device=replace(here.device, name="small"), layer_bytes=0)  # no room for float32 matrices
+    monkeypatch.setattr("polymoe.experts.Machine.of", lambda _: small)
+    monkeypatch.setattr(FusedExperts, "device", property(lambda _: torch.device("cpu", 1)))
+    torch.nn.Sequential(experts).to("cpu")
+    assert (layout, experts.packed.layout) == ("dequantized", "natural")
+    assert not [name for name, _ in experts.named_buffers() if "dequantized" in name]
+    assert relative_error(experts(x, *routing), expected) < 1e-5
 
 
 def test_packed_weights_are_not_in_the_state_dict_and_need_no_gradient() -> None:

@@ -33,16 +33,20 @@ class FusedExperts(nn.Module):
     """The experts of one layer; ``experts(x_TH, topk_ids_TA, topk_weights_TA)`` is their weighted sum.
 
     Make one with :func:`load_experts` from a checkpoint, or :meth:`from_weights`. The packed tensors are non-persistent
-    buffers: they move with ``.to(device)``, and are not in ``state_dict()``.
+    buffers: they move with ``.to(device)``, and are not in ``state_dict()``. Where no backend of the new device reads
+    their layout, they are packed again for it.
     """
 
     def __init__(self, problem: Problem, packed: Packed, choice: PlanRequest) -> None:
         super().__init__()
+        self._incomplete = False
+        self._hold(problem, packed, choice)
+
+    def _hold(self, problem: Problem, packed: Packed, choice: PlanRequest) -> None:
         self._plans = PlanCache.of(problem, choice, packed.layout, tuple(packed.tensors))
         self._names = tuple(f"packed_{name.replace('.', '_')}" for name in packed.tensors)
         for name, tensor in zip(self._names, packed.tensors.values(), strict=True):
             self.register_buffer(name, tensor, persistent=False)
-        self._incomplete = False
         self._bound = self._bind()
 
     @classmethod
@@ -285,6 +289,12 @@ class FusedExperts(nn.Module):
         if device != before:
             request = replace(plans.request, machine=Machine.of(str(device)))
             plans = PlanCache.of(self.problem, request, plans.layout, plans.names)
+            if plans.selection(self.problem.dtype).plan is None and not self._incomplete:
+                packed = request.pack(self.problem, self.weights, device, "experts", check=False)
+                for name in self._names:
+                    delattr(self, name)
+                self._hold(*packed, request)
+                return self
         moved = [tensor.to(device) for tensor in self._tensors()]  # all of them, or none if this fails
         for name, tensor in zip(self._names, moved, strict=True):
             setattr(self, name, tensor)

@@ -31,6 +31,16 @@ def test_the_reference_on_a_gpu() -> None:
     assert relative_error(moved(x, *routing), sums(x, *routing)) < 1e-6
 
 
+def test_a_layer_moves_to_the_gpu_and_back() -> None:
+    experts = load_experts(SUMS, layer=1, device="cpu")
+    x, routing = random_call(33, 192, 8)
+    expected = experts(x, *routing)
+    experts.to("cuda")  # packed again: no kernel reads the layout of CPUs
+    on_gpu = experts(x.cuda().bfloat16(), *(t.cuda() for t in routing))
+    assert relative_error(on_gpu.float().cpu(), expected) < 6e-3
+    assert relative_error(experts.to("cpu")(x, *routing), expected) < 1e-5
+
+
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 def test_kernels_refuse_gradients(backend: str) -> None:
     if backend == "cuda" and torch.cuda.get_device_capability() != (9, 0):
