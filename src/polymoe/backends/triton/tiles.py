@@ -118,7 +118,7 @@ def _with_block_m(problem: Problem, machine: Machine, tokens: int, block_m: int)
     if decodes_in_float32(problem):  # four times the registers
         up, down = (replace(t, block_k=min(t.block_k, 64)) for t in (up, down))
     mxfp8 = gemm_up.bits == 8 and scales_in_loop(gemm_up.encoding)
-    if mxfp8 and block_m == 64 and not _mma_reads_shared_memory(machine):
+    if mxfp8 and block_m == 64 and (gemm_up.by_step or not _mma_reads_shared_memory(machine)):
         up = replace(up, block_k=min(up.block_k, 64))  # with 128, decoded MXFP8 weights spill
     if gemm_up.by_step and block_m == 64 and machine.device.sm >= 100:
         # The accumulators of tcgen05 lie in tensor memory, but each step's must be loaded into registers to be scaled.
