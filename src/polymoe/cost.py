@@ -22,6 +22,7 @@ class Cost:
 
     Attributes:
         active_experts: expected number of this rank's experts that receive a token.
+        mean_rows: routed rows of each of those.
         weight_bytes: bytes of those experts.
         activation_bytes: bytes of x and y.
         flops: multiply and add operations of the projections.
@@ -29,6 +30,7 @@ class Cost:
     """
 
     active_experts: float
+    mean_rows: float
     weight_bytes: float
     activation_bytes: int
     flops: float
@@ -54,6 +56,8 @@ def cost(problem: Problem, device: Device, tokens: int) -> Cost:
     fp8 = problem.activations.quantized and device.flops_fp8
     return Cost(
         active_experts=active,
+        # A token may name an expert twice: its rows are top_k, also where the layer has fewer experts.
+        mean_rows=tokens * problem.top_k * s.local_experts / s.experts / max(active, 1e-9),
         weight_bytes=weight_bytes,
         activation_bytes=activation_bytes,
         flops=flops,

@@ -105,11 +105,10 @@ class Cuda(BackendBase):
 
     def configure(self, problem: Problem, machine: Machine, tokens: int) -> CudaConfig:
         """Return the configuration for the mean number of rows of the experts that have any."""
-        active = cost(problem, machine.device, tokens).active_experts
-        mean = _mean_rows(problem, machine, tokens)
+        c = cost(problem, machine.device, tokens)
         for family, config, most_rows in _choices(problem, machine):
-            if mean <= most_rows:
-                return _shorter(problem, machine, family, config, active)
+            if c.mean_rows <= most_rows:
+                return _shorter(problem, machine, family, config, c.active_experts)
         last = _families(problem, machine)[-1]
         return max(_configs(problem, machine, last), key=lambda config: config.block_m)
 
@@ -139,7 +138,7 @@ class Cuda(BackendBase):
         """
         c, config = cost(problem, machine.device, tokens), self.configure(problem, machine, tokens)
         rates = config.kernels.rates
-        return Prediction(rates.time_us(c.memory_us, c.compute_us, _mean_rows(problem, machine, tokens)), "cost model")
+        return Prediction(rates.time_us(c.memory_us, c.compute_us, c.mean_rows), "cost model")
 
     def bind(self, problem: Problem, packed: Packed) -> Runner:
         """Return a runner for the packed layer."""
@@ -154,12 +153,6 @@ def _usable(problem: Problem, family: KernelFamily) -> bool:
 def _families(problem: Problem, machine: Machine) -> list[KernelFamily]:
     """Return the families that may be used on the machine's GPU, in the order of the table."""
     return [family for family in families_for(problem, machine.device.capability) if _usable(problem, family)]
-
-
-def _mean_rows(problem: Problem, machine: Machine, tokens: int) -> float:
-    """Return the mean number of rows of the experts that have any."""
-    spec, active = problem.spec, cost(problem, machine.device, tokens).active_experts
-    return tokens * problem.top_k * spec.local_experts / spec.experts / max(active, 1e-9)
 
 
 def _listed(capabilities: Sequence[tuple[int, int]]) -> str:

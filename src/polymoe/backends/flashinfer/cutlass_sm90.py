@@ -73,9 +73,7 @@ class CutlassSM90(Route):
 
     def configure(self, problem: Problem, machine: Machine, tokens: int) -> FlashInferConfig:
         """The smallest tile that holds the mean number of rows of an expert that has any."""
-        spec = problem.spec
-        active = cost(problem, machine.device, tokens).active_experts
-        mean = tokens * problem.top_k * spec.local_experts / spec.experts / max(active, 1e-9)
+        mean = cost(problem, machine.device, tokens).mean_rows
         tile = next(tile for most, tile in _CHOICES if mean <= most)
         return FlashInferConfig(self.name, tile, tile)
 

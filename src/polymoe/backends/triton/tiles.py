@@ -73,15 +73,9 @@ def scales_in_loop(encoding: Encoding) -> bool:
 
 def heuristic(problem: Problem, machine: Machine, tokens: int) -> TritonConfig:
     """Return tiles for the mean number of rows of an active expert, reduced until they fit into shared memory."""
-    mean = _mean_rows(problem, machine, tokens)[1]
+    mean = cost(problem, machine.device, tokens).mean_rows
     block_m = next((t for bound, t in _BLOCK_M if mean <= bound), _MAX_BLOCK_M)
     return _with_block_m(problem, machine, tokens, min(block_m, _max_block_m(problem, machine)))
-
-
-def _mean_rows(problem: Problem, machine: Machine, tokens: int) -> tuple[float, float]:
-    """Return the number of active experts, and the mean number of rows of each."""
-    spec, active = problem.spec, cost(problem, machine.device, tokens).active_experts
-    return active, tokens * problem.top_k * spec.local_experts / spec.experts / max(active, 1e-9)
 
 
 def _max_block_m(problem: Problem, machine: Machine) -> int:
@@ -123,8 +117,8 @@ def _with_block_m(problem: Problem, machine: Machine, tokens: int, block_m: int)
     if gemm_up.by_step and block_m == 64 and machine.device.sm >= 100:
         # The accumulators of tcgen05 lie in tensor memory, but each step's must be loaded into registers to be scaled.
         up = replace(up, num_warps=8)
-    active, mean = _mean_rows(problem, machine, tokens)
-    tiles, sms = active * max(1.0, mean / block_m), machine.device.sms
+    c = cost(problem, machine.device, tokens)
+    tiles, sms = c.active_experts * max(1.0, c.mean_rows / block_m), machine.device.sms
     n, k = problem.spec.matrix_shape("up")
     if block_m == 8:
         # Few CTAs: split K. Where activations are quantized, the launch that adds up the parts exists anyway.
@@ -138,7 +132,7 @@ def _with_block_m(problem: Problem, machine: Machine, tokens: int, block_m: int)
         most = tiles * ceil_div(n, down.block_n) / (16 * sms)
         several = replace(down, n_blocks_per_cta=next((b for b in (14, 8, 4, 2) if b <= most), 1))
         down = several if gemm_down.nbytes(several, block_m, k) <= gemm_down.limit else down
-    tail_block_m = 64 if block_m == 128 and 0.1 < mean % 128 / 128 <= 0.55 else _TAIL_BLOCK_M[block_m]
+    tail_block_m = 64 if block_m == 128 and 0.1 < c.mean_rows % 128 / 128 <= 0.55 else _TAIL_BLOCK_M[block_m]
     return TritonConfig(block_m, up, down, tail_block_m, pdl=machine.device.sm >= 90)
 
 

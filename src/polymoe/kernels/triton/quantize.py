@@ -165,9 +165,9 @@ def convert_rows(
         else:
             scale = tl.div_rn(amax, tl.full((ROWS, GROUPS), 448.0, tl.float32))
             scale = tl.where(scale == 0, 1.0, scale)
-        spread = tl.zeros_like(grouped) + scale[:, None, :, None]
-        quantized = round_e4m3(tl.div_rn(grouped, spread))
-        x = tl.reshape(quantized * spread if MODE == "mx" else quantized, (ROWS, PLANES, WORDS))
+        scales = tl.zeros_like(grouped) + scale[:, None, :, None]
+        quantized = round_e4m3(tl.div_rn(grouped, scales))
+        x = tl.reshape(quantized * scales if MODE == "mx" else quantized, (ROWS, PLANES, WORDS))
     if MODE == "row" or MODE == "block":
         num_groups = tl.cdiv(columns, GROUP)
         group = cta_of_row * GROUPS + tl.arange(0, GROUPS)[None, :]
