@@ -120,6 +120,14 @@ CASES = {
 width of one rank of eight."""
 
 
+def case_config(name: str, layers: int) -> dict[str, Any]:
+    """The config of a case with so many layers."""
+    config = CASES[name] | {"num_hidden_layers": layers}
+    if "layer_types" in config:
+        config["layer_types"] = [config["layer_types"][i % 2] for i in range(layers)]
+    return config
+
+
 def sums(count: int) -> list[tuple[str, str]]:
     """Held-out questions of the bundled checkpoints, and their answers."""
     lines = (MODELS / "sums-heldout.jsonl").read_text().splitlines()[:count]
@@ -314,6 +322,7 @@ def arguments(description: str | None, runs: str) -> argparse.Namespace:
     parser.add_argument("--ep", action="store_true", help="expert instead of tensor parallel")
     parser.add_argument("--models", nargs="+", help=f"directories under models/; without it {runs}")
     parser.add_argument("--case", choices=CASES, default="gpt-oss-120b")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="of a case's model (default: %(default)s)")
     parser.add_argument(
         "--backends", nargs="+", default=["polymoe", "auto"], help="polymoe, auto, or the engine's names"
     )

@@ -34,7 +34,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from engines.common import BATCHES, CASES, DECODE_STEPS, LAYERS, MODELS, PREFILL, Record, busy_us, changed
+from engines.common import BATCHES, DECODE_STEPS, MODELS, PREFILL, Record, busy_us, changed
 
 from engines import common, sglang_plugin
 
@@ -238,7 +238,7 @@ def run_reload(args: Namespace, record: Record) -> None:
 
 def run_speed(args: Namespace, record: Record) -> None:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
-        Path(folder, "config.json").write_text(json.dumps(CASES[args.case]))
+        Path(folder, "config.json").write_text(json.dumps(common.case_config(args.case, args.layers)))
         running = {}
         for backend in args.backends:
             settings = parallel(args) | {
@@ -253,7 +253,8 @@ def run_speed(args: Namespace, record: Record) -> None:
             running[backend] = pool.submit(one, request, "require" if backend == "polymoe" else "0")
         for backend, future in running.items():
             record(
-                {"case": args.case, "layers": LAYERS, "experts": backend, "eager": not args.graphs} | future.result()
+                {"case": args.case, "layers": args.layers, "experts": backend, "eager": not args.graphs}
+                | future.result()
             )
 
 

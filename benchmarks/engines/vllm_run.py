@@ -31,7 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from engines.common import BATCHES, CASES, DECODE_STEPS, LAYERS, MODELS, PREFILL, Record, busy_us, changed
+from engines.common import BATCHES, DECODE_STEPS, MODELS, PREFILL, Record, busy_us, changed
 
 from engines import common
 
@@ -129,7 +129,7 @@ def speed(request: dict[str, Any]) -> dict[str, Any]:
         for batch in BATCHES:
             generate(batch, 16, 3)
             calls, _ = traced(batch, 16, 5)
-            times = sorted(map(busy_us, calls[LAYERS:]))  # the first are the prompts' own
+            times = sorted(map(busy_us, calls[request["layers"] :]))  # the first are the prompts' own
             found[f"moe_us_{batch}"] = round(times[len(times) // 2], 1)
         generate(1, PREFILL, 1)
         times = sorted(map(busy_us, traced(1, PREFILL, 1)[0]))
@@ -218,7 +218,7 @@ def run_reload(args: Namespace, record: Record) -> None:
 
 def run_speed(args: Namespace, record: Record) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(CASES[args.case]))
+        Path(folder, "config.json").write_text(json.dumps(common.case_config(args.case, args.layers)))
         for backend in args.backends:
             settings = parallel(args) | {
                 "model": folder, "load_format": "dummy", "skip_tokenizer_init": True, "enforce_eager": not args.graphs,
@@ -229,9 +229,9 @@ def run_speed(args: Namespace, record: Record) -> None:
                 settings["compilation_config"] = {"cudagraph_capture_sizes": list(BATCHES)}
             if backend not in ("polymoe", "auto"):
                 settings["moe_backend"] = backend
-            request = {"what": "speed", "settings": settings, "eager": not args.graphs}
+            request = {"what": "speed", "settings": settings, "layers": args.layers, "eager": not args.graphs}
             result = one(request, environment(args, "require" if backend == "polymoe" else "0"))
-            record({"case": args.case, "layers": LAYERS, "experts": backend, "eager": not args.graphs} | result)
+            record({"case": args.case, "layers": args.layers, "experts": backend, "eager": not args.graphs} | result)
 
 
 def main() -> None:
