@@ -114,8 +114,13 @@ class ServerArgs:
     _resolved_overrides: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     architectures: list[str] = field(default_factory=lambda: ["Qwen3MoeForCausalLM"])
 
+    experts_per_token: int | None = None
+
     def get_model_config(self) -> Any:
-        return SimpleNamespace(hf_config=SimpleNamespace(architectures=self.architectures))
+        return SimpleNamespace(
+            hf_config=SimpleNamespace(architectures=self.architectures),
+            hf_text_config=SimpleNamespace(num_experts_per_tok=self.experts_per_token),
+        )
 
 
 class QuantizeMethodBase:

@@ -70,7 +70,8 @@ def make(server: ServerArgs, variables: pytest.MonkeyPatch) -> Iterator[Make]:
                 register()
             registered = True
             prefix = given.pop("prefix", f"model.layers.{layer_id}.mlp.experts")
-            return apply()(ABOUT.experts, ABOUT.hidden, ABOUT.intermediate, layer_id, 2, Config(kind), prefix, **given)
+            sizes = (ABOUT.experts, ABOUT.hidden, ABOUT.intermediate, layer_id, given.pop("top_k", 2))
+            return apply()(*sizes, Config(kind), prefix, **given)
 
         yield make
 
@@ -123,6 +124,19 @@ def test_a_layer_computes_what_load_experts_computes(make: Make, caplog: pytest.
     assert record.levelname == "INFO"
     assert "runs model.layers.1.mlp.experts, and all layers like it: fp8_block128" in record.getMessage()
     assert record.getMessage().endswith("SGLang's own choice: Fp8MoEMethod on auto")
+
+
+def test_a_layer_that_does_not_know_its_experts_of_a_token(make: Make, server: ServerArgs) -> None:
+    """SGLang's Llama-4 tells only the router."""
+    server.experts_per_token = 2
+    layer = make(top_k=None)
+    load(layer)
+    assert torch.equal(output(layer, *call()), expected(*call()))
+
+
+def test_a_layer_whose_experts_of_a_token_nothing_says(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    assert type(make(top_k=None).quant_method) is Fp8MoEMethod
+    assert "experts of a token: expects their number" in caplog.text
 
 
 def test_ids_of_other_ranks_contribute_nothing(make: Make) -> None:

@@ -203,6 +203,8 @@ def facts_of(layer: Any, method: Any, server: Any, asked: Asked, tensors: Mappin
     reasons.need(activation is not None, "activation", "silu, clamped before it, or gelu, or relu2", _described(config))
     of_method = method_facts(stores, SGLANG, tensors, getattr(stores, "actorder", None), reasons)
     split = layer.moe_ep_size > 1
+    top_k = _top_k(layer, server)
+    reasons.need(top_k is not None, "experts of a token", "their number, from the layer or the model's config", "none")
     return LayerFacts(
         where=name_of(layer),
         **of_method,
@@ -213,7 +215,7 @@ def facts_of(layer: Any, method: Any, server: Any, asked: Asked, tensors: Mappin
         activation=activation,
         interleaved=config.gemm1_alpha is not None and bool(config.gate_up_interleaved),
         bias=bool(layer.with_bias),
-        top_k=layer.top_k,
+        top_k=top_k or 1,
         weight_on="input" if config.apply_router_weight_on_input else "output",
         dtype=config.params_dtype,
         tp=layer.moe_tp_size,
@@ -221,6 +223,17 @@ def facts_of(layer: Any, method: Any, server: Any, asked: Asked, tensors: Mappin
         batch_invariant=bool(getattr(server, "enable_deterministic_inference", False)),
         refused=tuple(reasons.found),
     )
+
+
+def _top_k(layer: Any, server: Any) -> int | None:
+    """Return the number of experts of a token; None if nothing says it.
+
+    SGLang's Llama-4 tells only its router, which is no part of the layer. Its config has the number too.
+    """
+    if layer.top_k is not None:
+        return layer.top_k
+    text = getattr(server.get_model_config(), "hf_text_config", None)
+    return getattr(text, "num_experts_per_tok", None)
 
 
 def _activation(config: Any) -> Activation | None:
