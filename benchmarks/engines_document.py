@@ -10,7 +10,9 @@ from typing import Any
 
 from backends_document import markdown
 
-__all__ = ["answers", "speed", "steps"]
+from polymoe.bench.plot import write_png
+
+__all__ = ["answers", "picture", "speed", "steps"]
 
 COLUMNS = {"moe_us_1": "1", "moe_us_16": "16", "moe_us_64": "64", "moe_us_256": "256", "moe_us_prefill": "8192"}
 """Fields of a record of ``speed``, and the number of tokens of such a step."""
@@ -35,23 +37,60 @@ def answers(path: Path, engine: str) -> str:
 
 def speed(path: Path, engine: str) -> str:
     """Microseconds in the experts of ``engine`` by number of tokens: polymoe, each other backend, and the ratio."""
-    last: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in _rows(path):
-        if row.get("eager") and "case" in row:
-            last.setdefault(row["case"], {})[row["experts"]] = row
     cells = []
-    for case, by in last.items():
+    for case, by in _timed(path).items():
         heads = iter((f"`{case}`",))
         for row in by.values():
             times = [f"{row[name]:.0f}" if name in row else "" for name in COLUMNS]
             if "error" in row:
                 times = [f"does not start: `{_short(row['error'])}`", *times[1:]]
             cells.append([next(heads, ""), _name(row, engine), *times])
-        best = {c: min((r[c] for n, r in by.items() if n != "polymoe" and c in r), default=None) for c in COLUMNS}
-        ours = by.get("polymoe", {})
-        ratios = [f"**{best[c] / ours[c]:.2f}**" if best[c] and c in ours else "" for c in COLUMNS]
+        found = _ratios(by)
+        ratios = [f"**{found[name]:.2f}**" if name in found else "" for name in COLUMNS]
         cells.append(["", "fastest other / polymoe", *ratios])
     return markdown(["case", "experts", *COLUMNS.values()], cells) if cells else "Not run yet.\n"
+
+
+def picture(path: Path, engine: str, png: Path) -> None:
+    """Draw the ratios of :func:`speed` over tokens, one line for each case; nothing without a ratio."""
+    from matplotlib.figure import Figure
+
+    lines = {case: _ratios(by) for case, by in _timed(path).items()}
+    if not any(lines.values()):
+        return
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for i, (case, ratios) in enumerate(lines.items()):
+        points = [(int(tokens), ratios[name]) for name, tokens in COLUMNS.items() if name in ratios]
+        if points:
+            axes.plot(*zip(*points, strict=True), marker="osD^v"[i % 5], label=case)
+    axes.axhline(1.0, color="grey", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([int(tokens) for tokens in COLUMNS.values()], list(COLUMNS.values()))
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("tokens in a step")
+    axes.set_ylabel("time of the fastest other backend / polymoe's")
+    axes.set_title(f"Time in the experts of {engine}, one H200")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    write_png(figure, png)
+
+
+def _timed(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """The last record of each case and backend that ran without CUDA graphs."""
+    last: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in _rows(path):
+        if row.get("eager") and "case" in row:
+            last.setdefault(row["case"], {})[row["experts"]] = row
+    return last
+
+
+def _ratios(by: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Time of the fastest other backend over polymoe's, by column, where both ran."""
+    ours = by.get("polymoe", {})
+    others = [row for name, row in by.items() if name != "polymoe"]
+    best = {name: [row[name] for row in others if name in row] for name in COLUMNS if name in ours}
+    return {name: min(times) / ours[name] for name, times in best.items() if times}
 
 
 def steps(path: Path, engine: str) -> str:

@@ -398,6 +398,9 @@ def main() -> None:
     if options.picture:
         for case in (PICTURE[0], TRANSFORMERS_CASE):
             picture(case, ROOT / "docs" / "performance" / f"{case}-h200.png")
+        for engine, file in ENGINES.items():
+            png = ROOT / "docs" / "engines" / f"{engine.lower()}-h200.png"
+            engines_document.picture(ROOT / "benchmarks" / "results" / file, engine, png)
 
 
 if __name__ == "__main__":
