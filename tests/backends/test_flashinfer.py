@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -134,6 +135,19 @@ class Called(Exception):
         self.arguments = arguments
 
 
+class Owner:
+    """What FlashInfer 0.6.14 makes for a layer: ``run_moe`` works as long as it lives."""
+
+    def __init__(self, function: Any) -> None:
+        lives = weakref.ref(self)
+
+        def run_moe(*args: Any) -> None:
+            assert lives() is not None
+            function(*args)
+
+        self.run_moe = run_moe
+
+
 @pytest.fixture
 def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A module that looks like FlashInfer and raises :class:`Called`; ``install(version)`` makes it importable."""
@@ -156,7 +170,7 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Any:
         enums.ActivationType = SimpleNamespace(Swiglu=3)  # type: ignore[attr-defined]
         fused_moe.cutlass_fused_moe = call("cutlass_fused_moe")  # type: ignore[attr-defined]
         if f"run_moe {version}" in SIGNATURES:
-            module = SimpleNamespace(init=lambda *args: SimpleNamespace(run_moe=call("run_moe"), made_with=args))
+            module = SimpleNamespace(init=lambda *args: Owner(call("run_moe")))
             spec = SimpleNamespace(build_and_load=lambda: module)
             jit.gen_cutlass_fused_moe_sm90_module = lambda: spec  # type: ignore[attr-defined]
         modules = {"": package, ".fused_moe": fused_moe, ".jit": jit, ".jit.fused_moe": jit, ".tllm_enums": enums}

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -172,6 +172,13 @@ _Call = Callable[
 """Of output, x, ids, weights, both matrices, their scales, the constants of SwiGLU, and the numbers of both tactics."""
 
 
+class _Kept(NamedTuple):
+    """A function, and what must live as long as it."""
+
+    call: Callable[..., Any]
+    owner: object
+
+
 @cache
 def _call() -> _Call:
     """FlashInfer's function, or of a version in which it takes no tactics, what this function itself calls."""
@@ -195,11 +202,12 @@ def _call() -> _Call:
     fused_finalize = (False,) if "use_fused_finalize" in parameters else ()  # 0.6.15
     module: Any = gen_cutlass_fused_moe_sm90_module().build_and_load()
     runner = module.init(torch.bfloat16, torch.uint8, torch.bfloat16, False, True, False, False, *fused_finalize)
-    run_moe, swiglu = runner.run_moe, ActivationType.Swiglu
+    # The function has a pointer to its runner, which it does not keep alive.
+    function, swiglu = _Kept(runner.run_moe, runner), ActivationType.Swiglu
 
     def inner(out, x, ids, weights, up, down, scales, constants, tactics) -> None:  # type: ignore[no-untyped-def]
         one_rank = (1, 0) * 3  # of tensor, expert and cluster parallelism
-        run_moe(
+        function.call(
             out, x, ids, weights, up, None, down, None, scales, None, *constants, True, *one_rank, False, False,
             tactics, True, swiglu,
         )  # fmt: skip
