@@ -18,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from polymoe.backends.packages import release
 from polymoe.environment import VARIABLES, cache_directory
 from polymoe.machine import Machine, driver_cuda
 from polymoe.plugins import GROUP, load
@@ -271,7 +272,7 @@ def _transformers() -> str:
     version = _version("transformers")
     if version == "not installed":
         return version
-    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST_TRANSFORMERS:
+    if release(version) < _OLDEST_TRANSFORMERS:
         return f"{version}: too old, polymoe needs {'.'.join(map(str, _OLDEST_TRANSFORMERS))} or newer"
     loading = sys.modules.get("polymoe.engines.transformers.loading")
     if loading is not None and loading.installed():
@@ -311,8 +312,7 @@ def _plug_in(
     """
     if version == "not installed":
         return version
-    release = re.match(r"\d+(\.\d+)*", version)
-    if release is None or tuple(map(int, release[0].split("."))) < oldest:
+    if release(version) < oldest:
         return f"{version}: too old, polymoe needs {'.'.join(map(str, oldest))} or newer"
     if not any(point.name == "polymoe" for point in metadata.entry_points(group=group)):
         return f"{version}, polymoe's plug-in is not registered: install polymoe with pip"
