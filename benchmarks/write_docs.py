@@ -13,7 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -31,9 +31,11 @@ from polymoe.bench.serving import record as serving
 from polymoe.bench.serving import report
 from polymoe.checkpoint.known_models import known_models
 from polymoe.checkpoint.kv_cache import kv_cache
+from polymoe.cost import cost
 from polymoe.explanation import explain
 from polymoe.install_command import install_command
 from polymoe.json_input import read_fields
+from polymoe.machine import DEVICES
 from polymoe.units import format_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -118,9 +120,31 @@ class Row:
 
 
 def records(*backends: str) -> list[Record]:
-    """The newest record of each key, in the files of these backends or in all."""
+    """The newest record of each key, in the files of these backends or in all, with today's floor."""
     paths = [ROOT / "benchmarks" / "results" / RECORDS[name] for name in backends or RECORDS]
-    return newest(record for path in paths if path.exists() for record in read(path))
+    return [with_todays_floor(r) for r in newest(record for path in paths if path.exists() for record in read(path))]
+
+
+BANDWIDTH_BEFORE = {"h200": 4.3}
+"""TB/s in the floors of records that do not name it."""
+
+
+def faster_memory(device: str, taken: float | None) -> float:
+    """Today's bandwidth of a device, relative to the one that a record's floor was taken with."""
+    now = DEVICES[device].bandwidth / 1e12 if device in DEVICES else None
+    return (now or 1.0) / (taken or BANDWIDTH_BEFORE.get(device) or now or 1.0)
+
+
+def with_todays_floor(r: Record) -> Record:
+    """The record with its floor at today's bandwidth. The floor is the time for memory where it is above the one for
+    the operations, which did not change."""
+    case = CASES.get(r.case.partition("[")[0])
+    faster = faster_memory(r.device, r.bandwidth_tb_s)
+    if case is None or faster == 1.0:
+        return r
+    compute_us = cost(case.problem(r.format, r.activations), DEVICES[r.device], r.tokens).compute_us
+    floor_us = max(compute_us, r.floor_us / faster)
+    return replace(r, floor_us=round(floor_us, 2), share=round(floor_us / r.median_us, 4))
 
 
 def best_peers(transformers: bool | None = None) -> dict[Row, dict[int, Peer]]:
@@ -270,7 +294,7 @@ def _decode_table(found: Sequence[ModelRecord]) -> str:
         for other in others:
             ratio = f"{r.tokens_per_second / by[other].tokens_per_second:.2f}" if other in by else ""
             cells += [_speed(by[other]) if other in by else "", ratio]
-        shares = [by[experts].share if experts in by else None for experts in ("packed", *others)]
+        shares = [_share(by[experts]) if experts in by else None for experts in ("packed", *others)]
         rows.append([*cells, *("" if share is None else f"{share:.2f}" for share in shares)])
     newest = {experts: max((by[experts] for by in lines if experts in by), key=lambda r: r.date)
               for experts in ("packed", *others)}  # fmt: skip
@@ -285,6 +309,11 @@ def _decode_table(found: Sequence[ModelRecord]) -> str:
     header += ["share of floor, packed", *(OTHERS[other] for other in others)]
     provenance = f"torch {r.torch}, transformers {r.transformers}, triton {r.triton}, polymoe {r.commit}, {r.date[:10]}"
     return f"{markdown(header, rows)}\n`{r.command}`: {provenance}.\n"
+
+
+def _share(r: ModelRecord) -> float | None:
+    """The share of the floor at today's bandwidth; a step's floor is the time for memory alone."""
+    return None if r.share is None else r.share / faster_memory(r.device, r.bandwidth_tb_s)
 
 
 def _speed(r: ModelRecord) -> str:

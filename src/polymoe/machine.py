@@ -35,7 +35,7 @@ class Device:
         capability: compute capability (9, 0) of a GPU.
         sms: streaming multiprocessors.
         memory_bytes: device memory; 0 for a CPU.
-        bandwidth: of device memory, bytes/s.
+        bandwidth: of device memory, bytes/s; where it was measured, of reading alone.
         flops_16bit, flops_fp8: dense tensor-core rates with float32 accumulation, flop/s; ``flops_fp8`` is None for
             GPUs without FP8 tensor cores.
         shared_memory_bytes: largest shared memory of one CTA.
@@ -85,7 +85,8 @@ def _gpu(name: str, sm: int, sms: int, mib: int, tb_s: float, bf16: float, fp8: 
     )
 
 
-# From data sheets: dense rates with float32 accumulation. The h200's bandwidth (of a copy) and rates were measured.
+# From data sheets: dense rates with float32 accumulation. The h200's bandwidth (of reading alone,
+# benchmarks/results/bandwidth-h200.jsonl) and rates were measured.
 # Memory is the total that nvidia-smi reports, in MiB; the gb10's is shared with its CPU and is that of the data sheet.
 DEVICES: dict[str, Device] = {
     d.name: d
@@ -97,7 +98,7 @@ DEVICES: dict[str, Device] = {
         _gpu("l40s", 89, 142, 46068, 0.864, 362, 733),
         _gpu("rtx4090", 89, 128, 24564, 1.008, 165, 330),
         _gpu("h100", 90, 132, 81559, 3.35, 989, 1979),
-        replace(_gpu("h200", 90, 132, 143771, 4.3, 790, 1580), rates="measured"),
+        replace(_gpu("h200", 90, 132, 143771, 4.58, 790, 1580), rates="measured"),
         _gpu("b200", 100, 148, 183359, 7.7, 2250, 4500),
         _gpu("b300", 103, 148, 275040, 8.0, 2250, 4500),
         _gpu("rtx5090", 120, 170, 32607, 1.792, 209, 419),

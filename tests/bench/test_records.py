@@ -28,7 +28,7 @@ def test_a_line_has_exactly_the_fields(tmp_path: Path) -> None:
     assert list(json.loads(line)) == [
         "case", "backend", "format", "activations", "tokens", "routing", "median_us", "p25_us", "p75_us", "floor_us",
         "share", "error", "error_exact", "device", "torch", "triton", "commit", "date", "command", "family", "config",
-        "peer", "version",
+        "peer", "version", "bandwidth_tb_s",
     ]  # fmt: skip
     assert read(tmp_path / "r.jsonl") == [ONE]
 

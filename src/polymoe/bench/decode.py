@@ -279,6 +279,7 @@ class ModelBench:
             commit=self.stamp.commit,
             date=self.stamp.date(),
             command=self.stamp.command,
+            bandwidth_tb_s=self.device.bandwidth / 1e12,
             **what,
         )
 

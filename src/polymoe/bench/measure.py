@@ -314,6 +314,7 @@ class Bench:
             config=str(config) if config else None,
             peer=c.peer.name if c.peer else None,
             version=c.version,
+            bandwidth_tb_s=self.machine.device.bandwidth / 1e12,
         )
         return BenchRow(c.name, tokens, record, timing.by, tokens_per_joule=tokens_per_joule)
 

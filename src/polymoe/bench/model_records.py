@@ -25,7 +25,7 @@ class ModelRecord:
             Transformers calls in its own way, floor and count are those of the packed model, or None without it.
         weight_bytes: memory of the loaded model.
         difference: of logits, relative to those of the packed model; None for the packed model.
-        device, torch, transformers, triton, commit, date, command: as in a bench record.
+        device, torch, transformers, triton, commit, date, command, bandwidth_tb_s: as in a bench record.
     """
 
     checkpoint: str
@@ -52,6 +52,7 @@ class ModelRecord:
     commit: str
     date: str
     command: str
+    bandwidth_tb_s: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -46,6 +46,7 @@ class Record:
         family, config: kernel family and configuration of a backend.
         peer: name of the peer that was timed, whose ``backend`` is ``peer:NAME``; None for a backend.
         version: of the peer's package, or of the package whose kernels the backend runs.
+        bandwidth_tb_s: the memory bandwidth that ``floor_us`` takes; None in records of before it was kept.
     """
 
     case: str
@@ -71,6 +72,7 @@ class Record:
     config: str | None = None
     peer: str | None = None
     version: str | None = None
+    bandwidth_tb_s: float | None = None
 
     @property
     def key(self) -> tuple[str, str, str, str, int, str, str]:

@@ -88,10 +88,10 @@ class Humming(BackendBase):
     def predict(self, problem: Problem, machine: Machine, tokens: int) -> Prediction:
         """Return the sum of the times for memory, math and launches.
 
-        Rates are those of version 0.1.19 on one H200: 4-bit weights are read at two thirds of the bandwidth.
+        Rates are those of version 0.1.19 on one H200: 4-bit weights are read at 0.62 of the bandwidth.
         """
         c = cost(problem, machine.device, tokens)
-        memory_us = c.memory_us / (0.66 if problem.spec.up.bits == 4 else 0.85)
+        memory_us = c.memory_us / (0.62 if problem.spec.up.bits == 4 else 0.8)
         return Prediction(memory_us + c.compute_us / 0.55 + 25, "cost model")
 
     def bind(self, problem: Problem, packed: Packed) -> Runner:

@@ -105,12 +105,12 @@ class Triton(BackendBase):
     def predict(self, problem: Problem, machine: Machine, tokens: int) -> Prediction:
         """Return the sum of four times.
 
-        Weights are read at 0.68 of the bandwidth if they are 4-bit, else at 0.98. MMAs run at 0.7 of the 16-bit rate.
+        Weights are read at 0.64 of the bandwidth if they are 4-bit, else at 0.92. MMAs run at 0.7 of the 16-bit rate.
         Rows between the GEMMs are written and read. Launches take 14 us. The root mean square error is 9 % over the
         records of six cases on one H200 (``benchmarks/results/triton-h200.jsonl``).
         """
         c, spec, device = cost(problem, machine.device, tokens), problem.spec, machine.device
-        weights_us = c.memory_us / (0.68 if spec.up.bits == 4 else 0.98)
+        weights_us = c.memory_us / (0.64 if spec.up.bits == 4 else 0.92)
         flops_us = 1e6 * c.flops / device.flops_16bit / 0.7
         rows = tokens * problem.top_k * spec.local_experts / spec.experts
         rows_us = 1e6 * rows * 4 * (spec.hidden + spec.intermediate) / device.bandwidth
