@@ -12,10 +12,13 @@ from polymoe.activation_quantization import (
     FP8_STATIC,
     FP8_TOKEN,
     MXFP8,
+    NVFP4,
+    UNQUANTIZED,
     ActivationQuantization,
 )
 from polymoe.errors import ArgumentError
 from polymoe.formats import PerGroup
+from polymoe.numerics import TOLERANCE, TOLERANCE_E2M1
 from support.problems import problem_of, random_experts
 
 
@@ -29,8 +32,10 @@ def test_names_are_converted() -> None:
 
 
 def test_scales_of_a_row() -> None:
-    assert [a.scales_per_row(2880) for a in ACTIVATIONS.values()] == [None, 1, 23, None, 90]
+    assert [a.scales_per_row(2880) for a in ACTIVATIONS.values()] == [None, 1, 23, None, 90, None]
     assert (MXFP8.group_columns, MXFP8.scale_dtype) == (32, "e8m0")
+    assert (NVFP4.group_columns, NVFP4.scale_dtype, NVFP4.global_scale) == (16, "e4m3", True)
+    assert [a.tolerance for a in (UNQUANTIZED, MXFP8, NVFP4)] == [TOLERANCE, TOLERANCE, TOLERANCE_E2M1]
     assert (FP8_TOKEN.group_columns, FP8_GROUP128.group_columns, FP8_STATIC.static) == (None, 128, True)
 
 

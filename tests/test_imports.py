@@ -42,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "units": set(),
     "verdict": set(),
     "numerics": set(),
-    "machine": {"errors", "shapes"},
+    "machine": {"environment", "errors", "shapes"},
     "activations": {"errors", "shapes"},
     "routing": {"errors", "shapes"},
     "formats": {"errors", "shapes"},
@@ -52,7 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     "tensors": {"errors", "shapes", "formats", "activations"},
 }
 ALLOWED["scale_range"] = {"formats", "tensors"}
-ALLOWED["activation_quantization"] = {"errors", "shapes", "formats"}
+ALLOWED["activation_quantization"] = {"errors", "shapes", "formats", "numerics"}
 ALLOWED["problem"] = ALLOWED["tensors"] | {"tensors", "activation_quantization", "scale_range"}
 ALLOWED["cost"] = {"machine", "problem"}
 ALLOWED["layouts.cuda"] = ALLOWED["tensors"] | {"tensors", "scale_range", "verdict", "layouts"}

@@ -7,9 +7,19 @@ from typing import Literal
 
 from polymoe.errors import ArgumentError, nearest
 from polymoe.formats import Granularity, PerChannel, PerGroup, PerTensor
+from polymoe.numerics import TOLERANCE, TOLERANCE_E2M1
 from polymoe.shapes import ceil_div
 
-__all__ = ["ACTIVATIONS", "FP8_GROUP128", "FP8_STATIC", "FP8_TOKEN", "MXFP8", "UNQUANTIZED", "ActivationQuantization"]
+__all__ = [
+    "ACTIVATIONS",
+    "FP8_GROUP128",
+    "FP8_STATIC",
+    "FP8_TOKEN",
+    "MXFP8",
+    "NVFP4",
+    "UNQUANTIZED",
+    "ActivationQuantization",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,12 +28,14 @@ class ActivationQuantization:
 
     Attributes:
         name: on the command line, in records and in keys of measured times; ``str()`` gives it.
-        element: what a number is rounded to: E4M3, or None for the 16 bits of the operands.
+        element: what a number is rounded to: E4M3, E2M1, or None for the 16 bits of the operands.
         granularity: which numbers of ``[T, K]`` share one scale: a token's row (``PerChannel``), ``k`` columns of a row
             (``PerGroup``), or all that one expert gets (``PerTensor``); None without scales.
         static: whether the scales are the checkpoint's own, one an expert, rather than ``amax / 448`` of the numbers.
         scale_dtype: what a scale is held in; None without scales. An E8M0 scale is the smallest power of two that
-            is not below ``amax / 448``.
+            is not below ``amax / 448``. An E4M3 scale is the nearest to ``amax / 6`` over the global scale.
+        global_scale: whether a float32 scale multiplies all numbers as well: the largest input scale that the
+            checkpoint has for this rank's experts, or 1 where it has none.
 
     Example::
 
@@ -31,10 +43,11 @@ class ActivationQuantization:
     """
 
     name: str
-    element: Literal["e4m3"] | None = None
+    element: Literal["e4m3", "e2m1"] | None = None
     granularity: Granularity | None = None
     static: bool = False
-    scale_dtype: Literal["float32", "e8m0"] | None = None
+    scale_dtype: Literal["float32", "e8m0", "e4m3"] | None = None
+    global_scale: bool = False
 
     def __post_init__(self) -> None:
         scaled = (self.element is not None, self.granularity is not None, self.scale_dtype is not None)
@@ -53,13 +66,19 @@ class ActivationQuantization:
         return self.element is not None
 
     @property
+    def tolerance(self) -> float:
+        """Largest relative error of a correct backend against the reference that emulates this quantization."""
+        return TOLERANCE_E2M1 if self.element == "e2m1" else TOLERANCE
+
+    @property
     def group_columns(self) -> int | None:
         """Columns of a row that share a scale; None where whole rows do, or none."""
         return self.granularity.k if isinstance(self.granularity, PerGroup) else None
 
     def scales_per_row(self, columns: int) -> int | None:
-        """Scales of one row of ``columns`` that is quantized as it comes; None where scales are static, or none."""
-        if not self.quantized or self.static:
+        """Scales of one row of ``columns`` that a caller may give with quantized x; None where scales are static, or
+        none, or where there is a global scale too."""
+        if not self.quantized or self.static or self.global_scale:
             return None
         return ceil_div(columns, self.group_columns or columns)
 
@@ -99,7 +118,13 @@ FP8_STATIC = ActivationQuantization(
 MXFP8 = ActivationQuantization(name="mxfp8", element="e4m3", granularity=PerGroup(1, 32), scale_dtype="e8m0")
 """E4M3 with one E8M0 scale for 32 columns of a token (OCP Microscaling)."""
 
+NVFP4 = ActivationQuantization(
+    name="nvfp4", element="e2m1", granularity=PerGroup(1, 16), scale_dtype="e4m3", global_scale=True
+)
+"""E2M1 with one E4M3 scale for 16 columns of a token, and a global scale. A backend may keep 16 bits where a call has
+few tokens, and says so in its plan (``Config.activations``)."""
+
 ACTIVATIONS: dict[str, ActivationQuantization] = {
-    known.name: known for known in (UNQUANTIZED, FP8_TOKEN, FP8_GROUP128, FP8_STATIC, MXFP8)
+    known.name: known for known in (UNQUANTIZED, FP8_TOKEN, FP8_GROUP128, FP8_STATIC, MXFP8, NVFP4)
 }
 """Known ones, by name."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from polymoe.backends.base import inputs_of
 from polymoe.backends.reference import run_experts
 from polymoe.call import TORCH_DTYPES
 from polymoe.errors import PlanError, VerificationError
 from polymoe.layouts.pack_check import require_input_scales
-from polymoe.numerics import TOLERANCE, relative_error
+from polymoe.numerics import relative_error
 from polymoe.problem import Problem
 from polymoe.routing import Routing
 from polymoe.runtime import LayerRuntime, on_device
@@ -45,8 +47,12 @@ def check_layer(layer: LayerRuntime, problem: Problem, weights: ExpertWeights, w
     ids_TA = torch.tensor(local)[torch.arange(most * 2).reshape(most, 2) % len(local)] + spec.first_expert
     # Explicit: engines load models with another default dtype.
     weights_TA = torch.rand(most, 2, generator=generator, dtype=torch.float32) + 0.5
-    expected = _expected(problem, weights, x_TH, Routing(ids_TA, weights_TA), device)
-    if not bool(torch.isfinite(expected).all()):
+    modes = dict.fromkeys(inputs_of(problem, step.config) for step in steps)
+    expected = {
+        mode: _expected(replace(problem, activations=mode), weights, x_TH, Routing(ids_TA, weights_TA), device)
+        for mode in modes
+    }
+    if not all(bool(torch.isfinite(result).all()) for result in expected.values()):
         raise VerificationError(
             f"{where}, experts {', '.join(str(spec.first_expert + e) for e in local)}",
             expected="finite results in float32",
@@ -60,11 +66,12 @@ def check_layer(layer: LayerRuntime, problem: Problem, weights: ExpertWeights, w
         got = torch.empty_like(x)
         with on_device(device):
             step.runner.run(x, some, step.config, got)
-        error = relative_error(got.cpu(), expected[:rows])
-        if not error <= TOLERANCE:  # NaN fails too
+        mode = inputs_of(problem, step.config)
+        error = relative_error(got.cpu(), expected[mode][:rows])
+        if not error <= mode.tolerance:  # NaN fails too
             raise VerificationError(
                 f"{where}, backend {step.backend!r} ({step.config}), layout {layer.plans.layout!r}",
-                expected=f"a relative error of at most {TOLERANCE:g} against the reference",
+                expected=f"a relative error of at most {mode.tolerance:g} against the reference",
                 got=f"{error:.3g}",
                 hint="this is a bug: report it with this message, and load with another backend meanwhile",
             )

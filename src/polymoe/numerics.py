@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["TOLERANCE", "relative_error"]
+__all__ = ["TOLERANCE", "TOLERANCE_E2M1", "relative_error"]
 
 TOLERANCE = 6e-3
 """Largest relative error (norm of the difference over norm of the reference) of a correct backend, against the
 reference that emulates the same activations: about two roundings to bfloat16."""
+
+
+TOLERANCE_E2M1 = 5e-2
+"""The same where x and h are rounded to E2M1. Its numbers are far apart, so that h rounded to bfloat16 first becomes
+another number here and there: about 3 % of the norm. Results without rounding to E2M1 differ by 13 to 15 %."""
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:

@@ -33,24 +33,33 @@ class Accepted:
         opt_in_reason: why ``auto`` passes it over, or "" if ``auto`` may take it.
         foreign: whether it runs kernels of another library. ``auto`` takes those only for token counts at which they
             were measured on this machine, by ``polymoe tune``. Backends that other packages register count as foreign.
+        repeatable: whether repeated calls are bitwise identical. Where not, results are compared by tolerance alone.
         layouts: which of the backend's layouts serve the problem, or None if all do.
         notes: what else a user should know who names it, such as packages that it needs on a machine that is not this
-            one, or results that differ between repeats.
+            one.
     """
 
     max_tokens: int | None = None
     capturable: bool = False
     opt_in_reason: str = ""
     foreign: bool = False
+    repeatable: bool = True
     layouts: tuple[str, ...] | None = None
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """It does not fit, for all of these reasons."""
+    """It does not fit.
+
+    Attributes:
+        reasons: all of them.
+        layouts: which of the backend's layouts would serve the problem but for these reasons; None if all would. Their
+            own reasons are added: those of the one that lacks least.
+    """
 
     reasons: tuple[Reason, ...]
+    layouts: tuple[str, ...] | None = None
 
 
 Verdict = Accepted | Rejected

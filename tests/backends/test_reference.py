@@ -9,9 +9,10 @@ import torch
 
 from polymoe.activations import GeGLU, SwiGLU
 from polymoe.backends import BACKENDS
-from polymoe.backends.reference import emulate_activations, run_experts
+from polymoe.backends.reference import emulate_activations, layer_input_scales, run_experts
 from polymoe.errors import CheckpointError, UnsupportedProblem
 from polymoe.formats import FORMATS
+from polymoe.formats.elements import E2M1_VALUES
 from polymoe.machine import Machine
 from polymoe.numerics import relative_error
 from polymoe.planning.select import select
@@ -152,6 +153,48 @@ class TestActivationModes:
         assert got[0, :2].tolist() == [448.0, 1.125]  # a step of 1/8
         assert got[0, 32:34].tolist() == [448.0, 1.125]  # at scale 2: 224.5 to 224, and 0.535 to 0.5625
         assert not got[1].any()  # below the smallest scale's numbers
+
+    def test_nvfp4_by_its_definition(self) -> None:
+        """Element by element in float64, with a global scale that no tie depends on."""
+        x, g = torch.randn(3, 40) * torch.tensor([[1e-2], [1.0], [30.0]]), 0.0137
+        x[0, 16:32] = 0
+        grid = torch.tensor(E2M1_VALUES, dtype=torch.float64)
+        expected = torch.zeros_like(x)
+        for row in range(3):
+            for start in range(0, 40, 16):
+                block = x[row, start : start + 16].double()
+                scale = (block.abs().max() / g / 6).clamp(max=448).to(torch.float8_e4m3fn).double()
+                if scale:
+                    nearest = (block[:, None] / g / scale - grid).abs().argmin(1)
+                    expected[row, start : start + 16] = (grid[nearest] * scale * g).float()
+        got = emulate_activations(x, "nvfp4", torch.tensor(g))
+        assert torch.allclose(got, expected, rtol=1e-6, atol=0)
+        assert not got[0, 16:32].any()
+        assert 0.05 < relative_error(got[1], x[1]) < 0.12
+        assert got[2].abs().max() == pytest.approx(6 * 448 * g)  # the largest number that there is
+        assert torch.equal(emulate_activations(x, "nvfp4"), emulate_activations(x, "nvfp4", torch.tensor(1.0)))
+        clipped = emulate_activations(torch.full((1, 16), 1e5), "nvfp4")
+        assert clipped.unique().tolist() == [6 * 448.0]
+
+    def test_the_largest_input_scale_is_the_global_one(self) -> None:
+        weights = random_experts("nvfp4", experts=3, hidden=64, intermediate=32)
+
+        def of(*scales: float | None) -> list[float]:
+            found = [None if s is None else torch.tensor(s) for s in scales]
+            experts = [replace(weights.expert(e), gate_up_input_scale=s) for e, s in enumerate(found)]
+            return [float(scale) for scale in layer_input_scales(ExpertWeights.of(experts))]
+
+        assert of(0.5, 2.0, 1.0) == [2.0, 1.0]
+        assert of(0.5, None, 1.0) == of(0.5, float("nan"), 1.0) == of(None, None, None) == [1.0, 1.0]
+        x, routing = random_call(8, 64, 3)
+        plain, calibrated = (
+            run_experts(problem_of(weights, activations="nvfp4"), some, x, routing)
+            for some in (
+                weights,
+                ExpertWeights.of([replace(x, down_input_scale=torch.tensor(0.0123)) for x in weights]),
+            )
+        )
+        assert 1e-3 < relative_error(calibrated, plain) < 0.2
 
     def test_static_scale_clips(self) -> None:
         got = emulate_activations(torch.tensor([[1.0, 1000.0, -1000.0]]), "fp8_static", torch.tensor(1.0))

@@ -8,6 +8,7 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor
 
+from polymoe.activation_quantization import UNQUANTIZED, ActivationQuantization
 from polymoe.backends.config import Config
 from polymoe.backends.features import Handled
 from polymoe.errors import ArgumentError
@@ -15,7 +16,7 @@ from polymoe.layouts import Packed
 from polymoe.machine import Machine
 from polymoe.problem import Problem
 from polymoe.routing import Routing
-from polymoe.verdict import Accepted, Verdict
+from polymoe.verdict import Verdict
 
 __all__ = [
     "Backend",
@@ -23,6 +24,7 @@ __all__ = [
     "Prediction",
     "Runner",
     "RunnerBase",
+    "inputs_of",
     "layouts_for",
     "mapped_ids",
     "require_aligned",
@@ -201,6 +203,10 @@ class BackendBase:
         """The one that :meth:`Backend.configure` chooses."""
         return () if timed else (self.configure(problem, machine, tokens),)
 
+    def token_bounds(self, problem: Problem, machine: Machine) -> Sequence[int]:
+        """Largest token counts of ranges with a configuration of their own, beside powers of two: none."""
+        return ()
+
     def compile(
         self, problem: Problem, packed: Packed, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor
     ) -> None:
@@ -211,7 +217,11 @@ class BackendBase:
         return frozenset()
 
 
+def inputs_of(problem: Problem, config: Config | None) -> ActivationQuantization:
+    """Return how a call with this configuration rounds x and h, which the reference has to emulate."""
+    return UNQUANTIZED if config is not None and config.keeps_16_bits else problem.activations
+
+
 def layouts_for(backend: Backend, verdict: Verdict) -> tuple[str, ...]:
     """Layouts that serve what the verdict is about: all of the backend's, if it does not say which."""
-    chosen = verdict.layouts if isinstance(verdict, Accepted) else None
-    return backend.layouts if chosen is None else chosen
+    return backend.layouts if verdict.layouts is None else verdict.layouts

@@ -35,6 +35,11 @@ class Config:
         """Tokens of the call that checks a layer at load; enough that a single token does not decide the result."""
         return 8
 
+    @property
+    def keeps_16_bits(self) -> bool:
+        """Whether x and h stay in 16 bits where the problem quantizes them: NVFP4 inputs of calls with few tokens."""
+        return False
+
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, for JSON."""
         return asdict(self)

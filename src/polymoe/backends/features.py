@@ -80,7 +80,7 @@ def judge(backend: Backend, problem: Problem, machine: Machine) -> Verdict:
     reasons = verdict.reasons if isinstance(verdict, Rejected) else ()
     said = {reason.what for reason in reasons}
     more = tuple(reason for reason in undeclared if reason.what not in said)
-    return Rejected(more + reasons) if more else verdict
+    return Rejected(more + reasons, verdict.layouts) if more else verdict
 
 
 def failed(error: PluginError) -> Reason:

@@ -5,7 +5,7 @@ Only experts that receive tokens are dequantized.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from polymoe.backends.config import Config
 from polymoe.backends.features import ANY, SHARDS, Handled
 from polymoe.cost import cost
 from polymoe.errors import CheckpointError
-from polymoe.formats.elements import decode_scale, encode_e4m3, encode_scale
+from polymoe.formats.elements import E2M1_VALUES, decode_scale, encode_e2m1, encode_e4m3, encode_scale
 from polymoe.layouts import LAYOUTS, Packed
 from polymoe.machine import Machine
 from polymoe.problem import Problem
@@ -25,7 +25,7 @@ from polymoe.routing import Routing
 from polymoe.tensors import Expert, ExpertWeights
 from polymoe.verdict import Accepted, Verdict
 
-__all__ = ["Reference", "ReferenceRunner", "emulate_activations", "run_expert", "run_experts"]
+__all__ = ["Reference", "ReferenceRunner", "emulate_activations", "layer_input_scales", "run_expert", "run_experts"]
 
 # Bytes that torch moves to dequantize one weight: conversion of codes to float32, expansion of scales, their product,
 # and the read by the matrix product.
@@ -73,7 +73,7 @@ class Reference(BackendBase):
         return Prediction(1e6 * weights * _DEQUANTIZED_BYTES / machine.device.bandwidth + c.compute_us, "cost model")
 
     def gradients(self, problem: Problem) -> frozenset[str]:
-        """Return all of them; but rounding to E4M3 has no gradient, so none goes through quantized inputs."""
+        """Return all of them; but rounding has no gradient, so none goes through quantized inputs."""
         if not problem.activations.quantized:
             return frozenset(("x_TH", "topk_weights_TA", "out"))
         return frozenset(("topk_weights_TA", "out") if problem.weight_on == "output" else ("out",))
@@ -93,7 +93,7 @@ class ReferenceRunner(RunnerBase):
     @property
     def options(self) -> frozenset[str]:
         """``expert_map``, and ``x_scales`` where x is quantized dynamically."""
-        dynamic = self.problem.activations.quantized and not self.problem.activations.static
+        dynamic = self.problem.activations.scales_per_row(self.problem.spec.hidden) is not None
         return frozenset(("expert_map", "x_scales") if dynamic else ("expert_map",))
 
     def run(
@@ -141,14 +141,34 @@ def run_experts(
     x = x_TH.to(dtype)
     out = torch.zeros(x_TH.shape[0], spec.hidden, dtype=dtype, device=x_TH.device)
     local = routing.topk_ids_TA - spec.first_expert
+    scales = layer_input_scales(weights) if problem.activations.global_scale else None
     with torch.autocast(x_TH.device.type, enabled=False):  # autocast would compute the products in 16 bits
         for e in local[(local >= 0) & (local < spec.local_experts)].unique().tolist():
             token, slot = (local == e).nonzero(as_tuple=True)
             weight = routing.topk_weights_TA[token, slot].to(dtype)[:, None]
             rows = x[token] * weight if problem.weight_on == "input" else x[token]
-            y = run_expert(weights.expert(e), rows, problem.activation, problem.activations, quantize_x=quantize_x)
+            expert = weights.expert(e)
+            if scales is not None:
+                gate_up, down = (scale.to(x.device) for scale in scales)
+                expert = replace(expert, gate_up_input_scale=gate_up, down_input_scale=down)
+            y = run_expert(expert, rows, problem.activation, problem.activations, quantize_x=quantize_x)
             out.index_add_(0, token, y if problem.weight_on == "input" else y * weight)
     return out
+
+
+def layer_input_scales(weights: ExpertWeights) -> tuple[Tensor, Tensor]:
+    """Return the global scales of quantized x and h: the largest input scales of this rank's experts, float32 scalars,
+    and 1 for a projection where an expert has none."""
+    experts = [weights.peek(e) for e in range(weights.spec.local_experts)]
+
+    def largest(found: list[Tensor | None]) -> Tensor:
+        scales = [scale.float().reshape(()) for scale in found if scale is not None]
+        if len(scales) < len(found) or not scales:
+            return torch.ones(())
+        most = torch.stack(scales).amax()
+        return torch.where(most.isfinite() & (most > 0), most, torch.ones_like(most))
+
+    return largest([e.gate_up_input_scale for e in experts]), largest([e.down_input_scale for e in experts])
 
 
 def run_expert(
@@ -177,10 +197,11 @@ def run_expert(
 def emulate_activations(
     x_TK: Tensor, quantization: ActivationQuantization | str, input_scale: Tensor | None = None
 ) -> Tensor:
-    """Round x [T, K] to E4M3 and back, as a kernel with this quantization does; without quantization, return x.
+    """Round x [T, K] to E4M3 or E2M1 and back, as a kernel with this quantization does; without quantization, return x.
 
     Each scale is ``amax / 448`` of the values that share it, for E8M0 the next power of two that is not smaller; or
-    ``input_scale`` if scales are static.
+    ``input_scale`` if scales are static. With a global scale g, ``input_scale`` or 1, an E4M3 scale s is the nearest to
+    ``amax / g / 6``, at most 448, and x becomes the E2M1 number that is nearest to ``x / g / s``, times s times g.
 
     Raises:
         CheckpointError: if scales are static and the checkpoint has no input scale.
@@ -202,9 +223,22 @@ def emulate_activations(
     width = quantization.group_columns or columns
     blocks = torch.nn.functional.pad(x_TK, (0, -columns % width)).view(rows, -1, width)
     amax = blocks.abs().amax(-1, keepdim=True)
+    if quantization.element == "e2m1":
+        return _round_e2m1(blocks, amax, input_scale).view(rows, -1)[:, :columns]
     # Divide by a tensor: torch on a GPU divides by a number through its reciprocal, so that ties round differently.
     scale = amax / torch.full_like(amax, 448)
     if quantization.scale_dtype == "e8m0":
         scale = decode_scale(encode_scale(scale.float(), "e8m0"), x_TK.dtype)
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     return (encode_e4m3(blocks / scale).to(x_TK.dtype) * scale).view(rows, -1)[:, :columns]
+
+
+def _round_e2m1(blocks: Tensor, amax: Tensor, global_scale: Tensor | None) -> Tensor:
+    dtype = blocks.dtype
+    g = torch.ones(()) if global_scale is None else global_scale.float()
+    factor = g.reciprocal().to(blocks.device)  # kernels multiply by it: a tie may round differently if x is divided
+    scale = encode_e4m3(amax.float() * (factor / 6)).float()
+    # A group whose scale is 0 is 0, whatever its numbers.
+    ratio = factor / torch.where(scale == 0, torch.ones_like(scale), scale)
+    values = torch.tensor(E2M1_VALUES, dtype=dtype, device=blocks.device)
+    return values[encode_e2m1(blocks * ratio.to(dtype)).int()] * (scale / factor).to(dtype)

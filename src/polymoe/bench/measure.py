@@ -15,6 +15,7 @@ from torch import Tensor
 from polymoe.activation_quantization import UNQUANTIZED, ActivationQuantization
 from polymoe.backend_names import backend_hint
 from polymoe.backends import BACKENDS
+from polymoe.backends.base import inputs_of
 from polymoe.backends.reference import run_experts
 from polymoe.bench import baseline
 from polymoe.bench.cases import Workload
@@ -26,7 +27,7 @@ from polymoe.bench.timing import TimedCalls, distinct_calls
 from polymoe.errors import ArgumentError, UnsupportedProblem, nearest
 from polymoe.layouts import LAYOUTS, Packed
 from polymoe.machine import Machine
-from polymoe.numerics import TOLERANCE, relative_error
+from polymoe.numerics import relative_error
 from polymoe.planning.plan import Plan
 from polymoe.planning.select import select
 from polymoe.problem import Problem
@@ -80,12 +81,19 @@ class _Contender:
     peer: Peer | None = None
     version: str | None = None
 
-    @property
-    def tolerance(self) -> float:
+    def inputs(self, tokens: int) -> ActivationQuantization:
+        """How a call of so many tokens rounds its inputs."""
+        return inputs_of(self.problem, self.plan.step(tokens).config if self.plan and self.serves(tokens) else None)
+
+    def serves(self, tokens: int) -> bool:
+        """Whether it runs calls of so many tokens."""
+        return self.verdict.max_tokens is None or tokens <= self.verdict.max_tokens
+
+    def tolerance(self, tokens: int) -> float:
         """Largest accepted relative error against the reference."""
         if self.peer is not None:
             return PEER_TOLERANCE_QUANTIZED if self.problem.activations.quantized else PEER_TOLERANCE
-        return TOLERANCE if self.plan else baseline.TOLERANCE
+        return self.inputs(tokens).tolerance if self.plan else baseline.TOLERANCE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,10 +163,10 @@ class Bench:
             except torch.OutOfMemoryError:
                 yield BenchRow(c.name, None, note="out of GPU memory while packing")
                 continue
-            for t, emulated, exact in zip(tokens, expected[c.problem.activations], expected[UNQUANTIZED], strict=True):
+            for i, t in enumerate(tokens):
                 progress(f"{c.name}: {t} tokens")
                 try:
-                    row = self._row(c, run, calls[t], emulated, exact)
+                    row = self._row(c, run, calls[t], expected[c.inputs(t)][i], expected[UNQUANTIZED][i])
                 except torch.OutOfMemoryError:
                     row = BenchRow(c.name, t, note="out of GPU memory")
                 yield row
@@ -254,7 +262,7 @@ class Bench:
 
     def _row(self, c: _Contender, run: Run, calls: Sequence[Call], emulated: Tensor, exact: Tensor) -> BenchRow:
         tokens = len(calls[0][0])
-        if c.verdict.max_tokens is not None and tokens > c.verdict.max_tokens:
+        if not c.serves(tokens):
             return BenchRow(c.name, tokens, note=f"takes at most {c.verdict.max_tokens} tokens")
         outs = [torch.full_like(x, float("nan")) for x, _ in calls]  # missing writes become visible
         results = list(outs)
@@ -266,10 +274,9 @@ class Bench:
 
         call(0)
         before = relative_error(results[0], emulated)
-        if not before <= c.tolerance:  # NaN fails too
-            return BenchRow(
-                c.name, tokens, note=f"WRONG, not timed: error {before:.2g}, at most {c.tolerance:g}", wrong=True
-            )
+        most = c.tolerance(tokens)
+        if not before <= most:  # NaN fails too
+            return BenchRow(c.name, tokens, note=f"WRONG, not timed: error {before:.2g}, at most {most:g}", wrong=True)
         timed = [partial(call, index) for index in range(len(calls))]
         together = TimedCalls(timed, self.device, graph=c.verdict.capturable)
         for out in outs:
@@ -277,7 +284,7 @@ class Bench:
         timing = together.time(rest_seconds=_REST_SECONDS)
         error = relative_error(results[0], emulated)
         whole = timing.by == "calls" or all(bool(result.isfinite().all()) for result in results)
-        if not (error <= c.tolerance and whole):
+        if not (error <= most and whole):
             return BenchRow(
                 c.name, tokens, note=f"WRONG: error {before:.2g} before timing, {error:.2g} after, or NaN", wrong=True
             )
@@ -294,7 +301,7 @@ class Bench:
             case=self.workload.case,
             backend=c.name,
             format=c.problem.spec.format,
-            activations=str(c.problem.activations),
+            activations=str(c.inputs(tokens)),
             tokens=tokens,
             routing=self.distribution.name,
             median_us=round(timing.median_us, 2),

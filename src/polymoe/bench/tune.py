@@ -1,6 +1,7 @@
 """Tuning: find the fastest correct configuration of each backend at each token count, for a table of measured times.
 
-Every configuration is compared with the reference, and must repeat bitwise, before it can win. Timing has two stages: a
+Every configuration is compared with the reference, and must repeat bitwise unless the backend says that it does not,
+before it can win. Timing has two stages: a
 few replays of each configuration, then many of the best. Each token count is written when it is finished, so that an
 interrupted run keeps its rows and the next one continues there.
 """
@@ -8,7 +9,7 @@ interrupted run keeps its rows and the next one continues there.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor
 
 from polymoe import __version__
-from polymoe.backends.base import Backend
+from polymoe.activation_quantization import ActivationQuantization
+from polymoe.backends.base import Backend, inputs_of
 from polymoe.backends.config import Config
 from polymoe.bench.cases import Workload
 from polymoe.bench.compile_ahead import CompileAhead
@@ -28,7 +30,7 @@ from polymoe.bench.timing import TimedCalls, distinct_calls
 from polymoe.errors import ArgumentError, UnsupportedProblem, VerificationError
 from polymoe.layouts import LAYOUTS, Packed
 from polymoe.machine import Machine
-from polymoe.numerics import TOLERANCE, relative_error
+from polymoe.numerics import relative_error
 from polymoe.planning.measured import Measured, problem_key
 from polymoe.planning.select import select
 from polymoe.planning.table_files import Lines, add, read_lines
@@ -140,7 +142,10 @@ class Tune:
         distribution = RoutingDistribution("uniform")
         counts = sorted({t for _, t in todo})
         first = [draw_calls(problem, distribution, self.device, t)[0] for t in counts]
-        expected = dict(zip(counts, reference_results(self.workload, problem.activations, first), strict=True))
+        expected = {
+            mode: dict(zip(counts, reference_results(self.workload, mode, first), strict=True))
+            for mode in dict.fromkeys((problem.activations, *self._kept(todo)))
+        }
         packed: Packed | None = None
         before: dict[str, Config] = {}
         for i, (w, t) in enumerate(todo):
@@ -156,7 +161,7 @@ class Tune:
                     self.compiler.wait_for_all(self._left() - (1 - _COMPILING) * self.seconds)
                 progress(f"{w.backend.name}: {t} tokens")
                 calls = draw_calls(problem, distribution, self.device, t)
-                search = _Search(self, w, packed, calls, expected[t], self._left() / (len(todo) - i))
+                search = _Search(self, w, packed, calls, expected, self._left() / (len(todo) - i))
                 outcome, config = search.run(before.get(w.backend.name))
             except torch.OutOfMemoryError:
                 outcome, config = Outcome(w.backend.name, t, note="out of memory"), None
@@ -165,6 +170,12 @@ class Tune:
                 if aside := add(self.file, [outcome.row]):
                     self.say(f"{self.file} was not a table of measured times: kept as {aside}")
             yield outcome
+
+    def _kept(self, todo: Sequence[tuple[_Work, int]]) -> list[ActivationQuantization]:
+        """How inputs are rounded by configurations that may be tried, where that is not as the problem says."""
+        problem, machine = self.workload.problem, self.machine
+        configs = [c for w, t in todo for c in w.backend.tuning_configs(problem, machine, t)]
+        return [mode for mode in (inputs_of(problem, c) for c in configs) if mode != problem.activations]
 
     def _work(self, backend: Backend) -> _Work:
         problem, machine = self.workload.problem, self.machine
@@ -239,7 +250,13 @@ class _Search:
     """Search for one backend at one token count within ``seconds``; the first configuration is always tried."""
 
     def __init__(
-        self, tune: Tune, w: _Work, packed: Packed, calls: Sequence[Call], expected: Tensor, seconds: float
+        self,
+        tune: Tune,
+        w: _Work,
+        packed: Packed,
+        calls: Sequence[Call],
+        expected: Mapping[ActivationQuantization, Mapping[int, Tensor]],
+        seconds: float,
     ) -> None:
         self.tune, self.w, self.packed, self.calls, self.expected = tune, w, packed, calls, expected
         self.end = tune.clock() + seconds
@@ -335,19 +352,24 @@ class _Search:
         outs = [torch.full_like(x, float("nan")) for x, _ in self.calls]  # missing writes become visible
         timed = [partial(run, *call, config, out) for call, out in zip(self.calls, outs, strict=True)]
         timed[0]()
-        error, once = relative_error(outs[0], self.expected), outs[0].clone()
-        if not error <= TOLERANCE:  # NaN fails too
-            raise _Wrong(f"relative error {error:.2g}, at most {TOLERANCE:g}")
+        once = outs[0].clone()
+        self._require_right(once, once, config)
         outs[0].fill_(float("nan"))
         timed[0]()
-        if not torch.equal(outs[0], once):
-            raise _Wrong("repeats differ")
+        self._require_right(outs[0], once, config)
         outs[0].fill_(float("nan"))
         together = self.tune.timed_calls(timed, self.tune.device, graph=self.w.verdict.capturable)
         timing = together.time() if at_length else together.time(_SCREENING)
-        if not torch.equal(outs[0], once):
-            raise _Wrong("repeats differ")
+        self._require_right(outs[0], once, config)
         return timing.median_us
+
+    def _require_right(self, got: Tensor, once: Tensor, config: Config) -> None:
+        mode = inputs_of(self.tune.workload.problem, config)
+        if got is not once and self.w.verdict.repeatable and not torch.equal(got, once):
+            raise _Wrong("repeats differ")
+        error = relative_error(got, self.expected[mode][self.tokens])
+        if not error <= mode.tolerance:  # NaN fails too
+            raise _Wrong(f"relative error {error:.2g}, at most {mode.tolerance:g}")
 
 
 class _Wrong(Exception):

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from polymoe.backend_names import backend_hint
-from polymoe.backends.base import Backend, Prediction, layouts_for
+from polymoe.backends.base import Backend, BackendBase, Prediction, inputs_of, layouts_for
+from polymoe.backends.config import Config
 from polymoe.backends.features import failed, judge
 from polymoe.cost import cost
 from polymoe.errors import ArgumentError
@@ -43,6 +44,16 @@ class _Reader:
     proofs: Proofs
 
     @property
+    def bounds(self) -> list[int]:
+        """Where ranges of its configurations end, beside powers of two: token counts that were measured, its own, and
+        its limit."""
+        p = self.predictor
+        with guarded(p.backend):  # those of other packages may derive from nothing
+            own = p.backend.token_bounds(p.problem, p.machine) if isinstance(p.backend, BackendBase) else ()
+        limit = () if self.max_tokens is None else (self.max_tokens,)
+        return [*(point.tokens for point in p.points), *own, *limit]
+
+    @property
     def any_number(self) -> bool:
         """Whether it may run calls of any number of tokens. Where only measured times count, those of the largest
         calls that roles compare stand for all larger ones."""
@@ -55,21 +66,18 @@ class _Reader:
         with guarded(self.predictor.backend):
             return not self.only_measured or self.predictor.measured(tokens)
 
-    def family(self, tokens: int) -> str:
-        """The kernels that would run ``tokens`` tokens."""
-        return self.predictor.configure(tokens).kernel_family
-
-    def status(self, family: str) -> ProofStatus:
-        """How far a kernel family is proven on the machine's GPU model."""
-        p = self.predictor
+    def status(self, config: Config) -> ProofStatus:
+        """How far the kernel family of a configuration is proven on the machine's GPU model."""
+        p, family = self.predictor, config.kernel_family
         if any(point.config.kernel_family == family for point in p.points):
             return "measured"
-        return self.proofs.status(p.backend.name, family, p.problem, p.machine.device)
+        problem = replace(p.problem, activations=inputs_of(p.problem, config))
+        return self.proofs.status(p.backend.name, family, problem, p.machine.device)
 
     def rank(self, tokens: int) -> tuple[bool, float]:
         """The least is best: what ran on this GPU model before what never did, then the predicted time."""
         with guarded(self.predictor.backend):
-            return self.status(self.family(tokens)) == "unrun", self.predictor.predict(tokens).time_us
+            return self.status(self.predictor.configure(tokens)) == "unrun", self.predictor.predict(tokens).time_us
 
 
 def select(
@@ -165,7 +173,7 @@ class _Question:
         best = min(ranks, key=ranks.__getitem__, default=None)
         plan = plans[best] if best else None
         statuses: tuple[ProofStatus, ...] = (
-            tuple(usable[s.backend][0].status(s.config.kernel_family) for s in plan.steps) if plan else ()
+            tuple(usable[s.backend][0].status(s.config) for s in plan.steps) if plan else ()
         )
         return Selection(
             self.problem,
@@ -195,13 +203,13 @@ class _Question:
         auto = self.backend == "auto"
         reader = _Reader(predictor, verdict.max_tokens, verdict.foreign and auto, self.proofs)
         fitting = [t for t in self.points if verdict.max_tokens is None or t <= verdict.max_tokens]
-        families = dict.fromkeys(map(reader.family, fitting))
+        families = {config.kernel_family: config for config in map(predictor.configure, fitting)}
         candidate = Candidate(
             name,
             layouts,
             verdict,
             predictions=tuple((t, predictor.predict(t)) for t in fitting),
-            proofs=tuple((family, reader.status(family)) for family in families),
+            proofs=tuple((family, reader.status(config)) for family, config in families.items()),
             tunable=predictor.tunable,
         )
         chosen = self.backend == name or (auto and not verdict.opt_in_reason)
@@ -241,11 +249,11 @@ def _with_layouts(
     names = layouts_for(backend, verdict)
     refused = {name: _refusal(layouts[name], problem) if name in layouts else () for name in names}
     held = tuple(name for name, reasons in refused.items() if not reasons)
-    if held:
+    if held or not refused:
         return verdict, held
     name = min(refused, key=lambda n: len(refused[n]))
     found = tuple(Reason(f"layout {name}, {r.what}", r.expected, r.got) for r in refused[name])
-    return Rejected((verdict.reasons if isinstance(verdict, Rejected) else ()) + found), ()
+    return (replace(verdict, reasons=verdict.reasons + found) if isinstance(verdict, Rejected) else Rejected(found)), ()
 
 
 def _refusal(layout: Layout, problem: Problem) -> tuple[Reason, ...]:
@@ -266,15 +274,14 @@ def _layout_bytes(layout: Layout | None, problem: Problem) -> int | None:
 
 
 def _plan(layout: str, readers: Mapping[str, _Reader], *, any_number: bool) -> Plan | None:
-    """Best reader of ``layout`` for each token range. Ranges end at powers of two, at readers' limits and at the token
-    counts that were measured. None if some number of tokens has no reader, where the plan must take ``any_number``."""
-    limits = [r.max_tokens for r in readers.values() if r.max_tokens is not None]
+    """Best reader of ``layout`` for each token range. Ranges end at powers of two and at readers' bounds. None if some
+    number of tokens has no reader, where the plan must take ``any_number``."""
     unlimited = any(r.any_number for r in readers.values())
-    measured = [point.tokens for r in readers.values() for point in r.predictor.points]
-    points = sorted({*ROLE_TOKENS["mixed"], 512, *limits, *measured})
+    points = sorted({*ROLE_TOKENS["mixed"], 512, *(bound for r in readers.values() for bound in r.bounds)})
     if not unlimited:
         if any_number:
             return None
+        limits = [r.max_tokens for r in readers.values() if r.max_tokens is not None]
         points = [p for p in points if p <= max(limits)]
     # The last step is of a reader without any limit: others were measured, or work, up to some number of tokens.
     ranges = [(p, p) for p in points] + ([(points[-1], None)] if unlimited else [])

@@ -283,5 +283,6 @@ def describe(verdict: Accepted, proven: str = "") -> str:
     its notes."""
     facts = [f"up to {verdict.max_tokens} tokens"] if verdict.max_tokens is not None else []
     facts += ["CUDA graphs"] if verdict.capturable else []
+    facts += [] if verdict.repeatable else ["repeated calls differ in rounding"]
     facts += [text for text in (proven, verdict.opt_in_reason, *verdict.notes) if text]
     return "accepted" + (f" ({', '.join(facts)})" if facts else "")

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from polymoe.backends import BACKENDS
+from polymoe.backends.base import inputs_of
 from polymoe.backends.reference import run_experts
 from polymoe.checkpoint import Checkpoint
 from polymoe.checkpoint.roundtrip import repacked
@@ -167,13 +168,16 @@ def _verify_backends(
         for count, (x_TH, routing) in calls.items():
             if limit is not None and count > limit:
                 continue
-            expected = oracles[count] if oracles else run_experts(experts.problem, weights, x_TH, routing)
+            config = experts.explain().require().step(count).config
+            mode = inputs_of(problem, config)
+            emulated = replace(experts.problem, activations=mode)
+            expected = oracles[count] if oracles else run_experts(emulated, weights, x_TH, routing)
             error, time_us = _run(experts, x_TH, routing, expected)
-            against = "oracle" if oracles else "reference"
-            row = BackendRow(layer, candidate.backend, count, against, error, differing=differing, time_us=time_us)
-            family = experts.explain().require().step(count).config.kernel_family
-            stored = {"format": problem.spec.format, "activations": str(problem.activations)}
-            rows.append(replace(row, family=family, **stored))
+            row = BackendRow(
+                layer, candidate.backend, count, "oracle" if oracles else "reference", error, mode.tolerance
+            )
+            row = replace(row, differing=differing, time_us=time_us, family=config.kernel_family)
+            rows.append(replace(row, format=problem.spec.format, activations=str(mode)))
     return rows
 
 
