@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from polymoe.activation_quantization import ACTIVATIONS
-from polymoe.activations import ReLU2
+from polymoe.activations import ReLU2, SwiGLU
 from polymoe.backends import BACKENDS, Backend
 from polymoe.bench.cases import CASES
 from polymoe.formats import FORMATS
@@ -25,7 +25,7 @@ from polymoe.verdict import Accepted, Verdict
 
 GPUS = ("a100", "rtx4090", "h100", "h200", "b200", "rtx5090", "cpu")
 MODES = tuple(ACTIVATIONS)
-CASE = CASES["deepseek-v4-flash"]
+CASE = replace(CASES["deepseek-v4-flash"], activation=SwiGLU())  # without its limit
 
 INTRODUCTION = f"""\
 # Backends
@@ -36,9 +36,10 @@ accepts depends on properties of the problem and of the machine, never on the na
 
 The example is one layer of {CASE.experts} experts ({CASE.top_k} active, H {CASE.hidden}, F {CASE.intermediate}), \
 {CASE.activation.name}, x in bfloat16, on a machine with
-Triton 3.6, FlashInfer 0.7.2, Humming 0.1.19 and a driver for CUDA 13. Activations are `16bit` (x as it is), or E4M3
-with one scale for each token (`fp8_token`), for each 128 columns of a token (`fp8_group128`), from the checkpoint
-(`fp8_static`), or with a power of two for each 32 columns (`mxfp8`); `all` stands for these five.
+Triton 3.6, FlashInfer 0.7.2 with its compiled kernels and compilers, Humming 0.1.19 and a driver for CUDA 13.
+Activations are `16bit` (x as it is), or E4M3 with one scale for each token (`fp8_token`), for each 128 columns of a
+token (`fp8_group128`), from the checkpoint (`fp8_static`), or with a power of two for each 32 columns (`mxfp8`), or
+E2M1 with one E4M3 scale for each 16 columns and a global scale (`nvfp4`); `all` stands for these six.
 `auto` chooses among the backends that accept and need not be named, by measured or predicted time.
 
 Each cell says how far the backend is proven on that GPU model:
@@ -53,8 +54,11 @@ Whatever the cell says, a layer's results are compared with the reference when t
 """
 
 
+_COMPILER = {"nvidia-cutlass-dsl": "4.7.1", "nvidia-cutlass-dsl-libs-cu13": "4.7.1"}
+
 _CHANGED = (
-    "MXFP4 with 16-bit activations on an H200, and one property changed. Backends that take nothing there are left out."
+    "MXFP4 with 16-bit activations on an H200, unless it says otherwise, and one property changed. Backends that take "
+    "nothing there are left out."
 )
 
 
@@ -92,7 +96,8 @@ def machine(
     device: Device, triton: str = "3.6.0", flashinfer: str | None = "0.7.2", humming: str | None = "0.1.19"
 ) -> Machine:
     """The machine that the document speaks of, whatever this one is."""
-    foreign = {} if flashinfer is None else {"flashinfer-python": flashinfer, "flashinfer-cubin": flashinfer}
+    parts = ("flashinfer-python", "flashinfer-cubin")
+    foreign = {} if flashinfer is None else dict.fromkeys(parts, flashinfer) | _COMPILER
     foreign |= {} if humming is None else {"humming-kernels": humming}
     packages = {"torch": "2.11.0", "triton": triton, **foreign}
     return Machine(device, packages, (13, 0) if device.kind == "cuda" else None)
@@ -119,7 +124,9 @@ def changes() -> list[tuple[str, Problem, Machine]]:
     spec, bf16, fp8 = problem.spec, problem_of("bf16"), problem_of("fp8_tensor", "fp8_static")
     rank = replace(spec, first_expert=32, local_experts=16)
     turing = replace(DEVICES["a100"], name="sm_75", capability=(7, 5))
+    limited, rtx5090 = replace(problem_of("nvfp4"), activation=SwiGLU(limit=10.0)), machine(DEVICES["rtx5090"])
     return [
+        ("NVFP4 on an RTX 5090, SwiGLU with a limit", limited, rtx5090),
         ("no gate, ReLU squared", replace(problem, spec=replace(spec, gate=None), activation=ReLU2()), h200),
         ("biases", replace(problem, spec=replace(spec, bias=True)), h200),
         ("routing weight on the input", replace(problem, weight_on="input"), h200),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-__all__ = ["VARIABLES", "cache_directory"]
+__all__ = ["VARIABLES", "cache_directory", "downloads_allowed"]
 
 VARIABLES: Mapping[str, str] = MappingProxyType(
     {
@@ -19,6 +19,8 @@ VARIABLES: Mapping[str, str] = MappingProxyType(
         "POLYMOE_BACKEND": "the backend in a serving engine (default: auto)",
         "POLYMOE_CACHE": "directory of polymoe's cache, such as tuned tables (default: polymoe in the "
         "user's cache directory, $XDG_CACHE_HOME or ~/.cache)",
+        "POLYMOE_DOWNLOAD_KERNELS": "1 lets other libraries download compiled kernels that are not installed (default: "
+        "backends that would are refused)",
         "POLYMOE_LAYERS": "layers that polymoe runs in a serving engine: 0-3,7, or !0 for all others (default: all)",
         "POLYMOE_ROLE": "token counts to plan for in a serving engine: decode, prefill or mixed (default: the engine's "
         "own role)",
@@ -34,3 +36,8 @@ def cache_directory() -> Path:
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "polymoe"
+
+
+def downloads_allowed() -> bool:
+    """Return whether other libraries may download compiled kernels."""
+    return os.environ.get("POLYMOE_DOWNLOAD_KERNELS") == "1"

@@ -14,12 +14,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+from polymoe.environment import downloads_allowed
 from polymoe.errors import ArgumentError, nearest
 
 __all__ = ["DEVICES", "Device", "Machine", "driver_cuda", "host_memory"]
 
 PACKAGES = (
-    "torch", "triton", "transformers", "flashinfer-python", "flashinfer-cubin", "humming-kernels", "vllm", "sglang",
+    "torch", "triton", "transformers", "flashinfer-python", "flashinfer-cubin", "nvidia-cutlass-dsl",
+    "nvidia-cutlass-dsl-libs-cu13", "humming-kernels", "vllm", "sglang",
 )  # fmt: skip
 """Distributions that a backend may need. A machine records the version of each that is installed."""
 _WITH_CUDA = {"triton": "3.6.0"}
@@ -171,6 +173,7 @@ class Machine:
         packages: versions of the installed distributions among those that a backend may need: ``{"triton": "3.6.0"}``.
         driver: newest CUDA version that the driver runs, (13, 0); None without a driver, or where it is not known.
         elsewhere: whether this describes a GPU that is not here, beside which other packages may be installed.
+        downloads: whether libraries may download compiled kernels that are not installed.
         layer_bytes: the host's free memory for one layer's experts; None for a GPU, or where it is not known. It
             changes from moment to moment, so it does not tell machines apart.
     """
@@ -179,6 +182,7 @@ class Machine:
     packages: Mapping[str, str] = field(default_factory=dict, hash=False)
     driver: tuple[int, int] | None = None
     elsewhere: bool = False
+    downloads: bool = False
     layer_bytes: int | None = field(default=None, compare=False, repr=False)
 
     def shared_by(self, layers: int) -> Machine:
@@ -202,7 +206,7 @@ class Machine:
         if device is not None and not device.startswith("cuda"):
             named = _named(device)
             if named.kind == "cuda":
-                return cls(named, {**_WITH_CUDA, **packages}, elsewhere=True)
+                return cls(named, {**_WITH_CUDA, **packages}, elsewhere=True, downloads=downloads_allowed())
             return cls._of(named, packages)
         import torch
 
@@ -216,7 +220,8 @@ class Machine:
                 hint='use device="cpu", or name a GPU to explain',
             )
         index = torch.device(device or "cuda").index
-        return cls(_detected(torch.cuda.current_device() if index is None else index), packages, driver_cuda())
+        device = _detected(torch.cuda.current_device() if index is None else index)
+        return cls(device, packages, driver_cuda(), downloads=downloads_allowed())
 
     @classmethod
     def _of(cls, device: Device, packages: Mapping[str, str]) -> Machine:

@@ -71,7 +71,10 @@ class TestPackage:
         assert found(None) == ["package flashinfer-python: expects 0.6.14 or newer, got not installed"]
         assert found("0.6.11.post3") == ["package flashinfer-python: expects 0.6.14 or newer, got 0.6.11.post3"]
         assert found("0.6.16.post4") == [
-            "package flashinfer-python: expects another version than 0.6.16, which returns NaN, got 0.6.16.post4"
+            "package flashinfer-python: expects another version, got 0.6.16.post4, which returns NaN"
+        ]
+        assert found("0.6.13") == [
+            "package flashinfer-python: expects 0.6.14 or newer, got 0.6.13, which returns garbage"
         ]
         assert found("0.6.14") == found("0.7.2") == found(None, elsewhere=True) == []
 
@@ -80,7 +83,7 @@ class TestPackage:
         assert needed == ("needs no-such-package 0.6.14 or newer there",)
 
 
-WRONG: dict[str, Any] = {"wrong": {"0.6.16": "returns NaN"}}
+WRONG: dict[str, Any] = {"wrong": {"0.6.16": "returns NaN", "0.6.13": "returns garbage"}}
 
 
 class TestCutlassSM90:

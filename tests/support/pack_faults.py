@@ -43,7 +43,7 @@ def choice(layout: Layout, device: str = "cpu") -> PlanRequest:
 
 def layer(format: str) -> ExpertWeights:
     """Experts with biases and input scales; NVFP4 has a global scale for each projection, and experts differ in it."""
-    weights = random_experts(format, experts=EXPERTS, hidden=128, intermediate=128, bias=True)
+    weights = random_experts(format, experts=EXPERTS, **_sizes(format), bias=True)
 
     def one(e: int) -> Expert:
         scales = torch.tensor(1.0 + e), torch.tensor(2.0 + e)
@@ -52,12 +52,18 @@ def layer(format: str) -> ExpertWeights:
     return ExpertWeights.of([one(e) for e in range(EXPERTS)])
 
 
+def _sizes(format: str) -> dict[str, int]:
+    """The least that every layout of the format holds."""
+    return dict.fromkeys(("hidden", "intermediate"), 256 if format == "int4_g32" else 128)
+
+
 CELLS = [
     (name, format)
     for name, layout in LAYOUTS.items()
-    for format in ("nvfp4", "mxfp4", "fp8_block128", "bf16")
+    for format in ("nvfp4", "mxfp4", "fp8_block128", "bf16", "int4_g32")
     if name != "natural" or format in ("nvfp4", "bf16")
-    if not layout.check(random_experts(format, experts=1, hidden=128, intermediate=128).spec)
+    if format != "int4_g32" or name == "flashinfer_trtllm_int4"
+    if not layout.check(random_experts(format, experts=1, **_sizes(format)).spec)
 ]
 """Names of layouts, each with the formats that it holds."""
 
@@ -81,13 +87,18 @@ def _other_global_scale(expert: Expert, weights: ExpertWeights) -> Expert:
     return replace(expert, down=replace(expert.down, global_scale=weights.expert(4).down.global_scale))
 
 
+def _of_experts(tensors: dict[str, Tensor]) -> list[Tensor]:
+    """Without what is made of them for kernels."""
+    return [tensor for name, tensor in tensors.items() if not name.startswith("kernel.")]
+
+
 def _stale(tensors: dict[str, Tensor]) -> None:
-    for tensor in tensors.values():
+    for tensor in _of_experts(tensors):
         tensor[7].view(-1).view(torch.uint8).random_(0, 100)
 
 
 def _overwritten(tensors: dict[str, Tensor]) -> None:
-    for tensor in tensors.values():
+    for tensor in _of_experts(tensors):
         tensor[8].copy_(tensor[9])
 
 

@@ -32,7 +32,8 @@ def need_package(
             added, and the requirement is a note instead.
         name: the distribution.
         least: the oldest version.
-        wrong: what known-bad versions do, by version; "0.6.16" stands for all of its post-releases too.
+        wrong: what known-bad versions do, by version; "0.6.16" stands for all of its post-releases too. Those below
+            ``least`` explain it.
 
     Returns:
         Notes for :attr:`polymoe.verdict.Accepted.notes`.
@@ -43,8 +44,8 @@ def need_package(
             return (f"needs {name} {least} or newer there",)
         reasons.need(False, f"package {name}", f"{least} or newer", "not installed")
         return ()
-    if reasons.need(release(version) >= release(least), f"package {name}", f"{least} or newer", version):
-        for bad, what in (wrong or {}).items():
-            same = release(version) == release(bad)
-            reasons.need(not same, f"package {name}", f"another version than {bad}, which {what}", version)
+    does = next((what for bad, what in (wrong or {}).items() if release(version) == release(bad)), "")
+    got = f"{version}, which {does}" if does else version
+    if reasons.need(release(version) >= release(least), f"package {name}", f"{least} or newer", got):
+        reasons.need(not does, f"package {name}", "another version", got)
     return ()

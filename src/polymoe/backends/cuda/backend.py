@@ -100,6 +100,10 @@ class Cuda(BackendBase):
         reasons.need(
             spec.local_experts <= _MOST_EXPERTS, "experts on this rank", f"at most {_MOST_EXPERTS}", spec.local_experts
         )
+        if not reasons.found and not any(_configs(problem, machine, f) for f in _families(problem, machine)):
+            # A device that has less than its compute capability says.
+            kib = device.shared_memory_bytes // 1024
+            reasons.need(False, f"shared memory of {device.arch}", "enough for a CTA", f"{kib} KiB")
         layouts = tuple(dict.fromkeys(family.layout for family in found))
         return reasons.verdict(Accepted(capturable=True, layouts=layouts))
 

@@ -1,7 +1,10 @@
 """FlashInfer: runs experts on the fused MoE kernels of FlashInfer, another library.
 
-Each family of its kernels is a route, for weights of one format on some GPUs. A route permutes the checkpoint's own
-bytes, and calls the kernels with fixed tactics. Nothing of the package is imported before a layer is bound.
+Each family of its kernels is a route, for weights of one format on some GPUs: CUTLASS's for MXFP4 on SM90;
+TensorRT-LLM's for INT4 by 32, MXFP4 and NVFP4 on SM100 and SM103; and those in CuTe DSL for NVFP4 on SM120 and SM121,
+where calls of few tokens keep 16-bit inputs, and with ``nvfp4`` calls of 64 tokens or more round them, from one
+packing. A route permutes the checkpoint's own bytes, and calls the kernels with fixed tactics. Nothing of the package
+is imported before a layer is bound. The routes for Blackwell never ran on a GPU.
 """
 
 from __future__ import annotations
@@ -15,15 +18,17 @@ from polymoe.backends.config import Config
 from polymoe.backends.features import SHARDS, Handled
 from polymoe.backends.flashinfer.config import FlashInferConfig
 from polymoe.backends.flashinfer.cutlass_sm90 import CutlassSM90
+from polymoe.backends.flashinfer.nvfp4_sm12x import Sm12xNvfp4
 from polymoe.backends.flashinfer.routes import PACKAGE, Route
+from polymoe.backends.flashinfer.trtllm_sm100 import TrtllmMxfp4, TrtllmMxint4, TrtllmNvfp4
 from polymoe.layouts import Packed
 from polymoe.machine import Machine
 from polymoe.problem import Problem
-from polymoe.verdict import Accepted, Reasons, Verdict
+from polymoe.verdict import Accepted, Reasons, Rejected, Verdict
 
 __all__ = ["ROUTES", "FlashInfer"]
 
-_ALL: tuple[Route, ...] = (CutlassSM90(),)
+_ALL: tuple[Route, ...] = (CutlassSM90(), TrtllmMxint4(), TrtllmMxfp4(), TrtllmNvfp4(), Sm12xNvfp4())
 
 ROUTES: dict[str, Route] = {route.name: route for route in _ALL}
 """Routes by name."""
@@ -52,21 +57,32 @@ class FlashInfer(BackendBase):
         if not here:
             built = sorted({arch for route in ROUTES.values() for arch in route.architectures})
             reasons.need(False, "GPU", " or ".join(f"SM{major}{minor}" for major, minor in built), device.arch)
-            return reasons.verdict(Accepted())
+            return Rejected(tuple(reasons.found), layouts=())
         route = _route(problem, machine)
         if route is None:
             formats = " or ".join(dict.fromkeys(route.format for route in here))
             reasons.need(False, f"weights on {device.arch}", formats, problem.spec.format)
-            route = here[0]
+            return Rejected(tuple(reasons.found), layouts=())
         notes = route.check(problem, machine, reasons)
         layouts = (route.layout(machine),)
-        return reasons.verdict(
-            Accepted(max_tokens=route.most_tokens, capturable=True, foreign=True, layouts=layouts, notes=tuple(notes))
+        if reasons.found:
+            return Rejected(tuple(reasons.found), layouts)
+        return Accepted(
+            max_tokens=route.most_tokens,
+            capturable=True,
+            foreign=True,
+            repeatable=route.repeatable,
+            layouts=layouts,
+            notes=tuple(notes),
         )
 
     def configure(self, problem: Problem, machine: Machine, tokens: int) -> FlashInferConfig:
         """Return the route's choice."""
         return _required(problem, machine).configure(problem, machine, tokens)
+
+    def token_bounds(self, problem: Problem, machine: Machine) -> Sequence[int]:
+        """Return the route's."""
+        return _required(problem, machine).token_bounds
 
     def predict(self, problem: Problem, machine: Machine, tokens: int) -> Prediction:
         """Return the time by the route's rates."""

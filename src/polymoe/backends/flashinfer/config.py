@@ -14,7 +14,7 @@ class FlashInferConfig(Config):
     """Which kernels a call runs.
 
     Attributes:
-        route: name of the route, its kernel family.
+        route: name of the kernel family: that of the route, or of one of its two.
         up, down: the tactic of each GEMM by name, for routes that have a choice; "" where there is none.
     """
 
@@ -24,8 +24,13 @@ class FlashInferConfig(Config):
 
     @property
     def kernel_family(self) -> str:
-        """The route. Each has its own proof status."""
+        """The family. Each has its own proof status."""
         return self.route
+
+    @property
+    def keeps_16_bits(self) -> bool:
+        """Whether x and h stay in 16 bits whatever the problem says: in the families for 16-bit inputs alone."""
+        return self.route.endswith("_w4a16")
 
     def __str__(self) -> str:
         return ", ".join([self.route, *(f"{name} {tactic}" for name, tactic in self._tactics() if tactic)])

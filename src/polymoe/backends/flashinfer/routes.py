@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from importlib import import_module
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
 
 from polymoe.activation_quantization import UNQUANTIZED, ActivationQuantization
-from polymoe.backends.base import Prediction, Runner
+from polymoe.backends.base import Prediction, Runner, mapped_ids
 from polymoe.backends.config import Config
 from polymoe.backends.flashinfer.config import FlashInferConfig
 from polymoe.backends.packages import need_package
 from polymoe.cost import cost
+from polymoe.errors import PlanError
 from polymoe.formats import FORMATS
 from polymoe.layouts import Packed
 from polymoe.machine import Machine
 from polymoe.problem import Problem
 from polymoe.verdict import Reasons
 
-__all__ = ["PACKAGE", "Route", "RouteRates"]
+__all__ = ["PACKAGE", "Route", "RouteRates", "function_of", "local_ids", "need_shared_memory"]
 
 PACKAGE = "flashinfer-python"
 """The distribution."""
+
+_WRITTEN_FOR = "polymoe was written for the arguments of flashinfer-python 0.7.2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +55,8 @@ class Route(ABC):
         least: oldest version of FlashInfer.
         wrong: what known-bad versions do.
         most_tokens: of one call, or None for any number.
+        repeatable: whether repeated calls are bitwise identical.
+        token_bounds: token counts at which the kernels change.
         rates: for the cost model.
         notes: what ``explain`` says of it.
     """
@@ -60,6 +70,8 @@ class Route(ABC):
     least: ClassVar[str]
     wrong: ClassVar[Mapping[str, str]] = {}
     most_tokens: ClassVar[int | None] = None
+    repeatable: ClassVar[bool] = True
+    token_bounds: ClassVar[tuple[int, ...]] = ()
     rates: ClassVar[RouteRates]
     notes: ClassVar[tuple[str, ...]] = ()
 
@@ -97,3 +109,36 @@ class Route(ABC):
     @abstractmethod
     def bind(self, problem: Problem, packed: Packed) -> Runner:
         """Prepare the calls of one layer. The package is imported here."""
+
+
+def need_shared_memory(reasons: Reasons, machine: Machine, kib: int) -> None:
+    """Add a reason unless a CTA has the shared memory that all GPUs of the kernels' architectures have.
+
+    Compiled kernels rely on it, so that a device that reports less is not what its compute capability says.
+    """
+    found = machine.device.shared_memory_bytes // 1024
+    reasons.need(found >= kib, f"shared memory of {machine.device.arch}", f"{kib} KiB a CTA", f"{found} KiB")
+
+
+def local_ids(ids_TA: Tensor, first_expert: int, experts: int, expert_map: Tensor | None) -> Tensor:
+    """Return places of experts in the packed layer, int32 [T, A]; ``experts``, their number, for those elsewhere."""
+    ids_TA = ids_TA - first_expert if expert_map is None else mapped_ids(ids_TA, expert_map)
+    return torch.where((ids_TA >= 0) & (ids_TA < experts), ids_TA, experts).int()
+
+
+def function_of(module: str, name: str, parameters: Sequence[str]) -> Callable[..., Any]:
+    """Import a function of FlashInfer that takes these parameters.
+
+    Raises:
+        PlanError: if the installed version has none that does.
+    """
+    expected = f"{name}({', '.join(parameters)})"
+    hint = f"{_WRITTEN_FOR}: install that version, or load with another backend"
+    try:
+        function = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise PlanError(module, expected=expected, got=f"{type(error).__name__}: {error}", hint=hint) from error
+    missing = [p for p in parameters if p not in inspect.signature(function).parameters]
+    if missing:
+        raise PlanError(module, expected=expected, got=f"no {', '.join(missing)}", hint=hint)
+    return function

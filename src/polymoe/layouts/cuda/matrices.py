@@ -98,6 +98,15 @@ class MatrixLayout(ABC):
         """Return the limit on scales of this encoding; None if the kernels decode all of them."""
         return None
 
+    def multiples(self, spec: ExpertsSpec) -> tuple[int, int]:
+        """Return what H and F must be multiples of."""
+        return self.multiple, self.multiple
+
+    def derive(self, spec: ExpertsSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what kernels read beside the packed tensors and what follows from those of all experts, by names that
+        begin with ``kernel.``."""
+        return {}
+
     def decodes(self, encoding: Encoding, scales: ScaleRange) -> bool:
         """Return whether the kernels decode scales in this range."""
         return True
@@ -110,8 +119,9 @@ class MatrixLayout(ABC):
             reasons.need(spec.gate == spec.up, "gate and up", "one encoding", both)
         for projection, encoding in spec.encodings.items():
             self.check_encoding(reasons, projection, encoding)
-        for name, size in (("H", spec.hidden), ("F", spec.intermediate)):
-            reasons.need(size % self.multiple == 0, name, f"a multiple of {self.multiple}", size)
+        sizes = (("H", spec.hidden), ("F", spec.intermediate))
+        for (name, size), multiple in zip(sizes, self.multiples(spec), strict=True):
+            reasons.need(size % multiple == 0, name, f"a multiple of {multiple}", size)
         for encoding in dict.fromkeys(spec.encodings.values()):
             limit = self.scale_limit(encoding)
             if limit is not None and scales is not None:
@@ -137,7 +147,7 @@ class MatrixLayout(ABC):
         """
         if out is not None and out.spec != weights.spec:
             raise PlanError("update", expected=str(out.spec), got=str(weights.spec), hint="load these experts again")
-        tensors = {} if out is None else out.tensors
+        tensors = {} if out is None else {n: t for n, t in out.tensors.items() if not n.startswith("kernel.")}
         count = weights.spec.local_experts
         found = torch.zeros(count, len(_MATRICES), dtype=torch.uint8, device=device)
         for e, expert in enumerate(uploaded(weights, device)):
@@ -154,7 +164,12 @@ class MatrixLayout(ABC):
                     found[e, i] = largest
             store(tensors, parts, e, count, device, fresh=out is None)
         self._require_scales(weights.spec, found)
-        return Packed(self.name, weights.spec, tensors)
+        derived = self.derive(weights.spec, tensors)
+        if out is None:
+            return Packed(self.name, weights.spec, tensors | derived)
+        for name, tensor in derived.items():
+            out.tensors[name].copy_(tensor)
+        return Packed(self.name, weights.spec, out.tensors)
 
     def _require_scales(self, spec: ExpertsSpec, found: Tensor) -> None:
         """Raise FormatError for the first expert and matrix beyond its limit; ``found`` is uint8 [E, matrices]."""
