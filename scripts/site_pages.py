@@ -5,6 +5,7 @@ Files of the root become pages as they are. The commands' page and the table of 
 
 from __future__ import annotations
 
+import html
 import posixpath
 import re
 from collections.abc import Callable, Iterator
@@ -39,7 +40,7 @@ def _command(command: Any, name: str, parent: Any) -> Iterator[str]:
         yield f"\n## {context.command_path}\n\n{_paragraphs(command.help)}\n\n"
         yield f"```text\n{context.get_usage().removeprefix('Usage: ')}\n```\n\n"
         records = (parameter.get_help_record(context) for parameter in command.get_params(context))
-        yield from _table(("option", ""), ((f"`{names}`", help) for names, help in filter(None, records)))
+        yield from _table(("option", ""), ((_code(names), help) for names, help in filter(None, records)))
         if examples := re.findall(r"^ *(\$ .*)$", command.epilog or "", re.MULTILINE):
             yield "\n```console\n" + "\n".join(examples) + "\n```\n"
         return
@@ -56,10 +57,15 @@ def _escaped(text: str) -> str:
     return re.sub(r"([\\`*_<>\[\]|])", r"\\\1", text)
 
 
+def _code(text: str) -> str:
+    """Plain text as code in a table. In backticks a bar would either end the cell or keep its backslash."""
+    return f"<code>{html.escape(text).replace('|', '&#124;')}</code>"
+
+
 def _table(head: tuple[str, ...], rows: Any) -> Iterator[str]:
     yield f"| {' | '.join(head)} |\n|{'---|' * len(head)}\n"
     for first, *rest in rows:
-        cells = (first.replace("|", "\\|"), *(_escaped(" ".join(cell.split())) for cell in rest))
+        cells = (first, *(_escaped(" ".join(cell.split())) for cell in rest))
         yield f"| {' | '.join(cells)} |\n"
 
 

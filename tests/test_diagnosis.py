@@ -34,7 +34,9 @@ class TestCommand:
     def test_one_block_on_stdout(self, cli: Any) -> None:
         code, out, err = cli("doctor")
         assert (code, err) == (0, "")
-        assert [line[:-1] for line in out.splitlines() if not line.startswith(" ")] == SECTIONS
+        titles = [line[:-1] for line in out.splitlines() if not line.startswith(" ")]
+        assert [title.partition(", asked for")[0] for title in titles] == SECTIONS
+        assert max(map(len, out.splitlines())) < 250  # reasons that the machine is wrong stand alone
         assert torch.__version__ in out
         assert "failed" not in out
 
@@ -201,7 +203,7 @@ class TestEngines:
             monkeypatch.setitem(sys.modules, name, loaded)  # type: ignore[arg-type]
             text = diagnosis._transformers()
             assert ("plug-in is active in this process" in text) == active
-            assert ("polymoe.engines.transformers.install()" in text) != active
+            assert ("polymoe.install()" in text) != active
 
     def test_transformers_plug_in_itself_says_whether_it_is_active(self) -> None:
         loading = pytest.importorskip("polymoe.engines.transformers.loading")

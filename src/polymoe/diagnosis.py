@@ -38,6 +38,8 @@ _OLDEST_VLLM = (0, 24)
 _OLDEST_SGLANG = (0, 5, 17)
 _WALK_SECONDS = 0.5
 """How long the size of a cache may take."""
+_SIZES = {"hidden": 4096, "intermediate": 2048, "experts": 128}
+_LAYER = "{experts} experts of {hidden} x {intermediate}, 8 a token".format(**_SIZES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +53,12 @@ class Diagnosis:
         return dict(self.sections)
 
     def __str__(self) -> str:
-        sections = dict(self.sections)
-        if "backends" in sections:
-            sections["backends"] = _grouped(sections["backends"])
-        return "\n".join(line for name, facts in sections.items() for line in (f"{name}:", *_lines(facts)))
+        lines = []
+        for name, facts in self.sections.items():
+            asked = name == "backends"
+            lines.append(f"{name}, asked for {_LAYER}:" if asked else f"{name}:")
+            lines += _lines(_grouped(facts) if asked else facts)
+        return "\n".join(lines)
 
 
 def diagnose() -> Diagnosis:
@@ -217,13 +221,15 @@ def _verdict(backend: str, form: str, machine: Machine) -> Facts:
     from polymoe.tensors import ExpertsSpec
 
     encoding = FORMATS[form].encoding
-    spec = ExpertsSpec(hidden=4096, intermediate=2048, experts=128, gate=encoding, up=encoding, down=encoding)
+    spec = ExpertsSpec(**_SIZES, gate=encoding, up=encoding, down=encoding)
     activations = ActivationQuantization.of(_typical()[form])
     problem = Problem(spec=spec, activation=SwiGLU(), top_k=8, activations=activations)
     (candidate,) = select(problem, machine, backends={backend: BACKENDS[backend]}).candidates
     verdict = candidate.verdict
     if isinstance(verdict, Rejected):
-        return {"accepted": False, "text": "refused: " + "; ".join(_merged(verdict.reasons))}
+        wrong = [r for r in verdict.reasons if r.what in ("GPU", "device")] or verdict.reasons  # the rest helps nobody
+        text = f"refused: {'; '.join(_merged(wrong))}"
+        return {"accepted": False, "text": text, "reasons": _merged(verdict.reasons)}
     proof = weakest(status for _, status in candidate.proofs)
     return {"accepted": True, "proof": proof, "text": describe(verdict, candidate.proven(machine.device))}
 
@@ -279,7 +285,7 @@ def _transformers() -> str:
         return f"{version}, polymoe's plug-in is active in this process"
     return (
         f"{version}, polymoe's plug-in is not active in this process: `polymoe run` and `polymoe serve` use it; "
-        "other programs call polymoe.engines.transformers.install()"
+        "other programs call polymoe.install()"
     )
 
 
@@ -302,13 +308,8 @@ def _plug_in(
 ) -> str:
     """Whether an engine's processes would run polymoe's plug-in, as far as the environment of this one says.
 
-    Args:
-        engine: its name.
-        version: the installed one.
-        oldest: the oldest version that has the plug-in's hooks.
-        group: of the engine's entry points.
-        variable: that limits plug-ins to those that it names.
-        named: these, None for all.
+    ``oldest`` is the oldest version with the plug-in's hooks, ``group`` that of the engine's entry points, and
+    ``variable`` limits plug-ins to those ``named``, None for all.
     """
     if version == "not installed":
         return version

@@ -132,7 +132,8 @@ def _named(name: str) -> Device:
     arch = re.fullmatch(r"sm(\d+)[a-z]?", key)
     if arch and int(arch[1]) in _TYPICAL:
         return replace(DEVICES[_TYPICAL[int(arch[1])]], name=f"sm_{arch[1]}")
-    raise ArgumentError("device", got=repr(name), hint=nearest(name, [*DEVICES, *(f"sm_{sm}" for sm in _TYPICAL)]))
+    known = nearest(key, [*DEVICES, *(f"sm_{sm}" for sm in _TYPICAL)])
+    raise ArgumentError("device", got=repr(name), hint=f"{known}; for another GPU name its architecture, such as sm_89")
 
 
 def _with_memory(device: Device, name: str) -> Device:

@@ -137,7 +137,6 @@ class TestRefusals:
             (("serve", "/no/such/path"), "/no/such/path"),
             (("explain", ROOT / "docs"), "config.json"),
             (("explain", ROOT / "README.md"), "config.json"),
-            (("verify", SUMS, "--layer", 9), "0-3"),
         ],
     )
     def test_problems_exit_with_1_and_a_message(self, cli: Cli, args: tuple[object, ...], message: str) -> None:

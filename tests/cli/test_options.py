@@ -108,6 +108,8 @@ def test_help(name: str, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     for param in COMMANDS[name].params:
         for option in (*param.opts, *param.secondary_opts):
             assert option.startswith("-") is False or re.search(rf"(^|[\s,/]){option}\b", out, flags=re.M), option
+    assert [line for line in out.partition("Examples:")[0].splitlines() if len(line) > 80] == []
+    assert " range>" not in out
     examples = re.findall(r"^    \$ (.*)$", out, flags=re.M)
     assert examples, "no examples"
     for example in examples:
@@ -133,6 +135,44 @@ def test_groups_and_old_forms(words: tuple[str, ...], command: str, cli: Cli) ->
     code, out, err = cli(*words)
     assert (code, out) == (2, "")
     assert command in err
+
+
+@pytest.mark.parametrize("name", ["", "bench", "eval"])
+def test_lists_of_commands_are_not_cut(name: str, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    out = cli(*name.split(), "-h")[1]
+    listed = out.partition("Commands:")[2].split("\n\n")[0]
+    assert listed
+    assert "..." not in listed
+
+
+@pytest.mark.parametrize("name", ["verify", "bench kernels"])
+def test_a_layer_that_is_not_there_is_a_wrong_value(name: str, cli: Cli) -> None:
+    checkpoint = [SUMS] if name == "verify" else ["--checkpoint", SUMS]
+    code, out, err = cli(*name.split(), *checkpoint, "--layer", "99")
+    assert (code, out) == (2, "")
+    assert "--layer: expected a layer with routed experts: 0-3, got 99, no such layer" in err
+
+
+def test_wrong_values_are_told_before_the_work(cli: Cli) -> None:
+    assert "bytes" not in cli("verify", SUMS, "--backend", "magic")[2]
+    assert "existing path" in cli("run", f"{SUMS}x")[2]  # not that there is no prompt
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [("mixtral", "mistralai/Mixtral-8x7B"), ("GPT-OSS-20B", "openai/gpt-oss-20b"), ("qwen3-30b", "Qwen/Qwen3-30B-A3B")],
+)
+def test_models_are_suggested_by_a_part_of_their_name(asked: str, named: str, cli: Cli) -> None:
+    code, _, err = cli("explain", asked)
+    assert (code, named in err) == (1, True), err
+
+
+def test_an_unknown_gpu_is_told_what_to_name(cli: Cli) -> None:
+    code, _, err = cli("explain", SUMS, "--device", "NVIDIA GeForce RTX 4080")
+    assert code == 2
+    assert "did you mean 'rtx4090'?" in err
+    assert "sm_89" in err
 
 
 def choices(hint: Any) -> set[str]:

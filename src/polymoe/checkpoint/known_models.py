@@ -33,6 +33,9 @@ from polymoe.json_input import parse_json
 
 __all__ = ["KnownModel", "dense_size_of", "known_models", "open_checkpoint"]
 
+_NAMED = 4
+"""How many known models a hint names at most."""
+
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
@@ -98,8 +101,10 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     try:
         return Checkpoint.open(path, config_only=True)
     except CheckpointNotFound as error:
-        alike = difflib.get_close_matches(str(path), [*known, *(name.split("/")[1] for name in known)], n=3)
-        names = dict.fromkeys(name for name in known if name in alike or name.split("/")[1] in alike)
+        asked = str(path).lower()
+        spelled = {text.lower(): name for name in known for text in (name, name.split("/")[1])}
+        alike = [spelled[text] for text in difflib.get_close_matches(asked, spelled, n=3)]
+        names = list(dict.fromkeys([*alike, *(name for name in known if asked in name.lower())]))[:_NAMED]
         such_as = ", ".join(names or ["openai/gpt-oss-20b"])
         error.hint = "; ".join(
             filter(

@@ -51,36 +51,46 @@ _eval = group(
     epilog="polymoe eval FILE ... is polymoe eval run FILE ...",
 )
 
-add(app, "explain", explain.command, f"polymoe explain {_SUMS} --device h200",
+add(app, "explain", "Say whether a model fits a GPU, how fast, and by which kernels.", explain.command,
+    f"polymoe explain {_SUMS} --device h200",
     "polymoe explain openai/gpt-oss-120b --device 'RTX 4090' --tp 8",
     f"polymoe explain {_SUMS} --device sm_100 --backend triton --json",
     "polymoe explain openai/gpt-oss-120b --engine vllm --tensor-parallel-size 8 --enable-expert-parallel")  # fmt: skip
-add(app, "verify", verify.command, f"polymoe verify {_SUMS}", f"polymoe verify {_SUMS} --layer 1 --tokens 1,64",
+add(app, "verify", "Check real experts: bytes, reference, and every backend.", verify.command,
+    f"polymoe verify {_SUMS}", f"polymoe verify {_SUMS} --layer 1 --tokens 1,64",
     f"polymoe verify {_SUMS} --all-backends")  # fmt: skip
-add(app, "run", run.command, f'polymoe run {_SUMS} "123+456="', f"polymoe run {_SUMS} < prompts.txt",
+add(app, "run", "Answer prompts.", run.command, f'polymoe run {_SUMS} "123+456="', f"polymoe run {_SUMS} < prompts.txt",
     "polymoe run openai/gpt-oss-120b --device-map auto --max-tokens 512 'Why is the sky blue?'")  # fmt: skip
-add(app, "chat", chat.command, f"polymoe chat {_SUMS}", "polymoe chat openai/gpt-oss-20b --system 'Answer briefly.'",
+add(app, "chat", "Chat with a checkpoint in the terminal.", chat.command,
+    f"polymoe chat {_SUMS}", "polymoe chat openai/gpt-oss-20b --system 'Answer briefly.'",
     f"polymoe chat {_SUMS} --json < messages.txt")  # fmt: skip
-add(app, "serve", serve.command, f"polymoe serve {_SUMS}",
+add(app, "serve", "Serve a checkpoint with OpenAI's API.", serve.command, f"polymoe serve {_SUMS}",
     "POLYMOE_API_KEY=secret polymoe serve openai/gpt-oss-20b --host 0.0.0.0 --continuous-batching")  # fmt: skip
 app.add_typer(_bench)
 app.add_typer(_eval)
-add(app, "tune", tune.command, "polymoe tune --case deepseek-v4-flash --tokens 1,4,16",
+add(app, "tune", "Find the fastest kernel configurations on this GPU.", tune.command,
+    "polymoe tune --case deepseek-v4-flash --tokens 1,4,16",
     f"polymoe tune --checkpoint {_SUMS} --seconds 60")  # fmt: skip
-add(app, "doctor", doctor.command, "polymoe doctor", "polymoe doctor --json")
-add(_bench, "kernels", bench.command, "polymoe bench kernels --case deepseek-v4-flash --tokens 1,16,64",
+add(app, "doctor", "Show this machine and what each backend says of it.", doctor.command,
+    "polymoe doctor",
+    "polymoe doctor --json")  # fmt: skip
+add(_bench, "kernels", "Time each backend on the experts of one layer.", bench.command,
+    "polymoe bench kernels --case deepseek-v4-flash --tokens 1,16,64",
     f"polymoe bench kernels --checkpoint {_SUMS} --backends cuda,triton --out results.jsonl",
     "polymoe bench kernels --case gpt-oss-120b --routing zipf:1.2 --plot share.png",
     "polymoe bench kernels --submit results.jsonl")  # fmt: skip
-add(_bench, "decode", bench_decode.command, f"polymoe bench decode {_SUMS} --batch-size 1,16")
-add(_bench, "serve", bench_serve.command,
+add(_bench, "decode", "Time whole models in Transformers: packed, dequantized.", bench_decode.command,
+    f"polymoe bench decode {_SUMS} --batch-size 1,16")  # fmt: skip
+add(_bench, "serve", "Time any OpenAI-compatible server.", bench_serve.command,
     "polymoe bench serve --server http://127.0.0.1:8000 --input-len 1024 --output-len 128",
     "polymoe bench serve --server http://127.0.0.1:8000 --concurrency 1,8,64 --out serve.jsonl --plot load.png",
     cls=bench_serve.ListCommand)  # fmt: skip
-add(_eval, "run", eval.command, "polymoe eval run models/sums-heldout.jsonl --limit 100",
+add(_eval, "run", "Ask a server questions and count the right answers.", eval.command,
+    "polymoe eval run models/sums-heldout.jsonl --limit 100",
     "polymoe eval run gsm8k.jsonl --server http://127.0.0.1:8000 --repeats 4",
     "polymoe eval run --tasks gsm8k,arc_easy --num-fewshot 5")  # fmt: skip
-add(_eval, "compare", eval.compare, "polymoe eval compare packed.jsonl dequantized.jsonl")
+add(_eval, "compare", "Compare two runs, with an interval.", eval.compare,
+    "polymoe eval compare packed.jsonl dequantized.jsonl")  # fmt: skip
 
 
 def _version(wanted: bool) -> None:

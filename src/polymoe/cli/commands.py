@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from polymoe.errors import PolymoeError, nearest
+from polymoe.errors import ArgumentError, CheckpointNotFound, PolymoeError, nearest
 
 __all__ = ["Command", "Group", "add", "group", "in_options"]
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 
+_LONG = 40
+"""Choices of more characters stand in the text of the help: beside the option they would not fit into 80 columns."""
+
 
 class Command(TyperCommand):
     """A command whose errors name options where the library names arguments, and the nearest choice."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for param in self.params:
+            param.get_help_record = partial(_record, param.get_help_record, str(param.name))  # type: ignore[method-assign]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the options.
@@ -42,6 +51,9 @@ class Command(TyperCommand):
         try:
             return super().invoke(ctx)
         except PolymoeError as error:
+            layer = ctx.params.get("layer")
+            if isinstance(error, CheckpointNotFound) and layer is not None and error.where == f"layer {layer}":
+                raise ArgumentError("--layer", expected=error.expected, got=f"{layer}, {error.got}") from error
             options = {str(p.name): p.opts[0] for p in self.params if p.opts[0].startswith("--")}
             error.where = in_options(error.where, options)
             error.hint = error.hint and in_options(error.hint, options)
@@ -86,20 +98,48 @@ def group(name: str, help: str, *, cls: type[Group] = Group, **options: Any) -> 
     )
 
 
+def _record(original: Callable[[Any], tuple[str, str] | None], name: str, ctx: Any) -> tuple[str, str] | None:
+    return _in_few_words(original(ctx), name)
+
+
+def _in_few_words(record: tuple[str, str] | None, name: str) -> tuple[str, str] | None:
+    """An option and its help, from Typer's: ``<int range>`` is ``<int>``, and long choices follow the text.
+
+    >>> _in_few_words(("--role <mixed|decode|prefill>", "Token counts."), "role")
+    ('--role <mixed|decode|prefill>', 'Token counts.')
+    >>> _in_few_words(("--case <deepseek-v3|deepseek-v4-flash|gpt-oss-120b>", "A layer."), "case")
+    ('--case <case>', 'A layer. One of: deepseek-v3, deepseek-v4-flash, gpt-oss-120b.')
+    """
+    if record is None:
+        return None
+    option, text = record[0].replace(" range>", ">"), record[1]
+    if (found := re.search(r"[<\[]([^<\[]*\|.*)[>\]]$", option)) and len(found[1]) > _LONG:
+        option = f"{option[: found.start()]}<{name}>"
+        said, bracket, more = text.partition("  [")  # the default
+        text = f"{said} One of: {found[1].replace('|', ', ')}.{bracket}{more}"
+    return option, text
+
+
 def add(
-    to: typer.Typer, name: str, function: Callable[..., Any], *examples: str, cls: type[TyperCommand] = Command
+    to: typer.Typer,
+    name: str,
+    short: str,
+    function: Callable[..., Any],
+    *examples: str,
+    cls: type[TyperCommand] = Command,
 ) -> None:
     """Add a command to a group.
 
     Args:
         to: the group.
         name: of the command.
+        short: what it does, for the list of commands: one sentence that fits beside the name into 80 columns.
         function: does it; its docstring is the help.
         examples: command lines for the help.
         cls: the command's class.
     """
     lines = "\n".join(f"  $ {example}" for example in examples)
-    to.command(name, cls=cls, epilog=f"\b\nExamples:\n{lines}", context_settings=_CONTEXT)(function)
+    to.command(name, cls=cls, short_help=short, epilog=f"\b\nExamples:\n{lines}", context_settings=_CONTEXT)(function)
 
 
 _VALUE = r"""("[^"]*"|'[^']*'|\.\.\.|[\w:.-]*\w)"""

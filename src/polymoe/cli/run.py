@@ -54,11 +54,13 @@ def command(
     json: Json = False,
 ) -> None:
     """Answer prompts; report the speed and the size of the experts, packed and dequantized."""
+    from polymoe import checkpoint as files
     from polymoe.errors import ArgumentError
 
     no_tensor_parallel(tp)
     prompts = list(prompt or [])
     if not prompts:
+        files.Checkpoint.open(checkpoint, config_only=True).close()  # a typo in it is said before anybody types
         if sys.stdin.isatty():
             say("reading prompts from the terminal, one on each line; Ctrl-D ends them. (polymoe chat is a dialogue.)")
         prompts = [line.rstrip("\n") for line in sys.stdin if line.strip()]

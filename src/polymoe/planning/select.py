@@ -8,7 +8,7 @@ replaced.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from polymoe.backend_names import backend_hint
@@ -29,7 +29,7 @@ from polymoe.plugins import PluginError, guarded
 from polymoe.problem import Problem
 from polymoe.verdict import Reason, Rejected, Verdict
 
-__all__ = ["select"]
+__all__ = ["require_backend", "select"]
 
 _FOREIGN = "another library's kernels: auto takes them where `polymoe tune` has measured them faster on this machine"
 
@@ -80,6 +80,17 @@ class _Reader:
             return self.status(self.predictor.configure(tokens)) == "unrun", self.predictor.predict(tokens).time_us
 
 
+def require_backend(name: str, backends: Iterable[str]) -> None:
+    """Refuse a name that is neither "auto" nor a backend's.
+
+    Raises:
+        ArgumentError: with the known names.
+    """
+    known = ["auto", *backends]
+    if name not in known:
+        raise ArgumentError("backend", got=repr(name), hint=backend_hint(name, known))
+
+
 def select(
     problem: Problem,
     machine: Machine,
@@ -114,8 +125,7 @@ def select(
     if table is None:
         table = installed(machine.device.name)
     points = role_tokens(role)
-    if backend != "auto" and backend not in backends:
-        raise ArgumentError("backend", got=repr(backend), hint=backend_hint(backend, ["auto", *backends]))
+    require_backend(backend, backends)
     if proofs is None:
         proofs = shipped()
     question = _Question(problem, machine, role, backend, layout, backends, layouts, table, proofs, points)

@@ -23,7 +23,7 @@ from polymoe.layouts import LAYOUTS
 from polymoe.layouts.pack_check import difference
 from polymoe.machine import Machine
 from polymoe.numerics import relative_error
-from polymoe.planning.select import select
+from polymoe.planning.select import require_backend, select
 from polymoe.problem import Problem
 from polymoe.routing import Routing
 from polymoe.runtime import PlanRequest
@@ -72,12 +72,13 @@ def verify(
     Raises:
         CheckpointError: if the checkpoint cannot be read or the layer does not exist.
         UnsupportedProblem: if the named backend is rejected.
-        ArgumentError: without token counts, or for one outside 1 to 65536.
+        ArgumentError: without token counts, for one outside 1 to 65536, or for an unknown backend.
     """
     if not tokens or not all(1 <= count <= MOST_TOKENS for count in tokens):
         raise ArgumentError(
             "tokens", expected=f"counts from 1 to {MOST_TOKENS}", got=", ".join(map(str, tokens)) or "none"
         )
+    require_backend(backend, BACKENDS)
     machine = Machine.of(device)
     with Checkpoint.open(path) as checkpoint:
         layers = checkpoint.layers_here if layer is None else (layer,)
