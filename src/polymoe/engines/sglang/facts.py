@@ -228,7 +228,7 @@ def facts_of(layer: Any, method: Any, server: Any, asked: Asked, tensors: Mappin
 def _top_k(layer: Any, server: Any) -> int | None:
     """Return the number of experts of a token; None if nothing says it.
 
-    SGLang's Llama-4 tells only its router, which is no part of the layer. Its config has the number too.
+    SGLang's Llama-4 tells only its router, which the layer does not contain. Its config has the number too.
     """
     if layer.top_k is not None:
         return layer.top_k
