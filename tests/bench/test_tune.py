@@ -290,3 +290,14 @@ def test_everything_is_given_to_compile_before_anything_runs(file: Path) -> None
     next(outcomes)
     first = (Knob(4), Knob(8), Knob(2), Knob(5))
     assert compiler.given[:2] == [(1, first), (2, first)]
+
+
+@pytest.mark.parametrize("repeatable", [True, False])
+def test_repeats_that_differ_in_rounding(file: Path, repeatable: bool) -> None:
+    """They are wrong, unless the backend says that its sums have no fixed order."""
+    noise = cycle((1.0, 1.003))
+    backend = Knobs(verdict=Accepted(repeatable=repeatable), wrong=lambda _, out: out.mul_(next(noise)))
+    said: list[str] = []
+    found = list(tune(backend, file, say=said.append).outcomes((4,)))
+    assert [outcome.row is not None for outcome in found] == [not repeatable]
+    assert any("repeats differ" in text for text in said) == repeatable

@@ -112,6 +112,18 @@ class TestExplain:
         assert re.search(r"16 +│ [\d.]+ ms +│ [\d.]+ us +│ [\d.]+ ms +│ [\d,]+ ", out)
         assert "cuda" in out.split("every backend")[1]
 
+    def test_a_plan_that_keeps_16_bits_for_few_tokens(self, cli: Cli) -> None:
+        name = "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4"
+        asked = ("explain", name, "--device", "gb10", "--backend", "flashinfer")
+        code, out, _ = cli(*asked, "--activations", "nvfp4")
+        assert code == 0
+        assert [line.split("│")[1:3] for line in out.splitlines() if line.startswith(("│ 1-63", "│ 64+"))] == [
+            [" 1-63   ", " flashinfer, 16-bit inputs "], [" 64+    ", " flashinfer                "],
+        ]  # fmt: skip
+        assert "repeated calls differ in rounding" in " ".join(out.split())
+        code, out, _ = cli(*asked)
+        assert (code, "16-bit inputs" in out, "64+" in out) == (0, False, False)
+
     def test_nothing_is_cut_on_a_narrow_terminal(self, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("COLUMNS", "80")
         code, out, _ = cli("explain", "openai/gpt-oss-20b", "--device", "rtx4090")

@@ -123,7 +123,9 @@ def _ranges(row: Row) -> Table:
     title = f"layers {layer_ranges(row.layers)}: what runs, in layout {layout}"
     table = Table("tokens", "backend", "time of one layer", "floor", "from", "proven", title=title)
     for found in row.selection.ranges():
-        table.add_row(found.tokens, found.step.backend, found.time, found.floor, found.source, found.proven or "-")
+        kept = row.problem.activations.quantized and found.step.config.keeps_16_bits
+        backend = f"{found.step.backend}, 16-bit inputs" if kept else found.step.backend
+        table.add_row(found.tokens, backend, found.time, found.floor, found.source, found.proven or "-")
     return table
 
 
