@@ -12,7 +12,7 @@ import torch
 from polymoe.activations import Activation, GeGLU, ReLU2, SwiGLU
 from polymoe.backends.base import inputs_of
 from polymoe.backends.flashinfer import FlashInfer
-from polymoe.backends.reference import run_experts
+from polymoe.backends.reference import layer_input_scales, run_experts
 from polymoe.bench.cases import CASES
 from polymoe.checkpoint.known_models import known_models
 from polymoe.errors import FormatError, PlanError
@@ -216,6 +216,14 @@ class TestRefusals:
         assert reasons(kimi(1), where)[0] == "GPU: expects SM90 or SM100 or SM103 or SM120 or SM121, got sm_110"
         assert {step.backend for step in select(kimi(1), where).require().steps} == {"triton"}
 
+    def test_expert_parallel_ranks_on_sm120(self) -> None:
+        whole = CASES["nemotron-3-super"].problem()
+        rank = replace(whole, ep=8, spec=replace(whole.spec, first_expert=64, local_experts=64))
+        assert reasons(rank, machine("gb10")) == [
+            "experts of other ranks: expects none, because they would be computed too, got 448"
+        ]
+        assert reasons(replace(kimi(1), ep=8, spec=replace(kimi(1).spec, local_experts=48)), machine("b200")) == []
+
     def test_too_many_experts(self) -> None:
         many = replace(kimi(1), top_k=33, spec=replace(kimi(1).spec, experts=2048, local_experts=2048))
         assert reasons(many, machine("b200")) == [
@@ -230,16 +238,23 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Installed:
     return installed
 
 
-def ranked(weights: ExpertWeights) -> ExpertWeights:
-    """As the last experts of twice as many, with input scales."""
-    experts = weights.spec.local_experts
-    spec = replace(weights.spec, experts=2 * experts, first_expert=experts, local_experts=experts)
+def calibrated(weights: ExpertWeights, *, rank_of_two: bool) -> ExpertWeights:
+    """With input scales, as a whole layer or as the last experts of twice as many."""
+    spec, count = weights.spec, weights.spec.local_experts
+    if rank_of_two:
+        spec = replace(spec, experts=2 * count, first_expert=count, local_experts=count)
 
     def one(e: int) -> Any:
         scales = torch.tensor(0.01 + 0.001 * e), torch.tensor(0.02)
         return replace(weights.expert(e), gate_up_input_scale=scales[0], down_input_scale=scales[1])
 
     return ExpertWeights(spec, one)
+
+
+def same_input_scales(weights: ExpertWeights, like: ExpertWeights) -> ExpertWeights:
+    """With the global scales of ``like`` in every expert."""
+    x, h = layer_input_scales(like)
+    return ExpertWeights(weights.spec, lambda e: replace(weights.expert(e), gate_up_input_scale=x, down_input_scale=h))
 
 
 def one_global_scale(weights: ExpertWeights) -> ExpertWeights:
@@ -278,34 +293,48 @@ def test_results(
     mapped: bool,
 ) -> None:
     """The documented kernels compute what the reference does from the arguments that they get."""
-    gated = not isinstance(activation, ReLU2)
+    gated, sm12x = not isinstance(activation, ReLU2), device != "b200"
     weights = random_experts(format, experts=6, hidden=256, intermediate=256, gated=gated)
-    weights = ranked(one_global_scale(weights) if format == "nvfp4" and gated and device == "rtx5090" else weights)
+    if format == "nvfp4" and gated and device == "rtx5090":
+        weights = one_global_scale(weights)
+    weights = calibrated(weights, rank_of_two=not sm12x)
     problem = problem_of(weights, activation, activations=mode, dtype="bf16")
     where = machine(device)
     plan = asked(problem, where).require()
     packed = LAYOUTS[plan.layout].pack(weights, torch.device("cpu"))
     runner, config = BACKEND.bind(problem, packed), plan.step(tokens).config
     g = torch.Generator().manual_seed(1)
+    experts = weights.spec.experts
     x = torch.randn(tokens, 256, generator=g).bfloat16()
-    routing = Routing(torch.rand(tokens, 12, generator=g).topk(3).indices, torch.rand(tokens, 3, generator=g))
-    routing.topk_ids_TA[0, 0], routing.topk_ids_TA[1, 0] = -1, 12
-    routing.topk_weights_TA[:2, 0] = float("nan")
+    routing = Routing(torch.rand(tokens, experts, generator=g).topk(3).indices, torch.rand(tokens, 3, generator=g))
+    routing.topk_ids_TA[0, 0], routing.topk_ids_TA[1, 0], routing.topk_ids_TA[2] = -1, experts, -1
+    routing.topk_weights_TA[:3, 0] = float("nan")
+    x[2] = float("inf")
     options = {}
-    if mapped:  # the same experts at other places
-        options["expert_map"] = torch.tensor([-1] * 6 + [5, 4, 3, 2, 1, 0])
+    if mapped:  # the same experts at other places; of a whole layer the first is nowhere
+        options["expert_map"] = torch.tensor([-1, 0, 5, 4, 3, 2] if sm12x else [-1] * 6 + [5, 4, 3, 2, 1, 0])
     out = torch.full_like(x, float("nan"))
     runner.run(x, routing, config, out, **options)
-    local = [weights.expert(e) for e in range(6)]
-    here = ExpertWeights(weights.spec, (local[::-1] if mapped else local).__getitem__)
-    emulated = replace(problem, activations=inputs_of(problem, config))
+    local, places = [weights.expert(e) for e in range(6)], list(range(6))
+    if mapped:
+        places = options["expert_map"].tolist()[-6:]
+        routing.topk_ids_TA[(routing.topk_ids_TA == 0) & sm12x] = -1
+    here = ExpertWeights(weights.spec, [local[place] for place in places].__getitem__)
+    used = inputs_of(problem, config)
+    emulated = replace(problem, activations=used)
+    if used.global_scale:  # of the experts that are packed, whatever is mapped
+        here = same_input_scales(here, weights)
     assert relative_error(out, run_experts(emulated, here, x, routing)) < tolerance
+    assert not out[2].any()
     name, given = flashinfer.calls[-1]
     shared = given["gemm1_weights"] if "gemm1_weights" in given else given["w13"]
     assert shared.data_ptr() == packed.tensors["up.codes"].data_ptr()  # never a copy
-    if config.kernel_family.startswith("sm12x"):
+    if sm12x:
         assert name == ("run_moe_w4a4" if mode == "nvfp4" and tokens >= 64 else "run_moe_w4a16")
         assert len(given["hidden_states"]) == {5: 8, 4: 4, 70: 128, 63: 64, 600: 1024}[tokens]
+        none = name == "run_moe_w4a4"
+        for row in given["topk_ids"][tokens:].tolist():
+            assert row == ([6, 6, 6] if none else given["topk_ids"][0].tolist())
 
 
 def test_long_calls_are_split(flashinfer: Installed) -> None:

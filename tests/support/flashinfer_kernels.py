@@ -164,7 +164,10 @@ class Installed:
         codes, scales = quantized(input.float(), described(global_scale, 1))
         return codes[:, 0::2] | codes[:, 1::2] << 4, scales.view(torch.uint8).flatten()
 
-    def _run_moe_w4a16(self, **a: Any) -> None:
+    def _run_moe_w4a16(self, *, topk_ids: Tensor, topk_weights: Tensor, **a: Any) -> None:
+        """An id that is no expert's stands for the nearest one, with a weight of 0."""
+        ids = topk_ids.clamp(0, len(a["w13"]) - 1)
+        a |= {"topk_ids": ids, "topk_weights": torch.where(ids == topk_ids, topk_weights, 0.0)}
         self._sm12x(a, None, None)
 
     def _run_moe_w4a4(self, *, a13_gs: Tensor, a2_gs: Tensor, **a: Any) -> None:

@@ -7,7 +7,11 @@ it has the former alone.
 
 Both add the experts of a token with atomics, the former in float32 and the latter in bfloat16, so that repeated calls
 differ in rounding. Each is compiled for a number of tokens at the first call that has it, which must not be captured:
-calls are filled up to a power of two, with ids that the kernels skip. No GPU ran this route yet.
+calls are filled up to a power of two. No GPU ran this route yet.
+
+For an id that is no expert's, ``sm12x_nvfp4_w4a16`` computes some expert with a weight of 0, which the other family
+skips. So calls of the former are filled up with the experts of the first token, whose weights are read anyway, and
+ranks of an expert parallel group are refused: they would read weights for nothing.
 """
 
 from __future__ import annotations
@@ -71,9 +75,11 @@ class Sm12xNvfp4(Route):
     def check(self, problem: Problem, machine: Machine, reasons: Reasons) -> Sequence[str]:
         """Add every reason against the problem, other than those of the layout; return notes."""
         notes = super().check(problem, machine, reasons)
-        function, driver = problem.activation, machine.driver
+        function, driver, spec = problem.activation, machine.driver, problem.spec
         if isinstance(function, SwiGLU):
             reasons.need(function == SwiGLU(), "activation", "SwiGLU without constants", function.name)
+        others = spec.experts - spec.local_experts
+        reasons.need(not others, "experts of other ranks", "none, because they would be computed too", others)
         need_shared_memory(reasons, machine, 99)
         if driver is not None or not machine.elsewhere:
             got = "none" if driver is None else f"CUDA {driver[0]}.{driver[1]}"
@@ -157,8 +163,10 @@ class _Sm12xRunner(RunnerBase):
         require_aligned("out", out_TH)
         experts = self._spec.local_experts
         ids_TA = local_ids(routing.topk_ids_TA, self._spec.first_expert, experts, expert_map)
-        # Kernels skip experts that are elsewhere, but some multiply by the weight first.
-        weights_TA = routing.topk_weights_TA.masked_fill(ids_TA == experts, 0.0)
+        nothing_TA = ids_TA == experts
+        weights_TA = routing.topk_weights_TA.masked_fill(nothing_TA, 0.0)
+        if config.route == _W4A16:  # 0 times what is no number would not be 0
+            x_TH = x_TH.masked_fill(nothing_TA.all(1, keepdim=True), 0.0)
         most = _MOST[config.route]
         for first in range(0, len(x_TH), most):
             some = slice(first, first + most)
@@ -170,7 +178,8 @@ class _Sm12xRunner(RunnerBase):
         x_TH = x_TH.contiguous()
         if more:
             x_TH, weights_TA = (pad(part, (0, 0, 0, more)) for part in (x_TH, weights_TA))
-            ids_TA = pad(ids_TA, (0, 0, 0, more), value=self._spec.local_experts)
+            none = ids_TA.new_full((1, ids_TA.shape[1]), self._spec.local_experts)
+            ids_TA = torch.cat((ids_TA, (ids_TA[:1] if family == _W4A16 else none).expand(more, -1)))
         elif x_TH.data_ptr() % 16:  # a view at an unaligned offset
             x_TH = x_TH.clone()
         direct = not more and not out_TH.data_ptr() % 16
