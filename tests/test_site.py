@@ -21,9 +21,10 @@ def test_every_command_and_option_has_its_row() -> None:
     assert found[0] == "polymoe explain"
     assert {"polymoe bench kernels", "polymoe bench serve", "polymoe eval compare", "polymoe doctor"} <= set(found)
     part = text.partition("## polymoe explain\n")[2].partition("\n## ")[0]
-    assert "| `--device " in part
+    assert "| <code>--device &lt;str&gt;</code> |" in part
+    assert "| <code>--role &lt;mixed&#124;decode&#124;prefill&gt;</code> |" in part  # no bar ends the cell
     assert "$ polymoe explain openai/gpt-oss-120b --device 'RTX 4090' --tp 8" in part
-    assert part.count("\n| `") >= 8
+    assert part.count("\n| <code>") >= 8
     assert not re.search(r"^\|.*[^\\]\[default", part, re.MULTILINE)  # brackets would be links
 
 

@@ -38,7 +38,7 @@ _OLDEST_VLLM = (0, 24)
 _OLDEST_SGLANG = (0, 5, 17)
 _WALK_SECONDS = 0.5
 """How long the size of a cache may take."""
-_SIZES = {"hidden": 4096, "intermediate": 2048, "experts": 128}
+_SIZES: dict[str, Any] = {"hidden": 4096, "intermediate": 2048, "experts": 128}
 _LAYER = "{experts} experts of {hidden} x {intermediate}, 8 a token".format(**_SIZES)
 
 
