@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from polymoe.bench.model_bytes import experts_modules, held_bytes, step_bytes
 from polymoe.bench.records import Stamp
 from polymoe.engines.transformers import load
 from polymoe.engines.transformers.dequantized import load_dequantized
-from polymoe.engines.transformers.transformers_packed import load_transformers_packed
+from polymoe.engines.transformers.transformers_packed import load_transformers_packed, local_kernels
 from polymoe.errors import UnsupportedProblem
 from polymoe.experts import FusedExperts
 from polymoe.formats.elements import E2M1_VALUES
@@ -181,6 +182,17 @@ def test_kernels_that_are_not_here_are_not_fetched(
     assert "not measured" in stdout
     assert "no local snapshot of kernels-community/gpt-oss-triton-kernels" in stderr
     assert not constants.HF_HUB_OFFLINE
+
+
+@pytest.mark.parametrize("found", [None, SimpleNamespace()])
+def test_a_missing_deepgemm_is_not_looked_for_in_every_call(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    variable = "TRANSFORMERS_DISABLE_DEEPGEMM_LINEAR"
+    monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(hub_kernels, "lazy_load_kernel", lambda name: found)
+    with local_kernels():
+        assert os.environ.get(variable) == (None if found else "1")
+    assert variable not in os.environ
 
 
 def test_steps_that_do_not_compile_are_tried_in_parts_and_plain(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import constants
+from transformers.integrations import hub_kernels
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import logging as transformers_logging
 
@@ -24,17 +25,27 @@ from polymoe.errors import UnsupportedProblem
 __all__ = ["fixed_kernels", "load_transformers_packed", "local_kernels"]
 
 _METHODS = ("fp8", "mxfp4")
+_NO_DEEPGEMM = "TRANSFORMERS_DISABLE_DEEPGEMM_LINEAR"
 
 
 @contextmanager
 def local_kernels() -> Iterator[None]:
     """Within it nothing is downloaded: the package `kernels` finds kernels where its environment variable
-    ``LOCAL_KERNELS`` says, or in the Hub's cache, also those that Transformers asks for while a model runs."""
+    ``LOCAL_KERNELS`` says, or in the Hub's cache, also those that Transformers asks for while a model runs.
+
+    DeepGEMM is optional for FP8. Where it is not found Transformers is told so: else it looks for it again in every
+    call of a linear layer.
+    """
     before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+    without, told = os.environ.get(_NO_DEEPGEMM), False
     try:
+        if torch.cuda.is_available() and without is None and hub_kernels.lazy_load_kernel("deep-gemm") is None:
+            os.environ[_NO_DEEPGEMM], told = "1", True
         yield
     finally:
         constants.HF_HUB_OFFLINE = before
+        if told:
+            del os.environ[_NO_DEEPGEMM]
 
 
 def load_transformers_packed(
