@@ -20,6 +20,7 @@ from polymoe.formats import FORMATS
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import DEVICES, Machine
 from polymoe.numerics import relative_error
+from polymoe.planning.measured import Table, problem_key
 from polymoe.planning.plan import Plan
 from polymoe.planning.select import select
 from polymoe.planning.selection import Selection
@@ -29,6 +30,7 @@ from polymoe.tensors import ExpertWeights
 from polymoe.verdict import Accepted, Rejected
 from support.flashinfer_kernels import Installed
 from support.problems import GPT_OSS, problem_of, random_experts
+from support.table_rows import row
 
 BACKEND = FlashInfer()
 PACKAGES = {
@@ -379,3 +381,22 @@ def test_tuning_tries_both_families() -> None:
     verdict = BACKEND.check(problem, machine("gb10"))
     assert isinstance(verdict, Accepted)
     assert not verdict.repeatable
+
+
+def test_a_table_moves_the_threshold() -> None:
+    problem = CASES["nemotron-3-super"].problem(activations="nvfp4")
+    times = {64: ("w4a16", 1000.0), 128: ("w4a16", 1500.0), 256: ("w4a4", 1600.0)}
+    rows = [
+        row(
+            tokens,
+            median_us,
+            device="gb10",
+            backend="flashinfer",
+            problem=problem_key(problem),
+            config={"route": f"sm12x_nvfp4_{family}"},
+            triton="3.7.1",
+        )
+        for tokens, (family, median_us) in times.items()
+    ]
+    plan = select(problem, machine("gb10"), backend="flashinfer", table=Table((tuple(rows),))).require()
+    assert steps(plan) == [("1-128", "sm12x_nvfp4_w4a16"), ("129+", "sm12x_nvfp4_w4a4")]
