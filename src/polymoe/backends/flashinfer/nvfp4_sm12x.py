@@ -9,8 +9,8 @@ Both add the experts of a token with atomics, the former in float32 and the latt
 differ in rounding. Each is compiled for a number of tokens at the first call that has it, which must not be captured:
 calls are filled up to a power of two. No GPU ran this route yet.
 
-For an id that is no expert's, ``sm12x_nvfp4_w4a16`` computes some expert with a weight of 0, which the other family
-skips. So calls of the former are filled up with the experts of the first token, whose weights are read anyway, and
+Where an id names none of the experts, ``sm12x_nvfp4_w4a16`` computes one of them with a weight of 0; the other family
+skips it. So calls of the former are filled up with the experts of the first token, whose weights are read anyway, and
 ranks of an expert parallel group are refused: they would read weights for nothing.
 """
 
@@ -165,7 +165,7 @@ class _Sm12xRunner(RunnerBase):
         ids_TA = local_ids(routing.topk_ids_TA, self._spec.first_expert, experts, expert_map)
         nothing_TA = ids_TA == experts
         weights_TA = routing.topk_weights_TA.masked_fill(nothing_TA, 0.0)
-        if config.route == _W4A16:  # 0 times what is no number would not be 0
+        if config.route == _W4A16:  # 0 times NaN or infinity would not be 0
             x_TH = x_TH.masked_fill(nothing_TA.all(1, keepdim=True), 0.0)
         most = _MOST[config.route]
         for first in range(0, len(x_TH), most):
