@@ -21,8 +21,9 @@ DEEPSEEK = CASES["deepseek-v3-tp8"].problem()
 
 class TestConfigure:
     def test_experts_of_many_rows(self) -> None:
-        found = [str(Cuda().configure(DEEPSEEK, H200, tokens)) for tokens in (1, 1024, 2048, 8192)]
+        found = [str(Cuda().configure(DEEPSEEK, H200, tokens)) for tokens in (4, 8, 1024, 2048, 8192)]
         assert found == [
+            "w8a8_mma, block_m 8",
             "w8a8_f16, block_m 32",
             "w8a8_f16, block_m 64",
             "w8a8, block_m 160",
@@ -30,7 +31,7 @@ class TestConfigure:
         ]
 
     def test_tuning_tries_them_where_the_error_of_a_call_is_no_accident(self) -> None:
-        converted = {CudaConfig("w8a8_f16", rows) for rows in W8A8_F16}
+        converted = {CudaConfig("w8a8_mma", 8), *(CudaConfig("w8a8_f16", rows) for rows in W8A8_F16)}
         assert set(Cuda().tuning_configs(DEEPSEEK, H200, 256)) == converted
         assert set(Cuda().tuning_configs(DEEPSEEK, H200, 1024)) == {*converted, *EVERY}
 

@@ -73,9 +73,10 @@ class TestCheck:
 
 class TestConfigure:
     def test_by_rows_of_an_expert(self) -> None:
-        tokens = (1, 256, 512, 1024)
-        assert [Cuda().configure(DEEPSEEK, H200, t) for t in tokens] == [EVERY[0], EVERY[0], EVERY[0], EVERY[1]]
-        assert Cuda().tuning_configs(DEEPSEEK, H200, 256) == tuple(EVERY)
+        few = CudaConfig("w8a8_mma", 8)
+        expected = [(1, few), (4, few), (8, EVERY[0]), (256, EVERY[0]), (512, EVERY[0]), (1024, EVERY[1])]
+        assert [(t, Cuda().configure(DEEPSEEK, H200, t)) for t, _ in expected] == expected
+        assert Cuda().tuning_configs(DEEPSEEK, H200, 256) == (EVERY[0], few, *EVERY[1:])
 
     def test_results_never_depend_on_the_batch(self) -> None:
         problem, tokens = replace(DEEPSEEK, batch_invariant=True), (1, 256, 512, 1024, 2048, 4096)

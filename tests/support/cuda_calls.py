@@ -166,7 +166,8 @@ def launches(
         assert name in names(unit, target)
 
         def call(args: Any, grid: Any, threads: int, shared: int = 0) -> None:
-            made.append(Made(name, {n: getattr(args, n) for n, _ in args._fields_}, tuple(grid), threads, shared))
+            fields = (n for kind in type(args).__mro__ for n, _ in getattr(kind, "_fields_", ()))
+            made.append(Made(name, {n: getattr(args, n) for n in fields}, tuple(grid), threads, shared))
 
         return Recorded(call)
 

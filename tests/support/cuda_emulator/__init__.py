@@ -25,6 +25,7 @@ ARGS = {
     "permute": ("PermutationArgs", "PermuteArgs"),
     "finalize": ("FinalizeArgs",),
     "quantize": ("QuantizePermutedArgs", "QuantizeRowsArgs"),
+    "w8a8_mma_fp8_block128": ("FewRowsArgs",),
 }
 """Structures that a unit's kernels take; those of the others take GemmArgs."""
 COMPILER = ("g++", "-shared", "-fPIC", "-O1", "-std=c++17", "-w")

@@ -411,6 +411,13 @@ inline uint32_t __match_any_sync(uint32_t, int value) {
         return same;
     });
 }
+inline uint32_t __ballot_sync(uint32_t, bool value) {
+    return of_lanes(value, [](int, auto of) {
+        int set = 0;
+        for (int lane = 0; lane < 32; ++lane) set |= (of(lane) != 0) << lane;
+        return set;
+    });
+}
 inline int __popc(uint32_t v) { return __builtin_popcount(v); }
 inline int __ffs(uint32_t v) { return __builtin_ffs(v); }
 inline uint32_t __funnelshift_l(uint32_t low, uint32_t high, int by) { return high << by | low >> (32 - by); }

@@ -12,6 +12,7 @@ from polymoe.kernels.cuda.sizes import (
     W4_FORMATS,
     W4A16_MMA,
     FamilySizes,
+    FewRowsFamilySizes,
     MmaFamilySizes,
 )
 
@@ -53,6 +54,9 @@ def unit_source(family: FamilySizes, format: str) -> str:
     meaning += "// in a stage, bytes of a stage, block_m, and the widths of wgmma for fewer rows."
     if isinstance(family, MmaFamilySizes):
         meaning = "the part, rows of x in multiples of 8, block_n, bytes of a stage."
+    macro = "POLYMOE_GEMM_KERNEL"
+    if isinstance(family, FewRowsFamilySizes):
+        meaning, macro = "the part, warps, bytes of a stage.", "POLYMOE_FEW_ROWS_KERNEL"
     lines = [f'{_NOTICE}#include "../gemm/{family.name}.cuh"\n', f"// Last arguments: {meaning}", "// clang-format off"]
     sizes = family.formats[format]
     for part in family.parts:
@@ -62,6 +66,8 @@ def unit_source(family: FamilySizes, format: str) -> str:
                 if block_m % 8:
                     continue  # runs in the kernel for the next multiple of 8
                 choices = [(n, (block_m // 8, n, stage)) for n in family.block_ns]
+            elif isinstance(family, FewRowsFamilySizes):
+                choices = [(0, (family.warps, stage))]
             else:
                 numbers = (tile.warpgroups, tile.n_blocks, tile.k_blocks, stage, block_m, *tile.widths)
                 choices = [(0, numbers)]
@@ -69,5 +75,5 @@ def unit_source(family: FamilySizes, format: str) -> str:
                 format_argument = [sizes.cpp] if sizes and len(family.formats) > 1 else []
                 arguments = ", ".join([*format_argument, PARTS[part], *map(str, numbers)])
                 name, threads = family.kernel(part, block_m, block_n), family.threads(block_m)
-                lines.append(f"POLYMOE_GEMM_KERNEL({name}, {threads}, {family.name}_gemm<{arguments}>)")
+                lines.append(f"{macro}({name}, {threads}, {family.name}_gemm<{arguments}>)")
     return "\n".join(lines) + "\n"

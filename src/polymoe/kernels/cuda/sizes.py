@@ -28,9 +28,11 @@ __all__ = [
     "W4_FORMATS",
     "W8A8",
     "W8A8_F16",
+    "W8A8_MMA",
     "Budget",
     "CtaTile",
     "FamilySizes",
+    "FewRowsFamilySizes",
     "MmaFamilySizes",
     "Pipeline",
     "W4Format",
@@ -266,6 +268,41 @@ class MmaFamilySizes(FamilySizes):
         return stages >= MIN_STAGES - budget.x_in_stages
 
 
+@dataclass(frozen=True, slots=True)
+class FewRowsFamilySizes(FamilySizes):
+    """The w8a8_mma kernels: ``mma.sync`` by single warps, each with a pipeline of its own, without producer warps.
+
+    A stage contains a block of 32 rows by 128 columns for every warp. There are two buffers of the warps' sums. Rows of
+    x are rounded to E4M3 by each group of warps that share a block of weights along K.
+    """
+
+    warps: int = 16
+    most_stages: int = 2
+
+    def threads(self, block_m: int) -> int:
+        """Return the threads of a CTA."""
+        return self.warps * 32
+
+    def stage_bytes(self, format: str, block_m: int) -> int:
+        """Return the bytes of a stage of all warps."""
+        tile = self.tiles[block_m]
+        return self.warps * tile.block_n * tile.block_k
+
+    def pipeline(self, budget: Budget, format: str, block_m: int, block_n: int, k: int) -> Pipeline:
+        """Return the pipeline with as many stages as fit in shared memory."""
+        stage, k_blocks = self.stage_bytes(format, block_m), k // E4M3_BLOCK_K
+        groups = self.warps // min(self.warps, 1 << k_blocks.bit_length() - 1)
+        sums = self.warps * self.tiles[block_m].block_n * block_m * 4
+        beside = 2 * sums + groups * k_blocks * block_m * E4M3_ROW_BYTES
+        stages = min((budget.shared_bytes - self.static_bytes - beside) // stage, self.most_stages)
+        return Pipeline(stages, 1, stages * stage + beside)
+
+    def fits(self, budget: Budget, format: str, block_m: int, block_n: int, k: int) -> bool:
+        """Return whether a stage fits in shared memory with the rows of x, and a warp's scales in 16 lanes."""
+        stages = self.pipeline(budget, format, block_m, block_n, k).stages
+        return stages >= 1 and k // E4M3_BLOCK_K <= 16 * self.warps
+
+
 def _tiles(*tiles: CtaTile) -> dict[int, CtaTile]:
     return {tile.block_m: tile for tile in tiles}
 
@@ -331,6 +368,12 @@ BF16 = FamilySizes(
 
 _BARRIER_BYTES = 16 * (MAX_STAGES + 1)  # two for each stage, and two that alternate the warpgroups
 
+# A warp's blocks are 32 rows by 128 columns of weights.
+W8A8_MMA = FewRowsFamilySizes(
+    "w8a8_mma", {"fp8_block128": None}, _tiles(CtaTile(8, 32, 128, 0)), _GATED, codes_bytes=4096, x_bytes=0
+)
+"""E4M3 weights, and rows rounded to E4M3, both converted to float16 for ``mma.sync``, for few rows per expert."""
+
 # A stage contains two scales for each row of x. Static memory contains a maximum per consumer warp, and two scales.
 W8A8_F16 = FamilySizes(
     "w8a8_f16",
@@ -356,5 +399,5 @@ W8A8 = FamilySizes(
 )  # fmt: skip
 """E4M3 weights and rows, multiplied in E4M3. Sums of 128 columns have 14 bits."""
 
-FAMILIES: dict[str, FamilySizes] = {f.name: f for f in (W4A16_MMA, W4A16_WGMMA, W4A8, BF16, W8A8_F16, W8A8)}
+FAMILIES: dict[str, FamilySizes] = {f.name: f for f in (W4A16_MMA, W4A16_WGMMA, W4A8, BF16, W8A8_MMA, W8A8_F16, W8A8)}
 """Sizes of all kernel families by name."""

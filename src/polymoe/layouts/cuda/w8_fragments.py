@@ -39,7 +39,8 @@ _ORDER = (0, 5, 1, 2, 6, 4, 9, 7, 8, 3)
 
 @dataclass(frozen=True, slots=True)
 class W8Fragments(MatrixLayout):
-    """E4M3 weights with a scale for each 128 x 128. The kernels ``w8a8_f16`` and ``w8a8`` read this layout."""
+    """E4M3 weights with a scale for each 128 x 128. Read by the kernels ``w8a8_mma``, ``w8a8_f16`` and
+    ``w8a8``."""
 
     name: str = "w8_fragments"
     multiple: ClassVar[int] = BLOCK

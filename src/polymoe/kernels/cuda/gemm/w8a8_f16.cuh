@@ -16,6 +16,7 @@
 #pragma once
 #include "../dequant/e4m3.cuh"
 #include "../epilogue.cuh"
+#include "../exact_divide.cuh"
 #include "../ptx/compiler.cuh"
 #include "../ptx/griddepcontrol.cuh"
 #include "../ptx/setmaxnreg.cuh"
@@ -163,12 +164,6 @@ struct RowMaxima {
     float of_warp[kWarps][BLOCK_M];
     float2 scale[BLOCK_M];  // and its reciprocal
 };
-
-// v / scale, rounded once; `inverse` is 1 / scale.
-__device__ __forceinline__ float exact_divide(float v, float scale, float inverse) {
-    const float q = v * inverse;
-    return fmaf(fmaf(-q, scale, v), inverse, q);
-}
 
 // h of a block's rows g, in place of the first half of their accumulators, and the maximum of each row of x in this
 // warp.

@@ -1,18 +1,19 @@
 """Launches of the compiled kernels. They are prepared once per configuration of a layer; calls set only addresses.
 
 :mod:`.call` is the base class. Other modules contain its variants: :mod:`.mma` (few rows, ``mma.sync``),
-:mod:`.tiled` (rows of x copied into permuted tiles), :mod:`.e4m3_rows` (rows of x quantized by token).
+:mod:`.tiled` (rows of x copied into permuted tiles), :mod:`.e4m3_rows` (rows of x
+quantized by token, or by the GEMMs).
 """
 
 from __future__ import annotations
 
 from polymoe.kernels.cuda.launch.call import Call
-from polymoe.kernels.cuda.launch.e4m3_rows import E4M3RowsCall, E4M3TilesCall
+from polymoe.kernels.cuda.launch.e4m3_rows import E4M3MmaCall, E4M3RowsCall, E4M3TilesCall
 from polymoe.kernels.cuda.launch.layer import Activation, Layer, Matrix
 from polymoe.kernels.cuda.launch.mma import MmaCall
 from polymoe.kernels.cuda.launch.tiled import QuantizedTilesCall, TiledCall
 
 __all__ = [
-    "Activation", "Call", "E4M3RowsCall", "E4M3TilesCall", "Layer", "Matrix", "MmaCall", "QuantizedTilesCall",
-    "TiledCall",
+    "Activation", "Call", "E4M3MmaCall", "E4M3RowsCall", "E4M3TilesCall", "Layer", "Matrix", "MmaCall",
+    "QuantizedTilesCall", "TiledCall",
 ]  # fmt: skip

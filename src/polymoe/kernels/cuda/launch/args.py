@@ -8,6 +8,8 @@ import torch
 
 __all__ = [
     "DTYPES",
+    "E4M3_ROWS",
+    "FewRowsArgs",
     "FinalizeArgs",
     "GemmArgs",
     "PermutationArgs",
@@ -21,6 +23,9 @@ _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 """Numbers of the dtypes of x and the output. A bias has this number plus 1, or 0 where there is no bias."""
 
+E4M3_ROWS = 3
+"""In place of a dtype of x: rows of E4M3 codes and their scales."""
+
 
 class GemmArgs(ctypes.Structure):
     """Arguments of a grouped GEMM: gate and up with the activation, or down."""
@@ -32,6 +37,15 @@ class GemmArgs(ctypes.Structure):
         *((name, _LONG) for name in ("codes_stride", "scales_stride")),
         *((name, _INT) for name in ("n", "k", "top_k", "stages", "x_buffers", "block_m", "activation", "bias_dtype")),
         *((name, _FLOAT) for name in ("alpha", "beta", "limit")),
+    )
+
+
+class FewRowsArgs(GemmArgs):
+    """Arguments of a grouped GEMM that rounds x and sorts few rows by itself: those of :class:`GemmArgs`, and more."""
+
+    _fields_ = (
+        ("ids", _POINTER),
+        *((name, _INT) for name in ("rows", "first_expert", "experts", "long_ids", "x_dtype")),
     )
 
 

@@ -57,6 +57,8 @@ class Call(ABC):
     """Whether y is indexed by permuted row, so that the permutation's inverse is needed."""
     y_bytes = 2
     """Bytes of an element of y."""
+    gemm_args: type[GemmArgs] = GemmArgs
+    """Arguments of the grouped GEMMs."""
 
     def __init__(
         self, layer: Layer, family: FamilySizes, block_m: int, block_n: int = 0, down_block_m: int = 0
@@ -183,7 +185,7 @@ class Call(ABC):
     def _gemm(self, part: str, matrix: Matrix, block_m: int, block_n: int) -> tuple[GemmArgs, Launch]:
         layer, family = self.layer, self.family
         pipeline = family.pipeline(layer.budget, matrix.format, block_m, block_n, matrix.k)
-        args = matrix.args(pipeline, block_m, layer.activation)
+        args = matrix.args(self.gemm_args, pipeline, block_m, layer.activation)
         name = family.kernel(part, block_m, family.block_n_for(block_n, matrix.k))
         kernel = modules.kernel(family.unit(matrix.format), name, layer.target)
         launch = kernel.prepare(args, family.threads(block_m), pipeline.shared_bytes)

@@ -37,10 +37,10 @@ class Matrix:
     expert_scale: Tensor | None = None
     up_expert_scale: Tensor | None = None
 
-    def args(self, pipeline: Pipeline, block_m: int, activation: Activation) -> GemmArgs:
-        """Return the arguments of a GEMM, except for those that depend on the call."""
+    def args(self, kind: type[GemmArgs], pipeline: Pipeline, block_m: int, activation: Activation) -> GemmArgs:
+        """Return the arguments of a GEMM, of type ``kind``, except for those that depend on the call."""
         parts = (self.codes, self.scales, self.bias, self.up_bias, self.expert_scale, self.up_expert_scale)
-        args = GemmArgs(*(None if part is None else part.data_ptr() for part in parts))
+        args = kind(*(None if part is None else part.data_ptr() for part in parts))
         args.codes_stride = self.codes.shape[1]
         args.scales_stride = 0 if self.scales is None else self.scales.shape[1]
         args.n, args.k, args.block_m = self.n, self.k, block_m

@@ -7,9 +7,9 @@ from polymoe.kernels.cuda.driver import Launch
 from polymoe.kernels.cuda.launch.args import PermutationArgs
 from polymoe.kernels.cuda.targets import Target
 
-__all__ = ["Permutation", "permutation_bytes"]
+__all__ = ["FEW_ROWS", "Permutation", "permutation_bytes"]
 
-_FEW_ROWS = 32
+FEW_ROWS = 32
 """Largest number of expanded rows that a single warp sorts."""
 
 _MANY_ROWS, _ROWS_PER_CTA, _MOST_CTAS = 2048, 1024, 32
@@ -66,7 +66,7 @@ class Permutation:
             )
         else:
             args.counts = None
-            few = rows <= _FEW_ROWS
+            few = rows <= FEW_ROWS
             self.launches = (
                 self._launch("permutation_one_warp" if few else "permutation_one_cta", 32 if few else 1024, 1),
             )

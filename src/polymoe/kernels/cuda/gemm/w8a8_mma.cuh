@@ -1,0 +1,399 @@
+// E4M3 weights with scales for 128 x 128, and rows of x that are rounded to E4M3 in the kernel, both converted to
+// float16 for mma.sync: for few rows an expert, where time is the reading of weights and the launches around it.
+//
+// One persistent CTA per SM walks over its share of the units (a work tile by 32 rows of weights). Each of its sixteen
+// warps copies blocks of 32 rows by 128 columns of weights (4 KB) into a pipeline of its own, and multiplies. Warps
+// share a unit, with K split between them, as far as K has blocks for them: even one token then has work for every SM.
+//
+// Each warp has the same columns of every unit. It rounds those of a work tile's x once, to where its lanes load their
+// B operands from: x takes neither a launch that rounds it nor a barrier. h is stored as float32, and rounded as x is.
+// Sums of 128 columns are multiplied by both scales and accumulated in float32, as in w8a8_f16.cuh.
+//
+// Up to 32 expanded rows are sorted by every warp on its own, so that there is no launch for that either. What the
+// first blocks need beside weights is loaded ahead of them: behind them it would wait until most of them are there.
+#pragma once
+#include "../dequant/e4m3.cuh"
+#include "../epilogue.cuh"
+#include "../exact_divide.cuh"
+#include "../ptx/compiler.cuh"
+#include "../ptx/griddepcontrol.cuh"
+#include "../ptx/mma_f16.cuh"
+#include "../ptx/st_shared_u16.cuh"
+
+namespace polymoe {
+
+struct FewRowsArgs : GemmArgs {
+    const void* ids;  // [rows]: expert ids, from which work tiles follow; or null: work tiles are given
+    int rows, first_expert, experts, long_ids;
+    int x_dtype;  // 0 bfloat16, 1 float16, 2 float32, 3 E4M3: rows of w8::row_bytes(k), codes and behind them scales
+};
+
+namespace w8a8_mma {
+
+constexpr int kWarps = 16, kUnit = 32, kBlockBytes = kUnit * kE4m3BlockK, kStages = 4;
+constexpr int kRows = 8;                            // of a work tile
+constexpr int kXBytes = kRows * (kE4m3BlockK + 4);  // of 128 columns: codes and the rows' scales
+constexpr int kSums = kWarps * kUnit * kRows;       // partial sums of the warps
+constexpr uint32_t kAll = 0xFFFFFFFFu;
+
+// A work tile's expert, how many rows it has, and the expanded row number lane / 4 of these, or -1.
+struct Rows {
+    int expert, count, row;
+};
+
+// The work tiles, of which there are `count`.
+struct WorkTiles {
+    const FewRowsArgs& args;
+    int expert, tile;  // of the expanded row number `lane`, where work tiles follow from ids
+    int count;
+
+    __device__ __forceinline__ explicit WorkTiles(const FewRowsArgs& args) : args(args) {
+        if (!args.ids) {
+            count = warp_uniform(*args.num_tiles);
+            return;
+        }
+        const int lane = threadIdx.x % 32;
+        expert = -1;
+        if (lane < args.rows) {
+            const long long id = (args.long_ids ? static_cast<const long long*>(args.ids)[lane]
+                                                : static_cast<const int*>(args.ids)[lane]) -
+                                 args.first_expert;
+            if (id >= 0 && id < args.experts) expert = static_cast<int>(id);
+        }
+        const uint32_t peers = __match_any_sync(kAll, expert), up_to_here = kAll >> (31 - lane);
+        const bool first = expert >= 0 && __popc(peers & up_to_here) % kRows == 1;  // of its work tile
+        const uint32_t firsts = __ballot_sync(kAll, first);
+        const int mine = 31 - __clz(static_cast<int>(firsts & peers & up_to_here | 1u));
+        tile = expert >= 0 ? __popc(firsts & (kAll >> (31 - mine))) - 1 : -1;
+        count = __popc(firsts);
+    }
+
+    __device__ __forceinline__ int expert_of(int index) const {
+        if (!args.ids) return warp_uniform(args.work_tiles[index].expert);
+        return __shfl_sync(kAll, expert, __ffs(__ballot_sync(kAll, tile == index)) - 1);
+    }
+
+    __device__ __forceinline__ Rows operator[](int index) const {
+        const int g = threadIdx.x % 32 / 4;
+        if (!args.ids) {
+            const WorkTile of = args.work_tiles[index];
+            return {of.expert, of.rows, g < of.rows ? args.permuted_to_expanded[of.row + g] : -1};
+        }
+        uint32_t left = __ballot_sync(kAll, tile == index);
+        const int first = __ffs(left) - 1, count = __popc(left);
+        for (int i = 0; i < g; ++i) left &= left - 1;
+        return {__shfl_sync(kAll, expert, first), count, __ffs(left) - 1};
+    }
+};
+
+// What this warp has of the CTA's work: every so many units from `begin` on, and of their blocks of 128 columns every
+// so many from `part` on.
+struct Share {
+    int units, k_blocks;  // of a work tile
+    int parts, part;      // warps that share a unit, and which of them this one is
+    int groups, group;    // of such warps
+    int begin, end;
+
+    __device__ __forceinline__ Share(const GemmArgs& args, int tiles) {
+        const int warp = warp_uniform(threadIdx.x / 32);
+        units = args.n / kUnit, k_blocks = args.k / kE4m3BlockK;
+        const int bits = min(4, 31 - __clz(k_blocks));
+        parts = 1 << bits, part = warp & (parts - 1);
+        groups = kWarps >> bits, group = warp >> bits;
+        const uint32_t total = tiles * units, share = total / gridDim.x, more = total % gridDim.x;
+        begin = share * blockIdx.x + min(static_cast<uint32_t>(blockIdx.x), more);
+        end = begin + share + (blockIdx.x < more), begin += group;
+    }
+};
+
+// The weights of the warp's blocks, on their way to its pipeline.
+struct Weights {
+    const GemmArgs& args;
+    const WorkTiles& tiles;
+    const Share& share;
+    int unit, k_block;
+    const uint8_t* from;  // the next block
+    int step;             // from one of the warp's blocks to the next, in bytes
+
+    __device__ __forceinline__ Weights(const GemmArgs& args, const WorkTiles& tiles, const Share& share)
+        : args(args), tiles(tiles), share(share), unit(share.begin) {
+        find();
+    }
+
+    __device__ __forceinline__ void find() {
+        k_block = share.part;
+        if (unit >= share.end) return;
+        const int index = unit / share.units, row = (unit - index * share.units) * kUnit, tile = row / 256;
+        const int block_bytes = min(256, args.n - tile * 256) * kE4m3BlockK;  // of all rows of the layout's tile
+        from = args.codes + tiles.expert_of(index) * args.codes_stride + 256LL * tile * args.k +
+               static_cast<long long>(k_block) * block_bytes + row % 256 * kE4m3BlockK;
+        step = block_bytes * share.parts;
+    }
+
+    // Copies the next block, if there is one.
+    __device__ __forceinline__ void copy(uint32_t stage, uint32_t barrier) {
+        if (unit >= share.end) return;
+        if (threadIdx.x % 32 == 0) {
+            mbarrier_arrive_expect_tx(barrier, kBlockBytes);
+            bulk_copy_g2s_evict_first(stage, from, kBlockBytes, barrier);
+        }
+        k_block += share.parts, from += step;
+        if (k_block >= share.k_blocks) {
+            unit += share.groups;
+            find();
+        }
+    }
+};
+
+// The weights' scales of the warp's blocks of a unit: lane i has that of its block i for rows g of tiles, lane 16 + i
+// for rows g + 8.
+template <int PART>
+__device__ __forceinline__ float weight_scales(const GemmArgs& args, const WorkTiles& tiles, const Share& share,
+                                               int unit) {
+    if (unit >= share.end) return 0.0f;
+    const int index = unit / share.units, row = (unit - index * share.units) * kUnit, lane = threadIdx.x % 32;
+    const w8::WeightScales scales = w8::WeightScales::of<PART>(args, tiles.expert_of(index), row / 256);
+    const float* from = (PART == kDown ? row / 128 % 2 : lane / 16) ? scales.second : scales.first;
+    const int k_block = share.part + lane % 16 * share.parts;
+    return k_block < share.k_blocks ? from[k_block] : 0.0f;
+}
+
+// Four columns a lane of some of the warp's blocks of a row of x.
+template <int PART>
+struct Columns {
+    static constexpr int kAtOnce = 4;
+    uint4 raw[kAtOnce];
+    float scale[kAtOnce];  // of E4M3
+
+    __device__ __forceinline__ void fetch(const FewRowsArgs& args, const Share& share, int row, int k_block) {
+        const int dtype = PART == kDown ? 2 : args.x_dtype, lane = threadIdx.x % 32;
+        const long long from = args.top_k ? row / args.top_k : row;
+        const uint8_t* x = reinterpret_cast<const uint8_t*>(args.x) + from * (dtype == 2   ? args.k * 4
+                                                                              : dtype == 3 ? w8::row_bytes(args.k)
+                                                                                           : args.k * 2);
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            const int block = k_block + i * share.parts, column = block * kE4m3BlockK + lane * 4;
+            if (block >= share.k_blocks) break;
+            if (dtype == 2) {
+                raw[i] = *reinterpret_cast<const uint4*>(x + column * 4);
+            } else if (dtype == 3) {
+                raw[i].x = *reinterpret_cast<const uint32_t*>(x + column);
+                scale[i] = reinterpret_cast<const float*>(x + args.k)[block];
+            } else {
+                const uint2 v = *reinterpret_cast<const uint2*>(x + column * 2);
+                raw[i].x = v.x, raw[i].y = v.y;
+            }
+        }
+    }
+
+    // Rounds them as row `g` of the work tile, and stores codes and scales at `to`, where the first block begins. The
+    // lane 4g + t has, for each 16 columns, columns 2t, 2t + 1, 2t + 8 and 2t + 9 in one of eight words.
+    __device__ __forceinline__ void store(const FewRowsArgs& args, const Share& share, int g, int k_block,
+                                          uint32_t to) {
+        const int dtype = PART == kDown ? 2 : args.x_dtype, lane = threadIdx.x % 32;
+        const int step = lane / 4, pair = lane % 4 * 2;  // of 16 columns, and of two of these
+        to += step / 4 * 512 + step % 4 * 4 + g * 64 + pair % 4 * 16 + pair / 4 * 2;
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            if (k_block + i * share.parts >= share.k_blocks) break;
+            uint32_t codes = raw[i].x;
+            float by = scale[i];
+            if (dtype != 3) {
+                const uint32_t words[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
+                float v[4];
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const uint16_t bits = static_cast<uint16_t>(words[j / 2] >> 16 * (j % 2));
+                    v[j] = dtype == 2 ? __uint_as_float(words[j]) : dtype == 0 ? bf16_to_f32(bits) : f16_to_f32(bits);
+                }
+                by = fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3])));
+#pragma unroll
+                for (int lanes = 1; lanes < 32; lanes *= 2) by = fmaxf(by, __shfl_xor_sync(kAll, by, lanes));
+                by = exact_divide(by, 448.0f, 1.0f / 448.0f);
+                if (by == 0.0f) by = 1.0f;
+                const float inverse = fminf(1.0f / by, 3.4028235e38f);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) v[j] = exact_divide(v[j], by, inverse);
+                codes = pack_e4m3x2(v[0], v[1]) | pack_e4m3x2(v[2], v[3]) << 16;
+            }
+            const uint32_t block = to + i * share.parts * kXBytes;
+            st_shared_u16(block, static_cast<uint16_t>(codes));
+            st_shared_u16(block + 16, static_cast<uint16_t>(codes >> 16));
+            if (lane == 0) st_shared(block - g * 64 + 1024 + g * 4, __float_as_uint(by));
+        }
+    }
+};
+
+// Sums of a block's 128 columns for two tiles of 16 rows of weights.
+__device__ __forceinline__ void mma_block(float (&sums)[2][4], uint32_t stage, uint32_t x) {
+    const int lane = threadIdx.x % 32;
+    const uint4 first = ld_shared_v4(x + lane * 16), last = ld_shared_v4(x + 512 + lane * 16);
+    const uint32_t codes[8] = {first.x, first.y, first.z, first.w, last.x, last.y, last.z, last.w};
+#pragma unroll
+    for (int part = 0; part < 4; ++part) {
+        uint32_t b[2][2];
+#pragma unroll
+        for (int step = 0; step < 2; ++step) {
+            b[step][0] = e4m3x2_to_f16x2_low(codes[2 * part + step]);
+            b[step][1] = e4m3x2_to_f16x2_high(codes[2 * part + step]);
+        }
+#pragma unroll
+        for (int tile = 0; tile < 2; ++tile) {
+            const uint4 v = ld_shared_v4(stage + lane * 16 + tile * 2048 + part * 512);
+            const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+            for (int step = 0; step < 2; ++step) {
+                const uint32_t low = words[2 * step], high = words[2 * step + 1];
+                const uint32_t a[4] = {e4m3x2_to_f16x2_low(low), e4m3x2_to_f16x2_high(low), e4m3x2_to_f16x2_low(high),
+                                       e4m3x2_to_f16x2_high(high)};
+                mma_m16n8k16_f16(sums[tile], a, b[step]);
+            }
+        }
+    }
+}
+
+// h of rows g of a tile of 16 rows of weights, for rows 2t and 2t + 1 of x, which are `rows`; or y of all 16.
+template <int PART>
+__device__ __forceinline__ void store(const GemmArgs& args, const float (&c)[4], int expert, const int (&rows)[2],
+                                      int tile16) {
+    const int g = threadIdx.x % 32 / 4;
+    const int width = PART == kDown ? args.n : args.n / 2;
+    const int low = PART == kDown ? tile16 * 16 + tile_row<kDown>(g, 0) : tile16 * 8 + g;
+    const int high = PART == kDown ? tile16 * 16 + tile_row<kDown>(g, 1) : low;
+    const long long bias = static_cast<long long>(expert) * width;
+    const float low_bias = load_bias(args.bias, args.bias_dtype, bias + low);
+    const float high_bias = load_bias(PART == kDown ? args.bias : args.up_bias, args.bias_dtype, bias + high);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        if (rows[i] < 0) continue;
+        float* out = static_cast<float*>(args.out) + static_cast<long long>(rows[i]) * width;
+        const float first = c[i] + low_bias, second = c[2 + i] + high_bias;
+        if (PART == kDown) {
+            out[low] = first, out[high] = second;
+        } else {
+            out[low] =
+                args.activation == kSwiglu ? fast_swiglu(args, first, second) : gated_activation(args, first, second);
+        }
+    }
+}
+
+}  // namespace w8a8_mma
+
+template <int PART, int WARPS, int STAGE_BYTES>
+__device__ __forceinline__ void w8a8_mma_gemm(const FewRowsArgs& args) {
+    using namespace w8a8_mma;
+    static_assert(WARPS == kWarps && STAGE_BYTES == kWarps * kBlockBytes);
+    extern __shared__ __align__(128) uint8_t memory[];
+    __shared__ __align__(8) uint64_t barriers[kWarps * kStages];
+    const int warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
+    const uint32_t full = smem_address(&barriers[warp * kStages]);
+    const uint32_t stages = smem_address(memory) + warp * args.stages * kBlockBytes;
+    float4* partial = reinterpret_cast<float4*>(memory + args.stages * STAGE_BYTES) + lane;
+    if (lane == 0) {
+        for (int i = 0; i < args.stages; ++i) mbarrier_init(full + 8 * i, 1);
+        mbarrier_init_fence();
+    }
+    __syncwarp();
+    // For `down`, ids and work tiles were complete before the kernel ahead of it let it start; x was not.
+    if (PART != kDown) {
+        grid_dependency_wait();
+        launch_dependents();
+    }
+    const WorkTiles tiles(args);
+    const Share share(args, tiles.count);
+    const uint32_t x_start =
+        smem_address(memory) + args.stages * STAGE_BYTES + 2 * kSums * 4 + (share.group * share.k_blocks) * kXBytes;
+    float next_scales = weight_scales<PART>(args, tiles, share, share.begin);
+    Rows x = {};
+    Columns<PART> columns;
+    int now = -1;  // the work tile whose x is here, or on its way
+    if (PART != kDown && share.begin < share.end) {
+        now = share.begin / share.units, x = tiles[now];
+        columns.fetch(args, share, warp_uniform(x.row), share.part);
+    }
+    Weights weights(args, tiles, share);
+    for (int i = 0; i < args.stages; ++i) weights.copy(stages + i * kBlockBytes, full + 8 * i);
+    if (PART == kDown) {
+        grid_dependency_wait();
+        launch_dependents();
+    }
+
+    int stage = 0, buffer = 0;
+    uint32_t parity = 0;
+    bool fetched = PART != kDown;  // the first columns of the first work tile
+    constexpr int kAtOnce = Columns<PART>::kAtOnce;
+    int rows[2] = {};
+    for (int unit = share.begin; unit < share.end; unit += share.groups) {
+        const int index = unit / share.units, of_tile = unit - index * share.units;
+        if (index != now || fetched) {
+            if (!fetched) x = tiles[index];
+            now = index;
+            rows[0] = __shfl_sync(kAll, x.row, lane % 4 * 8), rows[1] = __shfl_sync(kAll, x.row, lane % 4 * 8 + 4);
+#pragma unroll 1
+            for (int g = 0; g < x.count; ++g) {
+                const int row = __shfl_sync(kAll, x.row, g * 4);
+#pragma unroll 1
+                for (int k_block = share.part; k_block < share.k_blocks; k_block += kAtOnce * share.parts) {
+                    if (!fetched) columns.fetch(args, share, row, k_block);
+                    fetched = false;
+                    columns.store(args, share, g, k_block, x_start + k_block * kXBytes);
+                }
+            }
+            __syncwarp();
+        }
+        const float scales = next_scales;
+        next_scales = weight_scales<PART>(args, tiles, share, unit + share.groups);
+        float acc[2][4] = {};
+        int i_block = 0;
+#pragma unroll 1
+        for (int k_block = share.part; k_block < share.k_blocks; k_block += share.parts, ++i_block) {
+            const float low = __shfl_sync(kAll, scales, i_block), high = __shfl_sync(kAll, scales, 16 + i_block);
+            const uint32_t x_block = x_start + k_block * kXBytes;
+            const uint2 of_x = ld_shared_v2(x_block + 1024 + lane % 4 * 8);
+            const float first = __uint_as_float(of_x.x), second = __uint_as_float(of_x.y);
+            const float by[4] = {low * first, low * second, high * first, high * second};
+            float sums[2][4] = {};
+            mbarrier_wait(full + 8 * stage, parity);
+            mma_block(sums, stages + stage * kBlockBytes, x_block);
+            __syncwarp();
+            weights.copy(stages + stage * kBlockBytes, full + 8 * stage);
+            if (++stage == args.stages) stage = 0, parity ^= 1;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                acc[0][i] = fmaf(sums[0][i], by[i], acc[0][i]), acc[1][i] = fmaf(sums[1][i], by[i], acc[1][i]);
+            }
+        }
+        // The warps' sums, added in order by two of them, from unit to unit by other ones. There are two buffers: who
+        // writes to one has met, at the other one, those that read what was in it.
+        float4* to = partial + buffer % 2 * (kSums / 4);
+#pragma unroll
+        for (int tile = 0; tile < 2; ++tile) {
+            const float* c = acc[tile];
+            to[(warp * 2 + tile) * 32] = make_float4(c[0], c[1], c[2], c[3]);
+        }
+        if (share.parts > 1) named_barrier_sync(1 + share.group, share.parts * 32);
+#pragma unroll 1
+        for (int tile = 0; tile < 2; ++tile) {
+            if ((2 * buffer + tile - share.part) % share.parts) continue;
+            float sum[4] = {};
+#pragma unroll
+            for (int i = 0; i < kWarps; ++i) {
+                if (i >= share.parts) break;
+                const float4 more = to[((warp - share.part + i) * 2 + tile) * 32];
+                sum[0] += more.x, sum[1] += more.y, sum[2] += more.z, sum[3] += more.w;
+            }
+            store<PART>(args, sum, x.expert, rows, of_tile * 2 + tile);
+        }
+        ++buffer;
+    }
+}
+
+}  // namespace polymoe
+
+// A kernel's entry point. The body is a call of a function template with FewRowsArgs.
+#define POLYMOE_FEW_ROWS_KERNEL(NAME, THREADS, ...)                                                                    \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1) NAME(const __grid_constant__ polymoe::FewRowsArgs args) { \
+        using namespace polymoe;                                                                                       \
+        __VA_ARGS__(args);                                                                                             \
+    }
