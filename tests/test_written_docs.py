@@ -289,7 +289,7 @@ def test_errors_and_shares_in_the_text_are_the_records() -> None:
     for r in triton_records():
         by_format.setdefault(r.format, []).append(r)
         assert r.error <= 3.7e-3
-    assert all(r.error <= 1.75e-3 and 4.05e-2 <= r.error_exact <= 4.45e-2 for r in by_format["fp8_block128"])
+    assert all(r.error <= 1.75e-3 and 4.05e-2 <= r.error_exact <= 4.85e-2 for r in by_format["fp8_block128"])
     assert all(3.15e-3 <= r.error <= 3.65e-3 for r in by_format["int4_g32"])
     assert all(2.25e-3 <= r.error <= 2.95e-3 for r in by_format["mxfp4"])
     shares = {(r.format, r.tokens): f"{r.share:.2f}" for r in by_format["fp8_block128"] + by_format["bf16"]}
@@ -343,7 +343,8 @@ def test_errors_of_the_cuda_kernels_in_the_text_are_the_records() -> None:
     """docs/performance/cuda.md, under "Accuracy"."""
     for r in write_docs.records("cuda"):
         if r.backend == "cuda" and r.activations != "16bit":
-            assert 2.3e-3 <= r.error <= (4.05e-3 if r.format == "fp8_block128" and r.tokens > 1024 else 3.35e-3), r
+            most = 4.05e-3 if r.format == "fp8_block128" and r.tokens > 1024 else 3.35e-3
+            assert (1.55e-3 <= r.error <= 1.75e-3) if r.family == "w8a8_mma" else (2.3e-3 <= r.error <= most), r
             assert 4.05e-2 <= r.error_exact <= 4.55e-2, r
         elif r.backend == "cuda" and r.format in ("mxfp4", "nvfp4"):
             assert 2.25e-3 <= r.error <= 2.95e-3, r

@@ -28,7 +28,8 @@ class Case:
 
     Attributes:
         name: used by ``--case`` and in records; changed sizes are part of it: ``deepseek-v4-flash[E=16]``.
-        hidden, intermediate, experts, top_k: H, F on this GPU, E, A.
+        hidden, intermediate, experts, top_k: H, F on this GPU, E, A. An expert-parallel rank has its share of E, and A
+            is the mean number of a token's experts on it, as where an all-to-all distributes the rows.
         format: the checkpoint's own format, a key of ``FORMATS``.
         activation, bias: as in the model.
         tp: tensor parallel size; F is the share of one rank.
@@ -83,16 +84,16 @@ class Case:
         return Problem(spec=spec, activation=self.activation, top_k=self.top_k, activations=mode, tp=self.tp)
 
 
-def _case(name: str, model: str, format: str | None = None, tp: int = 1) -> Case:
-    """The experts of a known model's first layer that has some, in its own format or another."""
+def _case(name: str, model: str, format: str | None = None, tp: int = 1, ep: int = 1) -> Case:
+    """The experts of a known model's first layer that has some, in its own format or another, on one rank."""
     checkpoint = known_models()[model].checkpoint()
     spec = checkpoint.spec(checkpoint.layers[0], tp=tp)
     return Case(
         name=name,
         hidden=spec.hidden,
         intermediate=spec.intermediate,
-        experts=spec.experts,
-        top_k=checkpoint.moe.top_k,
+        experts=spec.experts // ep,
+        top_k=checkpoint.moe.top_k // ep,
         format=format or spec.format,
         activation=checkpoint.moe.activation,
         bias=spec.bias,
@@ -109,6 +110,7 @@ CASES: Mapping[str, Case] = MappingProxyType(
             _case("gpt-oss-20b", "openai/gpt-oss-20b"),
             _case("deepseek-v3", "deepseek-ai/DeepSeek-V3"),
             _case("deepseek-v3-tp8", "deepseek-ai/DeepSeek-V3", tp=8),
+            _case("deepseek-v3-ep8", "deepseek-ai/DeepSeek-V3", ep=8),
             _case("kimi-k2", "moonshotai/Kimi-K2-Thinking"),
             _case("kimi-k2-tp8", "moonshotai/Kimi-K2-Thinking", tp=8),
             _case("nemotron-3-super", "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4"),

@@ -101,8 +101,9 @@ MaxTokens = Annotated[
 """``--max-tokens``."""
 Case = Annotated[
     Literal[
-        "deepseek-v3", "deepseek-v3-tp8", "deepseek-v4-flash", "glm-4.7", "gpt-oss-120b", "gpt-oss-20b", "kimi-k2",
-        "kimi-k2-tp8", "mixtral-8x7b", "nemotron-3-super", "qwen3-235b", "qwen3-235b-tp4-bf16",
+        "deepseek-v3", "deepseek-v3-ep8", "deepseek-v3-tp8", "deepseek-v4-flash", "glm-4.7", "gpt-oss-120b",
+        "gpt-oss-20b", "kimi-k2", "kimi-k2-tp8", "mixtral-8x7b", "nemotron-3-super", "qwen3-235b",
+        "qwen3-235b-tp4-bf16",
     ] | None,
     typer.Option(help="A model's layer by name, with random weights."),
 ]  # fmt: skip
