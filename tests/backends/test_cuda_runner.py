@@ -161,13 +161,24 @@ def test_which_options_it_takes(made: Made) -> None:
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
-@pytest.mark.parametrize("config", [CudaConfig("w8a8_f16", 32), CudaConfig("w8a8", 160)], ids=str)
-def test_x_that_is_quantized_already_and_experts_elsewhere(monkeypatch: pytest.MonkeyPatch, config: CudaConfig) -> None:
+@pytest.mark.parametrize(
+    ("config", "tokens"),
+    [
+        (CudaConfig("w8a8_f16", 32), 20),
+        (CudaConfig("w8a8", 160), 20),
+        (CudaConfig("w8a8_mma", 8), 20),
+        (CudaConfig("w8a8_mma", 8), 5),
+    ],
+    ids=str,
+)
+def test_x_that_is_quantized_already_and_experts_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, config: CudaConfig, tokens: int
+) -> None:
     """Emulated: codes and scales as the kernel makes them, and experts at other places, to the bit the same result; and
     the call after them is as any other."""
     weights = random_experts("fp8_block128", hidden=256, intermediate=128)
     problem = problem_of(weights, activations="fp8_group128")
-    x, routing = random_call(20, 256, 5, 2, torch.bfloat16)
+    x, routing = random_call(tokens, 256, 5, 2, torch.bfloat16)
     x[3, :128] = 0
     libraries = {
         unit: compile_unit(unit)

@@ -30,6 +30,7 @@ def main() -> None:
         *((format, "16bit", 336, 272, 60) for format in ("mxfp4", "nvfp4", "int4_g128", "bf16")),
         ("mxfp4", "fp8_group128", 320, 192, 60),
         ("fp8_block128", "fp8_group128", 384, 256, 600),
+        ("fp8_block128", "fp8_group128", 384, 256, 3),
     ):
         weights = random_experts(format, hidden=hidden, intermediate=intermediate, gated=format != "nvfp4", bias=True)
         problem = problem_of(weights, activations=mode)
