@@ -261,8 +261,8 @@ def test_load_leaves_transformers_as_it_was() -> None:
     [
         ({"device": "gpu"}, ArgumentError, "auto, cpu, cuda"),
         ({"dtype": torch.float64}, ArgumentError, "float64"),
-        ({"dtype": "float61"}, ArgumentError, "expected auto, torch"),
-        ({"dtype": "Tensor"}, ArgumentError, "got Tensor"),
+        ({"dtype": "float61"}, ArgumentError, "expected auto, bfloat16, float16 or float32"),
+        ({"dtype": "Tensor"}, ArgumentError, "got 'Tensor'"),
         ({"backend": "refrence"}, ArgumentError, "did you mean 'reference'"),
         ({"trust_remote_code": True}, ArgumentError, "no code from a checkpoint"),
         ({"subfolder": "model"}, ArgumentError, "own path"),

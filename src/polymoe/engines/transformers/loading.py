@@ -152,7 +152,8 @@ def _given_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
         return None
     named = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if not isinstance(named, torch.dtype) or named not in DTYPES:
-        raise ArgumentError("dtype", expected="auto, " + " or ".join(map(str, DTYPES)), got=str(dtype))
+        names = [str(known).removeprefix("torch.") for known in DTYPES]
+        raise ArgumentError("dtype", expected=f"auto, {', '.join(names[:-1])} or {names[-1]}", got=repr(dtype))
     return named
 
 
