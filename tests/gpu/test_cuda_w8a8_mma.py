@@ -18,7 +18,7 @@ TOKEN_TOLERANCE = 5e-3  # of every single token
 
 def compare(*args: Any, **kwargs: Any) -> None:
     """Every token with the reference, and runs with each other to the bit."""
-    first, expected = repeated_on_gpu(*args, CONFIG, activations="fp8_group128", **kwargs)
+    first, expected = repeated_on_gpu(*args, config=CONFIG, activations="fp8_group128", **kwargs)
     errors, sizes = (first.float() - expected).norm(dim=1), expected.norm(dim=1)
     assert bool((errors <= TOKEN_TOLERANCE * sizes).all()), (errors / sizes).max()
 
