@@ -55,10 +55,11 @@ def loops(instructions: Instructions) -> Iterator[list[str]]:
             yield [t for a, t in instructions if start <= a <= address]
 
 
-def mma_costs(format: str, part: str, block_m: int, block_n: int, target: Target = SM90) -> dict[int, float]:
-    """Of a w4a16_mma kernel: instructions for eight weights of a lane, by the rows of x that its loop multiplies."""
+def mma_costs(format: str, part: str, block_m: int, target: Target = SM90) -> dict[int, float]:
+    """Of a w4a16_mma kernel that divides K between warps: instructions for eight weights of a lane, by the rows of x
+    that its loop multiplies."""
     # Two tiles of 16 rows by 64 columns are eight words; kernels for 16 rows have a loop for 8 too.
-    found = disassembled(W4A16_MMA.unit(format), W4A16_MMA.kernel(part, block_m, block_n), target)
+    found = disassembled(W4A16_MMA.unit(format), W4A16_MMA.kernel(part, block_m, "n64"), target)
     loads = [(sum("LDSM.16.M88.4" in text for text in body), body) for body in loops(found)]  # two for 8 rows of x
     outer_first = sorted(loads, key=lambda load: -len(load[1]))
     return {4 * count: len(body) / 8 for count, body in outer_first if count in (2, 4)}
@@ -96,14 +97,13 @@ def table() -> str:
     lines = ["| kernel | rows of x | " + " | ".join(W4_FORMATS) + " |", "|---|---|" + "---|" * len(W4_FORMATS)]
     part = "gate_up"
     rows: list[tuple[str, list[dict[int, float]]]] = [
-        (W4A16_MMA.kernel(part, block_m, block_n), [mma_costs(f, part, block_m, block_n) for f in W4_FORMATS])
+        (W4A16_MMA.kernel(part, block_m, "n64"), [mma_costs(f, part, block_m) for f in W4_FORMATS])
         for block_m in (8, 16)
-        for block_n in W4A16_MMA.block_ns
     ]
     rows += [(W4A16_WGMMA.kernel(part, m), [wgmma_costs(f, part, m) for f in W4_FORMATS]) for m in W4A16_WGMMA.tiles]
     rows += [(W4A8.kernel(part, m), [w4a8_costs(part, m)]) for m in W4A8.tiles]
     rows += [
-        (f"{W4A16_MMA.kernel(part, m, 64)}, {t.name}", [mma_costs(f, part, m, 64, t) for f in W4_FORMATS])
+        (f"{W4A16_MMA.kernel(part, m, 'n64')}, {t.name}", [mma_costs(f, part, m, t) for f in W4_FORMATS])
         for t in TARGETS.values()
         if t is not SM90
         for m in (8, 16)

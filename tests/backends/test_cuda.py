@@ -111,7 +111,7 @@ class TestConfigure:
         [
             (("decode", 8, 64), "CudaConfig.family: got 'decode'"),
             (("w4a16_mma", 24, 64), "block_m: expected block_m of a w4a16_mma kernel: 8, 12, 16, got 24"),
-            (("w4a16_mma", 8, 0), "block_n: expected block_n of a w4a16_mma kernel: 64, 128, got 0"),
+            (("w4a16_mma", 8, 0), "block_n: expected block_n of a w4a16_mma kernel: 64, got 0"),
             (("w4a16_wgmma", 48, 0), "block_m: expected block_m of a w4a16_wgmma kernel: 32, 64, 128, 256, got 48"),
             (("w4a16_wgmma", 32, 64), "block_n: expected block_n of a w4a16_wgmma kernel: 0, got 64"),
         ],
@@ -200,12 +200,12 @@ class TestAuto:
     def test_measured_rows_are_used(self) -> None:
         row = Measured(
             device="h200", backend="cuda", problem=problem_key(seed_problem()), tokens=64,
-            config=CudaConfig("w4a16_mma", 16, 128).to_dict(), median_us=700.0, torch="2.11.0", triton="3.6.0",
+            config=CudaConfig("w4a16_mma", 16, 64).to_dict(), median_us=700.0, torch="2.11.0", triton="3.6.0",
             driver="13.0", polymoe="0.1.0", date="2026-01-01T00:00:00Z", command="polymoe tune",
         )  # fmt: skip
         old = replace(row, tokens=512, config={"kernels": "prefill", "rows": 32, "height": 0, "down_rows": 0})
         machine = replace(H200, packages={"triton": "3.6.0"})
         with pytest.warns(UserWarning, match="it was tuned with polymoe 0.1.0; run again: polymoe tune"):
             plan = select(seed_problem(), machine, table=Table(((row, old),))).require()
-        assert plan.step(64).config == CudaConfig("w4a16_mma", 16, 128)
+        assert plan.step(64).config == CudaConfig("w4a16_mma", 16, 64)
         assert plan.step(512).config == CudaConfig("w4a16_wgmma", 32)

@@ -128,8 +128,8 @@ def test_threads_do_not_share_arguments(made: Made, monkeypatch: pytest.MonkeyPa
         x, routing = xs[name]
         assert [m["kernel"] for m in launched] == [
             "permutation_one_warp",
-            "w4a16_mma_gate_up_m8_n128",
-            "w4a16_mma_down_m8_n128",
+            "w4a16_mma_gate_up_m8_n64",
+            "w4a16_mma_down_m8_k256",
             "finalize_f32",
         ]
         assert launched[0]["ids"] == launched[-1]["ids"] == routing.topk_ids_TA.data_ptr()

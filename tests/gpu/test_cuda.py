@@ -22,7 +22,7 @@ from support.cuda_calls import need_sm90, on_gpu, same_experts
 from support.problems import GPT_OSS, problem_of, random_call, random_experts
 
 EVERY = [
-    *[CudaConfig("w4a16_mma", rows, height) for rows in (8, 12, 16) for height in (64, 128)],
+    *[CudaConfig("w4a16_mma", rows, 64) for rows in (8, 12, 16)],
     *[CudaConfig("w4a16_wgmma", rows) for rows in (32, 64, 128, 256)],
 ]
 TABLE = {"cuda": Cuda()}
@@ -91,7 +91,7 @@ def test_dtypes_of_x(tokens: int, dtype: torch.dtype) -> None:
     on_gpu(random_experts(), *random_call(tokens, 64, 5, dtype=dtype))
 
 
-@pytest.mark.parametrize("config", [EVERY[0], EVERY[6]], ids=str)
+@pytest.mark.parametrize("config", [EVERY[0], EVERY[3]], ids=str)
 def test_ids_of_others_are_never_read(config: CudaConfig) -> None:
     weights = random_experts(bias=True)
     x, routing = random_call(40, 64, 5, dtype=torch.bfloat16)

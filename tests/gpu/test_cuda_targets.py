@@ -18,7 +18,7 @@ from support.cuda_calls import need_sm90, pack, same_experts
 from support.cuda_targets import TEST_TARGETS
 from support.problems import problem_of, random_call
 
-CONFIGS = [CudaConfig("w4a16_mma", rows, block_n) for rows in W4A16_MMA.tiles for block_n in W4A16_MMA.block_ns]
+CONFIGS = [CudaConfig("w4a16_mma", rows, 64) for rows in W4A16_MMA.tiles]
 
 
 @pytest.fixture(autouse=True)
@@ -32,12 +32,12 @@ def _built() -> None:
 @pytest.mark.parametrize("format", W4_FORMATS)
 @pytest.mark.parametrize(
     ("hidden", "intermediate", "gated", "top_k"),
-    [(4096, 2048, True, 3), (1024, 2688, False, 5), (7168, 256, True, 4), (336, 272, True, 1), (16, 16, False, 1)],
+    [(4096, 2048, True, 3), (1024, 2688, False, 5), (7168, 256, True, 4), (336, 592, True, 1), (16, 16, False, 1)],
 )
 def test_same_bits_in_any_configuration(
     target: Target, format: str, hidden: int, intermediate: int, gated: bool, top_k: int
 ) -> None:
-    """With block_n 64 and 128 sums have different orders; with one of them, the same in every set of cubins."""
+    """Where K has more than 256 and at most 512 columns, kernels with less shared memory add them in another order."""
     weights = same_experts(format, hidden=hidden, intermediate=intermediate, gated=gated, bias=True, experts=5)
     problem = problem_of(weights)
     packed = pack(problem, weights, "cuda")
@@ -49,11 +49,9 @@ def test_same_bits_in_any_configuration(
         expected = run_experts(problem, weights, x, routing)
         x, there = x.cuda(), Routing(*(part.cuda() for part in routing))
         for config in CONFIGS:
-            formats = ((format, hidden), (format, intermediate))
+            parts = (("gate_up", hidden), ("down", intermediate))
             if not all(
-                W4A16_MMA.fits(t.budget, f, config.block_m, config.block_n, k)
-                for t in (SM90, target)
-                for f, k in formats
+                W4A16_MMA.fits(t.budget, format, part, config.block_m, k) for t in (SM90, target) for part, k in parts
             ):
                 continue
             outs = {}
@@ -67,4 +65,4 @@ def test_same_bits_in_any_configuration(
             assert torch.equal(outs[SM90.name], outs[target.name]), (config, tokens)
             assert relative_error(outs[target.name].cpu(), expected) < TOLERANCE
             compared += 1
-    assert compared >= 6
+    assert compared >= 3

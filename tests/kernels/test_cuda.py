@@ -56,7 +56,7 @@ def test_a_unit_has_the_kernels_of_the_table(target: Target, unit: str) -> None:
     }  # fmt: skip
     gemms = {
         f.unit(format): {
-            f.kernel(part, block_m, n) for part in f.parts for block_m in f.tiles for n in (f.block_ns or (0,))
+            f.kernel(part, block_m, v) for part in f.parts for block_m in f.tiles for v in f.variants(part)
         }
         for f in FAMILIES.values()
         for format in f.formats
@@ -122,7 +122,7 @@ FORMATS = list(W4_FORMATS)
 def test_every_configuration_has_its_kernels(format: str, gated: bool) -> None:
     problem = problem_of(random_experts(format, hidden=256, intermediate=128, gated=gated))
     configs = Cuda().tuning_configs(problem, Machine.of("h200"), 1)
-    assert len(configs) == 2 * len(W4A16_MMA.tiles) + len(W4A16_WGMMA.tiles) + 1
+    assert len(configs) == len(W4A16_MMA.tiles) + len(W4A16_WGMMA.tiles) + 1
     for config in configs:
         assert isinstance(config, CudaConfig)
         for part, block_m in (
@@ -130,26 +130,37 @@ def test_every_configuration_has_its_kernels(format: str, gated: bool) -> None:
             ("down", config.down_block_m or config.block_m),
         ):
             sizes = config.kernels.sizes
-            assert sizes.kernel(part, block_m, config.block_n) in names(sizes.unit(format))
+            variant = sizes.variant(SM90.budget, format, part, block_m, 128 if part == "down" else 256)
+            assert sizes.kernel(part, block_m, variant) in names(sizes.unit(format))
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_rows_of_x_that_fit_beside_the_stages(format: str) -> None:
     """Where whole rows of x are in shared memory: 8 of 7168 columns leave room for three stages, 16 do not."""
-    assert W4A16_MMA.fits(SM90.budget, format, 8, 64, 7168)
-    assert not W4A16_MMA.fits(SM90.budget, format, 16, 64, 7168)
-    assert W4A16_MMA.fits(SM90.budget, format, 16, 64, 4096)
+    assert W4A16_MMA.fits(SM90.budget, format, "gate_up", 8, 7168)
+    assert not W4A16_MMA.fits(SM90.budget, format, "gate_up", 16, 7168)
+    assert W4A16_MMA.fits(SM90.budget, format, "gate_up", 16, 4096)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_short_k_has_kernels_of_its_own(format: str) -> None:
+    """Where a stage has all columns of the down projection, and shared memory a stage for each team of warps."""
+    for block_m in W4A16_MMA.tiles:
+        for target in TARGETS.values():
+            found = [W4A16_MMA.variant(target.budget, format, "down", block_m, k) for k in (256, 272, 512, 528)]
+            assert found == ["k256", *(["n64"] * 2 if target.name == "sm120" else ["k512"] * 2), "n64"]
+            assert W4A16_MMA.variant(target.budget, format, "gate_up", block_m, 256) == "n64"
 
 
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("config", [CudaConfig("w4a16_mma", 16, 128), CudaConfig("w4a16_wgmma", 64)], ids=str)
+@pytest.mark.parametrize("config", [CudaConfig("w4a16_mma", 16, 64), CudaConfig("w4a16_wgmma", 64)], ids=str)
 def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, config: CudaConfig, gated: bool) -> None:
     """On a CPU, with launches recorded instead of made: names, arguments and shared memory."""
     made, tensors = launches(monkeypatch, "mxfp4", config, gated)
     tiled = config.family == "w4a16_wgmma"
     gemms = [
-        config.kernels.sizes.kernel(part, config.block_m, config.block_n)
-        for part in ("gate_up" if gated else "up", "down")
+        config.kernels.sizes.kernel(part, config.block_m, "" if tiled else variant)
+        for part, variant in (("gate_up" if gated else "up", "n64"), ("down", "k512"))
     ]
     first, finalize = "permutation_one_warp", "finalize_bf16" if tiled else "finalize_f32"
     assert [name for name, *_ in made] == [first, *(["permute_x"] if tiled else []), *gemms, finalize]
@@ -175,12 +186,12 @@ def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, config: CudaCon
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("block_m", [8, 16])
-@pytest.mark.parametrize("block_n", [64, 128])
-def test_instructions_that_eight_weights_cost(format: str, part: str, block_m: int, block_n: int) -> None:
+def test_instructions_that_eight_weights_cost(format: str, part: str, block_m: int) -> None:
     """Decoding time is instructions: at 4.3 TB/s there are 30 issue slots for eight weights of each lane."""
-    found = instructions().disassembled(W4A16_MMA.unit(format), W4A16_MMA.kernel(part, block_m, block_n))
-    assert not any(re.match(r"(LDL|STL)", text) for _, text in found), "spills"
-    cost = instructions().mma_costs(format, part, block_m, block_n)
+    for variant in W4A16_MMA.variants(part):
+        found = instructions().disassembled(W4A16_MMA.unit(format), W4A16_MMA.kernel(part, block_m, variant))
+        assert not any(re.match(r"(LDL|STL)", text) for _, text in found), f"{variant} spills"
+    cost = instructions().mma_costs(format, part, block_m)
     assert sorted(cost) == [8, 16][: block_m // 8]
     for some, most in zip(sorted(cost), MMA_COSTS[format][block_m // 16 :], strict=False):
         assert cost[some] <= most

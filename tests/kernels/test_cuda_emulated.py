@@ -13,7 +13,7 @@ import torch
 from polymoe.activations import Activation, GeGLU, SwiGLU
 from polymoe.backends.cuda.backend import Cuda, CudaConfig
 from polymoe.backends.reference import emulate_activations, run_experts
-from polymoe.formats import QuantTensor
+from polymoe.formats import FORMATS, QuantTensor, format_of
 from polymoe.kernels.cuda import modules
 from polymoe.kernels.cuda.launch.args import DTYPES, QuantizePermutedArgs
 from polymoe.kernels.cuda.launch.permutation import Permutation
@@ -29,7 +29,7 @@ from support.cuda_emulator import Emulator, compile_unit
 from support.problems import GPT_OSS, problem_of, random_call, random_experts
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
-MMA = [CudaConfig("w4a16_mma", rows, block_n) for rows in (8, 12, 16) for block_n in (64, 128)]
+MMA = [CudaConfig("w4a16_mma", rows, 64) for rows in (8, 12, 16)]
 WGMMA = [*(CudaConfig("w4a16_wgmma", rows) for rows in (32, 64, 128, 256)), CudaConfig("w4a16_wgmma", 32, 0, 64)]
 W4A8 = [CudaConfig("w4a8", rows) for rows in (16, 32, 64, 128)]
 
@@ -86,11 +86,26 @@ def test_every_configuration(monkeypatch: pytest.MonkeyPatch, libraries: Any, co
 
 
 @formats("nvfp4", "int4_g32")
-@pytest.mark.parametrize("config", [MMA[0], MMA[3], *WGMMA], ids=str)
+@pytest.mark.parametrize("config", [MMA[0], MMA[2], *WGMMA], ids=str)
 def test_other_formats(monkeypatch: pytest.MonkeyPatch, libraries: Any, format: str, config: CudaConfig) -> None:
     weights = random_experts(format, hidden=336, intermediate=208, bias=True)
     call = random_call(30, 336, 5, 3, torch.float16)
     emulate(monkeypatch, libraries(format), weights, *call, config, activation=GPT_OSS, weight_on="input")
+
+
+@formats("int4_g128_zp", slow=("int4_g32_zp",))
+@pytest.mark.parametrize("config", [MMA[0], MMA[2], *WGMMA], ids=str)
+def test_zero_points(monkeypatch: pytest.MonkeyPatch, libraries: Any, format: str, config: CudaConfig) -> None:
+    """In kernels that have offsets beside the scales."""
+    weights = random_experts(format, hidden=336, intermediate=208, bias=True)
+    emulate(monkeypatch, libraries(format), weights, *random_call(30, 336, 5, 3, torch.bfloat16), config)
+
+
+@pytest.mark.parametrize("config", [MMA[0], WGMMA[0]], ids=str)
+def test_scales_in_float16(monkeypatch: pytest.MonkeyPatch, libraries: Any, config: CudaConfig) -> None:
+    encoding = replace(FORMATS["int4_g32"].encoding, scale_dtype="float16")
+    weights = random_experts(format_of(encoding), hidden=336, intermediate=208)
+    emulate(monkeypatch, libraries("int4_g32"), weights, *random_call(30, 336, 5, 3, torch.bfloat16), config)
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -116,8 +131,10 @@ def test_sizes_of_bf16(
     emulate(monkeypatch, libraries("bf16"), weights, *call, CudaConfig("bf16", rows), blocks=5)
 
 
-@pytest.mark.parametrize(("hidden", "intermediate", "top_k"), [(16, 16, 1), (192, 176, 22), (1040, 128, 2)])
-@pytest.mark.parametrize("config", [MMA[0], MMA[5], *WGMMA], ids=str)
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "top_k"), [(16, 16, 1), (192, 176, 22), (1040, 256, 2), (80, 592, 2)]
+)
+@pytest.mark.parametrize("config", [MMA[0], MMA[2], *WGMMA], ids=str)
 def test_sizes(
     monkeypatch: pytest.MonkeyPatch, libraries: Any, config: CudaConfig, hidden: int, intermediate: int, top_k: int
 ) -> None:

@@ -68,6 +68,39 @@ def test_e4m3_with_scales_of_every_dtype(scales: str) -> None:
     assert_same(unpack(packed), weights)
 
 
+@pytest.mark.parametrize(("scales", "zero_points"), [("float16", False), ("float16", True), ("bfloat16", True)])
+@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize(("hidden", "intermediate"), [(2880, 48), (64, 336), (192, 192), (80, 208)])
+def test_int4_as_gptq_and_awq_store_it(
+    hidden: int, intermediate: int, group: int, scales: str, zero_points: bool
+) -> None:
+    """What bfloat16 cannot hold, and zero points, come back from the rest."""
+    e = replace(FORMATS[f"int4_g{group}"].encoding, scale_dtype=scales, zero_points=zero_points)
+    dtype, g = SCALE_DTYPES[scales], torch.Generator().manual_seed(0)
+
+    def matrix(rows: int, columns: int) -> QuantTensor:
+        assert e.granularity is not None
+        grid = e.granularity.scale_shape(rows, columns)
+        codes = torch.randint(256, (rows, columns // 2), generator=g, dtype=torch.uint8)
+        values = torch.rand(grid, generator=g) * torch.exp2(torch.randint(-30, 1, grid, generator=g))  # subnormal too
+        zeros = torch.randint(17, grid, generator=g, dtype=torch.uint8) if zero_points else None
+        return QuantTensor(codes, e, values.to(dtype), zero_points=zeros)
+
+    for gated in (True, False):
+        shapes = {
+            "gate": gated and (intermediate, hidden),
+            "up": (intermediate, hidden),
+            "down": (hidden, intermediate),
+        }
+        weights = ExpertWeights.of(
+            [Expert(**{n: matrix(*s) if s else None for n, s in shapes.items()}) for _ in range(2)]  # type: ignore[arg-type]
+        )
+        assert layout_of(weights.spec).check(weights.spec) == ()
+        packed = pack(weights)
+        assert packed.nbytes == layout_of(weights.spec).nbytes(weights.spec)
+        assert_same(unpack(packed), weights)
+
+
 @pytest.mark.parametrize("format", [*FOUR_BITS, "bf16", "fp8_block128"])
 @pytest.mark.parametrize("intermediate", [2048, 2880, 2688, 1536, 336, 672, 736, 192])
 @pytest.mark.parametrize("hidden", [4096, 2880, 7168, 1024])
@@ -123,7 +156,7 @@ def e2m1_registers(word: int) -> list[int]:
 
 
 def int4_registers(word: int) -> list[int]:
-    return [(word >> 4 * i) & 0x000F000F for i in range(4)]
+    return [rotate(word, 32 - 4 * i) & 0x80708070 | 0x00080008 for i in range(4)]
 
 
 def words(tensor: Tensor) -> list[int]:
@@ -169,7 +202,8 @@ def test_words_are_registers_of_the_a_operand(format: str, gated: bool) -> None:
                 bits = e2m1_registers(found[place])[register] >> 16 * half & 0xFFFF
                 value = bf16(bits) * 2.0**126
             else:
-                value = (int4_registers(found[place])[register] >> 16 * half & 0xFFFF) - 8
+                bits = int4_registers(found[place])[register] >> 16 * half & 0xFFFF
+                value = bf16(bits) * 2.0**129 - 0.5
             assert value == expected[row, column], (matrix, place, register, half, row, column)
             count += 1
         assert count == expected.numel() == 8 * len(found)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from polymoe.activations import Activation, ReLU2, SwiGLU
 from polymoe.errors import CheckpointError
+from polymoe.formats import FORMATS, Format, format_of
 from polymoe.problem import Problem
 from polymoe.routing import Routing
 from polymoe.tensors import Expert, ExpertWeights
@@ -15,7 +18,7 @@ GPT_OSS = SwiGLU(alpha=1.702, beta=1.0, limit=7.0)
 
 
 def random_experts(
-    format: str = "mxfp4",
+    format: str | Format = "mxfp4",
     *,
     experts: int = 5,
     hidden: int = 64,
@@ -24,6 +27,10 @@ def random_experts(
     bias: bool = False,
     seed: int = 0,
 ) -> ExpertWeights:
+    """``format``: also a name that ends in ``_zp``, as AWQ and GPTQ store INT4: float16 scales and zero points."""
+    if isinstance(format, str) and format.endswith("_zp"):
+        plain = FORMATS[format.removesuffix("_zp")].encoding
+        format = format_of(replace(plain, scale_dtype="float16", zero_points=True))
     g = torch.Generator().manual_seed(seed)
     rows = 2 * intermediate if gated else intermediate
     return ExpertWeights.quantize(

@@ -73,13 +73,14 @@ class FlashInferSM90(MatrixLayout):
 
     def unpack_matrix(
         self, parts: Mapping[str, Tensor], encoding: Encoding, rows: int, columns: int, halves: int
-    ) -> list[tuple[Tensor, Tensor | None]]:
+    ) -> list[dict[str, Tensor]]:
         """Return codes and scales of each projection."""
         codes = (_separate_words if self.folded else _separate_nibbles)(parts["codes"])
         scales = (_unfold_scales if self.folded else _unflatten_scales)(parts["scales"])
         split = (x.unflatten(1, (halves, -1)).unbind(1)[::-1] for x in (codes, scales))
         dtype = SCALE_DTYPES["e8m0"]
-        return [(c.flatten(0, 1), s.flatten(0, 1).view(dtype)) for c, s in zip(*split, strict=True)]
+        parts_of = zip(*split, strict=True)
+        return [{"codes": c.flatten(0, 1), "scales": s.flatten(0, 1).view(dtype)} for c, s in parts_of]
 
 
 def _bytes(scales: Tensor | None) -> Tensor:

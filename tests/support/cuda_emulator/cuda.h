@@ -420,7 +420,12 @@ inline uint32_t __ballot_sync(uint32_t, bool value) {
 }
 inline int __popc(uint32_t v) { return __builtin_popcount(v); }
 inline int __ffs(uint32_t v) { return __builtin_ffs(v); }
-inline uint32_t __funnelshift_l(uint32_t low, uint32_t high, int by) { return high << by | low >> (32 - by); }
+inline uint32_t __funnelshift_l(uint32_t low, uint32_t high, int by) {
+    return static_cast<uint32_t>((static_cast<uint64_t>(high) << 32 | low) << by >> 32);
+}
+inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, int by) {
+    return static_cast<uint32_t>((static_cast<uint64_t>(high) << 32 | low) >> by);
+}
 inline int __clz(int v) { return __builtin_clz(v); }
 inline float __uint_as_float(uint32_t bits) {
     float v;

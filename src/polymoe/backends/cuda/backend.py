@@ -171,9 +171,12 @@ def _fits(problem: Problem, machine: Machine, config: CudaConfig) -> bool:
     spec, device = problem.spec, machine.device
     assert device.capability is not None
     budget = target_for(device.capability).budget_on(device.shared_memory_bytes)
-    sides = ((spec.up, spec.hidden), (spec.down, spec.intermediate))
+    sides = (
+        ("gate_up" if spec.gated else "up", spec.up, spec.hidden),
+        ("down", spec.down, spec.intermediate),
+    )
     sizes = config.kernels.sizes
-    return all(sizes.fits(budget, format_of(e) or "", config.block_m, config.block_n, k) for e, k in sides)
+    return all(sizes.fits(budget, format_of(e) or "", part, config.block_m, k) for part, e, k in sides)
 
 
 def _configs(problem: Problem, machine: Machine, family: KernelFamily) -> list[CudaConfig]:

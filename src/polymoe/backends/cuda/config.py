@@ -18,7 +18,7 @@ class CudaConfig(Config):
     Attributes:
         family: the kernel family, a name in ``FAMILIES``.
         block_m: most rows of x in a work tile.
-        block_n: rows of weights in a tile where the family has several sizes (w4a16_mma), else 0.
+        block_n: 64 for w4a16_mma, else 0.
         down_block_m: ``block_m`` of the kernel for the down projection if it differs, else 0. Work tiles are the same.
 
     Raises:

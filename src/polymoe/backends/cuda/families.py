@@ -181,16 +181,18 @@ FAMILIES: dict[str, KernelFamily] = {family.name: family for family in _ALL}
 def format_of(encoding: Encoding) -> str | None:
     """Return the name of the kernels' format for this encoding, or None.
 
-    A global scale per expert is always optional. Scales of 8-bit weights may have any dtype; the layout converts them.
+    A global scale per expert is always optional. Scales of 8-bit weights may have any dtype and those of INT4 bfloat16
+    or float16; the layout converts them.
     """
     for name in dict.fromkeys(name for family in _ALL for name in family.formats):
-        own = FORMATS[name].encoding
-        same = (own.element, own.granularity, own.zero_points) == (
+        own = FORMATS[name.removesuffix("_zp")].encoding
+        same = (own.element, own.granularity, name.endswith("_zp")) == (
             encoding.element,
             encoding.granularity,
             encoding.zero_points,
         )
-        if same and (own.scale_dtype == encoding.scale_dtype or own.bits == 8):
+        dtypes = {"bfloat16", "float16"} if own.element == "int4" else {own.scale_dtype}
+        if same and (encoding.scale_dtype in dtypes or own.bits == 8):
             return name
     return None
 

@@ -42,6 +42,8 @@ def _header() -> str:
     }
     lines = [f"constexpr int {name} = {value};\n" for name, value in constants.items()]
     for name, sizes in W4_FORMATS.items():
+        if name.endswith("_zp"):  # twice the bytes of the same without zero points: dequant/int4.cuh
+            continue
         struct = "".join(part.capitalize() for part in name.split("_"))
         values = f"kScaleBytes = {sizes.scale_bytes}, kScaleBlocks = {sizes.scale_blocks}"
         lines.append(f"\nstruct {struct}Sizes {{\n    static constexpr int {values};\n}};\n")
@@ -53,7 +55,7 @@ def unit_source(family: FamilySizes, format: str) -> str:
     meaning = "the part, consumer warpgroups, blocks of 64 rows of weights for each, blocks of 64 columns\n"
     meaning += "// in a stage, bytes of a stage, block_m, and the widths of wgmma for fewer rows."
     if isinstance(family, MmaFamilySizes):
-        meaning = "the part, rows of x in multiples of 8, block_n, bytes of a stage."
+        meaning = "the part, rows of x in multiples of 8, block_n, teams of warps, bytes of a stage."
     macro = "POLYMOE_GEMM_KERNEL"
     if isinstance(family, FewRowsFamilySizes):
         meaning, macro = "the part, warps, bytes of a stage.", "POLYMOE_FEW_ROWS_KERNEL"
@@ -65,15 +67,16 @@ def unit_source(family: FamilySizes, format: str) -> str:
             if isinstance(family, MmaFamilySizes):
                 if block_m % 8:
                     continue  # runs in the kernel for the next multiple of 8
-                choices = [(n, (block_m // 8, n, stage)) for n in family.block_ns]
+                shapes = [(name, family.mma_variant(name)) for name in family.variants(part)]
+                choices = [(name, (block_m // 8, v.block_n, v.teams, stage)) for name, v in shapes]
             elif isinstance(family, FewRowsFamilySizes):
-                choices = [(0, (family.warps, stage))]
+                choices = [("", (family.warps, stage))]
             else:
                 numbers = (tile.warpgroups, tile.n_blocks, tile.k_blocks, stage, block_m, *tile.widths)
-                choices = [(0, numbers)]
-            for block_n, numbers in choices:
+                choices = [("", numbers)]
+            for variant, numbers in choices:
                 format_argument = [sizes.cpp] if sizes and len(family.formats) > 1 else []
                 arguments = ", ".join([*format_argument, PARTS[part], *map(str, numbers)])
-                name, threads = family.kernel(part, block_m, block_n), family.threads(block_m)
+                name, threads = family.kernel(part, block_m, variant), family.threads(block_m)
                 lines.append(f"{macro}({name}, {threads}, {family.name}_gemm<{arguments}>)")
     return "\n".join(lines) + "\n"

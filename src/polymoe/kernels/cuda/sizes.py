@@ -95,8 +95,10 @@ W4_FORMATS: dict[str, W4Format] = {
     "nvfp4": W4Format("Nvfp4", 256, 1),
     "int4_g32": W4Format("Int4<32>", 256, 1),
     "int4_g128": W4Format("Int4<128>", 128, 2),
+    "int4_g32_zp": W4Format("Int4<32, true>", 512, 1),
+    "int4_g128_zp": W4Format("Int4<128, true>", 256, 2),
 }
-"""Formats that the w4a16 kernels dequantize."""
+"""Formats that the w4a16 kernels dequantize. With zero points (zp), an offset is stored beside each scale."""
 
 _NO_SCALES = W4Format("", 0, 1)
 
@@ -159,14 +161,14 @@ class FamilySizes:
     Attributes:
         name: name of the family; the names of its kernels and units begin with it.
         formats: weight formats, each with its 4-bit sizes or None.
-        tiles: tiles by ``block_m``; for w4a16_mma, those with the smaller ``block_n``.
+        tiles: tiles by ``block_m``; for w4a16_mma, those of kernels with one team.
         parts: the parts, of :data:`PARTS`, that have a kernel.
         codes_bytes: bytes of 64 rows by 64 columns of weights.
         x_bytes: bytes of 64 columns of a row of x.
         row_bytes: further bytes for each row of x in a stage.
         scratch_bytes, scratch_row_bytes: bytes of dynamic shared memory after the stages, and per row of x.
         static_bytes, static_row_bytes: bytes of static shared memory, and per row of x.
-        block_ns: values of ``block_n`` to choose from; empty if there is one.
+        block_ns: values of ``block_n`` that a configuration may name; empty if it does not.
     """
 
     name: str
@@ -186,10 +188,18 @@ class FamilySizes:
         """Return the name of the cubin with the family's kernels for a format."""
         return f"{self.name}_{format}"
 
-    def kernel(self, part: str, block_m: int, block_n: int = 0) -> str:
-        """Return the name of a kernel. It contains ``block_n`` where the family has several."""
+    def kernel(self, part: str, block_m: int, variant: str = "") -> str:
+        """Return the name of a kernel. It contains the name of the variant where the family has several."""
         name = f"{self.name}_{part}_m{round_up(block_m, 8)}"
-        return f"{name}_n{block_n}" if self.block_ns else name
+        return f"{name}_{variant}" if variant else name
+
+    def variants(self, part: str) -> tuple[str, ...]:
+        """Return the variants of a part's kernels; an empty name alone if there are none."""
+        return ("",)
+
+    def variant(self, budget: Budget, format: str, part: str, block_m: int, k: int) -> str:
+        """Return the variant of the kernel for ``k`` columns of weights."""
+        return ""
 
     def threads(self, block_m: int) -> int:
         """Return the threads of a CTA: consumers and four producer warps."""
@@ -202,16 +212,11 @@ class FamilySizes:
         weights = tile.block_n // 64 * (tile.k_blocks * self.codes_bytes + scales)
         return round_up(weights + block_m * (tile.k_blocks * self.x_bytes + self.row_bytes), ALIGNMENT)
 
-    def block_n_for(self, block_n: int, k: int) -> int:
-        """Return the ``block_n`` of the kernel that computes ``k`` columns where ``block_n`` is chosen."""
-        # Tiles of 64 rows divide K into eight parts of 64 columns. With a short K, some warps would have no columns.
-        return max(self.block_ns) if block_n and k <= 256 else block_n
-
-    def fits(self, budget: Budget, format: str, block_m: int, block_n: int, k: int) -> bool:
+    def fits(self, budget: Budget, format: str, part: str, block_m: int, k: int) -> bool:
         """Return True: stages contain a part of x's columns, so that every ``k`` fits in shared memory."""
         return True
 
-    def pipeline(self, budget: Budget, format: str, block_m: int, block_n: int, k: int) -> Pipeline:
+    def pipeline(self, budget: Budget, format: str, part: str, block_m: int, k: int) -> Pipeline:
         """Return the pipeline with as many stages as fit in shared memory."""
         stage = self.stage_bytes(format, block_m)
         beside = self.scratch_bytes + self.scratch_row_bytes * block_m + ALIGNMENT
@@ -220,12 +225,36 @@ class FamilySizes:
         return Pipeline(stages, 1, stages * stage + beside)
 
 
+class MmaVariant(NamedTuple):
+    """How the warps of a w4a16_mma kernel share work.
+
+    Attributes:
+        block_n: rows of weights in a tile.
+        teams: teams of warps that have tiles of their own. One team divides K between its warps.
+        most_k: most columns of weights.
+    """
+
+    block_n: int
+    teams: int
+    most_k: float
+
+
+_SPLIT = "n64"
+_MMA_VARIANTS = {
+    "k256": MmaVariant(128, 4, 256),
+    "k512": MmaVariant(64, 8, 512),
+    _SPLIT: MmaVariant(64, 1, float("inf")),
+}
+"""The first one with enough columns is taken."""
+
+
 @dataclass(frozen=True, slots=True)
 class MmaFamilySizes(FamilySizes):
-    """The w4a16_mma kernels: ``mma.sync`` by single warps, eight of which share 64 rows of weights along K.
+    """The w4a16_mma kernels: ``mma.sync`` by single warps.
 
-    A stage contains :attr:`stage_blocks` blocks of 64 x 64 weights. Whole rows of x have their own shared memory, or a
-    stage has their columns (:class:`Budget`).
+    A stage contains :attr:`stage_blocks` blocks of 64 x 64 weights. Whole rows of x have their own shared memory, or
+    with one team a stage has their columns (:class:`Budget`). For the down projection, whose K may be short, there are
+    kernels with several teams, in which a stage has all columns.
     """
 
     consumer_warps: int = 16
@@ -241,31 +270,49 @@ class MmaFamilySizes(FamilySizes):
         sizes = self.formats[format] or _NO_SCALES
         return self.stage_blocks * self.codes_bytes + self.stage_blocks // sizes.scale_blocks * sizes.scale_bytes
 
-    def pipeline(self, budget: Budget, format: str, block_m: int, block_n: int, k: int) -> Pipeline:
+    def variants(self, part: str) -> tuple[str, ...]:
+        """Return the variants of a part's kernels."""
+        return tuple(_MMA_VARIANTS) if part == "down" else (_SPLIT,)
+
+    def variant(self, budget: Budget, format: str, part: str, block_m: int, k: int) -> str:
+        """Return the first variant for ``k`` columns whose stages fit."""
+        for name in self.variants(part):
+            found = _MMA_VARIANTS[name]
+            if found.teams > 1 and k <= found.most_k and self._pipeline(budget, format, name, block_m, k).stages:
+                return name
+        return _SPLIT
+
+    def mma_variant(self, name: str) -> MmaVariant:
+        """Return a variant by its name."""
+        return _MMA_VARIANTS[name]
+
+    def pipeline(self, budget: Budget, format: str, part: str, block_m: int, k: int) -> Pipeline:
         """Return the pipeline for rows of x with ``k`` columns.
 
         Of whole rows of x there are two buffers if more than :data:`MIN_STAGES` stages fit as well, else one.
         """
-        stage = self.stage_bytes(format, block_m)
-        sums = self.consumer_warps * round_up(block_m, 8) // 8 * 1024  # partial sums of 32 rows by 8 rows of x per warp
+        return self._pipeline(budget, format, self.variant(budget, format, part, block_m, k), block_m, k)
+
+    def _pipeline(self, budget: Budget, format: str, variant: str, block_m: int, k: int) -> Pipeline:
+        stage, teams = self.stage_bytes(format, block_m), _MMA_VARIANTS[variant].teams
+        # Partial sums of 32 rows by 8 rows of x per warp.
+        sums = self.consumer_warps * round_up(block_m, 8) // 8 * 1024 if teams == 1 else 0
         room = budget.shared_bytes - self.static_bytes - sums - 128
-        columns = self.stage_blocks * 64 * 64 // self.block_n_for(block_n, k) if budget.x_in_stages else k
-        x_bytes = block_m * (2 * columns + 16)  # rows start four banks apart
-        if budget.x_in_stages:
+        if budget.x_in_stages and teams == 1:
+            x_bytes = block_m * (2 * self.stage_blocks * 64 + 16)  # rows start four banks apart
             stages = min(room // (stage + x_bytes), MAX_STAGES)
             return Pipeline(stages, 0, sums + 128 + stages * (stage + x_bytes))
-        stages, buffers = 0, 0
+        x_bytes, stages, buffers = block_m * (2 * k + 16), 0, 0
         for buffers in (2, 1):
             stages = (room - buffers * x_bytes) // stage
             if stages > MIN_STAGES:
                 break
-        stages = min(stages, MAX_STAGES)
+        stages = min(stages, MAX_STAGES) // teams * teams
         return Pipeline(stages, buffers, sums + buffers * x_bytes + 128 + stages * stage)
 
-    def fits(self, budget: Budget, format: str, block_m: int, block_n: int, k: int) -> bool:
+    def fits(self, budget: Budget, format: str, part: str, block_m: int, k: int) -> bool:
         """Return whether enough stages fit in shared memory with the rows of x: see :data:`MIN_STAGES`."""
-        stages = self.pipeline(budget, format, block_m, block_n, k).stages
-        return stages >= MIN_STAGES - budget.x_in_stages
+        return self.pipeline(budget, format, part, block_m, k).stages >= MIN_STAGES - budget.x_in_stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +335,7 @@ class FewRowsFamilySizes(FamilySizes):
         tile = self.tiles[block_m]
         return self.warps * tile.block_n * tile.block_k
 
-    def pipeline(self, budget: Budget, format: str, block_m: int, block_n: int, k: int) -> Pipeline:
+    def pipeline(self, budget: Budget, format: str, part: str, block_m: int, k: int) -> Pipeline:
         """Return the pipeline with as many stages as fit in shared memory."""
         stage, k_blocks = self.stage_bytes(format, block_m), k // E4M3_BLOCK_K
         groups = self.warps // min(self.warps, 1 << k_blocks.bit_length() - 1)
@@ -297,9 +344,9 @@ class FewRowsFamilySizes(FamilySizes):
         stages = min((budget.shared_bytes - self.static_bytes - beside) // stage, self.most_stages)
         return Pipeline(stages, 1, stages * stage + beside)
 
-    def fits(self, budget: Budget, format: str, block_m: int, block_n: int, k: int) -> bool:
+    def fits(self, budget: Budget, format: str, part: str, block_m: int, k: int) -> bool:
         """Return whether a stage fits in shared memory with the rows of x, and a warp's scales in 16 lanes."""
-        stages = self.pipeline(budget, format, block_m, block_n, k).stages
+        stages = self.pipeline(budget, format, part, block_m, k).stages
         return stages >= 1 and k // E4M3_BLOCK_K <= 16 * self.warps
 
 
@@ -316,10 +363,9 @@ W4A16_MMA = MmaFamilySizes(
     _ALL,
     codes_bytes=2048,
     x_bytes=0,
-    block_ns=(64, 128),
+    block_ns=(64,),
 )
-"""4-bit weights decoded to bfloat16 for ``mma.sync``, for few rows per expert. With ``block_n`` 128, ``block_k`` is
-256."""
+"""4-bit weights decoded to bfloat16 for ``mma.sync``, for few rows per expert."""
 
 # Sizes are the fastest measured: many rows of weights per CTA for few rows of x.
 W4A16_WGMMA = FamilySizes(

@@ -27,6 +27,7 @@ __all__ = [
 ]  # fmt: skip
 
 _MATRICES = ("up", "down")
+_PARTS = ("codes", "scales", "rest")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,9 @@ class ScaleLimit:
 @dataclass(frozen=True, slots=True)
 class MatrixLayout(ABC):
     """Packs an expert as two matrices: ``up.codes``, ``up.scales``, ``down.codes`` and ``down.scales``, each
-    [E, bytes] uint8, without ``scales`` where weights have none. ``{projection}.global_scale`` [E], biases and input
-    scales are stored as in the natural layout."""
+    [E, bytes] uint8, without ``scales`` where weights have none. There may also be ``up.rest`` and ``down.rest``: what
+    no kernel reads, but the weights have. ``{projection}.global_scale`` [E], biases and input scales are stored as in
+    the natural layout."""
 
     name: str
     multiple: ClassVar[int]
@@ -68,30 +70,35 @@ class MatrixLayout(ABC):
     def scale_bytes(self, encoding: Encoding, rows: int, columns: int) -> int:
         """Return the bytes of the scales of one packed matrix."""
 
+    def rest_bytes(self, encoding: Encoding, rows: int, columns: int) -> int:
+        """Return the bytes of one packed matrix that no kernel reads."""
+        return 0
+
     @abstractmethod
     def pack_matrix(self, halves: Sequence[QuantTensor]) -> tuple[dict[str, Tensor], Tensor | None]:
         """Pack gate and up, or one projection.
 
         Returns:
-            ``codes`` and, if there are any, ``scales``, both uint8; and a scalar tensor with the value that
+            ``codes`` and, if there are any, ``scales`` and ``rest``, all uint8; and a scalar tensor with the value that
             :meth:`scale_limit` bounds, or None.
         """
 
     @abstractmethod
     def unpack_matrix(
         self, parts: Mapping[str, Tensor], encoding: Encoding, rows: int, columns: int, halves: int
-    ) -> list[tuple[Tensor, Tensor | None]]:
+    ) -> list[dict[str, Tensor]]:
         """Unpack the matrices [rows, columns] of some experts: the inverse of :meth:`pack_matrix`.
 
         Args:
-            parts: ``codes`` and, if there are any, ``scales``, uint8 [experts, bytes]. Several experts are given only
-                if ``rows`` is a multiple of :attr:`group_rows`.
+            parts: ``codes`` and, if there are any, ``scales`` and ``rest``, uint8 [experts, bytes]. Several experts are
+                given only if ``rows`` is a multiple of :attr:`group_rows`.
             encoding: how the weights are stored.
             rows, columns: size of each matrix.
             halves: number of projections in each matrix.
 
         Returns:
-            For each projection the natural codes and scales, with the rows of the experts behind each other.
+            For each projection the natural codes, scales and zero points, as far as there are any, with the rows of the
+            experts behind each other.
         """
 
     def scale_limit(self, encoding: Encoding) -> ScaleLimit | None:
@@ -136,6 +143,7 @@ class MatrixLayout(ABC):
             rows, columns = _shape(spec, matrix)
             encoding = spec.encodings[matrix]
             total += rows * columns * encoding.bits // 8 + self.scale_bytes(encoding, rows, columns)
+            total += self.rest_bytes(encoding, rows, columns)
         return spec.local_experts * total
 
     def pack(self, weights: ExpertWeights, device: torch.device, out: Packed | None = None) -> Packed:
@@ -197,12 +205,11 @@ class MatrixLayout(ABC):
             found = {n: t for n, t in some.items() if n.endswith(".global_scale") or "." not in n}
             for matrix in _MATRICES:
                 encoding, names = spec.encodings[matrix], _halves(spec, matrix)
-                parts = {name: some[key] for name in ("codes", "scales") if (key := f"{matrix}.{name}") in some}
+                parts = {name: some[key] for name in _PARTS if (key := f"{matrix}.{name}") in some}
                 halves = self.unpack_matrix(parts, encoding, *_shape(spec, matrix), len(names))
-                for projection, (codes, scales) in zip(names, halves, strict=True):
-                    found[f"{projection}.codes"] = codes.unflatten(0, (last - first, -1))
-                    if scales is not None:
-                        found[f"{projection}.scales"] = scales.unflatten(0, (last - first, -1))
+                for projection, natural in zip(names, halves, strict=True):
+                    for name, part in natural.items():
+                        found[f"{projection}.{name}"] = part.unflatten(0, (last - first, -1))
             return found
 
         return ExpertWeights(

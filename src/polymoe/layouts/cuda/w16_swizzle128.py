@@ -58,11 +58,11 @@ class W16Swizzle128(MatrixLayout):
 
     def unpack_matrix(
         self, parts: Mapping[str, Tensor], encoding: Encoding, rows: int, columns: int, halves: int
-    ) -> list[tuple[Tensor, Tensor | None]]:
+    ) -> list[dict[str, Tensor]]:
         """Return the weights of each projection, without scales."""
         rows_NB = unpack_tiles(parts["codes"].flatten(), rows * len(parts["codes"]), 2 * columns)
         codes = deinterleave_gate_up(rows_NB, halves) if halves > 1 else [exchange_rows(rows_NB, inverse=True)]
-        return [(part.view(CODE_DTYPES[encoding.element]), None) for part in codes]
+        return [{"codes": part.view(CODE_DTYPES[encoding.element])} for part in codes]
 
 
 def pack_tiles(rows_NB: Tensor) -> Tensor:

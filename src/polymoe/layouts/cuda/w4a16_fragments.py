@@ -9,15 +9,20 @@ block. There are no gaps between groups. A last block of fewer columns is stored
 bytes.
 
 A word contains four pairs of neighbouring columns in the order of the instruction's registers (rows g, g + 8, g,
-g + 8). Pair i of an INT4 matrix is at bits 4i and 16 + 4i. The bits of E2M1 codes are scattered (:data:`E2M1_BITS`): a
-rotation and a mask then put the sign, exponent and mantissa of both halves where bfloat16 has them. This takes nine
-instructions for eight weights.
+g + 8). The bits of codes are scattered: a rotation and a mask then put both halves where bfloat16 has them. Of E2M1
+codes (:data:`E2M1_BITS`) these are sign, exponent and mantissa, in nine instructions for eight weights. An INT4 code
+minus 7.5, twice which is an odd number from -15 to 15, is stored as its sign and the three bits above the lowest of its
+magnitude (:data:`INT4_BITS`): seven instructions.
 
 Scales: each block stores, for g = 0 to 7, for each tile, for each group of columns, the scales of rows g and g + 8. A
 last group of rows is padded to four tiles. E8M0 bytes, four for each g of a tile, are biased and their bits scattered
 (:data:`E8M0_BITS`), so that one mask yields two bfloat16 values. E4M3 bytes are stored as bytes with a wider exponent
 (:func:`e4m3_codes`), also scattered (:data:`E4M3_BITS`). Scales of groups of 128 columns are stored once per two
 blocks.
+
+Scales of INT4 are bfloat16. With zero points, each pair of scales is followed by a pair of offsets in bfloat16: 7.5
+less the zero point, times the scale. What is lost of float16 scales and zero points is the rest, one byte for each
+scale, which no kernel reads: the three bits that rounding removed, and the zero point.
 """
 
 from __future__ import annotations
@@ -64,8 +69,9 @@ _PAIRS = (_IN_PLACE, (2, 3, 4, 11), (28, 29, 30, 5), (0, 1, 10, 9))
 E2M1_BITS = tuple((bit + 16 * half) % 32 for pair in _PAIRS for half in (0, 1) for bit in pair)
 """Where the bits of eight E2M1 codes lie in a word."""
 
-INT4_BITS = tuple(4 * pair + 16 * half + b for pair in range(4) for half in (0, 1) for b in range(4))
-"""Where the bits of eight INT4 codes lie in a word."""
+# In place after a rotation to the right by four bits for each pair.
+INT4_BITS = tuple((bit + 4 * pair + 16 * half) % 32 for pair in range(4) for half in (0, 1) for bit in (4, 5, 6, 15))
+"""Where the bits of eight INT4 codes lie in a word: three of the magnitude, and the sign."""
 
 _FIRST, _SECOND = tuple(range(7, 15)), (31, *range(7))
 E8M0_BITS = (*_FIRST, *(b + 16 for b in _FIRST), *_SECOND, *((b + 16) % 32 for b in _SECOND))
@@ -89,7 +95,7 @@ E4M3_MOST = 126
 
 @dataclass(frozen=True, slots=True)
 class W4A16Fragments(MatrixLayout):
-    """4-bit weights with a fixed zero point, and scales for groups of 16, 32, 64 or 128 columns.
+    """4-bit weights with scales for groups of 16, 32, 64 or 128 columns.
 
     The kernels ``w4a16_mma`` and ``w4a16_wgmma`` read this layout.
     """
@@ -99,7 +105,7 @@ class W4A16Fragments(MatrixLayout):
     group_rows: ClassVar[int] = ROWS
 
     def check_encoding(self, reasons: Reasons, projection: str, encoding: Encoding) -> None:
-        """Add a reason for other elements, groups or zero points."""
+        """Add a reason for other elements or groups."""
         if not reasons.need(encoding.bits == 4, f"{projection} elements", "4 bits", encoding.element):
             return
         granularity = encoding.granularity
@@ -110,7 +116,6 @@ class W4A16Fragments(MatrixLayout):
                 fits = encoding.scale_dtype != dtype or encoding.group_columns == columns
                 expected = f"groups of {columns} columns for {dtype.upper()}"
                 reasons.need(fits, f"{projection} scales", expected, str(granularity))
-        reasons.need(not encoding.zero_points, f"{projection} zero points")
 
     def scale_limit(self, encoding: Encoding) -> ScaleLimit | None:
         """Return the limit: E8M0 scales up to 2**25, E4M3 scales from 0 to 448; None for other scales."""
@@ -124,28 +129,41 @@ class W4A16Fragments(MatrixLayout):
         """Return the bytes of the scales of one packed matrix."""
         return scale_bytes(encoding, rows, columns)
 
+    def rest_bytes(self, encoding: Encoding, rows: int, columns: int) -> int:
+        """Return one byte for each scale if scales are rounded or have a zero point, else 0."""
+        return rows * ceil_div(columns, encoding.group_columns) if _has_rest(encoding) else 0
+
     def pack_matrix(self, halves: Sequence[QuantTensor]) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Return packed codes and scales, and the largest byte of a bounded scale."""
+        """Return packed codes, scales and their rest, and the largest byte of a bounded scale."""
         encoding = halves[0].encoding
         codes_NB = interleave_gate_up([q.codes for q in halves])
-        scales_NGB = interleave_gate_up([as_bytes(q.scales) for q in halves])
+        parts = {"codes": pack_codes(codes_NB, encoding)}
+        if _has_rest(encoding):
+            stored = [_rounded(q) for q in halves]
+            scales_NGB = interleave_gate_up([scales for scales, _ in stored])
+            parts["rest"] = interleave_gate_up([rest for _, rest in stored]).flatten()
+        else:
+            scales_NGB = interleave_gate_up([as_bytes(q.scales) for q in halves])
         largest = None if self.scale_limit(encoding) is None else scales_NGB.max()
-        parts = {
-            "codes": pack_codes(codes_NB, encoding),
-            "scales": pack_scales(scales_NGB, encoding, codes_NB.shape[1] * 2),
-        }
+        parts["scales"] = pack_scales(scales_NGB, encoding, codes_NB.shape[1] * 2)
         return parts, largest
 
     def unpack_matrix(
         self, parts: Mapping[str, Tensor], encoding: Encoding, rows: int, columns: int, halves: int
-    ) -> list[tuple[Tensor, Tensor | None]]:
-        """Return codes and scales of each projection."""
+    ) -> list[dict[str, Tensor]]:
+        """Return codes, scales and zero points of each projection."""
         rows *= len(parts["codes"])
         codes_NB = unpack_codes(parts["codes"].flatten(), encoding, rows, columns)
         scales_NB = unpack_scales(parts["scales"].flatten(), encoding, rows, columns)
         dtype = SCALE_DTYPES[encoding.scale_dtype or ""]
-        split = zip(deinterleave_gate_up(codes_NB, halves), deinterleave_gate_up(scales_NB, halves), strict=True)
-        return [(codes, scales.contiguous().view(dtype)) for codes, scales in split]
+        found = {"codes": codes_NB, "scales": scales_NB.contiguous().view(dtype)}
+        if _has_rest(encoding):
+            rest_NG = parts["rest"].view(rows, -1)
+            found["scales"] = _exact(found["scales"], rest_NG, encoding)
+            if encoding.zero_points:
+                found["zero_points"] = rest_NG >> _ROUNDED_BITS
+        split = {name: deinterleave_gate_up(part, halves) for name, part in found.items()}
+        return [{name: each[i].contiguous() for name, each in split.items()} for i in range(halves)]
 
 
 _SCALE_LIMITS = {
@@ -178,6 +196,8 @@ def _e4m3_codes(device: torch.device) -> Tensor:
 def pack_codes(codes_NB: Tensor, encoding: Encoding) -> Tensor:
     """Pack the codes of a matrix in the order that the module describes: uint8 [N, K/2] to [N * K / 2]."""
     rows, half_columns = codes_NB.shape
+    if encoding.element == "int4":
+        codes_NB = _sign_and_magnitude(codes_NB)
     whole_rows, whole = rows // ROWS * ROWS, half_columns // (COLUMNS // 2) * (COLUMNS // 2)
     found = []
     for first, last in ((0, whole_rows), (whole_rows, rows)):
@@ -209,13 +229,51 @@ def unpack_codes(packed: Tensor, encoding: Encoding, rows: int, columns: int) ->
     if rest:
         x = move_bits(tail.unflatten(2, (rest, 8, 4, 4)), back).unflatten(5, (2, 2))
         parts.append(x.permute(0, 6, 3, 1, 2, 5, 4).flatten(3).flatten(0, 2))
-    return join(parts, 1)
+    codes_NB = join(parts, 1)
+    return _from_sign_and_magnitude(codes_NB) if encoding.element == "int4" else codes_NB
+
+
+_ROUNDED_BITS = 3
+"""Bits of a float16 scale's mantissa that bfloat16 does not have. In a byte of the rest they are the lowest."""
+
+
+def _has_rest(encoding: Encoding) -> bool:
+    return encoding.element == "int4" and (encoding.zero_points or encoding.scale_dtype == "float16")
+
+
+def _rounded(q: QuantTensor) -> tuple[Tensor, Tensor]:
+    """Return scales as bytes of bfloat16, each followed by an offset if there are zero points, and their rest.
+
+    Returns:
+        uint8 [N, groups, 2], or with zero points [N, 2 * groups, 2]; and uint8 [N, groups].
+    """
+    assert q.scales is not None
+    exact_NG = q.scales.float()
+    bits = exact_NG.contiguous().view(torch.int32)
+    shift = 16 - _ROUNDED_BITS
+    rest = bits >> shift & (1 << _ROUNDED_BITS) - 1
+    # Halves are rounded up, so that the rest says whether this one was.
+    values = [(bits + (1 << 15) >> 16).to(torch.int16).view(torch.bfloat16)]
+    if q.zero_points is not None:
+        rest = rest | q.zero_points.int() << _ROUNDED_BITS
+        values.append(((7.5 - q.zero_points.float()) * exact_NG).bfloat16())
+    return as_bytes(torch.stack(values, 2).flatten(1)), rest.to(torch.uint8)
+
+
+def _exact(scales_NG: Tensor, rest_NG: Tensor, encoding: Encoding) -> Tensor:
+    """Return scales as they were: the inverse of :func:`_rounded`, whose offsets are left out."""
+    if encoding.zero_points:
+        scales_NG = scales_NG[:, ::2]
+    removed = rest_NG.int() & (1 << _ROUNDED_BITS) - 1
+    bits = (scales_NG.contiguous().view(torch.int16).int() << 16) - (removed >> _ROUNDED_BITS - 1 << 16)
+    exact = (bits | removed << 16 - _ROUNDED_BITS).view(torch.float32)
+    return exact.to(SCALE_DTYPES[encoding.scale_dtype or ""])
 
 
 def _groups_beside(encoding: Encoding, columns: int) -> tuple[int, int]:
-    """Return the number of blocks of scales along K, and the groups of columns in each."""
+    """Return the number of blocks of scales along K, and the groups of columns in each, twice with zero points."""
     group = encoding.group_columns
-    return ceil_div(columns, max(COLUMNS, group)), max(COLUMNS // group, 1)
+    return ceil_div(columns, max(COLUMNS, group)), max(COLUMNS // group, 1) * (1 + encoding.zero_points)
 
 
 def scale_bytes(encoding: Encoding, rows: int, columns: int) -> int:
@@ -250,7 +308,18 @@ def unpack_scales(packed: Tensor, encoding: Encoding, rows: int, columns: int) -
         codes = move_bits(x.reshape(-1, 4), inverse(E4M3_BITS)).view(x.shape)
         x = _e4m3_codes(x.device).argsort().to(torch.uint8)[codes.int()]
     x = x.permute(0, 3, 5, 2, 1, 4, 6).flatten(4, 5).flatten(0, 3)
-    return x[:rows, : ceil_div(columns, encoding.group_columns)].flatten(1)
+    return x[:rows, : ceil_div(columns, encoding.group_columns) * (1 + encoding.zero_points)].flatten(1)
+
+
+def _sign_and_magnitude(codes: Tensor) -> Tensor:
+    """Return pairs of INT4 codes as pairs of signs (bit 3) and magnitudes of the code minus 7.5, less 0.5."""
+    negative = (codes >> 3 & 0x11) ^ 0x11
+    return codes ^ (negative * 7 + 0x88)
+
+
+def _from_sign_and_magnitude(codes: Tensor) -> Tensor:
+    """Return INT4 codes: the inverse of :func:`_sign_and_magnitude`."""
+    return codes ^ ((codes >> 3 & 0x11) * 7 + 0x88)
 
 
 def _code_bits(encoding: Encoding) -> tuple[int, ...]:

@@ -86,12 +86,12 @@ class W4A8Fragments(MatrixLayout):
 
     def unpack_matrix(
         self, parts: Mapping[str, Tensor], encoding: Encoding, rows: int, columns: int, halves: int
-    ) -> list[tuple[Tensor, Tensor | None]]:
+    ) -> list[dict[str, Tensor]]:
         """Return codes and scales of each projection. The scale of a group of zeros may differ from the original."""
         codes_NB = unpack_codes(parts["codes"].flatten(), rows * len(parts["codes"]), columns)
         scales_NG = unpack_scales(parts["scales"], rows, columns)
         split = zip(deinterleave_gate_up(codes_NB, halves), deinterleave_gate_up(scales_NG, halves), strict=True)
-        return [(codes, scales.contiguous().view(torch.float8_e8m0fnu)) for codes, scales in split]
+        return [{"codes": codes, "scales": scales.contiguous().view(torch.float8_e8m0fnu)} for codes, scales in split]
 
 
 _STEPS = ScaleLimit(MOST_STEP, "scales of a row within 2**14 of each other", "some 2**{step} apart")

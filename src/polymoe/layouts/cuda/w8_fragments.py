@@ -72,7 +72,7 @@ class W8Fragments(MatrixLayout):
 
     def unpack_matrix(
         self, parts: Mapping[str, Tensor], encoding: Encoding, rows: int, columns: int, halves: int
-    ) -> list[tuple[Tensor, Tensor | None]]:
+    ) -> list[dict[str, Tensor]]:
         """Return codes and scales of each projection, in their original dtypes."""
         rows_NK = unpack_codes(parts["codes"].flatten(), rows * len(parts["codes"]), columns)
         codes = deinterleave_gate_up(rows_NK, halves) if halves > 1 else [exchange_rows(rows_NK, inverse=True)]
@@ -80,7 +80,8 @@ class W8Fragments(MatrixLayout):
         grid = encoding.granularity.scale_shape(rows // halves, columns)
         scales = parts["scales"].view(torch.float32).to(SCALE_DTYPES[encoding.scale_dtype or ""])
         each = [half.flatten(0, 1) for half in scales.view(-1, halves, *grid).unbind(1)]
-        return [(c.view(CODE_DTYPES[encoding.element]), s) for c, s in zip(codes, each, strict=True)]
+        dtype = CODE_DTYPES[encoding.element]
+        return [{"codes": c.view(dtype), "scales": s} for c, s in zip(codes, each, strict=True)]
 
 
 def pack_codes(codes_NK: Tensor) -> Tensor:

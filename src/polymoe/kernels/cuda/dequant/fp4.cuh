@@ -1,6 +1,7 @@
 // E2M1 codes to bfloat16: MXFP4 and NVFP4. What a format's type has to offer is described in scales.cuh.
 #pragma once
 #include "../ptx/convert.cuh"
+#include "../ptx/opaque_constant.cuh"
 #include "../sizes.cuh"
 
 namespace polymoe {
@@ -16,6 +17,7 @@ __device__ __forceinline__ void dequant_e2m1(uint32_t (&a)[4], uint32_t word) {
 
 struct Mxfp4 : Mxfp4Sizes {
     static constexpr float kAccScale = 16777216.0f;  // scales are stored times 2^102
+    using Scale = uint32_t;
     struct Scales {
         uint32_t group[2];
     };
@@ -31,6 +33,7 @@ struct Mxfp4 : Mxfp4Sizes {
 
 struct Nvfp4 : Nvfp4Sizes {
     static constexpr float kAccScale = 274877906944.0f;  // scales are stored times 2^88
+    using Scale = uint32_t;
     struct Scales {
         uint32_t group[4];
     };
@@ -38,7 +41,7 @@ struct Nvfp4 : Nvfp4Sizes {
     // Exponent and mantissa stay in place and two more exponent bits are set. A zero scale is then 2^65. Subtracting
     // that leaves the others unchanged, since they are 2^79 at least.
     static __device__ __forceinline__ uint32_t pair(uint32_t word) {
-        return add_bf16x2((word & 0x0FF00FF0u) | 0x60006000u, 0xE000E000u);
+        return add_bf16x2((word & opaque_constant<0x0FF00FF0u>()) | 0x60006000u, 0xE000E000u);
     }
 
     static __device__ __forceinline__ Scales scales(const uint32_t* words) {

@@ -27,8 +27,14 @@ __device__ __forceinline__ void apply_scale(uint32_t (&a)[4], uint32_t scale) {
     a[2] = mul_bf16x2_low(a[2], scale), a[3] = mul_bf16x2_high(a[3], scale);
 }
 
+// 4 instructions.
+__device__ __forceinline__ void apply_scale(uint32_t (&a)[4], ScaleAndOffset by) {
+    a[0] = fma_bf16x2_low(a[0], by.scale, by.offset), a[1] = fma_bf16x2_high(a[1], by.scale, by.offset);
+    a[2] = fma_bf16x2_low(a[2], by.scale, by.offset), a[3] = fma_bf16x2_high(a[3], by.scale, by.offset);
+}
+
 template <class F>
-__device__ __forceinline__ void dequantize(uint32_t (&a)[4], uint32_t word, uint32_t scale) {
+__device__ __forceinline__ void dequantize(uint32_t (&a)[4], uint32_t word, typename F::Scale scale) {
     F::codes(a, word);
     apply_scale(a, scale);
 }
@@ -36,25 +42,34 @@ __device__ __forceinline__ void dequantize(uint32_t (&a)[4], uint32_t word, uint
 // The scales of one tile of 16 rows.
 template <class F>
 __device__ __forceinline__ typename F::Scales load_scales(uint32_t smem) {
-    uint32_t words[2];
-    if (kTileScaleBytes<F> == 4) {
-        words[0] = words[1] = ld_shared(smem);
-    } else {
+    uint32_t words[kTileScaleBytes<F> / 4];
+    if constexpr (kTileScaleBytes<F> == 4) {
+        words[0] = ld_shared(smem);
+    } else if constexpr (kTileScaleBytes<F> == 8) {
         const uint2 v = ld_shared_v2(smem);
         words[0] = v.x, words[1] = v.y;
+    } else {
+        const uint4 v = ld_shared_v4(smem);
+        words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
     }
     return F::scales(words);
 }
 
 // The words of two tiles' scales, still to be decoded.
 template <class F>
-__device__ __forceinline__ void load_scale_words(uint32_t (&words)[2][2], uint32_t smem) {
-    if (kTileScaleBytes<F> == 4) {
+__device__ __forceinline__ void load_scale_words(uint32_t (&words)[2][kTileScaleBytes<F> / 4], uint32_t smem) {
+    if constexpr (kTileScaleBytes<F> == 4) {
         const uint2 v = ld_shared_v2(smem);
         words[0][0] = v.x, words[1][0] = v.y;
-    } else {
+    } else if constexpr (kTileScaleBytes<F> == 8) {
         const uint4 v = ld_shared_v4(smem);
         words[0][0] = v.x, words[0][1] = v.y, words[1][0] = v.z, words[1][1] = v.w;
+    } else {
+#pragma unroll
+        for (int tile = 0; tile < 2; ++tile) {
+            const uint4 v = ld_shared_v4(smem + tile * 16);
+            words[tile][0] = v.x, words[tile][1] = v.y, words[tile][2] = v.z, words[tile][3] = v.w;
+        }
     }
 }
 

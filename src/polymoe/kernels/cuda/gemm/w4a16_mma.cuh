@@ -2,11 +2,15 @@
 //
 // One persistent CTA per SM walks over its share of the tiles (a work tile by BLOCK_N rows of weights). One producer
 // warp keeps a pipeline of weights full, across tiles and experts; another one loads the work tiles' rows of x; sixteen
-// consumer warps dequantize and multiply, with K split between PARTS of them. A work tile has up to 8 * M_BLOCKS rows.
+// consumer warps dequantize and multiply. A work tile has up to 8 * M_BLOCKS rows.
+//
+// With one team, all warps compute one tile of 64 rows of weights, with K split between eight. Where a stage has all of
+// K, several teams of warps have tiles of their own, for which they need neither each other nor partial sums: with a
+// short K, a tile of the first kind is little more than its exchange of sums.
 //
 // Where shared memory has room, whole rows of x lie beside the pipeline and are loaded once for all tiles of a work
-// tile. With POLYMOE_X_IN_STAGES a stage holds the columns of x that its weights multiply, so that 99 KB are enough for
-// any K; a row of x is then loaded once for each tile. Sums are the same, in the same order.
+// tile. With POLYMOE_X_IN_STAGES and one team a stage holds the columns of x that its weights multiply, so that 99 KB
+// are enough for any K; a row of x is then loaded once for each tile. Sums are the same, in the same order.
 #pragma once
 #include "../dequant/scales.cuh"
 #include "../epilogue.cuh"
@@ -32,7 +36,8 @@ constexpr int kStageBytes = kStageCodes + kMmaStageBlocks / F::kScaleBlocks * F:
 // Dequantized weights times x. `scale_words` belong to the two tiles of 16 rows, b to x.
 template <class F, int M, int M_BLOCKS>
 __device__ __forceinline__ void mma_words(float (&acc)[2][M_BLOCKS][4], const uint4 (&words)[2],
-                                          const uint32_t (&scale_words)[2][2], const uint32_t (&b)[M][2][4], F) {
+                                          const uint32_t (&scale_words)[2][kTileScaleBytes<F> / 4],
+                                          const uint32_t (&b)[M][2][4]) {
     const typename F::Scales scales[2] = {F::scales(scale_words[0]), F::scales(scale_words[1])};
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
@@ -49,48 +54,12 @@ __device__ __forceinline__ void mma_words(float (&acc)[2][M_BLOCKS][4], const ui
     }
 }
 
-// The same with fewer instructions for int4 and 8 rows of x: codes are used as they are cheapest to make, 136 too
-// large, and the accumulator starts at -136 times the sum of x, which the tensor cores compute too. Sums over a group
-// of columns are multiplied by the group's scale. Not in kernels for more rows, where a row's result must not depend on
-// how many other rows its work tile has.
-template <int GROUP>
-__device__ __forceinline__ void mma_words(float (&acc)[2][1][4], const uint4 (&words)[2],
-                                          const uint32_t (&scale_words)[2][2], const uint32_t (&b)[1][2][4],
-                                          Int4<GROUP>) {
-    constexpr int kSteps = GROUP == 32 ? 2 : 4;  // of 16 columns that share a scale
-    const uint32_t minus_136[4] = {kMinus136, kMinus136, kMinus136, kMinus136};
-#pragma unroll
-    for (int first = 0; first < 4; first += kSteps) {
-        float zero[4] = {};
-#pragma unroll
-        for (int step = first; step < first + kSteps; ++step) {
-            mma_m16n8k16(zero, minus_136, b[0][step / 2][step % 2 * 2], b[0][step / 2][step % 2 * 2 + 1]);
-        }
-#pragma unroll
-        for (int tile = 0; tile < 2; ++tile) {
-            const uint32_t word[4] = {words[tile].x, words[tile].y, words[tile].z, words[tile].w};
-            float sum[4];
-#pragma unroll
-            for (int step = first; step < first + kSteps; ++step) {
-                uint32_t a[4];
-                dequant_int4_plus_136(a, word[step]);
-                mma_m16n8k16(sum, step == first ? zero : sum, a, b[0][step / 2][step % 2 * 2],
-                             b[0][step / 2][step % 2 * 2 + 1]);
-            }
-            const uint32_t scales = Int4<GROUP>::scale(Int4<GROUP>::scales(scale_words[tile]), first);
-            const float low = __uint_as_float(scales << 16), high = __uint_as_float(scales & 0xFFFF0000u);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) acc[tile][0][i] = fmaf(sum[i], i < 2 ? low : high, acc[tile][0][i]);
-        }
-    }
-}
-
 // 64 columns of two tiles of 16 rows of weights, for 8 * M rows of x. All loads come first, since volatile assembly
 // stays in order, and the stage is released as soon as they are made.
 template <class F, int M, int M_BLOCKS>
 __device__ __forceinline__ void mma_block(float (&acc)[2][M_BLOCKS][4], uint32_t codes, uint32_t scales, uint32_t x,
                                           uint32_t x_eight_rows, uint32_t empty, bool leader) {
-    uint32_t b[M][2][4], scale_words[2][2];
+    uint32_t b[M][2][4], scale_words[2][kTileScaleBytes<F> / 4];
     const uint4 words[2] = {ld_shared_v4(codes), ld_shared_v4(codes + 512)};
     load_scale_words<F>(scale_words, scales);
 #pragma unroll
@@ -100,7 +69,7 @@ __device__ __forceinline__ void mma_block(float (&acc)[2][M_BLOCKS][4], uint32_t
     }
     __syncwarp();
     if (leader) mbarrier_arrive(empty);
-    mma_words(acc, words, scale_words, b, F());
+    mma_words<F>(acc, words, scale_words, b);
 }
 
 // The k_tail, fewer than 64 columns, in steps of 16.
@@ -127,150 +96,177 @@ __device__ __forceinline__ void mma_k_tail(float (&acc)[2][M_BLOCKS][4], uint32_
     }
 }
 
-// Writes 16 rows of weights by 8 rows of x from m0 on. h goes to permuted rows, y to expanded rows.
+// An expert, and what its accumulators are multiplied by.
 template <class F, int PART>
-__device__ __forceinline__ void store(const GemmArgs& args, float4 c, WorkTile tile, int tile16, int m0, int lane) {
-    const int g = lane / 4;
-    const float low_scale = acc_scale<F>(args.expert_scale, tile.expert);
-    const float high_scale = PART == kGateUp ? acc_scale<F>(args.up_expert_scale, tile.expert) : low_scale;
-    const float low[2] = {c.x * low_scale, c.y * low_scale}, high[2] = {c.z * high_scale, c.w * high_scale};
+struct ExpertScales {
+    int expert;
+    float low, high;
+
+    __device__ __forceinline__ ExpertScales(const GemmArgs& args, int expert) : expert(expert) {
+        low = acc_scale<F>(args.expert_scale, expert);
+        high = PART == kGateUp ? acc_scale<F>(args.up_expert_scale, expert) : low;
+    }
+};
+
+// Where the results of rows 2t and 2t + 1 of 8 rows of x go: to these rows, or nowhere if negative.
+template <int PART>
+struct OutRows {
+    int row[2];
+
+    __device__ __forceinline__ OutRows(const GemmArgs& args, WorkTile tile, int m0, int lane) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int m = m0 + 2 * (lane % 4) + i, permuted = tile.row + m;
+            row[i] = m >= tile.rows ? -1 : PART == kDown ? args.permuted_to_expanded[permuted] : permuted;
+        }
+    }
+};
+
+// Writes 16 rows of weights by 8 rows of x. h goes to permuted rows, y to expanded rows.
+template <class F, int PART>
+__device__ __forceinline__ void store(const GemmArgs& args, const float* c, const ExpertScales<F, PART>& scales,
+                                      const OutRows<PART>& to, int tile16, int lane) {
+    const int g = lane / 4, n = PART == kGateUp ? tile16 * 8 + g : tile16 * 16 + g;
+    const int width = PART == kGateUp ? args.n / 2 : args.n;
+    const long long bias = static_cast<long long>(scales.expert) * width + n;
+    const float low_bias = load_bias(args.bias, args.bias_dtype, bias);
+    const float high_bias = PART == kGateUp ? load_bias(args.up_bias, args.bias_dtype, bias)
+                                            : load_bias(args.bias, args.bias_dtype, bias + 8);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const int m = m0 + 2 * (lane % 4) + i;
-        if (m >= tile.rows) break;
-        const int row = tile.row + m;
+        if (to.row[i] < 0) break;
+        const long long at = static_cast<long long>(to.row[i]) * width + n;
+        float weight = 1.0f;
+        if (PART != kDown && args.router_weights) weight = args.router_weights[args.permuted_to_expanded[to.row[i]]];
+        const float low = c[i] * scales.low * weight + low_bias, high = c[2 + i] * scales.high * weight + high_bias;
         if (PART == kDown) {
-            const int n = tile16 * 16 + g;
-            const long long bias = static_cast<long long>(tile.expert) * args.n + n;
-            float* out =
-                static_cast<float*>(args.out) + static_cast<long long>(args.permuted_to_expanded[row]) * args.n + n;
-            out[0] = low[i] + load_bias(args.bias, args.bias_dtype, bias);
-            out[8] = high[i] + load_bias(args.bias, args.bias_dtype, bias + 8);
+            float* out = static_cast<float*>(args.out) + at;
+            out[0] = low, out[8] = high;
         } else {
-            const float weight = args.router_weights ? args.router_weights[args.permuted_to_expanded[row]] : 1.0f;
+            uint16_t* out = static_cast<uint16_t*>(args.out) + at;
             if (PART == kGateUp) {
-                const int width = args.n / 2, n = tile16 * 8 + g;
-                const long long bias = static_cast<long long>(tile.expert) * width + n;
-                const float gate = low[i] * weight + load_bias(args.bias, args.bias_dtype, bias);
-                const float up = high[i] * weight + load_bias(args.up_bias, args.bias_dtype, bias);
-                static_cast<uint16_t*>(args.out)[static_cast<long long>(row) * width + n] =
-                    f32_to_bf16(gated_activation(args, gate, up));
+                out[0] = f32_to_bf16(gated_activation(args, low, high));
             } else {
-                const int n = tile16 * 16 + g;
-                const long long bias = static_cast<long long>(tile.expert) * args.n + n;
-                uint16_t* out = static_cast<uint16_t*>(args.out) + static_cast<long long>(row) * args.n + n;
-                const float a = fmaxf(low[i] * weight + load_bias(args.bias, args.bias_dtype, bias), 0.0f);
-                const float b = fmaxf(high[i] * weight + load_bias(args.bias, args.bias_dtype, bias + 8), 0.0f);
-                out[0] = f32_to_bf16(a * a);
-                out[8] = f32_to_bf16(b * b);
+                const float a = fmaxf(low, 0.0f), b = fmaxf(high, 0.0f);
+                out[0] = f32_to_bf16(a * a), out[8] = f32_to_bf16(b * b);
             }
         }
     }
 }
 
-}  // namespace w4a16_mma
+// A CTA's shared memory and its share of the tiles.
+template <class F, int PART, int M_BLOCKS, int BLOCK_N, int TEAMS>
+struct Cta {
+    static constexpr int kBlocks = BLOCK_N / 64, kStageK = kMmaStageBlocks / kBlocks;  // 64 rows; 64 columns of a stage
+    static constexpr int kTeamWarps = kMmaConsumerWarps / TEAMS;
+    static constexpr bool kXBeside = TEAMS > 1 || !kXInStages;
+    static constexpr int kScaleBytes = F::kScaleBytes, kStageScales = kStageK / F::kScaleBlocks * kScaleBytes;
+    static constexpr int kSums = TEAMS > 1 ? 0 : kMmaConsumerWarps * 2 * M_BLOCKS * 512;  // bytes of partial sums
+    static_assert(TEAMS > 1 ? kTeamWarps == 2 * kBlocks : BLOCK_N == 64);
 
-// PARTS warps share two tiles of 16 rows of weights along K; 16 / PARTS pairs of tiles are computed at once: BLOCK_N
-// rows.
-template <class F, int PART, int M_BLOCKS, int BLOCK_N, int STAGE_BYTES>
-__device__ __forceinline__ void w4a16_mma_gemm(const GemmArgs& args) {
-    using namespace w4a16_mma;
-    static_assert(kStageBytes<F> == STAGE_BYTES);
-    extern __shared__ __align__(128) uint8_t memory[];
-    __shared__ __align__(8) uint64_t full[2 * kMaxStages], x_full[2], x_empty[2];
-    constexpr int PARTS = 512 / BLOCK_N;
-    constexpr int kBlocks = kMmaStageBlocks / PARTS;               // of 64 rows in a tile
-    constexpr int kSums = kMmaConsumerWarps * 2 * M_BLOCKS * 512;  // bytes of partial sums
-    const uint32_t x_start = smem_address(memory) + kSums;
-    const int stride = (kXInStages ? PARTS * 64 : args.k) * 2 + 16;  // of a row of x: rows start 4 banks apart
-    const int stage_bytes = kStageBytes<F> + (kXInStages ? args.block_m * stride : 0);
-    const uint32_t stages_start = (x_start + args.x_buffers * args.block_m * stride + 127) / 128 * 128;
-    const uint32_t full_start = opaque(smem_address(full)), empty_start = full_start + 8 * kMaxStages;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const GemmArgs& args;
+    uint8_t* memory;
+    uint32_t full, empty, x_full, x_empty;     // mbarriers
+    uint32_t x_start, stages_start;            // behind the partial sums
+    int stride, stage_bytes;                   // of a row of x
+    int tiles16, n_tiles, tile_stages, begin, end;
 
-    if (threadIdx.x == 0) {
+    __device__ __forceinline__ Cta(const GemmArgs& args, uint8_t* memory, uint64_t* barriers)
+        : args(args), memory(memory) {
+        full = opaque(smem_address(barriers)), empty = full + 8 * kMaxStages;
+        x_full = full + 16 * kMaxStages, x_empty = x_full + 16;
+        stride = (kXBeside ? args.k : kStageK * 64) * 2 + 16;  // rows start 4 banks apart
+        stage_bytes = kStageBytes<F> + (kXBeside ? 0 : args.block_m * stride);
+        x_start = smem_address(memory) + kSums;
+        stages_start = (x_start + args.x_buffers * args.block_m * stride + 127) / 128 * 128;
+    }
+
+    __device__ __forceinline__ void init_barriers() const {
         for (int i = 0; i < args.stages; ++i) {
-            mbarrier_init(full_start + 8 * i, kXInStages ? kMmaProducerWarps : 1);
-            mbarrier_init(empty_start + 8 * i, kMmaConsumerWarps);
+            mbarrier_init(full + 8 * i, kXBeside ? 1 : kMmaProducerWarps);
+            mbarrier_init(empty + 8 * i, kTeamWarps);
         }
         for (int i = 0; i < 2; ++i) {
-            mbarrier_init(smem_address(&x_full[i]), 1);
-            mbarrier_init(smem_address(&x_empty[i]), kMmaConsumerWarps);
+            mbarrier_init(x_full + 8 * i, 1);
+            mbarrier_init(x_empty + 8 * i, kMmaConsumerWarps);
         }
         mbarrier_init_fence();
     }
-    __syncthreads();
-    // For `down`, work tiles were complete before the kernel ahead of it let it start; x was not.
-    if (PART != kDown) {
-        grid_dependency_wait();
-        launch_dependents();
+
+    // Once work tiles are known.
+    __device__ __forceinline__ void take_share() {
+        const int n_blocks = (args.n / 16 + 3) / 4, k_blocks = (args.k + 63) / 64;
+        tiles16 = args.n / 16, n_tiles = (n_blocks + kBlocks - 1) / kBlocks;
+        tile_stages = (k_blocks + kStageK - 1) / kStageK;
+        const long long total = static_cast<long long>(*args.num_tiles) * n_tiles;
+        begin = static_cast<int>(total * blockIdx.x / gridDim.x);
+        end = static_cast<int>(total * (blockIdx.x + 1) / gridDim.x);
     }
 
-    constexpr int kScaleBytes = F::kScaleBytes;
-    const int tiles16 = args.n / 16, n_blocks = (tiles16 + 3) / 4, n_tiles = (n_blocks + kBlocks - 1) / kBlocks;
-    const int k_blocks = (args.k + 63) / 64, tile_stages = (k_blocks + PARTS - 1) / PARTS;
-    const int row_scales = scale_blocks<F>(args.k);
-    const long long total = static_cast<long long>(*args.num_tiles) * n_tiles;
-    const int begin = static_cast<int>(total * blockIdx.x / gridDim.x);
-    const int end = static_cast<int>(total * (blockIdx.x + 1) / gridDim.x);
+    // Tiles of 16 rows in a block of 64 rows of weights; none if negative.
+    __device__ __forceinline__ int width(int block) const { return min(4, tiles16 - 4 * block); }
 
-    if (warp == kMmaConsumerWarps) {  // producer of weights
-        if (lane == 0) {
-            int stage = 0;
-            uint32_t parity = 1;
-            for (int i_tile = begin; i_tile < end; ++i_tile) {
-                const int index = i_tile / n_tiles, n_block = (i_tile - index * n_tiles) * kBlocks;
-                const long long expert = args.work_tiles[index].expert;
-                const uint8_t* codes = args.codes + expert * args.codes_stride + 32LL * n_block * args.k;
-                const uint8_t* scales = args.scales + expert * args.scales_stride +
-                                        static_cast<long long>(n_block) * row_scales * kScaleBytes;
-                for (int s = 0; s < tile_stages; ++s) {
-                    const uint32_t barrier = full_start + 8 * stage, to = stages_start + stage * stage_bytes;
-                    const int first_scale = s * PARTS / F::kScaleBlocks;
-                    const int scale_bytes = min(PARTS / F::kScaleBlocks, row_scales - first_scale) * kScaleBytes;
-                    mbarrier_wait(empty_start + 8 * stage, parity);
-                    uint32_t bytes = 0;
+    __device__ __forceinline__ void advance(int& stage, uint32_t& parity, int by = 1) const {
+        stage += by;
+        if (stage >= args.stages) stage -= args.stages, parity ^= 1;
+    }
+
+    // One thread.
+    __device__ __forceinline__ void produce_weights() const {
+        const int row_scales = scale_blocks<F>(args.k);
+        int stage = 0;
+        uint32_t parity = 1;
+        for (int i_tile = begin; i_tile < end; ++i_tile) {
+            const int index = i_tile / n_tiles, n_block = (i_tile - index * n_tiles) * kBlocks;
+            const long long expert = args.work_tiles[index].expert;
+            const uint8_t* codes = args.codes + expert * args.codes_stride + 32LL * n_block * args.k;
+            const uint8_t* scales =
+                args.scales + expert * args.scales_stride + static_cast<long long>(n_block) * row_scales * kScaleBytes;
+            for (int s = 0; s < tile_stages; ++s) {
+                const uint32_t barrier = full + 8 * stage, to = stages_start + stage * stage_bytes;
+                const int first_scale = s * kStageK / F::kScaleBlocks;
+                const int scale_bytes = min(kStageK / F::kScaleBlocks, row_scales - first_scale) * kScaleBytes;
+                mbarrier_wait(empty + 8 * stage, parity);
+                uint32_t bytes = 0;
 #pragma unroll
-                    for (int i = 0; i < kBlocks; ++i) {
-                        const int width = min(4, tiles16 - 4 * (n_block + i));
-                        if (width <= 0) break;
-                        bytes += min(PARTS * width * 512, width * 8 * args.k - s * PARTS * width * 512);
-                        bytes += scale_bytes;
-                    }
-                    mbarrier_arrive_expect_tx(barrier, bytes);
-#pragma unroll
-                    for (int i = 0; i < kBlocks; ++i) {
-                        const int width = min(4, tiles16 - 4 * (n_block + i)), done = s * PARTS * width * 512;
-                        if (width <= 0) break;
-                        bulk_copy_g2s_evict_first(to + i * PARTS * 2048, codes + 32LL * i * args.k + done,
-                                                  min(PARTS * width * 512, width * 8 * args.k - done), barrier);
-                        bulk_copy_g2s_evict_first(to + kStageCodes + i * PARTS / F::kScaleBlocks * kScaleBytes,
-                                                  scales + (i * row_scales + first_scale) * kScaleBytes, scale_bytes,
-                                                  barrier);
-                    }
-                    if (++stage == args.stages) stage = 0, parity ^= 1;
+                for (int i = 0; i < kBlocks; ++i) {
+                    const int tiles = width(n_block + i);
+                    if (tiles <= 0) break;
+                    bytes += min(kStageK * tiles * 512, tiles * 8 * args.k - s * kStageK * tiles * 512);
+                    bytes += scale_bytes;
                 }
+                mbarrier_arrive_expect_tx(barrier, bytes);
+#pragma unroll
+                for (int i = 0; i < kBlocks; ++i) {
+                    const int tiles = width(n_block + i), done = s * kStageK * tiles * 512;
+                    if (tiles <= 0) break;
+                    bulk_copy_g2s_evict_first(to + i * kStageK * 2048, codes + 32LL * i * args.k + done,
+                                              min(kStageK * tiles * 512, tiles * 8 * args.k - done), barrier);
+                    bulk_copy_g2s_evict_first(to + kStageCodes + i * kStageScales,
+                                              scales + (i * row_scales + first_scale) * kScaleBytes, scale_bytes,
+                                              barrier);
+                }
+                advance(stage, parity);
             }
         }
-    } else if (warp == kMmaConsumerWarps + 1) {  // producer of x
-        if (PART == kDown) {
-            grid_dependency_wait();
-            launch_dependents();
-        }
+    }
+
+    // One warp.
+    __device__ __forceinline__ void produce_x(int lane) const {
         int buffer = 0;  // or stage
         uint32_t parity = 1;
         for (int index = begin / n_tiles; index * n_tiles < end; ++index) {
             const WorkTile tile = args.work_tiles[index];
-            if (kXInStages) {
-                const int row = tile.row + min(lane, tile.rows - 1);
-                const long long from = args.top_k ? args.permuted_to_expanded[row] / args.top_k : row;
+            const int row = tile.row + min(lane, tile.rows - 1);
+            const long long from = args.top_k ? args.permuted_to_expanded[row] / args.top_k : row;
+            if (!kXBeside) {
                 const int tiles = min(end, (index + 1) * n_tiles) - max(begin, index * n_tiles);
                 int column = 0;
                 for (int i = 0; i < tiles * tile_stages; ++i) {
-                    const int bytes = min(PARTS * 64, args.k - column) * 2;
-                    const uint32_t barrier = full_start + 8 * buffer;
+                    const int bytes = min(kStageK * 64, args.k - column) * 2;
+                    const uint32_t barrier = full + 8 * buffer;
                     if (lane == 0) {
-                        mbarrier_wait(empty_start + 8 * buffer, parity);
+                        mbarrier_wait(empty + 8 * buffer, parity);
                         mbarrier_arrive_expect_tx(barrier, tile.rows * bytes);
                     }
                     __syncwarp();
@@ -278,121 +274,237 @@ __device__ __forceinline__ void w4a16_mma_gemm(const GemmArgs& args) {
                         bulk_copy_g2s(stages_start + buffer * stage_bytes + kStageBytes<F> + lane * stride,
                                       args.x + from * args.k + column, bytes, barrier);
                     }
-                    column += PARTS * 64;
+                    column += kStageK * 64;
                     if (column >= args.k) column = 0;
                     if (++buffer == args.stages) buffer = 0, parity ^= 1;
                 }
                 continue;
             }
-            const uint32_t barrier = smem_address(&x_full[buffer]);
+            const uint32_t barrier = x_full + 8 * buffer;
             if (lane == 0) {
-                mbarrier_wait(smem_address(&x_empty[buffer]), parity);
+                mbarrier_wait(x_empty + 8 * buffer, parity);
                 mbarrier_arrive_expect_tx(barrier, tile.rows * args.k * 2);
             }
             __syncwarp();
             if (lane < tile.rows) {
-                const int row = tile.row + lane;
-                const long long from = args.top_k ? args.permuted_to_expanded[row] / args.top_k : row;
                 bulk_copy_g2s(x_start + (buffer * args.block_m + lane) * stride, args.x + from * args.k, args.k * 2,
                               barrier);
             }
             if (++buffer == args.x_buffers) buffer = 0, parity ^= 1;
         }
-    } else {
-        const int pair = warp / PARTS, part = warp % PARTS;
-        const int inner = pair / 2, half = pair % 2;  // block of 64 rows in the tile, and which 32 of its rows
+    }
+
+    // Where a lane's rows of x begin.
+    __device__ __forceinline__ uint32_t lane_x(int lane) const {
+        return (kXBeside ? x_start : stages_start + kStageBytes<F>) + lane % 8 * stride + lane / 8 * 16;
+    }
+
+    // From a row of x to the eighth after it, or to the last one that there is room for.
+    __device__ __forceinline__ uint32_t eight_rows(int lane) const {
+        return opaque((min(lane % 8 + 8, args.block_m - 1) - lane % 8) * stride);
+    }
+
+    // All warps on one tile: eight of them share two tiles of 16 rows of weights, with every eighth 64 columns each.
+    __device__ __forceinline__ void multiply_parts(int warp, int lane) const {
+        const int half = warp / kStageK, part = warp % kStageK;
         const int whole_blocks = args.k / 64, k_tail = args.k % 64 / 16;
-        const int my_blocks = (whole_blocks - part + PARTS - 1) / PARTS;  // whole blocks along K that this warp has
-        const uint32_t x_lane =
-            (kXInStages ? stages_start + kStageBytes<F> : x_start) + lane % 8 * stride + lane / 8 * 16 + part * 128;
+        const int my_blocks = (whole_blocks - part + kStageK - 1) / kStageK;  // whole blocks along K that this warp has
+        const uint32_t x_lane = lane_x(lane) + part * 128, x_eight_rows = eight_rows(lane);
         const uint32_t x_buffer_bytes = opaque(args.block_m * stride);
-        // From a row to the eighth after it, or to the last one that there is room for.
-        const uint32_t x_eight_rows = opaque((min(lane % 8 + 8, args.block_m - 1) - lane % 8) * stride);
-        const uint32_t codes_lane = opaque(stages_start + inner * PARTS * 2048 + half * 1024 + lane * 16);
-        const uint32_t scales_lane =
-            opaque(stages_start + kStageCodes + (inner * PARTS + part) / F::kScaleBlocks * kScaleBytes +
-                   lane / 4 * 4 * kTileScaleBytes<F> + half * 2 * kTileScaleBytes<F>);
+        const uint32_t codes_lane = opaque(stages_start + half * 1024 + lane * 16);
+        const uint32_t scales_lane = opaque(stages_start + kStageCodes + part / F::kScaleBlocks * kScaleBytes +
+                                            lane / 4 * 4 * kTileScaleBytes<F> + half * 2 * kTileScaleBytes<F>);
         const bool leader = opaque(lane) == 0;
         int stage = 0, buffer = 0, index = begin / n_tiles, n_tile = begin - index * n_tiles;
         uint32_t parity = 0, x_parity = 0;
         bool new_x = true, few = true;
         for (int i_tile = begin; i_tile < end; ++i_tile) {
-            const int width = min(4, tiles16 - 4 * (n_tile * kBlocks + inner));  // tiles of 16 rows; none if negative
-            const int blocks = 2 * half < width ? my_blocks : 0;
+            const int tiles = width(n_tile), blocks = 2 * half < tiles ? my_blocks : 0;
             if (new_x) {
-                if (!kXInStages) mbarrier_wait(smem_address(&x_full[buffer]), x_parity);
+                if (kXBeside) mbarrier_wait(x_full + 8 * buffer, x_parity);
                 few = M_BLOCKS == 1 || args.work_tiles[index].rows <= 8;
             }
             new_x = n_tile == n_tiles - 1 || i_tile == end - 1;  // after this, the work tile's last tile here
             uint32_t x = x_lane + buffer * x_buffer_bytes;
-            const uint32_t codes_part = opaque(codes_lane + part * width * 512);
+            const uint32_t codes_part = opaque(codes_lane + part * tiles * 512);
             float acc[2][M_BLOCKS][4] = {};
             int s = 0;
             // Beyond the last tile this reads other bytes of the stage, and computes what nobody reads.
             if (few) {
                 for (; s < blocks; ++s) {
-                    mbarrier_wait(full_start + 8 * stage, parity);
-                    if (kXInStages) x = x_lane + stage * stage_bytes;
+                    mbarrier_wait(full + 8 * stage, parity);
+                    if (!kXBeside) x = x_lane + stage * stage_bytes;
                     mma_block<F, 1>(acc, codes_part + stage * stage_bytes, scales_lane + stage * stage_bytes, x,
-                                    x_eight_rows, empty_start + 8 * stage, leader);
-                    if (!kXInStages) x += PARTS * 128;
-                    if (++stage == args.stages) stage = 0, parity ^= 1;
+                                    x_eight_rows, empty + 8 * stage, leader);
+                    if (kXBeside) x += kStageK * 128;
+                    advance(stage, parity);
                 }
             } else {
                 for (; s < blocks; ++s) {
-                    mbarrier_wait(full_start + 8 * stage, parity);
-                    if (kXInStages) x = x_lane + stage * stage_bytes;
+                    mbarrier_wait(full + 8 * stage, parity);
+                    if (!kXBeside) x = x_lane + stage * stage_bytes;
                     mma_block<F, M_BLOCKS>(acc, codes_part + stage * stage_bytes, scales_lane + stage * stage_bytes, x,
-                                           x_eight_rows, empty_start + 8 * stage, leader);
-                    if (!kXInStages) x += PARTS * 128;
-                    if (++stage == args.stages) stage = 0, parity ^= 1;
+                                           x_eight_rows, empty + 8 * stage, leader);
+                    if (kXBeside) x += kStageK * 128;
+                    advance(stage, parity);
                 }
             }
             for (; s < tile_stages; ++s) {
-                mbarrier_wait(full_start + 8 * stage, parity);
-                if (s * PARTS + part == whole_blocks && k_tail && 2 * half < width) {
-                    if (kXInStages) x = x_lane + stage * stage_bytes;
+                mbarrier_wait(full + 8 * stage, parity);
+                if (s * kStageK + part == whole_blocks && k_tail && 2 * half < tiles) {
+                    if (!kXBeside) x = x_lane + stage * stage_bytes;
                     const uint32_t codes =
-                        codes_lane + stage * stage_bytes + part * width * 512 - half * 1024 - lane * 12;
+                        codes_lane + stage * stage_bytes + part * tiles * 512 - half * 1024 - lane * 12;
                     mma_k_tail<F>(acc, codes + half * k_tail * 256, scales_lane + stage * stage_bytes, x, x_eight_rows,
-                                  k_tail, width - 2 * half);
+                                  k_tail, tiles - 2 * half);
                 }
                 __syncwarp();
-                if (leader) mbarrier_arrive(empty_start + 8 * stage);
-                if (++stage == args.stages) stage = 0, parity ^= 1;
+                if (leader) mbarrier_arrive(empty + 8 * stage);
+                advance(stage, parity);
             }
-            if (new_x && !kXInStages) {
-                if (leader) mbarrier_arrive(smem_address(&x_empty[buffer]));
+            if (new_x && kXBeside) {
+                if (leader) mbarrier_arrive(x_empty + 8 * buffer);
                 if (++buffer == args.x_buffers) buffer = 0, x_parity ^= 1;
             }
             // Partial sums of the parts of K, added in order by some of the warps, from tile to tile by other ones.
             float4* partial = reinterpret_cast<float4*>(memory) + lane;
-            constexpr int kPieces = 32 / PARTS * M_BLOCKS;  // 16 rows of weights by 8 rows of x each
+            constexpr int kPieces = 32 / kStageK * M_BLOCKS;  // 16 rows of weights by 8 rows of x each
             named_barrier_sync(1, kMmaConsumerWarps * 32);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
 #pragma unroll
                 for (int m = 0; m < M_BLOCKS; ++m) {
                     const float* c = acc[i][m];
-                    partial[(part * kPieces + (pair * 2 + i) * M_BLOCKS + m) * 32] =
+                    partial[(part * kPieces + (half * 2 + i) * M_BLOCKS + m) * 32] =
                         make_float4(c[0], c[1], c[2], c[3]);
                 }
             }
             named_barrier_sync(2, kMmaConsumerWarps * 32);
             for (int piece = (warp + i_tile * kPieces) % kMmaConsumerWarps; piece < kPieces;
                  piece += kMmaConsumerWarps) {
-                const int tile16 = n_tile * kBlocks * 4 + piece / M_BLOCKS;
+                const int tile16 = n_tile * 4 + piece / M_BLOCKS;
                 if (tile16 >= tiles16) break;
                 float4 sum = partial[piece * 32];
 #pragma unroll
-                for (int p = 1; p < PARTS; ++p) {
+                for (int p = 1; p < kStageK; ++p) {
                     const float4 more = partial[(p * kPieces + piece) * 32];
                     sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
                 }
-                store<F, PART>(args, sum, args.work_tiles[index], tile16, piece % M_BLOCKS * 8, lane);
+                const float c[4] = {sum.x, sum.y, sum.z, sum.w};
+                const WorkTile tile = args.work_tiles[index];
+                store<F, PART>(args, c, ExpertScales<F, PART>(args, tile.expert),
+                               OutRows<PART>(args, tile, piece % M_BLOCKS * 8, lane), tile16, lane);
             }
             if (++n_tile == n_tiles) n_tile = 0, ++index;
         }
+    }
+
+    // A warp's 32 rows of weights by a stage's columns: `blocks` whole ones, and the k_tail.
+    template <int M>
+    __device__ __forceinline__ void multiply_stage(float (&acc)[2][M_BLOCKS][4], uint32_t codes, uint32_t scales,
+                                                   uint32_t x, uint32_t x_eight_rows, uint32_t barrier, bool leader,
+                                                   int blocks, int k_tail, int half, int tiles, int lane) const {
+        constexpr int kUnroll = M_BLOCKS == 1 ? 4 : 1;  // as many as registers allow
+        if (blocks == kStageK) {
+#pragma unroll kUnroll
+            for (int i = 0; i < kStageK; ++i) {
+                mma_block<F, M>(acc, codes + i * tiles * 512, scales + i / F::kScaleBlocks * kScaleBytes, x + i * 128,
+                                x_eight_rows, barrier, leader && i == kStageK - 1);
+            }
+            return;
+        }
+#pragma unroll 1
+        for (int i = 0; i < blocks; ++i) {
+            mma_block<F, M>(acc, codes, scales + i / F::kScaleBlocks * kScaleBytes, x, x_eight_rows, barrier, false);
+            codes += tiles * 512, x += 128;
+        }
+        if (k_tail) {
+            mma_k_tail<F>(acc, codes - half * 1024 - lane * 12 + half * k_tail * 256,
+                          scales + blocks / F::kScaleBlocks * kScaleBytes, x, x_eight_rows, k_tail, tiles - 2 * half);
+        }
+        __syncwarp();
+        if (leader) mbarrier_arrive(barrier);
+    }
+
+    // Each team with every TEAMS-th tile: 32 rows of weights and all of K for each warp. A tile is one stage, and their
+    // number a multiple of the teams, so that a team waits for no stage of another.
+    __device__ __forceinline__ void multiply_tiles(int warp, int lane) const {
+        const int team = warp / kTeamWarps, inner = warp % kTeamWarps / 2, half = warp % 2;
+        const int whole_blocks = args.k / 64, k_tail = args.k % 64 / 16;
+        const uint32_t x_lane = lane_x(lane), x_eight_rows = eight_rows(lane);
+        const uint32_t codes_lane = opaque(stages_start + inner * kStageK * 2048 + half * 1024 + lane * 16);
+        const uint32_t scales_lane = opaque(stages_start + kStageCodes + inner * kStageScales +
+                                            lane / 4 * 4 * kTileScaleBytes<F> + half * 2 * kTileScaleBytes<F>);
+        const bool leader = opaque(lane) == 0;
+        int stage = team, buffer = 0, i_tile = begin + team;
+        uint32_t parity = 0, x_parity = 0;
+        for (int index = begin / n_tiles; index * n_tiles < end; ++index) {
+            const WorkTile work_tile = uniform_tile(args.work_tiles[index]);
+            const bool few = M_BLOCKS == 1 || work_tile.rows <= 8;
+            const ExpertScales<F, PART> expert_scales(args, work_tile.expert);
+            const OutRows<PART> first(args, work_tile, 0, lane), second(args, work_tile, 8, lane);
+            const uint32_t x = x_lane + buffer * args.block_m * stride;
+            mbarrier_wait(x_full + 8 * buffer, x_parity);
+            for (const int last = min(end, (index + 1) * n_tiles); i_tile < last; i_tile += TEAMS) {
+                const int n_block = (i_tile - index * n_tiles) * kBlocks + inner, tiles = width(n_block);
+                const bool present = 2 * half < tiles;
+                const uint32_t codes = codes_lane + stage * stage_bytes, scales = scales_lane + stage * stage_bytes;
+                float acc[2][M_BLOCKS][4] = {};
+                mbarrier_wait(full + 8 * stage, parity);
+                if (few) {
+                    multiply_stage<1>(acc, codes, scales, x, x_eight_rows, empty + 8 * stage, leader,
+                                      present ? whole_blocks : 0, present ? k_tail : 0, half, tiles, lane);
+                } else {
+                    multiply_stage<M_BLOCKS>(acc, codes, scales, x, x_eight_rows, empty + 8 * stage, leader,
+                                             present ? whole_blocks : 0, present ? k_tail : 0, half, tiles, lane);
+                }
+                advance(stage, parity, TEAMS);
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const int tile16 = n_block * 4 + half * 2 + i;
+                    if (tile16 >= tiles16) break;
+                    store<F, PART>(args, acc[i][0], expert_scales, first, tile16, lane);
+                    if (!few) store<F, PART>(args, acc[i][M_BLOCKS - 1], expert_scales, second, tile16, lane);
+                }
+            }
+            __syncwarp();
+            if (leader) mbarrier_arrive(x_empty + 8 * buffer);
+            if (++buffer == args.x_buffers) buffer = 0, x_parity ^= 1;
+        }
+    }
+};
+
+}  // namespace w4a16_mma
+
+template <class F, int PART, int M_BLOCKS, int BLOCK_N, int TEAMS, int STAGE_BYTES>
+__device__ __forceinline__ void w4a16_mma_gemm(const GemmArgs& args) {
+    using namespace w4a16_mma;
+    static_assert(kStageBytes<F> == STAGE_BYTES);
+    extern __shared__ __align__(128) uint8_t memory[];
+    __shared__ __align__(8) uint64_t barriers[2 * kMaxStages + 4];
+    Cta<F, PART, M_BLOCKS, BLOCK_N, TEAMS> cta(args, memory, barriers);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+
+    if (threadIdx.x == 0) cta.init_barriers();
+    __syncthreads();
+    // For `down`, work tiles were complete before the kernel ahead of it let it start; x was not.
+    if (PART != kDown) {
+        grid_dependency_wait();
+        launch_dependents();
+    }
+    cta.take_share();
+    if (warp == kMmaConsumerWarps) {
+        if (lane == 0) cta.produce_weights();
+    } else if (warp == kMmaConsumerWarps + 1) {
+        if (PART == kDown) {
+            grid_dependency_wait();
+            launch_dependents();
+        }
+        cta.produce_x(lane);
+    } else if constexpr (TEAMS == 1) {
+        cta.multiply_parts(warp, lane);
+    } else {
+        cta.multiply_tiles(warp, lane);
     }
 }
 

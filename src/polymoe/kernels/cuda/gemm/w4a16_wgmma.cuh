@@ -95,8 +95,8 @@ struct W4a16Mainloop {
             load_block_scales(stage, inner);
 #pragma unroll
             for (int m = 0; m < N_BLOCKS; ++m) {
-                const uint32_t low = step == 0 ? F::scale(scales[m], 0) : F::scale(scales[m], 1);
-                const uint32_t high = step == 2 ? F::scale(scales[m], 2) : F::scale(scales[m], 3);
+                const typename F::Scale low = step == 0 ? F::scale(scales[m], 0) : F::scale(scales[m], 1);
+                const typename F::Scale high = step == 2 ? F::scale(scales[m], 2) : F::scale(scales[m], 3);
                 dequantize<F>(a[0][m][0], words[m][0], step < 2 ? low : high);
             }
             wgmma_fence();

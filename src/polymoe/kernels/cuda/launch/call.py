@@ -48,7 +48,7 @@ class Call(ABC):
         layer: the packed experts.
         family: sizes of the kernel family.
         block_m: most rows of x in a work tile.
-        block_n: rows of weights in a tile where the family has several sizes, else 0.
+        block_n: as in a configuration. Which tiles there are follows from K.
         down_block_m: ``block_m`` of the kernel for the down projection, which may be larger; 0 if it is the same. Work
             tiles are the same.
     """
@@ -69,8 +69,8 @@ class Call(ABC):
         self.permutation = Permutation(
             layer.first_expert, layer.experts, block_m, self.with_inverse, target=layer.target
         )
-        self.gate_up, up = self._gemm("gate_up" if layer.gated else "up", layer.up, block_m, block_n)
-        self.down, down = self._gemm("down", layer.down, down_block_m or block_m, block_n)
+        self.gate_up, up = self._gemm("gate_up" if layer.gated else "up", layer.up, block_m)
+        self.down, down = self._gemm("down", layer.down, down_block_m or block_m)
         self._gemms = (up, down)
         self.finalize = FinalizeArgs(columns=layer.down.n, first_expert=layer.first_expert, experts=layer.experts)
         name = "finalize_bf16" if self.y_bytes == 2 else "finalize_f32"
@@ -182,11 +182,12 @@ class Call(ABC):
         permutation.first_expert = finalize.first_expert = first_expert
         self._kinds = (x, out, long_ids, first_expert)
 
-    def _gemm(self, part: str, matrix: Matrix, block_m: int, block_n: int) -> tuple[GemmArgs, Launch]:
+    def _gemm(self, part: str, matrix: Matrix, block_m: int) -> tuple[GemmArgs, Launch]:
         layer, family = self.layer, self.family
-        pipeline = family.pipeline(layer.budget, matrix.format, block_m, block_n, matrix.k)
+        sizes = (layer.budget, matrix.format, part, block_m, matrix.k)
+        pipeline = family.pipeline(*sizes)
         args = matrix.args(self.gemm_args, pipeline, block_m, layer.activation)
-        name = family.kernel(part, block_m, family.block_n_for(block_n, matrix.k))
+        name = family.kernel(part, block_m, family.variant(*sizes))
         kernel = modules.kernel(family.unit(matrix.format), name, layer.target)
         launch = kernel.prepare(args, family.threads(block_m), pipeline.shared_bytes)
         launch.set_grid(layer.sms)
