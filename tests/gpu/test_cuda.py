@@ -50,7 +50,7 @@ def test_odd_sizes(config: CudaConfig, hidden: int, intermediate: int, gated: bo
     on_gpu(weights, *random_call(40, hidden, 5, top_k, torch.bfloat16), config=config)
 
 
-@pytest.mark.parametrize("format", ["nvfp4", "int4_g32", "int4_g128"])
+@pytest.mark.parametrize("format", ["nvfp4", "int4_g32", "int4_g128", "int4_g32_zp", "int4_g128_zp"])
 @pytest.mark.parametrize("config", EVERY, ids=str)
 def test_other_formats(config: CudaConfig, format: str) -> None:
     for tokens in (3, 200):
@@ -128,7 +128,7 @@ def test_many_repeats_to_the_bit(config: CudaConfig) -> None:
     assert int(wrong) == 0
 
 
-@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4_g32", "int4_g128"])
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4_g32", "int4_g128", "int4_g128_zp"])
 def test_packing_on_the_gpu_is_packing_on_the_cpu(format: str) -> None:
     for hidden, intermediate in ((336, 208), (1024, 512)):
         weights = same_experts(format, experts=9, hidden=hidden, intermediate=intermediate, bias=True)
