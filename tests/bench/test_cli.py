@@ -79,7 +79,7 @@ def test_refusals_come_before_any_timing(
 
     monkeypatch.setattr(ReferenceRunner, "run", run)
     code, stdout, stderr = bench(*args)
-    assert (code, stdout) == (1 if "--checkpoint" in args else 2, "")
+    assert (code, stdout) == (1 if "no/such/checkpoint" in args else 2, "")
     assert message in stderr
     assert "Traceback" not in stderr
 

@@ -124,7 +124,7 @@ def test_layers_that_the_user_leaves_to_the_engine() -> None:
 
 
 def test_no_backend_gives_the_reasons_of_all() -> None:
-    request = replace(CPU, machine=Machine.of("h100"), backend="cuda")
+    request = replace(CPU, machine=Machine.of("a100"), backend="cuda")
     checkpoint = Checkpoint.open(MODELS / "sums-mixtral-awq")
     (row,) = preview(checkpoint, ENGINES["vllm"], request, EngineSettings(), Shard.of())
     assert reasons(row)

@@ -33,6 +33,7 @@ SERVER = SHARED_SAMPLING
 
 OTHERS = (
     PrivatePart("transformers.integrations.finegrained_fp8.load_finegrained_fp8_kernel", ()),
+    PrivatePart("transformers.integrations.hub_kernels.lazy_load_kernel", ("kernel_name",)),
     PrivatePart("transformers.utils.logging.set_verbosity_error", ()),
     PrivatePart(
         "transformers.cli.serving.utils.build_response_parser", ("processor", "model", "input_ids"), more=False
