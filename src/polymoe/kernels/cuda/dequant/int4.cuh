@@ -24,7 +24,8 @@ struct ScaleAndOffset {
     uint32_t scale, offset;
 };
 
-// A scale is a pair of bfloat16, and with zero points a pair of offsets follows: 7.5 less the zero point, times the scale.
+// A scale is a pair of bfloat16, and with zero points a pair of offsets follows: 7.5 less the zero point, times the
+// scale.
 template <int GROUP, bool ZERO_POINTS = false>
 struct Int4 {
     using Sizes = std::conditional_t<GROUP == 32, Int4G32Sizes, Int4G128Sizes>;

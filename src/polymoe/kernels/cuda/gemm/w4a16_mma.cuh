@@ -166,9 +166,9 @@ struct Cta {
 
     const GemmArgs& args;
     uint8_t* memory;
-    uint32_t full, empty, x_full, x_empty;     // mbarriers
-    uint32_t x_start, stages_start;            // behind the partial sums
-    int stride, stage_bytes;                   // of a row of x
+    uint32_t full, empty, x_full, x_empty;  // mbarriers
+    uint32_t x_start, stages_start;         // behind the partial sums
+    int stride, stage_bytes;                // of a row of x
     int tiles16, n_tiles, tile_stages, begin, end;
 
     __device__ __forceinline__ Cta(const GemmArgs& args, uint8_t* memory, uint64_t* barriers)
@@ -296,7 +296,7 @@ struct Cta {
 
     // Where a lane's rows of x begin.
     __device__ __forceinline__ uint32_t lane_x(int lane) const {
-        return (kXBeside ? x_start : stages_start + kStageBytes<F>) + lane % 8 * stride + lane / 8 * 16;
+        return (kXBeside ? x_start : stages_start + kStageBytes<F>)+lane % 8 * stride + lane / 8 * 16;
     }
 
     // From a row of x to the eighth after it, or to the last one that there is room for.
