@@ -67,7 +67,9 @@ def test_contents(built: tuple[Path, Path], tmp_path: Path) -> None:
     assert "polymoe/py.typed" in names
     assert any(name.endswith(".cubin.zst") or ".cubin" in name for name in names)
     with tarfile.open(sdist) as file:
-        file.extractall(tmp_path, filter="data")
+        if hasattr(tarfile, "data_filter"):  # not in Python before 3.11.4 and 3.10.12
+            file.extraction_filter = tarfile.data_filter
+        file.extractall(tmp_path)
     (source,) = tmp_path.iterdir()
     assert {"pyproject.toml", "PKG-INFO", "README.md", "CHANGELOG.md", "LICENSE", "src", "docs"} <= set(
         os.listdir(source)
