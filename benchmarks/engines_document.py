@@ -38,7 +38,7 @@ def answers(path: Path, engine: str) -> str:
 def speed(path: Path, engine: str) -> str:
     """Microseconds in the experts of ``engine`` by number of tokens: polymoe, each other backend, and the ratio."""
     cells = []
-    for case, by in _timed(path).items():
+    for case, by in _timed(path, eager=True).items():
         heads = iter((f"`{case}`",))
         for row in by.values():
             times = [f"{row[name]:.0f}" if name in row else "" for name in COLUMNS]
@@ -55,7 +55,7 @@ def picture(path: Path, engine: str, png: Path) -> None:
     """Draw the ratios of :func:`speed` over tokens, one line for each case; nothing without a ratio."""
     from matplotlib.figure import Figure
 
-    lines = {case: _ratios(by) for case, by in _timed(path).items()}
+    lines = {case: _ratios(by) for case, by in _timed(path, eager=True).items()}
     if not any(lines.values()):
         return
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -76,11 +76,11 @@ def picture(path: Path, engine: str, png: Path) -> None:
     write_png(figure, png)
 
 
-def _timed(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
-    """The last record of each case and backend that ran without CUDA graphs."""
+def _timed(path: Path, *, eager: bool) -> dict[str, dict[str, dict[str, Any]]]:
+    """The last record of each case and backend: of those without CUDA graphs, or with them."""
     last: dict[str, dict[str, dict[str, Any]]] = {}
     for row in _rows(path):
-        if row.get("eager") and "case" in row:
+        if row.get("eager") is eager and "case" in row:
             last.setdefault(row["case"], {})[row["experts"]] = row
     return last
 
@@ -95,12 +95,8 @@ def _ratios(by: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 def steps(path: Path, engine: str) -> str:
     """Output tokens per second by batch, with the microseconds of a step on the GPU, and the ratios of both."""
-    last: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in _rows(path):
-        if row.get("eager") is False and "case" in row:
-            last.setdefault(row["case"], {})[row["experts"]] = row
     cells = []
-    for case, by in last.items():
+    for case, by in _timed(path, eager=False).items():
         heads = iter((f"`{case}`",))
         for row in by.values():
             found = [
