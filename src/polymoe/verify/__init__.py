@@ -166,19 +166,29 @@ def _verify_backends(
         pairs = zip(weights, experts.weights, strict=True)
         differing = sum(difference(read.to(experts.device), packed) is not None for read, packed in pairs)
         limit = candidate.verdict.max_tokens
+        plan = experts.explain().require()
         for count, (x_TH, routing) in calls.items():
             if limit is not None and count > limit:
                 continue
-            config = experts.explain().require().step(count).config
+            config = plan.step(count).config
             mode = inputs_of(problem, config)
             emulated = replace(experts.problem, activations=mode)
             expected = oracles[count] if oracles else run_experts(emulated, weights, x_TH, routing)
             error, time_us = _run(experts, x_TH, routing, expected)
             row = BackendRow(
-                layer, candidate.backend, count, "oracle" if oracles else "reference", error, mode.tolerance
+                layer=layer,
+                backend=candidate.backend,
+                tokens=count,
+                against="oracle" if oracles else "reference",
+                error=error,
+                tolerance=mode.tolerance,
+                differing=differing,
+                time_us=time_us,
+                family=config.kernel_family,
+                format=problem.spec.format,
+                activations=str(mode),
             )
-            row = replace(row, differing=differing, time_us=time_us, family=config.kernel_family)
-            rows.append(replace(row, format=problem.spec.format, activations=str(mode)))
+            rows.append(row)
     return rows
 
 
