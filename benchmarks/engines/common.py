@@ -208,6 +208,65 @@ def busy_us(kernels: Kernels) -> float:
     return total
 
 
+CAPTURED = "POLYMOE_BENCHMARK_CAPTURED"
+
+
+def capture_calls() -> None:
+    """Keep each layer's last call of several tokens, with its result, in the folder that CAPTURED names, if it does.
+
+    Calls that a CUDA graph captures have no result yet.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    from polymoe.engines.serving.packed_layer import PackedLayer
+
+    folder, run = os.environ.get(CAPTURED), PackedLayer.__call__
+    if not folder:
+        return
+
+    def kept(layer: PackedLayer, module: Any, x: Any, ids: Any, weights: Any) -> Any:
+        out = run(layer, module, x, ids, weights)
+        if len(x) > 1 and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            found = {"x": x, "ids": ids, "weights": weights, "out": out}
+            found = {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()}
+            save_file(found, Path(folder, f"{layer.where}.safetensors"))
+        return out
+
+    PackedLayer.__call__ = kept
+
+
+def layer_errors(checkpoint: Path) -> dict[str, float | str]:
+    """Relative error of each captured call against the reference, by layer; empty where nothing was captured.
+
+    A comparison that fails is the text of its error: the answers are not lost for it.
+    """
+    try:
+        return _layer_errors(checkpoint)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"[:500]}
+
+
+def _layer_errors(checkpoint: Path) -> dict[str, float | str]:
+    import torch
+    from safetensors.torch import load_file
+
+    from polymoe import load_experts
+    from polymoe.numerics import relative_error
+
+    found: dict[str, float | str] = {}
+    for file in sorted(Path(os.environ.get(CAPTURED) or os.devnull).glob("*.safetensors")):
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        call = {name: tensor.to(device) for name, tensor in load_file(file).items()}
+        (number,) = re.findall(r"layers\.(\d+)\.", file.name)
+        experts = load_experts(
+            checkpoint, int(number), device=device, backend="reference", dtype=call["x"].dtype, check=False
+        )
+        expected = experts(call["x"], call["ids"], call["weights"])
+        found[number] = float(f"{relative_error(call['out'], expected):.2e}")
+    return found
+
+
 def changed(source: Path, target: Path) -> Path:
     """The same model with the rows of each down projection of layer 2's experts in reverse order."""
     import torch
@@ -245,7 +304,7 @@ def one(
 
     Args:
         script: a program with :func:`main`.
-        request: what its ``one`` gets.
+        request: what its ``one`` gets; with ``capture`` it has a folder for :func:`capture_calls`.
         environment: variables besides this process's.
         said: a regular expression of lines of the log that belong in the record.
         first_error: as in :func:`cause`.
@@ -253,8 +312,11 @@ def one(
     if time.monotonic() > _until:
         return {"error": NOT_STARTED}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        asked, told, log = (Path(folder, name) for name in ("request", "result", "log"))
+        asked, told, log, captured = (Path(folder, name) for name in ("request", "result", "log", "captured"))
         asked.write_text(json.dumps(request))
+        if request.get("capture"):
+            captured.mkdir()
+            environment = environment | {CAPTURED: str(captured)}
         command = [sys.executable, script, "one", str(asked), str(told)]
         with log.open("wb") as output:
             process = subprocess.Popen(
@@ -284,27 +346,28 @@ _until = math.inf  # when all engines end
 
 
 def compare_answers(
-    names: list[str], ask: Callable[[str, str], dict[str, Any]], jobs: int, record: Record, engine: str
+    names: list[str], ask: Callable[[str, str], dict[str, Any]], args: argparse.Namespace, record: Record, engine: str
 ) -> None:
     """Record the answers of each checkpoint with polymoe's experts and with the engine's own.
 
     Args:
-        names: of bundled checkpoints.
+        names: of bundled checkpoints, or directories of others.
         ask: called with a name and a value of ``POLYMOE``, in threads; returns a result of :func:`one`.
-        jobs: engines at a time.
+        args: of the command line.
         record: called for each result when it ends: a run that is cut off loses little.
         engine: its name in records.
     """
     ended: dict[str, dict[str, Any]] = {}
-    with ThreadPoolExecutor(jobs) as pool:
-        running = {pool.submit(ask, name, mode): (name, mode) for name in names for mode in ("require", "0")}
+    modes = [mode for backend, mode in (("polymoe", "require"), ("auto", "0")) if backend in args.backends]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        running = {pool.submit(ask, name, mode): (name, mode) for name in names for mode in modes}
         for future in as_completed(running):
             (name, mode), result = running[future], future.result()
             other, same = ended.setdefault(name, result), None
             if other is not result and "tokens" in other and "tokens" in result:
                 same = sum(a == b for a, b in zip(other["tokens"], result["tokens"], strict=True))
             experts = "polymoe" if mode == "require" else engine
-            record({"model": name, "experts": experts, "same_answers": same} | result)
+            record({"model": Path(name).name, "experts": experts, "same_answers": same} | result)
 
 
 def arguments(description: str | None, runs: str) -> argparse.Namespace:
@@ -319,12 +382,13 @@ def arguments(description: str | None, runs: str) -> argparse.Namespace:
     parser.add_argument("files", nargs="*", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="where records are appended")
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks, each with its own prompts; vLLM only")
     parser.add_argument("--ep", action="store_true", help="expert instead of tensor parallel")
     parser.add_argument("--models", nargs="+", help=f"directories under models/; without it {runs}")
     parser.add_argument("--case", choices=CASES, default="gpt-oss-120b")
     parser.add_argument("--layers", type=int, default=LAYERS, help="of a case's model (default: %(default)s)")
     parser.add_argument(
-        "--backends", nargs="+", default=["polymoe", "auto"], help="polymoe, auto, or the engine's names"
+        "--backends", nargs="+", default=["polymoe", "auto"], help="polymoe, auto, or, for speed, the engine's names"
     )
     parser.add_argument("--graphs", action="store_true", help="with CUDA graphs, and torch.compile in vLLM")
     parser.add_argument("--jobs", type=int, default=1, help="engines at a time on the same GPU; not for vLLM's speed")
@@ -347,6 +411,7 @@ def recorder(args: argparse.Namespace) -> Record:
         "command": " ".join(sys.argv),
         "tp": args.tp,
         "ep": args.ep,
+        **({"dp": args.dp} if args.dp > 1 else {}),
     }
 
     def record(row: dict[str, Any]) -> None:

@@ -1,4 +1,5 @@
-"""A plug-in of SGLang for its benchmark: random weights, what loading takes, and regions for the profiler.
+"""A plug-in of SGLang for its benchmark: random weights, what loading takes, regions for the profiler, and
+captured calls of layers.
 
 The entry point ``sglang.srt.plugins`` of :func:`install` names :func:`register`, which SGLang calls in each of its
 processes. ``POLYMOE_BENCHMARK_LOADED`` names a file for what loading took, one line of JSON.
@@ -31,8 +32,10 @@ def install(folder: Path) -> list[str]:
 
 def register() -> None:
     """Register the hooks of this process."""
+    from engines.common import capture_calls
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pyright: ignore
 
+    capture_calls()
     layer = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.forward"
     HookRegistry.register(layer, _region(EXPERTS), HookType.AROUND)
     HookRegistry.register("sglang.srt.layers.moe.topk.TopK.forward", _region(TOP_K), HookType.AROUND)

@@ -5,12 +5,13 @@
     python benchmarks/engines/sglang_run.py speed --out FILE [--case NAME] [--backends polymoe triton ...]
 
 ``answers`` asks each bundled checkpoint that SGLang can run for sums, once with ``POLYMOE=require`` and once with
-``POLYMOE=0``; the record of the one that ends last has the number of equal answers. ``reload`` asks SGLang to update
-the weights from a changed checkpoint, which must fail with a message, and compares the answers before and after.
-``speed`` runs some layers of real sizes with random weights, whose router chooses experts about uniformly: for each
-backend the time to load, the peak of memory while loading, and the time inside the choice of experts and the experts'
-layer in one decode step by batch and in one prefill of 8,192 tokens (``moe_us_*``: time in which at least one of
-their kernels runs, median over layers and steps). With ``--graphs`` instead, under CUDA graphs, output tokens per
+``POLYMOE=0``; the record of the one that ends last has the number of equal answers. On one rank it also compares each
+layer's last call of several tokens with the reference (``layer_errors``: relative error by layer). ``reload`` asks
+SGLang to update the weights from a changed checkpoint, which must fail with a message, and compares the answers before
+and after. ``speed`` runs some layers of real sizes with random weights, whose router chooses experts about uniformly:
+for each backend the time to load, the peak of memory while loading, and the time inside the choice of experts and the
+experts' layer in one decode step by batch and in one prefill of 8,192 tokens (``moe_us_*``: time in which at least one
+of their kernels runs, median over layers and steps). With ``--graphs`` instead, under CUDA graphs, output tokens per
 second and the GPU's time for one decode step (``step_us_*``). Each engine runs in processes of its own; one that
 fails is a record with its error. With ``--jobs``, engines start together, and measure speed one after another.
 Records are JSON lines. On a machine without a GPU ``answers`` and ``reload`` run on the CPU.
@@ -72,13 +73,33 @@ MODEL_SETTINGS_ON_CPU: dict[str, dict[str, Any]] = {
 """The tests' plug-in for CPUs has attention with sinks by the name of a backend that SGLang allows for gpt-oss."""
 
 
-_lock = Path(tempfile.gettempdir(), "polymoe-benchmark-lock").open("w", encoding="utf-8")  # noqa: SIM115
-"""Engines may start and answer together, and share it; one that measures its speed holds it alone."""
+def _lock_file(name: str) -> Any:
+    return Path(tempfile.gettempdir(), f"polymoe-benchmark-{name}").open("w", encoding="utf-8")
+
+
+_starting, _measuring = _lock_file("starting"), _lock_file("measuring")
+MOST_WAIT_S = 90
+"""How long one that is to measure waits for others that start or answer."""
+
+
+def measure_alone() -> None:
+    """Wait for others that measure, and some time for others that start: one of them may compile for minutes."""
+    fcntl.flock(_starting, fcntl.LOCK_UN)
+    fcntl.flock(_measuring, fcntl.LOCK_EX)
+    until = time.monotonic() + MOST_WAIT_S
+    while time.monotonic() < until:
+        try:
+            fcntl.flock(_starting, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            time.sleep(0.2)
+        else:
+            fcntl.flock(_starting, fcntl.LOCK_UN)
+            return
 
 
 def engine(settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """An engine of SGLang, the seconds until it is ready, and what loading took."""
-    fcntl.flock(_lock, fcntl.LOCK_SH)
+    fcntl.flock(_starting, fcntl.LOCK_SH)
     import sglang  # pyright: ignore
     import torch
 
@@ -110,7 +131,7 @@ def answers(request: dict[str, Any]) -> dict[str, Any]:
         after = sum(a == b for a, b in zip(tokens, ask(), strict=True))
         found |= {"updated": succeeded, "message": message, "same_after_update": after}
     made.shutdown()
-    return found
+    return found | {"layer_errors": common.layer_errors(Path(request["settings"]["model_path"]))}
 
 
 def speed(request: dict[str, Any]) -> dict[str, Any]:
@@ -142,17 +163,16 @@ def speed(request: dict[str, Any]) -> dict[str, Any]:
         times = sorted(busy_us(a + b) for a, b in zip(top_k, experts, strict=True))
         return round(times[len(times) // 2], 1)
 
-    generate(1, PROMPT, 4)
-    fcntl.flock(_lock, fcntl.LOCK_EX)
+    for batch in BATCHES:  # kernels are compiled now, while other engines start
+        generate(batch, PROMPT, 4)
+    generate(1, PREFILL, 1)
+    measure_alone()
     if request["eager"]:
         for batch in BATCHES:
-            generate(batch, PROMPT, 3)
             found[f"moe_us_{batch}"] = layer_us(batch, PROMPT, 6, batch)
-        generate(1, PREFILL, 1)
         found["moe_us_prefill"] = layer_us(1, PREFILL, 1, PREFILL)
     else:
         for batch in BATCHES:
-            generate(batch, PROMPT, 4)
             times = [generate(batch, PROMPT, 1 + DECODE_STEPS) - generate(batch, PROMPT, 1) for _ in range(5)]
             found[f"decode_tokens_per_s_{batch}"] = round(batch * DECODE_STEPS / sorted(times)[2], 1)
             few, many = (busy_us(common.intervals(traced(batch, PROMPT, steps), "")[1]) for steps in (2, 18))
@@ -220,9 +240,10 @@ def run_answers(args: Namespace, record: Record) -> None:
     bundled = {p.name for p in MODELS.glob("sums-*") if p.is_dir()}
 
     def ask(name: str, mode: str) -> dict[str, Any]:
-        return one({"what": "answers", "count": args.count, "settings": small(name, args)}, mode)
+        request = {"what": "answers", "count": args.count, "settings": small(name, args)}
+        return one(request | {"capture": mode == "require" and args.tp == 1}, mode)
 
-    common.compare_answers(args.models or sorted(bundled - NOT_IN_SGLANG.keys()), ask, args.jobs, record, "sglang")
+    common.compare_answers(args.models or sorted(bundled - NOT_IN_SGLANG.keys()), ask, args, record, "sglang")
 
 
 def run_reload(args: Namespace, record: Record) -> None:

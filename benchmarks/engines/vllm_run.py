@@ -1,18 +1,20 @@
 """vLLM with polymoe and without it, on the GPUs of this machine: answers and speed.
 
-    python benchmarks/engines/vllm_run.py answers --out FILE [--tp 2] [--ep] [--models NAME ...]
+    python benchmarks/engines/vllm_run.py answers --out FILE [--tp 2] [--dp 2] [--ep] [--models NAME ...]
     python benchmarks/engines/vllm_run.py reload --out FILE [--models NAME ...]
     python benchmarks/engines/vllm_run.py speed --out FILE [--case NAME] [--backends polymoe marlin ...]
 
 ``answers`` asks each bundled checkpoint that vLLM can run for sums, once with ``POLYMOE=require`` and once with
-``POLYMOE=0``; the record of the one that ends last has the number of equal answers. ``reload`` starts each with CUDA
-graphs, reloads changed weights, the first ones, and the changed ones again, and compares the answers with those of a
-fresh start. ``speed`` runs some layers of real
-sizes with random weights, whose router chooses experts about uniformly: for each backend the time to load, the peak of
-memory while loading, and the time inside the experts' operation of one decode step by batch and of one prefill of 8,192
-tokens (``moe_us_*``: time in which at least one of its kernels runs, median over layers and steps). With ``--graphs``
-instead, under CUDA graphs, output tokens per second and the GPU's time for one decode step (``step_us_*``). Each engine
-runs in a process of its own; one that fails is a record with its error. Records are JSON lines.
+``POLYMOE=0``; the record of the one that ends last has the number of equal answers. On one rank it also compares each
+layer's last call of several tokens with the reference (``layer_errors``: relative error by layer). ``reload`` starts
+each with CUDA graphs, reloads changed weights, the first ones, and the changed ones again, and compares the answers
+with those of a fresh start. ``speed`` runs some layers of real sizes with random weights, whose router chooses experts
+about uniformly: for each backend the time to load, the peak of memory while loading, and the time inside the experts'
+operation of one decode step by batch and of one prefill of 8,192 tokens (``moe_us_*``: time in which at least one of
+its kernels runs, median over layers and steps). With ``--graphs`` instead, under CUDA graphs, output tokens per second
+and the GPU's time for one decode step (``step_us_*``). Each engine runs in a process of its own; one that fails is a
+record with its error. With ``--dp``, ``answers`` starts as many processes, each a data-parallel rank with a GPU and
+prompts of its own. Records are JSON lines.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import socket
 import sys
 import tempfile
 import time
@@ -81,8 +84,9 @@ def answers(request: dict[str, Any]) -> dict[str, Any]:
     """Greedy tokens of sums, and how many are right; then again after each reload of other weights."""
     from vllm import SamplingParams  # pyright: ignore
 
+    common.capture_calls()
     llm, found = engine(request["settings"])
-    questions = common.sums(request["count"])
+    questions = common.sums(request["count"])[3 * request.get("rank", 0) :]  # ranks have other numbers of prompts
     tokenizer = llm.get_tokenizer()
     prompts = [{"prompt_token_ids": tokenizer(question)["input_ids"]} for question, _ in questions]
 
@@ -93,6 +97,8 @@ def answers(request: dict[str, Any]) -> dict[str, Any]:
     tokens = ask()
     texts = [tokenizer.decode(row, skip_special_tokens=True).strip() for row in tokens]
     found |= {"right": sum(text == answer for text, (_, answer) in zip(texts, questions, strict=True))}
+    if request.get("capture"):
+        found["layer_errors"] = common.layer_errors(Path(request["settings"]["model"]))
     reloaded = []
     for path in request.get("reload", ()):
         llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
@@ -176,14 +182,41 @@ def environment(args: Namespace, polymoe: str) -> dict[str, str]:
     return one_process | {"POLYMOE": polymoe, "VLLM_MLA_DISABLE": "1"}
 
 
+def data_parallel(args: Namespace, rank: int, port: int) -> dict[str, str]:
+    """Variables of one of several data-parallel ranks, each a process with a GPU."""
+    if args.dp == 1:
+        return {}
+    return {
+        "VLLM_DP_RANK": str(rank),
+        "VLLM_DP_RANK_LOCAL": str(rank),
+        "VLLM_DP_SIZE": str(args.dp),
+        "VLLM_DP_MASTER_IP": "127.0.0.1",
+        "VLLM_DP_MASTER_PORT": str(port),
+    }
+
+
 def run_answers(args: Namespace, record: Record) -> None:
     bundled = {p.name for p in MODELS.glob("sums-*") if p.is_dir()}
 
     def ask(name: str, mode: str) -> dict[str, Any]:
         settings = small(name, args, enforce_eager=not args.graphs)
-        return one({"what": "answers", "count": args.count, "settings": settings}, environment(args, mode))
+        request = {"what": "answers", "count": args.count, "settings": settings}
+        request["capture"] = mode == "require" and args.tp == args.dp == 1
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
 
-    common.compare_answers(args.models or sorted(bundled - NOT_IN_VLLM.keys()), ask, args.jobs, record, "vllm")
+        def rank(number: int) -> dict[str, Any]:
+            return one(request | {"rank": number}, environment(args, mode) | data_parallel(args, number, port))
+
+        with ThreadPoolExecutor(args.dp) as pool:
+            first, *others = pool.map(rank, range(args.dp))
+        error = next((found["error"] for found in others if "error" in found), None)
+        if error and "error" not in first:
+            return {"error": error}
+        return first | ({"other_ranks": [f"{o['right']} of {o['of']}" for o in others]} if others and not error else {})
+
+    common.compare_answers(args.models or sorted(bundled - NOT_IN_VLLM.keys()), ask, args, record, "vllm")
 
 
 def run_reload(args: Namespace, record: Record) -> None:

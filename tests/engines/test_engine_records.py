@@ -190,5 +190,5 @@ def test_an_engine_without_time_is_not_started(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(common, "_until", 0.0)
     result = common.one("no such script", {}, {}, said="", first_error="")
     assert result == {"error": common.NOT_STARTED}
-    common.recorder(Namespace(commit="c", tp=1, ep=False, out=tmp_path / "r"))(result)
+    common.recorder(Namespace(commit="c", tp=1, dp=1, ep=False, out=tmp_path / "r"))(result)
     assert not (tmp_path / "r").exists()
