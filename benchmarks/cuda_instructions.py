@@ -58,11 +58,17 @@ def loops(instructions: Instructions) -> Iterator[list[str]]:
 def mma_costs(format: str, part: str, block_m: int, target: Target = SM90) -> dict[int, float]:
     """Of a w4a16_mma kernel that divides K between warps: instructions for eight weights of a lane, by the rows of x
     that its loop multiplies."""
-    # Two tiles of 16 rows by 64 columns are eight words; kernels for 16 rows have a loop for 8 too.
+    # Two tiles of 16 rows by 64 columns are eight words; kernels for 16 rows have a loop for 8 too. The compiler may
+    # unroll them.
     found = disassembled(W4A16_MMA.unit(format), W4A16_MMA.kernel(part, block_m, "n64"), target)
-    loads = [(sum("LDSM.16.M88.4" in text for text in body), body) for body in loops(found)]  # two for 8 rows of x
-    outer_first = sorted(loads, key=lambda load: -len(load[1]))
-    return {4 * count: len(body) / 8 for count, body in outer_first if count in (2, 4)}
+    costs = {}
+    for body in sorted(loops(found), key=len, reverse=True):  # outer ones first
+        loads, products, waits = (
+            sum(name in text for text in body) for name in ("LDSM.16.M88.4", "HMMA.16816", "PHASECHK.TRANS64.TRYWAIT")
+        )
+        if waits and loads / waits in (2, 4) and products == 4 * loads:  # two loads for 8 rows of x
+            costs[4 * loads // waits] = len(body) / (8 * waits)
+    return costs
 
 
 def wgmma_loops(format: str, part: str, block_m: int) -> list[list[str]]:

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from polymoe.atomic import append_line
 from polymoe.backends.cuda.backend import Cuda
 from polymoe.backends.cuda.config import CudaConfig
+from polymoe.backends.cuda.families import FAMILIES
 from polymoe.backends.cuda.runner import CudaRunner
 from polymoe.bench.cases import CASES, Workload
 from polymoe.bench.measure import draw_calls
@@ -55,8 +56,10 @@ def main() -> int:
     for name in names:
         workload = Workload.of_case(CASES[name], device)
         problem = workload.problem
-        packed = LAYOUTS["w4a16_fragments"].pack(workload.weights, device)
-        runners = {target.name: CudaRunner(problem, packed, target) for target in (SM90, *TEST_TARGETS.values())}
+        targets = (SM90, *TEST_TARGETS.values())
+        layouts = {target.name: FAMILIES[W4A16_MMA.name].layout_on(target, problem.spec) for target in targets}
+        packed = {name: LAYOUTS[name].pack(workload.weights, device) for name in dict.fromkeys(layouts.values())}
+        runners = {target.name: CudaRunner(problem, packed[layouts[target.name]], target) for target in targets}
         for tokens in TOKENS:
             config = Cuda().configure(problem, machine, tokens)
             assert isinstance(config, CudaConfig)

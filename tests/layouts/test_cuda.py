@@ -47,6 +47,24 @@ def test_round_trip_of_every_size(format: str, hidden: int, intermediate: int) -
         assert_same(unpack(refilled), every_byte(format, hidden, intermediate, gated=gated, seed=1))
 
 
+@pytest.mark.parametrize("format", FOUR_BITS)
+@pytest.mark.parametrize(("hidden", "intermediate"), SIZES)
+def test_for_instructions_that_convert_fp4(format: str, hidden: int, intermediate: int) -> None:
+    """As many bytes, and of FP4 the same bits of codes at other places; INT4 is stored alike."""
+    layout = LAYOUTS["w4a16_fragments_cvt"]
+    weights = every_byte(format, hidden, intermediate, gated=True)
+    packed, others = layout.pack(weights, CPU), pack(weights).tensors
+    assert packed.nbytes == layout.nbytes(weights.spec) == layout_of(weights.spec).nbytes(weights.spec)
+    assert_same(unpack(packed), weights)
+    for name, tensor in packed.tensors.items():
+        assert tensor.shape == others[name].shape
+        if name.endswith(".codes") and not format.startswith("int4"):
+            sets = [torch.stack([t >> bit & 1 for bit in range(8)]).sum() for t in (tensor, others[name])]
+            assert sets[0] == sets[1]
+        elif format.startswith("int4"):
+            assert torch.equal(tensor, others[name])
+
+
 @pytest.mark.parametrize("scales", ["float32", "bfloat16", "e8m0"])
 def test_e4m3_with_scales_of_every_dtype(scales: str) -> None:
     """They are held as float32: back they are what they were, those beyond its normal numbers too."""
@@ -207,6 +225,26 @@ def test_words_are_registers_of_the_a_operand(format: str, gated: bool) -> None:
             assert value == expected[row, column], (matrix, place, register, half, row, column)
             count += 1
         assert count == expected.numel() == 8 * len(found)
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
+def test_bytes_are_what_instructions_convert(format: str) -> None:
+    """A byte of codes is a pair of a register, with the first code in its low half; scales are bytes as stored, of rows
+    g and g + 8 beside each other."""
+    weights = every_byte(format, 144, 48, gated=False)
+    packed, expert = LAYOUTS["w4a16_fragments_cvt"].pack(weights, CPU), weights.expert(1)
+    for matrix, q in (("up", expert.up), ("down", expert.down)):
+        found = words(packed.tensors[f"{matrix}.codes"][1])
+        for place, register, half, row, column in fragment(matrix, *q.shape):
+            code = int(q.codes[row, column // 2]) >> 4 * (column % 2) & 15
+            assert found[place] >> 8 * register + 4 * half & 15 == code
+        assert q.scales is not None
+        scales, group = q.scales.view(torch.uint8), q.encoding.group_columns
+        stored = packed.tensors[f"{matrix}.scales"][1].view(-1, -(-q.shape[1] // 64), 8, 4, 64 // group, 2)
+        for row in range(q.shape[0]):
+            for column in range(0, q.shape[1], group):
+                at = stored[row // 64, column // 64, row % 8, row % 64 // 16, column % 64 // group, row % 16 // 8]
+                assert at == scales[row, column // group]
 
 
 def scales_by_column(q: QuantTensor) -> Tensor:

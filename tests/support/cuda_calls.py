@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from polymoe.backends.base import layouts_for
 from polymoe.backends.cuda.backend import Cuda, CudaConfig
+from polymoe.backends.cuda.families import families_for
 from polymoe.backends.cuda.runner import CudaRunner
 from polymoe.backends.reference import run_experts
 from polymoe.kernels.cuda import modules
@@ -45,9 +45,10 @@ def need_sm90() -> None:
         pytest.skip("needs an SM90 GPU")
 
 
-def pack(problem: Problem, weights: ExpertWeights, device: str = "cpu") -> Packed:
-    """In the layout that the backend takes for the problem."""
-    (layout,) = layouts_for(Cuda(), Cuda().check(problem, Machine.of("h200")))
+def pack(problem: Problem, weights: ExpertWeights, device: str = "cpu", target: Target = SM90) -> Packed:
+    """In the layout that the backend takes for the problem on GPUs of ``target``."""
+    families = [family for family in families_for(problem) if family.name in target.families]
+    (layout,) = {family.layout_on(target, problem.spec) for family in families}
     return LAYOUTS[layout].pack(weights, torch.device(device))
 
 
@@ -122,7 +123,7 @@ def run_emulated(
     """The result on a GPU of ``blocks`` SMs, emulated, and the kernels launched. ``libraries`` are compiled for
     ``target``."""
     problem = problem_of(weights, **kwargs)
-    packed = pack(problem, weights)
+    packed = pack(problem, weights, target=target)
     emulator = Emulator(libraries, list(packed.tensors.values()), coarse=coarse)
     monkeypatch.setattr(modules, "kernel", emulator)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu(blocks))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["MMA_COSTS", "instructions"]
+__all__ = ["CVT_COSTS", "MMA_COSTS", "instructions"]
 
 
 def instructions() -> Any:
@@ -29,3 +29,6 @@ MMA_COSTS = {
     "int4_g32_zp": (17.5, 18.0, 19.0),
     "int4_g128_zp": (17.0, 17.5, 18.5),
 }
+
+CVT_COSTS = {"mxfp4": (10.0, 9.5, 11.0), "nvfp4": (14.0, 13.5, 15.0)}
+"""Where instructions convert the codes and their scales."""

@@ -61,7 +61,7 @@ class Cuda(BackendBase):
     """
 
     name: str = "cuda"
-    layouts: tuple[str, ...] = tuple(dict.fromkeys(family.layout for family in FAMILIES.values()))
+    layouts: tuple[str, ...] = tuple(dict.fromkeys(layout for family in FAMILIES.values() for layout in family.layouts))
 
     @property
     def handles(self) -> Handled:
@@ -105,8 +105,11 @@ class Cuda(BackendBase):
             # A device that has less than its compute capability says.
             kib = device.shared_memory_bytes // 1024
             reasons.need(False, f"shared memory of {device.arch}", "enough for a CTA", f"{kib} KiB")
-        layouts = tuple(dict.fromkeys(family.layout for family in found))
-        return reasons.verdict(Accepted(capturable=True, layouts=layouts))
+        if reasons.found or device.capability is None:
+            return reasons.verdict(Accepted())
+        target = target_for(device.capability)
+        layouts = tuple(dict.fromkeys(family.layout_on(target, spec) for family in found))
+        return Accepted(capturable=True, layouts=layouts)
 
     def configure(self, problem: Problem, machine: Machine, tokens: int) -> CudaConfig:
         """Return the configuration for the mean number of rows of the experts that have any."""

@@ -12,8 +12,9 @@ from functools import cache
 from polymoe.activation_quantization import FP8_GROUP128, UNQUANTIZED, ActivationQuantization
 from polymoe.formats import FORMATS, Encoding
 from polymoe.kernels.cuda import launch, sizes
-from polymoe.kernels.cuda.targets import TARGETS
+from polymoe.kernels.cuda.targets import TARGETS, Target
 from polymoe.problem import Problem
+from polymoe.tensors import ExpertsSpec
 
 __all__ = ["FAMILIES", "Choice", "KernelFamily", "Rates", "ShorterTiles", "families_for", "format_of"]
 
@@ -82,6 +83,7 @@ class KernelFamily:
         sizes: formats, tiles and pipelines.
         activations: supported quantizations of x and h.
         layout: name of the layout of the weights.
+        cvt_layout: its name where a GPU converts the codes of one of the matrices by instructions.
         call: class of the launches.
         choices: tiles by rows per expert, ascending. Of families for the same weights, those for fewer rows come first
             in the table. Beyond all choices, the last family runs with its largest tile.
@@ -106,6 +108,7 @@ class KernelFamily:
     wider_down: bool = False
     shorter: ShorterTiles | None = None
     check_tokens: int = 8
+    cvt_layout: str = ""
 
     @property
     def name(self) -> str:
@@ -122,6 +125,16 @@ class KernelFamily:
         """Compute capabilities of the GPUs that the kernels are compiled for."""
         return tuple(c for t in TARGETS.values() if self.name in t.families for c in t.capabilities)
 
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """Names of the layouts of the weights on all GPUs."""
+        return tuple(filter(None, (self.layout, self.cvt_layout)))
+
+    def layout_on(self, target: Target, spec: ExpertsSpec) -> str:
+        """Return the name of the layout of the weights on a target's GPUs."""
+        formats = (self.sizes.formats.get(format_of(encoding) or "") for encoding in spec.encodings.values())
+        return self.cvt_layout if self.cvt_layout and any(map(target.converts, formats)) else self.layout
+
 
 _INF = float("inf")
 _ALL = (
@@ -130,6 +143,7 @@ _ALL = (
     KernelFamily(
         sizes.W4A16_MMA, (UNQUANTIZED,), "w4a16_fragments", launch.MmaCall,
         (Choice(4.4, 8, 64),), Rates(0.875, 0.45, 10.0, rows=16), batch_invariant=False,
+        cvt_layout="w4a16_fragments_cvt",
     ),
     # Fitted to 256 to 1024 tokens (6 to 24 rows), 2048 (48), 4096 (96), and more. In every tile, one accumulator adds K
     # in order, 16 columns at a time. The cost of `shorter` is the largest of DeepSeek-V4-Flash and Kimi K2 TP8 at 256

@@ -12,6 +12,7 @@ from polymoe.backends.base import RunnerBase, mapped_ids, require_aligned
 from polymoe.backends.config import Config
 from polymoe.backends.cuda.config import CudaConfig
 from polymoe.backends.cuda.families import families_for, format_of
+from polymoe.errors import PlanError
 from polymoe.formats import Encoding
 from polymoe.kernels.cuda import launch
 from polymoe.kernels.cuda.launch.args import DTYPES
@@ -44,6 +45,15 @@ class CudaRunner(RunnerBase):
         gpu: Any = torch.cuda.get_device_properties(device)
         target = target or target_for((gpu.major, gpu.minor))
         budget = target.budget_on(gpu.shared_memory_per_block_optin)
+        readers = [f for f in families_for(problem) if f.name in target.families]
+        expected = tuple(dict.fromkeys(f.layout_on(target, problem.spec) for f in readers))
+        if packed.layout not in expected:
+            raise PlanError(
+                f"layout of a layer for {target.name}'s kernels",
+                expected=" or ".join(expected),
+                got=packed.layout,
+                hint="pack the layer on the GPU that runs it",
+            )
         self._layer = _layer(problem, packed, gpu.multi_processor_count, target, budget)
         self._bfloat16 = not problem.activations.quantized
         self._first_expert = problem.spec.first_expert
@@ -53,7 +63,7 @@ class CudaRunner(RunnerBase):
             index = torch.cuda.current_device()
         self._index = index
         # Kernels whose first GEMM reads rows of x by token support rows that are quantized already.
-        rows = all(issubclass(family.call, launch.E4M3RowsCall) for family in families_for(problem))
+        rows = all(issubclass(family.call, launch.E4M3RowsCall) for family in readers)
         self._options = frozenset(("workspace", "expert_map", "x_scales") if rows else ("workspace", "expert_map"))
 
     @property

@@ -15,6 +15,7 @@ from polymoe.kernels.cuda.sizes import (
     FewRowsFamilySizes,
     MmaFamilySizes,
 )
+from polymoe.kernels.cuda.targets import TARGETS
 
 __all__ = ["generated", "unit_source"]
 
@@ -23,10 +24,13 @@ _NOTICE = "// Generated from sizes.py by scripts/build-kernels; do not edit.\n"
 
 def generated() -> dict[str, str]:
     """Every generated file: its path in this folder, and its text."""
-    units = ((family, format) for family in FAMILIES.values() for format in family.formats)
-    return {"sizes.cuh": _header()} | {
-        f"instantiations/{f.unit(format)}.cu": unit_source(f, format) for f, format in units
-    }
+    found = {"sizes.cuh": _header()}
+    for target in TARGETS.values():
+        for family in (FAMILIES[name] for name in target.families):
+            for format, sizes in family.formats.items():
+                source = f"instantiations/{target.source(family, format)}"
+                found[source] = unit_source(family, format, target.converts(sizes))
+    return found
 
 
 def _header() -> str:
@@ -50,8 +54,8 @@ def _header() -> str:
     return f"{_NOTICE}#pragma once\n\nnamespace polymoe {{\n\n{''.join(lines)}\n}}  // namespace polymoe\n"
 
 
-def unit_source(family: FamilySizes, format: str) -> str:
-    """The source file with a family's kernels for a format."""
+def unit_source(family: FamilySizes, format: str, cvt: bool = False) -> str:
+    """The source file with a family's kernels for a format. ``cvt``: instructions convert its codes and scales."""
     meaning = "the part, consumer warpgroups, blocks of 64 rows of weights for each, blocks of 64 columns\n"
     meaning += "// in a stage, bytes of a stage, block_m, and the widths of wgmma for fewer rows."
     if isinstance(family, MmaFamilySizes):
@@ -59,7 +63,8 @@ def unit_source(family: FamilySizes, format: str) -> str:
     macro = "POLYMOE_GEMM_KERNEL"
     if isinstance(family, FewRowsFamilySizes):
         meaning, macro = "the part, warps, bytes of a stage.", "POLYMOE_FEW_ROWS_KERNEL"
-    lines = [f'{_NOTICE}#include "../gemm/{family.name}.cuh"\n', f"// Last arguments: {meaning}", "// clang-format off"]
+    includes = '#include "../dequant/fp4_cvt.cuh"\n' * cvt + f'#include "../gemm/{family.name}.cuh"\n'
+    lines = [f"{_NOTICE}{includes}", f"// Last arguments: {meaning}", "// clang-format off"]
     sizes = family.formats[format]
     for part in family.parts:
         for block_m, tile in family.tiles.items():
@@ -75,7 +80,8 @@ def unit_source(family: FamilySizes, format: str) -> str:
                 numbers = (tile.warpgroups, tile.n_blocks, tile.k_blocks, stage, block_m, *tile.widths)
                 choices = [("", numbers)]
             for variant, numbers in choices:
-                format_argument = [sizes.cpp] if sizes and len(family.formats) > 1 else []
+                cpp = sizes and (sizes.cvt if cvt else sizes.cpp)
+                format_argument = [cpp] if cpp and len(family.formats) > 1 else []
                 arguments = ", ".join([*format_argument, PARTS[part], *map(str, numbers)])
                 name, threads = family.kernel(part, block_m, variant), family.threads(block_m)
                 lines.append(f"{macro}({name}, {threads}, {family.name}_gemm<{arguments}>)")

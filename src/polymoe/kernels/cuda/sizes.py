@@ -83,16 +83,18 @@ class W4Format:
         cpp: name of its C++ type in ``dequant/``.
         scale_bytes: bytes of scales for 64 rows and ``scale_blocks`` times 64 columns of weights.
         scale_blocks: blocks of 64 columns that share a block of scales.
+        cvt: the C++ type where a GPU converts its codes and scales by instructions; empty if none does.
     """
 
     cpp: str
     scale_bytes: int
     scale_blocks: int
+    cvt: str = ""
 
 
 W4_FORMATS: dict[str, W4Format] = {
-    "mxfp4": W4Format("Mxfp4", 128, 1),
-    "nvfp4": W4Format("Nvfp4", 256, 1),
+    "mxfp4": W4Format("Mxfp4", 128, 1, "Mxfp4Cvt"),
+    "nvfp4": W4Format("Nvfp4", 256, 1, "Nvfp4Cvt"),
     "int4_g32": W4Format("Int4<32>", 256, 1),
     "int4_g128": W4Format("Int4<128>", 128, 2),
     "int4_g32_zp": W4Format("Int4<32, true>", 512, 1),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from polymoe.kernels.cuda.sizes import FAMILIES, W4A16_MMA, Budget
+from polymoe.kernels.cuda.sizes import FAMILIES, W4A16_MMA, Budget, FamilySizes, W4Format
 
 __all__ = ["SM90", "TARGETS", "Target", "target_for"]
 
@@ -25,6 +25,8 @@ class Target:
         budget: the most shared memory that a CTA uses, and what lies in it.
         families: names of the kernel families that are compiled.
         folder: where the cubins are.
+        fp4_cvt: whether instructions convert E2M1 codes and their scales: the kernels then read ``w4a16_fragments_cvt``
+            instead of ``w4a16_fragments``.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Target:
     budget: Budget
     families: tuple[str, ...]
     folder: Path
+    fp4_cvt: bool = False
 
     def budget_on(self, shared_bytes: int) -> Budget:
         """Return the budget on a GPU where a CTA may have ``shared_bytes`` of shared memory."""
@@ -54,15 +57,24 @@ class Target:
     def units(self) -> dict[str, str]:
         """Units that are compiled, and the source file of each."""
         families = (FAMILIES[name] for name in self.families)
-        gemms = {f.unit(format): f"instantiations/{f.unit(format)}.cu" for f in families for format in f.formats}
+        gemms = {f.unit(format): f"instantiations/{self.source(f, format)}" for f in families for format in f.formats}
         return {**gemms, **{name: f"{name}.cu" for name in _AROUND}}
+
+    def source(self, family: FamilySizes, format: str) -> str:
+        """Return the name of the file in ``instantiations/`` with a family's kernels for a format."""
+        return f"{family.unit(format)}{'_cvt' * self.converts(family.formats[format])}.cu"
+
+    def converts(self, format: W4Format | None) -> bool:
+        """Return whether instructions convert the format's codes and scales."""
+        return self.fp4_cvt and format is not None and bool(format.cvt)
 
 
 def _target(
-    name: str, arch: str, sms: tuple[int, ...], shared_kib: int, families: tuple[str, ...], x_in_stages: bool = True
+    name: str, arch: str, sms: tuple[int, ...], shared_kib: int, families: tuple[str, ...], blackwell: bool = True
 ) -> Target:
-    budget = Budget(shared_kib * 1024, x_in_stages)
-    return Target(name, arch, tuple(divmod(sm, 10) for sm in sms), budget, families, _CUBINS / name)
+    budget = Budget(shared_kib * 1024, x_in_stages=blackwell)
+    capabilities = tuple(divmod(sm, 10) for sm in sms)
+    return Target(name, arch, capabilities, budget, families, _CUBINS / name, fp4_cvt=blackwell)
 
 
 _DECODE = (W4A16_MMA.name,)
@@ -70,7 +82,7 @@ _DECODE = (W4A16_MMA.name,)
 TARGETS: dict[str, Target] = {
     t.name: t
     for t in (
-        _target("sm90", "90a", (90,), 227, tuple(FAMILIES), x_in_stages=False),
+        _target("sm90", "90a", (90,), 227, tuple(FAMILIES), blackwell=False),
         _target("sm100", "100f", (100, 103), 227, _DECODE),
         _target("sm120", "120f", (120, 121), 99, _DECODE),
     )

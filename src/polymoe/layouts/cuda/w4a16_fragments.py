@@ -1,4 +1,4 @@
-"""Layout ``w4a16_fragments``: 4-bit weights that kernels decode to bfloat16 in registers.
+"""Layouts ``w4a16_fragments`` and ``w4a16_fragments_cvt``: 4-bit weights that kernels decode to bfloat16 in registers.
 
 Weights are stored in the order of the MMA's A operand (``mma.sync`` m16n8k16 and ``wgmma`` m64k16).
 
@@ -23,6 +23,12 @@ blocks.
 Scales of INT4 are bfloat16. With zero points, each pair of scales is followed by a pair of offsets in bfloat16: 7.5
 less the zero point, times the scale. What is lost of float16 scales and zero points is the rest, one byte for each
 scale, which no kernel reads: the three bits that rounding removed, and the zero point.
+
+``w4a16_fragments_cvt`` is for GPUs that convert E2M1, E4M3 and E8M0 by instructions. Its bytes are those above, in the
+same places, but E2M1 codes and their scales keep the order and the values of their bits. So byte i of a word is the
+pair of register i, with the even column in its low half: bytes 0 and 2 are row g's columns {2t, 2t + 1} and
+{2t + 8, 2t + 9}, bytes 1 and 3 row g + 8's. Scales are the E8M0 or E4M3 bytes of the checkpoint, those of rows g and
+g + 8 beside each other. INT4 is stored as above.
 """
 
 from __future__ import annotations
@@ -89,6 +95,8 @@ E4M3_BITS = (*range(4, 12), *range(20, 28), *range(28, 32), *range(4), *range(12
 """Where the bits of four of :func:`e4m3_codes` lie in a word: rows g and g + 8 of one group where bfloat16 has its
 mantissa and the low bits of its exponent, those of the next group after a rotation by 8."""
 
+_AS_STORED = tuple(range(32))
+
 E4M3_MOST = 126
 """Largest E4M3 byte that is decoded: 448. Larger bytes are NaN and negative numbers."""
 
@@ -98,9 +106,14 @@ class W4A16Fragments(MatrixLayout):
     """4-bit weights with scales for groups of 16, 32, 64 or 128 columns.
 
     The kernels ``w4a16_mma`` and ``w4a16_wgmma`` read this layout.
+
+    Attributes:
+        cvt: whether bits of E2M1 codes and of their scales stay as they are, for GPUs with instructions that convert
+            them.
     """
 
     name: str = "w4a16_fragments"
+    cvt: bool = False
     multiple: ClassVar[int] = TILE
     group_rows: ClassVar[int] = ROWS
 
@@ -137,7 +150,7 @@ class W4A16Fragments(MatrixLayout):
         """Return packed codes, scales and their rest, and the largest byte of a bounded scale."""
         encoding = halves[0].encoding
         codes_NB = interleave_gate_up([q.codes for q in halves])
-        parts = {"codes": pack_codes(codes_NB, encoding)}
+        parts = {"codes": pack_codes(codes_NB, encoding, self.cvt)}
         if _has_rest(encoding):
             stored = [_rounded(q) for q in halves]
             scales_NGB = interleave_gate_up([scales for scales, _ in stored])
@@ -145,7 +158,7 @@ class W4A16Fragments(MatrixLayout):
         else:
             scales_NGB = interleave_gate_up([as_bytes(q.scales) for q in halves])
         largest = None if self.scale_limit(encoding) is None else scales_NGB.max()
-        parts["scales"] = pack_scales(scales_NGB, encoding, codes_NB.shape[1] * 2)
+        parts["scales"] = pack_scales(scales_NGB, encoding, codes_NB.shape[1] * 2, self.cvt)
         return parts, largest
 
     def unpack_matrix(
@@ -153,8 +166,8 @@ class W4A16Fragments(MatrixLayout):
     ) -> list[dict[str, Tensor]]:
         """Return codes, scales and zero points of each projection."""
         rows *= len(parts["codes"])
-        codes_NB = unpack_codes(parts["codes"].flatten(), encoding, rows, columns)
-        scales_NB = unpack_scales(parts["scales"].flatten(), encoding, rows, columns)
+        codes_NB = unpack_codes(parts["codes"].flatten(), encoding, rows, columns, self.cvt)
+        scales_NB = unpack_scales(parts["scales"].flatten(), encoding, rows, columns, self.cvt)
         dtype = SCALE_DTYPES[encoding.scale_dtype or ""]
         found = {"codes": codes_NB, "scales": scales_NB.contiguous().view(dtype)}
         if _has_rest(encoding):
@@ -193,7 +206,7 @@ def _e4m3_codes(device: torch.device) -> Tensor:
     return e4m3_codes().to(device)
 
 
-def pack_codes(codes_NB: Tensor, encoding: Encoding) -> Tensor:
+def pack_codes(codes_NB: Tensor, encoding: Encoding, cvt: bool = False) -> Tensor:
     """Pack the codes of a matrix in the order that the module describes: uint8 [N, K/2] to [N * K / 2]."""
     rows, half_columns = codes_NB.shape
     if encoding.element == "int4":
@@ -211,17 +224,17 @@ def pack_codes(codes_NB: Tensor, encoding: Encoding) -> Tensor:
                 # group of rows, tile, h (row g or g + 8), g, block, j (word), q (columns 0 or 8 on), t
                 tiles = min(ROWS, last - first) // TILE
                 x = part_NB.unflatten(0, (-1, tiles, 2, 8)).unflatten(4, (-1, words, 2, 4))
-                parts.append(move_bits(x.permute(order).flatten(6), _code_bits(encoding)).flatten(1))
+                parts.append(move_bits(x.permute(order).flatten(6), _code_bits(encoding, cvt)).flatten(1))
         if parts:
             found.append(join(parts, 1).flatten())
     return join(found)
 
 
-def unpack_codes(packed: Tensor, encoding: Encoding, rows: int, columns: int) -> Tensor:
+def unpack_codes(packed: Tensor, encoding: Encoding, rows: int, columns: int, cvt: bool = False) -> Tensor:
     """Return the codes, uint8 [rows, columns / 2]: the inverse of :func:`pack_codes`."""
     blocks, rest = columns // COLUMNS, columns % COLUMNS // TILE
     whole, tail = split_tiles(packed, rows // TILE, ((blocks, 512), (1, 128 * rest)))
-    back = inverse(_code_bits(encoding))
+    back = inverse(_code_bits(encoding, cvt))
     parts = []
     if blocks:
         x = move_bits(whole.unflatten(2, (8, 4, 4, 4)), back).unflatten(5, (2, 2))
@@ -282,7 +295,7 @@ def scale_bytes(encoding: Encoding, rows: int, columns: int) -> int:
     return round_up(rows, ROWS) * times * groups * SCALE_DTYPES[encoding.scale_dtype or ""].itemsize
 
 
-def pack_scales(scales_NGB: Tensor, encoding: Encoding, columns: int) -> Tensor:
+def pack_scales(scales_NGB: Tensor, encoding: Encoding, columns: int, cvt: bool = False) -> Tensor:
     """Pack the scales of a matrix, uint8 [N, G, bytes], in the order that the module describes, padded with zeros."""
     times, groups = _groups_beside(encoding, columns)
     rows, present, _ = scales_NGB.shape
@@ -290,21 +303,21 @@ def pack_scales(scales_NGB: Tensor, encoding: Encoding, columns: int) -> Tensor:
     # group of rows, tile, h, g, time, group of columns, byte
     x = torch.nn.functional.pad(scales_NGB, padding).unflatten(0, (-1, 4, 2, 8)).unflatten(4, (times, groups))
     x = x.permute(0, 4, 3, 1, 5, 2, 6)
-    if encoding.scale_dtype == "e8m0":
+    if encoding.scale_dtype == "e8m0" and not cvt:
         x = move_bits((x + E8M0_BIAS).flatten(4), E8M0_BITS)
-    elif encoding.scale_dtype == "e4m3":
+    elif encoding.scale_dtype == "e4m3" and not cvt:
         codes = _e4m3_codes(x.device).index_select(0, x.flatten().int())
         x = move_bits(codes.view(-1, 4), E4M3_BITS)
     return x.flatten()
 
 
-def unpack_scales(packed: Tensor, encoding: Encoding, rows: int, columns: int) -> Tensor:
+def unpack_scales(packed: Tensor, encoding: Encoding, rows: int, columns: int, cvt: bool = False) -> Tensor:
     """Return the scales, uint8 [N, G * bytes]: the inverse of :func:`pack_scales`."""
     times, groups = _groups_beside(encoding, columns)
     x = packed.view(-1, times, 8, 4, groups, 2, SCALE_DTYPES[encoding.scale_dtype or ""].itemsize)
-    if encoding.scale_dtype == "e8m0":
+    if encoding.scale_dtype == "e8m0" and not cvt:
         x = move_bits(x.flatten(4), inverse(E8M0_BITS)).view(x.shape) - E8M0_BIAS
-    elif encoding.scale_dtype == "e4m3":
+    elif encoding.scale_dtype == "e4m3" and not cvt:
         codes = move_bits(x.reshape(-1, 4), inverse(E4M3_BITS)).view(x.shape)
         x = _e4m3_codes(x.device).argsort().to(torch.uint8)[codes.int()]
     x = x.permute(0, 3, 5, 2, 1, 4, 6).flatten(4, 5).flatten(0, 3)
@@ -322,5 +335,7 @@ def _from_sign_and_magnitude(codes: Tensor) -> Tensor:
     return codes ^ ((codes >> 3 & 0x11) * 7 + 0x88)
 
 
-def _code_bits(encoding: Encoding) -> tuple[int, ...]:
-    return E2M1_BITS if encoding.element == "e2m1" else INT4_BITS
+def _code_bits(encoding: Encoding, cvt: bool) -> tuple[int, ...]:
+    if encoding.element == "int4":
+        return INT4_BITS
+    return _AS_STORED if cvt else E2M1_BITS
