@@ -15,7 +15,7 @@ from polymoe.backends.reference import run_experts
 from polymoe.bench.cases import CASES, Workload
 from polymoe.bench.records import Stamp
 from polymoe.bench.tune import Tune
-from polymoe.errors import ArgumentError, CheckpointError, PlanError
+from polymoe.errors import ArgumentError, CheckpointError, PlanError, UnsupportedProblem
 from polymoe.experts import FusedExperts
 from polymoe.kernels.cuda.sizes import W4A16_WGMMA
 from polymoe.layouts import LAYOUTS
@@ -156,14 +156,22 @@ def test_runners_follow_the_data_of_buffers(backend: str) -> None:
     assert torch.equal(experts(*call), y)
 
 
-@pytest.mark.parametrize("backend", ["cuda", "triton"])
-def test_moving_to_the_cpu_frees_the_gpu(backend: str) -> None:
+def test_moving_to_the_cpu_frees_the_gpu() -> None:
     call = call_of(2, 1024, 8)
     before = torch.cuda.memory_allocated()
-    experts = layer(same_experts(experts=8, hidden=1024, intermediate=512), backend)
+    experts = layer(same_experts(experts=8, hidden=1024, intermediate=512), "auto")
     experts(*call)
     experts.to("cpu")
     assert torch.cuda.memory_allocated() - before < experts.packed.nbytes / 8
+
+
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_a_layer_of_a_named_backend_stays_where_that_backend_runs(backend: str) -> None:
+    experts, call = layer(same_experts(hidden=336, intermediate=272), backend), call_of(2)
+    y = experts(*call)
+    with pytest.raises(UnsupportedProblem, match=f"on cpu: expected backend '{backend}' to run it"):
+        experts.to("cpu")
+    assert torch.equal(experts(*call), y)
 
 
 @pytest.mark.parametrize("tokens", [2, 200])
