@@ -118,13 +118,14 @@ def run_emulated(
     coarse: bool = False,
     options: dict[str, torch.Tensor] | None = None,
     target: Target = SM90,
+    aligned: bool = False,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, list[str]]:
     """The result on a GPU of ``blocks`` SMs, emulated, and the kernels launched. ``libraries`` are compiled for
     ``target``."""
     problem = problem_of(weights, **kwargs)
     packed = pack(problem, weights, target=target)
-    emulator = Emulator(libraries, list(packed.tensors.values()), coarse=coarse)
+    emulator = Emulator(libraries, list(packed.tensors.values()), coarse=coarse, aligned=aligned)
     monkeypatch.setattr(modules, "kernel", emulator)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu(blocks))
     out = torch.full_like(x, float("nan"))

@@ -111,11 +111,17 @@ class Emulator:
     """Takes the place of ``modules.kernel``: kernels run here and now, on the CPU."""
 
     def __init__(
-        self, libraries: dict[str, ctypes.CDLL], tensors: list[Any], seed: int = 0, coarse: bool = False
+        self,
+        libraries: dict[str, ctypes.CDLL],
+        tensors: list[Any],
+        seed: int = 0,
+        coarse: bool = False,
+        aligned: bool = False,
     ) -> None:
-        """``coarse``: E4M3 products are accumulated as Hopper does, not exactly."""
+        """``coarse``: E4M3 products are accumulated as Hopper does, not exactly. ``aligned``: those of 16 bits are
+        accumulated as tensor cores do from Hopper on."""
         for library in libraries.values():
-            library.set_coarse(coarse)
+            library.set_sums(coarse, aligned)
         self.libraries, self.seed, self.made = libraries, seed, []
         flat = [v for t in tensors for v in (t.data_ptr(), t.numel() * t.element_size())]
         self.ranges = (ctypes.c_long * len(flat))(*flat)

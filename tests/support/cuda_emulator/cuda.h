@@ -302,6 +302,32 @@ inline float add_coarsely(float sum, const float (&products)[32]) {
     return ldexpf(static_cast<float>(units / (1L << cut)), unit + cut);
 }
 
+// Whether products of bfloat16 are added as tensor cores do from Hopper on.
+inline bool aligned = false;
+
+inline int exponent_of(float v) { return v == 0.0f ? -126 : max(ilogbf(v), -126); }
+
+// 16 products and the sum so far, all at once, by the rule that MMA-Sim found (arXiv 2511.10909): the largest exponent
+// is that of the sum or of a product, which is the sum of its factors' exponents; every term is cut off 25 bits behind
+// it, and the exact sum of these is cut off to float32.
+inline float add_aligned(float sum, const float* a, const float* b) {
+    constexpr int kBits = 25;
+    double plain = sum;
+    int largest = exponent_of(sum);
+    for (int k = 0; k < 16; ++k) {
+        plain += static_cast<double>(a[k]) * b[k];
+        largest = max(largest, exponent_of(a[k]) + exponent_of(b[k]));
+    }
+    if (plain != plain || std::isinf(plain)) return static_cast<float>(plain);
+    const double scale = ldexp(1.0, kBits - largest);
+    long units = static_cast<long>(sum * scale);
+    for (int k = 0; k < 16; ++k) units += static_cast<long>(static_cast<double>(a[k]) * b[k] * scale);
+    if (units == 0) return 0.0f;
+    const int unit = largest - kBits, bits = ilogb(static_cast<double>(labs(units)));
+    const int cut = min(40, max(0, max(bits - 23, -149 - unit)));  // there are fewer than 40 bits
+    return static_cast<float>(ldexp(static_cast<double>(units / (1L << cut)), unit + cut));
+}
+
 // Where emulated kernels spend their time.
 __attribute__((optimize("O3"), noinline)) inline void add_multiples(float* sums, const float* values, float by, int n) {
     for (int i = 0; i < n; ++i) sums[i] += by * values[i];
@@ -327,6 +353,12 @@ void product(float* (&d)[32], int n, A a, B b, int columns = 16, bool fresh = fa
             for (int column = 0; column < n; ++column) {
                 for (int k = 0; k < 32; ++k) products[k] = rows[row][k] * values[k][column];
                 sums[column] = add_coarsely(sums[column], products);
+            }
+        } else if (aligned && columns == 16) {
+            float column_of_b[16];
+            for (int column = 0; column < n; ++column) {
+                for (int k = 0; k < 16; ++k) column_of_b[k] = values[k][column];
+                sums[column] = add_aligned(sums[column], rows[row], column_of_b);
             }
         } else {
             for (int k = 0; k < columns; ++k) add_multiples(sums, values[k], rows[row][k], n);
@@ -460,7 +492,7 @@ inline __align__(1024) uint8_t memory[228 * 1024];
     }                                                                                                \
     extern "C" int size_of_##ARGS() { return sizeof(polymoe::ARGS); }
 
-extern "C" void set_coarse(int coarse) { emulator::coarse = coarse; }
+extern "C" void set_sums(int coarse, int aligned) { emulator::coarse = coarse, emulator::aligned = aligned; }
 
 // The whole grid, block after block. Nothing, or what went wrong.
 extern "C" const char* emulate(void (*call)(void*, const void*), void* kernel, const void* args, int grid_x, int grid_y,

@@ -48,24 +48,27 @@ __device__ __forceinline__ uint32_t e4m3x2_to_bf16x2_high(uint32_t word) {
 
 #else
 
-__device__ __forceinline__ void e2m1x8_to_bf16(uint32_t (&a)[4], uint32_t word) {
+// Codes to bfloat16, times 2^-126.
+__device__ __forceinline__ void e2m1x8_bits(uint32_t (&a)[4], uint32_t word) {
     const uint32_t low = word & 0x0F0F0F0Fu, high = word >> 4 & 0x0F0F0F0Fu;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const uint32_t pair = __byte_perm(low, high, 0x8480 + i * 0x0101);  // a code in each half
-        a[i] = mul_bf16x2(pair * 0x1040u & 0x81C081C0u, 0x7E807E80u);       // 2^126
+        a[i] = pair * 0x1040u & 0x81C081C0u;
     }
 }
 
-// Of two E8M0 scales below 2^128.
-__device__ __forceinline__ uint32_t e8m0x2_to_bf16x2(uint32_t scales) {
-    const uint32_t low = max(scales << 7 & 0x7F80u, 0x0040u), high = max(scales >> 1 & 0x7F80u, 0x0040u);
-    return low | high << 16;  // byte 0 is 2^-127
+__device__ __forceinline__ void e2m1x8_to_bf16(uint32_t (&a)[4], uint32_t word) {
+    e2m1x8_bits(a, word);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = mul_bf16x2(a[i], 0x7E807E80u);  // 2^126
 }
 
+// For scales of at most 2: 2^126 times the scale is a bfloat16 then.
 __device__ __forceinline__ void e2m1x8_to_bf16(uint32_t (&a)[4], uint32_t word, uint32_t even, uint32_t odd) {
-    const uint32_t powers[2] = {e8m0x2_to_bf16x2(even), e8m0x2_to_bf16x2(odd)};
-    e2m1x8_to_bf16(a, word);
+    const uint32_t powers[2] = {__byte_perm(even, 0, 0x4140) * 0x80u + 0x3F003F00u,
+                                __byte_perm(odd, 0, 0x4140) * 0x80u + 0x3F003F00u};
+    e2m1x8_bits(a, word);
 #pragma unroll
     for (int i = 0; i < 4; ++i) a[i] = mul_bf16x2(a[i], powers[i % 2]);
 }
