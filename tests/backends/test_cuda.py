@@ -8,12 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from polymoe.activations import SwiGLU
 from polymoe.backends.cuda.backend import Cuda, CudaConfig
 from polymoe.bench.cases import CASES
 from polymoe.errors import PlanError
 from polymoe.formats import FORMATS
+from polymoe.layouts import LAYOUTS
 from polymoe.machine import DEVICES, Machine
 from polymoe.planning.measured import Measured, Table, problem_key
 from polymoe.planning.select import select
@@ -21,6 +23,7 @@ from polymoe.problem import Problem
 from polymoe.scale_range import ScaleRange
 from polymoe.tensors import ExpertsSpec
 from polymoe.verdict import Accepted, Reason, Rejected
+from support.cuda_calls import gpu
 from support.problems import problem_of, random_experts
 
 H200 = Machine(DEVICES["h200"], driver=(13, 0))
@@ -39,6 +42,29 @@ class TestCheck:
             assert Cuda().check(seed_problem(format), machine) == Accepted(
                 capturable=True, layouts=("w4a16_fragments",)
             )
+
+    @pytest.mark.parametrize("device", ["b200", "b300", "rtx5090", "gb10"])
+    def test_layout_where_instructions_convert_fp4(self, device: str) -> None:
+        """INT4 has none, except in a layer with FP4 too."""
+        machine = Machine(DEVICES[device], driver=(13, 0))
+        mixed = seed_problem("mxfp4")
+        mixed = replace(mixed, spec=replace(mixed.spec, down=FORMATS["int4_g32"].encoding))
+        for problem, layout in (
+            (seed_problem("mxfp4"), "w4a16_fragments_cvt"),
+            (seed_problem("nvfp4"), "w4a16_fragments_cvt"),
+            (seed_problem("int4_g32"), "w4a16_fragments"),
+            (mixed, "w4a16_fragments_cvt"),
+        ):
+            assert Cuda().check(problem, machine) == Accepted(capturable=True, layouts=(layout,))
+            assert select(problem, machine, backend="cuda", backends={"cuda": Cuda()}).require().layout == layout
+
+    def test_a_layer_packed_for_another_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        weights = random_experts("mxfp4")
+        packed = LAYOUTS["w4a16_fragments_cvt"].pack(weights, torch.device("cpu"))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu(132))
+        message = "layout of a layer for sm90's kernels: expected w4a16_fragments, got w4a16_fragments_cvt"
+        with pytest.raises(PlanError, match=message):
+            Cuda().bind(problem_of(weights), packed)
 
     def test_all_reasons_at_once(self) -> None:
         problem = seed_problem("fp16", activations="fp8_token")

@@ -107,8 +107,8 @@ class Cuda(BackendBase):
             reasons.need(False, f"shared memory of {device.arch}", "enough for a CTA", f"{kib} KiB")
         if reasons.found or device.capability is None:
             return reasons.verdict(Accepted())
-        target = target_for(device.capability)
-        layouts = tuple(dict.fromkeys(family.layout_on(target, spec) for family in found))
+        here, target = families_for(problem, device.capability), target_for(device.capability)
+        layouts = tuple(dict.fromkeys(family.layout_on(target, spec) for family in here))
         return Accepted(capturable=True, layouts=layouts)
 
     def configure(self, problem: Problem, machine: Machine, tokens: int) -> CudaConfig:
