@@ -61,13 +61,13 @@ def mma_costs(format: str, part: str, block_m: int, target: Target = SM90) -> di
     # Two tiles of 16 rows by 64 columns are eight words; kernels for 16 rows have a loop for 8 too. The compiler may
     # unroll them.
     found = disassembled(W4A16_MMA.unit(format), W4A16_MMA.kernel(part, block_m, "n64"), target)
+    # Once for each 64 columns: the wait for a stage, for which SM80 has no instruction, or there the arrival after it.
+    once = "ATOMS.ARRIVE" if target.sm80 else "PHASECHK.TRANS64.TRYWAIT"
     costs = {}
     for body in sorted(loops(found), key=len, reverse=True):  # outer ones first
-        loads, products, waits = (
-            sum(name in text for text in body) for name in ("LDSM.16.M88.4", "HMMA.16816", "PHASECHK.TRANS64.TRYWAIT")
-        )
-        if waits and loads / waits in (2, 4) and products == 4 * loads:  # two loads for 8 rows of x
-            costs[4 * loads // waits] = len(body) / (8 * waits)
+        loads, products, times = (sum(name in text for text in body) for name in ("LDSM.16.M88.4", "HMMA.16816", once))
+        if times and loads / times in (2, 4) and products == 4 * loads:  # two loads for 8 rows of x
+            costs[4 * loads // times] = len(body) / (8 * times)
     return costs
 
 

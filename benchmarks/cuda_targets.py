@@ -1,15 +1,18 @@
 """The CUDA kernels as configured for other GPUs, on an H200: the same bits as its own, and how much slower.
 
     scripts/build-kernels --tests                      first, anywhere: compiles these configurations for SM90
-    python benchmarks/cuda_targets.py FILE [CASE ...]  appends a JSON line for each time to FILE
+    python benchmarks/cuda_targets.py FILE [--targets NAME,...] [--tokens N,...] [CASE ...]
+                                                       appends a JSON line for each time to FILE
 
-Compares the kernels for few rows, in the configuration that the backend chooses for the H200, with the very same calls.
+Compares the kernels for few rows, in the configuration that the backend chooses for a GPU that has no others, with the
+very same calls.
 Exit status: 0 if all results are bitwise identical and every time is at most 1.25 times the H200's own, 1 if not, 2 for
 wrong usage.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from functools import partial
@@ -27,12 +30,12 @@ from polymoe.backends.cuda.runner import CudaRunner
 from polymoe.bench.cases import CASES, Workload
 from polymoe.bench.measure import draw_calls
 from polymoe.bench.records import Stamp, check_writable
-from polymoe.bench.routings import RoutingDistribution
+from polymoe.bench.routings import RoutingDistribution, floor_us
 from polymoe.bench.timing import TimedCalls, Timing
 from polymoe.kernels.cuda.sizes import W4A16_MMA
 from polymoe.kernels.cuda.targets import SM90
 from polymoe.layouts import LAYOUTS
-from polymoe.machine import Machine
+from polymoe.machine import DEVICES, Machine
 from support.cuda_targets import TEST_TARGETS
 
 DEFAULT = ("deepseek-v4-flash", "nemotron-3-super", "kimi-k2-tp8")
@@ -43,29 +46,30 @@ MOST = 1.25
 
 def main() -> int:
     """See the module."""
-    names = sys.argv[2:] or DEFAULT
-    if len(sys.argv) < 2 or any(name not in CASES for name in names):
-        print(__doc__, file=sys.stderr)
-        return 2
-    out, device = Path(sys.argv[1]), torch.device("cuda")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("cases", nargs="*", choices=[*CASES, []], metavar="CASE")
+    parser.add_argument("--targets", type=lambda text: text.split(","), default=list(TEST_TARGETS))
+    parser.add_argument("--tokens", type=lambda text: [int(t) for t in text.split(",")], default=TOKENS)
+    args = parser.parse_args()
+    out, device, targets = args.file, torch.device("cuda"), [SM90, *(TEST_TARGETS[name] for name in args.targets)]
     check_writable(out)
-    machine = Machine.of("cuda")
+    machine, few = Machine.of("cuda"), Machine(DEVICES["a100"])
     stamp = Stamp.now(machine, " ".join(["python", *sys.argv]))
-    print("times in microseconds; in brackets relative to sm90", *TEST_TARGETS, sep="\n", flush=True)
+    print("times in microseconds; in brackets relative to sm90", *args.targets, sep="\n", flush=True)
     good = True
-    for name in names:
+    for name in args.cases or DEFAULT:
         workload = Workload.of_case(CASES[name], device)
         problem = workload.problem
-        targets = (SM90, *TEST_TARGETS.values())
         layouts = {target.name: FAMILIES[W4A16_MMA.name].layout_on(target, problem.spec) for target in targets}
         packed = {name: LAYOUTS[name].pack(workload.weights, device) for name in dict.fromkeys(layouts.values())}
         runners = {target.name: CudaRunner(problem, packed[layouts[target.name]], target) for target in targets}
-        for tokens in TOKENS:
-            config = Cuda().configure(problem, machine, tokens)
+        for tokens in args.tokens:
+            config = Cuda().configure(problem, few, tokens)
             assert isinstance(config, CudaConfig)
-            if config.family != W4A16_MMA.name:
-                continue
+            assert config.family == W4A16_MMA.name
             calls = draw_calls(problem, RoutingDistribution("uniform"), device, tokens)
+            floor = floor_us(problem, machine.device, [routing for _, routing in calls])
             times: dict[str, Timing] = {}
             expected = [torch.full_like(x, float("nan")) for x, _ in calls]
             texts = []
@@ -82,12 +86,13 @@ def main() -> int:
                 record = {
                     "case": name, "format": problem.spec.format, "target": target, "tokens": tokens,
                     "config": str(config), "median_us": round(t.median_us, 2), "p25_us": round(t.p25_us, 2),
-                    "p75_us": round(t.p75_us, 2), "ratio": round(ratio, 3), "same_bits": same,
+                    "p75_us": round(t.p75_us, 2), "floor_us": round(floor, 2), "ratio": round(ratio, 3),
+                    "same_bits": same,
                     "device": stamp.device, "torch": stamp.torch, "commit": stamp.commit, "date": stamp.date(),
                     "command": stamp.command,
                 }  # fmt: skip
                 append_line(out, json.dumps(record))
-            print(f"{name}, {tokens} tokens, {config}: {', '.join(texts)}", flush=True)
+            print(f"{name}, {tokens} tokens, floor {floor:.1f}, {config}: {', '.join(texts)}", flush=True)
     print("as predicted" if good else f"NOT as predicted: same bits, and at most {MOST} times sm90's time")
     return 0 if good else 1
 

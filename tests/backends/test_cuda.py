@@ -68,7 +68,7 @@ class TestCheck:
 
     def test_all_reasons_at_once(self) -> None:
         problem = seed_problem("fp16", activations="fp8_token")
-        verdict = Cuda().check(problem, Machine(DEVICES["a100"], driver=(12, 8)))
+        verdict = Cuda().check(problem, Machine(replace(DEVICES["a100"], capability=(7, 5)), driver=(12, 8)))
         assert isinstance(verdict, Rejected)
         assert [r.what for r in verdict.reasons] == [
             "GPU", "driver", "activations", "gate weights", "up weights", "down weights",
@@ -191,17 +191,17 @@ class TestAuto:
             assert (plan.layout, {step.backend for step in plan.steps}) == ("natural", {"triton"})
 
     @pytest.mark.parametrize("device", ["a100", "rtx4090"])
-    def test_gpus_without_kernels(self, device: str) -> None:
+    def test_gpus_without_kernels_for_the_problem(self, device: str) -> None:
         machine = Machine(DEVICES[device], {"triton": "3.6.0"}, (13, 0))
-        selection = select(seed_problem(), machine, role="decode", table=Table())
+        selection = select(seed_problem("bf16"), machine, role="decode", table=Table())
         assert {step.backend for step in selection.require().steps} == {"triton"}
         assert next(c for c in selection.candidates if c.backend == "cuda").verdict == Rejected(
-            (Reason("GPU", "SM90, SM100, SM103, SM120 or SM121", machine.device.arch),)
+            (Reason("GPU", "SM90", machine.device.arch),)
         )
 
-    @pytest.mark.parametrize("device", ["b200", "rtx5090", "rtxpro6000", "gb10"])
+    @pytest.mark.parametrize("device", ["b200", "rtx5090", "rtxpro6000", "gb10", "a100", "rtx3090", "rtx4090", "l40s"])
     @pytest.mark.parametrize("name", ["deepseek-v4-flash", "nemotron-3-super", "kimi-k2-tp8", "gpt-oss-120b"])
-    def test_on_blackwell_for_few_tokens(self, device: str, name: str) -> None:
+    def test_on_gpus_where_nothing_ran_for_few_tokens(self, device: str, name: str) -> None:
         """Nothing ran there, so predicted time decides: these kernels for decode, Triton where there are many rows."""
         machine = Machine(DEVICES[device], {"triton": "3.6.0"}, (13, 0))
         problem = CASES[name].problem()

@@ -7,6 +7,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,6 +94,16 @@ def test_a_hash_does_not_change_with_comments_and_white_space(copied: Path) -> N
     assert modules.source_hash("permute", SM90) == before
 
 
+def test_a_hash_does_not_change_with_code_for_other_gpus(copied: Path) -> None:
+    sm80, path = TARGETS["sm80"], copied / "ptx/griddepcontrol.cuh"
+    before, text = [modules.source_hash("permute", t) for t in (sm80, SM90)], path.read_text()
+    for own, changed in (("launch_dependents() {}", [True, False]), ("griddepcontrol.wait;", [False, True])):
+        assert own in text
+        path.write_text(text.replace(own, f"{own} ;"))
+        now = [modules.source_hash("permute", t) for t in (sm80, SM90)]
+        assert [a != b for a, b in zip(now, before, strict=True)] == changed
+
+
 def test_missing_files_say_what_to_run(tmp_path: Path) -> None:
     with pytest.raises(modules.DriverError, match=r"permute\.\*\.cubin.*got 0.*scripts/build-kernels"):
         modules.cubin_path("permute", replace(SM90, folder=tmp_path))
@@ -112,6 +123,15 @@ def test_a_thread_that_has_not_used_the_gpu_takes_the_device_s_context(monkeypat
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     driver.Kernel(Library(), ctypes.c_void_p(), "k").prepare(args.PermuteArgs(), 32)(0)
     assert calls == ["cuLaunchKernelEx", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent", "cuLaunchKernelEx"]
+
+
+@pytest.mark.parametrize("chained", [True, False])
+def test_launches_are_chained_where_the_gpu_can(monkeypatch: pytest.MonkeyPatch, chained: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    counts: list[int] = []
+    library = SimpleNamespace(cuLaunchKernelEx=lambda config, *rest: counts.append(config._obj.count) or 0)
+    driver.Kernel(library, ctypes.c_void_p(), "k", chained=chained).prepare(args.PermuteArgs(), 32)(0)
+    assert counts == [int(chained)]
 
 
 FORMATS = list(W4_FORMATS)
@@ -147,8 +167,9 @@ def test_short_k_has_kernels_of_its_own(format: str) -> None:
     """Where a stage has all columns of the down projection, and shared memory a stage for each team of warps."""
     for block_m in W4A16_MMA.tiles:
         for target in TARGETS.values():
-            found = [W4A16_MMA.variant(target.budget, format, "down", block_m, k) for k in (256, 272, 512, 528)]
-            assert found == ["k256", *(["n64"] * 2 if target.name == "sm120" else ["k512"] * 2), "n64"]
+            budget = target.budget_on(99 * 1024) if target.sm80 else target.budget  # as on SM86
+            found = [W4A16_MMA.variant(budget, format, "down", block_m, k) for k in (256, 272, 512, 528)]
+            assert found == ["k256", *(["n64"] * 2 if target.name in ("sm80", "sm120") else ["k512"] * 2), "n64"]
             assert W4A16_MMA.variant(target.budget, format, "gate_up", block_m, 256) == "n64"
 
 

@@ -6,6 +6,7 @@ import ctypes
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -18,14 +19,16 @@ from polymoe.kernels.cuda.sizes import STATIC_BYTES, W4_FORMATS
 from polymoe.kernels.cuda.targets import SM90, TARGETS, Target, target_for
 from polymoe.machine import DEVICES, Machine
 from polymoe.numerics import TOLERANCE, relative_error
+from polymoe.routing import Routing
+from polymoe.tensors import ExpertWeights
 from polymoe.verdict import Accepted
 from support.cuda_calls import run_emulated
-from support.cuda_emulator import compile_unit
+from support.cuda_emulator import compile_files, compile_unit, sources
 from support.cuda_instructions_budget import CVT_COSTS, MMA_COSTS, instructions
 from support.cuda_targets import TEST_TARGETS
 from support.problems import GPT_OSS, problem_of, random_call, random_experts
 
-SM120 = TARGETS["sm120"]
+SM80, SM120 = TARGETS["sm80"], TARGETS["sm120"]
 OTHERS = [target for target in TARGETS.values() if target is not SM90]
 
 
@@ -50,12 +53,7 @@ def test_x_in_stages_gives_the_same_bits(
 ) -> None:
     """More stages than the pipeline has, a last one that is not full, work tiles of every number of rows, in the 99 KB
     that the emulator checks."""
-    weights = random_experts(
-        format, hidden=1104, intermediate=intermediate, gated=format != "nvfp4", bias=True, experts=3
-    )
-    x, routing = random_call(17, 1104, 3, 2, torch.bfloat16)
-    routing.topk_ids_TA[:8] = 1
-    routing.topk_ids_TA[8, 0] = -1
+    weights, x, routing = awkward_layer(format, intermediate)
     outs = []
     for target in (SM90, SM120):
         units = {name: library(name, target) for name in ("permute", "finalize", f"w4a16_mma_{format}")}
@@ -66,6 +64,75 @@ def test_x_in_stages_gives_the_same_bits(
     assert torch.equal(*outs)
     expected = run_experts(problem_of(weights, **activation), weights, x, routing)
     assert relative_error(outs[0], expected) < TOLERANCE
+
+
+def awkward_layer(format: str, intermediate: int) -> tuple[ExpertWeights, torch.Tensor, Routing]:
+    """Work tiles of every number of rows, and an expert that is not there."""
+    weights = random_experts(
+        format, hidden=1104, intermediate=intermediate, gated=format != "nvfp4", bias=True, experts=3
+    )
+    x, routing = random_call(17, 1104, 3, 2, torch.bfloat16)
+    routing.topk_ids_TA[:8] = 1
+    routing.topk_ids_TA[8, 0] = -1
+    return weights, x, routing
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+@pytest.mark.parametrize(
+    ("format", "rows", "intermediate", "kib"),
+    [
+        ("mxfp4", 8, 208, 163),  # teams of warps, and whole rows of x beside the stages
+        ("mxfp4", 16, 592, 99),
+        *(pytest.param(format, 12, 592, 99, marks=pytest.mark.slow) for format in W4_FORMATS if format != "mxfp4"),
+    ],
+    ids=str,
+)
+def test_copies_of_sm80_give_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, format: str, rows: int, intermediate: int, kib: int
+) -> None:
+    """Without the bulk copy engine: copies land as late as barriers allow. SM80's own sums differ in the last bits."""
+    weights, x, routing = awkward_layer(format, intermediate)
+    x = x.float()  # so that the result has all bits
+    sm80 = replace(SM80, budget=replace(SM80.budget, shared_bytes=kib * 1024))
+    activation = {"activation": GPT_OSS} if weights.spec.gated else {}
+    outs = []
+    for target, aligned in ((SM90, False), (sm80, False), (sm80, True)):
+        units = {name: library(name, target) for name in ("permute", "finalize", f"w4a16_mma_{format}")}
+        arguments = (units, weights, x, routing, CudaConfig("w4a16_mma", rows, 64))
+        out, _ = run_emulated(monkeypatch, *arguments, blocks=2, aligned=aligned, target=target, **activation)
+        outs.append(out)
+    assert torch.equal(*outs[:2])
+    assert 0 < relative_error(outs[2], outs[0]) < 1e-4
+    expected = run_experts(problem_of(weights, **activation), weights, x, routing)
+    assert relative_error(outs[2], expected) < TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+@pytest.mark.parametrize(
+    ("path", "text", "instead"),
+    [
+        ("stage_copies.cuh", "{ cp_async_mbarrier_arrive(barrier); }", "{ mbarrier_arrive(barrier); }"),
+        ("gemm/w4a16_mma.cuh", "                    mbarrier_wait(full + 8 * stage, parity);\n", ""),
+        ("gemm/w4a16_mma.cuh", "                mbarrier_wait(empty + 8 * stage, parity);\n", ""),
+    ],
+    ids=["copies nobody waits for", "no wait for a full stage", "no wait for an empty stage"],
+)
+def test_a_missing_wait_shows(monkeypatch: pytest.MonkeyPatch, path: str, text: str, instead: str) -> None:
+    files = sources()
+    assert text in files[path]
+    files[path] = files[path].replace(text, instead)
+    weights, x, routing = awkward_layer("mxfp4", 592)
+    units = {name: library(name, SM80) for name in ("permute", "finalize")}
+    unit = "w4a16_mma_mxfp4"
+    units[unit] = compile_files(files, SM80.units[unit], ("GemmArgs",), "mutant", SM80.defines)
+    arguments = (units, weights, x, routing, CudaConfig("w4a16_mma", 8, 64))
+    try:
+        out, _ = run_emulated(monkeypatch, *arguments, blocks=2, target=SM80, activation=GPT_OSS)
+    except AssertionError:  # the emulator has seen it
+        return
+    expected = run_experts(problem_of(weights, activation=GPT_OSS), weights, x, routing)
+    assert not relative_error(out, expected) < TOLERANCE
 
 
 @pytest.mark.parametrize("target", OTHERS, ids=lambda t: t.name)
@@ -88,21 +155,23 @@ def test_registers_and_shared_memory(target: Target) -> None:
 @pytest.mark.parametrize("target", OTHERS, ids=lambda t: t.name)
 @pytest.mark.parametrize("format", W4_FORMATS)
 def test_instructions_that_eight_weights_cost(target: Target, format: str) -> None:
-    """A budget, as for SM90 and less where instructions convert FP4."""
+    """A budget, as for SM90 and less where instructions convert FP4. On SM80 addresses of shared memory take more: they
+    are in no uniform registers."""
+    more = 2.5 if target.sm80 else 0.0
     budget = {**MMA_COSTS, **CVT_COSTS}[format] if target.fp4_cvt else MMA_COSTS[format]
     for block_m in (8, 16):
         cost = instructions().mma_costs(format, "gate_up", block_m, target)
         assert sorted(cost) == [8, 16][: block_m // 8]
         for some, most in zip(sorted(cost), budget[block_m // 16 :], strict=False):
-            assert cost[some] <= most
+            assert cost[some] <= most + more
 
 
-@pytest.mark.parametrize("device", ["rtx5090", "rtxpro6000", "gb10", "b200", "b300"])
+@pytest.mark.parametrize("device", ["rtx5090", "rtxpro6000", "gb10", "b200", "b300", "a100", "rtx3090", "l40s"])
 def test_every_case_fits(device: str) -> None:
     """At every number of tokens there is a configuration whose shared memory the GPU has."""
     machine = Machine(DEVICES[device], driver=(13, 0))
     target = target_for(machine.device.capability or (0, 0))
-    assert target.budget.shared_bytes <= machine.device.shared_memory_bytes
+    assert target.sm80 or target.budget.shared_bytes <= machine.device.shared_memory_bytes
     accepted = 0
     for case in CASES.values():
         problem = case.problem()
@@ -122,7 +191,9 @@ def test_no_kernels_for_other_gpus() -> None:
 
 def test_configurations_for_an_h200_are_those_of_other_gpus() -> None:
     """Except for the architecture, what a test runs on an H200 is what is shipped."""
-    for name in ("sm100", "sm120"):
+    for name in ("sm80", "sm100", "sm120"):
         test = TEST_TARGETS[f"sm90-as-{name}"]
         assert (test.arch, test.budget, test.defines) == ("90a", TARGETS[name].budget, TARGETS[name].defines)
         assert (test.families, test.units) == (TARGETS[name].families, TARGETS[name].units)
+    sm86 = TARGETS["sm80"].budget_on(DEVICES["rtx3090"].shared_memory_bytes)
+    assert TEST_TARGETS["sm90-as-sm86"].budget == sm86

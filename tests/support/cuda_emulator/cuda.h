@@ -224,7 +224,11 @@ inline bool run_block() {
         makecontext(&t.context, enter, 0);
         setcontext(&t.context);
     }
-    if (!here.copies.empty())
+    bool waited_for = true;
+    for (auto& t : here.threads) waited_for = waited_for && t.copies.empty();
+    if (!waited_for)
+        snprintf(here.error, sizeof here.error, "a copy that no barrier waits for");
+    else if (!here.copies.empty())
         snprintf(here.error, sizeof here.error, "a copy is under way at the end");
     else if (!here.waited)
         snprintf(here.error, sizeof here.error, "ends without having waited for the kernel before");
@@ -302,30 +306,39 @@ inline float add_coarsely(float sum, const float (&products)[32]) {
     return ldexpf(static_cast<float>(units / (1L << cut)), unit + cut);
 }
 
-// Whether products of bfloat16 are added as tensor cores do from Hopper on.
+// Whether products of bfloat16 are added as tensor cores do.
 inline bool aligned = false;
 
 inline int exponent_of(float v) { return v == 0.0f ? -126 : max(ilogbf(v), -126); }
 
-// 16 products and the sum so far, all at once, by the rule that MMA-Sim found (arXiv 2511.10909): the largest exponent
-// is that of the sum or of a product, which is the sum of its factors' exponents; every term is cut off 25 bits behind
-// it, and the exact sum of these is cut off to float32.
-inline float add_aligned(float sum, const float* a, const float* b) {
-    constexpr int kBits = 25;
+// Products and the sum so far, all at once, by the rule that MMA-Sim found (arXiv 2511.10909): the largest exponent is
+// that of the sum or of a product, which is the sum of its factors' exponents; every term is cut off some bits behind it,
+// and the exact sum of these is cut off to float32.
+template <int COUNT, int BITS>
+inline float add_at_once(float sum, const float* a, const float* b) {
     double plain = sum;
     int largest = exponent_of(sum);
-    for (int k = 0; k < 16; ++k) {
+    for (int k = 0; k < COUNT; ++k) {
         plain += static_cast<double>(a[k]) * b[k];
         largest = max(largest, exponent_of(a[k]) + exponent_of(b[k]));
     }
     if (plain != plain || std::isinf(plain)) return static_cast<float>(plain);
-    const double scale = ldexp(1.0, kBits - largest);
+    const double scale = ldexp(1.0, BITS - largest);
     long units = static_cast<long>(sum * scale);
-    for (int k = 0; k < 16; ++k) units += static_cast<long>(static_cast<double>(a[k]) * b[k] * scale);
+    for (int k = 0; k < COUNT; ++k) units += static_cast<long>(static_cast<double>(a[k]) * b[k] * scale);
     if (units == 0) return 0.0f;
-    const int unit = largest - kBits, bits = ilogb(static_cast<double>(labs(units)));
+    const int unit = largest - BITS, bits = ilogb(static_cast<double>(labs(units)));
     const int cut = min(40, max(0, max(bits - 23, -149 - unit)));  // there are fewer than 40 bits
     return static_cast<float>(ldexp(static_cast<double>(units / (1L << cut)), unit + cut));
+}
+
+// 16 products: from Hopper on with 25 bits, on Ampere and Ada in two steps with 24.
+inline float add_aligned(float sum, const float* a, const float* b) {
+#ifdef POLYMOE_SM80
+    return add_at_once<8, 24>(add_at_once<8, 24>(sum, a, b), a + 8, b + 8);
+#else
+    return add_at_once<16, 25>(sum, a, b);
+#endif
 }
 
 // Where emulated kernels spend their time.
@@ -422,6 +435,11 @@ inline float __shfl_sync(uint32_t mask, float value, int from) {
     bits = __shfl_sync(mask, bits, from);
     memcpy(&value, &bits, 4);
     return value;
+}
+inline unsigned long long __shfl_sync(uint32_t mask, unsigned long long value, int from) {
+    const auto low = static_cast<uint32_t>(__shfl_sync(mask, static_cast<int>(value), from));
+    const auto high = static_cast<uint32_t>(__shfl_sync(mask, static_cast<int>(value >> 32), from));
+    return static_cast<unsigned long long>(high) << 32 | low;
 }
 inline float __shfl_xor_sync(uint32_t, float value, int mask) {
     struct Brought {

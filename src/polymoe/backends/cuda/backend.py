@@ -3,8 +3,8 @@
 The backend needs neither a compiler nor another package. A call with few tokens has four launches: the permutation;
 gate and up with the activation; down; and the weighted sum. Calls with many rows per expert, or with E4M3 activations,
 have a fifth launch that copies x into permuted tiles or rounds it to E4M3. Calls with E4M3 weights and very few rows
-have three: GEMMs round x, and find the permutation of up to 32 expanded rows. Each launch starts before the previous
-one ends. The table in :mod:`.families` lists the kernels and the numbers of rows that they are used for.
+have three: GEMMs round x, and find the permutation of up to 32 expanded rows. From SM90 on each launch starts before
+the previous one ends. The table in :mod:`.families` lists the kernels and the numbers of rows that they are used for.
 """
 
 from __future__ import annotations

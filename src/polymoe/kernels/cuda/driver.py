@@ -37,10 +37,13 @@ class _Config(ctypes.Structure):
 
 
 class Kernel:
-    """One function of a module."""
+    """One function of a module.
 
-    def __init__(self, driver: Any, handle: ctypes.c_void_p, name: str) -> None:
-        self.driver, self.handle, self.name = driver, handle, name
+    ``chained`` is whether its launches may start before the kernel in front of them has finished (from SM90 on).
+    """
+
+    def __init__(self, driver: Any, handle: ctypes.c_void_p, name: str, *, chained: bool = True) -> None:
+        self.driver, self.handle, self.name, self.chained = driver, handle, name, chained
         self._shared: dict[int, int] = {}
 
     def prepare(self, args: ctypes.Structure, threads: int, shared_bytes: int = 0) -> Launch:
@@ -63,7 +66,7 @@ class Kernel:
 class Launch:
     """A kernel with its arguments, ready to be launched: nothing is built for a launch.
 
-    The kernel may start before the one in front of it has finished; it waits by itself for what it needs.
+    A chained kernel may start before the one in front of it has finished; it waits by itself for what it needs.
     """
 
     __slots__ = ("_config", "_config_at", "_handle", "_kept", "_kernel", "_launch", "_parameters", "_stream")
@@ -76,7 +79,7 @@ class Launch:
             shared_bytes,
             None,
             ctypes.pointer(attribute),
-            1,
+            int(kernel.chained),
         )
         self._config_at = ctypes.byref(self._config)
         self._parameters = (ctypes.c_void_p * 1)(ctypes.addressof(args))
@@ -127,12 +130,12 @@ class Module:
             "loading the compiled kernels",
         )
 
-    def kernel(self, name: str) -> Kernel:
-        """The function of that name."""
+    def kernel(self, name: str, *, chained: bool = True) -> Kernel:
+        """The function of that name; see :class:`Kernel`."""
         handle = ctypes.c_void_p()
         code = self._driver.cuLibraryGetKernel(ctypes.byref(handle), self._library, name.encode())
         _check(self._driver, code, f"kernel {name}")
-        return Kernel(self._driver, handle, name)
+        return Kernel(self._driver, handle, name, chained=chained)
 
 
 def _enter_context(driver: Any, device: int) -> None:

@@ -48,13 +48,32 @@ def included(source: str, read: Callable[[str], str] | None = None) -> dict[str,
 def source_hash(unit: str, target: Target) -> str:
     """16 hexadecimal digits that change with any source that the unit includes, the compiler's version or its options.
 
-    Comments and white space do not count, so that rewording or formatting a source renames no cubin.
+    Comments and white space do not count, nor does what macros keep from the target, so that rewording or formatting a
+    source, or a change for another GPU, renames no cubin.
     """
     digest = hashlib.sha256(repr((sorted(COMPILER.items()), target.options)).encode())
     for path, text in included(target.units[unit]).items():
-        code = re.sub("//.*", "", text)
+        code = re.sub("//.*", "", _seen(text, target.defines))
         digest.update(f"{path}\0{''.join(code.split())}\0".encode())
     return digest.hexdigest()[:16]
+
+
+def _seen(text: str, defines: tuple[str, ...]) -> str:
+    """A source without the lines that ``#ifdef POLYMOE_...`` keeps from a target. Other conditions stay."""
+    lines: list[str] = []
+    conditions: list[bool | None] = []  # around a line: whether it holds, None if it is another one
+    for line in text.splitlines():
+        own = re.match(r"#ifdef (POLYMOE_\w+)", line)
+        if line.startswith("#if"):
+            conditions.append(own[1] in defines if own else None)
+        elif line.startswith("#else") and conditions[-1] is not None:
+            conditions[-1] = not conditions[-1]
+        directive = line.startswith(("#if", "#else", "#endif")) and conditions[-1] is not None
+        if not directive and False not in conditions:
+            lines.append(line)
+        if line.startswith("#endif"):
+            conditions.pop()
+    return "\n".join(lines)
 
 
 def cubin_path(unit: str, target: Target) -> Path:
@@ -76,7 +95,7 @@ def kernel(unit: str, name: str, target: Target) -> Kernel:
     Raises:
         DriverError: if the driver cannot load it.
     """
-    return _module(unit, target).kernel(name)
+    return _module(unit, target).kernel(name, chained=not target.sm80)
 
 
 @cache

@@ -27,6 +27,7 @@ class Target:
         folder: where the cubins are.
         fp4_cvt: whether instructions convert E2M1 codes and their scales: the kernels then read ``w4a16_fragments_cvt``
             instead of ``w4a16_fragments``.
+        sm80: whether sources use instructions of SM80 alone: ``cp.async`` in place of bulk copies, no chained launches.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Target:
     families: tuple[str, ...]
     folder: Path
     fp4_cvt: bool = False
+    sm80: bool = False
 
     def budget_on(self, shared_bytes: int) -> Budget:
         """Return the budget on a GPU where a CTA may have ``shared_bytes`` of shared memory."""
@@ -44,7 +46,8 @@ class Target:
     @property
     def defines(self) -> tuple[str, ...]:
         """Macros that configure the sources."""
-        return ("POLYMOE_X_IN_STAGES",) if self.budget.x_in_stages else ()
+        macros = {"POLYMOE_X_IN_STAGES": self.budget.x_in_stages, "POLYMOE_SM80": self.sm80}
+        return tuple(name for name, defined in macros.items() if defined)
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -58,7 +61,8 @@ class Target:
         """Units that are compiled, and the source file of each."""
         families = (FAMILIES[name] for name in self.families)
         gemms = {f.unit(format): f"instantiations/{self.source(f, format)}" for f in families for format in f.formats}
-        return {**gemms, **{name: f"{name}.cu" for name in _AROUND}}
+        around = _AROUND[:-1] if self.sm80 else _AROUND  # SM80 has no E4M3
+        return {**gemms, **{name: f"{name}.cu" for name in around}}
 
     def source(self, family: FamilySizes, format: str) -> str:
         """Return the name of the file in ``instantiations/`` with a family's kernels for a format."""
@@ -70,11 +74,11 @@ class Target:
 
 
 def _target(
-    name: str, arch: str, sms: tuple[int, ...], shared_kib: int, families: tuple[str, ...], blackwell: bool = True
+    name: str, arch: str, sms: tuple[int, ...], shared_kib: int, families: tuple[str, ...], **options: bool
 ) -> Target:
-    budget = Budget(shared_kib * 1024, x_in_stages=blackwell)
+    budget = Budget(shared_kib * 1024, options.pop("x_in_stages", True))
     capabilities = tuple(divmod(sm, 10) for sm in sms)
-    return Target(name, arch, capabilities, budget, families, _CUBINS / name, fp4_cvt=blackwell)
+    return Target(name, arch, capabilities, budget, families, _CUBINS / name, **options)
 
 
 _DECODE = (W4A16_MMA.name,)
@@ -82,9 +86,11 @@ _DECODE = (W4A16_MMA.name,)
 TARGETS: dict[str, Target] = {
     t.name: t
     for t in (
-        _target("sm90", "90a", (90,), 227, tuple(FAMILIES), blackwell=False),
-        _target("sm100", "100f", (100, 103), 227, _DECODE),
-        _target("sm120", "120f", (120, 121), 99, _DECODE),
+        # One set for all of 8.x, so that the wheel stays small. SM86 and SM89 have 99 KiB of the shared memory.
+        _target("sm80", "80", (80, 86, 87, 89), 163, _DECODE, sm80=True),
+        _target("sm90", "90a", (90,), 227, tuple(FAMILIES), x_in_stages=False),
+        _target("sm100", "100f", (100, 103), 227, _DECODE, fp4_cvt=True),
+        _target("sm120", "120f", (120, 121), 99, _DECODE, fp4_cvt=True),
     )
 }
 """The sets that polymoe ships, by name."""

@@ -5,14 +5,18 @@
 
 namespace polymoe {
 
-inline void bulk_copy_g2s(uint32_t smem, const void* global, uint32_t bytes, uint32_t barrier) {
-    if (smem % 16 || bytes % 16 || bytes == 0 || reinterpret_cast<uintptr_t>(global) % 16)
+inline void check_copy(const uint8_t* from, uint32_t bytes) {
+    if (bytes % 16 || bytes == 0 || reinterpret_cast<uintptr_t>(from) % 16)
         emulator::fail("a copy of %u bytes that is not aligned", bytes);
-    const auto* from = static_cast<const uint8_t*>(global);
     for (const auto& [start, size] : here.ranges) {
         if (from >= start && from < start + size && from + bytes > start + size)
             emulator::fail("a copy from beyond a tensor's end");
     }
+}
+
+inline void bulk_copy_g2s(uint32_t smem, const void* global, uint32_t bytes, uint32_t barrier) {
+    const auto* from = static_cast<const uint8_t*>(global);
+    check_copy(from, bytes);
     smem_pointer(smem, 16), smem_pointer(smem + bytes - 16, 16);
     auto* to = memory + (smem - emulator::kStart);
     memset(to, 0xFF, bytes);
@@ -25,7 +29,7 @@ inline void bulk_copy_g2s_evict_first(uint32_t smem, const void* global, uint32_
 
 // They may land as late as the barrier allows, all of a thread together.
 inline void cp_async_16(uint32_t smem, const void* global) {
-    if (reinterpret_cast<uintptr_t>(global) % 16) emulator::fail("a copy of 16 bytes that is not aligned");
+    check_copy(static_cast<const uint8_t*>(global), 16);
     uint8_t* to = smem_pointer(smem, 16);
     memset(to, 0xFF, 16);
     here.now->copies.push_back({to, static_cast<const uint8_t*>(global), 16, 0});

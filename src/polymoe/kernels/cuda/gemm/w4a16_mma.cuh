@@ -17,6 +17,7 @@
 #include "../ptx/compiler.cuh"
 #include "../ptx/griddepcontrol.cuh"
 #include "../ptx/mma.cuh"
+#include "../stage_copies.cuh"
 
 namespace polymoe {
 namespace w4a16_mma {
@@ -183,11 +184,11 @@ struct Cta {
 
     __device__ __forceinline__ void init_barriers() const {
         for (int i = 0; i < args.stages; ++i) {
-            mbarrier_init(full + 8 * i, kXBeside ? 1 : kMmaProducerWarps);
+            mbarrier_init(full + 8 * i, (kXBeside ? 1 : kMmaProducerWarps) * kCopyLanes);
             mbarrier_init(empty + 8 * i, kTeamWarps);
         }
         for (int i = 0; i < 2; ++i) {
-            mbarrier_init(x_full + 8 * i, 1);
+            mbarrier_init(x_full + 8 * i, kCopyLanes);
             mbarrier_init(x_empty + 8 * i, kMmaConsumerWarps);
         }
         mbarrier_init_fence();
@@ -211,7 +212,7 @@ struct Cta {
         if (stage >= args.stages) stage -= args.stages, parity ^= 1;
     }
 
-    // One thread.
+    // kCopyLanes lanes of one warp.
     __device__ __forceinline__ void produce_weights() const {
         const int row_scales = scale_blocks<F>(args.k);
         int stage = 0;
@@ -235,17 +236,17 @@ struct Cta {
                     bytes += min(kStageK * tiles * 512, tiles * 8 * args.k - s * kStageK * tiles * 512);
                     bytes += scale_bytes;
                 }
-                mbarrier_arrive_expect_tx(barrier, bytes);
+                expect_copies(barrier, bytes);
 #pragma unroll
                 for (int i = 0; i < kBlocks; ++i) {
                     const int tiles = width(n_block + i), done = s * kStageK * tiles * 512;
                     if (tiles <= 0) break;
-                    bulk_copy_g2s_evict_first(to + i * kStageK * 2048, codes + 32LL * i * args.k + done,
-                                              min(kStageK * tiles * 512, tiles * 8 * args.k - done), barrier);
-                    bulk_copy_g2s_evict_first(to + kStageCodes + i * kStageScales,
-                                              scales + (i * row_scales + first_scale) * kScaleBytes, scale_bytes,
-                                              barrier);
+                    copy_to_stage(to + i * kStageK * 2048, codes + 32LL * i * args.k + done,
+                                  min(kStageK * tiles * 512, tiles * 8 * args.k - done), barrier);
+                    copy_to_stage(to + kStageCodes + i * kStageScales,
+                                  scales + (i * row_scales + first_scale) * kScaleBytes, scale_bytes, barrier);
                 }
+                arrive_with_copies(barrier);
                 advance(stage, parity);
             }
         }
@@ -267,13 +268,14 @@ struct Cta {
                     const uint32_t barrier = full + 8 * buffer;
                     if (lane == 0) {
                         mbarrier_wait(empty + 8 * buffer, parity);
-                        mbarrier_arrive_expect_tx(barrier, tile.rows * bytes);
+                        expect_copies(barrier, tile.rows * bytes);
                     }
                     __syncwarp();
-                    if (lane < tile.rows) {
-                        bulk_copy_g2s(stages_start + buffer * stage_bytes + kStageBytes<F> + lane * stride,
-                                      args.x + from * args.k + column, bytes, barrier);
+                    if (kCopyLanes > 1 || lane < tile.rows) {
+                        copy_rows(stages_start + buffer * stage_bytes + kStageBytes<F> + lane * stride,
+                                  args.x + from * args.k + column, bytes, barrier, lane, tile.rows, stride);
                     }
+                    arrive_with_copies(barrier);
                     column += kStageK * 64;
                     if (column >= args.k) column = 0;
                     if (++buffer == args.stages) buffer = 0, parity ^= 1;
@@ -283,13 +285,14 @@ struct Cta {
             const uint32_t barrier = x_full + 8 * buffer;
             if (lane == 0) {
                 mbarrier_wait(x_empty + 8 * buffer, parity);
-                mbarrier_arrive_expect_tx(barrier, tile.rows * args.k * 2);
+                expect_copies(barrier, tile.rows * args.k * 2);
             }
             __syncwarp();
-            if (lane < tile.rows) {
-                bulk_copy_g2s(x_start + (buffer * args.block_m + lane) * stride, args.x + from * args.k, args.k * 2,
-                              barrier);
+            if (kCopyLanes > 1 || lane < tile.rows) {
+                copy_rows(x_start + (buffer * args.block_m + lane) * stride, args.x + from * args.k, args.k * 2,
+                          barrier, lane, tile.rows, stride);
             }
+            arrive_with_copies(barrier);
             if (++buffer == args.x_buffers) buffer = 0, parity ^= 1;
         }
     }
@@ -494,7 +497,7 @@ __device__ __forceinline__ void w4a16_mma_gemm(const GemmArgs& args) {
     }
     cta.take_share();
     if (warp == kMmaConsumerWarps) {
-        if (lane == 0) cta.produce_weights();
+        if (kCopyLanes > 1 || lane == 0) cta.produce_weights();
     } else if (warp == kMmaConsumerWarps + 1) {
         if (PART == kDown) {
             grid_dependency_wait();

@@ -33,6 +33,32 @@ __device__ __forceinline__ uint32_t pack_bf16x2(float a, float b) {
 }
 
 // Both halves of a times the low, or the high, half of s.
+#ifdef POLYMOE_SM80  // which has fma alone: plus -0, and times 1
+
+__device__ __forceinline__ uint32_t mul_bf16x2_low(uint32_t a, uint32_t s) {
+    uint32_t r;
+    asm("{\n.reg .b16 l, h;\n.reg .b32 f;\nmov.b32 {l, h}, %2;\nmov.b32 f, {l, l};\nfma.rn.bf16x2 %0, %1, f, %3;\n}"
+        : "=r"(r)
+        : "r"(a), "r"(s), "r"(0x80008000u));
+    return r;
+}
+
+__device__ __forceinline__ uint32_t mul_bf16x2_high(uint32_t a, uint32_t s) {
+    uint32_t r;
+    asm("{\n.reg .b16 l, h;\n.reg .b32 f;\nmov.b32 {l, h}, %2;\nmov.b32 f, {h, h};\nfma.rn.bf16x2 %0, %1, f, %3;\n}"
+        : "=r"(r)
+        : "r"(a), "r"(s), "r"(0x80008000u));
+    return r;
+}
+
+__device__ __forceinline__ uint32_t add_bf16x2(uint32_t a, uint32_t b) {
+    uint32_t r;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(0x3F803F80u), "r"(b));
+    return r;
+}
+
+#else
+
 __device__ __forceinline__ uint32_t mul_bf16x2_low(uint32_t a, uint32_t s) {
     uint32_t r;
     asm("{\n.reg .b16 l, h;\n.reg .b32 f;\nmov.b32 {l, h}, %2;\nmov.b32 f, {l, l};\nmul.rn.bf16x2 %0, %1, f;\n}"
@@ -54,6 +80,8 @@ __device__ __forceinline__ uint32_t add_bf16x2(uint32_t a, uint32_t b) {
     asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
     return r;
 }
+
+#endif
 
 // ---- E4M3
 
