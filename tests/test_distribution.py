@@ -59,6 +59,7 @@ def package_files() -> set[str]:
 def test_contents(built: tuple[Path, Path], tmp_path: Path) -> None:
     wheel, sdist = built
     names = in_wheel(wheel)
+    assert wheel.stat().st_size < 12e6  # most of it kernels
     info = f"polymoe-{polymoe.__version__}.dist-info/"
     assert {name for name in names if not name.startswith(info)} == package_files()
     assert {
