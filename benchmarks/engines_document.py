@@ -24,15 +24,17 @@ def answers(path: Path, engine: str) -> str:
     last: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for row in _rows(path):
         if "model" in row and not row.get("reload"):
-            parallel = "one GPU" if row["tp"] == 1 else f"{'EP' if row['ep'] else 'TP'} {row['tp']}"
+            split = f"{'EP' if row['ep'] else 'TP'} {row['tp']}"
+            parallel = f"DP {row['dp']}" if "dp" in row else "one GPU" if row["tp"] == 1 else split
             last.setdefault((row["model"], parallel), {})[row["experts"]] = row
     cells = []
     for (model, parallel), by in sorted(last.items(), key=lambda item: (item[0][1] != "one GPU", item[0])):
         texts = [_answered(by.get(experts)) for experts in ("polymoe", engine.lower())]
-        cells.append([f"`{model}`", parallel, *texts])
+        cells.append([f"`{model}`", parallel, *texts, _largest_error(by.get("polymoe"))])
     if not cells:
         return "Not run yet.\n"
-    return markdown(["checkpoint", "ranks", "right with polymoe", f"right with {engine}'s own"], cells)
+    head = ["checkpoint", "ranks", "right with polymoe", f"right with {engine}'s own", "largest error of a layer"]
+    return markdown(head, cells)
 
 
 def speed(path: Path, engine: str) -> str:
@@ -126,9 +128,15 @@ def _answered(row: dict[str, Any] | None) -> str:
     return f"{row['right']} of {row['of']}" if "right" in row else f"does not start: `{_short(row['error'])}`"
 
 
+def _largest_error(row: dict[str, Any] | None) -> str:
+    errors = [error for error in ((row or {}).get("layer_errors") or {}).values() if isinstance(error, float)]
+    return f"{max(errors):.1e}" if errors else ""
+
+
 def _short(error: str) -> str:
     """An error's type and the beginning of its message."""
-    text = re.sub(r"^(exit status -?\d+: )?(\[rank\d+\]:\s*)?", "", error).strip()
+    worker = r"(\[rank\d+\]:\s*|\(\w+ pid=\d+\) ERROR \S+ \S+ \[\S+\] )?"
+    text = re.sub(rf"^(exit status -?\d+: )?{worker}", "", error).strip()
     # torch.compile tells of an exception in traced code so: raised exception TYPE([ConstantVariable(str: 'MESSAGE')])
     traced = re.search(r"raised exception (\w+)\(\[ConstantVariable\(str: (['\"])(.*)\2\)\]\)", text)
     text = f"{traced[1]}: {traced[3]}" if traced else text
@@ -139,7 +147,8 @@ def _short(error: str) -> str:
 def _name(row: dict[str, Any], engine: str) -> str:
     """What ran: polymoe, or the engine's backend with the name that it logs."""
     if row["experts"] != "auto":
-        return row["experts"] if row["experts"] == "polymoe" else row["experts"].capitalize()
+        own = {"polymoe": "polymoe", "deep_gemm": "DeepGEMM"}
+        return own.get(row["experts"]) or row["experts"].capitalize()
     log = " ".join(row.get("log", ()))
     chosen = re.search(r"Using '?(\w+)'? \w+ MoE backend|enabling (\w+) M[oO]E kernel", log)
     return f"{engine}'s choice{f', {(chosen[1] or chosen[2]).capitalize()}' if chosen else ''}"

@@ -370,6 +370,36 @@ def compare_answers(
             record({"model": Path(name).name, "experts": experts, "same_answers": same} | result)
 
 
+def compare_reloads(
+    names: list[str], ask: Callable[[str, Path, list[str]], dict[str, Any]], args: argparse.Namespace, record: Record
+) -> None:
+    """Record the answers after changed weights, the first ones, and the changed ones again, beside a fresh start's.
+
+    Args:
+        names: of bundled checkpoints.
+        ask: called in threads with a name, where its weights are, and where the weights come from that replace them;
+            returns a result of :func:`one`, with ``reloaded``: the tokens after each of these.
+        args: of the command line.
+        record: called for each checkpoint.
+    """
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
+        running = {}
+        for name in names:
+            path, other = MODELS / name, changed(MODELS / name, Path(folder, Path(name).name))
+            reloads = [str(other), str(path), str(other)]
+            running[name] = pool.submit(ask, name, path, reloads), pool.submit(ask, name, other, [])
+        for name, futures in running.items():
+            result, fresh = (future.result() for future in futures)
+            if "reloaded" in result and "tokens" in fresh:
+                expected = (fresh["tokens"], result["tokens"], fresh["tokens"])
+                pairs = zip(result.pop("reloaded"), expected, strict=True)
+                result["same_after_reload"] = [sum(a == b for a, b in zip(*pair, strict=True)) for pair in pairs]
+                result["changed_answers"] = sum(a != b for a, b in zip(*expected[:2], strict=True))
+            elif "error" in fresh:
+                result |= {"error": fresh["error"]}
+            record({"model": Path(name).name, "experts": "polymoe", "reload": True} | result)
+
+
 def arguments(description: str | None, runs: str) -> argparse.Namespace:
     """Arguments of a benchmark's command line.
 

@@ -6,15 +6,15 @@
 
 ``answers`` asks each bundled checkpoint that SGLang can run for sums, once with ``POLYMOE=require`` and once with
 ``POLYMOE=0``; the record of the one that ends last has the number of equal answers. On one rank it also compares each
-layer's last call of several tokens with the reference (``layer_errors``: relative error by layer). ``reload`` asks
-SGLang to update the weights from a changed checkpoint, which must fail with a message, and compares the answers before
-and after. ``speed`` runs some layers of real sizes with random weights, whose router chooses experts about uniformly:
-for each backend the time to load, the peak of memory while loading, and the time inside the choice of experts and the
-experts' layer in one decode step by batch and in one prefill of 8,192 tokens (``moe_us_*``: time in which at least one
-of their kernels runs, median over layers and steps). With ``--graphs`` instead, under CUDA graphs, output tokens per
-second and the GPU's time for one decode step (``step_us_*``). Each engine runs in processes of its own; one that
-fails is a record with its error. With ``--jobs``, engines start together, and measure speed one after another.
-Records are JSON lines. On a machine without a GPU ``answers`` and ``reload`` run on the CPU.
+layer's last call of several tokens with the reference (``layer_errors``: relative error by layer). ``reload`` updates
+the weights of each to changed ones, the first ones, and the changed ones again, and compares the answers with those of
+a fresh start. ``speed`` runs some layers of real sizes with random weights, whose router chooses experts about
+uniformly: for each backend the time to load, the peak of memory while loading, and the time inside the choice of
+experts and the experts' layer in one decode step by batch and in one prefill of 8,192 tokens (``moe_us_*``: time in
+which at least one of their kernels runs, median over layers and steps). With ``--graphs`` instead, under CUDA graphs,
+output tokens per second and the GPU's time for one decode step (``step_us_*``). Each engine runs in processes of its
+own; one that fails is a record with its error. With ``--jobs``, engines start together, and measure speed one after
+another. Records are JSON lines. On a machine without a GPU ``answers`` and ``reload`` run on the CPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from engines.common import BATCHES, DECODE_STEPS, MODELS, PREFILL, Record, busy_us, changed
+from engines.common import BATCHES, DECODE_STEPS, MODELS, PREFILL, Record, busy_us
 
 from engines import common, sglang_plugin
 
@@ -112,7 +112,7 @@ def engine(settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def answers(request: dict[str, Any]) -> dict[str, Any]:
-    """Greedy tokens of sums, and how many are right; then again after an update of the weights."""
+    """Greedy tokens of sums, and how many are right; then again after each update with other weights."""
     made, found = engine(request["settings"])
     questions = common.sums(request["count"])
     tokenizer = made.tokenizer_manager.tokenizer
@@ -122,14 +122,17 @@ def answers(request: dict[str, Any]) -> dict[str, Any]:
         outputs = made.generate(input_ids=prompts, sampling_params={"temperature": 0, "max_new_tokens": 8})
         return [list(out["output_ids"]) for out in outputs]
 
-    tokens = ask()
+    tokens, reloaded = ask(), []
     texts = [tokenizer.decode(row, skip_special_tokens=True).strip() for row in tokens]
     found |= {"right": sum(text == answer for text, (_, answer) in zip(texts, questions, strict=True))}
     found |= {"tokens": tokens, "of": len(texts)}
-    if request.get("update"):
-        succeeded, message = made.update_weights_from_disk(request["update"])[:2]
-        after = sum(a == b for a, b in zip(tokens, ask(), strict=True))
-        found |= {"updated": succeeded, "message": message, "same_after_update": after}
+    for path in request.get("reload", ()):
+        succeeded, message = made.update_weights_from_disk(path)[:2]
+        if not succeeded:
+            raise RuntimeError(message)
+        reloaded.append(ask())
+    if reloaded:
+        found["reloaded"] = reloaded
     made.shutdown()
     return found | {"layer_errors": common.layer_errors(Path(request["settings"]["model_path"]))}
 
@@ -247,14 +250,11 @@ def run_answers(args: Namespace, record: Record) -> None:
 
 
 def run_reload(args: Namespace, record: Record) -> None:
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
-        running = {}
-        for name in args.models or ("sums-gpt-oss-mxfp4",):
-            other = changed(MODELS / name, Path(folder, name))
-            request = {"what": "answers", "count": args.count, "settings": small(name, args), "update": str(other)}
-            running[name] = pool.submit(one, request, "require")
-        for name, future in running.items():
-            record({"model": name, "experts": "polymoe", "reload": True} | future.result())
+    def ask(name: str, path: Path, then: list[str]) -> dict[str, Any]:
+        settings = small(name, args) | {"model_path": str(path)}
+        return one({"what": "answers", "count": args.count, "settings": settings, "reload": then}, "require")
+
+    common.compare_reloads(args.models or ["sums-gpt-oss-mxfp4", "sums-qwen3-fp8"], ask, args, record)
 
 
 def run_speed(args: Namespace, record: Record) -> None:

@@ -34,7 +34,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from engines.common import BATCHES, DECODE_STEPS, MODELS, PREFILL, Record, busy_us, changed
+from engines.common import BATCHES, DECODE_STEPS, MODELS, PREFILL, Record, busy_us
 
 from engines import common
 
@@ -220,33 +220,12 @@ def run_answers(args: Namespace, record: Record) -> None:
 
 
 def run_reload(args: Namespace, record: Record) -> None:
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
-        running = {}
-        for name in args.models or ("sums-gpt-oss-mxfp4", "sums-qwen3-fp8"):
-            path, other = MODELS / name, changed(MODELS / name, Path(folder, name))
-            running[name] = [
-                pool.submit(
-                    one,
-                    {
-                        "what": "reload",
-                        "count": args.count,
-                        "settings": small(first, args),
-                        "reload": [str(p) for p in then],
-                    },
-                    environment(args, "require"),
-                )
-                for first, then in ((path, (other, path, other)), (other, ()))
-            ]
-        for name, futures in running.items():
-            result, fresh = (future.result() for future in futures)
-            if "reloaded" in result and "tokens" in fresh:
-                expected = (fresh["tokens"], result["tokens"], fresh["tokens"])
-                pairs = zip(result.pop("reloaded"), expected, strict=True)
-                result["same_after_reload"] = [sum(a == b for a, b in zip(*pair, strict=True)) for pair in pairs]
-                result["changed_answers"] = sum(a != b for a, b in zip(*expected[:2], strict=True))
-            elif "error" in fresh:
-                result |= {"error": fresh["error"]}
-            record({"model": name, "experts": "polymoe", "reload": True} | result)
+    def ask(name: str, path: Path, then: list[str]) -> dict[str, Any]:
+        settings = small(name, args) | {"model": str(path)}
+        request = {"what": "reload", "count": args.count, "settings": settings, "reload": then}
+        return one(request, environment(args, "require"))
+
+    common.compare_reloads(args.models or ["sums-gpt-oss-mxfp4", "sums-qwen3-fp8"], ask, args, record)
 
 
 def run_speed(args: Namespace, record: Record) -> None:

@@ -127,14 +127,16 @@ def test_answers_stand_side_by_side(tmp_path: Path) -> None:
     rows = [
         one | {"experts": "vllm", "error": "exit status 1: ValueError: no"},
         one | {"experts": "polymoe", "right": 99},
-        one | {"experts": "polymoe", "right": 100},  # newer
+        one | {"experts": "polymoe", "right": 100, "layer_errors": {"0": 0.00123, "1": 0.004}},  # newer
+        one | {"dp": 2, "experts": "polymoe", "right": 97, "layer_errors": {"error": "OutOfMemoryError: 1"}},
         one | {"tp": 2, "ep": True, "experts": "polymoe", "right": 98},
         one | {"experts": "polymoe", "right": 1, "reload": True},
     ]
     table = engines_document.answers(written(tmp_path / "r", *rows), "vLLM").splitlines()
     assert table[2:] == [
-        "| `m` | one GPU | 100 of 100 | does not start: `ValueError: no` |",
-        "| `m` | EP 2 | 98 of 100 | not run |",
+        "| `m` | one GPU | 100 of 100 | does not start: `ValueError: no` | 4.0e-03 |",
+        "| `m` | DP 2 | 97 of 100 | not run |  |",
+        "| `m` | EP 2 | 98 of 100 | not run |  |",
     ]
 
 
@@ -157,8 +159,8 @@ def test_sglangs_tables_have_its_names(tmp_path: Path) -> None:
         "|  | fastest other / polymoe |  |  |  |  |  |",
     ]
     head, _, row = engines_document.answers(path, "SGLang").splitlines()
-    assert head.endswith("right with SGLang's own |")
-    assert row == "| `m` | one GPU | not run | 99 of 100 |"
+    assert "right with SGLang's own |" in head
+    assert row == "| `m` | one GPU | not run | 99 of 100 |  |"
 
 
 def test_no_records_are_no_table(tmp_path: Path) -> None:
@@ -192,3 +194,39 @@ def test_an_engine_without_time_is_not_started(monkeypatch: pytest.MonkeyPatch, 
     assert result == {"error": common.NOT_STARTED}
     common.recorder(Namespace(commit="c", tp=1, dp=1, ep=False, out=tmp_path / "r"))(result)
     assert not (tmp_path / "r").exists()
+
+
+def test_captured_calls_are_compared_with_the_reference(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of layers in a stand-in for an engine's module: one call is right, one has a row of zeros."""
+    from polymoe import load_experts
+    from polymoe.engines.serving import packed_layer
+
+    model, (folder, other) = common.MODELS / "sums-qwen3-fp8", (tmp_path / "a", tmp_path / "b")
+    experts = {number: load_experts(model, number, device="cpu", check=False) for number in (0, 1)}
+
+    class Layer:
+        def __init__(self, number: int) -> None:
+            self.where = f"model.layers.{number}.mlp.experts"
+            self.number = number
+
+        def __call__(self, module: Any, x: Any, ids: Any, weights: Any) -> torch.Tensor:
+            out = experts[self.number](x, ids, weights)
+            return torch.cat([out[:-1], torch.zeros_like(out[-1:])]) if self.number else out
+
+    monkeypatch.setattr(packed_layer, "PackedLayer", Layer)
+    monkeypatch.delenv(common.CAPTURED, raising=False)
+    common.capture_calls()
+    assert common.layer_errors(model) == {}
+    folder.mkdir()
+    monkeypatch.setenv(common.CAPTURED, str(folder))
+    common.capture_calls()
+    generator = torch.Generator().manual_seed(0)
+    for tokens in (4, 3, 1):  # the last is a decode step of one prompt, which is not kept
+        x = torch.randn(tokens, 256, generator=generator).bfloat16()
+        for number in experts:
+            Layer(number)(None, x, torch.tensor([[0, 1]] * tokens).int(), torch.rand(tokens, 2, generator=generator))
+    found = common.layer_errors(model)
+    assert found["0"] == 0
+    assert 0.3 < float(found["1"]) < 0.9
+    monkeypatch.setenv(common.CAPTURED, str(other))
+    assert common.layer_errors(tmp_path) == {}

@@ -92,8 +92,8 @@ def _sglang(sources: Sources) -> dict[str, Any]:
     Returns:
         ``hooks`` and ``methods``: as of vLLM; ``layer``: what ``FusedMoE.__init__`` sets; ``server``: the arguments of
         the server that the plug-in asks for; ``order``: what ``FusedMoE.__init__`` does, in the order of the source;
-        ``topk``: whether a TopK is told the backend of its layer; ``updates``: how often a reason against updates is
-        asked for.
+        ``topk``: whether a TopK is told the backend of its layer; ``updates``: which functions that update weights call
+        the model's loader, and which of them process the layers afterwards.
     """
     created = _find(sources, _FUSED_MOE, "FusedMoE.__init__")
     options = {
@@ -103,7 +103,6 @@ def _sglang(sources: Sources) -> dict[str, Any]:
         for node in _classes(tree)
         for name in _attributes(node)
     }
-    updater = sources[f"{_SRT}model_executor/model_runner_components/weight_updater.py"]
     return {
         "hooks": {str(hook): _hook(sources, hook) for hook in SGLANG_HOOKS},
         "methods": _methods(sources, f"{_SRT}layers/quantization/", SGLANG),
@@ -111,10 +110,17 @@ def _sglang(sources: Sources) -> dict[str, Any]:
         "server": sorted(options & {*ASKED_SERVER_ARGS, *_READ_SERVER_ARGS}),
         "order": list(dict.fromkeys(_order(created, _CHOICE))),
         "topk": _find(sources, f"{_SRT}layers/moe/topk.py", "TopK.bind_runner_backend") is not None,
-        "updates": sum(
-            isinstance(n, ast.Call) and getattr(n.func, "id", "") == "_unsupported_derived_weight_cache_error"
-            for n in ast.walk(updater)
-        ),
+        "updates": _updates(sources[f"{_SRT}model_executor/model_runner_components/weight_updater.py"]),
+    }
+
+
+def _updates(updater: ast.Module) -> dict[str, list[str]]:
+    """Names of the functions of ``WeightUpdater`` that call a model's loader: one that processes the layers, or not."""
+    (owner,) = (node for node in _classes(updater) if node.name == "WeightUpdater")
+    functions = [node for node in owner.body if isinstance(node, ast.FunctionDef)]
+    return {
+        name: [f.name for f in functions if any(getattr(n, "attr", "") == name for n in ast.walk(f))]
+        for name in ("load_weights", "load_weights_and_postprocess")
     }
 
 
@@ -135,7 +141,8 @@ ENGINES = {
         ("0.5.17", ""),
         (
             f"{_SRT}arg_groups/fields/", f"{_SRT}layers/moe/", f"{_SRT}layers/quantization/", f"{_SRT}plugins/",
-            f"{_SRT}model_executor/model_runner_components/", f"{_SRT}runtime_context.py", f"{_SRT}server_args.py",
+            f"{_SRT}model_executor/model_runner.py", f"{_SRT}model_executor/model_runner_components/",
+            f"{_SRT}runtime_context.py", f"{_SRT}server_args.py",
         ),
         _sglang,
     ),

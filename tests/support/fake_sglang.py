@@ -225,6 +225,16 @@ class FusedMoE(nn.Module):
         param.data.copy_(loaded_weight)
 
 
+class ModelRunner:
+    def forward(self, forward_batch: Any) -> str:
+        return "ran"
+
+
+class WeightUpdater:
+    def update_weights_from_tensor(self, named_tensors: Any, load_format: str | None = None) -> tuple[bool, str]:
+        return True, "Success"
+
+
 @contextmanager
 def installed(server: ServerArgs, *, lacking: str = "") -> Iterator[Callable[[], type[FusedMoE]]]:
     """Put the modules in place, without the function or class called ``lacking``.
@@ -261,8 +271,9 @@ def installed(server: ServerArgs, *, lacking: str = "") -> Iterator[Callable[[],
         f"{srt}.layers.quantization.base_config": {
             "FusedMoEMethodBase": FusedMoEMethodBase, "QuantizeMethodBase": QuantizeMethodBase,
         },
+        f"{srt}.model_executor.model_runner": {"ModelRunner": type("ModelRunner", (ModelRunner,), {})},
         f"{srt}.model_executor.model_runner_components.weight_updater": {
-            "_unsupported_derived_weight_cache_error": lambda: None,
+            "WeightUpdater": type("WeightUpdater", (WeightUpdater,), {}),
         },
     }  # fmt: skip
     for values in contents.values():

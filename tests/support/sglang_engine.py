@@ -1,6 +1,7 @@
 """Runs a whole SGLang engine on the CPU: ``python sglang_engine.py JOB`` prints the answers as a line of JSON.
 
-A job, a JSON object: the model's directory, arguments of ``Engine``, and a directory to update weights from. The
+A job, a JSON object: the model's directory, arguments of ``Engine``, and updates of its weights, each with where they
+come from ("disk"; "tensors", sent in three parts; "lacking", tensors without one of an expert) and a directory. The
 environment comes from :func:`environment`: ``sglang_cpu`` beside this file has what SGLang lacks on a machine without a
 GPU.
 """
@@ -49,18 +50,33 @@ def environment(ranks: int, changes: Mapping[str, str]) -> dict[str, str]:
 
 
 def run(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Start an engine and ask it; update its weights, and ask it again."""
+    """Start an engine and ask it, and again after each update of its weights."""
     import sglang
 
     engine = sglang.Engine(model_path=job["model"], **{**OPTIONS, **job["options"]})
     try:
         found: dict[str, Any] = {"answers": answers(engine)}
-        if job["update"]:
-            found["updated"] = engine.update_weights_from_disk(job["update"])
-            found["after"] = answers(engine)
+        for source, path in job["updates"]:
+            found.setdefault("updated", []).append(update(engine, source, path))
+            found.setdefault("after", []).append(answers(engine))
     finally:
         engine.shutdown()
     return found
+
+
+def update(engine: Any, source: str, path: str) -> Any:
+    """Update the weights, and return what SGLang says of it."""
+    if source == "disk":
+        return engine.update_weights_from_disk(path)[:2]
+    from safetensors.torch import load_file
+
+    tensors = [pair for file in sorted(Path(path).glob("*.safetensors")) for pair in load_file(file).items()]
+    if source == "lacking":
+        tensors = [(name, tensor) for name, tensor in tensors if "layers.1.mlp.experts.2.up_proj" not in name]
+    found = [True, ""]
+    for part in range(3):
+        found = engine.update_weights_from_tensor(tensors[part::3], flush_cache=part == 2)
+    return list(found)[:2]
 
 
 def answers(engine: Any) -> list[str]:

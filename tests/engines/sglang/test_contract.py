@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from polymoe.engines.sglang.hooks import ASKED_SERVER_ARGS, LAYER_ATTRIBUTES, UPDATES
+from polymoe.engines.sglang.hooks import ASKED_SERVER_ARGS, LAYER_ATTRIBUTES
 from support.engine_contract import ENGINES
 
 CONTRACT: dict[str, dict[str, Any]] = json.loads(ENGINES["sglang"].table.read_text())
@@ -43,7 +43,8 @@ def test_only_the_newer_version_tells_a_topk_its_backend() -> None:
 
 
 @pytest.mark.parametrize("version", CONTRACT)
-def test_every_update_of_weights_asks_whether_it_may(version: str) -> None:
-    """From disk, from a group, from tensors and through IPC."""
-    assert CONTRACT[version]["hooks"][UPDATES] is not None
-    assert CONTRACT[version]["updates"] == 4
+def test_updates_of_weights_pass_the_loaders_of_parameters(version: str) -> None:
+    """An update from disk also processes the layers, as a start does; one from tensors has no end."""
+    found = CONTRACT[version]["updates"]
+    assert found["load_weights_and_postprocess"] == ["update_weights_from_disk"]
+    assert {"update_weights_from_tensor", "_update_weights_from_flattened_bucket"} <= set(found["load_weights"])

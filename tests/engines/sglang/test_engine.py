@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engines.common import changed
 from safetensors.torch import load_file, save_file
 
 from support import requantized
@@ -29,10 +30,15 @@ FORMATS = ["BF16", "FP8 in blocks", "FP8, one scale", "FP8 by channel", "FP8 of 
 
 
 def ask(
-    model: Path, *, polymoe: str = "require", variables: dict[str, str] | None = None, update: str = "", **options: Any
+    model: Path,
+    *,
+    polymoe: str = "require",
+    variables: dict[str, str] | None = None,
+    updates: tuple[tuple[str, Path], ...] = (),
+    **options: Any,
 ) -> dict[str, Any]:
     """Run one engine; by default polymoe must take all of its experts."""
-    job = {"model": str(model), "options": options, "update": update}
+    job = {"model": str(model), "options": options, "updates": [(source, str(path)) for source, path in updates]}
     done = subprocess.run(
         [sys.executable, str(ENGINE), json.dumps(job)],
         env=environment(options.get("tp_size", 1), {"POLYMOE": polymoe, **(variables or {})}),
@@ -70,6 +76,18 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return write
 
 
+def lacking(source: Path, target: Path) -> Path:
+    """The same checkpoint without one tensor of one expert."""
+    path = shutil.copytree(source, target)
+    name = "model.layers.3.mlp.experts.2.up_proj.weight_scale"
+    for file in path.glob("*.safetensors"):
+        save_file({n: t for n, t in load_file(file).items() if n != name}, file, metadata={"format": "pt"})
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        index.write_text(index.read_text().replace(f'"{name}"', '"none"'))
+    return path
+
+
 def test_gpt_oss_answers() -> None:
     found = ask(GPT_OSS, **SINKS)
     assert answers(found) == SUMS
@@ -99,13 +117,44 @@ def test_two_ranks_of_expert_parallelism_answer() -> None:
     assert "ep=2" in line
 
 
-def test_weights_are_not_updated_and_sglang_goes_on(written: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("model", ["gpt-oss", "FP8 by channel"])
+def test_weights_updated_from_disk_answer_as_a_fresh_start(
+    written: Callable[[str], Path], tmp_path: Path, model: str
+) -> None:
+    path, options = (GPT_OSS, SINKS) if model == "gpt-oss" else (written(model), {})
+    other = changed(path, tmp_path / "other")
+    fresh = answers(ask(other, **options))
+    assert fresh != SUMS
+    found = ask(path, updates=(("disk", other), ("disk", path), ("disk", other)), **options)
+    assert answers(found) == SUMS
+    assert [succeeded for succeeded, _ in found["updated"]] == [True] * 3, found["updated"]
+    assert found["after"] == [fresh, SUMS, fresh]
+
+
+def test_weights_updated_from_tensors_answer_on_two_ranks(written: Callable[[str], Path], tmp_path: Path) -> None:
+    """An engine that started with dummy weights, as one that is trained with."""
     path = written("BF16")
-    found = ask(path, update=str(path))
-    succeeded, message = found["updated"][:2]
-    assert not succeeded
-    assert message.startswith("polymoe has packed this model's experts")
-    assert found["after"] == answers(found) == SUMS
+    other = changed(path, tmp_path / "other")
+    found = ask(path, updates=(("tensors", other), ("tensors", path)), tp_size=2, load_format="dummy")
+    assert answers(found) != SUMS
+    assert [succeeded for succeeded, _ in found["updated"]] == [True] * 2, found["updated"]
+    assert found["after"] == [answers(ask(other)), SUMS]
+
+
+def test_sglang_does_not_run_on_half_updated_experts(written: Callable[[str], Path]) -> None:
+    path = written("BF16")
+    found = ask(path, updates=(("lacking", path),))
+    said = "model.layers.1.mlp.experts: expected an update of all tensors of a layer's experts before the next request"
+    assert f"UnsupportedProblem: {said}, got none, or not all parts, of w13_weight" in found["log"]
+    assert not found["answers"]
+
+
+def test_an_update_from_a_checkpoint_without_one_tensor_fails(written: Callable[[str], Path], tmp_path: Path) -> None:
+    """SGLang 0.5.17 wants to load the weights before again, but reads the same checkpoint once more, and ends."""
+    path = written("FP8 by channel")
+    found = ask(path, updates=(("disk", lacking(path, tmp_path / "lacking")),))
+    assert "CheckpointError: model.layers.3.mlp.experts: w13_weight_scale: expected all experts" in found["log"]
+    assert not found["answers"]
 
 
 def test_dummy_weights_run() -> None:
@@ -160,13 +209,7 @@ def test_what_fails_when_the_plug_in_is_loaded_fails_at_the_first_layer(written:
 def test_a_checkpoint_without_one_tensor_of_one_expert_is_refused(
     written: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    path = shutil.copytree(written("FP8 by channel"), tmp_path / "lacking")
-    lacking = "model.layers.3.mlp.experts.2.up_proj.weight_scale"
-    for file in path.glob("*.safetensors"):
-        save_file({n: t for n, t in load_file(file).items() if n != lacking}, file, metadata={"format": "pt"})
-    index = path / "model.safetensors.index.json"
-    if index.exists():
-        index.write_text(index.read_text().replace(f'"{lacking}"', '"none"'))
+    path = lacking(written("FP8 by channel"), tmp_path / "lacking")
     found = ask(path)
     assert "CheckpointError: model.layers.3.mlp.experts: w13_weight_scale: expected all experts" in found["log"]
     assert "got 9 of 10 parts" in found["log"]

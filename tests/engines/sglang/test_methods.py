@@ -15,7 +15,7 @@ if importlib.util.find_spec("sglang") is None:
     pytest.skip("scripts/test --engines has it", allow_module_level=True)
 
 from polymoe.engines.serving.sources import SGLANG, StackedExperts
-from polymoe.engines.sglang.facts import create_tensors
+from polymoe.engines.sglang.facts import create_tensors, storing
 
 QUANTIZATION = "sglang.srt.layers.quantization"
 E, H, F = 8, 256, 128
@@ -92,3 +92,11 @@ def test_created_tensors_are_read(
         symmetric=bool(getattr(given.get("quant_config"), "is_sym", False)),
     )
     assert [str(found.name) for found in experts.encodings()] == [encoding] * 2
+
+
+def test_gptqs_scheme_is_found_before_its_method_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    gptq = importlib.import_module(f"{QUANTIZATION}.gptq.gptq")
+    monkeypatch.setattr(gptq, "GPTQMarlinMoEScheme", type("GPTQMarlinMoEScheme", (), {"__init__": lambda *_: None}))
+    config = object.__new__(gptq.GPTQMarlinConfig)
+    method = gptq.GPTQMarlinMoEMethod(config)
+    assert type(storing(method, Layer())).__name__ == "GPTQMarlinMoEScheme"

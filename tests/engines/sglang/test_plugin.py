@@ -17,7 +17,7 @@ import polymoe
 from polymoe.activations import Activation, GeGLU, ReLU2, SwiGLU
 from polymoe.engines.sglang import register
 from polymoe.engines.sglang.facts import _activation
-from polymoe.errors import CheckpointError, UnsupportedProblem
+from polymoe.errors import CheckpointError, FormatError, UnsupportedProblem
 from support import fake_sglang
 from support.fake_sglang import (
     BlockInt8MoEMethod,
@@ -83,14 +83,18 @@ def tensors() -> dict[str, Tensor]:
 
 def load(layer: Any, without: tuple[str, str, int] = ("", "", 0)) -> None:
     """Load the checkpoint's tensors, one shard of one expert at a time, and process the layer."""
-    for name, tensor in tensors().items():
+    load_parts(layer, tensors(), without)
+    layer.quant_method.process_weights_after_loading(layer)
+
+
+def load_parts(layer: Any, tensors: dict[str, Tensor], without: tuple[str, str, int] = ("", "", 0)) -> None:
+    for name, tensor in tensors.items():
         parameter = dict(layer.named_parameters())[name]
         shards = ("w1", "w3") if name.startswith("w13") else ("w2",)
         for expert in range(ABOUT.experts):
             for shard, part in zip(shards, tensor[expert].chunk(len(shards)), strict=True):
                 if (name, shard, expert) != without:
                     parameter.weight_loader(parameter, part, f"experts.{name}", shard_id=shard, expert_id=expert)
-    layer.quant_method.process_weights_after_loading(layer)
 
 
 def call() -> tuple[Tensor, Tensor, Tensor]:
@@ -208,24 +212,96 @@ def test_what_was_not_loaded_is_named(make: Make) -> None:
         load(make(), without=("w13_weight_scale_inv", "w3", 3))
 
 
-def test_packed_experts_are_not_updated(make: Make) -> None:
+def packed_addresses(layer: Any) -> dict[str, int]:
+    return {name: p.data_ptr() for name, p in layer.named_parameters() if name.startswith("packed_")}
+
+
+def test_an_updated_layer_has_the_new_weights_at_the_old_addresses(make: Make) -> None:
+    """Part by part, as from tensors; then from disk, where SGLang processes the layers at the end."""
+    layer = make()
+    load(layer)
+    first, addresses = output(layer, *call()), packed_addresses(layer)
+    assert addresses
+    assert all(p.numel() == 0 for name, p in layer.named_parameters() if not name.startswith("packed_"))
+    rows = {name: t.flip(1) for name, t in tensors().items() if name == "w2_weight_scale_inv"}
+    rows["w2_weight"] = tensors()["w2_weight"].view(torch.uint8).flip(1).view(torch.float8_e4m3fn)
+    flipped = {**tensors(), **rows}
+    load_parts(layer, flipped)
+    second = output(layer, *call())
+    assert not torch.equal(second, first)
+    assert torch.equal(second.flip(1), first)  # rows of the down projection are columns of the output
+    layer.quant_method.restore_weights_before_loading(layer)
+    load(layer)
+    assert torch.equal(output(layer, *call()), first)
+    assert packed_addresses(layer) == addresses
+    assert all(p.numel() == 0 for name, p in layer.named_parameters() if not name.startswith("packed_"))
+
+
+def test_no_batch_runs_on_half_updated_weights(make: Make) -> None:
     import sys
 
-    error = sys.modules[UPDATER]._unsupported_derived_weight_cache_error
-    assert error() is None
     layer = make()
-    error = sys.modules[UPDATER]._unsupported_derived_weight_cache_error
+    runner = sys.modules["sglang.srt.model_executor.model_runner"].ModelRunner()
+    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: False))
+    idle = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: True))
     load(layer)
-    assert error().startswith("polymoe has packed this model's experts")
-    left = {name: p for name, p in layer.named_parameters() if not name.startswith("packed_")}
-    assert set(left) == {*tensors(), "w2_swizzled"}
-    for name, parameter in left.items():
-        assert parameter.numel() == 0
-        with pytest.raises(UnsupportedProblem, match="start SGLang again"):
-            parameter.weight_loader(parameter, torch.ones(1), name, "w2", 0)
-    with pytest.raises(UnsupportedProblem):
-        layer.quant_method.restore_weights_before_loading(layer)
-    layer.quant_method.process_weights_after_loading(layer)  # once more, for nothing
+    first = output(layer, *call())
+    assert runner.forward(batch) == "ran"
+    with pytest.raises(CheckpointError, match=r"w13_weight_scale_inv: expected all experts.*got 9 of 10 parts"):
+        load(layer, without=("w13_weight_scale_inv", "w3", 3))
+    with pytest.raises(UnsupportedProblem, match=r"model.layers.1.mlp.experts: .* of w13_weight_scale_inv"):
+        runner.forward(batch)
+    assert runner.forward(idle) == "ran"  # what a rank without requests does while weights arrive
+    assert torch.equal(output(layer, *call()), first)  # the layer itself is whole
+    parameter = dict(layer.named_parameters())["w13_weight_scale_inv"]
+    part = tensors()["w13_weight_scale_inv"][3].chunk(2)[1]
+    parameter.weight_loader(parameter, part, "experts.w13_weight_scale_inv", shard_id="w3", expert_id=3)
+    assert runner.forward(batch) == "ran"
+    assert torch.equal(output(layer, *call()), first)
+    with pytest.raises(CheckpointError):
+        load(layer, without=("w2_weight", "w2", 4))
+    load(layer)  # all of it once more
+    assert runner.forward(batch) == "ran"
+
+
+def test_an_update_that_cannot_be_packed_leaves_the_layer_and_must_come_again(make: Make) -> None:
+    import sys
+
+    layer = make()
+    runner = sys.modules["sglang.srt.model_executor.model_runner"].ModelRunner()
+    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: False))
+    load(layer)
+    first = output(layer, *call())
+    scales = tensors()["w2_weight_scale_inv"].clone()
+    scales[2] = float("nan")
+    with pytest.raises(FormatError, match="down"):
+        load_parts(layer, {**tensors(), "w2_weight_scale_inv": scales})
+    assert torch.equal(output(layer, *call()), first)
+    with pytest.raises(UnsupportedProblem, match="after an error, start SGLang again"):
+        runner.forward(batch)
+    load_parts(layer, {"w2_weight": tensors()["w2_weight"]})
+    with pytest.raises(UnsupportedProblem, match="none, or not all parts, of w13_weight"):
+        runner.forward(batch)
+    load_parts(layer, {name: t for name, t in tensors().items() if name != "w2_weight"})
+    assert runner.forward(batch) == "ran"
+
+
+def test_tensors_without_loaders_are_not_copied(make: Make) -> None:
+    import sys
+
+    from polymoe.engines.sglang.plugin import NO_DIRECT
+
+    make()
+    updater = sys.modules[UPDATER].WeightUpdater()
+    assert updater.update_weights_from_tensor([], "direct") == (False, NO_DIRECT)
+    assert updater.update_weights_from_tensor([]) == (True, "Success")
+
+
+def test_a_server_that_started_with_dummy_weights_is_updated(server: ServerArgs, make: Make) -> None:
+    server.load_format = "dummy"
+    layer = make()
+    layer.quant_method.process_weights_after_loading(layer)
+    load_parts(layer, tensors())
     assert torch.equal(output(layer, *call()), expected(*call()))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines.vllm_run import changed
+from engines.common import changed
 from safetensors.torch import load_file, save_file
 
 from polymoe.checkpoint import Checkpoint

@@ -19,8 +19,8 @@ class LoadedParts:
         self._experts = experts
         self._loaded: dict[str, set[tuple[str, int]]] = {name: set() for name in experts.names}
 
-    def note(self, name: str, loaded_weight: Tensor, shard: str | None, expert: int | None) -> None:
-        """Note that ``loaded_weight`` was loaded into the tensor called ``name``.
+    def note(self, name: str, loaded_weight: Tensor, shard: str | None, expert: int | None) -> bool:
+        """Note that ``loaded_weight`` was loaded into the tensor called ``name``; return whether it was not before.
 
         Args:
             name: of a stacked tensor that is read.
@@ -29,11 +29,14 @@ class LoadedParts:
             expert: a number, such as the place on this rank; None for all.
         """
         if shard in (None, "w13") or expert is None:
-            self._loaded[name].add(_WHOLE)
+            parts = {_WHOLE}
         elif loaded_weight.dim() == 3:
-            self._loaded[name] |= {(str(shard), e) for e in range(self._experts.count)}
+            parts = {(str(shard), e) for e in range(self._experts.count)}
         else:
-            self._loaded[name].add((str(shard), expert))
+            parts = {(str(shard), expert)}
+        new = not parts <= self._loaded[name]
+        self._loaded[name] |= parts
+        return new
 
     def forget(self, name: str) -> None:
         """Start again with the tensor called ``name``."""

@@ -64,11 +64,19 @@ class PackedLayer:
         """Bytes of the packed parameters of ``module``."""
         return sum(t.numel() * t.element_size() for t in self._tensors(module))
 
-    def pack(self, module: nn.Module, weights: ExpertWeights, device: torch.device, *, check: bool = True) -> None:
+    def pack(
+        self,
+        module: nn.Module,
+        weights: ExpertWeights,
+        device: torch.device,
+        *,
+        check: bool = True,
+        in_place: bool = False,
+    ) -> None:
         """Pack ``weights`` into new parameters of ``module`` on ``device``.
 
         Called again, for weights that changed, it gives parameters of the same names, shapes and layout, which the
-        engine copies over the first ones.
+        engine copies over the first ones; or it overwrites these itself, once all experts are packed.
 
         Args:
             module: the engine's layer; parameters of these names are replaced.
@@ -76,6 +84,8 @@ class PackedLayer:
             device: where the parameters are.
             check: compare the results of a few experts with the reference, on every backend of the plan. The packed
                 bytes of every expert are always compared with ``weights``.
+            in_place: overwrite the parameters that a call before this one made, at their addresses. After an error
+                they are as they were.
 
         Raises:
             UnsupportedProblem: if no backend runs these experts here.
@@ -94,7 +104,7 @@ class PackedLayer:
         else:
             problem, packed = self._request.pack(self._problem, weights, device, self.where)
             self._plans = PlanCache.of(problem, self._request, packed.layout, tuple(packed.tensors))
-        self._register(module, packed)
+        self._register(module, packed, in_place)
         if check:
             runtime = LayerRuntime(self.plans, self._tensors(module)) if again else self._runtime(module)
             check_layer(runtime, self.problem, weights, self.where)
@@ -120,13 +130,16 @@ class PackedLayer:
         call.check(self.problem, runtime.device)
         return runtime.run(call)
 
-    def _register(self, module: nn.Module, packed: Packed) -> None:
+    def _register(self, module: nn.Module, packed: Packed, in_place: bool) -> None:
         self._dtypes = {_parameter(name): tensor.dtype for name, tensor in packed.tensors.items()}
         for name, tensor in packed.tensors.items():
-            if hasattr(module, _parameter(name)):
-                delattr(module, _parameter(name))
             # Bytes: not every collective and copy of an engine takes the 8-bit floats.
             plain = tensor.view(torch.uint8) if tensor.dtype.is_floating_point and tensor.itemsize == 1 else tensor
+            if in_place:
+                module.get_parameter(_parameter(name)).data.copy_(plain)
+                continue
+            if hasattr(module, _parameter(name)):
+                delattr(module, _parameter(name))
             module.register_parameter(_parameter(name), nn.Parameter(plain, requires_grad=False))
 
     def _tensors(self, module: nn.Module) -> list[Tensor]:

@@ -55,12 +55,14 @@ class TakenOver:
         self.loaded = LoadedParts(self.experts)
         return tensors.keys() - set(self.experts.names)
 
-    def pack(self, layer: Any, drop: Callable[[str], None]) -> None:
+    def pack(self, layer: Any, drop: Callable[[str], None], *, in_place: torch.device | None = None) -> None:
         """Pack the layer from the engine's tensors, and drop those.
 
         Args:
             layer: the engine's module.
             drop: removes the tensor of a name from it.
+            in_place: where the layer's packed parameters are, if they are to be overwritten; None for new ones, on
+                the device of the engine's tensors.
 
         Raises:
             CheckpointError: if a part of a tensor was never loaded.
@@ -71,9 +73,10 @@ class TakenOver:
             fill(experts)
         else:
             self.loaded.require_all()
-        device = experts.tensors[experts.names[0]].device
+        device = in_place or experts.tensors[experts.names[0]].device
         first = self.first_of_its_kind(self.plan)
-        self.packed.pack(layer, experts.weights(self.plan.problem.spec), device, check=first)
+        weights = experts.weights(self.plan.problem.spec)
+        self.packed.pack(layer, weights, device, check=first, in_place=in_place is not None)
         del experts
         for name in self.created:
             drop(name)

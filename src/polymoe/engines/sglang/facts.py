@@ -25,6 +25,8 @@ __all__ = ["Asked", "create_tensors", "facts_of", "name_of", "refusals", "role_o
 _LOAD_FORMATS = ("auto", "dummy", "fastsafetensors", "mistral", "npcache", "pt", "runai_streamer", "safetensors")
 # Models that read a layer's own weights beside the layer.
 _SPECIAL = ("Inkling",)
+# Methods that make the layer's scheme only when they create the tensors.
+_SCHEME_LATER = ("GPTQMarlinMoEMethod",)
 _SWIZZLE = "swizzle_blockscale"
 
 
@@ -49,7 +51,10 @@ def role_of(server: Any) -> str:
 
 def storing(method: Any, layer: Any) -> Any:
     """Return what stores the layer's tensors: the scheme that ``method`` asks, or ``method`` itself."""
-    return getattr(layer, "scheme", None) or method
+    scheme = getattr(layer, "scheme", None)
+    if scheme is None and type(method).__name__ in _SCHEME_LATER:
+        scheme = method.quant_config.get_moe_scheme(layer)
+    return scheme or method
 
 
 def refusals(layer: Any, server: Any, settings: EngineSettings) -> Reasons:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from polymoe.engines.serving.hooks import Hook
 
-__all__ = ["ASKED_SERVER_ARGS", "HOOKS", "INIT", "LAYER_ATTRIBUTES", "SETATTR", "TOPK", "UPDATES"]
+__all__ = ["ASKED_SERVER_ARGS", "FORWARD", "HOOKS", "INIT", "LAYER_ATTRIBUTES", "SETATTR", "TENSORS", "TOPK"]
 
 _MOE = "sglang.srt.layers.moe"
 _LAYER = f"{_MOE}.fused_moe_triton.layer"
@@ -17,8 +17,10 @@ SETATTR = f"{_LAYER}.FusedMoE.__setattr__"
 """Hooked: a layer gets its method."""
 TOPK = f"{_MOE}.topk.TopK.forward_cuda"
 """Hooked where a TopK is not told its layer's backend (before 0.5.23)."""
-UPDATES = f"{_UPDATER}._unsupported_derived_weight_cache_error"
-"""Hooked: weights are updated while the engine runs."""
+FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
+"""Hooked: the model runs a batch, perhaps from a CUDA graph."""
+TENSORS = f"{_UPDATER}.WeightUpdater.update_weights_from_tensor"
+"""Hooked: weights are updated from tensors while the engine runs."""
 
 HOOKS: tuple[Hook, ...] = (
     Hook("sglang.srt.plugins.hook_registry", "HookRegistry.register", ("cls", "target", "hook", "hook_type")),
@@ -57,7 +59,8 @@ HOOKS: tuple[Hook, ...] = (
     Hook(f"{_MOE}.utils", "get_moe_a2a_backend", ()),
     Hook(f"{_MOE}.utils", "get_moe_runner_backend", ()),
     Hook(f"{_MOE}.utils", "should_use_flashinfer_cutlass_moe_fp4_allgather", ()),
-    Hook(_UPDATER, "_unsupported_derived_weight_cache_error", ()),
+    Hook("sglang.srt.model_executor.model_runner", "ModelRunner.forward", ("self", "forward_batch")),
+    Hook(_UPDATER, "WeightUpdater.update_weights_from_tensor", ("self", "named_tensors", "load_format")),
 )  # fmt: skip
 """What the plug-in uses. Attributes that a version may lack are read with a default, and are not here."""
 

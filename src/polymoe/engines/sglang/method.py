@@ -3,6 +3,9 @@
 SGLang's method keeps its class name, its attributes, and the part that its loader uses: ``create_weights``. SGLang
 loads the whole model before it processes any layer, so the tensors are created on the CPU. SGLang moves them to the GPU
 layer by layer, where they are packed.
+
+When SGLang updates weights, a layer gets its tensors back, on the CPU, with the first part that arrives. With the last
+part it is packed into the parameters that it has, so that CUDA graphs stay valid. Until then it has the old weights.
 """
 
 from __future__ import annotations
@@ -16,16 +19,12 @@ from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 from sglang.srt.layers.moe.topk import TopKOutputChecker  # pyright: ignore
 from torch import Tensor, nn
 
+from polymoe.engines.serving.loading import LoadedParts
 from polymoe.engines.serving.take_over import TakenOver
 from polymoe.engines.sglang.facts import create_tensors
 from polymoe.errors import UnsupportedProblem
 
-__all__ = ["NO_UPDATES", "PackedExpertsMethod"]
-
-NO_UPDATES = (
-    "polymoe has packed this model's experts, and does not update them while SGLang runs: start SGLang again, or with "
-    "POLYMOE=0"
-)
+__all__ = ["PackedExpertsMethod"]
 
 
 class PackedExpertsMethod(TakenOver):
@@ -35,6 +34,9 @@ class PackedExpertsMethod(TakenOver):
     runner = None
 
     done: bool
+    """Whether the layer was packed once."""
+    unfinished: set[PackedExpertsMethod]
+    """Of all layers of the process, those whose update has begun and not ended."""
     device: torch.device
     """Of the model, to which each layer is moved."""
 
@@ -59,7 +61,10 @@ class PackedExpertsMethod(TakenOver):
         self.device = torch.empty(0).device  # SGLang makes models with their device as the default one
         unread = self.note_created(create_tensors(super().create_weights, layer, "cpu", **given))  # type: ignore[misc]
         for name in unread:  # loaded by name
-            _replace(layer, name, _discard)
+            _empty(layer, name)
+            layer._parameters[name].weight_loader = _discard
+        # From 0.5.23 on, SGLang moves what it finds new in a layer to the device of what was there, if that was one.
+        layer.register_buffer("packed_on", torch.empty(0), persistent=False)
         self.done = False
 
     def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
@@ -67,29 +72,28 @@ class PackedExpertsMethod(TakenOver):
         self.moe_runner_config = moe_runner_config
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Pack the layer from SGLang's tensors, and drop those.
+        """Pack the layer from SGLang's tensors, and drop those; or require that an update is whole.
 
         Raises:
             CheckpointError: if a part of a tensor was never loaded.
             PlanError, VerificationError: as :meth:`PackedLayer.pack`.
         """
         if self.done:
+            if self in self.unfinished:  # the end of an update from disk or through IPC
+                self.loaded.require_all()
             return
         for name in self.created:
             tensor = layer._parameters[name]
             if tensor.device != self.device:  # SGLang's loader of dummy weights moves no layer
-                made = torch.empty_like(tensor, device=self.device)
-                layer._parameters[name] = nn.Parameter(made, requires_grad=False)
-        self.pack(layer, lambda name: _replace(layer, name, _refuse))
+                made: Any = nn.Parameter(torch.empty_like(tensor, device=self.device), requires_grad=False)
+                made.__dict__.update(tensor.__dict__)  # its loader, and what else SGLang has set
+                layer._parameters[name] = made
+        self.pack(layer, lambda name: _empty(layer, name))
+        self.loaded = LoadedParts(self.experts)
         self.done = True
 
     def restore_weights_before_loading(self, layer: Any) -> None:
-        """Refuse: SGLang would load into tensors that are not there.
-
-        Raises:
-            UnsupportedProblem: always.
-        """
-        _refuse()
+        """Do nothing: the first part that arrives makes room for all."""
 
     def apply(self, layer: Any, dispatch_output: Any) -> Any:
         """Return this rank's weighted sum [T, H], which SGLang combines and reduces.
@@ -113,7 +117,7 @@ class PackedExpertsMethod(TakenOver):
         return StandardCombineInput(hidden_states=self.packed(layer, x, chosen.topk_ids, weights * scale))
 
     def _noting(self, layer: Any, theirs: Callable[..., Any]) -> Callable[..., Any]:
-        """Return SGLang's loader of a parameter, which now also notes what was loaded."""
+        """Return SGLang's loader of a parameter, which now also notes what was loaded, and packs an updated layer."""
 
         @functools.wraps(theirs)
         def load(
@@ -127,11 +131,36 @@ class PackedExpertsMethod(TakenOver):
             name = next(name for name, parameter in layer._parameters.items() if parameter is param)
             expert = more.get("expert_id", expert_id[0] if expert_id else None)
             place = None if expert is None else layer._map_global_expert_id_to_local_expert_id(expert)
-            if place != -1:
+            if place == -1:  # another rank's
+                return theirs(param, loaded_weight, weight_name, shard_id, *expert_id, **more)
+            if self.done:
+                self._begin_update(layer)
+            new = self.loaded.note(name, loaded_weight, shard_id, place)
+            if self.done and not new:  # an update that failed is sent once more
+                self.loaded = LoadedParts(self.experts)
                 self.loaded.note(name, loaded_weight, shard_id, place)
-            return theirs(param, loaded_weight, weight_name, shard_id, *expert_id, **more)
+            result = theirs(param, loaded_weight, weight_name, shard_id, *expert_id, **more)
+            if self.done and not self.loaded.missing:
+                self._end_update(layer)
+            return result
 
         return load
+
+    def _begin_update(self, layer: Any) -> None:
+        if self not in self.unfinished:
+            self.unfinished.add(self)
+            for name in self.experts.names:
+                made = torch.empty_like(self.experts.tensors[name], device="cpu")
+                made.view(torch.uint8).zero_()  # padding is never loaded
+                layer._parameters[name].data = made
+
+    def _end_update(self, layer: Any) -> None:
+        self.dummy = False
+        try:
+            self.pack(layer, lambda name: _empty(layer, name), in_place=self.device)
+        finally:
+            self.loaded = LoadedParts(self.experts)  # after an error all parts must come again
+        self.unfinished.discard(self)
 
 
 def _routed_scale(layer: Any, x: Tensor) -> float:
@@ -143,20 +172,12 @@ def _routed_scale(layer: Any, x: Tensor) -> float:
     return 1.0 if factor is None else float(factor)
 
 
-def _replace(layer: nn.Module, name: str, load: Callable[..., None]) -> None:
-    """Replace a parameter by an empty one of its name and dtype, which ``load`` loads."""
-    old = layer._parameters[name]
-    assert old is not None
-    delattr(layer, name)
-    empty: Any = nn.Parameter(torch.empty(0, dtype=old.dtype, device=old.device), requires_grad=False)
-    empty.weight_loader = load
-    layer.register_parameter(name, empty)
+def _empty(layer: nn.Module, name: str) -> None:
+    """Free a parameter's memory. It stays the same parameter, with its loader and what else SGLang has set."""
+    parameter = layer._parameters[name]
+    assert parameter is not None
+    parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
 
 def _discard(*_: Any, **__: Any) -> None:
     """Load nothing: the tensor is not read."""
-
-
-def _refuse(*_: Any, **__: Any) -> None:
-    """Load nothing, and say so."""
-    raise UnsupportedProblem("update of weights", expected="none of packed experts", got="one", hint=NO_UPDATES)

@@ -16,11 +16,16 @@ from polymoe.engines.serving.chooser import LayerChooser
 from polymoe.engines.serving.log import LayerLog
 from polymoe.engines.serving.settings import EngineSettings
 from polymoe.engines.sglang.facts import Asked, facts_of, name_of, refusals, role_of, trial_tensors
-from polymoe.engines.sglang.hooks import INIT, SETATTR, TOPK, UPDATES
-from polymoe.engines.sglang.method import NO_UPDATES, PackedExpertsMethod
+from polymoe.engines.sglang.hooks import FORWARD, INIT, SETATTR, TENSORS, TOPK
+from polymoe.engines.sglang.method import PackedExpertsMethod
 from polymoe.errors import UnsupportedProblem
 
-__all__ = ["LayerHooks", "install"]
+__all__ = ["NO_DIRECT", "LayerHooks", "install"]
+
+NO_DIRECT = (
+    'polymoe has packed this model\'s experts: load_format="direct" copies into tensors that are not there; send the '
+    "checkpoint's own names without it, or start SGLang with POLYMOE=0"
+)
 
 _TOPK_KNOWS_ITS_LAYER = hasattr(TopK, "bind_runner_backend")  # from 0.5.23 on; before, only its number
 
@@ -30,7 +35,8 @@ def install(settings: EngineSettings, log: LayerLog) -> LayerHooks:
     chooser = LayerHooks(settings, log)
     HookRegistry.register(INIT, chooser.construct, HookType.AROUND)
     HookRegistry.register(SETATTR, chooser.set_attribute, HookType.AROUND)
-    HookRegistry.register(UPDATES, chooser.update_error, HookType.AFTER)
+    HookRegistry.register(FORWARD, chooser.require_whole_layers, HookType.BEFORE)
+    HookRegistry.register(TENSORS, chooser.update_tensors, HookType.AROUND)
     if not _TOPK_KNOWS_ITS_LAYER:
         HookRegistry.register(TOPK, chooser.choose_format, HookType.BEFORE)
     return chooser
@@ -43,6 +49,7 @@ class LayerHooks(LayerChooser):
         super().__init__("SGLang", settings, log)
         self._constructed: list[tuple[Any, Asked]] = []  # the layer that is being made
         self._ours: dict[int, bool] = {}  # whether polymoe runs the layer of this number
+        self.unfinished: set[PackedExpertsMethod] = set()
 
     def construct(self, original: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:
         """Around ``FusedMoE.__init__``."""
@@ -78,9 +85,29 @@ class LayerHooks(LayerChooser):
         if topk.topk_config.output_format is None and self._ours.get(topk.layer_id, False):
             topk.topk_config.output_format = TopKOutputFormat.STANDARD
 
-    def update_error(self, error: str | None, *_: Any, **__: Any) -> str | None:
-        """After the question why weights cannot be updated."""
-        return error or (NO_UPDATES if any(self._ours.values()) else None)
+    def require_whole_layers(self, _runner: Any, forward_batch: Any, *_: Any, **__: Any) -> None:
+        """Before the model runs.
+
+        Raises:
+            UnsupportedProblem: if an update of a layer has not ended: others may have new weights already.
+        """
+        if self.unfinished and not forward_batch.forward_mode.is_idle():
+            names = sorted(method.packed.where for method in self.unfinished)
+            missing = sorted({name for method in self.unfinished for name in method.loaded.missing})
+            raise UnsupportedProblem(
+                ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""),
+                expected="an update of all tensors of a layer's experts before the next request",
+                got=f"none, or not all parts, of {', '.join(missing)}",
+                hint="pause generation until the last tensor was sent; after an error, start SGLang again",
+            )
+
+    def update_tensors(
+        self, original: Callable[..., Any], updater: Any, named_tensors: Any, load_format: str | None = None
+    ) -> Any:
+        """Around ``WeightUpdater.update_weights_from_tensor``: "direct" names SGLang's stacked tensors, not loaders."""
+        if load_format == "direct" and any(self._ours.values()):
+            return False, NO_DIRECT
+        return original(updater, named_tensors, load_format)
 
     def method(self, layer: Any, method: Any, asked: Asked) -> Any:
         """Return the method for a layer: polymoe's, or SGLang's own ``method``.
@@ -106,7 +133,10 @@ class LayerHooks(LayerChooser):
             load_format=str(getattr(server.load_format, "value", server.load_format)),
             first_rank=_first_rank(layer),
         )
-        return method if ours is None else ours
+        if ours is None:
+            return method
+        ours.unfinished = self.unfinished
+        return ours
 
 
 def _first_rank(layer: Any) -> bool:
