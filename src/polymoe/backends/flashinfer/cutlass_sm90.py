@@ -46,8 +46,11 @@ _CLUSTERS = ("", " 2x1", " 1x2", " 2x2")
 _UNSUPPORTED = ("64x128x512", "128x128x512", "128x256x256", "256x128x256")
 """Tiles that have a number but no kernel for these weights."""
 
-_CHOICES = ((16.0, "64x16x128"), (32.0, "128x32x128"), (float("inf"), "128x64x128"))
-"""Tiles by the largest mean of rows per expert that has any: the smallest tile that holds them. Both generations have
+_CHOICES = (
+    (1.01, "64x16x128"), (16.0, "128x16x128"), (32.0, "128x32x128 2x1"), (float("inf"), "128x64x128 2x1"),
+)  # fmt: skip
+"""Tactics by the largest mean of rows per expert that has any: of all that FlashInfer 0.6.14 has, the fastest on one
+H200 at 1, 16 to 256, 1024 and 4096 tokens of DeepSeek-V4-Flash (1, 1.2 to 6, 24 and 96 rows). Both generations have
 these."""
 
 _CLOSE = 4
@@ -63,9 +66,9 @@ class CutlassSM90(Route):
     layouts: ClassVar[tuple[str, ...]] = ("flashinfer_sm90", "flashinfer_sm90_folded")
     functions: ClassVar[tuple[type, ...]] = (SwiGLU,)
     least: ClassVar[str] = "0.6.14"
-    # Fitted to FlashInfer 0.6.14 on one H200 with 256 experts of 4096 x 2048, within 5 %: up to 1024 tokens with the
-    # tactics that configure chooses, from 2048 tokens as FlashInfer tuned itself.
-    rates: ClassVar[RouteRates] = RouteRates(0.41, 0.33, 40.0)
+    # Fitted to FlashInfer 0.6.14 on one H200 with 256 experts of 4096 x 2048 and the tactics that configure chooses:
+    # within 4 % at 1, 16, 64, 256 and 4096 tokens, 18 % less than measured at 1024.
+    rates: ClassVar[RouteRates] = RouteRates(0.49, 0.33, 48.0)
     notes: ClassVar[tuple[str, ...]] = ("experts that a token names twice are not supported",)
 
     def layout(self, machine: Machine) -> str:
@@ -73,10 +76,10 @@ class CutlassSM90(Route):
         return self.layouts[_folded(machine)]
 
     def configure(self, problem: Problem, machine: Machine, tokens: int) -> FlashInferConfig:
-        """The smallest tile that holds the mean number of rows of an expert that has any."""
+        """The tactic for the mean number of rows of an expert that has any."""
         mean = cost(problem, machine.device, tokens).mean_rows
-        tile = next(tile for most, tile in _CHOICES if mean <= most)
-        return FlashInferConfig(self.name, tile, tile)
+        tactic = next(tactic for most, tactic in _CHOICES if mean <= most)
+        return FlashInferConfig(self.name, tactic, tactic)
 
     def tuning_configs(
         self, problem: Problem, machine: Machine, tokens: int, timed: Sequence[tuple[Config, float]]
