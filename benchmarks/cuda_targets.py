@@ -48,10 +48,13 @@ def main() -> int:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
-    parser.add_argument("cases", nargs="*", choices=[*CASES, []], metavar="CASE")
+    parser.add_argument("cases", nargs="*", metavar="CASE")
     parser.add_argument("--targets", type=lambda text: text.split(","), default=list(TEST_TARGETS))
     parser.add_argument("--tokens", type=lambda text: [int(t) for t in text.split(",")], default=TOKENS)
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()  # options may stand before cases
+    unknown = [*(set(args.cases) - set(CASES)), *(set(args.targets) - set(TEST_TARGETS))]
+    if unknown:
+        parser.error(f"no case or target: {', '.join(unknown)}")
     out, device, targets = args.file, torch.device("cuda"), [SM90, *(TEST_TARGETS[name] for name in args.targets)]
     check_writable(out)
     machine, few = Machine.of("cuda"), Machine(DEVICES["a100"])

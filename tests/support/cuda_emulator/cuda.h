@@ -312,8 +312,8 @@ inline bool aligned = false;
 inline int exponent_of(float v) { return v == 0.0f ? -126 : max(ilogbf(v), -126); }
 
 // Products and the sum so far, all at once, by the rule that MMA-Sim found (arXiv 2511.10909): the largest exponent is
-// that of the sum or of a product, which is the sum of its factors' exponents; every term is cut off some bits behind it,
-// and the exact sum of these is cut off to float32.
+// that of the sum or of a product, which is the sum of its factors' exponents; every term is cut off some bits behind
+// it, and the exact sum of these is cut off to float32.
 template <int COUNT, int BITS>
 inline float add_at_once(float sum, const float* a, const float* b) {
     double plain = sum;
