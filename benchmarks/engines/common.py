@@ -414,6 +414,7 @@ def arguments(description: str | None, runs: str) -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks, each with its own prompts; vLLM only")
     parser.add_argument("--ep", action="store_true", help="expert instead of tensor parallel")
+    parser.add_argument("--settings", type=json.loads, default={}, help="further arguments of the engine, as JSON")
     parser.add_argument("--models", nargs="+", help=f"directories under models/; without it {runs}")
     parser.add_argument("--case", choices=CASES, default="gpt-oss-120b")
     parser.add_argument("--layers", type=int, default=LAYERS, help="of a case's model (default: %(default)s)")

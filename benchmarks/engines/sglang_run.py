@@ -220,7 +220,7 @@ def on_cpu() -> bool:
 
 
 def parallel(args: Namespace) -> dict[str, Any]:
-    return SETTINGS | {"tp_size": args.tp, "ep_size": args.tp if args.ep else 1}
+    return SETTINGS | {"tp_size": args.tp, "ep_size": args.tp if args.ep else 1} | args.settings
 
 
 def small(name: str, args: Namespace, **more: Any) -> dict[str, Any]:

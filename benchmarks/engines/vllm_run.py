@@ -173,7 +173,8 @@ def small(name: str | Path, args: Namespace, **more: Any) -> dict[str, Any]:
 
 
 def parallel(args: Namespace) -> dict[str, Any]:
-    return {"tensor_parallel_size": args.tp, "enable_expert_parallel": args.ep, "disable_custom_all_reduce": True}
+    given = {"tensor_parallel_size": args.tp, "enable_expert_parallel": args.ep, "disable_custom_all_reduce": True}
+    return given | args.settings
 
 
 def environment(args: Namespace, polymoe: str) -> dict[str, str]:
