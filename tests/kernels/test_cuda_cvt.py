@@ -114,6 +114,47 @@ def test_every_code_with_every_scale(small: ctypes.CDLL, format: str, scales: in
     assert torch.equal(again, ours.bfloat16())
 
 
+COMPUTED = """
+#include "ptx/computed_fp4.cuh"
+
+extern "C" void scaled(uint32_t word, uint32_t scale, uint32_t* out) {
+    uint32_t a[4];
+    polymoe::e2m1x8_to_bf16(a, word, scale * 0x01010101u, scale * 0x01010101u);
+    for (int i = 0; i < 4; ++i) out[i] = a[i];
+}
+extern "C" void plain(uint32_t word, uint32_t scale, uint32_t* out) {
+    uint32_t a[4];
+    polymoe::e2m1x8_to_bf16(a, word);
+    for (int i = 0; i < 4; ++i) out[i] = a[i];
+}
+extern "C" void e4m3(uint32_t word, uint32_t scale, uint32_t* out) {
+    out[0] = polymoe::e4m3x2_to_bf16x2_low(word), out[1] = polymoe::e4m3x2_to_bf16x2_high(word);
+}
+"""
+
+
+def test_what_stands_in_for_the_instructions_on_an_h200() -> None:
+    """The same bits by arithmetic, for scales of at most 2."""
+    files = sources()
+    files |= {"ptx/computed_fp4.cuh": files["ptx/convert_fp4.cuh"], "computed.cu": COMPUTED}
+    library = compile_files(files, "computed.cu", (), "computed")
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    values = torch.cat([values, -values]).double()
+    out = torch.empty(4, 2, dtype=torch.bfloat16)
+    for word in (0x76543210, 0xFEDCBA98, 0x80F7182E):
+        codes = torch.tensor([word >> 4 * i & 15 for i in range(8)])
+        for function, scales in ((library.scaled, range(129)), (library.plain, [127])):
+            for scale in scales:
+                function(word, scale, ctypes.c_void_p(out.data_ptr()))
+                assert torch.equal(out.flatten().double(), values[codes] * 2.0 ** (scale - 127)), (word, scale)
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).bfloat16()
+    for first in range(0, 256, 4):
+        word = int.from_bytes(bytes(range(first, first + 4)), "little")
+        library.e4m3(word, 0, ctypes.c_void_p(out.data_ptr()))
+        got = out.flatten()[:4]
+        assert torch.equal(got.nan_to_num(nan=1e9), numbers[first : first + 4].nan_to_num(nan=1e9))
+
+
 def cut(value: Fraction, unit: Fraction) -> Fraction:
     return math.trunc(value / unit) * unit
 

@@ -44,7 +44,10 @@ uint32_t extract_byte(uint32_t word) {
 inline uint32_t prmt(uint2 bytes, uint32_t selector) {
     const uint64_t all = bytes.x | static_cast<uint64_t>(bytes.y) << 32;
     uint32_t r = 0;
-    for (int i = 0; i < 4; ++i) r |= static_cast<uint32_t>(all >> (selector >> 4 * i & 7) * 8 & 0xFF) << 8 * i;
+    for (int i = 0; i < 4; ++i) {
+        const uint32_t byte = all >> (selector >> 4 * i & 7) * 8 & 0xFF;
+        r |= (selector >> 4 * i & 8 ? (byte >> 7) * 0xFF : byte) << 8 * i;
+    }
     return r;
 }
 

@@ -115,7 +115,8 @@ __device__ __forceinline__ uint32_t extract_byte(uint32_t word) {
     return r;
 }
 
-// Four of eight bytes, selected by the four lowest hexadecimal digits of `selector`, 0 to 7 each.
+// Four of eight bytes, selected by the four lowest hexadecimal digits of `selector`, 0 to 7 each; 8 more gives
+// eight times that byte's sign bit.
 __device__ __forceinline__ uint32_t prmt(uint2 bytes, uint32_t selector) {
     uint32_t r;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(bytes.x), "r"(bytes.y), "r"(selector));

@@ -53,7 +53,7 @@ __device__ __forceinline__ void e2m1x8_bits(uint32_t (&a)[4], uint32_t word) {
     const uint32_t low = word & 0x0F0F0F0Fu, high = word >> 4 & 0x0F0F0F0Fu;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const uint32_t pair = __byte_perm(low, high, 0x8480 + i * 0x0101);  // a code in each half
+        const uint32_t pair = prmt(make_uint2(low, high), 0x8480 + i * 0x0101);  // a code in each half
         a[i] = pair * 0x1040u & 0x81C081C0u;
     }
 }
@@ -66,8 +66,8 @@ __device__ __forceinline__ void e2m1x8_to_bf16(uint32_t (&a)[4], uint32_t word) 
 
 // For scales of at most 2: 2^126 times the scale is a bfloat16 then.
 __device__ __forceinline__ void e2m1x8_to_bf16(uint32_t (&a)[4], uint32_t word, uint32_t even, uint32_t odd) {
-    const uint32_t powers[2] = {__byte_perm(even, 0, 0x4140) * 0x80u + 0x3F003F00u,
-                                __byte_perm(odd, 0, 0x4140) * 0x80u + 0x3F003F00u};
+    const uint32_t powers[2] = {prmt(make_uint2(even, 0), 0x4140) * 0x80u + 0x3F003F00u,
+                                prmt(make_uint2(odd, 0), 0x4140) * 0x80u + 0x3F003F00u};
     e2m1x8_bits(a, word);
 #pragma unroll
     for (int i = 0; i < 4; ++i) a[i] = mul_bf16x2(a[i], powers[i % 2]);
