@@ -90,6 +90,12 @@ class TestCheck:
             verdict = Triton().check(seed_problem(format, activations="mxfp8"), machine("h200"))
             assert isinstance(verdict, Accepted) == accepted
 
+    def test_routing_weight_on_the_input_of_mxfp8(self) -> None:
+        """A weight moves numbers across powers of two: other roundings than the reference's."""
+        verdict = Triton().check(seed_problem(activations="mxfp8", weight_on="input"), machine("h200"))
+        assert isinstance(verdict, Rejected)
+        assert [reason.what for reason in verdict.reasons] == ["routing weight on the input"]
+
     def test_gate_unlike_up(self) -> None:
         problem = seed_problem()
         mixed = replace(problem, spec=replace(problem.spec, gate=FORMATS["bf16"].encoding))
@@ -97,6 +103,25 @@ class TestCheck:
 
 
 class TestConfigure:
+    @pytest.mark.parametrize(
+        ("gpu", "version", "expected"),
+        [
+            ("rtx5090", "3.7.0", False), ("rtx5090", "3.7.1", True), ("gb10", "3.7.1", False), ("gb10", "3.8.0", True),
+            ("h200", "3.9.0", False), ("b200", "3.9.0", False),
+        ],
+    )  # fmt: skip
+    def test_block_scaled_mmas_of_mxfp8(self, gpu: str, version: str, expected: bool) -> None:
+        """On SM120, where Triton makes them, and where experts have many rows: one way to run among those of tuning."""
+        here, problem = machine(gpu, {"triton": version}), seed_problem(activations="mxfp8")
+        configs = {tokens: Triton().configure(problem, here, tokens) for tokens in (1, 512, 1024, 8192)}
+        assert [config.block_scaled for config in configs.values()] == [False, False, expected, expected]
+        assert (configs[8192].kernel_family == "grouped_gemm_block_scaled") == expected
+        assert TritonConfig.from_dict(configs[8192].to_dict()) == configs[8192]
+        assert {c.block_scaled for c in Triton().tuning_configs(problem, here, 8192)} == {False, expected}  # type: ignore[attr-defined]
+        for format, mode, mxfp8 in (("mxfp8", "mxfp8", True), ("nvfp4", "mxfp8", False), ("mxfp4", "16bit", False)):
+            config = Triton().configure(seed_problem(format, activations=mode), here, 8192)
+            assert config.block_scaled == (expected and mxfp8)
+
     def test_tiles_widen_with_tokens(self) -> None:
         backend, problem, h200 = Triton(), seed_problem(), machine("h200")
         widths = [backend.configure(problem, h200, t).block_m for t in (1, 256, 512, 1024, 2048, 8192)]

@@ -109,6 +109,8 @@ def test_configurations_as_data() -> None:
         {"down": {"n_blocks_per_cta": 10**9}},
         {"block_m": 256, "up": {"block_n": 256, "num_warps": 1}},
         {"up": {"block_n": 256, "block_k": 512, "num_warps": 2}},
+        {"block_scaled": True, "up": {"split_k": 2}},
+        {"block_scaled": True, "down": {"block_k": 16}},
     ],
     ids=str,
 )

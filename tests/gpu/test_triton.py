@@ -93,6 +93,21 @@ def test_mxfp8_weights_and_activations(format: str, mode: str, tokens: int) -> N
     on_gpu(weights, *random_call(tokens, 384, 5, dtype=torch.bfloat16), activations=mode)
 
 
+@pytest.mark.parametrize("tokens", [1, 33, 700])
+@pytest.mark.parametrize(
+    ("format", "gated", "hidden", "intermediate"), [("mxfp4", True, 1024, 512), ("mxfp8", False, 672, 352)]
+)
+def test_block_scaled_mmas(format: str, gated: bool, hidden: int, intermediate: int, tokens: int) -> None:
+    """On SM120 they are native. Elsewhere Triton converts their operands to bfloat16: the same kernel, other MMAs."""
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU does not convert to E4M3")
+    tile = Tile(128, 128, 8, 2)
+    config = TritonConfig(64, tile, tile, pdl=torch.cuda.get_device_capability() >= (9, 0), block_scaled=True)
+    weights = random_experts(format, hidden=hidden, intermediate=intermediate, gated=gated, bias=True)
+    call = random_call(tokens, hidden, 5, dtype=torch.bfloat16)
+    on_gpu(weights, *call, activations="mxfp8", config=config)
+
+
 @pytest.mark.parametrize("format", ["fp8_block128", "fp8_channel"])
 def test_e8m0_scales_of_fp8(format: str) -> None:
     """DeepSeek-V4's FP8 stores such scales of its blocks."""

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from polymoe.activations import GeGLU
+from polymoe.backends.packages import release
 from polymoe.backends.triton import Tile, Triton, TritonConfig
 from polymoe.bench.cases import CASES
 from polymoe.formats import FORMATS, Encoding, PerGroup
@@ -29,7 +30,7 @@ from support.triton_launches import Launch, launches, meta_layer  # noqa: E402 -
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
 MODES = ("16bit", "fp8_token", "fp8_group128", "fp8_static", "mxfp8")
-GEMMS = ("grouped_gemm", "grouped_gemm_short_k")
+GEMMS = ("grouped_gemm", "grouped_gemm_short_k", "grouped_gemm_block_scaled")
 NARROW, WIDE = 1, 8192
 """Tokens of a call with the narrowest tiles and split K, and of one with the widest."""
 
@@ -65,21 +66,25 @@ def compiled(launch: Launch, sm: int) -> Any:
     return triton.compile(source, target=target, options={k: v for k, v in launch.options.items() if v is not None})
 
 
-def local_bytes(binary: Any, directory: Path) -> int:
-    """Return the bytes of local memory of a thread, which are spilled registers."""
+def dumped(binary: Any, directory: Path, what: str) -> str:
     path = directory / "kernel.cubin"
     path.write_bytes(binary.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    usage = subprocess.run([tool, "-res-usage", path], check=True, capture_output=True, text=True).stdout
-    return sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", usage)))
+    return subprocess.run([tool, what, path], check=True, capture_output=True, text=True).stdout
 
 
-def require_that_it_fits(launch: Launch, sm: int, directory: Path) -> None:
+def local_bytes(binary: Any, directory: Path) -> int:
+    """Return the bytes of local memory of a thread, which are spilled registers."""
+    return sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", dumped(binary, directory, "-res-usage"))))
+
+
+def require_that_it_fits(launch: Launch, sm: int, directory: Path) -> Any:
     binary = compiled(launch, sm)
     assert binary.metadata.shared <= Machine.of(f"sm_{sm}").device.shared_memory_bytes, launch.name
     assert (getattr(binary.metadata, "tmem_size", None) or 0) <= 512, launch.name  # columns of tensor memory (SM100)
     found = local_bytes(binary, directory)
     assert found <= MOST_SPILLED_BYTES, f"{launch.name} {launch.options} spills {found} bytes"
+    return binary
 
 
 def cells() -> Iterator[Any]:
@@ -120,6 +125,22 @@ def test_every_cell_compiles_and_fits(format: str, mode: str, sm: int, tokens: i
         require_that_it_fits(launch, sm, tmp_path)
 
 
+@pytest.mark.skipif(release(triton.__version__) < (3, 7, 1), reason="this Triton has no block-scaled MMA for SM120")
+@pytest.mark.parametrize("format", ["mxfp4", pytest.param("mxfp8", marks=pytest.mark.slow)])
+def test_mxfp8_on_sm120_by_block_scaled_mmas(format: str, tmp_path: Path) -> None:
+    """Whole columns, and masked ones. Few rows have 16-bit MMAs."""
+    for hidden, intermediate in ((4096, 2048), (2880, 720)):
+        layer = meta_layer(format, hidden=hidden, intermediate=intermediate, activations="mxfp8")
+        gemms = [x for x in launches(*layer, "sm_120", WIDE) if x.name in GEMMS]
+        assert [x.name for x in gemms] == ["grouped_gemm_block_scaled"] * 2
+        for launch in gemms:
+            binary = require_that_it_fits(launch, 120, tmp_path)
+            instructions = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(\S+)", dumped(binary, tmp_path, "-sass"), re.M)
+            assert "HMMA" not in {name.split(".")[0] for name in instructions}
+            assert sum(name.startswith("QMMA.SF.16832") for name in instructions) >= 32
+    assert "grouped_gemm" in {x.name for x in launches(*layer, "sm_120", NARROW)}
+
+
 @pytest.mark.slow
 def test_sm121_compiles_as_sm120_does(tmp_path: Path) -> None:
     """Triton 3.7.1 has no block-scaled MMA for SM121, where 3.8.0 has; these kernels use none."""
@@ -152,6 +173,7 @@ def test_the_other_kernels_compile(sm: int, tmp_path: Path) -> None:
             names.add(launch.name)
             if launch.name not in GEMMS:
                 require_that_it_fits(launch, sm, tmp_path)
+    names.discard("grouped_gemm_block_scaled")
     assert names == {"_count_rows", "_permute", "grouped_gemm", "_activate_and_quantize", "_finalize"}
 
 

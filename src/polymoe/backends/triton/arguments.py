@@ -62,6 +62,12 @@ class ProjectionArguments:
         return PLANES[self.encoding.element]
 
     @property
+    def byte_strides(self) -> tuple[int, ...]:
+        """:attr:`strides` with those of codes in bytes."""
+        size = self.tensors[0].element_size()
+        return (*(size * stride for stride in self.strides[:3]), *self.strides[3:])
+
+    @property
     def scale_align(self) -> int:
         """A power of two up to 16 that divides the offsets of rows of scales."""
         return gcd(self.strides[3], self.strides[4], 16)

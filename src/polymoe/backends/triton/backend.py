@@ -2,8 +2,8 @@
 
 Four launches: permute (which also converts x to operand order), gate and up with the activation, down, finalize. With
 split-K or quantized activations, a fifth launch after gate and up adds up the parts and rounds to E4M3. Weights are
-decoded in registers. All MMAs have 16-bit operands: 16 bits hold every E4M3 number, and Hopper's FP8 tensor cores
-accumulate too coarsely.
+decoded in registers. MMAs have 16-bit operands: 16 bits hold every E4M3 number, and Hopper's FP8 tensor cores
+accumulate too coarsely. On SM120, MXFP8 activations have block-scaled MMAs of E4M3 where experts have many rows.
 """
 
 from __future__ import annotations
@@ -70,6 +70,10 @@ class Triton(BackendBase):
         reasons.need(release(version) >= (3, 6), "triton", "3.6 or newer", version or "none")
         static_input = problem.activations.static and problem.weight_on == "input"
         reasons.need(not static_input, "routing weight on the input", "dynamic scales of activations", "fp8_static")
+        if problem.activations.scale_dtype == "e8m0":  # x times the weight may round to another power of two
+            expected = "scales of activations that are no powers of two"
+            on_input = problem.weight_on == "input"
+            reasons.need(not on_input, "routing weight on the input", expected, problem.activations)
         if problem.activations.quantized:
             # If weights were rounded to 16 bits, the E4M3 rounding of h would differ from the reference.
             for projection, encoding in spec.encodings.items():
@@ -105,13 +109,15 @@ class Triton(BackendBase):
     def predict(self, problem: Problem, machine: Machine, tokens: int) -> Prediction:
         """Return the sum of four times.
 
-        Weights are read at 0.64 of the bandwidth if they are 4-bit, else at 0.92. MMAs run at 0.7 of the 16-bit rate.
-        Rows between the GEMMs are written and read. Launches take 14 us. The root mean square error is 9 % over the
-        records of six cases on one H200 (``benchmarks/results/triton-h200.jsonl``).
+        Weights are read at 0.64 of the bandwidth if they are 4-bit, else at 0.92. MMAs run at 0.7 of the 16-bit rate;
+        for block-scaled ones 0.7 of the FP8 rate is assumed. Rows between the GEMMs are written and read. Launches take
+        14 us. The root mean square error is 9 % over the records of six cases on one H200
+        (``benchmarks/results/triton-h200.jsonl``).
         """
         c, spec, device = cost(problem, machine.device, tokens), problem.spec, machine.device
         weights_us = c.memory_us / (0.64 if spec.up.bits == 4 else 0.92)
-        flops_us = 1e6 * c.flops / device.flops_16bit / 0.7
+        block_scaled = self.configure(problem, machine, tokens).block_scaled
+        flops_us = 1e6 * c.flops / ((block_scaled and device.flops_fp8) or device.flops_16bit) / 0.7
         rows = tokens * problem.top_k * spec.local_experts / spec.experts
         rows_us = 1e6 * rows * 4 * (spec.hidden + spec.intermediate) / device.bandwidth
         return Prediction(weights_us + flops_us + rows_us + 14, "cost model")

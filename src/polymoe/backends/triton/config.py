@@ -81,6 +81,8 @@ class TritonConfig(Config):
         down: tile of the down projection.
         tail_block_m: a work tile with at most this many rows is computed only this wide; 0 turns that off.
         pdl: whether kernels use programmatic dependent launch (SM90 and newer).
+        block_scaled: whether MMAs take E4M3 codes and E8M0 scales of weights and x, not 16-bit operands (SM120, MXFP8
+            activations). Such tiles split no K, and are computed in full.
     """
 
     block_m: int = 16
@@ -88,6 +90,7 @@ class TritonConfig(Config):
     down: Tile = Tile()
     tail_block_m: int = 0
     pdl: bool = False
+    block_scaled: bool = False
 
     def __post_init__(self) -> None:
         _check(self)
@@ -108,13 +111,19 @@ class TritonConfig(Config):
             if values > _MAX_VALUES_PER_THREAD:
                 expected = f"at most {_MAX_VALUES_PER_THREAD} accumulators for each thread"
                 raise PlanError(f"{where}.{name}", expected=expected, got=f"{values}: {config}")
+            if config.block_scaled and (tile.split_k > 1 or tile.n_blocks_per_cta > 1 or tile.block_k < 32):
+                expected = "no split K, one N block per CTA and a block_k of at least 32"
+                raise PlanError(f"{where}.{name}", expected=expected, got=str(config))
         return config
 
     @property
     def kernel_family(self) -> str:
         """The kernel of the down projection, which has one of its own for a short K."""
+        if self.block_scaled:
+            return "grouped_gemm_block_scaled"
         return "grouped_gemm_short_k" if self.down.n_blocks_per_cta > 1 and self.down.split_k == 1 else "grouped_gemm"
 
     def __str__(self) -> str:
         rest = (f", tail_block_m={self.tail_block_m}" if self.tail_block_m else "") + (", pdl" if self.pdl else "")
+        rest += ", block-scaled" if self.block_scaled else ""
         return f"block_m={self.block_m}, up={self.up}, down={self.down}{rest}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -20,11 +19,13 @@ from polymoe.backends.triton.arguments import (
     operand_dtype,
     scale_arguments,
 )
-from polymoe.backends.triton.config import TritonConfig
+from polymoe.backends.triton.buffers import Buffers, aligned_bytes, allocate, within
+from polymoe.backends.triton.config import Tile, TritonConfig
 from polymoe.backends.triton.tiles import decodes_in_float32, smaller
 from polymoe.kernels.triton.activation import pdl_options
 from polymoe.kernels.triton.finalize import finalize
 from polymoe.kernels.triton.grouped_gemm import OutOfResources, grouped_gemm
+from polymoe.kernels.triton.grouped_gemm_block_scaled import grouped_gemm_block_scaled
 from polymoe.kernels.triton.grouped_gemm_short_k import MAX_STEPS, grouped_gemm_short_k
 from polymoe.kernels.triton.hooks import hooks_without_functions
 from polymoe.kernels.triton.permute import Permutation, permutation_words, permute
@@ -32,16 +33,13 @@ from polymoe.kernels.triton.quantize import OPERANDS, UNQUANTIZED, Operand, Quan
 from polymoe.layouts import Packed
 from polymoe.problem import Problem
 from polymoe.routing import Routing
-from polymoe.shapes import ceil_div, round_up
+from polymoe.shapes import ceil_div
 
 __all__ = ["TritonRunner"]
 
 log = logging.getLogger("polymoe")
 
 _X_GROUP = 128
-
-_ALIGNMENT = 256
-"""Bytes at a multiple of which each tensor in a workspace begins; Triton compiles for multiples of 16 or for none."""
 
 
 class TritonRunner(RunnerBase):
@@ -71,10 +69,9 @@ class TritonRunner(RunnerBase):
         """Return the bytes for the permutation, x, h and y, and for the parts that are added up."""
         assert isinstance(config, TritonConfig)
         config = self.fitting.get((self.problem, config), config)
-        operands = self._operands(torch.bfloat16)  # as large as those of another dtype of x
-        return sum(
-            _aligned_bytes(*b) for b in self._buffers(tokens, top_k, config, operands, self.x_quantization).values()
-        )
+        operands = self._operands(torch.bfloat16, config)  # as large as those of another dtype of x
+        converted = self._rounding(self.x_quantization, config)
+        return sum(aligned_bytes(*b) for b in self._buffers(tokens, top_k, config, operands, converted).values())
 
     def run(
         self,
@@ -134,27 +131,31 @@ class TritonRunner(RunnerBase):
         ids_TA, weights_TA = routing.topk_ids_TA, routing.topk_weights_TA.contiguous()  # the GEMM reads weights flat
         tokens, top_k = ids_TA.shape
         experts = spec.local_experts
-        operands = self._operands(x_TH.dtype)
-        x_quantization = self.x_quantization
+        operands = self._operands(x_TH.dtype, config)
+        planes = 1 if config.block_scaled else self.up.planes
+        x_quantization, h_quantization = (
+            self._rounding(quantization, config) for quantization in (self.x_quantization, self.h_quantization)
+        )
         if x_scales is not None:  # E4M3 numbers are exact in 16 bits, and in bfloat16 their products with powers of two
-            if x_quantization.mode == "mx":
+            if self.problem.activations.scale_dtype == "e8m0":
                 group = self.problem.activations.group_columns or 1
                 x_TH = x_TH.float() * x_scales.repeat_interleave(group, 1)[:, : x_TH.shape[1]]
-            x_TH, x_quantization = x_TH.to(operands[0]), UNQUANTIZED
+            if not config.block_scaled:  # which rounds the products to themselves
+                x_TH, x_quantization = x_TH.to(operands[0]), UNQUANTIZED
         static = x_quantization.mode == "static"
-        as_it_is = x_quantization.mode == "none" and self.up.planes == 1 and x_TH.dtype == operands[0]
+        as_it_is = x_quantization.mode == "none" and planes == 1 and x_TH.dtype == operands[0]
         converted = None if as_it_is and x_TH.is_contiguous() else x_quantization
         buffers = self._buffers(tokens, top_k, config, operands, converted)
-        memory = _allocate(buffers, self.device) if workspace is None else _within(workspace, buffers)
+        memory = allocate(buffers, self.device) if workspace is None else within(workspace, buffers)
 
         x = None
         if converted is not None:
-            x = Operand.of(memory["x"], memory.get("x_scales"), self.up.planes, converted.mode)
+            x = Operand.of(memory["x"], memory.get("x_scales"), planes, converted.mode)
         permutation = permute(
             memory["permutation"], ids_TA, first_expert, experts, config.block_m, x_TH, x, x_quantization, pdl=pdl
         )
         values, scales = (x_TH, x_TH) if x is None else (x.values, x.scales)
-        if x_scales is not None:
+        if x_scales is not None and x_quantization is UNQUANTIZED:
             scales = x_scales
 
         parts = memory.get("parts")
@@ -162,11 +163,12 @@ class TritonRunner(RunnerBase):
             # A separate launch adds up the parts and quantizes. They stay float32 until then: rounded twice, more than
             # one in a hundred E4M3 values would differ from the reference.
             self._gemm("up", values, scales, parts, weights_TA, permutation, config, 1 if static else top_k)
-            h = Operand.of(memory["h"], memory.get("h_scales"), self.down.planes, self.h_quantization.mode)
+            h_planes = 1 if config.block_scaled else self.down.planes
+            h = Operand.of(memory["h"], memory.get("h_scales"), h_planes, h_quantization.mode)
             activation = self.activation if config.up.split_k > 1 else self.no_activation
             rows = permutation.permuted_to_expanded_R
             ids = ids_TA.contiguous()
-            activate_and_quantize(parts, h, self.h_quantization, activation, rows, ids, first_expert, experts, pdl=pdl)
+            activate_and_quantize(parts, h, h_quantization, activation, rows, ids, first_expert, experts, pdl=pdl)
             values, scales = h.values, h.scales
         else:
             values_RF = memory["h"]
@@ -176,8 +178,14 @@ class TritonRunner(RunnerBase):
         self._gemm("down", values, scales, y_SRH, weights_TA, permutation, config, top_k)
         finalize(y_SRH, ids_TA, weights_TA, out_TH, first_expert, experts, weighted=weighted, pdl=pdl)
 
-    def _operands(self, x_dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+    def _rounding(self, quantization: Quantization, config: TritonConfig) -> Quantization:
+        """Return how an input is rounded: where MMAs take E8M0 scales, to codes beside their scales."""
+        return Quantization("mx_codes") if config.block_scaled else quantization
+
+    def _operands(self, x_dtype: torch.dtype, config: TritonConfig) -> tuple[torch.dtype, torch.dtype]:
         """Return the dtypes of the MMA operands of both GEMMs for x in ``x_dtype``."""
+        if config.block_scaled:
+            return torch.float8_e4m3fn, torch.float8_e4m3fn
         problem, device = self.problem, self.device
         up, down = (
             operand_dtype(e, device, x_dtype, problem.activations) for e in (problem.spec.up, problem.spec.down)
@@ -195,7 +203,7 @@ class TritonRunner(RunnerBase):
         config: TritonConfig,
         operands: tuple[torch.dtype, torch.dtype],
         converted: Quantization | None,
-    ) -> _Buffers:
+    ) -> Buffers:
         """Return the shapes and dtypes of the tensors of a call besides its arguments.
 
         Args:
@@ -206,13 +214,13 @@ class TritonRunner(RunnerBase):
         """
         spec, rows = self.problem.spec, tokens * top_k
         words = permutation_words(rows, spec.local_experts, config.block_m)
-        found: _Buffers = {"permutation": ((words,), torch.int32)}
+        found: Buffers = {"permutation": ((words,), torch.int32)}
 
         def add(name: str, rows: int, columns: int, dtype: torch.dtype, mode: str) -> None:
             values, scales = Operand.shapes(rows, columns, mode)
             found[name] = values, dtype
             if scales is not None:
-                found[f"{name}_scales"] = scales, torch.float32
+                found[f"{name}_scales"] = scales, torch.uint8 if mode == "mx_codes" else torch.float32
 
         if converted is not None:
             x_rows = rows if converted.mode == "static" else tokens
@@ -221,10 +229,11 @@ class TritonRunner(RunnerBase):
             split = config.up.split_k
             matrices = 2 if split > 1 and spec.gated else 1
             found["parts"] = (split, matrices, rows, spec.intermediate), torch.float32
-        add("h", rows, spec.intermediate, operands[1], self.h_quantization.mode)
+        add("h", rows, spec.intermediate, operands[1], self._rounding(self.h_quantization, config).mode)
         # Finalize adds rows over choices and split-K parts. They stay float32 while they are few.
         exact = rows <= 4096 or operands[1] == torch.float32
-        y_type = torch.float32 if exact or config.down.split_k > 1 else operands[1]
+        y_type = torch.bfloat16 if config.block_scaled else operands[1]
+        y_type = torch.float32 if exact or config.down.split_k > 1 else y_type
         found["y"] = (config.down.split_k, rows, spec.hidden), y_type
         return found
 
@@ -252,7 +261,12 @@ class TritonRunner(RunnerBase):
         p = permutation
         tiles = (p.permuted_to_expanded_R, p.tile_expert, p.tile_first, p.tile_last)
         args: tuple[Any, ...]
-        if gemm.kernel is grouped_gemm_short_k:
+        if gemm.kernel is grouped_gemm_block_scaled:
+            (code_e, code_n, _, scale_e, scale_n, _, bias_e), parts = matrix.byte_strides, []
+            for codes, scales, _, _, bias in (first.tensors, matrix.tensors):
+                parts += [codes.view(torch.uint8), scales, bias]
+            args = (x, x_scales, out, *parts, *tiles, weights_TA, top_k, code_e, code_n, scale_e, scale_n, bias_e)
+        elif gemm.kernel is grouped_gemm_short_k:
             args = (x, x_scales, out, *matrix.tensors, *tiles, x_scales.shape[1], *matrix.strides)
         else:
             split = out.stride(0) if out.dim() > 2 else 0
@@ -270,6 +284,8 @@ class TritonRunner(RunnerBase):
         problem, up = self.problem, projection == "up"
         tile, matrix = (config.up, self.up) if up else (config.down, self.down)
         encoding = matrix.encoding
+        if config.block_scaled:
+            return self._prepared_block_scaled(matrix, tile, config, up=up)
         in_float32 = self.device.type == "cpu" or decodes_in_float32(problem)
         scale_at, group_n, group_k = scale_arguments(encoding, matrix.n)
         x_scale = {"none": "none", "mx": "none", "block": "block"}.get(self.h_quantization.mode, "row")
@@ -319,28 +335,32 @@ class TritonRunner(RunnerBase):
         }
         return _Gemm(config, grouped_gemm, blocks * tile.split_k, constants)
 
-
-_Buffers = dict[str, tuple[tuple[int, ...], torch.dtype]]
-"""Shapes and dtypes of tensors, by name."""
-
-
-def _allocate(buffers: _Buffers, device: torch.device) -> dict[str, Tensor]:
-    return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in buffers.items()}
-
-
-def _within(workspace: Tensor, buffers: _Buffers) -> dict[str, Tensor]:
-    """Return the tensors as parts of the workspace, one behind the other."""
-    found, end = {}, 0
-    for name, (shape, dtype) in buffers.items():
-        part = workspace[end : end + prod(shape) * dtype.itemsize]
-        found[name] = part.view(dtype).view(shape)
-        end += _aligned_bytes(shape, dtype)
-    return found
-
-
-def _aligned_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Return the bytes of a tensor in the workspace, rounded up so that the next one is aligned as a fresh one is."""
-    return round_up(prod(shape) * dtype.itemsize, _ALIGNMENT)
+    def _prepared_block_scaled(
+        self, matrix: ProjectionArguments, tile: Tile, config: TritonConfig, *, up: bool
+    ) -> _Gemm:
+        """Return the same for MMAs that take E8M0 scales."""
+        problem = self.problem
+        constants = {
+            "N": matrix.n,
+            "K": matrix.k,
+            "GATED": up and problem.spec.gated,
+            **(self.activation if up else self.no_activation),
+            "E2M1": matrix.encoding.element == "e2m1",
+            "PLAIN": self.device.type == "cpu",
+            "BIAS": problem.spec.bias,
+            "ROUTER_WEIGHT_ON_INPUT": up and problem.weight_on == "input",
+            "GATHER": up,
+            "SCATTER": not up,
+            "BLOCK_N": tile.block_n,
+            "BLOCK_M": config.block_m,
+            "BLOCK_K": tile.block_k,
+            "PDL": config.pdl,
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+            "maxnreg": tile.maxnreg,
+            **pdl_options(config.pdl),
+        }
+        return _Gemm(config, grouped_gemm_block_scaled, ceil_div(matrix.n, tile.block_n), constants)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from math import log2
 
 from polymoe.backends.config import Config
+from polymoe.backends.packages import release
 from polymoe.backends.triton.config import MAX_SPLIT_K, Tile, TritonConfig
 from polymoe.cost import cost
 from polymoe.formats import Encoding, PerGroup
@@ -14,7 +15,15 @@ from polymoe.machine import Machine
 from polymoe.problem import Problem
 from polymoe.shapes import ceil_div
 
-__all__ = ["PLANES", "decodes_in_float32", "heuristic", "scales_in_loop", "smaller", "tuning_configs"]
+__all__ = [
+    "PLANES",
+    "block_scaled",
+    "decodes_in_float32",
+    "heuristic",
+    "scales_in_loop",
+    "smaller",
+    "tuning_configs",
+]
 
 PLANES = {"e2m1": 4, "int4": 4, "e4m3": 2, "bf16": 1, "fp16": 1}
 """Columns in one word of codes."""
@@ -53,6 +62,10 @@ _TILES: dict[int, dict[int, tuple[Tile, Tile]]] = {
         128: (Tile(128, 64, 8, 4), Tile(128, 64, 8)),
     },
 }
+_BLOCK_SCALED_TILE = Tile(128, 128, 8, 2)
+"""Up to a block_m of 64 it compiles without spills, for gate and up to 64 MMAs in 480 instructions. Never timed."""
+_BLOCK_SCALED_TRITON = {120: (3, 7, 1), 121: (3, 8)}
+"""The first Triton that makes block-scaled MMAs of E4M3 for a GPU."""
 # tail_block_m by block_m.
 _TAIL_BLOCK_M = {8: 0, 16: 0, 32: 16, 64: 32, 128: 32}
 _SHORT_K_STEPS = 4
@@ -71,10 +84,30 @@ def scales_in_loop(encoding: Encoding) -> bool:
     return isinstance(g, PerGroup) and (encoding.bits == 4 or (g.n == 1 and encoding.scale_dtype == "e8m0"))
 
 
+def block_scaled(problem: Problem, machine: Machine) -> bool:
+    """Whether MMAs can take E8M0 scales: MXFP8 activations, and weights that E4M3 and these scales hold, on SM120."""
+    g, least = problem.activations.granularity, _BLOCK_SCALED_TRITON.get(machine.device.sm)
+    return (
+        least is not None
+        and release(machine.packages.get("triton", "")) >= least
+        and problem.activations.scale_dtype == "e8m0"
+        and all(
+            e.element in ("e2m1", "e4m3") and e.scale_dtype == "e8m0" and e.granularity == g
+            for e in problem.spec.encodings.values()
+        )
+    )
+
+
 def heuristic(problem: Problem, machine: Machine, tokens: int) -> TritonConfig:
-    """Return tiles for the mean number of rows of an active expert, reduced until they fit into shared memory."""
+    """Return tiles for the mean number of rows of an active expert, reduced until they fit into shared memory.
+
+    With fewer than 32 rows in a work tile MMAs are not what limits, and have 16-bit operands.
+    """
     mean = cost(problem, machine.device, tokens).mean_rows
     block_m = next((t for bound, t in _BLOCK_M if mean <= bound), _MAX_BLOCK_M)
+    if block_m >= 32 and block_scaled(problem, machine):
+        tile = _BLOCK_SCALED_TILE
+        return TritonConfig(min(block_m, 64), tile, tile, pdl=True, block_scaled=True)
     return _with_block_m(problem, machine, tokens, min(block_m, _max_block_m(problem, machine)))
 
 
@@ -103,7 +136,7 @@ def _mma_reads_shared_memory(machine: Machine) -> bool:
 
 
 def _with_block_m(problem: Problem, machine: Machine, tokens: int, block_m: int) -> TritonConfig:
-    """Return the heuristic's tiles for a given ``block_m``."""
+    """Return the heuristic's tiles for a given ``block_m``, and 16-bit operands."""
     gemm_up, gemm_down = _gemms(problem, machine)
     up = gemm_up.fit(_TILES[gemm_up.bits][block_m][0], block_m)
     down = gemm_down.fit(_TILES[gemm_down.bits][block_m][1], block_m)
@@ -234,6 +267,10 @@ def tuning_configs(
     of each field, and tries the neighbours of the best configuration so far.
     """
     own = heuristic(problem, machine, tokens)
+    if own.block_scaled:
+        stages = [replace(own, **{name: replace(_BLOCK_SCALED_TILE, num_stages=3)}) for name in ("up", "down")]
+        plain = _with_block_m(problem, machine, tokens, own.block_m)
+        return [] if timed else [own, replace(own, block_m=96 - own.block_m), *stages, plain]
     if not timed:
         most = _max_block_m(problem, machine)
         blocks = [b for b in (own.block_m, 2 * own.block_m, own.block_m // 2) if 8 <= b <= most]

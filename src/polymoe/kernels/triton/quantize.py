@@ -20,18 +20,21 @@ __all__ = ["OPERANDS", "UNQUANTIZED", "Operand", "Quantization", "activate_and_q
 OPERANDS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 """Types of MMA operands, as Triton names them."""
 
-_GROUP, _MX_GROUP = 128, 32
+_GROUPS = {"block": 128, "mx": 32, "mx_codes": 32}
+"""Columns that share a scale, by mode."""
 _BLOCK = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """How the input of a GEMM is rounded to E4M3. The MMA's operands have 16 bits, which hold every E4M3 number.
+    """How the input of a GEMM is rounded to E4M3. The MMA's operands have 16 bits, which hold every E4M3 number, unless
+    the mode is "mx_codes".
 
     Attributes:
         mode: "none", "row" (one scale for each row), "block" (one for each row and 128 columns), "static" (one for
-            each expert, so that x needs expanded rows), or "mx" (a power of two for each row and 32 columns, by which
-            the numbers are multiplied again: bfloat16 holds the products, so that no scale is left over).
+            each expert, so that x needs expanded rows), "mx" (a power of two for each row and 32 columns, by which
+            the numbers are multiplied again: bfloat16 holds the products, so that no scale is left over), or "mx_codes"
+            (the same scales, for an MMA that takes E4M3 codes and E8M0 scales).
         static_E: float32 scales of "static".
     """
 
@@ -48,7 +51,7 @@ class Operand:
 
     Attributes:
         values: [rows, K] in operand order: column c is at ``(c % planes) * (K / planes) + c // planes``.
-        scales: float32 [rows, groups]; without quantization, ``values``.
+        scales: float32 [rows, groups], or uint8 for "mx_codes"; where there are none, ``values``.
         ctas_per_row: CTAs for each row; 1 where a CTA converts ``constants["ROWS"]`` rows.
         constants: constexpr arguments.
     """
@@ -68,14 +71,15 @@ class Operand:
         """Return the shapes of the values and of the scales of an operand, None where it has no scales."""
         if mode in ("none", "mx"):
             return (rows, columns), None
-        return (rows, columns), (rows, ceil_div(columns, _GROUP) if mode == "block" else 1)
+        group = _GROUPS.get(mode)
+        return (rows, columns), (rows, ceil_div(columns, group) if group else 1)
 
     @classmethod
     def of(cls, values: Tensor, scales: Tensor | None, planes: int, mode: str) -> Operand:
         """Return the operand in these tensors, not yet written."""
         rows, columns = values.shape
         width = triton.next_power_of_2(columns)
-        group = {"block": _GROUP, "mx": _MX_GROUP}.get(mode)
+        group = _GROUPS.get(mode)
         block = width if mode == "row" else min(_BLOCK, max(width, group or planes))
         constants = {
             "MODE": mode,
@@ -158,20 +162,21 @@ def convert_rows(
         GROUPS: tl.constexpr = BLOCK // GROUP
         grouped = tl.reshape(tl.where(inside, x, 0.0), (ROWS, PLANES, GROUPS, GROUP // PLANES))
         amax = tl.max(tl.max(tl.abs(grouped), 3), 1)
-        if MODE == "mx":
+        if MODE == "mx" or MODE == "mx_codes":
             # 448 is 1.75 * 2**8: a fraction of amax above 0.75 carries into the exponent, from which 8 is taken.
-            exponent = ((amax.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8
-            scale = (tl.maximum(exponent, 1) << 23).to(tl.float32, bitcast=True)
+            exponent = tl.maximum(((amax.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8, 1)
+            scale = (exponent << 23).to(tl.float32, bitcast=True)
         else:
             scale = tl.div_rn(amax, tl.full((ROWS, GROUPS), 448.0, tl.float32))
             scale = tl.where(scale == 0, 1.0, scale)
         scales = tl.zeros_like(grouped) + scale[:, None, :, None]
         quantized = round_e4m3(tl.div_rn(grouped, scales))
         x = tl.reshape(quantized * scales if MODE == "mx" else quantized, (ROWS, PLANES, WORDS))
-    if MODE == "row" or MODE == "block":
+    if MODE == "row" or MODE == "block" or MODE == "mx_codes":
         num_groups = tl.cdiv(columns, GROUP)
         group = cta_of_row * GROUPS + tl.arange(0, GROUPS)[None, :]
         mask = (group < num_groups) & (row < rows)[:, None]
-        tl.store(scale_ptr + row[:, None] * num_groups + group, scale, mask=mask)
+        stored = exponent.to(tl.uint8) if MODE == "mx_codes" else scale  # an E8M0 code is a float32's exponent
+        tl.store(scale_ptr + row[:, None] * num_groups + group, stored, mask=mask)
     out_at = out_ptr + row.to(tl.int64)[:, None, None] * columns + plane * (columns // PLANES) + word
     tl.store(out_at, x.to(out_ptr.dtype.element_ty), mask=inside)
