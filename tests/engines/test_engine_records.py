@@ -230,3 +230,31 @@ def test_captured_calls_are_compared_with_the_reference(monkeypatch: pytest.Monk
     assert 0.3 < float(found["1"]) < 0.9
     monkeypatch.setenv(common.CAPTURED, str(other))
     assert common.layer_errors(tmp_path) == {}
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_reloaded_weights_are_compared_with_a_fresh_start(monkeypatch: pytest.MonkeyPatch, wrong: bool) -> None:
+    """An engine that does not take the second reload gives the first one's answers."""
+    monkeypatch.setattr(common, "changed", lambda _, target: target)
+
+    def tokens(path: Path | str) -> list[list[int]]:
+        return [[1], [2]] if str(path).startswith(str(common.MODELS)) else [[1], [3]]
+
+    def ask(_: str, path: Path, then: list[str]) -> dict[str, Any]:
+        reloaded = [tokens(p) for p in then]
+        if wrong and then:
+            reloaded[1] = reloaded[0]
+        return {"tokens": tokens(path), "reloaded": reloaded} if then else {"tokens": tokens(path)}
+
+    records: list[dict[str, Any]] = []
+    common.compare_reloads(["sums-qwen3-fp8"], ask, Namespace(jobs=2), records.append)
+    assert records == [
+        {
+            "model": "sums-qwen3-fp8",
+            "experts": "polymoe",
+            "reload": True,
+            "tokens": [[1], [2]],
+            "same_after_reload": [2, 1 if wrong else 2, 2],
+            "changed_answers": 1,
+        }
+    ]

@@ -109,6 +109,14 @@ def test_two_ranks_of_tensor_parallelism_answer(written: Callable[[str], Path]) 
     assert "tp=2" in line
 
 
+def test_two_ranks_that_attend_to_their_own_requests_answer(written: Callable[[str], Path]) -> None:
+    """Their experts get the tokens of both, and padding; a rank without requests runs too."""
+    found = ask(written("BF16"), tp_size=2, dp_size=2, enable_dp_attention=True)
+    assert answers(found) == SUMS
+    (line,) = lines(found)
+    assert "tp=2" in line
+
+
 def test_two_ranks_of_expert_parallelism_answer() -> None:
     found = ask(GPT_OSS, tp_size=2, ep_size=2, **SINKS)
     assert answers(found) == SUMS
