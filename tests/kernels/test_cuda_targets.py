@@ -66,12 +66,12 @@ def test_x_in_stages_gives_the_same_bits(
     assert relative_error(outs[0], expected) < TOLERANCE
 
 
-def awkward_layer(format: str, intermediate: int) -> tuple[ExpertWeights, torch.Tensor, Routing]:
+def awkward_layer(format: str, intermediate: int, hidden: int = 1104) -> tuple[ExpertWeights, torch.Tensor, Routing]:
     """Work tiles of every number of rows, and an expert that is not there."""
     weights = random_experts(
-        format, hidden=1104, intermediate=intermediate, gated=format != "nvfp4", bias=True, experts=3
+        format, hidden=hidden, intermediate=intermediate, gated=format != "nvfp4", bias=True, experts=3
     )
-    x, routing = random_call(17, 1104, 3, 2, torch.bfloat16)
+    x, routing = random_call(17, hidden, 3, 2, torch.bfloat16)
     routing.topk_ids_TA[:8] = 1
     routing.topk_ids_TA[8, 0] = -1
     return weights, x, routing
@@ -91,7 +91,7 @@ def test_copies_of_sm80_give_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, format: str, rows: int, intermediate: int, kib: int
 ) -> None:
     """Without the bulk copy engine: copies land as late as barriers allow. SM80's own sums differ in the last bits."""
-    weights, x, routing = awkward_layer(format, intermediate)
+    weights, x, routing = awkward_layer(format, intermediate, hidden=560)
     x = x.float()  # so that the result has all bits
     sm80 = replace(SM80, budget=replace(SM80.budget, shared_bytes=kib * 1024))
     activation = {"activation": GPT_OSS} if weights.spec.gated else {}
@@ -122,7 +122,7 @@ def test_a_missing_wait_shows(monkeypatch: pytest.MonkeyPatch, path: str, text: 
     files = sources()
     assert text in files[path]
     files[path] = files[path].replace(text, instead)
-    weights, x, routing = awkward_layer("mxfp4", 592)
+    weights, x, routing = awkward_layer("mxfp4", 592, hidden=560)
     units = {name: library(name, SM80) for name in ("permute", "finalize")}
     unit = "w4a16_mma_mxfp4"
     units[unit] = compile_files(files, SM80.units[unit], ("GemmArgs",), "mutant", SM80.defines)
