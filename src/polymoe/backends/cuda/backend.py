@@ -145,7 +145,9 @@ class Cuda(BackendBase):
         the same rates are assumed.
         """
         c, config = cost(problem, machine.device, tokens), self.configure(problem, machine, tokens)
-        rates = config.kernels.rates
+        family, capability = config.kernels, machine.device.capability
+        sm80 = capability is not None and target_for(capability).sm80
+        rates = family.rates_sm80 if sm80 and family.rates_sm80 else family.rates
         return Prediction(rates.time_us(c.memory_us, c.compute_us, c.mean_rows), "cost model")
 
     def bind(self, problem: Problem, packed: Packed) -> Runner:

@@ -88,6 +88,7 @@ class KernelFamily:
         choices: tiles by rows per expert, ascending. Of families for the same weights, those for fewer rows come first
             in the table. Beyond all choices, the last family runs with its largest tile.
         rates: rates for the cost model.
+        rates_sm80: the same for SM80 to SM89, or None if there are no kernels for them.
         batch_invariant: whether a token's result is bitwise identical in any batch and with any of the family's tiles.
         gated_only: whether experts must have a gate.
         output_weight_only: whether router weights must multiply the output.
@@ -107,6 +108,7 @@ class KernelFamily:
     output_weight_only: bool = False
     wider_down: bool = False
     shorter: ShorterTiles | None = None
+    rates_sm80: Rates | None = None
     check_tokens: int = 8
     cvt_layout: str = ""
 
@@ -139,10 +141,11 @@ class KernelFamily:
 _INF = float("inf")
 _ALL = (
     # Fitted to 1 to 128 tokens of DeepSeek-V4-Flash in MXFP4: up to 3.2 rows per expert. K is split between warps, so
-    # that the order of sums differs from w4a16_wgmma.
+    # that the order of sums differs from w4a16_wgmma. Rates for SM80 are what its kernels reached on the H200.
     KernelFamily(
         sizes.W4A16_MMA, (UNQUANTIZED,), "w4a16_fragments", launch.MmaCall,
         (Choice(4.4, 8, 64),), Rates(0.875, 0.45, 10.0, rows=16), batch_invariant=False,
+        rates_sm80=Rates(0.44, 0.45, 15.0, rows=16),
         cvt_layout="w4a16_fragments_cvt",
     ),
     # Fitted to 256 to 1024 tokens (6 to 24 rows), 2048 (48), 4096 (96), and more. In every tile, one accumulator adds K

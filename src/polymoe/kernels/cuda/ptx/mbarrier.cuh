@@ -26,13 +26,14 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint
 }
 
 // Waits for the phase of this parity to complete.
-#ifdef POLYMOE_SM80  // whose wait does not suspend the thread
+#ifdef POLYMOE_SM80  // whose wait does not suspend the thread: between tests it sleeps, so that others can issue
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
     asm volatile(
         "{\n"
         ".reg .pred done;\n"
         "again:\n"
         "mbarrier.test_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done nanosleep.u32 40;\n"
         "@!done bra again;\n"
         "}\n" ::"r"(barrier),
         "r"(parity)
