@@ -99,7 +99,8 @@ class TestConfigure:
         found = [str(Cuda().configure(seed_problem(), H200, t)) for t in (1, 64, 128, 256, 512, 2048, 8192)]
         assert found == [
             "w4a16_mma, block_m 8, block_n 64", "w4a16_mma, block_m 8, block_n 64", "w4a16_mma, block_m 8, block_n 64",
-            "w4a16_wgmma, block_m 32", "w4a16_wgmma, block_m 32", "w4a16_wgmma, block_m 64", "w4a16_wgmma, block_m 256",
+            "w4a16_wgmma, block_m 32", "w4a16_wgmma, block_m 128, narrow_m 32",
+            "w4a16_wgmma, block_m 128, narrow_m 64", "w4a16_wgmma, block_m 256, narrow_m 64",
         ]  # fmt: skip
 
     def test_down_in_shorter_tiles_where_the_last_wave_of_tall_ones_is_half_empty(self) -> None:
@@ -112,7 +113,7 @@ class TestConfigure:
         assert str(lower) == "w4a16_wgmma, block_m 32, down_block_m 64"
         assert CudaConfig.from_dict(lower.to_dict()) == lower
         larger = replace(gpt_oss, spec=replace(spec, experts=128, local_experts=128))
-        assert Cuda().configure(larger, H200, 256) == CudaConfig("w4a16_wgmma", 32)
+        assert Cuda().configure(larger, H200, 256) == CudaConfig("w4a16_wgmma", 128, narrow_m=32)
         assert lower in Cuda().tuning_configs(larger, H200, 256)
 
     def test_x_too_wide_for_shared_memory_goes_in_fewer_rows_or_to_wgmma(self) -> None:
@@ -159,6 +160,18 @@ class TestConfigure:
             CudaConfig("w4a16_wgmma", 32, 0, down)
         with pytest.raises(PlanError, match="expected 0 or a larger block_m of a w4a16_mma kernel: 0, got 32"):
             CudaConfig("w4a16_mma", 8, 64, 32)
+
+    @pytest.mark.parametrize(
+        ("sizes", "expected"),
+        [
+            (("w4a16_wgmma", 128, 0, 0, 48), "beside block_m 128: 0, 32, 64, got 48"),
+            (("w4a16_wgmma", 64, 0, 128, 32), "beside block_m 64: 0, got 32"),
+            (("bf16", 128, 0, 0, 32), "beside block_m 128: 0, got 32"),
+        ],
+    )
+    def test_narrow_work_tiles_without_kernels(self, sizes: tuple[Any, ...], expected: str) -> None:
+        with pytest.raises(PlanError, match=f"CudaConfig.narrow_m: expected narrow_m {expected}"):
+            CudaConfig(*sizes)
 
     def test_every_configuration_is_read_back_from_json(self) -> None:
         for case in CASES.values():
@@ -246,4 +259,4 @@ class TestAuto:
         with pytest.warns(UserWarning, match="it was tuned with polymoe 0.1.0; run again: polymoe tune"):
             plan = select(seed_problem(), machine, table=Table(((row, old),))).require()
         assert plan.step(64).config == CudaConfig("w4a16_mma", 16, 64)
-        assert plan.step(512).config == CudaConfig("w4a16_wgmma", 32)
+        assert plan.step(512).config == CudaConfig("w4a16_wgmma", 128, narrow_m=32)

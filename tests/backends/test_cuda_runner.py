@@ -13,6 +13,7 @@ from polymoe.backends.base import mapped_ids
 from polymoe.backends.cuda import Cuda, CudaConfig
 from polymoe.errors import ArgumentError
 from polymoe.kernels.cuda import modules
+from polymoe.kernels.cuda.launch.permutation import LIST_BYTES
 from polymoe.kernels.cuda.targets import Target
 from polymoe.routing import Routing
 from support.cuda_calls import gpu, pack, run_emulated
@@ -63,7 +64,7 @@ def test_a_call_follows_the_number_of_tokens(made: Made, config: CudaConfig) -> 
         gate_up, down = (m for m in made if "k" in m)
         assert gate_up["out"] == down["x"]
         assert down["out"] == made[-1]["y"]
-        assert {m["num_tiles"] for m in (gate_up, down)} == {made[0]["num_tiles"]}
+        assert [m["num_tiles"] - made[0]["lists"] for m in (gate_up, down)] == [0, LIST_BYTES]
 
 
 @pytest.mark.parametrize("config", [FEW, MANY], ids=str)
@@ -85,7 +86,7 @@ def test_arrays_of_a_call_lie_in_the_workspace_that_is_given(made: Made, config:
             made[0]["permuted_to_expanded"],
         ]
         assert all(begin <= at < end for at in inside)
-        assert len({gate_up["out"], down["out"], gate_up["work_tiles"], gate_up["num_tiles"]}) == 4
+        assert len({gate_up["out"], down["out"], gate_up["work_tiles"], gate_up["num_tiles"], down["num_tiles"]}) == 5
     with pytest.raises(ArgumentError, match="workspace: expected an address that is a multiple of 16"):
         call(runner, config, 7, workspace=torch.empty(bytes + 1, dtype=torch.uint8)[1:])
 

@@ -24,6 +24,8 @@ from support.problems import GPT_OSS, problem_of, random_call, random_experts
 EVERY = [
     *[CudaConfig("w4a16_mma", rows, 64) for rows in (8, 12, 16)],
     *[CudaConfig("w4a16_wgmma", rows) for rows in (32, 64, 128, 256)],
+    *[CudaConfig("w4a16_wgmma", 128, narrow_m=rows) for rows in (32, 64)],
+    CudaConfig("w4a16_wgmma", 256, narrow_m=64),
 ]
 TABLE = {"cuda": Cuda()}
 
@@ -115,7 +117,7 @@ def test_many_repeats_to_the_bit(config: CudaConfig) -> None:
     weights = random_experts("mxfp4", hidden=1024, intermediate=512, experts=4)
     problem = problem_of(weights)
     packed = LAYOUTS["w4a16_fragments"].pack(weights, torch.device("cuda"))
-    x, routing = random_call(400, 1024, 4, dtype=torch.bfloat16)
+    x, routing = random_call(300, 1024, 4, dtype=torch.bfloat16)  # experts of 128 rows and a few
     expected = run_experts(problem, weights, x, routing)
     x, there = x.cuda(), Routing(*(part.cuda() for part in routing))
     outs = [torch.empty_like(x) for _ in range(2)]

@@ -142,7 +142,7 @@ FORMATS = list(W4_FORMATS)
 def test_every_configuration_has_its_kernels(format: str, gated: bool) -> None:
     problem = problem_of(random_experts(format, hidden=256, intermediate=128, gated=gated))
     configs = Cuda().tuning_configs(problem, Machine.of("h200"), 1)
-    assert len(configs) == len(W4A16_MMA.tiles) + len(W4A16_WGMMA.tiles) + 1
+    assert len(configs) == len(W4A16_MMA.tiles) + len(W4A16_WGMMA.tiles) + 4
     for config in configs:
         assert isinstance(config, CudaConfig)
         for part, block_m in (

@@ -31,7 +31,8 @@ from support.problems import GPT_OSS, problem_of, random_call, random_experts
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 MMA = [CudaConfig("w4a16_mma", rows, 64) for rows in (8, 12, 16)]
 WGMMA = [*(CudaConfig("w4a16_wgmma", rows) for rows in (32, 64, 128, 256)), CudaConfig("w4a16_wgmma", 32, 0, 64)]
-W4A8 = [CudaConfig("w4a8", rows) for rows in (16, 32, 64, 128)]
+NARROW = [CudaConfig("w4a16_wgmma", 128, narrow_m=narrow_m) for narrow_m in (32, 64)]
+W4A8 = [*(CudaConfig("w4a8", rows) for rows in (16, 32, 64, 128)), CudaConfig("w4a8", 128, narrow_m=32)]
 
 
 def formats(*quick: str, slow: tuple[str, ...] = ("int4_g128",)) -> pytest.MarkDecorator:
@@ -73,7 +74,7 @@ def emulate(
     return made
 
 
-@pytest.mark.parametrize("config", MMA + WGMMA, ids=str)
+@pytest.mark.parametrize("config", [*MMA, *WGMMA, *NARROW], ids=str)
 @pytest.mark.parametrize("gated", [True, False])
 def test_every_configuration(monkeypatch: pytest.MonkeyPatch, libraries: Any, config: CudaConfig, gated: bool) -> None:
     """K of five blocks and a k_tail, three tiles of 16 rows of weights, experts with more rows than a work tile holds,
@@ -193,7 +194,8 @@ def test_rows_in_e4m3(
         monkeypatch, libraries("mxfp4", "fp8_group128"), weights, x, routing, config, coarse=coarse,
         activation=GPT_OSS, most=MOST, **E4M3,
     )  # fmt: skip
-    gemms = [f"w4a8_{part}_m{config.block_m}" for part in ("gate_up", "down")]
+    launched = [config.block_m, *([config.narrow_m] if config.narrow_m else [])]
+    gemms = [f"w4a8_{part}_m{block_m}" for part in ("gate_up", "down") for block_m in launched]
     assert made == ["permutation_one_cta", "quantize_permuted", *gemms, "finalize_bf16"]
 
 
@@ -255,7 +257,7 @@ def test_a_token_in_e4m3_does_not_depend_on_its_batch(
     x, routing = random_call(60, 320, 5, 3, torch.bfloat16)
     units, problem = libraries("mxfp4", "fp8_group128"), problem_of(weights, batch_invariant=True, **E4M3)
     configs = [c for c in Cuda().tuning_configs(problem, Machine.of("h200"), 60) if isinstance(c, CudaConfig)]
-    assert len(configs) == len(W4A8)
+    assert set(W4A8) <= set(configs)
     whole, _ = run_emulated(monkeypatch, units, weights, x, routing, configs[-1], coarse=coarse, **E4M3)
     for config in configs:
         for some in (slice(0, 1), slice(59, 60), slice(31, 38), slice(3, 60)):
@@ -299,10 +301,17 @@ def test_quantize(
 
 
 def permuted(
-    ids: torch.Tensor, *, first_expert: int, experts: int, block_m: int, with_inverse: bool = True
+    ids: torch.Tensor,
+    *,
+    first_expert: int,
+    experts: int,
+    block_m: int,
+    with_inverse: bool = True,
+    narrow_m: int = 0,
+    ctas: int = 132,
 ) -> dict[str, torch.Tensor]:
     """The arrays of a permutation, by name."""
-    permutation = Permutation(first_expert, experts, block_m, with_inverse, target=SM90)
+    permutation = Permutation(first_expert, experts, block_m, with_inverse, narrow_m=narrow_m, ctas=ctas, target=SM90)
     words = torch.empty(permutation.resize(ids.numel()) // 4, dtype=torch.int32)
     args, found = permutation.args, {}
     args.ids, args.long_ids = ids.data_ptr(), ids.dtype == torch.int64
@@ -310,7 +319,7 @@ def permuted(
     for (name, offset), end in zip(permutation.offsets.items(), ends, strict=True):
         setattr(args, name, words.data_ptr() + offset)
         part = words[offset // 4 : end // 4]
-        found[name] = part.view(-1, 4) if name in ("work_tiles", "expanded_to_permuted") else part
+        found[name] = part if name in ("permuted_to_expanded", "counts") else part.view(-1, 4)
     for launch in permutation.launches:
         launch(0)
     return found
@@ -333,19 +342,29 @@ def test_no_rows_of_this_rank(monkeypatch: pytest.MonkeyPatch, libraries: Any, c
 
 
 @pytest.mark.parametrize("tokens", [3, 32, 33, 700, 3100])
-@pytest.mark.parametrize("block", [8, 12, 128])
-def test_permutation(monkeypatch: pytest.MonkeyPatch, libraries: Any, tokens: int, block: int) -> None:
-    """Every local row once, in work tiles of one expert each, in order, padded to multiples of eight rows."""
+@pytest.mark.parametrize(("block", "narrow"), [(8, 0), (12, 0), (128, 0), (128, 32)])
+def test_permutation(monkeypatch: pytest.MonkeyPatch, libraries: Any, tokens: int, block: int, narrow: int) -> None:
+    """Every local row once, in work tiles of one expert each, in order, padded to multiples of eight rows. Tiles with
+    up to ``narrow`` rows have a list of their own, and CTAs by what wide ones cost beside them."""
     emulator = Emulator(libraries("mxfp4"), [])
     monkeypatch.setattr(modules, "kernel", emulator)
     g = torch.Generator().manual_seed(tokens)
     ids = torch.randint(-2, 305, (tokens, 1), generator=g)
     ids[::2] = 299  # many rows of one expert
     inverse = block % 8 == 0
-    found = permuted(ids, first_expert=3, experts=300, block_m=block, with_inverse=inverse)
+    found = permuted(ids, first_expert=3, experts=300, block_m=block, with_inverse=inverse, narrow_m=narrow)
     name = "permutation_one_warp" if tokens <= 32 else "permutation_one_cta"
     assert emulator.made == ([name] if tokens <= 2048 else ["permutation_count", "permutation_many_ctas"])
-    tiles = found["work_tiles"][: int(found["num_tiles"][0])].tolist()
+    wide, wide_down, few, few_down = found["lists"].tolist()
+    assert (wide, few) == (wide_down, few_down)
+    assert (wide[1:3], few[1:3]) == ([wide[1]] * 2, [132, 132])  # tiles beyond those that CTAs begin with
+    lists = {"work_tiles": wide[0], "narrow_tiles": few[0]}
+    by_list = [found[name][:count].tolist() for name, count in lists.items()]
+    assert all(number > narrow for _, _, number, _ in by_list[0])
+    assert all(number <= narrow for _, _, number, _ in by_list[1])
+    tiles = sorted(by_list[0] + by_list[1], key=lambda tile: tile[1])
+    cost = 0.9 * wide[0] + 0.012 * sum(number for _, _, number, _ in by_list[0])
+    assert wide[1] == (min(132, 1 + int(1.8 * 132 * cost / (cost + few[0]) + 1e-4)) if wide[0] else 0)
     order = found["permuted_to_expanded"]
     seen: list[int] = []
     next_row, next_padded, before, previous = 0, 0, None, 0

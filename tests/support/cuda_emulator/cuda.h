@@ -113,7 +113,7 @@ struct Block {
     std::mt19937 random;
     Index block, grid;
     int size, shared_bytes;
-    bool moved, waited;
+    bool moved, waited, copied;
     char error[256];
     std::vector<std::pair<const uint8_t*, long>> ranges;  // of global memory: copies stay inside
 };
@@ -187,7 +187,7 @@ inline void land(size_t which) {
 inline bool run_block() {
     for (auto& t : here.threads) t.done = t.started = false, t.open.clear(), t.groups.clear(), t.copies.clear();
     here.warps.clear(), here.named.clear(), here.barriers.clear(), here.copies.clear();
-    here.waited = false;
+    here.waited = here.copied = false;
     // Between _setjmp and _longjmp nothing here but volatile and static values counts.
     static size_t next, turn;
     static bool backwards;
@@ -230,7 +230,7 @@ inline bool run_block() {
         snprintf(here.error, sizeof here.error, "a copy that no barrier waits for");
     else if (!here.copies.empty())
         snprintf(here.error, sizeof here.error, "a copy is under way at the end");
-    else if (!here.waited)
+    else if (!here.waited && (here.block.x == 0 || here.copied || here.barriers.empty()))  // others may have no work
         snprintf(here.error, sizeof here.error, "ends without having waited for the kernel before");
     else
         return true;
@@ -417,7 +417,8 @@ inline int of_lanes(int value, Work work) {
 inline int __shfl_up_sync(uint32_t, int value, int step) {
     return of_lanes(value, [=](int lane, auto of) { return of(lane >= step ? lane - step : lane); });
 }
-inline int __shfl_sync(uint32_t, int value, int from) {
+inline int __shfl_sync(uint32_t mask, int value, int from) {
+    if (mask == 1u) return value;  // the first lane's own
     struct Brought {
         int in, from, out;
     } mine{value, from, 0};
@@ -440,6 +441,9 @@ inline unsigned long long __shfl_sync(uint32_t mask, unsigned long long value, i
     const auto low = static_cast<uint32_t>(__shfl_sync(mask, static_cast<int>(value), from));
     const auto high = static_cast<uint32_t>(__shfl_sync(mask, static_cast<int>(value >> 32), from));
     return static_cast<unsigned long long>(high) << 32 | low;
+}
+inline uint32_t __shfl_xor_sync(uint32_t, uint32_t value, int mask) {
+    return of_lanes(static_cast<int>(value), [=](int lane, auto of) { return of(lane ^ mask); });
 }
 inline float __shfl_xor_sync(uint32_t, float value, int mask) {
     struct Brought {

@@ -185,9 +185,10 @@ def _fits(problem: Problem, machine: Machine, config: CudaConfig) -> bool:
 
 
 def _configs(problem: Problem, machine: Machine, family: KernelFamily) -> list[CudaConfig]:
-    """Return all of a family's configurations that fit in shared memory, with one size of tile for both GEMMs."""
+    """Return all of a family's configurations that fit in shared memory, with the same tiles for both GEMMs."""
     sizes = family.sizes
-    configs = (CudaConfig(family.name, m, n) for m in sizes.tiles for n in sizes.block_ns or (0,))
+    configs = [CudaConfig(family.name, m, n) for m in sizes.tiles for n in sizes.block_ns or (0,)]
+    configs += [CudaConfig(family.name, m, narrow_m=narrow_m) for m, narrow_m in family.narrow]
     return [config for config in configs if _fits(problem, machine, config)]
 
 
@@ -195,7 +196,7 @@ def _choices(problem: Problem, machine: Machine) -> Iterator[tuple[KernelFamily,
     """Yield family, configuration and largest mean of rows per expert, ascending, for the families that may be used."""
     for family in _families(problem, machine):
         for choice in family.choices:
-            config = CudaConfig(family.name, choice.block_m, choice.block_n)
+            config = CudaConfig(family.name, choice.block_m, choice.block_n, narrow_m=choice.narrow_m)
             if _fits(problem, machine, config):
                 yield family, config, choice.most_rows
 
@@ -203,7 +204,7 @@ def _choices(problem: Problem, machine: Machine) -> Iterator[tuple[KernelFamily,
 def _shorter(problem: Problem, machine: Machine, family: KernelFamily, config: CudaConfig, tiles: float) -> CudaConfig:
     """Return ``config``, or one with shorter tiles of weights for one or both GEMMs where these finish sooner."""
     spec, shorter = problem.spec, family.shorter
-    if shorter is None or config.block_m != shorter.block_m:
+    if shorter is None or (config.narrow_m or config.block_m) != shorter.block_m:
         return config
 
     def pays(n: int) -> bool:
@@ -218,4 +219,4 @@ def _shorter(problem: Problem, machine: Machine, family: KernelFamily, config: C
         return config
     if pays((2 if spec.gated else 1) * spec.intermediate):
         return CudaConfig(family.name, shorter.instead)
-    return CudaConfig(family.name, config.block_m, 0, shorter.instead)
+    return CudaConfig(family.name, shorter.block_m, 0, shorter.instead)

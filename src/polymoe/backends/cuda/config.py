@@ -20,6 +20,8 @@ class CudaConfig(Config):
         block_m: most rows of x in a work tile.
         block_n: 64 for w4a16_mma, else 0.
         down_block_m: ``block_m`` of the kernel for the down projection if it differs, else 0. Work tiles are the same.
+        narrow_m: ``block_m`` of the kernels for the work tiles of at most so many rows, which have launches of their
+            own; 0 if there are none.
 
     Raises:
         PlanError: if no kernel has these sizes. A table of measured times may be older than the kernels.
@@ -29,6 +31,7 @@ class CudaConfig(Config):
     block_m: int
     block_n: int = 0
     down_block_m: int = 0
+    narrow_m: int = 0
 
     def __post_init__(self) -> None:
         known = FAMILIES.get(self.family)
@@ -46,6 +49,11 @@ class CudaConfig(Config):
             expected = f"0 or a larger block_m of a {self.family} kernel: {', '.join(map(str, [0, *wider]))}"
             raise PlanError("CudaConfig.down_block_m", expected=expected, got=str(self.down_block_m))
 
+        narrower = [narrow_m for block_m, narrow_m in known.narrow if block_m == self.block_m and not self.down_block_m]
+        if self.narrow_m not in (0, *narrower):
+            expected = f"narrow_m beside block_m {self.block_m}: {', '.join(map(str, [0, *narrower]))}"
+            raise PlanError("CudaConfig.narrow_m", expected=expected, got=str(self.narrow_m))
+
     @property
     def kernels(self) -> KernelFamily:
         """The family's entry in ``FAMILIES``."""
@@ -62,5 +70,5 @@ class CudaConfig(Config):
         return self.kernels.check_tokens
 
     def __str__(self) -> str:
-        sizes = (("block_n", self.block_n), ("down_block_m", self.down_block_m))
+        sizes = (("block_n", self.block_n), ("down_block_m", self.down_block_m), ("narrow_m", self.narrow_m))
         return ", ".join([f"{self.family}, block_m {self.block_m}", *(f"{n} {size}" for n, size in sizes if size)])

@@ -25,12 +25,13 @@ class Choice:
 
     Attributes:
         most_rows: the largest mean for which these tiles are the fastest.
-        block_m, block_n: sizes of the tiles, as in ``CudaConfig``.
+        block_m, block_n, narrow_m: sizes of the tiles, as in ``CudaConfig``.
     """
 
     most_rows: float
     block_m: int
     block_n: int = 0
+    narrow_m: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,7 @@ class KernelFamily:
         gated_only: whether experts must have a gate.
         output_weight_only: whether router weights must multiply the output.
         wider_down: whether the down projection may run with a larger ``block_m``.
+        narrow: pairs of ``block_m`` and ``narrow_m`` with which work tiles of few rows have launches of their own.
         shorter: replacement tiles for calls where they fill the SMs better, or None.
         check_tokens: tokens of the call that checks a layer at load.
     """
@@ -107,6 +109,7 @@ class KernelFamily:
     gated_only: bool = False
     output_weight_only: bool = False
     wider_down: bool = False
+    narrow: tuple[tuple[int, int], ...] = ()
     shorter: ShorterTiles | None = None
     rates_sm80: Rates | None = None
     check_tokens: int = 8
@@ -150,17 +153,22 @@ _ALL = (
     ),
     # Fitted to 256 to 1024 tokens (6 to 24 rows), 2048 (48), 4096 (96), and more. In every tile, one accumulator adds K
     # in order, 16 columns at a time. The cost of `shorter` is the largest of DeepSeek-V4-Flash and Kimi K2 TP8 at 256
-    # and 512 tokens.
+    # and 512 tokens. Narrow tiles were chosen by times with uniform and with Zipf routing.
     KernelFamily(
         sizes.W4A16_WGMMA, (UNQUANTIZED,), "w4a16_fragments", launch.TiledCall,
-        (Choice(29.0, 32), Choice(62.0, 64), Choice(115.0, 128), Choice(_INF, 256)), Rates(0.96, 0.95, 20.0),
-        wider_down=True, shorter=ShorterTiles(32, 64, 1.2),
+        (
+            Choice(7.0, 32), Choice(29.0, 128, narrow_m=32), Choice(115.0, 128, narrow_m=64),
+            Choice(_INF, 256, narrow_m=64),
+        ),
+        Rates(0.96, 0.95, 20.0), wider_down=True, narrow=((128, 32), (128, 64), (256, 64)),
+        shorter=ShorterTiles(32, 64, 1.2),
     ),
     # Fitted to 1 to 256 tokens of DeepSeek-V4-Flash (up to 6 rows), 512 and 1024 (24), 2048 (48), and more.
     KernelFamily(
         sizes.W4A8, (FP8_GROUP128,), "w4a8_fragments", launch.QuantizedTilesCall,
-        (Choice(8.0, 16), Choice(29.0, 32), Choice(62.0, 64), Choice(_INF, 128)), Rates(0.96, 0.65, 20.0),
-        gated_only=True, output_weight_only=True, wider_down=True,
+        (Choice(5.0, 16), Choice(7.0, 32), Choice(29.0, 128, narrow_m=32), Choice(_INF, 128, narrow_m=64)),
+        Rates(0.96, 0.65, 20.0), gated_only=True, output_weight_only=True, wider_down=True,
+        narrow=((128, 32), (128, 64)),
     ),
     # Fitted to 1 to 4096 tokens of Qwen3-235B TP4 (up to 256 rows).
     KernelFamily(

@@ -109,7 +109,8 @@ class CudaRunner(RunnerBase):
             call = free.pop()
         except IndexError:  # the first call, or other threads use all prepared launches
             family = config.kernels
-            call = family.call(self._layer, family.sizes, config.block_m, config.block_n, config.down_block_m)
+            sizes = (config.block_m, config.block_n, config.down_block_m, config.narrow_m)
+            call = family.call(self._layer, family.sizes, *sizes)
         if call.shape != shape:
             call.resize(*shape)
         if workspace is None:

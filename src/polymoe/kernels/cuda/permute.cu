@@ -1,5 +1,5 @@
 // Ahead of the first GEMM: which expanded rows go to which expert, and x in permuted tiles.
-#include "gemm/args.cuh"
+#include "gemm/tile_list.cuh"
 #include "permuted_row.cuh"
 #include "ptx/griddepcontrol.cuh"
 
@@ -12,10 +12,13 @@ struct PermutationArgs {
     const void* ids;            // [rows]
     int* permuted_to_expanded;  // [rows]
     WorkTile* work_tiles;
-    int* num_tiles;                     // work tiles in use
+    WorkTile* narrow_tiles;             // those of at most narrow_m rows
+    TileList* lists;                    // of the two launches for work_tiles, and of the two for narrow_tiles
     PermutedRow* expanded_to_permuted;  // [rows], or null
     int* counts;  // [CTAs, experts]: rows of each expert among those of a CTA (permutation_many_ctas)
     int rows, first_expert, experts, block_m;
+    int narrow_m;  // 0: all work tiles are in work_tiles
+    int ctas;      // of a launch
     int long_ids;
 };
 
@@ -42,11 +45,39 @@ __device__ __forceinline__ int prefix_sum(int value, int lane) {
     return value;
 }
 
+// An expert's work tiles of up to block_m rows, and rows of its narrow one: 0 or up to narrow_m. Or their sums.
+struct Tiles {
+    int wide, narrow_rows;
+    int narrow;
+};
+
+__device__ __forceinline__ Tiles tiles_of(const PermutationArgs& args, int rows) {
+    const int whole = rows / args.block_m, left = rows - whole * args.block_m;
+    return left > args.narrow_m ? Tiles{whole + 1, 0, 0} : Tiles{whole, left, left > 0};
+}
+
+// `ends`: the tiles of this expert and those before it.
 __device__ __forceinline__ void write_work_tiles(const PermutationArgs& args, int expert, int rows, int first,
-                                                 int first_padded, int first_tile) {
-    for (int done = 0; done < rows; done += args.block_m) {
-        args.work_tiles[first_tile++] = {expert, first + done, min(args.block_m, rows - done), first_padded + done};
+                                                 int first_padded, Tiles tiles, Tiles ends) {
+    const int wide_rows = rows - tiles.narrow_rows;
+    WorkTile* to = args.work_tiles + (ends.wide - tiles.wide);
+    for (int done = 0; done < wide_rows; done += args.block_m) {
+        *to++ = {expert, first + done, min(args.block_m, wide_rows - done), first_padded + done};
     }
+    if (tiles.narrow) {
+        args.narrow_tiles[ends.narrow - 1] = {expert, first + wide_rows, tiles.narrow_rows, first_padded + wide_rows};
+    }
+}
+
+// Work tiles with many rows keep the tensor cores busy, those with few rows memory. So both run side by side: the
+// first launch leaves SMs to the second. It must not be the last to end, so it gets more than its share of the work.
+// Times are relative to a narrow tile's: a wide one takes as long as 0.9 of those, and 0.012 for each row.
+__device__ __forceinline__ void write_lists(const PermutationArgs& args, int rows, Tiles ends) {
+    constexpr float kSlack = 1.8f;
+    const float wide = 0.9f * ends.wide + 0.012f * (rows - ends.narrow_rows), share = wide / (wide + ends.narrow);
+    const int ctas = ends.wide ? min(args.ctas, 1 + static_cast<int>(kSlack * share * args.ctas)) : 0;
+    args.lists[0] = args.lists[1] = {ends.wide, ctas, ctas, 0};
+    args.lists[2] = args.lists[3] = {ends.narrow, args.ctas, args.ctas, 0};
 }
 
 // Up to 32 expanded rows: one warp, a row a lane.
@@ -57,8 +88,11 @@ __device__ __forceinline__ void permutation_one_warp(const PermutationArgs& args
     const int expert = local_expert(args, lane);
     const uint32_t peers = __match_any_sync(0xFFFFFFFFu, expert), below = (1u << lane) - 1;
     const bool first_of_expert = expert >= 0 && (peers & below) == 0;
-    const int rows = first_of_expert ? __popc(peers) : 0, tiles = (rows + args.block_m - 1) / args.block_m;
-    const int first = prefix_sum(rows, lane) - rows, tile_end = prefix_sum(tiles, lane);
+    const int rows = first_of_expert ? __popc(peers) : 0;
+    const Tiles tiles = tiles_of(args, rows);
+    const Tiles ends = {prefix_sum(tiles.wide, lane), prefix_sum(tiles.narrow_rows, lane),
+                        prefix_sum(tiles.narrow, lane)};
+    const int row_end = prefix_sum(rows, lane), first = row_end - rows;
     const int first_padded = prefix_sum(padded_rows(rows), lane) - padded_rows(rows);
     const int mine = __shfl_sync(0xFFFFFFFFu, first, __ffs(peers) - 1) + __popc(peers & below);
     if (expert >= 0) args.permuted_to_expanded[mine] = lane;
@@ -72,8 +106,8 @@ __device__ __forceinline__ void permutation_one_warp(const PermutationArgs& args
                 make_permuted_row(permuted_row, tile_row, row - done, min(args.block_m, count - done));
         }
     }
-    write_work_tiles(args, expert, rows, first, first_padded, tile_end - tiles);
-    if (lane == 31) *args.num_tiles = tile_end;
+    write_work_tiles(args, expert, rows, first, first_padded, tiles, ends);
+    if (lane == 31) write_lists(args, row_end, ends);
 }
 
 // Calls work(row, expert or -1) for the expanded rows from `first` to `end`, by the threads of a CTA.
@@ -104,21 +138,27 @@ struct Experts {
 // the CTAs writes the work tiles.
 __device__ __forceinline__ void assign_rows(const PermutationArgs& args, Experts& experts, int rows, int before,
                                             bool writes) {
-    __shared__ int warp_sums[3][kWarps];
+    constexpr int kSums = 5;
+    __shared__ int warp_sums[kSums][kWarps];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int padded = padded_rows(rows), tiles = (rows + args.block_m - 1) / args.block_m;
-    int row_end = prefix_sum(rows, lane), tile_end = prefix_sum(tiles, lane), padded_end = prefix_sum(padded, lane);
-    if (lane == 31) warp_sums[0][warp] = row_end, warp_sums[1][warp] = tile_end, warp_sums[2][warp] = padded_end;
-    __syncthreads();
-    if (warp < 3) warp_sums[warp][lane] = prefix_sum(warp_sums[warp][lane], lane);
-    __syncthreads();
-    if (warp) {
-        row_end += warp_sums[0][warp - 1], tile_end += warp_sums[1][warp - 1];
-        padded_end += warp_sums[2][warp - 1];
+    const int padded = padded_rows(rows);
+    const Tiles tiles = tiles_of(args, rows);
+    int ends[kSums] = {rows, padded, tiles.wide, tiles.narrow_rows, tiles.narrow};
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) {
+        ends[i] = prefix_sum(ends[i], lane);
+        if (lane == 31) warp_sums[i][warp] = ends[i];
     }
+    __syncthreads();
+    if (warp < kSums) warp_sums[warp][lane] = prefix_sum(warp_sums[warp][lane], lane);
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) ends[i] += warp ? warp_sums[i][warp - 1] : 0;
+    const int row_end = ends[0], padded_end = ends[1];
     if (writes) {
-        if (threadIdx.x == kThreads - 1) *args.num_tiles = tile_end;
-        write_work_tiles(args, threadIdx.x, rows, row_end - rows, padded_end - padded, tile_end - tiles);
+        const Tiles tile_ends = {ends[2], ends[3], ends[4]};
+        if (threadIdx.x == kThreads - 1) write_lists(args, row_end, tile_ends);
+        write_work_tiles(args, threadIdx.x, rows, row_end - rows, padded_end - padded, tiles, tile_ends);
     }
     experts.rows[threadIdx.x] = rows, experts.first[threadIdx.x] = row_end - rows;
     experts.first_padded[threadIdx.x] = padded_end - padded, experts.next[threadIdx.x] = row_end - rows + before;

@@ -21,7 +21,7 @@ inline void bulk_copy_g2s(uint32_t smem, const void* global, uint32_t bytes, uin
     auto* to = memory + (smem - emulator::kStart);
     memset(to, 0xFF, bytes);
     here.copies.push_back({to, from, bytes, barrier});
-    here.moved = true;
+    here.moved = here.copied = true;
 }
 inline void bulk_copy_g2s_evict_first(uint32_t smem, const void* global, uint32_t bytes, uint32_t barrier) {
     bulk_copy_g2s(smem, global, bytes, barrier);
@@ -41,7 +41,7 @@ inline void cp_async_mbarrier_arrive(uint32_t barrier) {
         for (const auto& part : together.parts) together.bytes += part.bytes;
         copies.clear();
         emulator::barrier_at(barrier).bytes += together.bytes;
-        here.copies.push_back(std::move(together));
+        here.copies.push_back(std::move(together)), here.copied = true;
     }
     mbarrier_arrive(barrier);
 }

@@ -3,6 +3,7 @@
 #pragma once
 #include "../pipeline.cuh"
 #include "../ptx/griddepcontrol.cuh"
+#include "tile_queue.cuh"
 
 namespace polymoe {
 
@@ -29,81 +30,108 @@ struct W4Stage {
 };
 
 // One thread of each of four warps: a single thread cannot issue copies fast enough. `n_tiles` is the number of tiles
-// along N; `total` that of all tiles.
+// along N.
 template <class F, class X, int N_BLOCKS, int BLOCK_M, int K_BLOCKS, int PART>
-__device__ __forceinline__ void produce_w4(const GemmArgs& args, Pipeline& pipeline, int producer, int total,
-                                           int n_tiles) {
+__device__ __forceinline__ void produce_w4(const GemmArgs& args, Pipeline& pipeline, TileQueue& queue, int producer,
+                                           const LaunchOrder& order, int n_tiles) {
     using S = W4Stage<F, X, N_BLOCKS, BLOCK_M, K_BLOCKS>;
     constexpr int kProducers = 4, kMine = (N_BLOCKS + kProducers - 1) / kProducers;
     const bool copies_x = producer == (N_BLOCKS % kProducers == 0 ? 0 : kProducers - 1);  // the one with least to do
     const int tiles16 = args.n / 16, k_blocks = (args.k + 63) / 64;
     const int row_scales = (args.k + 64 * F::kScaleBlocks - 1) / (64 * F::kScaleBlocks);
-    bool waited = PART != kDown;
-    for (int i_tile = blockIdx.x; i_tile < total; i_tile += gridDim.x) {
-        const int index = i_tile / n_tiles, n_block = (i_tile - index * n_tiles) * N_BLOCKS;
-        const WorkTile tile = args.work_tiles[index];
-        const int padded = padded_rows(tile.rows), x_tiles = (args.k + X::kColumns - 1) / X::kColumns;
-        const uint8_t *codes[kMine], *scales[kMine];
-        int width[kMine];  // tiles of 16 rows
-#pragma unroll
-        for (int i = 0; i < kMine; ++i) {
-            const int inner = i * kProducers + producer, block = n_block + inner;
-            width[i] = inner < N_BLOCKS ? max(0, min(4, tiles16 - 4 * block)) : 0;
-            codes[i] = args.codes + tile.expert * args.codes_stride + 32LL * block * args.k;
-            scales[i] = args.scales + tile.expert * args.scales_stride +
-                        static_cast<long long>(block) * row_scales * F::kScaleBytes;
-        }
-        const uint8_t* x = reinterpret_cast<const uint8_t*>(args.x) +
-                           static_cast<long long>(tile.padded_row) * x_tiles * (128 + X::kScaleBytes);
-        const uint8_t* x_scales = x + x_tiles * padded * 128;
-        for (int k_block = 0; k_block < k_blocks; k_block += K_BLOCKS) {
-            const uint32_t barrier = pipeline.full_barrier(), to = pipeline.address();
-            const int blocks = min(K_BLOCKS, k_blocks - k_block), columns = min(blocks * 64, args.k - k_block * 64);
-            const int scale_bytes = (blocks + F::kScaleBlocks - 1) / F::kScaleBlocks * F::kScaleBytes;
-            const int x_rows = (columns + X::kColumns - 1) / X::kColumns * padded;  // rows of tiles
-            uint32_t bytes = copies_x ? x_rows * (128 + X::kScaleBytes) : 0;
-#pragma unroll
-            for (int i = 0; i < kMine; ++i) bytes += width[i] ? width[i] * columns * 8 + scale_bytes : 0;
+    const int total = order.work_tiles * n_tiles;
+    bool waited = order.waited<PART>(), idle = true;
+    // The first producer takes tiles, the next one ahead of its use.
+    int next = static_cast<int>(blockIdx.x) < tile_list(args)->ctas ? blockIdx.x : total;
+    WorkTile next_rows = {};
+    if (next < total) next_rows = args.work_tiles[next / n_tiles];
+    for (int n = 0; n <= total; ++n) {  // see TileQueue
+        QueuedTile queued;
+        if (producer == 0) {
             pipeline.wait_empty();
-            mbarrier_arrive_expect_tx(barrier, bytes);
+            queued = {next_rows, next < total ? next % n_tiles * N_BLOCKS : kNoTile};
+            queue.put(pipeline, queued);
+            queue.announce(pipeline);
+            if (next < total) next = atomicAdd(&tile_list(args)->next, 1);
+        } else {
+            queued = queue.wait(pipeline);
+        }
+        const WorkTile tile = queued.rows;
+        const int n_block = of_first_lane(queued.n_block);
+        if (n_block == kNoTile) n = total;
+        if (n_block != kNoTile) {
+            idle = false;
+            const int padded = padded_rows(tile.rows), x_tiles = (args.k + X::kColumns - 1) / X::kColumns;
+            const uint8_t *codes[kMine], *scales[kMine];
+            int width[kMine];  // tiles of 16 rows
 #pragma unroll
             for (int i = 0; i < kMine; ++i) {
-                if (width[i]) {
-                    const int inner = i * kProducers + producer;
-                    const uint32_t to_codes = to + S::kCodes + inner * S::kBlockCodes;
-                    // Where two blocks share scales and a stage has one, the second stage gets the same scales again.
-                    const int first_scale = k_block / F::kScaleBlocks * F::kScaleBytes;
-                    if (width[i] == 4) {
-                        bulk_copy_g2s(to_codes, codes[i], columns * 32, barrier);
-                    } else {  // blocks are as far apart as if they had all their rows
-                        for (int b = 0; b < blocks; ++b) {
-                            bulk_copy_g2s(to_codes + b * 2048, codes[i] + b * width[i] * 512,
-                                          min(64, columns - b * 64) * 8 * width[i], barrier);
+                const int inner = i * kProducers + producer, block = n_block + inner;
+                width[i] = inner < N_BLOCKS ? max(0, min(4, tiles16 - 4 * block)) : 0;
+                codes[i] = args.codes + tile.expert * args.codes_stride + 32LL * block * args.k;
+                scales[i] = args.scales + tile.expert * args.scales_stride +
+                            static_cast<long long>(block) * row_scales * F::kScaleBytes;
+            }
+            const uint8_t* x = reinterpret_cast<const uint8_t*>(args.x) +
+                               static_cast<long long>(tile.padded_row) * x_tiles * (128 + X::kScaleBytes);
+            const uint8_t* x_scales = x + x_tiles * padded * 128;
+            for (int k_block = 0; k_block < k_blocks; k_block += K_BLOCKS) {
+                const uint32_t barrier = pipeline.full_barrier(), to = pipeline.address();
+                const int blocks = min(K_BLOCKS, k_blocks - k_block), columns = min(blocks * 64, args.k - k_block * 64);
+                const int scale_bytes = (blocks + F::kScaleBlocks - 1) / F::kScaleBlocks * F::kScaleBytes;
+                const int x_rows = (columns + X::kColumns - 1) / X::kColumns * padded;  // rows of tiles
+                uint32_t bytes = copies_x ? x_rows * (128 + X::kScaleBytes) : 0;
+#pragma unroll
+                for (int i = 0; i < kMine; ++i) bytes += width[i] ? width[i] * columns * 8 + scale_bytes : 0;
+                pipeline.wait_empty();
+                if (producer == 0 && k_block) queue.announce(pipeline);
+                mbarrier_arrive_expect_tx(barrier, bytes);
+#pragma unroll
+                for (int i = 0; i < kMine; ++i) {
+                    if (width[i]) {
+                        const int inner = i * kProducers + producer;
+                        const uint32_t to_codes = to + S::kCodes + inner * S::kBlockCodes;
+                        // Where two blocks share scales and a stage has one, the second stage gets the same scales
+                        // again.
+                        const int first_scale = k_block / F::kScaleBlocks * F::kScaleBytes;
+                        if (width[i] == 4) {
+                            bulk_copy_g2s(to_codes, codes[i], columns * 32, barrier);
+                        } else {  // blocks are as far apart as if they had all their rows
+                            const int narrow = opaque(width[i]);
+#pragma unroll 1
+                            for (int b = 0; b < blocks; ++b) {
+                                bulk_copy_g2s(to_codes + b * 2048, codes[i] + b * narrow * 512,
+                                              min(64, columns - b * 64) * 8 * narrow, barrier);
+                            }
                         }
+                        bulk_copy_g2s(to + S::kScales + inner * S::kBlockScales, scales[i] + first_scale, scale_bytes,
+                                      barrier);
+                        codes[i] += width[i] * (K_BLOCKS * 512);
                     }
-                    bulk_copy_g2s(to + S::kScales + inner * S::kBlockScales, scales[i] + first_scale, scale_bytes,
-                                  barrier);
-                    codes[i] += width[i] * (K_BLOCKS * 512);
                 }
+                if (copies_x) {
+                    if (!waited) {
+                        grid_dependency_wait();
+                        launch_dependents();
+                        waited = true;
+                    }
+                    bulk_copy_g2s(to, x, x_rows * 128, barrier);
+                    x += x_rows * 128;
+                    if constexpr (X::kScaleBytes != 0) {
+                        bulk_copy_g2s(to + S::kXScales, x_scales, x_rows * X::kScaleBytes, barrier);
+                        x_scales += x_rows * X::kScaleBytes;
+                    }
+                }
+                pipeline.advance();
             }
-            if (copies_x) {
-                if (!waited) {
-                    grid_dependency_wait();
-                    launch_dependents();
-                    waited = true;
-                }
-                bulk_copy_g2s(to, x, x_rows * 128, barrier);
-                x += x_rows * 128;
-                if constexpr (X::kScaleBytes != 0) {
-                    bulk_copy_g2s(to + S::kXScales, x_scales, x_rows * X::kScaleBytes, barrier);
-                    x_scales += x_rows * X::kScaleBytes;
-                }
-            }
-            pipeline.advance();
+            if (producer == 0 && next < total) next_rows = args.work_tiles[next / n_tiles];
         }
     }
-    // The next kernel relies on this one having waited for the kernel ahead of it.
-    if (!waited) grid_dependency_wait();
+    pipeline.wait_empty();
+    mbarrier_arrive(pipeline.full_barrier());
+    // The next kernel relies on this one having waited for the kernel ahead of it. One CTA is enough for that; others
+    // without work leave their SMs to the next kernel.
+    if ((blockIdx.x == 0 || !idle) && (!waited || second_launch(args))) grid_dependency_wait();
 }
 
 }  // namespace polymoe

@@ -10,6 +10,7 @@
 #include "../ptx/setmaxnreg.cuh"
 #include "../ptx/wgmma.cuh"
 #include "w4_producer.cuh"
+#include "w4_store.cuh"
 #include "widths.cuh"
 
 namespace polymoe {
@@ -172,52 +173,56 @@ template <class F, int PART, int WARPGROUPS, int N_BLOCKS, int K_BLOCKS, int STA
 __device__ __forceinline__ void w4a16_wgmma_gemm(const GemmArgs& args) {
     extern __shared__ __align__(1024) uint8_t memory[];
     __shared__ __align__(8) uint64_t barriers[2 * kMaxStages];
+    __shared__ TileQueue queue;
     constexpr int kBlocks = WARPGROUPS * N_BLOCKS;
     static_assert(W4Stage<F, Bf16Tiles, kBlocks, BLOCK_M, K_BLOCKS>::kBytes == STAGE_BYTES);
     const int lane = threadIdx.x % 32, warp = warp_uniform(threadIdx.x / 32);
     Pipeline pipeline = make_pipeline(args, align_stages(memory), barriers, STAGE_BYTES);
     if (threadIdx.x == 0) {
         init_barriers(args, pipeline, 4, WARPGROUPS * 4);
+        queue.init(args.stages);
         mbarrier_init_fence();
     }
     __syncthreads();
-    if (PART != kDown) {
-        grid_dependency_wait();
-        launch_dependents();
-    }
+    const LaunchOrder order(args);
+    order.begin<PART>();
     const int tiles16 = args.n / 16, n_blocks = (tiles16 + 3) / 4, n_tiles = (n_blocks + kBlocks - 1) / kBlocks;
-    const int total = warp_uniform(*args.num_tiles) * n_tiles;
+    const int total = order.work_tiles * n_tiles;
 
     if (warp >= WARPGROUPS * 4) {
         reg_dealloc<producer_regs(WARPGROUPS)>();
         pipeline.parity = 1;
         if (lane == 0) {
-            produce_w4<F, Bf16Tiles, kBlocks, BLOCK_M, K_BLOCKS, PART>(args, pipeline, warp - WARPGROUPS * 4, total,
-                                                                       n_tiles);
+            produce_w4<F, Bf16Tiles, kBlocks, BLOCK_M, K_BLOCKS, PART>(args, pipeline, queue, warp - WARPGROUPS * 4,
+                                                                       order, n_tiles);
         }
     } else {
         reg_alloc<consumer_regs(WARPGROUPS)>();
         pipeline.parity = 0;
         float acc[N_BLOCKS][BLOCK_M / 2];
-        for (int i_tile = blockIdx.x; i_tile < total; i_tile += gridDim.x) {
-            const int index = i_tile / n_tiles, n_block = (i_tile - index * n_tiles) * kBlocks;
-            const WorkTile tile = uniform_tile(args.work_tiles[index]);
-            W4a16Mainloop<F, WARPGROUPS, N_BLOCKS, BLOCK_M, K_BLOCKS>(acc, args, pipeline, tile.rows)
-                .template run<WIDTHS...>(tile.rows);
-            const float low_scale = acc_scale<F>(args.expert_scale, tile.expert);
-            const float high_scale = PART == kGateUp ? acc_scale<F>(args.up_expert_scale, tile.expert) : low_scale;
+        for (int n = 0; n <= total; ++n) {  // see TileQueue
+            const QueuedTile queued = queue.of_stage(pipeline);
+            const int n_block = queued.n_block;
+            if (n_block == kNoTile) n = total;
+            if (n_block != kNoTile) {
+                const WorkTile tile = queued.rows;
+                W4a16Mainloop<F, WARPGROUPS, N_BLOCKS, BLOCK_M, K_BLOCKS>(acc, args, pipeline, tile.rows)
+                    .template run<WIDTHS...>(tile.rows);
+                const float low_scale = acc_scale<F>(args.expert_scale, tile.expert);
+                const float high_scale = PART == kGateUp ? acc_scale<F>(args.up_expert_scale, tile.expert) : low_scale;
 #pragma unroll
-            for (int m = 0; m < N_BLOCKS; ++m) {
-                const int tile16 = (n_block + warp / 4 * N_BLOCKS + m) * 4 + warp % 4;
-                if (tile16 >= tiles16) break;
-                const int g = lane / 4, n = PART == kGateUp ? tile16 * 8 + g : tile16 * 16 + g;
-                const int width = PART == kGateUp ? args.n / 2 : args.n;
-                const long long bias = static_cast<long long>(tile.expert) * width + n;
-                const float low_bias = load_bias(args.bias, args.bias_dtype, bias);
-                const float high_bias = PART == kGateUp ? load_bias(args.up_bias, args.bias_dtype, bias)
-                                                        : load_bias(args.bias, args.bias_dtype, bias + 8);
-                store_tile<PART, BLOCK_M>(TileEpilogue{args, tile, low_scale, high_scale, low_bias, high_bias}, acc[m],
-                                          tile16);
+                for (int m = 0; m < N_BLOCKS; ++m) {
+                    const int tile16 = (n_block + warp / 4 * N_BLOCKS + m) * 4 + warp % 4;
+                    if (tile16 >= tiles16) break;
+                    const int g = lane / 4, n = PART == kGateUp ? tile16 * 8 + g : tile16 * 16 + g;
+                    const int width = PART == kGateUp ? args.n / 2 : args.n;
+                    const long long bias = static_cast<long long>(tile.expert) * width + n;
+                    const float low_bias = load_bias(args.bias, args.bias_dtype, bias);
+                    const float high_bias = PART == kGateUp ? load_bias(args.up_bias, args.bias_dtype, bias)
+                                                            : load_bias(args.bias, args.bias_dtype, bias + 8);
+                    store_w4_tile<PART, BLOCK_M>(TileEpilogue{args, tile, low_scale, high_scale, low_bias, high_bias},
+                                                 acc[m], tile16);
+                }
             }
         }
     }

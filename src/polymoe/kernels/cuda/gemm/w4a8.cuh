@@ -13,6 +13,7 @@
 #include "../ptx/setmaxnreg.cuh"
 #include "../ptx/wgmma.cuh"
 #include "w4_producer.cuh"
+#include "w4_store.cuh"
 #include "widths.cuh"
 
 namespace polymoe {
@@ -152,6 +153,7 @@ template <int PART, int WARPGROUPS, int N_BLOCKS, int K_BLOCKS, int STAGE_BYTES,
 __device__ __forceinline__ void w4a8_gemm(const GemmArgs& args) {
     extern __shared__ __align__(1024) uint8_t memory[];
     __shared__ __align__(8) uint64_t barriers[2 * kMaxStages], ping_pong_barriers[WARPGROUPS];
+    __shared__ TileQueue queue;
     static_assert(WARPGROUPS * N_BLOCKS == 4 && PART != kUp);
     static_assert(W4Stage<Mxfp4ToE4m3, E4m3Tiles, 4, BLOCK_M, K_BLOCKS>::kBytes == STAGE_BYTES);
     const int lane = threadIdx.x % 32, warp = warp_uniform(threadIdx.x / 32);
@@ -159,6 +161,7 @@ __device__ __forceinline__ void w4a8_gemm(const GemmArgs& args) {
     Pipeline pipeline = make_pipeline(args, smem_address(memory) + skipped, barriers, STAGE_BYTES);
     if (threadIdx.x == 0) {
         init_barriers(args, pipeline, 4, WARPGROUPS * 4);
+        queue.init(args.stages);
         for (int i = 0; i < WARPGROUPS; ++i) mbarrier_init(smem_address(&ping_pong_barriers[i]), 4);
         mbarrier_init_fence();
     }
@@ -167,19 +170,17 @@ __device__ __forceinline__ void w4a8_gemm(const GemmArgs& args) {
     if (threadIdx.x < kLutSteps) reinterpret_cast<uint64_t*>(scratch)[threadIdx.x] = e2m1_lut(threadIdx.x);
     for (int i = threadIdx.x; i < 3 * BLOCK_M; i += blockDim.x) amax[i] = 0.0f;
     __syncthreads();
-    if (PART != kDown) {
-        grid_dependency_wait();
-        launch_dependents();
-    }
+    const LaunchOrder order(args);
+    order.begin<PART>();
     const int n_blocks = (args.n + 63) / 64, n_tiles = (n_blocks + 3) / 4;
-    const int total = warp_uniform(*args.num_tiles) * n_tiles;
+    const int total = order.work_tiles * n_tiles;
 
     if (warp >= WARPGROUPS * 4) {
         reg_dealloc<producer_regs(WARPGROUPS)>();
         pipeline.parity = 1;
         if (lane == 0) {
-            produce_w4<Mxfp4ToE4m3, E4m3Tiles, 4, BLOCK_M, K_BLOCKS, PART>(args, pipeline, warp - WARPGROUPS * 4, total,
-                                                                           n_tiles);
+            produce_w4<Mxfp4ToE4m3, E4m3Tiles, 4, BLOCK_M, K_BLOCKS, PART>(args, pipeline, queue, warp - WARPGROUPS * 4,
+                                                                           order, n_tiles);
         }
         return;
     }
@@ -189,32 +190,37 @@ __device__ __forceinline__ void w4a8_gemm(const GemmArgs& args) {
     PingPong ping_pong{smem_address(&ping_pong_barriers[warpgroup]),
                        smem_address(&ping_pong_barriers[(warpgroup + 1) % WARPGROUPS]), warpgroup == 0};
     float acc[N_BLOCKS][BLOCK_M / 2];
-    int buffer = 0;  // of amax
-    for (int i_tile = blockIdx.x; i_tile < total; i_tile += gridDim.x) {
-        const int index = i_tile / n_tiles, n_block = (i_tile - index * n_tiles) * 4;
-        const WorkTile tile = uniform_tile(args.work_tiles[index]);
-        W4a8Mainloop<WARPGROUPS, N_BLOCKS, BLOCK_M, K_BLOCKS>(acc, args, pipeline, ping_pong, tile.rows,
-                                                              smem_address(scratch))
-            .template run<WIDTHS...>(tile.rows);
-        // The rows' largest scales come after all offsets into the table.
-        const uint8_t* row_max = args.scales + tile.expert * args.scales_stride + n_blocks * (args.k / 64) * 128;
-        if constexpr (PART == kGateUp) {
-            store_h_e4m3<WARPGROUPS, N_BLOCKS, BLOCK_M, Mxfp4ToE4m3>(args, acc, tile, n_block, row_max, amax, buffer);
-            if (++buffer == 3) buffer = 0;
-        } else {
+    int buffer = 0;                     // of amax
+    for (int n = 0; n <= total; ++n) {  // see TileQueue
+        const QueuedTile queued = queue.of_stage(pipeline);
+        const int n_block = queued.n_block;
+        if (n_block == kNoTile) n = total;
+        if (n_block != kNoTile) {
+            const WorkTile tile = queued.rows;
+            W4a8Mainloop<WARPGROUPS, N_BLOCKS, BLOCK_M, K_BLOCKS>(acc, args, pipeline, ping_pong, tile.rows,
+                                                                  smem_address(scratch))
+                .template run<WIDTHS...>(tile.rows);
+            // The rows' largest scales come after all offsets into the table.
+            const uint8_t* row_max = args.scales + tile.expert * args.scales_stride + n_blocks * (args.k / 64) * 128;
+            if constexpr (PART == kGateUp) {
+                store_h_e4m3<WARPGROUPS, N_BLOCKS, BLOCK_M, Mxfp4ToE4m3>(args, acc, tile, n_block, row_max, amax,
+                                                                         buffer);
+                if (++buffer == 3) buffer = 0;
+            } else {
 #pragma unroll
-            for (int m = 0; m < N_BLOCKS; ++m) {
-                const int tile16 = (n_block + warp / 4 * N_BLOCKS + m) * 4 + warp % 4;
-                if (tile16 >= args.n / 16) break;
-                const long long bias = static_cast<long long>(tile.expert) * args.n + tile16 * 16 + lane / 4;
-                const uint8_t* low = row_max + tile16 * 16 + lane / 4;
-                const TileEpilogue epilogue{args,
-                                            tile,
-                                            Mxfp4ToE4m3::row_scale(low, args.expert_scale, tile.expert),
-                                            Mxfp4ToE4m3::row_scale(low + 8, args.expert_scale, tile.expert),
-                                            load_bias(args.bias, args.bias_dtype, bias),
-                                            load_bias(args.bias, args.bias_dtype, bias + 8)};
-                store_tile<PART, BLOCK_M>(epilogue, acc[m], tile16);
+                for (int m = 0; m < N_BLOCKS; ++m) {
+                    const int tile16 = (n_block + warp / 4 * N_BLOCKS + m) * 4 + warp % 4;
+                    if (tile16 >= args.n / 16) break;
+                    const long long bias = static_cast<long long>(tile.expert) * args.n + tile16 * 16 + lane / 4;
+                    const uint8_t* low = row_max + tile16 * 16 + lane / 4;
+                    const TileEpilogue epilogue{args,
+                                                tile,
+                                                Mxfp4ToE4m3::row_scale(low, args.expert_scale, tile.expert),
+                                                Mxfp4ToE4m3::row_scale(low + 8, args.expert_scale, tile.expert),
+                                                load_bias(args.bias, args.bias_dtype, bias),
+                                                load_bias(args.bias, args.bias_dtype, bias + 8)};
+                    store_y_tile<BLOCK_M>(epilogue, acc[m], tile16);
+                }
             }
         }
     }

@@ -53,9 +53,9 @@ class PermutationArgs(ctypes.Structure):
     """Arguments of the kernels that group expanded rows by expert."""
 
     _fields_ = (
-        *((name, _POINTER) for name in ("ids", "permuted_to_expanded", "work_tiles", "num_tiles")),
+        *((name, _POINTER) for name in ("ids", "permuted_to_expanded", "work_tiles", "narrow_tiles", "lists")),
         *((name, _POINTER) for name in ("expanded_to_permuted", "counts")),
-        *((name, _INT) for name in ("rows", "first_expert", "experts", "block_m", "long_ids")),
+        *((name, _INT) for name in ("rows", "first_expert", "experts", "block_m", "narrow_m", "ctas", "long_ids")),
     )
 
 

@@ -10,13 +10,16 @@ from polymoe.kernels.cuda import modules
 from polymoe.kernels.cuda.driver import Launch
 from polymoe.kernels.cuda.launch.args import FinalizeArgs, GemmArgs
 from polymoe.kernels.cuda.launch.layer import Layer, Matrix
-from polymoe.kernels.cuda.launch.permutation import Permutation
+from polymoe.kernels.cuda.launch.permutation import LIST_BYTES, Permutation
 from polymoe.kernels.cuda.sizes import FamilySizes, round_up
 
 __all__ = ["Call", "Regions"]
 
 _ALIGNMENT = 256
 """Alignment of the workspace's regions in bytes; more than any copy needs."""
+
+_SECOND_LAUNCH = 2
+"""``x_buffers`` of the launches for narrow work tiles, which tells them so."""
 
 _FINALIZE_THREADS, _FINALIZE_COLUMNS = 128, 1024  # per CTA
 
@@ -51,6 +54,8 @@ class Call(ABC):
         block_n: as in a configuration. Which tiles there are follows from K.
         down_block_m: ``block_m`` of the kernel for the down projection, which may be larger; 0 if it is the same. Work
             tiles are the same.
+        narrow_m: ``block_m`` of further launches, one for each GEMM, for the work tiles of at most so many rows; 0 if
+            there are none.
     """
 
     with_inverse = True
@@ -61,17 +66,36 @@ class Call(ABC):
     """Arguments of the grouped GEMMs."""
 
     def __init__(
-        self, layer: Layer, family: FamilySizes, block_m: int, block_n: int = 0, down_block_m: int = 0
+        self,
+        layer: Layer,
+        family: FamilySizes,
+        block_m: int,
+        block_n: int = 0,
+        down_block_m: int = 0,
+        narrow_m: int = 0,
     ) -> None:
         self.layer, self.family = layer, family
         self.shape = (0, 0)
         self.bytes = 0
         self.permutation = Permutation(
-            layer.first_expert, layer.experts, block_m, self.with_inverse, target=layer.target
+            layer.first_expert,
+            layer.experts,
+            block_m,
+            self.with_inverse,
+            narrow_m=narrow_m,
+            ctas=layer.sms,
+            target=layer.target,
         )
-        self.gate_up, up = self._gemm("gate_up" if layer.gated else "up", layer.up, block_m)
+        part = "gate_up" if layer.gated else "up"
+        self.gate_up, up = self._gemm(part, layer.up, block_m)
         self.down, down = self._gemm("down", layer.down, down_block_m or block_m)
-        self._gemms = (up, down)
+        self._gemms: tuple[Launch, ...] = (up, down)
+        self._narrow: tuple[GemmArgs, ...] = ()
+        if narrow_m:
+            gate_up_args, narrow_up = self._gemm(part, layer.up, narrow_m)
+            down_args, narrow_down = self._gemm("down", layer.down, narrow_m)
+            gate_up_args.x_buffers = down_args.x_buffers = _SECOND_LAUNCH
+            self._gemms, self._narrow = (up, narrow_up, down, narrow_down), (gate_up_args, down_args)
         self.finalize = FinalizeArgs(columns=layer.down.n, first_expert=layer.first_expert, experts=layer.experts)
         name = "finalize_bf16" if self.y_bytes == 2 else "finalize_f32"
         self._finalize = modules.kernel("finalize", name, layer.target).prepare(self.finalize, _FINALIZE_THREADS)
@@ -112,16 +136,19 @@ class Call(ABC):
         self._launches = (*self.permutation.launches, *(() if x_launch is None else (x_launch,)), *self._after_x)
         arrays = self.permutation.offsets
         placed: list[tuple[Structure, str, int]] = [(self.permutation.args, n, at) for n, at in arrays.items()]
-        for gemm in (gate_up, down):
-            placed += [(gemm, n, arrays[n]) for n in ("num_tiles", "work_tiles", "permuted_to_expanded")]
-        placed += [
-            (gate_up, "out", offsets.h),
-            (down, "x", offsets.h),
-            (down, "out", offsets.y),
-            (finalize, "y", offsets.y),
-        ]
+        gemms = (gate_up, down, *self._narrow)
+        for i, gemm in enumerate(gemms):
+            tiles = "work_tiles" if i < 2 else "narrow_tiles"
+            placed += [(gemm, "num_tiles", arrays["lists"] + i * LIST_BYTES), (gemm, "work_tiles", arrays[tiles])]
+            placed += [(gemm, "permuted_to_expanded", arrays["permuted_to_expanded"])]
+        for up in gemms[::2]:
+            placed += [(up, "out", offsets.h)]
+            placed += [(up, "x", offsets.x)] if x_launch is not None else []
+        for gemm in gemms[1::2]:
+            placed += [(gemm, "x", offsets.h), (gemm, "out", offsets.y)]
+        placed += [(finalize, "y", offsets.y)]
         if x_launch is not None:
-            placed += [(self.x_args, "out", offsets.x), (gate_up, "x", offsets.x)]
+            placed += [(self.x_args, "out", offsets.x)]
         if self.with_inverse:
             placed.append((finalize, "expanded_to_permuted", arrays["expanded_to_permuted"]))
             if x_launch is not None and hasattr(self.x_args, "expanded_to_permuted"):
@@ -160,7 +187,8 @@ class Call(ABC):
         permutation, finalize = self.permutation.args, self.finalize
         permutation.ids = finalize.ids = ids
         if self.layer.router_weight_on_input:
-            self.gate_up.router_weights = router_weights
+            for gate_up in (self.gate_up, *self._narrow[:1]):
+                gate_up.router_weights = router_weights
         else:
             finalize.weights = router_weights
         finalize.out = out

@@ -26,9 +26,15 @@ class E4M3RowsCall(Call):
     """Name of the kernel that rounds x."""
 
     def __init__(
-        self, layer: Layer, family: FamilySizes, block_m: int, block_n: int = 0, down_block_m: int = 0
+        self,
+        layer: Layer,
+        family: FamilySizes,
+        block_m: int,
+        block_n: int = 0,
+        down_block_m: int = 0,
+        narrow_m: int = 0,
     ) -> None:
-        super().__init__(layer, family, block_m, block_n, down_block_m)
+        super().__init__(layer, family, block_m, block_n, down_block_m, narrow_m)
         self._prepare_x()
 
     def _prepare_x(self) -> None:

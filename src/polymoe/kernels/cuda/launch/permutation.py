@@ -7,7 +7,10 @@ from polymoe.kernels.cuda.driver import Launch
 from polymoe.kernels.cuda.launch.args import PermutationArgs
 from polymoe.kernels.cuda.targets import Target
 
-__all__ = ["FEW_ROWS", "Permutation", "permutation_bytes"]
+__all__ = ["FEW_ROWS", "LISTS", "LIST_BYTES", "Permutation", "permutation_bytes"]
+
+LISTS, LIST_BYTES = 4, 16
+"""``TileList``s: of gate and up, and of down, for ``work_tiles`` and for ``narrow_tiles``; and the bytes of one."""
 
 FEW_ROWS = 32
 """Largest number of expanded rows that a single warp sorts."""
@@ -24,10 +27,17 @@ def _ctas(rows: int) -> int:
 
 def _words(rows: int, experts: int, block_m: int, with_inverse: bool) -> dict[str, int]:
     """Return the number of 32-bit words of each array, by its name in the kernels' arguments."""
-    most_tiles = min(experts, rows) + rows // block_m
+    active = min(experts, rows)
     inverse = {"expanded_to_permuted": 4 * rows} if with_inverse else {}
     counts = {"counts": ctas * experts} if (ctas := _ctas(rows)) else {}
-    return {"work_tiles": 4 * most_tiles, **inverse, "num_tiles": 1, "permuted_to_expanded": rows, **counts}
+    return {
+        "work_tiles": 4 * (active + rows // block_m),
+        "narrow_tiles": 4 * active,
+        **inverse,
+        "lists": 4 * LISTS,
+        "permuted_to_expanded": rows,
+        **counts,
+    }
 
 
 def permutation_bytes(rows: int, experts: int, block_m: int, with_inverse: bool) -> int:
@@ -38,14 +48,35 @@ def permutation_bytes(rows: int, experts: int, block_m: int, with_inverse: bool)
 class Permutation:
     """Launches that compute the permutation of a call, and the offsets of its arrays in the workspace.
 
-    Arrays are int32: ``work_tiles`` (expert, first permuted row, rows, first padded row), ``num_tiles`` and
+    Arrays are int32: ``work_tiles`` and ``narrow_tiles`` (expert, first permuted row, rows, first padded row),
+    ``lists`` (for each launch of a GEMM its number of work tiles, CTAs that take part, and the next tile to take) and
     ``permuted_to_expanded``. With ``with_inverse``, there is also ``expanded_to_permuted``. It has four numbers for
     each expanded row: its permuted row (or -1), the first padded row of its work tile, its row in the tile, and the
     tile's padded rows.
+
+    Args:
+        first_expert, experts: the first id and the number of experts on this rank.
+        block_m: most rows of a work tile.
+        with_inverse: whether ``expanded_to_permuted`` is needed.
+        narrow_m: an expert's last work tile is in ``narrow_tiles`` if it has at most so many rows; 0 for never.
+        ctas: of a GEMM's launch.
+        target: the set of cubins.
     """
 
-    def __init__(self, first_expert: int, experts: int, block_m: int, with_inverse: bool, *, target: Target) -> None:
-        self.args = PermutationArgs(first_expert=first_expert, experts=experts, block_m=block_m)
+    def __init__(
+        self,
+        first_expert: int,
+        experts: int,
+        block_m: int,
+        with_inverse: bool,
+        *,
+        narrow_m: int = 0,
+        ctas: int = 1,
+        target: Target,
+    ) -> None:
+        self.args = PermutationArgs(
+            first_expert=first_expert, experts=experts, block_m=block_m, narrow_m=narrow_m, ctas=ctas
+        )
         self.with_inverse, self.target = with_inverse, target
         self.launches: tuple[Launch, ...] = ()
         self.offsets: dict[str, int] = {}

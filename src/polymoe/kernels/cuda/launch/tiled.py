@@ -31,10 +31,16 @@ class TiledCall(Call):
     """Calls of the families w4a16_wgmma and bf16. Tiles have 64 columns of bfloat16."""
 
     def __init__(
-        self, layer: Layer, family: FamilySizes, block_m: int, block_n: int = 0, down_block_m: int = 0
+        self,
+        layer: Layer,
+        family: FamilySizes,
+        block_m: int,
+        block_n: int = 0,
+        down_block_m: int = 0,
+        narrow_m: int = 0,
     ) -> None:
         self._x_args = self._make_x_args(layer)
-        super().__init__(layer, family, block_m, block_n, down_block_m)
+        super().__init__(layer, family, block_m, block_n, down_block_m, narrow_m)
         self._x_launch = self._prepare_x()
 
     @staticmethod
