@@ -226,8 +226,9 @@ class TestAuto:
 
     @pytest.mark.parametrize("device", ["b200", "rtx5090", "rtxpro6000", "gb10"])
     @pytest.mark.parametrize("name", ["deepseek-v4-flash", "nemotron-3-super", "kimi-k2-tp8", "gpt-oss-120b"])
-    def test_on_blackwell_for_few_tokens(self, device: str, name: str) -> None:
-        """Nothing ran there, so predicted time decides: these kernels for decode, Triton where there are many rows."""
+    def test_on_blackwell(self, device: str, name: str) -> None:
+        """Nothing ran there, so predicted time decides: these kernels, and on SM100 Triton for many rows, since
+        it has the MMAs of tcgen05."""
         machine = Machine(DEVICES[device], {"triton": "3.6.0"}, (13, 0))
         problem = CASES[name].problem()
         backends = {}
@@ -235,18 +236,20 @@ class TestAuto:
             selection = select(problem, machine, role=role, table=Table())
             backends[role] = {step.backend for step in selection.require().steps}
             assert set(selection.proofs) == {"unrun"}
-        assert backends == {"decode": {"cuda"}, "prefill": {"triton"}, "mixed": {"triton"}}
+        assert backends["decode"] == {"cuda"}
+        assert backends["prefill"] == {"cuda" if machine.device.sm >= 120 else "triton"}
 
     def test_on_blackwell_only_the_kernels_that_are_compiled(self) -> None:
         machine = Machine(DEVICES["rtx5090"], {"triton": "3.6.0"}, (13, 0))
-        for problem in (
-            seed_problem("bf16"),
-            seed_problem(activations="fp8_group128"),
-            seed_problem(batch_invariant=True),
-        ):
+        for problem in (seed_problem("bf16"), seed_problem(activations="fp8_group128")):
             assert Cuda().check(problem, machine) == Rejected((Reason("GPU", "SM90", "sm_120"),))
-        families = {config.family for config in Cuda().tuning_configs(seed_problem(), machine, 64)}  # type: ignore[attr-defined]
-        assert families == {"w4a16_mma"}
+        for problem, families in (
+            (seed_problem(), {"w4a16_mma", "w4a16_mma_tiled"}),
+            (seed_problem(batch_invariant=True), {"w4a16_mma_tiled"}),
+        ):
+            assert {c.family for c in Cuda().tuning_configs(problem, machine, 64)} == families  # type: ignore[attr-defined]
+        configs = [Cuda().configure(seed_problem(), machine, tokens) for tokens in (1, 128, 256, 8192)]
+        assert [c.family for c in configs] == ["w4a16_mma"] * 2 + ["w4a16_mma_tiled"] * 2
 
     def test_measured_rows_are_used(self) -> None:
         row = Measured(

@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from polymoe.kernels.cuda.sizes import W4A16_MMA, Budget
-from polymoe.kernels.cuda.targets import SM90
+from polymoe.kernels.cuda.sizes import Budget
+from polymoe.kernels.cuda.targets import SM90, TARGETS
 
 __all__ = ["TEST_TARGETS"]
 
 _BUILD = Path(__file__).parents[2] / "build/cuda"
-_IN_STAGES = replace(SM90, families=(W4A16_MMA.name,), folder=_BUILD / "x-in-stages", fp4_cvt=True)
-_SM80 = replace(_IN_STAGES, folder=_BUILD / "sm80", fp4_cvt=False, sm80=True)
+_IN_STAGES = replace(SM90, families=TARGETS["sm120"].families, folder=_BUILD / "x-in-stages", fp4_cvt=True)
+_SM80 = replace(_IN_STAGES, families=TARGETS["sm80"].families, folder=_BUILD / "sm80", fp4_cvt=False, sm80=True)
 
 TEST_TARGETS = {
     t.name: t

@@ -16,7 +16,7 @@ from polymoe.backends.cuda.backend import Cuda
 from polymoe.backends.cuda.config import CudaConfig
 from polymoe.backends.cuda.runner import CudaRunner
 from polymoe.backends.reference import run_experts
-from polymoe.kernels.cuda.sizes import W4A16_MMA
+from polymoe.kernels.cuda.sizes import W4A16_MMA, W4A16_MMA_TILED
 from polymoe.machine import Machine
 from polymoe.numerics import TOLERANCE, relative_error
 from polymoe.routing import Routing
@@ -62,12 +62,15 @@ def as_on(name: str, formats: tuple[str, ...] = ("mxfp4", "nvfp4", "int4_g32")) 
     for format in formats if target.folder.is_dir() else ():
         weights = random_experts(format, hidden=592, intermediate=208, gated=format != "nvfp4", bias=True)
         problem = problem_of(weights)
-        x, routing = random_call(24, 592, 5, 2, torch.bfloat16)
-        routing.topk_ids_TA[:10] = 1  # more rows than a work tile has
+        x, routing = random_call(105, 592, 5, 2, torch.bfloat16)
+        routing.topk_ids_TA[:100, 0] = 1  # more rows than a work tile has
         expected = run_experts(problem, weights, x, routing)
         runner = CudaRunner(problem, pack(problem, weights, "cuda", target), target)
-        for rows in W4A16_MMA.tiles:
-            config, out = CudaConfig("w4a16_mma", rows, 64), torch.empty_like(x, device="cuda")
+        configs = [CudaConfig("w4a16_mma", rows, 64) for rows in W4A16_MMA.tiles]
+        if W4A16_MMA_TILED.name in target.families:
+            configs.append(CudaConfig(W4A16_MMA_TILED.name, *W4A16_MMA_TILED.tiles))
+        for config in configs:
+            out = torch.empty_like(x, device="cuda")
             runner.run(x.cuda(), Routing(*(part.cuda() for part in routing)), config, out)
             error = relative_error(out.cpu(), expected)
             print(f"{format}, {target.name}, {config}: {error:.2g}", flush=True)

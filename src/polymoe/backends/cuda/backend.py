@@ -18,7 +18,7 @@ from polymoe.activations import GeGLU, ReLU2, SwiGLU
 from polymoe.backends.base import BackendBase, Prediction, Runner
 from polymoe.backends.config import Config
 from polymoe.backends.cuda.config import CudaConfig
-from polymoe.backends.cuda.families import FAMILIES, KernelFamily, families_for, format_of
+from polymoe.backends.cuda.families import FAMILIES, MMA_SYNC_RATES, KernelFamily, families_for, format_of
 from polymoe.backends.cuda.runner import CudaRunner
 from polymoe.backends.features import ANY, SHARDS, Handled
 from polymoe.cost import cost
@@ -142,13 +142,14 @@ class Cuda(BackendBase):
         """Return the sum of the times for memory, math and launches, at rates fitted to measurements on one H200.
 
         Errors were at most 3 % for w4a16_mma, 15 % for w4a16_wgmma, 5 % for bf16 and 20 % for E4M3 rows. For other GPUs
-        the same rates are assumed.
+        the same rates are assumed, and another rate of mma.sync.
         """
         c, config = cost(problem, machine.device, tokens), self.configure(problem, machine, tokens)
         family, capability = config.kernels, machine.device.capability
         sm80 = capability is not None and target_for(capability).sm80
         rates = family.rates_sm80 if sm80 and family.rates_sm80 else family.rates
-        return Prediction(rates.time_us(c.memory_us, c.compute_us, c.mean_rows), "cost model")
+        slower = MMA_SYNC_RATES[machine.device.sm // 10] if rates.mma_sync else 1.0
+        return Prediction(rates.time_us(c.memory_us, c.compute_us / slower, c.mean_rows), "cost model")
 
     def bind(self, problem: Problem, packed: Packed) -> Runner:
         """Return a runner for the packed layer."""

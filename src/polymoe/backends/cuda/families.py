@@ -16,7 +16,7 @@ from polymoe.kernels.cuda.targets import TARGETS, Target
 from polymoe.problem import Problem
 from polymoe.tensors import ExpertsSpec
 
-__all__ = ["FAMILIES", "Choice", "KernelFamily", "Rates", "ShorterTiles", "families_for", "format_of"]
+__all__ = ["FAMILIES", "MMA_SYNC_RATES", "Choice", "KernelFamily", "Rates", "ShorterTiles", "families_for", "format_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,7 @@ class Rates:
         fixed_us: time of the launches, in microseconds.
         l2_math: fraction of the MMA rate that the L2 cache can supply with weights; 0 where it is not a limit.
         rows: rows of an expert for which weights are read and decoded once; 0 where that is not a limit.
+        mma_sync: whether ``math`` is a fraction of the rate of ``mma.sync``, which is not every GPU's full rate.
     """
 
     bandwidth: float
@@ -50,6 +51,7 @@ class Rates:
     fixed_us: float
     l2_math: float = 0.0
     rows: int = 0
+    mma_sync: bool = False
 
     def time_us(self, memory_us: float, compute_us: float, rows: float) -> float:
         """Return the time of one call, from its times at the full bandwidth and at the full MMA rate, and from the mean
@@ -141,6 +143,10 @@ class KernelFamily:
         return self.cvt_layout if self.cvt_layout and any(map(target.converts, formats)) else self.layout
 
 
+MMA_SYNC_RATES = {9: 0.78, 10: 0.34, 12: 1.0}
+"""Rate of ``mma.sync`` over the device's, by major compute capability. On an H200 0.62 of the nominal rate; assumed are
+as many operations for each clock of an SM100's SM, and an SM120's full rate."""
+
 _INF = float("inf")
 _ALL = (
     # Fitted to 1 to 128 tokens of DeepSeek-V4-Flash in MXFP4: up to 3.2 rows per expert. K is split between warps, so
@@ -150,6 +156,12 @@ _ALL = (
         (Choice(4.4, 8, 64),), Rates(0.875, 0.45, 10.0, rows=16), batch_invariant=False,
         rates_sm80=Rates(0.44, 0.45, 15.0, rows=16),
         cvt_layout="w4a16_fragments_cvt",
+    ),
+    # For GPUs without wgmma, where it never ran. Rates: fitted to 128 to 8192 tokens of DeepSeek-V4-Flash in its 99 KB
+    # configuration on an H200. In every tile one accumulator adds K in order, 16 columns at a time, as in w4a16_wgmma.
+    KernelFamily(
+        sizes.W4A16_MMA_TILED, (UNQUANTIZED,), "w4a16_fragments", launch.TiledCall,
+        (Choice(_INF, 96),), Rates(0.85, 0.67, 20.0, mma_sync=True), cvt_layout="w4a16_fragments_cvt",
     ),
     # Fitted to 256 to 1024 tokens (6 to 24 rows), 2048 (48), 4096 (96), and more. In every tile, one accumulator adds K
     # in order, 16 columns at a time. The cost of `shorter` is the largest of DeepSeek-V4-Flash and Kimi K2 TP8 at 256

@@ -57,7 +57,7 @@ def _header() -> str:
 def unit_source(family: FamilySizes, format: str, cvt: bool = False) -> str:
     """The source file with a family's kernels for a format. ``cvt``: instructions convert its codes and scales."""
     meaning = "the part, consumer warpgroups, blocks of 64 rows of weights for each, blocks of 64 columns\n"
-    meaning += "// in a stage, bytes of a stage, block_m, and the widths of wgmma for fewer rows."
+    meaning += "// in a stage, bytes of a stage, block_m, and smaller widths for fewer rows of x."
     if isinstance(family, MmaFamilySizes):
         meaning = "the part, rows of x in multiples of 8, block_n, teams of warps, bytes of a stage."
     macro = "POLYMOE_GEMM_KERNEL"

@@ -24,6 +24,7 @@ __all__ = [
     "TILE_ROWS",
     "W4A8",
     "W4A16_MMA",
+    "W4A16_MMA_TILED",
     "W4A16_WGMMA",
     "W4_FORMATS",
     "W8A8",
@@ -369,6 +370,17 @@ W4A16_MMA = MmaFamilySizes(
 )
 """4-bit weights decoded to bfloat16 for ``mma.sync``, for few rows per expert."""
 
+# One tile for all rows: a width for every 16 of them costs little code. Four stages fit in 99 KB.
+W4A16_MMA_TILED = FamilySizes(
+    "w4a16_mma_tiled",
+    W4_FORMATS,
+    _tiles(CtaTile(96, 256, 64, 2, (16, 32, 48, 64, 80))),
+    _ALL,
+    codes_bytes=2048,
+    x_bytes=128,
+)
+"""4-bit weights decoded to bfloat16 in registers, for ``mma.sync``, for many rows per expert on GPUs without wgmma."""
+
 # Sizes are the fastest measured: many rows of weights per CTA for few rows of x.
 W4A16_WGMMA = FamilySizes(
     "w4a16_wgmma",
@@ -447,5 +459,7 @@ W8A8 = FamilySizes(
 )  # fmt: skip
 """E4M3 weights and rows, multiplied in E4M3. Sums of 128 columns have 14 bits."""
 
-FAMILIES: dict[str, FamilySizes] = {f.name: f for f in (W4A16_MMA, W4A16_WGMMA, W4A8, BF16, W8A8_MMA, W8A8_F16, W8A8)}
+FAMILIES: dict[str, FamilySizes] = {
+    f.name: f for f in (W4A16_MMA, W4A16_MMA_TILED, W4A16_WGMMA, W4A8, BF16, W8A8_MMA, W8A8_F16, W8A8)
+}
 """Sizes of all kernel families by name."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from polymoe.kernels.cuda.sizes import FAMILIES, W4A16_MMA, Budget, FamilySizes, W4Format
+from polymoe.kernels.cuda.sizes import FAMILIES, W4A16_MMA, W4A16_MMA_TILED, Budget, FamilySizes, W4Format
 
 __all__ = ["SM90", "TARGETS", "Target", "target_for"]
 
@@ -82,15 +82,17 @@ def _target(
 
 
 _DECODE = (W4A16_MMA.name,)
+_W4A16 = (W4A16_MMA.name, W4A16_MMA_TILED.name)
+_HOPPER = tuple(name for name in FAMILIES if name != W4A16_MMA_TILED.name)
 
 TARGETS: dict[str, Target] = {
     t.name: t
     for t in (
         # One set for all of 8.x, so that the wheel stays small. SM86 and SM89 have 99 KiB of the shared memory.
         _target("sm80", "80", (80, 86, 87, 89), 163, _DECODE, sm80=True),
-        _target("sm90", "90a", (90,), 227, tuple(FAMILIES), x_in_stages=False),
-        _target("sm100", "100f", (100, 103), 227, _DECODE, fp4_cvt=True),
-        _target("sm120", "120f", (120, 121), 99, _DECODE, fp4_cvt=True),
+        _target("sm90", "90a", (90,), 227, _HOPPER, x_in_stages=False),
+        _target("sm100", "100f", (100, 103), 227, _W4A16, fp4_cvt=True),
+        _target("sm120", "120f", (120, 121), 99, _W4A16, fp4_cvt=True),
     )
 }
 """The sets that polymoe ships, by name."""

@@ -105,7 +105,7 @@ E4M3_MOST = 126
 class W4A16Fragments(MatrixLayout):
     """4-bit weights with scales for groups of 16, 32, 64 or 128 columns.
 
-    The kernels ``w4a16_mma`` and ``w4a16_wgmma`` read this layout.
+    The kernels ``w4a16_mma``, ``w4a16_mma_tiled`` and ``w4a16_wgmma`` read this layout.
 
     Attributes:
         cvt: whether bits of E2M1 codes and of their scales stay as they are, for GPUs with instructions that convert

@@ -2,7 +2,7 @@
 #include "../gemm/bf16.cuh"
 
 // Last arguments: the part, consumer warpgroups, blocks of 64 rows of weights for each, blocks of 64 columns
-// in a stage, bytes of a stage, block_m, and the widths of wgmma for fewer rows.
+// in a stage, bytes of a stage, block_m, and smaller widths for fewer rows of x.
 // clang-format off
 POLYMOE_GEMM_KERNEL(bf16_gate_up_m32, 384, bf16_gemm<kGateUp, 2, 1, 2, 40960, 32, 8, 16, 24>)
 POLYMOE_GEMM_KERNEL(bf16_gate_up_m64, 384, bf16_gemm<kGateUp, 2, 1, 2, 49152, 64, 16, 32, 48>)

@@ -2,7 +2,7 @@
 #include "../gemm/w8a8_f16.cuh"
 
 // Last arguments: the part, consumer warpgroups, blocks of 64 rows of weights for each, blocks of 64 columns
-// in a stage, bytes of a stage, block_m, and the widths of wgmma for fewer rows.
+// in a stage, bytes of a stage, block_m, and smaller widths for fewer rows of x.
 // clang-format off
 POLYMOE_GEMM_KERNEL(w8a8_f16_gate_up_m32, 384, w8a8_f16_gemm<kGateUp, 2, 2, 2, 41984, 32, 16>)
 POLYMOE_GEMM_KERNEL(w8a8_f16_gate_up_m64, 384, w8a8_f16_gemm<kGateUp, 2, 2, 2, 50176, 64, 32, 48>)

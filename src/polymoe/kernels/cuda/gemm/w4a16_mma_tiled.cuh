@@ -1,0 +1,195 @@
+// 4-bit weights and bfloat16 rows by mma.sync, for enough rows an expert that each decoded weight is used many times,
+// on GPUs that have no wgmma. Weights are the left operand: each consumer warp decodes 32 rows of them once into
+// registers and multiplies them with all rows of the work tile.
+//
+// x, h and y are as for w4a16_wgmma, and so are stages and the epilogue. A single producer warp leaves 224 registers
+// for every thread, without setmaxnreg, which SM120's compiler accepts and makes no use of.
+#pragma once
+#include "../dequant/scales.cuh"
+#include "../epilogue.cuh"
+#include "../ptx/compiler.cuh"
+#include "../ptx/mma.cuh"
+#include "w4_producer.cuh"
+#include "widths.cuh"
+
+namespace polymoe {
+
+// All of K, for this warp's two tiles of 16 rows of weights and the work tile's rows.
+template <class F, int WARPGROUPS, int BLOCK_M>
+struct W4a16MmaMainloop {
+    using S = W4Stage<F, Bf16Tiles, WARPGROUPS * 2, BLOCK_M, 1>;
+    float (&acc)[2][BLOCK_M / 8][4];
+    Pipeline& pipeline;
+    int k;
+    uint32_t lane_codes, lane_scales;  // in a stage
+    uint32_t lane_x;                   // 8 of the first 16 columns of one of 16 rows; of the next columns at ^ 32
+    uint4 words[2];
+    uint32_t scale_words[2][kTileScaleBytes<F> / 4];
+
+    __device__ __forceinline__ W4a16MmaMainloop(float (&acc)[2][BLOCK_M / 8][4], const GemmArgs& args,
+                                                Pipeline& pipeline)
+        : acc(acc), pipeline(pipeline), k(args.k) {
+        const int lane = threadIdx.x % 32, half = threadIdx.x / 32 % 2, block = threadIdx.x / 64;
+        lane_codes = opaque(S::kCodes + block * S::kBlockCodes + half * 1024 + lane * 16);
+        lane_scales = opaque(S::kScales + block * S::kBlockScales + (lane / 4 * 4 + half * 2) * kTileScaleBytes<F>);
+        lane_x = opaque((lane / 16 * 8 + lane % 8) * 128 + ((lane / 8 % 2) ^ (lane % 8)) * 16);
+    }
+
+    // Codes and scales of 64 columns. Where there are no such rows of weights, these are other bytes.
+    __device__ __forceinline__ void load(uint32_t stage) {
+#pragma unroll
+        for (int tile = 0; tile < 2; ++tile) words[tile] = ld_shared_v4(stage + lane_codes + tile * 512);
+        load_scale_words<F>(scale_words, stage + lane_scales);
+    }
+
+    // 16 columns of x, for 16 * PAIRS of its rows. Rows beyond the work tile's are other bytes, for sums that nobody
+    // reads.
+    template <int PAIRS>
+    __device__ __forceinline__ void mma_step(const uint32_t (&a)[2][4], uint32_t x) {
+#pragma unroll
+        for (int pair = 0; pair < PAIRS; ++pair) {
+            uint32_t b[4];
+            ldmatrix_x4(b, x + pair * 2048);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+#pragma unroll
+                for (int tile = 0; tile < 2; ++tile) {
+                    mma_m16n8k16(acc[tile][pair * 2 + i], a[tile], b[2 * i], b[2 * i + 1]);
+                }
+            }
+        }
+    }
+
+    // All whole stages. The next one's weights are loaded ahead of the last MMAs of each.
+    template <int N>
+    __device__ __forceinline__ void mma_stages(int stages) {
+        uint32_t stage = pipeline.wait_full();
+        load(stage);
+#pragma unroll 1
+        for (; stages > 0; --stages) {
+            const uint32_t empty = pipeline.empty_barrier(), x = stage + lane_x;
+            const typename F::Scales scales[2] = {F::scales(scale_words[0]), F::scales(scale_words[1])};
+#pragma unroll
+            for (int step = 0; step < 4; ++step) {
+                uint32_t a[2][4];
+#pragma unroll
+                for (int tile = 0; tile < 2; ++tile) {
+                    const uint32_t word[4] = {words[tile].x, words[tile].y, words[tile].z, words[tile].w};
+                    dequantize<F>(a[tile], word[step], F::scale(scales[tile], step));
+                }
+                if (step == 3) {
+                    pipeline.advance();
+                    if (stages > 1) {
+                        stage = pipeline.wait_full();
+                        load(stage);
+                    }
+                }
+                mma_step<N / 16>(a, x ^ step * 32);
+            }
+            mbarrier_arrive(empty);
+        }
+    }
+
+    // The k_tail, fewer than 64 columns, in steps of 16.
+    __device__ __forceinline__ void mma_k_tail(uint32_t stage, int steps, int rows) {
+        const int lane = threadIdx.x % 32, first = threadIdx.x / 32 % 2 * 2;  // of the tiles of a block of 64 rows
+        const uint32_t codes = stage + lane_codes - first * 512 - lane * 12;
+        for (int step = 0; step < steps; ++step) {
+            uint32_t a[2][4];
+#pragma unroll
+            for (int tile = 0; tile < 2; ++tile) {
+                const typename F::Scales scales = load_scales<F>(stage + lane_scales + tile * kTileScaleBytes<F>);
+                const typename F::Scale low = step == 0 ? F::scale(scales, 0) : F::scale(scales, 1);
+                dequantize<F>(a[tile], ld_shared(codes + ((first + tile) * steps + step) * 128),
+                              step < 2 ? low : F::scale(scales, 2));
+            }
+            const uint32_t x = stage + lane_x;
+#pragma unroll
+            for (int m = 0; m < BLOCK_M / 8; m += 2) {
+                if (m * 8 >= rows) break;
+                uint32_t b[4];
+                ldmatrix_x4(b, (x ^ step * 32) + m * 1024);
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+#pragma unroll
+                    for (int tile = 0; tile < 2; ++tile) {
+                        mma_m16n8k16(acc[tile][m + i], a[tile], b[2 * i], b[2 * i + 1]);
+                    }
+                }
+            }
+        }
+        mbarrier_arrive(pipeline.empty_barrier());
+        pipeline.advance();
+    }
+
+    template <int... WIDTHS>
+    __device__ __forceinline__ void run(int rows) {
+#pragma unroll
+        for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+            for (int m = 0; m < BLOCK_M / 8; ++m) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) acc[tile][m][i] = 0.0f;
+            }
+        }
+        if (k >= 64) run_narrowest<WIDTHS..., BLOCK_M>(*this, k / 64, rows);
+        if (k % 64) mma_k_tail(pipeline.wait_full(), k % 64 / 16, rows);
+    }
+};
+
+// 128 rows of weights for each of WARPGROUPS consumer warpgroups by up to BLOCK_M rows of x, multiplied by as many or,
+// where that is enough, by one of the smaller WIDTHS.
+template <class F, int PART, int WARPGROUPS, int N_BLOCKS, int K_BLOCKS, int STAGE_BYTES, int BLOCK_M, int... WIDTHS>
+__device__ __forceinline__ void w4a16_mma_tiled_gemm(const GemmArgs& args) {
+    extern __shared__ __align__(1024) uint8_t memory[];
+    __shared__ __align__(8) uint64_t barriers[2 * kMaxStages];
+    constexpr int kBlocks = WARPGROUPS * N_BLOCKS;
+    static_assert(N_BLOCKS == 2 && K_BLOCKS == 1);
+    static_assert(W4Stage<F, Bf16Tiles, kBlocks, BLOCK_M, K_BLOCKS>::kBytes == STAGE_BYTES);
+    const int lane = threadIdx.x % 32, warp = warp_uniform(threadIdx.x / 32);
+    Pipeline pipeline = make_pipeline(args, align_stages(memory), barriers, STAGE_BYTES);
+    if (threadIdx.x == 0) {
+        init_barriers(args, pipeline, 4, WARPGROUPS * 128);  // every lane arrives for its own reads
+        mbarrier_init_fence();
+    }
+    __syncthreads();
+    if (PART != kDown) {
+        grid_dependency_wait();
+        launch_dependents();
+    }
+    const int tiles16 = args.n / 16, n_blocks = (tiles16 + 3) / 4, n_tiles = (n_blocks + kBlocks - 1) / kBlocks;
+    const int total = warp_uniform(*args.num_tiles) * n_tiles;
+
+    if (warp >= WARPGROUPS * 4) {
+        pipeline.parity = 1;
+        if (lane == 0) {
+            produce_w4<F, Bf16Tiles, kBlocks, BLOCK_M, K_BLOCKS, PART>(args, pipeline, warp - WARPGROUPS * 4, total,
+                                                                       n_tiles);
+        }
+    } else {
+        pipeline.parity = 0;
+        float acc[2][BLOCK_M / 8][4];
+        for (int i_tile = blockIdx.x; i_tile < total; i_tile += gridDim.x) {
+            const int index = i_tile / n_tiles, n_block = (i_tile - index * n_tiles) * kBlocks;
+            const WorkTile tile = uniform_tile(args.work_tiles[index]);
+            W4a16MmaMainloop<F, WARPGROUPS, BLOCK_M>(acc, args, pipeline).template run<WIDTHS...>(tile.rows);
+            const float low_scale = acc_scale<F>(args.expert_scale, tile.expert);
+            const float high_scale = PART == kGateUp ? acc_scale<F>(args.up_expert_scale, tile.expert) : low_scale;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int tile16 = n_block * 4 + warp * 2 + i;
+                if (tile16 >= tiles16) break;
+                const int g = lane / 4, n = PART == kGateUp ? tile16 * 8 + g : tile16 * 16 + g;
+                const int width = PART == kGateUp ? args.n / 2 : args.n;
+                const long long bias = static_cast<long long>(tile.expert) * width + n;
+                const float low_bias = load_bias(args.bias, args.bias_dtype, bias);
+                const float high_bias = PART == kGateUp ? load_bias(args.up_bias, args.bias_dtype, bias)
+                                                        : load_bias(args.bias, args.bias_dtype, bias + 8);
+                store_tile<PART, BLOCK_M>(TileEpilogue{args, tile, low_scale, high_scale, low_bias, high_bias},
+                                          acc[i][0], tile16);
+            }
+        }
+    }
+}
+
+}  // namespace polymoe
