@@ -67,7 +67,7 @@ class TestCheck:
             Cuda().bind(problem_of(weights), packed)
 
     def test_all_reasons_at_once(self) -> None:
-        problem = seed_problem("fp16", activations="fp8_token")
+        problem = seed_problem("fp16", activations="mxfp8")
         verdict = Cuda().check(problem, Machine(replace(DEVICES["a100"], capability=(7, 5)), driver=(12, 8)))
         assert isinstance(verdict, Rejected)
         assert [r.what for r in verdict.reasons] == [

@@ -74,7 +74,7 @@ class TestCheck:
 class TestConfigure:
     def test_by_rows_of_an_expert(self) -> None:
         few = CudaConfig("w8a8_mma", 8)
-        expected = [(1, few), (4, few), (8, EVERY[0]), (256, EVERY[0]), (512, EVERY[0]), (1024, EVERY[1])]
+        expected = [(1, few), (4, few), (8, EVERY[0]), (256, EVERY[0]), (512, EVERY[0]), (800, EVERY[1])]
         assert [(t, Cuda().configure(DEEPSEEK, H200, t)) for t, _ in expected] == expected
         assert Cuda().tuning_configs(DEEPSEEK, H200, 256) == (EVERY[0], few, *EVERY[1:])
 

@@ -21,17 +21,9 @@ from polymoe.routing import Routing
 from polymoe.runtime import PlanRequest
 from polymoe.tensors import Expert, ExpertWeights
 from support.captured import captured_follows_new_rows
-from support.problems import GPT_OSS, problem_of, random_call, random_experts
+from support.problems import GPT_OSS, problem_of, random_call, random_experts, with_input_scales
 
 CHOICE = {"triton": Triton()}
-
-
-def with_input_scales(weights: ExpertWeights) -> ExpertWeights:
-    scales = torch.rand(2, weights.spec.local_experts, generator=torch.Generator().manual_seed(3)) * 0.02 + 0.005
-    return ExpertWeights(
-        weights.spec,
-        lambda e: replace(weights.expert(e), gate_up_input_scale=scales[0, e], down_input_scale=scales[1, e]),
-    )
 
 
 def scaled(expert: Expert, exponent: int) -> Expert:

@@ -53,7 +53,10 @@ def test_a_unit_has_the_kernels_of_the_table(target: Target, unit: str) -> None:
             "permutation_one_warp", "permutation_one_cta", "permutation_count", "permutation_many_ctas", "permute_x",
         },
         "finalize": {"finalize_f32", "finalize_bf16"},
-        "quantize": {"quantize_permuted", "quantize_rows", "quantize_rows_paired"},
+        "quantize": {
+            "quantize_permuted", "quantize_rows", "quantize_rows_paired", "quantize_whole_rows",
+            "quantize_whole_rows_paired",
+        },
     }  # fmt: skip
     gemms = {
         f.unit(format): {
@@ -76,7 +79,7 @@ def copied(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_a_hash_changes_with_what_the_unit_includes(copied: Path) -> None:
     before = {unit: modules.source_hash(unit, SM90) for unit in SM90.units}
     for path, changed in (
-        ("gemm/w8a8.cuh", {"w8a8_fp8_block128"}),
+        ("gemm/w8a8.cuh", {"w8a8_fp8_block128", "w8a8_channel_fp8_channel"}),
         ("dequant/int4.cuh", {unit for unit in SM90.units if unit.startswith("w4a16")}),
         ("ptx/griddepcontrol.cuh", set(SM90.units)),
     ):

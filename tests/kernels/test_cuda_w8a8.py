@@ -208,8 +208,8 @@ def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, rows: int) -> N
         assert grid == (132, 1)
         assert threads == 384
         assert 4 <= args["stages"] <= 16
-        # Of 128 columns 256 rows of weights, and of a row of x the codes and two scales.
-        stage = -(-(256 * 128 + rows * 136) // 1024) * 1024
+        # Of 128 columns 256 rows of weights, and of a row of x the codes and a scale.
+        stage = -(-(256 * 128 + rows * 132) // 1024) * 1024
         assert args["stages"] * stage == shared - 1024
         assert shared + rows * 12 + 272 <= 227 * 1024
 

@@ -14,21 +14,17 @@ from torch import Tensor
 
 from polymoe.activations import GeGLU, SwiGLU
 from polymoe.backends.cuda.backend import CudaConfig
-from polymoe.backends.reference import run_experts
 from polymoe.kernels.cuda import sizes
 from polymoe.kernels.cuda.launch.permutation import FEW_ROWS
 from polymoe.routing import Routing
 from polymoe.tensors import ExpertWeights
-from support.cuda_calls import launches, run_emulated
+from support.cuda_calls import compare_each_token, launches, run_emulated
 from support.cuda_emulator import compile_unit
-from support.problems import GPT_OSS, problem_of, random_call, random_experts
+from support.problems import GPT_OSS, random_call, random_experts
 
 FORMAT = "fp8_block128"
 UNIT = sizes.W8A8_MMA.unit(FORMAT)
 CONFIG = CudaConfig("w8a8_mma", 8)
-
-# Of every single token: the result is rounded to bfloat16, and h as the reference rounds it.
-TOKEN_TOLERANCE = 5e-3
 
 emulated = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 
@@ -42,36 +38,14 @@ def experts(**kwargs: Any) -> ExpertWeights:
     return random_experts(FORMAT, **{"hidden": 384, "intermediate": 256, "experts": 2, **kwargs})
 
 
-def run(
-    monkeypatch: pytest.MonkeyPatch,
-    libraries: dict[str, ctypes.CDLL],
-    weights: ExpertWeights,
-    x: Tensor,
-    routing: Routing,
-    blocks: int = 3,
-    **kwargs: Any,
-) -> tuple[Tensor, list[str]]:
-    """The result on a GPU of ``blocks`` SMs, and the kernels launched."""
-    return run_emulated(
-        monkeypatch, libraries, weights, x, routing, CONFIG, blocks, activations="fp8_group128", **kwargs
-    )
+def run(*args: Any) -> Tensor:
+    """The result on a GPU of three SMs."""
+    return run_emulated(*args, CONFIG, activations="fp8_group128")[0]
 
 
-def compare(
-    monkeypatch: pytest.MonkeyPatch,
-    libraries: dict[str, ctypes.CDLL],
-    weights: ExpertWeights,
-    x: Tensor,
-    routing: Routing,
-    blocks: int = 3,
-    **kwargs: Any,
-) -> list[str]:
+def compare(*args: Any, **kwargs: Any) -> list[str]:
     """Every token with the reference; returns the kernels launched."""
-    out, made = run(monkeypatch, libraries, weights, x, routing, blocks, **kwargs)
-    expected = run_experts(problem_of(weights, activations="fp8_group128", **kwargs), weights, x, routing)
-    errors, sizes = (out.float() - expected).norm(dim=1), expected.norm(dim=1)
-    assert bool((errors <= TOKEN_TOLERANCE * sizes).all()), (errors / sizes).max()
-    return made
+    return compare_each_token(*args, CONFIG, activations="fp8_group128", **kwargs)
 
 
 @emulated
@@ -113,7 +87,7 @@ def test_limits_of_the_activation_and_extreme_numbers(monkeypatch: pytest.Monkey
     for activation in (SwiGLU(limit=0.5), SwiGLU(alpha=1.702, beta=1.0), GeGLU("none")):
         compare(monkeypatch, libraries, weights, x, routing, activation=activation)
     x[:] = 0
-    assert not run(monkeypatch, libraries, weights, x, routing)[0].any()
+    assert not run(monkeypatch, libraries, weights, x, routing).any()
 
 
 @emulated
@@ -122,7 +96,7 @@ def test_no_rows_of_this_rank(monkeypatch: pytest.MonkeyPatch, libraries: Any, t
     """Zeros; and no kernel ends without having waited for the one ahead of it."""
     x, routing = random_call(tokens, 384, 2, 2, torch.bfloat16)
     ids = torch.full_like(routing.topk_ids_TA, -1)
-    assert not run(monkeypatch, libraries, experts(), x, Routing(ids, routing.topk_weights_TA))[0].any()
+    assert not run(monkeypatch, libraries, experts(), x, Routing(ids, routing.topk_weights_TA)).any()
 
 
 def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ FOUR_BITS = ["mxfp4", "nvfp4", "int4_g32", "int4_g128"]
 SIZES = [(4096, 16), (2880, 48), (16, 2688), (64, 1536), (64, 336), (192, 192), (80, 208)]
 EVERY = [(format, *sizes) for format in (*FOUR_BITS, "bf16") for sizes in SIZES]
 EVERY += [("fp8_block128", *sizes) for sizes in ((128, 128), (384, 640), (7168, 256))]
+EVERY += [(format, *sizes) for format in ("fp8_channel", "fp8_tensor") for sizes in ((128, 128), (384, 640))]
 
 
 def layout_of(spec: ExpertsSpec) -> Layout:
@@ -394,7 +395,7 @@ def test_negative_e4m3_scales_are_refused() -> None:
 def test_other_sizes_and_formats_are_refused_with_every_reason() -> None:
     found = LAYOUTS["w4a16_fragments"].check(spec_of("fp16", 100, 40))
     assert [r.what for r in found] == ["gate elements", "up elements", "down elements", "H", "F"]
-    found = LAYOUTS["w8_fragments"].check(spec_of("fp8_tensor", 64, 128))
+    found = LAYOUTS["w8_fragments"].check(spec_of("mxfp8", 64, 128))
     assert [r.what for r in found] == ["gate scales", "up scales", "down scales", "H"]
     mixed = replace(spec_of("mxfp4", 64, 128), down=FORMATS["bf16"].encoding)
     assert [[r.what for r in LAYOUTS[name].check(mixed)] for name in ("w4a16_fragments", "w16_swizzle128")] == [

@@ -28,6 +28,9 @@ from polymoe.tensors import ExpertWeights
 from support.cuda_emulator import Emulator, Recorded
 from support.problems import problem_of, random_call, random_experts
 
+TOKEN_TOLERANCE = 5e-3
+"""Of the error of every single token, where sums are exact."""
+
 same_experts = cache(random_experts)
 """Quantized once for all configurations."""
 
@@ -98,7 +101,7 @@ def same_in_any_batch(weights: ExpertWeights, hidden: int, **kwargs: Any) -> Non
     x, routing = x.cuda(), Routing(*(part.cuda() for part in routing))
     whole = torch.empty_like(x)
     configs = Cuda().tuning_configs(problem, Machine.of("h200"), 1)
-    assert len(configs) > 1
+    assert configs
     Cuda().bind(problem, packed).run(x, routing, configs[-1], whole)
     for config in configs:
         for some in (slice(0, 1), slice(599, 600), slice(31, 70), slice(3, 600)):
@@ -119,21 +122,45 @@ def run_emulated(
     options: dict[str, torch.Tensor] | None = None,
     target: Target = SM90,
     aligned: bool = False,
+    out_dtype: torch.dtype | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, list[str]]:
     """The result on a GPU of ``blocks`` SMs, emulated, and the kernels launched. ``libraries`` are compiled for
-    ``target``."""
+    ``target``. The result has the dtype of x, unless ``out_dtype`` is given."""
     problem = problem_of(weights, **kwargs)
     packed = pack(problem, weights, target=target)
     emulator = Emulator(libraries, list(packed.tensors.values()), coarse=coarse, aligned=aligned)
     monkeypatch.setattr(modules, "kernel", emulator)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu(blocks))
-    out = torch.full_like(x, float("nan"))
+    out = torch.full(x.shape, float("nan"), dtype=out_dtype or x.dtype)
     runner = CudaRunner(problem, packed, target)
     # Where no kernel writes, every number is NaN.
     bytes = runner.workspace_bytes(len(x), routing.topk_ids_TA.shape[1], config)
     runner.run(x, routing, config, out, workspace=torch.full((bytes,), 0xFF, dtype=torch.uint8), **(options or {}))
     return out, emulator.made
+
+
+def compare_each_token(
+    monkeypatch: pytest.MonkeyPatch,
+    libraries: dict[str, ctypes.CDLL],
+    weights: ExpertWeights,
+    x: torch.Tensor,
+    routing: Routing,
+    config: CudaConfig,
+    blocks: int = 3,
+    coarse: bool = True,
+    **kwargs: Any,
+) -> list[str]:
+    """Every single token, emulated, with the reference; returns the kernels launched.
+
+    y and the result are rounded to bfloat16 on the way, 2e-3, and h must be rounded as the reference does, which sums
+    of 14 bits do not allow: 9 % of tokens were beyond 6e-3 with them.
+    """
+    out, made = run_emulated(monkeypatch, libraries, weights, x, routing, config, blocks, coarse, **kwargs)
+    expected = run_experts(problem_of(weights, **kwargs), weights, x, routing)
+    errors, sizes = (out.float() - expected).norm(dim=1), expected.norm(dim=1)
+    assert bool((errors <= TOKEN_TOLERANCE * sizes).all()), (errors / sizes).max()
+    return made
 
 
 def names(unit: str, target: Target = SM90) -> set[str]:

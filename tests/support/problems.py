@@ -43,6 +43,14 @@ def random_experts(
     )
 
 
+def with_input_scales(weights: ExpertWeights) -> ExpertWeights:
+    scales = torch.rand(2, weights.spec.local_experts, generator=torch.Generator().manual_seed(3)) * 0.02 + 0.005
+    return ExpertWeights(
+        weights.spec,
+        lambda e: replace(weights.expert(e), gate_up_input_scale=scales[0, e], down_input_scale=scales[1, e]),
+    )
+
+
 def torn(weights: ExpertWeights, at: int = 2, error: BaseException | None = None) -> ExpertWeights:
     """Weights of which expert ``at`` can be read once, for its scales, and not again, for its codes."""
     seen = set()

@@ -22,7 +22,7 @@ from polymoe.numerics import TOLERANCE, relative_error
 from polymoe.routing import Routing
 from support.cuda_calls import pack
 from support.cuda_targets import TEST_TARGETS
-from support.problems import problem_of, random_call, random_experts
+from support.problems import problem_of, random_call, random_experts, with_input_scales
 
 
 def main() -> None:
@@ -35,8 +35,13 @@ def main() -> None:
         ("mxfp4", "fp8_group128", 320, 192, 60),
         ("fp8_block128", "fp8_group128", 384, 256, 600),
         ("fp8_block128", "fp8_group128", 384, 256, 3),
+        ("fp8_channel", "fp8_token", 384, 256, 600),
+        ("fp8_channel", "fp8_static", 384, 256, 600),
+        ("fp8_tensor", "fp8_token", 384, 256, 3),
     ):
         weights = random_experts(format, hidden=hidden, intermediate=intermediate, gated=format != "nvfp4", bias=True)
+        if mode == "fp8_static":
+            weights = with_input_scales(weights)
         problem = problem_of(weights, activations=mode)
         packed = pack(problem, weights, "cuda")
         x, routing = random_call(tokens, hidden, 5, dtype=torch.bfloat16)

@@ -24,8 +24,9 @@ SOURCES = Path(modules.__file__).parent
 ARGS = {
     "permute": ("PermutationArgs", "PermuteArgs"),
     "finalize": ("FinalizeArgs",),
-    "quantize": ("QuantizePermutedArgs", "QuantizeRowsArgs"),
+    "quantize": ("QuantizePermutedArgs", "QuantizeRowsArgs", "QuantizeWholeRowsArgs"),
     "w8a8_mma_fp8_block128": ("FewRowsArgs",),
+    "w8a8_mma_channel_fp8_channel": ("FewRowsArgs",),
 }
 """Structures that a unit's kernels take; those of the others take GemmArgs."""
 COMPILER = ("g++", "-shared", "-fPIC", "-O1", "-std=c++17", "-w")

@@ -2,9 +2,10 @@
 
 The backend needs neither a compiler nor another package. A call with few tokens has four launches: the permutation;
 gate and up with the activation; down; and the weighted sum. Calls with many rows per expert, or with E4M3 activations,
-have a fifth launch that copies x into permuted tiles or rounds it to E4M3. Calls with E4M3 weights and very few rows
-have three: GEMMs round x, and find the permutation of up to 32 expanded rows. From SM90 on each launch starts before
-the previous one ends. The table in :mod:`.families` lists the kernels and the numbers of rows that they are used for.
+have a fifth launch that copies x into permuted tiles or rounds it to E4M3, and with one scale for a row of h a sixth
+that rounds h. Calls with E4M3 weights and very few rows have three: GEMMs round x, and find the permutation of up to 32
+expanded rows. From SM90 on each launch starts before the previous one ends. The table in :mod:`.families` lists the
+kernels and the numbers of rows that they are used for.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ class Cuda(BackendBase):
     """Runs experts as grouped GEMMs on tensor cores.
 
     Weights and rows of x are: 4-bit or bfloat16 weights with bfloat16 rows; MXFP4 weights with E4M3 rows; or E4M3
-    weights with E4M3 rows, which are multiplied in float16 for few rows and in E4M3 for many. Calls can be captured in
-    CUDA graphs, and repeated calls are bitwise identical. For batch-invariant results, the kernels for many rows run at
-    every token count.
+    weights with E4M3 rows, scaled by block or by row, which are multiplied in float16 for few rows and in E4M3 for
+    many. Calls can be captured in CUDA graphs, and repeated calls are bitwise identical. For batch-invariant results,
+    the kernels for many rows run at every token count, for E4M3 weights those that multiply in float16.
     """
 
     name: str = "cuda"
@@ -94,6 +95,8 @@ class Cuda(BackendBase):
             reasons.need(gate, "FP8 activations without a gate")
             weight = problem.weight_on == "output" or not all(f.output_weight_only for f in quantized)
             reasons.need(weight, "routing weight on the input with FP8 activations")
+        static_input = problem.activations.static and problem.weight_on == "input"
+        reasons.need(not static_input, "routing weight on the input", "dynamic scales of activations", "fp8_static")
         found = families_for(problem)
         if all(formats.values()) and problem.activations in modes:
             got = ", ".join(dict.fromkeys(map(str, formats.values())))
@@ -195,11 +198,13 @@ def _configs(problem: Problem, machine: Machine, family: KernelFamily) -> list[C
 
 def _choices(problem: Problem, machine: Machine) -> Iterator[tuple[KernelFamily, CudaConfig, float]]:
     """Yield family, configuration and largest mean of rows per expert, ascending, for the families that may be used."""
-    for family in _families(problem, machine):
+    families = _families(problem, machine)
+    for family in families:
         for choice in family.choices:
             config = CudaConfig(family.name, choice.block_m, choice.block_n, narrow_m=choice.narrow_m)
             if _fits(problem, machine, config):
-                yield family, config, choice.most_rows
+                last_rows = choice.last_rows if family is families[-1] else 0
+                yield family, config, last_rows or choice.most_rows
 
 
 def _shorter(problem: Problem, machine: Machine, family: KernelFamily, config: CudaConfig, tiles: float) -> CudaConfig:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from polymoe.activation_quantization import FP8_GROUP128, UNQUANTIZED, ActivationQuantization
-from polymoe.formats import FORMATS, Encoding
+from polymoe.activation_quantization import FP8_GROUP128, FP8_STATIC, FP8_TOKEN, UNQUANTIZED, ActivationQuantization
+from polymoe.formats import FORMATS, Encoding, PerChannel, PerTensor
 from polymoe.kernels.cuda import launch, sizes
 from polymoe.kernels.cuda.targets import TARGETS, Target
 from polymoe.problem import Problem
@@ -26,12 +26,14 @@ class Choice:
     Attributes:
         most_rows: the largest mean for which these tiles are the fastest.
         block_m, block_n, narrow_m: sizes of the tiles, as in ``CudaConfig``.
+        last_rows: in place of ``most_rows`` where no family behind this one may be used; 0 if it is the same.
     """
 
     most_rows: float
     block_m: int
     block_n: int = 0
     narrow_m: int = 0
+    last_rows: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,11 +197,11 @@ _ALL = (
         (Choice(1.08, 8),), Rates(0.87, 0.45, 9.0, rows=8), batch_invariant=False, gated_only=True,
         output_weight_only=True,
     ),
-    # Fitted to 1 to 512 tokens of DeepSeek-V3 TP8 (up to 16 rows) and 1024 (32). Sums of float16 products are exact
-    # enough to be identical in every tile.
+    # Fitted to 1 to 512 tokens of DeepSeek-V3 TP8 (up to 16 rows) and 1024 (32), where w8a8 is faster. Sums of float16
+    # products are exact enough to be identical in every tile.
     KernelFamily(
         sizes.W8A8_F16, (FP8_GROUP128,), "w8_fragments", launch.E4M3RowsCall,
-        (Choice(20.0, 32), Choice(50.0, 64)), Rates(0.92, 0.5, 14.0), gated_only=True, output_weight_only=True,
+        (Choice(20.0, 32), Choice(30.0, 64, last_rows=50.0)), Rates(0.92, 0.5, 14.0), gated_only=True, output_weight_only=True,
     ),
     # For more rows. Sums of E4M3 products have 14 bits: errors of single tokens reach 4e-2, those of 512 tokens
     # together stay below 6e-3.
@@ -207,6 +209,20 @@ _ALL = (
         sizes.W8A8, (FP8_GROUP128,), "w8_fragments", launch.E4M3TilesCall,
         (Choice(_INF, 160),), Rates(0.96, 0.45, 14.0), batch_invariant=False, gated_only=True, output_weight_only=True,
         check_tokens=512,
+    ),
+    # Fitted to 1 to 8192 tokens of DeepSeek-V3 TP8 with scales by channel, as the kernels for blocks are; with wider tiles
+    # w8a8_f16_channel is slower than w8a8_channel.
+    KernelFamily(
+        sizes.W8A8_MMA_CHANNEL, (FP8_TOKEN, FP8_STATIC), "w8_fragments", launch.ChannelMmaCall,
+        (Choice(1.08, 8),), Rates(0.87, 0.45, 9.0, rows=8), batch_invariant=False,
+    ),
+    KernelFamily(
+        sizes.W8A8_F16_CHANNEL, (FP8_TOKEN, FP8_STATIC), "w8_fragments", launch.ChannelRowsCall,
+        (Choice(17.0, 32),), Rates(0.89, 0.5, 16.0),
+    ),
+    KernelFamily(
+        sizes.W8A8_CHANNEL, (FP8_TOKEN, FP8_STATIC), "w8_fragments", launch.ChannelTilesCall,
+        (Choice(_INF, 160),), Rates(0.96, 0.45, 17.0), batch_invariant=False, check_tokens=512,
     ),
 )  # fmt: skip
 
@@ -219,13 +235,14 @@ def format_of(encoding: Encoding) -> str | None:
     """Return the name of the kernels' format for this encoding, or None.
 
     A global scale per expert is always optional. Scales of 8-bit weights may have any dtype and those of INT4 bfloat16
-    or float16; the layout converts them.
+    or float16; the layout converts them. Kernels for one scale a row also take one for the matrix.
     """
+    granularity = PerChannel() if encoding.granularity == PerTensor() else encoding.granularity
     for name in dict.fromkeys(name for family in _ALL for name in family.formats):
         own = FORMATS[name.removesuffix("_zp")].encoding
         same = (own.element, own.granularity, name.endswith("_zp")) == (
             encoding.element,
-            encoding.granularity,
+            granularity,
             encoding.zero_points,
         )
         dtypes = {"bfloat16", "float16"} if own.element == "int4" else {own.scale_dtype}

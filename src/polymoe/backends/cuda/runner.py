@@ -64,11 +64,12 @@ class CudaRunner(RunnerBase):
         self._index = index
         # Kernels whose first GEMM reads rows of x by token support rows that are quantized already.
         rows = all(issubclass(family.call, launch.E4M3RowsCall) for family in readers)
+        rows = rows and not problem.activations.static
         self._options = frozenset(("workspace", "expert_map", "x_scales") if rows else ("workspace", "expert_map"))
 
     @property
     def options(self) -> frozenset[str]:
-        """``workspace`` and ``expert_map``, and for E4M3 weights ``x_scales``."""
+        """``workspace`` and ``expert_map``, and for E4M3 weights, unless scales of x are static, ``x_scales``."""
         return self._options
 
     def workspace_bytes(self, tokens: int, top_k: int, config: Config) -> int:
@@ -141,6 +142,7 @@ class CudaRunner(RunnerBase):
 def _layer(problem: Problem, packed: Packed, sms: int, target: Target, budget: Budget) -> launch.Layer:
     spec, t = problem.spec, packed.tensors
     first = "gate" if spec.gated else "up"
+    static = problem.activations.static
     up = launch.Matrix(
         format=_format(spec.up),
         codes=t["up.codes"],
@@ -151,6 +153,7 @@ def _layer(problem: Problem, packed: Packed, sms: int, target: Target, budget: B
         up_bias=t.get("up_bias"),
         expert_scale=t.get(f"{first}.global_scale"),
         up_expert_scale=t.get("up.global_scale"),
+        input_scale=t["gate_up_input_scale"] if static else None,
     )
     down = launch.Matrix(
         format=_format(spec.down),
@@ -160,6 +163,7 @@ def _layer(problem: Problem, packed: Packed, sms: int, target: Target, budget: B
         k=spec.intermediate,
         bias=t.get("down_bias"),
         expert_scale=t.get("down.global_scale"),
+        input_scale=t["down_input_scale"] if static else None,
     )
     return launch.Layer(
         up=up,

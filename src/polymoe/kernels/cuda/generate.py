@@ -63,7 +63,9 @@ def unit_source(family: FamilySizes, format: str, cvt: bool = False) -> str:
     macro = "POLYMOE_GEMM_KERNEL"
     if isinstance(family, FewRowsFamilySizes):
         meaning, macro = "the part, warps, bytes of a stage.", "POLYMOE_FEW_ROWS_KERNEL"
-    includes = '#include "../dequant/fp4_cvt.cuh"\n' * cvt + f'#include "../gemm/{family.name}.cuh"\n'
+    source = family.source or family.name
+    meaning = f"what shares a scale, {meaning}" if family.scales else meaning
+    includes = '#include "../dequant/fp4_cvt.cuh"\n' * cvt + f'#include "../gemm/{source}.cuh"\n'
     lines = [f"{_NOTICE}{includes}", f"// Last arguments: {meaning}", "// clang-format off"]
     sizes = family.formats[format]
     for part in family.parts:
@@ -81,8 +83,9 @@ def unit_source(family: FamilySizes, format: str, cvt: bool = False) -> str:
                 choices = [("", numbers)]
             for variant, numbers in choices:
                 cpp = sizes and (sizes.cvt if cvt else sizes.cpp)
-                format_argument = [cpp] if cpp and len(family.formats) > 1 else []
+                format_argument = [family.scales] if family.scales else []
+                format_argument += [cpp] if cpp and len(family.formats) > 1 else []
                 arguments = ", ".join([*format_argument, PARTS[part], *map(str, numbers)])
                 name, threads = family.kernel(part, block_m, variant), family.threads(block_m)
-                lines.append(f"{macro}({name}, {threads}, {family.name}_gemm<{arguments}>)")
+                lines.append(f"{macro}({name}, {threads}, {source}_gemm<{arguments}>)")
     return "\n".join(lines) + "\n"

@@ -1,6 +1,8 @@
-// x to E4M3 with a float32 scale for each row and 128 columns: to permuted tiles, or row by row.
+// x to E4M3 with a float32 scale for each row and 128 columns, to permuted tiles or row by row; and x or h row by row
+// with one scale for a row.
 #include "permuted_row.cuh"
 #include "dequant/e4m3.cuh"
+#include "exact_divide.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "sizes.cuh"
@@ -120,6 +122,92 @@ __device__ __forceinline__ void quantize_rows(const QuantizeRowsArgs& args) {
     grid_dependency_wait();  // the next kernel relies on this one having waited for the kernel ahead of it
 }
 
+struct QuantizeWholeRowsArgs {
+    const void* x;  // [rows, columns]
+    uint8_t* out;   // [rows, w8::row_bytes(columns)]: a row's codes and behind them its scale; or permuted tiles
+    // Where each expanded row is to go. Or null: out has the rows of x.
+    const PermutedRow* expanded_to_permuted;
+    const float* input_scales;  // [E]: those of all rows of an expert; or null: of the row's maximum
+    const void* ids;            // [expanded rows]: expert ids, where there are input scales
+    int rows;                   // expanded rows, or where out has the rows of x, these
+    int columns;                // a multiple of 16, for tiles of 128
+    int x_dtype;                // 0 bfloat16, 1 float16, 2 float32
+    int top_k;                  // where x is by token; 0 where it is by permuted row
+    int tiles;                  // whether out is permuted tiles, as epilogue_e4m3.cuh describes them
+    int threads;                // for a row, each with every so many 16 columns: a multiple of 32
+    int first_expert, long_ids;
+};
+
+// Grid: the rows, as many at a time as a CTA has threads for.
+template <bool PAIRED>
+__device__ __forceinline__ void quantize_whole_rows(const QuantizeWholeRowsArgs& args) {
+    __shared__ float maxima[16];
+    const int row_of_cta = threadIdx.x / args.threads, thread = threadIdx.x - row_of_cta * args.threads;
+    const int number = blockIdx.x * (blockDim.x / args.threads) + row_of_cta;
+    if (args.expanded_to_permuted) grid_dependency_wait();
+    launch_dependents();
+    PermutedRow place = {number < args.rows ? number : -1, 0, 0, 0};
+    long long from = number;
+    if (args.expanded_to_permuted && number < args.rows) {
+        place = args.expanded_to_permuted[number];
+        from = args.top_k ? number / args.top_k : place.permuted_row;
+    }
+    const bool there = place.permuted_row >= 0;
+    const int first = thread * 16, step = args.threads * 16;
+    const bool once = args.columns <= step;
+    float x[16] = {}, scale = 0.0f;
+    if (there && (once || !args.input_scales)) {
+        for (int column = first; column < args.columns; column += step) {
+            load_x(args.x, args.x_dtype, from * args.columns + column, x);
+#pragma unroll
+            for (int i = 0; i < 16; ++i) scale = fmaxf(scale, fabsf(x[i]));
+        }
+    }
+    if (args.input_scales) {
+        if (!there) return;
+        const long long id =
+            args.long_ids ? static_cast<const long long*>(args.ids)[number] : static_cast<const int*>(args.ids)[number];
+        scale = args.input_scales[id - args.first_expert];
+    } else {
+#pragma unroll
+        for (int lanes = 1; lanes < 32; lanes *= 2) scale = fmaxf(scale, __shfl_xor_sync(0xFFFFFFFFu, scale, lanes));
+        if (args.threads > 32) {
+            const int warps = args.threads / 32, warp = row_of_cta * warps;
+            if (threadIdx.x % 32 == 0) maxima[threadIdx.x / 32] = scale;
+            __syncthreads();
+            for (int i = 0; i < warps; ++i) scale = fmaxf(scale, maxima[warp + i]);
+        }
+        scale /= 448.0f;
+        if (scale == 0.0f) scale = 1.0f;
+        if (!there) return;
+    }
+    const float inverse = fminf(1.0f / scale, 3.4028235e38f);
+    const int blocks = args.columns / 128;
+    const long long tile_row = static_cast<long long>(place.tile_row) * blocks * kE4m3RowBytes;
+    uint8_t* row =
+        args.out + (args.tiles ? tile_row : place.permuted_row * static_cast<long long>(w8::row_bytes(args.columns)));
+    for (int column = first; column < args.columns; column += step) {
+        if (!once) load_x(args.x, args.x_dtype, from * args.columns + column, x);
+        uint32_t words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) x[4 * i + j] = exact_divide(x[4 * i + j], scale, inverse);
+            words[i] = pack_e4m3x2(x[4 * i], x[4 * i + 1]) | pack_e4m3x2(x[4 * i + 2], x[4 * i + 3]) << 16;
+        }
+        const uint4 codes = make_uint4(words[0], words[1], words[2], words[3]);
+        const int chunk = (column / 16 % 8) ^ (place.row % 8);
+        const int at = args.tiles ? (column / 128 * place.padded_rows + place.row) * 128 + chunk * 16 : column;
+        *reinterpret_cast<uint4*>(row + at) = PAIRED ? pair_columns(codes) : codes;
+        if (column == 0) {
+            const int scale_at = args.tiles ? blocks * place.padded_rows * 128 + place.row * 4 : args.columns;
+            *reinterpret_cast<float*>(row + scale_at) = scale;
+        }
+    }
+    // The next kernel relies on this one having waited for the kernel ahead of it.
+    if (!args.expanded_to_permuted) grid_dependency_wait();
+}
+
 }  // namespace polymoe
 
 extern "C" __global__ void __launch_bounds__(256)
@@ -135,4 +223,14 @@ extern "C" __global__ void __launch_bounds__(512)
 extern "C" __global__ void __launch_bounds__(512)
     quantize_rows_paired(const __grid_constant__ polymoe::QuantizeRowsArgs args) {
     polymoe::quantize_rows<true>(args);
+}
+
+extern "C" __global__ void __launch_bounds__(512)
+    quantize_whole_rows(const __grid_constant__ polymoe::QuantizeWholeRowsArgs args) {
+    polymoe::quantize_whole_rows<false>(args);
+}
+
+extern "C" __global__ void __launch_bounds__(512)
+    quantize_whole_rows_paired(const __grid_constant__ polymoe::QuantizeWholeRowsArgs args) {
+    polymoe::quantize_whole_rows<true>(args);
 }

@@ -9,7 +9,7 @@ M is the number of tokens; N and K are the rows and columns of the weights.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 __all__ = [
@@ -28,8 +28,11 @@ __all__ = [
     "W4A16_WGMMA",
     "W4_FORMATS",
     "W8A8",
+    "W8A8_CHANNEL",
     "W8A8_F16",
+    "W8A8_F16_CHANNEL",
     "W8A8_MMA",
+    "W8A8_MMA_CHANNEL",
     "Budget",
     "CtaTile",
     "FamilySizes",
@@ -172,6 +175,8 @@ class FamilySizes:
         scratch_bytes, scratch_row_bytes: bytes of dynamic shared memory after the stages, and per row of x.
         static_bytes, static_row_bytes: bytes of static shared memory, and per row of x.
         block_ns: values of ``block_n`` that a configuration may name; empty if it does not.
+        scales: what shares a scale of 8-bit weights, as its name in C++; empty for others.
+        source: name of the header in ``gemm/`` and of its function, where it is not the family's name.
     """
 
     name: str
@@ -186,6 +191,8 @@ class FamilySizes:
     static_bytes: int = STATIC_BYTES
     static_row_bytes: int = 0
     block_ns: tuple[int, ...] = field(default=())
+    scales: str = ""
+    source: str = ""
 
     def unit(self, format: str) -> str:
         """Return the name of the cubin with the family's kernels for a format."""
@@ -430,8 +437,9 @@ _BARRIER_BYTES = 16 * (MAX_STAGES + 1)  # two for each stage, and two that alter
 
 # A warp's blocks are 32 rows by 128 columns of weights.
 W8A8_MMA = FewRowsFamilySizes(
-    "w8a8_mma", {"fp8_block128": None}, _tiles(CtaTile(8, 32, 128, 0)), _GATED, codes_bytes=4096, x_bytes=0
-)
+    "w8a8_mma", {"fp8_block128": None}, _tiles(CtaTile(8, 32, 128, 0)), _GATED, codes_bytes=4096, x_bytes=0,
+    scales="kBlock128",
+)  # fmt: skip
 """E4M3 weights, and rows rounded to E4M3, both converted to float16 for ``mma.sync``, for few rows per expert."""
 
 # A stage contains two scales for each row of x. Static memory contains a maximum per consumer warp, and two scales.
@@ -449,17 +457,37 @@ W8A8_F16 = FamilySizes(
     row_bytes=8,
     static_bytes=_BARRIER_BYTES,
     static_row_bytes=40,
+    scales="kBlock128",
 )
 """E4M3 weights and rows, both converted to float16, whose sums are exact."""
 
-# Static shared memory contains the amax of each row of h for three alternating tiles.
+# A stage contains a scale for each row of x, and where rounding leaves room two of weights. Static memory contains the
+# amax of each row of h for three alternating tiles.
 W8A8 = FamilySizes(
     "w8a8", {"fp8_block128": None}, _tiles(CtaTile(160, 256, 128, 2, (32, 64, 80, 96, 112, 128))), _GATED,
-    codes_bytes=4096, x_bytes=64, row_bytes=8, static_bytes=_BARRIER_BYTES, static_row_bytes=12,
+    codes_bytes=4096, x_bytes=64, row_bytes=4, static_bytes=_BARRIER_BYTES, static_row_bytes=12,
+    scales="kBlock128",
 )  # fmt: skip
 """E4M3 weights and rows, multiplied in E4M3. Sums of 128 columns have 14 bits."""
 
+
+def _by_channel(family: FamilySizes, *tiles: CtaTile) -> FamilySizes:
+    """Return the family for one scale for a row of weights and one for a row of x. Experts need no gate."""
+    return replace(
+        family, name=f"{family.name}_channel", source=family.name, scales="kChannel", formats={"fp8_channel": None},
+        parts=_ALL, tiles=_tiles(*tiles) if tiles else family.tiles,
+    )  # fmt: skip
+
+
+W8A8_MMA_CHANNEL = _by_channel(W8A8_MMA)
+W8A8_F16_CHANNEL = _by_channel(W8A8_F16, CtaTile(32, 256, 128, 2, (16,)))
+W8A8_CHANNEL = _by_channel(W8A8)
+
 FAMILIES: dict[str, FamilySizes] = {
-    f.name: f for f in (W4A16_MMA, W4A16_MMA_TILED, W4A16_WGMMA, W4A8, BF16, W8A8_MMA, W8A8_F16, W8A8)
+    f.name: f
+    for f in (
+        *(W4A16_MMA, W4A16_MMA_TILED, W4A16_WGMMA, W4A8, BF16, W8A8_MMA, W8A8_F16, W8A8),
+        *(W8A8_MMA_CHANNEL, W8A8_F16_CHANNEL, W8A8_CHANNEL),
+    )
 }
 """Sizes of all kernel families by name."""

@@ -5,8 +5,9 @@ groups of 64 rows, 16 rows, and 32 columns. Such a piece stores 16 codes for eac
 of two codes each, of the A operand of m64k16, for the first 16 columns and then for the last 16. One instruction
 converts two codes.
 
-Rows are interleaved or permuted as in :mod:`.w16_swizzle128`. Scales, one for each 128 x 128 weights, are stored as
-float32 in their natural order; those of the gate come before those of up.
+Rows are interleaved or permuted as in :mod:`.w16_swizzle128`. Scales are stored as float32. Those for 128 x 128 weights
+are in their natural order, and those of the gate come before those of up. One scale for a row lies where its row does;
+one for a whole matrix is stored for each of its rows.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from polymoe.formats import Encoding, PerGroup, QuantTensor
+from polymoe.formats import Encoding, PerChannel, PerGroup, PerTensor, QuantTensor
 from polymoe.formats.elements import CODE_DTYPES, SCALE_DTYPES
 from polymoe.layouts.cuda.matrices import (
     MatrixLayout,
@@ -39,8 +40,8 @@ _ORDER = (0, 5, 1, 2, 6, 4, 9, 7, 8, 3)
 
 @dataclass(frozen=True, slots=True)
 class W8Fragments(MatrixLayout):
-    """E4M3 weights with a scale for each 128 x 128. Read by the kernels ``w8a8_mma``, ``w8a8_f16`` and
-    ``w8a8``."""
+    """E4M3 weights with a scale for each 128 x 128, each row or the matrix. Read by the kernels ``w8a8_mma``,
+    ``w8a8_f16`` and ``w8a8``, or where scales are not for 128 x 128 by ``w8a8_mma_channel`` and so on."""
 
     name: str = "w8_fragments"
     multiple: ClassVar[int] = BLOCK
@@ -51,24 +52,29 @@ class W8Fragments(MatrixLayout):
         if not reasons.need(encoding.element == "e4m3", f"{projection} elements", "e4m3", encoding.element):
             return
         granularity = encoding.granularity
-        reasons.need(
-            granularity == PerGroup(BLOCK, BLOCK), f"{projection} scales", "one for 128 x 128 weights", str(granularity)
-        )
-        fits = encoding.scale_dtype in ("float32", "bfloat16", "e8m0")
-        reasons.need(fits, f"{projection} scales", "float32, bfloat16 or e8m0", f"{encoding.scale_dtype}")
+        known = granularity in (PerGroup(BLOCK, BLOCK), PerChannel(), PerTensor())
+        expected = "one for 128 x 128 weights, a row or the matrix"
+        reasons.need(known, f"{projection} scales", expected, str(granularity))
+        fits = encoding.scale_dtype in ("float32", "bfloat16", "float16", "e8m0")
+        reasons.need(fits, f"{projection} scales", "float32, bfloat16, float16 or e8m0", f"{encoding.scale_dtype}")
         reasons.need(not encoding.global_scale, f"{projection} global scale")
         reasons.need(not encoding.zero_points, f"{projection} zero points")
 
     def scale_bytes(self, encoding: Encoding, rows: int, columns: int) -> int:
         """Return the bytes of the scales of one packed matrix, in float32."""
-        return rows // BLOCK * (columns // BLOCK) * 4
+        return (rows if _by_row(encoding) else rows // BLOCK * (columns // BLOCK)) * 4
 
     def pack_matrix(self, halves: Sequence[QuantTensor]) -> tuple[dict[str, Tensor], Tensor | None]:
         """Return packed codes, and scales as the bytes of float32; nothing is bounded."""
         codes = [q.codes.view(torch.uint8) for q in halves]
         rows_NK = interleave_gate_up(codes) if len(codes) > 1 else exchange_rows(codes[0])
-        scales = torch.cat([q.scales.float().flatten() for q in halves if q.scales is not None])
-        return {"codes": pack_codes(rows_NK), "scales": scales.view(torch.uint8)}, None
+        each = [q.scales.float() for q in halves if q.scales is not None]
+        if _by_row(halves[0].encoding):
+            by_row = [scales.expand(len(half), 1).contiguous() for scales, half in zip(each, codes, strict=True)]
+            scales = interleave_gate_up(by_row) if len(by_row) > 1 else exchange_rows(by_row[0])
+        else:
+            scales = torch.cat([scales.flatten() for scales in each])
+        return {"codes": pack_codes(rows_NK), "scales": scales.flatten().view(torch.uint8)}, None
 
     def unpack_matrix(
         self, parts: Mapping[str, Tensor], encoding: Encoding, rows: int, columns: int, halves: int
@@ -79,9 +85,20 @@ class W8Fragments(MatrixLayout):
         assert encoding.granularity is not None
         grid = encoding.granularity.scale_shape(rows // halves, columns)
         scales = parts["scales"].view(torch.float32).to(SCALE_DTYPES[encoding.scale_dtype or ""])
-        each = [half.flatten(0, 1) for half in scales.view(-1, halves, *grid).unbind(1)]
+        if _by_row(encoding):
+            rows_N1 = scales.flatten()[:, None]
+            each = deinterleave_gate_up(rows_N1, halves) if halves > 1 else [exchange_rows(rows_N1, inverse=True)]
+            if encoding.granularity == PerTensor():
+                each = [half[:: rows // halves].contiguous() for half in each]
+        else:
+            each = [half.flatten(0, 1) for half in scales.view(-1, halves, *grid).unbind(1)]
         dtype = CODE_DTYPES[encoding.element]
         return [{"codes": c.view(dtype), "scales": s} for c, s in zip(codes, each, strict=True)]
+
+
+def _by_row(encoding: Encoding) -> bool:
+    """Return whether scales are stored for each row."""
+    return encoding.granularity in (PerChannel(), PerTensor())
 
 
 def pack_codes(codes_NK: Tensor) -> Tensor:

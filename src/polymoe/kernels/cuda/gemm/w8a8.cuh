@@ -1,19 +1,21 @@
-// E4M3 weights with scales for 128 x 128, and E4M3 rows with scales for 128 columns, multiplied as they are, for many
-// rows.
+// E4M3 weights and E4M3 rows, multiplied as they are, for many rows.
 //
-// The tensor cores accumulate E4M3 products with 14 bits, so sums of 128 columns are multiplied by both scales and
-// accumulated in float32. h is then slightly off before it is rounded, which shows for single tokens. With few rows,
-// w8a8_f16.cuh is as fast and has exact sums.
+// The tensor cores accumulate E4M3 products with 14 bits, so sums of 128 columns are accumulated in float32, with
+// scales for 128 x 128 weights and for 128 columns of rows (kBlock128) times both; sums of all columns are multiplied
+// by one scale for a row of weights and one for a row of x (kChannel). h is then slightly off before it is rounded,
+// which shows for single tokens. With few rows, w8a8_f16.cuh is as fast and has exact sums.
 //
 // One persistent CTA per SM walks over the tiles (a work tile by 256 rows of weights). Four producer warps keep a
 // pipeline of weights, x and scales full; two consumer warpgroups alternate at the tensor cores. The order of weights
 // is that of float16 MMAs, two codes a register (layouts/cuda/w8_fragments.py): two such registers are one of four
 // codes, of other columns than usual. So x and h have their columns in that order, too (pair_columns in quantize.cu).
 //
-// Rows of x are gathered. h comes in permuted tiles, as epilogue_e4m3.cuh describes them. y is by permuted row.
+// Rows of x are gathered. h comes in permuted tiles, as epilogue_e4m3.cuh describes them; with kChannel, a row's one
+// scale is where that of its first 128 columns is. y is by permuted row.
 #pragma once
 #include "../dequant/e4m3.cuh"
 #include "../epilogue_e4m3.cuh"
+#include "../epilogue_f32.cuh"
 #include "../ptx/compiler.cuh"
 #include "../ptx/griddepcontrol.cuh"
 #include "../ptx/setmaxnreg.cuh"
@@ -32,26 +34,32 @@ struct PairedColumns {
 
 // 128 columns of the tile's weights, of x, and the scales.
 template <int BLOCK_M>
-using Stage = polymoe::Stage<kTileBytes, BLOCK_M * 128, BLOCK_M * kRowScaleBytes>;
+using Stage = polymoe::Stage<kTileBytes, BLOCK_M * 128, BLOCK_M * 4 + 16>;
 
 // All of K for the blocks of this warpgroup and the work tile's rows, one chain of MMAs of 128 columns after the other.
-template <int BLOCK_M, int PART>
+template <Scales SCALES, int BLOCK_M, int PART>
 struct Mainloop {
     using S = Stage<BLOCK_M>;
     // Where K is short and a tile soon done, one warpgroup's results are better stored while the other multiplies.
     static constexpr bool kPingPong = PART != kDown;
-    static constexpr int kWidest = 96;  // MMA, since its sums and the accumulators have to be in registers
+    // MMA, since its sums and the accumulators have to be in registers: ptxas keeps those for 160 rows where it has
+    // them for all, behind the sums of the widest.
+    static constexpr int kWidest = SCALES == kChannel && PART == kDown ? 80 : 96;
+    const GemmArgs& args;
     float (&acc)[kNBlocks][BLOCK_M / 2];
     Pipeline& pipeline;
     PingPong& ping_pong;
-    uint32_t lane_weights, lane_scales;
+    uint32_t lane_weights, lane_scales, weight_scales;
+    float low, high;  // scales of weights (kBlock128)
     uint32_t a[4][4];
 
-    __device__ __forceinline__ Mainloop(float (&acc)[kNBlocks][BLOCK_M / 2], Pipeline& pipeline, PingPong& ping_pong)
-        : acc(acc), pipeline(pipeline), ping_pong(ping_pong) {
+    __device__ __forceinline__ Mainloop(const GemmArgs& args, float (&acc)[kNBlocks][BLOCK_M / 2], Pipeline& pipeline,
+                                        PingPong& ping_pong)
+        : args(args), acc(acc), pipeline(pipeline), ping_pong(ping_pong) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warpgroup = warp / 4;
         lane_weights = opaque(warpgroup * kNBlocks * kBlockBytes + warp % 4 * 2048 + lane * 16);
-        lane_scales = opaque(S::kScales + lane % 4 * 16 + (PART == kDown ? warpgroup * 8 : 0));
+        lane_scales = opaque(S::kScales + lane % 4 * 8);
+        weight_scales = opaque(S::kScales + BLOCK_M * 4 + (PART == kDown ? warpgroup * 4 : 0));
     }
 
     // The codes of a block: in four parts of 32 columns, rows g and g + 8.
@@ -79,18 +87,27 @@ struct Mainloop {
         wgmma_commit();
         wgmma_wait<0>();
         if (kPingPong) ping_pong.pass();
+        if constexpr (SCALES == kChannel) {
+#pragma unroll
+            for (int i = 0; i < M / 2; ++i) {
+                materialize(sum[i]);
+                acc[FIRST / 2 + i] += sum[i];
+            }
+        } else {
+            accumulate<M, FIRST>(acc, sum, stage);
+        }
+    }
+
+    // Sums of 128 columns times both scales.
+    template <int M, int FIRST>
+    __device__ __forceinline__ void accumulate(float (&acc)[BLOCK_M / 2], float (&sum)[M / 2], uint32_t stage) {
 #pragma unroll
         for (int n = 0; n < M / 8; ++n) {
             float scales[4];
-            const uint32_t from = stage + lane_scales + (FIRST / 8 + n) * 64;
-            if (PART == kDown) {
-                const uint2 v = ld_shared_v2(from);
-                scales[0] = scales[2] = __uint_as_float(v.x), scales[1] = scales[3] = __uint_as_float(v.y);
-            } else {
-                const uint4 v = ld_shared_v4(from);
-                scales[0] = __uint_as_float(v.x), scales[1] = __uint_as_float(v.y);
-                scales[2] = __uint_as_float(v.z), scales[3] = __uint_as_float(v.w);
-            }
+            const uint2 v = ld_shared_v2(stage + lane_scales + (FIRST / 8 + n) * 32);
+            scales[0] = __uint_as_float(v.x) * low, scales[1] = __uint_as_float(v.y) * low;
+            scales[2] = PART == kDown ? scales[0] : __uint_as_float(v.x) * high;
+            scales[3] = PART == kDown ? scales[1] : __uint_as_float(v.y) * high;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 float& to = acc[FIRST / 2 + 4 * n + i];
@@ -100,8 +117,31 @@ struct Mainloop {
         }
     }
 
+    // All columns' sums times the scales, of which those of rows of x are in any of the stages. What it needs beside is
+    // found anew: all registers are taken until then.
     template <int ROWS>
-    __device__ __forceinline__ void run(int k_blocks) {
+    __device__ __forceinline__ void scale(uint32_t stage, int i_tile, int n_tiles) {
+        const int index = static_cast<int>(opaque(i_tile)) / n_tiles, expert = args.work_tiles[index].expert;
+        const int n_block = ((i_tile - index * n_tiles) * kWarpgroups + threadIdx.x / 128) * kNBlocks;
+#pragma unroll
+        for (int m = 0; m < kNBlocks; ++m) {
+            const ChannelScales<1> channels(args, expert, n_block + m);
+            const uint32_t row_scales = opaque(stage + S::kScales + threadIdx.x % 4 * 8);
+#pragma unroll
+            for (int n = 0; n < ROWS / 8; ++n) {
+                const uint2 v = ld_shared_v2(row_scales + n * 32);
+                const float rows[2] = {__uint_as_float(v.x), __uint_as_float(v.y)};
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    acc[m][4 * n + i] *= rows[i] * channels.low[0];
+                    acc[m][4 * n + 2 + i] *= rows[i] * channels.high[0];
+                }
+            }
+        }
+    }
+
+    template <int ROWS>
+    __device__ __forceinline__ void run(int k_blocks, int i_tile, int n_tiles) {
         constexpr int M = ROWS <= kWidest ? ROWS : ROWS / 2;
 #pragma unroll
         for (int m = 0; m < kNBlocks; ++m) {
@@ -111,11 +151,22 @@ struct Mainloop {
         for (int left = k_blocks; left > 0; --left) {
             const uint32_t stage = pipeline.wait_full();
             if (PART != kDown) fence_proxy_async();  // x was copied by threads
+            if constexpr (SCALES == kBlock128) {
+                if (PART == kDown) {
+                    low = __uint_as_float(ld_shared(stage + weight_scales));
+                } else {
+                    const uint2 v = ld_shared_v2(stage + weight_scales);
+                    low = __uint_as_float(v.x), high = __uint_as_float(v.y);
+                }
+            }
 #pragma unroll
             for (int m = 0; m < kNBlocks; ++m) {
                 load(stage, m);
                 mma_chain<M, 0>(acc[m], stage);
                 if constexpr (M < ROWS) mma_chain<M, M>(acc[m], stage);
+            }
+            if constexpr (SCALES == kChannel) {
+                if (left == 1) scale<ROWS>(stage, i_tile, n_tiles);
             }
             __syncwarp();  // not needed, but without it ptxas is two registers short
             mbarrier_arrive(pipeline.empty_barrier());
@@ -125,23 +176,24 @@ struct Mainloop {
 
     // In MMAs for ROWS or, where the work tile has more rows, for the next of WIDER.
     template <int ROWS, int... WIDER>
-    __device__ __forceinline__ void run_narrowest(int k_blocks, int rows) {
+    __device__ __forceinline__ void run_narrowest(int k_blocks, int rows, int i_tile, int n_tiles) {
         if constexpr (sizeof...(WIDER) > 0) {
-            if (rows > ROWS) return run_narrowest<WIDER...>(k_blocks, rows);
+            if (rows > ROWS) return run_narrowest<WIDER...>(k_blocks, rows, i_tile, n_tiles);
         }
-        run<ROWS>(k_blocks);
+        run<ROWS>(k_blocks, i_tile, n_tiles);
     }
 };
 
 // Four warps: all that a stage needs, 128 columns of the tiles at a time. One thread copies weights, and x where x is
 // h; otherwise eight lanes have a row of x, 16 columns each, and the next row kAtOnce further on. A thread has the
 // scales of two rows, on their way to registers while a stage is not empty yet.
-template <int BLOCK_M, int PART>
+template <Scales SCALES, int BLOCK_M, int PART>
 struct Producer {
     using S = Stage<BLOCK_M>;
+    static constexpr bool kTiles = PART == kDown;  // of h, instead of rows
     static constexpr int kWarps = 4, kAtOnce = kWarps * 4, kTimes = (BLOCK_M + kAtOnce - 1) / kAtOnce;
     static_assert(BLOCK_M / 2 <= kWarps * 32 && kAtOnce % 8 == 0);
-    static constexpr int kArrivals = 1 + (PART == kDown ? 1 : 2) * kWarps * 32;  // of bulk copies, of scales, of x
+    static constexpr int kArrivals = 1 + (kTiles ? 1 : 2) * kWarps * 32;  // of bulk copies, of scales, of x
     const GemmArgs& args;
     Pipeline& pipeline;
     const int thread, first, piece;  // of the work tile's rows; of a row's 128 columns
@@ -163,13 +215,15 @@ struct Producer {
     // Of a row of x, in units of 16 bytes; of the last one where the work tile has no such row.
     __device__ __forceinline__ uint32_t source(WorkTile tile, int row) const {
         const uint32_t units = row_bytes(args.k) / 16;
-        return args.permuted_to_expanded[tile.row + min(row, tile.rows - 1)] / args.top_k * units;
+        const int permuted_row = tile.row + min(row, tile.rows - 1);
+        if (SCALES == kChannel) return x_row<PART>(args, permuted_row) * units;
+        return args.permuted_to_expanded[permuted_row] / args.top_k * units;
     }
 
     __device__ __forceinline__ void find(WorkTile tile, int n_tile) {
-        weight_scales = WeightScales::of<PART>(args, tile.expert, n_tile);
         const uint4* all = reinterpret_cast<const uint4*>(args.x);
-        if constexpr (PART == kDown) {
+        if constexpr (SCALES == kBlock128) weight_scales = WeightScales::of<PART>(args, tile.expert, n_tile);
+        if constexpr (kTiles) {
             const int padded = padded_rows(tile.rows), k_blocks = args.k / kE4m3BlockK;
             x = reinterpret_cast<const uint8_t*>(all) +
                 static_cast<long long>(tile.padded_row) * k_blocks * kE4m3RowBytes;
@@ -177,14 +231,23 @@ struct Producer {
         } else {
 #pragma unroll
             for (int i = 0; i < kTimes; ++i) from[i] = source(tile, first + i * kAtOnce) + piece;
-            scales = reinterpret_cast<const float*>(all + source(tile, 2 * thread) + args.k / 16);
-            second_scales = reinterpret_cast<const float*>(all + source(tile, 2 * thread + 1) + args.k / 16);
+            if constexpr (SCALES == kChannel) {
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const int row = min(2 * thread + i, tile.rows - 1);
+                    scale[i] = row_scale<PART>(args, source(tile, row), tile.row + row);
+                }
+            } else {
+                scales = reinterpret_cast<const float*>(all + source(tile, 2 * thread) + args.k / 16);
+                second_scales = reinterpret_cast<const float*>(all + source(tile, 2 * thread + 1) + args.k / 16);
+            }
         }
+        if constexpr (SCALES == kChannel && kTiles) scale[0] = scales[0], scale[1] = scales[1];
     }
 
     __device__ __forceinline__ void fetch_scales(WorkTile tile, int k_block) {
-        if (2 * thread >= tile.rows) return;
-        if constexpr (PART == kDown) {
+        if (SCALES == kChannel || 2 * thread >= tile.rows) return;
+        if constexpr (kTiles) {
             const float2 v = *reinterpret_cast<const float2*>(scales + k_block * padded_rows(tile.rows));
             scale[0] = v.x, scale[1] = v.y;
         } else {
@@ -195,20 +258,22 @@ struct Producer {
 
     __device__ __forceinline__ void store_scales(WorkTile tile, uint32_t stage) {
         if (2 * thread >= tile.rows) return;
-        const float products[4] = {scale[0] * weights[0], scale[1] * weights[0], scale[0] * weights[1],
-                                   scale[1] * weights[1]};
-        st_shared_v4(stage + S::kScales + thread * 16,
-                     make_uint4(__float_as_uint(products[0]), __float_as_uint(products[1]),
-                                __float_as_uint(products[2]), __float_as_uint(products[3])));
+        const uint32_t to = stage + S::kScales;
+        st_shared(to + thread * 8, __float_as_uint(scale[0]));
+        st_shared(to + thread * 8 + 4, __float_as_uint(scale[1]));
+        if (SCALES == kBlock128 && thread == 0) {
+            st_shared(to + BLOCK_M * 4, __float_as_uint(weights[0]));
+            st_shared(to + BLOCK_M * 4 + 4, __float_as_uint(weights[1]));
+        }
     }
 
     // All bulk copies, by one thread.
     __device__ __forceinline__ void copy(WorkTile tile, const uint8_t* codes, uint32_t bytes, int k_block,
                                          uint32_t stage, uint32_t barrier) {
-        const uint32_t x_bytes = PART == kDown ? padded_rows(tile.rows) * 128 : 0;
+        const uint32_t x_bytes = kTiles ? padded_rows(tile.rows) * 128 : 0;
         mbarrier_arrive_expect_tx(barrier, bytes + x_bytes);
         bulk_copy_g2s_evict_first(stage, codes, bytes, barrier);
-        if (PART == kDown) bulk_copy_g2s(stage + S::kX, x + k_block * x_bytes, x_bytes, barrier);
+        if (kTiles) bulk_copy_g2s(stage + S::kX, x + k_block * x_bytes, x_bytes, barrier);
     }
 
     __device__ __forceinline__ void run(int total, int n_tiles) {
@@ -226,7 +291,7 @@ struct Producer {
                 pipeline.wait_empty();
                 if (thread == 0) copy(tile, codes, bytes, k_block, stage, barrier);
                 codes += bytes;
-                if constexpr (PART != kDown) {
+                if constexpr (!kTiles) {
                     const uint4* columns = reinterpret_cast<const uint4*>(args.x) + k_block * 8;
 #pragma unroll
                     for (int i = 0; i < kTimes; ++i) {
@@ -248,7 +313,8 @@ struct Producer {
 
 // 256 rows of weights by up to BLOCK_M rows of x, in MMAs for as many or, where that is enough, for one of the smaller
 // WIDTHS.
-template <int PART, int WARPGROUPS, int N_BLOCKS, int K_BLOCKS, int STAGE_BYTES, int BLOCK_M, int... WIDTHS>
+template <Scales SCALES, int PART, int WARPGROUPS, int N_BLOCKS, int K_BLOCKS, int STAGE_BYTES, int BLOCK_M,
+          int... WIDTHS>
 __device__ __forceinline__ void w8a8_gemm(const GemmArgs& args) {
     using namespace w8a8;
     static_assert(WARPGROUPS == kWarpgroups && N_BLOCKS == kNBlocks && K_BLOCKS * 64 == kE4m3BlockK);
@@ -259,7 +325,7 @@ __device__ __forceinline__ void w8a8_gemm(const GemmArgs& args) {
     const int warp = warp_uniform(threadIdx.x / 32);
     Pipeline pipeline = make_pipeline(args, align_stages(memory), barriers, STAGE_BYTES);
     if (threadIdx.x == 0) {
-        init_barriers(args, pipeline, Producer<BLOCK_M, PART>::kArrivals, kWarps * 32);
+        init_barriers(args, pipeline, Producer<SCALES, BLOCK_M, PART>::kArrivals, kWarps * 32);
         for (int i = 0; i < kWarpgroups; ++i) mbarrier_init(smem_address(&ping_pong_barriers[i]), 4);
         mbarrier_init_fence();
     }
@@ -279,7 +345,7 @@ __device__ __forceinline__ void w8a8_gemm(const GemmArgs& args) {
             grid_dependency_wait();
             launch_dependents();
         }
-        Producer<BLOCK_M, PART>(args, pipeline, threadIdx.x - kWarps * 32).run(total, n_tiles);
+        Producer<SCALES, BLOCK_M, PART>(args, pipeline, threadIdx.x - kWarps * 32).run(total, n_tiles);
         return;
     }
     reg_alloc<232>();
@@ -292,9 +358,22 @@ __device__ __forceinline__ void w8a8_gemm(const GemmArgs& args) {
     for (int i_tile = blockIdx.x; i_tile < total; i_tile += gridDim.x) {
         const int index = i_tile / n_tiles, n_tile = i_tile - index * n_tiles;
         const WorkTile tile = uniform_tile(args.work_tiles[index]);
-        Mainloop<BLOCK_M, PART>(acc, pipeline, ping_pong)
-            .template run_narrowest<WIDTHS..., BLOCK_M>(args.k / kE4m3BlockK, tile.rows);
-        if constexpr (PART == kGateUp) {
+        Mainloop<SCALES, BLOCK_M, PART>(args, acc, pipeline, ping_pong)
+            .template run_narrowest<WIDTHS..., BLOCK_M>(args.k / kE4m3BlockK, tile.rows, i_tile, n_tiles);
+        if constexpr (SCALES == kChannel) {
+            const int here = static_cast<int>(opaque(i_tile)), again = here / n_tiles;
+            const int n_block = (here - again * n_tiles) * kWarpgroups * kNBlocks;
+            const WorkTile done = uniform_tile(args.work_tiles[again]);
+            if constexpr (PART == kDown) {
+#pragma unroll
+                for (int m = 0; m < kNBlocks; ++m) {
+                    const int block = n_block + threadIdx.x / 128 * kNBlocks + m;
+                    if (block < args.n / 64) store_y<BLOCK_M, 4>(args, acc[m], done, block);
+                }
+            } else {
+                store_h_f32<PART, kNBlocks, BLOCK_M>(args, acc, done, n_block);
+            }
+        } else if constexpr (PART == kGateUp) {
             store_h_e4m3<kWarpgroups, kNBlocks, BLOCK_M, PairedColumns>(args, acc, tile, n_tile * 4, nullptr, amax,
                                                                         buffer);
             if (++buffer == 3) buffer = 0;

@@ -1,9 +1,10 @@
-// E4M3 weights with scales for 128 x 128, and E4M3 rows with scales for 128 columns, both converted to float16.
+// E4M3 weights and E4M3 rows, both converted to float16.
 //
 // The tensor cores accumulate E4M3 products with 14 bits. That is not enough here: h is rounded to E4M3 afterwards, and
 // values near a tie would go the other way. So both operands become float16, which holds every E4M3 value, and the
-// tensor cores accumulate in float32: 128 columns at a time. Each such sum is multiplied by both scales and
-// accumulated.
+// tensor cores accumulate in float32. With scales for 128 x 128 weights and for 128 columns of rows (kBlock128), that
+// is 128 columns at a time; each such sum is multiplied by both scales and accumulated. With one scale for a row of
+// weights and one for a row of x (kChannel), it is all columns.
 //
 // One persistent CTA per SM walks over the tiles (a work tile by 256 rows of weights). One producer thread keeps a
 // pipeline of weights full; three producer warps gather rows of x, convert them and store them beside the weights; two
@@ -12,10 +13,10 @@
 //
 // A row of x is its codes and behind them its scales (w8::row_bytes). The epilogue of `gate_up` writes h in the same
 // form: 128 columns of it are 256 rows of weights, gate and up interleaved, which is a CTA's tile; its warps exchange
-// row maxima.
+// row maxima. With kChannel it writes h in float32.
 #pragma once
 #include "../dequant/e4m3.cuh"
-#include "../epilogue.cuh"
+#include "../epilogue_f32.cuh"
 #include "../exact_divide.cuh"
 #include "../ptx/compiler.cuh"
 #include "../ptx/griddepcontrol.cuh"
@@ -36,10 +37,10 @@ struct Stage : polymoe::Stage<kTileBytes, BLOCK_M * 256, BLOCK_M * kRowScaleByte
 };
 
 // All of K for the blocks of this warpgroup and M of the work tile's rows.
-template <int M, int BLOCK_M, int PART>
+template <Scales SCALES, int M, int BLOCK_M, int PART>
 struct Mainloop {
     using S = Stage<BLOCK_M>;
-    static constexpr int kSums = M <= 64 ? kNBlocks : 1;  // as many as registers have room for
+    static constexpr int kSums = M <= 64 || SCALES == kChannel ? kNBlocks : 1;  // as many as registers have room for
     float (&acc)[kNBlocks][BLOCK_M / 2];
     Pipeline& pipeline;
     uint32_t lane_weights, lane_scales;
@@ -51,7 +52,8 @@ struct Mainloop {
         : acc(acc), pipeline(pipeline) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warpgroup = warp / 4;
         lane_weights = opaque(warpgroup * kNBlocks * kBlockBytes + warp % 4 * 2048 + lane * 16);
-        lane_scales = opaque(S::kScales + lane % 4 * 16 + (PART == kDown ? warpgroup * 8 : 0));
+        lane_scales = opaque(S::kScales + lane % 4 * (SCALES == kChannel ? 8 : 16) +
+                             (SCALES == kBlock128 && PART == kDown ? warpgroup * 8 : 0));
     }
 
     // The codes of a block, in four parts of 32 columns.
@@ -78,7 +80,7 @@ struct Mainloop {
         for (int step = 0; step < 2; ++step) {
             const uint64_t x = make_smem_desc_units(smem_desc_units(stage) + (S::kX + part / 2 * S::kHalf) / 16 +
                                                     part % 2 * 4 + step * 2);
-            if (part == 0 && step == 0) {
+            if (SCALES == kBlock128 && part == 0 && step == 0) {
                 WgmmaRS<M>::set_f16(sums[m % kSums], a[part % 2][step], x);
             } else {
                 WgmmaRS<M>::add_f16(sums[m % kSums], a[part % 2][step], x);
@@ -106,11 +108,35 @@ struct Mainloop {
         }
     }
 
-    __device__ __forceinline__ void run(int k_blocks) {
+    // All columns' sums times the scales, of which those of rows of x are in any of the stages.
+    __device__ __forceinline__ void scale(uint32_t stage, const ChannelScales<kNBlocks>& channels) {
+#pragma unroll
+        for (int n = 0; n < M / 8; ++n) {
+            const uint2 v = ld_shared_v2(stage + lane_scales + n * 32);
+            const float rows[2] = {__uint_as_float(v.x), __uint_as_float(v.y)};
+#pragma unroll
+            for (int m = 0; m < kNBlocks; ++m) {
+                const float* from = &sums[m % kSums][4 * n];
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    acc[m][4 * n + i] = from[i] * (rows[i] * channels.low[m]);
+                    acc[m][4 * n + 2 + i] = from[2 + i] * (rows[i] * channels.high[m]);
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ void run(int k_blocks, const ChannelScales<kNBlocks>* channels) {
 #pragma unroll
         for (int m = 0; m < kNBlocks; ++m) {
 #pragma unroll
-            for (int i = 0; i < M / 2; ++i) acc[m][i] = 0.0f;
+            for (int i = 0; i < M / 2; ++i) {
+                if constexpr (SCALES == kChannel) {
+                    sums[m % kSums][i] = 0.0f;
+                } else {
+                    acc[m][i] = 0.0f;
+                }
+            }
         }
         uint32_t stage = pipeline.wait_full();
         load(stage, 0);
@@ -122,7 +148,7 @@ struct Mainloop {
                 for (int part = 0; part < 4; ++part) {
                     mma(stage, m, part);
                     wgmma_wait<1>();  // the group before is done
-                    if (kSums > 1 && part == 0 && m > 0) accumulate(stage, m - 1);
+                    if (SCALES == kBlock128 && kSums > 1 && part == 0 && m > 0) accumulate(stage, m - 1);
                     if (part < 3) {
                         convert(part + 1);
                     } else if (m + 1 < kNBlocks) {
@@ -136,7 +162,11 @@ struct Mainloop {
                 }
             }
             wgmma_wait<0>();
-            accumulate(stage, kNBlocks - 1);
+            if constexpr (SCALES == kBlock128) {
+                accumulate(stage, kNBlocks - 1);
+            } else if (left == 1) {
+                scale(stage, *channels);
+            }
             mbarrier_arrive(pipeline.empty_barrier());
             pipeline.advance();
             if (left > 1) {
@@ -149,13 +179,15 @@ struct Mainloop {
 };
 
 // In MMAs for M rows or, where the work tile has more, for the next of WIDER.
-template <int BLOCK_M, int PART, int M, int... WIDER>
+template <Scales SCALES, int BLOCK_M, int PART, int M, int... WIDER>
 __device__ __forceinline__ void narrowest_mainloop(float (&acc)[kNBlocks][BLOCK_M / 2], Pipeline& pipeline,
-                                                   int k_blocks, int rows) {
+                                                   int k_blocks, int rows, const ChannelScales<kNBlocks>* channels) {
     if constexpr (sizeof...(WIDER) > 0) {
-        if (rows > M) return narrowest_mainloop<BLOCK_M, PART, WIDER...>(acc, pipeline, k_blocks, rows);
+        if (rows > M) {
+            return narrowest_mainloop<SCALES, BLOCK_M, PART, WIDER...>(acc, pipeline, k_blocks, rows, channels);
+        }
     }
-    Mainloop<M, BLOCK_M, PART>(acc, pipeline).run(k_blocks);
+    Mainloop<SCALES, M, BLOCK_M, PART>(acc, pipeline).run(k_blocks, channels);
 }
 
 // What a CTA's warps exchange of the rows of h.
@@ -244,7 +276,7 @@ __device__ __forceinline__ void store_h(const GemmArgs& args, float (&acc)[kNBlo
     }
 }
 
-template <int PART, int BLOCK_M, int... WIDTHS>
+template <Scales SCALES, int PART, int BLOCK_M, int... WIDTHS>
 __device__ __forceinline__ void consume(const GemmArgs& args, Pipeline& pipeline, RowMaxima<BLOCK_M>& maxima, int total,
                                         int n_tiles) {
     const int warp = threadIdx.x / 32, n_blocks = args.n / 64;
@@ -253,8 +285,17 @@ __device__ __forceinline__ void consume(const GemmArgs& args, Pipeline& pipeline
         const int index = i_tile / n_tiles, n_tile = i_tile - index * n_tiles;
         WorkTile tile = args.work_tiles[index];
         tile.rows = warp_uniform(tile.rows);
-        narrowest_mainloop<BLOCK_M, PART, WIDTHS..., BLOCK_M>(acc, pipeline, args.k / kE4m3BlockK, tile.rows);
-        if (PART == kGateUp) {
+        const int k_blocks = args.k / kE4m3BlockK;
+        if constexpr (SCALES == kChannel) {
+            const ChannelScales<kNBlocks> channels(args, tile.expert, (n_tile * kWarpgroups + warp / 4) * kNBlocks);
+            narrowest_mainloop<SCALES, BLOCK_M, PART, WIDTHS..., BLOCK_M>(acc, pipeline, k_blocks, tile.rows,
+                                                                          &channels);
+        } else {
+            narrowest_mainloop<SCALES, BLOCK_M, PART, WIDTHS..., BLOCK_M>(acc, pipeline, k_blocks, tile.rows, nullptr);
+        }
+        if constexpr (PART != kDown && SCALES == kChannel) {
+            store_h_f32<PART, kNBlocks, BLOCK_M>(args, acc, tile, n_tile * kWarpgroups * kNBlocks);
+        } else if constexpr (PART == kGateUp) {
             store_h<BLOCK_M>(args, acc, tile, n_tile, maxima);
         } else {
 #pragma unroll
@@ -287,7 +328,7 @@ __device__ __forceinline__ void produce_weights(const GemmArgs& args, Pipeline& 
 // Three warps: x of the tiles, 128 columns at a time, all together or, for few rows, a stage each in rotation. Eight
 // lanes have a row, 16 columns each, and the next row kAtOnce further on; each of them has the scale of one of their
 // rows. What goes to the next stage is on its way to registers while that stage is not empty yet.
-template <int BLOCK_M, int PART>
+template <Scales SCALES, int BLOCK_M, int PART>
 struct XProducer {
     using S = Stage<BLOCK_M>;
     static constexpr uint32_t kNone = 0xFFFFFFFFu;
@@ -316,16 +357,20 @@ struct XProducer {
 
     __device__ __forceinline__ uint32_t source(WorkTile tile, int row) const {
         if (row >= tile.rows) return kNone;
+        if (SCALES == kChannel) return x_row<PART>(args, tile.row + row) * units;
         return (PART == kDown ? tile.row + row : args.permuted_to_expanded[tile.row + row] / args.top_k) * units;
     }
 
     __device__ __forceinline__ void find(int i_tile, int n_tiles) {
         const int index = i_tile / n_tiles;
         const WorkTile tile = args.work_tiles[index];
-        weight_scales = WeightScales::of<PART>(args, tile.expert, i_tile - index * n_tiles);
+        if (SCALES == kBlock128) weight_scales = WeightScales::of<PART>(args, tile.expert, i_tile - index * n_tiles);
 #pragma unroll
         for (int i = 0; i < kTimes; ++i) from[i] = source(tile, first + i * kAtOnce);
         scale_from = source(tile, first + piece * kAtOnce);
+        if (SCALES == kChannel && scale_from != kNone) {
+            scale = row_scale<PART>(args, scale_from, tile.row + first + piece * kAtOnce);
+        }
     }
 
     __device__ __forceinline__ void fetch(int k_block, int i) {
@@ -334,7 +379,7 @@ struct XProducer {
     }
 
     __device__ __forceinline__ void fetch_scales(int k_block) {
-        if (scale_from == kNone) return;
+        if (SCALES == kChannel || scale_from == kNone) return;
         scale =
             reinterpret_cast<const float*>(reinterpret_cast<const uint4*>(args.x) + scale_from + args.k / 16)[k_block];
         weights[0] = weight_scales.first[k_block], weights[1] = weight_scales.second[k_block];
@@ -343,7 +388,11 @@ struct XProducer {
     // Stores what is in registers to the stage, and fetches the tile's block number `next`, unless that is 0.
     __device__ __forceinline__ void store(int next) {
         const uint32_t stage = pipeline.address();
-        if (scale_from != kNone) {
+        if (SCALES == kChannel) {
+            if (scale_from != kNone) {
+                st_shared(stage + S::kScales + (first + piece * kAtOnce) * 4, __float_as_uint(scale));
+            }
+        } else if (scale_from != kNone) {
             const int row = first + piece * kAtOnce;
             const uint32_t to = stage + S::kScales + row / 2 * 16 + row % 2 * 4;
             st_shared(to, __float_as_uint(scale * weights[0]));
@@ -391,7 +440,8 @@ struct XProducer {
 
 // 256 rows of weights by up to BLOCK_M rows of x, in MMAs for BLOCK_M rows or, where that is enough, for one of the
 // smaller WIDTHS.
-template <int PART, int WARPGROUPS, int N_BLOCKS, int K_BLOCKS, int STAGE_BYTES, int BLOCK_M, int... WIDTHS>
+template <Scales SCALES, int PART, int WARPGROUPS, int N_BLOCKS, int K_BLOCKS, int STAGE_BYTES, int BLOCK_M,
+          int... WIDTHS>
 __device__ __forceinline__ void w8a8_f16_gemm(const GemmArgs& args) {
     using namespace w8a8_f16;
     static_assert(WARPGROUPS == kWarpgroups && N_BLOCKS == kNBlocks && K_BLOCKS * 64 == kE4m3BlockK);
@@ -402,7 +452,7 @@ __device__ __forceinline__ void w8a8_f16_gemm(const GemmArgs& args) {
     const int warp = warp_uniform(threadIdx.x / 32);
     Pipeline pipeline = make_pipeline(args, align_stages(memory), barriers, STAGE_BYTES);
     if (threadIdx.x == 0) {
-        init_barriers(args, pipeline, 1 + 32 * XProducer<BLOCK_M, PART>::kTogether, kWarps * 32);
+        init_barriers(args, pipeline, 1 + 32 * XProducer<SCALES, BLOCK_M, PART>::kTogether, kWarps * 32);
         mbarrier_init_fence();
     }
     __syncthreads();
@@ -423,12 +473,12 @@ __device__ __forceinline__ void w8a8_f16_gemm(const GemmArgs& args) {
                 grid_dependency_wait();
                 launch_dependents();
             }
-            XProducer<BLOCK_M, PART>(args, pipeline, threadIdx.x - (kWarps + 1) * 32).run(total, n_tiles);
+            XProducer<SCALES, BLOCK_M, PART>(args, pipeline, threadIdx.x - (kWarps + 1) * 32).run(total, n_tiles);
         }
     } else {
         reg_alloc<208>();
         pipeline.parity = 0;
-        consume<PART, BLOCK_M, WIDTHS...>(args, pipeline, maxima, total, n_tiles);
+        consume<SCALES, PART, BLOCK_M, WIDTHS...>(args, pipeline, maxima, total, n_tiles);
     }
 }
 

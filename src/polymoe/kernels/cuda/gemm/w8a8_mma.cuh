@@ -1,5 +1,5 @@
-// E4M3 weights with scales for 128 x 128, and rows of x that are rounded to E4M3 in the kernel, both converted to
-// float16 for mma.sync: for few rows an expert, where time is the reading of weights and the launches around it.
+// E4M3 weights, and rows of x that are rounded to E4M3 in the kernel, both converted to float16 for mma.sync: for few
+// rows an expert, where time is the reading of weights and the launches around it.
 //
 // One persistent CTA per SM walks over its share of the units (a work tile by 32 rows of weights). Each of its sixteen
 // warps copies blocks of 32 rows by 128 columns of weights (4 KB) into a pipeline of its own, and multiplies. Warps
@@ -7,7 +7,8 @@
 //
 // Each warp has the same columns of every unit. It rounds those of a work tile's x once, to where its lanes load their
 // B operands from: x takes neither a launch that rounds it nor a barrier. h is stored as float32, and rounded as x is.
-// Sums of 128 columns are multiplied by both scales and accumulated in float32, as in w8a8_f16.cuh.
+// Scales are as in w8a8_f16.cuh: sums of 128 columns are multiplied by both (kBlock128), or those of all columns
+// (kChannel). For the latter, warps that share a unit first exchange the maxima of their columns.
 //
 // Up to 32 expanded rows are sorted by every warp on its own, so that there is no launch for that either. What the
 // first blocks need beside weights is loaded ahead of them: behind them it would wait until most of them are there.
@@ -26,6 +27,7 @@ struct FewRowsArgs : GemmArgs {
     const void* ids;  // [rows]: expert ids, from which work tiles follow; or null: work tiles are given
     int rows, first_expert, experts, long_ids;
     int x_dtype;  // 0 bfloat16, 1 float16, 2 float32, 3 E4M3: rows of w8::row_bytes(k), codes and behind them scales
+    const float* input_scales;  // [E]: of all rows of an expert's x (kChannel); or null
 };
 
 namespace w8a8_mma {
@@ -158,8 +160,28 @@ __device__ __forceinline__ float weight_scales(const GemmArgs& args, const WorkT
     return k_block < share.k_blocks ? from[k_block] : 0.0f;
 }
 
+// kChannel: the scales of a unit's rows of weights, one a lane.
+__device__ __forceinline__ float channel_scales(const GemmArgs& args, const WorkTiles& tiles, const Share& share,
+                                                int unit) {
+    if (unit >= share.end) return 0.0f;
+    const int index = unit / share.units, row = (unit - index * share.units) * kUnit + threadIdx.x % 32;
+    return reinterpret_cast<const float*>(args.scales + tiles.expert_of(index) * args.scales_stride)[row];
+}
+
+__device__ __forceinline__ float warp_max(float v) {
+#pragma unroll
+    for (int lanes = 1; lanes < 32; lanes *= 2) v = fmaxf(v, __shfl_xor_sync(kAll, v, lanes));
+    return v;
+}
+
+// The scale with which so large a number becomes the largest of E4M3; 1 for zero.
+__device__ __forceinline__ float scale_of(float amax) {
+    const float scale = exact_divide(amax, 448.0f, 1.0f / 448.0f);
+    return scale == 0.0f ? 1.0f : scale;
+}
+
 // Four columns a lane of some of the warp's blocks of a row of x.
-template <int PART>
+template <Scales SCALES, int PART>
 struct Columns {
     static constexpr int kAtOnce = 4;
     uint4 raw[kAtOnce];
@@ -179,7 +201,7 @@ struct Columns {
                 raw[i] = *reinterpret_cast<const uint4*>(x + column * 4);
             } else if (dtype == 3) {
                 raw[i].x = *reinterpret_cast<const uint32_t*>(x + column);
-                scale[i] = reinterpret_cast<const float*>(x + args.k)[block];
+                scale[i] = reinterpret_cast<const float*>(x + args.k)[SCALES == kChannel ? 0 : block];
             } else {
                 const uint2 v = *reinterpret_cast<const uint2*>(x + column * 2);
                 raw[i].x = v.x, raw[i].y = v.y;
@@ -187,10 +209,34 @@ struct Columns {
         }
     }
 
+    // The four columns of a block, in float32.
+    __device__ __forceinline__ void values(int i, int dtype, float (&v)[4]) const {
+        const uint32_t words[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const uint16_t bits = static_cast<uint16_t>(words[j / 2] >> 16 * (j % 2));
+            v[j] = dtype == 2 ? __uint_as_float(words[j]) : dtype == 0 ? bf16_to_f32(bits) : f16_to_f32(bits);
+        }
+    }
+
+    // The largest magnitude of this lane's columns.
+    __device__ __forceinline__ float amax(const FewRowsArgs& args, const Share& share, int k_block) const {
+        float most = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            if (k_block + i * share.parts >= share.k_blocks) break;
+            float v[4];
+            values(i, PART == kDown ? 2 : args.x_dtype, v);
+            most = fmaxf(most, fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3]))));
+        }
+        return most;
+    }
+
     // Rounds them as row `g` of the work tile, and stores codes and scales at `to`, where the first block begins. The
-    // lane 4g + t has, for each 16 columns, columns 2t, 2t + 1, 2t + 8 and 2t + 9 in one of eight words.
-    __device__ __forceinline__ void store(const FewRowsArgs& args, const Share& share, int g, int k_block,
-                                          uint32_t to) {
+    // lane 4g + t has, for each 16 columns, columns 2t, 2t + 1, 2t + 8 and 2t + 9 in one of eight words. `row_scale` is
+    // the row's scale (kChannel, unless x is E4M3).
+    __device__ __forceinline__ void store(const FewRowsArgs& args, const Share& share, int g, int k_block, uint32_t to,
+                                          float row_scale) {
         const int dtype = PART == kDown ? 2 : args.x_dtype, lane = threadIdx.x % 32;
         const int step = lane / 4, pair = lane % 4 * 2;  // of 16 columns, and of two of these
         to += step / 4 * 512 + step % 4 * 4 + g * 64 + pair % 4 * 16 + pair / 4 * 2;
@@ -200,18 +246,13 @@ struct Columns {
             uint32_t codes = raw[i].x;
             float by = scale[i];
             if (dtype != 3) {
-                const uint32_t words[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
                 float v[4];
-#pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    const uint16_t bits = static_cast<uint16_t>(words[j / 2] >> 16 * (j % 2));
-                    v[j] = dtype == 2 ? __uint_as_float(words[j]) : dtype == 0 ? bf16_to_f32(bits) : f16_to_f32(bits);
+                values(i, dtype, v);
+                if constexpr (SCALES == kChannel) {
+                    by = row_scale;
+                } else {
+                    by = scale_of(warp_max(fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3])))));
                 }
-                by = fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3])));
-#pragma unroll
-                for (int lanes = 1; lanes < 32; lanes *= 2) by = fmaxf(by, __shfl_xor_sync(kAll, by, lanes));
-                by = exact_divide(by, 448.0f, 1.0f / 448.0f);
-                if (by == 0.0f) by = 1.0f;
                 const float inverse = fminf(1.0f / by, 3.4028235e38f);
 #pragma unroll
                 for (int j = 0; j < 4; ++j) v[j] = exact_divide(v[j], by, inverse);
@@ -253,17 +294,18 @@ __device__ __forceinline__ void mma_block(float (&sums)[2][4], uint32_t stage, u
     }
 }
 
-// h of rows g of a tile of 16 rows of weights, for rows 2t and 2t + 1 of x, which are `rows`; or y of all 16.
+// h of rows g of a tile of 16 rows of weights (without a gate of all 16), for rows 2t and 2t + 1 of x, which are
+// `rows`; or y of all 16.
 template <int PART>
 __device__ __forceinline__ void store(const GemmArgs& args, const float (&c)[4], int expert, const int (&rows)[2],
                                       int tile16) {
     const int g = threadIdx.x % 32 / 4;
-    const int width = PART == kDown ? args.n : args.n / 2;
-    const int low = PART == kDown ? tile16 * 16 + tile_row<kDown>(g, 0) : tile16 * 8 + g;
-    const int high = PART == kDown ? tile16 * 16 + tile_row<kDown>(g, 1) : low;
+    const int width = PART == kGateUp ? args.n / 2 : args.n;
+    const int low = PART == kGateUp ? tile16 * 8 + g : tile16 * 16 + tile_row<PART>(g, 0);
+    const int high = PART == kGateUp ? low : tile16 * 16 + tile_row<PART>(g, 1);
     const long long bias = static_cast<long long>(expert) * width;
     const float low_bias = load_bias(args.bias, args.bias_dtype, bias + low);
-    const float high_bias = load_bias(PART == kDown ? args.bias : args.up_bias, args.bias_dtype, bias + high);
+    const float high_bias = load_bias(PART == kGateUp ? args.up_bias : args.bias, args.bias_dtype, bias + high);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         if (rows[i] < 0) continue;
@@ -271,6 +313,9 @@ __device__ __forceinline__ void store(const GemmArgs& args, const float (&c)[4],
         const float first = c[i] + low_bias, second = c[2 + i] + high_bias;
         if (PART == kDown) {
             out[low] = first, out[high] = second;
+        } else if (PART == kUp) {
+            const float up = max_nan(first, 0.0f), second_up = max_nan(second, 0.0f);
+            out[low] = up * up, out[high] = second_up * second_up;
         } else {
             out[low] =
                 args.activation == kSwiglu ? fast_swiglu(args, first, second) : gated_activation(args, first, second);
@@ -280,12 +325,13 @@ __device__ __forceinline__ void store(const GemmArgs& args, const float (&c)[4],
 
 }  // namespace w8a8_mma
 
-template <int PART, int WARPS, int STAGE_BYTES>
+template <Scales SCALES, int PART, int WARPS, int STAGE_BYTES>
 __device__ __forceinline__ void w8a8_mma_gemm(const FewRowsArgs& args) {
     using namespace w8a8_mma;
     static_assert(WARPS == kWarps && STAGE_BYTES == kWarps * kBlockBytes);
     extern __shared__ __align__(128) uint8_t memory[];
     __shared__ __align__(8) uint64_t barriers[kWarps * kStages];
+    __shared__ float maxima[SCALES == kChannel ? kWarps * kRows : 1];
     const int warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
     const uint32_t full = smem_address(&barriers[warp * kStages]);
     const uint32_t stages = smem_address(memory) + warp * args.stages * kBlockBytes;
@@ -304,9 +350,13 @@ __device__ __forceinline__ void w8a8_mma_gemm(const FewRowsArgs& args) {
     const Share share(args, tiles.count);
     const uint32_t x_start =
         smem_address(memory) + args.stages * STAGE_BYTES + 2 * kSums * 4 + (share.group * share.k_blocks) * kXBytes;
-    float next_scales = weight_scales<PART>(args, tiles, share, share.begin);
+    const auto scales_of = [&](int unit) {
+        return SCALES == kChannel ? channel_scales(args, tiles, share, unit)
+                                  : weight_scales<PART>(args, tiles, share, unit);
+    };
+    float next_scales = scales_of(share.begin);
     Rows x = {};
-    Columns<PART> columns;
+    Columns<SCALES, PART> columns;
     int now = -1;  // the work tile whose x is here, or on its way
     if (PART != kDown && share.begin < share.end) {
         now = share.begin / share.units, x = tiles[now];
@@ -322,7 +372,7 @@ __device__ __forceinline__ void w8a8_mma_gemm(const FewRowsArgs& args) {
     int stage = 0, buffer = 0;
     uint32_t parity = 0;
     bool fetched = PART != kDown;  // the first columns of the first work tile
-    constexpr int kAtOnce = Columns<PART>::kAtOnce;
+    constexpr int kAtOnce = Columns<SCALES, PART>::kAtOnce;
     int rows[2] = {};
     for (int unit = share.begin; unit < share.end; unit += share.groups) {
         const int index = unit / share.units, of_tile = unit - index * share.units;
@@ -330,26 +380,62 @@ __device__ __forceinline__ void w8a8_mma_gemm(const FewRowsArgs& args) {
             if (!fetched) x = tiles[index];
             now = index;
             rows[0] = __shfl_sync(kAll, x.row, lane % 4 * 8), rows[1] = __shfl_sync(kAll, x.row, lane % 4 * 8 + 4);
+            // kChannel: the scales of all rows, from the maxima of all warps that share a unit.
+            const bool given = SCALES == kChannel && args.input_scales;
+            float row_scale = given ? args.input_scales[x.expert] : 0.0f;  // of row lane % 8
+            if (SCALES == kChannel && !given && (PART == kDown || args.x_dtype != 3)) {
+#pragma unroll 1
+                for (int g = 0; g < x.count; ++g) {
+                    const int row = __shfl_sync(kAll, x.row, g * 4);
+                    float most = 0.0f;
+#pragma unroll 1
+                    for (int k_block = share.part; k_block < share.k_blocks; k_block += kAtOnce * share.parts) {
+                        if (!fetched) columns.fetch(args, share, row, k_block);
+                        fetched = false;
+                        most = fmaxf(most, columns.amax(args, share, k_block));
+                    }
+                    most = warp_max(most);
+                    if (lane == 0) maxima[warp * kRows + g] = most;
+                }
+                if (share.parts > 1) {
+                    named_barrier_sync(1 + share.group, share.parts * 32);
+                } else {
+                    __syncwarp();
+                }
+                for (int i = 0; i < share.parts; ++i) {
+                    row_scale = fmaxf(row_scale, maxima[(warp - share.part + i) * kRows + lane % kRows]);
+                }
+                row_scale = scale_of(row_scale);
+            }
 #pragma unroll 1
             for (int g = 0; g < x.count; ++g) {
                 const int row = __shfl_sync(kAll, x.row, g * 4);
+                const float scale = __shfl_sync(kAll, row_scale, g);
 #pragma unroll 1
                 for (int k_block = share.part; k_block < share.k_blocks; k_block += kAtOnce * share.parts) {
                     if (!fetched) columns.fetch(args, share, row, k_block);
                     fetched = false;
-                    columns.store(args, share, g, k_block, x_start + k_block * kXBytes);
+                    columns.store(args, share, g, k_block, x_start + k_block * kXBytes, scale);
                 }
             }
             __syncwarp();
         }
         const float scales = next_scales;
-        next_scales = weight_scales<PART>(args, tiles, share, unit + share.groups);
+        next_scales = scales_of(unit + share.groups);
         float acc[2][4] = {};
         int i_block = 0;
 #pragma unroll 1
         for (int k_block = share.part; k_block < share.k_blocks; k_block += share.parts, ++i_block) {
-            const float low = __shfl_sync(kAll, scales, i_block), high = __shfl_sync(kAll, scales, 16 + i_block);
             const uint32_t x_block = x_start + k_block * kXBytes;
+            if constexpr (SCALES == kChannel) {
+                mbarrier_wait(full + 8 * stage, parity);
+                mma_block(acc, stages + stage * kBlockBytes, x_block);
+                __syncwarp();
+                weights.copy(stages + stage * kBlockBytes, full + 8 * stage);
+                if (++stage == args.stages) stage = 0, parity ^= 1;
+                continue;
+            }
+            const float low = __shfl_sync(kAll, scales, i_block), high = __shfl_sync(kAll, scales, 16 + i_block);
             const uint2 of_x = ld_shared_v2(x_block + 1024 + lane % 4 * 8);
             const float first = __uint_as_float(of_x.x), second = __uint_as_float(of_x.y);
             const float by[4] = {low * first, low * second, high * first, high * second};
@@ -362,6 +448,21 @@ __device__ __forceinline__ void w8a8_mma_gemm(const FewRowsArgs& args) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 acc[0][i] = fmaf(sums[0][i], by[i], acc[0][i]), acc[1][i] = fmaf(sums[1][i], by[i], acc[1][i]);
+            }
+        }
+        if constexpr (SCALES == kChannel) {
+            const uint2 of_x = ld_shared_v2(x_start + share.part * kXBytes + 1024 + lane % 4 * 8);
+            float by[2] = {__uint_as_float(of_x.x), __uint_as_float(of_x.y)};
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                if (PART != kDown && args.router_weights && rows[i] >= 0) by[i] *= args.router_weights[rows[i]];
+            }
+#pragma unroll
+            for (int tile = 0; tile < 2; ++tile) {
+                const float low = __shfl_sync(kAll, scales, tile * 16 + lane / 4);
+                const float high = __shfl_sync(kAll, scales, tile * 16 + 8 + lane / 4);
+#pragma unroll
+                for (int i = 0; i < 2; ++i) acc[tile][i] *= by[i] * low, acc[tile][2 + i] *= by[i] * high;
             }
         }
         // The warps' sums, added in order by two of them, from unit to unit by other ones. There are two buffers: who

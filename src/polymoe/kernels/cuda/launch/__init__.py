@@ -8,12 +8,19 @@ quantized by token, or by the GEMMs).
 from __future__ import annotations
 
 from polymoe.kernels.cuda.launch.call import Call
-from polymoe.kernels.cuda.launch.e4m3_rows import E4M3MmaCall, E4M3RowsCall, E4M3TilesCall
+from polymoe.kernels.cuda.launch.e4m3_rows import (
+    ChannelMmaCall,
+    ChannelRowsCall,
+    ChannelTilesCall,
+    E4M3MmaCall,
+    E4M3RowsCall,
+    E4M3TilesCall,
+)
 from polymoe.kernels.cuda.launch.layer import Activation, Layer, Matrix
 from polymoe.kernels.cuda.launch.mma import MmaCall
 from polymoe.kernels.cuda.launch.tiled import QuantizedTilesCall, TiledCall
 
 __all__ = [
-    "Activation", "Call", "E4M3MmaCall", "E4M3RowsCall", "E4M3TilesCall", "Layer", "Matrix", "MmaCall",
-    "QuantizedTilesCall", "TiledCall",
+    "Activation", "Call", "ChannelMmaCall", "ChannelRowsCall", "ChannelTilesCall", "E4M3MmaCall", "E4M3RowsCall",
+    "E4M3TilesCall", "Layer", "Matrix", "MmaCall", "QuantizedTilesCall", "TiledCall",
 ]  # fmt: skip

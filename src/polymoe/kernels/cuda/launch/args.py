@@ -16,6 +16,7 @@ __all__ = [
     "PermuteArgs",
     "QuantizePermutedArgs",
     "QuantizeRowsArgs",
+    "QuantizeWholeRowsArgs",
 ]  # fmt: skip
 
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong, ctypes.c_float
@@ -46,6 +47,7 @@ class FewRowsArgs(GemmArgs):
     _fields_ = (
         ("ids", _POINTER),
         *((name, _INT) for name in ("rows", "first_expert", "experts", "long_ids", "x_dtype")),
+        ("input_scales", _POINTER),
     )
 
 
@@ -83,6 +85,16 @@ class QuantizeRowsArgs(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("x", "out")),
         *((name, _INT) for name in ("columns", "x_dtype")),
+    )
+
+
+class QuantizeWholeRowsArgs(ctypes.Structure):
+    """Arguments of the kernel that rounds x or h to E4M3 with one scale for a row."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("x", "out", "expanded_to_permuted", "input_scales", "ids")),
+        *((name, _INT) for name in ("rows", "columns", "x_dtype", "top_k", "tiles", "threads")),
+        *((name, _INT) for name in ("first_expert", "long_ids")),
     )
 
 

@@ -13,9 +13,9 @@ from polymoe.kernels.cuda.launch.layer import Layer, Matrix
 from polymoe.kernels.cuda.launch.permutation import LIST_BYTES, Permutation
 from polymoe.kernels.cuda.sizes import FamilySizes, round_up
 
-__all__ = ["Call", "Regions"]
+__all__ = ["ALIGNMENT", "Call", "Regions"]
 
-_ALIGNMENT = 256
+ALIGNMENT = 256
 """Alignment of the workspace's regions in bytes; more than any copy needs."""
 
 _SECOND_LAUNCH = 2
@@ -37,7 +37,7 @@ class Regions(NamedTuple):
         found, end = [], 0
         for size in self:
             found.append(end)
-            end += round_up(size, _ALIGNMENT)
+            end += round_up(size, ALIGNMENT)
         return Regions(*found), end
 
 
@@ -118,6 +118,10 @@ class Call(ABC):
         """Return the launch that copies or rounds x for the first GEMM; None if there is none."""
         return None
 
+    def h_launch(self, rows: int) -> Launch | None:
+        """Return the launch between the GEMMs, which rounds h; None if there is none."""
+        return None
+
     def set_x_dtype(self, number: int) -> None:
         """Set the dtype of x, as a number of :data:`.args.DTYPES`."""
         assert number == 0, "x is bfloat16 unless it is quantized"
@@ -132,7 +136,9 @@ class Call(ABC):
         finalize.top_k = top_k
         x_launch = self.x_launch(tokens, top_k)
         self._finalize.set_grid(tokens, -(-finalize.columns // _FINALIZE_COLUMNS))
-        self._after_x = (*self._gemms, self._finalize)
+        h_launch, of_each = self.h_launch(rows), len(self._gemms) // 2
+        between = () if h_launch is None else (h_launch,)
+        self._after_x = (*self._gemms[:of_each], *between, *self._gemms[of_each:], self._finalize)
         self._launches = (*self.permutation.launches, *(() if x_launch is None else (x_launch,)), *self._after_x)
         arrays = self.permutation.offsets
         placed: list[tuple[Structure, str, int]] = [(self.permutation.args, n, at) for n, at in arrays.items()]

@@ -1,4 +1,5 @@
-"""Calls whose first GEMM gathers E4M3 rows of x by token. A row is its codes, then a scale for each 128 columns."""
+"""Calls whose first GEMM gathers E4M3 rows of x by token. A row is its codes, then a scale for each 128 columns or one
+for all."""
 
 from __future__ import annotations
 
@@ -7,16 +8,23 @@ from torch import Tensor
 
 from polymoe.kernels.cuda import modules
 from polymoe.kernels.cuda.driver import Launch
-from polymoe.kernels.cuda.launch.args import E4M3_ROWS, FewRowsArgs, GemmArgs, QuantizeRowsArgs
-from polymoe.kernels.cuda.launch.call import Call, Regions
+from polymoe.kernels.cuda.launch.args import (
+    DTYPES,
+    E4M3_ROWS,
+    FewRowsArgs,
+    GemmArgs,
+    QuantizeRowsArgs,
+    QuantizeWholeRowsArgs,
+)
+from polymoe.kernels.cuda.launch.call import ALIGNMENT, Call, Regions
 from polymoe.kernels.cuda.launch.layer import Layer
 from polymoe.kernels.cuda.launch.permutation import FEW_ROWS, permutation_bytes
 from polymoe.kernels.cuda.launch.tiled import e4m3_tile_bytes, padded_rows
 from polymoe.kernels.cuda.sizes import FamilySizes, e4m3_row_bytes, round_up
 
-__all__ = ["E4M3MmaCall", "E4M3RowsCall", "E4M3TilesCall"]
+__all__ = ["ChannelMmaCall", "ChannelRowsCall", "ChannelTilesCall", "E4M3MmaCall", "E4M3RowsCall", "E4M3TilesCall"]
 
-_COLUMNS_PER_THREAD, _MOST_THREADS = 16, 512
+_COLUMNS_PER_THREAD, _MOST_THREADS, _THREADS = 16, 512, 256
 
 
 class E4M3RowsCall(Call):
@@ -53,7 +61,7 @@ class E4M3RowsCall(Call):
         return Regions(permutation, x, h, rows * layer.down.n * 2)
 
     @property
-    def x_args(self) -> QuantizeRowsArgs | GemmArgs:
+    def x_args(self) -> QuantizeRowsArgs | QuantizeWholeRowsArgs | GemmArgs:
         """Arguments of the launch that rounds x."""
         return self._x_args
 
@@ -77,7 +85,7 @@ class E4M3RowsCall(Call):
 
         Args:
             codes_TH: float8_e4m3fn.
-            scales_TG: float32, one for each 128 columns.
+            scales_TG: float32, one for each 128 columns, or one.
         """
         tokens, columns = codes_TH.shape
         codes = cls.order(codes_TH.view(torch.uint8))
@@ -174,5 +182,142 @@ class E4M3TilesCall(E4M3RowsCall):
 
     @staticmethod
     def order(codes_TH: Tensor) -> Tensor:
-        """Return the codes with each 16 columns permuted: for t from 0 to 3, columns 2t, 2t + 1, 2t + 8 and 2t + 9."""
-        return codes_TH.unflatten(1, (-1, 2, 4, 2)).transpose(2, 3).flatten(1)
+        """Return the codes in the order of the MMA's operand."""
+        return _paired(codes_TH)
+
+
+class ChannelRowsCall(E4M3RowsCall):
+    """Calls of the family w8a8_f16_channel. The first GEMM stores h as float32, and a launch rounds its rows as those
+    of x. With static scales, which are those of experts, x is by permuted row."""
+
+    quantize = "quantize_whole_rows"
+
+    def _prepare_x(self) -> None:
+        layer = self.layer
+        up, down = layer.up, layer.down
+        self._static = up.input_scale is not None
+        self._x_args = QuantizeWholeRowsArgs(columns=up.k, first_expert=layer.first_expert)
+        self._h_args = QuantizeWholeRowsArgs(
+            columns=down.k, x_dtype=DTYPES[torch.float32], first_expert=layer.first_expert
+        )
+        self._x_launch, self._h_launch = map(self._prepare_rows, (self._x_args, self._h_args))
+        if up.input_scale is not None and down.input_scale is not None:
+            self._x_args.input_scales = up.input_scale.data_ptr()
+            self._h_args.input_scales = down.input_scale.data_ptr()
+
+    def _prepare_rows(self, args: QuantizeWholeRowsArgs) -> Launch:
+        args.threads = min(_MOST_THREADS, round_up(args.columns // _COLUMNS_PER_THREAD, 32))
+        kernel = modules.kernel("quantize", self.quantize, self.layer.target)
+        return kernel.prepare(args, args.threads * _rows_per_cta(args))
+
+    @staticmethod
+    def h_bytes(layer: Layer, rows: int) -> int:
+        """Return the bytes for h in E4M3 by permuted row."""
+        return rows * e4m3_row_bytes(layer.down.k)
+
+    @classmethod
+    def regions(cls, layer: Layer, block_m: int, tokens: int, top_k: int) -> Regions:
+        """Return the bytes for x by token or by permuted row, h in float32 and then in E4M3, and y in bfloat16, both by
+        permuted row."""
+        rows = tokens * top_k
+        permutation = permutation_bytes(rows, layer.experts, block_m, True)
+        x = (tokens if layer.up.input_scale is None else rows) * e4m3_row_bytes(layer.up.k)
+        h = _float32_bytes(rows, layer.down.k) + cls.h_bytes(layer, rows)
+        return Regions(permutation, x, h, rows * layer.down.n * 2)
+
+    def x_launch(self, tokens: int, top_k: int) -> Launch:
+        """Return the launch that rounds each token's row, with static scales once for each of its experts."""
+        args = self._x_args
+        args.top_k, args.rows = top_k, tokens * top_k if self._static else tokens
+        self._x_launch.set_grid(-(-args.rows // _rows_per_cta(args)))
+        return self._x_launch
+
+    def h_launch(self, rows: int) -> Launch:
+        """Return the launch that rounds rows of h."""
+        self._h_args.rows = rows
+        self._h_launch.set_grid(-(-rows // _rows_per_cta(self._h_args)))
+        return self._h_launch
+
+    def resize(self, tokens: int, top_k: int) -> None:
+        """See :meth:`Call.resize`."""
+        super().resize(tokens, top_k)
+        h = self.regions(self.layer, self.permutation.args.block_m, tokens, top_k).offsets()[0].h
+        inverse = self.permutation.offsets["expanded_to_permuted"]
+        rounded = h + _float32_bytes(tokens * top_k, self.layer.down.k)
+        self._in_workspace += [
+            (self._h_args, "x", h),
+            (self._h_args, "out", rounded),
+            (self._h_args, "expanded_to_permuted", inverse),
+            (self.down, "x", rounded),
+        ]
+        if self._static:
+            self._in_workspace.append((self._x_args, "expanded_to_permuted", inverse))
+            self.gate_up.top_k = 0
+        else:
+            # The base class sets it wherever arguments have it.
+            self._in_workspace = [p for p in self._in_workspace if p[:2] != (self._x_args, "expanded_to_permuted")]
+
+    def run(
+        self,
+        x: int,
+        ids: int,
+        router_weights: int,
+        out: int,
+        workspace: int,
+        stream: int,
+        kinds: tuple[int, int, bool, int],
+        *,
+        quantized_x: bool = False,
+    ) -> None:
+        """See :meth:`Call.run`."""
+        self._x_args.ids = self._h_args.ids = ids
+        super().run(x, ids, router_weights, out, workspace, stream, kinds, quantized_x=quantized_x)
+
+    def _set_kinds(self, x: int, out: int, long_ids: bool, first_expert: int) -> None:
+        super()._set_kinds(x, out, long_ids, first_expert)
+        for args in (self._x_args, self._h_args):
+            args.long_ids, args.first_expert = long_ids, first_expert
+
+
+class ChannelTilesCall(ChannelRowsCall):
+    """Calls of the family w8a8_channel. Codes of x and h are in the order of the MMA's operand, and h is in permuted
+    tiles."""
+
+    quantize = "quantize_whole_rows_paired"
+
+    def _prepare_x(self) -> None:
+        super()._prepare_x()
+        self._h_args.tiles = True
+
+    @staticmethod
+    def h_bytes(layer: Layer, rows: int) -> int:
+        """Return the bytes for h in tiles."""
+        return e4m3_tile_bytes(padded_rows(layer.experts, rows), layer.down.k)
+
+    @staticmethod
+    def order(codes_TH: Tensor) -> Tensor:
+        """Return the codes in the order of the MMA's operand."""
+        return _paired(codes_TH)
+
+
+class ChannelMmaCall(E4M3MmaCall):
+    """Calls of the family w8a8_mma_channel, which are those of w8a8_mma with other scales."""
+
+    def _prepare_x(self) -> None:
+        super()._prepare_x()
+        for gemm, matrix in ((self.gate_up, self.layer.up), (self.down, self.layer.down)):
+            if matrix.input_scale is not None:
+                gemm.input_scales = matrix.input_scale.data_ptr()
+
+
+def _rows_per_cta(args: QuantizeWholeRowsArgs) -> int:
+    return max(1, _THREADS // args.threads)
+
+
+def _float32_bytes(rows: int, columns: int) -> int:
+    return round_up(rows * columns * 4, ALIGNMENT)
+
+
+def _paired(codes_TH: Tensor) -> Tensor:
+    """Return the codes with each 16 columns permuted: for t from 0 to 3, columns 2t, 2t + 1, 2t + 8 and 2t + 9."""
+    return codes_TH.unflatten(1, (-1, 2, 4, 2)).transpose(2, 3).flatten(1)

@@ -25,6 +25,7 @@ class Matrix:
             ``bias`` is [E, n].
         expert_scale, up_expert_scale: float32 [E], global scales of the experts, or None. With a gate: those of gate
             and up. Otherwise ``expert_scale`` alone is used.
+        input_scale: float32 [E], the checkpoint's scales of x or h, where these are static; or None.
     """
 
     format: str
@@ -36,6 +37,7 @@ class Matrix:
     up_bias: Tensor | None = None
     expert_scale: Tensor | None = None
     up_expert_scale: Tensor | None = None
+    input_scale: Tensor | None = None
 
     def args(self, kind: type[GemmArgs], pipeline: Pipeline, block_m: int, activation: Activation) -> GemmArgs:
         """Return the arguments of a GEMM, of type ``kind``, except for those that depend on the call."""
