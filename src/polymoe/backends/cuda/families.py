@@ -201,7 +201,8 @@ _ALL = (
     # products are exact enough to be identical in every tile.
     KernelFamily(
         sizes.W8A8_F16, (FP8_GROUP128,), "w8_fragments", launch.E4M3RowsCall,
-        (Choice(20.0, 32), Choice(30.0, 64, last_rows=50.0)), Rates(0.92, 0.5, 14.0), gated_only=True, output_weight_only=True,
+        (Choice(20.0, 32), Choice(30.0, 64, last_rows=50.0)), Rates(0.92, 0.5, 14.0), gated_only=True,
+        output_weight_only=True,
     ),
     # For more rows. Sums of E4M3 products have 14 bits: errors of single tokens reach 4e-2, those of 512 tokens
     # together stay below 6e-3.
@@ -210,8 +211,8 @@ _ALL = (
         (Choice(_INF, 160),), Rates(0.96, 0.45, 14.0), batch_invariant=False, gated_only=True, output_weight_only=True,
         check_tokens=512,
     ),
-    # Fitted to 1 to 8192 tokens of DeepSeek-V3 TP8 with scales by channel, as the kernels for blocks are; with wider tiles
-    # w8a8_f16_channel is slower than w8a8_channel.
+    # Fitted to 1 to 8192 tokens of DeepSeek-V3 TP8 with scales by channel. Wider tiles of w8a8_f16_channel are slower
+    # than w8a8_channel.
     KernelFamily(
         sizes.W8A8_MMA_CHANNEL, (FP8_TOKEN, FP8_STATIC), "w8_fragments", launch.ChannelMmaCall,
         (Choice(1.08, 8),), Rates(0.87, 0.45, 9.0, rows=8), batch_invariant=False,

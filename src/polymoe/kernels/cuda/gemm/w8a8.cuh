@@ -118,7 +118,7 @@ struct Mainloop {
     }
 
     // All columns' sums times the scales, of which those of rows of x are in any of the stages. What it needs beside is
-    // found anew: all registers are taken until then.
+    // found again: all registers are taken until then.
     template <int ROWS>
     __device__ __forceinline__ void scale(uint32_t stage, int i_tile, int n_tiles) {
         const int index = static_cast<int>(opaque(i_tile)) / n_tiles, expert = args.work_tiles[index].expert;
