@@ -137,6 +137,51 @@ struct W4a16MmaMainloop {
     }
 };
 
+// One thread of each of four warps, each with a block of 64 rows of weights; one of them copies x. `total` is the
+// number of all tiles.
+template <class F, class S, int PART>
+__device__ __forceinline__ void produce_tiles(const GemmArgs& args, Pipeline& pipeline, int producer, int total,
+                                              int n_tiles) {
+    const int tiles16 = args.n / 16, k_blocks = (args.k + 63) / 64, row_scales = scale_blocks<F>(args.k);
+    bool waited = PART != kDown;
+    for (int i_tile = blockIdx.x; i_tile < total; i_tile += gridDim.x) {
+        const int index = i_tile / n_tiles, block = (i_tile - index * n_tiles) * 4 + producer;
+        const WorkTile tile = args.work_tiles[index];
+        const int padded = padded_rows(tile.rows);
+        const int width = max(0, min(4, tiles16 - 4 * block));  // tiles of 16 rows
+        const uint8_t* codes = args.codes + tile.expert * args.codes_stride + 32LL * block * args.k;
+        const uint8_t* scales = args.scales + tile.expert * args.scales_stride +
+                                static_cast<long long>(block) * row_scales * F::kScaleBytes;
+        const uint8_t* x =
+            reinterpret_cast<const uint8_t*>(args.x) + static_cast<long long>(tile.padded_row) * k_blocks * 128;
+        for (int k_block = 0; k_block < k_blocks; ++k_block) {
+            const uint32_t barrier = pipeline.full_barrier(), to = pipeline.address();
+            const int columns = min(64, args.k - k_block * 64), x_bytes = producer == 0 ? padded * 128 : 0;
+            pipeline.wait_empty();
+            mbarrier_arrive_expect_tx(barrier, x_bytes + (width ? width * columns * 8 + F::kScaleBytes : 0));
+            if (width) {
+                bulk_copy_g2s(to + S::kCodes + producer * S::kBlockCodes, codes, width * columns * 8, barrier);
+                // Where two blocks share scales, the second stage gets the same scales again.
+                bulk_copy_g2s(to + S::kScales + producer * S::kBlockScales,
+                              scales + k_block / F::kScaleBlocks * F::kScaleBytes, F::kScaleBytes, barrier);
+                codes += width * 512;
+            }
+            if (x_bytes) {
+                if (!waited) {
+                    grid_dependency_wait();
+                    launch_dependents();
+                    waited = true;
+                }
+                bulk_copy_g2s(to, x, x_bytes, barrier);
+                x += x_bytes;
+            }
+            pipeline.advance();
+        }
+    }
+    // The next kernel relies on this one having waited for the kernel ahead of it.
+    if (!waited) grid_dependency_wait();
+}
+
 // 128 rows of weights for each of WARPGROUPS consumer warpgroups by up to BLOCK_M rows of x, multiplied by as many or,
 // where that is enough, by one of the smaller WIDTHS.
 template <class F, int PART, int WARPGROUPS, int N_BLOCKS, int K_BLOCKS, int STAGE_BYTES, int BLOCK_M, int... WIDTHS>
@@ -144,7 +189,7 @@ __device__ __forceinline__ void w4a16_mma_tiled_gemm(const GemmArgs& args) {
     extern __shared__ __align__(1024) uint8_t memory[];
     __shared__ __align__(8) uint64_t barriers[2 * kMaxStages];
     constexpr int kBlocks = WARPGROUPS * N_BLOCKS;
-    static_assert(N_BLOCKS == 2 && K_BLOCKS == 1);
+    static_assert(N_BLOCKS == 2 && K_BLOCKS == 1 && kBlocks == 4);
     static_assert(W4Stage<F, Bf16Tiles, kBlocks, BLOCK_M, K_BLOCKS>::kBytes == STAGE_BYTES);
     const int lane = threadIdx.x % 32, warp = warp_uniform(threadIdx.x / 32);
     Pipeline pipeline = make_pipeline(args, align_stages(memory), barriers, STAGE_BYTES);
@@ -163,8 +208,8 @@ __device__ __forceinline__ void w4a16_mma_tiled_gemm(const GemmArgs& args) {
     if (warp >= WARPGROUPS * 4) {
         pipeline.parity = 1;
         if (lane == 0) {
-            produce_w4<F, Bf16Tiles, kBlocks, BLOCK_M, K_BLOCKS, PART>(args, pipeline, warp - WARPGROUPS * 4, total,
-                                                                       n_tiles);
+            produce_tiles<F, W4Stage<F, Bf16Tiles, kBlocks, BLOCK_M, K_BLOCKS>, PART>(
+                args, pipeline, warp - WARPGROUPS * 4, total, n_tiles);
         }
     } else {
         pipeline.parity = 0;
