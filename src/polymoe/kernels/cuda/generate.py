@@ -8,6 +8,7 @@ from polymoe.kernels.cuda.sizes import (
     FAMILIES,
     MAX_STAGES,
     PARTS,
+    SM80_COPY_WARPS,
     TILE_ROWS,
     W4_FORMATS,
     W4A16_MMA,
@@ -45,6 +46,7 @@ def _header() -> str:
         "kMmaStageBlocks": mma.stage_blocks,
     }
     lines = [f"constexpr int {name} = {value};\n" for name, value in constants.items()]
+    lines.append(f"#ifdef POLYMOE_SM80\nconstexpr int kCopyWarps = {SM80_COPY_WARPS};\n#endif\n")
     for name, sizes in W4_FORMATS.items():
         if name.endswith("_zp"):  # twice the bytes of the same without zero points: dequant/int4.cuh
             continue

@@ -10,6 +10,9 @@ constexpr int kE4m3RowBytes = 132;
 constexpr int kMmaConsumerWarps = 16;
 constexpr int kMmaProducerWarps = 2;
 constexpr int kMmaStageBlocks = 8;
+#ifdef POLYMOE_SM80
+constexpr int kCopyWarps = 3;
+#endif
 
 struct Mxfp4Sizes {
     static constexpr int kScaleBytes = 128, kScaleBlocks = 1;

@@ -21,6 +21,7 @@ __all__ = [
     "MAX_STAGES",
     "MIN_STAGES",
     "PARTS",
+    "SM80_COPY_WARPS",
     "TILE_ROWS",
     "W4A8",
     "W4A16_MMA",
@@ -55,6 +56,9 @@ MAX_STAGES = 16
 
 MIN_STAGES = 3
 """Fewest stages with which the w4a16_mma kernels are used where whole rows of x lie beside them; else one less."""
+
+SM80_COPY_WARPS = 3
+"""Warps that share in copying weights where there is no bulk copy engine."""
 
 TILE_ROWS = 8
 """Rows of x per expert are padded to a multiple of this in permuted tiles."""

@@ -6,6 +6,7 @@
 #pragma once
 #include "ptx/async_copy.cuh"
 #include "ptx/mbarrier.cuh"
+#include "sizes.cuh"
 
 namespace polymoe {
 
@@ -13,14 +14,25 @@ namespace polymoe {
 
 constexpr int kCopyLanes = 32;  // lanes of a producer warp that copy, each of which arrives at the barrier
 
+// One warp cannot start as many copies as memory can serve: kCopyWarps share the weights.
+__device__ __forceinline__ bool copies_weights(int warp) {
+    return warp >= kMmaConsumerWarps && warp < kMmaConsumerWarps + kCopyWarps;
+}
+
 // Before the copies, by each lane that waited for the stage to be empty.
 __device__ __forceinline__ void expect_copies(uint32_t barrier, uint32_t bytes) {}
 
-// By all lanes. `bytes` and both addresses are multiples of 16.
-__device__ __forceinline__ void copy_to_stage(uint32_t smem, const void* global, uint32_t bytes, uint32_t barrier) {
+// By `threads` threads, of which this one is number `thread`. `bytes` and both addresses are multiples of 16.
+__device__ __forceinline__ void copy_by_threads(uint32_t smem, const void* global, uint32_t bytes, int thread,
+                                                int threads) {
     const auto* from = static_cast<const uint8_t*>(global);
 #pragma unroll 4
-    for (uint32_t i = threadIdx.x % 32 * 16; i < bytes; i += 512) cp_async_16(smem + i, from + i);
+    for (uint32_t i = thread * 16; i < bytes; i += threads * 16) cp_async_16(smem + i, from + i);
+}
+
+// By all lanes of the warps that copy weights.
+__device__ __forceinline__ void copy_to_stage(uint32_t smem, const void* global, uint32_t bytes, uint32_t barrier) {
+    copy_by_threads(smem, global, bytes, threadIdx.x - kMmaConsumerWarps * 32, kCopyWarps * 32);
 }
 
 // By all lanes: `rows` rows of `bytes` each, at most 32. Lane r knows where row r is and where it goes: `stride` bytes
@@ -29,7 +41,7 @@ __device__ __forceinline__ void copy_rows(uint32_t smem, const uint16_t* row, ui
                                           int lane, int rows, int stride) {
     for (int r = 0; r < rows; ++r) {
         const auto address = __shfl_sync(0xFFFFFFFFu, reinterpret_cast<unsigned long long>(row), r);
-        copy_to_stage(smem + (r - lane) * stride, reinterpret_cast<const void*>(address), bytes, barrier);
+        copy_by_threads(smem + (r - lane) * stride, reinterpret_cast<const void*>(address), bytes, lane, 32);
     }
 }
 
@@ -38,7 +50,9 @@ __device__ __forceinline__ void arrive_with_copies(uint32_t barrier) { cp_async_
 
 #else
 
-constexpr int kCopyLanes = 1;
+constexpr int kCopyLanes = 1, kCopyWarps = 1;
+
+__device__ __forceinline__ bool copies_weights(int warp) { return warp == kMmaConsumerWarps; }
 
 __device__ __forceinline__ void expect_copies(uint32_t barrier, uint32_t bytes) {
     mbarrier_arrive_expect_tx(barrier, bytes);

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from polymoe.kernels.cuda.sizes import FAMILIES, W4A16_MMA, W4A16_MMA_TILED, Budget, FamilySizes, W4Format
+from polymoe.kernels.cuda.sizes import (
+    FAMILIES,
+    SM80_COPY_WARPS,
+    W4A16_MMA,
+    W4A16_MMA_TILED,
+    Budget,
+    FamilySizes,
+    W4Format,
+)
 
 __all__ = ["SM90", "TARGETS", "Target", "target_for"]
 
@@ -42,6 +50,11 @@ class Target:
     def budget_on(self, shared_bytes: int) -> Budget:
         """Return the budget on a GPU where a CTA may have ``shared_bytes`` of shared memory."""
         return replace(self.budget, shared_bytes=min(self.budget.shared_bytes, shared_bytes))
+
+    @property
+    def more_threads(self) -> int:
+        """Threads of a w4a16_mma CTA beyond those of the table: further warps that copy."""
+        return 32 * (SM80_COPY_WARPS - 1) if self.sm80 else 0
 
     @property
     def defines(self) -> tuple[str, ...]:

@@ -184,7 +184,7 @@ struct Cta {
 
     __device__ __forceinline__ void init_barriers() const {
         for (int i = 0; i < args.stages; ++i) {
-            mbarrier_init(full + 8 * i, (kXBeside ? 1 : kMmaProducerWarps) * kCopyLanes);
+            mbarrier_init(full + 8 * i, (kXBeside ? kCopyWarps : kCopyWarps + 1) * kCopyLanes);
             mbarrier_init(empty + 8 * i, kTeamWarps);
         }
         for (int i = 0; i < 2; ++i) {
@@ -212,7 +212,7 @@ struct Cta {
         if (stage >= args.stages) stage -= args.stages, parity ^= 1;
     }
 
-    // kCopyLanes lanes of one warp.
+    // kCopyLanes lanes of each of kCopyWarps warps.
     __device__ __forceinline__ void produce_weights() const {
         const int row_scales = scale_blocks<F>(args.k);
         int stage = 0;
@@ -496,9 +496,9 @@ __device__ __forceinline__ void w4a16_mma_gemm(const GemmArgs& args) {
         launch_dependents();
     }
     cta.take_share();
-    if (warp == kMmaConsumerWarps) {
+    if (copies_weights(warp)) {
         if (kCopyLanes > 1 || lane == 0) cta.produce_weights();
-    } else if (warp == kMmaConsumerWarps + 1) {
+    } else if (warp == kMmaConsumerWarps + kCopyWarps) {
         if (PART == kDown) {
             grid_dependency_wait();
             launch_dependents();

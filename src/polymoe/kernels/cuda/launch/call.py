@@ -223,6 +223,6 @@ class Call(ABC):
         args = matrix.args(self.gemm_args, pipeline, block_m, layer.activation)
         name = family.kernel(part, block_m, family.variant(*sizes))
         kernel = modules.kernel(family.unit(matrix.format), name, layer.target)
-        launch = kernel.prepare(args, family.threads(block_m), pipeline.shared_bytes)
+        launch = kernel.prepare(args, family.threads(block_m) + layer.target.more_threads, pipeline.shared_bytes)
         launch.set_grid(layer.sms)
         return args, launch
