@@ -51,10 +51,11 @@ def compare(
 ) -> list[str]:
     """Every token with the reference, or the whole where tensor cores add coarsely; returns the kernels launched."""
     kwargs = {"activations": "fp8_token", **kwargs}
+    x, routing = call
     if config.family != "w8a8_channel":
-        return compare_each_token(monkeypatch, libraries, weights, *call, config, blocks, **kwargs)
-    out, made = run_emulated(monkeypatch, libraries, weights, *call, config, blocks, coarse=True, **kwargs)
-    assert relative_error(out, run_experts(problem_of(weights, **kwargs), weights, *call)) < TOLERANCE
+        return compare_each_token(monkeypatch, libraries, weights, x, routing, config, blocks, **kwargs)
+    out, made = run_emulated(monkeypatch, libraries, weights, x, routing, config, blocks, coarse=True, **kwargs)
+    assert relative_error(out, run_experts(problem_of(weights, **kwargs), weights, x, routing)) < TOLERANCE
     return made
 
 

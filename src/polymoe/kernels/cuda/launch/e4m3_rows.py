@@ -211,18 +211,13 @@ class ChannelRowsCall(E4M3RowsCall):
         return kernel.prepare(args, args.threads * _rows_per_cta(args))
 
     @staticmethod
-    def h_bytes(layer: Layer, rows: int) -> int:
-        """Return the bytes for h in E4M3 by permuted row."""
-        return rows * e4m3_row_bytes(layer.down.k)
-
-    @classmethod
-    def regions(cls, layer: Layer, block_m: int, tokens: int, top_k: int) -> Regions:
+    def regions(layer: Layer, block_m: int, tokens: int, top_k: int) -> Regions:
         """Return the bytes for x by token or by permuted row, h in float32 and then in E4M3, and y in bfloat16, both by
         permuted row."""
         rows = tokens * top_k
         permutation = permutation_bytes(rows, layer.experts, block_m, True)
         x = (tokens if layer.up.input_scale is None else rows) * e4m3_row_bytes(layer.up.k)
-        h = _float32_bytes(rows, layer.down.k) + cls.h_bytes(layer, rows)
+        h = _float32_bytes(rows, layer.down.k) + rows * e4m3_row_bytes(layer.down.k)
         return Regions(permutation, x, h, rows * layer.down.n * 2)
 
     def x_launch(self, tokens: int, top_k: int) -> Launch:
@@ -290,9 +285,12 @@ class ChannelTilesCall(ChannelRowsCall):
         self._h_args.tiles = True
 
     @staticmethod
-    def h_bytes(layer: Layer, rows: int) -> int:
-        """Return the bytes for h in tiles."""
-        return e4m3_tile_bytes(padded_rows(layer.experts, rows), layer.down.k)
+    def regions(layer: Layer, block_m: int, tokens: int, top_k: int) -> Regions:
+        """Return the bytes for the same, with h in float32 and then in tiles."""
+        rows = tokens * top_k
+        tiles = e4m3_tile_bytes(padded_rows(layer.experts, rows), layer.down.k)
+        h = _float32_bytes(rows, layer.down.k) + tiles
+        return ChannelRowsCall.regions(layer, block_m, tokens, top_k)._replace(h=h)
 
     @staticmethod
     def order(codes_TH: Tensor) -> Tensor:
