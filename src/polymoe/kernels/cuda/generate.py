@@ -68,7 +68,7 @@ def unit_source(family: FamilySizes, format: str, cvt: bool = False) -> str:
     source = family.source or family.name
     meaning = f"what shares a scale, {meaning}" if family.scales else meaning
     includes = '#include "../dequant/fp4_cvt.cuh"\n' * cvt + f'#include "../gemm/{source}.cuh"\n'
-    lines = [f"{_NOTICE}{includes}", f"// Last arguments: {meaning}", "// clang-format off"]
+    lines = [f"{_NOTICE}{includes}", "// clang-format off", f"// Last arguments: {meaning}"]
     sizes = family.formats[format]
     for part in family.parts:
         for block_m, tile in family.tiles.items():

@@ -1,9 +1,9 @@
 // Generated from sizes.py by scripts/build-kernels; do not edit.
 #include "../gemm/bf16.cuh"
 
+// clang-format off
 // Last arguments: the part, consumer warpgroups, blocks of 64 rows of weights for each, blocks of 64 columns
 // in a stage, bytes of a stage, block_m, and smaller widths for fewer rows of x.
-// clang-format off
 POLYMOE_GEMM_KERNEL(bf16_gate_up_m32, 384, bf16_gemm<kGateUp, 2, 1, 2, 40960, 32, 8, 16, 24>)
 POLYMOE_GEMM_KERNEL(bf16_gate_up_m64, 384, bf16_gemm<kGateUp, 2, 1, 2, 49152, 64, 16, 32, 48>)
 POLYMOE_GEMM_KERNEL(bf16_gate_up_m128, 384, bf16_gemm<kGateUp, 2, 2, 1, 49152, 128, 32, 64, 96>)

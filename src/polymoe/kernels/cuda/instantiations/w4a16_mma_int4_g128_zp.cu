@@ -1,8 +1,8 @@
 // Generated from sizes.py by scripts/build-kernels; do not edit.
 #include "../gemm/w4a16_mma.cuh"
 
-// Last arguments: the part, rows of x in multiples of 8, block_n, teams of warps, bytes of a stage.
 // clang-format off
+// Last arguments: the part, rows of x in multiples of 8, block_n, teams of warps, bytes of a stage.
 POLYMOE_GEMM_KERNEL(w4a16_mma_gate_up_m8_n64, 576, w4a16_mma_gemm<Int4<128, true>, kGateUp, 1, 64, 1, 17408>)
 POLYMOE_GEMM_KERNEL(w4a16_mma_gate_up_m16_n64, 576, w4a16_mma_gemm<Int4<128, true>, kGateUp, 2, 64, 1, 17408>)
 POLYMOE_GEMM_KERNEL(w4a16_mma_up_m8_n64, 576, w4a16_mma_gemm<Int4<128, true>, kUp, 1, 64, 1, 17408>)

@@ -1,9 +1,9 @@
 // Generated from sizes.py by scripts/build-kernels; do not edit.
 #include "../gemm/w4a16_wgmma.cuh"
 
+// clang-format off
 // Last arguments: the part, consumer warpgroups, blocks of 64 rows of weights for each, blocks of 64 columns
 // in a stage, bytes of a stage, block_m, and smaller widths for fewer rows of x.
-// clang-format off
 POLYMOE_GEMM_KERNEL(w4a16_wgmma_gate_up_m32, 640, w4a16_wgmma_gemm<Nvfp4, kGateUp, 4, 2, 2, 45056, 32, 16>)
 POLYMOE_GEMM_KERNEL(w4a16_wgmma_gate_up_m64, 640, w4a16_wgmma_gemm<Nvfp4, kGateUp, 4, 1, 2, 34816, 64, 32, 48>)
 POLYMOE_GEMM_KERNEL(w4a16_wgmma_gate_up_m128, 384, w4a16_wgmma_gemm<Nvfp4, kGateUp, 2, 2, 2, 51200, 128, 48, 96>)

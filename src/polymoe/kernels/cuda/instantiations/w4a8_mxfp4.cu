@@ -1,9 +1,9 @@
 // Generated from sizes.py by scripts/build-kernels; do not edit.
 #include "../gemm/w4a8.cuh"
 
+// clang-format off
 // Last arguments: the part, consumer warpgroups, blocks of 64 rows of weights for each, blocks of 64 columns
 // in a stage, bytes of a stage, block_m, and smaller widths for fewer rows of x.
-// clang-format off
 POLYMOE_GEMM_KERNEL(w4a8_gate_up_m16, 640, w4a8_gemm<kGateUp, 4, 1, 4, 39936, 16, 8>)
 POLYMOE_GEMM_KERNEL(w4a8_gate_up_m32, 640, w4a8_gemm<kGateUp, 4, 1, 4, 44032, 32, 8, 16, 24>)
 POLYMOE_GEMM_KERNEL(w4a8_gate_up_m64, 640, w4a8_gemm<kGateUp, 4, 1, 4, 52224, 64, 32, 48>)
