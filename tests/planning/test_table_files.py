@@ -160,7 +160,9 @@ def test_shipped_tables_fit_the_backends_they_name(path: Path) -> None:
     device = DEVICES[rows[0].device]
     for r in rows:
         kind = type(BACKENDS[r.backend].configure(PROBLEM, Machine(device), r.tokens))
-        assert kind.from_dict(r.config).to_dict() == r.config
+        read_back = kind.from_dict(r.config).to_dict()
+        # Fields that are newer than the row have their defaults.
+        assert {name: read_back[name] for name in r.config} == r.config
 
 
 def test_tables_are_in_the_wheel(tmp_path: Path) -> None:
