@@ -20,7 +20,7 @@ import triton
 
 from polymoe.atomic import replace_file
 from polymoe.kernels.cuda import modules
-from polymoe.kernels.cuda.sizes import W4_FORMATS, W4A8, W4A16_MMA, W4A16_WGMMA
+from polymoe.kernels.cuda.sizes import W4_FORMATS, W4A8, W4A16_MMA, W4A16_MMA_TILED, W4A16_WGMMA
 from polymoe.kernels.cuda.targets import SM90, TARGETS, Target
 
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -71,6 +71,18 @@ def mma_costs(format: str, part: str, block_m: int, target: Target = SM90) -> di
     return costs
 
 
+def tiled_costs(format: str, part: str, block_m: int, target: Target) -> dict[int, float]:
+    """The same of a w4a16_mma_tiled kernel, by the rows of x that a loop multiplies."""
+    # 32 rows of weights by 64 columns are eight words, each of which takes one MMA for 8 rows of x.
+    found = disassembled(W4A16_MMA_TILED.unit(format), W4A16_MMA_TILED.kernel(part, block_m), target)
+    costs = {}
+    for body in loops(found):
+        loads, products = (sum(name in text for text in body) for name in ("LDSM.16.M88.4", "HMMA.16816"))
+        if products in (*W4A16_MMA_TILED.tiles[block_m].widths, block_m) and products == 4 * loads:
+            costs[products] = min(len(body) / 8, costs.get(products, len(body) / 8))
+    return costs
+
+
 def wgmma_loops(format: str, part: str, block_m: int) -> list[list[str]]:
     """Of a w4a16_wgmma kernel: its loops over whole stages, one or more for each width of wgmma."""
     found = disassembled(W4A16_WGMMA.unit(format), W4A16_WGMMA.kernel(part, block_m))
@@ -113,6 +125,12 @@ def table() -> str:
         for t in TARGETS.values()
         if t is not SM90
         for m in (8, 16)
+    ]
+    rows += [
+        (f"{W4A16_MMA_TILED.kernel(part, m)}, {t.name}", [tiled_costs(f, part, m, t) for f in W4_FORMATS])
+        for t in TARGETS.values()
+        if W4A16_MMA_TILED.name in t.families
+        for m in W4A16_MMA_TILED.tiles
     ]
     for name, costs in rows:
         costs += [{}] * (len(W4_FORMATS) - len(costs))
