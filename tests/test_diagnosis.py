@@ -73,8 +73,8 @@ class TestBackends:
         assert "weights of gate, up, down: expects mxfp4" in said["cuda"]["fp16"]["text"]
         assert said["triton"]["fp8_channel"] == {
             "accepted": True,
-            "proof": "run",
-            "text": "accepted (CUDA graphs, run on h200)",
+            "proof": "measured",
+            "text": "accepted (CUDA graphs, measured on h200)",
         }
 
     def test_two_of_one_model_are_asked_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ class TestBackends:
         self.on(monkeypatch, "rtx4090")
         text = str(diagnose())
         assert "every format  accepted (CUDA graphs, unrun on rtx4090)" in text
-        assert text.count("unrun on rtx4090") == 2  # Triton's, and the reference's
+        assert text.count("unrun on rtx4090") == 3  # Triton's, the CUDA kernels', and the reference's
 
 
 class TestBroken:

@@ -125,7 +125,7 @@ def test_layers_that_the_user_leaves_to_the_engine() -> None:
 
 def test_no_backend_gives_the_reasons_of_all() -> None:
     request = replace(CPU, machine=Machine.of("a100"), backend="cuda")
-    checkpoint = Checkpoint.open(MODELS / "sums-mixtral-awq")
+    checkpoint = Checkpoint.open(MODELS / "sums-qwen3-fp8")
     (row,) = preview(checkpoint, ENGINES["vllm"], request, EngineSettings(), Shard.of())
     assert reasons(row)
     assert all(reason.startswith("cuda: ") for reason in reasons(row))

@@ -101,9 +101,9 @@ def test_a_gate_that_the_activation_does_not_take() -> None:
 
 
 def test_no_backend_gives_the_reasons_of_all() -> None:
-    """An A100, which the CUDA kernels are not compiled for."""
+    """An A100, which the CUDA kernels for FP8 weights are not compiled for."""
     a100 = replace(CPU, machine=Machine.of("a100"), backend="cuda")
-    verdict = judge_layer(facts_of("sums-mixtral-awq"), a100, EngineSettings())
+    verdict = judge_layer(facts_of("sums-qwen3-fp8"), a100, EngineSettings())
     assert isinstance(verdict, Rejected)
     assert {r.what.partition(":")[0] for r in verdict.reasons} >= {"cuda"}
 

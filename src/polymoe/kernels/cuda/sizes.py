@@ -351,7 +351,8 @@ class FewRowsFamilySizes(FamilySizes):
 
     def pipeline(self, budget: Budget, format: str, part: str, block_m: int, k: int) -> Pipeline:
         """Return the pipeline with as many stages as fit in shared memory."""
-        stage, k_blocks = self.stage_bytes(format, block_m), k // E4M3_BLOCK_K
+        # K that is no multiple is refused by the layout, which is asked later.
+        stage, k_blocks = self.stage_bytes(format, block_m), -(-k // E4M3_BLOCK_K)
         groups = self.warps // min(self.warps, 1 << k_blocks.bit_length() - 1)
         sums = self.warps * self.tiles[block_m].block_n * block_m * 4
         beside = 2 * sums + groups * k_blocks * block_m * E4M3_ROW_BYTES
