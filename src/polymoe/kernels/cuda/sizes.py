@@ -351,7 +351,7 @@ class FewRowsFamilySizes(FamilySizes):
 
     def pipeline(self, budget: Budget, format: str, part: str, block_m: int, k: int) -> Pipeline:
         """Return the pipeline with as many stages as fit in shared memory."""
-        # K that is no multiple is refused by the layout, which is asked later.
+        # The layout, which is asked later, refuses a K that is not a multiple of a block.
         stage, k_blocks = self.stage_bytes(format, block_m), -(-k // E4M3_BLOCK_K)
         groups = self.warps // min(self.warps, 1 << k_blocks.bit_length() - 1)
         sums = self.warps * self.tiles[block_m].block_n * block_m * 4
