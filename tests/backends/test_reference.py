@@ -211,6 +211,16 @@ class TestActivationModes:
         emulated = run_experts(problem_of(weights, activations="fp8_group128"), weights, x, routing)
         assert 1e-3 < relative_error(emulated, exact) < 5.5e-2
 
+    @pytest.mark.parametrize("mode", ["fp8_token", "fp8_group128"])
+    def test_a_weight_on_the_input_does_not_move_ties(self, mode: str) -> None:
+        """Of x in bfloat16 many numbers are halfway between two of E4M3."""
+        weights = random_experts("fp8_channel", hidden=256, intermediate=128)
+        x, routing = random_call(64, 256, 5, 1, torch.bfloat16)
+        problem = problem_of(weights, activations=mode, weight_on="input")
+        rounded = emulate_activations(x.float(), mode)
+        expected = run_experts(problem, weights, rounded, routing, quantize_x=False)
+        assert torch.equal(run_experts(problem, weights, x, routing), expected)
+
 
 def test_auto_takes_the_reference_only_without_a_gpu() -> None:
     problem = problem_of(random_experts())
