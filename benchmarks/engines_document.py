@@ -10,6 +10,7 @@ from typing import Any
 
 from backends_document import markdown
 
+from engines import common
 from polymoe.bench.plot import write_png
 
 __all__ = ["answers", "picture", "speed", "steps"]
@@ -24,11 +25,10 @@ def answers(path: Path, engine: str) -> str:
     last: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for row in _rows(path):
         if "model" in row and not row.get("reload"):
-            split = f"{'EP' if row['ep'] else 'TP'} {row['tp']}"
-            parallel = f"DP {row['dp']}" if "dp" in row else "one GPU" if row["tp"] == 1 else split
+            parallel = _ranks(row) + (", batch-invariant" if row.get("batch_invariant") else "")
             last.setdefault((row["model"], parallel), {})[row["experts"]] = row
     cells = []
-    for (model, parallel), by in sorted(last.items(), key=lambda item: (item[0][1] != "one GPU", item[0])):
+    for (model, parallel), by in sorted(last.items(), key=lambda item: (not item[0][1].startswith("one GPU"), item[0])):
         texts = [_answered(by.get(experts)) for experts in ("polymoe", engine.lower())]
         cells.append([f"`{model}`", parallel, *texts, _largest_error(by.get("polymoe"))])
     if not cells:
@@ -37,8 +37,15 @@ def answers(path: Path, engine: str) -> str:
     return markdown(head, cells)
 
 
+def _ranks(row: dict[str, Any]) -> str:
+    if "dp" in row:
+        return f"DP {row['dp']}" + (f", EP {row['dp']}" if row["ep"] else "")
+    return "one GPU" if row["tp"] == 1 else f"{'EP' if row['ep'] else 'TP'} {row['tp']}"
+
+
 def speed(path: Path, engine: str) -> str:
-    """Microseconds in the experts of ``engine`` by number of tokens: polymoe, each other backend, and the ratio."""
+    """Microseconds in the experts of ``engine`` by number of tokens: polymoe, each other backend, the floor on an H200,
+    and the ratio."""
     cells = []
     for case, by in _timed(path, eager=True).items():
         heads = iter((f"`{case}`",))
@@ -47,6 +54,9 @@ def speed(path: Path, engine: str) -> str:
             if "error" in row:
                 times = [f"does not start: `{_short(row['error'])}`", *times[1:]]
             cells.append([next(heads, ""), _name(row, engine), *times])
+        if case in common.CASES:
+            least = common.floors(case, "h200")
+            cells.append(["", "floor", *(f"{least[name.replace('moe', 'floor')]:.0f}" for name in COLUMNS)])
         found = _ratios(by)
         ratios = [f"**{found[name]:.2f}**" if name in found else "" for name in COLUMNS]
         cells.append(["", "fastest other / polymoe", *ratios])
@@ -112,10 +122,11 @@ def steps(path: Path, engine: str) -> str:
         for batch in STEP_BATCHES:
             rate, step = f"decode_tokens_per_s_{batch}", f"step_us_{batch}"
             others = [r for n, r in by.items() if n != "polymoe" and step in r]
-            ours, best = by["polymoe"], max(others, key=lambda r: r[rate], default=None)
-            ratios.append(f"**{ours[rate] / best[rate]:.2f}** ({best[step] / ours[step]:.2f})" if best else "")
+            ours, best = by.get("polymoe", {}), max(others, key=lambda r: r[rate], default=None)
+            both = best and step in ours
+            ratios.append(f"**{ours[rate] / best[rate]:.2f}** ({best[step] / ours[step]:.2f})" if both else "")
         cells.append(["", "polymoe / fastest other", *ratios])
-    return markdown(["case", "experts", *map(str, STEP_BATCHES)], cells)
+    return markdown(["case", "experts", *map(str, STEP_BATCHES)], cells) if cells else "Not run yet.\n"
 
 
 def _rows(path: Path) -> Iterable[dict[str, Any]]:

@@ -383,8 +383,8 @@ def documents() -> dict[Path, str]:
         tables[docs / "engines" / f"{engine.lower()}.md"] = {
             "answers": engines_document.answers(results / file, engine),
             "speed": engines_document.speed(results / file, engine),
+            "steps": engines_document.steps(results / file, engine),
         }
-    tables[docs / "engines" / "vllm.md"]["steps"] = engines_document.steps(results / ENGINES["vLLM"], "vLLM")
     texts = {docs / "backends.md": backends_document()}
     for path, parts in tables.items():
         text = path.read_text(encoding="utf-8")

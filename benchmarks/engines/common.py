@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -16,7 +17,7 @@ import tempfile
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,10 @@ sys.path.insert(0, str(MODELS))
 from random_gpt_oss import gpt_oss_20b  # noqa: E402
 
 from polymoe.atomic import append_line  # noqa: E402
+from polymoe.bench.cases import case_named  # noqa: E402
 from polymoe.bench.records import source, utc_now  # noqa: E402
+from polymoe.cost import cost  # noqa: E402
+from polymoe.machine import Machine  # noqa: E402
 
 BATCHES = (1, 16, 64, 256)
 DECODE_STEPS = 64
@@ -118,6 +122,8 @@ CASES = {
 }
 """Configs with the experts of a case, in a model whose attention engines run in 16 bits; one that ends in tp8 has the
 width of one rank of eight."""
+EXPERTS = {name: name for name in CASES} | {"qwen3-235b-nvfp4": "qwen3-235b"}
+"""Names of the cases in ``polymoe bench``."""
 
 
 def case_config(name: str, layers: int) -> dict[str, Any]:
@@ -158,6 +164,22 @@ def random_weights(module: Any, *_: Any, **__: Any) -> None:
                 row.copy_(torch.randn(row.shape, device=row.device))
         else:
             tensor.normal_(0, tensor.shape[-1] ** -0.5)
+
+
+def floors(case: str, device: str = "cuda") -> dict[str, float]:
+    """Microseconds that a GPU needs at least for one layer's experts, by the ``floor_us_*`` fields of records.
+
+    For weights, inputs and outputs that are moved once, and for the products, with experts chosen uniformly.
+
+    Args:
+        case: a key of :data:`CASES`.
+        device: as in ``Machine.of``.
+    """
+    known = case_named(EXPERTS[case])
+    problem = known.problem("nvfp4" if case.endswith("nvfp4") else known.format)
+    gpu = Machine.of(device).device
+    tokens = {**{str(batch): batch for batch in BATCHES}, "prefill": PREFILL}
+    return {f"floor_us_{name}": round(cost(problem, gpu, count).floor_us, 1) for name, count in tokens.items()}
 
 
 Kernels = list[tuple[float, float]]
@@ -206,6 +228,37 @@ def busy_us(kernels: Kernels) -> float:
         total += max(0.0, end - max(start, until))
         until = max(until, end)
     return total
+
+
+def _lock_file(name: str) -> Any:
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return Path(tempfile.gettempdir(), f"polymoe-benchmark-{name}-{gpu}").open("w", encoding="utf-8")
+
+
+_starting, _measuring = _lock_file("starting"), _lock_file("measuring")
+MOST_WAIT_S = 90
+"""How long one that is to measure waits for others that start or answer."""
+
+
+def starting() -> None:
+    """Say that an engine of this process starts: until :func:`measure_alone`, or the process's end."""
+    fcntl.flock(_starting, fcntl.LOCK_SH)
+
+
+def measure_alone() -> None:
+    """Wait for others that measure on this GPU, and some time for others that start: one of them may compile for
+    minutes."""
+    fcntl.flock(_starting, fcntl.LOCK_UN)
+    fcntl.flock(_measuring, fcntl.LOCK_EX)
+    until = time.monotonic() + MOST_WAIT_S
+    while time.monotonic() < until:
+        try:
+            fcntl.flock(_starting, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            time.sleep(0.2)
+        else:
+            fcntl.flock(_starting, fcntl.LOCK_UN)
+            return
 
 
 CAPTURED = "POLYMOE_BENCHMARK_CAPTURED"
@@ -370,6 +423,19 @@ def compare_answers(
             record({"model": Path(name).name, "experts": experts, "same_answers": same} | result)
 
 
+def record_speed(running: dict[Future[dict[str, Any]], str], args: argparse.Namespace, record: Record) -> None:
+    """Record the result of each backend when it ends.
+
+    Args:
+        running: the backend's name by what will be a result of :func:`one`.
+        args: of the command line.
+        record: called for each.
+    """
+    for future in as_completed(running):
+        about = {"case": args.case, "layers": args.layers, "experts": running[future], "eager": not args.graphs}
+        record(about | future.result())
+
+
 def compare_reloads(
     names: list[str], ask: Callable[[str, Path, list[str]], dict[str, Any]], args: argparse.Namespace, record: Record
 ) -> None:
@@ -422,7 +488,7 @@ def arguments(description: str | None, runs: str) -> argparse.Namespace:
         "--backends", nargs="+", default=["polymoe", "auto"], help="polymoe, auto, or, for speed, the engine's names"
     )
     parser.add_argument("--graphs", action="store_true", help="with CUDA graphs, and torch.compile in vLLM")
-    parser.add_argument("--jobs", type=int, default=1, help="engines at a time on the same GPU; not for vLLM's speed")
+    parser.add_argument("--jobs", type=int, default=1, help="engines at a time on the same GPU")
     parser.add_argument(
         "--seconds", type=float, default=math.inf, help="engines that run longer, all together, are ended"
     )
@@ -434,6 +500,11 @@ def arguments(description: str | None, runs: str) -> argparse.Namespace:
     return args
 
 
+def _batch_invariant(args: argparse.Namespace) -> bool:
+    asked = args.settings.get("enable_deterministic_inference")
+    return bool(asked) or os.environ.get("VLLM_BATCH_INVARIANT", "0") != "0"
+
+
 def recorder(args: argparse.Namespace) -> Record:
     """What prints each record, and appends it to the file that was asked for."""
     about = {
@@ -443,6 +514,7 @@ def recorder(args: argparse.Namespace) -> Record:
         "tp": args.tp,
         "ep": args.ep,
         **({"dp": args.dp} if args.dp > 1 else {}),
+        **({"batch_invariant": True} if _batch_invariant(args) else {}),
     }
 
     def record(row: dict[str, Any]) -> None:

@@ -19,7 +19,6 @@ another. Records are JSON lines. On a machine without a GPU ``answers`` and ``re
 
 from __future__ import annotations
 
-import fcntl
 import gzip
 import itertools
 import json
@@ -73,33 +72,9 @@ MODEL_SETTINGS_ON_CPU: dict[str, dict[str, Any]] = {
 """The tests' plug-in for CPUs has attention with sinks by the name of a backend that SGLang allows for gpt-oss."""
 
 
-def _lock_file(name: str) -> Any:
-    return Path(tempfile.gettempdir(), f"polymoe-benchmark-{name}").open("w", encoding="utf-8")
-
-
-_starting, _measuring = _lock_file("starting"), _lock_file("measuring")
-MOST_WAIT_S = 90
-"""How long one that is to measure waits for others that start or answer."""
-
-
-def measure_alone() -> None:
-    """Wait for others that measure, and some time for others that start: one of them may compile for minutes."""
-    fcntl.flock(_starting, fcntl.LOCK_UN)
-    fcntl.flock(_measuring, fcntl.LOCK_EX)
-    until = time.monotonic() + MOST_WAIT_S
-    while time.monotonic() < until:
-        try:
-            fcntl.flock(_starting, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            time.sleep(0.2)
-        else:
-            fcntl.flock(_starting, fcntl.LOCK_UN)
-            return
-
-
 def engine(settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """An engine of SGLang, the seconds until it is ready, and what loading took."""
-    fcntl.flock(_starting, fcntl.LOCK_SH)
+    common.starting()
     import sglang  # pyright: ignore
     import torch
 
@@ -169,11 +144,12 @@ def speed(request: dict[str, Any]) -> dict[str, Any]:
     for batch in BATCHES:  # kernels are compiled now, while other engines start
         generate(batch, PROMPT, 4)
     generate(1, PREFILL, 1)
-    measure_alone()
+    common.measure_alone()
     if request["eager"]:
         for batch in BATCHES:
             found[f"moe_us_{batch}"] = layer_us(batch, PROMPT, 6, batch)
         found["moe_us_prefill"] = layer_us(1, PREFILL, 1, PREFILL)
+        found |= common.floors(request["case"])
     else:
         for batch in BATCHES:
             times = [generate(batch, PROMPT, 1 + DECODE_STEPS) - generate(batch, PROMPT, 1) for _ in range(5)]
@@ -270,13 +246,9 @@ def run_speed(args: Namespace, record: Record) -> None:
             }  # fmt: skip
             if backend not in ("polymoe", "auto"):
                 settings["moe_runner_backend"] = backend
-            request = {"what": "speed", "settings": settings, "eager": not args.graphs}
-            running[backend] = pool.submit(one, request, "require" if backend == "polymoe" else "0")
-        for backend, future in running.items():
-            record(
-                {"case": args.case, "layers": args.layers, "experts": backend, "eager": not args.graphs}
-                | future.result()
-            )
+            request = {"what": "speed", "settings": settings, "case": args.case, "eager": not args.graphs}
+            running[pool.submit(one, request, "require" if backend == "polymoe" else "0")] = backend
+        common.record_speed(running, args, record)
 
 
 def main() -> None:

@@ -52,6 +52,7 @@ def engine(settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     import torch
     import vllm  # pyright: ignore
 
+    common.starting()
     found: dict[str, Any] = {"vllm": vllm.__version__, "torch": torch.__version__}
 
     def measured(load: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,19 +131,19 @@ def speed(request: dict[str, Any]) -> dict[str, Any]:
             trace = json.loads(Path(folder, "trace.json").read_text())
             return common.intervals(trace, "vllm::moe_forward")
 
-    generate(1, 16, 4)
+    for batch in BATCHES:  # kernels are compiled now, while other engines start
+        generate(batch, 16, 4)
+    generate(1, PREFILL, 1)
+    common.measure_alone()
     if request["eager"]:
         for batch in BATCHES:
-            generate(batch, 16, 3)
             calls, _ = traced(batch, 16, 5)
             times = sorted(map(busy_us, calls[request["layers"] :]))  # the first are the prompts' own
             found[f"moe_us_{batch}"] = round(times[len(times) // 2], 1)
-        generate(1, PREFILL, 1)
         times = sorted(map(busy_us, traced(1, PREFILL, 1)[0]))
         found["moe_us_prefill"] = round(times[len(times) // 2], 1)
-        return found
+        return found | common.floors(request["case"])
     for batch in BATCHES:
-        generate(batch, 16, 4)
         times = [generate(batch, 16, 1 + DECODE_STEPS) - generate(batch, 16, 1) for _ in range(5)]
         found[f"decode_tokens_per_s_{batch}"] = round(batch * DECODE_STEPS / sorted(times)[2], 1)
         few, many = (busy_us(traced(batch, 16, steps)[1]) for steps in (2, 18))
@@ -169,12 +170,12 @@ def small(name: str | Path, args: Namespace, **more: Any) -> dict[str, Any]:
         "attention_backend": "TRITON_ATTN",
         **MODEL_SETTINGS.get(Path(name).name, {}),
         **more,
+        **args.settings,
     }
 
 
 def parallel(args: Namespace) -> dict[str, Any]:
-    given = {"tensor_parallel_size": args.tp, "enable_expert_parallel": args.ep, "disable_custom_all_reduce": True}
-    return given | args.settings
+    return {"tensor_parallel_size": args.tp, "enable_expert_parallel": args.ep, "disable_custom_all_reduce": True}
 
 
 def environment(args: Namespace, polymoe: str) -> dict[str, str]:
@@ -230,21 +231,26 @@ def run_reload(args: Namespace, record: Record) -> None:
 
 
 def run_speed(args: Namespace, record: Record) -> None:
-    with tempfile.TemporaryDirectory() as folder:
+    # One engine takes what memory is left for its cache, several a share that is enough.
+    memory = {"kv_cache_memory_bytes": 2**31, "gpu_memory_utilization": 0.1} if args.jobs > 1 else {}
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
         Path(folder, "config.json").write_text(json.dumps(common.case_config(args.case, args.layers)))
+        running = {}
         for backend in args.backends:
-            settings = parallel(args) | {
+            settings = {
                 "model": folder, "load_format": "dummy", "skip_tokenizer_init": True, "enforce_eager": not args.graphs,
                 "max_model_len": PREFILL + 64, "max_num_batched_tokens": PREFILL, "max_num_seqs": max(BATCHES),
-                "gpu_memory_utilization": 0.8,
+                "gpu_memory_utilization": 0.8, **memory, **parallel(args), **args.settings,
             }  # fmt: skip
             if args.graphs:
                 settings["compilation_config"] = {"cudagraph_capture_sizes": list(BATCHES)}
             if backend not in ("polymoe", "auto"):
                 settings["moe_backend"] = backend
-            request = {"what": "speed", "settings": settings, "layers": args.layers, "eager": not args.graphs}
-            result = one(request, environment(args, "require" if backend == "polymoe" else "0"))
-            record({"case": args.case, "layers": args.layers, "experts": backend, "eager": not args.graphs} | result)
+            request = {"what": "speed", "settings": settings, "case": args.case}
+            request |= {"layers": args.layers, "eager": not args.graphs}
+            mode = "require" if backend == "polymoe" else "0"
+            running[pool.submit(one, request, environment(args, mode))] = backend
+        common.record_speed(running, args, record)
 
 
 def main() -> None:

@@ -130,12 +130,16 @@ def test_answers_stand_side_by_side(tmp_path: Path) -> None:
         one | {"experts": "polymoe", "right": 100, "layer_errors": {"0": 0.00123, "1": 0.004}},  # newer
         one | {"dp": 2, "experts": "polymoe", "right": 97, "layer_errors": {"error": "OutOfMemoryError: 1"}},
         one | {"tp": 2, "ep": True, "experts": "polymoe", "right": 98},
+        one | {"experts": "polymoe", "right": 96, "batch_invariant": True},
+        one | {"dp": 2, "ep": True, "experts": "polymoe", "right": 95},
         one | {"experts": "polymoe", "right": 1, "reload": True},
     ]
     table = engines_document.answers(written(tmp_path / "r", *rows), "vLLM").splitlines()
     assert table[2:] == [
         "| `m` | one GPU | 100 of 100 | does not start: `ValueError: no` | 4.0e-03 |",
+        "| `m` | one GPU, batch-invariant | 96 of 100 | not run |  |",
         "| `m` | DP 2 | 97 of 100 | not run |  |",
+        "| `m` | DP 2, EP 2 | 95 of 100 | not run |  |",
         "| `m` | EP 2 | 98 of 100 | not run |  |",
     ]
 
@@ -163,10 +167,21 @@ def test_sglangs_tables_have_its_names(tmp_path: Path) -> None:
     assert row == "| `m` | one GPU | not run | 99 of 100 |  |"
 
 
+def test_times_stand_above_the_floor(tmp_path: Path) -> None:
+    """One token reads four experts of three MXFP4 matrices; an H200 reads 4 to 5 TB a second."""
+    rows = [{"case": "gpt-oss-120b", "eager": True, "experts": "polymoe", "moe_us_1": 32.0}]
+    _, floor, _ = engines_document.speed(written(tmp_path / "r", *rows), "vLLM").splitlines()[2:]
+    name, least = floor.split("|")[2:4]
+    megabytes = 4 * 3 * 2880 * 2880 * (0.5 + 1 / 32) / 1e6
+    assert name.strip() == "floor"
+    assert megabytes / 5 < float(least) < megabytes / 4
+
+
 def test_no_records_are_no_table(tmp_path: Path) -> None:
-    assert {table(tmp_path / "none", "SGLang") for table in (engines_document.answers, engines_document.speed)} == {
-        "Not run yet.\n"
-    }
+    assert {
+        table(tmp_path / "none", "SGLang")
+        for table in (engines_document.answers, engines_document.speed, engines_document.steps)
+    } == {"Not run yet.\n"}
 
 
 def test_dummy_weights_of_sglang_leave_experts_on_the_cpu_to_polymoe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +207,7 @@ def test_an_engine_without_time_is_not_started(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(common, "_until", 0.0)
     result = common.one("no such script", {}, {}, said="", first_error="")
     assert result == {"error": common.NOT_STARTED}
-    common.recorder(Namespace(commit="c", tp=1, dp=1, ep=False, out=tmp_path / "r"))(result)
+    common.recorder(Namespace(commit="c", tp=1, dp=1, ep=False, settings={}, out=tmp_path / "r"))(result)
     assert not (tmp_path / "r").exists()
 
 
