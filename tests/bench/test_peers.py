@@ -35,6 +35,7 @@ class Standin:
     package: str = "torch"
     reasons: tuple[Reason, ...] = ()
     returns: bool = False
+    compiles_at_once: bool = False
 
     def check(self, problem: Problem) -> tuple[Reason, ...]:
         return self.reasons
@@ -106,6 +107,42 @@ def test_rows(rows: Mapping[str, list[BenchRow]]) -> None:
     assert [row.note for row in rows["peer:picky"]] == ["biases: not supported"]
     assert rows["reference"][0].record is not None
     assert rows["reference"][0].record.peer is None
+
+
+def test_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By token count, after everything was called once; one scale a token where a peer has no other."""
+    made: list[object] = []
+
+    class Noting(Standin):
+        def check(self, problem: Problem) -> tuple[Reason, ...]:
+            return () if str(problem.activations) == "fp8_token" else (Reason("activations"),)
+
+        def prepare(self, problem: Problem, stacks: Stacks) -> PeerCall:
+            call = super().prepare(problem, stacks)
+
+            def noting(x_TH: Tensor, *rest: Tensor) -> Tensor | None:
+                made.append(len(x_TH))
+                return call(x_TH, *rest)
+
+            return noting
+
+    class Unready(Standin):
+        def prepare(self, problem: Problem, stacks: Stacks) -> PeerCall:
+            raise RuntimeError("no kernel image")
+
+    peers = (Noting("noting", compiles_at_once=True), Unready("unready"), Standin("failing", failing(9)))
+    monkeypatch.setattr("polymoe.bench.measure.PEERS", {peer.name: peer for peer in peers})
+    run = bench(activations="fp8_group128", repeats=3)
+    names = [peer.name for peer in peers]
+    found = list(run.side_by_side((1, 9), ["reference"], names, ready=lambda: made.append("ready")))
+    assert made[:3] == [9, 1, "ready"]
+    assert [(row.backend, row.tokens, row.record is None) for row in found] == [
+        ("peer:unready", None, True),
+        ("reference", 1, False), ("peer:noting", 1, False), ("peer:failing", 1, False),
+        ("reference", 9, False), ("peer:noting", 9, False), ("peer:failing", 9, True),
+    ]  # fmt: skip
+    modes = {row.backend: row.record.activations for row in found if row.record is not None}
+    assert modes == {"reference": "fp8_group128", "peer:noting": "fp8_token", "peer:failing": "fp8_group128"}
 
 
 def test_an_unknown_peer() -> None:

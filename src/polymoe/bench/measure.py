@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from polymoe.activation_quantization import UNQUANTIZED, ActivationQuantization
+from polymoe.activation_quantization import FP8_TOKEN, UNQUANTIZED, ActivationQuantization
 from polymoe.backend_names import backend_hint
 from polymoe.backends import BACKENDS
 from polymoe.backends.base import inputs_of
@@ -32,7 +34,7 @@ from polymoe.planning.plan import Plan
 from polymoe.planning.select import select
 from polymoe.problem import Problem
 from polymoe.routing import Routing
-from polymoe.verdict import Accepted, Rejected
+from polymoe.verdict import Accepted, Reason, Rejected
 
 __all__ = ["Bench", "BenchRow", "Call", "draw_calls", "free_bytes", "reference_results"]
 
@@ -41,7 +43,6 @@ Call = tuple[Tensor, Routing]
 Run = Callable[[Tensor, Routing, Tensor], Tensor | None]
 """Writes its third argument, or returns the result."""
 
-_REST_SECONDS = 0.5  # a GPU rests before each measurement
 _ENERGY_SECONDS = 1.0  # the counter moves every 20 to 100 ms
 
 PEER_TOLERANCE, PEER_TOLERANCE_QUANTIZED = 1.2e-2, 5e-2
@@ -105,6 +106,7 @@ class Bench:
         distribution: how tokens are routed.
         machine, device: where it runs; a GPU is torch's current device.
         stamp: the fields that all records share.
+        rest_seconds, repeats: how long a GPU rests before each measurement, and how many replays are measured.
         meter: measures tokens per joule as well.
         trace: path of profiler traces, one for each row, with backend and token count added before the suffix.
     """
@@ -114,6 +116,8 @@ class Bench:
     machine: Machine
     device: torch.device
     stamp: Stamp
+    rest_seconds: float = 0.5
+    repeats: int = 15
     meter: EnergyMeter | None = None
     trace: Path | None = None
 
@@ -174,6 +178,72 @@ class Bench:
         packed = None
         yield from self._peer_rows([c for c in contenders if c.peer is not None], tokens, calls, expected, progress)
 
+    def side_by_side(
+        self,
+        tokens: Sequence[int],
+        backends: Sequence[str],
+        peers: Sequence[str] = (),
+        progress: Callable[[str], None] = lambda text: None,
+        ready: Callable[[], None] = lambda: None,
+    ) -> Iterator[BenchRow]:
+        """Yield rows as :meth:`rows` does, by token count: all contenders are packed first and stay in memory, each
+        runs once at every token count, which compiles what it needs, and then those of one count are timed one after
+        another.
+
+        Args:
+            tokens, backends, peers, progress: as for :meth:`rows`.
+            ready: called when nothing is left to do but timing; several processes on one GPU wait in it for their turn.
+
+        Raises:
+            ArgumentError: for an unknown backend or peer.
+            UnsupportedProblem: if a backend is rejected.
+        """
+        found = [*self._contenders(backends), *self._peers(peers)]
+        yield from (c for c in found if isinstance(c, BenchRow))
+        progress("reference")
+        calls = {t: draw_calls(self.workload.problem, self.distribution, self.device, t) for t in tokens}
+        modes = {UNQUANTIZED, *(c.inputs(t) for c in found if isinstance(c, _Contender) for t in tokens)}
+        expected = {mode: reference_results(self.workload, mode, [calls[t][0] for t in tokens]) for mode in modes}
+        packed: dict[str, Packed] = {}
+        stacks: Stacks | None = None
+        runs: list[tuple[_Contender, Run]] = []
+        for c in found:
+            if isinstance(c, BenchRow):
+                continue
+            progress(f"{c.name}: packing")
+            try:
+                if c.peer is not None:
+                    stacks = stacks or Stacks.of(self.workload.weights, self.device)
+                    runs.append((c, _run_peer(c.peer, c.problem, stacks)))
+                elif c.plan is None:
+                    runs.append((c, _run_baseline(c, baseline.dequantize(self.workload.weights))))
+                else:
+                    layout = c.plan.layout
+                    packed[layout] = packed.get(layout) or LAYOUTS[layout].pack(self.workload.weights, self.device)
+                    runs.append((c, _run_backend(c, packed[layout])))
+            except Exception as error:  # anything that another library may raise
+                yield BenchRow(c.name, None, note=_told(error), version=c.version)
+        del stacks
+        for c, run in runs:
+            progress(f"{c.name}: first calls")
+            at_once = c.peer is not None and c.peer.compiles_at_once
+            first_calls(run, [_for(c, calls[t])[0] for t in sorted(tokens, reverse=True)], at_once=at_once)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+        ready()
+        for i, t in enumerate(tokens):
+            for c, run in runs:
+                progress(f"{c.name}: {t} tokens")
+                try:
+                    row = self._row(c, run, _for(c, calls[t]), expected[c.inputs(t)][i], expected[UNQUANTIZED][i])
+                except Exception as error:
+                    row = BenchRow(c.name, t, note=_told(error))
+                yield replace(row, version=c.version)
+                if not _works(self.device):
+                    yield BenchRow(c.name, None, note="the GPU does not work any more: all others were not run")
+                    return
+
     def _peer_rows(
         self,
         contenders: Sequence[_Contender],
@@ -201,9 +271,8 @@ class Bench:
                 if run is None:
                     break
                 progress(f"{c.name}: {t} tokens")
-                calls_32 = [(x, Routing(r.topk_ids_TA.int(), r.topk_weights_TA)) for x, r in calls[t]]
                 try:
-                    row = self._row(c, run, calls_32, emulated, exact)
+                    row = self._row(c, run, _for(c, calls[t]), emulated, exact)
                 except Exception as error:
                     row = BenchRow(c.name, t, note=_told(error))
                     run = run if _works(self.device) else None
@@ -220,14 +289,14 @@ class Bench:
                 raise ArgumentError("peers", got=repr(name), hint=nearest(name, PEERS))
         for peer in (PEERS[name] for name in dict.fromkeys(names)):
             version, shown = version_of(peer), f"peer:{peer.name}"
-            reasons = peer.check(self.workload.problem)
+            problem, reasons = _as_taken(peer, self.workload.problem)
             if version == "none":
                 found.append(BenchRow(shown, None, note=f"{peer.package} is not installed"))
             elif reasons:
                 found.append(BenchRow(shown, None, note="; ".join(map(str, reasons)), version=version))
             else:
                 capturable = Accepted(capturable=True)
-                found.append(_Contender(shown, self.workload.problem, capturable, peer=peer, version=version))
+                found.append(_Contender(shown, problem, capturable, peer=peer, version=version))
         return found
 
     def _contenders(self, names: Sequence[str] | None) -> list[_Contender | BenchRow]:
@@ -281,7 +350,7 @@ class Bench:
         together = TimedCalls(timed, self.device, graph=c.verdict.capturable)
         for out in outs:
             out.fill_(float("nan"))
-        timing = together.time(rest_seconds=_REST_SECONDS)
+        timing = together.time(self.repeats, rest_seconds=self.rest_seconds)
         error = relative_error(results[0], emulated)
         whole = timing.by == "calls" or all(bool(result.isfinite().all()) for result in results)
         if not (error <= most and whole):
@@ -342,6 +411,40 @@ def reference_results(workload: Workload, mode: ActivationQuantization, calls: S
     x_TH = torch.cat([x for x, _ in calls])
     routing = Routing(*map(torch.cat, zip(*(r for _, r in calls), strict=True)))
     return run_experts(problem, workload.weights, x_TH, routing).split([len(x) for x, _ in calls])
+
+
+def first_calls(run: Run, calls: Sequence[Call], *, at_once: bool) -> None:
+    """Make one call of each size, with results that nobody reads, so that kernels are compiled.
+
+    Those behind the first at once, where a library compiles in processes of its own and waits for them. What fails is
+    left for later calls, which say so.
+    """
+
+    def one(call: Call) -> None:
+        with suppress(Exception):
+            run(*call, torch.empty_like(call[0]))
+
+    one(calls[0])
+    with ThreadPoolExecutor(max(1, len(calls) - 1) if at_once else 1) as pool:
+        list(pool.map(one, calls[1:]))
+
+
+def _for(c: _Contender, calls: Sequence[Call]) -> Sequence[Call]:
+    """The calls with ids of the dtype that the contender takes."""
+    if c.peer is None:
+        return calls
+    return [(x, Routing(r.topk_ids_TA.int(), r.topk_weights_TA)) for x, r in calls]
+
+
+def _as_taken(peer: Peer, problem: Problem) -> tuple[Problem, tuple[Reason, ...]]:
+    """The problem as the peer runs it, and its reasons against that: where it does not scale E4M3 activations as the
+    problem says, they have one scale a token."""
+    reasons = peer.check(problem)
+    if reasons and problem.activations.quantized:
+        by_token = replace(problem, activations=FP8_TOKEN)
+        if not peer.check(by_token):
+            return by_token, ()
+    return problem, reasons
 
 
 def _run_baseline(c: _Contender, weights: baseline.Dequantized) -> Run:

@@ -80,6 +80,11 @@ class Peer(Protocol):
         """Distribution whose version records have."""
         ...
 
+    @property
+    def compiles_at_once(self) -> bool:
+        """Whether several threads may make their first calls at the same time, each of which compiles its kernels."""
+        ...
+
     def check(self, problem: Problem) -> tuple[Reason, ...]:
         """Return every reason why it does not run the problem; it imports nothing."""
         ...

@@ -23,6 +23,7 @@ class FlashInferLayers:
 
     name: str = "flashinfer"
     package: str = "flashinfer-python"
+    compiles_at_once: bool = False
 
     def check(self, problem: Problem) -> tuple[Reason, ...]:
         """Return every reason against the problem."""

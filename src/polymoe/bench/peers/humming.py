@@ -32,6 +32,7 @@ class HummingLayers:
 
     name: str = "humming"
     package: str = "humming-kernels"
+    compiles_at_once: bool = True
 
     def check(self, problem: Problem) -> tuple[Reason, ...]:
         """Return every reason against the problem."""

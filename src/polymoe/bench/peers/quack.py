@@ -26,6 +26,7 @@ class Quack:
 
     name: str = "quack"
     package: str = "quack-kernels"
+    compiles_at_once: bool = False
 
     def check(self, problem: Problem) -> tuple[Reason, ...]:
         """Return every reason against the problem."""

@@ -34,6 +34,7 @@ class Vllm:
 
     name: str = "vllm"
     package: str = "vllm"
+    compiles_at_once: bool = False
 
     def check(self, problem: Problem) -> tuple[Reason, ...]:
         """Return every reason against the problem."""
@@ -121,6 +122,7 @@ class DeepGemm:
 
     name: str = "deepgemm"
     package: str = "vllm"
+    compiles_at_once: bool = False
 
     def check(self, problem: Problem) -> tuple[Reason, ...]:
         """Return every reason against the problem."""
@@ -170,6 +172,7 @@ class TritonKernels:
 
     name: str = "triton_kernels"
     package: str = "vllm"
+    compiles_at_once: bool = False
 
     def check(self, problem: Problem) -> tuple[Reason, ...]:
         """Return every reason against the problem."""
