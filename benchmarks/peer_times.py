@@ -79,6 +79,7 @@ def run_row(options: argparse.Namespace) -> None:
     from polymoe.bench.measure import Bench
     from polymoe.bench.records import Stamp, append
     from polymoe.bench.routings import parse_routing
+    from polymoe.bench.side_by_side import side_by_side
     from polymoe.cli.output import measured_on
 
     row = ROWS[options.rows[0]]
@@ -102,7 +103,7 @@ def run_row(options: argparse.Namespace) -> None:
             time.sleep(_POLL)
 
     tokens = [int(t) for t in options.tokens.split(",")]
-    found = bench.side_by_side(tokens, row.backends.split(","), row.peers.split(","), say, wait_for_turn)
+    found = side_by_side(bench, tokens, row.backends.split(","), row.peers.split(","), say, wait_for_turn)
     for r in found:
         if r.record is not None:
             append(options.out, r.record)

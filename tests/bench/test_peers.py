@@ -16,6 +16,7 @@ from polymoe.backends.reference import run_experts
 from polymoe.bench.cases import CASES, random_weights
 from polymoe.bench.measure import BenchRow
 from polymoe.bench.peers import PEERS, PeerCall, Stacks
+from polymoe.bench.side_by_side import side_by_side
 from polymoe.errors import ArgumentError
 from polymoe.problem import Problem
 from polymoe.routing import Routing
@@ -73,7 +74,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> Mapping[str, list[BenchRow]]:
         Standin("silent", lambda y: torch.full_like(y, float("nan"))), Standin("failing", failing(9)),
         Standin("absent", package="no-such-package"), Standin("picky", reasons=(Reason("biases"),)),
     )  # fmt: skip
-    monkeypatch.setattr("polymoe.bench.measure.PEERS", {peer.name: peer for peer in peers})
+    monkeypatch.setattr("polymoe.bench.contenders.PEERS", {peer.name: peer for peer in peers})
     found: dict[str, list[BenchRow]] = {}
     for row in bench().rows((1, 9), ["reference"], peers=[peer.name for peer in peers]):
         found.setdefault(row.backend, []).append(row)
@@ -131,10 +132,10 @@ def test_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
             raise RuntimeError("no kernel image")
 
     peers = (Noting("noting", compiles_at_once=True), Unready("unready"), Standin("failing", failing(9)))
-    monkeypatch.setattr("polymoe.bench.measure.PEERS", {peer.name: peer for peer in peers})
+    monkeypatch.setattr("polymoe.bench.contenders.PEERS", {peer.name: peer for peer in peers})
     run = bench(activations="fp8_group128", repeats=3)
     names = [peer.name for peer in peers]
-    found = list(run.side_by_side((1, 9), ["reference"], names, ready=lambda: made.append("ready")))
+    found = list(side_by_side(run, (1, 9), ["reference"], names, ready=lambda: made.append("ready")))
     assert made[:3] == [9, 1, "ready"]
     assert [(row.backend, row.tokens, row.record is None) for row in found] == [
         ("peer:unready", None, True),

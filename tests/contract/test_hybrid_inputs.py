@@ -88,7 +88,7 @@ def test_each_step_is_compared_with_what_it_computes() -> None:
 @pytest.mark.parametrize("rounds_always", [False, True])
 def test_records_say_how_inputs_were_rounded(monkeypatch: pytest.MonkeyPatch, rounds_always: bool) -> None:
     table = {"hybrid": hybrid(rounds_always=rounds_always)}
-    monkeypatch.setattr("polymoe.bench.measure.BACKENDS", table)
+    monkeypatch.setattr("polymoe.bench.contenders.BACKENDS", table)
     monkeypatch.setattr("polymoe.backends.BACKENDS", table)
     workload = Workload.of_case(TINY, CPU, "nvfp4", "nvfp4")
     bench = Bench(

@@ -1,0 +1,212 @@
+"""What a benchmark runs on a workload: backends, the baseline and peers, each with its verdict."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from polymoe.activation_quantization import FP8_TOKEN, UNQUANTIZED, ActivationQuantization
+from polymoe.backend_names import backend_hint
+from polymoe.backends import BACKENDS
+from polymoe.backends.base import inputs_of
+from polymoe.bench import baseline
+from polymoe.bench.peers import PEERS, Peer, Stacks, version_of
+from polymoe.bench.records import Record
+from polymoe.errors import ArgumentError, UnsupportedProblem, nearest
+from polymoe.layouts import Packed
+from polymoe.machine import Machine
+from polymoe.planning.plan import Plan
+from polymoe.planning.select import select
+from polymoe.problem import Problem
+from polymoe.routing import Routing
+from polymoe.verdict import Accepted, Reason, Rejected
+
+__all__ = [
+    "BenchRow", "Call", "LayerContender", "Run", "calls_for", "free_bytes", "own_contenders", "peer_contenders",
+    "run_backend", "run_baseline", "run_peer", "told", "works",
+]  # fmt: skip
+
+Call = tuple[Tensor, Routing]
+"""x and routing of one call."""
+Run = Callable[[Tensor, Routing, Tensor], Tensor | None]
+"""Writes its third argument, or returns the result."""
+
+PEER_TOLERANCE, PEER_TOLERANCE_QUANTIZED = 1.2e-2, 5e-2
+"""Largest relative error of a peer: it may round intermediate results to bfloat16, and quantize in its own way."""
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRow:
+    """One backend or peer at one token count (None: at all of them).
+
+    Attributes:
+        backend: its name; ``peer:NAME`` for a peer.
+        record: the measurement, or None.
+        note: how it was timed ("graph" or "calls"), or why it was not timed.
+        wrong: whether the result differed from the reference by more than the tolerance.
+        tokens_per_joule: if energy was measured.
+        version: of the peer's package.
+    """
+
+    backend: str
+    tokens: int | None
+    record: Record | None = None
+    note: str = ""
+    wrong: bool = False
+    tokens_per_joule: float | None = None
+    version: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerContender:
+    """A backend that accepts the problem: its verdict, and its plan (the baseline has none); or a peer."""
+
+    name: str
+    problem: Problem
+    verdict: Accepted
+    plan: Plan | None = None
+    peer: Peer | None = None
+    version: str | None = None
+
+    def inputs(self, tokens: int) -> ActivationQuantization:
+        """How a call of so many tokens rounds its inputs."""
+        return inputs_of(self.problem, self.plan.step(tokens).config if self.plan and self.serves(tokens) else None)
+
+    def serves(self, tokens: int) -> bool:
+        """Whether it runs calls of so many tokens."""
+        return self.verdict.max_tokens is None or tokens <= self.verdict.max_tokens
+
+    def tolerance(self, tokens: int) -> float:
+        """Largest accepted relative error against the reference."""
+        if self.peer is not None:
+            return PEER_TOLERANCE_QUANTIZED if self.problem.activations.quantized else PEER_TOLERANCE
+        return self.inputs(tokens).tolerance if self.plan else baseline.TOLERANCE
+
+
+def own_contenders(
+    workload_problem: Problem, machine: Machine, device: torch.device, names: Sequence[str] | None
+) -> list[LayerContender | BenchRow]:
+    """Return a contender for each backend that runs, and a row with the reason for each that does not."""
+    known = [*BACKENDS, baseline.NAME]
+    for name in names or ():
+        if name not in known:
+            raise ArgumentError("backends", got=repr(name), hint=backend_hint(name, known))
+    found: list[LayerContender | BenchRow] = []
+    for name in known if names is None else dict.fromkeys(names):
+        plain, plan = name == baseline.NAME, None
+        if plain:
+            problem = replace(workload_problem, activations=UNQUANTIZED)
+            verdict = baseline.check(problem, machine, free_bytes(device))
+        else:
+            problem = workload_problem
+            selection = select(problem, machine, backend=name)
+            verdict = next(c.verdict for c in selection.candidates if c.backend == name)
+            plan = selection.plan
+        if isinstance(verdict, Rejected):
+            reasons = "; ".join(map(str, verdict.reasons))
+            if names is not None:
+                raise UnsupportedProblem(f"bench ({problem})", expected=f"{name} to run it", got=reasons)
+            found.append(BenchRow(name, None, note=reasons))
+        elif verdict.opt_in_reason and names is None:
+            found.append(BenchRow(name, None, note=verdict.opt_in_reason))
+        else:
+            package = None if plain else getattr(BACKENDS[name], "package", None)
+            version = machine.packages.get(package) if package else None
+            found.append(LayerContender(name, problem, verdict, plan, version=version))
+    return found
+
+
+def peer_contenders(problem: Problem, names: Sequence[str]) -> list[LayerContender | BenchRow]:
+    """Return a contender for each peer that is installed and takes the problem, and a row for each other one."""
+    found: list[LayerContender | BenchRow] = []
+    for name in dict.fromkeys(names):
+        if name not in PEERS:
+            raise ArgumentError("peers", got=repr(name), hint=nearest(name, PEERS))
+    for peer in (PEERS[name] for name in dict.fromkeys(names)):
+        version, shown = version_of(peer), f"peer:{peer.name}"
+        taken, reasons = _as_taken(peer, problem)
+        if version == "none":
+            found.append(BenchRow(shown, None, note=f"{peer.package} is not installed"))
+        elif reasons:
+            found.append(BenchRow(shown, None, note="; ".join(map(str, reasons)), version=version))
+        else:
+            capturable = Accepted(capturable=True)
+            found.append(LayerContender(shown, taken, capturable, peer=peer, version=version))
+    return found
+
+
+def _as_taken(peer: Peer, problem: Problem) -> tuple[Problem, tuple[Reason, ...]]:
+    """The problem as the peer runs it, and its reasons against that: where it does not scale E4M3 activations as the
+    problem says, they have one scale a token."""
+    reasons = peer.check(problem)
+    if reasons and problem.activations.quantized:
+        by_token = replace(problem, activations=FP8_TOKEN)
+        if not peer.check(by_token):
+            return by_token, ()
+    return problem, reasons
+
+
+def calls_for(c: LayerContender, calls: Sequence[Call]) -> Sequence[Call]:
+    """The calls with ids of the dtype that the contender takes."""
+    if c.peer is None:
+        return calls
+    return [(x, Routing(r.topk_ids_TA.int(), r.topk_weights_TA)) for x, r in calls]
+
+
+def run_baseline(c: LayerContender, weights: baseline.Dequantized) -> Run:
+    """The baseline on dequantized weights."""
+    return partial(baseline.run, c.problem, weights)
+
+
+def run_backend(c: LayerContender, packed: Packed) -> Run:
+    """A backend on a packed layer, with its plan's configurations."""
+    plan, runner = c.plan, BACKENDS[c.name].bind(c.problem, packed)
+    assert plan is not None
+
+    def run(x_TH: Tensor, routing: Routing, out_TH: Tensor) -> None:
+        runner.run(x_TH, routing, plan.step(len(x_TH)).config, out_TH)
+
+    return run
+
+
+def run_peer(peer: Peer, problem: Problem, stacks: Stacks) -> Run:
+    """A peer, which imports and prepares it; that may raise anything."""
+    call = peer.prepare(problem, stacks)
+
+    def run(x_TH: Tensor, routing: Routing, out_TH: Tensor) -> Tensor | None:
+        return call(x_TH, routing.topk_ids_TA, routing.topk_weights_TA, out_TH)
+
+    return run
+
+
+def told(error: Exception) -> str:
+    """An exception in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def works(device: torch.device) -> bool:
+    """Whether the GPU still runs anything: after some errors a process cannot use it."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except RuntimeError:
+        return False
+    return True
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Free memory of the device, or None if the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if sys.platform != "linux":
+        return None
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return None
