@@ -16,7 +16,7 @@ from torch import Tensor
 from polymoe.backends.base import Runner
 from polymoe.backends.config import Config
 from polymoe.backends.reference import Reference
-from polymoe.bench.cases import Workload
+from polymoe.bench.cases import CASES, Workload
 from polymoe.bench.compile_ahead import CompileAhead
 from polymoe.bench.timing import Timing
 from polymoe.bench.tune import Outcome, Tune
@@ -235,6 +235,29 @@ def test_neighbours_that_are_about_as_fast_keep_one_configuration(file: Path) ->
         return 1.0 + 0.01 * abs(knob - best)
 
     assert knobs(list(tune(Knobs(time=flat), file).outcomes((1, 16)))) == {1: 8, 16: 8}
+
+
+def test_the_backends_own_choice_stays_where_it_is_about_as_fast(file: Path) -> None:
+    backend = Knobs(time=lambda tokens, knob: {4: 1.015, 8: 1.0}.get(knob, 2.0))
+    assert knobs(list(tune(backend, file).outcomes((1,)))) == {1: 4}
+
+
+def test_few_configurations_and_early_rejection(file: Path) -> None:
+    backend = Knobs()
+    (only,) = tune(backend, file, configs=1).outcomes((64,))
+    assert (only.tried, {knob for _, knob in backend.ran}) == (1, {4})
+    slow = Knobs(time=lambda tokens, knob: 1.0 if knob == 4 else 9.0)
+    list(tune(slow, file, again=True).outcomes((64,)))
+    runs = [knob for _, knob in slow.ran]
+    assert max(runs.count(knob) for knob in set(runs) - {4}) < runs.count(4)
+
+
+def test_half_of_the_routings_are_skewed(file: Path) -> None:
+    from polymoe.bench.tune import _draw
+
+    problem = Workload.of_case(CASES["gpt-oss-20b"], CPU).problem
+    rows = [r.topk_ids_TA.flatten().bincount().max().item() for _, r in _draw(problem, CPU, 256)]
+    assert min(rows[1::2]) > 2 * max(rows[::2])
 
 
 def test_who_does_not_run_it(file: Path) -> None:

@@ -8,6 +8,7 @@ interrupted run keeps its rows and the next one continues there.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,16 +35,21 @@ from polymoe.numerics import relative_error
 from polymoe.planning.measured import Measured, problem_key
 from polymoe.planning.select import select
 from polymoe.planning.table_files import Lines, add, read_lines
+from polymoe.problem import Problem
 from polymoe.verdict import Accepted, Rejected
 
 __all__ = ["Outcome", "Tune"]
 
 _SCREENING = 3
 """Graph replays of each configuration in the first stage."""
+_HOPELESS = 1.3
+"""A configuration whose first replay takes so many times the best time so far gets no more replays."""
 _FINALISTS, _CLOSE = 3, 1.05
 _SAME = 1.02
 """The configuration of the token count below is kept if its time is within this factor of the best, because everyone
-who loads the layer compiles each distinct configuration."""
+who loads the layer compiles each distinct configuration; else the backend's own choice, if it is."""
+_ROUTINGS = (RoutingDistribution("uniform"), RoutingDistribution("zipf:1.1", 1.1))
+"""Routings of timed calls, in turn: real routing is between the two."""
 _SCREENED = 0.7
 """Share of a token count's time after which no new configuration starts, to leave time for the second stage."""
 _COMPILING = 1 / 3
@@ -85,13 +91,14 @@ class Tune:
     """One tuning run.
 
     Attributes:
-        workload: what runs, with uniform routing.
+        workload: what runs.
         machine, device: where it runs; a GPU is torch's current device.
         backends: the backends to tune; each must accept the problem.
         file: the table that rows are merged into.
         stamp: versions and command, for the rows.
         seconds: time limit, counted from ``began`` on the ``clock``; each token count gets its share of the rest.
         again: also tune what the table already has.
+        configs: the most configurations to try at a token count; None for no limit.
         memory_bytes: largest memory to use on the device; None for no limit.
         compiler: compiles configurations ahead of timing.
         say: called with a message about each configuration that fails.
@@ -107,6 +114,7 @@ class Tune:
     seconds: float = 300.0
     began: float = field(default_factory=time.monotonic)
     again: bool = False
+    configs: int | None = None
     memory_bytes: int | None = None
     compiler: CompileAhead = field(default_factory=lambda: CompileAhead(0))
     say: Callable[[str], None] = lambda text: None
@@ -137,11 +145,10 @@ class Tune:
             return
         self._require_memory(work, [t for _, t in todo])
         for w, t in todo:
-            self.compile_ahead(w, t, w.backend.tuning_configs(problem, self.machine, t))
+            self.compile_ahead(w, t, w.backend.tuning_configs(problem, self.machine, t)[: self.configs])
         progress("reference")
-        distribution = RoutingDistribution("uniform")
         counts = sorted({t for _, t in todo})
-        first = [draw_calls(problem, distribution, self.device, t)[0] for t in counts]
+        first = [_draw(problem, self.device, t)[0] for t in counts]
         expected = {
             mode: dict(zip(counts, reference_results(self.workload, mode, first), strict=True))
             for mode in dict.fromkeys((problem.activations, *self._kept(todo)))
@@ -160,7 +167,7 @@ class Tune:
                     progress("compiling")
                     self.compiler.wait_for_all(self._left() - (1 - _COMPILING) * self.seconds)
                 progress(f"{w.backend.name}: {t} tokens")
-                calls = draw_calls(problem, distribution, self.device, t)
+                calls = _draw(problem, self.device, t)
                 search = _Search(self, w, packed, calls, expected, self._left() / (len(todo) - i))
                 outcome, config = search.run(before.get(w.backend.name))
             except torch.OutOfMemoryError:
@@ -246,6 +253,12 @@ class Tune:
         )
 
 
+def _draw(problem: Problem, device: torch.device, tokens: int) -> list[Call]:
+    """Draw the calls that are timed together."""
+    drawn = [draw_calls(problem, distribution, device, tokens) for distribution in _ROUTINGS]
+    return [drawn[index % len(drawn)][index] for index in range(len(drawn[0]))]
+
+
 class _Search:
     """Search for one backend at one token count within ``seconds``; the first configuration is always tried."""
 
@@ -273,7 +286,7 @@ class _Search:
         self._add(queue, [] if before is None else [before])
         self._add(queue, backend.tuning_configs(problem, tune.machine, self.tokens))
         lone = len(queue) == 1
-        while queue and not self._late():
+        while queue and not self._late() and (tune.configs is None or len(self.times) < tune.configs):
             tune.compile_ahead(self.w, self.tokens, queue)
             seconds = self.deadline - tune.clock()
             config = tune.compiler.first_ready(backend, problem, self.tokens, queue, seconds)
@@ -282,9 +295,9 @@ class _Search:
             if not queue and self.times:
                 timed = list(self.times.items())
                 self._add(queue, backend.tuning_configs(problem, tune.machine, self.tokens, timed))
-        note = "ended by the time limit" if queue else ""
+        note = "ended by the time limit" if queue and self._late() else ""
         own_us, tried = self.times.get(own), len(self.times)
-        final = self._final(before, lone)
+        final = self._final([own] if before is None else [before, own], lone)
         if final is None:
             return Outcome(backend.name, self.tokens, failed=len(self.failed), note="none gave correct results"), None
         row = tune.row(self.w, self.tokens, *final)
@@ -298,22 +311,22 @@ class _Search:
     def _late(self) -> bool:
         return bool(self.times) and self.tune.clock() >= self.deadline
 
-    def _final(self, before: Config | None, lone: bool) -> tuple[Config, float] | None:
-        """Time the best configurations at length and return the winner with its time; None if none is correct."""
+    def _final(self, preferred: Sequence[Config], lone: bool) -> tuple[Config, float] | None:
+        """Time the best configurations at length and return the winner with its time: the first of ``preferred`` that
+        is about as fast as the best. None if none is correct."""
         times: dict[Config, float] = dict(self.times) if lone else {}
         while self.times and not times:  # repeated only if a configuration that was correct is wrong now
             ranked = sorted(self.times, key=self.times.__getitem__)
             final = ranked[:_FINALISTS]
-            if before in self.times and before not in final and self.times[before] <= _CLOSE * self.times[ranked[0]]:
-                final.append(before)
+            close = _CLOSE * self.times[ranked[0]]
+            final += [c for c in preferred if c not in final and self.times.get(c, close + 1) <= close]
             for config in final:
                 if not times or self.tune.clock() < self.end:
                     self._try(config, times, at_length=True)
         if not times:
             return None
         best = min(times, key=times.__getitem__)
-        if before in times and times[before] <= _SAME * times[best]:
-            best = before
+        best = next((c for c in preferred if c in times and times[c] <= _SAME * times[best]), best)
         return best, times[best]
 
     def _try(self, config: Config, times: dict[Config, float], *, at_length: bool = False) -> None:
@@ -359,7 +372,9 @@ class _Search:
         self._require_right(outs[0], once, config)
         outs[0].fill_(float("nan"))
         together = self.tune.timed_calls(timed, self.tune.device, graph=self.w.verdict.capturable)
-        timing = together.time() if at_length else together.time(_SCREENING)
+        timing = together.time() if at_length else together.time(1)
+        if not at_length and timing.median_us < _HOPELESS * min(self.times.values(), default=math.inf):
+            timing = together.time(_SCREENING)
         self._require_right(outs[0], once, config)
         return timing.median_us
 

@@ -59,6 +59,9 @@ def command(
     memory: Annotated[
         float | None, typer.Option(min=0.01, help="Memory limit in GiB. Default: the free memory.")
     ] = None,
+    configs: Annotated[
+        int | None, typer.Option(min=1, help="At most so many configurations for each token count. Default: all.")
+    ] = None,
     jobs: Annotated[
         int | None, typer.Option(min=0, help="Processes that compile ahead. Default: all cores but one, at most 16.")
     ] = None,
@@ -130,6 +133,7 @@ def command(
                 seconds=seconds,
                 began=began,
                 again=again,
+                configs=configs,
                 memory_bytes=None if memory is None else int(memory * 2**30),
                 compiler=compiler,
                 say=progress.say,
