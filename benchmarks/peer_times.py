@@ -25,7 +25,8 @@ ALL = "1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A case and what is timed on it. Peers that are not installed get a line in the log."""
+    """A case, with other sizes H and F if given, and what is timed on it. Peers that are not installed get a line in
+    the log."""
 
     case: str
     peers: str
@@ -33,6 +34,7 @@ class Row:
     activations: str | None = None
     routing: str = "uniform"
     backends: str = "cuda"
+    sizes: tuple[int | None, int | None] = (None, None)
 
 
 ROWS = {
@@ -48,6 +50,22 @@ ROWS = {
 }
 """In the order in which they are timed."""
 
+_PEERS = {"fp8_block128": "humming,vllm,deepgemm", "bf16": "vllm,quack"}
+UNTUNED = {
+    f"H{hidden}-F{width}-{form}{'-zipf' * (routing != 'uniform')}": Row(
+        "qwen3-235b",
+        _PEERS.get(form, "humming,vllm"),
+        form,
+        routing=routing,
+        sizes=(hidden, width),
+        backends="cuda,triton" if form == "bf16" else "cuda",
+    )
+    for form in ("int4_g32", "fp8_block128", "mxfp4", "nvfp4", "bf16")
+    for routing in ("uniform", "zipf:1.1")
+    for hidden, width in ((3072, 1536), (2048, 768))
+}
+"""Shapes that no heuristic was fitted to, with E 128 and A 8: only if they are named."""
+
 _POLL = 0.02
 
 
@@ -55,7 +73,7 @@ def main() -> int:
     """Run the rows, or one of them in a process that the first one started."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("rows", nargs="*", metavar="ROW", help=", ".join(ROWS))
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=", ".join({**ROWS, **UNTUNED}))
     parser.add_argument("--commit")
     parser.add_argument("--seconds", type=float, default=240)
     parser.add_argument("--prepare", type=float, default=120)
@@ -65,8 +83,9 @@ def main() -> int:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if unknown := [name for name in options.rows if name not in ROWS]:
-        parser.error(f"row: expected {', '.join(ROWS)}, got {unknown[0]!r}")
+    known = {**ROWS, **UNTUNED}
+    if unknown := [name for name in options.rows if name not in known]:
+        parser.error(f"row: expected {', '.join(known)}, got {unknown[0]!r}")
     if options.turn is not None:
         run_row(options)
         return 0
@@ -82,9 +101,10 @@ def run_row(options: argparse.Namespace) -> None:
     from polymoe.bench.side_by_side import side_by_side
     from polymoe.cli.output import measured_on
 
-    row = ROWS[options.rows[0]]
+    row = {**ROWS, **UNTUNED}[options.rows[0]]
+    case = CASES[row.case].changed(hidden=row.sizes[0], intermediate=row.sizes[1])
     machine, device = measured_on(options.device)
-    workload = Workload.of_case(CASES[row.case], device, row.format, row.activations)
+    workload = Workload.of_case(case, device, row.format, row.activations)
     distribution, _ = parse_routing(row.routing, workload.problem)
     shown = [a for a in sys.argv[1:] if not a.startswith("--turn")]
     command = shlex.join(["python", "benchmarks/peer_times.py", *shown])
@@ -116,7 +136,7 @@ def run_rows(options: argparse.Namespace) -> int:
     """Start a process for each row, and give each its turn."""
     began = time.monotonic()
     names = options.rows or list(ROWS)
-    own = [a for a in sys.argv[2:] if a not in ROWS]
+    own = [a for a in sys.argv[2:] if a not in names]
     turns = {name: options.out.with_name(f"{options.out.name}.{name}") for name in names}
     running: dict[str, subprocess.Popen[bytes]] = {}
     for name, turn in turns.items():
