@@ -31,7 +31,7 @@ def main() -> None:
         return
     worst = 0.0
     for format, mode, hidden, intermediate, tokens in (
-        *((format, "16bit", 336, 272, 60) for format in ("mxfp4", "nvfp4", "int4_g128", "bf16")),
+        *((format, "16bit", 336, 272, 60) for format in ("mxfp4", "nvfp4", "int4_g128", "mxfp8", "bf16")),
         ("mxfp4", "fp8_group128", 320, 192, 60),
         ("fp8_block128", "fp8_group128", 384, 256, 600),
         ("fp8_block128", "fp8_group128", 384, 256, 3),
@@ -57,7 +57,7 @@ def main() -> None:
     sys.exit(not max(worst, *map(as_on, names)) <= TOLERANCE)
 
 
-def as_on(name: str, formats: tuple[str, ...] = ("mxfp4", "nvfp4", "int4_g32")) -> float:
+def as_on(name: str, formats: tuple[str, ...] = ("mxfp4", "nvfp4", "int4_g32", "mxfp8")) -> float:
     """The kernels as configured for another GPU, where ``scripts/build-kernels --tests`` made them: the worst error.
 
     On all SMs: a CTA's pipeline does not wrap then. Where it does, racecheck reports hazards that are none
@@ -71,8 +71,9 @@ def as_on(name: str, formats: tuple[str, ...] = ("mxfp4", "nvfp4", "int4_g32")) 
         routing.topk_ids_TA[:100, 0] = 1  # more rows than a work tile has
         expected = run_experts(problem, weights, x, routing)
         runner = CudaRunner(problem, pack(problem, weights, "cuda", target), target)
-        configs = [CudaConfig("w4a16_mma", rows, 64) for rows in W4A16_MMA.tiles]
-        if W4A16_MMA_TILED.name in target.families:
+        family = "w8a16_mma" if format == "mxfp8" else "w4a16_mma"
+        configs = [CudaConfig(family, rows, 64) for rows in W4A16_MMA.tiles]
+        if W4A16_MMA_TILED.name in target.families and format != "mxfp8":
             configs.append(CudaConfig(W4A16_MMA_TILED.name, *W4A16_MMA_TILED.tiles))
         for config in configs:
             out = torch.empty_like(x, device="cuda")
