@@ -126,20 +126,22 @@ class Cuda(BackendBase):
     def tuning_configs(
         self, problem: Problem, machine: Machine, tokens: int, timed: Sequence[tuple[Config, float]] = ()
     ) -> Sequence[Config]:
-        """Return all configurations that fit in shared memory, :meth:`configure`'s first.
+        """Return all configurations that fit in shared memory: :meth:`configure`'s, then those whose tiles are not much
+        narrower or wider than the mean number of rows of the experts that have any.
 
         Families that can be checked only with many tokens are left out for fewer.
         """
         if timed:
             return ()
-        found = [self.configure(problem, machine, tokens)]
+        rows, found = cost(problem, machine.device, tokens).mean_rows, []
         for family in _families(problem, machine):
             if family.check_tokens > max(tokens, 8):
                 continue
             found += _configs(problem, machine, family)
             if family.shorter:
                 found.append(CudaConfig(family.name, family.shorter.block_m, 0, family.shorter.instead))
-        return tuple(dict.fromkeys(found))
+        found.sort(key=lambda c: not min(rows, 100) / 1.5 <= c.block_m <= max(64, 16 * rows))
+        return tuple(dict.fromkeys([self.configure(problem, machine, tokens), *found]))
 
     def predict(self, problem: Problem, machine: Machine, tokens: int) -> Prediction:
         """Return the sum of the times for memory, math and launches, at rates fitted to measurements on one H200.
