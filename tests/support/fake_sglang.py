@@ -236,8 +236,13 @@ class WeightUpdater:
 
 
 @contextmanager
-def installed(server: ServerArgs, *, lacking: str = "") -> Iterator[Callable[[], type[FusedMoE]]]:
+def installed(
+    server: ServerArgs, *, lacking: str = "", group: Callable[[bytes], list[bytes]] = lambda mine: [mine, mine]
+) -> Iterator[Callable[[], type[FusedMoE]]]:
     """Put the modules in place, without the function or class called ``lacking``.
+
+    ``group`` stands for the other ranks of layers with several: it returns what each rank says, given what this one
+    does.
 
     Yields a function that applies the hooks that were registered so far, and returns the class of layers.
     """
@@ -253,6 +258,7 @@ def installed(server: ServerArgs, *, lacking: str = "") -> Iterator[Callable[[],
     moe, srt = "sglang.srt.layers.moe", "sglang.srt"
     contents: dict[str, dict[str, Any]] = {
         "sglang.version": {"__version__": "0.5.17"},
+        f"{srt}.distributed.parallel_state": {"get_tp_group": lambda: SimpleNamespace(cpu_group=group)},
         f"{srt}.runtime_context": {"get_server_args": lambda: server},
         f"{srt}.plugins.hook_registry": {"HookRegistry": HookRegistry, "HookType": HookType},
         f"{moe}.fused_moe_triton.layer": {"FusedMoE": layer_class},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from polymoe.backends import BACKENDS
 from polymoe.engines.serving.log import LayerLog
@@ -13,9 +13,14 @@ from polymoe.engines.serving.stand_aside import LayerFacts, LayerPlan, judge_lay
 from polymoe.engines.serving.take_over import TakenOver, take_over
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import Machine
+from polymoe.planning.agreement import Gather, require_agreement
+from polymoe.planning.selection import Selection
 from polymoe.problem import Problem
 from polymoe.runtime import PlanRequest
 from polymoe.verdict import Reason, Reasons
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["LayerChooser", "machine_of"]
 
@@ -47,8 +52,11 @@ class LayerChooser:
         role: str,
         load_format: str,
         first_rank: bool,
+        ranks: ProcessGroup | Gather | None = None,
     ) -> Any:
         """Return a method that polymoe has taken over, or None if the engine keeps the layer; the log says why.
+
+        Every rank of ``ranks`` has to call it, in the same order of layers.
 
         Args:
             where: the layer's name.
@@ -62,12 +70,14 @@ class LayerChooser:
             role: the engine's, unless the user says otherwise.
             load_format: the engine's.
             first_rank: whether this process speaks for all ranks.
+            ranks: those that share the layer's experts, if there are several.
 
         Raises:
+            PlanError: unless all of ``ranks`` plan alike.
             UnsupportedProblem: if polymoe cannot run the layer and the user requires it.
             ArgumentError: for an unknown backend, role or kind of activations in the user's settings.
         """
-        reasons = tuple(refused.found)
+        reasons, plan, selection = tuple(refused.found), None, None
         if not reasons:
             request = PlanRequest(
                 machine_of(device), self.settings.role or role, self.settings.backend, BACKENDS, LAYOUTS
@@ -81,23 +91,36 @@ class LayerChooser:
                 method, facts, instead = describe(created)
                 verdict = judge_layer(facts, request, self.settings)
                 if isinstance(verdict, LayerPlan):
-                    return take_over(
-                        method,
-                        base,
-                        verdict,
-                        request,
-                        dummy=load_format == "dummy",
-                        first_of_its_kind=self._first_of_its_kind,
-                        on_packed=lambda packed, module: self.log.packed(packed, module, instead, first_rank),
-                    )
-                reasons = verdict.reasons
-        self.log.stand_aside(where, reasons, first_rank)
-        return None
+                    plan, selection = verdict, _shared(verdict, facts)
+                else:
+                    reasons = verdict.reasons
+        if ranks is not None:
+            require_agreement(selection, ranks, where)
+        if plan is None:
+            self.log.stand_aside(where, reasons, first_rank)
+            return None
+        return take_over(
+            method,
+            base,
+            plan,
+            request,
+            dummy=load_format == "dummy",
+            first_of_its_kind=self._first_of_its_kind,
+            on_packed=lambda packed, module: self.log.packed(packed, module, instead, first_rank),
+        )
 
     def _first_of_its_kind(self, plan: LayerPlan) -> bool:
         new = plan.problem not in self._packed
         self._packed.add(plan.problem)
         return new
+
+
+def _shared(plan: LayerPlan, facts: LayerFacts) -> Selection:
+    """The selection for comparison with other ranks: of a layer that this rank plans as one of its own experts alone,
+    with the number of experts of all ranks."""
+    if not plan.mapped:
+        return plan.selection
+    return replace(plan.selection, problem=replace(plan.problem, spec=plan.experts.spec(facts.experts)))
 
 
 def machine_of(device: str | None) -> Machine:
