@@ -147,6 +147,19 @@ def swizzle_blockscale(scale: Tensor) -> Tensor:
     return torch.zeros(scale.shape, dtype=torch.uint8)
 
 
+class ScaleParameter(nn.Parameter):
+    """As SGLang's parameters that know their loader, which cannot be changed."""
+
+    def __new__(cls, data: Tensor, weight_loader: Callable[..., None]) -> ScaleParameter:
+        self = super().__new__(cls, data, requires_grad=False)
+        self._weight_loader = weight_loader
+        return self
+
+    @property
+    def weight_loader(self) -> Callable[..., None]:
+        return self._weight_loader
+
+
 class Fp8MoEMethod(FusedMoEMethodBase):
     """FP8 in blocks of 128; like some backends of SGLang, it asks for up before gate."""
 
@@ -166,6 +179,8 @@ class Fp8MoEMethod(FusedMoEMethodBase):
             parameter: Any = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
             parameter.weight_loader = extra_weight_attrs["weight_loader"]
             layer.register_parameter(name, parameter)
+        scale = ScaleParameter(torch.empty(e), extra_weight_attrs["weight_loader"])
+        layer.register_parameter("w2_input_scale", scale)  # which dynamic scales leave unread
         layer.w2_swizzled = nn.Parameter(swizzle_blockscale(layer.w2_weight_scale_inv), requires_grad=False)
 
 
