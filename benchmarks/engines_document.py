@@ -173,7 +173,7 @@ def _short(error: str) -> str:
 def _name(row: dict[str, Any], engine: str) -> str:
     """What ran: polymoe, or the engine's backend with the name that it logs."""
     if row["experts"] != "auto":
-        own = {"polymoe": "polymoe", "deep_gemm": "DeepGEMM"}
+        own = {"polymoe": "polymoe", "deep_gemm": "DeepGEMM", "flashinfer_cutlass": "FlashInfer CUTLASS"}
         return own.get(row["experts"]) or row["experts"].capitalize()
     log = " ".join(row.get("log", ()))
     chosen = re.search(r"Using '?(\w+)'? \w+ MoE backend|enabling (\w+) M[oO]E kernel", log)
