@@ -55,8 +55,8 @@ _FORMATS = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in 
 class Cuda(BackendBase):
     """Runs experts as grouped GEMMs on tensor cores.
 
-    Weights and rows of x are: 4-bit, MXFP8 or bfloat16 weights with bfloat16 rows; MXFP4 weights with E4M3 rows; or E4M3
-    weights with E4M3 rows, scaled by block or by row, which are multiplied in float16 for few rows and in E4M3 for
+    Weights and rows of x are: 4-bit, MXFP8 or bfloat16 weights with bfloat16 rows; MXFP4 weights with E4M3 rows; or
+    E4M3 weights with E4M3 rows, scaled by block or by row, which are multiplied in float16 for few rows and in E4M3 for
     many. Calls can be captured in CUDA graphs, and repeated calls are bitwise identical. For batch-invariant results,
     the kernels for many rows run at every token count, for E4M3 weights those that multiply in float16.
     """
