@@ -1,4 +1,4 @@
-// How the wgmma kernels for 4-bit weights store a tile of 16 rows of weights.
+// How w4a8 stores a tile of 16 rows of weights of down.
 #pragma once
 #include "../epilogue.cuh"
 
@@ -28,16 +28,6 @@ __device__ __forceinline__ void store_y_tile(const TileEpilogue& epilogue, const
             *reinterpret_cast<uint2*>(out) = odd ? make_uint2(other, second) : make_uint2(first, other);
         }
         out += step;
-    }
-}
-
-// Writes h or y for the tile number `tile16` by all rows of the work tile.
-template <int PART, int BLOCK_M>
-__device__ __forceinline__ void store_w4_tile(const TileEpilogue& epilogue, const float* acc, int tile16) {
-    if constexpr (PART == kDown) {
-        store_y_tile<BLOCK_M>(epilogue, acc, tile16);
-    } else {
-        store_tile<PART, BLOCK_M>(epilogue, acc, tile16);
     }
 }
 
