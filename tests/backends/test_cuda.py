@@ -96,7 +96,7 @@ class TestCheck:
 
 class TestConfigure:
     def test_by_rows_of_an_expert(self) -> None:
-        found = [str(Cuda().configure(seed_problem(), H200, t)) for t in (1, 64, 128, 256, 512, 2048, 8192)]
+        found = [str(Cuda().configure(seed_problem(), H200, t)) for t in (1, 64, 128, 192, 512, 2048, 8192)]
         assert found == [
             "w4a16_mma, block_m 8, block_n 64", "w4a16_mma, block_m 8, block_n 64", "w4a16_mma, block_m 8, block_n 64",
             "w4a16_wgmma, block_m 32", "w4a16_wgmma, block_m 128, narrow_m 32",

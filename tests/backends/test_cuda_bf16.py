@@ -36,18 +36,18 @@ class TestCheck:
 
 class TestConfigure:
     def test_by_rows_of_an_expert(self) -> None:
-        tokens = (1, 256, 512, 1024, 2048, 4096)
-        assert [Cuda().configure(QWEN, H200, t).block_m for t in tokens] == [32, 32, 64, 128, 256, 256]
+        tokens = (1, 128, 256, 512, 1024, 2048, 4096, 8192)
+        assert [Cuda().configure(QWEN, H200, t).block_m for t in tokens] == [32, 32, 64, 64, 128, 160, 320, 320]
         assert Cuda().tuning_configs(QWEN, H200, 512) == (EVERY[1], EVERY[0], *EVERY[2:])
 
     def test_results_never_depend_on_the_batch(self) -> None:
         assert Cuda().configure(replace(QWEN, batch_invariant=True), H200, 1) == CudaConfig("bf16", 32)
 
     def test_measured_with_other_kernels(self) -> None:
-        with pytest.raises(PlanError, match="expected block_m of a bf16 kernel: 32, 64, 128, 256, got 48"):
+        with pytest.raises(PlanError, match="expected block_m of a bf16 kernel: 32, 64, 128, 160, 320, got 48"):
             CudaConfig("bf16", 48)
 
     def test_predicts_what_one_h200_took(self) -> None:
-        times = {1: 30.5, 16: 184.3, 64: 279.0, 256: 310.8, 512: 329.3, 1024: 393.7, 2048: 525.8, 4096: 1030.3}
+        times = {1: 28.2, 64: 272.9, 256: 291.1, 512: 304.3, 1024: 335.3, 2048: 413.7, 4096: 661.8, 8192: 1349.9}
         for tokens, time_us in times.items():
             assert abs(Cuda().predict(QWEN, H200, tokens).time_us / time_us - 1) < 0.05

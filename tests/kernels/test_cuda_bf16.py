@@ -16,11 +16,12 @@ def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, rows: int, gate
     """On a CPU, with launches recorded instead of made: names, arguments and shared memory."""
     made, _ = launches(monkeypatch, "bf16", CudaConfig("bf16", rows), gated)
     gemms = [BF16.kernel(part, rows) for part in ("gate_up" if gated else "up", "down")]
-    assert [name for name, *_ in made] == ["permutation_one_warp", "permute_x", *gemms, "finalize_bf16"]
-    (_, up, *_), (_, down, *_) = made[2:4]
+    assert [name for name, *_ in made] == ["permutation_one_warp", *gemms, "finalize_bf16"]
+    (_, up, *_), (_, down, *_) = made[1:3]
+    assert (up["top_k"], down["top_k"]) == (3, 0)  # x is by token, h by permuted row
     assert (up["n"], up["k"]) == ((544 if gated else 272), 336)
     assert (down["n"], down["k"]) == (336, 272)
-    for _, args, grid, threads, shared in made[2:4]:
+    for _, args, grid, threads, shared in made[1:3]:
         assert grid == (132, 1)
         tile = BF16.tiles[rows]
         assert threads == tile.warpgroups * 128 + 128

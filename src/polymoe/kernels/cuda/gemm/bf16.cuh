@@ -4,11 +4,12 @@
 // One persistent CTA per SM walks over the tiles (a work tile by N_BLOCKS times 64 rows of weights for each consumer
 // warpgroup). Producer warps keep a pipeline of weights and x full, across tiles and work tiles.
 //
-// x comes in permuted tiles, as permute.cu and this kernel's own epilogue write them. Where weights lie is described in
-// layouts/cuda/w16_swizzle128.py. y is by permuted row.
+// x is by token: producers gather its rows. h comes in permuted tiles, as this kernel's own epilogue writes them. Where
+// weights lie is described in layouts/cuda/w16_swizzle128.py. y is by permuted row.
 #pragma once
 #include "../epilogue.cuh"
 #include "../ptx/griddepcontrol.cuh"
+#include "../ptx/memory.cuh"
 #include "../ptx/setmaxnreg.cuh"
 #include "../ptx/wgmma.cuh"
 
@@ -16,6 +17,7 @@ namespace polymoe {
 namespace bf16 {
 
 constexpr int kBlockBytes = 8192;  // of 64 rows of 128 bytes
+constexpr int kWidestMma = 256;    // rows of x
 
 // K_BLOCKS times 128 bytes of each row of the N_BLOCKS blocks of 64 rows, then x for them.
 template <int N_BLOCKS, int BLOCK_M, int K_BLOCKS>
@@ -24,80 +26,142 @@ using Stage = polymoe::Stage<N_BLOCKS * K_BLOCKS * kBlockBytes, K_BLOCKS * BLOCK
 template <int K_BLOCKS>
 constexpr int kStageBlockBytes = K_BLOCKS * kBlockBytes;
 
-// Finishes 16 rows of weights by 8 rows of x. c: rows 2t and 2t + 1 of x for the MMA's row g, then for g + 8;
-// afterwards a lane has row g of x, and the MMA's rows 2t, 2t + 1 and those 8 further on.
-template <int PART>
-__device__ __forceinline__ void store_eight_rows(const GemmArgs& args, const float* c, WorkTile tile, int row16, int m0,
-                                                 float low_bias, float high_bias) {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, m = m0 + g;
-    float low[2] = {c[0], c[1]}, high[2] = {c[2], c[3]};
+// The tile number `tile16` of 16 rows of weights by all rows of the work tile. acc, for every eight rows of x: rows 2t
+// and 2t + 1 of x for the MMA's row g, then for g + 8. After movmatrix a lane has row g of x, and the MMA's rows 2t,
+// 2t + 1 and those 8 further on. With four times eight rows in flight, lanes wait less for each other's results.
+template <int PART, int BLOCK_M>
+__device__ __forceinline__ void store(const GemmArgs& args, float* acc, WorkTile tile, int tile16) {
+    constexpr int kTogether = 4;
+    static_assert(BLOCK_M / 8 % kTogether == 0);
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, width = PART == kGateUp ? args.n / 2 : args.n;
+    const int row = tile16 * (PART == kGateUp ? 8 : 16);
+    const long long bias = static_cast<long long>(tile.expert) * width + row;
+    const float low_bias = load_bias(args.bias, args.bias_dtype, bias + tile_row<PART>(g, 0));
+    const float high_bias =
+        load_bias(PART == kGateUp ? args.up_bias : args.bias, args.bias_dtype, bias + tile_row<PART>(g, 1));
     if (PART != kDown && args.router_weights) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const float weight =
-                args.router_weights[args.permuted_to_expanded[tile.row + min(m0 + 2 * t + i, tile.rows - 1)]];
-            low[i] *= weight, high[i] *= weight;
-        }
-    }
+        for (int m = 0; m < BLOCK_M; m += 8) {
+            if (m >= tile.rows) break;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) low[i] += low_bias, high[i] += high_bias;
-    if (PART == kGateUp) {
-        const uint32_t v = movmatrix_trans(
-            pack_bf16x2(gated_activation(args, low[0], high[0]), gated_activation(args, low[1], high[1])));
-        uint16_t* out =
-            static_cast<uint16_t*>(args.out) + static_cast<long long>(tile.padded_row) * ((args.n / 2 + 63) / 64 * 64);
-        if (m < tile.rows) {
-            *reinterpret_cast<uint32_t*>(out + permuted_tile_offset(m, row16 / 2 + 2 * t, tile.rows)) = v;
-        }
-        return;
-    }
-    if (PART == kUp) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            low[i] = fmaxf(low[i], 0.0f), high[i] = fmaxf(high[i], 0.0f);
-            low[i] *= low[i], high[i] *= high[i];
+            for (int i = 0; i < 2; ++i) {
+                const int expanded = args.permuted_to_expanded[tile.row + min(m + 2 * t + i, tile.rows - 1)];
+                acc[m / 2 + i] *= args.router_weights[expanded], acc[m / 2 + 2 + i] *= args.router_weights[expanded];
+            }
         }
     }
-    uint2 v;
-    v.x = movmatrix_trans(pack_bf16x2(low[0], low[1]));
-    v.y = movmatrix_trans(pack_bf16x2(high[0], high[1]));
-    if (m >= tile.rows) return;
     uint16_t* out = static_cast<uint16_t*>(args.out);
     if (PART == kDown) {
-        out += static_cast<long long>(tile.row + m) * args.n + row16 + 4 * t;
-    } else {
-        out += static_cast<long long>(tile.padded_row) * ((args.n + 63) / 64 * 64) +
-               permuted_tile_offset(m, row16 + 4 * t, tile.rows);
+        out += static_cast<long long>(tile.row + g) * args.n + row + 4 * t;
+    } else {  // 512 elements from eight rows to the next
+        out += static_cast<long long>(tile.padded_row) * ((width + 63) / 64 * 64) +
+               permuted_tile_offset(g, row + (PART == kGateUp ? 2 : 4) * t, tile.rows);
     }
-    *reinterpret_cast<uint2*>(out) = v;
-}
-
-// The tile number `tile16` of 16 rows of weights by all rows of the work tile.
-template <int PART, int BLOCK_M>
-__device__ __forceinline__ void store(const GemmArgs& args, const float* acc, WorkTile tile, int tile16) {
-    const int g = threadIdx.x % 32 / 4, row = tile16 * (PART == kGateUp ? 8 : 16);
-    const long long bias = static_cast<long long>(tile.expert) * (PART == kGateUp ? args.n / 2 : args.n) + row;
-    const void* second = PART == kGateUp ? args.up_bias : args.bias;
-    const float low_bias = load_bias(args.bias, args.bias_dtype, bias + tile_row<PART>(g, 0));
-    const float high_bias = load_bias(second, args.bias_dtype, bias + tile_row<PART>(g, 1));
+    const long long step = PART == kDown ? 8LL * args.n : 512;
+    const bool swiglu = args.activation == kSwiglu;
 #pragma unroll
-    for (int m = 0; m < BLOCK_M / 8; ++m) {
-        if (m * 8 >= tile.rows) break;
-        store_eight_rows<PART>(args, &acc[m * 4], tile, tile16 * 16, m * 8, low_bias, high_bias);
+    for (int m = 0; m < BLOCK_M; m += 8 * kTogether) {
+        if (m >= tile.rows) break;
+        uint2 v[kTogether];
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+            const float* c = acc + m / 2 + i * 4;
+            float low[2] = {c[0] + low_bias, c[1] + low_bias}, high[2] = {c[2] + high_bias, c[3] + high_bias};
+            if (PART == kUp) {
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    low[j] = max_nan(low[j], 0.0f), high[j] = max_nan(high[j], 0.0f);
+                    low[j] *= low[j], high[j] *= high[j];
+                }
+            }
+            if (PART != kGateUp) {
+                v[i].x = movmatrix_trans(pack_bf16x2(low[0], low[1]));
+                v[i].y = movmatrix_trans(pack_bf16x2(high[0], high[1]));
+            } else if (swiglu) {
+                v[i].x = movmatrix_trans(
+                    pack_bf16x2(fast_swiglu(args, low[0], high[0]), fast_swiglu(args, low[1], high[1])));
+            }
+        }
+        if (PART == kGateUp && !swiglu) {
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) {
+                const float* c = acc + m / 2 + i * 4;
+                v[i].x = movmatrix_trans(pack_bf16x2(gated_activation(args, c[0] + low_bias, c[2] + high_bias),
+                                                     gated_activation(args, c[1] + low_bias, c[3] + high_bias)));
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+            if (m + i * 8 + g < tile.rows) {
+                if (PART == kGateUp) {
+                    *reinterpret_cast<uint32_t*>(out) = v[i].x;
+                } else {
+                    *reinterpret_cast<uint2*>(out) = v[i];
+                }
+            }
+            out += step;
+        }
     }
 }
 
-// One thread of each producer warp, since a single thread cannot issue copies fast enough. The last one copies x.
-template <int N_BLOCKS>
-constexpr int kProducers = N_BLOCKS < 4 ? N_BLOCKS + 1 : 4;
+// Producer warps. One thread of each copies weights, since a single thread cannot issue copies fast enough.
+constexpr int kProducerWarps = 4;
 
+// Gate and up read rows of x by token: 16 bytes a lane, and a lane's copies arrive at the stage's barrier by
+// themselves.
+template <int PART>
+constexpr bool kGathers = PART != kDown;
+
+template <int PART>
+constexpr int kFullArrivals = kProducerWarps * (kGathers<PART> ? 33 : 1);
+
+// Registers of consumers and of producers, which keep the places of their rows.
+template <int PART>
+constexpr int kConsumerRegs = kGathers<PART> ? 216 : consumer_regs(2);
+template <int PART>
+constexpr int kProducerRegs = kGathers<PART> ? 72 : producer_regs(2);
+
+// Rows of x of a work tile, as the lanes of all producer warps copy them: eight lanes a row, sixteen rows at a time.
+template <int BLOCK_M>
+struct GatheredRows {
+    static constexpr int kAtOnce = kProducerWarps * 4, kTimes = (BLOCK_M + kAtOnce - 1) / kAtOnce;
+    uint32_t pieces[kTimes];  // of 16 bytes, from the first of x to this lane's first of the row
+    int rows;                 // that this lane copies
+
+    __device__ __forceinline__ void begin(const GemmArgs& args, WorkTile tile, int producer) {
+        const int lane = threadIdx.x % 32, first = producer * 4 + lane / 8;
+        rows = tile.rows - first;
+#pragma unroll
+        for (int i = 0; i < kTimes; ++i) {
+            if (i * kAtOnce < rows) {
+                const int expanded = args.permuted_to_expanded[tile.row + first + i * kAtOnce];
+                pieces[i] = static_cast<uint32_t>(expanded / args.top_k) * (args.k / 8) + lane % 8;
+            }
+        }
+    }
+
+    // The block number `block` of 64 columns, to `smem`.
+    __device__ __forceinline__ void copy(const GemmArgs& args, uint32_t smem, int block, int producer) const {
+        const int lane = threadIdx.x % 32, first = producer * 4 + lane / 8;
+        if (block * 8 + lane % 8 >= args.k / 8) return;
+        const uint4* x = reinterpret_cast<const uint4*>(args.x) + block * 8;
+        smem += first * 128 + ((lane % 8) ^ (first % 8)) * 16;
+#pragma unroll
+        for (int i = 0; i < kTimes; ++i) {
+            if (i * kAtOnce < rows) cp_async_16(smem + i * (kAtOnce * 128), x + pieces[i]);
+        }
+    }
+};
+
+// By one lane of each producer warp, or where x is gathered by all.
 template <int N_BLOCKS, int BLOCK_M, int K_BLOCKS, int PART>
 __device__ __forceinline__ void produce(const GemmArgs& args, Pipeline& pipeline, int producer, int total,
                                         int n_tiles) {
     using S = Stage<N_BLOCKS, BLOCK_M, K_BLOCKS>;
-    constexpr int kOthers = kProducers<N_BLOCKS>, kMine = (N_BLOCKS + kOthers - 1) / kOthers;
-    const bool copies_x = producer == kOthers - 1;
+    constexpr int kMine = (N_BLOCKS + kProducerWarps - 1) / kProducerWarps;
+    const bool leader = threadIdx.x % 32 == 0, copies_x = !kGathers<PART> && producer == kProducerWarps - 1;
     const int tiles16 = args.n / 16, row_bytes = args.k * 2, k_blocks = (row_bytes + 127) / 128;
+    GatheredRows<BLOCK_M> gathered;
     bool waited = PART != kDown;
     for (int i_tile = blockIdx.x; i_tile < total; i_tile += gridDim.x) {
         const int index = i_tile / n_tiles, n_block = (i_tile - index * n_tiles) * N_BLOCKS;
@@ -107,28 +171,38 @@ __device__ __forceinline__ void produce(const GemmArgs& args, Pipeline& pipeline
         int rows[kMine];
 #pragma unroll
         for (int i = 0; i < kMine; ++i) {
-            const int inner = i * kOthers + producer, block = n_block + inner;
+            const int inner = i * kProducerWarps + producer, block = n_block + inner;
             rows[i] = inner < N_BLOCKS ? max(0, min(4, tiles16 - 4 * block)) * 16 : 0;
             codes[i] = args.codes + tile.expert * args.codes_stride + 64LL * block * row_bytes;
         }
         const uint8_t* x =
             reinterpret_cast<const uint8_t*>(args.x) + static_cast<long long>(tile.padded_row) * k_blocks * 128;
+        if (kGathers<PART>) gathered.begin(args, tile, producer);
         for (int k_block = 0; k_block < k_blocks; k_block += K_BLOCKS) {
             const uint32_t barrier = pipeline.full_barrier(), to = pipeline.address();
             const int blocks = min(K_BLOCKS, k_blocks - k_block),
                       part_bytes = min(blocks * 128, row_bytes - k_block * 128);
-            uint32_t bytes = copies_x ? blocks * x_bytes : 0;
-#pragma unroll
-            for (int i = 0; i < kMine; ++i) bytes += rows[i] * part_bytes;
             pipeline.wait_empty();
-            mbarrier_arrive_expect_tx(barrier, bytes);
+            if (leader) {
+                uint32_t bytes = copies_x ? blocks * x_bytes : 0;
 #pragma unroll
-            for (int i = 0; i < kMine; ++i) {
-                if (rows[i]) {
-                    copy_weights<BLOCK_M>(to + (i * kOthers + producer) * kStageBlockBytes<K_BLOCKS>, codes[i],
-                                          rows[i] * part_bytes, barrier);
-                    codes[i] += rows[i] * part_bytes;
+                for (int i = 0; i < kMine; ++i) bytes += rows[i] * part_bytes;
+                mbarrier_arrive_expect_tx(barrier, bytes);
+#pragma unroll
+                for (int i = 0; i < kMine; ++i) {
+                    if (rows[i]) {
+                        copy_weights<BLOCK_M>(to + (i * kProducerWarps + producer) * kStageBlockBytes<K_BLOCKS>,
+                                              codes[i], rows[i] * part_bytes, barrier);
+                        codes[i] += rows[i] * part_bytes;
+                    }
                 }
+            }
+            if (kGathers<PART>) {
+#pragma unroll
+                for (int i = 0; i < K_BLOCKS; ++i) {
+                    if (i < blocks) gathered.copy(args, to + S::kX + i * x_bytes, k_block + i, producer);
+                }
+                cp_async_mbarrier_arrive(barrier);
             }
             if (copies_x) {
                 if (!waited) {
@@ -144,11 +218,26 @@ __device__ __forceinline__ void produce(const GemmArgs& args, Pipeline& pipeline
     }
     // The next kernel relies on this one having waited for the kernel ahead of it.
     if (!waited) grid_dependency_wait();
+    if (kGathers<PART>) {  // until copies have landed
+        for (int i = 0; i < pipeline.stages; ++i) {
+            pipeline.wait_empty();
+            pipeline.advance();
+        }
+    }
+}
+
+// One MMA for up to 256 rows of x, two for more. Rows of x from `x` on are 128 bytes.
+template <int M>
+__device__ __forceinline__ void mma(float* acc, uint64_t weights, uint32_t x) {
+    WgmmaSS<(M < kWidestMma ? M : kWidestMma)>::add_bf16(acc, weights, make_smem_desc(x));
+    if constexpr (M > kWidestMma) {
+        WgmmaSS<M - kWidestMma>::add_bf16(acc + kWidestMma / 2, weights, make_smem_desc(x + kWidestMma * 128));
+    }
 }
 
 // All of K for N_BLOCKS blocks of 64 rows of this warpgroup, and M of the work tile's rows. `width`: tiles of 16 rows
 // in each block.
-template <int WARPGROUPS, int N_BLOCKS, int M, int BLOCK_M, int K_BLOCKS>
+template <int PART, int WARPGROUPS, int N_BLOCKS, int M, int BLOCK_M, int K_BLOCKS>
 __device__ __forceinline__ void mainloop(float (&acc)[N_BLOCKS][BLOCK_M / 2], Pipeline& pipeline, int k,
                                          const int (&width)[N_BLOCKS], int warpgroup, uint32_t x_step) {
     using S = Stage<WARPGROUPS * N_BLOCKS, BLOCK_M, K_BLOCKS>;
@@ -163,16 +252,17 @@ __device__ __forceinline__ void mainloop(float (&acc)[N_BLOCKS][BLOCK_M / 2], Pi
     uint32_t released = 0;
     for (int s = 0; s < stages; ++s) {
         const uint32_t stage = pipeline.wait_full(), weights = stage + warpgroup * N_BLOCKS * kStageBlock;
+        if (kGathers<PART>) fence_proxy_async();  // cp.async writes as ordinary stores do
         wgmma_fence();
 #pragma unroll
         for (int inner = 0; inner < K_BLOCKS; ++inner) {
 #pragma unroll
             for (int step = 0; step < 4; ++step) {
-                const uint64_t x = make_smem_desc(stage + S::kX + inner * x_step + step * 32);
+                const uint32_t x = stage + S::kX + inner * x_step + step * 32;
 #pragma unroll
                 for (int m = 0; m < N_BLOCKS; ++m) {
                     const uint32_t block = weights + m * kStageBlock + inner * (width[m] * 2048);
-                    WgmmaSS<M>::add_bf16(acc[m], make_smem_desc(block + step * 32), x);
+                    mma<M>(acc[m], make_smem_desc(block + step * 32), x);
                 }
             }
         }
@@ -186,16 +276,17 @@ __device__ __forceinline__ void mainloop(float (&acc)[N_BLOCKS][BLOCK_M / 2], Pi
     if (released && leader) mbarrier_arrive(released);
     if (k_tail) {
         const uint32_t stage = pipeline.wait_full(), weights = stage + warpgroup * N_BLOCKS * kStageBlock;
+        if (kGathers<PART>) fence_proxy_async();
         const int whole = k_tail / 64 * 4;  // steps in whole blocks; the rest of a row is not swizzled
         wgmma_fence();
         for (int step = 0; step < k_tail / 16; ++step) {
-            const uint64_t x = make_smem_desc(stage + S::kX + step / 4 * x_step + step % 4 * 32);
+            const uint32_t x = stage + S::kX + step / 4 * x_step + step % 4 * 32;
 #pragma unroll
             for (int m = 0; m < N_BLOCKS; ++m) {
                 const uint32_t block = weights + m * kStageBlock, bytes = width[m] * 512;  // of a step
                 const uint64_t a = step < whole ? make_smem_desc(block + step / 4 * (4 * bytes) + step % 4 * 32)
                                                 : make_smem_desc_no_swizzle(block + step * bytes, bytes / 2, 128);
-                WgmmaSS<M>::add_bf16(acc[m], a, x);
+                mma<M>(acc[m], a, x);
             }
         }
         wgmma_commit();
@@ -206,16 +297,17 @@ __device__ __forceinline__ void mainloop(float (&acc)[N_BLOCKS][BLOCK_M / 2], Pi
 }
 
 // In MMAs for M rows or, where the work tile has more, for the next of WIDER.
-template <int WARPGROUPS, int N_BLOCKS, int BLOCK_M, int K_BLOCKS, int M, int... WIDER>
+template <int PART, int WARPGROUPS, int N_BLOCKS, int BLOCK_M, int K_BLOCKS, int M, int... WIDER>
 __device__ __forceinline__ void narrowest_mainloop(float (&acc)[N_BLOCKS][BLOCK_M / 2], Pipeline& pipeline, int rows,
                                                    int k, const int (&width)[N_BLOCKS], int warpgroup) {
     if constexpr (sizeof...(WIDER) > 0) {
         if (rows > M) {
-            return narrowest_mainloop<WARPGROUPS, N_BLOCKS, BLOCK_M, K_BLOCKS, WIDER...>(acc, pipeline, rows, k, width,
-                                                                                         warpgroup);
+            return narrowest_mainloop<PART, WARPGROUPS, N_BLOCKS, BLOCK_M, K_BLOCKS, WIDER...>(acc, pipeline, rows, k,
+                                                                                               width, warpgroup);
         }
     }
-    mainloop<WARPGROUPS, N_BLOCKS, M, BLOCK_M, K_BLOCKS>(acc, pipeline, k, width, warpgroup, padded_rows(rows) * 128);
+    mainloop<PART, WARPGROUPS, N_BLOCKS, M, BLOCK_M, K_BLOCKS>(acc, pipeline, k, width, warpgroup,
+                                                               padded_rows(rows) * 128);
 }
 
 template <int PART, int WARPGROUPS, int N_BLOCKS, int K_BLOCKS, int BLOCK_M, int... WIDTHS>
@@ -228,8 +320,8 @@ __device__ __forceinline__ void consume(const GemmArgs& args, Pipeline& pipeline
         int width[N_BLOCKS];
 #pragma unroll
         for (int m = 0; m < N_BLOCKS; ++m) width[m] = max(1, min(4, tiles16 - 4 * (first + m)));
-        narrowest_mainloop<WARPGROUPS, N_BLOCKS, BLOCK_M, K_BLOCKS, WIDTHS..., BLOCK_M>(acc, pipeline, tile.rows,
-                                                                                        args.k, width, warp / 4);
+        narrowest_mainloop<PART, WARPGROUPS, N_BLOCKS, BLOCK_M, K_BLOCKS, WIDTHS..., BLOCK_M>(acc, pipeline, tile.rows,
+                                                                                              args.k, width, warp / 4);
 #pragma unroll
         for (int m = 0; m < N_BLOCKS; ++m) {
             const int tile16 = (first + m) * 4 + warp % 4;
@@ -248,11 +340,12 @@ __device__ __forceinline__ void bf16_gemm(const GemmArgs& args) {
     extern __shared__ __align__(1024) uint8_t memory[];
     __shared__ __align__(8) uint64_t barriers[2 * kMaxStages];
     constexpr int kBlocks = WARPGROUPS * N_BLOCKS;
+    static_assert(WARPGROUPS == 2, "registers are shared out for two");
     static_assert(bf16::Stage<kBlocks, BLOCK_M, K_BLOCKS>::kBytes == STAGE_BYTES);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     Pipeline pipeline = make_pipeline(args, align_stages(memory), barriers, STAGE_BYTES);
     if (threadIdx.x == 0) {
-        init_barriers(args, pipeline, bf16::kProducers<kBlocks>, WARPGROUPS * 4);
+        init_barriers(args, pipeline, bf16::kFullArrivals<PART>, WARPGROUPS * 4);
         mbarrier_init_fence();
     }
     __syncthreads();
@@ -265,14 +358,14 @@ __device__ __forceinline__ void bf16_gemm(const GemmArgs& args) {
     const int total = *args.num_tiles * n_tiles;
 
     if (warp >= WARPGROUPS * 4) {
-        reg_dealloc<producer_regs(WARPGROUPS)>();
+        reg_dealloc<bf16::kProducerRegs<PART>>();
         pipeline.parity = 1;
         const int producer = warp - WARPGROUPS * 4;
-        if (lane == 0 && producer < bf16::kProducers<kBlocks>) {
+        if (bf16::kGathers<PART> || lane == 0) {
             bf16::produce<kBlocks, BLOCK_M, K_BLOCKS, PART>(args, pipeline, producer, total, n_tiles);
         }
     } else {
-        reg_alloc<consumer_regs(WARPGROUPS)>();
+        reg_alloc<bf16::kConsumerRegs<PART>>();
         pipeline.parity = 0;
         bf16::consume<PART, WARPGROUPS, N_BLOCKS, K_BLOCKS, BLOCK_M, WIDTHS...>(args, pipeline, total, n_tiles);
     }

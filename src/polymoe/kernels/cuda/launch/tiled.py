@@ -12,7 +12,7 @@ from polymoe.kernels.cuda.launch.layer import Layer
 from polymoe.kernels.cuda.launch.permutation import permutation_bytes
 from polymoe.kernels.cuda.sizes import E4M3_BLOCK_K, E4M3_ROW_BYTES, TILE_ROWS, FamilySizes, round_up
 
-__all__ = ["QuantizedTilesCall", "TiledCall", "e4m3_tile_bytes", "padded_rows"]
+__all__ = ["GatheredCall", "QuantizedTilesCall", "TiledCall", "e4m3_tile_bytes", "padded_rows"]
 
 _THREADS, _QUANTIZE_COLUMNS = 256, 4096  # per CTA
 
@@ -28,7 +28,7 @@ def e4m3_tile_bytes(rows: int, columns: int) -> int:
 
 
 class TiledCall(Call):
-    """Calls of the families w4a16_wgmma and bf16. Tiles have 64 columns of bfloat16."""
+    """Calls of the family w4a16_wgmma. Tiles have 64 columns of bfloat16."""
 
     def __init__(
         self,
@@ -67,6 +67,27 @@ class TiledCall(Call):
 
     def _prepare_x(self) -> Launch:
         return modules.kernel("permute", "permute_x", self.layer.target).prepare(self._x_args, _THREADS)
+
+
+class GatheredCall(Call):
+    """Calls of the family bf16. Its first GEMM reads rows of x by token; h is in tiles of 64 columns."""
+
+    @staticmethod
+    def regions(layer: Layer, block_m: int, tokens: int, top_k: int) -> Regions:
+        """Return the bytes for h in tiles, and y in bfloat16 by permuted row; x is not copied."""
+        rows = tokens * top_k
+        h = padded_rows(layer.experts, rows) * round_up(layer.down.k, 64) * 2
+        return Regions(permutation_bytes(rows, layer.experts, block_m, True), 0, h, rows * layer.down.n * 2)
+
+    @property
+    def x_args(self) -> Any:
+        """Arguments of the first GEMM."""
+        return self.gate_up
+
+    def resize(self, tokens: int, top_k: int) -> None:
+        """See :meth:`Call.resize`."""
+        super().resize(tokens, top_k)
+        self.gate_up.top_k = top_k  # x is indexed by token
 
 
 class QuantizedTilesCall(TiledCall):
