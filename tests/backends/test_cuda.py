@@ -58,6 +58,23 @@ class TestCheck:
             assert Cuda().check(problem, machine) == Accepted(capturable=True, layouts=(layout,))
             assert select(problem, machine, backend="cuda", backends={"cuda": Cuda()}).require().layout == layout
 
+    def test_mxfp8(self) -> None:
+        """With 16-bit activations and E8M0 scales alone; auto takes it where its times are known."""
+        problem = seed_problem("mxfp8")
+        for device in ("a100", "h200", "b200", "rtx5090"):
+            verdict = Cuda().check(problem, Machine(DEVICES[device], driver=(13, 0)))
+            assert verdict == Accepted(capturable=True, layouts=("w8a16_fragments",))
+        assert select(problem, H200).require().layout == "w8a16_fragments"
+        float_scales = replace(problem.spec.up, scale_dtype="float32")
+        spec = replace(problem.spec, gate=float_scales, up=float_scales, down=float_scales)
+        for other, what in (
+            (replace(problem, spec=spec), ["gate weights", "up weights", "down weights"]),
+            (seed_problem("mxfp8", activations="mxfp8"), ["activations"]),
+        ):
+            verdict = Cuda().check(other, H200)
+            assert isinstance(verdict, Rejected)
+            assert [r.what for r in verdict.reasons] == what
+
     def test_a_layer_packed_for_another_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         weights = random_experts("mxfp4")
         packed = LAYOUTS["w4a16_fragments_cvt"].pack(weights, torch.device("cpu"))
