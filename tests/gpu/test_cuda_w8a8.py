@@ -11,6 +11,7 @@ from polymoe.activations import GeGLU, SwiGLU
 from polymoe.backends.cuda.backend import CudaConfig
 from polymoe.experts import FusedExperts
 from polymoe.kernels.cuda import sizes
+from polymoe.kernels.cuda.launch import e4m3_rows
 from polymoe.numerics import TOLERANCE
 from support.captured import captured_follows_new_rows
 from support.cuda_calls import awkward_call, need_sm90, on_gpu, same_experts
@@ -44,8 +45,11 @@ def test_odd_sizes(config: CudaConfig, hidden: int, intermediate: int, top_k: in
     on_gpu(weights, *random_call(600, hidden, 5, top_k, torch.bfloat16), config, **E4M3)
 
 
+@pytest.mark.parametrize("tiles", [True, False])
 @pytest.mark.parametrize("tokens", [30, 61, 79, 95, 110, 127, 128, 129, 159, 160, 161, 320])
-def test_every_width_of_products(tokens: int) -> None:
+def test_every_width_of_products(monkeypatch: pytest.MonkeyPatch, tokens: int, tiles: bool) -> None:
+    """x in permuted tiles, and gathered."""
+    monkeypatch.setattr(e4m3_rows, "_TILES_TOP_K", int(tiles))
     weights = same_experts("fp8_block128", hidden=512, intermediate=256, experts=1)
     on_gpu(weights, *random_call(tokens, 512, 1, 1, torch.bfloat16), EVERY[0], most=1e-2, **E4M3)
 
@@ -57,11 +61,12 @@ def test_activations_and_dtypes_of_x(dtype: torch.dtype, activation: Any) -> Non
     on_gpu(weights, *random_call(600, 512, 5, dtype=dtype), EVERY[0], activation=activation, **E4M3)
 
 
+@pytest.mark.parametrize("top_k", [1, 2])
 @pytest.mark.parametrize("config", EVERY, ids=str)
-def test_many_repeats_to_the_bit(config: CudaConfig) -> None:
+def test_many_repeats_to_the_bit(config: CudaConfig, top_k: int) -> None:
     """A stage given back too early, a barrier too few: they show in some run of many."""
     weights = same_experts("fp8_block128", hidden=1024, intermediate=512, experts=4)
-    on_gpu(weights, *random_call(700, 1024, 4, dtype=torch.bfloat16), config, runs=1000, **E4M3)
+    on_gpu(weights, *random_call(700, 1024, 4, top_k, torch.bfloat16), config, runs=1000, **E4M3)
 
 
 def test_captured_layer_follows_new_routings() -> None:

@@ -17,7 +17,7 @@ from polymoe.backends.cuda.backend import Cuda, CudaConfig
 from polymoe.kernels.cuda import driver, modules
 from polymoe.kernels.cuda.generate import generated
 from polymoe.kernels.cuda.launch import args
-from polymoe.kernels.cuda.sizes import FAMILIES, PARTS, W4_FORMATS, W4A16_MMA, W4A16_WGMMA
+from polymoe.kernels.cuda.sizes import FAMILIES, W4_FORMATS, W4A16_MMA, W4A16_WGMMA
 from polymoe.kernels.cuda.targets import SM90, TARGETS, Target
 from polymoe.machine import Machine
 from support.cuda_calls import launches, names
@@ -54,8 +54,8 @@ def test_a_unit_has_the_kernels_of_the_table(target: Target, unit: str) -> None:
         },
         "finalize": {"finalize_f32", "finalize_bf16"},
         "quantize": {
-            "quantize_permuted", "quantize_rows", "quantize_rows_paired", "quantize_whole_rows",
-            "quantize_whole_rows_paired",
+            "quantize_permuted", "quantize_permuted_paired", "quantize_rows", "quantize_rows_paired",
+            "quantize_whole_rows", "quantize_whole_rows_paired",
         },
     }  # fmt: skip
     gemms = {
@@ -208,7 +208,7 @@ def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, config: CudaCon
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", W4A16_MMA.parts)
 @pytest.mark.parametrize("block_m", [8, 16])
 def test_instructions_that_eight_weights_cost(format: str, part: str, block_m: int) -> None:
     """Decoding time is instructions: at 4.3 TB/s there are 30 issue slots for eight weights of each lane."""
@@ -222,7 +222,7 @@ def test_instructions_that_eight_weights_cost(format: str, part: str, block_m: i
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", W4A16_WGMMA.parts)
 @pytest.mark.parametrize("block_m", W4A16_WGMMA.tiles)
 def test_mma_runs_while_weights_are_dequantized(format: str, part: str, block_m: int) -> None:
     """Where ptxas cannot see that registers are safe, each wgmma waits for itself: every one then ends a group (gsb0),

@@ -15,12 +15,15 @@ from torch import Tensor
 
 from polymoe.activations import GeGLU, SwiGLU
 from polymoe.backends.cuda.backend import CudaConfig
+from polymoe.backends.cuda.runner import CudaRunner
 from polymoe.backends.reference import emulate_activations, run_experts
 from polymoe.kernels.cuda import modules, sizes
+from polymoe.kernels.cuda.launch import e4m3_rows
+from polymoe.kernels.cuda.targets import SM90
 from polymoe.numerics import TOLERANCE, relative_error
 from polymoe.routing import Routing
 from polymoe.tensors import ExpertWeights
-from support.cuda_calls import launches, quantized_rows, run_emulated
+from support.cuda_calls import gpu, launches, pack, quantized_rows, run_emulated
 from support.cuda_emulator import Emulator, compile_unit
 from support.problems import GPT_OSS, problem_of, random_call, random_experts
 
@@ -117,12 +120,48 @@ def test_sizes(
 
 @emulated
 def test_every_width(monkeypatch: pytest.MonkeyPatch, libraries: Any) -> None:
-    """From one row of a work tile to as many as it holds, and one more: two work tiles."""
+    """From one row of a work tile to as many as it holds, and one more: two work tiles. Bitwise the same whether x is
+    gathered or in permuted tiles."""
     weights = experts(hidden=256, intermediate=128, experts=1)
     for rows in W8A8:
         for tokens in (*range(1, rows, 13), rows - 1, rows, rows + 1):
-            call = random_call(tokens, 256, 1, 1, torch.bfloat16)
-            compare(monkeypatch, libraries, weights, *call, rows, coarse=False)
+            x, routing = random_call(tokens, 256, 1, 1, torch.bfloat16)
+            tiles = run(monkeypatch, libraries, weights, x, routing, rows, coarse=False)
+            with monkeypatch.context() as gathers:
+                gathers.setattr(e4m3_rows, "_TILES_TOP_K", 0)
+                compare(monkeypatch, libraries, weights, x, routing, rows, coarse=False)
+                assert torch.equal(tiles, run(monkeypatch, libraries, weights, x, routing, rows, coarse=False))
+
+
+@emulated
+def test_one_expert_a_token(monkeypatch: pytest.MonkeyPatch, libraries: Any) -> None:
+    """x in permuted tiles of several work tiles, whose pipeline wraps; on the same runner x that the caller quantized,
+    which is by token."""
+    weights = experts(hidden=1024, intermediate=384, experts=3)
+    problem = problem_of(weights, activations="fp8_group128")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu(2))
+    packed = pack(problem, weights)
+    emulator = Emulator(libraries, list(packed.tensors.values()))
+    monkeypatch.setattr(modules, "kernel", emulator)
+    runner, config = CudaRunner(problem, packed, SM90), CudaConfig("w8a8", W8A8[-1])
+    for dtype in (torch.float32, torch.bfloat16):
+        x, routing = random_call(400, 1024, 3, 1, dtype)
+        routing.topk_ids_TA[7] = -1
+        groups = x.float().unflatten(1, (-1, 128))
+        scales = groups.abs().amax(2) / 448
+        codes = (groups / scales[:, :, None]).flatten(1).to(torch.float8_e4m3fn)
+        out, again = (torch.full(x.shape, float("nan"), dtype=torch.bfloat16) for _ in range(2))
+        runner.run(x, routing, config, out)
+        runner.run(codes, routing, config, again, x_scales=scales)
+        assert torch.equal(out, again)
+        assert relative_error(out, run_experts(problem, weights, x, routing)) < TOLERANCE
+    tiles = [sizes.W8A8.kernel(part, W8A8[-1]) for part in ("gate_up_tiles", "down")]
+    rows = [sizes.W8A8.kernel(part, W8A8[-1]) for part in ("gate_up", "down")]
+    for made, quantize, gemms in (
+        (emulator.made[:5], ["quantize_permuted_paired"], tiles),
+        (emulator.made[5:9], [], rows),
+    ):
+        assert made == ["permutation_one_cta", *quantize, *gemms, "finalize_bf16"]
 
 
 @emulated

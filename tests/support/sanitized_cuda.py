@@ -30,21 +30,22 @@ def main() -> None:
         print("no SM90 GPU: nothing to run")
         return
     worst = 0.0
-    for format, mode, hidden, intermediate, tokens in (
-        *((format, "16bit", 336, 272, 60) for format in ("mxfp4", "nvfp4", "int4_g128", "bf16")),
-        ("mxfp4", "fp8_group128", 320, 192, 60),
-        ("fp8_block128", "fp8_group128", 384, 256, 600),
-        ("fp8_block128", "fp8_group128", 384, 256, 3),
-        ("fp8_channel", "fp8_token", 384, 256, 600),
-        ("fp8_channel", "fp8_static", 384, 256, 600),
-        ("fp8_tensor", "fp8_token", 384, 256, 3),
+    for format, mode, hidden, intermediate, tokens, top_k in (
+        *((format, "16bit", 336, 272, 60, 2) for format in ("mxfp4", "nvfp4", "int4_g128", "bf16")),
+        ("mxfp4", "fp8_group128", 320, 192, 60, 2),
+        ("fp8_block128", "fp8_group128", 384, 256, 600, 2),
+        ("fp8_block128", "fp8_group128", 384, 256, 600, 1),
+        ("fp8_block128", "fp8_group128", 384, 256, 3, 2),
+        ("fp8_channel", "fp8_token", 384, 256, 600, 2),
+        ("fp8_channel", "fp8_static", 384, 256, 600, 2),
+        ("fp8_tensor", "fp8_token", 384, 256, 3, 2),
     ):
         weights = random_experts(format, hidden=hidden, intermediate=intermediate, gated=format != "nvfp4", bias=True)
         if mode == "fp8_static":
             weights = with_input_scales(weights)
         problem = problem_of(weights, activations=mode)
         packed = pack(problem, weights, "cuda")
-        x, routing = random_call(tokens, hidden, 5, dtype=torch.bfloat16)
+        x, routing = random_call(tokens, hidden, 5, top_k, torch.bfloat16)
         routing.topk_ids_TA[0, 0] = -1
         expected = run_experts(problem, weights, x, routing)
         for config in Cuda().tuning_configs(problem, Machine.of("cuda"), tokens):

@@ -42,11 +42,14 @@ __device__ __forceinline__ uint4 quantize_e4m3(const float (&x)[16], float& scal
     for (int lanes = 1; lanes < 8; lanes *= 2) scale = fmaxf(scale, __shfl_xor_sync(0xFFFFFFFFu, scale, lanes));
     scale /= 448.0f;
     if (scale == 0.0f) scale = 1.0f;
+    const float inverse = fminf(1.0f / scale, 3.4028235e38f);
     uint32_t words[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        words[i] = pack_e4m3x2(x[4 * i] / scale, x[4 * i + 1] / scale) |
-                   pack_e4m3x2(x[4 * i + 2] / scale, x[4 * i + 3] / scale) << 16;
+        float y[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) y[j] = exact_divide(x[4 * i + j], scale, inverse);
+        words[i] = pack_e4m3x2(y[0], y[1]) | pack_e4m3x2(y[2], y[3]) << 16;
     }
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
@@ -65,14 +68,16 @@ struct QuantizePermutedArgs {
     int x_dtype;                              // 0 bfloat16, 1 float16, 2 float32
 };
 
-// To permuted tiles, as epilogue_e4m3.cuh describes them; missing columns of the last tile are zeros. Grid: tokens by
-// columns / 4096, 256 threads of 16 columns. A token is rounded once, for all its experts.
+// To permuted tiles, as epilogue_e4m3.cuh describes them, with columns paired or not; missing columns of the last tile
+// are zeros. Grid: tokens by columns / 4096, 256 threads of 16 columns. A token is rounded once, for all its experts.
+template <bool PAIRED>
 __device__ __forceinline__ void quantize_permuted(const QuantizePermutedArgs& args) {
     const int token = blockIdx.x, column = (blockIdx.y * blockDim.x + threadIdx.x) * 16, lane = threadIdx.x % 32;
     // x was complete before the kernel ahead of this one let it start.
     float x[16] = {}, scale;
     if (column < args.columns) load_x(args.x, args.x_dtype, static_cast<long long>(token) * args.columns + column, x);
-    const uint4 codes = quantize_e4m3(x, scale);
+    uint4 codes = quantize_e4m3(x, scale);
+    if (PAIRED) codes = pair_columns(codes);
     grid_dependency_wait();
     launch_dependents();
     const int blocks = (args.columns + 127) / 128;
@@ -212,7 +217,12 @@ __device__ __forceinline__ void quantize_whole_rows(const QuantizeWholeRowsArgs&
 
 extern "C" __global__ void __launch_bounds__(256)
     quantize_permuted(const __grid_constant__ polymoe::QuantizePermutedArgs args) {
-    polymoe::quantize_permuted(args);
+    polymoe::quantize_permuted<false>(args);
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    quantize_permuted_paired(const __grid_constant__ polymoe::QuantizePermutedArgs args) {
+    polymoe::quantize_permuted<true>(args);
 }
 
 extern "C" __global__ void __launch_bounds__(512)

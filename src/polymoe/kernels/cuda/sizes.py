@@ -69,8 +69,9 @@ E4M3_BLOCK_K = 128
 E4M3_ROW_BYTES = E4M3_BLOCK_K + 4
 """Bytes of a row in such a tile: codes and a float32 scale."""
 
-PARTS = {"gate_up": "kGateUp", "up": "kUp", "down": "kDown"}
-"""Names in C++ of the parts: gate, up and the activation; up and the activation; or down."""
+PARTS = {"gate_up": "kGateUp", "up": "kUp", "down": "kDown", "gate_up_tiles": "kGateUpTiles"}
+"""Names in C++ of the parts: gate, up and the activation; up and the activation; down; or the first with x in permuted
+tiles."""
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -470,7 +471,8 @@ W8A8_F16 = FamilySizes(
 # A stage contains a scale for each row of x, and where rounding leaves room two of weights. Static memory contains the
 # amax of each row of h for three alternating tiles.
 W8A8 = FamilySizes(
-    "w8a8", {"fp8_block128": None}, _tiles(CtaTile(160, 256, 128, 2, (32, 64, 80, 96, 112, 128))), _GATED,
+    "w8a8", {"fp8_block128": None}, _tiles(CtaTile(160, 256, 128, 2, (32, 64, 80, 96, 112, 128))),
+    (*_GATED, "gate_up_tiles"),
     codes_bytes=4096, x_bytes=64, row_bytes=4, static_bytes=_BARRIER_BYTES, static_row_bytes=12,
     scales="kBlock128",
 )  # fmt: skip

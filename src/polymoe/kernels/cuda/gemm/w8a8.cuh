@@ -10,8 +10,8 @@
 // is that of float16 MMAs, two codes a register (layouts/cuda/w8_fragments.py): two such registers are one of four
 // codes, of other columns than usual. So x and h have their columns in that order, too (pair_columns in quantize.cu).
 //
-// Rows of x are gathered. h comes in permuted tiles, as epilogue_e4m3.cuh describes them; with kChannel, a row's one
-// scale is where that of its first 128 columns is. y is by permuted row.
+// Rows of x are gathered, unless they come in permuted tiles (TILES), as h does; epilogue_e4m3.cuh describes them. With
+// kChannel, a row's one scale is where that of its first 128 columns is. y is by permuted row.
 #pragma once
 #include "../dequant/e4m3.cuh"
 #include "../epilogue_e4m3.cuh"
@@ -22,6 +22,9 @@
 #include "../ptx/wgmma.cuh"
 
 namespace polymoe {
+
+constexpr int kGateUpTiles = kDown + 1;  // a part: gate, up and the activation, where x is in permuted tiles
+
 namespace w8a8 {
 
 using namespace w8;
@@ -37,11 +40,11 @@ template <int BLOCK_M>
 using Stage = polymoe::Stage<kTileBytes, BLOCK_M * 128, BLOCK_M * 4 + 16>;
 
 // All of K for the blocks of this warpgroup and the work tile's rows, one chain of MMAs of 128 columns after the other.
-template <Scales SCALES, int BLOCK_M, int PART>
+template <Scales SCALES, int BLOCK_M, int PART, bool TILES>
 struct Mainloop {
     using S = Stage<BLOCK_M>;
-    // Where K is short and a tile soon done, one warpgroup's results are better stored while the other multiplies.
-    static constexpr bool kPingPong = PART != kDown;
+    // Where nothing comes from other threads, warpgroups are as fast or faster without taking turns.
+    static constexpr bool kPingPong = !TILES;
     // MMA, since its sums and the accumulators have to be in registers: ptxas keeps those for 160 rows where it has
     // them for all, behind the sums of the widest.
     static constexpr int kWidest = SCALES == kChannel && PART == kDown ? 80 : 96;
@@ -150,7 +153,7 @@ struct Mainloop {
         }
         for (int left = k_blocks; left > 0; --left) {
             const uint32_t stage = pipeline.wait_full();
-            if (PART != kDown) fence_proxy_async();  // x was copied by threads
+            if (!TILES) fence_proxy_async();  // x was copied by threads
             if constexpr (SCALES == kBlock128) {
                 if (PART == kDown) {
                     low = __uint_as_float(ld_shared(stage + weight_scales));
@@ -184,22 +187,23 @@ struct Mainloop {
     }
 };
 
-// Four warps: all that a stage needs, 128 columns of the tiles at a time. One thread copies weights, and x where x is
-// h; otherwise eight lanes have a row of x, 16 columns each, and the next row kAtOnce further on. A thread has the
-// scales of two rows, on their way to registers while a stage is not empty yet.
-template <Scales SCALES, int BLOCK_M, int PART>
+// Four warps: all that a stage needs, 128 columns of the tiles at a time. One thread copies weights, and permuted tiles
+// with their scales for 128 columns. Otherwise eight lanes have a row of x, 16 columns each, and the next row kAtOnce
+// further on, and a thread has the scales of two rows, on their way to registers while a stage is not empty yet.
+template <Scales SCALES, int BLOCK_M, int PART, bool TILES>
 struct Producer {
     using S = Stage<BLOCK_M>;
-    static constexpr bool kTiles = PART == kDown;  // of h, instead of rows
     static constexpr int kWarps = 4, kAtOnce = kWarps * 4, kTimes = (BLOCK_M + kAtOnce - 1) / kAtOnce;
     static_assert(BLOCK_M / 2 <= kWarps * 32 && kAtOnce % 8 == 0);
-    static constexpr int kArrivals = 1 + (kTiles ? 1 : 2) * kWarps * 32;  // of bulk copies, of scales, of x
+    static constexpr bool kOneThread = TILES && SCALES == kBlock128;
+    // Of bulk copies, of scales, of x.
+    static constexpr int kArrivals = 1 + (kOneThread ? 0 : TILES ? 1 : 2) * kWarps * 32;
     const GemmArgs& args;
     Pipeline& pipeline;
     const int thread, first, piece;  // of the work tile's rows; of a row's 128 columns
     const uint32_t place;            // of the first row's piece in a stage
     uint32_t from[kTimes];           // the rows' pieces, in units of 16 bytes
-    const uint8_t* x;                // of the work tile, where it is h
+    const uint8_t* x;                // of the work tile, where it comes in tiles
     const float *scales, *second_scales;
     WeightScales weight_scales;
     float scale[2], weights[2];
@@ -223,11 +227,12 @@ struct Producer {
     __device__ __forceinline__ void find(WorkTile tile, int n_tile) {
         const uint4* all = reinterpret_cast<const uint4*>(args.x);
         if constexpr (SCALES == kBlock128) weight_scales = WeightScales::of<PART>(args, tile.expert, n_tile);
-        if constexpr (kTiles) {
+        if constexpr (TILES) {
             const int padded = padded_rows(tile.rows), k_blocks = args.k / kE4m3BlockK;
             x = reinterpret_cast<const uint8_t*>(all) +
                 static_cast<long long>(tile.padded_row) * k_blocks * kE4m3RowBytes;
-            scales = reinterpret_cast<const float*>(x + k_blocks * padded * 128) + min(2 * thread, padded - 2);
+            scales = reinterpret_cast<const float*>(x + k_blocks * padded * 128);
+            if (!kOneThread) scales += min(2 * thread, padded - 2);
         } else {
 #pragma unroll
             for (int i = 0; i < kTimes; ++i) from[i] = source(tile, first + i * kAtOnce) + piece;
@@ -242,15 +247,12 @@ struct Producer {
                 second_scales = reinterpret_cast<const float*>(all + source(tile, 2 * thread + 1) + args.k / 16);
             }
         }
-        if constexpr (SCALES == kChannel && kTiles) scale[0] = scales[0], scale[1] = scales[1];
+        if constexpr (SCALES == kChannel && TILES) scale[0] = scales[0], scale[1] = scales[1];
     }
 
     __device__ __forceinline__ void fetch_scales(WorkTile tile, int k_block) {
         if (SCALES == kChannel || 2 * thread >= tile.rows) return;
-        if constexpr (kTiles) {
-            const float2 v = *reinterpret_cast<const float2*>(scales + k_block * padded_rows(tile.rows));
-            scale[0] = v.x, scale[1] = v.y;
-        } else {
+        if constexpr (!TILES) {
             scale[0] = scales[k_block], scale[1] = second_scales[k_block];
         }
         weights[0] = weight_scales.first[k_block], weights[1] = weight_scales.second[k_block];
@@ -259,8 +261,10 @@ struct Producer {
     __device__ __forceinline__ void store_scales(WorkTile tile, uint32_t stage) {
         if (2 * thread >= tile.rows) return;
         const uint32_t to = stage + S::kScales;
-        st_shared(to + thread * 8, __float_as_uint(scale[0]));
-        st_shared(to + thread * 8 + 4, __float_as_uint(scale[1]));
+        if (!kOneThread) {
+            st_shared(to + thread * 8, __float_as_uint(scale[0]));
+            st_shared(to + thread * 8 + 4, __float_as_uint(scale[1]));
+        }
         if (SCALES == kBlock128 && thread == 0) {
             st_shared(to + BLOCK_M * 4, __float_as_uint(weights[0]));
             st_shared(to + BLOCK_M * 4 + 4, __float_as_uint(weights[1]));
@@ -270,14 +274,17 @@ struct Producer {
     // All bulk copies, by one thread.
     __device__ __forceinline__ void copy(WorkTile tile, const uint8_t* codes, uint32_t bytes, int k_block,
                                          uint32_t stage, uint32_t barrier) {
-        const uint32_t x_bytes = kTiles ? padded_rows(tile.rows) * 128 : 0;
-        mbarrier_arrive_expect_tx(barrier, bytes + x_bytes);
+        const uint32_t rows = TILES ? padded_rows(tile.rows) : 0, x_bytes = rows * 128;
+        const uint32_t scale_bytes = kOneThread ? rows * 4 : 0;
+        mbarrier_arrive_expect_tx(barrier, bytes + x_bytes + scale_bytes);
         bulk_copy_g2s_evict_first(stage, codes, bytes, barrier);
-        if (kTiles) bulk_copy_g2s(stage + S::kX, x + k_block * x_bytes, x_bytes, barrier);
+        if (TILES) bulk_copy_g2s(stage + S::kX, x + k_block * x_bytes, x_bytes, barrier);
+        if (kOneThread) bulk_copy_g2s(stage + S::kScales, scales + k_block * rows, scale_bytes, barrier);
     }
 
     __device__ __forceinline__ void run(int total, int n_tiles) {
         const int k_blocks = args.k / kE4m3BlockK;
+        if (kOneThread && thread) return;
         for (int i_tile = blockIdx.x; i_tile < total; i_tile += gridDim.x) {
             const int index = i_tile / n_tiles, n_tile = i_tile - index * n_tiles;
             const WorkTile tile = args.work_tiles[index];
@@ -289,9 +296,10 @@ struct Producer {
             for (int k_block = 0; k_block < k_blocks; ++k_block) {
                 const uint32_t barrier = pipeline.full_barrier(), stage = pipeline.address();
                 pipeline.wait_empty();
+                if (kOneThread) store_scales(tile, stage);
                 if (thread == 0) copy(tile, codes, bytes, k_block, stage, barrier);
                 codes += bytes;
-                if constexpr (!kTiles) {
+                if constexpr (!TILES) {
                     const uint4* columns = reinterpret_cast<const uint4*>(args.x) + k_block * 8;
 #pragma unroll
                     for (int i = 0; i < kTimes; ++i) {
@@ -300,8 +308,10 @@ struct Producer {
                     }
                     cp_async_mbarrier_arrive(barrier);
                 }
-                store_scales(tile, stage);
-                mbarrier_arrive(barrier);
+                if (!kOneThread) {
+                    store_scales(tile, stage);
+                    mbarrier_arrive(barrier);
+                }
                 if (k_block + 1 < k_blocks) fetch_scales(tile, k_block + 1);
                 pipeline.advance();
             }
@@ -317,6 +327,9 @@ template <Scales SCALES, int PART, int WARPGROUPS, int N_BLOCKS, int K_BLOCKS, i
           int... WIDTHS>
 __device__ __forceinline__ void w8a8_gemm(const GemmArgs& args) {
     using namespace w8a8;
+    constexpr bool kTiles = PART == kDown || PART == kGateUpTiles;
+    constexpr int kPart = PART == kGateUpTiles ? kGateUp : PART;
+    using Producer = w8a8::Producer<SCALES, BLOCK_M, kPart, kTiles>;
     static_assert(WARPGROUPS == kWarpgroups && N_BLOCKS == kNBlocks && K_BLOCKS * 64 == kE4m3BlockK);
     static_assert(w8a8::Stage<BLOCK_M>::kBytes == STAGE_BYTES);
     extern __shared__ __align__(1024) uint8_t memory[];
@@ -325,7 +338,7 @@ __device__ __forceinline__ void w8a8_gemm(const GemmArgs& args) {
     const int warp = warp_uniform(threadIdx.x / 32);
     Pipeline pipeline = make_pipeline(args, align_stages(memory), barriers, STAGE_BYTES);
     if (threadIdx.x == 0) {
-        init_barriers(args, pipeline, Producer<SCALES, BLOCK_M, PART>::kArrivals, kWarps * 32);
+        init_barriers(args, pipeline, Producer::kArrivals, kWarps * 32);
         for (int i = 0; i < kWarpgroups; ++i) mbarrier_init(smem_address(&ping_pong_barriers[i]), 4);
         mbarrier_init_fence();
     }
@@ -345,7 +358,7 @@ __device__ __forceinline__ void w8a8_gemm(const GemmArgs& args) {
             grid_dependency_wait();
             launch_dependents();
         }
-        Producer<SCALES, BLOCK_M, PART>(args, pipeline, threadIdx.x - kWarps * 32).run(total, n_tiles);
+        Producer(args, pipeline, threadIdx.x - kWarps * 32).run(total, n_tiles);
         return;
     }
     reg_alloc<232>();
@@ -358,7 +371,7 @@ __device__ __forceinline__ void w8a8_gemm(const GemmArgs& args) {
     for (int i_tile = blockIdx.x; i_tile < total; i_tile += gridDim.x) {
         const int index = i_tile / n_tiles, n_tile = i_tile - index * n_tiles;
         const WorkTile tile = uniform_tile(args.work_tiles[index]);
-        Mainloop<SCALES, BLOCK_M, PART>(args, acc, pipeline, ping_pong)
+        Mainloop<SCALES, BLOCK_M, kPart, kTiles>(args, acc, pipeline, ping_pong)
             .template run_narrowest<WIDTHS..., BLOCK_M>(args.k / kE4m3BlockK, tile.rows, i_tile, n_tiles);
         if constexpr (SCALES == kChannel) {
             const int here = static_cast<int>(opaque(i_tile)), again = here / n_tiles;
@@ -373,7 +386,7 @@ __device__ __forceinline__ void w8a8_gemm(const GemmArgs& args) {
             } else {
                 store_h_f32<PART, kNBlocks, BLOCK_M>(args, acc, done, n_block);
             }
-        } else if constexpr (PART == kGateUp) {
+        } else if constexpr (kPart == kGateUp) {
             store_h_e4m3<kWarpgroups, kNBlocks, BLOCK_M, PairedColumns>(args, acc, tile, n_tile * 4, nullptr, amax,
                                                                         buffer);
             if (++buffer == 3) buffer = 0;

@@ -6,3 +6,4 @@
 // in a stage, bytes of a stage, block_m, and smaller widths for fewer rows of x.
 POLYMOE_GEMM_KERNEL(w8a8_gate_up_m160, 384, w8a8_gemm<kBlock128, kGateUp, 2, 2, 2, 54272, 160, 32, 64, 80, 96, 112, 128>)
 POLYMOE_GEMM_KERNEL(w8a8_down_m160, 384, w8a8_gemm<kBlock128, kDown, 2, 2, 2, 54272, 160, 32, 64, 80, 96, 112, 128>)
+POLYMOE_GEMM_KERNEL(w8a8_gate_up_tiles_m160, 384, w8a8_gemm<kBlock128, kGateUpTiles, 2, 2, 2, 54272, 160, 32, 64, 80, 96, 112, 128>)

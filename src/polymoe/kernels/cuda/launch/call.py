@@ -216,11 +216,11 @@ class Call(ABC):
         permutation.first_expert = finalize.first_expert = first_expert
         self._kinds = (x, out, long_ids, first_expert)
 
-    def _gemm(self, part: str, matrix: Matrix, block_m: int) -> tuple[GemmArgs, Launch]:
+    def _gemm(self, part: str, matrix: Matrix, block_m: int, args: GemmArgs | None = None) -> tuple[GemmArgs, Launch]:
         layer, family = self.layer, self.family
         sizes = (layer.budget, matrix.format, part, block_m, matrix.k)
         pipeline = family.pipeline(*sizes)
-        args = matrix.args(self.gemm_args, pipeline, block_m, layer.activation)
+        args = args or matrix.args(self.gemm_args, pipeline, block_m, layer.activation)
         name = family.kernel(part, block_m, family.variant(*sizes))
         kernel = modules.kernel(family.unit(matrix.format), name, layer.target)
         launch = kernel.prepare(args, family.threads(block_m) + layer.target.more_threads, pipeline.shared_bytes)

@@ -13,6 +13,7 @@ from polymoe.kernels.cuda.launch.args import (
     E4M3_ROWS,
     FewRowsArgs,
     GemmArgs,
+    QuantizePermutedArgs,
     QuantizeRowsArgs,
     QuantizeWholeRowsArgs,
 )
@@ -25,6 +26,9 @@ from polymoe.kernels.cuda.sizes import FamilySizes, e4m3_row_bytes, round_up
 __all__ = ["ChannelMmaCall", "ChannelRowsCall", "ChannelTilesCall", "E4M3MmaCall", "E4M3RowsCall", "E4M3TilesCall"]
 
 _COLUMNS_PER_THREAD, _MOST_THREADS, _THREADS = 16, 512, 256
+
+_TILES_TOP_K = 1
+"""Most experts of a token with which w8a8 takes x in permuted tiles."""
 
 
 class E4M3RowsCall(Call):
@@ -61,7 +65,7 @@ class E4M3RowsCall(Call):
         return Regions(permutation, x, h, rows * layer.down.n * 2)
 
     @property
-    def x_args(self) -> QuantizeRowsArgs | QuantizeWholeRowsArgs | GemmArgs:
+    def x_args(self) -> QuantizeRowsArgs | QuantizePermutedArgs | QuantizeWholeRowsArgs | GemmArgs:
         """Arguments of the launch that rounds x."""
         return self._x_args
 
@@ -168,17 +172,56 @@ class E4M3MmaCall(E4M3RowsCall):
 
 
 class E4M3TilesCall(E4M3RowsCall):
-    """Calls of the family w8a8. Codes of x are in the order of the MMA's operand, and h is in permuted tiles."""
+    """Calls of the family w8a8. Codes of x are in the order of the MMA's operand, and h is in permuted tiles.
+
+    Where a token has one expert, x is in permuted tiles as well, which the first GEMM copies in bulk: with more, tiles
+    have more bytes than x. x that comes quantized is by token.
+    """
 
     quantize = "quantize_rows_paired"
 
+    def _prepare_x(self) -> None:
+        super()._prepare_x()
+        self._in_tiles = False
+        self._tiles_args = QuantizePermutedArgs(columns=self.layer.up.k)
+        kernel = modules.kernel("quantize", "quantize_permuted_paired", self.layer.target)
+        self._tiles_launch = kernel.prepare(self._tiles_args, _THREADS)
+        block_m = self.permutation.args.block_m
+        _, self._gate_up_tiles = self._gemm("gate_up_tiles", self.layer.up, block_m, self.gate_up)
+
     @staticmethod
     def regions(layer: Layer, block_m: int, tokens: int, top_k: int) -> Regions:
-        """Return the bytes for x by token, h in tiles, and y in bfloat16 by permuted row."""
+        """Return the bytes for x by token or in tiles, h in tiles, and y in bfloat16 by permuted row."""
         rows = tokens * top_k
         permutation = permutation_bytes(rows, layer.experts, block_m, True)
-        h = e4m3_tile_bytes(padded_rows(layer.experts, rows), layer.down.k)
-        return Regions(permutation, tokens * e4m3_row_bytes(layer.up.k), h, rows * layer.down.n * 2)
+        padded = padded_rows(layer.experts, rows)
+        x = e4m3_tile_bytes(padded, layer.up.k) if top_k <= _TILES_TOP_K else tokens * e4m3_row_bytes(layer.up.k)
+        return Regions(permutation, x, e4m3_tile_bytes(padded, layer.down.k), rows * layer.down.n * 2)
+
+    @property
+    def x_args(self) -> QuantizeRowsArgs | QuantizePermutedArgs:
+        """Arguments of the launch that rounds x."""
+        return self._tiles_args if self._in_tiles else self._x_args
+
+    def x_launch(self, tokens: int, top_k: int) -> Launch | None:
+        """Return the launch that rounds each token's row."""
+        if not self._in_tiles:
+            return super().x_launch(tokens, top_k)
+        self._tiles_args.top_k = top_k
+        self._tiles_launch.set_grid(tokens, -(-self.layer.up.k // (_COLUMNS_PER_THREAD * _THREADS)))
+        return self._tiles_launch
+
+    def set_x_dtype(self, number: int) -> None:
+        """Set the dtype of x; every dtype of :data:`.args.DTYPES` is supported."""
+        self._x_args.x_dtype = self._tiles_args.x_dtype = number
+
+    def resize(self, tokens: int, top_k: int) -> None:
+        """See :meth:`Call.resize`."""
+        self._in_tiles = top_k <= _TILES_TOP_K
+        super().resize(tokens, top_k)
+        if self._in_tiles:  # after x that comes quantized, the other one runs
+            gathers = self._gemms[0]
+            self._launches = tuple(self._gate_up_tiles if launch is gathers else launch for launch in self._launches)
 
     @staticmethod
     def order(codes_TH: Tensor) -> Tensor:
