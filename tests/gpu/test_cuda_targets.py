@@ -21,6 +21,13 @@ from support.problems import problem_of, random_call
 CONFIGS = [CudaConfig("w4a16_mma", rows, 64) for rows in W4A16_MMA.tiles]
 
 
+def need(target: Target) -> None:
+    """Skip the test where these kernels do not run."""
+    need_sm90()
+    if not any(target.folder.glob("*.cubin")):
+        pytest.skip("needs what scripts/build-kernels --tests makes")
+
+
 @pytest.mark.parametrize("target", TEST_TARGETS.values(), ids=lambda target: target.name)
 @pytest.mark.parametrize("format", W4_FORMATS)
 @pytest.mark.parametrize(
@@ -31,9 +38,7 @@ def test_same_bits_in_any_configuration(
     target: Target, format: str, hidden: int, intermediate: int, gated: bool, top_k: int
 ) -> None:
     """Where K has more than 256 and at most 512 columns, kernels with less shared memory add them in another order."""
-    need_sm90()
-    if not any(target.folder.glob("*.cubin")):
-        pytest.skip("needs what scripts/build-kernels --tests makes")
+    need(target)
     weights = same_experts(format, hidden=hidden, intermediate=intermediate, gated=gated, bias=True, experts=5)
     problem = problem_of(weights)
     runners: dict[str, Any] = {
@@ -75,6 +80,7 @@ def test_many_rows_by_mma_have_the_bits_of_wgmma(
     name: str, format: str, hidden: int, intermediate: int, gated: bool, top_k: int
 ) -> None:
     """Both add K in order, 16 columns at a time, and both instructions add these alike."""
+    need(TEST_TARGETS[name])
     weights = same_experts(format, hidden=hidden, intermediate=intermediate, gated=gated, bias=True, experts=5)
     problem = problem_of(weights)
     own, other = (

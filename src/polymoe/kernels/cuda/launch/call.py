@@ -64,6 +64,11 @@ class Call(ABC):
     """Bytes of an element of y."""
     gemm_args: type[GemmArgs] = GemmArgs
     """Arguments of the grouped GEMMs."""
+    x_by_permuted_row = False
+    """Whether the launch for x writes a row for each expert of a token, so that it needs the permutation's inverse."""
+    quantized_x_dtype: int | None = None
+    """Number of the dtype of quantized x, where the first GEMM reads it as it does any x; None where quantized x takes
+    the place of what the launch for x writes."""
 
     def __init__(
         self,
@@ -99,6 +104,7 @@ class Call(ABC):
         self.finalize = FinalizeArgs(columns=layer.down.n, first_expert=layer.first_expert, experts=layer.experts)
         name = "finalize_bf16" if self.y_bytes == 2 else "finalize_f32"
         self._finalize = modules.kernel("finalize", name, layer.target).prepare(self.finalize, _FINALIZE_THREADS)
+        self._prepare_x()
         self._launches: tuple[Launch, ...] = ()
         self._after_x: tuple[Launch, ...] = ()
         self._in_workspace: list[tuple[Structure, str, int]] = []
@@ -113,6 +119,14 @@ class Call(ABC):
     @abstractmethod
     def x_args(self) -> Any:
         """The arguments whose field ``x`` is the address of the call's x."""
+
+    @abstractmethod
+    def _prepare_x(self) -> None:
+        """Prepare the launch for x if there is one. The arguments of the GEMMs are there."""
+
+    def _set_ids(self, ids: int) -> None:
+        """Set the address of the expert ids."""
+        self.permutation.args.ids = self.finalize.ids = ids
 
     def x_launch(self, tokens: int, top_k: int) -> Launch | None:
         """Return the launch that copies or rounds x for the first GEMM; None if there is none."""
@@ -157,7 +171,7 @@ class Call(ABC):
             placed += [(self.x_args, "out", offsets.x)]
         if self.with_inverse:
             placed.append((finalize, "expanded_to_permuted", arrays["expanded_to_permuted"]))
-            if x_launch is not None and hasattr(self.x_args, "expanded_to_permuted"):
+            if self.x_by_permuted_row:
                 placed.append((self.x_args, "expanded_to_permuted", arrays["expanded_to_permuted"]))
         self._in_workspace, self._workspace, self.shape = placed, 0, (tokens, top_k)
 
@@ -188,16 +202,17 @@ class Call(ABC):
             for args, name, offset in self._in_workspace:
                 setattr(args, name, workspace + offset)
             self._workspace = workspace
+        if quantized_x and self.quantized_x_dtype is not None:
+            kinds, quantized_x = (self.quantized_x_dtype, *kinds[1:]), False
         if kinds != self._kinds:
             self._set_kinds(*kinds)
-        permutation, finalize = self.permutation.args, self.finalize
-        permutation.ids = finalize.ids = ids
+        self._set_ids(ids)
         if self.layer.router_weight_on_input:
             for gate_up in (self.gate_up, *self._narrow[:1]):
                 gate_up.router_weights = router_weights
         else:
-            finalize.weights = router_weights
-        finalize.out = out
+            self.finalize.weights = router_weights
+        self.finalize.out = out
         if quantized_x:
             self.gate_up.x, self._workspace = x, 0
             for launch in (*self.permutation.launches, *self._after_x):

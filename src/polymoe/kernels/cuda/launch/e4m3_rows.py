@@ -21,7 +21,7 @@ from polymoe.kernels.cuda.launch.call import ALIGNMENT, Call, Regions
 from polymoe.kernels.cuda.launch.layer import Layer
 from polymoe.kernels.cuda.launch.permutation import FEW_ROWS, permutation_bytes
 from polymoe.kernels.cuda.launch.tiled import e4m3_tile_bytes, padded_rows
-from polymoe.kernels.cuda.sizes import FamilySizes, e4m3_row_bytes, round_up
+from polymoe.kernels.cuda.sizes import e4m3_row_bytes, round_up
 
 __all__ = ["ChannelMmaCall", "ChannelRowsCall", "ChannelTilesCall", "E4M3MmaCall", "E4M3RowsCall", "E4M3TilesCall"]
 
@@ -37,20 +37,7 @@ class E4M3RowsCall(Call):
     quantize = "quantize_rows"
     """Name of the kernel that rounds x."""
 
-    def __init__(
-        self,
-        layer: Layer,
-        family: FamilySizes,
-        block_m: int,
-        block_n: int = 0,
-        down_block_m: int = 0,
-        narrow_m: int = 0,
-    ) -> None:
-        super().__init__(layer, family, block_m, block_n, down_block_m, narrow_m)
-        self._prepare_x()
-
     def _prepare_x(self) -> None:
-        """Prepare the launch that rounds x."""
         layer = self.layer
         self._x_args = QuantizeRowsArgs(columns=layer.up.k)
         self._threads = min(_MOST_THREADS, round_up(layer.up.k // _COLUMNS_PER_THREAD, 32))
@@ -113,6 +100,7 @@ class E4M3MmaCall(E4M3RowsCall):
     with_inverse = False
     y_bytes = 4
     gemm_args = FewRowsArgs
+    quantized_x_dtype = E4M3_ROWS
 
     def _prepare_x(self) -> None:
         for gemm in (self.gate_up, self.down):
@@ -146,24 +134,10 @@ class E4M3MmaCall(E4M3RowsCall):
         if self._sorts:
             self._launches = self._after_x
 
-    def run(
-        self,
-        x: int,
-        ids: int,
-        router_weights: int,
-        out: int,
-        workspace: int,
-        stream: int,
-        kinds: tuple[int, int, bool, int],
-        *,
-        quantized_x: bool = False,
-    ) -> None:
-        """See :meth:`Call.run`."""
+    def _set_ids(self, ids: int) -> None:
+        super()._set_ids(ids)
         if self._sorts:
             self.gate_up.ids = self.down.ids = ids
-        if quantized_x:
-            kinds = (E4M3_ROWS, *kinds[1:])
-        super().run(x, ids, router_weights, out, workspace, stream, kinds)
 
     def _set_kinds(self, x: int, out: int, long_ids: bool, first_expert: int) -> None:
         super()._set_kinds(x, out, long_ids, first_expert)
@@ -238,7 +212,7 @@ class ChannelRowsCall(E4M3RowsCall):
     def _prepare_x(self) -> None:
         layer = self.layer
         up, down = layer.up, layer.down
-        self._static = up.input_scale is not None
+        self.x_by_permuted_row = up.input_scale is not None
         self._x_args = QuantizeWholeRowsArgs(columns=up.k, first_expert=layer.first_expert)
         self._h_args = QuantizeWholeRowsArgs(
             columns=down.k, x_dtype=DTYPES[torch.float32], first_expert=layer.first_expert
@@ -266,7 +240,7 @@ class ChannelRowsCall(E4M3RowsCall):
     def x_launch(self, tokens: int, top_k: int) -> Launch:
         """Return the launch that rounds each token's row, with static scales once for each of its experts."""
         args = self._x_args
-        args.top_k, args.rows = top_k, tokens * top_k if self._static else tokens
+        args.top_k, args.rows = top_k, tokens * top_k if self.x_by_permuted_row else tokens
         self._x_launch.set_grid(-(-args.rows // _rows_per_cta(args)))
         return self._x_launch
 
@@ -288,28 +262,12 @@ class ChannelRowsCall(E4M3RowsCall):
             (self._h_args, "expanded_to_permuted", inverse),
             (self.down, "x", rounded),
         ]
-        if self._static:
-            self._in_workspace.append((self._x_args, "expanded_to_permuted", inverse))
+        if self.x_by_permuted_row:
             self.gate_up.top_k = 0
-        else:
-            # The base class sets it wherever arguments have it.
-            self._in_workspace = [p for p in self._in_workspace if p[:2] != (self._x_args, "expanded_to_permuted")]
 
-    def run(
-        self,
-        x: int,
-        ids: int,
-        router_weights: int,
-        out: int,
-        workspace: int,
-        stream: int,
-        kinds: tuple[int, int, bool, int],
-        *,
-        quantized_x: bool = False,
-    ) -> None:
-        """See :meth:`Call.run`."""
+    def _set_ids(self, ids: int) -> None:
+        super()._set_ids(ids)
         self._x_args.ids = self._h_args.ids = ids
-        super().run(x, ids, router_weights, out, workspace, stream, kinds, quantized_x=quantized_x)
 
     def _set_kinds(self, x: int, out: int, long_ids: bool, first_expert: int) -> None:
         super()._set_kinds(x, out, long_ids, first_expert)

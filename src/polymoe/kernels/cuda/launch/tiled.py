@@ -10,7 +10,7 @@ from polymoe.kernels.cuda.launch.args import PermuteArgs, QuantizePermutedArgs
 from polymoe.kernels.cuda.launch.call import Call, Regions
 from polymoe.kernels.cuda.launch.layer import Layer
 from polymoe.kernels.cuda.launch.permutation import permutation_bytes
-from polymoe.kernels.cuda.sizes import E4M3_BLOCK_K, E4M3_ROW_BYTES, TILE_ROWS, FamilySizes, round_up
+from polymoe.kernels.cuda.sizes import E4M3_BLOCK_K, E4M3_ROW_BYTES, TILE_ROWS, round_up
 
 __all__ = ["GatheredCall", "QuantizedTilesCall", "TiledCall", "e4m3_tile_bytes", "padded_rows"]
 
@@ -30,18 +30,7 @@ def e4m3_tile_bytes(rows: int, columns: int) -> int:
 class TiledCall(Call):
     """Calls of the family w4a16_wgmma. Tiles have 64 columns of bfloat16."""
 
-    def __init__(
-        self,
-        layer: Layer,
-        family: FamilySizes,
-        block_m: int,
-        block_n: int = 0,
-        down_block_m: int = 0,
-        narrow_m: int = 0,
-    ) -> None:
-        self._x_args = self._make_x_args(layer)
-        super().__init__(layer, family, block_m, block_n, down_block_m, narrow_m)
-        self._x_launch = self._prepare_x()
+    x_by_permuted_row = True
 
     @staticmethod
     def regions(layer: Layer, block_m: int, tokens: int, top_k: int) -> Regions:
@@ -62,11 +51,9 @@ class TiledCall(Call):
         self._x_launch.set_grid(tokens)
         return self._x_launch
 
-    def _make_x_args(self, layer: Layer) -> Any:
-        return PermuteArgs(columns=layer.up.k)
-
-    def _prepare_x(self) -> Launch:
-        return modules.kernel("permute", "permute_x", self.layer.target).prepare(self._x_args, _THREADS)
+    def _prepare_x(self) -> None:
+        self._x_args: Any = PermuteArgs(columns=self.layer.up.k)
+        self._x_launch = modules.kernel("permute", "permute_x", self.layer.target).prepare(self._x_args, _THREADS)
 
 
 class GatheredCall(Call):
@@ -111,8 +98,7 @@ class QuantizedTilesCall(TiledCall):
         """Set the dtype of x; every dtype of :data:`.args.DTYPES` is supported."""
         self._x_args.x_dtype = number
 
-    def _make_x_args(self, layer: Layer) -> Any:
-        return QuantizePermutedArgs(columns=layer.up.k)
-
-    def _prepare_x(self) -> Launch:
-        return modules.kernel("quantize", "quantize_permuted", self.layer.target).prepare(self._x_args, _THREADS)
+    def _prepare_x(self) -> None:
+        self._x_args = QuantizePermutedArgs(columns=self.layer.up.k)
+        kernel = modules.kernel("quantize", "quantize_permuted", self.layer.target)
+        self._x_launch = kernel.prepare(self._x_args, _THREADS)
