@@ -53,13 +53,16 @@ def _constant(launch: Launch, name: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("format", "top_k", "activations"),
-    [("mxfp4", 4, "16bit"), ("fp8_block128", 8, "16bit"), ("fp8_block128", 8, "fp8_group128"), ("int4_g32", 6, "16bit"),
-     ("nvfp4", 22, "fp8_token")],
+    ("format", "top_k", "activations", "shape"),
+    [("mxfp4", 4, "16bit", {}), ("fp8_block128", 8, "16bit", {}), ("fp8_block128", 8, "fp8_group128", {}),
+     ("fp8_block128", 2, "fp8_group128", {"hidden": 256, "intermediate": 128}), ("int4_g32", 6, "16bit", {}),
+     ("nvfp4", 22, "fp8_token", {})],
 )  # fmt: skip
-def test_no_later_call_launches_another_kernel(format: str, top_k: int, activations: str) -> None:
+def test_no_later_call_launches_another_kernel(
+    format: str, top_k: int, activations: str, shape: dict[str, int]
+) -> None:
     quantization = ActivationQuantization.of(activations)
-    problem, packed = meta_layer(format, top_k=top_k, bias=False, activations=quantization)
+    problem, packed = meta_layer(format, top_k=top_k, bias=False, activations=quantization, **shape)
     machine, backend = Machine.of("a100" if activations == "16bit" else "h100"), Triton()
     chosen = select(problem, machine, role="mixed", backend="triton").require()
 

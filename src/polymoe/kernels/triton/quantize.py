@@ -109,7 +109,7 @@ def activate_and_quantize(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _activate_and_quantize(
     in_ptr, out_ptr, scale_ptr, static_ptr, ids_ptr, permuted_to_expanded_ptr, rows, columns, in_split, in_gate,
     first_expert, experts, SPLIT_K: tl.constexpr, GATED: tl.constexpr, CTAS_PER_ROW: tl.constexpr, PDL: tl.constexpr,
