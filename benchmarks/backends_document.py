@@ -38,9 +38,10 @@ The example is one layer of {CASE.experts} experts ({CASE.top_k} active, H {CASE
 {CASE.activation.name}, x in bfloat16, on a machine with
 Triton 3.6, FlashInfer 0.7.2 with its compiled kernels and compilers, Humming 0.1.19 and a driver for CUDA 13.
 Activations are `16bit` (x as it is), or E4M3 with one scale for each token (`fp8_token`), for each 128 columns of a
-token (`fp8_group128`), from the checkpoint (`fp8_static`), or with a power of two for each 32 columns (`mxfp8`), or
-E2M1 with one E4M3 scale for each 16 columns and a global scale (`nvfp4`); `all` stands for these six. With `nvfp4`,
-which only who names it gets, a backend may keep 16 bits for calls of few tokens; `explain` says so.
+token (`fp8_group128`), from the checkpoint (`fp8_static`), or with a power of two for each 32 columns (`mxfp8`) or 128
+(`fp8_group128_ue8m0`), or E2M1 with one E4M3 scale for each 16 columns and a global scale (`nvfp4`); `all` stands for
+these seven. With `nvfp4`, which only who names it gets, a backend may keep 16 bits for calls of few tokens; `explain`
+says so.
 `auto` chooses among the backends that accept and need not be named, by measured or predicted time.
 
 Each cell says how far the backend is proven on that GPU model:

@@ -20,7 +20,16 @@ import triton
 
 from polymoe.atomic import replace_file
 from polymoe.kernels.cuda import modules
-from polymoe.kernels.cuda.sizes import W4_FORMATS, W4A8, W4A16_MMA, W4A16_MMA_TILED, W4A16_WGMMA
+from polymoe.kernels.cuda.sizes import (
+    W4_FORMATS,
+    W4A8,
+    W4A16_MMA,
+    W4A16_MMA_TILED,
+    W4A16_WGMMA,
+    W8A16_MMA,
+    W8A16_WGMMA,
+    FamilySizes,
+)
 from polymoe.kernels.cuda.targets import SM90, TARGETS, Target
 
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -55,19 +64,24 @@ def loops(instructions: Instructions) -> Iterator[list[str]]:
             yield [t for a, t in instructions if start <= a <= address]
 
 
+def _family(format: str, of_4_bits: FamilySizes, of_8_bits: FamilySizes) -> FamilySizes:
+    return of_8_bits if format in of_8_bits.formats else of_4_bits
+
+
 def mma_costs(format: str, part: str, block_m: int, target: Target = SM90) -> dict[int, float]:
-    """Of a w4a16_mma kernel that divides K between warps: instructions for eight weights of a lane, by the rows of x
-    that its loop multiplies."""
-    # Two tiles of 16 rows by 64 columns are eight words; kernels for 16 rows have a loop for 8 too. The compiler may
-    # unroll them.
-    found = disassembled(W4A16_MMA.unit(format), W4A16_MMA.kernel(part, block_m, "n64"), target)
-    # Once for each 64 columns: the wait for a stage, for which SM80 has no instruction, or there the arrival after it.
+    """Of a w4a16_mma or w8a16_mma kernel that divides K between warps: instructions for eight weights of a lane, by the
+    rows of x that its loop multiplies."""
+    # Two tiles of 16 rows by 64 columns, or 32 of 8 bits, are eight words; kernels for 16 rows have a loop for 8 too.
+    # The compiler may unroll them.
+    family, steps = _family(format, W4A16_MMA, W8A16_MMA), 2 if format == "mxfp8" else 4
+    found = disassembled(family.unit(format), family.kernel(part, block_m, "n64"), target)
+    # Once for each block: the wait for a stage, for which SM80 has no instruction, or there the arrival after it.
     once = "ATOMS.ARRIVE" if target.sm80 else "PHASECHK.TRANS64.TRYWAIT"
     costs = {}
     for body in sorted(loops(found), key=len, reverse=True):  # outer ones first
         loads, products, times = (sum(name in text for text in body) for name in ("LDSM.16.M88.4", "HMMA.16816", once))
-        if times and loads / times in (2, 4) and products == 4 * loads:  # two loads for 8 rows of x
-            costs[4 * loads // times] = len(body) / (8 * times)
+        if times and 2 * loads / times in (steps, 2 * steps) and products == 4 * loads:  # a load for two steps
+            costs[16 * loads // (steps * times)] = len(body) / (2 * steps * times)
     return costs
 
 
@@ -84,8 +98,9 @@ def tiled_costs(format: str, part: str, block_m: int, target: Target) -> dict[in
 
 
 def wgmma_loops(format: str, part: str, block_m: int) -> list[list[str]]:
-    """Of a w4a16_wgmma kernel: its loops over whole stages, one or more for each width of wgmma."""
-    found = disassembled(W4A16_WGMMA.unit(format), W4A16_WGMMA.kernel(part, block_m))
+    """Of a w4a16_wgmma or w8a16_wgmma kernel: its loops over whole stages, one or more for each width of wgmma."""
+    family = _family(format, W4A16_WGMMA, W8A16_WGMMA)
+    found = disassembled(family.unit(format), family.kernel(part, block_m))
     in_flight = [body for body in loops(found) if any(re.search(r"DEPBAR.*gsb0, 0x1", text) for text in body)]
     return [body for body in in_flight if len(body) < 2 * min(map(len, in_flight))]
 
@@ -110,18 +125,20 @@ def w4a8_costs(part: str, block_m: int) -> dict[int, float]:
     return costs
 
 
+_FORMATS = (*W4_FORMATS, *W8A16_MMA.formats)
+
+
 def table() -> str:
     """Of gate and up, all formats, as Markdown. Kernels are SM90's unless a row names another target."""
-    lines = ["| kernel | rows of x | " + " | ".join(W4_FORMATS) + " |", "|---|---|" + "---|" * len(W4_FORMATS)]
+    lines = ["| kernel | rows of x | " + " | ".join(_FORMATS) + " |", "|---|---|" + "---|" * len(_FORMATS)]
     part = "gate_up"
     rows: list[tuple[str, list[dict[int, float]]]] = [
-        (W4A16_MMA.kernel(part, block_m, "n64"), [mma_costs(f, part, block_m) for f in W4_FORMATS])
-        for block_m in (8, 16)
+        (W4A16_MMA.kernel(part, block_m, "n64"), [mma_costs(f, part, block_m) for f in _FORMATS]) for block_m in (8, 16)
     ]
-    rows += [(W4A16_WGMMA.kernel(part, m), [wgmma_costs(f, part, m) for f in W4_FORMATS]) for m in W4A16_WGMMA.tiles]
+    rows += [(W4A16_WGMMA.kernel(part, m), [wgmma_costs(f, part, m) for f in _FORMATS]) for m in W4A16_WGMMA.tiles]
     rows += [(W4A8.kernel(part, m), [w4a8_costs(part, m)]) for m in W4A8.tiles]
     rows += [
-        (f"{W4A16_MMA.kernel(part, m, 'n64')}, {t.name}", [mma_costs(f, part, m, t) for f in W4_FORMATS])
+        (f"{W4A16_MMA.kernel(part, m, 'n64')}, {t.name}", [mma_costs(f, part, m, t) for f in _FORMATS])
         for t in TARGETS.values()
         if t is not SM90
         for m in (8, 16)
@@ -133,7 +150,7 @@ def table() -> str:
         for m in W4A16_MMA_TILED.tiles
     ]
     for name, costs in rows:
-        costs += [{}] * (len(W4_FORMATS) - len(costs))
+        costs += [{}] * (len(_FORMATS) - len(costs))
         for width in sorted(costs[0]):
             cells = " | ".join(f"{cost[width]:.1f}" if width in cost else "" for cost in costs)
             lines.append(f"| {name} | {width} | {cells} |")

@@ -13,7 +13,7 @@ from backends_document import markdown
 from engines import common
 from polymoe.bench.plot import write_png
 
-__all__ = ["answers", "picture", "speed", "steps"]
+__all__ = ["answers", "loading", "picture", "speed", "steps"]
 
 COLUMNS = {"moe_us_1": "1", "moe_us_16": "16", "moe_us_64": "64", "moe_us_256": "256", "moe_us_prefill": "8192"}
 """Fields of a record of ``speed``, and the number of tokens of such a step."""
@@ -129,6 +129,21 @@ def steps(path: Path, engine: str) -> str:
     return markdown(["case", "experts", *map(str, STEP_BATCHES)], cells) if cells else "Not run yet.\n"
 
 
+def loading(path: Path, engine: str) -> str:
+    """Seconds to load and until the engine is ready, and GB of the GPU's memory at most and afterwards."""
+    cells = []
+    for case, by in _timed(path, eager=True).items():
+        layers = next(iter(by.values()))["layers"]
+        heads = iter((f"`{case}`, {layers} layers",))
+        for row in by.values():
+            if "loaded_bytes" in row and row["layers"] == layers:
+                bytes_ = [f"{row[name] / 1e9:.1f}" for name in ("load_peak_bytes", "loaded_bytes")]
+                seconds = [f"{row[name]:.1f}" for name in ("load_s", "ready_s")]
+                cells.append([next(heads, ""), _name(row, engine), *seconds, *bytes_])
+    head = ["case", "experts", "loaded after, s", "ready after, s", "most memory, GB", "afterwards, GB"]
+    return markdown(head, cells) if cells else "Not run yet.\n"
+
+
 def _rows(path: Path) -> Iterable[dict[str, Any]]:
     return map(json.loads, path.read_text(encoding="utf-8").splitlines() if path.exists() else ())
 
@@ -158,7 +173,7 @@ def _short(error: str) -> str:
 def _name(row: dict[str, Any], engine: str) -> str:
     """What ran: polymoe, or the engine's backend with the name that it logs."""
     if row["experts"] != "auto":
-        own = {"polymoe": "polymoe", "deep_gemm": "DeepGEMM"}
+        own = {"polymoe": "polymoe", "deep_gemm": "DeepGEMM", "flashinfer_cutlass": "FlashInfer CUTLASS"}
         return own.get(row["experts"]) or row["experts"].capitalize()
     log = " ".join(row.get("log", ()))
     chosen = re.search(r"Using '?(\w+)'? \w+ MoE backend|enabling (\w+) M[oO]E kernel", log)

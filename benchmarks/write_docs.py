@@ -384,6 +384,7 @@ def documents() -> dict[Path, str]:
             "answers": engines_document.answers(results / file, engine),
             "speed": engines_document.speed(results / file, engine),
             "steps": engines_document.steps(results / file, engine),
+            "loading": engines_document.loading(results / file, engine),
         }
     texts = {docs / "backends.md": backends_document()}
     for path, parts in tables.items():

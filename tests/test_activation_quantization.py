@@ -32,7 +32,7 @@ def test_names_are_converted() -> None:
 
 
 def test_scales_of_a_row() -> None:
-    assert [a.scales_per_row(2880) for a in ACTIVATIONS.values()] == [None, 1, 23, None, 90, None]
+    assert [a.scales_per_row(2880) for a in ACTIVATIONS.values()] == [None, 1, 23, 23, None, 90, None]
     assert (MXFP8.group_columns, MXFP8.scale_dtype) == (32, "e8m0")
     assert (NVFP4.group_columns, NVFP4.scale_dtype, NVFP4.global_scale) == (16, "e4m3", True)
     assert [a.tolerance for a in (UNQUANTIZED, MXFP8, NVFP4)] == [TOLERANCE, TOLERANCE, TOLERANCE_E2M1]

@@ -108,7 +108,7 @@ def test_every_cell_and_every_reason() -> None:
     picky = Picky("picky", layouts=("natural",), handles={**HANDLES, "activations": ANY})
     text = backends_document.backends_document({"picky": picky})
     assert "Takes FP8 weights with FP8 activations on Hopper. Layout: natural." in " ".join(text.split())
-    fp8 = "fp8_token, fp8_group128, fp8_static, mxfp8, nvfp4"
+    fp8 = "fp8_token, fp8_group128, fp8_group128_ue8m0, fp8_static, mxfp8, nvfp4"
     for form in FORMATS:
         hopper = f"unrun: {fp8}" if form.startswith("fp8") or form == "mxfp8" else "-"
         assert f"| `{form}` | - | - | {hopper} | {hopper} | - | - | - |" in text
@@ -142,7 +142,7 @@ def test_places_are_merged_by_gpu_format_and_mode() -> None:
     assert said(every) == "everywhere: every format"
     assert said(every - {("cpu", "bf16", "16bit")}) == (
         "a100, rtx4090, h100, h200, b200, rtx5090: every format<br>"
-        "cpu: bf16 with fp8_token, fp8_group128, fp8_static, mxfp8, nvfp4; "
+        "cpu: bf16 with fp8_token, fp8_group128, fp8_group128_ue8m0, fp8_static, mxfp8, nvfp4; "
         "fp16, fp8_tensor, fp8_channel, fp8_block128, mxfp8, mxfp4, nvfp4, int4_g32, int4_g128"
     )
 

@@ -166,6 +166,7 @@ def small(name: str | Path, args: Namespace, **more: Any) -> dict[str, Any]:
         "model": str(MODELS / name),
         "max_model_len": 64,
         "kv_cache_memory_bytes": 2**30,
+        "gpu_memory_utilization": 0.2,  # what must be free at start, as others may share the GPU
         "max_num_seqs": 64,
         "attention_backend": "TRITON_ATTN",
         **MODEL_SETTINGS.get(Path(name).name, {}),

@@ -13,6 +13,7 @@ from polymoe.shapes import ceil_div
 __all__ = [
     "ACTIVATIONS",
     "FP8_GROUP128",
+    "FP8_GROUP128_UE8M0",
     "FP8_STATIC",
     "FP8_TOKEN",
     "MXFP8",
@@ -110,6 +111,12 @@ FP8_GROUP128 = ActivationQuantization(
 )
 """E4M3 with one scale for 128 columns of a token (DeepSeek-V3)."""
 
+FP8_GROUP128_UE8M0 = ActivationQuantization(
+    name="fp8_group128_ue8m0", element="e4m3", granularity=PerGroup(1, 128), scale_dtype="e8m0"
+)
+"""The same with power-of-two scales (``"scale_fmt": "ue8m0"`` of DeepSeek-V3.1 and V4). For MMAs that take one E8M0
+scale for 32 columns these are four equal ones."""
+
 FP8_STATIC = ActivationQuantization(
     name="fp8_static", element="e4m3", granularity=PerTensor(), static=True, scale_dtype="float32"
 )
@@ -125,6 +132,6 @@ NVFP4 = ActivationQuantization(
 few tokens, and says so in its plan (``Config.activations``)."""
 
 ACTIVATIONS: dict[str, ActivationQuantization] = {
-    known.name: known for known in (UNQUANTIZED, FP8_TOKEN, FP8_GROUP128, FP8_STATIC, MXFP8, NVFP4)
+    known.name: known for known in (UNQUANTIZED, FP8_TOKEN, FP8_GROUP128, FP8_GROUP128_UE8M0, FP8_STATIC, MXFP8, NVFP4)
 }
 """Known ones, by name."""

@@ -330,8 +330,9 @@ def load_experts(
         device: "cuda", "cuda:1", "cpu", or None for the GPU if there is one.
         tp, ep: ``(rank, size)`` of the tensor and expert parallel group; a size alone means rank 0.
         backend: "auto", or the name of one, which is then used or refused.
-        activations: "16bit", "fp8_token", "fp8_group128", "fp8_static", "mxfp8", "nvfp4", or "auto": on a GPU the
-            checkpoint's own recipe, on a CPU "16bit"; never "nvfp4", which has to be named.
+        activations: "16bit", "fp8_token", "fp8_group128", "fp8_group128_ue8m0", "fp8_static", "mxfp8", "nvfp4", or
+            "auto": on a GPU the checkpoint's own recipe, on a CPU "16bit"; never "fp8_group128_ue8m0" or "nvfp4", which
+            have to be named.
         role: token counts to plan for: "decode", "prefill" or "mixed".
         dtype: of x, for planning; calls may use another.
         batch_invariant: a token's result must be bitwise independent of the rest of the batch. Such problems run on

@@ -154,6 +154,15 @@ class TestActivationModes:
         assert got[0, 32:34].tolist() == [448.0, 1.125]  # at scale 2: 224.5 to 224, and 0.535 to 0.5625
         assert not got[1].any()  # below the smallest scale's numbers
 
+    def test_ue8m0_groups_of_128_are_mxfp8_with_four_equal_scales(self) -> None:
+        """Where each group of 32 has the largest number of its 128, both round alike; else 128 columns share it."""
+        x = torch.randn(3, 300)
+        x[:, ::32] = torch.tensor([[5.0], [300.0], [2000.0]])
+        assert torch.equal(emulate_activations(x, "fp8_group128_ue8m0"), emulate_activations(x, "mxfp8"))
+        x[:, ::128] *= 1000
+        got, scale = emulate_activations(x, "fp8_group128_ue8m0"), torch.tensor([[16.0], [1024.0], [8192.0]])
+        assert torch.equal(got, (x / scale).to(torch.float8_e4m3fn).float() * scale)
+
     def test_nvfp4_by_its_definition(self) -> None:
         """Element by element in float64, with a global scale that no tie depends on."""
         x, g = torch.randn(3, 40) * torch.tensor([[1e-2], [1.0], [30.0]]), 0.0137

@@ -84,15 +84,17 @@ class TestCheck:
         assert isinstance(verdict, Rejected)
         assert str(verdict.reasons[0]) == "triton: expects 3.6 or newer, got none"
 
-    def test_float16_weights_and_mxfp8_activations(self) -> None:
+    @pytest.mark.parametrize("mode", ["mxfp8", "fp8_group128_ue8m0"])
+    def test_float16_weights_and_power_of_two_scales(self, mode: str) -> None:
         """bfloat16 holds E4M3 times any power of two, float16 does not, and bfloat16 does not hold float16."""
         for format, accepted in (("fp16", False), ("bf16", True), ("mxfp8", True), ("int4_g32", False)):
-            verdict = Triton().check(seed_problem(format, activations="mxfp8"), machine("h200"))
+            verdict = Triton().check(seed_problem(format, activations=mode), machine("h200"))
             assert isinstance(verdict, Accepted) == accepted
 
-    def test_routing_weight_on_the_input_of_mxfp8(self) -> None:
+    @pytest.mark.parametrize("mode", ["mxfp8", "fp8_group128_ue8m0"])
+    def test_routing_weight_on_the_input_of_power_of_two_scales(self, mode: str) -> None:
         """A weight moves numbers across powers of two: other roundings than the reference's."""
-        verdict = Triton().check(seed_problem(activations="mxfp8", weight_on="input"), machine("h200"))
+        verdict = Triton().check(seed_problem(activations=mode, weight_on="input"), machine("h200"))
         assert isinstance(verdict, Rejected)
         assert [reason.what for reason in verdict.reasons] == ["routing weight on the input"]
 
@@ -118,9 +120,11 @@ class TestConfigure:
         assert (configs[8192].kernel_family == "grouped_gemm_block_scaled") == expected
         assert TritonConfig.from_dict(configs[8192].to_dict()) == configs[8192]
         assert {c.block_scaled for c in Triton().tuning_configs(problem, here, 8192)} == {False, expected}  # type: ignore[attr-defined]
-        for format, mode, mxfp8 in (("mxfp8", "mxfp8", True), ("nvfp4", "mxfp8", False), ("mxfp4", "16bit", False)):
+        ue8m0 = "fp8_group128_ue8m0"
+        native = {("mxfp8", "mxfp8"), ("mxfp4", ue8m0)}
+        for format, mode in native | {("fp8_block128", ue8m0), ("nvfp4", "mxfp8"), ("mxfp4", "16bit")}:
             config = Triton().configure(seed_problem(format, activations=mode), here, 8192)
-            assert config.block_scaled == (expected and mxfp8)
+            assert config.block_scaled == (expected and (format, mode) in native)
 
     def test_tiles_widen_with_tokens(self) -> None:
         backend, problem, h200 = Triton(), seed_problem(), machine("h200")

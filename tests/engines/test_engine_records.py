@@ -177,11 +177,18 @@ def test_times_stand_above_the_floor(tmp_path: Path) -> None:
     assert megabytes / 5 < float(least) < megabytes / 4
 
 
+def test_loading_stands_beside_the_others(tmp_path: Path) -> None:
+    common = {"case": "c", "layers": 4, "eager": True}
+    loaded = {"load_s": 5.91, "ready_s": 29.0, "load_peak_bytes": 9.28e9, "loaded_bytes": 7.48e9}
+    rows = [common | loaded | {"experts": "polymoe"}, common | {"experts": "auto", "error": "KeyError: a"}]
+    table = engines_document.loading(written(tmp_path / "r", *rows), "SGLang").splitlines()
+    assert table[2:] == ["| `c`, 4 layers | polymoe | 5.9 | 29.0 | 9.3 | 7.5 |"]
+
+
 def test_no_records_are_no_table(tmp_path: Path) -> None:
-    assert {
-        table(tmp_path / "none", "SGLang")
-        for table in (engines_document.answers, engines_document.speed, engines_document.steps)
-    } == {"Not run yet.\n"}
+    document = engines_document
+    tables = (document.answers, document.speed, document.steps, document.loading)
+    assert {table(tmp_path / "none", "SGLang") for table in tables} == {"Not run yet.\n"}
 
 
 def test_dummy_weights_of_sglang_leave_experts_on_the_cpu_to_polymoe(monkeypatch: pytest.MonkeyPatch) -> None:

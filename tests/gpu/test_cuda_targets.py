@@ -10,15 +10,13 @@ import torch
 from polymoe.backends.cuda.config import CudaConfig
 from polymoe.backends.cuda.runner import CudaRunner
 from polymoe.backends.reference import run_experts
-from polymoe.kernels.cuda.sizes import W4_FORMATS, W4A16_MMA, W4A16_MMA_TILED
+from polymoe.kernels.cuda.sizes import W4_FORMATS, W4A16_MMA, W4A16_MMA_TILED, W8A16_MMA
 from polymoe.kernels.cuda.targets import SM90, Target
 from polymoe.numerics import TOLERANCE, relative_error
 from polymoe.routing import Routing
 from support.cuda_calls import need_sm90, pack, same_experts
 from support.cuda_targets import TEST_TARGETS
 from support.problems import problem_of, random_call
-
-CONFIGS = [CudaConfig("w4a16_mma", rows, 64) for rows in W4A16_MMA.tiles]
 
 
 def need(target: Target) -> None:
@@ -29,7 +27,7 @@ def need(target: Target) -> None:
 
 
 @pytest.mark.parametrize("target", TEST_TARGETS.values(), ids=lambda target: target.name)
-@pytest.mark.parametrize("format", W4_FORMATS)
+@pytest.mark.parametrize("format", [*W4_FORMATS, "mxfp8"])
 @pytest.mark.parametrize(
     ("hidden", "intermediate", "gated", "top_k"),
     [(4096, 2048, True, 3), (1024, 2688, False, 5), (7168, 256, True, 4), (336, 592, True, 1), (16, 16, False, 1)],
@@ -40,7 +38,7 @@ def test_same_bits_in_any_configuration(
     """Where K has more than 256 and at most 512 columns, kernels with less shared memory add them in another order."""
     need(target)
     weights = same_experts(format, hidden=hidden, intermediate=intermediate, gated=gated, bias=True, experts=5)
-    problem = problem_of(weights)
+    problem, family = problem_of(weights), W8A16_MMA if format == "mxfp8" else W4A16_MMA
     runners: dict[str, Any] = {
         t.name: CudaRunner(problem, pack(problem, weights, "cuda", t), t) for t in (SM90, target)
     }
@@ -50,10 +48,10 @@ def test_same_bits_in_any_configuration(
         routing.topk_ids_TA[0, 0] = -1
         expected = run_experts(problem, weights, x, routing)
         x, there = x.cuda(), Routing(*(part.cuda() for part in routing))
-        for config in CONFIGS:
+        for config in (CudaConfig(family.name, rows, 64) for rows in family.tiles):
             parts = (("gate_up", hidden), ("down", intermediate))
             if not all(
-                W4A16_MMA.fits(t.budget, format, part, config.block_m, k) for t in (SM90, target) for part, k in parts
+                family.fits(t.budget, format, part, config.block_m, k) for t in (SM90, target) for part, k in parts
             ):
                 continue
             outs = {}

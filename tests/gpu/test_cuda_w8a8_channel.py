@@ -37,7 +37,8 @@ def compare(
     if config.family == "w8a8_channel":  # few rows of few columns: one number of h that fell to the other side shows
         assert relative_error(first, expected) < (TOLERANCE if len(first) > 100 else 2e-2)
         return
-    if activations == "fp8_static":  # of scales that are far from the maximum, one number is more of the whole
+    # Of scales that are far from the maximum, one number is more of the whole; and so it is of a single expert's h.
+    if activations == "fp8_static" or kwargs.get("weight_on") == "input":
         assert relative_error(first, expected) < TOLERANCE
         return
     errors, norms = (first.float() - expected).norm(dim=1), expected.norm(dim=1)

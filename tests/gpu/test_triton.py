@@ -78,6 +78,7 @@ def test_fp8_activations(format: str, mode: str, tokens: int) -> None:
         *((f, "mxfp8") for f in ("mxfp8", "fp8_block128", "mxfp4", "bf16")),
         ("mxfp8", "fp8_token"),
         ("mxfp8", "fp8_group128"),
+        *((f, "fp8_group128_ue8m0") for f in ("mxfp4", "fp8_block128")),
     ],
 )
 def test_mxfp8_weights_and_activations(format: str, mode: str, tokens: int) -> None:
@@ -87,9 +88,14 @@ def test_mxfp8_weights_and_activations(format: str, mode: str, tokens: int) -> N
 
 @pytest.mark.parametrize("tokens", [1, 33, 700])
 @pytest.mark.parametrize(
-    ("format", "gated", "hidden", "intermediate"), [("mxfp4", True, 1024, 512), ("mxfp8", False, 672, 352)]
+    ("format", "mode", "gated", "hidden", "intermediate"),
+    [
+        ("mxfp4", "mxfp8", True, 1024, 512),
+        ("mxfp4", "fp8_group128_ue8m0", True, 1024, 576),
+        ("mxfp8", "mxfp8", False, 672, 352),
+    ],
 )
-def test_block_scaled_mmas(format: str, gated: bool, hidden: int, intermediate: int, tokens: int) -> None:
+def test_block_scaled_mmas(format: str, mode: str, gated: bool, hidden: int, intermediate: int, tokens: int) -> None:
     """On SM120 they are native. Elsewhere Triton converts their operands to bfloat16: the same kernel, other MMAs."""
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU does not convert to E4M3")
@@ -97,7 +103,7 @@ def test_block_scaled_mmas(format: str, gated: bool, hidden: int, intermediate: 
     config = TritonConfig(64, tile, tile, pdl=torch.cuda.get_device_capability() >= (9, 0), block_scaled=True)
     weights = random_experts(format, hidden=hidden, intermediate=intermediate, gated=gated, bias=True)
     call = random_call(tokens, hidden, 5, dtype=torch.bfloat16)
-    on_gpu(weights, *call, activations="mxfp8", config=config)
+    on_gpu(weights, *call, activations=mode, config=config)
 
 
 @pytest.mark.parametrize("format", ["fp8_block128", "fp8_channel"])

@@ -39,7 +39,7 @@ void decode(const uint32_t* codes, const uint32_t* scale_words, uint32_t* out, i
         const typename F::Scales scales = F::scales(scale_words + i * kTileScaleBytes<F> / 4);
         for (int step = 0; step < 4; ++step) {
             uint32_t a[4];
-            dequantize<F>(a, codes[i], F::scale(scales, step));
+            dequantize<F>(a, &codes[i], F::scale(scales, step));
             for (int j = 0; j < 4; ++j) out[(i * 4 + step) * 4 + j] = a[j];
         }
     }

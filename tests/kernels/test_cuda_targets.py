@@ -173,7 +173,7 @@ def test_registers_and_shared_memory(target: Target) -> None:
         assert found
         for name, registers, stack, shared in found:
             assert int(stack) == 0, name
-            if unit.startswith("w4a16_mma"):
+            if unit.startswith(("w4a16_mma", "w8a16_mma")):
                 threads = 384 if unit.startswith("w4a16_mma_tiled") else 576 + target.more_threads
                 assert int(registers) <= 65536 // threads // 8 * 8, name
                 assert int(shared) <= STATIC_BYTES, name

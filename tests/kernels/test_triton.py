@@ -84,6 +84,10 @@ CASES: dict[str, dict[str, Any]] = {
         f"mxfp8, {format}": {"activations": "mxfp8", "format": format, "hidden": 160, "intermediate": 72, "tokens": 5}
         for format in ("mxfp8", "fp8_block128", "mxfp4", "bf16")
     },
+    **{
+        f"ue8m0, {format}": {"activations": "fp8_group128_ue8m0", "format": format, "hidden": 160, "intermediate": 72}
+        for format in ("mxfp4", "fp8_block128")
+    },
     "mxfp8 weights, fp8 rows": {"activations": "fp8_group128", "format": "mxfp8", "hidden": 160},
     "E8M0 scales of blocks": {"format": "fp8_block128", "scale_dtype": "e8m0", "hidden": 256, "intermediate": 160},
     "E8M0 scales of rows": {"format": "fp8_channel", "scale_dtype": "e8m0"},
@@ -118,7 +122,7 @@ CASES: dict[str, dict[str, Any]] = {
             "hidden": 320,
             "tile": tile,
         }
-        for mode in ("fp8_token", "fp8_group128", "mxfp8")
+        for mode in ("fp8_token", "fp8_group128", "fp8_group128_ue8m0", "mxfp8")
         for format, tile in (("mxfp4", [64, 128]), ("fp8_block128", [32, 128]), ("bf16", [64, 64]))
     },
     "fp8, rank of two": {"activations": "fp8_static", "format": "fp8_tensor", "rank": [2, 2]},

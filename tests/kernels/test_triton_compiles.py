@@ -90,7 +90,8 @@ def require_that_it_fits(launch: Launch, sm: int, directory: Path) -> Any:
 def cells() -> Iterator[Any]:
     """Yield what the backend accepts. Narrow tiles hardly depend on the mode: once for each format, and FP8's own.
 
-    MXFP8's activations are in 16 bits when they are multiplied, so they are compiled with MXFP8 weights alone.
+    Activations with power-of-two scales are in 16 bits when they are multiplied: they are compiled with MXFP8 weights
+    alone, and in groups of 32.
     """
     for format in FORMATS:
         for mode in MODES:
@@ -126,11 +127,14 @@ def test_every_cell_compiles_and_fits(format: str, mode: str, sm: int, tokens: i
 
 
 @pytest.mark.skipif(release(triton.__version__) < (3, 7, 1), reason="this Triton has no block-scaled MMA for SM120")
-@pytest.mark.parametrize("format", ["mxfp4", pytest.param("mxfp8", marks=pytest.mark.slow)])
-def test_mxfp8_on_sm120_by_block_scaled_mmas(format: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("format", "mode"),
+    [("mxfp4", "fp8_group128_ue8m0"), *(pytest.param(f, "mxfp8", marks=pytest.mark.slow) for f in ("mxfp4", "mxfp8"))],
+)
+def test_powers_of_two_on_sm120_by_block_scaled_mmas(format: str, mode: str, tmp_path: Path) -> None:
     """Whole columns, and masked ones. Few rows have 16-bit MMAs."""
     for hidden, intermediate in ((4096, 2048), (2880, 720)):
-        layer = meta_layer(format, hidden=hidden, intermediate=intermediate, activations="mxfp8")
+        layer = meta_layer(format, hidden=hidden, intermediate=intermediate, activations=mode)
         gemms = [x for x in launches(*layer, "sm_120", WIDE) if x.name in GEMMS]
         assert [x.name for x in gemms] == ["grouped_gemm_block_scaled"] * 2
         for launch in gemms:

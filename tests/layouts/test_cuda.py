@@ -19,13 +19,15 @@ from support.problems import random_experts
 CPU = torch.device("cpu")
 FOUR_BITS = ["mxfp4", "nvfp4", "int4_g32", "int4_g128"]
 SIZES = [(4096, 16), (2880, 48), (16, 2688), (64, 1536), (64, 336), (192, 192), (80, 208)]
-EVERY = [(format, *sizes) for format in (*FOUR_BITS, "bf16") for sizes in SIZES]
+EVERY = [(format, *sizes) for format in (*FOUR_BITS, "mxfp8", "bf16") for sizes in SIZES]
 EVERY += [("fp8_block128", *sizes) for sizes in ((128, 128), (384, 640), (7168, 256))]
 EVERY += [(format, *sizes) for format in ("fp8_channel", "fp8_tensor") for sizes in ((128, 128), (384, 640))]
 
 
 def layout_of(spec: ExpertsSpec) -> Layout:
-    """The layout for 16-bit activations, or for E4M3 weights."""
+    """The layout for 16-bit activations, or for FP8 weights."""
+    if spec.up.name == "mxfp8":
+        return LAYOUTS["w8a16_fragments"]
     return LAYOUTS[{4: "w4a16_fragments", 8: "w8_fragments", 16: "w16_swizzle128"}[spec.up.bits]]
 
 
@@ -120,7 +122,7 @@ def test_int4_as_gptq_and_awq_store_it(
         assert_same(unpack(packed), weights)
 
 
-@pytest.mark.parametrize("format", [*FOUR_BITS, "bf16", "fp8_block128"])
+@pytest.mark.parametrize("format", [*FOUR_BITS, "mxfp8", "bf16", "fp8_block128"])
 @pytest.mark.parametrize("intermediate", [2048, 2880, 2688, 1536, 336, 672, 736, 192])
 @pytest.mark.parametrize("hidden", [4096, 2880, 7168, 1024])
 def test_hardly_larger_than_the_checkpoint(format: str, hidden: int, intermediate: int) -> None:
@@ -145,12 +147,12 @@ def with_scales(weights: ExpertWeights, byte: int) -> ExpertWeights:
     return ExpertWeights.of([replace(x, gate=fill(x.gate), up=fill(x.up), down=fill(x.down)) for x in weights])
 
 
-@pytest.mark.parametrize("format", FOUR_BITS)
+@pytest.mark.parametrize("format", [*FOUR_BITS, "mxfp8"])
 def test_padding_belongs_to_no_weight(format: str) -> None:
     weights = every_byte(format, 80, 208)
     packed = pack(weights)
     # Every bit of the scales differs between these two: what is equal is padding.
-    low, high = {"mxfp4": (0, 51), "nvfp4": (1, 15)}.get(format, (0, 255))
+    low, high = {"mxfp4": (0, 51), "mxfp8": (0, 51), "nvfp4": (1, 15)}.get(format, (0, 255))
     low_packed, high_packed = (pack(with_scales(weights, b)).tensors for b in (low, high))
     for name in ("up.scales", "down.scales"):
         padding = ~(low_packed[name] ^ high_packed[name])
@@ -345,7 +347,7 @@ def test_e4m3_codes_are_registers_of_the_a_operand(gated: bool) -> None:
     assert torch.equal(found, torch.cat([part.flatten() for part in scales if part is not None]))
 
 
-@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "bf16", "fp8_block128"])
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "mxfp8", "bf16", "fp8_block128"])
 def test_tensors_without_memory_have_the_same_shapes(format: str) -> None:
     """For tuning, which compiles in other processes."""
     weights = every_byte(format, *((128, 256) if format == "fp8_block128" else (80, 208)))
@@ -355,8 +357,9 @@ def test_tensors_without_memory_have_the_same_shapes(format: str) -> None:
     assert {n: (t.shape, t.dtype) for n, t in there.items()} == {n: (t.shape, t.dtype) for n, t in here.items()}
 
 
-def test_scales_that_no_kernel_decodes_are_refused() -> None:
-    weights = with_scales(every_byte("mxfp4", 64, 32), 152)
+@pytest.mark.parametrize("format", ["mxfp4", "mxfp8"])
+def test_scales_that_no_kernel_decodes_are_refused(format: str) -> None:
+    weights = with_scales(every_byte(format, 64, 32), 152)
     assert_same(unpack(pack(weights)), weights)
     with pytest.raises(FormatError, match=r"expert 0 up scales.*2\*\*25.*2\*\*26") as error:
         pack(with_scales(weights, 153))
@@ -395,6 +398,8 @@ def test_negative_e4m3_scales_are_refused() -> None:
 def test_other_sizes_and_formats_are_refused_with_every_reason() -> None:
     found = LAYOUTS["w4a16_fragments"].check(spec_of("fp16", 100, 40))
     assert [r.what for r in found] == ["gate elements", "up elements", "down elements", "H", "F"]
+    found = LAYOUTS["w8a16_fragments"].check(spec_of("fp8_block128", 64, 40))
+    assert [r.what for r in found] == ["gate scales", "up scales", "down scales", "F"]
     found = LAYOUTS["w8_fragments"].check(spec_of("mxfp8", 64, 128))
     assert [r.what for r in found] == ["gate scales", "up scales", "down scales", "H"]
     mixed = replace(spec_of("mxfp4", 64, 128), down=FORMATS["bf16"].encoding)

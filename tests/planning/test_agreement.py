@@ -5,15 +5,18 @@ from __future__ import annotations
 import multiprocessing
 import re
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from polymoe.errors import PlanError
+from polymoe.planning import agreement
 from polymoe.planning.agreement import require_agreement
 from polymoe.planning.selection import Selection
 from support.problems import problem_of, random_experts
@@ -122,6 +125,9 @@ def _rank(rank: int, store: str, role: str, out: Any) -> None:
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
         try:
+            if role == "absent":
+                time.sleep(3)
+                raise PlanError("absent")
             require_agreement(selected(role=role), dist.group.WORLD, "layer 3")
             out.put((rank, ""))
         except PlanError as error:
@@ -131,8 +137,9 @@ def _rank(rank: int, store: str, role: str, out: Any) -> None:
         out.put((rank, traceback.format_exc()))
 
 
-@pytest.mark.parametrize("roles", [("mixed", "mixed"), ("mixed", "decode")])
-def test_two_processes(tmp_path: Path, roles: tuple[str, str]) -> None:
+@pytest.mark.parametrize("roles", [("mixed", "mixed"), ("mixed", "decode"), ("mixed", "absent")])
+def test_two_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, roles: tuple[str, str]) -> None:
+    monkeypatch.setattr(agreement, "_WAIT", timedelta(seconds=1 if "absent" in roles else 60))
     start = multiprocessing.get_context("fork")
     out = start.Queue()
     ranks = [start.Process(target=_rank, args=(i, tmp_path / "store", role, out)) for i, role in enumerate(roles)]
@@ -143,6 +150,9 @@ def test_two_processes(tmp_path: Path, roles: tuple[str, str]) -> None:
         rank.join(60)
     if roles[0] == roles[1]:
         assert said == {0: "", 1: ""}
+    elif "absent" in roles:
+        assert "expected all ranks of the group to plan it within 1 s, got " in said[0]
+        assert re.search(r"[Rr]ank", said[0].partition(", got ")[2])
     else:
         assert said[0] == said[1]
         assert "rank 1: " in said[0]

@@ -133,14 +133,17 @@ ENGINES = {
     "vllm": Engine(
         "vllm",
         ("0.24.0", "0.26.0", ""),
-        ("vllm/model_executor/layers/", "vllm/model_executor/model_loader/reload/", "vllm/config/"),
+        ("vllm/model_executor/layers/", "vllm/model_executor/model_loader/reload/", "vllm/config/",
+            "vllm/distributed/parallel_state.py",
+        ),
         _vllm,
     ),
     "sglang": Engine(
         "sglang",
         ("0.5.17", ""),
         (
-            f"{_SRT}arg_groups/fields/", f"{_SRT}layers/moe/", f"{_SRT}layers/quantization/", f"{_SRT}plugins/",
+            f"{_SRT}arg_groups/fields/", f"{_SRT}distributed/parallel_state.py", f"{_SRT}layers/moe/",
+            f"{_SRT}layers/quantization/", f"{_SRT}plugins/",
             f"{_SRT}model_executor/model_runner.py", f"{_SRT}model_executor/model_runner_components/",
             f"{_SRT}runtime_context.py", f"{_SRT}server_args.py",
         ),

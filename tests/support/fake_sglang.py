@@ -147,6 +147,19 @@ def swizzle_blockscale(scale: Tensor) -> Tensor:
     return torch.zeros(scale.shape, dtype=torch.uint8)
 
 
+class ScaleParameter(nn.Parameter):
+    """As SGLang's parameters that know their loader, which cannot be changed."""
+
+    def __new__(cls, data: Tensor, weight_loader: Callable[..., None]) -> ScaleParameter:
+        self = super().__new__(cls, data, requires_grad=False)
+        self._weight_loader = weight_loader
+        return self
+
+    @property
+    def weight_loader(self) -> Callable[..., None]:
+        return self._weight_loader
+
+
 class Fp8MoEMethod(FusedMoEMethodBase):
     """FP8 in blocks of 128; like some backends of SGLang, it asks for up before gate."""
 
@@ -166,6 +179,8 @@ class Fp8MoEMethod(FusedMoEMethodBase):
             parameter: Any = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
             parameter.weight_loader = extra_weight_attrs["weight_loader"]
             layer.register_parameter(name, parameter)
+        scale = ScaleParameter(torch.empty(e), extra_weight_attrs["weight_loader"])
+        layer.register_parameter("w2_input_scale", scale)  # which dynamic scales leave unread
         layer.w2_swizzled = nn.Parameter(swizzle_blockscale(layer.w2_weight_scale_inv), requires_grad=False)
 
 
@@ -236,8 +251,13 @@ class WeightUpdater:
 
 
 @contextmanager
-def installed(server: ServerArgs, *, lacking: str = "") -> Iterator[Callable[[], type[FusedMoE]]]:
+def installed(
+    server: ServerArgs, *, lacking: str = "", group: Callable[[bytes], list[bytes]] = lambda mine: [mine, mine]
+) -> Iterator[Callable[[], type[FusedMoE]]]:
     """Put the modules in place, without the function or class called ``lacking``.
+
+    ``group`` stands for the other ranks of layers with several: it returns what each rank says, given what this one
+    does.
 
     Yields a function that applies the hooks that were registered so far, and returns the class of layers.
     """
@@ -253,6 +273,7 @@ def installed(server: ServerArgs, *, lacking: str = "") -> Iterator[Callable[[],
     moe, srt = "sglang.srt.layers.moe", "sglang.srt"
     contents: dict[str, dict[str, Any]] = {
         "sglang.version": {"__version__": "0.5.17"},
+        f"{srt}.distributed.parallel_state": {"get_tp_group": lambda: SimpleNamespace(cpu_group=group)},
         f"{srt}.runtime_context": {"get_server_args": lambda: server},
         f"{srt}.plugins.hook_registry": {"HookRegistry": HookRegistry, "HookType": HookType},
         f"{moe}.fused_moe_triton.layer": {"FusedMoE": layer_class},

@@ -60,9 +60,10 @@ def _sizes(format: str) -> dict[str, int]:
 CELLS = [
     (name, format)
     for name, layout in LAYOUTS.items()
-    for format in ("nvfp4", "mxfp4", "fp8_block128", "bf16", "int4_g32")
+    for format in ("nvfp4", "mxfp4", "mxfp8", "fp8_block128", "bf16", "int4_g32")
     if name != "natural" or format in ("nvfp4", "bf16")
     if format != "int4_g32" or name == "flashinfer_trtllm_int4"
+    if format != "mxfp8" or name == "w8a16_fragments"
     if not layout.check(random_experts(format, experts=1, **_sizes(format)).spec)
 ]
 """Names of layouts, each with the formats that it holds."""

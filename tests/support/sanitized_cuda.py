@@ -32,6 +32,7 @@ def main() -> None:
     worst = 0.0
     for format, mode, hidden, intermediate, tokens, top_k in (
         *((format, "16bit", 336, 272, 60, 2) for format in ("mxfp4", "nvfp4", "int4_g128", "bf16")),
+        ("mxfp8", "16bit", 304, 272, 60, 2),
         ("mxfp4", "fp8_group128", 320, 192, 60, 2),
         ("fp8_block128", "fp8_group128", 384, 256, 600, 2),
         ("fp8_block128", "fp8_group128", 384, 256, 600, 1),
@@ -58,7 +59,7 @@ def main() -> None:
     sys.exit(not max(worst, *map(as_on, names)) <= TOLERANCE)
 
 
-def as_on(name: str, formats: tuple[str, ...] = ("mxfp4", "nvfp4", "int4_g32")) -> float:
+def as_on(name: str, formats: tuple[str, ...] = ("mxfp4", "nvfp4", "int4_g32", "mxfp8")) -> float:
     """The kernels as configured for another GPU, where ``scripts/build-kernels --tests`` made them: the worst error.
 
     On all SMs: a CTA's pipeline does not wrap then. Where it does, racecheck reports hazards that are none
@@ -66,14 +67,16 @@ def as_on(name: str, formats: tuple[str, ...] = ("mxfp4", "nvfp4", "int4_g32")) 
     """
     target, worst = TEST_TARGETS[name], 0.0
     for format in formats if target.folder.is_dir() else ():
-        weights = random_experts(format, hidden=592, intermediate=208, gated=format != "nvfp4", bias=True)
+        hidden = 240 if format == "mxfp8" else 592  # one stage, or two
+        weights = random_experts(format, hidden=hidden, intermediate=208, gated=format != "nvfp4", bias=True)
         problem = problem_of(weights)
-        x, routing = random_call(105, 592, 5, 2, torch.bfloat16)
+        x, routing = random_call(105, hidden, 5, 2, torch.bfloat16)
         routing.topk_ids_TA[:100, 0] = 1  # more rows than a work tile has
         expected = run_experts(problem, weights, x, routing)
         runner = CudaRunner(problem, pack(problem, weights, "cuda", target), target)
-        configs = [CudaConfig("w4a16_mma", rows, 64) for rows in W4A16_MMA.tiles]
-        if W4A16_MMA_TILED.name in target.families:
+        family = "w8a16_mma" if format == "mxfp8" else "w4a16_mma"
+        configs = [CudaConfig(family, rows, 64) for rows in W4A16_MMA.tiles]
+        if W4A16_MMA_TILED.name in target.families and format != "mxfp8":
             configs.append(CudaConfig(W4A16_MMA_TILED.name, *W4A16_MMA_TILED.tiles))
         for config in configs:
             out = torch.empty_like(x, device="cuda")

@@ -2,7 +2,8 @@
 
 ``python vllm_engine.py`` reads jobs from stdin, as JSON lines, and answers each with a line: the answers, vLLM's log,
 and the error if there was one. A job: the model's directory, arguments of ``LLM``, environment variables, directories
-to reload weights from, and the number of ranks that run the model on prompts of their own (data parallelism).
+to reload weights from, the number of ranks that run the model on prompts of their own (data parallelism),
+and environment variables of all ranks but the first.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def _child(job: dict[str, Any], log: str, results: Any, rank: int, port: int) ->
     with open(log, "w", buffering=1) as out:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
-        os.environ.update(job.get("environment", {}))
+        os.environ.update(job.get("environment", {}) | (job.get("others", {}) if rank else {}))
         if job.get("ranks", 1) > 1:
             os.environ |= {
                 "VLLM_DP_RANK": str(rank),

@@ -317,8 +317,8 @@ class _Search:
         times: dict[Config, float] = dict(self.times) if lone else {}
         while self.times and not times:  # repeated only if a configuration that was correct is wrong now
             ranked = sorted(self.times, key=self.times.__getitem__)
-            final = ranked[:_FINALISTS]
             close = _CLOSE * self.times[ranked[0]]
+            final = [c for c in ranked[:_FINALISTS] if self.times[c] <= close]
             final += [c for c in preferred if c not in final and self.times.get(c, close + 1) <= close]
             for config in final:
                 if not times or self.tune.clock() < self.end:

@@ -37,7 +37,7 @@ def command(
     role: Role = "mixed",
     backend: Backend = "auto",
     activations: Annotated[
-        Literal["auto", "16bit", "fp8_token", "fp8_group128", "fp8_static", "mxfp8", "nvfp4"],
+        Literal["auto", "16bit", "fp8_token", "fp8_group128", "fp8_group128_ue8m0", "fp8_static", "mxfp8", "nvfp4"],
         typer.Option(help="How the experts' inputs are held; auto is the checkpoint's own recipe on a GPU."),
     ] = "auto",
     batch_invariant: BatchInvariant = False,

@@ -117,7 +117,7 @@ Format = Annotated[
 ]  # fmt: skip
 """``--format`` of a case."""
 Activations = Annotated[
-    Literal["16bit", "fp8_token", "fp8_group128", "fp8_static", "mxfp8", "nvfp4"] | None,
+    Literal["16bit", "fp8_token", "fp8_group128", "fp8_group128_ue8m0", "fp8_static", "mxfp8", "nvfp4"] | None,
     typer.Option(help="How the experts' inputs are held. Default: E4M3 for FP8 weights, else 16bit."),
 ]
 """``--activations`` of the verbs that measure."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from polymoe.errors import PlanError, UnsupportedProblem
@@ -24,15 +25,17 @@ __all__ = ["Gather", "require_agreement"]
 Gather = Callable[[bytes], Sequence[bytes]]
 """Takes the bytes of this rank, and returns those of all ranks in their order. Ranks may have different lengths."""
 
+_WAIT = timedelta(minutes=10)
 _EVERYWHERE = ("polymoe", "runs", "question")
 
 
 def require_agreement(selection: Selection | None, group: ProcessGroup | Gather, where: str = "experts") -> None:
     """Compare this rank's selection with those of all other ranks of its group.
 
-    Every rank of the group has to call it, in the same order of layers, also one that cannot run the experts: a rank
-    that does not call leaves the others waiting. Ranks whose parts of the experts differ in size may have different
-    layouts and configurations, since these depend on it.
+    Every rank of the group has to call it, in the same order of layers, also one that cannot run the experts: for a
+    rank that does not call, the others wait ten minutes in a group of gloo, and in others as long as the group says.
+    Ranks whose parts of the experts differ in size may have different layouts and configurations, since these depend
+    on it.
 
     Args:
         selection: this rank's, with a plan or without; None if this rank does not run these experts with polymoe.
@@ -42,6 +45,8 @@ def require_agreement(selection: Selection | None, group: ProcessGroup | Gather,
     Raises:
         PlanError: on every rank, unless all agree.
     """
+    if not callable(group):
+        _meet(group, where)
     gather = group if callable(group) else _gather_of(group)
     mine = json.dumps(_statement(selection)).encode()
     stated: list[Mapping[str, str]] = [parse_json(content) for content in gather(mine)]
@@ -100,6 +105,23 @@ def _compare(where: str, values: Mapping[int, str]) -> None:
             got="\n  ".join(["different ones:", *found]),
             hint="the same GPUs, versions, variables and tables of measured times everywhere, or one named backend",
         )
+
+
+def _meet(group: ProcessGroup, where: str) -> None:
+    """Wait for the other ranks, where the group can say who is missing."""
+    import torch.distributed as dist
+
+    if dist.get_backend(group) != "gloo":
+        return
+    try:
+        dist.monitored_barrier(group, timeout=_WAIT, wait_all_ranks=True)
+    except RuntimeError as error:
+        raise PlanError(
+            where,
+            expected=f"all ranks of the group to plan it within {_WAIT.total_seconds():.0f} s",
+            got=str(error).strip().splitlines()[0],
+            hint="polymoe on all ranks or on none: the same packages and variables on every host",
+        ) from error
 
 
 def _gather_of(group: ProcessGroup) -> Gather:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from polymoe.engines.serving.log import LayerLog
 from polymoe.engines.serving.settings import EngineSettings
 from polymoe.engines.serving.stand_aside import LayerFacts
 from polymoe.engines.serving.take_over import TakenOver
-from polymoe.errors import UnsupportedProblem
+from polymoe.errors import PlanError, UnsupportedProblem
 from polymoe.verdict import Reasons
 from support.stacked import facts_of
 
@@ -22,7 +23,14 @@ class Method:
     pass
 
 
-def choose(settings: EngineSettings, *, refused: str = "", facts: LayerFacts | None = None, create: Any = None) -> Any:
+def choose(
+    settings: EngineSettings,
+    *,
+    refused: str = "",
+    facts: LayerFacts | None = None,
+    create: Any = None,
+    ranks: Any = None,
+) -> Any:
     reasons = Reasons()
     reasons.need(not refused, refused)
     chooser = LayerChooser("Engine", settings, LayerLog("Engine", "engine.polymoe", settings, ()))
@@ -36,6 +44,7 @@ def choose(settings: EngineSettings, *, refused: str = "", facts: LayerFacts | N
         role="decode",
         load_format="dummy",
         first_rank=True,
+        ranks=ranks,
     )
 
 
@@ -78,3 +87,46 @@ def test_reasons_why_the_engine_keeps_a_layer(
 def test_errors_of_our_own_are_no_reasons() -> None:
     with pytest.raises(AttributeError):
         choose(EngineSettings(), facts="nonsense")  # type: ignore[arg-type]
+
+
+class Ranks:
+    """Two of them, of which one chooses after the other: what the first says is known when the second does."""
+
+    def __init__(self) -> None:
+        self.said: list[bytes] = []
+
+    def __call__(self, mine: bytes) -> list[bytes]:
+        self.said.append(mine)
+        return self.said
+
+
+def test_ranks_that_plan_alike() -> None:
+    ranks = Ranks()
+    for _ in range(2):
+        assert choose(EngineSettings(), ranks=ranks) is not None
+    assert len(ranks.said) == 2
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        ({"settings": EngineSettings(activations="fp8_token")}, "rank 0: .*16bit activations.*rank 1: .*fp8_token"),
+        ({"settings": EngineSettings(role="prefill")}, "rank 1: .*role prefill"),
+        ({"settings": EngineSettings(), "refused": "LoRA"}, "rank 1: polymoe does not run them"),
+        ({"settings": EngineSettings(mode="require"), "refused": "LoRA"}, "rank 1: polymoe does not run them"),
+    ],
+)
+def test_a_rank_that_plans_otherwise_is_refused(other: dict[str, Any], says: str) -> None:
+    ranks = Ranks()
+    choose(EngineSettings(), ranks=ranks)
+    with pytest.raises(PlanError, match=r"layers\.1: expected the same plan on all ranks") as error:
+        choose(**other, ranks=ranks)
+    assert re.search(says, str(error.value), re.DOTALL), error.value
+
+
+def test_ranks_may_have_other_numbers_of_experts() -> None:
+    """Not in a row, so that each rank plans with its own as if they were all."""
+    ranks, facts = Ranks(), facts_of("sums-gpt-oss-mxfp4", first_expert=None, ep=2)
+    few = replace(facts, tensors={n: t[:3] for n, t in facts.tensors.items()})
+    for given in (facts, few):
+        assert choose(EngineSettings(), facts=given, ranks=ranks).plan.mapped

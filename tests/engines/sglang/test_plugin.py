@@ -17,7 +17,7 @@ import polymoe
 from polymoe.activations import Activation, GeGLU, ReLU2, SwiGLU
 from polymoe.engines.sglang import register
 from polymoe.engines.sglang.facts import _activation
-from polymoe.errors import CheckpointError, FormatError, UnsupportedProblem
+from polymoe.errors import CheckpointError, FormatError, PlanError, UnsupportedProblem
 from support import fake_sglang
 from support.fake_sglang import (
     BlockInt8MoEMethod,
@@ -164,6 +164,27 @@ def test_ranks_of_expert_parallelism_add_up(make: Make, monkeypatch: pytest.Monk
     assert torch.allclose(torch.stack(parts).sum(0), expected(x, ids, weights).float(), atol=2e-2, rtol=2e-2)
     with pytest.raises(CheckpointError, match=r"w2_weight: expected all experts on this rank.*got 0 of 1 parts"):
         load(make(5), without=("w2_weight", "w2", 4))
+
+
+def test_a_rank_that_plans_otherwise_is_refused(server: ServerArgs, variables: pytest.MonkeyPatch) -> None:
+    """The user of the second rank leaves the layer to SGLang."""
+    said: list[bytes] = []
+
+    def group(mine: bytes) -> list[bytes]:
+        said.append(mine)
+        return said
+
+    variables.setattr(fake_sglang.FusedMoE, "ranks", (0, 1, 0, 5))
+    for layers in ("1", "0"):
+        variables.setenv("POLYMOE_LAYERS", layers)
+        with fake_sglang.installed(server, group=group) as apply:
+            register()
+            sizes, name = (ABOUT.experts, ABOUT.hidden, ABOUT.intermediate, 1, 2), "model.layers.1.mlp.experts"
+            if layers == "1":
+                apply()(*sizes, Config(Fp8MoEMethod), name)
+                continue
+            with pytest.raises(PlanError, match=r"(?s)rank 0: polymoe runs them.*rank 1: polymoe does not run them"):
+                apply()(*sizes, Config(Fp8MoEMethod), name)
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,14 @@ They were parsed, not run: ``contract.json`` is what ``tests/support/engine_cont
 
 from __future__ import annotations
 
+import ast
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import polymoe
 from polymoe.engines.serving.hooks import Hook
 from polymoe.engines.vllm.hooks import DEEPEP_HOOKS, MODULAR_HOOKS
 from polymoe.engines.vllm.neutral import _PLAIN, _SELECTORS
@@ -41,6 +44,18 @@ def test_functions_that_choose_a_backend_have_a_plain_answer(version: str) -> No
     selectors = CONTRACT[version]["selectors"]
     for name in _SELECTORS:
         assert set(_PLAIN) & set(selectors[name]), (version, name)
+
+
+@pytest.mark.parametrize("version", CONTRACT)
+def test_vllms_own_kernels_are_not_asked_for(version: str) -> None:
+    """Of the functions that make one, ours is the first that a version calls, if it has them."""
+    path = Path(polymoe.__file__).parent / "engines" / "vllm" / "method.py"
+    (ours,) = (node for node in ast.parse(path.read_text()).body if getattr(node, "name", "") == "PackedMethod")
+    theirs = next(attributes for name, attributes in CONTRACT[version]["hooks"].items() if name.endswith("MethodBase"))
+    makers = {"maybe_make_prepare_finalize", "select_gemm_impl"} & set(theirs)
+    assert makers in (set(), {"maybe_make_prepare_finalize", "select_gemm_impl"})
+    defined = {node.name for node in ours.body if isinstance(node, ast.FunctionDef)}
+    assert not makers or "maybe_make_prepare_finalize" in defined
 
 
 @pytest.mark.parametrize("version", CONTRACT)

@@ -43,12 +43,18 @@ def ask() -> Iterator[Ask]:
         assert run.stdout is not None
 
         def ask(
-            model: Path, *, reload: tuple[Path, ...] = (), ranks: int = 1, polymoe: str = "require", **changes: Any
+            model: Path,
+            *,
+            reload: tuple[Path, ...] = (),
+            ranks: int = 1,
+            others: dict[str, str] | None = None,
+            polymoe: str = "require",
+            **changes: Any,
         ) -> dict[str, Any]:
             environment = {"POLYMOE": polymoe, **changes.pop("environment", {})}
             options = {**ONE_PROCESS, **changes} if "tensor_parallel_size" not in changes else changes
             job = {"model": str(model), "options": options, "environment": environment, "reload": [*map(str, reload)]}
-            job["ranks"] = ranks
+            job |= {"ranks": ranks, "others": others or {}}
             run.stdin.write(json.dumps(job) + "\n")  # type: ignore[union-attr]
             run.stdin.flush()  # type: ignore[union-attr]
             return json.loads(run.stdout.readline())  # type: ignore[union-attr]
@@ -124,6 +130,12 @@ def test_two_data_parallel_ranks_answer(ask: Ask, split: dict[str, Any]) -> None
     assert found["others"] == [[SUMS[2:]]]
     (line,) = [line for line in found["log"].splitlines() if "polymoe 0" in line]  # of the first rank only
     assert ("ep=2" if split else "tp=2") in line
+
+
+def test_a_rank_that_plans_otherwise_is_refused(ask: Ask) -> None:
+    found = ask(MODELS / "sums-gpt-oss-mxfp4", ranks=2, others={"POLYMOE_ROLE": "decode"})
+    assert "PlanError: model.layers.0.mlp.experts: expected the same plan on all ranks of the group" in found["error"]
+    assert "role decode" in found["error"]
 
 
 def test_awq_answers_on_two_expert_parallel_ranks(ask: Ask) -> None:

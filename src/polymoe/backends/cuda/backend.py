@@ -55,8 +55,8 @@ _FORMATS = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in 
 class Cuda(BackendBase):
     """Runs experts as grouped GEMMs on tensor cores.
 
-    Weights and rows of x are: 4-bit or bfloat16 weights with bfloat16 rows; MXFP4 weights with E4M3 rows; or E4M3
-    weights with E4M3 rows, scaled by block or by row, which are multiplied in float16 for few rows and in E4M3 for
+    Weights and rows of x are: 4-bit, MXFP8 or bfloat16 weights with bfloat16 rows; MXFP4 weights with E4M3 rows; or
+    E4M3 weights with E4M3 rows, scaled by block or by row, which are multiplied in float16 for few rows and in E4M3 for
     many. Calls can be captured in CUDA graphs, and repeated calls are bitwise identical. For batch-invariant results,
     the kernels for many rows run at every token count, for E4M3 weights those that multiply in float16.
     """
@@ -126,20 +126,22 @@ class Cuda(BackendBase):
     def tuning_configs(
         self, problem: Problem, machine: Machine, tokens: int, timed: Sequence[tuple[Config, float]] = ()
     ) -> Sequence[Config]:
-        """Return all configurations that fit in shared memory, :meth:`configure`'s first.
+        """Return all configurations that fit in shared memory: :meth:`configure`'s, then those whose tiles are not much
+        narrower or wider than the mean number of rows of the experts that have any.
 
         Families that can be checked only with many tokens are left out for fewer.
         """
         if timed:
             return ()
-        found = [self.configure(problem, machine, tokens)]
+        rows, found = cost(problem, machine.device, tokens).mean_rows, []
         for family in _families(problem, machine):
             if family.check_tokens > max(tokens, 8):
                 continue
             found += _configs(problem, machine, family)
             if family.shorter:
                 found.append(CudaConfig(family.name, family.shorter.block_m, 0, family.shorter.instead))
-        return tuple(dict.fromkeys(found))
+        found.sort(key=lambda c: not min(rows, 100) / 1.5 <= c.block_m <= max(64, 16 * rows))
+        return tuple(dict.fromkeys([self.configure(problem, machine, tokens), *found]))
 
     def predict(self, problem: Problem, machine: Machine, tokens: int) -> Prediction:
         """Return the sum of the times for memory, math and launches, at rates fitted to measurements on one H200.

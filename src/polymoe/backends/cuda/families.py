@@ -184,6 +184,22 @@ _ALL = (
         Rates(0.96, 0.65, 20.0), gated_only=True, output_weight_only=True, wider_down=True,
         narrow=((128, 32), (128, 64)),
     ),
+    # Weights of 8 bits in the kernels of 4 bits, whose choices they have. Rates of the first: fitted to 1 to 64 tokens
+    # of Qwen3-235B; others are those of 4 bits.
+    KernelFamily(
+        sizes.W8A16_MMA, (UNQUANTIZED,), "w8a16_fragments", launch.MmaCall,
+        (Choice(4.4, 8, 64),), Rates(0.94, 0.45, 8.0, rows=16), batch_invariant=False,
+        rates_sm80=Rates(0.6, 0.45, 14.0, rows=16),
+    ),
+    KernelFamily(
+        sizes.W8A16_WGMMA, (UNQUANTIZED,), "w8a16_fragments", launch.TiledCall,
+        (
+            Choice(7.0, 32), Choice(29.0, 128, narrow_m=32), Choice(115.0, 128, narrow_m=64),
+            Choice(_INF, 256, narrow_m=64),
+        ),
+        Rates(0.96, 0.95, 20.0), wider_down=True, narrow=((128, 32), (128, 64), (256, 64)),
+        shorter=ShorterTiles(32, 64, 1.2),
+    ),
     # Fitted to 1 to 8192 tokens of Qwen3-235B TP4 (up to 512 rows).
     KernelFamily(
         sizes.BF16, (UNQUANTIZED,), "w16_swizzle128", launch.GatheredCall,
@@ -235,8 +251,8 @@ FAMILIES: dict[str, KernelFamily] = {family.name: family for family in _ALL}
 def format_of(encoding: Encoding) -> str | None:
     """Return the name of the kernels' format for this encoding, or None.
 
-    A global scale per expert is always optional. Scales of 8-bit weights may have any dtype and those of INT4 bfloat16
-    or float16; the layout converts them. Kernels for one scale a row also take one for the matrix.
+    A global scale per expert is always optional. Scales of INT4 may be bfloat16 or float16, those of FP8 of any dtype;
+    the layout converts them. MXFP8's are E8M0. Kernels for one scale a row also take one for the matrix.
     """
     granularity = PerChannel() if encoding.granularity == PerTensor() else encoding.granularity
     for name in dict.fromkeys(name for family in _ALL for name in family.formats):
@@ -247,7 +263,7 @@ def format_of(encoding: Encoding) -> str | None:
             encoding.zero_points,
         )
         dtypes = {"bfloat16", "float16"} if own.element == "int4" else {own.scale_dtype}
-        if same and (encoding.scale_dtype in dtypes or own.bits == 8):
+        if same and (encoding.scale_dtype in dtypes or own.scale_dtype == "float32"):
             return name
     return None
 

@@ -3,7 +3,8 @@
 Four launches: permute (which also converts x to operand order), gate and up with the activation, down, finalize. With
 split-K or quantized activations, a fifth launch after gate and up adds up the parts and rounds to E4M3. Weights are
 decoded in registers. MMAs have 16-bit operands: 16 bits hold every E4M3 number, and Hopper's FP8 tensor cores
-accumulate too coarsely. On SM120, MXFP8 activations have block-scaled MMAs of E4M3 where experts have many rows.
+accumulate too coarsely. On SM120, activations with power-of-two scales have block-scaled MMAs of E4M3 where experts
+have many rows.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ class Triton(BackendBase):
                 exact, expected = encoding.element != "int4", "an element that 16 bits hold exactly"
                 reasons.need(exact, f"{projection} weights with FP8 activations", expected, encoding.element)
                 if problem.activations.scale_dtype == "e8m0":
-                    exact, expected = encoding.element != "fp16", "an element that bfloat16 holds exactly"
-                    reasons.need(exact, f"{projection} weights with MXFP8 activations", expected, encoding.element)
+                    what, exact = f"{projection} weights with {problem.activations}", encoding.element != "fp16"
+                    reasons.need(exact, what, "an element that bfloat16 holds exactly", encoding.element)
         if spec.gate is not None:
             both = ", ".join(f"{e.name} with scales {e.scale_dtype}" for e in (spec.gate, spec.up))
             reasons.need(spec.gate == spec.up, "gate and up", "one encoding", both)

@@ -81,8 +81,8 @@ class TritonConfig(Config):
         down: tile of the down projection.
         tail_block_m: a work tile with at most this many rows is computed only this wide; 0 turns that off.
         pdl: whether kernels use programmatic dependent launch (SM90 and newer).
-        block_scaled: whether MMAs take E4M3 codes and E8M0 scales of weights and x, not 16-bit operands (SM120, MXFP8
-            activations). Such tiles split no K, and are computed in full.
+        block_scaled: whether MMAs take E4M3 codes and E8M0 scales of weights and x, not 16-bit operands (SM120,
+            activations with power-of-two scales). Such tiles split no K, and are computed in full.
     """
 
     block_m: int = 16

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -56,7 +56,9 @@ class TritonRunner(RunnerBase):
         self.activation, self.no_activation = activation_arguments(problem.activation), activation_arguments(None)
         mode = mode_of(problem.activations)
         scales = [packed.tensors[f"{p}_input_scale"] if mode == "static" else None for p in ("gate_up", "down")]
-        self.x_quantization, self.h_quantization = (Quantization(mode, static_E) for static_E in scales)
+        self.x_quantization, self.h_quantization = (
+            Quantization(mode, static_E, problem.activations.group_columns) for static_E in scales
+        )
         self.gemms: dict[tuple[int, str, torch.dtype], _Gemm] = {}
 
     @property
@@ -150,7 +152,7 @@ class TritonRunner(RunnerBase):
 
         x = None
         if converted is not None:
-            x = Operand.of(memory["x"], memory.get("x_scales"), planes, converted.mode)
+            x = Operand.of(memory["x"], memory.get("x_scales"), planes, converted)
         permutation = permute(
             memory["permutation"], ids_TA, first_expert, experts, config.block_m, x_TH, x, x_quantization, pdl=pdl
         )
@@ -164,7 +166,7 @@ class TritonRunner(RunnerBase):
             # one in a hundred E4M3 values would differ from the reference.
             self._gemm("up", values, scales, parts, weights_TA, permutation, config, 1 if static else top_k)
             h_planes = 1 if config.block_scaled else self.down.planes
-            h = Operand.of(memory["h"], memory.get("h_scales"), h_planes, h_quantization.mode)
+            h = Operand.of(memory["h"], memory.get("h_scales"), h_planes, h_quantization)
             activation = self.activation if config.up.split_k > 1 else self.no_activation
             rows = permutation.permuted_to_expanded_R
             ids = ids_TA.contiguous()
@@ -180,7 +182,7 @@ class TritonRunner(RunnerBase):
 
     def _rounding(self, quantization: Quantization, config: TritonConfig) -> Quantization:
         """Return how an input is rounded: where MMAs take E8M0 scales, to codes beside their scales."""
-        return Quantization("mx_codes") if config.block_scaled else quantization
+        return replace(quantization, mode="mx_codes") if config.block_scaled else quantization
 
     def _operands(self, x_dtype: torch.dtype, config: TritonConfig) -> tuple[torch.dtype, torch.dtype]:
         """Return the dtypes of the MMA operands of both GEMMs for x in ``x_dtype``."""
@@ -216,20 +218,20 @@ class TritonRunner(RunnerBase):
         words = permutation_words(rows, spec.local_experts, config.block_m)
         found: Buffers = {"permutation": ((words,), torch.int32)}
 
-        def add(name: str, rows: int, columns: int, dtype: torch.dtype, mode: str) -> None:
-            values, scales = Operand.shapes(rows, columns, mode)
+        def add(name: str, rows: int, columns: int, dtype: torch.dtype, to: Quantization) -> None:
+            values, scales = Operand.shapes(rows, columns, to)
             found[name] = values, dtype
             if scales is not None:
-                found[f"{name}_scales"] = scales, torch.uint8 if mode == "mx_codes" else torch.float32
+                found[f"{name}_scales"] = scales, torch.uint8 if to.mode == "mx_codes" else torch.float32
 
         if converted is not None:
             x_rows = rows if converted.mode == "static" else tokens
-            add("x", x_rows, spec.hidden, operands[0], converted.mode)
+            add("x", x_rows, spec.hidden, operands[0], converted)
         if self._adds_parts(config):
             split = config.up.split_k
             matrices = 2 if split > 1 and spec.gated else 1
             found["parts"] = (split, matrices, rows, spec.intermediate), torch.float32
-        add("h", rows, spec.intermediate, operands[1], self._rounding(self.h_quantization, config).mode)
+        add("h", rows, spec.intermediate, operands[1], self._rounding(self.h_quantization, config))
         # Finalize adds rows over choices and split-K parts. They stay float32 while they are few.
         exact = rows <= 4096 or operands[1] == torch.float32
         y_type = torch.bfloat16 if config.block_scaled else operands[1]
@@ -346,6 +348,7 @@ class TritonRunner(RunnerBase):
             "GATED": up and problem.spec.gated,
             **(self.activation if up else self.no_activation),
             "E2M1": matrix.encoding.element == "e2m1",
+            "X_GROUP": problem.activations.group_columns,
             "PLAIN": self.device.type == "cpu",
             "BIAS": problem.spec.bias,
             "ROUTER_WEIGHT_ON_INPUT": up and problem.weight_on == "input",

@@ -85,14 +85,15 @@ def scales_in_loop(encoding: Encoding) -> bool:
 
 
 def block_scaled(problem: Problem, machine: Machine) -> bool:
-    """Whether MMAs can take E8M0 scales: MXFP8 activations, and weights that E4M3 and these scales hold, on SM120."""
-    g, least = problem.activations.granularity, _BLOCK_SCALED_TRITON.get(machine.device.sm)
+    """Whether MMAs can take E8M0 scales: power-of-two scales of activations, and weights that E4M3 and E8M0 scales for
+    32 columns hold, on SM120."""
+    least = _BLOCK_SCALED_TRITON.get(machine.device.sm)
     return (
         least is not None
         and release(machine.packages.get("triton", "")) >= least
         and problem.activations.scale_dtype == "e8m0"
         and all(
-            e.element in ("e2m1", "e4m3") and e.scale_dtype == "e8m0" and e.granularity == g
+            e.element in ("e2m1", "e4m3") and e.scale_dtype == "e8m0" and e.granularity == PerGroup(1, 32)
             for e in problem.spec.encodings.values()
         )
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from polymoe.backends import BACKENDS
 from polymoe.engines.serving.log import LayerLog
@@ -13,13 +13,36 @@ from polymoe.engines.serving.stand_aside import LayerFacts, LayerPlan, judge_lay
 from polymoe.engines.serving.take_over import TakenOver, take_over
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import Machine
+from polymoe.planning.agreement import Gather, require_agreement
+from polymoe.planning.selection import Selection
 from polymoe.problem import Problem
 from polymoe.runtime import PlanRequest
-from polymoe.verdict import Reason, Reasons
+from polymoe.verdict import Reason, Reasons, Rejected
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["LayerChooser", "machine_of"]
 
 Created = TypeVar("Created")
+
+
+class _Judged(NamedTuple):
+    """A layer that polymoe runs, and the engine's method for it."""
+
+    plan: LayerPlan
+    facts: LayerFacts
+    method: Any
+    instead: str
+    request: PlanRequest
+
+    @property
+    def shared(self) -> Selection:
+        """The selection as other ranks see it: of experts that this rank plans as if they were all, their number."""
+        plan = self.plan
+        if not plan.mapped:
+            return plan.selection
+        return replace(plan.selection, problem=replace(plan.problem, spec=plan.experts.spec(self.facts.experts)))
 
 
 class LayerChooser:
@@ -47,8 +70,11 @@ class LayerChooser:
         role: str,
         load_format: str,
         first_rank: bool,
+        ranks: ProcessGroup | Gather | None = None,
     ) -> Any:
         """Return a method that polymoe has taken over, or None if the engine keeps the layer; the log says why.
+
+        Every rank of ``ranks`` has to call it, in the same order of layers.
 
         Args:
             where: the layer's name.
@@ -62,37 +88,47 @@ class LayerChooser:
             role: the engine's, unless the user says otherwise.
             load_format: the engine's.
             first_rank: whether this process speaks for all ranks.
+            ranks: those that share the layer's experts, if there are several.
 
         Raises:
+            PlanError: unless all of ``ranks`` plan alike.
             UnsupportedProblem: if polymoe cannot run the layer and the user requires it.
             ArgumentError: for an unknown backend, role or kind of activations in the user's settings.
         """
-        reasons = tuple(refused.found)
-        if not reasons:
-            request = PlanRequest(
-                machine_of(device), self.settings.role or role, self.settings.backend, BACKENDS, LAYOUTS
-            )
-            try:
-                created = create()
-            except Exception as error:  # the engine says so itself when it makes the layer
-                expected = f"a layer that {self.engine}'s method takes"
-                reasons = (Reason(type(error).__name__, expected, str(error)),)
-            else:
-                method, facts, instead = describe(created)
-                verdict = judge_layer(facts, request, self.settings)
-                if isinstance(verdict, LayerPlan):
-                    return take_over(
-                        method,
-                        base,
-                        verdict,
-                        request,
-                        dummy=load_format == "dummy",
-                        first_of_its_kind=self._first_of_its_kind,
-                        on_packed=lambda packed, module: self.log.packed(packed, module, instead, first_rank),
-                    )
-                reasons = verdict.reasons
-        self.log.stand_aside(where, reasons, first_rank)
-        return None
+        judged: Rejected | _Judged = Rejected(tuple(refused.found))
+        if not refused.found:
+            role = self.settings.role or role
+            request = PlanRequest(machine_of(device), role, self.settings.backend, BACKENDS, LAYOUTS)
+            judged = self._judge(create, describe, request)
+        if ranks is not None:
+            require_agreement(judged.shared if isinstance(judged, _Judged) else None, ranks, where)
+        if isinstance(judged, Rejected):
+            self.log.stand_aside(where, judged.reasons, first_rank)
+            return None
+        instead = judged.instead
+        return take_over(
+            judged.method,
+            base,
+            judged.plan,
+            judged.request,
+            dummy=load_format == "dummy",
+            first_of_its_kind=self._first_of_its_kind,
+            on_packed=lambda packed, module: self.log.packed(packed, module, instead, first_rank),
+        )
+
+    def _judge(
+        self,
+        create: Callable[[], Created],
+        describe: Callable[[Created], tuple[Any, LayerFacts, str]],
+        request: PlanRequest,
+    ) -> Rejected | _Judged:
+        try:
+            created = create()
+        except Exception as error:  # the engine says so itself when it makes the layer
+            return Rejected((Reason(type(error).__name__, f"a layer that {self.engine}'s method takes", str(error)),))
+        method, facts, instead = describe(created)
+        verdict = judge_layer(facts, request, self.settings)
+        return verdict if isinstance(verdict, Rejected) else _Judged(verdict, facts, method, instead, request)
 
     def _first_of_its_kind(self, plan: LayerPlan) -> bool:
         new = plan.problem not in self._packed

@@ -26,6 +26,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook("sglang.srt.plugins.hook_registry", "HookRegistry.register", ("cls", "target", "hook", "hook_type")),
     Hook("sglang.srt.plugins.hook_registry", "HookType", ("AFTER", "AROUND", "BEFORE")),
     Hook("sglang.srt.runtime_context", "get_server_args", ()),
+    Hook("sglang.srt.distributed.parallel_state", "get_tp_group", ()),
     Hook(_LAYER, "FusedMoE.__init__", ("self", "hidden_size", "intermediate_size", "quant_config", "prefix")),
     Hook(_LAYER, "FusedMoE.weight_loader",
          ("self", "param", "loaded_weight", "weight_name", "shard_id", "expert_id")),

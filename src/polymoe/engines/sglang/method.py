@@ -61,8 +61,9 @@ class PackedExpertsMethod(TakenOver):
         self.device = torch.empty(0).device  # SGLang makes models with their device as the default one
         unread = self.note_created(create_tensors(super().create_weights, layer, "cpu", **given))  # type: ignore[misc]
         for name in unread:  # loaded by name
-            _empty(layer, name)
-            layer._parameters[name].weight_loader = _discard
+            empty = nn.Parameter(torch.empty(0), requires_grad=False)
+            empty.weight_loader = _discard  # type: ignore[attr-defined]
+            layer.register_parameter(name, empty)
         # From 0.5.23 on, SGLang moves what it finds new in a layer to the device of what was there, if that was one.
         layer.register_buffer("packed_on", torch.empty(0), persistent=False)
         self.done = False

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from sglang.srt.distributed.parallel_state import get_tp_group  # pyright: ignore
 from sglang.srt.layers.moe.topk import TopK, TopKOutputFormat  # pyright: ignore
 from sglang.srt.layers.moe.utils import get_moe_runner_backend  # pyright: ignore
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pyright: ignore
@@ -118,6 +119,7 @@ class LayerHooks(LayerChooser):
             asked: the sizes that the model asked for.
 
         Raises:
+            PlanError: unless all ranks that share the layer's experts plan alike.
             UnsupportedProblem: if polymoe cannot run the layer and the user requires it.
         """
         server = get_server_args()
@@ -132,11 +134,17 @@ class LayerHooks(LayerChooser):
             role=role_of(server),
             load_format=str(getattr(server.load_format, "value", server.load_format)),
             first_rank=_first_rank(layer),
+            ranks=_ranks(layer),
         )
         if ours is None:
             return method
         ours.unfinished = self.unfinished
         return ours
+
+
+def _ranks(layer: Any) -> Any:
+    """The group of the ranks that share a layer's experts; None for one."""
+    return None if layer.moe_tp_size * layer.moe_ep_size == 1 else get_tp_group().cpu_group
 
 
 def _first_rank(layer: Any) -> bool:

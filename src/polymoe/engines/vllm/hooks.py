@@ -66,6 +66,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook(f"{_MOE}.config", "FusedMoEQuantConfig.make", ()),
     Hook(f"{_MOE}.activation", "MoEActivation", ("SILU", "SWIGLUOAI")),
     Hook("vllm.config", "get_current_vllm_config", ()),
+    Hook("vllm.distributed.parallel_state", "get_ep_group", ()),
 )  # fmt: skip
 """What the plug-in uses. Attributes that a version may lack are read with a default, and are not here."""
 

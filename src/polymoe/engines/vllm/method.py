@@ -96,6 +96,12 @@ class PackedMethod(TakenOver):
             self.moe_kernel = modular_kernel(self, layer)
         setattr(layer, _DONE, True)
 
+    def maybe_make_prepare_finalize(self, *_: Any, **__: Any) -> None:
+        """Return None, so that vLLM's runner gathers the tokens of all ranks itself.
+
+        Versions such as 0.26 ask with data and expert parallelism, and would make a kernel of their own of the layer.
+        """
+
     def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig:
         """vLLM's kernels get nothing from here."""
         return FusedMoEQuantConfig.make()

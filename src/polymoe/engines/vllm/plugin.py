@@ -69,6 +69,7 @@ class MethodChooser(LayerChooser):
             make: makes vLLM's own method.
 
         Raises:
+            PlanError: unless all ranks that share the layer's experts plan alike.
             UnsupportedProblem: if polymoe cannot run the layer and the user requires it.
         """
         from vllm.config import get_current_vllm_config  # pyright: ignore
@@ -102,6 +103,7 @@ class MethodChooser(LayerChooser):
             role=role_of(config),
             load_format=str(getattr(config.load_config, "load_format", "auto")),
             first_rank=_first_rank(moe),
+            ranks=_ranks(moe),
         )
         return make() if ours is None else ours
 
@@ -116,6 +118,16 @@ def _batch_invariant() -> bool:
     import vllm.envs as envs  # pyright: ignore
 
     return bool(envs.VLLM_BATCH_INVARIANT)
+
+
+def _ranks(moe: Any) -> Any:
+    """The group of the ranks that share a layer's experts: of tensor, data and expert parallelism; None for one."""
+    from vllm.distributed.parallel_state import get_ep_group  # pyright: ignore
+
+    parallel = moe.moe_parallel_config
+    # With load balancing, which polymoe leaves to vLLM, the group may be one that torch does not know.
+    alone = parallel.tp_size * parallel.ep_size == 1 or parallel.enable_eplb
+    return None if alone else get_ep_group().cpu_group
 
 
 def _first_rank(moe: Any) -> bool:

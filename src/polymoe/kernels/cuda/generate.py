@@ -86,7 +86,7 @@ def unit_source(family: FamilySizes, format: str, cvt: bool = False) -> str:
             for variant, numbers in choices:
                 cpp = sizes and (sizes.cvt if cvt else sizes.cpp)
                 format_argument = [family.scales] if family.scales else []
-                format_argument += [cpp] if cpp and len(family.formats) > 1 else []
+                format_argument += [cpp] if cpp and (len(family.formats) > 1 or family.source) else []
                 arguments = ", ".join([*format_argument, PARTS[part], *map(str, numbers)])
                 name, threads = family.kernel(part, block_m, variant), family.threads(block_m)
                 lines.append(f"{macro}({name}, {threads}, {source}_gemm<{arguments}>)")

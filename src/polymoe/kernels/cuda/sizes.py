@@ -34,13 +34,15 @@ __all__ = [
     "W8A8_F16_CHANNEL",
     "W8A8_MMA",
     "W8A8_MMA_CHANNEL",
+    "W8A16_MMA",
+    "W8A16_WGMMA",
     "Budget",
     "CtaTile",
     "FamilySizes",
     "FewRowsFamilySizes",
     "MmaFamilySizes",
     "Pipeline",
-    "W4Format",
+    "WeightFormat",
     "e4m3_row_bytes",
     "round_up",
 ]
@@ -85,33 +87,35 @@ def e4m3_row_bytes(columns: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class W4Format:
-    """A 4-bit format as the w4a16 kernels read it.
+class WeightFormat:
+    """A format as the kernels with bfloat16 or E4M3 rows read it.
 
     Attributes:
         cpp: name of its C++ type in ``dequant/``.
-        scale_bytes: bytes of scales for 64 rows and ``scale_blocks`` times 64 columns of weights.
-        scale_blocks: blocks of 64 columns that share a block of scales.
+        scale_bytes: bytes of scales for 64 rows and ``scale_blocks`` times ``columns`` columns of weights.
+        scale_blocks: blocks of ``columns`` columns that share a block of scales.
         cvt: the C++ type where a GPU converts its codes and scales by instructions; empty if none does.
+        columns: columns of a block, which with 64 rows is 2 KiB of codes.
     """
 
     cpp: str
     scale_bytes: int
     scale_blocks: int
     cvt: str = ""
+    columns: int = 64
 
 
-W4_FORMATS: dict[str, W4Format] = {
-    "mxfp4": W4Format("Mxfp4", 128, 1, "Mxfp4Cvt"),
-    "nvfp4": W4Format("Nvfp4", 256, 1, "Nvfp4Cvt"),
-    "int4_g32": W4Format("Int4<32>", 256, 1),
-    "int4_g128": W4Format("Int4<128>", 128, 2),
-    "int4_g32_zp": W4Format("Int4<32, true>", 512, 1),
-    "int4_g128_zp": W4Format("Int4<128, true>", 256, 2),
+W4_FORMATS: dict[str, WeightFormat] = {
+    "mxfp4": WeightFormat("Mxfp4", 128, 1, "Mxfp4Cvt"),
+    "nvfp4": WeightFormat("Nvfp4", 256, 1, "Nvfp4Cvt"),
+    "int4_g32": WeightFormat("Int4<32>", 256, 1),
+    "int4_g128": WeightFormat("Int4<128>", 128, 2),
+    "int4_g32_zp": WeightFormat("Int4<32, true>", 512, 1),
+    "int4_g128_zp": WeightFormat("Int4<128, true>", 256, 2),
 }
 """Formats that the w4a16 kernels dequantize. With zero points (zp), an offset is stored beside each scale."""
 
-_NO_SCALES = W4Format("", 0, 1)
+_NO_SCALES = WeightFormat("", 0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +175,10 @@ class FamilySizes:
 
     Attributes:
         name: name of the family; the names of its kernels and units begin with it.
-        formats: weight formats, each with its 4-bit sizes or None.
+        formats: weight formats, each with its sizes or None.
         tiles: tiles by ``block_m``; for w4a16_mma, those of kernels with one team.
         parts: the parts, of :data:`PARTS`, that have a kernel.
-        codes_bytes: bytes of 64 rows by 64 columns of weights.
+        codes_bytes: bytes of 64 rows by 64 columns of weights; for :class:`MmaFamilySizes`, of a block.
         x_bytes: bytes of 64 columns of a row of x.
         row_bytes: further bytes for each row of x in a stage.
         scratch_bytes, scratch_row_bytes: bytes of dynamic shared memory after the stages, and per row of x.
@@ -185,7 +189,7 @@ class FamilySizes:
     """
 
     name: str
-    formats: Mapping[str, W4Format | None]
+    formats: Mapping[str, WeightFormat | None]
     tiles: Mapping[int, CtaTile]
     parts: tuple[str, ...]
     codes_bytes: int
@@ -223,7 +227,7 @@ class FamilySizes:
     def stage_bytes(self, format: str, block_m: int) -> int:
         """Return the bytes of a pipeline stage: codes and scales of weights, x and its scales."""
         tile, sizes = self.tiles[block_m], self.formats[format] or _NO_SCALES
-        scales = -(-tile.k_blocks // sizes.scale_blocks) * sizes.scale_bytes
+        scales = -(-tile.block_k // (sizes.columns * sizes.scale_blocks)) * sizes.scale_bytes
         weights = tile.block_n // 64 * (tile.k_blocks * self.codes_bytes + scales)
         return round_up(weights + block_m * (tile.k_blocks * self.x_bytes + self.row_bytes), ALIGNMENT)
 
@@ -265,16 +269,17 @@ _MMA_VARIANTS = {
 
 @dataclass(frozen=True, slots=True)
 class MmaFamilySizes(FamilySizes):
-    """The w4a16_mma kernels: ``mma.sync`` by single warps.
+    """The w4a16_mma and w8a16_mma kernels: ``mma.sync`` by single warps.
 
-    A stage contains :attr:`stage_blocks` blocks of 64 x 64 weights. Whole rows of x have their own shared memory, or
-    with one team a stage has their columns (:class:`Budget`). For the down projection, whose K may be short, there are
-    kernels with several teams, in which a stage has all columns.
+    A stage contains :attr:`stage_blocks` blocks of 64 rows, :attr:`codes_bytes` of codes each. Whole rows of x have
+    their own shared memory, or with one team a stage has their columns (:class:`Budget`). With :attr:`short_k` there
+    are, for the down projection, whose K may be short, kernels with several teams, in which a stage has all columns.
     """
 
     consumer_warps: int = 16
     producer_warps: int = 2
     stage_blocks: int = 8
+    short_k: bool = True
 
     def threads(self, block_m: int) -> int:
         """Return the threads of a CTA: one producer warp for weights, one for x, and the consumers."""
@@ -287,7 +292,7 @@ class MmaFamilySizes(FamilySizes):
 
     def variants(self, part: str) -> tuple[str, ...]:
         """Return the variants of a part's kernels."""
-        return tuple(_MMA_VARIANTS) if part == "down" else (_SPLIT,)
+        return tuple(_MMA_VARIANTS) if part == "down" and self.short_k else (_SPLIT,)
 
     def variant(self, budget: Budget, format: str, part: str, block_m: int, k: int) -> str:
         """Return the first variant for ``k`` columns whose stages fit."""
@@ -314,7 +319,8 @@ class MmaFamilySizes(FamilySizes):
         sums = self.consumer_warps * round_up(block_m, 8) // 8 * 1024 if teams == 1 else 0
         room = budget.shared_bytes - self.static_bytes - sums - 128
         if budget.x_in_stages and teams == 1:
-            x_bytes = block_m * (2 * self.stage_blocks * 64 + 16)  # rows start four banks apart
+            columns = self.stage_blocks * (self.formats[format] or _NO_SCALES).columns
+            x_bytes = block_m * (2 * columns + 16)  # rows start four banks apart
             stages = min(room // (stage + x_bytes), MAX_STAGES)
             return Pipeline(stages, 0, sums + 128 + stages * (stage + x_bytes))
         x_bytes, stages, buffers = block_m * (2 * k + 16), 0, 0
@@ -410,6 +416,11 @@ W4A16_WGMMA = FamilySizes(
 )
 """4-bit weights decoded to bfloat16 in registers, for ``wgmma``."""
 
+_W8_FORMATS = {"mxfp8": WeightFormat("Mxfp8", 64, 1, columns=32)}
+W8A16_MMA = replace(W4A16_MMA, name="w8a16_mma", source="w4a16_mma", formats=_W8_FORMATS, short_k=False)
+W8A16_WGMMA = replace(W4A16_WGMMA, name="w8a16_wgmma", source="w4a16_wgmma", formats=_W8_FORMATS, codes_bytes=4096)
+"""E4M3 weights with E8M0 scales, decoded to bfloat16 by the same kernels."""
+
 # With a gate, 256 rows of weights are 128 columns of h, which share a scale. Scratch memory contains a table of
 # magnitudes, and the amax of each row of h for three alternating tiles.
 W4A8 = FamilySizes(
@@ -494,7 +505,7 @@ W8A8_CHANNEL = _by_channel(W8A8)
 FAMILIES: dict[str, FamilySizes] = {
     f.name: f
     for f in (
-        *(W4A16_MMA, W4A16_MMA_TILED, W4A16_WGMMA, W4A8, BF16, W8A8_MMA, W8A8_F16, W8A8),
+        *(W4A16_MMA, W4A16_MMA_TILED, W4A16_WGMMA, W4A8, W8A16_MMA, W8A16_WGMMA, BF16, W8A8_MMA, W8A8_F16, W8A8),
         *(W8A8_MMA_CHANNEL, W8A8_F16_CHANNEL, W8A8_CHANNEL),
     )
 }

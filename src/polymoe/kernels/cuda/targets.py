@@ -10,9 +10,10 @@ from polymoe.kernels.cuda.sizes import (
     SM80_COPY_WARPS,
     W4A16_MMA,
     W4A16_MMA_TILED,
+    W8A16_MMA,
     Budget,
     FamilySizes,
-    W4Format,
+    WeightFormat,
 )
 
 __all__ = ["SM90", "TARGETS", "Target", "target_for"]
@@ -81,7 +82,7 @@ class Target:
         """Return the name of the file in ``instantiations/`` with a family's kernels for a format."""
         return f"{family.unit(format)}{'_cvt' * self.converts(family.formats[format])}.cu"
 
-    def converts(self, format: W4Format | None) -> bool:
+    def converts(self, format: WeightFormat | None) -> bool:
         """Return whether instructions convert the format's codes and scales."""
         return self.fp4_cvt and format is not None and bool(format.cvt)
 
@@ -94,8 +95,8 @@ def _target(
     return Target(name, arch, capabilities, budget, families, _CUBINS / name, **options)
 
 
-_DECODE = (W4A16_MMA.name,)
-_W4A16 = (W4A16_MMA.name, W4A16_MMA_TILED.name)
+_DECODE = (W4A16_MMA.name, W8A16_MMA.name)
+_A16 = (W4A16_MMA.name, W4A16_MMA_TILED.name, W8A16_MMA.name)
 _HOPPER = tuple(name for name in FAMILIES if name != W4A16_MMA_TILED.name)
 
 TARGETS: dict[str, Target] = {
@@ -104,8 +105,8 @@ TARGETS: dict[str, Target] = {
         # One set for all of 8.x, so that the wheel stays small. SM86 and SM89 have 99 KiB of the shared memory.
         _target("sm80", "80", (80, 86, 87, 89), 163, _DECODE, sm80=True),
         _target("sm90", "90a", (90,), 227, _HOPPER, x_in_stages=False),
-        _target("sm100", "100f", (100, 103), 227, _W4A16, fp4_cvt=True),
-        _target("sm120", "120f", (120, 121), 99, _W4A16, fp4_cvt=True),
+        _target("sm100", "100f", (100, 103), 227, _A16, fp4_cvt=True),
+        _target("sm120", "120f", (120, 121), 99, _A16, fp4_cvt=True),
     )
 }
 """The sets that polymoe ships, by name."""

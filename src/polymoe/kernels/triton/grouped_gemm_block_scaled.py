@@ -1,4 +1,5 @@
 """The grouped GEMM whose MMA takes E8M0 scales: E4M3 times E4M3, one scale for 32 columns on both sides (MXFP8).
+Where 128 columns of x share a scale, the MMA gets it four times.
 
 On SM120 ``tl.dot_scaled`` becomes the block-scaled MMA, at four times the rate of 16-bit operands. Elsewhere Triton
 converts both operands to bfloat16. E2M1 weights are expanded to E4M3, which holds them exactly. As in
@@ -17,7 +18,7 @@ from polymoe.kernels.triton.activation import activate, pdl_wait_and_launch
 __all__ = ["MX_GROUP", "grouped_gemm_block_scaled"]
 
 MX_GROUP = tl.constexpr(32)
-"""Columns that share a scale."""
+"""Columns that share a scale of weights."""
 
 _E2M1_SHIFT = tl.constexpr(6)
 """E2M1's bits in E4M3's fields are the number times 2**-6, subnormal numbers too. The epilogue undoes it."""
@@ -96,14 +97,15 @@ def grouped_gemm_block_scaled(
     permuted_to_expanded_ptr, tile_expert_ptr, tile_first_ptr, tile_last_ptr, weight_ptr,
     top_k, code_e, code_n, scale_e, scale_n, bias_e,
     N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
-    ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr, E2M1: tl.constexpr, PLAIN: tl.constexpr,
+    ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr, E2M1: tl.constexpr, X_GROUP: tl.constexpr,
+    PLAIN: tl.constexpr,
     BIAS: tl.constexpr, ROUTER_WEIGHT_ON_INPUT: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK_N rows of one expert's weights by one work tile, up to BLOCK_M permuted rows.
 
     The grid is ``num_tiles * ceil(N / BLOCK_N)``; CTAs of unused work tiles return at once. x is E4M3 [rows, K] with
-    E8M0 scales [rows, ceil(K / 32)]; out is [rows, N]. Strides of codes and scales are in bytes.
+    E8M0 scales [rows, ceil(K / X_GROUP)]; out is [rows, N]. Strides of codes and scales are in bytes.
     GATHER reads x by token, SCATTER writes expanded rows; otherwise both are permuted rows.
     """
     pdl_wait_and_launch(PDL)
@@ -125,7 +127,8 @@ def grouped_gemm_block_scaled(
 
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     MASKED: tl.constexpr = STEPS * BLOCK_K != K
-    X_GROUPS: tl.constexpr = (K + MX_GROUP - 1) // MX_GROUP
+    X_GROUPS: tl.constexpr = (K + X_GROUP - 1) // X_GROUP
+    SHARED: tl.constexpr = X_GROUP // MX_GROUP  # groups with the same scale of x
     code_at = expert * code_e + n[:, None].to(tl.int64) * code_n
     scale_at = expert * scale_e + n[:, None].to(tl.int64) * scale_n
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -134,10 +137,10 @@ def grouped_gemm_block_scaled(
         column = step * BLOCK_K + tl.arange(0, BLOCK_K)
         group = step * (BLOCK_K // MX_GROUP) + tl.arange(0, BLOCK_K // MX_GROUP)
         x_ptrs = x_ptr + x_row[None, :] * K + column[:, None]
-        x_scale_ptrs = x_scale_ptr + x_row[:, None] * X_GROUPS + group[None, :]
+        x_scale_ptrs = x_scale_ptr + x_row[:, None] * X_GROUPS + group[None, :] // SHARED
         if MASKED:
             x = tl.load(x_ptrs, mask=(column < K)[:, None], other=0.0)
-            x_scales = tl.load(x_scale_ptrs, mask=(group < X_GROUPS)[None, :], other=0)
+            x_scales = tl.load(x_scale_ptrs, mask=(group < X_GROUPS * SHARED)[None, :], other=0)
         else:
             x = tl.load(x_ptrs)
             x_scales = tl.load(x_scale_ptrs)

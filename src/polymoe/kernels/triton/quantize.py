@@ -20,8 +20,6 @@ __all__ = ["OPERANDS", "UNQUANTIZED", "Operand", "Quantization", "activate_and_q
 OPERANDS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 """Types of MMA operands, as Triton names them."""
 
-_GROUPS = {"block": 128, "mx": 32, "mx_codes": 32}
-"""Columns that share a scale, by mode."""
 _BLOCK = 1024
 
 
@@ -31,15 +29,17 @@ class Quantization:
     the mode is "mx_codes".
 
     Attributes:
-        mode: "none", "row" (one scale for each row), "block" (one for each row and 128 columns), "static" (one for
-            each expert, so that x needs expanded rows), "mx" (a power of two for each row and 32 columns, by which
-            the numbers are multiplied again: bfloat16 holds the products, so that no scale is left over), or "mx_codes"
-            (the same scales, for an MMA that takes E4M3 codes and E8M0 scales).
+        mode: "none", "row" (one scale for each row), "block" (one for each row and ``group`` columns), "static" (one
+            for each expert, so that x needs expanded rows), "mx" (a power of two for each row and ``group`` columns, by
+            which the numbers are multiplied again: bfloat16 holds the products, so that no scale is left over), or
+            "mx_codes" (the same scales, for an MMA that takes E4M3 codes and E8M0 scales).
         static_E: float32 scales of "static".
+        group: columns that share a scale, in "block", "mx" and "mx_codes".
     """
 
     mode: str = "none"
     static_E: Tensor | None = None
+    group: int | None = None
 
 
 UNQUANTIZED = Quantization()
@@ -67,19 +67,19 @@ class Operand:
         return ceil_div(self.values.shape[0], self.constants["ROWS"]) * self.ctas_per_row
 
     @staticmethod
-    def shapes(rows: int, columns: int, mode: str) -> tuple[tuple[int, int], tuple[int, int] | None]:
+    def shapes(rows: int, columns: int, quantization: Quantization) -> tuple[tuple[int, int], tuple[int, int] | None]:
         """Return the shapes of the values and of the scales of an operand, None where it has no scales."""
-        if mode in ("none", "mx"):
+        if quantization.mode in ("none", "mx"):
             return (rows, columns), None
-        group = _GROUPS.get(mode)
+        group = quantization.group
         return (rows, columns), (rows, ceil_div(columns, group) if group else 1)
 
     @classmethod
-    def of(cls, values: Tensor, scales: Tensor | None, planes: int, mode: str) -> Operand:
+    def of(cls, values: Tensor, scales: Tensor | None, planes: int, quantization: Quantization) -> Operand:
         """Return the operand in these tensors, not yet written."""
         rows, columns = values.shape
         width = triton.next_power_of_2(columns)
-        group = _GROUPS.get(mode)
+        mode, group = quantization.mode, quantization.group
         block = width if mode == "row" else min(_BLOCK, max(width, group or planes))
         constants = {
             "MODE": mode,

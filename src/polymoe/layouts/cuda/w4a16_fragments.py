@@ -57,8 +57,8 @@ from polymoe.shapes import ceil_div, round_up
 from polymoe.verdict import Reasons
 
 __all__ = [
-    "COLUMNS", "E2M1_BITS", "E4M3_BITS", "E4M3_MOST", "E8M0_BIAS", "E8M0_BITS", "E8M0_MOST", "INT4_BITS", "ROWS",
-    "TILE", "W4A16Fragments", "e4m3_codes", "pack_codes", "pack_scales", "scale_bytes", "unpack_codes",
+    "COLUMNS", "E2M1_BITS", "E4M3_BITS", "E4M3_MOST", "E8M0_BIAS", "E8M0_BITS", "E8M0_LIMIT", "E8M0_MOST", "INT4_BITS",
+    "ROWS", "TILE", "W4A16Fragments", "e4m3_codes", "pack_codes", "pack_scales", "scale_bytes", "unpack_codes",
     "unpack_scales",
 ]  # fmt: skip
 
@@ -179,8 +179,11 @@ class W4A16Fragments(MatrixLayout):
         return [{name: each[i].contiguous() for name, each in split.items()} for i in range(halves)]
 
 
+E8M0_LIMIT = ScaleLimit(E8M0_MOST, "E8M0 scales of at most 2**25", "2**{exponent}")
+"""What kernels decode by multiplying in bfloat16."""
+
 _SCALE_LIMITS = {
-    "e8m0": ScaleLimit(E8M0_MOST, "E8M0 scales of at most 2**25", "2**{exponent}"),
+    "e8m0": E8M0_LIMIT,
     "e4m3": ScaleLimit(E4M3_MOST, "E4M3 scales from 0 to 448", "the byte {byte:#x}"),
 }
 

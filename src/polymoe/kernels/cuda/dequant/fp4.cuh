@@ -28,7 +28,7 @@ struct Mxfp4 : Mxfp4Sizes {
 
     static __device__ __forceinline__ uint32_t scale(const Scales& scales, int step) { return scales.group[step / 2]; }
 
-    static __device__ __forceinline__ void codes(uint32_t (&a)[4], uint32_t word) { dequant_e2m1(a, word); }
+    static __device__ __forceinline__ void codes(uint32_t (&a)[4], const uint32_t* words) { dequant_e2m1(a, *words); }
 };
 
 struct Nvfp4 : Nvfp4Sizes {
@@ -51,7 +51,7 @@ struct Nvfp4 : Nvfp4Sizes {
 
     static __device__ __forceinline__ uint32_t scale(const Scales& scales, int step) { return scales.group[step]; }
 
-    static __device__ __forceinline__ void codes(uint32_t (&a)[4], uint32_t word) { dequant_e2m1(a, word); }
+    static __device__ __forceinline__ void codes(uint32_t (&a)[4], const uint32_t* words) { dequant_e2m1(a, *words); }
 };
 
 }  // namespace polymoe

@@ -28,8 +28,8 @@ struct Mxfp4Cvt : Mxfp4Sizes {
 
 // The scale is part of the conversion. 4 instructions.
 template <>
-__device__ __forceinline__ void dequantize<Mxfp4Cvt>(uint32_t (&a)[4], uint32_t word, E8m0Pair scale) {
-    e2m1x8_to_bf16(a, word, scale.low, scale.high);
+__device__ __forceinline__ void dequantize<Mxfp4Cvt>(uint32_t (&a)[4], const uint32_t* words, E8m0Pair scale) {
+    e2m1x8_to_bf16(a, *words, scale.low, scale.high);
 }
 
 struct Nvfp4Cvt : Nvfp4Sizes {
@@ -46,7 +46,7 @@ struct Nvfp4Cvt : Nvfp4Sizes {
 
     static __device__ __forceinline__ uint32_t scale(const Scales& scales, int step) { return scales.group[step]; }
 
-    static __device__ __forceinline__ void codes(uint32_t (&a)[4], uint32_t word) { e2m1x8_to_bf16(a, word); }
+    static __device__ __forceinline__ void codes(uint32_t (&a)[4], const uint32_t* words) { e2m1x8_to_bf16(a, *words); }
 };
 
 }  // namespace polymoe

@@ -52,7 +52,7 @@ struct Int4 {
         return {scale, mul_bf16x2(words[0], 0x9E809E80u)};                            // -2^-66
     }
 
-    static __device__ __forceinline__ void codes(uint32_t (&a)[4], uint32_t word) { dequant_int4(a, word); }
+    static __device__ __forceinline__ void codes(uint32_t (&a)[4], const uint32_t* words) { dequant_int4(a, *words); }
 };
 
 }  // namespace polymoe

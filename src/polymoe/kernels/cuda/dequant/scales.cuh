@@ -1,13 +1,18 @@
-// 4-bit weights in registers: words of the layout w4a16_fragments to A operands of mma and wgmma in bfloat16.
+// Weights in registers: words of the layouts w4a16_fragments and w8a16_fragments to A operands of mma and wgmma in
+// bfloat16.
 //
-// A format's type says how many bytes of scales stand beside 64 rows and kScaleBlocks times 64 columns (kScaleBytes),
-// what the accumulators are multiplied by at the end (kAccScale), how words of scales become pairs of bfloat16 for rows
-// g and g + 8 (`scales`; `scale` picks the pair for 16 columns), and how a word of codes becomes the four registers of
-// m16n8k16's A operand, not scaled yet (`codes`). Where the bits lie is described in layouts/cuda/w4a16_fragments.py.
+// A format's type says how many bytes of scales stand beside kScaleBlocks blocks of 64 rows (kScaleBytes), what the
+// accumulators are multiplied by at the end (kAccScale), how words of scales become pairs of bfloat16 for rows g and
+// g + 8 (`scales`; `scale` picks the pair for 16 of a block's columns), and how kStepWords words of codes become the
+// four registers of m16n8k16's A operand, not scaled yet (`codes`). Where the bits lie is described in
+// layouts/cuda/w4a16_fragments.py.
 #pragma once
+#include "../ptx/ld_shared_u16.cuh"
 #include "../ptx/memory.cuh"
+#include "block_columns.cuh"
 #include "fp4.cuh"
 #include "int4.cuh"
+#include "mxfp8.cuh"
 
 namespace polymoe {
 
@@ -15,10 +20,15 @@ namespace polymoe {
 template <class F>
 constexpr int kTileScaleBytes = F::kScaleBytes / 32;
 
+// Words that hold them.
+template <class F>
+constexpr int kScaleWords = (kTileScaleBytes<F> + 3) / 4;
+
 // How many blocks of scales stand beside `k` columns.
 template <class F>
 __device__ __forceinline__ int scale_blocks(int k) {
-    return (k + 64 * F::kScaleBlocks - 1) / (64 * F::kScaleBlocks);
+    constexpr int kColumns = kBlockColumns<F> * F::kScaleBlocks;
+    return (k + kColumns - 1) / kColumns;
 }
 
 // 4 instructions.
@@ -34,16 +44,18 @@ __device__ __forceinline__ void apply_scale(uint32_t (&a)[4], ScaleAndOffset by)
 }
 
 template <class F>
-__device__ __forceinline__ void dequantize(uint32_t (&a)[4], uint32_t word, typename F::Scale scale) {
-    F::codes(a, word);
+__device__ __forceinline__ void dequantize(uint32_t (&a)[4], const uint32_t* words, typename F::Scale scale) {
+    F::codes(a, words);
     apply_scale(a, scale);
 }
 
 // The scales of one tile of 16 rows.
 template <class F>
 __device__ __forceinline__ typename F::Scales load_scales(uint32_t smem) {
-    uint32_t words[kTileScaleBytes<F> / 4];
-    if constexpr (kTileScaleBytes<F> == 4) {
+    uint32_t words[kScaleWords<F>];
+    if constexpr (kTileScaleBytes<F> == 2) {
+        words[0] = ld_shared_u16(smem);
+    } else if constexpr (kTileScaleBytes<F> == 4) {
         words[0] = ld_shared(smem);
     } else if constexpr (kTileScaleBytes<F> == 8) {
         const uint2 v = ld_shared_v2(smem);
@@ -57,8 +69,10 @@ __device__ __forceinline__ typename F::Scales load_scales(uint32_t smem) {
 
 // The words of two tiles' scales, still to be decoded.
 template <class F>
-__device__ __forceinline__ void load_scale_words(uint32_t (&words)[2][kTileScaleBytes<F> / 4], uint32_t smem) {
-    if constexpr (kTileScaleBytes<F> == 4) {
+__device__ __forceinline__ void load_scale_words(uint32_t (&words)[2][kScaleWords<F>], uint32_t smem) {
+    if constexpr (kTileScaleBytes<F> == 2) {
+        words[0][0] = ld_shared(smem), words[1][0] = words[0][0] >> 16;
+    } else if constexpr (kTileScaleBytes<F> == 4) {
         const uint2 v = ld_shared_v2(smem);
         words[0][0] = v.x, words[1][0] = v.y;
     } else if constexpr (kTileScaleBytes<F> == 8) {

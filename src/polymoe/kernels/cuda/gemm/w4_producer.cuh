@@ -1,6 +1,7 @@
-// Stages of 4-bit weights and permuted tiles of x, and the warps that fill them: for the kernels that dequantize in
-// registers and multiply by wgmma.
+// Stages of weights of 4 or 8 bits and permuted tiles of x, and the warps that fill them: for the kernels that
+// dequantize in registers and multiply by wgmma.
 #pragma once
+#include "../dequant/block_columns.cuh"
 #include "../pipeline.cuh"
 #include "../ptx/griddepcontrol.cuh"
 #include "tile_queue.cuh"
@@ -17,12 +18,13 @@ struct E4m3Tiles {
     static constexpr int kColumns = kE4m3BlockK, kScaleBytes = kE4m3RowBytes - kE4m3BlockK;
 };
 
-// N_BLOCKS times 64 rows of weights, K_BLOCKS times 64 columns: x and its scales, then the blocks' codes, then theirs.
+// N_BLOCKS times 64 rows of weights, K_BLOCKS times 64 columns: x and its scales, then the weights' codes, then theirs.
 template <class F, class X, int N_BLOCKS, int BLOCK_M, int K_BLOCKS>
 struct W4Stage {
     static_assert(K_BLOCKS * 64 % X::kColumns == 0);
-    static constexpr int kScaleBlocks = (K_BLOCKS + F::kScaleBlocks - 1) / F::kScaleBlocks;
-    static constexpr int kBlockCodes = K_BLOCKS * 2048, kBlockScales = kScaleBlocks * F::kScaleBytes;
+    static constexpr int kBlocks = K_BLOCKS * kStepWords<F>;  // along K
+    static constexpr int kScaleBlocks = (kBlocks + F::kScaleBlocks - 1) / F::kScaleBlocks;
+    static constexpr int kBlockCodes = kBlocks * 2048, kBlockScales = kScaleBlocks * F::kScaleBytes;
     static constexpr int kTiles = K_BLOCKS * 64 / X::kColumns, kXScales = kTiles * BLOCK_M * 128;
     static constexpr int kCodes = kXScales + kTiles * BLOCK_M * X::kScaleBytes,
                          kScales = kCodes + N_BLOCKS * kBlockCodes;
@@ -38,7 +40,8 @@ __device__ __forceinline__ void produce_w4(const GemmArgs& args, Pipeline& pipel
     constexpr int kProducers = 4, kMine = (N_BLOCKS + kProducers - 1) / kProducers;
     const bool copies_x = producer == (N_BLOCKS % kProducers == 0 ? 0 : kProducers - 1);  // the one with least to do
     const int tiles16 = args.n / 16, k_blocks = (args.k + 63) / 64;
-    const int row_scales = (args.k + 64 * F::kScaleBlocks - 1) / (64 * F::kScaleBlocks);
+    constexpr int kScaleColumns = kBlockColumns<F> * F::kScaleBlocks;
+    const int row_scales = (args.k + kScaleColumns - 1) / kScaleColumns;
     const int total = order.work_tiles * n_tiles;
     bool waited = order.waited<PART>(), idle = true;
     // The first producer takes tiles, the next one ahead of its use.
@@ -68,7 +71,8 @@ __device__ __forceinline__ void produce_w4(const GemmArgs& args, Pipeline& pipel
             for (int i = 0; i < kMine; ++i) {
                 const int inner = i * kProducers + producer, block = n_block + inner;
                 width[i] = inner < N_BLOCKS ? max(0, min(4, tiles16 - 4 * block)) : 0;
-                codes[i] = args.codes + tile.expert * args.codes_stride + 32LL * block * args.k;
+                codes[i] = args.codes + tile.expert * args.codes_stride +
+                           static_cast<long long>(kColumnBytes<F>) * block * args.k;
                 scales[i] = args.scales + tile.expert * args.scales_stride +
                             static_cast<long long>(block) * row_scales * F::kScaleBytes;
             }
@@ -77,12 +81,16 @@ __device__ __forceinline__ void produce_w4(const GemmArgs& args, Pipeline& pipel
             const uint8_t* x_scales = x + x_tiles * padded * 128;
             for (int k_block = 0; k_block < k_blocks; k_block += K_BLOCKS) {
                 const uint32_t barrier = pipeline.full_barrier(), to = pipeline.address();
-                const int blocks = min(K_BLOCKS, k_blocks - k_block), columns = min(blocks * 64, args.k - k_block * 64);
+                const int blocks_64 = min(K_BLOCKS, k_blocks - k_block),
+                          columns = min(blocks_64 * 64, args.k - k_block * 64);
+                const int blocks = kStepWords<F> == 1 ? blocks_64 : (columns + kBlockColumns<F> - 1) / kBlockColumns<F>;
                 const int scale_bytes = (blocks + F::kScaleBlocks - 1) / F::kScaleBlocks * F::kScaleBytes;
                 const int x_rows = (columns + X::kColumns - 1) / X::kColumns * padded;  // rows of tiles
                 uint32_t bytes = copies_x ? x_rows * (128 + X::kScaleBytes) : 0;
 #pragma unroll
-                for (int i = 0; i < kMine; ++i) bytes += width[i] ? width[i] * columns * 8 + scale_bytes : 0;
+                for (int i = 0; i < kMine; ++i) {
+                    bytes += width[i] ? width[i] * columns * (kColumnBytes<F> / 4) + scale_bytes : 0;
+                }
                 pipeline.wait_empty();
                 if (producer == 0 && k_block) queue.announce(pipeline);
                 mbarrier_arrive_expect_tx(barrier, bytes);
@@ -93,20 +101,22 @@ __device__ __forceinline__ void produce_w4(const GemmArgs& args, Pipeline& pipel
                         const uint32_t to_codes = to + S::kCodes + inner * S::kBlockCodes;
                         // Where two blocks share scales and a stage has one, the second stage gets the same scales
                         // again.
-                        const int first_scale = k_block / F::kScaleBlocks * F::kScaleBytes;
+                        const int first_scale = k_block * kStepWords<F> / F::kScaleBlocks * F::kScaleBytes;
                         if (width[i] == 4) {
-                            bulk_copy_g2s(to_codes, codes[i], columns * 32, barrier);
+                            bulk_copy_g2s(to_codes, codes[i], columns * kColumnBytes<F>, barrier);
                         } else {  // blocks are as far apart as if they had all their rows
                             const int narrow = opaque(width[i]);
 #pragma unroll 1
                             for (int b = 0; b < blocks; ++b) {
                                 bulk_copy_g2s(to_codes + b * 2048, codes[i] + b * narrow * 512,
-                                              min(64, columns - b * 64) * 8 * narrow, barrier);
+                                              min(kBlockColumns<F>, columns - b * kBlockColumns<F>) *
+                                                  (kColumnBytes<F> / 4) * narrow,
+                                              barrier);
                             }
                         }
                         bulk_copy_g2s(to + S::kScales + inner * S::kBlockScales, scales[i] + first_scale, scale_bytes,
                                       barrier);
-                        codes[i] += width[i] * (K_BLOCKS * 512);
+                        codes[i] += width[i] * (S::kBlockCodes / 4);
                     }
                 }
                 if (copies_x) {

@@ -1,4 +1,4 @@
-// 4-bit weights and bfloat16 rows by mma.sync, for few rows an expert, where time is the reading of weights.
+// Weights of 4 or 8 bits and bfloat16 rows by mma.sync, for few rows an expert, where time is the reading of weights.
 //
 // One persistent CTA per SM walks over its share of the tiles (a work tile by BLOCK_N rows of weights). One producer
 // warp keeps a pipeline of weights full, across tiles and experts; another one loads the work tiles' rows of x; sixteen
@@ -37,16 +37,16 @@ constexpr int kStageBytes = kStageCodes + kMmaStageBlocks / F::kScaleBlocks * F:
 // Dequantized weights times x. `scale_words` belong to the two tiles of 16 rows, b to x.
 template <class F, int M, int M_BLOCKS>
 __device__ __forceinline__ void mma_words(float (&acc)[2][M_BLOCKS][4], const uint4 (&words)[2],
-                                          const uint32_t (&scale_words)[2][kTileScaleBytes<F> / 4],
-                                          const uint32_t (&b)[M][2][4]) {
+                                          const uint32_t (&scale_words)[2][kScaleWords<F>],
+                                          const uint32_t (&b)[M][kBlockColumns<F> / 32][4]) {
     const typename F::Scales scales[2] = {F::scales(scale_words[0]), F::scales(scale_words[1])};
 #pragma unroll
-    for (int step = 0; step < 4; ++step) {
+    for (int step = 0; step < kBlockColumns<F> / 16; ++step) {
 #pragma unroll
         for (int tile = 0; tile < 2; ++tile) {
             const uint32_t word[4] = {words[tile].x, words[tile].y, words[tile].z, words[tile].w};
             uint32_t a[4];
-            dequantize<F>(a, word[step], F::scale(scales[tile], step));
+            dequantize<F>(a, word + step * kStepWords<F>, F::scale(scales[tile], step));
 #pragma unroll
             for (int m = 0; m < M; ++m) {
                 mma_m16n8k16(acc[tile][m], a, b[m][step / 2][step % 2 * 2], b[m][step / 2][step % 2 * 2 + 1]);
@@ -55,37 +55,41 @@ __device__ __forceinline__ void mma_words(float (&acc)[2][M_BLOCKS][4], const ui
     }
 }
 
-// 64 columns of two tiles of 16 rows of weights, for 8 * M rows of x. All loads come first, since volatile assembly
-// stays in order, and the stage is released as soon as they are made.
+// A block's columns of two tiles of 16 rows of weights, for 8 * M rows of x. All loads come first, since volatile
+// assembly stays in order, and the stage is released as soon as they are made.
 template <class F, int M, int M_BLOCKS>
 __device__ __forceinline__ void mma_block(float (&acc)[2][M_BLOCKS][4], uint32_t codes, uint32_t scales, uint32_t x,
                                           uint32_t x_eight_rows, uint32_t empty, bool leader) {
-    uint32_t b[M][2][4], scale_words[2][kTileScaleBytes<F> / 4];
+    uint32_t b[M][kBlockColumns<F> / 32][4], scale_words[2][kScaleWords<F>];
     const uint4 words[2] = {ld_shared_v4(codes), ld_shared_v4(codes + 512)};
     load_scale_words<F>(scale_words, scales);
 #pragma unroll
     for (int m = 0; m < M; ++m) {
-        ldmatrix_x4(b[m][0], x + m * x_eight_rows);
-        ldmatrix_x4(b[m][1], x + m * x_eight_rows + 64);
+#pragma unroll
+        for (int i = 0; i < kBlockColumns<F> / 32; ++i) ldmatrix_x4(b[m][i], x + m * x_eight_rows + i * 64);
     }
     __syncwarp();
     if (leader) mbarrier_arrive(empty);
     mma_words<F>(acc, words, scale_words, b);
 }
 
-// The k_tail, fewer than 64 columns, in steps of 16.
+// The k_tail, fewer columns than a block, in steps of 16.
 template <class F, int M_BLOCKS>
 __device__ __forceinline__ void mma_k_tail(float (&acc)[2][M_BLOCKS][4], uint32_t codes, uint32_t scales, uint32_t x,
                                            uint32_t x_eight_rows, int steps, int tiles) {
 #pragma unroll
-    for (int step = 0; step < 3; ++step) {
+    for (int step = 0; step < kBlockColumns<F> / 16 - 1; ++step) {
         if (step == steps) break;
 #pragma unroll
         for (int tile = 0; tile < 2; ++tile) {
             if (tile < tiles) {
                 const typename F::Scales tile_scales = load_scales<F>(scales + tile * kTileScaleBytes<F>);
-                uint32_t a[4];
-                dequantize<F>(a, ld_shared(codes + (tile * steps + step) * 128), F::scale(tile_scales, step));
+                uint32_t a[4], words[kStepWords<F>];
+#pragma unroll
+                for (int i = 0; i < kStepWords<F>; ++i) {
+                    words[i] = ld_shared(codes + (tile * steps + step) * 128 * kStepWords<F> + i * 4);
+                }
+                dequantize<F>(a, words, F::scale(tile_scales, step));
 #pragma unroll
                 for (int m = 0; m < M_BLOCKS; ++m) {
                     uint32_t b0, b1;
@@ -158,10 +162,12 @@ __device__ __forceinline__ void store(const GemmArgs& args, const float* c, cons
 // A CTA's shared memory and its share of the tiles.
 template <class F, int PART, int M_BLOCKS, int BLOCK_N, int TEAMS>
 struct Cta {
-    static constexpr int kBlocks = BLOCK_N / 64, kStageK = kMmaStageBlocks / kBlocks;  // 64 rows; 64 columns of a stage
+    static constexpr int kBlocks = BLOCK_N / 64, kStageK = kMmaStageBlocks / kBlocks;  // along N and K, in a stage
+    static constexpr int kColumns = kBlockColumns<F>, kXBytes = kColumns * 2;          // of a block, and of a row of x
     static constexpr int kTeamWarps = kMmaConsumerWarps / TEAMS;
     static constexpr bool kXBeside = TEAMS > 1 || !kXInStages;
     static constexpr int kScaleBytes = F::kScaleBytes, kStageScales = kStageK / F::kScaleBlocks * kScaleBytes;
+    static constexpr int kTailLane = 16 - 4 * kStepWords<F>;  // a lane's codes of a block, less those of 16 columns
     static constexpr int kSums = TEAMS > 1 ? 0 : kMmaConsumerWarps * 2 * M_BLOCKS * 512;  // bytes of partial sums
     static_assert(TEAMS > 1 ? kTeamWarps == 2 * kBlocks : BLOCK_N == 64);
 
@@ -176,7 +182,7 @@ struct Cta {
         : args(args), memory(memory) {
         full = opaque(smem_address(barriers)), empty = full + 8 * kMaxStages;
         x_full = full + 16 * kMaxStages, x_empty = x_full + 16;
-        stride = (kXBeside ? args.k : kStageK * 64) * 2 + 16;  // rows start 4 banks apart
+        stride = (kXBeside ? args.k : kStageK * kColumns) * 2 + 16;  // rows start 4 banks apart
         stage_bytes = kStageBytes<F> + (kXBeside ? 0 : args.block_m * stride);
         x_start = smem_address(memory) + kSums;
         stages_start = (x_start + args.x_buffers * args.block_m * stride + 127) / 128 * 128;
@@ -196,7 +202,7 @@ struct Cta {
 
     // Once work tiles are known.
     __device__ __forceinline__ void take_share() {
-        const int n_blocks = (args.n / 16 + 3) / 4, k_blocks = (args.k + 63) / 64;
+        const int n_blocks = (args.n / 16 + 3) / 4, k_blocks = (args.k + kColumns - 1) / kColumns;
         tiles16 = args.n / 16, n_tiles = (n_blocks + kBlocks - 1) / kBlocks;
         tile_stages = (k_blocks + kStageK - 1) / kStageK;
         const long long total = static_cast<long long>(*args.num_tiles) * n_tiles;
@@ -220,7 +226,8 @@ struct Cta {
         for (int i_tile = begin; i_tile < end; ++i_tile) {
             const int index = i_tile / n_tiles, n_block = (i_tile - index * n_tiles) * kBlocks;
             const long long expert = args.work_tiles[index].expert;
-            const uint8_t* codes = args.codes + expert * args.codes_stride + 32LL * n_block * args.k;
+            const uint8_t* codes =
+                args.codes + expert * args.codes_stride + static_cast<long long>(kColumnBytes<F>) * n_block * args.k;
             const uint8_t* scales =
                 args.scales + expert * args.scales_stride + static_cast<long long>(n_block) * row_scales * kScaleBytes;
             for (int s = 0; s < tile_stages; ++s) {
@@ -233,7 +240,8 @@ struct Cta {
                 for (int i = 0; i < kBlocks; ++i) {
                     const int tiles = width(n_block + i);
                     if (tiles <= 0) break;
-                    bytes += min(kStageK * tiles * 512, tiles * 8 * args.k - s * kStageK * tiles * 512);
+                    bytes +=
+                        min(kStageK * tiles * 512, tiles * (kColumnBytes<F> / 4) * args.k - s * kStageK * tiles * 512);
                     bytes += scale_bytes;
                 }
                 expect_copies(barrier, bytes);
@@ -241,8 +249,9 @@ struct Cta {
                 for (int i = 0; i < kBlocks; ++i) {
                     const int tiles = width(n_block + i), done = s * kStageK * tiles * 512;
                     if (tiles <= 0) break;
-                    copy_to_stage(to + i * kStageK * 2048, codes + 32LL * i * args.k + done,
-                                  min(kStageK * tiles * 512, tiles * 8 * args.k - done), barrier);
+                    copy_to_stage(to + i * kStageK * 2048,
+                                  codes + static_cast<long long>(kColumnBytes<F>) * i * args.k + done,
+                                  min(kStageK * tiles * 512, tiles * (kColumnBytes<F> / 4) * args.k - done), barrier);
                     copy_to_stage(to + kStageCodes + i * kStageScales,
                                   scales + (i * row_scales + first_scale) * kScaleBytes, scale_bytes, barrier);
                 }
@@ -264,7 +273,7 @@ struct Cta {
                 const int tiles = min(end, (index + 1) * n_tiles) - max(begin, index * n_tiles);
                 int column = 0;
                 for (int i = 0; i < tiles * tile_stages; ++i) {
-                    const int bytes = min(kStageK * 64, args.k - column) * 2;
+                    const int bytes = min(kStageK * kColumns, args.k - column) * 2;
                     const uint32_t barrier = full + 8 * buffer;
                     if (lane == 0) {
                         mbarrier_wait(empty + 8 * buffer, parity);
@@ -276,7 +285,7 @@ struct Cta {
                                   args.x + from * args.k + column, bytes, barrier, lane, tile.rows, stride);
                     }
                     arrive_with_copies(barrier);
-                    column += kStageK * 64;
+                    column += kStageK * kColumns;
                     if (column >= args.k) column = 0;
                     if (++buffer == args.stages) buffer = 0, parity ^= 1;
                 }
@@ -307,12 +316,12 @@ struct Cta {
         return opaque((min(lane % 8 + 8, args.block_m - 1) - lane % 8) * stride);
     }
 
-    // All warps on one tile: eight of them share two tiles of 16 rows of weights, with every eighth 64 columns each.
+    // All warps on one tile: eight of them share two tiles of 16 rows of weights, with every eighth block each.
     __device__ __forceinline__ void multiply_parts(int warp, int lane) const {
         const int half = warp / kStageK, part = warp % kStageK;
-        const int whole_blocks = args.k / 64, k_tail = args.k % 64 / 16;
+        const int whole_blocks = args.k / kColumns, k_tail = args.k % kColumns / 16;
         const int my_blocks = (whole_blocks - part + kStageK - 1) / kStageK;  // whole blocks along K that this warp has
-        const uint32_t x_lane = lane_x(lane) + part * 128, x_eight_rows = eight_rows(lane);
+        const uint32_t x_lane = lane_x(lane) + part * kXBytes, x_eight_rows = eight_rows(lane);
         const uint32_t x_buffer_bytes = opaque(args.block_m * stride);
         const uint32_t codes_lane = opaque(stages_start + half * 1024 + lane * 16);
         const uint32_t scales_lane = opaque(stages_start + kStageCodes + part / F::kScaleBlocks * kScaleBytes +
@@ -339,7 +348,7 @@ struct Cta {
                     if (!kXBeside) x = x_lane + stage * stage_bytes;
                     mma_block<F, 1>(acc, codes_part + stage * stage_bytes, scales_lane + stage * stage_bytes, x,
                                     x_eight_rows, empty + 8 * stage, leader);
-                    if (kXBeside) x += kStageK * 128;
+                    if (kXBeside) x += kStageK * kXBytes;
                     advance(stage, parity);
                 }
             } else {
@@ -348,7 +357,7 @@ struct Cta {
                     if (!kXBeside) x = x_lane + stage * stage_bytes;
                     mma_block<F, M_BLOCKS>(acc, codes_part + stage * stage_bytes, scales_lane + stage * stage_bytes, x,
                                            x_eight_rows, empty + 8 * stage, leader);
-                    if (kXBeside) x += kStageK * 128;
+                    if (kXBeside) x += kStageK * kXBytes;
                     advance(stage, parity);
                 }
             }
@@ -357,9 +366,9 @@ struct Cta {
                 if (s * kStageK + part == whole_blocks && k_tail && 2 * half < tiles) {
                     if (!kXBeside) x = x_lane + stage * stage_bytes;
                     const uint32_t codes =
-                        codes_lane + stage * stage_bytes + part * tiles * 512 - half * 1024 - lane * 12;
-                    mma_k_tail<F>(acc, codes + half * k_tail * 256, scales_lane + stage * stage_bytes, x, x_eight_rows,
-                                  k_tail, tiles - 2 * half);
+                        codes_lane + stage * stage_bytes + part * tiles * 512 - half * 1024 - lane * kTailLane;
+                    mma_k_tail<F>(acc, codes + half * k_tail * 256 * kStepWords<F>, scales_lane + stage * stage_bytes,
+                                  x, x_eight_rows, k_tail, tiles - 2 * half);
                 }
                 __syncwarp();
                 if (leader) mbarrier_arrive(empty + 8 * stage);
@@ -411,18 +420,18 @@ struct Cta {
         if (blocks == kStageK) {
 #pragma unroll kUnroll
             for (int i = 0; i < kStageK; ++i) {
-                mma_block<F, M>(acc, codes + i * tiles * 512, scales + i / F::kScaleBlocks * kScaleBytes, x + i * 128,
-                                x_eight_rows, barrier, leader && i == kStageK - 1);
+                mma_block<F, M>(acc, codes + i * tiles * 512, scales + i / F::kScaleBlocks * kScaleBytes,
+                                x + i * kXBytes, x_eight_rows, barrier, leader && i == kStageK - 1);
             }
             return;
         }
 #pragma unroll 1
         for (int i = 0; i < blocks; ++i) {
             mma_block<F, M>(acc, codes, scales + i / F::kScaleBlocks * kScaleBytes, x, x_eight_rows, barrier, false);
-            codes += tiles * 512, x += 128;
+            codes += tiles * 512, x += kXBytes;
         }
         if (k_tail) {
-            mma_k_tail<F>(acc, codes - half * 1024 - lane * 12 + half * k_tail * 256,
+            mma_k_tail<F>(acc, codes - half * 1024 - lane * kTailLane + half * k_tail * 256 * kStepWords<F>,
                           scales + blocks / F::kScaleBlocks * kScaleBytes, x, x_eight_rows, k_tail, tiles - 2 * half);
         }
         __syncwarp();
@@ -433,7 +442,7 @@ struct Cta {
     // number a multiple of the teams, so that a team waits for no stage of another.
     __device__ __forceinline__ void multiply_tiles(int warp, int lane) const {
         const int team = warp / kTeamWarps, inner = warp % kTeamWarps / 2, half = warp % 2;
-        const int whole_blocks = args.k / 64, k_tail = args.k % 64 / 16;
+        const int whole_blocks = args.k / kColumns, k_tail = args.k % kColumns / 16;
         const uint32_t x_lane = lane_x(lane), x_eight_rows = eight_rows(lane);
         const uint32_t codes_lane = opaque(stages_start + inner * kStageK * 2048 + half * 1024 + lane * 16);
         const uint32_t scales_lane = opaque(stages_start + kStageCodes + inner * kStageScales +

@@ -24,7 +24,7 @@ struct W4a16MmaMainloop {
     uint32_t lane_codes, lane_scales;  // in a stage
     uint32_t lane_x;                   // 8 of the first 16 columns of one of 16 rows; of the next columns at ^ 32
     uint4 words[2];
-    uint32_t scale_words[2][kTileScaleBytes<F> / 4];
+    uint32_t scale_words[2][kScaleWords<F>];
 
     __device__ __forceinline__ W4a16MmaMainloop(float (&acc)[2][BLOCK_M / 8][4], const GemmArgs& args,
                                                 Pipeline& pipeline)
@@ -75,7 +75,7 @@ struct W4a16MmaMainloop {
 #pragma unroll
                 for (int tile = 0; tile < 2; ++tile) {
                     const uint32_t word[4] = {words[tile].x, words[tile].y, words[tile].z, words[tile].w};
-                    dequantize<F>(a[tile], word[step], F::scale(scales[tile], step));
+                    dequantize<F>(a[tile], word + step, F::scale(scales[tile], step));
                 }
                 if (step == 3) {
                     pipeline.advance();
@@ -100,8 +100,8 @@ struct W4a16MmaMainloop {
             for (int tile = 0; tile < 2; ++tile) {
                 const typename F::Scales scales = load_scales<F>(stage + lane_scales + tile * kTileScaleBytes<F>);
                 const typename F::Scale low = step == 0 ? F::scale(scales, 0) : F::scale(scales, 1);
-                dequantize<F>(a[tile], ld_shared(codes + ((first + tile) * steps + step) * 128),
-                              step < 2 ? low : F::scale(scales, 2));
+                const uint32_t word = ld_shared(codes + ((first + tile) * steps + step) * 128);
+                dequantize<F>(a[tile], &word, step < 2 ? low : F::scale(scales, 2));
             }
             const uint32_t x = stage + lane_x;
 #pragma unroll

@@ -1,5 +1,5 @@
-// 4-bit weights and bfloat16 rows by wgmma, for enough rows an expert that each decoded weight is used many times.
-// Weights are the left operand, in registers: while one group of wgmma runs, the next weights are dequantized.
+// Weights of 4 or 8 bits and bfloat16 rows by wgmma, for enough rows an expert that each decoded weight is used many
+// times. Weights are the left operand, in registers: while one group of wgmma runs, the next weights are dequantized.
 //
 // x comes in permuted tiles, as permute.cu and this kernel's own epilogue write them: for each work tile, for each 64
 // columns, its rows of 128 bytes, swizzled, with room for a multiple of 8 rows. y is by permuted row.
@@ -22,13 +22,14 @@ namespace polymoe {
 template <class F, int WARPGROUPS, int N_BLOCKS, int BLOCK_M, int K_BLOCKS>
 struct W4a16Mainloop {
     using S = W4Stage<F, Bf16Tiles, WARPGROUPS * N_BLOCKS, BLOCK_M, K_BLOCKS>;
+    static constexpr int kBlocks = kStepWords<F>, kSteps = 4 / kBlocks;  // blocks of 64 columns; 16 columns of a block
     float (&acc)[N_BLOCKS][BLOCK_M / 2];
     Pipeline& pipeline;
     uint32_t lane_codes, lane_scales;  // in a stage
     uint32_t x_step;                   // from 64 columns of x to the next, in units of 16 bytes
     int tile, k;
-    uint32_t words[N_BLOCKS][4];
-    typename F::Scales scales[N_BLOCKS];
+    uint32_t words[N_BLOCKS][4 * kBlocks];
+    typename F::Scales scales[N_BLOCKS][kBlocks];
     uint32_t a[2][N_BLOCKS][2][4];
 
     __device__ __forceinline__ W4a16Mainloop(float (&acc)[N_BLOCKS][BLOCK_M / 2], const GemmArgs& args,
@@ -40,22 +41,28 @@ struct W4a16Mainloop {
         x_step = padded_rows(rows) * 8;
     }
 
-    __device__ __forceinline__ void load_block_scales(uint32_t stage, int inner) {
+    // Of a block of the stage, to scales[m][to].
+    __device__ __forceinline__ void load_block_scales(uint32_t stage, int block, int to) {
 #pragma unroll
         for (int m = 0; m < N_BLOCKS; ++m) {
-            scales[m] =
-                load_scales<F>(stage + lane_scales + m * S::kBlockScales + inner / F::kScaleBlocks * F::kScaleBytes);
+            scales[m][to] =
+                load_scales<F>(stage + lane_scales + m * S::kBlockScales + block / F::kScaleBlocks * F::kScaleBytes);
         }
     }
 
     // Codes and scales of 64 columns. Where a block has no such tile, these are other bytes.
     __device__ __forceinline__ void load(uint32_t stage, int inner) {
 #pragma unroll
-        for (int m = 0; m < N_BLOCKS; ++m) {
-            const uint4 w = ld_shared_v4(stage + lane_codes + m * S::kBlockCodes + inner * 2048);
-            words[m][0] = w.x, words[m][1] = w.y, words[m][2] = w.z, words[m][3] = w.w;
+        for (int i = 0; i < kBlocks; ++i) {
+            const int block = inner * kBlocks + i;
+#pragma unroll
+            for (int m = 0; m < N_BLOCKS; ++m) {
+                const uint4 w = ld_shared_v4(stage + lane_codes + m * S::kBlockCodes + block * 2048);
+                uint32_t* to = &words[m][4 * i];
+                to[0] = w.x, to[1] = w.y, to[2] = w.z, to[3] = w.w;
+            }
+            load_block_scales(stage, block, i);
         }
-        load_block_scales(stage, inner);
     }
 
     template <int HALF>
@@ -64,7 +71,9 @@ struct W4a16Mainloop {
         for (int m = 0; m < N_BLOCKS; ++m) {
 #pragma unroll
             for (int s = 0; s < 2; ++s) {
-                dequantize<F>(a[HALF][m][s], words[m][HALF * 2 + s], F::scale(scales[m], HALF * 2 + s));
+                const int step = HALF * 2 + s;
+                dequantize<F>(a[HALF][m][s], &words[m][step * kBlocks],
+                              F::scale(scales[m][step / kSteps], step % kSteps));
 #pragma unroll
                 for (int i = 0; i < 4; ++i) materialize(a[HALF][m][s][i]);
             }
@@ -86,25 +95,31 @@ struct W4a16Mainloop {
     // The k_tail, a stage that is not whole: 16 columns at a time, for all rows that a work tile may have.
     __device__ __forceinline__ void mma_k_tail(uint32_t stage, int steps) {
         for (int i = 0; i < steps; ++i) {
-            const int inner = i / 4, block_steps = min(4, steps - inner * 4), step = i % 4;
+            const int block = i / kSteps, block_steps = min(kSteps, steps - block * kSteps), step = i % kSteps;
             // In a whole block a lane's words are together; in the last, of fewer columns, they are apart.
             const uint32_t word =
-                inner * 2048 +
-                (block_steps == 4 ? step * 4 : (tile * block_steps + step) * 128 - tile * 512 - threadIdx.x % 32 * 12);
-#pragma unroll
-            for (int m = 0; m < N_BLOCKS; ++m) words[m][0] = ld_shared(stage + lane_codes + m * S::kBlockCodes + word);
-            load_block_scales(stage, inner);
+                block * 2048 + (block_steps == kSteps ? step * 4 * kBlocks
+                                                      : (tile * block_steps + step) * 128 * kBlocks - tile * 512 -
+                                                            threadIdx.x % 32 * (16 - 4 * kBlocks));
 #pragma unroll
             for (int m = 0; m < N_BLOCKS; ++m) {
-                const typename F::Scale low = step == 0 ? F::scale(scales[m], 0) : F::scale(scales[m], 1);
-                const typename F::Scale high = step == 2 ? F::scale(scales[m], 2) : F::scale(scales[m], 3);
-                dequantize<F>(a[0][m][0], words[m][0], step < 2 ? low : high);
+#pragma unroll
+                for (int w = 0; w < kBlocks; ++w) {
+                    words[m][w] = ld_shared(stage + lane_codes + m * S::kBlockCodes + word + w * 4);
+                }
+            }
+            load_block_scales(stage, block, 0);
+#pragma unroll
+            for (int m = 0; m < N_BLOCKS; ++m) {
+                const typename F::Scale low = step == 0 ? F::scale(scales[m][0], 0) : F::scale(scales[m][0], 1);
+                const typename F::Scale high = step == 2 ? F::scale(scales[m][0], 2) : F::scale(scales[m][0], 3);
+                dequantize<F>(a[0][m][0], words[m], step < 2 ? low : high);
             }
             wgmma_fence();
 #pragma unroll
             for (int m = 0; m < N_BLOCKS; ++m) {
                 WgmmaRS<BLOCK_M>::add_bf16(acc[m], a[0][m][0],
-                                           make_smem_desc_units(smem_desc_units(stage) + inner * x_step + step * 2));
+                                           make_smem_desc_units(smem_desc_units(stage) + i / 4 * x_step + i % 4 * 2));
             }
             wgmma_commit();
             wgmma_wait<0>();

@@ -1,0 +1,133 @@
+"""Layout ``w8a16_fragments``: MXFP8 weights that kernels decode to bfloat16 in registers.
+
+Codes are in the order of :mod:`.w4a16_fragments`, in blocks of 32 columns, which are 2 KiB as well: a lane's four
+words of a block are two of 16 columns and two of the next 16. Of 16j columns, the first word contains the columns 2t
+and 2t + 1 of rows g and g + 8, and the second the columns 2t + 8 and 2t + 9 of both rows. A last block of 16 columns is
+stored as 32 lanes of 8 bytes.
+
+A word contains two registers of the instruction. The bits of the first one's codes are where bfloat16 has its sign, the
+low bits of its exponent and the high bits of its mantissa; those of the second one's are scattered (:data:`E4M3_BITS`).
+With two shifts and three masks both are numbers times 2**-120.
+
+Scales: each block stores, for g = 0 to 7, for each tile, the E8M0 bytes of rows g and g + 8, biased as those of MXFP4.
+A last group of rows is padded to four tiles. The product of code and scale is the weight times 2**-18, which the
+epilogue undoes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from polymoe.formats import FORMATS, Encoding, QuantTensor
+from polymoe.formats.elements import CODE_DTYPES, SCALE_DTYPES
+from polymoe.layouts.cuda.bits import inverse, join, move_bits, split_tiles
+from polymoe.layouts.cuda.matrices import (
+    MatrixLayout,
+    ScaleLimit,
+    deinterleave_gate_up,
+    interleave_gate_up,
+)
+from polymoe.layouts.cuda.w4a16_fragments import E8M0_BIAS, E8M0_LIMIT, ROWS, TILE
+from polymoe.scale_range import ScaleRange
+from polymoe.shapes import ceil_div, round_up
+from polymoe.verdict import Reasons
+
+__all__ = ["BLOCK", "E4M3_BITS", "W8A16Fragments", "pack_codes", "unpack_codes"]
+
+BLOCK = 32
+"""Columns of a whole block, which share a scale."""
+
+# Bit b of code n of a word goes to bit E4M3_BITS[8 * n + b]. The first register's codes are in place; of the second's,
+# four bits are after << 4 and the sign too, and three after >> 4.
+_REGISTERS = ((4, 5, 6, 7, 8, 9, 10, 15), (0, 1, 2, 3, 12, 13, 14, 11))
+E4M3_BITS = tuple(bit + 16 * half for register in _REGISTERS for half in (0, 1) for bit in register)
+"""Where the bits of four E4M3 codes lie in a word."""
+
+_ORDER = (0, 4, 1, 3, 7, 5, 6, 2, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class W8A16Fragments(MatrixLayout):
+    """E4M3 weights with E8M0 scales for groups of 32 columns. The kernels ``w8a16_mma`` and ``w8a16_wgmma`` read this
+    layout."""
+
+    name: str = "w8a16_fragments"
+    multiple: ClassVar[int] = TILE
+    group_rows: ClassVar[int] = ROWS
+
+    def check_encoding(self, reasons: Reasons, projection: str, encoding: Encoding) -> None:
+        """Add a reason for other elements or scales."""
+        if reasons.need(encoding.element == "e4m3", f"{projection} elements", "e4m3", encoding.element):
+            known = FORMATS["mxfp8"].encoding
+            got = f"{encoding.granularity}, {encoding.scale_dtype}"
+            same = (encoding.granularity, encoding.scale_dtype) == (known.granularity, known.scale_dtype)
+            reasons.need(same, f"{projection} scales", f"{known.granularity}, {known.scale_dtype}", got)
+
+    def scale_limit(self, encoding: Encoding) -> ScaleLimit | None:
+        """Return the limit: scales up to 2**25."""
+        return E8M0_LIMIT
+
+    def decodes(self, encoding: Encoding, scales: ScaleRange) -> bool:
+        """Return whether no scale is above 2**25."""
+        return not scales.outside_bfloat16
+
+    def scale_bytes(self, encoding: Encoding, rows: int, columns: int) -> int:
+        """Return the bytes of the scales of one packed matrix."""
+        return round_up(rows, ROWS) * ceil_div(columns, BLOCK)
+
+    def pack_matrix(self, halves: Sequence[QuantTensor]) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Return packed codes and scales, and the largest byte of a scale."""
+        codes_NK = interleave_gate_up([q.codes.view(torch.uint8) for q in halves])
+        scales_NG = interleave_gate_up([q.scales.view(torch.uint8) for q in halves if q.scales is not None])
+        padded = torch.nn.functional.pad(scales_NG, (0, 0, 0, -len(scales_NG) % ROWS))
+        # group of rows, block, g, tile, h (row g or g + 8)
+        scales = padded.unflatten(0, (-1, 4, 2, 8)).permute(0, 4, 3, 1, 2) + E8M0_BIAS
+        return {"codes": pack_codes(codes_NK), "scales": scales.flatten()}, scales_NG.max()
+
+    def unpack_matrix(
+        self, parts: Mapping[str, Tensor], encoding: Encoding, rows: int, columns: int, halves: int
+    ) -> list[dict[str, Tensor]]:
+        """Return codes and scales of each projection."""
+        rows *= len(parts["codes"])
+        codes_NK = unpack_codes(parts["codes"].flatten(), rows, columns)
+        scales = parts["scales"].flatten().view(-1, ceil_div(columns, BLOCK), 8, 4, 2) - E8M0_BIAS
+        scales_NG = scales.permute(0, 3, 4, 2, 1).flatten(0, 3)[:rows]
+        dtypes = {"codes": CODE_DTYPES[encoding.element], "scales": SCALE_DTYPES["e8m0"]}
+        found = {"codes": codes_NK, "scales": scales_NG}
+        split = {name: deinterleave_gate_up(part, halves) for name, part in found.items()}
+        return [{n: each[i].contiguous().view(dtypes[n]) for n, each in split.items()} for i in range(halves)]
+
+
+def pack_codes(codes_NK: Tensor) -> Tensor:
+    """Pack the codes of a matrix in the order that the module describes: uint8 [N, K] to [N * K]."""
+    rows, columns = codes_NK.shape
+    whole_rows, whole = rows // ROWS * ROWS, columns // BLOCK * BLOCK
+    found = []
+    for first, last in ((0, whole_rows), (whole_rows, rows)):
+        parts = []
+        for part_NK, steps in ((codes_NK[first:last, :whole], 2), (codes_NK[first:last, whole:], 1)):
+            if part_NK.numel():
+                # group of rows, tile, h (row g or g + 8), g, block, j (16 columns), q (columns 0 or 8 on), t, column
+                x = part_NK.unflatten(0, (-1, min(ROWS, last - first) // TILE, 2, 8))
+                x = x.unflatten(4, (-1, steps, 2, 4, 2)).permute(_ORDER)
+                parts.append(move_bits(x.flatten(7), E4M3_BITS).flatten(1))
+        if parts:
+            found.append(join(parts, 1).flatten())
+    return join(found)
+
+
+def unpack_codes(packed: Tensor, rows: int, columns: int) -> Tensor:
+    """Return the codes, uint8 [rows, columns]: the inverse of :func:`pack_codes`."""
+    sizes = ((columns // BLOCK, 512), (columns % BLOCK // TILE, 256))
+    parts = []
+    for part, steps in zip(split_tiles(packed, rows // TILE, sizes), (2, 1), strict=True):
+        if part.numel():
+            x = move_bits(part.unflatten(2, (8, 4, steps, 2, 4)), inverse(E4M3_BITS)).unflatten(6, (2, 2))
+            # tile, h, g, block, j, q, t, column
+            parts.append(x.permute(0, 6, 2, 1, 4, 5, 3, 7).flatten(3).flatten(0, 2))
+    return join(parts, 1)

@@ -1,0 +1,85 @@
+"""The kernels for MXFP8 weights and x in 16 bits: their sources, run on a CPU with every asynchronous instruction
+emulated, and the bits that they decode."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from functools import cache
+
+import pytest
+import torch
+
+from polymoe.backends.cuda.backend import CudaConfig
+from polymoe.backends.reference import run_experts
+from polymoe.kernels.cuda.targets import TARGETS, Target
+from polymoe.layouts.cuda.bits import move_bits
+from polymoe.layouts.cuda.w8a16_fragments import E4M3_BITS
+from polymoe.numerics import TOLERANCE, relative_error
+from support.cuda_calls import run_emulated
+from support.cuda_emulator import compile_unit
+from support.problems import GPT_OSS, problem_of, random_call, random_experts
+
+pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+MMA = [CudaConfig("w8a16_mma", rows, 64) for rows in (8, 12, 16)]
+WGMMA = [
+    *(CudaConfig("w8a16_wgmma", rows) for rows in (32, 64, 128, 256)), CudaConfig("w8a16_wgmma", 32, 0, 64),
+    CudaConfig("w8a16_wgmma", 128, narrow_m=32),
+]  # fmt: skip
+library = cache(compile_unit)
+
+
+def libraries(family: str, target: Target) -> dict[str, ctypes.CDLL]:
+    return {unit: library(unit, target) for unit in ("permute", "finalize", f"{family}_mxfp8")}
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "gated", "config"),
+    [
+        *((336, 208, True, config) for config in (MMA[0], MMA[2], WGMMA[0], WGMMA[3])),
+        *(pytest.param(336, 304, False, config, marks=pytest.mark.slow) for config in [*MMA, *WGMMA]),
+        *(pytest.param(16, 16, True, config, marks=pytest.mark.slow) for config in [*MMA, *WGMMA]),
+        *(pytest.param(96, 592, True, config, marks=pytest.mark.slow) for config in [*MMA, *WGMMA]),
+        *(pytest.param(1040, 160, True, config, marks=pytest.mark.slow) for config in [*MMA, *WGMMA]),
+    ],
+    ids=str,
+)
+def test_every_configuration(
+    monkeypatch: pytest.MonkeyPatch, hidden: int, intermediate: int, gated: bool, config: CudaConfig
+) -> None:
+    """K of whole stages, blocks and a k_tail, fewer than 64 rows of weights, work tiles that are full, other ids."""
+    weights = random_experts("mxfp8", hidden=hidden, intermediate=intermediate, gated=gated, bias=True)
+    x, routing = random_call(60, hidden, 5, 3, torch.bfloat16)
+    routing.topk_ids_TA[:3, 0] = torch.tensor([-1, 5, 5])
+    routing.topk_weights_TA[0, 0] = float("nan")
+    options = {"activation": GPT_OSS, "weight_on": "input"} if gated else {}
+    target = TARGETS["sm90"]
+    out, _ = run_emulated(monkeypatch, libraries(config.family, target), weights, x, routing, config, **options)
+    assert relative_error(out, run_experts(problem_of(weights, **options), weights, x, routing)) < TOLERANCE
+
+
+@pytest.mark.parametrize("target", [TARGETS["sm120"], pytest.param(TARGETS["sm80"], marks=pytest.mark.slow)], ids=str)
+def test_other_gpus_compute_the_same(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
+    """With x in the stages, or copied by cp.async: bitwise what SM90's kernels give."""
+    weights = random_experts("mxfp8", hidden=592, intermediate=112, bias=True)
+    call = random_call(9, 592, 5, 3, torch.bfloat16)
+    outs = []
+    for t in (TARGETS["sm90"], target):
+        units = libraries("w8a16_mma", t)
+        outs.append(run_emulated(monkeypatch, units, weights, *call, MMA[2], target=t)[0])
+    assert torch.equal(*outs)
+
+
+def test_every_code_is_decoded_exactly() -> None:
+    """As dequant/mxfp8.cuh does: each of the four codes of a word, as bits of bfloat16 that are 2**120 times less."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    expected = codes.view(torch.float8_e4m3fn).double() * 2.0**-120
+    valid = expected.isfinite()
+    for position in range(4):
+        bytes = torch.full((256, 4), 0x7F, dtype=torch.uint8)  # all bits of the other codes
+        bytes[:, position] = codes
+        word = move_bits(bytes, E4M3_BITS).view(torch.int32)[:, 0].long() & 0xFFFFFFFF
+        registers = (word & 0x87F087F0, (word << 4 & 0x80F080F0) | (word >> 4 & 0x07000700))
+        half = registers[position // 2] >> 16 * (position % 2) & 0xFFFF
+        got = half.to(torch.uint16).view(torch.int16).view(torch.bfloat16).double()
+        assert torch.equal(got[valid], expected[valid])
