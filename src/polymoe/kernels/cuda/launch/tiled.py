@@ -71,6 +71,9 @@ class GatheredCall(Call):
         """Arguments of the first GEMM."""
         return self.gate_up
 
+    def _prepare_x(self) -> None:
+        """There is no launch for x."""
+
     def resize(self, tokens: int, top_k: int) -> None:
         """See :meth:`Call.resize`."""
         super().resize(tokens, top_k)
