@@ -114,7 +114,11 @@ class TestAuto:
             "fp8_group128",
             "16bit",
         ]
-        for mode, kinds in (("auto", {"w4a8"}), ("fp8_group128", {"w4a8"}), ("16bit", {"w4a16_mma", "w4a16_wgmma"})):
+        for mode, kinds in (
+            ("auto", {"w4a8"}),
+            ("fp8_group128", {"w4a8"}),
+            ("16bit", {"w4a16_mma", "w4a16_mma_ordered", "w4a16_wgmma"}),
+        ):
             row = polymoe.explain(tmp_path, device="h200", activations=mode).rows[0]
             steps = row.selection.require().steps
             assert {step.config.family for step in steps if isinstance(step.config, CudaConfig)} == kinds

@@ -244,15 +244,17 @@ def test_a_token_does_not_see_its_batch(format: str, hidden: int, intermediate: 
             assert torch.equal(experts(*(part[some] for part in call)), whole[some]), (size, some)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", [*FORMATS, "int4_g32_zp", "int4_g128_zp"])
 @pytest.mark.parametrize("tokens", [1, 100, 700])
-def test_prefill_kernels_add_up_alike(format: str, tokens: int) -> None:
+@pytest.mark.parametrize(("gated", "weight_on"), [(True, "output"), (False, "output"), (True, "input")])
+def test_kernels_with_ordered_sums_add_up_alike(format: str, tokens: int, gated: bool, weight_on: str) -> None:
     """What the test above rests on: a row's sum does not depend on the width of the product it is part of."""
-    weights = same_experts(format, hidden=1040, intermediate=336, bias=True)
-    problem = problem_of(weights, SwiGLU(), top_k=3)
+    weights = same_experts(format, hidden=1040, intermediate=336, gated=gated, bias=True)
+    problem = problem_of(weights, SwiGLU() if gated else None, top_k=3, weight_on=weight_on)
     packed = LAYOUTS["w4a16_fragments"].pack(weights, torch.device("cuda"))
     x, *routing = call_of(tokens, 1040)
-    outs = [torch.empty_like(x) for _ in W4A16_WGMMA.tiles]
-    for rows, out in zip(W4A16_WGMMA.tiles, outs, strict=True):
-        Cuda().bind(problem, packed).run(x, Routing(*routing), CudaConfig("w4a16_wgmma", rows), out)
+    configs = [CudaConfig("w4a16_mma_ordered", 8, 64), *(CudaConfig("w4a16_wgmma", m) for m in W4A16_WGMMA.tiles)]
+    outs = [torch.empty_like(x) for _ in configs]
+    for config, out in zip(configs, outs, strict=True):
+        Cuda().bind(problem, packed).run(x, Routing(*routing), config, out)
     assert [torch.equal(out, outs[0]) for out in outs] == [True] * len(outs)

@@ -17,7 +17,7 @@ from polymoe.backends.cuda.backend import Cuda, CudaConfig
 from polymoe.kernels.cuda import driver, modules
 from polymoe.kernels.cuda.generate import generated
 from polymoe.kernels.cuda.launch import args
-from polymoe.kernels.cuda.sizes import FAMILIES, W4_FORMATS, W4A16_MMA, W4A16_WGMMA
+from polymoe.kernels.cuda.sizes import FAMILIES, W4_FORMATS, W4A16_MMA, W4A16_MMA_ORDERED, W4A16_WGMMA
 from polymoe.kernels.cuda.targets import SM90, TARGETS, Target
 from polymoe.machine import Machine
 from support.cuda_calls import launches, names
@@ -145,7 +145,8 @@ FORMATS = list(W4_FORMATS)
 def test_every_configuration_has_its_kernels(format: str, gated: bool) -> None:
     problem = problem_of(random_experts(format, hidden=256, intermediate=128, gated=gated))
     configs = Cuda().tuning_configs(problem, Machine.of("h200"), 1)
-    assert len(configs) == len(W4A16_MMA.tiles) + len(W4A16_WGMMA.tiles) + 4
+    ordered = 0 if format == "mxfp8" else len(W4A16_MMA_ORDERED.tiles)
+    assert len(configs) == len(W4A16_MMA.tiles) + ordered + len(W4A16_WGMMA.tiles) + 4
     for config in configs:
         assert isinstance(config, CudaConfig)
         for part, block_m in (
@@ -186,8 +187,8 @@ def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, config: CudaCon
         config.kernels.sizes.kernel(part, config.block_m, "" if tiled else variant)
         for part, variant in (("gate_up" if gated else "up", "n64"), ("down", "k512"))
     ]
-    first, finalize = "permutation_one_warp", "finalize_bf16" if tiled else "finalize_f32"
-    assert [name for name, *_ in made] == [first, *(["permute_x"] if tiled else []), *gemms, finalize]
+    finalize = "finalize_bf16" if tiled else "finalize_f32"
+    assert [n for n, *_ in made] == [*(["permutation_one_warp", "permute_x"] if tiled else []), *gemms, finalize]
     by_name = {name: rest for name, *rest in made}
     up, down = (by_name[name] for name in gemms)
     assert (up[0]["n"], up[0]["k"]) == ((544 if gated else 272), 336)
@@ -201,7 +202,7 @@ def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, config: CudaCon
         assert threads % 32 == 0
         assert threads <= 1024
         assert 16 * 1024 < shared <= SM90.budget.shared_bytes
-    assert by_name[first][0]["rows"] == 30
+    assert made[0].args["rows"] == 30
     assert by_name[finalize][1] == (10, 1)  # tokens come first: more than 65535 CTAs fit only there
     assert by_name[finalize][0]["out_dtype"] == 1  # float16
     assert (by_name[finalize][0]["expanded_to_permuted"] is not None) == tiled  # y is by permuted row

@@ -15,8 +15,9 @@ from polymoe.backends.cuda.backend import Cuda, CudaConfig
 from polymoe.backends.reference import emulate_activations, run_experts
 from polymoe.formats import FORMATS, QuantTensor, format_of
 from polymoe.kernels.cuda import modules
+from polymoe.kernels.cuda.launch import mma
 from polymoe.kernels.cuda.launch.args import DTYPES, QuantizePermutedArgs
-from polymoe.kernels.cuda.launch.permutation import Permutation
+from polymoe.kernels.cuda.launch.permutation import FEW_ROWS, Permutation
 from polymoe.kernels.cuda.launch.tiled import e4m3_tile_bytes
 from polymoe.kernels.cuda.sizes import BF16
 from polymoe.kernels.cuda.targets import SM90
@@ -31,6 +32,7 @@ from support.problems import GPT_OSS, problem_of, random_call, random_experts
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 MMA = [CudaConfig("w4a16_mma", rows, 64) for rows in (8, 12, 16)]
 WGMMA = [*(CudaConfig("w4a16_wgmma", rows) for rows in (32, 64, 128, 256)), CudaConfig("w4a16_wgmma", 32, 0, 64)]
+ORDERED = CudaConfig("w4a16_mma_ordered", 8, 64)
 NARROW = [CudaConfig("w4a16_wgmma", 128, narrow_m=narrow_m) for narrow_m in (32, 64)]
 W4A8 = [*(CudaConfig("w4a8", rows) for rows in (16, 32, 64, 128)), CudaConfig("w4a8", 128, narrow_m=32)]
 
@@ -46,7 +48,7 @@ def libraries() -> Any:
     found: dict[str, ctypes.CDLL] = {}
 
     def by_unit(format: str, activations: str = "16bit") -> dict[str, ctypes.CDLL]:
-        kinds = ["bf16"] if format == "bf16" else ["w4a16_mma", "w4a16_wgmma"]
+        kinds = ["bf16"] if format == "bf16" else ["w4a16_mma", "w4a16_mma_ordered", "w4a16_wgmma"]
         units = [f"{kind}_{format}" for kind in kinds] if activations == "16bit" else ["quantize", f"w4a8_{format}"]
         for unit in ("permute", "finalize", *units):
             found[unit] = found.get(unit) or compile_unit(unit)
@@ -74,7 +76,7 @@ def emulate(
     return made
 
 
-@pytest.mark.parametrize("config", [*MMA, *WGMMA, *NARROW], ids=str)
+@pytest.mark.parametrize("config", [*MMA, ORDERED, *WGMMA, *NARROW], ids=str)
 @pytest.mark.parametrize("gated", [True, False])
 def test_every_configuration(monkeypatch: pytest.MonkeyPatch, libraries: Any, config: CudaConfig, gated: bool) -> None:
     """K of five blocks and a k_tail, three tiles of 16 rows of weights, experts with more rows than a work tile holds,
@@ -87,7 +89,7 @@ def test_every_configuration(monkeypatch: pytest.MonkeyPatch, libraries: Any, co
 
 
 @formats("nvfp4", "int4_g32")
-@pytest.mark.parametrize("config", [MMA[0], MMA[2], *WGMMA], ids=str)
+@pytest.mark.parametrize("config", [MMA[0], MMA[2], ORDERED, *WGMMA], ids=str)
 def test_other_formats(monkeypatch: pytest.MonkeyPatch, libraries: Any, format: str, config: CudaConfig) -> None:
     weights = random_experts(format, hidden=336, intermediate=208, bias=True)
     call = random_call(30, 336, 5, 3, torch.float16)
@@ -95,7 +97,7 @@ def test_other_formats(monkeypatch: pytest.MonkeyPatch, libraries: Any, format: 
 
 
 @formats("int4_g128_zp", slow=("int4_g32_zp",))
-@pytest.mark.parametrize("config", [MMA[0], MMA[2], *WGMMA], ids=str)
+@pytest.mark.parametrize("config", [MMA[0], MMA[2], ORDERED, *WGMMA], ids=str)
 def test_zero_points(monkeypatch: pytest.MonkeyPatch, libraries: Any, format: str, config: CudaConfig) -> None:
     """In kernels that have offsets beside the scales."""
     weights = random_experts(format, hidden=336, intermediate=208, bias=True)
@@ -107,6 +109,30 @@ def test_scales_in_float16(monkeypatch: pytest.MonkeyPatch, libraries: Any, conf
     encoding = replace(FORMATS["int4_g32"].encoding, scale_dtype="float16")
     weights = random_experts(format_of(encoding), hidden=336, intermediate=208)
     emulate(monkeypatch, libraries("int4_g32"), weights, *random_call(30, 336, 5, 3, torch.bfloat16), config)
+
+
+@formats("mxfp4", "int4_g32", slow=("nvfp4", "int4_g128", "int4_g128_zp"))
+@pytest.mark.parametrize(
+    ("gated", "tokens", "intermediate", "weight_on"),
+    [(True, 10, 208, "input"), (True, 10, 400, "output"), (False, 30, 592, "output")],
+)
+def test_ordered_sums_are_those_of_wgmma(
+    monkeypatch: pytest.MonkeyPatch,
+    libraries: Any,
+    format: str,
+    gated: bool,
+    tokens: int,
+    intermediate: int,
+    weight_on: str,
+) -> None:
+    """To the bit: K of whole and of broken stages and short ones, with and without a launch for the permutation."""
+    weights = random_experts(format, experts=3, hidden=592, intermediate=intermediate, gated=gated, bias=True)
+    call = random_call(tokens, 592, 3, 2, torch.bfloat16)
+    outs = [
+        run_emulated(monkeypatch, libraries(format), weights, *call, config, aligned=True, weight_on=weight_on)[0]
+        for config in (ORDERED, WGMMA[0])
+    ]
+    assert torch.equal(*outs)
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -135,7 +161,7 @@ def test_sizes_of_bf16(
 @pytest.mark.parametrize(
     ("hidden", "intermediate", "top_k"), [(16, 16, 1), (192, 176, 22), (1040, 256, 2), (80, 592, 2)]
 )
-@pytest.mark.parametrize("config", [MMA[0], MMA[2], *WGMMA], ids=str)
+@pytest.mark.parametrize("config", [MMA[0], MMA[2], ORDERED, *WGMMA], ids=str)
 def test_sizes(
     monkeypatch: pytest.MonkeyPatch, libraries: Any, config: CudaConfig, hidden: int, intermediate: int, top_k: int
 ) -> None:
@@ -338,7 +364,32 @@ def test_no_rows_of_this_rank(monkeypatch: pytest.MonkeyPatch, libraries: Any, c
     weights = random_experts(gated=False)
     x, routing = random_call(tokens, 64, 5, dtype=torch.bfloat16)
     made = emulate(monkeypatch, libraries("mxfp4"), weights, x, replace_ids(routing, -1), config)
-    assert made[0] == ("permutation_one_warp" if tokens * 2 <= 32 else "permutation_one_cta")
+    few = "w4a16_mma_up_m8_n64" if config in MMA else "permutation_one_warp"
+    assert made[0] == (few if tokens * 2 <= 32 else "permutation_one_cta")
+
+
+@pytest.mark.parametrize("config", MMA, ids=str)
+@pytest.mark.parametrize(("first_expert", "dtype"), [(0, torch.int64), (2, torch.int32)])
+def test_few_rows_sorted_by_gemms(
+    monkeypatch: pytest.MonkeyPatch, libraries: Any, config: CudaConfig, first_expert: int, dtype: torch.dtype
+) -> None:
+    """The bits of a call with a launch for the permutation. One expert has several work tiles, some are elsewhere."""
+    weights = random_experts(experts=4)
+    if first_expert:
+        spec = replace(weights.spec, experts=7, first_expert=first_expert, local_experts=4)
+        weights = ExpertWeights(spec, weights.expert)
+    x, routing = random_call(10, 64, 7, 3, dtype=torch.bfloat16)
+    routing.topk_ids_TA[:, 1] = 3
+    routing.topk_ids_TA[4, 0] = -1
+    routing = Routing(routing.topk_ids_TA.to(dtype), routing.topk_weights_TA)
+    outs = []
+    for few in (FEW_ROWS, 0):
+        monkeypatch.setattr(mma, "FEW_ROWS", few)
+        out, made = run_emulated(monkeypatch, libraries("mxfp4"), weights, x, routing, config)
+        assert ("permutation_one_warp" in made) == (few == 0), made
+        outs.append(out)
+    assert torch.equal(*outs)
+    assert bool(outs[0].any())
 
 
 @pytest.mark.parametrize("tokens", [3, 32, 33, 700, 3100])

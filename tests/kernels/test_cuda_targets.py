@@ -126,7 +126,7 @@ def test_a_missing_wait_shows(monkeypatch: pytest.MonkeyPatch, path: str, text: 
     weights, x, routing = awkward_layer("mxfp4", 592, hidden=560)
     units = {name: library(name, SM80) for name in ("permute", "finalize")}
     unit = "w4a16_mma_mxfp4"
-    units[unit] = compile_files(files, SM80.units[unit], ("GemmArgs",), "mutant", SM80.defines)
+    units[unit] = compile_files(files, SM80.units[unit], ("FewRowsArgs",), "mutant", SM80.defines)
     arguments = (units, weights, x, routing, CudaConfig("w4a16_mma", 8, 64))
     try:
         out, _ = run_emulated(monkeypatch, *arguments, blocks=2, target=SM80, activation=GPT_OSS)

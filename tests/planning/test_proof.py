@@ -54,11 +54,11 @@ class TestRows:
     def test_a_measurement_counts_more_than_a_run_and_a_failed_test_refutes(self, tmp_path: Path) -> None:
         records = read(write_proof.ROOT / "benchmarks/results/cuda-h200.jsonl")
         found = [r for r in records if (r.case, r.backend, r.activations) == ("deepseek-v4-flash", "cuda", "16bit")]
-        append(tmp_path / "cuda-h200.jsonl", next(r for r in found if r.tokens == 4))
+        append(tmp_path / "cuda-h200.jsonl", next(r for r in found[::-1] if r.tokens == 4))
         cell = {"backend": "cuda", "format": "mxfp4", "activations": "16bit", "device": "h200"}
         stamp = {"test": "t.py", "torch": "2", "triton": None, "commit": "abc", "date": "2027-01-01T00:00:00Z"}
         lines = [
-            {**cell, **stamp, "family": "w4a16_mma", "passed": True},
+            {**cell, **stamp, "family": "w4a16_mma_ordered", "passed": True},
             {**cell, **stamp, "family": "w4a16_wgmma", "passed": True},
             {**cell, **stamp, "family": "w4a8", "passed": True},
             {**cell, **stamp, "family": "w4a8", "passed": False},
@@ -66,7 +66,7 @@ class TestRows:
         (tmp_path / "run-h200.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         statuses = {(p.backend, p.family): (p.status, p.source) for p in write_proof.proofs(tmp_path)}
         assert statuses == {
-            ("cuda", "w4a16_mma"): ("measured", "cuda-h200.jsonl"),
+            ("cuda", "w4a16_mma_ordered"): ("measured", "cuda-h200.jsonl"),
             ("cuda", "w4a16_wgmma"): ("run", "run-h200.jsonl"),
             ("reference", ""): ("run", "cuda-h200.jsonl"),
         }
@@ -137,10 +137,13 @@ class TestStatus:
     def test_families_of_the_cuda_backend(self) -> None:
         selection = select(CASES["deepseek-v4-flash"].problem(), H200, table=Table())
         steps = selection.to_dict()["plan"]["steps"]
-        assert {step["family"] for step in steps} == {"w4a16_mma", "w4a16_wgmma"}
+        assert {step["family"] for step in steps} == {"w4a16_mma_ordered", "w4a16_wgmma"}
         assert {step["proof"] for step in steps} == {"measured"}
         cuda = next(c for c in selection.to_dict()["candidates"] if c["backend"] == "cuda")
-        assert (cuda["proof"], cuda["proofs"]) == ("measured", {"w4a16_mma": "measured", "w4a16_wgmma": "measured"})
+        assert (cuda["proof"], cuda["proofs"]) == (
+            "measured",
+            {"w4a16_mma_ordered": "measured", "w4a16_wgmma": "measured"},
+        )
 
 
 @dataclass(frozen=True)

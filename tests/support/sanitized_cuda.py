@@ -33,6 +33,7 @@ def main() -> None:
     for format, mode, hidden, intermediate, tokens, top_k in (
         *((format, "16bit", 336, 272, 60, 2) for format in ("mxfp4", "nvfp4", "int4_g128", "bf16")),
         ("mxfp8", "16bit", 304, 272, 60, 2),
+        *((format, "16bit", 592, 208, 5, 2) for format in ("mxfp4", "int4_g32")),
         ("mxfp4", "fp8_group128", 320, 192, 60, 2),
         ("fp8_block128", "fp8_group128", 384, 256, 600, 2),
         ("fp8_block128", "fp8_group128", 384, 256, 600, 1),

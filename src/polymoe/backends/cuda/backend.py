@@ -1,11 +1,11 @@
 """Cuda: runs experts with 4-bit, FP8 or bfloat16 weights on CUDA kernels that are compiled ahead of time.
 
 The backend needs neither a compiler nor another package. A call with few tokens has four launches: the permutation;
-gate and up with the activation; down; and the weighted sum. Calls with many rows per expert, or with E4M3 activations,
-have a fifth launch that copies x into permuted tiles or rounds it to E4M3, and with one scale for a row of h a sixth
-that rounds h. Calls with E4M3 weights and very few rows have three: GEMMs round x, and find the permutation of up to 32
-expanded rows. From SM90 on each launch starts before the previous one ends. The table in :mod:`.families` lists the
-kernels and the numbers of rows that they are used for.
+gate and up with the activation; down; and the weighted sum. Up to 32 expanded rows it has three: GEMMs find the
+permutation. Calls with many rows per expert, or with E4M3 activations, have a fifth launch that copies x into permuted
+tiles or rounds it to E4M3, and with one scale for a row of h a sixth that rounds h. From SM90 on each launch starts
+before the previous one ends. The table in :mod:`.families` lists the kernels and the numbers of rows that they are used
+for.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Cuda(BackendBase):
     Weights and rows of x are: 4-bit, MXFP8 or bfloat16 weights with bfloat16 rows; MXFP4 weights with E4M3 rows; or
     E4M3 weights with E4M3 rows, scaled by block or by row, which are multiplied in float16 for few rows and in E4M3 for
     many. Calls can be captured in CUDA graphs, and repeated calls are bitwise identical. For batch-invariant results,
-    the kernels for many rows run at every token count, for E4M3 weights those that multiply in float16.
+    kernels with one order of sums run at every token count, for E4M3 weights those that multiply in float16.
     """
 
     name: str = "cuda"
@@ -117,8 +117,11 @@ class Cuda(BackendBase):
     def configure(self, problem: Problem, machine: Machine, tokens: int) -> CudaConfig:
         """Return the configuration for the mean number of rows of the experts that have any."""
         c = cost(problem, machine.device, tokens)
-        for family, config, most_rows in _choices(problem, machine):
-            if c.mean_rows <= most_rows:
+        choices = list(_choices(problem, machine))
+        usable = {family.name for family, *_ in choices}
+        for family, config, most_rows in choices:
+            fills = family.otherwise not in usable or _fills(problem, machine, family, c.active_experts)
+            if c.mean_rows <= most_rows and fills:
                 return _shorter(problem, machine, family, config, c.active_experts)
         last = _families(problem, machine)[-1]
         return max(_configs(problem, machine, last), key=lambda config: config.block_m)
@@ -146,8 +149,8 @@ class Cuda(BackendBase):
     def predict(self, problem: Problem, machine: Machine, tokens: int) -> Prediction:
         """Return the sum of the times for memory, math and launches, at rates fitted to measurements on one H200.
 
-        Errors were at most 3 % for w4a16_mma, 15 % for w4a16_wgmma, 5 % for bf16 and 20 % for E4M3 rows. For other GPUs
-        the same rates are assumed, and another rate of mma.sync.
+        Errors were at most 3 % for w4a16_mma, 6 % for w4a16_mma_ordered, 15 % for w4a16_wgmma, 5 % for bf16 and 20 %
+        for E4M3 rows. For other GPUs the same rates are assumed, and another rate of mma.sync.
         """
         c, config = cost(problem, machine.device, tokens), self.configure(problem, machine, tokens)
         family, capability = config.kernels, machine.device.capability
@@ -207,6 +210,14 @@ def _choices(problem: Problem, machine: Machine) -> Iterator[tuple[KernelFamily,
             if _fits(problem, machine, config):
                 last_rows = choice.last_rows if family is families[-1] else 0
                 yield family, config, last_rows or choice.most_rows
+
+
+def _fills(problem: Problem, machine: Machine, family: KernelFamily, work_tiles: float) -> bool:
+    """Return whether gate and up have as many tiles of weights as the family needs to be faster than another one."""
+    spec = problem.spec
+    rows = (2 if spec.gated else 1) * spec.intermediate
+    (tile, *_) = family.sizes.tiles.values()
+    return work_tiles * math.ceil(rows / tile.block_n) >= family.fills * machine.device.sms
 
 
 def _shorter(problem: Problem, machine: Machine, family: KernelFamily, config: CudaConfig, tiles: float) -> CudaConfig:

@@ -100,6 +100,8 @@ class KernelFamily:
         wider_down: whether the down projection may run with a larger ``block_m``.
         narrow: pairs of ``block_m`` and ``narrow_m`` with which work tiles of few rows have launches of their own.
         shorter: replacement tiles for calls where they fill the SMs better, or None.
+        fills: fewest tiles of gate and up for each SM with which the family is faster than ``otherwise``.
+        otherwise: name of the family that is taken for fewer tiles where it may be used.
         check_tokens: tokens of the call that checks a layer at load.
     """
 
@@ -116,6 +118,8 @@ class KernelFamily:
     narrow: tuple[tuple[int, int], ...] = ()
     shorter: ShorterTiles | None = None
     rates_sm80: Rates | None = None
+    fills: float = 0.0
+    otherwise: str = ""
     check_tokens: int = 8
     cvt_layout: str = ""
 
@@ -151,6 +155,12 @@ as many operations for each clock of an SM100's SM, and an SM120's full rate."""
 
 _INF = float("inf")
 _ALL = (
+    # Fitted to 1 to 128 tokens of DeepSeek-V4-Flash in MXFP4. With a tile for every other team of warps, 1.9 for an SM,
+    # Kimi K2 TP8 is as fast as with w4a16_mma, with half of that slower.
+    KernelFamily(
+        sizes.W4A16_MMA_ORDERED, (UNQUANTIZED,), "w4a16_fragments", launch.MmaCall,
+        (Choice(4.4, 8, 64),), Rates(0.93, 0.32, 9.0, rows=8), fills=1.8, otherwise="w4a16_mma",
+    ),
     # Fitted to 1 to 128 tokens of DeepSeek-V4-Flash in MXFP4: up to 3.2 rows per expert. K is split between warps, so
     # that the order of sums differs from w4a16_wgmma. For SM80: as on the H200 with two copy warps.
     KernelFamily(

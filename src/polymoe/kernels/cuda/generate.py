@@ -15,6 +15,7 @@ from polymoe.kernels.cuda.sizes import (
     FamilySizes,
     FewRowsFamilySizes,
     MmaFamilySizes,
+    OrderedMmaFamilySizes,
 )
 from polymoe.kernels.cuda.targets import TARGETS
 
@@ -56,15 +57,24 @@ def _header() -> str:
     return f"{_NOTICE}#pragma once\n\nnamespace polymoe {{\n\n{''.join(lines)}\n}}  // namespace polymoe\n"
 
 
+def _macro(family: FamilySizes) -> str:
+    """The macro for a family's kernels, after which one writes a name, threads and a function."""
+    if isinstance(family, MmaFamilySizes):
+        return "POLYMOE_FEW_ROWS_KERNEL"
+    return "POLYMOE_ROUNDING_KERNEL" if isinstance(family, FewRowsFamilySizes) else "POLYMOE_GEMM_KERNEL"
+
+
 def unit_source(family: FamilySizes, format: str, cvt: bool = False) -> str:
     """The source file with a family's kernels for a format. ``cvt``: instructions convert its codes and scales."""
     meaning = "the part, consumer warpgroups, blocks of 64 rows of weights for each, blocks of 64 columns\n"
     meaning += "// in a stage, bytes of a stage, block_m, and smaller widths for fewer rows of x."
     if isinstance(family, MmaFamilySizes):
-        meaning = "the part, rows of x in multiples of 8, block_n, teams of warps, bytes of a stage."
-    macro = "POLYMOE_GEMM_KERNEL"
+        meaning = (
+            "the part, rows of x in multiples of 8, block_n, teams of warps, bytes of a stage, and whether sums are"
+        )
+        meaning += "\n// ordered."
     if isinstance(family, FewRowsFamilySizes):
-        meaning, macro = "the part, warps, bytes of a stage.", "POLYMOE_FEW_ROWS_KERNEL"
+        meaning = "the part, warps, bytes of a stage."
     source = family.source or family.name
     meaning = f"what shares a scale, {meaning}" if family.scales else meaning
     includes = '#include "../dequant/fp4_cvt.cuh"\n' * cvt + f'#include "../gemm/{source}.cuh"\n'
@@ -77,7 +87,8 @@ def unit_source(family: FamilySizes, format: str, cvt: bool = False) -> str:
                 if block_m % 8:
                     continue  # runs in the kernel for the next multiple of 8
                 shapes = [(name, family.mma_variant(name)) for name in family.variants(part)]
-                choices = [(name, (block_m // 8, v.block_n, v.teams, stage)) for name, v in shapes]
+                ordered = ("true",) if isinstance(family, OrderedMmaFamilySizes) else ()
+                choices = [(name, (block_m // 8, v.block_n, v.teams, stage, *ordered)) for name, v in shapes]
             elif isinstance(family, FewRowsFamilySizes):
                 choices = [("", (family.warps, stage))]
             else:
@@ -89,5 +100,5 @@ def unit_source(family: FamilySizes, format: str, cvt: bool = False) -> str:
                 format_argument += [cpp] if cpp and (len(family.formats) > 1 or family.source) else []
                 arguments = ", ".join([*format_argument, PARTS[part], *map(str, numbers)])
                 name, threads = family.kernel(part, block_m, variant), family.threads(block_m)
-                lines.append(f"{macro}({name}, {threads}, {source}_gemm<{arguments}>)")
+                lines.append(f"{_macro(family)}({name}, {threads}, {source}_gemm<{arguments}>)")
     return "\n".join(lines) + "\n"

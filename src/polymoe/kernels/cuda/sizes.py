@@ -25,6 +25,7 @@ __all__ = [
     "TILE_ROWS",
     "W4A8",
     "W4A16_MMA",
+    "W4A16_MMA_ORDERED",
     "W4A16_MMA_TILED",
     "W4A16_WGMMA",
     "W4_FORMATS",
@@ -41,6 +42,7 @@ __all__ = [
     "FamilySizes",
     "FewRowsFamilySizes",
     "MmaFamilySizes",
+    "OrderedMmaFamilySizes",
     "Pipeline",
     "WeightFormat",
     "e4m3_row_bytes",
@@ -296,11 +298,11 @@ class MmaFamilySizes(FamilySizes):
 
     def variant(self, budget: Budget, format: str, part: str, block_m: int, k: int) -> str:
         """Return the first variant for ``k`` columns whose stages fit."""
-        for name in self.variants(part):
-            found = _MMA_VARIANTS[name]
-            if found.teams > 1 and k <= found.most_k and self._pipeline(budget, format, name, block_m, k).stages:
+        *short, last = self.variants(part)
+        for name in short:
+            if k <= self.mma_variant(name).most_k and self._pipeline(budget, format, name, block_m, k).stages:
                 return name
-        return _SPLIT
+        return last
 
     def mma_variant(self, name: str) -> MmaVariant:
         """Return a variant by its name."""
@@ -372,6 +374,30 @@ class FewRowsFamilySizes(FamilySizes):
         return stages >= 1 and k // E4M3_BLOCK_K <= 16 * self.warps
 
 
+@dataclass(frozen=True, slots=True)
+class OrderedMmaFamilySizes(MmaFamilySizes):
+    """The w4a16_mma kernels whose sums add K in order, as those of w4a16_wgmma do.
+
+    For any K, teams have a warp for each 16 rows of weights, and a stage has the columns of x as well.
+    """
+
+    def variants(self, part: str) -> tuple[str, ...]:
+        """Return the variants of a part's kernels. The one for any K, whose name is empty, is the last."""
+        return (*(name for name in _MMA_VARIANTS if part == "down" and name != _SPLIT), "")
+
+    def mma_variant(self, name: str) -> MmaVariant:
+        """Return a variant by its name."""
+        return _MMA_VARIANTS[name] if name else MmaVariant(64, self.consumer_warps // 4, float("inf"))
+
+    def _pipeline(self, budget: Budget, format: str, variant: str, block_m: int, k: int) -> Pipeline:
+        if variant:
+            return MmaFamilySizes._pipeline(self, budget, format, variant, block_m, k)
+        stage = self.stage_bytes(format, block_m) + block_m * (2 * self.stage_blocks * 64 + 16)
+        teams, room = self.mma_variant("").teams, budget.shared_bytes - self.static_bytes - 128
+        stages = min(room // stage, MAX_STAGES) // teams * teams
+        return Pipeline(stages, 0, 128 + stages * stage)
+
+
 def _tiles(*tiles: CtaTile) -> dict[int, CtaTile]:
     return {tile.block_m: tile for tile in tiles}
 
@@ -388,6 +414,12 @@ W4A16_MMA = MmaFamilySizes(
     block_ns=(64,),
 )
 """4-bit weights decoded to bfloat16 for ``mma.sync``, for few rows per expert."""
+
+W4A16_MMA_ORDERED = OrderedMmaFamilySizes(
+    "w4a16_mma_ordered", W4_FORMATS, _tiles(CtaTile(8, 64, 512, 0)), _ALL, codes_bytes=2048, x_bytes=0,
+    static_bytes=1024, block_ns=(64,), source="w4a16_mma",
+)  # fmt: skip
+"""The same, with sums in the order of w4a16_wgmma's."""
 
 # One tile for all rows: a width for every 16 of them costs little code. Four stages fit in 99 KB.
 W4A16_MMA_TILED = FamilySizes(
@@ -505,8 +537,8 @@ W8A8_CHANNEL = _by_channel(W8A8)
 FAMILIES: dict[str, FamilySizes] = {
     f.name: f
     for f in (
-        *(W4A16_MMA, W4A16_MMA_TILED, W4A16_WGMMA, W4A8, W8A16_MMA, W8A16_WGMMA, BF16, W8A8_MMA, W8A8_F16, W8A8),
-        *(W8A8_MMA_CHANNEL, W8A8_F16_CHANNEL, W8A8_CHANNEL),
+        *(W4A16_MMA, W4A16_MMA_ORDERED, W4A16_MMA_TILED, W4A16_WGMMA, W4A8, W8A16_MMA, W8A16_WGMMA, BF16),
+        *(W8A8_MMA, W8A8_F16, W8A8, W8A8_MMA_CHANNEL, W8A8_F16_CHANNEL, W8A8_CHANNEL),
     )
 }
 """Sizes of all kernel families by name."""

@@ -50,17 +50,8 @@ struct GemmArgs {
 }  // namespace polymoe
 
 // A kernel's entry point. The body is a call of a function template with GemmArgs.
-#ifdef POLYMOE_SM80  // with further warps that copy
-#define POLYMOE_GEMM_KERNEL(NAME, THREADS, ...)                                               \
-    extern "C" __global__ void __launch_bounds__(THREADS + 32 * (polymoe::kCopyWarps - 1), 1) \
-        NAME(const __grid_constant__ polymoe::GemmArgs args) {                                \
-        using namespace polymoe;                                                              \
-        __VA_ARGS__(args);                                                                    \
-    }
-#else
 #define POLYMOE_GEMM_KERNEL(NAME, THREADS, ...)                                                                     \
     extern "C" __global__ void __launch_bounds__(THREADS, 1) NAME(const __grid_constant__ polymoe::GemmArgs args) { \
         using namespace polymoe;                                                                                    \
         __VA_ARGS__(args);                                                                                          \
     }
-#endif

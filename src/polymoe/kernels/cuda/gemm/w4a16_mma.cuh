@@ -11,6 +11,12 @@
 // Where shared memory has room, whole rows of x lie beside the pipeline and are loaded once for all tiles of a work
 // tile. With POLYMOE_X_IN_STAGES and one team a stage holds the columns of x that its weights multiply, so that 99 KB
 // are enough for any K; a row of x is then loaded once for each tile. Sums are the same, in the same order.
+//
+// Ordered kernels have the sums of w4a16_wgmma, so that a call's tokens do not show in its results: one accumulator
+// adds K in order. There several teams have tiles of their own for any K, with 16 rows of weights for each warp, and x
+// in stages. They are also faster where there are tiles for all teams: nothing is exchanged.
+//
+// Up to 32 expanded rows are sorted by every CTA, so that there is no launch for that.
 #pragma once
 #include "../dequant/scales.cuh"
 #include "../epilogue.cuh"
@@ -18,6 +24,7 @@
 #include "../ptx/griddepcontrol.cuh"
 #include "../ptx/mma.cuh"
 #include "../stage_copies.cuh"
+#include "few_rows.cuh"
 
 namespace polymoe {
 namespace w4a16_mma {
@@ -30,6 +37,10 @@ constexpr bool kXInStages = false;
 
 constexpr int kWarps = kMmaConsumerWarps + kMmaProducerWarps;
 constexpr int kStageCodes = kMmaStageBlocks * 2048;
+
+// Whether a team has a warp for each 16 rows of weights, and its tiles several stages.
+template <int BLOCK_N, int TEAMS>
+constexpr bool kInRounds = kMmaConsumerWarps / TEAMS == BLOCK_N / 16;
 
 template <class F>
 constexpr int kStageBytes = kStageCodes + kMmaStageBlocks / F::kScaleBlocks * F::kScaleBytes;
@@ -74,14 +85,14 @@ __device__ __forceinline__ void mma_block(float (&acc)[2][M_BLOCKS][4], uint32_t
 }
 
 // The k_tail, fewer columns than a block, in steps of 16.
-template <class F, int M_BLOCKS>
-__device__ __forceinline__ void mma_k_tail(float (&acc)[2][M_BLOCKS][4], uint32_t codes, uint32_t scales, uint32_t x,
-                                           uint32_t x_eight_rows, int steps, int tiles) {
+template <class F, int TILES, int M_BLOCKS>
+__device__ __forceinline__ void mma_k_tail(float (&acc)[TILES][M_BLOCKS][4], uint32_t codes, uint32_t scales,
+                                           uint32_t x, uint32_t x_eight_rows, int steps, int tiles) {
 #pragma unroll
     for (int step = 0; step < kBlockColumns<F> / 16 - 1; ++step) {
         if (step == steps) break;
 #pragma unroll
-        for (int tile = 0; tile < 2; ++tile) {
+        for (int tile = 0; tile < TILES; ++tile) {
             if (tile < tiles) {
                 const typename F::Scales tile_scales = load_scales<F>(scales + tile * kTileScaleBytes<F>);
                 uint32_t a[4], words[kStepWords<F>];
@@ -118,19 +129,21 @@ template <int PART>
 struct OutRows {
     int row[2];
 
-    __device__ __forceinline__ OutRows(const GemmArgs& args, WorkTile tile, int m0, int lane) {
+    __device__ __forceinline__ OutRows(const int* permuted_to_expanded, WorkTile tile, int m0, int lane) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int m = m0 + 2 * (lane % 4) + i, permuted = tile.row + m;
-            row[i] = m >= tile.rows ? -1 : PART == kDown ? args.permuted_to_expanded[permuted] : permuted;
+            row[i] = m >= tile.rows ? -1 : PART == kDown ? permuted_to_expanded[permuted] : permuted;
         }
     }
 };
 
-// Writes 16 rows of weights by 8 rows of x. h goes to permuted rows, y to expanded rows.
-template <class F, int PART>
-__device__ __forceinline__ void store(const GemmArgs& args, const float* c, const ExpertScales<F, PART>& scales,
-                                      const OutRows<PART>& to, int tile16, int lane) {
+// Writes 16 rows of weights by 8 rows of x. h goes to permuted rows, y to expanded rows. ORDERED: as w4a16_wgmma
+// computes them, which also rounds y to bfloat16.
+template <class F, int PART, bool ORDERED>
+__device__ __forceinline__ void store(const GemmArgs& args, const int* permuted_to_expanded, const float* c,
+                                      const ExpertScales<F, PART>& scales, const OutRows<PART>& to, int tile16,
+                                      int lane) {
     const int g = lane / 4, n = PART == kGateUp ? tile16 * 8 + g : tile16 * 16 + g;
     const int width = PART == kGateUp ? args.n / 2 : args.n;
     const long long bias = static_cast<long long>(scales.expert) * width + n;
@@ -142,17 +155,25 @@ __device__ __forceinline__ void store(const GemmArgs& args, const float* c, cons
         if (to.row[i] < 0) break;
         const long long at = static_cast<long long>(to.row[i]) * width + n;
         float weight = 1.0f;
-        if (PART != kDown && args.router_weights) weight = args.router_weights[args.permuted_to_expanded[to.row[i]]];
-        const float low = c[i] * scales.low * weight + low_bias, high = c[2 + i] * scales.high * weight + high_bias;
+        if (PART != kDown && args.router_weights) weight = args.router_weights[permuted_to_expanded[to.row[i]]];
+        float low, high;
+        if constexpr (ORDERED) {
+            low = c[i] * (scales.low * weight) + low_bias, high = c[2 + i] * (scales.high * weight) + high_bias;
+        } else {
+            low = c[i] * scales.low * weight + low_bias, high = c[2 + i] * scales.high * weight + high_bias;
+        }
         if (PART == kDown) {
             float* out = static_cast<float*>(args.out) + at;
+            if (ORDERED) low = bf16_to_f32(f32_to_bf16(low)), high = bf16_to_f32(f32_to_bf16(high));
             out[0] = low, out[8] = high;
         } else {
             uint16_t* out = static_cast<uint16_t*>(args.out) + at;
             if (PART == kGateUp) {
-                out[0] = f32_to_bf16(gated_activation(args, low, high));
+                const bool fast = ORDERED && args.activation == kSwiglu;
+                out[0] = f32_to_bf16(fast ? fast_swiglu(args, low, high) : gated_activation(args, low, high));
             } else {
-                const float a = fmaxf(low, 0.0f), b = fmaxf(high, 0.0f);
+                const float a = ORDERED ? max_nan(low, 0.0f) : fmaxf(low, 0.0f);
+                const float b = ORDERED ? max_nan(high, 0.0f) : fmaxf(high, 0.0f);
                 out[0] = f32_to_bf16(a * a), out[8] = f32_to_bf16(b * b);
             }
         }
@@ -160,26 +181,32 @@ __device__ __forceinline__ void store(const GemmArgs& args, const float* c, cons
 }
 
 // A CTA's shared memory and its share of the tiles.
-template <class F, int PART, int M_BLOCKS, int BLOCK_N, int TEAMS>
+template <class F, int PART, int M_BLOCKS, int BLOCK_N, int TEAMS, bool ORDERED>
 struct Cta {
     static constexpr int kBlocks = BLOCK_N / 64, kStageK = kMmaStageBlocks / kBlocks;  // along N and K, in a stage
     static constexpr int kColumns = kBlockColumns<F>, kXBytes = kColumns * 2;          // of a block, and of a row of x
     static constexpr int kTeamWarps = kMmaConsumerWarps / TEAMS;
-    static constexpr bool kXBeside = TEAMS > 1 || !kXInStages;
+    static constexpr bool kRounds = kInRounds<BLOCK_N, TEAMS>;
+    static constexpr bool kXBeside = !kRounds && (TEAMS > 1 || !kXInStages);
     static constexpr int kScaleBytes = F::kScaleBytes, kStageScales = kStageK / F::kScaleBlocks * kScaleBytes;
     static constexpr int kTailLane = 16 - 4 * kStepWords<F>;  // a lane's codes of a block, less those of 16 columns
     static constexpr int kSums = TEAMS > 1 ? 0 : kMmaConsumerWarps * 2 * M_BLOCKS * 512;  // bytes of partial sums
-    static_assert(TEAMS > 1 ? kTeamWarps == 2 * kBlocks : BLOCK_N == 64);
+    static_assert(TEAMS == 1 || kRounds ? BLOCK_N == 64 : kTeamWarps == 2 * kBlocks);
 
-    const GemmArgs& args;
+    const FewRowsArgs& args;
     uint8_t* memory;
+    const WorkTile* work_tiles;             // in global memory, or in shared memory where this CTA sorted the rows
+    const int* permuted_to_expanded;        // the same
     uint32_t full, empty, x_full, x_empty;  // mbarriers
     uint32_t x_start, stages_start;         // behind the partial sums
     int stride, stage_bytes;                // of a row of x
     int tiles16, n_tiles, tile_stages, begin, end;
 
-    __device__ __forceinline__ Cta(const GemmArgs& args, uint8_t* memory, uint64_t* barriers)
+    __device__ __forceinline__ Cta(const FewRowsArgs& args, uint8_t* memory, uint64_t* barriers,
+                                   const SortedRows& sorted)
         : args(args), memory(memory) {
+        work_tiles = args.ids ? sorted.work_tiles : args.work_tiles;
+        permuted_to_expanded = args.ids ? sorted.permuted_to_expanded : args.permuted_to_expanded;
         full = opaque(smem_address(barriers)), empty = full + 8 * kMaxStages;
         x_full = full + 16 * kMaxStages, x_empty = x_full + 16;
         stride = (kXBeside ? args.k : kStageK * kColumns) * 2 + 16;  // rows start 4 banks apart
@@ -201,11 +228,11 @@ struct Cta {
     }
 
     // Once work tiles are known.
-    __device__ __forceinline__ void take_share() {
+    __device__ __forceinline__ void take_share(int count) {
         const int n_blocks = (args.n / 16 + 3) / 4, k_blocks = (args.k + kColumns - 1) / kColumns;
         tiles16 = args.n / 16, n_tiles = (n_blocks + kBlocks - 1) / kBlocks;
         tile_stages = (k_blocks + kStageK - 1) / kStageK;
-        const long long total = static_cast<long long>(*args.num_tiles) * n_tiles;
+        const long long total = static_cast<long long>(count) * n_tiles;
         begin = static_cast<int>(total * blockIdx.x / gridDim.x);
         end = static_cast<int>(total * (blockIdx.x + 1) / gridDim.x);
     }
@@ -225,7 +252,7 @@ struct Cta {
         uint32_t parity = 1;
         for (int i_tile = begin; i_tile < end; ++i_tile) {
             const int index = i_tile / n_tiles, n_block = (i_tile - index * n_tiles) * kBlocks;
-            const long long expert = args.work_tiles[index].expert;
+            const long long expert = work_tiles[index].expert;
             const uint8_t* codes =
                 args.codes + expert * args.codes_stride + static_cast<long long>(kColumnBytes<F>) * n_block * args.k;
             const uint8_t* scales =
@@ -266,9 +293,9 @@ struct Cta {
         int buffer = 0;  // or stage
         uint32_t parity = 1;
         for (int index = begin / n_tiles; index * n_tiles < end; ++index) {
-            const WorkTile tile = args.work_tiles[index];
+            const WorkTile tile = work_tiles[index];
             const int row = tile.row + min(lane, tile.rows - 1);
-            const long long from = args.top_k ? args.permuted_to_expanded[row] / args.top_k : row;
+            const long long from = args.top_k ? permuted_to_expanded[row] / args.top_k : row;
             if (!kXBeside) {
                 const int tiles = min(end, (index + 1) * n_tiles) - max(begin, index * n_tiles);
                 int column = 0;
@@ -306,6 +333,66 @@ struct Cta {
         }
     }
 
+    // Stages go round the teams, each of which has a tile of its own in every round.
+    __device__ __forceinline__ void produce_weights_in_rounds() const {
+        const int row_scales = scale_blocks<F>(args.k);
+        int stage = 0;
+        uint32_t parity = 1;
+        for (int first = begin; first < end; first += TEAMS) {
+            const int tiles_of_round = min(TEAMS, end - first);
+            for (int s = 0; s < tile_stages; ++s) {
+                const int first_scale = s * kStageK / F::kScaleBlocks;
+                const int scale_bytes = min(kStageK / F::kScaleBlocks, row_scales - first_scale) * kScaleBytes;
+                for (int team = 0; team < tiles_of_round; ++team) {
+                    const int index = (first + team) / n_tiles, n_block = first + team - index * n_tiles;
+                    const long long expert = work_tiles[index].expert;
+                    const int tiles = width(n_block), done = s * kStageK * tiles * 512;
+                    const int bytes = min(kStageK * tiles * 512, tiles * (kColumnBytes<F> / 4) * args.k - done);
+                    const uint32_t barrier = full + 8 * (stage + team),
+                                   to = stages_start + (stage + team) * stage_bytes;
+                    mbarrier_wait(empty + 8 * (stage + team), parity);
+                    expect_copies(barrier, bytes + scale_bytes);
+                    const uint8_t* codes = args.codes + expert * args.codes_stride +
+                                           static_cast<long long>(kColumnBytes<F>) * n_block * args.k;
+                    copy_to_stage(to, codes + done, bytes, barrier);
+                    copy_to_stage(to + kStageCodes,
+                                  args.scales + expert * args.scales_stride +
+                                      (static_cast<long long>(n_block) * row_scales + first_scale) * kScaleBytes,
+                                  scale_bytes, barrier);
+                }
+                advance(stage, parity, TEAMS);
+            }
+        }
+    }
+
+    // One warp: eight lanes for the rows of each team's tile.
+    __device__ __forceinline__ void produce_x_in_rounds(int lane) const {
+        static_assert(TEAMS * 8 == 32 && M_BLOCKS == 1);
+        const int team = lane / 8;
+        int stage = 0;
+        uint32_t parity = 1;
+        for (int first = begin; first < end; first += TEAMS) {
+            const bool mine = first + team < end;
+            const WorkTile tile = work_tiles[min(first + team, end - 1) / n_tiles];
+            const int row = tile.row + min(lane % 8, tile.rows - 1);
+            const long long from = args.top_k ? permuted_to_expanded[row] / args.top_k : row;
+            for (int column = 0; column < args.k; column += kStageK * kColumns) {
+                const int bytes = min(kStageK * kColumns, args.k - column) * 2;
+                const uint32_t barrier = full + 8 * (stage + team);
+                if (mine && lane % 8 == 0) {
+                    mbarrier_wait(empty + 8 * (stage + team), parity);
+                    expect_copies(barrier, tile.rows * bytes);
+                }
+                __syncwarp();
+                if (mine && lane % 8 < tile.rows) {
+                    const uint32_t to = stages_start + (stage + team) * stage_bytes + kStageBytes<F>;
+                    bulk_copy_g2s(to + lane % 8 * stride, args.x + from * args.k + column, bytes, barrier);
+                }
+                advance(stage, parity, TEAMS);
+            }
+        }
+    }
+
     // Where a lane's rows of x begin.
     __device__ __forceinline__ uint32_t lane_x(int lane) const {
         return (kXBeside ? x_start : stages_start + kStageBytes<F>)+lane % 8 * stride + lane / 8 * 16;
@@ -334,7 +421,7 @@ struct Cta {
             const int tiles = width(n_tile), blocks = 2 * half < tiles ? my_blocks : 0;
             if (new_x) {
                 if (kXBeside) mbarrier_wait(x_full + 8 * buffer, x_parity);
-                few = M_BLOCKS == 1 || args.work_tiles[index].rows <= 8;
+                few = M_BLOCKS == 1 || work_tiles[index].rows <= 8;
             }
             new_x = n_tile == n_tiles - 1 || i_tile == end - 1;  // after this, the work tile's last tile here
             uint32_t x = x_lane + buffer * x_buffer_bytes;
@@ -403,9 +490,10 @@ struct Cta {
                     sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
                 }
                 const float c[4] = {sum.x, sum.y, sum.z, sum.w};
-                const WorkTile tile = args.work_tiles[index];
-                store<F, PART>(args, c, ExpertScales<F, PART>(args, tile.expert),
-                               OutRows<PART>(args, tile, piece % M_BLOCKS * 8, lane), tile16, lane);
+                const WorkTile tile = work_tiles[index];
+                store<F, PART, ORDERED>(args, permuted_to_expanded, c, ExpertScales<F, PART>(args, tile.expert),
+                                        OutRows<PART>(permuted_to_expanded, tile, piece % M_BLOCKS * 8, lane), tile16,
+                                        lane);
             }
             if (++n_tile == n_tiles) n_tile = 0, ++index;
         }
@@ -451,10 +539,11 @@ struct Cta {
         int stage = team, buffer = 0, i_tile = begin + team;
         uint32_t parity = 0, x_parity = 0;
         for (int index = begin / n_tiles; index * n_tiles < end; ++index) {
-            const WorkTile work_tile = uniform_tile(args.work_tiles[index]);
+            const WorkTile work_tile = uniform_tile(work_tiles[index]);
             const bool few = M_BLOCKS == 1 || work_tile.rows <= 8;
             const ExpertScales<F, PART> expert_scales(args, work_tile.expert);
-            const OutRows<PART> first(args, work_tile, 0, lane), second(args, work_tile, 8, lane);
+            const OutRows<PART> first(permuted_to_expanded, work_tile, 0, lane),
+                second(permuted_to_expanded, work_tile, 8, lane);
             const uint32_t x = x_lane + buffer * args.block_m * stride;
             mbarrier_wait(x_full + 8 * buffer, x_parity);
             for (const int last = min(end, (index + 1) * n_tiles); i_tile < last; i_tile += TEAMS) {
@@ -475,8 +564,11 @@ struct Cta {
                 for (int i = 0; i < 2; ++i) {
                     const int tile16 = n_block * 4 + half * 2 + i;
                     if (tile16 >= tiles16) break;
-                    store<F, PART>(args, acc[i][0], expert_scales, first, tile16, lane);
-                    if (!few) store<F, PART>(args, acc[i][M_BLOCKS - 1], expert_scales, second, tile16, lane);
+                    store<F, PART, ORDERED>(args, permuted_to_expanded, acc[i][0], expert_scales, first, tile16, lane);
+                    if (!few) {
+                        store<F, PART, ORDERED>(args, permuted_to_expanded, acc[i][M_BLOCKS - 1], expert_scales, second,
+                                                tile16, lane);
+                    }
                 }
             }
             __syncwarp();
@@ -484,35 +576,116 @@ struct Cta {
             if (++buffer == args.x_buffers) buffer = 0, x_parity ^= 1;
         }
     }
+
+    // Each team with every TEAMS-th tile: 16 rows of weights for each warp, and K in order.
+    __device__ __forceinline__ void multiply_in_order(int warp, int lane) const {
+        const int team = warp / kTeamWarps, tile = warp % kTeamWarps, k_tail = args.k % kColumns / 16;
+        const uint32_t x_lane = opaque(lane_x(lane)), codes_lane = opaque(stages_start + tile * 512 + lane * 16);
+        const uint32_t scales_lane = opaque(stages_start + kStageCodes + (lane / 4 * 4 + tile) * kTileScaleBytes<F>);
+        int stage = team;
+        uint32_t parity = 0;
+        for (int i_tile = begin + team; i_tile < end; i_tile += TEAMS) {
+            const int index = i_tile / n_tiles, n_block = i_tile - index * n_tiles, tiles = width(n_block);
+            float acc[1][1][4] = {};
+            int left = args.k / kColumns;  // whole blocks
+            for (int s = 0; s < tile_stages; ++s) {
+                const int offset = stage * stage_bytes, blocks = min(kStageK, left);
+                mbarrier_wait(full + 8 * stage, parity);
+                if (tile < tiles) {
+                    uint32_t codes = codes_lane + offset, scales = scales_lane + offset, x = x_lane + offset;
+                    if (blocks == kStageK) {
+#pragma unroll
+                        for (int i = 0; i < kStageK; ++i) {
+                            mma_tile(acc[0][0], codes, scales + i / F::kScaleBlocks * kScaleBytes, x + i * kXBytes);
+                            codes += tiles * 512;
+                        }
+                    } else {
+#pragma unroll 1
+                        for (int i = 0; i < blocks; ++i) {
+                            mma_tile(acc[0][0], codes, scales + i / F::kScaleBlocks * kScaleBytes, x);
+                            codes += tiles * 512, x += kXBytes;
+                        }
+                        if (k_tail) {
+                            const int to_tail = tile * k_tail * 128 * kStepWords<F> - tile * 512 - lane * kTailLane;
+                            mma_k_tail<F>(acc, codes + to_tail, scales + blocks / F::kScaleBlocks * kScaleBytes, x, 0,
+                                          k_tail, 1);
+                        }
+                    }
+                }
+                __syncwarp();
+                if (lane == 0) mbarrier_arrive(empty + 8 * stage);
+                advance(stage, parity, TEAMS);
+                left -= blocks;
+            }
+            if (tile < tiles) {
+                const WorkTile work_tile = work_tiles[index];
+                store<F, PART, ORDERED>(
+                    args, permuted_to_expanded, acc[0][0], ExpertScales<F, PART>(args, work_tile.expert),
+                    OutRows<PART>(permuted_to_expanded, work_tile, 0, lane), n_block * 4 + tile, lane);
+            }
+        }
+    }
+
+    // A block's columns of a tile of 16 rows of weights, for 8 rows of x.
+    __device__ __forceinline__ void mma_tile(float (&acc)[4], uint32_t codes, uint32_t scales, uint32_t x) const {
+        const uint4 words = ld_shared_v4(codes);
+        const typename F::Scales decoded = load_scales<F>(scales);
+        uint32_t b[kColumns / 32][4];
+#pragma unroll
+        for (int i = 0; i < kColumns / 32; ++i) ldmatrix_x4(b[i], x + i * 64);
+        const uint32_t word[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+        for (int step = 0; step < kColumns / 16; ++step) {
+            uint32_t a[4];
+            dequantize<F>(a, word + step * kStepWords<F>, F::scale(decoded, step));
+            mma_m16n8k16(acc, a, b[step / 2][step % 2 * 2], b[step / 2][step % 2 * 2 + 1]);
+        }
+    }
 };
 
 }  // namespace w4a16_mma
 
-template <class F, int PART, int M_BLOCKS, int BLOCK_N, int TEAMS, int STAGE_BYTES>
-__device__ __forceinline__ void w4a16_mma_gemm(const GemmArgs& args) {
+template <class F, int PART, int M_BLOCKS, int BLOCK_N, int TEAMS, int STAGE_BYTES, bool ORDERED = false>
+__device__ __forceinline__ void w4a16_mma_gemm(const FewRowsArgs& args) {
     using namespace w4a16_mma;
     static_assert(kStageBytes<F> == STAGE_BYTES);
     extern __shared__ __align__(128) uint8_t memory[];
     __shared__ __align__(8) uint64_t barriers[2 * kMaxStages + 4];
-    Cta<F, PART, M_BLOCKS, BLOCK_N, TEAMS> cta(args, memory, barriers);
+    __shared__ SortedRows sorted;
+    Cta<F, PART, M_BLOCKS, BLOCK_N, TEAMS, ORDERED> cta(args, memory, barriers, sorted);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
     if (threadIdx.x == 0) cta.init_barriers();
+    // For `down`, ids and work tiles were complete before the kernel ahead of it let it start; x was not.
+    if (args.ids && warp == kMmaConsumerWarps) {
+        if (PART != kDown) grid_dependency_wait();
+        sorted.sort(args);
+    }
     __syncthreads();
-    // For `down`, work tiles were complete before the kernel ahead of it let it start; x was not.
     if (PART != kDown) {
         grid_dependency_wait();
         launch_dependents();
     }
-    cta.take_share();
+    cta.take_share(args.ids ? sorted.num_tiles : *args.num_tiles);
+    constexpr bool kRounds = kInRounds<BLOCK_N, TEAMS>;
     if (copies_weights(warp)) {
-        if (kCopyLanes > 1 || lane == 0) cta.produce_weights();
+        if constexpr (kRounds) {
+            if (lane == 0) cta.produce_weights_in_rounds();
+        } else {
+            if (kCopyLanes > 1 || lane == 0) cta.produce_weights();
+        }
     } else if (warp == kMmaConsumerWarps + kCopyWarps) {
         if (PART == kDown) {
             grid_dependency_wait();
             launch_dependents();
         }
-        cta.produce_x(lane);
+        if constexpr (kRounds) {
+            cta.produce_x_in_rounds(lane);
+        } else {
+            cta.produce_x(lane);
+        }
+    } else if constexpr (kRounds) {
+        cta.multiply_in_order(warp, lane);
     } else if constexpr (TEAMS == 1) {
         cta.multiply_parts(warp, lane);
     } else {

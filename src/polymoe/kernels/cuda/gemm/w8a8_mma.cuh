@@ -20,12 +20,11 @@
 #include "../ptx/griddepcontrol.cuh"
 #include "../ptx/mma_f16.cuh"
 #include "../ptx/st_shared_u16.cuh"
+#include "few_rows.cuh"
 
 namespace polymoe {
 
-struct FewRowsArgs : GemmArgs {
-    const void* ids;  // [rows]: expert ids, from which work tiles follow; or null: work tiles are given
-    int rows, first_expert, experts, long_ids;
+struct RoundingArgs : FewRowsArgs {
     int x_dtype;  // 0 bfloat16, 1 float16, 2 float32, 3 E4M3: rows of w8::row_bytes(k), codes and behind them scales
     const float* input_scales;  // [E]: of all rows of an expert's x (kChannel); or null
 };
@@ -45,23 +44,17 @@ struct Rows {
 
 // The work tiles, of which there are `count`.
 struct WorkTiles {
-    const FewRowsArgs& args;
+    const RoundingArgs& args;
     int expert, tile;  // of the expanded row number `lane`, where work tiles follow from ids
     int count;
 
-    __device__ __forceinline__ explicit WorkTiles(const FewRowsArgs& args) : args(args) {
+    __device__ __forceinline__ explicit WorkTiles(const RoundingArgs& args) : args(args) {
         if (!args.ids) {
             count = warp_uniform(*args.num_tiles);
             return;
         }
         const int lane = threadIdx.x % 32;
-        expert = -1;
-        if (lane < args.rows) {
-            const long long id = (args.long_ids ? static_cast<const long long*>(args.ids)[lane]
-                                                : static_cast<const int*>(args.ids)[lane]) -
-                                 args.first_expert;
-            if (id >= 0 && id < args.experts) expert = static_cast<int>(id);
-        }
+        expert = local_expert(args, lane);
         const uint32_t peers = __match_any_sync(kAll, expert), up_to_here = kAll >> (31 - lane);
         const bool first = expert >= 0 && __popc(peers & up_to_here) % kRows == 1;  // of its work tile
         const uint32_t firsts = __ballot_sync(kAll, first);
@@ -187,7 +180,7 @@ struct Columns {
     uint4 raw[kAtOnce];
     float scale[kAtOnce];  // of E4M3
 
-    __device__ __forceinline__ void fetch(const FewRowsArgs& args, const Share& share, int row, int k_block) {
+    __device__ __forceinline__ void fetch(const RoundingArgs& args, const Share& share, int row, int k_block) {
         const int dtype = PART == kDown ? 2 : args.x_dtype, lane = threadIdx.x % 32;
         const long long from = args.top_k ? row / args.top_k : row;
         const uint8_t* x = reinterpret_cast<const uint8_t*>(args.x) + from * (dtype == 2   ? args.k * 4
@@ -220,7 +213,7 @@ struct Columns {
     }
 
     // The largest magnitude of this lane's columns.
-    __device__ __forceinline__ float amax(const FewRowsArgs& args, const Share& share, int k_block) const {
+    __device__ __forceinline__ float amax(const RoundingArgs& args, const Share& share, int k_block) const {
         float most = 0.0f;
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
@@ -235,7 +228,7 @@ struct Columns {
     // Rounds them as row `g` of the work tile, and stores codes and scales at `to`, where the first block begins. The
     // lane 4g + t has, for each 16 columns, columns 2t, 2t + 1, 2t + 8 and 2t + 9 in one of eight words. `row_scale` is
     // the row's scale (kChannel, unless x is E4M3).
-    __device__ __forceinline__ void store(const FewRowsArgs& args, const Share& share, int g, int k_block, uint32_t to,
+    __device__ __forceinline__ void store(const RoundingArgs& args, const Share& share, int g, int k_block, uint32_t to,
                                           float row_scale) {
         const int dtype = PART == kDown ? 2 : args.x_dtype, lane = threadIdx.x % 32;
         const int step = lane / 4, pair = lane % 4 * 2;  // of 16 columns, and of two of these
@@ -326,7 +319,7 @@ __device__ __forceinline__ void store(const GemmArgs& args, const float (&c)[4],
 }  // namespace w8a8_mma
 
 template <Scales SCALES, int PART, int WARPS, int STAGE_BYTES>
-__device__ __forceinline__ void w8a8_mma_gemm(const FewRowsArgs& args) {
+__device__ __forceinline__ void w8a8_mma_gemm(const RoundingArgs& args) {
     using namespace w8a8_mma;
     static_assert(WARPS == kWarps && STAGE_BYTES == kWarps * kBlockBytes);
     extern __shared__ __align__(128) uint8_t memory[];
@@ -492,9 +485,10 @@ __device__ __forceinline__ void w8a8_mma_gemm(const FewRowsArgs& args) {
 
 }  // namespace polymoe
 
-// A kernel's entry point. The body is a call of a function template with FewRowsArgs.
-#define POLYMOE_FEW_ROWS_KERNEL(NAME, THREADS, ...)                                                                    \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1) NAME(const __grid_constant__ polymoe::FewRowsArgs args) { \
-        using namespace polymoe;                                                                                       \
-        __VA_ARGS__(args);                                                                                             \
+// A kernel's entry point. The body is a call of a function template with RoundingArgs.
+#define POLYMOE_ROUNDING_KERNEL(NAME, THREADS, ...)                \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1)       \
+        NAME(const __grid_constant__ polymoe::RoundingArgs args) { \
+        using namespace polymoe;                                   \
+        __VA_ARGS__(args);                                         \
     }

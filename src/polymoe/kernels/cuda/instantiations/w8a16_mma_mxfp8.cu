@@ -2,10 +2,11 @@
 #include "../gemm/w4a16_mma.cuh"
 
 // clang-format off
-// Last arguments: the part, rows of x in multiples of 8, block_n, teams of warps, bytes of a stage.
-POLYMOE_GEMM_KERNEL(w8a16_mma_gate_up_m8_n64, 576, w4a16_mma_gemm<Mxfp8, kGateUp, 1, 64, 1, 16896>)
-POLYMOE_GEMM_KERNEL(w8a16_mma_gate_up_m16_n64, 576, w4a16_mma_gemm<Mxfp8, kGateUp, 2, 64, 1, 16896>)
-POLYMOE_GEMM_KERNEL(w8a16_mma_up_m8_n64, 576, w4a16_mma_gemm<Mxfp8, kUp, 1, 64, 1, 16896>)
-POLYMOE_GEMM_KERNEL(w8a16_mma_up_m16_n64, 576, w4a16_mma_gemm<Mxfp8, kUp, 2, 64, 1, 16896>)
-POLYMOE_GEMM_KERNEL(w8a16_mma_down_m8_n64, 576, w4a16_mma_gemm<Mxfp8, kDown, 1, 64, 1, 16896>)
-POLYMOE_GEMM_KERNEL(w8a16_mma_down_m16_n64, 576, w4a16_mma_gemm<Mxfp8, kDown, 2, 64, 1, 16896>)
+// Last arguments: the part, rows of x in multiples of 8, block_n, teams of warps, bytes of a stage, and whether sums are
+// ordered.
+POLYMOE_FEW_ROWS_KERNEL(w8a16_mma_gate_up_m8_n64, 576, w4a16_mma_gemm<Mxfp8, kGateUp, 1, 64, 1, 16896>)
+POLYMOE_FEW_ROWS_KERNEL(w8a16_mma_gate_up_m16_n64, 576, w4a16_mma_gemm<Mxfp8, kGateUp, 2, 64, 1, 16896>)
+POLYMOE_FEW_ROWS_KERNEL(w8a16_mma_up_m8_n64, 576, w4a16_mma_gemm<Mxfp8, kUp, 1, 64, 1, 16896>)
+POLYMOE_FEW_ROWS_KERNEL(w8a16_mma_up_m16_n64, 576, w4a16_mma_gemm<Mxfp8, kUp, 2, 64, 1, 16896>)
+POLYMOE_FEW_ROWS_KERNEL(w8a16_mma_down_m8_n64, 576, w4a16_mma_gemm<Mxfp8, kDown, 1, 64, 1, 16896>)
+POLYMOE_FEW_ROWS_KERNEL(w8a16_mma_down_m16_n64, 576, w4a16_mma_gemm<Mxfp8, kDown, 2, 64, 1, 16896>)

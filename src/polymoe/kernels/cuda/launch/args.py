@@ -17,6 +17,7 @@ __all__ = [
     "QuantizePermutedArgs",
     "QuantizeRowsArgs",
     "QuantizeWholeRowsArgs",
+    "RoundingArgs",
 ]  # fmt: skip
 
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong, ctypes.c_float
@@ -42,13 +43,18 @@ class GemmArgs(ctypes.Structure):
 
 
 class FewRowsArgs(GemmArgs):
-    """Arguments of a grouped GEMM that rounds x and sorts few rows by itself: those of :class:`GemmArgs`, and more."""
+    """Arguments of a grouped GEMM that sorts few rows by itself: those of :class:`GemmArgs`, and more."""
 
     _fields_ = (
         ("ids", _POINTER),
-        *((name, _INT) for name in ("rows", "first_expert", "experts", "long_ids", "x_dtype")),
-        ("input_scales", _POINTER),
+        *((name, _INT) for name in ("rows", "first_expert", "experts", "long_ids")),
     )
+
+
+class RoundingArgs(FewRowsArgs):
+    """Arguments of a grouped GEMM that also rounds x by itself."""
+
+    _fields_ = (("x_dtype", _INT), ("input_scales", _POINTER))
 
 
 class PermutationArgs(ctypes.Structure):

@@ -11,15 +11,16 @@ from polymoe.kernels.cuda.driver import Launch
 from polymoe.kernels.cuda.launch.args import (
     DTYPES,
     E4M3_ROWS,
-    FewRowsArgs,
     GemmArgs,
     QuantizePermutedArgs,
     QuantizeRowsArgs,
     QuantizeWholeRowsArgs,
+    RoundingArgs,
 )
 from polymoe.kernels.cuda.launch.call import ALIGNMENT, Call, Regions
 from polymoe.kernels.cuda.launch.layer import Layer
-from polymoe.kernels.cuda.launch.permutation import FEW_ROWS, permutation_bytes
+from polymoe.kernels.cuda.launch.mma import FewRowsCall
+from polymoe.kernels.cuda.launch.permutation import permutation_bytes
 from polymoe.kernels.cuda.launch.tiled import e4m3_tile_bytes, padded_rows
 from polymoe.kernels.cuda.sizes import e4m3_row_bytes, round_up
 
@@ -92,19 +93,13 @@ class E4M3RowsCall(Call):
         return codes_TH
 
 
-class E4M3MmaCall(E4M3RowsCall):
+class E4M3MmaCall(FewRowsCall, E4M3RowsCall):
     """Calls of the family w8a8_mma. GEMMs round rows of x and h by themselves; h and y are float32, indexed by expanded
-    row. With few expanded rows GEMMs also sort these, so that a call has three launches.
+    row.
     """
 
-    with_inverse = False
-    y_bytes = 4
-    gemm_args = FewRowsArgs
+    gemm_args = RoundingArgs
     quantized_x_dtype = E4M3_ROWS
-
-    def _prepare_x(self) -> None:
-        for gemm in (self.gate_up, self.down):
-            gemm.experts = self.layer.experts
 
     @staticmethod
     def regions(layer: Layer, block_m: int, tokens: int, top_k: int) -> Regions:
@@ -113,36 +108,12 @@ class E4M3MmaCall(E4M3RowsCall):
         permutation = permutation_bytes(rows, layer.experts, block_m, False)
         return Regions(permutation, 0, rows * layer.down.k * 4, rows * layer.down.n * 4)
 
-    @property
-    def x_args(self) -> GemmArgs:
-        """Arguments of the first GEMM."""
-        return self.gate_up
-
     def x_launch(self, tokens: int, top_k: int) -> None:
         """There is none."""
 
     def set_x_dtype(self, number: int) -> None:
         """Set the dtype of x; every dtype of :data:`.args.DTYPES` is supported, and :data:`.args.E4M3_ROWS`."""
         self.gate_up.x_dtype = number
-
-    def resize(self, tokens: int, top_k: int) -> None:
-        """See :meth:`Call.resize`."""
-        super().resize(tokens, top_k)
-        self._sorts = tokens * top_k <= FEW_ROWS
-        for gemm in (self.gate_up, self.down):
-            gemm.rows, gemm.ids = tokens * top_k, None
-        if self._sorts:
-            self._launches = self._after_x
-
-    def _set_ids(self, ids: int) -> None:
-        super()._set_ids(ids)
-        if self._sorts:
-            self.gate_up.ids = self.down.ids = ids
-
-    def _set_kinds(self, x: int, out: int, long_ids: bool, first_expert: int) -> None:
-        super()._set_kinds(x, out, long_ids, first_expert)
-        for gemm in (self.gate_up, self.down):
-            gemm.long_ids, gemm.first_expert = long_ids, first_expert
 
 
 class E4M3TilesCall(E4M3RowsCall):
