@@ -79,9 +79,6 @@ class GatheredCall(Call):
         super().resize(tokens, top_k)
         self.gate_up.top_k = top_k  # x is indexed by token
 
-    def _prepare_x(self) -> None:
-        """There is no launch for x."""
-
 
 class QuantizedTilesCall(TiledCall):
     """Calls of the family w4a8. Tiles have 128 columns of E4M3."""
