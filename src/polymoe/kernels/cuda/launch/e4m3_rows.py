@@ -162,7 +162,7 @@ class E4M3TilesCall(E4M3RowsCall):
 
     def resize(self, tokens: int, top_k: int) -> None:
         """See :meth:`Call.resize`."""
-        self._in_tiles = top_k <= _TILES_TOP_K
+        self._in_tiles = self.x_by_permuted_row = top_k <= _TILES_TOP_K
         super().resize(tokens, top_k)
         if self._in_tiles:  # after x that comes quantized, the other one runs
             gathers = self._gemms[0]
