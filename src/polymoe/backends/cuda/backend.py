@@ -1,11 +1,11 @@
 """Cuda: runs experts with 4-bit, FP8 or bfloat16 weights on CUDA kernels that are compiled ahead of time.
 
 The backend needs neither a compiler nor another package. A call with few tokens has four launches: the permutation;
-gate and up with the activation; down; and the weighted sum. Up to 32 expanded rows it has three: GEMMs find the
-permutation. Calls with many rows per expert, or with E4M3 activations, have a fifth launch that copies x into permuted
-tiles or rounds it to E4M3, and with one scale for a row of h a sixth that rounds h. From SM90 on each launch starts
-before the previous one ends. The table in :mod:`.families` lists the kernels and the numbers of rows that they are used
-for.
+gate and up with the activation; down; and the weighted sum. Up to 32 expanded rows it has three, but for bfloat16
+weights: GEMMs find the permutation. Calls with many rows per expert, or with E4M3 activations, have a fifth launch that
+copies x into permuted tiles or rounds it to E4M3, and with one scale for a row of h a sixth that rounds h. With
+bfloat16 weights gate and up read x where it is. From SM90 on each launch starts before the previous one ends. The table
+in :mod:`.families` lists the kernels and the numbers of rows that they are used for.
 """
 
 from __future__ import annotations
