@@ -70,7 +70,7 @@ ENDLESS: dict[str, tuple[Callable[[], Iterable[bytes]], dict[str, float], str]] 
     "tokens behind the end": (lambda: itertools.chain([DONE], itertools.repeat(TOKEN)), {}, r"\d{4,5} events"),
     "bytes": (lambda: itertools.repeat(b"data: " + b"x" * 2**16), {}, "an event of more than"),
     "comments": (lambda: itertools.repeat(b":" + b"x" * 2**16 + b"\n\n"), {}, r"0 events and \d+ bytes"),
-    "pings": (lambda: itertools.cycle([PAUSE, b": ping\n\n"]), {"timeout_s": 0.3}, r"no event for 0\.3 s"),
+    "pings": (lambda: itertools.cycle([PAUSE, b": ping\n\n"]), {"timeout_s": 1.0}, r"no event for 1 s"),
     "slow tokens": (lambda: itertools.cycle([PAUSE, TOKEN]), {"request_timeout_s": 0.4}, r"not complete after 0\.4 s"),
     "silence": (lambda: itertools.repeat(PAUSE), {"timeout_s": 0.3}, "imeout"),
 }
