@@ -13,7 +13,7 @@ from polymoe.kernels.cuda.launch.layer import Layer, Matrix
 from polymoe.kernels.cuda.launch.permutation import LIST_BYTES, Permutation
 from polymoe.kernels.cuda.sizes import FamilySizes, round_up
 
-__all__ = ["ALIGNMENT", "Call", "Regions"]
+__all__ = ["ALIGNMENT", "ByTokenCall", "Call", "Regions"]
 
 ALIGNMENT = 256
 """Alignment of the workspace's regions in bytes; more than any copy needs."""
@@ -241,3 +241,20 @@ class Call(ABC):
         launch = kernel.prepare(args, family.threads(block_m) + layer.target.more_threads, pipeline.shared_bytes)
         launch.set_grid(layer.sms)
         return args, launch
+
+
+class ByTokenCall(Call):
+    """Calls whose first GEMM reads rows of x by token. There is no launch for x."""
+
+    @property
+    def x_args(self) -> GemmArgs:
+        """Arguments of the first GEMM."""
+        return self.gate_up
+
+    def _prepare_x(self) -> None:
+        """There is nothing to prepare."""
+
+    def resize(self, tokens: int, top_k: int) -> None:
+        """See :meth:`Call.resize`."""
+        super().resize(tokens, top_k)
+        self.gate_up.top_k = top_k  # x is indexed by token

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from polymoe.kernels.cuda.launch.args import FewRowsArgs, GemmArgs
-from polymoe.kernels.cuda.launch.call import Call, Regions
+from polymoe.kernels.cuda.launch.args import FewRowsArgs
+from polymoe.kernels.cuda.launch.call import ByTokenCall, Regions
 from polymoe.kernels.cuda.launch.layer import Layer
 from polymoe.kernels.cuda.launch.permutation import FEW_ROWS, permutation_bytes
 
 __all__ = ["FewRowsCall", "MmaCall"]
 
 
-class FewRowsCall(Call):
+class FewRowsCall(ByTokenCall):
     """Calls whose GEMMs sort few expanded rows by themselves, so that a call has three launches: see
     :data:`.permutation.FEW_ROWS`."""
 
@@ -18,18 +18,9 @@ class FewRowsCall(Call):
     y_bytes = 4
     gemm_args = FewRowsArgs
 
-    @property
-    def x_args(self) -> GemmArgs:
-        """Arguments of the first GEMM."""
-        return self.gate_up
-
-    def _prepare_x(self) -> None:
-        """There is no launch for x."""
-
     def resize(self, tokens: int, top_k: int) -> None:
         """See :meth:`Call.resize`."""
         super().resize(tokens, top_k)
-        self.gate_up.top_k = top_k  # x is indexed by token
         self._sorts = tokens * top_k <= FEW_ROWS
         for gemm in (self.gate_up, self.down):
             gemm.rows, gemm.ids, gemm.experts = tokens * top_k, None, self.layer.experts

@@ -7,7 +7,7 @@ from typing import Any
 from polymoe.kernels.cuda import modules
 from polymoe.kernels.cuda.driver import Launch
 from polymoe.kernels.cuda.launch.args import PermuteArgs, QuantizePermutedArgs
-from polymoe.kernels.cuda.launch.call import Call, Regions
+from polymoe.kernels.cuda.launch.call import ByTokenCall, Call, Regions
 from polymoe.kernels.cuda.launch.layer import Layer
 from polymoe.kernels.cuda.launch.permutation import permutation_bytes
 from polymoe.kernels.cuda.sizes import E4M3_BLOCK_K, E4M3_ROW_BYTES, TILE_ROWS, round_up
@@ -56,7 +56,7 @@ class TiledCall(Call):
         self._x_launch = modules.kernel("permute", "permute_x", self.layer.target).prepare(self._x_args, _THREADS)
 
 
-class GatheredCall(Call):
+class GatheredCall(ByTokenCall):
     """Calls of the family bf16. Its first GEMM reads rows of x by token; h is in tiles of 64 columns."""
 
     @staticmethod
@@ -65,19 +65,6 @@ class GatheredCall(Call):
         rows = tokens * top_k
         h = padded_rows(layer.experts, rows) * round_up(layer.down.k, 64) * 2
         return Regions(permutation_bytes(rows, layer.experts, block_m, True), 0, h, rows * layer.down.n * 2)
-
-    @property
-    def x_args(self) -> Any:
-        """Arguments of the first GEMM."""
-        return self.gate_up
-
-    def _prepare_x(self) -> None:
-        """There is no launch for x."""
-
-    def resize(self, tokens: int, top_k: int) -> None:
-        """See :meth:`Call.resize`."""
-        super().resize(tokens, top_k)
-        self.gate_up.top_k = top_k  # x is indexed by token
 
 
 class QuantizedTilesCall(TiledCall):
