@@ -26,13 +26,20 @@ H200 = Machine(DEVICES["h200"], PACKAGES)
 ROOT = Path(__file__).parent.parent.parent
 
 
+NATIVE = "humming_a16_native"
+
+
 def problem(case: str = "kimi-k2-tp8", **changes: Any) -> Problem:
     return replace(CASES[case].problem(), **changes)
 
 
 @pytest.mark.parametrize("case", ["kimi-k2-tp8", "deepseek-v4-flash", "nemotron-3-super"])
 def test_named_cases(case: str) -> None:
-    assert judge(Humming(), problem(case), H200) == Accepted(capturable=True, foreign=True)
+    for gpu, layout in {"h200": "humming_a16", "b200": NATIVE, "rtx5090": NATIVE, "gb10": NATIVE}.items():
+        verdict = judge(Humming(), problem(case), Machine(DEVICES[gpu], PACKAGES))
+        compiler = layout == NATIVE and case != "kimi-k2-tp8"
+        notes = ("needs Humming to compile with CUDA 13.2 or newer",) if compiler else ()
+        assert verdict == Accepted(capturable=True, foreign=True, layouts=(layout,), notes=notes)
 
 
 @pytest.mark.parametrize(
@@ -67,8 +74,8 @@ def test_gpus_and_activations() -> None:
         p = CASES[case].problem(None, activations)
         return isinstance(judge(Humming(), p, Machine(DEVICES[gpu], PACKAGES)), Accepted)
 
-    assert all(accepted(gpu, "kimi-k2") for gpu in ("a100", "rtx3090", "l40s", "h100", "h200"))
-    assert not any(accepted(gpu, "kimi-k2") for gpu in ("b200", "rtx5090", "cpu"))
+    assert all(accepted(gpu, "kimi-k2") for gpu in ("a100", "rtx3090", "l40s", "h100", "h200", "b200", "rtx5090"))
+    assert not accepted("cpu", "kimi-k2")
     assert accepted("a100", "deepseek-v3", "16bit")
     assert not accepted("h200", "deepseek-v3")
 
@@ -105,11 +112,13 @@ def test_configurations() -> None:
 
 CALLS: dict[str, dict[str, Any]] = {
     **{f: {"format": f} for f in ("mxfp4", "nvfp4", "int4_g32", "fp8_block128", "fp8_tensor")},
+    **{f"{f}, native": {"format": f, "layout": NATIVE} for f in ("mxfp4", "int4_g32", "fp8_block128")},
     "one token": {"tokens": 1},
     "no gate": {"gated": False, "format": "nvfp4"},
     "ids of others, another tile for down": {"tokens": 40, "others": True, "rank": [1, 3]},
     "float32": {"dtype": "float32"},
     "wrong": {"wrong": True},
+    "another order": {"layout": NATIVE, "native": False},
 }
 
 
@@ -130,6 +139,10 @@ def results() -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_on_a_stand_in(results: dict[str, dict[str, Any]], name: str) -> None:
     result = results[name]
+    if name == "another order":
+        assert "expected kernels that read the order of columns, got" in result["exception"]
+        assert "CUDA 13.2 or newer" in result["exception"]
+        return
     assert "exception" not in result, result.get("exception")
     if name == "wrong":
         assert result["error"] > 0.1  # what the check at load refuses

@@ -11,13 +11,14 @@ from torch import Tensor
 from polymoe.errors import PlanError
 from polymoe.formats import FORMATS, Encoding, PerChannel, PerGroup
 from polymoe.formats.int4 import Int4
-from polymoe.layouts import LAYOUTS
+from polymoe.layouts import LAYOUTS, Layout
 from polymoe.scale_range import ScaleRange
 from polymoe.tensors import Expert, ExpertWeights
 from support.problems import random_experts
 
 CPU = torch.device("cpu")
 A16 = LAYOUTS["humming_a16"]
+NATIVE = LAYOUTS["humming_a16_native"]
 HELD = ["mxfp4", "nvfp4", "int4_g32", "int4_g128", "fp8_block128", "fp8_tensor"]
 
 
@@ -43,18 +44,19 @@ def as_bytes(part: Tensor) -> Tensor:
     return part.reshape(-1).clone().view(torch.uint8)
 
 
+@pytest.mark.parametrize("layout", [A16, NATIVE], ids=lambda layout: layout.name)
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("format", [*HELD, "zero points", "channels"])
-def test_round_trip(format: str, gated: bool) -> None:
+def test_round_trip(format: str, gated: bool, layout: Layout) -> None:
     made = {"zero points": with_zero_points, "channels": with_bfloat16_channels}.get(format)
     if made is not None and not gated:
         pytest.skip("made with a gate")
     weights = made() if made else random_experts(format, hidden=256, intermediate=384, gated=gated, bias=True)
-    assert A16.check(weights.spec) == ()
-    packed = A16.pack(weights, CPU)
-    assert packed.nbytes == A16.nbytes(weights.spec)
-    refilled = A16.pack(weights, CPU, out=packed)
-    for found in (A16.unpack(packed), A16.unpack(refilled)):
+    assert layout.check(weights.spec) == ()
+    packed = layout.pack(weights, CPU)
+    assert packed.nbytes == layout.nbytes(weights.spec)
+    refilled = layout.pack(weights, CPU, out=packed)
+    for found in (layout.unpack(packed), layout.unpack(refilled)):
         for got, expected in zip(found, weights, strict=True):
             parts = expected.parts()
             assert got.parts().keys() == parts.keys()
@@ -69,21 +71,23 @@ def test_another_spec_is_refused() -> None:
         A16.pack(random_experts("mxfp4", hidden=128, intermediate=256), CPU, out=packed)
 
 
-@pytest.mark.parametrize("format", ["mxfp4", "fp8_block128"])
-def test_where_a_code_lies(format: str) -> None:
+@pytest.mark.parametrize("layout", [A16, NATIVE], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("format", ["mxfp4", "int4_g32", "fp8_block128"])
+def test_where_a_code_lies(format: str, layout: Layout) -> None:
     """In the words of a lane of an m16n8k16 MMA, by the place of a weight in its tile of 64 rows and 16 columns."""
     weights = random_experts(format, experts=1, hidden=256, intermediate=128, gated=False)
     bits, up = weights.spec.up.bits, weights.expert(0).up.codes.view(torch.uint8)
-    words = A16.pack(weights, CPU).tensors["up.codes"][0].view(torch.int32)
+    words = layout.pack(weights, CPU).tensors["up.codes"][0].view(torch.int32)
+    native = layout is NATIVE and format != "int4_g32"
     for n, k in ((0, 0), (0, 1), (1, 0), (8, 0), (16, 0), (0, 8), (63, 15), (64, 16), (77, 203), (127, 255)):
         row, column = n % 64, k % 16
         lane = row % 8 * 4 + column % 8 // 2
         block, half = row // 16, row % 16 // 8
-        # Two codes that one instruction converts are 16 bits apart: the two columns of a pair.
-        if bits == 4:
-            word, place = block, column % 2 * 4 + half * 2 + column // 8
-        else:
-            word, place = block * 2 + half, column % 2 * 2 + column // 8
+        word, p, d = block if bits == 4 else block * 2 + half, column % 2, column // 8
+        if native:  # the columns of a pair are neighbours
+            place = half * (4 if bits == 4 else 0) + d * 2 + p
+        else:  # the columns of a pair are 16 bits apart
+            place = p * 4 + half * 2 + d if bits == 4 else p * 2 + d
         at = ((k // 16 * 2 + n // 64) * 32 + lane) * bits + word
         code = int(words[at]) >> place * bits & (1 << bits) - 1
         expected = up[n, k] if bits == 8 else up[n, k // 2] >> 4 * (k % 2) & 15

@@ -16,6 +16,8 @@ from torch import Tensor
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
 BLOCKS = {True: 16, False: 32}
 """Rows of a work tile, of GEMMs that are wider than deep and of others."""
+NATIVE = False
+"""Whether the GPU and the compiler have instructions that convert codes."""
 BITS = {"float4e2m1": 4, "uint4": 4, "float8e4m3": 8, "bfloat16": 16}
 
 
@@ -29,6 +31,7 @@ class LayerConfig:
         }  # fmt: skip
         assert fields.keys() <= known, fields.keys() - known
         self.fields = fields
+        self.use_native_dequant = NATIVE and fields["b_dtype"] in ("float4e2m1", "float8e4m3")
 
     def to_str(self) -> str:
         return json.dumps(self.fields)
@@ -50,6 +53,8 @@ def _weights(f: dict[str, Any], e: int, weight: Tensor) -> Tensor:
     per_pair = 4 if bits == 4 else 2
     word = rows % 64 // 16 if bits == 4 else rows % 64 // 16 * 2 + half
     place = columns % 2 * per_pair + columns % 16 // 8 + (half * 2 if bits == 4 else 0)
+    if NATIVE and f["b_dtype"] != "uint4":
+        place = columns % 16 // 8 * 2 + columns % 2 + (half * 4 if bits == 4 else 0)
     at = ((columns // 16 * (n // 64) + rows // 64) * 32 + lane) * bits + word
     codes = weight[e].flatten().long()[at] >> place * bits & (1 << bits) - 1
     if bits == 8:

@@ -35,7 +35,8 @@ def run(case: dict) -> dict:
         spec = replace(weights.spec, first_expert=first, local_experts=count)
         weights = ExpertWeights(spec, lambda e: whole.expert(first + e))
     problem = problem_of(weights)
-    packed = LAYOUTS["humming_a16"].pack(weights, torch.device("cpu"))
+    packed = LAYOUTS[case.get("layout", "humming_a16")].pack(weights, torch.device("cpu"))
+    fake_humming.NATIVE = case.get("native", packed.layout == "humming_a16_native")
     if case.get("wrong"):  # as a version whose order of weights is another
         packed.tensors["down.codes"].copy_(packed.tensors["down.codes"].roll(64, 1))
     dtype = getattr(torch, case.get("dtype", "bfloat16"))

@@ -19,7 +19,7 @@ _ALL: tuple[Layout, ...] = (
     FlashInferSM90("flashinfer_sm90"), FlashInferSM90("flashinfer_sm90_folded", folded=True),
     FlashInferTrtllm("flashinfer_trtllm_int4", "int4_g32"), FlashInferTrtllm("flashinfer_trtllm_mxfp4", "mxfp4"),
     FlashInferTrtllm("flashinfer_trtllm_nvfp4", "nvfp4"), FlashInferSM12x("flashinfer_sm12x_nvfp4", "nvfp4"),
-    HummingLayout(),
+    HummingLayout(), HummingLayout("humming_a16_native", native=True),
 )  # fmt: skip
 
 LAYOUTS: PluginTable[Layout] = PluginTable(_ALL, "layouts")

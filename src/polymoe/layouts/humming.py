@@ -1,12 +1,13 @@
-"""Layout ``humming_a16``: weights in the order that Humming's kernels read for 16-bit activations.
+"""Layouts of Humming's kernels: weights in the orders that these read for 16-bit activations.
 
-Read from the source of humming-kernels 0.1.19 (``transform.py``, ``include/humming/kernel/process.cuh``) for GPUs from
-SM80 to SM90. The order is a permutation of the checkpoint's bits; nothing is rounded or computed. Gate and up are one
-matrix, first all rows of the gate.
+Read from the source of humming-kernels 0.1.19 (``transform.py``, ``config/config.py``,
+``include/humming/kernel/process.cuh``). The order is a permutation of the checkpoint's bits; nothing is rounded or
+computed. Gate and up are one matrix, first all rows of the gate.
 
 A tile of 64 rows and 16 columns lies as the operands of m16n8k16 MMAs: 32 lanes (row, pair of columns), each with the
-codes of its four pairs of 8 rows. A word holds 8 codes of 4 bits, or 4 of 8 bits, in the order in which two of them are
-converted to bfloat16 at once.
+codes of its four pairs of 8 rows. A word holds 8 codes of 4 bits, or 4 of 8 bits. ``humming_a16`` has them in the order
+in which arithmetic converts two codes, 16 bits apart, to bfloat16. ``humming_a16_native`` has E2M1 and E4M3 codes in
+the order of columns, as the conversion instructions of SM100 and newer read them, and INT4 as ``humming_a16`` does.
 
 Scales of groups lie by group, then by row with each 8 x 8 rows of a tile transposed; scales of single rows in blocks of
 32; scales of blocks as float32, transposed; scales of whole matrices as float32. Zero points lie as scales of groups
@@ -30,7 +31,10 @@ from polymoe.scale_range import ScaleRange
 from polymoe.tensors import ExpertsSpec, ExpertWeights
 from polymoe.verdict import Reason, Reasons
 
-__all__ = ["HummingLayout"]
+__all__ = ["NATIVE_ELEMENTS", "HummingLayout"]
+
+NATIVE_ELEMENTS = ("e2m1", "e4m3")
+"""Elements that SM100 and newer convert to bfloat16 by instructions."""
 
 _BLOCK = 128
 """Rows and columns must be multiples of this: the widest tile of a kernel, and the size of a block of scales."""
@@ -41,9 +45,14 @@ class HummingLayout:
     """Packs an expert as two matrices, ``up`` (gate and up) and ``down``, each with ``codes``, ``scales`` and
     ``zero_points``, uint8 [E, bytes]. ``{projection}.global_scale`` [E], biases and input scales are stored as in the
     natural layout.
+
+    Attributes:
+        name: in ``LAYOUTS``.
+        native: whether codes lie as conversion instructions read them, where there is such an instruction.
     """
 
     name: str = "humming_a16"
+    native: bool = False
 
     def check(self, spec: ExpertsSpec, scales: ScaleRange | None = None) -> tuple[Reason, ...]:
         """Return every reason why such experts cannot be packed; an empty tuple if they can."""
@@ -128,11 +137,14 @@ class HummingLayout:
 
         return ExpertWeights(spec, lambda e: expert_of(spec, stacked(e, e + 1), 0), read_stacked=stacked)
 
+    def _native(self, e: Encoding) -> bool:
+        return self.native and e.element in NATIVE_ELEMENTS
+
     def _pack(self, halves: Sequence[QuantTensor]) -> dict[str, Tensor]:
         """Pack gate and up, or one projection: uint8 [bytes] by name."""
         e = halves[0].encoding
         codes_NK = torch.cat([q.codes.view(torch.uint8) for q in halves])
-        codes = _PACK[e.bits](codes_NK)
+        codes = (_pack_4bit if e.bits == 4 else _pack_8bit)(codes_NK, self._native(e))
         scales = [q.scales.to(_scale_dtype(e)) for q in halves if q.scales is not None]
         if _scale_dtype(e).itemsize == 1:  # torch has fewer operations for 8-bit floats
             scales = [part.view(torch.uint8) for part in scales]
@@ -145,7 +157,7 @@ class HummingLayout:
 
     def _unpack(self, parts: Mapping[str, Tensor], e: Encoding, rows: int, columns: int) -> dict[str, Tensor]:
         """Return the natural parts of a matrix [rows, columns] of some experts: [experts, ...] by name."""
-        natural = _UNPACK[e.bits](parts["codes"], rows)
+        natural = (_unpack_4bit if e.bits == 4 else _unpack_8bit)(parts["codes"], rows, self._native(e))
         assert e.granularity is not None
         assert e.scale_dtype is not None
         grid = e.granularity.scale_shape(rows, columns)
@@ -174,36 +186,39 @@ def _scale_dtype(e: Encoding) -> torch.dtype:
 # which a tile has two halves of four (d); p the column of the pair.
 
 
-def _pack_4bit(codes_NK: Tensor) -> Tensor:
+def _pack_4bit(codes_NK: Tensor, native: bool) -> Tensor:
     """Order codes, uint8 [N, K/2], for 16-bit activations: uint8 [N * K/2]."""
-    first, last = codes_NK.view(-1, 4, 2, 8, codes_NK.shape[1] // 8, 2, 4).unbind(5)  # [n64, i, h, r, k16, c] by d
-    even, odd = first & 15 | (last & 15) << 4, first >> 4 | last & 0xF0
+    halves = codes_NK.view(-1, 4, 2, 8, codes_NK.shape[1] // 8, 2, 4)  # [n64, i, h, r, k16, d, c], bytes of two p
+    if native:
+        return halves.permute(4, 0, 3, 6, 1, 2, 5).reshape(-1)  # [k16, n64, r, c, i, h, d]
+    first, last = halves.unbind(5)
+    even, odd = first & 15 | (last & 15) << 4, first >> 4 | last & 0xF0  # bytes of two d
     words = torch.stack([even, odd])  # [p, n64, i, h, r, k16, c]
     return words.permute(5, 1, 4, 6, 2, 0, 3).reshape(-1)  # [k16, n64, r, c, i, p, h]
 
 
-def _unpack_4bit(packed: Tensor, rows: int) -> Tensor:
+def _unpack_4bit(packed: Tensor, rows: int, native: bool) -> Tensor:
     """Invert :func:`_pack_4bit` for some experts: uint8 [experts, bytes] to [experts, N, K/2]."""
-    words = packed.reshape(len(packed), -1, rows // 64, 8, 4, 4, 2, 2)  # [experts, k16, n64, r, c, i, p, h]
-    even, odd = words.unbind(6)
+    words = packed.reshape(len(packed), -1, rows // 64, 8, 4, 4, 2, 2)
+    if native:  # [experts, k16, n64, r, c, i, h, d]
+        return words.permute(0, 2, 5, 6, 3, 1, 7, 4).reshape(len(packed), rows, -1)
+    even, odd = words.unbind(6)  # [experts, k16, n64, r, c, i, p, h]
     halves = torch.stack([even & 15 | (odd & 15) << 4, even >> 4 | odd & 0xF0], 1)  # [experts, d, k16, n64, r, c, i, h]
     return halves.permute(0, 3, 6, 7, 4, 2, 1, 5).reshape(len(packed), rows, -1)
 
 
-def _pack_8bit(codes_NK: Tensor) -> Tensor:
+def _pack_8bit(codes_NK: Tensor, native: bool) -> Tensor:
     """Order codes, uint8 [N, K], for 16-bit activations: uint8 [N * K]."""
     view = codes_NK.view(-1, 4, 2, 8, codes_NK.shape[1] // 16, 2, 4, 2)  # [n64, i, h, r, k16, d, c, p]
-    return view.permute(4, 0, 3, 6, 1, 2, 7, 5).reshape(-1)  # [k16, n64, r, c, i, h, p, d]
+    d_and_p = (5, 7) if native else (7, 5)
+    return view.permute(4, 0, 3, 6, 1, 2, *d_and_p).reshape(-1)  # [k16, n64, r, c, i, h, p, d], or d before p
 
 
-def _unpack_8bit(packed: Tensor, rows: int) -> Tensor:
+def _unpack_8bit(packed: Tensor, rows: int, native: bool) -> Tensor:
     """Invert :func:`_pack_8bit` for some experts: uint8 [experts, bytes] to [experts, N, K]."""
     words = packed.reshape(len(packed), -1, rows // 64, 8, 4, 4, 2, 2, 2)  # [experts, k16, n64, r, c, i, h, p, d]
-    return words.permute(0, 2, 5, 6, 3, 1, 8, 4, 7).reshape(len(packed), rows, -1)
-
-
-_PACK = {4: _pack_4bit, 8: _pack_8bit}
-_UNPACK = {4: _unpack_4bit, 8: _unpack_8bit}
+    d, p = (7, 8) if native else (8, 7)
+    return words.permute(0, 2, 5, 6, 3, 1, d, 4, p).reshape(len(packed), rows, -1)
 
 
 def _order_scales(scales: Tensor, e: Encoding) -> Tensor:

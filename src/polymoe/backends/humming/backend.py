@@ -17,6 +17,7 @@ from polymoe.backends.features import SHARDS, Handled
 from polymoe.backends.packages import need_package, release
 from polymoe.cost import cost
 from polymoe.layouts import Packed
+from polymoe.layouts.humming import NATIVE_ELEMENTS
 from polymoe.machine import Machine
 from polymoe.problem import Problem
 from polymoe.verdict import Accepted, Reasons, Verdict
@@ -49,14 +50,16 @@ class HummingConfig(Config):
 
 @dataclass(frozen=True, slots=True)
 class Humming(BackendBase):
-    """Weights of 4 and 8 bits with bfloat16 activations. Capturable.
+    """Weights of 4 and 8 bits with bfloat16 activations. Capturable. From SM100 on, E2M1 and E4M3
+    codes lie in the order that conversion instructions read. Humming uses these if it compiles with CUDA 13.2 or newer;
+    otherwise loading such a layer raises an error.
 
     Not with E4M3 activations: Humming rounds gate and up to bfloat16 before h could be quantized. Rounded twice, so
     many E4M3 numbers differ from the reference's that the error is beyond the tolerance.
     """
 
     name: str = "humming"
-    layouts: tuple[str, ...] = ("humming_a16",)
+    layouts: tuple[str, ...] = ("humming_a16", "humming_a16_native")
     package: ClassVar[str | None] = PACKAGE
 
     @property
@@ -70,9 +73,14 @@ class Humming(BackendBase):
         notes = tuple(need_package(reasons, machine, PACKAGE, _OLDEST, wrong=_WRONG))
         triton = machine.packages.get("triton", "")
         reasons.need(release(triton) >= (3, 6), "triton", "3.6 or newer", triton or "none")
-        known = device.kind == "cuda" and 80 <= device.sm <= 90
-        reasons.need(known, "GPU", "SM80 to SM90, whose order of weights is known", device.arch)
-        return reasons.verdict(Accepted(capturable=True, foreign=True, notes=notes))
+        known = device.kind == "cuda" and 80 <= device.sm <= 121
+        reasons.need(known, "GPU", "SM80 to SM121, whose order of weights is known", device.arch)
+        layout = "humming_a16"
+        if device.sm >= 100:
+            layout = "humming_a16_native"
+            if any(e.element in NATIVE_ELEMENTS for e in problem.spec.encodings.values()):
+                notes = (*notes, "needs Humming to compile with CUDA 13.2 or newer")
+        return reasons.verdict(Accepted(capturable=True, foreign=True, notes=notes, layouts=(layout,)))
 
     def configure(self, problem: Problem, machine: Machine, tokens: int) -> HummingConfig:
         """Return what Humming chooses for the call."""

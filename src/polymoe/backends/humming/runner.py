@@ -24,6 +24,7 @@ from polymoe.kernels.triton.expanded_rows import PaddedTiles, activate_rows, pad
 from polymoe.kernels.triton.finalize import finalize
 from polymoe.kernels.triton.permute import permutation_words, permute
 from polymoe.layouts import Packed
+from polymoe.layouts.humming import NATIVE_ELEMENTS
 from polymoe.problem import Problem
 from polymoe.routing import Routing
 
@@ -138,6 +139,15 @@ class _Gemm:
         fields = layer_fields(encoding)
         with torch.cuda.device(locks.device) if locks.is_cuda else nullcontext():  # Triton's interpreter has no GPU
             self.config = LayerConfig(shape_n=n, shape_k=k, num_experts=experts, **fields)
+        native = packed.layout == "humming_a16_native" and encoding.element in NATIVE_ELEMENTS
+        if self.config.use_native_dequant != native:
+            order = {True: "the order of columns", False: "the order for arithmetic"}
+            raise PlanError(
+                f"humming, {matrix} codes in layout {packed.layout}", expected=f"kernels that read {order[native]}",
+                got=f"kernels that read {order[not native]}",
+                hint="from SM100 on, Humming must compile with CUDA 13.2 or newer: NVRTC's, or nvcc's with "
+                "HUMMING_COMPILER=nvcc",
+            )  # fmt: skip
         self.text = self.config.to_str()
         self.weight = parts["codes"].view(torch.int32).view(experts, k // 16, n * encoding.bits // 2)
         ones = torch.ones(experts, device=locks.device)
