@@ -117,6 +117,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "no gate": {"gated": False, "format": "nvfp4"},
     "ids of others, another tile for down": {"tokens": 40, "others": True, "rank": [1, 3]},
     "float32": {"dtype": "float32"},
+    "x is a view at an odd offset": {"view": True},
     "wrong": {"wrong": True},
     "another order": {"layout": NATIVE, "native": False},
 }

@@ -91,6 +91,7 @@ def humming_gemm(
     assert outputs.shape == (len(inputs) * top_k, f["shape_n"]) == (valid_shape_m, f["shape_n"])
     assert outputs.dtype == torch.bfloat16
     assert inputs.is_contiguous()
+    assert inputs.data_ptr() % 16 == 0
     assert inputs.dtype == torch.bfloat16
     x = inputs.float()
     count = int(num_tokens_padded)

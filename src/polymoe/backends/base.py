@@ -24,6 +24,7 @@ __all__ = [
     "Prediction",
     "Runner",
     "RunnerBase",
+    "aligned",
     "inputs_of",
     "layouts_for",
     "mapped_ids",
@@ -101,14 +102,25 @@ class RunnerBase:
         return 0
 
 
-def require_aligned(name: str, tensor: Tensor, multiple: int = 16) -> None:
-    """Require that a tensor begins at an address that is a multiple of so many bytes.
+_ALIGNMENT = 16
+"""Bytes that kernels load, copy or store at once."""
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy if it is not contiguous or is a view at an address that kernels cannot load from."""
+    if not tensor.is_contiguous():
+        tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor
+
+
+def require_aligned(name: str, tensor: Tensor) -> None:
+    """Require that a tensor to which kernels write begins at a multiple of 16 bytes.
 
     Raises:
         ArgumentError: if it does not; ``name`` is the argument's.
     """
-    if tensor.data_ptr() % multiple:
-        expected = f"an address that is a multiple of {multiple}"
+    if tensor.data_ptr() % _ALIGNMENT:
+        expected = f"an address that is a multiple of {_ALIGNMENT}"
         raise ArgumentError(name, expected=expected, got=hex(tensor.data_ptr()))
 
 

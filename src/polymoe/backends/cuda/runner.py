@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from polymoe.activations import Activation, GeGLU, SwiGLU
-from polymoe.backends.base import RunnerBase, mapped_ids, require_aligned
+from polymoe.backends.base import RunnerBase, aligned, mapped_ids, require_aligned
 from polymoe.backends.config import Config
 from polymoe.backends.cuda.config import CudaConfig
 from polymoe.backends.cuda.families import families_for, format_of
@@ -23,8 +23,6 @@ from polymoe.problem import Problem
 from polymoe.routing import Routing
 
 __all__ = ["CudaRunner"]
-
-_ALIGNMENT = 16  # bytes that kernels load or copy at once
 
 
 class CudaRunner(RunnerBase):
@@ -132,11 +130,7 @@ class CudaRunner(RunnerBase):
             return call.rows_of(x_TH, scales), -1
         if self._bfloat16 and x_TH.dtype is not torch.bfloat16:  # quantizing kernels read every dtype of x
             x_TH = x_TH.to(torch.bfloat16)
-        if not x_TH.is_contiguous():
-            x_TH = x_TH.contiguous()
-        if x_TH.data_ptr() % _ALIGNMENT:  # x is a view at an unaligned offset
-            x_TH = x_TH.clone()
-        return x_TH, DTYPES[x_TH.dtype]
+        return aligned(x_TH), DTYPES[x_TH.dtype]
 
 
 def _layer(problem: Problem, packed: Packed, sms: int, target: Target, budget: Budget) -> launch.Layer:

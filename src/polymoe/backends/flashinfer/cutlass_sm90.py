@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from polymoe.activations import SwiGLU
-from polymoe.backends.base import Runner, RunnerBase, mapped_ids, require_aligned
+from polymoe.backends.base import Runner, RunnerBase, aligned, mapped_ids, require_aligned
 from polymoe.backends.config import Config
 from polymoe.backends.flashinfer.config import FlashInferConfig
 from polymoe.backends.flashinfer.routes import PACKAGE, Route, RouteRates
@@ -155,13 +155,10 @@ class _Sm90Runner(RunnerBase):
             ids_TA = mapped_ids(ids_TA, expert_map)
         elif self._first_expert:
             ids_TA = ids_TA - self._first_expert
-        x_TH = x_TH.contiguous()
-        if x_TH.data_ptr() % 16:  # a view at an unaligned offset
-            x_TH = x_TH.clone()
         # Ids outside of the layer's experts are skipped by each kernel.
         ids_TA = ids_TA.to(torch.int32).contiguous()
         tactics = [self._number(config.up), self._number(config.down)]
-        self._call(out_TH, x_TH, ids_TA, weights_TA.contiguous(), *self._weights, self._constants, tactics)
+        self._call(out_TH, aligned(x_TH), ids_TA, weights_TA.contiguous(), *self._weights, self._constants, tactics)
 
     def _number(self, tactic: str) -> int:
         if tactic not in self._tactics:

@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 
 from polymoe.activation_quantization import NVFP4, UNQUANTIZED, ActivationQuantization
 from polymoe.activations import ReLU2, SwiGLU
-from polymoe.backends.base import Prediction, Runner, RunnerBase, require_aligned
+from polymoe.backends.base import Prediction, Runner, RunnerBase, aligned, require_aligned
 from polymoe.backends.config import Config
 from polymoe.backends.flashinfer.config import FlashInferConfig
 from polymoe.backends.flashinfer.routes import Route, RouteRates, function_of, local_ids, need_shared_memory
@@ -175,19 +175,16 @@ class _Sm12xRunner(RunnerBase):
     def _run(self, family: str, x_TH: Tensor, ids_TA: Tensor, weights_TA: Tensor, out_TH: Tensor) -> None:
         tokens = len(x_TH)
         more = (1 << (tokens - 1).bit_length()) - tokens
-        x_TH = x_TH.contiguous()
         if more:
             x_TH, weights_TA = (pad(part, (0, 0, 0, more)) for part in (x_TH, weights_TA))
             none = ids_TA.new_full((1, ids_TA.shape[1]), self._spec.local_experts)
             ids_TA = torch.cat((ids_TA, (ids_TA[:1] if family == _W4A16 else none).expand(more, -1)))
-        elif x_TH.data_ptr() % 16:  # a view at an unaligned offset
-            x_TH = x_TH.clone()
-        direct = not more and not out_TH.data_ptr() % 16
-        out = out_TH if direct else torch.empty_like(x_TH)
+        x_TH = aligned(x_TH)
+        out = torch.empty_like(x_TH) if more else out_TH
         given = {"hidden_states": x_TH, "topk_ids": ids_TA, "topk_weights": weights_TA.contiguous(), "out": out}
         scales = self._input_scales if family == _W4A4 else {}
         self._calls[family](**given, **self._weights, **scales)
-        if not direct:
+        if more:
             out_TH.copy_(out[:tokens])
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from polymoe.activation_quantization import MXFP8, NVFP4, UNQUANTIZED, ActivationQuantization
 from polymoe.activations import ReLU2, SwiGLU
-from polymoe.backends.base import Runner, RunnerBase, require_aligned
+from polymoe.backends.base import Runner, RunnerBase, aligned, require_aligned
 from polymoe.backends.config import Config
 from polymoe.backends.flashinfer.config import FlashInferConfig
 from polymoe.backends.flashinfer.routes import PACKAGE, Route, RouteRates, function_of, local_ids, need_shared_memory
@@ -219,13 +219,10 @@ class _TrtllmRunner(RunnerBase):
     ) -> None:
         """See :meth:`polymoe.backends.base.Runner.run`."""
         require_aligned("out", out_TH)
-        x_TH = x_TH.contiguous()
-        if x_TH.data_ptr() % 16:  # a view at an unaligned offset
-            x_TH = x_TH.clone()
         experts = self.spec.local_experts
         ids_TA = local_ids(routing.topk_ids_TA, self.spec.first_expert, experts, expert_map)
         weights_TA = routing.topk_weights_TA.masked_fill(ids_TA == experts, 0.0)
-        arguments = self.arguments | self.given(x_TH, ids_TA, weights_TA)
+        arguments = self.arguments | self.given(aligned(x_TH), ids_TA, weights_TA)
         # The default kernels, also inside of another library's tuning and where it has tuned these sizes.
         with self._autotune(False, skip_ops=self._operation):
             self._call(**arguments, top_k=ids_TA.shape[1], output=out_TH)

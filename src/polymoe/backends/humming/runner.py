@@ -13,7 +13,7 @@ from humming.ops import humming_gemm  # pyright: ignore[reportMissingImports]
 from humming.tune import get_heuristics_config  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from polymoe.backends.base import RunnerBase, mapped_ids
+from polymoe.backends.base import RunnerBase, aligned, mapped_ids
 from polymoe.backends.config import Config
 from polymoe.backends.humming.backend import HummingConfig
 from polymoe.backends.triton.arguments import activation_arguments
@@ -104,7 +104,7 @@ class HummingRunner(RunnerBase):
             return pad_tiles(permute(buffer, ids_TA, first_expert, spec.local_experts, block_m), block_m)
 
         up_tiles = tiles(up.block_m)
-        gate_up_RN = self.up.run(x_TH.to(torch.bfloat16).contiguous(), up_tiles, up, rows, top_k)
+        gate_up_RN = self.up.run(aligned(x_TH.to(torch.bfloat16)), up_tiles, up, rows, top_k)
         h_RF = torch.empty(rows, spec.intermediate, dtype=torch.bfloat16, device=self.device)
         experts = spec.local_experts
         activate_rows(gate_up_RN, h_RF, self.activation, ids_TA, first_expert, experts, self.scales)
@@ -166,8 +166,7 @@ class _Gemm:
         if encoding.zero_points:
             self.zero_points = parts["zero_points"].view(torch.int32).view(experts, self.scale.shape[1], -1)
         self.n = n
-        self._known: dict[int, _Tiles] = {}
-        self._ranges: Any = None
+        self._ranges: list[tuple[int, int, _Tiles]] | None = None
 
     def tiles(self, rows: int) -> _Tiles:
         """Return the tiles that Humming's heuristics choose for so many rows.
@@ -175,19 +174,13 @@ class _Gemm:
         Raises:
             PlanError: if they have none.
         """
-        found = self._known.get(rows)
-        if found is None:
-            ranges = self._ranges
-            if ranges is None:
-                ranges = get_heuristics_config(self.config, gemm_type="indexed", device=self.locks.device)
-                self._ranges = ranges
-            for low, high, chosen in ranges:
-                if low < rows <= high:
-                    found = self._known[rows] = _Tiles(json.dumps(chosen), chosen["block_shape"][0])
-                    break
-            else:
-                raise PlanError("humming", expected=f"tiles for {rows} rows", got="none from Humming's heuristics")
-        return found
+        if self._ranges is None:
+            found = get_heuristics_config(self.config, gemm_type="indexed", device=self.locks.device)
+            self._ranges = [(low, high, _Tiles(json.dumps(c), c["block_shape"][0])) for low, high, c in found]
+        for low, high, tiles in self._ranges:
+            if low < rows <= high:
+                return tiles
+        raise PlanError("humming", expected=f"tiles for {rows} rows", got="none from Humming's heuristics")
 
     def run(self, x: Tensor, tiles: PaddedTiles, chosen: _Tiles, rows: int, top_k: int) -> Tensor:
         """Return the product of x, whose row ``r // top_k`` is that of expanded row r: bfloat16 [rows, n]. Rows of
