@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,14 +40,15 @@ def check_layer(layer: LayerRuntime, problem: Problem, weights: ExpertWeights, w
     """
     spec, device = problem.spec, layer.device
     local = sorted({round(i * (spec.local_experts - 1) / 3) for i in range(4)})
-    generator = torch.Generator().manual_seed(0)
     dtype = TORCH_DTYPES[problem.dtype]
     steps = layer.steps(dtype)
     most = max(step.config.check_tokens for step in steps)
-    x_TH = torch.randn(most, spec.hidden, generator=generator, dtype=torch.float32).to(dtype)
-    ids_TA = torch.tensor(local)[torch.arange(most * 2).reshape(most, 2) % len(local)] + spec.first_expert
-    # Explicit: engines load models with another default dtype.
-    weights_TA = torch.rand(most, 2, generator=generator, dtype=torch.float32) + 0.5
+    # Explicit: engines load models with another default dtype, and programs may set another default device.
+    cpu: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "generator": torch.Generator("cpu").manual_seed(0)}
+    x_TH = torch.randn(most, spec.hidden, **cpu).to(dtype)
+    ids = [spec.first_expert + local[i % len(local)] for i in range(most * 2)]
+    ids_TA = torch.tensor(ids, device="cpu").view(most, 2)
+    weights_TA = torch.rand(most, 2, **cpu) + 0.5
     modes = dict.fromkeys(inputs_of(problem, step.config) for step in steps)
     expected = {
         mode: _expected(replace(problem, activations=mode), weights, x_TH, Routing(ids_TA, weights_TA), device)

@@ -169,7 +169,7 @@ def layer_input_scales(weights: ExpertWeights) -> tuple[Tensor, Tensor]:
     def largest(found: list[Tensor | None]) -> Tensor:
         scales = [scale.float().reshape(()) for scale in found if scale is not None]
         if len(scales) < len(found) or not scales:
-            return torch.ones(())
+            return _one()
         most = torch.stack(scales).amax()
         return torch.where(most.isfinite() & (most > 0), most, torch.ones_like(most))
 
@@ -243,9 +243,14 @@ def emulate_activations(
     return (encode_e4m3(blocks / scale).to(x_TK.dtype) * scale).view(rows, -1)[:, :columns]
 
 
+def _one() -> Tensor:
+    """Return the global scale of experts that have none."""
+    return torch.ones((), dtype=torch.float32, device="cpu")
+
+
 def _round_e2m1(blocks: Tensor, amax: Tensor, global_scale: Tensor | None) -> Tensor:
     dtype = blocks.dtype
-    g = torch.ones(()) if global_scale is None else global_scale.float()
+    g = _one() if global_scale is None else global_scale.float()
     factor = g.reciprocal().to(blocks.device)  # kernels multiply by it: a tie may round differently if x is divided
     scale = encode_e4m3(amax.float() * (factor / 6)).float()
     # A group whose scale is 0 is 0, whatever its numbers.

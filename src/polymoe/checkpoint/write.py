@@ -112,7 +112,7 @@ class _Writer:
                 if stored.arrangement.k_first and tensor.dim() >= 2:
                     tensor = tensor.transpose(-1, -2)
                 if name not in stacks:
-                    stacks[name] = torch.empty((self.moe.experts, *tensor.shape), dtype=tensor.dtype)
+                    stacks[name] = torch.empty((self.moe.experts, *tensor.shape), dtype=tensor.dtype, device="cpu")
                 stacks[name][e] = tensor
         yield from stacks.items()
 

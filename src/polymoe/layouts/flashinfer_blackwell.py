@@ -202,6 +202,6 @@ def _input_scale(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     """The largest input scale of the experts, float32 [1], and 1 where one has none, as the reference takes it."""
     found = tensors.get(f"{name}_input_scale")
     if found is None:
-        return torch.ones(1, device=tensors["down.global_scale"].device)
+        return torch.ones(1, dtype=torch.float32, device=tensors["down.global_scale"].device)
     most = found.float().amax().reshape(1)  # NaN where an expert has none
     return torch.where(most.isfinite() & (most > 0), most, torch.ones_like(most))

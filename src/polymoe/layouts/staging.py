@@ -120,7 +120,7 @@ def _sent(expert: Expert, device: torch.device, offsets: PartOffsets) -> tuple[E
 def in_buffer(expert: Expert, offsets: PartOffsets, *, pin_memory: bool = False) -> Tensor:
     """Return an expert's parts at their offsets in one buffer on the CPU, uint8 with zeros between them."""
     parts = {offsets.of(name, part.nbytes): part for name, part in expert.parts().items()}
-    buffer = torch.empty(offsets.nbytes, dtype=torch.uint8, pin_memory=pin_memory)
+    buffer = torch.empty(offsets.nbytes, dtype=torch.uint8, device="cpu", pin_memory=pin_memory)
     end = 0
     for first, part in sorted(parts.items()):
         if end < first:

@@ -199,7 +199,7 @@ def choose_tokens(logits_RV: Tensor, samplers: Sequence[TokenSampler]) -> Tensor
 
 def _sent(values: Sequence[float], dtype: torch.dtype, to: Tensor) -> Tensor:
     """Values on the device of ``to``. A copy from memory that is not pinned would wait for all that the device does."""
-    return torch.tensor(values, dtype=dtype, pin_memory=to.is_cuda).to(to.device, non_blocking=True)
+    return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=to.is_cuda).to(to.device, non_blocking=True)
 
 
 def _rows(x: Tensor, rows: Sequence[int]) -> Tensor:
@@ -248,5 +248,6 @@ def _to_host(*tensors: Tensor) -> tuple[Any, ...]:
     """Copies in host memory, and what says when they are there."""
     if tensors[0].device.type != "cuda":
         return *tensors, None
-    copies = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True) for x in tensors]
+    hosts = [torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True) for x in tensors]
+    copies = [host.copy_(x, non_blocking=True) for host, x in zip(hosts, tensors, strict=True)]
     return *copies, torch.cuda.current_stream().record_event()

@@ -206,11 +206,12 @@ def _run(experts: FusedExperts, x_TH: torch.Tensor, routing: Routing, expected: 
 
 def _call(problem: Problem, tokens: int, ids: Iterable[int], dtype: torch.dtype) -> Call:
     """Draw random tokens, each routed to ``top_k`` different experts of ``ids``."""
-    g = torch.Generator().manual_seed(tokens)
-    among = torch.tensor(list(ids))
-    chosen = torch.rand(tokens, len(among), generator=g).argsort(1)[:, : problem.top_k]
-    weights_TA = torch.rand(chosen.shape, generator=g) + 0.5
-    x_TH = torch.randn(tokens, problem.spec.hidden, generator=g).to(dtype)
+    cpu: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    cpu["generator"] = torch.Generator("cpu").manual_seed(tokens)
+    among = torch.tensor(list(ids), device="cpu")
+    chosen = torch.rand(tokens, len(among), **cpu).argsort(1)[:, : problem.top_k]
+    weights_TA = torch.rand(chosen.shape, **cpu) + 0.5
+    x_TH = torch.randn(tokens, problem.spec.hidden, **cpu).to(dtype)
     return x_TH, Routing(among[chosen], weights_TA)
 
 

@@ -22,7 +22,7 @@ from polymoe.activations import SwiGLU
 from polymoe.backends.base import Runner, RunnerBase, aligned, mapped_ids, require_aligned
 from polymoe.backends.config import Config
 from polymoe.backends.flashinfer.config import FlashInferConfig
-from polymoe.backends.flashinfer.routes import PACKAGE, Route, RouteRates
+from polymoe.backends.flashinfer.routes import PACKAGE, Route, RouteRates, swiglu_constants
 from polymoe.backends.packages import release
 from polymoe.cost import cost
 from polymoe.errors import PlanError, nearest
@@ -120,15 +120,8 @@ class _Sm90Runner(RunnerBase):
         t, spec = packed.tensors, problem.spec
         self._first_expert = spec.first_expert
         self._tactics = {name: i for i, name in enumerate(_tactics(packed.layout == "flashinfer_sm90_folded"))}
-        act = problem.activation
-        assert isinstance(act, SwiGLU)
-        device = t["up.codes"].device
-        alpha, beta, limit = (
-            None if value is None or value == plain else torch.full((spec.local_experts,), value, device=device)
-            for value, plain in ((act.alpha, 1.0), (act.beta, 0.0), (act.limit, None))
-        )
         self._weights = (t["up.codes"], t["down.codes"], [t["up.scales"], t["down.scales"]])
-        self._constants = (alpha, beta, limit)
+        self._constants = swiglu_constants(problem.activation, spec.local_experts, t["up.codes"].device)
         self._call = _call()
 
     @property

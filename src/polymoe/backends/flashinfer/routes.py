@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from polymoe.activation_quantization import UNQUANTIZED, ActivationQuantization
+from polymoe.activations import Activation, SwiGLU
 from polymoe.backends.base import Prediction, Runner, mapped_ids
 from polymoe.backends.config import Config
 from polymoe.backends.flashinfer.config import FlashInferConfig
@@ -25,7 +26,7 @@ from polymoe.machine import Machine
 from polymoe.problem import Problem
 from polymoe.verdict import Reasons
 
-__all__ = ["PACKAGE", "Route", "RouteRates", "function_of", "local_ids", "need_shared_memory"]
+__all__ = ["PACKAGE", "Route", "RouteRates", "function_of", "local_ids", "need_shared_memory", "swiglu_constants"]
 
 PACKAGE = "flashinfer-python"
 """The distribution."""
@@ -124,6 +125,23 @@ def local_ids(ids_TA: Tensor, first_expert: int, experts: int, expert_map: Tenso
     """Return places of experts in the packed layer, int32 [T, A]; ``experts``, their number, for those elsewhere."""
     ids_TA = ids_TA - first_expert if expert_map is None else mapped_ids(ids_TA, expert_map)
     return torch.where((ids_TA >= 0) & (ids_TA < experts), ids_TA, experts).int()
+
+
+def swiglu_constants(
+    activation: Activation, experts: int, device: torch.device
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return alpha, beta and limit for each expert, float32 [E]; None for those that change nothing, and for an
+    activation that has none."""
+    if not isinstance(activation, SwiGLU):
+        return None, None, None
+    plain = SwiGLU()
+    alpha, beta, limit = (
+        None if value is None or value == usual else torch.full((experts,), value, dtype=torch.float32, device=device)
+        for value, usual in (
+            (activation.alpha, plain.alpha), (activation.beta, plain.beta), (activation.limit, plain.limit)
+        )
+    )  # fmt: skip
+    return alpha, beta, limit
 
 
 def function_of(module: str, name: str, parameters: Sequence[str]) -> Callable[..., Any]:

@@ -20,7 +20,15 @@ from polymoe.activations import ReLU2, SwiGLU
 from polymoe.backends.base import Runner, RunnerBase, aligned, require_aligned
 from polymoe.backends.config import Config
 from polymoe.backends.flashinfer.config import FlashInferConfig
-from polymoe.backends.flashinfer.routes import PACKAGE, Route, RouteRates, function_of, local_ids, need_shared_memory
+from polymoe.backends.flashinfer.routes import (
+    PACKAGE,
+    Route,
+    RouteRates,
+    function_of,
+    local_ids,
+    need_shared_memory,
+    swiglu_constants,
+)
 from polymoe.layouts import Packed
 from polymoe.machine import Machine
 from polymoe.problem import Problem
@@ -168,22 +176,13 @@ class _TrtllmRunner(RunnerBase):
         experts = self.spec.local_experts
         fp8 = t["up.scales"].dtype == torch.uint8
         scales = [t[f"{m}.scales"].view(torch.float8_e4m3fn) if fp8 else t[f"{m}.scales"] for m in ("up", "down")]
-        device = t["up.codes"].device
-        act = problem.activation
-        plain = SwiGLU()
-        constants: list[Tensor | None] = [None, None, None]
-        if isinstance(act, SwiGLU):
-            values = ((act.alpha, plain.alpha), (act.beta, plain.beta), (act.limit, plain.limit))
-            constants = [
-                None if value is None or value == usual else torch.full((experts,), value, device=device)
-                for value, usual in values
-            ]
+        alpha, beta, limit = swiglu_constants(problem.activation, experts, t["up.codes"].device)
         self.arguments: dict[str, Any] = {
             "gemm1_weights": t["up.codes"],
             "gemm1_weights_scale": scales[0],
-            "gemm1_alpha": constants[0],
-            "gemm1_beta": constants[1],
-            "gemm1_clamp_limit": constants[2],
+            "gemm1_alpha": alpha,
+            "gemm1_beta": beta,
+            "gemm1_clamp_limit": limit,
             "gemm2_weights": t["down.codes"],
             "gemm2_weights_scale": scales[1],
             "num_experts": experts + _SPARE - experts % _SPARE,

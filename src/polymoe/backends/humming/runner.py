@@ -150,7 +150,7 @@ class _Gemm:
             )  # fmt: skip
         self.text = self.config.to_str()
         self.weight = parts["codes"].view(torch.int32).view(experts, k // 16, n * encoding.bits // 2)
-        ones = torch.ones(experts, device=locks.device)
+        ones = torch.ones(experts, dtype=torch.float32, device=locks.device)
         self.scale_2 = None
         if isinstance(encoding.granularity, PerTensor):
             # Gate and up may differ in their scales, which multiply before the activation.

@@ -83,7 +83,7 @@ class CompressedInt4(Dialect):
         stored = {
             "weight_packed": _view(matrix.codes, torch.int32),
             "weight_scale": matrix.scales,
-            "weight_shape": torch.tensor(tuple(matrix.shape), dtype=torch.int64),
+            "weight_shape": torch.tensor(tuple(matrix.shape), dtype=torch.int64, device="cpu"),
         }
         if matrix.zero_points is not None:
             padded = torch.nn.functional.pad(matrix.zero_points, (0, 0, 0, -matrix.shape[0] % 8))
@@ -142,7 +142,7 @@ class _KFirst(Dialect):
         self._packed_shape(rows, columns)
         zeros = matrix.zero_points
         if zeros is None:
-            zeros = torch.full(tuple(matrix.scales.shape), _SYMMETRIC_ZERO, dtype=torch.uint8)
+            zeros = torch.full_like(matrix.scales, _SYMMETRIC_ZERO, dtype=torch.uint8)
         return {
             "qweight": self._write_codes(matrix.codes),
             "qzeros": self._write_zeros(zeros.T),
@@ -282,7 +282,7 @@ def _natural_order(matrix: QuantTensor) -> Tensor:
     """Return the group of each column without reordering, int32 [K]."""
     assert matrix.scales is not None
     columns = matrix.shape[-1]
-    return torch.arange(columns, dtype=torch.int32) // (columns // matrix.scales.shape[-1])
+    return torch.arange(columns, dtype=torch.int32, device=matrix.codes.device) // (columns // matrix.scales.shape[-1])
 
 
 def _words(count: int, suffix: str) -> int:

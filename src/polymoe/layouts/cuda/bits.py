@@ -42,7 +42,7 @@ def _tables(positions: tuple[int, ...], device: torch.device) -> tuple[Tensor, T
     """
     halves = []
     for half in (positions[:16], positions[16:]):
-        values = torch.arange(1 << 16)
+        values = torch.arange(1 << 16, device="cpu")
         moved = ((values >> bit & 1) << position for bit, position in enumerate(half))
         halves.append(sum(moved, torch.zeros_like(values)))
     low, high = (half.int().to(device) for half in halves)  # int() wraps: bit 31 is the sign

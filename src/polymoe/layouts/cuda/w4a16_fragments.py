@@ -201,7 +201,7 @@ def e4m3_codes() -> Tensor:
         mantissa, exponent = math.frexp((byte % 8 / 8 + (byte > 7)) * 2.0 ** (max(byte // 8, 1) - 7))
         codes.append(8 * (exponent - 1 + 23) + int(mantissa * 16) - 8)
     left = sorted(set(range(256)) - set(codes))
-    return torch.tensor(codes + left, dtype=torch.uint8)
+    return torch.tensor(codes + left, dtype=torch.uint8, device="cpu")
 
 
 @cache
