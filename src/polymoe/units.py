@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["format_bytes", "format_count", "format_us"]
+__all__ = ["format_bytes", "format_count", "format_tokens", "format_us"]
 
 
 def format_bytes(count: float) -> str:
@@ -19,6 +19,11 @@ def format_us(time_us: float) -> str:
     if time_us < 1000:
         return f"{time_us:.0f} us" if time_us >= 100 else f"{time_us:.1f} us"
     return f"{time_us / 1000:.0f} ms" if time_us >= 1e5 else f"{time_us / 1000:.3g} ms"
+
+
+def format_tokens(tokens: str) -> str:
+    """Format a range of token counts: ``"1 token"``, ``"2-32 tokens"``, ``"64+ tokens"``."""
+    return f"{tokens} token{'s' * (tokens != '1')}"
 
 
 def format_count(count: int) -> str:

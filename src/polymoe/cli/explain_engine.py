@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from polymoe.cli.output import console, print_json
 from polymoe.errors import ArgumentError, printable
-from polymoe.units import format_bytes
+from polymoe.units import format_bytes, format_tokens
 
 if TYPE_CHECKING:
     from polymoe.engines.serving.preview import Engine, LayerPreview
@@ -115,7 +115,7 @@ def _lines(row: LayerPreview, engine: Engine) -> list[str]:
 
 def _range(found: PlannedRange) -> str:
     proven = f", {found.proven}" if found.proven else ""
-    return f"{found.tokens} tokens: {found.step.backend}, {found.time} ({found.source}){proven}"
+    return f"{format_tokens(found.tokens)}: {found.step.backend}, {found.time} ({found.source}){proven}"
 
 
 def _row(row: LayerPreview) -> dict[str, Any]:

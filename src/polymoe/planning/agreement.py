@@ -16,6 +16,7 @@ from polymoe.errors import PlanError, UnsupportedProblem
 from polymoe.json_input import parse_json
 from polymoe.planning.selection import Selection
 from polymoe.problem import Problem
+from polymoe.units import format_tokens
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -64,7 +65,7 @@ def _statement(selection: Selection | None) -> dict[str, str]:
     if selection is None or selection.plan is None:
         return {**stated, "runs": "polymoe does not run them" + _why_not(selection)}
     s, plan = selection.problem.spec, selection.plan
-    steps = [f"{tokens} tokens: {step.backend} ({step.config})" for tokens, step in plan.ranges()]
+    steps = [f"{format_tokens(tokens)}: {step.backend} ({step.config})" for tokens, step in plan.ranges()]
     return {
         **stated,
         "runs": "polymoe runs them",

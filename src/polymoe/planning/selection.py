@@ -13,7 +13,7 @@ from polymoe.machine import Device, Machine
 from polymoe.planning.plan import Plan, PlanStep
 from polymoe.planning.proof import ProofStatus, weakest
 from polymoe.problem import Problem
-from polymoe.units import format_us
+from polymoe.units import format_tokens, format_us
 from polymoe.verdict import Accepted, Reason, Rejected
 
 __all__ = ["Candidate", "PlannedRange", "Selection", "describe"]
@@ -71,7 +71,7 @@ class PlannedRange:
 
     def __str__(self) -> str:
         known = f"{self.time} ({self.source})" + (f", {self.proven}" if self.proven else "")
-        return f"{self.tokens} tokens: {self.step.backend} ({self.step.config}), {known}"
+        return f"{format_tokens(self.tokens)}: {self.step.backend} ({self.step.config}), {known}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import torch
 from polymoe.experts import FusedExperts
 from polymoe.serve.app import ModelServer
 from polymoe.serve.metrics import backends
-from polymoe.units import format_bytes
+from polymoe.units import format_bytes, format_tokens
 
 __all__ = ["summary"]
 
@@ -32,7 +32,7 @@ def summary(served: ModelServer, model: Any, **limits: str) -> str:
 
 def _experts(model: Any) -> str:
     found = [
-        f"{backend} ({layout}) in {layers} layer{'s' * (layers != 1)} for {tokens} tokens"
+        f"{backend} ({layout}) in {layers} layer{'s' * (layers != 1)} for {format_tokens(tokens)}"
         for (backend, layout, tokens), layers in backends(model).items()
     ]
     return "; ".join(found) or "Transformers' own, not packed"
