@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import triton
 from triton.runtime import interpreter
 
 from polymoe.activation_quantization import ActivationQuantization
@@ -51,6 +52,18 @@ def patch_once_a_launch() -> None:
         launch(self, *args, **kwargs)
 
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_lang, call
+
+
+def type_comparisons() -> None:
+    """In Triton's interpreter a comparison has the type of what it compares, so that broadcasting it makes integers of
+    it. Triton 3.9 refuses those as masks."""
+    compute = interpreter.InterpreterBuilder.binary_op
+
+    def binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
+        found = compute(self, lhs, rhs, op)
+        return interpreter.TensorHandle(found.data, triton.language.int1) if found.data.dtype == bool else found
+
+    interpreter.InterpreterBuilder.binary_op = binary_op
 
 
 def weights_of(case: dict) -> ExpertWeights:
@@ -142,6 +155,7 @@ def quantized(x: torch.Tensor, activations: ActivationQuantization) -> tuple[tor
 
 
 patch_once_a_launch()
+type_comparisons()
 for line in sys.stdin:
     try:
         result = run(json.loads(line))
