@@ -29,7 +29,7 @@ OPTIONS: Mapping[str, Any] = {
     "log_level": "info",
     "max_running_requests": 8,
     "max_total_tokens": 1024,
-    "mem_fraction_static": 0.1,
+    "mem_fraction_static": 0.8,  # of what other processes may take meanwhile; max_total_tokens limits the cache
     "random_seed": 0,
     "sampling_backend": "pytorch",
     "skip_server_warmup": True,

@@ -19,7 +19,10 @@ from support import requantized
 from support.sglang_engine import PROMPTS, environment
 from support.stacked import MODELS
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="scripts/test --engines has it")
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="scripts/test --engines has it"),
+    pytest.mark.timeout(2700),  # a start takes 20 s, and minutes on a busy machine
+]
 
 ENGINE = Path(__file__).parents[2] / "support" / "sglang_engine.py"
 GPT_OSS = MODELS / "sums-gpt-oss-mxfp4"
@@ -46,7 +49,7 @@ def ask(
         stderr=subprocess.STDOUT,
         text=True,
         check=False,
-        timeout=400,
+        timeout=900,
         start_new_session=True,  # SGLang ends all processes of its session when one fails
     )
     last = [line for line in done.stdout.splitlines() if line.startswith('{"answers"')]
