@@ -30,37 +30,48 @@ CASE = replace(CASES["deepseek-v4-flash"], activation=SwiGLU())  # without its l
 INTRODUCTION = f"""\
 # Backends
 
-`benchmarks/write_docs.py` writes this page from each backend's own `check`, and a test compares the two. What a backend
-accepts depends on properties of the problem and of the machine, never on the name of a model or a format.
-`polymoe explain` answers the same question for any checkpoint and any GPU, with its sizes and the installed packages.
+Which backend runs which format on which GPU, and why it refuses the rest. `benchmarks/write_docs.py` generates this
+page from each backend's own `check`. What a backend accepts depends on properties of the problem and of the machine,
+never on the name of a model or a format. `polymoe explain` answers the same question for any checkpoint and GPU, with
+its own sizes and the installed packages.
 
 The example is one layer of {CASE.experts} experts ({CASE.top_k} active, H {CASE.hidden}, F {CASE.intermediate}), \
 {CASE.activation.name}, x in bfloat16, on a machine with
 Triton 3.6, FlashInfer 0.7.2 with its compiled kernels and compilers, Humming 0.1.19 and a driver for CUDA 13.
-Activations are `16bit` (x as it is), or E4M3 with one scale for each token (`fp8_token`), for each 128 columns of a
-token (`fp8_group128`), from the checkpoint (`fp8_static`), or with a power of two for each 32 columns (`mxfp8`) or 128
-(`fp8_group128_ue8m0`), or E2M1 with one E4M3 scale for each 16 columns and a global scale (`nvfp4`); `all` stands for
-these seven. With `nvfp4`, which only who names it gets, a backend may keep 16 bits for calls of few tokens; `explain`
-says so.
-`auto` chooses among the backends that accept and need not be named, by measured or predicted time.
+
+| activations | how the experts' inputs are quantized |
+| --- | --- |
+| `16bit` | not at all |
+| `fp8_token` | E4M3, one scale per token |
+| `fp8_group128` | E4M3, one scale per 128 columns of a token |
+| `fp8_group128_ue8m0` | the same, with power-of-two scales |
+| `fp8_static` | E4M3, with the checkpoint's scales |
+| `mxfp8` | E4M3, one power-of-two scale per 32 columns |
+| `nvfp4` | E2M1, one E4M3 scale per 16 columns and a global scale. Only on request; a backend may keep 16 bits for \
+calls of few tokens, and `explain` says so |
+| `all` | all of these |
+
+`auto` chooses, by measured or predicted time, among the backends that accept the problem and are not marked as
+available on request only.
 
 Each cell says how far the backend is proven on that GPU model:
 
-- `measured`: records in `benchmarks/results/` hold its times on this model, taken of results that were checked.
-- `run`: the GPU tests proved its results on this model.
-- `unrun`: it was compiled for this model, emulated, or run on other GPUs, and never run on this one. `auto` takes such
-  a backend only where nothing better accepts, and the log line at load says so.
+- `measured`: timings on this model are recorded in `benchmarks/results/`, of results that were checked.
+- `run`: the GPU tests passed on this model.
+- `unrun`: the backend was compiled for this model, emulated, or run on other GPUs, but never on this one. `auto` uses
+  it only if nothing better accepts the problem, and the log line at load says so.
 
-Whatever the cell says, a layer's results are compared with the reference when the layer is loaded. A CPU counts as
-`run`, because the test suite runs there.
+In every case a layer's results are compared with the reference when it is loaded. A CPU counts as `run`, because the
+test suite runs there.
 """
 
 
 _COMPILER = {"nvidia-cutlass-dsl": "4.7.1", "nvidia-cutlass-dsl-libs-cu13": "4.7.1"}
 
 _CHANGED = (
-    "MXFP4 with 16-bit activations on an H200, unless it says otherwise, and one property changed. Backends that take "
-    "nothing there are left out."
+    "Each row changes one property of a problem: MXFP4 with 16-bit activations on an H200, unless the row says "
+    "otherwise. "
+    "Backends that accept nothing on an H200 are left out."
 )
 
 

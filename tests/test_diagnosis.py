@@ -35,7 +35,7 @@ class TestCommand:
         code, out, err = cli("doctor")
         assert (code, err) == (0, "")
         titles = [line[:-1] for line in out.splitlines() if not line.startswith(" ")]
-        assert [title.partition(", asked for")[0] for title in titles] == SECTIONS
+        assert [title.partition(", for ")[0] for title in titles] == SECTIONS
         assert max(map(len, out.splitlines())) < 250  # reasons that the machine is wrong stand alone
         assert torch.__version__ in out
         assert "failed" not in out

@@ -55,15 +55,15 @@ def test_whether_it_fits() -> None:
     assert found.dense.unread_bytes == 16 * 192 * 2
     memory, backends, time = found.conclusion()
     assert memory == (
-        "fits on h200: 2.6 MiB of weights leave 133.4 GiB for the KV cache, 280 million tokens in 16 bit" + CONTEXT
+        "fits on h200: 2.6 MiB of weights leave 133.4 GiB for the KV cache, 280 million tokens in 16 bits" + CONTEXT
     )
-    assert backends == "mxfp4 experts run on cuda (measured on h200)"
+    assert backends == "mxfp4 experts run on backend cuda (measured on h200)"
     assert time == (
-        "one token alone: at least 40.3 us (at most 24,800 tokens/s): 40.1 us in the experts"
+        "one token takes at least 40.3 us (at most 24,800 tokens/s): 40.1 us in the experts"
         " (10.0 us in each of 4 layers) and 0.2 us to read all other weights"
     )
     assert list(found.conclusion()) == found.to_dict()["conclusion"] == str(found).splitlines()[1:4]
-    cpu = ("2.6 MiB of weights, and 13.6 MiB for dequantized experts", "mxfp4 experts run on torch")
+    cpu = ("2.6 MiB of weights, and 13.6 MiB for dequantized experts", "mxfp4 experts run on backend torch")
     assert polymoe.explain(SUMS, device="cpu").conclusion() == cpu
     assert len(polymoe.explain(SUMS, device="h200", role="prefill").conclusion()) == 2
 
@@ -75,7 +75,7 @@ def test_whether_it_fits() -> None:
         (
             2_600_000,
             2,
-            "fits on 2 x small: 1.3 MiB of weights leave 1.0 MiB on each for the KV cache, 4,280 tokens in 16 bit"
+            "fits on 2 x small: 1.3 MiB of weights leave 1.0 MiB on each for the KV cache, 4,280 tokens in 16 bits"
             + CONTEXT,
         ),
         (1_000_000, 2, "does not fit on 2 x small: weights take 1.3 MiB of 976.6 KiB on each; --tp 3 does"),
@@ -90,8 +90,8 @@ def test_a_small_device(memory_bytes: int, tp: int, conclusion: str) -> None:
 def test_what_a_config_alone_cannot_say(tmp_path: Path) -> None:
     alone = write(tmp_path / "config.json", json.loads((SUMS / "config.json").read_text()))
     memory, _, time = polymoe.explain(alone, device="h200").conclusion()
-    assert memory.endswith("for everything else; the size of the other weights is not in a config")
-    assert time == "one token alone: 40.1 us in the experts (10.0 us in each of 4 layers)"
+    assert memory.endswith("for everything else; a config does not contain the size of the other weights")
+    assert time == "one token takes 40.1 us in the experts (10.0 us in each of 4 layers)"
 
 
 @pytest.fixture
@@ -120,12 +120,12 @@ class TestWithoutFiles:
         found = polymoe.explain("openai/gpt-oss-20b", device="RTX 4090")
         memory, backends, time = found.conclusion()
         assert memory == (
-            "fits on rtx4090: 12.8 GiB of weights leave 10.0 GiB for the KV cache, 436,000 tokens in 16 bit"
+            "fits on rtx4090: 12.8 GiB of weights leave 10.0 GiB for the KV cache, 436,000 tokens in 16 bits"
             " (the model's longest context is 131,072)"
         )
-        assert backends == "mxfp4 experts run on triton (unrun on rtx4090)"
+        assert backends == "mxfp4 experts run on backend triton (unrun on rtx4090)"
         assert time == (
-            "one token alone: at least 4.77 ms (at most 210 tokens/s): 2.35 ms in the experts"
+            "one token takes at least 4.77 ms (at most 210 tokens/s): 2.35 ms in the experts"
             " (97.9 us in each of 24 layers) and 2.42 ms to read all other weights"
         )
 
@@ -179,7 +179,7 @@ class TestWithoutFiles:
         assert times[256].rest_us > 1.5 * times[1].rest_us
 
     def test_an_unknown_id_says_what_is_known_and_what_to_do(self) -> None:
-        with pytest.raises(CheckpointNotFound, match="nothing of this repository in the Hub's cache") as error:
+        with pytest.raises(CheckpointNotFound, match="no files of this repository in the Hub's cache") as error:
             polymoe.explain("openai/gpt-oss-2b")
         assert error.value.hint is not None
         assert error.value.hint.startswith("unset HF_HUB_OFFLINE, or name a directory with the checkpoint; explain kno")

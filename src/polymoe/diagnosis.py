@@ -39,7 +39,7 @@ _OLDEST_SGLANG = (0, 5, 17)
 _WALK_SECONDS = 0.5
 """How long the size of a cache may take."""
 _SIZES: dict[str, Any] = {"hidden": 4096, "intermediate": 2048, "experts": 128}
-_LAYER = "{experts} experts of {hidden} x {intermediate}, 8 a token".format(**_SIZES)
+_LAYER = "{experts} experts of {hidden} x {intermediate}, 8 per token".format(**_SIZES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Diagnosis:
         lines = []
         for name, facts in self.sections.items():
             asked = name == "backends"
-            lines.append(f"{name}, asked for {_LAYER}:" if asked else f"{name}:")
+            lines.append(f"{name}, for {_LAYER}:" if asked else f"{name}:")
             lines += _lines(_grouped(facts) if asked else facts)
         return "\n".join(lines)
 
@@ -351,7 +351,7 @@ def _tables() -> Facts | str:
 def _sized(directory: Path) -> str:
     """A directory and the size of what it holds, or of what was counted of it in reasonable time."""
     if not directory.exists():
-        return f"{directory}, which does not exist yet"
+        return f"{directory} (does not exist yet)"
     total, end = 0, time.monotonic() + _WALK_SECONDS
     for parent, _, names in os.walk(directory):
         total += sum(_size(Path(parent, name)) for name in names)

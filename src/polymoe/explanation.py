@@ -197,7 +197,7 @@ class Explanation:
             more = sum(row.memory_bytes - row.packed_bytes for row in self.rows)
             held = f", and {format_bytes(more)} for dequantized experts" if more > 0 else ""
             return f"{weights} of {what}{held}"
-        beyond = "" if self.dense else "; the size of the other weights is not in a config"
+        beyond = "" if self.dense else "; a config does not contain the size of the other weights"
         where = f"{self.tp} x {self.device.name}" if self.tp > 1 else self.device.name
         each = " on each" if self.tp > 1 else ""
         memory = format_bytes(self.device.memory_bytes)
@@ -214,7 +214,7 @@ class Explanation:
         if self.kv is None or self.cache_tokens is None:
             return ""
         most = f" (the model's longest context is {self.kv.max_tokens:,})" if self.kv.max_tokens else ""
-        return f", {format_count(self.cache_tokens)} tokens in 16 bit{most}"
+        return f", {format_count(self.cache_tokens)} tokens in 16 bits{most}"
 
     def _backends(self) -> list[str]:
         lines: dict[str, list[int]] = {}
@@ -229,7 +229,7 @@ class Explanation:
                     f"{step.backend} ({status} on {self.device.name})" if self._on_gpu else step.backend
                     for step, status in proofs
                 )
-                text = f"{row.problem.spec.format} experts run on {' and '.join(said)}"
+                text = f"{row.problem.spec.format} experts run on backend {' and '.join(said)}"
             lines.setdefault(text, []).extend(row.layers)
         if len(lines) == 1:
             return list(lines)
@@ -242,10 +242,10 @@ class Explanation:
         each = format_us(alone.experts_us / layers)
         experts = f"{format_us(alone.experts_us)} in the experts ({each} in each of {layers} layers)"
         if alone.rest_us is None or alone.total_us is None or alone.tokens_per_second is None:
-            return f"one token alone: {experts}"
+            return f"one token takes {experts}"
         most = format_count(round(alone.tokens_per_second))
         return (
-            f"one token alone: at least {format_us(alone.total_us)} (at most {most} tokens/s): {experts}"
+            f"one token takes at least {format_us(alone.total_us)} (at most {most} tokens/s): {experts}"
             f" and {format_us(alone.rest_us)} to read all other weights"
         )
 

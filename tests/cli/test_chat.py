@@ -84,7 +84,7 @@ class TestWithoutATerminal:
         assert "\n2\n" not in cli("chat", SUMS, "--device", "cpu")[2]
         assert cli("run", SUMS, "--device", "cpu", "700+509=")[1] == "9\n"
         _, out, err = cli("run", SUMS, "--device", "cpu", "700+509=", "--max-tokens", 2)
-        assert (out, "cut off before its answer, after 2 tokens of reasoning" in err) == ("\n", True)
+        assert (out, "cut off after 2 tokens of reasoning, before its answer" in err) == ("\n", True)
         answers = json.loads(cli("run", SUMS, "--device", "cpu", "700+509=", "--json")[1])["answers"]
         assert answers == [{"prompt": "700+509=", "text": "9", "tokens": 5, "reasoning": "2"}]
 
@@ -110,7 +110,7 @@ def test_run_says_what_it_waits_for(cli: Cli, monkeypatch: pytest.MonkeyPatch) -
             return True
 
     monkeypatch.setattr(sys, "stdin", Terminal("\n"))
-    assert "one on each line; Ctrl-D ends them" in cli("run", SUMS)[2]
+    assert "one per line, until Ctrl-D" in cli("run", SUMS)[2]
 
 
 SLOW = """

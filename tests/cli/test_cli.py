@@ -46,7 +46,7 @@ class TestExplain:
     def test_tables(self, cli: Cli) -> None:
         code, out, err = cli("explain", SUMS, "--device", "h200")
         assert (code, err) == (0, "")
-        for text in ("gpt_oss, on h200 (sm_90)", "mxfp4", "0-3", "reference", "only when named", "1.8 MiB", "6.8 MiB"):
+        for text in ("gpt_oss, on h200 (sm_90)", "mxfp4", "0-3", "reference", "only on request", "1.8 MiB", "6.8 MiB"):
             assert text in out
 
     def test_json(self, cli: Cli) -> None:
@@ -110,7 +110,7 @@ class TestExplain:
         assert code == 0
         assert re.search(r"1-\d+ +│ cuda +│ [\d.]+ us at 1 to [^│]+│ [^│]+│ [^│]+│ measured on h200", out)
         assert re.search(r"16 +│ [\d.]+ ms +│ [\d.]+ us +│ [\d.]+ ms +│ [\d,]+ ", out)
-        assert "cuda" in out.split("every backend")[1]
+        assert "cuda" in out.split("verdicts of all backends")[1]
 
     def test_a_plan_that_keeps_16_bits_for_few_tokens(self, cli: Cli) -> None:
         name = "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4"
@@ -257,7 +257,7 @@ class TestVerify:
         assert code == 0
         assert [row["layer"] for row in found["layers"]] + found["absent"] == [0, 1, 2, 3]
         assert found["absent"]
-        assert "note: not in the files, so not verified: layers" in err
+        assert "note: not verified, because not in the files: layers" in err
 
     def test_an_interrupt_leaves_no_traceback(self, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
         import polymoe.verify
@@ -277,7 +277,7 @@ class TestRun:
         assert code == 0
         assert out.splitlines() == ["123+456= 579", "12 - 34 -22"]
         assert "tokens/s" in err
-        assert "on cpu; experts 15.4 MiB in layout dequantized, 6.8 MiB as 16 bit, backend torch" in err
+        assert "on cpu; experts 15.4 MiB in layout dequantized, 6.8 MiB in 16 bits, backend torch" in err
 
     def test_json(self, cli: Cli) -> None:
         code, out, _ = cli("run", SUMS, "--device", "cpu", "999+1=", "--json", "--max-tokens", 9)

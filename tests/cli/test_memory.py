@@ -1,4 +1,4 @@
-"""Out of memory is one message: needed, free, what helps."""
+"""Out of memory is one message: needed, free, and a hint."""
 
 from __future__ import annotations
 
@@ -45,5 +45,5 @@ def test_on_the_host(kind: str, cli: Callable[..., tuple[int, str, str]], monkey
     assert "error: out of memory: needed " in err
     assert ("1152921504606846976 bytes" in err) == (kind == "torch")
     assert "GiB of" in err
-    assert "what helps: " in err
+    assert "hint: " in err
     assert "Traceback" not in err

@@ -151,7 +151,7 @@ def test_a_layer_that_is_not_there_is_a_wrong_value(name: str, cli: Cli) -> None
     checkpoint = [SUMS] if name == "verify" else ["--checkpoint", SUMS]
     code, out, err = cli(*name.split(), *checkpoint, "--layer", "99")
     assert (code, out) == (2, "")
-    assert "--layer: expected a layer with routed experts: 0-3, got 99, no such layer" in err
+    assert "--layer: expected a layer with routed experts (0-3), got 99, no such layer" in err
 
 
 def test_wrong_values_are_told_before_the_work(cli: Cli) -> None:

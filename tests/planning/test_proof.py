@@ -120,7 +120,7 @@ class TestStatus:
         selection = select(CASES["gpt-oss-20b"].problem(), machine, table=Table())
         assert set(selection.proofs) == {"unrun"}
         assert f"triton: accepted (CUDA graphs, unrun on {gpu})" in str(selection)
-        assert f" is unrun on {gpu}: no test proved it" in selection.summary()
+        assert f" is unrun on {gpu}: no test has run" in selection.summary()
 
     def test_an_h100_is_not_an_h200(self) -> None:
         """Both backends are unrun there, so that predicted time decides."""
@@ -184,7 +184,7 @@ class TestAuto:
         assert backends_of(chosen(rows, replace(self.SLOW, max_tokens=63), self.FAST)) == ["slow", "fast"]
         selection = chosen(rows, replace(self.SLOW, max_tokens=63), self.FAST)
         assert selection.proofs == ("run", "unrun", "unrun")
-        assert "fast is unrun on h200: no test proved it on this GPU model, only the check at load" in str(selection)
+        assert "fast is unrun on h200: no test has run on this GPU model, only the check at load" in str(selection)
 
     def test_a_layout_whose_reader_is_proven_goes_before_a_faster_one(self) -> None:
         elsewhere = replace(self.FAST, layouts=("natural",))
@@ -211,7 +211,7 @@ class TestForeign:
         for table in (Table(), Table(((), (row("theirs", 16),)))):  # none, and one that was shipped
             selection = chosen(rows, self.OURS, self.THEIRS, table=table)
             assert backends_of(selection) == ["ours"]
-            assert "another library's kernels: auto takes them where `polymoe tune` has measured them" in str(selection)
+            assert "another library's kernels: auto uses them only if `polymoe tune` measured them" in str(selection)
         assert chosen(rows, self.THEIRS).plan is None
         assert backends_of(chosen(rows, self.OURS, self.THEIRS, backend="theirs")) == ["theirs"]
 

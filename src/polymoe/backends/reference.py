@@ -1,4 +1,4 @@
-"""The reference backend: plain torch in float32, one expert at a time. Every other backend is tested against it.
+"""The reference: plain PyTorch in float32, one expert at a time. Every other backend is tested against it.
 
 Only experts that receive tokens are dequantized.
 """
@@ -44,7 +44,8 @@ _HANDLES: Handled = {
 
 @dataclass(frozen=True, slots=True)
 class Reference(BackendBase):
-    """Runs every format on any device, slowly. Calls cannot be captured: the host reads which experts have tokens."""
+    """Runs every format on any device, slowly. Calls cannot be captured in CUDA graphs, because the host reads which
+    experts have tokens."""
 
     name: str = "reference"
     layouts: tuple[str, ...] = ("natural",)
@@ -60,7 +61,7 @@ class Reference(BackendBase):
         On a GPU it runs only when named; otherwise it would hide that no fast backend was found.
         """
         on_gpu = machine.device.kind == "cuda"
-        return Accepted(opt_in_reason="slow on a GPU: runs there only when named" if on_gpu else "")
+        return Accepted(opt_in_reason="slow on a GPU: runs there only on request" if on_gpu else "")
 
     def configure(self, problem: Problem, machine: Machine, tokens: int) -> Config:
         """Return an empty configuration: there is nothing to choose."""

@@ -1,4 +1,4 @@
-"""The backend of CPUs: torch's matrix products in float32, on experts that are dequantized once, at load."""
+"""The backend for CPUs: PyTorch's float32 matrix products, on experts that are dequantized once, at load."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _HANDLES: Handled = {
 
 @dataclass(frozen=True, slots=True)
 class Torch(BackendBase):
-    """Runs every format on a CPU whose memory holds the experts in float32 beside their packed bytes."""
+    """Runs every format on a CPU with enough memory for the packed experts and a float32 copy of them."""
 
     name: str = "torch"
     layouts: tuple[str, ...] = (_LAYOUT,)

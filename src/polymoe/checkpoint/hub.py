@@ -54,7 +54,7 @@ def locate(path_or_hub_id: str | PurePath, patterns: Sequence[str], **hub: Any) 
             raise CheckpointNotFound(
                 name,
                 expected=no_path,
-                got="no such path, and nothing of this repository in the Hub's cache; HF_HUB_OFFLINE forbids downloads",
+                got="no such path, and no files of this repository in the Hub's cache; HF_HUB_OFFLINE is set",
                 hint="unset HF_HUB_OFFLINE, or name a directory with the checkpoint",
             ) from error
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -99,7 +99,7 @@ class MoeConfig:
         if self.layers[place : place + 1] != (layer,):
             what = "a dense layer" if 0 <= layer < self.num_layers else "no such layer"
             raise CheckpointNotFound(
-                f"layer {layer}", expected=f"a layer with routed experts: {ranges(self.layers)}", got=what
+                f"layer {layer}", expected=f"a layer with routed experts ({ranges(self.layers)})", got=what
             )
         return self.routers[place]
 

@@ -23,9 +23,9 @@ _SUMS = "models/sums-gpt-oss-mxfp4"
 
 app = group(
     "polymoe",
-    "Run the experts of quantized mixture-of-experts checkpoints, packed, and say why they run so.",
-    epilog="Data goes to stdout, everything else to stderr. Exit codes: 0 done, 1 refused, 2 wrong usage. "
-    "Lists are separated by commas. Each command has examples: polymoe COMMAND -h",
+    "Run the packed experts of quantized mixture-of-experts checkpoints, and explain how they run.",
+    epilog="Data goes to stdout, everything else to stderr. Exit codes: 0 success, 1 refused, 2 wrong usage. "
+    "Lists are separated by commas. For examples of a command: polymoe COMMAND -h",
 )
 """The command line, one command for each verb."""
 
@@ -40,23 +40,23 @@ class _Eval(Group):
 
 _bench = group(
     "bench",
-    "Measure experts layers, whole models and servers.",
+    "Measure expert layers, whole models and servers.",
     cls=_Bench,
-    epilog="polymoe bench --case ... is polymoe bench kernels --case ...",
+    epilog="polymoe bench --case ... is short for polymoe bench kernels --case ...",
 )
 _eval = group(
     "eval",
-    "Accuracy of an OpenAI-compatible server.",
+    "Measure the accuracy of an OpenAI-compatible server.",
     cls=_Eval,
-    epilog="polymoe eval FILE ... is polymoe eval run FILE ...",
+    epilog="polymoe eval FILE ... is short for polymoe eval run FILE ...",
 )
 
-add(app, "explain", "Say whether a model fits a GPU, how fast, and by which kernels.", explain.command,
+add(app, "explain", "Show whether a model fits a GPU, how fast, and on which kernels.", explain.command,
     f"polymoe explain {_SUMS} --device h200",
     "polymoe explain openai/gpt-oss-120b --device 'RTX 4090' --tp 8",
     f"polymoe explain {_SUMS} --device sm_100 --backend triton --json",
     "polymoe explain openai/gpt-oss-120b --engine vllm --tensor-parallel-size 8 --enable-expert-parallel")  # fmt: skip
-add(app, "verify", "Check real experts: bytes, reference, and every backend.", verify.command,
+add(app, "verify", "Check a checkpoint's experts: bytes, reference, every backend.", verify.command,
     f"polymoe verify {_SUMS}", f"polymoe verify {_SUMS} --layer 1 --tokens 1,64",
     f"polymoe verify {_SUMS} --all-backends")  # fmt: skip
 add(app, "run", "Answer prompts.", run.command, f'polymoe run {_SUMS} "123+456="', f"polymoe run {_SUMS} < prompts.txt",
@@ -71,7 +71,7 @@ app.add_typer(_eval)
 add(app, "tune", "Find the fastest kernel configurations on this GPU.", tune.command,
     "polymoe tune --case deepseek-v4-flash --tokens 1,4,16",
     f"polymoe tune --checkpoint {_SUMS} --seconds 60")  # fmt: skip
-add(app, "doctor", "Show this machine and what each backend says of it.", doctor.command,
+add(app, "doctor", "Show this machine, and each backend's verdict on it.", doctor.command,
     "polymoe doctor",
     "polymoe doctor --json")  # fmt: skip
 add(_bench, "kernels", "Time each backend on the experts of one layer.", bench.command,
@@ -79,7 +79,7 @@ add(_bench, "kernels", "Time each backend on the experts of one layer.", bench.c
     f"polymoe bench kernels --checkpoint {_SUMS} --backends cuda,triton --out results.jsonl",
     "polymoe bench kernels --case gpt-oss-120b --routing zipf:1.2 --plot share.png",
     "polymoe bench kernels --submit results.jsonl")  # fmt: skip
-add(_bench, "decode", "Time whole models in Transformers: packed, dequantized.", bench_decode.command,
+add(_bench, "decode", "Time whole models in Transformers, packed and dequantized.", bench_decode.command,
     f"polymoe bench decode {_SUMS} --batch-size 1,16")  # fmt: skip
 add(_bench, "serve", "Time any OpenAI-compatible server.", bench_serve.command,
     "polymoe bench serve --server http://127.0.0.1:8000 --input-len 1024 --output-len 128",
@@ -89,7 +89,7 @@ add(_eval, "run", "Ask a server questions and count the right answers.", eval.co
     "polymoe eval run models/sums-heldout.jsonl --limit 100",
     "polymoe eval run gsm8k.jsonl --server http://127.0.0.1:8000 --repeats 4",
     "polymoe eval run --tasks gsm8k,arc_easy --num-fewshot 5")  # fmt: skip
-add(_eval, "compare", "Compare two runs, with an interval.", eval.compare,
+add(_eval, "compare", "Compare two runs, with a 95 % interval.", eval.compare,
     "polymoe eval compare packed.jsonl dequantized.jsonl")  # fmt: skip
 
 

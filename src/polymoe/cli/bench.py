@@ -41,13 +41,13 @@ def command(
         typer.Option(
             "--backends",
             "--backend",
-            help="Names, separated by commas. Default: all that auto may choose, and a baseline.",
+            help="Backends, separated by commas. Default: all that auto may choose, and a baseline.",
         ),
     ] = None,
     peers: Annotated[
         str | None,
         typer.Option(
-            help="Other libraries to time beside the backends, in the same process and on the same routings, "
+            help="Other libraries to time as well, in the same process and with the same routings, "
             "separated by commas: humming, vllm, deepgemm, triton_kernels, flashinfer, quack."
         ),
     ] = None,
@@ -58,9 +58,9 @@ def command(
     ] = "uniform",
     batch_invariant: BatchInvariant = False,
     bias: Annotated[bool | None, typer.Option(help="With or without biases. Default: as in the model.")] = None,
-    experts: Annotated[int | None, typer.Option(min=1, help="Another number of experts.")] = None,
-    hidden: Annotated[int | None, typer.Option(min=1, help="Another hidden size.")] = None,
-    intermediate: Annotated[int | None, typer.Option(min=1, help="Another expert width.")] = None,
+    experts: Annotated[int | None, typer.Option(min=1, help="Number of experts, instead of the case's.")] = None,
+    hidden: Annotated[int | None, typer.Option(min=1, help="Hidden size, instead of the case's.")] = None,
+    intermediate: Annotated[int | None, typer.Option(min=1, help="Expert width, instead of the case's.")] = None,
     checkpoint: Annotated[
         str | None, typer.Option(help="Real weights instead of a case: a directory or Hub id.")
     ] = None,
@@ -70,24 +70,24 @@ def command(
     device: OnDevice = "auto",
     out: Annotated[Path | None, typer.Option(help="Append each record to this file as one JSON line.")] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="PNG of the share of the floor over tokens, one line for each backend.")
+        Path | None, typer.Option(help="Plot the share of the floor over tokens as a PNG, with one line per backend.")
     ] = None,
     energy: Annotated[
         bool, typer.Option("--energy", help="Also measure tokens per joule with the GPU's counter.")
     ] = False,
     profile: Annotated[
-        Path | None, typer.Option(help="Profiler traces: trace.json gives trace.BACKEND-TOKENS.json.")
+        Path | None, typer.Option(help="Write profiler traces: trace.json becomes trace.BACKEND-TOKENS.json.")
     ] = None,
     submit: Annotated[
         Path | None,
-        typer.Option(help="Measure nothing: print the records of this file as one block for the issue form."),
+        typer.Option(help="Do not measure; print the records in this file as a block for the issue form."),
     ] = None,
     commit: Annotated[str | None, typer.Option(help="Commit for the records, if git does not know it.")] = None,
     json: Json = False,
 ) -> None:
-    """Check and time each backend on the experts of one layer, and compare with the floor, the least possible time.
+    """Check and time each backend on the experts of one layer, and compare with the floor, a computed minimum.
 
-    Name a case or a checkpoint. A wrong result is not timed; one of a backend makes the exit code 1.
+    Give a case or a checkpoint. Wrong results are not timed; if a backend's is wrong, the exit code is 1.
     """
     of_case = {
         "--format": format,
@@ -98,15 +98,15 @@ def command(
     }
     if submit is not None:
         if case is not None or checkpoint is not None:
-            raise typer.BadParameter("--submit measures nothing: leave --case and --checkpoint out")
+            raise typer.BadParameter("--submit does not measure: leave --case and --checkpoint out")
         _submit(submit, device)
         return
     if (case is None) == (checkpoint is None):
-        raise typer.BadParameter("name either --case or --checkpoint")
+        raise typer.BadParameter("give either --case or --checkpoint")
     if checkpoint is None and layer is not None:
-        raise typer.BadParameter("--layer goes with --checkpoint")
+        raise typer.BadParameter("--layer needs --checkpoint")
     if checkpoint is not None and (given := [name for name, value in of_case.items() if value is not None]):
-        raise typer.BadParameter(f"{given[0]} goes with --case")
+        raise typer.BadParameter(f"{given[0]} needs --case")
     counts = token_counts(tokens)
     names = None if backends is None else listed(backends, "--backends")
     others = () if peers is None else listed(peers, "--peers")

@@ -38,10 +38,10 @@ _EXPERTS = ("packed", "dequantized", "transformers-packed")
 def command(
     checkpoint: Checkpoint,
     batch_size: Annotated[str, typer.Option(help="Sequences decoded together, separated by commas.")] = "1,16",
-    prompt_len: Annotated[int, typer.Option(min=1, help="Tokens before the first timed step.")] = 512,
-    steps: Annotated[int, typer.Option(min=1, help="Steps that are timed together.")] = 64,
+    prompt_len: Annotated[int, typer.Option(min=1, help="Number of tokens before the first timed step.")] = 512,
+    steps: Annotated[int, typer.Option(min=1, help="Number of steps in one measurement.")] = 64,
     prefill_len: Annotated[int, typer.Option(min=0, help="Tokens of the timed prefill; 0 for none.")] = 8192,
-    repeats: Annotated[int, typer.Option(min=1, help="How often steps and prefill are timed.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of measurements of steps and of the prefill.")] = 5,
     experts: Annotated[str, typer.Option(help="What to measure, separated by commas.")] = ",".join(_EXPERTS),
     implementations: Annotated[
         str, typer.Option(help="Implementations of Transformers' own experts; the fastest counts.")
@@ -65,8 +65,8 @@ def command(
     """Compare and time decode steps and a prefill of a model in Transformers: packed by polymoe, dequantized, and
     packed by Transformers itself.
 
-    Logits are compared first; a model whose logits differ is not timed, and the exit code is 1. What Transformers
-    cannot load packed is named with the reason. Its kernels are never downloaded.
+    Logits are compared first; a model whose logits differ is not timed, and the exit code is 1. If Transformers
+    cannot load the checkpoint packed, the reason is printed. Its kernels are never downloaded.
     """
     batches = token_counts(batch_size, "--batch-size")
     wanted = listed(experts, "--experts")

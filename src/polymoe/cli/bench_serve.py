@@ -50,13 +50,16 @@ class ListCommand(Command):
 
 def command(
     server: Server,
-    batch_size: Annotated[str, typer.Option(help="One batch of each size.")] = "1,4,8,16,32,64,128,256",
+    batch_size: Annotated[str, typer.Option(help="Batch sizes, each sent at once.")] = "1,4,8,16,32,64,128,256",
     concurrency: Annotated[
-        str | None, typer.Option(help="Instead: a number of requests at a time; each finished one starts the next.")
+        str | None,
+        typer.Option(help="Instead of batches: so many requests at a time; each finished one starts the next."),
     ] = None,
-    request_rate: Annotated[str | None, typer.Option(help="Instead: requests per second on average (Poisson).")] = None,
-    input_len: Annotated[str, typer.Option(help="Tokens of a prompt.")] = "8192",
-    output_len: Annotated[str, typer.Option(help="Tokens of an answer.")] = "1024",
+    request_rate: Annotated[
+        str | None, typer.Option(help="Instead of batches: requests per second on average (Poisson).")
+    ] = None,
+    input_len: Annotated[str, typer.Option(help="Tokens in a prompt.")] = "8192",
+    output_len: Annotated[str, typer.Option(help="Tokens in an answer.")] = "1024",
     requests: Annotated[
         int | None,
         typer.Option(
@@ -68,7 +71,7 @@ def command(
     ] = None,
     model: Annotated[str | None, typer.Option(help="The model's name on the server. Default: its only model.")] = None,
     api_key: ClientKey = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Ask /v1/chat/completions instead of /v1/completions.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Use /v1/chat/completions instead of /v1/completions.")] = False,
     tokenizer: Annotated[
         str | None,
         typer.Option(help="The model's tokenizer, a directory or Hub id, to count tokens. Default: the server counts."),
@@ -76,20 +79,20 @@ def command(
     shared_prefix: Annotated[
         int, typer.Option(min=0, help="Number of tokens that all prompts share, for the server's cache.")
     ] = 0,
-    extra_body: Annotated[str | None, typer.Option(help="JSON object with more fields for each request.")] = None,
+    extra_body: Annotated[str | None, typer.Option(help="Further fields of each request, as a JSON object.")] = None,
     gpu_price: Annotated[float | None, typer.Option(min=0, help="US dollars per hour for one GPU, for costs.")] = None,
     gpus: Annotated[int, typer.Option(min=1, help="GPUs that the server runs on.")] = 1,
     gpu_ids: Annotated[
         str | None,
         typer.Option(
-            help="Their numbers in nvidia-smi, for tokens per watt. Default: the first ones, if the server runs here."
+            help="Their numbers in nvidia-smi, for tokens per watt. Default: the first ones, if the server is local."
         ),
     ] = None,
     label: Annotated[str | None, typer.Option(help="The server's name in tables. Default: its own name.")] = None,
     out: Annotated[Path | None, typer.Option(help="Append each row to this file as one JSON line.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Write the table to this file.")] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="PNG of rates and times over the load, including similar rows in --out.")
+        Path | None, typer.Option(help="Plot rates and times over the load as a PNG, with similar rows in --out.")
     ] = None,
     profile: Annotated[
         bool, typer.Option("--profile", help="Repeat a short copy of each row under the server's profiler.")
@@ -109,7 +112,7 @@ def command(
         raise typer.BadParameter("give either --concurrency or --request-rate")
     if requests is not None and concurrency is None and request_rate is None:
         raise typer.BadParameter(
-            "--requests goes with --concurrency or --request-rate; for a batch it is the batch size"
+            "--requests needs --concurrency or --request-rate; a batch has as many requests as its size"
         )
 
     from polymoe.bench.plot import check_plot

@@ -35,7 +35,7 @@ __all__ = ["command"]
 _HELP = """\
 /help     this list
 /clear    forget the conversation, but not the system message
-/exit     leave, as does Ctrl-D
+/exit     leave; Ctrl-D does the same
 Ctrl-C stops a reply. A backslash at the end of a line continues the message on the next one."""
 _COMMAND = re.compile(r"/[A-Za-z?]+\s*")
 
@@ -45,11 +45,11 @@ def command(
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
     max_tokens: MaxTokens = None,
     temperature: Annotated[
-        float | None, typer.Option(min=0, max=100, help="0 is greedy. Default: the checkpoint's own choice.")
+        float | None, typer.Option(min=0, max=100, help="Sampling temperature; 0 is greedy. Default: the checkpoint's.")
     ] = None,
     reasoning: Annotated[
         bool | None,
-        typer.Option("--reasoning/--no-reasoning", help="Show it, on stderr. Default: on a terminal."),
+        typer.Option("--reasoning/--no-reasoning", help="Show reasoning on stderr. Default: only on a terminal."),
     ] = None,
     backend: Backend = "auto",
     role: Role = "mixed",

@@ -1,4 +1,4 @@
-"""``polymoe doctor``: what this machine has and what each backend says of it, in one block to paste."""
+"""``polymoe doctor``: what this machine has and each backend's verdict on it, as one block to paste."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ __all__ = ["command"]
 
 
 def command(json: Json = False) -> None:
-    """Show what this machine has, what each backend says of it and which engines are found, in one block to paste.
+    """Show what this machine has, each backend's verdict on it and which engines are installed, as a block to paste
+    into a bug report.
 
-    Needs no GPU and no network. Keys are not shown. A piece that is broken is a line that says so.
+    Needs no GPU and no network. Keys are not shown. If something is broken, its line says so.
     """
     from polymoe.diagnosis import diagnose
 

@@ -36,36 +36,43 @@ def command(
     api_key: ClientKey = None,
     task: Annotated[
         Literal["auto", "exact", "gsm8k", "aime", "gpqa"],
-        typer.Option(help="Kind of questions; auto goes by the fields of the file."),
+        typer.Option(help="Kind of questions; auto detects it from the fields in the file."),
     ] = "auto",
     repeats: Annotated[int, typer.Option("--repeats", "-n", min=1, help="How often each question is asked.")] = 1,
     concurrency: Annotated[
         int, typer.Option("--concurrency", "--threads", min=1, help="Number of simultaneous requests.")
     ] = 16,
-    temperature: Annotated[float | None, typer.Option(min=0, help="Default: the server's.")] = None,
-    top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Default: the server's.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="Sampling temperature. Default: the server's.")
+    ] = None,
+    top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Nucleus sampling. Default: the server's.")] = None,
     max_tokens: Annotated[
         int | None,
         typer.Option(
-            "--max-tokens", "--max-new-tokens", min=1, help="Token limit of an answer. Default: the server's."
+            "--max-tokens",
+            "--max-new-tokens",
+            min=1,
+            help="Maximum number of tokens in an answer. Default: the server's.",
         ),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the order of options, also sent with each request.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed for the order of options; also sent with each request.")
+    ] = None,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
     endpoint: Annotated[
-        Literal["chat", "completions"], typer.Option(help="completions works without the chat template.")
+        Literal["chat", "completions"], typer.Option(help="chat, or completions without a chat template.")
     ] = "chat",
     extra: Annotated[
-        str | None, typer.Option(help="""Further fields of each request: '{"reasoning_effort": "high"}'.""")
+        str | None, typer.Option(help="""Further fields of each request, as JSON: '{"reasoning_effort": "high"}'.""")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first questions.")] = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="Longest duration of a request, in seconds.")] = 1800.0,
-    retries: Annotated[
-        int, typer.Option(min=0, help="Repetitions after 429, 5xx, timeouts and broken connections.")
-    ] = 8,
+    retries: Annotated[int, typer.Option(min=0, help="Retries after 429, 5xx, timeouts and broken connections.")] = 8,
     out: Annotated[
         Path | None,
-        typer.Option(help="File of answers. Default: in this directory, named after set, model and settings."),
+        typer.Option(
+            help="File for the answers. Default: in this directory, named after questions, model and settings."
+        ),
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over and replace the answers in the file.")] = False,
     tasks: Annotated[str | None, typer.Option(help="Instead of a file: tasks of lm-eval, separated by commas.")] = None,
@@ -132,11 +139,11 @@ def command(
 
 
 def compare(
-    a: Annotated[Path, typer.Argument(metavar="A", help="File of answers of a run.", show_default=False)],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Another's.", show_default=False)],
+    a: Annotated[Path, typer.Argument(metavar="A", help="Answers of one run.", show_default=False)],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Answers of the other run.", show_default=False)],
     json: Json = False,
 ) -> None:
-    """Compute the difference of two runs, A - B, with its 95 % interval, paired by question."""
+    """Compute the difference A - B between two runs with its 95 % interval, paired by question."""
     from polymoe.evaluate import compare as difference_of
     from polymoe.evaluate import read_records
 

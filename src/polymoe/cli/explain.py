@@ -28,33 +28,33 @@ def command(
     ],
     device: Annotated[
         str | None,
-        typer.Option(help="h200, 'RTX 5090', sm_120, cpu ...: also a GPU you do not have. Default: this machine's."),
+        typer.Option(help="Any GPU, not only yours: h200, 'RTX 5090', sm_120; or cpu. Default: this machine's."),
     ] = None,
     tp: Annotated[int, typer.Option("--tp", "--tensor-parallel-size", min=1, help="Tensor parallel size.")] = 1,
-    tp_rank: Annotated[int, typer.Option(min=0, help="This rank's number.")] = 0,
+    tp_rank: Annotated[int, typer.Option(min=0, help="Tensor parallel rank.")] = 0,
     ep: Annotated[int, typer.Option(min=1, help="Expert parallel size.")] = 1,
-    ep_rank: Annotated[int, typer.Option(min=0, help="This rank's number.")] = 0,
+    ep_rank: Annotated[int, typer.Option(min=0, help="Expert parallel rank.")] = 0,
     role: Role = "mixed",
     backend: Backend = "auto",
     activations: Annotated[
         Literal["auto", "16bit", "fp8_token", "fp8_group128", "fp8_group128_ue8m0", "fp8_static", "mxfp8", "nvfp4"],
-        typer.Option(help="How the experts' inputs are held; auto is the checkpoint's own recipe on a GPU."),
+        typer.Option(help="How the experts' inputs are quantized; auto follows the checkpoint's recipe on a GPU."),
     ] = "auto",
     batch_invariant: BatchInvariant = False,
     engine: Annotated[
         Literal["vllm", "sglang"] | None,
-        typer.Option(help="Say what the plug-in of this engine would do; the engine need not be here."),
+        typer.Option(help="Show what the plug-in of this engine would do; the engine need not be installed."),
     ] = None,
     enable_expert_parallel: Annotated[
-        bool, typer.Option("--enable-expert-parallel", help="With --engine: --tp ranks share out the experts.")
+        bool, typer.Option("--enable-expert-parallel", help="With --engine: --tp ranks each get whole experts.")
     ] = False,
     json: Json = False,
 ) -> None:
-    """Say whether a checkpoint fits a GPU, which backend would run its experts at each token count, how far it is
-    proven on that GPU, and why the others would not.
+    """Show whether a checkpoint fits a GPU, which backend would run its experts at each token count, how far that
+    backend is proven on the GPU, and why the others would not run.
 
-    Reads config files, and tensor headers where there are any; no weight is loaded. The sizes of well-known models
-    ship with polymoe, so that their Hub ids work without files and without a network.
+    Reads config files and, if there are any, tensor headers, but no weights. polymoe ships the sizes of well-known
+    models, so their Hub ids work without files and without a network.
     """
     from rich.text import Text
 
@@ -75,7 +75,9 @@ def command(
         explain_engine(checkpoint, engine, asked, enable_expert_parallel=enable_expert_parallel, json=json)
         return
     if enable_expert_parallel:
-        raise ArgumentError("enable_expert_parallel", expected="--engine with it", got="none", hint="or --ep")
+        raise ArgumentError(
+            "enable_expert_parallel", expected="--engine as well", got="none", hint="without an engine, use --ep"
+        )
     explanation = explain(checkpoint, **asked)
     if json:
         print_json(explanation.to_dict())
@@ -86,7 +88,7 @@ def command(
     for line in explanation.conclusion():
         out.print(line, highlight=False)
     for row in explanation.rows:
-        sizes = f"{row.memory()}, {format_bytes(row.dequantized_bytes)} as 16 bit"
+        sizes = f"{row.memory()}, {format_bytes(row.dequantized_bytes)} in 16 bits"
         out.print(f"layers {layer_ranges(row.layers)}: {row.problem}: {sizes}", highlight=False)
     if explanation.times:
         out.print(_times(explanation))
@@ -103,8 +105,8 @@ def _times(explanation: Explanation) -> Table:
 
     layers = sum(len(row.layers) for row in explanation.rows)
     known = explanation.dense is not None
-    rest = ("all other weights", "together, at least", "tokens/s, at most") if known else ()
-    title = f"predicted time of a call: experts of {layers} layers" + (", and the least for the rest" if known else "")
+    rest = ("all other weights", "total, at least", "tokens/s, at most") if known else ()
+    title = f"predicted time of a call: experts of {layers} layers" + (", lower bound of the rest" if known else "")
     table = Table("tokens", "experts", *rest, title=title)
     for time in explanation.times:
         cells = [str(time.tokens), format_us(time.experts_us)]
@@ -120,8 +122,8 @@ def _ranges(row: Row) -> Table:
     from polymoe.explanation import layer_ranges
 
     layout = row.selection.require().layout
-    title = f"layers {layer_ranges(row.layers)}: what runs, in layout {layout}"
-    table = Table("tokens", "backend", "time of one layer", "floor", "from", "proven", title=title)
+    title = f"layers {layer_ranges(row.layers)}: plan, with layout {layout}"
+    table = Table("tokens", "backend", "time of one layer", "floor", "source", "proven", title=title)
     for found in row.selection.ranges():
         kept = row.problem.activations.quantized and found.step.config.keeps_16_bits
         backend = f"{found.step.backend}, 16-bit inputs" if kept else found.step.backend
@@ -137,7 +139,7 @@ def _candidates(row: Row) -> Table:
     from polymoe.verdict import Accepted
 
     selection = row.selection
-    what = "every backend" if selection.plan else f"nothing runs here with backend {selection.requested}"
+    what = "verdicts of all backends" if selection.plan else f"nothing runs here with backend {selection.requested}"
     table = Table("backend", "verdict", "proven", title=f"layers {layer_ranges(row.layers)}: {what}")
     for c in selection.candidates:
         verdict = c.verdict

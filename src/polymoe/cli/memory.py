@@ -12,10 +12,10 @@ _FREE = re.compile(rf"total capacity of {_SIZE} of which {_SIZE} is free")
 _HOST = ("DefaultCPUAllocator", "can't allocate memory", "Cannot allocate memory")
 
 _HELPS_GPU = """\
-what helps: shorter prompts and answers (--max-tokens), a smaller --batch-size or fewer --tokens; --device-map auto
-  with several GPUs; ending other programs on this GPU (nvidia-smi). polymoe explain MODEL says what a GPU must hold."""
+hint: use shorter prompts and answers (--max-tokens), a smaller --batch-size or fewer --tokens, --device-map auto with
+  several GPUs, or end other programs on this GPU (nvidia-smi). polymoe explain MODEL prints what a GPU must hold."""
 _HELPS_HOST = """\
-what helps: ending other programs, shorter prompts or fewer --tokens. polymoe explain MODEL says what weights take."""
+hint: end other programs, or use shorter prompts or fewer --tokens. polymoe explain MODEL prints what weights take."""
 
 
 def out_of_memory(error: BaseException) -> str | None:

@@ -52,26 +52,27 @@ Checkpoint = Annotated[
     typer.Argument(metavar="CHECKPOINT", help="Directory of a checkpoint, or a Hub id.", show_default=False),
 ]
 """The argument of the verbs that read weights."""
-Backend = Annotated[
-    str, typer.Option(help="Backend of the experts: auto, or cuda, triton, reference or another, used or refused.")
-]
+Backend = Annotated[str, typer.Option(help="Backend for the experts: auto, or a name such as cuda or triton.")]
 """``--backend``."""
 Role = Annotated[
     Literal["mixed", "decode", "prefill"],
-    typer.Option(help="Token counts to plan for: decode is 1 to 256, prefill from 1024, mixed both."),
+    typer.Option(help="Token counts to plan for: decode (1 to 256), prefill (from 1024) or mixed (both)."),
 ]
 """``--role`` of workers that prefill, decode or do both."""
 OnDevice = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, or auto: the GPU if there is one.")]
 """``--device`` of the verbs that compute."""
 DeviceMap = Annotated[
     Literal["auto", "balanced", "balanced_low_0", "sequential"] | None,
-    typer.Option(help="Spread whole layers over all GPUs, as Transformers' device_map. Instead of --device."),
+    typer.Option(help="Distribute whole layers over all GPUs, like Transformers' device_map; replaces --device."),
 ]
 """``--device-map`` of the verbs that run whole models."""
 TensorParallel = Annotated[
     int,
     typer.Option(
-        "--tp", "--tensor-parallel-size", min=1, help="Only 1 here: this command is one process. Says what does more."
+        "--tp",
+        "--tensor-parallel-size",
+        min=1,
+        help="Must be 1: this command is a single process. For more, see the error.",
     ),
 ]
 """``--tp`` of the verbs that run whole models in this process."""
@@ -95,7 +96,10 @@ ClientKey = Annotated[
 MaxTokens = Annotated[
     int | None,
     typer.Option(
-        "--max-tokens", "--max-new-tokens", min=1, help="Most tokens of a reply. Default: what fits in the context."
+        "--max-tokens",
+        "--max-new-tokens",
+        min=1,
+        help="Maximum number of tokens in a reply. Default: what fits into the context.",
     ),
 ]
 """``--max-tokens``."""
@@ -105,7 +109,7 @@ Case = Annotated[
         "gpt-oss-20b", "kimi-k2", "kimi-k2-tp8", "mixtral-8x7b", "nemotron-3-super", "qwen3-235b",
         "qwen3-235b-tp4-bf16",
     ] | None,
-    typer.Option(help="A model's layer by name, with random weights."),
+    typer.Option(help="Expert layer of a known model, with random weights."),
 ]  # fmt: skip
 """``--case``. The command line names them without importing torch; a test compares them with the table."""
 Format = Annotated[
@@ -118,12 +122,12 @@ Format = Annotated[
 """``--format`` of a case."""
 Activations = Annotated[
     Literal["16bit", "fp8_token", "fp8_group128", "fp8_group128_ue8m0", "fp8_static", "mxfp8", "nvfp4"] | None,
-    typer.Option(help="How the experts' inputs are held. Default: E4M3 for FP8 weights, else 16bit."),
+    typer.Option(help="How the experts' inputs are quantized. Default: E4M3 for FP8 weights, else 16bit."),
 ]
 """``--activations`` of the verbs that measure."""
 Backends = Annotated[
     str | None,
-    typer.Option("--backends", "--backend", help="Names, separated by commas. Default: all that auto may choose."),
+    typer.Option("--backends", "--backend", help="Backends, separated by commas. Default: all that auto may choose."),
 ]
 """``--backends`` of the verbs that measure."""
 BatchInvariant = Annotated[
@@ -167,7 +171,7 @@ def speed_line(speed: dict[str, Any]) -> str:
     # Nothing is packed if the checkpoint has its experts in 16 bit.
     experts = (
         f"{format_bytes(speed['packed_bytes'])} in layout {', '.join(speed['layouts'])}, "
-        f"{format_bytes(speed['dequantized_bytes'])} as 16 bit, backend {', '.join(speed['backends'])}"
+        f"{format_bytes(speed['dequantized_bytes'])} in 16 bits, backend {', '.join(speed['backends'])}"
         if speed["packed_bytes"]
         else "not quantized"
     )
@@ -189,7 +193,7 @@ def no_tensor_parallel(tp: int) -> None:
             expected="1, since this command is one process",
             got=str(tp),
             hint=f"--device-map auto distributes whole layers over the GPUs; for tensor parallelism, "
-            f"vllm serve MODEL --tensor-parallel-size {tp} runs polymoe's experts where polymoe is installed beside it",
+            f"vllm serve MODEL --tensor-parallel-size {tp} runs polymoe's experts, with polymoe installed next to vLLM",
         )
 
 

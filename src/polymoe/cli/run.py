@@ -38,12 +38,12 @@ def command(
         int, typer.Option("--max-tokens", "--max-new-tokens", min=1, help="Maximum number of tokens in an answer.")
     ] = 256,
     raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")] = False,
-    batch_size: Annotated[int, typer.Option(min=1, help="Number of prompts that are answered together.")] = 32,
+    batch_size: Annotated[int, typer.Option(min=1, help="Number of prompts in a batch.")] = 32,
     graphs: Annotated[
         bool,
         typer.Option(
             "--graphs/--no-graphs",
-            help="Decode with CUDA graphs: a minute or more to compile each batch size, then faster.",
+            help="Decode with CUDA graphs: faster, after a minute or more to compile each batch size.",
         ),
     ] = False,
     backend: Backend = "auto",
@@ -62,7 +62,7 @@ def command(
     if not prompts:
         files.Checkpoint.open(checkpoint, config_only=True).close()  # a typo in it is said before anybody types
         if sys.stdin.isatty():
-            say("reading prompts from the terminal, one on each line; Ctrl-D ends them. (polymoe chat is a dialogue.)")
+            say("reading prompts from the terminal, one per line, until Ctrl-D (polymoe chat is a dialogue)")
         prompts = [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not prompts:
         raise ArgumentError("run", expected="a prompt", got="none on the command line or on stdin")
@@ -81,7 +81,7 @@ def command(
                 text = terminal_text(text, sys.stdout)
                 print(text if len(prompts) == 1 else f"{answer.prompt} {text}", flush=True)
                 if not text and answer.reasoning:
-                    say(f"(cut off before its answer, after {answer.tokens} tokens of reasoning: --max-tokens)")
+                    say(f"(cut off after {answer.tokens} tokens of reasoning, before its answer: raise --max-tokens)")
     speed = generator.speed()
     if json:
         print_json({"answers": [_plain(answer) for answer in answers], **speed})

@@ -29,7 +29,7 @@ __all__ = ["command"]
 def command(
     checkpoint: Checkpoint,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8000,
     api_key: Annotated[
         str | None,
         typer.Option(help="Bearer token that clients must send. Default: $POLYMOE_API_KEY.", show_default=False),
@@ -41,7 +41,9 @@ def command(
         ),
     ] = None,
     max_tokens: MaxTokens = None,
-    max_request_bytes: Annotated[int, typer.Option(min=1, help="Larger requests are refused with 413.")] = 4 * 2**20,
+    max_request_bytes: Annotated[
+        int, typer.Option(min=1, help="Maximum size of a request; larger ones are refused with 413.")
+    ] = 4 * 2**20,
     max_concurrent_requests: Annotated[
         int, typer.Option(min=1, help="Maximum number of requests that run or wait; more are refused with 429.")
     ] = 128,
@@ -49,7 +51,7 @@ def command(
         int | None,
         typer.Option(
             min=1,
-            help="Maximum number of connections; for another one, the one that has waited longest for a whole request "
+            help="Maximum number of connections; beyond it, the one that has waited longest for a complete request "
             "is closed. Default: 1024, or fewer if the limit on file descriptors is lower.",
         ),
     ] = None,
@@ -59,7 +61,7 @@ def command(
     cors_origins: Annotated[
         str | None,
         typer.Option(
-            help="Origins of web pages that may ask the server, separated by commas; '*' is all. Default: none."
+            help="Origins of web pages that may call the server, separated by commas; '*' allows all. Default: none."
         ),
     ] = None,
     access_log: Annotated[
@@ -85,7 +87,9 @@ def command(
     ] = None,
     temperature: Annotated[
         float | None,
-        typer.Option(min=0, max=100, help="Of requests that name none; 0 is greedy. Default: the checkpoint's."),
+        typer.Option(
+            min=0, max=100, help="Sampling temperature of requests without one; 0 is greedy. Default: the checkpoint's."
+        ),
     ] = None,
     profile: Annotated[
         Path | None, typer.Option(help="Directory for profiler traces; enables /start_profile and /stop_profile.")

@@ -42,7 +42,9 @@ __all__ = ["command"]
 
 def command(
     case: Case = None,
-    checkpoint: Annotated[str | None, typer.Option(help="A checkpoint's directory or Hub id instead.")] = None,
+    checkpoint: Annotated[
+        str | None, typer.Option(help="Directory or Hub id of a checkpoint, instead of a case.")
+    ] = None,
     layer: Annotated[
         int | None, typer.Option(help="Layer of the checkpoint. Default: the first one with experts.")
     ] = None,
@@ -60,30 +62,31 @@ def command(
         float | None, typer.Option(min=0.01, help="Memory limit in GiB. Default: the free memory.")
     ] = None,
     configs: Annotated[
-        int | None, typer.Option(min=1, help="At most so many configurations for each token count. Default: all.")
+        int | None, typer.Option(min=1, help="Maximum number of configurations per token count. Default: all.")
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option(min=0, help="Processes that compile ahead. Default: all cores but one, at most 16.")
+        int | None,
+        typer.Option(min=0, help="Processes that compile ahead of time. Default: all cores but one, at most 16."),
     ] = None,
     again: Annotated[
-        bool, typer.Option("--again", help="Also tune what the installed versions have measured already.")
+        bool, typer.Option("--again", help="Also measure what the table already has for the installed versions.")
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="Table to write. Default: your own, which loads read.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Table to write. Default: your own, which is read at load.")] = None,
     device: OnDevice = "auto",
     json: Json = False,
 ) -> None:
     """Find the fastest configuration for each token count, check it against the reference, and store it.
 
-    Name a case or a checkpoint. Loads read the table and never tune. Ctrl-C keeps finished rows.
+    Give a case or a checkpoint. Loading reads the table and never tunes. Ctrl-C keeps finished rows.
     """
     began = time.monotonic()
     if (case is None) == (checkpoint is None):
-        raise typer.BadParameter("name either --case or --checkpoint")
+        raise typer.BadParameter("give either --case or --checkpoint")
     for name, value in (("--layer", layer), ("--tp", tp), ("--ep", ep)):
         if checkpoint is None and value is not None:
-            raise typer.BadParameter(f"{name} goes with --checkpoint")
+            raise typer.BadParameter(f"{name} needs --checkpoint")
     if checkpoint is not None and format is not None:
-        raise typer.BadParameter("--format goes with --case")
+        raise typer.BadParameter("--format needs --case")
     counts = token_counts(tokens)
 
     import torch

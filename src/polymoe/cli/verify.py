@@ -23,28 +23,30 @@ _COMPARED = {"oracle": "float64 oracle", "reference": "reference, inputs quantiz
 def command(
     checkpoint: Checkpoint,
     layer: Annotated[
-        int | None, typer.Option(help="One layer. Default: every layer whose experts are in the files.")
+        int | None, typer.Option(help="Check only this layer. Default: every layer whose experts are in the files.")
     ] = None,
     tokens: Annotated[str, typer.Option(help="Token counts to run and time, separated by commas.")] = "1,16,256",
     backend: Backend = "auto",
     device: OnDevice = "auto",
     all_backends: Annotated[
         bool,
-        typer.Option("--all-backends", help="Print one block for the issue form that records what a GPU has proven."),
+        typer.Option(
+            "--all-backends", help="Run every backend, and print a block for the issue form that records a GPU."
+        ),
     ] = False,
     json: Json = False,
 ) -> None:
-    """Check real experts: read each one independently, repack it byte for byte, and measure every backend's error and
-    time. Backends are compared with a float64 oracle of the independent reading, or with the reference where inputs are
-    quantized.
+    """Check a checkpoint's experts: read each one with independent code, pack and unpack it byte for byte, and measure
+    every backend's error and time. Backends are compared with a float64 oracle of the independent reading, or with
+    the reference if inputs are quantized.
 
-    A config and the experts of one layer are enough.
+    The config and the experts of one layer are enough.
     """
     from polymoe.explanation import layer_ranges
     from polymoe.verify import verify
 
     if all_backends and backend != "auto":
-        raise typer.BadParameter("--all-backends runs all of them: leave --backend out")
+        raise typer.BadParameter("--all-backends runs every backend: leave --backend out")
     counts = token_counts(tokens)
     with Progress("verify") as progress:
         report = verify(
@@ -57,7 +59,7 @@ def command(
         )
     if report.absent:
         status().print(
-            f"note: not in the files, so not verified: layers {layer_ranges(report.absent)}", highlight=False
+            f"note: not verified, because not in the files: layers {layer_ranges(report.absent)}", highlight=False
         )
     if all_backends:
         from polymoe.cli.submission import of_report, run_lines

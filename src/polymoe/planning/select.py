@@ -31,7 +31,7 @@ from polymoe.verdict import Reason, Rejected, Verdict
 
 __all__ = ["require_backend", "select"]
 
-_FOREIGN = "another library's kernels: auto takes them where `polymoe tune` has measured them faster on this machine"
+_FOREIGN = "another library's kernels: auto uses them only if `polymoe tune` measured them as faster on this machine"
 
 
 @dataclass(frozen=True, slots=True)

@@ -191,7 +191,7 @@ class Selection:
         """What else the user should know of the choice, as clauses; ``tune`` is the command that tunes for it."""
         device = self.machine.device.name
         remarks = [
-            f"{name} is unrun on {device}: no test proved it on this GPU model, only the check at load does"
+            f"{name} is unrun on {device}: no test has run on this GPU model, only the check at load"
             for name in self.unrun
         ]
         if self.requested == "auto":
@@ -200,7 +200,7 @@ class Selection:
                 for name in self.foreign
             ]
         remarks += [
-            f"{name} is not tuned for this on this GPU and goes by a heuristic: `{tune}` tunes it"
+            f"{name} is not tuned for this layer on this GPU and uses a heuristic: `{tune}` tunes it"
             for name in self.untuned
         ]
         return remarks

@@ -168,7 +168,9 @@ def _check_key(key: str | None) -> None:
         expected, got = "a key in printable ASCII, which clients can send in a header", "other characters"
     else:
         return
-    raise ArgumentError("--api-key or POLYMOE_API_KEY", expected=expected, got=got, hint="unset it to admit everybody")
+    raise ArgumentError(
+        "--api-key or POLYMOE_API_KEY", expected=expected, got=got, hint="unset it to accept requests without a key"
+    )
 
 
 def _check_origins(origins: Sequence[str]) -> None:

@@ -1,11 +1,12 @@
-"""Cuda: runs experts with 4-bit, FP8 or bfloat16 weights on CUDA kernels that are compiled ahead of time.
+"""CUDA kernels, compiled ahead of time, for 4-bit, MXFP8, FP8 and bfloat16 weights. They need neither a compiler nor
+another package.
 
-The backend needs neither a compiler nor another package. A call with few tokens has four launches: the permutation;
-gate and up with the activation; down; and the weighted sum. Up to 32 expanded rows it has three, but for bfloat16
-weights: GEMMs find the permutation. Calls with many rows per expert, or with E4M3 activations, have a fifth launch that
-copies x into permuted tiles or rounds it to E4M3, and with one scale for a row of h a sixth that rounds h. With
-bfloat16 weights gate and up read x where it is. From SM90 on each launch starts before the previous one ends. The table
-in :mod:`.families` lists the kernels and the numbers of rows that they are used for.
+A call with few tokens has four launches: the permutation, gate and up with the activation, down, and the weighted sum.
+With up to 32 expanded rows the GEMMs sort the rows themselves, so there are three launches, except with bfloat16
+weights. With many rows per expert, or with E4M3 activations, a fifth launch copies x into permuted tiles or rounds it
+to E4M3. If h has one scale per row, a sixth launch rounds h. With bfloat16 weights, gate and up gather rows of x where
+they lie. From SM90 on, each launch starts before the previous one ends. The table in :mod:`.families` lists the kernels
+and the numbers of rows for which each is used.
 """
 
 from __future__ import annotations
@@ -53,12 +54,12 @@ _FORMATS = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in 
 
 @dataclass(frozen=True, slots=True)
 class Cuda(BackendBase):
-    """Runs experts as grouped GEMMs on tensor cores.
+    """Grouped GEMMs on tensor cores.
 
-    Weights and rows of x are: 4-bit, MXFP8 or bfloat16 weights with bfloat16 rows; MXFP4 weights with E4M3 rows; or
-    E4M3 weights with E4M3 rows, scaled by block or by row, which are multiplied in float16 for few rows and in E4M3 for
-    many. Calls can be captured in CUDA graphs, and repeated calls are bitwise identical. For batch-invariant results,
-    kernels with one order of sums run at every token count, for E4M3 weights those that multiply in float16.
+    Supported pairs: 4-bit, MXFP8 or bfloat16 weights with bfloat16 rows; MXFP4 weights with E4M3 rows; and E4M3 weights
+    with E4M3 rows, scaled by block or by row, which are multiplied in float16 for few rows and in E4M3 for many. Calls
+    can be captured in CUDA graphs, and repeated calls are bitwise identical. For batch-invariant results, kernels with
+    a fixed order of summation run at every token count; for E4M3 weights these multiply in float16.
     """
 
     name: str = "cuda"

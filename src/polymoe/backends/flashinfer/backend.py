@@ -1,10 +1,10 @@
-"""FlashInfer: runs experts on the fused MoE kernels of FlashInfer, another library.
+"""FlashInfer's fused MoE kernels.
 
-Each family of its kernels is a route, for weights of one format on some GPUs: CUTLASS's for MXFP4 on SM90;
-TensorRT-LLM's for INT4 by 32, MXFP4 and NVFP4 on SM100 and SM103; and those in CuTe DSL for NVFP4 on SM120 and SM121,
-where calls of few tokens keep 16-bit inputs, and with ``nvfp4`` calls of 64 tokens or more round them, from one
-packing. A route permutes the checkpoint's own bytes, and calls the kernels with fixed tactics. Nothing of the package
-is imported before a layer is bound. The routes for Blackwell never ran on a GPU.
+Each family of FlashInfer's kernels is a route, for weights of one format on some GPUs: CUTLASS for MXFP4 on SM90;
+TensorRT-LLM's for INT4 in groups of 32, MXFP4 and NVFP4 on SM100 and SM103; CuTe DSL for NVFP4 on SM120 and SM121. The
+latter keeps inputs in 16 bits for few tokens and, with ``nvfp4``, rounds them from 64 tokens on, from the same packed
+weights. A route permutes the checkpoint's own bytes, and calls the kernels with fixed tactics. FlashInfer is imported
+when a layer is bound, not before. The routes for Blackwell have never run on a GPU.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ROUTES: dict[str, Route] = {route.name: route for route in _ALL}
 
 @dataclass(frozen=True, slots=True)
 class FlashInfer(BackendBase):
-    """Runs experts on FlashInfer's kernels, with x and the result in bfloat16."""
+    """x and the result are bfloat16."""
 
     package: ClassVar[str | None] = PACKAGE
     name: str = "flashinfer"

@@ -69,7 +69,7 @@ class CutlassSM90(Route):
     # Fitted to FlashInfer 0.6.14 on one H200 with 256 experts of 4096 x 2048 and the tactics that configure chooses:
     # within 4 % at 1, 16, 64, 256 and 4096 tokens, 18 % less than measured at 1024.
     rates: ClassVar[RouteRates] = RouteRates(0.49, 0.33, 48.0)
-    notes: ClassVar[tuple[str, ...]] = ("experts that a token names twice are not supported",)
+    notes: ClassVar[tuple[str, ...]] = ("a token must not select an expert twice",)
 
     def layout(self, machine: Machine) -> str:
         """Versions 0.6.18 and newer read the folded layout."""

@@ -70,7 +70,7 @@ class Sm12xNvfp4(Route):
     rates: ClassVar[RouteRates] = _RATES[_W4A16]
     repeatable: ClassVar[bool] = False
     token_bounds: ClassVar[tuple[int, ...]] = (_THRESHOLD - 1,)
-    notes: ClassVar[tuple[str, ...]] = ("compiles kernels at the first call of each power of two of tokens",)
+    notes: ClassVar[tuple[str, ...]] = ("compiles kernels at the first call with each power of two of tokens",)
 
     def check(self, problem: Problem, machine: Machine, reasons: Reasons) -> Sequence[str]:
         """Add every reason against the problem, other than those of the layout; return notes."""

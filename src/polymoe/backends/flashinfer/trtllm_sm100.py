@@ -129,7 +129,7 @@ class TrtllmNvfp4(_Trtllm):
     layouts: ClassVar[tuple[str, ...]] = ("flashinfer_trtllm_nvfp4",)
     activations: ClassVar[tuple[ActivationQuantization, ...]] = (NVFP4,)
     functions: ClassVar[tuple[type, ...]] = (SwiGLU, ReLU2)
-    notes: ClassVar[tuple[str, ...]] = ("inputs are NVFP4 at every number of tokens",)
+    notes: ClassVar[tuple[str, ...]] = ("inputs are NVFP4 at every token count",)
 
     def check(self, problem: Problem, machine: Machine, reasons: Reasons) -> Sequence[str]:
         """Add every reason against the problem, other than those of the layout; return notes."""

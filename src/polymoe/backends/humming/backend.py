@@ -1,7 +1,7 @@
 """Humming (package ``humming-kernels``): grouped GEMMs that are compiled at run time for each layer's sizes.
 
-Six launches: permute, work tiles, gate and up, the activation, down, finalize. The GEMMs are Humming's, the others are
-Triton kernels of this library. Tiles are what Humming's own heuristics choose.
+There are six launches: permute, work tiles, gate and up, the activation, down, and finalize. The GEMMs are Humming's
+and the others are polymoe's Triton kernels. Humming's own heuristics choose the tiles.
 """
 
 from __future__ import annotations
@@ -50,12 +50,13 @@ class HummingConfig(Config):
 
 @dataclass(frozen=True, slots=True)
 class Humming(BackendBase):
-    """Weights of 4 and 8 bits with bfloat16 activations. Capturable. From SM100 on, E2M1 and E4M3
-    codes lie in the order that conversion instructions read. Humming uses these if it compiles with CUDA 13.2 or newer;
-    otherwise loading such a layer raises an error.
+    """Weights of 4 and 8 bits with bfloat16 activations. Calls can be captured in CUDA graphs.
 
-    Not with E4M3 activations: Humming rounds gate and up to bfloat16 before h could be quantized. Rounded twice, so
-    many E4M3 numbers differ from the reference's that the error is beyond the tolerance.
+    From SM100 on, E2M1 and E4M3 codes are stored in the order that conversion instructions read. Humming uses these
+    instructions only if it compiles with CUDA 13.2 or newer; otherwise loading such a layer raises an error.
+
+    E4M3 activations are refused: Humming rounds gate and up to bfloat16 before h could be quantized, and after this
+    double rounding so many E4M3 numbers differ from the reference that the error exceeds the tolerance.
     """
 
     name: str = "humming"
@@ -74,7 +75,7 @@ class Humming(BackendBase):
         triton = machine.packages.get("triton", "")
         reasons.need(release(triton) >= (3, 6), "triton", "3.6 or newer", triton or "none")
         known = device.kind == "cuda" and 80 <= device.sm <= 121
-        reasons.need(known, "GPU", "SM80 to SM121, whose order of weights is known", device.arch)
+        reasons.need(known, "GPU", "SM80 to SM121, for which Humming's order of weights is known", device.arch)
         layout = "humming_a16"
         if device.sm >= 100:
             layout = "humming_a16_native"

@@ -1,10 +1,10 @@
-"""Triton: every format on every GPU since Ampere, from the natural layout, without a compiler or a binary wheel.
+"""Triton kernels for every format on every GPU since Ampere, from the natural layout, compiled at first use.
 
-Four launches: permute (which also converts x to operand order), gate and up with the activation, down, finalize. With
-split-K or quantized activations, a fifth launch after gate and up adds up the parts and rounds to E4M3. Weights are
-decoded in registers. MMAs have 16-bit operands: 16 bits hold every E4M3 number, and Hopper's FP8 tensor cores
-accumulate too coarsely. On SM120, activations with power-of-two scales have block-scaled MMAs of E4M3 where experts
-have many rows.
+There are four launches: permute (which also converts x to operand order), gate and up with the activation, down, and
+finalize. With split-K or quantized activations, a fifth launch after gate and up adds partial sums and rounds to E4M3.
+Weights are decoded in registers. MMAs have 16-bit operands: 16 bits represent every E4M3 number exactly, and Hopper's
+FP8 tensor cores accumulate too coarsely. On SM120, activations with power-of-two scales use block-scaled E4M3 MMAs
+where experts have many rows.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _HANDLES: Handled = {
 
 @dataclass(frozen=True, slots=True)
 class Triton(BackendBase):
-    """Grouped GEMMs with A and B swapped: the weights are the left operand. Capturable."""
+    """Grouped GEMMs with A and B swapped: weights are the left operand. Calls can be captured in CUDA graphs."""
 
     name: str = "triton"
     layouts: tuple[str, ...] = ("natural",)
