@@ -6,6 +6,7 @@ OpenAI's ``triton_kernels``. Calls are those of vLLM 0.26."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,9 @@ __all__ = ["DeepGemm", "TritonKernels", "Vllm", "import_vllm"]
 
 
 def import_vllm() -> None:
-    """Register vLLM's operations with torch."""
+    """Register vLLM's operations with torch, and keep float32 scales of x, as the problem has them: vLLM rounds them to
+    powers of two by default."""
+    os.environ.setdefault("VLLM_USE_DEEP_GEMM_E8M0", "0")
     from vllm.platforms import current_platform
 
     current_platform.import_kernels()
