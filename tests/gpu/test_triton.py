@@ -65,7 +65,7 @@ def test_formats(format: str, tokens: int) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 33, 700])
 @pytest.mark.parametrize("mode", ["fp8_token", "fp8_group128", "fp8_static"])
-@pytest.mark.parametrize("format", ["fp8_tensor", "fp8_channel", "fp8_block128", "mxfp4", "nvfp4", "bf16", "fp16"])
+@pytest.mark.parametrize("format", [*(f for f in FORMATS if f != "mxfp8"), "int4_g32_zp", "int4_g128_zp"])
 def test_fp8_activations(format: str, mode: str, tokens: int) -> None:
     weights = with_input_scales(random_experts(format, hidden=384, intermediate=320))
     on_gpu(weights, *random_call(tokens, 384, 5, dtype=torch.bfloat16), activations=mode)
@@ -75,7 +75,7 @@ def test_fp8_activations(format: str, mode: str, tokens: int) -> None:
 @pytest.mark.parametrize(
     ("format", "mode"),
     [
-        *((f, "mxfp8") for f in ("mxfp8", "fp8_block128", "mxfp4", "bf16")),
+        *((f, "mxfp8") for f in ("mxfp8", "fp8_block128", "mxfp4", "bf16", "int4_g32")),
         ("mxfp8", "fp8_token"),
         ("mxfp8", "fp8_group128"),
         *((f, "fp8_group128_ue8m0") for f in ("mxfp4", "fp8_block128")),
@@ -116,7 +116,8 @@ def test_e8m0_scales_of_fp8(format: str) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 40, 500])
 @pytest.mark.parametrize(
-    ("format", "mode"), [("fp8_block128", "fp8_group128"), ("int4_g32", "16bit"), ("mxfp8", "16bit")]
+    ("format", "mode"),
+    [("fp8_block128", "fp8_group128"), ("int4_g32", "16bit"), ("int4_g32", "fp8_token"), ("mxfp8", "16bit")],
 )
 def test_several_n_blocks_per_cta(format: str, mode: str, tokens: int) -> None:
     config = TritonConfig(

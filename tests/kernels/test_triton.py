@@ -88,6 +88,20 @@ CASES: dict[str, dict[str, Any]] = {
         f"ue8m0, {format}": {"activations": "fp8_group128_ue8m0", "format": format, "hidden": 160, "intermediate": 72}
         for format in ("mxfp4", "fp8_block128")
     },
+    "fp8_token, int4_g32": {"activations": "fp8_token", "format": "int4_g32", "hidden": 160, "intermediate": 72},
+    "fp8_group128, zero points": {
+        "activations": "fp8_group128",
+        "zero_points": True,
+        "hidden": 160,
+        "intermediate": 72,
+    },
+    "fp8_static, int4_g128, float16 scales": {
+        "activations": "fp8_static",
+        "format": "int4_g128",
+        "scale_dtype": "float16",
+        "intermediate": 72,
+    },
+    "mxfp8, int4_g32": {"activations": "mxfp8", "format": "int4_g32", "hidden": 160, "intermediate": 72},
     "mxfp8 weights, fp8 rows": {"activations": "fp8_group128", "format": "mxfp8", "hidden": 160},
     "E8M0 scales of blocks": {"format": "fp8_block128", "scale_dtype": "e8m0", "hidden": 256, "intermediate": 160},
     "E8M0 scales of rows": {"format": "fp8_channel", "scale_dtype": "e8m0"},
@@ -103,6 +117,7 @@ CASES: dict[str, dict[str, Any]] = {
             "fp8": {"format": "fp8_block128", "activations": "fp8_group128", "intermediate": 256, "hidden": 256},
             "fp8, E8M0": {"format": "fp8_block128", "scale_dtype": "e8m0", "intermediate": 256, "hidden": 256},
             "mxfp8": {"format": "mxfp8", "intermediate": 160},
+            "fp8, int4": {"format": "int4_g32", "activations": "fp8_group128", "intermediate": 160, "hidden": 96},
             "fp8 row": {"format": "fp8_channel", "activations": "fp8_token", "intermediate": 160},
         }.items()
     },
@@ -125,6 +140,7 @@ CASES: dict[str, dict[str, Any]] = {
         for mode in ("fp8_token", "fp8_group128", "fp8_group128_ue8m0", "mxfp8")
         for format, tile in (("mxfp4", [64, 128]), ("fp8_block128", [32, 128]), ("bf16", [64, 64]))
     },
+    "x quantized, int4_g32": {"activations": "fp8_token", "format": "int4_g32", "quantized": True, "hidden": 160},
     "fp8, rank of two": {"activations": "fp8_static", "format": "fp8_tensor", "rank": [2, 2]},
 }
 
@@ -135,6 +151,8 @@ SLOW = {
     "fp8_token, fp8_block128",
     *(f"x quantized, {mode}, bf16" for mode in ("fp8_token", "fp8_group128")),
     "x quantized, fp8_token, mxfp4",
+    "x quantized, int4_g32",
+    "mxfp8, int4_g32",
 }
 """Pairs of a mode and a format, both of which are in other pairs too."""
 assert CASES.keys() >= SLOW

@@ -41,6 +41,7 @@ QUICK = {
     ("fp8_block128", "fp8_group128", 80, WIDE),
     ("nvfp4", "fp8_group128", 100, WIDE),
     ("mxfp8", "mxfp8", 90, WIDE),
+    ("int4_g32", "fp8_group128", 90, WIDE),
 }
 
 MOST_SPILLED_BYTES = 32
@@ -106,15 +107,10 @@ def cells() -> Iterator[Any]:
                         yield pytest.param(*cell, marks=[] if cell in QUICK else [pytest.mark.slow])
 
 
-def test_every_mode_of_every_format_is_declared_but_int4_s() -> None:
+def test_every_mode_of_every_format_is_declared() -> None:
     declared = {cell.values[:3] for cell in cells()}
-    int4 = {f for f in FORMATS if FORMATS[f].encoding.element == "int4"}
     assert declared == {
-        (f, mode, sm)
-        for f in FORMATS
-        for mode in MODES
-        for sm in ARCHITECTURES
-        if mode == "16bit" or (f not in int4 and mode in (f, *MODES[1:4]))
+        (f, mode, sm) for f in FORMATS for mode in MODES for sm in ARCHITECTURES if mode in (f, *MODES[:4])
     }
 
 
@@ -183,14 +179,20 @@ def test_the_other_kernels_compile(sm: int, tmp_path: Path) -> None:
 
 INT4_ZERO_POINTS = Encoding(element="int4", granularity=PerGroup(1, 32), scale_dtype="bfloat16", zero_points=True)
 MEDIUM = TritonConfig(32, Tile(64, 128), Tile(64, 128), tail_block_m=16)
-# Name: format, options of the layer, and configuration (None: the heuristic's for many tokens).
+FLOAT16_ZERO_POINTS = replace(INT4_ZERO_POINTS, scale_dtype="float16")
+# Name: format, options of the layer, and configuration (None: the heuristic's for many tokens, a number: for so many).
 WIDE_SCALES = ScaleRange(largest_exponent=26)
 
-VARIANTS: dict[str, tuple[str | Encoding, dict[str, Any], TritonConfig | None]] = {
+VARIANTS: dict[str, tuple[str | Encoding, dict[str, Any], TritonConfig | int | None]] = {
     "wide scales": ("mxfp4", {"scales": WIDE_SCALES}, None),
     "wide scales, narrow": ("mxfp4", {"scales": WIDE_SCALES}, TritonConfig(8, Tile(64, 64), Tile(32, 64, 2))),
     "wide scales, fp8": ("mxfp4", {"scales": WIDE_SCALES, "activations": "fp8_group128"}, None),
     "zero points": (INT4_ZERO_POINTS, {}, None),
+    "zero points, fp8": (FLOAT16_ZERO_POINTS, {"activations": "fp8_token"}, None),
+    "zero points, fp8 by group": (FLOAT16_ZERO_POINTS, {"activations": "fp8_group128"}, None),
+    "zero points, fp8, medium": (FLOAT16_ZERO_POINTS, {"activations": "fp8_token"}, 32),
+    "zero points, fp8, narrow": (FLOAT16_ZERO_POINTS, {"activations": "fp8_group128"}, 1),
+    "int4, mxfp8": ("int4_g32", {"activations": "mxfp8"}, None),
     "no gate": ("nvfp4", {"gated": False, "bias": False, "hidden": 1024, "intermediate": 2688}, None),
     "no gate, split": ("bf16", {"gated": False}, TritonConfig(16, Tile(64, 64, split_k=4), Tile(64, 64, split_k=2))),
     "both split": ("mxfp4", {}, TritonConfig(8, Tile(64, 256, split_k=4), Tile(32, 256, 2, split_k=2))),
@@ -219,11 +221,12 @@ VARIANTS: dict[str, tuple[str | Encoding, dict[str, Any], TritonConfig | None]] 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_compiles_and_fits(name: str, sm: int, tmp_path: Path) -> None:
     format, options, config = VARIANTS[name]
+    tokens, config = (config, None) if isinstance(config, int) else (4096, config)
     if config is not None and config.pdl and sm < 90:
         config = replace(config, pdl=False)
     gemms = [
         launch
-        for launch in launches(*meta_layer(format, **options), f"sm_{sm}", 4096, config=config)
+        for launch in launches(*meta_layer(format, **options), f"sm_{sm}", tokens, config=config)
         if launch.name in GEMMS
     ]
     short_k = "N blocks" in name and not (sm == 100 and gemms[0].values["PLANES"] == 4)  # too little tensor memory

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from polymoe.activation_quantization import ActivationQuantization
 from polymoe.activations import Activation, GeGLU, SwiGLU
-from polymoe.backends.triton.tiles import PLANES, scales_in_loop
+from polymoe.backends.triton.tiles import PLANES, in_two_operands, scales_in_loop
 from polymoe.formats import Encoding, PerGroup, PerTensor
 from polymoe.kernels.triton import decode
 from polymoe.layouts import Packed
@@ -108,8 +108,11 @@ def scale_arguments(encoding: Encoding, rows: int) -> tuple[str, int, int]:
     return "loop" if scales_in_loop(encoding) else "block", granularity.n, granularity.k
 
 
-def decoding(encoding: Encoding, operand: torch.dtype, in_float32: bool) -> dict[str, Any]:
-    """The device functions that decode codes and scales, and the power of two that the accumulator gets back."""
+def decoding(encoding: Encoding, operand: torch.dtype, in_float32: bool, *, exact: bool) -> dict[str, Any]:
+    """The device functions that decode codes and scales, and the power of two that the accumulator gets back.
+
+    With ``exact`` weights are not rounded: INT4, whose products with scales 16 bits do not hold, is two operands.
+    """
     factors = {"e8m0": decode.factor_e8m0, "e4m3": decode.factor_e4m3}
     function, shift = {
         "e2m1": (decode.decode_e2m1, decode.E2M1_SHIFT),
@@ -118,9 +121,14 @@ def decoding(encoding: Encoding, operand: torch.dtype, in_float32: bool) -> dict
     }.get(encoding.element, (decode.decode_16bit, 0))
     if encoding.element == "e4m3" and scales_in_loop(encoding):
         function, shift = decode.decode_e4m3_scaled, decode.E4M3_SCALED_SHIFT
+    factor = factors.get(encoding.scale_dtype or "", decode.factor_float)
+    if exact and in_two_operands(encoding):
+        half = encoding.scale_dtype == "float16"
+        function = decode.decode_int4_exact_half if half else decode.decode_int4_exact
+        factor = decode.factor_half if half else factor
     return {
         "DECODE": function,
-        "FACTOR": factors.get(encoding.scale_dtype or "", decode.factor_float),
+        "FACTOR": factor,
         "UNSHIFT": 0 if in_float32 else shift,
     }
 

@@ -296,7 +296,7 @@ class TritonRunner(RunnerBase):
         constants = {
             "N": matrix.n,
             "K": matrix.k,
-            **decoding(encoding, dtype, in_float32),
+            **decoding(encoding, dtype, in_float32, exact=problem.activations.quantized),
             "PLANES": matrix.planes,
             "OPERAND": OPERANDS[dtype],
             "PLAIN": in_float32,

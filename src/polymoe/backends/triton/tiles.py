@@ -20,6 +20,7 @@ __all__ = [
     "block_scaled",
     "decodes_in_float32",
     "heuristic",
+    "in_two_operands",
     "scales_in_loop",
     "smaller",
     "tuning_configs",
@@ -84,6 +85,12 @@ def scales_in_loop(encoding: Encoding) -> bool:
     return isinstance(g, PerGroup) and (encoding.bits == 4 or (g.n == 1 and encoding.scale_dtype == "e8m0"))
 
 
+def in_two_operands(encoding: Encoding) -> bool:
+    """Whether a 16-bit operand does not hold a weight. Where activations are rounded to E4M3, each weight is the sum of
+    two, which takes twice the MMAs: rounded weights would make h round to another E4M3 number too often."""
+    return encoding.element == "int4"
+
+
 def block_scaled(problem: Problem, machine: Machine) -> bool:
     """Whether MMAs can take E8M0 scales: power-of-two scales of activations, and weights that E4M3 and E8M0 scales for
     32 columns hold, on SM120."""
@@ -118,7 +125,10 @@ def _max_block_m(problem: Problem, machine: Machine) -> int:
     by_step, bits = any(gemm.by_step for gemm in gemms), [gemm.bits for gemm in gemms]
     if not _mma_reads_shared_memory(machine):
         return _MAX_BLOCK_M_IN_REGISTERS // 2 if by_step else _MAX_BLOCK_M_IN_REGISTERS
-    # On SM100 Triton puts decoded 4-bit weights into tensor memory, beside the accumulators: 544 of 512 columns.
+    # On SM100 Triton puts decoded 4-bit weights into tensor memory, beside the accumulators: 544 of 512 columns, and
+    # with two operands for each weight 528 even of tiles half as wide.
+    if machine.device.sm // 10 == 10 and any(gemm.operands == 2 for gemm in gemms):
+        return _MAX_BLOCK_M_IN_REGISTERS // 2
     full = by_step or 8 in bits or (4 in bits and machine.device.sm >= 100)
     return _MAX_BLOCK_M_IN_REGISTERS if full else _MAX_BLOCK_M
 
@@ -127,8 +137,9 @@ def _may_take_several_n_blocks(gemm: _Gemm, machine: Machine) -> bool:
     """Whether a CTA may take several blocks of weight rows.
 
     Not on SM100 with 4-bit weights: decoded weights of all steps would be in tensor memory at once, 528 of 512 columns.
+    Nor with two operands for each weight, which spill.
     """
-    return gemm.bits != 4 or machine.device.sm // 10 != 10
+    return gemm.operands == 1 and (gemm.bits != 4 or machine.device.sm // 10 != 10)
 
 
 def _mma_reads_shared_memory(machine: Machine) -> bool:
@@ -145,6 +156,8 @@ def _with_block_m(problem: Problem, machine: Machine, tokens: int, block_m: int)
         down = replace(down, block_n=min(down.block_n, _MAX_BLOCK_N_IN_REGISTERS))
     if decodes_in_float32(problem):  # four times the registers
         up, down = (replace(t, block_k=min(t.block_k, 64)) for t in (up, down))
+    elif gemm_up.operands == 2:  # twice the registers
+        up, down = (replace(t, block_k=t.block_k // 2) for t in (up, down))
     mxfp8 = gemm_up.bits == 8 and scales_in_loop(gemm_up.encoding)
     if mxfp8 and block_m == 64 and (gemm_up.by_step or not _mma_reads_shared_memory(machine)):
         up = replace(up, block_k=min(up.block_k, 64))  # with 128, decoded MXFP8 weights spill
@@ -179,6 +192,8 @@ class _Gemm:
     limit: int
     by_step: bool
     """Whether each step is scaled before it is accumulated, which takes a second accumulator."""
+    operands: int = 1
+    """Operands that a decoded weight takes, see :func:`in_two_operands`."""
 
     @property
     def bits(self) -> int:
@@ -207,7 +222,8 @@ class _Gemm:
             for block_k in (64, 128, 256):
                 for num_warps in (2, 4, 8):
                     threads = 32 * num_warps
-                    registers = self.matrices * block_n * block_m / threads + block_n * block_k / 2 / threads
+                    registers = self.matrices * block_n * block_m / threads
+                    registers += self.operands * block_n * block_k / 2 / threads
                     # At most one scale for each step.
                     scaled = 1 if scales_in_loop(self.encoding) else self.encoding.group_columns
                     if registers > 160 or block_k < _min_block_k(self.encoding) or 1 < scaled < block_k:
@@ -251,7 +267,11 @@ def _gemms(problem: Problem, machine: Machine) -> tuple[_Gemm, _Gemm]:
     by_step = [
         x_by_step or (isinstance(e.granularity, PerGroup) and not scales_in_loop(e)) for e in (spec.up, spec.down)
     ]
-    return _Gemm(spec.up, 2 if spec.gated else 1, limit, by_step[0]), _Gemm(spec.down, 1, limit, by_step[1])
+    operands = [2 if activations.quantized and in_two_operands(e) else 1 for e in (spec.up, spec.down)]
+    return (
+        _Gemm(spec.up, 2 if spec.gated else 1, limit, by_step[0], operands[0]),
+        _Gemm(spec.down, 1, limit, by_step[1], operands[1]),
+    )
 
 
 _NEAR, _FEW = 10, 3

@@ -21,15 +21,20 @@ __all__ = [
     "E2M1_SHIFT",
     "E4M3_SCALED_SHIFT",
     "E4M3_SHIFT",
+    "INT4_EXACT_ASM",
+    "INT4_EXACT_HALF_ASM",
     "decode_16bit",
     "decode_e2m1",
     "decode_e4m3",
     "decode_e4m3_half",
     "decode_e4m3_scaled",
     "decode_int4",
+    "decode_int4_exact",
+    "decode_int4_exact_half",
     "factor_e4m3",
     "factor_e8m0",
     "factor_float",
+    "factor_half",
 ]
 
 E2M1_SHIFT = 24
@@ -42,6 +47,46 @@ E4M3_SHIFT = 8
 E4M3_SCALED_SHIFT = 18
 """With E8M0 scales the fast path holds E4M3 weights times 2**-18. Scales from 2**-106 to 2**25 are then exact in
 bfloat16, and larger ones become NaN, as for E2M1_SHIFT."""
+
+
+def _exact_asm(factors: str, first: str, rest: str) -> tl.constexpr:
+    """Assembly that makes two bfloat16 of each code in $8, less its zero point: their sum is the code times its scale.
+
+    Args:
+        factors: makes the scales ``f``, and with ``rest`` what they leave over, ``r``.
+        first: the operand with the zero points, see :func:`decode_int4`.
+        rest: adds the code times ``r``.
+    """
+    steps = "".join(
+        f"""
+        shr.u32 a, $8, {4 * p};
+        and.b32 a, a, 0x000F000F;
+        or.b32 a, a, 0x43004300;
+        fma.rn.bf16x2 a, a, o, {first};
+        fma.rn.bf16x2 ${p}, a, f, z;
+        xor.b32 n, ${p}, z;
+        fma.rn.bf16x2 ${p + 4}, a, f, n;
+        {rest.format(p + 4)}
+        """
+        for p in range(4)
+    )
+    return tl.constexpr(
+        f"""
+        {{
+        .reg .b32 a, f, n, o, r, z;
+        mov.b32 o, 0x3F803F80;
+        mov.b32 z, 0x80008000;
+        {factors}
+        {steps}
+        }}
+        """
+    )
+
+
+INT4_EXACT_ASM = _exact_asm("mov.b32 f, $9;", "$10", "")
+INT4_EXACT_HALF_ASM = _exact_asm(
+    "prmt.b32 f, $9, $10, 0x5410; prmt.b32 r, $9, $10, 0x7632;", "$11", "fma.rn.bf16x2 ${0}, a, r, ${0};"
+)
 
 
 @triton.jit
@@ -79,6 +124,19 @@ def factor_float(scale, PLAIN: tl.constexpr):
         return scale.to(tl.float32)
     else:
         return scale.to(tl.bfloat16)
+
+
+@triton.jit
+def factor_half(scale, PLAIN: tl.constexpr):
+    """Convert float16 scales to float32 (PLAIN), or to two bfloat16 whose sum they are: the nearest in the low half of
+    an int32, what it leaves over in the high half."""
+    if PLAIN:
+        return scale.to(tl.float32)
+    else:
+        nearest = scale.to(tl.bfloat16)
+        rest = (scale.to(tl.float32) - nearest.to(tl.float32)).to(tl.bfloat16)
+        high = rest.to(tl.int16, bitcast=True).to(tl.int32) << 16
+        return high | (nearest.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF)
 
 
 @triton.jit
@@ -187,6 +245,61 @@ def decode_int4(words, factor, zero, OPERAND: tl.constexpr, PLAIN: tl.constexpr)
             is_pure=True,
             pack=2,
         )
+
+
+@triton.jit
+def decode_int4_exact(words, factor, zero, OPERAND: tl.constexpr, PLAIN: tl.constexpr):
+    """Return eight planes, whose sums, the first plus the fifth and so on, are exactly ``(nibble - zero) * factor``.
+
+    A code less its zero point has four bits, a bfloat16 scale eight: their product has twelve, two bfloat16 sixteen.
+    """
+    if PLAIN:
+        return _int4_exact_plain(words, factor, zero, OPERAND)
+    else:
+        return tl.inline_asm_elementwise(
+            INT4_EXACT_ASM,
+            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r",
+            [words, factor, zero],
+            dtype=(tl.bfloat16,) * 8,
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
+def decode_int4_exact_half(words, factor, zero, OPERAND: tl.constexpr, PLAIN: tl.constexpr):
+    """The same for scales in float16, as :func:`factor_half` converts them. The products have 15 bits."""
+    if PLAIN:
+        return _int4_exact_plain(words, factor, zero, OPERAND)
+    else:
+        return tl.inline_asm_elementwise(
+            INT4_EXACT_HALF_ASM,
+            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r",
+            [words, factor, zero],
+            dtype=(tl.bfloat16,) * 8,
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
+def _int4_exact_plain(words, factor, zero, OPERAND: tl.constexpr):
+    w = words.to(tl.int32)
+    w0 = ((w & 15).to(tl.float32) - zero) * factor
+    w1 = (((w >> 4) & 15).to(tl.float32) - zero) * factor
+    w2 = (((w >> 8) & 15).to(tl.float32) - zero) * factor
+    w3 = (((w >> 12) & 15).to(tl.float32) - zero) * factor
+    p0, p1, p2, p3 = w0.to(OPERAND), w1.to(OPERAND), w2.to(OPERAND), w3.to(OPERAND)
+    return (
+        p0,
+        p1,
+        p2,
+        p3,
+        (w0 - p0.to(tl.float32)).to(OPERAND),
+        (w1 - p1.to(tl.float32)).to(OPERAND),
+        (w2 - p2.to(tl.float32)).to(OPERAND),
+        (w3 - p3.to(tl.float32)).to(OPERAND),
+    )
 
 
 @triton.jit

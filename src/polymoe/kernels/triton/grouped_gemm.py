@@ -90,6 +90,10 @@ def _mainloop_step(
         part = tl.dot(up_planes[p], x, part, input_precision="ieee")
         if GATED:
             gate_part = tl.dot(gate_planes[p], x, gate_part, input_precision="ieee")
+        if len(up_planes) > PLANES:
+            part = tl.dot(up_planes[PLANES + p], x, part, input_precision="ieee")
+            if GATED:
+                gate_part = tl.dot(gate_planes[PLANES + p], x, gate_part, input_precision="ieee")
     if BY_STEP:
         part = acc + part * step_scale(up_scales, x_scales, FACTOR, SCALE_AT, X_SCALE)
         if GATED:
@@ -114,7 +118,8 @@ def planes_of(
     DECODE: tl.constexpr, FACTOR: tl.constexpr, IN_LOOP: tl.constexpr, ZERO_POINTS: tl.constexpr,
     OPERAND: tl.constexpr, PLAIN: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Return the decoded planes [BLOCK_N, WORDS] of one step along K."""
+    """Return the decoded planes [BLOCK_N, WORDS] of one step along K: one for each column of a word, or two of them,
+    whose sum the weights are."""
     factor = words
     zero = words
     if IN_LOOP:
@@ -122,7 +127,7 @@ def planes_of(
         if ZERO_POINTS:
             zero = _broadcast_groups(_zero_operand(points, PLAIN), BLOCK_N, WORDS, GROUPS)
         else:
-            zero = tl.full((BLOCK_N, WORDS), 8.0 if PLAIN else -136.0, factor.dtype)
+            zero = tl.full((BLOCK_N, WORDS), 8.0 if PLAIN else -136.0, tl.float32 if PLAIN else tl.bfloat16)
     return DECODE(words, factor, zero, OPERAND, PLAIN)
 
 

@@ -117,6 +117,8 @@ def _short_k_tile(
             part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32) if BY_STEP else acc
             for p in tl.static_range(PLANES):
                 part = tl.dot(planes[p], xs[s * PLANES + p], part, input_precision="ieee")
+                if len(planes) > PLANES:
+                    part = tl.dot(planes[PLANES + p], xs[s * PLANES + p], part, input_precision="ieee")
             acc = acc + part * step_scale(scales, x_scales[s], FACTOR, SCALE_AT, X_SCALE) if BY_STEP else part
         acc = epilogue(
             acc, scale_ptr, global_ptr, bias_ptr, expert, n, scale_e, scale_n, bias_e, x_scale, valid,
