@@ -23,6 +23,7 @@ from polymoe.kernels.cuda import modules
 from polymoe.kernels.cuda.sizes import (
     W4_FORMATS,
     W4A8,
+    W4A8_ROWS,
     W4A16_MMA,
     W4A16_MMA_TILED,
     W4A16_WGMMA,
@@ -115,12 +116,14 @@ def wgmma_costs(format: str, part: str, block_m: int) -> dict[int, float]:
     return costs
 
 
-def w4a8_costs(part: str, block_m: int) -> dict[int, float]:
-    """The same of a w4a8 kernel, by the width of wgmma, each of which takes sixteen weights of a lane."""
+def w4a8_costs(family: FamilySizes, part: str, block_m: int) -> dict[int, float]:
+    """The same of a w4a8 or w4a8_rows kernel, by the width of wgmma, each of which takes sixteen weights of a lane."""
     costs: dict[int, float] = {}
-    for body in loops(disassembled(W4A8.unit("mxfp4"), W4A8.kernel(part, block_m))):
+    # Two chains of four, or 256 columns of each block of 64 rows.
+    mmas = 8 * family.tiles[block_m].n_blocks if family is W4A8_ROWS else 8
+    for body in loops(disassembled(family.unit("mxfp4"), family.kernel(part, block_m))):
         widths = [int(width) for text in body for width in re.findall(r"QGMMA\.64x(\d+)x32", text)]
-        if len(widths) == 8 and len(set(widths)) == 1 and len(body) < 450:  # two chains
+        if len(widths) == mmas and len(set(widths)) == 1 and len(body) < 56 * mmas:
             costs[widths[0]] = len(body) / (2 * len(widths))
     return costs
 
@@ -136,7 +139,7 @@ def table() -> str:
         (W4A16_MMA.kernel(part, block_m, "n64"), [mma_costs(f, part, block_m) for f in _FORMATS]) for block_m in (8, 16)
     ]
     rows += [(W4A16_WGMMA.kernel(part, m), [wgmma_costs(f, part, m) for f in _FORMATS]) for m in W4A16_WGMMA.tiles]
-    rows += [(W4A8.kernel(part, m), [w4a8_costs(part, m)]) for m in W4A8.tiles]
+    rows += [(f.kernel(part, m), [w4a8_costs(f, part, m)]) for f in (W4A8, W4A8_ROWS) for m in f.tiles]
     rows += [
         (f"{W4A16_MMA.kernel(part, m, 'n64')}, {t.name}", [mma_costs(f, part, m, t) for f in _FORMATS])
         for t in TARGETS.values()

@@ -44,14 +44,25 @@ class TestCheck:
             assert isinstance(verdict, Rejected)
             assert str(verdict.reasons[0]) == "activations: expects 16bit, got fp8_group128"
 
-    def test_other_scales_of_rows(self) -> None:
+    def test_one_scale_a_row(self) -> None:
+        """On kernels that never ran on a GPU: by name, where another backend's did."""
         for mode in ("fp8_token", "fp8_static"):
-            verdict = Cuda().check(replace(SEED, activations=mode), H200)
-            assert verdict == Rejected((Reason("activations", "16bit or fp8_group128", mode),))
+            problem = replace(SEED, activations=mode)
+            assert Cuda().check(problem, H200) == Accepted(capturable=True, layouts=("w4a8_fragments",))
+            found = [Cuda().configure(problem, H200, tokens) for tokens in (1, 512, 8192)]
+            assert {config.family for config in found} == {"w4a8_rows"}
+            assert [(config.block_m, config.narrow_m) for config in found] == [(32, 0), (128, 32), (128, 64)]
+            assert {step.backend for step in select(problem, H200, table=Table()).require().steps} == {"triton"}
+            assert select(problem, H200, backend="cuda", table=Table()).require().layout == "w4a8_fragments"
+        rounded = replace(SEED, activations="fp8_group128_ue8m0")
+        expected = "16bit or fp8_group128 or fp8_token or fp8_static"
+        reason = Reason("activations", expected, "fp8_group128_ue8m0")
+        assert Cuda().check(rounded, H200) == Rejected((reason,))
 
-    def test_every_reason(self) -> None:
+    @pytest.mark.parametrize("mode", ["fp8_group128", "fp8_token"])
+    def test_every_reason(self, mode: str) -> None:
         spec = replace(SEED.spec, gate=None)
-        problem = replace(SEED, spec=spec, activation=ReLU2(), weight_on="input")
+        problem = replace(SEED, spec=spec, activation=ReLU2(), weight_on="input", activations=mode)
         verdict = select(problem, H200, backends={"cuda": Cuda()}).candidates[0].verdict
         assert isinstance(verdict, Rejected)
         assert [str(reason) for reason in verdict.reasons] == [

@@ -35,6 +35,8 @@ def main() -> None:
         ("mxfp8", "16bit", 304, 272, 60, 2),
         *((format, "16bit", 592, 208, 5, 2) for format in ("mxfp4", "int4_g32")),
         ("mxfp4", "fp8_group128", 320, 192, 60, 2),
+        ("mxfp4", "fp8_token", 320, 192, 600, 2),
+        ("mxfp4", "fp8_static", 320, 192, 600, 2),
         ("fp8_block128", "fp8_group128", 384, 256, 600, 2),
         ("fp8_block128", "fp8_group128", 384, 256, 600, 1),
         ("fp8_block128", "fp8_group128", 384, 256, 3, 2),

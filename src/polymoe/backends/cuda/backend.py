@@ -56,10 +56,11 @@ _FORMATS = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in 
 class Cuda(BackendBase):
     """Grouped GEMMs on tensor cores.
 
-    Supported pairs: 4-bit, MXFP8 or bfloat16 weights with bfloat16 rows; MXFP4 weights with E4M3 rows; and E4M3 weights
-    with E4M3 rows, scaled by block or by row, which are multiplied in float16 for few rows and in E4M3 for many. Calls
-    can be captured in CUDA graphs, and repeated calls are bitwise identical. For batch-invariant results, kernels with
-    a fixed order of summation run at every token count; for E4M3 weights these multiply in float16.
+    Supported pairs: 4-bit, MXFP8 or bfloat16 weights with bfloat16 rows; MXFP4 weights with E4M3 rows that have a scale
+    for 128 columns or, in kernels that never ran on a GPU, one in all; and E4M3 weights with E4M3 rows, scaled by block
+    or by row, which are multiplied in float16 for few rows and in E4M3 for many. Calls can be captured in CUDA graphs,
+    and repeated calls are bitwise identical. For batch-invariant results, kernels with a fixed order of summation run
+    at every token count; for E4M3 weights these multiply in float16.
     """
 
     name: str = "cuda"
@@ -91,7 +92,7 @@ class Cuda(BackendBase):
             got = encoding.name + (f" with scales {encoding.scale_dtype}" if encoding.scale_dtype else "")
             reasons.need(formats[projection] is not None, f"{projection} weights", expected, got)
         if problem.activations.quantized:
-            quantized = [f for f in families if problem.activations in f.activations]
+            quantized = families_for(problem) or [f for f in families if problem.activations in f.activations]
             gate = spec.gated or not all(f.gated_only for f in quantized)
             reasons.need(gate, "FP8 activations without a gate")
             weight = problem.weight_on == "output" or not all(f.output_weight_only for f in quantized)

@@ -194,6 +194,13 @@ _ALL = (
         Rates(0.96, 0.65, 20.0), gated_only=True, output_weight_only=True, wider_down=True,
         narrow=((128, 32), (128, 64)),
     ),
+    # Never ran on a GPU: tiles are w4a8's, and math is what was predicted.
+    KernelFamily(
+        sizes.W4A8_ROWS, (FP8_TOKEN, FP8_STATIC), "w4a8_fragments", launch.RowTilesCall,
+        (Choice(7.0, 32), Choice(29.0, 128, narrow_m=32), Choice(_INF, 128, narrow_m=64)),
+        Rates(0.96, 0.8, 26.0), gated_only=True, output_weight_only=True, wider_down=True,
+        narrow=((128, 32), (128, 64)),
+    ),
     # Weights of 8 bits in the kernels of 4 bits, whose choices they have, but for 5.7 to 7 rows, which were not timed.
     # Rates of the first: fitted to 1 to 64 tokens of Qwen3-235B; others are those of 4 bits.
     KernelFamily(

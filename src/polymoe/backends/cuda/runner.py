@@ -61,8 +61,7 @@ class CudaRunner(RunnerBase):
             index = torch.cuda.current_device()
         self._index = index
         # Kernels whose first GEMM reads rows of x by token support rows that are quantized already.
-        rows = all(issubclass(family.call, launch.E4M3RowsCall) for family in readers)
-        rows = rows and not problem.activations.static
+        rows = all(family.call.takes_quantized_x for family in readers) and not problem.activations.static
         self._options = frozenset(("workspace", "expert_map", "x_scales") if rows else ("workspace", "expert_map"))
 
     @property

@@ -143,6 +143,33 @@ struct QuantizeWholeRowsArgs {
     int first_expert, long_ids;
 };
 
+// The scale of a row of which each of `threads` threads has a maximum: 1 if all are zeros. (quantize_whole_rows, with
+// this function, would become other machine code than what was measured.)
+__device__ __forceinline__ float row_scale(float scale, float* maxima, int row_of_cta, int threads) {
+#pragma unroll
+    for (int lanes = 1; lanes < 32; lanes *= 2) scale = fmaxf(scale, __shfl_xor_sync(0xFFFFFFFFu, scale, lanes));
+    if (threads > 32) {
+        const int warps = threads / 32, warp = row_of_cta * warps;
+        if (threadIdx.x % 32 == 0) maxima[threadIdx.x / 32] = scale;
+        __syncthreads();
+        for (int i = 0; i < warps; ++i) scale = fmaxf(scale, maxima[warp + i]);
+    }
+    scale /= 448.0f;
+    if (scale == 0.0f) scale = 1.0f;
+    return scale;
+}
+
+__device__ __forceinline__ uint4 round_e4m3(float (&x)[16], float scale, float inverse) {
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) x[4 * i + j] = exact_divide(x[4 * i + j], scale, inverse);
+        words[i] = pack_e4m3x2(x[4 * i], x[4 * i + 1]) | pack_e4m3x2(x[4 * i + 2], x[4 * i + 3]) << 16;
+    }
+    return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
 // Grid: the rows, as many at a time as a CTA has threads for.
 template <bool PAIRED>
 __device__ __forceinline__ void quantize_whole_rows(const QuantizeWholeRowsArgs& args) {
@@ -193,14 +220,7 @@ __device__ __forceinline__ void quantize_whole_rows(const QuantizeWholeRowsArgs&
         args.out + (args.tiles ? tile_row : place.permuted_row * static_cast<long long>(w8::row_bytes(args.columns)));
     for (int column = first; column < args.columns; column += step) {
         if (!once) load_x(args.x, args.x_dtype, from * args.columns + column, x);
-        uint32_t words[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-#pragma unroll
-            for (int j = 0; j < 4; ++j) x[4 * i + j] = exact_divide(x[4 * i + j], scale, inverse);
-            words[i] = pack_e4m3x2(x[4 * i], x[4 * i + 1]) | pack_e4m3x2(x[4 * i + 2], x[4 * i + 3]) << 16;
-        }
-        const uint4 codes = make_uint4(words[0], words[1], words[2], words[3]);
+        const uint4 codes = round_e4m3(x, scale, inverse);
         const int chunk = (column / 16 % 8) ^ (place.row % 8);
         const int at = args.tiles ? (column / 128 * place.padded_rows + place.row) * 128 + chunk * 16 : column;
         *reinterpret_cast<uint4*>(row + at) = PAIRED ? pair_columns(codes) : codes;
@@ -211,6 +231,57 @@ __device__ __forceinline__ void quantize_whole_rows(const QuantizeWholeRowsArgs&
     }
     // The next kernel relies on this one having waited for the kernel ahead of it.
     if (!args.expanded_to_permuted) grid_dependency_wait();
+}
+
+// To permuted tiles whatever the number of columns; missing ones of the last tile are zeros. A token's row is rounded
+// once for all its experts, unless scales are those of the experts. Grid: x's rows then, or expanded rows, as many at a
+// time as a CTA has threads for.
+__device__ __forceinline__ void quantize_row_tiles(const QuantizeWholeRowsArgs& args) {
+    __shared__ float maxima[16];
+    const int row_of_cta = threadIdx.x / args.threads, thread = threadIdx.x - row_of_cta * args.threads;
+    const int number = blockIdx.x * (blockDim.x / args.threads) + row_of_cta;
+    const int copies = args.top_k && !args.input_scales ? args.top_k : 1;
+    grid_dependency_wait();
+    launch_dependents();
+    const PermutedRow* places = args.expanded_to_permuted + static_cast<long long>(number) * copies;
+    const bool there = number < args.rows && (copies > 1 || places->permuted_row >= 0);
+    const long long from = copies > 1 ? number : !there ? 0 : args.top_k ? number / args.top_k : places->permuted_row;
+    const int first = thread * 16, step = args.threads * 16, blocks = (args.columns + 127) / 128;
+    const bool once = blocks * 128 <= step;
+    float x[16] = {}, scale = 0.0f;
+    if (there && (once || !args.input_scales)) {
+        for (int column = first; column < args.columns; column += step) {
+            load_x(args.x, args.x_dtype, from * args.columns + column, x);
+#pragma unroll
+            for (int i = 0; i < 16; ++i) scale = fmaxf(scale, fabsf(x[i]));
+        }
+    }
+    if (args.input_scales) {
+        if (!there) return;
+        const long long id =
+            args.long_ids ? static_cast<const long long*>(args.ids)[number] : static_cast<const int*>(args.ids)[number];
+        scale = args.input_scales[id - args.first_expert];
+    } else {
+        scale = row_scale(scale, maxima, row_of_cta, args.threads);
+        if (!there) return;
+    }
+    const float inverse = fminf(1.0f / scale, 3.4028235e38f);
+    for (int column = first; column < blocks * 128; column += step) {
+        if (!once) {
+#pragma unroll
+            for (int i = 0; i < 16; ++i) x[i] = 0.0f;
+            if (column < args.columns) load_x(args.x, args.x_dtype, from * args.columns + column, x);
+        }
+        const uint4 codes = round_e4m3(x, scale, inverse);
+        for (int i = 0; i < copies; ++i) {
+            const PermutedRow place = places[i];
+            if (place.permuted_row < 0) continue;
+            uint8_t* tile = args.out + static_cast<long long>(place.tile_row) * blocks * kE4m3RowBytes;
+            const int at = column / 128 * place.padded_rows + place.row, chunk = (column / 16 % 8) ^ (place.row % 8);
+            *reinterpret_cast<uint4*>(tile + at * 128 + chunk * 16) = codes;
+            if (column == 0) reinterpret_cast<float*>(tile + blocks * place.padded_rows * 128)[place.row] = scale;
+        }
+    }
 }
 
 }  // namespace polymoe
@@ -243,4 +314,9 @@ extern "C" __global__ void __launch_bounds__(512)
 extern "C" __global__ void __launch_bounds__(512)
     quantize_whole_rows_paired(const __grid_constant__ polymoe::QuantizeWholeRowsArgs args) {
     polymoe::quantize_whole_rows<true>(args);
+}
+
+extern "C" __global__ void __launch_bounds__(512)
+    quantize_row_tiles(const __grid_constant__ polymoe::QuantizeWholeRowsArgs args) {
+    polymoe::quantize_row_tiles(args);
 }

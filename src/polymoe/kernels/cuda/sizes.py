@@ -24,6 +24,7 @@ __all__ = [
     "SM80_COPY_WARPS",
     "TILE_ROWS",
     "W4A8",
+    "W4A8_ROWS",
     "W4A16_MMA",
     "W4A16_MMA_ORDERED",
     "W4A16_MMA_TILED",
@@ -472,6 +473,18 @@ W4A8 = FamilySizes(
 )
 """MXFP4 weights decoded to E4M3 in registers, rows in E4M3."""
 
+# Scratch memory contains the table and, for each of up to 16 warps, the scales of the work tile's rows. A turn of the
+# main loop is as many stages as are added up in E4M3, so a stage has 128 columns.
+W4A8_ROWS = FamilySizes(
+    "w4a8_rows", {"mxfp4": replace(W4_FORMATS["mxfp4"], cpp="Mxfp4ToE4m3")},
+    _tiles(
+        CtaTile(32, 256, 128, 4, (8, 16, 24)), CtaTile(64, 256, 128, 4, (32, 48)),
+        CtaTile(128, 256, 128, 2, (32, 64, 96, 112)),
+    ), _GATED, codes_bytes=2048, x_bytes=E4M3_ROW_BYTES // 2, scratch_bytes=128, scratch_row_bytes=64,
+    source="w4a8_rows",
+)  # fmt: skip
+"""The same with one scale for a row of x."""
+
 BF16 = FamilySizes(
     "bf16", {"bf16": None}, _tiles(
         CtaTile(32, 128, 128, 2, (8, 16, 24)),
@@ -537,7 +550,7 @@ W8A8_CHANNEL = _by_channel(W8A8)
 FAMILIES: dict[str, FamilySizes] = {
     f.name: f
     for f in (
-        *(W4A16_MMA, W4A16_MMA_ORDERED, W4A16_MMA_TILED, W4A16_WGMMA, W4A8, W8A16_MMA, W8A16_WGMMA, BF16),
+        *(W4A16_MMA, W4A16_MMA_ORDERED, W4A16_MMA_TILED, W4A16_WGMMA, W4A8, W4A8_ROWS, W8A16_MMA, W8A16_WGMMA, BF16),
         *(W8A8_MMA, W8A8_F16, W8A8, W8A8_MMA_CHANNEL, W8A8_F16_CHANNEL, W8A8_CHANNEL),
     )
 }

@@ -15,6 +15,7 @@ from polymoe.kernels.cuda.launch.e4m3_rows import (
     E4M3MmaCall,
     E4M3RowsCall,
     E4M3TilesCall,
+    RowTilesCall,
 )
 from polymoe.kernels.cuda.launch.layer import Activation, Layer, Matrix
 from polymoe.kernels.cuda.launch.mma import MmaCall
@@ -22,5 +23,6 @@ from polymoe.kernels.cuda.launch.tiled import GatheredCall, QuantizedTilesCall, 
 
 __all__ = [
     "Activation", "Call", "ChannelMmaCall", "ChannelRowsCall", "ChannelTilesCall", "E4M3MmaCall", "E4M3RowsCall",
-    "E4M3TilesCall", "GatheredCall", "Layer", "Matrix", "MmaCall", "QuantizedTilesCall", "TiledCall",
+    "E4M3TilesCall", "GatheredCall", "Layer", "Matrix", "MmaCall", "QuantizedTilesCall", "RowTilesCall",
+    "TiledCall",
 ]  # fmt: skip

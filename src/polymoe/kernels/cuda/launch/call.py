@@ -66,6 +66,8 @@ class Call(ABC):
     """Arguments of the grouped GEMMs."""
     x_by_permuted_row = False
     """Whether the launch for x writes a row for each expert of a token, so that it needs the permutation's inverse."""
+    takes_quantized_x = False
+    """Whether x may come quantized, by token."""
     quantized_x_dtype: int | None = None
     """Number of the dtype of quantized x, where the first GEMM reads it as it does any x; None where quantized x takes
     the place of what the launch for x writes."""

@@ -24,7 +24,10 @@ from polymoe.kernels.cuda.launch.permutation import permutation_bytes
 from polymoe.kernels.cuda.launch.tiled import e4m3_tile_bytes, padded_rows
 from polymoe.kernels.cuda.sizes import e4m3_row_bytes, round_up
 
-__all__ = ["ChannelMmaCall", "ChannelRowsCall", "ChannelTilesCall", "E4M3MmaCall", "E4M3RowsCall", "E4M3TilesCall"]
+__all__ = [
+    "ChannelMmaCall", "ChannelRowsCall", "ChannelTilesCall", "E4M3MmaCall", "E4M3RowsCall", "E4M3TilesCall",
+    "RowTilesCall",
+]  # fmt: skip
 
 _COLUMNS_PER_THREAD, _MOST_THREADS, _THREADS = 16, 512, 256
 
@@ -35,6 +38,7 @@ _TILES_TOP_K = 1
 class E4M3RowsCall(Call):
     """Calls of the family w8a8_f16. h is stored in rows, as x is."""
 
+    takes_quantized_x = True
     quantize = "quantize_rows"
     """Name of the kernel that rounds x."""
 
@@ -268,6 +272,38 @@ class ChannelTilesCall(ChannelRowsCall):
     def order(codes_TH: Tensor) -> Tensor:
         """Return the codes in the order of the MMA's operand."""
         return _paired(codes_TH)
+
+
+class RowTilesCall(ChannelTilesCall):
+    """Calls of the family w4a8_rows. x is in permuted tiles, too, where a launch writes a token's row once for each of
+    its experts."""
+
+    takes_quantized_x = False
+    quantize = "quantize_row_tiles"
+
+    def _prepare_x(self) -> None:
+        super()._prepare_x()
+        self.x_by_permuted_row = True
+
+    @staticmethod
+    def regions(layer: Layer, block_m: int, tokens: int, top_k: int) -> Regions:
+        """Return the bytes for the same, with x in tiles."""
+        x = e4m3_tile_bytes(padded_rows(layer.experts, tokens * top_k), layer.up.k)
+        return ChannelTilesCall.regions(layer, block_m, tokens, top_k)._replace(x=x)
+
+    def x_launch(self, tokens: int, top_k: int) -> Launch:
+        """Return the launch that rounds each token's row, with static scales once for each of its experts."""
+        launch, args = super().x_launch(tokens, top_k), self._x_args
+        if not args.input_scales:
+            args.rows = tokens
+            launch.set_grid(-(-tokens // _rows_per_cta(args)))
+        return launch
+
+    def resize(self, tokens: int, top_k: int) -> None:
+        """See :meth:`Call.resize`."""
+        super().resize(tokens, top_k)
+        rounded = next(at for args, name, at in self._in_workspace[::-1] if args is self.down and name == "x")
+        self._in_workspace += [(down, "x", rounded) for down in self._narrow[1:]]
 
 
 class ChannelMmaCall(E4M3MmaCall):

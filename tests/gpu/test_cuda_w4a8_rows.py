@@ -1,0 +1,64 @@
+"""The CUDA backend with 4-bit weights and x in E4M3 with one scale a row, on an SM90 GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from polymoe.activations import GeGLU, SwiGLU
+from polymoe.backends.cuda.backend import CudaConfig
+from polymoe.kernels.cuda.sizes import W4A8_ROWS
+from support.cuda_calls import awkward_call, need_sm90, on_gpu, same_experts, same_in_any_batch
+from support.problems import GPT_OSS, random_call, with_input_scales
+
+EVERY = [
+    *(CudaConfig("w4a8_rows", rows) for rows in W4A8_ROWS.tiles),
+    *(CudaConfig("w4a8_rows", 128, narrow_m=rows) for rows in (32, 64)),
+]
+every_config = pytest.mark.parametrize("config", EVERY, ids=str)
+TOKEN: dict[str, Any] = {"activations": "fp8_token"}
+FEW = 2e-2
+"""Largest relative error of few tokens, of which one may be that far off (docs/performance/cuda.md); else 6e-3."""
+
+
+@pytest.fixture(autouse=True)
+def _sm90() -> None:
+    need_sm90()
+
+
+@pytest.mark.parametrize("mode", ["fp8_token", "fp8_static"])
+@pytest.mark.parametrize("tokens", [1, 40, 700])
+@every_config
+def test_every_configuration(config: CudaConfig, tokens: int, mode: str) -> None:
+    weights = with_input_scales(same_experts(hidden=1024, intermediate=512, experts=7, bias=True))
+    most = 6e-3 if tokens > 100 else FEW
+    on_gpu(weights, *awkward_call(tokens, 1024), config, activation=GPT_OSS, most=most, activations=mode)
+
+
+@every_config
+@pytest.mark.parametrize(("hidden", "intermediate", "top_k"), [(2880, 704, 4), (4160, 320, 1), (7168, 256, 8)])
+def test_odd_sizes(config: CudaConfig, hidden: int, intermediate: int, top_k: int) -> None:
+    weights = same_experts(hidden=hidden, intermediate=intermediate, bias=True)
+    on_gpu(weights, *random_call(130, hidden, 5, top_k, torch.bfloat16), config, most=6e-3, **TOKEN)
+
+
+@pytest.mark.parametrize("activation", [SwiGLU(limit=10.0), GeGLU(), GeGLU("tanh")], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_activations_and_dtypes_of_x(dtype: torch.dtype, activation: Any) -> None:
+    weights = same_experts(hidden=1024, intermediate=512)
+    on_gpu(weights, *random_call(200, 1024, 5, dtype=dtype), activation=activation, most=6e-3, **TOKEN)
+
+
+@every_config
+def test_many_repeats_to_the_bit(config: CudaConfig) -> None:
+    """A stage given back too early, a barrier too few: they show in some run of many."""
+    weights = same_experts(hidden=2048, intermediate=512, experts=4)
+    call = random_call(300, 2048, 4, dtype=torch.bfloat16)  # experts of 128 rows and a few
+    on_gpu(weights, *call, config, runs=1000, most=6e-3, **TOKEN)
+
+
+@pytest.mark.parametrize(("hidden", "intermediate"), [(1024, 512), (320, 192)])
+def test_a_token_does_not_see_its_batch(hidden: int, intermediate: int) -> None:
+    same_in_any_batch(same_experts(hidden=hidden, intermediate=intermediate, experts=4), hidden, **TOKEN)
