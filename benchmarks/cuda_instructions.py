@@ -28,6 +28,7 @@ from polymoe.kernels.cuda.sizes import (
     W4A16_MMA_TILED,
     W4A16_WGMMA,
     W8A16_MMA,
+    W8A16_MMA_TILED,
     W8A16_WGMMA,
     FamilySizes,
 )
@@ -87,13 +88,14 @@ def mma_costs(format: str, part: str, block_m: int, target: Target = SM90) -> di
 
 
 def tiled_costs(format: str, part: str, block_m: int, target: Target) -> dict[int, float]:
-    """The same of a w4a16_mma_tiled kernel, by the rows of x that a loop multiplies."""
-    # 32 rows of weights by 64 columns are eight words, each of which takes one MMA for 8 rows of x.
-    found = disassembled(W4A16_MMA_TILED.unit(format), W4A16_MMA_TILED.kernel(part, block_m), target)
+    """The same of a w4a16_mma_tiled or w8a16_mma_tiled kernel, by the rows of x that a loop multiplies."""
+    # A lane's part of 32 rows of weights by 64 columns is 64 weights, of which eight take one MMA for 8 rows of x.
+    family = _family(format, W4A16_MMA_TILED, W8A16_MMA_TILED)
+    found = disassembled(family.unit(format), family.kernel(part, block_m), target)
     costs = {}
     for body in loops(found):
         loads, products = (sum(name in text for text in body) for name in ("LDSM.16.M88.4", "HMMA.16816"))
-        if products in (*W4A16_MMA_TILED.tiles[block_m].widths, block_m) and products == 4 * loads:
+        if products in (*family.tiles[block_m].widths, block_m) and products == 4 * loads:
             costs[products] = min(len(body) / 8, costs.get(products, len(body) / 8))
     return costs
 
@@ -147,7 +149,7 @@ def table() -> str:
         for m in (8, 16)
     ]
     rows += [
-        (f"{W4A16_MMA_TILED.kernel(part, m)}, {t.name}", [tiled_costs(f, part, m, t) for f in W4_FORMATS])
+        (f"{W4A16_MMA_TILED.kernel(part, m)}, {t.name}", [tiled_costs(f, part, m, t) for f in _FORMATS])
         for t in TARGETS.values()
         if W4A16_MMA_TILED.name in t.families
         for m in W4A16_MMA_TILED.tiles

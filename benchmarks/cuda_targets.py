@@ -5,8 +5,8 @@
                                                        appends a JSON line for each time to FILE
 
 The very same calls. Those for few rows run in the configuration that the backend chooses for a GPU that has no others,
-and may take 1.25 times as long. Where the H200 runs w4a16_wgmma, the configurations for SM100 and SM120 run
-w4a16_mma_tiled, which may take twice as long, and those for other GPUs nothing.
+and may take 1.25 times as long. Where the H200 runs w4a16_wgmma or w8a16_wgmma, the configurations for SM100 and SM120
+run w4a16_mma_tiled or w8a16_mma_tiled, which may take twice as long, and those for other GPUs nothing.
 Exit status: 0 if all results are bitwise identical and every time is within these bounds, 1 if not, 2 for wrong usage.
 """
 
@@ -32,7 +32,7 @@ from polymoe.bench.measure import draw_calls
 from polymoe.bench.records import Stamp, check_writable
 from polymoe.bench.routings import RoutingDistribution, floor_us
 from polymoe.bench.timing import TimedCalls, Timing
-from polymoe.kernels.cuda.sizes import W4A16_MMA, W4A16_MMA_TILED
+from polymoe.kernels.cuda.sizes import W4A16_MMA, W4A16_MMA_TILED, W8A16_MMA, W8A16_MMA_TILED
 from polymoe.kernels.cuda.targets import SM90
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import DEVICES, Machine
@@ -40,7 +40,7 @@ from support.cuda_targets import TEST_TARGETS
 
 DEFAULT = ("deepseek-v4-flash", "nemotron-3-super", "kimi-k2-tp8")
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
-MOST = {W4A16_MMA.name: 1.25, W4A16_MMA_TILED.name: 2.0}
+MOST = {W4A16_MMA.name: 1.25, W8A16_MMA.name: 1.25, W4A16_MMA_TILED.name: 2.0, W8A16_MMA_TILED.name: 2.0}
 """Of the H200's own time, by kernel family."""
 
 
@@ -65,16 +65,18 @@ def main() -> int:
     for name in args.cases or DEFAULT:
         workload = Workload.of_case(CASES[name], device, args.format)
         problem = workload.problem
-        layouts = {target.name: FAMILIES[W4A16_MMA.name].layout_on(target, problem.spec) for target in targets}
+        eight_bits = problem.spec.format in W8A16_MMA.formats
+        tiled = W8A16_MMA_TILED if eight_bits else W4A16_MMA_TILED
+        layouts = {target.name: FAMILIES[tiled.name].layout_on(target, problem.spec) for target in targets}
         packed = {name: LAYOUTS[name].pack(workload.weights, device) for name in dict.fromkeys(layouts.values())}
         runners = {target.name: CudaRunner(problem, packed[layouts[target.name]], target) for target in targets}
         for tokens in args.tokens:
             own = Cuda().configure(problem, machine, tokens)
             assert isinstance(own, CudaConfig)
-            if own.family == W4A16_MMA.name:
+            if own.family.endswith("_wgmma"):
+                others = CudaConfig(tiled.name, *tiled.tiles)
+            else:  # also where the H200 has kernels that add K in order
                 own = others = Cuda().configure(problem, few, tokens)
-            else:
-                others = CudaConfig(W4A16_MMA_TILED.name, *W4A16_MMA_TILED.tiles)
             calls = draw_calls(problem, RoutingDistribution("uniform"), device, tokens)
             floor = floor_us(problem, machine.device, [routing for _, routing in calls])
             times: dict[str, Timing] = {}

@@ -271,10 +271,13 @@ class TestAuto:
         for problem, families in (
             (seed_problem(), {"w4a16_mma", "w4a16_mma_tiled"}),
             (seed_problem(batch_invariant=True), {"w4a16_mma_tiled"}),
+            (seed_problem("mxfp8"), {"w8a16_mma", "w8a16_mma_tiled"}),
+            (seed_problem("mxfp8", batch_invariant=True), {"w8a16_mma_tiled"}),
         ):
             assert {c.family for c in Cuda().tuning_configs(problem, machine, 64)} == families  # type: ignore[attr-defined]
-        configs = [Cuda().configure(seed_problem(), machine, tokens) for tokens in (1, 128, 256, 8192)]
-        assert [c.family for c in configs] == ["w4a16_mma"] * 2 + ["w4a16_mma_tiled"] * 2
+        for format, family in (("mxfp4", "w4a16_mma"), ("mxfp8", "w8a16_mma")):
+            configs = [Cuda().configure(seed_problem(format), machine, tokens) for tokens in (1, 128, 256, 8192)]
+            assert [c.family for c in configs] == [family] * 2 + [f"{family}_tiled"] * 2
 
     def test_measured_rows_are_used(self) -> None:
         row = Measured(

@@ -10,7 +10,7 @@ import torch
 from polymoe.backends.cuda.config import CudaConfig
 from polymoe.backends.cuda.runner import CudaRunner
 from polymoe.backends.reference import run_experts
-from polymoe.kernels.cuda.sizes import W4_FORMATS, W4A16_MMA, W4A16_MMA_TILED, W8A16_MMA
+from polymoe.kernels.cuda.sizes import W4_FORMATS, W4A16_MMA, W4A16_MMA_TILED, W8A16_MMA, W8A16_MMA_TILED
 from polymoe.kernels.cuda.targets import SM90, Target
 from polymoe.numerics import TOLERANCE, relative_error
 from polymoe.routing import Routing
@@ -69,7 +69,7 @@ def test_same_bits_in_any_configuration(
 
 
 @pytest.mark.parametrize("name", ["sm90-as-sm120", "sm90-as-sm100"])
-@pytest.mark.parametrize("format", W4_FORMATS)
+@pytest.mark.parametrize("format", [*W4_FORMATS, "mxfp8"])
 @pytest.mark.parametrize(
     ("hidden", "intermediate", "gated", "top_k"),
     [(1024, 2688, False, 5), (2880, 720, True, 4), (336, 592, True, 2), (16, 16, False, 1)],
@@ -84,16 +84,17 @@ def test_many_rows_by_mma_have_the_bits_of_wgmma(
     own, other = (
         CudaRunner(problem, pack(problem, weights, "cuda", target), target) for target in (SM90, TEST_TARGETS[name])
     )
-    (block_m,) = W4A16_MMA_TILED.tiles
+    tiled = W8A16_MMA_TILED if format == "mxfp8" else W4A16_MMA_TILED
+    wgmma, (block_m,) = tiled.name.replace("mma_tiled", "wgmma"), tiled.tiles
     for tokens in (3, 40, 300):
         x, routing = random_call(tokens, hidden, 5, top_k, torch.bfloat16)
         routing.topk_ids_TA[0, 0] = -1
         expected = run_experts(problem, weights, x, routing)
         x, there = x.cuda(), Routing(*(part.cuda() for part in routing))
         by_wgmma = torch.full_like(x, float("nan"))
-        own.run(x, there, CudaConfig("w4a16_wgmma", 64), by_wgmma)
+        own.run(x, there, CudaConfig(wgmma, 64), by_wgmma)
         for _ in range(5):
             out = torch.full_like(x, float("nan"))
-            other.run(x, there, CudaConfig(W4A16_MMA_TILED.name, block_m), out)
+            other.run(x, there, CudaConfig(tiled.name, block_m), out)
             assert relative_error(out.cpu(), expected) < TOLERANCE
             assert torch.equal(out, by_wgmma), tokens

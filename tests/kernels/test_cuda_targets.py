@@ -25,7 +25,7 @@ from polymoe.tensors import ExpertWeights
 from polymoe.verdict import Accepted
 from support.cuda_calls import run_emulated
 from support.cuda_emulator import compile_files, compile_unit, sources
-from support.cuda_instructions_budget import CVT_COSTS, MMA_COSTS, instructions
+from support.cuda_instructions_budget import CVT_COSTS, MMA_COSTS, TILED_COSTS, instructions
 from support.cuda_targets import TEST_TARGETS
 from support.problems import GPT_OSS, problem_of, random_call, random_experts
 
@@ -174,7 +174,7 @@ def test_registers_and_shared_memory(target: Target) -> None:
         for name, registers, stack, shared in found:
             assert int(stack) == 0, name
             if unit.startswith(("w4a16_mma", "w8a16_mma")):
-                threads = 384 if unit.startswith("w4a16_mma_tiled") else 576 + target.more_threads
+                threads = 384 if "_mma_tiled_" in unit else 576 + target.more_threads
                 assert int(registers) <= 65536 // threads // 8 * 8, name
                 assert int(shared) <= STATIC_BYTES, name
 
@@ -191,6 +191,15 @@ def test_instructions_that_eight_weights_cost(target: Target, format: str) -> No
         assert sorted(cost) == [8, 16][: block_m // 8]
         for some, most in zip(sorted(cost), budget[block_m // 16 :], strict=False):
             assert cost[some] <= most + more
+
+
+@pytest.mark.parametrize("format", TILED_COSTS)
+def test_instructions_where_many_rows_share_eight_weights(format: str) -> None:
+    """An MMA for 8 rows of x and a quarter of a load: each further 16 rows take little more than their MMAs."""
+    cost = instructions().tiled_costs(format, "gate_up", 96, SM120)
+    assert sorted(cost) == [16, 32, 48, 64, 80, 96]
+    for rows, most in cost.items():
+        assert most <= TILED_COSTS[format] + (rows - 16) / 16 * 2.6
 
 
 @pytest.mark.parametrize("device", ["rtx5090", "rtxpro6000", "gb10", "b200", "b300", "a100", "rtx3090", "l40s"])

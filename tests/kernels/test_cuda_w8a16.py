@@ -26,6 +26,7 @@ WGMMA = [
     *(CudaConfig("w8a16_wgmma", rows) for rows in (32, 64, 128, 256)), CudaConfig("w8a16_wgmma", 32, 0, 64),
     CudaConfig("w8a16_wgmma", 128, narrow_m=32),
 ]  # fmt: skip
+TILED = CudaConfig("w8a16_mma_tiled", 96)
 library = cache(compile_unit)
 
 
@@ -68,6 +69,33 @@ def test_other_gpus_compute_the_same(monkeypatch: pytest.MonkeyPatch, target: Ta
         units = libraries("w8a16_mma", t)
         outs.append(run_emulated(monkeypatch, units, weights, *call, MMA[2], target=t)[0])
     assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "gated"),
+    [
+        (112, 80, True),  # a k_tail of 48 columns, and of 16; blocks of three and of two tiles of 16 rows
+        (16, 352, False),  # nothing but a k_tail; more stages than the pipeline has, and a k_tail of 32 columns
+        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in [(336, 208, True), (1040, 304, False)]),
+    ],
+)
+def test_many_rows_by_mma_have_the_bits_of_wgmma(
+    monkeypatch: pytest.MonkeyPatch, hidden: int, intermediate: int, gated: bool
+) -> None:
+    """Work tiles of most numbers of rows, one expert with several of them; ids of other ranks."""
+    weights = random_experts("mxfp8", hidden=hidden, intermediate=intermediate, gated=gated, bias=True, experts=4)
+    x, routing = random_call(105, hidden, 4, 2, torch.bfloat16)
+    routing.topk_ids_TA[:, 0] = 1
+    routing.topk_ids_TA[:3, 0] = torch.tensor([-1, 4, 4])
+    routing.topk_weights_TA[0, 0] = float("nan")
+    options = {"activation": GPT_OSS, "weight_on": "input"} if gated else {}
+    outs = []
+    for target, config in ((TARGETS["sm90"], CudaConfig("w8a16_wgmma", 128)), (TARGETS["sm120"], TILED)):
+        units = libraries(config.family, target)
+        call = (units, weights, x, routing, config)
+        outs.append(run_emulated(monkeypatch, *call, out_dtype=torch.float32, target=target, **options)[0])
+    assert torch.equal(*outs)
+    assert relative_error(outs[1], run_experts(problem_of(weights, **options), weights, x, routing)) < TOLERANCE
 
 
 def test_every_code_is_decoded_exactly() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["CVT_COSTS", "MMA_COSTS", "instructions"]
+__all__ = ["CVT_COSTS", "MMA_COSTS", "TILED_COSTS", "instructions"]
 
 
 def instructions() -> Any:
@@ -32,3 +32,6 @@ MMA_COSTS = {
 
 CVT_COSTS = {"mxfp4": (10.0, 9.5, 11.0), "nvfp4": (14.0, 13.5, 15.0)}
 """Where instructions convert the codes and their scales."""
+
+TILED_COSTS = {"mxfp4": 11.5, "mxfp8": 22.5}
+"""In the kernels for many rows, for 16 of them, where instructions convert FP4."""

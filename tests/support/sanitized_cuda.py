@@ -16,7 +16,7 @@ from polymoe.backends.cuda.backend import Cuda
 from polymoe.backends.cuda.config import CudaConfig
 from polymoe.backends.cuda.runner import CudaRunner
 from polymoe.backends.reference import run_experts
-from polymoe.kernels.cuda.sizes import W4A16_MMA, W4A16_MMA_TILED
+from polymoe.kernels.cuda.sizes import W4A16_MMA, W4A16_MMA_TILED, W8A16_MMA, W8A16_MMA_TILED
 from polymoe.machine import Machine
 from polymoe.numerics import TOLERANCE, relative_error
 from polymoe.routing import Routing
@@ -77,10 +77,9 @@ def as_on(name: str, formats: tuple[str, ...] = ("mxfp4", "nvfp4", "int4_g32", "
         routing.topk_ids_TA[:100, 0] = 1  # more rows than a work tile has
         expected = run_experts(problem, weights, x, routing)
         runner = CudaRunner(problem, pack(problem, weights, "cuda", target), target)
-        family = "w8a16_mma" if format == "mxfp8" else "w4a16_mma"
-        configs = [CudaConfig(family, rows, 64) for rows in W4A16_MMA.tiles]
-        if W4A16_MMA_TILED.name in target.families and format != "mxfp8":
-            configs.append(CudaConfig(W4A16_MMA_TILED.name, *W4A16_MMA_TILED.tiles))
+        few, many = (W8A16_MMA, W8A16_MMA_TILED) if format == "mxfp8" else (W4A16_MMA, W4A16_MMA_TILED)
+        configs = [CudaConfig(few.name, rows, 64) for rows in few.tiles]
+        configs += [CudaConfig(many.name, rows) for rows in many.tiles if many.name in target.families]
         for config in configs:
             out = torch.empty_like(x, device="cuda")
             runner.run(x.cuda(), Routing(*(part.cuda() for part in routing)), config, out)

@@ -201,12 +201,19 @@ _ALL = (
         Rates(0.96, 0.8, 26.0), gated_only=True, output_weight_only=True, wider_down=True,
         narrow=((128, 32), (128, 64)),
     ),
-    # Weights of 8 bits in the kernels of 4 bits, whose choices they have, but for 5.7 to 7 rows, which were not timed.
-    # Rates of the first: fitted to 1 to 64 tokens of Qwen3-235B; others are those of 4 bits.
+    # Weights of 8 bits in the kernels of 4 bits. Decoding takes 25 issue slots where memory leaves 59 on an H200 and
+    # 38 on a B200, so that bytes decide. From them 4.4 rows are derived, not timed (docs/performance/cuda.md). Other
+    # choices are those of 4 bits, but for 5.7 to 7 rows. Rates of the first: fitted to 1 to 64 tokens of Qwen3-235B.
     KernelFamily(
         sizes.W8A16_MMA, (UNQUANTIZED,), "w8a16_fragments", launch.MmaCall,
         (Choice(4.4, 8, 64),), Rates(0.94, 0.45, 8.0, rows=16), batch_invariant=False,
         rates_sm80=Rates(0.6, 0.45, 14.0, rows=16),
+    ),
+    # For GPUs without wgmma; it never ran. Rates: derived. Those of 4 bits, but with half of their loss of bandwidth,
+    # since a byte takes half as many instructions; w8a16_mma was measured to lose half of what w4a16_mma loses.
+    KernelFamily(
+        sizes.W8A16_MMA_TILED, (UNQUANTIZED,), "w8a16_fragments", launch.TiledCall,
+        (Choice(_INF, 96),), Rates(0.92, 0.67, 20.0, mma_sync=True),
     ),
     KernelFamily(
         sizes.W8A16_WGMMA, (UNQUANTIZED,), "w8a16_fragments", launch.TiledCall,

@@ -37,6 +37,7 @@ __all__ = [
     "W8A8_MMA",
     "W8A8_MMA_CHANNEL",
     "W8A16_MMA",
+    "W8A16_MMA_TILED",
     "W8A16_WGMMA",
     "Budget",
     "CtaTile",
@@ -451,6 +452,9 @@ W4A16_WGMMA = FamilySizes(
 
 _W8_FORMATS = {"mxfp8": WeightFormat("Mxfp8", 64, 1, columns=32)}
 W8A16_MMA = replace(W4A16_MMA, name="w8a16_mma", source="w4a16_mma", formats=_W8_FORMATS, short_k=False)
+W8A16_MMA_TILED = replace(
+    W4A16_MMA_TILED, name="w8a16_mma_tiled", source="w4a16_mma_tiled", formats=_W8_FORMATS, codes_bytes=4096
+)
 W8A16_WGMMA = replace(W4A16_WGMMA, name="w8a16_wgmma", source="w4a16_wgmma", formats=_W8_FORMATS, codes_bytes=4096)
 """E4M3 weights with E8M0 scales, decoded to bfloat16 by the same kernels."""
 
@@ -550,7 +554,8 @@ W8A8_CHANNEL = _by_channel(W8A8)
 FAMILIES: dict[str, FamilySizes] = {
     f.name: f
     for f in (
-        *(W4A16_MMA, W4A16_MMA_ORDERED, W4A16_MMA_TILED, W4A16_WGMMA, W4A8, W4A8_ROWS, W8A16_MMA, W8A16_WGMMA, BF16),
+        *(W4A16_MMA, W4A16_MMA_ORDERED, W4A16_MMA_TILED, W4A16_WGMMA, W4A8, W4A8_ROWS),
+        *(W8A16_MMA, W8A16_MMA_TILED, W8A16_WGMMA, BF16),
         *(W8A8_MMA, W8A8_F16, W8A8, W8A8_MMA_CHANNEL, W8A8_F16_CHANNEL, W8A8_CHANNEL),
     )
 }

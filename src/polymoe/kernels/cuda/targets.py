@@ -11,6 +11,7 @@ from polymoe.kernels.cuda.sizes import (
     W4A16_MMA,
     W4A16_MMA_TILED,
     W8A16_MMA,
+    W8A16_MMA_TILED,
     Budget,
     FamilySizes,
     WeightFormat,
@@ -96,8 +97,9 @@ def _target(
 
 
 _DECODE = (W4A16_MMA.name, W8A16_MMA.name)
-_A16 = (W4A16_MMA.name, W4A16_MMA_TILED.name, W8A16_MMA.name)
-_HOPPER = tuple(name for name in FAMILIES if name != W4A16_MMA_TILED.name)
+_TILED = (W4A16_MMA_TILED.name, W8A16_MMA_TILED.name)
+_A16 = (*_DECODE, *_TILED)
+_HOPPER = tuple(name for name in FAMILIES if name not in _TILED)
 
 TARGETS: dict[str, Target] = {
     t.name: t

@@ -53,8 +53,8 @@ _ORDER = (0, 4, 1, 3, 7, 5, 6, 2, 8)
 
 @dataclass(frozen=True, slots=True)
 class W8A16Fragments(MatrixLayout):
-    """E4M3 weights with E8M0 scales for groups of 32 columns. The kernels ``w8a16_mma`` and ``w8a16_wgmma`` read this
-    layout."""
+    """E4M3 weights with E8M0 scales for groups of 32 columns. The kernels ``w8a16_mma``, ``w8a16_mma_tiled`` and
+    ``w8a16_wgmma`` read this layout."""
 
     name: str = "w8a16_fragments"
     multiple: ClassVar[int] = TILE

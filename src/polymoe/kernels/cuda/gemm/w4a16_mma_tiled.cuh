@@ -1,9 +1,9 @@
-// 4-bit weights and bfloat16 rows by mma.sync, for enough rows an expert that each decoded weight is used many times,
-// on GPUs that have no wgmma. Weights are the left operand: each consumer warp decodes 32 rows of them once into
+// Weights of 4 or 8 bits and bfloat16 rows by mma.sync, for enough rows an expert that each decoded weight is used many
+// times, on GPUs that have no wgmma. Weights are the left operand: each consumer warp decodes 32 rows of them once into
 // registers and multiplies them with all rows of the work tile.
 //
-// x, h and y are as for w4a16_wgmma, and so are stages and the epilogue. A single producer warp leaves 224 registers
-// for every thread, without setmaxnreg, which SM120's compiler accepts and makes no use of.
+// x, h and y are as for w4a16_wgmma, and so are stages and the epilogue. Every thread has 168 registers, without
+// setmaxnreg, which SM120's compiler accepts and makes no use of.
 #pragma once
 #include "../dequant/scales.cuh"
 #include "../epilogue.cuh"
@@ -18,6 +18,7 @@ namespace polymoe {
 template <class F, int WARPGROUPS, int BLOCK_M>
 struct W4a16MmaMainloop {
     using S = W4Stage<F, Bf16Tiles, WARPGROUPS * 2, BLOCK_M, 1>;
+    static constexpr int kBlocks = kStepWords<F>, kSteps = 4 / kBlocks;  // blocks of a stage; 16 columns of a block
     float (&acc)[2][BLOCK_M / 8][4];
     Pipeline& pipeline;
     int k;
@@ -35,11 +36,13 @@ struct W4a16MmaMainloop {
         lane_x = opaque((lane / 16 * 8 + lane % 8) * 128 + ((lane / 8 % 2) ^ (lane % 8)) * 16);
     }
 
-    // Codes and scales of 64 columns. Where there are no such rows of weights, these are other bytes.
-    __device__ __forceinline__ void load(uint32_t stage) {
+    // Codes and scales of a block. Where there are no such rows of weights, these are other bytes.
+    __device__ __forceinline__ void load(uint32_t stage, int block) {
 #pragma unroll
-        for (int tile = 0; tile < 2; ++tile) words[tile] = ld_shared_v4(stage + lane_codes + tile * 512);
-        load_scale_words<F>(scale_words, stage + lane_scales);
+        for (int tile = 0; tile < 2; ++tile) {
+            words[tile] = ld_shared_v4(stage + lane_codes + block * 2048 + tile * 512);
+        }
+        load_scale_words<F>(scale_words, stage + lane_scales + block * F::kScaleBytes);
     }
 
     // 16 columns of x, for 16 * PAIRS of its rows. Rows beyond the work tile's are other bytes, for sums that nobody
@@ -60,31 +63,38 @@ struct W4a16MmaMainloop {
         }
     }
 
-    // All whole stages. The next one's weights are loaded ahead of the last MMAs of each.
+    // All whole stages. The next block's weights are loaded ahead of the last MMAs of each.
     template <int N>
     __device__ __forceinline__ void mma_stages(int stages) {
         uint32_t stage = pipeline.wait_full();
-        load(stage);
+        load(stage, 0);
 #pragma unroll 1
         for (; stages > 0; --stages) {
             const uint32_t empty = pipeline.empty_barrier(), x = stage + lane_x;
-            const typename F::Scales scales[2] = {F::scales(scale_words[0]), F::scales(scale_words[1])};
 #pragma unroll
-            for (int step = 0; step < 4; ++step) {
-                uint32_t a[2][4];
+            for (int block = 0; block < kBlocks; ++block) {
+                const typename F::Scales scales[2] = {F::scales(scale_words[0]), F::scales(scale_words[1])};
 #pragma unroll
-                for (int tile = 0; tile < 2; ++tile) {
-                    const uint32_t word[4] = {words[tile].x, words[tile].y, words[tile].z, words[tile].w};
-                    dequantize<F>(a[tile], word + step, F::scale(scales[tile], step));
-                }
-                if (step == 3) {
-                    pipeline.advance();
-                    if (stages > 1) {
-                        stage = pipeline.wait_full();
-                        load(stage);
+                for (int step = 0; step < kSteps; ++step) {
+                    uint32_t a[2][4];
+#pragma unroll
+                    for (int tile = 0; tile < 2; ++tile) {
+                        const uint32_t word[4] = {words[tile].x, words[tile].y, words[tile].z, words[tile].w};
+                        dequantize<F>(a[tile], word + step * kBlocks, F::scale(scales[tile], step));
                     }
+                    if (step == kSteps - 1) {
+                        if (block < kBlocks - 1) {
+                            load(stage, block + 1);
+                        } else {
+                            pipeline.advance();
+                            if (stages > 1) {
+                                stage = pipeline.wait_full();
+                                load(stage, 0);
+                            }
+                        }
+                    }
+                    mma_step<N / 16>(a, x ^ (block * kSteps + step) * 32);
                 }
-                mma_step<N / 16>(a, x ^ step * 32);
             }
             mbarrier_arrive(empty);
         }
@@ -93,15 +103,24 @@ struct W4a16MmaMainloop {
     // The k_tail, fewer than 64 columns, in steps of 16.
     __device__ __forceinline__ void mma_k_tail(uint32_t stage, int steps, int rows) {
         const int lane = threadIdx.x % 32, first = threadIdx.x / 32 % 2 * 2;  // of the tiles of a block of 64 rows
-        const uint32_t codes = stage + lane_codes - first * 512 - lane * 12;
+        const uint32_t codes = stage + lane_codes - first * 512 - lane * (16 - 4 * kBlocks);
         for (int step = 0; step < steps; ++step) {
             uint32_t a[2][4];
 #pragma unroll
             for (int tile = 0; tile < 2; ++tile) {
-                const typename F::Scales scales = load_scales<F>(stage + lane_scales + tile * kTileScaleBytes<F>);
+                const int block = kBlocks == 1 ? 0 : step / kSteps;
+                const typename F::Scales scales =
+                    load_scales<F>(stage + lane_scales + block * F::kScaleBytes + tile * kTileScaleBytes<F>);
                 const typename F::Scale low = step == 0 ? F::scale(scales, 0) : F::scale(scales, 1);
-                const uint32_t word = ld_shared(codes + ((first + tile) * steps + step) * 128);
-                dequantize<F>(a[tile], &word, step < 2 ? low : F::scale(scales, 2));
+                // In a whole block a lane's words are together; in the last, of fewer columns, they are apart.
+                const int of_block = steps - block * kSteps, inner = step - block * kSteps;
+                const uint32_t from = kBlocks > 1 && of_block >= kSteps
+                                          ? stage + lane_codes + tile * 512 + inner * 4 * kBlocks
+                                          : codes + ((first + tile) * of_block + inner) * 128 * kBlocks;
+                uint32_t word[kBlocks];
+#pragma unroll
+                for (int w = 0; w < kBlocks; ++w) word[w] = ld_shared(from + block * 2048 + w * 4);
+                dequantize<F>(a[tile], word, step < 2 ? low : F::scale(scales, 2));
             }
             const uint32_t x = stage + lane_x;
 #pragma unroll
@@ -149,7 +168,8 @@ __device__ __forceinline__ void produce_tiles(const GemmArgs& args, Pipeline& pi
         const WorkTile tile = args.work_tiles[index];
         const int padded = padded_rows(tile.rows);
         const int width = max(0, min(4, tiles16 - 4 * block));  // tiles of 16 rows
-        const uint8_t* codes = args.codes + tile.expert * args.codes_stride + 32LL * block * args.k;
+        const uint8_t* codes =
+            args.codes + tile.expert * args.codes_stride + static_cast<long long>(kColumnBytes<F>) * block * args.k;
         const uint8_t* scales = args.scales + tile.expert * args.scales_stride +
                                 static_cast<long long>(block) * row_scales * F::kScaleBytes;
         const uint8_t* x =
@@ -157,14 +177,20 @@ __device__ __forceinline__ void produce_tiles(const GemmArgs& args, Pipeline& pi
         for (int k_block = 0; k_block < k_blocks; ++k_block) {
             const uint32_t barrier = pipeline.full_barrier(), to = pipeline.address();
             const int columns = min(64, args.k - k_block * 64), x_bytes = producer == 0 ? padded * 128 : 0;
+            const int blocks = kStepWords<F> == 1 ? 1 : (columns + kBlockColumns<F> - 1) / kBlockColumns<F>;
+            const int column_bytes = width * (kColumnBytes<F> / 4), scale_bytes = blocks * F::kScaleBytes;
             pipeline.wait_empty();
-            mbarrier_arrive_expect_tx(barrier, x_bytes + (width ? width * columns * 8 + F::kScaleBytes : 0));
+            mbarrier_arrive_expect_tx(barrier, x_bytes + (width ? column_bytes * columns + scale_bytes : 0));
             if (width) {
-                bulk_copy_g2s(to + S::kCodes + producer * S::kBlockCodes, codes, width * columns * 8, barrier);
+                for (int b = 0; b < blocks; ++b) {  // as far apart as if they had all their rows
+                    bulk_copy_g2s(to + S::kCodes + producer * S::kBlockCodes + b * 2048, codes + b * width * 512,
+                                  column_bytes * min(kBlockColumns<F>, columns - b * kBlockColumns<F>), barrier);
+                }
                 // Where two blocks share scales, the second stage gets the same scales again.
                 bulk_copy_g2s(to + S::kScales + producer * S::kBlockScales,
-                              scales + k_block / F::kScaleBlocks * F::kScaleBytes, F::kScaleBytes, barrier);
-                codes += width * 512;
+                              scales + k_block * kStepWords<F> / F::kScaleBlocks * F::kScaleBytes, scale_bytes,
+                              barrier);
+                codes += blocks * width * 512;
             }
             if (x_bytes) {
                 if (!waited) {

@@ -28,7 +28,7 @@ def e4m3_tile_bytes(rows: int, columns: int) -> int:
 
 
 class TiledCall(Call):
-    """Calls of the family w4a16_wgmma. Tiles have 64 columns of bfloat16."""
+    """Calls of the w4a16 and w8a16 families for many rows per expert. Tiles have 64 columns of bfloat16."""
 
     x_by_permuted_row = True
 
