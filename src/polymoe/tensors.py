@@ -73,11 +73,14 @@ class ExpertsSpec:
         return (self.hidden, self.intermediate) if projection == "down" else (self.intermediate, self.hidden)
 
     @property
+    def bias_elements(self) -> int:
+        """Elements of one expert's biases together; 0 without biases."""
+        return sum(self.matrix_shape(p)[0] for p in self.encodings) if self.bias else 0
+
+    @property
     def expert_bytes(self) -> int:
         """Bytes of one expert in its encodings, including biases (2 bytes each)."""
-        weights = sum(e.nbytes(*self.matrix_shape(p)) for p, e in self.encodings.items())
-        biases = 2 * (self.intermediate * (len(self.encodings) - 1) + self.hidden) if self.bias else 0
-        return weights + biases
+        return sum(e.nbytes(*self.matrix_shape(p)) for p, e in self.encodings.items()) + 2 * self.bias_elements
 
     @property
     def local_bytes(self) -> int:

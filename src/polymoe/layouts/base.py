@@ -10,9 +10,9 @@ from torch import Tensor
 
 from polymoe.scale_range import ScaleRange
 from polymoe.tensors import ExpertsSpec, ExpertWeights
-from polymoe.verdict import Reason
+from polymoe.verdict import Reason, Reasons
 
-__all__ = ["Layout", "Packed"]
+__all__ = ["Layout", "Packed", "need_one_encoding"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,3 +69,10 @@ class Layout(Protocol):
     def unpack(self, packed: Packed) -> ExpertWeights:
         """Return the weights, read lazily from ``packed``: the exact inverse of :meth:`pack`."""
         ...
+
+
+def need_one_encoding(reasons: Reasons, spec: ExpertsSpec) -> None:
+    """Add a reason unless gate and up are stored alike, for kernels that read them together."""
+    if spec.gate is not None:
+        both = ", ".join(f"{e.name} with scales {e.scale_dtype}" for e in (spec.gate, spec.up))
+        reasons.need(spec.gate == spec.up, "gate and up", "one encoding", both)

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polymoe.errors import PlanError
 from polymoe.layouts.base import Packed
 from polymoe.layouts.natural import Natural
-from polymoe.layouts.staging import store, uploaded
+from polymoe.layouts.staging import pack_stacks
 from polymoe.scale_range import ScaleRange
 from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
 from polymoe.verdict import Reason
@@ -41,8 +40,7 @@ class DequantizedMatrices:
     def nbytes(self, spec: ExpertsSpec) -> int:
         """Return the bytes of the packed layer: 4 of each weight and bias, and those of the natural layout."""
         numbers = sum(n * k for n, k in map(spec.matrix_shape, spec.encodings))
-        numbers += sum(spec.matrix_shape(p)[0] for p in spec.encodings) if spec.bias else 0
-        return Natural().nbytes(spec) + 4 * spec.local_experts * numbers
+        return Natural().nbytes(spec) + 4 * spec.local_experts * (numbers + spec.bias_elements)
 
     @torch.inference_mode(False)  # autograd saves the matrices of a call that needs a gradient
     def pack(self, weights: ExpertWeights, device: torch.device, out: Packed | None = None) -> Packed:
@@ -51,12 +49,7 @@ class DequantizedMatrices:
         Raises:
             PlanError: if ``out`` holds experts of another spec.
         """
-        if out is not None and out.spec != weights.spec:
-            raise PlanError("update", expected=str(out.spec), got=str(weights.spec), hint="load these experts again")
-        tensors = {} if out is None else out.tensors
-        count = weights.spec.local_experts
-        for e, expert in enumerate(uploaded(weights, device)):
-            store(tensors, {**expert.parts(), **_dequantized(expert)}, e, count, device, fresh=out is None)
+        tensors = pack_stacks(weights, device, out, lambda _, expert: {**expert.parts(), **_dequantized(expert)})
         return Packed(self.name, weights.spec, tensors)
 
     def unpack(self, packed: Packed) -> ExpertWeights:

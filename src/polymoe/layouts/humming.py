@@ -22,13 +22,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polymoe.errors import PlanError
 from polymoe.formats import Encoding, PerChannel, PerGroup, PerTensor, QuantTensor
 from polymoe.formats.elements import CODE_DTYPES, SCALE_DTYPES
-from polymoe.layouts.base import Packed
-from polymoe.layouts.staging import expert_of, store, uploaded
+from polymoe.layouts.base import Packed, need_one_encoding
+from polymoe.layouts.staging import expert_of, pack_stacks, unchanged, unchanged_parts
 from polymoe.scale_range import ScaleRange
-from polymoe.tensors import ExpertsSpec, ExpertWeights
+from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
 from polymoe.verdict import Reason, Reasons
 
 __all__ = ["NATIVE_ELEMENTS", "HummingLayout"]
@@ -57,9 +56,7 @@ class HummingLayout:
     def check(self, spec: ExpertsSpec, scales: ScaleRange | None = None) -> tuple[Reason, ...]:
         """Return every reason why such experts cannot be packed; an empty tuple if they can."""
         reasons = Reasons()
-        if spec.gate is not None:
-            both = ", ".join(f"{e.name} with scales {e.scale_dtype}" for e in (spec.gate, spec.up))
-            reasons.need(spec.gate == spec.up, "gate and up", "one encoding", both)
+        need_one_encoding(reasons, spec)
         for name, size in (("H", spec.hidden), ("F", spec.intermediate)):
             reasons.need(size % _BLOCK == 0, name, f"a multiple of {_BLOCK}", size)
         for projection, encoding in spec.encodings.items():
@@ -89,7 +86,7 @@ class HummingLayout:
 
     def nbytes(self, spec: ExpertsSpec) -> int:
         """Return the bytes of the packed layer, without input scales and with biases of 2 bytes."""
-        total = 2 * (spec.intermediate * (len(spec.encodings) - 1) + spec.hidden) if spec.bias else 0
+        total = 2 * spec.bias_elements
         for projection, e in spec.encodings.items():
             rows, columns = spec.matrix_shape(projection)
             total += rows * columns * e.bits // 8 + (4 if e.global_scale else 0)
@@ -105,19 +102,15 @@ class HummingLayout:
         Raises:
             PlanError: if ``out`` holds experts of another spec.
         """
-        if out is not None and out.spec != weights.spec:
-            raise PlanError("update", expected=str(out.spec), got=str(weights.spec), hint="load these experts again")
-        tensors = {} if out is None else out.tensors
-        for e, expert in enumerate(uploaded(weights, device)):
-            parts = dict(expert.vectors)
-            for projection, q in expert.projections.items():
-                if q.global_scale is not None:
-                    parts[f"{projection}.global_scale"] = q.global_scale
+
+        def parts(_: int, expert: Expert) -> dict[str, Tensor]:
+            found = unchanged_parts(expert)
             for matrix, names in _matrices(weights.spec).items():
                 packed = self._pack([expert.projections[name] for name in names])
-                parts |= {f"{matrix}.{name}": part for name, part in packed.items()}
-            store(tensors, parts, e, weights.spec.local_experts, device, fresh=out is None)
-        return Packed(self.name, weights.spec, tensors)
+                found |= {f"{matrix}.{name}": part for name, part in packed.items()}
+            return found
+
+        return Packed(self.name, weights.spec, pack_stacks(weights, device, out, parts))
 
     def unpack(self, packed: Packed) -> ExpertWeights:
         """Return the original weights, read lazily from ``packed``, one expert or several at a time."""
@@ -125,7 +118,7 @@ class HummingLayout:
 
         def stacked(first: int, last: int) -> dict[str, Tensor]:
             some = {name: tensor[first:last] for name, tensor in packed.tensors.items()}
-            found = {n: t for n, t in some.items() if n.endswith(".global_scale") or "." not in n}
+            found = unchanged(some)
             for matrix, names in _matrices(spec).items():
                 mine = {n.partition(".")[2]: t for n, t in some.items() if n.startswith(f"{matrix}.")}
                 rows, columns = spec.matrix_shape(matrix)

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polymoe.errors import PlanError
 from polymoe.formats import QuantTensor
 from polymoe.layouts.base import Packed
-from polymoe.layouts.staging import expert_of, store, uploaded
+from polymoe.layouts.staging import expert_of, pack_stacks
 from polymoe.scale_range import ScaleRange
 from polymoe.tensors import ExpertsSpec, ExpertWeights
 from polymoe.verdict import Reason
@@ -42,12 +41,7 @@ class Natural:
         Raises:
             PlanError: if ``out`` holds experts of another spec.
         """
-        if out is not None and out.spec != weights.spec:
-            raise PlanError("update", expected=str(out.spec), got=str(weights.spec), hint="load these experts again")
-        tensors = {} if out is None else out.tensors
-        count = weights.spec.local_experts
-        for e, expert in enumerate(uploaded(weights, device)):
-            store(tensors, expert.parts(), e, count, device, fresh=out is None)
+        tensors = pack_stacks(weights, device, out, lambda _, expert: expert.parts())
         return Packed(self.name, weights.spec, tensors)
 
     def unpack(self, packed: Packed) -> ExpertWeights:

@@ -1,4 +1,4 @@
-"""Helpers shared by layouts: upload experts to the device, and store their tensors in stacks over experts."""
+"""Helpers shared by layouts: upload experts to the device, and stack their tensors over experts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,23 @@ from torch import Tensor
 
 from polymoe.errors import PlanError
 from polymoe.formats import QuantTensor
+from polymoe.layouts.base import Packed
 from polymoe.shapes import round_up
 from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
 
-__all__ = ["INPUT_SCALES", "PartOffsets", "expert_of", "in_buffer", "kept", "of_buffer", "staged", "store", "uploaded"]
+__all__ = [
+    "INPUT_SCALES",
+    "PartOffsets",
+    "expert_of",
+    "in_buffer",
+    "kept",
+    "of_buffer",
+    "pack_stacks",
+    "staged",
+    "unchanged",
+    "unchanged_parts",
+    "uploaded",
+]
 
 _UNDER_WAY = 2
 """Most experts whose copies to a GPU are pending at once; limits pinned memory."""
@@ -142,7 +155,44 @@ def _at(buffer: Tensor, first: int, like: Tensor) -> Tensor:
     return buffer[first : first + like.nbytes].view(like.dtype).view(like.shape)
 
 
-def store(
+def pack_stacks(
+    weights: ExpertWeights,
+    device: torch.device,
+    out: Packed | None,
+    parts: Callable[[int, Expert], Mapping[str, Tensor]],
+) -> dict[str, Tensor]:
+    """Return the tensors of a packed layer, stacked over its experts: each [E, ...]. Experts are read one at a time.
+
+    Args:
+        weights: the experts.
+        device: where the tensors are.
+        out: a packed layer whose tensors are overwritten in place, but for those that its layout derives from all
+            experts; None for new ones.
+        parts: gives the tensors of an expert on ``device``, by name; called with its number and the expert.
+
+    Raises:
+        PlanError: if ``out`` holds experts of another spec, or an expert has other tensors than those before it.
+    """
+    if out is not None and out.spec != weights.spec:
+        raise PlanError("update", expected=str(out.spec), got=str(weights.spec), hint="load these experts again")
+    stacks = {} if out is None else {n: t for n, t in out.tensors.items() if not n.startswith("kernel.")}
+    for e, expert in enumerate(uploaded(weights, device)):
+        _store(stacks, parts(e, expert), e, weights.spec.local_experts, device, fresh=out is None)
+    return stacks
+
+
+def unchanged_parts(expert: Expert) -> dict[str, Tensor]:
+    """Return what layouts leave as it is: global scales, biases and input scales, by the names of
+    :meth:`Expert.parts`."""
+    return unchanged(expert.parts())
+
+
+def unchanged(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return those of packed tensors that :func:`unchanged_parts` gave."""
+    return {name: t for name, t in tensors.items() if name.endswith(".global_scale") or "." not in name}
+
+
+def _store(
     stacks: dict[str, Tensor], parts: Mapping[str, Tensor], e: int, count: int, device: torch.device, *, fresh: bool
 ) -> None:
     """Copy the tensors of expert ``e`` into ``stacks``, each [count, ...].

@@ -28,6 +28,7 @@ from polymoe.backends.triton.tiles import PLANES, heuristic, in_two_operands, tu
 from polymoe.cost import cost
 from polymoe.formats import PerGroup
 from polymoe.layouts import Packed
+from polymoe.layouts.base import need_one_encoding
 from polymoe.machine import Machine
 from polymoe.problem import Problem
 from polymoe.routing import Routing
@@ -79,9 +80,7 @@ class Triton(BackendBase):
             for projection, encoding in spec.encodings.items():
                 what, exact = f"{projection} weights with {problem.activations}", encoding.element != "fp16"
                 reasons.need(exact, what, "an element that bfloat16 holds exactly", encoding.element)
-        if spec.gate is not None:
-            both = ", ".join(f"{e.name} with scales {e.scale_dtype}" for e in (spec.gate, spec.up))
-            reasons.need(spec.gate == spec.up, "gate and up", "one encoding", both)
+        need_one_encoding(reasons, spec)
         for projection, encoding in spec.encodings.items():
             columns, planes = spec.matrix_shape(projection)[1], PLANES[encoding.element]
             reasons.need(columns % planes == 0, f"{projection} columns", f"a multiple of {planes}", columns)

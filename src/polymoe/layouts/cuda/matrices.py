@@ -14,12 +14,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from polymoe.errors import FormatError, PlanError
+from polymoe.errors import FormatError
 from polymoe.formats import Encoding, QuantTensor
-from polymoe.layouts.base import Packed
-from polymoe.layouts.staging import expert_of, store, uploaded
+from polymoe.layouts.base import Packed, need_one_encoding
+from polymoe.layouts.staging import expert_of, pack_stacks, unchanged, unchanged_parts
 from polymoe.scale_range import ScaleRange
-from polymoe.tensors import ExpertsSpec, ExpertWeights
+from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
 from polymoe.verdict import Reason, Reasons
 
 __all__ = [
@@ -121,9 +121,7 @@ class MatrixLayout(ABC):
     def check(self, spec: ExpertsSpec, scales: ScaleRange | None = None) -> tuple[Reason, ...]:
         """Return every reason why such experts cannot be packed; an empty tuple if they can."""
         reasons = Reasons()
-        if spec.gate is not None:
-            both = ", ".join(f"{e.name} with scales {e.scale_dtype}" for e in (spec.gate, spec.up))
-            reasons.need(spec.gate == spec.up, "gate and up", "one encoding", both)
+        need_one_encoding(reasons, spec)
         for projection, encoding in spec.encodings.items():
             self.check_encoding(reasons, projection, encoding)
         sizes = (("H", spec.hidden), ("F", spec.intermediate))
@@ -137,7 +135,7 @@ class MatrixLayout(ABC):
 
     def nbytes(self, spec: ExpertsSpec) -> int:
         """Return the bytes of the packed layer, without input scales and with biases of 2 bytes."""
-        total = 2 * (spec.intermediate * (len(spec.encodings) - 1) + spec.hidden) if spec.bias else 0
+        total = 2 * spec.bias_elements
         total += sum(4 for e in spec.encodings.values() if e.global_scale)
         for matrix in _MATRICES:
             rows, columns = _shape(spec, matrix)
@@ -153,24 +151,18 @@ class MatrixLayout(ABC):
             PlanError: if ``out`` holds experts of another spec.
             FormatError: if a scale is beyond :meth:`scale_limit`, which :meth:`check` cannot know without a range.
         """
-        if out is not None and out.spec != weights.spec:
-            raise PlanError("update", expected=str(out.spec), got=str(weights.spec), hint="load these experts again")
-        tensors = {} if out is None else {n: t for n, t in out.tensors.items() if not n.startswith("kernel.")}
-        count = weights.spec.local_experts
-        found = torch.zeros(count, len(_MATRICES), dtype=torch.uint8, device=device)
-        for e, expert in enumerate(uploaded(weights, device)):
-            parts = dict(expert.vectors)
-            for projection, q in expert.projections.items():
-                if q.global_scale is not None:
-                    parts[f"{projection}.global_scale"] = q.global_scale
+        found = torch.zeros(weights.spec.local_experts, len(_MATRICES), dtype=torch.uint8, device=device)
+
+        def parts(e: int, expert: Expert) -> dict[str, Tensor]:
+            made, projections = unchanged_parts(expert), expert.projections
             for i, matrix in enumerate(_MATRICES):
-                projections = expert.projections
-                halves = [projections[name] for name in _halves(weights.spec, matrix)]
-                packed, largest = self.pack_matrix(halves)
-                parts |= {f"{matrix}.{name}": part for name, part in packed.items()}
+                packed, largest = self.pack_matrix([projections[name] for name in _halves(weights.spec, matrix)])
+                made |= {f"{matrix}.{name}": part for name, part in packed.items()}
                 if largest is not None:
                     found[e, i] = largest
-            store(tensors, parts, e, count, device, fresh=out is None)
+            return made
+
+        tensors = pack_stacks(weights, device, out, parts)
         self._require_scales(weights.spec, found)
         derived = self.derive(weights.spec, tensors)
         if out is None:
@@ -202,7 +194,7 @@ class MatrixLayout(ABC):
 
         def stacked(first: int, last: int) -> dict[str, Tensor]:
             some = {name: tensor[first:last] for name, tensor in packed.tensors.items()}
-            found = {n: t for n, t in some.items() if n.endswith(".global_scale") or "." not in n}
+            found = unchanged(some)
             for matrix in _MATRICES:
                 encoding, names = spec.encodings[matrix], _halves(spec, matrix)
                 parts = {name: some[key] for name in _PARTS if (key := f"{matrix}.{name}") in some}
