@@ -11,8 +11,8 @@ from safetensors import safe_open
 import polymoe
 from polymoe.checkpoint.known_models import known_models
 from polymoe.errors import ArgumentError, CheckpointError, CheckpointNotFound, PolymoeError
-from polymoe.explanation import layer_ranges
 from polymoe.machine import DEVICES
+from polymoe.units import format_ranges
 
 SUMS = Path(__file__).parent.parent / "models" / "sums-gpt-oss-mxfp4"
 CONTEXT = " (the model's longest context is 256)"
@@ -263,5 +263,5 @@ def test_paths_without_a_checkpoint(path: str, error: type[PolymoeError], messag
         ((0, 2, 4, 5, 6), "0-4 by 2, 5-6"),
     ],
 )
-def test_layer_ranges(layers: tuple[int, ...], text: str) -> None:
-    assert layer_ranges(layers) == text
+def test_format_ranges(layers: tuple[int, ...], text: str) -> None:
+    assert format_ranges(layers) == text

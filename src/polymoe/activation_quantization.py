@@ -129,7 +129,7 @@ NVFP4 = ActivationQuantization(
     name="nvfp4", element="e2m1", granularity=PerGroup(1, 16), scale_dtype="e4m3", global_scale=True
 )
 """E2M1 with one E4M3 scale for 16 columns of a token, and a global scale. A backend may keep 16 bits where a call has
-few tokens, and says so in its plan (``Config.activations``)."""
+few tokens, and says so in its plan (``Config.keeps_16_bits``)."""
 
 ACTIVATIONS: dict[str, ActivationQuantization] = {
     known.name: known for known in (UNQUANTIZED, FP8_TOKEN, FP8_GROUP128, FP8_GROUP128_UE8M0, FP8_STATIC, MXFP8, NVFP4)

@@ -6,7 +6,6 @@ No weight is loaded. Sizes are those of tensor headers, else of the config; for 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,9 @@ from polymoe.planning.plan import role_tokens
 from polymoe.planning.select import select
 from polymoe.planning.selection import Selection
 from polymoe.problem import Dtype, Problem
-from polymoe.units import format_bytes, format_count, format_us
+from polymoe.units import format_bytes, format_count, format_ranges, format_us
 
-__all__ = ["RESERVE", "Explanation", "ModelTime", "Row", "explain", "layer_ranges"]
+__all__ = ["RESERVE", "Explanation", "ModelTime", "Row", "explain"]
 
 RESERVE = 0.05
 """Share of the device's memory for the CUDA context, workspaces and activations."""
@@ -233,7 +232,7 @@ class Explanation:
             lines.setdefault(text, []).extend(row.layers)
         if len(lines) == 1:
             return list(lines)
-        return [f"layers {layer_ranges(sorted(layers))}: {text}" for text, layers in lines.items()]
+        return [f"layers {format_ranges(sorted(layers))}: {text}" for text, layers in lines.items()]
 
     def _time(self) -> str:
         if not self.times or self.times[0].tokens != 1:
@@ -285,7 +284,7 @@ class Explanation:
         lines = [f"{self.name}: {self.model_type}, on {self.device}", *self.conclusion()]
         for row in self.rows:
             lines += [
-                f"layers {layer_ranges(row.layers)}: {row.memory()}",
+                f"layers {format_ranges(row.layers)}: {row.memory()}",
                 str(row.selection),
             ]
         return "\n".join([*lines, *self.notes])
@@ -334,7 +333,7 @@ def explain(
     )
     if backend != "auto":
         for row in rows:
-            row.selection.require(f"layers {layer_ranges(row.layers)}")
+            row.selection.require(f"layers {format_ranges(row.layers)}")
     size, dense = Shard.of(tp, ep).tp, dense_size_of(checkpoint)
     found = Explanation(
         str(checkpoint.name),
@@ -365,16 +364,3 @@ def _tp_that_fits(
         if experts + (dense.sliced(size).total_bytes if dense else 0) <= device.memory_bytes * (1 - RESERVE):
             return size
     return None
-
-
-def layer_ranges(layers: Sequence[int]) -> str:
-    """Layer numbers as ranges: ``(3, 4, 5, 9)`` gives ``"3-5, 9"``; ``(1, 3, 5, 7)`` gives ``"1-7 by 2"``."""
-    texts, rest = [], list(layers)
-    while rest:
-        step = rest[1] - rest[0] if len(rest) > 1 else 1
-        count = next((i for i, layer in enumerate(rest) if layer != rest[0] + i * step), len(rest))
-        if step > 1 and count < 3:
-            count = 1  # two numbers make no pattern
-        run, rest = rest[:count], rest[count:]
-        texts.append(str(run[0]) if count == 1 else f"{run[0]}-{run[-1]}" + (f" by {step}" if step > 1 else ""))
-    return ", ".join(texts)

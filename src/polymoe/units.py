@@ -1,8 +1,10 @@
-"""Bytes, times and counts as text."""
+"""Bytes, times, counts and ranges of numbers as text."""
 
 from __future__ import annotations
 
-__all__ = ["format_bytes", "format_count", "format_tokens", "format_us"]
+from collections.abc import Sequence
+
+__all__ = ["format_bytes", "format_count", "format_ranges", "format_tokens", "format_us"]
 
 
 def format_bytes(count: float) -> str:
@@ -34,3 +36,16 @@ def format_count(count: int) -> str:
         digits = len(str(count)) - 3
         return f"{round(count, -digits):,}"
     return f"{count / 1e6:.3g} million" if count < 10**9 else f"{count / 1e9:.3g} billion"
+
+
+def format_ranges(numbers: Sequence[int]) -> str:
+    """Format ascending numbers: ``(3, 4, 5, 9)`` gives ``"3-5, 9"``; ``(1, 3, 5, 7)`` gives ``"1-7 by 2"``."""
+    texts, rest = [], list(numbers)
+    while rest:
+        step = rest[1] - rest[0] if len(rest) > 1 else 1
+        count = next((i for i, number in enumerate(rest) if number != rest[0] + i * step), len(rest))
+        if step > 1 and count < 3:
+            count = 1  # two numbers make no pattern
+        run, rest = rest[:count], rest[count:]
+        texts.append(str(run[0]) if count == 1 else f"{run[0]}-{run[-1]}" + (f" by {step}" if step > 1 else ""))
+    return ", ".join(texts)

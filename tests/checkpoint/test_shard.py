@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from polymoe.checkpoint.shard import (
     shard_expert,
     shard_spec,
     split_experts,
-    split_intermediate,
     widths,
 )
 from polymoe.errors import ArgumentError, FormatError
@@ -38,11 +36,8 @@ def encodings(format: str) -> dict[str, Encoding]:
     ],
 )
 def test_gpt_oss_slices_are_whole_groups_and_may_differ(intermediate, format, tp, expected):
+    assert sum(expected) == intermediate
     assert widths(intermediate, encodings(format), tp, uneven=True) == expected
-    starts = [split_intermediate(intermediate, encodings(format), tp, r, uneven=True) for r in range(tp)]
-    assert starts[0][0] == 0
-    assert starts[-1][1] == intermediate
-    assert all(a[1] == b[0] for a, b in itertools.pairwise(starts))
 
 
 def test_no_rank_may_hold_nothing():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +18,7 @@ from polymoe.bench.peers import PEERS, Peer, Stacks, version_of
 from polymoe.bench.records import Record
 from polymoe.errors import ArgumentError, UnsupportedProblem, nearest
 from polymoe.layouts import Packed
-from polymoe.machine import Machine
+from polymoe.machine import Machine, host_memory
 from polymoe.planning.plan import Plan
 from polymoe.planning.select import select
 from polymoe.problem import Problem
@@ -204,9 +202,5 @@ def free_bytes(device: torch.device) -> int | None:
     """Free memory of the device, or None if the system does not tell."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    if sys.platform != "linux":
-        return None
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        return None
+    memory = host_memory()
+    return memory[0] if memory else None

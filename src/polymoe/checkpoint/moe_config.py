@@ -21,6 +21,7 @@ from polymoe.routing import (
     SqrtSoftplusTopK,
     TopKSoftmax,
 )
+from polymoe.units import format_ranges
 
 __all__ = [
     "MoeConfig",
@@ -34,7 +35,6 @@ __all__ = [
     "nemotron_h",
     "qwen",
     "qwen3",
-    "ranges",
 ]
 
 
@@ -99,20 +99,9 @@ class MoeConfig:
         if self.layers[place : place + 1] != (layer,):
             what = "a dense layer" if 0 <= layer < self.num_layers else "no such layer"
             raise CheckpointNotFound(
-                f"layer {layer}", expected=f"a layer with routed experts ({ranges(self.layers)})", got=what
+                f"layer {layer}", expected=f"a layer with routed experts ({format_ranges(self.layers)})", got=what
             )
         return self.routers[place]
-
-
-def ranges(layers: tuple[int, ...]) -> str:
-    """Format ascending numbers: ``3-60``, ``1, 3, 5``, ``none``."""
-    parts: list[list[int]] = []
-    for layer in layers:
-        if parts and layer == parts[-1][-1] + 1:
-            parts[-1].append(layer)
-        else:
-            parts.append([layer])
-    return ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts) or "none"
 
 
 def gpt_oss(keys: ConfigReader) -> MoeConfig:

@@ -24,7 +24,6 @@ __all__ = [
     "shard_expert",
     "shard_spec",
     "split_experts",
-    "split_intermediate",
     "widths",
 ]
 
@@ -104,15 +103,6 @@ def widths(intermediate: int, encodings: dict[str, Encoding], tp: int, *, uneven
         got=found,
         hint=f"tensor parallel sizes that work, up to {_SIZES_TRIED}: {', '.join(map(str, working))}",
     )
-
-
-def split_intermediate(
-    intermediate: int, encodings: dict[str, Encoding], tp: int, rank: int, *, uneven: bool = False
-) -> tuple[int, int]:
-    """Return ``(start, stop)`` of one rank's slice of ``intermediate``; raises like :func:`widths`."""
-    each = widths(intermediate, encodings, tp, uneven=uneven)
-    start = sum(each[:rank])
-    return start, start + each[rank]
 
 
 def shard_spec(spec: ExpertsSpec, shard: Shard, *, uneven: bool = False) -> ExpertsSpec:

@@ -8,7 +8,7 @@ import typer
 
 from polymoe.cli.output import Backend, BatchInvariant, Json, Role, console, print_json
 from polymoe.errors import ArgumentError, printable
-from polymoe.units import format_bytes, format_count, format_us
+from polymoe.units import format_bytes, format_count, format_ranges, format_us
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -58,7 +58,7 @@ def command(
     """
     from rich.text import Text
 
-    from polymoe.explanation import explain, layer_ranges
+    from polymoe.explanation import explain
 
     asked: ExplainArguments = {
         "device": device,
@@ -89,7 +89,7 @@ def command(
         out.print(line, highlight=False)
     for row in explanation.rows:
         sizes = f"{row.memory()}, {format_bytes(row.dequantized_bytes)} in 16 bits"
-        out.print(f"layers {layer_ranges(row.layers)}: {row.problem}: {sizes}", highlight=False)
+        out.print(f"layers {format_ranges(row.layers)}: {row.problem}: {sizes}", highlight=False)
     if explanation.times:
         out.print(_times(explanation))
     for row in explanation.rows:
@@ -119,10 +119,8 @@ def _times(explanation: Explanation) -> Table:
 def _ranges(row: Row) -> Table:
     from rich.table import Table
 
-    from polymoe.explanation import layer_ranges
-
     layout = row.selection.require().layout
-    title = f"layers {layer_ranges(row.layers)}: plan, with layout {layout}"
+    title = f"layers {format_ranges(row.layers)}: plan, with layout {layout}"
     table = Table("tokens", "backend", "time of one layer", "floor", "source", "proven", title=title)
     for found in row.selection.ranges():
         kept = row.problem.activations.quantized and found.step.config.keeps_16_bits
@@ -134,13 +132,12 @@ def _ranges(row: Row) -> Table:
 def _candidates(row: Row) -> Table:
     from rich.table import Table
 
-    from polymoe.explanation import layer_ranges
     from polymoe.planning.selection import describe
     from polymoe.verdict import Accepted
 
     selection = row.selection
     what = "verdicts of all backends" if selection.plan else f"nothing runs here with backend {selection.requested}"
-    table = Table("backend", "verdict", "proven", title=f"layers {layer_ranges(row.layers)}: {what}")
+    table = Table("backend", "verdict", "proven", title=f"layers {format_ranges(row.layers)}: {what}")
     for c in selection.candidates:
         verdict = c.verdict
         said = describe(verdict) if isinstance(verdict, Accepted) else "\n".join(map(str, verdict.reasons))

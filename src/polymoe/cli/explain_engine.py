@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from polymoe.cli.output import console, print_json
 from polymoe.errors import ArgumentError, printable
-from polymoe.units import format_bytes, format_tokens
+from polymoe.units import format_bytes, format_ranges, format_tokens
 
 if TYPE_CHECKING:
     from polymoe.engines.serving.preview import Engine, LayerPreview
@@ -99,10 +99,9 @@ def _rank(engine: str, tp: tuple[int, int], ep: tuple[int, int], enable_expert_p
 
 def _lines(row: LayerPreview, engine: Engine) -> list[str]:
     """The row as text: one line for what is run and where, then one for each token range or reason."""
-    from polymoe.explanation import layer_ranges
     from polymoe.verdict import Rejected
 
-    which, verdict = f"layers {layer_ranges(row.layers)} ({row.method})", row.verdict
+    which, verdict = f"layers {format_ranges(row.layers)} ({row.method})", row.verdict
     if isinstance(verdict, Rejected):
         return [f"{which}: polymoe leaves them to {engine.name}", *(f"  {reason}" for reason in verdict.reasons)]
     plan, packed = verdict.selection.require(), format_bytes(verdict.problem.spec.local_bytes)

@@ -8,6 +8,7 @@ import typer
 
 from polymoe.cli.output import Backend, Checkpoint, Json, OnDevice, console, print_json, status, token_counts
 from polymoe.cli.progress import Progress
+from polymoe.units import format_ranges
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -42,7 +43,6 @@ def command(
 
     The config and the experts of one layer are enough.
     """
-    from polymoe.explanation import layer_ranges
     from polymoe.verify import verify
 
     if all_backends and backend != "auto":
@@ -59,7 +59,7 @@ def command(
         )
     if report.absent:
         status().print(
-            f"note: not verified, because not in the files: layers {layer_ranges(report.absent)}", highlight=False
+            f"note: not verified, because not in the files: layers {format_ranges(report.absent)}", highlight=False
         )
     if all_backends:
         from polymoe.cli.submission import of_report, run_lines

@@ -138,10 +138,6 @@ class Selection:
         """The least time that this device could take, in microseconds."""
         return cost(self.problem, self.machine.device, tokens).floor_us
 
-    def predicted(self, tokens: int) -> Prediction | None:
-        """The time of the plan at one of the token counts in ``times``; None at others, or without a plan."""
-        return dict(self.times).get(tokens)
-
     @property
     def untuned(self) -> tuple[str, ...]:
         """Backends of the plan that run as their heuristic says, because no table has this problem on this GPU."""

@@ -82,22 +82,19 @@ def _header(path: Path, changed_ns: int, size: int) -> tuple[int, dict[str, Any]
         return 8 + length, json.loads(file.read(length))
 
 
-def matrix(
-    stored: Mapping[str, RawTensor], shape: tuple[int, int], *, awq: bool = False, gptq_v1: bool = True
-) -> Float64:
+def matrix(stored: Mapping[str, RawTensor], shape: tuple[int, int], *, awq: bool = False) -> Float64:
     """Decode the ``[N, K]`` matrix of ``stored`` tensors (by the endings of their names) to float64.
 
     Args:
         stored: for example ``{"blocks": ..., "scales": ...}`` or ``{"weight": ..., "weight_scale_inv": ...}``.
         shape: [N, K].
         awq: whether ``qweight`` is from AWQ instead of GPTQ.
-        gptq_v1: whether GPTQ's stored zero points are one too small.
     """
     if "blocks" in stored:  # gpt-oss: MXFP4 with 16 bytes per block
         codes = _fp4(stored["blocks"].data.reshape(shape[0], -1))
         return codes * _spread(_e8m0(stored["scales"].data).reshape(shape[0], -1), shape)
     if "qweight" in stored:
-        return _gptq_or_awq(stored, shape, awq, 1 if gptq_v1 and not awq else 0)
+        return _gptq_or_awq(stored, shape, awq)
     if "weight_packed" in stored:
         return _compressed_tensors(stored, shape)
     weight = stored["weight"]
@@ -137,12 +134,12 @@ def _compressed_tensors(stored: Mapping[str, RawTensor], shape: tuple[int, int])
     return (codes - zeros) * _spread(scale.numbers(), shape)
 
 
-def _gptq_or_awq(stored: Mapping[str, RawTensor], shape: tuple[int, int], awq: bool, zero_offset: int) -> Float64:
+def _gptq_or_awq(stored: Mapping[str, RawTensor], shape: tuple[int, int], awq: bool) -> Float64:
     words = stored["qweight"].data.view("<u4").reshape(stored["qweight"].shape)
     zero_words = stored["qzeros"].data.view("<u4").reshape(stored["qzeros"].shape)
     order = (0, 4, 1, 5, 2, 6, 3, 7) if awq else tuple(range(8))
     codes = _nibbles(words, order).T if awq else _nibbles(np.ascontiguousarray(words.T))
-    zeros = _nibbles(zero_words, order) + zero_offset
+    zeros = _nibbles(zero_words, order) + (0 if awq else 1)  # GPTQ stores the zero point minus one
     return (codes - _spread(zeros.T, shape)) * _spread(stored["scales"].numbers().T, shape)
 
 

@@ -1,6 +1,6 @@
 """Client of an OpenAI-compatible server: sends one streamed request and records when each piece arrives.
 
-A failed request does not raise: a refused, broken or silent request is an :class:`TimedAnswer` with an error.
+A request that fails does not raise: refused, broken or silent, it is a :class:`TimedAnswer` with an error.
 
 API: https://platform.openai.com/docs/api-reference
 """
@@ -261,17 +261,17 @@ class Client:
             raise ServerError(self.url, expected="a server", got=got) from error
 
 
-async def _body(response: aiohttp.ClientResponse, most: int = MAX_BYTES) -> bytes:
+async def _body(response: aiohttp.ClientResponse) -> bytes:
     """Return the body of a response.
 
     Raises:
-        ValueError: if it is larger than ``most``.
+        ValueError: if it is larger than ``MAX_BYTES``.
     """
     body = bytearray()
     async for part in response.content.iter_any():
         body += part
-        if len(body) > most:
-            raise ValueError(f"more than {most} bytes")
+        if len(body) > MAX_BYTES:
+            raise ValueError(f"more than {MAX_BYTES} bytes")
     return bytes(body)
 
 

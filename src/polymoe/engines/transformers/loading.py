@@ -46,7 +46,8 @@ from polymoe.engines.transformers.tokenizer import load_tokenizer, vocabulary_si
 from polymoe.engines.transformers.untrusted import reading
 from polymoe.engines.transformers.weights import model_from_tensors
 from polymoe.errors import ArgumentError, CheckpointError, UnsupportedProblem, quoted
-from polymoe.explanation import explain, layer_ranges
+from polymoe.explanation import explain
+from polymoe.units import format_ranges
 
 modeling: Any = modeling_utils
 log = getLogger("polymoe")
@@ -115,7 +116,7 @@ def load(
         checkpoint, device=str(target), backend=backend, role=role, dtype=DTYPES[dtype or torch.bfloat16]
     )
     for row in explanation.rows:
-        row.selection.require(f"{path}, layers {layer_ranges(row.layers)}")
+        row.selection.require(f"{path}, layers {format_ranges(row.layers)}")
     with Checkpoint.open(os.fspath(path), **hub) as checkpoint:
         for layer in checkpoint.layers:
             checkpoint.weights(layer)  # raises if a tensor of its experts is missing

@@ -6,6 +6,7 @@ Launches go to torch's current stream and can be captured in a CUDA graph.
 from __future__ import annotations
 
 import ctypes
+import threading
 from typing import Any
 
 import torch
@@ -44,7 +45,8 @@ class Kernel:
 
     def __init__(self, driver: Any, handle: ctypes.c_void_p, name: str, *, chained: bool = True) -> None:
         self.driver, self.handle, self.name, self.chained = driver, handle, name, chained
-        self._shared: dict[int, int] = {}
+        self._shared: dict[int, int] = {}  # most dynamic shared memory of a launch, by device
+        self._lock = threading.Lock()
 
     def prepare(self, args: ctypes.Structure, threads: int, shared_bytes: int = 0) -> Launch:
         """A launch on torch's current device, to be made as often as one likes.
@@ -55,12 +57,16 @@ class Kernel:
             shared_bytes: dynamic shared memory.
         """
         if shared_bytes > _SHARED_DEFAULT:
-            device = torch.cuda.current_device()
+            self._allow(shared_bytes, torch.cuda.current_device())
+        return Launch(self, args, threads, shared_bytes)
+
+    def _allow(self, shared_bytes: int, device: int) -> None:
+        """Let launches have so much dynamic shared memory, and never less than launches of other layers need."""
+        with self._lock:
             if shared_bytes > self._shared.get(device, 0):
                 code = self.driver.cuKernelSetAttribute(_SHARED_MEMORY, shared_bytes, self.handle, device)
                 _check(self.driver, code, f"{self.name}: {shared_bytes} bytes of shared memory")
                 self._shared[device] = shared_bytes
-        return Launch(self, args, threads, shared_bytes)
 
 
 class Launch:
