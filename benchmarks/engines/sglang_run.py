@@ -102,6 +102,8 @@ def answers(request: dict[str, Any]) -> dict[str, Any]:
     found |= {"right": sum(text == answer for text, (_, answer) in zip(texts, questions, strict=True))}
     found |= {"tokens": tokens, "of": len(texts)}
     for path in request.get("reload", ()):
+        while not made.flush_cache().success:  # SGLang ends if its scheduler has not yet removed what was answered
+            time.sleep(0.1)
         succeeded, message = made.update_weights_from_disk(path)[:2]
         if not succeeded:
             raise RuntimeError(message)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,8 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
 
 def update(engine: Any, source: str, path: str) -> Any:
     """Update the weights, and return what SGLang says of it."""
+    while not engine.flush_cache().success:  # SGLang ends if its scheduler has not yet removed what was answered
+        time.sleep(0.1)
     if source == "disk":
         return engine.update_weights_from_disk(path)[:2]
     from safetensors.torch import load_file
