@@ -50,6 +50,7 @@ MOST_SPILLED_BYTES = 32
 
 def compiled(launch: Launch, sm: int) -> Any:
     kernel, signature, constants, attributes = launch.kernel, {}, {}, {}
+    assert launch.options["enable_fp_fusion"] is True, launch.name  # Triton's default changes in 3.10
     for index, (name, parameter) in enumerate(zip(kernel.arg_names, kernel.params, strict=True)):
         value = launch.values[name]
         if isinstance(value, torch.Tensor):

@@ -22,7 +22,7 @@ from polymoe.backends.triton.arguments import (
 from polymoe.backends.triton.buffers import Buffers, aligned_bytes, allocate, within
 from polymoe.backends.triton.config import Tile, TritonConfig
 from polymoe.backends.triton.tiles import decodes_in_float32, smaller
-from polymoe.kernels.triton.activation import pdl_options
+from polymoe.kernels.triton.activation import launch_options
 from polymoe.kernels.triton.finalize import finalize
 from polymoe.kernels.triton.grouped_gemm import OutOfResources, grouped_gemm
 from polymoe.kernels.triton.grouped_gemm_block_scaled import grouped_gemm_block_scaled
@@ -317,7 +317,7 @@ class TritonRunner(RunnerBase):
             "num_warps": tile.num_warps,
             "num_stages": tile.num_stages,
             "maxnreg": tile.maxnreg,
-            **pdl_options(config.pdl),
+            **launch_options(config.pdl),
         }
         blocks, several = ceil_div(matrix.n, tile.block_n), tile.n_blocks_per_cta
         if not up and several > 1 and tile.split_k == 1 and matrix.k <= MAX_STEPS * block_k:
@@ -361,7 +361,7 @@ class TritonRunner(RunnerBase):
             "num_warps": tile.num_warps,
             "num_stages": tile.num_stages,
             "maxnreg": tile.maxnreg,
-            **pdl_options(config.pdl),
+            **launch_options(config.pdl),
         }
         return _Gemm(config, grouped_gemm_block_scaled, ceil_div(matrix.n, tile.block_n), constants)
 

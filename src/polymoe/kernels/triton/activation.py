@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["activate", "ceil_div", "pdl_options", "pdl_wait_and_launch", "round_e4m3"]
+__all__ = ["activate", "ceil_div", "launch_options", "pdl_wait_and_launch", "round_e4m3"]
 
 
 @triton.jit
@@ -60,6 +60,7 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def pdl_options(pdl: bool) -> dict[str, bool]:
-    """Return launch options for programmatic dependent launch."""
-    return {"launch_pdl": True} if pdl else {}
+def launch_options(pdl: bool = False) -> dict[str, bool]:
+    """Return the options of every launch: fused multiply-adds, which are Triton's default until 3.9, and not from 3.10
+    on; and programmatic dependent launch, if it is asked for."""
+    return {"enable_fp_fusion": True, **({"launch_pdl": True} if pdl else {})}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
-from polymoe.kernels.triton.activation import activate, ceil_div
+from polymoe.kernels.triton.activation import activate, ceil_div, launch_options
 from polymoe.kernels.triton.permute import Permutation
 
 __all__ = ["PaddedTiles", "activate_rows", "pad_tiles"]
@@ -39,6 +39,7 @@ def pad_tiles(permutation: Permutation, block_m: int) -> PaddedTiles:
     _pad_tiles[(p.num_tiles,)](
         p.permuted_to_expanded_R, p.tile_expert, p.tile_first, p.tile_last, padded, num_rows, rows, p.num_tiles,
         BLOCK_M=block_m, LANES=triton.next_power_of_2(block_m), num_warps=1,
+        **launch_options(),
     )  # fmt: skip
     return PaddedTiles(padded, p.tile_expert, num_rows)
 
@@ -77,7 +78,7 @@ def activate_rows(
     _activate_rows[(rows, ceil_div(columns, block))](
         gate_up_RN, out_RF, ids_TA.contiguous(), gate_scales, up_scales, gate_scales.stride(0), columns, first_expert,
         experts, GATED=gate_up_RN.shape[1] != columns, SCALED=scales is not None, BLOCK=block, **activation,
-        num_warps=4,
+        num_warps=4, **launch_options(),
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
-from polymoe.kernels.triton.activation import ceil_div, pdl_options, pdl_wait_and_launch
+from polymoe.kernels.triton.activation import ceil_div, launch_options, pdl_wait_and_launch
 
 __all__ = ["finalize"]
 
@@ -31,7 +31,7 @@ def finalize(
         ids_TA.stride(0), ids_TA.stride(1), weights_TA.stride(0), weights_TA.stride(1),
         out_TH.stride(0), out_TH.stride(1), first_expert, experts,
         TOP_K=top_k, SPLIT_K=y_SRH.shape[0], WEIGHTED=weighted, BLOCK=block, PDL=pdl,
-        num_warps=4 if block > 256 else 2, **pdl_options(pdl),
+        num_warps=4 if block > 256 else 2, **launch_options(pdl),
     )  # fmt: skip
 
 

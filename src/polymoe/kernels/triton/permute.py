@@ -13,7 +13,7 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
-from polymoe.kernels.triton.activation import ceil_div, pdl_options, pdl_wait_and_launch
+from polymoe.kernels.triton.activation import ceil_div, launch_options, pdl_wait_and_launch
 from polymoe.kernels.triton.quantize import UNQUANTIZED, Operand, Quantization, convert_rows
 
 __all__ = ["Permutation", "max_tiles", "permutation_words", "permute"]
@@ -90,7 +90,7 @@ def permute(
     block, blocks = _blocks(rows)
     if blocks > 1:
         _count_rows[(blocks,)](
-            ids, counts, rows, first_expert, experts, BLOCK=block, BINS=bins, PDL=pdl, **pdl_options(pdl)
+            ids, counts, rows, first_expert, experts, BLOCK=block, BINS=bins, PDL=pdl, **launch_options(pdl)
         )
     else:
         counts = permuted_to_expanded  # not read
@@ -111,7 +111,7 @@ def permute(
         programs, x, values, scales, static, x_rows, x_TH.shape[1] if x_TH is not None else 1, x_row, x_column,
         per_row, ctas_per_row,
         BLOCK=block, BINS=bins, BLOCK_M=block_m, SINGLE=blocks == 1, ROWS=rows_per_program, TILES=_TILES,
-        CONVERT=operand is not None, PDL=pdl, **constants, num_warps=4, **pdl_options(pdl),
+        CONVERT=operand is not None, PDL=pdl, **constants, num_warps=4, **launch_options(pdl),
     )  # fmt: skip
     return Permutation(permuted_to_expanded, expert, first, last)
 

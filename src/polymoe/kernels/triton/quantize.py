@@ -13,7 +13,7 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
-from polymoe.kernels.triton.activation import activate, ceil_div, pdl_options, pdl_wait_and_launch, round_e4m3
+from polymoe.kernels.triton.activation import activate, ceil_div, launch_options, pdl_wait_and_launch, round_e4m3
 
 __all__ = ["OPERANDS", "UNQUANTIZED", "Operand", "Quantization", "activate_and_quantize", "convert_rows"]
 
@@ -105,7 +105,7 @@ def activate_and_quantize(
         parts_SGRF, operand.values, operand.scales, static, ids_TA, permuted_to_expanded_R,
         rows, columns, parts_SGRF.stride(0), parts_SGRF.stride(1), first_expert, experts,
         SPLIT_K=split_k, GATED=matrices == 2, CTAS_PER_ROW=operand.ctas_per_row, PDL=pdl, **activation,
-        **operand.constants, num_warps=4, **pdl_options(pdl),
+        **operand.constants, num_warps=4, **launch_options(pdl),
     )  # fmt: skip
 
 
