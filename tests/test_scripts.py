@@ -119,7 +119,7 @@ def clone(tmp_path: Path) -> Path:
     for name in (*scripts, ".ci/run", "pyproject.toml", "constraints.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
-    for folder in ("bin", "transformers-5.17.0", "triton-3.6.0"):
+    for folder in ("bin", "transformers-5.17.0", "triton-3.6.0", "triton-3.9.0"):
         (tmp_path / ".venv" / folder).mkdir(parents=True)
     for name in ("python", "ruff", "pyright", "clang-format", "mkdocs"):
         program = tmp_path / ".venv" / "bin" / name
@@ -157,14 +157,15 @@ def test_tiers(clone: Path, arguments: tuple[str, ...], asked: str, code: int) -
     assert (found, output) == (code, [f"{PARALLEL} {asked}", "reads a line"])
 
 
-OLDER = {
+OTHERS = {
     "transformers 5.17.0": "tests/engines tests/test_routing_transformers.py",
     "triton 3.6.0": "tests/kernels/test_triton.py tests/kernels/test_triton_compiles.py",
+    "triton 3.9.0": "--slow none tests/kernels/test_triton.py tests/kernels/test_triton_compiles.py",
 }
 ASKED = {
     "tests": "*-m not long",
     "long tests": "*-m long",
-    **{name: f"*{tests}" for name, tests in OLDER.items()},
+    **{name: f"*worksteal {tests}" for name, tests in OTHERS.items()},
     "the engines' contracts": "*engine_contract*",
 }
 
@@ -180,14 +181,14 @@ def test_all_goes_on_after_a_failure_and_sums_up(clone: Path, failed: tuple[str,
     assert asked == [
         f"{PARALLEL} -m not long",
         "python -m pytest -m long",
-        *(f"{PARALLEL} {tests}" for tests in OLDER.values()),
+        *(f"{PARALLEL} {tests}" for tests in OTHERS.values()),
     ]
 
 
 def test_a_package_of_another_version_than_asked_for_fails(clone: Path) -> None:
     code, output = run_in(clone, "scripts/test", "--all", status="1 *import triton;*\n")
-    assert (code, output[-1].split(", ")[-2]) == (1, "triton 3.6.0 FAILED (1)")
-    assert not [line for line in output if line.endswith(OLDER["triton 3.6.0"])]
+    assert (code, output[-1].split(", ")[-3:-1]) == (1, ["triton 3.6.0 FAILED (1)", "triton 3.9.0 FAILED (1)"])
+    assert not [line for line in output if line.endswith(OTHERS["triton 3.6.0"])]
 
 
 @pytest.mark.parametrize(
