@@ -32,7 +32,7 @@ from polymoe.bench.timing import TimedCalls, distinct_calls
 from polymoe.formats import FORMATS
 from polymoe.kernels.cuda import generate, modules
 from polymoe.kernels.cuda.driver import Module
-from polymoe.kernels.cuda.sizes import W4A8, W4A16_MMA, W4A16_WGMMA, CtaTile, FamilySizes
+from polymoe.kernels.cuda.sizes import W4A8, W4A8_ROWS, W4A16_MMA, W4A16_WGMMA, CtaTile, FamilySizes
 from polymoe.kernels.cuda.targets import SM90, Target
 from polymoe.layouts import LAYOUTS, Packed
 from polymoe.layouts.cuda import w4a8_fragments
@@ -90,6 +90,31 @@ MATH: Changes = (
 PING_PONG: Changes = (("gemm/w4a8.cuh", "kPingPong = BLOCK_M > 64;", "kPingPong = true;"),)
 NO_PING_PONG: Changes = (("gemm/w4a8.cuh", "kPingPong = BLOCK_M > 64;", "kPingPong = false;"),)
 """Whether warpgroups alternate at the tensor cores."""
+
+
+def _promoted(columns: int) -> Changes:
+    """So many columns are added up in the tensor cores."""
+    return (("gemm/w4a8_rows.cuh", "kPromoted = 256;", f"kPromoted = {columns};"),)
+
+
+_MAGNITUDES = """// Right up to step 11, below which E4M3 is subnormal, and for step 15 of zeros.
+__device__ __forceinline__ uint2 e2m1_magnitudes(uint32_t offset) {
+    return make_uint2(0x6C686000u - offset * 0x01010100u, 0x7C787470u - offset * 0x01010101u);
+}
+
+"""
+COMPUTED: Changes = (
+    ("gemm/w4a8_rows.cuh", "// How a format's codes become", f"{_MAGNITUDES}// How a format's codes become"),
+    *(
+        (
+            "gemm/w4a8_rows.cuh",
+            f"ld_shared_v2(lut + extract_byte<{part}>(offsets));",
+            f"e2m1_magnitudes(extract_byte<{part}>(offsets));",
+        )
+        for part in ("HALF * 2", "HALF * 2 + 1")
+    ),
+)
+"""Magnitudes are computed, not looked up."""
 MULTIPLIED: Changes = (
     ("dequant/fp4.cuh", "    a[1] = (word << 4) & mask;\n", "    a[1] = (word * powers[0]) & mask;\n"),
     ("dequant/fp4.cuh", "((word << 6) & 0x80C080C0u)", "((word * powers[2]) & 0x80C080C0u)"),
@@ -132,6 +157,7 @@ def _wgmma(
 
 
 _e4m3 = partial(_wgmma, family=W4A8)
+_rows = partial(_wgmma, family=W4A8_ROWS)
 
 
 def _mma(block_m: int, tokens: tuple[int, ...], changes: Changes = ()) -> Variant:
@@ -190,6 +216,12 @@ VARIANTS: dict[str, Variant] = {
     "e4m3-112": _e4m3(112, (2, 2, 2), (64, 80, 96), MANY),
     "e4m3-64-ping-pong": _e4m3(64, (4, 1, 4), (32, 48), SOME, changes=PING_PONG),
     "e4m3-128-no-ping-pong": _e4m3(128, (2, 2, 2), (32, 64, 96, 112), MANY, changes=NO_PING_PONG),
+    # One scale a row of x.
+    "rows-128": _rows(128, (2, 2, 2), (32, 64, 96, 112), MANY),
+    "rows-128-512": _rows(128, (2, 2, 2), (32, 64, 96, 112), MANY, changes=_promoted(512)),
+    "rows-128-computed": _rows(128, (2, 2, 2), (32, 64, 96, 112), MANY, changes=COMPUTED),
+    "rows-112": _rows(112, (2, 2, 2), (64, 80, 96), MANY),
+    "rows-128-math": _rows(128, (2, 2, 2), (32, 64, 96, 112), MANY, changes=MATH),
 }
 
 
@@ -284,6 +316,8 @@ def emulate(_: Path, names: Sequence[str]) -> None:
 
 def _layout(variant: Variant) -> tuple[str, str]:
     """The layout of weights, and how x is quantized."""
+    if variant.family is W4A8_ROWS:
+        return "w4a8_fragments", "fp8_token"
     return ("w4a8_fragments", "fp8_group128") if variant.family is W4A8 else ("w4a16_fragments", "16bit")
 
 
