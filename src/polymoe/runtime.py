@@ -79,7 +79,7 @@ class PlanRequest:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which ``device`` is torch's current GPU, because kernels launch on the current GPU."""
+    """Return a context in which ``device`` is torch's current GPU: kernels and other libraries use the current one."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(device)
@@ -190,10 +190,11 @@ class LayerRuntime:
 
     def _bind(self, dtype: torch.dtype) -> tuple[list[float], list[BoundStep]]:
         plan, packed = self.plans.selection(DTYPES[dtype]).require(), self.plans.packed(self.tensors)
-        runners = self._runners
-        for step in plan.steps:
-            if step.backend not in runners:  # a runner serves every dtype
-                runners[step.backend] = self.plans.request.backends[step.backend].bind(self.plans.problem, packed)
+        runners, backends = self._runners, self.plans.request.backends
+        with on_device(self.device):
+            for step in plan.steps:
+                if step.backend not in runners:  # a runner serves every dtype
+                    runners[step.backend] = backends[step.backend].bind(self.plans.problem, packed)
         bounds = [float("inf") if step.max_tokens is None else step.max_tokens for step in plan.steps]
         steps = [BoundStep(step.max_tokens, step.backend, runners[step.backend], step.config) for step in plan.steps]
         self._steps[dtype] = bounds, steps

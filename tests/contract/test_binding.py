@@ -6,7 +6,8 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,13 +16,14 @@ import pytest
 import torch
 from torch import Tensor
 
+import polymoe.runtime
 from polymoe.backends.base import Runner
 from polymoe.experts import FusedExperts
 from polymoe.layouts import Packed
 from polymoe.problem import Problem
 from polymoe.runtime import PlanCache
 from support.problems import problem_of, random_call, random_experts
-from support.toys import Toy, choice
+from support.toys import Toy, ToyRunner, choice
 
 Call = tuple[Tensor, Tensor, Tensor]
 
@@ -67,6 +69,26 @@ def test_a_layer_is_bound_once(backend: Any, call: Call) -> None:
     assert torch.equal(experts(*call), y)
     (packed,) = backend.bound
     assert [t.data_ptr() for t in packed.tensors.values()] == [t.data_ptr() for t in experts.packed.tensors.values()]
+
+
+def test_a_layer_is_bound_and_called_on_its_own_gpu(backend: Any, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a model's layers are spread over several GPUs, one of which is torch's current one."""
+    current: list[torch.device] = []
+    seen: list[list[torch.device]] = []
+
+    @contextmanager
+    def on_device(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(polymoe.runtime, "on_device", on_device)
+    for name in ("bind", "run"):
+        owner = Counting if name == "bind" else ToyRunner
+        own = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, own=own, **k: (seen.append(list(current)), own(*a, **k))[1])
+    layer(backend, check=False)(*call)
+    assert seen == [[torch.device("cpu")]] * 2
 
 
 def test_a_copy_and_a_replaced_buffer_are_bound_again(backend: Any, call: Call) -> None:

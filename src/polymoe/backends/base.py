@@ -190,7 +190,8 @@ class Backend(Protocol):
     def bind(self, problem: Problem, packed: Packed) -> Runner:
         """Prepare the calls of one layer, once: views, constants and addresses that no call needs to make again.
 
-        The runner refers to the packed tensors and copies none of them.
+        The runner refers to the packed tensors and copies none of them. Their GPU is torch's current one, here and in
+        :meth:`Runner.run`.
         """
         ...
 

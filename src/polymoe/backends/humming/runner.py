@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,8 +136,7 @@ class _Gemm:
         experts, self.locks = spec.local_experts, locks
         parts = {name.partition(".")[2]: t for name, t in packed.tensors.items() if name.startswith(f"{matrix}.")}
         fields = layer_fields(encoding)
-        with torch.cuda.device(locks.device) if locks.is_cuda else nullcontext():  # Triton's interpreter has no GPU
-            self.config = LayerConfig(shape_n=n, shape_k=k, num_experts=experts, **fields)
+        self.config = LayerConfig(shape_n=n, shape_k=k, num_experts=experts, **fields)
         native = packed.layout == "humming_a16_native" and encoding.element in NATIVE_ELEMENTS
         if self.config.use_native_dequant != native:
             order = {True: "the order of columns", False: "the order for arithmetic"}
