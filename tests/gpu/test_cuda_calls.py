@@ -68,6 +68,17 @@ def test_auto_takes_it_for_every_number_of_tokens(format: str) -> None:
     assert torch.equal(codes, weights.expert(3).down.codes)
 
 
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_a_default_device_and_x_at_an_odd_offset(backend: str) -> None:
+    weights, call = same_experts(hidden=336, intermediate=272), call_of(5)
+    with torch.device("cuda"):  # as torch.set_default_device
+        experts = layer(weights, backend)
+        x = torch.cat([call[0].new_zeros(1), call[0].flatten()])[1:].view(call[0].shape)
+        y = experts(x, *call[1:])
+    assert x.data_ptr() % 16
+    assert relative_error(y.cpu(), expected(experts, weights, call)) < TOLERANCE
+
+
 @pytest.mark.parametrize("tokens", [1, 12, 200])
 def test_compiled_graph_without_a_break(tokens: int) -> None:
     experts, call = layer(same_experts(hidden=336, intermediate=272)), call_of(tokens)

@@ -111,9 +111,8 @@ class Sm12xNvfp4(Route):
 
     def predict(self, problem: Problem, machine: Machine, tokens: int) -> Prediction:
         """Time of a call by the rates of the family."""
-        c = cost(problem, machine.device, tokens)
         rates = _RATES[self.configure(problem, machine, tokens).route]
-        return Prediction(max(c.memory_us / rates.bandwidth, c.compute_us / rates.math) + rates.fixed_us)
+        return rates.predict(cost(problem, machine.device, tokens))
 
     def bind(self, problem: Problem, packed: Packed) -> Runner:
         """Return a runner for the packed layer."""

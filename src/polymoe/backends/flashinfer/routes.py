@@ -18,7 +18,7 @@ from polymoe.backends.base import Prediction, Runner, mapped_ids
 from polymoe.backends.config import Config
 from polymoe.backends.flashinfer.config import FlashInferConfig
 from polymoe.backends.packages import need_package
-from polymoe.cost import cost
+from polymoe.cost import Cost, cost
 from polymoe.errors import PlanError
 from polymoe.formats import FORMATS
 from polymoe.layouts import Packed
@@ -41,6 +41,10 @@ class RouteRates:
     bandwidth: float
     math: float
     fixed_us: float
+
+    def predict(self, c: Cost) -> Prediction:
+        """Return the time of one call: the longer of memory and math, and the launches."""
+        return Prediction(max(c.memory_us / self.bandwidth, c.compute_us / self.math) + self.fixed_us)
 
 
 class Route(ABC):
@@ -104,8 +108,7 @@ class Route(ABC):
 
     def predict(self, problem: Problem, machine: Machine, tokens: int) -> Prediction:
         """Time of a call by the route's rates."""
-        c, rates = cost(problem, machine.device, tokens), self.rates
-        return Prediction(max(c.memory_us / rates.bandwidth, c.compute_us / rates.math) + rates.fixed_us)
+        return self.rates.predict(cost(problem, machine.device, tokens))
 
     @abstractmethod
     def bind(self, problem: Problem, packed: Packed) -> Runner:
