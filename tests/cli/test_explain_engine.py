@@ -28,7 +28,7 @@ def test_what_runs(cli: Cli) -> None:
     )  # fmt: skip
     assert (code, err) == (0, "")
     first, second, layout, *steps = out.splitlines()
-    assert first.endswith("gpt_oss, in vLLM on h200 (sm_90), ep=2")
+    assert first.endswith("gpt_oss, in vLLM on h200 (sm_90), ep=2, role decode")
     assert second.startswith("layers 0-3 (GptOssMxfp4MoEMethod): polymoe runs them: mxfp4, H=192 F=192 E=8 (4 from 0)")
     assert layout == "  layout w4a16_fragments, 234.0 KiB packed for each layer on this rank"
     assert steps[0].startswith("  1-16 tokens: cuda, ")
@@ -41,7 +41,7 @@ def test_why_layers_stay_with_the_engine(cli: Cli, monkeypatch: pytest.MonkeyPat
     arguments = ("explain", MODELS / "sums-mixtral-awq", "--device", "cpu", "--engine", "sglang", "--json")
     code, out, _ = cli(*arguments)
     found = json.loads(out)
-    assert (code, found["engine"], found["off"]) == (0, "sglang", False)
+    assert (code, found["engine"], found["role"], found["off"]) == (0, "sglang", "mixed", False)
     ours, theirs = found["layers"]
     assert (ours["layers"], ours["runs"], ours["plan"]["steps"][0]["backend"]) == ([0, 1], True, "reference")
     assert ours["packed_bytes_per_layer"] == 8 * 51072

@@ -67,6 +67,7 @@ def explain_engine(
                 "device": str(machine.device),
                 "tp": shard.tp,
                 "ep": shard.ep,
+                "role": request.role,
                 "off": off,
                 "layers": [_row(row) for row in rows],
             }
@@ -74,7 +75,8 @@ def explain_engine(
         return
     out = console()
     ranks = "".join(f", {name}={size}" for name, size in (("tp", shard.tp), ("ep", shard.ep)) if size > 1)
-    out.print(f"{printable(opened.name)}: {opened.model_type}, in {about.name} on {machine.device}{ranks}")
+    role = f", role {request.role}" if request.role != "mixed" else ""
+    out.print(f"{printable(opened.name)}: {opened.model_type}, in {about.name} on {machine.device}{ranks}{role}")
     if off:
         out.print(f"POLYMOE=0: {about.name} runs all experts; without it:")
     for row in rows:
