@@ -63,7 +63,7 @@ def main() -> int:
     print("times in microseconds; in brackets relative to sm90", *args.targets, sep="\n", flush=True)
     good = True
     for name in args.cases or DEFAULT:
-        workload = Workload.of_case(CASES[name], device, args.format)
+        workload = Workload.of_case(CASES[name], device, args.format, "16bit")
         problem = workload.problem
         eight_bits = problem.spec.format in W8A16_MMA.formats
         tiled = W8A16_MMA_TILED if eight_bits else W4A16_MMA_TILED
