@@ -155,6 +155,19 @@ class TestEngines:
                 {"vllm": "0.33.0"}, {"VLLM_PLUGINS": "a,polymoe", "POLYMOE": "require"}, ["a", "polymoe"],
                 "0.33.0, polymoe's plug-in runs in every process of vLLM",
             ),
+            (
+                {"vllm": "0.33.0"}, {"POLYMOE": "false"}, ["polymoe"],
+                "0.33.0, polymoe's plug-in ends the start of vLLM: POLYMOE: got 'false'; known: 0, 1, auto",
+            ),
+            (
+                {"vllm": "0.33.0"}, {"POLYMOE": "0", "POLYMOE_BACKEND": "x"}, ["polymoe"],
+                "0.33.0, polymoe's plug-in is off: POLYMOE=0",
+            ),
+            (
+                {"sglang": "0.5.23"}, {"POLYMOE_ROLE": "first"}, ["polymoe"],
+                "0.5.23, polymoe's plug-in ends the start of SGLang: POLYMOE_ROLE: got 'first'; known: decode, mixed",
+            ),
+            ({"vllm": "0.24.0rc1"}, {}, ["polymoe"], "0.24.0rc1: too old, polymoe needs 0.24 or newer"),
             ({"sglang": "0.5.16.post1"}, {}, ["polymoe"], "0.5.16.post1: too old, polymoe needs 0.5.17 or newer"),
             ({"sglang": "0.5.17.post1"}, {}, [], "0.5.17.post1, polymoe's plug-in is not registered"),
             ({"sglang": "0.5.23"}, {"POLYMOE": "off"}, ["polymoe"], "0.5.23, polymoe's plug-in is off: POLYMOE=off"),
@@ -187,7 +200,7 @@ class TestEngines:
         monkeypatch.setattr(
             diagnosis.metadata, "entry_points", lambda group: metadata.EntryPoints(found).select(group=group)
         )
-        for name in ("POLYMOE", "SGLANG_PLUGINS", "VLLM_PLUGINS"):
+        for name in ("POLYMOE", "POLYMOE_BACKEND", "POLYMOE_ROLE", "SGLANG_PLUGINS", "VLLM_PLUGINS"):
             monkeypatch.delenv(name, raising=False)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)

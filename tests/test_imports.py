@@ -71,12 +71,12 @@ ALLOWED["runtime"] = ALLOWED["planning"] | {"planning", "call"}
 ALLOWED["load_check"] = ALLOWED["runtime"] | {"runtime"}
 ALLOWED["experts"] = ALLOWED["load_check"] | {"load_check", "checkpoint"}
 ALLOWED["explanation"] = ALLOWED["experts"] | {"experts"}
-ALLOWED["diagnosis"] = ALLOWED["runtime"]
-_CORE = ALLOWED["explanation"] | {"explanation", "diagnosis"}
+_CORE = ALLOWED["explanation"] | {"explanation"}
 ALLOWED["engines"] = set()
 ALLOWED["verify"] = set(_CORE)
 ALLOWED["engines.transformers"] = _CORE | {"engines"}
 ALLOWED["engines.serving"] = _CORE | {"checkpoint.dialects"}
+ALLOWED["diagnosis"] = ALLOWED["runtime"] | {"engines.serving"}
 ALLOWED["engines.sglang"] = _CORE | {"engines.serving"}
 ALLOWED["engines.vllm"] = _CORE | {"engines.serving"}
 ALLOWED["generate"] = ALLOWED["serve"] = _CORE | {"engines.transformers"}  # whole models
@@ -85,7 +85,7 @@ ALLOWED["bench.peers"] = _CORE | {"bench", "kernels.triton"}
 ALLOWED["evaluate"] = {"atomic", "errors", "install_command", "json_input", "server_replies"}
 ALLOWED["bench.serving"] = ALLOWED["evaluate"] | {"bench"}  # nothing that loads a model
 ALLOWED["cli"] = _CORE | {"bench", "bench.serving", "serve", "generate", "evaluate", "verify"}
-ALLOWED["cli"] |= {"engines.serving", "engines.transformers"}
+ALLOWED["cli"] |= {"diagnosis", "engines.serving", "engines.transformers"}
 ALLOWED["__main__"] = {"cli"}
 
 ENGINES = {"transformers", "vllm", "sglang", "triton", "flashinfer"}

@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from polymoe.backends.packages import release
+from polymoe.backends.packages import at_least
 from polymoe.environment import VARIABLES, cache_directory
 from polymoe.machine import Machine, driver_cuda
 from polymoe.plugins import GROUP, load
@@ -33,9 +33,9 @@ _OTHERS_VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_INTERPRET", "HF_HOME", "SGLANG_PLUGINS",
     "VLLM_PLUGINS",
 )  # fmt: skip
-_OLDEST_TRANSFORMERS = (5, 16)
-_OLDEST_VLLM = (0, 24)
-_OLDEST_SGLANG = (0, 5, 17)
+_OLDEST_TRANSFORMERS = "5.16"
+_OLDEST_VLLM = "0.24"
+_OLDEST_SGLANG = "0.5.17"
 _WALK_SECONDS = 0.5
 """How long the size of a cache may take."""
 _SIZES: dict[str, Any] = {"hidden": 4096, "intermediate": 2048, "experts": 128}
@@ -132,7 +132,7 @@ def _packages() -> Facts:
 
         return f"{torch.__version__}, " + (f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA")
 
-    names = ("triton", "flashinfer-python", "safetensors", "huggingface-hub")
+    names = ("triton", "flashinfer-python", "flashinfer-cubin", "humming-kernels", "safetensors", "huggingface-hub")
     return {"torch": _fact(torch_version), **{name: _fact(lambda name=name: _version(name)) for name in names}}
 
 
@@ -158,13 +158,10 @@ def _gpu(index: int) -> Facts:
 
     device = Machine.of(f"cuda:{index}").device
     free, total = torch.cuda.mem_get_info(index)
-    return {
-        "name": torch.cuda.get_device_name(index),
-        "known as": str(device),
-        "capability": ".".join(map(str, device.capability or ())),
-        "SMs": device.sms,
-        "memory": f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB",
-    }
+    capability = ".".join(map(str, device.capability or ()))
+    memory = f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB"
+    name = torch.cuda.get_device_name(index)
+    return {"name": name, "known as": str(device), "capability": capability, "SMs": device.sms, "memory": memory}
 
 
 def _backends() -> Facts:
@@ -278,15 +275,13 @@ def _transformers() -> str:
     version = _version("transformers")
     if version == "not installed":
         return version
-    if release(version) < _OLDEST_TRANSFORMERS:
-        return f"{version}: too old, polymoe needs {'.'.join(map(str, _OLDEST_TRANSFORMERS))} or newer"
+    if not at_least(version, _OLDEST_TRANSFORMERS):
+        return f"{version}: too old, polymoe needs {_OLDEST_TRANSFORMERS} or newer"
     loading = sys.modules.get("polymoe.engines.transformers.loading")
     if loading is not None and loading.installed():
         return f"{version}, polymoe's plug-in is active in this process"
-    return (
-        f"{version}, polymoe's plug-in is not active in this process: `polymoe run` and `polymoe serve` use it; "
-        "other programs call polymoe.install()"
-    )
+    use = "`polymoe run` and `polymoe serve` use it; other programs call polymoe.install()"
+    return f"{version}, polymoe's plug-in is not active in this process: {use}"
 
 
 def _vllm() -> str:
@@ -303,33 +298,39 @@ def _sglang() -> str:
     return _plug_in("SGLang", _version("sglang"), _OLDEST_SGLANG, "sglang.srt.plugins", "SGLANG_PLUGINS", named)
 
 
-def _plug_in(
-    engine: str, version: str, oldest: tuple[int, ...], group: str, variable: str, named: list[str] | None
-) -> str:
-    """Whether an engine's processes would run polymoe's plug-in, as far as the environment of this one says.
-
-    ``oldest`` is the oldest version with the plug-in's hooks, ``group`` that of the engine's entry points, and
-    ``variable`` limits plug-ins to those ``named``, None for all.
-    """
+def _plug_in(engine: str, version: str, oldest: str, group: str, variable: str, named: list[str] | None) -> str:
+    """Whether an engine's processes would run polymoe's plug-in, as far as the environment of this one says. ``group``
+    is that of the engine's entry points, and ``variable`` limits plug-ins to those ``named``, None for all."""
     if version == "not installed":
         return version
-    if release(version) < oldest:
-        return f"{version}: too old, polymoe needs {'.'.join(map(str, oldest))} or newer"
+    if not at_least(version, oldest):
+        return f"{version}: too old, polymoe needs {oldest} or newer"
     if not any(point.name == "polymoe" for point in metadata.entry_points(group=group)):
         return f"{version}, polymoe's plug-in is not registered: install polymoe with pip"
     if os.environ.get("POLYMOE", "").lower() in ("0", "off"):
         return f"{version}, polymoe's plug-in is off: POLYMOE={os.environ['POLYMOE']}"
     if named is not None and "polymoe" not in named:
         return f"{version}, polymoe's plug-in is off: {variable}={os.environ[variable]} does not name polymoe"
+    if wrong := _fact(_wrong_settings):
+        return f"{version}, polymoe's plug-in ends the start of {engine}: {wrong}"
     return f"{version}, polymoe's plug-in runs in every process of {engine}"
 
 
+def _wrong_settings() -> str:
+    """What is wrong with the user's settings for serving engines, or nothing."""
+    from polymoe.engines.serving.settings import EngineSettings
+    from polymoe.errors import ArgumentError
+
+    try:
+        EngineSettings.read().check_names()
+    except ArgumentError as error:
+        return " ".join(str(error).replace("\n  hint:", ";").split())
+    return ""
+
+
 def _caches() -> Facts:
-    return {
-        "polymoe": _fact(lambda: _sized(cache_directory())),
-        "tuned tables": _fact(_tables),
-        "Triton": _fact(lambda: _sized(_triton_cache())),
-    }
+    own, triton = (_fact(lambda find=find: _sized(find())) for find in (cache_directory, _triton_cache))
+    return {"polymoe": own, "tuned tables": _fact(_tables), "Triton": triton}
 
 
 def _triton_cache() -> Path:
@@ -392,9 +393,5 @@ def _host() -> Facts:
         usage = shutil.disk_usage(existing)
         return f"{usage.free / 2**30:.1f} GiB free of {usage.total / 2**30:.1f} GiB at {existing}"
 
-    return {
-        "OS": _fact(platform.platform),
-        "CPUs": _fact(os.cpu_count),
-        "memory": _fact(memory),
-        "disk": _fact(disk),
-    }
+    found = {"OS": platform.platform, "CPUs": os.cpu_count, "memory": memory, "disk": disk}
+    return {name: _fact(find) for name, find in found.items()}

@@ -17,7 +17,7 @@ import torch
 from polymoe.activations import GeGLU, SwiGLU
 from polymoe.backends.flashinfer import FlashInfer
 from polymoe.backends.flashinfer.config import FlashInferConfig
-from polymoe.backends.packages import need_package, release
+from polymoe.backends.packages import at_least, need_package, release
 from polymoe.bench.cases import CASES
 from polymoe.bench.records import read
 from polymoe.errors import PlanError
@@ -54,12 +54,17 @@ def reasons(found: Problem, where: Machine) -> list[str]:
     return [str(reason) for reason in verdict.reasons]
 
 
-@pytest.mark.parametrize(
-    ("version", "numbers"),
-    [("0.7.2", (0, 7, 2)), ("0.6.16.post4", (0, 6, 16)), ("2.11.0+cu130", (2, 11, 0)), ("0.7.2rc1", (0, 7, 2, -1))],
-)
-def test_versions(version: str, numbers: tuple[int, ...]) -> None:
-    assert release(version) == numbers
+def test_versions() -> None:
+    for same in (("0.7.2", "0.7.2.post1", "0.7.2+cu130"), ("0.24", "0.24.0")):
+        assert len({release(version) for version in same}) == 1
+    versions = ("", "0.6.16.post4", "0.7.2.dev3", "0.7.2", "0.7.10", "0.24.0rc1", "0.24", "2.11.0+cu130")
+    rising = [release(version) for version in versions]
+    assert rising == sorted(set(rising))
+
+
+def test_a_version_before_the_least_is_too_old() -> None:
+    assert all(at_least(version, "0.7.2") for version in ("0.7.2", "0.7.2.post1", "0.7.3rc1"))
+    assert not any(at_least(version, "0.7.2") for version in ("0.7.2rc1", ""))
 
 
 class TestPackage:

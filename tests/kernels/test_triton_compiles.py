@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from polymoe.activations import GeGLU
-from polymoe.backends.packages import release
+from polymoe.backends.packages import at_least
 from polymoe.backends.triton import Tile, Triton, TritonConfig
 from polymoe.bench.cases import CASES
 from polymoe.formats import FORMATS, Encoding, PerGroup
@@ -123,7 +123,7 @@ def test_every_cell_compiles_and_fits(format: str, mode: str, sm: int, tokens: i
         require_that_it_fits(launch, sm, tmp_path)
 
 
-@pytest.mark.skipif(release(triton.__version__) < (3, 7, 1), reason="this Triton has no block-scaled MMA for SM120")
+@pytest.mark.skipif(not at_least(triton.__version__, "3.7.1"), reason="this Triton has no block-scaled MMA for SM120")
 @pytest.mark.parametrize(
     ("format", "mode"),
     [("mxfp4", "fp8_group128_ue8m0"), *(pytest.param(f, "mxfp8", marks=pytest.mark.slow) for f in ("mxfp4", "mxfp8"))],

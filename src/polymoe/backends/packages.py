@@ -8,17 +8,28 @@ from collections.abc import Mapping, Sequence
 from polymoe.machine import Machine
 from polymoe.verdict import Reasons
 
-__all__ = ["need_package", "release"]
+__all__ = ["at_least", "need_package", "release"]
+
+_PARTS = 4  # numbers of a version, so that 0.7 and 0.7.0 are the same
 
 
 def release(version: str) -> tuple[int, ...]:
-    """Return a version's numbers, to compare: (0, 7, 2) for "0.7.2", "0.7.2.post1" and "0.7.2+cu130".
+    """Return a version's numbers, to compare with those of another: the same for "0.7.2", "0.7.2.post1" and
+    "0.7.2+cu130".
 
-    A version before the release, such as "0.7.2rc1", is less than it: (0, 7, 2, -1).
+    A version before the release, such as "0.7.2rc1", is less than it: its last number is -1 and not 0.
     """
     numbers = re.match(r"[\d.]*\d", version)
-    found = tuple(int(part) for part in numbers[0].split(".")) if numbers else ()
-    return (*found, -1) if re.match(r"[\d.]*[._-]?(a|b|c|rc|dev|alpha|beta|pre)", version) else found
+    if numbers is None:
+        return ()
+    found = [int(part) for part in numbers[0].split(".") if part]
+    before = re.match(r"[\d.]*[._-]?(a|b|c|rc|dev|alpha|beta|pre)", version)
+    return (*found, *[0] * (_PARTS - len(found)), -1 if before else 0)
+
+
+def at_least(version: str, least: str) -> bool:
+    """Return whether a version is ``least`` or newer; "" is that of a package that is not installed."""
+    return release(version) >= release(least)
 
 
 def need_package(
@@ -46,6 +57,6 @@ def need_package(
         return ()
     does = next((what for bad, what in (wrong or {}).items() if release(version) == release(bad)), "")
     got = f"{version}, which {does}" if does else version
-    if reasons.need(release(version) >= release(least), f"package {name}", f"{least} or newer", got):
+    if reasons.need(at_least(version, least), f"package {name}", f"{least} or newer", got):
         reasons.need(not does, f"package {name}", "another version", got)
     return ()

@@ -23,7 +23,7 @@ from polymoe.backends.base import Runner, RunnerBase, aligned, mapped_ids, requi
 from polymoe.backends.config import Config
 from polymoe.backends.flashinfer.config import FlashInferConfig
 from polymoe.backends.flashinfer.routes import PACKAGE, Route, RouteRates, swiglu_constants
-from polymoe.backends.packages import release
+from polymoe.backends.packages import at_least
 from polymoe.cost import cost
 from polymoe.errors import PlanError, nearest
 from polymoe.layouts import Packed
@@ -33,7 +33,7 @@ from polymoe.routing import Routing
 
 __all__ = ["CutlassSM90"]
 
-_FOLDED = (0, 6, 18)
+_FOLDED = "0.6.18"
 """The first version with other codes, scales and tactics."""
 
 _FLAT_TILES = ("64x16x128", "64x32x128", "64x64x128", "64x128x128", "128x16x128", "128x32x128", "128x64x128")
@@ -101,7 +101,7 @@ class CutlassSM90(Route):
 
 def _folded(machine: Machine) -> bool:
     version = machine.packages.get(PACKAGE)
-    return version is None or release(version) >= _FOLDED
+    return version is None or at_least(version, _FOLDED)
 
 
 def _tactics(folded: bool) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from polymoe.activations import GeGLU, ReLU2, SwiGLU
 from polymoe.backends.base import BackendBase, Prediction, Runner
 from polymoe.backends.config import Config
 from polymoe.backends.features import SHARDS, Handled
-from polymoe.backends.packages import need_package, release
+from polymoe.backends.packages import at_least, need_package
 from polymoe.cost import cost
 from polymoe.layouts import Packed
 from polymoe.layouts.humming import NATIVE_ELEMENTS
@@ -73,7 +73,7 @@ class Humming(BackendBase):
         device, reasons = machine.device, Reasons()
         notes = tuple(need_package(reasons, machine, PACKAGE, _OLDEST, wrong=_WRONG))
         triton = machine.packages.get("triton", "")
-        reasons.need(release(triton) >= (3, 6), "triton", "3.6 or newer", triton or "none")
+        reasons.need(at_least(triton, "3.6"), "triton", "3.6 or newer", triton or "none")
         known = device.kind == "cuda" and 80 <= device.sm <= 121
         reasons.need(known, "GPU", "SM80 to SM121, for which Humming's order of weights is known", device.arch)
         layout = "humming_a16"

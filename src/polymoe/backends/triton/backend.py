@@ -22,7 +22,7 @@ from polymoe.activations import GeGLU, ReLU2, SwiGLU
 from polymoe.backends.base import BackendBase, Prediction, Runner
 from polymoe.backends.config import Config
 from polymoe.backends.features import ANY, SHARDS, Handled
-from polymoe.backends.packages import release
+from polymoe.backends.packages import at_least
 from polymoe.backends.triton.config import Tile, TritonConfig
 from polymoe.backends.triton.tiles import PLANES, heuristic, in_two_operands, tuning_configs
 from polymoe.cost import cost
@@ -70,7 +70,7 @@ class Triton(BackendBase):
         device, spec, reasons = machine.device, problem.spec, Reasons()
         reasons.need(device.kind == "cuda" and device.sm >= 80, "GPU", "SM80 or newer", device.arch)
         version = machine.packages.get("triton", "")
-        reasons.need(release(version) >= (3, 6), "triton", "3.6 or newer", version or "none")
+        reasons.need(at_least(version, "3.6"), "triton", "3.6 or newer", version or "none")
         static_input = problem.activations.static and problem.weight_on == "input"
         reasons.need(not static_input, "routing weight on the input", "dynamic scales of activations", "fp8_static")
         if problem.activations.scale_dtype == "e8m0":  # x times the weight may round to another power of two

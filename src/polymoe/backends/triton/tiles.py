@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from math import log2
 
 from polymoe.backends.config import Config
-from polymoe.backends.packages import release
+from polymoe.backends.packages import at_least
 from polymoe.backends.triton.config import MAX_SPLIT_K, Tile, TritonConfig
 from polymoe.cost import cost
 from polymoe.formats import Encoding, PerGroup
@@ -65,7 +65,7 @@ _TILES: dict[int, dict[int, tuple[Tile, Tile]]] = {
 }
 _BLOCK_SCALED_TILE = Tile(128, 128, 8, 2)
 """Up to a block_m of 64 it compiles without spills, for gate and up to 64 MMAs in 480 instructions. Never timed."""
-_BLOCK_SCALED_TRITON = {120: (3, 7, 1), 121: (3, 8)}
+_BLOCK_SCALED_TRITON = {120: "3.7.1", 121: "3.8"}
 """The first Triton that makes block-scaled MMAs of E4M3 for a GPU."""
 # tail_block_m by block_m.
 _TAIL_BLOCK_M = {8: 0, 16: 0, 32: 16, 64: 32, 128: 32}
@@ -97,7 +97,7 @@ def block_scaled(problem: Problem, machine: Machine) -> bool:
     least = _BLOCK_SCALED_TRITON.get(machine.device.sm)
     return (
         least is not None
-        and release(machine.packages.get("triton", "")) >= least
+        and at_least(machine.packages.get("triton", ""), least)
         and problem.activations.scale_dtype == "e8m0"
         and all(
             e.element in ("e2m1", "e4m3") and e.scale_dtype == "e8m0" and e.granularity == PerGroup(1, 32)

@@ -63,6 +63,26 @@ class EngineSettings:
             role=environ.get("POLYMOE_ROLE") or None,
         )
 
+    def check_names(self) -> None:
+        """Check the names of backend, activations and role, as the first layer of a model does.
+
+        Raises:
+            ArgumentError: for an unknown one; it names the variable.
+        """
+        from polymoe.activation_quantization import ActivationQuantization
+        from polymoe.backends import BACKENDS
+        from polymoe.planning.plan import role_tokens
+        from polymoe.planning.select import require_backend
+
+        try:
+            require_backend(self.backend, BACKENDS)
+            role_tokens(self.role or "mixed")
+            if self.activations != "auto":
+                ActivationQuantization.of(self.activations)
+        except ArgumentError as error:
+            error.where = f"POLYMOE_{error.where.upper()}"
+            raise
+
     def includes(self, where: str) -> bool:
         """Whether the layer of this name is one that polymoe is to run; a name without a number always is."""
         index = layer_index(where)
