@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +31,14 @@ from support.runners import Followed
 from support.tiny import CPU, TINY, bench
 
 GPT_OSS = SwiGLU(alpha=1.702, beta=1.0, limit=7.0)
+
+
+def test_every_expert_that_is_read_is_progress() -> None:
+    said: list[str] = []
+    assert len(list(bench().rows([1], ["torch"], said.append))) == 1
+    assert any(re.fullmatch(r"reference: expert \d of 5", text) for text in said)
+    assert "torch: packing: expert 5 of 5" in said
+    assert said[-1] == "torch: 1 tokens"
 
 
 @pytest.mark.parametrize("weight_on", ["output", "input"])

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.table import Table
 
 from polymoe.cli import progress
+from polymoe.cli.output import print_table
 from polymoe.cli.progress import Progress
 
 SUMS = Path(__file__).parents[2] / "models" / "sums-gpt-oss-mxfp4"
@@ -52,3 +54,19 @@ def test_tables_follow_columns(cli: Callable[..., tuple[int, str, str]], monkeyp
         out = cli("explain", SUMS, "--device", "h200")[1]
         widest[columns] = max(len(line) for line in out.splitlines() if "┃" in line or "│" in line)
     assert widest["60"] <= 60 < widest["80"] <= 80 < widest[None]
+
+
+@pytest.mark.parametrize(("columns", "lines"), [("60", True), ("32", False), ("20", False)])
+def test_a_table_is_never_cut(
+    columns: str, lines: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a narrow terminal it loses its lines first; words are broken only where they still do not fit."""
+    monkeypatch.setenv("COLUMNS", columns)
+    table = Table("tokens", "backend", "median", "error")
+    table.add_row("1", "reference", "25.1 us", "1.5e-03")
+    print_table(table)
+    out = capsys.readouterr().out
+    assert ("│" in out) == lines
+    assert "…" not in out
+    assert max(map(len, out.splitlines())) <= int(columns)
+    assert all((word in out.split()) == (columns != "20") for word in ("reference", "1.5e-03"))

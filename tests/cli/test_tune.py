@@ -49,6 +49,18 @@ def test_a_table_that_explain_reads(cli: Cli) -> None:
     assert [row["note"] for row in json.loads(out)] == ["in the table already"] * 2
 
 
+def test_a_cache_that_cannot_be_written_to_is_found_before_anything_is_measured(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("POLYMOE_CACHE", str(tmp_path / "file"))
+    code, out, err = cli("tune", *SMALL)
+    assert (code, out) == (2, "")
+    assert "expected a directory that can be written to" in err
+    assert "POLYMOE_CACHE" in err
+    assert "tune: " not in err
+
+
 def test_json_rows_and_another_file(cli: Cli, tmp_path: Path) -> None:
     out = tmp_path / "mine.jsonl"
     code, stdout, _ = cli("tune", *SMALL, "--out", out, "--json", "--tp", 2)

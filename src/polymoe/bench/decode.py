@@ -29,13 +29,14 @@ from polymoe.numerics import relative_error
 if TYPE_CHECKING:
     from polymoe.engines.transformers.decode_graph import Decoder
 
-__all__ = ["TOLERANCE", "Contender", "ModelBench"]
+__all__ = ["COMPARED", "TOLERANCE", "Contender", "ModelBench"]
 
 TOLERANCE = 5e-2
 """Largest relative difference between logits of two ways to run a model, as the median over positions. Transformers'
 own experts implementations differ by 2.4e-2 on 24 layers of random bfloat16 weights, as rounding changes routing."""
 
-_COMPARED = 8  # steps
+COMPARED = 8
+"""Steps whose logits are compared, however few are timed."""
 
 _WAYS = {"graph": "compiled as one graph", "parts": "compiled in parts", "plain": "not compiled"}
 """How steps run; the first two are captured in a CUDA graph and replayed."""
@@ -169,7 +170,7 @@ class ModelBench:
         from polymoe.engines.transformers.decode_graph import Decoder
 
         prompts_BT, given_NB1 = self._tokens(model, batch)
-        most = self.prompt_len + max(self.steps, _COMPARED)
+        most = self.prompt_len + max(self.steps, COMPARED)
         plain = Decoder(model, max_tokens=most, compile=None, capture=False)
         with _counted(model) as read:
             expected = _logits(plain, prompts_BT, given_NB1)
@@ -223,10 +224,11 @@ class ModelBench:
     def _tokens(self, model: Any, batch: int) -> tuple[Tensor, Tensor]:
         """Return prompts [B, T] and the tokens to decode [N, B, 1]."""
         g = torch.Generator().manual_seed(1)
-        most = self.prompt_len + max(self.steps, _COMPARED)
+        most = self.prompt_len + max(self.steps, COMPARED)
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if context is not None and max(most, self.prefill_len) > context:
-            raise ArgumentError("tokens", expected=f"at most {context}, the model's context", got=str(most))
+            got = str(max(most, self.prefill_len))
+            raise ArgumentError("tokens", expected=f"at most {context}, the model's context", got=got)
         ids_BT = torch.randint(model.config.vocab_size, (batch, most), generator=g).to(model.device)
         return ids_BT[:, : self.prompt_len], ids_BT[:, self.prompt_len :].T[:, :, None].contiguous()
 
@@ -287,7 +289,7 @@ class ModelBench:
 def _logits(decoder: Decoder, prompts_BT: Tensor, given_NB1: Tensor) -> Tensor:
     """Return the logits of the compared steps on the host: [N, B, V]."""
     decoder.prefill(prompts_BT)
-    return torch.stack([decoder.step(token_B1).cpu() for token_B1 in given_NB1[:_COMPARED]])
+    return torch.stack([decoder.step(token_B1).cpu() for token_B1 in given_NB1[:COMPARED]])
 
 
 def _compare(what: str, got: Tensor, expected: Tensor) -> float:

@@ -38,6 +38,7 @@ from polymoe.machine import Machine
 from polymoe.numerics import relative_error
 from polymoe.problem import Problem
 from polymoe.routing import Routing
+from polymoe.tensors import Expert, ExpertWeights
 
 __all__ = ["Bench", "BenchRow", "Call", "draw_calls", "reference_results"]
 
@@ -96,20 +97,22 @@ class Bench:
         progress("reference")
         calls = {t: draw_calls(self.workload.problem, self.distribution, self.device, t) for t in tokens}
         modes = {UNQUANTIZED, *(c.problem.activations for c in contenders)}
-        expected = {mode: reference_results(self.workload, mode, [calls[t][0] for t in tokens]) for mode in modes}
+        first = [calls[t][0] for t in tokens]
+        expected = {mode: reference_results(self.workload, mode, first, progress) for mode in modes}
         # Backends that share a layout run one after the other, and only one packed layer is in memory.
         packed: Packed | None = None
         for c in sorted(contenders, key=lambda c: c.plan.layout if c.plan else ""):
             if c.peer is not None:
                 continue
             progress(f"{c.name}: packing")
+            weights = _told_of(self.workload.weights, progress, f"{c.name}: packing")
             try:
                 if c.plan is None:
-                    run = run_baseline(c, baseline.dequantize(self.workload.weights))
+                    run = run_baseline(c, baseline.dequantize(weights))
                 else:
                     if packed is None or packed.layout != c.plan.layout:
                         packed = None
-                        packed = LAYOUTS[c.plan.layout].pack(self.workload.weights, self.device)
+                        packed = LAYOUTS[c.plan.layout].pack(weights, self.device)
                     run = run_backend(c, packed)
             except torch.OutOfMemoryError:
                 yield BenchRow(c.name, None, note="out of GPU memory while packing")
@@ -245,9 +248,26 @@ def draw_calls(problem: Problem, distribution: RoutingDistribution, device: torc
     return calls
 
 
-def reference_results(workload: Workload, mode: ActivationQuantization, calls: Sequence[Call]) -> Sequence[Tensor]:
-    """Return the reference's float32 results of all calls with activations in ``mode``; each expert is read once."""
+def reference_results(
+    workload: Workload,
+    mode: ActivationQuantization,
+    calls: Sequence[Call],
+    progress: Callable[[str], None] = lambda text: None,
+) -> Sequence[Tensor]:
+    """Return the reference's float32 results of all calls with activations in ``mode``; each expert is read once, of
+    which ``progress`` is told."""
     problem = replace(workload.problem, activations=mode)
     x_TH = torch.cat([x for x, _ in calls])
     routing = Routing(*map(torch.cat, zip(*(r for _, r in calls), strict=True)))
-    return run_experts(problem, workload.weights, x_TH, routing).split([len(x) for x, _ in calls])
+    weights = _told_of(workload.weights, progress, "reference")
+    return run_experts(problem, weights, x_TH, routing).split([len(x) for x, _ in calls])
+
+
+def _told_of(weights: ExpertWeights, progress: Callable[[str], None], what: str) -> ExpertWeights:
+    """The same weights; ``progress`` is told of each expert that is read. A CPU needs minutes for a large layer."""
+
+    def read(e: int) -> Expert:
+        progress(f"{what}: expert {e + 1} of {weights.spec.local_experts}")
+        return weights.read(e)
+
+    return replace(weights, read=read)

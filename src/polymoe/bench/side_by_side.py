@@ -56,7 +56,8 @@ def side_by_side(
     progress("reference")
     calls = {t: draw_calls(bench.workload.problem, bench.distribution, bench.device, t) for t in tokens}
     modes = {UNQUANTIZED, *(c.inputs(t) for c in found if isinstance(c, LayerContender) for t in tokens)}
-    expected = {mode: reference_results(bench.workload, mode, [calls[t][0] for t in tokens]) for mode in modes}
+    first = [calls[t][0] for t in tokens]
+    expected = {mode: reference_results(bench.workload, mode, first, progress) for mode in modes}
     packed: dict[str, Packed] = {}
     stacks: Stacks | None = None
     runs: list[tuple[LayerContender, Run]] = []

@@ -150,7 +150,7 @@ class Tune:
         counts = sorted({t for _, t in todo})
         first = [_draw(problem, self.device, t)[0] for t in counts]
         expected = {
-            mode: dict(zip(counts, reference_results(self.workload, mode, first), strict=True))
+            mode: dict(zip(counts, reference_results(self.workload, mode, first, progress), strict=True))
             for mode in dict.fromkeys((problem.activations, *self._kept(todo)))
         }
         packed: Packed | None = None

@@ -21,6 +21,7 @@ from polymoe.cli.output import (
     listed,
     measured_on,
     print_json,
+    print_table,
     token_counts,
 )
 from polymoe.cli.progress import Progress
@@ -164,13 +165,14 @@ def command(
         if json and rows:
             print_json([_plain(row) for row in rows])
         elif rows:
-            tables = console()
-            tables.print(
-                _table(rows, f"{workload.case}, {problem.spec.format}, {distribution.name} routing, {machine.device}")
-            )
+            title = f"{workload.case}, {problem.spec.format}, {distribution.name} routing, {machine.device}"
+            if any(row.record is not None for row in rows):
+                print_table(_table(rows, title))
+            else:
+                console().print(title, highlight=False)
             for row in rows:
                 if row.record is None:
-                    tables.print(_unmeasured(row), style="bold red" if row.wrong else None, highlight=False)
+                    console().print(_unmeasured(row), style="bold red" if row.wrong else None, highlight=False)
     measured = [row.record for row in rows if row.record is not None]
     if machine.device.rates == "nominal":
         print("floor and share use nominal rates of this device, not measured ones", file=sys.stderr)

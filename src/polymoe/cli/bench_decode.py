@@ -19,6 +19,7 @@ from polymoe.cli.output import (
     listed,
     measured_on,
     print_json,
+    print_table,
     token_counts,
 )
 from polymoe.cli.progress import Progress
@@ -38,9 +39,15 @@ _EXPERTS = ("packed", "dequantized", "transformers-packed")
 def command(
     checkpoint: Checkpoint,
     batch_size: Annotated[str, typer.Option(help="Sequences decoded together, separated by commas.")] = "1,16",
-    prompt_len: Annotated[int, typer.Option(min=1, help="Number of tokens before the first timed step.")] = 512,
+    prompt_len: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of tokens before the first timed step. Default: 512, if the context has room."),
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Number of steps in one measurement.")] = 64,
-    prefill_len: Annotated[int, typer.Option(min=0, help="Tokens of the timed prefill; 0 for none.")] = 8192,
+    prefill_len: Annotated[
+        int | None,
+        typer.Option(min=0, help="Tokens of the timed prefill; 0 for none. Default: 8192, or the whole context."),
+    ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Number of measurements of steps and of the prefill.")] = 5,
     experts: Annotated[str, typer.Option(help="What to measure, separated by commas.")] = ",".join(_EXPERTS),
     implementations: Annotated[
@@ -92,6 +99,7 @@ def command(
         raise ArgumentError("--graphs", expected="a GPU", got=str(where), hint="leave --graphs out")
     if out is not None:
         check_writable(out)
+    prompt_len, prefill_len = _lengths(checkpoint, prompt_len, steps, prefill_len)
     bench = ModelBench(
         checkpoint=Path(checkpoint).name,
         prompt_len=prompt_len,
@@ -145,13 +153,37 @@ def command(
                 }
             )
         elif measured:
-            console().print(_table(measured, failed, f"{bench.checkpoint}, {machine.device}"))
+            print_table(_table(measured, failed, f"{bench.checkpoint}, {machine.device}"))
             for what, ratio in [pair for pairs in ratios.values() for pair in pairs]:
                 console().print(f"{what}: {ratio:.2f} x", highlight=False)
         for row in failed:
             print(row, file=sys.stderr)
     if machine.device.rates == "nominal":
         print("floor and share use nominal rates of this device, not measured ones", file=sys.stderr)
+
+
+def _lengths(checkpoint: str, prompt_len: int | None, steps: int, prefill_len: int | None) -> tuple[int, int]:
+    """Tokens of the prompt and of the prefill: those that are given, else as many as the model's context has room for.
+
+    Raises:
+        ArgumentError: if they do not fit into it; before minutes of loading.
+    """
+    from polymoe.bench.decode import COMPARED
+    from polymoe.checkpoint import Checkpoint as Opened
+    from polymoe.checkpoint.kv_cache import kv_cache
+
+    with Opened.open(checkpoint) as opened:
+        kv = kv_cache(opened.config)
+    context = kv.max_tokens if kv is not None and kv.max_tokens is not None else 1 << 40
+    room, expected = context - max(steps, COMPARED), f"at most {context}, the model's context"
+    prompt_len = min(512, max(room, 1)) if prompt_len is None else prompt_len
+    prefill_len = min(8192, context) if prefill_len is None else prefill_len
+    if prompt_len > room:
+        got = f"{prompt_len} and {max(steps, COMPARED)} steps"
+        raise ArgumentError("--prompt-len", expected=expected, got=got, hint="choose fewer --steps or a shorter prompt")
+    if prefill_len > context:
+        raise ArgumentError("--prefill-len", expected=expected, got=str(prefill_len))
+    return prompt_len, prefill_len
 
 
 def _table(rows: list[ModelRecord], failed: list[Failed], title: str) -> Table:

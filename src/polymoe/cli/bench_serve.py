@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from polymoe.cli.commands import Command
-from polymoe.cli.output import ClientKey, Json, Server, console, print_json
+from polymoe.cli.output import ClientKey, Json, Server, print_json, print_table
 from polymoe.cli.progress import Progress
 from polymoe.install_command import install_hint
 
@@ -206,7 +206,7 @@ def command(
         if json and found:
             print_json([record.to_dict() for record in found])
         elif found:
-            console().print(report.table(found))
+            print_table(report.table(found))
         for line in report.remarks(found):
             print(line, file=sys.stderr)
         if markdown is not None and found:

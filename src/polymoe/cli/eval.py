@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from polymoe.cli.output import ClientKey, Json, console, listed, print_json, say
+from polymoe.cli.output import ClientKey, Json, console, listed, print_json, print_table, say
 from polymoe.cli.output import Server as ServerUrl
 from polymoe.cli.progress import Progress
 from polymoe.errors import ArgumentError, PolymoeError
@@ -130,7 +130,7 @@ def command(
         lists = {"failures": list(run.failures), "malformed": list(run.malformed)}
         print_json({"records": str(run.path), "settings": settings, "score": score, **lists})
     elif run.score:
-        console().print(_table(run, run.score))
+        print_table(_table(run, run.score))
     if run.malformed:
         said = f"replies that are not responses of the API, counted as wrong: {len(run.malformed)}, the first: "
         say(f"note: {said}{run.malformed[0]}")

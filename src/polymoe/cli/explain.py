@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from polymoe.cli.output import Backend, BatchInvariant, Json, Role, console, print_json
+from polymoe.cli.output import Backend, BatchInvariant, Json, Role, console, print_json, print_table
 from polymoe.errors import ArgumentError, printable
 from polymoe.units import format_bytes, format_count, format_ranges, format_us
 
@@ -91,11 +91,11 @@ def command(
         sizes = f"{row.memory()}, {format_bytes(row.dequantized_bytes)} in 16 bits"
         out.print(f"layers {format_ranges(row.layers)}: {row.problem}: {sizes}", highlight=False)
     if explanation.times:
-        out.print(_times(explanation))
+        print_table(_times(explanation))
     for row in explanation.rows:
         if row.selection.plan:
-            out.print(_ranges(row))
-        out.print(_candidates(row))
+            print_table(_ranges(row))
+        print_table(_candidates(row))
     for note in explanation.notes:
         out.print(f"note: {note}", highlight=False)
 

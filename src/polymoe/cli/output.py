@@ -15,6 +15,7 @@ from polymoe.units import format_bytes
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
+    from rich.table import Table
 
     from polymoe.machine import Machine
 
@@ -40,6 +41,7 @@ __all__ = [
     "measured_on",
     "no_tensor_parallel",
     "print_json",
+    "print_table",
     "say",
     "speed_line",
     "status",
@@ -147,6 +149,20 @@ def console() -> Console:
     if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal():
         return Console(markup=False)  # as wide as the terminal, or as COLUMNS says
     return Console(markup=False, width=160, soft_wrap=True)  # a pipe has no width: do not wrap tables at 80 columns
+
+
+def print_table(table: Table) -> None:
+    """Print a table on stdout. Nothing is cut: where a terminal is too narrow for it, lines between columns are left
+    out, and where it still is, words are broken."""
+    from rich import box
+    from rich.measure import Measurement
+
+    out = console()
+    for column in table.columns:
+        column.overflow = "fold"
+    if Measurement.get(out, out.options.update(width=10_000), table).minimum > out.width:
+        table.box, table.padding, table.show_edge = box.SIMPLE_HEAD, 0, False
+    out.print(table)
 
 
 def status() -> Console:

@@ -19,10 +19,10 @@ from polymoe.cli.output import (
     Format,
     Json,
     OnDevice,
-    console,
     listed,
     measured_on,
     print_json,
+    print_table,
     say,
     token_counts,
 )
@@ -96,7 +96,7 @@ def command(
     from polymoe.bench.records import Stamp, check_writable
     from polymoe.bench.tune import Tune
     from polymoe.checkpoint import Checkpoint
-    from polymoe.planning.table_files import user_file
+    from polymoe.planning.table_files import check_addable, user_file
 
     machine, where = measured_on(device)
     mode: Any = activations  # Problem checks the name
@@ -114,6 +114,7 @@ def command(
     choice = any(len(b.tuning_configs(problem, machine, t)) > 1 for b in chosen for t in counts)
     _require_choice(choice, where.type)
     file = out or user_file(machine.device.name)
+    check_addable(file)
     say(f"{workload.case}: {problem}; on {machine.device}; into {file}")
     if jobs is None:
         jobs = min(16, (os.cpu_count() or 1) - 1) if choice and where.type == "cuda" else 0
@@ -148,7 +149,7 @@ def command(
         if json and found:
             print_json([_plain(outcome) for outcome in found])
         elif found:
-            console().print(_table(found, f"{workload.case}, {problem.spec.format}, {machine.device}"))
+            print_table(_table(found, f"{workload.case}, {problem.spec.format}, {machine.device}"))
 
 
 def _require_choice(choice: bool, kind: str) -> None:

@@ -6,7 +6,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from polymoe.cli.output import Backend, Checkpoint, Json, OnDevice, console, print_json, status, token_counts
+from polymoe.cli.output import (
+    Backend,
+    Checkpoint,
+    Json,
+    OnDevice,
+    console,
+    print_json,
+    print_table,
+    status,
+    token_counts,
+)
 from polymoe.cli.progress import Progress
 from polymoe.units import format_ranges
 
@@ -73,10 +83,9 @@ def command(
     elif json:
         print_json(report.to_dict())
     else:
-        out = console()
-        out.print(_bytes(report))
-        out.print(_backends(report))
-        out.print("all good" if report.ok else "FAILED", style="bold green" if report.ok else "bold red")
+        print_table(_bytes(report))
+        print_table(_backends(report))
+        console().print("all good" if report.ok else "FAILED", style="bold green" if report.ok else "bold red")
     if not report.ok:
         raise typer.Exit(1)
 

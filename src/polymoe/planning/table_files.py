@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import tempfile
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,14 +18,14 @@ from typing import TYPE_CHECKING
 
 from polymoe.atomic import replace_file
 from polymoe.environment import cache_directory
-from polymoe.errors import FormatError
+from polymoe.errors import ArgumentError, FormatError
 from polymoe.json_input import parse_json
 from polymoe.planning.measured import Measured, Table, newest
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable
 
-__all__ = ["Lines", "add", "file_name", "installed", "parse", "read", "read_lines", "user_file"]
+__all__ = ["Lines", "add", "check_addable", "file_name", "installed", "parse", "read", "read_lines", "user_file"]
 
 
 def file_name(device: str) -> str:
@@ -128,6 +129,22 @@ def add(path: Path, rows: Sequence[Measured]) -> Path | None:
         replace_file(path, "".join(json.dumps(row.to_dict()) + "\n" for row in newest([*lines.rows, *rows])))
     installed.cache_clear()
     return aside
+
+
+def check_addable(path: Path) -> None:
+    """Raise ArgumentError unless rows can be added to a table, which takes new files beside it; creates its directory.
+
+    To be called before minutes of measuring.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        hint = "--out names another table, POLYMOE_CACHE another cache"
+        raise ArgumentError(
+            str(path), expected="a directory that can be written to", got=str(error), hint=hint
+        ) from error
 
 
 def _copy_aside(path: Path) -> Path:
