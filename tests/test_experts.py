@@ -200,6 +200,7 @@ def test_loading_says_what_was_chosen_and_why(caplog: pytest.LogCaptureFixture) 
         ({"layer": 4}, CheckpointNotFound, "0-3"),
         ({"layer": -1}, CheckpointNotFound, "0-3"),
         ({"backend": "fast"}, ArgumentError, "known: auto, cuda, flashinfer"),
+        ({"backend": None}, ArgumentError, "backend: got None"),
         ({"role": "decoding"}, ArgumentError, "did you mean 'decode'"),
         ({"activations": "fp8"}, ArgumentError, "known: 16bit"),
         ({"dtype": torch.float64}, ArgumentError, "dtype: expected torch.bfloat16"),
@@ -218,6 +219,13 @@ def test_refusals_at_load(kwargs: dict[str, object], error: type[Exception], mes
     arguments = {"path": SUMS, "layer": 0, "device": "cpu", **kwargs}
     with pytest.raises(error, match=message):
         load_experts(**arguments)  # type: ignore[arg-type]
+
+
+def test_a_layer_moves_to_no_other_kind_of_device() -> None:
+    experts = load_experts(SUMS, 0, device="cpu", backend="reference")
+    with pytest.raises(ArgumentError, match="device: expected cpu, cuda or cuda:1, got 'meta'"):
+        experts.to("meta")
+    assert experts.device.type == "cpu"
 
 
 def test_weights_that_overflow_are_not_a_backend_s_fault(tmp_path: Path) -> None:

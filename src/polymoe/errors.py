@@ -141,5 +141,5 @@ def nearest(name: str, known: Iterable[str]) -> str:
     ``nearest("mxpf4", ["mxfp4", "nvfp4"])`` is ``"did you mean 'mxfp4'? known: mxfp4, nvfp4"``.
     """
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1) if len(name) <= _LONGEST else []
+    close = difflib.get_close_matches(name, names, n=1) if isinstance(name, str) and len(name) <= _LONGEST else []
     return (f"did you mean {close[0]!r}? " if close else "") + "known: " + ", ".join(names)

@@ -287,7 +287,7 @@ class FusedExperts(nn.Module):
         device = fn(torch.empty(0, dtype=torch.int8, device=before)).device
         plans = self._plans
         if device != before:
-            request = replace(plans.request, machine=Machine.of(str(device)))
+            request = replace(plans.request, machine=Machine.of(device_name(device)))
             plans = PlanCache.of(self.problem, request, plans.layout, plans.names)
             if plans.selection(self.problem.dtype).plan is None and not self._incomplete:
                 packed = request.pack(self.problem, self.weights, device, "experts", check=False)

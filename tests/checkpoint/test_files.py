@@ -325,6 +325,13 @@ def test_a_typo_in_a_path(name: str, hint: str | None, monkeypatch: pytest.Monke
     assert error.value.hint == hint
 
 
+def test_a_broken_link_is_called_one(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "gone")
+    with pytest.raises(CheckpointNotFound, match=r"got a broken link to .*/gone"):
+        CheckpointFiles.open(link)
+
+
 def test_models_of_other_kinds(tmp_path: Path) -> None:
     (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
     for path in (tmp_path, tmp_path / "model-Q4_K_M.gguf"):

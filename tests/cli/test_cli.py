@@ -312,6 +312,16 @@ def test_help_is_fast_and_imports_nothing_heavy() -> None:
     assert time.perf_counter() - start < 3
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell of POSIX")
+def test_closed_streams_are_no_traceback(tmp_path: Path) -> None:
+    code = "from polymoe.cli import main; main()"
+    log = tmp_path / "log"
+    shell = f'"$0" -c "{code}" explain openai/gpt-oss-20b --device h200'
+    for closed in (f">&- 2>{log}", f"<&- >&- 2>{log}", "<&- >&- 2>&-"):
+        assert subprocess.run(["sh", "-c", f"{shell} {closed}", sys.executable]).returncode == 0
+    assert log.read_text() == ""
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 def test_a_full_disk_is_no_traceback() -> None:
     code = "from polymoe.cli import main; main()"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path, PurePath
@@ -35,6 +36,9 @@ def locate(path_or_hub_id: str | PurePath, patterns: Sequence[str], **hub: Any) 
     # A path of Windows would have other separators than a Hub id.
     name = path_or_hub_id.as_posix() if isinstance(path_or_hub_id, PurePath) else path_or_hub_id
     no_path = "an existing path, or a Hub id like org/name"
+    if name and path.is_symlink():
+        hint = "correct the link, or name the directory itself"
+        raise CheckpointNotFound(name, expected=no_path, got=f"a broken link to {os.readlink(path)}", hint=hint)
     if not HUB_ID.fullmatch(name) or Path(name.split("/")[0]).exists():
         raise CheckpointNotFound(
             name or "''", expected=no_path, got="neither", hint=_nearest_path(path) if name else None

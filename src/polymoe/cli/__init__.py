@@ -125,10 +125,11 @@ def _drop_output() -> None:
 
 def main() -> None:
     """Entry point: run the command line; polymoe's own errors become messages with exit code 1."""
+    for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
+        if getattr(sys, name) is None:  # closed by the caller; in this order each gets its own descriptor back
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as for stderr: names of files need not be text
-    if sys.stdin is None:  # closed by the caller
-        sys.stdin = io.StringIO()
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # prompts need not be text either
     try:

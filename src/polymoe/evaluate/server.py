@@ -201,7 +201,13 @@ class Session:
                 if retries == self._server.retries:
                     got = f"no reply within {self._server.timeout_s:g} s" if not str(error) else str(error)
                     kind = "" if isinstance(error, asyncio.TimeoutError) else f"{type(error).__name__}: "
-                    raise ServerError(self._server.base_url, expected="answers", got=kind + got) from error
+                    hint = "`polymoe serve MODEL` starts a server, --server names another"
+                    raise ServerError(
+                        self._server.base_url,
+                        expected="answers",
+                        got=kind + got,
+                        hint=hint if isinstance(error, httpx.ConnectError) else None,
+                    ) from error
             else:
                 passing = reply.status in (408, 409, 429) or reply.status >= 500
                 if not passing or retries == self._server.retries:

@@ -79,7 +79,7 @@ class Generator:
             PolymoeError: as :func:`polymoe.engines.transformers.load`.
         """
         if graphs and (device == "cpu" or not torch.cuda.is_available()):
-            raise ArgumentError("graphs", expected="a GPU", got="none, or device='cpu'", hint="do without graphs")
+            raise ArgumentError("graphs", expected="a GPU", got="a model on the CPU", hint="do without graphs")
         also = {} if device_map is None else {"device_map": device_map}
         model, tokenizer = load(path, device=device, backend=backend, role=role, **also)
         if graphs:
