@@ -41,7 +41,7 @@ def command(
     batch_size: Annotated[str, typer.Option(help="Sequences decoded together, separated by commas.")] = "1,16",
     prompt_len: Annotated[
         int | None,
-        typer.Option(min=1, help="Number of tokens before the first timed step. Default: 512, if the context has room."),
+        typer.Option(min=1, help="Number of tokens before the first timed step. Default: 512, or what fits."),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Number of steps in one measurement.")] = 64,
     prefill_len: Annotated[
