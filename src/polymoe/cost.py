@@ -56,7 +56,7 @@ def cost(problem: Problem, device: Device, tokens: int) -> Cost:
     fp8 = problem.activations.quantized and device.flops_fp8
     return Cost(
         active_experts=active,
-        # A token may name an expert twice: its rows are top_k, also where the layer has fewer experts.
+        # A token has top_k rows even if the layer has fewer experts, because it may name one expert twice.
         mean_rows=tokens * problem.top_k * s.local_experts / s.experts / max(active, 1e-9),
         weight_bytes=weight_bytes,
         activation_bytes=activation_bytes,

@@ -7,7 +7,7 @@ A distribution registers an object or a function without arguments, which return
     [project.entry-points."polymoe.backends"]
     mykernels = "mykernels.polymoe:plugin"
 
-Entry points are loaded once, at the first look into a table. One that fails is a warning, never an error, and so is a
+Entry points are loaded once, on the first access to a table. One that fails is a warning, never an error, and so is a
 backend or layout that raises an exception when it is asked what it can run: it is rejected.
 """
 
@@ -46,7 +46,7 @@ V = TypeVar("V")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plugin:
-    """One entry point, loaded: its name, and what it gives; ``error`` says why nothing of it is used."""
+    """A loaded entry point: its name, its backends and layouts, and in ``error`` why none of them are used."""
 
     name: str
     backends: tuple[Any, ...] = ()
@@ -60,7 +60,7 @@ _loading = False
 
 
 def plugins() -> list[Plugin]:
-    """Every entry point of the group, loaded at the first call; while they are loaded, none."""
+    """Return every entry point of the group, loaded by the first call; none while they are being loaded."""
     global _found, _loading
     with _lock:
         if _found is None and not _loading:
@@ -105,7 +105,7 @@ def guarded(entry: Any) -> Iterator[None]:
 
 
 class PluginTable(MutableMapping[str, V]):
-    """Polymoe's own entries by name, then those of other packages, which are looked for at the first look."""
+    """Polymoe's own entries by name, then those of other packages, which are loaded on first access."""
 
     def __init__(self, ours: Iterable[V], part: Literal["backends", "layouts"]) -> None:
         self._part: Literal["backends", "layouts"] = part

@@ -130,10 +130,10 @@ class PlanCache:
         return Packed(self.layout, self.problem.spec, dict(zip(self.names, tensors, strict=True)))
 
     def layer(self, tensors: Sequence[Tensor]) -> LayerRuntime:
-        """Return the runtime bound to these tensors: that of an existing layer, else a new one."""
+        """Return the runtime that is bound to these tensors: an existing layer's if there is one, else a new one."""
         addresses = _addresses(tensors)
         found = self._layers.get(addresses)
-        # What was assigned to ``.data`` of a layer's tensors may have left their addresses to other tensors.
+        # After an assignment to ``.data`` the old addresses may belong to other tensors.
         return LayerRuntime(self, tensors) if found is None or _addresses(found.tensors) != addresses else found
 
     def add(self, layer: LayerRuntime) -> None:

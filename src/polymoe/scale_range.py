@@ -19,8 +19,7 @@ _LAST_E4M3 = 126  # the byte of 448; larger bytes are NaN and negative numbers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleRange:
-    """Bounds of the E8M0 and E4M3 scales of 4-bit weights, and of MXFP8's scales. Every kernel decodes scales within
-    the defaults.
+    """Bounds of the scales of MXFP4, NVFP4 and MXFP8 weights. Every kernel decodes scales within the defaults.
 
     Attributes:
         largest_exponent: each E8M0 scale is at most 2**largest_exponent.

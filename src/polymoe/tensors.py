@@ -185,13 +185,14 @@ class ExpertWeights:
     spec: ExpertsSpec
     read: Callable[[int], Expert]
     read_unchecked: Callable[[int], Expert] | None = None
-    """As ``read``, without looking at the numbers: views of files stay unread until they are used."""
+    """As ``read``, without a check of the numbers, so that views of files are read only when they are used."""
     read_stacked: Callable[[int, int], Mapping[str, Tensor]] | None = None
-    """The tensors of several experts, from the first number to before the last, where that takes fewer operations than
-    each alone: those of :meth:`Expert.parts`, each [experts, ...]. Input scales that an expert lacks are NaN."""
+    """``read_stacked(first, last)`` returns the tensors of experts ``first`` to ``last - 1`` by the names of
+    :meth:`Expert.parts`, each [experts, ...]; None where that takes as many operations as reading one by one. Input
+    scales that an expert lacks are NaN."""
 
     def peek(self, e: int) -> Expert:
-        """Expert ``e`` without any check, for who needs a part of it."""
+        """Return expert ``e`` without any check, for callers that need only a part of it."""
         return (self.read_unchecked or self.read)(e)
 
     def expert(self, e: int) -> Expert:

@@ -125,7 +125,7 @@ def require_aligned(name: str, tensor: Tensor) -> None:
 
 
 def mapped_ids(ids_TA: Tensor, expert_map: Tensor) -> Tensor:
-    """Places of experts in the packed layer, contiguous, or -1 where ``expert_map`` has none for an id."""
+    """Return each id's place in the packed layer by ``expert_map``, or -1 if it has none; contiguous, [T, A]."""
     experts = len(expert_map)
     found = expert_map[ids_TA.clamp(0, experts - 1).long()]
     return found.masked_fill_((ids_TA < 0) | (ids_TA >= experts), -1).contiguous()
@@ -158,7 +158,7 @@ class Backend(Protocol):
         ...
 
     def configure(self, problem: Problem, machine: Machine, tokens: int) -> Config:
-        """Its own choice for calls of ``tokens`` tokens, without any table; only for problems it accepts."""
+        """Return its own choice for ``tokens`` tokens, without any table; only for problems it accepts."""
         ...
 
     def predict(self, problem: Problem, machine: Machine, tokens: int) -> Prediction:
@@ -168,23 +168,23 @@ class Backend(Protocol):
     def tuning_configs(
         self, problem: Problem, machine: Machine, tokens: int, timed: Sequence[tuple[Config, float]] = ()
     ) -> Sequence[Config]:
-        """What tuning tries for calls of ``tokens`` tokens, the likeliest first, all of which fit the device.
+        """Return the configurations to try for calls of ``tokens`` tokens, the most promising first.
 
-        With ``timed``, every configuration that was right and its time in microseconds: what to try next. What was
-        tried is not tried again, and tuning ends when nothing new comes.
+        All of them fit the device. Tuning asks again with ``timed``, every configuration whose results were right and
+        its time in microseconds, until it gets no configuration that it has not tried.
         """
         ...
 
     def compile(
         self, problem: Problem, packed: Packed, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor
     ) -> None:
-        """Compile what :meth:`Runner.run` with such arguments launches, into a cache on disk where there is one. The
+        """Compile what :meth:`Runner.run` would launch with these arguments, into a cache on disk if there is one. The
         tensors may be on the meta device; nothing is launched."""
         ...
 
     def gradients(self, problem: Problem) -> frozenset[str]:
-        """Arguments of a call for which a result carries gradients: of ``x_TH``, ``topk_weights_TA`` and ``out``. Calls
-        in which another one requires a gradient are refused."""
+        """Return which of ``x_TH``, ``topk_weights_TA`` and ``out`` get gradients from a result. Calls in which another
+        argument requires one are refused."""
         ...
 
     def bind(self, problem: Problem, packed: Packed) -> Runner:
@@ -197,8 +197,8 @@ class Backend(Protocol):
 
 
 class BackendBase:
-    """Defaults for what few backends need: one configuration for each token count, nothing to compile, and no
-    backward.
+    """Defaults for methods that few backends need: one configuration for each token count, nothing to compile, and no
+    backward pass.
 
     Attributes:
         compiler: "triton" if Triton compiles the kernels, so that measured times depend on its version; else None.
@@ -217,7 +217,7 @@ class BackendBase:
         return () if timed else (self.configure(problem, machine, tokens),)
 
     def token_bounds(self, problem: Problem, machine: Machine) -> Sequence[int]:
-        """Largest token counts of ranges with a configuration of their own, beside powers of two: none."""
+        """Return where ranges of token counts with one configuration end, besides powers of two: nowhere."""
         return ()
 
     def compile(
@@ -236,5 +236,5 @@ def inputs_of(problem: Problem, config: Config | None) -> ActivationQuantization
 
 
 def layouts_for(backend: Backend, verdict: Verdict) -> tuple[str, ...]:
-    """Layouts that serve what the verdict is about: all of the backend's, if it does not say which."""
+    """Return the layouts that serve the problem: all of the backend's, unless the verdict names some."""
     return backend.layouts if verdict.layouts is None else verdict.layouts

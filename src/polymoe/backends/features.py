@@ -47,7 +47,8 @@ _WORDS = {
 
 
 def unhandled(handled: Handled, problem: Problem) -> tuple[Reason, ...]:
-    """A reason for each field whose value is neither its default nor declared, also of fields added since."""
+    """Return a reason for each field whose value is neither its default nor declared, including fields that were added
+    after the backend was written."""
     reasons = []
     for name, value in _used(problem):
         choices = handled.get(name, ())
@@ -63,7 +64,7 @@ def unhandled(handled: Handled, problem: Problem) -> tuple[Reason, ...]:
 
 
 def judge(backend: Backend, problem: Problem, machine: Machine) -> Verdict:
-    """The backend's verdict, and a rejection where the problem has features that it does not declare.
+    """Return the backend's verdict, or a rejection if the problem has features that the backend does not declare.
 
     Backends that other packages register count as foreign; an exception of theirs is a rejection too.
     """
@@ -89,7 +90,7 @@ def failed(error: PluginError) -> Reason:
 
 
 def _used(problem: Problem) -> Iterator[tuple[str, Any]]:
-    """Fields, those of the spec included, that have no default or another value than it."""
+    """Yield the fields, including those of the spec, that have no default or differ from it."""
     for prefix, values in (("", problem), ("spec.", problem.spec)):
         required = {f.name: getattr(values, f.name) for f in fields(values) if _required(f)}
         plain = type(values)(**required)  # a default may be made of the required fields

@@ -36,7 +36,7 @@ _FOREIGN = "another library's kernels: auto uses them only if `polymoe tune` mea
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """A backend that accepts, and what may be chosen of it."""
+    """A backend that accepts the problem, and the calls that it may be chosen for."""
 
     predictor: Predictor
     max_tokens: int | None
@@ -45,8 +45,8 @@ class _Reader:
 
     @property
     def bounds(self) -> list[int]:
-        """Where ranges of its configurations end, beside powers of two: token counts that were measured, its own, and
-        its limit."""
+        """Token counts, besides powers of two, at which its configuration may change: those that were measured, those
+        that it names, and its limit."""
         p = self.predictor
         with guarded(p.backend):  # those of other packages may derive from nothing
             own = p.backend.token_bounds(p.problem, p.machine) if isinstance(p.backend, BackendBase) else ()
@@ -55,8 +55,8 @@ class _Reader:
 
     @property
     def any_number(self) -> bool:
-        """Whether it may run calls of any number of tokens. Where only measured times count, those of the largest
-        calls that roles compare stand for all larger ones."""
+        """Whether it may run calls of any number of tokens. If only measured times count, a time at the largest token
+        count of the roles stands for all larger ones."""
         return self.max_tokens is None and self.takes(max(ROLE_TOKENS["mixed"]))
 
     def takes(self, tokens: int) -> bool:
@@ -75,7 +75,8 @@ class _Reader:
         return self.proofs.status(p.backend.name, family, problem, p.machine.device)
 
     def rank(self, tokens: int) -> tuple[bool, float]:
-        """The least is best: what ran on this GPU model before what never did, then the predicted time."""
+        """Return a key whose least value is best: kernels that ran on this GPU model before those that never did, then
+        the predicted time."""
         with guarded(self.predictor.backend):
             return self.status(self.predictor.configure(tokens)) == "unrun", self.predictor.predict(tokens).time_us
 
@@ -200,7 +201,7 @@ class _Question:
         )
 
     def _ask(self, name: str, backend: Backend) -> tuple[Candidate, _Reader | None, tuple[str, ...]]:
-        """What a backend answers; where it may be chosen, its reader and the layouts that hold the experts."""
+        """Return a backend's answer and, if it may be chosen, its reader and the layouts that hold the experts."""
         problem, machine = self.problem, self.machine
         verdict, held = _with_layouts(backend, judge(backend, problem, machine), problem, self.layouts)
         layouts = layouts_for(backend, verdict)
@@ -229,8 +230,8 @@ class _Question:
 def _rank(
     plan: Plan, readers: Mapping[str, _Reader], problem: Problem, machine: Machine, points: Sequence[int]
 ) -> tuple[bool, float]:
-    """The least is best: plans without kernels that never ran on this GPU model before those with some, then the mean
-    of predicted time over floor."""
+    """Return a key whose least value is best: plans of kernels that all ran on this GPU model before the others, then
+    the mean of predicted time over floor."""
     last = plan.steps[-1].max_tokens
     ranks = {t: readers[plan.step(t).backend].rank(t) for t in points if last is None or t <= last}
     ratios = [time_us / cost(problem, machine.device, t).floor_us for t, (_, time_us) in ranks.items()]
@@ -254,8 +255,8 @@ def _times(plan: Plan, readers: Mapping[str, _Reader], points: Sequence[int]) ->
 def _with_layouts(
     backend: Backend, verdict: Verdict, problem: Problem, layouts: Mapping[str, Layout]
 ) -> tuple[Verdict, tuple[str, ...]]:
-    """The verdict, and those of its layouts that can hold the experts; a rejection if there is none, with the reasons
-    of the layout that lacks least beside the backend's own."""
+    """Return the verdict and those of its layouts that can hold the experts. If none can, return a rejection with the
+    backend's own reasons and those of the layout that has the fewest."""
     names = layouts_for(backend, verdict)
     refused = {name: _refusal(layouts[name], problem) if name in layouts else () for name in names}
     held = tuple(name for name, reasons in refused.items() if not reasons)
@@ -284,8 +285,11 @@ def _layout_bytes(layout: Layout | None, problem: Problem) -> int | None:
 
 
 def _plan(layout: str, readers: Mapping[str, _Reader], *, any_number: bool) -> Plan | None:
-    """Best reader of ``layout`` for each token range. Ranges end at powers of two and at readers' bounds. None if some
-    number of tokens has no reader, where the plan must take ``any_number``."""
+    """Return a plan with the best reader of ``layout`` for each range of token counts.
+
+    Ranges end at powers of two and at readers' bounds. None if a range has no reader, or if the plan must take
+    ``any_number`` of tokens and no reader does.
+    """
     unlimited = any(r.any_number for r in readers.values())
     points = sorted({*ROLE_TOKENS["mixed"], 512, *(bound for r in readers.values() for bound in r.bounds)})
     if not unlimited:
