@@ -123,7 +123,8 @@ class Explanation:
         dense: size of everything outside the experts on one of ``tp`` ranks; None where it is not known.
         kv: what attention keeps of each token; None where it is not known.
         tp: tensor parallel size.
-        tp_that_fits: least tensor parallel size at which the model fits the device, if any up to 64 does.
+        tp_that_fits: a tensor parallel size at which the model fits the device: the least power of two up to 64, else
+            the least other size; None if none does, or if the model fits already.
         notes: other remarks, such as unequal tensor-parallel slices.
     """
 
@@ -354,7 +355,8 @@ def explain(
 def _tp_that_fits(
     checkpoint: Checkpoint, device: Device, dense: DenseSize | None, ep: int | tuple[int, int]
 ) -> int | None:
-    """The least tensor parallel size at which all weights fit, powers of two first; None if there is none up to 64."""
+    """Return a tensor parallel size at which all weights fit: the least power of two up to 64, else the least other
+    size; None if there is none."""
     for size in (2, 4, 8, 16, 32, 64, *range(3, 64)):
         try:
             specs = [checkpoint.spec(layer, tp=size, ep=ep) for layer in checkpoint.layers]
