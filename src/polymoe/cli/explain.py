@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -106,8 +107,8 @@ def _times(explanation: Explanation) -> Table:
     layers = sum(len(row.layers) for row in explanation.rows)
     known = explanation.dense is not None
     rest = ("all other weights", "total, at least", "tokens/s, at most") if known else ()
-    title = f"predicted time of a call: experts of {layers} layers" + (", lower bound of the rest" if known else "")
-    table = Table("tokens", "experts", *rest, title=title)
+    title = "predicted time of a call" + (": experts, and a lower bound of the rest" if known else "")
+    table = Table("tokens", f"experts of {layers} layers", *rest, title=title)
     for time in explanation.times:
         cells = [str(time.tokens), format_us(time.experts_us)]
         if time.rest_us is not None and time.total_us is not None and time.tokens_per_second is not None:
@@ -117,15 +118,19 @@ def _times(explanation: Explanation) -> Table:
 
 
 def _ranges(row: Row) -> Table:
-    from rich.table import Table
+    from rich.table import Column, Table
 
     layout = row.selection.require().layout
     title = f"layers {format_ranges(row.layers)}: plan, with layout {layout}"
-    table = Table("tokens", "backend", "time of one layer", "floor", "source", "proven", title=title)
-    for found in row.selection.ranges():
+    ranges = row.selection.ranges()
+    families = [found.step.config.kernel_family for found in ranges]
+    kernels = (Column("kernels", overflow="fold"),) if any(families) else ()
+    table = Table("tokens", "backend", *kernels, "time of one layer", "floor", "source", "proven", title=title)
+    for found, family in zip(ranges, families, strict=True):
         kept = row.problem.activations.quantized and found.step.config.keeps_16_bits
         backend = f"{found.step.backend}, 16-bit inputs" if kept else found.step.backend
-        table.add_row(found.tokens, backend, found.time, found.floor, found.source, found.proven or "-")
+        named = (family or "-",) if kernels else ()
+        table.add_row(found.tokens, backend, *named, found.time, found.floor, found.source, found.proven or "-")
     return table
 
 
@@ -137,9 +142,12 @@ def _candidates(row: Row) -> Table:
 
     selection = row.selection
     what = "verdicts of all backends" if selection.plan else f"nothing runs here with backend {selection.requested}"
-    table = Table("backend", "verdict", "proven", title=f"layers {format_ranges(row.layers)}: {what}")
+    title = f"layers {format_ranges(row.layers)}: {what}"
+    table = Table("backend", "verdict", "time / floor", "proven", title=title)
     for c in selection.candidates:
         verdict = c.verdict
         said = describe(verdict) if isinstance(verdict, Accepted) else "\n".join(map(str, verdict.reasons))
-        table.add_row(c.backend, said, c.proven(selection.machine.device) or "-")
+        ratios = [p.time_us / selection.floor_us(tokens) for tokens, p in c.predictions]
+        ratio = f"{fmean(ratios):.2f}" if ratios else "-"
+        table.add_row(c.backend, said, ratio, c.proven(selection.machine.device) or "-")
     return table
