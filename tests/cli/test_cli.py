@@ -317,6 +317,20 @@ def test_help_is_fast_and_imports_nothing_heavy() -> None:
     assert time.perf_counter() - start < 3
 
 
+def test_an_interrupt_of_the_imports_leaves_no_traceback() -> None:
+    """Ctrl-C within the first moments, while the command line is imported."""
+    code = (
+        "import sys, polymoe.__main__\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'typer': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "polymoe.__main__.main()"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (run.returncode, run.stdout, run.stderr) == (130, "", "")
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell of POSIX")
 def test_closed_streams_are_no_traceback(tmp_path: Path) -> None:
     code = "from polymoe.cli import main; main()"

@@ -326,3 +326,8 @@ def test_dtypes_by_name() -> None:
 def test_a_device_and_a_device_map_contradict(checkpoint: Callable[[str], Path]) -> None:
     with pytest.raises(ArgumentError, match="give only one of them"):
         load(checkpoint("qwen3"), device="cpu", device_map="auto")
+
+
+def test_an_unknown_argument_is_not_the_checkpoint_s_fault(checkpoint: Callable[[str], Path]) -> None:
+    with pytest.raises(ArgumentError, match=r"^devise: expected arguments of polymoe\.load"):
+        load(checkpoint("qwen3"), device="cpu", devise="cuda")

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from polymoe.checkpoint.dense_tensors import DenseTensors
 from polymoe.engines.transformers.families import model_class
 from polymoe.engines.transformers.untrusted import reading
-from polymoe.errors import CheckpointError
+from polymoe.errors import ArgumentError, CheckpointError
 
 __all__ = ["model_from_tensors", "watch_loading"]
 
@@ -35,13 +35,21 @@ def model_from_tensors(config: Any, tensors: DenseTensors, where: str, **kwargs:
         kwargs: for ``from_pretrained``.
 
     Raises:
+        ArgumentError: for one of ``kwargs`` that neither ``from_pretrained`` nor the model knows.
         CheckpointError: if Transformers cannot build the model, or if a tensor is missing or has another shape.
     """
     watch_loading()
-    with reading(where, "a model that Transformers can build and fill", hint=_HINT):
-        model, loaded = model_class(config).from_pretrained(
-            None, config=config, state_dict=tensors, trust_remote_code=False, output_loading_info=True, **kwargs
-        )
+    try:
+        with reading(where, "a model that Transformers can build and fill", hint=_HINT):
+            model, loaded = model_class(config).from_pretrained(
+                None, config=config, state_dict=tensors, trust_remote_code=False, output_loading_info=True, **kwargs
+            )
+    except CheckpointError as error:
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if unknown is None or unknown[1] not in kwargs:
+            raise
+        expected = "arguments of polymoe.load or of Transformers' from_pretrained"
+        raise ArgumentError(unknown[1], expected=expected, got="one that neither knows") from error
     _require_all(where, loaded["missing_keys"], loaded["mismatched_keys"])
     model.name_or_path = model.config.name_or_path = where
     return model
