@@ -92,6 +92,8 @@ def test_what_a_config_alone_cannot_say(tmp_path: Path) -> None:
     memory, _, time = polymoe.explain(alone, device="h200").conclusion()
     assert memory.endswith("for everything else; a config does not contain the size of the other weights")
     assert time == "one token takes 40.1 us in the experts (10.0 us in each of 4 layers)"
+    memory, *_ = polymoe.explain(alone, device="h200", tp=2).conclusion()
+    assert " on each of 2 x h200 for everything else" in memory
 
 
 @pytest.fixture

@@ -204,7 +204,8 @@ class Explanation:
         if room >= 0:
             left = format_bytes(room)
             if not self.dense:
-                return f"{weights} of experts leave {left} of {where}{each} for everything else{beyond}"
+                on = f"each of {where}" if self.tp > 1 else where
+                return f"{weights} of experts leave {left} on {on} for everything else{beyond}"
             return f"fits on {where}: {weights} of weights leave {left}{each} for the KV cache{self._context()}"
         fits = f"--tp {self.tp_that_fits} does" if self.tp_that_fits else "no tensor parallel size up to 64 does"
         return f"does not fit on {where}: {what} take {weights} of {memory}{each}; {fits}{beyond}"
