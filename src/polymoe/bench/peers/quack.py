@@ -56,7 +56,7 @@ class Quack:
             )  # fmt: skip
             y_RH = gemm(h_RF, down_EHF.mT, cu_seqlens_m=starts, tuned=False)
             expanded_RH = torch.empty(rows, hidden, dtype=x_TH.dtype, device=device)
-            expanded_RH.index_copy_(0, order_R, y_RH)
+            expanded_RH.index_copy_(0, order_R.long(), y_RH)
             finalize(expanded_RH[None], ids_TA, weights_TA, out_TH, 0, experts, weighted=True, pdl=False)
 
         return call
