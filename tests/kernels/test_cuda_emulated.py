@@ -16,7 +16,8 @@ from polymoe.backends.reference import emulate_activations, run_experts
 from polymoe.formats import FORMATS, QuantTensor, format_of
 from polymoe.kernels.cuda import modules
 from polymoe.kernels.cuda.launch import mma
-from polymoe.kernels.cuda.launch.args import DTYPES, QuantizePermutedArgs
+from polymoe.kernels.cuda.launch.args import DTYPES, FinalizeArgs, QuantizePermutedArgs
+from polymoe.kernels.cuda.launch.call import tokens_per_cta
 from polymoe.kernels.cuda.launch.permutation import FEW_ROWS, Permutation
 from polymoe.kernels.cuda.launch.tiled import e4m3_tile_bytes
 from polymoe.kernels.cuda.sizes import BF16
@@ -324,6 +325,54 @@ def test_quantize(
             for part in parts_of_tile(untouched[tile_row : tile_row + room], blocks):
                 part[:, row] = False
     assert (tiles[untouched] == 0xFF).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "top_k", "columns", "local"), [
+    (67, 1, 1032, 0.7), (9, 3, 264, 0.5), (13, 6, 64, 0.2), (7, 8, 264, 1.0), (5, 16, 8, 0.1), (33, 1, 8, 0.0),
+])  # fmt: skip
+def test_weighted_sums_of_many_tokens_are_those_of_few(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, top_k: int, columns: int, local: float, dtype: torch.dtype
+) -> None:
+    """To the bit, with 1 token a CTA and with as many as go in: tokens without rows, and those at the end."""
+    generator = torch.Generator().manual_seed(7)
+    rows = tokens * top_k
+    y = torch.randn(rows, columns, generator=generator).bfloat16()
+    there = torch.rand(rows, generator=generator) < local
+    where = torch.full((rows, 4), -1, dtype=torch.int32)
+    where[there, 0] = torch.randperm(rows, generator=generator)[: int(there.sum())].int()
+    weights = torch.randn(rows, generator=generator).where(there, torch.tensor(float("nan")))
+    y[torch.isin(torch.arange(rows), where[there, 0], invert=True)] = float("nan")
+    monkeypatch.setattr(modules, "kernel", Emulator({"finalize": compile_unit("finalize")}, []))
+    outs = []
+    for name, each in (("finalize_bf16", 1), ("finalize_many_bf16", 32 // top_k), ("finalize_many_bf16", 2)):
+        out = torch.full((tokens, columns), float("nan"), dtype=dtype)
+        args = FinalizeArgs(
+            y.data_ptr(), where.data_ptr(), None, weights.data_ptr(), out.data_ptr(), top_k, columns, 0, 1, 0,
+            DTYPES[dtype], tokens, each,
+        )  # fmt: skip
+        launch = modules.kernel("finalize", name, SM90).prepare(args, 128)
+        launch.set_grid(-(-tokens // each), -(-columns // 1024))
+        launch(0)
+        outs.append(out)
+    assert not outs[0].isnan().any()
+    assert torch.equal(outs[1], outs[0])
+    assert torch.equal(outs[2], outs[0])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "columns", "each"),
+    [
+        (1, 8, 7168, 1),
+        (150, 8, 7168, 1),
+        (8192, 8, 7168, 4),
+        (8192, 1, 7168, 32),
+        (1024, 1, 7168, 7),
+        (8192, 22, 1024, 1),
+    ],
+)
+def test_tokens_of_a_cta(tokens: int, top_k: int, columns: int, each: int) -> None:
+    assert tokens_per_cta(tokens, top_k, columns, 132) == each
 
 
 def permuted(

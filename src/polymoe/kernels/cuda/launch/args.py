@@ -110,4 +110,5 @@ class FinalizeArgs(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("y", "expanded_to_permuted", "ids", "weights", "out")),
         *((name, _INT) for name in ("top_k", "columns", "first_expert", "experts", "long_ids", "out_dtype")),
+        *((name, _INT) for name in ("tokens", "tokens_per_cta")),
     )

@@ -22,6 +22,17 @@ _SECOND_LAUNCH = 2
 """``x_buffers`` of the launches for narrow work tiles, which tells them so."""
 
 _FINALIZE_THREADS, _FINALIZE_COLUMNS = 128, 1024  # per CTA
+_FINALIZE_CTAS = 8  # that run on an SM at a time
+
+
+def tokens_per_cta(tokens: int, top_k: int, columns: int, sms: int) -> int:
+    """Return how many tokens a CTA of the weighted sum has.
+
+    One until there are more CTAs than run at a time, then as many of them as there are, with at most 32 expanded rows:
+    those of finalize_many_bf16.
+    """
+    ctas = tokens * -(-columns // _FINALIZE_COLUMNS)
+    return max(1, min(-(-ctas // (sms * _FINALIZE_CTAS)), 32 // top_k))
 
 
 class Regions(NamedTuple):
@@ -104,8 +115,9 @@ class Call(ABC):
             gate_up_args.x_buffers = down_args.x_buffers = _SECOND_LAUNCH
             self._gemms, self._narrow = (up, narrow_up, down, narrow_down), (gate_up_args, down_args)
         self.finalize = FinalizeArgs(columns=layer.down.n, first_expert=layer.first_expert, experts=layer.experts)
-        name = "finalize_bf16" if self.y_bytes == 2 else "finalize_f32"
-        self._finalize = modules.kernel("finalize", name, layer.target).prepare(self.finalize, _FINALIZE_THREADS)
+        names = ("finalize_bf16", "finalize_many_bf16") if self.y_bytes == 2 else ("finalize_f32",)
+        kernels = [modules.kernel("finalize", name, layer.target) for name in names]
+        self._finalizes = [kernel.prepare(self.finalize, _FINALIZE_THREADS) for kernel in kernels]
         self._prepare_x()
         self._launches: tuple[Launch, ...] = ()
         self._after_x: tuple[Launch, ...] = ()
@@ -149,12 +161,14 @@ class Call(ABC):
         offsets, self.bytes = self.regions(self.layer, block_m, tokens, top_k).offsets()
         self.permutation.resize(rows)
         gate_up, down, finalize = self.gate_up, self.down, self.finalize
-        finalize.top_k = top_k
+        each = tokens_per_cta(tokens, top_k, finalize.columns, self.layer.sms) if self.y_bytes == 2 else 1
+        finalize.top_k, finalize.tokens, finalize.tokens_per_cta = top_k, tokens, each
+        finalize_launch = self._finalizes[each > 1]
         x_launch = self.x_launch(tokens, top_k)
-        self._finalize.set_grid(tokens, -(-finalize.columns // _FINALIZE_COLUMNS))
+        finalize_launch.set_grid(-(-tokens // each), -(-finalize.columns // _FINALIZE_COLUMNS))
         h_launch, of_each = self.h_launch(rows), len(self._gemms) // 2
         between = () if h_launch is None else (h_launch,)
-        self._after_x = (*self._gemms[:of_each], *between, *self._gemms[of_each:], self._finalize)
+        self._after_x = (*self._gemms[:of_each], *between, *self._gemms[of_each:], finalize_launch)
         self._launches = (*self.permutation.launches, *(() if x_launch is None else (x_launch,)), *self._after_x)
         arrays = self.permutation.offsets
         placed: list[tuple[Structure, str, int]] = [(self.permutation.args, n, at) for n, at in arrays.items()]
