@@ -223,7 +223,7 @@ def test_rows_in_e4m3(
     )  # fmt: skip
     launched = [config.block_m, *([config.narrow_m] if config.narrow_m else [])]
     gemms = [f"w4a8_{part}_m{block_m}" for part in ("gate_up", "down") for block_m in launched]
-    assert made == ["permutation_one_cta", "quantize_permuted", *gemms, "finalize_bf16"]
+    assert made == ["permutation_one_cta", "quantize_permuted", *gemms, "finalize_many_bf16"]
 
 
 @pytest.mark.parametrize("config", W4A8, ids=str)

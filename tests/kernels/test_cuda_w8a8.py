@@ -161,7 +161,7 @@ def test_one_expert_a_token(monkeypatch: pytest.MonkeyPatch, libraries: Any) -> 
         (emulator.made[:5], ["quantize_permuted_paired"], tiles),
         (emulator.made[5:9], [], rows),
     ):
-        assert made == ["permutation_one_cta", *quantize, *gemms, "finalize_bf16"]
+        assert made == ["permutation_one_cta", *quantize, *gemms, "finalize_many_bf16"]
 
 
 @emulated

@@ -101,7 +101,8 @@ def test_routing_weights_on_the_input(monkeypatch: pytest.MonkeyPatch, libraries
     else:
         paired = "_paired" if config.family == "w8a8_channel" else ""
         rounds = f"quantize_whole_rows{paired}"
-        assert made[1:] == [rounds, gemms[0], rounds, gemms[1], "finalize_bf16"]
+        assert made[1:-1] == [rounds, gemms[0], rounds, gemms[1]]
+        assert made[-1] in ("finalize_bf16", "finalize_many_bf16")
 
 
 @emulated

@@ -501,6 +501,7 @@ BF16 = FamilySizes(
 """bfloat16 weights, read by ``wgmma`` as they are."""
 
 _BARRIER_BYTES = 16 * (MAX_STAGES + 1)  # two for each stage, and two that alternate the warpgroups
+_QUEUE_BYTES = 28 * MAX_STAGES + 160  # a barrier and a tile for each stage; a tile for each of eight warps
 
 # A warp's blocks are 32 rows by 128 columns of weights.
 W8A8_MMA = FewRowsFamilySizes(
@@ -533,7 +534,7 @@ W8A8_F16 = FamilySizes(
 W8A8 = FamilySizes(
     "w8a8", {"fp8_block128": None}, _tiles(CtaTile(160, 256, 128, 2, (32, 64, 80, 96, 112, 128))),
     (*_GATED, "gate_up_tiles"),
-    codes_bytes=4096, x_bytes=64, row_bytes=4, static_bytes=_BARRIER_BYTES, static_row_bytes=12,
+    codes_bytes=4096, x_bytes=64, row_bytes=4, static_bytes=_BARRIER_BYTES + _QUEUE_BYTES, static_row_bytes=12,
     scales="kBlock128",
 )  # fmt: skip
 """E4M3 weights and rows, multiplied in E4M3. Sums of 128 columns have 14 bits."""

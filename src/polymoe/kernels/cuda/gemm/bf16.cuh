@@ -12,6 +12,7 @@
 #include "../ptx/memory.cuh"
 #include "../ptx/setmaxnreg.cuh"
 #include "../ptx/wgmma.cuh"
+#include "tile_queue.cuh"
 
 namespace polymoe {
 namespace bf16 {
@@ -117,9 +118,9 @@ constexpr int kFullArrivals = kProducerWarps * (kGathers<PART> ? 33 : 1);
 
 // Registers of consumers and of producers, which keep the places of their rows.
 template <int PART>
-constexpr int kConsumerRegs = kGathers<PART> ? 216 : consumer_regs(2);
+constexpr int kConsumerRegs = kGathers<PART> ? 216 : 224;
 template <int PART>
-constexpr int kProducerRegs = kGathers<PART> ? 72 : producer_regs(2);
+constexpr int kProducerRegs = kGathers<PART> ? 72 : 56;
 
 // Rows of x of a work tile, as the lanes of all producer warps copy them: eight lanes a row, sixteen rows at a time.
 template <int BLOCK_M>
@@ -155,17 +156,31 @@ struct GatheredRows {
 
 // By one lane of each producer warp, or where x is gathered by all.
 template <int N_BLOCKS, int BLOCK_M, int K_BLOCKS, int PART>
-__device__ __forceinline__ void produce(const GemmArgs& args, Pipeline& pipeline, int producer, int total,
-                                        int n_tiles) {
+__device__ __forceinline__ void produce(const GemmArgs& args, Pipeline& pipeline, TileQueue& queue, int producer,
+                                        int total, int n_tiles) {
     using S = Stage<N_BLOCKS, BLOCK_M, K_BLOCKS>;
     constexpr int kMine = (N_BLOCKS + kProducerWarps - 1) / kProducerWarps;
     const bool leader = threadIdx.x % 32 == 0, copies_x = !kGathers<PART> && producer == kProducerWarps - 1;
     const int tiles16 = args.n / 16, row_bytes = args.k * 2, k_blocks = (row_bytes + 127) / 128;
     GatheredRows<BLOCK_M> gathered;
     bool waited = PART != kDown;
-    for (int i_tile = blockIdx.x; i_tile < total; i_tile += gridDim.x) {
-        const int index = i_tile / n_tiles, n_block = (i_tile - index * n_tiles) * N_BLOCKS;
-        const WorkTile tile = args.work_tiles[index];
+    // One thread takes tiles, the next one ahead of its use.
+    const bool takes = producer == 0 && leader;
+    int next = blockIdx.x;
+    WorkTile next_rows = {};
+    if (next < total) next_rows = args.work_tiles[next / n_tiles];
+    for (int n = 0; n <= total; ++n) {  // see TileQueue
+        if (takes) {
+            pipeline.wait_empty();
+            queue.put(pipeline, {next_rows, next < total ? next % n_tiles * N_BLOCKS : kNoTile});
+            queue.announce(pipeline);
+            if (next < total) next = atomicAdd(&tile_list(args)->next, 1);
+        }
+        if (kGathers<PART>) __syncwarp();
+        const QueuedTile queued = queue.wait(pipeline);
+        const int n_block = queued.n_block;
+        if (n_block == kNoTile) break;
+        const WorkTile tile = queued.rows;
         const int x_bytes = padded_rows(tile.rows) * 128;
         const uint8_t* codes[kMine];
         int rows[kMine];
@@ -183,6 +198,7 @@ __device__ __forceinline__ void produce(const GemmArgs& args, Pipeline& pipeline
             const int blocks = min(K_BLOCKS, k_blocks - k_block),
                       part_bytes = min(blocks * 128, row_bytes - k_block * 128);
             pipeline.wait_empty();
+            if (takes && k_block) queue.announce(pipeline);
             if (leader) {
                 uint32_t bytes = copies_x ? blocks * x_bytes : 0;
 #pragma unroll
@@ -215,13 +231,16 @@ __device__ __forceinline__ void produce(const GemmArgs& args, Pipeline& pipeline
             }
             pipeline.advance();
         }
+        if (takes && next < total) next_rows = args.work_tiles[next / n_tiles];
     }
+    if (leader) mbarrier_arrive(pipeline.full_barrier());
+    if (kGathers<PART>) mbarrier_arrive(pipeline.full_barrier());
     // The next kernel relies on this one having waited for the kernel ahead of it.
     if (!waited) grid_dependency_wait();
     if (kGathers<PART>) {  // until copies have landed
-        for (int i = 0; i < pipeline.stages; ++i) {
-            pipeline.wait_empty();
+        for (int i = 1; i < pipeline.stages; ++i) {
             pipeline.advance();
+            pipeline.wait_empty();
         }
     }
 }
@@ -311,22 +330,26 @@ __device__ __forceinline__ void narrowest_mainloop(float (&acc)[N_BLOCKS][BLOCK_
 }
 
 template <int PART, int WARPGROUPS, int N_BLOCKS, int K_BLOCKS, int BLOCK_M, int... WIDTHS>
-__device__ __forceinline__ void consume(const GemmArgs& args, Pipeline& pipeline, int total, int n_tiles) {
-    const int warp = threadIdx.x / 32, tiles16 = args.n / 16;
+__device__ __forceinline__ void consume(const GemmArgs& args, Pipeline& pipeline, TileQueue& queue, int total) {
+    const int warp = warp_uniform(threadIdx.x / 32), tiles16 = args.n / 16;
     float acc[N_BLOCKS][BLOCK_M / 2];
-    for (int i_tile = blockIdx.x; i_tile < total; i_tile += gridDim.x) {
-        const int index = i_tile / n_tiles, first = ((i_tile - index * n_tiles) * WARPGROUPS + warp / 4) * N_BLOCKS;
-        const WorkTile tile = args.work_tiles[index];
-        int width[N_BLOCKS];
+    for (int n = 0; n <= total; ++n) {  // see TileQueue
+        const QueuedTile queued = queue.of_stage(pipeline);
+        if (queued.n_block == kNoTile) n = total;
+        if (queued.n_block != kNoTile) {
+            const WorkTile tile = queued.rows;
+            const int first = queued.n_block + warp / 4 * N_BLOCKS;
+            int width[N_BLOCKS];
 #pragma unroll
-        for (int m = 0; m < N_BLOCKS; ++m) width[m] = max(1, min(4, tiles16 - 4 * (first + m)));
-        narrowest_mainloop<PART, WARPGROUPS, N_BLOCKS, BLOCK_M, K_BLOCKS, WIDTHS..., BLOCK_M>(acc, pipeline, tile.rows,
-                                                                                              args.k, width, warp / 4);
+            for (int m = 0; m < N_BLOCKS; ++m) width[m] = max(1, min(4, tiles16 - 4 * (first + m)));
+            narrowest_mainloop<PART, WARPGROUPS, N_BLOCKS, BLOCK_M, K_BLOCKS, WIDTHS..., BLOCK_M>(
+                acc, pipeline, tile.rows, args.k, width, warp / 4);
 #pragma unroll
-        for (int m = 0; m < N_BLOCKS; ++m) {
-            const int tile16 = (first + m) * 4 + warp % 4;
-            if (tile16 >= tiles16) break;
-            store<PART, BLOCK_M>(args, acc[m], tile, tile16);
+            for (int m = 0; m < N_BLOCKS; ++m) {
+                const int tile16 = (first + m) * 4 + warp % 4;
+                if (tile16 >= tiles16) break;
+                store<PART, BLOCK_M>(args, acc[m], tile, tile16);
+            }
         }
     }
 }
@@ -339,6 +362,7 @@ template <int PART, int WARPGROUPS, int N_BLOCKS, int K_BLOCKS, int STAGE_BYTES,
 __device__ __forceinline__ void bf16_gemm(const GemmArgs& args) {
     extern __shared__ __align__(1024) uint8_t memory[];
     __shared__ __align__(8) uint64_t barriers[2 * kMaxStages];
+    __shared__ TileQueue queue;
     constexpr int kBlocks = WARPGROUPS * N_BLOCKS;
     static_assert(WARPGROUPS == 2, "registers are shared out for two");
     static_assert(bf16::Stage<kBlocks, BLOCK_M, K_BLOCKS>::kBytes == STAGE_BYTES);
@@ -346,6 +370,7 @@ __device__ __forceinline__ void bf16_gemm(const GemmArgs& args) {
     Pipeline pipeline = make_pipeline(args, align_stages(memory), barriers, STAGE_BYTES);
     if (threadIdx.x == 0) {
         init_barriers(args, pipeline, bf16::kFullArrivals<PART>, WARPGROUPS * 4);
+        queue.init(args.stages);
         mbarrier_init_fence();
     }
     __syncthreads();
@@ -362,12 +387,12 @@ __device__ __forceinline__ void bf16_gemm(const GemmArgs& args) {
         pipeline.parity = 1;
         const int producer = warp - WARPGROUPS * 4;
         if (bf16::kGathers<PART> || lane == 0) {
-            bf16::produce<kBlocks, BLOCK_M, K_BLOCKS, PART>(args, pipeline, producer, total, n_tiles);
+            bf16::produce<kBlocks, BLOCK_M, K_BLOCKS, PART>(args, pipeline, queue, producer, total, n_tiles);
         }
     } else {
         reg_alloc<bf16::kConsumerRegs<PART>>();
         pipeline.parity = 0;
-        bf16::consume<PART, WARPGROUPS, N_BLOCKS, K_BLOCKS, BLOCK_M, WIDTHS...>(args, pipeline, total, n_tiles);
+        bf16::consume<PART, WARPGROUPS, N_BLOCKS, K_BLOCKS, BLOCK_M, WIDTHS...>(args, pipeline, queue, total);
     }
 }
 

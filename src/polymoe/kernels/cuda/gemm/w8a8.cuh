@@ -20,6 +20,7 @@
 #include "../ptx/griddepcontrol.cuh"
 #include "../ptx/setmaxnreg.cuh"
 #include "../ptx/wgmma.cuh"
+#include "tile_queue.cuh"
 
 namespace polymoe {
 
@@ -120,15 +121,14 @@ struct Mainloop {
         }
     }
 
-    // All columns' sums times the scales, of which those of rows of x are in any of the stages. What it needs beside is
-    // found again: all registers are taken until then.
+    // All columns' sums times the scales, of which those of rows of x are in any of the stages. `held`: in shared
+    // memory, since all registers are taken until then.
     template <int ROWS>
-    __device__ __forceinline__ void scale(uint32_t stage, int i_tile, int n_tiles) {
-        const int index = static_cast<int>(opaque(i_tile)) / n_tiles, expert = args.work_tiles[index].expert;
-        const int n_block = ((i_tile - index * n_tiles) * kWarpgroups + threadIdx.x / 128) * kNBlocks;
+    __device__ __forceinline__ void scale(uint32_t stage, const QueuedTile& held) {
+        const int n_block = held.n_block + static_cast<int>(threadIdx.x) / 128 * kNBlocks;
 #pragma unroll
         for (int m = 0; m < kNBlocks; ++m) {
-            const ChannelScales<1> channels(args, expert, n_block + m);
+            const ChannelScales<1> channels(args, held.rows.expert, n_block + m);
             const uint32_t row_scales = opaque(stage + S::kScales + threadIdx.x % 4 * 8);
 #pragma unroll
             for (int n = 0; n < ROWS / 8; ++n) {
@@ -144,7 +144,7 @@ struct Mainloop {
     }
 
     template <int ROWS>
-    __device__ __forceinline__ void run(int k_blocks, int i_tile, int n_tiles) {
+    __device__ __forceinline__ void run(int k_blocks, const QueuedTile& held) {
         constexpr int M = ROWS <= kWidest ? ROWS : ROWS / 2;
 #pragma unroll
         for (int m = 0; m < kNBlocks; ++m) {
@@ -169,7 +169,7 @@ struct Mainloop {
                 if constexpr (M < ROWS) mma_chain<M, M>(acc[m], stage);
             }
             if constexpr (SCALES == kChannel) {
-                if (left == 1) scale<ROWS>(stage, i_tile, n_tiles);
+                if (left == 1) scale<ROWS>(stage, held);
             }
             __syncwarp();  // not needed, but without it ptxas is two registers short
             mbarrier_arrive(pipeline.empty_barrier());
@@ -179,11 +179,11 @@ struct Mainloop {
 
     // In MMAs for ROWS or, where the work tile has more rows, for the next of WIDER.
     template <int ROWS, int... WIDER>
-    __device__ __forceinline__ void run_narrowest(int k_blocks, int rows, int i_tile, int n_tiles) {
+    __device__ __forceinline__ void run_narrowest(int k_blocks, int rows, const QueuedTile& held) {
         if constexpr (sizeof...(WIDER) > 0) {
-            if (rows > ROWS) return run_narrowest<WIDER...>(k_blocks, rows, i_tile, n_tiles);
+            if (rows > ROWS) return run_narrowest<WIDER...>(k_blocks, rows, held);
         }
-        run<ROWS>(k_blocks, i_tile, n_tiles);
+        run<ROWS>(k_blocks, held);
     }
 };
 
@@ -196,8 +196,9 @@ struct Producer {
     static constexpr int kWarps = 4, kAtOnce = kWarps * 4, kTimes = (BLOCK_M + kAtOnce - 1) / kAtOnce;
     static_assert(BLOCK_M / 2 <= kWarps * 32 && kAtOnce % 8 == 0);
     static constexpr bool kOneThread = TILES && SCALES == kBlock128;
-    // Of bulk copies, of scales, of x.
-    static constexpr int kArrivals = 1 + (kOneThread ? 0 : TILES ? 1 : 2) * kWarps * 32;
+    // Of scales and of x; and of bulk copies.
+    static constexpr int kThreadArrivals = kOneThread ? 0 : TILES ? 1 : 2;
+    static constexpr int kArrivals = 1 + kThreadArrivals * kWarps * 32;
     const GemmArgs& args;
     Pipeline& pipeline;
     const int thread, first, piece;  // of the work tile's rows; of a row's 128 columns
@@ -282,12 +283,25 @@ struct Producer {
         if (kOneThread) bulk_copy_g2s(stage + S::kScales, scales + k_block * rows, scale_bytes, barrier);
     }
 
-    __device__ __forceinline__ void run(int total, int n_tiles) {
+    // The first thread takes tiles, the next one ahead of its use.
+    __device__ __forceinline__ void run(TileQueue& queue, int total, int n_tiles) {
         const int k_blocks = args.k / kE4m3BlockK;
         if (kOneThread && thread) return;
-        for (int i_tile = blockIdx.x; i_tile < total; i_tile += gridDim.x) {
-            const int index = i_tile / n_tiles, n_tile = i_tile - index * n_tiles;
-            const WorkTile tile = args.work_tiles[index];
+        int next = blockIdx.x;
+        WorkTile next_rows = {};
+        if (next < total) next_rows = args.work_tiles[next / n_tiles];
+        for (int n = 0; n <= total; ++n) {  // see TileQueue
+            if (thread == 0) {
+                pipeline.wait_empty();
+                queue.put(pipeline, {next_rows, next < total ? next % n_tiles * (kTileBytes / kBlockBytes) : kNoTile});
+                queue.announce(pipeline);
+                if (next < total) next = atomicAdd(&tile_list(args)->next, 1);
+            }
+            if (!kOneThread) __syncwarp();
+            const QueuedTile queued = queue.wait(pipeline);
+            if (queued.n_block == kNoTile) break;
+            const WorkTile tile = queued.rows;
+            const int n_tile = queued.n_block / (kTileBytes / kBlockBytes);
             const uint32_t bytes = min(kTileBytes, args.n * 128 - n_tile * kTileBytes);
             const uint8_t* codes = args.codes + tile.expert * args.codes_stride + 256LL * n_tile * args.k;
             find(tile, n_tile);
@@ -296,6 +310,7 @@ struct Producer {
             for (int k_block = 0; k_block < k_blocks; ++k_block) {
                 const uint32_t barrier = pipeline.full_barrier(), stage = pipeline.address();
                 pipeline.wait_empty();
+                if (thread == 0 && k_block) queue.announce(pipeline);
                 if (kOneThread) store_scales(tile, stage);
                 if (thread == 0) copy(tile, codes, bytes, k_block, stage, barrier);
                 codes += bytes;
@@ -315,7 +330,9 @@ struct Producer {
                 if (k_block + 1 < k_blocks) fetch_scales(tile, k_block + 1);
                 pipeline.advance();
             }
+            if (thread == 0 && next < total) next_rows = args.work_tiles[next / n_tiles];
         }
+        for (int i = thread == 0 ? -1 : 0; i < kThreadArrivals; ++i) mbarrier_arrive(pipeline.full_barrier());
     }
 };
 
@@ -335,10 +352,13 @@ __device__ __forceinline__ void w8a8_gemm(const GemmArgs& args) {
     extern __shared__ __align__(1024) uint8_t memory[];
     __shared__ __align__(8) uint64_t barriers[2 * kMaxStages], ping_pong_barriers[kWarpgroups];
     __shared__ float amax[3 * BLOCK_M];
+    __shared__ TileQueue queue;
+    __shared__ QueuedTile held_tiles[kWarps];  // kChannel
     const int warp = warp_uniform(threadIdx.x / 32);
     Pipeline pipeline = make_pipeline(args, align_stages(memory), barriers, STAGE_BYTES);
     if (threadIdx.x == 0) {
         init_barriers(args, pipeline, Producer::kArrivals, kWarps * 32);
+        queue.init(args.stages);
         for (int i = 0; i < kWarpgroups; ++i) mbarrier_init(smem_address(&ping_pong_barriers[i]), 4);
         mbarrier_init_fence();
     }
@@ -358,7 +378,7 @@ __device__ __forceinline__ void w8a8_gemm(const GemmArgs& args) {
             grid_dependency_wait();
             launch_dependents();
         }
-        Producer(args, pipeline, threadIdx.x - kWarps * 32).run(total, n_tiles);
+        Producer(args, pipeline, threadIdx.x - kWarps * 32).run(queue, total, n_tiles);
         return;
     }
     reg_alloc<232>();
@@ -367,34 +387,37 @@ __device__ __forceinline__ void w8a8_gemm(const GemmArgs& args) {
     PingPong ping_pong{smem_address(&ping_pong_barriers[warpgroup]), smem_address(&ping_pong_barriers[1 - warpgroup]),
                        warpgroup == 0};
     float acc[kNBlocks][BLOCK_M / 2];
-    int buffer = 0;  // of amax
-    for (int i_tile = blockIdx.x; i_tile < total; i_tile += gridDim.x) {
-        const int index = i_tile / n_tiles, n_tile = i_tile - index * n_tiles;
-        const WorkTile tile = uniform_tile(args.work_tiles[index]);
-        Mainloop<SCALES, BLOCK_M, kPart, kTiles>(args, acc, pipeline, ping_pong)
-            .template run_narrowest<WIDTHS..., BLOCK_M>(args.k / kE4m3BlockK, tile.rows, i_tile, n_tiles);
-        if constexpr (SCALES == kChannel) {
-            const int here = static_cast<int>(opaque(i_tile)), again = here / n_tiles;
-            const int n_block = (here - again * n_tiles) * kWarpgroups * kNBlocks;
-            const WorkTile done = uniform_tile(args.work_tiles[again]);
+    int buffer = 0;                     // of amax
+    for (int n = 0; n <= total; ++n) {  // see TileQueue
+        QueuedTile queued = queue.of_stage(pipeline);
+        if (queued.n_block == kNoTile) n = total;
+        if (queued.n_block != kNoTile) {
+            QueuedTile& held = held_tiles[warp];
+            if (SCALES == kChannel) {
+                if (threadIdx.x % 32 == 0) held = queued;
+                __syncwarp();
+            }
+            Mainloop<SCALES, BLOCK_M, kPart, kTiles>(args, acc, pipeline, ping_pong)
+                .template run_narrowest<WIDTHS..., BLOCK_M>(args.k / kE4m3BlockK, queued.rows.rows, held);
+            if (SCALES == kChannel) {  // the lane that writes it reads for all
+                queued = {};
+                if (threadIdx.x % 32 == 0) queued = held;
+                queued = {uniform_tile(queued.rows), warp_uniform(queued.n_block)};
+            }
+            const WorkTile tile = queued.rows;
+            const int n_block = queued.n_block;
             if constexpr (PART == kDown) {
 #pragma unroll
                 for (int m = 0; m < kNBlocks; ++m) {
-                    const int block = n_block + threadIdx.x / 128 * kNBlocks + m;
-                    if (block < args.n / 64) store_y<BLOCK_M, 4>(args, acc[m], done, block);
+                    const int block = n_block + warpgroup * kNBlocks + m;
+                    if (block < n_blocks) store_y<BLOCK_M, 4>(args, acc[m], tile, block);
                 }
+            } else if constexpr (SCALES == kChannel) {
+                store_h_f32<PART, kNBlocks, BLOCK_M>(args, acc, tile, n_block);
             } else {
-                store_h_f32<PART, kNBlocks, BLOCK_M>(args, acc, done, n_block);
-            }
-        } else if constexpr (kPart == kGateUp) {
-            store_h_e4m3<kWarpgroups, kNBlocks, BLOCK_M, PairedColumns>(args, acc, tile, n_tile * 4, nullptr, amax,
-                                                                        buffer);
-            if (++buffer == 3) buffer = 0;
-        } else {
-#pragma unroll
-            for (int m = 0; m < kNBlocks; ++m) {
-                const int n_block = (n_tile * kWarpgroups + warpgroup) * kNBlocks + m;
-                if (n_block < n_blocks) store_y<BLOCK_M, 4>(args, acc[m], tile, n_block);
+                store_h_e4m3<kWarpgroups, kNBlocks, BLOCK_M, PairedColumns>(args, acc, tile, n_block, nullptr, amax,
+                                                                            buffer);
+                if (++buffer == 3) buffer = 0;
             }
         }
     }
