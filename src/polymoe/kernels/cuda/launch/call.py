@@ -23,14 +23,18 @@ _SECOND_LAUNCH = 2
 
 _FINALIZE_THREADS, _FINALIZE_COLUMNS = 128, 1024  # per CTA
 _FINALIZE_CTAS = 8  # that run on an SM at a time
+_FINALIZE_MANY_TOP_K = 2
+"""Most experts of a token with which several tokens a CTA are faster: with more, each CTA has loads enough in flight."""
 
 
 def tokens_per_cta(tokens: int, top_k: int, columns: int, sms: int) -> int:
     """Return how many tokens a CTA of the weighted sum has.
 
-    One until there are more CTAs than run at a time, then as many of them as there are, with at most 32 expanded rows:
-    those of finalize_many_bf16.
+    One where a token has several experts, or where all CTAs run at a time; else as many tokens as fill the GPU once,
+    with at most 32 expanded rows: those of finalize_many_bf16.
     """
+    if top_k > _FINALIZE_MANY_TOP_K:
+        return 1
     ctas = tokens * -(-columns // _FINALIZE_COLUMNS)
     return max(1, min(-(-ctas // (sms * _FINALIZE_CTAS)), 32 // top_k))
 
