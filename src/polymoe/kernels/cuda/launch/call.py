@@ -24,7 +24,7 @@ _SECOND_LAUNCH = 2
 _FINALIZE_THREADS, _FINALIZE_COLUMNS = 128, 1024  # per CTA
 _FINALIZE_CTAS = 8  # that run on an SM at a time
 _FINALIZE_MANY_TOP_K = 2
-"""Most experts of a token with which several tokens a CTA are faster: with more, each CTA has loads enough in flight."""
+"""Most experts of a token for which several tokens a CTA are faster: with more, a CTA has loads enough in flight."""
 
 
 def tokens_per_cta(tokens: int, top_k: int, columns: int, sms: int) -> int:
