@@ -16,9 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import engines_document
+import peers_document
 from backends_document import backends_document, markdown
 
 from polymoe.atomic import replace_file
@@ -36,6 +38,8 @@ from polymoe.explanation import explain
 from polymoe.install_command import install_command
 from polymoe.json_input import read_fields
 from polymoe.machine import DEVICES
+from polymoe.planning.measured import Table
+from polymoe.planning.table_files import read as read_table
 from polymoe.units import format_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,7 +48,9 @@ RECORDS = {"triton": "triton-h200.jsonl", "cuda": "cuda-h200.jsonl"}
 as empty. docs/performance/ has one page for each."""
 
 PEERS = "peers-h200.jsonl"
-"""Times of other libraries' kernels in benchmarks/results/."""
+"""Times of other libraries' kernels in benchmarks/results/, and records of benchmarks/peer_times.py."""
+
+SHIPPED = ROOT / "src" / "polymoe" / "planning" / "tables" / "h200.jsonl"
 
 DECODE, SERVE = "decode-h200.jsonl", "serve-h200.jsonl"
 """Records of ``polymoe bench decode`` and ``polymoe bench serve``; without them their documents have no table."""
@@ -153,13 +159,38 @@ def best_peers(transformers: bool | None = None) -> dict[Row, dict[int, Peer]]:
     best: dict[Row, dict[int, Peer]] = {}
     if not path.exists():
         return best
-    for peer in read_lines(path, partial(read_fields, Peer), "a peer's time"):
+    for peer in read_lines(path, _peer, "a peer's time"):
+        if peer is None or peer.routing != "uniform":
+            continue
         if transformers is not None and (peer.peer == TRANSFORMERS) != transformers:
             continue
         by = best.setdefault(Row.of(peer), {})
         if peer.tokens not in by or peer.median_us < by[peer.tokens].median_us:
             by[peer.tokens] = peer
     return best
+
+
+def _peer(values: dict[str, Any]) -> Peer | None:
+    """A line of the file of peers: a peer's time, or a record of ``bench``, which is ours where no peer is named."""
+    if "backend" not in values:
+        return read_fields(Peer, values)
+    r = read_fields(Record, values)
+    if r.peer is None:
+        return None
+    name = peers_document.LABELS.get(r.peer, r.peer)
+    return Peer(
+        case=r.case, format=r.format, activations=r.activations, tokens=r.tokens, routing=r.routing, peer=name,
+        version=r.version or "", median_us=r.median_us, device=r.device, torch=r.torch, triton=r.triton or "",
+        date=r.date,
+    )  # fmt: skip
+
+
+def compared() -> dict[peers_document.Row, peers_document.Times]:
+    """Peers and this library side by side, and newer records of ours, all with today's floor."""
+    path = ROOT / "benchmarks" / "results" / PEERS
+    lines = read_lines(path, lambda v: read_fields(Record, v) if "backend" in v else None, "a peer's time or a record")
+    found = [with_todays_floor(r) for r in lines if r is not None]
+    return peers_document.times(found, records(), Table((tuple(read_table(SHIPPED)),)))
 
 
 def by_tokens(found: Sequence[Record], backend: str) -> dict[Row, dict[int, Record]]:
@@ -369,12 +400,16 @@ def between(text: str, name: str, part: str) -> str:
 def documents() -> dict[Path, str]:
     """Each file as it should be."""
     docs, results, peers = ROOT / "docs", ROOT / "benchmarks" / "results", best_peers()
-    of_cuda = records("cuda")
+    of_cuda, side_by_side = records("cuda"), compared()
     tables = {
         ROOT / "README.md": {"install": install(), "explain": explained(), "times": times(records(), peers)},
         docs / "command-line.md": {"known": known()},
         docs / "performance" / "triton.md": {"times": standing(records("triton"), "triton", peers)},
         docs / "performance" / "cuda.md": {"times": standing(of_cuda, "cuda", peers), "calls": calls(of_cuda)},
+        docs / "performance" / "peers.md": {
+            "ratios": peers_document.ratios(side_by_side),
+            "microseconds": peers_document.microseconds(side_by_side),
+        },
         docs / "decoding.md": {"decode": decode(results / DECODE)},
         docs / "serving.md": {"serve": serve(results / SERVE)},
         docs / "security.md": {"attacks": attacks(results / ATTACKS)},
@@ -428,6 +463,7 @@ def main() -> None:
     if options.picture:
         for case in (PICTURE[0], TRANSFORMERS_CASE):
             picture(case, ROOT / "docs" / "performance" / f"{case}-h200.png")
+        peers_document.picture(compared(), ROOT / "docs" / "performance" / "peers-h200.png")
         for engine, file in ENGINES.items():
             png = ROOT / "docs" / "engines" / f"{engine.lower()}-h200.png"
             engines_document.picture(ROOT / "benchmarks" / "results" / file, engine, png)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import backends_document
+import peers_document
 import pytest
 import write_docs
 from backends_document import GPUS, MODES, said
@@ -25,6 +26,7 @@ from polymoe.bench.serving.record import Load, Origin, record
 from polymoe.explanation import explain
 from polymoe.formats import FORMATS
 from polymoe.machine import DEVICES, Machine
+from polymoe.planning.measured import Table
 from polymoe.problem import Problem
 from polymoe.verdict import Accepted, Reasons, Rejected, Verdict
 from support.toys import HANDLES, Toy
@@ -41,8 +43,9 @@ def test_current() -> None:
     """If it is not: python benchmarks/write_docs.py."""
     documents = write_docs.documents()
     assert {str(path.relative_to(write_docs.ROOT)) for path in documents} == {
-        "README.md", "docs/backends.md", "docs/performance/cuda.md", "docs/performance/triton.md", "docs/decoding.md",
-        "docs/serving.md", "docs/security.md", "docs/engines/sglang.md", "docs/engines/vllm.md",
+        "README.md", "docs/backends.md", "docs/performance/cuda.md", "docs/performance/triton.md",
+        "docs/performance/peers.md",
+        "docs/decoding.md", "docs/serving.md", "docs/security.md", "docs/engines/sglang.md", "docs/engines/vllm.md",
         "docs/command-line.md",
     }  # fmt: skip
     for path, text in documents.items():
@@ -216,6 +219,25 @@ class TestRecords:
         fp8 = Row.of(replace(RECORD, activations="fp8_group128"))
         assert found[fp8][16].median_us == 200.0
         assert fp8.head == "`gpt-oss-120b`, mxfp4, fp8 activations"
+
+    def test_peers_beside_ours(self) -> None:
+        """Of ours, the newest record of the backend that the plan takes; a peer that is ahead is bold."""
+        mine = replace(RECORD, backend="cuda", median_us=300.0)
+        peer = replace(mine, backend="peer:humming", peer="humming", version="0.1.19", median_us=330.0)
+        slower = replace(peer, backend="peer:vllm", peer="vllm", median_us=400.0)
+        newer = replace(mine, median_us=275.0, date="2026-02-01T00:00:00Z", commit="def")
+        other = [replace(r, routing="zipf:1.1", median_us=us) for r, us in ((mine, 340.0), (peer, 330.0))]
+        kept = peers_document.times([mine, peer, slower, *other], [newer, RECORD], Table())
+        assert peers_document.ratios(kept).splitlines() == [
+            "|  | 16 |",
+            "| --- | --- |",
+            "| `gpt-oss-120b`, mxfp4 | 1.20 H† |",
+            "| `gpt-oss-120b`, mxfp4, zipf:1.1 | **0.97 H** |",
+            "",
+            "A peer is ahead in 1 of 2 cells.",
+        ]
+        assert "|  | vLLM 0.1.19 | 400 |" in peers_document.microseconds(kept).splitlines()
+        assert peers_document.case_of("qwen3-235b[H=2048, F=768]").intermediate == 768
 
     def test_no_table_before_there_are_records(self) -> None:
         assert write_docs.standing([RECORD], "cuda", {}) == write_docs.calls([RECORD]) == ""

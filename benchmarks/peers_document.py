@@ -1,0 +1,152 @@
+"""Tables and plots of docs/performance/peers.md, from records of benchmarks/peer_times.py and later ones of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from backends_document import markdown
+
+from polymoe.bench.cases import CASES, Case
+from polymoe.bench.plot import write_png
+from polymoe.bench.records import Record, newest
+from polymoe.machine import Machine
+from polymoe.planning.measured import Table
+from polymoe.planning.select import select
+
+LETTERS = {"humming": "H", "vllm": "V", "deepgemm": "D", "triton_kernels": "T", "flashinfer": "F", "quack": "Q"}
+"""Peers in the first table."""
+LABELS = {"humming": "Humming", "vllm": "vLLM", "deepgemm": "DeepGEMM", "flashinfer": "FlashInfer", "quack": "QuACK"}
+AHEAD = 0.98
+"""A peer is ahead if its time is less than this share of ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What is compared: E4M3 activations count as one kind, since peers scale them by token where polymoe does not."""
+
+    case: str
+    format: str
+    quantized: bool
+    routing: str
+
+    @classmethod
+    def of(cls, r: Record) -> Row:
+        return cls(r.case, r.format, r.activations != "16bit", r.routing)
+
+    @property
+    def head(self) -> str:
+        """Name in the tables."""
+        named = self.quantized and not self.format.startswith("fp8")
+        return (
+            f"`{self.case}`, {self.format}"
+            + ", fp8 activations" * named
+            + f", {self.routing}" * (self.routing != "uniform")
+        )
+
+
+@dataclass(slots=True)
+class Times:
+    """Of one row: our records at each token count, by backend, and each peer's."""
+
+    ours: dict[int, Record] = field(default_factory=dict)
+    peers: dict[str, dict[int, Record]] = field(default_factory=dict)
+
+    def fastest(self, tokens: int) -> Record | None:
+        """The fastest peer."""
+        found = [by[tokens] for by in self.peers.values() if tokens in by]
+        return min(found, key=lambda r: r.median_us, default=None)
+
+
+def case_of(name: str) -> Case:
+    """The named case, or one whose changed sizes are part of its name."""
+    base, _, changes = name.partition("[")
+    sizes = {text[0]: int(text[2:]) for text in changes.rstrip("]").split(", ") if text}
+    return CASES[base].changed(hidden=sizes.get("H"), intermediate=sizes.get("F"), experts=sizes.get("E"))
+
+
+def times(compared: Sequence[Record], others: Iterable[Record], table: Table) -> dict[Row, Times]:
+    """The rows of ``compared``, in its order. Of ours, the record of the backend that ``auto`` takes with ``table``,
+    the newest of ``compared`` and ``others``."""
+    rows = {Row.of(r): Times() for r in compared if r.peer}
+    own: dict[tuple[Row, str, int], Record] = {}
+    for r in newest([*compared, *others]):
+        row = Row.of(r)
+        if row in rows and r.peer:
+            rows[row].peers.setdefault(r.peer, {})[r.tokens] = r
+        elif row in rows:
+            own[row, r.backend, r.tokens] = r
+    for row, found in rows.items():
+        ours = {tokens: r for (of, _, tokens), r in own.items() if of == row}
+        for tokens in sorted(ours):
+            mode = ours[tokens].activations
+            plan = select(case_of(row.case).problem(row.format, mode), Machine.of("h200"), table=table).plan
+            backend = plan.step(tokens).backend if plan else ""
+            if (row, backend, tokens) in own:
+                found.ours[tokens] = own[row, backend, tokens]
+    return rows
+
+
+def ratios(found: dict[Row, Times]) -> str:
+    """The fastest peer's time over ours, with the peer's letter; bold where it is ahead."""
+    columns = sorted({t for times in found.values() for t in times.ours})
+    ahead = cells = 0
+    lines = []
+    for row, of in found.items():
+        line = [row.head]
+        for t in columns:
+            mine, peer = of.ours.get(t), of.fastest(t)
+            if mine is None or peer is None:
+                line.append("")
+                continue
+            ratio = peer.median_us / mine.median_us
+            cells, ahead = cells + 1, ahead + (ratio < AHEAD)
+            text = f"{ratio:.2f} {LETTERS[peer.peer or '']}" + "†" * (mine.commit != peer.commit)
+            line.append(f"**{text}**" if ratio < AHEAD else text)
+        lines.append(line)
+    return f"{markdown(['', *map(str, columns)], lines)}\nA peer is ahead in {ahead} of {cells} cells.\n"
+
+
+def microseconds(found: dict[Row, Times]) -> str:
+    """Floor, our time, and each peer's."""
+    columns = sorted({t for times in found.values() for t in times.ours})
+    lines = []
+    for row, of in found.items():
+        parts = {"floor": {t: r.floor_us for t, r in of.ours.items()}}
+        parts["polymoe"] = {t: r.median_us for t, r in of.ours.items()}
+        for name, by in of.peers.items():
+            version = next(iter(by.values())).version
+            parts[f"{LABELS.get(name, name)} {version}"] = {t: r.median_us for t, r in by.items()}
+        for n, (name, by_tokens) in enumerate(parts.items()):
+            cells = [f"{by_tokens[t]:.{1 if by_tokens[t] < 99.95 else 0}f}" if t in by_tokens else "" for t in columns]
+            lines.append([row.head if n == 0 else "", name, *cells])
+    return markdown(["case", "us", *map(str, columns)], lines)
+
+
+def picture(found: dict[Row, Times], path: Path) -> None:
+    """Shares of the floor over tokens, one plot a row."""
+    from matplotlib.figure import Figure
+
+    shown = [(row, of) for row, of in found.items() if of.ours and "[" not in row.case]
+    across = 3
+    figure = Figure(figsize=(15, 3.6 * -(-len(shown) // across)), layout="constrained")
+    plots = figure.subplots(-(-len(shown) // across), across, squeeze=False).flat
+    for axes, (row, of) in zip(plots, shown, strict=False):
+        floors = {t: r.floor_us for t, r in of.ours.items()}
+        lines = {"polymoe": of.ours, **{LABELS.get(name, name): by for name, by in of.peers.items()}}
+        for n, (label, by) in enumerate(lines.items()):
+            points = [(t, floors[t] / by[t].median_us) for t in sorted(by) if t in floors]
+            style = {"linewidth": 2.0} if n == 0 else {"linestyle": "--", "linewidth": 1.2}
+            axes.plot(*zip(*points, strict=True), marker="osD^v"[n % 5], markersize=4, label=label, **style)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sorted(floors), [str(t) for t in sorted(floors)], fontsize=7)
+        axes.set_ylim(0, 1.05)
+        axes.set_title(row.head.replace("`", ""), fontsize=10)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    for axes in list(figure.axes)[len(shown) :]:
+        axes.remove()
+    figure.supxlabel("tokens")
+    figure.supylabel("share of the floor (floor / time)")
+    write_png(figure, path)
