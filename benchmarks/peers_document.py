@@ -24,26 +24,34 @@ AHEAD = 0.98
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is compared: E4M3 activations count as one kind, since peers scale them by token where polymoe does not."""
+    """What is compared."""
 
     case: str
     format: str
-    quantized: bool
+    activations: str
     routing: str
 
     @classmethod
     def of(cls, r: Record) -> Row:
-        return cls(r.case, r.format, r.activations != "16bit", r.routing)
+        return cls(r.case, r.format, r.activations, r.routing)
+
+    @property
+    def of_peers(self) -> tuple[str, str, bool, str]:
+        """Rows with the same peers: E4M3 activations count as one kind, since peers may scale x otherwise than this
+        library."""
+        return self.case, self.format, self.activations != "16bit", self.routing
 
     @property
     def head(self) -> str:
-        """Name in the tables."""
-        named = self.quantized and not self.format.startswith("fp8")
-        return (
-            f"`{self.case}`, {self.format}"
-            + ", fp8 activations" * named
-            + f", {self.routing}" * (self.routing != "uniform")
-        )
+        """Name in the tables; E4M3 activations are named where the weights do not imply them."""
+        named = self.activations != "16bit" and not self.format.startswith("fp8")
+        parts = [
+            f"`{self.case}`",
+            self.format,
+            *[self.activations] * named,
+            *[self.routing] * (self.routing != "uniform"),
+        ]
+        return ", ".join(parts)
 
 
 @dataclass(slots=True)
@@ -67,25 +75,27 @@ def case_of(name: str) -> Case:
 
 
 def times(compared: Sequence[Record], others: Iterable[Record], table: Table) -> dict[Row, Times]:
-    """The rows of ``compared``, in its order. Of ours, the record of the backend that ``auto`` takes with ``table``,
-    the newest of ``compared`` and ``others``."""
-    rows = {Row.of(r): Times() for r in compared if r.peer}
+    """The rows of ``compared``, and those of ``others`` with the same peers. Of ours, the record of the backend that
+    ``auto`` takes with ``table``, the newest of ``compared`` and ``others``."""
+    found = newest([*compared, *others])
+    kinds = {Row.of(r).of_peers: None for r in compared if r.peer}
+    rows = {row: Times() for kind in kinds for row in dict.fromkeys(map(Row.of, found)) if row.of_peers == kind}
     own: dict[tuple[Row, str, int], Record] = {}
-    for r in newest([*compared, *others]):
-        row = Row.of(r)
-        if row in rows and r.peer:
-            rows[row].peers.setdefault(r.peer, {})[r.tokens] = r
-        elif row in rows:
-            own[row, r.backend, r.tokens] = r
-    for row, found in rows.items():
+    for r in found:
+        for row in rows if r.peer else ():
+            if row.of_peers == Row.of(r).of_peers:
+                rows[row].peers.setdefault(r.peer or "", {})[r.tokens] = r
+        if r.peer is None and Row.of(r) in rows:
+            own[Row.of(r), r.backend, r.tokens] = r
+    for row, of_row in rows.items():
         ours = {tokens: r for (of, _, tokens), r in own.items() if of == row}
         for tokens in sorted(ours):
             mode = ours[tokens].activations
             plan = select(case_of(row.case).problem(row.format, mode), Machine.of("h200"), table=table).plan
             backend = plan.step(tokens).backend if plan else ""
             if (row, backend, tokens) in own:
-                found.ours[tokens] = own[row, backend, tokens]
-    return rows
+                of_row.ours[tokens] = own[row, backend, tokens]
+    return {row: of_row for row, of_row in rows.items() if of_row.ours}
 
 
 def ratios(found: dict[Row, Times]) -> str:

@@ -115,8 +115,13 @@ class Row:
 
     @classmethod
     def of(cls, found: Record | Peer) -> Row:
-        """FP8 activations count as one kind: peers scale x by token where polymoe scales it by 128 columns."""
-        return cls(found.case, found.format, "16bit" if found.activations == "16bit" else "fp8")
+        """The row of a time."""
+        return cls(found.case, found.format, found.activations)
+
+    @property
+    def of_peers(self) -> Row:
+        """Where its peers are: FP8 activations count as one kind, since peers may scale x otherwise than polymoe."""
+        return Row(self.case, self.format, "16bit" if self.activations == "16bit" else "fp8")
 
     @property
     def head(self) -> str:
@@ -164,7 +169,7 @@ def best_peers(transformers: bool | None = None) -> dict[Row, dict[int, Peer]]:
             continue
         if transformers is not None and (peer.peer == TRANSFORMERS) != transformers:
             continue
-        by = best.setdefault(Row.of(peer), {})
+        by = best.setdefault(Row.of(peer).of_peers, {})
         if peer.tokens not in by or peer.median_us < by[peer.tokens].median_us:
             by[peer.tokens] = peer
     return best
@@ -237,14 +242,14 @@ def times(found: Sequence[Record], peers: dict[Row, dict[int, Peer]]) -> str:
     measured = by_tokens(found, "cuda")
 
     def cell(row: Row, tokens: int) -> str:
-        mine, peer = measured[row].get(tokens), peers.get(row, {}).get(tokens)
+        mine, peer = measured[row].get(tokens), peers.get(row.of_peers, {}).get(tokens)
         if mine is None:
             return ""
         return number(mine.median_us) + (f" ({number(peer.median_us)})" if peer else "")
 
     cells = []
     for case, form, activations in README_ROWS:
-        row = Row(case, form, "16bit" if activations == "16bit" else "fp8")
+        row = Row(case, form, activations)
         if row in measured:
             cells.append([f"`{case}`", form, activations, *(cell(row, t) for t in README_TOKENS)])
     return markdown(["case", "weights", "activations", *map(str, README_TOKENS)], cells)
@@ -260,7 +265,7 @@ def standing(found: Sequence[Record], backend: str, peers: dict[Row, dict[int, P
         lines = {
             "floor": {t: number(r.floor_us) for t, r in by.items()},
             "time": {t: f"{number(r.median_us)} ({r.share:.2f})" for t, r in by.items()},
-            "best peer": {t: number(peer.median_us) for t, peer in peers.get(row, {}).items() if t in by},
+            "best peer": {t: number(peer.median_us) for t, peer in peers.get(row.of_peers, {}).items() if t in by},
         }
         heads = iter((row.head,))
         rows += [[next(heads, ""), name, *(line.get(t, "") for t in columns)] for name, line in lines.items() if line]

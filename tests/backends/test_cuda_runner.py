@@ -62,7 +62,7 @@ def test_a_call_follows_the_number_of_tokens(made: Made, config: CudaConfig) -> 
         assert {m["rows"] for m in made if "rows" in m} == {2 * tokens}
         permutations = sum(m["kernel"].startswith("permutation") for m in made)
         assert permutations == {3: 0 if config is FEW else 1, 40: 1, 1500: 2}[tokens]
-        assert made[-1]["grid"] == (tokens, 1)
+        assert made[-1]["grid"] == (-(-tokens // made[-1]["tokens_per_cta"]), 1)
         gate_up, down = (m for m in made if "k" in m)
         assert gate_up["out"] == down["x"]
         assert down["out"] == made[-1]["y"]

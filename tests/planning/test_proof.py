@@ -47,7 +47,7 @@ class TestRows:
     def test_shipped_rows_name_what_there_is(self) -> None:
         for row in parse(write_proof.TARGET.read_text(encoding="utf-8")):
             assert row.backend in BACKENDS
-            assert row.format in FORMATS
+            assert row.format.removesuffix("_zp") in FORMATS  # with zero points, as AWQ and GPTQ have them
             assert row.device in DEVICES
             assert (write_proof.ROOT / "benchmarks/results" / row.source).is_file()
 
