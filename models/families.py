@@ -536,7 +536,7 @@ def mixtral() -> TrainedFamily:
 
 
 def llama4() -> TrainedFamily:
-    """RedHatAI/Llama-4-Scout-17B-16E-Instruct-FP8-dynamic, shrunk: routed experts FP8 with a scale a row, the rest 16
+    """RedHatAI/Llama-4-Scout-17B-16E-Instruct-FP8-dynamic, shrunk: routed experts FP8 with a scale per row, the rest 16
     bit; the vision tower is there and untrained."""
     quantization = {
         "config_groups": {

@@ -27,6 +27,11 @@ AVOID = {
     r"(?<!there )is no (?!more|longer|such|less|limit)\w+": "is not a ...",
     r"whoever": "name the user or the code",
     r"by name only": "opt-in",
+    r"(scales?|bytes|columns|lanes) a (row|token|lane|matrix|stage)": "per row, per token",
+    r"rightly": "correctly",
+    r"mended": "fixed",
+    r"(do|does|did) not come to": "does not reach",
+    r"for want of": "because there is no ...",
     r"hopper(?=[`'\"]? (takes|runs|refuses|does))": "cuda",
 }
 """What to avoid, as regular expressions over whole words, with what to write instead."""
@@ -86,6 +91,7 @@ def test_words(name: str) -> None:
         ("a.py", 'x = f"equal {y} to the bit"\n', ["to the bit"]),
         ("a.cuh", "bring(x);  // brings x\nint multiprocessor;\n", ["brings"]),
         ("a.md", "streaming multiprocessor, one a multiprocessor\n\nIt goes on.\n", ["multiprocessor", "goes on"]),
+        ("a.md", "One scale a row, per lane. Some columns: a row.\n", ["scale a row"]),
         ("a.md", "There is no GPU. It is no longer so, and a wanted poster turns green in turn.\n", []),
     ],
 )

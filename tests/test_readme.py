@@ -80,7 +80,9 @@ def test_the_shown_output_is_what_the_command_prints(capsys: pytest.CaptureFixtu
 
 
 LONGEST = 30
-"""Words of a sentence."""
+"""Words of a sentence in README."""
+LONGEST_ELSEWHERE = 45
+"""Words of a sentence in other documents, except those with results of experiments, and what is written from code."""
 
 
 def sentences(text: str) -> list[str]:
@@ -95,6 +97,15 @@ def sentences(text: str) -> list[str]:
 def test_no_sentence_is_long() -> None:
     found = [sentence for sentence in sentences(README) if len(sentence.split()) > LONGEST]
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in DOCUMENTS if path.parent.name != "performance"], ids=lambda p: p.name
+)
+def test_no_sentence_of_a_document_is_very_long(path: Path) -> None:
+    text = re.sub(r"<!-- (\w+): written by.*?<!-- end of \1 -->", "", path.read_text(encoding="utf-8"), flags=re.S)
+    if path.name != "backends.md":
+        assert [sentence for sentence in sentences(text) if len(sentence.split()) > LONGEST_ELSEWHERE] == []
 
 
 def test_what_a_long_sentence_is() -> None:

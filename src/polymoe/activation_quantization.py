@@ -104,7 +104,7 @@ UNQUANTIZED = ActivationQuantization(name="16bit")
 """As they are, in 16 bits."""
 
 FP8_TOKEN = ActivationQuantization(name="fp8_token", element="e4m3", granularity=PerChannel(), scale_dtype="float32")
-"""E4M3 with one scale a token."""
+"""E4M3 with one scale per token."""
 
 FP8_GROUP128 = ActivationQuantization(
     name="fp8_group128", element="e4m3", granularity=PerGroup(1, 128), scale_dtype="float32"

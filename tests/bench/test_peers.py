@@ -111,7 +111,7 @@ def test_rows(rows: Mapping[str, list[BenchRow]]) -> None:
 
 
 def test_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By token count, after everything was called once; one scale a token where a peer has no other."""
+    """By token count, after everything was called once; one scale per token where a peer has no other."""
     made: list[object] = []
 
     class Noting(Standin):

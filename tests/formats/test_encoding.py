@@ -113,7 +113,7 @@ def test_bits_per_weight(name: str, bits: float) -> None:
 
 
 def test_nvfp4_bits_per_weight() -> None:
-    assert FORMATS["nvfp4"].bits_per_weight == pytest.approx(4.5, abs=1e-5)  # and four bytes a matrix
+    assert FORMATS["nvfp4"].bits_per_weight == pytest.approx(4.5, abs=1e-5)  # and four bytes per matrix
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4_g32"])

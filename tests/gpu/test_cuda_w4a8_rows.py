@@ -1,4 +1,4 @@
-"""The CUDA backend with 4-bit weights and x in E4M3 with one scale a row, on an SM90 GPU."""
+"""The CUDA backend with 4-bit weights and x in E4M3 with one scale per row, on an SM90 GPU."""
 
 from __future__ import annotations
 

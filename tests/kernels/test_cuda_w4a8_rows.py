@@ -1,4 +1,4 @@
-"""Kernels for 4-bit weights and rows in E4M3 with one scale a row: run on a CPU from their own sources."""
+"""Kernels for 4-bit weights and rows in E4M3 with one scale per row: run on a CPU from their own sources."""
 
 from __future__ import annotations
 

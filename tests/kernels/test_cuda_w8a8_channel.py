@@ -1,4 +1,4 @@
-"""Kernels for E4M3 weights with one scale a row, or one in all: run on a CPU from their own sources."""
+"""Kernels for E4M3 weights with one scale per row, or one in all: run on a CPU from their own sources."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def peer_contenders(problem: Problem, names: Sequence[str]) -> list[LayerContend
 
 def _as_taken(peer: Peer, problem: Problem) -> tuple[Problem, tuple[Reason, ...]]:
     """The problem as the peer runs it, and its reasons against that: where it does not scale E4M3 activations as the
-    problem says, they have one scale a token."""
+    problem says, they have one scale per token."""
     reasons = peer.check(problem)
     if reasons and problem.activations.quantized:
         by_token = replace(problem, activations=FP8_TOKEN)

@@ -276,7 +276,7 @@ def format_of(encoding: Encoding) -> str | None:
     """Return the name of the kernels' format for this encoding, or None.
 
     A global scale per expert is always optional. Scales of INT4 may be bfloat16 or float16, those of FP8 of any dtype;
-    the layout converts them. MXFP8's are E8M0. Kernels for one scale a row also take one for the matrix.
+    the layout converts them. MXFP8's are E8M0. Kernels for one scale per row also take one for the matrix.
     """
     granularity = PerChannel() if encoding.granularity == PerTensor() else encoding.granularity
     for name in dict.fromkeys(name for family in _ALL for name in family.formats):

@@ -1,6 +1,6 @@
 // The epilogue that writes h in E4M3, with a float32 scale for each row and 128 columns, to permuted tiles.
 //
-// A tile is a work tile's rows by 128 columns of h: 128 bytes a row, swizzled, with room for a multiple of 8 rows.
+// A tile is a work tile's rows by 128 columns of h: 128 bytes per row, swizzled, with room for a multiple of 8 rows.
 // Behind a work tile's tiles stand their rows' scales. 128 columns of h are the 256 rows of weights, gate and up
 // interleaved, that a CTA computes at a time; its warps exchange the maxima of each row.
 #pragma once

@@ -21,7 +21,7 @@ __host__ __device__ constexpr int producer_regs(int warpgroups) {
 }
 
 // Where an element of a work tile of `rows` rows stands in permuted tiles of bfloat16, in elements from the work tile's
-// first: tiles of 64 columns, 128 bytes a row, swizzled by 128 bytes.
+// first: tiles of 64 columns, 128 bytes per row, swizzled by 128 bytes.
 __device__ __forceinline__ int permuted_tile_offset(int row, int column, int rows) {
     const int chunk = (column / 8 % 8) ^ (row % 8);
     return column / 64 * padded_rows(rows) * 64 + row * 64 + chunk * 8 + column % 8;

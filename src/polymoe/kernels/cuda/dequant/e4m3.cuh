@@ -1,5 +1,5 @@
-// E4M3 weights with float32 scales: tiles of 256 rows of weights, 128 columns a stage, for two consumer warpgroups and
-// four producer warps. Where weights lie is described in layouts/cuda/w8_fragments.py.
+// E4M3 weights with float32 scales: tiles of 256 rows of weights, 128 columns per stage, for two consumer warpgroups
+// and four producer warps. Where weights lie is described in layouts/cuda/w8_fragments.py.
 #pragma once
 #include "../gemm/args.cuh"
 #include "../sizes.cuh"

@@ -108,7 +108,7 @@ __device__ __forceinline__ void store(const GemmArgs& args, float* acc, WorkTile
 // Producer warps. One thread of each copies weights, since a single thread cannot issue copies fast enough.
 constexpr int kProducerWarps = 4;
 
-// Gate and up read rows of x by token: 16 bytes a lane, and a lane's copies arrive at the stage's barrier by
+// Gate and up read rows of x by token: 16 bytes per lane, and a lane's copies arrive at the stage's barrier by
 // themselves.
 template <int PART>
 constexpr bool kGathers = PART != kDown;
@@ -122,7 +122,7 @@ constexpr int kConsumerRegs = kGathers<PART> ? 216 : 224;
 template <int PART>
 constexpr int kProducerRegs = kGathers<PART> ? 72 : 56;
 
-// Rows of x of a work tile, as the lanes of all producer warps copy them: eight lanes a row, sixteen rows at a time.
+// Rows of x of a work tile, as the lanes of all producer warps copy them: eight lanes per row, sixteen rows at a time.
 template <int BLOCK_M>
 struct GatheredRows {
     static constexpr int kAtOnce = kProducerWarps * 4, kTimes = (BLOCK_M + kAtOnce - 1) / kAtOnce;

@@ -8,7 +8,7 @@
 
 namespace polymoe {
 
-// Permuted tiles of x have 128 bytes a row: columns of a tile, and bytes of a row's scale.
+// Permuted tiles of x have 128 bytes per row: columns of a tile, and bytes of a row's scale.
 struct Bf16Tiles {
     static constexpr int kColumns = 64, kScaleBytes = 0;
 };

@@ -173,7 +173,7 @@ __device__ __forceinline__ float scale_of(float amax) {
     return scale == 0.0f ? 1.0f : scale;
 }
 
-// Four columns a lane of some of the warp's blocks of a row of x.
+// Four columns per lane of some of the warp's blocks of a row of x.
 template <Scales SCALES, int PART>
 struct Columns {
     static constexpr int kAtOnce = 4;
