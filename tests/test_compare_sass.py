@@ -39,7 +39,7 @@ def test_equal_code_under_other_names(folders: tuple[Path, Path], tmp_path: Path
     names.write_text("# units have been renamed\nold_(\\w+)/(\\w+)  new_\\1/\\2\n")
     code, said = compare(*folders, "--names", names)
     assert code == 0, said
-    assert "2 kernels before, 2 now: 0" in said
+    assert "3 kernels before, 3 now: 0" in said
 
 
 def test_a_kernel_that_one_side_lacks(folders: tuple[Path, Path]) -> None:
@@ -53,14 +53,14 @@ def test_one_other_instruction(folders: tuple[Path, Path], tmp_path: Path) -> No
     old, new = folders
     (path,) = new.iterdir()
     code = path.read_bytes()
-    assert code.count(PROLOGUE) == 2
+    assert code.count(PROLOGUE) == 3
     other = PROLOGUE.replace(b"\x01", b"\x02", 1)  # R2
     path.unlink()
     (new / "old_unit.cubin").write_bytes(code.replace(PROLOGUE, other, 1))
     status, said = compare(old, new)
     assert status == 1
     assert said.count("differs from line") == 1
-    assert "2 kernels before, 2 now: 1" in said
+    assert "3 kernels before, 3 now: 1" in said
     assert "LDC R2" in compare(old, new, "--diff")[1]
 
 

@@ -50,7 +50,8 @@ def test_every_configuration(monkeypatch: pytest.MonkeyPatch, libraries: Any, co
         )  # fmt: skip
         rows = [config.block_m, config.narrow_m] if config.narrow_m else [config.block_m]
         up, down = ([W4A8_ROWS.kernel(part, m) for m in rows] for part in ("gate_up", "down"))
-        assert made[1:] == ["quantize_row_tiles", *up, "quantize_row_tiles", *down, "finalize_bf16"]
+        assert made[1:-1] == ["quantize_row_tiles", *up, "quantize_row_tiles", *down]
+        assert made[-1] in ("finalize_bf16", "finalize_many_bf16")
 
 
 @emulated
