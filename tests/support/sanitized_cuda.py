@@ -36,6 +36,7 @@ def main() -> None:
         *((format, "16bit", 592, 208, 5, 2) for format in ("mxfp4", "int4_g32")),
         ("mxfp4", "fp8_group128", 320, 192, 60, 2),
         ("mxfp4", "fp8_token", 320, 192, 600, 2),
+        ("mxfp4", "fp8_token", 320, 192, 5, 2),
         ("mxfp4", "fp8_static", 320, 192, 600, 2),
         ("fp8_block128", "fp8_group128", 384, 256, 600, 2),
         ("fp8_block128", "fp8_group128", 384, 256, 600, 1),
