@@ -118,12 +118,14 @@ def wgmma_costs(format: str, part: str, block_m: int) -> dict[int, float]:
     return costs
 
 
-def w4a8_costs(family: FamilySizes, part: str, block_m: int) -> dict[int, float]:
+def w4a8_costs(family: FamilySizes, format: str, part: str, block_m: int) -> dict[int, float]:
     """The same of a w4a8 or w4a8_rows kernel, by the width of wgmma, each of which takes sixteen weights of a lane."""
     costs: dict[int, float] = {}
-    # Two chains of four, or 256 columns of each block of 64 rows.
-    mmas = 8 * family.tiles[block_m].n_blocks if family is W4A8_ROWS else 8
-    for body in loops(disassembled(family.unit("mxfp4"), family.kernel(part, block_m))):
+    if format not in family.formats:
+        return costs
+    # Two chains of four, or 256 columns of each block of 64 rows, of INT4 128.
+    mmas = (8 if format == "mxfp4" else 4) * family.tiles[block_m].n_blocks if family is W4A8_ROWS else 8
+    for body in loops(disassembled(family.unit(format), family.kernel(part, block_m))):
         widths = [int(width) for text in body for width in re.findall(r"QGMMA\.64x(\d+)x32", text)]
         if len(widths) == mmas and len(set(widths)) == 1 and len(body) < 56 * mmas:
             costs[widths[0]] = len(body) / (2 * len(widths))
@@ -141,7 +143,11 @@ def table() -> str:
         (W4A16_MMA.kernel(part, block_m, "n64"), [mma_costs(f, part, block_m) for f in _FORMATS]) for block_m in (8, 16)
     ]
     rows += [(W4A16_WGMMA.kernel(part, m), [wgmma_costs(f, part, m) for f in _FORMATS]) for m in W4A16_WGMMA.tiles]
-    rows += [(f.kernel(part, m), [w4a8_costs(f, part, m)]) for f in (W4A8, W4A8_ROWS) for m in f.tiles]
+    rows += [
+        (f.kernel(part, m), [w4a8_costs(f, each, part, m) for each in _FORMATS])
+        for f in (W4A8, W4A8_ROWS)
+        for m in f.tiles
+    ]
     rows += [
         (f"{W4A16_MMA.kernel(part, m, 'n64')}, {t.name}", [mma_costs(f, part, m, t) for f in _FORMATS])
         for t in TARGETS.values()

@@ -42,7 +42,8 @@ class TestCheck:
             spec = replace(SEED.spec, **dict.fromkeys(projections, FORMATS[format].encoding))  # type: ignore[arg-type]
             verdict = Cuda().check(replace(SEED, spec=spec), H200)
             assert isinstance(verdict, Rejected)
-            assert str(verdict.reasons[0]) == "activations: expects 16bit, got fp8_group128"
+            modes = "16bit or fp8_token or fp8_static" if format == "int4_g128" else "16bit"
+            assert str(verdict.reasons[0]) == f"activations: expects {modes}, got fp8_group128"
 
     def test_one_scale_a_row(self) -> None:
         """On kernels and with tiles of their own."""
@@ -63,6 +64,24 @@ class TestCheck:
         expected = "16bit or fp8_group128 or fp8_token or fp8_static"
         reason = Reason("activations", expected, "fp8_group128_ue8m0")
         assert Cuda().check(rounded, H200) == Rejected((reason,))
+
+    @pytest.mark.parametrize("zero_points", [False, True])
+    @pytest.mark.parametrize("scales", ["bfloat16", "float16"])
+    def test_int4_by_128_with_one_scale_a_row(self, scales: str, zero_points: bool) -> None:
+        e = replace(FORMATS["int4_g128"].encoding, scale_dtype=scales, zero_points=zero_points)
+        spec = replace(SEED.spec, gate=e, up=e, down=e)
+        for mode in ("fp8_token", "fp8_static"):
+            problem = replace(SEED, spec=spec, activations=mode)
+            assert Cuda().check(problem, H200) == Accepted(capturable=True, layouts=("w4a8_fragments",))
+            plan = select(problem, H200, backend="cuda", table=Table()).require()
+            assert (plan.layout, {step.config.kernel_family for step in plan.steps}) == (
+                "w4a8_fragments",
+                {"w4a8_rows"},
+            )
+        smaller = replace(spec, **dict.fromkeys(("gate", "up", "down"), FORMATS["int4_g32"].encoding))  # type: ignore[arg-type]
+        verdict = Cuda().check(replace(SEED, spec=smaller, activations="fp8_token"), H200)
+        assert isinstance(verdict, Rejected)
+        assert [str(reason) for reason in verdict.reasons] == ["activations: expects 16bit, got fp8_token"]
 
     @pytest.mark.parametrize("mode", ["fp8_group128", "fp8_token"])
     def test_every_reason(self, mode: str) -> None:

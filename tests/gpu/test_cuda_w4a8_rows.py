@@ -18,6 +18,7 @@ EVERY = [
     *(CudaConfig("w4a8_rows", 128, narrow_m=rows) for rows in (32, 64)),
 ]
 every_config = pytest.mark.parametrize("config", EVERY, ids=str)
+every_format = pytest.mark.parametrize("format", W4A8_ROWS.formats)
 TOKEN: dict[str, Any] = {"activations": "fp8_token"}
 FEW = 4e-2
 """Largest relative error of few tokens, of which one may be that far off (one element of h near a tie); else 6e-3."""
@@ -31,16 +32,18 @@ def _sm90() -> None:
 @pytest.mark.parametrize("mode", ["fp8_token", "fp8_static"])
 @pytest.mark.parametrize("tokens", [1, 40, 700])
 @every_config
-def test_every_configuration(config: CudaConfig, tokens: int, mode: str) -> None:
-    weights = with_input_scales(same_experts(hidden=1024, intermediate=512, experts=7, bias=True))
+@every_format
+def test_every_configuration(format: str, config: CudaConfig, tokens: int, mode: str) -> None:
+    weights = with_input_scales(same_experts(format, hidden=1024, intermediate=512, experts=7, bias=True))
     most = 6e-3 if tokens > 100 else FEW
     on_gpu(weights, *awkward_call(tokens, 1024), config, activation=GPT_OSS, most=most, activations=mode)
 
 
 @every_config
+@every_format
 @pytest.mark.parametrize(("hidden", "intermediate", "top_k"), [(2880, 704, 4), (4160, 320, 1), (7168, 256, 8)])
-def test_odd_sizes(config: CudaConfig, hidden: int, intermediate: int, top_k: int) -> None:
-    weights = same_experts(hidden=hidden, intermediate=intermediate, bias=True)
+def test_odd_sizes(format: str, config: CudaConfig, hidden: int, intermediate: int, top_k: int) -> None:
+    weights = same_experts(format, hidden=hidden, intermediate=intermediate, bias=True)
     on_gpu(weights, *random_call(130, hidden, 5, top_k, torch.bfloat16), config, most=6e-3, **TOKEN)
 
 
@@ -52,13 +55,15 @@ def test_activations_and_dtypes_of_x(dtype: torch.dtype, activation: Any) -> Non
 
 
 @every_config
-def test_many_repeats_to_the_bit(config: CudaConfig) -> None:
+@every_format
+def test_many_repeats_to_the_bit(format: str, config: CudaConfig) -> None:
     """A stage given back too early, a barrier too few: they show in some run of many."""
-    weights = same_experts(hidden=2048, intermediate=512, experts=4)
+    weights = same_experts(format, hidden=2048, intermediate=512, experts=4)
     call = random_call(300, 2048, 4, dtype=torch.bfloat16)  # experts of 128 rows and a few
     on_gpu(weights, *call, config, runs=1000, most=6e-3, **TOKEN)
 
 
+@every_format
 @pytest.mark.parametrize(("hidden", "intermediate"), [(1024, 512), (320, 192)])
-def test_a_token_does_not_see_its_batch(hidden: int, intermediate: int) -> None:
-    same_in_any_batch(same_experts(hidden=hidden, intermediate=intermediate, experts=4), hidden, **TOKEN)
+def test_a_token_does_not_see_its_batch(format: str, hidden: int, intermediate: int) -> None:
+    same_in_any_batch(same_experts(format, hidden=hidden, intermediate=intermediate, experts=4), hidden, **TOKEN)

@@ -6,6 +6,7 @@ import ctypes
 import importlib
 import re
 import shutil
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,13 +14,14 @@ import torch
 
 from polymoe.backends.cuda.backend import CudaConfig
 from polymoe.backends.reference import run_experts
+from polymoe.kernels.cuda.generate import unit_source
 from polymoe.kernels.cuda.sizes import W4A8_ROWS
 from polymoe.kernels.cuda.targets import SM90
 from polymoe.numerics import TOLERANCE, relative_error
 from polymoe.routing import Routing
-from polymoe.tensors import ExpertWeights
+from polymoe.tensors import Expert, ExpertWeights
 from support.cuda_calls import compare_each_token, launches, run_emulated
-from support.cuda_emulator import compile_unit
+from support.cuda_emulator import compile_files, compile_unit, sources
 from support.problems import GPT_OSS, problem_of, random_call, random_experts, with_input_scales
 
 CONFIGS = [*(CudaConfig("w4a8_rows", rows) for rows in W4A8_ROWS.tiles), CudaConfig("w4a8_rows", 128, narrow_m=32)]
@@ -52,6 +54,65 @@ def test_every_configuration(monkeypatch: pytest.MonkeyPatch, libraries: Any, co
         up, down = ([W4A8_ROWS.kernel(part, m) for m in rows] for part in ("gate_up", "down"))
         assert made[1:-1] == ["quantize_row_tiles", *up, "quantize_row_tiles", *down]
         assert made[-1] in ("finalize_bf16", "finalize_many_bf16")
+
+
+@pytest.fixture(scope="module", params=["int4_g128", "int4_g128_zp"])
+def int4(request: Any) -> tuple[str, dict[str, ctypes.CDLL]]:
+    """A format, and its kernels with two of the tiles, in one width, which are compiled in seconds."""
+    unit, files = W4A8_ROWS.unit(request.param), sources()
+    tiles = {rows: replace(W4A8_ROWS.tiles[rows], widths=()) for rows in (32, 128)}
+    files["instantiations/two_tiles.cu"] = unit_source(replace(W4A8_ROWS, tiles=tiles), request.param)
+    library = compile_files(files, "instantiations/two_tiles.cu", ("GemmArgs",), f"{unit}_two_tiles")
+    return request.param, {**{name: compile_unit(name) for name in ("permute", "finalize", "quantize")}, unit: library}
+
+
+def every_code(format: str, **sizes: Any) -> ExpertWeights:
+    """INT4 weights with every code, every zero point, and scales that are far apart."""
+    g = torch.Generator().manual_seed(1)
+
+    def changed(q: Any) -> Any:
+        parts = {"codes": torch.randint(256, q.codes.shape, generator=g, dtype=torch.uint8)}
+        parts["scales"] = (q.scales * 2.0 ** torch.randint(-3, 3, q.scales.shape, generator=g)).to(q.scales.dtype)
+        if q.zero_points is not None:
+            parts["zero_points"] = torch.randint(16, q.zero_points.shape, generator=g, dtype=torch.uint8)
+        return replace(q, **parts)
+
+    def read(e: int) -> Expert:
+        expert = weights.expert(e)
+        return replace(expert, **{name: changed(q) for name, q in expert.projections.items()})
+
+    weights = random_experts(format, **sizes)
+    return ExpertWeights.of([read(e) for e in range(weights.spec.experts)])
+
+
+@emulated
+@pytest.mark.parametrize("rows", [32, 128])
+def test_int4(monkeypatch: pytest.MonkeyPatch, int4: Any, rows: int) -> None:
+    """A last group of half a stage, tiles that are not whole, and more stages than a pipeline has."""
+    format, libraries = int4
+    weights = every_code(format, hidden=1472, intermediate=192, experts=2, bias=True)
+    x, routing = random_call(20, 1472, 2, 2, torch.bfloat16)
+    made = compare_each_token(
+        monkeypatch, libraries, weights, x, routing, CudaConfig("w4a8_rows", rows), blocks=2, coarse=False,
+        activations="fp8_token",
+    )  # fmt: skip
+    assert made[2:5:2] == [W4A8_ROWS.kernel(part, rows) for part in ("gate_up", "down")]
+
+
+@pytest.mark.slow
+@emulated
+@every_config
+@pytest.mark.parametrize("format", ["int4_g128", "int4_g128_zp"])
+def test_every_configuration_of_int4(monkeypatch: pytest.MonkeyPatch, format: str, config: CudaConfig) -> None:
+    """Every width; sums of 14 bits, which no group makes longer."""
+    libraries = {unit: compile_unit(unit) for unit in ("permute", "finalize", "quantize", W4A8_ROWS.unit(format))}
+    weights = with_input_scales(every_code(format, hidden=320, intermediate=192, experts=2, bias=True))
+    x, routing = random_call(config.block_m + 20, 320, 2, 2, torch.bfloat16)
+    for mode in ("fp8_token", "fp8_static"):
+        kwargs: Any = {"activations": mode, "activation": GPT_OSS}
+        compare_each_token(monkeypatch, libraries, weights, x, routing, config, blocks=2, coarse=False, **kwargs)
+        out, _ = run_emulated(monkeypatch, libraries, weights, x, routing, config, coarse=True, **kwargs)
+        assert relative_error(out, run_experts(problem_of(weights, **kwargs), weights, x, routing)) < TOLERANCE
 
 
 @emulated
@@ -122,10 +183,11 @@ def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, config: CudaCon
 
 @pytest.mark.parametrize("part", W4A8_ROWS.parts)
 @pytest.mark.parametrize("rows", W4A8_ROWS.tiles)
-def test_no_register_is_spilled(rows: int, part: str) -> None:
+@pytest.mark.parametrize("format", W4A8_ROWS.formats)
+def test_no_register_is_spilled(format: str, rows: int, part: str) -> None:
     pytest.importorskip("triton")
     tools = importlib.import_module("cuda_instructions")
     if not tools.TOOL.exists():
         pytest.skip("this Triton has no disassembler")
-    found = tools.disassembled(W4A8_ROWS.unit("mxfp4"), W4A8_ROWS.kernel(part, rows))
+    found = tools.disassembled(W4A8_ROWS.unit(format), W4A8_ROWS.kernel(part, rows))
     assert not any(re.match(r"(LDL|STL)", text) for _, text in found)

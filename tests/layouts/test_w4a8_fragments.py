@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from polymoe.errors import FormatError
-from polymoe.formats import FORMATS, QuantTensor
+from polymoe.formats import FORMATS, QuantTensor, format_of
 from polymoe.layouts import LAYOUTS
-from polymoe.layouts.cuda.w4a8_fragments import BITS, MOST_STEP
+from polymoe.layouts.cuda.w4a8_fragments import BITS, INT4_BITS, MOST_STEP
 from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
 from support.problems import random_experts
 
@@ -63,7 +63,7 @@ def assert_same(got: ExpertWeights, expected: ExpertWeights) -> None:
 
 
 def test_bits_have_places_of_their_own() -> None:
-    assert sorted(BITS) == list(range(32))
+    assert sorted(BITS) == sorted(INT4_BITS) == list(range(32))
 
 
 @pytest.mark.parametrize(("hidden", "intermediate"), SIZES)
@@ -73,6 +73,20 @@ def test_round_trip(hidden: int, intermediate: int) -> None:
     assert packed.nbytes == LAYOUT.nbytes(weights.spec)
     assert_same(LAYOUT.unpack(packed), weights)
     assert_same(LAYOUT.unpack(LAYOUT.pack(other, CPU, out=packed)), other)
+
+
+@pytest.mark.parametrize("scales", ["bfloat16", "float16"])
+@pytest.mark.parametrize("zero_points", [False, True])
+@pytest.mark.parametrize(("hidden", "intermediate"), SIZES)
+def test_round_trip_of_int4(hidden: int, intermediate: int, zero_points: bool, scales: str) -> None:
+    """Bytes as they were, without any that no kernel reads."""
+    encoding = replace(FORMATS["int4_g128"].encoding, scale_dtype=scales, zero_points=zero_points)
+    weights = random_experts(format_of(encoding), hidden=hidden, intermediate=intermediate, experts=2)
+    assert LAYOUT.check(weights.spec) == ()
+    packed = LAYOUT.pack(weights, CPU)
+    assert packed.nbytes == LAYOUT.nbytes(weights.spec)
+    assert not any("rest" in name for name in packed.tensors)
+    assert_same(LAYOUT.unpack(packed), weights)
 
 
 @pytest.mark.parametrize("byte", [0, 250])
@@ -104,5 +118,10 @@ def test_what_it_holds() -> None:
     assert LAYOUT.check(spec) == ()
     assert LAYOUT.nbytes(spec) <= 1.01 * spec.local_experts * spec.expert_bytes
     assert [r.what for r in LAYOUT.check(replace(spec, hidden=4128, intermediate=2080))] == ["H", "F"]
-    wrong = LAYOUT.check(replace(spec, down=FORMATS["nvfp4"].encoding))
-    assert [str(r) for r in wrong] == ["down weights: expects mxfp4, got nvfp4"]
+    for name in ("nvfp4", "int4_g32"):
+        e = FORMATS[name].encoding
+        wrong = LAYOUT.check(replace(spec, gate=e, up=e, down=e))
+        expected = "mxfp4, or int4 with 16-bit scales of 128 columns"
+        assert [str(r) for r in wrong] == [
+            f"{p} weights: expects {expected}, got {name}" for p in ("gate", "up", "down")
+        ]

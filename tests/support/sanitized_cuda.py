@@ -38,6 +38,8 @@ def main() -> None:
         ("mxfp4", "fp8_token", 320, 192, 600, 2),
         ("mxfp4", "fp8_token", 320, 192, 5, 2),
         ("mxfp4", "fp8_static", 320, 192, 600, 2),
+        ("int4_g128", "fp8_token", 320, 192, 600, 2),
+        ("int4_g128_zp", "fp8_static", 320, 192, 600, 2),
         ("fp8_block128", "fp8_group128", 384, 256, 600, 2),
         ("fp8_block128", "fp8_group128", 384, 256, 600, 1),
         ("fp8_block128", "fp8_group128", 384, 256, 3, 2),

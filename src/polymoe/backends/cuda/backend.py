@@ -57,10 +57,11 @@ class Cuda(BackendBase):
     """Grouped GEMMs on tensor cores.
 
     Supported pairs: 4-bit, MXFP8 or bfloat16 weights with bfloat16 rows; MXFP4 weights with E4M3 rows that have one
-    scale for 128 columns or one scale in all; and E4M3 weights with E4M3 rows, scaled by block or by row, which are
-    multiplied in float16 for few rows and in E4M3 for many. Calls can be captured in CUDA graphs,
-    and repeated calls are bitwise identical. For batch-invariant results, kernels with a fixed order of summation run
-    at every token count; for E4M3 weights these multiply in float16.
+    scale for 128 columns or one scale in all; INT4 weights by groups of 128 columns with E4M3 rows that have one scale
+    in all; and E4M3 weights with E4M3 rows, scaled by block or by row, which are multiplied in float16 for few rows and
+    in E4M3 for many. Calls can be captured in CUDA graphs, and repeated calls are bitwise identical. For
+    batch-invariant results, kernels with a fixed order of summation run at every token count; for E4M3 weights these
+    multiply in float16.
     """
 
     name: str = "cuda"

@@ -480,14 +480,16 @@ W4A8 = FamilySizes(
 )
 """MXFP4 weights decoded to E4M3 in registers, rows in E4M3."""
 
-# Scratch memory contains the table and, for each of up to 16 warps, the scales of the work tile's rows. A turn of the
-# main loop is as many stages as are added up in E4M3, so a stage has 128 columns.
+# Scratch memory contains a table and, for each of up to 16 warps, the scales of the work tile's rows. A turn of the
+# main loop is as many stages as are added up in E4M3, so a stage has 128 columns: of INT4 one group, whose scale is in
+# float32, with the zero point in its last bits.
+_INT4_ROWS = {f"int4_g128{zp}": WeightFormat(f"Int4ToE4m3<{'true' if zp else 'false'}>", 256, 2) for zp in ("", "_zp")}
 W4A8_ROWS = FamilySizes(
-    "w4a8_rows", {"mxfp4": replace(W4_FORMATS["mxfp4"], cpp="Mxfp4ToE4m3")},
+    "w4a8_rows", {"mxfp4": replace(W4_FORMATS["mxfp4"], cpp="Mxfp4ToE4m3"), **_INT4_ROWS},
     _tiles(
         CtaTile(32, 256, 128, 4, (8, 16, 24)), CtaTile(64, 256, 128, 4, (32, 48)),
         CtaTile(128, 256, 128, 2, (32, 64, 96, 112)),
-    ), _GATED, codes_bytes=2048, x_bytes=E4M3_ROW_BYTES // 2, scratch_bytes=128, scratch_row_bytes=64,
+    ), _GATED, codes_bytes=2048, x_bytes=E4M3_ROW_BYTES // 2, scratch_bytes=256, scratch_row_bytes=64,
     source="w4a8_rows",
 )  # fmt: skip
 """The same with one scale for a row of x."""

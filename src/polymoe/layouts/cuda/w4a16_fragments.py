@@ -58,8 +58,8 @@ from polymoe.verdict import Reasons
 
 __all__ = [
     "COLUMNS", "E2M1_BITS", "E4M3_BITS", "E4M3_MOST", "E8M0_BIAS", "E8M0_BITS", "E8M0_LIMIT", "E8M0_MOST", "INT4_BITS",
-    "ROWS", "TILE", "W4A16Fragments", "e4m3_codes", "pack_codes", "pack_scales", "scale_bytes", "unpack_codes",
-    "unpack_scales",
+    "ROWS", "TILE", "W4A16Fragments", "e4m3_codes", "from_sign_and_magnitude", "pack_codes", "pack_scales",
+    "scale_bytes", "sign_and_magnitude", "unpack_codes", "unpack_scales",
 ]  # fmt: skip
 
 ROWS, COLUMNS = 64, 64
@@ -213,7 +213,7 @@ def pack_codes(codes_NB: Tensor, encoding: Encoding, cvt: bool = False) -> Tenso
     """Pack the codes of a matrix in the order that the module describes: uint8 [N, K/2] to [N * K / 2]."""
     rows, half_columns = codes_NB.shape
     if encoding.element == "int4":
-        codes_NB = _sign_and_magnitude(codes_NB)
+        codes_NB = sign_and_magnitude(codes_NB)
     whole_rows, whole = rows // ROWS * ROWS, half_columns // (COLUMNS // 2) * (COLUMNS // 2)
     found = []
     for first, last in ((0, whole_rows), (whole_rows, rows)):
@@ -246,7 +246,7 @@ def unpack_codes(packed: Tensor, encoding: Encoding, rows: int, columns: int, cv
         x = move_bits(tail.unflatten(2, (rest, 8, 4, 4)), back).unflatten(5, (2, 2))
         parts.append(x.permute(0, 6, 3, 1, 2, 5, 4).flatten(3).flatten(0, 2))
     codes_NB = join(parts, 1)
-    return _from_sign_and_magnitude(codes_NB) if encoding.element == "int4" else codes_NB
+    return from_sign_and_magnitude(codes_NB) if encoding.element == "int4" else codes_NB
 
 
 _ROUNDED_BITS = 3
@@ -327,14 +327,14 @@ def unpack_scales(packed: Tensor, encoding: Encoding, rows: int, columns: int, c
     return x[:rows, : ceil_div(columns, encoding.group_columns) * (1 + encoding.zero_points)].flatten(1)
 
 
-def _sign_and_magnitude(codes: Tensor) -> Tensor:
+def sign_and_magnitude(codes: Tensor) -> Tensor:
     """Return pairs of INT4 codes as pairs of signs (bit 3) and magnitudes of the code minus 7.5, less 0.5."""
     negative = (codes >> 3 & 0x11) ^ 0x11
     return codes ^ (negative * 7 + 0x88)
 
 
-def _from_sign_and_magnitude(codes: Tensor) -> Tensor:
-    """Return INT4 codes: the inverse of :func:`_sign_and_magnitude`."""
+def from_sign_and_magnitude(codes: Tensor) -> Tensor:
+    """Return INT4 codes: the inverse of :func:`sign_and_magnitude`."""
     return codes ^ ((codes >> 3 & 0x11) * 7 + 0x88)
 
 

@@ -3,12 +3,13 @@
 //
 // The tensor cores accumulate E4M3 products with 14 bits, so that what is lost grows with the columns that they add up.
 // After kPromoted columns, or where K ends, such sums are added to accumulators in float32. docs/performance/cuda.md
-// says what that leaves of the error.
+// says what that leaves of the error. With INT4 weights each sum is that of a group, times its scale.
 //
 // x comes in permuted tiles, as quantize_row_tiles writes them: those of epilogue_e4m3.cuh, with a row's scale where
 // that of its first 128 columns would be. h is in float32, by permuted row; y is by permuted row.
 #pragma once
 #include "../dequant/fp4_to_e4m3.cuh"
+#include "../dequant/int4_to_e4m3.cuh"
 #include "../epilogue_f32.cuh"
 #include "../ptx/compiler.cuh"
 #include "../ptx/setmaxnreg.cuh"
@@ -28,14 +29,18 @@ struct Bool {
 };
 
 // How a format's codes become the MMA's left operand: what a lane keeps of 64 columns of a block, and the operand's
-// four registers for 32 of them. A format's scales are in its operand; what is left of them multiplies a row's sums.
+// four registers for 32 of them. A format's scales are in its operand, or multiply sums of kColumns columns; what is
+// left of them multiplies a row's sums.
 template <class F>
 struct E4m3Operand;
 
 // MXFP4: magnitudes are looked up (dequant/fp4_to_e4m3.cuh).
 template <>
 struct E4m3Operand<Mxfp4ToE4m3> {
-    static constexpr int kScratchBytes = 8 * kLutSteps;
+    static constexpr int kColumns = kPromoted, kScratchBytes = 8 * kLutSteps;
+    struct SumScales {
+        __device__ __forceinline__ float add(float acc, float sum, int) const { return acc + sum; }
+    };
     uint32_t codes, scales, lut;  // of the lane, in a stage; the table
     uint32_t words[4], offsets;
 
@@ -51,11 +56,14 @@ struct E4m3Operand<Mxfp4ToE4m3> {
 
     // 64 columns of a block whose codes and scales lie so many bytes behind the first. Where a block has no such tile,
     // these are other bytes, but offsets inside the table.
+    template <int HALF>
     __device__ __forceinline__ void load(uint32_t stage, int codes_from, int scales_from) {
-        const uint4 w = ld_shared_v4(stage + codes + codes_from);
+        const uint4 w = ld_shared_v4(stage + codes + codes_from + HALF * 2048);
         words[0] = w.x, words[1] = w.y, words[2] = w.z, words[3] = w.w;
-        offsets = ld_shared(stage + scales + scales_from) & 0x78787878u;
+        offsets = ld_shared(stage + scales + scales_from + HALF * Mxfp4ToE4m3::kScaleBytes) & 0x78787878u;
     }
+
+    __device__ __forceinline__ SumScales sum_scales() const { return {}; }
 
     template <int HALF>
     __device__ __forceinline__ void dequantize(uint32_t (&a)[4]) const {
@@ -76,13 +84,76 @@ struct E4m3Operand<Mxfp4ToE4m3> {
     }
 };
 
+// INT4 by groups of 128 columns, a stage: computed, or with zero points looked up (dequant/int4_to_e4m3.cuh).
+template <bool ZERO_POINTS>
+struct E4m3Operand<Int4ToE4m3<ZERO_POINTS>> {
+    static constexpr int kColumns = 128, kScratchBytes = ZERO_POINTS ? 256 : 0;
+    // Of rows g and g + 8.
+    struct SumScales {
+        float low, high;
+        __device__ __forceinline__ float add(float acc, float sum, int i) const {
+            return fmaf(sum, i % 4 < 2 ? low : high, acc);
+        }
+    };
+    uint32_t codes, scales, lut;
+    uint32_t words[4];
+    uint2 group;  // scales and zero points of the 128 columns
+    uint4 luts[2];
+
+    static __device__ __forceinline__ void fill(uint8_t* scratch) {
+        if (ZERO_POINTS && threadIdx.x < 64) {
+            reinterpret_cast<uint32_t*>(scratch)[threadIdx.x] = int4_lut(threadIdx.x / 4, threadIdx.x % 4);
+        }
+    }
+
+    __device__ __forceinline__ E4m3Operand(uint32_t codes, uint32_t scales, uint32_t scratch)
+        : codes(opaque(codes + threadIdx.x / 32 % 4 * 512 + threadIdx.x % 32 * 16)),
+          scales(opaque(scales + threadIdx.x / 32 % 4 * 64 + threadIdx.x % 32 / 4 * 8)),
+          lut(scratch) {}
+
+    template <int HALF>
+    __device__ __forceinline__ void load(uint32_t stage, int codes_from, int scales_from) {
+        const uint4 w = ld_shared_v4(stage + codes + codes_from + HALF * 2048);
+        words[0] = w.x, words[1] = w.y, words[2] = w.z, words[3] = w.w;
+        if constexpr (HALF == 0) group = ld_shared_v2(stage + scales + scales_from);
+        if constexpr (HALF == 0 && ZERO_POINTS) {
+            luts[0] = ld_shared_v4(lut + group.x % 16 * 16), luts[1] = ld_shared_v4(lut + group.y % 16 * 16);
+        }
+    }
+
+    // Of the 128 columns whose first half was loaded last.
+    __device__ __forceinline__ SumScales sum_scales() const {
+        constexpr uint32_t kMask = ZERO_POINTS ? ~15u : ~0u;
+        return {__uint_as_float(group.x & kMask), __uint_as_float(group.y & kMask)};
+    }
+
+    template <int HALF>
+    __device__ __forceinline__ void dequantize(uint32_t (&a)[4]) const {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            if constexpr (ZERO_POINTS) {
+                lookup_int4_in_e4m3(a[i], a[i + 2], words[HALF * 2 + i], luts[i]);
+            } else {
+                dequant_int4_to_e4m3(a[i], a[i + 2], words[HALF * 2 + i]);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) materialize(a[i]);
+    }
+
+    // Computed bytes are numbers times 2^-9.
+    static __device__ __forceinline__ float row_scale(const GemmArgs&, const float* expert_scale, int expert, int) {
+        return (ZERO_POINTS ? 1.0f : 512.0f) * (expert_scale ? expert_scale[expert] : 1.0f);
+    }
+};
+
 // All of K for N_BLOCKS blocks of 64 rows of this warpgroup and the work tile's rows, a stage of 128 columns after the
-// other. While the MMAs of 64 columns run, the next 64 are dequantized. A block takes a turn of kPromoted columns, so
+// other. While the MMAs of 64 columns run, the next 64 are dequantized. A block takes a turn of kColumns columns, so
 // that one at a time has sums beside its accumulators; the stages of a turn stay until the last block had its own.
 template <class F, int WARPGROUPS, int N_BLOCKS, int BLOCK_M>
 struct W4a8RowsMainloop {
     using S = W4Stage<F, E4m3Tiles, WARPGROUPS * N_BLOCKS, BLOCK_M, 2>;
-    static constexpr int kTurn = kPromoted / kE4m3BlockK;  // stages
+    static constexpr int kTurn = E4m3Operand<F>::kColumns / kE4m3BlockK;  // stages
     float (&acc)[N_BLOCKS][BLOCK_M / 2];
     Pipeline& pipeline;
     E4m3Operand<F> operand;
@@ -99,7 +170,7 @@ struct W4a8RowsMainloop {
     // multiplied by zeros.
     template <int HALF>
     __device__ __forceinline__ void load(uint32_t stage, int m) {
-        operand.load(stage, m * S::kBlockCodes + HALF * 2048, m * S::kBlockScales + HALF * F::kScaleBytes);
+        operand.template load<HALF>(stage, m * S::kBlockCodes, m * S::kBlockScales);
     }
 
     template <int HALF>
@@ -134,6 +205,7 @@ struct W4a8RowsMainloop {
 #pragma unroll
         for (int m = 0; m < N_BLOCKS; ++m) {
             const bool last = m == N_BLOCKS - 1;
+            const auto scales = operand.sum_scales();
             Pipeline at = first;
             uint32_t done = 0;  // the mbarrier of a stage to give back
             float sum[M / 2];
@@ -154,14 +226,16 @@ struct W4a8RowsMainloop {
                 dequantize<0>();
                 if (last) done = barrier;
             };
-            stage(Bool<true>{}, stages == 1);
-            for (int left = stages - 1; left > 0; --left) stage(Bool<false>{}, left == 1);
+            stage(Bool<true>{}, kTurn == 1 || stages == 1);
+            if (kTurn > 1) {
+                for (int left = stages - 1; left > 0; --left) stage(Bool<false>{}, left == 1);
+            }
             wgmma_wait<0>();
             if (last) release(done), pipeline = at;
 #pragma unroll
             for (int i = 0; i < M / 2; ++i) {
                 materialize(sum[i]);
-                acc[m][i] += sum[i];
+                acc[m][i] = scales.add(acc[m][i], sum[i], i);
             }
         }
     }
@@ -209,7 +283,7 @@ __device__ __forceinline__ void w4a8_rows_gemm(const GemmArgs& args) {
     __shared__ TileQueue queue;
     constexpr int kBlocks = WARPGROUPS * N_BLOCKS;
     using S = W4Stage<F, E4m3Tiles, kBlocks, BLOCK_M, K_BLOCKS>;
-    static_assert(PART != kUp && K_BLOCKS * 64 == kE4m3BlockK && kPromoted % kE4m3BlockK == 0);
+    static_assert(PART != kUp && K_BLOCKS * 64 == kE4m3BlockK && E4m3Operand<F>::kColumns % kE4m3BlockK == 0);
     static_assert(S::kBytes == STAGE_BYTES && BLOCK_M <= 128);
     const int lane = threadIdx.x % 32, warp = warp_uniform(threadIdx.x / 32);
     const uint32_t skipped = (1024 - smem_address(memory) % 1024) % 1024;
