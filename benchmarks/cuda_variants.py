@@ -221,6 +221,10 @@ VARIANTS: dict[str, Variant] = {
     "rows-128-512": _rows(128, (2, 2, 2), (32, 64, 96, 112), MANY, changes=_promoted(512)),
     "rows-128-computed": _rows(128, (2, 2, 2), (32, 64, 96, 112), MANY, changes=COMPUTED),
     "rows-112": _rows(112, (2, 2, 2), (64, 80, 96), MANY),
+    "rows-128-widths": _rows(128, (2, 2, 2), (32, 64, 80, 88, 96, 104, 112, 120), MANY),
+    "rows-64": _rows(64, (4, 1, 2), (32, 48), MANY),
+    "rows-112-12warps": _rows(112, (3, 1, 2), (64, 80, 88, 96, 104), MANY),
+    "rows-120-12warps": _rows(120, (3, 1, 2), (64, 80, 88, 96, 104, 112), MANY),
     "rows-128-math": _rows(128, (2, 2, 2), (32, 64, 96, 112), MANY, changes=MATH),
 }
 
