@@ -253,6 +253,14 @@ class TestCallsOnSM90:
         assert all(found[f"swiglu_{name}"] is None for name in ("alpha", "beta", "limit"))
         assert torch.equal(found["token_selected_experts"], places[ids].int())
 
+    def test_each_device_has_its_own_runner(self, flashinfer: Any) -> None:
+        from polymoe.backends.flashinfer import cutlass_sm90
+
+        flashinfer("0.6.14")
+        first, second = (cutlass_sm90._call(torch.device(name)) for name in ("cpu", "meta"))
+        assert first is not second
+        assert first is cutlass_sm90._call(torch.device("cpu"))
+
     def test_unknown_tactics(self, flashinfer: Any) -> None:
         flashinfer("0.7.2")
         weights = random_experts(hidden=128, intermediate=128, experts=4)

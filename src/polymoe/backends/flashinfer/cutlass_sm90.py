@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
@@ -122,7 +123,7 @@ class _Sm90Runner(RunnerBase):
         self._tactics = {name: i for i, name in enumerate(_tactics(packed.layout == "flashinfer_sm90_folded"))}
         self._weights = (t["up.codes"], t["down.codes"], [t["up.scales"], t["down.scales"]])
         self._constants = swiglu_constants(problem.activation, spec.local_experts, t["up.codes"].device)
-        self._call = _call()
+        self._call = _call(t["up.codes"].device)
 
     @property
     def options(self) -> frozenset[str]:
@@ -174,8 +175,11 @@ class _Kept(NamedTuple):
 
 
 @cache
-def _call() -> _Call:
-    """FlashInfer's function, or of a version in which it takes no tactics, what this function itself calls."""
+def _call(device: torch.device) -> _Call:
+    """FlashInfer's function, or of a version in which it takes no tactics, what this function itself calls.
+
+    FlashInfer's runner belongs to the device that is current when it is made, so each device has its own.
+    """
     from flashinfer.fused_moe import cutlass_fused_moe  # pyright: ignore
 
     parameters = inspect.signature(cutlass_fused_moe).parameters
@@ -195,7 +199,8 @@ def _call() -> _Call:
 
     fused_finalize = (False,) if "use_fused_finalize" in parameters else ()  # 0.6.15
     module: Any = gen_cutlass_fused_moe_sm90_module().build_and_load()
-    runner = module.init(torch.bfloat16, torch.uint8, torch.bfloat16, False, True, False, False, *fused_finalize)
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        runner = module.init(torch.bfloat16, torch.uint8, torch.bfloat16, False, True, False, False, *fused_finalize)
     # The function has a pointer to its runner, which it does not keep alive.
     function, swiglu = _Kept(runner.run_moe, runner), ActivationType.Swiglu
 
