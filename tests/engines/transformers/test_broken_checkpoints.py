@@ -113,6 +113,10 @@ BROKEN: dict[str, tuple[Change, str]] = {
         json_file("tokenizer.json", lambda found: found.update(model={"type": "BPE"})),
         "tokenizer: expected one that Transformers reads",
     ),
+    "tokenizer that is missing": (
+        lambda path: (path / "tokenizer.json").unlink(),
+        r"tokenizer: expected tokenizer\.json, or .*got none of them(?s:.*)copy tokenizer\.json",
+    ),
     "tokenizer of code": (code_alone, "runs no code from a checkpoint"),
     "padding side": (tokenizer(padding_side=3), "tokenizer: expected one that Transformers reads"),
     "inputs of the tokenizer": (tokenizer(model_input_names=["input_ids"]), "expected input_ids and attention_mask"),

@@ -51,10 +51,20 @@ def load_tokenizer(path: str | os.PathLike[str], *, config: Any = None, **hub: A
             file = Path(copies, name)
             file.parent.mkdir(exist_ok=True)
             file.write_bytes(content)
-        with reading(f"{path}: tokenizer", "one that Transformers reads", renamed=(copies, str(path))):
-            tokenizer: Any = AutoTokenizer.from_pretrained(
-                copies, config=config, trust_remote_code=False, local_files_only=True
-            )
+        try:
+            with reading(f"{path}: tokenizer", "one that Transformers reads", renamed=(copies, str(path))):
+                tokenizer: Any = AutoTokenizer.from_pretrained(
+                    copies, config=config, trust_remote_code=False, local_files_only=True
+                )
+        except CheckpointError as error:
+            if any(_holds_tokens(name) for name in files):
+                raise
+            raise CheckpointError(
+                f"{path}: tokenizer",
+                expected="tokenizer.json, or the vocabulary files of another tokenizer",
+                got="none of them",
+                hint="copy tokenizer.json and tokenizer_config.json of the same model into this directory",
+            ) from error
         for known in (vars(tokenizer), tokenizer.init_kwargs):
             known.update({k: v.replace(copies, str(path)) for k, v in known.items() if isinstance(v, str)})
     with reading(f"{path}: tokenizer", "one that encodes and decodes a text"):
@@ -69,6 +79,12 @@ def load_tokenizer(path: str | os.PathLike[str], *, config: Any = None, **hub: A
         start_renderer()
     set_response_template(tokenizer, config)
     return tokenizer
+
+
+def _holds_tokens(name: str) -> bool:
+    """Whether a tokenizer's file can hold its vocabulary; the others hold settings and templates."""
+    settings = (CONFIG, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+    return name not in settings and not name.endswith(".jinja")
 
 
 def vocabulary_size(tokenizer: Any) -> int:
