@@ -8,6 +8,7 @@ Then :func:`polymoe.load_experts` packs the experts, layer by layer.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Mapping
 from logging import getLogger
@@ -64,6 +65,14 @@ class PackedConfig(QuantizationConfigMixin):
         self.source, self.checkpoint, self.backend, self.role = source, checkpoint, backend, role
         self.device, self.dense = device, dense
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "checkpoint": None}  # whose open files cannot be saved
+
+    def __deepcopy__(self, memo: Any) -> PackedConfig:
+        copied = copy.copy(self)
+        copied.source, copied.checkpoint = copy.deepcopy(self.source, memo), self.checkpoint
+        return copied
+
     def to_dict(self) -> dict[str, Any]:
         """The checkpoint's own ``quantization_config``."""
         return dict(self.source)
@@ -80,6 +89,10 @@ class PackedQuantizer(HfQuantizer):
         self.dense_tensors: DenseTensors | None = None
         self.dense: HfQuantizer | None = None
         self.experts: dict[str, int] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The model is loaded: only loading reads the checkpoint, whose open files cannot be saved.
+        return {**self.__dict__, "checkpoint": None, "dense_tensors": None}
 
     def _convert_model_for_quantization(self, model: Any) -> None:
         """Does nothing: Transformers would replace experts modules here, and they are replaced already."""
