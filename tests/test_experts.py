@@ -200,7 +200,7 @@ def test_loading_says_what_was_chosen_and_why(caplog: pytest.LogCaptureFixture) 
         ({"layer": 4}, CheckpointNotFound, "0-3"),
         ({"layer": -1}, CheckpointNotFound, "0-3"),
         ({"backend": "fast"}, ArgumentError, "known: auto, cuda, flashinfer"),
-        ({"backend": None}, ArgumentError, "backend: got None"),
+        ({"backend": None}, ArgumentError, "backend: expected the name of a backend, got None"),
         ({"role": "decoding"}, ArgumentError, "did you mean 'decode'"),
         ({"activations": "fp8"}, ArgumentError, "known: 16bit"),
         ({"dtype": torch.float64}, ArgumentError, "dtype: expected torch.bfloat16"),

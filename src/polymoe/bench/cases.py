@@ -69,7 +69,7 @@ class Case:
         """
         name = self.format if format is None else format
         if name not in FORMATS:
-            raise ArgumentError("format", got=repr(name), hint=nearest(name, FORMATS))
+            raise ArgumentError("format", expected="the name of a format", got=repr(name), hint=nearest(name, FORMATS))
         encoding = FORMATS[name].encoding
         spec = ExpertsSpec(
             hidden=self.hidden,
@@ -131,7 +131,7 @@ def case_named(name: str) -> Case:
         ArgumentError: for an unknown name, with the nearest one.
     """
     if name not in CASES:
-        raise ArgumentError("case", got=repr(name), hint=nearest(name, CASES))
+        raise ArgumentError("case", expected="the name of a case", got=repr(name), hint=nearest(name, CASES))
     return CASES[name]
 
 

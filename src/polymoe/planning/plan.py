@@ -26,7 +26,7 @@ def role_tokens(role: str) -> tuple[int, ...]:
         ArgumentError: for an unknown role.
     """
     if role not in ROLE_TOKENS:
-        raise ArgumentError("role", got=repr(role), hint=nearest(role, ROLE_TOKENS))
+        raise ArgumentError("role", expected="the name of a role", got=repr(role), hint=nearest(role, ROLE_TOKENS))
     return ROLE_TOKENS[role]
 
 

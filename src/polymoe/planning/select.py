@@ -89,7 +89,7 @@ def require_backend(name: str, backends: Iterable[str]) -> None:
     """
     known = ["auto", *backends]
     if name not in known:
-        raise ArgumentError("backend", got=repr(name), hint=backend_hint(name, known))
+        raise ArgumentError("backend", expected="the name of a backend", got=repr(name), hint=backend_hint(name, known))
 
 
 def select(
