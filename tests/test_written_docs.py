@@ -281,12 +281,16 @@ def triton_records() -> list[Record]:
 
 
 def test_how_near_predictions_are() -> None:
-    """docs/performance/triton.md says 9 % for DeepSeek-V4-Flash in MXFP4, and 28 % for all others."""
-    assert "Within 9 % of every record of DeepSeek-V4-Flash in MXFP4, within 28 % elsewhere" in page("triton")
+    """docs/performance/triton.md says 9 % for DeepSeek-V4-Flash in MXFP4, and other limits for others."""
+    text = " ".join(page("triton").split())
+    assert "Within 9 % of every record of DeepSeek-V4-Flash in MXFP4" in text
+    assert "within 45 % of INT4 with E4M3 activations, within 28 % elsewhere" in text
     for r in triton_records():
         problem, h200 = CASES[r.case].problem(r.format, r.activations), backends_document.machine(DEVICES["h200"])
         off = abs(BACKENDS["triton"].predict(problem, h200, r.tokens).time_us / r.median_us - 1)
-        assert off < (0.09 if (r.case, r.format) == ("deepseek-v4-flash", "mxfp4") else 0.28), r
+        two_operands = r.format.startswith("int4") and r.activations != "16bit"
+        limit = 0.09 if (r.case, r.format) == ("deepseek-v4-flash", "mxfp4") else 0.45 if two_operands else 0.28
+        assert off < limit, r
 
 
 @pytest.mark.parametrize(
@@ -311,9 +315,10 @@ def test_errors_and_shares_in_the_text_are_the_records() -> None:
     by_format: dict[str, list[Record]] = {}
     for r in triton_records():
         by_format.setdefault(r.format, []).append(r)
-        assert r.error <= 3.7e-3
+        assert r.error <= 3.85e-3
     assert all(r.error <= 1.75e-3 and 4.05e-2 <= r.error_exact <= 4.85e-2 for r in by_format["fp8_block128"])
-    assert all(3.15e-3 <= r.error <= 3.65e-3 for r in by_format["int4_g32"])
+    assert all(3.15e-3 <= r.error <= 3.85e-3 for r in by_format["int4_g32"] if r.activations == "16bit")
+    assert all(1.65e-3 <= r.error <= 2.45e-3 for r in by_format["int4_g32"] if r.activations != "16bit")
     assert all(2.25e-3 <= r.error <= 2.95e-3 for r in by_format["mxfp4"])
     shares = {(r.format, r.tokens): f"{r.share:.2f}" for r in by_format["fp8_block128"] + by_format["bf16"]}
     assert [shares["fp8_block128", t] for t in (64, 256)] == ["0.80", "0.76"]

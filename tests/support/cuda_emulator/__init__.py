@@ -29,7 +29,6 @@ ARGS = {
     "quantize": ("QuantizePermutedArgs", "QuantizeRowsArgs", "QuantizeWholeRowsArgs"),
     "w8a8_mma_fp8_block128": ("RoundingArgs",),
     "w8a8_mma_channel_fp8_channel": ("RoundingArgs",),
-    "w4a8_mma_mxfp4": ("RoundingArgs",),
     **{f.unit(format): ("FewRowsArgs",) for f in FEW_ROWS for format in f.formats},
 }
 """Structures that a unit's kernels take; those of the others take GemmArgs."""

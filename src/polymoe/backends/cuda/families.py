@@ -90,9 +90,8 @@ class KernelFamily:
         layout: name of the layout of the weights.
         cvt_layout: its name where a GPU converts the codes of one of the matrices by instructions.
         call: class of the launches.
-        choices: tiles by rows per expert, ascending; none if only measured times choose the family. Of families for the
-            same weights, those for fewer rows come first in the table. Beyond all choices, the last family runs with
-            its largest tile.
+        choices: tiles by rows per expert, ascending. Of families for the same weights, those for fewer rows come first
+            in the table. Beyond all choices, the last family runs with its largest tile.
         rates: rates for the cost model.
         rates_sm80: the same for SM80 to SM89, or None if there are no kernels for them.
         batch_invariant: whether a token's result is bitwise identical in any batch and with any of the family's tiles.
@@ -195,13 +194,7 @@ _ALL = (
         Rates(0.96, 0.65, 20.0), gated_only=True, output_weight_only=True, wider_down=True,
         narrow=((128, 32), (128, 64)),
     ),
-    # Never ran on a GPU, so no number of rows chooses it, but `polymoe tune` times it. Rates are w4a16_mma's, with 1 us
-    # for rounding. K is split between warps.
-    KernelFamily(
-        sizes.W4A8_MMA, (FP8_TOKEN, FP8_STATIC), "w4a8_fragments", launch.RowMmaCall, (),
-        Rates(0.875, 0.45, 11.0, rows=16), batch_invariant=False, gated_only=True, output_weight_only=True,
-    ),
-    # Tiles are w4a8's, and math is what was predicted.
+    # Tiles are those of w4a8. From 4096 and 8192 tokens of DeepSeek-V4-Flash in MXFP4, math is 0.88 and 0.68.
     KernelFamily(
         sizes.W4A8_ROWS, (FP8_TOKEN, FP8_STATIC), "w4a8_fragments", launch.RowTilesCall,
         (Choice(7.0, 32), Choice(29.0, 128, narrow_m=32), Choice(_INF, 128, narrow_m=64)),

@@ -60,7 +60,7 @@ def _header() -> str:
 def _macro(family: FamilySizes) -> str:
     """The macro for a family's kernels, after which one writes a name, threads and a function."""
     if isinstance(family, MmaFamilySizes):
-        return "POLYMOE_ROUNDING_KERNEL" if family.rounds else "POLYMOE_FEW_ROWS_KERNEL"
+        return "POLYMOE_FEW_ROWS_KERNEL"
     return "POLYMOE_ROUNDING_KERNEL" if isinstance(family, FewRowsFamilySizes) else "POLYMOE_GEMM_KERNEL"
 
 
@@ -73,8 +73,6 @@ def unit_source(family: FamilySizes, format: str, cvt: bool = False) -> str:
             "the part, rows of x in multiples of 8, block_n, teams of warps, bytes of a stage, and whether sums are"
         )
         meaning += "\n// ordered."
-    if isinstance(family, MmaFamilySizes) and family.rounds:
-        meaning = "the format, the part, rows of x in multiples of 8, block_n, teams of warps, bytes of a stage."
     if isinstance(family, FewRowsFamilySizes):
         meaning = "the part, warps, bytes of a stage."
     source = family.source or family.name

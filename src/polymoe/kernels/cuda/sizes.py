@@ -24,7 +24,6 @@ __all__ = [
     "SM80_COPY_WARPS",
     "TILE_ROWS",
     "W4A8",
-    "W4A8_MMA",
     "W4A8_ROWS",
     "W4A16_MMA",
     "W4A16_MMA_ORDERED",
@@ -279,14 +278,12 @@ class MmaFamilySizes(FamilySizes):
     A stage contains :attr:`stage_blocks` blocks of 64 rows, :attr:`codes_bytes` of codes each. Whole rows of x have
     their own shared memory, or with one team a stage has their columns (:class:`Budget`). With :attr:`short_k` there
     are, for the down projection, whose K may be short, kernels with several teams, in which a stage has all columns.
-    With :attr:`rounds` kernels round rows of x to E4M3.
     """
 
     consumer_warps: int = 16
     producer_warps: int = 2
     stage_blocks: int = 8
     short_k: bool = True
-    rounds: bool = False
 
     def threads(self, block_m: int) -> int:
         """Return the threads of a CTA: one producer warp for weights, one for x, and the consumers."""
@@ -494,12 +491,6 @@ W4A8_ROWS = FamilySizes(
 )  # fmt: skip
 """The same with one scale for a row of x."""
 
-W4A8_MMA = MmaFamilySizes(
-    "w4a8_mma", {"mxfp4": replace(W4_FORMATS["mxfp4"], cpp="Mxfp4ToE4m3")}, W4A16_MMA.tiles, _GATED, codes_bytes=2048,
-    x_bytes=0, block_ns=(64,), source="w4a8_mma", short_k=False, rounds=True,
-)  # fmt: skip
-"""The same weights and rows, both converted to float16 for ``mma.sync``, for few rows per expert."""
-
 BF16 = FamilySizes(
     "bf16", {"bf16": None}, _tiles(
         CtaTile(32, 128, 128, 2, (8, 16, 24)),
@@ -566,7 +557,7 @@ W8A8_CHANNEL = _by_channel(W8A8)
 FAMILIES: dict[str, FamilySizes] = {
     f.name: f
     for f in (
-        *(W4A16_MMA, W4A16_MMA_ORDERED, W4A16_MMA_TILED, W4A16_WGMMA, W4A8, W4A8_MMA, W4A8_ROWS),
+        *(W4A16_MMA, W4A16_MMA_ORDERED, W4A16_MMA_TILED, W4A16_WGMMA, W4A8, W4A8_ROWS),
         *(W8A16_MMA, W8A16_MMA_TILED, W8A16_WGMMA, BF16),
         *(W8A8_MMA, W8A8_F16, W8A8, W8A8_MMA_CHANNEL, W8A8_F16_CHANNEL, W8A8_CHANNEL),
     )

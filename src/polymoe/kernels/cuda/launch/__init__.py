@@ -15,7 +15,6 @@ from polymoe.kernels.cuda.launch.e4m3_rows import (
     E4M3MmaCall,
     E4M3RowsCall,
     E4M3TilesCall,
-    RowMmaCall,
     RowTilesCall,
 )
 from polymoe.kernels.cuda.launch.layer import Activation, Layer, Matrix
@@ -24,6 +23,6 @@ from polymoe.kernels.cuda.launch.tiled import GatheredCall, QuantizedTilesCall, 
 
 __all__ = [
     "Activation", "Call", "ChannelMmaCall", "ChannelRowsCall", "ChannelTilesCall", "E4M3MmaCall", "E4M3RowsCall",
-    "E4M3TilesCall", "GatheredCall", "Layer", "Matrix", "MmaCall", "QuantizedTilesCall", "RowMmaCall",
-    "RowTilesCall", "TiledCall",
+    "E4M3TilesCall", "GatheredCall", "Layer", "Matrix", "MmaCall", "QuantizedTilesCall", "RowTilesCall",
+    "TiledCall",
 ]  # fmt: skip

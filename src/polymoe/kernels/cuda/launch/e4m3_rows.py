@@ -26,7 +26,7 @@ from polymoe.kernels.cuda.sizes import e4m3_row_bytes, round_up
 
 __all__ = [
     "ChannelMmaCall", "ChannelRowsCall", "ChannelTilesCall", "E4M3MmaCall", "E4M3RowsCall", "E4M3TilesCall",
-    "RowMmaCall", "RowTilesCall",
+    "RowTilesCall",
 ]  # fmt: skip
 
 _COLUMNS_PER_THREAD, _MOST_THREADS, _THREADS = 16, 512, 256
@@ -314,13 +314,6 @@ class ChannelMmaCall(E4M3MmaCall):
         for gemm, matrix in ((self.gate_up, self.layer.up), (self.down, self.layer.down)):
             if matrix.input_scale is not None:
                 gemm.input_scales = matrix.input_scale.data_ptr()
-
-
-class RowMmaCall(ChannelMmaCall):
-    """Calls of the family w4a8_mma. h is by permuted row."""
-
-    takes_quantized_x = False
-    quantized_x_dtype = None
 
 
 def _rows_per_cta(args: QuantizeWholeRowsArgs) -> int:
