@@ -25,8 +25,8 @@ ALL = "1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A case, with other sizes H and F if given, and what is timed on it. Peers that are not installed get a line in
-    the log."""
+    """A case, with other sizes (H, F, E, A) if given, and what is timed on it. Peers that are not installed get a line
+    in the log."""
 
     case: str
     peers: str
@@ -34,7 +34,7 @@ class Row:
     activations: str | None = None
     routing: str = "uniform"
     backends: str = "cuda"
-    sizes: tuple[int | None, int | None] = (None, None)
+    sizes: tuple[int | None, int | None, int | None, int | None] = (None, None, None, None)
 
 
 ROWS = {
@@ -43,28 +43,30 @@ ROWS = {
     "deepseek-v3-tp8": Row("deepseek-v3-tp8", "humming,vllm,deepgemm"),
     "deepseek-v3-ep8": Row("deepseek-v3-ep8", "humming,vllm,deepgemm"),
     "w4a8": Row("deepseek-v4-flash", "humming", "mxfp4", "fp8_group128"),
+    "w4a8-rows": Row("deepseek-v4-flash", "humming", "mxfp4", "fp8_token"),
     "bf16": Row("qwen3-235b-tp4-bf16", "vllm,quack", backends="cuda,triton"),
     "zipf": Row("deepseek-v4-flash", "humming,vllm", routing="zipf:1.1"),
     "gpt-oss-20b": Row("gpt-oss-20b", "triton_kernels"),
-    "deepseek-v4-flash": Row("deepseek-v4-flash", "humming,vllm,flashinfer"),
+    "deepseek-v4-flash": Row("deepseek-v4-flash", "humming,vllm"),
 }
 """In the order in which they are timed."""
 
-_PEERS = {"fp8_block128": "humming,vllm,deepgemm", "bf16": "vllm,quack"}
+_PEERS = {"fp8_block128": "humming,vllm,deepgemm", "bf16": "vllm,quack", "w4a8": "humming"}
 UNTUNED = {
-    f"H{hidden}-F{width}-{form}{'-zipf' * (routing != 'uniform')}": Row(
+    f"H{sizes[0]}-{form}{'-zipf' * (routing != 'uniform')}": Row(
         "qwen3-235b",
         _PEERS.get(form, "humming,vllm"),
-        form,
+        "mxfp4" if form == "w4a8" else form,
+        "fp8_token" if form == "w4a8" else None,
         routing=routing,
-        sizes=(hidden, width),
+        sizes=sizes,
         backends="cuda,triton" if form == "bf16" else "cuda",
     )
-    for form in ("int4_g32", "fp8_block128", "mxfp4", "nvfp4", "bf16")
     for routing in ("uniform", "zipf:1.1")
-    for hidden, width in ((3072, 1536), (2048, 768))
+    for form in ("int4_g32", "w4a8", "fp8_block128", "bf16", "mxfp4", "nvfp4")
+    for sizes in ((3072, 1536, 128, 8), (2048, 768, 128, 8), (6144, 1024, 96, 4))
 }
-"""Shapes that no heuristic was fitted to, with E 128 and A 8: only if they are named."""
+"""Shapes that no heuristic was fitted to: only if they are named."""
 
 _POLL = 0.02
 
@@ -102,7 +104,8 @@ def run_row(options: argparse.Namespace) -> None:
     from polymoe.cli.output import measured_on
 
     row = {**ROWS, **UNTUNED}[options.rows[0]]
-    case = CASES[row.case].changed(hidden=row.sizes[0], intermediate=row.sizes[1])
+    hidden, intermediate, experts, top_k = row.sizes
+    case = CASES[row.case].changed(hidden=hidden, intermediate=intermediate, experts=experts, top_k=top_k)
     machine, device = measured_on(options.device)
     workload = Workload.of_case(case, device, row.format, row.activations)
     distribution, _ = parse_routing(row.routing, workload.problem)

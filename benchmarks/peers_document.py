@@ -71,7 +71,9 @@ def case_of(name: str) -> Case:
     """The named case, or one whose changed sizes are part of its name."""
     base, _, changes = name.partition("[")
     sizes = {text[0]: int(text[2:]) for text in changes.rstrip("]").split(", ") if text}
-    return CASES[base].changed(hidden=sizes.get("H"), intermediate=sizes.get("F"), experts=sizes.get("E"))
+    return CASES[base].changed(
+        hidden=sizes.get("H"), intermediate=sizes.get("F"), experts=sizes.get("E"), top_k=sizes.get("A")
+    )
 
 
 def times(compared: Sequence[Record], others: Iterable[Record], table: Table) -> dict[Row, Times]:

@@ -49,6 +49,9 @@ def test_overrides_are_in_the_name() -> None:
     assert small.name == "gpt-oss-120b[H=64, E=3, no bias]"
     assert (small.experts, small.top_k, small.hidden, small.bias) == (3, 3, 64, False)
     assert not small.problem().spec.bias
+    assert case.changed(experts=8, top_k=2).name == "gpt-oss-120b[E=8, A=2]"
+    with pytest.raises(ArgumentError, match="top_k: expected at most 8, the number of experts, got 9"):
+        case.changed(experts=8, top_k=9)
 
 
 def test_unknown_names() -> None:

@@ -51,12 +51,20 @@ class Case:
         hidden: int | None = None,
         intermediate: int | None = None,
         experts: int | None = None,
+        top_k: int | None = None,
         bias: bool | None = None,
     ) -> Case:
-        """Return the case with other sizes or bias, which become part of its name."""
-        wanted = {"hidden": hidden, "intermediate": intermediate, "experts": experts, "bias": bias}
+        """Return the case with other sizes or bias, which become part of its name. A token has at most E experts.
+
+        Raises:
+            ArgumentError: if ``top_k`` is larger than E.
+        """
+        number = self.experts if experts is None else experts
+        if top_k is not None and top_k > number:
+            raise ArgumentError("top_k", expected=f"at most {number}, the number of experts", got=str(top_k))
+        wanted = {"hidden": hidden, "intermediate": intermediate, "experts": experts, "top_k": top_k, "bias": bias}
         new = {name: value for name, value in wanted.items() if value is not None and value != getattr(self, name)}
-        letters = {"hidden": "H", "intermediate": "F", "experts": "E"}
+        letters = {"hidden": "H", "intermediate": "F", "experts": "E", "top_k": "A"}
         texts = [f"{letters[n]}={v}" if n in letters else "bias" if v else "no bias" for n, v in new.items()]
         case = replace(self, **new, name=self.name + (f"[{', '.join(texts)}]" if texts else ""))  # type: ignore[arg-type]
         return replace(case, top_k=min(case.top_k, case.experts))

@@ -60,6 +60,7 @@ def command(
     batch_invariant: BatchInvariant = False,
     bias: Annotated[bool | None, typer.Option(help="With or without biases. Default: as in the model.")] = None,
     experts: Annotated[int | None, typer.Option(min=1, help="Number of experts, instead of the case's.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Experts of each token, instead of the case's.")] = None,
     hidden: Annotated[int | None, typer.Option(min=1, help="Hidden size, instead of the case's.")] = None,
     intermediate: Annotated[int | None, typer.Option(min=1, help="Expert width, instead of the case's.")] = None,
     checkpoint: Annotated[
@@ -94,6 +95,7 @@ def command(
         "--format": format,
         "--bias": bias,
         "--experts": experts,
+        "--top-k": top_k,
         "--hidden": hidden,
         "--intermediate": intermediate,
     }
@@ -131,7 +133,9 @@ def command(
         raise ArgumentError("--profile", expected="an existing directory", got=repr(str(profile.parent)))
     mode: Any = activations  # Problem checks the name
     if case is not None:
-        changed = case_named(case).changed(experts=experts, hidden=hidden, intermediate=intermediate, bias=bias)
+        changed = case_named(case).changed(
+            experts=experts, top_k=top_k, hidden=hidden, intermediate=intermediate, bias=bias
+        )
         workload = Workload.of_case(changed, where, format, mode)
     else:
         workload = Workload.of_checkpoint(Checkpoint.open(checkpoint or ""), layer, where, mode)
