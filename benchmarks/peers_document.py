@@ -100,6 +100,12 @@ def times(compared: Sequence[Record], others: Iterable[Record], table: Table) ->
     return {row: of_row for row, of_row in rows.items() if of_row.ours}
 
 
+def by_case(found: dict[Row, Times]) -> tuple[dict[Row, Times], dict[Row, Times]]:
+    """The rows of named cases, and those with other sizes."""
+    named = {row: of for row, of in found.items() if "[" not in row.case}
+    return named, {row: of for row, of in found.items() if row not in named}
+
+
 def ratios(found: dict[Row, Times]) -> str:
     """The fastest peer's time over ours, with the peer's letter; bold where it is ahead."""
     columns = sorted({t for times in found.values() for t in times.ours})
@@ -140,7 +146,7 @@ def picture(found: dict[Row, Times], path: Path) -> None:
     """Shares of the floor over tokens, one plot a row."""
     from matplotlib.figure import Figure
 
-    shown = [(row, of) for row, of in found.items() if of.ours and "[" not in row.case]
+    shown = [(row, of) for row, of in by_case(found)[0].items() if of.ours]
     across = 3
     figure = Figure(figsize=(15, 3.6 * -(-len(shown) // across)), layout="constrained")
     plots = figure.subplots(-(-len(shown) // across), across, squeeze=False).flat

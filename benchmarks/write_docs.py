@@ -405,15 +405,17 @@ def between(text: str, name: str, part: str) -> str:
 def documents() -> dict[Path, str]:
     """Each file as it should be."""
     docs, results, peers = ROOT / "docs", ROOT / "benchmarks" / "results", best_peers()
-    of_cuda, side_by_side = records("cuda"), compared()
+    of_cuda, (named, untuned) = records("cuda"), peers_document.by_case(compared())
     tables = {
         ROOT / "README.md": {"install": install(), "explain": explained(), "times": times(records(), peers)},
         docs / "command-line.md": {"known": known()},
         docs / "performance" / "triton.md": {"times": standing(records("triton"), "triton", peers)},
         docs / "performance" / "cuda.md": {"times": standing(of_cuda, "cuda", peers), "calls": calls(of_cuda)},
         docs / "performance" / "peers.md": {
-            "ratios": peers_document.ratios(side_by_side),
-            "microseconds": peers_document.microseconds(side_by_side),
+            "ratios": peers_document.ratios(named),
+            "untuned": peers_document.ratios(untuned),
+            "microseconds": peers_document.microseconds(named),
+            "untuned microseconds": peers_document.microseconds(untuned),
         },
         docs / "decoding.md": {"decode": decode(results / DECODE)},
         docs / "serving.md": {"serve": serve(results / SERVE)},
