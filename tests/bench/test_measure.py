@@ -133,6 +133,21 @@ def test_a_wrong_backend_is_not_timed(monkeypatch: pytest.MonkeyPatch, spoil: Ca
     assert "not timed" in row.note
 
 
+def test_several_calls_of_few_tokens_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three calls of three tokens, of which the last is wrong; of five tokens the first two are compared."""
+    for tokens, wrong in ((3, True), (5, False)):
+        runs: list[int] = []
+
+        def third(out: Tensor, runs: list[int] = runs) -> None:
+            runs.append(0)
+            if len(runs) == 3:
+                out.mul_(1.02)
+
+        altered(monkeypatch, spoil=third)
+        (row,) = bench().rows((tokens,), ["altered"])
+        assert row.wrong is wrong
+
+
 def test_a_backend_that_goes_wrong_while_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
 

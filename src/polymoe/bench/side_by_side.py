@@ -23,7 +23,7 @@ from polymoe.bench.contenders import (
     told,
     works,
 )
-from polymoe.bench.measure import Bench, draw_calls, reference_results
+from polymoe.bench.measure import Bench, compared_call, draw_calls, reference_results
 from polymoe.bench.peers import Stacks
 from polymoe.layouts import LAYOUTS, Packed
 
@@ -56,7 +56,7 @@ def side_by_side(
     progress("reference")
     calls = {t: draw_calls(bench.workload.problem, bench.distribution, bench.device, t) for t in tokens}
     modes = {UNQUANTIZED, *(c.inputs(t) for c in found if isinstance(c, LayerContender) for t in tokens)}
-    first = [calls[t][0] for t in tokens]
+    first = [compared_call(calls[t]) for t in tokens]
     expected = {mode: reference_results(bench.workload, mode, first, progress) for mode in modes}
     packed: dict[str, Packed] = {}
     stacks: Stacks | None = None
