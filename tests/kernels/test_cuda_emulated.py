@@ -385,9 +385,12 @@ def permuted(
     with_inverse: bool = True,
     narrow_m: int = 0,
     ctas: int = 132,
+    even: bool = False,
 ) -> dict[str, torch.Tensor]:
     """The arrays of a permutation, by name."""
-    permutation = Permutation(first_expert, experts, block_m, with_inverse, narrow_m=narrow_m, ctas=ctas, target=SM90)
+    permutation = Permutation(
+        first_expert, experts, block_m, with_inverse, narrow_m=narrow_m, ctas=ctas, even=even, target=SM90
+    )
     words = torch.empty(permutation.resize(ids.numel()) // 4, dtype=torch.int32)
     args, found = permutation.args, {}
     args.ids, args.long_ids = ids.data_ptr(), ids.dtype == torch.int64
@@ -443,17 +446,22 @@ def test_few_rows_sorted_by_gemms(
 
 
 @pytest.mark.parametrize("tokens", [3, 32, 33, 700, 3100])
-@pytest.mark.parametrize(("block", "narrow"), [(8, 0), (12, 0), (128, 0), (128, 32)])
-def test_permutation(monkeypatch: pytest.MonkeyPatch, libraries: Any, tokens: int, block: int, narrow: int) -> None:
+@pytest.mark.parametrize(
+    ("block", "narrow", "even"), [(8, 0, False), (12, 0, False), (128, 0, False), (128, 32, False), (128, 0, True)]
+)
+def test_permutation(
+    monkeypatch: pytest.MonkeyPatch, libraries: Any, tokens: int, block: int, narrow: int, even: bool
+) -> None:
     """Every local row once, in work tiles of one expert each, in order, padded to multiples of eight rows. Tiles with
-    up to ``narrow`` rows have a list of their own, and CTAs by what wide ones cost beside them."""
+    up to ``narrow`` rows have a list of their own, and CTAs by what wide ones cost beside them. Even tiles are as few
+    as others, and differ by what a multiple of 16 rows leaves to the last one."""
     emulator = Emulator(libraries("mxfp4"), [])
     monkeypatch.setattr(modules, "kernel", emulator)
     g = torch.Generator().manual_seed(tokens)
     ids = torch.randint(-2, 305, (tokens, 1), generator=g)
     ids[::2] = 299  # many rows of one expert
     inverse = block % 8 == 0
-    found = permuted(ids, first_expert=3, experts=300, block_m=block, with_inverse=inverse, narrow_m=narrow)
+    found = permuted(ids, first_expert=3, experts=300, block_m=block, with_inverse=inverse, narrow_m=narrow, even=even)
     name = "permutation_one_warp" if tokens <= 32 else "permutation_one_cta"
     assert emulator.made == ([name] if tokens <= 2048 else ["permutation_count", "permutation_many_ctas"])
     wide, wide_down, few, few_down = found["lists"].tolist()
@@ -474,7 +482,9 @@ def test_permutation(monkeypatch: pytest.MonkeyPatch, libraries: Any, tokens: in
         assert first == next_row
         mine = order[first : first + number].tolist()
         assert (ids[mine, 0] == expert + 3).all()
-        assert expert != before or previous == block
+        count = int((ids == expert + 3).sum())
+        most = -(-count // -(-count // block) // 16) * 16 if even and count > block else block
+        assert expert != before or previous == most
         if inverse:
             assert padded == next_padded
             room = -(-number // 8) * 8

@@ -20,6 +20,7 @@ struct PermutationArgs {
     int narrow_m;  // 0: all work tiles are in work_tiles
     int ctas;      // of a launch
     int long_ids;
+    int even;  // whether work tiles of an expert have about as many rows each; narrow_m is 0 then
 };
 
 __device__ __forceinline__ PermutedRow make_permuted_row(int permuted_row, int tile_row, int row, int rows) {
@@ -51,18 +52,25 @@ struct Tiles {
     int narrow;
 };
 
+// Most rows of the work tiles of an expert with so many: block_m, or what as many even tiles have, a multiple of 16.
+__device__ __forceinline__ int tile_rows(const PermutationArgs& args, int rows) {
+    if (!args.even || rows <= args.block_m) return args.block_m;
+    const int tiles = (rows + args.block_m - 1) / args.block_m;
+    return ((rows + tiles - 1) / tiles + 15) / 16 * 16;
+}
+
 __device__ __forceinline__ Tiles tiles_of(const PermutationArgs& args, int rows) {
-    const int whole = rows / args.block_m, left = rows - whole * args.block_m;
+    const int of_tile = tile_rows(args, rows), whole = rows / of_tile, left = rows - whole * of_tile;
     return left > args.narrow_m ? Tiles{whole + 1, 0, 0} : Tiles{whole, left, left > 0};
 }
 
 // `ends`: the tiles of this expert and those before it.
 __device__ __forceinline__ void write_work_tiles(const PermutationArgs& args, int expert, int rows, int first,
                                                  int first_padded, Tiles tiles, Tiles ends) {
-    const int wide_rows = rows - tiles.narrow_rows;
+    const int wide_rows = rows - tiles.narrow_rows, of_tile = tile_rows(args, rows);
     WorkTile* to = args.work_tiles + (ends.wide - tiles.wide);
-    for (int done = 0; done < wide_rows; done += args.block_m) {
-        *to++ = {expert, first + done, min(args.block_m, wide_rows - done), first_padded + done};
+    for (int done = 0; done < wide_rows; done += of_tile) {
+        *to++ = {expert, first + done, min(of_tile, wide_rows - done), first_padded + done};
     }
     if (tiles.narrow) {
         args.narrow_tiles[ends.narrow - 1] = {expert, first + wide_rows, tiles.narrow_rows, first_padded + wide_rows};
@@ -175,10 +183,11 @@ __device__ __forceinline__ void write_permutation(const PermutationArgs& args, i
         const int permuted_row = atomicAdd(&experts.next[expert], 1);
         args.permuted_to_expanded[permuted_row] = row;
         if (args.expanded_to_permuted) {
-            const int of_expert = permuted_row - experts.first[expert], done = of_expert / args.block_m * args.block_m;
+            const int of_expert = permuted_row - experts.first[expert], of_tile = tile_rows(args, experts.rows[expert]);
+            const int done = of_expert / of_tile * of_tile;
             args.expanded_to_permuted[row] =
                 make_permuted_row(permuted_row, experts.first_padded[expert] + done, of_expert - done,
-                                  min(args.block_m, experts.rows[expert] - done));
+                                  min(of_tile, experts.rows[expert] - done));
         }
     });
 }

@@ -63,7 +63,10 @@ class PermutationArgs(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("ids", "permuted_to_expanded", "work_tiles", "narrow_tiles", "lists")),
         *((name, _POINTER) for name in ("expanded_to_permuted", "counts")),
-        *((name, _INT) for name in ("rows", "first_expert", "experts", "block_m", "narrow_m", "ctas", "long_ids")),
+        *(
+            (name, _INT)
+            for name in ("rows", "first_expert", "experts", "block_m", "narrow_m", "ctas", "long_ids", "even")
+        ),
     )
 
 

@@ -75,6 +75,8 @@ class Call(ABC):
 
     with_inverse = True
     """Whether y is indexed by permuted row, so that the permutation's inverse is needed."""
+    even_tiles = False
+    """Whether an expert's work tiles have about as many rows each."""
     y_bytes = 2
     """Bytes of an element of y."""
     gemm_args: type[GemmArgs] = GemmArgs
@@ -106,6 +108,7 @@ class Call(ABC):
             self.with_inverse,
             narrow_m=narrow_m,
             ctas=layer.sms,
+            even=self.even_tiles,
             target=layer.target,
         )
         part = "gate_up" if layer.gated else "up"

@@ -60,6 +60,7 @@ class Permutation:
         with_inverse: whether ``expanded_to_permuted`` is needed.
         narrow_m: an expert's last work tile is in ``narrow_tiles`` if it has at most so many rows; 0 for never.
         ctas: of a GEMM's launch.
+        even: whether an expert's work tiles have about as many rows each; ``block_m`` is a multiple of 32 then.
         target: the set of cubins.
     """
 
@@ -72,10 +73,11 @@ class Permutation:
         *,
         narrow_m: int = 0,
         ctas: int = 1,
+        even: bool = False,
         target: Target,
     ) -> None:
         self.args = PermutationArgs(
-            first_expert=first_expert, experts=experts, block_m=block_m, narrow_m=narrow_m, ctas=ctas
+            first_expert=first_expert, experts=experts, block_m=block_m, narrow_m=narrow_m, ctas=ctas, even=even
         )
         self.with_inverse, self.target = with_inverse, target
         self.launches: tuple[Launch, ...] = ()

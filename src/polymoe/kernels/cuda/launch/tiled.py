@@ -59,6 +59,8 @@ class TiledCall(Call):
 class GatheredCall(ByTokenCall):
     """Calls of the family bf16. Its first GEMM reads rows of x by token; h is in tiles of 64 columns."""
 
+    even_tiles = True
+
     @staticmethod
     def regions(layer: Layer, block_m: int, tokens: int, top_k: int) -> Regions:
         """Return the bytes for h in tiles, and y in bfloat16 by permuted row; x is not copied."""
