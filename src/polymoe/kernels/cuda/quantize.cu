@@ -241,8 +241,10 @@ __device__ __forceinline__ void quantize_row_tiles(const QuantizeWholeRowsArgs& 
     const int row_of_cta = threadIdx.x / args.threads, thread = threadIdx.x - row_of_cta * args.threads;
     const int number = blockIdx.x * (blockDim.x / args.threads) + row_of_cta;
     const int copies = args.top_k && !args.input_scales ? args.top_k : 1;
+    // Down reads nothing but h that is not there when h's rounding starts. So it may start, too, and copy weights.
+    if (!args.top_k) launch_dependents();
     grid_dependency_wait();
-    launch_dependents();
+    if (args.top_k) launch_dependents();
     const PermutedRow* places = args.expanded_to_permuted + static_cast<long long>(number) * copies;
     const bool there = number < args.rows && (copies > 1 || places->permuted_row >= 0);
     const long long from = copies > 1 ? number : !there ? 0 : args.top_k ? number / args.top_k : places->permuted_row;

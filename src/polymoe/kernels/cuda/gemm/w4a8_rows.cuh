@@ -297,7 +297,7 @@ __device__ __forceinline__ void w4a8_rows_gemm(const GemmArgs& args) {
     E4m3Operand<F>::fill(scratch);
     __syncthreads();
     const LaunchOrder order(args);
-    order.begin<PART>();
+    order.begin<kDown>();  // gate and up, too, copy weights ahead of x
     const int tiles16 = args.n / 16, n_tiles = ((tiles16 + 3) / 4 + kBlocks - 1) / kBlocks;
     const int total = order.work_tiles * n_tiles;
 
@@ -305,8 +305,8 @@ __device__ __forceinline__ void w4a8_rows_gemm(const GemmArgs& args) {
         reg_dealloc<producer_regs(WARPGROUPS)>();
         pipeline.parity = 1;
         if (lane == 0) {
-            produce_w4<F, E4m3Tiles, kBlocks, BLOCK_M, K_BLOCKS, PART>(args, pipeline, queue, warp - WARPGROUPS * 4,
-                                                                       order, n_tiles);
+            produce_w4<F, E4m3Tiles, kBlocks, BLOCK_M, K_BLOCKS, kDown>(args, pipeline, queue, warp - WARPGROUPS * 4,
+                                                                        order, n_tiles);
         }
         return;
     }
