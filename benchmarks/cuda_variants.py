@@ -62,9 +62,7 @@ _NO_MMA = """            for (int m = 0; m < N_BLOCKS; ++m) {
 PIPELINE: Changes = (
     (
         "gemm/w4a16_wgmma.cuh",
-        """            W4a16Mainloop<F, WARPGROUPS, N_BLOCKS, BLOCK_M, K_BLOCKS>(acc, args, pipeline, tile.rows)
-                .template run<WIDTHS...>(tile.rows);
-""",
+        "                mainloop.template run<WIDTHS...>(tile.rows);\n",
         _NO_MMA,
     ),
 )

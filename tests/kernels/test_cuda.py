@@ -17,6 +17,7 @@ from polymoe.backends.cuda.backend import Cuda, CudaConfig
 from polymoe.kernels.cuda import driver, modules
 from polymoe.kernels.cuda.generate import generated
 from polymoe.kernels.cuda.launch import args
+from polymoe.kernels.cuda.launch.tiled import WgmmaCall
 from polymoe.kernels.cuda.sizes import FAMILIES, W4_FORMATS, W4A16_MMA, W4A16_MMA_ORDERED, W4A16_WGMMA
 from polymoe.kernels.cuda.targets import SM90, TARGETS, Target
 from polymoe.machine import Machine
@@ -178,22 +179,30 @@ def test_short_k_has_kernels_of_its_own(format: str) -> None:
 
 
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("config", [CudaConfig("w4a16_mma", 16, 64), CudaConfig("w4a16_wgmma", 64)], ids=str)
-def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, config: CudaConfig, gated: bool) -> None:
+@pytest.mark.parametrize(
+    ("config", "most_gathered_n"),
+    [(CudaConfig("w4a16_mma", 16, 64), 0), (CudaConfig("w4a16_wgmma", 64), 543), (CudaConfig("w4a16_wgmma", 64), 544)],
+    ids=str,
+)
+def test_what_one_call_launches(
+    monkeypatch: pytest.MonkeyPatch, config: CudaConfig, most_gathered_n: int, gated: bool
+) -> None:
     """On a CPU, with launches recorded instead of made: names, arguments and shared memory."""
+    monkeypatch.setattr(WgmmaCall, "most_gathered_n", dict.fromkeys(W4A16_WGMMA.tiles, most_gathered_n))
     made, tensors = launches(monkeypatch, "mxfp4", config, gated)
-    tiled = config.family == "w4a16_wgmma"
+    tiled, gathers = config.family == "w4a16_wgmma", most_gathered_n >= (544 if gated else 272)
     gemms = [
         config.kernels.sizes.kernel(part, config.block_m, "" if tiled else variant)
         for part, variant in (("gate_up" if gated else "up", "n64"), ("down", "k512"))
     ]
     finalize = "finalize_bf16" if tiled else "finalize_f32"
-    assert [n for n, *_ in made] == [*(["permutation_one_warp", "permute_x"] if tiled else []), *gemms, finalize]
+    first = ["permutation_one_warp", *([] if gathers else ["permute_x"])] if tiled else []
+    assert [n for n, *_ in made] == [*first, *gemms, finalize]
     by_name = {name: rest for name, *rest in made}
     up, down = (by_name[name] for name in gemms)
     assert (up[0]["n"], up[0]["k"]) == ((544 if gated else 272), 336)
     assert (down[0]["n"], down[0]["k"], down[0]["top_k"]) == (336, 272, 0)
-    assert up[0]["top_k"] == (0 if tiled else 3)  # x is by token
+    assert up[0]["top_k"] == (0 if tiled and not gathers else 3)  # x is by token
     assert up[0]["codes_stride"] * 5 == tensors["up.codes"].numel()
     assert up[0]["bias_dtype"] == 1  # bfloat16
     assert up[0]["bias"] == tensors["gate_bias" if gated else "up_bias"].data_ptr()

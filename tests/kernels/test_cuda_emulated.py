@@ -19,8 +19,8 @@ from polymoe.kernels.cuda.launch import mma
 from polymoe.kernels.cuda.launch.args import DTYPES, FinalizeArgs, QuantizePermutedArgs
 from polymoe.kernels.cuda.launch.call import tokens_per_cta
 from polymoe.kernels.cuda.launch.permutation import FEW_ROWS, Permutation
-from polymoe.kernels.cuda.launch.tiled import e4m3_tile_bytes
-from polymoe.kernels.cuda.sizes import BF16
+from polymoe.kernels.cuda.launch.tiled import WgmmaCall, e4m3_tile_bytes
+from polymoe.kernels.cuda.sizes import BF16, W4A16_WGMMA
 from polymoe.kernels.cuda.targets import SM90
 from polymoe.machine import Machine
 from polymoe.numerics import TOLERANCE, relative_error
@@ -87,6 +87,21 @@ def test_every_configuration(monkeypatch: pytest.MonkeyPatch, libraries: Any, co
     routing.topk_ids_TA[:3, 0] = torch.tensor([-1, 5, 5])
     routing.topk_weights_TA[0, 0] = float("nan")
     emulate(monkeypatch, libraries("mxfp4"), weights, x, routing, config)
+
+
+@pytest.mark.parametrize("config", [*WGMMA[:4], NARROW[0]], ids=str)
+def test_copied_rows_are_those_that_are_gathered(
+    monkeypatch: pytest.MonkeyPatch, libraries: Any, config: CudaConfig
+) -> None:
+    """To the bit: where gate and up have many tiles, a launch copies x for them."""
+    weights = random_experts(hidden=336, intermediate=208)
+    call, outs = random_call(60, 336, 5, 3, torch.bfloat16), []
+    for most_gathered_n in (416, 415):
+        monkeypatch.setattr(WgmmaCall, "most_gathered_n", dict.fromkeys(W4A16_WGMMA.tiles, most_gathered_n))
+        out, made = run_emulated(monkeypatch, libraries("mxfp4"), weights, *call, config)
+        assert ("permute_x" in made) == (most_gathered_n == 415)
+        outs.append(out)
+    assert torch.equal(*outs)
 
 
 @formats("nvfp4", "int4_g32")

@@ -5,8 +5,9 @@ A call with few tokens has four launches: the permutation, gate and up with the 
 With up to 32 expanded rows the GEMMs sort the rows themselves, so there are three launches, except with bfloat16
 weights. With many rows per expert, or with E4M3 activations, a fifth launch copies x into permuted tiles or rounds it
 to E4M3. If h has one scale per row, a sixth launch rounds h. With bfloat16 weights, gate and up gather rows of x where
-they lie. From SM90 on, each launch starts before the previous one ends. The table in :mod:`.families` lists the kernels
-and the numbers of rows for which each is used.
+they lie, and so they do with 4-bit and MXFP8 weights where they have few rows of weights. From SM90 on, each launch
+starts before the previous one ends. The table in :mod:`.families` lists the kernels and the numbers of rows for which
+each is used.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ _ALL = (
     # in order, 16 columns at a time. The cost of `shorter` is the largest of DeepSeek-V4-Flash and Kimi K2 TP8 at 256
     # and 512 tokens. Narrow tiles were chosen by times with uniform and with Zipf routing.
     KernelFamily(
-        sizes.W4A16_WGMMA, (UNQUANTIZED,), "w4a16_fragments", launch.TiledCall,
+        sizes.W4A16_WGMMA, (UNQUANTIZED,), "w4a16_fragments", launch.WgmmaCall,
         (
             Choice(5.7, 32), Choice(29.0, 128, narrow_m=32), Choice(115.0, 128, narrow_m=64),
             Choice(_INF, 256, narrow_m=64),
@@ -216,7 +216,7 @@ _ALL = (
         (Choice(_INF, 96),), Rates(0.92, 0.67, 20.0, mma_sync=True),
     ),
     KernelFamily(
-        sizes.W8A16_WGMMA, (UNQUANTIZED,), "w8a16_fragments", launch.TiledCall,
+        sizes.W8A16_WGMMA, (UNQUANTIZED,), "w8a16_fragments", launch.WgmmaCall,
         (
             Choice(7.0, 32), Choice(29.0, 128, narrow_m=32), Choice(115.0, 128, narrow_m=64),
             Choice(_INF, 256, narrow_m=64),

@@ -12,6 +12,7 @@
 #include "../ptx/memory.cuh"
 #include "../ptx/setmaxnreg.cuh"
 #include "../ptx/wgmma.cuh"
+#include "gathered_rows.cuh"
 #include "tile_queue.cuh"
 
 namespace polymoe {
@@ -105,16 +106,9 @@ __device__ __forceinline__ void store(const GemmArgs& args, float* acc, WorkTile
     }
 }
 
-// Producer warps. One thread of each copies weights, since a single thread cannot issue copies fast enough.
-constexpr int kProducerWarps = 4;
-
-// Gate and up read rows of x by token: 16 bytes per lane, and a lane's copies arrive at the stage's barrier by
-// themselves.
+// Gate and up read rows of x by token.
 template <int PART>
 constexpr bool kGathers = PART != kDown;
-
-template <int PART>
-constexpr int kFullArrivals = kProducerWarps * (kGathers<PART> ? 33 : 1);
 
 // Registers of consumers and of producers, which keep the places of their rows.
 template <int PART>
@@ -122,39 +116,7 @@ constexpr int kConsumerRegs = kGathers<PART> ? 216 : 224;
 template <int PART>
 constexpr int kProducerRegs = kGathers<PART> ? 72 : 56;
 
-// Rows of x of a work tile, as the lanes of all producer warps copy them: eight lanes per row, sixteen rows at a time.
-template <int BLOCK_M>
-struct GatheredRows {
-    static constexpr int kAtOnce = kProducerWarps * 4, kTimes = (BLOCK_M + kAtOnce - 1) / kAtOnce;
-    uint32_t pieces[kTimes];  // of 16 bytes, from the first of x to this lane's first of the row
-    int rows;                 // that this lane copies
-
-    __device__ __forceinline__ void begin(const GemmArgs& args, WorkTile tile, int producer) {
-        const int lane = threadIdx.x % 32, first = producer * 4 + lane / 8;
-        rows = tile.rows - first;
-#pragma unroll
-        for (int i = 0; i < kTimes; ++i) {
-            if (i * kAtOnce < rows) {
-                const int expanded = args.permuted_to_expanded[tile.row + first + i * kAtOnce];
-                pieces[i] = static_cast<uint32_t>(expanded / args.top_k) * (args.k / 8) + lane % 8;
-            }
-        }
-    }
-
-    // The block number `block` of 64 columns, to `smem`.
-    __device__ __forceinline__ void copy(const GemmArgs& args, uint32_t smem, int block, int producer) const {
-        const int lane = threadIdx.x % 32, first = producer * 4 + lane / 8;
-        if (block * 8 + lane % 8 >= args.k / 8) return;
-        const uint4* x = reinterpret_cast<const uint4*>(args.x) + block * 8;
-        smem += first * 128 + ((lane % 8) ^ (first % 8)) * 16;
-#pragma unroll
-        for (int i = 0; i < kTimes; ++i) {
-            if (i * kAtOnce < rows) cp_async_16(smem + i * (kAtOnce * 128), x + pieces[i]);
-        }
-    }
-};
-
-// By one lane of each producer warp, or where x is gathered by all.
+// By one lane of each producer warp, since a single thread cannot issue copies fast enough; where x is gathered by all.
 template <int N_BLOCKS, int BLOCK_M, int K_BLOCKS, int PART>
 __device__ __forceinline__ void produce(const GemmArgs& args, Pipeline& pipeline, TileQueue& queue, int producer,
                                         int total, int n_tiles) {
@@ -369,7 +331,7 @@ __device__ __forceinline__ void bf16_gemm(const GemmArgs& args) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     Pipeline pipeline = make_pipeline(args, align_stages(memory), barriers, STAGE_BYTES);
     if (threadIdx.x == 0) {
-        init_barriers(args, pipeline, bf16::kFullArrivals<PART>, WARPGROUPS * 4);
+        init_barriers(args, pipeline, full_arrivals(bf16::kGathers<PART>), WARPGROUPS * 4);
         queue.init(args.stages);
         mbarrier_init_fence();
     }

@@ -4,6 +4,7 @@
 #include "../dequant/block_columns.cuh"
 #include "../pipeline.cuh"
 #include "../ptx/griddepcontrol.cuh"
+#include "gathered_rows.cuh"
 #include "tile_queue.cuh"
 
 namespace polymoe {
@@ -31,14 +32,16 @@ struct W4Stage {
     static constexpr int kBytes = (kScales + N_BLOCKS * kBlockScales + 1023) / 1024 * 1024;
 };
 
-// One thread of each of four warps: a single thread cannot issue copies fast enough. `n_tiles` is the number of tiles
-// along N.
-template <class F, class X, int N_BLOCKS, int BLOCK_M, int K_BLOCKS, int PART>
+// One thread of each of four warps: a single thread cannot issue copies fast enough. Where they gather rows of x, which
+// is by token, all lanes. `n_tiles` is the number of tiles along N.
+template <class F, class X, int N_BLOCKS, int BLOCK_M, int K_BLOCKS, int PART, bool GATHERS = false>
 __device__ __forceinline__ void produce_w4(const GemmArgs& args, Pipeline& pipeline, TileQueue& queue, int producer,
                                            const LaunchOrder& order, int n_tiles) {
     using S = W4Stage<F, X, N_BLOCKS, BLOCK_M, K_BLOCKS>;
-    constexpr int kProducers = 4, kMine = (N_BLOCKS + kProducers - 1) / kProducers;
-    const bool copies_x = producer == (N_BLOCKS % kProducers == 0 ? 0 : kProducers - 1);  // the one with least to do
+    constexpr int kProducers = kProducerWarps, kMine = (N_BLOCKS + kProducers - 1) / kProducers;
+    const bool leader = !GATHERS || threadIdx.x % 32 == 0, takes = producer == 0 && leader;
+    const bool copies_x = !GATHERS && producer == (N_BLOCKS % kProducers == 0 ? 0 : kProducers - 1);  // the least busy
+    [[maybe_unused]] GatheredRows<BLOCK_M> gathered;
     const int tiles16 = args.n / 16, k_blocks = (args.k + 63) / 64;
     constexpr int kScaleColumns = kBlockColumns<F> * F::kScaleBlocks;
     const int row_scales = (args.k + kScaleColumns - 1) / kScaleColumns;
@@ -50,15 +53,15 @@ __device__ __forceinline__ void produce_w4(const GemmArgs& args, Pipeline& pipel
     if (next < total) next_rows = args.work_tiles[next / n_tiles];
     for (int n = 0; n <= total; ++n) {  // see TileQueue
         QueuedTile queued;
-        if (producer == 0) {
+        if (takes) {
             pipeline.wait_empty();
             queued = {next_rows, next < total ? next % n_tiles * N_BLOCKS : kNoTile};
             queue.put(pipeline, queued);
             queue.announce(pipeline);
             if (next < total) next = atomicAdd(&tile_list(args)->next, 1);
-        } else {
-            queued = queue.wait(pipeline);
         }
+        if (GATHERS) __syncwarp();
+        if (GATHERS || !takes) queued = queue.wait(pipeline);
         const WorkTile tile = queued.rows;
         const int n_block = of_first_lane(queued.n_block);
         if (n_block == kNoTile) n = total;
@@ -79,6 +82,7 @@ __device__ __forceinline__ void produce_w4(const GemmArgs& args, Pipeline& pipel
             const uint8_t* x = reinterpret_cast<const uint8_t*>(args.x) +
                                static_cast<long long>(tile.padded_row) * x_tiles * (128 + X::kScaleBytes);
             const uint8_t* x_scales = x + x_tiles * padded * 128;
+            if constexpr (GATHERS) gathered.begin(args, tile, producer);
             for (int k_block = 0; k_block < k_blocks; k_block += K_BLOCKS) {
                 const uint32_t barrier = pipeline.full_barrier(), to = pipeline.address();
                 const int blocks_64 = min(K_BLOCKS, k_blocks - k_block),
@@ -92,11 +96,11 @@ __device__ __forceinline__ void produce_w4(const GemmArgs& args, Pipeline& pipel
                     bytes += width[i] ? width[i] * columns * (kColumnBytes<F> / 4) + scale_bytes : 0;
                 }
                 pipeline.wait_empty();
-                if (producer == 0 && k_block) queue.announce(pipeline);
-                mbarrier_arrive_expect_tx(barrier, bytes);
+                if (takes && k_block) queue.announce(pipeline);
+                if (leader) mbarrier_arrive_expect_tx(barrier, bytes);
 #pragma unroll
                 for (int i = 0; i < kMine; ++i) {
-                    if (width[i]) {
+                    if (leader && width[i]) {
                         const int inner = i * kProducers + producer;
                         const uint32_t to_codes = to + S::kCodes + inner * S::kBlockCodes;
                         // Where two blocks share scales and a stage has one, the second stage gets the same scales
@@ -119,6 +123,13 @@ __device__ __forceinline__ void produce_w4(const GemmArgs& args, Pipeline& pipel
                         codes[i] += width[i] * (S::kBlockCodes / 4);
                     }
                 }
+                if constexpr (GATHERS) {
+#pragma unroll
+                    for (int i = 0; i < K_BLOCKS; ++i) {
+                        if (i < blocks_64) gathered.copy(args, to + i * padded * 128, k_block + i, producer);
+                    }
+                    cp_async_mbarrier_arrive(barrier);
+                }
                 if (copies_x) {
                     if (!waited) {
                         grid_dependency_wait();
@@ -134,14 +145,21 @@ __device__ __forceinline__ void produce_w4(const GemmArgs& args, Pipeline& pipel
                 }
                 pipeline.advance();
             }
-            if (producer == 0 && next < total) next_rows = args.work_tiles[next / n_tiles];
+            if (takes && next < total) next_rows = args.work_tiles[next / n_tiles];
         }
     }
     pipeline.wait_empty();
-    mbarrier_arrive(pipeline.full_barrier());
+    if (leader) mbarrier_arrive(pipeline.full_barrier());
+    if (GATHERS) mbarrier_arrive(pipeline.full_barrier());
     // The next kernel relies on this one having waited for the kernel ahead of it. One CTA is enough for that; others
     // without work leave their SMs to the next kernel.
     if ((blockIdx.x == 0 || !idle) && (!waited || second_launch(args))) grid_dependency_wait();
+    if constexpr (GATHERS) {  // until copies have landed
+        for (int i = 1; i < pipeline.stages; ++i) {
+            pipeline.advance();
+            pipeline.wait_empty();
+        }
+    }
 }
 
 }  // namespace polymoe

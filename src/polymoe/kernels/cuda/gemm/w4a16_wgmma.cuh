@@ -19,26 +19,35 @@ namespace polymoe {
 //
 // 32 columns are dequantized while the MMAs of the 32 before run. Two sets of registers alternate; a set is written
 // again only after the MMAs that read it have been waited for.
-template <class F, int WARPGROUPS, int N_BLOCKS, int BLOCK_M, int K_BLOCKS>
+template <class F, int PART, int WARPGROUPS, int N_BLOCKS, int BLOCK_M, int K_BLOCKS>
 struct W4a16Mainloop {
     using S = W4Stage<F, Bf16Tiles, WARPGROUPS * N_BLOCKS, BLOCK_M, K_BLOCKS>;
+    // Whether the first columns of the next tile are dequantized before this one is stored: that pays where K is short.
+    static constexpr bool kAhead = PART == kDown;
     static constexpr int kBlocks = kStepWords<F>, kSteps = 4 / kBlocks;  // blocks of 64 columns; 16 columns of a block
     float (&acc)[N_BLOCKS][BLOCK_M / 2];
     Pipeline& pipeline;
     uint32_t lane_codes, lane_scales;  // in a stage
     uint32_t x_step;                   // from 64 columns of x to the next, in units of 16 bytes
     int tile, k;
+    bool gathers;  // x is by token
     uint32_t words[N_BLOCKS][4 * kBlocks];
     typename F::Scales scales[N_BLOCKS][kBlocks];
     uint32_t a[2][N_BLOCKS][2][4];
 
     __device__ __forceinline__ W4a16Mainloop(float (&acc)[N_BLOCKS][BLOCK_M / 2], const GemmArgs& args,
-                                             Pipeline& pipeline, int rows)
-        : acc(acc), pipeline(pipeline), tile(threadIdx.x / 32 % 4), k(args.k) {
+                                             Pipeline& pipeline)
+        : acc(acc), pipeline(pipeline), tile(threadIdx.x / 32 % 4), k(args.k), gathers(args.top_k) {
         const int lane = threadIdx.x % 32, block = threadIdx.x / 128 * N_BLOCKS;
         lane_codes = opaque(S::kCodes + block * S::kBlockCodes + tile * 512 + lane * 16);
         lane_scales = opaque(S::kScales + block * S::kBlockScales + (lane / 4 * 4 + tile) * kTileScaleBytes<F>);
-        x_step = padded_rows(rows) * 8;
+    }
+
+    // The current stage's address, once it is full.
+    __device__ __forceinline__ uint32_t wait_full() {
+        const uint32_t stage = pipeline.wait_full();
+        if (PART != kDown && gathers) fence_proxy_async();  // cp.async writes as ordinary stores do
+        return stage;
     }
 
     // Of a block of the stage, to scales[m][to].
@@ -130,9 +139,7 @@ struct W4a16Mainloop {
     template <int M>
     __device__ __forceinline__ void mma_stages(int stages) {
         const bool leader = threadIdx.x % 32 == 0;
-        uint32_t released = 0, stage = pipeline.wait_full(), x = smem_desc_units(stage);
-        load(stage, 0);
-        dequantize_half<0>();
+        uint32_t released = 0, stage = pipeline.address(), x = smem_desc_units(stage);
         // Unrolled, every block takes registers of its own.
         constexpr int kUnroll = N_BLOCKS == 1 ? K_BLOCKS : 1;
         for (int left = stages; left > 0; --left) {
@@ -149,8 +156,8 @@ struct W4a16Mainloop {
                 } else {
                     released = pipeline.empty + 8 * pipeline.stage;
                     pipeline.advance();
-                    if (left > 1) {
-                        stage = pipeline.wait_full();
+                    if (kAhead || left > 1) {
+                        stage = wait_full();
                         x = smem_desc_units(stage);
                         load(stage, 0);
                     }
@@ -163,8 +170,15 @@ struct W4a16Mainloop {
         if (leader) mbarrier_arrive(released);
     }
 
+    // Ahead of a tile's whole stages. Where the queue is empty, the stage is full of other bytes.
+    __device__ __forceinline__ void begin() {
+        load(wait_full(), 0);
+        dequantize_half<0>();
+    }
+
     template <int... WIDTHS>
     __device__ __forceinline__ void run(int rows) {
+        x_step = padded_rows(rows) * 8;
         const int stages = k / (64 * K_BLOCKS), tail_steps = (k - stages * (64 * K_BLOCKS)) / 16;
 #pragma unroll
         for (int m = 0; m < N_BLOCKS; ++m) {
@@ -172,12 +186,14 @@ struct W4a16Mainloop {
             for (int i = 0; i < BLOCK_M / 2; ++i) acc[m][i] = 0.0f;
         }
         if (stages) {
+            if (!kAhead) begin();
             run_narrowest<WIDTHS..., BLOCK_M>(*this, stages, rows);
         }
         if (tail_steps) {
-            mma_k_tail(pipeline.wait_full(), tail_steps);
+            mma_k_tail(wait_full(), tail_steps);
             if (threadIdx.x % 32 == 0) mbarrier_arrive(pipeline.empty_barrier());
             pipeline.advance();
+            if (kAhead) begin();
         }
     }
 };
@@ -192,13 +208,15 @@ __device__ __forceinline__ void w4a16_wgmma_gemm(const GemmArgs& args) {
     constexpr int kBlocks = WARPGROUPS * N_BLOCKS;
     static_assert(W4Stage<F, Bf16Tiles, kBlocks, BLOCK_M, K_BLOCKS>::kBytes == STAGE_BYTES);
     const int lane = threadIdx.x % 32, warp = warp_uniform(threadIdx.x / 32);
+    const bool gathers = PART != kDown && args.top_k;  // x is by token
     Pipeline pipeline = make_pipeline(args, align_stages(memory), barriers, STAGE_BYTES);
     if (threadIdx.x == 0) {
-        init_barriers(args, pipeline, 4, WARPGROUPS * 4);
+        init_barriers(args, pipeline, full_arrivals(gathers), WARPGROUPS * 4);
         queue.init(args.stages);
         mbarrier_init_fence();
     }
     __syncthreads();
+    if (gathers && !second_launch(args)) grid_dependency_wait();  // the kernel ahead writes the lists of tiles
     const LaunchOrder order(args);
     order.begin<PART>();
     const int tiles16 = args.n / 16, n_blocks = (tiles16 + 3) / 4, n_tiles = (n_blocks + kBlocks - 1) / kBlocks;
@@ -207,34 +225,41 @@ __device__ __forceinline__ void w4a16_wgmma_gemm(const GemmArgs& args) {
     if (warp >= WARPGROUPS * 4) {
         reg_dealloc<producer_regs(WARPGROUPS)>();
         pipeline.parity = 1;
-        if (lane == 0) {
-            produce_w4<F, Bf16Tiles, kBlocks, BLOCK_M, K_BLOCKS, PART>(args, pipeline, queue, warp - WARPGROUPS * 4,
-                                                                       order, n_tiles);
+        const int producer = warp - WARPGROUPS * 4;
+        if (PART != kDown && gathers) {
+            produce_w4<F, Bf16Tiles, kBlocks, BLOCK_M, K_BLOCKS, PART, true>(args, pipeline, queue, producer, order,
+                                                                             n_tiles);
+        } else if (lane == 0) {
+            produce_w4<F, Bf16Tiles, kBlocks, BLOCK_M, K_BLOCKS, PART>(args, pipeline, queue, producer, order, n_tiles);
         }
     } else {
         reg_alloc<consumer_regs(WARPGROUPS)>();
         pipeline.parity = 0;
         float acc[N_BLOCKS][BLOCK_M / 2];
+        W4a16Mainloop<F, PART, WARPGROUPS, N_BLOCKS, BLOCK_M, K_BLOCKS> mainloop(acc, args, pipeline);
+        if (mainloop.kAhead) mainloop.begin();
         for (int n = 0; n <= total; ++n) {  // see TileQueue
             const QueuedTile queued = queue.of_stage(pipeline);
             const int n_block = queued.n_block;
             if (n_block == kNoTile) n = total;
             if (n_block != kNoTile) {
                 const WorkTile tile = queued.rows;
-                W4a16Mainloop<F, WARPGROUPS, N_BLOCKS, BLOCK_M, K_BLOCKS>(acc, args, pipeline, tile.rows)
-                    .template run<WIDTHS...>(tile.rows);
+                mainloop.template run<WIDTHS...>(tile.rows);
                 const float low_scale = acc_scale<F>(args.expert_scale, tile.expert);
                 const float high_scale = PART == kGateUp ? acc_scale<F>(args.up_expert_scale, tile.expert) : low_scale;
 #pragma unroll
                 for (int m = 0; m < N_BLOCKS; ++m) {
                     const int tile16 = (n_block + warp / 4 * N_BLOCKS + m) * 4 + warp % 4;
                     if (tile16 >= tiles16) break;
-                    const int g = lane / 4, n = PART == kGateUp ? tile16 * 8 + g : tile16 * 16 + g;
-                    const int width = PART == kGateUp ? args.n / 2 : args.n;
-                    const long long bias = static_cast<long long>(tile.expert) * width + n;
-                    const float low_bias = load_bias(args.bias, args.bias_dtype, bias);
-                    const float high_bias = PART == kGateUp ? load_bias(args.up_bias, args.bias_dtype, bias)
-                                                            : load_bias(args.bias, args.bias_dtype, bias + 8);
+                    float low_bias = 0.0f, high_bias = 0.0f;
+                    if (args.bias_dtype != kNone) {
+                        const int g = lane / 4, n = PART == kGateUp ? tile16 * 8 + g : tile16 * 16 + g;
+                        const int width = PART == kGateUp ? args.n / 2 : args.n;
+                        const long long bias = static_cast<long long>(tile.expert) * width + n;
+                        low_bias = load_bias(args.bias, args.bias_dtype, bias);
+                        high_bias = PART == kGateUp ? load_bias(args.up_bias, args.bias_dtype, bias)
+                                                    : load_bias(args.bias, args.bias_dtype, bias + 8);
+                    }
                     store_w4a16_tile<PART, BLOCK_M>(
                         TileEpilogue{args, tile, low_scale, high_scale, low_bias, high_bias}, acc[m], tile16);
                 }

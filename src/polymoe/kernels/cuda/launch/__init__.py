@@ -19,10 +19,10 @@ from polymoe.kernels.cuda.launch.e4m3_rows import (
 )
 from polymoe.kernels.cuda.launch.layer import Activation, Layer, Matrix
 from polymoe.kernels.cuda.launch.mma import MmaCall
-from polymoe.kernels.cuda.launch.tiled import GatheredCall, QuantizedTilesCall, TiledCall
+from polymoe.kernels.cuda.launch.tiled import GatheredCall, QuantizedTilesCall, TiledCall, WgmmaCall
 
 __all__ = [
     "Activation", "Call", "ChannelMmaCall", "ChannelRowsCall", "ChannelTilesCall", "E4M3MmaCall", "E4M3RowsCall",
     "E4M3TilesCall", "GatheredCall", "Layer", "Matrix", "MmaCall", "QuantizedTilesCall", "RowTilesCall",
-    "TiledCall",
+    "TiledCall", "WgmmaCall",
 ]  # fmt: skip

@@ -161,6 +161,10 @@ class Call(ABC):
         """Set the dtype of x, as a number of :data:`.args.DTYPES`."""
         assert number == 0, "x is bfloat16 unless it is quantized"
 
+    def set_x(self, x: int) -> None:
+        """Set the address of the call's x."""
+        self.x_args.x = x
+
     def resize(self, tokens: int, top_k: int) -> None:
         """Prepare for calls of ``tokens`` tokens with ``top_k`` experts each."""
         rows = tokens * top_k
@@ -241,7 +245,7 @@ class Call(ABC):
             for launch in (*self.permutation.launches, *self._after_x):
                 launch(stream)
             return
-        self.x_args.x = x
+        self.set_x(x)
         for launch in self._launches:
             launch(stream)
 

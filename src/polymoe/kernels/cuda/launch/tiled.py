@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from polymoe.kernels.cuda import modules
@@ -12,7 +14,7 @@ from polymoe.kernels.cuda.launch.layer import Layer
 from polymoe.kernels.cuda.launch.permutation import permutation_bytes
 from polymoe.kernels.cuda.sizes import E4M3_BLOCK_K, E4M3_ROW_BYTES, TILE_ROWS, round_up
 
-__all__ = ["GatheredCall", "QuantizedTilesCall", "TiledCall", "e4m3_tile_bytes", "padded_rows"]
+__all__ = ["GatheredCall", "QuantizedTilesCall", "TiledCall", "WgmmaCall", "e4m3_tile_bytes", "padded_rows"]
 
 _THREADS, _QUANTIZE_COLUMNS = 256, 4096  # per CTA
 
@@ -45,7 +47,7 @@ class TiledCall(Call):
         """Arguments of the launch that copies x."""
         return self._x_args
 
-    def x_launch(self, tokens: int, top_k: int) -> Launch:
+    def x_launch(self, tokens: int, top_k: int) -> Launch | None:
         """Return the launch that copies each token's row once for each of its experts."""
         self._x_args.top_k = top_k
         self._x_launch.set_grid(tokens)
@@ -54,6 +56,47 @@ class TiledCall(Call):
     def _prepare_x(self) -> None:
         self._x_args: Any = PermuteArgs(columns=self.layer.up.k)
         self._x_launch = modules.kernel("permute", "permute_x", self.layer.target).prepare(self._x_args, _THREADS)
+
+
+class WgmmaCall(TiledCall):
+    """Calls of w4a16_wgmma and w8a16_wgmma. The first GEMM gathers rows of x by token where it has few tiles along N,
+    each of which gathers them again. Otherwise a launch copies each row once for each of a token's experts."""
+
+    most_gathered_n: Mapping[int, int] = MappingProxyType({32: 1024, 64: 768, 128: 768})
+    """Most rows of weights with which the first GEMM gathers, by ``block_m``: two or three tiles, and with 256 none."""
+
+    @staticmethod
+    def gathers(layer: Layer, block_m: int) -> bool:
+        """Return whether the first GEMM gathers rows of x, and with it that of narrow work tiles."""
+        return layer.up.n <= WgmmaCall.most_gathered_n.get(block_m, 0)
+
+    @staticmethod
+    def regions(layer: Layer, block_m: int, tokens: int, top_k: int) -> Regions:
+        """As :meth:`TiledCall.regions`, without x if its rows are gathered."""
+        regions = TiledCall.regions(layer, block_m, tokens, top_k)
+        return regions._replace(x=0) if WgmmaCall.gathers(layer, block_m) else regions
+
+    def x_launch(self, tokens: int, top_k: int) -> Launch | None:
+        """Return the launch that copies rows of x; None if they are gathered."""
+        return None if self._gathers else super().x_launch(tokens, top_k)
+
+    def resize(self, tokens: int, top_k: int) -> None:
+        """See :meth:`Call.resize`."""
+        super().resize(tokens, top_k)
+        for gate_up in (self.gate_up, *self._narrow[:1]):
+            gate_up.top_k = top_k if self._gathers else 0
+
+    def set_x(self, x: int) -> None:
+        """See :meth:`Call.set_x`."""
+        if not self._gathers:
+            super().set_x(x)
+            return
+        for gate_up in (self.gate_up, *self._narrow[:1]):
+            gate_up.x = x
+
+    @property
+    def _gathers(self) -> bool:
+        return self.gathers(self.layer, self.permutation.args.block_m)
 
 
 class GatheredCall(ByTokenCall):
