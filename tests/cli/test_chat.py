@@ -119,14 +119,14 @@ from polymoe.engines.transformers.generator import Generator
 load = Generator.load
 def slow(*args, **kwargs):
     generator = load(*args, **kwargs)
-    generator.model.register_forward_pre_hook(lambda *_: time.sleep(0.4))
+    generator.model.register_forward_pre_hook(lambda *_: time.sleep(2))
     return generator
 Generator.load = slow
 sys.argv = ["polymoe", "chat", *sys.argv[1:]]
 from polymoe.cli import main
 main()
 """
-"""``polymoe chat`` with a model that needs 0.4 s for a token."""
+"""``polymoe chat`` with a model that needs 2 s for a token: time enough to interrupt it on a busy machine."""
 
 
 class Terminal:
@@ -151,13 +151,13 @@ class Terminal:
 
     def interrupt(self, text: str) -> None:
         """Send SIGINT until the text appears: one that comes just before the process waits does not wake it."""
-        for _ in range(10):
+        for _ in range(40):
             self.process.send_signal(signal.SIGINT)
             with contextlib.suppress(AssertionError):
                 return self.until(text, 3)
         raise AssertionError(f"no {text!r} in {self.text!r}")
 
-    def until(self, text: str, seconds: float = 60) -> None:
+    def until(self, text: str, seconds: float = 240) -> None:
         """Read until the text appears, and forget what stood before its end."""
         end = time.monotonic() + seconds
         while text not in self.text:
