@@ -104,7 +104,7 @@ def test_rows(rows: Mapping[str, list[BenchRow]]) -> None:
     assert (second.tokens, second.record) == (9, None)
     assert second.note == "RuntimeError: an illegal memory access"
     assert second.version is not None
-    assert [row.note for row in rows["peer:absent"]] == ["not installed: pip install no-such-package"]
+    assert [row.note for row in rows["peer:absent"]] == ["not installed (package no-such-package on PyPI)"]
     assert [row.note for row in rows["peer:picky"]] == ["biases: not supported"]
     assert rows["reference"][0].record is not None
     assert rows["reference"][0].record.peer is None

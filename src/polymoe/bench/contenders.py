@@ -130,7 +130,7 @@ def peer_contenders(problem: Problem, names: Sequence[str]) -> list[LayerContend
         version, shown = version_of(peer), f"peer:{peer.name}"
         taken, reasons = _as_taken(peer, problem)
         if version == "none":
-            found.append(BenchRow(shown, None, note=f"not installed: pip install {peer.package}"))
+            found.append(BenchRow(shown, None, note=f"not installed (package {peer.package} on PyPI)"))
         elif reasons:
             found.append(BenchRow(shown, None, note="; ".join(map(str, reasons)), version=version))
         else:
