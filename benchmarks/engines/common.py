@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import fcntl
 import json
@@ -230,9 +231,14 @@ def busy_us(kernels: Kernels) -> float:
     return total
 
 
+_locks = contextlib.ExitStack()  # a lock is held until the process ends or releases it
+atexit.register(_locks.close)
+
+
 def _lock_file(name: str) -> Any:
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return Path(tempfile.gettempdir(), f"polymoe-benchmark-{name}-{gpu}").open("w", encoding="utf-8")
+    path = Path(tempfile.gettempdir(), f"polymoe-benchmark-{name}-{gpu}")
+    return _locks.enter_context(path.open("w", encoding="utf-8"))
 
 
 _starting, _measuring = _lock_file("starting"), _lock_file("measuring")
