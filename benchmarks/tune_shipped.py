@@ -45,6 +45,7 @@ ROWS = (
     Row("deepseek-v4-flash", "int4_g32"),
     Row("deepseek-v4-flash", "nvfp4"),
     Row("deepseek-v4-flash", "mxfp4", "fp8_group128"),
+    Row("deepseek-v4-flash", "mxfp4", "fp8_token"),
     Row("deepseek-v3-tp8", "fp8_channel"),
     *(Row(case) for case in _LARGE),
 )

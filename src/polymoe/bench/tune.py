@@ -1,14 +1,15 @@
 """Tuning: find the fastest correct configuration of each backend at each token count, for a table of measured times.
 
 Every configuration is compared with the reference, and must repeat bitwise unless the backend says that it does not,
-before it can win. Timing has two stages: a
-few replays of each configuration, then many of the best. Each token count is written when it is finished, so that an
-interrupted run keeps its rows and the next one continues there.
+before it can win. Timing has two stages: a few replays of each configuration, then several rounds in which the best
+are timed in turn. Each token count is written when it is finished, so that an interrupted run keeps its rows and the
+next one continues there.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from polymoe.backends.base import Backend, inputs_of
 from polymoe.backends.config import Config
 from polymoe.bench.cases import Workload
 from polymoe.bench.compile_ahead import CompileAhead
-from polymoe.bench.measure import Call, draw_calls, reference_results
+from polymoe.bench.measure import Call, compared_call, draw_calls, reference_results
 from polymoe.bench.records import Stamp
 from polymoe.bench.routings import RoutingDistribution
 from polymoe.bench.timing import TimedCalls, distinct_calls
@@ -40,11 +41,16 @@ from polymoe.verdict import Accepted, Rejected
 
 __all__ = ["Outcome", "Tune"]
 
-_SCREENING = 3
-"""Graph replays of each configuration in the first stage."""
+_SCREENING, _REPEATS = 3, 15
+"""Graph replays of each configuration in the first stage and in each round, and of a configuration that is the only
+one."""
 _HOPELESS = 1.3
 """A configuration whose first replay takes so many times the best time so far gets no more replays."""
-_FINALISTS, _CLOSE = 3, 1.05
+_FINALISTS, _CLOSE = 3, 1.15
+"""How many configurations are timed again, if their first time is within this factor of the best. The factor is large
+because a GPU that reaches its power limit within milliseconds runs what comes later at lower clocks."""
+_ROUNDS = 5
+"""Rounds in which finalists are timed in turn. Clocks change more slowly than that, so all finalists see the same."""
 _SAME = 1.02
 """The configuration of the token count below is kept if its time is within this factor of the best, because everyone
 who loads the layer compiles each distinct configuration; else the backend's own choice, if it is."""
@@ -148,7 +154,7 @@ class Tune:
             self.compile_ahead(w, t, w.backend.tuning_configs(problem, self.machine, t)[: self.configs])
         progress("reference")
         counts = sorted({t for _, t in todo})
-        first = [_draw(problem, self.device, t)[0] for t in counts]
+        first = [compared_call(_draw(problem, self.device, t)) for t in counts]
         expected = {
             mode: dict(zip(counts, reference_results(self.workload, mode, first, progress), strict=True))
             for mode in dict.fromkeys((problem.activations, *self._kept(todo)))
@@ -291,7 +297,7 @@ class _Search:
             seconds = self.deadline - tune.clock()
             config = tune.compiler.first_ready(backend, problem, self.tokens, queue, seconds)
             queue.remove(config)
-            self._try(config, self.times, at_length=lone)
+            self._try(config, self.times, repeats=_REPEATS if lone else None)
             if not queue and self.times:
                 timed = list(self.times.items())
                 self._add(queue, backend.tuning_configs(problem, tune.machine, self.tokens, timed))
@@ -312,27 +318,31 @@ class _Search:
         return bool(self.times) and self.tune.clock() >= self.deadline
 
     def _final(self, preferred: Sequence[Config], lone: bool) -> tuple[Config, float] | None:
-        """Time the best configurations at length and return the winner with its time: the first of ``preferred`` that
-        is about as fast as the best. None if none is correct."""
-        times: dict[Config, float] = dict(self.times) if lone else {}
+        """Time the best configurations in turn and return the winner with its time: the first of ``preferred`` that is
+        about as fast as the best. None if none is correct."""
+        times = dict(self.times) if lone else {}
         while self.times and not times:  # repeated only if a configuration that was correct is wrong now
             ranked = sorted(self.times, key=self.times.__getitem__)
             close = _CLOSE * self.times[ranked[0]]
             final = [c for c in ranked[:_FINALISTS] if self.times[c] <= close]
             final += [c for c in preferred if c not in final and self.times.get(c, close + 1) <= close]
-            for config in final:
-                if not times or self.tune.clock() < self.end:
-                    self._try(config, times, at_length=True)
+            rounds: list[dict[Config, float]] = []
+            while not rounds or (len(rounds) < _ROUNDS and self.tune.clock() < self.end):
+                rounds.append({})
+                for config in [c for c in final if c not in self.failed]:
+                    self._try(config, rounds[-1], repeats=_SCREENING)
+            right = [c for c in final if c not in self.failed]
+            times = {c: statistics.median(found[c] for found in rounds) for c in right}
         if not times:
             return None
         best = min(times, key=times.__getitem__)
         best = next((c for c in preferred if c in times and times[c] <= _SAME * times[best]), best)
         return best, times[best]
 
-    def _try(self, config: Config, times: dict[Config, float], *, at_length: bool = False) -> None:
+    def _try(self, config: Config, times: dict[Config, float], *, repeats: int | None = None) -> None:
         """Time a configuration if its result is correct; else report why it is not."""
         try:
-            times[config] = self._time(config, at_length)
+            times[config] = self._time(config, repeats)
         except _Wrong as wrong:
             self._fail(config, f"WRONG: {wrong}")
         except torch.OutOfMemoryError:
@@ -359,23 +369,39 @@ class _Search:
                 hint="this is a bug: please report it with this message. Finished rows are in the table.",
             ) from error
 
-    def _time(self, config: Config, at_length: bool) -> float:
-        problem = self.tune.workload.problem
+    def _time(self, config: Config, repeats: int | None) -> float:
+        """Return the median time of ``repeats`` replays, or if that is None, of one replay and a few more if the time
+        is near the best so far.
+
+        Raises:
+            _Wrong: if the result is wrong, or differs between calls where it must not.
+        """
+        problem, tune = self.tune.workload.problem, self.tune
         run = self.w.backend.bind(problem, self.packed).run
         outs = [torch.full_like(x, float("nan")) for x, _ in self.calls]  # missing writes become visible
         timed = [partial(run, *call, config, out) for call, out in zip(self.calls, outs, strict=True)]
-        timed[0]()
-        once = outs[0].clone()
+        compared = range(len(next(iter(self.expected.values()))[self.tokens]) // self.tokens)
+
+        def results() -> Tensor:
+            return torch.cat([outs[i] for i in compared])
+
+        for i in compared:
+            timed[i]()
+        once = results()
         self._require_right(once, once, config)
         outs[0].fill_(float("nan"))
         timed[0]()
-        self._require_right(outs[0], once, config)
-        outs[0].fill_(float("nan"))
-        together = self.tune.timed_calls(timed, self.tune.device, graph=self.w.verdict.capturable)
-        timing = together.time() if at_length else together.time(1)
-        if not at_length and timing.median_us < _HOPELESS * min(self.times.values(), default=math.inf):
+        self._require_right(results(), once, config)
+        for out in outs:
+            out.fill_(float("nan"))
+        together = tune.timed_calls(timed, tune.device, graph=self.w.verdict.capturable)
+        timing = together.time(repeats or 1)
+        if repeats is None and timing.median_us < _HOPELESS * min(self.times.values(), default=math.inf):
             timing = together.time(_SCREENING)
-        self._require_right(outs[0], once, config)
+        if timing.by == "calls":  # perhaps not all of them ran
+            for i in compared:
+                timed[i]()
+        self._require_right(results(), once, config)
         return timing.median_us
 
     def _require_right(self, got: Tensor, once: Tensor, config: Config) -> None:
