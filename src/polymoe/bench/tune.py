@@ -295,7 +295,8 @@ class _Search:
         while queue and not self._late() and (tune.configs is None or len(self.times) < tune.configs):
             tune.compile_ahead(self.w, self.tokens, queue)
             seconds = self.deadline - tune.clock()
-            config = tune.compiler.first_ready(backend, problem, self.tokens, queue, seconds)
+            tried = self.times or self.failed
+            config = tune.compiler.first_ready(backend, problem, self.tokens, queue if tried else [own], seconds)
             queue.remove(config)
             self._try(config, self.times, repeats=_REPEATS if lone else None)
             if not queue and self.times:
