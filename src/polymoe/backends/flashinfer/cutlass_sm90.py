@@ -178,7 +178,9 @@ class _Kept(NamedTuple):
 def _call(device: torch.device) -> _Call:
     """FlashInfer's function, or of a version in which it takes no tactics, what this function itself calls.
 
-    FlashInfer's runner belongs to the device that is current when it is made, so each device has its own.
+    A runner of FlashInfer divides tiles among as many SMs as the device has that is current when it is made, so each
+    device has its own here. From 0.6.16 on, FlashInfer itself keeps one for all devices of a process: on GPUs with
+    another number of SMs than the first one's, results are right, and measured times do not apply.
     """
     from flashinfer.fused_moe import cutlass_fused_moe  # pyright: ignore
 
