@@ -31,16 +31,17 @@ class TestConfigure:
         ]
 
     def test_tuning_tries_them_where_the_error_of_a_call_is_no_accident(self) -> None:
-        converted = {CudaConfig("w8a8_mma", 8), *(CudaConfig("w8a8_f16", rows) for rows in W8A8_F16)}
+        few = {CudaConfig("w8a8_mma", 8), CudaConfig("w8a8_mma_ordered", 8)}
+        converted = {*few, *(CudaConfig("w8a8_f16", rows) for rows in W8A8_F16)}
         assert set(Cuda().tuning_configs(DEEPSEEK, H200, 256)) == converted
         assert set(Cuda().tuning_configs(DEEPSEEK, H200, 1024)) == {*converted, *EVERY}
 
     def test_results_never_depend_on_the_batch(self) -> None:
         """Sums of other kernels are other ones."""
         problem = replace(DEEPSEEK, batch_invariant=True)
+        ordered = {CudaConfig("w8a8_mma_ordered", 8), *(CudaConfig("w8a8_f16", rows) for rows in W8A8_F16)}
         for tokens in (1, 1024, 8192):
-            converted = [CudaConfig("w8a8_f16", rows) for rows in W8A8_F16]
-            assert set(Cuda().tuning_configs(problem, H200, tokens)) == set(converted)
+            assert set(Cuda().tuning_configs(problem, H200, tokens)) == ordered
         assert Cuda().configure(problem, H200, 8192) == CudaConfig("w8a8_f16", W8A8_F16[-1])
 
     def test_checked_at_load_with_many_tokens(self) -> None:

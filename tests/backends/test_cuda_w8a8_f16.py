@@ -73,14 +73,14 @@ class TestCheck:
 
 class TestConfigure:
     def test_by_rows_of_an_expert(self) -> None:
-        few, many = CudaConfig("w8a8_mma", 8), CudaConfig("w8a8", 160)
+        few, ordered, many = CudaConfig("w8a8_mma", 8), CudaConfig("w8a8_mma_ordered", 8), CudaConfig("w8a8", 160)
         expected = [(1, few), (4, few), (8, EVERY[0]), (256, EVERY[0]), (352, EVERY[0]), (512, many)]
         assert [(t, Cuda().configure(DEEPSEEK, H200, t)) for t, _ in expected] == expected
-        assert Cuda().tuning_configs(DEEPSEEK, H200, 256) == (EVERY[0], few, *EVERY[1:])
+        assert Cuda().tuning_configs(DEEPSEEK, H200, 256) == (EVERY[0], few, ordered, *EVERY[1:])
 
     def test_results_never_depend_on_the_batch(self) -> None:
         problem, tokens = replace(DEEPSEEK, batch_invariant=True), (1, 256, 512, 800, 1024, 2048, 4096)
-        assert [Cuda().configure(problem, H200, t).block_m for t in tokens] == [32, 32, 32, 64, 64, 96, 96]
+        assert [Cuda().configure(problem, H200, t).block_m for t in tokens] == [8, 32, 32, 64, 64, 96, 96]
 
     def test_measured_with_other_kernels(self) -> None:
         with pytest.raises(PlanError, match="expected block_m of a w8a8_f16 kernel: 32, 64, 96, got 48"):

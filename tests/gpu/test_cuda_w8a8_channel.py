@@ -18,10 +18,12 @@ from support.cuda_calls import (
     repeated_on_gpu,
     same_experts,
     same_in_any_batch,
+    same_in_both,
 )
 from support.problems import GPT_OSS, random_call, with_input_scales
 
-CONFIGS = [CudaConfig(*config) for config in (("w8a8_mma_channel", 8), ("w8a8_f16_channel", 32), ("w8a8_channel", 160))]
+ORDERED = CudaConfig("w8a8_mma_ordered_channel", 8), CudaConfig("w8a8_f16_channel", 32)
+CONFIGS = [CudaConfig("w8a8_mma_channel", 8), *ORDERED, CudaConfig("w8a8_channel", 160)]
 every_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.family}-{config.block_m}")
 
 
@@ -76,6 +78,17 @@ def test_routing_weights_on_the_input(config: CudaConfig) -> None:
 def test_a_token_does_not_depend_on_its_batch() -> None:
     weights = same_experts("fp8_channel", hidden=384, intermediate=256, experts=7, bias=True)
     same_in_any_batch(weights, 384, activations="fp8_token")
+
+
+@pytest.mark.parametrize("activations", ["fp8_token", "fp8_static"])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("hidden", "intermediate"), [(2944, 384), (640, 2048), (128, 128)])
+def test_few_rows_have_the_bits_of_more(hidden: int, intermediate: int, gated: bool, activations: str) -> None:
+    weights = experts(hidden=hidden, intermediate=intermediate, gated=gated, bias=True)
+    for tokens, top_k in ((1, 3), (30, 1)):
+        on_input = {"weight_on": "input"} if top_k == 1 and activations == "fp8_token" else {}
+        call = random_call(tokens, hidden, 5, top_k, torch.float32)
+        same_in_both(weights, *call, *ORDERED, activations, **on_input)
 
 
 @every_config

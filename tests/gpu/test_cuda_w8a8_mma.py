@@ -7,20 +7,22 @@ from typing import Any
 import pytest
 import torch
 
-from polymoe.activations import GeGLU
+from polymoe.activations import Activation, GeGLU
 from polymoe.backends.cuda.backend import CudaConfig
-from support.cuda_calls import awkward_call, need_sm90, repeated_on_gpu, same_experts
+from support.cuda_calls import awkward_call, need_sm90, repeated_on_gpu, same_experts, same_in_both
 from support.problems import GPT_OSS, random_call
 
-CONFIG = CudaConfig("w8a8_mma", 8)
+ORDERED = CudaConfig("w8a8_mma_ordered", 8)
+CONFIGS = [CudaConfig("w8a8_mma", 8), ORDERED]
 TOKEN_TOLERANCE = 5e-3  # of every single token
 
 
 def compare(*args: Any, **kwargs: Any) -> None:
     """Every token with the reference, and runs with each other to the bit."""
-    first, expected = repeated_on_gpu(*args, config=CONFIG, activations="fp8_group128", **kwargs)
-    errors, sizes = (first.float() - expected).norm(dim=1), expected.norm(dim=1)
-    assert bool((errors <= TOKEN_TOLERANCE * sizes).all()), (errors / sizes).max()
+    for config in CONFIGS:
+        first, expected = repeated_on_gpu(*args, config=config, activations="fp8_group128", **kwargs)
+        errors, sizes = (first.float() - expected).norm(dim=1), expected.norm(dim=1)
+        assert bool((errors <= TOKEN_TOLERANCE * sizes).all()), (config, (errors / sizes).max())
 
 
 @pytest.fixture(autouse=True)
@@ -55,3 +57,15 @@ def test_many_repeats_to_the_bit(tokens: int) -> None:
     """A block overwritten too early, a barrier too few: they show in some run of many."""
     weights = same_experts("fp8_block128", hidden=2048, intermediate=512, experts=4)
     compare(weights, *random_call(tokens, 2048, 4, dtype=torch.bfloat16), runs=1000)
+
+
+@pytest.mark.parametrize("activation", [GPT_OSS, GeGLU("tanh"), GeGLU("none")], ids=str)
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "top_k"), [(2944, 384, 22), (640, 2048, 2), (7168, 256, 3), (128, 128, 1)]
+)
+def test_same_bits_as_with_more_rows(hidden: int, intermediate: int, top_k: int, activation: Activation) -> None:
+    weights = same_experts("fp8_block128", hidden=hidden, intermediate=intermediate, bias=True)
+    for tokens, dtype in ((1, torch.bfloat16), (30, torch.float32)):
+        x, routing = random_call(tokens, hidden, 5, top_k, dtype)
+        x *= 2.0 ** torch.randint(-130, 1, (tokens, 1))
+        same_in_both(weights, x, routing, ORDERED, CudaConfig("w8a8_f16", 32), "fp8_group128", activation=activation)

@@ -21,7 +21,7 @@ from support.cuda_calls import compare_each_token, launches, run_emulated
 from support.cuda_emulator import compile_unit
 from support.problems import GPT_OSS, problem_of, random_call, random_experts, with_input_scales
 
-FAMILIES = (sizes.W8A8_MMA_CHANNEL, sizes.W8A8_F16_CHANNEL, sizes.W8A8_CHANNEL)
+FAMILIES = (sizes.W8A8_MMA_CHANNEL, sizes.W8A8_MMA_ORDERED_CHANNEL, sizes.W8A8_F16_CHANNEL, sizes.W8A8_CHANNEL)
 CONFIGS = [CudaConfig(family.name, rows) for family in FAMILIES for rows in family.tiles]
 FORMAT = "fp8_channel"
 
@@ -90,13 +90,36 @@ def test_without_a_gate_and_one_scale_in_all(
 
 
 @emulated
+@pytest.mark.parametrize(
+    ("hidden", "gated", "kwargs"),
+    [
+        (384, True, {"activations": "fp8_token", "activation": GPT_OSS}),
+        (384, False, {"activations": "fp8_static"}),
+        (256, True, {"activations": "fp8_token", "activation": GeGLU("tanh"), "weight_on": "input"}),
+        pytest.param(2432, True, {"activations": "fp8_token"}, marks=pytest.mark.slow),
+    ],
+)
+def test_few_rows_have_the_bits_of_more(
+    monkeypatch: pytest.MonkeyPatch, libraries: Any, hidden: int, gated: bool, kwargs: dict[str, Any]
+) -> None:
+    weights = experts(hidden=hidden, intermediate=128, gated=gated, bias=True)
+    x, routing = random_call(5, hidden, 2, 1 if "weight_on" in kwargs else 2, torch.float32)
+    x[1] *= 2.0**-120
+    results = [
+        run_emulated(monkeypatch, libraries, weights, x, routing, config, aligned=True, **kwargs)[0]
+        for config in CONFIGS[1:3]
+    ]
+    assert torch.equal(*results)
+
+
+@emulated
 @every_config
 def test_routing_weights_on_the_input(monkeypatch: pytest.MonkeyPatch, libraries: Any, config: CudaConfig) -> None:
     call = random_call(40 if config.family == "w8a8_channel" else 3, 384, 2, 1, torch.float16)
     made = compare(monkeypatch, libraries, experts(), call, config, weight_on="input", activation=GeGLU("tanh"))
     family = config.kernels.sizes
     gemms = [family.kernel(part, config.block_m) for part in ("gate_up", "down")]
-    if config.family == "w8a8_mma_channel":
+    if config.block_m == 8:
         assert made == [*gemms, "finalize_f32"]
     else:
         paired = "_paired" if config.family == "w8a8_channel" else ""
@@ -146,7 +169,7 @@ def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, config: CudaCon
     for gemm in gemms:
         assert gemm.args["scales_stride"] == 4 * gemm.args["n"]
         assert gemm.shared <= 227 * 1024
-    if config.family != "w8a8_mma_channel":
+    if config.block_m > 8:
         _, x, up, h, down, _ = made
         assert (x.grid, h.grid, x.args["top_k"], h.args["top_k"]) == ((2, 1), (4, 1), 3, 0)
         assert (up.args["x"], down.args["x"], h.args["x"]) == (x.args["out"], h.args["out"], up.args["out"])

@@ -23,29 +23,31 @@ from support.cuda_emulator import compile_unit
 from support.problems import GPT_OSS, random_call, random_experts
 
 FORMAT = "fp8_block128"
-UNIT = sizes.W8A8_MMA.unit(FORMAT)
-CONFIG = CudaConfig("w8a8_mma", 8)
+CONFIG, ORDERED = CudaConfig("w8a8_mma", 8), CudaConfig("w8a8_mma_ordered", 8)
+both = pytest.mark.parametrize("config", [CONFIG, ORDERED], ids=lambda config: config.family)
 
 emulated = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 
 
 @pytest.fixture(scope="module")
 def libraries() -> dict[str, ctypes.CDLL]:
-    return {unit: compile_unit(unit) for unit in ("permute", "finalize", UNIT)}
+    families = (sizes.W8A8_MMA, sizes.W8A8_MMA_ORDERED, sizes.W8A8_F16)
+    units = ("permute", "finalize", "quantize", *(family.unit(FORMAT) for family in families))
+    return {unit: compile_unit(unit) for unit in units}
 
 
 def experts(**kwargs: Any) -> ExpertWeights:
     return random_experts(FORMAT, **{"hidden": 384, "intermediate": 256, "experts": 2, **kwargs})
 
 
-def run(*args: Any) -> Tensor:
+def run(*args: Any, config: CudaConfig) -> Tensor:
     """The result on a GPU of three SMs."""
-    return run_emulated(*args, CONFIG, activations="fp8_group128")[0]
+    return run_emulated(*args, config, activations="fp8_group128")[0]
 
 
-def compare(*args: Any, **kwargs: Any) -> list[str]:
+def compare(*args: Any, config: CudaConfig = CONFIG, **kwargs: Any) -> list[str]:
     """Every token with the reference; returns the kernels launched."""
-    return compare_each_token(*args, CONFIG, activations="fp8_group128", **kwargs)
+    return compare_each_token(*args, config, activations="fp8_group128", **kwargs)
 
 
 @emulated
@@ -65,44 +67,79 @@ def test_few_and_more_rows(monkeypatch: pytest.MonkeyPatch, libraries: Any, toke
 
 
 @emulated
+@both
 @pytest.mark.parametrize(
     ("hidden", "intermediate", "top_k", "blocks"), [(128, 128, 1, 2), (256, 384, 22, 5), (2176, 128, 2, 40)]
 )
 def test_sizes(
-    monkeypatch: pytest.MonkeyPatch, libraries: Any, hidden: int, intermediate: int, top_k: int, blocks: int
+    monkeypatch: pytest.MonkeyPatch,
+    libraries: Any,
+    config: CudaConfig,
+    hidden: int,
+    intermediate: int,
+    top_k: int,
+    blocks: int,
 ) -> None:
     """K of fewer blocks than warps and of more, more SMs than units, and one expert several times for a token."""
     weights = experts(hidden=hidden, intermediate=intermediate, experts=3)
     call = random_call(3, hidden, 3, top_k, torch.bfloat16)
-    compare(monkeypatch, libraries, weights, *call, blocks=blocks, activation=GeGLU("tanh"))
+    compare(monkeypatch, libraries, weights, *call, config=config, blocks=blocks, activation=GeGLU("tanh"))
 
 
 @emulated
-def test_limits_of_the_activation_and_extreme_numbers(monkeypatch: pytest.MonkeyPatch, libraries: Any) -> None:
+@both
+def test_limits_of_the_activation_and_extreme_numbers(
+    monkeypatch: pytest.MonkeyPatch, libraries: Any, config: CudaConfig
+) -> None:
     """Columns of x and blocks of h that are many powers of two apart, and h that is zero everywhere."""
     weights = experts()
     x, routing = random_call(6, 384, 2, 2, torch.float32)
     x *= 2.0 ** torch.randint(-30, 4, (6, 3)).repeat_interleave(128, 1)
     x[3] *= 2.0**-90
     for activation in (SwiGLU(limit=0.5), SwiGLU(alpha=1.702, beta=1.0), GeGLU("none")):
-        compare(monkeypatch, libraries, weights, x, routing, activation=activation)
+        compare(monkeypatch, libraries, weights, x, routing, config=config, activation=activation)
     x[:] = 0
-    assert not run(monkeypatch, libraries, weights, x, routing).any()
+    assert not run(monkeypatch, libraries, weights, x, routing, config=config).any()
 
 
 @emulated
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "activation"),
+    [(128, 384, GeGLU("tanh")), (384, 256, GPT_OSS), (2432, 128, SwiGLU())],
+)
+def test_same_bits_as_with_more_rows(
+    monkeypatch: pytest.MonkeyPatch, libraries: Any, hidden: int, intermediate: int, activation: Any
+) -> None:
+    """One, two and sixteen warps that share a unit; work tiles of eight rows, three and one."""
+    weights = experts(hidden=hidden, intermediate=intermediate, bias=True)
+    for tokens in (9, 11):
+        x, routing = random_call(tokens, hidden, 2, 2, torch.float32)
+        x[1] *= 2.0**-120
+        results = [
+            run_emulated(
+                monkeypatch, libraries, weights, x, routing, config, activations="fp8_group128", activation=activation,
+                aligned=True,
+            )[0]
+            for config in (ORDERED, CudaConfig("w8a8_f16", 32))
+        ]  # fmt: skip
+        assert torch.equal(*results)
+
+
+@emulated
+@both
 @pytest.mark.parametrize("tokens", [1, 40])
-def test_no_rows_of_this_rank(monkeypatch: pytest.MonkeyPatch, libraries: Any, tokens: int) -> None:
+def test_no_rows_of_this_rank(monkeypatch: pytest.MonkeyPatch, libraries: Any, config: CudaConfig, tokens: int) -> None:
     """Zeros; and no kernel ends without having waited for the one ahead of it."""
     x, routing = random_call(tokens, 384, 2, 2, torch.bfloat16)
     ids = torch.full_like(routing.topk_ids_TA, -1)
-    assert not run(monkeypatch, libraries, experts(), x, Routing(ids, routing.topk_weights_TA)).any()
+    assert not run(monkeypatch, libraries, experts(), x, Routing(ids, routing.topk_weights_TA), config=config).any()
 
 
-def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+@both
+def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, config: CudaConfig) -> None:
     """On a CPU, with launches recorded instead of made: names, arguments and shared memory as the kernels want them."""
-    made, tensors = launches(monkeypatch, FORMAT, CONFIG, sizes=(384, 256), activations="fp8_group128")
-    gemms = [sizes.W8A8_MMA.kernel(part, 8) for part in ("gate_up", "down")]
+    made, tensors = launches(monkeypatch, FORMAT, config, sizes=(384, 256), activations="fp8_group128")
+    gemms = [config.kernels.sizes.kernel(part, 8) for part in ("gate_up", "down")]
     assert [name for name, *_ in made] == [*gemms, "finalize_f32"]
     up, down, finalize = made
     assert up.args["ids"] == down.args["ids"] == finalize.args["ids"]
@@ -113,18 +150,21 @@ def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     for _, args, grid, threads, shared in (up, down):
         assert (grid, threads, args["stages"]) == ((132, 1), 512, 2)
         copies = {384: 8, 256: 8}[args["k"]]  # two warps share a unit
-        assert shared == 2 * 65536 + 2 * 16384 + copies * args["k"] // 128 * 1056
+        sums = 17408 if config is ORDERED else 16384
+        assert shared == 2 * 65536 + 2 * sums + copies * args["k"] // 128 * 1056
 
 
+@both
 @pytest.mark.parametrize("part", ["gate_up", "down"])
-def test_instructions(part: str) -> None:
+def test_instructions(config: CudaConfig, part: str) -> None:
     """At 4.3 TB/s an SM gets a block of 4 KB every 230 clocks, 920 issue slots. The longest loop over blocks is that of
     float32 rows with all their divisions."""
     pytest.importorskip("triton")
     tools = importlib.import_module("cuda_instructions")
     if not tools.TOOL.exists():
         pytest.skip("this Triton has no disassembler")
-    found = tools.disassembled(UNIT, sizes.W8A8_MMA.kernel(part, 8))
+    family = config.kernels.sizes
+    found = tools.disassembled(family.unit(FORMAT), family.kernel(part, 8))
     assert not any(re.match(r"(LDL|STL)", text) for _, text in found), "spills"
     bodies = [body for body in tools.loops(found) if len([t for t in body if t.startswith("HMMA")]) == 16]
     assert bodies

@@ -110,6 +110,24 @@ def same_in_any_batch(weights: ExpertWeights, hidden: int, **kwargs: Any) -> Non
             assert torch.equal(out, whole[some]), (config, some)
 
 
+def same_in_both(
+    weights: ExpertWeights,
+    x: torch.Tensor,
+    routing: Routing,
+    one: CudaConfig,
+    other: CudaConfig,
+    activations: str,
+    **kwargs: Any,
+) -> None:
+    """Both configurations' results on a GPU, bitwise."""
+    problem = problem_of(weights, activations=activations, **kwargs)
+    packed, x = pack(problem, weights, "cuda"), x.cuda()
+    results = [torch.full_like(x, float("nan")) for _ in range(2)]
+    for config, out in zip((one, other), results, strict=True):
+        Cuda().bind(problem, packed).run(x, Routing(*(part.cuda() for part in routing)), config, out)
+    assert torch.equal(*results), ((results[0] != results[1]).sum(), out.numel())
+
+
 def run_emulated(
     monkeypatch: pytest.MonkeyPatch,
     libraries: dict[str, ctypes.CDLL],

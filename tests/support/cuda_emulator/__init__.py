@@ -15,7 +15,15 @@ from typing import Any
 from filelock import FileLock
 
 from polymoe.kernels.cuda import modules
-from polymoe.kernels.cuda.sizes import W4A16_MMA, W4A16_MMA_ORDERED, W8A16_MMA
+from polymoe.kernels.cuda.sizes import (
+    W4A16_MMA,
+    W4A16_MMA_ORDERED,
+    W8A8_MMA,
+    W8A8_MMA_CHANNEL,
+    W8A8_MMA_ORDERED,
+    W8A8_MMA_ORDERED_CHANNEL,
+    W8A16_MMA,
+)
 from polymoe.kernels.cuda.targets import SM90, Target
 
 __all__ = ["Emulator", "compile_files", "compile_unit", "sources"]
@@ -23,12 +31,12 @@ __all__ = ["Emulator", "compile_files", "compile_unit", "sources"]
 HERE = Path(__file__).parent
 SOURCES = Path(modules.__file__).parent
 FEW_ROWS = (W4A16_MMA, W4A16_MMA_ORDERED, W8A16_MMA)
+ROUNDING = (W8A8_MMA, W8A8_MMA_ORDERED, W8A8_MMA_CHANNEL, W8A8_MMA_ORDERED_CHANNEL)
 ARGS = {
     "permute": ("PermutationArgs", "PermuteArgs"),
     "finalize": ("FinalizeArgs",),
     "quantize": ("QuantizePermutedArgs", "QuantizeRowsArgs", "QuantizeWholeRowsArgs"),
-    "w8a8_mma_fp8_block128": ("RoundingArgs",),
-    "w8a8_mma_channel_fp8_channel": ("RoundingArgs",),
+    **{f.unit(format): ("RoundingArgs",) for f in ROUNDING for format in f.formats},
     **{f.unit(format): ("FewRowsArgs",) for f in FEW_ROWS for format in f.formats},
 }
 """Structures that a unit's kernels take; those of the others take GemmArgs."""

@@ -473,6 +473,7 @@ inline uint32_t __ballot_sync(uint32_t, bool value) {
     });
 }
 inline int __popc(uint32_t v) { return __builtin_popcount(v); }
+inline float __fmul_rn(float a, float b) { return a * b; }
 inline int __ffs(uint32_t v) { return __builtin_ffs(v); }
 inline uint32_t __funnelshift_l(uint32_t low, uint32_t high, int by) {
     return static_cast<uint32_t>((static_cast<uint64_t>(high) << 32 | low) << by >> 32);

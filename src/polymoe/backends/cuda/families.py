@@ -238,6 +238,11 @@ _ALL = (
         (Choice(1.08, 8),), Rates(0.87, 0.45, 9.0, rows=8), batch_invariant=False, gated_only=True,
         output_weight_only=True,
     ),
+    # The same for batch-invariant results, fitted to 1 to 4 tokens.
+    KernelFamily(
+        sizes.W8A8_MMA_ORDERED, (FP8_GROUP128,), "w8_fragments", launch.E4M3MmaCall,
+        (Choice(1.08, 8),), Rates(0.84, 0.45, 9.0, rows=8), gated_only=True, output_weight_only=True,
+    ),
     # Fitted to 1 to 512 tokens of DeepSeek-V3 TP8 (up to 16 rows) and of three other shapes: from 12 rows on, w8a8 is
     # as fast with uniform routing, and 7 % slower to 15 % faster with Zipf. Sums of float16 products are exact enough
     # to be identical in every tile.
@@ -258,6 +263,10 @@ _ALL = (
     KernelFamily(
         sizes.W8A8_MMA_CHANNEL, (FP8_TOKEN, FP8_STATIC), "w8_fragments", launch.ChannelMmaCall,
         (Choice(1.08, 8),), Rates(0.87, 0.45, 9.0, rows=8), batch_invariant=False,
+    ),
+    KernelFamily(
+        sizes.W8A8_MMA_ORDERED_CHANNEL, (FP8_TOKEN, FP8_STATIC), "w8_fragments", launch.ChannelMmaCall,
+        (Choice(1.08, 8),), Rates(0.84, 0.45, 9.0, rows=8),
     ),
     KernelFamily(
         sizes.W8A8_F16_CHANNEL, (FP8_TOKEN, FP8_STATIC), "w8_fragments", launch.ChannelRowsCall,

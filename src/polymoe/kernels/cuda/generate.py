@@ -74,7 +74,7 @@ def unit_source(family: FamilySizes, format: str, cvt: bool = False) -> str:
         )
         meaning += "\n// ordered."
     if isinstance(family, FewRowsFamilySizes):
-        meaning = "the part, warps, bytes of a stage."
+        meaning = "the part, warps, bytes of a stage, and whether sums are ordered."
     source = family.source or family.name
     meaning = f"what shares a scale, {meaning}" if family.scales else meaning
     includes = '#include "../dequant/fp4_cvt.cuh"\n' * cvt + f'#include "../gemm/{source}.cuh"\n'
@@ -90,7 +90,7 @@ def unit_source(family: FamilySizes, format: str, cvt: bool = False) -> str:
                 ordered = ("true",) if isinstance(family, OrderedMmaFamilySizes) else ()
                 choices = [(name, (block_m // 8, v.block_n, v.teams, stage, *ordered)) for name, v in shapes]
             elif isinstance(family, FewRowsFamilySizes):
-                choices = [("", (family.warps, stage))]
+                choices = [("", (family.warps, stage, *(("true",) if family.ordered else ())))]
             else:
                 numbers = (tile.warpgroups, tile.n_blocks, tile.k_blocks, stage, block_m, *tile.widths)
                 choices = [("", numbers)]

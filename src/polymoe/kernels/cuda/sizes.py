@@ -36,6 +36,8 @@ __all__ = [
     "W8A8_F16_CHANNEL",
     "W8A8_MMA",
     "W8A8_MMA_CHANNEL",
+    "W8A8_MMA_ORDERED",
+    "W8A8_MMA_ORDERED_CHANNEL",
     "W8A16_MMA",
     "W8A16_MMA_TILED",
     "W8A16_WGMMA",
@@ -344,12 +346,19 @@ class MmaFamilySizes(FamilySizes):
 class FewRowsFamilySizes(FamilySizes):
     """The w8a8_mma kernels: ``mma.sync`` by single warps, each with a pipeline of its own, without producer warps.
 
-    A stage contains a block of 32 rows by 128 columns for every warp. There are two buffers of the warps' sums. Rows of
-    x are rounded to E4M3 by each group of warps that share a block of weights along K.
+    A stage contains a block of 32 rows by 128 columns for every warp. There are two buffers of the warps' sums and, if
+    these are :attr:`ordered`, of what they are multiplied by. Rows of x are rounded to E4M3 by each group of warps that
+    share a block of weights along K.
+
+    Attributes:
+        warps: warps of a CTA.
+        most_stages: most pipeline stages.
+        ordered: whether sums add K in order, as those of w8a8_f16 do.
     """
 
     warps: int = 16
     most_stages: int = 2
+    ordered: bool = False
 
     def threads(self, block_m: int) -> int:
         """Return the threads of a CTA."""
@@ -365,7 +374,7 @@ class FewRowsFamilySizes(FamilySizes):
         # The layout, which is asked later, refuses a K that is not a multiple of a block.
         stage, k_blocks = self.stage_bytes(format, block_m), -(-k // E4M3_BLOCK_K)
         groups = self.warps // min(self.warps, 1 << k_blocks.bit_length() - 1)
-        sums = self.warps * self.tiles[block_m].block_n * block_m * 4
+        sums = self.warps * (self.tiles[block_m].block_n * block_m * 4 + (block_m * 8 if self.ordered else 0))
         beside = 2 * sums + groups * k_blocks * block_m * E4M3_ROW_BYTES
         stages = min((budget.shared_bytes - self.static_bytes - beside) // stage, self.most_stages)
         return Pipeline(stages, 1, stages * stage + beside)
@@ -512,6 +521,9 @@ W8A8_MMA = FewRowsFamilySizes(
 )  # fmt: skip
 """E4M3 weights, and rows rounded to E4M3, both converted to float16 for ``mma.sync``, for few rows per expert."""
 
+W8A8_MMA_ORDERED = replace(W8A8_MMA, name="w8a8_mma_ordered", source="w8a8_mma", ordered=True)
+"""The same, with sums in the order of w8a8_f16's."""
+
 # A stage contains two scales for each row of x. Static memory contains a maximum per consumer warp, and two scales.
 W8A8_F16 = FamilySizes(
     "w8a8_f16",
@@ -545,12 +557,13 @@ W8A8 = FamilySizes(
 def _by_channel(family: FamilySizes, *tiles: CtaTile) -> FamilySizes:
     """Return the family for one scale for a row of weights and one for a row of x. Experts need no gate."""
     return replace(
-        family, name=f"{family.name}_channel", source=family.name, scales="kChannel", formats={"fp8_channel": None},
-        parts=_ALL, tiles=_tiles(*tiles) if tiles else family.tiles,
+        family, name=f"{family.name}_channel", source=family.source or family.name, scales="kChannel",
+        formats={"fp8_channel": None}, parts=_ALL, tiles=_tiles(*tiles) if tiles else family.tiles,
     )  # fmt: skip
 
 
 W8A8_MMA_CHANNEL = _by_channel(W8A8_MMA)
+W8A8_MMA_ORDERED_CHANNEL = _by_channel(W8A8_MMA_ORDERED)
 W8A8_F16_CHANNEL = _by_channel(W8A8_F16, CtaTile(32, 256, 128, 2, (16,)))
 W8A8_CHANNEL = _by_channel(W8A8)
 
@@ -559,7 +572,8 @@ FAMILIES: dict[str, FamilySizes] = {
     for f in (
         *(W4A16_MMA, W4A16_MMA_ORDERED, W4A16_MMA_TILED, W4A16_WGMMA, W4A8, W4A8_ROWS),
         *(W8A16_MMA, W8A16_MMA_TILED, W8A16_WGMMA, BF16),
-        *(W8A8_MMA, W8A8_F16, W8A8, W8A8_MMA_CHANNEL, W8A8_F16_CHANNEL, W8A8_CHANNEL),
+        *(W8A8_MMA, W8A8_MMA_ORDERED, W8A8_F16, W8A8),
+        *(W8A8_MMA_CHANNEL, W8A8_MMA_ORDERED_CHANNEL, W8A8_F16_CHANNEL, W8A8_CHANNEL),
     )
 }
 """Sizes of all kernel families by name."""

@@ -4,7 +4,8 @@
 // values near a tie would go the other way. So both operands become float16, which holds every E4M3 value, and the
 // tensor cores accumulate in float32. With scales for 128 x 128 weights and for 128 columns of rows (kBlock128), that
 // is 128 columns at a time; each such sum is multiplied by both scales and accumulated. With one scale for a row of
-// weights and one for a row of x (kChannel), it is all columns.
+// weights and one for a row of x (kChannel), it is accumulated as it is, and the scales multiply at the end.
+// w8a8_mma.cuh has the same sums: neither changes without the other.
 //
 // One persistent CTA per SM walks over the tiles (a work tile by 256 rows of weights). One producer thread keeps a
 // pipeline of weights full; three producer warps gather rows of x, convert them and store them beside the weights; two
@@ -80,7 +81,7 @@ struct Mainloop {
         for (int step = 0; step < 2; ++step) {
             const uint64_t x = make_smem_desc_units(smem_desc_units(stage) + (S::kX + part / 2 * S::kHalf) / 16 +
                                                     part % 2 * 4 + step * 2);
-            if (SCALES == kBlock128 && part == 0 && step == 0) {
+            if (part == 0 && step == 0) {
                 WgmmaRS<M>::set_f16(sums[m % kSums], a[part % 2][step], x);
             } else {
                 WgmmaRS<M>::add_f16(sums[m % kSums], a[part % 2][step], x);
@@ -89,22 +90,27 @@ struct Mainloop {
         wgmma_commit();
     }
 
-    // The sums of a block times the stage's scales.
+    // The sums of a block, with kBlock128 times the stage's scales.
     __device__ __forceinline__ void accumulate(uint32_t stage, int m) {
         const float* from = sums[m % kSums];
+        if constexpr (SCALES == kChannel) {
 #pragma unroll
-        for (int n = 0; n < M / 8; ++n) {
-            float scales[4];
-            if (PART == kDown) {
-                const uint2 v = ld_shared_v2(stage + lane_scales + n * 64);
-                scales[0] = scales[2] = __uint_as_float(v.x), scales[1] = scales[3] = __uint_as_float(v.y);
-            } else {
-                const uint4 v = ld_shared_v4(stage + lane_scales + n * 64);
-                scales[0] = __uint_as_float(v.x), scales[1] = __uint_as_float(v.y);
-                scales[2] = __uint_as_float(v.z), scales[3] = __uint_as_float(v.w);
+            for (int i = 0; i < M / 2; ++i) acc[m][i] += from[i];
+        } else {
+#pragma unroll
+            for (int n = 0; n < M / 8; ++n) {
+                float scales[4];
+                if (PART == kDown) {
+                    const uint2 v = ld_shared_v2(stage + lane_scales + n * 64);
+                    scales[0] = scales[2] = __uint_as_float(v.x), scales[1] = scales[3] = __uint_as_float(v.y);
+                } else {
+                    const uint4 v = ld_shared_v4(stage + lane_scales + n * 64);
+                    scales[0] = __uint_as_float(v.x), scales[1] = __uint_as_float(v.y);
+                    scales[2] = __uint_as_float(v.z), scales[3] = __uint_as_float(v.w);
+                }
+#pragma unroll
+                for (int i = 0; i < 4; ++i) acc[m][4 * n + i] = fmaf(from[4 * n + i], scales[i], acc[m][4 * n + i]);
             }
-#pragma unroll
-            for (int i = 0; i < 4; ++i) acc[m][4 * n + i] += from[4 * n + i] * scales[i];
         }
     }
 
@@ -116,11 +122,11 @@ struct Mainloop {
             const float rows[2] = {__uint_as_float(v.x), __uint_as_float(v.y)};
 #pragma unroll
             for (int m = 0; m < kNBlocks; ++m) {
-                const float* from = &sums[m % kSums][4 * n];
+                float* sum = &acc[m][4 * n];
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    acc[m][4 * n + i] = from[i] * (rows[i] * channels.low[m]);
-                    acc[m][4 * n + 2 + i] = from[2 + i] * (rows[i] * channels.high[m]);
+                for (int i = 0; i < 2; ++i) {  // rounded before biases are added, as in w8a8_mma.cuh
+                    sum[i] = __fmul_rn(sum[i], rows[i] * channels.low[m]);
+                    sum[2 + i] = __fmul_rn(sum[2 + i], rows[i] * channels.high[m]);
                 }
             }
         }
@@ -130,13 +136,7 @@ struct Mainloop {
 #pragma unroll
         for (int m = 0; m < kNBlocks; ++m) {
 #pragma unroll
-            for (int i = 0; i < M / 2; ++i) {
-                if constexpr (SCALES == kChannel) {
-                    sums[m % kSums][i] = 0.0f;
-                } else {
-                    acc[m][i] = 0.0f;
-                }
-            }
+            for (int i = 0; i < M / 2; ++i) acc[m][i] = 0.0f;
         }
         uint32_t stage = pipeline.wait_full();
         load(stage, 0);
@@ -148,7 +148,7 @@ struct Mainloop {
                 for (int part = 0; part < 4; ++part) {
                     mma(stage, m, part);
                     wgmma_wait<1>();  // the group before is done
-                    if (SCALES == kBlock128 && kSums > 1 && part == 0 && m > 0) accumulate(stage, m - 1);
+                    if (kSums > 1 && part == 0 && m > 0) accumulate(stage, m - 1);
                     if (part < 3) {
                         convert(part + 1);
                     } else if (m + 1 < kNBlocks) {
@@ -162,11 +162,8 @@ struct Mainloop {
                 }
             }
             wgmma_wait<0>();
-            if constexpr (SCALES == kBlock128) {
-                accumulate(stage, kNBlocks - 1);
-            } else if (left == 1) {
-                scale(stage, *channels);
-            }
+            accumulate(stage, kNBlocks - 1);
+            if (SCALES == kChannel && left == 1) scale(stage, *channels);
             mbarrier_arrive(pipeline.empty_barrier());
             pipeline.advance();
             if (left > 1) {

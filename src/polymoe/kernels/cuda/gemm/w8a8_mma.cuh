@@ -5,6 +5,9 @@
 // warps copies blocks of 32 rows by 128 columns of weights (4 KB) into a pipeline of its own, and multiplies. Warps
 // share a unit, with K split between them, as far as K has blocks for them: even one token then has work for every SM.
 //
+// Ordered kernels have the sums of w8a8_f16.cuh, so that a call's tokens do not show in its results. There, warps that
+// share a unit exchange the sums of a block each, round by round, and two of them add these in the order of K.
+//
 // Each warp has the same columns of every unit. It rounds those of a work tile's x once, to where its lanes load their
 // B operands from: x takes neither a launch that rounds it nor a barrier. h is stored as float32, and rounded as x is.
 // Scales are as in w8a8_f16.cuh: sums of 128 columns are multiplied by both (kBlock128), or those of all columns
@@ -36,6 +39,19 @@ constexpr int kRows = 8;                            // of a work tile
 constexpr int kXBytes = kRows * (kE4m3BlockK + 4);  // of 128 columns: codes and the rows' scales
 constexpr int kSums = kWarps * kUnit * kRows;       // partial sums of the warps
 constexpr uint32_t kAll = 0xFFFFFFFFu;
+
+// What ordered kernels' warps exchange in a round: the sums of a block each and, behind those, what they are multiplied
+// by (kBlock128), which is the same for all lanes 4g + t of a t.
+constexpr int kSumsBytes = kWarps * 1024, kExchangeBytes = kSumsBytes + kWarps * 64;
+
+__device__ __forceinline__ void st_shared_f4(uint32_t to, float a, float b, float c, float d) {
+    st_shared_v4(to, make_uint4(__float_as_uint(a), __float_as_uint(b), __float_as_uint(c), __float_as_uint(d)));
+}
+
+__device__ __forceinline__ float4 ld_shared_f4(uint32_t from) {
+    const uint4 v = ld_shared_v4(from);
+    return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
+}
 
 // A work tile's expert, how many rows it has, and the expanded row number lane / 4 of these, or -1.
 struct Rows {
@@ -168,13 +184,16 @@ __device__ __forceinline__ float warp_max(float v) {
 }
 
 // The scale with which so large a number becomes the largest of E4M3; 1 for zero.
+template <bool ORDERED>
 __device__ __forceinline__ float scale_of(float amax) {
-    const float scale = exact_divide(amax, 448.0f, 1.0f / 448.0f);
+    // A quotient that is subnormal may be halfway between two numbers, where exact_divide would round it twice.
+    const bool tiny = ORDERED && amax > 0.0f && amax < 1e-36f;
+    const float scale = tiny ? amax / 448.0f : exact_divide(amax, 448.0f, 1.0f / 448.0f);
     return scale == 0.0f ? 1.0f : scale;
 }
 
 // Four columns per lane of some of the warp's blocks of a row of x.
-template <Scales SCALES, int PART>
+template <Scales SCALES, int PART, bool ORDERED>
 struct Columns {
     static constexpr int kAtOnce = 4;
     uint4 raw[kAtOnce];
@@ -244,7 +263,8 @@ struct Columns {
                 if constexpr (SCALES == kChannel) {
                     by = row_scale;
                 } else {
-                    by = scale_of(warp_max(fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3])))));
+                    by = scale_of<ORDERED>(
+                        warp_max(fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3])))));
                 }
                 const float inverse = fminf(1.0f / by, 3.4028235e38f);
 #pragma unroll
@@ -287,9 +307,35 @@ __device__ __forceinline__ void mma_block(float (&sums)[2][4], uint32_t stage, u
     }
 }
 
+// Adds a lane's sums of `blocks` blocks in order: `from` the first, and `by` what its sums are multiplied by.
+template <Scales SCALES>
+__device__ __forceinline__ void add_blocks(float (&sum)[4], uint32_t from, uint32_t by, int blocks) {
+    constexpr int kAtOnce = SCALES == kChannel ? 4 : 2;
+#pragma unroll 1
+    for (; blocks > 0; blocks -= kAtOnce, from += kAtOnce * 1024, by += kAtOnce * 64) {
+        float4 more[kAtOnce], scale[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            if (i >= blocks) continue;
+            more[i] = ld_shared_f4(from + i * 1024);
+            if (SCALES == kBlock128) scale[i] = ld_shared_f4(by + i * 64);
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            if (i >= blocks) continue;
+            if constexpr (SCALES == kChannel) {
+                sum[0] += more[i].x, sum[1] += more[i].y, sum[2] += more[i].z, sum[3] += more[i].w;
+            } else {
+                sum[0] = fmaf(more[i].x, scale[i].x, sum[0]), sum[1] = fmaf(more[i].y, scale[i].y, sum[1]);
+                sum[2] = fmaf(more[i].z, scale[i].z, sum[2]), sum[3] = fmaf(more[i].w, scale[i].w, sum[3]);
+            }
+        }
+    }
+}
+
 // h of rows g of a tile of 16 rows of weights (without a gate of all 16), for rows 2t and 2t + 1 of x, which are
-// `rows`; or y of all 16.
-template <int PART>
+// `rows`; or y of all 16, which w8a8_f16.cuh rounds to bfloat16.
+template <int PART, bool ORDERED>
 __device__ __forceinline__ void store(const GemmArgs& args, const float (&c)[4], int expert, const int (&rows)[2],
                                       int tile16) {
     const int g = threadIdx.x % 32 / 4;
@@ -305,7 +351,8 @@ __device__ __forceinline__ void store(const GemmArgs& args, const float (&c)[4],
         float* out = static_cast<float*>(args.out) + static_cast<long long>(rows[i]) * width;
         const float first = c[i] + low_bias, second = c[2 + i] + high_bias;
         if (PART == kDown) {
-            out[low] = first, out[high] = second;
+            out[low] = ORDERED ? bf16_to_f32(f32_to_bf16(first)) : first;
+            out[high] = ORDERED ? bf16_to_f32(f32_to_bf16(second)) : second;
         } else if (PART == kUp) {
             const float up = max_nan(first, 0.0f), second_up = max_nan(second, 0.0f);
             out[low] = up * up, out[high] = second_up * second_up;
@@ -318,7 +365,7 @@ __device__ __forceinline__ void store(const GemmArgs& args, const float (&c)[4],
 
 }  // namespace w8a8_mma
 
-template <Scales SCALES, int PART, int WARPS, int STAGE_BYTES>
+template <Scales SCALES, int PART, int WARPS, int STAGE_BYTES, bool ORDERED = false>
 __device__ __forceinline__ void w8a8_mma_gemm(const RoundingArgs& args) {
     using namespace w8a8_mma;
     static_assert(WARPS == kWarps && STAGE_BYTES == kWarps * kBlockBytes);
@@ -329,6 +376,7 @@ __device__ __forceinline__ void w8a8_mma_gemm(const RoundingArgs& args) {
     const uint32_t full = smem_address(&barriers[warp * kStages]);
     const uint32_t stages = smem_address(memory) + warp * args.stages * kBlockBytes;
     float4* partial = reinterpret_cast<float4*>(memory + args.stages * STAGE_BYTES) + lane;
+    const uint32_t exchanges = smem_address(memory) + args.stages * STAGE_BYTES;
     if (lane == 0) {
         for (int i = 0; i < args.stages; ++i) mbarrier_init(full + 8 * i, 1);
         mbarrier_init_fence();
@@ -342,14 +390,14 @@ __device__ __forceinline__ void w8a8_mma_gemm(const RoundingArgs& args) {
     const WorkTiles tiles(args);
     const Share share(args, tiles.count);
     const uint32_t x_start =
-        smem_address(memory) + args.stages * STAGE_BYTES + 2 * kSums * 4 + (share.group * share.k_blocks) * kXBytes;
+        exchanges + 2 * (ORDERED ? kExchangeBytes : kSums * 4) + (share.group * share.k_blocks) * kXBytes;
     const auto scales_of = [&](int unit) {
         return SCALES == kChannel ? channel_scales(args, tiles, share, unit)
                                   : weight_scales<PART>(args, tiles, share, unit);
     };
     float next_scales = scales_of(share.begin);
     Rows x = {};
-    Columns<SCALES, PART> columns;
+    Columns<SCALES, PART, ORDERED> columns;
     int now = -1;  // the work tile whose x is here, or on its way
     if (PART != kDown && share.begin < share.end) {
         now = share.begin / share.units, x = tiles[now];
@@ -362,10 +410,10 @@ __device__ __forceinline__ void w8a8_mma_gemm(const RoundingArgs& args) {
         launch_dependents();
     }
 
-    int stage = 0, buffer = 0;
+    int stage = 0, buffer = 0, turn = 0;
     uint32_t parity = 0;
     bool fetched = PART != kDown;  // the first columns of the first work tile
-    constexpr int kAtOnce = Columns<SCALES, PART>::kAtOnce;
+    constexpr int kAtOnce = Columns<SCALES, PART, ORDERED>::kAtOnce;
     int rows[2] = {};
     for (int unit = share.begin; unit < share.end; unit += share.groups) {
         const int index = unit / share.units, of_tile = unit - index * share.units;
@@ -398,7 +446,7 @@ __device__ __forceinline__ void w8a8_mma_gemm(const RoundingArgs& args) {
                 for (int i = 0; i < share.parts; ++i) {
                     row_scale = fmaxf(row_scale, maxima[(warp - share.part + i) * kRows + lane % kRows]);
                 }
-                row_scale = scale_of(row_scale);
+                row_scale = scale_of<ORDERED>(row_scale);
             }
 #pragma unroll 1
             for (int g = 0; g < x.count; ++g) {
@@ -415,6 +463,67 @@ __device__ __forceinline__ void w8a8_mma_gemm(const RoundingArgs& args) {
         }
         const float scales = next_scales;
         next_scales = scales_of(unit + share.groups);
+        if constexpr (ORDERED) {
+            // Two of the warps that share the unit add a tile each, from unit to unit other ones; or one adds both.
+            const int own_tile = (share.part - 2 * turn++) & (share.parts - 1), first_warp = warp - share.part;
+            float sum[4] = {};
+            int i_block = 0;
+#pragma unroll 1
+            for (int first = 0; first < share.k_blocks; first += share.parts, ++i_block) {
+                // There are two buffers: who writes to one has met, at the other one, those that read what was in it.
+                const uint32_t exchange = exchanges + buffer * kExchangeBytes;
+                buffer ^= 1;
+                const int k_block = first + share.part;
+                if (k_block < share.k_blocks) {
+                    const uint32_t x_block = x_start + k_block * kXBytes, to = exchange + warp * 1024 + lane * 16;
+                    if constexpr (SCALES == kBlock128) {
+                        const float low = __shfl_sync(kAll, scales, i_block);
+                        const float high = __shfl_sync(kAll, scales, 16 + i_block);
+                        const uint2 of_x = ld_shared_v2(x_block + 1024 + lane % 4 * 8);
+                        const float x0 = __uint_as_float(of_x.x), x1 = __uint_as_float(of_x.y);
+                        const uint32_t by = exchange + kSumsBytes + warp * 64 + lane * 16;
+                        if (lane < 4) st_shared_f4(by, low * x0, low * x1, high * x0, high * x1);
+                    }
+                    float c[2][4] = {};
+                    mbarrier_wait(full + 8 * stage, parity);
+                    mma_block(c, stages + stage * kBlockBytes, x_block);
+                    __syncwarp();
+                    weights.copy(stages + stage * kBlockBytes, full + 8 * stage);
+                    if (++stage == args.stages) stage = 0, parity ^= 1;
+                    st_shared_f4(to, c[0][0], c[0][1], c[0][2], c[0][3]);
+                    st_shared_f4(to + 512, c[1][0], c[1][1], c[1][2], c[1][3]);
+                }
+                if (share.parts > 1) {
+                    named_barrier_sync(1 + share.group, share.parts * 32);
+                } else {
+                    __syncwarp();
+                }
+#pragma unroll 1
+                for (int tile = own_tile; tile < 2; tile += share.parts) {
+                    const int blocks = min(share.parts, share.k_blocks - first);
+                    add_blocks<SCALES>(sum, exchange + first_warp * 1024 + tile * 512 + lane * 16,
+                                       exchange + kSumsBytes + first_warp * 64 + lane % 4 * 16, blocks);
+                    if (first + blocks < share.k_blocks) break;
+                    if constexpr (SCALES == kChannel) {
+                        const uint2 of_x = ld_shared_v2(x_start + share.part * kXBytes + 1024 + lane % 4 * 8);
+                        float by[2] = {__uint_as_float(of_x.x), __uint_as_float(of_x.y)};
+                        const float low = __shfl_sync(kAll, scales, tile * 16 + lane / 4);
+                        const float high = __shfl_sync(kAll, scales, tile * 16 + 8 + lane / 4);
+#pragma unroll
+                        for (int i = 0; i < 2; ++i) {  // rounded before biases are added, as in w8a8_f16.cuh
+                            if (PART != kDown && args.router_weights && rows[i] >= 0) {
+                                by[i] *= args.router_weights[rows[i]];
+                            }
+                            sum[i] = __fmul_rn(sum[i], by[i] * low), sum[2 + i] = __fmul_rn(sum[2 + i], by[i] * high);
+                        }
+                    }
+                    store<PART, ORDERED>(args, sum, x.expert, rows, of_tile * 2 + tile);
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) sum[i] = 0.0f;
+                }
+            }
+            continue;
+        }
         float acc[2][4] = {};
         int i_block = 0;
 #pragma unroll 1
@@ -477,7 +586,7 @@ __device__ __forceinline__ void w8a8_mma_gemm(const RoundingArgs& args) {
                 const float4 more = to[((warp - share.part + i) * 2 + tile) * 32];
                 sum[0] += more.x, sum[1] += more.y, sum[2] += more.z, sum[3] += more.w;
             }
-            store<PART>(args, sum, x.expert, rows, of_tile * 2 + tile);
+            store<PART, ORDERED>(args, sum, x.expert, rows, of_tile * 2 + tile);
         }
         ++buffer;
     }
