@@ -345,6 +345,17 @@ def test_everything_is_given_to_compile_before_anything_runs(file: Path) -> None
     assert compiler.given[:2] == [(1, first), (2, first)]
 
 
+def test_the_backends_own_choice_is_always_tried(file: Path) -> None:
+    """Also if it is compiled last and few configurations may be tried."""
+
+    class LastFirst(Recorded):
+        def first_ready(self, backend: Any, problem: Problem, tokens: int, configs: Any, seconds: float) -> Config:
+            return configs[-1]
+
+    (outcome,) = tune(Knobs(), file, compiler=LastFirst(), configs=2).outcomes((1,))
+    assert (outcome.tried, outcome.own_us) == (2, pytest.approx(1500.0))
+
+
 @pytest.mark.parametrize("repeatable", [True, False])
 def test_repeats_that_differ_in_rounding(file: Path, repeatable: bool) -> None:
     """They are wrong, unless the backend says that its sums have no fixed order."""
