@@ -81,6 +81,9 @@ def rounds(timed: Sequence[TimedCalls], count: int, repeats: int, rest_seconds: 
 def main() -> int:
     """Print a line for each case, token count and routing."""
     machine, device = measured_on("auto")
+    if machine.device.capability != (9, 0):
+        print(f"heuristic_choices: expected an SM90 GPU, got {machine.device.name}", file=sys.stderr)
+        return 1
     for cell in CELLS:
         workload = Workload.of_case(cell.case, device)
         plan = select(workload.problem, machine, backend="cuda").plan

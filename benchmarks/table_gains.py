@@ -108,6 +108,10 @@ def main() -> int:
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--device", default="auto")
     options = parser.parse_args()
+    if not options.table.is_file():
+        parser.error(f"table: expected a file of benchmarks/tune_shipped.py, got {options.table}, which does not exist")
+    if unknown := [name for name in options.cases if name not in CASES]:
+        parser.error(f"case: expected {', '.join(CASES)}, got {unknown[0]!r}")
     machine, device = measured_on(options.device)
     table = Table((tuple(read(options.table)),))
     worse = []
