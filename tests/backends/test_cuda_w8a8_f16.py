@@ -78,6 +78,14 @@ class TestConfigure:
         assert [(t, Cuda().configure(DEEPSEEK, H200, t)) for t, _ in expected] == expected
         assert Cuda().tuning_configs(DEEPSEEK, H200, 256) == (EVERY[0], few, ordered, *EVERY[1:])
 
+    @pytest.mark.parametrize("few", ["w8a8_mma", "w8a8_mma_ordered"])
+    def test_by_tiles_for_each_sm(self, few: str) -> None:
+        """With 1,536 rows of gate and up, 2 tokens of 8 experts each have 94 tiles of 256 rows."""
+        case = replace(CASES["deepseek-v3-tp8"], hidden=2048, intermediate=768, experts=128, tp=1)
+        problem = replace(case.problem(), batch_invariant=few == "w8a8_mma_ordered")
+        found = [Cuda().configure(problem, H200, tokens).family for tokens in (1, 2, 4)]
+        assert found == [few, "w8a8_f16", "w8a8_f16"]
+
     def test_results_never_depend_on_the_batch(self) -> None:
         problem, tokens = replace(DEEPSEEK, batch_invariant=True), (1, 256, 512, 800, 1024, 2048, 4096)
         assert [Cuda().configure(problem, H200, t).block_m for t in tokens] == [8, 32, 32, 64, 64, 96, 96]

@@ -124,8 +124,9 @@ class Cuda(BackendBase):
         choices = list(_choices(problem, machine))
         usable = {family.name for family, *_ in choices}
         for family, config, most_rows in choices:
-            fills = family.otherwise not in usable or _fills(problem, machine, family, c.active_experts)
-            if c.mean_rows <= most_rows and fills:
+            fill = _fill(problem, machine, family, c.active_experts)
+            fills = family.otherwise not in usable or fill >= family.fills
+            if c.mean_rows <= most_rows and fills and fill <= family.most_fill:
                 return _shorter(problem, machine, family, config, c.active_experts)
         last = _families(problem, machine)[-1]
         return max(_configs(problem, machine, last), key=lambda config: config.block_m)
@@ -216,12 +217,12 @@ def _choices(problem: Problem, machine: Machine) -> Iterator[tuple[KernelFamily,
                 yield family, config, last_rows or choice.most_rows
 
 
-def _fills(problem: Problem, machine: Machine, family: KernelFamily, work_tiles: float) -> bool:
-    """Return whether gate and up have as many tiles of weights as the family needs to be faster than another one."""
+def _fill(problem: Problem, machine: Machine, family: KernelFamily, work_tiles: float) -> float:
+    """Return how many tiles of weights gate and up have for each SM."""
     spec = problem.spec
     rows = (2 if spec.gated else 1) * spec.intermediate
     (tile, *_) = family.sizes.tiles.values()
-    return work_tiles * math.ceil(rows / tile.block_n) >= family.fills * machine.device.sms
+    return work_tiles * math.ceil(rows / tile.block_n) / machine.device.sms
 
 
 def _shorter(problem: Problem, machine: Machine, family: KernelFamily, config: CudaConfig, tiles: float) -> CudaConfig:

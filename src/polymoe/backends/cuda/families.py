@@ -102,6 +102,7 @@ class KernelFamily:
         shorter: replacement tiles for calls where they fill the SMs better, or None.
         fills: fewest tiles of gate and up for each SM with which the family is faster than ``otherwise``.
         otherwise: name of the family that is taken for fewer tiles where it may be used.
+        most_fill: most tiles of gate and up for each SM with which the family is faster than those behind it.
         check_tokens: tokens of the call that checks a layer at load.
     """
 
@@ -120,6 +121,7 @@ class KernelFamily:
     rates_sm80: Rates | None = None
     fills: float = 0.0
     otherwise: str = ""
+    most_fill: float = float("inf")
     check_tokens: int = 8
     cvt_layout: str = ""
 
@@ -232,16 +234,18 @@ _ALL = (
         Rates(0.99, 1.6, 12.0, l2_math=0.6), wider_down=True,
     ),
     # Fitted to 1 to 32 tokens of DeepSeek-V3 TP8: the fastest up to 4 (1.05 rows), at 8 (1.11) no longer. K is split
-    # between warps.
+    # between warps. Where w8a8_f16 has tiles of 256 rows for 0.65 of the SMs or more, which is 5.2 tiles of 32 rows for
+    # each, it is as fast or faster in five shapes.
     KernelFamily(
         sizes.W8A8_MMA, (FP8_GROUP128,), "w8_fragments", launch.E4M3MmaCall,
         (Choice(1.08, 8),), Rates(0.87, 0.45, 9.0, rows=8), batch_invariant=False, gated_only=True,
-        output_weight_only=True,
+        output_weight_only=True, most_fill=5.2,
     ),
     # The same for batch-invariant results, fitted to 1 to 4 tokens.
     KernelFamily(
         sizes.W8A8_MMA_ORDERED, (FP8_GROUP128,), "w8_fragments", launch.E4M3MmaCall,
         (Choice(1.08, 8),), Rates(0.84, 0.45, 9.0, rows=8), gated_only=True, output_weight_only=True,
+        most_fill=5.2,
     ),
     # Fitted to 1 to 512 tokens of DeepSeek-V3 TP8 (up to 16 rows) and of three other shapes: from 12 rows on, w8a8 is
     # as fast with uniform routing, and 7 % slower to 15 % faster with Zipf. Sums of float16 products are exact enough
