@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -31,7 +30,7 @@ from polymoe.bench.measure import draw_calls
 from polymoe.bench.peers import Stacks
 from polymoe.bench.records import Stamp, check_writable
 from polymoe.bench.routings import RoutingDistribution, floor_us
-from polymoe.bench.timing import TimedCalls
+from polymoe.bench.timing import TimedCalls, medians_in_turn
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import Machine
 from polymoe.numerics import relative_error
@@ -125,8 +124,7 @@ def lines(name: str, workload: Workload, device: torch.device) -> Iterator[dict[
             )
             for run, to in zip(pair, outs, strict=True)
         ]
-        found = [[one.time(rest_seconds=0.1).median_us for one in timed] for _ in range(ROUNDS)]
-        own_us, direct_us = (statistics.median(times) for times in zip(*found, strict=True))
+        own_us, direct_us = medians_in_turn(timed, ROUNDS, rest_seconds=0.1)
         yield {
             "case": CASE.name, "backend": name, "format": problem.spec.format, "tokens": tokens, "config": str(config),
             "backend_us": round(own_us, 2), "direct_us": round(direct_us, 2), "ratio": round(own_us / direct_us, 3),

@@ -8,35 +8,32 @@ are those of benchmarks/peer_times.py that no heuristic was fitted to. About 80 
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from peer_times import SHAPES
 
 from polymoe.backends import BACKENDS
 from polymoe.backends.cuda.config import CudaConfig
 from polymoe.bench.cases import CASES, Case, Workload
 from polymoe.bench.measure import draw_calls
 from polymoe.bench.routings import RoutingDistribution
-from polymoe.bench.timing import TimedCalls
+from polymoe.bench.timing import TimedCalls, medians_in_turn
 from polymoe.cli.output import measured_on
 from polymoe.layouts import LAYOUTS
 from polymoe.planning.select import select
 
-_SHAPES = {"H3072": (3072, 1536, 128, 8), "H2048": (2048, 768, 128, 8), "H6144": (6144, 1024, 96, 4)}
 _ROUTINGS = (RoutingDistribution("uniform"), RoutingDistribution("zipf:1", 1.0))
 
 
 def shape(name: str, format: str) -> Case:
     """Return an unnamed shape as a case."""
-    hidden, intermediate, experts, top_k = _SHAPES[name]
-    return replace(
-        CASES["deepseek-v3-tp8"], name=name, hidden=hidden, intermediate=intermediate, experts=experts, top_k=top_k,
-        format=format, tp=1,
-    )  # fmt: skip
+    hidden, intermediate, experts, top_k = next(sizes for sizes in SHAPES if name == f"H{sizes[0]}")
+    case = CASES["qwen3-235b"].changed(hidden=hidden, intermediate=intermediate, experts=experts, top_k=top_k)
+    return replace(case, name=name, format=format)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +69,6 @@ CELLS = (
 )
 
 
-def rounds(timed: Sequence[TimedCalls], count: int, repeats: int, rest_seconds: float) -> list[float]:
-    """Return the median time of each, in microseconds, of rounds in which all are timed in turn."""
-    found = [[t.time(repeats, rest_seconds=rest_seconds).median_us for t in timed] for _ in range(count)]
-    return [statistics.median(times) for times in zip(*found, strict=True)]
-
-
 def main() -> int:
     """Print a line for each case, token count and routing."""
     machine, device = measured_on("auto")
@@ -99,7 +90,7 @@ def main() -> int:
                     )
                     for config in cell.configs
                 ]
-                hot, rested = rounds(timed, 7, 3, 0.0), rounds(timed, 2, 5, 0.1)
+                hot, rested = medians_in_turn(timed, 7, 3), medians_in_turn(timed, 2, 5, rest_seconds=0.1)
                 names = [f"{c.family} {c.block_m}" for c in cell.configs]
                 told = ", ".join(f"{name}: {us:.1f}" for name, us in zip(names, hot, strict=True))
                 what = f"{cell.case.name} {workload.problem.spec.format} {routing.name:8} {tokens:5}"

@@ -51,6 +51,8 @@ ROWS = {
 }
 """In the order in which they are timed."""
 
+SHAPES = ((3072, 1536, 128, 8), (2048, 768, 128, 8), (6144, 1024, 96, 4))
+"""H, F, E and A that no heuristic was fitted to."""
 _PEERS = {"fp8_block128": "humming,vllm,deepgemm", "bf16": "vllm,quack", "w4a8": "humming"}
 UNTUNED = {
     f"H{sizes[0]}-{form}{'-zipf' * (routing != 'uniform')}": Row(
@@ -64,9 +66,9 @@ UNTUNED = {
     )
     for routing in ("uniform", "zipf:1.1")
     for form in ("int4_g32", "w4a8", "fp8_block128", "bf16", "mxfp4", "nvfp4")
-    for sizes in ((3072, 1536, 128, 8), (2048, 768, 128, 8), (6144, 1024, 96, 4))
+    for sizes in SHAPES
 }
-"""Shapes that no heuristic was fitted to: only if they are named."""
+"""Only if they are named."""
 
 _POLL = 0.02
 

@@ -25,7 +25,7 @@ from polymoe.backends.config import Config
 from polymoe.bench.cases import CASES, Workload
 from polymoe.bench.measure import draw_calls
 from polymoe.bench.routings import RoutingDistribution
-from polymoe.bench.timing import TimedCalls
+from polymoe.bench.timing import TimedCalls, medians_in_turn
 from polymoe.cli.output import measured_on
 from polymoe.layouts import LAYOUTS, Packed
 from polymoe.machine import Machine
@@ -58,9 +58,7 @@ def times_us(
         each = [partial(run, *call, config, out) for call, out in zip(calls, outs, strict=True)]
         return TimedCalls(each, device, graph=device.type == "cuda")
 
-    together = [timed(config) for config in configs]
-    rounds = [[t.time(REPEATS).median_us for t in together] for _ in range(ROUNDS)]
-    return [statistics.median(times) for times in zip(*rounds, strict=True)]
+    return medians_in_turn([timed(config) for config in configs], ROUNDS, REPEATS)
 
 
 def check(row: Row, table: Table, machine: Machine, device: torch.device) -> list[Measured]:

@@ -19,7 +19,7 @@ from polymoe.backends.base import Runner
 from polymoe.backends.reference import Reference, run_experts
 from polymoe.bench import baseline
 from polymoe.bench.cases import random_weights
-from polymoe.bench.timing import TimedCalls, Timing, distinct_calls
+from polymoe.bench.timing import TimedCalls, Timing, distinct_calls, medians_in_turn
 from polymoe.errors import ArgumentError, UnsupportedProblem
 from polymoe.layouts import Packed
 from polymoe.machine import Machine
@@ -192,6 +192,28 @@ def test_different_calls_are_timed_together() -> None:
     assert len(seen) >= 3
     assert seen == [i % 4 for i in range(len(seen))]
     assert together.sustain(0.01) % 4 == 0
+
+
+def test_rounds_in_turn() -> None:
+    """Clocks that fall from round to round change all that are timed, and the medians are of the same round."""
+
+    class Falling:
+        def __init__(self, us: float) -> None:
+            self.us = us
+
+        def time(self, repeats: int, *, rest_seconds: float) -> Timing:
+            asked.append((repeats, rest_seconds))
+            order.append(self.us)
+            self.us *= 1.5
+            return Timing.of([self.us], "calls")
+
+    asked: list[tuple[int, float]] = []
+    order: list[float] = []
+    timed = [Falling(10.0), Falling(20.0)]
+    found = medians_in_turn(timed, 3, 5, rest_seconds=0.1)  # type: ignore[arg-type]
+    assert found == [22.5, 45.0]
+    assert order == [10.0, 20.0, 15.0, 30.0, 22.5, 45.0]
+    assert set(asked) == {(5, 0.1)}
 
 
 def test_quartiles() -> None:

@@ -104,8 +104,8 @@ class Search:
         while queue and not self._late() and (tune.configs is None or len(self.times) < tune.configs):
             tune.compile_ahead(self.w, self.tokens, queue)
             seconds = self.deadline - tune.clock()
-            tried = self.times or self.failed
-            config = tune.compiler.first_ready(backend, problem, self.tokens, queue if tried else [own], seconds)
+            first = not (self.times or self.failed)
+            config = tune.compiler.first_ready(backend, problem, self.tokens, [own] if first else queue, seconds)
             queue.remove(config)
             self._try(config, self.times, repeats=_REPEATS if lone else None)
             if not queue and self.times:
