@@ -9,8 +9,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from polymoe.activation_quantization import ACTIVATIONS
-from polymoe.activations import ReLU2, SwiGLU
 from polymoe.backends import BACKENDS, Backend
 from polymoe.bench.cases import CASES
 from polymoe.formats import FORMATS
@@ -20,8 +18,10 @@ from polymoe.planning.proof import ProofStatus, weakest
 from polymoe.planning.select import select
 from polymoe.planning.selection import Candidate, describe
 from polymoe.problem import Problem
-from polymoe.scale_range import ScaleRange
-from polymoe.verdict import Accepted, Verdict
+from polymoe.problem.activation_quantization import ACTIVATIONS
+from polymoe.problem.activations import ReLU2, SwiGLU
+from polymoe.problem.scale_range import ScaleRange
+from polymoe.problem.verdict import Accepted, Verdict
 
 GPUS = ("a100", "rtx4090", "h100", "h200", "b200", "rtx5090", "cpu")
 MODES = tuple(ACTIVATIONS)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import triton
 
-from polymoe.atomic import replace_file
+from polymoe.common.atomic import replace_file
 from polymoe.kernels.cuda import modules
 from polymoe.kernels.cuda.sizes import (
     W4_FORMATS,

@@ -22,7 +22,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from polymoe.atomic import append_line
 from polymoe.backends.cuda.backend import Cuda
 from polymoe.backends.cuda.config import CudaConfig
 from polymoe.backends.cuda.families import FAMILIES
@@ -32,6 +31,7 @@ from polymoe.bench.measure import draw_calls
 from polymoe.bench.records import Stamp, check_writable
 from polymoe.bench.routings import RoutingDistribution, floor_us
 from polymoe.bench.timing import TimedCalls, Timing
+from polymoe.common.atomic import append_line
 from polymoe.kernels.cuda.sizes import W4A16_MMA, W4A16_MMA_TILED, W8A16_MMA, W8A16_MMA_TILED
 from polymoe.kernels.cuda.targets import SM90
 from polymoe.layouts import LAYOUTS

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polymoe.activations import SwiGLU
 from polymoe.backends.cuda.backend import Cuda, CudaConfig
 from polymoe.backends.reference import emulate_activations
 from polymoe.bench.timing import TimedCalls, distinct_calls
@@ -38,8 +37,9 @@ from polymoe.layouts import LAYOUTS, Packed
 from polymoe.layouts.cuda import w4a8_fragments
 from polymoe.layouts.cuda.w4a16_fragments import pack_scales
 from polymoe.problem import Problem
-from polymoe.routing import Routing
-from polymoe.tensors import ExpertsSpec, ExpertWeights
+from polymoe.problem.activations import SwiGLU
+from polymoe.problem.routing import Routing
+from polymoe.problem.tensors import ExpertsSpec, ExpertWeights
 
 TOLERANCE = 5e-3
 
@@ -292,7 +292,7 @@ def emulate(_: Path, names: Sequence[str]) -> None:
     """Run on the CPU with a small layer and compare."""
     sys.path.insert(0, "tests")
     from polymoe.backends.reference import run_experts
-    from polymoe.numerics import relative_error
+    from polymoe.problem.numerics import relative_error
     from support.cuda_calls import gpu
     from support.cuda_emulator import Emulator, compile_files, compile_unit
     from support.problems import problem_of, random_call, random_experts

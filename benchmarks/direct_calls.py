@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polymoe.atomic import append_line
 from polymoe.backends import BACKENDS
 from polymoe.backends.config import Config
 from polymoe.bench.cases import CASES, Workload
@@ -31,10 +30,11 @@ from polymoe.bench.peers import Stacks
 from polymoe.bench.records import Stamp, check_writable
 from polymoe.bench.routings import RoutingDistribution, floor_us
 from polymoe.bench.timing import TimedCalls, medians_in_turn
+from polymoe.common.atomic import append_line
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import Machine
-from polymoe.numerics import relative_error
-from polymoe.routing import Routing
+from polymoe.problem.numerics import relative_error
+from polymoe.problem.routing import Routing
 
 CASE = CASES["deepseek-v4-flash"]
 TOKENS = (16, 256, 64, 1024, 1)

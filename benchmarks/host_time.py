@@ -26,14 +26,14 @@ from typing import Any
 
 import torch
 
-from polymoe.activations import SwiGLU
-from polymoe.atomic import append_line
 from polymoe.backends import BACKENDS
 from polymoe.bench.records import source, utc_now
-from polymoe.experts import FusedExperts
+from polymoe.common.atomic import append_line
 from polymoe.formats import FORMATS
+from polymoe.layer.experts import FusedExperts
 from polymoe.machine import DEVICES, Machine
-from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
+from polymoe.problem.activations import SwiGLU
+from polymoe.problem.tensors import Expert, ExpertsSpec, ExpertWeights
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 1024, 512, 64, 6
 CASES = (
@@ -43,12 +43,12 @@ CASES = (
 """Format, activations and tokens."""
 
 HOOKS = (
-    ("argument check", "polymoe.call", "CallArguments.check"),
-    ("argument check", "polymoe.runtime", "check_call"),
-    ("argument check", "polymoe.experts", "check_call"),
-    ("argument check", "polymoe.experts", "FusedExperts._check_call"),
-    ("plan lookup", "polymoe.runtime", "LayerRuntime.step"),
-    ("plan lookup", "polymoe.runtime", "LayerRuntime.selection"),
+    ("argument check", "polymoe.layer.call", "CallArguments.check"),
+    ("argument check", "polymoe.layer.runtime", "check_call"),
+    ("argument check", "polymoe.layer.experts", "check_call"),
+    ("argument check", "polymoe.layer.experts", "FusedExperts._check_call"),
+    ("plan lookup", "polymoe.layer.runtime", "LayerRuntime.step"),
+    ("plan lookup", "polymoe.layer.runtime", "LayerRuntime.selection"),
     ("plan lookup", "polymoe.planning.plan", "Plan.step"),
     ("plan lookup", "polymoe.calls", "Calls.selection"),
     ("allocation", "torch", "empty"),

@@ -21,9 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from polymoe.atomic import append_line
 from polymoe.bench.records import Stamp, check_writable
 from polymoe.bench.timing import TimedCalls
+from polymoe.common.atomic import append_line
 from polymoe.machine import Machine
 
 BYTES = 16 * 10**9

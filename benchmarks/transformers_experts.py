@@ -24,17 +24,17 @@ from torch import Tensor
 from transformers.integrations import mxfp4
 from transformers.integrations.hub_kernels import get_kernel
 
-from polymoe.activation_quantization import UNQUANTIZED
-from polymoe.atomic import append_line
 from polymoe.bench.baseline import TOLERANCE
 from polymoe.bench.cases import Workload, case_named
 from polymoe.bench.measure import draw_calls, reference_results
 from polymoe.bench.records import utc_now
 from polymoe.bench.routings import RoutingDistribution
 from polymoe.bench.timing import TimedCalls
+from polymoe.common.atomic import append_line
 from polymoe.machine import Machine
-from polymoe.numerics import relative_error
-from polymoe.routing import Routing
+from polymoe.problem.activation_quantization import UNQUANTIZED
+from polymoe.problem.numerics import relative_error
+from polymoe.problem.routing import Routing
 
 CASE, TOKENS = "gpt-oss-120b", "1,4,16,64,256,1024,4096"
 

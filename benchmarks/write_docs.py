@@ -23,8 +23,7 @@ import engines_document
 import peers_document
 from backends_document import backends_document, markdown
 
-from polymoe.atomic import replace_file
-from polymoe.backend_names import current_name
+from polymoe.backends.cost import cost
 from polymoe.bench.cases import CASES
 from polymoe.bench.model_records import ModelRecord
 from polymoe.bench.plot import plot
@@ -33,14 +32,15 @@ from polymoe.bench.serving import record as serving
 from polymoe.bench.serving import report
 from polymoe.checkpoint.known_models import known_models
 from polymoe.checkpoint.kv_cache import kv_cache
-from polymoe.cost import cost
+from polymoe.common.atomic import replace_file
+from polymoe.common.backend_names import current_name
+from polymoe.common.install_command import install_command
+from polymoe.common.json_input import read_fields
+from polymoe.common.units import format_bytes
 from polymoe.explanation import explain
-from polymoe.install_command import install_command
-from polymoe.json_input import read_fields
 from polymoe.machine import DEVICES
 from polymoe.planning.measured import Table
 from polymoe.planning.table_files import read as read_table
-from polymoe.units import format_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = {"triton": "triton-h200.jsonl", "cuda": "cuda-h200.jsonl"}

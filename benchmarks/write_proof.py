@@ -20,17 +20,17 @@ from functools import partial
 from importlib import resources
 from pathlib import Path
 
-from polymoe.atomic import append_line, replace_file
 from polymoe.backends import BACKENDS
 from polymoe.bench.cases import CASES
 from polymoe.bench.records import Record, read, read_lines
-from polymoe.json_input import parse_json, read_fields
+from polymoe.common.atomic import append_line, replace_file
+from polymoe.common.json_input import parse_json, read_fields
 from polymoe.machine import DEVICES, Machine
 from polymoe.planning import table_files
 from polymoe.planning.measured import Table
 from polymoe.planning.predictor import Predictor
 from polymoe.planning.proof import Proof, RunLine
-from polymoe.verdict import Rejected
+from polymoe.problem.verdict import Rejected
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "src/polymoe/planning/proof.jsonl"

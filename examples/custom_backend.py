@@ -12,11 +12,11 @@ import polymoe
 from polymoe.backends import BACKENDS
 from polymoe.backends.base import BackendBase, Prediction, RunnerBase
 from polymoe.backends.config import Config
+from polymoe.backends.cost import cost
 from polymoe.backends.features import ANY, SHARDS
 from polymoe.backends.reference import run_expert
-from polymoe.cost import cost
 from polymoe.layouts import LAYOUTS
-from polymoe.verdict import Accepted, Reasons
+from polymoe.problem.verdict import Accepted, Reasons
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 import torch
 
 import polymoe
-from polymoe.routing import TopKSoftmax
+from polymoe.problem.routing import TopKSoftmax
 
 experts = polymoe.load_experts("models/sums-gpt-oss-mxfp4", layer=1, device="cpu")  # or a Hub id and "cuda"
 problem = experts.problem

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from families import FAMILIES
 
-from polymoe.atomic import replace_file
 from polymoe.checkpoint import Checkpoint
+from polymoe.common.atomic import replace_file
 
 HERE = Path(__file__).resolve().parent
 CARD = """\

@@ -23,7 +23,7 @@ from polymoe.checkpoint.dialects import DIALECTS
 from polymoe.checkpoint.families import Fused, family_of, text_config
 from polymoe.checkpoint.layer import StoredLayer
 from polymoe.formats import Encoding, format_of
-from polymoe.tensors import Expert, ExpertWeights
+from polymoe.problem.tensors import Expert, ExpertWeights
 
 EXPERTS = re.compile(r"(.*\.layers\.(\d+)\.\w+\.experts)\.(\w+)")
 E4M3_MAX, E2M1_MAX = 448.0, 6.0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from families import FAMILIES
 
-from polymoe.atomic import replace_file
+from polymoe.common.atomic import replace_file
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"

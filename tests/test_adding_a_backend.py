@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from polymoe.backends.base import Backend
-from polymoe.backends.features import judge
+from polymoe.backends.judge import judge
 from polymoe.bench.cases import CASES
-from polymoe.experts import FusedExperts
+from polymoe.layer.experts import FusedExperts
+from polymoe.layer.runtime import PlanRequest
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import Machine
-from polymoe.numerics import TOLERANCE, relative_error
 from polymoe.planning.select import select
-from polymoe.runtime import PlanRequest
-from polymoe.verdict import Accepted, Rejected
+from polymoe.problem.numerics import TOLERANCE, relative_error
+from polymoe.problem.verdict import Accepted, Rejected
 from support.problems import plain_experts, problem_of, random_call, random_experts
 
 ROOT = Path(__file__).parents[1]

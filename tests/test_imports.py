@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,80 +15,6 @@ import polymoe
 
 ROOT = Path(polymoe.__file__).parent
 
-# A room is a package, or a module that is in none. Each may import the rooms named, and itself. A package inside
-# another is a room of its own: above it, `backends` is allowed and `backends.cuda` is not.
-_LEAVES = {
-    "atomic",
-    "backend_names",
-    "errors",
-    "environment",
-    "install_command",
-    "json_input",
-    "plugins",
-    "shapes",
-    "units",
-    "verdict",
-}
-_VALUES = _LEAVES | {"machine", "activations", "routing", "formats", "numerics"}
-ALLOWED: dict[str, set[str]] = {
-    "atomic": set(),
-    "errors": set(),
-    "backend_names": {"errors"},
-    "environment": set(),
-    "install_command": set(),
-    "json_input": set(),
-    "server_replies": {"json_input"},
-    "plugins": set(),
-    "shapes": set(),
-    "units": set(),
-    "verdict": set(),
-    "numerics": set(),
-    "machine": {"environment", "errors", "shapes"},
-    "activations": {"errors", "shapes"},
-    "routing": {"errors", "shapes"},
-    "formats": {"errors", "shapes"},
-    "kernels.cuda": set(),
-    "kernels.cuda.launch": {"kernels.cuda"},
-    "kernels.triton": set(),
-    "tensors": {"errors", "shapes", "formats", "activations"},
-}
-ALLOWED["scale_range"] = {"formats", "tensors"}
-ALLOWED["activation_quantization"] = {"errors", "shapes", "formats", "numerics"}
-ALLOWED["problem"] = ALLOWED["tensors"] | {"tensors", "activation_quantization", "scale_range"}
-ALLOWED["cost"] = {"machine", "problem"}
-ALLOWED["layouts.cuda"] = ALLOWED["tensors"] | {"tensors", "scale_range", "verdict", "layouts"}
-ALLOWED["layouts"] = ALLOWED["layouts.cuda"] | {"layouts.cuda", "plugins"}
-ALLOWED["checkpoint"] = ALLOWED["problem"] | {"problem", "routing", "json_input", "units", "checkpoint.dialects"}
-ALLOWED["checkpoint.dialects"] = ALLOWED["checkpoint"] | {"checkpoint"}
-_BACKENDS = _VALUES | {"activation_quantization", "scale_range", "tensors", "layouts", "problem", "cost", "backends"}
-ALLOWED["backends"] = _BACKENDS | {"backends.cuda", "backends.flashinfer", "backends.humming", "backends.triton"}
-ALLOWED["backends.cuda"] = _BACKENDS | {"kernels.cuda", "kernels.cuda.launch"}
-ALLOWED["backends.flashinfer"] = set(_BACKENDS)
-ALLOWED["backends.humming"] = _BACKENDS | {"backends.triton", "kernels.triton"}
-ALLOWED["backends.triton"] = _BACKENDS | {"kernels.triton"}
-ALLOWED["planning"] = set(_BACKENDS)
-ALLOWED["call"] = ALLOWED["problem"] | {"problem"}
-ALLOWED["runtime"] = ALLOWED["planning"] | {"planning", "call"}
-ALLOWED["load_check"] = ALLOWED["runtime"] | {"runtime"}
-ALLOWED["experts"] = ALLOWED["load_check"] | {"load_check", "checkpoint"}
-ALLOWED["explanation"] = ALLOWED["experts"] | {"experts"}
-_CORE = ALLOWED["explanation"] | {"explanation"}
-ALLOWED["engines"] = set()
-ALLOWED["verify"] = set(_CORE)
-ALLOWED["engines.transformers"] = _CORE | {"engines"}
-ALLOWED["engines.serving"] = _CORE | {"checkpoint.dialects"}
-ALLOWED["diagnosis"] = ALLOWED["runtime"] | {"engines.serving"}
-ALLOWED["engines.sglang"] = _CORE | {"engines.serving"}
-ALLOWED["engines.vllm"] = _CORE | {"engines.serving"}
-ALLOWED["generate"] = ALLOWED["serve"] = _CORE | {"engines.transformers"}  # whole models
-ALLOWED["bench"] = ALLOWED["generate"] | {"bench.peers"}
-ALLOWED["bench.peers"] = _CORE | {"bench", "kernels.triton"}
-ALLOWED["evaluate"] = {"atomic", "errors", "install_command", "json_input", "server_replies"}
-ALLOWED["bench.serving"] = ALLOWED["evaluate"] | {"bench"}  # nothing that loads a model
-ALLOWED["cli"] = _CORE | {"bench", "bench.serving", "serve", "generate", "evaluate", "verify"}
-ALLOWED["cli"] |= {"diagnosis", "engines.serving", "engines.transformers"}
-ALLOWED["__main__"] = {"cli"}
-
 ENGINES = {"transformers", "vllm", "sglang", "triton", "flashinfer"}
 
 
@@ -95,18 +22,8 @@ def part(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
-def room(path: Path) -> str:
-    where = path.relative_to(ROOT)
-    return ".".join(where.parent.parts) or where.stem
-
-
-def room_of_name(name: str) -> str:
-    """The room that ``polymoe.a.b.c`` is imported from; names of ``polymoe`` itself are none."""
-    parts = name.split(".")[1:]
-    if not (ROOT / parts[0]).is_dir():
-        return parts[0]
-    packages = [n for n in range(1, len(parts) + 1) if ROOT.joinpath(*parts[:n]).is_dir()]
-    return ".".join(parts[: packages[-1]])
+def module_name(path: Path) -> str:
+    return ".".join(("polymoe", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
 
 
 def imports(path: Path) -> list[tuple[str, bool]]:
@@ -135,48 +52,64 @@ def imports(path: Path) -> list[tuple[str, bool]]:
 FILES = [p for p in sorted(ROOT.rglob("*.py")) if p != ROOT / "__init__.py"]
 
 
+MODULES = {module_name(path): path for path in FILES}
+
+
+def used_modules(path: Path) -> set[str]:
+    """Modules of polymoe that a file imports, inside functions too."""
+    used = set()
+    for name, _ in imports(path):
+        while name.startswith("polymoe.") and name not in MODULES:
+            name = name.rpartition(".")[0]
+        used.add(name)
+    return used & set(MODULES)
+
+
+def parts_in_order() -> list[str]:
+    """The parts of the package in the order of the first table of docs/structure.md."""
+    text = (ROOT.parents[1] / "docs" / "structure.md").read_text(encoding="utf-8")
+    table = text[: text.index("## ")]
+    return list(dict.fromkeys(re.findall(r"^\| `(\w+)(?:/|\.py)", table, re.MULTILINE)))
+
+
+def test_the_map_lists_every_part() -> None:
+    assert sorted(parts_in_order()) == sorted({part(path) for path in FILES} - {"__main__"})
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_go_one_way(path: Path) -> None:
-    allowed = ALLOWED[room(path)] | {room(path)}
-    used = {room_of_name(name) for name, _ in imports(path) if name.startswith("polymoe.")} - {"__version__"}
-    assert used <= allowed, f"{path.relative_to(ROOT)} imports {sorted(used - allowed)}"
+def test_no_part_imports_one_below_it(path: Path) -> None:
+    order = [*parts_in_order(), "__main__"]
+    above = order[: order.index(part(path)) + 1]
+    used = {part(MODULES[name]) for name in used_modules(path)}
+    assert used <= set(above), f"{path.relative_to(ROOT)} imports {sorted(used - set(above))}"
 
 
-# Modules of a package, each of which imports only from those before it.
-ORDER = {
-    "serve": (
-        "errors", "settings", "in_flight", "metrics", "limits", "strict_json", "requests", "sampling", "choices",
-        "answers", "call_queue", "sequential", "shared_sampling", "continuous_batching", "generation", "messages",
-        "prompts", "openapi", "profiling", "app", "gate", "http_parser", "connections", "log_limit", "http_server",
-        "listener", "activity", "summary", "lifecycle", "__init__",
-    ),
-    "engines.transformers": (
-        "contract", "untrusted", "chat_template", "replies", "model_config", "tokenizer", "paged_attention",
-        "decode_graph", "families", "experts_interface", "dense_quantizer", "weights", "quantizer", "dequantized",
-        "transformers_packed", "loading", "generator", "chat", "__init__",
-    ),
-    "engines.serving": (
-        "settings", "hooks", "sources", "loading", "dummy", "stand_aside", "preview", "packed_layer",
-        "warm_up", "log", "take_over", "chooser", "__init__",
-    ),
-    "engines.sglang": ("hooks", "facts", "method", "plugin", "__init__"),
-    "engines.vllm": ("hooks", "neutral", "facts", "modular", "method", "plugin", "__init__"),
-}  # fmt: skip
+def test_no_circle_of_modules() -> None:
+    """Each module can be put after all that it imports; a package's ``__init__`` after those it names."""
+    waiting = {name: used_modules(path) - {name} for name, path in MODULES.items()}
+    while free := {name for name, used in waiting.items() if not used & set(waiting)}:
+        waiting = {name: used for name, used in waiting.items() if name not in free}
+    assert not waiting, f"import each other, or what does: {sorted(waiting)}"
 
 
-@pytest.mark.parametrize("package", ORDER)
-def test_a_package_has_one_direction(package: str) -> None:
-    order = ORDER[package]
-    paths = {p.stem: p for p in ROOT.joinpath(*package.split(".")).glob("*.py")}
-    assert set(order) == set(paths)
-    for place, name in enumerate(order):
-        inside = [
-            used.removeprefix(f"polymoe.{package}.").split(".")[0]
-            for used, _ in imports(paths[name])
-            if used.startswith(f"polymoe.{package}.")
-        ]
-        later = set(inside) & set(order[place:])
-        assert not later, f"{package}/{name}.py imports {sorted(later)}"
+@pytest.mark.parametrize(
+    ("folder", "others"),
+    [
+        ("kernels", set()),  # device code and its launchers
+        ("evaluate", {"errors", "common"}),  # asks any server, and loads no model
+        ("bench/serving", {"errors", "common", "bench"}),
+    ],
+)
+def test_what_needs_nothing_else(folder: str, others: set[str]) -> None:
+    for path in (ROOT / folder).rglob("*.py"):
+        used = {MODULES[name] for name in used_modules(path)}
+        assert {part(file) for file in used if ROOT / folder not in file.parents} <= others, path
+
+
+@pytest.mark.parametrize(("engine", "others"), [("vllm", "sglang"), ("sglang", "vllm")])
+def test_an_engines_adapter_imports_no_other(engine: str, others: str) -> None:
+    for path in (ROOT / "engines" / engine).glob("*.py"):
+        assert not [name for name in used_modules(path) if name.startswith(f"polymoe.engines.{others}")], path
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -185,43 +118,6 @@ def test_engines_and_kernel_libraries_are_imported_only_where_they_belong(path: 
         return
     eager = {name.split(".")[0] for name, at_import in imports(path) if at_import}
     assert not eager & ENGINES
-
-
-def test_every_module_has_a_room_and_every_room_a_module() -> None:
-    """A new module belongs to a room of the table above, or is a new row in it and in docs/structure.md."""
-    assert {room(path) for path in FILES} == set(ALLOWED)
-
-
-def test_rooms_import_only_rooms_before_them() -> None:
-    """The table itself goes one way, but for packages and those inside them."""
-    seen: set[str] = set()
-    for name, allowed in ALLOWED.items():
-        later = {other for other in allowed - seen if other.split(".")[0] != name.split(".")[0]}
-        assert not later, f"{name} may import {sorted(later)}, which come after it"
-        seen.add(name)
-    assert all(allowed <= set(ALLOWED) for allowed in ALLOWED.values())
-
-
-@pytest.mark.parametrize(
-    ("name", "found"),
-    [
-        ("polymoe.errors", "errors"),
-        ("polymoe.errors.PlanError", "errors"),
-        ("polymoe.backends.BACKENDS", "backends"),
-        ("polymoe.backends.base.Backend", "backends"),
-        ("polymoe.backends.cuda", "backends.cuda"),
-        ("polymoe.backends.cuda.backend.Cuda", "backends.cuda"),
-        ("polymoe.FusedExperts", "FusedExperts"),
-    ],
-)
-def test_rooms_of_names(name: str, found: str) -> None:
-    assert room_of_name(name) == found
-
-
-def test_files_stay_readable() -> None:
-    limits = {p: 600 if part(p) == "kernels" else 400 for p in FILES}
-    long = {str(p.relative_to(ROOT)): n for p in FILES if (n := len(p.read_text().splitlines())) > limits[p]}
-    assert not long
 
 
 def test_public_names_are_sorted_and_resolve() -> None:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import filelock  # noqa: F401  # before fcntl is taken away: on Windows it has another lock, here this one stands for it
 import pytest
 
-from polymoe import atomic
+from polymoe.common import atomic
 from polymoe.errors import ArgumentError
 from polymoe.evaluate.records import AnswerRecord, RecordFile, Settings, read_records
 

@@ -37,7 +37,7 @@ AVOID = {
 """What to avoid, as regular expressions over whole words, with what to write instead."""
 
 ALLOWED = {
-    "src/polymoe/backend_names.py": {"hopper"},
+    "src/polymoe/common/backend_names.py": {"hopper"},
     "src/polymoe/bench/serving/prompts.py": {"want"},  # words of prompts
 }
 """Words that a file needs, for quoting."""

@@ -158,7 +158,7 @@ def test_tiers(clone: Path, arguments: tuple[str, ...], asked: str, code: int) -
 
 
 OTHERS = {
-    "transformers 5.17.0": "tests/engines tests/test_routing_transformers.py",
+    "transformers 5.17.0": "tests/engines tests/problem/test_routing_transformers.py",
     "triton 3.6.0": "tests/kernels/test_triton.py tests/kernels/test_triton_compiles.py",
     "triton 3.9.0": "--slow none tests/kernels/test_triton.py tests/kernels/test_triton_compiles.py",
 }

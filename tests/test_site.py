@@ -47,7 +47,7 @@ def test_every_gpu_has_its_row() -> None:
         ("examples.md", "[chat.py](chat.py)", "`examples/chat.py`"),
         ("index.md", "![plot](docs/a.png)", "![plot](a.png)"),
         ("serving.md", "[a](#limits) [b](https://x.org/y)", "[a](#limits) [b](https://x.org/y)"),
-        ("performance/method.md", "[`cost.py`](../../src/polymoe/cost.py)", "`src/polymoe/cost.py`"),
+        ("performance/method.md", "[`cost.py`](../../src/polymoe/backends/cost.py)", "`src/polymoe/backends/cost.py`"),
         ("performance/method.md", "[records](../../benchmarks/results)", "records (`benchmarks/results`)"),
         ("serving.md", "```python\nx[0](../y)\n```\n", "```python\nx[0](../y)\n```\n"),
     ],
@@ -57,8 +57,8 @@ def test_links(page: str, link: str, expected: str) -> None:
 
 
 def test_links_to_other_files_lead_to_the_repository() -> None:
-    text = site_pages.linked("[a](../src/polymoe/cost.py)", "tuning.md", "https://example.org/polymoe/")
-    assert text == "[a](https://example.org/polymoe/tree/main/src/polymoe/cost.py)"
+    text = site_pages.linked("[a](../src/polymoe/backends/cost.py)", "tuning.md", "https://example.org/polymoe/")
+    assert text == "[a](https://example.org/polymoe/tree/main/src/polymoe/backends/cost.py)"
 
 
 def test_every_page_is_in_the_navigation() -> None:

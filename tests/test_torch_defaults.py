@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import polymoe
-from polymoe.activations import SwiGLU
 from polymoe.backends import torch_cpu
 from polymoe.backends.flashinfer.routes import swiglu_constants
 from polymoe.backends.reference import emulate_activations
 from polymoe.formats import FORMATS
 from polymoe.layouts import LAYOUTS
 from polymoe.layouts.cuda import bits, w4a16_fragments
+from polymoe.problem.activations import SwiGLU
 from support.problems import random_experts
 
 MODELS = sorted(p for p in (Path(__file__).parent.parent / "models").glob("sums-*") if p.is_dir())

@@ -28,7 +28,7 @@ from polymoe.formats import FORMATS
 from polymoe.machine import DEVICES, Machine
 from polymoe.planning.measured import Table
 from polymoe.problem import Problem
-from polymoe.verdict import Accepted, Reasons, Rejected, Verdict
+from polymoe.problem.verdict import Accepted, Reasons, Rejected, Verdict
 from support.toys import HANDLES, Toy
 
 RECORD = Record(
@@ -152,7 +152,7 @@ def test_places_are_merged_by_gpu_format_and_mode() -> None:
 
 
 def test_the_machine_here_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polymoe.machine._version", lambda name: None)
+    monkeypatch.setattr("polymoe.machine.machine._version", lambda name: None)
     monkeypatch.setenv("POLYMOE_CACHE", "/nowhere")
     assert backends_document.backends_document() == BACKENDS_MD.read_text(encoding="utf-8")
 

@@ -28,10 +28,10 @@ sys.path.insert(0, str(MODELS))
 
 from random_gpt_oss import gpt_oss_20b  # noqa: E402
 
-from polymoe.atomic import append_line  # noqa: E402
+from polymoe.backends.cost import cost  # noqa: E402
 from polymoe.bench.cases import case_named  # noqa: E402
 from polymoe.bench.records import source, utc_now  # noqa: E402
-from polymoe.cost import cost  # noqa: E402
+from polymoe.common.atomic import append_line  # noqa: E402
 from polymoe.machine import Machine  # noqa: E402
 
 BATCHES = (1, 16, 64, 256)
@@ -311,7 +311,7 @@ def _layer_errors(checkpoint: Path) -> dict[str, float | str]:
     from safetensors.torch import load_file
 
     from polymoe import load_experts
-    from polymoe.numerics import relative_error
+    from polymoe.problem.numerics import relative_error
 
     found: dict[str, float | str] = {}
     for file in sorted(Path(os.environ.get(CAPTURED) or os.devnull).glob("*.safetensors")):

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from polymoe import formats as formats
-    from polymoe.activations import GeGLU, ReLU2, SwiGLU
     from polymoe.checkpoint import Checkpoint, write_checkpoint
     from polymoe.engines.transformers import PolymoeConfig, install, load, uninstall
     from polymoe.errors import (
@@ -34,16 +33,17 @@ if TYPE_CHECKING:
         UnsupportedProblem,
         VerificationError,
     )
-    from polymoe.experts import FusedExperts, load_experts
     from polymoe.explanation import Explanation, explain
+    from polymoe.layer.experts import FusedExperts, load_experts
     from polymoe.machine import Device, Machine
     from polymoe.problem import Problem
-    from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights, QuantTensor
+    from polymoe.problem.activations import GeGLU, ReLU2, SwiGLU
+    from polymoe.problem.tensors import Expert, ExpertsSpec, ExpertWeights, QuantTensor
 
 __version__ = "0.1.0"
 
 _WHERE = {
-    "activations": ("GeGLU", "ReLU2", "SwiGLU"),
+    "problem.activations": ("GeGLU", "ReLU2", "SwiGLU"),
     "checkpoint": ("Checkpoint", "write_checkpoint"),
     "engines.transformers": ("PolymoeConfig", "install", "load", "uninstall"),
     "errors": (
@@ -58,11 +58,11 @@ _WHERE = {
         "UnsupportedProblem",
         "VerificationError",
     ),
-    "experts": ("FusedExperts", "load_experts"),
+    "layer.experts": ("FusedExperts", "load_experts"),
     "explanation": ("Explanation", "explain"),
     "machine": ("Device", "Machine"),
     "problem": ("Problem",),
-    "tensors": ("Expert", "ExpertWeights", "ExpertsSpec", "QuantTensor"),
+    "problem.tensors": ("Expert", "ExpertWeights", "ExpertsSpec", "QuantTensor"),
 }
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from polymoe.activations import SwiGLU
 from polymoe.backends.cuda.backend import Cuda, CudaConfig
 from polymoe.bench.cases import CASES
 from polymoe.errors import PlanError
@@ -20,9 +19,10 @@ from polymoe.machine import DEVICES, Machine
 from polymoe.planning.measured import Measured, Table, problem_key
 from polymoe.planning.select import select
 from polymoe.problem import Problem
-from polymoe.scale_range import ScaleRange
-from polymoe.tensors import ExpertsSpec
-from polymoe.verdict import Accepted, Reason, Rejected
+from polymoe.problem.activations import SwiGLU
+from polymoe.problem.scale_range import ScaleRange
+from polymoe.problem.tensors import ExpertsSpec
+from polymoe.problem.verdict import Accepted, Reason, Rejected
 from support.cuda_calls import gpu
 from support.problems import problem_of, random_experts
 

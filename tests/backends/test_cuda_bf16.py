@@ -14,7 +14,7 @@ from polymoe.kernels.cuda.sizes import BF16
 from polymoe.machine import DEVICES, Machine
 from polymoe.planning.measured import Table
 from polymoe.planning.select import select
-from polymoe.verdict import Accepted, Rejected
+from polymoe.problem.verdict import Accepted, Rejected
 
 H200 = Machine(DEVICES["h200"], packages={"triton": "3.6.0"}, driver=(13, 0))
 EVERY = [CudaConfig("bf16", rows) for rows in BF16.tiles]

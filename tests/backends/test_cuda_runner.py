@@ -15,7 +15,7 @@ from polymoe.errors import ArgumentError
 from polymoe.kernels.cuda import modules
 from polymoe.kernels.cuda.launch.permutation import LIST_BYTES
 from polymoe.kernels.cuda.targets import Target
-from polymoe.routing import Routing
+from polymoe.problem.routing import Routing
 from support.cuda_calls import gpu, pack, run_emulated
 from support.cuda_emulator import Emulator, Recorded, compile_unit
 from support.problems import problem_of, random_call, random_experts

@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 
 import polymoe
-from polymoe.activations import ReLU2
 from polymoe.backends.cuda.backend import Cuda, CudaConfig
 from polymoe.bench.cases import CASES
 from polymoe.checkpoint import Checkpoint
 from polymoe.errors import PlanError
-from polymoe.experts import resolve_activations
 from polymoe.formats import FORMATS
 from polymoe.kernels.cuda.sizes import W4A8
+from polymoe.layer.experts import resolve_activations
 from polymoe.machine import DEVICES, Machine
 from polymoe.planning.measured import Table
 from polymoe.planning.select import select
-from polymoe.scale_range import ScaleRange
-from polymoe.verdict import Accepted, Reason, Rejected
+from polymoe.problem.activations import ReLU2
+from polymoe.problem.scale_range import ScaleRange
+from polymoe.problem.verdict import Accepted, Reason, Rejected
 
 H200 = Machine(DEVICES["h200"], packages={"triton": "3.6.0"}, driver=(13, 0))
 EVERY = [CudaConfig("w4a8", rows) for rows in W4A8.tiles]

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from polymoe.activations import ReLU2
 from polymoe.backends.cuda.backend import Cuda, CudaConfig
 from polymoe.bench.cases import CASES
 from polymoe.errors import PlanError
@@ -16,8 +15,9 @@ from polymoe.kernels.cuda import sizes
 from polymoe.machine import DEVICES, Machine
 from polymoe.planning.measured import Table
 from polymoe.planning.select import select
-from polymoe.scale_range import ScaleRange
-from polymoe.verdict import Accepted, Rejected
+from polymoe.problem.activations import ReLU2
+from polymoe.problem.scale_range import ScaleRange
+from polymoe.problem.verdict import Accepted, Rejected
 
 W8A8_F16 = tuple(sizes.W8A8_F16.tiles)
 H200 = Machine(DEVICES["h200"], packages={"triton": "3.6.0"}, driver=(13, 0))

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from polymoe.activations import GeGLU, SwiGLU
 from polymoe.backends.flashinfer import FlashInfer
 from polymoe.backends.flashinfer.config import FlashInferConfig
 from polymoe.backends.packages import at_least, need_package, release
@@ -26,9 +25,10 @@ from polymoe.layouts import LAYOUTS
 from polymoe.machine import DEVICES, Machine
 from polymoe.planning.select import select
 from polymoe.problem import Problem
-from polymoe.routing import Routing
-from polymoe.tensors import ExpertsSpec
-from polymoe.verdict import Accepted, Reasons, Rejected
+from polymoe.problem.activations import GeGLU, SwiGLU
+from polymoe.problem.routing import Routing
+from polymoe.problem.tensors import ExpertsSpec
+from polymoe.problem.verdict import Accepted, Reasons, Rejected
 from support.problems import problem_of, random_call, random_experts
 
 SIGNATURES: dict[str, list[str]] = json.loads((Path(__file__).parent / "flashinfer_signatures.json").read_text())

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from polymoe.activations import Activation, GeGLU, ReLU2, SwiGLU
 from polymoe.backends.base import inputs_of
 from polymoe.backends.flashinfer import FlashInfer
 from polymoe.backends.reference import layer_input_scales, run_experts
@@ -19,15 +18,16 @@ from polymoe.errors import FormatError, PlanError
 from polymoe.formats import FORMATS
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import DEVICES, Machine
-from polymoe.numerics import relative_error
 from polymoe.planning.measured import Table, problem_key
 from polymoe.planning.plan import Plan
 from polymoe.planning.select import select
 from polymoe.planning.selection import Selection
 from polymoe.problem import Problem
-from polymoe.routing import Routing
-from polymoe.tensors import ExpertWeights
-from polymoe.verdict import Accepted, Rejected
+from polymoe.problem.activations import Activation, GeGLU, ReLU2, SwiGLU
+from polymoe.problem.numerics import relative_error
+from polymoe.problem.routing import Routing
+from polymoe.problem.tensors import ExpertWeights
+from polymoe.problem.verdict import Accepted, Rejected
 from support.flashinfer_kernels import Installed
 from support.problems import GPT_OSS, problem_of, random_experts
 from support.table_rows import row

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from polymoe.backends.features import judge
 from polymoe.backends.humming import Humming, HummingConfig
+from polymoe.backends.judge import judge
 from polymoe.bench.cases import CASES
 from polymoe.machine import DEVICES, Machine
 from polymoe.planning.measured import Measured, Table, problem_key
 from polymoe.planning.select import select
 from polymoe.problem import Problem
-from polymoe.verdict import Accepted, Rejected
+from polymoe.problem.verdict import Accepted, Rejected
 
 PACKAGES = {"torch": "2.11.0", "triton": "3.6.0", "humming-kernels": "0.1.19"}
 H200 = Machine(DEVICES["h200"], PACKAGES)

@@ -7,18 +7,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from polymoe.activations import GeGLU, SwiGLU
 from polymoe.backends import BACKENDS
 from polymoe.backends.reference import emulate_activations, layer_input_scales, run_experts
 from polymoe.errors import CheckpointError, UnsupportedProblem
 from polymoe.formats import FORMATS
 from polymoe.formats.elements import E2M1_VALUES
 from polymoe.machine import Machine
-from polymoe.numerics import relative_error
 from polymoe.planning.select import select
-from polymoe.routing import Routing
-from polymoe.tensors import ExpertsSpec, ExpertWeights
-from polymoe.verdict import Accepted
+from polymoe.problem.activations import GeGLU, SwiGLU
+from polymoe.problem.numerics import relative_error
+from polymoe.problem.routing import Routing
+from polymoe.problem.tensors import ExpertsSpec, ExpertWeights
+from polymoe.problem.verdict import Accepted
 from support.problems import GPT_OSS, plain_experts, problem_of, random_call, random_experts
 
 

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 import polymoe
-from polymoe.activations import GeGLU, SwiGLU
 from polymoe.backends import BACKENDS
-from polymoe.experts import FusedExperts
 from polymoe.formats import FORMATS
+from polymoe.layer.experts import FusedExperts
+from polymoe.layer.runtime import PlanRequest
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import DEVICES, Machine
-from polymoe.numerics import relative_error
 from polymoe.planning.select import select
-from polymoe.routing import Routing
-from polymoe.runtime import PlanRequest
-from polymoe.tensors import ExpertWeights
-from polymoe.verdict import Accepted, Rejected
+from polymoe.problem.activations import GeGLU, SwiGLU
+from polymoe.problem.numerics import relative_error
+from polymoe.problem.routing import Routing
+from polymoe.problem.tensors import ExpertWeights
+from polymoe.problem.verdict import Accepted, Rejected
 from support.problems import GPT_OSS, plain_experts, problem_of, random_call, random_experts
 
 SUMS = Path(__file__).parents[2] / "models" / "sums-gpt-oss-mxfp4"
@@ -147,7 +147,7 @@ def test_all_layers_of_a_model_share_the_memory(monkeypatch: pytest.MonkeyPatch)
     one = polymoe.explain(SUMS, device="cpu").rows[0]
     each = one.memory_bytes // len(one.layers)
     for layers, backend in ((5, "torch"), (4, "reference")):  # 90 % of it may be taken
-        monkeypatch.setattr("polymoe.machine.host_memory", lambda layers=layers: (layers * each, 2**40))
+        monkeypatch.setattr("polymoe.machine.machine.host_memory", lambda layers=layers: (layers * each, 2**40))
         found = polymoe.explain(SUMS, device="cpu")
         assert {step.backend for step in found.rows[0].selection.require().steps} == {backend}
         model, _ = polymoe.load(SUMS, device="cpu")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from polymoe.backends.features import judge
+from polymoe.backends.judge import judge
 from polymoe.backends.triton import Tile, Triton, TritonConfig
 from polymoe.backends.triton.tiles import smaller
 from polymoe.bench.cases import CASES
@@ -16,8 +16,8 @@ from polymoe.formats import FORMATS
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import DEVICES, Machine
 from polymoe.problem import Problem
-from polymoe.tensors import ExpertsSpec
-from polymoe.verdict import Accepted, Rejected
+from polymoe.problem.tensors import ExpertsSpec
+from polymoe.problem.verdict import Accepted, Rejected
 from support.problems import GPT_OSS
 
 WITH_TRITON = {"triton": "3.6.0"}

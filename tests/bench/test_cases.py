@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from polymoe.backends.cost import cost
 from polymoe.bench.cases import CASES, Workload, case_named, random_weights
 from polymoe.checkpoint import Checkpoint
-from polymoe.cost import cost
 from polymoe.errors import ArgumentError, FormatError
 from polymoe.formats import FORMATS
 from polymoe.machine import DEVICES

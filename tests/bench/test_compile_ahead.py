@@ -16,7 +16,7 @@ from polymoe.backends.reference import Reference
 from polymoe.bench.compile_ahead import CompileAhead, compile_one
 from polymoe.layouts import Packed
 from polymoe.problem import Problem
-from polymoe.routing import Routing
+from polymoe.problem.routing import Routing
 from support.tiny import TINY
 
 

@@ -23,8 +23,8 @@ from polymoe.engines.transformers import load
 from polymoe.engines.transformers.dequantized import load_dequantized
 from polymoe.engines.transformers.transformers_packed import load_transformers_packed, local_kernels
 from polymoe.errors import UnsupportedProblem
-from polymoe.experts import FusedExperts
 from polymoe.formats.elements import E2M1_VALUES
+from polymoe.layer.experts import FusedExperts
 from polymoe.machine import Machine
 
 MODELS = Path(__file__).parents[2] / "models"

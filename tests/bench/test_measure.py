@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from polymoe.activations import Activation, ReLU2, SwiGLU
 from polymoe.backends import BACKENDS
 from polymoe.backends.base import Runner
 from polymoe.backends.reference import Reference, run_experts
@@ -23,10 +22,11 @@ from polymoe.bench.timing import TimedCalls, Timing, distinct_calls, medians_in_
 from polymoe.errors import ArgumentError, UnsupportedProblem
 from polymoe.layouts import Packed
 from polymoe.machine import Machine
-from polymoe.numerics import relative_error
 from polymoe.problem import Problem
-from polymoe.routing import Routing
-from polymoe.verdict import Accepted, Rejected, Verdict
+from polymoe.problem.activations import Activation, ReLU2, SwiGLU
+from polymoe.problem.numerics import relative_error
+from polymoe.problem.routing import Routing
+from polymoe.problem.verdict import Accepted, Rejected, Verdict
 from support.runners import Followed
 from support.tiny import CPU, TINY, bench
 

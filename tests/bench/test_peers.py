@@ -19,8 +19,8 @@ from polymoe.bench.peers import PEERS, PeerCall, Stacks
 from polymoe.bench.side_by_side import side_by_side
 from polymoe.errors import ArgumentError
 from polymoe.problem import Problem
-from polymoe.routing import Routing
-from polymoe.verdict import Reason
+from polymoe.problem.routing import Routing
+from polymoe.problem.verdict import Reason
 from support.problems import random_experts
 from support.tiny import CPU, TINY, bench
 

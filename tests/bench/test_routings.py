@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from polymoe.backends.cost import cost
 from polymoe.bench.routings import floor_us, parse_routing
-from polymoe.cost import cost
 from polymoe.errors import ArgumentError
 from polymoe.machine import DEVICES
-from polymoe.routing import Routing
+from polymoe.problem.routing import Routing
 from support.tiny import CPU, TINY
 
 PROBLEM = TINY.changed(experts=64).problem()

@@ -27,7 +27,7 @@ from polymoe.layouts import Packed
 from polymoe.machine import Machine
 from polymoe.planning.table_files import read
 from polymoe.problem import Problem
-from polymoe.verdict import Accepted, Reason, Rejected, Verdict
+from polymoe.problem.verdict import Accepted, Reason, Rejected, Verdict
 from support.forked import exit_codes
 from support.runners import Followed
 from support.tiny import CPU, STAMP, TINY

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from polymoe.activation_quantization import FP8_GROUP128, FP8_STATIC, FP8_TOKEN, MXFP8, UNQUANTIZED
 from polymoe.checkpoint.config import Scheme, parse_quantization
 from polymoe.checkpoint.dialects import DIALECTS
 from polymoe.checkpoint.scheme import exact_or_regex, matcher
 from polymoe.errors import CheckpointError
 from polymoe.formats import FORMATS, Encoding, PerChannel, PerGroup
+from polymoe.problem.activation_quantization import FP8_GROUP128, FP8_STATIC, FP8_TOKEN, MXFP8, UNQUANTIZED
 from support.configs import CONFIGS, FP8_BLOCK, FP8_CHANNEL, INT4_G32, KIMI_IGNORE, compressed, config
 
 QWEN_UP = "model.layers.3.mlp.experts.0.up_proj"

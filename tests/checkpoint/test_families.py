@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from polymoe.activations import ReLU2, SwiGLU
 from polymoe.checkpoint.families import FAMILIES, MoeConfig, family_of, text_config
 from polymoe.checkpoint.load import Checkpoint
 from polymoe.errors import CheckpointError, CheckpointNotFound
-from polymoe.routing import (
+from polymoe.problem.activations import ReLU2, SwiGLU
+from polymoe.problem.routing import (
     HashTopK,
     SigmoidInput,
     SigmoidTopK,

@@ -13,11 +13,17 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from polymoe.activation_quantization import FP8_GROUP128, FP8_STATIC, FP8_TOKEN, UNQUANTIZED, ActivationQuantization
-from polymoe.activations import SwiGLU
 from polymoe.checkpoint import Checkpoint
 from polymoe.errors import ArgumentError, CheckpointError, CheckpointNotFound, FormatError
-from polymoe.experts import load_experts
+from polymoe.layer.experts import load_experts
+from polymoe.problem.activation_quantization import (
+    FP8_GROUP128,
+    FP8_STATIC,
+    FP8_TOKEN,
+    UNQUANTIZED,
+    ActivationQuantization,
+)
+from polymoe.problem.activations import SwiGLU
 from support.configs import CONFIGS, FP8_BLOCK, config
 from support.written import LAYER, Library, damaged, patch_config, sizes, write
 

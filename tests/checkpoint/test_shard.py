@@ -17,7 +17,7 @@ from polymoe.checkpoint.shard import (
 )
 from polymoe.errors import ArgumentError, FormatError
 from polymoe.formats import FORMATS, Encoding, PerGroup, format_of
-from polymoe.tensors import ExpertsSpec, ExpertWeights
+from polymoe.problem.tensors import ExpertsSpec, ExpertWeights
 
 
 def encodings(format: str) -> dict[str, Encoding]:

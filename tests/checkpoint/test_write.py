@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from polymoe.checkpoint import Checkpoint, write_checkpoint
 from polymoe.errors import ArgumentError, CheckpointError, CheckpointNotFound
 from polymoe.formats import FORMATS, format_of
-from polymoe.tensors import Expert, ExpertWeights
+from polymoe.problem.tensors import Expert, ExpertWeights
 from support.configs import CONFIGS, config
 from support.written import LAYER, Library, random_layer, sizes, write
 

@@ -14,13 +14,13 @@ from typing import Any, get_args, get_type_hints
 import pytest
 from typer.main import get_command
 
-from polymoe.activation_quantization import ACTIVATIONS
 from polymoe.bench.cases import CASES
 from polymoe.cli import app, explain, output
 from polymoe.cli import eval as eval_verb
 from polymoe.evaluate.questions import TASKS
 from polymoe.formats import FORMATS
 from polymoe.planning.plan import ROLE_TOKENS
+from polymoe.problem.activation_quantization import ACTIVATIONS
 
 ROOT = Path(__file__).parents[2]
 SUMS = str(ROOT / "models" / "sums-gpt-oss-mxfp4")

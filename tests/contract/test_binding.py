@@ -16,12 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import polymoe.runtime
+import polymoe.layer.runtime
 from polymoe.backends.base import Runner
-from polymoe.experts import FusedExperts
+from polymoe.layer.experts import FusedExperts
+from polymoe.layer.runtime import PlanCache
 from polymoe.layouts import Packed
 from polymoe.problem import Problem
-from polymoe.runtime import PlanCache
 from support.problems import problem_of, random_call, random_experts
 from support.toys import Toy, ToyRunner, choice
 
@@ -82,7 +82,7 @@ def test_a_layer_is_bound_and_called_on_its_own_gpu(backend: Any, call: Call, mo
         yield
         current.pop()
 
-    monkeypatch.setattr(polymoe.runtime, "on_device", on_device)
+    monkeypatch.setattr(polymoe.layer.runtime, "on_device", on_device)
     for name in ("bind", "run"):
         owner = Counting if name == "bind" else ToyRunner
         own = getattr(owner, name)

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from polymoe.activations import SwiGLU
 from polymoe.backends.reference import emulate_activations
 from polymoe.errors import ArgumentError
-from polymoe.experts import FusedExperts
 from polymoe.formats.elements import encode_e4m3
-from polymoe.routing import Routing
-from polymoe.tensors import ExpertWeights
+from polymoe.layer.experts import FusedExperts
+from polymoe.problem.activations import SwiGLU
+from polymoe.problem.routing import Routing
+from polymoe.problem.tensors import ExpertWeights
 from support.problems import problem_of, random_call, random_experts
 from support.toys import choice, toys
 

@@ -7,21 +7,22 @@ from typing import Any
 
 import pytest
 
-from polymoe.activation_quantization import FP8_TOKEN
-from polymoe.activations import ReLU2, SwiGLU
 from polymoe.backends import BACKENDS
 from polymoe.backends.base import Backend
-from polymoe.backends.features import judge, unhandled
+from polymoe.backends.features import unhandled
+from polymoe.backends.judge import judge
 from polymoe.backends.reference import run_experts
-from polymoe.experts import FusedExperts
 from polymoe.formats import FORMATS
+from polymoe.layer.experts import FusedExperts
 from polymoe.machine import DEVICES, Machine
-from polymoe.numerics import relative_error
 from polymoe.planning.select import select
 from polymoe.problem import Problem
-from polymoe.scale_range import ScaleRange
-from polymoe.tensors import ExpertsSpec
-from polymoe.verdict import Accepted, Rejected
+from polymoe.problem.activation_quantization import FP8_TOKEN
+from polymoe.problem.activations import ReLU2, SwiGLU
+from polymoe.problem.numerics import relative_error
+from polymoe.problem.scale_range import ScaleRange
+from polymoe.problem.tensors import ExpertsSpec
+from polymoe.problem.verdict import Accepted, Rejected
 from support.problems import plain_experts, problem_of, random_call, random_experts
 from support.toys import LAYOUTS, choice, toys
 

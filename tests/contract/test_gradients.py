@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from polymoe.activations import SwiGLU
 from polymoe.backends.reference import Reference
 from polymoe.errors import UnsupportedProblem
-from polymoe.experts import FusedExperts
 from polymoe.formats.elements import encode_e4m3
-from polymoe.routing import Routing
+from polymoe.layer.experts import FusedExperts
+from polymoe.problem.activations import SwiGLU
+from polymoe.problem.routing import Routing
 from support.problems import plain_experts, problem_of, random_call, random_experts
 from support.toys import choice, toys
 

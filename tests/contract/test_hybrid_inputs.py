@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from polymoe.activation_quantization import NVFP4, UNQUANTIZED
 from polymoe.backends.base import Runner
 from polymoe.backends.config import Config
 from polymoe.backends.reference import run_experts
@@ -19,11 +18,12 @@ from polymoe.bench.cases import Workload
 from polymoe.bench.measure import Bench, BenchRow
 from polymoe.bench.routings import RoutingDistribution
 from polymoe.errors import VerificationError
-from polymoe.experts import FusedExperts
+from polymoe.layer.experts import FusedExperts
 from polymoe.layouts import Packed
 from polymoe.machine import Machine
 from polymoe.problem import Problem
-from polymoe.routing import Routing
+from polymoe.problem.activation_quantization import NVFP4, UNQUANTIZED
+from polymoe.problem.routing import Routing
 from support.problems import problem_of, random_call, random_experts
 from support.tiny import CPU, STAMP, TINY
 from support.toys import HANDLES, LAYOUTS, Toy, ToyRunner, choice

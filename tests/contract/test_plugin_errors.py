@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from polymoe import plugins
 from polymoe.backends.base import Prediction
+from polymoe.common import plugins
 from polymoe.errors import UnsupportedProblem
 from polymoe.machine import Machine
 from polymoe.planning.measured import Table, problem_key
 from polymoe.planning.select import select
 from polymoe.planning.selection import Selection
 from polymoe.problem import Problem
-from polymoe.verdict import Accepted, Rejected
+from polymoe.problem.verdict import Accepted, Rejected
 from support import table_rows
 from support.problems import problem_of, random_experts
 from support.toys import HANDLES, LAYOUTS, Flipped, Toy

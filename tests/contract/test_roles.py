@@ -11,13 +11,14 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from polymoe.generate import Generator
+
 import polymoe.backends
-import polymoe.experts
+import polymoe.layer.experts
 from polymoe.backends.base import Prediction
-from polymoe.cost import cost
+from polymoe.backends.cost import cost
 from polymoe.engines import transformers as engine
 from polymoe.errors import ArgumentError, CheckpointError
-from polymoe.generate import Generator
 from polymoe.machine import Machine
 from polymoe.problem import Problem
 from support.toys import LAYOUTS, Toy
@@ -36,16 +37,16 @@ class Decoder(Toy):
         return Prediction(times * cost(problem, machine.device, tokens).floor_us, "measured")
 
     def run(self, problem, packed, x_TH, routing, config, out_TH) -> None:  # type: ignore[no-untyped-def]
-        out_TH.copy_(polymoe.experts.run_experts(problem, LAYOUTS["natural"].unpack(packed), x_TH, routing))
+        out_TH.copy_(polymoe.layer.experts.run_experts(problem, LAYOUTS["natural"].unpack(packed), x_TH, routing))
 
 
 @pytest.fixture(autouse=True)
 def two_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of polymoe's tables: ``decoder`` on one layout, ``any`` on another, and no third backend."""
     table = {"decoder": Decoder("decoder", layouts=("natural",)), "any": Toy("any", times_floor=3.0)}
-    for module in (polymoe.backends, polymoe.experts):
+    for module in (polymoe.backends, polymoe.layer.experts):
         monkeypatch.setattr(module, "BACKENDS", table)
-    monkeypatch.setattr(polymoe.experts, "LAYOUTS", LAYOUTS)
+    monkeypatch.setattr(polymoe.layer.experts, "LAYOUTS", LAYOUTS)
 
 
 def layouts(generator: Generator) -> set[str]:

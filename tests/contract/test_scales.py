@@ -13,15 +13,15 @@ from polymoe.backends.base import Runner
 from polymoe.backends.features import ANY
 from polymoe.backends.reference import Reference, run_experts
 from polymoe.errors import PlanError, UnsupportedProblem
-from polymoe.experts import FusedExperts
 from polymoe.formats import QuantTensor
+from polymoe.layer.experts import FusedExperts
+from polymoe.layer.runtime import PlanRequest
 from polymoe.layouts import LAYOUTS, Packed
 from polymoe.machine import Machine
-from polymoe.numerics import relative_error
 from polymoe.problem import Problem
-from polymoe.runtime import PlanRequest
-from polymoe.scale_range import ScaleRange, measure_scales
-from polymoe.tensors import Expert, ExpertWeights
+from polymoe.problem.numerics import relative_error
+from polymoe.problem.scale_range import ScaleRange, measure_scales
+from polymoe.problem.tensors import Expert, ExpertWeights
 from support import toys
 from support.problems import problem_of, random_call, random_experts
 from support.toys import Toy

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from polymoe.activation_quantization import FP8_TOKEN
-from polymoe.activations import SwiGLU
 from polymoe.errors import ArgumentError, PlanError, UnsupportedProblem, VerificationError
-from polymoe.experts import FusedExperts
-from polymoe.numerics import relative_error
-from polymoe.verdict import Accepted, Reason, Rejected
+from polymoe.layer.experts import FusedExperts
+from polymoe.problem.activation_quantization import FP8_TOKEN
+from polymoe.problem.activations import SwiGLU
+from polymoe.problem.numerics import relative_error
+from polymoe.problem.verdict import Accepted, Reason, Rejected
 from support.problems import plain_experts, problem_of, random_call, random_experts
 from support.toys import LAYOUTS, TileConfig, Toy, choice, toys
 

@@ -9,7 +9,7 @@ import pytest
 from polymoe.backends import BACKENDS
 from polymoe.bench.cases import CASES
 from polymoe.machine import DEVICES, Machine
-from polymoe.verdict import Accepted
+from polymoe.problem.verdict import Accepted
 
 PACKAGES = {"torch": "2.11.0", "triton": "3.6.0"}
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from polymoe.activations import SwiGLU
 from polymoe.errors import CheckpointError, PlanError, VerificationError
-from polymoe.experts import FusedExperts
+from polymoe.layer.experts import FusedExperts
 from polymoe.layouts import Packed
-from polymoe.tensors import Expert, ExpertWeights
+from polymoe.problem.activations import SwiGLU
+from polymoe.problem.tensors import Expert, ExpertWeights
 from support.problems import problem_of, random_call, random_experts, torn
 from support.toys import LAYOUTS, Flipped, Toy, choice
 

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from polymoe.activations import GeGLU, ReLU2
 from polymoe.backends.cuda.backend import Cuda, CudaConfig
 from polymoe.backends.reference import run_experts
-from polymoe.experts import FusedExperts
+from polymoe.layer.experts import FusedExperts
+from polymoe.layer.runtime import PlanRequest
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import Machine
-from polymoe.numerics import TOLERANCE, relative_error
-from polymoe.routing import Routing
-from polymoe.runtime import PlanRequest
+from polymoe.problem.activations import GeGLU, ReLU2
+from polymoe.problem.numerics import TOLERANCE, relative_error
+from polymoe.problem.routing import Routing
 from support.captured import captured_follows_new_rows
 from support.cuda_calls import need_sm90, on_gpu, same_experts
 from support.problems import GPT_OSS, problem_of, random_call, random_experts

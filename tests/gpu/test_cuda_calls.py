@@ -9,24 +9,24 @@ from typing import Any
 import pytest
 import torch
 
-from polymoe.activations import SwiGLU
 from polymoe.backends.cuda.backend import Cuda, CudaConfig
 from polymoe.backends.reference import run_experts
 from polymoe.bench.cases import CASES, Workload
 from polymoe.bench.records import Stamp
 from polymoe.bench.tune import Tune
 from polymoe.errors import ArgumentError, CheckpointError, PlanError, UnsupportedProblem
-from polymoe.experts import FusedExperts
 from polymoe.kernels.cuda.sizes import W4A16_WGMMA
+from polymoe.layer.experts import FusedExperts
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import Machine
-from polymoe.numerics import TOLERANCE, relative_error
 from polymoe.planning.measured import Table
 from polymoe.planning.select import select
 from polymoe.planning.table_files import read
-from polymoe.routing import Routing
-from polymoe.scale_range import measure_scales
-from polymoe.tensors import ExpertWeights
+from polymoe.problem.activations import SwiGLU
+from polymoe.problem.numerics import TOLERANCE, relative_error
+from polymoe.problem.routing import Routing
+from polymoe.problem.scale_range import measure_scales
+from polymoe.problem.tensors import ExpertWeights
 from support.cuda_calls import need_sm90, same_experts
 from support.problems import GPT_OSS, problem_of, random_call, torn
 

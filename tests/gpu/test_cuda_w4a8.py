@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from polymoe.activations import GeGLU, SwiGLU
 from polymoe.backends.cuda.backend import Cuda, CudaConfig
 from polymoe.backends.reference import run_experts
-from polymoe.experts import FusedExperts
 from polymoe.kernels.cuda.sizes import W4A8
-from polymoe.numerics import relative_error
-from polymoe.routing import Routing
+from polymoe.layer.experts import FusedExperts
+from polymoe.problem.activations import GeGLU, SwiGLU
+from polymoe.problem.numerics import relative_error
+from polymoe.problem.routing import Routing
 from support.captured import captured_follows_new_rows
 from support.cuda_calls import (
     awkward_call,

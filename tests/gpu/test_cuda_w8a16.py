@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from polymoe.activations import GeGLU
 from polymoe.backends.cuda.backend import Cuda, CudaConfig
-from polymoe.experts import FusedExperts
+from polymoe.layer.experts import FusedExperts
+from polymoe.layer.runtime import PlanRequest
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import Machine
-from polymoe.runtime import PlanRequest
+from polymoe.problem.activations import GeGLU
 from support.captured import captured_follows_new_rows
 from support.cuda_calls import awkward_call, need_sm90, on_gpu, same_experts, same_in_any_batch
 from support.problems import GPT_OSS, problem_of, random_call

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from polymoe.activations import GeGLU, SwiGLU
 from polymoe.backends.cuda.backend import CudaConfig
-from polymoe.experts import FusedExperts
 from polymoe.kernels.cuda import sizes
 from polymoe.kernels.cuda.launch import e4m3_rows
-from polymoe.numerics import TOLERANCE
+from polymoe.layer.experts import FusedExperts
+from polymoe.problem.activations import GeGLU, SwiGLU
+from polymoe.problem.numerics import TOLERANCE
 from support.captured import captured_follows_new_rows
 from support.cuda_calls import awkward_call, need_sm90, on_gpu, same_experts
 from support.problems import GPT_OSS, random_call

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from polymoe.activations import GeGLU
 from polymoe.backends.cuda.backend import CudaConfig
-from polymoe.numerics import TOLERANCE, relative_error
-from polymoe.tensors import ExpertWeights
+from polymoe.problem.activations import GeGLU
+from polymoe.problem.numerics import TOLERANCE, relative_error
+from polymoe.problem.tensors import ExpertWeights
 from support.cuda_calls import (
     TOKEN_TOLERANCE,
     awkward_call,

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from polymoe.activations import GeGLU
 from polymoe.backends.cuda.backend import CudaConfig
-from polymoe.experts import FusedExperts
 from polymoe.kernels.cuda import sizes
+from polymoe.layer.experts import FusedExperts
+from polymoe.problem.activations import GeGLU
 from support.captured import captured_follows_new_rows
 from support.cuda_calls import (
     awkward_call,

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from polymoe.activations import Activation, GeGLU
 from polymoe.backends.cuda.backend import CudaConfig
+from polymoe.problem.activations import Activation, GeGLU
 from support.cuda_calls import awkward_call, need_sm90, repeated_on_gpu, same_experts, same_in_both
 from support.problems import GPT_OSS, random_call
 

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from polymoe.activations import SwiGLU
 from polymoe.backends.base import layouts_for
 from polymoe.backends.flashinfer import FlashInfer
 from polymoe.backends.reference import run_experts
-from polymoe.experts import FusedExperts
+from polymoe.layer.experts import FusedExperts
+from polymoe.layer.runtime import PlanRequest
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import Machine
-from polymoe.numerics import TOLERANCE, relative_error
-from polymoe.routing import Routing
-from polymoe.runtime import PlanRequest
-from polymoe.tensors import ExpertWeights
+from polymoe.problem.activations import SwiGLU
+from polymoe.problem.numerics import TOLERANCE, relative_error
+from polymoe.problem.routing import Routing
+from polymoe.problem.tensors import ExpertWeights
 from support.captured import captured_follows_new_rows
 from support.cuda_calls import need_sm90
 from support.problems import GPT_OSS, problem_of, random_experts

@@ -7,17 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from polymoe.activations import Activation, ReLU2, SwiGLU
 from polymoe.backends.base import inputs_of
-from polymoe.backends.features import judge
 from polymoe.backends.flashinfer import FlashInfer
+from polymoe.backends.judge import judge
 from polymoe.backends.reference import run_experts
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import Machine
-from polymoe.numerics import relative_error
 from polymoe.planning.select import select
-from polymoe.routing import Routing
-from polymoe.verdict import Accepted
+from polymoe.problem.activations import Activation, ReLU2, SwiGLU
+from polymoe.problem.numerics import relative_error
+from polymoe.problem.routing import Routing
+from polymoe.problem.verdict import Accepted
 from support.problems import problem_of, random_experts
 
 BACKEND = FlashInfer()

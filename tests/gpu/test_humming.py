@@ -12,20 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from polymoe.activations import GeGLU, SwiGLU
 from polymoe.backends import BACKENDS
-from polymoe.backends.features import judge
 from polymoe.backends.humming import HummingConfig
+from polymoe.backends.judge import judge
 from polymoe.backends.reference import run_experts
 from polymoe.formats import FORMATS, Encoding, PerGroup
 from polymoe.formats.int4 import Int4
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import Machine
-from polymoe.numerics import TOLERANCE, relative_error
 from polymoe.problem import Problem
-from polymoe.routing import Routing
-from polymoe.tensors import Expert, ExpertWeights
-from polymoe.verdict import Accepted
+from polymoe.problem.activations import GeGLU, SwiGLU
+from polymoe.problem.numerics import TOLERANCE, relative_error
+from polymoe.problem.routing import Routing
+from polymoe.problem.tensors import Expert, ExpertWeights
+from polymoe.problem.verdict import Accepted
 from support.problems import GPT_OSS, problem_of, random_experts
 
 pytest.importorskip("humming")

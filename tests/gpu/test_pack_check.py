@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from polymoe.errors import FormatError, VerificationError
-from polymoe.experts import FusedExperts
+from polymoe.layer.experts import FusedExperts
 from polymoe.layouts import LAYOUTS
 from polymoe.layouts.pack_check import pack_checked
 from support.pack_faults import CELLS, FAULTY_CELLS, choice, faulty, layer

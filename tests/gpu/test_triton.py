@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from polymoe.activations import GeGLU, SwiGLU
 from polymoe.backends.reference import run_experts
 from polymoe.backends.triton import Tile, Triton, TritonConfig
 from polymoe.errors import PlanError
-from polymoe.experts import FusedExperts
 from polymoe.formats import FORMATS, QuantTensor, format_of
+from polymoe.layer.experts import FusedExperts
+from polymoe.layer.runtime import PlanRequest
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import Machine
-from polymoe.numerics import TOLERANCE, relative_error
-from polymoe.routing import Routing
-from polymoe.runtime import PlanRequest
-from polymoe.tensors import Expert, ExpertWeights
+from polymoe.problem.activations import GeGLU, SwiGLU
+from polymoe.problem.numerics import TOLERANCE, relative_error
+from polymoe.problem.routing import Routing
+from polymoe.problem.tensors import Expert, ExpertWeights
 from support.captured import captured_follows_new_rows
 from support.problems import GPT_OSS, problem_of, random_call, random_experts, with_input_scales
 

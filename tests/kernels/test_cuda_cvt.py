@@ -17,7 +17,7 @@ from polymoe.backends.reference import run_experts
 from polymoe.formats import FORMATS, QuantTensor
 from polymoe.kernels.cuda.launch.args import GemmArgs
 from polymoe.kernels.cuda.targets import SM90, TARGETS
-from polymoe.numerics import TOLERANCE, relative_error
+from polymoe.problem.numerics import TOLERANCE, relative_error
 from support.cuda_calls import run_emulated
 from support.cuda_emulator import Emulator, compile_files, compile_unit, sources
 from support.problems import problem_of, random_call, random_experts

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from polymoe.activations import Activation, GeGLU, SwiGLU
 from polymoe.backends.cuda.backend import Cuda, CudaConfig
 from polymoe.backends.reference import emulate_activations, run_experts
 from polymoe.formats import FORMATS, QuantTensor, format_of
@@ -23,9 +22,10 @@ from polymoe.kernels.cuda.launch.tiled import WgmmaCall, e4m3_tile_bytes
 from polymoe.kernels.cuda.sizes import BF16, W4A16_WGMMA
 from polymoe.kernels.cuda.targets import SM90
 from polymoe.machine import Machine
-from polymoe.numerics import TOLERANCE, relative_error
-from polymoe.routing import Routing
-from polymoe.tensors import Expert, ExpertWeights
+from polymoe.problem.activations import Activation, GeGLU, SwiGLU
+from polymoe.problem.numerics import TOLERANCE, relative_error
+from polymoe.problem.routing import Routing
+from polymoe.problem.tensors import Expert, ExpertWeights
 from support.cuda_calls import run_emulated
 from support.cuda_emulator import Emulator, compile_unit
 from support.problems import GPT_OSS, problem_of, random_call, random_experts

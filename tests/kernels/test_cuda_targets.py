@@ -19,10 +19,10 @@ from polymoe.bench.cases import CASES
 from polymoe.kernels.cuda.sizes import STATIC_BYTES, W4_FORMATS, W4A16_MMA_TILED
 from polymoe.kernels.cuda.targets import SM90, TARGETS, Target, target_for
 from polymoe.machine import DEVICES, Machine
-from polymoe.numerics import TOLERANCE, relative_error
-from polymoe.routing import Routing
-from polymoe.tensors import ExpertWeights
-from polymoe.verdict import Accepted
+from polymoe.problem.numerics import TOLERANCE, relative_error
+from polymoe.problem.routing import Routing
+from polymoe.problem.tensors import ExpertWeights
+from polymoe.problem.verdict import Accepted
 from support.cuda_calls import run_emulated
 from support.cuda_emulator import compile_files, compile_unit, sources
 from support.cuda_instructions_budget import CVT_COSTS, MMA_COSTS, TILED_COSTS, instructions

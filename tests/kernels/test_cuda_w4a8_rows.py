@@ -17,9 +17,9 @@ from polymoe.backends.reference import run_experts
 from polymoe.kernels.cuda.generate import unit_source
 from polymoe.kernels.cuda.sizes import W4A8_ROWS
 from polymoe.kernels.cuda.targets import SM90
-from polymoe.numerics import TOLERANCE, relative_error
-from polymoe.routing import Routing
-from polymoe.tensors import Expert, ExpertWeights
+from polymoe.problem.numerics import TOLERANCE, relative_error
+from polymoe.problem.routing import Routing
+from polymoe.problem.tensors import Expert, ExpertWeights
 from support.cuda_calls import compare_each_token, launches, run_emulated
 from support.cuda_emulator import compile_files, compile_unit, sources
 from support.problems import GPT_OSS, problem_of, random_call, random_experts, with_input_scales

@@ -15,7 +15,7 @@ from polymoe.backends.reference import run_experts
 from polymoe.kernels.cuda.targets import TARGETS, Target
 from polymoe.layouts.cuda.bits import move_bits
 from polymoe.layouts.cuda.w8a16_fragments import E4M3_BITS
-from polymoe.numerics import TOLERANCE, relative_error
+from polymoe.problem.numerics import TOLERANCE, relative_error
 from support.cuda_calls import run_emulated
 from support.cuda_emulator import compile_unit
 from support.problems import GPT_OSS, problem_of, random_call, random_experts

@@ -13,16 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from polymoe.activations import GeGLU, SwiGLU
 from polymoe.backends.cuda.backend import CudaConfig
 from polymoe.backends.cuda.runner import CudaRunner
 from polymoe.backends.reference import emulate_activations, run_experts
 from polymoe.kernels.cuda import modules, sizes
 from polymoe.kernels.cuda.launch import e4m3_rows
 from polymoe.kernels.cuda.targets import SM90
-from polymoe.numerics import TOLERANCE, relative_error
-from polymoe.routing import Routing
-from polymoe.tensors import ExpertWeights
+from polymoe.problem.activations import GeGLU, SwiGLU
+from polymoe.problem.numerics import TOLERANCE, relative_error
+from polymoe.problem.routing import Routing
+from polymoe.problem.tensors import ExpertWeights
 from support.cuda_calls import gpu, launches, pack, quantized_rows, run_emulated
 from support.cuda_emulator import Emulator, compile_unit
 from support.problems import GPT_OSS, problem_of, random_call, random_experts

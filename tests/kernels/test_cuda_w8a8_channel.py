@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from polymoe.activations import GeGLU
 from polymoe.backends.cuda.backend import CudaConfig
 from polymoe.backends.reference import run_experts
 from polymoe.kernels.cuda import sizes
-from polymoe.numerics import TOLERANCE, relative_error
-from polymoe.tensors import ExpertWeights
+from polymoe.problem.activations import GeGLU
+from polymoe.problem.numerics import TOLERANCE, relative_error
+from polymoe.problem.tensors import ExpertWeights
 from support.cuda_calls import compare_each_token, launches, run_emulated
 from support.cuda_emulator import compile_unit
 from support.problems import GPT_OSS, problem_of, random_call, random_experts, with_input_scales

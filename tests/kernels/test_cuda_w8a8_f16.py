@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from polymoe.activations import GeGLU, SwiGLU
 from polymoe.backends.cuda.backend import CudaConfig
 from polymoe.backends.reference import emulate_activations
 from polymoe.kernels.cuda import modules, sizes
-from polymoe.routing import Routing
-from polymoe.tensors import ExpertWeights
+from polymoe.problem.activations import GeGLU, SwiGLU
+from polymoe.problem.routing import Routing
+from polymoe.problem.tensors import ExpertWeights
 from support.cuda_calls import compare_each_token, launches, quantized_rows, run_emulated
 from support.cuda_emulator import Emulator, compile_unit
 from support.problems import GPT_OSS, random_call, random_experts

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from polymoe.activations import GeGLU, SwiGLU
 from polymoe.backends.cuda.backend import CudaConfig
 from polymoe.kernels.cuda import sizes
 from polymoe.kernels.cuda.launch.permutation import FEW_ROWS
-from polymoe.routing import Routing
-from polymoe.tensors import ExpertWeights
+from polymoe.problem.activations import GeGLU, SwiGLU
+from polymoe.problem.routing import Routing
+from polymoe.problem.tensors import ExpertWeights
 from support.cuda_calls import compare_each_token, launches, run_emulated
 from support.cuda_emulator import compile_unit
 from support.problems import GPT_OSS, random_call, random_experts

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from polymoe.activations import GeGLU
 from polymoe.backends.packages import at_least
 from polymoe.backends.triton import Tile, Triton, TritonConfig
 from polymoe.bench.cases import CASES
 from polymoe.formats import FORMATS, Encoding, PerGroup
 from polymoe.machine import Machine
-from polymoe.scale_range import ScaleRange
-from polymoe.verdict import Accepted
+from polymoe.problem.activations import GeGLU
+from polymoe.problem.scale_range import ScaleRange
+from polymoe.problem.verdict import Accepted
 
 triton = pytest.importorskip("triton")
 

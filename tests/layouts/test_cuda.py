@@ -12,7 +12,7 @@ from polymoe.formats import FORMATS, QuantTensor
 from polymoe.formats.elements import SCALE_DTYPES
 from polymoe.layouts import LAYOUTS, Layout, Packed
 from polymoe.layouts.cuda.w4a16_fragments import e4m3_codes
-from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
+from polymoe.problem.tensors import Expert, ExpertsSpec, ExpertWeights
 from support.every_byte import assert_same, every_byte, spec_of
 from support.problems import random_experts
 

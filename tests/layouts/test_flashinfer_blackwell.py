@@ -12,7 +12,7 @@ from torch import Tensor
 from polymoe.formats import FORMATS, QuantTensor
 from polymoe.layouts import LAYOUTS, Packed
 from polymoe.layouts.flashinfer_blackwell import FlashInferSM12x, FlashInferTrtllm
-from polymoe.tensors import Expert, ExpertWeights
+from polymoe.problem.tensors import Expert, ExpertWeights
 from support.every_byte import assert_same, every_byte, spec_of
 
 CPU = torch.device("cpu")

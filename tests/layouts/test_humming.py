@@ -12,8 +12,8 @@ from polymoe.errors import PlanError
 from polymoe.formats import FORMATS, Encoding, PerChannel, PerGroup
 from polymoe.formats.int4 import Int4
 from polymoe.layouts import LAYOUTS, Layout
-from polymoe.scale_range import ScaleRange
-from polymoe.tensors import Expert, ExpertWeights
+from polymoe.problem.scale_range import ScaleRange
+from polymoe.problem.tensors import Expert, ExpertWeights
 from support.problems import random_experts
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ import torch
 from polymoe.errors import PlanError
 from polymoe.formats import FORMATS
 from polymoe.layouts import LAYOUTS, Natural
-from polymoe.tensors import Expert
+from polymoe.problem.tensors import Expert
 from support.problems import random_experts
 
 CPU = torch.device("cpu")

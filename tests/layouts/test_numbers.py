@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from polymoe.errors import FormatError
-from polymoe.experts import FusedExperts, load_experts
 from polymoe.formats import FORMATS
+from polymoe.layer.experts import FusedExperts, load_experts
 from polymoe.layouts import LAYOUTS
 from polymoe.layouts.pack_check import pack_checked
-from polymoe.tensors import Expert, ExpertWeights
+from polymoe.problem.tensors import Expert, ExpertWeights
 from support.pack_faults import choice
 from support.problems import problem_of, random_experts
 from support.written import LAYER, Library, damaged

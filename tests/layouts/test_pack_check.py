@@ -12,14 +12,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from polymoe.errors import FormatError, VerificationError
-from polymoe.experts import FusedExperts
+from polymoe.layer.experts import FusedExperts
 from polymoe.layouts import LAYOUTS, Packed
 from polymoe.layouts import pack_check as module
 from polymoe.layouts.checksums import Checksums
 from polymoe.layouts.pack_check import difference, pack_checked
 from polymoe.layouts.staging import PartOffsets, expert_of, in_buffer, kept, of_buffer
-from polymoe.scale_range import measure_scales
-from polymoe.tensors import Expert, ExpertWeights
+from polymoe.problem.scale_range import measure_scales
+from polymoe.problem.tensors import Expert, ExpertWeights
 from support.pack_faults import AFTER, BEFORE, CELLS, FAULTY_CELLS, choice, faulty, layer, reading
 from support.problems import problem_of, random_experts
 

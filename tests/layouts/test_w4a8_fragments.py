@@ -11,7 +11,7 @@ from polymoe.errors import FormatError
 from polymoe.formats import FORMATS, QuantTensor, format_of
 from polymoe.layouts import LAYOUTS
 from polymoe.layouts.cuda.w4a8_fragments import BITS, INT4_BITS, MOST_STEP
-from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
+from polymoe.problem.tensors import Expert, ExpertsSpec, ExpertWeights
 from support.problems import random_experts
 
 CPU = torch.device("cpu")

@@ -7,13 +7,13 @@ from dataclasses import fields, replace
 
 import pytest
 
-from polymoe.activations import GeGLU, SwiGLU
 from polymoe.errors import FormatError
 from polymoe.formats import FORMATS, Encoding, PerGroup
 from polymoe.planning.measured import Measured, Table, newest, problem_key
 from polymoe.problem import Problem
-from polymoe.scale_range import ScaleRange
-from polymoe.tensors import ExpertsSpec
+from polymoe.problem.activations import GeGLU, SwiGLU
+from polymoe.problem.scale_range import ScaleRange
+from polymoe.problem.tensors import ExpertsSpec
 from support.table_rows import row
 
 MXFP4, INT4 = FORMATS["mxfp4"].encoding, FORMATS["int4_g32"].encoding

@@ -13,11 +13,11 @@ import torch
 import write_proof
 
 import polymoe
-from polymoe import plugins
 from polymoe.backends import BACKENDS
 from polymoe.backends.reference import Reference
 from polymoe.bench.cases import CASES
 from polymoe.bench.records import append, read
+from polymoe.common import plugins
 from polymoe.errors import FormatError
 from polymoe.formats import FORMATS
 from polymoe.layouts import LAYOUTS as SHIPPED_LAYOUTS
@@ -27,7 +27,7 @@ from polymoe.planning.proof import Proof, Proofs, ProofStatus, parse, weakest
 from polymoe.planning.select import select
 from polymoe.planning.selection import Selection
 from polymoe.problem import Problem
-from polymoe.verdict import Accepted, Verdict
+from polymoe.problem.verdict import Accepted, Verdict
 from support import table_rows
 from support.problems import problem_of, random_call, random_experts
 from support.proven import Plugin, Recorder

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from polymoe.backends.reference import run_experts
-from polymoe.experts import FusedExperts
-from polymoe.numerics import TOLERANCE, relative_error
-from polymoe.tensors import ExpertWeights
+from polymoe.layer.experts import FusedExperts
+from polymoe.problem.numerics import TOLERANCE, relative_error
+from polymoe.problem.tensors import ExpertWeights
 from support.problems import random_call
 
 

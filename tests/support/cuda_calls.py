@@ -21,10 +21,10 @@ from polymoe.kernels.cuda.sizes import e4m3_row_bytes, round_up
 from polymoe.kernels.cuda.targets import SM90, Target
 from polymoe.layouts import LAYOUTS, Packed
 from polymoe.machine import Machine
-from polymoe.numerics import TOLERANCE, relative_error
 from polymoe.problem import Problem
-from polymoe.routing import Routing
-from polymoe.tensors import ExpertWeights
+from polymoe.problem.numerics import TOLERANCE, relative_error
+from polymoe.problem.routing import Routing
+from polymoe.problem.tensors import ExpertWeights
 from support.cuda_emulator import Emulator, Recorded
 from support.problems import problem_of, random_call, random_experts
 

@@ -6,7 +6,7 @@ import torch
 
 from polymoe.formats import FORMATS, QuantTensor
 from polymoe.formats.elements import SCALE_DTYPES
-from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
+from polymoe.problem.tensors import Expert, ExpertsSpec, ExpertWeights
 
 
 def every_byte(format: str, hidden: int, intermediate: int, *, gated: bool = True, seed: int = 0) -> ExpertWeights:

@@ -16,7 +16,7 @@ from sums import token_table
 from torch import Tensor
 
 from polymoe.engines.transformers import PackedExperts
-from polymoe.experts import FusedExperts
+from polymoe.layer.experts import FusedExperts
 from support.configs import FP8_CHANNEL, FP8_PER_TOKEN, FP8_STATIC, compressed
 
 MODELS = Path(families.__file__).parent

@@ -18,8 +18,8 @@ import torch
 from polymoe.backends.humming import Humming, HummingConfig
 from polymoe.backends.reference import run_experts
 from polymoe.layouts import LAYOUTS
-from polymoe.numerics import relative_error
-from polymoe.tensors import ExpertWeights
+from polymoe.problem.numerics import relative_error
+from polymoe.problem.tensors import ExpertWeights
 from support import fake_humming
 from support.problems import problem_of, random_call, random_experts
 

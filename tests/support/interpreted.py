@@ -20,16 +20,16 @@ import torch
 import triton
 from triton.runtime import interpreter
 
-from polymoe.activation_quantization import ActivationQuantization
-from polymoe.activations import GeGLU, SwiGLU
 from polymoe.backends.reference import Reference
 from polymoe.backends.triton import Tile, Triton, TritonConfig
 from polymoe.formats import Encoding, PerGroup, format_of
 from polymoe.formats.int4 import Int4
 from polymoe.layouts import LAYOUTS
-from polymoe.numerics import relative_error
-from polymoe.routing import Routing
-from polymoe.tensors import ExpertsSpec, ExpertWeights
+from polymoe.problem.activation_quantization import ActivationQuantization
+from polymoe.problem.activations import GeGLU, SwiGLU
+from polymoe.problem.numerics import relative_error
+from polymoe.problem.routing import Routing
+from polymoe.problem.tensors import ExpertsSpec, ExpertWeights
 from support.problems import GPT_OSS, problem_of, random_call, random_experts
 
 ACTIVATIONS = {"gpt_oss": GPT_OSS, "gelu": GeGLU(), "gelu_tanh": GeGLU("tanh"), "limit": SwiGLU(limit=0.5)}

@@ -23,7 +23,7 @@ import torch
 import polymoe
 from polymoe.formats import FORMATS, QuantTensor
 from polymoe.layouts import Layout, Packed
-from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
+from polymoe.problem.tensors import Expert, ExpertsSpec, ExpertWeights
 
 V4 = Path(__file__).parents[2] / "models" / "sums-deepseek-v4-mxfp4"
 
@@ -73,7 +73,10 @@ def checks_of_few_experts_only() -> Iterator[None]:
     def pack(layout: Layout, weights: ExpertWeights, device: torch.device, *_: object, **__: object) -> Packed:
         return layout.pack(weights, device)
 
-    with patch("polymoe.runtime.pack_checked", pack), patch("polymoe.runtime.kept", lambda weights: weights):
+    with (
+        patch("polymoe.layer.runtime.pack_checked", pack),
+        patch("polymoe.layer.runtime.kept", lambda weights: weights),
+    ):
         yield
 
 
@@ -125,7 +128,7 @@ def main(path: str, layer: str, device: str, small: str, small_layer: str, backe
 
     threading.Thread(target=watch, daemon=True).start()
     start = time.perf_counter()
-    with patch("polymoe.experts.check_layer"):  # which needs memory for a dequantized expert
+    with patch("polymoe.layer.experts.check_layer"):  # which needs memory for a dequantized expert
         experts = load(path, int(layer))
     synchronize(device)
     packed_s = time.perf_counter() - start

@@ -15,11 +15,11 @@ from polymoe.backends.base import Runner
 from polymoe.backends.features import ANY
 from polymoe.backends.reference import Reference
 from polymoe.formats import FORMATS
+from polymoe.layer.runtime import PlanRequest
 from polymoe.layouts import LAYOUTS, Layout, Packed
 from polymoe.machine import Machine
 from polymoe.problem import Problem
-from polymoe.runtime import PlanRequest
-from polymoe.tensors import Expert, ExpertWeights
+from polymoe.problem.tensors import Expert, ExpertWeights
 from support import toys
 from support.problems import random_experts
 from support.toys import Toy

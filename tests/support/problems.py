@@ -7,12 +7,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from polymoe.activations import Activation, ReLU2, SwiGLU
 from polymoe.errors import CheckpointError
 from polymoe.formats import FORMATS, Format, format_of
 from polymoe.problem import Problem
-from polymoe.routing import Routing
-from polymoe.tensors import Expert, ExpertWeights
+from polymoe.problem.activations import Activation, ReLU2, SwiGLU
+from polymoe.problem.routing import Routing
+from polymoe.problem.tensors import Expert, ExpertWeights
 
 GPT_OSS = SwiGLU(alpha=1.702, beta=1.0, limit=7.0)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from polymoe.backends.base import Runner, RunnerBase
 from polymoe.backends.config import Config
-from polymoe.routing import Routing
+from polymoe.problem.routing import Routing
 
 
 @dataclass

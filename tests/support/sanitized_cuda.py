@@ -18,8 +18,8 @@ from polymoe.backends.cuda.runner import CudaRunner
 from polymoe.backends.reference import run_experts
 from polymoe.kernels.cuda.sizes import W4A16_MMA, W4A16_MMA_TILED, W8A16_MMA, W8A16_MMA_TILED
 from polymoe.machine import Machine
-from polymoe.numerics import TOLERANCE, relative_error
-from polymoe.routing import Routing
+from polymoe.problem.numerics import TOLERANCE, relative_error
+from polymoe.problem.routing import Routing
 from support.cuda_calls import pack
 from support.cuda_targets import TEST_TARGETS
 from support.problems import problem_of, random_call, random_experts, with_input_scales

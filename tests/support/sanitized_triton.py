@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from polymoe.backends.reference import run_experts
 from polymoe.backends.triton import Tile, Triton, TritonConfig
 from polymoe.layouts import LAYOUTS
-from polymoe.numerics import TOLERANCE, relative_error
-from polymoe.routing import Routing
+from polymoe.problem.numerics import TOLERANCE, relative_error
+from polymoe.problem.routing import Routing
 from support.problems import problem_of, random_call, random_experts
 
 CONFIGS = {

@@ -13,13 +13,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from polymoe.activations import ReLU2, SwiGLU
 from polymoe.backends import BACKENDS
 from polymoe.engines.serving.chooser import machine_of
 from polymoe.engines.serving.sources import SGLANG, VLLM, StackedExperts, source_of
 from polymoe.engines.serving.stand_aside import LayerFacts
+from polymoe.layer.runtime import PlanRequest
 from polymoe.layouts import LAYOUTS
-from polymoe.runtime import PlanRequest
+from polymoe.problem.activations import ReLU2, SwiGLU
 
 CPU = PlanRequest(machine_of("cpu"), "mixed", "auto", BACKENDS, LAYOUTS)
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from polymoe.activations import SwiGLU
 from polymoe.bench.cases import Case, Workload
 from polymoe.bench.measure import Bench
 from polymoe.bench.records import Stamp
 from polymoe.bench.routings import parse_routing
 from polymoe.machine import Machine
+from polymoe.problem.activations import SwiGLU
 
 CPU = torch.device("cpu")
 TINY = Case(name="tiny", hidden=64, intermediate=48, experts=5, top_k=2, format="mxfp4", activation=SwiGLU(limit=10.0))

@@ -10,15 +10,15 @@ from unittest.mock import patch
 import torch
 import triton
 
-from polymoe.activations import ReLU2, SwiGLU
 from polymoe.backends.triton import Triton, TritonConfig
 from polymoe.formats import FORMATS, Encoding
 from polymoe.formats.elements import CODE_DTYPES, SCALE_DTYPES
 from polymoe.layouts import Packed
 from polymoe.machine import Machine
 from polymoe.problem import Problem
-from polymoe.routing import Routing
-from polymoe.tensors import ExpertsSpec
+from polymoe.problem.activations import ReLU2, SwiGLU
+from polymoe.problem.routing import Routing
+from polymoe.problem.tensors import ExpertsSpec
 
 EXPERTS = 8
 

@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from polymoe.activation_quantization import ActivationQuantization
 from polymoe.checkpoint import Checkpoint
 from polymoe.errors import ArgumentError, CheckpointNotFound, FormatError
 from polymoe.formats import QuantTensor
 from polymoe.layouts import Natural
-from polymoe.routing import Routing
-from polymoe.tensors import Expert, ExpertWeights
+from polymoe.problem.activation_quantization import ActivationQuantization
+from polymoe.problem.routing import Routing
+from polymoe.problem.tensors import Expert, ExpertWeights
 from polymoe.verify import verify
 from polymoe.verify.oracle import Oracle
 from support.configs import CONFIGS
@@ -180,7 +180,7 @@ def test_the_oracle_by_hand() -> None:
 
 
 def test_a_wrong_activation_is_noticed(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    from polymoe.activations import SwiGLU
+    from polymoe.problem.activations import SwiGLU
 
     monkeypatch.setattr(SwiGLU, "__call__", lambda self, gate, up: torch.nn.functional.silu(gate) * up)
     report = verify(library("gpt-oss-mxfp4"), tokens=(1,), device="cpu")

@@ -9,7 +9,7 @@ from polymoe.backends.humming import Humming
 from polymoe.backends.reference import Reference
 from polymoe.backends.torch_cpu import Torch
 from polymoe.backends.triton import Triton
-from polymoe.plugins import PluginTable
+from polymoe.common.plugins import PluginTable
 
 __all__ = ["BACKENDS", "Backend"]
 

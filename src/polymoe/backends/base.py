@@ -8,15 +8,15 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor
 
-from polymoe.activation_quantization import UNQUANTIZED, ActivationQuantization
 from polymoe.backends.config import Config
 from polymoe.backends.features import Handled
 from polymoe.errors import ArgumentError
 from polymoe.layouts import Packed
 from polymoe.machine import Machine
 from polymoe.problem import Problem
-from polymoe.routing import Routing
-from polymoe.verdict import Verdict
+from polymoe.problem.activation_quantization import UNQUANTIZED, ActivationQuantization
+from polymoe.problem.routing import Routing
+from polymoe.problem.verdict import Verdict
 
 __all__ = [
     "Backend",
@@ -76,7 +76,7 @@ class Runner(Protocol):
             out_TH: contiguous, in x's dtype unless x is quantized.
             workspace: contiguous uint8, at least :meth:`workspace_bytes`, to use instead of allocating. What is in it
                 does not matter, before or after.
-            x_scales: float32 [T, groups], what multiplies x: see :class:`~polymoe.activation_quantization`.
+            x_scales: float32 [T, groups], what multiplies x: see :class:`~polymoe.problem.activation_quantization`.
             expert_map: int32 or int64 [E], the place of each expert in the packed layer, or -1 for experts of other
                 ranks; without it, experts are this rank's as ``problem.spec`` says.
         """

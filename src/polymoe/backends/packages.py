@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from polymoe.machine import Machine
-from polymoe.verdict import Reasons
+from polymoe.problem.verdict import Reasons
 
 __all__ = ["at_least", "need_package", "release"]
 
@@ -47,7 +47,7 @@ def need_package(
             ``least`` explain it.
 
     Returns:
-        Notes for :attr:`polymoe.verdict.Accepted.notes`.
+        Notes for :attr:`polymoe.problem.verdict.Accepted.notes`.
     """
     version = machine.packages.get(name)
     if version is None:

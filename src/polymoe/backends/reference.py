@@ -10,20 +10,20 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from polymoe.activation_quantization import ACTIVATIONS, UNQUANTIZED, ActivationQuantization
-from polymoe.activations import Activation, GeGLU, ReLU2, SwiGLU
 from polymoe.backends.base import BackendBase, Prediction, Runner, RunnerBase, mapped_ids
 from polymoe.backends.config import Config
+from polymoe.backends.cost import cost
 from polymoe.backends.features import ANY, SHARDS, Handled
-from polymoe.cost import cost
 from polymoe.errors import CheckpointError
 from polymoe.formats.elements import E2M1_VALUES, decode_scale, encode_e2m1, encode_e4m3, encode_scale
 from polymoe.layouts import LAYOUTS, Packed
 from polymoe.machine import Machine
 from polymoe.problem import Problem
-from polymoe.routing import Routing
-from polymoe.tensors import Expert, ExpertWeights
-from polymoe.verdict import Accepted, Verdict
+from polymoe.problem.activation_quantization import ACTIVATIONS, UNQUANTIZED, ActivationQuantization
+from polymoe.problem.activations import Activation, GeGLU, ReLU2, SwiGLU
+from polymoe.problem.routing import Routing
+from polymoe.problem.tensors import Expert, ExpertWeights
+from polymoe.problem.verdict import Accepted, Verdict
 
 __all__ = ["Reference", "ReferenceRunner", "emulate_activations", "layer_input_scales", "run_expert", "run_experts"]
 

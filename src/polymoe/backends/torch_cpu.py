@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from polymoe.activations import Activation, GeGLU, ReLU2, SwiGLU
 from polymoe.backends.base import BackendBase, Prediction, Runner, RunnerBase, mapped_ids
 from polymoe.backends.config import Config
+from polymoe.backends.cost import cost
 from polymoe.backends.features import ANY, SHARDS, Handled
-from polymoe.cost import cost
+from polymoe.common.units import format_bytes
 from polymoe.layouts import LAYOUTS, Packed
 from polymoe.machine import Machine
 from polymoe.problem import Problem
-from polymoe.routing import Routing
-from polymoe.units import format_bytes
-from polymoe.verdict import Accepted, Reasons, Verdict
+from polymoe.problem.activations import Activation, GeGLU, ReLU2, SwiGLU
+from polymoe.problem.routing import Routing
+from polymoe.problem.verdict import Accepted, Reasons, Verdict
 
 __all__ = ["Torch", "TorchRunner"]
 

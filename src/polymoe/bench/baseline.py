@@ -10,9 +10,9 @@ from torch import Tensor
 
 from polymoe.machine import Machine
 from polymoe.problem import Problem
-from polymoe.routing import Routing
-from polymoe.tensors import ExpertWeights
-from polymoe.verdict import Accepted, Reasons, Verdict
+from polymoe.problem.routing import Routing
+from polymoe.problem.tensors import ExpertWeights
+from polymoe.problem.verdict import Accepted, Reasons, Verdict
 
 __all__ = ["NAME", "TOLERANCE", "Dequantized", "check", "dequantize", "run"]
 

@@ -8,16 +8,16 @@ from types import MappingProxyType
 
 import torch
 
-from polymoe.activation_quantization import FP8_GROUP128, FP8_TOKEN, MXFP8, UNQUANTIZED, ActivationQuantization
-from polymoe.activations import Activation, SwiGLU
 from polymoe.checkpoint import Checkpoint
 from polymoe.checkpoint.known_models import known_models
 from polymoe.errors import ArgumentError, CheckpointNotFound, nearest
 from polymoe.formats import FORMATS, Encoding, PerGroup, QuantTensor
 from polymoe.formats.elements import CODE_DTYPES, E2M1_VALUES, encode_scale
 from polymoe.problem import Problem
-from polymoe.scale_range import measure_scales
-from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
+from polymoe.problem.activation_quantization import FP8_GROUP128, FP8_TOKEN, MXFP8, UNQUANTIZED, ActivationQuantization
+from polymoe.problem.activations import Activation, SwiGLU
+from polymoe.problem.scale_range import measure_scales
+from polymoe.problem.tensors import Expert, ExpertsSpec, ExpertWeights
 
 __all__ = ["CASES", "Case", "Workload", "case_named", "default_activations", "random_weights"]
 

@@ -22,8 +22,8 @@ from polymoe.backends.config import Config
 from polymoe.formats import QuantTensor
 from polymoe.layouts import LAYOUTS, Packed
 from polymoe.problem import Problem
-from polymoe.routing import Routing
-from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
+from polymoe.problem.routing import Routing
+from polymoe.problem.tensors import Expert, ExpertsSpec, ExpertWeights
 
 __all__ = ["CompileAhead", "compile_one"]
 

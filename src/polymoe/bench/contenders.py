@@ -9,21 +9,21 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from polymoe.activation_quantization import FP8_TOKEN, UNQUANTIZED, ActivationQuantization
-from polymoe.backend_names import backend_hint
 from polymoe.backends import BACKENDS
 from polymoe.backends.base import inputs_of
 from polymoe.bench import baseline
 from polymoe.bench.peers import PEERS, Peer, Stacks, version_of
 from polymoe.bench.records import Record
+from polymoe.common.backend_names import backend_hint
 from polymoe.errors import ArgumentError, UnsupportedProblem, nearest
 from polymoe.layouts import Packed
 from polymoe.machine import Machine, host_memory
 from polymoe.planning.plan import Plan
 from polymoe.planning.select import select
 from polymoe.problem import Problem
-from polymoe.routing import Routing
-from polymoe.verdict import Accepted, Reason, Rejected
+from polymoe.problem.activation_quantization import FP8_TOKEN, UNQUANTIZED, ActivationQuantization
+from polymoe.problem.routing import Routing
+from polymoe.problem.verdict import Accepted, Reason, Rejected
 
 __all__ = [
     "BenchRow", "Call", "LayerContender", "Run", "calls_for", "free_bytes", "own_contenders", "peer_contenders",

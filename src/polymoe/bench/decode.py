@@ -22,9 +22,9 @@ from polymoe.bench.model_records import Failed, ModelRecord
 from polymoe.bench.records import Stamp
 from polymoe.bench.timing import Timing
 from polymoe.errors import ArgumentError, PolymoeError, VerificationError
-from polymoe.experts import FusedExperts
+from polymoe.layer.experts import FusedExperts
 from polymoe.machine import Device
-from polymoe.numerics import relative_error
+from polymoe.problem.numerics import relative_error
 
 if TYPE_CHECKING:
     from polymoe.engines.transformers.decode_graph import Decoder

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from polymoe.common.install_command import install_hint
 from polymoe.errors import ArgumentError, MissingDependency
-from polymoe.install_command import install_hint
 
 if TYPE_CHECKING:
     import torch

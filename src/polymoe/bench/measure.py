@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from polymoe.activation_quantization import UNQUANTIZED, ActivationQuantization
 from polymoe.backends.reference import run_experts
 from polymoe.bench import baseline
 from polymoe.bench.cases import Workload
@@ -35,10 +34,11 @@ from polymoe.bench.routings import RoutingDistribution, floor_us
 from polymoe.bench.timing import TimedCalls, distinct_calls
 from polymoe.layouts import LAYOUTS, Packed
 from polymoe.machine import Machine
-from polymoe.numerics import relative_error
 from polymoe.problem import Problem
-from polymoe.routing import Routing
-from polymoe.tensors import Expert, ExpertWeights
+from polymoe.problem.activation_quantization import UNQUANTIZED, ActivationQuantization
+from polymoe.problem.numerics import relative_error
+from polymoe.problem.routing import Routing
+from polymoe.problem.tensors import Expert, ExpertWeights
 
 __all__ = ["Bench", "BenchRow", "Call", "compared_call", "draw_calls", "reference_results"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polymoe.experts import FusedExperts
+from polymoe.layer.experts import FusedExperts
 
 __all__ = ["experts_modules", "held_bytes", "step_bytes"]
 

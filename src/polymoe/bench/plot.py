@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from polymoe.atomic import replace_file
 from polymoe.bench.records import Record
+from polymoe.common.atomic import replace_file
+from polymoe.common.install_command import install_hint
 from polymoe.errors import ArgumentError, MissingDependency
-from polymoe.install_command import install_hint
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from polymoe.atomic import append_line, is_cut_short
-from polymoe.backend_names import current_name
+from polymoe.common.atomic import append_line, is_cut_short
+from polymoe.common.backend_names import current_name
+from polymoe.common.json_input import parse_json, read_fields
 from polymoe.errors import ArgumentError
-from polymoe.json_input import parse_json, read_fields
 from polymoe.machine import Machine
 
 __all__ = ["Line", "Record", "Stamp", "append", "check_writable", "newest", "read", "read_lines", "source", "utc_now"]

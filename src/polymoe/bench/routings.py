@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from polymoe.cost import cost
+from polymoe.backends.cost import cost
+from polymoe.common.json_input import parse_json
 from polymoe.errors import ArgumentError
-from polymoe.json_input import parse_json
 from polymoe.machine import Device
 from polymoe.problem import Problem
-from polymoe.routing import Routing
+from polymoe.problem.routing import Routing
 
 __all__ = ["RoutingDistribution", "floor_us", "parse_routing"]
 
@@ -97,8 +97,8 @@ def _read_ids(path: Path, experts: int) -> list[list[int]]:
 
 
 def floor_us(problem: Problem, device: Device, routings: Sequence[Routing]) -> float:
-    """The floor averaged over these routings: as :func:`~polymoe.cost.cost`, but with the number of active experts
-    counted instead of expected."""
+    """The floor averaged over these routings: as :func:`~polymoe.backends.cost.cost`, but with the number of active
+    experts counted instead of expected."""
     tokens = routings[0].topk_ids_TA.shape[0]
     least = cost(problem, device, tokens)
     hit = sum(len(r.topk_ids_TA.unique()) for r in routings) / len(routings)

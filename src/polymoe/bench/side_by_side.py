@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import torch
 
-from polymoe.activation_quantization import UNQUANTIZED
 from polymoe.bench import baseline
 from polymoe.bench.contenders import (
     BenchRow,
@@ -26,6 +25,7 @@ from polymoe.bench.contenders import (
 from polymoe.bench.measure import Bench, compared_call, draw_calls, reference_results
 from polymoe.bench.peers import Stacks
 from polymoe.layouts import LAYOUTS, Packed
+from polymoe.problem.activation_quantization import UNQUANTIZED
 
 __all__ = ["side_by_side"]
 

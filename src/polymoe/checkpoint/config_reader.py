@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from polymoe.activations import Activation, parse_activation
 from polymoe.checkpoint.patterns import LONGEST_PATTERN, check_name
 from polymoe.errors import ArgumentError, CheckpointError, quoted
+from polymoe.problem.activations import Activation, parse_activation
 
 __all__ = ["MOST_EXPERTS", "MOST_LAYERS", "MOST_WIDTH", "ConfigReader"]
 

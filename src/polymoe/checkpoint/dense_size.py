@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from polymoe.checkpoint.dense_tensors import DenseMatrix, DenseTensor
 from polymoe.checkpoint.load import Checkpoint
+from polymoe.common.shapes import ceil_div
 from polymoe.errors import CheckpointNotFound
-from polymoe.shapes import ceil_div
 
 __all__ = ["DenseSize", "dense_size"]
 

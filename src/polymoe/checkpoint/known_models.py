@@ -28,8 +28,8 @@ from typing import Any
 from polymoe.checkpoint.dense_size import DenseSize, dense_size
 from polymoe.checkpoint.files import CheckpointFiles
 from polymoe.checkpoint.load import Checkpoint
+from polymoe.common.json_input import parse_json
 from polymoe.errors import CheckpointError, CheckpointNotFound
-from polymoe.json_input import parse_json
 
 __all__ = ["KnownModel", "dense_size_of", "known_models", "open_checkpoint"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from polymoe.checkpoint.config_reader import MOST_LAYERS, ConfigReader
 from polymoe.checkpoint.families import text_reader
-from polymoe.shapes import ceil_div
+from polymoe.common.shapes import ceil_div
 
 __all__ = ["KvCache", "kv_cache"]
 

@@ -13,7 +13,6 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from polymoe.activation_quantization import UNQUANTIZED, ActivationQuantization
 from polymoe.checkpoint.config import QuantizationConfig
 from polymoe.checkpoint.dialects import DIALECTS, Dialect, choose, require
 from polymoe.checkpoint.expert_tensors import (
@@ -29,7 +28,8 @@ from polymoe.checkpoint.files import CheckpointFiles, Header
 from polymoe.checkpoint.naming import BIAS, module_name, part_shape, parts, tensor_name
 from polymoe.errors import CheckpointError, CheckpointNotFound, FormatError
 from polymoe.formats import Encoding, QuantTensor
-from polymoe.tensors import Expert, ExpertsSpec
+from polymoe.problem.activation_quantization import UNQUANTIZED, ActivationQuantization
+from polymoe.problem.tensors import Expert, ExpertsSpec
 
 __all__ = ["Part", "StoredLayer"]
 

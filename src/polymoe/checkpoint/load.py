@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from polymoe.activation_quantization import UNQUANTIZED, ActivationQuantization
 from polymoe.checkpoint.config import QuantizationConfig, parse_quantization
 from polymoe.checkpoint.dense_tensors import DenseTensors
 from polymoe.checkpoint.families import ModelFamily, MoeConfig, family_of
@@ -25,7 +24,8 @@ from polymoe.checkpoint.layer import StoredLayer
 from polymoe.checkpoint.shard import Parallel, Shard, shard_expert, shard_spec, widths
 from polymoe.errors import CheckpointNotFound
 from polymoe.problem import Dtype, Problem
-from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
+from polymoe.problem.activation_quantization import UNQUANTIZED, ActivationQuantization
+from polymoe.problem.tensors import Expert, ExpertsSpec, ExpertWeights
 
 __all__ = ["Checkpoint"]
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from polymoe.activations import Activation
 from polymoe.checkpoint.config_reader import MOST_EXPERTS, MOST_LAYERS, ConfigReader
+from polymoe.common.units import format_ranges
 from polymoe.errors import ArgumentError, CheckpointError, CheckpointNotFound
 from polymoe.problem import WeightOn
-from polymoe.routing import (
+from polymoe.problem.activations import Activation
+from polymoe.problem.routing import (
     HashTopK,
     Router,
     SigmoidInput,
@@ -21,7 +22,6 @@ from polymoe.routing import (
     SqrtSoftplusTopK,
     TopKSoftmax,
 )
-from polymoe.units import format_ranges
 
 __all__ = [
     "MoeConfig",

@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 from safetensors import SafetensorError, safe_open
 
 from polymoe.checkpoint.patterns import check_name
+from polymoe.common.json_input import parse_json
 from polymoe.errors import CheckpointError, CheckpointNotFound
-from polymoe.json_input import parse_json
 
 __all__ = ["check_regular", "exists", "is_inside", "open_weights", "parse_object", "read_bytes", "read_json"]
 

@@ -6,14 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from polymoe.activation_quantization import (
-    ACTIVATIONS,
-    FP8_GROUP128,
-    FP8_STATIC,
-    FP8_TOKEN,
-    UNQUANTIZED,
-    ActivationQuantization,
-)
 from polymoe.checkpoint.config_reader import MOST_WIDTH, ConfigReader
 from polymoe.checkpoint.families import ModelFamily
 from polymoe.checkpoint.patterns import compile_regexes
@@ -21,6 +13,14 @@ from polymoe.checkpoint.scheme import NamedSchemes, QuantizationConfig, Scheme, 
 from polymoe.errors import CheckpointError, nearest, quoted
 from polymoe.formats import FORMATS, Encoding, PerChannel, PerGroup, PerTensor
 from polymoe.formats.encoding import Granularity, ScaleDtype
+from polymoe.problem.activation_quantization import (
+    ACTIVATIONS,
+    FP8_GROUP128,
+    FP8_STATIC,
+    FP8_TOKEN,
+    UNQUANTIZED,
+    ActivationQuantization,
+)
 
 __all__ = ["QUANT_METHODS", "Context"]
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
 
-from polymoe.activation_quantization import UNQUANTIZED, ActivationQuantization
 from polymoe.checkpoint.patterns import compile_regexes
 from polymoe.errors import CheckpointError
 from polymoe.formats import Encoding
+from polymoe.problem.activation_quantization import UNQUANTIZED, ActivationQuantization
 
 __all__ = ["NamedSchemes", "QuantizationConfig", "Scheme", "exact_or_regex", "matcher", "without_root"]
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from polymoe.common.shapes import ceil_div
 from polymoe.errors import ArgumentError, quoted
 from polymoe.formats import Encoding, PerGroup, QuantTensor
-from polymoe.shapes import ceil_div
-from polymoe.tensors import Expert, ExpertsSpec
+from polymoe.problem.tensors import Expert, ExpertsSpec
 
 __all__ = [
     "Parallel",

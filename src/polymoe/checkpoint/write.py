@@ -23,7 +23,7 @@ from polymoe.checkpoint.layer import StoredLayer
 from polymoe.checkpoint.naming import BIAS, tensor_name
 from polymoe.errors import ArgumentError, CheckpointError
 from polymoe.formats import Encoding, PerChannel, PerGroup, QuantTensor, format_of
-from polymoe.tensors import Expert, ExpertWeights
+from polymoe.problem.tensors import Expert, ExpertWeights
 
 __all__ = ["FloatExperts", "write_checkpoint"]
 

@@ -23,8 +23,8 @@ from polymoe.cli.output import (
     token_counts,
 )
 from polymoe.cli.progress import Progress
+from polymoe.common.units import format_bytes
 from polymoe.errors import ArgumentError, nearest
-from polymoe.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table

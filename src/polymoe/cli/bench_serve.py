@@ -16,7 +16,7 @@ import typer
 from polymoe.cli.commands import Command
 from polymoe.cli.output import ClientKey, Json, Server, print_json, print_table
 from polymoe.cli.progress import Progress
-from polymoe.install_command import install_hint
+from polymoe.common.install_command import install_hint
 
 if TYPE_CHECKING:
     from polymoe.bench.energy import EnergyMeter

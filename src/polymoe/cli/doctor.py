@@ -13,7 +13,7 @@ def command(json: Json = False) -> None:
 
     Needs no GPU and no network. Keys are not shown. If something is broken, its line says so.
     """
-    from polymoe.diagnosis import diagnose
+    from polymoe.doctor.diagnosis import diagnose
 
     diagnosis = diagnose()
     if json:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from polymoe.cli.output import Backend, BatchInvariant, Json, Role, console, print_json, print_table
+from polymoe.common.units import format_bytes, format_count, format_ranges, format_us
 from polymoe.errors import ArgumentError, printable
-from polymoe.units import format_bytes, format_count, format_ranges, format_us
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -138,7 +138,7 @@ def _candidates(row: Row) -> Table:
     from rich.table import Table
 
     from polymoe.planning.selection import describe
-    from polymoe.verdict import Accepted
+    from polymoe.problem.verdict import Accepted
 
     selection = row.selection
     what = "verdicts of all backends" if selection.plan else f"nothing runs here with backend {selection.requested}"

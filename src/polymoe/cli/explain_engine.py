@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from polymoe.cli.output import console, print_json
+from polymoe.common.units import format_bytes, format_ranges, format_tokens
 from polymoe.errors import ArgumentError, printable
-from polymoe.units import format_bytes, format_ranges, format_tokens
 
 if TYPE_CHECKING:
     from polymoe.engines.serving.preview import Engine, LayerPreview
@@ -42,8 +42,8 @@ def explain_engine(
     from polymoe.engines.serving.chooser import machine_of
     from polymoe.engines.serving.preview import ENGINES, preview
     from polymoe.engines.serving.settings import EngineSettings
+    from polymoe.layer.runtime import PlanRequest
     from polymoe.layouts import LAYOUTS
-    from polymoe.runtime import PlanRequest
 
     about, settings = ENGINES[engine], EngineSettings.read()
     shard = _rank(engine, asked["tp"], asked["ep"], enable_expert_parallel)
@@ -101,7 +101,7 @@ def _rank(engine: str, tp: tuple[int, int], ep: tuple[int, int], enable_expert_p
 
 def _lines(row: LayerPreview, engine: Engine) -> list[str]:
     """The row as text: one line for what is run and where, then one for each token range or reason."""
-    from polymoe.verdict import Rejected
+    from polymoe.problem.verdict import Rejected
 
     which, verdict = f"layers {format_ranges(row.layers)} ({row.method})", row.verdict
     if isinstance(verdict, Rejected):
@@ -121,7 +121,7 @@ def _range(found: PlannedRange) -> str:
 
 def _row(row: LayerPreview) -> dict[str, Any]:
     """The row as plain values."""
-    from polymoe.verdict import Rejected
+    from polymoe.problem.verdict import Rejected
 
     found: dict[str, Any] = {"layers": list(row.layers), "name": row.where, "method": row.method}
     if isinstance(row.verdict, Rejected):

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
+from polymoe.common.units import format_bytes
 from polymoe.errors import ArgumentError, PolymoeError, printable
-from polymoe.units import format_bytes
 
 if TYPE_CHECKING:
     import torch

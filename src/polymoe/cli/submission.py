@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from polymoe.common.units import format_us
 from polymoe.errors import ArgumentError
-from polymoe.units import format_us
 
 if TYPE_CHECKING:
     from polymoe.bench.records import Record
@@ -98,7 +98,7 @@ def of_records(records: Sequence[Record], machine: Machine) -> str:
 
 
 def _block(header: Sequence[str], rows: Iterable[Sequence[object]], lines: Iterable[dict[str, Any]]) -> str:
-    from polymoe.diagnosis import hardware
+    from polymoe.doctor.diagnosis import hardware
 
     cells = [[str(cell) for cell in row] for row in (header, *rows)]
     whole = [row for row in cells if len(row) == len(header)]

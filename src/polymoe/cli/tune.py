@@ -165,11 +165,11 @@ def _require_choice(choice: bool, kind: str) -> None:
 
 def _backends(names: list[str] | None, problem: Problem, machine: Machine) -> list[Backend]:
     """Return the named backends, or all that ``auto`` may choose."""
-    from polymoe.backend_names import backend_hint
     from polymoe.backends import BACKENDS
+    from polymoe.common.backend_names import backend_hint
     from polymoe.errors import UnsupportedProblem
     from polymoe.planning.select import select
-    from polymoe.verdict import Accepted
+    from polymoe.problem.verdict import Accepted
 
     if names is not None:
         for name in names:

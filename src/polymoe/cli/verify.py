@@ -18,7 +18,7 @@ from polymoe.cli.output import (
     token_counts,
 )
 from polymoe.cli.progress import Progress
-from polymoe.units import format_ranges
+from polymoe.common.units import format_ranges
 
 if TYPE_CHECKING:
     from rich.table import Table

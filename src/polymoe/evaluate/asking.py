@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from polymoe.common.json_input import parse_json
 from polymoe.errors import ServerError
 from polymoe.evaluate.completions import Completion, parse_body, read_completion
 from polymoe.evaluate.questions import Question, Task
 from polymoe.evaluate.records import AnswerRecord, Settings
 from polymoe.evaluate.server import Reply, Server, Session
-from polymoe.json_input import parse_json
 
 __all__ = ["ask_all"]
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from polymoe.json_input import parse_json
-from polymoe.server_replies import one_line, token_count
+from polymoe.common.json_input import parse_json
+from polymoe.common.server_replies import one_line, token_count
 
 __all__ = ["Completion", "parse_body", "read_completion"]
 

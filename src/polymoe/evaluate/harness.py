@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from polymoe.common.install_command import install_hint
 from polymoe.errors import ArgumentError, MissingDependency, ServerError
 from polymoe.evaluate.server import Server
-from polymoe.install_command import install_hint
 
 __all__ = ["run_tasks"]
 

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from polymoe.common.json_input import parse_json
 from polymoe.errors import ArgumentError, nearest
 from polymoe.evaluate.answers import choice_letter, final_number, number, whole_text
-from polymoe.json_input import parse_json
 
 __all__ = ["TASKS", "Question", "Task", "read_questions"]
 

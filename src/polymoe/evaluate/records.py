@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from polymoe.atomic import append_whole, locked, open_to_append
+from polymoe.common.atomic import append_whole, locked, open_to_append
+from polymoe.common.json_input import parse_json, read_fields
 from polymoe.errors import ArgumentError
-from polymoe.json_input import parse_json, read_fields
 
 __all__ = ["AnswerRecord", "RecordFile", "Settings", "read_records"]
 

@@ -13,9 +13,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from polymoe.common.server_replies import percentile
 from polymoe.errors import ArgumentError
 from polymoe.evaluate.records import AnswerRecord
-from polymoe.server_replies import percentile
 
 __all__ = ["Difference", "Score", "compare", "score", "unseen_share", "wilson"]
 

@@ -15,10 +15,10 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
+from polymoe.common.install_command import install_hint
+from polymoe.common.json_input import parse_json
+from polymoe.common.server_replies import MAX_BYTES, error_message, one_line
 from polymoe.errors import ArgumentError, MissingDependency, ServerError, nearest
-from polymoe.install_command import install_hint
-from polymoe.json_input import parse_json
-from polymoe.server_replies import MAX_BYTES, error_message, one_line
 
 try:
     import httpx

@@ -8,10 +8,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from polymoe.common.shapes import ceil_div
 from polymoe.errors import FormatError
 from polymoe.formats.encoding import Encoding, PerGroup
 from polymoe.formats.tensor import QuantTensor, expand_groups
-from polymoe.shapes import ceil_div
 
 __all__ = ["Format", "group_reduce"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from polymoe.common.shapes import ceil_div
 from polymoe.errors import FormatError
-from polymoe.shapes import ceil_div
 
 __all__ = ["Element", "Encoding", "Granularity", "PerChannel", "PerGroup", "PerTensor", "ScaleDtype"]
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polymoe.common.shapes import ceil_div
 from polymoe.errors import FormatError
 from polymoe.formats.elements import CODE_DTYPES, SCALE_DTYPES, decode, decode_scale
 from polymoe.formats.encoding import Encoding, PerChannel, PerGroup
 from polymoe.formats.extremes import extremes, has_numbers, is_finite, is_zero
-from polymoe.shapes import ceil_div
 
 __all__ = ["QuantTensor", "expand_groups"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from polymoe.common.plugins import PluginTable
 from polymoe.layouts.base import Layout, Packed
 from polymoe.layouts.cuda import W4A8Fragments, W4A16Fragments, W8A16Fragments, W8Fragments, W16Swizzle128
 from polymoe.layouts.dequantized import DequantizedMatrices
@@ -9,7 +10,6 @@ from polymoe.layouts.flashinfer import FlashInferSM90
 from polymoe.layouts.flashinfer_blackwell import FlashInferSM12x, FlashInferTrtllm
 from polymoe.layouts.humming import HummingLayout
 from polymoe.layouts.natural import Natural
-from polymoe.plugins import PluginTable
 
 __all__ = ["LAYOUTS", "Layout", "Natural", "Packed"]
 

@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from polymoe.scale_range import ScaleRange
-from polymoe.tensors import ExpertsSpec, ExpertWeights
-from polymoe.verdict import Reason, Reasons
+from polymoe.problem.scale_range import ScaleRange
+from polymoe.problem.tensors import ExpertsSpec, ExpertWeights
+from polymoe.problem.verdict import Reason, Reasons
 
 __all__ = ["Layout", "Packed", "need_one_encoding"]
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from polymoe.layouts.base import Packed
 from polymoe.layouts.natural import Natural
 from polymoe.layouts.staging import pack_stacks
-from polymoe.scale_range import ScaleRange
-from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
-from polymoe.verdict import Reason
+from polymoe.problem.scale_range import ScaleRange
+from polymoe.problem.tensors import Expert, ExpertsSpec, ExpertWeights
+from polymoe.problem.verdict import Reason
 
 __all__ = ["DequantizedMatrices"]
 

@@ -29,7 +29,7 @@ from polymoe.formats import FORMATS, Encoding, QuantTensor
 from polymoe.formats.elements import SCALE_DTYPES
 from polymoe.layouts.cuda.bits import inverse, move_bits
 from polymoe.layouts.cuda.matrices import MatrixLayout
-from polymoe.verdict import Reasons
+from polymoe.problem.verdict import Reasons
 
 __all__ = ["FOLDED_BITS", "FlashInferSM90"]
 

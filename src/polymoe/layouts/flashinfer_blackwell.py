@@ -26,8 +26,8 @@ from torch import Tensor
 from polymoe.formats import FORMATS, Encoding, QuantTensor
 from polymoe.formats.elements import SCALE_DTYPES
 from polymoe.layouts.cuda.matrices import MatrixLayout
-from polymoe.tensors import ExpertsSpec
-from polymoe.verdict import Reasons
+from polymoe.problem.tensors import ExpertsSpec
+from polymoe.problem.verdict import Reasons
 
 __all__ = ["FlashInferSM12x", "FlashInferTrtllm"]
 

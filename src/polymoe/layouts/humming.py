@@ -26,9 +26,9 @@ from polymoe.formats import Encoding, PerChannel, PerGroup, PerTensor, QuantTens
 from polymoe.formats.elements import CODE_DTYPES, SCALE_DTYPES
 from polymoe.layouts.base import Packed, need_one_encoding
 from polymoe.layouts.staging import expert_of, pack_stacks, unchanged, unchanged_parts
-from polymoe.scale_range import ScaleRange
-from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
-from polymoe.verdict import Reason, Reasons
+from polymoe.problem.scale_range import ScaleRange
+from polymoe.problem.tensors import Expert, ExpertsSpec, ExpertWeights
+from polymoe.problem.verdict import Reason, Reasons
 
 __all__ = ["NATIVE_ELEMENTS", "HummingLayout"]
 

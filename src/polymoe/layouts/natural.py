@@ -10,9 +10,9 @@ from torch import Tensor
 from polymoe.formats import QuantTensor
 from polymoe.layouts.base import Packed
 from polymoe.layouts.staging import expert_of, pack_stacks
-from polymoe.scale_range import ScaleRange
-from polymoe.tensors import ExpertsSpec, ExpertWeights
-from polymoe.verdict import Reason
+from polymoe.problem.scale_range import ScaleRange
+from polymoe.problem.tensors import ExpertsSpec, ExpertWeights
+from polymoe.problem.verdict import Reason
 
 __all__ = ["Natural"]
 

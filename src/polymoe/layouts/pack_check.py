@@ -18,7 +18,7 @@ from polymoe.formats.extremes import extremes, has_numbers, is_finite, is_zero
 from polymoe.layouts.base import Layout, Packed
 from polymoe.layouts.checksums import Checksums
 from polymoe.layouts.staging import INPUT_SCALES, PartOffsets, staged
-from polymoe.tensors import Expert, ExpertWeights
+from polymoe.problem.tensors import Expert, ExpertWeights
 
 __all__ = ["difference", "pack_checked", "require_input_scales"]
 

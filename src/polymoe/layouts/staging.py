@@ -9,11 +9,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from polymoe.common.shapes import round_up
 from polymoe.errors import PlanError
 from polymoe.formats import QuantTensor
 from polymoe.layouts.base import Packed
-from polymoe.shapes import round_up
-from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
+from polymoe.problem.tensors import Expert, ExpertsSpec, ExpertWeights
 
 __all__ = [
     "INPUT_SCALES",

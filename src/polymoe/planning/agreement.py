@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from polymoe.common.json_input import parse_json
+from polymoe.common.units import format_tokens
 from polymoe.errors import PlanError, UnsupportedProblem
-from polymoe.json_input import parse_json
 from polymoe.planning.selection import Selection
 from polymoe.problem import Problem
-from polymoe.units import format_tokens
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

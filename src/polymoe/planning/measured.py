@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from polymoe.backend_names import current_name
+from polymoe.common.backend_names import current_name
 from polymoe.errors import FormatError
 from polymoe.problem import Problem
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from polymoe.backend_names import backend_hint
 from polymoe.backends.base import Backend, BackendBase, Prediction, inputs_of, layouts_for
 from polymoe.backends.config import Config
-from polymoe.backends.features import failed, judge
-from polymoe.cost import cost
+from polymoe.backends.cost import cost
+from polymoe.backends.judge import failed, judge
+from polymoe.common.backend_names import backend_hint
+from polymoe.common.plugins import PluginError, guarded
 from polymoe.errors import ArgumentError
 from polymoe.layouts import LAYOUTS, Layout
 from polymoe.machine import Machine
@@ -25,9 +26,8 @@ from polymoe.planning.predictor import Predictor
 from polymoe.planning.proof import Proofs, ProofStatus, shipped
 from polymoe.planning.selection import Candidate, Selection
 from polymoe.planning.table_files import installed
-from polymoe.plugins import PluginError, guarded
 from polymoe.problem import Problem
-from polymoe.verdict import Reason, Rejected, Verdict
+from polymoe.problem.verdict import Reason, Rejected, Verdict
 
 __all__ = ["require_backend", "select"]
 

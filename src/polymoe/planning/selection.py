@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polymoe.backends.base import Prediction
-from polymoe.cost import cost
+from polymoe.backends.cost import cost
+from polymoe.common.units import format_tokens, format_us
 from polymoe.errors import UnsupportedProblem
 from polymoe.machine import Device, Machine
 from polymoe.planning.plan import Plan, PlanStep
 from polymoe.planning.proof import ProofStatus, weakest
 from polymoe.problem import Problem
-from polymoe.units import format_tokens, format_us
-from polymoe.verdict import Accepted, Reason, Rejected
+from polymoe.problem.verdict import Accepted, Reason, Rejected
 
 __all__ = ["Candidate", "PlannedRange", "Selection", "describe"]
 

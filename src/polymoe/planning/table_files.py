@@ -16,10 +16,10 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from polymoe.atomic import replace_file
-from polymoe.environment import cache_directory
+from polymoe.common.atomic import replace_file
+from polymoe.common.environment import cache_directory
+from polymoe.common.json_input import parse_json
 from polymoe.errors import ArgumentError, FormatError
-from polymoe.json_input import parse_json
 from polymoe.planning.measured import Measured, Table, newest
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ import uuid
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from polymoe.common.install_command import install_hint
 from polymoe.errors import MissingDependency
-from polymoe.install_command import install_hint
 
 try:
     from fastapi import FastAPI, HTTPException, Request, Response

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from polymoe.common.install_command import install_hint
+from polymoe.common.units import format_bytes
 from polymoe.errors import ArgumentError, MissingDependency
-from polymoe.install_command import install_hint
 from polymoe.serve.listener import bind, connection_limit, is_loopback, url
-from polymoe.units import format_bytes
 
 if TYPE_CHECKING:
     from polymoe.serve.app import ModelServer

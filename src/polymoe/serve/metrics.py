@@ -9,9 +9,9 @@ import time
 from collections import Counter as Count
 from typing import Any
 
+from polymoe.common.install_command import install_hint
 from polymoe.errors import MissingDependency
-from polymoe.experts import FusedExperts
-from polymoe.install_command import install_hint
+from polymoe.layer.experts import FusedExperts
 from polymoe.serve.in_flight import InFlight
 
 try:

@@ -10,7 +10,7 @@ import json
 import re
 from typing import Any
 
-from polymoe.json_input import DuplicateKeyError, parse_json
+from polymoe.common.json_input import DuplicateKeyError, parse_json
 from polymoe.serve.errors import refusal
 
 __all__ = ["MAX_DEPTH", "MAX_VALUES", "parse", "parse_object"]

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from polymoe.experts import FusedExperts
+from polymoe.common.units import format_bytes, format_tokens
+from polymoe.layer.experts import FusedExperts
 from polymoe.serve.app import ModelServer
 from polymoe.serve.metrics import backends
-from polymoe.units import format_bytes, format_tokens
 
 __all__ = ["summary"]
 

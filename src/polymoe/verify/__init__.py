@@ -17,19 +17,19 @@ from polymoe.backends.reference import run_experts
 from polymoe.checkpoint import Checkpoint
 from polymoe.checkpoint.roundtrip import repacked
 from polymoe.errors import ArgumentError, CheckpointNotFound
-from polymoe.experts import FusedExperts, resolve_activations
 from polymoe.formats import Encoding
+from polymoe.layer.experts import FusedExperts, resolve_activations
+from polymoe.layer.runtime import PlanRequest
 from polymoe.layouts import LAYOUTS
 from polymoe.layouts.pack_check import difference
 from polymoe.machine import Machine
-from polymoe.numerics import relative_error
 from polymoe.planning.select import require_backend, select
 from polymoe.problem import Problem
-from polymoe.routing import Routing
-from polymoe.runtime import PlanRequest
-from polymoe.scale_range import measure_scales
-from polymoe.tensors import Expert
-from polymoe.verdict import Rejected
+from polymoe.problem.numerics import relative_error
+from polymoe.problem.routing import Routing
+from polymoe.problem.scale_range import measure_scales
+from polymoe.problem.tensors import Expert
+from polymoe.problem.verdict import Rejected
 from polymoe.verify.oracle import Oracle, second_expert
 from polymoe.verify.report import BackendRow, LayerRow, Report
 

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from polymoe.activations import SwiGLU
 from polymoe.checkpoint import Checkpoint
 from polymoe.checkpoint.families import Fused
 from polymoe.checkpoint.roundtrip import stored_names
 from polymoe.problem import Problem
-from polymoe.routing import Routing
+from polymoe.problem.activations import SwiGLU
+from polymoe.problem.routing import Routing
 from polymoe.verify.second_reading import RawTensor, input_scale, matrix, read_raw
 
 __all__ = ["Oracle", "second_expert"]

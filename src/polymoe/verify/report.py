@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from polymoe.numerics import TOLERANCE
+from polymoe.problem.numerics import TOLERANCE
 
 __all__ = ["BackendRow", "LayerRow", "Report"]
 

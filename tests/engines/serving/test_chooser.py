@@ -15,7 +15,7 @@ from polymoe.engines.serving.settings import EngineSettings
 from polymoe.engines.serving.stand_aside import LayerFacts
 from polymoe.engines.serving.take_over import TakenOver
 from polymoe.errors import PlanError, UnsupportedProblem
-from polymoe.verdict import Reasons
+from polymoe.problem.verdict import Reasons
 from support.stacked import facts_of
 
 

@@ -9,7 +9,7 @@ import pytest
 from polymoe.engines.serving.log import LayerLog
 from polymoe.engines.serving.settings import EngineSettings
 from polymoe.errors import UnsupportedProblem
-from polymoe.verdict import Reason
+from polymoe.problem.verdict import Reason
 
 LORA, CHOSEN = Reason("LoRA", "none", "some"), Reason("--backend", "auto", "theirs")
 

@@ -13,7 +13,7 @@ from polymoe.engines.serving.settings import EngineSettings
 from polymoe.engines.serving.sources import StackedExperts
 from polymoe.engines.serving.stand_aside import LayerPlan, judge_layer
 from polymoe.errors import ArgumentError, PlanError, VerificationError
-from polymoe.tensors import ExpertWeights
+from polymoe.problem.tensors import ExpertWeights
 from support.stacked import BUNDLED, CPU, MODELS, experts_of, facts_of, local_experts
 
 CPU_DEVICE = torch.device("cpu")

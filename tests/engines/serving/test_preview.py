@@ -16,7 +16,7 @@ from polymoe.engines.serving.preview import ENGINES, LayerPreview, preview
 from polymoe.engines.serving.settings import EngineSettings
 from polymoe.engines.serving.stand_aside import LayerPlan, judge_layer
 from polymoe.machine import Machine
-from polymoe.verdict import Rejected
+from polymoe.problem.verdict import Rejected
 from support.configs import CONFIGS, config
 from support.stacked import BUNDLED, CPU, MODELS, SGLANG_METHODS, experts_of, facts_of, local_experts, sglang_experts_of
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from polymoe.common.environment import VARIABLES
 from polymoe.engines.serving.settings import EngineSettings, layer_index
-from polymoe.environment import VARIABLES
 from polymoe.errors import ArgumentError
 
 

@@ -11,7 +11,7 @@ import torch
 from polymoe.checkpoint import Checkpoint
 from polymoe.engines.serving.sources import VLLM, StackedExperts, StackedSource, source_of
 from polymoe.errors import CheckpointError, FormatError, UnsupportedProblem
-from polymoe.tensors import Expert
+from polymoe.problem.tensors import Expert
 from support.stacked import BUNDLED, MODELS, experts_of, sglang_experts_of, stacked
 
 RANKS = [((0, 1), (0, 1)), ((0, 2), (0, 1)), ((1, 2), (0, 1)), ((0, 1), (0, 2)), ((0, 1), (1, 2))]

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from polymoe.activations import SwiGLU
 from polymoe.engines.serving.settings import EngineSettings
 from polymoe.engines.serving.sources import SGLANG
 from polymoe.engines.serving.stand_aside import LayerFacts, LayerPlan, judge_layer, method_facts
 from polymoe.errors import ArgumentError
 from polymoe.machine import Machine
-from polymoe.verdict import Reason, Reasons, Rejected
+from polymoe.problem.activations import SwiGLU
+from polymoe.problem.verdict import Reason, Reasons, Rejected
 from support.stacked import BUNDLED, CPU, facts_of
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from polymoe.activation_quantization import ActivationQuantization
 from polymoe.backends.config import Config
 from polymoe.backends.triton import Triton
 from polymoe.engines.serving.packed_layer import PackedLayer
@@ -17,6 +16,7 @@ from polymoe.machine import Machine
 from polymoe.planning.plan import Plan, PlanStep
 from polymoe.planning.select import select
 from polymoe.problem import Problem
+from polymoe.problem.activation_quantization import ActivationQuantization
 from support.stacked import CPU
 from support.triton_launches import Launch, launches, meta_layer
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 import polymoe
-from polymoe.activations import Activation, GeGLU, ReLU2, SwiGLU
 from polymoe.engines.sglang import register
 from polymoe.engines.sglang.facts import _activation
 from polymoe.errors import CheckpointError, FormatError, PlanError, UnsupportedProblem
+from polymoe.problem.activations import Activation, GeGLU, ReLU2, SwiGLU
 from support import fake_sglang
 from support.fake_sglang import (
     BlockInt8MoEMethod,

@@ -13,7 +13,7 @@ from torch import Tensor
 from polymoe.engines.transformers import load
 from polymoe.engines.transformers.decode_graph import Decoder, require_capturable
 from polymoe.errors import ArgumentError, PlanError, UnsupportedProblem
-from polymoe.experts import FusedExperts
+from polymoe.layer.experts import FusedExperts
 from support.decode_steps import LENGTH, STEPS, given_tokens, prompts, step_by_step
 from support.packed_model import CHECKPOINT
 from support.paged_attention import batching_config

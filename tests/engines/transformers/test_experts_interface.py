@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from polymoe.activations import GeGLU, ReLU2, SwiGLU
 from polymoe.errors import PlanError, UnsupportedProblem
-from polymoe.experts import FusedExperts
-from polymoe.numerics import relative_error
+from polymoe.layer.experts import FusedExperts
+from polymoe.problem.activations import GeGLU, ReLU2, SwiGLU
+from polymoe.problem.numerics import relative_error
 
 pytest.importorskip("transformers")
 

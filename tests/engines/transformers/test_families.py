@@ -13,8 +13,8 @@ from torch import Tensor
 
 from polymoe.checkpoint import Checkpoint
 from polymoe.errors import UnsupportedProblem
-from polymoe.experts import load_experts
-from polymoe.numerics import relative_error
+from polymoe.layer.experts import load_experts
+from polymoe.problem.numerics import relative_error
 from support.configs import config as checkpoint_config
 
 pytest.importorskip("transformers")

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from polymoe.errors import ArgumentError, CheckpointError, CheckpointNotFound, UnsupportedProblem
-from polymoe.experts import FusedExperts
-from polymoe.numerics import relative_error
+from polymoe.layer.experts import FusedExperts
+from polymoe.problem.numerics import relative_error
 
 pytest.importorskip("transformers")
 

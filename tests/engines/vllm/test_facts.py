@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from polymoe.activations import Activation, GeGLU, ReLU2, SwiGLU
 from polymoe.engines.serving.settings import EngineSettings
 from polymoe.engines.vllm.facts import facts_of, refusals, role_of
+from polymoe.problem.activations import Activation, GeGLU, ReLU2, SwiGLU
 
 WHERE = "model.layers.3.mlp.experts"
 

@@ -14,19 +14,19 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from polymoe.activations import SwiGLU
 from polymoe.backends.base import BackendBase, Prediction, Runner, RunnerBase
 from polymoe.backends.config import Config
+from polymoe.backends.cost import cost
 from polymoe.backends.features import ANY, Handled
 from polymoe.backends.reference import run_experts
-from polymoe.cost import cost
 from polymoe.layouts import Natural, Packed
 from polymoe.machine import Machine
 from polymoe.problem import Problem
-from polymoe.routing import Routing
-from polymoe.scale_range import ScaleRange
-from polymoe.tensors import ExpertsSpec, ExpertWeights
-from polymoe.verdict import Accepted, Reason, Verdict
+from polymoe.problem.activations import SwiGLU
+from polymoe.problem.routing import Routing
+from polymoe.problem.scale_range import ScaleRange
+from polymoe.problem.tensors import ExpertsSpec, ExpertWeights
+from polymoe.problem.verdict import Accepted, Reason, Verdict
 
 
 @dataclass(frozen=True, slots=True)

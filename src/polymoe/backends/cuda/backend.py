@@ -16,20 +16,20 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from polymoe.activation_quantization import UNQUANTIZED
-from polymoe.activations import GeGLU, ReLU2, SwiGLU
 from polymoe.backends.base import BackendBase, Prediction, Runner
 from polymoe.backends.config import Config
+from polymoe.backends.cost import cost
 from polymoe.backends.cuda.config import CudaConfig
 from polymoe.backends.cuda.families import FAMILIES, MMA_SYNC_RATES, KernelFamily, families_for, format_of
 from polymoe.backends.cuda.runner import CudaRunner
 from polymoe.backends.features import ANY, SHARDS, Handled
-from polymoe.cost import cost
 from polymoe.kernels.cuda.targets import target_for
 from polymoe.layouts import Packed
 from polymoe.machine import Machine
 from polymoe.problem import Problem
-from polymoe.verdict import Accepted, Reasons, Verdict
+from polymoe.problem.activation_quantization import UNQUANTIZED
+from polymoe.problem.activations import GeGLU, ReLU2, SwiGLU
+from polymoe.problem.verdict import Accepted, Reasons, Verdict
 
 __all__ = ["Cuda"]
 

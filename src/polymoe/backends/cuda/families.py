@@ -9,12 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from polymoe.activation_quantization import FP8_GROUP128, FP8_STATIC, FP8_TOKEN, UNQUANTIZED, ActivationQuantization
 from polymoe.formats import FORMATS, Encoding, PerChannel, PerTensor
 from polymoe.kernels.cuda import launch, sizes
 from polymoe.kernels.cuda.targets import TARGETS, Target
 from polymoe.problem import Problem
-from polymoe.tensors import ExpertsSpec
+from polymoe.problem.activation_quantization import (
+    FP8_GROUP128,
+    FP8_STATIC,
+    FP8_TOKEN,
+    UNQUANTIZED,
+    ActivationQuantization,
+)
+from polymoe.problem.tensors import ExpertsSpec
 
 __all__ = ["FAMILIES", "MMA_SYNC_RATES", "Choice", "KernelFamily", "Rates", "ShorterTiles", "families_for", "format_of"]
 

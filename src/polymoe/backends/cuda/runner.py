@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polymoe.activations import Activation, GeGLU, SwiGLU
 from polymoe.backends.base import RunnerBase, aligned, mapped_ids, require_aligned
 from polymoe.backends.config import Config
 from polymoe.backends.cuda.config import CudaConfig
@@ -20,7 +19,8 @@ from polymoe.kernels.cuda.sizes import Budget
 from polymoe.kernels.cuda.targets import Target, target_for
 from polymoe.layouts import Packed
 from polymoe.problem import Problem
-from polymoe.routing import Routing
+from polymoe.problem.activations import Activation, GeGLU, SwiGLU
+from polymoe.problem.routing import Routing
 
 __all__ = ["CudaRunner"]
 

@@ -24,7 +24,7 @@ from polymoe.backends.flashinfer.trtllm_sm100 import TrtllmMxfp4, TrtllmMxint4, 
 from polymoe.layouts import Packed
 from polymoe.machine import Machine
 from polymoe.problem import Problem
-from polymoe.verdict import Accepted, Reasons, Rejected, Verdict
+from polymoe.problem.verdict import Accepted, Reasons, Rejected, Verdict
 
 __all__ = ["ROUTES", "FlashInfer"]
 

@@ -19,18 +19,18 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from polymoe.activations import SwiGLU
 from polymoe.backends.base import Runner, RunnerBase, aligned, mapped_ids, require_aligned
 from polymoe.backends.config import Config
+from polymoe.backends.cost import cost
 from polymoe.backends.flashinfer.config import FlashInferConfig
 from polymoe.backends.flashinfer.routes import PACKAGE, Route, RouteRates, swiglu_constants
 from polymoe.backends.packages import at_least
-from polymoe.cost import cost
 from polymoe.errors import PlanError, nearest
 from polymoe.layouts import Packed
 from polymoe.machine import Machine
 from polymoe.problem import Problem
-from polymoe.routing import Routing
+from polymoe.problem.activations import SwiGLU
+from polymoe.problem.routing import Routing
 
 __all__ = ["CutlassSM90"]
 

@@ -23,19 +23,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from polymoe.activation_quantization import NVFP4, UNQUANTIZED, ActivationQuantization
-from polymoe.activations import ReLU2, SwiGLU
 from polymoe.backends.base import Prediction, Runner, RunnerBase, aligned, require_aligned
 from polymoe.backends.config import Config
+from polymoe.backends.cost import cost
 from polymoe.backends.flashinfer.config import FlashInferConfig
 from polymoe.backends.flashinfer.routes import Route, RouteRates, function_of, local_ids, need_shared_memory
-from polymoe.cost import cost
 from polymoe.errors import FormatError
 from polymoe.layouts import Packed
 from polymoe.machine import Machine
 from polymoe.problem import Problem
-from polymoe.routing import Routing
-from polymoe.verdict import Reasons
+from polymoe.problem.activation_quantization import NVFP4, UNQUANTIZED, ActivationQuantization
+from polymoe.problem.activations import ReLU2, SwiGLU
+from polymoe.problem.routing import Routing
+from polymoe.problem.verdict import Reasons
 
 __all__ = ["Sm12xNvfp4"]
 

@@ -12,19 +12,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from polymoe.activation_quantization import UNQUANTIZED, ActivationQuantization
-from polymoe.activations import Activation, SwiGLU
 from polymoe.backends.base import Prediction, Runner, mapped_ids
 from polymoe.backends.config import Config
+from polymoe.backends.cost import Cost, cost
 from polymoe.backends.flashinfer.config import FlashInferConfig
 from polymoe.backends.packages import need_package
-from polymoe.cost import Cost, cost
 from polymoe.errors import PlanError
 from polymoe.formats import FORMATS
 from polymoe.layouts import Packed
 from polymoe.machine import Machine
 from polymoe.problem import Problem
-from polymoe.verdict import Reasons
+from polymoe.problem.activation_quantization import UNQUANTIZED, ActivationQuantization
+from polymoe.problem.activations import Activation, SwiGLU
+from polymoe.problem.verdict import Reasons
 
 __all__ = ["PACKAGE", "Route", "RouteRates", "function_of", "local_ids", "need_shared_memory", "swiglu_constants"]
 

@@ -15,8 +15,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from polymoe.activation_quantization import MXFP8, NVFP4, UNQUANTIZED, ActivationQuantization
-from polymoe.activations import ReLU2, SwiGLU
 from polymoe.backends.base import Runner, RunnerBase, aligned, require_aligned
 from polymoe.backends.config import Config
 from polymoe.backends.flashinfer.config import FlashInferConfig
@@ -32,8 +30,10 @@ from polymoe.backends.flashinfer.routes import (
 from polymoe.layouts import Packed
 from polymoe.machine import Machine
 from polymoe.problem import Problem
-from polymoe.routing import Routing
-from polymoe.verdict import Reasons
+from polymoe.problem.activation_quantization import MXFP8, NVFP4, UNQUANTIZED, ActivationQuantization
+from polymoe.problem.activations import ReLU2, SwiGLU
+from polymoe.problem.routing import Routing
+from polymoe.problem.verdict import Reasons
 
 __all__ = ["TrtllmMxfp4", "TrtllmMxint4", "TrtllmNvfp4"]
 

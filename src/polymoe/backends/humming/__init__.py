@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from polymoe.backends.humming.backend import Humming, HummingConfig
+from polymoe.backends.humming.backend import Humming
+from polymoe.backends.humming.config import HummingConfig
 
 __all__ = ["Humming", "HummingConfig"]

@@ -10,19 +10,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from polymoe.activations import GeGLU, ReLU2, SwiGLU
 from polymoe.backends.base import BackendBase, Prediction, Runner
 from polymoe.backends.config import Config
+from polymoe.backends.cost import cost
 from polymoe.backends.features import SHARDS, Handled
+from polymoe.backends.humming.config import HummingConfig
 from polymoe.backends.packages import at_least, need_package
-from polymoe.cost import cost
 from polymoe.layouts import Packed
 from polymoe.layouts.humming import NATIVE_ELEMENTS
 from polymoe.machine import Machine
 from polymoe.problem import Problem
-from polymoe.verdict import Accepted, Reasons, Verdict
+from polymoe.problem.activations import GeGLU, ReLU2, SwiGLU
+from polymoe.problem.verdict import Accepted, Reasons, Verdict
 
-__all__ = ["Humming", "HummingConfig"]
+__all__ = ["Humming"]
 
 PACKAGE = "humming-kernels"
 _OLDEST = "0.1.19"
@@ -35,17 +36,6 @@ _HANDLES: Handled = {
     "activation": (SwiGLU, GeGLU, ReLU2),
     "dtype": ("bf16", "fp32"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class HummingConfig(Config):
-    """Which tiles a call runs.
-
-    Attributes:
-        rows: the number of expanded rows for which Humming's heuristics choose the tiles; 0 for the call's own.
-    """
-
-    rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from polymoe.backends.base import RunnerBase, aligned, mapped_ids
 from polymoe.backends.config import Config
-from polymoe.backends.humming.backend import HummingConfig
+from polymoe.backends.humming.config import HummingConfig
 from polymoe.backends.triton.arguments import activation_arguments
 from polymoe.errors import PlanError
 from polymoe.formats import Encoding, PerChannel, PerGroup, PerTensor
@@ -25,7 +25,7 @@ from polymoe.kernels.triton.permute import permutation_words, permute
 from polymoe.layouts import Packed
 from polymoe.layouts.humming import NATIVE_ELEMENTS
 from polymoe.problem import Problem
-from polymoe.routing import Routing
+from polymoe.problem.routing import Routing
 
 __all__ = ["HummingRunner", "layer_fields"]
 

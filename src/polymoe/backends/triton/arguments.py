@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polymoe.activation_quantization import ActivationQuantization
-from polymoe.activations import Activation, GeGLU, SwiGLU
 from polymoe.backends.triton.tiles import PLANES, in_two_operands, scales_in_loop
 from polymoe.formats import Encoding, PerGroup, PerTensor
 from polymoe.kernels.triton import decode
 from polymoe.layouts import Packed
 from polymoe.problem import Problem
+from polymoe.problem.activation_quantization import ActivationQuantization
+from polymoe.problem.activations import Activation, GeGLU, SwiGLU
 
 __all__ = ["ProjectionArguments", "activation_arguments", "decoding", "mode_of", "operand_dtype", "scale_arguments"]
 

@@ -17,22 +17,22 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from polymoe.activation_quantization import ACTIVATIONS
-from polymoe.activations import GeGLU, ReLU2, SwiGLU
 from polymoe.backends.base import BackendBase, Prediction, Runner
 from polymoe.backends.config import Config
+from polymoe.backends.cost import cost
 from polymoe.backends.features import ANY, SHARDS, Handled
 from polymoe.backends.packages import at_least
 from polymoe.backends.triton.config import Tile, TritonConfig
 from polymoe.backends.triton.tiles import PLANES, heuristic, in_two_operands, tuning_configs
-from polymoe.cost import cost
 from polymoe.formats import PerGroup
 from polymoe.layouts import Packed
 from polymoe.layouts.base import need_one_encoding
 from polymoe.machine import Machine
 from polymoe.problem import Problem
-from polymoe.routing import Routing
-from polymoe.verdict import Accepted, Reasons, Verdict
+from polymoe.problem.activation_quantization import ACTIVATIONS
+from polymoe.problem.activations import GeGLU, ReLU2, SwiGLU
+from polymoe.problem.routing import Routing
+from polymoe.problem.verdict import Accepted, Reasons, Verdict
 
 __all__ = ["Tile", "Triton", "TritonConfig"]
 

@@ -7,7 +7,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from polymoe.shapes import round_up
+from polymoe.common.shapes import round_up
 
 __all__ = ["Buffers", "aligned_bytes", "allocate", "within"]
 

@@ -22,6 +22,7 @@ from polymoe.backends.triton.arguments import (
 from polymoe.backends.triton.buffers import Buffers, aligned_bytes, allocate, within
 from polymoe.backends.triton.config import Tile, TritonConfig
 from polymoe.backends.triton.tiles import decodes_in_float32, smaller
+from polymoe.common.shapes import ceil_div
 from polymoe.kernels.triton.activation import launch_options
 from polymoe.kernels.triton.finalize import finalize
 from polymoe.kernels.triton.grouped_gemm import OutOfResources, grouped_gemm
@@ -32,8 +33,7 @@ from polymoe.kernels.triton.permute import Permutation, permutation_words, permu
 from polymoe.kernels.triton.quantize import OPERANDS, UNQUANTIZED, Operand, Quantization, activate_and_quantize
 from polymoe.layouts import Packed
 from polymoe.problem import Problem
-from polymoe.routing import Routing
-from polymoe.shapes import ceil_div
+from polymoe.problem.routing import Routing
 
 __all__ = ["TritonRunner"]
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass, fields, replace
 from math import log2
 
 from polymoe.backends.config import Config
+from polymoe.backends.cost import cost
 from polymoe.backends.packages import at_least
 from polymoe.backends.triton.config import MAX_SPLIT_K, Tile, TritonConfig
-from polymoe.cost import cost
+from polymoe.common.shapes import ceil_div
 from polymoe.formats import Encoding, PerGroup
 from polymoe.machine import Machine
 from polymoe.problem import Problem
-from polymoe.shapes import ceil_div
 
 __all__ = [
     "PLANES",

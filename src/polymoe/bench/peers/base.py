@@ -10,14 +10,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from polymoe.activation_quantization import ActivationQuantization
-from polymoe.activations import Activation, SwiGLU
 from polymoe.errors import ArgumentError
 from polymoe.formats import Encoding
 from polymoe.layouts.natural import Natural
 from polymoe.problem import Problem
-from polymoe.tensors import ExpertWeights
-from polymoe.verdict import Reason, Reasons
+from polymoe.problem.activation_quantization import ActivationQuantization
+from polymoe.problem.activations import Activation, SwiGLU
+from polymoe.problem.tensors import ExpertWeights
+from polymoe.problem.verdict import Reason, Reasons
 
 __all__ = ["Peer", "PeerCall", "Stacks", "peer_problem", "silu_only", "version_of"]
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polymoe.activation_quantization import FP8_GROUP128, FP8_TOKEN, UNQUANTIZED
 from polymoe.bench.peers.base import PeerCall, Stacks, peer_problem
 from polymoe.bench.peers.vllm import import_vllm
 from polymoe.formats import PerGroup
 from polymoe.problem import Problem
-from polymoe.verdict import Reason
+from polymoe.problem.activation_quantization import FP8_GROUP128, FP8_TOKEN, UNQUANTIZED
+from polymoe.problem.verdict import Reason
 
 __all__ = ["HummingLayers"]
 

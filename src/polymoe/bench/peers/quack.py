@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polymoe.activation_quantization import UNQUANTIZED
 from polymoe.bench.peers.base import PeerCall, Stacks, peer_problem
 from polymoe.problem import Problem
-from polymoe.verdict import Reason
+from polymoe.problem.activation_quantization import UNQUANTIZED
+from polymoe.problem.verdict import Reason
 
 __all__ = ["Quack"]
 

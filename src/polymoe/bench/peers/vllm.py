@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polymoe.activation_quantization import FP8_GROUP128, UNQUANTIZED
-from polymoe.activations import Activation, SwiGLU
 from polymoe.bench.peers.base import PeerCall, Stacks, peer_problem
 from polymoe.formats import PerGroup
 from polymoe.problem import Problem
-from polymoe.verdict import Reason
+from polymoe.problem.activation_quantization import FP8_GROUP128, UNQUANTIZED
+from polymoe.problem.activations import Activation, SwiGLU
+from polymoe.problem.verdict import Reason
 
 __all__ = ["DeepGemm", "TritonKernels", "Vllm", "import_vllm"]
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from polymoe.json_input import parse_json
-from polymoe.server_replies import error_message, token_count
+from polymoe.common.json_input import parse_json
+from polymoe.common.server_replies import error_message, token_count
 
 __all__ = ["NO_TOKEN", "Piece", "Request", "TimedAnswer", "read_event"]
 

@@ -19,9 +19,9 @@ import aiohttp
 
 from polymoe.bench.serving.answers import NO_TOKEN, Request, TimedAnswer, read_event
 from polymoe.bench.serving.events import EventReader
+from polymoe.common.json_input import parse_json
+from polymoe.common.server_replies import MAX_BYTES, error_message, one_line
 from polymoe.errors import ArgumentError, ServerError
-from polymoe.json_input import parse_json
-from polymoe.server_replies import MAX_BYTES, error_message, one_line
 
 __all__ = ["Client"]
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from polymoe.bench.serving.answers import TimedAnswer
-from polymoe.server_replies import percentile
+from polymoe.common.server_replies import percentile
 
 __all__ = [
     "Counted",

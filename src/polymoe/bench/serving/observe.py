@@ -14,9 +14,9 @@ from typing import Any
 
 from polymoe.bench.serving.client import Client
 from polymoe.bench.serving.measures import Counted
+from polymoe.common.json_input import parse_json
+from polymoe.common.server_replies import one_line
 from polymoe.errors import ServerError
-from polymoe.json_input import parse_json
-from polymoe.server_replies import one_line
 
 __all__ = ["Metrics", "acceptance_length", "cache_hit_rate", "metrics", "profiled"]
 

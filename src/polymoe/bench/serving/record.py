@@ -22,7 +22,7 @@ from polymoe.bench.serving.measures import (
     latencies_us,
     time_per_token_us,
 )
-from polymoe.json_input import check_fields, read_fields
+from polymoe.common.json_input import check_fields, read_fields
 
 __all__ = ["LOADS", "Load", "Mode", "Origin", "ServingRecord", "Surroundings", "newest", "read", "record"]
 

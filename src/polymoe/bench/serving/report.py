@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from polymoe.atomic import replace_file
 from polymoe.bench.plot import write_png
 from polymoe.bench.serving.record import LOADS, ServingRecord
+from polymoe.common.atomic import replace_file
 
 __all__ = ["columns", "markdown", "plot", "table", "write_markdown"]
 

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from polymoe.checkpoint.dialects.base import SCALE_NAMES, Dialect, divided, expect, headers_of, stored_matrix
 from polymoe.checkpoint.files import Header
+from polymoe.common.shapes import ceil_div
 from polymoe.errors import FormatError
 from polymoe.formats import Encoding, Granularity, PerChannel, PerGroup, QuantTensor
 from polymoe.formats.elements import pack_nibbles, unpack_nibbles
-from polymoe.shapes import ceil_div
 
 __all__ = ["Awq", "CompressedInt4", "Gptq", "pack_words", "unpack_words"]
 

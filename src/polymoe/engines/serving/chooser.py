@@ -11,13 +11,13 @@ from polymoe.engines.serving.log import LayerLog
 from polymoe.engines.serving.settings import EngineSettings
 from polymoe.engines.serving.stand_aside import LayerFacts, LayerPlan, judge_layer
 from polymoe.engines.serving.take_over import TakenOver, take_over
+from polymoe.layer.runtime import PlanRequest
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import Machine
 from polymoe.planning.agreement import Gather, require_agreement
 from polymoe.planning.selection import Selection
 from polymoe.problem import Problem
-from polymoe.runtime import PlanRequest
-from polymoe.verdict import Reason, Reasons, Rejected
+from polymoe.problem.verdict import Reason, Reasons, Rejected
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -10,7 +10,7 @@ from torch import nn
 from polymoe.engines.serving.packed_layer import PackedLayer
 from polymoe.engines.serving.settings import EngineSettings
 from polymoe.errors import UnsupportedProblem
-from polymoe.verdict import Reason
+from polymoe.problem.verdict import Reason
 
 __all__ = ["LayerLog"]
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from polymoe.call import CallArguments
 from polymoe.errors import PlanError
+from polymoe.layer.call import CallArguments
+from polymoe.layer.load_check import check_layer, require_planned
+from polymoe.layer.runtime import LayerRuntime, PlanCache, PlanRequest, compiled_call
 from polymoe.layouts import Packed
 from polymoe.layouts.pack_check import pack_checked
-from polymoe.load_check import check_layer, require_planned
 from polymoe.planning.selection import Selection
 from polymoe.problem import Problem
-from polymoe.runtime import LayerRuntime, PlanCache, PlanRequest, compiled_call
-from polymoe.tensors import ExpertWeights
+from polymoe.problem.tensors import ExpertWeights
 
 __all__ = ["PackedLayer"]
 

@@ -17,16 +17,16 @@ from torch import Tensor
 from polymoe.checkpoint import Checkpoint
 from polymoe.checkpoint.layer import StoredLayer
 from polymoe.checkpoint.shard import FINEST_BLOCK, Shard
+from polymoe.common.shapes import ceil_div, round_up
 from polymoe.engines.serving.settings import EngineSettings
 from polymoe.engines.serving.sources import SGLANG, VLLM, StackedSource
 from polymoe.engines.serving.stand_aside import LayerFacts, LayerPlan, judge_layer, reason_of
 from polymoe.errors import ArgumentError, FormatError
 from polymoe.formats import FORMATS, Encoding, PerGroup, QuantTensor
+from polymoe.layer.runtime import PlanRequest
 from polymoe.problem import Problem
-from polymoe.runtime import PlanRequest
-from polymoe.shapes import ceil_div, round_up
-from polymoe.tensors import ExpertsSpec
-from polymoe.verdict import Reason, Reasons, Rejected
+from polymoe.problem.tensors import ExpertsSpec
+from polymoe.problem.verdict import Reason, Reasons, Rejected
 
 __all__ = ["ENGINES", "Engine", "LayerPreview", "preview"]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from polymoe.errors import ArgumentError, nearest
-from polymoe.verdict import Reasons
+from polymoe.problem.verdict import Reasons
 
 __all__ = ["EngineSettings", "layer_index"]
 
@@ -69,10 +69,10 @@ class EngineSettings:
         Raises:
             ArgumentError: for an unknown one; it names the variable.
         """
-        from polymoe.activation_quantization import ActivationQuantization
         from polymoe.backends import BACKENDS
         from polymoe.planning.plan import role_tokens
         from polymoe.planning.select import require_backend
+        from polymoe.problem.activation_quantization import ActivationQuantization
 
         try:
             require_backend(self.backend, BACKENDS)

@@ -15,13 +15,19 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from polymoe.activation_quantization import FP8_GROUP128, FP8_STATIC, FP8_TOKEN, UNQUANTIZED, ActivationQuantization
 from polymoe.checkpoint.dialects import DIALECTS, Dialect, headers_of
 from polymoe.checkpoint.dialects.float import Fp8Dialect
 from polymoe.checkpoint.dialects.fp4 import ByWeight, Fp4
 from polymoe.errors import CheckpointError, FormatError, PolymoeError, UnsupportedProblem
 from polymoe.formats import FORMATS, Encoding, PerGroup
-from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
+from polymoe.problem.activation_quantization import (
+    FP8_GROUP128,
+    FP8_STATIC,
+    FP8_TOKEN,
+    UNQUANTIZED,
+    ActivationQuantization,
+)
+from polymoe.problem.tensors import Expert, ExpertsSpec, ExpertWeights
 
 __all__ = ["SGLANG", "VLLM", "StackedExperts", "StackedSource", "source_of"]
 

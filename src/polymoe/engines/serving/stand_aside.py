@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polymoe.activation_quantization import UNQUANTIZED, ActivationQuantization
-from polymoe.activations import Activation
-from polymoe.call import DTYPES
 from polymoe.engines.serving.settings import EngineSettings
 from polymoe.engines.serving.sources import StackedExperts, StackedSource, source_of
 from polymoe.errors import ArgumentError, FormatError, PolymoeError, UnsupportedProblem
+from polymoe.layer.call import DTYPES
+from polymoe.layer.runtime import PlanRequest
 from polymoe.planning.selection import Selection
 from polymoe.problem import Problem, WeightOn
-from polymoe.runtime import PlanRequest
-from polymoe.tensors import ExpertsSpec
-from polymoe.verdict import Reason, Reasons, Rejected
+from polymoe.problem.activation_quantization import UNQUANTIZED, ActivationQuantization
+from polymoe.problem.activations import Activation
+from polymoe.problem.tensors import ExpertsSpec
+from polymoe.problem.verdict import Reason, Reasons, Rejected
 
 __all__ = ["LayerFacts", "LayerPlan", "judge_layer", "method_facts", "reason_of"]
 

@@ -14,7 +14,7 @@ from polymoe.engines.serving.packed_layer import PackedLayer
 from polymoe.engines.serving.sources import StackedExperts
 from polymoe.engines.serving.stand_aside import LayerPlan
 from polymoe.engines.serving.warm_up import warm_up
-from polymoe.runtime import PlanRequest
+from polymoe.layer.runtime import PlanRequest
 
 __all__ = ["TakenOver", "take_over"]
 

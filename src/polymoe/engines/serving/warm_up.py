@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from polymoe.call import TORCH_DTYPES
 from polymoe.engines.serving.packed_layer import PackedLayer
+from polymoe.layer.call import TORCH_DTYPES
 from polymoe.planning.plan import Plan
 
 __all__ = ["token_counts", "warm_up"]

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polymoe.activations import Activation, GeGLU, ReLU2, SwiGLU
 from polymoe.engines.serving.settings import EngineSettings
 from polymoe.engines.serving.sources import SGLANG
 from polymoe.engines.serving.stand_aside import LayerFacts, method_facts
 from polymoe.engines.sglang.hooks import ASKED_SERVER_ARGS
-from polymoe.verdict import Reasons
+from polymoe.problem.activations import Activation, GeGLU, ReLU2, SwiGLU
+from polymoe.problem.verdict import Reasons
 
 __all__ = ["Asked", "create_tensors", "facts_of", "name_of", "refusals", "role_of", "storing", "trial_tensors"]
 

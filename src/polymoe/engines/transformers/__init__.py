@@ -25,8 +25,8 @@ The modules, each of which imports only from those below it (``tests/test_import
 
 from __future__ import annotations
 
+from polymoe.common.install_command import install_hint
 from polymoe.errors import MissingDependency
-from polymoe.install_command import install_hint
 
 try:
     import transformers as _transformers  # noqa: F401

@@ -19,8 +19,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from polymoe.call import DTYPES
 from polymoe.errors import UnsupportedProblem
+from polymoe.layer.call import DTYPES
 
 __all__ = ["NEWEST", "PARTS", "PrivatePart", "checked_call", "require_contract", "require_experts", "unsupported"]
 

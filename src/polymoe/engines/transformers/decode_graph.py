@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import StaticCache
 
 from polymoe.errors import ArgumentError, PlanError, UnsupportedProblem
-from polymoe.experts import FusedExperts
-from polymoe.verdict import Accepted
+from polymoe.layer.experts import FusedExperts
+from polymoe.problem.verdict import Accepted
 
 __all__ = ["Decoder", "require_capturable"]
 

@@ -20,19 +20,19 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import ExpertsInterface, use_experts_implementation
 
-from polymoe.activations import ACTIVATIONS, Activation, SwiGLU
 from polymoe.backends import BACKENDS
-from polymoe.call import DTYPES
 from polymoe.engines.transformers.contract import checked_call, require_experts, unsupported
 from polymoe.errors import PolymoeError, UnsupportedProblem, nearest
-from polymoe.experts import FusedExperts
 from polymoe.formats import FORMATS, QuantTensor
+from polymoe.layer.call import DTYPES
+from polymoe.layer.experts import FusedExperts
+from polymoe.layer.runtime import PlanRequest
 from polymoe.layouts import LAYOUTS, Natural
 from polymoe.machine import Machine
 from polymoe.planning.agreement import require_agreement
 from polymoe.problem import Problem
-from polymoe.runtime import PlanRequest
-from polymoe.tensors import ExpertsSpec
+from polymoe.problem.activations import ACTIVATIONS, Activation, SwiGLU
+from polymoe.problem.tensors import ExpertsSpec
 
 __all__ = ["INTERFACE_NAME", "experts_forward", "interface_name", "note_groups", "register", "unregister"]
 

@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from polymoe.engines.transformers.contract import checked_call, require_experts
 from polymoe.errors import UnsupportedProblem, nearest
-from polymoe.experts import FusedExperts
+from polymoe.layer.experts import FusedExperts
 
 __all__ = [
     "FAMILIES",

@@ -16,7 +16,7 @@ from polymoe.engines.transformers.loading import load
 from polymoe.engines.transformers.replies import read_reply
 from polymoe.engines.transformers.untrusted import reading
 from polymoe.errors import ArgumentError, CheckpointError
-from polymoe.experts import FusedExperts
+from polymoe.layer.experts import FusedExperts
 
 __all__ = ["Answer", "Generator"]
 

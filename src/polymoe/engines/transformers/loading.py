@@ -19,9 +19,9 @@ from transformers import modeling_utils
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from polymoe.call import DTYPES
 from polymoe.checkpoint import Checkpoint
 from polymoe.checkpoint.config import quantization_source
+from polymoe.common.units import format_ranges
 from polymoe.engines.transformers.contract import require_contract
 from polymoe.engines.transformers.dense_quantizer import check_dense
 from polymoe.engines.transformers.experts_interface import (
@@ -47,7 +47,7 @@ from polymoe.engines.transformers.untrusted import reading
 from polymoe.engines.transformers.weights import model_from_tensors
 from polymoe.errors import ArgumentError, CheckpointError, UnsupportedProblem, quoted
 from polymoe.explanation import explain
-from polymoe.units import format_ranges
+from polymoe.layer.call import DTYPES
 
 modeling: Any = modeling_utils
 log = getLogger("polymoe")

@@ -21,7 +21,6 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from polymoe.call import device_name
 from polymoe.checkpoint import Checkpoint
 from polymoe.checkpoint.dense_tensors import DenseTensors
 from polymoe.engines.transformers.dense_quantizer import dense_quantizer
@@ -29,7 +28,8 @@ from polymoe.engines.transformers.experts_interface import INTERFACE_NAME
 from polymoe.engines.transformers.families import pack_modules, require_family
 from polymoe.engines.transformers.weights import watch_loading
 from polymoe.errors import ArgumentError, UnsupportedProblem
-from polymoe.experts import load_experts
+from polymoe.layer.call import device_name
+from polymoe.layer.experts import load_experts
 from polymoe.machine import Machine
 
 __all__ = ["PackedConfig", "PackedQuantizer"]

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polymoe.activations import Activation, GeGLU, ReLU2, SwiGLU
 from polymoe.engines.serving.settings import EngineSettings
 from polymoe.engines.serving.sources import VLLM
 from polymoe.engines.serving.stand_aside import LayerFacts, method_facts
-from polymoe.verdict import Reasons
+from polymoe.problem.activations import Activation, GeGLU, ReLU2, SwiGLU
+from polymoe.problem.verdict import Reasons
 
 __all__ = ["created_tensors", "facts_of", "needs_kernel", "refusals", "role_of"]
 

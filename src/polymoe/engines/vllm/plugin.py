@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polymoe.common.shapes import round_up
 from polymoe.engines.serving.chooser import LayerChooser
 from polymoe.engines.serving.hooks import missing_hooks
 from polymoe.engines.serving.log import LayerLog
@@ -18,7 +19,6 @@ from polymoe.engines.serving.stand_aside import LayerFacts
 from polymoe.engines.vllm.facts import created_tensors, facts_of, needs_kernel, refusals, role_of
 from polymoe.engines.vllm.hooks import HOOKS, MODULAR_HOOKS
 from polymoe.engines.vllm.neutral import neutral_choice
-from polymoe.shapes import round_up
 
 __all__ = ["MethodChooser", "install"]
 

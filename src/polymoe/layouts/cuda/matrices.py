@@ -18,9 +18,9 @@ from polymoe.errors import FormatError
 from polymoe.formats import Encoding, QuantTensor
 from polymoe.layouts.base import Packed, need_one_encoding
 from polymoe.layouts.staging import expert_of, pack_stacks, unchanged, unchanged_parts
-from polymoe.scale_range import ScaleRange
-from polymoe.tensors import Expert, ExpertsSpec, ExpertWeights
-from polymoe.verdict import Reason, Reasons
+from polymoe.problem.scale_range import ScaleRange
+from polymoe.problem.tensors import Expert, ExpertsSpec, ExpertWeights
+from polymoe.problem.verdict import Reason, Reasons
 
 __all__ = [
     "MatrixLayout", "ScaleLimit", "as_bytes", "deinterleave_gate_up", "exchange_rows", "interleave_gate_up",

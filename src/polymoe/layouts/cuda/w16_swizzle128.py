@@ -27,7 +27,7 @@ from polymoe.layouts.cuda.matrices import (
     exchange_rows,
     interleave_gate_up,
 )
-from polymoe.verdict import Reasons
+from polymoe.problem.verdict import Reasons
 
 __all__ = ["W16Swizzle128", "pack_tiles", "unpack_tiles"]
 

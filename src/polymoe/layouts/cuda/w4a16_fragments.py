@@ -42,6 +42,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from polymoe.common.shapes import ceil_div, round_up
 from polymoe.formats import Encoding, PerGroup, QuantTensor
 from polymoe.formats.elements import SCALE_DTYPES
 from polymoe.layouts.cuda.bits import inverse, join, move_bits, split_tiles
@@ -52,9 +53,8 @@ from polymoe.layouts.cuda.matrices import (
     deinterleave_gate_up,
     interleave_gate_up,
 )
-from polymoe.scale_range import ScaleRange
-from polymoe.shapes import ceil_div, round_up
-from polymoe.verdict import Reasons
+from polymoe.problem.scale_range import ScaleRange
+from polymoe.problem.verdict import Reasons
 
 __all__ = [
     "COLUMNS", "E2M1_BITS", "E4M3_BITS", "E4M3_MOST", "E8M0_BIAS", "E8M0_BITS", "E8M0_LIMIT", "E8M0_MOST", "INT4_BITS",

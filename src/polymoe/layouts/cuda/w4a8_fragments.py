@@ -33,6 +33,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from polymoe.common.shapes import ceil_div, round_up
 from polymoe.formats import FORMATS, Encoding, PerGroup, QuantTensor
 from polymoe.formats.elements import SCALE_DTYPES
 from polymoe.layouts.cuda.bits import inverse, move_bits, split_tiles
@@ -50,9 +51,8 @@ from polymoe.layouts.cuda.w4a16_fragments import (
     from_sign_and_magnitude,
     sign_and_magnitude,
 )
-from polymoe.scale_range import ScaleRange
-from polymoe.shapes import ceil_div, round_up
-from polymoe.verdict import Reasons
+from polymoe.problem.scale_range import ScaleRange
+from polymoe.problem.verdict import Reasons
 
 __all__ = [
     "BITS", "INT4_BITS", "MOST_STEP", "W4A8Fragments", "pack_codes", "pack_scales", "scale_bytes", "unpack_codes",

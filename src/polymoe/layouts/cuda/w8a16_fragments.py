@@ -23,6 +23,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from polymoe.common.shapes import ceil_div, round_up
 from polymoe.formats import FORMATS, Encoding, QuantTensor
 from polymoe.formats.elements import CODE_DTYPES, SCALE_DTYPES
 from polymoe.layouts.cuda.bits import inverse, join, move_bits, split_tiles
@@ -33,9 +34,8 @@ from polymoe.layouts.cuda.matrices import (
     interleave_gate_up,
 )
 from polymoe.layouts.cuda.w4a16_fragments import E8M0_BIAS, E8M0_LIMIT, ROWS, TILE
-from polymoe.scale_range import ScaleRange
-from polymoe.shapes import ceil_div, round_up
-from polymoe.verdict import Reasons
+from polymoe.problem.scale_range import ScaleRange
+from polymoe.problem.verdict import Reasons
 
 __all__ = ["BLOCK", "E4M3_BITS", "W8A16Fragments", "pack_codes", "unpack_codes"]
 

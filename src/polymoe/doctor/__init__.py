@@ -1,0 +1,1 @@
+"""``polymoe doctor``: what this machine has, and each backend's verdict on it."""

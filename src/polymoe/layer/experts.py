@@ -1,0 +1,387 @@
+"""FusedExperts: a layer's experts, packed once, each call on the planned backend for its token count."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polymoe.backends import BACKENDS
+from polymoe.checkpoint import Checkpoint
+from polymoe.layer.call import TORCH_DTYPES, CallArguments, device_name, dtype_name
+from polymoe.layer.load_check import check_layer, require_planned
+from polymoe.layer.runtime import LayerRuntime, PlanCache, PlanRequest, compiled_call, incomplete_update
+from polymoe.layouts import LAYOUTS, Layout, Packed
+from polymoe.layouts.pack_check import pack_checked
+from polymoe.machine import Machine
+from polymoe.planning.selection import Selection
+from polymoe.problem import Problem, WeightOn
+from polymoe.problem.activation_quantization import UNQUANTIZED, ActivationQuantization
+from polymoe.problem.activations import Activation
+from polymoe.problem.tensors import ExpertWeights
+
+__all__ = ["FusedExperts", "load_experts", "resolve_activations"]
+
+log = logging.getLogger("polymoe")
+
+
+class FusedExperts(nn.Module):
+    """The experts of one layer; ``experts(x_TH, topk_ids_TA, topk_weights_TA)`` is their weighted sum.
+
+    Make one with :func:`load_experts` from a checkpoint, or :meth:`from_weights`. The packed tensors are non-persistent
+    buffers: they move with ``.to(device)``, and are not in ``state_dict()``. Where no backend of the new device reads
+    their layout, they are packed again for it.
+    """
+
+    def __init__(self, problem: Problem, packed: Packed, choice: PlanRequest) -> None:
+        super().__init__()
+        self._incomplete = False
+        self._hold(problem, packed, choice)
+
+    def _hold(self, problem: Problem, packed: Packed, choice: PlanRequest) -> None:
+        self._plans = PlanCache.of(problem, choice, packed.layout, tuple(packed.tensors))
+        self._names = tuple(f"packed_{name.replace('.', '_')}" for name in packed.tensors)
+        for name, tensor in zip(self._names, packed.tensors.values(), strict=True):
+            self.register_buffer(name, tensor, persistent=False)
+        self._bound = self._bind()
+
+    @classmethod
+    def from_weights(
+        cls,
+        weights: ExpertWeights,
+        activation: Activation,
+        *,
+        top_k: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        weight_on: WeightOn = "output",
+        activations: ActivationQuantization | str = UNQUANTIZED,
+        backend: str = "auto",
+        role: str = "mixed",
+        batch_invariant: bool = False,
+        check: bool = True,
+    ) -> FusedExperts:
+        """Pack ``weights`` for ``device`` (None: the GPU if there is one).
+
+        Args:
+            weights: the experts, read one at a time.
+            activation: the function between the projections.
+            top_k: experts active per token, for planning; calls may use another.
+            device: "cuda", "cuda:1", "cpu" or None.
+            dtype: of x, for planning; calls may use another.
+            weight_on: what the routing weight multiplies.
+            activations: how inputs of the projections are quantized: a value, or a name in ``ACTIVATIONS``.
+            backend: "auto", or the name of one, which is then used or refused.
+            role: token counts to plan for: "decode", "prefill" or "mixed".
+            batch_invariant: a token's result must be bitwise independent of the rest of the batch.
+            check: compare the packed bytes of every expert with ``weights``, and the results of a few with the
+                reference, before returning.
+
+        Raises:
+            UnsupportedProblem: if no backend, or not the named one, runs it here.
+            FormatError: for codes, scales or biases that are not finite, or a matrix whose scales are all zero.
+            VerificationError: if the packed experts are not, or do not compute, what ``weights`` say.
+        """
+        problem = Problem(
+            spec=weights.spec,
+            activation=activation,
+            top_k=top_k,
+            weight_on=weight_on,
+            dtype=dtype_name(dtype),
+            activations=ActivationQuantization.of(activations),
+            batch_invariant=batch_invariant,
+        )
+        choice = PlanRequest(Machine.of(device_name(device)), role, backend, BACKENDS, LAYOUTS)
+        return cls.pack(problem, weights, choice, device=device, check=check)
+
+    @classmethod
+    def pack(
+        cls,
+        problem: Problem,
+        weights: ExpertWeights,
+        choice: PlanRequest,
+        *,
+        device: torch.device | str | None = None,
+        check: bool = True,
+        where: str = "experts",
+    ) -> FusedExperts:
+        """As :meth:`from_weights`, with the problem and the tables to choose from given."""
+        target = torch.device(device or choice.machine.device.kind)
+        self = cls(*choice.pack(problem, weights, target, where, check=check), choice)
+        if check:
+            self.check(weights, where=where)
+        return self
+
+    @property
+    def problem(self) -> Problem:
+        """What it runs: sizes, encodings, activation."""
+        return self._plans.problem
+
+    @property
+    def packed(self) -> Packed:
+        """The packed tensors, in their layout, wherever the module is now."""
+        return self._plans.packed(self._tensors())
+
+    @property
+    def weights(self) -> ExpertWeights:
+        """The experts as the checkpoint has them, read through the layout's inverse: nothing is kept twice.
+
+        Raises:
+            PlanError: after an :meth:`update` that failed.
+        """
+        self._require_complete()
+        return self._layout.unpack(self.packed)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the packed tensors are."""
+        return self.get_buffer(self._names[0]).device
+
+    def explain(self) -> Selection:
+        """Every backend with its verdict and the plan by token count; ``print()`` it, or ``.to_dict()``."""
+        return self._plans.selection(self.problem.dtype)
+
+    def update(self, weights: ExpertWeights, *, check: bool = False) -> None:
+        """Refill the packed tensors in place, at the same addresses, from experts of the same spec.
+
+        Weights that cannot take the place of the present ones are refused before anything is changed. If something else
+        fails, such as reading an expert or the check, the tensors hold a mixture. Every later call of this layer
+        raises then, of its copies and of compiled graphs too and also after ``.to()``, until an update succeeds.
+        Loading a state dict does not end that: packed tensors are not in it.
+
+        A captured CUDA graph follows without another capture. It replays on whatever the tensors hold and cannot raise:
+        do not replay it between an update that failed and one that succeeded.
+
+        Args:
+            weights: the new experts, read one at a time; the scales of 4-bit weights are read once before.
+            check: compare the packed bytes of every expert with ``weights``, and the results of a few with the
+                reference, as when a layer is loaded.
+
+        Raises:
+            PlanError: if the spec differs, or scales reach further than those that the plan was made for. Nothing is
+                changed then.
+            CheckpointError: if an expert has no input scales and ``problem.activations`` are static; nothing is changed
+                then. Also if an expert cannot be read.
+            FormatError: for codes, scales or biases that are not finite, or a matrix whose scales are all zero.
+            VerificationError: if the check fails.
+        """
+        require_planned(self.problem, weights, self.device, "update", "load these experts again")
+        self._set_incomplete(True)
+        pack_checked(self._layout, weights, self.device, "update", out=self.packed, compare=check)
+        if check:
+            check_layer(self._runtime, self.problem, weights, "update")
+        self._set_incomplete(False)
+
+    def workspace_bytes(self, tokens: int, top_k: int | None = None) -> int:
+        """Bytes of ``workspace`` that a call of ``tokens`` tokens needs; 0 where the planned backend takes none.
+
+        Args:
+            tokens: T.
+            top_k: A, by default the model's.
+        """
+        step = self._runtime.step(TORCH_DTYPES[self.problem.dtype], tokens)
+        return step.runner.workspace_bytes(tokens, top_k or self.problem.top_k, step.config)
+
+    def forward(
+        self,
+        x_TH: Tensor,
+        topk_ids_TA: Tensor,
+        topk_weights_TA: Tensor,
+        *,
+        out: Tensor | None = None,
+        workspace: Tensor | None = None,
+        x_scales: Tensor | None = None,
+        expert_map: Tensor | None = None,
+    ) -> Tensor:
+        """Weighted sum over each token's experts: ``[T, H]`` in x's dtype.
+
+        Args:
+            x_TH: bfloat16, float16 or float32; float8_e4m3fn with ``x_scales``.
+            topk_ids_TA: int32 or int64; -1, E and experts of other ranks contribute exactly 0.
+            topk_weights_TA: float32, of the same shape; scaled by the router already. Any A of at least 1.
+            out: where the result is written, and what is returned; contiguous, in x's dtype (in the planned dtype if x
+                is quantized). By default it is allocated.
+            workspace: uint8 [:meth:`workspace_bytes`] to use instead of allocating. Calls that share one must not run
+                at the same time.
+            x_scales: float32 [T, groups] that multiply x: x comes quantized, as ``problem.activations`` says.
+            expert_map: int32 or int64 [E], E being ``problem.spec.experts``: the place in the packed layer of each
+                expert, or -1 for those of other ranks. It replaces the range of experts that the layer was loaded for.
+
+        The last three are for backends that take them. Under tensor or expert parallelism the result is this rank's
+        partial sum; the caller reduces.
+
+        Raises:
+            ArgumentError: for a wrong shape, dtype, device, or (on a CPU) an id outside -1 to E or a place outside the
+                packed layer; for an argument that the planned backend does not take.
+            PlanError: after an :meth:`update` that failed; for more tokens than the plan of a named backend serves.
+            UnsupportedProblem: where gradients are recorded, for an argument that requires one for which the planned
+                backend, or a compiled graph, has no backward. ``reference`` has one for x and the routing weights;
+                where inputs are quantized, at most for the routing weights.
+        """
+        call = CallArguments(x_TH, topk_ids_TA, topk_weights_TA, out, workspace, x_scales, expert_map)
+        if not torch.compiler.is_compiling():
+            layer = self._runtime
+            call.check(self._plans.problem, layer.device)
+            return layer.run(call)
+        return compiled_call(self._plans, self._tensors(), call)
+
+    def check(self, weights: ExpertWeights | None = None, *, where: str = "experts") -> None:
+        """Compare up to four experts with the float32 reference, on every backend of the plan.
+
+        Args:
+            weights: the experts to compare with: those that were packed, by default what is packed now.
+            where: the layer's name for the message.
+
+        Raises:
+            VerificationError: naming backend, layer and error.
+            PlanError: after an :meth:`update` that failed.
+        """
+        self._require_complete()
+        check_layer(self._runtime, self.problem, weights or self.weights, where)
+
+    @property
+    def _layout(self) -> Layout:
+        return self._plans.request.layouts[self._plans.layout]
+
+    def _tensors(self) -> list[Tensor]:
+        return [self.get_buffer(name) for name in self._names]
+
+    @property
+    def _runtime(self) -> LayerRuntime:
+        """The runners that are bound to the present addresses of the buffers. Other code may have replaced a buffer or
+        what is in it."""
+        buffers, bound = self._buffers, self._bound
+        for name, address in zip(self._names, bound.addresses, strict=True):
+            if buffers[name].data_ptr() != address:  # type: ignore[union-attr]
+                return self._bind()
+        return bound
+
+    def _bind(self) -> LayerRuntime:
+        """Drop the runners and bind new ones to the present buffers, for compiled graphs too."""
+        self._bound = bound = LayerRuntime(self._plans, self._tensors(), incomplete=self._incomplete)
+        self._plans.add(bound)
+        return bound
+
+    def _set_incomplete(self, incomplete: bool) -> None:
+        self._incomplete = self._runtime.incomplete = incomplete
+
+    def _require_complete(self) -> None:
+        if self._incomplete:
+            raise incomplete_update()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_bound"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._bind()  # to the copy's own tensors
+
+    def _apply(self, fn: Any, recurse: bool = True) -> FusedExperts:
+        # Module.to(dtype), .half() and .float() cast what is floating point, and float8 codes and scales count as
+        # that: only the device is taken from them.
+        before = self.device
+        device = fn(torch.empty(0, dtype=torch.int8, device=before)).device
+        plans = self._plans
+        if device != before:
+            request = replace(plans.request, machine=Machine.of(device_name(device)))
+            plans = PlanCache.of(self.problem, request, plans.layout, plans.names)
+            if plans.selection(self.problem.dtype).plan is None and not self._incomplete:
+                packed = request.pack(self.problem, self.weights, device, "experts", check=False)
+                for name in self._names:
+                    delattr(self, name)
+                self._hold(*packed, request)
+                return self
+        moved = [tensor.to(device) for tensor in self._tensors()]  # all of them, or none if this fails
+        for name, tensor in zip(self._names, moved, strict=True):
+            setattr(self, name, tensor)
+        self._plans = plans
+        self._bind()
+        return self
+
+    def extra_repr(self) -> str:
+        """The problem, and the packed size."""
+        return f"{self.problem}, {self._plans.layout}, {self.packed.nbytes / 2**20:.1f} MiB"
+
+
+def load_experts(
+    path: str | Path | Checkpoint,
+    layer: int,
+    *,
+    device: torch.device | str | None = None,
+    tp: int | tuple[int, int] = 1,
+    ep: int | tuple[int, int] = 1,
+    backend: str = "auto",
+    activations: ActivationQuantization | str = "auto",
+    role: str = "mixed",
+    dtype: torch.dtype = torch.bfloat16,
+    batch_invariant: bool = False,
+    check: bool = True,
+    machine: Machine | None = None,
+) -> FusedExperts:
+    """One layer's experts from a checkpoint, streamed expert by expert and packed for ``device``.
+
+    Args:
+        path: a checkpoint's directory, a Hub id, or an open :class:`~polymoe.checkpoint.Checkpoint`.
+        layer: its index in the model.
+        device: "cuda", "cuda:1", "cpu", or None for the GPU if there is one.
+        tp, ep: ``(rank, size)`` of the tensor and expert parallel group; a size alone means rank 0.
+        backend: "auto", or the name of one, which is then used or refused.
+        activations: "16bit", "fp8_token", "fp8_group128", "fp8_group128_ue8m0", "fp8_static", "mxfp8", "nvfp4", or
+            "auto": on a GPU the checkpoint's own recipe, on a CPU "16bit"; never "fp8_group128_ue8m0" or "nvfp4", which
+            have to be named.
+        role: token counts to plan for: "decode", "prefill" or "mixed".
+        dtype: of x, for planning; calls may use another.
+        batch_invariant: a token's result must be bitwise independent of the rest of the batch. Such problems run on
+            fewer backends, and slower.
+        check: compare the packed bytes of every expert with the files, and the results of a few with the reference,
+            before returning.
+        machine: what to plan for, where layers share its memory (:meth:`polymoe.machine.Machine.shared_by`).
+
+    Raises:
+        CheckpointError: for a checkpoint that cannot be read, or a layer without routed experts.
+        FormatError: for codes, scales or biases that are not finite, or a matrix whose scales are all zero.
+        UnsupportedProblem: if no backend, or not the named one, runs it here.
+        VerificationError: if the packed experts are not, or do not compute, what the checkpoint says.
+    """
+    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
+    machine = machine or Machine.of(device_name(device))
+    problem = checkpoint.problem(
+        layer,
+        tp=tp,
+        ep=ep,
+        dtype=dtype_name(dtype),
+        activations=resolve_activations(checkpoint, layer, machine, activations),
+        batch_invariant=batch_invariant,
+    )
+    experts = FusedExperts.pack(
+        problem,
+        checkpoint.weights(layer, tp=tp, ep=ep),
+        PlanRequest(machine, role, backend, BACKENDS, LAYOUTS),
+        device=device,
+        check=check,
+        where=f"layer {layer}",
+    )
+    selection = experts.explain()
+    if checkpoint.first_time(selection.summary()):
+        size = "".join(f" --{n} {getattr(problem, n)}" for n in ("tp", "ep") if getattr(problem, n) > 1)
+        tune = f"polymoe tune --checkpoint {checkpoint.name} --layer {layer}{size} --activations {problem.activations}"
+        tune += " --batch-invariant" * batch_invariant
+        log.info("layer %d, and all layers like it: %s", layer, selection.summary(tune))
+    return experts
+
+
+def resolve_activations(
+    checkpoint: Checkpoint, layer: int, machine: Machine, activations: ActivationQuantization | str
+) -> ActivationQuantization:
+    """``activations``, or for "auto" the checkpoint's own recipe on a GPU and "16bit" on a CPU.
+
+    Raises:
+        ArgumentError: for an unknown name.
+    """
+    if activations != "auto":
+        return ActivationQuantization.of(activations)
+    return checkpoint.recipe(layer) if machine.device.kind == "cuda" else UNQUANTIZED

@@ -1,0 +1,386 @@
+"""Runs the calls of a layer: plans for each dtype of x, runners bound to the packed tensors, and custom ops for
+``torch.compile``."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from polymoe.backends.base import Backend, Runner
+from polymoe.backends.config import Config
+from polymoe.errors import ArgumentError, PlanError
+from polymoe.layer.call import DTYPES, CallArguments, no_gradient
+from polymoe.layouts import Layout, Packed
+from polymoe.layouts.pack_check import pack_checked, require_input_scales
+from polymoe.layouts.staging import kept
+from polymoe.machine import Machine
+from polymoe.planning.select import select
+from polymoe.planning.selection import Selection
+from polymoe.problem import Dtype, Problem
+from polymoe.problem.routing import Routing
+from polymoe.problem.scale_range import measure_scales
+from polymoe.problem.tensors import ExpertWeights
+from polymoe.problem.verdict import Accepted
+
+__all__ = ["BoundStep", "LayerRuntime", "PlanCache", "PlanRequest", "incomplete_update", "on_device"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """The arguments of a layer's plans, kept in order to plan again when x has another dtype."""
+
+    machine: Machine
+    role: str
+    backend: str
+    backends: Mapping[str, Backend]
+    layouts: Mapping[str, Layout]
+
+    def select(self, problem: Problem, layout: str | None = None) -> Selection:
+        """Return the selection for ``problem``, restricted to ``layout`` if given."""
+        return select(
+            problem,
+            self.machine,
+            role=self.role,
+            backend=self.backend,
+            layout=layout,
+            backends=self.backends,
+            layouts=self.layouts,
+        )
+
+    def pack(
+        self, problem: Problem, weights: ExpertWeights, device: torch.device, where: str, *, check: bool = True
+    ) -> tuple[Problem, Packed]:
+        """Measure the range of the scales, plan, and pack the layer; with ``check``, compare the packed bytes.
+
+        Returns:
+            The problem with the range of its scales, and the packed layer on ``device``.
+
+        Raises:
+            CheckpointError: if static input scales are missing.
+            UnsupportedProblem: if no backend, or not the requested one, runs the problem on this machine.
+            FormatError, VerificationError: as :func:`polymoe.layouts.pack_check.pack_checked`.
+        """
+        if problem.activations.static:
+            require_input_scales(weights, where)
+        weights = kept(weights)
+        problem = replace(problem, scales=measure_scales(weights, device, where))
+        plan = self.select(problem).require(where)
+        return problem, pack_checked(self.layouts[plan.layout], weights, device, where, compare=check)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which ``device`` is torch's current GPU: kernels and other libraries use the current one."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+class PlanCache:
+    """Selections by dtype of x, shared by all layers with the same problem, request, layout and tensor names.
+
+    A compiled graph contains :attr:`key` as a constant. It depends on the names and classes of backends and layouts, so
+    that it is the same in another process.
+    """
+
+    def __init__(self, problem: Problem, request: PlanRequest, layout: str, names: tuple[str, ...], key: str) -> None:
+        self.problem, self.request, self.layout, self.names, self.key = problem, request, layout, names, key
+        self._entries = _entries(request)
+        self._selections: dict[str, Selection] = {}
+        self._layers: WeakValueDictionary[tuple[int, ...], LayerRuntime] = WeakValueDictionary()
+
+    @classmethod
+    def of(cls, problem: Problem, request: PlanRequest, layout: str, names: tuple[str, ...]) -> PlanCache:
+        """Return the shared instance for these arguments; create it if there is none."""
+        entries = _entries(request)
+        kinds = [[(name, type(e).__module__, type(e).__qualname__) for name, e in table] for table in entries]
+        about = f"{problem!r} {request.machine!r} {request.role} {request.backend} {kinds} {layout} {names}"
+        key = digest = hashlib.sha256(about.encode()).hexdigest()[:16]
+        numbers = count(1)
+        with _LOCK:
+            while (found := _CACHES.get(key)) is not None and found._entries != entries:
+                key = f"{digest}.{next(numbers)}"  # others have these names and classes
+            if found is None:
+                found = _CACHES[key] = cls(problem, request, layout, names, key)
+            return found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PlanCache.of, (self.problem, self.request, self.layout, self.names)
+
+    def __deepcopy__(self, memo: object) -> PlanCache:
+        return self
+
+    def selection(self, dtype: Dtype) -> Selection:
+        """Return the selection for x in ``dtype``. It is made once; later calls look it up."""
+        if dtype not in self._selections:
+            self._selections[dtype] = self.request.select(replace(self.problem, dtype=dtype), self.layout)
+        return self._selections[dtype]
+
+    def packed(self, tensors: Sequence[Tensor]) -> Packed:
+        """Return the tensors, given in the order of ``names``, as a packed layer."""
+        return Packed(self.layout, self.problem.spec, dict(zip(self.names, tensors, strict=True)))
+
+    def layer(self, tensors: Sequence[Tensor]) -> LayerRuntime:
+        """Return the runtime that is bound to these tensors: an existing layer's if there is one, else a new one."""
+        addresses = _addresses(tensors)
+        found = self._layers.get(addresses)
+        # After an assignment to ``.data`` the old addresses may belong to other tensors.
+        return LayerRuntime(self, tensors) if found is None or _addresses(found.tensors) != addresses else found
+
+    def add(self, layer: LayerRuntime) -> None:
+        """Register ``layer`` for :meth:`layer`; only a weak reference is kept."""
+        self._layers[layer.addresses] = layer
+
+
+_CACHES: WeakValueDictionary[str, PlanCache] = WeakValueDictionary()
+_LOCK = threading.RLock()
+
+
+def _entries(request: PlanRequest) -> tuple[tuple[tuple[str, Any], ...], ...]:
+    return tuple(request.backends.items()), tuple(request.layouts.items())
+
+
+def _addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple([t.data_ptr() for t in tensors])
+
+
+@dataclass(frozen=True, slots=True)
+class BoundStep:
+    """The runner and configuration for calls of up to ``max_tokens`` tokens (None: any number)."""
+
+    max_tokens: int | None
+    backend: str
+    runner: Runner
+    config: Config
+
+
+class LayerRuntime:
+    """One layer's packed tensors, and the runners bound to them.
+
+    Attributes:
+        plans: the plans of the layer.
+        tensors: the packed tensors, in the order of ``plans.names``.
+        addresses: where the tensors were when the runners were bound; runners are stale where they are elsewhere.
+        device: the device of all of them.
+        incomplete: whether an update of the tensors has failed or has not finished, so that calls raise.
+    """
+
+    def __init__(self, plans: PlanCache, tensors: Sequence[Tensor], *, incomplete: bool = False) -> None:
+        self.plans, self.tensors, self.incomplete = plans, list(tensors), incomplete
+        self.addresses, self.device = _addresses(tensors), tensors[0].device
+        self._runners: dict[str, Runner] = {}
+        self._steps: dict[torch.dtype, tuple[list[float], list[BoundStep]]] = {}
+
+    def steps(self, dtype: torch.dtype) -> list[BoundStep]:
+        """Return the steps of the plan for x in ``dtype``, with runners bound to the packed tensors.
+
+        Raises:
+            UnsupportedProblem: if no backend runs the problem on this device.
+        """
+        return (self._steps.get(dtype) or self._bind(dtype))[1]
+
+    def _bind(self, dtype: torch.dtype) -> tuple[list[float], list[BoundStep]]:
+        plan, packed = self.plans.selection(DTYPES[dtype]).require(), self.plans.packed(self.tensors)
+        runners, backends = self._runners, self.plans.request.backends
+        with on_device(self.device):
+            for step in plan.steps:
+                if step.backend not in runners:  # a runner serves every dtype
+                    runners[step.backend] = backends[step.backend].bind(self.plans.problem, packed)
+        bounds = [float("inf") if step.max_tokens is None else step.max_tokens for step in plan.steps]
+        steps = [BoundStep(step.max_tokens, step.backend, runners[step.backend], step.config) for step in plan.steps]
+        self._steps[dtype] = bounds, steps
+        return bounds, steps
+
+    def step(self, dtype: torch.dtype, tokens: int) -> BoundStep:
+        """Return the step for a call of ``tokens`` tokens.
+
+        Raises:
+            PlanError: if the last step of the plan serves fewer tokens.
+        """
+        bounds, steps = self._steps.get(dtype) or self._bind(dtype)
+        at = bisect_left(bounds, tokens)
+        if at == len(steps):
+            self.plans.selection(DTYPES[dtype]).require().step(tokens)  # raises
+        return steps[at]
+
+    def run(self, call: CallArguments) -> Tensor:
+        """Run the planned backend for this token count and return the weighted sum, [T, H].
+
+        :meth:`CallArguments.check` has checked the arguments.
+
+        Raises:
+            ArgumentError: if the workspace is too small, the backend does not support an option, or, on a CPU, an id
+                or a place of an expert is out of range.
+            PlanError: if the tensors are :attr:`incomplete`, or the plan serves fewer tokens.
+            UnsupportedProblem: if an argument requires a gradient for which the backend has no backward.
+        """
+        if self.incomplete:
+            raise incomplete_update()
+        x_TH, ids_TA, weights_TA, out_TH, workspace, x_scales, expert_map = call
+        problem = self.plans.problem
+        dtype = x_TH.dtype if x_scales is None else call.out_dtype(problem)
+        if out_TH is None:
+            out_TH = torch.empty_like(x_TH, dtype=dtype, memory_format=torch.contiguous_format)
+        tokens = x_TH.shape[0]
+        if not tokens:
+            return out_TH
+        if self.device.type == "cpu":
+            call.check_values(problem)
+        step = self.step(dtype, tokens)
+        if call.requires_grad:
+            self._require_gradients(step, call, DTYPES[dtype])
+        options: dict[str, Tensor] = {}
+        if workspace is not None or x_scales is not None or expert_map is not None:
+            options = _options(step, call)
+        with on_device(self.device):
+            step.runner.run(x_TH, Routing(ids_TA, weights_TA), step.config, out_TH, **options)
+        return out_TH
+
+    def _require_gradients(self, step: BoundStep, call: CallArguments, dtype: Dtype) -> None:
+        accepted = [c.backend for c in self.plans.selection(dtype).candidates if isinstance(c.verdict, Accepted)]
+        given = {name: self.plans.request.backends[name].gradients(self.plans.problem) for name in accepted}
+        needed = call.requiring_gradients()
+        missing = [name for name in needed if name not in given[step.backend]]
+        if missing:
+            others = [f'load with backend="{name}"' for name, names in given.items() if names.issuperset(needed)]
+            hint = " or ".join(["call under torch.no_grad()", *others])
+            raise no_gradient(missing[0], f"backend {step.backend!r}", hint)
+
+
+def compiled_call(plans: PlanCache, tensors: list[Tensor], call: CallArguments) -> Tensor:
+    """Return the result of a call in the graph that torch is compiling, as a node of this graph.
+
+    The node raises when it runs if an argument requires a gradient: torch.compile cannot raise while it traces, and
+    would no longer compile this function.
+
+    Raises:
+        ArgumentError: if the shape, dtype or device of an argument is wrong.
+    """
+    call.check(plans.problem, tensors[0].device)
+    refused = ""
+    if call.requires_grad:
+        refused = call.requiring_gradients()[0]
+        call = CallArguments(*[None if part is None else part.detach() for part in call])  # type: ignore[arg-type]
+    x_TH, ids_TA, weights_TA, out_TH, workspace, x_scales, expert_map = call
+    given = (x_TH, ids_TA, weights_TA, tensors, plans.key)
+    if out_TH is None:  # its memory, and the workspace's, is the graph's
+        return torch.ops.polymoe.fused_experts(*given, x_scales, expert_map, refused)
+    torch.ops.polymoe.fused_experts_out(out_TH, *given, workspace, x_scales, expert_map, refused)
+    return out_TH
+
+
+def incomplete_update() -> PlanError:
+    """Return the error of a call of a layer whose packed tensors hold parts of two updates."""
+    return PlanError(
+        "experts",
+        expected="weights of one whole update",
+        got="a mixture, because an update failed or has not finished",
+        hint="call update again, with weights that can be read, or load the layer again",
+    )
+
+
+def _options(step: BoundStep, call: CallArguments) -> dict[str, Tensor]:
+    """Return the options of the call that are given.
+
+    Raises:
+        ArgumentError: if the runner does not support one of them, or the workspace is too small.
+    """
+    given = {name: getattr(call, name) for name in ("workspace", "x_scales", "expert_map")}
+    options = {name: tensor for name, tensor in given.items() if tensor is not None}
+    for name, tensor in options.items():
+        if name not in step.runner.options:
+            raise ArgumentError(
+                name,
+                expected=f"none: backend {step.backend!r} does not support it",
+                got=f"a tensor {list(tensor.shape)}",
+                hint="choose a backend that supports it with backend=...",
+            )
+    if call.workspace is not None:
+        tokens, top_k = call.topk_ids_TA.shape
+        least, got = step.runner.workspace_bytes(tokens, top_k, step.config), call.workspace.numel()
+        if got < least:
+            hint = "experts.workspace_bytes(tokens, top_k) returns the size"
+            raise ArgumentError("workspace", expected=f"at least {least} bytes", got=str(got), hint=hint)
+    return options
+
+
+def _run_node(key: str, tensors: list[Tensor], call: CallArguments, refused: str) -> Tensor:
+    if refused:
+        hint = 'call under torch.no_grad(), or outside torch.compile with backend="reference"'
+        raise no_gradient(refused, "a compiled graph", hint)
+    return _CACHES[key].layer(tensors).run(call)
+
+
+@torch.library.custom_op("polymoe::fused_experts", mutates_args=())
+def _fused_experts(
+    x_TH: Tensor,
+    topk_ids_TA: Tensor,
+    topk_weights_TA: Tensor,
+    tensors: list[Tensor],
+    key: str,
+    x_scales: Tensor | None = None,
+    expert_map: Tensor | None = None,
+    refused: str = "",
+) -> Tensor:
+    call = CallArguments(x_TH, topk_ids_TA, topk_weights_TA, x_scales=x_scales, expert_map=expert_map)
+    return _run_node(key, tensors, call, refused)
+
+
+@_fused_experts.register_fake
+def _(
+    x_TH: Tensor,
+    topk_ids_TA: Tensor,
+    topk_weights_TA: Tensor,
+    tensors: list[Tensor],
+    key: str,
+    x_scales: Tensor | None = None,
+    expert_map: Tensor | None = None,
+    refused: str = "",
+) -> Tensor:
+    dtype = CallArguments(x_TH, topk_ids_TA, topk_weights_TA, x_scales=x_scales).out_dtype(_CACHES[key].problem)
+    return torch.empty_like(x_TH, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _refuse_gradients(ctx: object, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Torch calls it where gradients are recorded and an input requires one, as in a graph that was exported before."""
+    x_TH, ids_TA, weights_TA, tensors, key, x_scales, *_ = inputs
+    names = CallArguments(x_TH, ids_TA, weights_TA, x_scales=x_scales).requiring_gradients()
+    _run_node(key, tensors, CallArguments(x_TH, ids_TA, weights_TA), names[0] if names else "packed experts")
+
+
+def _no_backward(ctx: object, gradient: Tensor) -> None:
+    raise AssertionError
+
+
+_fused_experts.register_autograd(_no_backward, setup_context=_refuse_gradients)
+
+
+@torch.library.custom_op("polymoe::fused_experts_out", mutates_args=("out_TH", "workspace"))
+def _fused_experts_out(
+    out_TH: Tensor,
+    x_TH: Tensor,
+    topk_ids_TA: Tensor,
+    topk_weights_TA: Tensor,
+    tensors: list[Tensor],
+    key: str,
+    workspace: Tensor | None = None,
+    x_scales: Tensor | None = None,
+    expert_map: Tensor | None = None,
+    refused: str = "",
+) -> None:
+    call = CallArguments(x_TH, topk_ids_TA, topk_weights_TA, out_TH, workspace, x_scales, expert_map)
+    _run_node(key, tensors, call, refused)
+
+
+@_fused_experts_out.register_fake
+def _(*args: object, **kwargs: object) -> None:
+    return None

@@ -1,0 +1,7 @@
+"""What a GPU is, and what is installed beside it. The only package that probes hardware."""
+
+from __future__ import annotations
+
+from polymoe.machine.machine import DEVICES, Device, Machine, driver_cuda, host_memory
+
+__all__ = ["DEVICES", "Device", "Machine", "driver_cuda", "host_memory"]

@@ -1,0 +1,38 @@
+"""Hints, scripts and documents name a command that installs polymoe today: all the same one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from polymoe.common.install_command import install_command, install_hint
+
+ROOT = Path(__file__).parents[2]
+SOURCES = [path for path in sorted((ROOT / "src").rglob("*.py")) if path.name != "install_command.py"]
+FILES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "scripts" / "demo", *SOURCES]
+SECTION = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[project.optional-dependencies]")[2]
+EXTRAS = re.findall(r"^([\w-]+) = \[", SECTION.partition("\n[")[0], re.MULTILINE)
+COMMANDS = tuple(install_command(extra) for extra in ("", *EXTRAS))
+
+
+def test_today_it_is_a_clone() -> None:
+    assert install_command("serve") == "pip install -e '.[serve]'"
+    assert install_hint("lm-eval") == "in a clone of polymoe: pip install -e '.[lm-eval]'"
+    assert set(EXTRAS) >= {"transformers", "serve", "bench", "eval", "lm-eval", "vllm", "sglang"}
+
+
+def test_every_file_names_this_command() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {text[place : place + 40]!r}"
+        for path in FILES
+        for text in [path.read_text(encoding="utf-8")]
+        for place in (match.start() for match in re.finditer("pip install", text))
+        if not text.startswith(COMMANDS, place)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_hints_name_extras_that_exist() -> None:
+    named = {name for path in SOURCES for name in re.findall(r'install_hint\("([^"]*)"\)', path.read_text("utf-8"))}
+    assert named == {"bench", "eval", "lm-eval", "serve", "transformers"}
+    assert named <= set(EXTRAS)

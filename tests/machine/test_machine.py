@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from polymoe.errors import ArgumentError
+from polymoe.machine import DEVICES, Machine
+
+
+@pytest.mark.parametrize("name", sorted(DEVICES))
+def test_named_devices(name: str) -> None:
+    machine = Machine.of(name)
+    assert machine.device is DEVICES[name]
+    assert (machine.device.kind == "cpu") == (machine.device.capability is None)
+    assert machine.packages["torch"].split("+")[0] == torch.__version__.split("+")[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "like"), [("sm_90", "h100"), ("sm_120", "rtx5090"), ("sm_80", "a100"), ("SM_121", "gb10")]
+)
+def test_architectures(name: str, like: str) -> None:
+    device = Machine.of(name).device
+    assert (device.name, device.capability) == (name.lower(), DEVICES[like].capability)
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        ("RTX-5090", "rtx5090"),
+        ("RTX PRO 6000", "rtxpro6000"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtxpro6000"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A10", "a10"),
+        ("NVIDIA L40S", "l40s"),
+    ],
+)
+def test_spellings(name: str, device: str) -> None:
+    """As people write a GPU's name, and as the driver does."""
+    assert Machine.of(name).device is DEVICES[device]
+
+
+def test_a_size_in_the_name() -> None:
+    found = Machine.of("NVIDIA A100-SXM4-40GB").device
+    assert (found.name, found.memory_bytes) == ("a100", 40 * 2**30)
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A10G", "H200 NVX", ""])
+def test_another_gpu_with_a_similar_name(name: str) -> None:
+    with pytest.raises(ArgumentError, match="device"):
+        Machine.of(name)
+
+
+def test_a_gpu_by_name_has_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polymoe.machine.machine._version", lambda name: None)
+    assert Machine.of("h200").packages == {"triton": "3.6.0"}
+    assert Machine.of("cpu").packages == {}
+    monkeypatch.setattr("polymoe.machine.machine._version", {"triton": "3.7.1"}.get)
+    assert Machine.of("h200").packages == {"triton": "3.7.1"}
+
+
+def test_unknown_name_suggests() -> None:
+    with pytest.raises(ArgumentError, match=r"did you mean 'h200'.*sm_90"):
+        Machine.of("h20")
+
+
+def test_older_than_any_known_architecture() -> None:
+    with pytest.raises(ArgumentError, match="sm_70"):
+        Machine.of("sm_70")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_no_gpu_here() -> None:
+    assert Machine.of().device.name == "cpu"
+    with pytest.raises(ArgumentError, match="none in this machine"):
+        Machine.of("cuda")
+
+
+def test_machines_hash_and_compare_by_device() -> None:
+    assert Machine.of("h200") == Machine.of("h200")
+    assert hash(Machine.of("h200")) == hash(Machine.of("h200"))
