@@ -79,54 +79,6 @@ def test_the_shown_output_is_what_the_command_prints(capsys: pytest.CaptureFixtu
     assert "".join(capsys.readouterr().out.splitlines(keepends=True)[:4]) == block[2]
 
 
-LONGEST = 30
-"""Words of a sentence in README."""
-LONGEST_ELSEWHERE = 45
-"""Words of a sentence in other documents, except those with results of experiments, and what is written from code."""
-
-
-def sentences(text: str) -> list[str]:
-    """Sentences of paragraphs, items and cells of tables. Code counts as one word, and so do a link's address and text
-    for what is written in brackets."""
-    text = re.sub(r"```.*?```|<!--.*?-->", "\n\n", text, flags=re.S)
-    text = re.sub(r"`[^`]*`", "code", re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text))
-    blocks = re.split(r"\n\s*\n|(?:^|\n)[-*#]+ |\|", text)
-    return [s for block in blocks for s in re.split(r"(?<=[.?!])\s+", " ".join(block.split())) if s]
-
-
-def test_no_sentence_is_long() -> None:
-    found = [sentence for sentence in sentences(README) if len(sentence.split()) > LONGEST]
-    assert not found, "\n".join(found)
-
-
-@pytest.mark.parametrize(
-    "path", [path for path in DOCUMENTS if path.parent.name != "performance"], ids=lambda p: p.name
-)
-def test_no_sentence_of_a_document_is_very_long(path: Path) -> None:
-    text = re.sub(r"<!-- (\w+): written by.*?<!-- end of \1 -->", "", path.read_text(encoding="utf-8"), flags=re.S)
-    if path.name != "backends.md":
-        assert [sentence for sentence in sentences(text) if len(sentence.split()) > LONGEST_ELSEWHERE] == []
-
-
-def test_what_a_long_sentence_is() -> None:
-    words = " ".join(["word"] * LONGEST)
-    for text in (
-        f"{words} more.",
-        f"- {words}\n  more.",
-        f"| {words} more |",
-        f"Short. {words}\nmore; [{words} x](there)",
-    ):
-        assert any(len(sentence.split()) > LONGEST for sentence in sentences(text)), text
-    for text in (
-        f"{words}. {words}",
-        f"{words}\n\nmore",
-        f"- {words}\n- more",
-        f"```\n{words} more\n```",
-        f"`{words} more`",
-    ):
-        assert all(len(sentence.split()) <= LONGEST for sentence in sentences(text)), text
-
-
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(path: Path) -> None:
     text = path.read_text(encoding="utf-8")

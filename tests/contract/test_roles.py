@@ -11,13 +11,12 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from polymoe.generate import Generator
-
 import polymoe.backends
 import polymoe.layer.experts
 from polymoe.backends.base import Prediction
 from polymoe.backends.cost import cost
 from polymoe.engines import transformers as engine
+from polymoe.engines.transformers.generator import Generator
 from polymoe.errors import ArgumentError, CheckpointError
 from polymoe.machine import Machine
 from polymoe.problem import Problem

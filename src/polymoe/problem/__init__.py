@@ -7,6 +7,18 @@ of results.
 
 from __future__ import annotations
 
-from polymoe.problem.problem import Dtype, Problem, WeightOn
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from polymoe.problem.problem import Dtype, Problem, WeightOn
 
 __all__ = ["Dtype", "Problem", "WeightOn"]
+
+
+def __getattr__(name: str) -> Any:
+    # On first use: whoever describes an activation or reads a verdict needs no torch.
+    if name in __all__:
+        from polymoe.problem import problem
+
+        return getattr(problem, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
