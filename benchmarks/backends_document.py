@@ -175,6 +175,8 @@ def _section(backend: Backend) -> str:
                 modes[weakest(status for _, status in found[gpu, form, mode].proofs)].append(mode)
         return "; ".join(f"{status}: {_joined(held, MODES, 'all')}" for status, held in modes.items() if held) or "-"
 
+    columns = _by_value({gpu: tuple(taken(gpu, f) for f in FORMATS) for gpu in GPUS})
+    rows = _by_value({f: tuple(taken(gpus[0], f) for gpus in columns.values()) for f in FORMATS})
     places: dict[str, list[Cell]] = {}
     for cell, one in found.items():
         for line in lines(one.verdict):
@@ -183,7 +185,10 @@ def _section(backend: Backend) -> str:
     return "\n".join(
         [
             f"## {backend.name}\n\n{text}\n",
-            markdown(["format", *GPUS], [[f"`{f}`", *(taken(gpu, f) for gpu in GPUS)] for f in FORMATS]),
+            markdown(
+                ["format", *(", ".join(gpus) for gpus in columns.values())],
+                [[", ".join(f"`{f}`" for f in forms), *cells] for cells, forms in rows.items()],
+            ),
             markdown(["verdict", "where"], [["<br>".join(texts), where] for where, texts in verdicts.items()]),
         ]
     )
@@ -200,7 +205,8 @@ def said(cells: Collection[Cell]) -> str:
     texts = []
     for held, gpus in _by_value({g: found for g, found in forms.items() if found}).items():
         parts = [
-            _joined(names, FORMATS, "every format") + ("" if taken == MODES else f" with {', '.join(taken)}")
+            _joined(names, FORMATS, "every format")
+            + ("" if taken == MODES else f" with {_joined(taken, MODES, 'all')}")
             for taken, names in _by_value(dict(held)).items()
         ]
         texts.append(f"{_joined(gpus, GPUS, 'everywhere')}: {'; '.join(parts)}")
@@ -208,7 +214,10 @@ def said(cells: Collection[Cell]) -> str:
 
 
 def _joined(found: Sequence[str], every: Collection[str], word: str) -> str:
-    return word if len(found) == len(every) else ", ".join(found)
+    left = [name for name in every if name not in found]
+    if len(left) > 2 or len(found) < 3:
+        return ", ".join(found)
+    return f"{word} but {' and '.join(left)}" if left else word
 
 
 _K = TypeVar("_K")

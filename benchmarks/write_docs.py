@@ -415,7 +415,6 @@ def documents() -> dict[Path, str]:
             "ratios": peers_document.ratios(named),
             "untuned": peers_document.ratios(untuned),
             "microseconds": peers_document.microseconds(named),
-            "untuned microseconds": peers_document.microseconds(untuned),
         },
         docs / "decoding.md": {"decode": decode(results / DECODE)},
         docs / "serving.md": {"serve": serve(results / SERVE)},

@@ -16,6 +16,7 @@ from polymoe.cli import app
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted({*ROOT.glob("*.md"), ROOT / "examples/README.md", *(ROOT / "docs").rglob("*.md")})
+LINKING = [*DOCUMENTS, *sorted((ROOT / "benchmarks/experiments").rglob("*.md"))]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, flags=re.S)
 INPUTS = """
@@ -79,7 +80,7 @@ def test_the_shown_output_is_what_the_command_prints(capsys: pytest.CaptureFixtu
     assert "".join(capsys.readouterr().out.splitlines(keepends=True)[:4]) == block[2]
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", LINKING, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     anchors: dict[Path, set[str]] = {}

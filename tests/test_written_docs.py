@@ -112,12 +112,11 @@ def test_every_cell_and_every_reason() -> None:
     picky = Picky("picky", layouts=("natural",), handles={**HANDLES, "activations": ANY})
     text = backends_document.backends_document({"picky": picky})
     assert "Takes FP8 weights with FP8 activations on Hopper. Layout: natural." in " ".join(text.split())
-    fp8 = "fp8_token, fp8_group128, fp8_group128_ue8m0, fp8_static, mxfp8, nvfp4"
-    for form in FORMATS:
-        hopper = f"unrun: {fp8}" if form.startswith("fp8") or form == "mxfp8" else "-"
-        assert f"| `{form}` | - | - | {hopper} | {hopper} | - | - | - |" in text
     for line in (
-        f"| accepted (up to 63 tokens) | h100, h200: fp8_tensor, fp8_channel, fp8_block128, mxfp8 with {fp8} |",
+        "| format | a100, rtx4090, b200, rtx5090, cpu | h100, h200 |",
+        "| `bf16`, `fp16`, `mxfp4`, `nvfp4`, `int4_g32`, `int4_g128` | - | - |",
+        "| `fp8_tensor`, `fp8_channel`, `fp8_block128`, `mxfp8` | - | unrun: all but 16bit |",
+        "| accepted (up to 63 tokens) | h100, h200: fp8_tensor, fp8_channel, fp8_block128, mxfp8 with all but 16bit |",
         "| GPU: expects SM90, got sm_80 | a100: every format |",
         "| GPU: expects SM90, got cpu | cpu: every format |",
         "| activations: expects fp8, got 16bit | everywhere: every format with 16bit |",
@@ -145,9 +144,7 @@ def test_places_are_merged_by_gpu_format_and_mode() -> None:
     every = {(gpu, form, mode) for gpu in GPUS for form in FORMATS for mode in MODES}
     assert said(every) == "everywhere: every format"
     assert said(every - {("cpu", "bf16", "16bit")}) == (
-        "a100, rtx4090, h100, h200, b200, rtx5090: every format<br>"
-        "cpu: bf16 with fp8_token, fp8_group128, fp8_group128_ue8m0, fp8_static, mxfp8, nvfp4; "
-        "fp16, fp8_tensor, fp8_channel, fp8_block128, mxfp8, mxfp4, nvfp4, int4_g32, int4_g128"
+        "everywhere but cpu: every format<br>cpu: bf16 with all but 16bit; every format but bf16"
     )
 
 
@@ -281,33 +278,13 @@ def triton_records() -> list[Record]:
 
 
 def test_how_near_predictions_are() -> None:
-    """docs/performance/triton.md says 9 % for DeepSeek-V4-Flash in MXFP4, and other limits for others."""
-    text = " ".join(page("triton").split())
-    assert "Within 9 % of every record of DeepSeek-V4-Flash in MXFP4" in text
-    assert "within 45 % of INT4 with E4M3 activations, within 28 % elsewhere" in text
+    """The cost model against records: benchmarks/experiments/triton/cost-model.md names these limits."""
     for r in triton_records():
         problem, h200 = CASES[r.case].problem(r.format, r.activations), backends_document.machine(DEVICES["h200"])
         off = abs(BACKENDS["triton"].predict(problem, h200, r.tokens).time_us / r.median_us - 1)
         two_operands = r.format.startswith("int4") and r.activations != "16bit"
         limit = 0.09 if (r.case, r.format) == ("deepseek-v4-flash", "mxfp4") else 0.45 if two_operands else 0.28
         assert off < limit, r
-
-
-@pytest.mark.parametrize(
-    ("case", "form", "tokens", "said"),
-    [
-        ("qwen3-235b-tp4-bf16", "bf16", 4096, "793 us"),
-        ("deepseek-v4-flash", "int4_g32", 16, "339 us"),
-        ("deepseek-v4-flash", "mxfp4", 16, "MXFP4's 364"),
-        ("gpt-oss-120b", "mxfp4", 1, "38.5 and"),
-        ("gpt-oss-120b", "mxfp4", 4, "and 101 us"),
-    ],
-)
-def test_times_in_the_text_are_the_records(case: str, form: str, tokens: int, said: str) -> None:
-    text = " ".join(page("triton").split())
-    (found,) = [r for r in triton_records() if (r.case, r.format, r.tokens) == (case, form, tokens)]
-    assert said in text
-    assert write_docs.number(found.median_us) in said
 
 
 def test_errors_and_shares_in_the_text_are_the_records() -> None:
