@@ -79,7 +79,7 @@ def backends_document(table: Mapping[str, Backend] = BACKENDS) -> str:
     """The whole text, for the backends of ``table``."""
 
     def cell(found: Verdict) -> str:
-        return "accepted" if isinstance(found, Accepted) else "<br>".join(lines(found))
+        return "accepted" if isinstance(found, Accepted) else "<br>".join(map(str, found.reasons))
 
     h200 = machine(DEVICES["h200"])
     asked = [problem_of(form, mode) for form in FORMATS for mode in MODES]
@@ -127,8 +127,10 @@ def verdict(backend: Backend, problem: Problem, where: Machine) -> Verdict:
 
 
 def lines(found: Verdict) -> list[str]:
-    """Every reason against; or what is accepted."""
-    return [describe(found)] if isinstance(found, Accepted) else [str(reason) for reason in found.reasons]
+    """What is accepted; or every requirement that is not met, without what came instead: where it holds says that."""
+    if isinstance(found, Accepted):
+        return [describe(found)]
+    return [str(replace(r, got="")).removesuffix(", got ") for r in found.reasons]
 
 
 def changes() -> list[tuple[str, Problem, Machine]]:

@@ -126,22 +126,6 @@ def ratios(found: dict[Row, Times]) -> str:
     return f"{markdown(['', *map(str, columns)], lines)}\nA peer is ahead in {ahead} of {cells} cells.\n"
 
 
-def microseconds(found: dict[Row, Times]) -> str:
-    """Floor, our time, and each peer's."""
-    columns = sorted({t for times in found.values() for t in times.ours})
-    lines = []
-    for row, of in found.items():
-        parts = {"floor": {t: r.floor_us for t, r in of.ours.items()}}
-        parts["polymoe"] = {t: r.median_us for t, r in of.ours.items()}
-        for name, by in of.peers.items():
-            version = next(iter(by.values())).version
-            parts[f"{LABELS.get(name, name)} {version}"] = {t: r.median_us for t, r in by.items()}
-        for n, (name, by_tokens) in enumerate(parts.items()):
-            cells = [f"{by_tokens[t]:.{1 if by_tokens[t] < 99.95 else 0}f}" if t in by_tokens else "" for t in columns]
-            lines.append([row.head if n == 0 else "", name, *cells])
-    return markdown(["case", "us", *map(str, columns)], lines)
-
-
 def picture(found: dict[Row, Times], path: Path) -> None:
     """Shares of the floor over tokens, one plot a row."""
     from matplotlib.figure import Figure

@@ -414,7 +414,6 @@ def documents() -> dict[Path, str]:
         docs / "performance" / "peers.md": {
             "ratios": peers_document.ratios(named),
             "untuned": peers_document.ratios(untuned),
-            "microseconds": peers_document.microseconds(named),
         },
         docs / "decoding.md": {"decode": decode(results / DECODE)},
         docs / "serving.md": {"serve": serve(results / SERVE)},

@@ -117,11 +117,9 @@ def test_every_cell_and_every_reason() -> None:
         "| `bf16`, `fp16`, `mxfp4`, `nvfp4`, `int4_g32`, `int4_g128` | - | - |",
         "| `fp8_tensor`, `fp8_channel`, `fp8_block128`, `mxfp8` | - | unrun: all but 16bit |",
         "| accepted (up to 63 tokens) | h100, h200: fp8_tensor, fp8_channel, fp8_block128, mxfp8 with all but 16bit |",
-        "| GPU: expects SM90, got sm_80 | a100: every format |",
-        "| GPU: expects SM90, got cpu | cpu: every format |",
-        "| activations: expects fp8, got 16bit | everywhere: every format with 16bit |",
-        "| weights: expects e4m3, got int4 | everywhere: int4_g32, int4_g128 |",
-        "| weights: expects e4m3, got bf16 | everywhere: bf16 |",
+        "| GPU: expects SM90 | everywhere but h100 and h200: every format |",
+        "| activations: expects fp8 | everywhere: every format with 16bit |",
+        "| weights: expects e4m3 | everywhere: bf16, fp16, mxfp4, nvfp4, int4_g32, int4_g128 |",
     ):
         assert line in text
     assert "| biases | activations: expects fp8, got 16bit<br>weights: expects e4m3, got e2m1 |" in text
@@ -137,7 +135,7 @@ def test_the_document_is_what_backends_say() -> None:
         assert f"\n## {name}\n" in text
         found = backend.check(backends_document.problem_of("int4_g32", "fp8_token"), Machine(DEVICES["cpu"]))
         for reason in found.reasons if isinstance(found, Rejected) else ():
-            assert str(reason) in text
+            assert str(replace(reason, got="")).removesuffix(", got ") in text
 
 
 def test_places_are_merged_by_gpu_format_and_mode() -> None:
@@ -234,7 +232,6 @@ class TestRecords:
             "",
             "A peer is ahead in 1 of 2 cells.",
         ]
-        assert "|  | vLLM 0.1.19 | 400 |" in peers_document.microseconds(kept).splitlines()
         assert peers_document.case_of("qwen3-235b[H=2048, F=768]").intermediate == 768
 
     def test_no_table_before_there_are_records(self) -> None:
