@@ -15,7 +15,7 @@ import pytest
 from typer.main import get_command
 
 from polymoe.bench.cases import CASES
-from polymoe.cli import app, explain, output
+from polymoe.cli import app, options
 from polymoe.cli import eval as eval_verb
 from polymoe.evaluate.questions import TASKS
 from polymoe.formats import FORMATS
@@ -77,7 +77,7 @@ FREE = {
 }  # fmt: skip
 
 
-def options() -> Iterator[Any]:
+def valued_options() -> Iterator[Any]:
     for name, command in COMMANDS.items():
         for param in command.params:
             option = param.opts[0]
@@ -86,7 +86,7 @@ def options() -> Iterator[Any]:
             yield pytest.param(name, option, id=f"{name} {option}")
 
 
-@pytest.mark.parametrize(("name", "option"), list(options()))
+@pytest.mark.parametrize(("name", "option"), list(valued_options()))
 def test_a_wrong_value_exits_with_2(cli: Cli, name: str, option: str) -> None:
     value = WRONG.get(option, "nonsense")
     if option == "--experts" and name == "bench kernels":
@@ -175,22 +175,13 @@ def test_an_unknown_gpu_is_told_what_to_name(cli: Cli) -> None:
     assert "sm_89" in err
 
 
-def choices(hint: Any) -> set[str]:
-    """Values of a Literal somewhere in a type."""
-    found: set[str] = set()
-    for part in get_args(hint):
-        found |= {part} if isinstance(part, str) else choices(part)
-    return found
-
-
 def test_choices_are_those_of_the_tables() -> None:
-    assert choices(output.Case) == set(CASES)
-    assert choices(output.Format) == set(FORMATS)
-    assert choices(output.Activations) == set(ACTIVATIONS)
-    assert choices(output.Role) == set(ROLE_TOKENS)
-    hints = {**get_type_hints(explain.command), **get_type_hints(eval_verb.command)}
-    assert choices(hints["activations"]) == {"auto", *ACTIVATIONS}
-    assert choices(hints["task"]) == {"auto", *TASKS}
+    assert set(get_args(options.CaseName)) == set(CASES)
+    assert set(get_args(options.FormatName)) == set(FORMATS)
+    assert set(get_args(options.ActivationsName)) == set(ACTIVATIONS)
+    assert set(get_args(options.RoleName)) == set(ROLE_TOKENS)
+    (tasks,) = [hint for hint in get_type_hints(eval_verb.command).values() if "gsm8k" in get_args(hint)]
+    assert set(get_args(tasks)) == {"auto", *TASKS}
 
 
 def test_errors_are_in_the_words_of_the_command_line(cli: Cli) -> None:
@@ -199,10 +190,36 @@ def test_errors_are_in_the_words_of_the_command_line(cli: Cli) -> None:
     assert "error: --tp: expected 1 to 4096 ranks" in cli("explain", SUMS, "--tp", 10**9)[2]
 
 
-def test_completion() -> None:
-    """Names of commands and choices, as a shell asks for them."""
-    env = {**os.environ, "_POLYMOE_COMPLETE": "complete_bash"}
-    for words, found in (("polymoe be", "bench"), ("polymoe bench de", "decode"), ("polymoe run --role de", "decode")):
-        asked = {**env, "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
-        done = subprocess.run([sys.executable, "-m", "polymoe"], env=asked, capture_output=True, text=True, check=False)
-        assert found in done.stdout.split(), done
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("polymoe be", ["bench"]),
+        ("polymoe bench de", ["decode"]),
+        ("polymoe run --role de", ["decode"]),
+        ("polymoe serve --backend tri", ["triton"]),
+        ("polymoe explain --device rtx4", ["rtx4090"]),
+        ("polymoe run --device cp", ["cpu"]),
+        ("polymoe chat openai/", ["openai/gpt-oss-120b", "openai/gpt-oss-20b"]),
+        ("polymoe serve model", ["models/"]),
+    ],
+)
+def test_completion(words: str, found: list[str]) -> None:
+    """Names of commands, choices, backends, GPUs and models, as a shell asks for them."""
+    asked = {"_POLYMOE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+    command = [sys.executable, "-m", "polymoe"]
+    done = subprocess.run(command, env={**os.environ, **asked}, capture_output=True, text=True, cwd=ROOT)
+    assert sorted(done.stdout.split()) == found, done
+
+
+@pytest.mark.parametrize(("shell", "line"), [("zsh", "#compdef polymoe"), ("fish", "complete --command polymoe")])
+def test_the_shell_whose_completion_is_shown_can_be_named(shell: str, line: str, cli: Cli) -> None:
+    code, out, _ = cli("--show-completion", shell)
+    assert (code, out.startswith(line)) == (0, True)
+
+
+def test_options_stand_under_the_headings_of_their_groups(cli: Cli) -> None:
+    out = cli("serve", "-h")[1]
+    sections = {part.partition(":\n")[0]: part for part in out.split("\n\n")}
+    assert "--max-concurrent-requests" in sections["Limits"]
+    assert "--device-map" in sections["Device and backend"]
+    assert sections["Options"].count("--") == 1  # --help

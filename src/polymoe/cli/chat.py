@@ -8,23 +8,11 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from polymoe.cli.output import (
-    Backend,
-    Checkpoint,
-    DeviceMap,
-    MaxTokens,
-    OnDevice,
-    Role,
-    TensorParallel,
-    no_tensor_parallel,
-    say,
-    speed_line,
-    terminal_text,
-)
+from polymoe.cli.options import Checkpoint, Placement, Sampling, option
+from polymoe.cli.output import say, speed_line, terminal_text
 
 if TYPE_CHECKING:
     from polymoe.engines.transformers.chat import Chat, Turn
@@ -40,37 +28,36 @@ Ctrl-C stops a reply. A backslash at the end of a line continues the message on 
 _COMMAND = re.compile(r"/[A-Za-z?]+\s*")
 
 
-def command(
-    checkpoint: Checkpoint,
-    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
-    max_tokens: MaxTokens = None,
-    temperature: Annotated[
-        float | None, typer.Option(min=0, max=100, help="Sampling temperature; 0 is greedy. Default: the checkpoint's.")
-    ] = None,
-    reasoning: Annotated[
-        bool | None,
-        typer.Option("--reasoning/--no-reasoning", help="Show reasoning on stderr. Default: only on a terminal."),
-    ] = None,
-    backend: Backend = "auto",
-    role: Role = "mixed",
-    device: OnDevice = "auto",
-    device_map: DeviceMap = None,
-    tp: TensorParallel = 1,
-    json: Annotated[bool, typer.Option("--json", help="Print each reply as one line of JSON on stdout.")] = False,
-) -> None:
+@dataclass(frozen=True)
+class _Replies(Sampling):
+    """Answers."""
+
+    system: str | None = option(None, "A system message.")
+
+
+@dataclass(frozen=True)
+class _Output:
+    """Output."""
+
+    reasoning: bool | None = option(
+        None, "Show reasoning on stderr. Default: only on a terminal.", "--reasoning/--no-reasoning"
+    )
+    json: bool = option(False, "Print each reply as one line of JSON on stdout.", "--json")
+
+
+def command(checkpoint: Checkpoint, replies: _Replies, placement: Placement, output: _Output) -> None:
     """Chat with a checkpoint: replies are streamed, and the model sees the conversation so far.
 
     Answers go to stdout, reasoning to stderr. Without a terminal each line of stdin is a message.
     """
-    no_tensor_parallel(tp)
     interactive = sys.stdin.isatty()
     from polymoe.engines.transformers.chat import Chat
     from polymoe.engines.transformers.generator import Generator
 
     say(f"loading {checkpoint}")
-    generator = Generator.load(checkpoint, device=device, device_map=device_map, backend=backend, role=role)
-    chat = Chat(generator, system=system, max_tokens=max_tokens, temperature=temperature)
-    shown = sys.stderr.isatty() if reasoning is None else reasoning
+    generator = Generator.load(checkpoint, **placement.load)
+    chat = Chat(generator, **vars(replies))
+    shown = sys.stderr.isatty() if output.reasoning is None else output.reasoning
     if interactive:
         say(f"{checkpoint} on {generator.model.device}. /help lists the commands; Ctrl-D leaves.")
     for message in _messages(interactive):
@@ -78,7 +65,7 @@ def command(
             if not _obey(message.strip(), chat):
                 break
             continue
-        _answer(chat, message, interactive=interactive, shown=shown, json=json)
+        _answer(chat, message, interactive=interactive, shown=shown, json=output.json)
     if generator.new_tokens:
         say(speed_line(generator.speed()))
 

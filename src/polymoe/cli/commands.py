@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import typer
+from typer.completion import install_callback, show_callback
 from typer.core import TyperCommand, TyperGroup
 
+from polymoe.cli.options import flat
 from polymoe.errors import ArgumentError, CheckpointNotFound, PolymoeError, nearest
 
 __all__ = ["Command", "Group", "add", "group", "in_options"]
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
+
+_COMPLETION = {"--show-completion": show_callback, "--install-completion": install_callback}
+"""Typer's own take no shell's name, and find out which one runs; where none does, they need one."""
 
 _LONG = 40
 """Choices of more characters stand in the text of the help: beside the option they would not fit into 80 columns."""
@@ -23,10 +27,16 @@ _LONG = 40
 class Command(TyperCommand):
     """A command whose errors name options where the library names arguments, and the nearest choice."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        for param in self.params:
-            param.get_help_record = partial(_record, param.get_help_record, str(param.name))  # type: ignore[method-assign]
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments and options, under the headings of their groups."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            if (record := param.get_help_record(ctx)) is not None:
+                heading = getattr(param, "rich_help_panel", None) or f"{param.param_type_name.capitalize()}s"
+                sections.setdefault(heading, []).append(_in_few_words(record, str(param.name)))
+        for heading, records in sections.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the options.
@@ -72,8 +82,11 @@ class Group(TyperGroup):
     takes_arguments = False
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Insert the default command where no command is named."""
+        """Insert the default command where no command is named, and take a shell's name after the options of
+        completion."""
         first = args[0] if args else None
+        if first in _COMPLETION and args[1:2] and args[1] in ("bash", "zsh", "fish", "powershell", "pwsh"):
+            _COMPLETION[first](ctx, self.params[0], args[1])
         if (
             self.default is not None
             and first is not None
@@ -98,11 +111,7 @@ def group(name: str, help: str, *, cls: type[Group] = Group, **options: Any) -> 
     )
 
 
-def _record(original: Callable[[Any], tuple[str, str] | None], name: str, ctx: Any) -> tuple[str, str] | None:
-    return _in_few_words(original(ctx), name)
-
-
-def _in_few_words(record: tuple[str, str] | None, name: str) -> tuple[str, str] | None:
+def _in_few_words(record: tuple[str, str], name: str) -> tuple[str, str]:
     """An option and its help, from Typer's: ``<int range>`` is ``<int>``, and long choices follow the text.
 
     >>> _in_few_words(("--role <mixed|decode|prefill>", "Token counts."), "role")
@@ -110,8 +119,6 @@ def _in_few_words(record: tuple[str, str] | None, name: str) -> tuple[str, str] 
     >>> _in_few_words(("--case <deepseek-v3|deepseek-v4-flash|gpt-oss-120b>", "A layer."), "case")
     ('--case <case>', 'A layer. One of: deepseek-v3, deepseek-v4-flash, gpt-oss-120b.')
     """
-    if record is None:
-        return None
     option, text = record[0].replace(" range>", ">"), record[1]
     if (found := re.search(r"[<\[]([^<\[]*\|.*)[>\]]$", option)) and len(found[1]) > _LONG:
         option = f"{option[: found.start()]}<{name}>"
@@ -139,7 +146,9 @@ def add(
         cls: the command's class.
     """
     lines = "\n".join(f"  $ {example}" for example in examples)
-    to.command(name, cls=cls, short_help=short, epilog=f"\b\nExamples:\n{lines}", context_settings=_CONTEXT)(function)
+    to.command(name, cls=cls, short_help=short, epilog=f"\b\nExamples:\n{lines}", context_settings=_CONTEXT)(
+        flat(function)
+    )
 
 
 _VALUE = r"""("[^"]*"|'[^']*'|\.\.\.|[\w:.-]*\w)"""

@@ -2,54 +2,75 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
-
-from polymoe.cli.output import Backend, BatchInvariant, Json, Role, console, print_json, print_table
+from polymoe.cli.options import (
+    ActivationsName,
+    Invariance,
+    Output,
+    Planned,
+    checkpoint_argument,
+    gpus,
+    option,
+)
+from polymoe.cli.output import console, print_json, print_table
 from polymoe.common.units import format_bytes, format_count, format_ranges, format_us
 from polymoe.errors import ArgumentError, printable
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from polymoe.cli.explain_engine import ExplainArguments
     from polymoe.explanation import Explanation, Row
 
 __all__ = ["command"]
 
 
+@dataclass(frozen=True)
+class _Where:
+    """Device and backend."""
+
+    device: str | None = option(
+        None,
+        "Any GPU, not only yours: h200, 'RTX 5090', sm_120; or cpu. Default: this machine's.",
+        complete=gpus,
+    )
+    activations: Literal["auto", ActivationsName] = option(
+        "auto", "How the experts' inputs are quantized; auto follows the checkpoint's recipe on a GPU."
+    )
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """Parallel ranks."""
+
+    tp: int = option(1, "Tensor parallel size.", "--tp", "--tensor-parallel-size", min=1)
+    tp_rank: int = option(0, "Tensor parallel rank.", min=0)
+    ep: int = option(1, "Expert parallel size.", min=1)
+    ep_rank: int = option(0, "Expert parallel rank.", min=0)
+
+
+@dataclass(frozen=True)
+class _InEngine:
+    """Engines."""
+
+    engine: Literal["vllm", "sglang"] | None = option(
+        None, "Show what the plug-in of this engine would do; the engine need not be installed."
+    )
+    enable_expert_parallel: bool = option(
+        False, "With --engine: --tp ranks each get whole experts.", "--enable-expert-parallel"
+    )
+
+
 def command(
-    checkpoint: Annotated[
-        str,
-        typer.Argument(
-            metavar="CHECKPOINT", help="A checkpoint's directory, a config.json, or a Hub id.", show_default=False
-        ),
-    ],
-    device: Annotated[
-        str | None,
-        typer.Option(help="Any GPU, not only yours: h200, 'RTX 5090', sm_120; or cpu. Default: this machine's."),
-    ] = None,
-    tp: Annotated[int, typer.Option("--tp", "--tensor-parallel-size", min=1, help="Tensor parallel size.")] = 1,
-    tp_rank: Annotated[int, typer.Option(min=0, help="Tensor parallel rank.")] = 0,
-    ep: Annotated[int, typer.Option(min=1, help="Expert parallel size.")] = 1,
-    ep_rank: Annotated[int, typer.Option(min=0, help="Expert parallel rank.")] = 0,
-    role: Role = "mixed",
-    backend: Backend = "auto",
-    activations: Annotated[
-        Literal["auto", "16bit", "fp8_token", "fp8_group128", "fp8_group128_ue8m0", "fp8_static", "mxfp8", "nvfp4"],
-        typer.Option(help="How the experts' inputs are quantized; auto follows the checkpoint's recipe on a GPU."),
-    ] = "auto",
-    batch_invariant: BatchInvariant = False,
-    engine: Annotated[
-        Literal["vllm", "sglang"] | None,
-        typer.Option(help="Show what the plug-in of this engine would do; the engine need not be installed."),
-    ] = None,
-    enable_expert_parallel: Annotated[
-        bool, typer.Option("--enable-expert-parallel", help="With --engine: --tp ranks each get whole experts.")
-    ] = False,
-    json: Json = False,
+    checkpoint: Annotated[str, checkpoint_argument("A checkpoint's directory, a config.json, or a Hub id.")],
+    where: _Where,
+    planned: Planned,
+    ranks: _Ranks,
+    invariance: Invariance,
+    engine: _InEngine,
+    output: Output,
 ) -> None:
     """Show whether a checkpoint fits a GPU, which backend would run its experts at each token count, how far that
     backend is proven on the GPU, and why the others would not run.
@@ -57,32 +78,34 @@ def command(
     Reads config files and, if there are any, tensor headers, but no weights. polymoe ships the sizes of well-known
     models, so their Hub ids work without files and without a network.
     """
-    from rich.text import Text
-
-    from polymoe.explanation import explain
-
-    asked: ExplainArguments = {
-        "device": device,
-        "tp": (tp_rank, tp),
-        "ep": (ep_rank, ep),
-        "role": role,
-        "backend": backend,
-        "activations": activations,
-        "batch_invariant": batch_invariant,
+    asked: dict[str, Any] = {
+        **vars(where),
+        **vars(planned),
+        **vars(invariance),
+        "tp": (ranks.tp_rank, ranks.tp),
+        "ep": (ranks.ep_rank, ranks.ep),
     }
-    if engine is not None:
+    if engine.engine is not None:
         from polymoe.cli.explain_engine import explain_engine
 
-        explain_engine(checkpoint, engine, asked, enable_expert_parallel=enable_expert_parallel, json=json)
+        explain_engine(checkpoint, **vars(engine), **asked, json=output.json)
         return
-    if enable_expert_parallel:
+    if engine.enable_expert_parallel:
         raise ArgumentError(
             "enable_expert_parallel", expected="--engine as well", got="none", hint="without an engine, use --ep"
         )
+    from polymoe.explanation import explain
+
     explanation = explain(checkpoint, **asked)
-    if json:
+    if output.json:
         print_json(explanation.to_dict())
-        return
+    else:
+        _print(explanation)
+
+
+def _print(explanation: Explanation) -> None:
+    from rich.text import Text
+
     out = console()
     rest = f": {explanation.model_type}, on {explanation.device}"
     out.print(Text.assemble((printable(explanation.name), "bold"), rest))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from polymoe.cli.output import console, print_json
 from polymoe.common.units import format_bytes, format_ranges, format_tokens
@@ -13,25 +13,23 @@ if TYPE_CHECKING:
     from polymoe.engines.serving.preview import Engine, LayerPreview
     from polymoe.planning.selection import PlannedRange
 
-__all__ = ["ExplainArguments", "explain_engine"]
-
-
-class ExplainArguments(TypedDict):
-    """What ``polymoe explain`` was asked about, as keywords of :func:`polymoe.explain`."""
-
-    device: str | None
-    tp: tuple[int, int]
-    ep: tuple[int, int]
-    role: str
-    backend: str
-    activations: str
-    batch_invariant: bool
+__all__ = ["explain_engine"]
 
 
 def explain_engine(
-    checkpoint: str, engine: str, asked: ExplainArguments, *, enable_expert_parallel: bool, json: bool
+    checkpoint: str,
+    *,
+    engine: str,
+    enable_expert_parallel: bool,
+    device: str | None,
+    tp: tuple[int, int],
+    ep: tuple[int, int],
+    batch_invariant: bool,
+    json: bool,
+    **chosen: str,
 ) -> None:
     """Print the plug-in's decision for each kind of layers; the variables ``POLYMOE_*`` count as they do there.
+    Other arguments are those of :func:`polymoe.explain`.
 
     Raises:
         ArgumentError: for parallel groups that the engine does not have, and for an unknown device or backend.
@@ -46,17 +44,13 @@ def explain_engine(
     from polymoe.layouts import LAYOUTS
 
     about, settings = ENGINES[engine], EngineSettings.read()
-    shard = _rank(engine, asked["tp"], asked["ep"], enable_expert_parallel)
-    if asked["activations"] != "auto":
-        settings = replace(settings, activations=asked["activations"])
-    if asked["backend"] != "auto":
-        settings = replace(settings, backend=asked["backend"])
-    if asked["role"] != "mixed":
-        settings = replace(settings, role=asked["role"])
-    machine = machine_of(asked["device"])
+    shard = _rank(engine, tp, ep, enable_expert_parallel)
+    defaults = {"activations": "auto", "backend": "auto", "role": "mixed"}
+    settings = replace(settings, **{name: value for name, value in chosen.items() if value != defaults[name]})
+    machine = machine_of(device)
     request = PlanRequest(machine, settings.role or "mixed", settings.backend, BACKENDS, LAYOUTS)
     opened = open_checkpoint(checkpoint)
-    rows = preview(opened, about, request, settings, shard, batch_invariant=asked["batch_invariant"])
+    rows = preview(opened, about, request, settings, shard, batch_invariant=batch_invariant)
     off = settings.mode == "off"
     if json:
         print_json(

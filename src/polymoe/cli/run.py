@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from polymoe.cli.output import (
-    Backend,
-    Checkpoint,
-    DeviceMap,
-    Json,
-    OnDevice,
-    Role,
-    TensorParallel,
-    no_tensor_parallel,
-    print_json,
-    say,
-    speed_line,
-    terminal_text,
-)
+from polymoe.cli.options import Checkpoint, Output, Placement, option
+from polymoe.cli.output import print_json, say, speed_line, terminal_text
+from polymoe.errors import ArgumentError
 
 if TYPE_CHECKING:
     from polymoe.engines.transformers.generator import Answer
 
 __all__ = ["command"]
+
+
+@dataclass(frozen=True)
+class _Answers:
+    """Answers."""
+
+    max_tokens: int = option(256, "Maximum number of tokens in an answer.", "--max-tokens", "--max-new-tokens", min=1)
+    raw: bool = option(False, "Do not apply the chat template.", "--raw")
+    batch_size: int = option(32, "Number of prompts in a batch.", min=1)
+
+
+@dataclass(frozen=True)
+class _Placement(Placement):
+    """Device and backend."""
+
+    graphs: bool = option(
+        False,
+        "Decode with CUDA graphs: faster, after a minute or more to compile each batch size.",
+        "--graphs/--no-graphs",
+    )
 
 
 def command(
@@ -34,59 +44,48 @@ def command(
         list[str] | None,
         typer.Argument(metavar="PROMPT", help="Prompts to answer. Default: the lines of stdin.", show_default=False),
     ] = None,
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", "--max-new-tokens", min=1, help="Maximum number of tokens in an answer.")
-    ] = 256,
-    raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")] = False,
-    batch_size: Annotated[int, typer.Option(min=1, help="Number of prompts in a batch.")] = 32,
-    graphs: Annotated[
-        bool,
-        typer.Option(
-            "--graphs/--no-graphs",
-            help="Decode with CUDA graphs: faster, after a minute or more to compile each batch size.",
-        ),
-    ] = False,
-    backend: Backend = "auto",
-    role: Role = "mixed",
-    device: OnDevice = "auto",
-    device_map: DeviceMap = None,
-    tp: TensorParallel = 1,
-    json: Json = False,
+    *,
+    asked: _Answers,
+    placement: _Placement,
+    output: Output,
 ) -> None:
     """Answer prompts; report the speed and the size of the experts, packed and dequantized."""
-    from polymoe import checkpoint as files
-    from polymoe.errors import ArgumentError
-
-    no_tensor_parallel(tp)
-    prompts = list(prompt or [])
-    if not prompts:
-        files.Checkpoint.open(checkpoint, config_only=True).close()  # a typo in it is said before anybody types
-        if sys.stdin.isatty():
-            say("reading prompts from the terminal, one per line, until Ctrl-D (polymoe chat is a dialogue)")
-        prompts = [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    prompts = list(prompt or []) or _from_stdin(checkpoint)
     if not prompts:
         raise ArgumentError("run", expected="a prompt", got="none on the command line or on stdin")
     say(f"loading {checkpoint}")  # PyTorch and Transformers first, which takes seconds
     from polymoe.engines.transformers.generator import Generator
 
-    generator = Generator.load(
-        checkpoint, device=device, device_map=device_map, backend=backend, role=role, graphs=graphs
-    )
+    generator = Generator.load(checkpoint, **placement.load)
     answers = []
-    for start in range(0, len(prompts), batch_size):
-        for answer in generator.answer(prompts[start : start + batch_size], max_tokens=max_tokens, raw=raw):
+    for start in range(0, len(prompts), asked.batch_size):
+        batch = prompts[start : start + asked.batch_size]
+        for answer in generator.answer(batch, max_tokens=asked.max_tokens, raw=asked.raw):
             answers.append(answer)
-            if not json:
-                text = "\n".join([*filter(None, [answer.text]), *(f"[calls {call}]" for call in answer.tool_calls)])
-                text = terminal_text(text, sys.stdout)
-                print(text if len(prompts) == 1 else f"{answer.prompt} {text}", flush=True)
-                if not text and answer.reasoning:
-                    say(f"(cut off after {answer.tokens} tokens of reasoning, before its answer: raise --max-tokens)")
+            if not output.json:
+                _print(answer, alone=len(prompts) == 1)
     speed = generator.speed()
-    if json:
+    if output.json:
         print_json({"answers": [_plain(answer) for answer in answers], **speed})
     else:
         say(speed_line(speed))
+
+
+def _from_stdin(checkpoint: str) -> list[str]:
+    from polymoe.checkpoint import Checkpoint as Opened
+
+    Opened.open(checkpoint, config_only=True).close()  # a typo in it is said before anybody types
+    if sys.stdin.isatty():
+        say("reading prompts from the terminal, one per line, until Ctrl-D (polymoe chat is a dialogue)")
+    return [line.rstrip("\n") for line in sys.stdin if line.strip()]
+
+
+def _print(answer: Answer, *, alone: bool) -> None:
+    text = "\n".join([*filter(None, [answer.text]), *(f"[calls {call}]" for call in answer.tool_calls)])
+    text = terminal_text(text, sys.stdout)
+    print(text if alone else f"{answer.prompt} {text}", flush=True)
+    if not text and answer.reasoning:
+        say(f"(cut off after {answer.tokens} tokens of reasoning, before its answer: raise --max-tokens)")
 
 
 def _plain(answer: Answer) -> dict[str, Any]:

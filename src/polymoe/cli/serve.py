@@ -5,134 +5,99 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from polymoe.cli.output import (
-    Backend,
-    Checkpoint,
-    DeviceMap,
-    MaxTokens,
-    OnDevice,
-    Role,
-    TensorParallel,
-    listed,
-    no_tensor_parallel,
-    say,
-)
+from polymoe.cli.options import Checkpoint, Placement, Sampling, listed, option
+from polymoe.cli.output import say
 
 __all__ = ["command"]
 
 
+@dataclass(frozen=True)
+class _Address:
+    """Address."""
+
+    host: str = option("127.0.0.1", "Address to listen on.")
+    port: int = option(8000, "Port to listen on; 0 picks a free one.", min=0, max=65535)
+    api_key: str | None = option(
+        None, "Bearer token that clients must send. Default: $POLYMOE_API_KEY.", show_default=False
+    )
+    name: str | None = option(
+        None, "The model's name for clients. Default: the last part of the path.", "--name", "--served-model-name"
+    )
+    cors_origins: list[str] | None = option(
+        None, "Origins of web pages that may call the server, separated by commas; '*' allows all. Default: none.",
+        parse=listed,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """Limits."""
+
+    max_request_bytes: int = option(4 * 2**20, "Maximum size of a request; larger ones are refused with 413.", min=1)
+    max_concurrent_requests: int = option(
+        128, "Maximum number of requests that run or wait; more are refused with 429.", min=1
+    )
+    max_connections: int | None = option(
+        None, "Maximum number of connections; beyond it, the one that has waited longest for a complete request is "
+        "closed. Default: 1024, or fewer if the limit on file descriptors is lower.", min=1,
+    )  # fmt: skip
+    grace_s: float = option(2.0, "Seconds for which running answers may continue after SIGTERM.", "--grace", min=0)
+
+
+@dataclass(frozen=True)
+class _Batching:
+    """Batching."""
+
+    continuous_batching: bool | None = option(
+        None, "Let requests share forward passes (CUDA only). Default: where the model allows it.",
+        "--continuous-batching/--no-continuous-batching",
+    )  # fmt: skip
+    graphs: bool | None = option(
+        None, "Replay small steps of continuous batching from CUDA graphs. Default: if the backend can be captured.",
+        "--graphs/--no-graphs",
+    )  # fmt: skip
+    cache_memory: float | None = option(
+        None, "Share of free GPU memory for keys and values. Default: Transformers'.", min=0.01, max=0.95
+    )
+
+
+@dataclass(frozen=True)
+class _Logs:
+    """Logs and traces."""
+
+    access_log: bool = option(True, "Log each request on stderr.", "--access-log/--no-access-log")
+    profile: Path | None = option(None, "Directory for profiler traces; enables /start_profile and /stop_profile.")
+
+
 def command(
     checkpoint: Checkpoint,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8000,
-    api_key: Annotated[
-        str | None,
-        typer.Option(help="Bearer token that clients must send. Default: $POLYMOE_API_KEY.", show_default=False),
-    ] = None,
-    name: Annotated[
-        str | None,
-        typer.Option(
-            "--name", "--served-model-name", help="The model's name for clients. Default: the last part of the path."
-        ),
-    ] = None,
-    max_tokens: MaxTokens = None,
-    max_request_bytes: Annotated[
-        int, typer.Option(min=1, help="Maximum size of a request; larger ones are refused with 413.")
-    ] = 4 * 2**20,
-    max_concurrent_requests: Annotated[
-        int, typer.Option(min=1, help="Maximum number of requests that run or wait; more are refused with 429.")
-    ] = 128,
-    max_connections: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Maximum number of connections; beyond it, the one that has waited longest for a complete request "
-            "is closed. Default: 1024, or fewer if the limit on file descriptors is lower.",
-        ),
-    ] = None,
-    grace: Annotated[
-        float, typer.Option(min=0, help="Seconds for which running answers may continue after SIGTERM.")
-    ] = 2.0,
-    cors_origins: Annotated[
-        str | None,
-        typer.Option(
-            help="Origins of web pages that may call the server, separated by commas; '*' allows all. Default: none."
-        ),
-    ] = None,
-    access_log: Annotated[
-        bool, typer.Option("--access-log/--no-access-log", help="Log each request on stderr.")
-    ] = True,
-    continuous_batching: Annotated[
-        bool | None,
-        typer.Option(
-            "--continuous-batching/--no-continuous-batching",
-            help="Let requests share forward passes (CUDA only). Default: where the model allows it.",
-        ),
-    ] = None,
-    graphs: Annotated[
-        bool | None,
-        typer.Option(
-            "--graphs/--no-graphs",
-            help="Replay small steps of continuous batching from CUDA graphs. Default: if the backend can be captured.",
-        ),
-    ] = None,
-    cache_memory: Annotated[
-        float | None,
-        typer.Option(min=0.01, max=0.95, help="Share of free GPU memory for keys and values. Default: Transformers'."),
-    ] = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            min=0, max=100, help="Sampling temperature of requests without one; 0 is greedy. Default: the checkpoint's."
-        ),
-    ] = None,
-    profile: Annotated[
-        Path | None, typer.Option(help="Directory for profiler traces; enables /start_profile and /stop_profile.")
-    ] = None,
-    backend: Backend = "auto",
-    role: Role = "mixed",
-    device: OnDevice = "auto",
-    device_map: DeviceMap = None,
-    tp: TensorParallel = 1,
+    address: _Address,
+    sampling: Sampling,
+    limits: _Limits,
+    batching: _Batching,
+    logs: _Logs,
+    placement: Placement,
 ) -> None:
     """Serve /v1/chat/completions, /v1/completions, /v1/models, /docs, /health and /metrics until stopped."""
-    no_tensor_parallel(tp)
-    if continuous_batching is False and {graphs, cache_memory} != {None}:
+    if batching.continuous_batching is False and {batching.graphs, batching.cache_memory} != {None}:
         raise typer.BadParameter("--graphs and --cache-memory need --continuous-batching")
-    origins = () if cors_origins is None else listed(cors_origins, "--cors-origins")
-    if api_key is None:  # read here: Typer takes an empty variable for one that is not set, and would admit everybody
-        api_key = os.environ.get("POLYMOE_API_KEY")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from polymoe.serve import serve
 
-    _log_to_stderr(access_log)
+    asked = {**vars(address), **vars(sampling), **vars(limits), **vars(batching), **placement.load}
+    if address.api_key is None:  # read here: Typer takes an empty variable for one that is not set, and would admit all
+        asked["api_key"] = os.environ.get("POLYMOE_API_KEY")
+    _log_to_stderr(logs.access_log)
     say(f"loading {checkpoint}")
     ended = serve(
         checkpoint,
-        host=host,
-        port=port,
-        api_key=api_key,
-        name=name,
-        backend=backend,
-        role=role,
-        device=device,
-        device_map=device_map,
-        max_tokens=max_tokens,
-        max_request_bytes=max_request_bytes,
-        max_concurrent_requests=max_concurrent_requests,
-        max_connections=max_connections,
-        grace_s=grace,
-        continuous_batching=continuous_batching,
-        graphs=graphs,
-        cache_memory=cache_memory,
-        temperature=temperature,
-        cors_origins=origins,
-        profile=profile,
+        **{**asked, "cors_origins": address.cors_origins or ()},
+        profile=logs.profile,
         on_loaded=say,
         on_ready=lambda url: say(f"{url}/docs describes the API\nserving on {url}"),
     )

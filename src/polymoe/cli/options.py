@@ -1,0 +1,288 @@
+"""Options of the command line: each is declared once, as a field of a group that commands share.
+
+A group is a frozen dataclass; the first line of its docstring is its heading in the help. A command's function takes
+groups like any other argument::
+
+    def command(checkpoint: Checkpoint, placement: Placement, output: Output) -> None: ...
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+import typer
+
+from polymoe.errors import ArgumentError
+
+__all__ = [
+    "ActivationsName", "CaseName", "Checkpoint", "Computing", "FormatName", "Invariance", "MeasuredLayer", "OnDevice",
+    "Output", "Placement", "Planned", "RecordOutput", "RoleName", "Sampling", "ServerAccess", "checkpoint_argument",
+    "flat", "gpus", "listed", "option", "token_counts",
+]  # fmt: skip
+
+
+def option(
+    default: Any,
+    help: str,
+    *names: str,
+    parse: Callable[[str, str], Any] | None = None,
+    complete: Callable[[str], Sequence[str]] | None = None,
+    **more: Any,
+) -> Any:
+    """A field of a group.
+
+    Args:
+        default: its value without the option; of an option with ``parse``, text.
+        help: a sentence; with what None stands for.
+        names: by default the field's name; more than one, or another one.
+        parse: makes the option's text and its name a value.
+        complete: what a shell offers for the beginning of a value.
+        more: keywords of :func:`typer.Option`, such as ``min``.
+    """
+    declared = typer.Option(default, *names, help=help, autocompletion=complete, **more)
+    name = names[0] if names else ""
+    value = default if parse is None or default is None else parse(default, name)
+    return field(default=value, metadata={"option": declared, "parse": parse})
+
+
+def flat(function: Callable[..., None]) -> Callable[..., None]:
+    """Return the function with the fields of its groups as parameters, which Typer makes options of."""
+    hints = get_type_hints(function, include_extras=True)
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(function).parameters.values():
+        group: Any = groups.get(parameter.name)
+        if group is None:
+            parameters.append(parameter.replace(annotation=hints[parameter.name]))
+            continue
+        types = get_type_hints(group)
+        for of in fields(group):
+            declared = copy(of.metadata["option"])
+            declared.rich_help_panel = group.__doc__.partition("\n")[0].rstrip(".")
+            kind = types[of.name] if of.metadata["parse"] is None else str | None
+            parameters.append(inspect.Parameter(of.name, parameter.KEYWORD_ONLY, default=declared, annotation=kind))
+
+    @functools.wraps(function)
+    def called(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{of.name: _parsed(of, given.pop(of.name)) for of in fields(group)})
+        function(**given)
+
+    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+    called.__dict__["__signature__"] = inspect.Signature(parameters)
+    called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return called
+
+
+def _parsed(of: Any, given: Any) -> Any:
+    names = of.metadata["option"].param_decls
+    parse = of.metadata["parse"]
+    return given if parse is None or given is None else parse(given, names[0] if names else _dashed(of.name))
+
+
+def _dashed(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def listed(text: str, option: str) -> list[str]:
+    """Parse names of an option that are separated by commas: ``"cuda, triton"``. Each counts once.
+
+    Raises:
+        ArgumentError: for an empty list or name.
+    """
+    names = [part.strip() for part in text.split(",")]
+    if not all(names):
+        raise ArgumentError(option, expected="names separated by commas", got=repr(text))
+    return list(dict.fromkeys(names))
+
+
+def token_counts(text: str, option: str = "--tokens") -> tuple[int, ...]:
+    """Parse numbers of an option, from 1 to 1,048,576: ``"1,16,256"``.
+
+    Raises:
+        ArgumentError: for anything else.
+    """
+    try:
+        counts = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        counts = ()
+    if not counts or min(counts) < 1 or max(counts) > 2**20:
+        raise ArgumentError(option, expected="numbers such as 1,16,256, at most 1048576", got=repr(text))
+    return counts
+
+
+def _one_process(tp: int) -> int:
+    """Refuse ``--tp`` above 1, and say what runs a model on several GPUs.
+
+    Raises:
+        ArgumentError: for more than one rank.
+    """
+    if tp > 1:
+        raise ArgumentError(
+            "--tp",
+            expected="1, since this command is one process",
+            got=str(tp),
+            hint=f"--device-map auto distributes whole layers over the GPUs; for tensor parallelism, "
+            f"vllm serve MODEL --tensor-parallel-size {tp} runs polymoe's experts, with polymoe installed next to vLLM",
+        )
+    return tp
+
+
+def _backends(begun: str) -> list[str]:
+    from polymoe.backends import BACKENDS
+
+    before, comma, last = begun.rpartition(",")
+    return [f"{before}{comma}{name}" for name in ("auto", *BACKENDS) if name.startswith(last)]
+
+
+def _models(begun: str) -> list[str]:
+    from polymoe.checkpoint.known_models import known_models
+
+    below = sorted(Path().glob(f"{begun}*")) if begun[:1] not in ("", "/", "~") else []
+    return [name for name in known_models() if name.startswith(begun)] + [f"{at}/" for at in below if at.is_dir()]
+
+
+def gpus(begun: str) -> list[str]:
+    """Names of GPUs for completion: those that ``explain`` knows."""
+    from polymoe.machine import DEVICES
+
+    return [name for name in DEVICES if name.startswith(begun)]
+
+
+def _devices(begun: str) -> list[str]:
+    return [name for name in ("auto", "cpu", "cuda", "cuda:0", "cuda:1") if name.startswith(begun)]
+
+
+def checkpoint_argument(help: str) -> Any:
+    """The argument of commands that read a checkpoint or its config."""
+    return typer.Argument(metavar="CHECKPOINT", help=help, show_default=False, autocompletion=_models)
+
+
+Checkpoint = Annotated[str, checkpoint_argument("Directory of a checkpoint, or a Hub id.")]
+"""The argument of commands that read weights."""
+RoleName = Literal["mixed", "decode", "prefill"]
+"""Workers that prefill, decode or do both."""
+CaseName = Literal[
+    "deepseek-v3", "deepseek-v3-ep8", "deepseek-v3-tp8", "deepseek-v4-flash", "glm-4.7", "gpt-oss-120b", "gpt-oss-20b",
+    "kimi-k2", "kimi-k2-tp8", "mixtral-8x7b", "nemotron-3-super", "qwen3-235b", "qwen3-235b-tp4-bf16",
+]  # fmt: skip
+"""Cases: the command line names them without importing torch; a test compares them with the table."""
+FormatName = Literal[
+    "bf16", "fp16", "fp8_tensor", "fp8_channel", "fp8_block128", "mxfp8", "mxfp4", "nvfp4", "int4_g32", "int4_g128"
+]
+"""Formats of weights."""
+ActivationsName = Literal["16bit", "fp8_token", "fp8_group128", "fp8_group128_ue8m0", "fp8_static", "mxfp8", "nvfp4"]
+"""How the experts' inputs are quantized."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """Output."""
+
+    json: bool = option(False, "Print one JSON object on stdout.", "--json")
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """Device and backend."""
+
+    device: str = option("auto", "cpu, cuda, cuda:1, or auto: the GPU if there is one.", complete=_devices)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Device and backend."""
+
+    backend: str = option(
+        "auto", "Backend for the experts: auto, or a name such as cuda or triton.", complete=_backends
+    )
+    role: RoleName = option(
+        "mixed", "Token counts to plan for: decode (1 to 256), prefill (from 1024) or mixed (both)."
+    )
+
+
+@dataclass(frozen=True)
+class Computing(OnDevice, Planned):
+    """Device and backend."""
+
+
+@dataclass(frozen=True)
+class Placement(Computing):
+    """Device and backend."""
+
+    device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = option(
+        None, "Distribute whole layers over all GPUs, like Transformers' device_map; replaces --device."
+    )
+    tp: int = option(
+        1, "Must be 1: this command is a single process. For more, see the error.",
+        "--tp", "--tensor-parallel-size", min=1, callback=_one_process,
+    )  # fmt: skip
+
+    @property
+    def load(self) -> dict[str, Any]:
+        """Keywords of what loads a model."""
+        return {name: value for name, value in vars(self).items() if name != "tp"}
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Answers."""
+
+    max_tokens: int | None = option(
+        None, "Maximum number of tokens in a reply. Default: what fits into the context.",
+        "--max-tokens", "--max-new-tokens", min=1,
+    )  # fmt: skip
+    temperature: float | None = option(
+        None, "Sampling temperature where a request names none; 0 is greedy. Default: the checkpoint's.",
+        min=0, max=100,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ServerAccess:
+    """Server."""
+
+    server: str = option(
+        ..., "The server's URL, such as http://127.0.0.1:8000, with or without /v1.", "--server", "--base-url",
+        show_default=False,
+    )  # fmt: skip
+    model: str | None = option(None, "The model's name on the server. Default: its only model.")
+    api_key: str | None = option(
+        None, "The server's key, a bearer token.", envvar=["POLYMOE_API_KEY", "OPENAI_API_KEY"], show_default=False
+    )
+
+
+@dataclass(frozen=True)
+class MeasuredLayer:
+    """What is measured."""
+
+    case: CaseName | None = option(None, "Expert layer of a known model, with random weights.")
+    checkpoint: str | None = option(None, "Real weights instead of a case: a directory or Hub id.", complete=_models)
+    layer: int | None = option(None, "Layer of the checkpoint. Default: the first one with experts.")
+    format: FormatName | None = option(None, "Weight format of a case. Default: its own.")
+    activations: ActivationsName | None = option(
+        None, "How the experts' inputs are quantized. Default: E4M3 for FP8 weights, else 16bit."
+    )
+
+
+@dataclass(frozen=True)
+class Invariance:
+    """Device and backend."""
+
+    batch_invariant: bool = option(
+        False, "Results must be bitwise independent of the rest of the batch.", "--batch-invariant"
+    )
+
+
+@dataclass(frozen=True)
+class RecordOutput(Output):
+    """Output."""
+
+    out: Path | None = option(None, "Append each record to this file as one JSON line.")
+    commit: str | None = option(None, "Commit for the records, if git does not know it.")
