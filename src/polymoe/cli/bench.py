@@ -2,189 +2,143 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from polymoe.cli.output import (
-    Activations,
-    BatchInvariant,
-    Case,
-    Format,
-    Json,
+from polymoe.cli.options import (
+    MeasuredLayer,
     OnDevice,
-    console,
+    RecordOutput,
+    backend_names,
+    file_to_write,
     listed,
-    measured_on,
-    print_json,
-    print_table,
+    option,
+    plot_file,
     token_counts,
 )
+from polymoe.cli.output import cells, command_line, console, measured_on, print_json, print_table, say
 from polymoe.cli.progress import Progress
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from polymoe.bench.measure import BenchRow
+    from polymoe.bench.measure import Bench, BenchRow
+    from polymoe.bench.records import Record
 
 __all__ = ["command"]
 
 
-def command(
-    case: Case = None,
-    tokens: Annotated[str, typer.Option(help="Token counts, separated by commas.")] = "1,4,16,64,256,1024,4096",
-    backends: Annotated[
-        str | None,
-        typer.Option(
-            "--backends",
-            "--backend",
-            help="Backends, separated by commas. Default: all that auto may choose, and a baseline.",
-        ),
-    ] = None,
-    peers: Annotated[
-        str | None,
-        typer.Option(
-            help="Other libraries to time as well, in the same process and with the same routings, "
-            "separated by commas: humming, vllm, deepgemm, triton_kernels, flashinfer, quack."
-        ),
-    ] = None,
-    format: Format = None,
-    activations: Activations = None,
-    routing: Annotated[
-        str, typer.Option(help="uniform, zipf, zipf:S, or a JSON file with the experts of each token.")
-    ] = "uniform",
-    batch_invariant: BatchInvariant = False,
-    bias: Annotated[bool | None, typer.Option(help="With or without biases. Default: as in the model.")] = None,
-    experts: Annotated[int | None, typer.Option(min=1, help="Number of experts, instead of the case's.")] = None,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Experts of each token, instead of the case's.")] = None,
-    hidden: Annotated[int | None, typer.Option(min=1, help="Hidden size, instead of the case's.")] = None,
-    intermediate: Annotated[int | None, typer.Option(min=1, help="Expert width, instead of the case's.")] = None,
-    checkpoint: Annotated[
-        str | None, typer.Option(help="Real weights instead of a case: a directory or Hub id.")
-    ] = None,
-    layer: Annotated[
-        int | None, typer.Option(help="Layer of the checkpoint. Default: the first one with experts.")
-    ] = None,
-    device: OnDevice = "auto",
-    out: Annotated[Path | None, typer.Option(help="Append each record to this file as one JSON line.")] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Plot the share of the floor over tokens as a PNG, with one line per backend.")
-    ] = None,
-    energy: Annotated[
-        bool, typer.Option("--energy", help="Also measure tokens per joule with the GPU's counter.")
-    ] = False,
-    profile: Annotated[
-        Path | None, typer.Option(help="Write profiler traces: trace.json becomes trace.BACKEND-TOKENS.json.")
-    ] = None,
-    submit: Annotated[
-        Path | None,
-        typer.Option(help="Do not measure; print the records in this file as a block for the issue form."),
-    ] = None,
-    commit: Annotated[str | None, typer.Option(help="Commit for the records, if git does not know it.")] = None,
-    json: Json = False,
-) -> None:
+@dataclass(frozen=True)
+class _Changes:
+    """What is measured."""
+
+    bias: bool | None = option(None, "With or without biases. Default: as in the model.", "--bias/--no-bias")
+    experts: int | None = option(None, "Number of experts, instead of the case's.", min=1)
+    top_k: int | None = option(None, "Experts of each token, instead of the case's.", min=1)
+    hidden: int | None = option(None, "Hidden size, instead of the case's.", min=1)
+    intermediate: int | None = option(None, "Expert width, instead of the case's.", min=1)
+
+
+@dataclass(frozen=True)
+class _Calls:
+    """What is measured."""
+
+    tokens: tuple[int, ...] = option(
+        "1,4,16,64,256,1024,4096", "Token counts, separated by commas.", "--tokens", parse=token_counts
+    )
+    routing: str = option("uniform", "uniform, zipf, zipf:S, or a JSON file with the experts of each token.")
+
+
+@dataclass(frozen=True)
+class _Contenders(OnDevice):
+    """Device and backend."""
+
+    backends: tuple[str, ...] | None = option(
+        None, "Backends, separated by commas. Default: all that auto may choose, and a baseline.",
+        "--backends", "--backend", parse=listed, complete=backend_names,
+    )  # fmt: skip
+    peers: tuple[str, ...] | None = option(
+        None, "Other libraries to time as well, in the same process and with the same routings, separated by commas: "
+        "humming, vllm, deepgemm, triton_kernels, flashinfer, quack.", "--peers", parse=listed,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Output(RecordOutput):
+    """Output."""
+
+    plot: Path | None = option(
+        None, "Plot the share of the floor over tokens as a PNG, with one line per backend.", "--plot", parse=plot_file
+    )
+    energy: bool = option(False, "Also measure tokens per joule with the GPU's counter.", "--energy")
+    profile: Path | None = option(
+        None, "Write profiler traces: trace.json becomes trace.BACKEND-TOKENS.json.", "--profile", parse=file_to_write
+    )
+    submit: Path | None = option(None, "Do not measure; print the records in this file as a block for the issue form.")
+
+
+def command(layer: MeasuredLayer, changes: _Changes, calls: _Calls, contenders: _Contenders, output: _Output) -> None:
     """Check and time each backend on the experts of one layer, and compare with the floor, a computed minimum.
 
     Give a case or a checkpoint. Wrong results are not timed; if a backend's is wrong, the exit code is 1.
     """
-    of_case = {
-        "--format": format,
-        "--bias": bias,
-        "--experts": experts,
-        "--top-k": top_k,
-        "--hidden": hidden,
-        "--intermediate": intermediate,
-    }
-    if submit is not None:
-        if case is not None or checkpoint is not None:
+    if output.submit is not None:
+        if layer.case is not None or layer.checkpoint is not None:
             raise typer.BadParameter("--submit does not measure: leave --case and --checkpoint out")
-        _submit(submit, device)
+        _submit(output.submit, contenders.device)
         return
-    if (case is None) == (checkpoint is None):
-        raise typer.BadParameter("give either --case or --checkpoint")
-    if checkpoint is None and layer is not None:
-        raise typer.BadParameter("--layer needs --checkpoint")
-    if checkpoint is not None and (given := [name for name, value in of_case.items() if value is not None]):
-        raise typer.BadParameter(f"{given[0]} needs --case")
-    counts = token_counts(tokens)
-    names = None if backends is None else listed(backends, "--backends")
-    others = () if peers is None else listed(peers, "--peers")
+    layer.check(of_case=vars(changes))
+    from polymoe.bench.records import append, check_writable, read
 
-    from polymoe.bench.cases import Workload, case_named
-    from polymoe.bench.energy import EnergyMeter
-    from polymoe.bench.measure import Bench
-    from polymoe.bench.plot import check_plot
-    from polymoe.bench.plot import plot as draw
-    from polymoe.bench.records import Stamp, append, check_writable, newest, read
-    from polymoe.bench.routings import parse_routing
-    from polymoe.checkpoint import Checkpoint
-    from polymoe.errors import ArgumentError
-
-    machine, where = measured_on(device)
-    # Errors that would appear after minutes of timing are found here.
-    meter = EnergyMeter(where) if energy else None
-    if plot is not None:
-        check_plot(plot)
-    if profile is not None and not profile.parent.is_dir():
-        raise ArgumentError("--profile", expected="an existing directory", got=repr(str(profile.parent)))
-    mode: Any = activations  # Problem checks the name
-    if case is not None:
-        changed = case_named(case).changed(
-            experts=experts, top_k=top_k, hidden=hidden, intermediate=intermediate, bias=bias
-        )
-        workload = Workload.of_case(changed, where, format, mode)
-    else:
-        workload = Workload.of_checkpoint(Checkpoint.open(checkpoint or ""), layer, where, mode)
-    if batch_invariant:
-        workload = workload.batch_invariant()
-    distribution, problem = parse_routing(routing, workload.problem)
-    workload = replace(workload, problem=problem)
+    bench = _prepared(layer, changes, calls, contenders.device, output)
     earlier = []
-    if out is not None:
-        check_writable(out)
-        earlier = read(out) if plot is not None else []
-    stamp = Stamp.now(machine, shlex.join(["polymoe", *sys.argv[1:]]), commit)
-    bench = Bench(
-        workload=workload,
-        distribution=distribution,
-        machine=machine,
-        device=where,
-        stamp=stamp,
-        meter=meter,
-        trace=profile,
-    )
-    print(f"{workload.case}: {problem}; {distribution.name} routing, on {machine.device}", file=sys.stderr)
+    if output.out is not None:
+        check_writable(output.out)
+        earlier = read(output.out) if output.plot is not None else []
+    workload, device = bench.workload, bench.machine.device
+    routed = f"{bench.distribution.name} routing"
+    say(f"{workload.case}: {workload.problem}; {routed}, on {device}")
     rows: list[BenchRow] = []
     try:
         with Progress("bench kernels") as progress:
-            for row in bench.rows(counts, names, progress.update, others):
+            for row in bench.rows(calls.tokens, contenders.backends, progress.update, contenders.peers or ()):
                 rows.append(row)
-                if out is not None and row.record is not None:
-                    append(out, row.record)
+                if output.out is not None and row.record is not None:
+                    append(output.out, row.record)
     finally:  # after an interruption too, print finished rows
-        if json and rows:
+        if output.json and rows:
             print_json([_plain(row) for row in rows])
         elif rows:
-            title = f"{workload.case}, {problem.spec.format}, {distribution.name} routing, {machine.device}"
-            if any(row.record is not None for row in rows):
-                print_table(_table(rows, title))
-            else:
-                console().print(title, highlight=False)
-            for row in rows:
-                if row.record is None:
-                    console().print(_unmeasured(row), style="bold red" if row.wrong else None, highlight=False)
-    measured = [row.record for row in rows if row.record is not None]
-    if machine.device.rates == "nominal":
-        print("floor and share use nominal rates of this device, not measured ones", file=sys.stderr)
-    if plot is not None and measured:
-        like = {(r.case, r.format, r.routing, r.device) for r in measured}
-        draw(newest([r for r in earlier if (r.case, r.format, r.routing, r.device) in like] + measured), plot)
+            _print(rows, f"{workload.case}, {workload.problem.spec.format}, {routed}, {device}")
+    if device.rates == "nominal":
+        say("floor and share use nominal rates of this device, not measured ones")
+    if output.plot is not None:
+        _plot(output.plot, earlier, [row.record for row in rows if row.record is not None])
     if any(row.wrong and not row.backend.startswith("peer:") for row in rows):
         raise typer.Exit(1)
+
+
+def _prepared(layer: MeasuredLayer, changes: _Changes, calls: _Calls, device: str, output: _Output) -> Bench:
+    """Return the benchmark; errors that would appear after minutes of timing are found here."""
+    from polymoe.bench.energy import EnergyMeter
+    from polymoe.bench.measure import Bench
+    from polymoe.bench.records import Stamp
+    from polymoe.bench.routings import parse_routing
+
+    machine, where = measured_on(device)
+    meter = EnergyMeter(where) if output.energy else None
+    workload = layer.workload(where, vars(changes))
+    distribution, problem = parse_routing(calls.routing, workload.problem)
+    return Bench(
+        workload=replace(workload, problem=problem),
+        distribution=distribution,
+        machine=machine,
+        device=where,
+        stamp=Stamp.now(machine, command_line(), output.commit),
+        meter=meter,
+        trace=output.profile,
+    )
 
 
 def _submit(path: Path, device: str) -> None:
@@ -199,22 +153,34 @@ def _submit(path: Path, device: str) -> None:
     print(of_records(records, measured_on(device)[0]))
 
 
-def _table(rows: list[BenchRow], title: str) -> Table:
-    from rich.table import Table
+def _print(rows: list[BenchRow], title: str) -> None:
+    measured = sorted(((r.record, r) for r in rows if r.record is not None), key=lambda pair: pair[0].tokens)
+    if measured:
+        with_energy = ["tokens/J"] if any(row.tokens_per_joule is not None for row in rows) else []
+        columns = ("tokens", "backend", "median", "quartiles", "floor", "share", "error", "error, exact", "timed by")
+        lines = [
+            (
+                r.tokens, r.backend, f"{r.median_us:.1f} us", f"{r.p25_us:.1f} - {r.p75_us:.1f}",
+                f"{r.floor_us:.1f} us", f"{r.share:.2f}", f"{r.error:.1e}", f"{r.error_exact:.1e}", row.note,
+                *([f"{row.tokens_per_joule:.2f}"] if row.tokens_per_joule is not None else []),
+            )
+            for r, row in measured
+        ]  # fmt: skip
+        print_table(cells((*columns, *with_energy), lines, title))
+    else:
+        console().print(title, highlight=False)
+    for row in rows:
+        if row.record is None:
+            console().print(_unmeasured(row), style="bold red" if row.wrong else None, highlight=False)
 
-    with_energy = any(row.tokens_per_joule is not None for row in rows)
-    table = Table(
-        "tokens", "backend", "median", "quartiles", "floor", "share", "error", "error, exact", "timed by",
-        *(["tokens/J"] if with_energy else []), title=title,
-    )  # fmt: skip
-    measured = ((row.record, row) for row in rows if row.record is not None)
-    for r, row in sorted(measured, key=lambda pair: pair[0].tokens):
-        table.add_row(
-            str(r.tokens), r.backend, f"{r.median_us:.1f} us", f"{r.p25_us:.1f} - {r.p75_us:.1f}",
-            f"{r.floor_us:.1f} us", f"{r.share:.2f}", f"{r.error:.1e}", f"{r.error_exact:.1e}", row.note,
-            *([f"{row.tokens_per_joule:.2f}"] if row.tokens_per_joule is not None else []),
-        )  # fmt: skip
-    return table
+
+def _plot(path: Path, earlier: list[Record], measured: list[Record]) -> None:
+    from polymoe.bench.plot import plot
+    from polymoe.bench.records import newest
+
+    like = {(r.case, r.format, r.routing, r.device) for r in measured}
+    if measured:
+        plot(newest([r for r in earlier if (r.case, r.format, r.routing, r.device) in like] + measured), path)
 
 
 def _unmeasured(row: BenchRow) -> str:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import json as jsonlib
 import random
-import shlex
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from polymoe.cli.commands import Command
-from polymoe.cli.output import ClientKey, Json, Server, print_json, print_table
+from polymoe.cli.options import RecordOutput, ServerAccess, file_to_write, json_object, option, plot_file
+from polymoe.cli.output import command_line, print_json, print_table, say
 from polymoe.cli.progress import Progress
 from polymoe.common.install_command import install_hint
+from polymoe.errors import ArgumentError, MissingDependency
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from polymoe.bench.energy import EnergyMeter
+    from polymoe.bench.serving.client import Client
+    from polymoe.bench.serving.prompts import Tokenizer
     from polymoe.bench.serving.record import Load, ServingRecord
 
 __all__ = ["ListCommand", "command"]
@@ -48,204 +52,228 @@ class ListCommand(Command):
         return super().parse_args(ctx, joined)
 
 
-def command(
-    server: Server,
-    batch_size: Annotated[str, typer.Option(help="Batch sizes, each sent at once.")] = "1,4,8,16,32,64,128,256",
-    concurrency: Annotated[
-        str | None,
-        typer.Option(help="Instead of batches: so many requests at a time; each finished one starts the next."),
-    ] = None,
-    request_rate: Annotated[
-        str | None, typer.Option(help="Instead of batches: requests per second on average (Poisson).")
-    ] = None,
-    input_len: Annotated[str, typer.Option(help="Tokens in a prompt.")] = "8192",
-    output_len: Annotated[str, typer.Option(help="Tokens in an answer.")] = "1024",
-    requests: Annotated[
-        int | None,
-        typer.Option(
-            "--requests",
-            "--num-prompts",
-            min=1,
-            help="Requests of each concurrency or rate. Default: 5 x concurrency, a minute of a rate, 20.",
-        ),
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="The model's name on the server. Default: its only model.")] = None,
-    api_key: ClientKey = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Use /v1/chat/completions instead of /v1/completions.")] = False,
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(help="The model's tokenizer, a directory or Hub id, to count tokens. Default: the server counts."),
-    ] = None,
-    shared_prefix: Annotated[
-        int, typer.Option(min=0, help="Number of tokens that all prompts share, for the server's cache.")
-    ] = 0,
-    extra_body: Annotated[str | None, typer.Option(help="Further fields of each request, as a JSON object.")] = None,
-    gpu_price: Annotated[float | None, typer.Option(min=0, help="US dollars per hour for one GPU, for costs.")] = None,
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs that the server runs on.")] = 1,
-    gpu_ids: Annotated[
-        str | None,
-        typer.Option(
-            help="Their numbers in nvidia-smi, for tokens per watt. Default: the first ones, if the server is local."
-        ),
-    ] = None,
-    label: Annotated[str | None, typer.Option(help="The server's name in tables. Default: its own name.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Append each row to this file as one JSON line.")] = None,
-    markdown: Annotated[Path | None, typer.Option(help="Write the table to this file.")] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Plot rates and times over the load as a PNG, with similar rows in --out.")
-    ] = None,
-    profile: Annotated[
-        bool, typer.Option("--profile", help="Repeat a short copy of each row under the server's profiler.")
-    ] = False,
-    warmup: Annotated[bool, typer.Option(help="Send a small row before each row, without measuring it.")] = True,
-    timeout: Annotated[float, typer.Option(min=1, help="Longest silence of the server, in seconds.")] = 600.0,
-    request_timeout: Annotated[float, typer.Option(min=1, help="Longest duration of a request, in seconds.")] = 3600.0,
-    seed: Annotated[int | None, typer.Option(help="Seed of prompts and arrivals. Default: random.")] = None,
-    commit: Annotated[str | None, typer.Option(help="Commit for the records, if git does not know it.")] = None,
-    json: Json = False,
-) -> None:
+def _numbers(kind: type[int] | type[float]) -> Callable[[str, str], tuple[Any, ...]]:
+    def parse(text: str, option: str) -> tuple[Any, ...]:
+        try:
+            values = tuple(kind(part) for part in text.split(","))
+        except ValueError:
+            values = ()
+        if not values or not all(0 < value < 1e9 for value in values):
+            raise ArgumentError(option, expected="numbers above 0, such as 1 4 8 or 1,4,8", got=repr(text))
+        return values
+
+    return parse
+
+
+@dataclass(frozen=True)
+class _Load:
+    """Load."""
+
+    batch_size: tuple[int, ...] = option(
+        "1,4,8,16,32,64,128,256", "Batch sizes, each sent at once.", "--batch-size", parse=_numbers(int)
+    )
+    concurrency: tuple[int, ...] | None = option(
+        None, "Instead of batches: so many requests at a time; each finished one starts the next.", "--concurrency",
+        parse=_numbers(int),
+    )  # fmt: skip
+    request_rate: tuple[float, ...] | None = option(
+        None, "Instead of batches: requests per second on average (Poisson).", "--request-rate", parse=_numbers(float)
+    )
+    input_len: tuple[int, ...] = option("8192", "Tokens in a prompt.", "--input-len", parse=_numbers(int))
+    output_len: tuple[int, ...] = option("1024", "Tokens in an answer.", "--output-len", parse=_numbers(int))
+    requests: int | None = option(
+        None, "Requests of each concurrency or rate. Default: 5 x concurrency, a minute of a rate, 20.",
+        "--requests", "--num-prompts", min=1,
+    )  # fmt: skip
+    shared_prefix: int = option(0, "Number of tokens that all prompts share, for the server's cache.", min=0)
+    warmup: bool = option(True, "Send a small row before each row, without measuring it.", "--warmup/--no-warmup")
+    seed: int | None = option(None, "Seed of prompts and arrivals. Default: random.")
+
+    def rows(self) -> list[Load]:
+        """What is measured.
+
+        Raises:
+            BadParameter: for options that exclude each other.
+            ArgumentError: for loads that cannot be measured.
+        """
+        from polymoe.bench.serving.run import rows
+
+        if self.concurrency is not None and self.request_rate is not None:
+            raise typer.BadParameter("give either --concurrency or --request-rate")
+        if self.concurrency is not None:
+            mode, loads = "concurrency", self.concurrency
+        elif self.request_rate is not None:
+            mode, loads = "rate", self.request_rate
+        else:
+            mode, loads = "batch", self.batch_size
+            if self.requests is not None:
+                raise typer.BadParameter(
+                    "--requests needs --concurrency or --request-rate; a batch has as many requests as its size"
+                )
+        return rows(mode, loads, self.input_len, self.output_len, self.requests)
+
+
+@dataclass(frozen=True)
+class _Access(ServerAccess):
+    """Server."""
+
+    chat: bool = option(False, "Use /v1/chat/completions instead of /v1/completions.", "--chat")
+    tokenizer: str | None = option(
+        None, "The model's tokenizer, a directory or Hub id, to count tokens. Default: the server counts."
+    )
+    extra: dict[str, Any] | None = option(
+        None, "Further fields of each request, as a JSON object.", "--extra-body", parse=json_object
+    )
+    timeout_s: float = option(600.0, "Longest silence of the server, in seconds.", "--timeout", min=1)
+    request_timeout_s: float = option(3600.0, "Longest duration of a request, in seconds.", "--request-timeout", min=1)
+
+
+@dataclass(frozen=True)
+class _Gpus:
+    """Costs and energy."""
+
+    gpu_price: float | None = option(None, "US dollars per hour for one GPU, for costs.", min=0)
+    gpus: int = option(1, "GPUs that the server runs on.", min=1)
+    gpu_ids: str | None = option(
+        None, "Their numbers in nvidia-smi, for tokens per watt. Default: the first ones, if the server is local."
+    )
+
+
+@dataclass(frozen=True)
+class _Output(RecordOutput):
+    """Output."""
+
+    label: str | None = option(None, "The server's name in tables. Default: its own name.")
+    markdown: Path | None = option(None, "Write the table to this file.", "--markdown", parse=file_to_write)
+    plot: Path | None = option(
+        None, "Plot rates and times over the load as a PNG, with similar rows in --out.", "--plot", parse=plot_file
+    )
+    profile: bool = option(False, "Repeat a short copy of each row under the server's profiler.", "--profile")
+
+
+def command(access: _Access, load: _Load, gpus: _Gpus, output: _Output) -> None:
     """Measure any OpenAI-compatible server from a client: batch by batch, or under load.
 
     Ctrl-C keeps finished rows. The exit code is 1 if a row has no answer at all.
     """
-    if concurrency is not None and request_rate is not None:
-        raise typer.BadParameter("give either --concurrency or --request-rate")
-    if requests is not None and concurrency is None and request_rate is None:
-        raise typer.BadParameter(
-            "--requests needs --concurrency or --request-rate; a batch has as many requests as its size"
-        )
+    from polymoe.bench.records import append, check_writable
+    from polymoe.bench.serving.record import read
 
-    from polymoe.bench.plot import check_plot
-    from polymoe.bench.records import append, check_writable, source
-    from polymoe.bench.serving import report
-    from polymoe.bench.serving.prompts import Tokenizer
-    from polymoe.bench.serving.record import Origin, newest, read
-    from polymoe.errors import ArgumentError, MissingDependency
-
-    try:
-        from polymoe.bench.serving.client import Client
-        from polymoe.bench.serving.prompts import Prompts
-        from polymoe.bench.serving.run import ServingBench, rows
-    except ImportError as error:
-        raise MissingDependency(
-            "polymoe bench serve", expected="aiohttp", got=str(error), hint=install_hint("bench")
-        ) from error
-
-    if concurrency is not None:
-        mode, loads = "concurrency", _numbers("--concurrency", concurrency, int)
-    elif request_rate is not None:
-        mode, loads = "rate", _numbers("--request-rate", request_rate, float)
-    else:
-        mode, loads = "batch", _numbers("--batch-size", batch_size, int)
-    planned = rows(
-        mode, loads, _numbers("--input-len", input_len, int), _numbers("--output-len", output_len, int), requests
-    )
     # Errors that would appear after minutes of measuring are found here.
-    client = Client(
-        server, model=model, api_key=api_key, chat=chat, extra=_object("--extra-body", extra_body), timeout_s=timeout,
-        request_timeout_s=request_timeout,
-    )  # fmt: skip
+    client = _client(access)
+    planned = load.rows()
     earlier: list[ServingRecord] = []
-    if out is not None:
-        check_writable(out)
-        earlier = read(out) if plot is not None else []
-    if plot is not None:
-        check_plot(plot)
-    if markdown is not None and not markdown.parent.is_dir():
-        raise ArgumentError("--markdown", expected="a file in an existing directory", got=repr(str(markdown)))
-    counter = None
-    if tokenizer is not None:
-        from polymoe.engines.transformers import load_tokenizer
-
-        counter = Tokenizer(load_tokenizer(tokenizer), chat=chat)
-    meter = _meter(gpu_ids, gpus, client.host)
-    chosen = random.SystemRandom().randrange(2**31) if seed is None else seed
+    if output.out is not None:
+        check_writable(output.out)
+        earlier = read(output.out) if output.plot is not None else []
+    counter = _counter(access)
+    meter = _meter(gpus.gpu_ids, gpus.gpus, client.host)
     found: list[ServingRecord] = []
 
     def keep(record: ServingRecord) -> None:
         found.append(record)
         progress.advance()
-        if out is not None:
-            append(out, record)
-
-    def traced(load: Load, said: str) -> None:
-        print(f"{load}: trace: {said}", file=sys.stderr)
-
-    async def measure() -> None:
-        async with client:
-            await client.settle()
-            if client.refused_fields:
-                print(f"the server refuses {', '.join(client.refused_fields)}: left out", file=sys.stderr)
-
-            async def count(text: str) -> int:
-                return await client.count(text) if counter is None else counter.count_prompt(text)
-
-            prompts = Prompts(count, seed=chosen, shared=shared_prefix)
-            await prompts.calibrate()
-            origin = Origin(
-                label=label or client.owner or client.host, server=client.url, model=client.model,
-                engine=client.owner, device=_names(meter), gpu_price=gpu_price, gpus=gpus, seed=chosen,
-                commit=commit or source(), command=_command(),
-            )  # fmt: skip
-            bench = ServingBench(
-                client=client,
-                prompts=prompts,
-                origin=origin,
-                tokenizer=counter,
-                meter=meter,
-                warm=warmup,
-                profile=profile,
-                say=progress.update,
-            )
-            await bench.run(planned, keep, traced)
+        if output.out is not None:
+            append(output.out, record)
 
     try:
         with Progress("bench serve", len(planned)) as progress:
-            asyncio.run(measure())
+            asyncio.run(_measure(client, planned, keep, progress.update, load, gpus, output, counter, meter))
     finally:  # after an interruption too, print finished rows
-        if json and found:
-            print_json([record.to_dict() for record in found])
-        elif found:
-            print_table(report.table(found))
-        for line in report.remarks(found):
-            print(line, file=sys.stderr)
-        if markdown is not None and found:
-            report.write_markdown(markdown, found)
-        if plot is not None and any(record.answered for record in found):
-            like = {(r.mode, r.input_len, r.output_len) for r in found}
-            report.plot(newest([*(r for r in earlier if (r.mode, r.input_len, r.output_len) in like), *found]), plot)
+        _report(found, earlier, output)
     if not all(record.answered for record in found):
         raise typer.Exit(1)
 
 
-def _numbers(option: str, text: str, kind: type[int] | type[float]) -> tuple[Any, ...]:
-    from polymoe.errors import ArgumentError
-
+def _client(access: _Access) -> Client:
     try:
-        values = tuple(kind(part) for part in text.split(","))
-    except ValueError:
-        values = ()
-    if not values or not all(0 < value < 1e9 for value in values):
-        raise ArgumentError(option, expected="numbers above 0, such as 1 4 8 or 1,4,8", got=repr(text))
-    return values
+        from polymoe.bench.serving.client import Client
+    except ImportError as error:
+        raise MissingDependency(
+            "polymoe bench serve", expected="aiohttp", got=str(error), hint=install_hint("bench")
+        ) from error
+    return Client(
+        access.server, model=access.model, api_key=access.api_key, chat=access.chat, extra=access.extra or {},
+        timeout_s=access.timeout_s, request_timeout_s=access.request_timeout_s,
+    )  # fmt: skip
 
 
-def _object(option: str, text: str | None) -> dict[str, Any]:
-    from polymoe.errors import ArgumentError
+def _counter(access: _Access) -> Tokenizer | None:
+    if access.tokenizer is None:
+        return None
+    from polymoe.bench.serving.prompts import Tokenizer
+    from polymoe.engines.transformers import load_tokenizer
 
-    try:
-        value = {} if text is None else jsonlib.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise ArgumentError(option, expected="a JSON object", got=repr(text))
-    return value
+    return Tokenizer(load_tokenizer(access.tokenizer), chat=access.chat)
+
+
+async def _measure(
+    client: Client,
+    planned: list[Load],
+    keep: Callable[[ServingRecord], None],
+    progress: Callable[[str], None],
+    load: _Load,
+    gpus: _Gpus,
+    output: _Output,
+    counter: Tokenizer | None,
+    meter: EnergyMeter | None,
+) -> None:
+    """Measure every row."""
+    from polymoe.bench.records import source
+    from polymoe.bench.serving.prompts import Prompts
+    from polymoe.bench.serving.record import Origin
+    from polymoe.bench.serving.run import ServingBench
+
+    async with client:
+        await client.settle()
+        if client.refused_fields:
+            say(f"the server refuses {', '.join(client.refused_fields)}: left out")
+
+        async def count(text: str) -> int:
+            return await client.count(text) if counter is None else counter.count_prompt(text)
+
+        seed = random.SystemRandom().randrange(2**31) if load.seed is None else load.seed
+        prompts = Prompts(count, seed=seed, shared=load.shared_prefix)
+        await prompts.calibrate()
+        origin = Origin(
+            label=output.label or client.owner or client.host, server=client.url, model=client.model,
+            engine=client.owner, device=_names(meter), gpu_price=gpus.gpu_price, gpus=gpus.gpus, seed=seed,
+            commit=output.commit or source(), command=command_line(),
+        )  # fmt: skip
+        bench = ServingBench(
+            client=client,
+            prompts=prompts,
+            origin=origin,
+            tokenizer=counter,
+            meter=meter,
+            warm=load.warmup,
+            profile=output.profile,
+            say=progress,
+        )
+        await bench.run(planned, keep, lambda row, trace: say(f"{row}: trace: {trace}"))
+
+
+def _report(found: list[ServingRecord], earlier: list[ServingRecord], output: _Output) -> None:
+    from polymoe.bench.serving import report
+    from polymoe.bench.serving.record import newest
+
+    if output.json and found:
+        print_json([record.to_dict() for record in found])
+    elif found:
+        print_table(report.table(found))
+    for line in report.remarks(found):
+        say(line)
+    if output.markdown is not None and found:
+        report.write_markdown(output.markdown, found)
+    if output.plot is not None and any(record.answered for record in found):
+        like = {(r.mode, r.input_len, r.output_len) for r in found}
+        same = [r for r in earlier if (r.mode, r.input_len, r.output_len) in like]
+        report.plot(newest([*same, *found]), output.plot)
 
 
 def _meter(gpu_ids: str | None, gpus: int, host: str) -> EnergyMeter | None:
     """Return a meter of the named GPUs, or else of the first ones if server and NVML are on this machine."""
     from polymoe.bench.energy import EnergyMeter
-    from polymoe.errors import ArgumentError, MissingDependency
 
     if gpu_ids is not None:
         try:
@@ -265,14 +293,3 @@ def _meter(gpu_ids: str | None, gpus: int, host: str) -> EnergyMeter | None:
 def _names(meter: EnergyMeter | None) -> str | None:
     names: Sequence[str] = () if meter is None else list(dict.fromkeys(meter.names()))
     return ", ".join(names) or None
-
-
-def _command() -> str:
-    """Return this command line without the key."""
-    words = ["polymoe", *sys.argv[1:]]
-    for i, word in enumerate(words):
-        if word.startswith("--api-key="):
-            words[i] = "--api-key=..."
-        elif i and words[i - 1] == "--api-key":
-            words[i] = "..."
-    return shlex.join(words)

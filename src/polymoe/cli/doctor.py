@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from polymoe.cli.output import Json, print_json
+from polymoe.cli.options import Output
+from polymoe.cli.output import print_json
 
 __all__ = ["command"]
 
 
-def command(json: Json = False) -> None:
+def command(output: Output) -> None:
     """Show what this machine has, each backend's verdict on it and which engines are installed, as a block to paste
     into a bug report.
 
@@ -16,7 +17,7 @@ def command(json: Json = False) -> None:
     from polymoe.doctor.diagnosis import diagnose
 
     diagnosis = diagnose()
-    if json:
+    if output.json:
         print_json(diagnosis.to_dict())
     else:
         print(diagnosis)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import json as jsonlib
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from polymoe.cli.output import ClientKey, Json, console, listed, print_json, print_table, say
-from polymoe.cli.output import Server as ServerUrl
+from polymoe.cli.options import Output, ServerAccess, file_to_write, json_object, listed, option
+from polymoe.cli.output import cells, console, print_json, print_table, say
 from polymoe.cli.progress import Progress
 from polymoe.errors import ArgumentError, PolymoeError
 
@@ -20,8 +20,70 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from polymoe.evaluate import AnswerRecord, Run, Score
+    from polymoe.evaluate.server import Server
 
 __all__ = ["command", "compare"]
+
+
+@dataclass(frozen=True)
+class _Questions:
+    """Questions."""
+
+    task: Literal["auto", "exact", "gsm8k", "aime", "gpqa"] = option(
+        "auto", "Kind of questions; auto detects it from the fields in the file."
+    )
+    limit: int | None = option(None, "Only the first questions.", min=1)
+    repeats: int = option(1, "How often each question is asked.", "--repeats", "-n", min=1)
+    seed: int | None = option(None, "Seed for the order of options; also sent with each request.")
+
+
+@dataclass(frozen=True)
+class _Tasks:
+    """Tasks of lm-eval."""
+
+    tasks: tuple[str, ...] | None = option(
+        None, "Instead of a file: tasks of lm-eval, separated by commas.", "--tasks", parse=listed
+    )
+    include_path: Path | None = option(None, "A directory with further lm-eval tasks.")
+    num_fewshot: int | None = option(None, "Examples before each question (lm-eval).", min=0)
+
+
+@dataclass(frozen=True)
+class _Access(ServerAccess):
+    """Server."""
+
+    server: str = option("http://127.0.0.1:8000", "The server's URL, with or without /v1.", "--server", "--base-url")
+    endpoint: Literal["chat", "completions"] = option("chat", "chat, or completions without a chat template.")
+    concurrency: int = option(16, "Number of simultaneous requests.", "--concurrency", "--threads", min=1)
+    timeout_s: float = option(1800.0, "Longest duration of a request, in seconds.", "--timeout", min=0.1)
+    retries: int = option(8, "Retries after 429, 5xx, timeouts and broken connections.", min=0)
+
+
+@dataclass(frozen=True)
+class _Fields:
+    """Answers."""
+
+    system: str | None = option(None, "A system message.")
+    temperature: float | None = option(None, "Sampling temperature. Default: the server's.", min=0)
+    top_p: float | None = option(None, "Nucleus sampling. Default: the server's.", min=0, max=1)
+    max_tokens: int | None = option(
+        None, "Maximum number of tokens in an answer. Default: the server's.", "--max-tokens", "--max-new-tokens", min=1
+    )
+    extra: dict[str, Any] | None = option(
+        None, """Further fields of each request, as JSON: '{"reasoning_effort": "high"}'.""", "--extra",
+        parse=json_object,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Output(Output):
+    """Output."""
+
+    out: Path | None = option(
+        None, "File for the answers. Default: in this directory, named after questions, model and settings.", "--out",
+        parse=file_to_write,
+    )  # fmt: skip
+    fresh: bool = option(False, "Start over and replace the answers in the file.", "--fresh")
 
 
 def command(
@@ -31,100 +93,35 @@ def command(
             metavar="FILE", help="Questions: JSONL with prompt and answer, or GSM8K, AIME or GPQA as published."
         ),
     ] = None,
-    server: ServerUrl = "http://127.0.0.1:8000",
-    model: Annotated[str | None, typer.Option(help="The model's name on the server. Default: its only model.")] = None,
-    api_key: ClientKey = None,
-    task: Annotated[
-        Literal["auto", "exact", "gsm8k", "aime", "gpqa"],
-        typer.Option(help="Kind of questions; auto detects it from the fields in the file."),
-    ] = "auto",
-    repeats: Annotated[int, typer.Option("--repeats", "-n", min=1, help="How often each question is asked.")] = 1,
-    concurrency: Annotated[
-        int, typer.Option("--concurrency", "--threads", min=1, help="Number of simultaneous requests.")
-    ] = 16,
-    temperature: Annotated[
-        float | None, typer.Option(min=0, help="Sampling temperature. Default: the server's.")
-    ] = None,
-    top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Nucleus sampling. Default: the server's.")] = None,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--max-tokens",
-            "--max-new-tokens",
-            min=1,
-            help="Maximum number of tokens in an answer. Default: the server's.",
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Seed for the order of options; also sent with each request.")
-    ] = None,
-    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
-    endpoint: Annotated[
-        Literal["chat", "completions"], typer.Option(help="chat, or completions without a chat template.")
-    ] = "chat",
-    extra: Annotated[
-        str | None, typer.Option(help="""Further fields of each request, as JSON: '{"reasoning_effort": "high"}'.""")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first questions.")] = None,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Longest duration of a request, in seconds.")] = 1800.0,
-    retries: Annotated[int, typer.Option(min=0, help="Retries after 429, 5xx, timeouts and broken connections.")] = 8,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="File for the answers. Default: in this directory, named after questions, model and settings."
-        ),
-    ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start over and replace the answers in the file.")] = False,
-    tasks: Annotated[str | None, typer.Option(help="Instead of a file: tasks of lm-eval, separated by commas.")] = None,
-    include_path: Annotated[Path | None, typer.Option(help="A directory with further lm-eval tasks.")] = None,
-    num_fewshot: Annotated[int | None, typer.Option(min=0, help="Examples before each question (lm-eval).")] = None,
-    json: Json = False,
+    *,
+    access: _Access,
+    questions: _Questions,
+    answers: _Fields,
+    tasks: _Tasks,
+    output: _Output,
 ) -> None:
     """Ask a server questions and count the right answers, with error bars. Repeat the command to continue after an
     interruption.
     """
-    if (data is None) == (tasks is None):
-        raise ArgumentError("eval", expected="a file of questions, or --tasks", got="both" if data else "neither")
-    of_files = {"--task": task != "auto", "--repeats": repeats != 1, "--seed": seed is not None,
-                "--out": out is not None, "--fresh": fresh}  # fmt: skip
-    of_tasks = {"--include-path": include_path is not None, "--num-fewshot": num_fewshot is not None}
-    lost = [name for name, given in (of_tasks if tasks is None else of_files).items() if given]
-    if lost:
-        what = "lm-eval's tasks" if tasks is not None else "a file of questions"
-        raise ArgumentError("eval", expected=f"options for {what}", got=", ".join(lost))
-    if out is not None and not out.parent.is_dir():
-        raise ArgumentError("--out", expected="a file in an existing directory", got=repr(str(out)))
+    _check(data, questions, tasks, output)
     from polymoe.evaluate.server import Server
 
-    to = Server(url=server, api_key=api_key or "none", concurrency=concurrency, timeout_s=timeout, retries=retries)
-    fields = _object(extra)
-    sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
-    if tasks is not None:
-        from polymoe.evaluate.harness import run_tasks
-
-        given = {name: value for name, value in {**sampling, **fields}.items() if value is not None}
-        results, table = run_tasks(
-            listed(tasks, "--tasks"),
-            server=to,
-            model=model,
-            endpoint=endpoint,
-            include_path=include_path,
-            num_fewshot=num_fewshot,
-            limit=limit,
-            system=system,
-            sampling=given,
-        )
-        print_json(results) if json else print(table)
+    server = Server(
+        url=access.server, api_key=access.api_key or "none", concurrency=access.concurrency,
+        timeout_s=access.timeout_s, retries=access.retries,
+    )  # fmt: skip
+    fields: dict[str, Any] = {**vars(answers), "extra": answers.extra or {}}
+    if data is None:
+        _run_tasks(server, access, questions.limit, tasks, fields, json=output.json)
         return
-    assert data is not None
     from polymoe.evaluate import evaluate
 
     with _progress() as (on_start, on_record):
         run = evaluate(
-            data, server=to, model=model, task=task, repeats=repeats, limit=limit, endpoint=endpoint, seed=seed,
-            system=system, extra=fields, out=out, fresh=fresh, on_start=on_start, on_record=on_record, **sampling,
+            data, server=server, model=access.model, endpoint=access.endpoint, **vars(questions), **fields,
+            out=output.out, fresh=output.fresh, on_start=on_start, on_record=on_record,
         )  # fmt: skip
-    if json:
+    if output.json:
         score = asdict(run.score) if run.score else None
         settings = {**asdict(run.settings), "extra": jsonlib.loads(run.settings.extra)}
         lists = {"failures": list(run.failures), "malformed": list(run.malformed)}
@@ -138,10 +135,40 @@ def command(
         raise _incomplete(run)
 
 
+def _check(data: Path | None, questions: _Questions, tasks: _Tasks, output: _Output) -> None:
+    """Refuse options of lm-eval's tasks for a file, and the other way round."""
+    if (data is None) == (tasks.tasks is None):
+        raise ArgumentError("eval", expected="a file of questions, or --tasks", got="both" if data else "neither")
+    of_files = {
+        "--task": questions.task != "auto", "--repeats": questions.repeats != 1, "--seed": questions.seed is not None,
+        "--out": output.out is not None, "--fresh": output.fresh,
+    }  # fmt: skip
+    of_tasks = {"--include-path": tasks.include_path is not None, "--num-fewshot": tasks.num_fewshot is not None}
+    lost = [name for name, given in (of_tasks if data is not None else of_files).items() if given]
+    if lost:
+        what = "lm-eval's tasks" if data is None else "a file of questions"
+        raise ArgumentError("eval", expected=f"options for {what}", got=", ".join(lost))
+
+
+def _run_tasks(
+    server: Server, access: _Access, limit: int | None, tasks: _Tasks, fields: dict[str, Any], *, json: bool
+) -> None:
+    """Run lm-eval's tasks; its table or results go to stdout."""
+    from polymoe.evaluate.harness import run_tasks
+
+    sampling = {**{name: fields[name] for name in ("temperature", "top_p", "max_tokens")}, **fields["extra"]}
+    results, table = run_tasks(
+        tasks.tasks or [], server=server, model=access.model, endpoint=access.endpoint,
+        include_path=tasks.include_path, num_fewshot=tasks.num_fewshot, limit=limit, system=fields["system"],
+        sampling={name: value for name, value in sampling.items() if value is not None},
+    )  # fmt: skip
+    print_json(results) if json else print(table)
+
+
 def compare(
     a: Annotated[Path, typer.Argument(metavar="A", help="Answers of one run.", show_default=False)],
     b: Annotated[Path, typer.Argument(metavar="B", help="Answers of the other run.", show_default=False)],
-    json: Json = False,
+    output: Output,
 ) -> None:
     """Compute the difference A - B between two runs with its 95 % interval, paired by question."""
     from polymoe.evaluate import compare as difference_of
@@ -157,7 +184,7 @@ def compare(
         )
     for note in notes:
         say(f"note: {note}")
-    if json:
+    if output.json:
         print_json({"a_records": str(a), "b_records": str(b), **asdict(found), "notes": notes})
         return
     rows = [
@@ -237,27 +264,13 @@ def _table(run: Run, score: Score) -> Table:
 
 
 def _rows(rows: list[tuple[str, str]]) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(show_header=False, box=None, pad_edge=False)
-    for name, value in rows:
-        table.add_row(Text(name), Text(value))
+    table = cells(("", ""), rows)
+    table.show_header, table.box, table.pad_edge = False, None, False
     return table
 
 
 def _percent(share: float) -> str:
     return f"{100 * share:.2f} %"
-
-
-def _object(text: str | None) -> dict[str, Any]:
-    try:
-        value = jsonlib.loads(text or "{}")
-    except ValueError as error:
-        raise ArgumentError("--extra", expected="a JSON object", got=f"{text!r}: {error}") from error
-    if not isinstance(value, dict):
-        raise ArgumentError("--extra", expected="a JSON object", got=repr(text))
-    return value
 
 
 def _incomplete(run: Run) -> PolymoeError:

@@ -15,7 +15,7 @@ from polymoe.cli.options import (
     gpus,
     option,
 )
-from polymoe.cli.output import console, print_json, print_table
+from polymoe.cli.output import cells, console, print_json, print_table
 from polymoe.common.units import format_bytes, format_count, format_ranges, format_us
 from polymoe.errors import ArgumentError, printable
 
@@ -125,52 +125,44 @@ def _print(explanation: Explanation) -> None:
 
 
 def _times(explanation: Explanation) -> Table:
-    from rich.table import Table
-
     layers = sum(len(row.layers) for row in explanation.rows)
     known = explanation.dense is not None
     rest = ("all other weights", "total, at least", "tokens/s, at most") if known else ()
     title = "predicted time of a call" + (": experts, and a lower bound of the rest" if known else "")
-    table = Table("tokens", f"experts of {layers} layers", *rest, title=title)
+    rows = []
     for time in explanation.times:
-        cells = [str(time.tokens), format_us(time.experts_us)]
+        row = [str(time.tokens), format_us(time.experts_us)]
         if time.rest_us is not None and time.total_us is not None and time.tokens_per_second is not None:
-            cells += [format_us(time.rest_us), format_us(time.total_us), format_count(round(time.tokens_per_second))]
-        table.add_row(*cells)
-    return table
+            row += [format_us(time.rest_us), format_us(time.total_us), format_count(round(time.tokens_per_second))]
+        rows.append(row)
+    return cells(("tokens", f"experts of {layers} layers", *rest), rows, title)
 
 
 def _ranges(row: Row) -> Table:
-    from rich.table import Column, Table
-
-    layout = row.selection.require().layout
-    title = f"layers {format_ranges(row.layers)}: plan, with layout {layout}"
+    title = f"layers {format_ranges(row.layers)}: plan, with layout {row.selection.require().layout}"
     ranges = row.selection.ranges()
     families = [found.step.config.kernel_family for found in ranges]
-    kernels = (Column("kernels", overflow="fold"),) if any(families) else ()
-    table = Table("tokens", "backend", *kernels, "time of one layer", "floor", "source", "proven", title=title)
+    kernels = ("kernels",) if any(families) else ()
+    rows = []
     for found, family in zip(ranges, families, strict=True):
         kept = row.problem.activations.quantized and found.step.config.keeps_16_bits
         backend = f"{found.step.backend}, 16-bit inputs" if kept else found.step.backend
         named = (family or "-",) if kernels else ()
-        table.add_row(found.tokens, backend, *named, found.time, found.floor, found.source, found.proven or "-")
-    return table
+        rows.append((found.tokens, backend, *named, found.time, found.floor, found.source, found.proven or "-"))
+    return cells(("tokens", "backend", *kernels, "time of one layer", "floor", "source", "proven"), rows, title)
 
 
 def _candidates(row: Row) -> Table:
-    from rich.table import Table
-
     from polymoe.planning.selection import describe
     from polymoe.problem.verdict import Accepted
 
     selection = row.selection
     what = "verdicts of all backends" if selection.plan else f"nothing runs here with backend {selection.requested}"
-    title = f"layers {format_ranges(row.layers)}: {what}"
-    table = Table("backend", "verdict", "time / floor", "proven", title=title)
+    rows = []
     for c in selection.candidates:
         verdict = c.verdict
         said = describe(verdict) if isinstance(verdict, Accepted) else "\n".join(map(str, verdict.reasons))
         ratios = [p.time_us / selection.floor_us(tokens) for tokens, p in c.predictions]
-        ratio = f"{fmean(ratios):.2f}" if ratios else "-"
-        table.add_row(c.backend, said, ratio, c.proven(selection.machine.device) or "-")
-    return table
+        proven = c.proven(selection.machine.device) or "-"
+        rows.append((c.backend, said, f"{fmean(ratios):.2f}" if ratios else "-", proven))
+    return cells(("backend", "verdict", "time / floor", "proven"), rows, f"layers {format_ranges(row.layers)}: {what}")

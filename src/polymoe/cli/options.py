@@ -10,20 +10,28 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
 from polymoe.errors import ArgumentError
 
+if TYPE_CHECKING:
+    import torch
+
+    from polymoe.bench.cases import Workload
+
 __all__ = [
     "ActivationsName", "CaseName", "Checkpoint", "Computing", "FormatName", "Invariance", "MeasuredLayer", "OnDevice",
-    "Output", "Placement", "Planned", "RecordOutput", "RoleName", "Sampling", "ServerAccess", "checkpoint_argument",
-    "flat", "gpus", "listed", "option", "token_counts",
+    "OneBackend", "Output", "Placement", "Planned", "RecordOutput", "RoleName", "Sampling", "ServerAccess",
+    "backend_names", "checkpoint_argument", "file_to_write", "flat", "gpus", "json_object", "listed", "models",
+    "option", "plot_file", "token_counts",
 ]  # fmt: skip
 
 
@@ -90,7 +98,7 @@ def _dashed(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def listed(text: str, option: str) -> list[str]:
+def listed(text: str, option: str) -> tuple[str, ...]:
     """Parse names of an option that are separated by commas: ``"cuda, triton"``. Each counts once.
 
     Raises:
@@ -99,7 +107,46 @@ def listed(text: str, option: str) -> list[str]:
     names = [part.strip() for part in text.split(",")]
     if not all(names):
         raise ArgumentError(option, expected="names separated by commas", got=repr(text))
-    return list(dict.fromkeys(names))
+    return tuple(dict.fromkeys(names))
+
+
+def json_object(text: str, option: str) -> dict[str, Any]:
+    """Parse an option that is a JSON object.
+
+    Raises:
+        ArgumentError: for anything else.
+    """
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ArgumentError(option, expected="a JSON object", got=repr(text))
+    return value
+
+
+def file_to_write(text: str, option: str) -> Path:
+    """Parse the path of a file that will be written, after minutes perhaps.
+
+    Raises:
+        ArgumentError: if its directory does not exist.
+    """
+    if not Path(text).parent.is_dir():
+        raise ArgumentError(option, expected="a file in an existing directory", got=repr(text))
+    return Path(text)
+
+
+def plot_file(text: str, option: str) -> Path:
+    """Parse the path of a plot.
+
+    Raises:
+        MissingDependency: without what draws it.
+        ArgumentError: for a name that does not end in .png, or in a directory that does not exist.
+    """
+    from polymoe.bench.plot import check_plot
+
+    check_plot(Path(text))
+    return Path(text)
 
 
 def token_counts(text: str, option: str = "--tokens") -> tuple[int, ...]:
@@ -134,14 +181,16 @@ def _one_process(tp: int) -> int:
     return tp
 
 
-def _backends(begun: str) -> list[str]:
+def backend_names(begun: str) -> list[str]:
+    """Names of backends for completion; the last of several."""
     from polymoe.backends import BACKENDS
 
     before, comma, last = begun.rpartition(",")
     return [f"{before}{comma}{name}" for name in ("auto", *BACKENDS) if name.startswith(last)]
 
 
-def _models(begun: str) -> list[str]:
+def models(begun: str) -> list[str]:
+    """Ids of known models, and directories, for completion."""
     from polymoe.checkpoint.known_models import known_models
 
     below = sorted(Path().glob(f"{begun}*")) if begun[:1] not in ("", "/", "~") else []
@@ -161,7 +210,7 @@ def _devices(begun: str) -> list[str]:
 
 def checkpoint_argument(help: str) -> Any:
     """The argument of commands that read a checkpoint or its config."""
-    return typer.Argument(metavar="CHECKPOINT", help=help, show_default=False, autocompletion=_models)
+    return typer.Argument(metavar="CHECKPOINT", help=help, show_default=False, autocompletion=models)
 
 
 Checkpoint = Annotated[str, checkpoint_argument("Directory of a checkpoint, or a Hub id.")]
@@ -196,12 +245,18 @@ class OnDevice:
 
 
 @dataclass(frozen=True)
-class Planned:
+class OneBackend:
     """Device and backend."""
 
     backend: str = option(
-        "auto", "Backend for the experts: auto, or a name such as cuda or triton.", complete=_backends
+        "auto", "Backend for the experts: auto, or a name such as cuda or triton.", complete=backend_names
     )
+
+
+@dataclass(frozen=True)
+class Planned(OneBackend):
+    """Device and backend."""
+
     role: RoleName = option(
         "mixed", "Token counts to plan for: decode (1 to 256), prefill (from 1024) or mixed (both)."
     )
@@ -259,25 +314,65 @@ class ServerAccess:
 
 
 @dataclass(frozen=True)
-class MeasuredLayer:
-    """What is measured."""
-
-    case: CaseName | None = option(None, "Expert layer of a known model, with random weights.")
-    checkpoint: str | None = option(None, "Real weights instead of a case: a directory or Hub id.", complete=_models)
-    layer: int | None = option(None, "Layer of the checkpoint. Default: the first one with experts.")
-    format: FormatName | None = option(None, "Weight format of a case. Default: its own.")
-    activations: ActivationsName | None = option(
-        None, "How the experts' inputs are quantized. Default: E4M3 for FP8 weights, else 16bit."
-    )
-
-
-@dataclass(frozen=True)
 class Invariance:
     """Device and backend."""
 
     batch_invariant: bool = option(
         False, "Results must be bitwise independent of the rest of the batch.", "--batch-invariant"
     )
+
+
+@dataclass(frozen=True)
+class MeasuredLayer(Invariance):
+    """What is measured."""
+
+    case: CaseName | None = option(None, "Expert layer of a known model, with random weights.")
+    checkpoint: str | None = option(None, "Real weights instead of a case: a directory or Hub id.", complete=models)
+    layer: int | None = option(None, "Layer of the checkpoint. Default: the first one with experts.")
+    format: FormatName | None = option(None, "Weight format of a case. Default: its own.")
+    activations: ActivationsName | None = option(
+        None, "How the experts' inputs are quantized. Default: E4M3 for FP8 weights, else 16bit."
+    )
+
+    def check(
+        self, of_case: Mapping[str, Any] = MappingProxyType({}), of_files: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
+        """Check that there is either a case or a checkpoint, and no option of the other.
+
+        Args:
+            of_case, of_files: further options of either, by name; None if not given.
+
+        Raises:
+            BadParameter: otherwise.
+        """
+        if (self.case is None) == (self.checkpoint is None):
+            raise typer.BadParameter("give either --case or --checkpoint")
+        needed = "--checkpoint" if self.case is not None else "--case"
+        others = {"layer": self.layer, **of_files} if self.case is not None else {"format": self.format, **of_case}
+        if given := [name for name, value in others.items() if value is not None]:
+            raise typer.BadParameter(f"{_dashed(given[0])} needs {needed}")
+
+    def workload(
+        self, device: torch.device, changes: Mapping[str, Any] = MappingProxyType({}), **ranks: int | None
+    ) -> Workload:
+        """Return what is measured.
+
+        Args:
+            device: where its weights are.
+            changes: sizes and bias instead of the case's.
+            ranks: sizes of parallel groups, None for 1.
+        """
+        from polymoe.bench.cases import Workload, case_named
+        from polymoe.checkpoint import Checkpoint as Opened
+
+        if self.case is not None:
+            case = case_named(self.case).changed(**changes)
+            found = Workload.of_case(case, device, self.format, self.activations)
+        else:
+            opened = Opened.open(self.checkpoint or "")
+            sizes = {name: size or 1 for name, size in ranks.items()}
+            found = Workload.of_checkpoint(opened, self.layer, device, self.activations, **sizes)
+        return found.batch_invariant() if self.batch_invariant else found
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class _Address:
     name: str | None = option(
         None, "The model's name for clients. Default: the last part of the path.", "--name", "--served-model-name"
     )
-    cors_origins: list[str] | None = option(
+    cors_origins: tuple[str, ...] | None = option(
         None, "Origins of web pages that may call the server, separated by commas; '*' allows all. Default: none.",
         parse=listed,
     )  # fmt: skip

@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 import os
-import shlex
-import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from polymoe.cli.output import (
-    Activations,
-    Backends,
-    BatchInvariant,
-    Case,
-    Format,
-    Json,
-    OnDevice,
-    listed,
-    measured_on,
-    print_json,
-    print_table,
-    say,
-    token_counts,
-)
+from polymoe.cli.options import MeasuredLayer, OnDevice, Output, backend_names, listed, option, token_counts
+from polymoe.cli.output import cells, command_line, measured_on, print_json, print_table, say
 from polymoe.cli.progress import Progress
 from polymoe.errors import ArgumentError
 
 if TYPE_CHECKING:
+    import torch
     from rich.table import Table
 
     from polymoe.backends import Backend
@@ -40,116 +26,107 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 
-def command(
-    case: Case = None,
-    checkpoint: Annotated[
-        str | None, typer.Option(help="Directory or Hub id of a checkpoint, instead of a case.")
-    ] = None,
-    layer: Annotated[
-        int | None, typer.Option(help="Layer of the checkpoint. Default: the first one with experts.")
-    ] = None,
-    tp: Annotated[int | None, typer.Option(min=1, help="Tensor parallel size.")] = None,
-    ep: Annotated[int | None, typer.Option(min=1, help="Expert parallel size.")] = None,
-    tokens: Annotated[
-        str, typer.Option(help="Token counts, separated by commas.")
-    ] = "1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192",
-    format: Format = None,
-    activations: Activations = None,
-    backends: Backends = None,
-    batch_invariant: BatchInvariant = False,
-    seconds: Annotated[float, typer.Option(min=1, help="Time limit in seconds; run again to continue.")] = 300,
-    memory: Annotated[
-        float | None, typer.Option(min=0.01, help="Memory limit in GiB. Default: the free memory.")
-    ] = None,
-    configs: Annotated[
-        int | None, typer.Option(min=1, help="Maximum number of configurations per token count. Default: all.")
-    ] = None,
-    jobs: Annotated[
-        int | None,
-        typer.Option(min=0, help="Processes that compile ahead of time. Default: all cores but one, at most 16."),
-    ] = None,
-    again: Annotated[
-        bool, typer.Option("--again", help="Also measure what the table already has for the installed versions.")
-    ] = False,
-    out: Annotated[Path | None, typer.Option(help="Table to write. Default: your own, which is read at load.")] = None,
-    device: OnDevice = "auto",
-    json: Json = False,
-) -> None:
+@dataclass(frozen=True)
+class _Ranks:
+    """What is measured."""
+
+    tp: int | None = option(None, "Tensor parallel size.", min=1)
+    ep: int | None = option(None, "Expert parallel size.", min=1)
+    tokens: tuple[int, ...] = option(
+        "1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192", "Token counts, separated by commas.", "--tokens",
+        parse=token_counts,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Computing(OnDevice):
+    """Device and backend."""
+
+    backends: tuple[str, ...] | None = option(
+        None, "Backends, separated by commas. Default: all that auto may choose.", "--backends", "--backend",
+        parse=listed, complete=backend_names,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """Limits."""
+
+    seconds: float = option(300, "Time limit in seconds; run again to continue.", min=1)
+    memory: float | None = option(None, "Memory limit in GiB. Default: the free memory.", min=0.01)
+    configs: int | None = option(None, "Maximum number of configurations per token count. Default: all.", min=1)
+    jobs: int | None = option(
+        None, "Processes that compile ahead of time. Default: all cores but one, at most 16.", min=0
+    )
+    again: bool = option(False, "Also measure what the table already has for the installed versions.", "--again")
+
+
+@dataclass(frozen=True)
+class _Table(Output):
+    """Output."""
+
+    out: Path | None = option(None, "Table to write. Default: your own, which is read at load.")
+
+
+def command(layer: MeasuredLayer, ranks: _Ranks, computing: _Computing, limits: _Limits, output: _Table) -> None:
     """Find the fastest configuration for each token count, check it against the reference, and store it.
 
     Give a case or a checkpoint. Loading reads the table and never tunes. Ctrl-C keeps finished rows.
     """
     began = time.monotonic()
-    if (case is None) == (checkpoint is None):
-        raise typer.BadParameter("give either --case or --checkpoint")
-    for name, value in (("--layer", layer), ("--tp", tp), ("--ep", ep)):
-        if checkpoint is None and value is not None:
-            raise typer.BadParameter(f"{name} needs --checkpoint")
-    if checkpoint is not None and format is not None:
-        raise typer.BadParameter("--format needs --case")
-    counts = token_counts(tokens)
+    layer.check(of_files={"tp": ranks.tp, "ep": ranks.ep})
 
-    import torch
-
-    from polymoe.bench.cases import Workload, case_named
     from polymoe.bench.compile_ahead import CompileAhead
     from polymoe.bench.records import Stamp, check_writable
     from polymoe.bench.tune import Tune
-    from polymoe.checkpoint import Checkpoint
     from polymoe.planning.table_files import check_addable, user_file
 
-    machine, where = measured_on(device)
-    mode: Any = activations  # Problem checks the name
-    if case is not None:
-        workload = Workload.of_case(case_named(case), where, format, mode)
-    else:
-        opened = Checkpoint.open(checkpoint or "")
-        workload = Workload.of_checkpoint(opened, layer, where, mode, tp=tp or 1, ep=ep or 1)
-    if batch_invariant:
-        workload = workload.batch_invariant()
+    machine, where = measured_on(computing.device)
+    workload = layer.workload(where, tp=ranks.tp, ep=ranks.ep)
     problem = workload.problem
-    chosen = _backends(None if backends is None else listed(backends, "--backends"), problem, machine)
-    if out is not None:
-        check_writable(out)
-    choice = any(len(b.tuning_configs(problem, machine, t)) > 1 for b in chosen for t in counts)
+    chosen = _backends(computing.backends, problem, machine)
+    if output.out is not None:
+        check_writable(output.out)
+    choice = any(len(b.tuning_configs(problem, machine, t)) > 1 for b in chosen for t in ranks.tokens)
     _require_choice(choice, where.type)
-    file = out or user_file(machine.device.name)
+    file = output.out or user_file(machine.device.name)
     check_addable(file)
     say(f"{workload.case}: {problem}; on {machine.device}; into {file}")
+    jobs = limits.jobs
     if jobs is None:
         jobs = min(16, (os.cpu_count() or 1) - 1) if choice and where.type == "cuda" else 0
-    if memory is not None and where.type == "cuda":
-        fraction = min(1.0, memory * 2**30 / torch.cuda.get_device_properties(where).total_memory)
-        torch.cuda.set_per_process_memory_fraction(fraction)
+    memory = _limited(limits.memory, where)
     found: list[Outcome] = []
     try:
         with (
             CompileAhead(jobs, where.index or 0) as compiler,
-            Progress("tune", len(chosen) * len(set(counts))) as progress,
+            Progress("tune", len(chosen) * len(set(ranks.tokens))) as progress,
         ):
             tune = Tune(
-                workload=workload,
-                machine=machine,
-                device=where,
-                backends=chosen,
-                file=file,
-                stamp=Stamp.now(machine, shlex.join(["polymoe", *sys.argv[1:]])),
-                seconds=seconds,
-                began=began,
-                again=again,
-                configs=configs,
-                memory_bytes=None if memory is None else int(memory * 2**30),
-                compiler=compiler,
-                say=progress.say,
-            )
-            for outcome in tune.outcomes(counts, progress.update):
+                workload=workload, machine=machine, device=where, backends=chosen, file=file,
+                stamp=Stamp.now(machine, command_line()), seconds=limits.seconds, began=began, again=limits.again,
+                configs=limits.configs, memory_bytes=memory, compiler=compiler, say=progress.say,
+            )  # fmt: skip
+            for outcome in tune.outcomes(ranks.tokens, progress.update):
                 found.append(outcome)
                 progress.advance()
     finally:  # after an interruption too, print finished rows
-        if json and found:
+        if output.json and found:
             print_json([_plain(outcome) for outcome in found])
         elif found:
             print_table(_table(found, f"{workload.case}, {problem.spec.format}, {machine.device}"))
+
+
+def _limited(gib: float | None, device: torch.device) -> int | None:
+    """Keep PyTorch below a limit on memory, which is returned in bytes."""
+    import torch
+
+    if gib is None:
+        return None
+    if device.type == "cuda":
+        fraction = min(1.0, gib * 2**30 / torch.cuda.get_device_properties(device).total_memory)
+        torch.cuda.set_per_process_memory_fraction(fraction)
+    return int(gib * 2**30)
 
 
 def _require_choice(choice: bool, kind: str) -> None:
@@ -163,7 +140,7 @@ def _require_choice(choice: bool, kind: str) -> None:
         )
 
 
-def _backends(names: list[str] | None, problem: Problem, machine: Machine) -> list[Backend]:
+def _backends(names: Sequence[str] | None, problem: Problem, machine: Machine) -> list[Backend]:
     """Return the named backends, or all that ``auto`` may choose."""
     from polymoe.backends import BACKENDS
     from polymoe.common.backend_names import backend_hint
@@ -190,22 +167,16 @@ def _backends(names: list[str] | None, problem: Problem, machine: Machine) -> li
 
 
 def _table(found: list[Outcome], title: str) -> Table:
-    from rich.table import Table
-
-    table = Table("tokens", "backend", "time", "heuristic's", "tried", "failed", "configuration", "note", title=title)
-    for o in found:
-        time_us = f"{o.row.median_us:.1f} us" if o.row else "-"
-        table.add_row(
-            str(o.tokens),
-            o.backend,
-            time_us,
-            f"{o.own_us:.1f} us" if o.own_us else "-",
-            str(o.tried),
-            str(o.failed),
-            _short(o.row.config) if o.row else "-",
+    columns = ("tokens", "backend", "time", "heuristic's", "tried", "failed", "configuration", "note")
+    rows = [
+        (
+            o.tokens, o.backend, f"{o.row.median_us:.1f} us" if o.row else "-",
+            f"{o.own_us:.1f} us" if o.own_us else "-", o.tried, o.failed, _short(o.row.config) if o.row else "-",
             o.note,
         )
-    return table
+        for o in found
+    ]  # fmt: skip
+    return cells(columns, rows, title)
 
 
 def _short(config: Any) -> str:

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import typer
 
-from polymoe.cli.output import (
-    Backend,
-    Checkpoint,
-    Json,
-    OnDevice,
-    console,
-    print_json,
-    print_table,
-    status,
-    token_counts,
-)
+from polymoe.cli.options import Checkpoint, OnDevice, OneBackend, Output, option, token_counts
+from polymoe.cli.output import cells, console, print_json, print_table, status
 from polymoe.cli.progress import Progress
 from polymoe.common.units import format_ranges
 
@@ -31,22 +23,26 @@ __all__ = ["command"]
 _COMPARED = {"oracle": "float64 oracle", "reference": "reference, inputs quantized"}
 
 
-def command(
-    checkpoint: Checkpoint,
-    layer: Annotated[
-        int | None, typer.Option(help="Check only this layer. Default: every layer whose experts are in the files.")
-    ] = None,
-    tokens: Annotated[str, typer.Option(help="Token counts to run and time, separated by commas.")] = "1,16,256",
-    backend: Backend = "auto",
-    device: OnDevice = "auto",
-    all_backends: Annotated[
-        bool,
-        typer.Option(
-            "--all-backends", help="Run every backend, and print a block for the issue form that records a GPU."
-        ),
-    ] = False,
-    json: Json = False,
-) -> None:
+@dataclass(frozen=True)
+class _Checks:
+    """What is verified."""
+
+    layer: int | None = option(None, "Check only this layer. Default: every layer whose experts are in the files.")
+    tokens: tuple[int, ...] = option(
+        "1,16,256", "Token counts to run and time, separated by commas.", "--tokens", parse=token_counts
+    )
+
+
+@dataclass(frozen=True)
+class _Computing(OnDevice, OneBackend):
+    """Device and backend."""
+
+    all_backends: bool = option(
+        False, "Run every backend, and print a block for the issue form that records a GPU.", "--all-backends"
+    )
+
+
+def command(checkpoint: Checkpoint, checks: _Checks, computing: _Computing, output: Output) -> None:
     """Check a checkpoint's experts: read each one with independent code, pack and unpack it byte for byte, and measure
     every backend's error and time. Backends are compared with a float64 oracle of the independent reading, or with
     the reference if inputs are quantized.
@@ -55,32 +51,25 @@ def command(
     """
     from polymoe.verify import verify
 
-    if all_backends and backend != "auto":
+    if computing.all_backends and computing.backend != "auto":
         raise typer.BadParameter("--all-backends runs every backend: leave --backend out")
-    counts = token_counts(tokens)
+    device = None if computing.device == "auto" else computing.device
     with Progress("verify") as progress:
-        report = verify(
-            checkpoint,
-            layer=layer,
-            tokens=counts,
-            backend=backend,
-            device=None if device == "auto" else device,
-            progress=progress.update,
-        )
+        report = verify(checkpoint, **vars(checks), backend=computing.backend, device=device, progress=progress.update)
     if report.absent:
         status().print(
             f"note: not verified, because not in the files: layers {format_ranges(report.absent)}", highlight=False
         )
-    if all_backends:
+    if computing.all_backends:
         from polymoe.cli.submission import of_report, run_lines
         from polymoe.machine import Machine
 
-        machine = Machine.of(None if device == "auto" else device)
-        if json:
+        machine = Machine.of(device)
+        if output.json:
             print_json({**report.to_dict(), "lines": run_lines(report, machine)})
         else:
             print(of_report(report, machine))
-    elif json:
+    elif output.json:
         print_json(report.to_dict())
     else:
         print_table(_bytes(report))
@@ -91,43 +80,43 @@ def command(
 
 
 def _bytes(report: Report) -> Table:
-    from rich.table import Table
-
-    table = Table(
-        "layer", "format", "experts", "repacked byte for byte", "read independently", "reference, float64 oracle"
+    columns = (
+        "layer",
+        "format",
+        "experts",
+        "repacked byte for byte",
+        "read independently",
+        "reference, float64 oracle",
     )
-    for row in report.layers:
-        table.add_row(
-            str(row.layer),
-            row.format,
-            str(row.experts),
-            _mark(row.repacked == row.experts, f"{row.repacked}"),
-            _mark(row.second_reading == row.experts, f"{row.second_reading}"),
-            f"error {row.oracle_error:.1e}",
-        )
-    return table
+    return cells(
+        columns,
+        [
+            (
+                row.layer, row.format, row.experts, _mark(row.repacked == row.experts, f"{row.repacked}"),
+                _mark(row.second_reading == row.experts, f"{row.second_reading}"), f"error {row.oracle_error:.1e}",
+            )
+            for row in report.layers
+        ],
+    )  # fmt: skip
 
 
 def _backends(report: Report) -> Table:
-    from rich.table import Table
-
     columns = ("layer", "backend", "tokens", "experts packed", "compared with", "error", "at most", "time")
-    table = Table(*columns, title=f"on {report.device}")
-    for row in report.backends:
-        if row.rejected:
-            table.add_row(str(row.layer), row.backend, "-", "-", "-", row.rejected, "", "")
-        else:
-            table.add_row(
-                str(row.layer),
-                row.backend,
-                str(row.tokens),
+    return cells(
+        columns,
+        [
+            (row.layer, row.backend, "-", "-", "-", row.rejected, "", "")
+            if row.rejected
+            else (
+                row.layer, row.backend, row.tokens,
                 _mark(not row.differing, f"{row.differing} differ" if row.differing else "as read"),
-                _COMPARED[row.against],
-                _mark(row.error <= row.tolerance, f"{row.error:.1e}"),
-                f"{row.tolerance:.0e}",
+                _COMPARED[row.against], _mark(row.error <= row.tolerance, f"{row.error:.1e}"), f"{row.tolerance:.0e}",
                 f"{row.time_us / 1000:.2f} ms",
             )
-    return table
+            for row in report.backends
+        ],
+        f"on {report.device}",
+    )  # fmt: skip
 
 
 def _mark(good: bool, text: str) -> Text:
