@@ -106,19 +106,14 @@ def test_what_ends_an_answer(settings: Any, tokens: list[int], text: str, count:
     found = parts_of(answer)
     assert "".join(part.text for each in found for part in each.parts) == text
     assert (answer.tokens, found[-1].finish, ended) == (count, finish, [True])
-    answer.end()
     answer.fail(unavailable("late"))
     assert answer.out.empty()
 
 
-def test_an_error_and_the_servers_end_come_once() -> None:
+def test_an_error_comes_once() -> None:
     failing = choice(words("x"))
     failing.fail(unavailable("gone"))
     failing.fail(unavailable("again"))
     failing.feed(0)
     [part] = parts_of(failing)
     assert part.error is not None
-    stopped = choice(words("xa"), stop=("ab",))
-    stopped.feed(0)
-    stopped.end()
-    assert text_of(stopped) == ["x", "a"]

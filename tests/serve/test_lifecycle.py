@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -23,7 +23,7 @@ import openai
 
 from polymoe.errors import ArgumentError, CheckpointNotFound
 from polymoe.serve import bind, serve
-from support.serving import CHECKPOINT, SERVE, UNENDING, server_process, user
+from support.serving import CHECKPOINT, COMMAND, SERVE, UNENDING, server_process, user
 
 # --- Starting ---------------------------------------------------------------------------------------------------------
 
@@ -80,13 +80,15 @@ def test_what_is_no_origin_is_refused(tmp_path: Path, origin: str) -> None:
 
 def test_the_command_line(cli: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Names that vLLM and SGLang give their options, and what one process cannot do."""
+    import polymoe.cli.serve
     import polymoe.serve
 
     asked: dict[str, Any] = {}
-    monkeypatch.setattr(polymoe.serve, "serve", lambda path, **given: asked.update(given) or True)
+    monkeypatch.setattr(polymoe.serve, "serve", lambda path, **given: asked.update(given))
+    monkeypatch.setattr(polymoe.cli.serve, "_exit", sys.exit)
     named = ("--served-model-name", "m", "--max-new-tokens", 5, "--cors-origins", "https://a.b,*")
     assert cli("serve", tmp_path, *named, "--no-continuous-batching")[0] == 0
-    assert (asked["name"], asked["max_tokens"], asked["cors_origins"]) == ("m", 5, ["https://a.b", "*"])
+    assert (asked["name"], asked["max_tokens"], asked["cors_origins"]) == ("m", 5, ("https://a.b", "*"))
     assert asked["continuous_batching"] is False
     code, _, err = cli("serve", tmp_path, "--tensor-parallel-size", 2)
     assert code == 2
@@ -125,39 +127,29 @@ GptOssModel.forward = first_then_none
 
 
 @pytest.mark.slow
-def test_ends_cleanly_while_it_answers() -> None:
-    with server_process() as (running, url):
-        end_cleanly(running, url, signal.SIGTERM, busy=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("number", "busy"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
-def test_ends_cleanly(number: signal.Signals, busy: bool) -> None:
-    with server_process() as (running, url):
-        end_cleanly(running, url, number, busy)
-
-
-def end_cleanly(running: subprocess.Popen[str], url: str, number: signal.Signals, busy: bool) -> None:
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0, timeout=60)
-    assert client.completions.create(model=CHECKPOINT.name, prompt="1+2=").choices[0].text == "3"
-    streams = []
-    if busy:
-        for _ in range(4):
-            stream: Any = client.chat.completions.create(
-                model=CHECKPOINT.name,
-                messages=user("1+2"),
-                stream=True,
-                **UNENDING,  # type: ignore[arg-type]
-            )
-            streams.append(iter(stream))
-        next(streams[0])
-    start = time.monotonic()
-    running.send_signal(number)
-    out, err = running.communicate(timeout=20)
+@pytest.mark.parametrize(("number", "busy", "code"), [(signal.SIGTERM, True, 143), (signal.SIGINT, False, 0)])
+def test_the_command_ends_with_one_line(number: signal.Signals, busy: bool, code: int) -> None:
+    with server_process(COMMAND) as (running, url):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0, timeout=60)
+        assert client.completions.create(model=CHECKPOINT.name, prompt="1+2=").choices[0].text == "3"
+        streams = [iter(unending(client)) for _ in range(4 * busy)]
+        if busy:
+            next(streams[0])
+        start = time.monotonic()
+        running.send_signal(number)
+        out, err = running.communicate(timeout=20)
     assert time.monotonic() - start < 5
-    assert running.returncode == 0, err
-    assert out == "ended\n"
-    assert "Traceback" not in err
+    assert (running.returncode, out) == (code, ""), err
+    before, _, after = err.partition("stopped\n")
+    assert ("Traceback" in before, "leak" in before, after) == (False, False, "")
+    for stream in streams:  # none of them looks like a whole answer
+        with pytest.raises(openai.APIError, match="server"):
+            assert all(chunk.choices[0].finish_reason is None for chunk in stream)
+
+
+def unending(client: openai.OpenAI) -> Any:
+    fields: Any = {**UNENDING, "max_tokens": 250}
+    return client.chat.completions.create(model=CHECKPOINT.name, messages=user("1+2"), stream=True, **fields)
 
 
 def admitted(url: str) -> int:

@@ -50,6 +50,20 @@ serve(sys.argv[1], port=0, device="cpu", api_key="key", on_ready=lambda url: pri
 print("ended", flush=True)
 """
 """A server in a process of its own: prints its URL, and "ended" after a clean end."""
+COMMAND = """
+import sys
+import polymoe.cli.serve as command
+from polymoe.cli import main
+say = command.say
+def said(text):
+    say(text)
+    if "serving on" in text:
+        print(text.split()[-1], flush=True)
+command.say = said
+sys.argv = ["polymoe", "serve", sys.argv[1], *"--port 0 --device cpu --api-key key --grace 0".split()]
+main()
+"""
+"""The command in a process of its own: prints its URL."""
 
 
 @dataclass

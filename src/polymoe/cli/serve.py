@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import typer
 
@@ -94,16 +96,23 @@ def command(
         asked["api_key"] = os.environ.get("POLYMOE_API_KEY")
     _log_to_stderr(logs.access_log)
     say(f"loading {checkpoint}")
-    ended = serve(
+    stopped_by = serve(
         checkpoint,
         **{**asked, "cors_origins": address.cors_origins or ()},
         profile=logs.profile,
         on_loaded=say,
         on_ready=lambda url: say(f"{url}/docs describes the API\nserving on {url}"),
     )
-    if not ended:
-        sys.stdout.flush()
-        os._exit(0)
+    say("stopped")
+    _exit(128 + signal.SIGTERM if stopped_by == signal.SIGTERM else 0)
+
+
+def _exit(code: int) -> NoReturn:
+    """End the process now. Python's own end waits for threads that still compute, and extensions such as RE2's report
+    what was not freed, which is everything that such a thread holds."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _log_to_stderr(requests: bool) -> None:

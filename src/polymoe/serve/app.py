@@ -117,7 +117,7 @@ class ModelServer:
         answer_errors(self.app)
 
     def end(self) -> None:
-        """End every generation at its next token: the answers are complete, but shorter."""
+        """End every generation at its next token. Answers that it cuts off end with an error."""
         self.generation.stopping.set()
 
     def close(self, timeout_s: float = 20.0) -> bool:

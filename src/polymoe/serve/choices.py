@@ -93,7 +93,7 @@ class StopStrings:
 
 @dataclass(slots=True, eq=False)
 class AnswerChoice:
-    """One answer. :meth:`feed`, :meth:`end` and :meth:`fail` are called in the event loop.
+    """One answer. :meth:`feed` and :meth:`fail` are called in the event loop.
 
     Attributes:
         index: number of the answer among those to its request.
@@ -148,11 +148,6 @@ class AnswerChoice:
             self._finish(finish, parts, logprobs)
         elif parts or logprobs:
             self.out.put_nowait(ChoicePart(self.index, tuple(parts), logprobs))
-
-    def end(self) -> None:
-        """No further token comes, although none of those so far is the last: the server stops."""
-        if not self.ended:
-            self._finish("stop", [], ())
 
     def fail(self, error: HTTPException) -> None:
         """No further token comes, because of an error."""

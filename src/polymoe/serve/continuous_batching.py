@@ -18,7 +18,7 @@ from polymoe.engines.transformers import paged_attention
 from polymoe.engines.transformers.decode_graph import require_capturable
 from polymoe.errors import UnsupportedProblem
 from polymoe.serve.choices import AnswerChoice
-from polymoe.serve.errors import failed, unavailable
+from polymoe.serve.errors import cut_off, failed, unavailable
 from polymoe.serve.in_flight import InFlight
 from polymoe.serve.metrics import ServerMetrics
 from polymoe.serve.sampling import greedy_config
@@ -185,10 +185,10 @@ class ContinuousBatching:
                 choice.fail(failed(output.error) if self.alive() else unavailable(output.error))
             elif output.is_finished():
                 forget()
-                choice.end()
+                choice.fail(cut_off())
             elif choice.ended or self._stopping.is_set():
                 cancel()
-                choice.end()
+                choice.fail(cut_off())
 
         self._cb.register_result_handler(own_id, on_output)
         self._cb.add_request(

@@ -11,7 +11,7 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-__all__ = ["answer_errors", "client_left", "error_body", "failed", "refusal", "unavailable"]
+__all__ = ["answer_errors", "client_left", "cut_off", "error_body", "failed", "refusal", "unavailable"]
 
 
 def error_body(
@@ -45,6 +45,11 @@ def client_left() -> HTTPException:
 def unavailable(message: str) -> HTTPException:
     """The exception that answers 503: the server does not run the request."""
     return HTTPException(503, detail=error_body(message, kind="server_error"))
+
+
+def cut_off() -> HTTPException:
+    """The exception that answers 503 in place of an answer that has not got its last token; in a stream, after it."""
+    return unavailable("the server stopped before this answer was complete")
 
 
 def failed(error: object) -> HTTPException:

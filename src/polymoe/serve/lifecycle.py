@@ -60,7 +60,7 @@ def serve(
     profile: str | Path | None = None,
     on_loaded: Callable[[str], None] | None = None,
     on_ready: Callable[[str], None] | None = None,
-) -> bool:
+) -> int | None:
     """Serve the checkpoint at ``path`` until SIGTERM or Ctrl-C; then refuse new requests and end those that run.
 
     Args:
@@ -88,9 +88,9 @@ def serve(
     Requests and throughput are logged at level INFO by loggers below ``polymoe.serve``.
 
     Returns:
-        Whether everything has ended. Otherwise a thread still computes: a step of the model or a prompt, neither of
-        which can be interrupted. Python's own end may then take seconds, or crash in that thread's code;
-        :func:`os._exit` does not.
+        The number of the signal that ended it; None if none did. A thread may still compute a step of the model or a
+        prompt, neither of which can be interrupted. Python's own end may then take seconds, or crash in that thread's
+        code; :func:`os._exit` does not.
 
     Raises:
         ArgumentError: for an address that cannot be listened on, such as a port in use, a key that no client can send,
@@ -194,7 +194,7 @@ def _run_until_signal(
     connections: int,
     grace_s: float,
     on_ready: Callable[[str], None] | None,
-) -> bool:
+) -> int | None:
     from polymoe.serve.activity import log_throughput
     from polymoe.serve.http_server import HttpServer
 
@@ -221,20 +221,25 @@ def _run_until_signal(
         on_ready=ready,
         on_stop=stop,
     )
-    with _signals_only_stop():
+    with _signals_only_stop() as stopped_by:
         server.run()
-        return served.close(_STEP_S)
+        served.close(_STEP_S)
+    return next(iter(stopped_by), None)
 
 
 @contextmanager
-def _signals_only_stop() -> Iterator[None]:
-    """Keep signals from ending the process: uvicorn raises the signal that stopped it again once it has stopped."""
+def _signals_only_stop() -> Iterator[list[int]]:
+    """The signals that uvicorn raises again once they have stopped it, which do not end the process."""
+    raised: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield raised
         return
-    previous = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous = {
+        number: signal.signal(number, lambda number, _: raised.append(number))
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
     try:
-        yield
+        yield raised
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -19,7 +19,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 from polymoe.serve.call_queue import CallQueue
 from polymoe.serve.choices import AnswerChoice
-from polymoe.serve.errors import failed, unavailable
+from polymoe.serve.errors import cut_off, failed, unavailable
 from polymoe.serve.in_flight import InFlight
 from polymoe.serve.metrics import ServerMetrics
 from polymoe.serve.sampling import TokenSampler, choose_tokens, greedy_config
@@ -96,7 +96,7 @@ class Sequential:
             log.exception("generation failed")
             tell(choice.fail, failed(error))
         else:
-            tell(choice.end)
+            tell(choice.fail, cut_off())  # without effect on an answer that has all its tokens
 
 
 class _Sampled(LogitsProcessor):
