@@ -8,8 +8,7 @@ from pathlib import Path
 
 from serve_and_ask import KEY, running_server
 
-from polymoe.evaluate import evaluate, read_records
-from polymoe.evaluate.server import Server
+from polymoe.evaluate import Server, evaluate, read_records
 
 
 def main():

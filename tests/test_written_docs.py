@@ -21,7 +21,7 @@ from polymoe.bench.cases import CASES
 from polymoe.bench.model_records import ModelRecord
 from polymoe.bench.records import Record
 from polymoe.bench.serving import record as serving
-from polymoe.bench.serving.answers import TimedAnswer
+from polymoe.bench.serving.client import TimedAnswer
 from polymoe.bench.serving.record import Load, Origin, record
 from polymoe.explanation import explain
 from polymoe.formats import FORMATS

@@ -11,6 +11,17 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from polymoe.bench.serving.client import Client
+from polymoe.common.openai_client import Server
+
+
+def client_of(
+    url: str, *, timeout_s: float = 600.0, request_timeout_s: float = 3600.0, api_key: str = "none", **more: Any
+) -> Client:
+    """A client as ``bench serve`` makes it from its options."""
+    server = Server(url=url, api_key=api_key, timeout_s=request_timeout_s, silence_s=timeout_s, retries=0)
+    return Client(server, **more)
+
 
 @dataclass
 class Standin:
@@ -35,6 +46,7 @@ class Standin:
     room: int | None = None
     breaks: dict[int, str] = field(default_factory=dict)
     models: tuple[str, ...] = ("words",)
+    max_model_len: int | None = None
     owner: str = "standin"
     key: str | None = None
     metrics: list[str] = field(default_factory=list)
@@ -91,7 +103,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         s = self.server.standin
         if self.path == "/v1/models":
-            self._json(200, {"data": [{"id": name, "owned_by": s.owner} for name in s.models]})
+            about = {"owned_by": s.owner, "max_model_len": s.max_model_len}
+            self._json(200, {"data": [{"id": name, **about} for name in s.models]})
         elif self.path == "/metrics" and s.metrics:
             self._send(200, (s.metrics.pop(0) if len(s.metrics) > 1 else s.metrics[0]).encode(), "text/plain")
         elif self.path == "/server_info" and s.server_info is not None:
@@ -141,8 +154,8 @@ class _Handler(BaseHTTPRequestHandler):
             usage["prompt_tokens_details"] = {"cached_tokens": s.cached_tokens}
         chat = "messages" in body
         reason = "length" if tokens == body["max_tokens"] else "stop"
-        if fault == "500":
-            self._json(500, {"error": "a fault"})
+        if fault in ("400", "500"):
+            self._json(int(fault), {"error": "a fault"})
         elif not (body["stream"] and s.streams):
             time.sleep(s.first_s + s.gap_s * (tokens - 1))
             said: dict[str, Any] = {"message": {"content": " word" * tokens}} if chat else {"text": " word" * tokens}

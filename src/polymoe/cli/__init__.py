@@ -87,8 +87,7 @@ add(_bench, "serve", "Time any OpenAI-compatible server.", bench_serve.command,
     cls=bench_serve.ListCommand)  # fmt: skip
 add(_eval, "run", "Ask a server questions and count the right answers.", eval.command,
     "polymoe eval run models/sums-heldout.jsonl --limit 100",
-    "polymoe eval run gsm8k.jsonl --server http://127.0.0.1:8000 --repeats 4",
-    "polymoe eval run --tasks gsm8k,arc_easy --num-fewshot 5")  # fmt: skip
+    "polymoe eval run gsm8k.jsonl --server http://127.0.0.1:8000 --repeats 4")  # fmt: skip
 add(_eval, "compare", "Compare two runs, with a 95 % interval.", eval.compare,
     "polymoe eval compare packed.jsonl dequantized.jsonl")  # fmt: skip
 

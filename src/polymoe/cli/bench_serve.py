@@ -15,14 +15,13 @@ from polymoe.cli.commands import Command
 from polymoe.cli.options import RecordOutput, ServerAccess, file_to_write, json_object, option, plot_file
 from polymoe.cli.output import command_line, print_json, print_table, say
 from polymoe.cli.progress import Progress
-from polymoe.common.install_command import install_hint
+from polymoe.common.openai_client import Server
 from polymoe.errors import ArgumentError, MissingDependency
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from polymoe.bench.energy import EnergyMeter
-    from polymoe.bench.serving.client import Client
     from polymoe.bench.serving.prompts import Tokenizer
     from polymoe.bench.serving.record import Load, ServingRecord
 
@@ -160,14 +159,17 @@ def command(access: _Access, load: _Load, gpus: _Gpus, output: _Output) -> None:
     from polymoe.bench.serving.record import read
 
     # Errors that would appear after minutes of measuring are found here.
-    client = _client(access)
+    server = Server(
+        url=access.server, api_key=access.api_key or "none", timeout_s=access.request_timeout_s,
+        silence_s=access.timeout_s, retries=0,
+    )  # fmt: skip
     planned = load.rows()
     earlier: list[ServingRecord] = []
     if output.out is not None:
         check_writable(output.out)
         earlier = read(output.out) if output.plot is not None else []
     counter = _counter(access)
-    meter = _meter(gpus.gpu_ids, gpus.gpus, client.host)
+    meter = _meter(gpus.gpu_ids, gpus.gpus, server.host)
     found: list[ServingRecord] = []
 
     def keep(record: ServingRecord) -> None:
@@ -178,24 +180,11 @@ def command(access: _Access, load: _Load, gpus: _Gpus, output: _Output) -> None:
 
     try:
         with Progress("bench serve", len(planned)) as progress:
-            asyncio.run(_measure(client, planned, keep, progress.update, load, gpus, output, counter, meter))
+            asyncio.run(_measure(server, access, planned, keep, progress.update, load, gpus, output, counter, meter))
     finally:  # after an interruption too, print finished rows
         _report(found, earlier, output)
     if not all(record.answered for record in found):
         raise typer.Exit(1)
-
-
-def _client(access: _Access) -> Client:
-    try:
-        from polymoe.bench.serving.client import Client
-    except ImportError as error:
-        raise MissingDependency(
-            "polymoe bench serve", expected="aiohttp", got=str(error), hint=install_hint("bench")
-        ) from error
-    return Client(
-        access.server, model=access.model, api_key=access.api_key, chat=access.chat, extra=access.extra or {},
-        timeout_s=access.timeout_s, request_timeout_s=access.request_timeout_s,
-    )  # fmt: skip
 
 
 def _counter(access: _Access) -> Tokenizer | None:
@@ -208,7 +197,8 @@ def _counter(access: _Access) -> Tokenizer | None:
 
 
 async def _measure(
-    client: Client,
+    server: Server,
+    access: _Access,
     planned: list[Load],
     keep: Callable[[ServingRecord], None],
     progress: Callable[[str], None],
@@ -220,11 +210,12 @@ async def _measure(
 ) -> None:
     """Measure every row."""
     from polymoe.bench.records import source
+    from polymoe.bench.serving.client import Client
     from polymoe.bench.serving.prompts import Prompts
     from polymoe.bench.serving.record import Origin
     from polymoe.bench.serving.run import ServingBench
 
-    async with client:
+    async with Client(server, model=access.model, chat=access.chat, extra=access.extra) as client:
         await client.settle()
         if client.refused_fields:
             say(f"the server refuses {', '.join(client.refused_fields)}: left out")
@@ -236,8 +227,8 @@ async def _measure(
         prompts = Prompts(count, seed=seed, shared=load.shared_prefix)
         await prompts.calibrate()
         origin = Origin(
-            label=output.label or client.owner or client.host, server=client.url, model=client.model,
-            engine=client.owner, device=_names(meter), gpu_price=gpus.gpu_price, gpus=gpus.gpus, seed=seed,
+            label=output.label or client.model.owner or server.host, server=server.root, model=client.model.name,
+            engine=client.model.owner, device=_names(meter), gpu_price=gpus.gpu_price, gpus=gpus.gpus, seed=seed,
             commit=output.commit or source(), command=command_line(),
         )  # fmt: skip
         bench = ServingBench(

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from polymoe.cli.options import Output, ServerAccess, file_to_write, json_object, listed, option
+from polymoe.cli.options import Output, ServerAccess, file_to_write, json_object, option
 from polymoe.cli.output import cells, console, print_json, print_table, say
 from polymoe.cli.progress import Progress
-from polymoe.errors import ArgumentError, PolymoeError
+from polymoe.common.openai_client import Server
+from polymoe.errors import PolymoeError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from polymoe.evaluate import AnswerRecord, Run, Score
-    from polymoe.evaluate.server import Server
 
 __all__ = ["command", "compare"]
 
@@ -35,17 +35,6 @@ class _Questions:
     limit: int | None = option(None, "Only the first questions.", min=1)
     repeats: int = option(1, "How often each question is asked.", "--repeats", "-n", min=1)
     seed: int | None = option(None, "Seed for the order of options; also sent with each request.")
-
-
-@dataclass(frozen=True)
-class _Tasks:
-    """Tasks of lm-eval."""
-
-    tasks: tuple[str, ...] | None = option(
-        None, "Instead of a file: tasks of lm-eval, separated by commas.", "--tasks", parse=listed
-    )
-    include_path: Path | None = option(None, "A directory with further lm-eval tasks.")
-    num_fewshot: int | None = option(None, "Examples before each question (lm-eval).", min=0)
 
 
 @dataclass(frozen=True)
@@ -88,32 +77,28 @@ class _Output(Output):
 
 def command(
     data: Annotated[
-        Path | None,
+        Path,
         typer.Argument(
-            metavar="FILE", help="Questions: JSONL with prompt and answer, or GSM8K, AIME or GPQA as published."
+            metavar="FILE",
+            help="Questions: JSONL with prompt and answer, or GSM8K, AIME or GPQA as published.",
+            show_default=False,
         ),
-    ] = None,
-    *,
+    ],
     access: _Access,
     questions: _Questions,
     answers: _Fields,
-    tasks: _Tasks,
     output: _Output,
 ) -> None:
     """Ask a server questions and count the right answers, with error bars. Repeat the command to continue after an
     interruption.
-    """
-    _check(data, questions, tasks, output)
-    from polymoe.evaluate.server import Server
 
+    For public tasks, lm-eval asks the same server: docs/evaluation.md has the command.
+    """
     server = Server(
         url=access.server, api_key=access.api_key or "none", concurrency=access.concurrency,
         timeout_s=access.timeout_s, retries=access.retries,
     )  # fmt: skip
     fields: dict[str, Any] = {**vars(answers), "extra": answers.extra or {}}
-    if data is None:
-        _run_tasks(server, access, questions.limit, tasks, fields, json=output.json)
-        return
     from polymoe.evaluate import evaluate
 
     with _progress() as (on_start, on_record):
@@ -133,36 +118,6 @@ def command(
         say(f"note: {said}{run.malformed[0]}")
     if run.failures:
         raise _incomplete(run)
-
-
-def _check(data: Path | None, questions: _Questions, tasks: _Tasks, output: _Output) -> None:
-    """Refuse options of lm-eval's tasks for a file, and the other way round."""
-    if (data is None) == (tasks.tasks is None):
-        raise ArgumentError("eval", expected="a file of questions, or --tasks", got="both" if data else "neither")
-    of_files = {
-        "--task": questions.task != "auto", "--repeats": questions.repeats != 1, "--seed": questions.seed is not None,
-        "--out": output.out is not None, "--fresh": output.fresh,
-    }  # fmt: skip
-    of_tasks = {"--include-path": tasks.include_path is not None, "--num-fewshot": tasks.num_fewshot is not None}
-    lost = [name for name, given in (of_tasks if data is not None else of_files).items() if given]
-    if lost:
-        what = "lm-eval's tasks" if data is None else "a file of questions"
-        raise ArgumentError("eval", expected=f"options for {what}", got=", ".join(lost))
-
-
-def _run_tasks(
-    server: Server, access: _Access, limit: int | None, tasks: _Tasks, fields: dict[str, Any], *, json: bool
-) -> None:
-    """Run lm-eval's tasks; its table or results go to stdout."""
-    from polymoe.evaluate.harness import run_tasks
-
-    sampling = {**{name: fields[name] for name in ("temperature", "top_p", "max_tokens")}, **fields["extra"]}
-    results, table = run_tasks(
-        tasks.tasks or [], server=server, model=access.model, endpoint=access.endpoint,
-        include_path=tasks.include_path, num_fewshot=tasks.num_fewshot, limit=limit, system=fields["system"],
-        sampling={name: value for name, value in sampling.items() if value is not None},
-    )  # fmt: skip
-    print_json(results) if json else print(table)
 
 
 def compare(

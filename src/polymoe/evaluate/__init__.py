@@ -1,7 +1,7 @@
 """Accuracy of a model behind any OpenAI-compatible server: what ``polymoe eval`` runs.
 
 :func:`evaluate` asks the questions of one file and stores the answers in another; :func:`score` and :func:`compare`
-compute the statistics. :mod:`polymoe.evaluate.harness` runs lm-eval's tasks instead.
+compute the statistics.
 """
 
 from __future__ import annotations
@@ -13,15 +13,13 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from polymoe.common.openai_client import Server
 from polymoe.errors import ArgumentError
 from polymoe.evaluate.questions import TASKS, Question, Task, read_questions
 from polymoe.evaluate.records import AnswerRecord, RecordFile, Settings, read_records
 from polymoe.evaluate.scores import Difference, Score, compare, score
-
-if TYPE_CHECKING:
-    from polymoe.evaluate.server import Server
 
 __all__ = [
     "TASKS",
@@ -30,6 +28,7 @@ __all__ = [
     "Question",
     "Run",
     "Score",
+    "Server",
     "Settings",
     "Task",
     "compare",
@@ -115,7 +114,7 @@ def evaluate(
         data_sha256=hashlib.sha256(Path(data).read_bytes()).hexdigest(),
         task=kind.name,
         instruction=kind.instruction,
-        model=server.model(model),
+        model=server.model(model).name,
         endpoint=endpoint,
         temperature=temperature,
         top_p=top_p,

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polymoe.common.json_input import parse_json
+from polymoe.common.openai_client import Completion, Reply, Server, ServerConnection, read_completion
+from polymoe.common.server_replies import one_line, token_count
 from polymoe.errors import ServerError
-from polymoe.evaluate.completions import Completion, parse_body, read_completion
 from polymoe.evaluate.questions import Question, Task
 from polymoe.evaluate.records import AnswerRecord, Settings
-from polymoe.evaluate.server import Reply, Server, Session
 
 __all__ = ["ask_all"]
 
@@ -51,7 +51,7 @@ async def ask_all(
     """
     queue = deque(pending)
     progress = _Progress(queue, workers=min(server.concurrency, len(queue)))
-    async with Session(server) as session:
+    async with ServerConnection(server) as session:
 
         async def work() -> None:
             while progress.pending:
@@ -119,14 +119,16 @@ def _record(settings: Settings, task: Task, question: Question, repeat: int, rep
         try:
             if reply.status != 200:
                 raise ValueError(reply.reason())
-            response = parse_body(reply.whole())
-            if isinstance(response, dict) and response.get("error"):
+            completion = read_completion(reply.whole())
+            if completion.error is not None:
                 return None  # a refusal with the wrong status
-            completion = read_completion(response, chat=settings.endpoint == "chat")
+            if not completion.answers:
+                raise ValueError(f"no answer in the response: {one_line(reply.body[:80].decode(errors='replace'))}")
+            counts = {name: token_count(completion.usage, name) for name in ("prompt_tokens", "completion_tokens")}
         except ValueError as error:
-            completion, malformed = Completion(), str(error)
+            completion, counts, malformed = Completion(), {}, str(error)
     elif _too_long(reply) and settings.max_tokens is None:
-        completion = Completion(finish_reason="refused")
+        completion, counts = Completion(finish_reason="refused"), {}
     else:
         return None
     _, expected = task.ask(question, seed=settings.seed or 0, repeat=repeat)
@@ -139,8 +141,8 @@ def _record(settings: Settings, task: Task, question: Question, repeat: int, rep
         correct=answer == expected,
         text=completion.text,
         finish_reason=completion.finish_reason,
-        prompt_tokens=completion.prompt_tokens,
-        completion_tokens=completion.completion_tokens,
+        prompt_tokens=counts.get("prompt_tokens"),
+        completion_tokens=counts.get("completion_tokens"),
         latency_us=reply.latency_us,
         ended_us=time.time_ns() // 1000,
         retries=reply.retries,

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("aiohttp")
+pytest.importorskip("httpx_aiohttp")
 
 from polymoe.bench.energy import EnergyMeter
 from polymoe.bench.serving.record import read
@@ -198,13 +198,11 @@ def test_wrong_usage_exits_with_2(bench: Cli, args: tuple[object, ...]) -> None:
     assert bench(*args)[:2] == (2, "")
 
 
-def test_without_aiohttp_it_says_what_to_install(bench: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("polymoe.bench.serving.")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "aiohttp", None)
+def test_without_httpx_it_says_what_to_install(bench: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "httpx", None)
     code, stdout, stderr = bench()
     assert (code, stdout) == (1, "")
-    assert "pip install -e '.[bench]'" in stderr
+    assert "pip install -e '.[eval]'" in stderr
 
 
 def test_a_server_is_needed_and_the_bench_of_kernels_is_as_it_was(cli: Cli) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from polymoe.bench.serving.answers import TimedAnswer
+from polymoe.bench.serving.client import TimedAnswer
 from polymoe.bench.serving.measures import (
     Counted,
     Percentiles,

@@ -13,16 +13,15 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("aiohttp")
+pytest.importorskip("httpx_aiohttp")
 
 from polymoe.bench.records import append
 from polymoe.bench.serving import loads
-from polymoe.bench.serving.client import Client
 from polymoe.bench.serving.prompts import Prompts
 from polymoe.bench.serving.record import Load, Origin, ServingRecord, newest, read
 from polymoe.bench.serving.run import ServingBench, rows
 from polymoe.errors import ArgumentError, ServerError
-from support.standin import Standin
+from support.standin import Standin, client_of
 
 ORIGIN = Origin(
     label="standin", server="http://127.0.0.1:1", model="words", engine="standin", device=None, gpu_price=3.6, gpus=2,
@@ -46,7 +45,7 @@ def measured(standin: Standin, *loads: Load, **kwargs: Any) -> list[ServingRecor
     found: list[ServingRecord] = []
 
     async def run(traces: list[Any], **how: Any) -> None:
-        async with Client(standin.url) as client:
+        async with client_of(standin.url) as client:
             await client.settle()
             prompts = Prompts(client.count, seed=ORIGIN.seed)
             await prompts.calibrate()
@@ -190,7 +189,7 @@ def test_what_fails_in_the_middle_takes_nothing_with_it() -> None:
     assert first.output_tokens == 40
     assert first.itl_us is not None
     assert first.errors["out of memory"] == 1
-    assert any("ClientPayloadError" in message for message in first.errors)
+    assert any("payload is not completed" in message for message in first.errors)
     assert second.answered == 4
 
 
@@ -200,13 +199,23 @@ def test_refusals_are_counted_by_themselves() -> None:
     assert (r.answered, r.refused, r.failed, r.errors) == (3, 5, 0, {"HTTP 429: no room": 5})
 
 
-def test_prompts_too_long_for_the_context_are_a_row_of_failures() -> None:
-    with Standin(context=500).running() as standin:
-        long, short = measured(standin, replace(BATCH, input_len=600), BATCH)
-    assert (long.answered, long.failed) == (0, 4)
-    assert long.errors == {"HTTP 400: the context holds 500 tokens": 4}
-    assert (long.duration_us, long.latency_us, long.output_tps, long.counted_by) == (None, None, None, None)
-    assert short.answered == 4
+def test_the_first_400_ends_the_run() -> None:
+    """Also in the middle of a row, whose other requests are not sent."""
+    with Standin(context=500).running() as standin, pytest.raises(ServerError, match="context holds 500 tokens"):
+        measured(standin, replace(BATCH, input_len=600), BATCH)
+    many = Load(mode="concurrency", load=2, requests=100, input_len=50, output_len=20)
+    with Standin(gap_s=0.001, breaks={3: "400"}).running() as standin:
+        with pytest.raises(ServerError, match="expected answers, got HTTP 400: a fault"):
+            measured(standin, many)
+        assert len(standin.measured) < 20
+
+
+def test_rows_longer_than_the_model_takes_are_refused_before_any_is_measured() -> None:
+    with Standin(max_model_len=500).running() as standin:
+        with pytest.raises(ArgumentError, match=r"at most 500 tokens, the server's limit, got 481 and --output-len 20"):
+            measured(standin, BATCH, replace(BATCH, input_len=481))
+        assert standin.measured == []
+        assert len(measured(standin, replace(BATCH, input_len=480))) == 1
 
 
 def test_a_server_that_is_gone_ends_the_run_with_its_rows_kept() -> None:
@@ -214,13 +223,13 @@ def test_a_server_that_is_gone_ends_the_run_with_its_rows_kept() -> None:
 
     async def until_it_ends() -> None:
         with Standin().running() as standin:
-            async with Client(standin.url) as client:
+            async with client_of(standin.url) as client:
                 await client.settle()
                 prompts = Prompts(client.count, seed=1)
                 await prompts.calibrate()
                 bench = ServingBench(client=client, prompts=prompts, origin=ORIGIN, warm=False)
                 await bench.run([BATCH], found.append)
-                client.url = "http://127.0.0.1:9"  # nobody listens there
+                client.server = replace(client.server, url="http://127.0.0.1:9")  # nobody listens there
                 await bench.run([replace(BATCH, output_len=21)] * 3, found.append)
 
     with pytest.raises(ServerError, match="expected answers"):

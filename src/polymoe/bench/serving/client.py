@@ -1,4 +1,4 @@
-"""Client of an OpenAI-compatible server: sends one streamed request and records when each piece arrives.
+"""One streamed request to a server, with the times at which its pieces arrive.
 
 A request that fails does not raise: refused, broken or silent, it is a :class:`TimedAnswer` with an error.
 
@@ -7,23 +7,24 @@ API: https://platform.openai.com/docs/api-reference
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any
 
-import aiohttp
+from polymoe.common.openai_client import Completion, Model, Reply, Server, ServerConnection, read_completion
+from polymoe.common.server_replies import MAX_BYTES, one_line, token_count
+from polymoe.errors import ServerError
 
-from polymoe.bench.serving.answers import NO_TOKEN, Request, TimedAnswer, read_event
-from polymoe.bench.serving.events import EventReader
-from polymoe.common.json_input import parse_json
-from polymoe.common.server_replies import MAX_BYTES, error_message, one_line
-from polymoe.errors import ArgumentError, ServerError
+if TYPE_CHECKING:
+    import httpx
 
-__all__ = ["Client"]
+__all__ = ["NO_TOKEN", "Client", "Request", "TimedAnswer"]
+
+NO_TOKEN = "an answer without a token"
+"""The error of an answer that has neither text nor a count of tokens."""
 
 _OPTIONAL: Mapping[str, Any] = {
     "temperature": 0,
@@ -39,88 +40,143 @@ _TRIES: Sequence[Sequence[str]] = (
 """Optional fields, in the order in which they are dropped for a server that refuses them."""
 
 _PROBE_PROMPT = "1 2 3 4"
+_MESSAGE_BYTES = 4096  # of a refusal
+_ADDED_TOKENS = 2**16  # most tokens that a server's template may add to a prompt
 _BYTES_A_TOKEN, _EVENTS_A_TOKEN = 2**14, 4
 """Limits of a stream, beside a constant: far above any that carries tokens."""
-_IDLE_S = 2.0  # below the limit of servers (5 s in uvicorn), since the side that closes second sees a broken connection
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request, created before timing starts: its body, and the most tokens that its answer may have."""
+
+    body: bytes
+    tokens: int
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The most tokens that its prompt may have: each token is at least one byte of the body."""
+        return len(self.body) + _ADDED_TOKENS
+
+
+@dataclass(slots=True)
+class TimedAnswer:
+    """The response to one request. Times are those of :func:`time.perf_counter`, in seconds.
+
+    Attributes:
+        sent: when the request was sent.
+        chunks: arrival time of each piece of a stream, or of the whole response without streaming.
+        streamed: whether it was streamed.
+        ended: when the answer was complete or had failed.
+        text: the whole text, with reasoning and calls of tools.
+        prompt_tokens, completion_tokens, cached_tokens: as counted by the server, or None.
+        wrong_counts: why the server's counts cannot be true and are not taken, or None.
+        finish_reason: from the server.
+        status: HTTP status; 0 if there was none.
+        error: why the answer is not complete, or None.
+    """
+
+    sent: float
+    ended: float = 0.0
+    chunks: list[float] = field(default_factory=list)
+    streamed: bool = False
+    text: str = ""
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    wrong_counts: str | None = None
+    finish_reason: str | None = None
+    status: int = 0
+    error: str | None = None
+
+    @property
+    def refused(self) -> bool:
+        """Whether the server refused it for lack of room: HTTP 429."""
+        return self.status == 429
+
+    def take(self, piece: Completion, now: float) -> None:
+        """Add what arrived at ``now``."""
+        if piece.error is not None:
+            self.error = piece.error
+            return
+        if piece.generated:
+            self.chunks.append(now)
+            self.text += piece.text + piece.reasoning
+        self.finish_reason = piece.finish_reason or self.finish_reason
+        details = piece.usage.get("prompt_tokens_details")
+        try:
+            for name in ("prompt_tokens", "completion_tokens"):
+                found = token_count(piece.usage, name)
+                setattr(self, name, getattr(self, name) if found is None else found)
+            if isinstance(details, dict):
+                self.cached_tokens = token_count(details, "cached_tokens")
+        except ValueError as error:
+            self.wrong_counts = str(error)
+
+    def finish(self, request: Request) -> None:
+        """Check a complete answer: drop counts that cannot be true, and see whether it has a token at all."""
+        self.ended = time.perf_counter()
+        wrong = self.wrong_counts or "; ".join(self._doubts(request))
+        if wrong:
+            self.wrong_counts, self.prompt_tokens, self.completion_tokens, self.cached_tokens = wrong, None, None, None
+        if self.error is None and not self.chunks:
+            if self.completion_tokens:
+                self.chunks.append(self.ended)  # tokens without text, such as an end token
+            else:
+                self.error = NO_TOKEN
+
+    def _doubts(self, request: Request) -> Iterator[str]:
+        if self.completion_tokens is not None and self.completion_tokens > request.tokens:
+            yield f"usage.completion_tokens is {self.completion_tokens}, more than the {request.tokens} asked for"
+        if self.completion_tokens == 0 and self.text:
+            yield "usage.completion_tokens is 0 for an answer with text"
+        if self.prompt_tokens is not None and not 0 < self.prompt_tokens <= request.prompt_tokens:
+            yield f"usage.prompt_tokens is {self.prompt_tokens} for a request of {len(request.body)} bytes"
+        if self.cached_tokens and self.cached_tokens > (self.prompt_tokens or 0):
+            yield f"usage has {self.cached_tokens} cached tokens of {self.prompt_tokens}"
 
 
 class Client:
-    """Sends requests to one model of a server. An async context manager; call :meth:`settle` first.
+    """Sends timed requests to one model of a server. An async context manager; call :meth:`settle` first.
 
     Args:
-        url: the server, with or without ``/v1``.
-        model: its name on the server; None to ask the server.
-        api_key: sent as a bearer token.
+        server: which, and its limits; nothing is repeated.
+        model: its name on the server; None for the server's only model.
         chat: ``/v1/chat/completions`` instead of ``/v1/completions``.
         extra: fields for every request, which override the others.
-        timeout_s: how long a server may be silent; comments in a stream are silence.
-        request_timeout_s: longest duration of a request in all, however steadily its answer arrives.
 
-    Raises:
-        ArgumentError: for an invalid URL.
+    Attributes:
+        model: after :meth:`settle`.
+        refused_fields: optional fields that the server does not take.
     """
 
     def __init__(
-        self,
-        url: str,
-        *,
-        model: str | None = None,
-        api_key: str | None = None,
-        chat: bool = False,
-        extra: Mapping[str, Any] | None = None,
-        timeout_s: float = 600.0,
-        request_timeout_s: float = 3600.0,
+        self, server: Server, *, model: str | None = None, chat: bool = False, extra: Mapping[str, Any] | None = None
     ) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ArgumentError("server", expected="a URL such as http://127.0.0.1:8000", got=repr(url))
-        if not (api_key or "").isascii() or not (api_key or "").isprintable():
-            raise ArgumentError("api_key", expected="printable ASCII characters", got="others")
-        self.model = model or ""
-        self.owner = ""
+        self.server = server
+        self.model = Model(model or "")
         self.chat = chat
         self.refused_fields: tuple[str, ...] = ()
-        self._path = "/v1/chat/completions" if chat else "/v1/completions"
+        self._path = "/chat/completions" if chat else "/completions"
         self._fields: dict[str, Any] = dict(_OPTIONAL)
         self._extra = dict(extra or {})
-        # Encoded bodies are read as they are, since a few bytes may decode to gigabytes.
-        self._headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {api_key}"} if api_key else {})}
-        self._timeout_s = timeout_s
-        self._request_timeout_s = request_timeout_s
-        self._session: aiohttp.ClientSession | None = None
+        self._connection = ServerConnection(server)
 
     async def __aenter__(self) -> Client:
-        self._session = aiohttp.ClientSession(
-            # As many connections as requests, so that requests wait in the server.
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
-            timeout=aiohttp.ClientTimeout(
-                total=self._request_timeout_s, sock_connect=self._timeout_s, sock_read=self._timeout_s
-            ),
-            headers=self._headers,
-            auto_decompress=False,
-            cookie_jar=aiohttp.DummyCookieJar(),
-        )
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._session is not None:
-            await self._session.close()
-
-    @property
-    def host(self) -> str:
-        """The server's name or address, without port."""
-        return urlsplit(self.url).hostname or ""
+        await self._connection.__aexit__(kind, error, trace)
 
     async def settle(self) -> None:
-        """Determine the model's name and the optional fields that the server accepts; drop :attr:`refused_fields`.
+        """Determine the model and the optional fields that the server accepts; drop :attr:`refused_fields`.
 
         Raises:
             ServerError: if the server cannot be reached or does not answer a plain request.
         """
-        await self._name_model()
+        self.model = await self._connection.model(self.model.name or None)
         answer = await self._try(_TRIES[0])
         for names in _TRIES[1:]:
             if answer.status in (400, 422):
@@ -128,7 +184,7 @@ class Client:
         if answer.error in (None, NO_TOKEN):
             return
         raise ServerError(
-            self.url + self._path,
+            self.server.base_url + self._path,
             expected="an answer",
             got=answer.error,
             hint={
@@ -143,29 +199,11 @@ class Client:
         self.refused_fields = tuple(name for name in _OPTIONAL if name not in names)
         return await self.ask(self.request(_PROBE_PROMPT, 4))
 
-    async def _name_model(self) -> None:
-        status, body = await self.get("/v1/models")
-        try:
-            models = [m for m in parse_json(body)["data"] if isinstance(m["id"], str) and m["id"].isprintable()]
-        except (ValueError, KeyError, TypeError):
-            models = []
-        known = {m["id"]: m for m in models}
-        if not self.model:
-            if len(known) != 1:
-                raise ServerError(
-                    f"{self.url}/v1/models",
-                    expected="one model",
-                    got=", ".join(known) or f"HTTP {status}: {one_line(body, 200)}",
-                    hint="--api-key" if status in (401, 403) else "choose one with --model",
-                )
-            self.model = next(iter(known))
-        self.owner = one_line(str(known.get(self.model, {}).get("owned_by") or ""))
-
     def request(self, prompt: str, tokens: int, *, stream: bool = True) -> Request:
         """Return a request for ``tokens`` tokens, created before timing starts."""
         text: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
         fields = {name: value for name, value in self._fields.items() if stream or name != "stream_options"}
-        body = {"model": self.model, **text, "max_tokens": tokens, "stream": stream, **fields, **self._extra}
+        body = {"model": self.model.name, **text, "max_tokens": tokens, "stream": stream, **fields, **self._extra}
         limits = [body.get(name) for name in ("max_tokens", "max_completion_tokens")]
         most = max([limit for limit in limits if isinstance(limit, int)], default=tokens)
         answers = body["n"] if isinstance(body.get("n"), int) else 1
@@ -173,53 +211,59 @@ class Client:
 
     async def ask(self, request: Request) -> TimedAnswer:
         """Send a request and return its answer, also if it fails."""
-        answer = TimedAnswer(sent=time.perf_counter())
-        try:
-            await self._exchange(request, answer)
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
-            if not answer.error:
-                whole = isinstance(error, asyncio.TimeoutError) and not str(error)  # of the request
-                what = f"not complete after {self._request_timeout_s:g} s" if whole else str(error)
-                answer.error = one_line(f"{type(error).__name__}: {what}".removesuffix(": "), 500)
-        except ValueError as error:
-            answer.error = one_line(f"invalid response: {error}", 500)
+        import anyio
+        import httpx
+
+        answer, limits = TimedAnswer(sent=time.perf_counter()), self.server
+        with anyio.move_on_after(limits.timeout_s) as whole, anyio.move_on_after(limits.silence_s) as quiet:
+            try:
+                await self._exchange(request, answer, quiet)
+            except (httpx.HTTPError, OSError) as error:
+                answer.error = answer.error or one_line(str(error) or type(error).__name__, 500)
+            except ValueError as error:
+                answer.error = one_line(f"invalid response: {error}", 500)
+        if whole.cancelled_caught:
+            answer.error = f"timeout: not complete after {limits.timeout_s:g} s"
+        elif quiet.cancelled_caught:
+            answer.error = f"timeout: no event for {limits.silence_s:g} s"
         answer.finish(request)
         return answer
 
-    async def _exchange(self, request: Request, answer: TimedAnswer) -> None:
-        assert self._session is not None, "used outside of its context"
-        headers = {"Content-Type": "application/json"}
-        async with self._session.post(
-            self.url + self._path, data=request.body, headers=headers, allow_redirects=False
-        ) as response:
-            answer.status = response.status
-            if response.status != 200:
-                answer.error = await _refusal(response)
-            elif response.content_type == "text/event-stream":
+    async def _exchange(self, request: Request, answer: TimedAnswer, quiet: Any) -> None:
+        url, most = self.server.base_url + self._path, MAX_BYTES + _BYTES_A_TOKEN * request.tokens
+        async with self._connection.send("POST", url, request.body, most) as response:
+            answer.status = response.status_code
+            if response.status_code == 200 and response.headers.get("content-type", "").startswith("text/event-stream"):
                 answer.streamed = True
-                await self._read_stream(response, request, answer)
-            else:
-                whole = read_event(await _body(response))
-                answer.take(whole, time.perf_counter())
+                await self._read_stream(response, request, answer, quiet)
+                return
+            if answer.status == 200:
+                answer.take(read_completion(await response.aread()), time.perf_counter())
+                return
+            body = b""
+            async for part in response.aiter_raw():
+                if len(body := body + part) > _MESSAGE_BYTES:
+                    break
+            answer.error = Reply(answer.status, dict(response.headers), body[:_MESSAGE_BYTES], None, 0, 0).reason()
 
-    async def _read_stream(self, response: aiohttp.ClientResponse, request: Request, answer: TimedAnswer) -> None:
-        reader, done = EventReader(), False
-        size, events, heard = 0, 0, time.perf_counter()
-        async for part in response.content.iter_any():
+    async def _read_stream(self, response: httpx.Response, request: Request, answer: TimedAnswer, quiet: Any) -> None:
+        import anyio
+        from httpx_sse import EventSource
+
+        done, events = False, 0
+        async for event in EventSource(response).aiter_sse():
             now = time.perf_counter()
-            size += len(part)
-            for payload in reader.feed(part):
-                events, heard = events + 1, now
-                done |= _take(payload, answer, now)
-                if answer.error:
-                    return
-            if now - heard > self._timeout_s:
-                raise asyncio.TimeoutError(f"no event for {self._timeout_s:g} s")
-            if size > MAX_BYTES + _BYTES_A_TOKEN * request.tokens or events > 1000 + _EVENTS_A_TOKEN * request.tokens:
-                raise ValueError(f"{events} events and {size} bytes for {request.tokens} tokens")
-        for payload in reader.end():
-            done |= _take(payload, answer, time.perf_counter())
-        if not done and answer.finish_reason is None and not answer.error:
+            quiet.deadline = anyio.current_time() + self.server.silence_s
+            events += 1
+            if events > 1000 + _EVENTS_A_TOKEN * request.tokens:
+                raise ValueError(f"{events} events for {request.tokens} tokens")
+            if event.data.strip() == "[DONE]":
+                done = True
+            elif event.data.strip():
+                answer.take(read_completion(event.data), now)
+            if answer.error:
+                return
+        if not done and answer.finish_reason is None:
             answer.error = "the stream broke off"
 
     async def count(self, prompt: str) -> int:
@@ -232,61 +276,17 @@ class Client:
         if answer.error not in (None, NO_TOKEN) or answer.prompt_tokens is None:
             failed = answer.error if answer.error != NO_TOKEN else None
             raise ServerError(
-                self.url + self._path,
+                self.server.base_url + self._path,
                 expected="a prompt's tokens counted in usage.prompt_tokens",
                 got=failed or answer.wrong_counts or "no usage",
                 hint=None if failed else "name the model's tokenizer with --tokenizer",
             )
         return answer.prompt_tokens
 
-    async def get(self, path: str) -> tuple[int, str]:
-        """Request another path and return status and body.
+    async def look(self, method: str, path: str) -> Reply:
+        """Request a path beside the API, such as ``/metrics``.
 
         Raises:
             ServerError: if the server cannot be reached.
         """
-        return await self._other("GET", path, None)
-
-    async def post(self, path: str, body: Mapping[str, Any]) -> tuple[int, str]:
-        """Like :meth:`get`, with a JSON body."""
-        return await self._other("POST", path, body)
-
-    async def _other(self, method: str, path: str, body: Mapping[str, Any] | None) -> tuple[int, str]:
-        assert self._session is not None, "used outside of its context"
-        try:
-            async with self._session.request(method, self.url + path, json=body, allow_redirects=False) as response:
-                return response.status, (await _body(response)).decode(errors="replace")
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
-            got = one_line(f"{type(error).__name__}: {error}".removesuffix(": "), 500)
-            raise ServerError(self.url, expected="a server", got=got) from error
-
-
-async def _body(response: aiohttp.ClientResponse) -> bytes:
-    """Return the body of a response.
-
-    Raises:
-        ValueError: if it is larger than ``MAX_BYTES``.
-    """
-    body = bytearray()
-    async for part in response.content.iter_any():
-        body += part
-        if len(body) > MAX_BYTES:
-            raise ValueError(f"more than {MAX_BYTES} bytes")
-    return bytes(body)
-
-
-async def _refusal(response: aiohttp.ClientResponse) -> str:
-    """Return status and message of a response without an answer. Redirects are not followed."""
-    if 300 <= response.status < 400:
-        return f"HTTP {response.status}: a redirect to {one_line(response.headers.get('Location', ''), 200)!r}"
-    body = await response.content.read(4096)
-    return f"HTTP {response.status}: {error_message(body.decode(errors='replace'))}"
-
-
-def _take(payload: bytes, answer: TimedAnswer, now: float) -> bool:
-    """Add an event to the answer; returns whether it is the last one."""
-    if payload.strip() == b"[DONE]":
-        return True
-    if payload.strip():
-        answer.take(read_event(payload), now)
-    return False
+        return await self._connection.request(method, path, {} if method == "POST" else None, at=self.server.root)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from polymoe.bench.serving.answers import TimedAnswer
+from polymoe.bench.serving.client import TimedAnswer
 from polymoe.common.server_replies import percentile
 
 __all__ = [

@@ -79,7 +79,7 @@ async def acceptance_length(client: Client, before: Metrics, after: Metrics) -> 
         return 1 + taken / steps
     if gauge := [value for value in after.get(_ACCEPT_LENGTH, ()) if value > 0]:
         return sum(gauge) / len(gauge)
-    if client.owner != "sglang":
+    if client.model.owner != "sglang":
         return None
     for path in ("/server_info", "/get_server_info"):
         status, body = await _look(client, path)
@@ -89,10 +89,11 @@ async def acceptance_length(client: Client, before: Metrics, after: Metrics) -> 
 
 
 async def _look(client: Client, path: str) -> tuple[int, str]:
-    """Like :meth:`Client.get`, but never raises: answers are kept even if the server has gone."""
+    """Status and text; never raises: answers are kept even if the server has gone."""
     try:
-        return await client.get(path)
-    except ServerError:
+        reply = await client.look("GET", path)
+        return reply.status, reply.whole().decode(errors="replace")
+    except (ServerError, ValueError):
         return 0, ""
 
 
@@ -127,12 +128,12 @@ async def profiled(client: Client, work: Callable[[], Awaitable[Any]]) -> str:
 
 
 async def _switch(client: Client, path: str) -> str:
-    status, body = await client.post(path, {})
-    if status != 200:
+    reply = await client.look("POST", path)
+    if reply.status != 200:
         raise ServerError(
-            client.url + path,
+            client.server.root + path,
             expected="a server started with its profiler",
-            got=f"HTTP {status}: {one_line(body, 200)}",
+            got=reply.reason(),
             hint="polymoe serve --profile DIR; vllm serve --profiler-config ...; SGLang always has it",
         )
-    return body
+    return reply.body.decode(errors="replace")

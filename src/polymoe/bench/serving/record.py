@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from polymoe.bench.records import read_lines, utc_now
-from polymoe.bench.serving.answers import TimedAnswer
+from polymoe.bench.serving.client import TimedAnswer
 from polymoe.bench.serving.measures import (
     Counted,
     Percentiles,

@@ -10,14 +10,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from polymoe.bench.energy import EnergyMeter
-from polymoe.bench.serving.answers import Request, TimedAnswer
-from polymoe.bench.serving.client import Client
+from polymoe.bench.serving.client import Client, Request, TimedAnswer
 from polymoe.bench.serving.loads import at_rate, one_batch, with_concurrency
 from polymoe.bench.serving.measures import count_tokens
 from polymoe.bench.serving.observe import acceptance_length, cache_hit_rate, metrics, profiled
 from polymoe.bench.serving.prompts import Prompts, Tokenizer
 from polymoe.bench.serving.record import Load, Mode, Origin, ServingRecord, Surroundings, record
-from polymoe.errors import ServerError
+from polymoe.errors import ArgumentError, ServerError
 
 __all__ = ["ServingBench", "rows"]
 
@@ -70,11 +69,19 @@ class ServingBench:
         on_record: Callable[[ServingRecord], None],
         on_trace: Callable[[Load, str], None] = lambda load, said: None,
     ) -> None:
-        """Run the rows in order; ``keep`` gets each record when it is finished.
+        """Run the rows in order; ``on_record`` gets each record when it is finished.
 
         Raises:
-            ServerError: if the server could not be reached during a whole row, or cannot profile.
+            ArgumentError: for a row that is longer than the server's model takes, before anything is measured.
+            ServerError: if the server could not be reached during a whole row, answers 400, or cannot profile.
         """
+        most = self.client.model.max_tokens
+        for load in loads:
+            if most is not None and load.input_len + load.output_len > most:
+                got = f"{load.input_len} and --output-len {load.output_len}"
+                raise ArgumentError(
+                    "input_len", expected=f"prompt and answer of at most {most} tokens, the server's limit", got=got
+                )
         warmed: set[float] = set()
         for load in loads:
             if self.warm and load.load not in warmed:
@@ -83,7 +90,7 @@ class ServingBench:
             answers, found = await self._row(load)
             on_record(found)
             if answers and not any(a.status for a in answers):
-                raise ServerError(self.client.url, expected="answers", got=answers[0].error)
+                raise ServerError(self.client.server.base_url, expected="answers", got=answers[0].error)
             if self.profile and found.answered:
                 on_trace(load, await self._profile(load))
 
@@ -99,21 +106,12 @@ class ServingBench:
         return await profiled(self.client, lambda: self._short(load, number, output_len, load.input_len))
 
     async def _short(self, load: Load, number: int, output_len: int, input_len: int) -> None:
-        try:
-            prompts, _ = await self.prompts.make(input_len, number)
-        except ServerError:
-            return  # the row itself will report it
+        prompts, _ = await self.prompts.make(input_len, number)
         await one_batch(self.client.ask, [self.client.request(p, output_len) for p in prompts])
 
     async def _row(self, load: Load) -> tuple[list[TimedAnswer], ServingRecord]:
         self.say(f"{load}: making prompts")
-        try:
-            prompts, prompt_tokens = await self.prompts.make(load.input_len, load.requests)
-        except ServerError as error:  # for example too long for its context
-            now = time.perf_counter()
-            status = 400 if (error.got or "").startswith("HTTP") else 0
-            failed = [TimedAnswer(sent=now, ended=now, error=error.got, status=status) for _ in range(load.requests)]
-            return failed, record(load, self.origin, failed, prompt_tokens=load.input_len)
+        prompts, prompt_tokens = await self.prompts.make(load.input_len, load.requests)
         requests = [self.client.request(prompt, load.output_len) for prompt in prompts]
         before = await metrics(self.client)
         with _no_collection():
@@ -140,6 +138,8 @@ class ServingBench:
 
         async def ask(request: Request) -> TimedAnswer:
             answer = await self.client.ask(request)
+            if answer.status == 400:  # so will all others of this row be
+                raise ServerError(self.client.server.base_url, expected="answers", got=answer.error)
             self.say(f"{load}: {next(done)} of {len(requests)}")
             return answer
 
