@@ -27,7 +27,9 @@ def test_lists_the_model_and_is_healthy(server: Running) -> None:
 
 @pytest.mark.parametrize("path", ["/load_model", "/reset", "/v1/responses", "/v1/audio/transcriptions", "/redoc", "/"])
 def test_nothing_else_is_offered(server: Running, path: str) -> None:
-    assert server.post(path, {"model": "sums"}).status == 404
+    refused = server.post(path, {"model": "sums"})
+    assert refused.status == 404
+    assert "there is POST /v1/chat/completions, POST /v1/completions, GET /v1/models" in refused.text
     assert [model.id for model in server.client().models.list()] == ["sums"]
 
 

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ pytest.importorskip("openai")
 pytest.importorskip("prometheus_client")
 
 import openai
+from fastapi import HTTPException
 from fastapi.testclient import TestClient
 
 from polymoe.serve import gate as gates
@@ -29,6 +31,8 @@ from support.raw_http import HEADERS, error_of, raw_request, send_raw
 from support.serving import BYTES, KEY, Reply, Running, running_server, user
 
 PLACES = 4
+
+CUT = "the server stopped before this answer was complete"
 
 
 @pytest.fixture(scope="module")
@@ -331,7 +335,7 @@ def test_a_closed_gate_lets_those_in_finish_and_nobody_else_in() -> None:
         with server.held():
             threads = [ask(server, replies) for _ in range(2)]
             server.until(lambda: in_flight(server) == (1, 1))
-            server.gate.close()
+            server.call(server.gate.close)
             for path in ("/v1/completions", "/health", "/v1/models"):
                 refused = server.post(path, {"prompt": "1+2="})
                 assert refused.status == 503
@@ -346,7 +350,7 @@ def test_a_closed_gate_waits_for_no_body() -> None:
     with running_server() as server, socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
         connection.sendall(head(100) + b"{")
         server.until(lambda: server.gate._held == 1)
-        server.gate.close()
+        server.call(server.gate.close)
         assert connection.recv(100).startswith(b"HTTP/1.1 503 ")
 
 
@@ -365,7 +369,7 @@ def test_the_end_is_an_error_for_the_running_answer_and_those_that_wait() -> Non
         assert time.monotonic() - start < 5  # all tokens would take 10 s
         assert [reply.status for reply in replies] == [503] * 4
         said = [reply.json()["error"]["message"] for reply in replies]
-        assert said.count("the server stopped before this answer was complete") == 1
+        assert said.count(CUT) == 1
 
 
 def test_answers_that_do_not_end_are_cut() -> None:
@@ -376,10 +380,10 @@ def test_answers_that_do_not_end_are_cut() -> None:
         with server.held(busy=True):
             threads.append(ask(server, replies))
             server.until(lambda: in_flight(server) == (1, 1))
-            server.gate.cut()
+            server.call(server.gate.cut)
             for thread in threads:
                 thread.join(20)
-            assert [(r.status, r.json()["error"]["message"]) for r in replies] == [(503, "the server has stopped")] * 2
+            assert [(r.status, r.json()["error"]["message"]) for r in replies] == [(503, CUT)] * 2
             server.until(lambda: in_flight(server) == (0, 0))  # counted just after the reply has ended
 
 
@@ -390,12 +394,12 @@ def test_streams_that_do_not_end_are_cut() -> None:
         first = running.readline()
         with server.held(busy=True):
             waiting = stack.enter_context(stream(server, request))
-            server.gate.cut()
+            server.call(server.gate.cut)
             texts = [(first + running.read()).decode(), waiting.read().decode()]
             server.until(lambda: in_flight(server) == (0, 0))
     events = [text.split("\n\n") for text in texts]
     for *_, error, done, end in events:
-        assert json.loads(error.removeprefix("data: "))["error"]["message"] == "the server has stopped"
+        assert json.loads(error.removeprefix("data: "))["error"]["message"] == CUT
         assert (done, end) == ("data: [DONE]", "")
     assert [len(parts) > 3 for parts in events] == [True, False]
 
@@ -406,9 +410,31 @@ def test_the_time_that_a_key_takes_is_that_of_its_digest() -> None:
     assert gate._key is not None
     assert len(gate._key) == 32
     for key, admitted in ((b"k", True), (b"", False), (b"K", False), (b"k" * 10_000, False), (b"\xff", False)):
-        scope = {"path": "/v1/models", "headers": [(b"authorization", b"bearer " + key)]}
-        with contextlib.nullcontext() if admitted else pytest.raises(gates._Refused, match="401"):
-            gate._check_key(scope)
+        with contextlib.nullcontext() if admitted else pytest.raises(HTTPException, match="401"):
+            gate._check_key([b"bearer " + key])
+
+
+def test_a_body_may_be_dropped_while_its_next_part_arrives() -> None:
+    metrics: Any = SimpleNamespace(in_flight=set(), answered=lambda *_: None)
+    gate = gates.Gate(None, metrics=metrics, api_key=None, max_request_bytes=10)
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "path": "/v1/completions", "method": "POST", "headers": headers}
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def run() -> None:
+        part = asyncio.get_running_loop().create_future()
+        request = asyncio.ensure_future(gate(scope, lambda: part, send))
+        await asyncio.sleep(0.01)
+        part.set_result({"type": "http.request", "body": b"{}", "more_body": False})
+        gate._held += 1000
+        gate._drop_oldest()
+        await request
+
+    asyncio.run(run())
+    assert sent[0]["status"] == 429
 
 
 def test_other_protocols_pass() -> None:

@@ -22,7 +22,8 @@ import httpx
 import openai
 
 from polymoe.errors import ArgumentError, CheckpointNotFound
-from polymoe.serve import bind, serve
+from polymoe.serve import serve
+from polymoe.serve.http_server import bind
 from support.serving import CHECKPOINT, COMMAND, SERVE, UNENDING, server_process, user
 
 # --- Starting ---------------------------------------------------------------------------------------------------------

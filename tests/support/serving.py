@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import contextvars
 import http.client
@@ -22,10 +23,10 @@ from fastapi import HTTPException
 from prometheus_client.parser import text_string_to_metric_families
 
 from polymoe.engines.transformers import load, paged_attention
-from polymoe.serve import bind, continuous_batching
+from polymoe.serve import continuous_batching
 from polymoe.serve.app import ModelServer
 from polymoe.serve.gate import Gate
-from polymoe.serve.http_server import HttpServer
+from polymoe.serve.http_server import HttpServer, bind
 from support.paged_attention import batching_config, plain_flash
 
 MODELS = Path(__file__).parents[2] / "models"
@@ -94,6 +95,7 @@ class Running:
     served: ModelServer
     gate: Gate
     http: HttpServer
+    loop: asyncio.AbstractEventLoop | None = None
     steps: int = 0
     seconds_a_step: float = 0.0
     released: threading.Event = field(default_factory=threading.Event)
@@ -120,6 +122,11 @@ class Running:
             connection.request(method, path, content, headers)
             answer = connection.getresponse()
             return Reply(answer.status, answer.headers, answer.read().decode())
+
+    def call(self, fn: Callable[[], None]) -> None:
+        """Call something in the server's event loop."""
+        assert self.loop is not None
+        self.loop.call_soon_threadsafe(fn)
 
     @contextlib.contextmanager
     def slow(self, seconds_a_step: float) -> Iterator[None]:
@@ -186,7 +193,7 @@ def running_server(
     served = ModelServer(model, tokenizer, name="sums", continuous_batching=batching, graphs=graphs)
     with bind("127.0.0.1", 0) as listener:
         gate = Gate(served.app, metrics=served.metrics, **{"api_key": KEY, "max_request_bytes": BYTES, **limits})
-        http = HttpServer(gate, listener, max_connections=connections, stop_s=1)
+        http = HttpServer(gate, listener, most=connections, stop_s=1)
         running = Running(listener.getsockname()[1], model, tokenizer, served, gate, http)
 
         def count(*_: Any) -> None:
@@ -194,11 +201,15 @@ def running_server(
             time.sleep(running.seconds_a_step)
             running.released.wait(60)
 
+        def ready() -> None:
+            running.loop = asyncio.get_running_loop()
+
+        http.on_ready = ready
         running.released.set()
         model.register_forward_pre_hook(count)
         thread = threading.Thread(target=http.run)
         thread.start()
-        while not http.started:
+        while running.loop is None:
             time.sleep(0.005)
         try:
             yield running

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import NoReturn
 
@@ -68,11 +68,19 @@ class _Batching:
     )
 
 
+class _Level(str, Enum):
+    debug = "debug"
+    info = "info"
+    warning = "warning"
+    error = "error"
+
+
 @dataclass(frozen=True)
 class _Logs:
     """Logs and traces."""
 
     access_log: bool = option(True, "Log each request on stderr.", "--access-log/--no-access-log")
+    log_level: _Level = option(_Level.info, "Minimum level of log lines.")
     profile: Path | None = option(None, "Directory for profiler traces; enables /start_profile and /stop_profile.")
 
 
@@ -90,20 +98,22 @@ def command(
         raise typer.BadParameter("--graphs and --cache-memory need --continuous-batching")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from polymoe.serve import serve
+    from polymoe.serve.logs import logging_to_stderr
 
     asked = {**vars(address), **vars(sampling), **vars(limits), **vars(batching), **placement.load}
     if address.api_key is None:  # read here: Typer takes an empty variable for one that is not set, and would admit all
         asked["api_key"] = os.environ.get("POLYMOE_API_KEY")
-    _log_to_stderr(logs.access_log)
     say(f"loading {checkpoint}")
-    stopped_by = serve(
-        checkpoint,
-        **{**asked, "cors_origins": address.cors_origins or ()},
-        profile=logs.profile,
-        on_loaded=say,
-        on_ready=lambda url: say(f"{url}/docs describes the API\nserving on {url}"),
-    )
-    say("stopped")
+    with logging_to_stderr(logs.log_level.value, requests=logs.access_log) as written:
+        stopped_by = serve(
+            checkpoint,
+            **{**asked, "cors_origins": address.cors_origins or ()},
+            profile=logs.profile,
+            on_loaded=say,
+            on_ready=lambda url: say(f"{url}/docs describes the API\nserving on {url}"),
+        )
+        if written():  # otherwise nobody reads stderr, and a line more would wait for ever
+            say("stopped")
     _exit(128 + signal.SIGTERM if stopped_by == signal.SIGTERM else 0)
 
 
@@ -111,17 +121,4 @@ def _exit(code: int) -> NoReturn:
     """End the process now. Python's own end waits for threads that still compute, and extensions such as RE2's report
     what was not freed, which is everything that such a thread holds."""
     sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(code)
-
-
-def _log_to_stderr(requests: bool) -> None:
-    """Show what the server logs of its throughput, and of requests."""
-    log = logging.getLogger("polymoe.serve")
-    log.setLevel(logging.INFO)
-    log.propagate = False
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
-    log.handlers = [handler]
-    for name in ("access", "other"):
-        log.getChild(name).disabled = not requests

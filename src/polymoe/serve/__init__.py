@@ -6,14 +6,11 @@ The modules, from the outside in. A request takes this way, and a module imports
 .. code-block:: text
 
     lifecycle            builds what follows, runs it until a signal, ends it cleanly
-    listener             the socket, and how many connections it may have
-    http_server          uvicorn's server, with a limit on log lines (log_limit) and the two that follow:
-      connections          which connections may stay, and how long each may take
-      http_parser          h11's parser, with limits
+    http_server          the socket, and uvicorn's server on it, with limits on connections
     gate                 API key, headers, size and number of requests; watches whether the client is still connected
-    summary, activity    what the server says at its start, and logs while it runs
+    summary, logs        what the server says at its start, and logs while it runs
     app                  the endpoints: each request is prepared, its answers are generated and written
-    profiling, openapi   two more endpoints, on request; the description of all of them
+    profiling            two more endpoints, on request
     prompts              beside the event loop: messages, chat templates, tokens
     messages             the messages of a chat, checked
     generation           what runs a request:
@@ -34,6 +31,5 @@ The model and its attention are :mod:`polymoe.engines.transformers`'.
 """
 
 from polymoe.serve.lifecycle import serve
-from polymoe.serve.listener import bind
 
-__all__ = ["bind", "serve"]
+__all__ = ["serve"]

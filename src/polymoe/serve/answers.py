@@ -176,7 +176,12 @@ async def whole_answers(
 
 
 async def stream_answers(
-    choices: Sequence[AnswerChoice], out: asyncio.Queue[ChoicePart], writer: Writer, *, include_usage: bool
+    choices: Sequence[AnswerChoice],
+    out: asyncio.Queue[ChoicePart],
+    writer: Writer,
+    *,
+    include_usage: bool,
+    continuous: bool = False,
 ) -> AsyncIterator[str]:
     """Server-sent events of the answers, of several at once in the order in which they are generated.
 
@@ -185,6 +190,7 @@ async def stream_answers(
         out: where their parts arrive.
         writer: writes them.
         include_usage: the token counts are an event of their own, as in OpenAI's API; otherwise the last part has them.
+        continuous: every part has the counts so far.
     """
     yield "".join(map(writer.begin, choices))
     unfinished = len(choices)
@@ -199,9 +205,10 @@ async def stream_answers(
                 unfinished = 0
                 break
             unfinished -= part.finish is not None
-            counts = usage(choices) if not unfinished else None
-            events.append(writer.event(choices[part.index], part, None if include_usage else counts))
-            if counts is not None and include_usage:
+            counts = usage(choices)
+            with_part = continuous or (not unfinished and not include_usage)
+            events.append(writer.event(choices[part.index], part, counts if with_part else None))
+            if not unfinished and include_usage:
                 events.append(writer.usage_event(counts))
         yield "".join(events)
     yield "data: [DONE]\n\n"

@@ -20,18 +20,19 @@ from polymoe.common.install_command import install_hint
 from polymoe.errors import MissingDependency
 
 try:
-    from fastapi import FastAPI, HTTPException, Request, Response
+    from fastapi import HTTPException, Request, Response, Security
     from fastapi.responses import JSONResponse, StreamingResponse
+    from fastapi.security import HTTPBearer
+    from fastapi_offline import FastAPIOffline
 
     from polymoe.engines.transformers.replies import ReplyReader
     from polymoe.serve.answers import ChatWriter, CompletionWriter, Writer, stream_answers, whole_answers
     from polymoe.serve.choices import AnswerChoice, ChoicePart
-    from polymoe.serve.errors import answer_errors, client_left, failed, refusal
+    from polymoe.serve.errors import answer_errors, failed, refusal
     from polymoe.serve.generation import Generation
     from polymoe.serve.in_flight import current
     from polymoe.serve.limits import MAX_ANSWERS, Limits
     from polymoe.serve.metrics import ServerMetrics
-    from polymoe.serve.openapi import describe
     from polymoe.serve.prompts import Preparation, PromptReader, longest_token
     from polymoe.serve.requests import ChatRequest, CompletionRequest, read_request, settings_of
     from polymoe.serve.sampling import TokenSampler, end_tokens, with_defaults
@@ -104,16 +105,22 @@ class ModelServer:
         about = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "polymoe"}
         self._model = {**about, "max_model_len": context}
         # A redirect's address would contain the Host header, which may be anything.
-        self.app = FastAPI(title="polymoe", docs_url="/docs", redoc_url=None, redirect_slashes=False)
+        self.app = FastAPIOffline(
+            title="polymoe",
+            version="1",
+            redoc_url=None,
+            redirect_slashes=False,
+            dependencies=[Security(HTTPBearer(auto_error=False))],  # for /docs; the gate checks the key
+        )
         shared = _Shared(name, model, tokenizer, limits, temperature, PromptReader(tokenizer, limits))
         for path, kind in (("/v1/chat/completions", _Chat), ("/v1/completions", _Completion)):
             endpoint = kind(shared, self._preparation, self.generation, self.metrics)
-            self.app.add_api_route(path, endpoint.answer, methods=["POST"])
+            body = {"required": True, "content": {"application/json": {"schema": kind.kind.model_json_schema()}}}
+            self.app.add_api_route(path, endpoint.answer, methods=["POST"], openapi_extra={"requestBody": body})
         self.app.add_api_route("/v1/models", self._list)
         self.app.add_api_route("/v1/models/{name:path}", self._one)
         for path, get in (("/health", self._health), ("/metrics", self._metrics)):
             self.app.add_api_route(path, get)
-        describe(self.app, {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest})
         answer_errors(self.app)
 
     def end(self) -> None:
@@ -217,17 +224,19 @@ class _Endpoint:
             if all(choice.ended for choice in choices):
                 self._metrics.ended(request)
 
-        def leave() -> None:
+        def leave(why: HTTPException) -> None:
             for choice in choices:
-                choice.fail(client_left())
+                choice.fail(why)
 
         for choice in choices:
             choice.on_token, choice.on_end = on_token, on_end
         request.on_leave(leave)
         self._generation.start(choices, request)
-        if prepared.settings.stream:
-            events = stream_answers(choices, out, writer, include_usage=prepared.settings.include_usage)
-            return StreamingResponse(events, media_type="text/event-stream")
+        s = prepared.settings
+        if s.stream:
+            events = stream_answers(choices, out, writer, include_usage=s.include_usage, continuous=s.continuous_usage)
+            # nginx would otherwise keep a stream until its end.
+            return StreamingResponse(events, headers={"x-accel-buffering": "no"}, media_type="text/event-stream")
         return JSONResponse(await whole_answers(choices, out, writer))
 
     def _prepare(self, content: bytes) -> _Prepared:

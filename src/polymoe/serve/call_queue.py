@@ -10,7 +10,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from polymoe.serve.errors import client_left
 from polymoe.serve.in_flight import InFlight, current
 
 __all__ = ["CallQueue"]
@@ -60,7 +59,7 @@ class CallQueue:
     def async_submit(self, fn: Callable, *args: Any, **kwargs: Any) -> asyncio.Future:
         """Call ``fn`` for the request that the current task works on; a future to await in the event loop.
 
-        If the client leaves, the future raises HTTPException with status 499.
+        If the client leaves, the future raises the reason.
         """
         loop, request = asyncio.get_running_loop(), current()
         future = loop.create_future()
@@ -79,14 +78,14 @@ class CallQueue:
             loop.call_soon_threadsafe(settle, *settled)
 
         self._add(request, call)
-        request.on_leave(lambda: settle(future.set_exception, client_left()))
+        request.on_leave(lambda why: settle(future.set_exception, why))
         return future
 
     def _add(self, request: InFlight, call: Callable[[], None]) -> None:
         with self._changed:
             self._calls.append((request, call))
             self._changed.notify()
-        request.on_leave(lambda: self._remove(request))
+        request.on_leave(lambda _: self._remove(request))
 
     def _remove(self, request: InFlight) -> None:
         with self._changed:

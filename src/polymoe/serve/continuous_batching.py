@@ -198,7 +198,7 @@ class ContinuousBatching:
             max_new_tokens=choice.max_tokens,
             eos_token_id=list(choice.ends) or -1,
         )
-        request.on_leave(cancel)
+        request.on_leave(lambda _: cancel())
 
     def alive(self) -> bool:
         """Whether requests can be answered."""

@@ -64,11 +64,22 @@ def answer_errors(app: FastAPI) -> None:
 
 
 async def _http_error(request: Request, error: Any) -> JSONResponse:
-    body = error.detail if isinstance(error.detail, dict) else error_body(str(error.detail))
+    body = error.detail if isinstance(error.detail, dict) else error_body(_nothing_here(request))
     response = JSONResponse(body, status_code=error.status_code, headers=error.headers)
     if hasattr(request.state, "request_id"):
         response.headers["x-request-id"] = request.state.request_id
     return response
+
+
+def _nothing_here(request: Request) -> str:
+    """What answers to another path or method than there is."""
+    there = [
+        f"{method} {route.path}"
+        for route in request.app.routes
+        if getattr(route, "include_in_schema", False)
+        for method in sorted(route.methods)
+    ]
+    return f"no {request.method} {request.url.path[:80]!a} here; there is {', '.join(there)}"
 
 
 async def _failure(_: Request, error: Any) -> JSONResponse:

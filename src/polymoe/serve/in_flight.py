@@ -8,6 +8,8 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from fastapi import HTTPException
+
 __all__ = ["IN_FLIGHT", "InFlight", "current"]
 
 
@@ -20,6 +22,7 @@ class InFlight:
             token was generated, by :func:`time.monotonic`; None if that has not happened yet.
         prompt_tokens, new_tokens: counts so far.
         running: whether the model is working on the request; otherwise it waits or is finished.
+        left: why nobody waits for the answer any more.
         gone: set once nobody reads the answer any more; the generation then ends at its next token.
     """
 
@@ -30,20 +33,22 @@ class InFlight:
     new_tokens: int = 0
     running: bool = False
     gone: threading.Event = field(default_factory=threading.Event)
-    _callbacks: list[Callable[[], None]] = field(default_factory=list)
+    left: HTTPException | None = None
+    _callbacks: list[Callable[[HTTPException], None]] = field(default_factory=list)
 
-    def leave(self) -> None:
-        """Record that the client has left, and run the callbacks of :meth:`on_leave` once."""
-        if not self.gone.is_set():
+    def leave(self, why: HTTPException) -> None:
+        """Record that nobody waits for the answer, and run the callbacks of :meth:`on_leave` once."""
+        if self.left is None:
+            self.left = why
             self.gone.set()
             for callback in self._callbacks:
-                callback()
+                callback(why)
         self._callbacks.clear()
 
-    def on_leave(self, callback: Callable[[], None]) -> None:
-        """Run ``callback`` in the event loop's thread when the client leaves; at once if it has left already."""
-        if self.gone.is_set():
-            callback()
+    def on_leave(self, callback: Callable[[HTTPException], None]) -> None:
+        """Run ``callback`` in the event loop's thread with the reason of :meth:`leave`, at once if there is one."""
+        if self.left is not None:
+            callback(self.left)
         else:
             self._callbacks.append(callback)
 

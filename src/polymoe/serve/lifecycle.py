@@ -10,7 +10,6 @@ import asyncio
 import gc
 import logging
 import signal
-import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,11 +20,11 @@ from urllib.parse import urlsplit
 from polymoe.common.install_command import install_hint
 from polymoe.common.units import format_bytes
 from polymoe.errors import ArgumentError, MissingDependency
-from polymoe.serve.listener import bind, connection_limit, is_loopback, url
 
 if TYPE_CHECKING:
     from polymoe.serve.app import ModelServer
     from polymoe.serve.gate import Gate
+    from polymoe.serve.http_server import HttpServer
 
 __all__ = ["serve"]
 
@@ -73,8 +72,9 @@ def serve(
         max_tokens: maximum number of tokens in an answer; None if only the context limits it.
         max_request_bytes: larger requests are refused with 413.
         max_concurrent_requests: maximum number of generations that run or wait; more are refused with 429.
-        max_connections: maximum number of connections; None is 1024, or fewer if the limit on file descriptors is
-            lower. For another one, the connection that has waited longest for a whole request is closed.
+        max_connections: maximum number of connections; None is 1024, or fewer if the limit on file descriptors, which
+            is raised as far as it may be, is lower. For another one, the connection that has waited longest for a
+            whole request is closed.
         grace_s: seconds for which running answers may continue after SIGTERM.
         continuous_batching: whether requests share forward passes (CUDA only); otherwise they run one after the other.
             None is wherever that is faster.
@@ -100,14 +100,15 @@ def serve(
         CheckpointError, UnsupportedProblem: as for loading.
     """
     try:
-        import uvicorn  # noqa: F401
         from transformers.utils.logging import set_verbosity_error
+
+        from polymoe.serve.http_server import HttpServer, bind, connection_limit, is_loopback, url
     except ImportError as error:
         raise MissingDependency("polymoe serve", got=str(error), hint=install_hint("serve")) from error
     from polymoe.engines.transformers import load
-    from polymoe.serve.activity import access_log
     from polymoe.serve.app import ModelServer
     from polymoe.serve.gate import Gate, cors
+    from polymoe.serve.logs import access_log
     from polymoe.serve.profiling import add_profiler, check_directory
     from polymoe.serve.summary import summary
 
@@ -154,7 +155,8 @@ def serve(
             )
             on_loaded(summary(served, model, limits=limit))
         gc.freeze()  # what is loaded stays: neither the garbage collector nor the end of the process has to visit it
-        return _run_until_signal(cors(gate, cors_origins), gate, served, listener, connections, grace_s, on_ready)
+        server = HttpServer(cors(gate, cors_origins), listener, most=connections, stop_s=grace_s + 2 * _STEP_S)
+        return _run_until_signal(server, gate, served, grace_s, lambda: on_ready and on_ready(url(listener)))
 
 
 def _check_key(key: str | None) -> None:
@@ -187,18 +189,15 @@ def _check_origins(origins: Sequence[str]) -> None:
 
 
 def _run_until_signal(
-    app: Any,
-    gate: Gate,
-    served: ModelServer,
-    listener: socket.socket,
-    connections: int,
-    grace_s: float,
-    on_ready: Callable[[str], None] | None,
+    server: HttpServer, gate: Gate, served: ModelServer, grace_s: float, on_ready: Callable[[], Any]
 ) -> int | None:
-    from polymoe.serve.activity import log_throughput
-    from polymoe.serve.http_server import HttpServer
+    from polymoe.serve.logs import log_throughput
 
     tasks: list[asyncio.Task[None]] = []  # the event loop keeps no reference of its own
+
+    def ready() -> None:
+        tasks.append(asyncio.get_running_loop().create_task(log_throughput(served.metrics)))
+        on_ready()
 
     def stop() -> None:
         for task in tasks:
@@ -208,19 +207,7 @@ def _run_until_signal(
         loop.call_later(grace_s, served.end)
         loop.call_later(grace_s + _STEP_S, gate.cut)
 
-    def ready() -> None:
-        tasks.append(asyncio.get_running_loop().create_task(log_throughput(served.metrics)))
-        if on_ready:
-            on_ready(url(listener))
-
-    server = HttpServer(
-        app,
-        listener,
-        max_connections=connections,
-        stop_s=grace_s + 2 * _STEP_S,
-        on_ready=ready,
-        on_stop=stop,
-    )
+    server.on_ready, server.on_stop = ready, stop
     with _signals_only_stop() as stopped_by:
         server.run()
         served.close(_STEP_S)

@@ -67,8 +67,8 @@ def _is_token(value: Any) -> bool:
 
 def _is_stream_options(value: dict[str, Any]) -> bool:
     return (
-        value.keys() <= {"include_usage", "include_obfuscation"}
-        and isinstance(value.get("include_usage") or False, bool)
+        value.keys() <= {"include_usage", "continuous_usage_stats", "include_obfuscation"}
+        and all(isinstance(value.get(name) or False, bool) for name in ("include_usage", "continuous_usage_stats"))
         and not value.get("include_obfuscation")
     )
 
@@ -144,7 +144,7 @@ class _Request(BaseModel):
     )  # of vLLM and SGLang
     stream: bool | None = _bool()
     stream_options: Annotated[dict[str, Any] | None, _where(_is_stream_options)] = Field(
-        None, description='an object in which only "include_usage" may be true'
+        None, description='an object in which "include_usage" and "continuous_usage_stats" may be true'
     )
     # Logits over less than 1e-5 may be more than a float32 can have.
     temperature: Annotated[float | None, _where(lambda v: v == 0 or v >= 1e-5)] = Field(
@@ -261,7 +261,7 @@ def settings_of(request: ChatRequest | CompletionRequest, limits: Limits) -> Gen
     bias = {int(token): float(value) for token, value in (request.logit_bias or {}).items()}
     limits.check_tokens("logit_bias", bias)
     limits.check_tokens("stop_token_ids", request.stop_token_ids or ())
-    stop = request.stop or ()
+    stop, options = request.stop or (), request.stream_options or {}
     plain = (
         "min_tokens", "temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
         "seed", "ignore_eos", "n", "stream",
@@ -273,7 +273,8 @@ def settings_of(request: ChatRequest | CompletionRequest, limits: Limits) -> Gen
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         stop_token_ids=tuple(request.stop_token_ids or ()),
         logprobs=_logprobs(request),
-        include_usage=bool((request.stream_options or {}).get("include_usage")),
+        include_usage=bool(options.get("include_usage")),
+        continuous_usage=bool(options.get("continuous_usage_stats")),
         **{name: value for name in plain if (value := getattr(request, name)) is not None},
     )
 

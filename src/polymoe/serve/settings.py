@@ -32,6 +32,7 @@ class GenerationSettings:
         n: number of answers to each prompt.
         stream: send answers in parts.
         include_usage: end a stream with a part of its own for the token counts.
+        continuous_usage: send the token counts so far with each part of a stream, as vLLM.
     """
 
     max_tokens: int | None = None
@@ -52,3 +53,4 @@ class GenerationSettings:
     n: int = 1
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False

@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +19,11 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("openai")
 pytest.importorskip("prometheus_client")
 
-from polymoe.serve.activity import access_log, log_throughput
+import httpx
+
+from polymoe.serve import logs
 from polymoe.serve.in_flight import InFlight
-from polymoe.serve.log_limit import limited_logs
+from polymoe.serve.logs import access_log, log_throughput, logging_to_stderr
 from polymoe.serve.metrics import ServerMetrics
 from polymoe.serve.summary import summary
 from support.serving import Running, batching_server, said
@@ -30,18 +36,60 @@ def lines(caplog: pytest.LogCaptureFixture, name: str) -> list[str]:
 def test_each_request_is_a_line(server: Running, caplog: pytest.LogCaptureFixture) -> None:
     scope: dict[str, Any] = {"client": ("10.0.0.7", 5), "method": "POST", "path": "/v1/completions"}
     request = InFlight(prompt_tokens=4, new_tokens=2)
-    with caplog.at_level(logging.INFO, "polymoe.serve"), limited_logs():
-        for _ in range(20):
-            access_log(request, scope, 200)
-            access_log(InFlight(), scope | {"path": "/a\n200 b" + "c" * 999}, 401)
-            access_log(InFlight(), scope | {"path": "/health"}, 200)
-            access_log(InFlight(), scope | {"method": "GET", "path": "/v1/models"}, 200)
-    assert len(lines(caplog, "access")) == 20
-    first = lines(caplog, "access")[0]
+    with caplog.at_level(logging.INFO, "polymoe.serve"):
+        access_log(request, scope, 200)
+        access_log(InFlight(), scope | {"path": "/a\n200 b" + "c" * 999}, 401)
+        access_log(InFlight(), scope | {"path": "/health"}, 200)
+    [first], [other] = lines(caplog, "access"), lines(caplog, "other")
     assert re.fullmatch(r"10\.0\.0\.7 POST '/v1/completions' 200 \d\.\d\d s, 4 \+ 2 tokens", first)
-    other = lines(caplog, "other")
-    assert len(other) == 10  # requests that cost nothing do not fill the log
-    assert (max(map(len, other)) < 130, "\n" in "".join(other)) == (True, False)
+    assert (len(other) < 130, "\n" in other) == (True, False)
+
+
+def test_a_place_logs_ten_lines_a_minute(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(logs, "time", SimpleNamespace(monotonic=lambda: now, sleep=time.sleep))
+    scope: dict[str, Any] = {"client": ("10.0.0.7", 5), "method": "POST", "path": "/v1/completions"}
+    with logging_to_stderr("info"):
+        for i in range(110):
+            now = 100.0 if i == 109 else 0.0
+            logging.getLogger("asyncio").error("line %d", i)
+            access_log(InFlight(arrived_s=0), scope, 401)
+            access_log(InFlight(arrived_s=0, prompt_tokens=1), scope, 200)
+        logging.getLogger("asyncio").error("somewhere else")
+    text = capfd.readouterr().err
+    assert [text.count(part) for part in ("ERROR line", " 401 ", " 200 ", "somewhere else")] == [11, 11, 110, 1]
+    assert "line 109 [99 more like this were not logged]" in text
+
+
+FLOOD = """
+import logging, sys, time
+from polymoe.serve.logs import logging_to_stderr
+with logging_to_stderr("info") as written:
+    for _ in range(30_000):
+        logging.getLogger("polymoe.serve.access").info("x" * 100)
+    print("answered", flush=True)
+    print(written(), flush=True)
+import os; os._exit(0)
+"""
+
+
+def test_a_reader_that_does_not_read_costs_lines_only() -> None:
+    with subprocess.Popen([sys.executable, "-c", FLOOD], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        assert server.stdout.read() == b"answered\nFalse\n"  # stderr's pipe is full by then
+        assert server.wait(10) == 0
+
+
+@pytest.mark.parametrize(("level", "seen"), [("info", ["INFO a", "WARNING b", "ERROR c"]), ("error", ["ERROR c"])])
+def test_lines_have_a_level(level: str, seen: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    with logging_to_stderr(level) as written:
+        log = logging.getLogger("polymoe.serve.x")
+        log.info("a")
+        log.warning("b")
+        logging.getLogger("uvicorn.error").error("c")
+        assert written()
+    found = [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in capfd.readouterr().err.splitlines()]
+    assert found == seen
 
 
 def test_throughput_is_logged_while_there_are_requests(server: Running, caplog: pytest.LogCaptureFixture) -> None:
@@ -87,7 +135,11 @@ def test_the_start_says_what_runs_where(server: Running) -> None:
 
 def test_the_api_is_described(server: Running) -> None:
     """Without a key, because browsers send none."""
-    assert "swagger" in server.get("/docs").text
+    page = server.get("/docs").text
+    files = re.findall(r'(?:src|href)="([^"]+)"', page)
+    assert len(files) == 3
+    for file in files:  # all of it is here: the page works without a network
+        assert httpx.get(server.url + file).status_code == 200, file
     described = server.get("/openapi.json").json()
     for path, field in (("/v1/chat/completions", "messages"), ("/v1/completions", "prompt")):
         body = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]

@@ -1,0 +1,137 @@
+"""What a server logs, in a thread of its own: a reader of the log that does not read costs lines, never answers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import logging.handlers
+import queue
+import time
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any
+
+from polymoe.serve.in_flight import InFlight
+from polymoe.serve.metrics import ServerMetrics
+
+__all__ = ["access_log", "log_throughput", "logging_to_stderr"]
+
+access = logging.getLogger("polymoe.serve.access")
+other = logging.getLogger("polymoe.serve.other")
+throughput = logging.getLogger("polymoe.serve.throughput")
+
+PERIOD_S = 10.0
+_WAITING = 10_000
+"""Lines that may wait to be written; more are dropped."""
+_END_S = 0.5
+_LINES = 10
+_MINUTE_S = 60.0
+
+
+class _Dropping(logging.handlers.QueueHandler):
+    def enqueue(self, record: logging.LogRecord) -> None:
+        """Let the thread write a line, unless too many wait."""
+        with contextlib.suppress(queue.Full):
+            self.queue.put_nowait(record)
+
+
+class _Limit(logging.Filter):
+    """Passes ten records a minute of each place in the code, since clients can cause a thousand a second; the next one
+    to pass says how many did not. Answered requests pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._places: dict[tuple[str, int], tuple[float, int]] = {}  # start of the minute, records since
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether to log a record; its message may be changed."""
+        if record.name == access.name:
+            return True
+        place, now = (record.pathname, record.lineno), time.monotonic()
+        start, count = self._places.get(place, (now, 0))
+        if now - start >= _MINUTE_S:
+            if count > _LINES:
+                record.msg = f"{record.getMessage()} [{count - _LINES} more like this were not logged]"
+                record.args = None
+            start, count = now, 0
+        self._places[place] = start, count + 1
+        return count < _LINES
+
+
+@contextlib.contextmanager
+def logging_to_stderr(level: str, *, requests: bool = True) -> Iterator[Callable[[], bool]]:
+    """Write what is logged to stderr: polymoe's lines from this level on, and warnings of other packages.
+
+    Args:
+        level: of :mod:`logging`, in any case.
+        requests: log each request.
+
+    Returns:
+        Waits until all lines are written, at most half a second; whether they are then.
+    """
+    lines: queue.Queue[logging.LogRecord] = queue.Queue(_WAITING)
+    root, stderr = logging.getLogger(), logging.StreamHandler()
+    stderr.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"))
+    before = root.handlers, root.level
+    handler = _Dropping(lines)
+    handler.addFilter(_Limit())
+    root.handlers = [handler]
+    log = logging.getLogger("polymoe.serve")
+    log.setLevel(level.upper())
+    root.setLevel(max(log.level, logging.WARNING))
+    logging.captureWarnings(True)
+    access.disabled = other.disabled = not requests
+    writer = logging.handlers.QueueListener(lines, stderr)
+    writer.start()
+
+    def written() -> bool:
+        end = time.monotonic() + _END_S
+        while lines.unfinished_tasks and time.monotonic() < end:
+            time.sleep(0.01)
+        return not lines.unfinished_tasks
+
+    try:
+        yield written
+    finally:
+        written()
+        root.handlers, root.level = before
+
+
+def access_log(request: InFlight, scope: MutableMapping[str, Any], status: int) -> None:
+    """Log one request; but not what only asks how the server is. Those that generate nothing, such as refused ones,
+    have a logger of their own, with a limit.
+
+    Args:
+        request: as it has left the server.
+        scope: of the request in ASGI.
+        status: of the response; 499 if the client closed the connection.
+    """
+    if scope["path"] in ("/health", "/metrics"):
+        return
+    client = (scope.get("client") or ("-",))[0]
+    # A path may be anything, and a log has lines.
+    line = f"{client} {scope['method']} {scope['path'][:80]!a} {status} {time.monotonic() - request.arrived_s:.2f} s"
+    if request.prompt_tokens:
+        line += f", {request.prompt_tokens} + {request.new_tokens} tokens"
+    (access if status == 200 and request.prompt_tokens else other).info(line)
+
+
+async def log_throughput(metrics: ServerMetrics, period_s: float = PERIOD_S) -> None:
+    """Log the throughput of each period in which a request ran, until the task is cancelled."""
+    before, start = _totals(metrics), time.monotonic()
+    while True:
+        await asyncio.sleep(period_s)
+        now, end = _totals(metrics), time.monotonic()
+        answered, prompt, new = (b - a for a, b in zip(before, now, strict=True))
+        waiting = sum(request.started_s is None for request in metrics.in_flight)
+        if answered or prompt or new or metrics.in_flight:
+            throughput.info(
+                "%.0f s: %d requests answered, %.0f prompt and %.1f answer tokens/s; %d running, %d waiting",
+                end - start, answered, prompt / (end - start), new / (end - start),
+                len(metrics.in_flight) - waiting, waiting,
+            )  # fmt: skip
+        before, start = now, end
+
+
+def _totals(metrics: ServerMetrics) -> tuple[int, int, int]:
+    return metrics.answered_requests, metrics.prompt_tokens, metrics.new_tokens
