@@ -36,7 +36,8 @@ CHECKPOINT = ROOT / "models" / "sums-gpt-oss-mxfp4"
 DESCRIPTORS = 256
 SERVER = """
 from polymoe.cli import main
-from polymoe.serve import app
+from polymoe.serve import app, prompts
+prompts.START = 10**9
 app.longest_token = lambda _: 10**6  # so that prompts of 4 MB are tokenized, as by models with a large context
 main()
 """

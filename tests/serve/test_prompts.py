@@ -43,6 +43,21 @@ def test_a_prompt_with_too_many_characters_is_not_tokenized(
     assert error["code"] == "context_length_exceeded"
 
 
+def test_of_a_prompt_that_is_much_too_long_only_the_start_is_tokenized(server: Running) -> None:
+    read: list[int] = []
+
+    def tokenizer(text: str, **options: Any) -> Any:
+        read.append(len(text))
+        return server.tokenizer(text, **options)
+
+    reader = PromptReader(tokenizer, Limits(CONTEXT))
+    error = refused(lambda: reader.of_completion("1" * 10**6))
+    assert (error["code"], max(read)) == ("context_length_exceeded", prompts.START * CONTEXT)
+    # Many characters may be few tokens.
+    [few] = reader.of_completion("<|endoftext|>" * (2 * CONTEXT))
+    assert len(few) == 2 * CONTEXT
+
+
 def test_a_template_that_adds_too_much_is_noticed(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server.tokenizer, "chat_template", "{{ messages[0].content * 1000 }}")
     asked = PromptReader(server.tokenizer, Limits(CONTEXT, characters=CHARACTERS))

@@ -19,7 +19,9 @@ from polymoe.serve.requests import ChatRequest
 __all__ = ["LARGE_BYTES", "Preparation", "PromptReader", "longest_token"]
 
 LARGE_BYTES = 64 * 1024
-"""Requests above this size are prepared in threads of their own, so that the others do not wait for them."""
+"""Requests above this size are prepared in a thread of their own, so that the others do not wait for them."""
+START = 16
+"""Of a prompt with more characters than this times the context, the start is tokenized first."""
 
 
 def longest_token(tokenizer: Any) -> int:
@@ -34,7 +36,8 @@ class Preparation:
     """The threads in which requests are checked and tokenized."""
 
     def __init__(self) -> None:
-        self._small, self._large = (CallQueue(f"polymoe {size} prompts", threads=2) for size in ("small", "large"))
+        self._small = CallQueue("polymoe small prompts", threads=2)
+        self._large = CallQueue("polymoe large prompts")  # one after the other: each takes 100 times its size
 
     @property
     def busy(self) -> bool:
@@ -119,10 +122,24 @@ class PromptReader:
         self._limits.check_tokens("prompt", prompt)
         return prompt
 
+    def _check_start(self, prompt: str) -> None:
+        """Refuse a prompt that is much too long before all of it is tokenized, which may take gigabytes."""
+        context = self._limits.context
+        if context is None or len(prompt) <= START * context:
+            return
+        tokens = len(self._tokenizer(prompt[: START * context])["input_ids"])
+        if tokens > 2 * context:
+            raise refusal(
+                f"the first {START * context} of the prompt's {len(prompt)} characters have {tokens} tokens, but "
+                f"prompt and answer share a context of {context}",
+                code="context_length_exceeded",
+            )
+
     def _tokenize(self, prompt: str, **options: Any) -> list[int]:
         self._limits.check_characters(len(prompt))
         try:
             with reading("prompt", "one that the checkpoint's tokenizer reads"):
+                self._check_start(prompt)
                 return self._tokenizer(prompt, **options)["input_ids"]
         except CheckpointError as error:  # such as a regular expression that backtracks too far on this prompt
             raise refusal(f"the checkpoint's tokenizer cannot read this prompt: {error.got}") from error
