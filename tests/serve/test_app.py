@@ -25,7 +25,7 @@ def test_lists_the_model_and_is_healthy(server: Running) -> None:
     assert server.get("/health").json() == {"status": "ok"}
 
 
-@pytest.mark.parametrize("path", ["/load_model", "/reset", "/v1/responses", "/v1/audio/transcriptions", "/redoc", "/"])
+@pytest.mark.parametrize("path", ["/load_model", "/reset", "/v1/responses", "/v1/audio/transcriptions", "/redoc"])
 def test_nothing_else_is_offered(server: Running, path: str) -> None:
     refused = server.post(path, {"model": "sums"})
     assert refused.status == 404

@@ -34,6 +34,7 @@ class _Address:
         None, "Origins of web pages that may call the server, separated by commas; '*' allows all. Default: none.",
         parse=listed,
     )  # fmt: skip
+    page: bool = option(True, "Offer a page to chat in at /.", "--ui/--no-ui")
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ def command(
     asked = {**vars(address), **vars(sampling), **vars(limits), **vars(batching), **placement.load}
     if address.api_key is None:  # read here: Typer takes an empty variable for one that is not set, and would admit all
         asked["api_key"] = os.environ.get("POLYMOE_API_KEY")
+    chat = "{}/ is a page to chat in\n" if address.page else ""
     say(f"loading {checkpoint}")
     with logging_to_stderr(logs.log_level.value, requests=logs.access_log) as written:
         stopped_by = serve(
@@ -110,7 +112,7 @@ def command(
             **{**asked, "cors_origins": address.cors_origins or ()},
             profile=logs.profile,
             on_loaded=say,
-            on_ready=lambda url: say(f"{url}/docs describes the API\nserving on {url}"),
+            on_ready=lambda url: say(f"{chat.format(url)}{url}/docs describes the API\nserving on {url}"),
         )
         if written():  # otherwise nobody reads stderr, and a line more would wait for ever
             say("stopped")

@@ -14,6 +14,7 @@ import re
 import time
 import uuid
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from polymoe.common.install_command import install_hint
@@ -21,7 +22,7 @@ from polymoe.errors import MissingDependency
 
 try:
     from fastapi import HTTPException, Request, Response, Security
-    from fastapi.responses import JSONResponse, StreamingResponse
+    from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
     from fastapi.security import HTTPBearer
     from fastapi_offline import FastAPIOffline
 
@@ -52,6 +53,11 @@ __all__ = ["Limits", "ModelServer"]
 
 log = logging.getLogger("polymoe")
 
+_PAGE_MAY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+"""What the page to chat in may do: ask this server, and nothing else."""
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -67,6 +73,7 @@ class ModelServer:
         cache_memory: share of the GPU's free memory for keys and values of continuous batching; None is Transformers'
             default.
         temperature: of requests that name none; None is the checkpoint's own.
+        page: answer ``/`` with a page to chat in.
 
     Attributes:
         app: the ASGI application.
@@ -91,6 +98,7 @@ class ModelServer:
         graphs: bool | None = None,
         cache_memory: float | None = None,
         temperature: float | None = None,
+        page: bool = True,
     ) -> None:
         self.name = name
         config = model.config.get_text_config()
@@ -121,6 +129,8 @@ class ModelServer:
         self.app.add_api_route("/v1/models/{name:path}", self._one)
         for path, get in (("/health", self._health), ("/metrics", self._metrics)):
             self.app.add_api_route(path, get)
+        if page:
+            self.app.add_api_route("/", self._page, include_in_schema=False)
         answer_errors(self.app)
 
     def end(self) -> None:
@@ -148,6 +158,9 @@ class ModelServer:
         if not self.generation.alive():
             return JSONResponse({"status": "unhealthy", "reason": "continuous batching has stopped"}, status_code=503)
         return JSONResponse({"status": "ok"})
+
+    async def _page(self) -> FileResponse:
+        return FileResponse(Path(__file__).with_name("page.html"), headers={"content-security-policy": _PAGE_MAY})
 
     async def _metrics(self) -> Response:
         return Response(self.metrics.text(), media_type=self.metrics.content_type)

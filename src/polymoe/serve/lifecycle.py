@@ -56,6 +56,7 @@ def serve(
     cache_memory: float | None = None,
     temperature: float | None = None,
     cors_origins: Sequence[str] = (),
+    page: bool = True,
     profile: str | Path | None = None,
     on_loaded: Callable[[str], None] | None = None,
     on_ready: Callable[[str], None] | None = None,
@@ -81,6 +82,7 @@ def serve(
         graphs, cache_memory: of continuous batching, as in :class:`~polymoe.serve.app.ModelServer`.
         temperature: of requests that name none; None is the checkpoint's own.
         cors_origins: origins of web pages that may ask the server, such as ``https://example.com``; ``*`` is all.
+        page: answer ``/`` with a page to chat in.
         profile: a directory for profiler traces; enables ``/start_profile`` and ``/stop_profile``.
         on_loaded: called with lines about the model, its memory and the limits, once it is loaded.
         on_ready: called with the server's URL once it answers.
@@ -135,6 +137,7 @@ def serve(
             graphs=graphs,
             cache_memory=cache_memory,
             temperature=temperature,
+            page=page,
         )
         if profile is not None:
             add_profiler(served.app, Path(profile))
