@@ -14,8 +14,8 @@ import pytest
 
 import polymoe
 from polymoe.engines.serving.hooks import Hook
-from polymoe.engines.vllm.hooks import DEEPEP_HOOKS, MODULAR_HOOKS
-from polymoe.engines.vllm.neutral import _PLAIN, _SELECTORS
+from polymoe.engines.vllm.hooks import DEEPEP_HOOKS, MODULAR_HOOKS, SELECTORS
+from polymoe.engines.vllm.neutral import _PLAIN
 from support.engine_contract import ENGINES
 
 CONTRACT: dict[str, dict[str, Any]] = json.loads(ENGINES["vllm"].table.read_text())
@@ -42,8 +42,8 @@ def test_the_number_of_elements_is_compared_after_our_loader_was_called(version:
 @pytest.mark.parametrize("version", CONTRACT)
 def test_functions_that_choose_a_backend_have_a_plain_answer(version: str) -> None:
     selectors = CONTRACT[version]["selectors"]
-    for name in _SELECTORS:
-        assert set(_PLAIN) & set(selectors[name]), (version, name)
+    for hook in SELECTORS:
+        assert set(_PLAIN) & set(selectors[hook.name]), (version, hook)
 
 
 @pytest.mark.parametrize("version", CONTRACT)

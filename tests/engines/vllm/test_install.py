@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+import inspect
 import logging
 import sys
 from types import ModuleType
@@ -9,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from polymoe.engines.serving.hooks import Hook
 from polymoe.engines.serving.settings import EngineSettings
-from polymoe.engines.vllm.hooks import HOOKS
+from polymoe.engines.vllm.hooks import HOOKS, SELECTORS
 from polymoe.engines.vllm.plugin import install
 from polymoe.errors import UnsupportedProblem
 
@@ -39,3 +42,65 @@ def test_a_vllm_that_lacks_names_keeps_all_layers(caplog: pytest.LogCaptureFixtu
 def test_require_makes_it_an_error() -> None:
     with pytest.raises(UnsupportedProblem, match=r"the hooks of vLLM 0\.24 to 0\.33.*vLLM 0\.20\.0 lacks "):
         install(EngineSettings(mode="require"))
+
+
+def _stand_in(monkeypatch: pytest.MonkeyPatch, lacks: str = "", plain: str = "TRITON") -> Any:
+    """A vLLM of all names that the plug-in uses but one, with an enumeration of backends; returns its layer class."""
+    for hook in HOOKS:
+        parts = hook.module.split(".")
+        for n in range(1, len(parts) + 1):
+            name = ".".join(parts[:n])
+            if name not in sys.modules:
+                monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        owner: Any = sys.modules[hook.module]
+        if ".oracle." in hook.module:
+            owner.Backend = enum.Enum("Backend", [plain], module=hook.module)
+        *classes, last = hook.name.split(".")
+        for name in classes:
+            if name not in vars(owner):
+                setattr(owner, name, type(name, (), {}))
+            owner = vars(owner)[name]
+        if str(hook) == lacks:
+            continue
+        if last[0].isupper():
+            found: Any = vars(owner).get(last) or type(last, (), {})
+            for use in hook.uses:
+                setattr(found, use, vars(found).get(use))
+        else:
+            found = lambda: None  # noqa: E731
+            parameters = [inspect.Parameter(use, inspect.Parameter.POSITIONAL_OR_KEYWORD) for use in hook.uses]
+            found.__signature__ = inspect.Signature(parameters)
+        setattr(owner, last, found)
+    return sys.modules["vllm.model_executor.layers.fused_moe.routed_experts"].RoutedExperts  # type: ignore[attr-defined]
+
+
+def test_a_vllm_with_all_names_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = _stand_in(monkeypatch)
+    theirs = layer._get_quant_method
+    install(EngineSettings())
+    assert layer._get_quant_method is not theirs
+
+
+@pytest.mark.parametrize("selector", SELECTORS, ids=str)
+def test_a_vllm_that_chooses_backends_elsewhere_keeps_all_layers(
+    selector: Hook, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else it would choose one unseen while a method is made, and pad or transpose weights for it."""
+    layer = _stand_in(monkeypatch, lacks=str(selector))
+    theirs = layer._get_quant_method
+    with caplog.at_level(logging.INFO, "vllm.polymoe"):
+        install(EngineSettings())
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage().endswith(f"stands aside for all layers: vLLM 0.20.0 lacks {selector}")
+    assert layer._get_quant_method is theirs
+
+
+def test_a_vllm_without_a_plain_backend_keeps_all_layers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    layer = _stand_in(monkeypatch, plain="MARLIN")
+    theirs = layer._get_quant_method
+    install(EngineSettings())
+    assert f"lacks {SELECTORS[0]} with EMULATION or TRITON or XPU" in caplog.text
+    assert layer._get_quant_method is theirs

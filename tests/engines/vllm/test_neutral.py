@@ -10,24 +10,27 @@ import pytest
 
 pytest.importorskip("vllm", reason="scripts/test --engines has it")
 
-from polymoe.engines.vllm.neutral import _SELECTORS, neutral_choice
+from polymoe.engines.vllm.hooks import SELECTORS
+from polymoe.engines.vllm.neutral import missing_plain_backends, neutral_choice
 
 ORACLES = "vllm.model_executor.layers.fused_moe.oracle"
 
 
 def bound() -> dict[tuple[str, str], object]:
     modules = [m for n, m in sys.modules.items() if n.startswith("vllm.model_executor.layers.")]
-    return {(m.__name__, name): getattr(m, name) for m in modules for name in _SELECTORS if hasattr(m, name)}
+    names = [hook.name for hook in SELECTORS]
+    return {(m.__name__, name): getattr(m, name) for m in modules for name in names if hasattr(m, name)}
 
 
 def test_every_function_answers_a_plain_backend_and_notes_what_vllm_would_do() -> None:
     importlib.import_module(f"{ORACLES}.mxfp4")
     with neutral_choice() as chosen:
-        for name, module in _SELECTORS.items():
-            backend, experts = getattr(importlib.import_module(f"{ORACLES}.{module}"), name)()
+        for hook in SELECTORS:
+            backend, experts = getattr(importlib.import_module(hook.module), hook.name)()
             assert backend.name in ("EMULATION", "TRITON")
             assert experts is None
-    assert len(chosen) == len(_SELECTORS)  # called without arguments, vLLM's own fail
+    assert missing_plain_backends() == ()
+    assert len(chosen) == len(SELECTORS)  # called without arguments, vLLM's own fail
 
 
 def _import_late() -> ModuleType:

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from polymoe.engines.serving.hooks import Hook
 
-__all__ = ["DEEPEP_HOOKS", "HOOKS", "MODULAR_HOOKS"]
+__all__ = ["DEEPEP_HOOKS", "HOOKS", "MODULAR_HOOKS", "SELECTORS"]
 
 _MOE = "vllm.model_executor.layers.fused_moe"
 _RELOAD = "vllm.model_executor.model_loader.reload"
 
+SELECTORS: tuple[Hook, ...] = (
+    Hook(f"{_MOE}.oracle.fp8", "select_fp8_moe_backend", ()),
+    Hook(f"{_MOE}.oracle.int_wna16", "select_wna16_moe_backend", ()),
+    Hook(f"{_MOE}.oracle.mxfp4", "select_deepseek_v4_mxfp4_moe_backend", ()),
+    Hook(f"{_MOE}.oracle.mxfp4", "select_mxfp4_moe_backend", ()),
+    Hook(f"{_MOE}.oracle.nvfp4", "select_nvfp4_moe_backend", ()),
+    Hook(f"{_MOE}.oracle.unquantized", "select_unquantized_moe_backend", ()),
+)
+"""The functions that choose vLLM's own backend, which are replaced while a method is made. Without one of them vLLM
+would choose a backend unseen, and might pad or transpose weights for it."""
+
 HOOKS: tuple[Hook, ...] = (
+    *SELECTORS,
     Hook(f"{_MOE}.routed_experts", "RoutedExperts._get_quant_method", ("self", "prefix", "quant_config", "moe_config")),
     Hook(
         f"{_MOE}.routed_experts",

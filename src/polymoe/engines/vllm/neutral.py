@@ -9,56 +9,47 @@ from __future__ import annotations
 import contextlib
 import enum
 import importlib
-import pkgutil
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-__all__ = ["neutral_choice"]
+from polymoe.engines.serving.hooks import Hook
+from polymoe.engines.vllm.hooks import SELECTORS
 
-_ORACLES = "vllm.model_executor.layers.fused_moe.oracle"
+__all__ = ["missing_plain_backends", "neutral_choice"]
+
 _LAYERS = "vllm.model_executor.layers."
-_SELECTORS = {
-    "select_deepseek_v4_mxfp4_moe_backend": "mxfp4",
-    "select_fp8_moe_backend": "fp8",
-    "select_mxfp4_moe_backend": "mxfp4",
-    "select_nvfp4_moe_backend": "nvfp4",
-    "select_unquantized_moe_backend": "unquantized",
-    "select_wna16_moe_backend": "int_wna16",
-}
-"""The functions by name, and the modules that define them."""
-
 _PLAIN = ("EMULATION", "TRITON", "XPU")
 """Backends for which no version pads or transposes, best first."""
 
 
+def missing_plain_backends() -> tuple[str, ...]:
+    """Return the functions that choose among backends of which none is plain. They must exist."""
+    return tuple(
+        f"{hook} with {' or '.join(_PLAIN)}"
+        for hook in SELECTORS
+        if _plain_backend(importlib.import_module(hook.module)) is None
+    )
+
+
 @contextlib.contextmanager
 def neutral_choice() -> Iterator[list[str]]:
-    """Make every function that chooses a backend answer a plain one; yields the list of what vLLM would have chosen.
-
-    A function that this version of vLLM does not have is left out: then vLLM chooses, which costs a line in its log.
-    """
+    """Make every function that chooses a backend answer a plain one; yields the list of what vLLM would have chosen."""
     chosen: list[str] = []
-    oracles = _oracles()
-    replaced = {
-        name: found
-        for name, module in _SELECTORS.items()
-        if module in oracles and (found := _selector(name, oracles[module], chosen))
-    }
+    replaced = [_replacement(hook, chosen) for hook in SELECTORS]
     # Modules that are imported meanwhile bind the replacement by name, so they are looked for again at the end.
     try:
-        _rebind(dict(replaced.values()))
+        _rebind(dict(replaced))
         yield chosen
     finally:
-        _rebind({plain: original for original, plain in replaced.values()})
+        _rebind({plain: original for original, plain in replaced})
 
 
-def _selector(name: str, oracle: ModuleType, chosen: list[str]) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """Return vLLM's function and its replacement, or None where there is no such function or no plain backend."""
-    original, answer = getattr(oracle, name, None), _plain_backend(oracle)
-    if original is None or answer is None:
-        return None
+def _replacement(hook: Hook, chosen: list[str]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return vLLM's function and what takes its place."""
+    oracle = importlib.import_module(hook.module)
+    original, answer = getattr(oracle, hook.name), _plain_backend(oracle)
 
     def select(*args: Any, **kwargs: Any) -> tuple[Any, None]:
         chosen.append(_ask(oracle, original, args, kwargs))
@@ -95,25 +86,12 @@ class _Silent:
         return lambda *_, **__: None
 
 
-def _oracles() -> dict[str, ModuleType]:
-    """The modules that choose backends, all imported."""
-    try:
-        package = importlib.import_module(_ORACLES)
-    except ImportError:
-        return {}
-    found = {}
-    for module in pkgutil.iter_modules(package.__path__):
-        with contextlib.suppress(ImportError):
-            found[module.name] = importlib.import_module(f"{_ORACLES}.{module.name}")
-    return found
-
-
 def _rebind(replacements: dict[Callable[..., Any], Callable[..., Any]]) -> None:
     """Replace functions in every module of vLLM's layers that refers to one by its name."""
     for name, module in list(sys.modules.items()):
         if module is None or not name.startswith(_LAYERS):
             continue
-        for selector in _SELECTORS:
-            bound = vars(module).get(selector)
+        for selector in SELECTORS:
+            bound = vars(module).get(selector.name)
             if bound is not None and bound in replacements:
-                setattr(module, selector, replacements[bound])
+                setattr(module, selector.name, replacements[bound])

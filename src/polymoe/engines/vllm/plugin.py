@@ -18,7 +18,7 @@ from polymoe.engines.serving.sources import VLLM
 from polymoe.engines.serving.stand_aside import LayerFacts
 from polymoe.engines.vllm.facts import created_tensors, facts_of, needs_kernel, refusals, role_of
 from polymoe.engines.vllm.hooks import HOOKS, MODULAR_HOOKS
-from polymoe.engines.vllm.neutral import neutral_choice
+from polymoe.engines.vllm.neutral import missing_plain_backends, neutral_choice
 
 __all__ = ["MethodChooser", "install"]
 
@@ -32,7 +32,7 @@ def install(settings: EngineSettings) -> None:
         UnsupportedProblem: if this vLLM lacks a hook and ``settings`` require polymoe.
     """
     log = LayerLog("vLLM", "vllm.polymoe", settings, ("--moe-backend",))
-    lacking = missing_hooks(HOOKS)
+    lacking = missing_hooks(HOOKS) or missing_plain_backends()
     if lacking:
         from vllm import __version__  # pyright: ignore
 
