@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from polymoe.errors import ArgumentError
 from polymoe.machine import DEVICES, Machine
+from polymoe.machine.machine import cutlass_cuda
 
 
 @pytest.mark.parametrize("name", sorted(DEVICES))
@@ -81,3 +85,27 @@ def test_no_gpu_here() -> None:
 def test_machines_hash_and_compare_by_device() -> None:
     assert Machine.of("h200") == Machine.of("h200")
     assert hash(Machine.of("h200")) == hash(Machine.of("h200"))
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("class CUDA_VERSION:\n    major, minor = 12, 9", (12, 9)),
+        ("raise RuntimeError('None of the installed toolkit flavors is compatible with the driver')", None),
+        ("", None),
+    ],
+)
+def test_the_compiler_of_the_cute_dsl_is_the_one_that_it_loads(
+    source: str, found: tuple[int, int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "cutlass" / "base_dsl"
+    package.mkdir(parents=True)
+    (package / "version_info.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "cutlass"]:
+        monkeypatch.delitem(sys.modules, name)
+    try:
+        assert cutlass_cuda.__wrapped__() == found
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "cutlass"]:
+            del sys.modules[name]

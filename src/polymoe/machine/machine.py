@@ -10,18 +10,18 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any, Literal
 
 from polymoe.common.environment import downloads_allowed
 from polymoe.errors import ArgumentError, nearest
 
-__all__ = ["DEVICES", "Device", "Machine", "driver_cuda", "host_memory"]
+__all__ = ["DEVICES", "Device", "Machine", "cutlass_cuda", "driver_cuda", "host_memory"]
 
 PACKAGES = (
     "torch", "triton", "transformers", "flashinfer-python", "flashinfer-cubin", "nvidia-cutlass-dsl",
-    "nvidia-cutlass-dsl-libs-cu13", "humming-kernels", "vllm", "sglang",
+    "humming-kernels", "vllm", "sglang",
 )  # fmt: skip
 """Distributions that a backend may need. A machine records the version of each that is installed."""
 _WITH_CUDA = {"triton": "3.6.0"}
@@ -173,6 +173,8 @@ class Machine:
         device: what computes.
         packages: versions of the installed distributions among those that a backend may need: ``{"triton": "3.6.0"}``.
         driver: newest CUDA version that the driver runs, (13, 0); None without a driver, or where it is not known.
+        cutlass_cuda: CUDA version of the compiler that the CuTe DSL loads, (13, 1); None without one, or where nothing
+            needs it: only SM120 and SM121 are asked.
         elsewhere: whether this describes a GPU that is not here, beside which other packages may be installed.
         downloads: whether libraries may download compiled kernels that are not installed.
         layer_bytes: the host's free memory for one layer's experts; None for a GPU, or where it is not known. It
@@ -182,6 +184,7 @@ class Machine:
     device: Device
     packages: Mapping[str, str] = field(default_factory=dict, hash=False)
     driver: tuple[int, int] | None = None
+    cutlass_cuda: tuple[int, int] | None = None
     elsewhere: bool = False
     downloads: bool = False
     layer_bytes: int | None = field(default=None, compare=False, repr=False)
@@ -222,7 +225,8 @@ class Machine:
             )
         index = torch.device(device or "cuda").index
         device = _detected(torch.cuda.current_device() if index is None else index)
-        return cls(device, packages, driver_cuda(), downloads=downloads_allowed())
+        compiler = cutlass_cuda() if device.sm >= 120 and "nvidia-cutlass-dsl" in packages else None
+        return cls(device, packages, driver_cuda(), compiler, downloads=downloads_allowed())
 
     @classmethod
     def _of(cls, device: Device, packages: Mapping[str, str]) -> Machine:
@@ -243,6 +247,20 @@ def driver_cuda() -> tuple[int, int] | None:
         except OSError:
             continue
     return None
+
+
+@cache  # importing the compiler takes a second
+def cutlass_cuda() -> tuple[int, int] | None:
+    """CUDA version of the compiler that the CuTe DSL loads, (13, 1), or None if none can be imported.
+
+    It is asked by importing it: several may be installed, and which is loaded depends on the driver, and in older
+    versions on the order in which they were installed.
+    """
+    try:
+        version = import_module("cutlass.base_dsl.version_info").CUDA_VERSION
+        return int(version.major), int(version.minor)
+    except Exception:  # besides ImportError it raises errors of its own, for a driver that is too old, for example
+        return None
 
 
 def host_memory() -> tuple[int, int] | None:

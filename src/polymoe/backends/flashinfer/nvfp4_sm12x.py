@@ -84,12 +84,14 @@ class Sm12xNvfp4(Route):
         if driver is not None or not machine.elsewhere:
             got = "none" if driver is None else f"CUDA {driver[0]}.{driver[1]}"
             reasons.need(driver is not None and driver >= (13, 0), "driver", "CUDA 13 or newer", got)
-        # Without its libraries for CUDA 13 the compiler emits instructions that ptxas refuses.
-        missing = [name for name in (_DSL, f"{_DSL}-libs-cu13") if name not in machine.packages]
-        if missing and machine.elsewhere:
+        if machine.elsewhere:
             return (*notes, f"needs {_DSL}[cu13] there")
-        for name in missing:
-            reasons.need(False, f"package {name}", "the one that flashinfer-python[cu13] installs", "not installed")
+        # Its compiler for CUDA 12 emits instructions that ptxas refuses. Both may be installed: what counts is which is
+        # loaded (TensorRT-LLM#15853).
+        loaded = machine.cutlass_cuda
+        got = f"CUDA {loaded[0]}.{loaded[1]}" if loaded else "none that can be imported"
+        expected = "that for CUDA 13, which flashinfer-python[cu13] installs"
+        reasons.need(loaded is not None and loaded >= (13, 0), f"active compiler of {_DSL}", expected, got)
         return notes
 
     def layout(self, machine: Machine) -> str:
