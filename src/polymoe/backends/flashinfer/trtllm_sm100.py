@@ -96,6 +96,12 @@ class TrtllmMxint4(_Trtllm):
     layouts: ClassVar[tuple[str, ...]] = ("flashinfer_trtllm_int4",)
     notes: ClassVar[tuple[str, ...]] = ("routing weights are rounded to bfloat16",)
 
+    def check(self, problem: Problem, machine: Machine, reasons: Reasons) -> Sequence[str]:
+        """Add every reason against the problem, other than those of the layout; return notes."""
+        sm100 = machine.device.capability == (10, 0)
+        reasons.need(sm100, "GPU", "SM100: on SM103 the kernel fails (vllm#40419)", machine.device.arch)
+        return super().check(problem, machine, reasons)
+
     def bind(self, problem: Problem, packed: Packed) -> Runner:
         """Return a runner for the packed layer."""
         return _Mxint4Runner(problem, packed)
