@@ -8,12 +8,13 @@ import sys
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
 from polymoe.cli.options import Checkpoint, Placement, Sampling, listed, option
 from polymoe.cli.output import say
+from polymoe.errors import ArgumentError
 
 __all__ = ["command"]
 
@@ -85,6 +86,35 @@ class _Logs:
     profile: Path | None = option(None, "Directory for profiler traces; enables /start_profile and /stop_profile.")
 
 
+def _read_config(context: typer.Context, file: Path | None) -> Path | None:
+    """Take options from a YAML file, by their names; those of the command line come first."""
+    if file is None:
+        return None
+    import yaml
+
+    where = f"--config {file}"
+    try:
+        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ArgumentError(where, expected="a YAML file", got=" ".join(str(error).split())) from error
+    options = {opt.lstrip("-"): param.name for param in context.command.params for opt in param.opts}
+    options = {"model": "checkpoint", **options}
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        expected, got = "options and their values, such as port: 8000", type(found).__name__
+        raise ArgumentError(where, expected=expected, got=got)
+    for name, value in found.items():
+        if name.replace("_", "-") not in options or name in ("config", "help", "h"):
+            hint = f"the options are {', '.join(sorted(options.keys() - {'config', 'help', 'h'}))}"
+            raise ArgumentError(where, expected="options of polymoe serve", got=repr(name), hint=hint)
+        if isinstance(value, dict) or value is None:
+            raise ArgumentError(f"{where}: {name}", expected="a value", got=repr(value))
+    context.default_map = {
+        options[name.replace("_", "-")]: ",".join(map(str, value)) if isinstance(value, list) else value
+        for name, value in found.items()
+    }
+    return file
+
+
 def command(
     checkpoint: Checkpoint,
     address: _Address,
@@ -93,6 +123,15 @@ def command(
     batching: _Batching,
     logs: _Logs,
     placement: Placement,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="YAML file with these options, such as port: 8000, and the checkpoint as model. Options here take "
+            "precedence.",
+            is_eager=True,
+            callback=_read_config,
+        ),
+    ] = None,
 ) -> None:
     """Serve /v1/chat/completions, /v1/completions, /v1/models, /docs, /health and /metrics until stopped."""
     if batching.continuous_batching is False and {batching.graphs, batching.cache_memory} != {None}:

@@ -177,7 +177,9 @@ class ChatRequest(_Request):
     prompt_cache_retention: str | None = _text()
     reasoning_effort: str | None = _text()
     response_format: Annotated[dict[str, Any] | None, _where(lambda v: v == {"type": "text"})] = Field(
-        None, description='{"type": "text"}: this server does not constrain answers to JSON'
+        None,
+        description='{"type": "text"}: this server does not constrain answers to JSON; "vllm serve" with polymoe\'s '
+        "plug-in does",
     )
     safety_identifier: str | None = _text()  # without effect
     service_tier: Literal["auto", "default"] | None = Field(None, description='"auto" or "default"')
