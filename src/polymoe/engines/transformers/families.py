@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +34,7 @@ __all__ = [
     "auto_class",
     "model_class",
     "pack_modules",
+    "refuse_expert_tensors",
     "register_names",
     "registered_names",
     "require_family",
@@ -43,15 +44,39 @@ __all__ = [
 ]
 
 
+def refuse_expert_tensors(names: Iterable[str]) -> None:
+    """Check that none of the tensors that are to be loaded into a packed model belongs to its experts: those of an
+    adapter, such as LoRA, would be left out.
+
+    Raises:
+        UnsupportedProblem: naming the layer and the tensor of the first.
+    """
+    experts = sorted(name for name in names if "experts" in name.split("."))
+    if experts:
+        layer = re.search(r"\.(\d+)\.", f".{experts[0]}")
+        raise UnsupportedProblem(
+            f"layer {layer[1]}, {experts[0]}" if layer else experts[0],
+            expected="tensors of other modules: packed experts take no adapter",
+            got="one of the experts" + (f", and {len(experts) - 1} more" if experts[1:] else ""),
+            hint="load the model without polymoe, or merge the adapter into 16-bit weights and quantize them",
+        )
+
+
+def _refuse_state_dict(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    refuse_expert_tensors(name for name in state_dict if name.startswith(prefix))
+
+
 class PackedExperts(nn.Module):
     """Replaces one layer's experts module in a model: the same call, packed weights.
 
-    It has no parameters and adds nothing to the model's state dict: :attr:`fused` is set once the model is loaded.
+    It has no parameters and adds nothing to the model's state dict: :attr:`fused` is set once the model is loaded. A
+    state dict with tensors of its experts is refused, even with ``strict=False``, with which PEFT loads adapters.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.fused: FusedExperts | None = None
+        self.register_load_state_dict_pre_hook(_refuse_state_dict)
 
     def forward(self, *args: Tensor, **others: Any) -> Tensor:
         """``[T, H]`` from ``[T, H]``, expert ids ``[T, A]`` and routing weights ``[T, A]`` of any float dtype.
@@ -245,4 +270,6 @@ def pack_modules(model: Any, family: TransformersFamily) -> dict[str, int]:
             require_experts(type(module))
         model.set_submodule(name, family.packed(module))
         layers[f"{name}.{family.experts}".rstrip(".")] = int(re.findall(r"\.(\d+)\.", f".{name}")[-1])
+    # Before any tensor is loaded, and also for tensors by names of modules that the model does not have.
+    model.register_load_state_dict_pre_hook(_refuse_state_dict)
     return layers

@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from polymoe.checkpoint.dense_tensors import DenseTensors
-from polymoe.engines.transformers.families import model_class
+from polymoe.engines.transformers.families import PackedExperts, model_class, refuse_expert_tensors
 from polymoe.engines.transformers.untrusted import reading
 from polymoe.errors import ArgumentError, CheckpointError
 
@@ -71,12 +72,18 @@ def watch_loading() -> None:
     def load(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any) -> Any:
         whole = state_dict.where if isinstance(state_dict, DenseTensors) else ""
         read_others: Callable[..., Any] | None = getattr(load_config.hf_quantizer, "read_others", None)
-        # Once for each model: an adapter that is loaded into it later is read as it is.
+        # Once for each model: what is loaded into it later is an adapter.
+        adapter = False
         if read_others is not None and load_config.hf_quantizer.dense_tensors is None:
             quantizer = load_config.hf_quantizer
             state_dict, checkpoint_files = read_others(model, load_config, state_dict), None
             load_config = dataclasses.replace(load_config, hf_quantizer=quantizer.dense)  # None: nothing is quantized
+        elif any(isinstance(module, PackedExperts) for module in model.modules()):
+            adapter = True
+            refuse_expert_tensors(_names(state_dict, checkpoint_files))
         loaded = theirs(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+        if adapter:
+            refuse_expert_tensors(loaded[0].unexpected_keys)
         if whole:
             info = loaded[0]
             for name, reason in sorted(info.conversion_errors.items()):
@@ -86,6 +93,15 @@ def watch_loading() -> None:
 
     load.watched = True  # type: ignore[attr-defined]
     PreTrainedModel._load_pretrained_model = staticmethod(load)  # type: ignore[method-assign]
+
+
+def _names(state_dict: Mapping[str, Any] | None, files: Iterable[str] | None) -> Iterator[str]:
+    """Names of the tensors that Transformers is about to load, as far as files say them without being loaded."""
+    yield from state_dict or ()
+    for file in files or ():
+        if str(file).endswith(".safetensors"):
+            with safe_open(file, "pt") as tensors:
+                yield from tensors.keys()
 
 
 def _made_up(model: Any, missing: set[str]) -> set[str]:
