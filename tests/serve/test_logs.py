@@ -21,12 +21,14 @@ pytest.importorskip("prometheus_client")
 
 import httpx
 
+from polymoe.engines.transformers import load
 from polymoe.serve import logs
+from polymoe.serve.app import ModelServer
 from polymoe.serve.in_flight import InFlight
 from polymoe.serve.logs import access_log, log_throughput, logging_to_stderr
 from polymoe.serve.metrics import ServerMetrics
 from polymoe.serve.summary import summary
-from support.serving import Running, batching_server, said
+from support.serving import CHECKPOINT, Running, batching_server, said
 
 
 def lines(caplog: pytest.LogCaptureFixture, name: str) -> list[str]:
@@ -131,6 +133,11 @@ def test_the_start_says_what_runs_where(server: Running) -> None:
         assert "share forward passes, no CUDA graphs" in summary(batches.served, batches.model)
         assert "for keys and values of about" in summary(batches.served, batches.model)
         assert said(batches, "1+2=", chat=False, stream=False)[0] == "3"
+
+
+def test_the_start_says_whether_experts_are_packed() -> None:
+    model, tokenizer = load(CHECKPOINT, device="cpu")
+    assert " of dequantized experts and " in summary(ModelServer(model, tokenizer, name="sums"), model)
 
 
 def test_the_api_is_described(server: Running) -> None:

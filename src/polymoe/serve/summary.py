@@ -43,8 +43,9 @@ def _memory(model: Any) -> str:
     addresses = {tensor.data_ptr() for layer in layers for tensor in layer.packed.tensors.values()}
     tensors = {tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
     dense = format_bytes(sum(count for address, count in tensors.items() if address not in addresses))
-    packed = format_bytes(sum(layer.packed.nbytes for layer in layers))
-    said = f"{packed} of packed experts and {dense} of other weights on {model.device}"
+    experts = format_bytes(sum(layer.packed.nbytes for layer in layers))
+    kind = "dequantized" if any(layer.packed.layout == "dequantized" for layer in layers) else "packed"
+    said = f"{experts} of {kind} experts and {dense} of other weights on {model.device}"
     if model.device.type != "cuda":
         return said
     free, total = torch.cuda.mem_get_info(model.device)
