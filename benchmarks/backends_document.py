@@ -66,7 +66,7 @@ test suite runs there.
 """
 
 
-_COMPILER = {"nvidia-cutlass-dsl": "4.7.1", "nvidia-cutlass-dsl-libs-cu13": "4.7.1"}
+_COMPILER = {"nvidia-cutlass-dsl": "4.7.1"}
 
 _CHANGED = (
     "Each row changes one property of a problem: MXFP4 with 16-bit activations on an H200, unless the row says "
@@ -113,7 +113,8 @@ def machine(
     foreign = {} if flashinfer is None else dict.fromkeys(parts, flashinfer) | _COMPILER
     foreign |= {} if humming is None else {"humming-kernels": humming}
     packages = {"torch": "2.11.0", "triton": triton, **foreign}
-    return Machine(device, packages, (13, 0) if device.kind == "cuda" else None)
+    cuda = (13, 0) if device.kind == "cuda" else None
+    return Machine(device, packages, cuda, cuda)
 
 
 def candidate(backend: Backend, problem: Problem, where: Machine) -> Candidate:
