@@ -27,7 +27,8 @@ def test_what_runs(cli: Cli) -> None:
         "--enable-expert-parallel", "--role", "decode",
     )  # fmt: skip
     assert (code, err) == (0, "")
-    first, second, layout, *steps = out.splitlines()
+    first, fits, second, layout, *steps = out.splitlines()
+    assert fits.startswith("fits on 2 x h200: 1.3 MiB of weights leave 133.4 GiB on each for the KV cache")
     assert first.endswith("gpt_oss, in vLLM on h200 (sm_90), ep=2, role decode")
     assert second.startswith("layers 0-3 (GptOssMxfp4MoEMethod): polymoe runs them: mxfp4, H=192 F=192 E=8 (4 from 0)")
     assert layout == "  layout w4a16_fragments, 234.0 KiB packed for each layer on this rank"
@@ -63,8 +64,11 @@ def test_off(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (("vllm", "--tp", 2), (2, 1)),
         (("vllm", "--tp", 2, "--enable-expert-parallel"), (1, 2)),
-        (("sglang", "--tp", 4, "--ep", 2), (2, 2)),
-        (("sglang", "--tp", 4, "--ep", 4, "--tp-rank", 3), (1, 4)),
+        (("sglang", "--tp", 6, "--ep", 2), (3, 2)),
+        (("sglang", "--tp", 2, "--ep", 2, "--tp-rank", 1), (1, 2)),
+        (("vllm", "--tp", 1, "--dp", 2, "--enable-expert-parallel"), (1, 2)),
+        (("vllm", "--tp", 1, "--dp", 2), (2, 1)),
+        (("sglang", "--tp", 4, "--dp", 4), (4, 1)),
     ],
 )
 def test_ranks_of_the_experts(cli: Cli, options: tuple[object, ...], ranks: tuple[int, int]) -> None:
@@ -79,6 +83,8 @@ def test_ranks_of_the_experts(cli: Cli, options: tuple[object, ...], ranks: tupl
         (("--engine", "vllm", "--ep", 2), "--ep: expected --enable-expert-parallel"),
         (("--engine", "sglang", "--tp", 4, "--ep", 3), "--ep: expected a number that divides --tp"),
         (("--engine", "sglang", "--tp", 2, "--ep", 2, "--enable-expert-parallel"), "--ep: expected"),
+        (("--engine", "sglang", "--tp", 4, "--dp", 3), "--dp: expected a number that divides --tp, which is 4"),
+        (("--ep", 8), "--ep: expected a number that divides"),
         (("--enable-expert-parallel",), "--enable-expert-parallel: expected --engine"),
         (("--engine", "vlm"), "did you mean 'vllm'"),
     ],

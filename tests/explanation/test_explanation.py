@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors import safe_open
@@ -12,9 +14,11 @@ import polymoe
 from polymoe.checkpoint.known_models import known_models
 from polymoe.common.units import format_ranges
 from polymoe.errors import ArgumentError, CheckpointError, CheckpointNotFound, PolymoeError
+from polymoe.explanation import Ranks, fit_of
 from polymoe.machine import DEVICES
 
 SUMS = Path(__file__).parents[2] / "models" / "sums-gpt-oss-mxfp4"
+SERVE = f": vllm serve {SUMS} --tensor-parallel-size {{}}"
 CONTEXT = " (the model's longest context is 256)"
 
 
@@ -71,15 +75,28 @@ def test_whether_it_fits() -> None:
 @pytest.mark.parametrize(
     ("memory_bytes", "tp", "conclusion"),
     [
-        (2_600_000, 1, "does not fit on small: weights take 2.6 MiB of 2.5 MiB; --tp 2 does"),
+        (
+            2_600_000,
+            1,
+            "does not fit on small: weights need 2.6 MiB, one GPU has 2.5 MiB; 2 GPUs suffice" + SERVE.format(2),
+        ),
         (
             2_600_000,
             2,
             "fits on 2 x small: 1.3 MiB of weights leave 1.0 MiB on each for the KV cache, 4,280 tokens in 16 bits"
             + CONTEXT,
         ),
-        (1_000_000, 2, "does not fit on 2 x small: weights take 1.3 MiB of 976.6 KiB on each; --tp 3 does"),
-        (1000, 1, "does not fit on small: weights take 2.6 MiB of 1000 B; no tensor parallel size up to 64 does"),
+        (
+            1_000_000,
+            2,
+            "does not fit on 2 x small: weights need 1.3 MiB on each, one GPU has 976.6 KiB; 3 GPUs suffice"
+            + SERVE.format(3),
+        ),
+        (
+            1000,
+            1,
+            "does not fit on small: weights need 2.6 MiB, one GPU has 1000 B; no group of up to 64 GPUs suffices",
+        ),
     ],
 )
 def test_a_small_device(memory_bytes: int, tp: int, conclusion: str) -> None:
@@ -134,7 +151,12 @@ class TestWithoutFiles:
     @pytest.mark.parametrize(
         ("name", "device", "tp", "start"),
         [
-            ("deepseek-ai/DeepSeek-V3", "h200", 1, "does not fit on h200: weights take 641.0 GiB of 140.4 GiB; --tp 8"),
+            (
+                "deepseek-ai/DeepSeek-V3",
+                "h200",
+                1,
+                "does not fit on h200: weights need 641.0 GiB, one GPU has 140.4 GiB; 8 GPUs suffice: vllm serve",
+            ),
             ("deepseek-ai/DeepSeek-V3", "h200", 8, "fits on 8 x h200: 80.1 GiB of weights leave 53.3 GiB on each for"),
             (
                 "deepseek-ai/DeepSeek-V4-Flash",
@@ -209,16 +231,77 @@ class TestWithoutFiles:
         assert polymoe.explain(known.name, device="h200").dense == known.dense
 
 
-def test_ranks(tmp_path: Path) -> None:
+def test_ranks() -> None:
+    """The GPUs of expert parallelism are those of tensor and data parallelism: each has half of the experts, whole."""
     whole, half = polymoe.explain(SUMS, device="h200"), polymoe.explain(SUMS, device="h200", tp=2, ep=(1, 2))
-    assert half.rows[0].problem.spec.intermediate == 96
-    assert (half.rows[0].problem.spec.first_expert, half.rows[0].problem.spec.local_experts) == (4, 4)
-    assert (half.rows[0].problem.tp, half.rows[0].problem.ep) == (2, 2)
-    assert half.rows[0].packed_bytes < whole.rows[0].packed_bytes / 3.9
+    spec = half.rows[0].problem.spec
+    assert (spec.intermediate, spec.first_expert, spec.local_experts) == (192, 4, 4)
+    assert (half.rows[0].problem.tp, half.rows[0].problem.ep) == (1, 2)
+    assert 2 * half.rows[0].packed_bytes == whole.rows[0].packed_bytes
+    assert [half.to_dict()[name] for name in ("tp", "dp", "ep", "gpus")] == [2, 1, 2, 2]
+    assert str(half).startswith(f"{SUMS}: gpt_oss, on h200 (sm_90), tp=2, ep=2\nfits on 2 x h200: ")
+
+
+def test_data_parallel_groups_repeat_attention_and_slice_or_share_out_experts() -> None:
+    one, sliced, shared = (polymoe.explain(SUMS, device="h200", dp=d, ep=e) for d, e in ((1, 1), (2, 1), (2, 2)))
+    assert one.dense == sliced.dense == shared.dense
+    assert [found.rows[0].problem.spec.intermediate for found in (sliced, shared)] == [96, 192]
+    assert 2 * shared.rows[0].packed_bytes == one.rows[0].packed_bytes
+    assert "fits on 2 x h200: " in str(shared)
+    assert " tokens in 16 bits in each of 2 data parallel groups (the model's" in str(shared)
+
+
+def test_experts_that_are_shared_out_take_as_many_gpus() -> None:
+    """553 GiB do not fit on one GPU because eight share out the experts."""
+    name = "moonshotai/Kimi-K2-Thinking"
+    with pytest.raises(ArgumentError, match=r"^ep: expected a number that divides tp \* dp, which is 1"):
+        polymoe.explain(name, device="h200", ep=8)
+    found = polymoe.explain(name, device="h200", tp=8, ep=8)
+    assert (found.rows[0].problem.spec.intermediate, found.rows[0].problem.spec.local_experts) == (2048, 48)
+    assert found.conclusion()[0].startswith("fits on 8 x h200: ")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"tp": 3}, "^tp: expected a number that divides the model's 64 attention heads, got 3"),
+        ({"tp": 2, "dp": 2, "ep": 3}, "^ep: expected a number that divides tp . dp, which is 4"),
+        ({"dp": 0}, "expected 1 to 4096"),
+        ({"tp": (2, 2)}, "^tp rank"),
+    ],
+)
+def test_groups_that_no_engine_starts(sizes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ArgumentError, match=said):
+        polymoe.explain("openai/gpt-oss-20b", device="h200", **sizes)
+
+
+@pytest.mark.parametrize("name", known_models())
+def test_gpus_together_hold_at_least_the_model(name: str) -> None:
+    checkpoint = known_models()[name].checkpoint()
+    whole, tried = fit_of(checkpoint, DEVICES["h200"], Ranks()).weight_bytes, 0
+    for tp, dp in itertools.product((1, 2, 3, 4, 8, 16), (1, 2, 8)):
+        for ep in {1, 2, tp, dp, tp * dp}:
+            try:
+                found = fit_of(checkpoint, DEVICES["h200"], Ranks.of(tp, ep, dp))
+            except ArgumentError:
+                continue
+            assert found.weight_bytes * tp * dp >= whole, (tp, dp, ep)
+            tried += 1
+    assert tried > 5
+
+
+@pytest.mark.parametrize("name", known_models())
+def test_what_is_said_to_suffice_does(name: str) -> None:
+    checkpoint = known_models()[name].checkpoint()
+    for device in ("rtx4090", "h200"):
+        fit = fit_of(checkpoint, DEVICES[device], Ranks())
+        if fit.suffices:
+            assert fit_of(checkpoint, DEVICES[device], fit.suffices).fits
 
 
 def test_unequal_slices_are_said(tmp_path: Path) -> None:
     config = json.loads((SUMS / "config.json").read_text()) | {"hidden_size": 2880, "intermediate_size": 2880}
+    config |= {"num_attention_heads": 64, "num_key_value_heads": 8}
     found = polymoe.explain(write(tmp_path / "config.json", config), tp=4)
     assert found.rows[0].problem.spec.intermediate == 736
     assert any("736" in note and "672" in note for note in found.notes)

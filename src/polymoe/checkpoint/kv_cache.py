@@ -10,7 +10,7 @@ from polymoe.checkpoint.config_reader import MOST_LAYERS, ConfigReader
 from polymoe.checkpoint.families import text_reader
 from polymoe.common.shapes import ceil_div
 
-__all__ = ["KvCache", "kv_cache"]
+__all__ = ["KvCache", "attention_heads", "kv_cache"]
 
 _BYTES = 2  # of one 16-bit number
 _LLAMA4_FULL = 4
@@ -61,6 +61,16 @@ def kv_cache(config: Mapping[str, Any]) -> KvCache | None:
     heads = keys.width("num_key_value_heads", default=attention_heads)
     width = keys.width("head_dim") if _given(keys, "head_dim") else keys.width("hidden_size") // attention_heads
     return KvCache(layers, heads, 2 * _BYTES * width, context)
+
+
+def attention_heads(config: Mapping[str, Any]) -> int | None:
+    """Return the number of a config's attention heads, or None where it does not say it.
+
+    Raises:
+        CheckpointError: for a key with a wrong value.
+    """
+    keys = text_reader(config)
+    return keys.width("num_attention_heads") if _given(keys, "num_attention_heads") else None
 
 
 def _given(keys: ConfigReader, *names: str) -> bool:

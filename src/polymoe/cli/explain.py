@@ -47,7 +47,8 @@ class _Ranks:
 
     tp: int = option(1, "Tensor parallel size.", "--tp", "--tensor-parallel-size", min=1)
     tp_rank: int = option(0, "Tensor parallel rank.", min=0)
-    ep: int = option(1, "Expert parallel size.", min=1)
+    dp: int = option(1, "Data parallel size.", "--dp", "--data-parallel-size", min=1)
+    ep: int = option(1, "Expert parallel size: of the same GPUs.", "--ep", "--expert-parallel-size", min=1)
     ep_rank: int = option(0, "Expert parallel rank.", min=0)
 
 
@@ -84,6 +85,7 @@ def command(
         **vars(invariance),
         "tp": (ranks.tp_rank, ranks.tp),
         "ep": (ranks.ep_rank, ranks.ep),
+        "dp": ranks.dp,
     }
     if engine.engine is not None:
         from polymoe.cli.explain_engine import explain_engine
@@ -107,7 +109,7 @@ def _print(explanation: Explanation) -> None:
     from rich.text import Text
 
     out = console()
-    rest = f": {explanation.model_type}, on {explanation.device}"
+    rest = f": {explanation.model_type}, on {explanation.where}"
     out.print(Text.assemble((printable(explanation.name), "bold"), rest))
     for line in explanation.conclusion():
         out.print(line, highlight=False)

@@ -10,7 +10,10 @@ from polymoe.common.units import format_bytes, format_ranges, format_tokens
 from polymoe.errors import ArgumentError, printable
 
 if TYPE_CHECKING:
+    from polymoe.checkpoint import Checkpoint
     from polymoe.engines.serving.preview import Engine, LayerPreview
+    from polymoe.explanation import Fit, Ranks
+    from polymoe.machine import Device
     from polymoe.planning.selection import PlannedRange
 
 __all__ = ["explain_engine"]
@@ -24,6 +27,7 @@ def explain_engine(
     device: str | None,
     tp: tuple[int, int],
     ep: tuple[int, int],
+    dp: int,
     batch_invariant: bool,
     json: bool,
     **chosen: str,
@@ -44,12 +48,15 @@ def explain_engine(
     from polymoe.layouts import LAYOUTS
 
     about, settings = ENGINES[engine], EngineSettings.read()
-    shard = _rank(engine, tp, ep, enable_expert_parallel)
+    ranks = _ranks(engine, tp, ep, dp, enable_expert_parallel)
+    shard = ranks.experts
     defaults = {"activations": "auto", "backend": "auto", "role": "mixed"}
     settings = replace(settings, **{name: value for name, value in chosen.items() if value != defaults[name]})
     machine = machine_of(device)
     request = PlanRequest(machine, settings.role or "mixed", settings.backend, BACKENDS, LAYOUTS)
     opened = open_checkpoint(checkpoint)
+    ranks.require_heads(opened)
+    fit, unknown = _fit(opened, machine.device, ranks)
     rows = preview(opened, about, request, settings, shard, batch_invariant=batch_invariant)
     off = settings.mode == "off"
     if json:
@@ -61,6 +68,8 @@ def explain_engine(
                 "device": str(machine.device),
                 "tp": shard.tp,
                 "ep": shard.ep,
+                "dp": ranks.dp,
+                **(fit.to_dict() if fit else {"gpus": ranks.gpus, "fits": None}),
                 "role": request.role,
                 "off": off,
                 "layers": [_row(row) for row in rows],
@@ -68,9 +77,13 @@ def explain_engine(
         )
         return
     out = console()
-    ranks = "".join(f", {name}={size}" for name, size in (("tp", shard.tp), ("ep", shard.ep)) if size > 1)
+    ranks = "".join(
+        f", {name}={size}" for name, size in (("tp", shard.tp), ("dp", ranks.dp), ("ep", shard.ep)) if size > 1
+    )
     role = f", role {request.role}" if request.role != "mixed" else ""
     out.print(f"{printable(opened.name)}: {opened.model_type}, in {about.name} on {machine.device}{ranks}{role}")
+    if machine.device.kind == "cuda":
+        out.print(fit.line() if fit else f"whether it fits is not known: {unknown}", highlight=False)
     if off:
         out.print(f"POLYMOE=0: {about.name} runs all experts; without it:")
     for row in rows:
@@ -78,19 +91,31 @@ def explain_engine(
             out.print(line, highlight=False)
 
 
-def _rank(engine: str, tp: tuple[int, int], ep: tuple[int, int], enable_expert_parallel: bool) -> Any:
-    """Return the rank of the experts: with expert parallelism, engines do not split the experts of tensor ranks."""
-    from polymoe.checkpoint.shard import Shard
+def _fit(checkpoint: Checkpoint, device: Device, ranks: Ranks) -> tuple[Fit | None, str]:
+    """Return the memory of one GPU, or why it is not known: the engine may pad what polymoe refuses to split."""
+    from polymoe.explanation import fit_of
+
+    try:
+        return fit_of(checkpoint, device, ranks), ""
+    except ArgumentError as error:
+        return None, str(error).partition("\n")[0]
+
+
+def _ranks(engine: str, tp: tuple[int, int], ep: tuple[int, int], dp: int, enable_expert_parallel: bool) -> Ranks:
+    """Return one GPU by the options of the engine: SGLang's data parallel groups are parts of its --tp GPUs."""
+    from polymoe.explanation import Ranks
 
     (rank, size), (_, groups) = tp, ep
     if groups > 1 and (engine == "vllm" or enable_expert_parallel):
         raise ArgumentError("ep", expected="--enable-expert-parallel, for as many ranks as --tp", got=str(groups))
-    if enable_expert_parallel:
-        groups = size
-    if size % groups:
-        raise ArgumentError("ep", expected=f"a number that divides --tp, which is {size}", got=str(groups))
-    each = size // groups
-    return Shard.of((rank % each, each), (rank // each, groups))
+    if engine == "sglang" and size % dp:
+        raise ArgumentError("dp", expected=f"a number that divides --tp, which is {size}", got=str(dp))
+    gpus = size if engine == "sglang" else size * dp
+    groups = gpus if enable_expert_parallel else groups
+    if gpus % groups:
+        raise ArgumentError("ep", expected=f"a number that divides --tp, which is {gpus}", got=str(groups))
+    each = gpus // groups
+    return Ranks(gpus // dp, dp, groups, rank % each, rank // each)
 
 
 def _lines(row: LayerPreview, engine: Engine) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from polymoe.explanation.explanation import RESERVE, Explanation, ModelTime, Row, explain
+from polymoe.explanation.explanation import Explanation, ModelTime, Row, explain
+from polymoe.explanation.fit import RESERVE, Fit, Ranks, fit_of
 
-__all__ = ["RESERVE", "Explanation", "ModelTime", "Row", "explain"]
+__all__ = ["RESERVE", "Explanation", "Fit", "ModelTime", "Ranks", "Row", "explain", "fit_of"]

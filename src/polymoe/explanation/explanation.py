@@ -6,17 +6,16 @@ No weight is loaded. Sizes are those of tensor headers, else of the config; for 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from polymoe.checkpoint import Checkpoint
 from polymoe.checkpoint.dense_size import DenseSize
-from polymoe.checkpoint.known_models import dense_size_of, open_checkpoint
-from polymoe.checkpoint.kv_cache import KvCache, kv_cache
-from polymoe.checkpoint.shard import Shard
+from polymoe.checkpoint.known_models import open_checkpoint
+from polymoe.checkpoint.kv_cache import KvCache
 from polymoe.common.units import format_bytes, format_count, format_ranges, format_us
-from polymoe.errors import ArgumentError
+from polymoe.explanation.fit import RESERVE, Fit, Ranks, fit_of
 from polymoe.layer.experts import resolve_activations
 from polymoe.machine import Device, Machine
 from polymoe.planning.plan import role_tokens
@@ -26,9 +25,6 @@ from polymoe.problem import Dtype, Problem
 from polymoe.problem.activation_quantization import ActivationQuantization
 
 __all__ = ["RESERVE", "Explanation", "ModelTime", "Row", "explain"]
-
-RESERVE = 0.05
-"""Share of the device's memory for the CUDA context, workspaces and activations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +116,7 @@ class Explanation:
         device: the device that it was explained for.
         rows: layers that share a problem, in order.
         role: of the token counts for which it was planned.
-        dense: size of everything outside the experts on one of ``tp`` ranks; None where it is not known.
-        kv: what attention keeps of each token; None where it is not known.
-        tp: tensor parallel size.
-        tp_that_fits: a tensor parallel size at which the model fits the device: the least power of two up to 64, else
-            the least other size; None if none does, or if the model fits already.
+        fit: memory of one GPU, and of those that serve the model together.
         notes: other remarks, such as unequal tensor-parallel slices.
     """
 
@@ -132,36 +124,49 @@ class Explanation:
     model_type: str
     device: Device
     rows: tuple[Row, ...]
+    fit: Fit
     role: str = "mixed"
-    dense: DenseSize | None = None
-    kv: KvCache | None = None
-    tp: int = 1
-    tp_that_fits: int | None = None
     notes: tuple[str, ...] = ()
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights that are known, on one rank."""
-        return sum(row.packed_bytes for row in self.rows) + (self.dense.total_bytes if self.dense else 0)
+        return self.fit.weight_bytes
 
     @property
     def cache_bytes(self) -> int | None:
-        """Device memory that is left for the KV cache beside weights and :data:`RESERVE`; None for a CPU. Negative
-        where the weights do not fit."""
-        return round(self.device.memory_bytes * (1 - RESERVE)) - self.weight_bytes if self._on_gpu else None
+        """See :attr:`Fit.cache_bytes`."""
+        return self.fit.cache_bytes
 
     @property
     def fits(self) -> bool | None:
         """Whether all weights that are known fit; None for a CPU."""
-        return None if self.cache_bytes is None else self.cache_bytes >= 0
+        return self.fit.fits
 
     @property
     def cache_tokens(self) -> int | None:
-        """Tokens of context that the KV cache has room for in 16 bit; None where either size is not known."""
-        each = self.kv.token_bytes(self.tp) if self.kv else 0
-        if not each or self.dense is None or self.cache_bytes is None:
-            return None
-        return max(self.cache_bytes, 0) // each
+        """See :attr:`Fit.cache_tokens`."""
+        return self.fit.cache_tokens
+
+    @property
+    def dense(self) -> DenseSize | None:
+        """Size of everything outside the experts on one rank; None where it is not known."""
+        return self.fit.dense
+
+    @property
+    def kv(self) -> KvCache | None:
+        """What attention keeps of each token; None where it is not known."""
+        return self.fit.kv
+
+    @property
+    def tp(self) -> int:
+        """Tensor parallel size."""
+        return self.fit.ranks.tp
+
+    @property
+    def tp_that_fits(self) -> int | None:
+        """Tensor parallel size of :attr:`Fit.suffices`."""
+        return self.fit.suffices.tp if self.fit.suffices else None
 
     @property
     def times(self) -> tuple[ModelTime, ...]:
@@ -182,6 +187,11 @@ class Explanation:
         multiplying = self.dense.read_bytes * tokens / self.device.flops_16bit  # two operations for each two bytes
         return 1e6 * max(reading, multiplying)
 
+    @property
+    def where(self) -> str:
+        """The device, and the sizes of parallel groups."""
+        return ", ".join(filter(None, (str(self.device), str(self.fit.ranks))))
+
     def conclusion(self) -> tuple[str, ...]:
         """The answers to the first questions: does it fit, what runs it, how long does a token take."""
         return tuple(line for line in (self._memory(), *self._backends(), self._time()) if line)
@@ -191,31 +201,11 @@ class Explanation:
         return self.device.kind == "cuda"
 
     def _memory(self) -> str:
-        weights, room = format_bytes(self.weight_bytes), self.cache_bytes
-        what = "weights" if self.dense else "experts"
-        if room is None:
-            more = sum(row.memory_bytes - row.packed_bytes for row in self.rows)
-            held = f", and {format_bytes(more)} for dequantized experts" if more > 0 else ""
-            return f"{weights} of {what}{held}"
-        beyond = "" if self.dense else "; a config does not contain the size of the other weights"
-        where = f"{self.tp} x {self.device.name}" if self.tp > 1 else self.device.name
-        each = " on each" if self.tp > 1 else ""
-        memory = format_bytes(self.device.memory_bytes)
-        if room >= 0:
-            left = format_bytes(room)
-            if not self.dense:
-                on = f"each of {where}" if self.tp > 1 else where
-                return f"{weights} of experts leave {left} on {on} for everything else{beyond}"
-            return f"fits on {where}: {weights} of weights leave {left}{each} for the KV cache{self._context()}"
-        fits = f"--tp {self.tp_that_fits} does" if self.tp_that_fits else "no tensor parallel size up to 64 does"
-        return f"does not fit on {where}: {what} take {weights} of {memory}{each}; {fits}{beyond}"
-
-    def _context(self) -> str:
-        """How much context that is, as a clause."""
-        if self.kv is None or self.cache_tokens is None:
-            return ""
-        most = f" (the model's longest context is {self.kv.max_tokens:,})" if self.kv.max_tokens else ""
-        return f", {format_count(self.cache_tokens)} tokens in 16 bits{most}"
+        if self._on_gpu:
+            return self.fit.line()
+        more = sum(row.memory_bytes - row.packed_bytes for row in self.rows)
+        held = f", and {format_bytes(more)} for dequantized experts" if more > 0 else ""
+        return f"{format_bytes(self.weight_bytes)} of {'weights' if self.dense else 'experts'}{held}"
 
     def _backends(self) -> list[str]:
         lines: dict[str, list[int]] = {}
@@ -258,15 +248,9 @@ class Explanation:
             "device": str(self.device),
             "conclusion": list(self.conclusion()),
             "tp": self.tp,
-            "fits": self.fits,
-            "memory_bytes": self.device.memory_bytes or None,
-            "weight_bytes": self.weight_bytes,
-            "dense_bytes": self.dense.total_bytes if self.dense else None,
-            "cache_bytes": self.cache_bytes,
-            "cache_tokens": self.cache_tokens,
-            "cache_bytes_per_token": self.kv.token_bytes(self.tp) if self.kv else None,
-            "max_context": self.kv.max_tokens if self.kv else None,
-            "tp_that_fits": self.tp_that_fits,
+            "dp": self.fit.ranks.dp,
+            "ep": self.fit.ranks.ep,
+            **self.fit.to_dict(),
             "times": [time.to_dict() for time in self.times],
             "notes": list(self.notes),
             "rows": [
@@ -283,7 +267,7 @@ class Explanation:
         }
 
     def __str__(self) -> str:
-        lines = [f"{self.name}: {self.model_type}, on {self.device}", *self.conclusion()]
+        lines = [f"{self.name}: {self.model_type}, on {self.where}", *self.conclusion()]
         for row in self.rows:
             lines += [
                 f"layers {format_ranges(row.layers)}: {row.memory()}",
@@ -298,6 +282,7 @@ def explain(
     device: str | Device | None = None,
     tp: int | tuple[int, int] = 1,
     ep: int | tuple[int, int] = 1,
+    dp: int = 1,
     role: str = "mixed",
     backend: str = "auto",
     activations: ActivationQuantization | str = "auto",
@@ -311,22 +296,34 @@ def explain(
             else the sizes are those that ship with polymoe, if it knows the model; else its config files are fetched.
         device: a GPU's name ("h200", "NVIDIA H200"), an architecture ("sm_120"), "cpu", or None for this machine's
             GPU, or else its CPU.
-        tp, ep: size, or ``(rank, size)``, of the tensor and expert parallel group.
+        tp, dp: sizes of the tensor and data parallel groups of an engine: attention is sliced over ``tp`` GPUs, and
+            there are ``tp * dp`` of them. ``tp`` may be ``(rank, size)``.
+        ep: size, or ``(rank, size)``, of the expert parallel group, which consists of the same GPUs: it divides their
+            number, and each expert is sliced over ``tp * dp / ep``.
         role, backend, activations, batch_invariant: as for :func:`polymoe.load_experts`.
         dtype: of the experts' input.
 
     Raises:
         CheckpointError: if the checkpoint or its config cannot be understood.
-        ArgumentError: for an unknown name, or if ``tp`` would split a group; the sizes that work are listed.
+        ArgumentError: for an unknown name, or for groups that no engine can start, or if they would split a group of
+            weights; the sizes that work are listed.
         UnsupportedProblem: if ``backend`` names one and it is rejected.
     """
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     machine = Machine.of(device).shared_by(len(checkpoint.layers))
+    ranks = Ranks.of(tp, ep, dp)
+    ranks.require_heads(checkpoint)
+    shard = ranks.experts
     grouped: dict[Problem, list[int]] = {}
     for layer in checkpoint.layers:
         mode = resolve_activations(checkpoint, layer, machine, activations)
         problem = checkpoint.problem(
-            layer, tp=tp, ep=ep, dtype=dtype, activations=mode, batch_invariant=batch_invariant
+            layer,
+            tp=(shard.tp_rank, shard.tp),
+            ep=(shard.ep_rank, shard.ep),
+            dtype=dtype,
+            activations=mode,
+            batch_invariant=batch_invariant,
         )
         grouped.setdefault(problem, []).append(layer)
     rows = tuple(
@@ -336,34 +333,12 @@ def explain(
     if backend != "auto":
         for row in rows:
             row.selection.require(f"layers {format_ranges(row.layers)}")
-    size, dense = Shard.of(tp, ep).tp, dense_size_of(checkpoint)
-    found = Explanation(
+    return Explanation(
         str(checkpoint.name),
         checkpoint.model_type,
         machine.device,
         rows,
+        fit_of(checkpoint, machine.device, ranks),
         role=role,
-        dense=dense and dense.sliced(size),
-        kv=kv_cache(checkpoint.config),
-        tp=size,
-        notes=checkpoint.notes(tp=tp),
+        notes=checkpoint.notes(tp=shard.tp),
     )
-    if (found.cache_bytes or 0) >= 0:
-        return found
-    return replace(found, tp_that_fits=_tp_that_fits(checkpoint, machine.device, dense, ep))
-
-
-def _tp_that_fits(
-    checkpoint: Checkpoint, device: Device, dense: DenseSize | None, ep: int | tuple[int, int]
-) -> int | None:
-    """Return a tensor parallel size at which all weights fit: the least power of two up to 64, else the least other
-    size; None if there is none."""
-    for size in (2, 4, 8, 16, 32, 64, *range(3, 64)):
-        try:
-            specs = [checkpoint.spec(layer, tp=size, ep=ep) for layer in checkpoint.layers]
-        except ArgumentError:
-            continue
-        experts = sum(s.local_bytes for s in specs)
-        if experts + (dense.sliced(size).total_bytes if dense else 0) <= device.memory_bytes * (1 - RESERVE):
-            return size
-    return None
