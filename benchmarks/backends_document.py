@@ -15,6 +15,7 @@ from polymoe.formats import FORMATS
 from polymoe.machine import DEVICES, Device, Machine
 from polymoe.planning.measured import Table
 from polymoe.planning.proof import ProofStatus, weakest
+from polymoe.planning.proof import said as status_said
 from polymoe.planning.select import select
 from polymoe.planning.selection import Candidate, describe
 from polymoe.problem import Problem
@@ -56,12 +57,12 @@ available on request only.
 
 Each cell says how far the backend is proven on that GPU model:
 
-- `measured`: timings on this model are recorded in `benchmarks/results/`, of results that were checked.
-- `run`: the GPU tests passed on this model.
-- `unrun`: the backend was compiled for this model, emulated, or run on other GPUs, but never on this one. `auto` uses
-  it only if nothing better accepts the problem, and the log line at load says so.
+- timed: timings on this model are recorded in `benchmarks/results/`, of results that were checked.
+- tested: the GPU tests passed on this model.
+- never tested: the backend was compiled for this model, emulated, or run on other GPUs, but never on this one. `auto`
+  uses it only if nothing better accepts the problem, and the log line at load says so.
 
-In every case a layer's results are compared with the reference when it is loaded. A CPU counts as `run`, because the
+In every case a layer's results are compared with the reference when it is loaded. A CPU counts as tested, because the
 test suite runs there.
 """
 
@@ -176,7 +177,10 @@ def _section(backend: Backend) -> str:
         for mode in MODES:
             if isinstance(found[gpu, form, mode].verdict, Accepted):
                 modes[weakest(status for _, status in found[gpu, form, mode].proofs)].append(mode)
-        return "; ".join(f"{status}: {_joined(held, MODES, 'all')}" for status, held in modes.items() if held) or "-"
+        return (
+            "; ".join(f"{status_said(status)}: {_joined(held, MODES, 'all')}" for status, held in modes.items() if held)
+            or "-"
+        )
 
     columns = _by_value({gpu: tuple(taken(gpu, f) for f in FORMATS) for gpu in GPUS})
     rows = _by_value({f: tuple(taken(gpus[0], f) for gpus in columns.values()) for f in FORMATS})

@@ -221,8 +221,8 @@ def explained() -> str:
     model, device = EXPLAINED
     with patch.dict(os.environ, {"POLYMOE_CACHE": "/nowhere"}):
         text = str(explain(model, device=device))
-    lines = "\n".join(text.splitlines()[:4])
-    return f"```console\n$ polymoe explain {model} --device {device} | head -4\n{lines}\n```\n"
+    lines = "\n".join(text.splitlines()[:5])
+    return f"```console\n$ polymoe explain {model} --device {device} | head -5\n{lines}\n```\n"
 
 
 def known() -> str:

@@ -77,7 +77,7 @@ def gpus_page() -> str:
         "# Models and GPUs\n\n"
         "- [Families, formats and dialects](../README.md#models-and-formats) that polymoe reads.\n"
         "- [Models by name](command-line.md#explain), whose sizes ship with polymoe.\n"
-        "- [What is measured, run and unrun](../README.md#gpus) on which GPU.\n"
+        "- [What was timed, tested and never tested](../README.md#gpus) on which GPU.\n"
         "- [What each backend accepts](backends.md), by format and GPU.\n\n"
         "## Devices\n\n"
         "`--device` and `device=` take these names, a GPU's name as its maker writes it, or an architecture such as "

@@ -74,10 +74,10 @@ def test_commands_parse(document: str, line: str) -> None:
 
 
 def test_the_shown_output_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    block = re.search(r"^\$ polymoe (explain .*) \| head -4\n((?:.*\n){4})```", README, flags=re.MULTILINE)
+    block = re.search(r"^\$ polymoe (explain .*) \| head -5\n((?:.*\n){5})```", README, flags=re.MULTILINE)
     assert block is not None
     app(shlex.split(block[1]), standalone_mode=False)
-    assert "".join(capsys.readouterr().out.splitlines(keepends=True)[:4]) == block[2]
+    assert "".join(capsys.readouterr().out.splitlines(keepends=True)[:5]) == block[2]
 
 
 @pytest.mark.parametrize("path", LINKING, ids=lambda path: str(path.relative_to(ROOT)))

@@ -115,7 +115,7 @@ def test_every_cell_and_every_reason() -> None:
     for line in (
         "| format | a100, rtx4090, b200, rtx5090, cpu | h100, h200 |",
         "| `bf16`, `fp16`, `mxfp4`, `nvfp4`, `int4_g32`, `int4_g128` | - | - |",
-        "| `fp8_tensor`, `fp8_channel`, `fp8_block128`, `mxfp8` | - | unrun: all but 16bit |",
+        "| `fp8_tensor`, `fp8_channel`, `fp8_block128`, `mxfp8` | - | never tested: all but 16bit |",
         "| accepted (up to 63 tokens) | h100, h200: fp8_tensor, fp8_channel, fp8_block128, mxfp8 with all but 16bit |",
         "| GPU: expects SM90 | everywhere but h100 and h200: every format |",
         "| activations: expects fp8 | everywhere: every format with 16bit |",

@@ -108,7 +108,7 @@ class TestConstructedCases:
     def test_what_explain_says(self) -> None:
         text = str(asked(CASES["nemotron-3-super"].problem(activations="nvfp4"), machine("gb10")))
         assert "repeated calls differ in rounding" in text
-        assert "unrun on gb10" in text
+        assert "never tested on gb10" in text
         assert "compiles kernels at the first call with each power of two of tokens" in text
         assert "routing weights are rounded to bfloat16" in str(asked(kimi(1), machine("b200")))
 

@@ -109,12 +109,20 @@ class TestExplain:
         code, out, _ = cli("explain", "openai/gpt-oss-20b", "--device", "NVIDIA H200")
         assert code == 0
         assert re.search(
-            r"1-\d+ +│ cuda +│ w4a16_mma_ordered +│ [\d.]+ us at 1 to [^│]+│ [^│]+│ [^│]+│ measured on h200", out
+            r"1-\d+ +│ cuda +│ w4a16_mma_ordered +│ [\d.]+ us at 1 to [^│]+│ [^│]+│ [^│]+│ timed on h200", out
         )
         assert re.search(r"16 +│ [\d.]+ ms +│ [\d.]+ us +│ [\d.]+ ms +│ [\d,]+ ", out)
         verdicts = out.split("verdicts of all backends")[1]
         times = {name: float(re.findall(rf"│ {name} +│[^│]+│ ([\d.]+)", verdicts)[0]) for name in ("cuda", "triton")}
         assert 1 < times["cuda"] < times["triton"]  # over the floor: why auto takes the former
+
+    def test_cells_without_a_value_say_why(self, cli: Cli) -> None:
+        _, out, _ = cli("explain", "openai/gpt-oss-20b", "--device", "rtx4090")
+        rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│")]
+        assert any("prefill: not predicted" in row for row in rows)
+        assert any(row[-2:] == ["refused", "refused"] for row in rows)
+        filled = [row for row in rows if row[0]]  # the others continue a cell
+        assert not [row for row in filled for cell in row if cell in ("", "-")]
 
     def test_a_plan_that_keeps_16_bits_for_few_tokens(self, cli: Cli) -> None:
         name = "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4"

@@ -41,7 +41,7 @@ def test_a_table_that_explain_reads(cli: Cli) -> None:
     assert [r.tokens for r in read(user_file("cpu"))] == [1, 4]
     assert "s at 1 to" in str(polymoe.explain(SUMS, device="cpu", backend="reference"))
     assert (
-        "measured; cost model scaled to 4 tokens measured"
+        "measured; predicted from 4 tokens measured"
         in cli("explain", SUMS, "--device", "cpu", "--backend", "reference")[1]
     )
     code, out, _ = cli("tune", *SMALL, "--json")

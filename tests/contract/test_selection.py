@@ -279,7 +279,7 @@ def test_every_range_has_a_time(role: str) -> None:
     found = selection.ranges()
     assert [r.tokens for r in found] == ["1-63", "64-512", "513+"]
     assert all(re.match(r"[\d.]+ us at \d+", r.time) for r in found)
-    assert {(r.source, r.proven) for r in found} == {("cost model", "unrun on h200")}
+    assert {(r.source, r.proven) for r in found} == {("predicted", "never tested on h200")}
 
 
 def test_update_keeps_addresses() -> None:

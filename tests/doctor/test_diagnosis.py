@@ -67,14 +67,14 @@ class TestBackends:
             "memory": "1.0 GiB free of 2.0 GiB",
         }  # fmt: skip
         said = found["backends"]["h200 (sm_90)"]
-        assert said["cuda"]["mxfp4"]["text"].startswith("accepted (CUDA graphs, measured on h200")
+        assert said["cuda"]["mxfp4"]["text"].startswith("accepted (CUDA graphs, timed on h200")
         assert (said["cuda"]["mxfp4"]["accepted"], said["cuda"]["mxfp4"]["proof"]) == (True, "measured")
         assert said["cuda"]["fp16"]["accepted"] is False
         assert "weights of gate, up, down: expects mxfp4" in said["cuda"]["fp16"]["text"]
         assert said["triton"]["fp8_channel"] == {
             "accepted": True,
             "proof": "measured",
-            "text": "accepted (CUDA graphs, measured on h200)",
+            "text": "accepted (CUDA graphs, timed on h200)",
         }
 
     def test_two_of_one_model_are_asked_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,8 +86,8 @@ class TestBackends:
     def test_formats_with_one_answer_stand_in_one_line(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.on(monkeypatch, "rtx4090")
         text = str(diagnose())
-        assert "every format  accepted (CUDA graphs, unrun on rtx4090)" in text
-        assert text.count("unrun on rtx4090") == 3  # Triton's, the CUDA kernels', and the reference's
+        assert "every format  accepted (CUDA graphs, never tested on rtx4090)" in text
+        assert text.count("never tested on rtx4090") == 3  # Triton's, the CUDA kernels', and the reference's
 
 
 class TestBroken:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -61,13 +62,15 @@ def test_whether_it_fits() -> None:
     assert memory == (
         "fits on h200: 2.6 MiB of weights leave 133.4 GiB for the KV cache, 280 million tokens in 16 bits" + CONTEXT
     )
-    assert backends == "mxfp4 experts run on backend cuda (measured on h200)"
+    assert re.fullmatch(
+        r"mxfp4 experts would use cuda \(timed on h200\): predicted \S+ to \S+ times as fast as triton, .*", backends
+    )
     assert time == (
         "one token takes at least 40.3 us (at most 24,800 tokens/s): 40.1 us in the experts"
         " (10.0 us in each of 4 layers) and 0.2 us to read all other weights"
     )
     assert list(found.conclusion()) == found.to_dict()["conclusion"] == str(found).splitlines()[1:4]
-    cpu = ("2.6 MiB of weights, and 13.6 MiB for dequantized experts", "mxfp4 experts run on backend torch")
+    cpu = ("2.6 MiB of weights, and 13.6 MiB for dequantized experts", "mxfp4 experts would use torch")
     assert polymoe.explain(SUMS, device="cpu").conclusion() == cpu
     assert len(polymoe.explain(SUMS, device="h200", role="prefill").conclusion()) == 2
 
@@ -137,12 +140,16 @@ class TestWithoutFiles:
 
     def test_a_known_model(self) -> None:
         found = polymoe.explain("openai/gpt-oss-20b", device="RTX 4090")
-        memory, backends, time = found.conclusion()
+        memory, backends, time, proof = found.conclusion()
         assert memory == (
             "fits on rtx4090: 12.8 GiB of weights leave 10.0 GiB for the KV cache, 436,000 tokens in 16 bits"
             " (the model's longest context is 131,072)"
         )
-        assert backends == "mxfp4 experts run on backend triton (unrun on rtx4090)"
+        assert backends.startswith("mxfp4 experts would use triton (never tested on rtx4090): predicted ")
+        assert proof == (
+            "never tested on rtx4090: kernels of the same source passed on h200; `polymoe verify openai/gpt-oss-20b"
+            " --layer 0 --all-backends` tests one layer on yours, for a record"
+        )
         assert time == (
             "one token takes at least 4.77 ms (at most 210 tokens/s): 2.35 ms in the experts"
             " (97.9 us in each of 24 layers) and 2.42 ms to read all other weights"
@@ -229,6 +236,19 @@ class TestWithoutFiles:
         there = cached(hub, known.name)
         write(there / "config.json", dict(known.config))
         assert polymoe.explain(known.name, device="h200").dense == known.dense
+
+
+def test_how_much_faster_than_the_next_best_backend() -> None:
+    """By the times of the JSON, at every token count that both have."""
+    found = polymoe.explain("deepseek-ai/DeepSeek-V3", device="h200", tp=8)
+    selection = found.to_dict()["rows"][0]
+    mine = {time["tokens"]: time["time_us"] for step in selection["plan"]["steps"] for time in step["times"]}
+    (triton,) = (c["predicted"] for c in selection["candidates"] if c["backend"] == "triton")
+    factors = [p["time_us"] / mine[p["tokens"]] for p in triton]
+    times = [*triton, *(time for step in selection["plan"]["steps"] for time in step["times"])]
+    how = "measured" if {time["source"] for time in times if time["tokens"] in mine} == {"measured"} else "predicted"
+    said = f"{min(factors):.1f} to {max(factors):.1f} times as fast as triton, the next-best backend"
+    assert f"fp8_block128 experts would use cuda (timed on h200): {how} {said}" in found.conclusion()
 
 
 def test_ranks() -> None:
@@ -343,9 +363,9 @@ def test_paths_without_a_checkpoint(path: str, error: type[PolymoeError], messag
         ((), ""),
         ((7,), "7"),
         ((3, 4, 5, 9), "3-5, 9"),
-        ((1, 3, 5, 7), "1-7 by 2"),
+        ((1, 3, 5, 7), "1, 3, 5, 7"),
         ((1, 3, 4, 5), "1, 3-5"),
-        ((0, 2, 4, 5, 6), "0-4 by 2, 5-6"),
+        ((0, 2, 4, 5, 6), "0, 2, 4-6"),
     ],
 )
 def test_format_ranges(layers: tuple[int, ...], text: str) -> None:

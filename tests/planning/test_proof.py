@@ -120,8 +120,8 @@ class TestStatus:
         machine = replace(H200, device=DEVICES[gpu])
         selection = select(CASES["gpt-oss-20b"].problem(), machine, table=Table())
         assert set(selection.proofs) == {"unrun"}
-        assert f"triton: accepted (CUDA graphs, unrun on {gpu})" in str(selection)
-        assert f" is unrun on {gpu}: no test has run" in selection.summary()
+        assert f"triton: accepted (CUDA graphs, never tested on {gpu})" in str(selection)
+        assert f" was never tested on {gpu}: `polymoe verify" in selection.summary()
 
     def test_an_h100_is_not_an_h200(self) -> None:
         """Both backends are unrun there, so that predicted time decides."""
@@ -133,7 +133,7 @@ class TestStatus:
     def test_every_case_is_proven_on_an_h200(self, case: str) -> None:
         selection = select(CASES[case].problem(), H200, table=Table())
         assert set(selection.proofs) <= {"measured", "run"}
-        assert "unrun" not in selection.summary()
+        assert "never tested" not in selection.summary()
 
     def test_families_of_the_cuda_backend(self) -> None:
         selection = select(CASES["deepseek-v4-flash"].problem(), H200, table=Table())
@@ -185,7 +185,9 @@ class TestAuto:
         assert backends_of(chosen(rows, replace(self.SLOW, max_tokens=63), self.FAST)) == ["slow", "fast"]
         selection = chosen(rows, replace(self.SLOW, max_tokens=63), self.FAST)
         assert selection.proofs == ("run", "unrun", "unrun")
-        assert "fast is unrun on h200: no test has run on this GPU model, only the check at load" in str(selection)
+        assert "fast was never tested on h200: `polymoe verify MODEL --all-backends` does it there, and" in str(
+            selection
+        )
 
     def test_a_layout_whose_reader_is_proven_goes_before_a_faster_one(self) -> None:
         elsewhere = replace(self.FAST, layouts=("natural",))
@@ -391,9 +393,9 @@ def test_explain_says_it(cli: Any) -> None:
     path = MODELS / "sums-gpt-oss-mxfp4"
     code, out, _ = cli("explain", path, "--device", "b200")
     assert code == 0
-    assert "unrun on b200" in " ".join(out.split())
+    assert "never tested on b200" in " ".join(out.split())
     assert "floor" in out
     code, out, _ = cli("explain", path, "--device", "h200", "--json")
     (row,) = json.loads(out)["rows"]
     assert {step["proof"] for step in row["plan"]["steps"]} == {"measured"}
-    assert "measured on h200" in str(polymoe.explain(path, device="h200"))
+    assert "timed on h200" in str(polymoe.explain(path, device="h200"))

@@ -136,6 +136,8 @@ def _times(explanation: Explanation) -> Table:
         row = [str(time.tokens), format_us(time.experts_us)]
         if time.rest_us is not None and time.total_us is not None and time.tokens_per_second is not None:
             row += [format_us(time.rest_us), format_us(time.total_us), format_count(round(time.tokens_per_second))]
+        elif known:
+            row += ["prefill: not predicted"] * len(rest)
         rows.append(row)
     return cells(("tokens", f"experts of {layers} layers", *rest), rows, title)
 
@@ -145,13 +147,15 @@ def _ranges(row: Row) -> Table:
     ranges = row.selection.ranges()
     families = [found.step.config.kernel_family for found in ranges]
     kernels = ("kernels",) if any(families) else ()
+    proofs = ("kernels were",) if any(found.proven for found in ranges) else ()  # a CPU's all passed the tests
     rows = []
     for found, family in zip(ranges, families, strict=True):
         kept = row.problem.activations.quantized and found.step.config.keeps_16_bits
         backend = f"{found.step.backend}, 16-bit inputs" if kept else found.step.backend
-        named = (family or "-",) if kernels else ()
-        rows.append((found.tokens, backend, *named, found.time, found.floor, found.source, found.proven or "-"))
-    return cells(("tokens", "backend", *kernels, "time of one layer", "floor", "source", "proven"), rows, title)
+        named = (family or "of one kind",) if kernels else ()
+        proven = (found.proven,) if proofs else ()
+        rows.append((found.tokens, backend, *named, found.time, found.floor, found.source, *proven))
+    return cells(("tokens", "backend", *kernels, "time of one layer", "floor", "time is", *proofs), rows, title)
 
 
 def _candidates(row: Row) -> Table:
@@ -160,11 +164,12 @@ def _candidates(row: Row) -> Table:
 
     selection = row.selection
     what = "verdicts of all backends" if selection.plan else f"nothing runs here with backend {selection.requested}"
-    rows = []
+    on_gpu, rows = selection.machine.device.kind == "cuda", []
     for c in selection.candidates:
         verdict = c.verdict
         said = describe(verdict) if isinstance(verdict, Accepted) else "\n".join(map(str, verdict.reasons))
         ratios = [p.time_us / selection.floor_us(tokens) for tokens, p in c.predictions]
-        proven = c.proven(selection.machine.device) or "-"
-        rows.append((c.backend, said, f"{fmean(ratios):.2f}" if ratios else "-", proven))
-    return cells(("backend", "verdict", "time / floor", "proven"), rows, f"layers {format_ranges(row.layers)}: {what}")
+        proven = (c.proven(selection.machine.device) or "refused",) if on_gpu else ()
+        rows.append((c.backend, said, f"{fmean(ratios):.2f}" if ratios else "refused", *proven))
+    columns = ("backend", "verdict", "time / floor", *(("kernels were",) if on_gpu else ()))
+    return cells(columns, rows, f"layers {format_ranges(row.layers)}: {what}")

@@ -134,7 +134,7 @@ def _lines(row: LayerPreview, engine: Engine) -> list[str]:
 
 
 def _range(found: PlannedRange) -> str:
-    proven = f", {found.proven}" if found.proven else ""
+    proven = f", kernels {found.proven}" if found.proven else ""
     return f"{format_tokens(found.tokens)}: {found.step.backend}, {found.time} ({found.source}){proven}"
 
 

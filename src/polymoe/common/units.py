@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 __all__ = ["format_bytes", "format_count", "format_ranges", "format_tokens", "format_us"]
 
+_PATTERN = 8
+"""Numbers in equal steps above 1 are all listed if they are fewer."""
+
 
 def format_bytes(count: float) -> str:
     """Format bytes: ``"1.2 MiB"``."""
@@ -39,13 +42,17 @@ def format_count(count: int) -> str:
 
 
 def format_ranges(numbers: Sequence[int]) -> str:
-    """Format ascending numbers: ``(3, 4, 5, 9)`` gives ``"3-5, 9"``; ``(1, 3, 5, 7)`` gives ``"1-7 by 2"``."""
+    """Format ascending numbers: ``(3, 4, 5, 9)`` gives ``"3-5, 9"``; every second one of 1 to 47 gives
+    ``"1, 3, 5, ..., 47"``."""
     texts, rest = [], list(numbers)
     while rest:
         step = rest[1] - rest[0] if len(rest) > 1 else 1
         count = next((i for i, number in enumerate(rest) if number != rest[0] + i * step), len(rest))
-        if step > 1 and count < 3:
-            count = 1  # two numbers make no pattern
+        if step > 1 and count < _PATTERN:
+            count = 1
         run, rest = rest[:count], rest[count:]
-        texts.append(str(run[0]) if count == 1 else f"{run[0]}-{run[-1]}" + (f" by {step}" if step > 1 else ""))
+        if count == 1:
+            texts.append(str(run[0]))
+        else:
+            texts.append(f"{run[0]}-{run[-1]}" if step == 1 else f"{run[0]}, {run[1]}, {run[2]}, ..., {run[-1]}")
     return ", ".join(texts)

@@ -6,10 +6,11 @@ No weight is loaded. Sizes are those of tensor headers, else of the config; for 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from polymoe.backends.base import inputs_of
 from polymoe.checkpoint import Checkpoint
 from polymoe.checkpoint.dense_size import DenseSize
 from polymoe.checkpoint.known_models import open_checkpoint
@@ -19,6 +20,7 @@ from polymoe.explanation.fit import RESERVE, Fit, Ranks, fit_of
 from polymoe.layer.experts import resolve_activations
 from polymoe.machine import Device, Machine
 from polymoe.planning.plan import role_tokens
+from polymoe.planning.proof import said, shipped
 from polymoe.planning.select import select
 from polymoe.planning.selection import Selection
 from polymoe.problem import Dtype, Problem
@@ -194,7 +196,7 @@ class Explanation:
 
     def conclusion(self) -> tuple[str, ...]:
         """The answers to the first questions: does it fit, what runs it, how long does a token take."""
-        return tuple(line for line in (self._memory(), *self._backends(), self._time()) if line)
+        return tuple(line for line in (self._memory(), *self._backends(), self._time(), self._proof()) if line)
 
     @property
     def _on_gpu(self) -> bool:
@@ -216,15 +218,44 @@ class Explanation:
                 text = f"no backend runs {row.problem.spec.format} experts here"
             else:
                 proofs = zip(plan.steps, s.proofs, strict=True)
-                said = dict.fromkeys(
-                    f"{step.backend} ({status} on {self.device.name})" if self._on_gpu else step.backend
+                used = dict.fromkeys(
+                    f"{step.backend} ({said(status, self.device)})" if self._on_gpu else step.backend
                     for step, status in proofs
                 )
-                text = f"{row.problem.spec.format} experts run on backend {' and '.join(said)}"
+                text = f"{row.problem.spec.format} experts would use {' and '.join(used)}{self._lead(s)}"
             lines.setdefault(text, []).extend(row.layers)
         if len(lines) == 1:
             return list(lines)
         return [f"layers {format_ranges(sorted(layers))}: {text}" for text, layers in lines.items()]
+
+    def _lead(self, selection: Selection) -> str:
+        """How much faster the plan is than without the backends that it uses, as a clause."""
+        if not self._on_gpu or selection.next_best is None:
+            return ""
+        name, *factors, measured = selection.next_best
+        least, most = (f"{factor:.1f}" for factor in factors)
+        how = "measured" if measured else "predicted"
+        return (
+            f": {how} {least if least == most else f'{least} to {most}'} times as fast as {name}, the next-best backend"
+        )
+
+    def _proof(self) -> str:
+        """What was proven of kernels that never ran on the GPU, and how to prove them there."""
+        models: dict[str, None] = {}
+        unproven = []
+        for row in self.rows:
+            for step, status in zip(
+                row.selection.plan.steps if row.selection.plan else (), row.selection.proofs, strict=False
+            ):
+                if status == "unrun":
+                    problem = replace(row.problem, activations=inputs_of(row.problem, step.config))
+                    models |= dict.fromkeys(shipped().elsewhere(step.backend, step.config.kernel_family, problem))
+                    unproven.append(row.layers[0])
+        if not unproven:
+            return ""
+        where = f"kernels of the same source passed on {', '.join(models)}" if models else "they ran on no GPU yet"
+        command = f"polymoe verify {self.name} --layer {unproven[0]} --all-backends"
+        return f"never tested on {self.device.name}: {where}; `{command}` tests one layer on yours, for a record"
 
     def _time(self) -> str:
         if not self.times or self.times[0].tokens != 1:

@@ -14,14 +14,16 @@ from importlib import resources
 from typing import Literal
 
 from polymoe.errors import FormatError
-from polymoe.machine import Device
+from polymoe.machine import DEVICES, Device
 from polymoe.problem import Problem
 
-__all__ = ["Proof", "ProofStatus", "Proofs", "RunLine", "parse", "shipped", "weakest"]
+__all__ = ["Proof", "ProofStatus", "Proofs", "RunLine", "parse", "said", "shipped", "weakest"]
 
 ProofStatus = Literal["measured", "run", "unrun"]
 """``measured``: there are times of it on this GPU model, taken of results that were checked. ``run``: tests proved its
-results on this GPU model. ``unrun``: compiled for it, emulated, or run on other GPUs, and never run on this one."""
+results on this GPU model. ``unrun``: compiled for it, emulated, or run on other GPUs, and never run on this one. What
+people read is :func:`said`: "measured" and "predicted" are words for times."""
+_SAID: dict[ProofStatus, str] = {"measured": "timed", "run": "tested", "unrun": "never tested"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +111,17 @@ class Proofs:
         cells = [(backend, family, name, str(problem.activations), device.name) for name in formats]
         found: list[ProofStatus] = [self._statuses.get(cell, "unrun") for cell in cells]
         return weakest(found if len(formats) == 1 else [*found, "run"])
+
+    def elsewhere(self, backend: str, family: str, problem: Problem) -> tuple[str, ...]:
+        """GPU models on which ``family`` of ``backend`` was timed or tested on such a problem."""
+        models = dict.fromkeys(device for *_, device in self._statuses)
+        found = (DEVICES[model] for model in models if model in DEVICES)
+        return tuple(d.name for d in found if self.status(backend, family, problem, d) != "unrun")
+
+
+def said(status: ProofStatus, device: Device | None = None) -> str:
+    """What people read: ``"timed"``, ``"tested"`` or ``"never tested"``, with a GPU model ``"timed on h200"``."""
+    return _SAID[status] + (f" on {device.name}" if device else "")
 
 
 def weakest(statuses: Iterable[ProofStatus]) -> ProofStatus:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 from polymoe.backends.base import Prediction
@@ -12,7 +13,7 @@ from polymoe.common.units import format_tokens, format_us
 from polymoe.errors import UnsupportedProblem
 from polymoe.machine import Device, Machine
 from polymoe.planning.plan import Plan, PlanStep
-from polymoe.planning.proof import ProofStatus, weakest
+from polymoe.planning.proof import ProofStatus, said, weakest
 from polymoe.problem import Problem
 from polymoe.problem.verdict import Accepted, Reason, Rejected
 
@@ -39,14 +40,14 @@ class Candidate:
     tunable: bool = False
 
     def proven(self, device: Device) -> str:
-        """How far it is proven on the GPU: ``"measured on h200"``, or ``"measured on h200 (w4a16_mma), run on h200
+        """How far it is proven on the GPU: ``"timed on h200"``, or ``"timed on h200 (w4a16_mma), tested on h200
         (w4a16_wgmma)"``; "" for a CPU or a rejection."""
         families: dict[ProofStatus, list[str]] = {}
         for family, status in self.proofs if device.kind == "cuda" else ():
             families.setdefault(status, []).append(family)
         if len(families) == 1:
-            return f"{next(iter(families))} on {device.name}"
-        return ", ".join(f"{status} on {device.name} ({' and '.join(of)})" for status, of in families.items())
+            return said(next(iter(families)), device)
+        return ", ".join(f"{said(status, device)} ({' and '.join(of)})" for status, of in families.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +59,8 @@ class PlannedRange:
         step: backend and configuration.
         time: of one layer, ``"75.2 us at 1 to 180 us at 4"``.
         floor: the least time of the GPU at the same token counts, ``"70.1 us to 150 us"``.
-        source: ``"measured"`` or ``"cost model"``, or both.
-        proven: ``"run on h200"``; "" for a CPU.
+        source: of the time: ``"measured"`` or ``"predicted"``, or both.
+        proven: the kernels: ``"tested on h200"``; "" for a CPU.
     """
 
     tokens: str
@@ -70,7 +71,7 @@ class PlannedRange:
     proven: str
 
     def __str__(self) -> str:
-        known = f"{self.time} ({self.source})" + (f", {self.proven}" if self.proven else "")
+        known = f"{self.time} ({self.source})" + (f", kernels {self.proven}" if self.proven else "")
         return f"{format_tokens(self.tokens)}: {self.step.backend} ({self.step.config}), {known}"
 
 
@@ -134,6 +135,19 @@ class Selection:
                 lines.append(f"{c.backend}: {describe(c.verdict, c.proven(self.machine.device))}")
         return lines
 
+    @property
+    def next_best(self) -> tuple[str, float, float, bool] | None:
+        """The fastest accepted backend that the plan does not use, the least and greatest factor by which the plan is
+        faster at the role's token counts, and whether all of these times were measured; None if no other backend serves
+        them but the reference."""
+        mine, others = dict(self.times), []
+        for c in self.candidates:
+            shared = [(p.time_us / mine[t].time_us) for t, p in c.predictions if t in mine]
+            if shared and c.backend not in (*self._chosen(), "reference"):
+                measured = all(p.source == mine[t].source == "measured" for t, p in c.predictions if t in mine)
+                others.append((fmean(shared), c.backend, min(shared), max(shared), measured))
+        return min(others)[1:] if others else None
+
     def floor_us(self, tokens: int) -> float:
         """The least time that this device could take, in microseconds."""
         return cost(self.problem, self.machine.device, tokens).floor_us
@@ -170,8 +184,8 @@ class Selection:
             within = self._within(step)
             ends = dict.fromkeys((*within[:1], *within[-1:]))
             times = " to ".join(f"{format_us(p.time_us)} at {t}" for t, p in ends)
-            sources = "; ".join(dict.fromkeys(p.source for _, p in ends))
-            proven = f"{status} on {self.machine.device.name}" if self._on_gpu else ""
+            sources = "; ".join(dict.fromkeys(_said_source(p.source) for _, p in ends))
+            proven = said(status, self.machine.device) if self._on_gpu else ""
             floors = " to ".join(format_us(self.floor_us(t)) for t, _ in ends)
             result.append(PlannedRange(tokens, step, times, floors, sources, proven))
         return result
@@ -187,7 +201,8 @@ class Selection:
         """What else the user should know of the choice, as clauses; ``tune`` is the command that tunes for it."""
         device = self.machine.device.name
         remarks = [
-            f"{name} is unrun on {device}: no test has run on this GPU model, only the check at load"
+            f"{name} was never tested on {device}: `polymoe verify MODEL --all-backends` does it there, and the check "
+            "at load compares a few experts"
             for name in self.unrun
         ]
         if self.requested == "auto":
@@ -272,6 +287,11 @@ class Selection:
         lines.append(f"layout {self.plan.layout}")
         lines += [f"  {line}" for line in [*self._steps(), *self._remarks("polymoe tune")]]
         return "\n".join(lines)
+
+
+def _said_source(source: str) -> str:
+    """The source of a time in words for people; ``Prediction.source`` and JSON keep theirs."""
+    return source.replace("cost model scaled to", "predicted from").replace("cost model", "predicted")
 
 
 def describe(verdict: Accepted, proven: str = "") -> str:
