@@ -30,13 +30,10 @@ from polymoe.bench.plot import plot
 from polymoe.bench.records import Record, newest, read, read_lines
 from polymoe.bench.serving import record as serving
 from polymoe.bench.serving import report
-from polymoe.checkpoint.known_models import known_models
-from polymoe.checkpoint.kv_cache import kv_cache
 from polymoe.common.atomic import replace_file
 from polymoe.common.backend_names import current_name
 from polymoe.common.install_command import install_command
 from polymoe.common.json_input import read_fields
-from polymoe.common.units import format_bytes
 from polymoe.explanation import explain
 from polymoe.machine import DEVICES
 from polymoe.planning.measured import Table
@@ -225,18 +222,6 @@ def explained() -> str:
     return f"```console\n$ polymoe explain {model} --device {device} | head -5\n{lines}\n```\n"
 
 
-def known() -> str:
-    """The table of models whose sizes ship with polymoe."""
-    cells = []
-    for name, model in sorted(known_models().items(), key=lambda item: item[0].lower()):
-        checkpoint, cache = model.checkpoint(), kv_cache(model.config)
-        specs = [checkpoint.spec(layer) for layer in checkpoint.layers]
-        weights = sum(spec.experts * spec.expert_bytes for spec in specs) + model.dense.total_bytes
-        context = format_bytes(1000 * cache.token_bytes()) if cache else ""
-        cells.append([f"`{name}`", specs[0].format, format_bytes(weights), context])
-    return markdown(["model", "experts", "weights", "KV cache of 1,000 tokens"], cells)
-
-
 def times(found: Sequence[Record], peers: dict[Row, dict[int, Peer]]) -> str:
     """README's table: microseconds of `cuda`, and of the fastest peer in brackets."""
     measured = by_tokens(found, "cuda")
@@ -408,7 +393,6 @@ def documents() -> dict[Path, str]:
     of_cuda, (named, untuned) = records("cuda"), peers_document.by_case(compared())
     tables = {
         ROOT / "README.md": {"install": install(), "explain": explained(), "times": times(records(), peers)},
-        docs / "command-line.md": {"known": known()},
         docs / "performance" / "triton.md": {"times": standing(records("triton"), "triton", peers)},
         docs / "performance" / "cuda.md": {"times": standing(of_cuda, "cuda", peers), "calls": calls(of_cuda)},
         docs / "performance" / "peers.md": {

@@ -10,9 +10,15 @@ import posixpath
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from polymoe.explanation.models import ModelOnGpu
 
 ROOT = Path(__file__).parents[1]
+
+COMMON_GPUS = ("rtx3090", "rtx4090", "rtx5090", "l40s", "a100", "h100", "h200", "b200")
+CONTEXT = 8192
 
 ROOT_PAGES = {
     "README.md": "index.md",
@@ -76,7 +82,7 @@ def gpus_page() -> str:
     text = (
         "# Models and GPUs\n\n"
         "- [Families, formats and dialects](../README.md#models-and-formats) that polymoe reads.\n"
-        "- [Models by name](command-line.md#explain), whose sizes ship with polymoe.\n"
+        "- [What fits which GPU](#what-fits), of the models whose sizes ship with polymoe.\n"
         "- [What was timed, tested and never tested](../README.md#gpus) on which GPU.\n"
         "- [What each backend accepts](backends.md), by format and GPU.\n\n"
         "## Devices\n\n"
@@ -98,7 +104,36 @@ def gpus_page() -> str:
         if d.kind == "cuda"
     )
     head = ("device", "architecture", "SMs", "GiB", "TB/s", "TFLOP/s, 16 bit", "TFLOP/s, FP8")
-    return text + "".join(_table(head, rows))
+    return text + "".join(_table(head, rows)) + "".join(_what_fits())
+
+
+def _what_fits() -> Iterator[str]:
+    """Every known model on common GPUs, as ``polymoe models`` says it."""
+    from polymoe.common.units import format_bytes
+    from polymoe.explanation.models import models
+
+    yield (
+        f"\n## What fits\n\nTokens per second of one request, at most, where one GPU holds a model with {CONTEXT:,} "
+        "tokens of context; otherwise the number of GPUs that hold its weights. Predicted, or measured where a table "
+        "has the layer: `polymoe models --device GPU` says how far the kernels are proven there.\n\n"
+    )
+    found = {gpu: {one.name: one for one in models(gpu, CONTEXT)} for gpu in COMMON_GPUS}
+
+    def cell(one: ModelOnGpu) -> str:
+        if not one.fits:
+            return f"{one.gpus} GPUs" if (one.gpus or 0) > 1 else "less context" if one.gpus else "over 64 GPUs"
+        return "fits" if one.tokens_per_second is None else f"{one.tokens_per_second:.0f}"
+
+    rows = (
+        (
+            _code(name),
+            one.format,
+            format_bytes(one.explanation.weight_bytes),
+            *(cell(found[gpu][name]) for gpu in COMMON_GPUS),
+        )
+        for name, one in sorted(found[COMMON_GPUS[0]].items(), key=lambda item: item[0].lower())
+    )
+    yield from _table(("model", "experts", "weights", *COMMON_GPUS), rows)
 
 
 GENERATED: dict[str, Callable[[], str]] = {"reference/commands.md": commands_page, "models-and-gpus.md": gpus_page}

@@ -46,7 +46,6 @@ def test_current() -> None:
         "README.md", "docs/backends.md", "docs/performance/cuda.md", "docs/performance/triton.md",
         "docs/performance/peers.md",
         "docs/decoding.md", "docs/serving.md", "docs/security.md", "docs/engines/sglang.md", "docs/engines/vllm.md",
-        "docs/command-line.md",
     }  # fmt: skip
     for path, text in documents.items():
         assert path.read_text(encoding="utf-8") == text, path

@@ -44,6 +44,7 @@ COMMANDS = dict(commands())
 
 NEEDED: dict[str, list[str]] = {
     "explain": [SUMS],
+    "models": [],
     "verify": [SUMS],
     "run": [SUMS, "1+1="],
     "chat": [SUMS],

@@ -96,8 +96,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     try:
         return _cached(path)
     except CheckpointNotFound:
-        if str(path) in known:
-            return known[str(path)].checkpoint()
+        by_case = {name.lower(): model for name, model in known.items()}
+        if model := known.get(str(path)) or by_case.get(str(path).lower()):
+            return model.checkpoint()
     try:
         return Checkpoint.open(path, config_only=True)
     except CheckpointNotFound as error:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from polymoe.cli import bench, bench_decode, bench_serve, chat, doctor, eval, explain, run, serve, tune, verify
+from polymoe.cli import bench, bench_decode, bench_serve, chat, doctor, eval, explain, models, run, serve, tune, verify
 from polymoe.cli.commands import Group, add, group
 from polymoe.cli.memory import out_of_memory
 from polymoe.cli.output import fail
@@ -56,6 +56,9 @@ add(app, "explain", "Show whether a model fits a GPU, how fast, and on which ker
     "polymoe explain openai/gpt-oss-120b --device 'RTX 4090' --tp 8",
     f"polymoe explain {_SUMS} --device sm_100 --backend triton --json",
     "polymoe explain openai/gpt-oss-120b --engine vllm --tensor-parallel-size 8 --enable-expert-parallel")  # fmt: skip
+add(app, "models", "Show which well-known models fit a GPU, and how fast.", models.command,
+    "polymoe models --device rtx4090",
+    "polymoe models --device h200 --context 131072 --json")  # fmt: skip
 add(app, "verify", "Check a checkpoint's experts: bytes, reference, every backend.", verify.command,
     f"polymoe verify {_SUMS}", f"polymoe verify {_SUMS} --layer 1 --tokens 1,64",
     f"polymoe verify {_SUMS} --all-backends")  # fmt: skip

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
 from polymoe.checkpoint import Checkpoint
 from polymoe.checkpoint.dense_size import DenseSize
-from polymoe.checkpoint.known_models import dense_size_of
+from polymoe.checkpoint.known_models import dense_size_of, known_models
 from polymoe.checkpoint.kv_cache import KvCache, attention_heads, kv_cache
 from polymoe.checkpoint.shard import Parallel, Shard
 from polymoe.common.units import format_bytes, format_count
@@ -19,6 +20,8 @@ __all__ = ["RESERVE", "Fit", "Ranks", "fit_of"]
 RESERVE = 0.05
 """Share of the device's memory for the CUDA context, workspaces and activations."""
 
+_FORMAT = re.compile(r"-(bf16|fp8|nvfp4|mxfp4|awq|(gptq-)?int4)$", re.IGNORECASE)
+"""How the name of a release ends that differs from another one in its format alone."""
 _SIZES_TRIED = (2, 4, 8, 16, 32, 64, *range(3, 64))
 
 
@@ -97,6 +100,7 @@ class Fit:
         expert_bytes: of all layers' experts on this GPU, as stored.
         dense: size of everything outside the experts on this GPU; None where it is not known.
         kv: what attention keeps of each token; None where it is not known.
+        variants: name and format of releases in other formats that fit, if it does not.
         suffices: ranks with which the model fits: the least power of two up to 64 GPUs, else the least other number;
             None if there are none, or if it fits already.
     """
@@ -108,6 +112,7 @@ class Fit:
     dense: DenseSize | None = None
     kv: KvCache | None = None
     suffices: Ranks | None = None
+    variants: tuple[tuple[str, str], ...] = ()
 
     @property
     def weight_bytes(self) -> int:
@@ -156,11 +161,13 @@ class Fit:
 
     def _remedy(self) -> str:
         found = self.suffices
+        named = ", ".join(f"{name} ({form})" for name, form in self.variants)
+        others = f"; in other formats it fits: {named}" if named else ""
         if found is None:
-            return f"no group of up to {max(_SIZES_TRIED)} GPUs suffices"
+            return f"no group of up to {max(_SIZES_TRIED)} GPUs suffices{others}"
         experts = " --enable-expert-parallel" if found.ep > 1 else ""
         command = f"vllm serve {self.name} --tensor-parallel-size {found.tp}{experts}"
-        return f"{found.gpus} GPUs suffice: {command}"
+        return f"{found.gpus} GPUs suffice: {command}{others}"
 
     def _context(self) -> str:
         """How much context that is, as a clause."""
@@ -183,6 +190,7 @@ class Fit:
             "cache_bytes_per_token": self.kv.token_bytes(self.ranks.tp) if self.kv else None,
             "max_context": self.kv.max_tokens if self.kv else None,
             "gpus_that_suffice": self.suffices.gpus if self.suffices else None,
+            "variants_that_fit": [name for name, _ in self.variants],
             "tp_that_fits": self.suffices.tp if self.suffices else None,
         }
 
@@ -197,7 +205,10 @@ def fit_of(checkpoint: Checkpoint, device: Device, ranks: Ranks) -> Fit:
     ranks.require_heads(checkpoint)
     dense = dense_size_of(checkpoint)
     found = _fit(checkpoint, device, ranks, dense)
-    return replace(found, suffices=_that_suffice(checkpoint, device, dense)) if found.fits is False else found
+    if found.fits is not False:
+        return found
+    variants = _variants_that_fit(checkpoint.name, device, ranks)
+    return replace(found, suffices=_that_suffice(checkpoint, device, dense), variants=variants)
 
 
 def _fit(checkpoint: Checkpoint, device: Device, ranks: Ranks, dense: DenseSize | None) -> Fit:
@@ -220,3 +231,23 @@ def _that_suffice(checkpoint: Checkpoint, device: Device, dense: DenseSize | Non
             if found.fits:
                 return ranks
     return None
+
+
+def _variants_that_fit(name: str, device: Device, ranks: Ranks) -> tuple[tuple[str, str], ...]:
+    """Return name and format of the known releases of the same model in other formats that fit; the largest first."""
+    found = []
+    for other in known_models().values():
+        if other.name != name and _release(other.name) == _release(name):
+            checkpoint = other.checkpoint()
+            try:
+                fit = _fit(checkpoint, device, ranks, other.dense)
+            except ArgumentError:  # these ranks would split a group of its weights
+                continue
+            if fit.fits:
+                found.append((-fit.weight_bytes, other.name, checkpoint.spec(checkpoint.layers[0]).format))
+    return tuple((variant, form) for _, variant, form in sorted(found))
+
+
+def _release(name: str) -> str:
+    """The model of a Hub id, whoever released it and in whichever format."""
+    return _FORMAT.sub("", name.rpartition("/")[2]).lower()
