@@ -6,10 +6,12 @@ import json
 import os
 import re
 from pathlib import Path, PureWindowsPath
+from typing import Any
 
 import pytest
 import torch
-from huggingface_hub.errors import LocalEntryNotFoundError
+from httpx import Request, Response
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors.torch import save_file
 
 from polymoe.checkpoint import Checkpoint
@@ -298,12 +300,49 @@ def test_a_hub_repository_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) ->
 
     asked: list[str] = []
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    for offline, says in ((False, "no such path, and from the Hub: no network"), (True, "unset HF_HUB_OFFLINE")):
+    for offline, says in (
+        (False, "the Hub could not be reached: no network"),
+        (True, "unset HF_HUB_OFFLINE"),
+    ):
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
         for name in ("org/name", PureWindowsPath("org/name")):
             with pytest.raises(CheckpointNotFound, match=says):
                 locate(name, ())
     assert set(asked) == {"org/name"}
+
+
+def answer(status: int) -> Any:
+    """A response of the Hub."""
+    return Response(status, request=Request("GET", "http://hub"))
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (ConnectionError("Name or service not known"), "the Hub could not be reached: Name or service not known"),
+        (
+            RepositoryNotFoundError("404", response=answer(404)),
+            "the Hub has no such repository, or not for you",
+        ),
+        (
+            GatedRepoError("403", response=answer(403)),
+            "hint: accept its terms on its page and log in",
+        ),
+        (
+            HfHubHTTPError("502 Bad Gateway", response=answer(502)),
+            "the Hub answered: 502 Bad Gateway",
+        ),
+    ],
+)
+def test_what_the_hub_said(error: Exception, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def snapshot_download(*_: object, **options: object) -> str:
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    with pytest.raises(CheckpointNotFound) as raised:
+        locate("org/name", ())
+    assert "not a local path, and " in str(raised.value)
+    assert says in str(raised.value)
 
 
 @pytest.mark.parametrize(

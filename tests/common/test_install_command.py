@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from polymoe.common.install_command import install_command, install_hint
 
 ROOT = Path(__file__).parents[2]
@@ -19,6 +21,17 @@ def test_today_it_is_a_clone() -> None:
     assert install_command("serve") == "pip install -e '.[serve]'"
     assert install_hint("bench") == "in a clone of polymoe: pip install -e '.[bench]'"
     assert set(EXTRAS) >= {"transformers", "serve", "bench", "eval", "vllm", "sglang"}
+
+
+def test_an_installed_wheel_names_the_packages_of_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """There is no clone to install from, and no release whose extra pip could find."""
+    monkeypatch.setattr("polymoe.common.install_command._CLONE", tmp_path)
+    requires = [
+        "torch>=2.11", 'transformers>=5.16; extra == "transformers"', "polymoe[transformers] ; extra == 'serve'",
+        'fastapi>=0.115; extra == "serve"',
+    ]  # fmt: skip
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: requires)
+    assert install_hint("serve") == "for the extra 'serve': pip install 'transformers>=5.16' 'fastapi>=0.115'"
 
 
 def test_every_file_names_this_command() -> None:

@@ -109,3 +109,24 @@ def test_the_compiler_of_the_cute_dsl_is_the_one_that_it_loads(
     finally:
         for name in [name for name in sys.modules if name.partition(".")[0] == "cutlass"]:
             del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("mi300x", "an NVIDIA GPU"), ("AMD Instinct MI355X", "an NVIDIA GPU"), ("Radeon RX 7900", "an NVIDIA GPU"),
+        ("mps", "an NVIDIA GPU"), ("t4", "compute capability 8.0 (SM80) or newer"), ("sm_75", "8.0 (SM80) or newer"),
+        ("Tesla V100-SXM2-32GB", "8.0 (SM80) or newer"), ("GeForce RTX 2080 Ti", "8.0 (SM80) or newer"),
+    ],
+)  # fmt: skip
+def test_gpus_that_nothing_here_runs_on(name: str, expected: str) -> None:
+    with pytest.raises(ArgumentError) as raised:
+        Machine.of(name)
+    assert expected in str(raised.value)
+    assert "did you mean" not in str(raised.value)
+    assert "Ampere, Ada, Hopper and Blackwell" in str(raised.value)
+
+
+@pytest.mark.parametrize("name", [*DEVICES, "NVIDIA A100-SXM4-40GB", "sm_86"])
+def test_gpus_that_are_known(name: str) -> None:
+    assert Machine.of(name).device.kind in ("cuda", "cpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -67,7 +68,7 @@ def test_a_key_that_no_client_can_send_is_refused(
     with pytest.raises(ArgumentError, match=says):
         serve(tmp_path / "no checkpoint", port=0, api_key=key)
     monkeypatch.setenv("POLYMOE_API_KEY", key)
-    code, _, err = cli("serve", tmp_path / "no checkpoint", "--port", 0)
+    code, _, err = cli("serve", tmp_path, "--port", 0)
     assert code == 2
     assert says in err
     assert key.strip() not in err or not key.strip()
@@ -184,3 +185,14 @@ def test_ends_in_the_middle_of_a_long_prompt() -> None:
     assert (running.returncode, out) == (0, "ended\n")
     assert "Traceback" not in err
     assert [error.status_code for error in refused] == [503] * 3
+
+
+def test_a_path_that_does_not_exist_is_refused_before_slow_imports() -> None:
+    """Transformers, which takes seconds to import, is not imported."""
+    code = (
+        "import sys; from polymoe.cli import app\n"
+        "try: app(['serve', '/no/such/dir'], standalone_mode=False)\n"
+        "except Exception as error: print(type(error).__name__, 'transformers' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "CheckpointNotFound False\n"

@@ -12,9 +12,10 @@ from typing import Any
 from polymoe.checkpoint.opener import exists
 from polymoe.errors import CheckpointNotFound
 
-__all__ = ["locate"]
+__all__ = ["locate", "require_name"]
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_EXPECTED = "an existing path, or a Hub id like org/name"
 OTHER_FILES = ("*/*.json", "*/*.safetensors", "*/*.model", "*/*.tiktoken", "*/*.txt", "consolidated*", "adapter*")
 
 
@@ -30,19 +31,9 @@ def locate(path_or_hub_id: str | PurePath, patterns: Sequence[str], **hub: Any) 
         CheckpointNotFound: if there is neither a path nor a repository of this name.
         CheckpointError: for a name that cannot be looked up.
     """
-    path = Path(path_or_hub_id)
-    if path_or_hub_id != "" and exists(path):
-        return path
-    # A path of Windows would have other separators than a Hub id.
-    name = path_or_hub_id.as_posix() if isinstance(path_or_hub_id, PurePath) else path_or_hub_id
-    no_path = "an existing path, or a Hub id like org/name"
-    if name and path.is_symlink():
-        hint = "correct the link, or name the directory itself"
-        raise CheckpointNotFound(name, expected=no_path, got=f"a broken link to {os.readlink(path)}", hint=hint)
-    if not HUB_ID.fullmatch(name) or Path(name.split("/")[0]).exists():
-        raise CheckpointNotFound(
-            name or "''", expected=no_path, got="neither", hint=_nearest_path(path) if name else None
-        )
+    name = require_name(path_or_hub_id)
+    if name is None:
+        return Path(path_or_hub_id)
     import huggingface_hub
     from huggingface_hub import constants, errors
 
@@ -57,17 +48,51 @@ def locate(path_or_hub_id: str | PurePath, patterns: Sequence[str], **hub: Any) 
         if isinstance(error, errors.LocalEntryNotFoundError) and constants.HF_HUB_OFFLINE:
             raise CheckpointNotFound(
                 name,
-                expected=no_path,
+                expected=_EXPECTED,
                 got="no such path, and no files of this repository in the Hub's cache; HF_HUB_OFFLINE is set",
                 hint="unset HF_HUB_OFFLINE, or name a directory with the checkpoint",
             ) from error
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointNotFound(name, expected=_EXPECTED, **_of_the_hub(error)) from error
+
+
+def require_name(path_or_hub_id: str | PurePath) -> str | None:
+    """Return None for an existing path, else the text of what may be a Hub id. Nothing is looked up in the Hub.
+
+    Raises:
+        CheckpointNotFound: if it can be neither.
+    """
+    path = Path(path_or_hub_id)
+    if path_or_hub_id != "" and exists(path):
+        return None
+    # A path of Windows would have other separators than a Hub id.
+    name = path_or_hub_id.as_posix() if isinstance(path_or_hub_id, PurePath) else path_or_hub_id
+    if name and path.is_symlink():
+        hint = "correct the link, or name the directory itself"
+        raise CheckpointNotFound(name, expected=_EXPECTED, got=f"a broken link to {os.readlink(path)}", hint=hint)
+    if not HUB_ID.fullmatch(name) or Path(name.split("/")[0]).exists():
         raise CheckpointNotFound(
-            name,
-            expected=no_path,
-            got=f"no such path, and from the Hub: {first_line}",
-            hint="check the name, the network and, for gated models, that you are logged in",
-        ) from error
+            name or "''", expected=_EXPECTED, got="neither", hint=_nearest_path(path) if name else None
+        )
+    return name
+
+
+def _of_the_hub(error: Exception) -> dict[str, str]:
+    """What happened, and what to do: a name that is wrong, a repository that is gated, or no connection."""
+    from huggingface_hub import errors
+
+    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if isinstance(error, errors.GatedRepoError):
+        said = "the Hub gives this repository only to those who accepted its terms"
+        hint = "accept its terms on its page and log in: hf auth login"
+    elif isinstance(error, errors.RepositoryNotFoundError):
+        said = "the Hub has no such repository, or not for you"
+        hint = "check the name; for a private repository, log in: hf auth login"
+    elif isinstance(error, (errors.HfHubHTTPError, errors.HFValidationError)):
+        said, hint = f"the Hub answered: {first_line}", "check the name"
+    else:
+        said = f"the Hub could not be reached: {first_line.removeprefix('Got: ')}"
+        hint = "check the network, or name a directory with the checkpoint"
+    return {"got": f"not a local path, and {said}", "hint": hint}
 
 
 def _nearest_path(path: Path) -> str | None:

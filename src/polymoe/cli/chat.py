@@ -24,8 +24,9 @@ _HELP = """\
 /help     this list
 /clear    forget the conversation, but not the system message
 /exit     leave; Ctrl-D does the same
-Ctrl-C stops a reply. A backslash at the end of a line continues the message on the next one."""
-_COMMAND = re.compile(r"/[A-Za-z?]+\s*")
+A space before a slash makes it part of a message. Ctrl-C stops a reply.
+A backslash at the end of a line continues the message on the next one."""
+_COMMAND = re.compile(r"/[A-Za-z?]+(?:[ \t].*)?\s*")
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,10 @@ def _obey(command: str, chat: Chat) -> bool:
         say("the conversation starts over")
     elif command in ("/help", "/?"):
         say(_HELP)
+    elif command.startswith("/system"):
+        say("the system message is set at the start: polymoe chat ... --system 'Answer briefly.'")
     else:
-        say(f"unknown command {command}; /help lists them")
+        say(f"unknown command {command.split()[0]}; /help lists them")
     return True
 
 

@@ -137,6 +137,9 @@ def command(
     if batching.continuous_batching is False and {batching.graphs, batching.cache_memory} != {None}:
         raise typer.BadParameter("--graphs and --cache-memory need --continuous-batching")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from polymoe.checkpoint.hub import require_name
+
+    require_name(checkpoint)  # before the imports that take seconds
     from polymoe.serve import serve
     from polymoe.serve.logs import logging_to_stderr
 

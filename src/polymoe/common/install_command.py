@@ -5,8 +5,14 @@ Hints, README, the documentation and scripts name it; a test compares all of the
 
 from __future__ import annotations
 
+import re
+import shlex
+from importlib import metadata
+from pathlib import Path
+
 __all__ = ["install_command", "install_hint"]
 
+_CLONE = Path(__file__).parents[3]
 _COMMAND, _WHERE = "pip install -e '.{extra}'", "in a clone of polymoe: "
 """There is no release yet, so what works is a clone of the repository. A release changes these two."""
 
@@ -18,5 +24,19 @@ def install_command(extra: str) -> str:
 
 
 def install_hint(extra: str) -> str:
-    """Return the hint for a package of an extra that is not installed."""
-    return _WHERE + install_command(extra)
+    """Return the hint for a package of an extra that is not installed: in a clone the command that installs the extra,
+    elsewhere one that installs its packages, because there is no release whose extra pip could install."""
+    if (_CLONE / "pyproject.toml").is_file():
+        return _WHERE + install_command(extra)
+    return f"for the extra {extra!r}: pip install {shlex.join(_packages(extra))}"
+
+
+def _packages(extra: str) -> list[str]:
+    """What an extra of the installed polymoe requires, with those of the extras that it includes."""
+    found = []
+    for line in metadata.requires("polymoe") or ():
+        required, _, marker = line.partition(";")
+        if re.search(rf"extra == ['\"]{extra}['\"]", marker):
+            nested = re.fullmatch(r"polymoe\[([\w,-]+)\]", required.strip())
+            found += [p for name in nested[1].split(",") for p in _packages(name)] if nested else [required.strip()]
+    return found

@@ -124,6 +124,16 @@ _BOARD = r"(sxm\d?|pcie|nvl|hbm\d?e?|\d+gb|serveredition|workstationedition)*"
 """What the driver adds to a data-center GPU's name: "NVIDIA H100 80GB HBM3". Other additions mean another GPU."""
 
 
+_NVIDIA_ONLY, _AMPERE = "an NVIDIA GPU", "an NVIDIA GPU of compute capability 8.0 (SM80) or newer"
+_UNSUPPORTED = {
+    r"(amd|instinct|radeon|ati|intel|arc|gaudi|apple|google|aws).*|mi\d{2,3}\w*|rx\d{4}\w*|gfx\w+": _NVIDIA_ONLY,
+    r"(hpu|xpu|mps|npu|tpu|rocm|hip|trainium|inferentia)\w*|m\d(pro|max|ultra)?|ascend\w*": _NVIDIA_ONLY,
+    rf"(tesla)?(t4|p4|p40|p100|v100|m40|k80){_BOARD}|gtx\w+|titan\w+|rtx20\d\d\w*|quadro\w+": _AMPERE,
+    r"(rtx)?t\d{3,4}|sm([1-6]\d|7\d)[a-z]?": _AMPERE,
+}
+"""Names of GPUs that nothing here runs on: the nearest supported name would mislead."""
+
+
 def _named(name: str) -> Device:
     key = _product(name)
     for known, device in DEVICES.items():
@@ -132,6 +142,11 @@ def _named(name: str) -> Device:
     arch = re.fullmatch(r"sm(\d+)[a-z]?", key)
     if arch and int(arch[1]) in _TYPICAL:
         return replace(DEVICES[_TYPICAL[int(arch[1])]], name=f"sm_{arch[1]}")
+    for pattern, expected in _UNSUPPORTED.items():
+        if re.fullmatch(pattern, key):
+            families = "a100, rtx3090, rtx4090, l40s, h200, b200, rtx5090"
+            hint = f"supported are Ampere, Ada, Hopper and Blackwell GPUs, such as {families}; and cpu"
+            raise ArgumentError("device", expected=expected, got=repr(name), hint=hint)
     known = nearest(key, [*DEVICES, *(f"sm_{sm}" for sm in _TYPICAL)])
     raise ArgumentError("device", got=repr(name), hint=f"{known}; for another GPU name its architecture, such as sm_89")
 
