@@ -21,6 +21,7 @@ from unittest.mock import patch
 
 import engines_document
 import peers_document
+import versions_document
 from backends_document import backends_document, markdown
 
 from polymoe.backends.cost import cost
@@ -410,7 +411,16 @@ def documents() -> dict[Path, str]:
             "steps": engines_document.steps(results / file, engine),
             "loading": engines_document.loading(results / file, engine),
         }
-    texts = {docs / "backends.md": backends_document()}
+    ran = versions_document.ran()
+    tables[docs / "install.md"] = {"versions": versions_document.table(ran)}
+    texts = {
+        docs / "backends.md": backends_document(),
+        ROOT / "src" / "polymoe" / "doctor" / "ran.json": versions_document.packaged(ran),
+        **{
+            ROOT / "constraints" / f"{name}.txt": versions_document.constraints(ran, name)
+            for name in versions_document.CONSTRAINTS
+        },
+    }
     for path, parts in tables.items():
         text = path.read_text(encoding="utf-8")
         for name, part in parts.items():
@@ -448,6 +458,7 @@ def main() -> None:
         names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
         sys.exit(f"{names}: differs from code and records; run python benchmarks/write_docs.py")
     for path, text in stale.items():
+        path.parent.mkdir(exist_ok=True)
         replace_file(path, text)
     if options.picture:
         for case in (PICTURE[0], TRANSFORMERS_CASE):

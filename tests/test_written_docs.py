@@ -11,6 +11,7 @@ from typing import Any
 import backends_document
 import peers_document
 import pytest
+import versions_document
 import write_docs
 from backends_document import GPUS, MODES, said
 from write_docs import Peer, Row
@@ -46,9 +47,31 @@ def test_current() -> None:
         "README.md", "docs/backends.md", "docs/performance/cuda.md", "docs/performance/triton.md",
         "docs/performance/peers.md",
         "docs/decoding.md", "docs/serving.md", "docs/security.md", "docs/engines/sglang.md", "docs/engines/vllm.md",
+        "docs/install.md", "constraints/gpu.txt", "constraints/vllm.txt", "constraints/sglang.txt",
+        "src/polymoe/doctor/ran.json",
     }  # fmt: skip
     for path, text in documents.items():
         assert path.read_text(encoding="utf-8") == text, path
+
+
+def test_versions_that_ran_are_those_of_records(tmp_path: Path) -> None:
+    lines = [
+        {"torch": "2.11.0+cu130", "triton": "3.6.0"}, {"torch": "2.9.0+cu130", "vllm": "0.26.0"},
+        {"torch": "2.13.0+cpu", "transformers": "5.23.0"},
+    ]  # fmt: skip
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / "flashinfer-h200.jsonl").write_text(json.dumps({"torch": "2.11.0", "version": "0.6.14"}))
+    found = versions_document.ran(tmp_path)
+    assert found["torch"] == {"GPU": ["2.9.0", "2.11.0"], "CPU": ["2.13.0"]}
+    assert found["transformers"] == {"GPU": [], "CPU": ["5.23.0"]}
+    assert found["flashinfer-python"]["GPU"] == ["0.6.14"]
+    lines = versions_document.constraints(found, "vllm").splitlines()
+    assert lines[1:] == [
+        "vllm==0.26.0",
+        "torch==2.11.0",
+        "triton==3.6.0",
+    ]
+    assert "| sglang | no record | no record |" in versions_document.table(found)
 
 
 def test_floors_are_todays() -> None:
@@ -73,9 +96,10 @@ def test_check_names_what_is_not_current(monkeypatch: pytest.MonkeyPatch, tmp_pa
         "security.md",
         "engines/sglang.md",
         "engines/vllm.md",
-        "command-line.md",
+        "install.md",
     )
-    documents = ("README.md", *(f"docs/{page}" for page in pages))
+    others = ("README.md", "src/polymoe/doctor/ran.json", *(f"constraints/{n}.txt" for n in ("gpu", "vllm", "sglang")))
+    documents = (*others, *(f"docs/{page}" for page in pages))
     names = (
         *write_docs.RECORDS.values(), write_docs.PEERS, write_docs.DECODE, write_docs.SERVE, write_docs.ATTACKS,
         *write_docs.ENGINES.values(),

@@ -22,7 +22,8 @@ from polymoe.planning import table_files
 from support.table_rows import row
 
 SECTIONS = [
-    "polymoe", "packages", "GPUs", "backends", "backends of other packages", "engines", "caches", "environment", "host",
+    "polymoe", "packages", "tested versions", "GPUs", "backends", "backends of other packages", "engines", "caches",
+    "environment", "host",
 ]  # fmt: skip
 
 
@@ -252,3 +253,27 @@ def test_keys_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "hush" not in str(found) + json.dumps(found.to_dict())
     assert found.to_dict()["environment"]["POLYMOE_API_KEY"] == "set, not shown"
     assert found.to_dict()["environment"]["CUDA_VISIBLE_DEVICES"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("installed", "said"),
+    [
+        (
+            "2.15.0",
+            "tested with 2.11.0 on a GPU; 2.13.0 on a CPU; yours is 2.15.0, newer: no record has it",
+        ),
+        ("2.10.1", "yours is 2.10.1, older: no record has it"),
+        ("2.12.0", "yours is 2.12.0, between these: no record has it"),
+        ("2.11.0+cu130", "yours is 2.11.0+cu130, one of these"),
+    ],
+)
+def test_versions_are_compared_with_those_that_ran(
+    installed: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ran = {"torch": {"GPU": ["2.11.0"], "CPU": ["2.13.0"]}, "vllm": {"GPU": ["0.26.0"], "CPU": []}}
+    (tmp_path / "ran.json").write_text(json.dumps(ran))
+    monkeypatch.setattr(diagnosis, "__file__", str(tmp_path / "diagnosis.py"))
+    versions(monkeypatch, torch=installed)
+    found = diagnosis._tested()
+    assert list(found) == ["torch"]
+    assert found["torch"].endswith(said)

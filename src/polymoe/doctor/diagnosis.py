@@ -18,8 +18,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from polymoe.backends.packages import at_least
+from polymoe.backends.packages import at_least, release
 from polymoe.common.environment import VARIABLES, cache_directory
+from polymoe.common.json_input import parse_json
 from polymoe.common.plugins import GROUP, load
 from polymoe.machine import Machine, driver_cuda
 from polymoe.problem.verdict import Reason, Rejected
@@ -66,6 +67,7 @@ def diagnose() -> Diagnosis:
     sections: dict[str, Callable[[], Facts]] = {
         "polymoe": _polymoe,
         "packages": _packages,
+        "tested versions": _tested,
         "GPUs": _gpus,
         "backends": _backends,
         "backends of other packages": _other_backends,
@@ -134,6 +136,22 @@ def _packages() -> Facts:
 
     names = ("triton", "flashinfer-python", "flashinfer-cubin", "humming-kernels", "safetensors", "huggingface-hub")
     return {"torch": _fact(torch_version), **{name: _fact(lambda name=name: _version(name)) for name in names}}
+
+
+def _tested() -> Facts:
+    """How the installed versions compare with those that ran, from ``ran.json``."""
+    ran = parse_json((Path(__file__).parent / "ran.json").read_bytes())
+    found = {}
+    for name, places in ran.items():
+        version, known = _version(name), [release(v) for versions in places.values() for v in versions]
+        if version == "not installed" or not known:
+            continue
+        where = "; ".join(f"{' and '.join(versions)} on a {place}" for place, versions in places.items() if versions)
+        mine = release(version)
+        order = "newer" if mine > max(known) else "older" if mine < min(known) else "between these"
+        yours = "one of these" if mine in known else f"{order}: no record has it"
+        found[name] = f"tested with {where}; yours is {version}, {yours}"
+    return found
 
 
 def _gpus() -> Facts:
