@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from polymoe.backends.base import Backend
+from polymoe.backends.base import UNTIMED, Backend
 from polymoe.backends.judge import judge
 from polymoe.bench.cases import CASES
 from polymoe.layer.experts import FusedExperts
@@ -24,12 +30,16 @@ ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs/adding-a-backend.md").read_text(encoding="utf-8")
 
 
+(CODE,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+
+
 @pytest.fixture(scope="module")
-def dense() -> Any:
-    (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    names: dict[str, Any] = {"__name__": "polymoe_example"}
-    exec(compile(code, "docs/adding-a-backend.md", "exec", dont_inherit=True), names)
-    return names["Dense"]()
+def dense() -> Iterator[Any]:
+    module: Any = ModuleType("polymoe_example")
+    sys.modules[module.__name__] = module  # where dataclasses look up annotations
+    exec(compile(CODE, "docs/adding-a-backend.md", "exec", dont_inherit=True), vars(module))
+    yield module.Dense()
+    del sys.modules[module.__name__]
 
 
 def methods() -> set[str]:
@@ -55,7 +65,7 @@ def test_the_example_is_right(dense: Any, tokens: int) -> None:
 
 def test_the_example_says_what_it_takes(dense: Any) -> None:
     problem, machine = CASES["gpt-oss-20b"].problem(), Machine.of("h200")
-    assert dense.check(problem, machine) == Accepted(max_tokens=256)
+    assert dense.check(problem, machine) == Accepted(max_tokens=256, opt_in_reason=UNTIMED)
     quantized = CASES["gpt-oss-20b"].problem(activations="fp8_token")
     assert isinstance(judge(dense, quantized, machine), Rejected)
     (candidate,) = select(problem, machine, backends={"dense": dense}, backend="dense").candidates
@@ -71,3 +81,41 @@ def test_linked_and_named_files_exist() -> None:
         assert (ROOT / "docs" / name).exists(), name
     for name in re.findall(r"`((?:tests|benchmarks|src|scripts)/[\w./-]+)`", TEXT):
         assert "NAME" in name or (ROOT / name).exists(), name
+
+
+AFFECTED = (
+    "tests/contract", "tests/doctor", "tests/planning", "tests/bench/test_measure.py", "tests/common",
+    "tests/explanation/test_explanation.py", "tests/cli/test_cli.py", "tests/layer/test_experts.py",
+    "tests/verify/test_verify.py", "tests/test_docstrings.py", "tests/test_imports.py", "tests/test_written_docs.py",
+    "tests/backends/test_flashinfer.py",
+)  # fmt: skip
+"""What speaks of all backends."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_guide_leaves_checks_and_tests_green(tmp_path: Path) -> None:
+    """Its steps word for word, in a copy: a file with the example, a row in ``_OURS``, the generated documents."""
+    parts = ("src", "tests", "benchmarks", "docs", "scripts", "constraints", "examples", "models", ".github", ".ci")
+    for name in parts:
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ROOT.glob("*.*"):
+        if file.is_file():
+            shutil.copy(file, tmp_path)
+    (tmp_path / "src/polymoe/backends/dense.py").write_text(CODE, encoding="utf-8")
+    table = tmp_path / "src/polymoe/backends/__init__.py"
+    text = table.read_text(encoding="utf-8").replace("Humming())\n", "Humming(), Dense())\n")
+    before = "from polymoe.backends.flashinfer import"
+    table.write_text(text.replace(before, f"from polymoe.backends.dense import Dense\n{before}"), encoding="utf-8")
+
+    def run(*command: str) -> None:
+        environment = os.environ | {"PYTHONPATH": str(tmp_path / "src")}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, f"{command}: {done.stdout[-3000:]}{done.stderr[-1000:]}"
+
+    run("ruff", "check", "src")
+    run("ruff", "format", "--check", "src")
+    run(sys.executable, "benchmarks/write_docs.py")
+    assert "## dense" in (tmp_path / "docs/backends.md").read_text(encoding="utf-8")
+    assert (tmp_path / "README.md").read_bytes() == (ROOT / "README.md").read_bytes()  # auto has not changed
+    run(sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--slow", "none", *AFFECTED)

@@ -103,7 +103,7 @@ class TestCutlassSM90:
         where = replace(machine("h200"), packages={"flashinfer-python": "0.7.2", "triton": "3.6.0"})
         selection = select(problem(), where)
         assert "flashinfer" not in {step.backend for step in selection.require().steps}
-        assert "flashinfer: accepted (CUDA graphs, measured on h200, another library's kernels" in str(selection)
+        assert "flashinfer: accepted (CUDA graphs, timed on h200, another library's kernels" in str(selection)
 
     def test_all_reasons_at_once(self) -> None:
         odd = replace(problem(bias=True, activation=GeGLU(), activations="fp8_token", dtype="fp16"), weight_on="input")

@@ -339,7 +339,7 @@ def test_results_that_do_not_depend_on_the_batch() -> None:
 
 def test_a_named_backend_must_run_it() -> None:
     assert polymoe.explain(SUMS, device="b200", backend="reference").rows[0].selection.plan is not None
-    with pytest.raises(ArgumentError, match="known: auto, cuda, flashinfer"):
+    with pytest.raises(ArgumentError, match="known: auto, cuda, "):
         polymoe.explain(SUMS, backend="fastest")
 
 

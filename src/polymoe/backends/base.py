@@ -19,6 +19,7 @@ from polymoe.problem.routing import Routing
 from polymoe.problem.verdict import Verdict
 
 __all__ = [
+    "UNTIMED",
     "Backend",
     "BackendBase",
     "Prediction",
@@ -30,6 +31,10 @@ __all__ = [
     "mapped_ids",
     "require_aligned",
 ]
+
+
+UNTIMED = "no record times it: runs only on request"
+"""Why ``auto`` passes over a backend whose times are only predicted (:attr:`Accepted.opt_in_reason`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,7 +143,8 @@ class Selection:
         mine, others = dict(self.times), []
         for c in self.candidates:
             shared = [(p.time_us / mine[t].time_us) for t, p in c.predictions if t in mine]
-            if shared and c.backend not in (*self._chosen(), "reference"):
+            named = isinstance(c.verdict, Accepted) and c.verdict.opt_in_reason  # auto would not take it
+            if shared and not named and c.backend not in (*self._chosen(), "reference"):
                 measured = all(p.source == mine[t].source == "measured" for t, p in c.predictions if t in mine)
                 others.append((fmean(shared), c.backend, min(shared), max(shared), measured))
         return min(others)[1:] if others else None
