@@ -1,4 +1,5 @@
-"""LayerLog: what a plug-in tells the user about the layers, once for each kind, from the first rank."""
+"""LayerLog: what a plug-in tells the user about the layers: a line for each kind, from the first rank, and metrics of
+every process."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from importlib import metadata
 
 from torch import nn
 
+from polymoe.engines.serving.layer_metrics import LayerMetrics
 from polymoe.engines.serving.packed_layer import PackedLayer
 from polymoe.engines.serving.settings import EngineSettings
 from polymoe.errors import UnsupportedProblem
@@ -30,6 +32,7 @@ class LayerLog:
         self._choices = ("POLYMOE_LAYERS", *choices)
         self._log = logging.getLogger(logger)
         self._said: set[str] = set()
+        self._metrics = LayerMetrics(engine)
 
     def lacking(self, version: str, lacking: tuple[str, ...], supported: str) -> None:
         """Say which names the installed engine lacks.
@@ -58,6 +61,7 @@ class LayerLog:
                 got=said,
                 hint=f"without POLYMOE=require {self._engine} runs them",
             )
+        self._metrics.left(where, reasons)
         if first_rank and self._is_new(said):
             chosen = all(reason.what in self._choices for reason in reasons)
             self._log.log(
@@ -71,6 +75,7 @@ class LayerLog:
 
     def packed(self, packed: PackedLayer, module: nn.Module, instead: str, first_rank: bool) -> None:
         """Say what runs the layer that was packed into ``module``, and what the engine would have taken instead."""
+        self._metrics.packed(packed.where, packed.selection)
         summary = packed.selection.summary()
         if first_rank and self._is_new(summary):
             self._log.info(
