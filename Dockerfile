@@ -8,7 +8,7 @@ WORKDIR /polymoe
 COPY constraints.txt ./
 RUN torch=$(grep '^torch==' constraints.txt) && pip install --no-cache-dir --index-url "$TORCH_INDEX" \
         --extra-index-url https://pypi.org/simple "$torch"
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY src src
 RUN pip install --no-cache-dir -c constraints.txt '.[serve]'
 

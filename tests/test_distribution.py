@@ -15,6 +15,7 @@ import zipfile
 from collections.abc import Iterable, Iterator
 from importlib import metadata, util
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -196,3 +197,53 @@ def test_forms_for_issues_name_files_that_exist() -> None:
     copied = re.findall(r"^COPY (.*) \S+$", (ROOT / "Dockerfile").read_text("utf-8"), re.MULTILINE)
     assert copied
     assert all((ROOT / name).exists() for names in copied for name in names.split())
+
+
+@pytest.fixture
+def hook() -> Any:
+    spec = util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module: Any = util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("text", "absolute"),
+    [
+        ("[a](docs/a.md#b)", "[a](https://host/o/r/blob/main/docs/a.md#b)"),
+        ("![p](docs/p.png)", "![p](https://host/o/r/raw/main/docs/p.png)"),
+        ("[![p](p.png) `x[0]`](LICENSE)", "[![p](https://host/o/r/raw/main/p.png) `x[0]`](https://host/o/r/blob/main/LICENSE)"),
+        ("[a](https://b/c) [d](#e) [f](mailto:g)", "[a](https://b/c) [d](#e) [f](mailto:g)"),
+    ],
+)  # fmt: skip
+def test_links_become_absolute(text: str, absolute: str, hook: Any) -> None:
+    assert hook.absolute(text, "https://host/o/r/") == absolute
+    assert hook.absolute(text, "") == text
+
+
+def test_no_link_of_readme_is_left_out(hook: Any) -> None:
+    text = hook.absolute((ROOT / "README.md").read_text(encoding="utf-8"), "https://host/o/r")
+    assert text.count("https://host/o/r/blob/main/") > 30
+    assert not [target for target in re.findall(r"\]\(([^)\s]+)\)", text) if not re.match(r"https?://|#", target)]
+
+
+@pytest.mark.slow
+def test_the_address_of_the_repository_is_one_constant(tmp_path: Path) -> None:
+    for name in ("pyproject.toml", "README.md", "LICENSE", "hatch_build.py"):
+        (tmp_path / name).write_text((ROOT / name).read_text(encoding="utf-8"), encoding="utf-8")
+    package = tmp_path / "src" / "polymoe"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text('__version__ = "0"\n')
+    project = tmp_path / "pyproject.toml"
+    for address in ("", "https://host/o/r"):
+        text = re.sub(
+            r'^repository = "[^"]*"', f'repository = "{address}"', project.read_text("utf-8"), flags=re.MULTILINE
+        )
+        project.write_text(text, "utf-8")
+        (wheel,) = build(tmp_path, tmp_path / f"dist{bool(address)}", "--target", "wheel")
+        with zipfile.ZipFile(wheel) as file:
+            found = file.read("polymoe-0.dist-info/METADATA").decode()
+        assert ("Project-URL: Repository, https://host/o/r" in found) == bool(address)
+        assert ("](docs/" in found) != bool(address)
