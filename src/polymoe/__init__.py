@@ -34,7 +34,8 @@ if TYPE_CHECKING:
         VerificationError,
     )
     from polymoe.explanation import Explanation, explain
-    from polymoe.layer.experts import FusedExperts, load_experts
+    from polymoe.layer.experts import FusedExperts
+    from polymoe.layer.load import load_experts
     from polymoe.machine import Device, Machine
     from polymoe.problem import Problem
     from polymoe.problem.activations import GeGLU, ReLU2, SwiGLU
@@ -58,7 +59,8 @@ _WHERE = {
         "UnsupportedProblem",
         "VerificationError",
     ),
-    "layer.experts": ("FusedExperts", "load_experts"),
+    "layer.experts": ("FusedExperts",),
+    "layer.load": ("load_experts",),
     "explanation": ("Explanation", "explain"),
     "machine": ("Device", "Machine"),
     "problem": ("Problem",),

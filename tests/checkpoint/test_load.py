@@ -15,7 +15,7 @@ from torch import Tensor
 
 from polymoe.checkpoint import Checkpoint
 from polymoe.errors import ArgumentError, CheckpointError, CheckpointNotFound, FormatError
-from polymoe.layer.experts import load_experts
+from polymoe.layer.load import load_experts
 from polymoe.problem.activation_quantization import (
     FP8_GROUP128,
     FP8_STATIC,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from polymoe.errors import ArgumentError, UnsupportedProblem
-from polymoe.layer.experts import load_experts
+from polymoe.layer.load import load_experts
 from polymoe.problem.numerics import relative_error
 from support.loading import V4, deepseek_v4_flash_layer, load_seconds, measured
 from support.problems import random_call

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 import polymoe
 from polymoe.errors import ArgumentError, CheckpointNotFound, PlanError, VerificationError
 from polymoe.formats import FORMATS
-from polymoe.layer.experts import FusedExperts, load_experts
+from polymoe.layer.experts import FusedExperts
+from polymoe.layer.load import load_experts
 from polymoe.machine import Machine
 from polymoe.problem.activations import SwiGLU
 from polymoe.problem.numerics import relative_error

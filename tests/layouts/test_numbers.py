@@ -12,7 +12,8 @@ from torch import Tensor
 
 from polymoe.errors import FormatError
 from polymoe.formats import FORMATS
-from polymoe.layer.experts import FusedExperts, load_experts
+from polymoe.layer.experts import FusedExperts
+from polymoe.layer.load import load_experts
 from polymoe.layouts import LAYOUTS
 from polymoe.layouts.pack_check import pack_checked
 from polymoe.problem.tensors import Expert, ExpertWeights

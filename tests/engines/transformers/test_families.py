@@ -13,7 +13,7 @@ from torch import Tensor
 
 from polymoe.checkpoint import Checkpoint
 from polymoe.errors import UnsupportedProblem
-from polymoe.layer.experts import load_experts
+from polymoe.layer.load import load_experts
 from polymoe.problem.numerics import relative_error
 from support.configs import config as checkpoint_config
 

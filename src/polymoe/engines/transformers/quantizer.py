@@ -29,7 +29,7 @@ from polymoe.engines.transformers.families import pack_modules, require_family
 from polymoe.engines.transformers.weights import watch_loading
 from polymoe.errors import ArgumentError, UnsupportedProblem
 from polymoe.layer.call import device_name
-from polymoe.layer.experts import load_experts
+from polymoe.layer.load import load_experts
 from polymoe.machine import Machine
 
 __all__ = ["PackedConfig", "PackedQuantizer"]

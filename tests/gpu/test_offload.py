@@ -1,0 +1,74 @@
+"""OffloadedExperts on a GPU: bitwise the resident layer, whatever the slots hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from polymoe.errors import UnsupportedProblem
+from polymoe.layer.experts import FusedExperts
+from polymoe.layer.offload import OffloadedExperts
+from support.problems import GPT_OSS, random_experts
+
+EXPERTS, TOP_K, HIDDEN, WIDTH = 16, 4, 512, 256
+
+
+def layer(format: str, backend: str, seed: int = 0) -> FusedExperts:
+    bias = not format.startswith("fp8")
+    weights = random_experts(format, experts=EXPERTS, hidden=HIDDEN, intermediate=WIDTH, bias=bias, seed=seed)
+    return FusedExperts.from_weights(weights, GPT_OSS, top_k=TOP_K, device="cuda", backend=backend)
+
+
+def call(tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.rand(tokens, EXPERTS, generator=g).argsort(1)[:, :TOP_K]
+    x = torch.randn(tokens, HIDDEN, generator=g).bfloat16()
+    return x.cuda(), ids.cuda(), torch.rand(tokens, TOP_K, generator=g).cuda()
+
+
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4_g32", "fp8_block128", "bf16"])
+@pytest.mark.parametrize("slots", [TOP_K, 6, EXPERTS - 1])
+def test_bitwise_the_resident_layer(format: str, backend: str, slots: int) -> None:
+    if backend == "cuda" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs an SM90 GPU")
+    resident, offloaded = layer(format, backend), OffloadedExperts(layer(format, backend), slots)
+    for seed in range(100):
+        arguments = call((1, 1, 1, 2, 7, 64, 1024)[seed % 7], seed)
+        assert torch.equal(offloaded(*arguments), resident(*arguments)), seed
+    stats = offloaded.cache_stats()
+    assert stats["hits"]
+    assert stats["misses"]
+    assert stats["sweeps"]
+    weights = random_experts(
+        format, experts=EXPERTS, hidden=HIDDEN, intermediate=WIDTH, bias=resident.problem.spec.bias, seed=1
+    )
+    for experts in (resident, offloaded):
+        experts.update(weights, check=True)
+    arguments = call(1, 0)
+    assert torch.equal(offloaded(*arguments), resident(*arguments))
+    assert all(t.is_pinned() for t in offloaded._host.tensors if t.numel())
+
+
+def test_streams_wait_for_each_other() -> None:
+    resident, offloaded = layer("mxfp4", "auto"), OffloadedExperts(layer("mxfp4", "auto"), TOP_K)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    calls = [call((1, 16)[seed % 3 == 0], seed) for seed in range(60)]
+    expected = [resident(*arguments) for arguments in calls]
+    torch.cuda.synchronize()
+    got = []
+    for at, arguments in enumerate(calls):
+        with torch.cuda.stream(streams[at % 2]):
+            got.append(offloaded(*arguments))
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+def test_a_capture_is_refused() -> None:
+    offloaded, arguments = OffloadedExperts(layer("mxfp4", "auto"), TOP_K), call(1, 0)
+    offloaded(*arguments)
+    torch.cuda.synchronize()
+    with pytest.raises(UnsupportedProblem, match="CUDA graphs"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        offloaded(*arguments)
+    torch.cuda.synchronize()

@@ -1,0 +1,204 @@
+"""OffloadedExperts: results of a resident layer, whatever the slots hold; placement; bad input."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import polymoe
+from polymoe.errors import ArgumentError, CheckpointError, PlanError, UnsupportedProblem
+from polymoe.layer import offload
+from polymoe.layer.experts import FusedExperts
+from polymoe.layer.offload import LeastRecentlyUsed, OffloadedExperts
+from polymoe.problem.numerics import relative_error
+from support.problems import GPT_OSS, random_call, random_experts, torn
+
+ROOT = Path(__file__).parents[2]
+SUMS = ROOT / "models" / "sums-gpt-oss-mxfp4"
+EXPERTS, TOP_K = 8, 2
+
+
+def layer(backend: str = "reference", seed: int = 0, format: str = "mxfp4") -> FusedExperts:
+    weights = random_experts(format, bias=True, experts=EXPERTS, seed=seed)
+    return FusedExperts.from_weights(weights, GPT_OSS, top_k=TOP_K, device="cpu", backend=backend)
+
+
+def call(tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(seed)
+    x, routing = random_call(tokens, 64, EXPERTS, TOP_K)
+    ids = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(tokens)])
+    return x, ids, routing.topk_weights_TA
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("slots", [2, 3, 7])
+def test_one_token(backend: str, slots: int) -> None:
+    resident, offloaded = layer(backend), OffloadedExperts(layer(backend), slots)
+    for seed in range(40):
+        x, ids, weights = call(1, seed)
+        assert relative_error(offloaded(x, ids, weights), resident(x, ids, weights)) < 1e-6
+    stats = offloaded.cache_stats()
+    assert stats["hits"] + stats["misses"] == 80
+    assert stats["hits"]
+    assert stats["misses"]
+    assert stats["copied_bytes"] == stats["misses"] * offloaded.expert_bytes
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 7, 64])
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4_g32", "fp8_block128", "bf16"])
+def test_calls_that_need_more_experts_than_slots(format: str, tokens: int) -> None:
+    resident, offloaded = layer(format=format), OffloadedExperts(layer(format=format), 3)
+    for seed in range(4):
+        arguments = call(tokens, seed)
+        assert relative_error(offloaded(*arguments), resident(*arguments)) < 1e-6
+    assert (offloaded.cache_stats()["sweeps"] > 0) == (tokens > 1)
+
+
+def test_a_sweep_is_bitwise_the_resident_layer_and_keeps_the_slots() -> None:
+    resident, offloaded = layer(), OffloadedExperts(layer(), 3)
+    offloaded(*call(1, 0))
+    before = dict(offloaded._lru.slot_of)
+    arguments = call(64, 1)
+    assert torch.equal(offloaded(*arguments), resident(*arguments))
+    assert dict(offloaded._lru.slot_of) == before
+
+
+def test_ids_of_no_expert_and_duplicates() -> None:
+    resident, offloaded = layer(), OffloadedExperts(layer(), 3)
+    x, _, weights = call(2, 0)
+    ids = torch.tensor([[-1, EXPERTS], [4, 4]])
+    assert torch.equal(offloaded(x, ids, weights), resident(x, ids, weights))
+    assert offloaded.cache_stats()["misses"] == 1
+    with pytest.raises(ArgumentError, match="topk_ids_TA"):
+        offloaded(x, ids + 5, weights)
+    assert offloaded(x[:0], ids[:0], weights[:0]).shape == (0, 64)
+
+
+def test_layers_share_one_buffer() -> None:
+    layers = [layer(seed=seed) for seed in range(2)]
+    first, second = (OffloadedExperts(layer(seed=seed), 2) for seed in range(2))
+    assert first._whole is second._whole
+    for seed in range(3):
+        arguments = call(16, seed)
+        for resident, offloaded in zip(layers, (first, second), strict=True):
+            assert torch.equal(offloaded(*arguments), resident(*arguments))
+
+
+def test_update_empties_the_slots() -> None:
+    resident, offloaded = layer(seed=1), OffloadedExperts(layer(seed=0), 3)
+    arguments = call(1, 0)
+    offloaded(*arguments)
+    offloaded.update(random_experts("mxfp4", bias=True, experts=EXPERTS, seed=1), check=True)
+    assert relative_error(offloaded(*arguments), resident(*arguments)) < 1e-6
+    assert torch.equal(offloaded.weights.dequantize()[0], resident.weights.dequantize()[0])
+    offloaded.check()
+
+
+def test_an_update_that_fails_changes_nothing() -> None:
+    resident, offloaded = layer(), OffloadedExperts(layer(), 3)
+    new = torn(random_experts("mxfp4", bias=True, experts=EXPERTS, seed=1))
+    with pytest.raises(CheckpointError):
+        offloaded.update(new)
+    arguments = call(1, 0)
+    assert relative_error(offloaded(*arguments), resident(*arguments)) < 1e-6
+    arguments = call(32, 0)
+    assert torch.equal(offloaded(*arguments), resident(*arguments))
+
+
+def test_a_copy_that_fails_leaves_no_expert_in_a_wrong_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    resident, offloaded = layer(), OffloadedExperts(layer(), 2)
+    offloaded(*call(1, 0))
+    tensors = offloaded._host.tensors
+    monkeypatch.setattr(offloaded._host, "tensors", [*tensors[:-1], tensors[-1][:0]])
+    held = set(offloaded._lru.slot_of)
+    miss = next(c for c in (call(1, seed) for seed in range(8)) if not held.issuperset(c[1][0].tolist()))
+    with pytest.raises(IndexError):
+        offloaded(*miss)
+    monkeypatch.setattr(offloaded._host, "tensors", tensors)
+    for seed in range(8):
+        arguments = call(1, seed)
+        assert relative_error(offloaded(*arguments), resident(*arguments)) < 1e-6
+
+
+def test_placement_is_least_recently_used() -> None:
+    """Against a list that is sorted by use, on random calls."""
+    rng = random.Random(0)
+    for _ in range(200):
+        experts = rng.randrange(2, 24)
+        slots = rng.randrange(1, experts)
+        cache, recent, holds = LeastRecentlyUsed(slots), [], {}
+        for _ in range(40):
+            needed = sorted(rng.sample(range(experts), rng.randrange(0, slots + 1)))
+            misses = [e for e in needed if e not in recent]
+            placed = cache.place(needed)
+            assert [e for e, _ in placed] == misses
+            for expert, slot in placed:
+                holds[slot] = expert
+            recent = [e for e in recent if e not in needed] + [e for e in needed if e not in misses] + misses
+            recent = recent[-slots:]
+            assert {e: s for s, e in holds.items()} == dict(cache.slot_of)
+            assert sorted(cache.slot_of) == sorted(recent)
+
+
+@pytest.mark.parametrize("slots", [1, EXPERTS, EXPERTS + 1])
+def test_numbers_of_slots(slots: int) -> None:
+    with pytest.raises(ArgumentError, match=f"slots.*2 .*to 7.*{slots}"):
+        OffloadedExperts(layer(), slots)
+    with pytest.raises(ArgumentError, match="slots"):
+        polymoe.load_experts(SUMS, 1, device="cpu", slots=slots + 3 * (slots > 1))
+
+
+def test_host_memory_that_does_not_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "host_memory", lambda: (1000, 2000))
+    with pytest.raises(PlanError, match="host memory for experts"):
+        OffloadedExperts(layer(), 3)
+
+
+def test_what_is_refused() -> None:
+    offloaded = OffloadedExperts(layer(), 3)
+    with pytest.raises(UnsupportedProblem, match="to\\(device\\)"):
+        offloaded.to("meta")
+    with pytest.raises(UnsupportedProblem, match="copy"):
+        copy.deepcopy(offloaded)
+    with pytest.raises(ArgumentError, match="expert_map"):
+        offloaded(*call(1, 0), expert_map=torch.arange(EXPERTS))
+    assert offloaded.to(torch.float16) is offloaded
+
+
+def test_in_a_compiled_graph() -> None:
+    resident, offloaded = layer(), OffloadedExperts(layer(), 3)
+    compiled = torch.compile(lambda *a: offloaded(*a) * 2, fullgraph=True, backend="aot_eager")
+    for tokens in (1, 16):
+        arguments = call(tokens, tokens)
+        assert relative_error(compiled(*arguments), 2 * resident(*arguments)) < 1e-6
+
+
+def test_load_experts() -> None:
+    resident = polymoe.load_experts(SUMS, 1, device="cpu")
+    offloaded = polymoe.load_experts(SUMS, 1, device="cpu", slots=4)
+    assert isinstance(offloaded, OffloadedExperts)
+    x, routing = random_call(1, 192, 8, dtype=torch.bfloat16)
+    assert relative_error(offloaded(x, *routing), resident(x, *routing)) < 4e-3
+    assert "4 of 8 experts in slots" in repr(offloaded)
+    assert str(offloaded.explain()) == str(resident.explain())
+
+
+@pytest.mark.slow
+def test_triton_is_bitwise_the_resident_layer() -> None:
+    """In Triton's interpreter, which needs a process of its own."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}"}
+    command = [sys.executable, "-m", "support.offload_interpreted"]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert found.returncode == 0, found.stderr[-2000:]
+    lines = [json.loads(line) for line in found.stdout.splitlines()]
+    assert len(lines) == 12
+    assert all(line["equal"] for line in lines), lines
