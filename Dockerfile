@@ -9,6 +9,7 @@ COPY constraints.txt ./
 RUN torch=$(grep '^torch==' constraints.txt) && pip install --no-cache-dir --index-url "$TORCH_INDEX" \
         --extra-index-url https://pypi.org/simple "$torch"
 COPY pyproject.toml hatch_build.py README.md LICENSE ./
+COPY models/sums-gpt-oss-mxfp4 models/sums-gpt-oss-mxfp4
 COPY src src
 RUN pip install --no-cache-dir -c constraints.txt '.[serve]'
 

@@ -53,7 +53,8 @@ def in_wheel(wheel: Path) -> set[str]:
 
 def package_files() -> set[str]:
     files = (path for path in (ROOT / "src/polymoe").rglob("*") if path.is_file())
-    return {path.relative_to(ROOT / "src").as_posix() for path in files if path.suffix != ".pyc"}
+    found = {path.relative_to(ROOT / "src").as_posix() for path in files if path.suffix != ".pyc"}
+    return found | {f"polymoe/demo/{path.name}" for path in SUMS.iterdir()}
 
 
 @pytest.mark.slow
@@ -73,7 +74,7 @@ def test_contents(built: tuple[Path, Path], tmp_path: Path) -> None:
             file.extraction_filter = tarfile.data_filter
         file.extractall(tmp_path)
     (source,) = tmp_path.iterdir()
-    assert {"pyproject.toml", "PKG-INFO", "README.md", "CHANGELOG.md", "LICENSE", "src", "docs"} <= set(
+    assert {"pyproject.toml", "PKG-INFO", "README.md", "CHANGELOG.md", "LICENSE", "src", "docs", "models"} <= set(
         os.listdir(source)
     )
     assert not (source / "tests").exists()
@@ -161,12 +162,14 @@ def test_the_wheel_explains_and_verifies_with_the_packages_that_it_requires(
         programs / "polymoe", "explain", "openai/gpt-oss-20b", "--device", "h200", cwd=tmp_path
     )
     assert "reference" in said(programs / "polymoe", "verify", SUMS, "--layer", "1", cwd=tmp_path)
+    assert "reference" in said(programs / "polymoe", "verify", "demo", "--layer", "1", cwd=tmp_path)
 
 
 @pytest.mark.slow
 def test_the_wheel_runs_a_model_with_the_extra_transformers(built: tuple[Path, Path], tmp_path: Path) -> None:
     programs = fresh(tmp_path / "fresh", built[0], extra="transformers")
     assert "579" in said(programs / "polymoe", "run", SUMS, "123+456=", "--device", "cpu", cwd=tmp_path)
+    assert "579" in said(programs / "polymoe", "run", "demo", "123+456=", "--device", "cpu", cwd=tmp_path)
 
 
 def test_the_newest_changes_are_those_of_this_version() -> None:
@@ -233,8 +236,9 @@ def test_no_link_of_readme_is_left_out(hook: Any) -> None:
 def test_the_address_of_the_repository_is_one_constant(tmp_path: Path) -> None:
     for name in ("pyproject.toml", "README.md", "LICENSE", "hatch_build.py"):
         (tmp_path / name).write_text((ROOT / name).read_text(encoding="utf-8"), encoding="utf-8")
-    package = tmp_path / "src" / "polymoe"
+    package, demo = tmp_path / "src" / "polymoe", tmp_path / "models" / SUMS.name
     package.mkdir(parents=True)
+    demo.mkdir(parents=True)
     (package / "__init__.py").write_text('__version__ = "0"\n')
     project = tmp_path / "pyproject.toml"
     for address in ("", "https://host/o/r"):

@@ -230,3 +230,16 @@ def test_commands_take_few_arguments() -> None:
     """Options are declared in groups, as dataclasses that commands share."""
     for command in COMMANDS.values():
         assert len(inspect.signature(inspect.unwrap(command.callback)).parameters) <= 12
+
+
+def test_the_checkpoint_that_comes_with_polymoe(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = cli("explain", "demo", "--device", "h200")
+    assert (code, out.splitlines()[0]) == (0, f"{SUMS}: gpt_oss, on h200 (sm_90)")
+    (tmp_path / "demo").mkdir()  # a directory of the user's goes first
+    assert cli("explain", "demo", "--device", "h200")[0] == 1
+
+
+def test_examples_name_no_file_that_only_a_clone_has() -> None:
+    for name, command in COMMANDS.items():
+        assert "models/" not in (command.epilog or ""), name

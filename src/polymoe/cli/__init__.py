@@ -19,8 +19,6 @@ from polymoe.errors import PolymoeError, printable
 
 __all__ = ["app", "main"]
 
-_SUMS = "models/sums-gpt-oss-mxfp4"
-
 app = group(
     "polymoe",
     "Run the packed experts of quantized mixture-of-experts checkpoints, and explain how they run.",
@@ -52,44 +50,44 @@ _eval = group(
 )
 
 add(app, "explain", "Show whether a model fits a GPU, how fast, and on which kernels.", explain.command,
-    f"polymoe explain {_SUMS} --device h200",
+    "polymoe explain demo --device h200",
     "polymoe explain openai/gpt-oss-120b --device 'RTX 4090' --tp 8",
-    f"polymoe explain {_SUMS} --device sm_100 --backend triton --json",
+    "polymoe explain demo --device sm_100 --backend triton --json",
     "polymoe explain openai/gpt-oss-120b --engine vllm --tensor-parallel-size 8 --enable-expert-parallel")  # fmt: skip
 add(app, "models", "Show which well-known models fit a GPU, and how fast.", models.command,
     "polymoe models --device rtx4090",
     "polymoe models --device h200 --context 131072 --json")  # fmt: skip
 add(app, "verify", "Check a checkpoint's experts: bytes, reference, every backend.", verify.command,
-    f"polymoe verify {_SUMS}", f"polymoe verify {_SUMS} --layer 1 --tokens 1,64",
-    f"polymoe verify {_SUMS} --all-backends")  # fmt: skip
-add(app, "run", "Answer prompts.", run.command, f'polymoe run {_SUMS} "123+456="', f"polymoe run {_SUMS} < prompts.txt",
+    "polymoe verify demo", "polymoe verify demo --layer 1 --tokens 1,64",
+    "polymoe verify demo --all-backends")  # fmt: skip
+add(app, "run", "Answer prompts.", run.command, 'polymoe run demo "123+456="', "polymoe run demo < prompts.txt",
     "polymoe run openai/gpt-oss-120b --device-map auto --max-tokens 512 'Why is the sky blue?'")  # fmt: skip
 add(app, "chat", "Chat with a checkpoint in the terminal.", chat.command,
-    f"polymoe chat {_SUMS}", "polymoe chat openai/gpt-oss-20b --system 'Answer briefly.'",
-    f"polymoe chat {_SUMS} --json < messages.txt")  # fmt: skip
-add(app, "serve", "Serve a checkpoint with OpenAI's API.", serve.command, f"polymoe serve {_SUMS}",
+    "polymoe chat demo", "polymoe chat openai/gpt-oss-20b --system 'Answer briefly.'",
+    "polymoe chat demo --json < messages.txt")  # fmt: skip
+add(app, "serve", "Serve a checkpoint with OpenAI's API.", serve.command, "polymoe serve demo",
     "POLYMOE_API_KEY=secret polymoe serve openai/gpt-oss-20b --host 0.0.0.0 --continuous-batching")  # fmt: skip
 app.add_typer(_bench)
 app.add_typer(_eval)
 add(app, "tune", "Find the fastest kernel configurations on this GPU.", tune.command,
     "polymoe tune --case deepseek-v4-flash --tokens 1,4,16",
-    f"polymoe tune --checkpoint {_SUMS} --seconds 60")  # fmt: skip
+    "polymoe tune --checkpoint demo --seconds 60")  # fmt: skip
 add(app, "doctor", "Show this machine, and each backend's verdict on it.", doctor.command,
     "polymoe doctor",
     "polymoe doctor --json")  # fmt: skip
 add(_bench, "kernels", "Time each backend on the experts of one layer.", bench.command,
     "polymoe bench kernels --case deepseek-v4-flash --tokens 1,16,64",
-    f"polymoe bench kernels --checkpoint {_SUMS} --backends cuda,triton --out results.jsonl",
+    "polymoe bench kernels --checkpoint demo --backends cuda,triton --out results.jsonl",
     "polymoe bench kernels --case gpt-oss-120b --routing zipf:1.2 --plot share.png",
     "polymoe bench kernels --submit results.jsonl")  # fmt: skip
 add(_bench, "decode", "Time whole models in Transformers, packed and dequantized.", bench_decode.command,
-    f"polymoe bench decode {_SUMS} --batch-size 1,16")  # fmt: skip
+    "polymoe bench decode demo --batch-size 1,16")  # fmt: skip
 add(_bench, "serve", "Time any OpenAI-compatible server.", bench_serve.command,
     "polymoe bench serve --server http://127.0.0.1:8000 --input-len 1024 --output-len 128",
     "polymoe bench serve --server http://127.0.0.1:8000 --concurrency 1,8,64 --out serve.jsonl --plot load.png",
     cls=bench_serve.ListCommand)  # fmt: skip
 add(_eval, "run", "Ask a server questions and count the right answers.", eval.command,
-    "polymoe eval run models/sums-heldout.jsonl --limit 100",
+    "polymoe eval run questions.jsonl --limit 100",
     "polymoe eval run gsm8k.jsonl --server http://127.0.0.1:8000 --repeats 4")  # fmt: skip
 add(_eval, "compare", "Compare two runs, with a 95 % interval.", eval.compare,
     "polymoe eval compare packed.jsonl dequantized.jsonl")  # fmt: skip

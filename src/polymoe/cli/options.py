@@ -181,6 +181,9 @@ def _one_process(tp: int) -> int:
     return tp
 
 
+DEMO = "demo"
+
+
 def backend_names(begun: str) -> list[str]:
     """Names of backends for completion; the last of several."""
     from polymoe.backends import BACKENDS
@@ -210,7 +213,19 @@ def _devices(begun: str) -> list[str]:
 
 def checkpoint_argument(help: str) -> Any:
     """The argument of commands that read a checkpoint or its config."""
-    return typer.Argument(metavar="CHECKPOINT", help=help, show_default=False, autocompletion=models)
+    return typer.Argument(
+        metavar="CHECKPOINT", help=f"{help} demo: the one of polymoe.", show_default=False, autocompletion=models,
+        callback=_checkpoint_path,
+    )  # fmt: skip
+
+
+def _checkpoint_path(name: str) -> str:
+    """Return what a user names, but for ``demo`` the path of the checkpoint that comes with polymoe: a small one that
+    was trained to add. A file or directory of that name goes first."""
+    if name != DEMO or Path(DEMO).exists():
+        return name
+    packaged, of_clone = Path(__file__).parents[1] / DEMO, Path(__file__).parents[3] / "models" / "sums-gpt-oss-mxfp4"
+    return str(packaged if packaged.is_dir() else of_clone)
 
 
 Checkpoint = Annotated[str, checkpoint_argument("Directory of a checkpoint, or a Hub id.")]
@@ -327,7 +342,12 @@ class MeasuredLayer(Invariance):
     """What is measured."""
 
     case: CaseName | None = option(None, "Expert layer of a known model, with random weights.")
-    checkpoint: str | None = option(None, "Real weights instead of a case: a directory or Hub id.", complete=models)
+    checkpoint: str | None = option(
+        None,
+        "Real weights instead of a case: a directory, a Hub id or demo.",
+        complete=models,
+        parse=lambda name, _: _checkpoint_path(name),
+    )
     layer: int | None = option(None, "Layer of the checkpoint. Default: the first one with experts.")
     format: FormatName | None = option(None, "Weight format of a case. Default: its own.")
     activations: ActivationsName | None = option(
