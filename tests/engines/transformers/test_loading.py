@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -23,12 +24,14 @@ pytest.importorskip("transformers")
 
 import transformers.integrations.mxfp4 as builtin_mxfp4
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     Mxfp4Config,
 )
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from polymoe.engines.transformers import PackedExperts, load
+from polymoe.engines.transformers.model_config import neutral
 from support.family_checkpoints import stored_nbytes
 from support.packed_model import CHECKPOINT, HELDOUT, batch, dequantized, experts_of
 
@@ -93,6 +96,30 @@ def test_a_tensor_that_is_missing_is_not_made_up(tmp_path: Path) -> None:
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
         load(path, device="cpu")
+
+
+def test_a_config_that_save_pretrained_wrote_has_infinities(tmp_path: Path) -> None:
+    path = shutil.copytree(CHECKPOINT.parent / "sums-nemotron-h-nvfp4", tmp_path / "c")
+    theirs = AutoConfig.from_pretrained(path)
+    theirs.time_step_limit = (0.0, float("inf"))
+    theirs.save_pretrained(path)
+    assert {"__float__": "Infinity"} in json.loads((path / "config.json").read_text())["time_step_limit"]
+    model, _ = load(path, device="cpu")
+    assert tuple(model.config.time_step_limit) == (0.0, float("inf"))
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ({"__float__": "-Infinity"}, -math.inf),
+        ({"__float__": "NaN"}, {"__float__": "NaN"}),
+        ({"__float__": ["Infinity"]}, {"__float__": ["Infinity"]}),
+        ({"__float__": "Infinity", "more": 1}, {"__float__": "Infinity", "more": 1}),
+    ],
+    ids=str,
+)
+def test_only_infinities_are_read_as_numbers(written: dict[str, Any], read: Any) -> None:
+    assert neutral({"a": {"b": written}, "c": [[written]]}) == {"a": {"b": read}, "c": [[read]]}
 
 
 def test_a_shard_that_is_missing(tmp_path: Path) -> None:

@@ -33,6 +33,9 @@ _LEFT_OUT = re.compile(
     r"|is_encoder_decoder|is_decoder|add_cross_attention|return_dict|output_attentions|output_hidden_states"
 )
 
+_INFINITIES = ((math.inf, {"__float__": "Infinity"}), (-math.inf, {"__float__": "-Infinity"}))
+"""Numbers that JSON does not have, as ``save_pretrained`` writes them. NaN, which no model needs, stays an object."""
+
 
 def neutral(config: Mapping[str, Any], where: str = "") -> dict[str, Any]:
     """A config without what names code, files or other tasks, at any depth.
@@ -47,8 +50,17 @@ def neutral(config: Mapping[str, Any], where: str = "") -> dict[str, Any]:
             if value is not None and where:
                 log.warning("%s: %s: %s is not used: the caller chooses implementations", where, name, quoted(value))
         elif not _LEFT_OUT.fullmatch(name):
-            kept[name] = neutral(value, where) if isinstance(value, dict) else copy.deepcopy(value)
+            kept[name] = _neutral_value(value, where)
     return kept
+
+
+def _neutral_value(value: Any, where: str) -> Any:
+    if isinstance(value, dict):
+        written = next((number for number, form in _INFINITIES if form == value), None)
+        return neutral(value, where) if written is None else written
+    if isinstance(value, list):
+        return [_neutral_value(item, where) for item in value]
+    return copy.deepcopy(value)
 
 
 def model_config(checkpoint: Checkpoint) -> Any:
