@@ -27,7 +27,7 @@ from backends_document import backends_document, markdown
 from polymoe.backends.cost import cost
 from polymoe.bench.cases import CASES
 from polymoe.bench.model_records import ModelRecord
-from polymoe.bench.plot import plot
+from polymoe.bench.plot import plot, write_png
 from polymoe.bench.records import Record, newest, read, read_lines
 from polymoe.bench.serving import record as serving
 from polymoe.bench.serving import report
@@ -446,6 +446,40 @@ def picture(case: str, path: Path) -> None:
     plot(sorted(found, key=lambda r: r.backend), path, lines)
 
 
+BARS = (1, 16, 64, 256)
+"""Token counts of README's picture: batches of decoding."""
+
+
+def bars() -> list[tuple[int, float, float]]:
+    """README's picture: tokens, microseconds of polymoe, and of the fastest other library."""
+    row = Row(TRANSFORMERS_CASE, "mxfp4", "16bit")
+    mine, peers = by_tokens(records(), "cuda")[row], best_peers()[row]
+    return [(t, mine[t].median_us, peers[t].median_us) for t in BARS]
+
+
+def times_picture(path: Path) -> None:
+    """Draw them. Letters are large: on a telephone the picture is 390 pixels wide."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 6.4), layout="constrained")
+    axes = figure.subplots()
+    rows = bars()
+    for offset, name, color in ((-0.2, "polymoe", "#3949ab"), (0.2, "fastest other library", "#b0bec5")):
+        times = [row[1 if name == "polymoe" else 2] for row in rows]
+        places = [i + offset for i in range(len(rows))]
+        drawn = axes.barh(places, times, height=0.38, color=color, label=name)
+        axes.bar_label(drawn, [f"{time:.0f} µs" for time in times], padding=5, fontsize=19)
+    axes.set_yticks(range(len(rows)), [str(tokens) for tokens, *_ in rows], fontsize=19)
+    axes.set_ylabel("requests in the batch", fontsize=19)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.2 * max(max(row[1:]) for row in rows))
+    axes.set_xticks([])
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    axes.set_title("One gpt-oss-120b layer on an H200", fontsize=21, loc="left")
+    axes.legend(fontsize=18, loc="upper right", frameon=False)
+    write_png(figure, path)
+
+
 def main() -> None:
     """Write, or compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -461,6 +495,7 @@ def main() -> None:
         path.parent.mkdir(exist_ok=True)
         replace_file(path, text)
     if options.picture:
+        times_picture(ROOT / "docs" / "performance" / "gpt-oss-120b-h200-times.png")
         for case in (PICTURE[0], TRANSFORMERS_CASE):
             picture(case, ROOT / "docs" / "performance" / f"{case}-h200.png")
         peers_document.picture(compared(), ROOT / "docs" / "performance" / "peers-h200.png")

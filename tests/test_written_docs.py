@@ -74,6 +74,20 @@ def test_versions_that_ran_are_those_of_records(tmp_path: Path) -> None:
     assert "| sglang | no record | no record |" in versions_document.table(found)
 
 
+def test_the_picture_of_readme_has_the_numbers_of_its_table() -> None:
+    """And its text, for who does not see it, those of the picture."""
+    readme = (write_docs.ROOT / "README.md").read_text(encoding="utf-8")
+    (table,) = re.findall(r"^\| `gpt-oss-120b` \| mxfp4 \| 16bit \| (.*) \|$", readme, re.MULTILINE)
+    (counts,) = re.findall(r"^\| case \| weights \| activations \| (.*) \|$", readme, re.MULTILINE)
+    cells = dict(zip(counts.split(" | "), table.split(" | "), strict=True))
+    for tokens, mine, other in write_docs.bars():
+        own, peer = map(float, re.findall(r"[\d.]+", cells[str(tokens)]))
+        assert (own, peer) == (pytest.approx(mine, rel=0.01), pytest.approx(other, rel=0.01))
+    (alt,) = re.findall(r"!\[([^\]]*)\]\(docs/performance/gpt-oss-120b-h200-times\.png\)", readme)
+    first, *_, last = write_docs.bars()
+    assert f"{first[1]:.0f} and {first[2]:.0f} for 1 request, {last[1]:.0f} and {last[2]:.0f} for 256" in alt
+
+
 def test_floors_are_todays() -> None:
     """A record keeps the floor that it was taken with, at 4.3 TB/s if it does not say; tables have today's, unless
     operations take longer."""
