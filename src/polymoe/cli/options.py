@@ -289,6 +289,10 @@ class Placement(Computing):
     device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = option(
         None, "Distribute whole layers over all GPUs, like Transformers' device_map; replaces --device."
     )
+    expert_memory: str | None = option(
+        None, "GPU memory for experts, such as 16GiB, or 32slots in each layer; all experts lie in host memory then. "
+        "Default: all experts lie on the GPU.",
+    )  # fmt: skip
     tp: int = option(
         1, "Must be 1: this command is a single process. For more, see the error.",
         "--tp", "--tensor-parallel-size", min=1, callback=_one_process,

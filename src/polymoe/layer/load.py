@@ -93,4 +93,9 @@ def load_experts(
         tune = f"polymoe tune --checkpoint {checkpoint.name} --layer {layer}{size} --activations {problem.activations}"
         tune += " --batch-invariant" * batch_invariant
         log.info("layer %d, and all layers like it: %s", layer, selection.summary(tune))
-    return experts if slots is None else OffloadedExperts(experts, slots)
+    if slots is None:
+        return experts
+    offloaded = OffloadedExperts(experts, slots)
+    if checkpoint.first_time(offloaded.summary()):
+        log.info("layer %d, and all layers like it: %s", layer, offloaded.summary())
+    return offloaded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import weakref
 from collections import OrderedDict
@@ -24,12 +25,16 @@ from polymoe.layouts import Packed
 from polymoe.layouts.pack_check import pack_checked
 from polymoe.machine import host_memory
 from polymoe.problem import Problem
-from polymoe.problem.tensors import ExpertWeights
+from polymoe.problem.tensors import ExpertsSpec, ExpertWeights
 
-__all__ = ["CacheStats", "LeastRecentlyUsed", "OffloadedExperts", "require_slots"]
+__all__ = ["CacheStats", "LeastRecentlyUsed", "OffloadedExperts", "require_slots", "slots_of"]
 
 _BACKENDS = ("cuda", "triton", "torch", "reference")
 """Those whose packed tensors are rows of experts that are read where they are, so that any row can hold any expert."""
+
+
+_LINKS = (("PCIe 4 x16, 26 GB/s", 26e9), ("PCIe 5 x16, 55 GB/s", 55e9))
+"""Nominal rates from host memory to the GPU, bytes/s."""
 
 
 @dataclass(slots=True)
@@ -254,13 +259,19 @@ class OffloadedExperts(FusedExperts):
         raise UnsupportedProblem("a copy of experts in host memory", expected="one owner of page-locked memory",
                                  got="copy or pickle", hint="load the experts again")  # fmt: skip
 
+    def summary(self) -> str:
+        """Where the experts lie, and what a miss costs, as one line."""
+        size, experts = self.expert_bytes, self.problem.spec.local_experts
+        slots, host = format_bytes(self.slots * size), format_bytes(self.packed.nbytes)
+        times = " or ".join(f"{1e6 * size / rate:.0f} us ({name})" for name, rate in _LINKS)
+        return (
+            f"{self.slots} of {experts} experts in slots on {self.device} ({slots}), all in host memory ({host}); "
+            f"a miss copies {format_bytes(size)}, predicted {times}"
+        )
+
     def extra_repr(self) -> str:
         """The problem, and where the experts lie."""
-        slots, host = format_bytes(self.slots * self.expert_bytes), format_bytes(self.packed.nbytes)
-        return (
-            f"{self.problem}, {self._plans.layout}, {self.slots} of {self.problem.spec.local_experts} experts in slots "
-            f"on {self.device} ({slots}), all in host memory ({host})"
-        )
+        return f"{self.problem}, {self._plans.layout}, {self.summary()}"
 
 
 _KEYS = count()
@@ -307,6 +318,40 @@ def require_slots(problem: Problem, slots: int) -> None:
             got=str(slots),
             hint="without slots all experts lie on the GPU, which is faster" if slots >= experts else None,
         )
+
+
+def slots_of(expert_memory: str, layers: Sequence[ExpertsSpec], top_k: int) -> int:
+    """Return the slots of each layer of a model for an ``expert_memory``.
+
+    Args:
+        expert_memory: a number of slots such as "32slots", or GPU memory for all slots, for the buffer of one layer
+            that layers share, and for the layer that is being loaded, such as "16GiB" or "512MiB".
+        layers: the experts of each layer.
+        top_k: experts active per token.
+
+    Raises:
+        ArgumentError: for another text, for memory in which the experts of a token have no room, and for memory that
+            holds all experts.
+    """
+    found = re.fullmatch(r"(?:(\d+) ?slots?|(\d+(?:\.\d+)?) ?([MG])iB)", expert_memory)
+    if found is None:
+        raise ArgumentError("expert_memory", expected="32slots, 16GiB or 512MiB", got=repr(expert_memory))
+    if found[1]:
+        return int(found[1])
+    memory = float(found[2]) * (2**30 if found[3] == "G" else 2**20)
+    whole = 2 * max(spec.local_bytes for spec in layers)
+    slot = sum(spec.local_bytes / spec.local_experts for spec in layers)
+    if memory >= slot * min(spec.local_experts for spec in layers):
+        got, total = format_bytes(memory), format_bytes(sum(spec.local_bytes for spec in layers))
+        hint = "leave expert_memory out: all experts lie on the GPU then"
+        raise ArgumentError("expert_memory", expected=f"less than all experts take, {total}", got=got, hint=hint)
+    if memory < whole + top_k * slot:
+        raise ArgumentError(
+            "expert_memory",
+            expected=f"{format_bytes(whole + top_k * slot)}: two whole layers, and {top_k} slots in each layer",
+            got=format_bytes(memory),
+        )
+    return int((memory - whole) / slot)
 
 
 def _require_rows(resident: FusedExperts) -> None:

@@ -46,6 +46,7 @@ def serve(
     role: str = "mixed",
     device: str = "auto",
     device_map: str | None = None,
+    expert_memory: str | None = None,
     max_tokens: int | None = None,
     max_request_bytes: int = 4 * 2**20,
     max_concurrent_requests: int = 128,
@@ -69,7 +70,7 @@ def serve(
         api_key: the bearer token that clients must send, in printable ASCII; None admits everybody. ``/health`` never
             needs it.
         name: the model's name in requests and answers; by default the last part of ``path``.
-        backend, role, device, device_map: as in :func:`polymoe.engines.transformers.load`.
+        backend, role, device, device_map, expert_memory: as in :func:`polymoe.engines.transformers.load`.
         max_tokens: maximum number of tokens in an answer; None if only the context limits it.
         max_request_bytes: larger requests are refused with 413.
         max_concurrent_requests: maximum number of generations that run or wait; more are refused with 429.
@@ -126,7 +127,7 @@ def serve(
         if api_key is None and not is_loopback(listener):
             log.warning("%s can be reached from other machines, and there is no API key", host)
         placed = {} if device_map is None else {"device_map": device_map}
-        model, tokenizer = load(path, device=device, backend=backend, role=role, **placed)
+        model, tokenizer = load(path, device=device, backend=backend, role=role, expert_memory=expert_memory, **placed)
         set_verbosity_error()  # Transformers warns at requests
         served = ModelServer(
             model,

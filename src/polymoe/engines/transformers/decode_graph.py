@@ -15,6 +15,7 @@ from transformers import StaticCache
 
 from polymoe.errors import ArgumentError, PlanError, UnsupportedProblem
 from polymoe.layer.experts import FusedExperts
+from polymoe.layer.offload import OffloadedExperts
 from polymoe.problem.verdict import Accepted
 
 __all__ = ["Decoder", "require_capturable"]
@@ -181,11 +182,14 @@ def require_capturable(model: nn.Module) -> None:
     """Check that calls of a model's experts can be captured in a CUDA graph.
 
     Raises:
-        UnsupportedProblem: naming the backend that cannot be captured.
+        UnsupportedProblem: naming the backend that cannot be captured, or for experts in host memory.
     """
     for name, module in model.named_modules():
         if not isinstance(module, FusedExperts):
             continue
+        if isinstance(module, OffloadedExperts):
+            expected = "experts that CUDA graphs can capture"
+            raise UnsupportedProblem(name, expected=expected, got="experts in host memory", hint="do without graphs")
         selection = module.explain()
         planned = {step.backend for step in selection.require(name).steps}
         for candidate in selection.candidates:

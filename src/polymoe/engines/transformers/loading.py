@@ -48,6 +48,7 @@ from polymoe.engines.transformers.weights import model_from_tensors
 from polymoe.errors import ArgumentError, CheckpointError, UnsupportedProblem, quoted
 from polymoe.explanation import explain
 from polymoe.layer.call import DTYPES
+from polymoe.layer.offload import require_slots, slots_of
 
 modeling: Any = modeling_utils
 log = getLogger("polymoe")
@@ -63,6 +64,7 @@ def load(
     backend: str = "auto",
     role: str = "mixed",
     dense: str = "16bit",
+    expert_memory: str | None = None,
     **kwargs: Any,
 ) -> tuple[Any, Any]:
     """A model of Transformers with packed experts, for inference, and its tokenizer. No parameter requires a gradient.
@@ -81,6 +83,9 @@ def load(
             layout.
         dense: what quantized matrices outside the experts become: "16bit" floats, or the result of Transformers'
             own quantizer ("transformers", for ``quant_method`` fp8 only).
+        expert_memory: GPU memory for experts, such as "16GiB", or "32slots" in each layer: all experts lie in host
+            memory then, and those used last also on the GPU (:class:`~polymoe.layer.offload.OffloadedExperts`). None:
+            all lie on the GPU. Calls of such a model cannot be captured in CUDA graphs.
         kwargs: for Transformers' ``from_pretrained``, such as ``device_map``, which distributes layers over devices.
 
     Raises:
@@ -100,6 +105,8 @@ def load(
         raise ArgumentError("load(device_map=...)", got=f"device={str(device)!r} as well", hint="give only one of them")
     if isinstance(device_map, Mapping) and "disk" in map(str, device_map.values()):
         raise UnsupportedProblem("load(device_map=...)", expected="GPUs or the CPU", got="disk")
+    if expert_memory is not None and device_map is not None:
+        raise ArgumentError("load(expert_memory=...)", expected="one device", got=f"device_map={device_map!r} as well")
     target = _device(device if device_map is None else _first_of(device_map))
     if (file := Path(path)).is_file() and file.suffix == ".json":
         raise CheckpointError(str(path), expected="a directory or a Hub id", got="a file")
@@ -108,6 +115,8 @@ def load(
     checkpoint = Checkpoint.open(os.fspath(path), config_only=True, **hub)
     quantized = checkpoint.quantization.method != "none"
     check_dense(dense, checkpoint.quantization.method)
+    if expert_memory is not None and not quantized:
+        raise ArgumentError("load(expert_memory=...)", expected="quantized experts", got="experts that are not packed")
     if quantized:
         require_family(checkpoint.model_type)
     else:
@@ -115,6 +124,11 @@ def load(
     explanation = explain(
         checkpoint, device=str(target), backend=backend, role=role, dtype=DTYPES[dtype or torch.bfloat16]
     )
+    if expert_memory is not None:
+        rows = [row for row in explanation.rows for _ in row.layers]
+        slots = slots_of(expert_memory, [r.problem.spec for r in rows], max(r.problem.top_k for r in rows))
+        for row in explanation.rows:
+            require_slots(row.problem, slots)
     for row in explanation.rows:
         row.selection.require(f"{path}, layers {format_ranges(row.layers)}")
     with Checkpoint.open(os.fspath(path), **hub) as checkpoint:
@@ -126,7 +140,13 @@ def load(
             if quantized:
                 source = quantization_source(checkpoint.files.config, checkpoint.files.side)
                 place = str(target) if device_map is None else None
-                options = {"backend": backend, "role": role, "dense": dense, "device": place}
+                options = {
+                    "backend": backend,
+                    "role": role,
+                    "dense": dense,
+                    "device": place,
+                    "expert_memory": expert_memory,
+                }
                 _request_packing(config, source, checkpoint=checkpoint, **options)
             else:
                 register()

@@ -30,6 +30,7 @@ from polymoe.engines.transformers.weights import watch_loading
 from polymoe.errors import ArgumentError, UnsupportedProblem
 from polymoe.layer.call import device_name
 from polymoe.layer.load import load_experts
+from polymoe.layer.offload import slots_of
 from polymoe.machine import Machine
 
 __all__ = ["PackedConfig", "PackedQuantizer"]
@@ -47,6 +48,7 @@ class PackedConfig(QuantizationConfigMixin):
         checkpoint: the open checkpoint; None is that of the files that Transformers has found.
         backend, role: as in :func:`polymoe.load_experts`.
         device: where the experts are packed; None is the device of their layer.
+        expert_memory: as for :func:`polymoe.load`.
         dense: what other quantized matrices become, one of :data:`~polymoe.engines.transformers.dense_quantizer.DENSE`.
     """
 
@@ -59,11 +61,12 @@ class PackedConfig(QuantizationConfigMixin):
         role: str = "mixed",
         device: str | None = None,
         dense: str = "16bit",
+        expert_memory: str | None = None,
         **_: Any,
     ) -> None:
         self.quant_method = INTERFACE_NAME  # type: ignore[assignment]
         self.source, self.checkpoint, self.backend, self.role = source, checkpoint, backend, role
-        self.device, self.dense = device, dense
+        self.device, self.dense, self.expert_memory = device, dense, expert_memory
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "checkpoint": None}  # whose open files cannot be saved
@@ -153,6 +156,10 @@ class PackedQuantizer(HfQuantizer):
             )
         config = self.quantization_config
         machines: dict[torch.device, Machine] = {}
+        slots = None
+        if config.expert_memory is not None:
+            top_k = max(self.checkpoint.problem(layer).top_k for layer in self.experts.values())
+            slots = slots_of(config.expert_memory, [self.checkpoint.spec(n) for n in self.experts.values()], top_k)
         for name, layer in logging.tqdm(self.experts.items(), desc="Packing experts"):
             sibling = next(model.get_submodule(name.rpartition(".")[0]).parameters())
             device = torch.device(config.device) if config.device else sibling.device
@@ -173,6 +180,7 @@ class PackedQuantizer(HfQuantizer):
                 backend=config.backend,
                 role=config.role,
                 dtype=model.dtype,
+                slots=slots,
             )
         if self.dense is not None:
             self.dense._process_model_after_weight_loading(model)
@@ -222,7 +230,9 @@ class PackedQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
         """Whether ``generate`` may compile decoding, as it does for a static cache on a GPU: unless Transformers'
-        quantizer for dense matrices says no."""
+        quantizer for dense matrices says no, or experts lie in host memory."""
+        if self.quantization_config.expert_memory is not None:
+            return False
         return self.dense is None or self.dense.is_compileable
 
     @property
