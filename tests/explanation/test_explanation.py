@@ -295,6 +295,40 @@ def test_groups_that_no_engine_starts(sizes: dict[str, Any], said: str) -> None:
         polymoe.explain("openai/gpt-oss-20b", device="h200", **sizes)
 
 
+GIB = 2**30
+BY_HAND = [
+    # name, device, tp, ep; layers * experts * matrices * bytes of a weight with its scales; rest, room, fits
+    ("deepseek-ai/DeepSeek-V3", "h200", 8, 1, 58 * 256 * 3 * 7168 * 2048 * (1 + 4 / 128**2), 31.88, 53.3, True),
+    ("moonshotai/Kimi-K2-Thinking", "h200", 8, 8, 60 * 384 * 3 * 7168 * 2048 * (0.5 + 2 / 32), 21.83, 64.2, True),
+    (
+        "openai/gpt-oss-120b",
+        "rtx4090",
+        1,
+        1,
+        36 * 128 * (3 * 2880**2 * (0.5 + 1 / 32) + 2 * 3 * 2880),
+        3.96,
+        -38,
+        False,
+    ),
+    ("Qwen/Qwen3-30B-A3B-FP8", "rtx4090", 2, 1, 48 * 128 * 3 * 2048 * 768 * (1 + 2 / 128**2), 2.87, 7.8, True),
+    ("nvidia/Qwen3-235B-A22B-NVFP4", "h200", 1, 1, 94 * 128 * 3 * 4096 * 1536 * (0.5 + 1 / 16), 14.92, -0.5, False),
+    ("mistralai/Mixtral-8x7B-v0.1", "a100", 2, 1, 32 * 8 * 3 * 4096 * 14336 * 2, 2.99, 32.5, True),
+]
+
+
+@pytest.mark.parametrize(("name", "device", "tp", "ep", "experts", "rest", "room", "fits"), BY_HAND)
+def test_by_hand(
+    name: str, device: str, tp: int, ep: int, experts: float, rest: float, room: float, fits: bool
+) -> None:
+    """Bytes of the experts from the sizes in the model's config; rest, and room beside 95 % of the memory, in GiB."""
+    found = polymoe.explain(name, device=device, tp=tp, ep=ep).fit
+    assert found.expert_bytes == pytest.approx(experts / tp, rel=2e-4)
+    assert found.weight_bytes == pytest.approx((experts + rest * GIB) / tp, rel=1e-3)
+    assert found.cache_bytes is not None
+    assert found.cache_bytes / GIB == pytest.approx(room, abs=0.6)
+    assert found.fits is fits
+
+
 @pytest.mark.parametrize("name", known_models())
 def test_gpus_together_hold_at_least_the_model(name: str) -> None:
     checkpoint = known_models()[name].checkpoint()
