@@ -123,7 +123,6 @@ PARTS = (
     PrivatePart("transformers.tokenization_utils_base.PreTrainedTokenizerBase"),
     PrivatePart("transformers.utils.chat_template_utils.get_json_schema", ("func",)),
     # experts
-    PrivatePart("transformers.activations.ACT2FN"),
     PrivatePart("transformers.integrations.moe.ExpertsInterface.register", ("key", "value")),
     PrivatePart("transformers.integrations.moe.ExpertsInterface._global_mapping"),
     PrivatePart(

@@ -11,18 +11,17 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
 from transformers.integrations.moe import ExpertsInterface, use_experts_implementation
 
 from polymoe.backends import BACKENDS
+from polymoe.engines.transformers.activation import activation_of
 from polymoe.engines.transformers.contract import checked_call, require_experts, unsupported
-from polymoe.errors import PolymoeError, UnsupportedProblem, nearest
+from polymoe.errors import PolymoeError, UnsupportedProblem
 from polymoe.formats import FORMATS, QuantTensor
 from polymoe.layer.call import DTYPES
 from polymoe.layer.experts import FusedExperts
@@ -31,19 +30,12 @@ from polymoe.layouts import LAYOUTS, Natural
 from polymoe.machine import Machine
 from polymoe.planning.agreement import require_agreement
 from polymoe.problem import Problem
-from polymoe.problem.activations import ACTIVATIONS, Activation, SwiGLU
 from polymoe.problem.tensors import ExpertsSpec
 
 __all__ = ["INTERFACE_NAME", "experts_forward", "interface_name", "note_groups", "register", "unregister"]
 
 INTERFACE_NAME = "polymoe"
 """``experts_implementation`` with automatic choice of a backend; ``polymoe:NAME`` names one."""
-
-GATES: Mapping[str, Callable[[Any], Activation]] = {
-    "DeepseekV4Experts": lambda experts: SwiGLU(limit=experts.limit),
-    "GptOssExperts": lambda experts: SwiGLU(alpha=experts.alpha, beta=1.0, limit=experts.limit),
-}
-"""Activations of experts classes that do not compute ``act_fn(gate) * up``, by class name."""
 
 
 def register() -> None:
@@ -253,19 +245,6 @@ def _view(experts: Any, x: Tensor, top_k: int, backend: str) -> FusedExperts:
         up=encoding,
         down=encoding,
     )
-    problem = Problem(spec=spec, activation=_activation(experts), top_k=top_k, dtype=DTYPES[x.dtype])
+    problem = Problem(spec=spec, activation=activation_of(experts), top_k=top_k, dtype=DTYPES[x.dtype])
     request = PlanRequest(Machine.of(str(weight.device)), "mixed", backend, BACKENDS, LAYOUTS)
     return FusedExperts(problem, Natural().view(spec, stacks, vectors), request)
-
-
-def _activation(experts: Any) -> Activation:
-    where = type(experts).__name__
-    if where in GATES:
-        return GATES[where](experts)
-    default_gate = type(experts)._apply_gate.__module__ == ExpertsInterface.__module__
-    if experts.has_gate and not default_gate:
-        raise UnsupportedProblem(where, expected="act_fn(gate) * up, or one of " + ", ".join(GATES), got="another gate")
-    for name, activation in ACTIVATIONS.items():
-        if activation.gated == experts.has_gate and type(experts.act_fn) is type(ACT2FN[name]):
-            return activation
-    raise UnsupportedProblem(where, got=f"activation {type(experts.act_fn).__name__}", hint=nearest("", ACTIVATIONS))
