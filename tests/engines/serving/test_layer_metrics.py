@@ -54,14 +54,21 @@ def test_another_process_reads_them(tmp_path: Path) -> None:
     assert 'polymoe_layers_left{engine="vLLM",pid="1",reason="LoRA"} 1.0' in text
 
 
+def test_a_name_that_is_taken_stops_no_engine() -> None:
+    """By a second copy of the module, for example: what is not counted is no reason to fail."""
+    from polymoe.engines.serving import layer_metrics
+
+    prometheus_client.Gauge("polymoe_taken", "Somebody else's.", ("a",))
+    assert layer_metrics._gauge("polymoe_taken", "Ours.", ("a",)) is None
+
+
 def test_without_prometheus_client_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     from polymoe.engines.serving import layer_metrics
 
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    layer_metrics._gauge.cache_clear()
+    monkeypatch.setattr(layer_metrics, "_gauge", layer_metrics._gauge.__wrapped__)
     metrics = layer_metrics.LayerMetrics("SGLang")
     metrics.packed("layers.0", select(problem_of(random_experts("mxfp4")), Machine.of("cpu")))
-    layer_metrics._gauge.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["serve", "engine"])

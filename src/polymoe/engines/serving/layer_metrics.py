@@ -58,4 +58,7 @@ def _gauge(name: str, what: str, labels: tuple[str, ...]) -> Any:
         from prometheus_client import Gauge
     except ImportError:
         return None
-    return Gauge(name, what, labels, multiprocess_mode="liveall")
+    try:
+        return Gauge(name, what, labels, multiprocess_mode="liveall")
+    except ValueError:  # the name is taken: what is not counted is no reason to stop an engine
+        return None
