@@ -33,7 +33,7 @@ __all__ = ["Measured", "attack"]
 
 CLIENTS = Path(__file__).with_name("hostile_clients.py")
 CHECKPOINT = ROOT / "models" / "sums-gpt-oss-mxfp4"
-DESCRIPTORS = 256
+DESCRIPTORS = 4096
 SERVER = """
 from polymoe.cli import main
 from polymoe.serve import app, prompts
@@ -108,7 +108,7 @@ class Measured:
 
 
 def attack(kinds: list[str], seconds: float, clients: int = 400) -> Measured:
-    """Start a server with 256 file descriptors, attack it, and end it while it is attacked."""
+    """Start a server with 4,096 file descriptors, attack it, and end it while it is attacked."""
     found = Measured()
     environment = {
         **os.environ,

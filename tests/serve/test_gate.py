@@ -183,7 +183,6 @@ def test_who_leaves_while_waiting_gives_up_the_place(server: Running, stream: bo
             server.until(lambda: in_flight(server) == (1, PLACES - 1))
         # The first still runs: those behind it are gone at once, not when the model reaches them.
         server.until(lambda: in_flight(server) == (1, 0))
-        assert not len(server.served.generation.sequential.calls)
         before = server.steps
     server.until(lambda: in_flight(server) == (0, 0))
     assert server.steps - before < 5  # no prompt of those that waited was computed

@@ -19,7 +19,7 @@ pytest.importorskip("prometheus_client")
 
 from polymoe.errors import ArgumentError
 from polymoe.serve import http_server
-from polymoe.serve.http_server import MAX_HEADERS, SMALL_CHUNKS, _Connection, connection_limit
+from polymoe.serve.http_server import _Connection, connection_limit
 from support.raw_http import BODY, CHUNKED, HEADERS, chunk, error_of, raw_request, replies, send_raw
 from support.serving import BYTES, Running, running_server
 
@@ -60,50 +60,25 @@ def everything(connection: socket.socket) -> bytes:
 # --- How many -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("data", [b"", b"GET /hea", raw_request(body=b"")[:-2], raw_request(body=BODY)[:-1]], ids=len)
-def test_the_connection_that_waits_longest_makes_room(server: Running, data: bytes) -> None:
+def test_of_more_connections_requests_are_refused(server: Running) -> None:
     connections = server.http.server_state.connections
-    with contextlib.ExitStack() as stack:
-        waiting = [stack.enter_context(connect(server, data)) for _ in range(3 * MOST)]
-        server.until(lambda: len(connections) == MOST)
-        for _ in range(3):
-            assert send_raw(server.port, HEALTH)[0].status == 200
-        server.until(lambda: all(map(is_closed, waiting[: 2 * MOST])))
-        assert not any(map(is_closed, waiting[-MOST + 4 :]))
-    server.until(lambda: not connections)
-
-
-def test_a_request_that_is_answered_keeps_its_connection(server: Running) -> None:
     with server.held(), contextlib.ExitStack() as stack:
         asking = [stack.enter_context(connect(server, raw_request())) for _ in range(4)]
         server.until(lambda: len(server.served.metrics.in_flight) == 4)
-        for _ in range(3 * MOST):
-            stack.enter_context(connect(server))
+        for _ in range(MOST - 5):
+            stack.enter_context(connect(server, b"GET /hea"))
+        server.until(lambda: len(connections) == MOST - 1)
         assert send_raw(server.port, HEALTH)[0].status == 200
+        stack.enter_context(connect(server))
+        server.until(lambda: len(connections) == MOST)
+        assert send_raw(server.port, HEALTH)[0].status == 503
         server.released.set()
         assert [replies(everything(connection))[0].status for connection in asking] == [200] * 4
-
-
-def test_an_idle_connection_makes_room(server: Running) -> None:
-    """One that was used before, and may be used again."""
-    with contextlib.ExitStack() as stack:
-        idle = stack.enter_context(connect(server, HEALTH.replace(b"connection: close\r\n", b"")))
-        assert b" 200 " in idle.recv(4096)
-        for _ in range(MOST):
-            stack.enter_context(connect(server))
-        server.until(lambda: is_closed(idle))
-
-
-def test_a_pipeline_that_is_left_ends_its_first_answer(server: Running) -> None:
-    """uvicorn itself tells only the newest request."""
-    with server.held():
-        with connect(server, raw_request(headers=(*HEADERS, b"content-length: %d" % len(BODY))) + HEALTH):
-            server.until(lambda: len(server.served.metrics.in_flight) == 1)
-        server.until(lambda: not server.served.metrics.in_flight)
+    server.until(lambda: not connections)
 
 
 @pytest.mark.parametrize(
-    ("hard", "asked", "most"), [(300, None, 200), (5000, None, 1024), (5000, 4000, 4000), (300, 150, 150)]
+    ("hard", "asked", "most"), [(300, None, 200), (5000, None, 4900), (5000, 4000, 4000), (300, 150, 150)]
 )
 def test_the_limit_on_descriptors_limits_connections(
     monkeypatch: pytest.MonkeyPatch, hard: int, asked: int | None, most: int
@@ -138,26 +113,20 @@ def test_limits_that_do_not_fit_together_are_refused(
 # --- How long -------------------------------------------------------------------------------------------------------
 
 
-def test_slow_headers_are_refused(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("used", [False, True], ids=["first request", "second request"])
+def test_slow_headers_end_their_connection(server: Running, monkeypatch: pytest.MonkeyPatch, used: bool) -> None:
     monkeypatch.setattr(http_server, "HEAD_S", 0.2)
-    with connect(server, b"GET /health HTTP/1.1\r\n") as slow, connect(server) as silent:
+    with connect(server, HEALTH.replace(b"connection: close\r\n", b"") if used else b"") as slow:
+        if used:
+            assert b" 200 " in slow.recv(4096)
+            time.sleep(0.3)  # an idle connection is not one that is slow
+            assert not is_closed(slow)
         start = time.monotonic()
-        while time.monotonic() - start < 5 and not is_closed(silent):
+        slow.sendall(b"GET /health HTTP/1.1\r\n")
+        while time.monotonic() - start < 5 and not is_closed(slow):
             with contextlib.suppress(OSError):
                 slow.sendall(b"a: b\r\n")
-        [refused] = replies(everything(slow))
-        assert (refused.status, error_of(refused)) == (408, "the headers were not complete after 0 s")
         assert time.monotonic() - start < 2
-
-
-def test_the_headers_of_a_second_request_have_a_limit_too(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "HEAD_S", 0.2)
-    first = raw_request(b"GET", b"/health", headers=(b"host: x",), body=b"")
-    with connect(server, first) as connection:
-        assert b" 200 " in connection.recv(4096)
-        time.sleep(0.3)  # an idle connection is not one that is slow
-        connection.sendall(b"GET /health")
-        assert replies(everything(connection))[0].status == 408
 
 
 def test_the_rest_of_a_refused_body_is_not_waited_for(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +154,7 @@ def test_an_answer_that_nobody_reads_ends(server: Running, monkeypatch: pytest.M
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", server.port))
-        connection.sendall(metrics * 3)
+        connection.sendall(metrics * 40)
         server.until(lambda: len(connections) == 1)
         server.until(lambda: not connections)
 
@@ -193,35 +162,35 @@ def test_an_answer_that_nobody_reads_ends(server: Running, monkeypatch: pytest.M
 # --- What is no request ---------------------------------------------------------------------------------------------
 
 LONG = b"x" * 300_000
-MANY = tuple(b"a%d: b" % i for i in range(MAX_HEADERS))
+MANY = tuple(b"a%d: b" % i for i in range(60_000))
 LAST = chunk(BODY) + b"0\r\n"
 
 
 @pytest.mark.parametrize(
-    ("data", "status"),
+    "data",
     [
-        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"x" * 300, 400),  # TLS
-        (bytes(range(256)) * 100, 400),
-        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
-        (raw_request(version=b"HTTP/3.0"), 400),
-        (raw_request(b"GET", b"/health", headers=(b"host: x", b"a: \x00"), body=b""), 400),
-        (raw_request(headers=(*HEADERS, b"content-length: -1")), 400),
-        (raw_request(headers=(*HEADERS, b"content-length: " + b"9" * 50)), 400),
-        (raw_request(headers=(*HEADERS, b"content-length: 3", b"content-length: 4")), 400),
-        (raw_request(headers=(*CHUNKED, b"content-length: 3"), body=LAST + b"\r\n"), 400),
-        (raw_request(headers=CHUNKED, body=b"zz\r\n"), 400),
-        (raw_request(b"GET", b"/health", headers=(b"host: x", b"a: " + LONG), body=b""), 431),
-        (raw_request(b"GET", b"/" + LONG, headers=HEADERS, body=b""), 431),
-        (raw_request(b"GET", b"/health", headers=(b"host: x", *MANY), body=b""), 431),
-        (raw_request(headers=CHUNKED, body=chunk(b" ") * (SMALL_CHUNKS + 1)), 400),
-        (raw_request(headers=CHUNKED, body=LAST + b"a: b\r\n" * 5000 + b"\r\n"), 431),
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"x" * 300,  # TLS
+        bytes(range(256)) * 100,
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        raw_request(b"CONNECT", b"x:1", headers=(*HEADERS, b"connection: close"), body=b""),
+        raw_request(b"FOO"),
+        raw_request(version=b"HTTP/3.0"),
+        raw_request(b"GET", b"/health", headers=(b"host: x", b"a: \x00"), body=b""),
+        raw_request(headers=(*HEADERS, b"content-length: -1")),
+        raw_request(headers=(*HEADERS, b"content-length: " + b"9" * 50)),
+        raw_request(headers=(*HEADERS, b"content-length: 3", b"content-length: 4")),
+        raw_request(headers=(*CHUNKED, b"content-length: 3"), body=LAST + b"\r\n"),
+        raw_request(headers=CHUNKED, body=b"zz\r\n"),
+        raw_request(b"GET", b"/health", headers=(b"host: x", b"a: " + LONG), body=b""),
+        raw_request(b"GET", b"/" + LONG, headers=HEADERS, body=b""),
+        raw_request(b"GET", b"/health", headers=(b"host: x", *MANY), body=b""),
+        raw_request(headers=CHUNKED, body=LAST + b"a: b\r\n" * 60_000 + b"\r\n"),
     ],
-    ids=lambda value: repr(value[:40]) if isinstance(value, bytes) else "",
+    ids=lambda value: repr(value[:40]),
 )
-def test_anything_but_http_is_refused(server: Running, data: bytes, status: int) -> None:
+def test_anything_but_http_is_refused(server: Running, data: bytes) -> None:
     [refused] = send_raw(server.port, data)
-    assert (refused.status, bool(error_of(refused))) == (status, True)
-    assert refused.headers["connection"] == "close"
+    assert (refused.status, refused.headers["connection"]) == (400, "close")
 
 
 @pytest.mark.parametrize(
@@ -236,8 +205,6 @@ def test_anything_but_http_is_refused(server: Running, data: bytes, status: int)
         (raw_request(b"GET", b"/health", headers=(b"host: x",), body=b"") * 20 + HEALTH, [200] * 21),
         (raw_request(b"GET", b"/health/", headers=(*HEADERS, b"connection: close"), body=b""), [404]),
         (raw_request(b"GET", b"/%ff%00/../x", headers=(*HEADERS, b"connection: close"), body=b""), [404]),
-        (raw_request(b"CONNECT", b"x:1", headers=(*HEADERS, b"connection: close"), body=b""), [400]),
-        (raw_request(b"FOO"), [400]),
         (raw_request(b"DELETE", b"/v1/models"), [405]),
     ],
     ids=lambda value: repr(value[:40]) if isinstance(value, bytes) else "",

@@ -141,7 +141,7 @@ class Running:
     def held(self, *, busy: bool = False) -> Iterator[None]:
         """Stop the model, once it is idle unless ``busy``, at its next forward pass until the end of the block."""
         if not busy:  # it may still work for a client that has left, whose request is not in flight any more
-            contextvars.copy_context().run(self.served.generation.sequential.submit, lambda: None).result(20)
+            contextvars.copy_context().run(self.served.generation.sequential.thread.submit, lambda: None).result(20)
         self.released.clear()
         try:
             yield

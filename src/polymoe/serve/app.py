@@ -141,10 +141,10 @@ class ModelServer:
         """:meth:`end`, then wait until no generation runs, at most ``timeout_s`` seconds.
 
         Returns:
-            Whether no thread computes any more: neither an answer nor a prompt.
+            Whether no generation runs any more.
         """
         self.end()
-        return self.generation.close(timeout_s) and not self._preparation.busy
+        return self.generation.close(timeout_s)
 
     async def _list(self) -> JSONResponse:
         return JSONResponse({"object": "list", "data": [self._model]})

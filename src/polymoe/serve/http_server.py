@@ -1,49 +1,37 @@
-"""The listening socket, and uvicorn's server on it, with limits on connections."""
+"""The listening socket, and uvicorn's server on it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn import Config, Server
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from polymoe.errors import ArgumentError
-from polymoe.serve.errors import error_body
 
 __all__ = ["HttpServer", "bind", "connection_limit", "is_loopback", "url"]
 
 HEAD_S = 10.0
 """Seconds in which a client must send the request line and headers."""
 UNREAD_S = 60.0
-"""Seconds for which a client may leave unread what has been sent to it."""
+"""Seconds for which a client may leave more than 64 KiB of an answer unread."""
 MAX_HEAD_BYTES = 32 * 1024
 """Headers that are still incomplete at this size are refused."""
-MAX_HEADERS = 128
-"""Maximum number of headers, with those after the last chunk of a body."""
-SMALL_CHUNKS = 256
-"""Chunks of a body beyond this number must have 1 KiB on average: each costs as much time as a large one."""
-
-_ACCEPTED_AT_ONCE = 16
-_BACKLOG = 1024
-"""Connections that may wait to be accepted: those that arrive at once, or while the model is loaded."""
 _RESERVED = 64
-"""File descriptors that connections leave for everything else, among them those accepted at once."""
+"""File descriptors that connections leave for everything else."""
 
 
 class HttpServer(Server):
     """uvicorn's server, which parses requests with llhttp, for one ASGI application and a listening socket.
 
-    A connection waits until a whole request has arrived, and again after each answer. Of more than ``most``
-    connections, the one that has waited longest is closed: clients that never finish a request displace each other.
-    Answers may continue for ``stop_s`` seconds after a signal.
+    Of more than ``most`` connections, requests are answered with 503. Answers may continue for ``stop_s`` seconds after
+    a signal.
 
     Attributes:
         on_ready, on_stop: called in the event loop, once it answers and when it begins to end.
@@ -53,10 +41,9 @@ class HttpServer(Server):
     on_stop: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(self, app: Any, listener: socket.socket, *, most: int, stop_s: float) -> None:
-        protocol: Any = partial(_Connection, {}, most)
         config = Config(
-            app, http=protocol, loop="asyncio", ws="none", lifespan="off", log_config=None, log_level="error",
-            access_log=False, server_header=False, proxy_headers=False, backlog=_ACCEPTED_AT_ONCE,
+            app, http=_Connection, loop="asyncio", ws="none", lifespan="off", log_config=None, log_level="error",
+            access_log=False, server_header=False, proxy_headers=False, limit_concurrency=most + 1,
             # Longer than clients keep an idle connection, so that the server never closes one that is about to be used.
             timeout_keep_alive=30, timeout_graceful_shutdown=stop_s,  # type: ignore[arg-type]
         )  # fmt: skip
@@ -70,7 +57,6 @@ class HttpServer(Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections."""
         await super().startup(sockets)
-        self._listener.listen(_BACKLOG)  # asyncio has set it to what it accepts at once
         self.on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -80,159 +66,70 @@ class HttpServer(Server):
 
 
 class _Connection(HttpToolsProtocol):
-    """One connection, with limits on its headers, on the time for them, and on that for reading answers.
+    """uvicorn's connection with what it lacks: limits on headers, on the time for them, and on that for reading."""
 
-    Args:
-        waiting: all connections that wait for a request, the one that has waited longest first.
-        most: maximum number of connections.
-        arguments: uvicorn's.
-    """
-
-    def __init__(self, waiting: dict[_Connection, None], most: int, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self._waiting, self._most = waiting, most
-        self._running: Any = None  # the request that is answered; uvicorn's cycle is the newest of a pipeline
-        self._unparsed = 0  # bytes of headers that are incomplete
-        self._refusal = (400, "the request is not valid HTTP/1.1")
-        self._head_timer: asyncio.TimerHandle | None = None
-        self._unread_timer: asyncio.TimerHandle | None = None
+    _unparsed = 0  # bytes of headers that are incomplete
+    _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # pause_writing is called whenever the client has not read everything, which then has a time limit.
-        transport.set_write_buffer_limits(high=0)
-        if len(self.connections) > self._most:
-            longest = next(iter(self._waiting), self)
-            self._waiting.pop(longest, None)
-            self.connections.discard(longest)
-            longest.transport.abort()
-        self._waiting[self] = None
-        self._start_head_timer()
+        self._abort_after(HEAD_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._waiting.pop(self, None)
-        for timer in (self._head_timer, self._unread_timer):
-            if timer is not None:
-                timer.cancel()
-        if self._running is not None:
-            self._running.disconnected = True
-            self._running.message_event.set()
+        self._stop_timer()
         super().connection_lost(exc)
 
-    @property
-    def _answered(self) -> bool:
-        return self._running is None or self._running.response_complete
-
     def data_received(self, data: bytes) -> None:
-        if self._answered and self._head_timer is None:
-            self._start_head_timer()
+        if self.cycle is not None and self.cycle.response_complete:
+            self._abort_after(HEAD_S)  # the next request begins, or a body that was refused continues
         self._unparsed += len(data)
         super().data_received(data)
         if self._unparsed > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self._refuse(431, f"a request may have at most {MAX_HEAD_BYTES} bytes of headers")
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._chunks = self._body_bytes = 0
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        super().on_header(name, value)
-        if len(self.headers) > MAX_HEADERS:
-            self._refusal = 431, f"a request may have at most {MAX_HEADERS} headers"
-            raise ValueError
+            self.send_400_response(f"a request may have at most {MAX_HEAD_BYTES} bytes of headers")
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
-        if not self.pipeline:
-            self._running = self.cycle
         self._unparsed = 0
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
-
-    def on_chunk_header(self) -> None:
-        """Count the chunks of a body."""
-        self._chunks += 1
-        if self._chunks > SMALL_CHUNKS + self._body_bytes // 1024:
-            self._refusal = 400, "the chunks of the request's body are too small"
-            raise ValueError
+        self._stop_timer()
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
-        self._body_bytes += len(body)
         self._unparsed = 0
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._unparsed = 0
-        if not self._answered:
-            self._waiting.pop(self, None)
-
-    def on_response_complete(self) -> None:
-        if self.pipeline:
-            self._running = self.pipeline[-1][0]  # which is started
-        super().on_response_complete()
-        if self in self.connections and (self._answered or self._running.more_body):
-            self._waiting.setdefault(self)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if self._unread_timer is None:
-            self._unread_timer = self.loop.call_later(UNREAD_S, self.transport.abort)
+        self._abort_after(UNREAD_S)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._unread_timer is not None:
-            self._unread_timer.cancel()
-            self._unread_timer = None
+        self._stop_timer()
 
-    def send_400_response(self, msg: str) -> None:
-        """Answer what is not HTTP, and close the connection."""
-        self._refuse(*self._refusal)
+    def _abort_after(self, seconds: float) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(seconds, self.transport.abort)
 
-    def _refuse(self, status: int, message: str) -> None:
-        if self._answered or not self._running.response_started:
-            body = json.dumps(error_body(message)).encode()
-            head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
-            self.transport.write(STATUS_LINE[status] + head + body)
-        if self._running is not None:  # its application must not write anything any more
-            self._running.disconnected = True
-            self._running.message_event.set()
-        self.transport.close()
-
-    def _start_head_timer(self) -> None:
-        self._head_timer = self.loop.call_later(HEAD_S, self._end_head)
-
-    def _end_head(self) -> None:
-        if self._unparsed and not self.transport.is_closing():
-            self._refuse(408, f"the headers were not complete after {HEAD_S:.0f} s")
-        else:  # nothing of a request has arrived, or the rest of a body that was refused
-            self.transport.abort()
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
-@contextlib.contextmanager
-def bind(host: str, port: int) -> Iterator[socket.socket]:
+def bind(host: str, port: int) -> socket.socket:
     """A TCP socket that listens on the address, before the model is loaded: clients that connect early wait.
 
     Raises:
         ArgumentError: if the host is unknown, or the port in use or not allowed.
     """
-    if not 0 <= port < 2**16:
-        raise ArgumentError(f"{host}:{port}", expected="a port from 0 to 65535", got=str(port))
     try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, proto)
-    except OSError as error:
-        raise ArgumentError("host", expected="an address of this machine", got=f"{host!r}: {error}") from error
-    with listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(address)
-            listener.listen(_BACKLOG)  # two sockets can be bound to one address as long as neither listens
-        except OSError as error:
-            expected, hint = "an address that is free to listen on", "port=0 takes any free port"
-            raise ArgumentError(f"{host}:{port}", expected=expected, got=str(error), hint=hint) from error
-        yield listener
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server((address[0], port), family=family, backlog=1024)
+    except (OSError, OverflowError) as error:
+        expected, hint = "an address of this machine that is free to listen on", "port=0 takes any free port"
+        raise ArgumentError(f"{host}:{port}", expected=expected, got=str(error), hint=hint) from error
 
 
 def is_loopback(listener: socket.socket) -> bool:
@@ -252,14 +149,14 @@ def connection_limit(asked: int | None, requests: int) -> int:
     raised as far as the process may.
 
     Args:
-        asked: the number that the user names; None for at most 1024, or what the limit allows.
+        asked: the number that the user names; None for as many as the limit allows.
         requests: maximum number of requests that run or wait. Each has a connection, and there must be room for more.
 
     Raises:
         ArgumentError: if ``asked`` or ``requests`` is too high.
     """
     room = _free_descriptors() - _RESERVED
-    most = min(1024, room) if asked is None else asked
+    most = room if asked is None else asked
     if most > room:
         expected = f"at most {max(room, 0)}: the limit on file descriptors, less those in use and {_RESERVED} others"
         hint = "raise the limit with ulimit -n"

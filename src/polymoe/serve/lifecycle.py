@@ -74,9 +74,8 @@ def serve(
         max_tokens: maximum number of tokens in an answer; None if only the context limits it.
         max_request_bytes: larger requests are refused with 413.
         max_concurrent_requests: maximum number of generations that run or wait; more are refused with 429.
-        max_connections: maximum number of connections; None is 1024, or fewer if the limit on file descriptors, which
-            is raised as far as it may be, is lower. For another one, the connection that has waited longest for a
-            whole request is closed.
+        max_connections: maximum number of connections, above which requests are answered with 503; None is what the
+            limit on file descriptors allows, which is raised as far as it may be.
         grace_s: seconds for which running answers may continue after SIGTERM.
         continuous_batching: whether requests share forward passes (CUDA only); otherwise they run one after the other.
             None is wherever that is faster.

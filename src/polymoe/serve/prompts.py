@@ -10,8 +10,8 @@ from typing import Any
 
 from polymoe.engines.transformers.untrusted import reading
 from polymoe.errors import CheckpointError
-from polymoe.serve.call_queue import CallQueue
 from polymoe.serve.errors import refusal
+from polymoe.serve.in_flight import Threads
 from polymoe.serve.limits import Limits
 from polymoe.serve.messages import read_messages
 from polymoe.serve.requests import ChatRequest
@@ -36,13 +36,8 @@ class Preparation:
     """The threads in which requests are checked and tokenized."""
 
     def __init__(self) -> None:
-        self._small = CallQueue("polymoe small prompts", threads=2)
-        self._large = CallQueue("polymoe large prompts")  # one after the other: each takes 100 times its size
-
-    @property
-    def busy(self) -> bool:
-        """Whether a thread works on a request."""
-        return self._small.busy or self._large.busy
+        self._small = Threads("polymoe small prompts", 2)
+        self._large = Threads("polymoe large prompts")  # each takes 100 times its size in memory
 
     async def run(self, size: int, fn: Any, *args: Any) -> Any:
         """The result of ``fn(*args)``, called in a thread.
@@ -51,7 +46,7 @@ class Preparation:
             size: of the request in bytes.
             fn: what to call, with its arguments.
         """
-        return await (self._large if size > LARGE_BYTES else self._small).async_submit(fn, *args)
+        return await (self._large if size > LARGE_BYTES else self._small).result(fn, *args)
 
 
 class PromptReader:

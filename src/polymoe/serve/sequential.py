@@ -10,17 +10,16 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from polymoe.serve.call_queue import CallQueue
 from polymoe.serve.choices import AnswerChoice
 from polymoe.serve.errors import cut_off, failed, unavailable
-from polymoe.serve.in_flight import InFlight
+from polymoe.serve.in_flight import InFlight, Threads
 from polymoe.serve.metrics import ServerMetrics
 from polymoe.serve.sampling import TokenSampler, choose_tokens, greedy_config
 
@@ -38,23 +37,19 @@ class Sequential:
         stopping: once set, the running generation ends at its next token, and those that wait are refused.
 
     Attributes:
-        calls: generations that wait.
+        thread: runs generations.
     """
 
     def __init__(self, model: Any, metrics: ServerMetrics, stopping: threading.Event) -> None:
         self._model, self._metrics, self._stopping = model, metrics, stopping
         # One thread, because compiled CUDA graphs belong to the thread that captured them.
-        self.calls = CallQueue("polymoe generation")
+        self.thread = Threads("polymoe generation")
 
     def start(self, choices: Sequence[AnswerChoice], request: InFlight) -> None:
         """Begin to generate answers. Their parts arrive in the current event loop."""
         loop = asyncio.get_running_loop()
         for choice in choices:
-            self.submit(self._generate, choice, request, loop)
-
-    def submit(self, fn: Callable, *args: Any) -> Future:
-        """Call ``fn`` after the generations of earlier requests."""
-        return self.calls.submit(fn, *args)
+            self.thread.submit(self._generate, choice, request, loop)
 
     def alive(self) -> bool:
         """Whether requests can be answered."""
@@ -63,7 +58,7 @@ class Sequential:
     def close(self, timeout_s: float) -> bool:
         """Wait until no generation runs, at most ``timeout_s`` seconds; whether that is so then."""
         # The thread runs calls in order: when this one has run, those before it have ended.
-        return not wait([self.submit(lambda: None)], timeout_s).not_done
+        return not wait([self.thread.submit(lambda: None)], timeout_s).not_done
 
     def _generate(self, choice: AnswerChoice, request: InFlight, loop: asyncio.AbstractEventLoop) -> None:
         def tell(fn: Callable, *args: Any) -> None:
