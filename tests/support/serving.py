@@ -248,7 +248,7 @@ def refused(call: Callable[[], Any]) -> dict[str, Any]:
     return detail["error"]
 
 
-def user(content: str) -> list[dict[str, str]]:
+def user(content: str) -> list[Any]:
     return [{"role": "user", "content": content}]
 
 
