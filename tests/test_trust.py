@@ -13,8 +13,8 @@ FOLDERS = ("src", "models", "benchmarks", "tests", "examples", "scripts", "docs"
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 LOADS = ("from_pretrained", "from_config", "pipeline", "get_class_from_dynamic_module", "load_custom_generate")
 """Functions and methods that run code of a checkpoint if they are told, or asked, to trust it."""
-NOT_MODELS = ("AutoHfQuantizer", "AutoQuantizationConfig")
-"""Their ``from_config`` reads a dict."""
+NOT_MODELS = ("AutoHfQuantizer", "AutoQuantizationConfig", "peft.PeftConfig", "peft.PeftModel", "peft.PeftMixedModel")
+"""Transformers' read a dict; PEFT's read an adapter, which holds no code, and take no ``trust_remote_code``."""
 
 
 def called(node: ast.Call) -> tuple[str, str]:

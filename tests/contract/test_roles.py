@@ -13,8 +13,10 @@ pytest.importorskip("transformers")
 
 import polymoe.backends
 import polymoe.layer.experts
+import polymoe.layer.load
 from polymoe.backends.base import Prediction
 from polymoe.backends.cost import cost
+from polymoe.backends.reference import run_experts
 from polymoe.engines import transformers as engine
 from polymoe.engines.transformers.generator import Generator
 from polymoe.errors import ArgumentError, CheckpointError
@@ -36,16 +38,17 @@ class Decoder(Toy):
         return Prediction(times * cost(problem, machine.device, tokens).floor_us, "measured")
 
     def run(self, problem, packed, x_TH, routing, config, out_TH) -> None:  # type: ignore[no-untyped-def]
-        out_TH.copy_(polymoe.layer.experts.run_experts(problem, LAYOUTS["natural"].unpack(packed), x_TH, routing))
+        out_TH.copy_(run_experts(problem, LAYOUTS["natural"].unpack(packed), x_TH, routing))
 
 
 @pytest.fixture(autouse=True)
 def two_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of polymoe's tables: ``decoder`` on one layout, ``any`` on another, and no third backend."""
     table = {"decoder": Decoder("decoder", layouts=("natural",)), "any": Toy("any", times_floor=3.0)}
-    for module in (polymoe.backends, polymoe.layer.experts):
+    for module in (polymoe.backends, polymoe.layer.experts, polymoe.layer.load):
         monkeypatch.setattr(module, "BACKENDS", table)
-    monkeypatch.setattr(polymoe.layer.experts, "LAYOUTS", LAYOUTS)
+    for module in (polymoe.layer.experts, polymoe.layer.load):
+        monkeypatch.setattr(module, "LAYOUTS", LAYOUTS)
 
 
 def layouts(generator: Generator) -> set[str]:

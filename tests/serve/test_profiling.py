@@ -64,6 +64,7 @@ def test_one_at_a_time(client: TestClient) -> None:
 
 def test_serve_refuses_before_it_loads(cli: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
+    (tmp_path / "no checkpoint").mkdir()
     code, out, err = cli("serve", tmp_path / "no checkpoint", "--profile", tmp_path / "file")
     assert (code, out) == (2, "")
     assert "--profile: expected a directory for traces" in err

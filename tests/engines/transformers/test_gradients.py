@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-import polymoe.layer.experts
+import polymoe.layer.load
 from polymoe.errors import UnsupportedProblem
 
 pytest.importorskip("transformers")
@@ -20,8 +20,8 @@ from support.toys import LAYOUTS, Toy
 @pytest.fixture
 def without_backward(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A packed model whose only backend has no backward, and a batch for it."""
-    monkeypatch.setattr(polymoe.layer.experts, "BACKENDS", {"any": Toy("any")})
-    monkeypatch.setattr(polymoe.layer.experts, "LAYOUTS", LAYOUTS)
+    monkeypatch.setattr(polymoe.layer.load, "BACKENDS", {"any": Toy("any")})
+    monkeypatch.setattr(polymoe.layer.load, "LAYOUTS", LAYOUTS)
     model, tokenizer = load(CHECKPOINT, device="cpu", dtype=torch.float32)
     return model, batch(tokenizer, 2)
 

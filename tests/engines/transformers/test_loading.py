@@ -100,7 +100,7 @@ def test_a_tensor_that_is_missing_is_not_made_up(tmp_path: Path) -> None:
 
 def test_a_config_that_save_pretrained_wrote_has_infinities(tmp_path: Path) -> None:
     path = shutil.copytree(CHECKPOINT.parent / "sums-nemotron-h-nvfp4", tmp_path / "c")
-    theirs = AutoConfig.from_pretrained(path)
+    theirs = AutoConfig.from_pretrained(path, trust_remote_code=False)
     theirs.time_step_limit = (0.0, float("inf"))
     theirs.save_pretrained(path)
     assert {"__float__": "Infinity"} in json.loads((path / "config.json").read_text())["time_step_limit"]
