@@ -38,6 +38,7 @@ from polymoe.layouts.cuda import w4a8_fragments
 from polymoe.layouts.cuda.w4a16_fragments import pack_scales
 from polymoe.problem import Problem
 from polymoe.problem.activations import SwiGLU
+from polymoe.problem.call import CallArguments
 from polymoe.problem.routing import Routing
 from polymoe.problem.tensors import ExpertsSpec, ExpertWeights
 
@@ -293,9 +294,9 @@ def emulate(_: Path, names: Sequence[str]) -> None:
     sys.path.insert(0, "tests")
     from polymoe.backends.reference import run_experts
     from polymoe.problem.numerics import relative_error
-    from support.cuda_calls import gpu
-    from support.cuda_emulator import Emulator, compile_files, compile_unit
-    from support.problems import problem_of, random_call, random_experts
+    from support.cuda_calls import gpu  # type: ignore
+    from support.cuda_emulator import Emulator, compile_files, compile_unit  # type: ignore
+    from support.problems import problem_of, random_call, random_experts  # type: ignore
 
     torch.cuda.get_device_properties = lambda device: gpu(3)  # type: ignore[assignment]
     weights = random_experts(hidden=576, intermediate=448, experts=3)
@@ -332,7 +333,7 @@ def _call(
     tiles[tile.block_m] = tile  # which sizes there are
     config = CudaConfig(variant.family.name, tile.block_m, block_n if variant.family.block_ns else 0)
     runner = Cuda().bind(problem, packed)
-    return lambda x, routing, out: runner.run(x, routing, config, out)
+    return lambda x, routing, out: runner.run(CallArguments(x, *routing, out), config)
 
 
 class Launcher:
@@ -395,7 +396,7 @@ def _layer(layout: str, activations: str) -> tuple[Problem, Packed]:
             codes = tensors[f"{name}.codes"].view(256, n, k // 2)
             packed = [w4a8_fragments.pack_scales(s, c)[0] for s, c in zip(scales, codes, strict=True)]
         tensors[f"{name}.scales"] = torch.stack(packed)
-    problem = Problem(spec=spec, activation=SwiGLU(limit=10.0), top_k=6, activations=activations)
+    problem = Problem(spec=spec, activation=SwiGLU(limit=10.0), top_k=6, activations=activations)  # type: ignore[arg-type]
     return problem, Packed(layout, spec, tensors)
 
 

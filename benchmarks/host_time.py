@@ -43,7 +43,7 @@ CASES = (
 """Format, activations and tokens."""
 
 HOOKS = (
-    ("argument check", "polymoe.layer.call", "CallArguments.check"),
+    ("argument check", "polymoe.problem.call", "CallArguments.check"),
     ("argument check", "polymoe.layer.runtime", "check_call"),
     ("argument check", "polymoe.layer.experts", "check_call"),
     ("argument check", "polymoe.layer.experts", "FusedExperts._check_call"),
@@ -96,7 +96,7 @@ def stub_driver() -> None:
             driver = importlib.import_module(f"polymoe.kernels.{name}.driver")
         except ImportError:
             continue
-        driver.ctypes = SimpleNamespace(**{**vars(ctypes), "CDLL": lambda _: library})
+        driver.ctypes = SimpleNamespace(**{**vars(ctypes), "CDLL": lambda _: library})  # type: ignore[attr-defined]
     machine = Machine(DEVICES["h200"], packages={}, driver=(13, 0))
     Machine.of = classmethod(lambda cls, device=None: machine)  # type: ignore[method-assign, assignment]
     torch.cuda.current_device = lambda: 0

@@ -16,6 +16,7 @@ from polymoe.backends.cost import cost
 from polymoe.backends.features import ANY, SHARDS
 from polymoe.backends.reference import run_expert
 from polymoe.layouts import LAYOUTS
+from polymoe.problem.activations import Activation
 from polymoe.problem.verdict import Accepted, Reasons
 
 
@@ -54,13 +55,14 @@ class TokenByToken(BackendBase):
 class TokenRunner(RunnerBase):
     """One layer's calls."""
 
-    activation: object
+    activation: Activation
     weights: polymoe.ExpertWeights
 
-    def run(self, x_TH, routing, config, out_TH, **_):
+    def run(self, call, config):
         """Write the weighted sums; ids of other ranks' experts add nothing."""
+        x_TH, out_TH = call.x_TH, call.out_TH
         first, count = self.weights.spec.first_expert, self.weights.spec.local_experts
-        for t, (ids, weights) in enumerate(zip(routing.topk_ids_TA, routing.topk_weights_TA, strict=True)):
+        for t, (ids, weights) in enumerate(zip(*call.routing, strict=True)):
             total = torch.zeros(x_TH.shape[1])
             for e, weight in zip((ids - first).tolist(), weights.float(), strict=True):
                 if 0 <= e < count:

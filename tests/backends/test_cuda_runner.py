@@ -15,6 +15,7 @@ from polymoe.errors import ArgumentError
 from polymoe.kernels.cuda import modules
 from polymoe.kernels.cuda.launch.permutation import LIST_BYTES
 from polymoe.kernels.cuda.targets import Target
+from polymoe.problem.call import CallArguments
 from polymoe.problem.routing import Routing
 from support.cuda_calls import gpu, pack, run_emulated
 from support.cuda_emulator import Emulator, Recorded, compile_unit
@@ -49,7 +50,7 @@ def bound(**kwargs: Any) -> Any:
 
 def call(runner: Any, config: CudaConfig, tokens: int, **kwargs: Any) -> None:
     x, routing = random_call(tokens, 128, 5, 2, torch.bfloat16)
-    runner.run(x, routing, config, torch.empty_like(x), **kwargs)
+    runner.run(CallArguments(x, *routing, torch.empty_like(x), **kwargs), config)
 
 
 @pytest.mark.parametrize("config", [FEW, MANY], ids=str)
@@ -106,7 +107,7 @@ def test_threads_do_not_share_arguments(made: Made, monkeypatch: pytest.MonkeyPa
     prepared = modules.kernel
 
     def other() -> None:
-        runner.run(*xs["inner"], FEW, outs["inner"])
+        runner.run(CallArguments(xs["inner"][0], *xs["inner"][1], outs["inner"]), FEW)
 
     def run_outer() -> None:
         free = runner._free[FEW][-1]
@@ -120,7 +121,7 @@ def test_threads_do_not_share_arguments(made: Made, monkeypatch: pytest.MonkeyPa
             thread.join()
 
         free._launches = (between, *launches[1:])
-        runner.run(*xs["outer"], FEW, outs["outer"])
+        runner.run(CallArguments(xs["outer"][0], *xs["outer"][1], outs["outer"]), FEW)
 
     run_outer()
     assert prepared is modules.kernel
@@ -153,7 +154,7 @@ def test_an_expert_map_says_where_experts_are(made: Made) -> None:
     runner = bound()
     x = torch.randn(3, 128).bfloat16()
     routing = Routing(ids, torch.ones(3, 3))
-    runner.run(x, routing, FEW, torch.empty_like(x), expert_map=places)
+    runner.run(CallArguments(x, *routing, torch.empty_like(x), expert_map=places), FEW)
     assert (made[0]["first_expert"], made[0]["long_ids"], made[-1]["first_expert"]) == (0, 0, 0)
 
 
@@ -207,5 +208,5 @@ def test_x_that_is_quantized_already_and_experts_elsewhere(
         (x, ids_TA, {}),
     ):
         out.fill_(float("nan"))
-        runner.run(x_in, Routing(ids, weights_TA), config, out, **options)
+        runner.run(CallArguments(x_in, ids, weights_TA, out, **options), config)
         assert torch.equal(out, expected), list(options)

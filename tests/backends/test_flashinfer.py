@@ -26,7 +26,7 @@ from polymoe.machine import DEVICES, Machine
 from polymoe.planning.select import select
 from polymoe.problem import Problem
 from polymoe.problem.activations import GeGLU, SwiGLU
-from polymoe.problem.routing import Routing
+from polymoe.problem.call import CallArguments
 from polymoe.problem.tensors import ExpertsSpec
 from polymoe.problem.verdict import Accepted, Reasons, Rejected
 from support.problems import problem_of, random_call, random_experts
@@ -199,7 +199,7 @@ def arguments_of(backend_problem: Problem, layout: str, weights: Any, config: Fl
     runner = FlashInfer().bind(backend_problem, packed)
     x, (ids, router) = random_call(3, weights.spec.hidden, weights.spec.experts, dtype=torch.bfloat16)
     with pytest.raises(Called) as called:
-        runner.run(x, Routing(ids, router), config, torch.empty_like(x), **kwargs)
+        runner.run(CallArguments(x, ids, router, torch.empty_like(x), **kwargs), config)
     return called.value.arguments, packed, ids
 
 
@@ -269,7 +269,7 @@ class TestCallsOnSM90:
         x, routing = random_call(3, 128, 4, dtype=torch.bfloat16)
         runner = FlashInfer().bind(problem_of(weights), packed)
         with pytest.raises(PlanError, match="expected a tactic of this version, got '64x16'"):
-            runner.run(x, routing, config, torch.empty_like(x))
+            runner.run(CallArguments(x, *routing, torch.empty_like(x)), config)
 
 
 def test_predictions_are_near_what_was_measured() -> None:

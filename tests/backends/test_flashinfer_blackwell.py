@@ -24,6 +24,7 @@ from polymoe.planning.select import select
 from polymoe.planning.selection import Selection
 from polymoe.problem import Problem
 from polymoe.problem.activations import Activation, GeGLU, ReLU2, SwiGLU
+from polymoe.problem.call import CallArguments
 from polymoe.problem.numerics import relative_error
 from polymoe.problem.routing import Routing
 from polymoe.problem.tensors import ExpertWeights
@@ -323,7 +324,7 @@ def test_results(
     if mapped:  # the same experts at other places; of a whole layer the first is nowhere
         options["expert_map"] = torch.tensor([-1, 0, 5, 4, 3, 2] if sm12x else [-1] * 6 + [5, 4, 3, 2, 1, 0])
     out = torch.full_like(x, float("nan"))
-    runner.run(x, routing, config, out, **options)
+    runner.run(CallArguments(x, *routing, out, **options), config)
     local, places = [weights.expert(e) for e in range(6)], list(range(6))
     if mapped:
         places = options["expert_map"].tolist()[-6:]
@@ -352,7 +353,7 @@ def test_long_calls_are_split(flashinfer: Installed) -> None:
     packed = LAYOUTS["flashinfer_sm12x_nvfp4"].pack(weights, torch.device("cpu"))
     x, routing = torch.randn(600, 128).bfloat16(), Routing(torch.zeros(600, 1, dtype=torch.int32), torch.ones(600, 1))
     out = torch.empty_like(x)
-    BACKEND.bind(problem, packed).run(x, routing, BACKEND.configure(problem, machine("gb10"), 600), out)
+    BACKEND.bind(problem, packed).run(CallArguments(x, *routing, out), BACKEND.configure(problem, machine("gb10"), 600))
     assert [len(given["hidden_states"]) for _, given in flashinfer.calls] == [512, 128]
     assert relative_error(out, run_experts(problem, weights, x, routing)) < 6e-3
 

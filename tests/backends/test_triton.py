@@ -16,6 +16,7 @@ from polymoe.formats import FORMATS
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import DEVICES, Machine
 from polymoe.problem import Problem
+from polymoe.problem.call import CallArguments
 from polymoe.problem.tensors import ExpertsSpec
 from polymoe.problem.verdict import Accepted, Rejected
 from support.problems import GPT_OSS
@@ -61,7 +62,7 @@ class TestCheck:
         encoding = FORMATS[format].encoding
         for width in widths:
             sizes = {"hidden": hidden, "intermediate": width, "experts": 8}
-            spec = ExpertsSpec(**sizes, gate=encoding, up=encoding, down=encoding)
+            spec = ExpertsSpec(**sizes, gate=encoding, up=encoding, down=encoding)  # type: ignore[arg-type]
             for mode in ("16bit", "fp8_token", "fp8_group128", "fp8_static"):
                 problem = Problem(spec=spec, activation=GPT_OSS, top_k=2, activations=mode)  # type: ignore[arg-type]
                 for gpu in ("a100", "h200", "rtx5090"):
@@ -264,4 +265,4 @@ class TestWorkspace:
         x, routing = random_call(3, 64, 5)
         workspace = torch.empty(10_000_001, dtype=torch.uint8)[1:]
         with pytest.raises(ArgumentError, match="workspace: expected an address that is a multiple of 16"):
-            runner.run(x, routing, TILES["plain"], torch.empty_like(x), workspace=workspace)
+            runner.run(CallArguments(x, *routing, torch.empty_like(x), workspace=workspace), TILES["plain"])

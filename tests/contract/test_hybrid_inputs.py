@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from polymoe.backends.base import Runner
 from polymoe.backends.config import Config
@@ -23,7 +22,7 @@ from polymoe.layouts import Packed
 from polymoe.machine import Machine
 from polymoe.problem import Problem
 from polymoe.problem.activation_quantization import NVFP4, UNQUANTIZED
-from polymoe.problem.routing import Routing
+from polymoe.problem.call import CallArguments
 from support.problems import problem_of, random_call, random_experts
 from support.tiny import CPU, STAMP, TINY
 from support.toys import HANDLES, LAYOUTS, Toy, ToyRunner, choice
@@ -60,12 +59,12 @@ class Hybrid(Toy):
 
 @dataclass(frozen=True)
 class HybridRunner(ToyRunner):
-    def run(self, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor, **_: object) -> None:
+    def run(self, call: CallArguments, config: Config) -> None:
         assert isinstance(config, InputConfig)
         assert isinstance(self.toy, Hybrid)
         mode = UNQUANTIZED if config.plain and not self.toy.rounds_always else NVFP4
         weights = LAYOUTS[self.packed.layout].unpack(self.packed)
-        out_TH.copy_(run_experts(replace(self.problem, activations=mode), weights, x_TH, routing))
+        call.out_TH.copy_(run_experts(replace(self.problem, activations=mode), weights, call.x_TH, call.routing))
 
 
 def hybrid(**kwargs: Any) -> Hybrid:

@@ -15,6 +15,7 @@ from polymoe.layer.runtime import PlanRequest
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import Machine
 from polymoe.problem.activations import GeGLU, ReLU2
+from polymoe.problem.call import CallArguments
 from polymoe.problem.numerics import TOLERANCE, relative_error
 from polymoe.problem.routing import Routing
 from support.captured import captured_follows_new_rows
@@ -122,11 +123,11 @@ def test_many_repeats_to_the_bit(config: CudaConfig) -> None:
     expected = run_experts(problem, weights, x, routing)
     x, there = x.cuda(), Routing(*(part.cuda() for part in routing))
     outs = [torch.empty_like(x) for _ in range(2)]
-    Cuda().bind(problem, packed).run(x, there, config, outs[0])
+    Cuda().bind(problem, packed).run(CallArguments(x, *there, outs[0]), config)
     assert relative_error(outs[0].cpu(), expected) < TOLERANCE
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(1000):
-        Cuda().bind(problem, packed).run(x, there, config, outs[1])
+        Cuda().bind(problem, packed).run(CallArguments(x, *there, outs[1]), config)
         wrong += (outs[0] != outs[1]).any()
     assert int(wrong) == 0
 

@@ -23,6 +23,7 @@ from polymoe.planning.measured import Table
 from polymoe.planning.select import select
 from polymoe.planning.table_files import read
 from polymoe.problem.activations import SwiGLU
+from polymoe.problem.call import CallArguments
 from polymoe.problem.numerics import TOLERANCE, relative_error
 from polymoe.problem.routing import Routing
 from polymoe.problem.scale_range import measure_scales
@@ -263,9 +264,9 @@ def test_kernels_with_ordered_sums_add_up_alike(format: str, tokens: int, gated:
     weights = same_experts(format, hidden=1040, intermediate=336, gated=gated, bias=True)
     problem = problem_of(weights, SwiGLU() if gated else None, top_k=3, weight_on=weight_on)
     packed = LAYOUTS["w4a16_fragments"].pack(weights, torch.device("cuda"))
-    x, *routing = call_of(tokens, 1040)
+    x, ids_TA, weights_TA = call_of(tokens, 1040)
     configs = [CudaConfig("w4a16_mma_ordered", 8, 64), *(CudaConfig("w4a16_wgmma", m) for m in W4A16_WGMMA.tiles)]
     outs = [torch.empty_like(x) for _ in configs]
     for config, out in zip(configs, outs, strict=True):
-        Cuda().bind(problem, packed).run(x, Routing(*routing), config, out)
+        Cuda().bind(problem, packed).run(CallArguments(x, ids_TA, weights_TA, out), config)
     assert [torch.equal(out, outs[0]) for out in outs] == [True] * len(outs)

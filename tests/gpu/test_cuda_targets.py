@@ -12,6 +12,7 @@ from polymoe.backends.cuda.runner import CudaRunner
 from polymoe.backends.reference import run_experts
 from polymoe.kernels.cuda.sizes import W4_FORMATS, W4A16_MMA, W4A16_MMA_TILED, W8A16_MMA, W8A16_MMA_TILED
 from polymoe.kernels.cuda.targets import SM90, Target
+from polymoe.problem.call import CallArguments
 from polymoe.problem.numerics import TOLERANCE, relative_error
 from polymoe.problem.routing import Routing
 from support.cuda_calls import need_sm90, pack, same_experts
@@ -59,7 +60,7 @@ def test_same_bits_in_any_configuration(
                 outs[name] = torch.full_like(x, float("nan"))
                 for _ in range(3):
                     again = torch.full_like(x, float("nan"))
-                    runner.run(x, there, config, again)
+                    runner.run(CallArguments(x, *there, again), config)
                     assert torch.equal(again, outs[name]) or bool(outs[name].isnan().all())
                     outs[name] = again
             assert torch.equal(outs[SM90.name], outs[target.name]), (config, tokens)
@@ -92,9 +93,9 @@ def test_many_rows_by_mma_have_the_bits_of_wgmma(
         expected = run_experts(problem, weights, x, routing)
         x, there = x.cuda(), Routing(*(part.cuda() for part in routing))
         by_wgmma = torch.full_like(x, float("nan"))
-        own.run(x, there, CudaConfig(wgmma, 64), by_wgmma)
+        own.run(CallArguments(x, *there, by_wgmma), CudaConfig(wgmma, 64))
         for _ in range(5):
             out = torch.full_like(x, float("nan"))
-            other.run(x, there, CudaConfig(tiled.name, block_m), out)
+            other.run(CallArguments(x, *there, out), CudaConfig(tiled.name, block_m))
             assert relative_error(out.cpu(), expected) < TOLERANCE
             assert torch.equal(out, by_wgmma), tokens

@@ -13,6 +13,7 @@ from polymoe.backends.reference import run_experts
 from polymoe.kernels.cuda.sizes import W4A8
 from polymoe.layer.experts import FusedExperts
 from polymoe.problem.activations import GeGLU, SwiGLU
+from polymoe.problem.call import CallArguments
 from polymoe.problem.numerics import relative_error
 from polymoe.problem.routing import Routing
 from support.captured import captured_follows_new_rows
@@ -73,7 +74,9 @@ def test_against_exact_float32() -> None:
     exact = run_experts(replace(problem, activations="16bit"), weights, x, routing)
     for config in EVERY:
         out = torch.empty_like(x, device="cuda")
-        Cuda().bind(problem, packed).run(x.cuda(), Routing(*(part.cuda() for part in routing)), config, out)
+        Cuda().bind(problem, packed).run(
+            CallArguments(x.cuda(), *Routing(*(part.cuda() for part in routing)), out), config
+        )
         assert 1e-2 < relative_error(out.cpu(), exact) < 5.5e-2
 
 

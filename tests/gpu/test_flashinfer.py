@@ -16,6 +16,7 @@ from polymoe.layer.runtime import PlanRequest
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import Machine
 from polymoe.problem.activations import SwiGLU
+from polymoe.problem.call import CallArguments
 from polymoe.problem.numerics import TOLERANCE, relative_error
 from polymoe.problem.routing import Routing
 from polymoe.problem.tensors import ExpertWeights
@@ -53,7 +54,7 @@ def error(weights: ExpertWeights, x: torch.Tensor, routing: Routing, config: Any
     there = x.cuda(), Routing(*(part.cuda() for part in routing))
     outs = [torch.full_like(there[0], float("nan")) for _ in range(3)]
     for out in outs:
-        runner.run(*there, config or BACKEND.configure(problem, machine, len(x)), out)
+        runner.run(CallArguments(there[0], *there[1], out), config or BACKEND.configure(problem, machine, len(x)))
     assert all(torch.equal(out, outs[0]) for out in outs)
     return relative_error(outs[0].cpu(), run_experts(problem, weights, x, routing))
 

@@ -15,6 +15,7 @@ from polymoe.layouts import LAYOUTS
 from polymoe.machine import Machine
 from polymoe.planning.select import select
 from polymoe.problem.activations import Activation, ReLU2, SwiGLU
+from polymoe.problem.call import CallArguments
 from polymoe.problem.numerics import relative_error
 from polymoe.problem.routing import Routing
 from polymoe.problem.verdict import Accepted
@@ -55,7 +56,7 @@ def test_results(format: str, mode: str, activation: Activation, tokens: int) ->
     routing.topk_ids_TA[0, 0], routing.topk_weights_TA[0, 0] = -1, float("nan")
     outs = [torch.full_like(x, float("nan")).cuda() for _ in range(3)]
     for out in outs:
-        runner.run(x.cuda(), Routing(*(part.cuda() for part in routing)), config, out)
+        runner.run(CallArguments(x.cuda(), *Routing(*(part.cuda() for part in routing)), out), config)
     used = inputs_of(problem, config)
     expected = run_experts(replace(problem, activations=used), weights, x, routing)
     assert max(relative_error(out.cpu(), expected) for out in outs) < used.tolerance

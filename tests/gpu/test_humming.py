@@ -22,6 +22,7 @@ from polymoe.layouts import LAYOUTS
 from polymoe.machine import Machine
 from polymoe.problem import Problem
 from polymoe.problem.activations import GeGLU, SwiGLU
+from polymoe.problem.call import CallArguments
 from polymoe.problem.numerics import TOLERANCE, relative_error
 from polymoe.problem.routing import Routing
 from polymoe.problem.tensors import Expert, ExpertWeights
@@ -57,8 +58,8 @@ def weights_of(format: str, **kwargs: Any) -> ExpertWeights:
 
 @pytest.mark.parametrize("format", NAMES)
 def test_the_layout_is_what_humming_packs(format: str) -> None:
-    from humming.config import LayerConfig
-    from humming.transform import transform_humming_tensors
+    from humming.config import LayerConfig  # type: ignore[import-not-found]
+    from humming.transform import transform_humming_tensors  # type: ignore[import-not-found]
 
     from polymoe.backends.humming.runner import layer_fields
 
@@ -115,11 +116,11 @@ def check(problem: Problem, weights: ExpertWeights, tokens: int, dtype: torch.dt
     on_gpu = ExpertWeights(weights.spec, lambda e: weights.expert(e).to(GPU))
     expected = run_experts(problem, on_gpu, x, routing)
     out = torch.full_like(x, float("nan"))
-    runner.run(x, routing, HummingConfig(), out)
+    runner.run(CallArguments(x, *routing, out), HummingConfig())
     assert relative_error(out, expected) < TOLERANCE
     for _ in range(20):
         again = torch.full_like(x, float("nan"))
-        runner.run(x, routing, HummingConfig(), again)
+        runner.run(CallArguments(x, *routing, again), HummingConfig())
         assert torch.equal(out, again)
 
 
@@ -149,8 +150,8 @@ def test_a_rank_and_an_expert_map() -> None:
     x, routing = call_of(problem, 33)
     at = torch.tensor([-1, -1, 0, 1, 2, -1, -1, -1], device=GPU)
     runner, mapped, plain = bound(problem, weights), torch.empty_like(x), torch.empty_like(x)
-    runner.run(x, routing, HummingConfig(), plain)
-    runner.run(x, routing, HummingConfig(), mapped, expert_map=at)
+    runner.run(CallArguments(x, *routing, plain), HummingConfig())
+    runner.run(CallArguments(x, *routing, mapped, expert_map=at), HummingConfig())
     assert torch.equal(mapped, plain)
 
 
@@ -161,10 +162,10 @@ def test_a_captured_call_and_other_tiles() -> None:
     expected, out = torch.empty_like(x), torch.empty_like(x)
     for rows in (1, 64, 1024):
         config = HummingConfig(rows)
-        runner.run(x, routing, config, expected)
+        runner.run(CallArguments(x, *routing, expected), config)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            runner.run(x, routing, config, out)
+            runner.run(CallArguments(x, *routing, out), config)
         for _ in range(3):
             out.fill_(float("nan"))
             graph.replay()

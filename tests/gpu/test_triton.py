@@ -17,6 +17,7 @@ from polymoe.layer.runtime import PlanRequest
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import Machine
 from polymoe.problem.activations import GeGLU, SwiGLU
+from polymoe.problem.call import CallArguments
 from polymoe.problem.numerics import TOLERANCE, relative_error
 from polymoe.problem.routing import Routing
 from polymoe.problem.tensors import Expert, ExpertWeights
@@ -49,7 +50,7 @@ def on_gpu(weights: ExpertWeights, x: torch.Tensor, routing: Routing, **kwargs: 
     for _ in range(20):
         out = torch.full_like(x, float("nan"), device="cuda")
         there = Routing(*(part.cuda() for part in routing))
-        Triton().bind(problem, packed).run(x.cuda(), there, config, out)
+        Triton().bind(problem, packed).run(CallArguments(x.cuda(), *there, out), config)
         first = out if first is None else first
         assert torch.equal(out, first)
     assert first is not None
@@ -155,10 +156,10 @@ def test_wide_tiles_are_deterministic() -> None:
     for tile in (Tile(64, 128), Tile(128, 128, 8), Tile(64, 64, 4, 4), Tile(128, 128, 4, 2)):
         config = replace(Triton().configure(problem, here, 1000), block_m=64, up=tile, down=tile)
         outs = [torch.empty_like(x) for _ in range(2)]
-        Triton().bind(problem, packed).run(x, there, config, outs[0])
+        Triton().bind(problem, packed).run(CallArguments(x, *there, outs[0]), config)
         assert relative_error(outs[0].cpu(), expected) < TOLERANCE
         for _ in range(250):
-            Triton().bind(problem, packed).run(x, there, config, outs[1])
+            Triton().bind(problem, packed).run(CallArguments(x, *there, outs[1]), config)
             assert torch.equal(*outs)
 
 
@@ -230,7 +231,8 @@ def test_hooks_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM sets a hook on Triton's compiler, to which Triton 3.6 cannot describe the GEMMs."""
     import triton
 
-    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **_: None)
+    knobs: Any = triton.knobs  # type: ignore[attr-defined]
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **_: None)
     weights = random_experts("int4_g128", hidden=384, intermediate=640, experts=3)  # compiled by no other test
     on_gpu(weights, *random_call(5, 384, 3, 2, torch.bfloat16))
 

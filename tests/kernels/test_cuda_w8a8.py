@@ -20,6 +20,7 @@ from polymoe.kernels.cuda import modules, sizes
 from polymoe.kernels.cuda.launch import e4m3_rows
 from polymoe.kernels.cuda.targets import SM90
 from polymoe.problem.activations import GeGLU, SwiGLU
+from polymoe.problem.call import CallArguments
 from polymoe.problem.numerics import TOLERANCE, relative_error
 from polymoe.problem.routing import Routing
 from polymoe.problem.tensors import ExpertWeights
@@ -151,8 +152,8 @@ def test_one_expert_a_token(monkeypatch: pytest.MonkeyPatch, libraries: Any) -> 
         scales = groups.abs().amax(2) / 448
         codes = (groups / scales[:, :, None]).flatten(1).to(torch.float8_e4m3fn)
         out, again = (torch.full(x.shape, float("nan"), dtype=torch.bfloat16) for _ in range(2))
-        runner.run(x, routing, config, out)
-        runner.run(codes, routing, config, again, x_scales=scales)
+        runner.run(CallArguments(x, *routing, out), config)
+        runner.run(CallArguments(codes, *routing, again, x_scales=scales), config)
         assert torch.equal(out, again)
         assert relative_error(out, run_experts(problem, weights, x, routing)) < TOLERANCE
     tiles = [sizes.W8A8.kernel(part, W8A8[-1]) for part in ("gate_up_tiles", "down")]

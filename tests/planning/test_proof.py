@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import write_proof
+import write_proof  # type: ignore[import-not-found]
 
 import polymoe
 from polymoe.backends import BACKENDS
@@ -27,6 +27,7 @@ from polymoe.planning.proof import Proof, Proofs, ProofStatus, parse, weakest
 from polymoe.planning.select import select
 from polymoe.planning.selection import Selection
 from polymoe.problem import Problem
+from polymoe.problem.call import CallArguments
 from polymoe.problem.verdict import Accepted, Verdict
 from support import table_rows
 from support.problems import problem_of, random_call, random_experts
@@ -340,7 +341,7 @@ class TestRecorder:
         problem, out = problem_of(weights), torch.empty_like(x)
         runner = Reference().bind(problem, packed)
         assert runner.options == Reference().bind(problem, packed).options
-        runner.run(x, routing, Reference().configure(problem, Machine.of("cpu"), 3), out)
+        runner.run(CallArguments(x, *routing, out), Reference().configure(problem, Machine.of("cpu"), 3))
         assert bool(out.isfinite().all())
         return recorder
 

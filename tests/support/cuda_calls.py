@@ -22,6 +22,7 @@ from polymoe.kernels.cuda.targets import SM90, Target
 from polymoe.layouts import LAYOUTS, Packed
 from polymoe.machine import Machine
 from polymoe.problem import Problem
+from polymoe.problem.call import CallArguments
 from polymoe.problem.numerics import TOLERANCE, relative_error
 from polymoe.problem.routing import Routing
 from polymoe.problem.tensors import ExpertWeights
@@ -79,10 +80,10 @@ def repeated_on_gpu(
     config = config or Cuda().configure(problem, Machine.of("cuda"), x.shape[0])
     x, there = x.cuda(), Routing(*(part.cuda() for part in routing))
     first, unequal = torch.full_like(x, float("nan")), torch.zeros((), dtype=torch.int64, device="cuda")
-    Cuda().bind(problem, packed).run(x, there, config, first)
+    Cuda().bind(problem, packed).run(CallArguments(x, *there, first), config)
     for _ in range(runs):
         out = torch.full_like(x, float("nan"))
-        Cuda().bind(problem, packed).run(x, there, config, out)
+        Cuda().bind(problem, packed).run(CallArguments(x, *there, out), config)
         unequal += (out != first).any()
     assert int(unequal) == 0
     return first.cpu(), expected
@@ -102,11 +103,13 @@ def same_in_any_batch(weights: ExpertWeights, hidden: int, **kwargs: Any) -> Non
     whole = torch.empty_like(x)
     configs = Cuda().tuning_configs(problem, Machine.of("h200"), 1)
     assert configs
-    Cuda().bind(problem, packed).run(x, routing, configs[-1], whole)
+    Cuda().bind(problem, packed).run(CallArguments(x, *routing, whole), configs[-1])
     for config in configs:
         for some in (slice(0, 1), slice(599, 600), slice(31, 70), slice(3, 600)):
             out = torch.empty_like(x[some])
-            Cuda().bind(problem, packed).run(x[some], Routing(*(values[some] for values in routing)), config, out)
+            Cuda().bind(problem, packed).run(
+                CallArguments(x[some], *Routing(*(values[some] for values in routing)), out), config
+            )
             assert torch.equal(out, whole[some]), (config, some)
 
 
@@ -124,8 +127,8 @@ def same_in_both(
     packed, x = pack(problem, weights, "cuda"), x.cuda()
     results = [torch.full_like(x, float("nan")) for _ in range(2)]
     for config, out in zip((one, other), results, strict=True):
-        Cuda().bind(problem, packed).run(x, Routing(*(part.cuda() for part in routing)), config, out)
-    assert torch.equal(*results), ((results[0] != results[1]).sum(), out.numel())
+        Cuda().bind(problem, packed).run(CallArguments(x, *Routing(*(part.cuda() for part in routing)), out), config)
+    assert torch.equal(*results), ((results[0] != results[1]).sum(), results[0].numel())
 
 
 def run_emulated(
@@ -154,7 +157,10 @@ def run_emulated(
     runner = CudaRunner(problem, packed, target)
     # Where no kernel writes, every number is NaN.
     bytes = runner.workspace_bytes(len(x), routing.topk_ids_TA.shape[1], config)
-    runner.run(x, routing, config, out, workspace=torch.full((bytes,), 0xFF, dtype=torch.uint8), **(options or {}))
+    runner.run(
+        CallArguments(x, *routing, out, workspace=torch.full((bytes,), 0xFF, dtype=torch.uint8), **options or {}),
+        config,
+    )
     return out, emulator.made
 
 
@@ -224,7 +230,7 @@ def launches(
     problem = problem_of(weights, **kwargs)
     packed = pack(problem, weights)
     x, routing = random_call(10, sizes[0], 5, 3, torch.float16)
-    Cuda().bind(problem, packed).run(x, routing, config, torch.empty_like(x))
+    Cuda().bind(problem, packed).run(CallArguments(x, *routing, torch.empty_like(x)), config)
     return made, dict(packed.tensors)
 
 

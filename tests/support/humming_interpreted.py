@@ -18,6 +18,7 @@ import torch
 from polymoe.backends.humming import Humming, HummingConfig
 from polymoe.backends.reference import run_experts
 from polymoe.layouts import LAYOUTS
+from polymoe.problem.call import CallArguments
 from polymoe.problem.numerics import relative_error
 from polymoe.problem.tensors import ExpertWeights
 from support import fake_humming
@@ -46,7 +47,7 @@ def run(case: dict) -> dict:
     if case.get("view"):  # at an address that kernels cannot load from
         x = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
     out = torch.full_like(x, float("nan"))
-    Humming().bind(problem, packed).run(x, routing, HummingConfig(), out)
+    Humming().bind(problem, packed).run(CallArguments(x, *routing, out), HummingConfig())
     return {"error": relative_error(out, run_experts(problem, weights, x, routing))}
 
 

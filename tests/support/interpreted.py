@@ -27,6 +27,7 @@ from polymoe.formats.int4 import Int4
 from polymoe.layouts import LAYOUTS
 from polymoe.problem.activation_quantization import ActivationQuantization
 from polymoe.problem.activations import GeGLU, SwiGLU
+from polymoe.problem.call import CallArguments
 from polymoe.problem.numerics import relative_error
 from polymoe.problem.routing import Routing
 from polymoe.problem.tensors import ExpertsSpec, ExpertWeights
@@ -131,16 +132,16 @@ def run(case: dict) -> dict:
         given, options["x_scales"] = quantized(x, problem.activations)
     assert options.keys() <= runner.options
     expected = torch.empty_like(out)
-    Reference().bind(problem, packed).run(given, routing, config, expected, **options)
+    Reference().bind(problem, packed).run(CallArguments(given, *routing, expected, **options), config)
     if case.get("workspace", True):
-        size = runner.workspace_bytes(*routing.topk_ids_TA.shape, config)
+        size = runner.workspace_bytes(*ids.shape, config)  # type: ignore[call-arg]
         memory = torch.full((size + 512,), 255, dtype=torch.uint8)  # NaN, whatever is read before it is written
         options["workspace"] = memory[256 : size + 256]
-        runner.run(given, routing, config, out, **options)
+        runner.run(CallArguments(given, *routing, out, **options), config)
         assert (memory[:256] == 255).all()
         assert (memory[-256:] == 255).all()
     else:
-        runner.run(given, routing, config, out, **options)
+        runner.run(CallArguments(given, *routing, out, **options), config)
     return {"error": relative_error(out, expected)}
 
 

@@ -10,6 +10,7 @@ import torch
 from polymoe.backends.triton import Tile, Triton, TritonConfig
 from polymoe.layer.offload import LeastRecentlyUsed
 from polymoe.layouts import LAYOUTS, Packed
+from polymoe.problem.call import CallArguments
 from polymoe.problem.routing import Routing
 from support.problems import GPT_OSS, problem_of, random_call, random_experts
 
@@ -37,8 +38,8 @@ def main() -> None:
             places = torch.tensor([cache.slot_of.get(e, -1) for e in range(EXPERTS)])
             expected, got = torch.empty_like(x), torch.empty_like(x)
             call = Routing(ids, routing.topk_weights_TA)
-            resident.run(x, call, config, expected)
-            offloaded.run(x, call, config, got, expert_map=places)
+            resident.run(CallArguments(x, *call, expected), config)
+            offloaded.run(CallArguments(x, *call, got, expert_map=places), config)
             print(json.dumps({"format": format, "equal": torch.equal(expected, got)}), flush=True)
 
 

@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from polymoe.problem.call import CallArguments
+
 DIRECTORIES = ("tests/backends/", "tests/gpu/")
 COMMIT = "POLYMOE_TEST_COMMIT"
 """Environment variable: the commit to write, for a checkout without git."""
@@ -55,9 +57,9 @@ class _Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def run(self, x_TH: Tensor, routing: Any, config: Any, out_TH: Tensor, **options: Any) -> None:
-        self._recorder.note(self._name, self._problem, config, out_TH)
-        self._runner.run(x_TH, routing, config, out_TH, **options)
+    def run(self, call: CallArguments, config: Any) -> None:
+        self._recorder.note(self._name, self._problem, config, call.out_TH)
+        self._runner.run(call, config)
 
 
 class Plugin:

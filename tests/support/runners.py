@@ -10,7 +10,7 @@ from torch import Tensor
 
 from polymoe.backends.base import Runner, RunnerBase
 from polymoe.backends.config import Config
-from polymoe.problem.routing import Routing
+from polymoe.problem.call import CallArguments
 
 
 @dataclass
@@ -20,6 +20,6 @@ class Followed(RunnerBase):
     runner: Runner
     then: Callable[[Tensor, Any, Tensor], object]
 
-    def run(self, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor, **_: object) -> None:
-        self.runner.run(x_TH, routing, config, out_TH)
-        self.then(x_TH, config, out_TH)
+    def run(self, call: CallArguments, config: Config) -> None:
+        self.runner.run(call, config)
+        self.then(call.x_TH, config, call.out_TH)

@@ -18,6 +18,7 @@ from polymoe.backends.cuda.runner import CudaRunner
 from polymoe.backends.reference import run_experts
 from polymoe.kernels.cuda.sizes import W4A16_MMA, W4A16_MMA_TILED, W8A16_MMA, W8A16_MMA_TILED
 from polymoe.machine import Machine
+from polymoe.problem.call import CallArguments
 from polymoe.problem.numerics import TOLERANCE, relative_error
 from polymoe.problem.routing import Routing
 from support.cuda_calls import pack
@@ -56,7 +57,9 @@ def main() -> None:
         expected = run_experts(problem, weights, x, routing)
         for config in Cuda().tuning_configs(problem, Machine.of("cuda"), tokens):
             out = torch.empty_like(x, device="cuda")
-            Cuda().bind(problem, packed).run(x.cuda(), Routing(*(part.cuda() for part in routing)), config, out)
+            Cuda().bind(problem, packed).run(
+                CallArguments(x.cuda(), *Routing(*(part.cuda() for part in routing)), out), config
+            )
             error = relative_error(out.cpu(), expected)
             print(f"{format}, {mode}, {config}: {error:.2g}", flush=True)
             worst = max(worst, error)
@@ -84,7 +87,7 @@ def as_on(name: str, formats: tuple[str, ...] = ("mxfp4", "nvfp4", "int4_g32", "
         configs += [CudaConfig(many.name, rows) for rows in many.tiles if many.name in target.families]
         for config in configs:
             out = torch.empty_like(x, device="cuda")
-            runner.run(x.cuda(), Routing(*(part.cuda() for part in routing)), config, out)
+            runner.run(CallArguments(x.cuda(), *Routing(*(part.cuda() for part in routing)), out), config)
             error = relative_error(out.cpu(), expected)
             print(f"{format}, {target.name}, {config}: {error:.2g}", flush=True)
             worst = max(worst, error)

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from polymoe.backends.reference import run_experts
 from polymoe.backends.triton import Tile, Triton, TritonConfig
 from polymoe.layouts import LAYOUTS
+from polymoe.problem.call import CallArguments
 from polymoe.problem.numerics import TOLERANCE, relative_error
 from polymoe.problem.routing import Routing
 from support.problems import problem_of, random_call, random_experts
@@ -36,7 +37,9 @@ def main() -> None:
             x, routing = random_call(tokens, 256, 5, dtype=torch.bfloat16)
             routing.topk_ids_TA[0, 0] = -1
             out = torch.empty_like(x, device="cuda")
-            Triton().bind(problem, packed).run(x.cuda(), Routing(*(part.cuda() for part in routing)), config, out)
+            Triton().bind(problem, packed).run(
+                CallArguments(x.cuda(), *Routing(*(part.cuda() for part in routing)), out), config
+            )
             error = relative_error(out.cpu(), run_experts(problem, weights, x, routing))
             print(f"{format}, {name}: {error:.2g}", flush=True)
             worst = max(worst, error)

@@ -21,7 +21,7 @@ from polymoe.layouts import Natural, Packed
 from polymoe.machine import Machine
 from polymoe.problem import Problem
 from polymoe.problem.activations import SwiGLU
-from polymoe.problem.routing import Routing
+from polymoe.problem.call import CallArguments
 from polymoe.problem.scale_range import ScaleRange
 from polymoe.problem.tensors import ExpertsSpec, ExpertWeights
 from polymoe.problem.verdict import Accepted, Reason, Reasons, Verdict
@@ -109,10 +109,10 @@ class ToyRunner(RunnerBase):
     problem: Problem
     packed: Packed
 
-    def run(self, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor, **_: object) -> None:
-        self.toy.calls.append(x_TH.shape[0])
+    def run(self, call: CallArguments, config: Config) -> None:
+        self.toy.calls.append(call.x_TH.shape[0])
         weights = LAYOUTS[self.packed.layout].unpack(self.packed)
-        out_TH.copy_(run_experts(self.problem, weights, x_TH, routing) * (1 + self.toy.error))
+        call.out_TH.copy_(run_experts(self.problem, weights, call.x_TH, call.routing) * (1 + self.toy.error))
 
 
 LAYOUTS = {layout.name: layout for layout in (Natural(), Flipped())}

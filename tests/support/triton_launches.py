@@ -17,6 +17,7 @@ from polymoe.layouts import Packed
 from polymoe.machine import Machine
 from polymoe.problem import Problem
 from polymoe.problem.activations import ReLU2, SwiGLU
+from polymoe.problem.call import CallArguments
 from polymoe.problem.routing import Routing
 from polymoe.problem.tensors import ExpertsSpec
 
@@ -102,5 +103,5 @@ def launches(
     routing = Routing(empty(*shape, dtype=torch.int64), empty(*shape, dtype=torch.float32))
     x = empty(tokens, problem.spec.hidden, dtype=dtype)
     with patch.object(triton.JITFunction, "run", record):
-        backend.bind(problem, packed).run(x, routing, config, torch.empty_like(x), **options)
+        backend.bind(problem, packed).run(CallArguments(x, *routing, torch.empty_like(x), **options), config)
     return found

@@ -15,7 +15,7 @@ from polymoe.layouts import Packed
 from polymoe.machine import Machine
 from polymoe.problem import Problem
 from polymoe.problem.activation_quantization import UNQUANTIZED, ActivationQuantization
-from polymoe.problem.routing import Routing
+from polymoe.problem.call import CallArguments
 from polymoe.problem.verdict import Verdict
 
 __all__ = [
@@ -54,36 +54,19 @@ class Runner(Protocol):
 
     @property
     def options(self) -> frozenset[str]:
-        """Which of ``workspace``, ``x_scales`` and ``expert_map`` :meth:`run` takes; it is never given the others."""
+        """Which of ``workspace``, ``x_scales`` and ``expert_map`` :meth:`run` takes; the others are never given."""
         ...
 
-    def run(
-        self,
-        x_TH: Tensor,
-        routing: Routing,
-        config: Config,
-        out_TH: Tensor,
-        *,
-        workspace: Tensor | None = None,
-        x_scales: Tensor | None = None,
-        expert_map: Tensor | None = None,
-    ) -> None:
-        """Write this rank's weighted sum of the experts to ``out_TH`` [T, H].
+    def run(self, call: CallArguments, config: Config) -> None:
+        """Write this rank's weighted sum of the experts to ``call.out_TH`` [T, H].
 
-        ``routing`` holds ids [T, A] int32 or int64 and weights [T, A] float32; ids that are not of this rank's experts
-        contribute exactly 0. T is at least 1 and at most what the verdict allows. Where the verdict says capturable:
-        no synchronization, no allocation outside the graph's pool, no branch on tensor values.
+        Ids that are not of this rank's experts contribute exactly 0. T is at least 1 and at most what the verdict
+        allows. Where the verdict says capturable: no synchronization, no allocation outside the graph's pool, no branch
+        on tensor values.
 
         Args:
-            x_TH: bfloat16, float16 or float32 of any strides; float8_e4m3fn if ``x_scales`` is given.
-            routing: ids and weights of the experts of each token.
+            call: its arguments, checked, with ``out``.
             config: of the backend that bound the runner.
-            out_TH: contiguous, in x's dtype unless x is quantized.
-            workspace: contiguous uint8, at least :meth:`workspace_bytes`, to use instead of allocating. What is in it
-                does not matter, before or after.
-            x_scales: float32 [T, groups], what multiplies x: see :class:`~polymoe.problem.activation_quantization`.
-            expert_map: int32 or int64 [E], the place of each expert in the packed layer, or -1 for experts of other
-                ranks; without it, experts are this rank's as ``problem.spec`` says.
         """
         ...
 
@@ -180,9 +163,7 @@ class Backend(Protocol):
         """
         ...
 
-    def compile(
-        self, problem: Problem, packed: Packed, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor
-    ) -> None:
+    def compile(self, problem: Problem, packed: Packed, call: CallArguments, config: Config) -> None:
         """Compile what :meth:`Runner.run` would launch with these arguments, into a cache on disk if there is one. The
         tensors may be on the meta device; nothing is launched."""
         ...
@@ -225,9 +206,7 @@ class BackendBase:
         """Return where ranges of token counts with one configuration end, besides powers of two: nowhere."""
         return ()
 
-    def compile(
-        self, problem: Problem, packed: Packed, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor
-    ) -> None:
+    def compile(self, problem: Problem, packed: Packed, call: CallArguments, config: Config) -> None:
         """Nothing to compile."""
 
     def gradients(self, problem: Problem) -> frozenset[str]:

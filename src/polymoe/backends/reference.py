@@ -21,6 +21,7 @@ from polymoe.machine import Machine
 from polymoe.problem import Problem
 from polymoe.problem.activation_quantization import ACTIVATIONS, UNQUANTIZED, ActivationQuantization
 from polymoe.problem.activations import Activation, GeGLU, ReLU2, SwiGLU
+from polymoe.problem.call import CallArguments
 from polymoe.problem.routing import Routing
 from polymoe.problem.tensors import Expert, ExpertWeights
 from polymoe.problem.verdict import Accepted, Verdict
@@ -97,27 +98,17 @@ class ReferenceRunner(RunnerBase):
         dynamic = self.problem.activations.scales_per_row(self.problem.spec.hidden) is not None
         return frozenset(("expert_map", "x_scales") if dynamic else ("expert_map",))
 
-    def run(
-        self,
-        x_TH: Tensor,
-        routing: Routing,
-        config: Config,
-        out_TH: Tensor,
-        *,
-        workspace: Tensor | None = None,
-        x_scales: Tensor | None = None,
-        expert_map: Tensor | None = None,
-    ) -> None:
+    def run(self, call: CallArguments, config: Config) -> None:
         """See :meth:`polymoe.backends.base.Runner.run`."""
-        problem = self.problem
-        if expert_map is not None:
-            ids_TA = mapped_ids(routing.topk_ids_TA, expert_map)
+        problem, x_TH, routing, x_scales = self.problem, call.x_TH, call.routing, call.x_scales
+        if call.expert_map is not None:
+            ids_TA = mapped_ids(call.topk_ids_TA, call.expert_map)
             first = problem.spec.first_expert
-            routing = Routing(torch.where(ids_TA < 0, -1, ids_TA + first), routing.topk_weights_TA)
+            routing = Routing(torch.where(ids_TA < 0, -1, ids_TA + first), call.topk_weights_TA)
         if x_scales is not None:
             width = problem.activations.group_columns or x_TH.shape[1]
             x_TH = x_TH.float() * x_scales.repeat_interleave(width, 1)[:, : x_TH.shape[1]]
-        out_TH.copy_(run_experts(problem, self.weights, x_TH, routing, quantize_x=x_scales is None))
+        call.out_TH.copy_(run_experts(problem, self.weights, x_TH, routing, quantize_x=x_scales is None))
 
 
 def run_experts(

@@ -18,7 +18,7 @@ from polymoe.layouts import LAYOUTS, Packed
 from polymoe.machine import Machine
 from polymoe.problem import Problem
 from polymoe.problem.activations import Activation, GeGLU, ReLU2, SwiGLU
-from polymoe.problem.routing import Routing
+from polymoe.problem.call import CallArguments
 from polymoe.problem.verdict import Accepted, Reasons, Verdict
 
 __all__ = ["Torch", "TorchRunner"]
@@ -110,21 +110,11 @@ class TorchRunner(RunnerBase):
         """``expert_map``."""
         return frozenset(("expert_map",))
 
-    def run(
-        self,
-        x_TH: Tensor,
-        routing: Routing,
-        config: Config,
-        out_TH: Tensor,
-        *,
-        workspace: Tensor | None = None,
-        x_scales: Tensor | None = None,
-        expert_map: Tensor | None = None,
-    ) -> None:
+    def run(self, call: CallArguments, config: Config) -> None:
         """See :meth:`polymoe.backends.base.Runner.run`."""
-        ids_TA, weights_TA = routing
-        if expert_map is not None:
-            ids_TA = mapped_ids(ids_TA, expert_map)
+        x_TH, ids_TA, weights_TA, out_TH = call.x_TH, call.topk_ids_TA, call.topk_weights_TA, call.out_TH
+        if call.expert_map is not None:
+            ids_TA = mapped_ids(ids_TA, call.expert_map)
         elif self.problem.spec.first_expert:
             ids_TA = ids_TA - self.problem.spec.first_expert
         compute = self._one if len(x_TH) == 1 else self._many

@@ -22,6 +22,7 @@ from polymoe.backends.config import Config
 from polymoe.formats import QuantTensor
 from polymoe.layouts import LAYOUTS, Packed
 from polymoe.problem import Problem
+from polymoe.problem.call import CallArguments
 from polymoe.problem.routing import Routing
 from polymoe.problem.tensors import Expert, ExpertsSpec, ExpertWeights
 
@@ -92,7 +93,7 @@ def compile_one(backend: Backend, layout: str, problem: Problem, tokens: int, co
         torch.empty(tokens, problem.top_k, dtype=torch.float32, device=_META),
     )
     packed = _packed(problem.spec, problem.activations.static, layout)
-    backend.compile(problem, packed, x_TH, routing, config, torch.empty_like(x_TH))
+    backend.compile(problem, packed, CallArguments(x_TH, *routing, torch.empty_like(x_TH)), config)
 
 
 @cache

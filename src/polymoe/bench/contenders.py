@@ -22,6 +22,7 @@ from polymoe.planning.plan import Plan
 from polymoe.planning.select import select
 from polymoe.problem import Problem
 from polymoe.problem.activation_quantization import FP8_TOKEN, UNQUANTIZED, ActivationQuantization
+from polymoe.problem.call import CallArguments
 from polymoe.problem.routing import Routing
 from polymoe.problem.verdict import Accepted, Reason, Rejected
 
@@ -168,7 +169,7 @@ def run_backend(c: LayerContender, packed: Packed) -> Run:
     assert plan is not None
 
     def run(x_TH: Tensor, routing: Routing, out_TH: Tensor) -> None:
-        runner.run(x_TH, routing, plan.step(len(x_TH)).config, out_TH)
+        runner.run(CallArguments(x_TH, *routing, out_TH), plan.step(len(x_TH)).config)
 
     return run
 

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from polymoe.backends import BACKENDS
 from polymoe.checkpoint import Checkpoint
-from polymoe.layer.call import TORCH_DTYPES, CallArguments, device_name, dtype_name
 from polymoe.layer.load_check import check_layer, require_planned
 from polymoe.layer.runtime import LayerRuntime, PlanCache, PlanRequest, compiled_call, incomplete_update
 from polymoe.layouts import LAYOUTS, Layout, Packed
@@ -20,6 +19,7 @@ from polymoe.planning.selection import Selection
 from polymoe.problem import Problem, WeightOn
 from polymoe.problem.activation_quantization import UNQUANTIZED, ActivationQuantization
 from polymoe.problem.activations import Activation
+from polymoe.problem.call import TORCH_DTYPES, CallArguments, device_name, dtype_name
 from polymoe.problem.tensors import ExpertWeights
 
 __all__ = ["FusedExperts", "resolve_activations"]

@@ -12,10 +12,10 @@ from torch import Tensor
 from polymoe.backends.base import inputs_of
 from polymoe.backends.reference import run_experts
 from polymoe.errors import PlanError, VerificationError
-from polymoe.layer.call import TORCH_DTYPES
 from polymoe.layer.runtime import LayerRuntime, on_device
 from polymoe.layouts.pack_check import require_input_scales
 from polymoe.problem import Problem
+from polymoe.problem.call import TORCH_DTYPES, CallArguments
 from polymoe.problem.numerics import relative_error
 from polymoe.problem.routing import Routing
 from polymoe.problem.scale_range import ScaleRange, measure_scales
@@ -67,7 +67,7 @@ def check_layer(layer: LayerRuntime, problem: Problem, weights: ExpertWeights, w
         x, some = x_TH[:rows].to(device), Routing(*(part[:rows] for part in routing))
         got = torch.empty_like(x)
         with on_device(device):
-            step.runner.run(x, some, step.config, got)
+            step.runner.run(CallArguments(x, *some, got), step.config)
         mode = inputs_of(problem, step.config)
         error = relative_error(got.cpu(), expected[mode][:rows])
         if not error <= mode.tolerance:  # NaN fails too

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from polymoe.common.units import format_bytes
 from polymoe.errors import ArgumentError, PlanError, UnsupportedProblem
-from polymoe.layer.call import CallArguments
 from polymoe.layer.experts import FusedExperts
 from polymoe.layer.load_check import check_layer, require_planned
 from polymoe.layer.runtime import LayerRuntime, on_device
@@ -25,6 +24,7 @@ from polymoe.layouts import Packed
 from polymoe.layouts.pack_check import pack_checked
 from polymoe.machine import host_memory
 from polymoe.problem import Problem
+from polymoe.problem.call import CallArguments
 from polymoe.problem.tensors import ExpertsSpec, ExpertWeights
 
 __all__ = ["CacheStats", "LeastRecentlyUsed", "OffloadedExperts", "require_slots", "slots_of"]

@@ -19,7 +19,6 @@ from torch import Tensor
 from polymoe.backends.base import Backend, Runner
 from polymoe.backends.config import Config
 from polymoe.errors import ArgumentError, PlanError
-from polymoe.layer.call import DTYPES, CallArguments, no_gradient
 from polymoe.layouts import Layout, Packed
 from polymoe.layouts.pack_check import pack_checked, require_input_scales
 from polymoe.layouts.staging import kept
@@ -27,7 +26,7 @@ from polymoe.machine import Machine
 from polymoe.planning.select import select
 from polymoe.planning.selection import Selection
 from polymoe.problem import Dtype, Problem
-from polymoe.problem.routing import Routing
+from polymoe.problem.call import DTYPES, CallArguments, no_gradient
 from polymoe.problem.scale_range import measure_scales
 from polymoe.problem.tensors import ExpertWeights
 from polymoe.problem.verdict import Accepted
@@ -225,25 +224,24 @@ class LayerRuntime:
         """
         if self.incomplete:
             raise incomplete_update()
-        x_TH, ids_TA, weights_TA, out_TH, workspace, x_scales, expert_map = call
         problem = self.plans.problem
-        dtype = x_TH.dtype if x_scales is None else call.out_dtype(problem)
-        if out_TH is None:
-            out_TH = torch.empty_like(x_TH, dtype=dtype, memory_format=torch.contiguous_format)
-        tokens = x_TH.shape[0]
+        dtype = call.out_dtype(problem)
+        if call.out is None:
+            out_TH = torch.empty_like(call.x_TH, dtype=dtype, memory_format=torch.contiguous_format)
+            call = call._replace(out=out_TH)
+        tokens = call.x_TH.shape[0]
         if not tokens:
-            return out_TH
+            return call.out_TH
         if self.device.type == "cpu":
             call.check_values(problem)
         step = self.step(dtype, tokens)
         if call.requires_grad:
             self._require_gradients(step, call, DTYPES[dtype])
-        options: dict[str, Tensor] = {}
-        if workspace is not None or x_scales is not None or expert_map is not None:
-            options = _options(step, call)
+        if call.workspace is not None or call.x_scales is not None or call.expert_map is not None:
+            _require_options(step, call)
         with on_device(self.device):
-            step.runner.run(x_TH, Routing(ids_TA, weights_TA), step.config, out_TH, **options)
-        return out_TH
+            step.runner.run(call, step.config)
+        return call.out_TH
 
     def _require_gradients(self, step: BoundStep, call: CallArguments, dtype: Dtype) -> None:
         accepted = [c.backend for c in self.plans.selection(dtype).candidates if isinstance(c.verdict, Accepted)]
@@ -288,16 +286,11 @@ def incomplete_update() -> PlanError:
     )
 
 
-def _options(step: BoundStep, call: CallArguments) -> dict[str, Tensor]:
-    """Return the options of the call that are given.
-
-    Raises:
-        ArgumentError: if the runner does not support one of them, or the workspace is too small.
-    """
-    given = {name: getattr(call, name) for name in ("workspace", "x_scales", "expert_map")}
-    options = {name: tensor for name, tensor in given.items() if tensor is not None}
-    for name, tensor in options.items():
-        if name not in step.runner.options:
+def _require_options(step: BoundStep, call: CallArguments) -> None:
+    """Raise ArgumentError if the runner does not support an option that is given, or the workspace is too small."""
+    for name in ("workspace", "x_scales", "expert_map"):
+        tensor = getattr(call, name)
+        if tensor is not None and name not in step.runner.options:
             raise ArgumentError(
                 name,
                 expected=f"none: backend {step.backend!r} does not support it",
@@ -310,7 +303,6 @@ def _options(step: BoundStep, call: CallArguments) -> dict[str, Tensor]:
         if got < least:
             hint = "experts.workspace_bytes(tokens, top_k) returns the size"
             raise ArgumentError("workspace", expected=f"at least {least} bytes", got=str(got), hint=hint)
-    return options
 
 
 def _run_node(key: str, tensors: list[Tensor], call: CallArguments, refused: str) -> Tensor:

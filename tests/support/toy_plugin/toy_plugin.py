@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import torch
-from torch import Tensor
 
 from polymoe.backends.base import BackendBase, Prediction, Runner, RunnerBase
 from polymoe.backends.config import Config
@@ -23,7 +22,7 @@ from polymoe.layouts import Natural, Packed
 from polymoe.machine import Machine
 from polymoe.problem import Problem
 from polymoe.problem.activations import SwiGLU
-from polymoe.problem.routing import Routing
+from polymoe.problem.call import CallArguments
 from polymoe.problem.scale_range import ScaleRange
 from polymoe.problem.tensors import ExpertsSpec, ExpertWeights
 from polymoe.problem.verdict import Accepted, Reason, Verdict
@@ -43,9 +42,11 @@ class Inverted:
 
     def pack(self, weights: ExpertWeights, device: torch.device, out: Packed | None = None) -> Packed:
         packed = self._invert(Natural().pack(weights, device), self.name)
-        for name, tensor in packed.tensors.items() if out is not None else ():
+        if out is None:
+            return packed
+        for name, tensor in packed.tensors.items():
             out.tensors[name].copy_(tensor)
-        return out or packed
+        return out
 
     def unpack(self, packed: Packed) -> ExpertWeights:
         return Natural().unpack(self._invert(packed, "natural"))
@@ -84,8 +85,8 @@ class InverterRunner(RunnerBase):
     problem: Problem
     weights: ExpertWeights
 
-    def run(self, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor, **_: object) -> None:
-        out_TH.copy_(run_experts(self.problem, self.weights, x_TH, routing))
+    def run(self, call: CallArguments, config: Config) -> None:
+        call.out_TH.copy_(run_experts(self.problem, self.weights, call.x_TH, call.routing))
 
 
 def plugin() -> SimpleNamespace:

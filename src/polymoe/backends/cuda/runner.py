@@ -20,7 +20,7 @@ from polymoe.kernels.cuda.targets import Target, target_for
 from polymoe.layouts import Packed
 from polymoe.problem import Problem
 from polymoe.problem.activations import Activation, GeGLU, SwiGLU
-from polymoe.problem.routing import Routing
+from polymoe.problem.call import CallArguments
 
 __all__ = ["CudaRunner"]
 
@@ -74,21 +74,11 @@ class CudaRunner(RunnerBase):
         assert isinstance(config, CudaConfig)
         return config.kernels.call.regions(self._layer, config.block_m, tokens, top_k).offsets()[1]
 
-    def run(
-        self,
-        x_TH: Tensor,
-        routing: Routing,
-        config: Config,
-        out_TH: Tensor,
-        *,
-        workspace: Tensor | None = None,
-        x_scales: Tensor | None = None,
-        expert_map: Tensor | None = None,
-    ) -> None:
+    def run(self, call: CallArguments, config: Config) -> None:
         """See :meth:`polymoe.backends.base.Runner.run`. The tensors' GPU must be torch's current one."""
         assert isinstance(config, CudaConfig)
-        ids_TA, weights_TA = routing
-        shape = ids_TA.shape
+        x_TH, ids_TA, weights_TA, _, workspace, x_scales, expert_map = call
+        out_TH, shape = call.out_TH, ids_TA.shape
         if not shape[0]:
             return
         first_expert = self._first_expert
@@ -104,22 +94,22 @@ class CudaRunner(RunnerBase):
         if free is None:
             free = self._free.setdefault(config, [])
         try:
-            call = free.pop()
+            launches = free.pop()
         except IndexError:  # the first call, or other threads use all prepared launches
             family = config.kernels
             sizes = (config.block_m, config.block_n, config.down_block_m, config.narrow_m)
-            call = family.call(self._layer, family.sizes, *sizes)
-        if call.shape != shape:
-            call.resize(*shape)
+            launches = family.call(self._layer, family.sizes, *sizes)
+        if launches.shape != shape:
+            launches.resize(*shape)
         if workspace is None:
-            workspace = torch.empty(call.bytes, dtype=torch.uint8, device=self._device)
+            workspace = torch.empty(launches.bytes, dtype=torch.uint8, device=self._device)
         else:
             require_aligned("workspace", workspace)
         stream = 0 if self._index is None else torch._C._cuda_getCurrentRawStream(self._index)
         addresses = (x.data_ptr(), ids_TA.data_ptr(), weights_TA.data_ptr(), out_TH.data_ptr(), workspace.data_ptr())
         kinds = (dtype, DTYPES[out_TH.dtype], ids_TA.dtype is torch.int64, first_expert)
-        call.run(*addresses, stream, kinds, quantized_x=x_scales is not None)
-        free.append(call)
+        launches.run(*addresses, stream, kinds, quantized_x=x_scales is not None)
+        free.append(launches)
 
     def _input(self, x_TH: Tensor, scales: Tensor | None, config: CudaConfig) -> tuple[Tensor, int]:
         """Return x as the launches read it, and the number of its dtype."""

@@ -30,7 +30,7 @@ from polymoe.layouts import Packed
 from polymoe.machine import Machine
 from polymoe.problem import Problem
 from polymoe.problem.activations import SwiGLU
-from polymoe.problem.routing import Routing
+from polymoe.problem.call import CallArguments
 
 __all__ = ["CutlassSM90"]
 
@@ -130,23 +130,14 @@ class _Sm90Runner(RunnerBase):
         """``expert_map``."""
         return frozenset(("expert_map",))
 
-    def run(
-        self,
-        x_TH: Tensor,
-        routing: Routing,
-        config: Config,
-        out_TH: Tensor,
-        *,
-        workspace: Tensor | None = None,
-        x_scales: Tensor | None = None,
-        expert_map: Tensor | None = None,
-    ) -> None:
+    def run(self, call: CallArguments, config: Config) -> None:
         """See :meth:`polymoe.backends.base.Runner.run`."""
         assert isinstance(config, FlashInferConfig)
+        x_TH, out_TH = call.x_TH, call.out_TH
         require_aligned("out", out_TH)
-        ids_TA, weights_TA = routing
-        if expert_map is not None:
-            ids_TA = mapped_ids(ids_TA, expert_map)
+        ids_TA, weights_TA = call.routing
+        if call.expert_map is not None:
+            ids_TA = mapped_ids(ids_TA, call.expert_map)
         elif self._first_expert:
             ids_TA = ids_TA - self._first_expert
         # Ids outside of the layer's experts are skipped by each kernel.

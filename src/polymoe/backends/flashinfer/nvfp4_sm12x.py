@@ -34,7 +34,7 @@ from polymoe.machine import Machine
 from polymoe.problem import Problem
 from polymoe.problem.activation_quantization import NVFP4, UNQUANTIZED, ActivationQuantization
 from polymoe.problem.activations import ReLU2, SwiGLU
-from polymoe.problem.routing import Routing
+from polymoe.problem.call import CallArguments
 from polymoe.problem.verdict import Reasons
 
 __all__ = ["Sm12xNvfp4"]
@@ -148,24 +148,15 @@ class _Sm12xRunner(RunnerBase):
         """``expert_map``."""
         return frozenset(("expert_map",))
 
-    def run(
-        self,
-        x_TH: Tensor,
-        routing: Routing,
-        config: Config,
-        out_TH: Tensor,
-        *,
-        workspace: Tensor | None = None,
-        x_scales: Tensor | None = None,
-        expert_map: Tensor | None = None,
-    ) -> None:
+    def run(self, call: CallArguments, config: Config) -> None:
         """See :meth:`polymoe.backends.base.Runner.run`."""
         assert isinstance(config, FlashInferConfig)
+        x_TH, out_TH = call.x_TH, call.out_TH
         require_aligned("out", out_TH)
         experts = self._spec.local_experts
-        ids_TA = local_ids(routing.topk_ids_TA, self._spec.first_expert, experts, expert_map)
+        ids_TA = local_ids(call.topk_ids_TA, self._spec.first_expert, experts, call.expert_map)
         nothing_TA = ids_TA == experts
-        weights_TA = routing.topk_weights_TA.masked_fill(nothing_TA, 0.0)
+        weights_TA = call.topk_weights_TA.masked_fill(nothing_TA, 0.0)
         if config.route == _W4A16:  # 0 times NaN or infinity would not be 0
             x_TH = x_TH.masked_fill(nothing_TA.all(1, keepdim=True), 0.0)
         most = _MOST[config.route]

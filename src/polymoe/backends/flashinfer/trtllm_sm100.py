@@ -32,7 +32,7 @@ from polymoe.machine import Machine
 from polymoe.problem import Problem
 from polymoe.problem.activation_quantization import MXFP8, NVFP4, UNQUANTIZED, ActivationQuantization
 from polymoe.problem.activations import ReLU2, SwiGLU
-from polymoe.problem.routing import Routing
+from polymoe.problem.call import CallArguments
 from polymoe.problem.verdict import Reasons
 
 __all__ = ["TrtllmMxfp4", "TrtllmMxint4", "TrtllmNvfp4"]
@@ -211,26 +211,16 @@ class _TrtllmRunner(RunnerBase):
         """Return the arguments that x and its routing become. Weights are 0 where ids name no expert of this layer."""
         raise NotImplementedError
 
-    def run(
-        self,
-        x_TH: Tensor,
-        routing: Routing,
-        config: Config,
-        out_TH: Tensor,
-        *,
-        workspace: Tensor | None = None,
-        x_scales: Tensor | None = None,
-        expert_map: Tensor | None = None,
-    ) -> None:
+    def run(self, call: CallArguments, config: Config) -> None:
         """See :meth:`polymoe.backends.base.Runner.run`."""
-        require_aligned("out", out_TH)
+        require_aligned("out", call.out_TH)
         experts = self.spec.local_experts
-        ids_TA = local_ids(routing.topk_ids_TA, self.spec.first_expert, experts, expert_map)
-        weights_TA = routing.topk_weights_TA.masked_fill(ids_TA == experts, 0.0)
-        arguments = self.arguments | self.given(aligned(x_TH), ids_TA, weights_TA)
+        ids_TA = local_ids(call.topk_ids_TA, self.spec.first_expert, experts, call.expert_map)
+        weights_TA = call.topk_weights_TA.masked_fill(ids_TA == experts, 0.0)
+        arguments = self.arguments | self.given(aligned(call.x_TH), ids_TA, weights_TA)
         # The default kernels, also inside of another library's tuning and where it has tuned these sizes.
         with self._autotune(False, skip_ops=self._operation):
-            self._call(**arguments, top_k=ids_TA.shape[1], output=out_TH)
+            self._call(**arguments, top_k=ids_TA.shape[1], output=call.out_TH)
 
 
 class _Mxint4Runner(_TrtllmRunner):

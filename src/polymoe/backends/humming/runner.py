@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from humming.config import LayerConfig  # pyright: ignore[reportMissingImports]
+from humming.config import LayerConfig  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 from humming.ops import humming_gemm  # pyright: ignore[reportMissingImports]
 from humming.tune import get_heuristics_config  # pyright: ignore[reportMissingImports]
 from torch import Tensor
@@ -25,7 +25,7 @@ from polymoe.kernels.triton.permute import permutation_words, permute
 from polymoe.layouts import Packed
 from polymoe.layouts.humming import NATIVE_ELEMENTS
 from polymoe.problem import Problem
-from polymoe.problem.routing import Routing
+from polymoe.problem.call import CallArguments
 
 __all__ = ["HummingRunner", "layer_fields"]
 
@@ -76,23 +76,13 @@ class HummingRunner(RunnerBase):
         """``expert_map``."""
         return frozenset(("expert_map",))
 
-    def run(
-        self,
-        x_TH: Tensor,
-        routing: Routing,
-        config: Config,
-        out_TH: Tensor,
-        *,
-        workspace: Tensor | None = None,
-        x_scales: Tensor | None = None,
-        expert_map: Tensor | None = None,
-    ) -> None:
+    def run(self, call: CallArguments, config: Config) -> None:
         """See :meth:`polymoe.backends.base.Runner.run`. The first call of a number of rows may compile kernels."""
         assert isinstance(config, HummingConfig)
         spec, first_expert = self.problem.spec, self.problem.spec.first_expert
-        ids_TA, weights_TA = routing.topk_ids_TA, routing.topk_weights_TA
-        if expert_map is not None:
-            ids_TA, first_expert = mapped_ids(ids_TA, expert_map), 0
+        ids_TA, weights_TA = call.routing
+        if call.expert_map is not None:
+            ids_TA, first_expert = mapped_ids(ids_TA, call.expert_map), 0
         tokens, top_k = ids_TA.shape
         rows = tokens * top_k
         up, down = (gemm.tiles(config.rows or rows) for gemm in (self.up, self.down))
@@ -103,13 +93,13 @@ class HummingRunner(RunnerBase):
             return pad_tiles(permute(buffer, ids_TA, first_expert, spec.local_experts, block_m), block_m)
 
         up_tiles = tiles(up.block_m)
-        gate_up_RN = self.up.run(aligned(x_TH.to(torch.bfloat16)), up_tiles, up, rows, top_k)
+        gate_up_RN = self.up.run(aligned(call.x_TH.to(torch.bfloat16)), up_tiles, up, rows, top_k)
         h_RF = torch.empty(rows, spec.intermediate, dtype=torch.bfloat16, device=self.device)
         experts = spec.local_experts
         activate_rows(gate_up_RN, h_RF, self.activation, ids_TA, first_expert, experts, self.scales)
         down_tiles = up_tiles if down.block_m == up.block_m else tiles(down.block_m)
         y_RH = self.down.run(h_RF, down_tiles, down, rows, 1)
-        finalize(y_RH[None], ids_TA, weights_TA, out_TH, first_expert, experts, weighted=True, pdl=False)
+        finalize(y_RH[None], ids_TA, weights_TA, call.out_TH, first_expert, experts, weighted=True, pdl=False)
 
 
 @dataclass(frozen=True, slots=True)

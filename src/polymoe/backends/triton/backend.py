@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from torch import Tensor
-
 from polymoe.backends.base import BackendBase, Prediction, Runner
 from polymoe.backends.config import Config
 from polymoe.backends.cost import cost
@@ -31,7 +29,7 @@ from polymoe.machine import Machine
 from polymoe.problem import Problem
 from polymoe.problem.activation_quantization import ACTIVATIONS
 from polymoe.problem.activations import GeGLU, ReLU2, SwiGLU
-from polymoe.problem.routing import Routing
+from polymoe.problem.call import CallArguments
 from polymoe.problem.verdict import Accepted, Reasons, Verdict
 
 __all__ = ["Tile", "Triton", "TritonConfig"]
@@ -122,14 +120,12 @@ class Triton(BackendBase):
             return Prediction(1.7 * (weights_us + 2 * flops_us + rows_us + 14), "cost model")
         return Prediction(weights_us + flops_us + rows_us + 14, "cost model")
 
-    def compile(
-        self, problem: Problem, packed: Packed, x_TH: Tensor, routing: Routing, config: Config, out_TH: Tensor
-    ) -> None:
+    def compile(self, problem: Problem, packed: Packed, call: CallArguments, config: Config) -> None:
         """See :meth:`polymoe.backends.base.Backend.compile`."""
         from polymoe.kernels.triton.compile_only import compile_only
 
         with compile_only():
-            self.bind(problem, packed).run(x_TH, routing, config, out_TH)
+            self.bind(problem, packed).run(call, config)
 
     def bind(self, problem: Problem, packed: Packed) -> Runner:
         """Return a runner for one packed layer."""

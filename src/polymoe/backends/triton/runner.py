@@ -33,7 +33,7 @@ from polymoe.kernels.triton.permute import Permutation, permutation_words, permu
 from polymoe.kernels.triton.quantize import OPERANDS, UNQUANTIZED, Operand, Quantization, activate_and_quantize
 from polymoe.layouts import Packed
 from polymoe.problem import Problem
-from polymoe.problem.routing import Routing
+from polymoe.problem.call import CallArguments
 
 __all__ = ["TritonRunner"]
 
@@ -75,17 +75,7 @@ class TritonRunner(RunnerBase):
         converted = self._rounding(self.x_quantization, config)
         return sum(aligned_bytes(*b) for b in self._buffers(tokens, top_k, config, operands, converted).values())
 
-    def run(
-        self,
-        x_TH: Tensor,
-        routing: Routing,
-        config: Config,
-        out_TH: Tensor,
-        *,
-        workspace: Tensor | None = None,
-        x_scales: Tensor | None = None,
-        expert_map: Tensor | None = None,
-    ) -> None:
+    def run(self, call: CallArguments, config: Config) -> None:
         """See :meth:`polymoe.backends.base.Runner.run`. On a CPU (Triton's interpreter) operands are float32.
 
         Tiles are chosen by an estimate of the shared memory that Triton needs. If the GPU refuses one, the next smaller
@@ -93,44 +83,36 @@ class TritonRunner(RunnerBase):
         """
         assert isinstance(config, TritonConfig)
         first_expert = self.problem.spec.first_expert
-        if expert_map is not None:
-            routing, first_expert = Routing(mapped_ids(routing.topk_ids_TA, expert_map), routing.topk_weights_TA), 0
-        if workspace is not None:
-            require_aligned("workspace", workspace)
+        if call.expert_map is not None:
+            call, first_expert = call._replace(topk_ids_TA=mapped_ids(call.topk_ids_TA, call.expert_map)), 0
+        if call.workspace is not None:
+            require_aligned("workspace", call.workspace)
         if self.fitting:
             config = self.fitting.get((self.problem, config), config)
         wanted, refusal = config, None
         while True:
             try:
-                self._run(x_TH, x_scales, routing, first_expert, config, out_TH, workspace)
+                self._run(call, config, first_expert)
                 break
             except _DoesNotFit as error:
                 refusal = error.cause
                 less = smaller(config, error.projection, self.problem.spec.encodings[error.projection])
                 if less is None:
                     raise refusal from None
-                config, workspace = less, None  # smaller tiles may need a larger workspace
+                config, call = less, call._replace(workspace=None)  # smaller tiles may need a larger workspace
         if refusal is not None:
             log.warning("triton: %s do not fit this GPU (%s): from now on %s", wanted, refusal, config)
             self.fitting[self.problem, wanted] = config
 
-    def _run(
-        self,
-        x_TH: Tensor,
-        x_scales: Tensor | None,
-        routing: Routing,
-        first_expert: int,
-        config: TritonConfig,
-        out_TH: Tensor,
-        workspace: Tensor | None,
-    ) -> None:
+    def _run(self, call: CallArguments, config: TritonConfig, first_expert: int) -> None:
         """Launch the kernels of a call.
 
         Raises:
             _DoesNotFit: if the GPU has less shared memory, or less of something else, than a tile needs.
         """
         spec, pdl = self.problem.spec, config.pdl
-        ids_TA, weights_TA = routing.topk_ids_TA, routing.topk_weights_TA.contiguous()  # the GEMM reads weights flat
+        x_TH, ids_TA, _, _, workspace, x_scales, _ = call
+        weights_TA = call.topk_weights_TA.contiguous()  # the GEMM reads weights flat
         tokens, top_k = ids_TA.shape
         experts = spec.local_experts
         operands = self._operands(x_TH.dtype, config)
@@ -178,7 +160,7 @@ class TritonRunner(RunnerBase):
             values = scales = values_RF
         y_SRH, weighted = memory["y"], self.problem.weight_on == "output"
         self._gemm("down", values, scales, y_SRH, weights_TA, permutation, config, top_k)
-        finalize(y_SRH, ids_TA, weights_TA, out_TH, first_expert, experts, weighted=weighted, pdl=pdl)
+        finalize(y_SRH, ids_TA, weights_TA, call.out_TH, first_expert, experts, weighted=weighted, pdl=pdl)
 
     def _rounding(self, quantization: Quantization, config: TritonConfig) -> Quantization:
         """Return how an input is rounded: where MMAs take E8M0 scales, to codes beside their scales."""

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from polymoe.errors import PlanError
-from polymoe.layer.call import CallArguments
 from polymoe.layer.load_check import check_layer, require_planned
 from polymoe.layer.runtime import LayerRuntime, PlanCache, PlanRequest, compiled_call
 from polymoe.layouts import Packed
 from polymoe.layouts.pack_check import pack_checked
 from polymoe.planning.selection import Selection
 from polymoe.problem import Problem
+from polymoe.problem.call import CallArguments
 from polymoe.problem.tensors import ExpertWeights
 
 __all__ = ["PackedLayer"]

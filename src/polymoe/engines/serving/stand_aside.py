@@ -12,12 +12,12 @@ from torch import Tensor
 from polymoe.engines.serving.settings import EngineSettings
 from polymoe.engines.serving.sources import StackedExperts, StackedSource, source_of
 from polymoe.errors import ArgumentError, FormatError, PolymoeError, UnsupportedProblem
-from polymoe.layer.call import DTYPES
 from polymoe.layer.runtime import PlanRequest
 from polymoe.planning.selection import Selection
 from polymoe.problem import Problem, WeightOn
 from polymoe.problem.activation_quantization import UNQUANTIZED, ActivationQuantization
 from polymoe.problem.activations import Activation
+from polymoe.problem.call import DTYPES
 from polymoe.problem.tensors import ExpertsSpec
 from polymoe.problem.verdict import Reason, Reasons, Rejected
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from polymoe.engines.serving.packed_layer import PackedLayer
-from polymoe.layer.call import TORCH_DTYPES
 from polymoe.planning.plan import Plan
+from polymoe.problem.call import TORCH_DTYPES
 
 __all__ = ["token_counts", "warm_up"]
 

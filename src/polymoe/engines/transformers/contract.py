@@ -20,7 +20,7 @@ import transformers
 from torch import Tensor
 
 from polymoe.errors import UnsupportedProblem
-from polymoe.layer.call import DTYPES
+from polymoe.problem.call import DTYPES
 
 __all__ = ["NEWEST", "PARTS", "PrivatePart", "checked_call", "require_contract", "require_experts", "unsupported"]
 

@@ -23,13 +23,13 @@ from polymoe.engines.transformers.activation import activation_of
 from polymoe.engines.transformers.contract import checked_call, require_experts, unsupported
 from polymoe.errors import PolymoeError, UnsupportedProblem
 from polymoe.formats import FORMATS, QuantTensor
-from polymoe.layer.call import DTYPES
 from polymoe.layer.experts import FusedExperts
 from polymoe.layer.runtime import PlanRequest
 from polymoe.layouts import LAYOUTS, Natural
 from polymoe.machine import Machine
 from polymoe.planning.agreement import require_agreement
 from polymoe.problem import Problem
+from polymoe.problem.call import DTYPES
 from polymoe.problem.tensors import ExpertsSpec
 
 __all__ = ["INTERFACE_NAME", "experts_forward", "interface_name", "note_groups", "register", "unregister"]

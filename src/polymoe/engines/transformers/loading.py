@@ -47,8 +47,8 @@ from polymoe.engines.transformers.untrusted import reading
 from polymoe.engines.transformers.weights import model_from_tensors
 from polymoe.errors import ArgumentError, CheckpointError, UnsupportedProblem, quoted
 from polymoe.explanation import explain
-from polymoe.layer.call import DTYPES
 from polymoe.layer.offload import require_slots, slots_of
+from polymoe.problem.call import DTYPES
 
 modeling: Any = modeling_utils
 log = getLogger("polymoe")

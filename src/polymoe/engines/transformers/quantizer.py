@@ -28,10 +28,10 @@ from polymoe.engines.transformers.experts_interface import INTERFACE_NAME
 from polymoe.engines.transformers.families import pack_modules, require_family
 from polymoe.engines.transformers.weights import watch_loading
 from polymoe.errors import ArgumentError, UnsupportedProblem
-from polymoe.layer.call import device_name
 from polymoe.layer.load import load_experts
 from polymoe.layer.offload import slots_of
 from polymoe.machine import Machine
+from polymoe.problem.call import device_name
 
 __all__ = ["PackedConfig", "PackedQuantizer"]
 

@@ -1,4 +1,4 @@
-"""The arguments of a call of a layer, and the checks of them that do not depend on the backend."""
+"""The arguments of a call of a layer and of its runner, and the checks of them that do not depend on the backend."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from polymoe.errors import ArgumentError, UnsupportedProblem
-from polymoe.problem import Dtype, Problem
+from polymoe.problem.problem import Dtype, Problem
+from polymoe.problem.routing import Routing
 
 __all__ = ["DTYPES", "TORCH_DTYPES", "CallArguments", "device_name", "dtype_name", "no_gradient"]
 
@@ -60,7 +61,20 @@ def device_name(device: torch.device | str | None) -> str | None:
 
 
 class CallArguments(NamedTuple):
-    """The arguments of :meth:`polymoe.layer.experts.FusedExperts.forward`, which describes them."""
+    """The arguments of one call of a layer, and of the backend that runs it.
+
+    Attributes:
+        x_TH: bfloat16, float16 or float32 of any strides; float8_e4m3fn if ``x_scales`` is given.
+        topk_ids_TA: int32 or int64, the experts of each token; ids of no expert of this rank contribute exactly 0.
+        topk_weights_TA: float32.
+        out: contiguous [T, H], in x's dtype (in the planned one if x is quantized), where the result is written; None
+            to allocate it. A runner always gets one.
+        workspace: contiguous uint8, at least as many bytes as the runner needs, to use instead of allocating. What is
+            in it does not matter, before or after.
+        x_scales: float32 [T, groups], what multiplies x: see :class:`~polymoe.problem.activation_quantization`.
+        expert_map: int32 or int64 [E], the place of each expert in the packed layer, or -1 for experts of other ranks;
+            without it, experts are this rank's as ``problem.spec`` says.
+    """
 
     x_TH: Tensor
     topk_ids_TA: Tensor
@@ -69,6 +83,17 @@ class CallArguments(NamedTuple):
     workspace: Tensor | None = None
     x_scales: Tensor | None = None
     expert_map: Tensor | None = None
+
+    @property
+    def routing(self) -> Routing:
+        """The experts of each token and their weights."""
+        return Routing(self.topk_ids_TA, self.topk_weights_TA)
+
+    @property
+    def out_TH(self) -> Tensor:
+        """Where a runner writes the result."""
+        assert self.out is not None
+        return self.out
 
     def out_dtype(self, problem: Problem) -> torch.dtype:
         """Return the dtype of the result: that of x, or the planned one if x is quantized."""
