@@ -103,7 +103,7 @@ def test_failures_exit_with_1_after_the_table(cli: Cli, tmp_path: Path) -> None:
         (("absent.jsonl",), "No such file"),
         (("SET", "--extra", "{"), "--extra: expected a JSON object"),
         (("SET", "--extra", "[1]"), "--extra: expected a JSON object"),
-        (("SET", "--task", "gpqa2"), "did you mean 'gpqa'"),
+        (("SET", "--task", "gsm8"), "did you mean 'gsm8k'"),
         (("SET", "--endpoint", "chat2"), "did you mean 'chat'? known: chat, completions"),
         (("SET", "--server", "http://127.0.0.1:9"), "http://127.0.0.1:9/v1: expected a server that answers"),
         (("SET", "--server", "nonsense"), "nonsense"),

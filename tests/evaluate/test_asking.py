@@ -24,7 +24,7 @@ from polymoe.common.openai_client import ServerConnection
 from polymoe.errors import ArgumentError, ServerError
 from polymoe.evaluate import Run, Server, evaluate, read_records
 from polymoe.evaluate.asking import FAILURES_IN_A_ROW
-from support.evaluation import GPQA, Reply, add, gpqa, refused, said, serving, sums
+from support.evaluation import Reply, add, refused, said, serving, sums
 
 
 @pytest.fixture(autouse=True)
@@ -76,18 +76,6 @@ def test_completions_go_without_the_chat_template(tmp_path: Path) -> None:
     assert found.score is not None
     assert found.score.pass_at_1 == 1
     assert {(r["path"], r["prompt"]) for r in server.requests} == {("/v1/completions", f"{i}+1=") for i in range(3)}
-
-
-def test_choices_are_asked_in_the_order_of_the_repeat(tmp_path: Path) -> None:
-    def right(body: dict[str, Any], _: int) -> Reply:
-        lines = body["messages"][0]["content"].splitlines()
-        return said("Answer: " + next(line[0] for line in lines if "tomato" in line))
-
-    with serving(right) as server:
-        found = run(tmp_path, server.url, data=gpqa(tmp_path / "gpqa_diamond.csv", GPQA), repeats=8)
-    assert found.score is not None
-    assert (found.score.answers, found.score.pass_at_1) == (8, 1)
-    assert len({r["messages"][0]["content"] for r in server.requests}) > 3
 
 
 def test_wrong_invalid_and_cut_off_answers_are_told_apart(tmp_path: Path) -> None:

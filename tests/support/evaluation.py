@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -130,22 +129,3 @@ def record(question: str, repeat: int = 0, *, right: bool = True, **other: Any) 
         "ended_us": 10_000_000,
     }  # fmt: skip
     return AnswerRecord(**{**given, **other})
-
-
-GPQA = {
-    "Record ID": "rec06pnAkLOr2t2mp",
-    "Question": "Which of these is red,\nseen by day?",
-    "Correct Answer": "a ripe tomato\n",
-    "Incorrect Answer 1": "snow",
-    "Incorrect Answer 2": 'a "white" wall, newly painted',
-    "Incorrect Answer 3": "coal",
-    "Pre-Revision Question": "Which?",
-}
-
-
-def gpqa(path: Path, *rows: dict[str, str]) -> Path:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(GPQA))
-        writer.writeheader()
-        writer.writerows(rows)
-    return path

@@ -29,12 +29,12 @@ __all__ = ["command", "compare"]
 class _Questions:
     """Questions."""
 
-    task: Literal["auto", "exact", "gsm8k", "aime", "gpqa"] = option(
+    task: Literal["auto", "exact", "gsm8k"] = option(
         "auto", "Kind of questions; auto detects it from the fields in the file."
     )
     limit: int | None = option(None, "Only the first questions.", min=1)
     repeats: int = option(1, "How often each question is asked.", "--repeats", "-n", min=1)
-    seed: int | None = option(None, "Seed for the order of options; also sent with each request.")
+    seed: int | None = option(None, "Seed from which that of each request follows.")
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def command(
         Path,
         typer.Argument(
             metavar="FILE",
-            help="Questions: JSONL with prompt and answer, or GSM8K, AIME or GPQA as published.",
+            help="Questions: JSONL with prompt and answer, or GSM8K as published.",
             show_default=False,
         ),
     ],

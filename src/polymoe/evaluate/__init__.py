@@ -89,7 +89,7 @@ def evaluate(
         limit: only the first questions.
         endpoint: "chat", which uses the server's chat template, or "completions", which does not.
         temperature, top_p, max_tokens: None for the server's defaults.
-        seed: for the order of options and the seeds of requests, see :class:`~polymoe.evaluate.records.Settings`.
+        seed: for the seeds of requests, see :class:`~polymoe.evaluate.records.Settings`.
         system: a system message; only for "chat".
         extra: further fields of every request, such as ``{"chat_template_kwargs": {...}}``.
         out: the file of answers; None for a file in the current directory, named after set, model and settings.

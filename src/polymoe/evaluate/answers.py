@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["choice_letter", "final_number", "number", "visible", "whole_text"]
+__all__ = ["final_number", "number", "visible", "whole_text"]
 
 # A response may have any text of any length, so each of these takes linear time: a repeat stops at a character that it
 # does not match, and what follows it does not begin with one that it matches. Shorter repeats then fail at once.
@@ -17,12 +17,6 @@ _NUMBER = r"(?:(?<![\w)])[-+−])?(?:\d[\d,]*(?:\.\d+)?|(?<![\w.])\.\d+)"
 _ALONE = re.compile(rf"(?:[A-Za-z]\w*\s*=\s*)?({_NUMBER})(?:\s+[A-Za-z][A-Za-z ]*)?")
 _MARKUP = re.compile(r"\\(?:text|mathrm|mathbf|textbf|left|right)\b|\\[,;!% ]|\^\{?\\?circ\}?|\^?°|[${}%]")
 _BRACE = re.compile(r"\\boxed\s*\{|[{}]")
-_LETTER = re.compile(
-    r"""(?i:answer) (?:\s*(?i:is))? (?:\s*[:=])? [\s*_$"'({\[]*
-        (?: \\(?:boxed|text|textbf|mathrm|mathbf) \s* \{ [\s*({]* )*
-        (?: (?i:option|choice|letter) \s+ )? ([A-Z]) (?![A-Za-z0-9'])""",
-    re.VERBOSE,
-)
 
 
 def visible(text: str) -> str:
@@ -67,24 +61,6 @@ def number(text: str) -> str | None:
     """
     found = _ALONE.fullmatch(_plain(text))
     return _canonical(found[1]) if found else None
-
-
-def choice_letter(text: str, letters: str, *, finished: bool = True) -> str | None:
-    r"""Return the chosen letter: after the last "answer", else in the last ``\boxed{}``, else alone on the last line.
-
-    >>> choice_letter("A is wrong.\nAnswer: **C**", "ABCD")
-    'C'
-    """
-    text = visible(text)
-    named = _LETTER.findall(text)
-    if named:
-        return named[-1] if named[-1] in letters else None
-    last = text.strip().rpartition("\n")[2]
-    for place in (_boxed(text) or "", last):
-        alone = _plain(place).strip("().:*_ ")
-        if len(alone) == 1 and alone in letters:
-            return alone
-    return None
 
 
 def _boxed(text: str) -> str | None:

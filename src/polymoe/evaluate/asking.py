@@ -95,7 +95,7 @@ def _failed(progress: _Progress, question: Question, error: ServerError) -> None
 
 def _request(settings: Settings, task: Task, question: Question, repeat: int) -> tuple[str, dict[str, Any]]:
     """Return path and body."""
-    prompt, _ = task.ask(question, seed=settings.seed or 0, repeat=repeat)
+    prompt = question.text + task.instruction
     body: dict[str, Any] = {"model": settings.model}
     for name in ("temperature", "top_p", "max_tokens"):
         if (value := getattr(settings, name)) is not None:
@@ -131,14 +131,13 @@ def _record(settings: Settings, task: Task, question: Question, repeat: int, rep
         completion, counts = Completion(finish_reason="refused"), {}
     else:
         return None
-    _, expected = task.ask(question, seed=settings.seed or 0, repeat=repeat)
     answer = None if malformed else task.extract(completion.text, finished=completion.finish_reason != "length")
     return AnswerRecord(
         id=question.id,
         repeat=repeat,
-        expected=expected,
+        expected=question.answer,
         answer=answer,
-        correct=answer == expected,
+        correct=answer == question.answer,
         text=completion.text,
         finish_reason=completion.finish_reason,
         prompt_tokens=counts.get("prompt_tokens"),

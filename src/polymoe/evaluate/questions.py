@@ -1,23 +1,17 @@
-"""Published sets of questions: their fields, their prompts, and how answers are extracted.
+"""Sets of questions: their fields, their prompts, and how answers are extracted.
 
-The fields of each kind of file:
+A file has one JSON object in each line. Its fields say of which kind it is:
 
-- ``exact``: JSONL with ``prompt`` and ``answer``, as ``models/sums-heldout.jsonl``: the whole response is the answer.
-- ``gsm8k``: ``test.jsonl`` of https://github.com/openai/grade-school-math: ``question``, and ``answer`` that ends in
-  ``#### 42``.
-- ``aime``: JSONL or CSV with ``problem`` or ``question``, and ``answer`` or a ``solution`` that boxes it; their first
-  letter may be a capital. On https://huggingface.co/datasets: HuggingFaceH4/aime_2024, math-ai/aime24 and aime25,
-  opencompass/AIME2025, Maxwell-Jia/AIME_2024.
-- ``gpqa``: ``gpqa_diamond.csv``, ``gpqa_main.csv`` or ``gpqa_extended.csv`` of https://github.com/idavidrein/gpqa:
-  ``Question``, ``Correct Answer``, ``Incorrect Answer 1`` to ``3``.
+- ``exact``: ``prompt`` and ``answer``, as ``models/sums-heldout.jsonl``: the whole response is the answer.
+- ``gsm8k``: ``question``, and ``answer`` that ends in ``#### 42``, as ``test.jsonl`` of
+  https://github.com/openai/grade-school-math: the answer is a number.
+
+For other public tasks there is lm-eval, which asks the same server (``docs/evaluation.md``).
 """
 
 from __future__ import annotations
 
-import csv
-import functools
 import hashlib
-import io
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,11 +20,9 @@ from typing import Any
 
 from polymoe.common.json_input import parse_json
 from polymoe.errors import ArgumentError, nearest
-from polymoe.evaluate.answers import choice_letter, final_number, number, whole_text
+from polymoe.evaluate.answers import final_number, number, whole_text
 
 __all__ = ["TASKS", "Question", "Task", "read_questions"]
-
-_LETTERS = "ABCD"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,26 +31,13 @@ class Question:
 
     Attributes:
         id: a digest of question and answer, the same in every run.
-        text: the published text.
-        answer: the expected answer; empty for a choice, where it depends on the order of the options.
-        options: of a multiple-choice question, the right one first; else empty.
+        text: as it stands in the file.
+        answer: the expected one.
     """
 
     id: str
     text: str
     answer: str
-    options: tuple[str, ...] = ()
-
-    def ordered(self, seed: int, repeat: int) -> tuple[int, ...]:
-        """Return the order of options in one repeat, the same on every machine.
-
-        Options are sorted by the SHA-256 of seed, repeat, question and option, independent of library versions.
-        """
-
-        def key(option: int) -> bytes:
-            return hashlib.sha256(f"{seed}/{repeat}/{self.id}/{option}".encode()).digest()
-
-        return tuple(sorted(range(len(self.options)), key=key))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,97 +47,49 @@ class Task:
     Attributes:
         name: for ``--task``.
         fields: description of the fields, for messages.
-        fits: whether a row is of this kind.
-        read: returns question, expected answer and options of a row.
+        question: the field of the question.
+        expected: returns the expected answer from the text of the field ``answer``; empty for another kind.
         instruction: the text after the question in the prompt.
         extract: returns the answer in a response, see :mod:`polymoe.evaluate.answers`.
     """
 
     name: str
     fields: str
-    fits: Callable[[Mapping[str, Any]], bool]
-    read: Callable[[Mapping[str, Any]], tuple[str, str, tuple[str, ...]]]
+    question: str
+    expected: Callable[[str], str]
     instruction: str
     extract: Callable[..., str | None]
 
-    def ask(self, question: Question, *, seed: int = 0, repeat: int = 0) -> tuple[str, str]:
-        """Return the prompt and the expected answer of one repeat."""
-        if not question.options:
-            return question.text + self.instruction, question.answer
-        order = question.ordered(seed, repeat)
-        lines = [f"{letter}) {question.options[i]}" for letter, i in zip(_LETTERS, order, strict=True)]
-        return "\n".join([question.text, "", *lines]) + self.instruction, _LETTERS[order.index(0)]
+    def read(self, row: Mapping[str, Any]) -> tuple[str, str]:
+        """Return question and expected answer of a row; empty if it has none of this kind."""
+        text, answer = (str(row.get(name) or "") for name in (self.question, "answer"))
+        return text, self.expected(answer)
 
 
-def _first(row: Mapping[str, Any], *names: str) -> str:
-    """Return the first of these fields that the row has, in lower case or capitalized; "" if none."""
-    for name in names:
-        for spelling in (name, name.capitalize()):
-            value = row.get(spelling)
-            if isinstance(value, str | int) and str(value).strip():
-                return str(value).strip()
-    return ""
+def _after_mark(answer: str) -> str:
+    _, mark, result = answer.rpartition("####")
+    return (mark and number(result)) or ""
 
-
-def _gsm8k(row: Mapping[str, Any]) -> tuple[str, str, tuple[str, ...]]:
-    _, _, answer = str(row["answer"]).rpartition("####")
-    return str(row["question"]), number(answer) or "", ()
-
-
-def _aime(row: Mapping[str, Any]) -> tuple[str, str, tuple[str, ...]]:
-    found = number(_first(row, "answer")) or final_number(_first(row, "solution"), finished=False)
-    return _first(row, "problem", "question"), found or "", ()
-
-
-def _gpqa(row: Mapping[str, Any]) -> tuple[str, str, tuple[str, ...]]:
-    options = [str(row[name]).strip() for name in _GPQA[1:]]
-    return str(row["Question"]).strip(), "", tuple(options)
-
-
-_GPQA = ("Question", "Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3)))
 
 TASKS: Mapping[str, Task] = {
     task.name: task
     for task in (
-        Task(
-            "gpqa",
-            ", ".join(_GPQA),
-            lambda row: all(isinstance(row.get(name), str) and row[name].strip() for name in _GPQA),
-            _gpqa,
-            "\n\nThink step by step. Close with a line of the form 'Answer: X', where X is A, B, C or D.",
-            functools.partial(choice_letter, letters=_LETTERS),
-        ),
+        Task("exact", "prompt, answer", "prompt", str.strip, "", whole_text),
         Task(
             "gsm8k",
             "question, and answer with '#### ' before the result",
-            lambda row: bool(_first(row, "question")) and "####" in _first(row, "answer"),
-            _gsm8k,
+            "question",
+            _after_mark,
             "\n\nThink step by step. Close with a line of the form '#### N', where N is the result as a plain number.",
-            final_number,
-        ),
-        Task(
-            "exact",
-            "prompt, answer",
-            lambda row: bool(_first(row, "prompt") and _first(row, "answer")),
-            lambda row: (str(row["prompt"]), str(row["answer"]).strip(), ()),
-            "",
-            whole_text,
-        ),
-        Task(
-            "aime",
-            "problem or question, and answer or solution",
-            lambda row: bool(_first(row, "problem", "question") and _first(row, "answer", "solution")),
-            _aime,
-            "\n\nThink step by step. The result is an integer from 0 to 999; close with it as \\boxed{N}.",
             final_number,
         ),
     )
 }
-"""Every kind of question, the most specific first: a file gets the first kind that its rows fit."""
+"""Every kind of question; a file gets the first kind that its first row fits."""
 
 
 def read_questions(path: Path, *, task: str = "auto") -> tuple[Task, list[Question]]:
-    """Read the questions of a ``.jsonl``, ``.json`` (a list) or ``.csv`` file in order, and determine their kind.
+    """Read the questions of a ``.jsonl`` file in order, and determine their kind.
 
     Args:
         path: the file.
@@ -172,25 +103,22 @@ def read_questions(path: Path, *, task: str = "auto") -> tuple[Task, list[Questi
     rows = _rows(path)
     if not rows:
         raise ArgumentError(str(path), expected="questions", got="none")
-    kinds = [TASKS[task]] if task != "auto" else [k for k in TASKS.values() if k.fits(rows[0][1])]
+    kinds = [TASKS[task]] if task != "auto" else [k for k in TASKS.values() if k.question in rows[0][1]]
     if not kinds:
         raise ArgumentError(
             f"{path}:{rows[0][0]}",
             expected="; or ".join(f"{k.fields} ({k.name})" for k in TASKS.values()),
             got=", ".join(map(str, rows[0][1])) or "no fields",
+            hint="for other public tasks there is lm-eval",
         )
-    kind = kinds[0]
-    questions: list[Question] = []
-    seen: dict[str, int] = {}
+    kind, questions, seen = kinds[0], list[Question](), dict[str, int]()
     for line, row in rows:
-        text, answer, options = kind.read(row) if kind.fits(row) else ("", "", ())
-        if not text or not (answer or options):
-            raise ArgumentError(
-                f"{path}:{line}", expected=f"{kind.fields} ({kind.name})", got=json.dumps(row, default=str)[:200]
-            )
-        digest = hashlib.sha256("\0".join((text, answer, *options)).encode()).hexdigest()[:16]
+        text, answer = kind.read(row)
+        if not text or not answer:
+            raise ArgumentError(f"{path}:{line}", expected=f"{kind.fields} ({kind.name})", got=json.dumps(row)[:200])
+        digest = hashlib.sha256(f"{text}\0{answer}".encode()).hexdigest()[:16]
         count = seen[digest] = seen.get(digest, 0) + 1
-        questions.append(Question(digest if count == 1 else f"{digest}-{count}", text, answer, options))
+        questions.append(Question(digest if count == 1 else f"{digest}-{count}", text, answer))
     return kind, questions
 
 
@@ -201,25 +129,15 @@ def _rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
     except UnicodeDecodeError as error:
         raise ArgumentError(str(path), expected="UTF-8 text", got=str(error)) from error
     except (FileNotFoundError, IsADirectoryError) as error:
-        raise ArgumentError(str(path), expected="a .jsonl, .json or .csv file", got=error.strerror) from error
-    if path.suffix.lower() == ".csv":
-        reader = csv.DictReader(io.StringIO(text, newline=""))
-        try:
-            return [(reader.line_num, dict(row)) for row in reader]
-        except csv.Error as error:
-            raise ArgumentError(f"{path}:{reader.line_num}", expected="CSV", got=str(error)) from error
-    if path.suffix.lower() == ".json":
-        return list(enumerate(_parsed(text, str(path), list), 1))
-    lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
-    return [(i, _parsed(line, f"{path}:{i}", dict)) for i, line in lines]
+        raise ArgumentError(str(path), expected="a .jsonl file", got=error.strerror) from error
+    return [(i, _parsed(line, f"{path}:{i}")) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
 
 
-def _parsed(text: str, where: str, kind: type) -> Any:
-    names = {dict: "a JSON object", list: "a list of JSON objects"}
+def _parsed(text: str, where: str) -> dict[str, Any]:
     try:
         value = parse_json(text)
     except ValueError as error:
-        raise ArgumentError(where, expected=names[kind], got=str(error)) from error
-    if not isinstance(value, kind) or (kind is list and not all(isinstance(row, dict) for row in value)):
-        raise ArgumentError(where, expected=names[kind], got=text[:80])
+        raise ArgumentError(where, expected="a JSON object", got=str(error)) from error
+    if not isinstance(value, dict):
+        raise ArgumentError(where, expected="a JSON object", got=text[:80])
     return value

@@ -33,7 +33,7 @@ class Settings:
         model: its name on the server.
         endpoint: "chat" or "completions".
         temperature, top_p, max_tokens: as sent; None is not sent and leaves the choice to the server.
-        seed: orders options; if given, each request also carries a seed derived from it, question and repeat.
+        seed: if given, each request carries a seed derived from it, question and repeat.
         system: the system message, or None.
         extra: further fields of each request, as JSON.
     """

@@ -1,0 +1,211 @@
+"""Mistakes planted in host code, layouts, planning, checkpoints and the server, each of which tests must find.
+
+    python benchmarks/mutations.py --out benchmarks/results/mutations.jsonl    # all, in a copy of the tree
+    python benchmarks/mutations.py --only 3,17                                 # some
+
+Each mutation replaces a text that stands once in a file of ``src/polymoe``, and runs the tests that are named with it
+until the first failure. A mutation that no test finds, or whose text is gone, is printed; the exit code is then 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+COPIED = ("src", "tests", "pyproject.toml", "scripts")
+LINKED = ("models", "docs", "benchmarks", "examples", "README.md", "CHANGELOG.md", "SECURITY.md", "mkdocs.yml")
+LIMIT_S = 600
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One mistake.
+
+    Attributes:
+        file: below ``src/polymoe``.
+        tests: paths that find it, below ``tests``.
+        right, wrong: a text that stands once in the file, and what replaces it.
+    """
+
+    file: str
+    tests: str
+    right: str
+    wrong: str
+
+
+_LAUNCH = "kernels/test_cuda.py backends/test_cuda.py backends/test_cuda_runner.py kernels/test_cuda_emulated.py"
+_LAYOUTS = "layouts/test_cuda.py layouts/test_w4a8_fragments.py layouts/test_pack_check.py"
+_PLANNING = "planning contract/test_selection.py"
+
+_MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
+    ("kernels/cuda/launch/permutation.py", _LAUNCH, (
+        ("rows // block_m),", "rows // block_m - 1),"),
+        ("end += count", "end += count - 1"),
+        ("few = rows <= FEW_ROWS", "few = rows <= 2 * FEW_ROWS"),
+        ("return min(_MOST_CTAS,", "return max(_MOST_CTAS,"),
+    )),
+    ("kernels/cuda/launch/call.py", _LAUNCH, (
+        ('arrays["lists"] + i * LIST_BYTES', 'arrays["lists"]'),
+        ("permutation.long_ids = finalize.long_ids = long_ids", "permutation.long_ids = finalize.long_ids = False"),
+        ("self.gate_up.top_k = top_k  # x", "self.gate_up.top_k = 1  # x"),
+    )),
+    ("kernels/cuda/modules.py", "kernels/test_cuda.py kernels/test_cuda_targets.py", (
+        ("conditions[-1] = not conditions[-1]", "pass"),
+    )),
+    ("layouts/cuda/matrices.py", _LAYOUTS, (
+        ("split = (-1, 2, 4, 2) if inverse", "split = (-1, 4, 2, 2) if inverse"),
+        ("unflatten(0, (-1, 8)) for h in halves], 1)", "unflatten(0, (-1, 8)) for h in halves[::-1]], 1)"),
+        ("reasons.need(size % multiple == 0, name", "reasons.need(True, name"),
+        ("(found > most).nonzero()", "(found > most + 1).nonzero()"),
+        ("total = 2 * spec.bias_elements", "total = spec.bias_elements"),
+    )),
+    ("layouts/pack_check.py", _LAYOUTS, (
+        ("if before[e] == [after[e]]:", "if before[e]:"),
+        ("finite = is_finite(*found)", "finite = True"),
+    )),
+    ("layouts/checksums.py", _LAYOUTS, (
+        ("return (x ^ (x >> 27)) | 1", "return torch.ones_like(x)"),
+    )),
+    ("planning/plan.py", _PLANNING, (
+        ("tokens <= step.max_tokens", "tokens < step.max_tokens"),
+        ("(end + 1, step)", "(end, step)"),
+    )),
+    ("planning/predictor.py", _PLANNING, (
+        ("above.tokens <= _REACH * tokens", "above.tokens <= tokens"),
+        ("point.median_us * model.time_us / there.time_us", "point.median_us"),
+    )),
+    ("planning/select.py", _PLANNING, (
+        ("Table(self.table.sources[:1]) if verdict.foreign", "Table(self.table.sources[:1]) if False"),
+        ('self.predictor.configure(tokens)) == "unrun"', 'self.predictor.configure(tokens)) == "run"'),
+    )),
+    ("planning/measured.py", _PLANNING, (
+        ('parts += ["batch invariant"] * problem.batch_invariant', "pass"),
+    )),
+    ("planning/agreement.py", _PLANNING, (
+        ("if len(ranks) > 1:", "if len(ranks) > 2:"),
+    )),
+    ("checkpoint/shard.py", "checkpoint/test_shard.py", (
+        ("shard.ep_rank * each + min(shard.ep_rank, more)", "shard.ep_rank * each"),
+        ("start = sum(each[: shard.tp_rank])", "start = sum(each[: shard.tp_rank + 1]) - each[0]"),
+    )),
+    ("checkpoint/opener.py", "checkpoint/test_opener.py checkpoint/test_files.py", (
+        ("if not stat.S_ISREG(found.st_mode):", "if stat.S_ISDIR(found.st_mode):"),
+        ("if not real.is_relative_to(directory) and", "if False and"),
+        ("unique_keys=True, surrogates=False)", "surrogates=False)"),
+    )),
+    ("checkpoint/files.py", "checkpoint/test_files.py", (
+        ("if name in shards:", "if False:"),
+    )),
+    ("checkpoint/kv_cache.py", "checkpoint/test_kv_cache.py explanation", (
+        ("ceil_div(self.heads, tp)", "(self.heads // tp)"),
+    )),
+    ("checkpoint/patterns.py", "checkpoint/test_patterns.py", (
+        ("and not any(other.match(name) for other in unwanted)", ""),
+    )),
+    ("checkpoint/dialects/int4.py", "checkpoint/test_dialects.py", (
+        ("if recorded != shape:", "if False:"),
+    )),
+    ("serve/gate.py", "serve/test_gate.py", (
+        ("hmac.compare_digest(_digest(key.strip", "hmac.compare_digest(self._key or _digest(key.strip"),
+        ("if self._bodies[request] > self._bytes:", "if False:"),
+    )),
+    ("serve/choices.py", "serve/test_choices.py serve/test_fields.py", (
+        ("elif self.tokens >= self.max_tokens:", "elif self.tokens > self.max_tokens:"),
+    )),
+    ("serve/sampling.py", "serve/test_sampling.py", (
+        ("logits_V / factor, logits_V * factor", "logits_V / factor, logits_V / factor"),
+        ("(p_S1 < 1) & (before_SV >= p_S1)", "(p_S1 < 1) & (before_SV > 2 * p_S1)"),
+    )),
+    ("serve/strict_json.py", "serve/test_strict_json.py", (
+        ("if depth > MAX_DEPTH:", "if depth > 10 * MAX_DEPTH:"),
+    )),
+    ("serve/answers.py", "serve/test_choices.py serve/test_app.py serve/test_fields.py", (
+        ("for choice in choices if choice.counts_prompt)", "for choice in choices)"),
+    )),
+)  # fmt: skip
+"""Of each file, the tests that find mistakes in it, and mistakes."""
+
+MUTATIONS = [Mutation(file, tests, *pair) for file, tests, pairs in _MISTAKES for pair in pairs]
+
+
+def copy_of_tree(folder: Path) -> None:
+    """Copy sources and tests, and link what they only read."""
+    for name in COPIED:
+        source, target = ROOT / name, folder / name
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"), symlinks=True)
+        else:
+            shutil.copy2(source, target)
+    for name in LINKED:
+        (folder / name).symlink_to(ROOT / name)
+
+
+def run(folder: Path, tests: str) -> tuple[bool, str]:
+    """Run tests until the first failure; whether all passed, and the failure."""
+    environment = {**os.environ, "PYTHONPATH": f"{folder / 'src'}:{folder / 'tests'}", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--slow", "none"]
+    paths = [str(folder / "tests" / path) for path in tests.split()]
+    try:
+        done = subprocess.run(
+            [*command, *paths], cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT_S
+        )
+    except subprocess.TimeoutExpired:
+        return False, f"no end within {LIMIT_S} s"
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return done.returncode == 0, failed[0].split(" - ")[0] if failed else done.stdout[-200:]
+
+
+def planted(folder: Path, mutation: Mutation) -> dict[str, Any]:
+    """Plant a mistake, run its tests, and take it back."""
+    path = folder / "src" / "polymoe" / mutation.file
+    text = path.read_text(encoding="utf-8")
+    row: dict[str, Any] = {"file": mutation.file, "right": mutation.right, "wrong": mutation.wrong}
+    if (times := text.count(mutation.right)) != 1:
+        return {**row, "found": False, "by": f"the text stands {times} times in the file"}
+    start = time.monotonic()
+    path.write_text(text.replace(mutation.right, mutation.wrong), encoding="utf-8")
+    try:
+        passed, by = run(folder, mutation.tests)
+    finally:
+        path.write_text(text, encoding="utf-8")
+    return {**row, "found": not passed, "by": by.replace(f"{folder}/", ""), "seconds": round(time.monotonic() - start)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, help="append records to this file")
+    parser.add_argument("--only", help="numbers of mutations, from 1")
+    asked = parser.parse_args()
+    numbers = range(1, len(MUTATIONS) + 1) if asked.only is None else [int(n) for n in asked.only.split(",")]
+    commit = subprocess.check_output(["git", "describe", "--always", "--dirty"], cwd=ROOT, text=True).strip()
+    missed = 0
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        copy_of_tree(folder)
+        for tests in dict.fromkeys(MUTATIONS[number - 1].tests for number in numbers):
+            passed, by = run(folder, tests)
+            if not passed:
+                sys.exit(f"without any mistake: {by}")
+        for number in numbers:
+            row = {"number": number, **planted(folder, MUTATIONS[number - 1]), "commit": commit}
+            missed += not row["found"]
+            print(f"{number:2} {'found' if row['found'] else 'MISSED'} {row['file']}: {row['by']}", flush=True)
+            if asked.out is not None:
+                with asked.out.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+    print(f"{len(numbers) - missed} of {len(numbers)} found")
+    sys.exit(missed > 0)
+
+
+if __name__ == "__main__":
+    main()
