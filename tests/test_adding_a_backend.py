@@ -86,7 +86,7 @@ def test_linked_and_named_files_exist() -> None:
 AFFECTED = (
     "tests/contract", "tests/doctor", "tests/planning", "tests/bench/test_measure.py", "tests/common",
     "tests/explanation/test_explanation.py", "tests/cli/test_cli.py", "tests/layer/test_experts.py",
-    "tests/verify/test_verify.py", "tests/test_docstrings.py", "tests/test_imports.py", "tests/test_written_docs.py",
+    "tests/verify/test_verify.py", "tests/test_imports.py", "tests/test_written_docs.py",
     "tests/backends/test_flashinfer.py",
 )  # fmt: skip
 """What speaks of all backends."""

@@ -21,10 +21,8 @@ from polymoe.backends.features import ANY
 from polymoe.bench.cases import CASES
 from polymoe.bench.model_records import ModelRecord
 from polymoe.bench.records import Record
-from polymoe.bench.serving import record as serving
 from polymoe.bench.serving.client import TimedAnswer
 from polymoe.bench.serving.record import Load, Origin, record
-from polymoe.explanation import explain
 from polymoe.formats import FORMATS
 from polymoe.machine import DEVICES, Machine
 from polymoe.planning.measured import Table
@@ -302,11 +300,6 @@ class TestRecords:
         assert drawn == [["cuda", "triton"], [(16, 158.0 / 342.1)], [(16, 158.0 / 500.0)]]
 
 
-def page(name: str) -> str:
-    """The text of a page of docs/performance/."""
-    return (write_docs.ROOT / "docs" / "performance" / f"{name}.md").read_text(encoding="utf-8")
-
-
 def triton_records() -> list[Record]:
     return [r for r in write_docs.records("triton") if r.backend == "triton"]
 
@@ -321,104 +314,6 @@ def test_how_near_predictions_are() -> None:
         assert off < limit, r
 
 
-def test_errors_and_shares_in_the_text_are_the_records() -> None:
-    """docs/performance/triton.md: errors under "INT4 weights" and "FP8 tensor cores", shares under "What limits"."""
-    by_format: dict[str, list[Record]] = {}
-    for r in triton_records():
-        by_format.setdefault(r.format, []).append(r)
-        assert r.error <= 3.85e-3
-    assert all(r.error <= 1.75e-3 and 4.05e-2 <= r.error_exact <= 4.85e-2 for r in by_format["fp8_block128"])
-    assert all(3.15e-3 <= r.error <= 3.85e-3 for r in by_format["int4_g32"] if r.activations == "16bit")
-    assert all(1.65e-3 <= r.error <= 2.45e-3 for r in by_format["int4_g32"] if r.activations != "16bit")
-    assert all(2.25e-3 <= r.error <= 2.95e-3 for r in by_format["mxfp4"])
-    shares = {(r.format, r.tokens): f"{r.share:.2f}" for r in by_format["fp8_block128"] + by_format["bf16"]}
-    assert [shares["fp8_block128", t] for t in (64, 256)] == ["0.80", "0.76"]
-    assert [shares["bf16", t] for t in (64, 1024, 4096)] == ["0.86", "0.68", "0.49"]
-
-
-def test_ratios_in_the_text_are_the_records() -> None:
-    """docs/decoding.md under its table, docs/command-line.md, and README."""
-    table = write_docs.decode(write_docs.ROOT / "benchmarks/results" / write_docs.DECODE)
-    ratios = [row.split(" | ")[3] for row in table.splitlines()[2:6]]
-    assert len(ratios) == 4
-    text = (write_docs.ROOT / "docs/decoding.md").read_text(encoding="utf-8").partition("<!-- end of decode -->")[2]
-    readme = (write_docs.ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"{ratios[3]} of the memory and decodes {ratios[0]} times as fast" in readme
-    command_line = (write_docs.ROOT / "docs/command-line.md").read_text(encoding="utf-8")
-    for part in (text, command_line.partition("- `bench decode`")[2].partition("\n- ")[0]):
-        assert {ratio for ratio in ratios if not re.search(rf"(?<!\d){ratio}(?!\d)", part)} == set()
-    assert all(share in text for row in table.splitlines()[2:4] for share in re.findall(r"0\.\d\d", row))
-
-
-def test_the_least_time_in_the_text_is_below_the_measured_one() -> None:
-    """docs/command-line.md: what `explain` computes for gpt-oss-20b, and the record of a model of its size."""
-    text = " ".join((write_docs.ROOT / "docs/command-line.md").read_text(encoding="utf-8").split())
-    least = explain("openai/gpt-oss-20b", device="h200").times[0]
-    lines = (write_docs.ROOT / "benchmarks/results" / write_docs.DECODE).read_text(encoding="utf-8").splitlines()
-    wanted = ("random-gpt-oss-20b", "packed", "decode", 1)
-    records = [r for r in map(json.loads, lines) if (r["checkpoint"], r["experts"], r["phase"], r["batch"]) == wanted]
-    needed = max(records, key=lambda r: r["date"])["median_us"]
-    assert least.total_us is not None
-    assert f"needs {needed / 1e3:.1f} ms for a token" in text
-    assert f"the bound is {least.total_us / 1e3:.1f} ms" in text
-    assert least.total_us < needed
-
-
-def test_servers_in_the_text_are_the_records() -> None:
-    """docs/serving.md under its tables: gaps between tokens, and every row of the table a batch."""
-    found = serving.newest(serving.read(write_docs.ROOT / "benchmarks/results" / write_docs.SERVE))
-    assert all(r.at_once == r.load == r.answered and not r.notes for r in found)
-    gaps = {r.load: round(r.itl_us.p50 / 1e3) for r in found if r.input_len == 1024 and r.itl_us}
-    assert (gaps[64], gaps[128], gaps[256]) == (13, 23, 50)
-    rates = {r.load: r.output_tps for r in found if r.input_len == 1024}
-    assert all(abs((rates[load] or 0) / 4000 - 1) < 0.03 for load in (64, 128, 256))
-    commands = {r.command for r in found}
-    text = (write_docs.ROOT / "docs/serving.md").read_text(encoding="utf-8")
-    assert len(commands) == 3
-    assert all(command in text for command in commands)
-
-
-def test_errors_of_the_cuda_kernels_in_the_text_are_the_records() -> None:
-    """docs/performance/cuda.md, under "Accuracy"."""
-    for r in write_docs.records("cuda"):
-        if r.backend == "cuda" and r.activations != "16bit":
-            family = (r.family or "").removesuffix("_channel")
-            bounds = {"w8a8_mma": (1.55e-3, 1.85e-3), "w8a8_f16": (2.25e-3, 2.55e-3), "w8a8": (3.35e-3, 4.85e-3)}
-            bounds["w4a8_rows"] = (2.65e-3, 4.35e-3)
-            low, high = bounds.get(family, (2.3e-3, 4.05e-3))  # old records have no family
-            assert low <= r.error <= high, r
-            assert 3.85e-2 <= r.error_exact <= 4.85e-2, r
-        elif r.backend == "cuda" and r.format in ("mxfp4", "nvfp4"):
-            assert 2.25e-3 <= r.error <= 2.95e-3, r
-        elif r.backend == "cuda" and r.format == "int4_g32":
-            low, high = (3.15e-3, 3.65e-3) if r.family == "w4a16_mma" else (3.35e-3, 3.95e-3)
-            assert low <= r.error <= high, r
-
-
-def test_the_profile_says_what_the_text_does() -> None:
-    """docs/performance/triton.md, under "What limits": the share of the grouped GEMMs, and times."""
-    text = (write_docs.ROOT / "benchmarks/results/profile-triton-h200.txt").read_text(encoding="utf-8")
-    launches: dict[str, dict[str, tuple[float, int]]] = {}
-    for line in text.splitlines():
-        if heading := re.fullmatch(r"(\S+ \S+), (\d+) tokens", line):
-            launches[f"{heading[1]} {heading[2]}"] = of = {}
-        elif launch := re.fullmatch(r" +([\d.]+) us each, +(\d+) of them: (\w+)", line):
-            of[launch[3]] = (float(launch[1]), int(launch[2]))
-    assert len(launches) == 10
-    for of in launches.values():
-        total = sum(us * count for us, count in of.values())
-        products = sum(us * count for name, (us, count) in of.items() if name.endswith("_gemm"))
-        assert 0.745 <= products / total <= 0.975
-    reasons = page("triton").partition("## What limits")[2].partition("##")[0]
-    fp8, bf16 = "deepseek-v3-tp8 fp8_block128", "qwen3-235b-tp4-bf16 bf16"
-    for case, name, of_a_call in (
-        (f"{fp8} 4096", "grouped_gemm", 1), (f"{fp8} 4096", "sweep_gemm", 1), (f"{fp8} 1024", "grouped_gemm", 1),
-        (f"{fp8} 1024", "sweep_gemm", 1), ("deepseek-v4-flash mxfp4 512", "grouped_gemm", 2),
-        (f"{bf16} 4096", "grouped_gemm", 2), (f"{bf16} 4096", "_combine", 1),
-    ):  # fmt: skip
-        assert f"{of_a_call * launches[case][name][0]:.0f}" in reasons
-
-
 class TestMarkers:
     TEXT = "a\n<!-- times: written by benchmarks/write_docs.py -->\nold\n<!-- end of times -->\nb\n"
 
@@ -429,16 +324,6 @@ class TestMarkers:
     def test_missing_or_double_markers_are_refused(self, text: str) -> None:
         with pytest.raises(ValueError, match="end of times"):
             write_docs.between(text, "times", "new\n")
-
-
-def test_the_map_names_every_part() -> None:
-    text, source = (write_docs.ROOT / "docs/structure.md").read_text(encoding="utf-8"), write_docs.ROOT / "src/polymoe"
-    parts = {p.name + "/" * p.is_dir() for p in source.iterdir()} - {"__pycache__/", "py.typed", "__init__.py"}
-    parts |= {f"kernels/{p.name}/" for p in (source / "kernels").iterdir() if p.is_dir() and p.name != "__pycache__"}
-    parts -= {"__main__.py", "kernels/", "kernels/__pycache__/"}
-    assert {part for part in parts if f"`{part}`" not in text} == set()
-    for name in re.findall(r"`(?:src/polymoe/)?((?:\w+/)+\w+\.py)`", text):
-        assert (source / name).exists() or (write_docs.ROOT / name).exists(), name
 
 
 def test_a_whole_models_table_is_of_the_newest_records_and_the_fastest_other(tmp_path: Path) -> None:

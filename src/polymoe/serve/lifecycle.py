@@ -13,6 +13,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from polymoe.serve.gate import Gate
     from polymoe.serve.http_server import HttpServer
 
-__all__ = ["serve"]
+__all__ = ["ServerOptions", "serve"]
 
 log = logging.getLogger("polymoe")
 
@@ -35,41 +36,15 @@ _STEP_S = 0.5
 for the model to finish."""
 
 
-def serve(
-    path: str | Path,
-    *,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    api_key: str | None = None,
-    name: str | None = None,
-    backend: str = "auto",
-    role: str = "mixed",
-    device: str = "auto",
-    device_map: str | None = None,
-    expert_memory: str | None = None,
-    max_tokens: int | None = None,
-    max_request_bytes: int = 4 * 2**20,
-    max_concurrent_requests: int = 128,
-    max_connections: int | None = None,
-    grace_s: float = 2.0,
-    continuous_batching: bool | None = None,
-    graphs: bool | None = None,
-    cache_memory: float | None = None,
-    temperature: float | None = None,
-    cors_origins: Sequence[str] = (),
-    page: bool = True,
-    profile: str | Path | None = None,
-    on_loaded: Callable[[str], None] | None = None,
-    on_ready: Callable[[str], None] | None = None,
-) -> int | None:
-    """Serve the checkpoint at ``path`` until SIGTERM or Ctrl-C; then refuse new requests and end those that run.
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Options of a server.
 
-    Args:
-        path: a checkpoint's directory or a Hub id.
+    Attributes:
         host, port: the address to listen on; port 0 takes a free one.
         api_key: the bearer token that clients must send, in printable ASCII; None admits everybody. ``/health`` never
             needs it.
-        name: the model's name in requests and answers; by default the last part of ``path``.
+        name: the model's name in requests and answers; by default the last part of the checkpoint's path.
         backend, role, device, device_map, expert_memory: as in :func:`polymoe.engines.transformers.load`.
         max_tokens: maximum number of tokens in an answer; None if only the context limits it.
         max_request_bytes: larger requests are refused with 413.
@@ -84,8 +59,64 @@ def serve(
         cors_origins: origins of web pages that may ask the server, such as ``https://example.com``; ``*`` is all.
         page: answer ``/`` with a page to chat in.
         profile: a directory for profiler traces; enables ``/start_profile`` and ``/stop_profile``.
+
+    Raises:
+        ArgumentError: for a key that no client can send, invalid origins, and limits below 1.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    name: str | None = None
+    backend: str = "auto"
+    role: str = "mixed"
+    device: str = "auto"
+    device_map: str | None = None
+    expert_memory: str | None = None
+    max_tokens: int | None = None
+    max_request_bytes: int = 4 * 2**20
+    max_concurrent_requests: int = 128
+    max_connections: int | None = None
+    grace_s: float = 2.0
+    continuous_batching: bool | None = None
+    graphs: bool | None = None
+    cache_memory: float | None = None
+    temperature: float | None = None
+    cors_origins: Sequence[str] = ()
+    page: bool = True
+    profile: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        _check_key(self.api_key)
+        limits = (
+            self.max_request_bytes,
+            self.max_concurrent_requests,
+            1 if self.max_tokens is None else self.max_tokens,
+        )
+        if min(limits) < 1 or self.grace_s < 0:
+            expected, got = "limits of at least 1, and no negative grace", "a limit below that"
+            raise ArgumentError("serve", expected=expected, got=got)
+        _check_origins(self.cors_origins)
+
+    def of(self, *names: str) -> dict[str, Any]:
+        """Some of them, as keywords."""
+        return {name: getattr(self, name) for name in names}
+
+
+def serve(
+    path: str | Path,
+    *,
+    on_loaded: Callable[[str], None] = lambda text: None,
+    on_ready: Callable[[str], None] = lambda url: None,
+    **options: Any,
+) -> int | None:
+    """Serve the checkpoint at ``path`` until SIGTERM or Ctrl-C; then refuse new requests and end those that run.
+
+    Args:
+        path: a checkpoint's directory or a Hub id.
         on_loaded: called with lines about the model, its memory and the limits, once it is loaded.
         on_ready: called with the server's URL once it answers.
+        options: of :class:`ServerOptions`.
 
     Requests and throughput are logged at level INFO by loggers below ``polymoe.serve``.
 
@@ -95,9 +126,8 @@ def serve(
         code; :func:`os._exit` does not.
 
     Raises:
-        ArgumentError: for an address that cannot be listened on, such as a port in use, a key that no client can send,
-            invalid origins, and limits that do not fit together or the limit on file descriptors; raised before
-            loading.
+        ArgumentError: for an address that cannot be listened on, such as a port in use, and for options that are wrong
+            or do not fit together or the limit on file descriptors; raised before loading.
         MissingDependency: if the serving packages are not installed.
         CheckpointError, UnsupportedProblem: as for loading.
     """
@@ -112,54 +142,38 @@ def serve(
     from polymoe.serve.gate import Gate, cors
     from polymoe.serve.logs import access_log
     from polymoe.serve.profiling import add_profiler, check_directory
+
+    o = ServerOptions(**options)
+    connections = connection_limit(o.max_connections, o.max_concurrent_requests)
+    if o.profile is not None:
+        check_directory(Path(o.profile))
+    with bind(o.host, o.port) as listener:
+        if o.api_key is None and not is_loopback(listener):
+            log.warning("%s can be reached from other machines, and there is no API key", o.host)
+        placed = {} if o.device_map is None else {"device_map": o.device_map}
+        model, tokenizer = load(path, **o.of("device", "backend", "role", "expert_memory"), **placed)
+        set_verbosity_error()  # Transformers warns at requests
+        batching = o.of("continuous_batching", "graphs", "cache_memory")
+        answers = o.of("max_tokens", "temperature", "page")
+        served = ModelServer(model, tokenizer, name=o.name or Path(path).resolve().name, **batching, **answers)
+        if o.profile is not None:
+            add_profiler(served.app, Path(o.profile))
+        admitted = o.of("api_key", "max_request_bytes", "max_concurrent_requests")
+        gate = Gate(served.app, metrics=served.metrics, on_answer=access_log, **admitted)
+        on_loaded(_said(served, model, o, connections))
+        gc.freeze()  # what is loaded stays: neither the garbage collector nor the end of the process has to visit it
+        server = HttpServer(cors(gate, o.cors_origins), listener, most=connections, stop_s=o.grace_s + 2 * _STEP_S)
+        return _run_until_signal(server, gate, served, o.grace_s, lambda: on_ready(url(listener)))
+
+
+def _said(served: ModelServer, model: Any, options: ServerOptions, connections: int) -> str:
     from polymoe.serve.summary import summary
 
-    _check_key(api_key)
-    limits = (max_request_bytes, max_concurrent_requests, 1 if max_tokens is None else max_tokens)
-    if min(limits) < 1 or grace_s < 0:
-        raise ArgumentError("serve", expected="limits of at least 1, and no negative grace", got="a limit below that")
-    _check_origins(cors_origins)
-    connections = connection_limit(max_connections, max_concurrent_requests)
-    if profile is not None:
-        check_directory(Path(profile))
-    with bind(host, port) as listener:
-        if api_key is None and not is_loopback(listener):
-            log.warning("%s can be reached from other machines, and there is no API key", host)
-        placed = {} if device_map is None else {"device_map": device_map}
-        model, tokenizer = load(path, device=device, backend=backend, role=role, expert_memory=expert_memory, **placed)
-        set_verbosity_error()  # Transformers warns at requests
-        served = ModelServer(
-            model,
-            tokenizer,
-            name=name or Path(path).resolve().name,
-            max_tokens=max_tokens,
-            continuous_batching=continuous_batching,
-            graphs=graphs,
-            cache_memory=cache_memory,
-            temperature=temperature,
-            page=page,
-        )
-        if profile is not None:
-            add_profiler(served.app, Path(profile))
-        gate = Gate(
-            served.app,
-            metrics=served.metrics,
-            api_key=api_key,
-            max_request_bytes=max_request_bytes,
-            max_concurrent_requests=max_concurrent_requests,
-            on_answer=access_log,
-        )
-        if on_loaded:
-            longest = "the context" if max_tokens is None else f"{max_tokens:,} tokens"
-            key = "no API key" if api_key is None else "an API key is required"
-            limit = (
-                f"{max_concurrent_requests} requests of at most {format_bytes(max_request_bytes)}, {connections} "
-                f"connections, answers up to {longest}; {key}"
-            )
-            on_loaded(summary(served, model, limits=limit))
-        gc.freeze()  # what is loaded stays: neither the garbage collector nor the end of the process has to visit it
-        server = HttpServer(cors(gate, cors_origins), listener, most=connections, stop_s=grace_s + 2 * _STEP_S)
-        return _run_until_signal(server, gate, served, grace_s, lambda: on_ready and on_ready(url(listener)))
+    longest = "the context" if options.max_tokens is None else f"{options.max_tokens:,} tokens"
+    key = "no API key" if options.api_key is None else "an API key is required"
+    size = format_bytes(options.max_request_bytes)
+    limit = f"{options.max_concurrent_requests} requests of at most {size}, {connections} connections, answers up to"
+    return summary(served, model, limits=f"{limit} {longest}; {key}")
 
 
 def _check_key(key: str | None) -> None:
