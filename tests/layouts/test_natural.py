@@ -78,20 +78,3 @@ def test_p10_experts_that_were_never_calibrated_have_no_input_scale(calibrated: 
     assert [None if s is None else float(s) for s in got] == [0.5 + e if e in calibrated else None for e in range(5)]
     again = Natural().pack(some, CPU, out=packed)
     assert {e for e, x in enumerate(Natural().unpack(again)) if x.gate_up_input_scale is not None} == calibrated
-
-
-def test_view_copies_nothing() -> None:
-    weights = random_experts("bf16", hidden=32, intermediate=16)
-    gate_up = torch.randn(5, 32, 32).bfloat16()
-    from polymoe.formats import QuantTensor
-
-    bf16 = weights.spec.up
-    stacks = {
-        "gate": QuantTensor(gate_up[:, :16], bf16),
-        "up": QuantTensor(gate_up[:, 16:], bf16),
-        "down": QuantTensor(torch.randn(5, 32, 16).bfloat16(), bf16),
-    }
-    packed = Natural().view(weights.spec, stacks, {})
-    assert packed.tensors["up.codes"].data_ptr() == gate_up[0, 16:].data_ptr()
-    gate_up.zero_()
-    assert float(Natural().unpack(packed).expert(3).up.dequantize().abs().sum()) == 0

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polymoe.formats import QuantTensor
 from polymoe.layouts.base import Packed
 from polymoe.layouts.staging import expert_of, pack_stacks
 from polymoe.problem.scale_range import ScaleRange
@@ -51,16 +50,3 @@ class Natural:
             return {name: tensor[first:last] for name, tensor in packed.tensors.items()}
 
         return ExpertWeights(packed.spec, lambda e: expert_of(packed.spec, packed.tensors, e), read_stacked=stacked)
-
-    def view(
-        self, spec: ExpertsSpec, stacks: dict[str, QuantTensor], vectors: dict[str, Tensor] | None = None
-    ) -> Packed:
-        """Return a packed layer of existing stacked tensors, of any strides, without copying them.
-
-        Args:
-            spec: shapes and encodings of the experts.
-            stacks: gate (where there is one), up and down, each [E, N, K].
-            vectors: biases [E, F] or [E, H] by name, for example "up_bias".
-        """
-        tensors = {f"{p}.{n}": part for p, stack in stacks.items() for n, part in stack.parts().items()}
-        return Packed(self.name, spec, {**tensors, **(vectors or {})})

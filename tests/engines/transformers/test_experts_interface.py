@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from polymoe.errors import PlanError, UnsupportedProblem
-from polymoe.layer.experts import FusedExperts
+from polymoe.layer.runtime import LayerRuntime, PlanCache
+from polymoe.problem import Problem
 from polymoe.problem.activations import GeGLU, ReLU2, SwiGLU
 from polymoe.problem.numerics import relative_error
 
@@ -29,54 +30,9 @@ from transformers.activations import ACT2FN
 
 from polymoe.engines.transformers import experts_interface
 from polymoe.engines.transformers.experts_interface import experts_forward, register, unregister
+from support.small_models import COMMON, FAMILIES, build, routed
 
 SUMS = Path(__file__).parents[3] / "models" / "sums-qwen3-fp8"
-
-COMMON = {
-    "vocab_size": 64, "hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 16, "num_experts_per_tok": 3, "max_position_embeddings": 64, "initializer_range": 0.2,
-    "intermediate_size": 40, "moe_intermediate_size": 40,
-}  # fmt: skip
-YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0}
-FAMILIES: dict[str, dict[str, Any]] = {
-    # transposed, interleaved, with biases and a gate of its own
-    "gpt_oss": {"num_local_experts": 5, "swiglu_limit": 0.5, "rope_parameters": YARN},
-    # gate rows, then up rows
-    "qwen3_moe": {"num_experts": 5, "decoder_sparse_step": 1},
-    "mixtral": {"num_local_experts": 5, "hidden_act": "gelu"},
-    "glm4_moe": {"n_routed_experts": 5, "first_k_dense_replace": 0},
-    "deepseek_v3": {
-        "n_routed_experts": 5,
-        "first_k_dense_replace": 0,
-        "n_group": 1,
-        "topk_group": 1,
-        "num_key_value_heads": 4,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 16,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
-    },
-    # a gate of its own
-    "deepseek_v4": {
-        "n_routed_experts": 5,
-        "swiglu_limit": 0.5,
-        "num_key_value_heads": 1,
-        "q_lora_rank": 16,
-        "o_groups": 2,
-        "o_lora_rank": 8,
-        "compress_ratios": [0],
-        "num_hash_layers": 0,
-        "hc_mult": 2,
-        "qk_rope_head_dim": 8,
-    },
-    # no gate
-    "nemotron_h": {
-        "n_routed_experts": 5,
-        "layers_block_type": ["attention", "moe"],
-        "moe_shared_expert_intermediate_size": 40,
-    },
-}
 
 
 @pytest.fixture(autouse=True)
@@ -84,17 +40,6 @@ def registered() -> Iterator[None]:
     register()
     yield
     unregister()
-
-
-def build(family: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
-    """A model and its first experts module, with random weights and biases."""
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family]})
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.2)
-    experts = next(module for module in model.modules() if hasattr(module, "has_gate"))
-    return model, experts
 
 
 def test_experts_that_transformers_keeps_quantized_say_what_packs_them() -> None:
@@ -124,33 +69,41 @@ def test_the_name_is_known_once_polymoe_has_anything_to_do_with_transformers() -
     assert (done.returncode, done.stdout) == (0, "polymoe\n"), done.stderr
 
 
-def routed(experts: Any, tokens: int = 20, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
-    ids_TA = torch.rand(tokens, 5).topk(3).indices
-    return torch.randn(tokens, 48, dtype=dtype), ids_TA, torch.rand(tokens, 3, dtype=dtype)
+def problem_of(experts: Any) -> Problem:
+    return experts._polymoe.plans.problem
 
 
-def fused_of(experts: Any) -> FusedExperts:
-    return experts.__dict__["_polymoe"].fused
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
+    """The storages that the backends of each call have read the experts from, by address."""
+    found: list[set[int]] = []
+    layer = PlanCache.layer
+
+    def noted(self: PlanCache, tensors: Sequence[Tensor]) -> LayerRuntime:
+        found.append({tensor.untyped_storage().data_ptr() for tensor in tensors})
+        return layer(self, tensors)
+
+    monkeypatch.setattr(PlanCache, "layer", noted)
+    return found
+
+
+def storages(experts: Any) -> set[int]:
+    return {p.untyped_storage().data_ptr() for p in experts.parameters()}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_agrees_with_eager_experts_and_copies_nothing(family: str) -> None:
+def test_agrees_with_eager_experts_and_copies_nothing(family: str, read: list[set[int]]) -> None:
     model, experts = build(family)
     x_TH, ids_TA, weights_TA = routed(experts)
     with torch.inference_mode():
         model.set_experts_implementation("polymoe")
         got = experts(x_TH, ids_TA, weights_TA)
+        assert read == [storages(experts)]
         model.set_experts_implementation("eager")
         # In float32, so that the difference is polymoe's rounding and not that of eager's sums.
         exact = experts.float()(x_TH.float(), ids_TA, weights_TA.float())
     assert got.dtype == torch.bfloat16
     assert relative_error(got, exact) < 3e-3
-    model, experts = build(family)
-    model.set_experts_implementation("polymoe")
-    with torch.inference_mode():
-        experts(x_TH, ids_TA, weights_TA)
-    own = {p.untyped_storage().data_ptr() for p in experts.parameters()}
-    assert {t.untyped_storage().data_ptr() for t in fused_of(experts).packed.tensors.values()} == own
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -183,15 +136,15 @@ def test_follows_its_module() -> None:
     call = routed(experts)
     with torch.inference_mode():
         before = experts(*call)
-        first = fused_of(experts)
-        experts(*call)
-        assert fused_of(experts) is first
+        first = experts._polymoe
         experts.down_proj.mul_(2)
         torch.testing.assert_close(experts(*call), 2 * before)
-        assert fused_of(experts) is first
+        experts.down_proj.data = experts.down_proj / 2
+        torch.testing.assert_close(experts(*call), before)
+        assert experts._polymoe is first
         model.to(torch.float16)
         experts(*routed(experts, dtype=torch.float16))
-        assert fused_of(experts).problem.spec.up.element == "fp16"
+        assert problem_of(experts).spec.up.element == "fp16"
 
 
 @pytest.mark.parametrize(
@@ -212,7 +165,7 @@ def test_reads_the_activation_off_the_module(family: str, change: dict[str, str]
     model.set_experts_implementation("polymoe")
     with torch.inference_mode():
         experts(*routed(experts))
-    assert fused_of(experts).problem.activation == activation
+    assert problem_of(experts).activation == activation
 
 
 def test_refuses_what_it_cannot_compute() -> None:
@@ -307,14 +260,12 @@ def test_parameters_that_move_after_a_capture_are_said_once(monkeypatch: pytest.
     _, experts = build("qwen3_moe")
     with torch.inference_mode():
         experts_forward(experts, *routed(experts))
-        before = fused_of(experts)
         capturing[0] = False
         experts.down_proj.data = experts.down_proj.data.clone()
         with pytest.warns(
             UserWarning, match="Qwen3MoeExperts have moved since a CUDA graph captured it.*capture it again"
         ):
             experts_forward(experts, *routed(experts))
-        assert fused_of(experts) is not before
         with warnings.catch_warnings():  # what no graph has captured may move
             warnings.simplefilter("error")
             experts_forward(experts, *routed(experts))
@@ -386,19 +337,3 @@ def test_ranks_of_a_model_that_transformers_splits(tmp_path: Path, split: str) -
         expected = model(torch.arange(12).view(2, 6)).logits
     for rank in range(2):
         assert relative_error(torch.load(tmp_path / f"logits-{rank}", weights_only=True), expected) < 1e-2
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_refuses_parameters_that_require_gradients(training: bool) -> None:
-    """Also of a model in eval mode: it would lack the gradients of its experts without a word."""
-    model, experts = build("qwen3_moe")
-    model.set_experts_implementation("polymoe")
-    model.train(training)
-    ids = torch.zeros(1, 4, dtype=torch.long)
-    with pytest.raises(UnsupportedProblem, match=r"Experts.gate_up_proj: expected no gradient(?s:.*)grouped_mm"):
-        model(ids)
-    with torch.no_grad():
-        model(ids)
-    experts.requires_grad_(False)
-    model(ids).logits.sum().backward()  # the reference has a gradient for x and the routing weights
-    assert model.get_input_embeddings().weight.grad is not None

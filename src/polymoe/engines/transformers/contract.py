@@ -126,6 +126,10 @@ PARTS = (
     PrivatePart("transformers.integrations.moe.ExpertsInterface.register", ("key", "value")),
     PrivatePart("transformers.integrations.moe.ExpertsInterface._global_mapping"),
     PrivatePart(
+        "transformers.integrations.moe.grouped_mm_experts_forward",
+        ("self", "hidden_states", "top_k_index", "top_k_weights"),
+    ),
+    PrivatePart(
         "transformers.integrations.moe.use_experts_implementation",
         ("experts_class",),
         ("is_concatenated", "is_transposed", "has_bias", "has_gate"),

@@ -10,32 +10,41 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations.moe import ExpertsInterface, use_experts_implementation
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers.integrations.moe import (
+    ExpertsInterface,
+    grouped_mm_experts_forward,
+    use_experts_implementation,
+)
 
 from polymoe.backends import BACKENDS
 from polymoe.engines.transformers.activation import activation_of
 from polymoe.engines.transformers.contract import checked_call, require_experts, unsupported
 from polymoe.errors import PolymoeError, UnsupportedProblem
-from polymoe.formats import FORMATS, QuantTensor
-from polymoe.layer.experts import FusedExperts
-from polymoe.layer.runtime import PlanRequest
+from polymoe.formats import FORMATS
+from polymoe.layer.runtime import PlanCache, PlanRequest, compiled_call
 from polymoe.layouts import LAYOUTS, Natural
 from polymoe.machine import Machine
 from polymoe.planning.agreement import require_agreement
 from polymoe.problem import Problem
-from polymoe.problem.call import DTYPES
+from polymoe.problem.call import DTYPES, CallArguments
 from polymoe.problem.tensors import ExpertsSpec
 
 __all__ = ["INTERFACE_NAME", "experts_forward", "interface_name", "note_groups", "register", "unregister"]
 
+log = logging.getLogger("polymoe")
+
 INTERFACE_NAME = "polymoe"
 """``experts_implementation`` with automatic choice of a backend; ``polymoe:NAME`` names one."""
+
+_NAME, _TRACED = "_polymoe", "_polymoe_traced"  # attributes of experts modules
 
 
 def register() -> None:
@@ -74,8 +83,12 @@ def _refuse_quantized(experts: nn.Module, *_: Any, **__: Any) -> Tensor:
 def experts_forward(experts: nn.Module, *args: Tensor, backend: str = "auto", **others: Any) -> Tensor:
     """Transformers calls this instead of the forward of ``experts``.
 
+    A call that records gradients of the experts' parameters runs Transformers' own ``grouped_mm``. No reference to the
+    parameters' memory is left after a call: others may move them away.
+
     Args:
-        experts: the module whose parameters are the weights.
+        experts: the module whose parameters are the weights, in bfloat16 or float16; in float32 only under autocast,
+            which then converts them in each call.
         args: x ``[T, H]``, expert ids ``[T, A]`` and routing weights ``[T, A]``.
         backend: "auto" or a backend's name.
         others: none; a version of Transformers that hands over more is refused.
@@ -84,25 +97,31 @@ def experts_forward(experts: nn.Module, *args: Tensor, backend: str = "auto", **
         ``[T, H]`` in the dtype of x.
 
     Raises:
-        UnsupportedProblem: for parameters that are neither bfloat16 nor float16, for an activation that polymoe does
-            not have, if no backend reads the natural layout here, or where gradients are recorded and a parameter
-            requires one, or an argument for which the backend has no backward; for arguments or parameters that differ
-            from those of the versions of Transformers that are known.
+        UnsupportedProblem: for parameters of another dtype, for an activation that polymoe does not have, if no backend
+            reads the natural layout here, or where gradients are recorded and an argument requires one for which the
+            backend has no backward; for arguments or parameters that differ from those of the versions of Transformers
+            that are known.
         PlanError: if the ranks of a model that :func:`note_groups` knows have different plans.
     """
     where = type(experts).__name__
-    if torch.is_grad_enabled():
-        trained = next((name for name, p in experts.named_parameters(recurse=False) if p.requires_grad), None)
-        if trained is not None:
-            raise UnsupportedProblem(
-                f"{where}.{trained}",
-                expected="no gradient: polymoe has none for the weights of experts",
-                got="a parameter that requires a gradient",
-                hint="call the model under torch.no_grad(), or model.requires_grad_(False), or "
-                'model.set_experts_implementation("grouped_mm") for training',
-            )
-    x_TH, ids_TA, weights_TA = checked_call(where, args, others)
-    return _fused(experts, x_TH, ids_TA.shape[-1], backend)(x_TH, ids_TA, weights_TA)
+    parameters = dict(experts.named_parameters(recurse=False))
+    if torch.is_grad_enabled() and any(p.requires_grad for p in parameters.values()):
+        _say_gradients(where)
+        return grouped_mm_experts_forward(experts, *args, **others)
+    call = CallArguments(*checked_call(where, args, others))
+    x_TH, ids_TA, _ = call[:3]
+    parameters = {name: _autocast(parameter.detach()) for name, parameter in parameters.items()}
+    state = (backend, *[(name, p.dtype, p.device, p.shape) for name, p in parameters.items()])
+    question = experts, state, x_TH.dtype, ids_TA.shape[1]
+    if torch.compiler.is_compiling():
+        known: _Known | None = getattr(experts, _NAME, None)
+        plans = _traced_plans(*question) if known is None or known.state != state else known.plans
+        return compiled_call(plans, list(_views(experts, parameters).values()), call)
+    known = _known(*question)
+    _note_capture(experts, known, x_TH)
+    layer = known.plans.layer(list(_views(experts, parameters).values()))
+    call.check(layer.plans.problem, layer.device)
+    return layer.run(call)
 
 
 def interface_name(backend: str) -> str:
@@ -125,37 +144,75 @@ def _mesh(parameter: Any) -> Any:
 
 
 @dataclass(slots=True)
-class _View:
-    """An experts module's parameters as a packed layer, and where they were.
+class _Known:
+    """What a call leaves on an experts module: nothing that holds its parameters' memory.
 
     Attributes:
-        state: backend, addresses, dtypes and devices, by which a change is noticed.
-        fused: the layer.
-        captured: whether a CUDA graph reads these addresses.
+        state: backend, and the parameters' names, dtypes, devices and shapes, for which the plans were made.
+        plans: the plans.
+        captured: where the parameters are that a CUDA graph reads.
     """
 
     state: tuple[Any, ...]
-    fused: FusedExperts
-    captured: bool = False
+    plans: PlanCache
+    captured: tuple[int, ...] = ()
 
 
-def _fused(experts: nn.Module, x: Tensor, top_k: int, backend: str) -> FusedExperts:
-    """The experts as a view of the module's parameters, renewed when those have moved or changed their dtype."""
-    state = (backend, *((name, p.data_ptr(), p.dtype, p.device) for name, p in experts.named_parameters(recurse=False)))
-    # Hidden from nn.Module: these are views, which must not be moved or saved a second time.
-    known: _View | None = experts.__dict__.get("_polymoe")
+def _known(experts: nn.Module, state: tuple[Any, ...], x_dtype: torch.dtype, top_k: int) -> _Known:
+    """The plans for these parameters, made at the first call and where a dtype, device or shape has changed."""
+    known: _Known | None = vars(experts).get(_NAME) or vars(experts).get(_TRACED)
     if known is None or known.state != state:
-        if known is not None and known.captured:
-            # A replay does not come here, so it cannot be refused. Nor can this call: the graph may be gone.
-            warnings.warn(
-                f"the parameters of {type(experts).__name__} have moved since a CUDA graph captured it: the graph "
-                "reads their former memory; capture it again",
-                stacklevel=2,
-            )
-        known = _View(state, _agreed(experts, x, top_k, backend))
-        experts.__dict__["_polymoe"] = known
-    known.captured |= capturing(x)
-    return known.fused
+        captured = () if known is None else known.captured
+        known = _Known(state, _agreed(experts, state, x_dtype, top_k), captured)
+        setattr(experts, _NAME, known)
+    return known
+
+
+@torch.compiler.assume_constant_result
+def _traced_plans(experts: nn.Module, state: tuple[Any, ...], x_dtype: torch.dtype, top_k: int) -> PlanCache:
+    """As :func:`_known`, while torch compiles. It is called then, and its result is a constant of the graph.
+
+    A graph compiled with it holds for this module only. What it keeps has another name, because torch has noted that
+    the module has none of the usual one, and would compile again.
+    """
+    known: _Known | None = vars(experts).get(_TRACED)
+    if known is None or known.state != state:
+        with _disable_current_modes():  # of torch.export: the activation is established with real tensors
+            known = _Known(state, _agreed(experts, state, x_dtype, top_k))
+        setattr(experts, _TRACED, known)
+    return known.plans
+
+
+@torch.compiler.assume_constant_result
+def _say_gradients(where: str) -> None:
+    """Say it once, also while torch compiles, which cannot compile logging."""
+    _say_once(
+        f"{where}: gradients of its parameters are recorded, and polymoe has no backward for them: Transformers' "
+        "grouped_mm runs instead. For inference, call the model under torch.no_grad()"
+    )
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    log.info(text)
+
+
+def _note_capture(experts: nn.Module, known: _Known, x: Tensor) -> None:
+    """Note where parameters are that a CUDA graph reads; warn once if they have moved since."""
+    now = capturing(x)
+    if not (now or known.captured):
+        return
+    addresses = tuple([parameter.data_ptr() for parameter in experts.parameters(recurse=False)])
+    if known.captured not in ((), addresses):
+        # A replay does not come here, so it cannot be refused. Nor can this call: the graph may be gone.
+        warnings.warn(
+            f"the parameters of {type(experts).__name__} have moved since a CUDA graph captured it: the graph "
+            "reads their former memory; capture it again",
+            stacklevel=3,
+        )
+        known.captured = ()
+    if now:
+        known.captured = addresses
 
 
 def capturing(x: Tensor) -> bool:
@@ -163,19 +220,20 @@ def capturing(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _agreed(experts: nn.Module, x: Tensor, top_k: int, backend: str) -> FusedExperts:
-    """A new view, after the ranks that share these experts have compared their plans."""
+def _agreed(experts: nn.Module, state: tuple[Any, ...], x_dtype: torch.dtype, top_k: int) -> PlanCache:
+    """New plans, after the ranks that share these experts have compared theirs."""
     where, groups = type(experts).__name__, experts.__dict__.get("_polymoe_groups", ())
     try:
-        fused = _view(experts, x, top_k, backend)
+        plans = _plans(experts, state, x_dtype, top_k)
     except PolymoeError:
         for group in groups:  # the other ranks wait for this one
             require_agreement(None, group, where)
         raise
+    selection = plans.selection(plans.problem.dtype)
     for group in groups:
-        require_agreement(fused.explain(), group, where)
-    fused.explain().require(where)
-    return fused
+        require_agreement(selection, group, where)
+    selection.require(where)
+    return plans
 
 
 _KNOWN = {"experts_class", "experts_interface", "is_concatenated", "is_transposed", "has_bias", "has_gate"}
@@ -199,43 +257,51 @@ def _require_known(experts: Any, first: str) -> None:
         raise unsupported(f"{where} with parameters of one dtype", ", ".join(str(p.dtype) for p in parameters.values()))
 
 
-def _view(experts: Any, x: Tensor, top_k: int, backend: str) -> FusedExperts:
+def _autocast(parameter: Tensor) -> Tensor:
+    """The parameter as autocast converts it: float32 to autocast's dtype where it is enabled."""
+    kind = parameter.device.type
+    converted = parameter.dtype == torch.float32 and torch.is_autocast_enabled(kind)
+    return parameter.to(torch.get_autocast_dtype(kind)) if converted else parameter
+
+
+def _views(experts: Any, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Views of the parameters by the natural layout's names: matrices [E, N, K], then biases [E, N]."""
+    first = "gate_up_proj" if experts.has_gate else "up_proj"
+
+    def halves(tensor: Tensor, part: str) -> dict[str, Tensor]:
+        """Gate and up, along the second dimension."""
+        if not experts.has_gate:
+            return {f"up{part}": tensor}
+        gate, up = tensor.chunk(2, 1) if experts.is_concatenated else (tensor[:, 0::2], tensor[:, 1::2])
+        return {f"gate{part}": gate, f"up{part}": up}
+
+    matrix, down = parameters[first], parameters["down_proj"]
+    if experts.is_transposed:
+        matrix, down = matrix.mT, down.mT
+    views = {**halves(matrix, ".codes"), "down.codes": down}
+    if experts.has_bias:
+        views |= {**halves(parameters[f"{first}_bias"], "_bias"), "down_bias": parameters["down_proj_bias"]}
+    return views
+
+
+def _plans(experts: Any, state: tuple[Any, ...], x_dtype: torch.dtype, top_k: int) -> PlanCache:
     where = type(experts).__name__
     first = "gate_up_proj" if experts.has_gate else "up_proj"
     _require_known(experts, first)
-    parameters = {name: p.detach() for name, p in experts.named_parameters(recurse=False)}
-    weight = parameters[first]
-    if weight.dtype not in DTYPES or DTYPES[weight.dtype] == "fp32":
+    parameters = dict(experts.named_parameters(recurse=False))
+    backend, device = state[0], parameters[first].device
+    dtype = next(dtype for name, dtype, *_ in state[1:] if name == first)
+    if dtype not in (torch.bfloat16, torch.float16):
         raise UnsupportedProblem(
             f"{where}.{first}",
             expected="bfloat16 or float16",
-            got=str(weight.dtype),
-            hint="from_pretrained(..., dtype=torch.bfloat16)",
+            got=str(dtype),
+            hint="load the model with from_pretrained(..., dtype=torch.bfloat16), or call it under "
+            f'torch.autocast("{device.type}", dtype=torch.bfloat16)',
         )
-    encoding = FORMATS[DTYPES[weight.dtype]].encoding
-
-    def stack(matrix: Tensor) -> QuantTensor:
-        return QuantTensor(matrix, encoding)
-
-    def gate_and_up(tensor: Tensor, dim: int) -> dict[str, Tensor]:
-        """The gate and up halves of a tensor along ``dim``, as views."""
-        if not experts.has_gate:
-            return {"up": tensor}
-        if experts.is_concatenated:
-            return dict(zip(("gate", "up"), tensor.chunk(2, dim), strict=True))
-        pairs = tensor.unflatten(dim, (-1, 2))
-        return {name: pairs.select(dim % tensor.dim() + 1, i) for i, name in enumerate(("gate", "up"))}
-
-    matrices = {
-        name: parameters[name].mT if experts.is_transposed else parameters[name] for name in (first, "down_proj")
-    }
-    stacks = {name: stack(half) for name, half in gate_and_up(matrices[first], 1).items()}
-    stacks["down"] = stack(matrices["down_proj"])
-    vectors: dict[str, Tensor] = {}
-    if experts.has_bias:
-        vectors = {f"{name}_bias": half for name, half in gate_and_up(parameters[f"{first}_bias"], 1).items()}
-        vectors["down_bias"] = parameters["down_proj_bias"]
-    count, hidden, intermediate = stacks["down"].shape
+    encoding = FORMATS[DTYPES[dtype]].encoding
+    views = _views(experts, parameters)
+    count, hidden, intermediate = views["down.codes"].shape
     spec = ExpertsSpec(
         hidden=hidden,
         intermediate=intermediate,
@@ -245,6 +311,6 @@ def _view(experts: Any, x: Tensor, top_k: int, backend: str) -> FusedExperts:
         up=encoding,
         down=encoding,
     )
-    problem = Problem(spec=spec, activation=activation_of(experts), top_k=top_k, dtype=DTYPES[x.dtype])
-    request = PlanRequest(Machine.of(str(weight.device)), "mixed", backend, BACKENDS, LAYOUTS)
-    return FusedExperts(problem, Natural().view(spec, stacks, vectors), request)
+    problem = Problem(spec=spec, activation=activation_of(experts), top_k=top_k, dtype=DTYPES[x_dtype])
+    request = PlanRequest(Machine.of(str(device)), "mixed", backend, BACKENDS, LAYOUTS)
+    return PlanCache.of(problem, request, Natural().name, tuple(views))
