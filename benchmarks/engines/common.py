@@ -278,7 +278,7 @@ def capture_calls() -> None:
     import torch
     from safetensors.torch import save_file
 
-    from polymoe.engines.serving.packed_layer import PackedLayer
+    from polymoe.layer.packed_layer import PackedLayer
 
     folder, run = os.environ.get(CAPTURED), PackedLayer.__call__
     if not folder:

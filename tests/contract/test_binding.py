@@ -207,7 +207,7 @@ class TestPlanCache:
 
         def make() -> None:
             start.wait()
-            found.append(PlanCache.of(problem_of(weights), request, "flipped", ("up.codes",)))
+            found.append(PlanCache.of(problem_of(weights), request, "flipped", (("up.codes", torch.uint8),)))
 
         threads = [threading.Thread(target=make) for _ in range(4)]
         for thread in threads:

@@ -221,7 +221,7 @@ def test_an_engine_without_time_is_not_started(monkeypatch: pytest.MonkeyPatch, 
 def test_captured_calls_are_compared_with_the_reference(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of layers in a stand-in for an engine's module: one call is right, one has a row of zeros."""
     from polymoe import load_experts
-    from polymoe.engines.serving import packed_layer
+    from polymoe.layer import packed_layer
 
     model, (folder, other) = common.MODELS / "sums-qwen3-fp8", (tmp_path / "a", tmp_path / "b")
     experts = {number: load_experts(model, number, device="cpu", check=False) for number in (0, 1)}

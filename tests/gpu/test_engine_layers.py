@@ -11,10 +11,10 @@ import triton
 from torch import nn
 
 from polymoe.checkpoint import Checkpoint
-from polymoe.engines.serving.packed_layer import PackedLayer
 from polymoe.engines.serving.settings import EngineSettings
 from polymoe.engines.serving.stand_aside import LayerPlan, judge_layer
 from polymoe.engines.serving.warm_up import warm_up
+from polymoe.layer.packed_layer import PackedLayer
 from polymoe.machine import Machine
 from support.stacked import BUNDLED, CPU, MODELS, experts_of, facts_of
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from polymoe.backends import BACKENDS
 from polymoe.checkpoint import Checkpoint
-from polymoe.layer.load_check import check_layer, require_planned
-from polymoe.layer.runtime import LayerRuntime, PlanCache, PlanRequest, compiled_call, incomplete_update
-from polymoe.layouts import LAYOUTS, Layout, Packed
-from polymoe.layouts.pack_check import pack_checked
+from polymoe.layer.load_check import check_layer
+from polymoe.layer.packed_layer import PackedLayer
+from polymoe.layer.runtime import LayerRuntime, PlanCache, PlanRequest
+from polymoe.layouts import LAYOUTS, Packed
 from polymoe.machine import Machine
 from polymoe.planning.selection import Selection
 from polymoe.problem import Problem, WeightOn
@@ -35,15 +35,8 @@ class FusedExperts(nn.Module):
 
     def __init__(self, problem: Problem, packed: Packed, choice: PlanRequest) -> None:
         super().__init__()
-        self._incomplete = False
-        self._hold(problem, packed, choice)
-
-    def _hold(self, problem: Problem, packed: Packed, choice: PlanRequest) -> None:
-        self._plans = PlanCache.of(problem, choice, packed.layout, tuple(packed.tensors))
-        self._names = tuple(f"packed_{name.replace('.', '_')}" for name in packed.tensors)
-        for name, tensor in zip(self._names, packed.tensors.values(), strict=True):
-            self.register_buffer(name, tensor, persistent=False)
-        self._bound = self._bind()
+        self._layer = PackedLayer("experts", problem, choice, buffers=True)
+        self._layer.hold(self, problem, packed, choice)
 
     @classmethod
     def from_weights(
@@ -115,12 +108,12 @@ class FusedExperts(nn.Module):
     @property
     def problem(self) -> Problem:
         """What it runs: sizes, encodings, activation."""
-        return self._plans.problem
+        return self._layer.problem
 
     @property
     def packed(self) -> Packed:
         """The packed tensors, in their layout, wherever the module is now."""
-        return self._plans.packed(self._tensors())
+        return self._layer.packed(self)
 
     @property
     def weights(self) -> ExpertWeights:
@@ -129,19 +122,19 @@ class FusedExperts(nn.Module):
         Raises:
             PlanError: after an :meth:`update` that failed.
         """
-        self._require_complete()
-        return self._layout.unpack(self.packed)
+        self._layer.require_complete()
+        return self._layer.layout.unpack(self.packed)
 
     @property
     def device(self) -> torch.device:
         """Where the packed tensors are."""
-        return self.get_buffer(self._names[0]).device
+        return next(self.buffers()).device
 
     def explain(self) -> Selection:
         """Every backend with its verdict and the plan by token count; ``print()`` it, or ``.to_dict()``."""
-        return self._plans.selection(self.problem.dtype)
+        return self._layer.selection
 
-    def update(self, weights: ExpertWeights, *, check: bool = False) -> None:
+    def update(self, weights: ExpertWeights, *, check: bool = False, wait: bool = False) -> None:
         """Refill the packed tensors in place, at the same addresses, from experts of the same spec.
 
         Weights that cannot take the place of the present ones are refused before anything is changed. If something else
@@ -149,28 +142,29 @@ class FusedExperts(nn.Module):
         raises then, of its copies and of compiled graphs too and also after ``.to()``, until an update succeeds.
         Loading a state dict does not end that: packed tensors are not in it.
 
+        ``weights`` may be read from this layer itself, such as its own experts in another order. They are packed into
+        new tensors first, so that this takes the memory of another layer.
+
         A captured CUDA graph follows without another capture. It replays on whatever the tensors hold and cannot raise:
         do not replay it between an update that failed and one that succeeded.
 
         Args:
-            weights: the new experts, read one at a time; the scales of 4-bit weights are read once before.
+            weights: the new experts, read one at a time; of a checkpoint, the scales of 4-bit weights are read once
+                before, of others everything.
             check: compare the packed bytes of every expert with ``weights``, and the results of a few with the
                 reference, as when a layer is loaded.
+            wait: change nothing before calls that other threads have begun have ended, on the GPU too. Without it,
+                the result of such a call may mix old and new experts. Calls that begin later are refused either way.
 
         Raises:
-            PlanError: if the spec differs, or scales reach further than those that the plan was made for. Nothing is
-                changed then.
+            PlanError: if the spec differs, scales reach further than those that the plan was made for, or biases have
+                another dtype or experts input scales that the present ones lack. Nothing is changed then.
             CheckpointError: if an expert has no input scales and ``problem.activations`` are static; nothing is changed
                 then. Also if an expert cannot be read.
             FormatError: for codes, scales or biases that are not finite, or a matrix whose scales are all zero.
             VerificationError: if the check fails.
         """
-        require_planned(self.problem, weights, self.device, "update", "load these experts again")
-        self._set_incomplete(True)
-        pack_checked(self._layout, weights, self.device, "update", out=self.packed, compare=check)
-        if check:
-            check_layer(self._runtime, self.problem, weights, "update")
-        self._set_incomplete(False)
+        self._layer.update(self, weights, check=check, wait=wait)
 
     def workspace_bytes(self, tokens: int, top_k: int | None = None) -> int:
         """Bytes of ``workspace`` that a call of ``tokens`` tokens needs; 0 where the planned backend takes none.
@@ -219,11 +213,7 @@ class FusedExperts(nn.Module):
                 where inputs are quantized, at most for the routing weights.
         """
         call = CallArguments(x_TH, topk_ids_TA, topk_weights_TA, out, workspace, x_scales, expert_map)
-        if not torch.compiler.is_compiling():
-            layer = self._runtime
-            call.check(self._plans.problem, layer.device)
-            return layer.run(call)
-        return compiled_call(self._plans, self._tensors(), call)
+        return self._layer.run(self, call)
 
     def check(self, weights: ExpertWeights | None = None, *, where: str = "experts") -> None:
         """Compare up to four experts with the float32 reference, on every backend of the plan.
@@ -236,71 +226,40 @@ class FusedExperts(nn.Module):
             VerificationError: naming backend, layer and error.
             PlanError: after an :meth:`update` that failed.
         """
-        self._require_complete()
+        self._layer.require_complete()
         check_layer(self._runtime, self.problem, weights or self.weights, where)
 
     @property
-    def _layout(self) -> Layout:
-        return self._plans.request.layouts[self._plans.layout]
-
-    def _tensors(self) -> list[Tensor]:
-        return [self.get_buffer(name) for name in self._names]
+    def _plans(self) -> PlanCache:
+        return self._layer.plans
 
     @property
     def _runtime(self) -> LayerRuntime:
-        """The runners that are bound to the present addresses of the buffers. Other code may have replaced a buffer or
-        what is in it."""
-        buffers, bound = self._buffers, self._bound
-        for name, address in zip(self._names, bound.addresses, strict=True):
-            if buffers[name].data_ptr() != address:  # type: ignore[union-attr]
-                return self._bind()
-        return bound
-
-    def _bind(self) -> LayerRuntime:
-        """Drop the runners and bind new ones to the present buffers, for compiled graphs too."""
-        self._bound = bound = LayerRuntime(self._plans, self._tensors(), incomplete=self._incomplete)
-        self._plans.add(bound)
-        return bound
-
-    def _set_incomplete(self, incomplete: bool) -> None:
-        self._incomplete = self._runtime.incomplete = incomplete
-
-    def _require_complete(self) -> None:
-        if self._incomplete:
-            raise incomplete_update()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_bound"}
+        return self._layer.runtime(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._bind()  # to the copy's own tensors
+        self._layer.runtime(self)  # of the copy's own tensors, for compiled graphs too
 
     def _apply(self, fn: Any, recurse: bool = True) -> FusedExperts:
-        # Module.to(dtype), .half() and .float() cast what is floating point, and float8 codes and scales count as
-        # that: only the device is taken from them.
-        before = self.device
-        device = fn(torch.empty(0, dtype=torch.int8, device=before)).device
-        plans = self._plans
+        # Module.to(dtype), .half() and .float() cast what is floating point: only the device is taken from them.
+        before, layer = self.device, self._layer
+        probe = fn(torch.empty(1, dtype=torch.int8, device=before))
+        device, request = probe.device, None
         if device != before:
-            request = replace(plans.request, machine=Machine.of(device_name(device)))
-            plans = PlanCache.of(self.problem, request, plans.layout, plans.names)
-            if plans.selection(self.problem.dtype).plan is None and not self._incomplete:
-                packed = request.pack(self.problem, self.weights, device, "experts", check=False)
-                for name in self._names:
-                    delattr(self, name)
-                self._hold(*packed, request)
+            request = replace(self._plans.request, machine=Machine.of(device_name(device)))
+            if self._plans.on(request).selection(self.problem.dtype).plan is None and not layer.incomplete:
+                layer.hold(self, *request.pack(self.problem, self.weights, device, "experts", check=False), request)
                 return self
-        moved = [tensor.to(device) for tensor in self._tensors()]  # all of them, or none if this fails
-        for name, tensor in zip(self._names, moved, strict=True):
-            setattr(self, name, tensor)
-        self._plans = plans
-        self._bind()
+        elif device.type == "cpu" and probe.is_shared():  # Module.share_memory
+            for tensor in self.buffers():
+                tensor.share_memory_()
+        layer.move(self, device, request)
         return self
 
     def extra_repr(self) -> str:
         """The problem, and the packed size."""
-        return f"{self.problem}, {self._plans.layout}, {self.packed.nbytes / 2**20:.1f} MiB"
+        return f"{self.problem}, {self.packed.layout}, {self.packed.nbytes / 2**20:.1f} MiB"
 
 
 def resolve_activations(

@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from polymoe.backends.base import inputs_of
 from polymoe.backends.reference import run_experts
 from polymoe.errors import PlanError, VerificationError
 from polymoe.layer.runtime import LayerRuntime, on_device
+from polymoe.layouts import Layout, Packed
 from polymoe.layouts.pack_check import require_input_scales
+from polymoe.layouts.staging import INPUT_SCALES
 from polymoe.problem import Problem
 from polymoe.problem.call import TORCH_DTYPES, CallArguments
 from polymoe.problem.numerics import relative_error
 from polymoe.problem.routing import Routing
 from polymoe.problem.scale_range import ScaleRange, measure_scales
-from polymoe.problem.tensors import ExpertWeights
+from polymoe.problem.tensors import Expert, ExpertWeights
 
 __all__ = ["check_layer", "require_planned"]
 
 log = logging.getLogger("polymoe")
 
 
+@torch.no_grad()
 def check_layer(layer: LayerRuntime, problem: Problem, weights: ExpertWeights, where: str) -> None:
     """Compare up to four experts with the float32 reference, on every backend of the plan.
 
@@ -98,10 +104,18 @@ def _expected(problem: Problem, weights: ExpertWeights, x_TH: Tensor, routing: R
     return run(torch.device("cpu"), torch.float32)
 
 
-def require_planned(problem: Problem, weights: ExpertWeights, device: torch.device, where: str, hint: str) -> None:
+@torch.no_grad()
+def require_planned(
+    problem: Problem,
+    weights: ExpertWeights,
+    device: torch.device,
+    where: str,
+    hint: str,
+    present: tuple[Layout, Packed] | None = None,
+) -> bool:
     """Refuse weights that cannot take the place of those that a layer was planned for, before they are packed.
 
-    The scales of 4-bit weights are read once; other tensors are not read.
+    Every expert is read once, of a checkpoint's files only the scales of 4-bit weights.
 
     Args:
         problem: the problem of the layer, with the range of its scales.
@@ -109,17 +123,87 @@ def require_planned(problem: Problem, weights: ExpertWeights, device: torch.devi
         device: where the layer is.
         where: its name for the message.
         hint: what the user can do.
+        present: the layer's layout and tensors, if the new weights are to be packed into them.
+
+    Returns:
+        Whether the new weights are read from these tensors, so that packing into them would change the weights.
 
     Raises:
-        PlanError: if their spec differs, or their scales reach further.
+        PlanError: if their spec differs, their scales reach further, or they have input scales or dtypes of biases for
+            which the present tensors have no place.
         FormatError: for a scale that is NaN.
         CheckpointError: if static input scales are missing.
     """
     if weights.spec != problem.spec:
         raise PlanError(where, expected=str(problem.spec), got=str(weights.spec), hint=hint)
-    found, planned = measure_scales(weights, device, where), problem.scales or ScaleRange()
+    watched = _Watched(weights, present, where, hint)
+    weights = replace(weights, read_unchecked=watched.peek)
+    with watched:
+        found, planned = measure_scales(weights, device, where), problem.scales or ScaleRange()
+        if problem.activations.static:
+            require_input_scales(weights, where)
+        for e in set(range(weights.spec.local_experts)) - watched.seen:
+            watched.peek(e)
     if found is not None and not planned.covers(found):
         hint = f"{hint}: the layout was chosen by the range of the scales"
         raise PlanError(where, expected=str(planned), got=str(found), hint=hint)
-    if problem.activations.static:
-        require_input_scales(weights, where)
+    return watched.touched
+
+
+class _Watched(TorchDispatchMode):
+    """Reads experts for :func:`require_planned`, and notes whether that reads the packed tensors.
+
+    An expert may be a view of them, or computed from them, whoever wrote the function that reads it.
+    """
+
+    def __init__(self, weights: ExpertWeights, present: tuple[Layout, Packed] | None, where: str, hint: str) -> None:
+        super().__init__()
+        self._weights, self._where, self._hint = weights, where, hint
+        self.seen: set[int] = set()
+        self.touched = False
+        self._tensors: Mapping[str, Tensor] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        if present is not None:
+            layout, packed = present
+            self._tensors = packed.tensors
+            self._dtypes = {name: part.dtype for name, part in layout.unpack(packed).peek(0).parts().items()}
+        self._storages = {_storage(t) for t in self._tensors.values()} - {0}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.touched:
+            leaves = tree_leaves((args, kwargs))
+            self.touched = any(_storage(leaf) in self._storages for leaf in leaves if isinstance(leaf, Tensor))
+        return func(*args, **(kwargs or {}))
+
+    def peek(self, e: int) -> Expert:
+        expert = self._weights.peek(e)
+        self.seen.add(e)
+        if not self._tensors:
+            return expert
+        for name, part in expert.parts().items():
+            self.touched |= _storage(part) in self._storages
+            got = part.dtype
+            wanted = self._dtypes.get(name)
+            if wanted is None and name in INPUT_SCALES and name in self._tensors:
+                wanted = self._tensors[name].dtype  # expert 0 has none
+            if got != wanted:
+                raise PlanError(
+                    f"{self._where}, expert {self._weights.spec.first_expert + e} {name}",
+                    expected="none, as in the packed experts" if wanted is None else str(wanted),
+                    got=str(got),
+                    hint=self._hint,
+                )
+        missing = self._dtypes.keys() - expert.parts().keys() - INPUT_SCALES
+        if missing:
+            raise PlanError(
+                f"{self._where}, expert {self._weights.spec.first_expert + e}",
+                expected=", ".join(sorted(missing)),
+                got="none",
+                hint=self._hint,
+            )
+        return expert
+
+
+def _storage(tensor: Tensor) -> int:
+    """The address of what a tensor is a view of; 0 for none."""
+    return 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()

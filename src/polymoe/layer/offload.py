@@ -191,7 +191,7 @@ class OffloadedExperts(FusedExperts):
         if not placed:
             return
         try:
-            for slots, host in zip(self._tensors(), self._host.tensors, strict=True):
+            for slots, host in zip(self._layer.tensors(self), self._host.tensors, strict=True):
                 for expert, slot in placed:
                     slots[slot].copy_(host[expert], non_blocking=True)
         except BaseException:
@@ -214,7 +214,9 @@ class OffloadedExperts(FusedExperts):
         self._count(len(needed), len(missing))
         self._stats.sweeps += 1
         with self._whole.lock, _after(self), _after(self._whole):
-            for whole, kept, host in zip(self._whole.tensors, self._tensors(), self._host.tensors, strict=True):
+            for whole, kept, host in zip(
+                self._whole.tensors, self._layer.tensors(self), self._host.tensors, strict=True
+            ):
                 for low, high in _ranges(missing):
                     whole[low:high].copy_(host[low:high], non_blocking=True)
                 if here:  # as bytes: not every dtype of codes and scales can be indexed
@@ -230,12 +232,13 @@ class OffloadedExperts(FusedExperts):
         self._lru = LeastRecentlyUsed(self.slots)
         self._write_map()
 
-    def update(self, weights: ExpertWeights, *, check: bool = False) -> None:
-        """Replace all experts, as :meth:`FusedExperts.update`; one that fails changes nothing."""
-        require_planned(self.problem, weights, self.device, "update", "load these experts again")
+    def update(self, weights: ExpertWeights, *, check: bool = False, wait: bool = True) -> None:
+        """Replace all experts, as :meth:`FusedExperts.update`; one that fails changes nothing, and it always waits."""
+        present = self._layer.layout, self.packed
+        require_planned(self.problem, weights, self.device, "update", "load these experts again", present)
         packed = self._plans.packed(self._whole.tensors)
         with self._lock, self._whole.lock, on_device(self.device), _after(self), _after(self._whole):
-            pack_checked(self._layout, weights, self.device, "update", out=packed, compare=check)
+            pack_checked(self._layer.layout, weights, self.device, "update", out=packed, compare=check)
             if check:
                 check_layer(self._whole_runtime, self.problem, weights, "update")
             self._host.copy_from(self._whole.tensors)

@@ -85,38 +85,43 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
 
 class PlanCache:
-    """Selections by dtype of x, shared by all layers with the same problem, request, layout and tensor names.
+    """Selections by dtype of x, shared by all layers with the same problem, request, layout and tensors.
 
     A compiled graph contains :attr:`key` as a constant. It depends on the names and classes of backends and layouts, so
     that it is the same in another process.
     """
 
-    def __init__(self, problem: Problem, request: PlanRequest, layout: str, names: tuple[str, ...], key: str) -> None:
-        self.problem, self.request, self.layout, self.names, self.key = problem, request, layout, names, key
+    def __init__(self, problem: Problem, request: PlanRequest, layout: str, parts: _Parts, key: str) -> None:
+        self.problem, self.request, self.layout, self.parts, self.key = problem, request, layout, parts, key
+        self.names = tuple(name for name, _ in parts)
         self._entries = _entries(request)
         self._selections: dict[str, Selection] = {}
         self._layers: WeakValueDictionary[tuple[int, ...], LayerRuntime] = WeakValueDictionary()
 
     @classmethod
-    def of(cls, problem: Problem, request: PlanRequest, layout: str, names: tuple[str, ...]) -> PlanCache:
+    def of(cls, problem: Problem, request: PlanRequest, layout: str, parts: _Parts) -> PlanCache:
         """Return the shared instance for these arguments; create it if there is none."""
         entries = _entries(request)
         kinds = [[(name, type(e).__module__, type(e).__qualname__) for name, e in table] for table in entries]
-        about = f"{problem!r} {request.machine!r} {request.role} {request.backend} {kinds} {layout} {names}"
+        about = f"{problem!r} {request.machine!r} {request.role} {request.backend} {kinds} {layout} {parts}"
         key = digest = hashlib.sha256(about.encode()).hexdigest()[:16]
         numbers = count(1)
         with _LOCK:
             while (found := _CACHES.get(key)) is not None and found._entries != entries:
                 key = f"{digest}.{next(numbers)}"  # others have these names and classes
             if found is None:
-                found = _CACHES[key] = cls(problem, request, layout, names, key)
+                found = _CACHES[key] = cls(problem, request, layout, parts, key)
             return found
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PlanCache.of, (self.problem, self.request, self.layout, self.names)
+        return PlanCache.of, (self.problem, self.request, self.layout, self.parts)
 
     def __deepcopy__(self, memo: object) -> PlanCache:
         return self
+
+    def on(self, request: PlanRequest) -> PlanCache:
+        """Return the shared instance for another machine."""
+        return PlanCache.of(self.problem, request, self.layout, self.parts)
 
     def selection(self, dtype: Dtype) -> Selection:
         """Return the selection for x in ``dtype``. It is made once; later calls look it up."""
@@ -129,18 +134,24 @@ class PlanCache:
         return Packed(self.layout, self.problem.spec, dict(zip(self.names, tensors, strict=True)))
 
     def layer(self, tensors: Sequence[Tensor]) -> LayerRuntime:
-        """Return the runtime that is bound to these tensors: an existing layer's if there is one, else a new one."""
+        """Return the runtime at the addresses of these tensors. There is one, so that all who call it, copies of a
+        module and compiled graphs too, know of an update that failed. Only a weak reference is kept."""
         addresses = _addresses(tensors)
-        found = self._layers.get(addresses)
-        # After an assignment to ``.data`` the old addresses may belong to other tensors.
-        return LayerRuntime(self, tensors) if found is None or _addresses(found.tensors) != addresses else found
+        with _LOCK:
+            found = self._layers.get(addresses)
+            # After an assignment to ``.data`` the old addresses may belong to other tensors.
+            if found is None or _addresses(found.tensors) != addresses:
+                found = self._layers[addresses] = LayerRuntime(self, tensors)
+            return found
 
-    def add(self, layer: LayerRuntime) -> None:
-        """Register ``layer`` for :meth:`layer`; only a weak reference is kept."""
-        self._layers[layer.addresses] = layer
 
+_Parts = tuple[tuple[str, torch.dtype], ...]
+"""Names and dtypes of packed tensors."""
 
 _CACHES: WeakValueDictionary[str, PlanCache] = WeakValueDictionary()
+_IN_GRAPHS: set[PlanCache] = set()
+"""Those whose keys are in graphs, which may be called when no layer is left that holds them."""
+
 _LOCK = threading.RLock()
 
 
@@ -171,10 +182,12 @@ class LayerRuntime:
         addresses: where the tensors were when the runners were bound; runners are stale where they are elsewhere.
         device: the device of all of them.
         incomplete: whether an update of the tensors has failed or has not finished, so that calls raise.
+        in_flight: threads that are in a call.
     """
 
-    def __init__(self, plans: PlanCache, tensors: Sequence[Tensor], *, incomplete: bool = False) -> None:
-        self.plans, self.tensors, self.incomplete = plans, list(tensors), incomplete
+    def __init__(self, plans: PlanCache, tensors: Sequence[Tensor]) -> None:
+        self.plans, self.incomplete, self.in_flight = plans, False, set[int]()
+        self.tensors = [t.view(dtype) for t, (_, dtype) in zip(tensors, plans.parts, strict=True)]
         self.addresses, self.device = _addresses(tensors), tensors[0].device
         self._runners: dict[str, Runner] = {}
         self._steps: dict[torch.dtype, tuple[list[float], list[BoundStep]]] = {}
@@ -222,8 +235,16 @@ class LayerRuntime:
             PlanError: if the tensors are :attr:`incomplete`, or the plan serves fewer tokens.
             UnsupportedProblem: if an argument requires a gradient for which the backend has no backward.
         """
-        if self.incomplete:
-            raise incomplete_update()
+        thread = threading.get_ident()
+        self.in_flight.add(thread)  # before it looks: an update says that it has begun, then waits for these
+        try:
+            if self.incomplete:
+                raise incomplete_update()
+            return self._run(call)
+        finally:
+            self.in_flight.discard(thread)
+
+    def _run(self, call: CallArguments) -> Tensor:
         problem = self.plans.problem
         dtype = call.out_dtype(problem)
         if call.out is None:
@@ -309,7 +330,19 @@ def _run_node(key: str, tensors: list[Tensor], call: CallArguments, refused: str
     if refused:
         hint = 'call under torch.no_grad(), or outside torch.compile with backend="reference"'
         raise no_gradient(refused, "a compiled graph", hint)
-    return _CACHES[key].layer(tensors).run(call)
+    return _plans_of(key).layer(tensors).run(call)
+
+
+def _plans_of(key: str) -> PlanCache:
+    found = _CACHES.get(key)
+    if found is None:
+        raise PlanError(
+            "a graph that calls packed experts",
+            expected="experts of the same problem and layout, loaded in this process",
+            got=f"none with key {key}",
+            hint="load the experts as before the export, with polymoe.load_experts, before the graph runs",
+        )
+    return found
 
 
 @torch.library.custom_op("polymoe::fused_experts", mutates_args=())
@@ -338,7 +371,9 @@ def _(
     expert_map: Tensor | None = None,
     refused: str = "",
 ) -> Tensor:
-    dtype = CallArguments(x_TH, topk_ids_TA, topk_weights_TA, x_scales=x_scales).out_dtype(_CACHES[key].problem)
+    plans = _plans_of(key)
+    _IN_GRAPHS.add(plans)
+    dtype = CallArguments(x_TH, topk_ids_TA, topk_weights_TA, x_scales=x_scales).out_dtype(plans.problem)
     return torch.empty_like(x_TH, dtype=dtype, memory_format=torch.contiguous_format)
 
 
@@ -374,5 +409,13 @@ def _fused_experts_out(
 
 
 @_fused_experts_out.register_fake
-def _(*args: object, **kwargs: object) -> None:
-    return None
+def _(
+    out_TH: Tensor,
+    x_TH: Tensor,
+    topk_ids_TA: Tensor,
+    topk_weights_TA: Tensor,
+    tensors: list[Tensor],
+    key: str,
+    *_: object,
+) -> None:
+    _IN_GRAPHS.add(_plans_of(key))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from polymoe.layouts.base import Packed
 from polymoe.layouts.natural import Natural
-from polymoe.layouts.staging import pack_stacks
+from polymoe.layouts.staging import ordinary_tensors, pack_stacks
 from polymoe.problem.scale_range import ScaleRange
 from polymoe.problem.tensors import Expert, ExpertsSpec, ExpertWeights
 from polymoe.problem.verdict import Reason
@@ -42,7 +42,7 @@ class DequantizedMatrices:
         numbers = sum(n * k for n, k in map(spec.matrix_shape, spec.encodings))
         return Natural().nbytes(spec) + 4 * spec.local_experts * (numbers + spec.bias_elements)
 
-    @torch.inference_mode(False)  # autograd saves the matrices of a call that needs a gradient
+    @ordinary_tensors()
     def pack(self, weights: ExpertWeights, device: torch.device, out: Packed | None = None) -> Packed:
         """Copy and dequantize expert by expert into tensors on ``device``.
 

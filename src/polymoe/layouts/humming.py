@@ -25,7 +25,7 @@ from torch import Tensor
 from polymoe.formats import Encoding, PerChannel, PerGroup, PerTensor, QuantTensor
 from polymoe.formats.elements import CODE_DTYPES, SCALE_DTYPES
 from polymoe.layouts.base import Packed, need_one_encoding
-from polymoe.layouts.staging import expert_of, pack_stacks, unchanged, unchanged_parts
+from polymoe.layouts.staging import expert_of, ordinary_tensors, pack_stacks, unchanged, unchanged_parts
 from polymoe.problem.scale_range import ScaleRange
 from polymoe.problem.tensors import Expert, ExpertsSpec, ExpertWeights
 from polymoe.problem.verdict import Reason, Reasons
@@ -96,6 +96,7 @@ class HummingLayout:
             total += grid_rows * grid_columns // 2 if e.zero_points else 0
         return spec.local_experts * total
 
+    @ordinary_tensors()
     def pack(self, weights: ExpertWeights, device: torch.device, out: Packed | None = None) -> Packed:
         """Pack expert by expert; the computation runs on ``device``.
 

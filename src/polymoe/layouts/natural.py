@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from polymoe.layouts.base import Packed
-from polymoe.layouts.staging import expert_of, pack_stacks
+from polymoe.layouts.staging import expert_of, ordinary_tensors, pack_stacks
 from polymoe.problem.scale_range import ScaleRange
 from polymoe.problem.tensors import ExpertsSpec, ExpertWeights
 from polymoe.problem.verdict import Reason
@@ -34,6 +34,7 @@ class Natural:
         """Return the bytes of the packed layer, without input scales and the padding of zero points to bytes."""
         return spec.local_bytes
 
+    @ordinary_tensors()
     def pack(self, weights: ExpertWeights, device: torch.device, out: Packed | None = None) -> Packed:
         """Copy expert by expert into tensors on ``device``.
 

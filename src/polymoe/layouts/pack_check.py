@@ -17,7 +17,7 @@ from polymoe.errors import CheckpointError, VerificationError
 from polymoe.formats.extremes import extremes, has_numbers, is_finite, is_zero
 from polymoe.layouts.base import Layout, Packed
 from polymoe.layouts.checksums import Checksums
-from polymoe.layouts.staging import INPUT_SCALES, PartOffsets, staged
+from polymoe.layouts.staging import INPUT_SCALES, PartOffsets, ordinary_tensors, staged
 from polymoe.problem.tensors import Expert, ExpertWeights
 
 __all__ = ["difference", "pack_checked", "require_input_scales"]
@@ -28,6 +28,7 @@ _BLOCK_BYTES = 32 << 20
 """Size of the experts that are unpacked at once. Temporary memory is less than three times as much."""
 
 
+@ordinary_tensors()
 def pack_checked(
     layout: Layout,
     weights: ExpertWeights,

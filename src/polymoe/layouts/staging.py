@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -22,6 +23,7 @@ __all__ = [
     "in_buffer",
     "kept",
     "of_buffer",
+    "ordinary_tensors",
     "pack_stacks",
     "staged",
     "unchanged",
@@ -37,6 +39,14 @@ INPUT_SCALES = frozenset({"gate_up_input_scale", "down_input_scale"})
 
 _ALIGNMENT = 256
 """Bytes, as of the memory that torch allocates: kernels read aligned vectors."""
+
+
+@contextmanager
+def ordinary_tensors() -> Iterator[None]:
+    """Tensors made within, also under the caller's inference mode, can be overwritten later and have no gradient, also
+    where a part of an expert is a Parameter."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class PartOffsets:
@@ -200,7 +210,7 @@ def _store(
     With ``fresh``, the stacks are allocated on ``device`` for the first expert that has them.
 
     Raises:
-        PlanError: if the expert's tensors have other names than those of the experts before it.
+        PlanError: if the expert's tensors have other names or dtypes than those of the experts before it.
     """
     for name, part in parts.items() if fresh else ():
         if name not in stacks and (e == 0 or name in INPUT_SCALES):
@@ -213,6 +223,13 @@ def _store(
         raise PlanError(f"expert {e}", expected="the same tensors as expert 0", got=got)
     for name, stack in stacks.items():
         if name in parts:
+            if parts[name].dtype != stack.dtype:
+                raise PlanError(
+                    f"expert {e} {name}",
+                    expected=f"{stack.dtype}, as in the experts before it",
+                    got=str(parts[name].dtype),
+                    hint="convert all to one dtype",
+                )
             stack[e].copy_(parts[name])
         else:
             stack[e].fill_(float("nan"))

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 import polymoe
 from polymoe.checkpoint import Checkpoint
-from polymoe.engines.serving.packed_layer import PackedLayer
 from polymoe.engines.serving.settings import EngineSettings
 from polymoe.engines.serving.sources import StackedExperts
 from polymoe.engines.serving.stand_aside import LayerPlan, judge_layer
 from polymoe.errors import ArgumentError, PlanError, VerificationError
+from polymoe.layer.packed_layer import PackedLayer
 from polymoe.problem.tensors import ExpertWeights
 from support.stacked import BUNDLED, CPU, MODELS, experts_of, facts_of, local_experts
 
@@ -125,7 +125,7 @@ def test_parameters_that_moved_are_found() -> None:
     expected = layer(module, *call("sums-qwen3-fp8"))
     for parameter in module.parameters():
         parameter.data = parameter.data.clone()
-    layer.plans.packed(layer._tensors(module)).tensors["down.codes"].view(torch.uint8).zero_()
+    layer.plans.packed(layer.tensors(module)).tensors["down.codes"].view(torch.uint8).zero_()
     assert not torch.equal(layer(module, *call("sums-qwen3-fp8")), expected)
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from polymoe.engines.serving import take_over as module
-from polymoe.engines.serving.packed_layer import PackedLayer
 from polymoe.engines.serving.settings import EngineSettings
 from polymoe.engines.serving.stand_aside import LayerPlan, judge_layer
 from polymoe.engines.serving.take_over import TakenOver, take_over
 from polymoe.errors import CheckpointError, FormatError
+from polymoe.layer.packed_layer import PackedLayer
 from support.stacked import CPU, facts_of, stacked
 
 MODEL = "sums-qwen3-fp8"

@@ -10,8 +10,8 @@ from torch import nn
 
 from polymoe.backends.config import Config
 from polymoe.backends.triton import Triton
-from polymoe.engines.serving.packed_layer import PackedLayer
 from polymoe.engines.serving.warm_up import token_counts, warm_up
+from polymoe.layer.packed_layer import PackedLayer
 from polymoe.machine import Machine
 from polymoe.planning.plan import Plan, PlanStep
 from polymoe.planning.select import select

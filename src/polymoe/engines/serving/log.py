@@ -9,9 +9,9 @@ from importlib import metadata
 from torch import nn
 
 from polymoe.engines.serving.layer_metrics import LayerMetrics
-from polymoe.engines.serving.packed_layer import PackedLayer
 from polymoe.engines.serving.settings import EngineSettings
 from polymoe.errors import UnsupportedProblem
+from polymoe.layer.packed_layer import PackedLayer
 from polymoe.problem.verdict import Reason
 
 __all__ = ["LayerLog"]

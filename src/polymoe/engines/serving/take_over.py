@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from polymoe.engines.serving.dummy import fill
 from polymoe.engines.serving.loading import LoadedParts
-from polymoe.engines.serving.packed_layer import PackedLayer
 from polymoe.engines.serving.sources import StackedExperts
 from polymoe.engines.serving.stand_aside import LayerPlan
 from polymoe.engines.serving.warm_up import warm_up
+from polymoe.layer.packed_layer import PackedLayer
 from polymoe.layer.runtime import PlanRequest
 
 __all__ = ["TakenOver", "take_over"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from polymoe.engines.serving.packed_layer import PackedLayer
+from polymoe.layer.packed_layer import PackedLayer
 from polymoe.planning.plan import Plan
 from polymoe.problem.call import TORCH_DTYPES
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from polymoe.errors import FormatError
 from polymoe.formats import Encoding, QuantTensor
 from polymoe.layouts.base import Packed, need_one_encoding
-from polymoe.layouts.staging import expert_of, pack_stacks, unchanged, unchanged_parts
+from polymoe.layouts.staging import expert_of, ordinary_tensors, pack_stacks, unchanged, unchanged_parts
 from polymoe.problem.scale_range import ScaleRange
 from polymoe.problem.tensors import Expert, ExpertsSpec, ExpertWeights
 from polymoe.problem.verdict import Reason, Reasons
@@ -144,6 +144,7 @@ class MatrixLayout(ABC):
             total += self.rest_bytes(encoding, rows, columns)
         return spec.local_experts * total
 
+    @ordinary_tensors()
     def pack(self, weights: ExpertWeights, device: torch.device, out: Packed | None = None) -> Packed:
         """Pack expert by expert; the computation runs on ``device``.
 

@@ -1,0 +1,291 @@
+"""PackedLayer: the one owner of a packed layer's state.
+
+Its tensors are buffers of a :class:`~polymoe.layer.experts.FusedExperts`, or parameters of an engine's own module,
+which the engine then counts, offloads, frees and refills as it does its own. Their addresses stay, so graphs that were
+captured stay valid.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polymoe.errors import PlanError
+from polymoe.layer.load_check import check_layer, require_planned
+from polymoe.layer.runtime import LayerRuntime, PlanCache, PlanRequest, compiled_call, incomplete_update
+from polymoe.layouts import Layout, Packed
+from polymoe.layouts.pack_check import pack_checked
+from polymoe.layouts.staging import INPUT_SCALES, ordinary_tensors
+from polymoe.planning.selection import Selection
+from polymoe.problem import Problem
+from polymoe.problem.call import CallArguments
+from polymoe.problem.tensors import ExpertWeights
+
+__all__ = ["PackedLayer"]
+
+
+class PackedLayer:
+    """The state of one packed layer, whose tensors belong to a module that is passed to each method.
+
+    The module is not kept: an engine may copy or free it. Shallow copies of a module share its tensors and this object.
+
+    Attributes:
+        where: the layer's name for messages.
+        incomplete: whether an update has failed or has not finished, so that the tensors hold a mixture.
+    """
+
+    def __init__(self, where: str, problem: Problem, request: PlanRequest, *, buffers: bool = False) -> None:
+        self.where, self._problem, self._request, self._buffers = where, problem, request, buffers
+        self.incomplete = False
+        self._plans: PlanCache | None = None
+        self._names: dict[str, torch.dtype] = {}
+        self._bound: LayerRuntime | None = None
+
+    @property
+    def problem(self) -> Problem:
+        """What it runs; after :meth:`pack` with the range of the scales."""
+        return self._problem if self._plans is None else self._plans.problem
+
+    @property
+    def plans(self) -> PlanCache:
+        """The plans of the packed layer.
+
+        Raises:
+            PlanError: before :meth:`pack`.
+        """
+        if self._plans is None:
+            raise PlanError(
+                self.where,
+                expected="packed experts",
+                got="none",
+                hint="the engine called before it had loaded the layer",
+            )
+        return self._plans
+
+    @property
+    def selection(self) -> Selection:
+        """Every backend with its verdict, and the plan by token count."""
+        return self.plans.selection(self.problem.dtype)
+
+    @property
+    def layout(self) -> Layout:
+        """How it is packed."""
+        return self.plans.request.layouts[self.plans.layout]
+
+    def nbytes(self, module: nn.Module) -> int:
+        """Bytes of the packed tensors of ``module``."""
+        return sum(t.numel() * t.element_size() for t in self.tensors(module))
+
+    def packed(self, module: nn.Module) -> Packed:
+        """The packed tensors of ``module``, in their layout."""
+        return self.plans.packed(self.tensors(module))
+
+    def weights(self, module: nn.Module) -> ExpertWeights:
+        """The experts as they were stored, read from the packed tensors.
+
+        Raises:
+            PlanError: after an update that failed.
+        """
+        self.require_complete()
+        return self.layout.unpack(self.packed(module))
+
+    def require_complete(self) -> None:
+        """Raise PlanError if the tensors hold a mixture."""
+        if self.incomplete:
+            raise incomplete_update()
+
+    def pack(
+        self,
+        module: nn.Module,
+        weights: ExpertWeights,
+        device: torch.device,
+        *,
+        check: bool = True,
+        in_place: bool = False,
+    ) -> None:
+        """Pack ``weights`` into new tensors of ``module`` on ``device``.
+
+        Called again, for weights that changed, it gives tensors of the same names, shapes and layout, which the engine
+        copies over the first ones; or it overwrites these itself, once all experts are packed.
+
+        Args:
+            module: the engine's layer; parameters of these names are replaced.
+            weights: the experts, read one at a time.
+            device: where the tensors are.
+            check: compare the results of a few experts with the reference, on every backend of the plan. The packed
+                bytes of every expert are always compared with ``weights``.
+            in_place: overwrite the tensors that a call before this one made, at their addresses. After an error they
+                are as they were.
+
+        Raises:
+            UnsupportedProblem: if no backend runs these experts here.
+            PlanError: if new weights have another spec, or scales that reach further than those for which the layer was
+                planned.
+            CheckpointError: if static input scales are missing.
+            FormatError: for codes, scales or biases that are not finite, or a matrix whose scales are all zero.
+            VerificationError: if the packed experts are not, or do not compute, what ``weights`` say.
+        """
+        if self._plans is None:
+            problem, packed = self._request.pack(self._problem, weights, device, self.where)
+            self.hold(module, problem, packed, self._request)
+            if check:
+                check_layer(self.runtime(module), problem, weights, self.where)
+            return
+        where = f"{self.where}: new weights"
+        require_planned(self.problem, weights, device, where, "start the engine again with them")
+        packed = pack_checked(self.layout, weights, device, self.where)
+        self._require_same_tensors(packed)
+        if in_place:
+            self._overwrite(module, packed)
+        else:
+            self._register(module, packed)
+        if check:
+            check_layer(LayerRuntime(self.plans, self.tensors(module)), self.problem, weights, self.where)
+
+    def update(self, module: nn.Module, weights: ExpertWeights, *, check: bool, wait: bool) -> None:
+        """Refill the tensors in place; see :meth:`polymoe.layer.experts.FusedExperts.update`."""
+        runtime, packed = self.runtime(module), self.packed(module)
+        device, hint = runtime.device, "load these experts again"
+        reads_itself = require_planned(self.problem, weights, device, "update", hint, (self.layout, packed))
+        if reads_itself:  # an expert would be read after another had taken its place
+            aside = pack_checked(self.layout, weights, device, "update", compare=check)
+            if check:
+                checked = LayerRuntime(self.plans, [aside.tensors[name] for name in self.plans.names])
+                check_layer(checked, self.problem, weights, "update")
+            self._begin(runtime, wait=wait)
+            self._overwrite(module, aside)
+        else:
+            self._begin(runtime, wait=wait)
+            pack_checked(self.layout, weights, device, "update", out=packed, compare=check)
+            if check:
+                check_layer(runtime, self.problem, weights, "update")
+        self.incomplete = runtime.incomplete = False
+
+    def _begin(self, runtime: LayerRuntime, *, wait: bool) -> None:
+        """Refuse calls from now on; with ``wait``, return when those that had begun have ended."""
+        self.incomplete = runtime.incomplete = True
+        if wait:
+            while runtime.in_flight - {threading.get_ident()}:
+                time.sleep(1e-4)
+            if runtime.device.type == "cuda":
+                torch.cuda.synchronize(runtime.device)
+
+    def _require_same_tensors(self, packed: Packed) -> None:
+        known = dict(self.plans.parts)
+        found = {name: tensor.dtype for name, tensor in packed.tensors.items()}
+        other = sorted({name for name, _ in known.items() ^ found.items()} - (INPUT_SCALES - found.keys()))
+        if other:
+            raise PlanError(
+                f"{self.where}: new weights",
+                expected=", ".join(f"{name} {known.get(name, 'absent')}" for name in other),
+                got=", ".join(f"{name} {found.get(name, 'absent')}" for name in other),
+                hint="start the engine again with them",
+            )
+
+    @ordinary_tensors()
+    def _overwrite(self, module: nn.Module, packed: Packed) -> None:
+        for name, tensor in zip(self.plans.names, self.tensors(module), strict=True):
+            if name in packed.tensors:
+                tensor.copy_(packed.tensors[name])
+            else:
+                assert name in INPUT_SCALES
+                tensor.fill_(float("nan"))
+
+    def __call__(self, module: nn.Module, x_TH: Tensor, topk_ids_TA: Tensor, topk_weights_TA: Tensor) -> Tensor:
+        """Return this rank's weighted sum over each token's experts, [T, H] in x's dtype.
+
+        Args:
+            module: the module that :meth:`pack` was given.
+            x_TH: bfloat16, float16 or float32.
+            topk_ids_TA: int32 or int64, ids in the whole layer; those of other ranks' experts contribute 0.
+            topk_weights_TA: float32, scaled by the router already.
+
+        Raises:
+            ArgumentError: for a wrong shape, dtype or device.
+        """
+        return self.run(module, CallArguments(x_TH, topk_ids_TA, topk_weights_TA))
+
+    def run(self, module: nn.Module, call: CallArguments) -> Tensor:
+        """Return the result of a call: at once, or as a node of the graph that torch is compiling."""
+        if torch.compiler.is_compiling():
+            return compiled_call(self.plans, [getattr(module, name) for name in self._names], call)
+        runtime = self.runtime(module)
+        call.check(self.plans.problem, runtime.device)
+        return runtime.run(call)
+
+    def hold(self, module: nn.Module, problem: Problem, packed: Packed, request: PlanRequest) -> None:
+        """Make ``packed`` the tensors of ``module``, and bind the runners."""
+        self._request = request
+        dtypes = {name: tensor.dtype for name, tensor in packed.tensors.items()}
+        self._plans = PlanCache.of(problem, request, packed.layout, tuple(dtypes.items()))
+        for name in self._names:
+            delattr(module, name)
+        self._names = {_attribute(name): dtype for name, dtype in dtypes.items()}
+        self._register(module, packed)
+        self.bind(module)
+
+    def move(self, module: nn.Module, device: torch.device, request: PlanRequest | None = None) -> None:
+        """Move the tensors to ``device``, all of them or none, and plan for the machine of ``request`` if given."""
+        with ordinary_tensors():
+            moved = [getattr(module, name).to(device) for name in self._names]
+        for name, tensor in zip(self._names, moved, strict=True):
+            setattr(module, name, tensor)
+        if request is not None:
+            self._request, self._plans = request, self.plans.on(request)
+        self.bind(module)
+
+    def _register(self, module: nn.Module, packed: Packed) -> None:
+        for name, tensor in packed.tensors.items():
+            name = _attribute(name)
+            # Bytes: not every collective and copy of an engine takes the 8-bit floats, nor does a compiled graph that
+            # writes to an argument. Module.to(dtype) would cast them.
+            plain = tensor.view(torch.uint8) if tensor.dtype.is_floating_point and tensor.itemsize == 1 else tensor
+            if hasattr(module, name):
+                delattr(module, name)
+            if self._buffers:
+                module.register_buffer(name, plain, persistent=False)
+            else:
+                module.register_parameter(name, nn.Parameter(plain, requires_grad=False))
+
+    @ordinary_tensors()
+    def tensors(self, module: nn.Module) -> list[Tensor]:
+        """The packed tensors of ``module``, in the order of ``plans.names``."""
+        return [getattr(module, name).detach().view(dtype) for name, dtype in self._names.items()]
+
+    def runtime(self, module: nn.Module) -> LayerRuntime:
+        """Return the runners that are bound to the tensors as they are now: other code may have moved them."""
+        bound = self._bound
+        own: dict[str, Any] = module._buffers if self._buffers else module._parameters
+        if bound is not None:
+            for name, address in zip(self._names, bound.addresses, strict=True):
+                if own[name].data_ptr() != address:
+                    break
+            else:
+                return bound
+        return self._bind(module)
+
+    def bind(self, module: nn.Module) -> None:
+        """Drop the runners and bind new ones to the present tensors, for compiled graphs too."""
+        self._bound = None
+        self._bind(module)
+
+    def _bind(self, module: nn.Module) -> LayerRuntime:
+        with ordinary_tensors():
+            for name in self._names:  # a copy that was made under inference mode
+                if getattr(module, name).is_inference():
+                    tensor = getattr(module, name).clone()
+                    setattr(module, name, tensor if self._buffers else nn.Parameter(tensor, requires_grad=False))
+            self._bound = bound = self.plans.layer(self.tensors(module))
+        bound.incomplete |= self.incomplete
+        return bound
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_bound": None}  # a copy binds its own tensors
+
+
+def _attribute(name: str) -> str:
+    return f"packed_{name.replace('.', '_')}"
