@@ -8,7 +8,7 @@ from torch import Tensor
 
 from polymoe.errors import UnsupportedProblem
 from polymoe.layer.experts import FusedExperts
-from polymoe.layer.offload import OffloadedExperts
+from polymoe.layer.offload import LeastRecentlyUsed, OffloadedExperts
 from support.problems import GPT_OSS, random_experts
 
 EXPERTS, TOP_K, HIDDEN, WIDTH = 16, 4, 512, 256
@@ -65,10 +65,54 @@ def test_streams_wait_for_each_other() -> None:
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
-def test_a_capture_is_refused() -> None:
-    offloaded, arguments = OffloadedExperts(layer("mxfp4", "auto"), TOP_K), call(1, 0)
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+@pytest.mark.parametrize("format", ["mxfp4", "fp8_block128"])
+def test_replays_of_a_graph_are_bitwise_the_resident_layer(format: str, backend: str) -> None:
+    """1,000 replays with changing ids; between them calls outside the graph, sweeps and updates."""
+    if backend == "cuda" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs an SM90 GPU")
+    resident, offloaded = layer(format, backend), OffloadedExperts(layer(format, backend), 8)
+    for tokens in (1, 2):
+        x, ids, weights = call(tokens, 0)
+        offloaded(x, ids, weights)
+        torch.cuda.synchronize()
+        before = offloaded.cache_stats()["misses"]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = offloaded(x, ids, weights)
+        for step in range(1000):
+            for to, made in zip((x, ids, weights), call(tokens, step), strict=True):
+                to.copy_(made)
+            graph.replay()
+            assert torch.equal(y, resident(x, ids, weights)), step
+            if step % 100 == 50:
+                arguments = call((1, 64)[step % 200 == 50], step)
+                assert torch.equal(offloaded(*arguments), resident(*arguments))
+            if step == 500:
+                bias = resident.problem.spec.bias
+                new = random_experts(format, experts=EXPERTS, hidden=HIDDEN, intermediate=WIDTH, bias=bias, seed=tokens)
+                for experts in (resident, offloaded):
+                    experts.update(new)
+        assert offloaded.cache_stats()["misses"] > before
+
+
+def test_placement_is_that_of_the_model() -> None:
+    """As LeastRecentlyUsed, on random calls of up to as many ids as slots."""
+    offloaded, cache, misses = OffloadedExperts(layer("mxfp4", "auto"), 8), LeastRecentlyUsed(8), 0
+    for seed in range(2000):
+        x, ids, weights = call(1 + seed % 2, seed)
+        offloaded(x, ids, weights)
+        misses += len(cache.place(sorted(ids.unique().tolist())))
+        if seed % 50 == 0:
+            assert offloaded._slots.residents() == cache.slot_of
+    assert offloaded._slots.residents() == cache.slot_of
+    assert offloaded.cache_stats()["misses"] == misses
+
+
+def test_a_capture_of_more_ids_than_slots_is_refused() -> None:
+    offloaded, arguments = OffloadedExperts(layer("mxfp4", "auto"), TOP_K), call(2, 0)
     offloaded(*arguments)
     torch.cuda.synchronize()
-    with pytest.raises(UnsupportedProblem, match="CUDA graphs"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    with pytest.raises(UnsupportedProblem, match="at most 1 token"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         offloaded(*arguments)
     torch.cuda.synchronize()

@@ -6,8 +6,10 @@ import copy
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,10 +18,14 @@ from torch import Tensor
 
 import polymoe
 from polymoe.errors import ArgumentError, CheckpointError, PlanError, UnsupportedProblem
+from polymoe.kernels.cuda import modules
+from polymoe.kernels.cuda.slots import SlotLaunches
+from polymoe.kernels.cuda.targets import SM90
 from polymoe.layer import offload
 from polymoe.layer.experts import FusedExperts
 from polymoe.layer.offload import LeastRecentlyUsed, OffloadedExperts
 from polymoe.problem.numerics import relative_error
+from support.cuda_emulator import Emulator, compile_unit
 from support.problems import GPT_OSS, random_call, random_experts, torn
 
 ROOT = Path(__file__).parents[2]
@@ -66,10 +72,10 @@ def test_calls_that_need_more_experts_than_slots(format: str, tokens: int) -> No
 def test_a_sweep_is_bitwise_the_resident_layer_and_keeps_the_slots() -> None:
     resident, offloaded = layer(), OffloadedExperts(layer(), 3)
     offloaded(*call(1, 0))
-    before = dict(offloaded._lru.slot_of)
+    before = offloaded._slots.residents()
     arguments = call(64, 1)
     assert torch.equal(offloaded(*arguments), resident(*arguments))
-    assert dict(offloaded._lru.slot_of) == before
+    assert offloaded._slots.residents() == before
 
 
 def test_ids_of_no_expert_and_duplicates() -> None:
@@ -118,35 +124,77 @@ def test_a_copy_that_fails_leaves_no_expert_in_a_wrong_slot(monkeypatch: pytest.
     resident, offloaded = layer(), OffloadedExperts(layer(), 2)
     offloaded(*call(1, 0))
     tensors = offloaded._host.tensors
-    monkeypatch.setattr(offloaded._host, "tensors", [*tensors[:-1], tensors[-1][:0]])
-    held = set(offloaded._lru.slot_of)
+    monkeypatch.setattr(offloaded._slots, "host", [*tensors[:-1], tensors[-1][:0]])
+    held = set(offloaded._slots.residents())
     miss = next(c for c in (call(1, seed) for seed in range(8)) if not held.issuperset(c[1][0].tolist()))
     with pytest.raises(IndexError):
         offloaded(*miss)
-    monkeypatch.setattr(offloaded._host, "tensors", tensors)
+    monkeypatch.setattr(offloaded._slots, "host", tensors)
     for seed in range(8):
         arguments = call(1, seed)
         assert relative_error(offloaded(*arguments), resident(*arguments)) < 1e-6
 
 
-def test_placement_is_least_recently_used() -> None:
-    """Against a list that is sorted by use, on random calls."""
+class Recency:
+    """Least recently used slots as they are defined: a table of what each slot holds and when it was needed."""
+
+    def __init__(self, slots: int) -> None:
+        self.rows: list[list[int]] = [[0, slot, -1] for slot in range(slots)]  # last use, slot, expert
+
+    def place(self, needed: list[int], step: int) -> list[tuple[int, int]]:
+        held = {row[2] for row in self.rows}
+        free = sorted(row for row in self.rows if row[2] not in needed)
+        placed = []
+        for expert, (_, slot, _) in zip([e for e in needed if e not in held], free, strict=False):
+            self.rows[slot][2] = expert
+            placed.append((expert, slot))
+        for row in self.rows:
+            if row[2] in needed:
+                row[0] = step
+        return placed
+
+
+def traces(count: int) -> Iterator[tuple[int, int, list[list[int]]]]:
+    """Experts, slots, and the experts that each of 40 calls needs."""
     rng = random.Random(0)
-    for _ in range(200):
+    for _ in range(count):
         experts = rng.randrange(2, 24)
         slots = rng.randrange(1, experts)
-        cache, recent, holds = LeastRecentlyUsed(slots), [], {}
-        for _ in range(40):
-            needed = sorted(rng.sample(range(experts), rng.randrange(0, slots + 1)))
-            misses = [e for e in needed if e not in recent]
-            placed = cache.place(needed)
-            assert [e for e, _ in placed] == misses
-            for expert, slot in placed:
-                holds[slot] = expert
-            recent = [e for e in recent if e not in needed] + [e for e in needed if e not in misses] + misses
-            recent = recent[-slots:]
-            assert {e: s for s, e in holds.items()} == dict(cache.slot_of)
-            assert sorted(cache.slot_of) == sorted(recent)
+        yield experts, slots, [sorted(rng.sample(range(experts), rng.randrange(0, slots + 1))) for _ in range(40)]
+
+
+def test_placement_is_least_recently_used() -> None:
+    for _, slots, calls in traces(200):
+        cache, table = LeastRecentlyUsed(slots), Recency(slots)
+        for step, needed in enumerate(calls, start=1):
+            assert cache.place(needed) == table.place(needed, step)
+            assert cache.slot_of == {e: slot for _, slot, e in table.rows if e >= 0}
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+def test_kernels_place_and_fetch_as_the_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels' own source, emulated: placement, copies, and the ids of slots, those of no expert among them."""
+    library = compile_unit("slots")
+    for number, (experts, slots, calls) in enumerate(traces(12)):
+        first, g = 5, torch.Generator().manual_seed(number)
+        host = [torch.randint(256, (experts, size), dtype=torch.uint8, generator=g) for size in (16 * 4099, 4, 48)]
+        rows = [torch.full((slots, t.shape[1]), 255, dtype=torch.uint8) for t in host]
+        with monkeypatch.context() as patch:
+            patch.setattr(modules, "kernel", Emulator({"slots": library}, [], seed=number))
+            launches = SlotLaunches(SM90, first, experts, rows, [t.data_ptr() for t in host])
+            table, counts = Recency(slots), [0, 0]
+            for step, needed in enumerate(calls[:10], start=1):
+                local = [*needed, *needed[:1], -3, experts + 2]
+                ids = torch.tensor(local, dtype=(torch.int32, torch.int64)[step % 2])[:, None] + first
+                found = launches.run(ids, 0)
+                placed = table.place(needed, step)
+                counts = [counts[0] + len(needed) - len(placed), counts[1] + len(placed)]
+                slot_of = {e: slot for _, slot, e in table.rows if e >= 0}
+                assert found.flatten().tolist() == [first + slot_of[e] if e in needed else -1 for e in local]
+                for expert, slot in slot_of.items():
+                    assert all(torch.equal(t[slot], h[expert]) for t, h in zip(rows, host, strict=True))
+                assert launches.residents() == [slot_of.get(e, -1) for e in range(experts)]
+            assert list(launches.counts()) == counts
 
 
 @pytest.mark.parametrize("slots", [1, EXPERTS, EXPERTS + 1])

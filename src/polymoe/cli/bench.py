@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,13 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 
+def _misses(text: str, option: str) -> tuple[int, ...]:
+    found = listed(text, option)
+    if not all(part.isdecimal() and len(part) < 4 for part in found):
+        raise typer.BadParameter(f"{option}: expected numbers such as 0,1,2,4, got {text!r}")
+    return tuple(map(int, found))
+
+
 @dataclass(frozen=True)
 class _Changes:
     """What is measured."""
@@ -48,6 +56,12 @@ class _Calls:
         "1,4,16,64,256,1024,4096", "Token counts, separated by commas.", "--tokens", parse=token_counts
     )
     routing: str = option("uniform", "uniform, zipf, zipf:S, or a JSON file with the experts of each token.")
+    slots: int | None = option(
+        None, "Time one token with all experts in host memory and so many slots on the GPU, by --misses.", min=1
+    )
+    misses: tuple[int, ...] = option(
+        "0,1,2,4", "With --slots: experts that a call has to copy, separated by commas.", "--misses", parse=_misses
+    )
 
 
 @dataclass(frozen=True)
@@ -102,7 +116,7 @@ def command(layer: MeasuredLayer, changes: _Changes, calls: _Calls, contenders: 
     rows: list[BenchRow] = []
     try:
         with Progress("bench kernels") as progress:
-            for row in bench.rows(calls.tokens, contenders.backends, progress.update, contenders.peers or ()):
+            for row in _rows(bench, calls, contenders, progress.update):
                 rows.append(row)
                 if output.out is not None and row.record is not None:
                     append(output.out, row.record)
@@ -117,6 +131,14 @@ def command(layer: MeasuredLayer, changes: _Changes, calls: _Calls, contenders: 
         _plot(output.plot, earlier, [row.record for row in rows if row.record is not None])
     if any(row.wrong and not row.backend.startswith("peer:") for row in rows):
         raise typer.Exit(1)
+
+
+def _rows(bench: Bench, calls: _Calls, contenders: _Contenders, progress: Callable[[str], None]) -> Iterator[BenchRow]:
+    if calls.slots is None:
+        return bench.rows(calls.tokens, contenders.backends, progress, contenders.peers or ())
+    from polymoe.bench.slots import slot_rows
+
+    return slot_rows(bench.workload, bench.machine, bench.device, bench.stamp, calls.slots, calls.misses, progress)
 
 
 def _prepared(layer: MeasuredLayer, changes: _Changes, calls: _Calls, device: str, output: _Output) -> Bench:
@@ -160,7 +182,7 @@ def _print(rows: list[BenchRow], title: str) -> None:
         columns = ("tokens", "backend", "median", "quartiles", "floor", "share", "error", "error, exact", "timed by")
         lines = [
             (
-                r.tokens, r.backend, f"{r.median_us:.1f} us", f"{r.p25_us:.1f} - {r.p75_us:.1f}",
+                r.tokens, row.backend, f"{r.median_us:.1f} us", f"{r.p25_us:.1f} - {r.p75_us:.1f}",
                 f"{r.floor_us:.1f} us", f"{r.share:.2f}", f"{r.error:.1e}", f"{r.error_exact:.1e}", row.note,
                 *([f"{row.tokens_per_joule:.2f}"] if row.tokens_per_joule is not None else []),
             )

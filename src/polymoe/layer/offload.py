@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import count
 from typing import Any
@@ -15,8 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polymoe.common.units import format_bytes
+from polymoe.common.units import format_bytes, format_tokens
 from polymoe.errors import ArgumentError, PlanError, UnsupportedProblem
+from polymoe.kernels.cuda.driver import mapped_address
+from polymoe.kernels.cuda.slots import MOST_EXPERTS, MOST_PARTS, SlotLaunches
+from polymoe.kernels.cuda.targets import target_for
 from polymoe.layer.experts import FusedExperts
 from polymoe.layer.load_check import check_layer, require_planned
 from polymoe.layer.runtime import LayerRuntime, on_device
@@ -54,15 +56,16 @@ class CacheStats:
 
 
 class LeastRecentlyUsed:
-    """Which expert is in which slot. Of slots that a call does not need, the one used least recently is taken first.
+    """Which expert is in which slot. Of slots that a call does not need, missing experts get those used least recently,
+    in order of id; ties go by slot. ``kernels/cuda/slots.cu`` does the same on a GPU.
 
     Args:
         slots: their number.
     """
 
     def __init__(self, slots: int) -> None:
-        self.slots = slots
-        self.slot_of: OrderedDict[int, int] = OrderedDict()
+        self.slot_of: dict[int, int] = {}
+        self._last_use, self._step = [0] * slots, 0
 
     def place(self, experts: Sequence[int]) -> list[tuple[int, int]]:
         """Give each of ``experts`` (distinct, at most as many as slots) a slot.
@@ -70,19 +73,18 @@ class LeastRecentlyUsed:
         Returns:
             ``(expert, slot)`` of those that were in none, and have to be copied.
         """
-        missing = []
-        for expert in experts:
-            if expert in self.slot_of:
-                self.slot_of.move_to_end(expert)
-            else:
-                missing.append(expert)
-        placed = []
-        for expert in missing:  # experts of this call are the last: none of them is evicted
-            slot = len(self.slot_of)
-            if slot == self.slots:
-                slot = self.slot_of.popitem(last=False)[1]
+        self._step += 1
+        needed = {self.slot_of[e] for e in experts if e in self.slot_of}
+        missing = sorted(e for e in experts if e not in self.slot_of)
+        others = (slot for slot in range(len(self._last_use)) if slot not in needed)
+        placed = list(zip(missing, sorted(others, key=self._last_use.__getitem__), strict=False))
+        expert_of = {slot: expert for expert, slot in self.slot_of.items()}
+        for expert, slot in placed:
+            if slot in expert_of:
+                del self.slot_of[expert_of[slot]]
             self.slot_of[expert] = slot
-            placed.append((expert, slot))
+        for expert in experts:
+            self._last_use[self.slot_of[expert]] = self._step
         return placed
 
 
@@ -95,8 +97,9 @@ class OffloadedExperts(FusedExperts):
     kernels, with the configuration, of a layer that is wholly on the GPU. With ``cuda`` and ``triton`` the result is
     bitwise the same; CPU backends add a token's experts in another order.
 
-    The ids of a call are read on the host, so that calls cannot be captured in a CUDA graph. Make one with
-    ``load_experts(..., slots=...)``.
+    A call of at most ``slots`` ids (T * A) needs nothing of the host: a kernel on the GPU gives experts their slots and
+    another one copies those that are missing, so that CUDA graphs capture such calls. Of a call of more ids the host
+    waits for the ids. Make one with ``load_experts(..., slots=...)``.
 
     Args:
         resident: the packed layer; not to be used any more.
@@ -115,12 +118,13 @@ class OffloadedExperts(FusedExperts):
         self._host = _HostStore(packed)
         self._whole = _Whole.shared_by(packed.tensors)
         self._whole_runtime = LayerRuntime(resident._plans, self._whole.tensors)
-        self._lru, self.slots, self._stats, self._lock = LeastRecentlyUsed(slots), slots, CacheStats(), threading.Lock()
+        self.slots, self._swept, self._lock = slots, CacheStats(), threading.Lock()
         self._done: torch.cuda.Event | None = None
         self._key = str(next(_KEYS))
         rows = {name: t.new_empty(slots, *t.shape[1:]) for name, t in packed.tensors.items()}
         super().__init__(problem, Packed(packed.layout, packed.spec, rows), choice)
-        self._map_E = torch.full((problem.spec.experts,), -1, dtype=torch.int32, device=self.device)
+        kind = _GpuSlots if self.device.type == "cuda" else _CpuSlots
+        self._slots = kind(problem.spec, self._layer.tensors(self), self._host.tensors)
         _LAYERS[self._key] = self
 
     @property
@@ -136,8 +140,11 @@ class OffloadedExperts(FusedExperts):
         return self.packed.nbytes // self.problem.spec.local_experts
 
     def cache_stats(self) -> dict[str, int]:
-        """Return the counts of :class:`CacheStats` by name."""
-        return asdict(self._stats)
+        """Return the counts of :class:`CacheStats` by name. Waits for the GPU."""
+        hits, misses = self._slots.counts()
+        swept = self._swept
+        copied = misses * self.expert_bytes + swept.copied_bytes
+        return asdict(CacheStats(hits + swept.hits, misses + swept.misses, copied, swept.sweeps))
 
     def forward(
         self,
@@ -150,11 +157,11 @@ class OffloadedExperts(FusedExperts):
         x_scales: Tensor | None = None,
         expert_map: Tensor | None = None,
     ) -> Tensor:
-        """See :meth:`FusedExperts.forward`. It waits until the GPU has computed ``topk_ids_TA``.
+        """See :meth:`FusedExperts.forward`. With more ids than slots, it waits until the GPU has computed the ids.
 
         Raises:
             ArgumentError: as there, and for an ``expert_map``.
-            UnsupportedProblem: in the capture of a CUDA graph.
+            UnsupportedProblem: for more ids than slots in the capture of a CUDA graph.
         """
         if expert_map is not None:
             raise ArgumentError("expert_map", expected="none: slots have places of their own", got="a tensor")
@@ -168,51 +175,52 @@ class OffloadedExperts(FusedExperts):
         return y_TH if out is None else out.copy_(y_TH)
 
     def _run(self, call: CallArguments) -> Tensor:
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise UnsupportedProblem(
-                "experts in host memory",
-                expected="calls outside CUDA graphs",
-                got="the capture of one",
-                hint="do without graphs, or load all experts onto the GPU",
-            )
-        spec = self.problem.spec
-        first = spec.first_expert
-        needed = [e - first for e in call.topk_ids_TA.unique().tolist() if first <= e < first + spec.local_experts]
+        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        ids_TA, needed = call.topk_ids_TA, None
+        if not ids_TA.numel():
+            return self._runtime.run(call)
+        if self.device.type == "cpu":
+            call.check_values(self.problem)
+        if ids_TA.numel() > self.slots:
+            if capturing:
+                self.require_capturable(len(ids_TA))
+            spec = self.problem.spec
+            first = spec.first_expert
+            needed = [e - first for e in ids_TA.unique().tolist() if first <= e < first + spec.local_experts]
+        # Events order calls on several streams. A capture belongs to one stream; what replays it orders the replays.
         with self._lock, on_device(self.device):
-            if len(needed) > self.slots:
+            if needed is not None and len(needed) > self.slots:
                 return self._sweep(call, needed)
-            with _after(self):
-                self._place(needed)
-                return self._runtime.run(call._replace(expert_map=self._map_E))
+            with nullcontext() if capturing else _after(self):
+                return self._runtime.run(call._replace(topk_ids_TA=self._slots.place(ids_TA)))
 
-    def _place(self, needed: Sequence[int]) -> None:
-        placed = self._lru.place(needed)
-        self._count(len(needed), len(placed))
-        if not placed:
-            return
-        try:
-            for slots, host in zip(self._layer.tensors(self), self._host.tensors, strict=True):
-                for expert, slot in placed:
-                    slots[slot].copy_(host[expert], non_blocking=True)
-        except BaseException:
-            self._empty()
-            raise
-        self._write_map()
+    def require_capturable(self, tokens: int | None) -> None:
+        """Check that CUDA graphs can capture calls of so many tokens, or of any number.
 
-    def _write_map(self) -> None:
-        places = [-1] * self.problem.spec.experts
-        for expert, slot in self._lru.slot_of.items():
-            places[self.problem.spec.first_expert + expert] = slot
-        self._map_E = torch.tensor(places, dtype=torch.int32, device=self.device)
+        Raises:
+            UnsupportedProblem: if such calls may need more experts than there are slots.
+        """
+        top_k, most = self.problem.top_k, self.slots // self.problem.top_k
+        if tokens is None or tokens > most:
+            raise UnsupportedProblem(
+                "experts in host memory, in a CUDA graph",
+                expected=f"calls of at most {format_tokens(str(most))}: {self.slots} slots, {top_k} experts per token",
+                got=format_tokens(str(tokens)) if tokens else "calls of any number of tokens",
+                hint="do without graphs, take a smaller batch, or give experts more memory",
+            )
 
     def _sweep(self, call: CallArguments, needed: Sequence[int]) -> Tensor:
         """Run a call on the whole layer's buffer: experts in slots from there, the others from host memory."""
-        here = [e for e in needed if e in self._lru.slot_of]
-        slots = torch.tensor([self._lru.slot_of[e] for e in here], device=self.device)
+        slot_of = self._slots.residents()
+        here = [e for e in needed if e in slot_of]
+        slots = torch.tensor([slot_of[e] for e in here], device=self.device)
         rows = torch.tensor(here, device=self.device)
-        missing = [e for e in needed if e not in self._lru.slot_of]
-        self._count(len(needed), len(missing))
-        self._stats.sweeps += 1
+        missing = [e for e in needed if e not in slot_of]
+        stats = self._swept
+        stats.hits += len(here)
+        stats.misses += len(missing)
+        stats.copied_bytes += len(missing) * self.expert_bytes
+        stats.sweeps += 1
         with self._whole.lock, _after(self), _after(self._whole):
             for whole, kept, host in zip(
                 self._whole.tensors, self._layer.tensors(self), self._host.tensors, strict=True
@@ -222,15 +230,6 @@ class OffloadedExperts(FusedExperts):
                 if here:  # as bytes: not every dtype of codes and scales can be indexed
                     _bytes(whole).index_copy_(0, rows, _bytes(kept).index_select(0, slots))
             return self._whole_runtime.run(call)
-
-    def _count(self, needed: int, missing: int) -> None:
-        self._stats.hits += needed - missing
-        self._stats.misses += missing
-        self._stats.copied_bytes += missing * self.expert_bytes
-
-    def _empty(self) -> None:
-        self._lru = LeastRecentlyUsed(self.slots)
-        self._write_map()
 
     def update(self, weights: ExpertWeights, *, check: bool = False, wait: bool = True) -> None:
         """Replace all experts, as :meth:`FusedExperts.update`; one that fails changes nothing, and it always waits."""
@@ -242,7 +241,7 @@ class OffloadedExperts(FusedExperts):
             if check:
                 check_layer(self._whole_runtime, self.problem, weights, "update")
             self._host.copy_from(self._whole.tensors)
-            self._empty()
+            self._slots.empty()
 
     def check(self, weights: ExpertWeights | None = None, *, where: str = "experts") -> None:
         """Compare up to four experts with the reference, as :meth:`FusedExperts.check`, from host memory."""
@@ -373,6 +372,97 @@ def _require_rows(resident: FusedExperts) -> None:
         raise UnsupportedProblem(where, expected=expected, got=str(problem.activations))
 
 
+class _CpuSlots:
+    """Slots of a layer on a CPU, where copies are torch's.
+
+    Args:
+        spec: the layer's experts.
+        rows: the packed tensors of the slots, in the order of ``host``.
+        host: those of all experts. Both lists are read at each call.
+    """
+
+    def __init__(self, spec: ExpertsSpec, rows: list[Tensor], host: list[Tensor]) -> None:
+        self.spec, self.rows, self.host = spec, rows, host
+        self._hits = self._misses = 0
+        self.empty()
+
+    def place(self, ids_TA: Tensor) -> Tensor:
+        """Put the experts of a call, at most as many as slots, into slots; return the ids of these, [T, A]."""
+        first, places = self.spec.first_expert, torch.full((self.spec.local_experts,), -1, dtype=ids_TA.dtype)
+        local_TA = ids_TA - first
+        here_TA = (local_TA >= 0) & (local_TA < self.spec.local_experts)
+        needed = local_TA[here_TA].unique().tolist()
+        placed = self._lru.place(needed)
+        self._hits += len(needed) - len(placed)
+        self._misses += len(placed)
+        try:
+            for rows, host in zip(self.rows, self.host, strict=True):
+                for expert, slot in placed:
+                    rows[slot].copy_(host[expert])
+        except BaseException:
+            self.empty()
+            raise
+        for expert, slot in self._lru.slot_of.items():
+            places[expert] = first + slot
+        return places[local_TA.masked_fill(~here_TA, 0).long()].masked_fill(~here_TA, -1)
+
+    def residents(self) -> dict[int, int]:
+        """Return the slot of each expert that is in one, by its number among the layer's."""
+        return dict(self._lru.slot_of)
+
+    def counts(self) -> tuple[int, int]:
+        """Return hits and misses."""
+        return self._hits, self._misses
+
+    def empty(self) -> None:
+        """Forget what the slots hold."""
+        self._lru = LeastRecentlyUsed(len(self.rows[0]))
+
+
+class _GpuSlots:
+    """Slots of a layer on a GPU, as :class:`_CpuSlots`, by kernels that read host memory themselves.
+
+    Raises:
+        UnsupportedProblem: for more experts or packed tensors than the kernels have room for, or another GPU.
+    """
+
+    def __init__(self, spec: ExpertsSpec, rows: list[Tensor], host: list[Tensor]) -> None:
+        where = "experts in host memory"
+        if spec.local_experts > MOST_EXPERTS or len(rows) > MOST_PARTS:
+            expected = f"at most {MOST_EXPERTS} experts of {MOST_PARTS} packed tensors"
+            raise UnsupportedProblem(where, expected=expected, got=f"{spec.local_experts} of {len(rows)}")
+        try:
+            target = target_for(torch.cuda.get_device_capability(rows[0].device))
+        except LookupError as error:
+            raise UnsupportedProblem(where, expected="a GPU from SM80 to SM121", got=str(error)) from error
+        kept = [(slots, tensor) for slots, tensor in zip(rows, host, strict=True) if slots.numel()]
+        with on_device(rows[0].device):
+            self._launches = SlotLaunches(
+                target,
+                spec.first_expert,
+                spec.local_experts,
+                [slots for slots, _ in kept],
+                [mapped_address(tensor.data_ptr()) for _, tensor in kept],
+            )
+
+    def place(self, ids_TA: Tensor) -> Tensor:
+        """See :meth:`_CpuSlots.place`. Nothing waits; CUDA graphs capture it."""
+        stream = torch.cuda.current_stream(ids_TA.device).cuda_stream
+        return self._launches.run(ids_TA.contiguous(), stream)
+
+    def residents(self) -> dict[int, int]:
+        """See :meth:`_CpuSlots.residents`. Waits for the GPU."""
+        return {expert: slot for expert, slot in enumerate(self._launches.residents()) if slot >= 0}
+
+    def counts(self) -> tuple[int, int]:
+        """Return hits and misses. Waits for the GPU."""
+        return self._launches.counts()
+
+    def empty(self) -> None:
+        """Forget what the slots hold."""
+        self._launches.empty()
+
+
 class _HostStore:
     """Page-locked copies of a layer's packed tensors, of exactly their size."""
 
@@ -401,11 +491,14 @@ class _HostStore:
             host.copy_(tensor)
 
 
+_MAPPED = 2  # cudaHostRegisterMapped: kernels read it
+
+
 def _lock_pages(tensor: Tensor) -> None:
     if not tensor.numel():
         return
     size = tensor.numel() * tensor.element_size()
-    code = int(_cudart().cudaHostRegister(tensor.data_ptr(), size, 0))
+    code = int(_cudart().cudaHostRegister(tensor.data_ptr(), size, _MAPPED))
     if code:
         raise PlanError(
             "host memory for experts",

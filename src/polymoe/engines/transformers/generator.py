@@ -84,7 +84,7 @@ class Generator:
         also = {} if device_map is None else {"device_map": device_map}
         model, tokenizer = load(path, device=device, backend=backend, role=role, expert_memory=expert_memory, **also)
         if graphs:
-            require_capturable(model)
+            require_capturable(model, 1)
         return cls(model, tokenizer, graphs)
 
     def answer(self, prompts: Sequence[str], *, max_tokens: int, raw: bool = False) -> list[Answer]:

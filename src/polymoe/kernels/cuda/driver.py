@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["DriverError", "Kernel", "Launch", "Module"]
+__all__ = ["DriverError", "Kernel", "Launch", "Module", "mapped_address"]
 
 _SHARED_MEMORY, _PROGRAMMATIC = 8, 6  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_..., CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_...
 _SHARED_DEFAULT = 48 * 1024  # bytes of shared memory that need no attribute
@@ -122,10 +122,7 @@ class Module:
     """
 
     def __init__(self, cubin: bytes) -> None:
-        try:
-            self._driver: Any = ctypes.CDLL("libcuda.so.1")
-        except OSError as error:
-            raise DriverError(f"no CUDA driver: {error}") from error
+        self._driver = _open_driver()
         self._cubin = cubin  # stays: the driver may read it later
         self._library = ctypes.c_void_p()
         _check(
@@ -142,6 +139,25 @@ class Module:
         code = self._driver.cuLibraryGetKernel(ctypes.byref(handle), self._library, name.encode())
         _check(self._driver, code, f"kernel {name}")
         return Kernel(self._driver, handle, name, chained=chained)
+
+
+def mapped_address(address: int) -> int:
+    """Return the address at which kernels of torch's current device read page-locked host memory.
+
+    Raises:
+        DriverError: if the memory is not page-locked and mapped.
+    """
+    driver, found = _open_driver(), ctypes.c_void_p()
+    code = driver.cuMemHostGetDevicePointer_v2(ctypes.byref(found), ctypes.c_void_p(address), 0)
+    _check(driver, code, "the device's address of host memory")
+    return found.value or 0
+
+
+def _open_driver() -> Any:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise DriverError(f"no CUDA driver: {error}") from error
 
 
 def _enter_context(driver: Any, device: int) -> None:

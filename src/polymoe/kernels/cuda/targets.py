@@ -19,7 +19,7 @@ from polymoe.kernels.cuda.sizes import (
 
 __all__ = ["SM90", "TARGETS", "Target", "target_for"]
 
-_AROUND = ("permute", "finalize", "quantize")
+_AROUND = ("slots", "permute", "finalize", "quantize")
 _CUBINS = Path(__file__).parent / "cubins"
 
 

@@ -1,0 +1,117 @@
+"""Launches that give experts slots on the GPU and copy those that are in none, without the host: see ``slots.cu``."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from polymoe.kernels.cuda import modules
+from polymoe.kernels.cuda.targets import Target
+
+__all__ = ["MOST_EXPERTS", "MOST_PARTS", "FetchExpertsArgs", "PlaceExpertsArgs", "SlotLaunches"]
+
+MOST_EXPERTS, MOST_PARTS = 1024, 16
+"""Experts of a layer, and packed tensors, that the kernels have room for."""
+
+_THREADS = 512
+_CTAS = 16  # that copy: 1 MB is on its way, as much as the rate of PCIe 5 times its latency needs many times over
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int
+
+
+class PlaceExpertsArgs(ctypes.Structure):
+    """Arguments of ``place_experts``; the source documents the fields."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("ids", "slot_ids", "slot_of_expert", "expert_of_slot", "misses")),
+        *((name, _POINTER) for name in ("last_use", "counters")),
+        *((name, _INT) for name in ("rows", "first_expert", "experts", "slots", "long_ids")),
+    )
+
+
+class FetchExpertsArgs(ctypes.Structure):
+    """Arguments of ``fetch_experts``; the source documents the fields."""
+
+    _fields_ = (
+        ("misses", _POINTER),
+        ("from_", _POINTER * MOST_PARTS),
+        ("to", _POINTER * MOST_PARTS),
+        ("bytes", ctypes.c_longlong * MOST_PARTS),
+        ("parts", _INT),
+    )
+
+
+class SlotLaunches:
+    """Which expert of a layer lies in which slot, on the device, and the two launches that change it.
+
+    Args:
+        target: the set of cubins.
+        first_expert, experts: the first id and the number of experts on this rank; at most :data:`MOST_EXPERTS`.
+        slots: the packed tensors of the slots, each [S, ...] and contiguous; at most :data:`MOST_PARTS`.
+        host: the device's address of each tensor [E, ...] in page-locked memory.
+    """
+
+    def __init__(
+        self, target: Target, first_expert: int, experts: int, slots: Sequence[Tensor], host: Sequence[int]
+    ) -> None:
+        count, device = len(slots[0]), slots[0].device
+        self.experts, self.slots = experts, count
+        ints = torch.empty(experts + count + 1 + 2 * count, dtype=torch.int32, device=device)
+        self._slot_of_expert, self._expert_of_slot, self._misses = ints.split([experts, count, 1 + 2 * count])
+        longs = torch.empty(count + 3, dtype=torch.int64, device=device)
+        self._last_use, self._counters = longs.split([count, 3])
+        self._counters.zero_()
+        self.empty()
+        self._place_args = PlaceExpertsArgs(
+            slot_of_expert=self._slot_of_expert.data_ptr(),
+            expert_of_slot=self._expert_of_slot.data_ptr(),
+            misses=self._misses.data_ptr(),
+            last_use=self._last_use.data_ptr(),
+            counters=self._counters.data_ptr(),
+            first_expert=first_expert,
+            experts=experts,
+            slots=count,
+        )
+        args = self._fetch_args = FetchExpertsArgs(misses=self._misses.data_ptr(), parts=len(slots))
+        for part, (tensor, address) in enumerate(zip(slots, host, strict=True)):
+            args.from_[part], args.to[part] = address, tensor.data_ptr()
+            args.bytes[part] = tensor[0].numel() * tensor.element_size()
+        self._place = modules.kernel("slots", "place_experts", target).prepare(self._place_args, _THREADS)
+        self._fetch = modules.kernel("slots", "fetch_experts", target).prepare(args, _THREADS)
+        self._fetch.set_grid(_CTAS)
+
+    def empty(self) -> None:
+        """Mark all slots as empty; counts stay."""
+        self._slot_of_expert.fill_(-1)
+        self._expert_of_slot.fill_(-1)
+        self._misses.zero_()
+        self._last_use.zero_()
+
+    def run(self, ids_TA: Tensor, stream: int) -> Tensor:
+        """Put the experts of a call into slots, and return the ids under which they lie there.
+
+        Args:
+            ids_TA: int32 or int64, contiguous; ids of at most as many experts of this rank as there are slots.
+            stream: of torch's current device.
+
+        Returns:
+            int32 [T, A]: first expert plus slot, or -1 where an id is no expert's of this rank.
+        """
+        slot_ids_TA = torch.empty(ids_TA.shape, dtype=torch.int32, device=ids_TA.device)
+        args = self._place_args
+        args.ids, args.slot_ids = ids_TA.data_ptr(), slot_ids_TA.data_ptr()
+        args.rows, args.long_ids = ids_TA.numel(), ids_TA.dtype == torch.int64
+        self._place(stream)
+        self._fetch(stream)
+        return slot_ids_TA
+
+    def residents(self) -> list[int]:
+        """Return the slot of each expert, or -1. Waits for the device."""
+        return self._slot_of_expert.tolist()
+
+    def counts(self) -> tuple[int, int]:
+        """Return hits and misses since the launches were made. Waits for the device."""
+        _, hits, misses = self._counters.tolist()
+        return hits, misses
