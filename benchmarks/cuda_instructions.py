@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -41,13 +42,19 @@ Instructions = list[tuple[int, str]]
 """Address and text of each."""
 
 
+def dump(option: str, unit: str, target: Target) -> str:
+    """What the disassembler says of a unit."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(modules.read_cubin(modules.cubin_path(unit, target)))
+        cubin.flush()
+        return subprocess.run([TOOL, option, cubin.name], check=True, capture_output=True, text=True).stdout
+
+
 @cache
 def _kernels(unit: str, target: Target) -> dict[str, Instructions]:
     """All kernels of a unit by name: disassembling one takes nearly half as long as disassembling all."""
-    command = [TOOL, "-sass", modules.cubin_path(unit, target)]
-    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     found = {}
-    for kernel in text.split("Function : ")[1:]:
+    for kernel in dump("-sass", unit, target).split("Function : ")[1:]:
         name, _, lines = kernel.partition("\n")
         found[name.strip()] = [(int(a, 16), t.strip()) for a, t in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", lines)]
     return found

@@ -345,7 +345,8 @@ class Launcher:
     def __call__(self, unit: str, name: str, target: Target) -> Launcher.Kernel:
         """A kernel, of the variant unless it is one of those around the GEMMs."""
         around = unit in ("permute", "finalize", "quantize")
-        kernel = _kernel(_module(modules.cubin_path(unit, target) if around else self.cubin), name)
+        path = modules.cubin_path(unit, target) if around else self.cubin
+        kernel = _kernel(_module(path), name)
         return Launcher.Kernel(self, kernel, name)
 
     class Kernel:
@@ -372,7 +373,7 @@ class Launcher:
 
 @cache
 def _module(cubin: Path) -> Module:
-    return Module(cubin.read_bytes())
+    return Module(modules.read_cubin(cubin) if cubin.suffix == ".xz" else cubin.read_bytes())
 
 
 @cache

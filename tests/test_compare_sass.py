@@ -25,7 +25,7 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
     unit = modules.cubin_path("finalize", SM90)
     for side in ("old", "new"):
         (tmp_path / side).mkdir()
-        shutil.copy(unit, tmp_path / side / f"{side}_unit.{side}hash.cubin")
+        shutil.copy(unit, tmp_path / side / f"{side}_unit.{side}hash.cubin.xz")
     return tmp_path / "old", tmp_path / "new"
 
 
@@ -52,7 +52,7 @@ def test_a_kernel_that_one_side_lacks(folders: tuple[Path, Path]) -> None:
 def test_one_other_instruction(folders: tuple[Path, Path], tmp_path: Path) -> None:
     old, new = folders
     (path,) = new.iterdir()
-    code = path.read_bytes()
+    code = modules.read_cubin(path)
     assert code.count(PROLOGUE) == 3
     other = PROLOGUE.replace(b"\x01", b"\x02", 1)  # R2
     path.unlink()

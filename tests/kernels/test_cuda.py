@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,10 +35,10 @@ BUILT = [pytest.param(t, unit, id=f"{t.name}-{unit}") for t in TARGETS.values() 
 @pytest.mark.parametrize(("target", "unit"), BUILT)
 def test_compiled_from_these_sources(target: Target, unit: str) -> None:
     path = modules.cubin_path(unit, target)
-    assert path.name == f"{unit}.{modules.source_hash(unit, target)}.cubin", (
+    assert path.name == f"{unit}.{modules.source_hash(unit, target)}{modules.SUFFIX}", (
         "run scripts/build-kernels and commit what it made"
     )
-    assert path.read_bytes()[:4] == b"\x7fELF"
+    assert modules.read_cubin(path).startswith(b"\x7fELF")
 
 
 def test_generated_files_are_those_of_the_table() -> None:
@@ -111,6 +112,16 @@ def test_a_hash_does_not_change_with_code_for_other_gpus(copied: Path) -> None:
 def test_missing_files_say_what_to_run(tmp_path: Path) -> None:
     with pytest.raises(modules.DriverError, match=r"permute\.\*\.cubin.*got 0.*scripts/build-kernels"):
         modules.cubin_path("permute", replace(SM90, folder=tmp_path))
+
+
+@pytest.mark.parametrize("damage", [lambda code: code[:-100], lambda code: code[:100] + b"0" + code[101:]])
+def test_a_damaged_file_says_which(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    path = modules.cubin_path("permute", SM90)
+    stored = path.read_bytes()
+    assert modules.read_cubin(path).startswith(b"\x7fELF")
+    (tmp_path / path.name).write_bytes(damage(stored))
+    with pytest.raises(modules.DriverError, match=f"{path.name}: expects a compressed cubin.*install polymoe again"):
+        modules.read_cubin(tmp_path / path.name)
 
 
 def test_a_thread_that_has_not_used_the_gpu_takes_the_device_s_context(monkeypatch: pytest.MonkeyPatch) -> None:

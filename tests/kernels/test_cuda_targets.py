@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import re
 import shutil
-import subprocess
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -164,12 +163,10 @@ def test_many_rows_by_mma(monkeypatch: pytest.MonkeyPatch, format: str, gated: b
 @pytest.mark.parametrize("target", OTHERS, ids=lambda t: t.name)
 def test_registers_and_shared_memory(target: Target) -> None:
     """Nothing spills, all warps have their registers, and static shared memory is within what the table sets aside."""
-    instructions()  # skips where there is no disassembler
-    tool = instructions().TOOL
+    dump = instructions().dump  # skips where there is no disassembler
     for unit in target.units:
-        (cubin,) = target.folder.glob(f"{unit}.*.cubin")
-        text = subprocess.run([tool, "-res-usage", cubin], check=True, capture_output=True, text=True).stdout
-        found = re.findall(r"Function (\w+):\s*\n\s*REG:(\d+) STACK:(\d+) SHARED:(\d+)", text)
+        usage = dump("-res-usage", unit, target)
+        found = re.findall(r"Function (\w+):\s*\n\s*REG:(\d+) STACK:(\d+) SHARED:(\d+)", usage)
         assert found
         for name, registers, stack, shared in found:
             assert int(stack) == 0, name

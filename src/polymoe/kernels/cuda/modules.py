@@ -1,8 +1,13 @@
-"""The compiled kernels: one cubin for each unit and target, named by the hash of what it was made from."""
+"""The compiled kernels: one cubin for each unit and target, named by the hash of what it was made from.
+
+Cubins are stored compressed, which makes them a tenth of their size: the kernels of a unit are much alike. Each is
+decompressed once in a process, when the first of its kernels is asked for.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import lzma
 import posixpath
 import re
 from collections.abc import Callable
@@ -12,7 +17,7 @@ from pathlib import Path
 from polymoe.kernels.cuda.driver import DriverError, Kernel, Module
 from polymoe.kernels.cuda.targets import Target
 
-__all__ = ["COMPILER", "cubin_path", "included", "kernel", "source_hash"]
+__all__ = ["COMPILER", "SUFFIX", "compress", "cubin_path", "included", "kernel", "read_cubin", "source_hash"]
 
 COMPILER = {
     "nvidia-cuda-nvcc": "13.3.73",
@@ -22,6 +27,9 @@ COMPILER = {
 }
 """Distributions that hold the compiler. From 13.3 on it keeps the registers of asynchronous instructions alive long
 enough (release notes of CUDA 13.3, ptxas)."""
+
+SUFFIX = ".cubin.xz"
+"""How the names of compiled files end."""
 
 _HERE = Path(__file__).parent
 
@@ -82,10 +90,27 @@ def cubin_path(unit: str, target: Target) -> Path:
     Raises:
         DriverError: if there is not exactly one.
     """
-    found = sorted(target.folder.glob(f"{unit}.*.cubin"))
+    found = sorted(target.folder.glob(f"{unit}.*{SUFFIX}"))
     if len(found) != 1:
-        raise DriverError(f"{target.folder}: expects one {unit}.*.cubin, got {len(found)}: run scripts/build-kernels")
+        raise DriverError(f"{target.folder}: expects one {unit}.*{SUFFIX}, got {len(found)}: run scripts/build-kernels")
     return found[0]
+
+
+def compress(cubin: bytes) -> bytes:
+    """The contents of the file that stores a cubin."""
+    return lzma.compress(cubin, preset=9 | lzma.PRESET_EXTREME)
+
+
+def read_cubin(path: Path) -> bytes:
+    """The cubin in a file that :func:`cubin_path` found.
+
+    Raises:
+        DriverError: if the file is damaged.
+    """
+    try:
+        return lzma.decompress(path.read_bytes())
+    except lzma.LZMAError as error:
+        raise DriverError(f"{path}: expects a compressed cubin, got a damaged file: install polymoe again") from error
 
 
 @cache
@@ -100,4 +125,4 @@ def kernel(unit: str, name: str, target: Target) -> Kernel:
 
 @cache
 def _module(unit: str, target: Target) -> Module:
-    return Module(cubin_path(unit, target).read_bytes())
+    return Module(read_cubin(cubin_path(unit, target)))
