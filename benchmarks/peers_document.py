@@ -1,7 +1,8 @@
-"""Tables and plots of docs/performance/peers.md, from records of benchmarks/peer_times.py and later ones of ours."""
+"""Tables of docs/performance/peers.md and plots of plots.md, from records of benchmarks/peer_times.py and later ones of ours."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -126,29 +127,45 @@ def ratios(found: dict[Row, Times]) -> str:
     return f"{markdown(['', *map(str, columns)], lines)}\nA peer is ahead in {ahead} of {cells} cells.\n"
 
 
-def picture(found: dict[Row, Times], path: Path) -> None:
-    """Shares of the floor over tokens, one plot a row."""
+def name_of(row: Row) -> str:
+    """The name of a row's plot."""
+    return re.sub(r"[^a-z0-9]+", "-", row.head.replace("`", "").lower()) + ".png"
+
+
+def plots(found: dict[Row, Times]) -> str:
+    """The page of plots: one for each row."""
+    shown = [f"## {row.head}\n\n![Share of the floor over tokens](plots/{name_of(row)})\n" for row in found]
+    return "\n".join([_PLOTS, *shown])
+
+
+_PLOTS = """# Plots of the comparison with other libraries
+
+One plot for each row of the first [table](peers.md), on one H200: the least time that the GPU allows ([floor](method.md#floor)) as a
+share of the measured time, by tokens in a call. 1.0 is as fast as the GPU allows.
+"""
+
+
+def pictures(found: dict[Row, Times], folder: Path) -> None:
+    """Draw the plots, with letters that can be read on a telephone."""
     from matplotlib.figure import Figure
 
-    shown = [(row, of) for row, of in by_case(found)[0].items() if of.ours]
-    across = 3
-    figure = Figure(figsize=(15, 3.6 * -(-len(shown) // across)), layout="constrained")
-    plots = figure.subplots(-(-len(shown) // across), across, squeeze=False).flat
-    for axes, (row, of) in zip(plots, shown, strict=False):
+    folder.mkdir(exist_ok=True)
+    for row, of in found.items():
+        figure = Figure(figsize=(6, 4.4), layout="constrained")
+        axes = figure.subplots()
         floors = {t: r.floor_us for t, r in of.ours.items()}
         lines = {"polymoe": of.ours, **{LABELS.get(name, name): by for name, by in of.peers.items()}}
         for n, (label, by) in enumerate(lines.items()):
             points = [(t, floors[t] / by[t].median_us) for t in sorted(by) if t in floors]
-            style = {"linewidth": 2.0} if n == 0 else {"linestyle": "--", "linewidth": 1.2}
-            axes.plot(*zip(*points, strict=True), marker="osD^v"[n % 5], markersize=4, label=label, **style)
+            style = {"linewidth": 2.5} if n == 0 else {"linestyle": "--", "linewidth": 1.5}
+            axes.plot(*zip(*points, strict=True), marker="osD^v"[n % 5], markersize=5, label=label, **style)
         axes.set_xscale("log", base=2)
-        axes.set_xticks(sorted(floors), [str(t) for t in sorted(floors)], fontsize=7)
+        axes.set_xticks(sorted(floors)[::2], [str(t) for t in sorted(floors)[::2]], fontsize=13)
+        axes.set_xticks([], minor=True)
         axes.set_ylim(0, 1.05)
-        axes.set_title(row.head.replace("`", ""), fontsize=10)
+        axes.tick_params(axis="y", labelsize=13)
+        axes.set_xlabel("tokens", fontsize=14)
+        axes.set_ylabel("share of the floor", fontsize=14)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-    for axes in list(figure.axes)[len(shown) :]:
-        axes.remove()
-    figure.supxlabel("tokens")
-    figure.supylabel("share of the floor (floor / time)")
-    write_png(figure, path)
+        axes.legend(fontsize=13)
+        write_png(figure, folder / name_of(row))

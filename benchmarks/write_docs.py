@@ -415,6 +415,7 @@ def documents() -> dict[Path, str]:
     tables[docs / "install.md"] = {"versions": versions_document.table(ran)}
     texts = {
         docs / "backends.md": backends_document(),
+        docs / "performance" / "plots.md": peers_document.plots(named),
         ROOT / "src" / "polymoe" / "doctor" / "ran.json": versions_document.packaged(ran),
         **{
             ROOT / "constraints" / f"{name}.txt": versions_document.constraints(ran, name)
@@ -498,7 +499,8 @@ def main() -> None:
         times_picture(ROOT / "docs" / "performance" / "gpt-oss-120b-h200-times.png")
         for case in (PICTURE[0], TRANSFORMERS_CASE):
             picture(case, ROOT / "docs" / "performance" / f"{case}-h200.png")
-        peers_document.picture(compared(), ROOT / "docs" / "performance" / "peers-h200.png")
+        named, _ = peers_document.by_case(compared())
+        peers_document.pictures(named, ROOT / "docs" / "performance" / "plots")
         for engine, file in ENGINES.items():
             png = ROOT / "docs" / "engines" / f"{engine.lower()}-h200.png"
             engines_document.picture(ROOT / "benchmarks" / "results" / file, engine, png)

@@ -43,7 +43,7 @@ def test_current() -> None:
     documents = write_docs.documents()
     assert {str(path.relative_to(write_docs.ROOT)) for path in documents} == {
         "README.md", "docs/backends.md", "docs/performance/cuda.md", "docs/performance/triton.md",
-        "docs/performance/peers.md",
+        "docs/performance/peers.md", "docs/performance/plots.md",
         "docs/decoding.md", "docs/serving.md", "docs/security.md", "docs/engines/sglang.md", "docs/engines/vllm.md",
         "docs/install.md", "constraints/gpu.txt", "constraints/vllm.txt", "constraints/sglang.txt",
         "src/polymoe/doctor/ran.json",
@@ -102,6 +102,7 @@ def test_check_names_what_is_not_current(monkeypatch: pytest.MonkeyPatch, tmp_pa
     pages = (
         "performance/cuda.md",
         "performance/peers.md",
+        "performance/plots.md",
         "performance/triton.md",
         "decoding.md",
         "serving.md",
