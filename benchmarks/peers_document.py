@@ -1,4 +1,4 @@
-"""Tables of docs/performance/peers.md and plots of plots.md, from records of benchmarks/peer_times.py and later ones of ours."""
+"""Tables of docs/performance/peers.md, plots of plots.md: records of benchmarks/peer_times.py, later ones of ours."""
 
 from __future__ import annotations
 
@@ -140,8 +140,8 @@ def plots(found: dict[Row, Times]) -> str:
 
 _PLOTS = """# Plots of the comparison with other libraries
 
-One plot for each row of the first [table](peers.md), on one H200: the least time that the GPU allows ([floor](method.md#floor)) as a
-share of the measured time, by tokens in a call. 1.0 is as fast as the GPU allows.
+One plot for each row of the first [table](peers.md), on one H200: the least time that the GPU allows
+([floor](method.md#floor)) as a share of the measured time, by tokens in a call. 1.0 is as fast as the GPU allows.
 """
 
 

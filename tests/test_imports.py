@@ -147,6 +147,36 @@ def test_importing_polymoe_is_light() -> None:
     assert seconds["import polymoe"] - seconds["pass"] < 0.15
 
 
+def test_explain_and_models_answer_from_sizes_without_loading_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; from polymoe.__main__ import main; sys.argv = ['polymoe', {}]\n"
+        "try: main()\n"
+        "finally: print([m for m in ('torch._C', 'huggingface_hub.hf_api') if m in sys.modules], file=sys.stderr)"
+    )
+    explain = ("explain", "openai/gpt-oss-20b", "--device", "h200")
+    for command in (explain, (*explain, "--json"), ("models", "--device", "rtx4090")):
+        script = code.format(", ".join(map(repr, command)))
+        env = {**os.environ, "HF_HOME": str(tmp_path)}
+        done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, env=env)
+        assert done.stdout
+        assert done.stderr.splitlines()[-1] == "[]"
+    assert min(_processor_seconds(code.format(", ".join(map(repr, explain)))) for _ in range(3)) < 1.0
+
+
+def test_the_first_use_of_a_postponed_torch_loads_it() -> None:
+    code = (
+        "import sys; from polymoe.common.lazy_torch import postpone_torch; postpone_torch(); import torch; "
+        "first = 'torch._C' in sys.modules; {}; print(first, 'torch._C' in sys.modules, type(torch).__name__)"
+    )
+    for use in (
+        "torch.ones(2).sum()",
+        "from torch import Tensor",
+        "import torch.nn.functional as F; F.relu",
+        "hasattr(torch, 'x')",
+    ):
+        assert _python(code.format(use)) == "False True module", use
+
+
 def test_the_core_loads_neither_triton_nor_an_engine() -> None:
     code = (
         "import sys, polymoe; polymoe.explain, polymoe.load_experts, polymoe.formats; "

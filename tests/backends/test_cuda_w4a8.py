@@ -15,10 +15,9 @@ from polymoe.checkpoint import Checkpoint
 from polymoe.errors import PlanError
 from polymoe.formats import FORMATS
 from polymoe.kernels.cuda.sizes import W4A8
-from polymoe.layer.experts import resolve_activations
 from polymoe.machine import DEVICES, Machine
 from polymoe.planning.measured import Table
-from polymoe.planning.select import select
+from polymoe.planning.select import resolve_activations, select
 from polymoe.problem.activations import ReLU2
 from polymoe.problem.scale_range import ScaleRange
 from polymoe.problem.verdict import Accepted, Reason, Rejected

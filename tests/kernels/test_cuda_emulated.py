@@ -15,7 +15,7 @@ from polymoe.backends.reference import emulate_activations, run_experts
 from polymoe.formats import FORMATS, QuantTensor, format_of
 from polymoe.kernels.cuda import modules
 from polymoe.kernels.cuda.launch import mma
-from polymoe.kernels.cuda.launch.args import DTYPES, FinalizeArgs, QuantizePermutedArgs
+from polymoe.kernels.cuda.launch.args import FinalizeArgs, QuantizePermutedArgs, dtype_number
 from polymoe.kernels.cuda.launch.call import tokens_per_cta
 from polymoe.kernels.cuda.launch.permutation import FEW_ROWS, Permutation
 from polymoe.kernels.cuda.launch.tiled import WgmmaCall, e4m3_tile_bytes
@@ -324,7 +324,7 @@ def test_quantize(
     padded = tokens * top_k + 35
     tiles = torch.full((padded, e4m3_tile_bytes(1, hidden)), 0xFF, dtype=torch.uint8)
     where = found["expanded_to_permuted"]
-    args = QuantizePermutedArgs(x.data_ptr(), tiles.data_ptr(), where.data_ptr(), hidden, top_k, DTYPES[dtype])
+    args = QuantizePermutedArgs(x.data_ptr(), tiles.data_ptr(), where.data_ptr(), hidden, top_k, dtype_number(dtype))
     launch = modules.kernel("quantize", "quantize_permuted", SM90).prepare(args, 256)
     launch.set_grid(tokens, -(-hidden // 4096))
     launch(0)
@@ -342,7 +342,7 @@ def test_quantize(
     assert (tiles[untouched] == 0xFF).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("tokens", "top_k", "columns", "local"), [
     (67, 1, 1032, 0.7), (9, 3, 264, 0.5), (13, 6, 64, 0.2), (7, 8, 264, 1.0), (5, 16, 8, 0.1), (33, 1, 8, 0.0),
 ])  # fmt: skip
@@ -364,7 +364,7 @@ def test_weighted_sums_of_many_tokens_are_those_of_few(
         out = torch.full((tokens, columns), float("nan"), dtype=dtype)
         args = FinalizeArgs(
             y.data_ptr(), where.data_ptr(), None, weights.data_ptr(), out.data_ptr(), top_k, columns, 0, 1, 0,
-            DTYPES[dtype], tokens, each,
+            dtype_number(dtype), tokens, each,
         )  # fmt: skip
         launch = modules.kernel("finalize", name, SM90).prepare(args, 128)
         launch.set_grid(-(-tokens // each), -(-columns // 1024))

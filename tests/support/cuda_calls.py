@@ -16,7 +16,7 @@ from polymoe.backends.cuda.families import families_for
 from polymoe.backends.cuda.runner import CudaRunner
 from polymoe.backends.reference import run_experts
 from polymoe.kernels.cuda import modules
-from polymoe.kernels.cuda.launch.args import DTYPES, QuantizeRowsArgs
+from polymoe.kernels.cuda.launch.args import QuantizeRowsArgs, dtype_number
 from polymoe.kernels.cuda.sizes import e4m3_row_bytes, round_up
 from polymoe.kernels.cuda.targets import SM90, Target
 from polymoe.layouts import LAYOUTS, Packed
@@ -239,7 +239,7 @@ def quantized_rows(kernel: str, x_TH: torch.Tensor) -> torch.Tensor:
     tokens, columns = x_TH.shape
     out = torch.empty(tokens, e4m3_row_bytes(columns), dtype=torch.uint8)
     threads = min(512, round_up(columns // 16, 32))
-    args = QuantizeRowsArgs(x_TH.data_ptr(), out.data_ptr(), columns, DTYPES[x_TH.dtype])
+    args = QuantizeRowsArgs(x_TH.data_ptr(), out.data_ptr(), columns, dtype_number(x_TH.dtype))
     launch = modules.kernel("quantize", kernel, SM90).prepare(args, threads)
     launch.set_grid(tokens, -(-columns // (16 * threads)))
     launch(0)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from polymoe.backends.config import Config
 from polymoe.backends.features import Handled
@@ -15,8 +13,12 @@ from polymoe.layouts import Packed
 from polymoe.machine import Machine
 from polymoe.problem import Problem
 from polymoe.problem.activation_quantization import UNQUANTIZED, ActivationQuantization
-from polymoe.problem.call import CallArguments
 from polymoe.problem.verdict import Verdict
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from polymoe.problem.call import CallArguments
 
 __all__ = [
     "UNTIMED",

@@ -6,9 +6,9 @@ Only experts that receive tokens are dequantized.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from polymoe.backends.base import BackendBase, Prediction, Runner, RunnerBase, mapped_ids
 from polymoe.backends.config import Config
@@ -21,10 +21,14 @@ from polymoe.machine import Machine
 from polymoe.problem import Problem
 from polymoe.problem.activation_quantization import ACTIVATIONS, UNQUANTIZED, ActivationQuantization
 from polymoe.problem.activations import Activation, GeGLU, ReLU2, SwiGLU
-from polymoe.problem.call import CallArguments
 from polymoe.problem.routing import Routing
 from polymoe.problem.tensors import Expert, ExpertWeights
 from polymoe.problem.verdict import Accepted, Verdict
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from polymoe.problem.call import CallArguments
 
 __all__ = ["Reference", "ReferenceRunner", "emulate_activations", "layer_input_scales", "run_expert", "run_experts"]
 
@@ -116,7 +120,7 @@ def run_experts(
     weights: ExpertWeights,
     x_TH: Tensor,
     routing: Routing,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
     *,
     quantize_x: bool = True,
 ) -> Tensor:
@@ -129,10 +133,11 @@ def run_experts(
     Ids outside this rank's experts add nothing.
 
     Args:
-        dtype: of the computation: float32, or float64 to test the float32 result.
+        dtype: of the computation: float32 by default, or float64 to test the float32 result.
         quantize_x: whether to emulate the quantization of x as well as that of h.
     """
     spec = problem.spec
+    dtype = dtype or torch.float32
     x = x_TH.to(dtype)
     out = torch.zeros(x_TH.shape[0], spec.hidden, dtype=dtype, device=x_TH.device)
     local = routing.topk_ids_TA - spec.first_expert

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
-from torch.nn.functional import linear
 
 from polymoe.backends.base import BackendBase, Prediction, Runner, RunnerBase, mapped_ids
 from polymoe.backends.config import Config
@@ -18,8 +17,12 @@ from polymoe.layouts import LAYOUTS, Packed
 from polymoe.machine import Machine
 from polymoe.problem import Problem
 from polymoe.problem.activations import Activation, GeGLU, ReLU2, SwiGLU
-from polymoe.problem.call import CallArguments
 from polymoe.problem.verdict import Accepted, Reasons, Verdict
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from polymoe.problem.call import CallArguments
 
 __all__ = ["Torch", "TorchRunner"]
 
@@ -156,6 +159,7 @@ class TorchRunner(RunnerBase):
 
     def _experts(self, experts: Sequence[int], rows: Sequence[Tensor]) -> Tensor:
         """Apply each of ``experts`` to its rows [n, H]; returns the rows of all, [R, H]."""
+        linear = torch.nn.functional.linear
         products = [linear(x, self.gate_up[e], self.gate_up_bias[e]) for e, x in zip(experts, rows, strict=True)]
         h_RF = _activated(self.problem.activation, torch.cat(products)).split([len(x) for x in rows])
         return torch.cat([linear(h, self.down[e], self.down_bias[e]) for e, h in zip(experts, h_RF, strict=True)])

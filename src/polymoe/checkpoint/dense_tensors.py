@@ -10,15 +10,16 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from polymoe.checkpoint.dialects import DIALECTS, SUFFIXES, Dialect, choose
 from polymoe.checkpoint.files import CheckpointFiles, Header
 from polymoe.checkpoint.scheme import QuantizationConfig, Scheme
 from polymoe.errors import CheckpointError, FormatError
 from polymoe.formats import Encoding, QuantTensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["DenseMatrix", "DenseTensor", "DenseTensors", "MatrixRead"]
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from polymoe.checkpoint.dialects import SUFFIXES
 from polymoe.checkpoint.dialects.base import expect
@@ -14,6 +13,9 @@ from polymoe.checkpoint.families import Arrangement, MoeConfig, PerExpert
 from polymoe.checkpoint.files import CheckpointFiles, Header
 from polymoe.checkpoint.naming import BIAS, tensor_name
 from polymoe.errors import CheckpointError, FormatError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["check_bias", "describe_header", "expert_header", "expert_tensor", "full_names", "present_tensors"]
 

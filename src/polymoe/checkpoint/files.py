@@ -9,15 +9,16 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from polymoe.checkpoint.hub import locate
 from polymoe.checkpoint.opener import exists, is_inside, open_weights, read_json
 from polymoe.checkpoint.patterns import check_name
 from polymoe.checkpoint.tokenizer_files import TOKENIZER_FILES
 from polymoe.errors import CheckpointError, CheckpointNotFound, quoted
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["CheckpointFiles", "Header"]
 

@@ -12,7 +12,7 @@ from typing import Any
 from polymoe.checkpoint.opener import exists
 from polymoe.errors import CheckpointNotFound
 
-__all__ = ["locate", "require_name"]
+__all__ = ["in_cache", "locate", "require_name"]
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _EXPECTED = "an existing path, or a Hub id like org/name"
@@ -53,6 +53,13 @@ def locate(path_or_hub_id: str | PurePath, patterns: Sequence[str], **hub: Any) 
                 hint="unset HF_HUB_OFFLINE, or name a directory with the checkpoint",
             ) from error
         raise CheckpointNotFound(name, expected=_EXPECTED, **_of_the_hub(error)) from error
+
+
+def in_cache(name: str) -> bool:
+    """Whether the Hub's cache has a directory of this repository. Whole or not, only :func:`locate` tells."""
+    from huggingface_hub import constants
+
+    return (Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}").exists()
 
 
 def require_name(path_or_hub_id: str | PurePath) -> str | None:

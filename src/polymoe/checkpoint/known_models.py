@@ -27,6 +27,7 @@ from typing import Any
 
 from polymoe.checkpoint.dense_size import DenseSize, dense_size
 from polymoe.checkpoint.files import CheckpointFiles
+from polymoe.checkpoint.hub import in_cache
 from polymoe.checkpoint.load import Checkpoint
 from polymoe.common.json_input import parse_json
 from polymoe.errors import CheckpointError, CheckpointNotFound
@@ -93,11 +94,14 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if os.path.exists(path):
         return Checkpoint.open(path, config_only=not os.path.isdir(path))
     known = known_models()
+    by_case = {name.lower(): model for name, model in known.items()}
+    model = known.get(str(path)) or by_case.get(str(path).lower())
+    if model and not in_cache(str(path)):  # without what would import the Hub's client, for a short answer
+        return model.checkpoint()
     try:
         return _cached(path)
     except CheckpointNotFound:
-        by_case = {name.lower(): model for name, model in known.items()}
-        if model := known.get(str(path)) or by_case.get(str(path).lower()):
+        if model:
             return model.checkpoint()
     try:
         return Checkpoint.open(path, config_only=True)

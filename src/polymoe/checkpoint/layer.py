@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from polymoe.checkpoint.config import QuantizationConfig
 from polymoe.checkpoint.dialects import DIALECTS, Dialect, choose, require
@@ -30,6 +30,9 @@ from polymoe.errors import CheckpointError, CheckpointNotFound, FormatError
 from polymoe.formats import Encoding, QuantTensor
 from polymoe.problem.activation_quantization import UNQUANTIZED, ActivationQuantization
 from polymoe.problem.tensors import Expert, ExpertsSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Part", "StoredLayer"]
 

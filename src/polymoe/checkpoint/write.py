@@ -11,11 +11,9 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
 
 from polymoe.checkpoint.config import QuantizationConfig, parse_quantization
 from polymoe.checkpoint.families import Fused, ModelFamily, MoeConfig, family_of
@@ -25,9 +23,12 @@ from polymoe.errors import ArgumentError, CheckpointError
 from polymoe.formats import Encoding, PerChannel, PerGroup, QuantTensor, format_of
 from polymoe.problem.tensors import Expert, ExpertWeights
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 __all__ = ["FloatExperts", "write_checkpoint"]
 
-FloatExperts = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]
+FloatExperts: TypeAlias = "tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]"
 """``(gate_up_EFH, down_EHF)``, and biases ``gate_up_EF``, ``down_EH`` where the model has them, in natural order: all
 gate rows, then all up rows (experts without a gate: up rows only)."""
 
@@ -228,6 +229,8 @@ class _Shards:
 
     def flush(self) -> None:
         """Write the collected tensors to a shard."""
+        from safetensors.torch import save_file  # imports torch, which those who only read configs do not need
+
         save_file(self.pending, self.directory / _draft(self.count), metadata={"format": "pt"})
         self.pending, self.pending_bytes, self.storages = {}, 0, set()
         self.count += 1

@@ -16,6 +16,7 @@ from polymoe.cli.options import (
     option,
 )
 from polymoe.cli.output import cells, console, print_json, print_table
+from polymoe.common.lazy_torch import postpone_torch
 from polymoe.common.units import format_bytes, format_count, format_ranges, format_us
 from polymoe.errors import ArgumentError, printable
 
@@ -96,6 +97,7 @@ def command(
         raise ArgumentError(
             "enable_expert_parallel", expected="--engine as well", got="none", hint="without an engine, use --ep"
         )
+    postpone_torch()
     from polymoe.explanation import explain
 
     explanation = explain(checkpoint, **asked)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from polymoe.cli.options import Output, gpus, option
 from polymoe.cli.output import cells, console, print_json, print_table
+from polymoe.common.lazy_torch import postpone_torch
 from polymoe.common.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def command(gpu: _Gpu, output: Output) -> None:
     """Show which of the models whose sizes ship with polymoe fit a GPU, the largest first, with their room for context
     and the greatest number of tokens per second of one request. Nothing is downloaded.
     """
+    postpone_torch()
     from polymoe.explanation.models import models
 
     found = models(gpu.device, gpu.context)

@@ -17,11 +17,10 @@ from polymoe.checkpoint.known_models import open_checkpoint
 from polymoe.checkpoint.kv_cache import KvCache
 from polymoe.common.units import format_bytes, format_count, format_ranges, format_us
 from polymoe.explanation.fit import RESERVE, Fit, Ranks, fit_of
-from polymoe.layer.experts import resolve_activations
 from polymoe.machine import Device, Machine
 from polymoe.planning.plan import role_tokens
 from polymoe.planning.proof import said, shipped
-from polymoe.planning.select import select
+from polymoe.planning.select import resolve_activations, select
 from polymoe.planning.selection import Selection
 from polymoe.problem import Dtype, Problem
 from polymoe.problem.activation_quantization import ActivationQuantization

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
-from torch import Tensor
 
 from polymoe.common.shapes import ceil_div
 from polymoe.errors import FormatError
 from polymoe.formats.encoding import Encoding, PerGroup
 from polymoe.formats.tensor import QuantTensor, expand_groups
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Format", "group_reduce"]
 
@@ -69,7 +71,7 @@ class Format:
             raise FormatError(f"{self.name}.quantize", expected="finite float32 weights", got="NaN or infinity")
         return self._quantize(w_NK)
 
-    def dequantize(self, tensor: QuantTensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    def dequantize(self, tensor: QuantTensor, dtype: torch.dtype | None = None) -> Tensor:
         """``tensor.dequantize(dtype)``, after checking that it is of this format."""
         if tensor.encoding != self.encoding:
             raise FormatError(f"{self.name}.dequantize", expected=repr(self.encoding), got=repr(tensor.encoding))

@@ -6,10 +6,15 @@ specification, here always the ``e4m3fn`` variant (no infinities, largest number
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
+import torch
+
+from polymoe.common.lazy_torch import Dtypes
 from polymoe.errors import FormatError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "CODE_DTYPES",
@@ -29,22 +34,12 @@ __all__ = [
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """Value of each 4-bit code: bit 3 is the sign, bits 2 to 0 index the magnitudes."""
 
-CODE_DTYPES: dict[str, torch.dtype] = {
-    "e2m1": torch.uint8,
-    "int4": torch.uint8,
-    "e4m3": torch.float8_e4m3fn,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+CODE_DTYPES = Dtypes(e2m1="uint8", int4="uint8", e4m3="float8_e4m3fn", bf16="bfloat16", fp16="float16")
 """Dtype of an element's codes; those of 4 bits are two to a byte."""
 
-SCALE_DTYPES: dict[str, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "e8m0": torch.float8_e8m0fnu,
-    "e4m3": torch.float8_e4m3fn,
-}
+SCALE_DTYPES = Dtypes(
+    float32="float32", bfloat16="bfloat16", float16="float16", e8m0="float8_e8m0fnu", e4m3="float8_e4m3fn"
+)
 """Dtype of scales by its name in an Encoding."""
 
 # Halfway points between neighbouring magnitudes: entry i lies between codes i and i + 1.
@@ -67,11 +62,13 @@ def unpack_nibbles(codes: Tensor) -> Tensor:
     return torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2)
 
 
-def decode(codes: Tensor, element: str, dtype: torch.dtype = torch.float32) -> Tensor:
+def decode(codes: Tensor, element: str, dtype: torch.dtype | None = None) -> Tensor:
     """Return the numbers of ``codes``, before scales and zero points: ``[..., N, K]`` in ``dtype``.
 
     Packed 4-bit codes are ``[..., N, K/2]``. INT4 codes give 0 to 15, since the zero point belongs to the group.
+    ``dtype`` is float32 by default.
     """
+    dtype = dtype or torch.float32
     if element == "e2m1":
         values = torch.tensor(E2M1_VALUES, dtype=dtype, device=codes.device)
         pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1)
@@ -89,8 +86,9 @@ def _lookup(table: Tensor, codes: Tensor) -> Tensor:
     return table.index_select(0, codes.flatten().int()).view(codes.shape)
 
 
-def decode_scale(scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Scales as numbers in ``dtype``, exactly. E8M0 byte b is ``2**(b - 127)``; 255 is NaN."""
+def decode_scale(scales: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Scales as numbers in ``dtype`` (float32 by default), exactly. E8M0 byte b is ``2**(b - 127)``; 255 is NaN."""
+    dtype = dtype or torch.float32
     return scales.to(dtype) if scales.dtype != torch.float8_e8m0fnu else scales.to(torch.float32).to(dtype)
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
 
 from polymoe.errors import FormatError
 from polymoe.formats.base import Format
 from polymoe.formats.elements import CODE_DTYPES
 from polymoe.formats.tensor import QuantTensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Float16"]
 

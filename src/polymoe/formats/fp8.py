@@ -7,13 +7,14 @@ with which no weight is clipped; so is that of NVIDIA Model Optimizer's MXFP8, `
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from polymoe.formats.base import Format, group_reduce
 from polymoe.formats.elements import decode_scale, divide, encode_e4m3, encode_scale
 from polymoe.formats.tensor import QuantTensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Fp8"]
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
 
 from polymoe.formats.base import Format, group_reduce
 from polymoe.formats.elements import decode_scale, divide, encode_scale, pack_nibbles
 from polymoe.formats.tensor import QuantTensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Int4"]
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
 
 from polymoe.formats.base import Format, group_reduce
 from polymoe.formats.elements import decode, decode_scale, encode_e2m1, encode_e8m0, pack_nibbles
 from polymoe.formats.tensor import QuantTensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Mxfp4"]
 

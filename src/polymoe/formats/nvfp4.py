@@ -5,14 +5,16 @@ Source: NVIDIA Model Optimizer's NVFP4 export (``weight_scale_2 = amax / (6 * 44
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
 
 from polymoe.formats.base import Format, group_reduce
 from polymoe.formats.elements import divide, encode_e2m1, encode_e4m3, encode_scale, pack_nibbles
 from polymoe.formats.tensor import QuantTensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Nvfp4"]
 

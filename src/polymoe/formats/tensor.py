@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from polymoe.common.shapes import ceil_div
 from polymoe.errors import FormatError
 from polymoe.formats.elements import CODE_DTYPES, SCALE_DTYPES, decode, decode_scale
 from polymoe.formats.encoding import Encoding, PerChannel, PerGroup
 from polymoe.formats.extremes import extremes, has_numbers, is_finite, is_zero
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["QuantTensor", "expand_groups"]
 
@@ -160,11 +162,13 @@ class QuantTensor:
         scales = scales[..., :rows, :columns].contiguous().view(self.scales.dtype)
         return replace(self, scales=scales, encoding=replace(self.encoding, granularity=fine))
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the weights as numbers, ``[..., N, K]`` in ``dtype``: ``(element - zero) * scale * global_scale``.
 
-        They are computed in ``dtype`` (float32, or float64 for the oracle); for lower dtypes in float32, then rounded.
+        They are computed in ``dtype`` (float32 unless given, or float64 for the oracle); for lower dtypes in float32,
+        then rounded.
         """
+        dtype = dtype or torch.float32
         work = dtype if dtype in (torch.float32, torch.float64) else torch.float32
         e = self.encoding
         values = decode(self.codes, e.element, work)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from polymoe.backends import BACKENDS
-from polymoe.checkpoint import Checkpoint
 from polymoe.layer.load_check import check_layer
 from polymoe.layer.packed_layer import PackedLayer
 from polymoe.layer.runtime import LayerRuntime, PlanCache, PlanRequest
@@ -22,7 +21,7 @@ from polymoe.problem.activations import Activation
 from polymoe.problem.call import TORCH_DTYPES, CallArguments, device_name, dtype_name
 from polymoe.problem.tensors import ExpertWeights
 
-__all__ = ["FusedExperts", "resolve_activations"]
+__all__ = ["FusedExperts"]
 
 
 class FusedExperts(nn.Module):
@@ -260,16 +259,3 @@ class FusedExperts(nn.Module):
     def extra_repr(self) -> str:
         """The problem, and the packed size."""
         return f"{self.problem}, {self.packed.layout}, {self.packed.nbytes / 2**20:.1f} MiB"
-
-
-def resolve_activations(
-    checkpoint: Checkpoint, layer: int, machine: Machine, activations: ActivationQuantization | str
-) -> ActivationQuantization:
-    """``activations``, or for "auto" the checkpoint's own recipe on a GPU and "16bit" on a CPU.
-
-    Raises:
-        ArgumentError: for an unknown name.
-    """
-    if activations != "auto":
-        return ActivationQuantization.of(activations)
-    return checkpoint.recipe(layer) if machine.device.kind == "cuda" else UNQUANTIZED

@@ -9,11 +9,12 @@ import torch
 
 from polymoe.backends import BACKENDS
 from polymoe.checkpoint import Checkpoint
-from polymoe.layer.experts import FusedExperts, resolve_activations
+from polymoe.layer.experts import FusedExperts
 from polymoe.layer.offload import OffloadedExperts, require_slots
 from polymoe.layer.runtime import PlanRequest
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import Machine
+from polymoe.planning.select import resolve_activations
 from polymoe.problem.activation_quantization import ActivationQuantization
 from polymoe.problem.call import device_name, dtype_name
 

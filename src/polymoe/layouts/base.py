@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import Tensor
 
 from polymoe.problem.scale_range import ScaleRange
 from polymoe.problem.tensors import ExpertsSpec, ExpertWeights
 from polymoe.problem.verdict import Reason, Reasons
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Layout", "Packed", "need_one_encoding"]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from polymoe.layouts.base import Packed
 from polymoe.layouts.natural import Natural
@@ -13,6 +13,9 @@ from polymoe.layouts.staging import ordinary_tensors, pack_stacks
 from polymoe.problem.scale_range import ScaleRange
 from polymoe.problem.tensors import Expert, ExpertsSpec, ExpertWeights
 from polymoe.problem.verdict import Reason
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["DequantizedMatrices"]
 

@@ -20,16 +20,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
 
 from polymoe.formats import FORMATS, Encoding, QuantTensor
 from polymoe.formats.elements import SCALE_DTYPES
 from polymoe.layouts.cuda.bits import inverse, move_bits
 from polymoe.layouts.cuda.matrices import MatrixLayout
 from polymoe.problem.verdict import Reasons
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["FOLDED_BITS", "FlashInferSM90"]
 

@@ -18,16 +18,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
 
 from polymoe.formats import FORMATS, Encoding, QuantTensor
 from polymoe.formats.elements import SCALE_DTYPES
 from polymoe.layouts.cuda.matrices import MatrixLayout
 from polymoe.problem.tensors import ExpertsSpec
 from polymoe.problem.verdict import Reasons
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["FlashInferSM12x", "FlashInferTrtllm"]
 
@@ -61,7 +63,7 @@ class _Blackwell(MatrixLayout):
 
     def scale_bytes(self, encoding: Encoding, rows: int, columns: int) -> int:
         """Return the bytes of the scales: as many as the checkpoint's."""
-        return rows * columns // encoding.group_columns * SCALE_DTYPES[encoding.scale_dtype or ""].itemsize
+        return rows * columns // encoding.group_columns * SCALE_DTYPES.itemsize(encoding.scale_dtype or "")
 
 
 @dataclass(frozen=True, slots=True)

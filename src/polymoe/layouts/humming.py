@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from polymoe.formats import Encoding, PerChannel, PerGroup, PerTensor, QuantTensor
 from polymoe.formats.elements import CODE_DTYPES, SCALE_DTYPES
@@ -29,6 +29,9 @@ from polymoe.layouts.staging import expert_of, ordinary_tensors, pack_stacks, un
 from polymoe.problem.scale_range import ScaleRange
 from polymoe.problem.tensors import Expert, ExpertsSpec, ExpertWeights
 from polymoe.problem.verdict import Reason, Reasons
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["NATIVE_ELEMENTS", "HummingLayout"]
 
@@ -92,7 +95,7 @@ class HummingLayout:
             total += rows * columns * e.bits // 8 + (4 if e.global_scale else 0)
             assert e.granularity is not None
             grid_rows, grid_columns = e.granularity.scale_shape(rows, columns)
-            total += grid_rows * grid_columns * _scale_dtype(e).itemsize
+            total += grid_rows * grid_columns * SCALE_DTYPES.itemsize(_held_scale(e))
             total += grid_rows * grid_columns // 2 if e.zero_points else 0
         return spec.local_experts * total
 
@@ -170,10 +173,14 @@ def _matrices(spec: ExpertsSpec) -> dict[str, tuple[str, ...]]:
     return {"up": ("gate", "up") if spec.gated else ("up",), "down": ("down",)}
 
 
-def _scale_dtype(e: Encoding) -> torch.dtype:
-    """Return the dtype in which scales are held. Those of blocks and of matrices become float32, which is exact."""
+def _held_scale(e: Encoding) -> str:
+    """Return what scales are held as. Those of blocks and of matrices become float32, which is exact."""
     wide = isinstance(e.granularity, PerTensor) or (isinstance(e.granularity, PerGroup) and e.granularity.n > 1)
-    return torch.float32 if wide else SCALE_DTYPES[e.scale_dtype or ""]
+    return "float32" if wide else e.scale_dtype or ""
+
+
+def _scale_dtype(e: Encoding) -> torch.dtype:
+    return SCALE_DTYPES[_held_scale(e)]
 
 
 # In the views below: n64 and k16 are tiles; i the pair of 8 rows, h its half, r the row; c the pair of columns, of

@@ -6,15 +6,18 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from polymoe.common.shapes import round_up
 from polymoe.errors import PlanError
 from polymoe.formats import QuantTensor
 from polymoe.layouts.base import Packed
 from polymoe.problem.tensors import Expert, ExpertsSpec, ExpertWeights
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "INPUT_SCALES",

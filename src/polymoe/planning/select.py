@@ -15,6 +15,7 @@ from polymoe.backends.base import Backend, BackendBase, Prediction, inputs_of, l
 from polymoe.backends.config import Config
 from polymoe.backends.cost import cost
 from polymoe.backends.judge import failed, judge
+from polymoe.checkpoint import Checkpoint
 from polymoe.common.backend_names import backend_hint
 from polymoe.common.plugins import PluginError, guarded
 from polymoe.errors import ArgumentError
@@ -27,9 +28,10 @@ from polymoe.planning.proof import Proofs, ProofStatus, shipped
 from polymoe.planning.selection import Candidate, Selection
 from polymoe.planning.table_files import installed
 from polymoe.problem import Problem
+from polymoe.problem.activation_quantization import UNQUANTIZED, ActivationQuantization
 from polymoe.problem.verdict import Reason, Rejected, Verdict
 
-__all__ = ["require_backend", "select"]
+__all__ = ["require_backend", "resolve_activations", "select"]
 
 _FOREIGN = "another library's kernels: auto uses them only if `polymoe tune` measured them as faster on this machine"
 
@@ -90,6 +92,19 @@ def require_backend(name: str, backends: Iterable[str]) -> None:
     known = ["auto", *backends]
     if name not in known:
         raise ArgumentError("backend", expected="the name of a backend", got=repr(name), hint=backend_hint(name, known))
+
+
+def resolve_activations(
+    checkpoint: Checkpoint, layer: int, machine: Machine, activations: ActivationQuantization | str
+) -> ActivationQuantization:
+    """``activations``, or for "auto" the checkpoint's own recipe on a GPU and "16bit" on a CPU.
+
+    Raises:
+        ArgumentError: for an unknown name.
+    """
+    if activations != "auto":
+        return ActivationQuantization.of(activations)
+    return checkpoint.recipe(layer) if machine.device.kind == "cuda" else UNQUANTIZED
 
 
 def select(

@@ -30,13 +30,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.nn.functional import softplus
 
 from polymoe.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "HashTopK",
@@ -50,7 +51,6 @@ __all__ = [
 ]
 
 EPSILON = 1e-20  # added to the divisor of sigmoid and sqrt-softplus weights
-INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 HINTS_MISSING = {
     "correction_bias_E": "the checkpoint stores it beside the router's weight; pass zeros for a model without one",
     "tid2eid_VA": "the checkpoint stores it beside the router's weight",
@@ -67,6 +67,10 @@ class Routing(NamedTuple):
 
     topk_ids_TA: Tensor
     topk_weights_TA: Tensor
+
+
+def _integers(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +151,8 @@ class _Router(ABC):
         if token_ids_T is None:
             raise self._error("token_ids_T", "a tensor", None, "they choose the experts")
         device = logits_TE.device
-        self._check("tid2eid_VA", table_VA, table_VA.dtype in INTEGERS, "integers", ("V", self.top_k), device)
-        self._check("token_ids_T", token_ids_T, token_ids_T.dtype in INTEGERS, "integers", (tokens,), device)
+        self._check("tid2eid_VA", table_VA, _integers(table_VA), "integers", ("V", self.top_k), device)
+        self._check("token_ids_T", token_ids_T, _integers(token_ids_T), "integers", (tokens,), device)
         self._check_range("token_ids_T", token_ids_T, table_VA.shape[0])
         ids_TA = table_VA[token_ids_T.long()].long()
         self._check_range("tid2eid_VA", ids_TA, experts)
@@ -187,7 +191,7 @@ class _Router(ABC):
             raise self._error(name, f"ids from 0 to {bound - 1}", f"{int(ids.min())} to {int(ids.max())}")
 
     def _error(self, name: str, wanted: str, got: Tensor | str | None, hint: str | None = None) -> ArgumentError:
-        if isinstance(got, Tensor):
+        if isinstance(got, torch.Tensor):
             got = f"{str(got.dtype).removeprefix('torch.')} of shape {list(got.shape)} on {got.device}"
         return ArgumentError(f"{type(self).__name__} {name}", expected=wanted, got=str(got), hint=hint)
 
@@ -298,7 +302,7 @@ class SqrtSoftplusTopK(_Scaled):
     uses_correction_bias: ClassVar[bool] = True
 
     def _score(self, logits_TE: Tensor) -> Tensor:
-        return softplus(logits_TE).sqrt()
+        return torch.nn.functional.softplus(logits_TE).sqrt()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,7 +315,7 @@ class HashTopK(_Scaled):
     uses_token_table: ClassVar[bool] = True
 
     def _score(self, logits_TE: Tensor) -> Tensor:
-        return softplus(logits_TE).sqrt()
+        return torch.nn.functional.softplus(logits_TE).sqrt()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from polymoe.formats import Encoding, PerGroup, QuantTensor
 from polymoe.problem.tensors import ExpertWeights
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["ScaleRange", "measure_scales"]
 

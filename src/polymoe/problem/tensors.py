@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from polymoe.errors import ArgumentError, FormatError, nearest
 from polymoe.formats import FORMATS, Encoding, Format, QuantTensor
 from polymoe.formats.extremes import extremes, is_finite
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Expert", "ExpertWeights", "ExpertsSpec", "QuantTensor"]
 
@@ -219,10 +222,10 @@ class ExpertWeights:
     def __iter__(self) -> Iterator[Expert]:
         return (self.expert(e) for e in range(self.spec.local_experts))
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    def dequantize(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """``(gate_up_EFH [E, 2F, H], down_EHF [E, H, F])`` in natural order: all gate rows, then all up rows.
 
-        Experts without a gate give ``[E, F, H]``. Biases are not included.
+        Experts without a gate give ``[E, F, H]``. Biases are not included. ``dtype`` is float32 by default.
         """
         gate_up, down = torch.empty(0), torch.empty(0)
         for e, x in enumerate(self):

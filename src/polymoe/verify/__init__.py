@@ -18,12 +18,12 @@ from polymoe.checkpoint import Checkpoint
 from polymoe.checkpoint.roundtrip import repacked
 from polymoe.errors import ArgumentError, CheckpointNotFound
 from polymoe.formats import Encoding
-from polymoe.layer.experts import FusedExperts, resolve_activations
+from polymoe.layer.experts import FusedExperts
 from polymoe.layer.runtime import PlanRequest
 from polymoe.layouts import LAYOUTS
 from polymoe.layouts.pack_check import difference
 from polymoe.machine import Machine
-from polymoe.planning.select import require_backend, select
+from polymoe.planning.select import require_backend, resolve_activations, select
 from polymoe.problem import Problem
 from polymoe.problem.numerics import relative_error
 from polymoe.problem.routing import Routing

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from polymoe.backends.base import RunnerBase, aligned, mapped_ids, require_aligned
 from polymoe.backends.config import Config
@@ -14,13 +13,17 @@ from polymoe.backends.cuda.families import families_for, format_of
 from polymoe.errors import PlanError
 from polymoe.formats import Encoding
 from polymoe.kernels.cuda import launch
-from polymoe.kernels.cuda.launch.args import DTYPES
+from polymoe.kernels.cuda.launch.args import dtype_number
 from polymoe.kernels.cuda.sizes import Budget
 from polymoe.kernels.cuda.targets import Target, target_for
 from polymoe.layouts import Packed
 from polymoe.problem import Problem
 from polymoe.problem.activations import Activation, GeGLU, SwiGLU
-from polymoe.problem.call import CallArguments
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from polymoe.problem.call import CallArguments
 
 __all__ = ["CudaRunner"]
 
@@ -107,7 +110,7 @@ class CudaRunner(RunnerBase):
             require_aligned("workspace", workspace)
         stream = 0 if self._index is None else torch._C._cuda_getCurrentRawStream(self._index)
         addresses = (x.data_ptr(), ids_TA.data_ptr(), weights_TA.data_ptr(), out_TH.data_ptr(), workspace.data_ptr())
-        kinds = (dtype, DTYPES[out_TH.dtype], ids_TA.dtype is torch.int64, first_expert)
+        kinds = (dtype, dtype_number(out_TH.dtype), ids_TA.dtype is torch.int64, first_expert)
         launches.run(*addresses, stream, kinds, quantized_x=x_scales is not None)
         free.append(launches)
 
@@ -119,7 +122,7 @@ class CudaRunner(RunnerBase):
             return call.rows_of(x_TH, scales), -1
         if self._bfloat16 and x_TH.dtype is not torch.bfloat16:  # quantizing kernels read every dtype of x
             x_TH = x_TH.to(torch.bfloat16)
-        return aligned(x_TH), DTYPES[x_TH.dtype]
+        return aligned(x_TH), dtype_number(x_TH.dtype)
 
 
 def _layer(problem: Problem, packed: Packed, sms: int, target: Target, budget: Budget) -> launch.Layer:

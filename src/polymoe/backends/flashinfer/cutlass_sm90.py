@@ -14,10 +14,9 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
 
 from polymoe.backends.base import Runner, RunnerBase, aligned, mapped_ids, require_aligned
 from polymoe.backends.config import Config
@@ -30,7 +29,17 @@ from polymoe.layouts import Packed
 from polymoe.machine import Machine
 from polymoe.problem import Problem
 from polymoe.problem.activations import SwiGLU
-from polymoe.problem.call import CallArguments
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from polymoe.problem.call import CallArguments
+
+    _Call = Callable[
+        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor], tuple[Tensor | None, ...], list[int]], None
+    ]
+    """Of output, x, ids, weights, both matrices, their scales, the constants of SwiGLU, and the numbers of both
+    tactics."""
 
 __all__ = ["CutlassSM90"]
 
@@ -150,12 +159,6 @@ class _Sm90Runner(RunnerBase):
             hint = f"{nearest(tactic, self._tactics)}; a table of times may be of another version of FlashInfer"
             raise PlanError("FlashInferConfig", expected="a tactic of this version", got=repr(tactic), hint=hint)
         return self._tactics[tactic]
-
-
-_Call = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor], tuple[Tensor | None, ...], list[int]], None
-]
-"""Of output, x, ids, weights, both matrices, their scales, the constants of SwiGLU, and the numbers of both tactics."""
 
 
 class _Kept(NamedTuple):

@@ -17,11 +17,9 @@ ranks of an expert parallel group are refused: they would read weights for nothi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor
-from torch.nn.functional import pad
 
 from polymoe.backends.base import Prediction, Runner, RunnerBase, aligned, require_aligned
 from polymoe.backends.config import Config
@@ -34,8 +32,12 @@ from polymoe.machine import Machine
 from polymoe.problem import Problem
 from polymoe.problem.activation_quantization import NVFP4, UNQUANTIZED, ActivationQuantization
 from polymoe.problem.activations import ReLU2, SwiGLU
-from polymoe.problem.call import CallArguments
 from polymoe.problem.verdict import Reasons
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from polymoe.problem.call import CallArguments
 
 __all__ = ["Sm12xNvfp4"]
 
@@ -168,7 +170,7 @@ class _Sm12xRunner(RunnerBase):
         tokens = len(x_TH)
         more = (1 << (tokens - 1).bit_length()) - tokens
         if more:
-            x_TH, weights_TA = (pad(part, (0, 0, 0, more)) for part in (x_TH, weights_TA))
+            x_TH, weights_TA = (torch.nn.functional.pad(part, (0, 0, 0, more)) for part in (x_TH, weights_TA))
             none = ids_TA.new_full((1, ids_TA.shape[1]), self._spec.local_experts)
             ids_TA = torch.cat((ids_TA, (ids_TA[:1] if family == _W4A16 else none).expand(more, -1)))
         x_TH = aligned(x_TH)

@@ -7,10 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from polymoe.backends.base import Prediction, Runner, mapped_ids
 from polymoe.backends.config import Config
@@ -25,6 +24,9 @@ from polymoe.problem import Problem
 from polymoe.problem.activation_quantization import UNQUANTIZED, ActivationQuantization
 from polymoe.problem.activations import Activation, SwiGLU
 from polymoe.problem.verdict import Reasons
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["PACKAGE", "Route", "RouteRates", "function_of", "local_ids", "need_shared_memory", "swiglu_constants"]
 

@@ -10,10 +10,9 @@ An id of an expert that is not here becomes the id of one that another rank woul
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from polymoe.backends.base import Runner, RunnerBase, aligned, require_aligned
 from polymoe.backends.config import Config
@@ -32,8 +31,12 @@ from polymoe.machine import Machine
 from polymoe.problem import Problem
 from polymoe.problem.activation_quantization import MXFP8, NVFP4, UNQUANTIZED, ActivationQuantization
 from polymoe.problem.activations import ReLU2, SwiGLU
-from polymoe.problem.call import CallArguments
 from polymoe.problem.verdict import Reasons
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from polymoe.problem.call import CallArguments
 
 __all__ = ["TrtllmMxfp4", "TrtllmMxint4", "TrtllmNvfp4"]
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from polymoe.backends.base import BackendBase, Prediction, Runner
 from polymoe.backends.config import Config
@@ -29,8 +29,10 @@ from polymoe.machine import Machine
 from polymoe.problem import Problem
 from polymoe.problem.activation_quantization import ACTIVATIONS
 from polymoe.problem.activations import GeGLU, ReLU2, SwiGLU
-from polymoe.problem.call import CallArguments
 from polymoe.problem.verdict import Accepted, Reasons, Verdict
+
+if TYPE_CHECKING:
+    from polymoe.problem.call import CallArguments
 
 __all__ = ["Tile", "Triton", "TritonConfig"]
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-import torch
-
 from polymoe.checkpoint.dialects.base import Dialect, headers_of, stored_as
 from polymoe.checkpoint.dialects.float import Fp8Dialect, Mxfp8Dialect, Plain
 from polymoe.checkpoint.dialects.fp4 import ByWeight, Fp4
@@ -19,8 +17,6 @@ from polymoe.formats import Encoding
 
 __all__ = ["DIALECTS", "SUFFIXES", "Dialect", "choose", "headers_of", "require", "stored_as"]
 
-_E8M0 = torch.float8_e8m0fnu
-
 DIALECTS: dict[str, Dialect] = {
     d.name: d
     for d in (
@@ -29,12 +25,12 @@ DIALECTS: dict[str, Dialect] = {
         ByWeight(
             "deepseek_v4",
             Fp8Dialect("deepseek_v4_fp8", "scale"),
-            Fp4("deepseek_v4_fp4", scale="scale", code_dtype=torch.int8, scale_dtype=_E8M0),
+            Fp4("deepseek_v4_fp4", scale="scale", code_dtype="I8", scale_dtype="F8_E8M0"),
         ),
-        Fp4("gpt_oss", codes="blocks", scale="scales", scale_dtype=torch.uint8, blocked=True),
+        Fp4("gpt_oss", codes="blocks", scale="scales", scale_dtype="U8", blocked=True),
         Fp8Dialect("ct_float", "weight_scale", scalar=(1,), calibrated=True),
         CompressedInt4("ct_int4"),
-        Fp4("ct_mxfp4", codes="weight_packed", scale_dtype=torch.uint8),
+        Fp4("ct_mxfp4", codes="weight_packed", scale_dtype="U8"),
         Fp4(
             "ct_nvfp4",
             codes="weight_packed",

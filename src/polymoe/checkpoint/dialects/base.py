@@ -10,15 +10,18 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
 
 from polymoe.checkpoint.files import Header
+from polymoe.common.lazy_torch import Dtypes
 from polymoe.errors import FormatError
 from polymoe.formats import Encoding, QuantTensor
 from polymoe.formats.encoding import ScaleDtype
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "DTYPES",
@@ -33,20 +36,11 @@ __all__ = [
     "stored_matrix",
 ]
 
-DTYPES: dict[str, torch.dtype] = {
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-}
+DTYPES = Dtypes(
+    U8="uint8", I8="int8", I32="int32", I64="int64",
+    F8_E4M3="float8_e4m3fn", F8_E8M0="float8_e8m0fnu", F16="float16", BF16="bfloat16", F32="float32",
+)  # fmt: skip
 """Safetensors' dtype names that expert tensors use."""
-
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 SCALE_NAMES: dict[str, ScaleDtype] = {
     "F32": "float32",
@@ -140,7 +134,7 @@ class Dialect(ABC):
 
 def headers_of(tensors: Mapping[str, Tensor]) -> dict[str, Header]:
     """Return the header of each tensor as safetensors would store it."""
-    return {suffix: Header(_NAMES.get(t.dtype, str(t.dtype)), tuple(t.shape)) for suffix, t in tensors.items()}
+    return {suffix: Header(DTYPES.name_of(t.dtype) or str(t.dtype), tuple(t.shape)) for suffix, t in tensors.items()}
 
 
 def expect(
@@ -218,7 +212,7 @@ def stored_as(tensors: Mapping[str, Tensor], headers: Mapping[str, Header]) -> d
             raise FormatError(
                 suffix,
                 expected=f"{header.dtype} {list(header.shape)}",
-                got=f"{_NAMES.get(tensor.dtype)} {list(tensor.shape)}",
+                got=f"{DTYPES.name_of(tensor.dtype)} {list(tensor.shape)}",
             )
         result[suffix] = tensor.reshape(header.shape)
     return result

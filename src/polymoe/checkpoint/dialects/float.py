@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from polymoe.checkpoint.dialects.base import SCALE_NAMES, Dialect, expect, expect_number, headers_of, stored_matrix
 from polymoe.checkpoint.files import Header
 from polymoe.errors import FormatError
 from polymoe.formats import FORMATS, Encoding, Granularity, PerChannel, PerGroup, PerTensor, QuantTensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Fp8Dialect", "Mxfp8Dialect", "Plain", "static_scale"]
 

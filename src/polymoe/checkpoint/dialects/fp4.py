@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from polymoe.checkpoint.dialects.base import (
+    DTYPES,
     SCALE_NAMES,
     Dialect,
     divided,
@@ -23,6 +24,9 @@ from polymoe.checkpoint.files import Header
 from polymoe.errors import FormatError
 from polymoe.formats import Encoding, PerGroup, QuantTensor
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 __all__ = ["ByWeight", "Fp4"]
 
 
@@ -32,7 +36,7 @@ class Fp4(Dialect):
 
     Attributes:
         codes, scale: suffixes.
-        code_dtype, scale_dtype: their usual stored dtypes; bytes are reinterpreted, never cast.
+        code_dtype, scale_dtype: their usual stored dtypes, of ``DTYPES``; bytes are reinterpreted, never cast.
         blocked: codes are stored [N, K/g, g/2], a group's bytes as one more axis (gpt-oss).
         global_scale: suffix of the float32 scale of the whole matrix (NVFP4), or None (MXFP4).
         input: suffix of the static activation scale, or None.
@@ -41,8 +45,8 @@ class Fp4(Dialect):
 
     codes: str = "weight"
     scale: str = "weight_scale"
-    code_dtype: torch.dtype = torch.uint8
-    scale_dtype: torch.dtype = torch.float8_e4m3fn
+    code_dtype: str = "U8"
+    scale_dtype: str = "F8_E4M3"
     blocked: bool = False
     global_scale: str | None = None
     input: str | None = None
@@ -105,10 +109,10 @@ class Fp4(Dialect):
         e = matrix.encoding
         if e.element != "e2m1" or e.global_scale != (self.global_scale is not None) or matrix.scales is None:
             raise self._refuse(e, "nvfp4" if self.global_scale else "mxfp4")
-        codes = matrix.codes.view(self.code_dtype)
+        codes = matrix.codes.view(DTYPES[self.code_dtype])
         if self.blocked:
             codes = codes.unflatten(-1, (matrix.scales.shape[-1], -1))
-        stored = {self.codes: codes, self.scale: matrix.scales.view(self.scale_dtype)}
+        stored = {self.codes: codes, self.scale: matrix.scales.view(DTYPES[self.scale_dtype])}
         if self.global_scale and matrix.global_scale is not None:
             stored[self.global_scale] = self._single(matrix.global_scale)
         if self.input and input_scale is not None:

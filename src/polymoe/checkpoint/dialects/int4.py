@@ -10,10 +10,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
 
 from polymoe.checkpoint.dialects.base import SCALE_NAMES, Dialect, divided, expect, headers_of, stored_matrix
 from polymoe.checkpoint.files import Header
@@ -21,6 +20,9 @@ from polymoe.common.shapes import ceil_div
 from polymoe.errors import FormatError
 from polymoe.formats import Encoding, Granularity, PerChannel, PerGroup, QuantTensor
 from polymoe.formats.elements import pack_nibbles, unpack_nibbles
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Awq", "CompressedInt4", "Gptq", "pack_words", "unpack_words"]
 

@@ -73,7 +73,7 @@ def _source(
     return StackedSource(dialects=found, interleaved=interleaved, multiple=multiple, bias=bias)
 
 
-_MXFP4 = Fp4("stacked_mxfp4", scale_dtype=torch.uint8)
+_MXFP4 = Fp4("stacked_mxfp4", scale_dtype="U8")
 
 VLLM: Mapping[str, StackedSource] = MappingProxyType(
     {
@@ -103,7 +103,7 @@ _BIAS = "weight_bias"
 _FP8_OR_MXFP4 = ByWeight(
     "stacked_deepseek",
     Fp8Dialect("stacked_fp8", "weight_scale_inv"),
-    Fp4("stacked_fp4", scale="weight_scale_inv", code_dtype=torch.int8, scale_dtype=torch.float8_e8m0fnu),
+    Fp4("stacked_fp4", scale="weight_scale_inv", code_dtype="I8", scale_dtype="F8_E8M0"),
 )
 
 SGLANG: Mapping[str, StackedSource] = MappingProxyType(

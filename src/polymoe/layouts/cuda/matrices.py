@@ -9,10 +9,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
 
 from polymoe.errors import FormatError
 from polymoe.formats import Encoding, QuantTensor
@@ -21,6 +20,9 @@ from polymoe.layouts.staging import expert_of, ordinary_tensors, pack_stacks, un
 from polymoe.problem.scale_range import ScaleRange
 from polymoe.problem.tensors import Expert, ExpertsSpec, ExpertWeights
 from polymoe.problem.verdict import Reason, Reasons
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "MatrixLayout", "ScaleLimit", "as_bytes", "deinterleave_gate_up", "exchange_rows", "interleave_gate_up",

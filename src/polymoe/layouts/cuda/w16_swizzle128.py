@@ -14,10 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
 
 from polymoe.formats import Encoding, QuantTensor
 from polymoe.formats.elements import CODE_DTYPES
@@ -28,6 +27,9 @@ from polymoe.layouts.cuda.matrices import (
     interleave_gate_up,
 )
 from polymoe.problem.verdict import Reasons
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["W16Swizzle128", "pack_tiles", "unpack_tiles"]
 

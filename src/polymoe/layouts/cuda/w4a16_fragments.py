@@ -37,10 +37,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
 
 from polymoe.common.shapes import ceil_div, round_up
 from polymoe.formats import Encoding, PerGroup, QuantTensor
@@ -55,6 +54,9 @@ from polymoe.layouts.cuda.matrices import (
 )
 from polymoe.problem.scale_range import ScaleRange
 from polymoe.problem.verdict import Reasons
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "COLUMNS", "E2M1_BITS", "E4M3_BITS", "E4M3_MOST", "E8M0_BIAS", "E8M0_BITS", "E8M0_LIMIT", "E8M0_MOST", "INT4_BITS",
@@ -295,7 +297,7 @@ def _groups_beside(encoding: Encoding, columns: int) -> tuple[int, int]:
 def scale_bytes(encoding: Encoding, rows: int, columns: int) -> int:
     """Return the bytes of the scales of one packed matrix [rows, columns]."""
     times, groups = _groups_beside(encoding, columns)
-    return round_up(rows, ROWS) * times * groups * SCALE_DTYPES[encoding.scale_dtype or ""].itemsize
+    return round_up(rows, ROWS) * times * groups * SCALE_DTYPES.itemsize(encoding.scale_dtype or "")
 
 
 def pack_scales(scales_NGB: Tensor, encoding: Encoding, columns: int, cvt: bool = False) -> Tensor:
@@ -317,7 +319,7 @@ def pack_scales(scales_NGB: Tensor, encoding: Encoding, columns: int, cvt: bool 
 def unpack_scales(packed: Tensor, encoding: Encoding, rows: int, columns: int, cvt: bool = False) -> Tensor:
     """Return the scales, uint8 [N, G * bytes]: the inverse of :func:`pack_scales`."""
     times, groups = _groups_beside(encoding, columns)
-    x = packed.view(-1, times, 8, 4, groups, 2, SCALE_DTYPES[encoding.scale_dtype or ""].itemsize)
+    x = packed.view(-1, times, 8, 4, groups, 2, SCALE_DTYPES.itemsize(encoding.scale_dtype or ""))
     if encoding.scale_dtype == "e8m0" and not cvt:
         x = move_bits(x.flatten(4), inverse(E8M0_BITS)).view(x.shape) - E8M0_BIAS
     elif encoding.scale_dtype == "e4m3" and not cvt:

@@ -28,10 +28,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
 
 from polymoe.common.shapes import ceil_div, round_up
 from polymoe.formats import FORMATS, Encoding, PerGroup, QuantTensor
@@ -53,6 +52,9 @@ from polymoe.layouts.cuda.w4a16_fragments import (
 )
 from polymoe.problem.scale_range import ScaleRange
 from polymoe.problem.verdict import Reasons
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "BITS", "INT4_BITS", "MOST_STEP", "W4A8Fragments", "pack_codes", "pack_scales", "scale_bytes", "unpack_codes",

@@ -14,10 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
 
 from polymoe.formats import Encoding, PerChannel, PerGroup, PerTensor, QuantTensor
 from polymoe.formats.elements import CODE_DTYPES, SCALE_DTYPES
@@ -28,6 +27,9 @@ from polymoe.layouts.cuda.matrices import (
     interleave_gate_up,
 )
 from polymoe.problem.verdict import Reasons
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["BLOCK", "W8Fragments", "pack_codes", "unpack_codes"]
 

@@ -18,10 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
 
 from polymoe.common.shapes import ceil_div, round_up
 from polymoe.formats import FORMATS, Encoding, QuantTensor
@@ -36,6 +35,9 @@ from polymoe.layouts.cuda.matrices import (
 from polymoe.layouts.cuda.w4a16_fragments import E8M0_BIAS, E8M0_LIMIT, ROWS, TILE
 from polymoe.problem.scale_range import ScaleRange
 from polymoe.problem.verdict import Reasons
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["BLOCK", "E4M3_BITS", "W8A16Fragments", "pack_codes", "unpack_codes"]
 

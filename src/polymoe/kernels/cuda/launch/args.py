@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+from functools import cache
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "DTYPES",
@@ -18,15 +21,22 @@ __all__ = [
     "QuantizeRowsArgs",
     "QuantizeWholeRowsArgs",
     "RoundingArgs",
+    "dtype_number",
 ]  # fmt: skip
 
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong, ctypes.c_float
 
-DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-"""Numbers of the dtypes of x and the output. A bias has this number plus 1, or 0 where there is no bias."""
+DTYPES = ("bfloat16", "float16", "float32")
+"""Dtypes of x and the output, by name."""
 
 E4M3_ROWS = 3
 """In place of a dtype of x: rows of E4M3 codes and their scales."""
+
+
+@cache
+def dtype_number(dtype: torch.dtype) -> int:
+    """Return the number of a dtype of :data:`DTYPES`. A bias has this number plus 1, or 0 where there is no bias."""
+    return DTYPES.index(str(dtype).removeprefix("torch."))
 
 
 class GemmArgs(ctypes.Structure):

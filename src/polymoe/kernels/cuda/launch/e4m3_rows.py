@@ -3,19 +3,20 @@ for all."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch import Tensor
 
 from polymoe.kernels.cuda import modules
 from polymoe.kernels.cuda.driver import Launch
 from polymoe.kernels.cuda.launch.args import (
-    DTYPES,
     E4M3_ROWS,
     GemmArgs,
     QuantizePermutedArgs,
     QuantizeRowsArgs,
     QuantizeWholeRowsArgs,
     RoundingArgs,
+    dtype_number,
 )
 from polymoe.kernels.cuda.launch.call import ALIGNMENT, Call, Regions
 from polymoe.kernels.cuda.launch.layer import Layer
@@ -23,6 +24,9 @@ from polymoe.kernels.cuda.launch.mma import FewRowsCall
 from polymoe.kernels.cuda.launch.permutation import permutation_bytes
 from polymoe.kernels.cuda.launch.tiled import e4m3_tile_bytes, padded_rows
 from polymoe.kernels.cuda.sizes import e4m3_row_bytes, round_up
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "ChannelMmaCall", "ChannelRowsCall", "ChannelTilesCall", "E4M3MmaCall", "E4M3RowsCall", "E4M3TilesCall",
@@ -190,7 +194,7 @@ class ChannelRowsCall(E4M3RowsCall):
         self.x_by_permuted_row = up.input_scale is not None
         self._x_args = QuantizeWholeRowsArgs(columns=up.k, first_expert=layer.first_expert)
         self._h_args = QuantizeWholeRowsArgs(
-            columns=down.k, x_dtype=DTYPES[torch.float32], first_expert=layer.first_expert
+            columns=down.k, x_dtype=dtype_number(torch.float32), first_expert=layer.first_expert
         )
         self._x_launch, self._h_launch = map(self._prepare_rows, (self._x_args, self._h_args))
         if up.input_scale is not None and down.input_scale is not None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from polymoe.kernels.cuda.launch.args import DTYPES, GemmArgs
+from polymoe.kernels.cuda.launch.args import GemmArgs, dtype_number
 from polymoe.kernels.cuda.sizes import Budget, Pipeline
 from polymoe.kernels.cuda.targets import Target
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Activation", "Layer", "Matrix"]
 
@@ -47,7 +49,7 @@ class Matrix:
         args.scales_stride = 0 if self.scales is None else self.scales.shape[1]
         args.n, args.k, args.block_m = self.n, self.k, block_m
         args.stages, args.x_buffers = pipeline.stages, pipeline.x_buffers
-        args.bias_dtype = 0 if self.bias is None else DTYPES[self.bias.dtype] + 1
+        args.bias_dtype = 0 if self.bias is None else dtype_number(self.bias.dtype) + 1
         args.activation, args.alpha, args.beta, args.limit = (
             activation.kind,
             activation.alpha,
