@@ -144,7 +144,11 @@ def test_layers_are_listed_as_ranges() -> None:
     ("name", "changed", "message"),
     [
         ("gpt-oss-mxfp4", {"model_type": "gpt_os"}, "did you mean 'gpt_oss'"),
-        ("gpt-oss-mxfp4", {"model_type": None}, "model_type: expected a known family, got None"),
+        (
+            "gpt-oss-mxfp4",
+            {"model_type": None},
+            "model_type: expected a known family, or a model of Transformers, got None",
+        ),
         ("gpt-oss-mxfp4", {"hidden_size": None}, "hidden_size: expected this key, got nothing"),
         ("gpt-oss-mxfp4", {"hidden_size": "2880"}, "hidden_size: expected an integer from 1 to 1048576, got '2880'"),
         ("gpt-oss-mxfp4", {"hidden_size": 2**40}, "hidden_size: expected an integer from 1 to 1048576"),

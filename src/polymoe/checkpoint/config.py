@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from polymoe.checkpoint.config_reader import ConfigReader
-from polymoe.checkpoint.families import family_of, text_config, text_reader
+from polymoe.checkpoint.families import ModelFamily, family_of, text_config, text_reader
 from polymoe.checkpoint.quant_methods import QUANT_METHODS, Context
 from polymoe.checkpoint.scheme import NamedSchemes, QuantizationConfig, Scheme
 from polymoe.errors import nearest
@@ -24,14 +24,20 @@ from polymoe.formats import FORMATS
 __all__ = ["QuantizationConfig", "Scheme", "parse_quantization", "quantization_source"]
 
 
-def parse_quantization(config: Mapping[str, Any], side: Mapping[str, Any] | None = None) -> QuantizationConfig:
+def parse_quantization(
+    config: Mapping[str, Any], side: Mapping[str, Any] | None = None, family: ModelFamily | None = None
+) -> QuantizationConfig:
     """Parse the quantization of ``config.json`` and ``hf_quant_config.json`` (``side``).
+
+    Args:
+        config, side: the files.
+        family: the config's, if it is known already.
 
     Raises:
         CheckpointError: if the model family or the method is unknown (the hint names the nearest one), or the
             description has a wrong or missing key.
     """
-    family, text = family_of(config), text_config(config)
+    family, text = family or family_of(config), text_config(config)
     dtype = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
     half = dtype == "float16"
     plain = Scheme("plain", FORMATS["fp16" if half else "bf16"].encoding)

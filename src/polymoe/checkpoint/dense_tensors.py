@@ -163,7 +163,7 @@ class DenseTensors(Mapping[str, DenseTensor | DenseMatrix]):
     Args:
         files: the checkpoint's files.
         quantization: according to its config.
-        experts: full names of the modules of the experts, whose tensors are left out.
+        experts: what the names of expert tensors start with; these are left out.
         as_stored: do not merge the stored tensors of quantized matrices.
 
     Raises:
@@ -182,9 +182,8 @@ class DenseTensors(Mapping[str, DenseTensor | DenseMatrix]):
         modules: dict[str, dict[str, str]] = {}
         self._tensors: dict[str, DenseTensor | DenseMatrix] = {}
         self._log: dict[str, MatrixRead] = {}
-        under = tuple(f"{container}." for container in experts)
         for name in sorted(files.names):
-            if name.startswith(under) or name.endswith(CACHE_SCALES):
+            if name.startswith(experts) or name.endswith(CACHE_SCALES):
                 continue
             module, _, suffix = name.rpartition(".")
             if as_stored:

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from polymoe.checkpoint.arrangement import Arrangement, PerExpert
 from polymoe.checkpoint.dialects import SUFFIXES
 from polymoe.checkpoint.dialects.base import expect
-from polymoe.checkpoint.families import Arrangement, MoeConfig, PerExpert
 from polymoe.checkpoint.files import CheckpointFiles, Header
+from polymoe.checkpoint.moe_config import MoeConfig
 from polymoe.checkpoint.naming import BIAS, tensor_name
 from polymoe.errors import CheckpointError, FormatError
 

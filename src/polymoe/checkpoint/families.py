@@ -1,19 +1,27 @@
 """FAMILIES: one row for each model family, with the names of its expert tensors and the function that reads its config.
 
+A family without a row is described by its model in Transformers (:mod:`polymoe.checkpoint.architectures`). Rows are for
+what Transformers does not say - dialects, names of other tools, models that it does not have - and for use without it.
 A row contains nothing about quantization, which :mod:`polymoe.checkpoint.config` reads from the same file.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import lru_cache
+from itertools import product
+from typing import Any
 
 from polymoe.checkpoint import moe_config as describe
+from polymoe.checkpoint.arrangement import STACKED, UNFUSED, UNFUSED_NO_GATE, Arrangement, Fused, PerExpert
 from polymoe.checkpoint.config_reader import ConfigReader
 from polymoe.checkpoint.moe_config import MoeConfig
-from polymoe.errors import nearest
+from polymoe.common.install_command import install_hint
+from polymoe.errors import MissingDependency, nearest
 from polymoe.formats.encoding import ScaleDtype
 
 __all__ = [
@@ -23,47 +31,11 @@ __all__ = [
     "ModelFamily",
     "MoeConfig",
     "PerExpert",
+    "families_of",
     "family_of",
     "text_config",
     "text_reader",
 ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PerExpert:
-    """One module for each expert and projection: ``{container}.{e}.{name}``, tensors ``{module}.{suffix}``.
-
-    Attributes:
-        gate, up, down: names of the modules; ``gate`` is None for experts without a gate projection.
-        dialects: the dialects that use this arrangement; None for any.
-    """
-
-    up: str
-    down: str
-    gate: str | None
-    dialects: tuple[str, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fused:
-    """All experts stacked, gate and up merged: ``{container}.{gate_up}``, or ``{container}.{gate_up}_{suffix}``.
-
-    Attributes:
-        gate_up, down: stems of the tensor names.
-        order: of gate and up rows: all gate rows, then all up rows; or alternating, gate first.
-        k_first: whether matrices are stored transposed, ``[E, K, N]``.
-        dialects: the dialects that use this arrangement; None for any.
-    """
-
-    gate_up: str = "gate_up_proj"
-    down: str = "down_proj"
-    order: Literal["concatenated", "interleaved"] = "concatenated"
-    k_first: bool = False
-    dialects: tuple[str, ...] | None = None
-
-
-Arrangement = PerExpert | Fused
-"""How the expert tensors of one layer are named and stacked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +47,7 @@ class ModelFamily:
         model_types: every ``model_type`` of this family, for whole models and for their text parts.
         containers: possible full names of a layer's experts module, with ``{layer}``; the first is the usual one.
         arrangements: possible arrangements, tried in order on the existing tensors.
+        places: containers, each with an arrangement; by default every container with every arrangement.
         describe: reads the text part of a config; :meth:`moe` finds that part.
         uneven_tp: whether tensor parallelism gives each rank whole groups of columns, and the last rank fewer.
         fp8_dialect: the dialect of ``quant_method: fp8`` with block scales.
@@ -83,12 +56,16 @@ class ModelFamily:
 
     name: str
     model_types: tuple[str, ...]
-    containers: tuple[str, ...]
-    arrangements: tuple[Arrangement, ...]
+    containers: tuple[str, ...] = ()
+    arrangements: tuple[Arrangement, ...] = ()
+    places: tuple[tuple[str, Arrangement], ...] = ()
     describe: Callable[[ConfigReader], MoeConfig]
     uneven_tp: bool = False
     fp8_dialect: str = "deepseek"
     fp8_scale: ScaleDtype = "float32"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "places", self.places or tuple(product(self.containers, self.arrangements)))
 
     def moe(self, config: Mapping[str, Any]) -> MoeConfig:
         """Describe the routed experts of a model from its whole config.
@@ -120,15 +97,27 @@ _ROUTED = re.compile("expert|moe")
 
 
 def family_of(config: Mapping[str, Any]) -> ModelFamily:
-    """Return the family of a config's ``model_type`` or of its text part's.
+    """Return the first of :func:`families_of`."""
+    return families_of(config)[0]
+
+
+def families_of(config: Mapping[str, Any], names: Iterable[str] = ()) -> tuple[ModelFamily, ...]:
+    """Return the families of a config's experts: a row of :data:`FAMILIES`, by ``model_type`` or that of the text part,
+    or what the model in Transformers says, if it is installed. There is more than one where experts of a model differ
+    in size, or a layer has two kinds.
+
+    Args:
+        config: ``config.json``.
+        names: of tensors in files, which may have other prefixes than usual.
 
     Raises:
-        CheckpointError: for an unknown ``model_type``; the hint names the nearest one.
+        CheckpointError: for a model without experts, or an unknown ``model_type``; the hint names the nearest one.
+        UnsupportedProblem: if the model in Transformers has experts that polymoe does not run; what it misses is named.
     """
-    names = [ConfigReader(c).text("model_type") for c in (config, text_config(config))]
-    for name in names:
+    types = [ConfigReader(c).text("model_type") for c in (config, text_config(config))]
+    for name in types:
         if name in FAMILIES:
-            return FAMILIES[name]
+            return (FAMILIES[name],)
     if not any(_ROUTED.search(key) for part in (config, text_config(config)) for key in part):
         raise ConfigReader(config).error(
             "model_type",
@@ -136,15 +125,36 @@ def family_of(config: Mapping[str, Any]) -> ModelFamily:
             config.get("model_type"),
             hint="no key of this config speaks of experts: a dense model has none for polymoe to run",
         )
-    raise ConfigReader(config).error(
-        "model_type", "a known family", config.get("model_type"), hint=nearest(names[0], FAMILIES)
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigReader(config).error(
+            "model_type",
+            "a known family",
+            config.get("model_type"),
+            hint=f"{nearest(types[0], FAMILIES)}. With Transformers, polymoe knows all models that have its experts "
+            f"interface: {install_hint('transformers')}",
+        )
+    return _by_transformers(json.dumps(config, sort_keys=True), tuple(sorted(names)))
+
+
+@lru_cache(maxsize=4)  # a model's config is asked for several times while it is loaded
+def _by_transformers(config: str, names: tuple[str, ...]) -> tuple[ModelFamily, ...]:
+    try:
+        from polymoe.checkpoint.architectures.families import groups_of
+    except ImportError as error:  # of a name that another version does not have
+        raise MissingDependency(
+            "a model without a row in polymoe.checkpoint.families.FAMILIES",
+            expected="Transformers 5.23, whose conversions of tensors polymoe asks",
+            got=str(error),
+            hint=install_hint("transformers"),
+        ) from error
+    return tuple(
+        ModelFamily(name=name, model_types=(name,), places=places, describe=lambda _, moe=moe: moe)
+        for name, moe, places in groups_of(json.loads(config), names)
     )
 
 
 _MLP = "layers.{layer}.mlp.experts"
-_GATED = PerExpert(gate="gate_proj", up="up_proj", down="down_proj")
 _W123 = PerExpert(gate="w1", up="w3", down="w2")
-_STACKED = Fused(dialects=("plain",))  # as Transformers holds stacked experts and saves them
 
 _ROWS = (
     ModelFamily(
@@ -162,21 +172,21 @@ _ROWS = (
         name="deepseek-v3",
         model_types=("deepseek_v3", "deepseek_v32", "kimi_k2"),
         containers=(f"model.{_MLP}",),
-        arrangements=(_GATED, _STACKED),
+        arrangements=(UNFUSED, STACKED),
         describe=describe.deepseek_v3,
     ),
     ModelFamily(
         name="kimi-k2.5",
         model_types=("kimi_k25",),
         containers=(f"language_model.model.{_MLP}", f"language_model.{_MLP}", f"model.language_model.{_MLP}"),
-        arrangements=(_GATED, _STACKED),
+        arrangements=(UNFUSED, STACKED),
         describe=describe.deepseek_v3,
     ),
     ModelFamily(
         name="deepseek-v4",
         model_types=("deepseek_v4",),
         containers=("layers.{layer}.ffn.experts", "model.layers.{layer}.ffn.experts", f"model.{_MLP}"),
-        arrangements=(_W123, _STACKED),
+        arrangements=(_W123, STACKED),
         describe=describe.deepseek_v4,
         fp8_dialect="deepseek_v4",
     ),
@@ -193,7 +203,7 @@ _ROWS = (
         model_types=("nemotron_h",),
         containers=("backbone.layers.{layer}.mixer.experts", "model.layers.{layer}.mixer.experts"),
         arrangements=(
-            PerExpert(gate=None, up="up_proj", down="down_proj"),
+            UNFUSED_NO_GATE,
             Fused(gate_up="up_proj", dialects=("plain",)),
         ),
         describe=describe.nemotron_h,
@@ -202,14 +212,14 @@ _ROWS = (
         name="glm-4",
         model_types=("glm4_moe", "glm4_moe_lite"),
         containers=(f"model.{_MLP}",),
-        arrangements=(_GATED, _STACKED),
+        arrangements=(UNFUSED, STACKED),
         describe=describe.glm,
     ),
     ModelFamily(
         name="qwen3",
         model_types=("qwen3_moe",),
         containers=(f"model.{_MLP}",),
-        arrangements=(_GATED, _STACKED),
+        arrangements=(UNFUSED, STACKED),
         describe=describe.qwen3,
         fp8_scale="bfloat16",
     ),
@@ -217,7 +227,7 @@ _ROWS = (
         name="qwen3-next",
         model_types=("qwen3_next",),
         containers=(f"model.{_MLP}",),
-        arrangements=(_GATED, _STACKED),
+        arrangements=(UNFUSED, STACKED),
         describe=describe.qwen,
         fp8_scale="bfloat16",
     ),
@@ -226,7 +236,7 @@ _ROWS = (
         model_types=("qwen3_vl_moe",),
         containers=(f"model.language_model.{_MLP}", f"model.{_MLP}"),
         # [E, H, 2F] as released, [E, 2F, H] as Transformers may save it; for 2F = H the shapes are the same.
-        arrangements=(Fused(k_first=True, dialects=("plain",)), _STACKED, _GATED),
+        arrangements=(Fused(k_first=True, dialects=("plain",)), STACKED, UNFUSED),
         describe=describe.qwen,
         fp8_scale="bfloat16",
     ),
@@ -234,7 +244,7 @@ _ROWS = (
         name="qwen3.5",
         model_types=("qwen3_5_moe", "qwen3_5_moe_text"),
         containers=(f"model.language_model.{_MLP}", f"model.{_MLP}"),
-        arrangements=(_STACKED, _GATED),
+        arrangements=(STACKED, UNFUSED),
         describe=describe.qwen,
         fp8_scale="bfloat16",
     ),
@@ -242,7 +252,7 @@ _ROWS = (
         name="mixtral",
         model_types=("mixtral",),
         containers=("model.layers.{layer}.block_sparse_moe.experts", f"model.{_MLP}"),
-        arrangements=(_W123, _GATED, _STACKED),
+        arrangements=(_W123, UNFUSED, STACKED),
         describe=describe.mixtral,
     ),
     ModelFamily(
@@ -252,7 +262,7 @@ _ROWS = (
             "language_model.model.layers.{layer}.feed_forward.experts",
             "model.layers.{layer}.feed_forward.experts",
         ),
-        arrangements=(Fused(k_first=True, dialects=("plain", "modelopt_fp8")), _GATED),
+        arrangements=(Fused(k_first=True, dialects=("plain", "modelopt_fp8")), UNFUSED),
         describe=describe.llama4,
     ),
 )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from polymoe.checkpoint.config_reader import MOST_LAYERS, ConfigReader
+from polymoe.checkpoint.config_reader import MOST_LAYERS, MOST_WIDTH, ConfigReader
 from polymoe.checkpoint.families import text_reader
 from polymoe.common.shapes import ceil_div
 
@@ -54,7 +54,7 @@ def kv_cache(config: Mapping[str, Any]) -> KvCache | None:
     layers = _layers(keys)
     context = keys.integer("max_position_embeddings", most=2**40) if _given(keys, "max_position_embeddings") else None
     if _given(keys, "kv_lora_rank"):
-        numbers = keys.width("kv_lora_rank") + keys.width("qk_rope_head_dim")
+        numbers = keys.width("kv_lora_rank") + keys.integer("qk_rope_head_dim", least=0, most=MOST_WIDTH)
         numbers += keys.width("index_head_dim") if _given(keys, "index_head_dim") else 0  # keys of DeepSeek's indexer
         return KvCache(layers, 1, _BYTES * numbers, context)
     attention_heads = keys.width("num_attention_heads")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from polymoe.checkpoint.arrangement import Arrangement, Fused, PerExpert
 from polymoe.checkpoint.config import QuantizationConfig
 from polymoe.checkpoint.dialects import DIALECTS, Dialect, choose, require
 from polymoe.checkpoint.expert_tensors import (
@@ -23,7 +24,7 @@ from polymoe.checkpoint.expert_tensors import (
     full_names,
     present_tensors,
 )
-from polymoe.checkpoint.families import Arrangement, Fused, ModelFamily, MoeConfig, PerExpert
+from polymoe.checkpoint.families import ModelFamily, MoeConfig
 from polymoe.checkpoint.files import CheckpointFiles, Header
 from polymoe.checkpoint.naming import BIAS, module_name, part_shape, parts, tensor_name
 from polymoe.errors import CheckpointError, CheckpointNotFound, FormatError
@@ -100,9 +101,12 @@ class StoredLayer:
         cls, family: ModelFamily, moe: MoeConfig, quantization: QuantizationConfig, layer: int
     ) -> StoredLayer:
         """Describe a layer from the config alone."""
-        container = family.containers[0].format(layer=layer)
         found: dict[str, Part] = {}
-        for arrangement in family.arrangements:
+        first = family.places[0][0]
+        # Without tensors nothing says which container is used; a row's first one is the usual one of all arrangements.
+        places = [(c, a) for c, a in family.places if c == first] if family.containers else family.places
+        for template, arrangement in places:
+            container = template.format(layer=layer)
             found = {
                 part: _configured(container, arrangement, moe, quantization, part)
                 for part in parts(arrangement, gated=moe.gated)
@@ -128,18 +132,17 @@ class StoredLayer:
         """
         failures: list[tuple[bool, CheckpointError | FormatError]] = []
         tried = []
-        for template in family.containers:
+        for template, arrangement in family.places:
             container = template.format(layer=layer)
-            for arrangement in family.arrangements:
-                names = parts(arrangement, gated=moe.gated)
-                tried.append(tensor_name(container, arrangement, names[0], 0, "*"))
-                if not any(present_tensors(files, container, arrangement, part, 0) for part in names):
-                    continue
-                try:
-                    return cls._fit(files, container, arrangement, moe, quantization)
-                except (CheckpointError, FormatError) as error:
-                    scheme = quantization.scheme(module_name(container, arrangement, names[-1], 0))
-                    failures.append((not _admits(arrangement, scheme.dialect), error))
+            names = parts(arrangement, gated=moe.gated)
+            tried.append(tensor_name(container, arrangement, names[0], 0, "*"))
+            if not any(present_tensors(files, container, arrangement, part, 0) for part in names):
+                continue
+            try:
+                return cls._fit(files, container, arrangement, moe, quantization)
+            except (CheckpointError, FormatError) as error:
+                scheme = quantization.scheme(module_name(container, arrangement, names[-1], 0))
+                failures.append((not _admits(arrangement, scheme.dialect), error))
         if failures:
             raise min(failures, key=lambda f: f[0])[1]
         raise CheckpointNotFound(
@@ -182,6 +185,13 @@ class StoredLayer:
                         got="no such tensor",
                     )
         return cls(container, arrangement, moe, found, any(biases.values()))
+
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """What the names of this layer's expert tensors start with, and those of no other tensors."""
+        if isinstance(self.arrangement, PerExpert):
+            return (f"{self.container}.",)
+        return tuple(f"{self.container}.{stem}" for stem in (self.arrangement.gate_up, self.arrangement.down))
 
     def spec(self) -> ExpertsSpec:
         """Sizes and encodings of the whole layer."""

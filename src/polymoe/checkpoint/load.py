@@ -18,7 +18,7 @@ from typing import Any
 
 from polymoe.checkpoint.config import QuantizationConfig, parse_quantization
 from polymoe.checkpoint.dense_tensors import DenseTensors
-from polymoe.checkpoint.families import ModelFamily, MoeConfig, family_of
+from polymoe.checkpoint.families import ModelFamily, MoeConfig, families_of
 from polymoe.checkpoint.files import CheckpointFiles
 from polymoe.checkpoint.layer import StoredLayer
 from polymoe.checkpoint.shard import Parallel, Shard, shard_expert, shard_spec, widths
@@ -39,16 +39,20 @@ class Checkpoint:
     Attributes:
         name: the path or Hub id that was opened.
         files: its files.
-        family: its row in ``FAMILIES``.
+        family: its row in ``FAMILIES``, or what Transformers says of its experts.
+        parts: checkpoints of the same files for each group of equal experts, this one first. There is one, unless
+            experts differ in size, or layers have two experts modules.
         moe: its experts according to the config.
         quantization: the encoding of each module according to the config.
     """
 
-    def __init__(self, name: str, files: CheckpointFiles) -> None:
+    def __init__(self, name: str, files: CheckpointFiles, family: ModelFamily | None = None) -> None:
         self.name, self.files = name, files
-        self.family: ModelFamily = family_of(files.config)
+        families = families_of(files.config, files.names) if family is None else (family,)
+        self.family: ModelFamily = families[0]
+        self.parts: tuple[Checkpoint, ...] = (self, *(Checkpoint(name, files, other) for other in families[1:]))
         self.moe: MoeConfig = self.family.moe(files.config)
-        self.quantization: QuantizationConfig = parse_quantization(files.config, files.side)
+        self.quantization: QuantizationConfig = parse_quantization(files.config, files.side, self.family)
         self._found: dict[int, StoredLayer] = {}
         self._layers: dict[int, StoredLayer] = {}
         # Layers and experts whose tensors are known to be in the files, and to be stored as the first expert's.
@@ -99,7 +103,7 @@ class Checkpoint:
             CheckpointNotFound: if the layer has no routed experts.
             CheckpointError, FormatError: if a tensor is missing or invalid.
         """
-        self.moe.router(layer)  # raises for a layer without experts
+        self.moe.place(layer)  # raises for a layer without experts
         if layer not in self._layers:
             described = partial(StoredLayer.described, self.family, self.moe, self.quantization, layer)
             self._layers[layer] = self._find(layer) or described()
@@ -156,7 +160,7 @@ class Checkpoint:
             CheckpointError, FormatError, ArgumentError: as :meth:`spec`; of an expert, when it is read.
         """
         shard = Shard.of(tp, ep)
-        self.moe.router(layer)
+        self.moe.place(layer)
         # find(), not layer(): its message names the tensors that are not here.
         stored = self._find(layer) or StoredLayer.find(self.files, self.family, self.moe, self.quantization, layer)
         spec = shard_spec(stored.spec(), shard, uneven=self.family.uneven_tp)
@@ -173,7 +177,7 @@ class Checkpoint:
 
     def dense_tensors(self, *, as_stored: bool = False) -> DenseTensors:
         """Every tensor outside the experts, by name, as if nothing were quantized - or just ``as_stored``."""
-        experts = tuple(self.layer(layer).container for layer in self.layers)
+        experts = tuple(name for part in self.parts for layer in part.layers for name in part.layer(layer).prefixes)
         return DenseTensors(self.files, self.quantization, experts, as_stored=as_stored)
 
     def all_tensors(self) -> DenseTensors:

@@ -51,7 +51,7 @@ class MoeConfig:
         bias: whether projections have biases.
         activation: the function between the projections, with its constants.
         layers: the layers with routed experts, ascending.
-        routers: the router of each of ``layers``.
+        routers: the router of each of ``layers``; empty where the model has its own and nothing here needs to know it.
         num_layers: of the whole model; neither this nor ``layers`` counts layers for multi-token prediction.
     """
 
@@ -62,11 +62,11 @@ class MoeConfig:
     bias: bool = False
     activation: Activation
     layers: tuple[int, ...]
-    routers: tuple[Router, ...]
+    routers: tuple[Router, ...] = ()
     num_layers: int
 
     def __post_init__(self) -> None:
-        assert len(self.layers) == len(self.routers)
+        assert len(self.routers) in (0, len(self.layers))
         if self.top_k > self.experts:
             raise CheckpointError(
                 "config.json: experts per token",
@@ -84,10 +84,10 @@ class MoeConfig:
     @property
     def weight_on(self) -> WeightOn:
         """Whether the routing weight multiplies each expert's output, or its input."""
-        return self.routers[0].weight_on
+        return self.routers[0].weight_on if self.routers else "output"
 
-    def router(self, layer: int) -> Router:
-        """Return the router of ``layer``.
+    def place(self, layer: int) -> int:
+        """Return the index of ``layer`` among :attr:`layers`.
 
         Raises:
             CheckpointNotFound: if the layer has no routed experts; the message lists the layers that have.
@@ -101,7 +101,11 @@ class MoeConfig:
             raise CheckpointNotFound(
                 f"layer {layer}", expected=f"a layer with routed experts ({format_ranges(self.layers)})", got=what
             )
-        return self.routers[place]
+        return place
+
+    def router(self, layer: int) -> Router:
+        """Return the router of ``layer``; raises as :meth:`place`."""
+        return self.routers[self.place(layer)]
 
 
 def gpt_oss(keys: ConfigReader) -> MoeConfig:

@@ -6,7 +6,7 @@ A *part* is one stored matrix of an expert: ``gate``, ``up``, ``down``, or ``gat
 
 from __future__ import annotations
 
-from polymoe.checkpoint.families import Arrangement, PerExpert
+from polymoe.checkpoint.arrangement import Arrangement, PerExpert
 
 __all__ = ["BIAS", "module_name", "part_shape", "parts", "tensor_name"]
 
@@ -24,7 +24,9 @@ def parts(arrangement: Arrangement, *, gated: bool) -> tuple[str, ...]:
 def module_name(container: str, arrangement: Arrangement, part: str, expert: int) -> str:
     """Return the name of the part's module in quantization configs; stacked experts share one module."""
     stem = getattr(arrangement, part)
-    return f"{container}.{expert}.{stem}" if isinstance(arrangement, PerExpert) else f"{container}.{stem}"
+    if isinstance(arrangement, PerExpert):
+        return f"{container}.{arrangement.first + expert}.{stem}"
+    return f"{container}.{stem}"
 
 
 def tensor_name(container: str, arrangement: Arrangement, part: str, expert: int, suffix: str) -> str:

@@ -67,7 +67,7 @@ def write_checkpoint(
     if path.exists():
         raise CheckpointError(str(path), expected="a new directory", got="one that exists", hint="nothing was written")
     family = family_of(config)
-    writer = _Writer(family, family.moe(config), parse_quantization(config, side))
+    writer = _Writer(family, family.moe(config), parse_quantization(config, side, family))
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as temporary:
         directory = Path(temporary) / path.name
@@ -100,7 +100,7 @@ class _Writer:
 
     def tensors(self, layer: int, weights: ExpertWeights | FloatExperts) -> Iterator[tuple[str, Tensor]]:
         """Yield names and tensors of one layer; stacked tensors come after the last expert."""
-        self.moe.router(layer)
+        self.moe.place(layer)
         stored = StoredLayer.described(self.family, self.moe, self.quantization, layer)
         self._check(stored, layer, weights)
         stacks: dict[str, Tensor] = {}

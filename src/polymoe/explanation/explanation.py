@@ -340,19 +340,18 @@ def explain(
         UnsupportedProblem: if ``backend`` names one and it is rejected.
     """
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
-    machine = Machine.of(device).shared_by(len(checkpoint.layers))
+    machine = Machine.of(device).shared_by(sum(len(part.layers) for part in checkpoint.parts))
     ranks = Ranks.of(tp, ep, dp)
     ranks.require_heads(checkpoint)
     shard = ranks.experts
     grouped: dict[Problem, list[int]] = {}
-    for layer in checkpoint.layers:
-        mode = resolve_activations(checkpoint, layer, machine, activations)
-        problem = checkpoint.problem(
+    for part, layer in ((p, layer) for p in checkpoint.parts for layer in p.layers):
+        problem = part.problem(
             layer,
             tp=(shard.tp_rank, shard.tp),
             ep=(shard.ep_rank, shard.ep),
             dtype=dtype,
-            activations=mode,
+            activations=resolve_activations(part, layer, machine, activations),
             batch_invariant=batch_invariant,
         )
         grouped.setdefault(problem, []).append(layer)

@@ -214,7 +214,7 @@ def fit_of(checkpoint: Checkpoint, device: Device, ranks: Ranks) -> Fit:
 def _fit(checkpoint: Checkpoint, device: Device, ranks: Ranks, dense: DenseSize | None) -> Fit:
     shard = ranks.experts
     tp, ep = (shard.tp_rank, shard.tp), (shard.ep_rank, shard.ep)
-    experts = sum(checkpoint.spec(layer, tp=tp, ep=ep).local_bytes for layer in checkpoint.layers)
+    experts = sum(p.spec(layer, tp=tp, ep=ep).local_bytes for p in checkpoint.parts for layer in p.layers)
     sliced = dense and dense.sliced(ranks.tp)
     return Fit(str(checkpoint.name), device, ranks, experts, sliced, kv_cache(checkpoint.config))
 

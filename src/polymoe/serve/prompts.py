@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from polymoe.engines.transformers.untrusted import reading
+from polymoe.common.untrusted import reading
 from polymoe.errors import CheckpointError
 from polymoe.serve.errors import refusal
 from polymoe.serve.in_flight import Threads

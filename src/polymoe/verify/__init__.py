@@ -81,8 +81,10 @@ def verify(
     require_backend(backend, BACKENDS)
     machine = Machine.of(device)
     with Checkpoint.open(path) as checkpoint:
-        layers = checkpoint.layers_here if layer is None else (layer,)
-        if not layers:
+        wanted = {part: part.layers_here if layer is None else (layer,) for part in checkpoint.parts}
+        if layer is not None and len(wanted) > 1:
+            wanted = {part: numbers for part, numbers in wanted.items() if layer in part.layers} or wanted
+        if not any(wanted.values()):
             raise CheckpointNotFound(
                 str(path),
                 expected="the experts of at least one layer",
@@ -90,18 +92,22 @@ def verify(
                 hint="verify needs tensors: name a directory that contains them beside its config.json",
             )
         layer_rows, backend_rows = [], []
-        for number in layers:
+        for part, number in ((p, number) for p, numbers in wanted.items() for number in numbers):
             progress(f"layer {number}: bytes")
-            mode = resolve_activations(checkpoint, number, machine, "auto")
-            problem = checkpoint.problem(number, activations=mode)
+            mode = resolve_activations(part, number, machine, "auto")
+            problem = part.problem(number, activations=mode)
             everyone = range(problem.spec.experts)
             calls = {count: _call(problem, count, everyone, torch.bfloat16) for count in tokens}
             oracles = {} if mode.quantized else {n: Oracle(problem, *call) for n, call in calls.items()}
-            layer_rows.append(_verify_bytes(checkpoint, number, oracles.values()))
+            layer_rows.append(_verify_bytes(part, number, oracles.values()))
             progress(f"layer {number}: backends")
             expected = {n: torch.from_numpy(oracle.total_TH) for n, oracle in oracles.items()}
-            backend_rows += _verify_backends(checkpoint, problem, number, machine, device, backend, calls, expected)
-        absent = () if layer is not None else tuple(n for n in checkpoint.layers if n not in layers)
+            backend_rows += _verify_backends(part, problem, number, machine, device, backend, calls, expected)
+        absent = (
+            ()
+            if layer is not None
+            else tuple(n for part, numbers in wanted.items() for n in part.layers if n not in numbers)
+        )
         return Report(str(path), str(machine.device), tuple(layer_rows), tuple(backend_rows), absent)
 
 

@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 
 from transformers.activations import ACT2FN
 
-from polymoe.engines.transformers.activation import activation_of
+from polymoe.checkpoint.architectures.activation import activation_of
 from polymoe.engines.transformers.experts_interface import experts_forward
 
 SIZES = {

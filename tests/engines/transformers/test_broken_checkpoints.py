@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 pytest.importorskip("transformers")
 
+from polymoe.common.untrusted import reading
 from polymoe.engines.transformers import load
-from polymoe.engines.transformers.untrusted import reading
 from polymoe.errors import ArgumentError, CheckpointError, FormatError, MissingDependency
 from support.packed_model import CHECKPOINT, MODELS
 

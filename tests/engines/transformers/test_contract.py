@@ -21,7 +21,7 @@ import transformers
 
 from polymoe.engines.transformers import contract, install, load
 from polymoe.engines.transformers.contract import PARTS, PrivatePart, checked_call, require_contract, require_experts
-from polymoe.engines.transformers.families import FAMILIES, PackedExperts, pack_modules
+from polymoe.engines.transformers.families import FAMILIES, PackedExperts, TransformersFamily, pack_modules
 from polymoe.errors import UnsupportedProblem
 from polymoe.serve.shared_sampling import PARTS as SHARED_SAMPLING
 from support.packed_model import CHECKPOINT
@@ -42,8 +42,22 @@ OTHERS = (
     PrivatePart("transformers.cli.serving.utils.response_events_to_chunks", ("events",)),
     PrivatePart("transformers.cli.serving.utils.ReasoningText"),
     PrivatePart("transformers.cli.serving.utils.ToolCall", keywords=("name", "arguments")),
+    # models without a row in a table of families
+    PrivatePart("transformers.initialization.meta_device_safe_creation_ops", ()),
+    PrivatePart("transformers.initialization.no_init_weights", ()),
+    PrivatePart("transformers.conversion_mapping.get_model_conversion_mapping", ("model",), ("add_legacy",)),
+    PrivatePart("transformers.core_model_loading.PrefixChange"),
+    PrivatePart("transformers.core_model_loading.WeightConverter.convert", ("self", "layer_name"), ("model", "config")),
+    PrivatePart("transformers.core_model_loading.WeightRenaming.reverse_transform", ("self",)),
+    PrivatePart("transformers.core_model_loading.apply_converters", ("source_key", "weight_converters")),
+    PrivatePart("transformers.core_model_loading.apply_renamings", ("source_key", "weight_renamings")),
+    PrivatePart("transformers.core_model_loading.dot_natural_key", ("s",)),
+    PrivatePart(
+        "transformers.core_model_loading.rename_source_key",
+        ("source_key", "weight_renamings", "weight_converters", "base_model_prefix", "meta_state_dict"),
+    ),
 )
-"""What single options use."""
+"""What single options use, and models without a row."""
 
 ATTRIBUTES = {
     "_apply_gate": "of experts modules, set by use_experts_implementation",
@@ -132,20 +146,13 @@ def test_methods_take_what_transformers_hands_over(kind: type, name: str) -> Non
     inspect.signature(vars(kind)[name]).bind(*(p.name for p in given))
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.model_type)
-def test_experts_of_all_families_are_called_in_the_known_way(family: Any) -> None:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    if (family.same_as or family.model_type) not in CONFIG_MAPPING:
-        pytest.skip(f"Transformers {transformers.__version__} has no {family.model_type}")
+@pytest.mark.parametrize("family", [row for row in FAMILIES if row.module], ids=lambda f: f.model_type)
+def test_blocks_of_families_with_a_class_of_their_own_are_called_in_the_known_way(family: Any) -> None:
     import importlib
 
-    name = "deepseek_v3" if family.model_type.startswith("kimi") else family.model_type.removesuffix("_text")
+    name = family.model_type.removesuffix("_text")
     kind = getattr(importlib.import_module(f"transformers.models.{name}.modeling_{name}"), family.module)
-    if family.experts:
-        assert list(inspect.signature(kind.forward).parameters) == ["self", "hidden_states"]
-    else:
-        require_experts(kind)
+    assert list(inspect.signature(kind.forward).parameters) == ["self", "hidden_states"]
 
 
 # --- What another version is refused for ----------------------------------------------------------------------------
@@ -241,6 +248,8 @@ def test_other_arguments_or_another_order_are_refused_by_name(args: Any, others:
 class ScaledExperts(nn.Module):
     """As a future version may call them."""
 
+    has_gate, is_transposed, has_bias = True, False, False
+
     def forward(self, hidden_states: Any, top_k_weights: Any, top_k_index: Any) -> None: ...
 
 
@@ -251,7 +260,6 @@ def test_experts_of_another_order_are_refused_when_they_would_be_packed() -> Non
     with pytest.raises(UnsupportedProblem, match=message):
         require_experts(ScaledExperts)
     model = nn.ModuleDict({"layers": nn.ModuleList([ScaledExperts()])})
-    family = next(row for row in FAMILIES if not row.experts)
     with pytest.raises(UnsupportedProblem, match=message):
-        pack_modules(model, type(family)("future", "ScaledExperts"))
+        pack_modules(model, TransformersFamily("future"), ())
     assert isinstance(model["layers"][0], ScaledExperts)  # type: ignore[index]

@@ -28,6 +28,7 @@ pytest.importorskip("transformers")
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
+from polymoe.checkpoint.architectures import interface
 from polymoe.engines.transformers import experts_interface
 from polymoe.engines.transformers.experts_interface import experts_forward, register, unregister
 from support.small_models import COMMON, FAMILIES, build, routed
@@ -179,9 +180,7 @@ def test_refuses_what_it_cannot_compute() -> None:
     with pytest.raises(UnsupportedProblem, match=r"expected bfloat16 or float16, got torch\.float32"), torch.no_grad():
         experts_forward(experts, *call)
 
-    if (
-        "has_post_expert_norm" in inspect.signature(experts_interface.use_experts_implementation).parameters
-    ):  # not in 5.17
+    if "has_post_expert_norm" in inspect.signature(interface.use_experts_implementation).parameters:  # not in 5.17
         _, experts = build("qwen3_moe")
         experts.has_post_expert_norm = True
         with pytest.raises(UnsupportedProblem, match="norm"), torch.inference_mode():
@@ -236,7 +235,7 @@ def test_a_property_of_experts_that_a_later_version_adds_is_refused_by_name(monk
         experts_class: Any = None, *, has_gate: bool = True, is_scaled: bool = False
     ) -> None: ...
 
-    monkeypatch.setattr(experts_interface, "use_experts_implementation", use_experts_implementation)
+    monkeypatch.setattr(interface, "use_experts_implementation", use_experts_implementation)
     called(lambda experts: None)
     called(lambda experts: setattr(experts, "is_scaled", False))
     with pytest.raises(UnsupportedProblem, match="expected Qwen3MoeExperts with is_scaled=False, got is_scaled=True"):

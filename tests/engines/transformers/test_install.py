@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 import polymoe
-from polymoe.errors import ArgumentError, UnsupportedProblem
+from polymoe.errors import ArgumentError, CheckpointError, UnsupportedProblem
 from support.written import patch_config
 
 pytest.importorskip("transformers")
@@ -116,7 +116,7 @@ def test_a_config_packs_one_model() -> None:
         assert len(experts_of(model)) == 4
         assert not installed()
         assert not experts_of(dequantized(torch.bfloat16))
-        with pytest.raises(UnsupportedProblem, match="llama"):
+        with pytest.raises(CheckpointError, match="expected a mixture-of-experts model, got 'llama'"):
             modeling_utils.get_hf_quantizer(LlamaConfig(), config, None, False, {})
         unquantized = AutoConfig.from_pretrained(CHECKPOINT, trust_remote_code=False)
         del unquantized.quantization_config

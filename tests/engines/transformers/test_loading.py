@@ -30,8 +30,8 @@ from transformers import (
 )
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
+from polymoe.checkpoint.architectures.config import neutral
 from polymoe.engines.transformers import PackedExperts, load
-from polymoe.engines.transformers.model_config import neutral
 from support.family_checkpoints import stored_nbytes
 from support.packed_model import CHECKPOINT, HELDOUT, batch, dequantized, experts_of
 

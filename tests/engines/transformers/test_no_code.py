@@ -12,9 +12,9 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from polymoe.checkpoint.architectures.config import neutral
 from polymoe.engines.transformers import load, load_tokenizer
 from polymoe.engines.transformers.generator import Generator
-from polymoe.engines.transformers.model_config import neutral
 from support.packed_model import CHECKPOINT, MODELS
 
 OWN = """

@@ -19,14 +19,10 @@ import torch
 import transformers
 from torch import Tensor
 
-from polymoe.errors import UnsupportedProblem
+from polymoe.checkpoint.architectures.interface import NEWEST, require_experts, unsupported
 from polymoe.problem.call import DTYPES
 
 __all__ = ["NEWEST", "PARTS", "PrivatePart", "checked_call", "require_contract", "require_experts", "unsupported"]
-
-NEWEST = (5, 23)
-"""The newest version of Transformers that polymoe is tested with. A newer one runs with a warning if it keeps to the
-contract. Refusing it would stop users at every release, and most releases change nothing here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,20 +170,6 @@ def _difference() -> tuple[str, str] | None:
     return next(((part, got) for part, got in differences if got is not None), None)
 
 
-_CALLS = (("hidden_states", "top_k_index", "top_k_weights"), ("hidden_states", "router_indices", "routing_weights"))
-
-
-def require_experts(kind: type[Any]) -> None:
-    """Check that a class of experts modules is called with x, expert ids and routing weights, in this order.
-
-    Raises:
-        UnsupportedProblem: naming the class and its parameters.
-    """
-    names = tuple(inspect.signature(kind.forward).parameters)[1:]
-    if names not in _CALLS:
-        raise unsupported(f"{kind.__name__}.forward({', '.join(_CALLS[0])})", f"({', '.join(names)})")
-
-
 def checked_call(where: str, args: tuple[Any, ...], others: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     """Return x, expert ids and routing weights of a call of an experts module, the weights in float32.
 
@@ -218,16 +200,6 @@ def _described(argument: Any) -> str:
     if isinstance(argument, Tensor):
         return f"{argument.dtype} {list(argument.shape)}".removeprefix("torch.")
     return type(argument).__name__
-
-
-def unsupported(expected: str, got: str) -> UnsupportedProblem:
-    """Return the error for a part of Transformers that is not as expected."""
-    return UnsupportedProblem(
-        f"Transformers {transformers.__version__}",
-        expected=expected,
-        got=got,
-        hint=f"polymoe is tested with versions up to {_dotted(NEWEST)}",
-    )
 
 
 def _dotted(version: tuple[int, ...]) -> str:

@@ -9,7 +9,6 @@ Interface: https://huggingface.co/docs/transformers/experts_interface
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import warnings
 from dataclasses import dataclass
@@ -18,15 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
-from transformers.integrations.moe import (
-    ExpertsInterface,
-    grouped_mm_experts_forward,
-    use_experts_implementation,
-)
+from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
 from polymoe.backends import BACKENDS
-from polymoe.engines.transformers.activation import activation_of
-from polymoe.engines.transformers.contract import checked_call, require_experts, unsupported
+from polymoe.checkpoint.architectures.activation import activation_of
+from polymoe.checkpoint.architectures.interface import (
+    first_parameter,
+    has_interface,
+    projections,
+    require_known,
+    unsupported,
+)
+from polymoe.engines.transformers.contract import checked_call
 from polymoe.errors import PolymoeError, UnsupportedProblem
 from polymoe.formats import FORMATS
 from polymoe.layer.runtime import PlanCache, PlanRequest, compiled_call
@@ -133,7 +135,7 @@ def note_groups(model: nn.Module) -> None:
     """Make the ranks among which a model's experts are split agree on their plans, or refuse, at the first call."""
     for module in model.modules():
         meshes = {_mesh(p) for p in module.parameters(recurse=False)} - {None}
-        if meshes and hasattr(module, "has_gate"):
+        if meshes and has_interface(module):
             groups = [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
             module.__dict__["_polymoe_groups"] = groups
 
@@ -236,27 +238,6 @@ def _agreed(experts: nn.Module, state: tuple[Any, ...], x_dtype: torch.dtype, to
     return plans
 
 
-_KNOWN = {"experts_class", "experts_interface", "is_concatenated", "is_transposed", "has_bias", "has_gate"}
-
-
-def _require_known(experts: Any, first: str) -> None:
-    """Check that a module has the parameters and properties of the experts that are known, and no others."""
-    where, parameters = type(experts).__name__, dict(experts.named_parameters(recurse=False))
-    require_experts(type(experts))
-    for name, parameter in inspect.signature(use_experts_implementation).parameters.items():
-        value = getattr(experts, name, parameter.default)
-        if name not in _KNOWN and value != parameter.default:
-            raise unsupported(f"{where} with {name}={parameter.default}", f"{name}={value!r}")
-    names = {first, "down_proj", *([f"{first}_bias", "down_proj_bias"] if experts.has_bias else [])}
-    if parameters.keys() != names:
-        raise unsupported(f"{where} with the parameters {', '.join(sorted(names))}", ", ".join(sorted(parameters)))
-    split = [name for name, p in parameters.items() if _mesh(p) is not None]
-    if split:
-        raise unsupported(f"{where} called with this rank's part of its parameters", f"{split[0]} as a DTensor")
-    if any(p.dtype != parameters[first].dtype for p in parameters.values()):
-        raise unsupported(f"{where} with parameters of one dtype", ", ".join(str(p.dtype) for p in parameters.values()))
-
-
 def _autocast(parameter: Tensor) -> Tensor:
     """The parameter as autocast converts it: float32 to autocast's dtype where it is enabled."""
     kind = parameter.device.type
@@ -266,29 +247,20 @@ def _autocast(parameter: Tensor) -> Tensor:
 
 def _views(experts: Any, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
     """Views of the parameters by the natural layout's names: matrices [E, N, K], then biases [E, N]."""
-    first = "gate_up_proj" if experts.has_gate else "up_proj"
-
-    def halves(tensor: Tensor, part: str) -> dict[str, Tensor]:
-        """Gate and up, along the second dimension."""
-        if not experts.has_gate:
-            return {f"up{part}": tensor}
-        gate, up = tensor.chunk(2, 1) if experts.is_concatenated else (tensor[:, 0::2], tensor[:, 1::2])
-        return {f"gate{part}": gate, f"up{part}": up}
-
-    matrix, down = parameters[first], parameters["down_proj"]
-    if experts.is_transposed:
-        matrix, down = matrix.mT, down.mT
-    views = {**halves(matrix, ".codes"), "down.codes": down}
-    if experts.has_bias:
-        views |= {**halves(parameters[f"{first}_bias"], "_bias"), "down_bias": parameters["down_proj_bias"]}
-    return views
+    found = projections(experts, parameters)
+    return {name if name.endswith("_bias") else f"{name}.codes": tensor for name, tensor in found.items()}
 
 
 def _plans(experts: Any, state: tuple[Any, ...], x_dtype: torch.dtype, top_k: int) -> PlanCache:
     where = type(experts).__name__
-    first = "gate_up_proj" if experts.has_gate else "up_proj"
-    _require_known(experts, first)
+    first = first_parameter(experts)
+    require_known(experts)
     parameters = dict(experts.named_parameters(recurse=False))
+    split = [name for name, p in parameters.items() if _mesh(p) is not None]
+    if split:
+        raise unsupported(f"{where} called with this rank's part of its parameters", f"{split[0]} as a DTensor")
+    if any(p.dtype != parameters[first].dtype for p in parameters.values()):
+        raise unsupported(f"{where} with parameters of one dtype", ", ".join(str(p.dtype) for p in parameters.values()))
     backend, device = state[0], parameters[first].device
     dtype = next(dtype for name, dtype, *_ in state[1:] if name == first)
     if dtype not in (torch.bfloat16, torch.float16):
@@ -313,4 +285,4 @@ def _plans(experts: Any, state: tuple[Any, ...], x_dtype: torch.dtype, top_k: in
     )
     problem = Problem(spec=spec, activation=activation_of(experts), top_k=top_k, dtype=DTYPES[x_dtype])
     request = PlanRequest(Machine.of(str(device)), "mixed", backend, BACKENDS, LAYOUTS)
-    return PlanCache.of(problem, request, Natural().name, tuple(views))
+    return PlanCache.of(problem, request, Natural().name, tuple((name, dtype) for name in views))

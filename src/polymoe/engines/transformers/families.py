@@ -1,15 +1,15 @@
 """Model families in Transformers: which module holds their experts, and what replaces it when they are packed.
 
-A family is one row of :data:`FAMILIES`. The name of the experts module is enough if the model calls it as
-``experts(hidden_states_TH, top_k_index_TA, top_k_weights_TA)``, as every model in Transformers 5 does that supports its
-experts interface. Llama-4 does not: there, the whole block of router, shared expert and experts is replaced.
+Every model in Transformers 5 that supports its experts interface has experts modules with the call
+``experts(hidden_states_TH, top_k_index_TA, top_k_weights_TA)``, and needs nothing more. Llama-4 does not: there, the
+whole block of router, shared expert and experts is replaced. :data:`FAMILIES` has its row, and other exceptions.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +20,15 @@ from packaging.version import Version
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from polymoe.engines.transformers.contract import checked_call, require_experts
-from polymoe.errors import UnsupportedProblem, nearest
+from polymoe.checkpoint import Checkpoint
+from polymoe.checkpoint.architectures.experts import expert_groups
+from polymoe.checkpoint.architectures.interface import has_interface
+from polymoe.checkpoint.moe_config import MoeConfig
+from polymoe.common.units import format_ranges
+from polymoe.engines.transformers.contract import checked_call
+from polymoe.errors import UnsupportedProblem
 from polymoe.layer.experts import FusedExperts
 
 __all__ = [
@@ -32,12 +37,11 @@ __all__ = [
     "PackedLlama4Moe",
     "TransformersFamily",
     "auto_class",
-    "model_class",
+    "family_named",
     "pack_modules",
     "refuse_expert_tensors",
     "register_names",
     "registered_names",
-    "require_family",
     "require_model",
     "unregister_names",
     "use_own_name",
@@ -114,11 +118,12 @@ class PackedLlama4Moe(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class TransformersFamily:
-    """A model family in Transformers whose checkpoints have quantized experts.
+    """What is special about a model family in Transformers.
 
     Attributes:
         model_type: the config's ``model_type``.
-        module: class name of the module to replace, one in each layer that has experts.
+        module: class name of the module to replace in each layer that has experts; None for modules of Transformers'
+            experts interface.
         packed: builds the replacement from that module.
         experts: name of the :class:`PackedExperts` within the replacement; empty if it is the replacement.
         same_as: Transformers' ``model_type`` of the family, if it differs from the checkpoint's.
@@ -126,7 +131,7 @@ class TransformersFamily:
     """
 
     model_type: str
-    module: str
+    module: str | None = None
     packed: Callable[[Any], nn.Module] = lambda module: PackedExperts()
     experts: str = ""
     same_as: str | None = None
@@ -150,38 +155,22 @@ class TransformersFamily:
 _LLAMA4 = functools.partial(TransformersFamily, module="Llama4TextMoe", packed=PackedLlama4Moe, experts="experts")
 
 FAMILIES = (
-    TransformersFamily("gpt_oss", "GptOssExperts"),
-    TransformersFamily("deepseek_v3", "DeepseekV3Experts"),
-    TransformersFamily("kimi_k2", "DeepseekV3Experts", same_as="deepseek_v3"),
-    TransformersFamily("kimi_k25", "DeepseekV3Experts"),
-    TransformersFamily("deepseek_v4", "DeepseekV4Experts", since="5.20"),
-    TransformersFamily("nemotron_h", "NemotronHExperts"),
-    TransformersFamily("glm4_moe", "Glm4MoeExperts"),
-    TransformersFamily("qwen3_moe", "Qwen3MoeExperts"),
-    TransformersFamily("mixtral", "MixtralExperts"),
+    TransformersFamily("kimi_k2", same_as="deepseek_v3"),
+    TransformersFamily("deepseek_v4", since="5.20"),
     _LLAMA4("llama4"),
     _LLAMA4("llama4_text"),
 )
-"""Every supported family, for any quantization."""
+"""Families that need more than their experts modules say; every other one with these modules needs no row."""
 
 
-def require_family(model_type: str) -> TransformersFamily:
-    """The row of a ``model_type``.
+def family_named(model_type: str) -> TransformersFamily:
+    """The row of a ``model_type``, or one without anything special.
 
     Raises:
-        UnsupportedProblem: if there is none, or as :func:`require_model`.
+        UnsupportedProblem: as :func:`require_model`.
     """
     require_model(model_type)
-    family = next((row for row in FAMILIES if row.model_type == model_type), None)
-    if family is None:
-        known = nearest(model_type, [row.model_type for row in FAMILIES])
-        raise UnsupportedProblem(
-            f"{model_type} in Transformers",
-            expected="a family with a row in polymoe.engines.transformers.FAMILIES",
-            got="none",
-            hint=f"{_WITHOUT_MODEL}. {known}",
-        )
-    return family
+    return next((row for row in FAMILIES if row.model_type == model_type), TransformersFamily(model_type))
 
 
 def require_model(model_type: str) -> None:
@@ -206,21 +195,6 @@ _WITHOUT_MODEL = "polymoe.load_experts and polymoe.explain read the experts with
 def auto_class(config: Any) -> Any:
     """The auto class that loads the whole model of ``config``, with its vision tower if it has one."""
     return AutoModelForImageTextToText if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else AutoModelForCausalLM
-
-
-def model_class(config: Any) -> Any:
-    """The class of :func:`auto_class` for ``config``, which needs no path.
-
-    Raises:
-        UnsupportedProblem: if Transformers has no model that generates text for this config.
-    """
-    for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
-        if type(config) in mapping:
-            found = mapping[type(config)]
-            return found[0] if isinstance(found, (list, tuple)) else found
-    raise UnsupportedProblem(
-        f"{config.model_type} in Transformers", expected="a model that generates text", got=type(config).__name__
-    )
 
 
 def register_names() -> tuple[str, ...]:
@@ -257,19 +231,55 @@ def use_own_name(config: Any) -> Any:
     return config
 
 
-def pack_modules(model: Any, family: TransformersFamily) -> dict[str, int]:
-    """Replace a model's experts by packed ones, still empty; the layer of each :class:`PackedExperts` by its name.
+def pack_modules(model: Any, family: TransformersFamily, parts: Sequence[Checkpoint]) -> dict[str, tuple[int, int]]:
+    """Replace a model's experts by packed ones, still empty.
+
+    Args:
+        model: of Transformers.
+        family: its row.
+        parts: of its checkpoint.
+
+    Returns:
+        For the name of each :class:`PackedExperts` the index of its part of the checkpoint, and its layer.
 
     Raises:
-        UnsupportedProblem: if the model calls its experts in another way than known.
+        UnsupportedProblem: if the model calls its experts in another way than known, or if they are not those of the
+            checkpoint.
     """
-    found = {name: module for name, module in model.named_modules() if type(module).__name__ == family.module}
-    layers = {}
-    for name, module in found.items():
-        if not family.experts:
-            require_experts(type(module))
-        model.set_submodule(name, family.packed(module))
-        layers[f"{name}.{family.experts}".rstrip(".")] = int(re.findall(r"\.(\d+)\.", f".{name}")[-1])
+    layers: dict[str, tuple[int, int]] = {}
+    for name, index, layer in _listed(model, family) if family.module else _of_interface(model, parts):
+        model.set_submodule(name, family.packed(model.get_submodule(name)))
+        layers[f"{name}.{family.experts}".rstrip(".")] = index, layer
     # Before any tensor is loaded, and also for tensors by names of modules that the model does not have.
     model.register_load_state_dict_pre_hook(_refuse_state_dict)
     return layers
+
+
+def _listed(model: Any, family: TransformersFamily) -> list[tuple[str, int, int]]:
+    """Modules of the class that a row names, all of the first part, and their layers."""
+    names = [name for name, module in model.named_modules() if type(module).__name__ == family.module]
+    return [(name, 0, int(re.findall(r"\.(\d+)\.", f".{name}")[-1])) for name in names]
+
+
+def _of_interface(model: Any, parts: Sequence[Checkpoint]) -> list[tuple[str, int, int]]:
+    """Modules of the experts interface, the parts of the checkpoint with their experts, and their layers."""
+    groups = expert_groups(model, parts[0].moe.top_k if parts else None)
+    found = [_facts(group.moe) for group in groups]
+    if found != (expected := [_facts(part.moe) for part in parts]):
+        raise UnsupportedProblem(
+            type(model).__name__,
+            expected="; ".join(expected),
+            got="; ".join(found) or "no experts with Transformers' experts interface",
+            hint="config.json and the model disagree about the experts",
+        )
+    names = {group.name(layer): (index, layer) for index, group in enumerate(groups) for layer in group.modules}
+    for name, module in model.named_modules():
+        if has_interface(module) and name not in names:
+            raise UnsupportedProblem(name, expected="experts of its own", got="the same weights as another module's")
+    return [(name, *place) for name, place in names.items()]
+
+
+def _facts(moe: MoeConfig) -> str:
+    """What the experts of a config and of a model must agree on, as text."""
+    sizes = f"{moe.experts} experts of {moe.hidden} x {moe.intermediate}, {moe.activation.name}"
+    return f"{sizes}, layers {format_ranges(moe.layers)}"

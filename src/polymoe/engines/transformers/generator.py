@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from polymoe.common.untrusted import reading
 from polymoe.engines.transformers.chat_template import ChatTemplateError
 from polymoe.engines.transformers.decode_graph import require_capturable
 from polymoe.engines.transformers.loading import load
 from polymoe.engines.transformers.replies import read_reply
-from polymoe.engines.transformers.untrusted import reading
 from polymoe.errors import ArgumentError, CheckpointError
 from polymoe.layer.experts import FusedExperts
 

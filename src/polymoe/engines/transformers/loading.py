@@ -8,6 +8,7 @@ before it reads any weight, so that expert tensors stay in their memory-mapped f
 from __future__ import annotations
 
 import functools
+import json
 import os
 from collections.abc import Callable, Mapping
 from logging import getLogger
@@ -21,7 +22,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from polymoe.checkpoint import Checkpoint
 from polymoe.checkpoint.config import quantization_source
+from polymoe.checkpoint.families import families_of
 from polymoe.common.units import format_ranges
+from polymoe.common.untrusted import reading
 from polymoe.engines.transformers.contract import require_contract
 from polymoe.engines.transformers.dense_quantizer import check_dense
 from polymoe.engines.transformers.experts_interface import (
@@ -35,7 +38,6 @@ from polymoe.engines.transformers.families import (
     FAMILIES,
     register_names,
     registered_names,
-    require_family,
     require_model,
     unregister_names,
     use_own_name,
@@ -43,9 +45,8 @@ from polymoe.engines.transformers.families import (
 from polymoe.engines.transformers.model_config import check_tokens, generation_config, model_config
 from polymoe.engines.transformers.quantizer import PackedConfig, PackedQuantizer
 from polymoe.engines.transformers.tokenizer import load_tokenizer, vocabulary_size
-from polymoe.engines.transformers.untrusted import reading
 from polymoe.engines.transformers.weights import model_from_tensors
-from polymoe.errors import ArgumentError, CheckpointError, UnsupportedProblem, quoted
+from polymoe.errors import ArgumentError, CheckpointError, PolymoeError, UnsupportedProblem, quoted
 from polymoe.explanation import explain
 from polymoe.layer.offload import require_slots, slots_of
 from polymoe.problem.call import DTYPES
@@ -90,9 +91,8 @@ def load(
 
     Raises:
         CheckpointError: for a path without a checkpoint, or one that cannot be read.
-        UnsupportedProblem: for a family that Transformers does not have or that has no row in
-            :data:`~polymoe.engines.transformers.families.FAMILIES`, if no backend runs its experts here, or for a
-            version of Transformers whose private parts are not as expected.
+        UnsupportedProblem: for a model that Transformers does not have or whose experts polymoe does not run, if no
+            backend runs them here, or for a version of Transformers whose private parts are not as expected.
         ArgumentError: for an unknown device, backend or role, or an argument that contradicts packing.
     """
     require_contract()
@@ -117,10 +117,7 @@ def load(
     check_dense(dense, checkpoint.quantization.method)
     if expert_memory is not None and not quantized:
         raise ArgumentError("load(expert_memory=...)", expected="quantized experts", got="experts that are not packed")
-    if quantized:
-        require_family(checkpoint.model_type)
-    else:
-        require_model(checkpoint.model_type)
+    require_model(checkpoint.model_type)
     explanation = explain(
         checkpoint, device=str(target), backend=backend, role=role, dtype=DTYPES[dtype or torch.bfloat16]
     )
@@ -132,8 +129,9 @@ def load(
     for row in explanation.rows:
         row.selection.require(f"{path}, layers {format_ranges(row.layers)}")
     with Checkpoint.open(os.fspath(path), **hub) as checkpoint:
-        for layer in checkpoint.layers:
-            checkpoint.weights(layer)  # raises if a tensor of its experts is missing
+        for part in checkpoint.parts:
+            for layer in part.layers:
+                part.weights(layer)  # raises if a tensor of its experts is missing
         with registered_names():
             config = use_own_name(model_config(checkpoint))
             tokenizer = load_tokenizer(checkpoint.files.directory, config=config)
@@ -216,8 +214,8 @@ class PolymoeConfig(QuantizationConfigMixin):
         backend, role: as for :func:`load`.
 
     Raises:
-        UnsupportedProblem: by ``from_pretrained``, for a checkpoint that is not quantized or of a family that polymoe
-            does not know.
+        CheckpointError, UnsupportedProblem: by ``from_pretrained``, for a checkpoint that is not quantized, or without
+            experts that polymoe runs.
     """
 
     def __init__(self, *, backend: str = "auto", role: str = "mixed", **_: Any) -> None:
@@ -240,10 +238,10 @@ def _hooked() -> bool:
 
 
 def install(*, backend: str = "auto", role: str = "mixed") -> None:
-    """Make every later ``from_pretrained`` of this process pack the experts of the families that polymoe knows.
+    """Make every later ``from_pretrained`` of this process pack quantized experts, as :func:`load` does.
 
     That includes pipelines, ``transformers serve`` and lm-eval. ``quantization_config=Mxfp4Config(dequantize=True)``
-    and the like still dequantize, and models of other families load as before. ``experts_implementation="polymoe"`` is
+    and the like still dequantize, and other models load as before. ``experts_implementation="polymoe"`` is
     registered too. A second call replaces backend and role.
 
     A command starts a process of its own, so it has to be installed there::
@@ -286,26 +284,29 @@ def _choose_quantizer(
     ``default`` is how to pack where no :class:`PolymoeConfig` says it; None does not pack there.
     """
     found = _described(config)
-    packs = any(row.model_type == config.model_type for row in FAMILIES) and not kwargs.get("gguf_file")
     options = default
     if isinstance(quantization_config, PolymoeConfig):
         options = {"backend": quantization_config.backend, "role": quantization_config.role}
-        _require_packable(config, packs, found)
+        _require_packable(config, found, kwargs.get("gguf_file"))
         quantization_config = None
-    if options is None:
+    if options is None or kwargs.get("gguf_file"):
         return theirs(config, quantization_config, *args, **kwargs)
-    if packs and found and not any(getattr(c, "dequantize", False) for c in (quantization_config, found)):
+    keeps = not any(getattr(c, "dequantize", False) for c in (quantization_config, found))
+    if found and keeps:
         source = found if isinstance(found, Mapping) else found.to_dict()
-        if source.get("quant_method") != INTERFACE_NAME:
+        requested = source.get("quant_method") == INTERFACE_NAME  # by load
+        if not requested and _unpackable(config) is None:
             _request_packing(config, source, **options)
-        quantization_config = None
+            requested = True
+        quantization_config = None if requested else quantization_config
     use_own_name(config)
     return theirs(config, quantization_config, *args, **kwargs)
 
 
-def _require_packable(config: Any, packs: bool, found: Any) -> None:
-    if not packs:
-        require_family(config.model_type)
+def _require_packable(config: Any, found: Any, gguf_file: Any) -> None:
+    if (error := _unpackable(config)) is not None:
+        raise error
+    if gguf_file:
         raise UnsupportedProblem("PolymoeConfig", expected="safetensors", got="a GGUF file")
     if not found:
         raise UnsupportedProblem(
@@ -314,6 +315,16 @@ def _require_packable(config: Any, packs: bool, found: Any) -> None:
             got="none that is quantized",
             hint='polymoe.install(), then from_pretrained(..., experts_implementation="polymoe") runs 16-bit experts',
         )
+
+
+def _unpackable(config: Any) -> PolymoeError | None:
+    """Why the experts of a model cannot be packed, by its config; None if they can."""
+    try:
+        require_model(config.model_type)
+        families_of(json.loads(config.to_json_string(use_diff=False)))
+    except (CheckpointError, UnsupportedProblem) as error:
+        return error
+    return None
 
 
 def _described(config: Any) -> Any:

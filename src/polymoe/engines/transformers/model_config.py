@@ -3,64 +3,20 @@ code."""
 
 from __future__ import annotations
 
-import copy
 import math
-import re
-from collections.abc import Callable, Iterator, Mapping
-from logging import getLogger
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from polymoe.checkpoint import Checkpoint
+from polymoe.checkpoint.architectures.config import neutral, require_layers
 from polymoe.checkpoint.files import CONFIG, GENERATION
-from polymoe.engines.transformers.untrusted import reading
+from polymoe.common.untrusted import reading
 from polymoe.errors import CheckpointError, quoted
 
-__all__ = ["check_tokens", "generation_config", "model_config", "neutral"]
-
-log = getLogger("polymoe")
-
-_CHOICES = re.compile(r".*_implementation(_\w+)?")
-"""Keys by which a config chooses code, which may be a kernel of anybody's on the Hub. The caller chooses."""
-
-_LEFT_OUT = re.compile(
-    # Code, and other places for files.
-    r"auto_map|custom_pipelines|custom_generate|configuration_files|transformers_weights|_?name_or_path|adapter_\w+"
-    # What changes modules, or belongs to other tasks than generating text.
-    r"|fusion_config|distributed_config|pruned_heads|num_labels|id2label|label2id|problem_type|task_specific_params"
-    r"|is_encoder_decoder|is_decoder|add_cross_attention|return_dict|output_attentions|output_hidden_states"
-)
-
-_INFINITIES = ((math.inf, {"__float__": "Infinity"}), (-math.inf, {"__float__": "-Infinity"}))
-"""Numbers that JSON does not have, as ``save_pretrained`` writes them. NaN, which no model needs, stays an object."""
-
-
-def neutral(config: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    """A config without what names code, files or other tasks, at any depth.
-
-    Args:
-        config: a config, which stays as it is.
-        where: its name in warnings about code that it chooses; without one there are none.
-    """
-    kept: dict[str, Any] = {}
-    for name, value in config.items():
-        if _CHOICES.fullmatch(name):
-            if value is not None and where:
-                log.warning("%s: %s: %s is not used: the caller chooses implementations", where, name, quoted(value))
-        elif not _LEFT_OUT.fullmatch(name):
-            kept[name] = _neutral_value(value, where)
-    return kept
-
-
-def _neutral_value(value: Any, where: str) -> Any:
-    if isinstance(value, dict):
-        written = next((number for number, form in _INFINITIES if form == value), None)
-        return neutral(value, where) if written is None else written
-    if isinstance(value, list):
-        return [_neutral_value(item, where) for item in value]
-    return copy.deepcopy(value)
+__all__ = ["check_tokens", "generation_config", "model_config"]
 
 
 def model_config(checkpoint: Checkpoint) -> Any:
@@ -72,27 +28,11 @@ def model_config(checkpoint: Checkpoint) -> Any:
     where = f"{checkpoint.name}: {CONFIG}"
     fields = neutral(checkpoint.config, where)
     # Transformers builds as many modules as the config says, which may take for ever.
-    tensors = len(checkpoint.files.names)
-    for name, value in _numbers(fields):
-        if "layers" in name and value > tensors:
-            limit = f"at most {tensors}, the number of tensors"
-            raise CheckpointError(f"{where}: {name}", expected=limit, got=quoted(value))
+    require_layers(fields, len(checkpoint.files.names), "the number of tensors", where)
     with reading(where, "a config that Transformers accepts"):
         config: Any = CONFIG_MAPPING[checkpoint.model_type].from_dict(fields)
         config.name_or_path = checkpoint.name
     return config
-
-
-def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
-    """Every integer in a config, with its key."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from _numbers(item, key)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _numbers(item, name)
-    elif isinstance(value, int):
-        yield name, value
 
 
 def generation_config(checkpoint: Checkpoint) -> GenerationConfig | None:

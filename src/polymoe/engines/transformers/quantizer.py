@@ -25,7 +25,7 @@ from polymoe.checkpoint import Checkpoint
 from polymoe.checkpoint.dense_tensors import DenseTensors
 from polymoe.engines.transformers.dense_quantizer import dense_quantizer
 from polymoe.engines.transformers.experts_interface import INTERFACE_NAME
-from polymoe.engines.transformers.families import pack_modules, require_family
+from polymoe.engines.transformers.families import family_named, pack_modules
 from polymoe.engines.transformers.weights import watch_loading
 from polymoe.errors import ArgumentError, UnsupportedProblem
 from polymoe.layer.load import load_experts
@@ -91,7 +91,7 @@ class PackedQuantizer(HfQuantizer):
         self.checkpoint: Checkpoint | None = None
         self.dense_tensors: DenseTensors | None = None
         self.dense: HfQuantizer | None = None
-        self.experts: dict[str, int] = {}
+        self.experts: dict[str, tuple[int, int]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # The model is loaded: only loading reads the checkpoint, whose open files cannot be saved.
@@ -112,12 +112,13 @@ class PackedQuantizer(HfQuantizer):
                 hint="the Hub's kernel for this layer reads unpacked experts; leave use_kernels out",
             )
         self.checkpoint = given or Checkpoint.open(Path(checkpoint_files[0]).parent)
-        family = require_family(self.checkpoint.model_type)
+        family = family_named(self.checkpoint.model_type)
         family.require_dtype(model.dtype)
-        self.experts = pack_modules(model, family)
-        for name, layer in self.experts.items():
+        self.experts = pack_modules(model, family, self.checkpoint.parts)
+        for name, (part, layer) in self.experts.items():
             # Device maps count this buffer. It takes no memory, and is removed before anything is read.
-            reserved = torch.empty(self.checkpoint.spec(layer).local_bytes, dtype=torch.uint8, device="meta")
+            spec = self.checkpoint.parts[part].spec(layer)
+            reserved = torch.empty(spec.local_bytes, dtype=torch.uint8, device="meta")
             model.get_submodule(name).register_buffer(RESERVED, reserved, persistent=False)
         if self.quantization_config.dense == "transformers":
             self.dense = dense_quantizer(model, self.quantization_config.source, self.experts, kwargs.get("device_map"))
@@ -158,9 +159,10 @@ class PackedQuantizer(HfQuantizer):
         machines: dict[torch.device, Machine] = {}
         slots = None
         if config.expert_memory is not None:
-            top_k = max(self.checkpoint.problem(layer).top_k for layer in self.experts.values())
-            slots = slots_of(config.expert_memory, [self.checkpoint.spec(n) for n in self.experts.values()], top_k)
-        for name, layer in logging.tqdm(self.experts.items(), desc="Packing experts"):
+            parts = self.checkpoint.parts
+            specs = [parts[part].spec(layer) for part, layer in self.experts.values()]
+            slots = slots_of(config.expert_memory, specs, max(part.moe.top_k for part in parts))
+        for name, (part, layer) in logging.tqdm(self.experts.items(), desc="Packing experts"):
             sibling = next(model.get_submodule(name.rpartition(".")[0]).parameters())
             device = torch.device(config.device) if config.device else sibling.device
             if device.type == "meta":
@@ -173,7 +175,7 @@ class PackedQuantizer(HfQuantizer):
             if device not in machines:  # one answer for all layers, before the first takes memory
                 machines[device] = Machine.of(device_name(device)).shared_by(len(self.experts))
             model.get_submodule(name).fused = load_experts(
-                self.checkpoint,
+                self.checkpoint.parts[part],
                 layer,
                 device=device,
                 machine=machines[device],

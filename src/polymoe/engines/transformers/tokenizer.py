@@ -13,14 +13,14 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from polymoe.checkpoint.architectures.config import neutral
 from polymoe.checkpoint.files import CONFIG
 from polymoe.checkpoint.hub import locate
 from polymoe.checkpoint.opener import exists, read_json
 from polymoe.checkpoint.tokenizer_files import TOKENIZER_FILES, read_tokenizer_files
+from polymoe.common.untrusted import reading
 from polymoe.engines.transformers.chat_template import BoundedChatTemplate, start_renderer
-from polymoe.engines.transformers.model_config import neutral
 from polymoe.engines.transformers.replies import set_response_template
-from polymoe.engines.transformers.untrusted import reading
 from polymoe.errors import CheckpointError
 
 __all__ = ["load_tokenizer", "vocabulary_size"]

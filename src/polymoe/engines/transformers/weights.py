@@ -16,9 +16,10 @@ from typing import Any
 from safetensors import safe_open
 from transformers import PreTrainedModel
 
+from polymoe.checkpoint.architectures.config import model_class
 from polymoe.checkpoint.dense_tensors import DenseTensors
-from polymoe.engines.transformers.families import PackedExperts, model_class, refuse_expert_tensors
-from polymoe.engines.transformers.untrusted import reading
+from polymoe.common.untrusted import reading
+from polymoe.engines.transformers.families import PackedExperts, refuse_expert_tensors
 from polymoe.errors import ArgumentError, CheckpointError
 
 __all__ = ["model_from_tensors", "watch_loading"]
