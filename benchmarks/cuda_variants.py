@@ -29,7 +29,8 @@ from polymoe.backends.cuda.backend import Cuda, CudaConfig
 from polymoe.backends.reference import emulate_activations
 from polymoe.bench.timing import TimedCalls, distinct_calls
 from polymoe.formats import FORMATS
-from polymoe.kernels.cuda import generate, modules
+from polymoe.kernels.cuda import build as kernel_build
+from polymoe.kernels.cuda import modules
 from polymoe.kernels.cuda.driver import Module
 from polymoe.kernels.cuda.sizes import W4A8, W4A8_ROWS, W4A16_MMA, W4A16_WGMMA, CtaTile, FamilySizes
 from polymoe.kernels.cuda.targets import SM90, Target
@@ -230,17 +231,15 @@ VARIANTS: dict[str, Variant] = {
 
 def sources(variant: Variant) -> dict[str, str]:
     """The kernels' files with the variant's changes, and ``instantiations/variant.cu``."""
-    folder = Path(modules.__file__).parent
-    paths = [path for path in folder.rglob("*.cu*") if path.suffix in (".cu", ".cuh")]
-    files = {path.relative_to(folder).as_posix(): path.read_text() for path in paths}
+    files = kernel_build.sources()
     for name, old, new in variant.changes:
         if files[name].count(old) != 1:
             raise SystemExit(f"{name}: expects once, got {files[name].count(old)} times: {old!r}")
         files[name] = files[name].replace(old, new)
     family = replace(variant.family, tiles={variant.tile.block_m: variant.tile}, parts=("gate_up", "down"))
-    unit = generate.unit_source(family, "mxfp4")
+    unit = kernel_build.unit_source(family, "mxfp4")
     if variant.family is W4A16_MMA and variant.tile.block_m % 8:  # runs in the kernel for the next multiple of 8
-        unit = generate.unit_source(replace(family, tiles={16: W4A16_MMA.tiles[16]}), "mxfp4")
+        unit = kernel_build.unit_source(replace(family, tiles={16: W4A16_MMA.tiles[16]}), "mxfp4")
     files["instantiations/variant.cu"] = unit
     there, end = files["ptx/wgmma.cuh"], "// clang-format on"
     widths = sorted({variant.tile.block_m, *variant.tile.widths}) if variant.tile.warpgroups else []
@@ -274,7 +273,7 @@ def _wgmma_rs(n: int) -> str:
 
 def build(folder: Path, names: Sequence[str]) -> None:
     """Compile to ``folder/NAME.cubin``; prints what the assembler has to say."""
-    nvcc = Path(f".venv/cuda-{modules.COMPILER['nvidia-cuda-nvcc']}/nvidia/cu13/bin/nvcc").resolve()
+    nvcc = Path(f".venv/cuda-{kernel_build.COMPILER['nvidia-cuda-nvcc']}/nvidia/cu13/bin/nvcc").resolve()
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         with tempfile.TemporaryDirectory() as temporary:

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from polymoe.backends.cuda.backend import Cuda, CudaConfig
-from polymoe.kernels.cuda import driver, modules
-from polymoe.kernels.cuda.generate import generated
+from polymoe.kernels.cuda import build, driver, modules
 from polymoe.kernels.cuda.launch import args
 from polymoe.kernels.cuda.launch.tiled import WgmmaCall
 from polymoe.kernels.cuda.sizes import FAMILIES, W4_FORMATS, W4A16_MMA, W4A16_MMA_ORDERED, W4A16_WGMMA
@@ -35,17 +34,10 @@ BUILT = [pytest.param(t, unit, id=f"{t.name}-{unit}") for t in TARGETS.values() 
 @pytest.mark.parametrize(("target", "unit"), BUILT)
 def test_compiled_from_these_sources(target: Target, unit: str) -> None:
     path = modules.cubin_path(unit, target)
-    assert path.name == f"{unit}.{modules.source_hash(unit, target)}{modules.SUFFIX}", (
+    assert path.name == f"{unit}.{build.source_hash(unit, target, build.sources())}{modules.SUFFIX}", (
         "run scripts/build-kernels and commit what it made"
     )
     assert modules.read_cubin(path).startswith(b"\x7fELF")
-
-
-def test_generated_files_are_those_of_the_table() -> None:
-    files = generated()
-    assert {name: (SOURCES / name).read_text() for name in files} == files, "run scripts/build-kernels"
-    units = {path.name for path in (SOURCES / "instantiations").iterdir()}
-    assert units == {Path(name).name for name in files} - {"sizes.cuh"}
 
 
 @pytest.mark.parametrize(("target", "unit"), BUILT)
@@ -74,12 +66,12 @@ def test_a_unit_has_the_kernels_of_the_table(target: Target, unit: str) -> None:
 def copied(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The sources in another folder, from which hashes are taken."""
     shutil.copytree(SOURCES, tmp_path / "cuda", ignore=shutil.ignore_patterns("cubins", "*.py"))
-    monkeypatch.setattr(modules, "_HERE", tmp_path / "cuda")
+    monkeypatch.setattr(build, "_HERE", tmp_path / "cuda")
     return tmp_path / "cuda"
 
 
 def test_a_hash_changes_with_what_the_unit_includes(copied: Path) -> None:
-    before = {unit: modules.source_hash(unit, SM90) for unit in SM90.units}
+    before = {unit: build.source_hash(unit, SM90, build.sources()) for unit in SM90.units}
     for path, changed in (
         ("gemm/w8a8.cuh", {"w8a8_fp8_block128", "w8a8_channel_fp8_channel"}),
         ("dequant/int4.cuh", {unit for unit in SM90.units if unit.startswith(("w4a16", "w8a16"))}),
@@ -87,25 +79,25 @@ def test_a_hash_changes_with_what_the_unit_includes(copied: Path) -> None:
     ):
         text = (copied / path).read_text()
         (copied / path).write_text(text + "\nconstexpr int kMore = 1;\n")
-        now = {unit: modules.source_hash(unit, SM90) for unit in SM90.units}
+        now = {unit: build.source_hash(unit, SM90, build.sources()) for unit in SM90.units}
         assert {unit for unit in SM90.units if now[unit] != before[unit]} == changed
         (copied / path).write_text(text)
 
 
 def test_a_hash_does_not_change_with_comments_and_white_space(copied: Path) -> None:
-    before = modules.source_hash("permute", SM90)
+    before = build.source_hash("permute", SM90, build.sources())
     path = copied / "permute.cu"
     path.write_text("// Another comment.\n\n" + path.read_text().replace("    ", "\t"))
-    assert modules.source_hash("permute", SM90) == before
+    assert build.source_hash("permute", SM90, build.sources()) == before
 
 
 def test_a_hash_does_not_change_with_code_for_other_gpus(copied: Path) -> None:
     sm80, path = TARGETS["sm80"], copied / "ptx/griddepcontrol.cuh"
-    before, text = [modules.source_hash("permute", t) for t in (sm80, SM90)], path.read_text()
+    before, text = [build.source_hash("permute", t, build.sources()) for t in (sm80, SM90)], path.read_text()
     for own, changed in (("launch_dependents() {}", [True, False]), ("griddepcontrol.wait;", [False, True])):
         assert own in text
         path.write_text(text.replace(own, f"{own} ;"))
-        now = [modules.source_hash("permute", t) for t in (sm80, SM90)]
+        now = [build.source_hash("permute", t, build.sources()) for t in (sm80, SM90)]
         assert [a != b for a, b in zip(now, before, strict=True)] == changed
 
 

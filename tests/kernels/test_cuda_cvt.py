@@ -15,11 +15,12 @@ from torch import Tensor
 from polymoe.backends.cuda.backend import CudaConfig
 from polymoe.backends.reference import run_experts
 from polymoe.formats import FORMATS, QuantTensor
+from polymoe.kernels.cuda.build import sources
 from polymoe.kernels.cuda.launch.args import GemmArgs
 from polymoe.kernels.cuda.targets import SM90, TARGETS
 from polymoe.problem.numerics import TOLERANCE, relative_error
 from support.cuda_calls import run_emulated
-from support.cuda_emulator import Emulator, compile_files, compile_unit, sources
+from support.cuda_emulator import Emulator, compile_files, compile_unit
 from support.problems import problem_of, random_call, random_experts
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")

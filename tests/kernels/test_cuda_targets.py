@@ -15,6 +15,7 @@ import torch
 from polymoe.backends.cuda.backend import Cuda, CudaConfig
 from polymoe.backends.reference import run_experts
 from polymoe.bench.cases import CASES
+from polymoe.kernels.cuda.build import sources
 from polymoe.kernels.cuda.sizes import STATIC_BYTES, W4_FORMATS, W4A16_MMA_TILED
 from polymoe.kernels.cuda.targets import SM90, TARGETS, Target, target_for
 from polymoe.machine import DEVICES, Machine
@@ -23,7 +24,7 @@ from polymoe.problem.routing import Routing
 from polymoe.problem.tensors import ExpertWeights
 from polymoe.problem.verdict import Accepted
 from support.cuda_calls import run_emulated
-from support.cuda_emulator import compile_files, compile_unit, sources
+from support.cuda_emulator import compile_files, compile_unit
 from support.cuda_instructions_budget import CVT_COSTS, MMA_COSTS, TILED_COSTS, instructions
 from support.cuda_targets import TEST_TARGETS
 from support.problems import GPT_OSS, problem_of, random_call, random_experts

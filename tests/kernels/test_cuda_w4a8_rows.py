@@ -14,14 +14,14 @@ import torch
 
 from polymoe.backends.cuda.backend import CudaConfig
 from polymoe.backends.reference import run_experts
-from polymoe.kernels.cuda.generate import unit_source
+from polymoe.kernels.cuda.build import sources, unit_source
 from polymoe.kernels.cuda.sizes import W4A8_ROWS
 from polymoe.kernels.cuda.targets import SM90
 from polymoe.problem.numerics import TOLERANCE, relative_error
 from polymoe.problem.routing import Routing
 from polymoe.problem.tensors import Expert, ExpertWeights
 from support.cuda_calls import compare_each_token, launches, run_emulated
-from support.cuda_emulator import compile_files, compile_unit, sources
+from support.cuda_emulator import compile_files, compile_unit
 from support.problems import GPT_OSS, problem_of, random_call, random_experts, with_input_scales
 
 CONFIGS = [*(CudaConfig("w4a8_rows", rows) for rows in W4A8_ROWS.tiles), CudaConfig("w4a8_rows", 128, narrow_m=32)]

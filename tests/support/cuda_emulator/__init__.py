@@ -14,7 +14,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from polymoe.kernels.cuda import modules
+from polymoe.kernels.cuda.build import included, sources
 from polymoe.kernels.cuda.sizes import (
     W4A16_MMA,
     W4A16_MMA_ORDERED,
@@ -26,10 +26,9 @@ from polymoe.kernels.cuda.sizes import (
 )
 from polymoe.kernels.cuda.targets import SM90, Target
 
-__all__ = ["Emulator", "compile_files", "compile_unit", "sources"]
+__all__ = ["Emulator", "compile_files", "compile_unit"]
 
 HERE = Path(__file__).parent
-SOURCES = Path(modules.__file__).parent
 FEW_ROWS = (W4A16_MMA, W4A16_MMA_ORDERED, W8A16_MMA)
 ROUNDING = (W8A8_MMA, W8A8_MMA_ORDERED, W8A8_MMA_CHANNEL, W8A8_MMA_ORDERED_CHANNEL)
 ARGS = {
@@ -44,12 +43,6 @@ ARGS = {
 COMPILER = ("g++", "-shared", "-fPIC", "-O1", "-std=c++17", "-w")
 UNUSED_DAYS = 14
 """After which a compiled library is removed."""
-
-
-def sources() -> dict[str, str]:
-    """All of the kernels' files: texts by path."""
-    paths = [path for path in SOURCES.rglob("*.cu*") if path.suffix in (".cu", ".cuh")]
-    return {path.relative_to(SOURCES).as_posix(): path.read_text() for path in paths}
 
 
 def compile_unit(unit: str, target: Target = SM90) -> ctypes.CDLL:
@@ -75,7 +68,7 @@ def compile_files(
     calls = "".join(f"POLYMOE_CALL({struct})\n" for struct in args)
     macros = "".join(f"#define {name}\n" for name in defines)
     main = {"main.cpp": f'{macros}#include "cuda.h"\n#include "{unit}"\n{calls}'}
-    read = modules.included("main.cpp", {**files, **own, **main}.__getitem__)
+    read = included("main.cpp", {**files, **own, **main})
     texts = {
         path: text.replace("extern __shared__", "extern").replace("__shared__", "static") for path, text in read.items()
     }

@@ -1,6 +1,15 @@
-"""C++ from the table :mod:`.sizes`: ``sizes.cuh``, and in ``instantiations/`` a file for each unit of GEMM kernels."""
+"""What the cubins are made from: the sources in this folder, and others that come from the table :mod:`.sizes`, which
+are written only where they are compiled: ``sizes.cuh``, and in ``instantiations/`` a file for each unit of GEMM
+kernels."""
 
 from __future__ import annotations
+
+import hashlib
+import lzma
+import posixpath
+import re
+from collections.abc import Mapping
+from pathlib import Path
 
 from polymoe.kernels.cuda.sizes import (
     E4M3_BLOCK_K,
@@ -17,16 +26,28 @@ from polymoe.kernels.cuda.sizes import (
     MmaFamilySizes,
     OrderedMmaFamilySizes,
 )
-from polymoe.kernels.cuda.targets import TARGETS
+from polymoe.kernels.cuda.targets import TARGETS, Target
 
-__all__ = ["generated", "unit_source"]
+__all__ = ["COMPILER", "compress", "included", "source_hash", "sources", "unit_source"]
 
+COMPILER = {
+    "nvidia-cuda-nvcc": "13.3.73",
+    "nvidia-cuda-crt": "13.3.73",
+    "nvidia-nvvm": "13.3.73",
+    "nvidia-cuda-runtime": "13.3.29",
+}
+"""Distributions that hold the compiler. From 13.3 on it keeps the registers of asynchronous instructions alive long
+enough (release notes of CUDA 13.3, ptxas)."""
+
+_HERE = Path(__file__).parent
 _NOTICE = "// Generated from sizes.py by scripts/build-kernels; do not edit.\n"
 
 
-def generated() -> dict[str, str]:
-    """Every generated file: its path in this folder, and its text."""
-    found = {"sizes.cuh": _header()}
+def sources() -> dict[str, str]:
+    """All files that kernels are compiled from, generated ones included: texts by path."""
+    paths = [path for path in _HERE.rglob("*.cu*") if path.suffix in (".cu", ".cuh")]
+    found = {path.relative_to(_HERE).as_posix(): path.read_text(encoding="utf-8") for path in paths}
+    found["sizes.cuh"] = _header()
     for target in TARGETS.values():
         for family in (FAMILIES[name] for name in target.families):
             for format, sizes in family.formats.items():
@@ -102,3 +123,56 @@ def unit_source(family: FamilySizes, format: str, cvt: bool = False) -> str:
                 name, threads = family.kernel(part, block_m, variant), family.threads(block_m)
                 lines.append(f"{_macro(family)}({name}, {threads}, {source}_gemm<{arguments}>)")
     return "\n".join(lines) + "\n"
+
+
+def compress(cubin: bytes) -> bytes:
+    """The contents of the file that stores a cubin."""
+    return lzma.compress(cubin, preset=9 | lzma.PRESET_EXTREME)
+
+
+def included(source: str, files: Mapping[str, str]) -> dict[str, str]:
+    """A source file and all that it includes of ``files``, directly or not: texts by path, sorted."""
+    found: dict[str, str] = {}
+    left = [source]
+    while left:
+        path = left.pop()
+        if path not in found:
+            found[path] = files[path]
+            names = re.findall(r'^#include "(.*)"', found[path], re.M)
+            left += [posixpath.normpath(posixpath.join(posixpath.dirname(path), name)) for name in names]
+    return dict(sorted(found.items()))
+
+
+def source_hash(unit: str, target: Target, files: Mapping[str, str]) -> str:
+    """16 hexadecimal digits that change with any source that the unit includes, the compiler's version or its options.
+
+    Comments and white space do not count, nor does what macros keep from the target, so that rewording or formatting a
+    source, or a change for another GPU, renames no cubin.
+
+    Args:
+        unit, target: what is compiled.
+        files: as :func:`sources` returns them.
+    """
+    digest = hashlib.sha256(repr((sorted(COMPILER.items()), target.options)).encode())
+    for path, text in included(target.units[unit], files).items():
+        code = re.sub("//.*", "", _seen(text, target.defines))
+        digest.update(f"{path}\0{''.join(code.split())}\0".encode())
+    return digest.hexdigest()[:16]
+
+
+def _seen(text: str, defines: tuple[str, ...]) -> str:
+    """A source without the lines that ``#ifdef POLYMOE_...`` keeps from a target. Other conditions stay."""
+    lines: list[str] = []
+    conditions: list[bool | None] = []  # around a line: whether it holds, None if it is another one
+    for line in text.splitlines():
+        own = re.match(r"#ifdef (POLYMOE_\w+)", line)
+        if line.startswith("#if"):
+            conditions.append(own[1] in defines if own else None)
+        elif line.startswith("#else") and conditions[-1] is not None:
+            conditions[-1] = not conditions[-1]
+        directive = line.startswith(("#if", "#else", "#endif")) and conditions[-1] is not None
+        if not directive and False not in conditions:
+            lines.append(line)
+        if line.startswith("#endif"):
+            conditions.pop()
+    return "\n".join(lines)

@@ -1,9 +1,0 @@
-// Generated from sizes.py by scripts/build-kernels; do not edit.
-#include "../gemm/w8a8.cuh"
-
-// clang-format off
-// Last arguments: what shares a scale, the part, consumer warpgroups, blocks of 64 rows of weights for each, blocks of 64 columns
-// in a stage, bytes of a stage, block_m, and smaller widths for fewer rows of x.
-POLYMOE_GEMM_KERNEL(w8a8_channel_gate_up_m160, 384, w8a8_gemm<kChannel, kGateUp, 2, 2, 2, 54272, 160, 32, 64, 80, 96, 112, 128>)
-POLYMOE_GEMM_KERNEL(w8a8_channel_up_m160, 384, w8a8_gemm<kChannel, kUp, 2, 2, 2, 54272, 160, 32, 64, 80, 96, 112, 128>)
-POLYMOE_GEMM_KERNEL(w8a8_channel_down_m160, 384, w8a8_gemm<kChannel, kDown, 2, 2, 2, 54272, 160, 32, 64, 80, 96, 112, 128>)
