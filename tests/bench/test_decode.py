@@ -75,16 +75,16 @@ def test_packed_beside_dequantized(cli: Cli, tmp_path: Path) -> None:
     out = tmp_path / "r.jsonl"
     code, stdout, stderr = cli("bench", "decode", SUMS, *SMALL, "--batch-size", "1,3", "--out", out, "--commit", "abc")
     assert code == 0, stderr
-    for text in ("packed", "torch", "grouped_mm", "batched_mm", "weights, packed over dequantized: 2."):
+    for text in ("polymoe", "torch", "grouped_mm", "batched_mm", "weights, polymoe over dequantized: 2."):
         assert text in stdout
-    assert "prefill of 20 tokens, tokens/s, packed over the fastest dequantized" in stdout
+    assert "prefill of 20 tokens, tokens/s, polymoe over the fastest dequantized" in stdout
     assert "nominal rates" in stderr
     records = [json.loads(line) for line in out.read_text().splitlines()]
     done = [(r["experts"], r["implementation"], r["phase"], r["batch"]) for r in records]
     assert done == [
-        ("packed", "torch", "decode", 1),
-        ("packed", "torch", "decode", 3),
-        ("packed", "torch", "prefill", 1),
+        ("polymoe", "torch", "decode", 1),
+        ("polymoe", "torch", "decode", 3),
+        ("polymoe", "torch", "prefill", 1),
         ("dequantized", "grouped_mm", "decode", 1),
         ("dequantized", "grouped_mm", "decode", 3),
         ("dequantized", "grouped_mm", "prefill", 1),
@@ -159,7 +159,7 @@ def test_what_transformers_packs_is_measured_and_compared(cli: Cli, stand_in_ker
     args = ("--experts", "transformers-packed,packed", "--batch-size", 2, "--out", out)
     code, stdout, stderr = cli("bench", "decode", SUMS, *SMALL, *args)
     assert code == 0, stderr
-    assert "prefill of 20 tokens, tokens/s, packed over the fastest transformers-packed" in stdout
+    assert "prefill of 20 tokens, tokens/s, polymoe over the fastest transformers-packed" in stdout
     packed, _, theirs, prefill = [json.loads(line) for line in out.read_text().splitlines()]
     assert (packed["experts"], prefill["phase"]) == ("packed", "prefill")
     assert (theirs["experts"], theirs["implementation"]) == ("transformers-packed", "triton_kernels")
@@ -235,7 +235,7 @@ def test_a_packed_prefill_that_fails_leaves_the_rest(cli: Cli, monkeypatch: pyte
     code, stdout, stderr = cli("bench", "decode", SUMS, *SMALL, "--batch-size", 1, "--implementations", "grouped_mm")
     assert code == 0
     assert "not measured: packed, torch, prefill, batch 1: no such kernel" in stderr
-    assert "decode at batch 1, tokens/s, packed over the fastest dequantized" in stdout
+    assert "decode at batch 1, tokens/s, polymoe over the fastest dequantized" in stdout
 
 
 @pytest.mark.parametrize(

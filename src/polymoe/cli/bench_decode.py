@@ -200,7 +200,7 @@ def _table(rows: list[ModelRecord], failed: list[Failed], title: str) -> Table:
     )  # fmt: skip
     lines = [
         (
-            r.experts, r.implementation + (", graph" if r.graphs else ""), format_bytes(r.weight_bytes), r.phase,
+            _shown(r), r.implementation + (", graph" if r.graphs else ""), format_bytes(r.weight_bytes), r.phase,
             r.batch, r.tokens, f"{r.median_us:.0f} us", f"{r.tokens_per_second:.1f}",
             *((f"{r.floor_us:.0f} us", f"{r.share:.2f}", f"{r.experts_read:.1f}") if r.floor_us else (None,) * 3),
             None if r.difference is None else f"{r.difference:.1e}",
@@ -208,8 +208,13 @@ def _table(rows: list[ModelRecord], failed: list[Failed], title: str) -> Table:
         for r in sorted(rows, key=lambda row: (row.phase, row.batch, row.experts != "packed", row.median_us))
     ]  # fmt: skip
     # The reasons follow below the table.
-    missing = [(f.experts, f.implementation, "", f.phase, f.batch, "", "not measured", *[""] * 5) for f in failed]
+    missing = [(_shown(f), f.implementation, "", f.phase, f.batch, "", "not measured", *[""] * 5) for f in failed]
     return cells(columns, [*lines, *missing], title)
+
+
+def _shown(row: ModelRecord | Failed) -> str:
+    # On a CPU polymoe's experts are dequantized too.
+    return "polymoe" if row.experts == "packed" else row.experts
 
 
 def _ratios(rows: list[ModelRecord], other: str) -> list[tuple[str, float]]:
@@ -218,10 +223,10 @@ def _ratios(rows: list[ModelRecord], other: str) -> list[tuple[str, float]]:
     others = [r for r in rows if r.experts == other]
     if not packed or not others:
         return []
-    found = [(f"weights, packed over {other}", packed[0].weight_bytes / others[0].weight_bytes)]
+    found = [(f"weights, polymoe over {other}", packed[0].weight_bytes / others[0].weight_bytes)]
     for r in packed:
         same = [o.tokens_per_second for o in others if (o.phase, o.batch, o.tokens) == (r.phase, r.batch, r.tokens)]
         if same:
             what = f"{r.phase} at batch {r.batch}" if r.phase == "decode" else f"prefill of {r.tokens} tokens"
-            found.append((f"{what}, tokens/s, packed over the fastest {other}", r.tokens_per_second / max(same)))
+            found.append((f"{what}, tokens/s, polymoe over the fastest {other}", r.tokens_per_second / max(same)))
     return found
