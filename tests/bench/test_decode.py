@@ -82,9 +82,9 @@ def test_packed_beside_dequantized(cli: Cli, tmp_path: Path) -> None:
     records = [json.loads(line) for line in out.read_text().splitlines()]
     done = [(r["experts"], r["implementation"], r["phase"], r["batch"]) for r in records]
     assert done == [
-        ("polymoe", "torch", "decode", 1),
-        ("polymoe", "torch", "decode", 3),
-        ("polymoe", "torch", "prefill", 1),
+        ("packed", "torch", "decode", 1),
+        ("packed", "torch", "decode", 3),
+        ("packed", "torch", "prefill", 1),
         ("dequantized", "grouped_mm", "decode", 1),
         ("dequantized", "grouped_mm", "decode", 3),
         ("dequantized", "grouped_mm", "prefill", 1),
