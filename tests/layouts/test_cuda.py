@@ -50,6 +50,14 @@ def test_round_trip_of_every_size(format: str, hidden: int, intermediate: int) -
         assert_same(unpack(refilled), every_byte(format, hidden, intermediate, gated=gated, seed=1))
 
 
+@pytest.mark.parametrize("format", ["mxfp4", "mxfp8", "fp8_block128", "bf16"])
+def test_biases_have_their_bytes(format: str) -> None:
+    weights = random_experts(format, hidden=256, intermediate=128, bias=True)
+    packed = pack(weights)
+    assert packed.nbytes == layout_of(weights.spec).nbytes(weights.spec)
+    assert_same(unpack(packed), weights)
+
+
 @pytest.mark.parametrize("format", FOUR_BITS)
 @pytest.mark.parametrize(("hidden", "intermediate"), SIZES)
 def test_for_instructions_that_convert_fp4(format: str, hidden: int, intermediate: int) -> None:
