@@ -37,9 +37,12 @@ def trusting(tree: ast.AST) -> Iterator[int]:
                 yield node.lineno
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_call_trusts_code(path: Path) -> None:
-    assert list(trusting(ast.parse(path.read_text(encoding="utf-8")))) == []
+def test_no_call_trusts_code() -> None:
+    texts = {path: path.read_text(encoding="utf-8") for path in FILES}
+    spoken = [path for path, text in texts.items() if any(name in text for name in (*LOADS, "trust_remote_code"))]
+    assert len(spoken) > 20
+    found = {str(path.relative_to(ROOT)): list(trusting(ast.parse(texts[path]))) for path in spoken}
+    assert {name: lines for name, lines in found.items() if lines} == {}
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,10 @@ RECORD = Record(
 )  # fmt: skip
 
 
-def test_current() -> None:
-    """If it is not: python benchmarks/write_docs.py."""
+def test_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is installed or tuned here. If it is not: python benchmarks/write_docs.py."""
+    monkeypatch.setattr("polymoe.machine.machine._version", lambda name: None)
+    monkeypatch.setenv("POLYMOE_CACHE", "/nowhere")
     documents = write_docs.documents()
     assert {str(path.relative_to(write_docs.ROOT)) for path in documents} == {
         "README.md", "docs/backends.md", "docs/performance/cuda.md", "docs/performance/triton.md",
@@ -122,7 +125,9 @@ def test_check_names_what_is_not_current(monkeypatch: pytest.MonkeyPatch, tmp_pa
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text((write_docs.ROOT / name).read_text(encoding="utf-8"), encoding="utf-8")
     monkeypatch.setattr(write_docs, "ROOT", tmp_path)
-    monkeypatch.setattr(write_docs, "backends_document", lambda: "what backends say\n")  # which takes seconds
+    # Which take seconds.
+    monkeypatch.setattr(write_docs, "backends_document", lambda: "what backends say\n")
+    monkeypatch.setattr(write_docs, "compared", cache(write_docs.compared))
     monkeypatch.setattr("sys.argv", ["write_docs.py", "--check"])
     with pytest.raises(SystemExit, match=r"^docs/backends\.md: differs from code and records"):
         write_docs.main()
@@ -180,12 +185,6 @@ def test_places_are_merged_by_gpu_format_and_mode() -> None:
     assert said(every - {("cpu", "bf16", "16bit")}) == (
         "everywhere but cpu: every format<br>cpu: bf16 with all but 16bit; every format but bf16"
     )
-
-
-def test_the_machine_here_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polymoe.machine.machine._version", lambda name: None)
-    monkeypatch.setenv("POLYMOE_CACHE", "/nowhere")
-    assert backends_document.backends_document() == BACKENDS_MD.read_text(encoding="utf-8")
 
 
 PEER = Peer(

@@ -151,6 +151,9 @@ SLOW = {
     "fp8_token, fp8_block128",
     *(f"x quantized, {mode}, bf16" for mode in ("fp8_token", "fp8_group128")),
     "x quantized, fp8_token, mxfp4",
+    *(f"x quantized, {mode}, fp8_block128" for mode in ("fp8_token", "fp8_group128", "mxfp8")),
+    "x quantized, fp8_group128_ue8m0, mxfp4",
+    "fp8_static, fp8_block128",
     "x quantized, int4_g32",
     "mxfp8, int4_g32",
 }
