@@ -404,3 +404,9 @@ def test_paths_without_a_checkpoint(path: str, error: type[PolymoeError], messag
 )
 def test_format_ranges(layers: tuple[int, ...], text: str) -> None:
     assert format_ranges(layers) == text
+
+
+def test_slices_that_do_not_fit_are_named_in_the_sizes_that_were_asked_for() -> None:
+    said = r"tp \* dp / ep, 8 \* 3 / 8: expected 3 GPUs .* 2048 is not a multiple of 3"
+    with pytest.raises(ArgumentError, match=said):
+        polymoe.explain("moonshotai/Kimi-K2-Thinking", device="h200", tp=8, ep=8, dp=3)

@@ -16,6 +16,7 @@ from polymoe.checkpoint.dense_size import DenseSize
 from polymoe.checkpoint.known_models import open_checkpoint
 from polymoe.checkpoint.kv_cache import KvCache
 from polymoe.common.units import format_bytes, format_count, format_ranges, format_us
+from polymoe.errors import ArgumentError
 from polymoe.explanation.fit import RESERVE, Fit, Ranks, fit_of
 from polymoe.machine import Device, Machine
 from polymoe.planning.plan import role_tokens
@@ -346,14 +347,17 @@ def explain(
     shard = ranks.experts
     grouped: dict[Problem, list[int]] = {}
     for part, layer in ((p, layer) for p in checkpoint.parts for layer in p.layers):
-        problem = part.problem(
-            layer,
-            tp=(shard.tp_rank, shard.tp),
-            ep=(shard.ep_rank, shard.ep),
-            dtype=dtype,
-            activations=resolve_activations(part, layer, machine, activations),
-            batch_invariant=batch_invariant,
-        )
+        try:
+            problem = part.problem(
+                layer,
+                tp=(shard.tp_rank, shard.tp),
+                ep=(shard.ep_rank, shard.ep),
+                dtype=dtype,
+                activations=resolve_activations(part, layer, machine, activations),
+                batch_invariant=batch_invariant,
+            )
+        except ArgumentError as error:
+            raise ranks.in_terms(error) from None
         grouped.setdefault(problem, []).append(layer)
     rows = tuple(
         Row(tuple(layers), problem, select(problem, machine, role=role, backend=backend))

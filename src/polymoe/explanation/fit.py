@@ -84,6 +84,16 @@ class Ranks:
                 "tp", expected=f"a number that divides the model's {heads} attention heads", got=str(self.tp)
             )
 
+    def in_terms(self, error: ArgumentError) -> ArgumentError:
+        """Return an error of :attr:`experts` in terms of the sizes that were asked for."""
+        slices = self.experts.tp
+        if slices == self.tp or error.where != f"tp={slices}":
+            return error
+        where = f"tp * dp / ep, {self.tp} * {self.dp} / {self.ep}"
+        expected = f"{slices} GPUs that each hold a slice of whole groups of the same experts"
+        hint = error.hint and error.hint.replace("tensor parallel sizes", "numbers of such GPUs")
+        return ArgumentError(where, expected=expected, got=error.got, hint=hint)
+
     def __str__(self) -> str:
         sizes = (("tp", self.tp), ("dp", self.dp), ("ep", self.ep))
         return ", ".join(f"{name}={size}" for name, size in sizes if size > 1)
