@@ -231,6 +231,11 @@ class TestEngines:
         assert not loading.installed()
 
 
+def test_the_place_of_the_installation_is_the_package() -> None:
+    found = diagnosis._polymoe()
+    assert (Path(found["installed in"]) / "py.typed").exists()
+
+
 def test_backends_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     points = [
         metadata.EntryPoint("ours", "support.toys:Ours", "polymoe.backends"),

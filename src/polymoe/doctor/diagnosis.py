@@ -118,7 +118,7 @@ def _lines(facts: Facts, indent: str = "  ") -> Iterator[str]:
 def _polymoe() -> Facts:
     from polymoe import __version__
 
-    return {"version": __version__, "installed in": str(Path(__file__).parent), "Python": sys.version.split()[0]}
+    return {"version": __version__, "installed in": str(Path(__file__).parents[1]), "Python": sys.version.split()[0]}
 
 
 def _version(name: str) -> str:
