@@ -59,6 +59,9 @@ ENGINES = {"vLLM": "vllm-h200.jsonl", "SGLang": "sglang-h200.jsonl"}
 ATTACKS = "attacks.jsonl"
 """Records of tests/attacks/campaign.py; without them docs/security.md says so."""
 
+TRANSFORMERS_TESTS = "transformers-tests.jsonl"
+"""Records of tests/support/transformers_suite.py, for docs/engines/transformers.md."""
+
 README_TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
 README_ROWS = (
     ("deepseek-v4-flash", "mxfp4", "16bit"),
@@ -388,6 +391,20 @@ def between(text: str, name: str, part: str) -> str:
     return before + start + part + end + rest.partition(end)[2]
 
 
+def transformers_tests(path: Path) -> str:
+    """docs/engines/transformers.md's table: the newest record of each model type."""
+    found = {run["model_type"]: run for run in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
+    rows = []
+    for run in found.values():
+        lost = {**run["refused"], **dict.fromkeys(run["crashed"].values(), 1)}
+        why = "; ".join(f"{count}: {reason}" for reason, count in lost.items()) or "none"
+        rows.append([f"`{run['model_type']}`", str(run["without"]), str(run["with"]), why])
+    *_, run = found.values()
+    head = ["model type", "pass without polymoe", "with it", "lost, and why"]
+    versions = f"Transformers {run['transformers']}, torch {run['torch']}"
+    return f"{markdown(head, rows)}\n`{run['command']}`: {versions}, {run['date']}.\n"
+
+
 def documents() -> dict[Path, str]:
     """Each file as it should be."""
     docs, results, peers = ROOT / "docs", ROOT / "benchmarks" / "results", best_peers()
@@ -403,6 +420,7 @@ def documents() -> dict[Path, str]:
         docs / "decoding.md": {"decode": decode(results / DECODE)},
         docs / "serving.md": {"serve": serve(results / SERVE)},
         docs / "security.md": {"attacks": attacks(results / ATTACKS)},
+        docs / "engines" / "transformers.md": {"tests": transformers_tests(results / TRANSFORMERS_TESTS)},
     }
     for engine, file in ENGINES.items():
         tables[docs / "engines" / f"{engine.lower()}.md"] = {

@@ -167,6 +167,7 @@ ASKED = {
     "long tests": "*-m long",
     **{name: f"*worksteal {tests}" for name, tests in OTHERS.items()},
     "the engines' contracts": "*engine_contract*",
+    "Transformers' tests": "*transformers_suite*",
 }
 
 
@@ -185,9 +186,14 @@ def test_all_goes_on_after_a_failure_and_sums_up(clone: Path, failed: tuple[str,
     ]
 
 
+def test_all_says_that_transformers_tests_are_skipped(clone: Path) -> None:
+    code, output = run_in(clone, "scripts/test", "--all", status="77 *transformers_suite*\n")
+    assert (code, output[-1].split(", ")[-2:]) == (0, ["the engines' contracts passed", "Transformers' tests skipped"])
+
+
 def test_a_package_of_another_version_than_asked_for_fails(clone: Path) -> None:
     code, output = run_in(clone, "scripts/test", "--all", status="1 *import triton;*\n")
-    assert (code, output[-1].split(", ")[-3:-1]) == (1, ["triton 3.6.0 FAILED (1)", "triton 3.9.0 FAILED (1)"])
+    assert (code, output[-1].split(", ")[-4:-2]) == (1, ["triton 3.6.0 FAILED (1)", "triton 3.9.0 FAILED (1)"])
     assert not [line for line in output if line.endswith(OTHERS["triton 3.6.0"])]
 
 

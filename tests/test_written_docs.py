@@ -111,6 +111,7 @@ def test_check_names_what_is_not_current(monkeypatch: pytest.MonkeyPatch, tmp_pa
         "serving.md",
         "security.md",
         "engines/sglang.md",
+        "engines/transformers.md",
         "engines/vllm.md",
         "install.md",
     )
@@ -118,7 +119,7 @@ def test_check_names_what_is_not_current(monkeypatch: pytest.MonkeyPatch, tmp_pa
     documents = (*others, *(f"docs/{page}" for page in pages))
     names = (
         *write_docs.RECORDS.values(), write_docs.PEERS, write_docs.DECODE, write_docs.SERVE, write_docs.ATTACKS,
-        *write_docs.ENGINES.values(),
+        write_docs.TRANSFORMERS_TESTS, *write_docs.ENGINES.values(),
     )  # fmt: skip
     results = (f"benchmarks/results/{name}" for name in names)
     for name in (*documents, *(file for file in results if (write_docs.ROOT / file).exists())):
