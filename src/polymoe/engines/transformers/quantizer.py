@@ -162,7 +162,7 @@ class PackedQuantizer(HfQuantizer):
             parts = self.checkpoint.parts
             specs = [parts[part].spec(layer) for part, layer in self.experts.values()]
             slots = slots_of(config.expert_memory, specs, max(part.moe.top_k for part in parts))
-        for name, (part, layer) in logging.tqdm(self.experts.items(), desc="Packing experts"):
+        for name, (part, layer) in logging.tqdm(self.experts.items(), desc="Loading experts"):
             sibling = next(model.get_submodule(name.rpartition(".")[0]).parameters())
             device = torch.device(config.device) if config.device else sibling.device
             if device.type == "meta":
