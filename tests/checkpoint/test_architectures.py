@@ -68,7 +68,7 @@ def test_two_modules_of_a_layer_share_a_container_in_files() -> None:
     (_, text, (first, *_)), (_, vision, (second, *_)) = groups_of(fields("ernie4_5_vl_moe"))
     assert first == ("model.layers.{layer}.mlp.experts", UNFUSED)
     assert second == ("model.layers.{layer}.mlp.experts", replace(UNFUSED, first=4))
-    assert (text.intermediate, vision.intermediate) == (32, 16)
+    assert (text.intermediate, vision.intermediate) == (32, 96)
 
 
 def test_shared_experts_that_are_stacked_are_not_taken_for_routed_ones() -> None:

@@ -158,4 +158,4 @@ def test_the_number_of_quantized_matrices_is_bounded(tmp_path: Path) -> None:
     names = [f"layers.{i}.q_proj.{suffix}" for i in range(20_001) for suffix in ("weight", "weight_scale_inv")]
     files = CheckpointFiles(tmp_path, {}, None, dict.fromkeys(names, "model.safetensors"))
     with pytest.raises(CheckpointError, match="at most 20000 quantized matrices outside the experts, got 20001"):
-        DenseTensors(files, parse_quantization(config("qwen3-fp8")), ())
+        DenseTensors(files, parse_quantization(config("qwen3-fp8")))

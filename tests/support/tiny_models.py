@@ -49,7 +49,7 @@ EXTRA: dict[str, dict[str, Any]] = {
     },
     "ernie4_5_vl_moe": {
         "text_config": {
-            "moe_intermediate_size": [INTERMEDIATE, 16],
+            "moe_intermediate_size": [INTERMEDIATE, 96],
             "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0, "mrope_section": [3, 3, 2]},
         },
     },

@@ -7,7 +7,7 @@ tensor ``{module}.weight`` and is dequantized when it is read. All other tensors
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -163,7 +163,7 @@ class DenseTensors(Mapping[str, DenseTensor | DenseMatrix]):
     Args:
         files: the checkpoint's files.
         quantization: according to its config.
-        experts: what the names of expert tensors start with; these are left out.
+        is_expert: whether a tensor of this name belongs to routed experts, and is left out.
         as_stored: do not merge the stored tensors of quantized matrices.
 
     Raises:
@@ -174,7 +174,7 @@ class DenseTensors(Mapping[str, DenseTensor | DenseMatrix]):
         self,
         files: CheckpointFiles,
         quantization: QuantizationConfig,
-        experts: tuple[str, ...],
+        is_expert: Callable[[str], bool] = lambda name: False,
         *,
         as_stored: bool = False,
     ) -> None:
@@ -183,7 +183,7 @@ class DenseTensors(Mapping[str, DenseTensor | DenseMatrix]):
         self._tensors: dict[str, DenseTensor | DenseMatrix] = {}
         self._log: dict[str, MatrixRead] = {}
         for name in sorted(files.names):
-            if name.startswith(experts) or name.endswith(CACHE_SCALES):
+            if is_expert(name) or name.endswith(CACHE_SCALES):
                 continue
             module, _, suffix = name.rpartition(".")
             if as_stored:

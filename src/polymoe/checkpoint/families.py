@@ -164,6 +164,7 @@ _ROWS = (
         arrangements=(
             Fused(order="interleaved", dialects=("gpt_oss",)),
             Fused(order="interleaved", k_first=True, dialects=("plain",)),
+            UNFUSED,
         ),
         describe=describe.gpt_oss,
         uneven_tp=True,
@@ -186,7 +187,7 @@ _ROWS = (
         name="deepseek-v4",
         model_types=("deepseek_v4",),
         containers=("layers.{layer}.ffn.experts", "model.layers.{layer}.ffn.experts", f"model.{_MLP}"),
-        arrangements=(_W123, STACKED),
+        arrangements=(_W123, STACKED, UNFUSED),
         describe=describe.deepseek_v4,
         fp8_dialect="deepseek_v4",
     ),

@@ -186,13 +186,6 @@ class StoredLayer:
                     )
         return cls(container, arrangement, moe, found, any(biases.values()))
 
-    @property
-    def prefixes(self) -> tuple[str, ...]:
-        """What the names of this layer's expert tensors start with, and those of no other tensors."""
-        if isinstance(self.arrangement, PerExpert):
-            return (f"{self.container}.",)
-        return tuple(f"{self.container}.{stem}" for stem in (self.arrangement.gate_up, self.arrangement.down))
-
     def spec(self) -> ExpertsSpec:
         """Sizes and encodings of the whole layer."""
         return ExpertsSpec(

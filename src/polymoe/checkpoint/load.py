@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from polymoe.checkpoint.arrangement import Fused, PerExpert
 from polymoe.checkpoint.config import QuantizationConfig, parse_quantization
 from polymoe.checkpoint.dense_tensors import DenseTensors
 from polymoe.checkpoint.families import ModelFamily, MoeConfig, families_of
@@ -177,12 +178,24 @@ class Checkpoint:
 
     def dense_tensors(self, *, as_stored: bool = False) -> DenseTensors:
         """Every tensor outside the experts, by name, as if nothing were quantized - or just ``as_stored``."""
-        experts = tuple(name for part in self.parts for layer in part.layers for name in part.layer(layer).prefixes)
-        return DenseTensors(self.files, self.quantization, experts, as_stored=as_stored)
+        stored = [part.layer(layer) for part in self.parts for layer in part.layers]
+        alone = {layer.container for layer in stored if isinstance(layer.arrangement, PerExpert)}
+        stacked = tuple(
+            f"{layer.container}.{stem}"
+            for layer in stored
+            if isinstance(layer.arrangement, Fused)
+            for stem in (layer.arrangement.gate_up, layer.arrangement.down)
+        )
+
+        def is_expert(name: str) -> bool:
+            container, *rest = name.rsplit(".", 3)
+            return name.startswith(stacked) or (len(rest) == 3 and rest[0].isdecimal() and container in alone)
+
+        return DenseTensors(self.files, self.quantization, is_expert, as_stored=as_stored)
 
     def all_tensors(self) -> DenseTensors:
         """Every tensor by name, with those of the experts, as stored."""
-        return DenseTensors(self.files, self.quantization, (), as_stored=True)
+        return DenseTensors(self.files, self.quantization, as_stored=True)
 
     def notes(self, *, tp: Parallel = 1) -> tuple[str, ...]:
         """What else a reader of an explanation should know: tensor-parallel slices that are not equal."""

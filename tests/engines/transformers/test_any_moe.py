@@ -7,20 +7,26 @@ Transformers' own experts in float32.
 from __future__ import annotations
 
 import copy
+import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
 from polymoe import load
 from polymoe.checkpoint.architectures.config import model_class
-from polymoe.checkpoint.architectures.interface import has_interface
+from polymoe.checkpoint.architectures.interface import has_interface, projections
+from polymoe.checkpoint.dialects import DIALECTS
+from polymoe.engines.transformers import PackedExperts
 from polymoe.errors import PolymoeError
+from polymoe.formats import FORMATS
 from support.tiny_models import architectures, tiny_config
 
 TOKENIZER = Path(__file__).parents[3] / "models" / "sums-qwen3-fp8"
@@ -89,3 +95,71 @@ def test_bf16(model_type: str, tmp_path: Path) -> None:
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = buffer.float() if buffer.is_floating_point() else buffer
     assert error(logits(loaded), logits(model)) < 1e-4
+
+
+PER_EXPERT = re.compile(r".*[._]experts?\.\d+\.\w+\.weight")
+"""Experts that releases store one by one."""
+
+
+def quantization() -> dict[str, Any]:
+    """MXFP4 as llm-compressor describes it, for experts alone."""
+    weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
+    weights["scale_dtype"] = "torch.uint8"
+    group = {"format": "mxfp4-pack-quantized", "targets": [r"re:.*experts\.\d+\..*"], "weights": weights}
+    groups = {"group_0": {**group, "input_activations": None, "output_activations": None}}
+    return {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "config_groups": groups}
+
+
+def quantized(matrix: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """A matrix as compressed-tensors stores it, and what it means."""
+    packed = FORMATS["mxfp4"].quantize(matrix.float())
+    return DIALECTS["ct_mxfp4"].write(packed), packed.dequantize()
+
+
+def pack(model: Any, path: Path) -> Any:
+    """Replace the experts of a checkpoint by ones in MXFP4, each projection a module of its own.
+
+    Where the release stores them one by one, these have its names, otherwise those of llm-compressor. Returns the same
+    model with what they mean.
+    """
+    file = path / "model.safetensors"
+    stored, exact, packed = load_file(file), copy.deepcopy(model), dict[str, Tensor]()
+    apart = [name for name, tensor in stored.items() if PER_EXPERT.fullmatch(name) and tensor.dim() == 2]
+    for name in apart:
+        tensors, stored[name] = quantized(stored[name])
+        packed |= {name.removesuffix("weight") + suffix: tensor for suffix, tensor in tensors.items()}
+    if apart:
+        floats = {name: tensor.float() for name, tensor in stored.items()}
+        exact = type(model).from_pretrained(None, config=copy.deepcopy(model.config), state_dict=floats).float().eval()
+    for name, module in exact.named_modules() if not apart else ():
+        if has_interface(module):
+            for part, stack in projections(module, dict(module.named_parameters(recurse=False))).items():
+                for e, matrix in enumerate(stack):
+                    if part.endswith("_bias"):
+                        packed[f"{name}.{e}.{part.removesuffix('_bias')}_proj.bias"] = matrix.bfloat16()
+                        continue
+                    tensors, meaning = quantized(matrix)
+                    packed |= {f"{name}.{e}.{part}_proj.{suffix}": tensor for suffix, tensor in tensors.items()}
+                    matrix.copy_(meaning)
+    stacked = {n for n, t in stored.items() if not apart and t.shape[:1] == (4,) and STACKED.search(n)}
+    left = {name: tensor for name, tensor in stored.items() if name not in {*apart, *stacked}}
+    save_file({name: tensor.contiguous() for name, tensor in (left | packed).items()}, file, {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization()}))
+    return exact
+
+
+STACKED = re.compile(r"\.experts\.|\.(input|output)_linear\.")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", [name for name in architectures() if name not in REFUSED])
+def test_packed(model_type: str, tmp_path: Path) -> None:
+    model = build(model_type)
+    save(model, tmp_path)
+    exact = pack(model, tmp_path)
+    loaded, _ = load(tmp_path, device="cpu", dtype=torch.float32)
+    held = [module for module in loaded.modules() if isinstance(module, PackedExperts)]
+    assert len(held) == sum(has_interface(module) for module in model.modules()) > 0
+    assert error(logits(loaded), logits(exact)) < 1e-4
+    assert error(logits(model), logits(exact)) > 1e-3  # what is compared depends on the experts

@@ -64,6 +64,7 @@ ATTRIBUTES = {
     "_attn_implementation": "of a config, only for records",
     "_cb_config": "of CBGenerateManager",
     "_continuous_batching": "of GenerationState",
+    "_is_hf_initialized": "of modules that are not to be initialized",
     "_non_streaming": "of the server's handlers",
     "_create_batch_processor": "of the manager of continuous batching",
     "_supports_attention_backend": "of a model, by getattr with a default",

@@ -249,6 +249,8 @@ def pack_modules(model: Any, family: TransformersFamily, parts: Sequence[Checkpo
     layers: dict[str, tuple[int, int]] = {}
     for name, index, layer in _listed(model, family) if family.module else _of_interface(model, parts):
         model.set_submodule(name, family.packed(model.get_submodule(name)))
+        # Some models initialize parameters of the experts where they initialize the block around them.
+        model.get_submodule(name.rpartition(".")[0])._is_hf_initialized = True
         layers[f"{name}.{family.experts}".rstrip(".")] = index, layer
     # Before any tensor is loaded, and also for tensors by names of modules that the model does not have.
     model.register_load_state_dict_pre_hook(_refuse_state_dict)
