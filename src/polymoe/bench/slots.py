@@ -1,4 +1,5 @@
-"""Experts in host memory: time of a call of one token by the number of experts that have to be copied for it.
+"""Experts in host memory: time of a call of one token by the number of experts that have to be copied for it, and of
+calls of more tokens.
 
 Calls are made so that each misses exactly so many experts, whatever was replayed before: the misses of all calls go
 through more experts than there are slots, and the hits through experts that are needed again before they are evicted.
@@ -8,16 +9,17 @@ They are captured in one CUDA graph, and the counter on the GPU says how many ex
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from polymoe.bench.cases import Workload
-from polymoe.bench.contenders import BenchRow
+from polymoe.bench.contenders import BenchRow, Call
+from polymoe.bench.measure import draw_calls
 from polymoe.bench.records import Record, Stamp
-from polymoe.bench.routings import floor_us
+from polymoe.bench.routings import RoutingDistribution, floor_us
 from polymoe.bench.timing import TimedCalls
 from polymoe.errors import ArgumentError
 from polymoe.layer.experts import FusedExperts
@@ -78,15 +80,18 @@ class Link:
 
 def slot_rows(
     workload: Workload,
+    distribution: RoutingDistribution,
     machine: Machine,
     device: torch.device,
     stamp: Stamp,
     slots: int,
     misses: Sequence[int],
+    tokens: Sequence[int],
     progress: Callable[[str], None] = lambda text: None,
 ) -> Iterator[BenchRow]:
-    """Yield a row of the resident layer and one for each number of misses. The floor of a call with misses is that of
-    the resident layer and the time in which the copy engine copies them.
+    """Yield a row of the resident layer and one for each number of misses of a token; then the same, with the misses
+    that the routing makes, for each larger number of tokens. The floor of a call with misses is that of the resident
+    layer and the time in which the copy engine copies them.
 
     Raises:
         ArgumentError: for slots or misses that do not fit the layer.
@@ -103,42 +108,77 @@ def slot_rows(
     link = Link(offloaded, device)
     x_TH = torch.randn(1, problem.spec.hidden, device=device).bfloat16()
     weights_TA = torch.full((1, top_k), 1 / top_k, device=device)
-    for m in [None, *misses]:
-        progress("resident" if m is None else f"{m} misses")
-        cycle = cycles[misses[0] if m is None else m]
-        ids = [torch.tensor([experts], device=device) + problem.spec.first_expert for experts in cycle]
-        expected = [resident(x_TH, i, weights_TA) for i in ids]
-        layer: FusedExperts = resident if m is None else offloaded
-        outs = [torch.full_like(x_TH, float("nan")) for _ in ids]
+    first = problem.spec.first_expert
+
+    def calls(cycle: list[list[int]]) -> list[Call]:
+        return [(x_TH, Routing(torch.tensor([e], device=device) + first, weights_TA)) for e in cycle]
+
+    of = _Timed(workload, offloaded, machine, stamp, link)
+    rate = f"link {link.bytes_per_s / 1e9:.1f} GB/s"
+    if misses:
+        yield replace(of.row(resident, resident, calls(cycles[misses[0]]), "cycle", 0), note=rate)
+    for m in misses:
+        progress(f"{m} misses")
+        row = of.row(offloaded, resident, calls(cycles[m]), "cycle", m)
+        yield row
+    for t in tokens:
+        if t > 1:
+            progress(f"{t} tokens")
+            drawn = draw_calls(problem, distribution, device, t)
+            yield replace(of.row(resident, resident, drawn, distribution.name, 0), note=rate)
+            yield of.row(offloaded, resident, drawn, distribution.name, None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    """What the rows of a layer share."""
+
+    workload: Workload
+    offloaded: OffloadedExperts
+    machine: Machine
+    stamp: Stamp
+    link: Link
+
+    def row(
+        self, layer: FusedExperts, resident: FusedExperts, calls: Sequence[Call], routing: str, misses: int | None
+    ) -> BenchRow:
+        """Compare a cycle of calls with the resident layer's bits, and time it; ``misses`` of each call are expected,
+        or with None counted."""
+        problem, offloaded = self.workload.problem, self.offloaded
+        tokens = len(calls[0][0])
+        name = "resident" if layer is resident else "offloaded" if misses is None else f"{misses} misses"
+        expected = [resident(x, *routed) for x, routed in calls]
+        outs = [torch.full_like(x, float("nan")) for x, _ in calls]
+        graph = layer is resident or calls[0][1].topk_ids_TA.numel() <= offloaded.slots
         timed = TimedCalls(
-            [partial(_call, layer, x_TH, i, weights_TA, out) for i, out in zip(ids, outs, strict=True)],
-            device,
-            graph=True,
+            [partial(_call, layer, x, routed, out) for (x, routed), out in zip(calls, outs, strict=True)],
+            offloaded.device,
+            graph=graph,
         )
         timed()
         before = offloaded.cache_stats()["misses"]
         for out in outs:
             out.fill_(float("nan"))
         timed()
-        name = "resident" if m is None else f"{m} misses"
-        if m is not None and offloaded.cache_stats()["misses"] - before != m * len(ids):
-            yield BenchRow(name, 1, note=f"copied {offloaded.cache_stats()['misses'] - before} experts", wrong=True)
-            continue
+        copied = (offloaded.cache_stats()["misses"] - before) / len(calls)
+        if misses is not None and copied != (0 if layer is resident else misses):
+            return BenchRow(name, tokens, note=f"copied {copied} experts", wrong=True)
         if not all(torch.equal(out, e) for out, e in zip(outs, expected, strict=True)):
-            yield BenchRow(name, 1, note="not the bits of the resident layer", wrong=True)
-            continue
-        timing = timed.time(5 if m else 15, rest_seconds=0.5)
-        routings = [Routing(i, weights_TA) for i in ids]
-        floor = floor_us(problem, machine.device, routings)
-        floor += (m or 0) * offloaded.expert_bytes / link.bytes_per_s * 1e6
-        step = resident.explain().require().step(1)
+            return BenchRow(name, tokens, note="not the bits of the resident layer", wrong=True)
+        timing = timed.time(5 if copied else 15, rest_seconds=0.5)
+        floor = floor_us(problem, self.machine.device, [routed for _, routed in calls])
+        floor += copied * offloaded.expert_bytes / self.link.bytes_per_s * 1e6
+        step = resident.explain().require().step(tokens)
+        case, slots = self.workload.case, offloaded.slots
+        if layer is not resident:
+            case += f"[{slots} slots]" if misses is None else f"[{slots} slots, {misses} misses]"
         record = Record(
-            case=workload.case if m is None else f"{workload.case}[{slots} slots, {m} misses]",
+            case=case,
             backend=step.backend,
             format=problem.spec.format,
             activations=str(problem.activations),
-            tokens=1,
-            routing="cycle",
+            tokens=tokens,
+            routing=routing,
             median_us=round(timing.median_us, 2),
             p25_us=round(timing.p25_us, 2),
             p75_us=round(timing.p75_us, 2),
@@ -146,21 +186,21 @@ def slot_rows(
             share=round(floor / timing.median_us, 4),
             error=0.0,
             error_exact=0.0,
-            device=stamp.device,
-            torch=stamp.torch,
-            triton=stamp.triton,
-            commit=stamp.commit,
-            date=stamp.date(),
-            command=stamp.command,
+            device=self.stamp.device,
+            torch=self.stamp.torch,
+            triton=self.stamp.triton,
+            commit=self.stamp.commit,
+            date=self.stamp.date(),
+            command=self.stamp.command,
             family=step.config.kernel_family,
             config=str(step.config),
-            bandwidth_tb_s=machine.device.bandwidth / 1e12,
+            bandwidth_tb_s=self.machine.device.bandwidth / 1e12,
         )
-        yield BenchRow(name, 1, record, note=f"link {link.bytes_per_s / 1e9:.1f} GB/s" if m is None else "")
+        return BenchRow(name, tokens, record, note=f"{copied:g} misses" if copied else timing.by)
 
 
-def _call(layer: FusedExperts, x_TH: Tensor, ids_TA: Tensor, weights_TA: Tensor, out_TH: Tensor) -> None:
-    layer(x_TH, ids_TA, weights_TA, out=out_TH)
+def _call(layer: FusedExperts, x_TH: Tensor, routing: Routing, out_TH: Tensor) -> None:
+    layer(x_TH, *routing, out=out_TH)
 
 
 def _packed(workload: Workload, machine: Machine, device: torch.device) -> FusedExperts:

@@ -57,7 +57,7 @@ class _Calls:
     )
     routing: str = option("uniform", "uniform, zipf, zipf:S, or a JSON file with the experts of each token.")
     slots: int | None = option(
-        None, "Time one token with all experts in host memory and so many slots on the GPU, by --misses.", min=1
+        None, "Time calls with all experts in host memory and so many slots on the GPU; one token by --misses.", min=1
     )
     misses: tuple[int, ...] = option(
         "0,1,2,4", "With --slots: experts that a call has to copy, separated by commas.", "--misses", parse=_misses
@@ -138,7 +138,8 @@ def _rows(bench: Bench, calls: _Calls, contenders: _Contenders, progress: Callab
         return bench.rows(calls.tokens, contenders.backends, progress, contenders.peers or ())
     from polymoe.bench.slots import slot_rows
 
-    return slot_rows(bench.workload, bench.machine, bench.device, bench.stamp, calls.slots, calls.misses, progress)
+    where = (bench.workload, bench.distribution, bench.machine, bench.device, bench.stamp)
+    return slot_rows(*where, calls.slots, calls.misses, calls.tokens, progress)
 
 
 def _prepared(layer: MeasuredLayer, changes: _Changes, calls: _Calls, device: str, output: _Output) -> Bench:
