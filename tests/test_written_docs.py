@@ -48,6 +48,7 @@ def test_current(monkeypatch: pytest.MonkeyPatch) -> None:
         "README.md", "docs/backends.md", "docs/performance/cuda.md", "docs/performance/triton.md",
         "docs/performance/peers.md", "docs/performance/plots.md",
         "docs/decoding.md", "docs/serving.md", "docs/security.md", "docs/engines/sglang.md", "docs/engines/vllm.md",
+        "docs/engines/transformers.md",
         "docs/install.md", "constraints/gpu.txt", "constraints/vllm.txt", "constraints/sglang.txt",
         "src/polymoe/doctor/ran.json",
     }  # fmt: skip
