@@ -1,6 +1,6 @@
 """Sizes that the CUDA kernels and their launchers share: tiles, pipeline stages, shared memory.
 
-``scripts/build-kernels`` writes ``sizes.cuh`` and ``instantiations/*.cu`` from this table. A static assertion in C++
+:mod:`.build` makes ``sizes.cuh`` and ``instantiations/*.cu`` of this table. A static assertion in C++
 checks the bytes of a stage.
 
 M is the number of tokens; N and K are the rows and columns of the weights.
