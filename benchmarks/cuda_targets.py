@@ -36,7 +36,8 @@ from polymoe.kernels.cuda.sizes import W4A16_MMA, W4A16_MMA_TILED, W8A16_MMA, W8
 from polymoe.kernels.cuda.targets import SM90
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import DEVICES, Machine
-from support.cuda_targets import TEST_TARGETS
+from polymoe.problem.call import CallArguments
+from support.cuda_targets import TEST_TARGETS  # type: ignore
 
 DEFAULT = ("deepseek-v4-flash", "nemotron-3-super", "kimi-k2-tp8")
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
@@ -88,7 +89,7 @@ def main() -> int:
                     continue
                 outs = expected if target is SM90 else [torch.full_like(x, float("nan")) for x, _ in calls]
                 each = [
-                    partial(runners[target.name].run, x, routing, config, to)
+                    partial(runners[target.name].run, CallArguments(x, *routing, to), config)
                     for (x, routing), to in zip(calls, outs, strict=True)
                 ]
                 times[target.name] = t = TimedCalls(each, device, graph=True).time(rest_seconds=0.2)

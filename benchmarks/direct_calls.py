@@ -33,6 +33,7 @@ from polymoe.bench.timing import TimedCalls, medians_in_turn
 from polymoe.common.atomic import append_line
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import Machine
+from polymoe.problem.call import CallArguments
 from polymoe.problem.numerics import relative_error
 from polymoe.problem.routing import Routing
 
@@ -42,7 +43,7 @@ MOST, LARGEST_DIFFERENCE = 1.03, 5e-3
 ROUNDS = 3
 """The two are timed in turn, so often; the median counts."""
 
-Run = Callable[[Tensor, Routing, Config, Tensor], None]
+Run = Callable[[CallArguments, Config], None]
 
 
 def flashinfer_pair(workload: Workload, device: torch.device, layout: str) -> tuple[Run, Run]:
@@ -62,14 +63,14 @@ def flashinfer_pair(workload: Workload, device: torch.device, layout: str) -> tu
     def choose(self: Any, op: str, runners: list[Any], *args: Any, **kwargs: Any) -> tuple[Any, int]:
         return runners[0], chosen[op.rpartition("::")[2]]
 
-    def direct(x: Tensor, routing: Routing, config: Any, out: Tensor) -> None:
+    def direct(call: CallArguments, config: Any) -> None:
         chosen.update(gemm1=names.index(config.up), gemm2=names.index(config.down))
         own, AutoTuner.choose_one = AutoTuner.choose_one, choose
         try:
             moe.cutlass_fused_moe(
-                x, routing.topk_ids_TA, routing.topk_weights_TA, t["up.codes"], t["down.codes"], torch.bfloat16,
+                call.x_TH, *call.routing, t["up.codes"], t["down.codes"], torch.bfloat16,
                 quant_scales=[t["up.scales"], t["down.scales"]], use_w4_group_scaling=True, swiglu_limit=limit,
-                output=out,
+                output=call.out_TH,
             )  # fmt: skip
         finally:
             AutoTuner.choose_one = own
@@ -120,7 +121,12 @@ def lines(name: str, workload: Workload, device: torch.device) -> Iterator[dict[
         outs = [[torch.full_like(x, float("nan")) for x, _ in calls] for _ in pair]
         timed = [
             TimedCalls(
-                [partial(run, *call, config, out) for call, out in zip(calls, to, strict=True)], device, graph=True
+                [
+                    partial(run, CallArguments(x, *routing, out), config)
+                    for (x, routing), out in zip(calls, to, strict=True)
+                ],
+                device,
+                graph=True,
             )
             for run, to in zip(pair, outs, strict=True)
         ]

@@ -25,6 +25,7 @@ from polymoe.bench.timing import TimedCalls, medians_in_turn
 from polymoe.cli.output import measured_on
 from polymoe.layouts import LAYOUTS
 from polymoe.planning.select import select
+from polymoe.problem.call import CallArguments
 
 _ROUTINGS = (RoutingDistribution("uniform"), RoutingDistribution("zipf:1", 1.0))
 
@@ -84,10 +85,9 @@ def main() -> int:
             for routing in _ROUTINGS:
                 calls = draw_calls(workload.problem, routing, device, tokens)
                 outs = [torch.empty_like(x) for x, _ in calls]
+                given = [CallArguments(x, *choice, out) for (x, choice), out in zip(calls, outs, strict=True)]
                 timed = [
-                    TimedCalls(
-                        [partial(run, *c, config, o) for c, o in zip(calls, outs, strict=True)], device, graph=True
-                    )
+                    TimedCalls([partial(run, call, config) for call in given], device, graph=True)
                     for config in cell.configs
                 ]
                 hot, rested = medians_in_turn(timed, 7, 3), medians_in_turn(timed, 2, 5, rest_seconds=0.1)

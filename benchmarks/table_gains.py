@@ -32,6 +32,7 @@ from polymoe.machine import Machine
 from polymoe.planning.measured import Measured, Table
 from polymoe.planning.select import select
 from polymoe.planning.table_files import add, read
+from polymoe.problem.call import CallArguments
 
 ROUTINGS = (RoutingDistribution("uniform"), RoutingDistribution("zipf:1", 1.0))
 ROUNDS, REPEATS = 7, 3
@@ -55,7 +56,8 @@ def times_us(
     outs = [torch.empty_like(x) for x, _ in calls]
 
     def timed(config: Config) -> TimedCalls:
-        each = [partial(run, *call, config, out) for call, out in zip(calls, outs, strict=True)]
+        given = [CallArguments(x, *routing, out) for (x, routing), out in zip(calls, outs, strict=True)]
+        each = [partial(run, call, config) for call in given]
         return TimedCalls(each, device, graph=device.type == "cuda")
 
     return medians_in_turn([timed(config) for config in configs], ROUNDS, REPEATS)

@@ -46,9 +46,9 @@ def test_layers_are_the_same(path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     seen = []
     run = torch_cpu.TorchRunner.run
 
-    def recorded(self: Any, x: Any, routing: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.append((x.dtype, routing.topk_ids_TA.dtype, routing.topk_weights_TA.dtype))
-        return run(self, x, routing, *args, **kwargs)
+    def recorded(self: Any, call: Any, config: Any) -> Any:
+        seen.append((call.x_TH.dtype, call.topk_ids_TA.dtype, call.topk_weights_TA.dtype))
+        return run(self, call, config)
 
     monkeypatch.setattr(torch_cpu.TorchRunner, "run", recorded)
     spec = expected.problem.spec

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 MODELS = ROOT / "models"
 sys.path.insert(0, str(MODELS))
 
-from random_gpt_oss import gpt_oss_20b  # noqa: E402
+from random_gpt_oss import gpt_oss_20b  # noqa: E402  # type: ignore
 
 from polymoe.backends.cost import cost  # noqa: E402
 from polymoe.bench.cases import case_named  # noqa: E402
@@ -180,7 +180,10 @@ def floors(case: str, device: str = "cuda") -> dict[str, float]:
     problem = known.problem("nvfp4" if case.endswith("nvfp4") else known.format)
     gpu = Machine.of(device).device
     tokens = {**{str(batch): batch for batch in BATCHES}, "prefill": PREFILL}
-    return {f"floor_us_{name}": round(cost(problem, gpu, count).floor_us, 1) for name, count in tokens.items()}
+    return {
+        f"floor_us_{name}": round(cost(problem, gpu, count, exponents=(0.0,)).floor_us, 1)
+        for name, count in tokens.items()
+    }
 
 
 Kernels = list[tuple[float, float]]
@@ -292,7 +295,7 @@ def capture_calls() -> None:
             save_file(found, Path(folder, f"{layer.where}.safetensors"))
         return out
 
-    PackedLayer.__call__ = kept
+    PackedLayer.__call__ = kept  # type: ignore[method-assign, assignment]
 
 
 def layer_errors(checkpoint: Path) -> dict[str, float | str]:

@@ -112,9 +112,9 @@ def test_batch_invariant_results_are_nothing_for_a_cpu(bench: Cli) -> None:
 def test_a_wrong_result_exits_with_1(bench: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     right = ReferenceRunner.run
 
-    def wrong(*args: Any, **kwargs: Any) -> None:
-        right(*args, **kwargs)
-        args[-1].mul_(1.5)
+    def wrong(runner: Any, call: Any, config: Any) -> None:
+        right(runner, call, config)
+        call.out_TH.mul_(1.5)
 
     monkeypatch.setattr(ReferenceRunner, "run", wrong)
     code, stdout, _ = bench(*SMALL, "--tokens", "4", "--out", tmp_path / "r.jsonl")

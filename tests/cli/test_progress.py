@@ -49,11 +49,11 @@ def test_steps_of_an_earlier_run_do_not_shorten_the_estimate(
 
 def test_tables_follow_columns(cli: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
     widest = {}
-    for columns in ("60", "80", None):
+    for columns in ("60", "80", "0", None):
         monkeypatch.setenv("COLUMNS", columns) if columns else monkeypatch.delenv("COLUMNS", raising=False)
         out = cli("explain", SUMS, "--device", "h200")[1]
         widest[columns] = max(len(line) for line in out.splitlines() if "┃" in line or "│" in line)
-    assert widest["60"] <= 60 < widest["80"] <= 80 < widest[None]
+    assert widest["60"] <= 60 < widest["80"] <= 80 < widest[None] == widest["0"]
 
 
 @pytest.mark.parametrize(("columns", "lines"), [("60", True), ("32", False), ("20", False)])

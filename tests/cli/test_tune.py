@@ -9,13 +9,21 @@ from pathlib import Path
 import pytest
 
 import polymoe
+from polymoe.backends.config import Config
 from polymoe.backends.reference import ReferenceRunner
 from polymoe.planning.table_files import add, installed, read, user_file
+from polymoe.problem.call import CallArguments
 
 SUMS = Path(__file__).parent.parent.parent / "models" / "sums-gpt-oss-mxfp4"
 SMALL = ("--checkpoint", SUMS, "--device", "cpu", "--backends", "reference", "--tokens", "1,4")
 
 Cli = Callable[..., tuple[int, str, str]]
+
+
+def own_file(device: str) -> Path:
+    found = user_file(device)
+    assert found is not None
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -36,9 +44,9 @@ def test_a_cpu_is_refused(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_table_that_explain_reads(cli: Cli) -> None:
     code, out, err = cli("tune", *SMALL)
     assert code == 0
-    assert str(user_file("cpu")) in err
+    assert str(own_file("cpu")) in err
     assert "reference" in out
-    assert [r.tokens for r in read(user_file("cpu"))] == [1, 4]
+    assert [r.tokens for r in read(own_file("cpu"))] == [1, 4]
     assert "s at 1 to" in str(polymoe.explain(SUMS, device="cpu", backend="reference"))
     assert (
         "measured; predicted from 4 tokens measured"
@@ -61,6 +69,14 @@ def test_a_cache_that_cannot_be_written_to_is_found_before_anything_is_measured(
     assert "tune: " not in err
 
 
+def test_without_a_cache_a_table_has_to_be_named(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("POLYMOE_CACHE", "~nouser/c")
+    code, out, err = cli("tune", *SMALL)
+    assert (code, out) == (2, "")
+    assert "--out: expected a table to write" in err
+    assert cli("tune", *SMALL, "--out", tmp_path / "mine.jsonl")[0] == 0
+
+
 def test_json_rows_and_another_file(cli: Cli, tmp_path: Path) -> None:
     out = tmp_path / "mine.jsonl"
     code, stdout, _ = cli("tune", *SMALL, "--out", out, "--json", "--tp", 2)
@@ -68,7 +84,7 @@ def test_json_rows_and_another_file(cli: Cli, tmp_path: Path) -> None:
     assert code == 0
     assert [row["tokens"] for row in rows] == [1, 4]
     assert "F=96" in rows[0]["problem"]
-    assert not user_file("cpu").exists()
+    assert not own_file("cpu").exists()
     assert len(read(out)) == 2
 
 
@@ -78,7 +94,7 @@ def test_a_shipped_or_tuned_gpu_is_explained_anywhere(cli: Cli) -> None:
 
     problem = polymoe.explain(SUMS, device="h200", backend="reference").rows[0].problem
     key = {"problem": problem_key(problem), "backend": "reference", "config": {}}
-    add(user_file("h200"), [row(t, 12.5 * t, **key, triton=None) for t in (1, 16)])
+    add(own_file("h200"), [row(t, 12.5 * t, **key, triton=None) for t in (1, 16)])
     found = json.loads(cli("explain", SUMS, "--device", "h200", "--backend", "reference", "--json")[1])
     predicted = found["rows"][0]["candidates"][0]["predicted"]
     times = {p["tokens"]: (p["time_us"], p["source"]) for p in predicted}
@@ -118,13 +134,13 @@ def test_wrong_usage_exits_with_2(cli: Cli, args: tuple[object, ...]) -> None:
 def test_an_interruption_prints_what_is_finished(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     right = ReferenceRunner.run
 
-    def interrupted(*args: object) -> None:
-        if len(args[1]) == 4:  # type: ignore[arg-type]
+    def interrupted(runner: ReferenceRunner, call: CallArguments, config: Config) -> None:
+        if len(call.x_TH) == 4:
             raise KeyboardInterrupt
-        right(*args)  # type: ignore[arg-type]
+        right(runner, call, config)
 
     monkeypatch.setattr(ReferenceRunner, "run", interrupted)
     code, stdout, _ = cli("tune", *SMALL, "--json")
     assert code == 130
     assert [row["tokens"] for row in json.loads(stdout)] == [1]
-    assert [r.tokens for r in read(user_file("cpu"))] == [1]
+    assert [r.tokens for r in read(own_file("cpu"))] == [1]

@@ -21,7 +21,7 @@ from support.quantized import assert_same, bits, rough_weights
 from support.variants import ENCODINGS
 
 every_encoding = pytest.mark.parametrize("encoding", ENCODINGS)
-SYMMETRIC = [p for p in ENCODINGS if not p.values[0].zero_points]
+SYMMETRIC = [p for p in ENCODINGS if not p.values[0].zero_points]  # type: ignore[union-attr]
 LARGEST = {"e2m1": 6.0, "e4m3": 448.0, "int4": 8.0}
 
 
@@ -130,7 +130,7 @@ def test_the_theoretical_bound(encoding: Encoding) -> None:
     assert (error <= bound * (1 + 2**-20)).all()
 
 
-@pytest.mark.parametrize("encoding", [p for p in SYMMETRIC if p.values[0].granularity])
+@pytest.mark.parametrize("encoding", [p for p in SYMMETRIC if p.values[0].granularity])  # type: ignore[union-attr]
 def test_nothing_is_clipped(encoding: Encoding) -> None:
     """Scales are no smaller than the largest weight needs, up to the rounding of E4M3 scales and MXFP4's own rule."""
     w = rough_weights(320, 200)
@@ -318,10 +318,15 @@ def test_huge_weights(encoding: Encoding, size: float) -> None:
         with pytest.raises(FormatError, match=r"expected (at most|weights up to)"):
             format_of(encoding).quantize(w)
         return
-    q = format_of(encoding).quantize(w)
+    try:
+        q = format_of(encoding).quantize(w)
+    except FormatError as error:
+        assert "expected weights that are finite when rounded" in str(error)  # noqa: PT017
+        assert size == 3.4e38
+        return
     q.validate("huge")
     got = q.dequantize(torch.float64)
-    assert torch.isfinite(q.dequantize()).all() or got.abs().max() > torch.finfo(torch.float32).max
+    assert torch.isfinite(q.dequantize()).all()
     assert ((got - w.double()).abs() <= 0.26 * size).all()
 
 

@@ -74,7 +74,7 @@ def test_x_that_is_not_aligned_and_a_thread_that_is_new() -> None:
     for given in (shifted, aligned):
         out = torch.empty_like(aligned)
         torch.cuda.synchronize()
-        thread = Thread(target=Cuda().bind(problem, packed).run, args=(given, there, EVERY[0], out))
+        thread = Thread(target=Cuda().bind(problem, packed).run, args=(CallArguments(given, *there, out), EVERY[0]))
         thread.start()
         thread.join()
         assert relative_error(out.cpu(), run_experts(problem, weights, x, routing)) < TOLERANCE

@@ -137,6 +137,17 @@ def test_packed_weights_are_not_in_the_state_dict_and_need_no_gradient() -> None
     assert not experts(x.requires_grad_(), ids, weights).isnan().any()
 
 
+@pytest.mark.parametrize("device", ["cpu", "cpu:0", torch.device("cpu", 0)])
+def test_the_cpu_has_two_names(device: torch.device | str) -> None:
+    weights = random_experts(bias=True)
+    experts = FusedExperts.from_weights(weights, GPT_OSS, top_k=2, device=device).to(device)
+    experts.update(random_experts(bias=True, seed=5), check=True)
+    x, routing = random_call(4, 64, 5)
+    assert experts(x.to(device), *(part.to(device) for part in routing)).device == torch.device("cpu")
+    assert load_experts(SUMS, layer=1, device=device, check=False).device == torch.device("cpu")
+    assert Machine.of(str(device)).device.kind == "cpu"
+
+
 def test_update_refills_in_place(sums: FusedExperts) -> None:
     experts, other = fused(), random_experts(bias=True, seed=5)
     before = {n: b.data_ptr() for n, b in experts.named_buffers()}
@@ -278,5 +289,5 @@ def test_loading_64_experts_of_deepseek_v4_flash_on_a_cpu(tmp_path: Path) -> Non
 
 
 def _call(experts: FusedExperts) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    x, routing = random_call(3, experts.problem.spec.hidden, experts.problem.spec.experts)
-    return x, *routing
+    x, (ids, weights) = random_call(3, experts.problem.spec.hidden, experts.problem.spec.experts)
+    return x, ids, weights

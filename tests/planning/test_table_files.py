@@ -25,6 +25,12 @@ ROOT = Path(polymoe.__file__).parent.parent.parent
 SHIPPED = sorted(Path(str(resources.files("polymoe.planning") / "tables")).glob("*.jsonl"))
 
 
+def own_file(device: str) -> Path:
+    found = user_file(device)
+    assert found is not None
+    return found
+
+
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("POLYMOE_CACHE", str(tmp_path / "cache"))
@@ -86,7 +92,7 @@ def test_links_beside_the_file_are_not_written_through(tmp_path: Path) -> None:
 @pytest.mark.parametrize("half", [b'{"device": "h200", "backe', b'{"device": "\xc3', bytes(50), b"[" * 10_000])
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_half_a_line_costs_no_other(tmp_path: Path, half: bytes, place: int) -> None:
-    file = user_file("h200")
+    file = own_file("h200")
     add(file, [row(1), row(8)])
     lines = file.read_bytes().splitlines()
     lines.insert(place, half)
@@ -115,7 +121,7 @@ def test_rows_of_absurd_values_are_none(change: dict[str, object]) -> None:
 @pytest.mark.parametrize("content", [b"not json\n", b"[]\n", b'{"device": "h200"}\n', b"\xff\xfe\n"])
 class TestCorrupt:
     def test_it_is_ignored_with_one_warning(self, content: bytes) -> None:
-        file = user_file("h200")
+        file = own_file("h200")
         file.parent.mkdir(parents=True)
         file.write_bytes(content)
         with pytest.warns(UserWarning, match=r"h200\.jsonl"):
@@ -130,6 +136,7 @@ class TestCorrupt:
         for number in (1, 2):
             path.write_bytes(content)
             aside = add(path, [row(number)])
+            assert aside is not None
             assert aside == tmp_path / f"h200.jsonl.corrupt-{number}"
             assert aside.read_bytes() == content
             assert [r.tokens for r in read(path)] == [number]
@@ -147,7 +154,7 @@ def _line() -> str:
 
 def test_new_rows_are_seen_by_this_process() -> None:
     assert installed("h200").sources[0] == ()
-    add(user_file("h200"), [row(3)])
+    add(own_file("h200"), [row(3)])
     assert [r.tokens for r in installed("h200").sources[0]] == [3]
 
 

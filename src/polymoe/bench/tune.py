@@ -22,6 +22,7 @@ from torch import Tensor
 from polymoe import __version__
 from polymoe.backends.base import Backend, inputs_of
 from polymoe.backends.config import Config
+from polymoe.backends.cost import ZIPF_EXPONENT
 from polymoe.bench.cases import Workload
 from polymoe.bench.compile_ahead import CompileAhead
 from polymoe.bench.measure import Call, compared_call, draw_calls, reference_results
@@ -36,12 +37,13 @@ from polymoe.planning.select import select
 from polymoe.planning.table_files import Lines, add, read_lines
 from polymoe.problem import Problem
 from polymoe.problem.activation_quantization import ActivationQuantization
+from polymoe.problem.call import CallArguments
 from polymoe.problem.numerics import relative_error
 from polymoe.problem.verdict import Accepted, Rejected
 
 __all__ = ["Outcome", "Tune"]
 
-_ROUTINGS = (RoutingDistribution("uniform"), RoutingDistribution("zipf:1.1", 1.1))
+_ROUTINGS = (RoutingDistribution("uniform"), RoutingDistribution(f"zipf:{ZIPF_EXPONENT}", ZIPF_EXPONENT))
 """Routings of timed calls, in turn: real routing is between the two."""
 _COMPILING = 1 / 3
 """Share of the time that may pass before timing begins, while configurations compile."""
@@ -380,7 +382,8 @@ class Search:
         problem, tune = self.tune.workload.problem, self.tune
         run = self.w.backend.bind(problem, self.packed).run
         outs = [torch.full_like(x, float("nan")) for x, _ in self.calls]  # missing writes become visible
-        timed = [partial(run, *call, config, out) for call, out in zip(self.calls, outs, strict=True)]
+        given = [CallArguments(x, *routing, out) for (x, routing), out in zip(self.calls, outs, strict=True)]
+        timed = [partial(run, call, config) for call in given]
         compared = range(len(next(iter(self.expected.values()))[self.tokens]) // self.tokens)
 
         def results() -> Tensor:

@@ -53,6 +53,15 @@ def locate(path_or_hub_id: str | PurePath, patterns: Sequence[str], **hub: Any) 
                 hint="unset HF_HUB_OFFLINE, or name a directory with the checkpoint",
             ) from error
         raise CheckpointNotFound(name, expected=_EXPECTED, **_of_the_hub(error)) from error
+    except RuntimeError as error:
+        if os.path.expanduser("~") != "~":
+            raise
+        raise CheckpointNotFound(
+            name,
+            expected=_EXPECTED,
+            got="no such path, and no home directory in which the Hub's cache could be",
+            hint="name a directory with the checkpoint, or set HF_HOME to one for the Hub's cache",
+        ) from error
 
 
 def in_cache(name: str) -> bool:
@@ -104,7 +113,7 @@ def _of_the_hub(error: Exception) -> dict[str, str]:
 
 def _nearest_path(path: Path) -> str | None:
     """A hint for a path that does not exist: the one most like it in the deepest directory that does."""
-    parts = path.expanduser().parts
+    parts = Path(os.path.expanduser(path)).parts
     there = Path()
     for part in parts:
         if exists(there / part):

@@ -30,8 +30,12 @@ def console() -> Console:
     from rich.console import Console
 
     # No markup: names of files and models may have brackets.
-    if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal():
-        return Console(markup=False)  # as wide as the terminal, or as COLUMNS says
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and int(columns):
+        return Console(markup=False)  # as wide as it says
+    if sys.stdout.isatty():
+        rest = {name: value for name, value in os.environ.items() if name != "COLUMNS"}  # 0 would print nothing
+        return Console(markup=False, _environ=rest)
     return Console(markup=False, width=160, soft_wrap=True)  # a pipe has no width: do not wrap tables at 80 columns
 
 

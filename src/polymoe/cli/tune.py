@@ -90,6 +90,8 @@ def command(layer: MeasuredLayer, ranks: _Ranks, computing: _Computing, limits: 
     choice = any(len(b.tuning_configs(problem, machine, t)) > 1 for b in chosen for t in ranks.tokens)
     _require_choice(choice, where.type)
     file = output.out or user_file(machine.device.name)
+    if file is None:
+        raise ArgumentError("--out", expected="a table to write", got="none, and no home directory for a cache")
     check_addable(file)
     say(f"{workload.case}: {problem}; on {machine.device}; into {file}")
     jobs = limits.jobs

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
@@ -29,13 +31,23 @@ VARIABLES: Mapping[str, str] = MappingProxyType(
 """Every variable by name, with its meaning."""
 
 
-def cache_directory() -> Path:
-    """Return the directory of polymoe's cache, which may not exist yet."""
-    chosen = os.environ.get("POLYMOE_CACHE")
-    if chosen:
-        return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "polymoe"
+def cache_directory() -> Path | None:
+    """Return the directory of polymoe's cache, which may not exist yet.
+
+    None, which is said once, where it names an unknown home directory, as in a container without an entry for its user.
+    """
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    chosen = os.environ.get("POLYMOE_CACHE") or os.path.join(base, "polymoe")
+    found = os.path.expanduser(chosen)
+    if found.startswith("~"):
+        _say_once(f"no home directory for {chosen}: nothing is cached; POLYMOE_CACHE names another directory")
+        return None
+    return Path(found)
+
+
+@cache
+def _say_once(text: str) -> None:
+    logging.getLogger("polymoe").warning(text)
 
 
 def downloads_allowed() -> bool:

@@ -351,9 +351,10 @@ def _caches() -> Facts:
     return {"polymoe": own, "tuned tables": _fact(_tables), "Triton": triton}
 
 
-def _triton_cache() -> Path:
+def _triton_cache() -> Path | None:
     own = os.environ.get("TRITON_CACHE_DIR")
-    return Path(own) if own else Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
+    return Path(own) if own else None if home == "~" else Path(home) / ".triton" / "cache"
 
 
 def _tables() -> Facts | str:
@@ -363,12 +364,15 @@ def _tables() -> Facts | str:
         lines = read_lines(file)
         return f"{len(lines.rows)} rows" + (f", and not a row: {lines.errors[0]}" if lines.errors else "")
 
-    files = sorted((cache_directory() / "tables").glob("*.jsonl"))
+    directory = cache_directory()
+    files = sorted((directory / "tables").glob("*.jsonl")) if directory is not None else []
     return {file.name: _fact(lambda file=file: said(file)) for file in files} or "none"
 
 
-def _sized(directory: Path) -> str:
+def _sized(directory: Path | None) -> str:
     """A directory and the size of what it holds, or of what was counted of it in reasonable time."""
+    if directory is None:
+        return "none: no home directory"
     if not directory.exists():
         return f"{directory} (does not exist yet)"
     total, end = 0, time.monotonic() + _WALK_SECONDS
@@ -406,7 +410,7 @@ def _host() -> Facts:
         return f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB"
 
     def disk() -> str:
-        place = cache_directory()
+        place = cache_directory() or Path.cwd()
         existing = next(p for p in (place, *place.absolute().parents) if p.exists())
         usage = shutil.disk_usage(existing)
         return f"{usage.free / 2**30:.1f} GiB free of {usage.total / 2**30:.1f} GiB at {existing}"

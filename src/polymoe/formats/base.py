@@ -69,7 +69,12 @@ class Format:
         w_NK = w_NK.detach().float().contiguous()
         if not bool(torch.isfinite(w_NK).all()):
             raise FormatError(f"{self.name}.quantize", expected="finite float32 weights", got="NaN or infinity")
-        return self._quantize(w_NK)
+        found = self._quantize(w_NK)
+        # Rounded up, a code times its scale may be beyond the largest number.
+        if w_NK.abs().amax() > torch.finfo(torch.float32).max / 16 and not torch.isfinite(found.dequantize()).all():
+            largest = f"{float(w_NK.abs().amax()):g}"
+            raise FormatError(f"{self.name}.quantize", expected="weights that are finite when rounded", got=largest)
+        return found
 
     def dequantize(self, tensor: QuantTensor, dtype: torch.dtype | None = None) -> Tensor:
         """``tensor.dequantize(dtype)``, after checking that it is of this format."""

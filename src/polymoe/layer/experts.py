@@ -98,7 +98,7 @@ class FusedExperts(nn.Module):
         where: str = "experts",
     ) -> FusedExperts:
         """As :meth:`from_weights`, with the problem and the tables to choose from given."""
-        target = torch.device(device or choice.machine.device.kind)
+        target = torch.device(device_name(device) or choice.machine.device.kind)
         self = cls(*choice.pack(problem, weights, target, where, check=check), choice)
         if check:
             self.check(weights, where=where)

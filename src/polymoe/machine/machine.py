@@ -223,7 +223,7 @@ class Machine:
         if isinstance(device, Device):
             return cls._of(device, packages)
         if device is not None and not device.startswith("cuda"):
-            named = _named(device)
+            named = _named("cpu" if device == "cpu:0" else device)
             if named.kind == "cuda":
                 return cls(named, {**_WITH_CUDA, **packages}, elsewhere=True, downloads=downloads_allowed())
             return cls._of(named, packages)

@@ -150,8 +150,14 @@ class Selection:
         return min(others)[1:] if others else None
 
     def floor_us(self, tokens: int) -> float:
-        """The least time that this device could take, in microseconds."""
-        return cost(self.problem, self.machine.device, tokens).floor_us
+        """The least time that this device could take, in microseconds, with the routings of measured times.
+
+        A time that was measured bounds it: the floor counts the experts that such routings read on average, of which
+        some may still be in a cache.
+        """
+        floor = cost(self.problem, self.machine.device, tokens).floor_us
+        times = (p for c in self.candidates for t, p in c.predictions if t == tokens and p.source == "measured")
+        return min([floor, *(p.time_us for p in times)])
 
     @property
     def untuned(self) -> tuple[str, ...]:

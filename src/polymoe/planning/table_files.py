@@ -33,9 +33,10 @@ def file_name(device: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", device.lower()).strip("-.") + ".jsonl"
 
 
-def user_file(device: str) -> Path:
-    """Return the path to which ``polymoe tune`` writes a GPU's rows. The file may not exist yet."""
-    return cache_directory() / "tables" / file_name(device)
+def user_file(device: str) -> Path | None:
+    """Return the path to which ``polymoe tune`` writes a GPU's rows, which may not exist yet; None without a cache."""
+    directory = cache_directory()
+    return None if directory is None else directory / "tables" / file_name(device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ def installed(device: str) -> Table:
     come from the cost model.
     """
     mine, shipped = user_file(device), resources.files("polymoe.planning") / "tables" / file_name(device)
-    return Table((_rows_of(mine), _rows_of(shipped) if shipped.is_file() else ()))
+    return Table((_rows_of(mine) if mine is not None else (), _rows_of(shipped) if shipped.is_file() else ()))
 
 
 def _rows_of(file: Path | Traversable) -> tuple[Measured, ...]:

@@ -57,7 +57,7 @@ def device_name(device: torch.device | str | None) -> str | None:
         raise ArgumentError("device", expected=expected, got=repr(device)) from None
     if found.type not in ("cpu", "cuda"):
         raise ArgumentError("device", expected=expected, got=repr(str(found)))
-    return str(found)
+    return "cpu" if found.type == "cpu" else str(found)  # torch calls the one CPU cpu and cpu:0
 
 
 class CallArguments(NamedTuple):

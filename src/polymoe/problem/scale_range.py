@@ -108,12 +108,15 @@ def _spread(q: QuantTensor, device: torch.device) -> int:
     """Return the largest spread of a row, in powers of two; groups of zeros do not count."""
     assert q.scales is not None
     scales_NG = q.scales.view(torch.uint8).to(device).short()
-    zeros_NG = _all_zeros(q.codes.to(device), scales_NG.shape[-1])
+    assert isinstance(q.encoding.granularity, PerGroup)
+    zeros_NG = _all_zeros(q.codes.to(device), scales_NG.shape[-1], q.encoding.granularity.k)
     largest = scales_NG.masked_fill(zeros_NG, 0).amax(-1)
     smallest = scales_NG.masked_fill(zeros_NG, 255).amin(-1)
     return max(0, int((largest - smallest).max()))
 
 
-def _all_zeros(codes_NB: Tensor, groups: int) -> Tensor:
-    """Return which groups of E2M1 codes, two per byte, contain only zeros of either sign: bool [N, G]."""
+def _all_zeros(codes_NB: Tensor, groups: int, size: int) -> Tensor:
+    """Return which groups of ``size`` E2M1 codes, two per byte, contain only zeros of either sign: bool [N, G]. The
+    last group may be partial."""
+    codes_NB = torch.nn.functional.pad(codes_NB, (0, groups * size // 2 - codes_NB.shape[-1]))
     return (codes_NB & 0x77).unflatten(-1, (groups, -1)).amax(-1) == 0

@@ -124,10 +124,10 @@ class Cuda(BackendBase):
         choices = list(_choices(problem, machine))
         usable = {family.name for family, *_ in choices}
         for family, config, most_rows in choices:
-            fill = _fill(problem, machine, family, c.active_experts)
+            fill = _fill(problem, machine, family, c.uniform_experts)
             fills = family.otherwise not in usable or fill >= family.fills
             if c.mean_rows <= most_rows and fills and fill <= family.most_fill:
-                return _shorter(problem, machine, family, config, c.active_experts)
+                return _shorter(problem, machine, family, config, c.uniform_experts)
         last = _families(problem, machine)[-1]
         return max(_configs(problem, machine, last), key=lambda config: config.block_m)
 

@@ -165,7 +165,7 @@ def _with_block_m(problem: Problem, machine: Machine, tokens: int, block_m: int)
         # The accumulators of tcgen05 lie in tensor memory, but each step's must be loaded into registers to be scaled.
         up = replace(up, num_warps=8)
     c = cost(problem, machine.device, tokens)
-    tiles, sms = c.active_experts * max(1.0, c.mean_rows / block_m), machine.device.sms
+    tiles, sms = c.uniform_experts * max(1.0, c.mean_rows / block_m), machine.device.sms
     n, k = problem.spec.matrix_shape("up")
     if block_m == 8:
         # Few CTAs: split K. Where activations are quantized, the launch that adds up the parts exists anyway.

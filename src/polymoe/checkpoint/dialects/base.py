@@ -17,7 +17,7 @@ import torch
 from polymoe.checkpoint.files import Header
 from polymoe.common.lazy_torch import Dtypes
 from polymoe.errors import FormatError
-from polymoe.formats import Encoding, QuantTensor
+from polymoe.formats import Encoding, PerGroup, QuantTensor
 from polymoe.formats.encoding import ScaleDtype
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ __all__ = [
     "expect_number",
     "headers_of",
     "reciprocal",
+    "require_whole_groups",
     "stored_as",
     "stored_matrix",
 ]
@@ -178,6 +179,17 @@ def divided(columns: int, groups: int, suffix: str) -> int:
     if groups < 1 or columns % groups:
         raise FormatError(suffix, expected=f"a number of groups that divides {columns} columns", got=str(groups))
     return columns // groups
+
+
+def require_whole_groups(matrix: QuantTensor, suffix: str) -> None:
+    """Refuse to write a matrix whose last group is partial: whoever reads it divides its columns by its scales.
+
+    Raises:
+        FormatError: naming the scales' suffix.
+    """
+    g, columns = matrix.encoding.granularity, matrix.shape[-1]
+    if isinstance(g, PerGroup) and columns % g.k:
+        raise FormatError(suffix, expected=f"columns in whole groups of {g.k}", got=f"{columns} columns")
 
 
 def reciprocal(scale: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from polymoe.checkpoint.dialects.base import (
     expect_number,
     headers_of,
     reciprocal,
+    require_whole_groups,
     stored_matrix,
 )
 from polymoe.checkpoint.dialects.float import Fp8Dialect, static_scale
@@ -109,6 +110,7 @@ class Fp4(Dialect):
         e = matrix.encoding
         if e.element != "e2m1" or e.global_scale != (self.global_scale is not None) or matrix.scales is None:
             raise self._refuse(e, "nvfp4" if self.global_scale else "mxfp4")
+        require_whole_groups(matrix, self.scale)
         codes = matrix.codes.view(DTYPES[self.code_dtype])
         if self.blocked:
             codes = codes.unflatten(-1, (matrix.scales.shape[-1], -1))

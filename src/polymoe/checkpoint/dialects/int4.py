@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from polymoe.checkpoint.dialects.base import SCALE_NAMES, Dialect, divided, expect, headers_of, stored_matrix
+from polymoe.checkpoint.dialects.base import (
+    SCALE_NAMES,
+    Dialect,
+    divided,
+    expect,
+    headers_of,
+    require_whole_groups,
+    stored_matrix,
+)
 from polymoe.checkpoint.files import Header
 from polymoe.common.shapes import ceil_div
 from polymoe.errors import FormatError
@@ -81,6 +89,7 @@ class CompressedInt4(Dialect):
     def write(self, matrix: QuantTensor, input_scale: Tensor | None = None) -> dict[str, Tensor]:
         if matrix.encoding.element != "int4" or matrix.scales is None:
             raise self._refuse(matrix.encoding, "int4")
+        require_whole_groups(matrix, "weight_scale")
         _words(matrix.shape[-1], "weight_packed")
         stored = {
             "weight_packed": _view(matrix.codes, torch.int32),
@@ -140,6 +149,7 @@ class _KFirst(Dialect):
     def write(self, matrix: QuantTensor, input_scale: Tensor | None = None) -> dict[str, Tensor]:
         if matrix.encoding.element != "int4" or matrix.scales is None:
             raise self._refuse(matrix.encoding, "int4")
+        require_whole_groups(matrix, "scales")
         rows, columns = matrix.shape
         self._packed_shape(rows, columns)
         zeros = matrix.zero_points

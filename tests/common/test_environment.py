@@ -1,0 +1,46 @@
+"""Where caches are, and programs without such a place."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from polymoe.common.environment import cache_directory
+
+LOAD = """
+import logging, torch
+logging.basicConfig(level=logging.WARNING)
+from polymoe.layer.experts import FusedExperts
+from polymoe.problem.activations import SwiGLU
+from polymoe.problem.tensors import ExpertWeights
+weights = ExpertWeights.quantize(torch.randn(2, 64, 32), torch.randn(2, 32, 32), "mxfp4")
+for _ in range(2):
+    FusedExperts.from_weights(weights, SwiGLU(), top_k=1, device="cpu")
+import polymoe
+polymoe.explain("openai/gpt-oss-20b", device="h200")
+"""
+
+
+def test_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("POLYMOE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "/home/me")
+    assert cache_directory() == Path("/home/me/.cache/polymoe")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache")
+    assert cache_directory() == Path("/var/cache/polymoe")
+    monkeypatch.setenv("POLYMOE_CACHE", "~/c")
+    assert cache_directory() == Path("/home/me/c")
+
+
+@pytest.mark.parametrize("named", [None, "~nouser/c"])
+def test_without_a_home_directory_polymoe_works_and_says_so_once(named: str | None) -> None:
+    here = {k: v for k, v in os.environ.items() if k not in ("HOME", "POLYMOE_CACHE", "XDG_CACHE_HOME")}
+    here |= {"POLYMOE_CACHE": named} if named else {}
+    nobody = "import os, pwd\ndef missing(*_): raise KeyError\npwd.getpwuid = pwd.getpwnam = missing\n"
+    done = subprocess.run([sys.executable, "-c", nobody + LOAD], env=here, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("nothing is cached; POLYMOE_CACHE names another directory") == 1
