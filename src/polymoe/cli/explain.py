@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from polymoe.explanation import Explanation, Row
+    from polymoe.explanation.offload import Offload
 
 __all__ = ["command"]
 
@@ -39,6 +40,15 @@ class _Where:
     )
     activations: Literal["auto", ActivationsName] = option(
         "auto", "How the experts' inputs are quantized; auto follows the checkpoint's recipe on a GPU."
+    )
+
+
+@dataclass(frozen=True)
+class _Offload:
+    """Device and backend."""
+
+    expert_memory: str | None = option(
+        None, "With all experts in host memory: GPU memory for some of them: auto, 16GiB, or 32slots in each layer."
     )
 
 
@@ -69,6 +79,7 @@ def command(
     checkpoint: Annotated[str, checkpoint_argument("A checkpoint's directory, a config.json, or a Hub id.")],
     where: _Where,
     planned: Planned,
+    offload: _Offload,
     ranks: _Ranks,
     invariance: Invariance,
     engine: _InEngine,
@@ -101,13 +112,18 @@ def command(
     from polymoe.explanation import explain
 
     explanation = explain(checkpoint, **asked)
+    found = None
+    if offload.expert_memory is not None:
+        from polymoe.explanation.offload import offload_of
+
+        found = offload_of(explanation, offload.expert_memory)
     if output.json:
-        print_json(explanation.to_dict())
+        print_json(explanation.to_dict() | ({"offload": found.to_dict()} if found else {}))
     else:
-        _print(explanation)
+        _print(explanation, found)
 
 
-def _print(explanation: Explanation) -> None:
+def _print(explanation: Explanation, offload: Offload | None) -> None:
     from rich.text import Text
 
     out = console()
@@ -115,6 +131,9 @@ def _print(explanation: Explanation) -> None:
     out.print(Text.assemble((printable(explanation.name), "bold"), rest))
     for line in explanation.conclusion():
         out.print(line, highlight=False)
+    if offload is not None:
+        out.print(offload.line(), highlight=False)
+        print_table(_hits(offload))
     for row in explanation.rows:
         sizes = f"{row.memory()}, {format_bytes(row.dequantized_bytes)} in 16 bits"
         out.print(f"layers {format_ranges(row.layers)}: {row.problem}: {sizes}", highlight=False)
@@ -126,6 +145,17 @@ def _print(explanation: Explanation) -> None:
         print_table(_candidates(row))
     for note in explanation.notes:
         out.print(f"note: {note}", highlight=False)
+
+
+def _hits(offload: Offload) -> Table:
+    from polymoe.explanation.offload import HIT_RATES
+    from polymoe.layer.offload import LINKS
+
+    columns = ("experts of a token in slots", *(link for link, _ in LINKS))
+    rows = [
+        (f"{hits:.0%}", *(f"{offload.tokens_per_second(hits, rate):.1f}" for _, rate in LINKS)) for hits in HIT_RATES
+    ]
+    return cells(columns, rows, "tokens/s of one sequence, at most, by the link to host memory")
 
 
 def _times(explanation: Explanation) -> Table:

@@ -290,7 +290,7 @@ class Placement(Computing):
         None, "Distribute whole layers over all GPUs, like Transformers' device_map; replaces --device."
     )
     expert_memory: str | None = option(
-        None, "GPU memory for experts, such as 16GiB, or 32slots in each layer; all experts lie in host memory then. "
+        None, "GPU memory for experts: auto, 16GiB, or 32slots in each layer; all experts lie in host memory then. "
         "Default: all experts lie on the GPU.",
     )  # fmt: skip
     tp: int = option(

@@ -29,13 +29,13 @@ from polymoe.problem import Problem
 from polymoe.problem.call import CallArguments
 from polymoe.problem.tensors import ExpertsSpec, ExpertWeights
 
-__all__ = ["CacheStats", "LeastRecentlyUsed", "OffloadedExperts", "require_slots", "slots_of"]
+__all__ = ["LINKS", "CacheStats", "LeastRecentlyUsed", "OffloadedExperts", "require_slots", "slots_in", "slots_of"]
 
 _BACKENDS = ("cuda", "triton", "torch", "reference")
 """Those whose packed tensors are rows of experts that are read where they are, so that any row can hold any expert."""
 
 
-_LINKS = (("PCIe 4 x16, 26 GB/s", 26e9), ("PCIe 5 x16, 55 GB/s", 55e9))
+LINKS = (("PCIe 4 x16, 26 GB/s", 26e9), ("PCIe 5 x16, 55 GB/s", 55e9))
 """Nominal rates from host memory to the GPU, bytes/s."""
 
 
@@ -265,7 +265,7 @@ class OffloadedExperts(FusedExperts):
         """Where the experts lie, and what a miss costs, as one line."""
         size, experts = self.expert_bytes, self.problem.spec.local_experts
         slots, host = format_bytes(self.slots * size), format_bytes(self.packed.nbytes)
-        times = " or ".join(f"{1e6 * size / rate:.0f} us ({name})" for name, rate in _LINKS)
+        times = " or ".join(f"{1e6 * size / rate:.0f} us ({name})" for name, rate in LINKS)
         return (
             f"{self.slots} of {experts} experts in slots on {self.device} ({slots}), all in host memory ({host}); "
             f"a miss copies {format_bytes(size)}, predicted {times}"
@@ -337,10 +337,14 @@ def slots_of(expert_memory: str, layers: Sequence[ExpertsSpec], top_k: int) -> i
     """
     found = re.fullmatch(r"(?:(\d+) ?slots?|(\d+(?:\.\d+)?) ?([MG])iB)", expert_memory)
     if found is None:
-        raise ArgumentError("expert_memory", expected="32slots, 16GiB or 512MiB", got=repr(expert_memory))
+        raise ArgumentError("expert_memory", expected="auto, 32slots, 16GiB or 512MiB", got=repr(expert_memory))
     if found[1]:
         return int(found[1])
-    memory = float(found[2]) * (2**30 if found[3] == "G" else 2**20)
+    return slots_in(float(found[2]) * (2**30 if found[3] == "G" else 2**20), layers, top_k)
+
+
+def slots_in(memory: float, layers: Sequence[ExpertsSpec], top_k: int) -> int:
+    """Return the slots of each layer that so many bytes of GPU memory hold, as :func:`slots_of`; raises as it does."""
     whole = 2 * max(spec.local_bytes for spec in layers)
     slot = sum(spec.local_bytes / spec.local_experts for spec in layers)
     if memory >= slot * min(spec.local_experts for spec in layers):
@@ -351,7 +355,7 @@ def slots_of(expert_memory: str, layers: Sequence[ExpertsSpec], top_k: int) -> i
         raise ArgumentError(
             "expert_memory",
             expected=f"{format_bytes(whole + top_k * slot)}: two whole layers, and {top_k} slots in each layer",
-            got=format_bytes(memory),
+            got=format_bytes(max(memory, 0)),
         )
     return int((memory - whole) / slot)
 

@@ -50,7 +50,7 @@ def test_slots_of_a_memory() -> None:
     with pytest.raises(ArgumentError, match=re.escape("less than all experts")):
         slots_of("1GiB", layers, 2)
     for wrong in ("", "auto?", "16GB", "-1slots", "16"):
-        with pytest.raises(ArgumentError, match="32slots, 16GiB or 512MiB"):
+        with pytest.raises(ArgumentError, match="auto, 32slots, 16GiB or 512MiB"):
             slots_of(wrong, layers, 2)
 
 
@@ -60,6 +60,7 @@ def test_slots_of_a_memory() -> None:
         ({"expert_memory": "1slots"}, "slots: expected 2"),
         ({"expert_memory": "1000GiB"}, "less than all experts"),
         ({"expert_memory": "some"}, "32slots"),
+        ({"expert_memory": "auto"}, "a GPU for auto"),
         ({"expert_memory": "4slots", "device_map": "auto"}, "one device"),
     ],
 )

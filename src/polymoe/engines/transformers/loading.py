@@ -48,7 +48,7 @@ from polymoe.engines.transformers.tokenizer import load_tokenizer, vocabulary_si
 from polymoe.engines.transformers.weights import model_from_tensors
 from polymoe.errors import ArgumentError, CheckpointError, PolymoeError, UnsupportedProblem, quoted
 from polymoe.explanation import explain
-from polymoe.layer.offload import require_slots, slots_of
+from polymoe.explanation.offload import offload_of
 from polymoe.problem.call import DTYPES
 
 modeling: Any = modeling_utils
@@ -84,9 +84,9 @@ def load(
             layout.
         dense: what quantized matrices outside the experts become: "16bit" floats, or the result of Transformers'
             own quantizer ("transformers", for ``quant_method`` fp8 only).
-        expert_memory: GPU memory for experts, such as "16GiB", or "32slots" in each layer: all experts lie in host
-            memory then, and those used last also on the GPU (:class:`~polymoe.layer.offload.OffloadedExperts`). None:
-            all lie on the GPU. Calls of such a model cannot be captured in CUDA graphs.
+        expert_memory: GPU memory for experts: "16GiB", "auto" (what the other weights and 8,192 tokens of context
+            leave), or "32slots" in each layer. All experts lie in host memory then, and those used last also on the GPU
+            (:class:`~polymoe.layer.offload.OffloadedExperts`). None: all lie on the GPU.
         kwargs: for Transformers' ``from_pretrained``, such as ``device_map``, which distributes layers over devices.
 
     Raises:
@@ -122,10 +122,8 @@ def load(
         checkpoint, device=str(target), backend=backend, role=role, dtype=DTYPES[dtype or torch.bfloat16]
     )
     if expert_memory is not None:
-        rows = [row for row in explanation.rows for _ in row.layers]
-        slots = slots_of(expert_memory, [r.problem.spec for r in rows], max(r.problem.top_k for r in rows))
-        for row in explanation.rows:
-            require_slots(row.problem, slots)
+        free = torch.cuda.mem_get_info(target)[0] if target.type == "cuda" else None
+        expert_memory = f"{offload_of(explanation, expert_memory, memory_bytes=free).slots}slots"
     for row in explanation.rows:
         row.selection.require(f"{path}, layers {format_ranges(row.layers)}")
     with Checkpoint.open(os.fspath(path), **hub) as checkpoint:

@@ -1,0 +1,107 @@
+"""Experts in host memory: how many slots a GPU has room for, what host memory they need, and what the link allows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from polymoe.common.units import format_bytes
+from polymoe.errors import ArgumentError
+from polymoe.explanation.explanation import Explanation
+from polymoe.explanation.fit import RESERVE
+
+__all__ = ["AUTO_CONTEXT", "HIT_RATES", "Offload", "offload_of"]
+
+AUTO_CONTEXT = 8192
+"""Tokens of context for which "auto" leaves room."""
+HIT_RATES = (0.0, 0.5, 0.8, 0.9, 0.95)
+"""Shares of the experts of a token that are in slots. Which one a text has, only running it shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """A model whose experts lie in host memory.
+
+    Attributes:
+        slots: experts of each layer on the GPU.
+        experts: of a layer.
+        gpu_bytes: of all slots, and of the buffer that layers share.
+        host_bytes: of all experts, page-locked.
+        token_bytes: of the experts of one token in all layers: what no hit at all copies.
+        step_us: predicted time of a token whose experts are all in slots; None where it is not known.
+    """
+
+    slots: int
+    experts: int
+    gpu_bytes: int
+    host_bytes: int
+    token_bytes: int
+    step_us: float | None
+
+    def tokens_per_second(self, hits: float, bytes_per_s: float) -> float:
+        """Return the tokens per second of one sequence at a share of hits, at most: the step and the copies."""
+        copies_us = 1e6 * (1 - hits) * self.token_bytes / bytes_per_s
+        return 1e6 / ((self.step_us or 0.0) + copies_us)
+
+    def line(self) -> str:
+        """Slots and memory, as a sentence."""
+        gpu, host = format_bytes(self.gpu_bytes), format_bytes(self.host_bytes)
+        return (
+            f"{self.slots} of {self.experts} experts of each layer in slots: {gpu} on the GPU, {host} of page-locked "
+            f"host memory; a token whose experts are in none copies {format_bytes(self.token_bytes)}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values, for JSON."""
+        from polymoe.layer.offload import LINKS
+
+        names = ("slots", "gpu_bytes", "host_bytes", "token_bytes")
+        rates = [
+            {"link": name, "hits": hits, "tokens_per_second": round(self.tokens_per_second(hits, rate), 1)}
+            for name, rate in LINKS
+            for hits in HIT_RATES
+        ]
+        return {**{name: getattr(self, name) for name in names}, "tokens_per_second": rates}
+
+
+def offload_of(explanation: Explanation, expert_memory: str, *, memory_bytes: int | None = None) -> Offload:
+    """Return the slots of each layer for an ``expert_memory``, and what follows from them.
+
+    Args:
+        explanation: of the model on a GPU.
+        expert_memory: as for :func:`polymoe.load`: "32slots", "16GiB", or "auto": all memory but the other weights,
+            :data:`RESERVE` and :data:`AUTO_CONTEXT` tokens of context.
+        memory_bytes: of the GPU that is free; by default all of it.
+
+    Raises:
+        ArgumentError: for another text, memory that is too small or that holds all experts, and "auto" on a CPU or
+            where sizes are not known.
+    """
+    from polymoe.layer.offload import require_slots, slots_in, slots_of  # imports torch
+
+    problems = [row.problem for row in explanation.rows for _ in row.layers]
+    specs, top_k = [p.spec for p in problems], max(p.top_k for p in problems)
+    if expert_memory == "auto":
+        if explanation.device.kind != "cuda":
+            raise ArgumentError("expert_memory", expected="a GPU for auto", got=str(explanation.device))
+        if explanation.dense is None:
+            hint = "name an amount, such as 16GiB"
+            raise ArgumentError("expert_memory", expected="a model whose other weights have a known size", got="auto",
+                                hint=hint)  # fmt: skip
+        context = AUTO_CONTEXT * (explanation.kv.token_bytes(explanation.tp) if explanation.kv else 0)
+        free = (memory_bytes or explanation.device.memory_bytes) * (1 - RESERVE)
+        slots = slots_in(free - explanation.dense.total_bytes - context, specs, top_k)
+    else:
+        slots = slots_of(expert_memory, specs, top_k)
+    for problem in problems:
+        require_slots(problem, slots)
+    each = [spec.local_bytes // spec.local_experts for spec in specs]
+    times = explanation.times
+    return Offload(
+        slots=slots,
+        experts=max(spec.local_experts for spec in specs),
+        gpu_bytes=slots * sum(each) + max(spec.local_bytes for spec in specs),
+        host_bytes=sum(spec.local_bytes for spec in specs),
+        token_bytes=sum(p.top_k * size for p, size in zip(problems, each, strict=True)),
+        step_us=times[0].total_us or times[0].experts_us if times and times[0].tokens == 1 else None,
+    )

@@ -1,0 +1,43 @@
+"""Slots that a GPU has room for, and tokens per second by link and share of hits."""
+
+from __future__ import annotations
+
+import pytest
+
+from polymoe.errors import ArgumentError
+from polymoe.explanation import explain
+from polymoe.explanation.offload import offload_of
+
+
+def test_gpt_oss_120b_on_an_rtx_4090() -> None:
+    """By hand: 36 layers of 128 experts of 3 * 2880 * 2880 * 17 / 32 bytes, and biases of 3 * 2880 bfloat16."""
+    explanation = explain("openai/gpt-oss-120b", device="rtx4090")
+    found = offload_of(explanation, "auto")
+    record = 3 * 2880 * 2880 * 17 // 32 + 3 * 2880 * 2
+    assert found.host_bytes == 36 * 128 * record
+    assert found.token_bytes == 36 * 4 * record
+    assert explanation.dense is not None
+    assert explanation.kv is not None
+    free = explanation.device.memory_bytes * 0.95 - explanation.dense.total_bytes - 8192 * explanation.kv.token_bytes(1)
+    assert found.slots == int((free - 2 * 128 * record) / (36 * record))
+    assert 30 < found.slots < 45
+    # Without hits the link decides: the step itself is less than a tenth.
+    assert found.tokens_per_second(0.0, 26e9) == pytest.approx(26e9 / found.token_bytes, rel=0.1)
+    assert found.tokens_per_second(1.0, 26e9) == pytest.approx(1e6 / (found.step_us or 0))
+    assert found.to_dict()["tokens_per_second"][0]["link"].startswith("PCIe 4")
+
+
+@pytest.mark.parametrize(
+    ("device", "memory", "message"),
+    [
+        ("rtx4090", "3slots", "slots: expected 4"),
+        ("rtx4090", "128slots", "slots: expected 4"),
+        ("rtx4090", "2GiB", "two whole layers, and 4 slots"),
+        ("h200", "auto", "less than all experts take"),
+        ("cpu", "auto", "a GPU for auto"),
+        ("rtx4090", "much", "auto, 32slots, 16GiB or 512MiB"),
+    ],
+)
+def test_memory_that_does_not_do(device: str, memory: str, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        offload_of(explain("openai/gpt-oss-120b", device=device), memory)
