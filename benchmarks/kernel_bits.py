@@ -4,7 +4,7 @@
     python benchmarks/kernel_bits.py --compare BEFORE AFTER
 
 Runs each configuration of each kernel family with seeded inputs, for several shapes and token counts, on an SM90 GPU,
-and appends a line for each cell: the SHA-256 of the result. Every result is computed ``--repeats`` times into memory
+and writes a line for each cell: the SHA-256 of the result. Every result is computed ``--repeats`` times into memory
 that holds NaN, and all must agree. Other GPUs' kernels run too, if ``scripts/build-kernels --tests`` compiled them.
 
 With ``--launches``, no GPU is needed: a line has the launches of a call instead, with their grids, shared memory and
@@ -35,7 +35,6 @@ from polymoe.backends.cuda.config import CudaConfig
 from polymoe.backends.cuda.families import FAMILIES, KernelFamily
 from polymoe.backends.cuda.runner import CudaRunner
 from polymoe.bench.records import source, utc_now
-from polymoe.common.atomic import append_line
 from polymoe.kernels.cuda import modules
 from polymoe.kernels.cuda.targets import SM90, Target
 from polymoe.layouts import LAYOUTS
@@ -61,6 +60,10 @@ class Shape:
     activation: Activation
     bias: bool = False
     weight_on: str = "output"
+
+    def __str__(self) -> str:
+        options = f"{' bias' * self.bias}{' weight on input' * (self.weight_on == 'input')}"
+        return f"H {self.hidden} F {self.intermediate} top_k {self.top_k} {type(self.activation).__name__}{options}"
 
 
 SHAPES = (
@@ -235,7 +238,7 @@ def compare(before: Path, after: Path) -> int:
     """Print the cells that differ; return how many there are."""
     sides = []
     for path in (before, after):
-        lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        _, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
         sides.append({line["cell"]: line["found"] for line in lines})
     old, new = sides
     wrong = [cell for cell in {**old, **new} if old.get(cell) != new.get(cell)]
@@ -250,7 +253,7 @@ def main() -> int:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("BEFORE", "AFTER"))
-    parser.add_argument("--out", type=Path, help="append the lines to this file")
+    parser.add_argument("--out", type=Path, help="file to write: what ran where, and a line for each cell")
     parser.add_argument("--launches", action="store_true", help="without a GPU: what is launched")
     parser.add_argument("--only", default="", help="cells whose name contains this text")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each cell")
@@ -265,15 +268,14 @@ def main() -> int:
     elif not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         raise SystemExit("kernel_bits: expects an SM90 GPU, or --launches")
     name = "stub" if options.launches else torch.cuda.get_device_name()
-    stamp, count = {"device": name, "commit": source(), "date": utc_now()}, 0
+    lines: list[dict[str, Any]] = [{"device": name, "torch": torch.__version__, "commit": source(), "date": utc_now()}]
     built = [t for t in TEST_TARGETS.values() if options.launches or t.folder.is_dir()]
     for target in (SM90, *built):
         for cell, runner, config, call in cells(target, device, options.only):
             found = launched(recorder, runner, config, call) if options.launches else None
-            line = {"cell": cell, "found": found or result(runner, config, call, options.repeats), **stamp}
-            append_line(options.out, json.dumps(line))
-            count += 1
-    print(f"{count} cells", file=sys.stderr)
+            lines.append({"cell": cell, "found": found or result(runner, config, call, options.repeats)})
+    options.out.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    print(f"{len(lines) - 1} cells", file=sys.stderr)
     return 0
 
 

@@ -24,7 +24,7 @@ def test_cells_that_differ_or_lack(tmp_path: Path, capsys: pytest.CaptureFixture
     sides = {"old": {"same": "1", "other": "2", "gone": "3"}, "new": {"same": "1", "other": "4", "more": "5"}}
     for side, cells in sides.items():
         lines = (json.dumps({"cell": cell, "found": found}) for cell, found in cells.items())
-        (tmp_path / side).write_text("\n".join(lines) + "\n")
+        (tmp_path / side).write_text("\n".join(["{}", *lines]) + "\n")
     old, new = tmp_path / "old", tmp_path / "new"
     assert kernel_bits.compare(old, new) == 3
     assert capsys.readouterr().out.splitlines() == [
