@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -15,15 +16,18 @@ from polymoe.formats.tensor import QuantTensor, expand_groups
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Format", "group_reduce"]
+__all__ = ["Format", "best_scales", "group_reduce"]
+
+_CHUNK = 1 << 17  # weights that a CPU core keeps in its cache, with the temporaries of a search
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
     """Base of the format classes; :data:`polymoe.formats.FORMATS` names the usual ones.
 
-    A subclass implements :meth:`_quantize`, which gets finite, contiguous float32 weights. Decoding needs no subclass:
-    the encoding says it all.
+    A subclass implements :meth:`_quantize`, which gets finite, contiguous float32 weights, and how much the squared
+    error of each column counts, float32 ``[..., K]``, or None for all alike. Decoding needs no subclass: the encoding
+    says it all.
     """
 
     encoding: Encoding
@@ -52,12 +56,20 @@ class Format:
         """Bits a weight, scales counted, on a large matrix: 4.25 for MXFP4."""
         return 8 * self.encoding.nbytes(4096, 4096) / 4096**2
 
-    def quantize(self, w_NK: Tensor) -> QuantTensor:
+    def quantize(self, w_NK: Tensor, importance_K: Tensor | None = None) -> QuantTensor:
         """Round float weights ``[..., N, K]`` (any float dtype, finite) to this format, by way of float32.
+
+        MXFP4, NVFP4 and symmetric INT4 search the scale of each group that has the least squared error.
+
+        Args:
+            w_NK: the weights.
+            importance_K: ``[..., K]``, 0 or more: how much the squared error of each column counts in that search, as
+                the mean square of each input; None for all alike.
 
         Raises:
             FormatError: for weights that are not floating point or have no rows or columns, for NaN and infinity, for
-                an odd K where two codes share a byte, and for weights too large for the element or its scale.
+                an odd K where two codes share a byte, and for weights too large for the element or its scale; for an
+                importance of another shape, or one that is negative or not finite.
         """
         if w_NK.dim() < 2 or not w_NK.is_floating_point():
             raise FormatError(
@@ -69,7 +81,13 @@ class Format:
         w_NK = w_NK.detach().float().contiguous()
         if not bool(torch.isfinite(w_NK).all()):
             raise FormatError(f"{self.name}.quantize", expected="finite float32 weights", got="NaN or infinity")
-        found = self._quantize(w_NK)
+        if importance_K is not None:
+            wanted = [*w_NK.shape[:-2], w_NK.shape[-1]]
+            importance_K = importance_K.detach().to(w_NK.device, torch.float32)
+            if list(importance_K.shape) != wanted or not bool(((importance_K >= 0) & importance_K.isfinite()).all()):
+                got = f"shape {list(importance_K.shape)}, {importance_K.min():g} to {importance_K.max():g}"
+                raise FormatError(f"{self.name}.quantize importance", expected=f"shape {wanted}, 0 or more", got=got)
+        found = self._quantize(w_NK, importance_K)
         # Rounded up, a code times its scale may be beyond the largest number.
         if w_NK.abs().amax() > torch.finfo(torch.float32).max / 16 and not torch.isfinite(found.dequantize()).all():
             largest = f"{float(w_NK.abs().amax()):g}"
@@ -82,7 +100,7 @@ class Format:
             raise FormatError(f"{self.name}.dequantize", expected=repr(self.encoding), got=repr(tensor.encoding))
         return tensor.dequantize(dtype)
 
-    def _quantize(self, w_NK: Tensor) -> QuantTensor:
+    def _quantize(self, w_NK: Tensor, importance_K: Tensor | None) -> QuantTensor:
         raise AssertionError(f"{type(self).__name__} does not quantize")
 
     def _expand(self, scales: Tensor, w_NK: Tensor) -> Tensor:
@@ -94,12 +112,69 @@ def group_reduce(w_NK: Tensor, encoding: Encoding, reduce: Literal["amax", "amin
 
     Partial blocks at the end count what they have.
     """
-    *lead, rows, columns = w_NK.shape
-    assert encoding.granularity is not None
-    grid_rows, grid_columns = encoding.granularity.scale_shape(rows, columns)
-    g = encoding.granularity
-    n, k = (g.n, g.k) if isinstance(g, PerGroup) else (ceil_div(rows, grid_rows), columns)
     neutral = {"amax": float("-inf"), "amin": float("inf"), "sum": 0.0}[reduce]
-    padded = torch.nn.functional.pad(w_NK, (0, grid_columns * k - columns, 0, grid_rows * n - rows), value=neutral)
-    blocks = padded.reshape(*lead, grid_rows, n, grid_columns, k)
-    return getattr(torch, reduce)(blocks, (-3, -1))
+    return getattr(torch, reduce)(_blocks(w_NK, encoding, neutral), -1)
+
+
+def best_scales(
+    w_NK: Tensor,
+    encoding: Encoding,
+    candidates: Iterable[Tensor],
+    rounded: Callable[[Tensor], Tensor],
+    importance_K: Tensor | None = None,
+) -> Tensor:
+    """Of candidate scales, those with the least squared error in each group; the first of equals.
+
+    Args:
+        w_NK: float32 ``[..., N, K]``.
+        encoding: has the groups.
+        candidates: float32 scales, not 0, each in the shape that ``encoding`` gives scales.
+        rounded: quotients to the nearest numbers of the element; it may overwrite them.
+        importance_K: ``[..., K]``, what the squared error of a column counts.
+    """
+
+    def by_row(values: Tensor) -> Tensor:
+        blocks = _blocks(values, encoding, 0.0)
+        return blocks.reshape(-1, *blocks.shape[-2:])
+
+    blocks = by_row(w_NK)
+    weights = None
+    if importance_K is not None:
+        weights = by_row(importance_K[..., None, :].expand_as(w_NK))
+    # Groups are brought to [0.5, 1) by a power of 2, so that no square overflows or vanishes.
+    amax = blocks.abs().amax(-1)
+    unit = torch.ldexp(torch.ones_like(amax), torch.frexp(amax).exponent)
+    candidates = list(candidates)
+    steps = torch.stack([c.reshape(unit.shape) for c in candidates])
+    found = torch.empty_like(unit)
+    rows = max(1, _CHUNK // blocks.shape[1:].numel() if w_NK.device.type == "cpu" else len(blocks))
+    for first in range(0, len(blocks), rows):
+        part = slice(first, first + rows)
+        scaled = blocks[part] / unit[part, ..., None]
+        least = None
+        for step in steps[:, part]:
+            spread = (step / unit[part])[..., None]
+            error = rounded(scaled / spread).mul_(spread).sub_(scaled).square_()
+            if weights is not None:
+                error *= weights[part]
+            error = error.sum(-1)
+            if least is None:
+                least, best = error, step
+                continue
+            best = torch.where(error < least, step, best)
+            least = torch.minimum(error, least)
+        found[part] = best
+    return found.view(candidates[0].shape)
+
+
+def _blocks(w_NK: Tensor, encoding: Encoding, padding: float) -> Tensor:
+    """The weights by scale: ``[..., *scale_shape, weights of one scale]``, a view where groups are parts of rows."""
+    *lead, rows, columns = w_NK.shape
+    g = encoding.granularity
+    assert g is not None
+    grid_rows, grid_columns = g.scale_shape(rows, columns)
+    n, k = (g.n, g.k) if isinstance(g, PerGroup) else (ceil_div(rows, grid_rows), columns)
+    if grid_columns * k != columns or grid_rows * n != rows:
+        size = (0, grid_columns * k - columns, 0, grid_rows * n - rows)
+        w_NK = torch.nn.functional.pad(w_NK, size, value=padding)
+    return w_NK.reshape(*lead, grid_rows, n, grid_columns, k).transpose(-3, -2).flatten(-2)

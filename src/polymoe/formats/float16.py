@@ -23,7 +23,7 @@ class Float16(Format):
     __slots__ = ()
     elements: ClassVar[tuple[str, ...]] = ("bf16", "fp16")
 
-    def _quantize(self, w_NK: Tensor) -> QuantTensor:
+    def _quantize(self, w_NK: Tensor, importance_K: Tensor | None) -> QuantTensor:
         codes = w_NK.to(CODE_DTYPES[self.encoding.element])
         if not bool(torch.isfinite(codes).all()):
             largest = torch.finfo(codes.dtype).max

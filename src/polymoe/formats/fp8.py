@@ -26,7 +26,7 @@ class Fp8(Format):
     elements: ClassVar[tuple[str, ...]] = ("e4m3",)
     scale_dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16", "float16", "e8m0")
 
-    def _quantize(self, w_NK: Tensor) -> QuantTensor:
+    def _quantize(self, w_NK: Tensor, importance_K: Tensor | None) -> QuantTensor:
         assert self.encoding.scale_dtype is not None
         scales = encode_scale(divide(group_reduce(w_NK.abs(), self.encoding), 448.0), self.encoding.scale_dtype)
         codes = encode_e4m3(w_NK / self._expand(decode_scale(scales), w_NK))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from polymoe.formats.base import Format, group_reduce
+from polymoe.formats.base import Format, best_scales, group_reduce
 from polymoe.formats.elements import decode_scale, divide, encode_scale, pack_nibbles
 from polymoe.formats.tensor import QuantTensor
 
@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 __all__ = ["Int4"]
 
 
+_LARGEST = (7.0, 7.3, 7.6, 8.0, 8.3, 8.6, 9.0, 9.3, 9.7, 10.1, 10.5, 11.0, 11.5, 12.0, 12.6, 13.3)
+"""Numbers that the largest weight of a group is tried on. Those beyond 8 clip it. 7 and 8 give weights that are already
+INT4 back as they are."""
+
+
 class Int4(Format):
     """INT4 group-wise: symmetric (-8 to 7, zero 8) or with zero points (``(code - zero) * scale``)."""
 
@@ -23,16 +28,33 @@ class Int4(Format):
     elements: ClassVar[tuple[str, ...]] = ("int4",)
     scale_dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16", "float16", "e8m0")
 
-    def _quantize(self, w_NK: Tensor) -> QuantTensor:
+    def _quantize(self, w_NK: Tensor, importance_K: Tensor | None) -> QuantTensor:
         # The range always holds 0, so that a zero weight stays exactly zero.
         high = group_reduce(w_NK, self.encoding).clamp_min(0)
         low = group_reduce(w_NK, self.encoding, "amin").clamp_max(0)
+        dtype = self.encoding.scale_dtype
+        assert dtype is not None
         asymmetric = self.encoding.zero_points
         least = divide(high, 15) - divide(low, 15) if asymmetric else torch.maximum(divide(high, 7), -low / 8)
-        assert self.encoding.scale_dtype is not None
-        scales = encode_scale(least, self.encoding.scale_dtype)
+        scales = encode_scale(least, dtype)
+        if not asymmetric and dtype != "e8m0":
+            scales = self._search(w_NK, high, low, scales, importance_K)
         steps = decode_scale(scales)
         zeros = (-low / steps).round().clamp(0, 15) if asymmetric else torch.full_like(low, 8.0)
         codes = (w_NK / self._expand(steps, w_NK)).round() + self._expand(zeros, w_NK)
         codes = pack_nibbles(codes.clamp(0, 15).to(torch.uint8))
         return QuantTensor(codes, self.encoding, scales, zero_points=zeros.to(torch.uint8) if asymmetric else None)
+
+    def _search(self, w_NK: Tensor, high: Tensor, low: Tensor, scales: Tensor, importance_K: Tensor | None) -> Tensor:
+        """Better scales, if there are, than those that clip nothing.
+
+        The integers reach to -8, but only to 7: a scale with the sign that sends the largest weight to the negative
+        side has a finer step.
+        """
+        assert self.encoding.scale_dtype is not None
+        amax, sign = torch.maximum(high, -low), torch.where(high > -low, -1.0, 1.0)
+        candidates = [decode_scale(scales)]
+        for largest in _LARGEST:
+            candidates.append(sign * decode_scale(encode_scale(divide(amax, largest), self.encoding.scale_dtype)))
+        steps = best_scales(w_NK, self.encoding, candidates, lambda x: x.round_().clamp_(-8, 7), importance_K)
+        return steps.to(scales.dtype)

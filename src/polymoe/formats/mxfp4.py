@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from polymoe.formats.base import Format, group_reduce
-from polymoe.formats.elements import decode, decode_scale, encode_e2m1, encode_e8m0, pack_nibbles
+from polymoe.formats.base import Format, best_scales, group_reduce
+from polymoe.formats.elements import decode_scale, encode_e2m1, encode_e8m0, pack_nibbles, round_e2m1
 from polymoe.formats.tensor import QuantTensor
 
 if TYPE_CHECKING:
@@ -23,24 +23,14 @@ class Mxfp4(Format):
     elements: ClassVar[tuple[str, ...]] = ("e2m1",)
     scale_dtypes: ClassVar[tuple[str, ...]] = ("e8m0",)
 
-    def _quantize(self, w_NK: Tensor) -> QuantTensor:
+    def _quantize(self, w_NK: Tensor, importance_K: Tensor | None) -> QuantTensor:
         amax = group_reduce(w_NK.abs(), self.encoding)
         # amax = m * 2**exponent with 0.5 <= m < 1. The specification's scale 2**(exponent - 3) puts amax in [4, 8) and
         # clips what is above 6; the next larger one clips nothing. Each group takes whichever errs less.
         exponent = torch.frexp(amax).exponent
         exponent = torch.where(amax == 0, torch.full_like(exponent, 3), exponent)
-        # Errors are compared in units of the smaller scale: squares of the weights would overflow or vanish.
-        unit = self._expand(decode_scale(encode_e8m0(exponent - 3)), w_NK)
-
-        def attempt(shift: int) -> tuple[Tensor, Tensor, Tensor]:
-            scales = encode_e8m0(exponent - shift)
-            spread = self._expand(decode_scale(scales), w_NK)
-            codes = pack_nibbles(encode_e2m1(w_NK / spread))
-            error = (decode(codes, "e2m1") * spread - w_NK) / unit
-            return codes, scales.view(torch.uint8), group_reduce(error.square(), self.encoding, "sum")
-
-        (codes, scales, error), (wide_codes, wide_scales, wide_error) = attempt(3), attempt(2)
-        wider = wide_error < error
-        codes = torch.where(self._expand(wider, w_NK)[..., ::2], wide_codes, codes)
-        scales = torch.where(wider, wide_scales, scales).view(torch.float8_e8m0fnu)
+        candidates = [decode_scale(encode_e8m0(exponent - shift)) for shift in (3, 2)]
+        steps = best_scales(w_NK, self.encoding, candidates, round_e2m1, importance_K)
+        codes = pack_nibbles(encode_e2m1(w_NK / self._expand(steps, w_NK)))
+        scales = encode_e8m0(torch.where(steps == candidates[0], exponent - 3, exponent - 2))
         return QuantTensor(codes, self.encoding, scales)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from polymoe.formats.base import Format, group_reduce
-from polymoe.formats.elements import divide, encode_e2m1, encode_e4m3, encode_scale, pack_nibbles
+from polymoe.formats.base import Format, best_scales, group_reduce
+from polymoe.formats.elements import divide, encode_e2m1, encode_e4m3, encode_scale, pack_nibbles, round_e2m1
 from polymoe.formats.tensor import QuantTensor
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Nvfp4"]
 
 _LARGEST = 6.0 * 448.0
+_STEPS = (0, -1, -2, -3, 1, 2, 3, 4, 5, 6)  # of E4M3, eight to a power of 2: more bring nothing on normal weights
 
 
 class Nvfp4(Format):
@@ -28,12 +29,20 @@ class Nvfp4(Format):
     elements: ClassVar[tuple[str, ...]] = ("e2m1",)
     scale_dtypes: ClassVar[tuple[str, ...]] = ("e4m3",)
 
-    def _quantize(self, w_NK: Tensor) -> QuantTensor:
+    def _quantize(self, w_NK: Tensor, importance_K: Tensor | None) -> QuantTensor:
         global_scale = encode_scale(divide(w_NK.abs().amax((-2, -1)), _LARGEST), "float32")
         w = w_NK / global_scale[..., None, None]
         amax = group_reduce(w.abs(), self.encoding)
         # The smallest E4M3 number keeps a tiny group from dividing by zero; a group of zeros takes 1.
         least = torch.where(amax == 0, torch.ones_like(amax), divide(amax, 6.0).clamp_min(2.0**-9))
-        scales = encode_e4m3(least)
+        # The scale that puts the largest weight on 6, and its neighbours: it may be clipped, or come to lie on 4.
+        near = encode_e4m3(least).view(torch.uint8).int()
+        candidates = [_e4m3(near + step).float() for step in _STEPS]
+        scales = encode_e4m3(best_scales(w, self.encoding, candidates, round_e2m1, importance_K))
         codes = encode_e2m1(w / self._expand(scales.float(), w))
         return QuantTensor(pack_nibbles(codes), self.encoding, scales, global_scale=global_scale)
+
+
+def _e4m3(codes: Tensor) -> Tensor:
+    """Positive E4M3 numbers, counted from 2**-9 at 1 to 448 at 126."""
+    return codes.clamp(1, 126).to(torch.uint8).view(torch.float8_e4m3fn)
