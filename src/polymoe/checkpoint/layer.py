@@ -275,7 +275,7 @@ class StoredLayer:
         if "gate_up" in pieces:
             pieces |= self._split_rows(pieces.pop("gate_up"))
         for projection, piece in pieces.items() if check else ():
-            piece.matrix.validate(self._where(projection, expert))
+            piece.matrix.validate(self.where(projection, expert))
         gate, up, down = pieces.get("gate"), pieces["up"], pieces["down"]
         return Expert(
             gate=gate.matrix if gate else None,
@@ -306,7 +306,7 @@ class StoredLayer:
             raise FormatError(name(BIAS), expected="finite numbers", got="NaN or infinity")
         return _Piece(matrix, input_scale, bias)
 
-    def _where(self, projection: str, expert: int) -> str:
+    def where(self, projection: str, expert: int) -> str:
         """Return the name of one expert's projection, for messages."""
         part = projection if projection in self.parts else "gate_up"
         where = module_name(self.container, self.arrangement, part, expert)

@@ -16,12 +16,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from polymoe.checkpoint.arrangement import Fused, PerExpert
 from polymoe.checkpoint.config import QuantizationConfig, parse_quantization
 from polymoe.checkpoint.dense_tensors import DenseTensors
 from polymoe.checkpoint.families import ModelFamily, MoeConfig, families_of
 from polymoe.checkpoint.files import CheckpointFiles
 from polymoe.checkpoint.layer import StoredLayer
+from polymoe.checkpoint.quantized import quantize_expert, quantized_spec, recipe_of, require_format
 from polymoe.checkpoint.shard import Parallel, Shard, shard_expert, shard_spec, widths
 from polymoe.errors import CheckpointNotFound
 from polymoe.problem import Dtype, Problem
@@ -45,13 +48,18 @@ class Checkpoint:
             experts differ in size, or layers have two experts modules.
         moe: its experts according to the config.
         quantization: the encoding of each module according to the config.
+        experts: the format to which experts in 16 bits are quantized as they are read; None leaves them as stored.
     """
 
-    def __init__(self, name: str, files: CheckpointFiles, family: ModelFamily | None = None) -> None:
+    def __init__(
+        self, name: str, files: CheckpointFiles, family: ModelFamily | None = None, *, experts: str | None = None
+    ) -> None:
         self.name, self.files = name, files
+        self.experts = experts if experts is None else require_format(experts)
         families = families_of(files.config, files.names) if family is None else (family,)
         self.family: ModelFamily = families[0]
-        self.parts: tuple[Checkpoint, ...] = (self, *(Checkpoint(name, files, other) for other in families[1:]))
+        others = (Checkpoint(name, files, other, experts=experts) for other in families[1:])
+        self.parts: tuple[Checkpoint, ...] = (self, *others)
         self.moe: MoeConfig = self.family.moe(files.config)
         self.quantization: QuantizationConfig = parse_quantization(files.config, files.side, self.family)
         self._found: dict[int, StoredLayer] = {}
@@ -62,20 +70,22 @@ class Checkpoint:
         self._said: set[str] = set()
 
     @classmethod
-    def open(cls, path: str | Path, *, config_only: bool = False, **hub: Any) -> Checkpoint:
+    def open(cls, path: str | Path, *, config_only: bool = False, experts: str | None = None, **hub: Any) -> Checkpoint:
         """Open a directory, a ``config.json`` alone, or a Hub id; reads configs but no tensors.
 
         Args:
             path: an existing path, else a Hub repository ``org/name``, which is downloaded.
             config_only: use no tensors; of a Hub repository, fetch only the config files.
+            experts: a format, such as "mxfp4", to which experts in 16 bits are quantized as they are read.
             hub: of a Hub repository: ``revision`` (branch, tag or commit), ``cache_dir``, ``token``,
                 ``local_files_only``.
 
         Raises:
+            ArgumentError: for an unknown format.
             CheckpointNotFound: if nothing is found.
             CheckpointError: if it cannot be read, or its family, activation or quantization is unknown.
         """
-        return cls(str(path), CheckpointFiles.open(path, config_only=config_only, **hub))
+        return cls(str(path), CheckpointFiles.open(path, config_only=config_only, **hub), experts=experts)
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -119,7 +129,7 @@ class Checkpoint:
             ArgumentError: a size that would cut a group of weights or leave a rank with nothing.
         """
         stored = self.layer(layer)
-        spec = shard_spec(stored.spec(), Shard.of(tp, ep), uneven=self.family.uneven_tp)
+        spec = shard_spec(self._whole(stored), Shard.of(tp, ep), uneven=self.family.uneven_tp)
         if self._find(layer) is not None and (layer, spec.local_range) not in self._present:
             stored.require_experts(self.files, spec.local_range)
             self._present.add((layer, spec.local_range))
@@ -127,7 +137,7 @@ class Checkpoint:
 
     def recipe(self, layer: int) -> ActivationQuantization:
         """How the checkpoint's authors meant the inputs of a layer's experts to be quantized."""
-        return self.layer(layer).recipe()
+        return self.layer(layer).recipe() if self.experts is None else recipe_of(self.experts)
 
     def problem(
         self,
@@ -153,8 +163,12 @@ class Checkpoint:
             batch_invariant=batch_invariant,
         )
 
-    def weights(self, layer: int, *, tp: Parallel = 1, ep: Parallel = 1) -> ExpertWeights:
+    def weights(
+        self, layer: int, *, tp: Parallel = 1, ep: Parallel = 1, device: torch.device | str | None = None
+    ) -> ExpertWeights:
         """A layer's experts on one rank, each read, checked and sliced when it is asked for.
+
+        ``device`` is where :attr:`experts` are quantized, and then are; None is the CPU.
 
         Raises:
             CheckpointNotFound: also if only a config was opened.
@@ -164,14 +178,17 @@ class Checkpoint:
         self.moe.place(layer)
         # find(), not layer(): its message names the tensors that are not here.
         stored = self._find(layer) or StoredLayer.find(self.files, self.family, self.moe, self.quantization, layer)
-        spec = shard_spec(stored.spec(), shard, uneven=self.family.uneven_tp)
+        spec = shard_spec(self._whole(stored), shard, uneven=self.family.uneven_tp)
         # Before anybody allocates memory for as many experts as the config says.
         if (layer, spec.local_range) not in self._alike:
             stored.check_experts(self.files, spec.local_range)
             self._alike.add((layer, spec.local_range))
 
         def read(e: int, *, check: bool = True) -> Expert:
-            expert = stored.read(self.files, spec.first_expert + e, check=check)
+            index = spec.first_expert + e
+            expert = stored.read(self.files, index, check=check)
+            if self.experts is not None:  # whole, before it is sliced, so that every rank has the same codes
+                expert = quantize_expert(expert, self.experts, partial(stored.where, expert=index), device=device)
             return shard_expert(expert, shard, uneven=self.family.uneven_tp)
 
         return ExpertWeights(spec, read, partial(read, check=False))
@@ -202,7 +219,7 @@ class Checkpoint:
         size = Shard.of(tp).tp
         said: dict[str, None] = {}
         for layer in self.layers:
-            spec = self.layer(layer).spec()
+            spec = self._whole(self.layer(layer))
             each = widths(spec.intermediate, spec.encodings, size, uneven=self.family.uneven_tp)
             if len(set(each)) > 1:
                 slices = f"{each[0]} on {each.count(each[0])} ranks, {each[-1]} on the last"
@@ -231,6 +248,11 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         return f"Checkpoint({self.name!r}, {self.model_type}, {len(self.layers)} layers with experts)"
+
+    def _whole(self, stored: StoredLayer) -> ExpertsSpec:
+        """Sizes and encodings of a whole layer's experts, as they are read."""
+        spec = stored.spec()
+        return spec if self.experts is None else quantized_spec(spec, self.experts, f"{self.name}: {stored.container}")
 
     def _find(self, layer: int) -> StoredLayer | None:
         """The layer by its tensors, or None if none of them is here."""

@@ -11,6 +11,7 @@ from polymoe.cli.options import (
     Invariance,
     Output,
     Planned,
+    QuantizedExperts,
     checkpoint_argument,
     gpus,
     option,
@@ -30,7 +31,7 @@ __all__ = ["command"]
 
 
 @dataclass(frozen=True)
-class _Where:
+class _Where(QuantizedExperts):
     """Device and backend."""
 
     device: str | None = option(

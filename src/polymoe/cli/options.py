@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from polymoe.bench.cases import Workload
 
 __all__ = [
-    "ActivationsName", "CaseName", "Checkpoint", "Computing", "FormatName", "Invariance", "MeasuredLayer", "OnDevice",
-    "OneBackend", "Output", "Placement", "Planned", "RecordOutput", "RoleName", "Sampling", "ServerAccess",
-    "backend_names", "checkpoint_argument", "file_to_write", "flat", "gpus", "json_object", "listed", "models",
-    "option", "plot_file", "token_counts",
+    "ActivationsName", "CaseName", "Checkpoint", "Computing", "ExpertsFormat", "FormatName", "Invariance",
+    "MeasuredLayer", "OnDevice", "OneBackend", "Output", "Placement", "Planned", "QuantizedExperts", "RecordOutput",
+    "RoleName", "Sampling", "ServerAccess", "backend_names", "checkpoint_argument", "file_to_write", "flat", "gpus",
+    "json_object", "listed", "models", "option", "plot_file", "token_counts",
 ]  # fmt: skip
 
 
@@ -245,6 +245,10 @@ ActivationsName = Literal["16bit", "fp8_token", "fp8_group128", "fp8_group128_ue
 """How the experts' inputs are quantized."""
 
 
+ExpertsFormat = Literal["mxfp4", "nvfp4", "int4_g32", "int4_g128", "fp8_block128", "mxfp8"]
+"""Formats that experts can be quantized to."""
+
+
 @dataclass(frozen=True)
 class Output:
     """Output."""
@@ -283,7 +287,16 @@ class Computing(OnDevice, Planned):
 
 
 @dataclass(frozen=True)
-class Placement(Computing):
+class QuantizedExperts:
+    """Device and backend."""
+
+    experts: ExpertsFormat | None = option(
+        None, "Quantize experts in 16 bits to this format while loading. Default: they stay as stored."
+    )
+
+
+@dataclass(frozen=True)
+class Placement(QuantizedExperts, Computing):
     """Device and backend."""
 
     device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = option(

@@ -319,6 +319,7 @@ def explain(
     activations: ActivationQuantization | str = "auto",
     dtype: Dtype = "bf16",
     batch_invariant: bool = False,
+    experts: str | None = None,
 ) -> Explanation:
     """How every layer's experts of a checkpoint would run on a device, and why.
 
@@ -333,6 +334,7 @@ def explain(
             number, and each expert is sliced over ``tp * dp / ep``.
         role, backend, activations, batch_invariant: as for :func:`polymoe.load_experts`.
         dtype: of the experts' input.
+        experts: a format to which experts in 16 bits would be quantized, as for :func:`polymoe.load`.
 
     Raises:
         CheckpointError: if the checkpoint or its config cannot be understood.
@@ -341,6 +343,8 @@ def explain(
         UnsupportedProblem: if ``backend`` names one and it is rejected.
     """
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+    if experts is not None:
+        checkpoint = Checkpoint(checkpoint.name, checkpoint.files, experts=experts)
     machine = Machine.of(device).shared_by(sum(len(part.layers) for part in checkpoint.parts))
     ranks = Ranks.of(tp, ep, dp)
     ranks.require_heads(checkpoint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Format", "best_scales", "group_reduce"]
 
-_CHUNK = 1 << 17  # weights that a CPU core keeps in its cache, with the temporaries of a search
+_CHUNK = 1 << 14
+"""Weights that a CPU core keeps in its cache with a search's temporaries, and that torch leaves to one thread: threads
+that share chunks wait for each other after each of hundreds of operations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +149,10 @@ def best_scales(
     unit = torch.ldexp(torch.ones_like(amax), torch.frexp(amax).exponent)
     candidates = list(candidates)
     steps = torch.stack([c.reshape(unit.shape) for c in candidates])
-    found = torch.empty_like(unit)
-    rows = max(1, _CHUNK // blocks.shape[1:].numel() if w_NK.device.type == "cpu" else len(blocks))
-    for first in range(0, len(blocks), rows):
+
+    def search(first: int) -> Tensor:
         part = slice(first, first + rows)
-        scaled = blocks[part] / unit[part, ..., None]
-        least = None
+        scaled, least, best = blocks[part] / unit[part, ..., None], None, steps[0, part]
         for step in steps[:, part]:
             spread = (step / unit[part])[..., None]
             error = rounded(scaled / spread).mul_(spread).sub_(scaled).square_()
@@ -159,12 +160,18 @@ def best_scales(
                 error *= weights[part]
             error = error.sum(-1)
             if least is None:
-                least, best = error, step
+                least = error
                 continue
             best = torch.where(error < least, step, best)
             least = torch.minimum(error, least)
-        found[part] = best
-    return found.view(candidates[0].shape)
+        return best
+
+    rows = max(1, _CHUNK // blocks.shape[1:].numel() if w_NK.device.type == "cpu" else len(blocks))
+    firsts = range(0, len(blocks), rows)
+    if len(firsts) < 2:
+        return torch.cat([search(first) for first in firsts] or [unit]).view(candidates[0].shape)
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        return torch.cat(list(pool.map(search, firsts))).view(candidates[0].shape)
 
 
 def _blocks(w_NK: Tensor, encoding: Encoding, padding: float) -> Tensor:

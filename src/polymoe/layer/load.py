@@ -82,7 +82,7 @@ def load_experts(
         require_slots(problem, slots)
     experts = FusedExperts.pack(
         problem,
-        checkpoint.weights(layer, tp=tp, ep=ep),
+        checkpoint.weights(layer, tp=tp, ep=ep, device=device_name(device)),
         PlanRequest(machine, role, backend, BACKENDS, LAYOUTS),
         device=device,
         check=check,

@@ -45,7 +45,7 @@ class ServerOptions:
         api_key: the bearer token that clients must send, in printable ASCII; None admits everybody. ``/health`` never
             needs it.
         name: the model's name in requests and answers; by default the last part of the checkpoint's path.
-        backend, role, device, device_map, expert_memory: as in :func:`polymoe.engines.transformers.load`.
+        backend, role, device, device_map, expert_memory, experts: as in :func:`polymoe.engines.transformers.load`.
         max_tokens: maximum number of tokens in an answer; None if only the context limits it.
         max_request_bytes: larger requests are refused with 413.
         max_concurrent_requests: maximum number of generations that run or wait; more are refused with 429.
@@ -73,6 +73,7 @@ class ServerOptions:
     device: str = "auto"
     device_map: str | None = None
     expert_memory: str | None = None
+    experts: str | None = None
     max_tokens: int | None = None
     max_request_bytes: int = 4 * 2**20
     max_concurrent_requests: int = 128
@@ -151,7 +152,7 @@ def serve(
         if o.api_key is None and not is_loopback(listener):
             log.warning("%s can be reached from other machines, and there is no API key", o.host)
         placed = {} if o.device_map is None else {"device_map": o.device_map}
-        model, tokenizer = load(path, **o.of("device", "backend", "role", "expert_memory"), **placed)
+        model, tokenizer = load(path, **o.of("device", "backend", "role", "expert_memory", "experts"), **placed)
         set_verbosity_error()  # Transformers warns at requests
         batching = o.of("continuous_batching", "graphs", "cache_memory")
         answers = o.of("max_tokens", "temperature", "page")

@@ -70,6 +70,7 @@ class Generator:
         role: str = "mixed",
         graphs: bool = False,
         expert_memory: str | None = None,
+        experts: str | None = None,
     ) -> Generator:
         """Load a checkpoint with packed experts; the arguments are those of
         :func:`polymoe.engines.transformers.load`.
@@ -82,7 +83,8 @@ class Generator:
         if graphs and (device == "cpu" or not torch.cuda.is_available()):
             raise ArgumentError("graphs", expected="a GPU", got="a model on the CPU", hint="do without graphs")
         also = {} if device_map is None else {"device_map": device_map}
-        model, tokenizer = load(path, device=device, backend=backend, role=role, expert_memory=expert_memory, **also)
+        also |= {"expert_memory": expert_memory, "experts": experts}
+        model, tokenizer = load(path, device=device, backend=backend, role=role, **also)
         if graphs:
             require_capturable(model, 1)
         return cls(model, tokenizer, graphs)

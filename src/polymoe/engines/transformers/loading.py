@@ -23,6 +23,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from polymoe.checkpoint import Checkpoint
 from polymoe.checkpoint.config import quantization_source
 from polymoe.checkpoint.families import families_of
+from polymoe.checkpoint.quantized import require_format
 from polymoe.common.units import format_ranges
 from polymoe.common.untrusted import reading
 from polymoe.engines.transformers.contract import require_contract
@@ -66,11 +67,13 @@ def load(
     role: str = "mixed",
     dense: str = "16bit",
     expert_memory: str | None = None,
+    experts: str | None = None,
     **kwargs: Any,
 ) -> tuple[Any, Any]:
     """A model of Transformers with packed experts, for inference, and its tokenizer. No parameter requires a gradient.
 
-    The experts of an unquantized checkpoint are not packed: they run by ``experts_implementation="polymoe"``.
+    The experts of an unquantized checkpoint are not packed unless ``experts`` says how: they run by
+    ``experts_implementation="polymoe"``.
 
     Args:
         path: a checkpoint's directory or a Hub id.
@@ -87,6 +90,8 @@ def load(
         expert_memory: GPU memory for experts: "16GiB", "auto" (what the other weights and 8,192 tokens of context
             leave), or "32slots" in each layer. All experts lie in host memory then, and those used last also on the GPU
             (:class:`~polymoe.layer.offload.OffloadedExperts`). None: all lie on the GPU.
+        experts: a format to which experts in 16 bits are quantized while loading, one at a time, on the layer's device:
+            "mxfp4", "nvfp4", "int4_g32", "int4_g128", "fp8_block128" or "mxfp8".
         kwargs: for Transformers' ``from_pretrained``, such as ``device_map``, which distributes layers over devices.
 
     Raises:
@@ -112,8 +117,8 @@ def load(
         raise CheckpointError(str(path), expected="a directory or a Hub id", got="a file")
     # Errors of the checkpoint, its family and the backend are raised here, before anything large is read.
     hub = {name: kwargs.pop(name) for name in _HUB_ARGUMENTS if name in kwargs}
-    checkpoint = Checkpoint.open(os.fspath(path), config_only=True, **hub)
-    quantized = checkpoint.quantization.method != "none"
+    checkpoint = Checkpoint.open(os.fspath(path), config_only=True, experts=experts, **hub)
+    quantized = checkpoint.quantization.method != "none" or experts is not None
     check_dense(dense, checkpoint.quantization.method)
     if expert_memory is not None and not quantized:
         raise ArgumentError("load(expert_memory=...)", expected="quantized experts", got="experts that are not packed")
@@ -126,7 +131,7 @@ def load(
         expert_memory = f"{offload_of(explanation, expert_memory, memory_bytes=free).slots}slots"
     for row in explanation.rows:
         row.selection.require(f"{path}, layers {format_ranges(row.layers)}")
-    with Checkpoint.open(os.fspath(path), **hub) as checkpoint:
+    with Checkpoint.open(os.fspath(path), experts=experts, **hub) as checkpoint:
         for part in checkpoint.parts:
             for layer in part.layers:
                 part.weights(layer)  # raises if a tensor of its experts is missing
@@ -209,17 +214,18 @@ class PolymoeConfig(QuantizationConfigMixin):
     :func:`install` does this for all models. Unlike :func:`load`, both let Transformers open the checkpoint's files.
 
     Args:
-        backend, role: as for :func:`load`.
+        backend, role, experts: as for :func:`load`.
 
     Raises:
-        CheckpointError, UnsupportedProblem: by ``from_pretrained``, for a checkpoint that is not quantized, or without
-            experts that polymoe runs.
+        CheckpointError, UnsupportedProblem: by ``from_pretrained``, for a checkpoint that is not quantized, unless
+            ``experts`` says how, or without experts that polymoe runs.
     """
 
-    def __init__(self, *, backend: str = "auto", role: str = "mixed", **_: Any) -> None:
+    def __init__(self, *, backend: str = "auto", role: str = "mixed", experts: str | None = None, **_: Any) -> None:
         require_contract()
         self.quant_method = INTERFACE_NAME  # type: ignore[assignment]
         self.backend, self.role = backend, role
+        self.experts = None if experts is None else require_format(experts)
         register_names()
         _hook()
 
@@ -271,7 +277,7 @@ def installed() -> bool:
 
 def _choose_quantizer(
     theirs: Callable[..., Any],
-    default: Mapping[str, str] | None,
+    default: Mapping[str, str | None] | None,
     config: Any,
     quantization_config: Any,
     *args: Any,
@@ -284,8 +290,10 @@ def _choose_quantizer(
     found = _described(config)
     options = default
     if isinstance(quantization_config, PolymoeConfig):
-        options = {"backend": quantization_config.backend, "role": quantization_config.role}
-        _require_packable(config, found, kwargs.get("gguf_file"))
+        asked = quantization_config
+        options = {"backend": asked.backend, "role": asked.role, "experts": asked.experts}
+        _require_packable(config, found or asked.experts, kwargs.get("gguf_file"))
+        found = found or ({"quant_method": "none"} if asked.experts else None)
         quantization_config = None
     if options is None or kwargs.get("gguf_file"):
         return theirs(config, quantization_config, *args, **kwargs)
@@ -311,7 +319,8 @@ def _require_packable(config: Any, found: Any, gguf_file: Any) -> None:
             f"PolymoeConfig for {config.model_type}",
             expected="a checkpoint with quantized experts",
             got="none that is quantized",
-            hint='polymoe.install(), then from_pretrained(..., experts_implementation="polymoe") runs 16-bit experts',
+            hint='PolymoeConfig(experts="mxfp4") quantizes them; '
+            'polymoe.install(), then from_pretrained(..., experts_implementation="polymoe") runs 16-bit experts',
         )
 
 

@@ -48,7 +48,7 @@ class PackedConfig(QuantizationConfigMixin):
         checkpoint: the open checkpoint; None is that of the files that Transformers has found.
         backend, role: as in :func:`polymoe.load_experts`.
         device: where the experts are packed; None is the device of their layer.
-        expert_memory: as for :func:`polymoe.load`.
+        expert_memory, experts: as for :func:`polymoe.load`.
         dense: what other quantized matrices become, one of :data:`~polymoe.engines.transformers.dense_quantizer.DENSE`.
     """
 
@@ -62,11 +62,12 @@ class PackedConfig(QuantizationConfigMixin):
         device: str | None = None,
         dense: str = "16bit",
         expert_memory: str | None = None,
+        experts: str | None = None,
         **_: Any,
     ) -> None:
         self.quant_method = INTERFACE_NAME  # type: ignore[assignment]
         self.source, self.checkpoint, self.backend, self.role = source, checkpoint, backend, role
-        self.device, self.dense, self.expert_memory = device, dense, expert_memory
+        self.device, self.dense, self.expert_memory, self.experts = device, dense, expert_memory, experts
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "checkpoint": None}  # whose open files cannot be saved
@@ -111,7 +112,9 @@ class PackedQuantizer(HfQuantizer):
                 got="both",
                 hint="the Hub's kernel for this layer reads unpacked experts; leave use_kernels out",
             )
-        self.checkpoint = given or Checkpoint.open(Path(checkpoint_files[0]).parent)
+        self.checkpoint = given or Checkpoint.open(
+            Path(checkpoint_files[0]).parent, experts=self.quantization_config.experts
+        )
         family = family_named(self.checkpoint.model_type)
         family.require_dtype(model.dtype)
         self.experts = pack_modules(model, family, self.checkpoint.parts)
