@@ -92,9 +92,11 @@ class Format:
                 raise FormatError(f"{self.name}.quantize importance", expected=f"shape {wanted}, 0 or more", got=got)
         found = self._quantize(w_NK, importance_K)
         # Rounded up, a code times its scale may be beyond the largest number.
-        if w_NK.abs().amax() > torch.finfo(torch.float32).max / 16 and not torch.isfinite(found.dequantize()).all():
-            largest = f"{float(w_NK.abs().amax()):g}"
-            raise FormatError(f"{self.name}.quantize", expected="weights that are finite when rounded", got=largest)
+        largest = float(w_NK.abs().amax()) if w_NK.numel() else 0.0
+        if largest > torch.finfo(torch.float32).max / 16 and not torch.isfinite(found.dequantize()).all():
+            raise FormatError(
+                f"{self.name}.quantize", expected="weights that are finite when rounded", got=f"{largest:g}"
+            )
         return found
 
     def dequantize(self, tensor: QuantTensor, dtype: torch.dtype | None = None) -> Tensor:
