@@ -52,11 +52,11 @@ class Mutation:
     wrong: str
 
 
-_LAUNCH = "backends/test_cuda_runner.py " + " ".join(
+_LAUNCH = "kernels/test_cuda.py::test_work_tiles_of_any_routing_have_room backends/test_cuda_runner.py " + " ".join(
     f"kernels/test_cuda_emulated.py::test_{name}" for name in ("permutation", "few_rows_sorted_by_gemms", "sizes")
 )
 _LAYOUTS = "layouts/test_cuda.py"
-_PLANNING = " ".join(f"planning/test_{name}.py" for name in ("plan", "predictor", "measured", "agreement"))
+_PLANNING = " ".join(f"planning/test_{name}.py" for name in ("plan", "predictor", "measured", "agreement", "proof"))
 _PLANNING += " contract/test_selection.py"
 
 _MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
@@ -71,7 +71,7 @@ _MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         ("permutation.long_ids = finalize.long_ids = long_ids", "permutation.long_ids = finalize.long_ids = False"),
         ("self.gate_up.top_k = top_k  # x", "self.gate_up.top_k = 1  # x"),
     )),
-    ("kernels/cuda/modules.py", "kernels/test_cuda.py::test_compiled_from_these_sources", (
+    ("kernels/cuda/build.py", "kernels/test_cuda.py::test_compiled_from_these_sources", (
         ("conditions[-1] = not conditions[-1]", "pass"),
     )),
     ("layouts/cuda/matrices.py", _LAYOUTS, (
@@ -179,7 +179,9 @@ def run(folder: Path, tests: list[str]) -> str:
         output.seek(0)
         text = output.read()
     failed = re.findall(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", text, re.MULTILINE)
-    return "" if code == 0 else failed[0] if failed else f"exit status {code}: {text[-500:]}"
+    if code > 0 and not failed:
+        raise RuntimeError(text)
+    return "" if code == 0 else failed[0] if failed else f"signal {-code}"
 
 
 def planted(folder: Path, mutation: Mutation) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch
 
 from polymoe.backends.cuda.backend import Cuda, CudaConfig
 from polymoe.kernels.cuda import build, driver, modules
-from polymoe.kernels.cuda.launch import args
+from polymoe.kernels.cuda.launch import args, permutation
 from polymoe.kernels.cuda.launch.tiled import WgmmaCall
 from polymoe.kernels.cuda.sizes import FAMILIES, W4_FORMATS, W4A16_MMA, W4A16_MMA_ORDERED, W4A16_WGMMA
 from polymoe.kernels.cuda.targets import SM90, TARGETS, Target
@@ -26,6 +26,16 @@ from support.cuda_instructions_budget import MMA_COSTS, instructions
 from support.problems import problem_of, random_experts
 
 SOURCES = Path(modules.__file__).parent
+
+
+@pytest.mark.parametrize("rows", [1, 33, 257, 4096])
+@pytest.mark.parametrize("experts", [1, 5, 128])
+@pytest.mark.parametrize("block_m", [8, 64, 128])
+def test_work_tiles_of_any_routing_have_room(rows: int, experts: int, block_m: int) -> None:
+    """Most tiles has a routing in which each expert has one row more than whole tiles."""
+    words, active = permutation._words(rows, experts, block_m, True), min(experts, rows)
+    assert words["work_tiles"] // 4 >= active + (rows - active) // block_m
+    assert words["narrow_tiles"] // 4 >= active
 
 
 BUILT = [pytest.param(t, unit, id=f"{t.name}-{unit}") for t in TARGETS.values() for unit in t.units]
