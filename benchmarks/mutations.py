@@ -52,9 +52,12 @@ class Mutation:
     wrong: str
 
 
-_LAUNCH = "kernels/test_cuda.py::test_work_tiles_of_any_routing_have_room backends/test_cuda_runner.py " + " ".join(
-    f"kernels/test_cuda_emulated.py::test_{name}" for name in ("permutation", "few_rows_sorted_by_gemms", "sizes")
-)
+_LAUNCH = " ".join((
+    *(f"kernels/test_cuda.py::test_{name}" for name in
+      ("work_tiles_of_any_routing_have_room", "ctas_of_a_permutation_have_rows_enough")),
+    "backends/test_cuda_runner.py",
+    *(f"kernels/test_cuda_emulated.py::test_{name}" for name in ("permutation", "few_rows_sorted_by_gemms", "sizes")),
+))  # fmt: skip
 _LAYOUTS = "layouts/test_cuda.py"
 _PLANNING = " ".join(f"planning/test_{name}.py" for name in ("plan", "predictor", "measured", "agreement", "proof"))
 _PLANNING += " contract/test_selection.py"
@@ -141,7 +144,7 @@ _MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     ("serve/strict_json.py", "serve/test_strict_json.py", (
         ("if depth > MAX_DEPTH:", "if depth > 10 * MAX_DEPTH:"),
     )),
-    ("serve/answers.py", "serve/test_choices.py serve/test_app.py serve/test_fields.py", (
+    ("serve/answers.py", "serve/test_generation_fields.py::test_several_prompts", (
         ("for choice in choices if choice.counts_prompt)", "for choice in choices)"),
     )),
 )  # fmt: skip

@@ -38,6 +38,10 @@ def test_work_tiles_of_any_routing_have_room(rows: int, experts: int, block_m: i
     assert words["narrow_tiles"] // 4 >= active
 
 
+def test_ctas_of_a_permutation_have_rows_enough() -> None:
+    assert [permutation._ctas(rows) for rows in (2048, 2049, 10_000, 10**6)] == [0, 2, 9, 32]
+
+
 BUILT = [pytest.param(t, unit, id=f"{t.name}-{unit}") for t in TARGETS.values() for unit in t.units]
 
 
