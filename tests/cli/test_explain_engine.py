@@ -81,6 +81,7 @@ def test_ranks_of_the_experts(cli: Cli, options: tuple[object, ...], ranks: tupl
     ("options", "said"),
     [
         (("--engine", "vllm", "--ep", 2), "--ep: expected --enable-expert-parallel"),
+        (("--engine", "vllm", "--experts", "mxfp4"), "--experts: expected no --engine"),
         (("--engine", "sglang", "--tp", 4, "--ep", 3), "--ep: expected a number that divides --tp"),
         (("--engine", "sglang", "--tp", 2, "--ep", 2, "--enable-expert-parallel"), "--ep: expected"),
         (("--engine", "sglang", "--tp", 4, "--dp", 3), "--dp: expected a number that divides --tp, which is 4"),

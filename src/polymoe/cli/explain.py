@@ -101,6 +101,10 @@ def command(
         "dp": ranks.dp,
     }
     if engine.engine is not None:
+        if asked.pop("experts") is not None:
+            raise ArgumentError(
+                "experts", expected="no --engine", got="both", hint="an engine runs experts as they are stored"
+            )
         from polymoe.cli.explain_engine import explain_engine
 
         explain_engine(checkpoint, **vars(engine), **asked, json=output.json)
