@@ -405,6 +405,15 @@ def transformers_tests(path: Path) -> str:
     return f"{markdown(head, rows)}\n`{run['command']}`: {versions}, {run['date']}.\n"
 
 
+def models(path: Path) -> str:
+    """docs/models.md, which needs Transformers; without it, the document that exists."""
+    try:
+        from models_document import models_document
+    except ImportError:
+        return path.read_text(encoding="utf-8")
+    return models_document(path)
+
+
 def documents() -> dict[Path, str]:
     """Each file as it should be."""
     docs, results, peers = ROOT / "docs", ROOT / "benchmarks" / "results", best_peers()
@@ -433,6 +442,7 @@ def documents() -> dict[Path, str]:
     tables[docs / "install.md"] = {"versions": versions_document.table(ran)}
     texts = {
         docs / "backends.md": backends_document(),
+        docs / "models.md": models(docs / "models.md"),
         docs / "performance" / "plots.md": peers_document.plots(named),
         ROOT / "src" / "polymoe" / "doctor" / "ran.json": versions_document.packaged(ran),
         **{

@@ -46,7 +46,7 @@ def test_current(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POLYMOE_CACHE", "/nowhere")
     documents = write_docs.documents()
     assert {str(path.relative_to(write_docs.ROOT)) for path in documents} == {
-        "README.md", "docs/backends.md", "docs/performance/cuda.md", "docs/performance/triton.md",
+        "README.md", "docs/backends.md", "docs/models.md", "docs/performance/cuda.md", "docs/performance/triton.md",
         "docs/performance/peers.md", "docs/performance/plots.md",
         "docs/decoding.md", "docs/serving.md", "docs/security.md", "docs/engines/sglang.md", "docs/engines/vllm.md",
         "docs/engines/transformers.md",

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-__all__ = ["HIDDEN", "INTERMEDIATE", "architectures", "tiny_config"]
+__all__ = ["HIDDEN", "INTERMEDIATE", "OTHER_GENERATION", "architectures", "tiny_config"]
 
 HIDDEN, INTERMEDIATE = 64, 32
 """2 F = H, so that shapes do not tell a stacked matrix from its transpose."""
@@ -74,6 +74,10 @@ EXTRA: dict[str, dict[str, Any]] = {
         },
     },
 }  # fmt: skip
+
+
+OTHER_GENERATION = {"diffusion_gemma": "it generates by diffusion, which `polymoe.load` does not do"}
+"""Architectures whose experts are known, and that ``polymoe.load`` refuses for another reason."""
 
 
 @cache
