@@ -16,7 +16,7 @@ from polymoe.backends.reference import Reference
 from polymoe.bench.compile_ahead import CompileAhead, compile_one
 from polymoe.layouts import Packed
 from polymoe.problem import Problem
-from polymoe.problem.routing import Routing
+from polymoe.problem.call import CallArguments
 from support.tiny import TINY
 
 
@@ -27,12 +27,14 @@ class Written(Reference):
     name: str = "written"
     where: str = ""
 
-    def compile(self, problem: Problem, packed: Packed, x_TH, routing: Routing, config: Config, out_TH) -> None:  # type: ignore[no-untyped-def]
+    def compile(self, problem: Problem, packed: Packed, call: CallArguments, config: Config) -> None:
         if self.where == "die":
             os._exit(1)
-        devices = {x_TH.device.type, out_TH.device.type, *(t.device.type for t in packed.tensors.values())}
-        text = f"{config} {tuple(x_TH.shape)} {sorted(devices)} {os.getpid() != int(os.environ['POLYMOE_TEST_PARENT'])}"
-        (Path(self.where) / f"{len(x_TH)}").write_text(text)
+        assert call.out is not None
+        devices = {call.x_TH.device.type, call.out.device.type, *(t.device.type for t in packed.tensors.values())}
+        elsewhere = os.getpid() != int(os.environ["POLYMOE_TEST_PARENT"])
+        text = f"{config} {tuple(call.x_TH.shape)} {sorted(devices)} {elsewhere}"
+        (Path(self.where) / f"{len(call.x_TH)}").write_text(text)
 
 
 @pytest.fixture(autouse=True)

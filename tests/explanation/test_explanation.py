@@ -333,7 +333,7 @@ def test_by_hand(
 def test_gpus_together_hold_at_least_the_model(name: str) -> None:
     checkpoint = known_models()[name].checkpoint()
     whole, tried = fit_of(checkpoint, DEVICES["h200"], Ranks()).weight_bytes, 0
-    for tp, dp in itertools.product((1, 3, 8), (1, 2)):
+    for tp, dp in itertools.product((1, 3, 4, 8), (1, 2)):
         for ep in {1, 2, tp, dp, tp * dp}:
             try:
                 found = fit_of(checkpoint, DEVICES["h200"], Ranks.of(tp, ep, dp))

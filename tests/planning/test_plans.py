@@ -71,11 +71,9 @@ def test_no_row_of_a_shipped_table_is_below_the_floor() -> None:
 @pytest.mark.parametrize(("experts", "top_k"), [(256, 8), (128, 4), (8, 2), (512, 22)])
 def test_active_experts_are_those_of_drawn_routings(exponent: float, experts: int, top_k: int) -> None:
     problem = problem_of(random_experts(experts=experts, hidden=32, intermediate=32), top_k=top_k)
-    distribution, calls = RoutingDistribution("drawn", exponent), 60
+    distribution, calls = RoutingDistribution("drawn", exponent), 60 if experts > 8 else 1000
     for tokens in (1, 7, 32, 200):
         drawn = [distribution.draw(tokens, problem, torch.device("cpu"), index=i).topk_ids_TA for i in range(calls)]
         mean = sum(len(ids.unique()) for ids in drawn) / calls
-        assert experts * active_share(experts, top_k, tokens, exponent) == pytest.approx(
-            mean, rel=0.03 if experts > 8 else 0.06
-        )
+        assert experts * active_share(experts, top_k, tokens, exponent) == pytest.approx(mean, rel=0.03)
     assert active_share(experts, experts, 1, exponent) == 1

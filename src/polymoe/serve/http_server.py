@@ -127,6 +127,9 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server((address[0], port), family=family, backlog=1024)
+    except socket.gaierror as error:
+        expected = "a name or an address of this machine"
+        raise ArgumentError("host", expected=expected, got=f"{host!r}: {error.strerror}") from error
     except (OSError, OverflowError) as error:
         expected, hint = "an address of this machine that is free to listen on", "port=0 takes any free port"
         raise ArgumentError(f"{host}:{port}", expected=expected, got=str(error), hint=hint) from error

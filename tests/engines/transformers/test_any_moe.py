@@ -130,7 +130,12 @@ def pack(model: Any, path: Path) -> Any:
         packed |= {name.removesuffix("weight") + suffix: tensor for suffix, tensor in tensors.items()}
     if apart:
         floats = {name: tensor.float() for name, tensor in stored.items()}
-        exact = type(model).from_pretrained(None, config=copy.deepcopy(model.config), state_dict=floats).float().eval()
+        exact = (
+            type(model)
+            .from_pretrained(None, config=copy.deepcopy(model.config), state_dict=floats, trust_remote_code=False)
+            .float()
+            .eval()
+        )
     for name, module in exact.named_modules() if not apart else ():
         if has_interface(module):
             for part, stack in projections(module, dict(module.named_parameters(recurse=False))).items():

@@ -35,7 +35,9 @@ def packed_of(model: Any) -> list[FusedExperts]:
 @pytest.mark.parametrize("format", QUANTIZED_FORMATS)
 def test_logits_are_those_of_the_dequantized_weights(bf16: Path, format: str) -> None:
     model, tokenizer = load(bf16, experts=format, device="cpu", dtype=torch.float32)
-    wanted = AutoModelForCausalLM.from_pretrained(bf16, dtype=torch.float32, experts_implementation="eager")
+    wanted = AutoModelForCausalLM.from_pretrained(
+        bf16, dtype=torch.float32, experts_implementation="eager", trust_remote_code=False
+    )
     layers = [m for m in wanted.modules() if type(m).__name__ == "Qwen3MoeExperts"]
     found = packed_of(model)
     assert len(layers) == len(found) == 4
@@ -65,7 +67,9 @@ def test_slices_are_those_of_the_whole_quantized_layer(bf16: Path) -> None:
 
 
 def test_polymoe_config(bf16: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(bf16, quantization_config=PolymoeConfig(experts="int4_g32"))
+    model = AutoModelForCausalLM.from_pretrained(
+        bf16, quantization_config=PolymoeConfig(experts="int4_g32"), trust_remote_code=False
+    )
     assert [experts.weights.spec.format for experts in packed_of(model)] == ["int4_g32"] * 4
 
 

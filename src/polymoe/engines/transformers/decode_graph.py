@@ -135,7 +135,9 @@ class Decoder:
 
     def _prepare_step(self, ids_BT: Tensor) -> None:
         """Compile the step, run it twice at the same length, and capture it."""
-        require_capturable(self.model, len(ids_BT))
+        for module in self.model.modules():
+            if isinstance(module, OffloadedExperts):
+                module.require_capturable(len(ids_BT))
         layers: list[Any] = self.cache.layers
         windows = [layer.max_cache_len for layer in layers if getattr(layer, "is_sliding", False)]
         if windows and ids_BT.shape[1] < max(windows):
