@@ -236,6 +236,11 @@ class TestRecords:
             "| `gpt-oss-120b`, nvfp4 | floor | 158 |  |",
             "|  | time | 270 (0.58) |  |",
         ]
+        alone = write_docs.standing(found, "cuda", None).splitlines()
+        assert alone[2:] == [
+            "| `gpt-oss-120b`, mxfp4 | time | 270 (0.58) | 424 (0.81) |",
+            "| `gpt-oss-120b`, nvfp4 | time | 270 (0.58) |  |",
+        ]
 
     def test_the_fastest_peer_with_the_same_kind_of_activations(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
