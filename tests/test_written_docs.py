@@ -105,6 +105,7 @@ def test_floors_are_todays() -> None:
 def test_check_names_what_is_not_current(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nothing is written by --check; without it the file is written, and then it is current."""
     pages = (
+        "models.md",
         "performance/cuda.md",
         "performance/peers.md",
         "performance/plots.md",
