@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -17,6 +18,7 @@ from typing import TextIO
 import pytest
 
 from polymoe.cli import main
+from support import requantized
 from support.configs import config
 
 ROOT = Path(__file__).parent.parent.parent
@@ -310,9 +312,64 @@ class TestRun:
         assert "expected a prompt" in err
 
 
-def test_help_is_fast_and_imports_nothing_heavy() -> None:
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Experts in BF16."""
+    return requantized.write("BF16", tmp_path_factory.mktemp("bf16") / "bf16")
+
+
+class TestQuantize:
+    def test_it_writes_what_run_takes(self, cli: Cli, source: Path, tmp_path: Path) -> None:
+        out = tmp_path / "out"
+        code, table, err = cli("quantize", source, "--format", "nvfp4", "--out", out, "--dialect", "modelopt")
+        assert (code, err.splitlines()[-1]) == (0, "layer 3")
+        for text in ("nvfp4, modelopt", "relative error", "gate", "down"):
+            assert text in table
+        assert cli("run", out, "123+456=", "--device", "cpu")[1].strip().endswith("579")
+
+    def test_json_is_the_report(self, cli: Cli, source: Path, tmp_path: Path) -> None:
+        code, text, _ = cli("quantize", source, "--format", "mxfp4", "--out", tmp_path / "out", "--json")
+        assert code == 0
+        assert json.loads(text) == json.loads((tmp_path / "out" / "report.json").read_text())
+
+    def test_a_full_disk(self, cli: Cli, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        from polymoe.checkpoint import quantize
+
+        def full(*_: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(quantize._ShardFile, "write", full)
+            code, out, err = cli("quantize", source, "--format", "mxfp4", "--out", tmp_path / "out")
+        assert (code, out) == (1, "")
+        assert "the same command continues" in err
+        assert "No space left on device" in err
+        assert cli("quantize", source, "--format", "mxfp4", "--out", tmp_path / "out")[0] == 0
+
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            (["--format", "int2"], "int2"),
+            (["--format", "mxfp4", "--dialect", "deepseek"], "--dialect: expected compressed-tensors"),
+        ],
+    )
+    def test_bad_input(self, cli: Cli, source: Path, tmp_path: Path, given: list[str], message: str) -> None:
+        code, _, err = cli("quantize", source, *given, "--out", tmp_path / "out")
+        assert code == 2
+        assert message in err
+        assert not list(tmp_path.iterdir())
+
+    def test_weights_that_are_quantized_already(self, cli: Cli, tmp_path: Path) -> None:
+        code, _, err = cli("quantize", SUMS, "--format", "nvfp4", "--out", tmp_path / "out")
+        assert code == 1
+        assert "expected experts in 16 bits" in err
+        assert "load as they are" in err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["quantize", "-h"]])
+def test_help_is_fast_and_imports_nothing_heavy(arguments: list[str]) -> None:
     code = (
-        "import sys; sys.argv = ['polymoe', '--help']\n"
+        f"import sys; sys.argv = ['polymoe', *{arguments}]\n"
         "from polymoe.cli import main\n"
         "try: main()\n"
         "except SystemExit: pass\n"
@@ -321,7 +378,7 @@ def test_help_is_fast_and_imports_nothing_heavy() -> None:
     start = time.perf_counter()
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.endswith("[]\n")
-    assert "explain" in run.stdout
+    assert ("explain" if arguments == ["--help"] else "--format") in run.stdout
     assert time.perf_counter() - start < 3
 
 

@@ -49,6 +49,7 @@ NEEDED: dict[str, list[str]] = {
     "run": [SUMS, "1+1="],
     "chat": [SUMS],
     "serve": [SUMS, "--port", "0"],
+    "quantize": [SUMS, "--format", "mxfp4", "--out", "new"],
     "bench kernels": ["--case", "gpt-oss-20b", "--experts", "2", "--hidden", "64", "--intermediate", "32"],
     "bench decode": [SUMS, "--prompt-len", "8", "--steps", "2", "--prefill-len", "8"],
     "bench serve": ["--server", "http://127.0.0.1:9"],

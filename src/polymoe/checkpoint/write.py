@@ -26,7 +26,7 @@ from polymoe.problem.tensors import Expert, ExpertWeights
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["FloatExperts", "write_checkpoint"]
+__all__ = ["FloatExperts", "expert_tensors", "write_checkpoint"]
 
 FloatExperts: TypeAlias = "tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]"
 """``(gate_up_EFH, down_EHF)``, and biases ``gate_up_EF``, ``down_EH`` where the model has them, in natural order: all
@@ -106,7 +106,7 @@ class _Writer:
         stacks: dict[str, Tensor] = {}
         for e in range(self.moe.experts):
             expert = weights.expert(e) if isinstance(weights, ExpertWeights) else _quantize(weights, e, stored)
-            for name, tensor in _expert_tensors(stored, expert, e):
+            for name, tensor in expert_tensors(stored, expert, e):
                 if not isinstance(stored.arrangement, Fused):
                     yield name, tensor
                     continue
@@ -153,7 +153,8 @@ def _quantize(weights: FloatExperts, e: int, stored: StoredLayer) -> Expert:
     )
 
 
-def _expert_tensors(stored: StoredLayer, expert: Expert, e: int) -> Iterator[tuple[str, Tensor]]:
+def expert_tensors(stored: StoredLayer, expert: Expert, e: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and tensors of expert ``e`` as ``stored`` says; of stacked ones, its items."""
     matrices: dict[str, QuantTensor] = expert.projections
     biases = {name: getattr(expert, f"{name}_bias") for name in ("gate", "up", "down")}
     if "gate_up" in stored.parts:

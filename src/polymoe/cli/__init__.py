@@ -11,7 +11,21 @@ from typing import Annotated
 
 import typer
 
-from polymoe.cli import bench, bench_decode, bench_serve, chat, doctor, eval, explain, models, run, serve, tune, verify
+from polymoe.cli import (
+    bench,
+    bench_decode,
+    bench_serve,
+    chat,
+    doctor,
+    eval,
+    explain,
+    models,
+    quantize,
+    run,
+    serve,
+    tune,
+    verify,
+)
 from polymoe.cli.commands import Group, add, group
 from polymoe.cli.memory import out_of_memory
 from polymoe.cli.output import fail
@@ -67,6 +81,8 @@ add(app, "chat", "Chat with a checkpoint in the terminal.", chat.command,
     "polymoe chat demo --json < messages.txt")  # fmt: skip
 add(app, "serve", "Serve a checkpoint with OpenAI's API.", serve.command, "polymoe serve demo",
     "POLYMOE_API_KEY=secret polymoe serve openai/gpt-oss-20b --host 0.0.0.0 --continuous-batching")  # fmt: skip
+add(app, "quantize", "Write a checkpoint with its experts in another format.", quantize.command,
+    "polymoe quantize path/to/checkpoint --format mxfp4 --out path/to/new")  # fmt: skip
 app.add_typer(_bench)
 app.add_typer(_eval)
 add(app, "tune", "Find the fastest kernel configurations on this GPU.", tune.command,

@@ -21,11 +21,13 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 from polymoe import load
+from polymoe.checkpoint import Checkpoint
 from polymoe.checkpoint.architectures.config import model_class
 from polymoe.checkpoint.architectures.interface import has_interface, projections
 from polymoe.checkpoint.dialects import DIALECTS
+from polymoe.checkpoint.quantize import quantize_checkpoint
 from polymoe.engines.transformers import PackedExperts
-from polymoe.errors import PolymoeError
+from polymoe.errors import CheckpointError, PolymoeError
 from polymoe.formats import FORMATS
 from support.tiny_models import architectures, tiny_config
 
@@ -168,3 +170,32 @@ def test_packed(model_type: str, tmp_path: Path) -> None:
     assert len(held) == sum(has_interface(module) for module in model.modules()) > 0
     assert error(logits(loaded), logits(exact)) < 1e-4
     assert error(logits(model), logits(exact)) > 1e-3  # what is compared depends on the experts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", [name for name in architectures() if name not in REFUSED])
+def test_quantized_to_a_file(model_type: str, tmp_path: Path) -> None:
+    """A file has the experts of ``load(experts=)``, bit for bit, or is not written."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    save(build(model_type), source)
+    with Checkpoint.open(source, experts="mxfp4") as wanted:
+        if len(wanted.parts) > 1:
+            with pytest.raises(CheckpointError, match="one group of equal experts"):
+                quantize_checkpoint(source, "mxfp4", out)
+            assert not out.exists()
+            return
+        quantize_checkpoint(source, "mxfp4", out)
+        with Checkpoint.open(out) as got:
+            assert got.layers_here == wanted.layers
+            for layer in wanted.layers:
+                for e in range(wanted.moe.experts):
+                    ours, theirs = got.weights(layer).expert(e), wanted.weights(layer).expert(e)
+                    assert ours.projections.keys() == theirs.projections.keys()
+                    for name, matrix in theirs.projections.items():
+                        for part, tensor in matrix.parts().items():
+                            assert torch.equal(ours.projections[name].parts()[part], tensor), (layer, e, name, part)
+    loaded, expected = (
+        logits(load(path, device="cpu", dtype=torch.float32, **options)[0])
+        for path, options in ((out, {}), (source, {"experts": "mxfp4"}))
+    )
+    assert torch.equal(loaded, expected)

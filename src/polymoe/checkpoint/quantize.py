@@ -1,0 +1,396 @@
+"""quantize_checkpoint: a checkpoint with its experts in another format, which other engines read unchanged.
+
+Only experts change. Every other tensor is copied byte for byte, with all files beside the weights. One expert is in
+memory at a time: a shard's header is known from its first expert, and tensors are written to their places in the file.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polymoe.checkpoint.arrangement import Fused
+from polymoe.checkpoint.config import parse_quantization
+from polymoe.checkpoint.layer import StoredLayer
+from polymoe.checkpoint.load import Checkpoint
+from polymoe.checkpoint.opener import read_bytes
+from polymoe.checkpoint.roundtrip import stored_names
+from polymoe.checkpoint.write import expert_tensors
+from polymoe.common.atomic import locked, replace_file
+from polymoe.errors import ArgumentError, CheckpointError
+from polymoe.problem.tensors import Expert
+
+__all__ = ["DIALECTS_OF", "quantize_checkpoint"]
+
+DIALECTS_OF: Mapping[str, tuple[str, ...]] = {
+    "mxfp4": ("compressed-tensors", "gpt-oss"),
+    "nvfp4": ("compressed-tensors", "modelopt"),
+    "int4_g32": ("compressed-tensors",),
+    "int4_g128": ("compressed-tensors",),
+    "fp8_block128": ("deepseek",),
+}
+"""Dialects in which each format is written; the first is the usual one, and gpt-oss models in MXFP4 have their own."""
+
+_WEIGHTS = {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": False, "actorder": None,
+            "block_structure": None, "observer": "minmax", "observer_kwargs": {}}  # fmt: skip
+_COMPRESSED: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "mxfp4": ("mxfp4-pack-quantized", {"strategy": "group", "group_size": 32}),
+    "nvfp4": ("nvfp4-pack-quantized", {"strategy": "tensor_group", "group_size": 16}),
+    "int4_g32": ("pack-quantized", {"type": "int", "strategy": "group", "group_size": 32}),
+    "int4_g128": ("pack-quantized", {"type": "int", "strategy": "group", "group_size": 128}),
+}
+
+
+def quantize_checkpoint(
+    path: str | Path,
+    format: str,
+    out: str | Path,
+    *,
+    dialect: str | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """Write the checkpoint at ``path`` with its experts in ``format`` to a new directory; a killed run continues.
+
+    Until it is complete, everything is in ``.NAME.quantizing`` beside ``out``.
+
+    Args:
+        path: a checkpoint with experts in 16 bits: its directory, or a Hub id.
+        format: a key of :data:`DIALECTS_OF`.
+        out: the directory to create.
+        dialect: one of the format's; None is its usual one.
+        progress: called with each shard that begins.
+
+    Returns:
+        What ``report.json`` has: the relative error of each layer's projections, and their worst experts.
+
+    Raises:
+        ArgumentError: for a format or a dialect that is not written, or an ``out`` that cannot be.
+        CheckpointError: if ``out`` exists or is being written, for a model without experts, weights that are quantized
+            already, sizes that the format does not allow, layers with several groups of experts, or missing tensors.
+        FormatError: for weights that are not finite.
+        OSError: if a file cannot be written.
+    """
+    out = Path(out).absolute()
+    if format not in DIALECTS_OF:
+        raise ArgumentError("format", expected=" or ".join(DIALECTS_OF), got=repr(format))
+    _require_new(out)
+    with Checkpoint.open(path, experts=format) as checkpoint:
+        job = _Job(checkpoint, format, _dialect(checkpoint, format, dialect))
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with _alone(out):
+            work = out.with_name(f".{out.name}.quantizing")
+            work.mkdir(exist_ok=True)
+            job.require_same(work)
+            report = job.run(work, progress)
+            os.replace(work, out)
+    return report
+
+
+def _require_new(out: Path) -> None:
+    above = next(parent for parent in out.parents if parent.exists())
+    if not above.is_dir():
+        raise ArgumentError("out", expected="a new directory", got=f"a path below {above}, which is a file")
+    if out.exists():
+        raise CheckpointError(str(out), expected="a new directory", got="one that exists", hint="nothing was written")
+
+
+def _dialect(checkpoint: Checkpoint, format: str, asked: str | None) -> str:
+    own = checkpoint.family.name == "gpt-oss" and format == "mxfp4"
+    known = [d for d in DIALECTS_OF[format] if (d == "gpt-oss") == own]
+    if asked is not None and asked not in known:
+        raise ArgumentError(
+            "dialect", expected=f"{' or '.join(known)} for {format} of {checkpoint.model_type}", got=repr(asked)
+        )
+    return asked or known[0]
+
+
+@contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Refuse a second run into the same directory. Its lock lies beside it, and goes when ``out`` is there."""
+    lock = out.with_name(f".{out.name}.lock")
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        with locked(lock, descriptor, wait=False):
+            _require_new(out)  # the run that had the lock may have just ended
+            yield
+    except BlockingIOError:
+        raise CheckpointError(str(out), expected="one run at a time", got="another that is writing it") from None
+    finally:
+        os.close(descriptor)
+        if out.exists():
+            lock.unlink(missing_ok=True)
+
+
+def _description(format: str, dialect: str, ignore: list[str]) -> dict[str, Any]:
+    """``quantization_config`` as releases have it. Modules outside the experts are named in it.
+
+    NVFP4 has no scale of inputs here, since nothing has measured one: compressed-tensors can say so, ModelOpt cannot.
+    """
+    if dialect == "gpt-oss":
+        return {"quant_method": "mxfp4", "modules_to_not_convert": ignore}
+    if dialect == "modelopt":
+        producer = {"name": "modelopt", "version": "0.43.0"}
+        return {"producer": producer, "quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16,
+                "ignore": ignore}  # fmt: skip
+    if dialect == "deepseek":
+        return {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
+                "modules_to_not_convert": ignore}  # fmt: skip
+    name, weights = _COMPRESSED[format]
+    group = {
+        "format": name,
+        "input_activations": None,
+        "output_activations": None,
+        "targets": ["Linear"],
+        "weights": {**_WEIGHTS, **weights},
+    }
+    return {"config_groups": {"group_0": group}, "format": name, "ignore": ignore, "kv_cache_scheme": None,
+            "quant_method": "compressed-tensors", "quantization_status": "compressed"}  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Job:
+    """What one run writes."""
+
+    checkpoint: Checkpoint
+    format: str
+    dialect: str
+    config: dict[str, Any] = field(init=False)
+    others: dict[str, list[str]] = field(init=False)
+    layers: dict[int, StoredLayer] = field(init=False)
+    beside: dict[str, bytes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        c = self.checkpoint
+        self._require_plain()
+        for layer in c.layers:
+            c.weights(layer)  # raises for tensors that are missing, other formats and sizes
+        stored = {layer: c.layer(layer) for layer in c.layers}
+        experts = {
+            name
+            for layer in stored.values()
+            for e in range(1 if isinstance(layer.arrangement, Fused) else c.moe.experts)
+            for name, _, _ in stored_names(c.files, layer, e)
+        }
+        others = sorted(c.files.names - experts)
+        self.others = {}
+        for name in others:
+            self.others.setdefault(c.files.shard_of(name).name, []).append(name)
+        ignore = {"lm_head"} | {n.removesuffix(".weight") for n in others
+                  if n.endswith(".weight") and len(c.files.header(n).shape) == 2 and "embed" not in n}  # fmt: skip
+        self.config = {**c.config, "quantization_config": _description(self.format, self.dialect, sorted(ignore))}
+        quantization = parse_quantization(self.config, None, c.family)
+        self.layers = {}
+        for layer, found in stored.items():
+            described = StoredLayer.described(c.family, c.moe, quantization, layer)
+            places = [(t.format(layer=layer), arrangement) for t, arrangement in c.family.places]
+            if (found.container, described.arrangement) in places:
+                described = replace(described, container=found.container)
+            self.layers[layer] = replace(described, bias=found.bias)
+        # Read now, so that a file that cannot be copied is refused before the work.
+        beside = (f for f in sorted(c.files.directory.iterdir()) if f.is_file() and not f.name.startswith("."))
+        self.beside = {file.name: read_bytes(file) for file in beside if not _of_weights(file.name)}
+
+    def _require_plain(self) -> None:
+        """Refuse what the one description in a config could not say."""
+        c = self.checkpoint
+        if len(c.parts) > 1:
+            raise CheckpointError(
+                c.name,
+                expected="layers with one group of equal experts",
+                got=f"{len(c.parts)} groups",
+                hint=f'load it with experts="{self.format}", which quantizes all of them',
+            )
+        for layer in c.layers:
+            c.spec(layer)  # its message for quantized experts says more
+        nested = [c.config, *(v for v in c.config.values() if isinstance(v, dict))]
+        if c.files.side or any(v.get("quantization_config") or v.get("compression_config") for v in nested):
+            raise CheckpointError(
+                c.name, expected="a checkpoint in 16 bits", got="one whose config describes quantized weights"
+            )
+
+    def require_same(self, work: Path) -> None:
+        """Continue only what an earlier run of the same job has left."""
+        from polymoe import __version__
+
+        c = self.checkpoint
+        files = sorted({c.files.shard_of(name) for name in c.files.names})
+        stamp = {"polymoe": __version__, "config": self.config, "source": str(c.files.directory.resolve()),
+                 "format": self.format, "dialect": self.dialect,
+                 "shards": [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]}  # fmt: skip
+        file = work / ".job.json"
+        if file.exists() and json.loads(file.read_text()) != stamp:
+            raise CheckpointError(
+                str(work),
+                expected="an unfinished run from the same files to the same format",
+                got="another",
+                hint="remove this directory, or write to another one",
+            )
+        replace_file(file, json.dumps(stamp))
+
+    def run(self, work: Path, progress: Callable[[str], None]) -> dict[str, Any]:
+        """Write all that is missing."""
+        c = self.checkpoint
+        writers: list[tuple[str, Callable[[Path], dict[str, Any]]]] = [
+            *((f"other tensors of {file}", partial(self._others, names=names)) for file, names in self.others.items()),
+            *((f"layer {layer}", partial(self._layer, layer=layer)) for layer in self.layers),
+        ]
+        index: dict[str, str] = {}
+        reports, total = [], 0
+        for number, (what, write) in enumerate(writers, 1):
+            name = f"model-{number:05}-of-{len(writers):05}.safetensors"
+            shard, note = work / name, work / f".{name}.json"
+            if not (shard.exists() and note.exists()):
+                progress(what)
+                replace_file(note, json.dumps(write(shard)))
+            found = json.loads(note.read_text())
+            if twice := index.keys() & found["tensors"]:
+                raise CheckpointError(min(twice), expected="one tensor of this name", got="an expert's, and another")
+            index |= dict.fromkeys(found["tensors"], name)
+            total += found["bytes"]
+            reports += found["reports"]
+        self._finish(work, index, total)
+        report = {"source": c.name, "format": self.format, "dialect": self.dialect, "layers": reports}
+        replace_file(work / "report.json", json.dumps(report, indent=2) + "\n")
+        for file in work.glob(".*"):
+            file.unlink()
+        return report
+
+    def _finish(self, work: Path, index: dict[str, str], total: int) -> None:
+        """Write the files beside the weights, and open the result as a reader would."""
+        for name, content in self.beside.items():
+            replace_file(work / name, content)
+        whole = {"metadata": {"total_size": total}, "weight_map": index}
+        replace_file(work / "model.safetensors.index.json", json.dumps(whole, indent=2) + "\n")
+        replace_file(work / "config.json", json.dumps(self.config, indent=2) + "\n")
+        with Checkpoint.open(work) as written:
+            for layer in self.layers:
+                spec = written.weights(layer).spec
+                if spec.format != self.format or spec.bias != self.layers[layer].bias:
+                    raise CheckpointError(
+                        f"{work}: layer {layer}", expected=f"experts in {self.format}", got=spec.format,
+                        hint="this model cannot be written in this format; please report it",
+                    )  # fmt: skip
+
+    def _others(self, shard: Path, names: list[str]) -> dict[str, Any]:
+        files = self.checkpoint.files
+        headers = {name: (files.header(name).dtype, list(files.header(name).shape)) for name in names}
+        with _ShardFile.create(shard, headers, lambda name: files.get(name).nbytes) as file:
+            for name in names:
+                file.write(name, files.get(name))
+        return {"tensors": names, "bytes": file.total, "reports": []}
+
+    def _layer(self, shard: Path, layer: int) -> dict[str, Any]:
+        stored, c = self.layers[layer], self.checkpoint
+        source, weights, count = c.layer(layer), c.weights(layer), self.checkpoint.moe.experts
+        fused = stored.arrangement if isinstance(stored.arrangement, Fused) else None
+        errors: dict[str, list[float]] = {}
+
+        def tensors(expert: Expert, e: int) -> dict[str, Tensor]:
+            found = dict(expert_tensors(stored, expert, e))
+            return {n: t.mT.contiguous() if fused and fused.k_first and t.dim() > 1 else t for n, t in found.items()}
+
+        first = weights.expert(0)
+        sizes: dict[str, tuple[str, list[int], int]] = {}
+        for e in [0] if fused else range(count):
+            for name, t in tensors(first, e).items():
+                lead = [count] if fused else []
+                sizes[name] = _NAMES[t.dtype], [*lead, *t.shape], t.nbytes * (count if fused else 1)
+        headers = {name: (dtype, shape) for name, (dtype, shape, _) in sizes.items()}
+        with _ShardFile.create(shard, headers, lambda name: sizes[name][2]) as file:
+            for e in range(count):
+                expert = first if e == 0 else weights.expert(e)
+                for name, t in tensors(expert, e).items():
+                    file.write(name, t, e if fused else 0)
+                for part, error in _errors(source.read(c.files, e), expert).items():
+                    errors.setdefault(part, []).append(error)
+        report: dict[str, Any] = {"layer": layer}
+        for part, each in errors.items():
+            worst = max(range(count), key=each.__getitem__)
+            mean = (sum(error**2 for error in each) / count) ** 0.5
+            report[part] = {"error": round(mean, 5), "worst_expert": worst, "worst_error": round(each[worst], 5)}
+        return {"tensors": list(headers), "bytes": file.total, "reports": [report]}
+
+
+def _errors(before: Expert, after: Expert) -> dict[str, float]:
+    """Relative error of each projection."""
+    found = {}
+    for name, q in after.projections.items():
+        wanted = before.projections[name].dequantize()
+        norm = wanted.norm()
+        found[name] = float((q.dequantize() - wanted).norm() / norm) if norm > 0 else 0.0
+    return found
+
+
+def _of_weights(name: str) -> bool:
+    others = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
+    return name.endswith((".safetensors", ".safetensors.index.json", *others))
+
+
+_NAMES = {
+    torch.uint8: "U8", torch.int8: "I8", torch.int32: "I32", torch.int64: "I64", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e8m0fnu: "F8_E8M0", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32",
+}  # fmt: skip
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    """Reserve space, where the file system can."""
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                raise
+
+
+@dataclass(slots=True)
+class _ShardFile:
+    """A safetensors file whose tensors are written in any order, and stacked ones item by item."""
+
+    file: Any
+    places: dict[str, int]
+    total: int
+
+    @classmethod
+    @contextmanager
+    def create(
+        cls, path: Path, headers: Mapping[str, tuple[str, list[int]]], nbytes: Callable[[str], int]
+    ) -> Iterator[_ShardFile]:
+        """A file that appears at ``path`` when it is complete. Its space is reserved at once, so that a full disk is
+        found before anything is computed."""
+        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        places, end = {}, 0
+        # Wide elements first, so that each tensor is aligned.
+        widths = {name: nbytes(name) // max(1, prod(shape)) for name, (_, shape) in headers.items()}
+        for name, (dtype, shape) in sorted(headers.items(), key=lambda item: -widths[item[0]]):
+            places[name], end = end, end + nbytes(name)
+            entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [places[name], end]}
+        text = json.dumps(entries).encode()
+        text += b" " * (-len(text) % 8)
+        start, draft = 8 + len(text), path.with_name(f".{path.name}.new")
+        try:
+            with draft.open("wb") as file:
+                _reserve(file.fileno(), start + end)
+                file.write(len(text).to_bytes(8, "little") + text)
+                yield cls(file, {name: start + place for name, place in places.items()}, end)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(draft, path)
+        except BaseException:
+            draft.unlink(missing_ok=True)
+            raise
+
+    def write(self, name: str, tensor: Tensor, index: int = 0) -> None:
+        """Write a tensor, or item ``index`` of one."""
+        self.file.seek(self.places[name] + index * tensor.nbytes)
+        self.file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
