@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -33,8 +34,7 @@ INTRODUCTION = f"""\
 
 Which backend runs which format on which GPU, and why it refuses the rest. `benchmarks/write_docs.py` generates this
 page from each backend's own `check`. What a backend accepts depends on properties of the problem and of the machine,
-never on the name of a model or a format. `polymoe explain` answers the same question for any checkpoint and GPU, with
-its own sizes and the installed packages.
+never on the name of a model or a format. `polymoe explain` answers the same question for any checkpoint and GPU.
 
 The example is one layer of {CASE.experts} experts ({CASE.top_k} active, H {CASE.hidden}, F {CASE.intermediate}), \
 {CASE.activation.name}, x in bfloat16, on a machine with
@@ -50,48 +50,50 @@ Triton 3.6, FlashInfer 0.7.2 with its compiled kernels and compilers, Humming 0.
 | `mxfp8` | E4M3, one power-of-two scale per 32 columns |
 | `nvfp4` | E2M1, one E4M3 scale per 16 columns and a global scale. Only on request; a backend may keep 16 bits for \
 calls of few tokens, and `explain` says so |
-| `all` | all of these |
 
 `auto` chooses, by measured or predicted time, among the backends that accept the problem and are not marked as
-available on request only.
+available on request only. It uses *another library's kernels* only if `polymoe tune` measured them as faster on this
+machine.
 
-Each cell says how far the backend is proven on that GPU model:
+A cell says how far the backend is proven on that GPU model, or "-" if the backend refuses:
 
 - timed: timings on this model are recorded in `benchmarks/results/`, of results that were checked.
 - tested: the GPU tests passed on this model.
 - never tested: the backend was compiled for this model, emulated, or run on other GPUs, but never on this one. `auto`
   uses it only if nothing better accepts the problem, and the log line at load says so.
 
-In every case a layer's results are compared with the reference when it is loaded. A CPU counts as tested, because the
-test suite runs there.
+A CPU counts as tested, because the test suite runs there. The second table of a backend gives its reasons for refusing;
+"weights" are those of gate, up and down.
 """
 
 
 _COMPILER = {"nvidia-cutlass-dsl": "4.7.1"}
 
 _CHANGED = (
-    "Each row changes one property of a problem: MXFP4 with 16-bit activations on an H200, unless the row says "
-    "otherwise. "
-    "Backends that accept nothing on an H200 are left out."
+    "Each row changes one property of a problem (MXFP4 with 16-bit activations on an H200, unless the row says "
+    "otherwise) and gives the reasons of the backends that then refuse. Those that accept nothing on an H200 are left "
+    "out."
 )
 
 
 def backends_document(table: Mapping[str, Backend] = BACKENDS) -> str:
     """The whole text, for the backends of ``table``."""
 
-    def cell(found: Verdict) -> str:
-        return "accepted" if isinstance(found, Accepted) else "<br>".join(map(str, found.reasons))
-
     h200 = machine(DEVICES["h200"])
     asked = [problem_of(form, mode) for form in FORMATS for mode in MODES]
     here = {n: b for n, b in table.items() if any(isinstance(verdict(b, p, h200), Accepted) for p in asked)}
-    rows = [[what, *(cell(verdict(b, problem, where)) for b in here.values())] for what, problem, where in changes()]
+    rows = []
+    for what, problem, where in changes():
+        refused = {n: lines(v) for n, b in here.items() if not isinstance(v := verdict(b, problem, where), Accepted)}
+        names = _by_value({n: tuple(reasons) for n, reasons in refused.items()})
+        texts = [f"{', '.join(f'`{n}`' for n in held)}: {'; '.join(reasons)}" for reasons, held in names.items()]
+        rows.append([what, "<br>".join(texts) or "none"])
     return "\n".join(
         [
             INTRODUCTION,
             *map(_section, table.values()),
             f"## Beyond format and GPU\n\n{_CHANGED}\n",
-            markdown(["changed", *here], rows),
+            markdown(["changed", "refused by"], rows),
         ]
     )
 
@@ -129,10 +131,16 @@ def verdict(backend: Backend, problem: Problem, where: Machine) -> Verdict:
 
 
 def lines(found: Verdict) -> list[str]:
-    """What is accepted; or every requirement that is not met, without what came instead: where it holds says that."""
+    """What is accepted; or every requirement that is not met, without what came instead: where it holds says that.
+    A requirement of gate, up and down is one of the weights; a mode of activations is named where it is refused."""
     if isinstance(found, Accepted):
-        return [describe(found)]
-    return [str(replace(r, got="")).removesuffix(", got ") for r in found.reasons]
+        return [re.sub(r"(another library's kernels): auto [^,)]*", r"\1", describe(found))]
+    texts = (str(replace(r, got="")).removesuffix(", got ") for r in found.reasons)
+    texts = (re.sub(r"(^|, )(gate|up|down) (weights|elements|scales)", r"\1weights' \3", text) for text in texts)
+    texts = (text.replace("weights' weights", "weights") for text in texts)
+    return list(
+        dict.fromkeys(re.sub(r"^activations \w+: not supported", "activations: not supported", t) for t in texts)
+    )
 
 
 def changes() -> list[tuple[str, Problem, Machine]]:

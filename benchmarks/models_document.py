@@ -34,7 +34,7 @@ take them.
 - **packed**: quantized experts stay packed, each projection of each expert under a name of its own: that of the
   release, or that of llm-compressor (`experts.7.gate_proj.weight_packed`).
 
-"yes" is tested on a CPU, with a tiny model of two layers: logits differ from those of Transformers' own experts in
+What runs is tested on a CPU, with a tiny model of two layers: logits differ from those of Transformers' own experts in
 float32 by less than 1e-4 of the largest logit, in BF16, and packed in MXFP4 of compressed-tensors. The test for
 `inkling_mm_model` needs scipy. No test on a GPU covers all of them. Stacked experts that are quantized as a stack are
 read for gpt-oss (its own MXFP4) and Llama-4 only.
@@ -42,8 +42,16 @@ read for gpt-oss (its own MXFP4) and Llama-4 only.
 Kimi K2, Kimi K2.5, DeepSeek V4.1 and Llama-4 are known besides: Transformers has them under other names, without the
 experts interface, or not at all.
 
-| model type | experts compute | stored by releases | BF16 | packed |
-|---|---|---|---|---|
+Releases store the experts one by one ("one by one") or all of a layer in one tensor ("stacked"). The
+second table has the exceptions.
+
+| experts compute | stored by releases | model types |
+|---|---|---|
+"""
+
+_OTHERS = """
+| model type | BF16 | packed |
+|---|---|---|
 """
 
 
@@ -52,24 +60,35 @@ def models_document(path: Path) -> str:
     """The document; with another version of Transformers than the newest known, the one that exists."""
     if tuple(map(int, transformers.__version__.split(".")[:2])) != NEWEST:
         return path.read_text(encoding="utf-8")
-    rows = [_row(model_type) for model_type in architectures()]
-    return _INTRODUCTION.format(version=".".join(map(str, NEWEST))) + "\n".join(rows) + "\n"
+    alike: dict[str, list[str]] = {}
+    others = []
+    for model_type in architectures():
+        runs, row = _row(model_type)
+        if runs:
+            alike.setdefault(row, []).append(f"`{model_type}`")
+        else:
+            others.append(f"| `{model_type}` | {row} |")
+    rows = [f"| {row} | {', '.join(names)} |" for row, names in alike.items()]
+    return "\n".join(
+        [_INTRODUCTION.format(version=".".join(map(str, NEWEST))) + "\n".join(rows), _OTHERS + "\n".join(others), ""]
+    )
 
 
-def _row(model_type: str) -> str:
+def _row(model_type: str) -> tuple[bool, str]:
+    """Whether it runs in both ways, and what its experts compute and how releases store them, or why it does not."""
     config = json.loads(tiny_config(model_type).to_json_string(use_diff=False))
     if model_type in OTHER_GENERATION:
-        return f"| `{model_type}` | | | no: {OTHER_GENERATION[model_type]} | no |"
+        return False, f"no: {OTHER_GENERATION[model_type]} | no"
     try:
         with patch.dict(sys.modules, {"scipy": None}):  # the same text wherever it is installed
             groups = groups_of(config)
     except MissingDependency:
-        return f"| `{model_type}` | | | yes, with the packages that its vision tower needs | yes, with these |"
+        return False, "yes, with the packages that its vision tower needs | yes, with these"
     except PolymoeError as error:
         expected = str(error.expected).partition(" equal to one of ")[0]
-        return f"| `{model_type}` | | | no: {error.where}: expected {expected}, got {error.got} | no |"
+        return False, f"no: {error.where}: expected {expected}, got {error.got} | no"
     computed = dict.fromkeys(moe.activation.name for _, moe, _ in groups)
     bias = ", biases" if groups[0][1].bias else ""
     stored = {"one by one" if isinstance(places[0][1], PerExpert) else "stacked" for _, _, places in groups}
     several = f" ({len(groups)} kinds)" if len(groups) > 1 else ""
-    return f"| `{model_type}` | {' and '.join(computed)}{bias}{several} | {' and '.join(sorted(stored))} | yes | yes |"
+    return True, f"{' and '.join(computed)}{bias}{several} | {' and '.join(sorted(stored))}"

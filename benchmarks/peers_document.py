@@ -108,12 +108,14 @@ def by_case(found: dict[Row, Times]) -> tuple[dict[Row, Times], dict[Row, Times]
 
 
 def ratios(found: dict[Row, Times]) -> str:
-    """The fastest peer's time over ours, with the peer's letter; bold where it is ahead."""
+    """The fastest peer's time over ours, bold where it is ahead; a letter where the peer is not the row's usual one."""
     columns = sorted({t for times in found.values() for t in times.ours})
     ahead = cells = 0
     lines = []
     for row, of in found.items():
-        line = [row.head]
+        peers = [LETTERS[peer.peer or ""] for t in of.ours if (peer := of.fastest(t))]
+        usual = max(peers, key=peers.count, default="")
+        line = [row.head, usual]
         for t in columns:
             mine, peer = of.ours.get(t), of.fastest(t)
             if mine is None or peer is None:
@@ -121,10 +123,11 @@ def ratios(found: dict[Row, Times]) -> str:
                 continue
             ratio = peer.median_us / mine.median_us
             cells, ahead = cells + 1, ahead + (ratio < AHEAD)
-            text = f"{ratio:.2f} {LETTERS[peer.peer or '']}" + "†" * (mine.commit != peer.commit)
+            letter = LETTERS[peer.peer or ""]
+            text = f"{ratio:.2f}{'' if letter == usual else ' ' + letter}" + "†" * (mine.commit != peer.commit)
             line.append(f"**{text}**" if ratio < AHEAD else text)
         lines.append(line)
-    return f"{markdown(['', *map(str, columns)], lines)}\nA peer is ahead in {ahead} of {cells} cells.\n"
+    return f"{markdown(['', 'peer', *map(str, columns)], lines)}\nA peer is ahead in {ahead} of {cells} cells.\n"
 
 
 def name_of(row: Row) -> str:

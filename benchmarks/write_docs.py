@@ -244,9 +244,9 @@ def times(found: Sequence[Record], peers: dict[Row, dict[int, Peer]]) -> str:
     return markdown(["case", "weights", "activations", *map(str, README_TOKENS)], cells)
 
 
-def standing(found: Sequence[Record], backend: str, peers: dict[Row, dict[int, Peer]]) -> str:
-    """A backend's table in docs/performance/: floor, time with its share of the floor, and the fastest peer. Empty
-    without records of this backend."""
+def standing(found: Sequence[Record], backend: str, peers: dict[Row, dict[int, Peer]] | None) -> str:
+    """A backend's table in docs/performance/: floor, time with its share of the floor, and the fastest peer; times
+    alone without ``peers``. Empty without records of this backend."""
     measured = by_tokens(found, backend)
     columns = sorted({t for by in measured.values() for t in by})
     rows = []
@@ -254,8 +254,11 @@ def standing(found: Sequence[Record], backend: str, peers: dict[Row, dict[int, P
         lines = {
             "floor": {t: number(r.floor_us) for t, r in by.items()},
             "time": {t: f"{number(r.median_us)} ({r.share:.2f})" for t, r in by.items()},
-            "best peer": {t: number(peer.median_us) for t, peer in peers.get(row.of_peers, {}).items() if t in by},
+            "best peer": {
+                t: number(peer.median_us) for t, peer in (peers or {}).get(row.of_peers, {}).items() if t in by
+            },
         }
+        lines = lines if peers is not None else {"time": lines["time"]}
         heads = iter((row.head,))
         rows += [[next(heads, ""), name, *(line.get(t, "") for t in columns)] for name, line in lines.items() if line]
     return markdown(["case", "us", *map(str, columns)], rows) if rows else ""
@@ -420,7 +423,7 @@ def documents() -> dict[Path, str]:
     of_cuda, (named, untuned) = records("cuda"), peers_document.by_case(compared())
     tables = {
         ROOT / "README.md": {"install": install(), "explain": explained(), "times": times(records(), peers)},
-        docs / "performance" / "triton.md": {"times": standing(records("triton"), "triton", peers)},
+        docs / "performance" / "triton.md": {"times": standing(records("triton"), "triton", None)},
         docs / "performance" / "cuda.md": {"times": standing(of_cuda, "cuda", peers), "calls": calls(of_cuda)},
         docs / "performance" / "peers.md": {
             "ratios": peers_document.ratios(named),
