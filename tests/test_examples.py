@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -100,6 +102,16 @@ def test_the_notebook_has_no_outputs() -> None:
     code = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
     assert code
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["tp", "ep"])
+def test_tensor_parallel(way: str) -> None:
+    """Two processes, which torchrun starts on a port of its own choice."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    program = [str(EXAMPLES / "tensor_parallel.py"), "models/sums-qwen3-fp8", way]
+    done = subprocess.run([*command, *program], capture_output=True, text=True)
+    assert "123+456=579" in done.stdout, done.stderr
 
 
 def test_each_has_a_row_in_the_table_and_a_test() -> None:

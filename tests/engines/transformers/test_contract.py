@@ -65,6 +65,8 @@ ATTRIBUTES = {
     "_cb_config": "of CBGenerateManager",
     "_continuous_batching": "of GenerationState",
     "_is_hf_initialized": "of modules that are not to be initialized",
+    "_is_hooked": "of modules that Transformers splits",
+    "_mesh_manager": "of models that Transformers splits",
     "_non_streaming": "of the server's handlers",
     "_create_batch_processor": "of the manager of continuous batching",
     "_supports_attention_backend": "of a model, by getattr with a default",

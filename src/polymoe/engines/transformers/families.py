@@ -75,11 +75,16 @@ class PackedExperts(nn.Module):
 
     It has no parameters and adds nothing to the model's state dict: :attr:`fused` is set once the model is loaded. A
     state dict with tensors of its experts is refused, even with ``strict=False``, with which PEFT loads adapters.
+
+    Attributes:
+        fused: the experts, or this rank's part of them.
+        num_experts: how many experts a rank has, which Transformers' expert parallelism reads.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.fused: FusedExperts | None = None
+        self.num_experts = 0
         self.register_load_state_dict_pre_hook(_refuse_state_dict)
 
     def forward(self, *args: Tensor, **others: Any) -> Tensor:
@@ -90,7 +95,11 @@ class PackedExperts(nn.Module):
         """
         if self.fused is None:
             raise AssertionError("PackedExperts called before its weights were loaded")
-        return self.fused(*checked_call("PackedExperts", args, others))
+        x_TH, ids_TA, weights_TA = checked_call("PackedExperts", args, others)
+        spec = self.fused.problem.spec
+        if spec.first_expert:  # Transformers calls each rank with numbers among its own experts, and one more for none
+            ids_TA = (ids_TA + spec.first_expert).clamp(max=spec.experts)
+        return self.fused(x_TH, ids_TA, weights_TA)
 
 
 class PackedLlama4Moe(nn.Module):

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,16 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from polymoe.checkpoint import Checkpoint
 from polymoe.checkpoint.dense_tensors import DenseTensors
+from polymoe.common.shapes import ceil_div
 from polymoe.engines.transformers.dense_quantizer import dense_quantizer
 from polymoe.engines.transformers.experts_interface import INTERFACE_NAME
 from polymoe.engines.transformers.families import family_named, pack_modules
 from polymoe.engines.transformers.weights import watch_loading
-from polymoe.errors import ArgumentError, UnsupportedProblem
+from polymoe.errors import ArgumentError, PolymoeError, UnsupportedProblem
 from polymoe.layer.load import load_experts
 from polymoe.layer.offload import slots_of
 from polymoe.machine import Machine
+from polymoe.planning.agreement import require_agreement
 from polymoe.problem.call import device_name
 
 __all__ = ["PackedConfig", "PackedQuantizer"]
@@ -38,6 +41,29 @@ __all__ = ["PackedConfig", "PackedQuantizer"]
 RESERVED = "reserved"
 
 log = getLogger("polymoe")
+
+
+def _share(model: Any, experts: Any) -> tuple[dict[str, Any], Any]:
+    """Which part of an experts module this rank has, as arguments of ``load_experts``, and the ranks that share it.
+
+    Transformers adds up the ranks' results where its plan says so. Elsewhere each rank has all experts.
+    """
+    if not getattr(experts, "_is_hooked", False):
+        return {}, None
+    way = "ep" if model.config.distributed_config.ep_size > 1 else "tp"
+    mesh = model._mesh_manager.get_mesh(way)
+    return {way: (mesh.get_local_rank(), mesh.size())}, mesh.get_group()
+
+
+@contextmanager
+def _agreeing(group: Any, where: str) -> Iterator[None]:
+    """Tell the ranks that wait for this one that it cannot load its experts."""
+    try:
+        yield
+    except PolymoeError:
+        if group is not None:
+            require_agreement(None, group, where)
+        raise
 
 
 class PackedConfig(QuantizationConfigMixin):
@@ -122,7 +148,10 @@ class PackedQuantizer(HfQuantizer):
             # Device maps count this buffer. It takes no memory, and is removed before anything is read.
             spec = self.checkpoint.parts[part].spec(layer)
             reserved = torch.empty(spec.local_bytes, dtype=torch.uint8, device="meta")
-            model.get_submodule(name).register_buffer(RESERVED, reserved, persistent=False)
+            module = model.get_submodule(name)
+            module.register_buffer(RESERVED, reserved, persistent=False)
+            split = getattr(model.config, "distributed_config", None)
+            module.num_experts = ceil_div(spec.experts, getattr(split, "ep_size", None) or 1)
         if self.quantization_config.dense == "transformers":
             self.dense = dense_quantizer(model, self.quantization_config.source, self.experts, kwargs.get("device_map"))
         watch_loading()
@@ -130,17 +159,29 @@ class PackedQuantizer(HfQuantizer):
     def read_others(self, model: Any, load_config: Any, tensors: DenseTensors | None = None) -> Mapping[str, Any]:
         """The tensors that Transformers reads instead of the files' own: those given, or all but the experts'."""
         if load_config.device_mesh is not None:
-            raise UnsupportedProblem(
-                "polymoe in Transformers",
-                expected="whole layers on each device",
-                got="tensor parallelism",
-                hint='device_map="auto" distributes layers over several GPUs',
-            )
+            self._require_split(model)
         assert self.checkpoint is not None
         for name in self.experts:
             delattr(model.get_submodule(name), RESERVED)
         self.dense_tensors = tensors or self.checkpoint.dense_tensors(as_stored=self.dense is not None)
         return self.dense_tensors
+
+    def _require_split(self, model: Any) -> None:
+        """Check that a model is split in a way that packed experts follow: tensor and expert parallelism."""
+        split = getattr(model.config, "distributed_config", None)
+        others = [f"{name}={size}" for name in ("pp_size", "dp_size") if (size := getattr(split, name, 1)) > 1]
+        got = ", ".join(others)
+        if split is None or not hasattr(model, "_mesh_manager"):
+            got = f"Transformers {transformers.__version__}, which splits models in another way"
+        elif self.dense is not None:
+            got = 'dense="transformers"'
+        if got:
+            raise UnsupportedProblem(
+                "packed experts of a model that is split",
+                expected="tensor or expert parallelism, and 16-bit matrices outside the experts",
+                got=got,
+                hint='device_map="auto" distributes layers over several GPUs',
+            )
 
     def update_weight_conversions(self, weight_conversions: Any, *args: Any) -> Any:  # type: ignore[override]
         """Conversions of tensor names, by Transformers' own quantizer if there is one for dense matrices."""
@@ -177,16 +218,22 @@ class PackedQuantizer(HfQuantizer):
                 )
             if device not in machines:  # one answer for all layers, before the first takes memory
                 machines[device] = Machine.of(device_name(device)).shared_by(len(self.experts))
-            model.get_submodule(name).fused = load_experts(
-                self.checkpoint.parts[part],
-                layer,
-                device=device,
-                machine=machines[device],
-                backend=config.backend,
-                role=config.role,
-                dtype=model.dtype,
-                slots=slots,
-            )
+            module = model.get_submodule(name)
+            share, group = _share(model, module)
+            with _agreeing(group, name):
+                module.fused = load_experts(
+                    self.checkpoint.parts[part],
+                    layer,
+                    device=device,
+                    machine=machines[device],
+                    backend=config.backend,
+                    role=config.role,
+                    dtype=model.dtype,
+                    slots=slots,
+                    **share,
+                )
+            if group is not None:
+                require_agreement(module.fused.explain(), group, name)
         if self.dense is not None:
             self.dense._process_model_after_weight_loading(model)
         self._report_dequantized(model.dtype)
