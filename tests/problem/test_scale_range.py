@@ -83,4 +83,7 @@ def test_dialects_write_partial_groups_as_they_read_them_or_refuse(columns: int)
             except PolymoeError:
                 continue
             found = dialect.read(stored, (64, columns), matrix.encoding)
-            assert torch.equal(found.dequantize(), matrix.dequantize()), (dialect.name, format.name, headers_of(stored))
+            # compressed-tensors stores the reciprocal of NVFP4's global scale, whose own may be one float32 further on.
+            rtol = 3e-7 if dialect.name == "ct_nvfp4" else 0
+            close = torch.allclose(found.dequantize(), matrix.dequantize(), rtol=rtol, atol=0)
+            assert close, (dialect.name, format.name, headers_of(stored))
