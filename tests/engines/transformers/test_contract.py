@@ -67,6 +67,7 @@ ATTRIBUTES = {
     "_is_hf_initialized": "of modules that are not to be initialized",
     "_is_hooked": "of modules that Transformers splits",
     "_mesh_manager": "of models that Transformers splits",
+    "_resolve_parallel_plans": "of models that Transformers splits",
     "_non_streaming": "of the server's handlers",
     "_create_batch_processor": "of the manager of continuous batching",
     "_supports_attention_backend": "of a model, by getattr with a default",

@@ -55,6 +55,23 @@ def _share(model: Any, experts: Any) -> tuple[dict[str, Any], Any]:
     return {way: (mesh.get_local_rank(), mesh.size())}, mesh.get_group()
 
 
+def _require_whole_heads(model: Any, split: Any) -> None:
+    """Check that tensor parallelism does not cut heads of attention: only ``forward`` would fail, about a shape."""
+    plan, *_ = model._resolve_parallel_plans(split)
+    for name, style in plan.items():
+        block, _, projection = name.rpartition(".")
+        if style != "colwise" or projection not in ("q_proj", "k_proj", "v_proj"):
+            continue
+        size = getattr(model.get_submodule(block), "head_dim", None)
+        if isinstance(size, int) and (heads := model.get_submodule(name).out_features // size) % split.tp_size:
+            raise UnsupportedProblem(
+                name,
+                expected=f"a number of heads that divides by tp_size={split.tp_size}",
+                got=f"{heads} of {size} features",
+                hint='choose another tp_size; device_map="auto" distributes whole layers over several GPUs',
+            )
+
+
 @contextmanager
 def _agreeing(group: Any, where: str) -> Iterator[None]:
     """Tell the ranks that wait for this one that it cannot load its experts."""
@@ -182,6 +199,7 @@ class PackedQuantizer(HfQuantizer):
                 got=got,
                 hint='device_map="auto" distributes layers over several GPUs',
             )
+        _require_whole_heads(model, split)
 
     def update_weight_conversions(self, weight_conversions: Any, *args: Any) -> Any:  # type: ignore[override]
         """Conversions of tensor names, by Transformers' own quantizer if there is one for dense matrices."""
