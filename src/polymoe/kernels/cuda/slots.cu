@@ -1,5 +1,5 @@
-// Ahead of a call of experts in host memory: which expert lies in which slot on the GPU, and copies of those that lie in
-// none. Both kernels have fixed grids and addresses, so CUDA graphs capture them.
+// Ahead of a call of experts in host memory: which expert lies in which slot on the GPU, and copies of those that lie
+// in none. Both kernels have fixed grids and addresses, so CUDA graphs capture them.
 #include <cstdint>
 
 #include "ptx/griddepcontrol.cuh"
@@ -12,13 +12,13 @@ constexpr int kAtOnce = 8;  // 16-byte loads of a thread that are on their way t
 constexpr int kCopyThreads = 512, kChunkBytes = kCopyThreads * kAtOnce * 16;
 
 struct PlaceExpertsArgs {
-    const void* ids;       // [rows]
-    int* slot_ids;         // [rows]: first_expert + slot, or -1
-    int* slot_of_expert;   // [experts], or -1
-    int* expert_of_slot;   // [slots], or -1
-    int* misses;           // [1 + 2 * slots]: how many; expert and slot of each
-    long long* last_use;   // [slots]: the last step that needed it; 0: none
-    long long* counters;   // step, hits, misses
+    const void* ids;      // [rows]
+    int* slot_ids;        // [rows]: first_expert + slot, or -1
+    int* slot_of_expert;  // [experts], or -1
+    int* expert_of_slot;  // [slots], or -1
+    int* misses;          // [1 + 2 * slots]: how many; expert and slot of each
+    long long* last_use;  // [slots]: the last step that needed it; 0: none
+    long long* counters;  // step, hits, misses
     int rows, first_expert, experts, slots;
     int long_ids;
 };
@@ -26,9 +26,9 @@ struct PlaceExpertsArgs {
 // One CTA. Of slots that this call does not need, the missing experts get those used least recently, in order of id;
 // ties go by slot. The call needs at most as many experts as there are slots.
 __device__ __forceinline__ void place_experts(const PlaceExpertsArgs& args) {
-    __shared__ int slots[kMostExperts];        // of each expert; -2: not needed
-    __shared__ int missing[kMostExperts];      // experts, in order
-    __shared__ long long used[kMostExperts];   // last use of each slot; -1: needed now
+    __shared__ int slots[kMostExperts];       // of each expert; -2: not needed
+    __shared__ int missing[kMostExperts];     // experts, in order
+    __shared__ long long used[kMostExperts];  // last use of each slot; -1: needed now
     __shared__ int hits, misses;
     const int thread = threadIdx.x, threads = blockDim.x;
     for (int e = thread; e < args.experts; e += threads) slots[e] = -2;
@@ -88,7 +88,7 @@ __device__ __forceinline__ void place_experts(const PlaceExpertsArgs& args) {
 }
 
 struct FetchExpertsArgs {
-    const int* misses;               // as PlaceExpertsArgs
+    const int* misses;                // as PlaceExpertsArgs
     const uint8_t* from[kMostParts];  // in host memory, [experts, bytes]
     uint8_t* to[kMostParts];          // [slots, bytes]
     long long bytes[kMostParts];
@@ -137,7 +137,8 @@ __device__ __forceinline__ void fetch_experts(const FetchExpertsArgs& args) {
 
 }  // namespace polymoe
 
-extern "C" __global__ void __launch_bounds__(512) place_experts(const __grid_constant__ polymoe::PlaceExpertsArgs args) {
+extern "C" __global__ void __launch_bounds__(512)
+    place_experts(const __grid_constant__ polymoe::PlaceExpertsArgs args) {
     polymoe::place_experts(args);
 }
 
