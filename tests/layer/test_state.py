@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import pickle
 import subprocess
 import sys
@@ -277,7 +278,12 @@ def test_an_exported_graph_in_another_process_says_what_it_needs(call: Call, tmp
     experts = layer()
     torch.export.save(torch.export.export(experts, call), tmp_path / "graph.pt2")
     torch.save((str(tmp_path / "graph.pt2"), call, experts(*call)), tmp_path / "call")
-    done = subprocess.run([sys.executable, "-c", PROCESS, str(tmp_path / "call")], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROCESS, str(tmp_path / "call")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
     assert done.returncode == 0, done.stderr
 
 
