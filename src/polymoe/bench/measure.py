@@ -222,31 +222,23 @@ class Bench:
             together.trace(self.trace.with_suffix(f".{c.name}-{tokens}{self.trace.suffix}"))
         config = c.plan.step(tokens).config if c.plan else None
         floor = floor_us(c.problem, self.machine.device, [r for _, r in calls])
-        record = Record(
+        record = Record.of(
+            timing,
+            floor,
+            self.stamp,
+            self.machine,
             case=self.workload.case,
             backend=c.name,
             format=c.problem.spec.format,
             activations=str(c.inputs(tokens)),
             tokens=tokens,
             routing=self.distribution.name,
-            median_us=round(timing.median_us, 2),
-            p25_us=round(timing.p25_us, 2),
-            p75_us=round(timing.p75_us, 2),
-            floor_us=round(floor, 2),
-            share=round(floor / timing.median_us, 4),
             error=float(f"{error:.3g}"),
             error_exact=float(f"{difference(exact):.3g}"),
-            device=self.stamp.device,
-            torch=self.stamp.torch,
-            triton=self.stamp.triton,
-            commit=self.stamp.commit,
-            date=self.stamp.date(),
-            command=self.stamp.command,
             family=config.kernel_family if config else None,
             config=str(config) if config else None,
             peer=c.peer.name if c.peer else None,
             version=c.version,
-            bandwidth_tb_s=self.machine.device.bandwidth / 1e12,
         )
         return BenchRow(c.name, tokens, record, timing.by, tokens_per_joule=tokens_per_joule)
 

@@ -9,13 +9,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from polymoe.common.atomic import append_line, is_cut_short
 from polymoe.common.backend_names import current_name
 from polymoe.common.json_input import parse_json, read_fields
 from polymoe.errors import ArgumentError
 from polymoe.machine import Machine
+
+if TYPE_CHECKING:
+    from polymoe.bench.timing import Timing
 
 __all__ = ["Line", "Record", "Stamp", "append", "check_writable", "newest", "read", "read_lines", "source", "utc_now"]
 
@@ -78,6 +81,25 @@ class Record:
     def key(self) -> tuple[str, str, str, str, int, str, str]:
         """Identifies a measurement; the newest record of a key counts."""
         return (self.case, self.backend, self.format, self.activations, self.tokens, self.routing, self.device)
+
+    @classmethod
+    def of(cls, timing: Timing, floor_us: float, stamp: Stamp, machine: Machine, **fields: Any) -> Record:
+        """Create one from times, the floor beside them and what the run's records share; ``fields`` are the others."""
+        return cls(
+            median_us=round(timing.median_us, 2),
+            p25_us=round(timing.p25_us, 2),
+            p75_us=round(timing.p75_us, 2),
+            floor_us=round(floor_us, 2),
+            share=round(floor_us / timing.median_us, 4),
+            device=stamp.device,
+            torch=stamp.torch,
+            triton=stamp.triton,
+            commit=stamp.commit,
+            date=stamp.date(),
+            command=stamp.command,
+            bandwidth_tb_s=machine.device.bandwidth / 1e12,
+            **fields,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from polymoe.backends import BACKENDS
 from polymoe.bench.cases import Workload
 from polymoe.bench.contenders import BenchRow, Call
 from polymoe.bench.measure import draw_calls
@@ -24,6 +25,8 @@ from polymoe.bench.timing import TimedCalls
 from polymoe.errors import ArgumentError
 from polymoe.layer.experts import FusedExperts
 from polymoe.layer.offload import OffloadedExperts
+from polymoe.layer.runtime import PlanRequest
+from polymoe.layouts import LAYOUTS
 from polymoe.machine import Machine
 from polymoe.problem.routing import Routing
 
@@ -119,8 +122,7 @@ def slot_rows(
         yield replace(of.row(resident, resident, calls(cycles[misses[0]]), "cycle", 0), note=rate)
     for m in misses:
         progress(f"{m} misses")
-        row = of.row(offloaded, resident, calls(cycles[m]), "cycle", m)
-        yield row
+        yield of.row(offloaded, resident, calls(cycles[m]), "cycle", m)
     for t in tokens:
         if t > 1:
             progress(f"{t} tokens")
@@ -172,29 +174,21 @@ class _Timed:
         case, slots = self.workload.case, offloaded.slots
         if layer is not resident:
             case += f"[{slots} slots]" if misses is None else f"[{slots} slots, {misses} misses]"
-        record = Record(
+        record = Record.of(
+            timing,
+            floor,
+            self.stamp,
+            self.machine,
             case=case,
             backend=step.backend,
             format=problem.spec.format,
             activations=str(problem.activations),
             tokens=tokens,
             routing=routing,
-            median_us=round(timing.median_us, 2),
-            p25_us=round(timing.p25_us, 2),
-            p75_us=round(timing.p75_us, 2),
-            floor_us=round(floor, 2),
-            share=round(floor / timing.median_us, 4),
             error=0.0,
             error_exact=0.0,
-            device=self.stamp.device,
-            torch=self.stamp.torch,
-            triton=self.stamp.triton,
-            commit=self.stamp.commit,
-            date=self.stamp.date(),
-            command=self.stamp.command,
             family=step.config.kernel_family,
             config=str(step.config),
-            bandwidth_tb_s=self.machine.device.bandwidth / 1e12,
         )
         return BenchRow(name, tokens, record, note=f"{copied:g} misses" if copied else timing.by)
 
@@ -204,10 +198,6 @@ def _call(layer: FusedExperts, x_TH: Tensor, routing: Routing, out_TH: Tensor) -
 
 
 def _packed(workload: Workload, machine: Machine, device: torch.device) -> FusedExperts:
-    from polymoe.backends import BACKENDS
-    from polymoe.layer.runtime import PlanRequest
-    from polymoe.layouts import LAYOUTS
-
     request = PlanRequest(machine, "decode", "auto", BACKENDS, LAYOUTS)
     problem = replace(workload.problem, dtype="bf16")
     return FusedExperts.pack(problem, workload.weights, request, device=device, check=False, where=workload.case)
