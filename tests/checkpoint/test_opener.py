@@ -80,48 +80,14 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("elsewhere")
 
 
-def test_a_link_of_text_stays_in_the_directory(tmp_path: Path, elsewhere: Path) -> None:
-    (tmp_path / "data").mkdir()
-    for place in (tmp_path / "data", elsewhere):
-        (place / "config.json").write_text('{"a": 1}')
-    os.symlink("data/config.json", tmp_path / "inside.json")
-    os.symlink(elsewhere / "config.json", tmp_path / "outside.json")
-    os.symlink(elsewhere, tmp_path / "there")
-    assert read_json(tmp_path / "inside.json") == {"a": 1}
-    for outside in ("outside.json", "there/config.json"):
-        with pytest.raises(CheckpointError, match="replace the link by a copy"):
-            read_json(tmp_path / outside, within=tmp_path)
-
-
-def test_a_link_that_the_user_names_may_lead_anywhere(tmp_path: Path, elsewhere: Path) -> None:
+def test_links_are_followed(tmp_path: Path, elsewhere: Path) -> None:
     (elsewhere / "config.json").write_text('{"a": 1}')
-    os.symlink(elsewhere / "config.json", tmp_path / "mine.json")
-    os.symlink(elsewhere, tmp_path / "directory")
-    assert CheckpointFiles.open(tmp_path / "mine.json").config == {"a": 1}
-    assert CheckpointFiles.open(tmp_path / "directory").config == {"a": 1}
-
-
-@pytest.mark.parametrize("shared", [False, True], ids=["one repository", "several repositories"])
-def test_links_of_the_hub_s_cache_are_followed(shared: bool, tmp_path: Path) -> None:
-    snapshot, blobs = tmp_path / "models--org--name/snapshots/0123", tmp_path / "models--org--name/blobs"
-    snapshot.mkdir(parents=True)
-    blobs.mkdir()
-    blob = tmp_path / "blobs/ab/abcd" if shared else blobs / "abcd"
-    blob.parent.mkdir(parents=True, exist_ok=True)
-    blob.write_text('{"a": 1}')
-    if shared:
-        (tmp_path / "blobs/.huggingface-shared-blobs").write_text("1")
-        os.symlink("../../blobs/ab/abcd", blobs / "abcd")
-    os.symlink("../../blobs/abcd", snapshot / "config.json")
-    assert CheckpointFiles.open(snapshot).config == {"a": 1}
-
-
-def test_a_directory_called_blobs_is_not_the_hub_s_cache(tmp_path: Path, elsewhere: Path) -> None:
-    (elsewhere / "blobs").mkdir()
-    (elsewhere / "blobs/secret").write_text("{}")
-    os.symlink(elsewhere / "blobs/secret", tmp_path / "config.json")
-    with pytest.raises(CheckpointError, match="a link to"):
-        CheckpointFiles.open(tmp_path)
+    (tmp_path / "models").mkdir()
+    os.symlink(elsewhere / "config.json", tmp_path / "models/config.json")  # as a store of files by hash
+    os.symlink(tmp_path / "models", tmp_path / "directory")
+    os.symlink(tmp_path / "models/config.json", tmp_path / "mine.json")
+    for path in ("models", "directory", "mine.json"):
+        assert CheckpointFiles.open(tmp_path / path).config == {"a": 1}
 
 
 @pytest.mark.parametrize("name", ["a.safetensors", "sub/a.safetensors", "..a/b"])

@@ -341,13 +341,13 @@ def test_a_shard_that_is_missing(qwen3: Path, tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
 
 
-def test_a_link_to_outside_is_not_copied(qwen3: Path, tmp_path: Path) -> None:
+def test_a_link_is_copied_as_the_file_that_it_leads_to(qwen3: Path, tmp_path: Path) -> None:
     source = shutil.copytree(qwen3, tmp_path / "in")
-    (tmp_path / "secret").write_text("x")
-    (source / "notes.txt").symlink_to(tmp_path / "secret")
-    with pytest.raises(CheckpointError, match="a link to"):
-        quantize_checkpoint(source, "mxfp4", tmp_path / "out")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "secret"]
+    (tmp_path / "elsewhere").write_text("x")
+    (source / "notes.txt").symlink_to(tmp_path / "elsewhere")
+    quantize_checkpoint(source, "mxfp4", tmp_path / "out")
+    copied = tmp_path / "out" / "notes.txt"
+    assert (copied.read_text(), copied.is_symlink()) == ("x", False)
 
 
 def test_a_path_below_a_file(qwen3: Path, tmp_path: Path) -> None:

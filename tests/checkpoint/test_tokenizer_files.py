@@ -77,8 +77,8 @@ def test_what_is_no_file_of_the_checkpoint_is_refused(name: str, tmp_path: Path)
     with pytest.raises(CheckpointError, match="regular file"):
         read_tokenizer_files(tmp_path)
     file.unlink()
-    os.symlink("/etc/passwd", file)
-    with pytest.raises(CheckpointError, match="a link to /etc/passwd"):
+    os.symlink("/dev/zero", file)
+    with pytest.raises(CheckpointError, match="regular file"):
         read_tokenizer_files(tmp_path)
 
 

@@ -91,8 +91,7 @@ class CheckpointFiles:
             raise _other_model(path) or CheckpointNotFound(
                 str(path), expected=f"a {CONFIG}", got="none", hint="name the directory that holds the model's files"
             )
-        # A file that the user names may be a link to anywhere.
-        config = read_json(config_file, within=directory if path == directory else path.resolve().parent)
+        config = read_json(config_file)
         side = read_json(directory / SIDE) if exists(directory / SIDE) else None
         shards = {} if config_only or path != directory else _find_shards(directory)
         return cls(path, config, side, shards)

@@ -3,10 +3,8 @@
 A checkpoint may come from anybody. A file is opened only if it is a regular one (a FIFO or a device would block, or
 never end), and JSON is read only up to a size and a depth, with each key once, and with text that can be printed.
 
-Links. The Hub's cache is made of links to its ``blobs``, and large weights are often links to another disk, so links
-are followed. What they lead to depends on what is read: from a file of weights, only the tensors that its header
-declares come out, so that it may be anywhere. Configs, tokenizers and chat templates reach messages and prompts, so
-that they must be in the checkpoint's directory or in the Hub's cache.
+Links are followed, wherever they lead: the Hub's cache and shared stores are made of them. A name inside a file never
+leads out of the directory: see :func:`is_inside`.
 """
 
 from __future__ import annotations
@@ -60,27 +58,18 @@ def is_inside(name: str) -> bool:
     return bool(name) and name.isprintable() and not absolute and ".." not in parts
 
 
-def read_bytes(path: Path, *, within: Path | None = None, most: int = MOST_BYTES) -> bytes:
+def read_bytes(path: Path, *, most: int = MOST_BYTES) -> bytes:
     """Read a file of text: a config, a part of a tokenizer, a chat template.
 
     Args:
         path: the file.
-        within: the checkpoint's directory; None is the file's own.
         most: the largest size in bytes that is accepted.
 
     Raises:
         CheckpointNotFound: if there is no such file.
-        CheckpointError: if it is not a regular file, too large, unreadable, or a link to outside.
+        CheckpointError: if it is not a regular file, too large, or unreadable.
     """
     size = check_regular(path)
-    directory, real = (within or path.parent).resolve(), path.resolve()
-    if not real.is_relative_to(directory) and not any(_is_hub_cache(parent) for parent in real.parents):
-        raise CheckpointError(
-            str(path),
-            expected="a file in the checkpoint's directory, or a link into the Hub's cache",
-            got=f"a link to {real}",
-            hint="if you trust what it leads to, replace the link by a copy",
-        )
     if size > most:
         raise CheckpointError(str(path), expected=f"at most {most} bytes", got=str(size))
     try:
@@ -90,14 +79,14 @@ def read_bytes(path: Path, *, within: Path | None = None, most: int = MOST_BYTES
         _refuse_name(path, error)
 
 
-def read_json(path: Path, *, within: Path | None = None) -> dict[str, Any]:
-    """Read a file that holds a JSON object; the arguments are those of :func:`read_bytes`.
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a file that holds a JSON object.
 
     Raises:
         CheckpointNotFound: if there is no such file.
         CheckpointError: as for :func:`read_bytes` and :func:`parse_object`.
     """
-    return parse_object(read_bytes(path, within=within), str(path))
+    return parse_object(read_bytes(path), str(path))
 
 
 def parse_object(data: bytes, where: str) -> dict[str, Any]:
@@ -182,10 +171,3 @@ def check_regular(path: Path, *, hint: str | None = None) -> int:
 def _refuse_name(path: Path, error: OSError | ValueError) -> NoReturn:
     reason = error.strerror if isinstance(error, OSError) else str(error)
     raise CheckpointError(str(path)[:200], expected="a file that can be read", got=str(reason)) from error
-
-
-def _is_hub_cache(directory: Path) -> bool:
-    """Whether this is where the Hub's cache keeps files: those of one repository, or those that several share."""
-    if directory.name != "blobs":
-        return False
-    return directory.parent.name.startswith("models--") or (directory / ".huggingface-shared-blobs").is_file()

@@ -43,7 +43,7 @@ def read_tokenizer_files(directory: Path) -> dict[str, bytes]:
         for path in sorted(directory.glob(pattern)):
             limit = {"most": MOST_TEMPLATE_BYTES} if path.suffix == ".jinja" else {}
             name = path.relative_to(directory).as_posix()
-            found[name] = read_bytes(path, within=directory, **limit)
+            found[name] = read_bytes(path, **limit)
             if path.suffix == ".json":
                 value = parse_object(found[name], str(path))
                 _check_tokens(value, str(path))
