@@ -77,7 +77,7 @@ def quantize_checkpoint(
     Raises:
         ArgumentError: for a format or a dialect that is not written, or an ``out`` that cannot be.
         CheckpointError: if ``out`` exists or is being written, for a model without experts, weights that are quantized
-            already, sizes that the format does not allow, layers with several groups of experts, or missing tensors.
+            already, sizes that the format does not allow, or missing tensors.
         FormatError: for weights that are not finite.
         OSError: if a file cannot be written.
     """
@@ -167,19 +167,24 @@ class _Job:
     dialect: str
     config: dict[str, Any] = field(init=False)
     others: dict[str, list[str]] = field(init=False)
-    layers: dict[int, StoredLayer] = field(init=False)
+    layers: dict[tuple[int, int], StoredLayer] = field(init=False)
+    """By layer and the number of its group of experts."""
     beside: dict[str, bytes] = field(init=False)
 
     def __post_init__(self) -> None:
         c = self.checkpoint
         self._require_plain()
-        for layer in c.layers:
-            c.weights(layer)  # raises for tensors that are missing, other formats and sizes
-        stored = {layer: c.layer(layer) for layer in c.layers}
+        for part in c.parts:
+            for layer in part.layers:
+                part.weights(layer)  # raises for tensors that are missing, other formats and sizes
+        stored = {
+            (layer, group): part.layer(layer)
+            for layer, group, part in sorted((n, i, part) for i, part in enumerate(c.parts) for n in part.layers)
+        }
         experts = {
             name
             for layer in stored.values()
-            for e in range(1 if isinstance(layer.arrangement, Fused) else c.moe.experts)
+            for e in range(1 if isinstance(layer.arrangement, Fused) else layer.moe.experts)
             for name, _, _ in stored_names(c.files, layer, e)
         }
         others = sorted(c.files.names - experts)
@@ -191,12 +196,13 @@ class _Job:
         self.config = {**c.config, "quantization_config": _description(self.format, self.dialect, sorted(ignore))}
         quantization = parse_quantization(self.config, None, c.family)
         self.layers = {}
-        for layer, found in stored.items():
-            described = StoredLayer.described(c.family, c.moe, quantization, layer)
-            places = [(t.format(layer=layer), arrangement) for t, arrangement in c.family.places]
+        for (layer, group), found in stored.items():
+            family = c.parts[group].family
+            described = StoredLayer.described(family, found.moe, quantization, layer)
+            places = [(t.format(layer=layer), arrangement) for t, arrangement in family.places]
             if (found.container, described.arrangement) in places:
                 described = replace(described, container=found.container)
-            self.layers[layer] = replace(described, bias=found.bias)
+            self.layers[layer, group] = replace(described, bias=found.bias)
         # Read now, so that a file that cannot be copied is refused before the work.
         beside = (f for f in sorted(c.files.directory.iterdir()) if f.is_file() and not f.name.startswith("."))
         self.beside = {file.name: read_bytes(file) for file in beside if not _of_weights(file.name)}
@@ -204,15 +210,9 @@ class _Job:
     def _require_plain(self) -> None:
         """Refuse what the one description in a config could not say."""
         c = self.checkpoint
-        if len(c.parts) > 1:
-            raise CheckpointError(
-                c.name,
-                expected="layers with one group of equal experts",
-                got=f"{len(c.parts)} groups",
-                hint=f'load it with experts="{self.format}", which quantizes all of them',
-            )
-        for layer in c.layers:
-            c.spec(layer)  # its message for quantized experts says more
+        for part in c.parts:
+            for layer in part.layers:
+                part.spec(layer)  # its message for quantized experts says more
         nested = [c.config, *(v for v in c.config.values() if isinstance(v, dict))]
         if c.files.side or any(v.get("quantization_config") or v.get("compression_config") for v in nested):
             raise CheckpointError(
@@ -243,7 +243,7 @@ class _Job:
         c = self.checkpoint
         writers: list[tuple[str, Callable[[Path], dict[str, Any]]]] = [
             *((f"other tensors of {file}", partial(self._others, names=names)) for file, names in self.others.items()),
-            *((f"layer {layer}", partial(self._layer, layer=layer)) for layer in self.layers),
+            *((self._name(*key), partial(self._layer, layer=key[0], group=key[1])) for key in self.layers),
         ]
         index: dict[str, str] = {}
         reports, total = [], 0
@@ -274,11 +274,11 @@ class _Job:
         replace_file(work / "model.safetensors.index.json", json.dumps(whole, indent=2) + "\n")
         replace_file(work / "config.json", json.dumps(self.config, indent=2) + "\n")
         with Checkpoint.open(work) as written:
-            for layer in self.layers:
-                spec = written.weights(layer).spec
-                if spec.format != self.format or spec.bias != self.layers[layer].bias:
+            for (layer, group), stored in self.layers.items():
+                spec = written.parts[group].weights(layer).spec
+                if spec.format != self.format or spec.bias != stored.bias:
                     raise CheckpointError(
-                        f"{work}: layer {layer}", expected=f"experts in {self.format}", got=spec.format,
+                        f"{work}: {self._name(layer, group)}", expected=f"experts in {self.format}", got=spec.format,
                         hint="this model cannot be written in this format; please report it",
                     )  # fmt: skip
 
@@ -290,9 +290,13 @@ class _Job:
                 file.write(name, files.get(name))
         return {"tensors": names, "bytes": file.total, "reports": []}
 
-    def _layer(self, shard: Path, layer: int) -> dict[str, Any]:
-        stored, c = self.layers[layer], self.checkpoint
-        source, weights, count = c.layer(layer), c.weights(layer), self.checkpoint.moe.experts
+    def _name(self, layer: int, group: int) -> str:
+        several = sum(n == layer for n, _ in self.layers) > 1
+        return f"layer {layer}, group {group} of its experts" if several else f"layer {layer}"
+
+    def _layer(self, shard: Path, layer: int, group: int) -> dict[str, Any]:
+        stored, c = self.layers[layer, group], self.checkpoint.parts[group]
+        source, weights, count = c.layer(layer), c.weights(layer), c.moe.experts
         fused = stored.arrangement if isinstance(stored.arrangement, Fused) else None
         errors: dict[str, list[float]] = {}
 
@@ -314,7 +318,7 @@ class _Job:
                     file.write(name, t, e if fused else 0)
                 for part, error in _errors(source.read(c.files, e), expert).items():
                     errors.setdefault(part, []).append(error)
-        report: dict[str, Any] = {"layer": layer}
+        report: dict[str, Any] = {"layer": layer, "group": group}
         for part, each in errors.items():
             worst = max(range(count), key=each.__getitem__)
             mean = (sum(error**2 for error in each) / count) ** 0.5

@@ -41,10 +41,11 @@ def command(checkpoint: Checkpoint, written: _Written, output: Output) -> None:
         print_json(report)
         return
     rows = [
-        (row["layer"], part, f"{found['error']:.4f}", found["worst_expert"], f"{found['worst_error']:.4f}")
+        (f"{row['layer']}{group}", part, f"{found['error']:.4f}", found["worst_expert"], f"{found['worst_error']:.4f}")
         for row in report["layers"]
+        for group in [f", group {row['group']}" if row["group"] else ""]
         for part, found in row.items()
-        if part != "layer"
+        if part not in ("layer", "group")
     ]
     columns = ("layer", "projection", "relative error", "worst expert", "its error")
     print_table(cells(columns, rows, f"{written.out}: {report['format']}, {report['dialect']}"))
