@@ -6,7 +6,7 @@ import pytest
 
 from polymoe.bench.slots import missing_calls
 from polymoe.errors import ArgumentError
-from polymoe.layer.offload import LeastRecentlyUsed
+from polymoe.layer.slots import LeastRecentlyUsed
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(128, 4), (256, 6), (160, 8), (384, 8), (16, 4)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
 import random
@@ -11,22 +12,32 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import polymoe
+from polymoe.backends.cuda.config import CudaConfig
+from polymoe.backends.cuda.runner import CudaRunner
 from polymoe.errors import ArgumentError, CheckpointError, PlanError, UnsupportedProblem
 from polymoe.kernels.cuda import modules
 from polymoe.kernels.cuda.slots import SlotLaunches
 from polymoe.kernels.cuda.targets import SM90
 from polymoe.layer import offload
 from polymoe.layer.experts import FusedExperts
-from polymoe.layer.offload import LeastRecentlyUsed, OffloadedExperts
+from polymoe.layer.offload import OffloadedExperts
+from polymoe.layer.runtime import BoundStep
+from polymoe.layer.slots import CpuSlots, LeastRecentlyUsed, run_in_waves
+from polymoe.layer.sweep import Buffer, CopyStream
+from polymoe.layouts import Packed
+from polymoe.problem.call import CallArguments
 from polymoe.problem.numerics import relative_error
+from support.cuda_calls import gpu, pack
 from support.cuda_emulator import Emulator, compile_unit
-from support.problems import GPT_OSS, random_call, random_experts, torn
+from support.problems import GPT_OSS, problem_of, random_call, random_experts, torn
 
 ROOT = Path(__file__).parents[2]
 SUMS = ROOT / "models" / "sums-gpt-oss-mxfp4"
@@ -92,11 +103,117 @@ def test_ids_of_no_expert_and_duplicates() -> None:
 def test_layers_share_one_buffer() -> None:
     layers = [layer(seed=seed) for seed in range(2)]
     first, second = (OffloadedExperts(layer(seed=seed), 2) for seed in range(2))
-    assert first._whole is second._whole
+    assert first._shared is second._shared
     for seed in range(3):
         arguments = call(16, seed)
         for resident, offloaded in zip(layers, (first, second), strict=True):
             assert torch.equal(offloaded(*arguments), resident(*arguments))
+
+
+class LateCopies(CopyStream):
+    """Copies that land when they are waited for, not before."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.queued: list[tuple[Any, Buffer]] = []
+        self.to: list[Buffer] = []
+
+    def enqueue(self, copies: Any, to: Buffer) -> None:
+        self.queued.append((copies, to))
+        self.to.append(to)
+
+    def wait(self, buffer: Buffer) -> None:
+        while any(to is buffer for _, to in self.queued):
+            self.queued.pop(0)[0]()
+
+    def synchronize(self) -> None:
+        while self.queued:
+            self.queued.pop(0)[0]()
+
+
+def stack(count: int) -> tuple[list[FusedExperts], list[OffloadedExperts], LateCopies]:
+    """Resident layers, offloaded ones that share buffers, and the copies to these, whose contents start as NaN."""
+    resident = [layer(seed=seed) for seed in range(count)]
+    offloaded = [OffloadedExperts(layer(seed=seed), 3) for seed in range(count)]
+    shared = offloaded[0]._shared
+    shared.copies = copies = LateCopies()
+    for tensor in shared.buffers[0].tensors:
+        tensor.view(torch.uint8).fill_(255)
+    return resident, offloaded, copies
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_experts_of_the_next_layer_are_copied_ahead(count: int) -> None:
+    """Once in each sweep but where there is no other layer; with calls between them that change the slots."""
+    resident, offloaded, copies = stack(count)
+    for turn in range(4):
+        made = len(copies.to)
+        for number in range(count):
+            if turn > 1 and number % 2:
+                few = call(1, turn)
+                assert relative_error(offloaded[number](*few), resident[number](*few)) < 1e-6
+            arguments = call(64, turn + number)
+            assert torch.equal(offloaded[number](*arguments), resident[number](*arguments))
+        ahead = sum(b.owner is not None for b in offloaded[0]._shared.buffers)
+        assert ahead == (turn > 0 and count > 1)
+        assert len(copies.to) - made >= count
+    stats = offloaded[-1].cache_stats()
+    assert stats["sweeps"] == 4
+    assert stats["copied_bytes"] >= stats["misses"] * offloaded[0].expert_bytes
+
+
+def test_sweeps_in_another_order_than_last_time() -> None:
+    resident, offloaded, _ = stack(4)
+    rng = random.Random(0)
+    for seed in range(60):
+        number = rng.randrange(4)
+        arguments = call((64, 3)[seed % 5 == 0], seed)
+        assert relative_error(offloaded[number](*arguments), resident[number](*arguments)) < 1e-6
+    for number, left in ((0, 1), (1, 3), (3, 1), (1, 0)):  # one of them is gone
+        if number == 3:
+            offloaded[2], resident[2] = offloaded[0], resident[0]
+            gc.collect()
+        for at in (number, left):
+            arguments = call(64, at)
+            assert torch.equal(offloaded[at](*arguments), resident[at](*arguments))
+
+
+def test_an_update_while_experts_are_copied_ahead() -> None:
+    resident, offloaded, copies = stack(3)
+    arguments = call(64, 0)
+    offloaded[0](*arguments)
+    assert copies.queued  # of the second layer
+    new = random_experts("mxfp4", bias=True, experts=EXPERTS, seed=7)
+    for experts in (resident[1], offloaded[1]):
+        experts.update(new)
+    for number in (1, 2, 0, 1):
+        assert torch.equal(offloaded[number](*arguments), resident[number](*arguments))
+
+
+def test_without_memory_for_a_second_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    resident, offloaded, copies = stack(3)
+
+    def refuse(tensor: Tensor) -> Tensor:
+        raise torch.cuda.OutOfMemoryError("no memory")
+
+    arguments = call(64, 0)
+    for _ in range(2):
+        for number in range(3):
+            with monkeypatch.context() as patch:
+                patch.setattr(torch, "empty_like", refuse)
+                got = offloaded[number](*arguments, out=torch.zeros(64, 64))
+            assert torch.equal(got, resident[number](*arguments))
+    assert len(offloaded[0]._shared.buffers) == 1
+    assert not copies.queued
+
+
+def test_calls_that_need_few_experts_copy_nothing_ahead() -> None:
+    resident, offloaded, copies = stack(2)
+    x, _, weights = call(8, 0)
+    ids = torch.arange(16).view(8, 2) % (EXPERTS - 2)
+    assert torch.equal(offloaded[0](x, ids, weights), resident[0](x, ids, weights))
+    assert not copies.queued
+    assert offloaded[0].cache_stats()["sweeps"] == 1
 
 
 def test_update_empties_the_slots() -> None:
@@ -197,6 +314,81 @@ def test_kernels_place_and_fetch_as_the_table_says(monkeypatch: pytest.MonkeyPat
             assert list(launches.counts()) == counts
 
 
+def waves_of(needed: list[int], table: Recency) -> list[list[int]]:
+    """What is in a slot, then what is missing, as many at a time as there are slots."""
+    held, count = {row[2] for row in table.rows}, len(table.rows)
+    ordered = [e for e in needed if e in held] + [e for e in needed if e not in held]
+    return [sorted(ordered[at : at + count]) for at in range(0, len(ordered), count)]
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+def test_waves_place_as_the_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls that need more experts than there are slots, by the kernel's source, emulated, and on a CPU. Waves that
+    nobody needs place nothing."""
+    rng, library = random.Random(1), compile_unit("slots")
+    spec = random_experts("mxfp4", experts=20).spec
+    for number in range(12):
+        slots, first = rng.randrange(2, 19), spec.first_expert
+        host = [torch.arange(20, dtype=torch.uint8)[:, None].repeat(1, 16)]
+        rows, cpu_rows = ([torch.full((slots, 16), 255, dtype=torch.uint8)] for _ in range(2))
+        with monkeypatch.context() as patch:
+            patch.setattr(modules, "kernel", Emulator({"slots": library}, [], seed=number))
+            launches = SlotLaunches(SM90, first, 20, rows, [t.data_ptr() for t in host])
+            cpu, table, step = CpuSlots(spec, cpu_rows, host), Recency(slots), 0
+            for _ in range(6):
+                needed = sorted(rng.sample(range(20), rng.randrange(0, 21)))
+                ids = torch.tensor([*needed, *needed[:1], -1, 20])[:, None] + first
+                waves = waves_of(needed, table)
+                waves += [[]] * (-(-20 // slots) - len(waves))
+                for number, wave in enumerate(waves):
+                    step += 1
+                    table.place(wave, step)
+                    slot_of = {e: slot for _, slot, e in table.rows if e >= 0}
+                    expected = [first + slot_of[e] if e in wave else -1 for e in [*needed, *needed[:1], -1, 20]]
+                    assert launches.run(ids, 0, number).flatten().tolist() == expected
+                    assert cpu.place(ids, number).flatten().tolist() == expected
+                    for expert, slot in slot_of.items():
+                        assert int(rows[0][slot, 0]) == int(cpu_rows[0][slot, 15]) == expert
+            assert launches.counts() == cpu.counts()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+@pytest.mark.parametrize(
+    ("format", "unit", "activations", "config"),
+    [
+        ("mxfp4", "w4a16_mma_mxfp4", "16bit", CudaConfig("w4a16_mma", 8, 64)),
+        ("mxfp4", "w4a16_wgmma_mxfp4", "16bit", CudaConfig("w4a16_wgmma", 32)),
+        ("mxfp4", "w4a8_mxfp4", "fp8_group128", CudaConfig("w4a8", 16)),
+        ("bf16", "bf16", "16bit", CudaConfig("bf16", 64)),
+    ],
+)
+def test_waves_of_the_cuda_kernels(
+    monkeypatch: pytest.MonkeyPatch, format: str, unit: str, activations: str, config: CudaConfig
+) -> None:
+    """Bitwise a resident layer's results, by all kernels' own source, emulated: rows of y by expanded row in float32,
+    and by permuted row in bfloat16."""
+    libraries = {name: compile_unit(name) for name in ("permute", "finalize", "quantize", "slots", unit)}
+    weights = random_experts(format, experts=6, hidden=384, intermediate=256, bias=True)
+    problem = problem_of(weights, GPT_OSS, activations=activations)
+    packed = pack(problem, weights)
+    host = list(packed.tensors.values())
+    rows = {name: torch.full_like(t[:3].view(torch.uint8), 255).view(t.dtype) for name, t in packed.tensors.items()}
+    monkeypatch.setattr(modules, "kernel", Emulator(libraries, [*host, *rows.values()]))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu(3))
+    resident, runner = (CudaRunner(problem, p, SM90) for p in (packed, Packed(packed.layout, packed.spec, rows)))
+    launches = SlotLaunches(SM90, 0, 6, list(rows.values()), [t.data_ptr() for t in host])
+    slots: Any = SimpleNamespace(place=lambda ids_TA, wave: launches.run(ids_TA, 0, wave))
+    for seed, tokens in enumerate((4, 20, 20)):
+        x, routing = random_call(tokens, 384, 6, 2, torch.bfloat16, seed=seed)
+        routing.topk_ids_TA[0] = torch.tensor([-1, 6])
+        expected, got = (torch.full_like(x, float("nan")) for _ in range(2))
+        resident.run(CallArguments(x, *routing, expected), config)
+        run_in_waves(slots, BoundStep(None, "cuda", runner, config), problem, CallArguments(x, *routing, got), 3)
+        assert torch.equal(got, expected)
+        assert expected.any()
+
+
 @pytest.mark.parametrize("slots", [1, EXPERTS, EXPERTS + 1])
 def test_numbers_of_slots(slots: int) -> None:
     with pytest.raises(ArgumentError, match=f"slots.*2 .*to 7.*{slots}"):
@@ -248,5 +440,5 @@ def test_triton_is_bitwise_the_resident_layer() -> None:
     found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert found.returncode == 0, found.stderr[-2000:]
     lines = [json.loads(line) for line in found.stdout.splitlines()]
-    assert len(lines) == 12
+    assert len(lines) == 18
     assert all(line["equal"] for line in lines), lines

@@ -1,46 +1,52 @@
-"""Compares rows in slots with a whole layer, bitwise, on the Triton backend in Triton's interpreter on the CPU. It
-needs its own process, because the interpreter is chosen when kernels are defined. One JSON line for each case."""
+"""Compares rows in slots with a whole layer, bitwise, on the Triton backend in Triton's interpreter on the CPU: calls
+of at most as many ids as slots, and larger ones in waves. It needs its own process, because the interpreter is chosen
+when kernels are defined. One JSON line for each case."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import torch
 
 from polymoe.backends.triton import Tile, Triton, TritonConfig
-from polymoe.layer.offload import LeastRecentlyUsed
+from polymoe.layer.runtime import BoundStep
+from polymoe.layer.slots import CpuSlots, run_in_waves
 from polymoe.layouts import LAYOUTS, Packed
 from polymoe.problem.call import CallArguments
-from polymoe.problem.routing import Routing
 from support.problems import GPT_OSS, problem_of, random_call, random_experts
 
-EXPERTS, SLOTS = 8, 4
+EXPERTS, SLOTS, TOP_K = 8, 4, 2
 
 
 def main() -> None:
     tile = Tile(32, 64)
-    config = TritonConfig(16, tile, tile)
-    for format in ("mxfp4", "nvfp4"):
+    for format, config, weight_on in (
+        ("mxfp4", TritonConfig(16, tile, tile), "output"),
+        ("nvfp4", TritonConfig(16, tile, replace(tile, split_k=2)), "output"),
+        ("mxfp4", TritonConfig(16, tile, tile), "input"),
+    ):
         weights = random_experts(format, experts=EXPERTS, bias=True)
-        problem = problem_of(weights, GPT_OSS)
+        problem = problem_of(weights, GPT_OSS, weight_on=weight_on)
         packed = LAYOUTS["natural"].pack(weights, torch.device("cpu"))
         rows = {
             name: torch.full_like(t[:SLOTS].view(torch.uint8), 255).view(t.dtype) for name, t in packed.tensors.items()
         }
-        slots, cache = Packed(packed.layout, packed.spec, rows), LeastRecentlyUsed(SLOTS)
-        resident, offloaded = Triton().bind(problem, packed), Triton().bind(problem, slots)
-        for seed in range(6):
-            x, routing = random_call(3, 64, EXPERTS, seed=seed)
-            ids = torch.randperm(EXPERTS)[:SLOTS][routing.topk_ids_TA % SLOTS]
-            for expert, slot in cache.place(ids.unique().tolist()):
-                for name, tensor in rows.items():
-                    tensor[slot] = packed.tensors[name][expert]
-            places = torch.tensor([cache.slot_of.get(e, -1) for e in range(EXPERTS)])
+        slots = CpuSlots(problem.spec, list(rows.values()), list(packed.tensors.values()))
+        resident = Triton().bind(problem, packed)
+        offloaded = Triton().bind(problem, Packed(packed.layout, packed.spec, rows))
+        for seed, tokens in enumerate((2, 2, 9, 1, 30, 9)):
+            x, routing = random_call(tokens, 64, EXPERTS, TOP_K, seed=seed)
+            routing.topk_ids_TA[0, 0] = -1 if seed % 2 else EXPERTS
             expected, got = torch.empty_like(x), torch.empty_like(x)
-            call = Routing(ids, routing.topk_weights_TA)
-            resident.run(CallArguments(x, *call, expected), config)
-            offloaded.run(CallArguments(x, *call, got, expert_map=places), config)
-            print(json.dumps({"format": format, "equal": torch.equal(expected, got)}), flush=True)
+            resident.run(CallArguments(x, *routing, expected), config)
+            call = CallArguments(x, *routing, got)
+            if tokens * TOP_K > SLOTS:
+                run_in_waves(slots, BoundStep(None, "triton", offloaded, config), problem, call, SLOTS)
+            else:
+                offloaded.run(call._replace(topk_ids_TA=slots.place(routing.topk_ids_TA)), config)
+            equal = torch.equal(expected, got) and bool(expected.isfinite().all())
+            print(json.dumps({"format": format, "tokens": tokens, "equal": equal}), flush=True)
 
 
 if __name__ == "__main__":

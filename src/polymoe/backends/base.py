@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from polymoe.backends.config import Config
 from polymoe.backends.features import Handled
-from polymoe.errors import ArgumentError
+from polymoe.errors import ArgumentError, UnsupportedProblem
 from polymoe.layouts import Packed
 from polymoe.machine import Machine
 from polymoe.problem import Problem
@@ -76,6 +76,20 @@ class Runner(Protocol):
         """Bytes of ``workspace`` that a call of ``tokens`` tokens needs; 0 where the runner takes none."""
         ...
 
+    def add_rows(self, y_RH: Tensor, call: CallArguments, config: Config) -> None:
+        """Write the weighted sum of rows that :meth:`run` computed, bitwise as it adds them.
+
+        Args:
+            y_RH: float32 [T * A, H], the result of each of a token's experts by itself, with a weight of 1 where
+                weights are on the output.
+            call: of which ids, weights and ``out`` are read.
+            config: as for :meth:`run`.
+
+        Raises:
+            UnsupportedProblem: if the runner cannot.
+        """
+        ...
+
 
 class RunnerBase:
     """Defaults of a :class:`Runner` that takes no options."""
@@ -90,6 +104,14 @@ class RunnerBase:
     def workspace_bytes(self, tokens: int, top_k: int, config: Config) -> int:
         """None needed."""
         return 0
+
+    def add_rows(self, y_RH: Tensor, call: CallArguments, config: Config) -> None:
+        """It cannot."""
+        raise UnsupportedProblem(
+            "experts in host memory, in a CUDA graph",
+            expected="at most as many expert ids in a call as slots, or backend cuda or triton",
+            got=type(self).__name__,
+        )
 
 
 _ALIGNMENT = 16

@@ -25,7 +25,7 @@ class Offload:
     Attributes:
         slots: experts of each layer on the GPU.
         experts: of a layer.
-        gpu_bytes: of all slots, and of the buffer that layers share.
+        gpu_bytes: of all slots, and of the two buffers that layers share.
         host_bytes: of all experts, page-locked.
         token_bytes: of the experts of one token in all layers: what no hit at all copies.
         step_us: predicted time of a token whose experts are all in slots; None where it is not known.
@@ -100,7 +100,7 @@ def offload_of(explanation: Explanation, expert_memory: str, *, memory_bytes: in
     return Offload(
         slots=slots,
         experts=max(spec.local_experts for spec in specs),
-        gpu_bytes=slots * sum(each) + max(spec.local_bytes for spec in specs),
+        gpu_bytes=slots * sum(each) + 2 * max(spec.local_bytes for spec in specs),
         host_bytes=sum(spec.local_bytes for spec in specs),
         token_bytes=sum(p.top_k * size for p, size in zip(problems, each, strict=True)),
         step_us=times[0].total_us or times[0].experts_us if times and times[0].tokens == 1 else None,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from itertools import count
 from typing import Any
@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polymoe.common.units import format_bytes, format_tokens
+from polymoe.common.units import format_bytes
 from polymoe.errors import ArgumentError, PlanError, UnsupportedProblem
-from polymoe.kernels.cuda.driver import mapped_address
-from polymoe.kernels.cuda.slots import MOST_EXPERTS, MOST_PARTS, SlotLaunches
-from polymoe.kernels.cuda.targets import target_for
 from polymoe.layer.experts import FusedExperts
 from polymoe.layer.load_check import check_layer, require_planned
 from polymoe.layer.runtime import LayerRuntime, on_device
+from polymoe.layer.slots import CpuSlots, GpuSlots, run_in_waves
+from polymoe.layer.sweep import Buffer, SharedBuffers, after, rows_as_bytes
 from polymoe.layouts import Packed
 from polymoe.layouts.pack_check import pack_checked
 from polymoe.machine import host_memory
@@ -29,11 +28,15 @@ from polymoe.problem import Problem
 from polymoe.problem.call import CallArguments
 from polymoe.problem.tensors import ExpertsSpec, ExpertWeights
 
-__all__ = ["LINKS", "CacheStats", "LeastRecentlyUsed", "OffloadedExperts", "require_slots", "slots_in", "slots_of"]
+__all__ = ["LINKS", "CacheStats", "OffloadedExperts", "require_slots", "slots_in", "slots_of"]
 
 _BACKENDS = ("cuda", "triton", "torch", "reference")
 """Those whose packed tensors are rows of experts that are read where they are, so that any row can hold any expert."""
 
+
+_NEARLY_ALL = 0.95
+"""Share of a layer's experts that a call needs, from which on all of the next layer's are copied ahead: what it does
+not need takes the link less time than the link would be idle."""
 
 LINKS = (("PCIe 4 x16, 26 GB/s", 26e9), ("PCIe 5 x16, 55 GB/s", 55e9))
 """Nominal rates from host memory to the GPU, bytes/s."""
@@ -55,51 +58,20 @@ class CacheStats:
     sweeps: int = 0
 
 
-class LeastRecentlyUsed:
-    """Which expert is in which slot. Of slots that a call does not need, missing experts get those used least recently,
-    in order of id; ties go by slot. ``kernels/cuda/slots.cu`` does the same on a GPU.
-
-    Args:
-        slots: their number.
-    """
-
-    def __init__(self, slots: int) -> None:
-        self.slot_of: dict[int, int] = {}
-        self._last_use, self._step = [0] * slots, 0
-
-    def place(self, experts: Sequence[int]) -> list[tuple[int, int]]:
-        """Give each of ``experts`` (distinct, at most as many as slots) a slot.
-
-        Returns:
-            ``(expert, slot)`` of those that were in none, and have to be copied.
-        """
-        self._step += 1
-        needed = {self.slot_of[e] for e in experts if e in self.slot_of}
-        missing = sorted(e for e in experts if e not in self.slot_of)
-        others = (slot for slot in range(len(self._last_use)) if slot not in needed)
-        placed = list(zip(missing, sorted(others, key=self._last_use.__getitem__), strict=False))
-        expert_of = {slot: expert for expert, slot in self.slot_of.items()}
-        for expert, slot in placed:
-            if slot in expert_of:
-                del self.slot_of[expert_of[slot]]
-            self.slot_of[expert] = slot
-        for expert in experts:
-            self._last_use[self.slot_of[expert]] = self._step
-        return placed
-
-
 class OffloadedExperts(FusedExperts):
     """A :class:`FusedExperts` that is larger than its share of the GPU's memory.
 
     All experts lie in page-locked host memory. ``slots`` of them also lie on the GPU, and a call copies those that it
     needs and that are not there. A call that needs more experts than there are slots gathers all it needs in a buffer
-    of one whole layer, which layers of the same shapes share, and leaves the slots as they are. Each call runs the
+    of one whole layer, which layers of the same shapes share, and leaves the slots as they are; meanwhile the experts
+    of the next layer are copied to a second buffer, where there is memory for one. Each call runs the
     kernels, with the configuration, of a layer that is wholly on the GPU. With ``cuda`` and ``triton`` the result is
     bitwise the same; CPU backends add a token's experts in another order.
 
     A call of at most ``slots`` ids (T * A) needs nothing of the host: a kernel on the GPU gives experts their slots and
     another one copies those that are missing, so that CUDA graphs capture such calls. Of a call of more ids the host
-    waits for the ids. Make one with ``load_experts(..., slots=...)``.
+    waits for the ids; in the capture of a CUDA graph it runs in waves of ``slots`` experts instead. Make one with
+    ``load_experts(..., slots=...)``.
 
     Args:
         resident: the packed layer; not to be used any more.
@@ -116,15 +88,15 @@ class OffloadedExperts(FusedExperts):
         require_slots(problem, slots)
         _require_rows(resident)
         self._host = _HostStore(packed)
-        self._whole = _Whole.shared_by(packed.tensors)
-        self._whole_runtime = LayerRuntime(resident._plans, self._whole.tensors)
         self.slots, self._swept, self._lock = slots, CacheStats(), threading.Lock()
         self._done: torch.cuda.Event | None = None
         self._key = str(next(_KEYS))
+        self._on_buffers: dict[int, LayerRuntime] = {}
         rows = {name: t.new_empty(slots, *t.shape[1:]) for name, t in packed.tensors.items()}
         super().__init__(problem, Packed(packed.layout, packed.spec, rows), choice)
-        kind = _GpuSlots if self.device.type == "cuda" else _CpuSlots
+        kind = GpuSlots if self.device.type == "cuda" else CpuSlots
         self._slots = kind(problem.spec, self._layer.tensors(self), self._host.tensors)
+        self._shared = SharedBuffers.of(self, packed.tensors)
         _LAYERS[self._key] = self
 
     @property
@@ -157,11 +129,11 @@ class OffloadedExperts(FusedExperts):
         x_scales: Tensor | None = None,
         expert_map: Tensor | None = None,
     ) -> Tensor:
-        """See :meth:`FusedExperts.forward`. With more ids than slots, it waits until the GPU has computed the ids.
+        """See :meth:`FusedExperts.forward`. With more ids than slots, it waits until the GPU has computed the ids,
+        unless a CUDA graph captures it.
 
         Raises:
             ArgumentError: as there, and for an ``expert_map``.
-            UnsupportedProblem: for more ids than slots in the capture of a CUDA graph.
         """
         if expert_map is not None:
             raise ArgumentError("expert_map", expected="none: slots have places of their own", got="a tensor")
@@ -181,74 +153,88 @@ class OffloadedExperts(FusedExperts):
             return self._runtime.run(call)
         if self.device.type == "cpu":
             call.check_values(self.problem)
-        if ids_TA.numel() > self.slots:
-            if capturing:
-                self.require_capturable(len(ids_TA))
+        if ids_TA.numel() > self.slots and not capturing:
             spec = self.problem.spec
             first = spec.first_expert
             needed = [e - first for e in ids_TA.unique().tolist() if first <= e < first + spec.local_experts]
         # Events order calls on several streams. A capture belongs to one stream; what replays it orders the replays.
         with self._lock, on_device(self.device):
+            if capturing and ids_TA.numel() > self.slots:
+                call, step = self._runtime.planned(call)
+                run_in_waves(self._slots, step, self.problem, call, self.slots)
+                return call.out_TH
             if needed is not None and len(needed) > self.slots:
                 return self._sweep(call, needed)
-            with nullcontext() if capturing else _after(self):
+            with nullcontext() if capturing else after(self):
                 return self._runtime.run(call._replace(topk_ids_TA=self._slots.place(ids_TA)))
 
-    def require_capturable(self, tokens: int | None) -> None:
-        """Check that CUDA graphs can capture calls of so many tokens, or of any number.
-
-        Raises:
-            UnsupportedProblem: if such calls may need more experts than there are slots.
-        """
-        top_k, most = self.problem.top_k, self.slots // self.problem.top_k
-        if tokens is None or tokens > most:
-            raise UnsupportedProblem(
-                "experts in host memory, in a CUDA graph",
-                expected=f"calls of at most {format_tokens(str(most))}: {self.slots} slots, {top_k} experts per token",
-                got=format_tokens(str(tokens)) if tokens else "calls of any number of tokens",
-                hint="do without graphs, take a smaller batch, or give experts more memory",
-            )
-
     def _sweep(self, call: CallArguments, needed: Sequence[int]) -> Tensor:
-        """Run a call on the whole layer's buffer: experts in slots from there, the others from host memory."""
-        slot_of = self._slots.residents()
-        here = [e for e in needed if e in slot_of]
-        slots = torch.tensor([slot_of[e] for e in here], device=self.device)
-        rows = torch.tensor(here, device=self.device)
-        missing = [e for e in needed if e not in slot_of]
-        stats = self._swept
-        stats.hits += len(here)
-        stats.misses += len(missing)
-        stats.copied_bytes += len(missing) * self.expert_bytes
-        stats.sweeps += 1
-        with self._whole.lock, _after(self), _after(self._whole):
-            for whole, kept, host in zip(
-                self._whole.tensors, self._layer.tensors(self), self._host.tensors, strict=True
-            ):
-                for low, high in _ranges(missing):
-                    whole[low:high].copy_(host[low:high], non_blocking=True)
+        """Run a call on a buffer of the whole layer: experts in slots from there, the others from host memory. Where
+        nearly all experts are needed, those of the next layer are copied ahead."""
+        shared, stats = self._shared, self._swept
+        with shared.lock:
+            following = shared.following(self)
+            if len(needed) < _NEARLY_ALL * self.problem.spec.local_experts:
+                following = None
+            slot_of = self._slots.residents()
+            ahead = [] if following is None else following._absent()  # waits for the stream, which is idle here
+            buffer = shared.take(self._key)
+            missing = [e for e in needed if e not in slot_of and e not in buffer.held]
+            here = [e for e in needed if e in slot_of and e not in buffer.held]
+            self._copy(buffer, missing)
+            stats.hits += sum(e in slot_of for e in needed)
+            stats.misses += sum(e not in slot_of for e in needed)
+            stats.sweeps += 1
+            with after(self), after(buffer):
                 if here:  # as bytes: not every dtype of codes and scales can be indexed
-                    _bytes(whole).index_copy_(0, rows, _bytes(kept).index_select(0, slots))
-            return self._whole_runtime.run(call)
+                    slots = torch.tensor([slot_of[e] for e in here], device=self.device)
+                    rows = torch.tensor(here, device=self.device)
+                    for to, kept in zip(buffer.tensors, self._layer.tensors(self), strict=True):
+                        rows_as_bytes(to).index_copy_(0, rows, rows_as_bytes(kept).index_select(0, slots))
+                shared.copies.wait(buffer)
+                result = self._on(buffer).run(call)
+            if following is not None and (other := shared.ahead(following._key)) is not None:
+                following._copy(other, ahead)
+            return result
+
+    def _absent(self) -> list[int]:
+        """Return the experts that are in no slot. Waits for the GPU."""
+        slot_of = self._slots.residents()
+        return [e for e in range(self.problem.spec.local_experts) if e not in slot_of]
+
+    def _copy(self, buffer: Buffer, experts: Sequence[int]) -> None:
+        self._shared.copy(buffer, self._host.tensors, experts)
+        self._swept.copied_bytes += len(experts) * self.expert_bytes
+
+    def _on(self, buffer: Buffer) -> LayerRuntime:
+        """Return the runtime of this layer whose experts lie in a buffer."""
+        found = self._on_buffers.get(id(buffer))  # buffers live as long as any layer that shares them
+        if found is None:
+            found = self._on_buffers[id(buffer)] = LayerRuntime(self._plans, buffer.tensors)
+        return found
 
     def update(self, weights: ExpertWeights, *, check: bool = False, wait: bool = True) -> None:
         """Replace all experts, as :meth:`FusedExperts.update`; one that fails changes nothing, and it always waits."""
         present = self._layer.layout, self.packed
         require_planned(self.problem, weights, self.device, "update", "load these experts again", present)
-        packed = self._plans.packed(self._whole.tensors)
-        with self._lock, self._whole.lock, on_device(self.device), _after(self), _after(self._whole):
-            pack_checked(self._layer.layout, weights, self.device, "update", out=packed, compare=check)
-            if check:
-                check_layer(self._whole_runtime, self.problem, weights, "update")
-            self._host.copy_from(self._whole.tensors)
-            self._slots.empty()
+        with self._lock, self._shared.lock, on_device(self.device):
+            buffer = self._shared.settled()
+            with after(self), after(buffer):
+                packed = self._plans.packed(buffer.tensors)
+                pack_checked(self._layer.layout, weights, self.device, "update", out=packed, compare=check)
+                if check:
+                    check_layer(self._on(buffer), self.problem, weights, "update")
+                self._host.copy_from(buffer.tensors)
+                self._slots.empty()
 
     def check(self, weights: ExpertWeights | None = None, *, where: str = "experts") -> None:
         """Compare up to four experts with the reference, as :meth:`FusedExperts.check`, from host memory."""
-        with self._lock, self._whole.lock, on_device(self.device), _after(self), _after(self._whole):
-            for whole, host in zip(self._whole.tensors, self._host.tensors, strict=True):
-                whole.copy_(host)
-            check_layer(self._whole_runtime, self.problem, weights or self.weights, where)
+        with self._lock, self._shared.lock, on_device(self.device):
+            buffer = self._shared.settled()
+            with after(self), after(buffer):
+                for to, host in zip(buffer.tensors, self._host.tensors, strict=True):
+                    to.copy_(host)
+                check_layer(self._on(buffer), self.problem, weights or self.weights, where)
 
     def _apply(self, fn: Any, recurse: bool = True) -> OffloadedExperts:
         device = fn(torch.empty(0, dtype=torch.int8, device=self.device)).device
@@ -376,97 +362,6 @@ def _require_rows(resident: FusedExperts) -> None:
         raise UnsupportedProblem(where, expected=expected, got=str(problem.activations))
 
 
-class _CpuSlots:
-    """Slots of a layer on a CPU, where copies are torch's.
-
-    Args:
-        spec: the layer's experts.
-        rows: the packed tensors of the slots, in the order of ``host``.
-        host: those of all experts. Both lists are read at each call.
-    """
-
-    def __init__(self, spec: ExpertsSpec, rows: list[Tensor], host: list[Tensor]) -> None:
-        self.spec, self.rows, self.host = spec, rows, host
-        self._hits = self._misses = 0
-        self.empty()
-
-    def place(self, ids_TA: Tensor) -> Tensor:
-        """Put the experts of a call, at most as many as slots, into slots; return the ids of these, [T, A]."""
-        first, places = self.spec.first_expert, torch.full((self.spec.local_experts,), -1, dtype=ids_TA.dtype)
-        local_TA = ids_TA - first
-        here_TA = (local_TA >= 0) & (local_TA < self.spec.local_experts)
-        needed = local_TA[here_TA].unique().tolist()
-        placed = self._lru.place(needed)
-        self._hits += len(needed) - len(placed)
-        self._misses += len(placed)
-        try:
-            for rows, host in zip(self.rows, self.host, strict=True):
-                for expert, slot in placed:
-                    rows[slot].copy_(host[expert])
-        except BaseException:
-            self.empty()
-            raise
-        for expert, slot in self._lru.slot_of.items():
-            places[expert] = first + slot
-        return places[local_TA.masked_fill(~here_TA, 0).long()].masked_fill(~here_TA, -1)
-
-    def residents(self) -> dict[int, int]:
-        """Return the slot of each expert that is in one, by its number among the layer's."""
-        return dict(self._lru.slot_of)
-
-    def counts(self) -> tuple[int, int]:
-        """Return hits and misses."""
-        return self._hits, self._misses
-
-    def empty(self) -> None:
-        """Forget what the slots hold."""
-        self._lru = LeastRecentlyUsed(len(self.rows[0]))
-
-
-class _GpuSlots:
-    """Slots of a layer on a GPU, as :class:`_CpuSlots`, by kernels that read host memory themselves.
-
-    Raises:
-        UnsupportedProblem: for more experts or packed tensors than the kernels have room for, or another GPU.
-    """
-
-    def __init__(self, spec: ExpertsSpec, rows: list[Tensor], host: list[Tensor]) -> None:
-        where = "experts in host memory"
-        if spec.local_experts > MOST_EXPERTS or len(rows) > MOST_PARTS:
-            expected = f"at most {MOST_EXPERTS} experts of {MOST_PARTS} packed tensors"
-            raise UnsupportedProblem(where, expected=expected, got=f"{spec.local_experts} of {len(rows)}")
-        try:
-            target = target_for(torch.cuda.get_device_capability(rows[0].device))
-        except LookupError as error:
-            raise UnsupportedProblem(where, expected="a GPU from SM80 to SM121", got=str(error)) from error
-        kept = [(slots, tensor) for slots, tensor in zip(rows, host, strict=True) if slots.numel()]
-        with on_device(rows[0].device):
-            self._launches = SlotLaunches(
-                target,
-                spec.first_expert,
-                spec.local_experts,
-                [slots for slots, _ in kept],
-                [mapped_address(tensor.data_ptr()) for _, tensor in kept],
-            )
-
-    def place(self, ids_TA: Tensor) -> Tensor:
-        """See :meth:`_CpuSlots.place`. Nothing waits; CUDA graphs capture it."""
-        stream = torch.cuda.current_stream(ids_TA.device).cuda_stream
-        return self._launches.run(ids_TA.contiguous(), stream)
-
-    def residents(self) -> dict[int, int]:
-        """See :meth:`_CpuSlots.residents`. Waits for the GPU."""
-        return {expert: slot for expert, slot in enumerate(self._launches.residents()) if slot >= 0}
-
-    def counts(self) -> tuple[int, int]:
-        """Return hits and misses. Waits for the GPU."""
-        return self._launches.counts()
-
-    def empty(self) -> None:
-        """Forget what the slots hold."""
-        self._launches.empty()
-
-
 class _HostStore:
     """Page-locked copies of a layer's packed tensors, of exactly their size."""
 
@@ -517,59 +412,7 @@ def _cudart() -> Any:
 
 
 def _unlock(addresses: list[int]) -> None:
+    if addresses:
+        torch.cuda.synchronize()  # copies may be under way
     for address in addresses:
         _cudart().cudaHostUnregister(address)
-
-
-class _Whole:
-    """A buffer of one whole packed layer, for calls that need more experts than there are slots."""
-
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self.tensors, self.lock = tensors, threading.Lock()
-        self.device = tensors[0].device
-        self._done: torch.cuda.Event | None = None
-
-    @classmethod
-    def shared_by(cls, tensors: dict[str, Tensor]) -> _Whole:
-        """Return the buffer of layers with such tensors; the first layer's own tensors become it."""
-        key = tuple((name, t.dtype, t.shape, t.device) for name, t in tensors.items())
-        with _WHOLE_LOCK:
-            found = _WHOLE.get(key)
-            if found is None:
-                found = _WHOLE[key] = cls(list(tensors.values()))
-            return found
-
-
-_WHOLE: weakref.WeakValueDictionary[tuple[object, ...], _Whole] = weakref.WeakValueDictionary()
-_WHOLE_LOCK = threading.Lock()
-
-
-@contextmanager
-def _after(owner: Any) -> Iterator[None]:
-    """Order what this stream does to ``owner``'s tensors after what other streams did to them before."""
-    if owner.device.type != "cuda":
-        yield
-        return
-    stream = torch.cuda.current_stream(owner.device)
-    if owner._done is None:
-        owner._done = torch.cuda.Event()
-    else:
-        stream.wait_event(owner._done)
-    try:
-        yield
-    finally:
-        owner._done.record(stream)
-
-
-def _ranges(experts: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield ``(first, last + 1)`` of each run of consecutive numbers."""
-    start = 0
-    for at in range(1, len(experts) + 1):
-        if at == len(experts) or experts[at] != experts[at - 1] + 1:
-            yield experts[start], experts[at - 1] + 1
-            start = at
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """A view of contiguous rows as bytes, [rows, bytes of a row]."""
-    return tensor.flatten(1).view(torch.uint8) if tensor.dim() > 1 else tensor[:, None].view(torch.uint8)

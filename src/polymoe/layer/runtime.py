@@ -245,24 +245,31 @@ class LayerRuntime:
             self.in_flight.discard(thread)
 
     def _run(self, call: CallArguments) -> Tensor:
+        if not call.x_TH.shape[0]:
+            return self._with_out(call).out_TH
+        call, step = self.planned(call)
+        with on_device(self.device):
+            step.runner.run(call, step.config)
+        return call.out_TH
+
+    def planned(self, call: CallArguments) -> tuple[CallArguments, BoundStep]:
+        """Return a call of at least one token, with ``out``, and the step that runs it; raises as :meth:`run`."""
         problem = self.plans.problem
-        dtype = call.out_dtype(problem)
-        if call.out is None:
-            out_TH = torch.empty_like(call.x_TH, dtype=dtype, memory_format=torch.contiguous_format)
-            call = call._replace(out=out_TH)
-        tokens = call.x_TH.shape[0]
-        if not tokens:
-            return call.out_TH
         if self.device.type == "cpu":
             call.check_values(problem)
-        step = self.step(dtype, tokens)
+        dtype = call.out_dtype(problem)
+        step = self.step(dtype, call.x_TH.shape[0])
         if call.requires_grad:
             self._require_gradients(step, call, DTYPES[dtype])
         if call.workspace is not None or call.x_scales is not None or call.expert_map is not None:
             _require_options(step, call)
-        with on_device(self.device):
-            step.runner.run(call, step.config)
-        return call.out_TH
+        return self._with_out(call), step
+
+    def _with_out(self, call: CallArguments) -> CallArguments:
+        if call.out is not None:
+            return call
+        dtype = call.out_dtype(self.plans.problem)
+        return call._replace(out=torch.empty_like(call.x_TH, dtype=dtype, memory_format=torch.contiguous_format))
 
     def _require_gradients(self, step: BoundStep, call: CallArguments, dtype: Dtype) -> None:
         accepted = [c.backend for c in self.plans.selection(dtype).candidates if isinstance(c.verdict, Accepted)]

@@ -114,6 +114,13 @@ class CudaRunner(RunnerBase):
         launches.run(*addresses, stream, kinds, quantized_x=x_scales is not None)
         free.append(launches)
 
+    def add_rows(self, y_RH: Tensor, call: CallArguments, config: Config) -> None:
+        """See :meth:`polymoe.backends.base.Runner.add_rows`."""
+        ids_TA, weights_TA = call.topk_ids_TA.contiguous(), call.topk_weights_TA.contiguous()
+        weighted = not self._layer.router_weight_on_input
+        stream = 0 if self._index is None else torch._C._cuda_getCurrentRawStream(self._index)
+        launch.add_rows(self._layer, y_RH, ids_TA, weights_TA if weighted else None, call.out_TH, stream)
+
     def _input(self, x_TH: Tensor, scales: Tensor | None, config: CudaConfig) -> tuple[Tensor, int]:
         """Return x as the launches read it, and the number of its dtype."""
         if scales is not None:

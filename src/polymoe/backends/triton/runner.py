@@ -162,6 +162,13 @@ class TritonRunner(RunnerBase):
         self._gemm("down", values, scales, y_SRH, weights_TA, permutation, config, top_k)
         finalize(y_SRH, ids_TA, weights_TA, call.out_TH, first_expert, experts, weighted=weighted, pdl=pdl)
 
+    def add_rows(self, y_RH: Tensor, call: CallArguments, config: Config) -> None:
+        """See :meth:`polymoe.backends.base.Runner.add_rows`."""
+        assert isinstance(config, TritonConfig)
+        spec, weighted = self.problem.spec, self.problem.weight_on == "output"
+        arguments = (call.topk_ids_TA, call.topk_weights_TA, call.out_TH, spec.first_expert, spec.local_experts)
+        finalize(y_RH[None], *arguments, weighted=weighted, pdl=config.pdl)
+
     def _rounding(self, quantization: Quantization, config: TritonConfig) -> Quantization:
         """Return how an input is rounded: where MMAs take E8M0 scales, to codes beside their scales."""
         return replace(quantization, mode="mx_codes") if config.block_scaled else quantization

@@ -15,7 +15,6 @@ from transformers import StaticCache
 
 from polymoe.errors import ArgumentError, PlanError, UnsupportedProblem
 from polymoe.layer.experts import FusedExperts
-from polymoe.layer.offload import OffloadedExperts
 from polymoe.problem.verdict import Accepted
 
 __all__ = ["Decoder", "require_capturable"]
@@ -52,7 +51,7 @@ class Decoder:
             # Models copy constants from the host in each forward pass. A capture forbids that; compiling removes it.
             if compile is None:
                 raise ArgumentError("Decoder(compile=None)", expected="capture=False with it", got="capture=True")
-            require_capturable(model, 1)
+            require_capturable(model)
         self.model, self.device, self.max_tokens, self.capture = model, model.device, max_tokens, capture
         self.cache = StaticCache(config=model.config, max_cache_len=max_tokens)
         self.length = 0
@@ -135,9 +134,6 @@ class Decoder:
 
     def _prepare_step(self, ids_BT: Tensor) -> None:
         """Compile the step, run it twice at the same length, and capture it."""
-        for module in self.model.modules():
-            if isinstance(module, OffloadedExperts):
-                module.require_capturable(len(ids_BT))
         layers: list[Any] = self.cache.layers
         windows = [layer.max_cache_len for layer in layers if getattr(layer, "is_sliding", False)]
         if windows and ids_BT.shape[1] < max(windows):
@@ -182,22 +178,15 @@ def _addresses(module: nn.Module) -> tuple[int, ...]:
     return tuple(tensor.data_ptr() for tensor in (*module.parameters(), *module.buffers()))
 
 
-def require_capturable(model: nn.Module, tokens: int | None = None) -> None:
+def require_capturable(model: nn.Module) -> None:
     """Check that calls of a model's experts can be captured in a CUDA graph.
 
-    Args:
-        model: of Transformers.
-        tokens: in a call; None for calls of any number.
-
     Raises:
-        UnsupportedProblem: naming the backend that cannot be captured, or for experts in host memory of which a call
-            may need more than there are slots.
+        UnsupportedProblem: naming the backend that cannot be captured.
     """
     for name, module in model.named_modules():
         if not isinstance(module, FusedExperts):
             continue
-        if isinstance(module, OffloadedExperts):
-            module.require_capturable(tokens)
         selection = module.explain()
         planned = {step.backend for step in selection.require(name).steps}
         for candidate in selection.candidates:

@@ -86,7 +86,7 @@ class Generator:
         also |= {"expert_memory": expert_memory, "experts": experts}
         model, tokenizer = load(path, device=device, backend=backend, role=role, **also)
         if graphs:
-            require_capturable(model, 1)
+            require_capturable(model)
         return cls(model, tokenizer, graphs)
 
     def answer(self, prompts: Sequence[str], *, max_tokens: int, raw: bool = False) -> list[Answer]:

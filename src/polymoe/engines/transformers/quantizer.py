@@ -300,9 +300,7 @@ class PackedQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
         """Whether ``generate`` may compile decoding, as it does for a static cache on a GPU: unless Transformers'
-        quantizer for dense matrices says no, or experts lie in host memory."""
-        if self.quantization_config.expert_memory is not None:
-            return False
+        quantizer for dense matrices says no."""
         return self.dense is None or self.dense.is_compileable
 
     @property

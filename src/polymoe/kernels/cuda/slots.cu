@@ -19,20 +19,22 @@ struct PlaceExpertsArgs {
     int* misses;          // [1 + 2 * slots]: how many; expert and slot of each
     long long* last_use;  // [slots]: the last step that needed it; 0: none
     long long* counters;  // step, hits, misses
+    int* wave_of_expert;  // [experts], or -1: written by wave 0, read by the others
     int rows, first_expert, experts, slots;
-    int long_ids;
+    int long_ids, wave;
 };
 
-// One CTA. Of slots that this call does not need, the missing experts get those used least recently, in order of id;
-// ties go by slot. The call needs at most as many experts as there are slots.
+// One CTA. Of slots that this wave does not need, the missing experts get those used least recently, in order of id;
+// ties go by slot. A call that needs more experts than there are slots has several waves, each of at most as many: the
+// first takes those that are in slots, then missing ones in order of id, and each of the others the next ones.
 __device__ __forceinline__ void place_experts(const PlaceExpertsArgs& args) {
     __shared__ int slots[kMostExperts];       // of each expert; -2: not needed
     __shared__ int missing[kMostExperts];     // experts, in order
     __shared__ long long used[kMostExperts];  // last use of each slot; -1: needed now
-    __shared__ int hits, misses;
+    __shared__ int hits, found;
     const int thread = threadIdx.x, threads = blockDim.x;
     for (int e = thread; e < args.experts; e += threads) slots[e] = -2;
-    if (thread == 0) hits = misses = 0;
+    if (thread == 0) hits = found = 0;
     grid_dependency_wait();
     for (int s = thread; s < args.slots; s += threads) used[s] = args.last_use[s];
     const long long step = args.counters[0] + 1;
@@ -41,7 +43,8 @@ __device__ __forceinline__ void place_experts(const PlaceExpertsArgs& args) {
         const long long id =
             (args.long_ids ? static_cast<const long long*>(args.ids)[row] : static_cast<const int*>(args.ids)[row]) -
             args.first_expert;
-        if (id >= 0 && id < args.experts) slots[id] = args.slot_of_expert[id];  // all that write write the same
+        if (id < 0 || id >= args.experts || (args.wave && args.wave_of_expert[id] != args.wave)) continue;
+        slots[id] = args.slot_of_expert[id];  // all that write write the same
     }
     __syncthreads();
     for (int e = thread; e < args.experts; e += threads) {
@@ -52,10 +55,18 @@ __device__ __forceinline__ void place_experts(const PlaceExpertsArgs& args) {
             int before = 0;
             for (int other = 0; other < e; ++other) before += slots[other] == -1;
             missing[before] = e;
-            atomicAdd(&misses, 1);
+            atomicAdd(&found, 1);
         }
     }
     __syncthreads();
+    const int room = args.slots - hits, misses = min(found, room);
+    if (!args.wave) {
+        for (int e = thread; e < args.experts; e += threads) args.wave_of_expert[e] = slots[e] >= 0 ? 0 : -1;
+        __syncthreads();
+        for (int i = thread; i < found; i += threads) {
+            args.wave_of_expert[missing[i]] = i < room ? 0 : 1 + (i - room) / args.slots;
+        }
+    }
     if (misses) {
         for (int s = thread; s < args.slots; s += threads) {
             if (used[s] < 0) continue;

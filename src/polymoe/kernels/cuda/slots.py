@@ -26,8 +26,8 @@ class PlaceExpertsArgs(ctypes.Structure):
 
     _fields_ = (
         *((name, _POINTER) for name in ("ids", "slot_ids", "slot_of_expert", "expert_of_slot", "misses")),
-        *((name, _POINTER) for name in ("last_use", "counters")),
-        *((name, _INT) for name in ("rows", "first_expert", "experts", "slots", "long_ids")),
+        *((name, _POINTER) for name in ("last_use", "counters", "wave_of_expert")),
+        *((name, _INT) for name in ("rows", "first_expert", "experts", "slots", "long_ids", "wave")),
     )
 
 
@@ -58,8 +58,9 @@ class SlotLaunches:
     ) -> None:
         count, device = len(slots[0]), slots[0].device
         self.experts, self.slots = experts, count
-        ints = torch.empty(experts + count + 1 + 2 * count, dtype=torch.int32, device=device)
-        self._slot_of_expert, self._expert_of_slot, self._misses = ints.split([experts, count, 1 + 2 * count])
+        sizes = [experts, count, 1 + 2 * count, experts]
+        ints = torch.empty(sum(sizes), dtype=torch.int32, device=device)
+        self._slot_of_expert, self._expert_of_slot, self._misses, wave_of_expert = ints.split(sizes)
         longs = torch.empty(count + 3, dtype=torch.int64, device=device)
         self._last_use, self._counters = longs.split([count, 3])
         self._counters.zero_()
@@ -70,6 +71,7 @@ class SlotLaunches:
             misses=self._misses.data_ptr(),
             last_use=self._last_use.data_ptr(),
             counters=self._counters.data_ptr(),
+            wave_of_expert=wave_of_expert.data_ptr(),
             first_expert=first_expert,
             experts=experts,
             slots=count,
@@ -89,20 +91,22 @@ class SlotLaunches:
         self._misses.zero_()
         self._last_use.zero_()
 
-    def run(self, ids_TA: Tensor, stream: int) -> Tensor:
+    def run(self, ids_TA: Tensor, stream: int, wave: int = 0) -> Tensor:
         """Put the experts of a call into slots, and return the ids under which they lie there.
 
         Args:
-            ids_TA: int32 or int64, contiguous; ids of at most as many experts of this rank as there are slots.
+            ids_TA: int32 or int64, contiguous.
             stream: of torch's current device.
+            wave: of a call that needs more experts than there are slots; each of its waves, in order, has at most as
+                many. All are needed in ``ceil(experts / slots)`` waves.
 
         Returns:
-            int32 [T, A]: first expert plus slot, or -1 where an id is no expert's of this rank.
+            int32 [T, A]: first expert plus slot, or -1 where an id is of another wave, or no expert's of this rank.
         """
         slot_ids_TA = torch.empty(ids_TA.shape, dtype=torch.int32, device=ids_TA.device)
         args = self._place_args
         args.ids, args.slot_ids = ids_TA.data_ptr(), slot_ids_TA.data_ptr()
-        args.rows, args.long_ids = ids_TA.numel(), ids_TA.dtype == torch.int64
+        args.rows, args.long_ids, args.wave = ids_TA.numel(), ids_TA.dtype == torch.int64, wave
         self._place(stream)
         self._fetch(stream)
         return slot_ids_TA

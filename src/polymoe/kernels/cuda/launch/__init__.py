@@ -7,7 +7,7 @@ quantized by token, or by the GEMMs).
 
 from __future__ import annotations
 
-from polymoe.kernels.cuda.launch.call import Call
+from polymoe.kernels.cuda.launch.call import Call, add_rows
 from polymoe.kernels.cuda.launch.e4m3_rows import (
     ChannelMmaCall,
     ChannelRowsCall,
@@ -24,5 +24,5 @@ from polymoe.kernels.cuda.launch.tiled import GatheredCall, QuantizedTilesCall, 
 __all__ = [
     "Activation", "Call", "ChannelMmaCall", "ChannelRowsCall", "ChannelTilesCall", "E4M3MmaCall", "E4M3RowsCall",
     "E4M3TilesCall", "GatheredCall", "Layer", "Matrix", "MmaCall", "QuantizedTilesCall", "RowTilesCall",
-    "TiledCall", "WgmmaCall",
+    "TiledCall", "WgmmaCall", "add_rows",
 ]  # fmt: skip

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from ctypes import Structure
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from polymoe.kernels.cuda import modules
 from polymoe.kernels.cuda.driver import Launch
-from polymoe.kernels.cuda.launch.args import FinalizeArgs, GemmArgs
+from polymoe.kernels.cuda.launch.args import FinalizeArgs, GemmArgs, dtype_number
 from polymoe.kernels.cuda.launch.layer import Layer, Matrix
 from polymoe.kernels.cuda.launch.permutation import LIST_BYTES, Permutation
 from polymoe.kernels.cuda.sizes import FamilySizes, round_up
 
-__all__ = ["ALIGNMENT", "ByTokenCall", "Call", "Regions"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["ALIGNMENT", "ByTokenCall", "Call", "Regions", "add_rows"]
 
 ALIGNMENT = 256
 """Alignment of the workspace's regions in bytes; more than any copy needs."""
@@ -268,6 +271,35 @@ class Call(ABC):
         launch = kernel.prepare(args, family.threads(block_m) + layer.target.more_threads, pipeline.shared_bytes)
         launch.set_grid(layer.sms)
         return args, launch
+
+
+def add_rows(
+    layer: Layer, y_RH: Tensor, ids_TA: Tensor, weights_TA: Tensor | None, out_TH: Tensor, stream: int
+) -> None:
+    """Launch the weighted sum of float32 rows by expanded row, as calls do.
+
+    Args:
+        layer: the packed experts.
+        y_RH: [tokens * top_k, columns].
+        ids_TA, weights_TA: contiguous; without weights they are 1.
+        out_TH: where the sum is written.
+        stream: handle of the CUDA stream.
+    """
+    args = FinalizeArgs(
+        y=y_RH.data_ptr(),
+        ids=ids_TA.data_ptr(),
+        weights=None if weights_TA is None else weights_TA.data_ptr(),
+        out=out_TH.data_ptr(),
+        top_k=ids_TA.shape[1],
+        columns=layer.down.n,
+        first_expert=layer.first_expert,
+        experts=layer.experts,
+        long_ids=ids_TA.element_size() == 8,
+        out_dtype=dtype_number(out_TH.dtype),
+    )
+    launch = modules.kernel("finalize", "finalize_f32", layer.target).prepare(args, _FINALIZE_THREADS)
+    launch.set_grid(len(ids_TA), -(-layer.down.n // _FINALIZE_COLUMNS))
+    launch(stream)
 
 
 class ByTokenCall(Call):
