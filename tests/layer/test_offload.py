@@ -178,11 +178,15 @@ def test_sweeps_in_another_order_than_last_time() -> None:
             assert torch.equal(offloaded[at](*arguments), resident[at](*arguments))
 
 
-def test_an_update_while_experts_are_copied_ahead() -> None:
+def test_an_update_while_experts_are_copied_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would still land in the buffer lands before the update takes the new experts from it."""
     resident, offloaded, copies = stack(3)
     arguments = call(64, 0)
     offloaded[0](*arguments)
     assert copies.queued  # of the second layer
+    host = offloaded[1]._host
+    take = host.copy_from
+    monkeypatch.setattr(host, "copy_from", lambda tensors: (copies.synchronize(), take(tensors)))
     new = random_experts("mxfp4", bias=True, experts=EXPERTS, seed=7)
     for experts in (resident[1], offloaded[1]):
         experts.update(new)
@@ -360,7 +364,7 @@ def test_waves_place_as_the_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
         ("mxfp4", "w4a16_mma_mxfp4", "16bit", CudaConfig("w4a16_mma", 8, 64)),
         ("mxfp4", "w4a16_wgmma_mxfp4", "16bit", CudaConfig("w4a16_wgmma", 32)),
         ("mxfp4", "w4a8_mxfp4", "fp8_group128", CudaConfig("w4a8", 16)),
-        ("bf16", "bf16", "16bit", CudaConfig("bf16", 64)),
+        ("bf16", "bf16_bf16", "16bit", CudaConfig("bf16", 64)),
     ],
 )
 def test_waves_of_the_cuda_kernels(
