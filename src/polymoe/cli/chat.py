@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from polymoe.cli.options import Checkpoint, Placement, Sampling, option
+from polymoe.cli.options import Checkpoint, Placement, Sampling, option, require_checkpoint
 from polymoe.cli.output import say, speed_line, terminal_text
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ def command(checkpoint: Checkpoint, replies: _Replies, placement: Placement, out
 
     Answers go to stdout, reasoning to stderr. Without a terminal each line of stdin is a message.
     """
+    require_checkpoint(checkpoint)
     interactive = sys.stdin.isatty()
     from polymoe.engines.transformers.chat import Chat
     from polymoe.engines.transformers.generator import Generator

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -31,7 +32,7 @@ __all__ = [
     "ActivationsName", "CaseName", "Checkpoint", "Computing", "ExpertsFormat", "FormatName", "Invariance",
     "MeasuredLayer", "OnDevice", "OneBackend", "Output", "Placement", "Planned", "QuantizedExperts", "RecordOutput",
     "RoleName", "Sampling", "ServerAccess", "backend_names", "checkpoint_argument", "file_to_write", "flat", "gpus",
-    "json_object", "listed", "models", "option", "plot_file", "token_counts",
+    "json_object", "listed", "models", "option", "plot_file", "require_checkpoint", "token_counts",
 ]  # fmt: skip
 
 
@@ -211,6 +212,18 @@ def _devices(begun: str) -> list[str]:
     return [name for name in ("auto", "cpu", "cuda", "cuda:0", "cuda:1") if name.startswith(begun)]
 
 
+def _computing_device(name: str, option: str) -> str:
+    """Parse where something runs, before the imports that take seconds.
+
+    Raises:
+        ArgumentError: for anything but this machine's devices.
+    """
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
+        hint = "names of GPUs such as rtx4090 are for explain and models, which run nothing"
+        raise ArgumentError(option, expected="auto, cpu, cuda or cuda:N", got=repr(name), hint=hint)
+    return name
+
+
 def checkpoint_argument(help: str) -> Any:
     """The argument of commands that read a checkpoint or its config."""
     return typer.Argument(
@@ -226,6 +239,17 @@ def _checkpoint_path(name: str) -> str:
         return name
     packaged, of_clone = Path(__file__).parents[1] / DEMO, Path(__file__).parents[3] / "models" / "sums-gpt-oss-mxfp4"
     return str(packaged if packaged.is_dir() else of_clone)
+
+
+def require_checkpoint(name: str) -> None:
+    """Check that a name can be a checkpoint's, before the imports that take seconds.
+
+    Raises:
+        CheckpointNotFound: if it is neither an existing path nor like a Hub id.
+    """
+    from polymoe.checkpoint.hub import require_name
+
+    require_name(name)
 
 
 Checkpoint = Annotated[str, checkpoint_argument("Directory of a checkpoint, or a Hub id.")]
@@ -260,7 +284,9 @@ class Output:
 class OnDevice:
     """Device and backend."""
 
-    device: str = option("auto", "cpu, cuda, cuda:1, or auto: the GPU if there is one.", complete=_devices)
+    device: str = option(
+        "auto", "cpu, cuda, cuda:1, or auto: the GPU if there is one.", complete=_devices, parse=_computing_device
+    )
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from polymoe.cli.options import Checkpoint, Output, option
+from polymoe.cli.options import Checkpoint, Output, option, require_checkpoint
 from polymoe.cli.output import cells, print_json, print_table, say
+from polymoe.errors import PolymoeError
 
 __all__ = ["command"]
 
@@ -30,11 +31,14 @@ def command(checkpoint: Checkpoint, written: _Written, output: Output) -> None:
 
     A run that was killed continues. report.json in the new directory has the error of each layer and projection.
     """
+    require_checkpoint(checkpoint)
     from polymoe.checkpoint.quantize import quantize_checkpoint
 
     try:
         report = quantize_checkpoint(checkpoint, written.format, written.out, dialect=written.dialect, progress=say)
-    except (OSError, KeyboardInterrupt):
+    except (OSError, KeyboardInterrupt) as error:
+        if isinstance(error, PolymoeError):  # such as a checkpoint that was not found: there is nothing to continue
+            raise
         say("not finished; the same command continues with what is complete")
         raise
     if output.json:

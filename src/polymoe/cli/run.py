@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from polymoe.cli.options import Checkpoint, Output, Placement, option
+from polymoe.cli.options import Checkpoint, Output, Placement, option, require_checkpoint
 from polymoe.cli.output import print_json, say, speed_line, terminal_text
 from polymoe.errors import ArgumentError
 
@@ -50,6 +50,7 @@ def command(
     output: Output,
 ) -> None:
     """Answer prompts; report the speed and the size of the experts, packed and dequantized."""
+    require_checkpoint(checkpoint)
     prompts = list(prompt or []) or _from_stdin(checkpoint)
     if not prompts:
         raise ArgumentError("run", expected="a prompt", got="none on the command line or on stdin")

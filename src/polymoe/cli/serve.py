@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from polymoe.cli.options import Checkpoint, Placement, Sampling, listed, option
+from polymoe.cli.options import Checkpoint, Placement, Sampling, listed, option, require_checkpoint
 from polymoe.cli.output import say
 from polymoe.errors import ArgumentError
 
@@ -136,9 +136,7 @@ def command(
     if batching.continuous_batching is False and {batching.graphs, batching.cache_memory} != {None}:
         raise typer.BadParameter("--graphs and --cache-memory need --continuous-batching")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from polymoe.checkpoint.hub import require_name
-
-    require_name(checkpoint)  # before the imports that take seconds
+    require_checkpoint(checkpoint)
     from polymoe.serve import serve
     from polymoe.serve.logs import logging_to_stderr
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from polymoe.cli.options import Checkpoint, OnDevice, OneBackend, Output, option, token_counts
+from polymoe.cli.options import Checkpoint, OnDevice, OneBackend, Output, option, require_checkpoint, token_counts
 from polymoe.cli.output import cells, console, print_json, print_table, status
 from polymoe.cli.progress import Progress
 from polymoe.common.units import format_ranges
@@ -49,6 +49,7 @@ def command(checkpoint: Checkpoint, checks: _Checks, computing: _Computing, outp
 
     The config and the experts of one layer are enough.
     """
+    require_checkpoint(checkpoint)
     from polymoe.verify import verify
 
     if computing.all_backends and computing.backend != "auto":

@@ -149,7 +149,7 @@ def _tested() -> Facts:
         where = "; ".join(f"{' and '.join(versions)} on a {place}" for place, versions in places.items() if versions)
         mine = release(version)
         order = "newer" if mine > max(known) else "older" if mine < min(known) else "between these"
-        yours = "one of these" if mine in known else f"{order}: no record has it"
+        yours = "one of these" if mine in known else f"{order}: no test ran with it"
         found[name] = f"tested with {where}; yours is {version}, {yours}"
     return found
 

@@ -175,8 +175,10 @@ class Fit:
         others = f"; in other formats it fits: {named}" if named else ""
         if found is None:
             return f"no group of up to {max(_SIZES_TRIED)} GPUs suffices{others}"
+        tp = f" --tensor-parallel-size {found.tp}" if found.tp > 1 or found.dp == 1 else ""
+        dp = f" --data-parallel-size {found.dp}" if found.dp > 1 else ""
         experts = " --enable-expert-parallel" if found.ep > 1 else ""
-        command = f"vllm serve {self.name} --tensor-parallel-size {found.tp}{experts}"
+        command = f"vllm serve {self.name}{tp}{dp}{experts}"
         return f"{found.gpus} GPUs suffice: {command}{others}"
 
     def _context(self) -> str:
@@ -202,6 +204,8 @@ class Fit:
             "gpus_that_suffice": self.suffices.gpus if self.suffices else None,
             "variants_that_fit": [name for name, _ in self.variants],
             "tp_that_fits": self.suffices.tp if self.suffices else None,
+            "dp_that_fits": self.suffices.dp if self.suffices else None,
+            "ep_that_fits": self.suffices.ep if self.suffices else None,
         }
 
 
@@ -230,16 +234,21 @@ def _fit(checkpoint: Checkpoint, device: Device, ranks: Ranks, dense: DenseSize 
 
 
 def _that_suffice(checkpoint: Checkpoint, device: Device, dense: DenseSize | None) -> Ranks | None:
-    """Return the least ranks at which all weights fit, with sliced experts or else whole ones; None if none do."""
-    for size in _SIZES_TRIED:
-        for ranks in (Ranks(size), Ranks(size, ep=size)):
-            try:
-                ranks.require_heads(checkpoint)
-                found = _fit(checkpoint, device, ranks, dense)
-            except ArgumentError:
-                continue
-            if found.fits:
-                return ranks
+    """Return the least ranks at which all weights fit, with sliced experts or else whole ones; None if none do.
+
+    Groups that repeat attention come last: they need more GPUs than those that slice it, but attention heads do not
+    limit their number.
+    """
+    one_group = (ranks for size in _SIZES_TRIED for ranks in (Ranks(size), Ranks(size, ep=size)))
+    groups = (Ranks(tp, dp=size // tp, ep=size) for size in _SIZES_TRIED[:6] for tp in (8, 4, 2, 1) if tp < size)
+    for ranks in (*one_group, *groups):
+        try:
+            ranks.require_heads(checkpoint)
+            found = _fit(checkpoint, device, ranks, dense)
+        except ArgumentError:
+            continue
+        if found.fits:
+            return ranks
     return None
 
 

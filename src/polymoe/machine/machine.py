@@ -148,7 +148,8 @@ def _named(name: str) -> Device:
             hint = f"supported are Ampere, Ada, Hopper and Blackwell GPUs, such as {families}; and cpu"
             raise ArgumentError("device", expected=expected, got=repr(name), hint=hint)
     known = nearest(key, [*DEVICES, *(f"sm_{sm}" for sm in _TYPICAL)])
-    raise ArgumentError("device", got=repr(name), hint=f"{known}; for another GPU name its architecture, such as sm_89")
+    hint = f"{known}; for another GPU name its architecture, such as sm_89"
+    raise ArgumentError("device", expected="a GPU that polymoe knows, or cpu", got=repr(name), hint=hint)
 
 
 def _with_memory(device: Device, name: str) -> Device:

@@ -8,6 +8,7 @@ import logging
 import logging.handlers
 import queue
 import time
+import warnings
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
@@ -79,7 +80,7 @@ def logging_to_stderr(level: str, *, requests: bool = True) -> Iterator[Callable
     log = logging.getLogger("polymoe.serve")
     log.setLevel(level.upper())
     root.setLevel(max(log.level, logging.WARNING))
-    logging.captureWarnings(True)
+    show, warnings.showwarning = warnings.showwarning, _log_warning
     access.disabled = other.disabled = not requests
     writer = logging.handlers.QueueListener(lines, stderr)
     writer.start()
@@ -95,6 +96,12 @@ def logging_to_stderr(level: str, *, requests: bool = True) -> Iterator[Callable
     finally:
         written()
         root.handlers, root.level = before
+        warnings.showwarning = show
+
+
+def _log_warning(message: Warning | str, *_: object) -> None:
+    """Log a warning without its line of source, as the other commands print it."""
+    logging.getLogger("py.warnings").warning("%s", message)
 
 
 def access_log(request: InFlight, scope: MutableMapping[str, Any], status: int) -> None:
