@@ -68,6 +68,29 @@ def test_streams_wait_for_each_other() -> None:
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
+@pytest.mark.parametrize("streams", [1, 2])
+def test_prompts_through_a_stack(streams: int) -> None:
+    """Experts of the next layer are copied ahead; between prompts, calls and updates change what is in slots."""
+    resident = [layer("mxfp4", "auto", seed) for seed in range(5)]
+    offloaded = [OffloadedExperts(layer("mxfp4", "auto", seed), 6) for seed in range(5)]
+    used = [torch.cuda.Stream() for _ in range(streams)]
+    for turn in range(20):
+        arguments = call(256 + turn, turn)
+        few = call(1, turn)
+        expected = [[experts(*a).clone() for a in (arguments, few)] for experts in resident]
+        torch.cuda.synchronize()
+        with torch.cuda.stream(used[turn % streams]):
+            got = [[experts(*a) for a in (arguments, few)[: 1 + turn % 2]] for experts in offloaded]
+        torch.cuda.synchronize()
+        for ours, theirs in zip(got, expected, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=False)), turn
+        if turn % 7 == 6:
+            new = random_experts("mxfp4", experts=EXPERTS, hidden=HIDDEN, intermediate=WIDTH, bias=True, seed=turn)
+            for experts in (resident[turn % 5], offloaded[turn % 5]):
+                experts.update(new)
+    assert len(offloaded[0]._shared.buffers) == 2
+
+
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 @pytest.mark.parametrize("format", ["mxfp4", "fp8_block128"])
 def test_replays_of_a_graph_are_bitwise_the_resident_layer(format: str, backend: str) -> None:

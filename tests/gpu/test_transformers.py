@@ -67,6 +67,18 @@ def test_captured_steps() -> None:
     assert torch.equal(step_by_step(decoder, prompts_BT, given_NB1), got)
 
 
+def test_captured_steps_of_experts_in_host_memory() -> None:
+    """With as few slots as can be, so that a step of several sequences runs in waves; and compiled by generate."""
+    got = []
+    for memory in (None, f"{AutoConfig.from_pretrained(CHECKPOINT).num_experts_per_tok}slots"):
+        model, tokenizer = load(CHECKPOINT, device="cuda", dtype=torch.bfloat16, expert_memory=memory)
+        got.append(step_by_step(Decoder(model, max_tokens=LENGTH + STEPS), prompts().cuda(), given_tokens().cuda()))
+    assert torch.equal(*got)
+    inputs = tokenizer("123+456=", return_tensors="pt").to("cuda")
+    ids = model.generate(**inputs, max_new_tokens=4, do_sample=False, cache_implementation="static")
+    assert tokenizer.decode(ids[0, inputs.input_ids.shape[1] :], skip_special_tokens=True).startswith("579")
+
+
 def test_a_capture_of_experts_whose_parameters_move() -> None:
     """What polymoe can say of it, at the next call outside of the graph."""
     torch.manual_seed(0)

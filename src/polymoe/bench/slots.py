@@ -3,11 +3,14 @@ calls of more tokens.
 
 Calls are made so that each misses exactly so many experts, whatever was replayed before: the misses of all calls go
 through more experts than there are slots, and the hits through experts that are needed again before they are evicted.
-They are captured in one CUDA graph, and the counter on the GPU says how many experts were copied.
+They are captured in one CUDA graph, and the counter on the GPU says how many experts were copied. Calls of up to 256
+tokens are captured too, in waves where they have more ids than there are slots. Larger ones go through a stack of
+layers, as a prompt does, and are timed together: each layer's experts are copied while the layer before runs.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +24,7 @@ from polymoe.bench.contenders import BenchRow, Call
 from polymoe.bench.measure import draw_calls
 from polymoe.bench.records import Record, Stamp
 from polymoe.bench.routings import RoutingDistribution, floor_us
-from polymoe.bench.timing import TimedCalls
+from polymoe.bench.timing import TimedCalls, Timing
 from polymoe.errors import ArgumentError
 from polymoe.layer.experts import FusedExperts
 from polymoe.layer.offload import OffloadedExperts
@@ -33,6 +36,8 @@ from polymoe.problem.routing import Routing
 __all__ = ["Link", "missing_calls", "slot_rows"]
 
 _CALLS = 32  # at least, of one graph
+_MOST_CAPTURED = 256  # tokens of a step for which engines capture graphs
+_STACK = 4  # layers
 
 
 def missing_calls(experts: int, slots: int, top_k: int, misses: int) -> list[list[int]]:
@@ -94,7 +99,7 @@ def slot_rows(
 ) -> Iterator[BenchRow]:
     """Yield a row of the resident layer and one for each number of misses of a token; then the same, with the misses
     that the routing makes, for each larger number of tokens. The floor of a call with misses is that of the resident
-    layer and the time in which the copy engine copies them.
+    layer and the time in which the copy engine copies them; in a stack of layers, the longer of both.
 
     Raises:
         ArgumentError: for slots or misses that do not fit the layer.
@@ -104,10 +109,9 @@ def slot_rows(
     count, top_k = problem.spec.local_experts, problem.top_k
     cycles = {m: missing_calls(count, slots, top_k, m) for m in misses}
     progress("packing")
-    resident, copied = (_packed(workload, machine, device) for _ in range(2))
+    resident = _packed(workload, machine, device)
     progress(f"page-locking {count} experts")
-    offloaded = OffloadedExperts(copied, slots)
-    del copied
+    offloaded = OffloadedExperts(copy.deepcopy(resident), slots)
     link = Link(offloaded, device)
     x_TH = torch.randn(1, problem.spec.hidden, device=device).bfloat16()
     weights_TA = torch.full((1, top_k), 1 / top_k, device=device)
@@ -119,16 +123,20 @@ def slot_rows(
     of = _Timed(workload, offloaded, machine, stamp, link)
     rate = f"link {link.bytes_per_s / 1e9:.1f} GB/s"
     if misses:
-        yield replace(of.row(resident, resident, calls(cycles[misses[0]]), "cycle", 0), note=rate)
+        yield replace(of.row([resident], resident, calls(cycles[misses[0]]), "cycle", 0), note=rate)
     for m in misses:
         progress(f"{m} misses")
-        yield of.row(offloaded, resident, calls(cycles[m]), "cycle", m)
+        yield of.row([offloaded], resident, calls(cycles[m]), "cycle", m)
+    stack = [offloaded]
     for t in tokens:
         if t > 1:
+            while t > _MOST_CAPTURED and len(stack) < _STACK:
+                progress(f"page-locking layer {len(stack) + 1}")
+                stack.append(OffloadedExperts(copy.deepcopy(resident), slots))
             progress(f"{t} tokens")
             drawn = draw_calls(problem, distribution, device, t)
-            yield replace(of.row(resident, resident, drawn, distribution.name, 0), note=rate)
-            yield of.row(offloaded, resident, drawn, distribution.name, None)
+            yield replace(of.row([resident], resident, drawn, distribution.name, 0), note=rate)
+            yield of.row(stack if t > _MOST_CAPTURED else [offloaded], resident, drawn, distribution.name, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,38 +150,51 @@ class _Timed:
     link: Link
 
     def row(
-        self, layer: FusedExperts, resident: FusedExperts, calls: Sequence[Call], routing: str, misses: int | None
+        self,
+        layers: Sequence[FusedExperts],
+        resident: FusedExperts,
+        calls: Sequence[Call],
+        routing: str,
+        misses: int | None,
     ) -> BenchRow:
         """Compare a cycle of calls with the resident layer's bits, and time it; ``misses`` of each call are expected,
-        or with None counted."""
+        or with None counted. Of several layers, each has one of the calls in turn, and they are timed together."""
         problem, offloaded = self.workload.problem, self.offloaded
-        tokens = len(calls[0][0])
+        tokens, stacked = len(calls[0][0]), len(layers) > 1
+        calls = [calls[at % len(calls)] for at in range(max(len(calls), len(layers)))]
+        layer = layers[0]
         name = "resident" if layer is resident else "offloaded" if misses is None else f"{misses} misses"
         expected = [resident(x, *routed) for x, routed in calls]
         outs = [torch.full_like(x, float("nan")) for x, _ in calls]
-        graph = layer is resident or calls[0][1].topk_ids_TA.numel() <= offloaded.slots
-        timed = TimedCalls(
-            [partial(_call, layer, x, routed, out) for (x, routed), out in zip(calls, outs, strict=True)],
-            offloaded.device,
-            graph=graph,
-        )
+        made = [
+            partial(_call, layers[at % len(layers)], x, routed, out)
+            for at, ((x, routed), out) in enumerate(zip(calls, outs, strict=True))
+        ]
+        together = [partial(_in_turn, made)] if stacked else made
+        timed = TimedCalls(together, offloaded.device, graph=not stacked)
         timed()
-        before = offloaded.cache_stats()["misses"]
+        before = _misses(layers)
         for out in outs:
             out.fill_(float("nan"))
         timed()
-        copied = (offloaded.cache_stats()["misses"] - before) / len(calls)
+        copied = (_misses(layers) - before) / len(calls)
         if misses is not None and copied != (0 if layer is resident else misses):
             return BenchRow(name, tokens, note=f"copied {copied} experts", wrong=True)
         if not all(torch.equal(out, e) for out, e in zip(outs, expected, strict=True)):
             return BenchRow(name, tokens, note="not the bits of the resident layer", wrong=True)
         timing = timed.time(5 if copied else 15, rest_seconds=0.5)
+        if stacked:
+            each = (timing.median_us, timing.p25_us, timing.p75_us)
+            timing = Timing(*(us / len(calls) for us in each), by=timing.by)
         floor = floor_us(problem, self.machine.device, [routed for _, routed in calls])
-        floor += copied * offloaded.expert_bytes / self.link.bytes_per_s * 1e6
+        copies = copied * offloaded.expert_bytes / self.link.bytes_per_s * 1e6
+        floor = max(floor, copies) if stacked else floor + copies
         step = resident.explain().require().step(tokens)
         case, slots = self.workload.case, offloaded.slots
         if layer is not resident:
             case += f"[{slots} slots]" if misses is None else f"[{slots} slots, {misses} misses]"
+        if stacked:
+            case += f"[stack of {len(layers)}]"
         record = Record.of(
             timing,
             floor,
@@ -195,6 +216,15 @@ class _Timed:
 
 def _call(layer: FusedExperts, x_TH: Tensor, routing: Routing, out_TH: Tensor) -> None:
     layer(x_TH, *routing, out=out_TH)
+
+
+def _in_turn(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
+
+
+def _misses(layers: Sequence[FusedExperts]) -> int:
+    return sum(layer.cache_stats()["misses"] for layer in layers if isinstance(layer, OffloadedExperts))
 
 
 def _packed(workload: Workload, machine: Machine, device: torch.device) -> FusedExperts:
