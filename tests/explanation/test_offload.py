@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from polymoe.errors import ArgumentError
 from polymoe.explanation import explain
 from polymoe.explanation.offload import offload_of
+from polymoe.machine.link import LINKS, MeasuredLink, recorded_link
 
 
 def test_gpt_oss_120b_on_an_rtx_4090() -> None:
@@ -41,3 +44,19 @@ def test_gpt_oss_120b_on_an_rtx_4090() -> None:
 def test_memory_that_does_not_do(device: str, memory: str, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         offload_of(explain("openai/gpt-oss-120b", device=device), memory)
+
+
+def test_a_link_that_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """doctor --link records it by GPU; a file that cannot be read counts as none."""
+    monkeypatch.setenv("POLYMOE_CACHE", str(tmp_path / "cache"))
+    explanation = explain("openai/gpt-oss-120b", device="rtx4090")
+    for name, rate in (("h200", 60e9), ("rtx4090", 10e9), ("rtx4090", 20e9)):
+        path = MeasuredLink(name, 2 * rate, rate, 13 << 20, 700.0).save()
+    assert path is not None
+    found = offload_of(explanation, "32slots")
+    assert found.links == (("measured, 20.0 GB/s", 20e9),)
+    assert {row["link"] for row in found.to_dict()["tokens_per_second"]} == {"measured, 20.0 GB/s"}
+    assert recorded_link("h200") == MeasuredLink("h200", 120e9, 60e9, 13 << 20, 700.0)
+    for text in ("", "[]", '{"rtx4090": {"device": "rtx4090"}}', '{"rtx4090": 3}'):
+        path.write_text(text)
+        assert offload_of(explanation, "32slots").links == LINKS

@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from polymoe.errors import ArgumentError, CheckpointError, PlanError, Unsupporte
 from polymoe.kernels.cuda import modules
 from polymoe.kernels.cuda.slots import SlotLaunches
 from polymoe.kernels.cuda.targets import SM90
-from polymoe.layer import offload
+from polymoe.layer import host_store
 from polymoe.layer.experts import FusedExperts
 from polymoe.layer.offload import OffloadedExperts
 from polymoe.layer.runtime import BoundStep
@@ -402,9 +403,52 @@ def test_numbers_of_slots(slots: int) -> None:
 
 
 def test_host_memory_that_does_not_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "host_memory", lambda: (1000, 2000))
+    monkeypatch.setattr(host_store, "host_memory", lambda: (1000, 2000))
     with pytest.raises(PlanError, match="host memory for experts"):
         OffloadedExperts(layer(), 3)
+
+
+class Driver:
+    """Locks pages until the n-th call, or is interrupted there."""
+
+    def __init__(self, most: int, interrupted: bool = False) -> None:
+        self.most, self.interrupted = most, interrupted
+        self.locked: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        if len(self.locked) == self.most:
+            if self.interrupted:
+                raise KeyboardInterrupt
+            return 2
+        self.locked[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.locked[address]
+        return 0
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_pages_that_cannot_all_be_locked_are_all_unlocked(monkeypatch: pytest.MonkeyPatch, interrupted: bool) -> None:
+    monkeypatch.setattr(host_store, "host_memory", lambda: (5 << 30, 8 << 30))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    tensors = [torch.empty(100), torch.empty(0), torch.empty(3), torch.empty(50)]
+    for most in range(3):
+        driver = Driver(most, interrupted)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)  # noqa: B023
+        error = pytest.raises(KeyboardInterrupt if interrupted else PlanError)
+        with error as caught:
+            host_store.PageLocked(tensors)
+        assert not driver.locked
+        if not interrupted:
+            assert re.search(r"page-locked memory.*error 2, with 5.* GiB of 8.* free.*WSL", str(caught.value), re.DOTALL)
+    driver = Driver(9)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    locked = host_store.PageLocked(tensors)
+    assert list(driver.locked.values()) == [400, 12, 200]
+    del locked
+    gc.collect()
+    assert not driver.locked
 
 
 def test_what_is_refused() -> None:

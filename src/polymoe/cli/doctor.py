@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from polymoe.cli.options import Output
-from polymoe.cli.output import print_json
+from dataclasses import dataclass
+
+from polymoe.cli.options import Output, option
+from polymoe.cli.output import print_json, say
 
 __all__ = ["command"]
 
 
-def command(output: Output) -> None:
+@dataclass(frozen=True)
+class _Measured:
+    """What is measured."""
+
+    link: bool = option(
+        False, "Instead, measure how fast this GPU gets experts from host memory (--expert-memory). explain uses it.",
+        "--link",
+    )  # fmt: skip
+
+
+def command(measured: _Measured, output: Output) -> None:
     """Show what this machine has, each backend's verdict on it and which engines are installed, as a block to paste
     into a bug report.
 
     Needs no GPU and no network. Keys are not shown. If something is broken, its line says so.
     """
+    if measured.link:
+        _link(output)
+        return
     from polymoe.doctor.diagnosis import diagnose
 
     diagnosis = diagnose()
@@ -21,3 +36,18 @@ def command(output: Output) -> None:
         print_json(diagnosis.to_dict())
     else:
         print(diagnosis)
+
+
+def _link(output: Output) -> None:
+    from dataclasses import asdict
+
+    from polymoe.bench.link import measure_link
+
+    link = measure_link()
+    path = link.save()
+    if output.json:
+        print_json(asdict(link))
+    else:
+        print(link)
+    if path is not None:
+        say(f"recorded in {path}")

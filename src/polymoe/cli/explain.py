@@ -154,11 +154,11 @@ def _print(explanation: Explanation, offload: Offload | None) -> None:
 
 def _hits(offload: Offload) -> Table:
     from polymoe.explanation.offload import HIT_RATES
-    from polymoe.layer.offload import LINKS
 
-    columns = ("experts of a token in slots", *(link for link, _ in LINKS))
+    columns = ("experts of a token in slots", *(link for link, _ in offload.links))
     rows = [
-        (f"{hits:.0%}", *(f"{offload.tokens_per_second(hits, rate):.1f}" for _, rate in LINKS)) for hits in HIT_RATES
+        (f"{hits:.0%}", *(f"{offload.tokens_per_second(hits, rate):.1f}" for _, rate in offload.links))
+        for hits in HIT_RATES
     ]
     return cells(columns, rows, "tokens/s of one sequence, at most, by the link to host memory")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from polymoe.common.units import format_bytes
 from polymoe.errors import ArgumentError
 from polymoe.explanation.explanation import Explanation
 from polymoe.explanation.fit import RESERVE
+from polymoe.machine.link import LINKS, links
 
 __all__ = ["AUTO_CONTEXT", "HIT_RATES", "Offload", "offload_of"]
 
@@ -29,6 +31,7 @@ class Offload:
         host_bytes: of all experts, page-locked.
         token_bytes: of the experts of one token in all layers: what no hit at all copies.
         step_us: predicted time of a token whose experts are all in slots; None where it is not known.
+        links: names and rates, bytes/s, of links to host memory.
     """
 
     slots: int
@@ -37,6 +40,7 @@ class Offload:
     host_bytes: int
     token_bytes: int
     step_us: float | None
+    links: Sequence[tuple[str, float]] = LINKS
 
     def tokens_per_second(self, hits: float, bytes_per_s: float) -> float:
         """Return the tokens per second of one sequence at a share of hits, at most: the step and the copies."""
@@ -53,12 +57,10 @@ class Offload:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values, for JSON."""
-        from polymoe.layer.offload import LINKS
-
         names = ("slots", "gpu_bytes", "host_bytes", "token_bytes")
         rates = [
             {"link": name, "hits": hits, "tokens_per_second": round(self.tokens_per_second(hits, rate), 1)}
-            for name, rate in LINKS
+            for name, rate in self.links
             for hits in HIT_RATES
         ]
         return {**{name: getattr(self, name) for name in names}, "tokens_per_second": rates}
@@ -103,5 +105,6 @@ def offload_of(explanation: Explanation, expert_memory: str, *, memory_bytes: in
         gpu_bytes=slots * sum(each) + 2 * max(spec.local_bytes for spec in specs),
         host_bytes=sum(spec.local_bytes for spec in specs),
         token_bytes=sum(p.top_k * size for p, size in zip(problems, each, strict=True)),
+        links=links(explanation.device.name),
         step_us=times[0].total_us or times[0].experts_us if times and times[0].tokens == 1 else None,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from itertools import count
@@ -15,20 +15,21 @@ import torch
 from torch import Tensor
 
 from polymoe.common.units import format_bytes
-from polymoe.errors import ArgumentError, PlanError, UnsupportedProblem
+from polymoe.errors import ArgumentError, UnsupportedProblem
 from polymoe.layer.experts import FusedExperts
+from polymoe.layer.host_store import HostStore
 from polymoe.layer.load_check import check_layer, require_planned
 from polymoe.layer.runtime import LayerRuntime, on_device
 from polymoe.layer.slots import CpuSlots, GpuSlots, run_in_waves
 from polymoe.layer.sweep import Buffer, SharedBuffers, after, rows_as_bytes
 from polymoe.layouts import Packed
 from polymoe.layouts.pack_check import pack_checked
-from polymoe.machine import host_memory
+from polymoe.machine.link import links
 from polymoe.problem import Problem
 from polymoe.problem.call import CallArguments
 from polymoe.problem.tensors import ExpertsSpec, ExpertWeights
 
-__all__ = ["LINKS", "CacheStats", "OffloadedExperts", "require_slots", "slots_in", "slots_of"]
+__all__ = ["CacheStats", "OffloadedExperts", "require_slots", "slots_in", "slots_of"]
 
 _BACKENDS = ("cuda", "triton", "torch", "reference")
 """Those whose packed tensors are rows of experts that are read where they are, so that any row can hold any expert."""
@@ -37,9 +38,6 @@ _BACKENDS = ("cuda", "triton", "torch", "reference")
 _NEARLY_ALL = 0.95
 """Share of a layer's experts that a call needs, from which on all of the next layer's are copied ahead: what it does
 not need takes the link less time than the link would be idle."""
-
-LINKS = (("PCIe 4 x16, 26 GB/s", 26e9), ("PCIe 5 x16, 55 GB/s", 55e9))
-"""Nominal rates from host memory to the GPU, bytes/s."""
 
 
 @dataclass(slots=True)
@@ -87,7 +85,7 @@ class OffloadedExperts(FusedExperts):
         problem, packed, choice = resident.problem, resident.packed, resident._plans.request
         require_slots(problem, slots)
         _require_rows(resident)
-        self._host = _HostStore(packed)
+        self._host = HostStore(packed)
         self.slots, self._swept, self._lock = slots, CacheStats(), threading.Lock()
         self._done: torch.cuda.Event | None = None
         self._key = str(next(_KEYS))
@@ -251,7 +249,9 @@ class OffloadedExperts(FusedExperts):
         """Where the experts lie, and what a miss costs, as one line."""
         size, experts = self.expert_bytes, self.problem.spec.local_experts
         slots, host = format_bytes(self.slots * size), format_bytes(self.packed.nbytes)
-        times = " or ".join(f"{1e6 * size / rate:.0f} us ({name})" for name, rate in LINKS)
+        times = " or ".join(
+            f"{1e6 * size / rate:.0f} us ({name})" for name, rate in links(self._plans.request.machine.device.name)
+        )
         return (
             f"{self.slots} of {experts} experts in slots on {self.device} ({slots}), all in host memory ({host}); "
             f"a miss copies {format_bytes(size)}, predicted {times}"
@@ -360,59 +360,3 @@ def _require_rows(resident: FusedExperts) -> None:
     if problem.activations.global_scale:
         expected = "activations whose scales belong to one expert"
         raise UnsupportedProblem(where, expected=expected, got=str(problem.activations))
-
-
-class _HostStore:
-    """Page-locked copies of a layer's packed tensors, of exactly their size."""
-
-    def __init__(self, packed: Packed) -> None:
-        tensors = list(packed.tensors.values())
-        memory = host_memory()
-        if memory is not None and packed.nbytes > memory[0]:
-            raise PlanError(
-                "host memory for experts",
-                expected=f"{format_bytes(packed.nbytes)} for this layer",
-                got=f"{format_bytes(memory[0])} free",
-                hint="end other programs; all experts of the model need room in host memory",
-            )
-        self.tensors = [torch.empty_like(t, device="cpu", memory_format=torch.contiguous_format) for t in tensors]
-        locked: list[int] = []
-        weakref.finalize(self, _unlock, locked)
-        if tensors[0].is_cuda:
-            for tensor in self.tensors:
-                _lock_pages(tensor)
-                locked.append(tensor.data_ptr())
-        self.copy_from(tensors)
-
-    def copy_from(self, tensors: Iterable[Tensor]) -> None:
-        """Overwrite all experts, and wait for it."""
-        for host, tensor in zip(self.tensors, tensors, strict=True):
-            host.copy_(tensor)
-
-
-_MAPPED = 2  # cudaHostRegisterMapped: kernels read it
-
-
-def _lock_pages(tensor: Tensor) -> None:
-    if not tensor.numel():
-        return
-    size = tensor.numel() * tensor.element_size()
-    code = int(_cudart().cudaHostRegister(tensor.data_ptr(), size, _MAPPED))
-    if code:
-        raise PlanError(
-            "host memory for experts",
-            expected=f"{format_bytes(size)} of page-locked memory",
-            got=f"CUDA error {code}",
-            hint="the host has too little free memory, or a container or WSL limits what may be locked",
-        )
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()
-
-
-def _unlock(addresses: list[int]) -> None:
-    if addresses:
-        torch.cuda.synchronize()  # copies may be under way
-    for address in addresses:
-        _cudart().cudaHostUnregister(address)

@@ -1,0 +1,96 @@
+"""HostStore: all packed experts of a layer in page-locked host memory."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polymoe.common.units import format_bytes
+from polymoe.errors import PlanError
+from polymoe.layouts import Packed
+from polymoe.machine import host_memory
+
+__all__ = ["HostStore", "PageLocked"]
+
+_MAPPED = 2  # cudaHostRegisterMapped: kernels read it
+_WHERE = "host memory for experts"
+
+
+class PageLocked:
+    """Keeps the pages of tensors in host memory, so that copy engines and kernels read them, while it lives.
+
+    Raises:
+        PlanError: if the driver refuses; all pages are unlocked then.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        addresses: list[int] = []
+        self._unlock = weakref.finalize(self, _unlock, addresses)
+        try:
+            for tensor in tensors:
+                if tensor.numel():
+                    _lock(tensor, addresses)
+        except BaseException:
+            self._unlock()
+            raise
+
+
+class HostStore:
+    """Page-locked copies of a layer's packed tensors, of exactly their size.
+
+    Raises:
+        PlanError: if the host has too little memory, or it cannot be page-locked; nothing is kept then.
+    """
+
+    def __init__(self, packed: Packed) -> None:
+        tensors = list(packed.tensors.values())
+        memory = host_memory()
+        if memory is not None and packed.nbytes > memory[0]:
+            raise PlanError(
+                _WHERE,
+                expected=f"{format_bytes(packed.nbytes)} for this layer",
+                got=f"{format_bytes(memory[0])} free",
+                hint="end other programs; all experts of the model need room in host memory",
+            )
+        self.tensors = [torch.empty_like(t, device="cpu", memory_format=torch.contiguous_format) for t in tensors]
+        self._locked = PageLocked(self.tensors if tensors[0].is_cuda else ())
+        self.copy_from(tensors)
+
+    def copy_from(self, tensors: Iterable[Tensor]) -> None:
+        """Overwrite all experts, and wait for it."""
+        for host, tensor in zip(self.tensors, tensors, strict=True):
+            host.copy_(tensor)
+
+
+def _lock(tensor: Tensor, addresses: list[int]) -> None:
+    size = tensor.numel() * tensor.element_size()
+    code = int(_cudart().cudaHostRegister(tensor.data_ptr(), size, _MAPPED))
+    if code:
+        raise PlanError(
+            _WHERE,
+            expected=f"{format_bytes(size)} of page-locked memory",
+            got=f"CUDA error {code}{_free()}",
+            hint="the host has too little free memory, or a container or WSL limits what may be locked",
+        )
+    addresses.append(tensor.data_ptr())
+
+
+def _free() -> str:
+    memory = host_memory()
+    return "" if memory is None else f", with {format_bytes(memory[0])} of {format_bytes(memory[1])} free"
+
+
+def _unlock(addresses: list[int]) -> None:
+    if addresses:
+        torch.cuda.synchronize()  # copies may be under way
+    for address in addresses:
+        _cudart().cudaHostUnregister(address)
+    addresses.clear()
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()
