@@ -441,7 +441,7 @@ def test_pages_that_cannot_all_be_locked_are_all_unlocked(monkeypatch: pytest.Mo
             host_store.PageLocked(tensors)
         assert not driver.locked
         if not interrupted:
-            assert re.search(r"page-locked memory.*error 2, with 5.* GiB of 8.* free.*WSL", str(caught.value), re.DOTALL)
+            assert re.search(r"page-locked.*error 2, with 5.* GiB of 8.* free.*WSL", str(caught.value), re.DOTALL)
     driver = Driver(9)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     locked = host_store.PageLocked(tensors)

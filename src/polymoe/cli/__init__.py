@@ -91,7 +91,8 @@ add(app, "tune", "Find the fastest kernel configurations on this GPU.", tune.com
     "polymoe tune --checkpoint demo --seconds 60")  # fmt: skip
 add(app, "doctor", "Show this machine, and each backend's verdict on it.", doctor.command,
     "polymoe doctor",
-    "polymoe doctor --json")  # fmt: skip
+    "polymoe doctor --json",
+    "polymoe doctor --link")  # fmt: skip
 add(_bench, "kernels", "Time each backend on the experts of one layer.", bench.command,
     "polymoe bench kernels --case deepseek-v4-flash --tokens 1,16,64",
     "polymoe bench kernels --checkpoint demo --backends cuda,triton --out results.jsonl",
