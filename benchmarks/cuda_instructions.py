@@ -21,7 +21,7 @@ import triton
 
 from polymoe.common.atomic import replace_file
 from polymoe.kernels.cuda import modules
-from polymoe.kernels.cuda.sizes import (
+from polymoe.kernels.cuda.spec import (
     W4_FORMATS,
     W4A8,
     W4A8_ROWS,
@@ -31,7 +31,7 @@ from polymoe.kernels.cuda.sizes import (
     W8A16_MMA,
     W8A16_MMA_TILED,
     W8A16_WGMMA,
-    FamilySizes,
+    KernelFamily,
 )
 from polymoe.kernels.cuda.targets import SM90, TARGETS, Target
 
@@ -73,7 +73,7 @@ def loops(instructions: Instructions) -> Iterator[list[str]]:
             yield [t for a, t in instructions if start <= a <= address]
 
 
-def _family(format: str, of_4_bits: FamilySizes, of_8_bits: FamilySizes) -> FamilySizes:
+def _family(format: str, of_4_bits: KernelFamily, of_8_bits: KernelFamily) -> KernelFamily:
     return of_8_bits if format in of_8_bits.formats else of_4_bits
 
 
@@ -125,7 +125,7 @@ def wgmma_costs(format: str, part: str, block_m: int) -> dict[int, float]:
     return costs
 
 
-def w4a8_costs(family: FamilySizes, format: str, part: str, block_m: int) -> dict[int, float]:
+def w4a8_costs(family: KernelFamily, format: str, part: str, block_m: int) -> dict[int, float]:
     """The same of a w4a8 or w4a8_rows kernel, by the width of wgmma, each of which takes sixteen weights of a lane."""
     costs: dict[int, float] = {}
     if format not in family.formats:

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from polymoe.backends.cuda.backend import Cuda
 from polymoe.backends.cuda.config import CudaConfig
-from polymoe.backends.cuda.families import FAMILIES
+from polymoe.backends.cuda.families import layout_on
 from polymoe.backends.cuda.runner import CudaRunner
 from polymoe.bench.cases import CASES, Workload
 from polymoe.bench.measure import draw_calls
@@ -32,7 +32,7 @@ from polymoe.bench.records import Stamp, check_writable
 from polymoe.bench.routings import RoutingDistribution, floor_us
 from polymoe.bench.timing import TimedCalls, Timing
 from polymoe.common.atomic import append_line
-from polymoe.kernels.cuda.sizes import W4A16_MMA, W4A16_MMA_TILED, W8A16_MMA, W8A16_MMA_TILED
+from polymoe.kernels.cuda.spec import W4A16_MMA, W4A16_MMA_TILED, W8A16_MMA, W8A16_MMA_TILED
 from polymoe.kernels.cuda.targets import SM90
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import DEVICES, Machine
@@ -68,7 +68,7 @@ def main() -> int:
         problem = workload.problem
         eight_bits = problem.spec.format in W8A16_MMA.formats
         tiled = W8A16_MMA_TILED if eight_bits else W4A16_MMA_TILED
-        layouts = {target.name: FAMILIES[tiled.name].layout_on(target, problem.spec) for target in targets}
+        layouts = {target.name: layout_on(tiled, target, problem.spec) for target in targets}
         packed = {name: LAYOUTS[name].pack(workload.weights, device) for name in dict.fromkeys(layouts.values())}
         runners = {target.name: CudaRunner(problem, packed[layouts[target.name]], target) for target in targets}
         for tokens in args.tokens:

@@ -32,7 +32,8 @@ from polymoe.formats import FORMATS
 from polymoe.kernels.cuda import build as kernel_build
 from polymoe.kernels.cuda import modules
 from polymoe.kernels.cuda.driver import Module
-from polymoe.kernels.cuda.sizes import W4A8, W4A8_ROWS, W4A16_MMA, W4A16_WGMMA, CtaTile, FamilySizes
+from polymoe.kernels.cuda.pipelines import CtaTile
+from polymoe.kernels.cuda.spec import W4A8, W4A8_ROWS, W4A16_MMA, W4A16_WGMMA, KernelFamily
 from polymoe.kernels.cuda.targets import SM90, Target
 from polymoe.layouts import LAYOUTS, Packed
 from polymoe.layouts.cuda import w4a8_fragments
@@ -131,7 +132,7 @@ MULTIPLIED: Changes = (
 class Variant:
     """A tile of a kernel family, the changes, and tokens to time it with. Tiles of w4a16_mma are those of the table."""
 
-    family: FamilySizes
+    family: KernelFamily
     tile: CtaTile
     tokens: tuple[int, ...]
     changes: Changes = ()
@@ -148,11 +149,13 @@ def _wgmma(
     widths: tuple[int, ...],
     tokens: tuple[int, ...],
     changes: Changes = (),
-    family: FamilySizes = W4A16_WGMMA,
+    family: KernelFamily = W4A16_WGMMA,
 ) -> Variant:
     """``shape``: warpgroups, blocks of 64 rows of weights for each, and blocks of 64 columns in a stage."""
     warpgroups, n_blocks, k_blocks = shape
-    tile = CtaTile(block_m, 64 * n_blocks * warpgroups, 64 * k_blocks, warpgroups, widths)
+    tile = CtaTile(
+        block_m=block_m, block_n=64 * n_blocks * warpgroups, block_k=64 * k_blocks, warpgroups=warpgroups, widths=widths
+    )
     return Variant(family, tile, tokens, changes)
 
 

@@ -34,10 +34,11 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from polymoe.backends.cuda.config import CudaConfig
-from polymoe.backends.cuda.families import FAMILIES, KernelFamily
+from polymoe.backends.cuda.families import activations_of, layout_on
 from polymoe.backends.cuda.runner import CudaRunner
 from polymoe.bench.records import source, utc_now
 from polymoe.kernels.cuda import modules
+from polymoe.kernels.cuda.spec import KERNEL_FAMILIES, KernelFamily
 from polymoe.kernels.cuda.targets import SM90, Target
 from polymoe.layouts import LAYOUTS
 from polymoe.problem import Problem
@@ -78,10 +79,9 @@ SHAPES = (
 
 def configurations(family: KernelFamily) -> Iterator[CudaConfig]:
     """All configurations of a family, those that no heuristic chooses included."""
-    sizes = family.sizes
-    for m in sizes.tiles:
-        yield from (CudaConfig(family.name, m, n) for n in sizes.block_ns or (0,))
-        wider = (down for down in sizes.tiles if family.wider_down and down > m)
+    for m in family.tiles:
+        yield from (CudaConfig(family.name, m, n) for n in family.block_ns or (0,))
+        wider = (down for down in family.tiles if family.wider_down and down > m)
         yield from (CudaConfig(family.name, m, down_block_m=down) for down in wider)
     yield from (CudaConfig(family.name, m, narrow_m=narrow) for m, narrow in family.narrow)
 
@@ -98,7 +98,7 @@ def quantized(format: str, shape: Shape) -> ExpertWeights:
 def layers(family: KernelFamily) -> Iterator[tuple[str, Shape, Problem, ExpertWeights]]:
     """Format, shape, problem and weights of all layers that the family runs."""
     for format in family.formats:
-        for mode in family.activations:
+        for mode in activations_of(family):
             for shape in SHAPES:
                 gated = not isinstance(shape.activation, ReLU2)
                 no_kernel = (family.gated_only and not gated) or (
@@ -124,17 +124,17 @@ def _problem(weights: ExpertWeights, shape: Shape, mode: ActivationQuantization)
 
 def fits(config: CudaConfig, problem: Problem, formats: tuple[str, str], target: Target) -> bool:
     """Whether the pipelines of all of a configuration's GEMMs fit in the target's shared memory."""
-    spec, sizes = problem.spec, config.kernels.sizes
+    spec = problem.spec
     sides = (("gate_up" if spec.gated else "up", spec.hidden, 0), ("down", spec.intermediate, config.down_block_m))
     return all(
-        sizes.fits(target.budget, format, part, m or config.block_m, k)
+        config.kernels.fits(target.budget, format, part, m or config.block_m, k)
         for format, (part, k, m) in zip(formats, sides, strict=True)
     )
 
 
 def cells(target: Target, device: str, only: str) -> Iterator[tuple[str, CudaRunner, CudaConfig, CallArguments]]:
     """Name, runner, configuration and arguments of every cell of a target."""
-    for family in (FAMILIES[name] for name in target.families):
+    for family in (KERNEL_FAMILIES[name] for name in target.families):
         for format, shape, problem, weights in layers(family):
             layer = f"{target.name}, {format}, {problem.activations}, {shape}"
             runner = None
@@ -146,7 +146,7 @@ def cells(target: Target, device: str, only: str) -> Iterator[tuple[str, CudaRun
                     if only not in name:
                         continue
                     if runner is None:
-                        packed = LAYOUTS[family.layout_on(target, problem.spec)].pack(weights, torch.device(device))
+                        packed = LAYOUTS[layout_on(family, target, problem.spec)].pack(weights, torch.device(device))
                         runner = CudaRunner(problem, packed, target)
                     x, (ids, router_weights) = random_call(tokens, shape.hidden, EXPERTS, shape.top_k, torch.bfloat16)
                     ids[0, 0] = -1

@@ -63,16 +63,16 @@ _PLANNING = " ".join(f"planning/test_{name}.py" for name in ("plan", "predictor"
 _PLANNING += " contract/test_selection.py"
 
 _MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
-    ("kernels/cuda/launch/permutation.py", _LAUNCH, (
+    ("kernels/cuda/launch/shape.py", _LAUNCH, (
         ("rows // block_m),", "rows // block_m - 1),"),
         ("end += count", "end += count - 1"),
-        ("few = rows <= FEW_ROWS", "few = rows <= 2 * FEW_ROWS"),
+        ("sorts and rows <= FEW_ROWS", "sorts and rows <= 2 * FEW_ROWS"),
         ("return min(_MOST_CTAS,", "return max(_MOST_CTAS,"),
+        ('offsets["lists"] + i * LIST_BYTES', 'offsets["lists"]'),
+        ('"gate_up_top_k": self.top_k if', '"gate_up_top_k": 1 if'),
     )),
-    ("kernels/cuda/launch/call.py", _LAUNCH, (
-        ('arrays["lists"] + i * LIST_BYTES', 'arrays["lists"]'),
-        ("permutation.long_ids = finalize.long_ids = long_ids", "permutation.long_ids = finalize.long_ids = False"),
-        ("self.gate_up.top_k = top_k  # x", "self.gate_up.top_k = 1  # x"),
+    ("kernels/cuda/launch/steps.py", _LAUNCH, (
+        ('long_ids="long_ids", even="even_tiles"', 'long_ids="nothing", even="even_tiles"'),
     )),
     ("kernels/cuda/build.py", "kernels/test_cuda.py::test_compiled_from_these_sources", (
         ("conditions[-1] = not conditions[-1]", "pass"),

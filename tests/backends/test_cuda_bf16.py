@@ -11,7 +11,7 @@ from polymoe.backends.cuda.backend import Cuda, CudaConfig
 from polymoe.bench.cases import CASES
 from polymoe.errors import PlanError
 from polymoe.formats import FORMATS
-from polymoe.kernels.cuda.sizes import BF16
+from polymoe.kernels.cuda.spec import BF16
 from polymoe.machine import DEVICES, Machine
 from polymoe.planning.measured import Table
 from polymoe.planning.select import select

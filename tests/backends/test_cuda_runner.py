@@ -13,7 +13,7 @@ from polymoe.backends.base import mapped_ids
 from polymoe.backends.cuda import Cuda, CudaConfig
 from polymoe.errors import ArgumentError
 from polymoe.kernels.cuda import modules
-from polymoe.kernels.cuda.launch.permutation import LIST_BYTES
+from polymoe.kernels.cuda.launch.shape import LIST_BYTES
 from polymoe.kernels.cuda.targets import Target
 from polymoe.problem.call import CallArguments
 from polymoe.problem.routing import Routing
@@ -186,8 +186,7 @@ def test_x_that_is_quantized_already_and_experts_elsewhere(
     x, routing = random_call(tokens, 256, 5, 2, torch.bfloat16)
     x[3, :128] = 0
     libraries = {
-        unit: compile_unit(unit)
-        for unit in ("permute", "finalize", "quantize", config.kernels.sizes.unit("fp8_block128"))
+        unit: compile_unit(unit) for unit in ("permute", "finalize", "quantize", config.kernels.unit("fp8_block128"))
     }
     expected, _ = run_emulated(monkeypatch, libraries, weights, x, routing, config, activations="fp8_group128")
     packed = pack(problem, weights)

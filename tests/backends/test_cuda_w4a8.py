@@ -14,7 +14,7 @@ from polymoe.bench.cases import CASES
 from polymoe.checkpoint import Checkpoint
 from polymoe.errors import PlanError
 from polymoe.formats import FORMATS
-from polymoe.kernels.cuda.sizes import W4A8
+from polymoe.kernels.cuda.spec import W4A8
 from polymoe.machine import DEVICES, Machine
 from polymoe.planning.measured import Table
 from polymoe.planning.select import resolve_activations, select

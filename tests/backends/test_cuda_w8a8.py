@@ -9,11 +9,11 @@ import pytest
 from polymoe.backends.cuda.backend import Cuda, CudaConfig
 from polymoe.bench.cases import CASES
 from polymoe.errors import PlanError
-from polymoe.kernels.cuda import sizes
+from polymoe.kernels.cuda import spec
 from polymoe.machine import DEVICES, Machine
 
-W8A8_F16 = tuple(sizes.W8A8_F16.tiles)
-W8A8 = tuple(sizes.W8A8.tiles)
+W8A8_F16 = tuple(spec.W8A8_F16.tiles)
+W8A8 = tuple(spec.W8A8.tiles)
 H200 = Machine(DEVICES["h200"], packages={"triton": "3.6.0"}, driver=(13, 0))
 EVERY = [CudaConfig("w8a8", rows) for rows in W8A8]
 DEEPSEEK = CASES["deepseek-v3-tp8"].problem()

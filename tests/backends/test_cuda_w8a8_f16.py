@@ -11,7 +11,7 @@ from polymoe.backends.cuda.backend import Cuda, CudaConfig
 from polymoe.bench.cases import CASES
 from polymoe.errors import PlanError
 from polymoe.formats import FORMATS, PerGroup
-from polymoe.kernels.cuda import sizes
+from polymoe.kernels.cuda import spec
 from polymoe.machine import DEVICES, Machine
 from polymoe.planning.measured import Table
 from polymoe.planning.select import select
@@ -19,7 +19,7 @@ from polymoe.problem.activations import ReLU2
 from polymoe.problem.scale_range import ScaleRange
 from polymoe.problem.verdict import Accepted, Rejected
 
-W8A8_F16 = tuple(sizes.W8A8_F16.tiles)
+W8A8_F16 = tuple(spec.W8A8_F16.tiles)
 H200 = Machine(DEVICES["h200"], packages={"triton": "3.6.0"}, driver=(13, 0))
 EVERY = [CudaConfig("w8a8_f16", rows) for rows in W8A8_F16]
 DEEPSEEK = CASES["deepseek-v3-tp8"].problem()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from polymoe.backends.cuda.backend import CudaConfig
-from polymoe.kernels.cuda.sizes import BF16
+from polymoe.kernels.cuda.spec import BF16
 from polymoe.layer.experts import FusedExperts
 from polymoe.problem.activations import GeGLU
 from support.captured import captured_follows_new_rows

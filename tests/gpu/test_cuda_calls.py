@@ -15,7 +15,7 @@ from polymoe.bench.cases import CASES, Workload
 from polymoe.bench.records import Stamp
 from polymoe.bench.tune import Tune
 from polymoe.errors import ArgumentError, CheckpointError, PlanError, UnsupportedProblem
-from polymoe.kernels.cuda.sizes import W4A16_WGMMA
+from polymoe.kernels.cuda.spec import W4A16_WGMMA
 from polymoe.layer.experts import FusedExperts
 from polymoe.layouts import LAYOUTS
 from polymoe.machine import Machine

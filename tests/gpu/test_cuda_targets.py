@@ -10,7 +10,7 @@ import torch
 from polymoe.backends.cuda.config import CudaConfig
 from polymoe.backends.cuda.runner import CudaRunner
 from polymoe.backends.reference import run_experts
-from polymoe.kernels.cuda.sizes import W4_FORMATS, W4A16_MMA, W4A16_MMA_TILED, W8A16_MMA, W8A16_MMA_TILED
+from polymoe.kernels.cuda.spec import W4_FORMATS, W4A16_MMA, W4A16_MMA_TILED, W8A16_MMA, W8A16_MMA_TILED
 from polymoe.kernels.cuda.targets import SM90, Target
 from polymoe.problem.call import CallArguments
 from polymoe.problem.numerics import TOLERANCE, relative_error

@@ -10,7 +10,7 @@ import torch
 
 from polymoe.backends.cuda.backend import Cuda, CudaConfig
 from polymoe.backends.reference import run_experts
-from polymoe.kernels.cuda.sizes import W4A8
+from polymoe.kernels.cuda.spec import W4A8
 from polymoe.layer.experts import FusedExperts
 from polymoe.problem.activations import GeGLU, SwiGLU
 from polymoe.problem.call import CallArguments

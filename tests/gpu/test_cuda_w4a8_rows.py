@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from polymoe.backends.cuda.backend import CudaConfig
-from polymoe.kernels.cuda.sizes import W4A8_ROWS
+from polymoe.kernels.cuda.spec import W4A8_ROWS
 from polymoe.problem.activations import GeGLU, SwiGLU
 from support.cuda_calls import awkward_call, need_sm90, on_gpu, same_experts, same_in_any_batch
 from support.problems import GPT_OSS, random_call, with_input_scales

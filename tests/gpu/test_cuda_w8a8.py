@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from polymoe.backends.cuda.backend import CudaConfig
-from polymoe.kernels.cuda import sizes
-from polymoe.kernels.cuda.launch import e4m3_rows
+from polymoe.kernels.cuda import spec
+from polymoe.kernels.cuda.spec import KERNEL_FAMILIES
 from polymoe.layer.experts import FusedExperts
 from polymoe.problem.activations import GeGLU, SwiGLU
 from polymoe.problem.numerics import TOLERANCE
@@ -17,7 +18,7 @@ from support.captured import captured_follows_new_rows
 from support.cuda_calls import awkward_call, need_sm90, on_gpu, same_experts
 from support.problems import GPT_OSS, random_call
 
-W8A8 = tuple(sizes.W8A8.tiles)
+W8A8 = tuple(spec.W8A8.tiles)
 EVERY = [CudaConfig("w8a8", rows) for rows in W8A8]
 E4M3: dict[str, Any] = {"activations": "fp8_group128"}
 
@@ -49,7 +50,8 @@ def test_odd_sizes(config: CudaConfig, hidden: int, intermediate: int, top_k: in
 @pytest.mark.parametrize("tokens", [30, 61, 79, 95, 110, 127, 128, 129, 159, 160, 161, 320])
 def test_every_width_of_products(monkeypatch: pytest.MonkeyPatch, tokens: int, tiles: bool) -> None:
     """x in permuted tiles, and gathered."""
-    monkeypatch.setattr(e4m3_rows, "_TILES_TOP_K", int(tiles))
+    if not tiles:
+        monkeypatch.setitem(KERNEL_FAMILIES, "w8a8", replace(spec.W8A8, x=spec.W8A8.x[1:]))
     weights = same_experts("fp8_block128", hidden=512, intermediate=256, experts=1)
     on_gpu(weights, *random_call(tokens, 512, 1, 1, torch.bfloat16), EVERY[0], most=1e-2, **E4M3)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from polymoe.backends.cuda.backend import CudaConfig
-from polymoe.kernels.cuda import sizes
+from polymoe.kernels.cuda import spec
 from polymoe.layer.experts import FusedExperts
 from polymoe.problem.activations import GeGLU
 from support.captured import captured_follows_new_rows
@@ -21,7 +21,7 @@ from support.cuda_calls import (
 )
 from support.problems import GPT_OSS, random_call
 
-W8A8_F16 = tuple(sizes.W8A8_F16.tiles)
+W8A8_F16 = tuple(spec.W8A8_F16.tiles)
 EVERY = [CudaConfig("w8a8_f16", rows) for rows in W8A8_F16]
 TOKEN_TOLERANCE = 5e-3  # of every single token
 

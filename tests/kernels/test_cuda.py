@@ -16,9 +16,8 @@ import torch
 
 from polymoe.backends.cuda.backend import Cuda, CudaConfig
 from polymoe.kernels.cuda import build, driver, modules
-from polymoe.kernels.cuda.launch import args, permutation
-from polymoe.kernels.cuda.launch.tiled import WgmmaCall
-from polymoe.kernels.cuda.sizes import FAMILIES, W4_FORMATS, W4A16_MMA, W4A16_MMA_ORDERED, W4A16_WGMMA
+from polymoe.kernels.cuda.launch import args, shape
+from polymoe.kernels.cuda.spec import KERNEL_FAMILIES, W4_FORMATS, W4A16_MMA, W4A16_MMA_ORDERED, W4A16_WGMMA
 from polymoe.kernels.cuda.targets import SM90, TARGETS, Target
 from polymoe.machine import Machine
 from support.cuda_calls import launches, names
@@ -33,13 +32,13 @@ SOURCES = Path(modules.__file__).parent
 @pytest.mark.parametrize("block_m", [8, 64, 128])
 def test_work_tiles_of_any_routing_have_room(rows: int, experts: int, block_m: int) -> None:
     """Most tiles has a routing in which each expert has one row more than whole tiles."""
-    words, active = permutation._words(rows, experts, block_m, True), min(experts, rows)
+    words, active = shape.permutation_words(rows, experts, block_m, True), min(experts, rows)
     assert words["work_tiles"] // 4 >= active + (rows - active) // block_m
     assert words["narrow_tiles"] // 4 >= active
 
 
 def test_ctas_of_a_permutation_have_rows_enough() -> None:
-    assert [permutation._ctas(rows) for rows in (2048, 2049, 10_000, 10**6)] == [0, 2, 9, 32]
+    assert [shape.sorting_ctas(rows) for rows in (2048, 2049, 10_000, 10**6)] == [0, 2, 9, 32]
 
 
 BUILT = [pytest.param(t, unit, id=f"{t.name}-{unit}") for t in TARGETS.values() for unit in t.units]
@@ -71,7 +70,7 @@ def test_a_unit_has_the_kernels_of_the_table(target: Target, unit: str) -> None:
         f.unit(format): {
             f.kernel(part, block_m, v) for part in f.parts for block_m in f.tiles for v in f.variants(part)
         }
-        for f in FAMILIES.values()
+        for f in KERNEL_FAMILIES.values()
         for format in f.formats
     }
     assert names(unit, target) == {**gemms, **around}[unit]
@@ -172,9 +171,9 @@ def test_every_configuration_has_its_kernels(format: str, gated: bool) -> None:
             ("gate_up" if gated else "up", config.block_m),
             ("down", config.down_block_m or config.block_m),
         ):
-            sizes = config.kernels.sizes
-            variant = sizes.variant(SM90.budget, format, part, block_m, 128 if part == "down" else 256)
-            assert sizes.kernel(part, block_m, variant) in names(sizes.unit(format))
+            family = config.kernels
+            variant = family.variant(SM90.budget, format, part, block_m, 128 if part == "down" else 256)
+            assert family.kernel(part, block_m, variant) in names(family.unit(format))
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -206,11 +205,12 @@ def test_what_one_call_launches(
     monkeypatch: pytest.MonkeyPatch, config: CudaConfig, most_gathered_n: int, gated: bool
 ) -> None:
     """On a CPU, with launches recorded instead of made: names, arguments and shared memory."""
-    monkeypatch.setattr(WgmmaCall, "most_gathered_n", dict.fromkeys(W4A16_WGMMA.tiles, most_gathered_n))
+    gathers = dict.fromkeys(W4A16_WGMMA.tiles, most_gathered_n)
+    monkeypatch.setitem(KERNEL_FAMILIES, "w4a16_wgmma", replace(W4A16_WGMMA, gathers=gathers))
     made, tensors = launches(monkeypatch, "mxfp4", config, gated)
     tiled, gathers = config.family == "w4a16_wgmma", most_gathered_n >= (544 if gated else 272)
     gemms = [
-        config.kernels.sizes.kernel(part, config.block_m, "" if tiled else variant)
+        config.kernels.kernel(part, config.block_m, "" if tiled else variant)
         for part, variant in (("gate_up" if gated else "up", "n64"), ("down", "k512"))
     ]
     finalize = "finalize_bf16" if tiled else "finalize_f32"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from polymoe.backends.cuda.backend import CudaConfig
-from polymoe.kernels.cuda.sizes import BF16, MAX_STAGES
+from polymoe.kernels.cuda.pipelines import MAX_STAGES
+from polymoe.kernels.cuda.spec import BF16
 from polymoe.kernels.cuda.targets import SM90
 from support.cuda_calls import launches
 

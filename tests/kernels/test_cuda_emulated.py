@@ -14,12 +14,11 @@ from polymoe.backends.cuda.backend import Cuda, CudaConfig
 from polymoe.backends.reference import emulate_activations, run_experts
 from polymoe.formats import FORMATS, QuantTensor, format_of
 from polymoe.kernels.cuda import modules
-from polymoe.kernels.cuda.launch import mma
-from polymoe.kernels.cuda.launch.args import FinalizeArgs, QuantizePermutedArgs, dtype_number
-from polymoe.kernels.cuda.launch.call import tokens_per_cta
-from polymoe.kernels.cuda.launch.permutation import FEW_ROWS, Permutation
-from polymoe.kernels.cuda.launch.tiled import WgmmaCall, e4m3_tile_bytes
-from polymoe.kernels.cuda.sizes import BF16, W4A16_WGMMA
+from polymoe.kernels.cuda.launch import shape
+from polymoe.kernels.cuda.launch.args import FinalizeArgs, PermutationArgs, QuantizePermutedArgs, dtype_number
+from polymoe.kernels.cuda.launch.shape import BUFFERS, FEW_ROWS, permutation_words, sorting_ctas, tokens_per_cta
+from polymoe.kernels.cuda.launch.steps import PERMUTATION
+from polymoe.kernels.cuda.spec import BF16, KERNEL_FAMILIES, W4A16_WGMMA
 from polymoe.kernels.cuda.targets import SM90
 from polymoe.machine import Machine
 from polymoe.problem.activations import Activation, GeGLU, SwiGLU
@@ -97,7 +96,8 @@ def test_copied_rows_are_those_that_are_gathered(
     weights = random_experts(hidden=336, intermediate=208)
     call, outs = random_call(60, 336, 5, 3, torch.bfloat16), []
     for most_gathered_n in (416, 415):
-        monkeypatch.setattr(WgmmaCall, "most_gathered_n", dict.fromkeys(W4A16_WGMMA.tiles, most_gathered_n))
+        gathers = dict.fromkeys(W4A16_WGMMA.tiles, most_gathered_n)
+        monkeypatch.setitem(KERNEL_FAMILIES, config.family, replace(W4A16_WGMMA, gathers=gathers))
         out, made = run_emulated(monkeypatch, libraries("mxfp4"), weights, *call, config)
         assert ("permute_x" in made) == (most_gathered_n == 415)
         outs.append(out)
@@ -322,7 +322,7 @@ def test_quantize(
     routing.topk_ids_TA[0, 0] = -1
     found = permuted(routing.topk_ids_TA, first_expert=0, experts=5, block_m=16)
     padded = tokens * top_k + 35
-    tiles = torch.full((padded, e4m3_tile_bytes(1, hidden)), 0xFF, dtype=torch.uint8)
+    tiles = torch.full((padded, BUFFERS["e4m3_tiles"](0, 1, hidden)), 0xFF, dtype=torch.uint8)
     where = found["expanded_to_permuted"]
     args = QuantizePermutedArgs(x.data_ptr(), tiles.data_ptr(), where.data_ptr(), hidden, top_k, dtype_number(dtype))
     launch = modules.kernel("quantize", "quantize_permuted", SM90).prepare(args, 256)
@@ -403,19 +403,24 @@ def permuted(
     even: bool = False,
 ) -> dict[str, torch.Tensor]:
     """The arrays of a permutation, by name."""
-    permutation = Permutation(
-        first_expert, experts, block_m, with_inverse, narrow_m=narrow_m, ctas=ctas, even=even, target=SM90
-    )
-    words = torch.empty(permutation.resize(ids.numel()) // 4, dtype=torch.int32)
-    args, found = permutation.args, {}
-    args.ids, args.long_ids = ids.data_ptr(), ids.dtype == torch.int64
-    ends = [*list(permutation.offsets.values())[1:], words.nbytes]
-    for (name, offset), end in zip(permutation.offsets.items(), ends, strict=True):
-        setattr(args, name, words.data_ptr() + offset)
-        part = words[offset // 4 : end // 4]
+    rows = ids.numel()
+    counts = permutation_words(rows, experts, block_m, with_inverse)
+    args = PermutationArgs(
+        ids=ids.data_ptr(), long_ids=ids.dtype == torch.int64, rows=rows, first_expert=first_expert, experts=experts,
+        block_m=block_m, narrow_m=narrow_m, ctas=ctas, even=even,
+    )  # fmt: skip
+    found = {}
+    for name, part in zip(
+        counts, torch.empty(sum(counts.values()), dtype=torch.int32).split([*counts.values()]), strict=True
+    ):
+        setattr(args, name, part.data_ptr())
         found[name] = part if name in ("permuted_to_expanded", "counts") else part.view(-1, 4)
-    for launch in permutation.launches:
-        launch(0)
+    sorts = "many_ctas_sort" if sorting_ctas(rows) else "one_warp_sorts" if rows <= FEW_ROWS else "one_cta_sorts"
+    for step in PERMUTATION:
+        if step.when == sorts:
+            launch = modules.kernel(step.unit, step.kernel, SM90).prepare(args, int(step.threads))
+            launch.set_grid(sorting_ctas(rows) or 1)
+            launch(0)
     return found
 
 
@@ -452,9 +457,9 @@ def test_few_rows_sorted_by_gemms(
     routing = Routing(routing.topk_ids_TA.to(dtype), routing.topk_weights_TA)
     outs = []
     for few in (FEW_ROWS, 0):
-        monkeypatch.setattr(mma, "FEW_ROWS", few)
+        monkeypatch.setattr(shape, "FEW_ROWS", few)
         out, made = run_emulated(monkeypatch, libraries("mxfp4"), weights, x, routing, config)
-        assert ("permutation_one_warp" in made) == (few == 0), made
+        assert ("permutation_one_cta" in made) == (few == 0), made
         outs.append(out)
     assert torch.equal(*outs)
     assert bool(outs[0].any())

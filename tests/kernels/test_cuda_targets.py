@@ -16,7 +16,8 @@ from polymoe.backends.cuda.backend import Cuda, CudaConfig
 from polymoe.backends.reference import run_experts
 from polymoe.bench.cases import CASES
 from polymoe.kernels.cuda.build import sources
-from polymoe.kernels.cuda.sizes import STATIC_BYTES, W4_FORMATS, W4A16_MMA_TILED
+from polymoe.kernels.cuda.pipelines import STATIC_BYTES
+from polymoe.kernels.cuda.spec import W4_FORMATS, W4A16_MMA_TILED
 from polymoe.kernels.cuda.targets import SM90, TARGETS, Target, target_for
 from polymoe.machine import DEVICES, Machine
 from polymoe.problem.numerics import TOLERANCE, relative_error

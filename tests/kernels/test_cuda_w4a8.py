@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from polymoe.backends.cuda.backend import CudaConfig
-from polymoe.kernels.cuda.sizes import W4A8
+from polymoe.kernels.cuda.spec import W4A8
 from polymoe.kernels.cuda.targets import SM90
 from support.cuda_calls import launches
 

@@ -15,7 +15,7 @@ import torch
 from polymoe.backends.cuda.backend import CudaConfig
 from polymoe.backends.reference import run_experts
 from polymoe.kernels.cuda.build import sources, unit_source
-from polymoe.kernels.cuda.sizes import W4A8_ROWS
+from polymoe.kernels.cuda.spec import W4A8_ROWS
 from polymoe.kernels.cuda.targets import SM90
 from polymoe.problem.numerics import TOLERANCE, relative_error
 from polymoe.problem.routing import Routing

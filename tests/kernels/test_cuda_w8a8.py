@@ -16,8 +16,8 @@ from torch import Tensor
 from polymoe.backends.cuda.backend import CudaConfig
 from polymoe.backends.cuda.runner import CudaRunner
 from polymoe.backends.reference import emulate_activations, run_experts
-from polymoe.kernels.cuda import modules, sizes
-from polymoe.kernels.cuda.launch import e4m3_rows
+from polymoe.kernels.cuda import modules, spec
+from polymoe.kernels.cuda.spec import KERNEL_FAMILIES
 from polymoe.kernels.cuda.targets import SM90
 from polymoe.problem.activations import GeGLU, SwiGLU
 from polymoe.problem.call import CallArguments
@@ -28,7 +28,7 @@ from support.cuda_calls import gpu, launches, pack, quantized_rows, run_emulated
 from support.cuda_emulator import Emulator, compile_unit
 from support.problems import GPT_OSS, problem_of, random_call, random_experts
 
-W8A8 = tuple(sizes.W8A8.tiles)
+W8A8 = tuple(spec.W8A8.tiles)
 UNIT = "w8a8_fp8_block128"
 
 emulated = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
@@ -129,7 +129,7 @@ def test_every_width(monkeypatch: pytest.MonkeyPatch, libraries: Any) -> None:
             x, routing = random_call(tokens, 256, 1, 1, torch.bfloat16)
             tiles = run(monkeypatch, libraries, weights, x, routing, rows, coarse=False)
             with monkeypatch.context() as gathers:
-                gathers.setattr(e4m3_rows, "_TILES_TOP_K", 0)
+                gathers.setitem(KERNEL_FAMILIES, "w8a8", replace(spec.W8A8, x=spec.W8A8.x[1:]))
                 compare(monkeypatch, libraries, weights, x, routing, rows, coarse=False)
                 assert torch.equal(tiles, run(monkeypatch, libraries, weights, x, routing, rows, coarse=False))
 
@@ -156,8 +156,8 @@ def test_one_expert_a_token(monkeypatch: pytest.MonkeyPatch, libraries: Any) -> 
         runner.run(CallArguments(codes, *routing, again, x_scales=scales), config)
         assert torch.equal(out, again)
         assert relative_error(out, run_experts(problem, weights, x, routing)) < TOLERANCE
-    tiles = [sizes.W8A8.kernel(part, W8A8[-1]) for part in ("gate_up_tiles", "down")]
-    rows = [sizes.W8A8.kernel(part, W8A8[-1]) for part in ("gate_up", "down")]
+    tiles = [spec.W8A8.kernel(part, W8A8[-1]) for part in ("gate_up_tiles", "down")]
+    rows = [spec.W8A8.kernel(part, W8A8[-1]) for part in ("gate_up", "down")]
     for made, quantize, gemms in (
         (emulator.made[:5], ["quantize_permuted_paired"], tiles),
         (emulator.made[5:9], [], rows),
@@ -235,7 +235,7 @@ def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, rows: int) -> N
     """On a CPU, with launches recorded instead of made: names, arguments and shared memory as the kernels want them."""
     config = CudaConfig("w8a8", rows)
     made, tensors = launches(monkeypatch, "fp8_block128", config, sizes=(384, 256), activations="fp8_group128")
-    gemms = [sizes.W8A8.kernel(part, rows) for part in ("gate_up", "down")]
+    gemms = [spec.W8A8.kernel(part, rows) for part in ("gate_up", "down")]
     assert [name for name, *_ in made] == ["permutation_one_warp", "quantize_rows_paired", *gemms, "finalize_bf16"]
     _, quantize, up, down, combine = made
     assert (quantize.args["columns"], quantize.args["x_dtype"]) == (384, 1)  # float16, as it came
@@ -263,7 +263,7 @@ def test_instructions_of_a_stage(part: str, rows: int) -> None:
     tools = importlib.import_module("cuda_instructions")
     if not tools.TOOL.exists():
         pytest.skip("this Triton has no disassembler")
-    found = tools.disassembled(UNIT, sizes.W8A8.kernel(part, rows))
+    found = tools.disassembled(UNIT, spec.W8A8.kernel(part, rows))
     assert not any(re.match(r"(LDL|STL)", text) for _, text in found), "spills"
     widest = 0
     for body in tools.loops(found):

@@ -13,7 +13,7 @@ import torch
 
 from polymoe.backends.cuda.backend import CudaConfig
 from polymoe.backends.reference import run_experts
-from polymoe.kernels.cuda import sizes
+from polymoe.kernels.cuda import spec
 from polymoe.problem.activations import GeGLU
 from polymoe.problem.numerics import TOLERANCE, relative_error
 from polymoe.problem.tensors import ExpertWeights
@@ -21,7 +21,7 @@ from support.cuda_calls import compare_each_token, launches, run_emulated
 from support.cuda_emulator import compile_unit
 from support.problems import GPT_OSS, problem_of, random_call, random_experts, with_input_scales
 
-FAMILIES = (sizes.W8A8_MMA_CHANNEL, sizes.W8A8_MMA_ORDERED_CHANNEL, sizes.W8A8_F16_CHANNEL, sizes.W8A8_CHANNEL)
+FAMILIES = (spec.W8A8_MMA_CHANNEL, spec.W8A8_MMA_ORDERED_CHANNEL, spec.W8A8_F16_CHANNEL, spec.W8A8_CHANNEL)
 CONFIGS = [CudaConfig(family.name, rows) for family in FAMILIES for rows in family.tiles]
 FORMAT = "fp8_channel"
 
@@ -117,7 +117,7 @@ def test_few_rows_have_the_bits_of_more(
 def test_routing_weights_on_the_input(monkeypatch: pytest.MonkeyPatch, libraries: Any, config: CudaConfig) -> None:
     call = random_call(40 if config.family == "w8a8_channel" else 3, 384, 2, 1, torch.float16)
     made = compare(monkeypatch, libraries, experts(), call, config, weight_on="input", activation=GeGLU("tanh"))
-    family = config.kernels.sizes
+    family = config.kernels
     gemms = [family.kernel(part, config.block_m) for part in ("gate_up", "down")]
     if config.block_m == 8:
         assert made == [*gemms, "finalize_f32"]
@@ -183,6 +183,6 @@ def test_no_register_is_spilled(config: CudaConfig, part: str) -> None:
     tools = importlib.import_module("cuda_instructions")
     if not tools.TOOL.exists():
         pytest.skip("this Triton has no disassembler")
-    family = config.kernels.sizes
+    family = config.kernels
     found = tools.disassembled(family.unit(FORMAT), family.kernel(part, config.block_m))
     assert not any(re.match(r"(LDL|STL)", text) for _, text in found)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from polymoe.backends.cuda.backend import CudaConfig
 from polymoe.backends.reference import emulate_activations
-from polymoe.kernels.cuda import modules, sizes
+from polymoe.kernels.cuda import modules, spec
 from polymoe.problem.activations import GeGLU, SwiGLU
 from polymoe.problem.routing import Routing
 from polymoe.problem.tensors import ExpertWeights
@@ -22,9 +22,9 @@ from support.cuda_calls import compare_each_token, launches, quantized_rows, run
 from support.cuda_emulator import Emulator, compile_unit
 from support.problems import GPT_OSS, random_call, random_experts
 
-W8A8_F16 = tuple(sizes.W8A8_F16.tiles)
+W8A8_F16 = tuple(spec.W8A8_F16.tiles)
 FORMAT = "fp8_block128"
-UNIT = sizes.W8A8_F16.unit(FORMAT)
+UNIT = spec.W8A8_F16.unit(FORMAT)
 
 emulated = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 
@@ -142,7 +142,7 @@ def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, rows: int) -> N
     """On a CPU, with launches recorded instead of made: names, arguments and shared memory as the kernels want them."""
     config = CudaConfig("w8a8_f16", rows)
     made, tensors = launches(monkeypatch, FORMAT, config, sizes=(384, 256), activations="fp8_group128")
-    gemms = [sizes.W8A8_F16.kernel(part, rows) for part in ("gate_up", "down")]
+    gemms = [spec.W8A8_F16.kernel(part, rows) for part in ("gate_up", "down")]
     assert [name for name, *_ in made] == ["permutation_one_warp", "quantize_rows", *gemms, "finalize_bf16"]
     _, quantize, up, down, _ = made
     assert (quantize.args["columns"], quantize.args["x_dtype"]) == (384, 1)  # float16, as it came
@@ -168,7 +168,7 @@ def test_instructions_and_products_under_way(part: str, rows: int) -> None:
     tools = importlib.import_module("cuda_instructions")
     if not tools.TOOL.exists():
         pytest.skip("this Triton has no disassembler")
-    found = tools.disassembled(UNIT, sizes.W8A8_F16.kernel(part, rows))
+    found = tools.disassembled(UNIT, spec.W8A8_F16.kernel(part, rows))
     assert not any(re.match(r"(LDL|STL)", text) for _, text in found), "spills"
     shortest: dict[int, list[str]] = {}  # by the width of wgmma, of loops over whole stages
     for body in tools.loops(found):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from polymoe.backends.cuda.backend import CudaConfig
-from polymoe.kernels.cuda import sizes
-from polymoe.kernels.cuda.launch.permutation import FEW_ROWS
+from polymoe.kernels.cuda import spec
+from polymoe.kernels.cuda.launch.shape import FEW_ROWS
 from polymoe.problem.activations import GeGLU, SwiGLU
 from polymoe.problem.routing import Routing
 from polymoe.problem.tensors import ExpertWeights
@@ -31,7 +31,7 @@ emulated = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 
 @pytest.fixture(scope="module")
 def libraries() -> dict[str, ctypes.CDLL]:
-    families = (sizes.W8A8_MMA, sizes.W8A8_MMA_ORDERED, sizes.W8A8_F16)
+    families = (spec.W8A8_MMA, spec.W8A8_MMA_ORDERED, spec.W8A8_F16)
     units = ("permute", "finalize", "quantize", *(family.unit(FORMAT) for family in families))
     return {unit: compile_unit(unit) for unit in units}
 
@@ -139,7 +139,7 @@ def test_no_rows_of_this_rank(monkeypatch: pytest.MonkeyPatch, libraries: Any, c
 def test_what_one_call_launches(monkeypatch: pytest.MonkeyPatch, config: CudaConfig) -> None:
     """On a CPU, with launches recorded instead of made: names, arguments and shared memory as the kernels want them."""
     made, tensors = launches(monkeypatch, FORMAT, config, sizes=(384, 256), activations="fp8_group128")
-    gemms = [config.kernels.sizes.kernel(part, 8) for part in ("gate_up", "down")]
+    gemms = [config.kernels.kernel(part, 8) for part in ("gate_up", "down")]
     assert [name for name, *_ in made] == [*gemms, "finalize_f32"]
     up, down, finalize = made
     assert up.args["ids"] == down.args["ids"] == finalize.args["ids"]
@@ -163,7 +163,7 @@ def test_instructions(config: CudaConfig, part: str) -> None:
     tools = importlib.import_module("cuda_instructions")
     if not tools.TOOL.exists():
         pytest.skip("this Triton has no disassembler")
-    family = config.kernels.sizes
+    family = config.kernels
     found = tools.disassembled(family.unit(FORMAT), family.kernel(part, 8))
     assert not any(re.match(r"(LDL|STL)", text) for _, text in found), "spills"
     bodies = [body for body in tools.loops(found) if len([t for t in body if t.startswith("HMMA")]) == 16]

@@ -9,10 +9,10 @@ import kernel_bits  # type: ignore
 import pytest
 
 from polymoe.backends.cuda.config import CudaConfig
-from polymoe.backends.cuda.families import FAMILIES, KernelFamily
+from polymoe.kernels.cuda.spec import KERNEL_FAMILIES, KernelFamily
 
 
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
+@pytest.mark.parametrize("family", KERNEL_FAMILIES.values(), ids=lambda family: family.name)
 def test_has_whatever_the_heuristic_chooses(family: KernelFamily) -> None:
     chosen = {CudaConfig(family.name, c.block_m, c.block_n, narrow_m=c.narrow_m) for c in family.choices}
     if family.shorter is not None:

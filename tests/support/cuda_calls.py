@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from polymoe.backends.cuda.backend import Cuda, CudaConfig
-from polymoe.backends.cuda.families import families_for
+from polymoe.backends.cuda.families import families_for, layout_on
 from polymoe.backends.cuda.runner import CudaRunner
 from polymoe.backends.reference import run_experts
 from polymoe.kernels.cuda import modules
 from polymoe.kernels.cuda.launch.args import QuantizeRowsArgs, dtype_number
-from polymoe.kernels.cuda.sizes import e4m3_row_bytes, round_up
+from polymoe.kernels.cuda.pipelines import e4m3_row_bytes, round_up
 from polymoe.kernels.cuda.targets import SM90, Target
 from polymoe.layouts import LAYOUTS, Packed
 from polymoe.machine import Machine
@@ -52,7 +52,7 @@ def need_sm90() -> None:
 def pack(problem: Problem, weights: ExpertWeights, device: str = "cpu", target: Target = SM90) -> Packed:
     """In the layout that the backend takes for the problem on GPUs of ``target``."""
     families = [family for family in families_for(problem) if family.name in target.families]
-    (layout,) = {family.layout_on(target, problem.spec) for family in families}
+    (layout,) = {layout_on(family, target, problem.spec) for family in families}
     return LAYOUTS[layout].pack(weights, torch.device(device))
 
 
@@ -235,7 +235,7 @@ def launches(
 
 
 def quantized_rows(kernel: str, x_TH: torch.Tensor) -> torch.Tensor:
-    """Rows of x in E4M3 with their scales, uint8 [T, bytes], by ``modules.kernel``: see ``launch/e4m3_rows.py``."""
+    """Rows of x in E4M3 with their scales, uint8 [T, bytes], by ``modules.kernel``."""
     tokens, columns = x_TH.shape
     out = torch.empty(tokens, e4m3_row_bytes(columns), dtype=torch.uint8)
     threads = min(512, round_up(columns // 16, 32))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from polymoe.kernels.cuda.sizes import Budget
+from polymoe.kernels.cuda.pipelines import Budget
 from polymoe.kernels.cuda.targets import SM90, TARGETS
 
 __all__ = ["TEST_TARGETS"]

@@ -16,7 +16,7 @@ from polymoe.backends.cuda.backend import Cuda
 from polymoe.backends.cuda.config import CudaConfig
 from polymoe.backends.cuda.runner import CudaRunner
 from polymoe.backends.reference import run_experts
-from polymoe.kernels.cuda.sizes import W4A16_MMA, W4A16_MMA_TILED, W8A16_MMA, W8A16_MMA_TILED
+from polymoe.kernels.cuda.spec import W4A16_MMA, W4A16_MMA_TILED, W8A16_MMA, W8A16_MMA_TILED
 from polymoe.layer.experts import FusedExperts
 from polymoe.layer.offload import OffloadedExperts
 from polymoe.machine import Machine

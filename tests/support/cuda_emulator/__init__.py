@@ -15,7 +15,7 @@ from typing import Any
 from filelock import FileLock
 
 from polymoe.kernels.cuda.build import included, sources
-from polymoe.kernels.cuda.sizes import (
+from polymoe.kernels.cuda.spec import (
     W4A16_MMA,
     W4A16_MMA_ORDERED,
     W8A8_MMA,

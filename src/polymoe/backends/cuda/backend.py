@@ -6,8 +6,8 @@ With up to 32 expanded rows the GEMMs sort the rows themselves, so there are thr
 weights. With many rows per expert, or with E4M3 activations, a fifth launch copies x into permuted tiles or rounds it
 to E4M3. If h has one scale per row, a sixth launch rounds h. With bfloat16 weights, gate and up gather rows of x where
 they lie, and so they do with 4-bit and MXFP8 weights where they have few rows of weights. From SM90 on, each launch
-starts before the previous one ends. The table in :mod:`.families` lists the kernels and the numbers of rows for which
-each is used.
+starts before the previous one ends. ``kernels/cuda/spec.py`` lists the kernels and the numbers of rows for which each
+is used.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from polymoe.backends.base import BackendBase, Prediction, Runner
 from polymoe.backends.config import Config
 from polymoe.backends.cost import cost
 from polymoe.backends.cuda.config import CudaConfig
-from polymoe.backends.cuda.families import FAMILIES, MMA_SYNC_RATES, KernelFamily, families_for, format_of
-from polymoe.backends.cuda.runner import CudaRunner
+from polymoe.backends.cuda.families import activations_of, architectures_of, families_for, layout_on, weight_format
+from polymoe.backends.cuda.runner import ACTIVATION_ARGS, CudaRunner
 from polymoe.backends.features import ANY, SHARDS, Handled
+from polymoe.kernels.cuda.spec import KERNEL_FAMILIES, KernelFamily
 from polymoe.kernels.cuda.targets import target_for
 from polymoe.layouts import Packed
 from polymoe.machine import Machine
 from polymoe.problem import Problem
 from polymoe.problem.activation_quantization import UNQUANTIZED
-from polymoe.problem.activations import GeGLU, ReLU2, SwiGLU
 from polymoe.problem.verdict import Accepted, Reasons, Verdict
 
 __all__ = ["Cuda"]
@@ -39,18 +39,18 @@ _MOST_EXPERTS = 1024
 _DRIVER = (13, 0)
 """CUDA version of the oldest driver that loads the kernels."""
 
-_ACTIVATIONS = tuple(dict.fromkeys(mode for family in FAMILIES.values() for mode in family.activations))
+_MODES = tuple(dict.fromkeys(mode for family in KERNEL_FAMILIES.values() for mode in activations_of(family)))
 _HANDLES: Handled = {
     **SHARDS,
-    "activation": (SwiGLU, GeGLU, ReLU2),
+    "activation": tuple(ACTIVATION_ARGS),
     "weight_on": ("output", "input"),
     "dtype": ("bf16", "fp16", "fp32"),
-    "activations": _ACTIVATIONS,
+    "activations": _MODES,
     "scales": ANY,
     "spec.bias": ANY,
     "batch_invariant": ANY,
 }
-_FORMATS = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in family.formats))
+_FORMATS = tuple(dict.fromkeys(name for family in KERNEL_FAMILIES.values() for name in family.formats))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,9 @@ class Cuda(BackendBase):
     """
 
     name: str = "cuda"
-    layouts: tuple[str, ...] = tuple(dict.fromkeys(layout for family in FAMILIES.values() for layout in family.layouts))
+    layouts: tuple[str, ...] = tuple(
+        dict.fromkeys(layout for family in KERNEL_FAMILIES.values() for layout in family.layouts)
+    )
 
     @property
     def handles(self) -> Handled:
@@ -76,17 +78,17 @@ class Cuda(BackendBase):
     def check(self, problem: Problem, machine: Machine) -> Verdict:
         """Accept the problem, or return every reason against it: GPU, driver, formats, and options without a kernel."""
         device, spec, reasons = machine.device, problem.spec, Reasons()
-        families = tuple(FAMILIES.values())
+        families = tuple(KERNEL_FAMILIES.values())
         readers_of_all = [f for f in families_for(problem) if _usable(problem, f)] or families
-        built = sorted({arch for family in readers_of_all for arch in family.architectures})
+        built = sorted({arch for family in readers_of_all for arch in architectures_of(family)})
         reasons.need(device.capability in built, "GPU", _listed(built), device.arch)
         driver = machine.driver
         version = ".".join(map(str, driver)) if driver else "none"
         newest = ".".join(map(str, _DRIVER))
         reasons.need(driver is None or driver >= _DRIVER, "driver", f"CUDA {newest} or newer", version)
-        formats = {projection: format_of(encoding) for projection, encoding in spec.encodings.items()}
+        formats = {projection: weight_format(encoding) for projection, encoding in spec.encodings.items()}
         readers = {name: [f for f in families if name in f.formats] for name in formats.values() if name}
-        modes = [m for m in _ACTIVATIONS if all(any(m in f.activations for f in fs) for fs in readers.values())]
+        modes = [m for m in _MODES if all(any(m in activations_of(f) for f in fs) for fs in readers.values())]
         modes = modes or [UNQUANTIZED]
         reasons.need(problem.activations in modes, "activations", " or ".join(map(str, modes)), problem.activations)
         for projection, encoding in spec.encodings.items():
@@ -94,7 +96,7 @@ class Cuda(BackendBase):
             got = encoding.name + (f" with scales {encoding.scale_dtype}" if encoding.scale_dtype else "")
             reasons.need(formats[projection] is not None, f"{projection} weights", expected, got)
         if problem.activations.quantized:
-            quantized = families_for(problem) or [f for f in families if problem.activations in f.activations]
+            quantized = families_for(problem) or [f for f in families if problem.activations in activations_of(f)]
             gate = spec.gated or not all(f.gated_only for f in quantized)
             reasons.need(gate, "FP8 activations without a gate")
             weight = problem.weight_on == "output" or not all(f.output_weight_only for f in quantized)
@@ -115,7 +117,7 @@ class Cuda(BackendBase):
         if reasons.found or device.capability is None:
             return reasons.verdict(Accepted())
         here, target = families_for(problem, device.capability), target_for(device.capability)
-        layouts = tuple(dict.fromkeys(family.layout_on(target, spec) for family in here))
+        layouts = tuple(dict.fromkeys(layout_on(family, target, spec) for family in here))
         return Accepted(capturable=True, layouts=layouts)
 
     def configure(self, problem: Problem, machine: Machine, tokens: int) -> CudaConfig:
@@ -159,9 +161,10 @@ class Cuda(BackendBase):
         """
         c, config = cost(problem, machine.device, tokens), self.configure(problem, machine, tokens)
         family, capability = config.kernels, machine.device.capability
-        sm80 = capability is not None and target_for(capability).sm80
-        rates = family.rates_sm80 if sm80 and family.rates_sm80 else family.rates
-        slower = MMA_SYNC_RATES[machine.device.sm // 10] if rates.mma_sync else 1.0
+        assert capability is not None
+        target = target_for(capability)
+        rates = family.rates_sm80 if target.sm80 and family.rates_sm80 else family.rates
+        slower = target.mma_sync_rate if rates.mma_sync else 1.0
         return Prediction(rates.time_us(c.memory_us, c.compute_us / slower, c.mean_rows), "cost model")
 
     def bind(self, problem: Problem, packed: Packed) -> Runner:
@@ -194,14 +197,13 @@ def _fits(problem: Problem, machine: Machine, config: CudaConfig) -> bool:
         ("gate_up" if spec.gated else "up", spec.up, spec.hidden),
         ("down", spec.down, spec.intermediate),
     )
-    sizes = config.kernels.sizes
-    return all(sizes.fits(budget, format_of(e) or "", part, config.block_m, k) for part, e, k in sides)
+    family = config.kernels
+    return all(family.fits(budget, weight_format(e) or "", part, config.block_m, k) for part, e, k in sides)
 
 
 def _configs(problem: Problem, machine: Machine, family: KernelFamily) -> list[CudaConfig]:
     """Return all of a family's configurations that fit in shared memory, with the same tiles for both GEMMs."""
-    sizes = family.sizes
-    configs = [CudaConfig(family.name, m, n) for m in sizes.tiles for n in sizes.block_ns or (0,)]
+    configs = [CudaConfig(family.name, m, n) for m in family.tiles for n in family.block_ns or (0,)]
     configs += [CudaConfig(family.name, m, narrow_m=narrow_m) for m, narrow_m in family.narrow]
     return [config for config in configs if _fits(problem, machine, config)]
 
@@ -221,7 +223,7 @@ def _fill(problem: Problem, machine: Machine, family: KernelFamily, work_tiles: 
     """Return how many tiles of weights gate and up have for each SM."""
     spec = problem.spec
     rows = (2 if spec.gated else 1) * spec.intermediate
-    (tile, *_) = family.sizes.tiles.values()
+    (tile, *_) = family.tiles.values()
     return work_tiles * math.ceil(rows / tile.block_n) / machine.device.sms
 
 
@@ -235,7 +237,7 @@ def _shorter(problem: Problem, machine: Machine, family: KernelFamily, config: C
         """Return whether shorter tiles finish sooner: the last wave of tall tiles may be nearly empty."""
         short, tall = (
             block_n * math.ceil(tiles * math.ceil(n / block_n) / machine.device.sms)
-            for block_n in (family.sizes.tiles[m].block_n for m in (shorter.instead, shorter.block_m))
+            for block_n in (family.tiles[m].block_n for m in (shorter.instead, shorter.block_m))
         )
         return shorter.cost * short < tall
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from polymoe.backends.config import Config
-from polymoe.backends.cuda.families import FAMILIES, KernelFamily
 from polymoe.errors import PlanError, nearest
+from polymoe.kernels.cuda.spec import KERNEL_FAMILIES, KernelFamily
 
 __all__ = ["CudaConfig"]
 
@@ -16,7 +16,7 @@ class CudaConfig(Config):
     """Which kernels a call runs.
 
     Attributes:
-        family: the kernel family, a name in ``FAMILIES``.
+        family: the kernel family, a name in ``KERNEL_FAMILIES``.
         block_m: most rows of x in a work tile.
         block_n: 64 for w4a16_mma, else 0.
         down_block_m: ``block_m`` of the kernel for the down projection if it differs, else 0. Work tiles are the same.
@@ -34,17 +34,16 @@ class CudaConfig(Config):
     narrow_m: int = 0
 
     def __post_init__(self) -> None:
-        known = FAMILIES.get(self.family)
+        known = KERNEL_FAMILIES.get(self.family)
         if known is None:
-            raise PlanError("CudaConfig.family", got=repr(self.family), hint=nearest(self.family, FAMILIES))
-        sizes = known.sizes
-        if self.block_m not in sizes.tiles:
-            expected = f"block_m of a {self.family} kernel: {', '.join(map(str, sizes.tiles))}"
+            raise PlanError("CudaConfig.family", got=repr(self.family), hint=nearest(self.family, KERNEL_FAMILIES))
+        if self.block_m not in known.tiles:
+            expected = f"block_m of a {self.family} kernel: {', '.join(map(str, known.tiles))}"
             raise PlanError("CudaConfig.block_m", expected=expected, got=str(self.block_m))
-        if self.block_n not in (sizes.block_ns or (0,)):
-            expected = f"block_n of a {self.family} kernel: {', '.join(map(str, sizes.block_ns or (0,)))}"
+        if self.block_n not in (known.block_ns or (0,)):
+            expected = f"block_n of a {self.family} kernel: {', '.join(map(str, known.block_ns or (0,)))}"
             raise PlanError("CudaConfig.block_n", expected=expected, got=str(self.block_n))
-        wider = [block_m for block_m in sizes.tiles if block_m > self.block_m and known.wider_down]
+        wider = [block_m for block_m in known.tiles if block_m > self.block_m and known.wider_down]
         if self.down_block_m not in (0, *wider):
             expected = f"0 or a larger block_m of a {self.family} kernel: {', '.join(map(str, [0, *wider]))}"
             raise PlanError("CudaConfig.down_block_m", expected=expected, got=str(self.down_block_m))
@@ -56,8 +55,8 @@ class CudaConfig(Config):
 
     @property
     def kernels(self) -> KernelFamily:
-        """The family's entry in ``FAMILIES``."""
-        return FAMILIES[self.family]
+        """The family's row in ``KERNEL_FAMILIES``."""
+        return KERNEL_FAMILIES[self.family]
 
     @property
     def kernel_family(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,23 +10,32 @@ import torch
 from polymoe.backends.base import RunnerBase, aligned, mapped_ids, require_aligned
 from polymoe.backends.config import Config
 from polymoe.backends.cuda.config import CudaConfig
-from polymoe.backends.cuda.families import families_for, format_of
+from polymoe.backends.cuda.families import families_for, layout_on, weight_format
 from polymoe.errors import PlanError
 from polymoe.formats import Encoding
-from polymoe.kernels.cuda import launch
-from polymoe.kernels.cuda.launch.args import dtype_number
-from polymoe.kernels.cuda.sizes import Budget
+from polymoe.kernels.cuda.launch.args import E4M3_ROWS, dtype_number
+from polymoe.kernels.cuda.launch.call import Call, add_rows
+from polymoe.kernels.cuda.launch.layer import ActivationArgs, Layer, Matrix
+from polymoe.kernels.cuda.launch.shape import CallShape, Tiles
+from polymoe.kernels.cuda.pipelines import Budget, e4m3_row_bytes
 from polymoe.kernels.cuda.targets import Target, target_for
 from polymoe.layouts import Packed
 from polymoe.problem import Problem
-from polymoe.problem.activations import Activation, GeGLU, SwiGLU
+from polymoe.problem.activations import Activation, GeGLU, ReLU2, SwiGLU
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from polymoe.problem.call import CallArguments
 
-__all__ = ["CudaRunner"]
+__all__ = ["ACTIVATION_ARGS", "CudaRunner"]
+
+ACTIVATION_ARGS: Mapping[type[Activation], Callable[[Any], ActivationArgs]] = {
+    SwiGLU: lambda a: ActivationArgs(0, a.alpha, a.beta, a.limit or 0.0),
+    GeGLU: lambda a: ActivationArgs(2 if a.approximate == "tanh" else 1),
+    ReLU2: lambda a: ActivationArgs(0),
+}
+"""Activations that the kernels compute, and how their arguments say it."""
 
 
 class CudaRunner(RunnerBase):
@@ -47,7 +57,7 @@ class CudaRunner(RunnerBase):
         target = target or target_for((gpu.major, gpu.minor))
         budget = target.budget_on(gpu.shared_memory_per_block_optin)
         readers = [f for f in families_for(problem) if f.name in target.families]
-        expected = tuple(dict.fromkeys(f.layout_on(target, problem.spec) for f in readers))
+        expected = tuple(dict.fromkeys(layout_on(f, target, problem.spec) for f in readers))
         if packed.layout not in expected:
             raise PlanError(
                 f"layout of a layer for {target.name}'s kernels",
@@ -58,13 +68,13 @@ class CudaRunner(RunnerBase):
         self._layer = _layer(problem, packed, gpu.multi_processor_count, target, budget)
         self._bfloat16 = not problem.activations.quantized
         self._first_expert = problem.spec.first_expert
-        self._free: dict[CudaConfig, list[launch.Call]] = {}
+        self._free: dict[CudaConfig, list[Call]] = {}
         index = device.index
         if device.type == "cuda" and index is None:
             index = torch.cuda.current_device()
         self._index = index
         # Kernels whose first GEMM reads rows of x by token support rows that are quantized already.
-        rows = all(family.call.takes_quantized_x for family in readers) and not problem.activations.static
+        rows = all(family.quantized_x for family in readers) and not problem.activations.static
         self._options = frozenset(("workspace", "expert_map", "x_scales") if rows else ("workspace", "expert_map"))
 
     @property
@@ -75,7 +85,7 @@ class CudaRunner(RunnerBase):
     def workspace_bytes(self, tokens: int, top_k: int, config: Config) -> int:
         """Return the bytes for the permutation, x, h and y."""
         assert isinstance(config, CudaConfig)
-        return config.kernels.call.regions(self._layer, config.block_m, tokens, top_k).offsets()[1]
+        return CallShape(self._layer, config.kernels, _tiles(config), tokens, top_k).workspace()[1]
 
     def run(self, call: CallArguments, config: Config) -> None:
         """See :meth:`polymoe.backends.base.Runner.run`. The tensors' GPU must be torch's current one."""
@@ -99,19 +109,19 @@ class CudaRunner(RunnerBase):
         try:
             launches = free.pop()
         except IndexError:  # the first call, or other threads use all prepared launches
-            family = config.kernels
-            sizes = (config.block_m, config.block_n, config.down_block_m, config.narrow_m)
-            launches = family.call(self._layer, family.sizes, *sizes)
-        if launches.shape != shape:
-            launches.resize(*shape)
+            launches = Call(self._layer, config.kernels, _tiles(config))
+        tokens, top_k = shape
+        quantized = x_scales is not None
+        if launches.shape != (tokens, top_k, quantized):
+            launches.resize(tokens, top_k, quantized=quantized)
         if workspace is None:
             workspace = torch.empty(launches.bytes, dtype=torch.uint8, device=self._device)
         else:
             require_aligned("workspace", workspace)
         stream = 0 if self._index is None else torch._C._cuda_getCurrentRawStream(self._index)
-        addresses = (x.data_ptr(), ids_TA.data_ptr(), weights_TA.data_ptr(), out_TH.data_ptr(), workspace.data_ptr())
+        addresses = (x.data_ptr(), ids_TA.data_ptr(), weights_TA.data_ptr(), out_TH.data_ptr())
         kinds = (dtype, dtype_number(out_TH.dtype), ids_TA.dtype is torch.int64, first_expert)
-        launches.run(*addresses, stream, kinds, quantized_x=x_scales is not None)
+        launches.run(addresses, workspace.data_ptr(), stream, kinds)
         free.append(launches)
 
     def add_rows(self, y_RH: Tensor, call: CallArguments, config: Config) -> None:
@@ -119,24 +129,23 @@ class CudaRunner(RunnerBase):
         ids_TA, weights_TA = call.topk_ids_TA.contiguous(), call.topk_weights_TA.contiguous()
         weighted = not self._layer.router_weight_on_input
         stream = 0 if self._index is None else torch._C._cuda_getCurrentRawStream(self._index)
-        launch.add_rows(self._layer, y_RH, ids_TA, weights_TA if weighted else None, call.out_TH, stream)
+        weights = weights_TA if weighted else None
+        add_rows(self._layer, self._first_expert, y_RH, ids_TA, weights, call.out_TH, stream)
 
     def _input(self, x_TH: Tensor, scales: Tensor | None, config: CudaConfig) -> tuple[Tensor, int]:
         """Return x as the launches read it, and the number of its dtype."""
         if scales is not None:
-            call = config.kernels.call
-            assert issubclass(call, launch.E4M3RowsCall)
-            return call.rows_of(x_TH, scales), -1
+            return e4m3_rows(x_TH, scales, config.kernels.quantized_x), E4M3_ROWS
         if self._bfloat16 and x_TH.dtype is not torch.bfloat16:  # quantizing kernels read every dtype of x
             x_TH = x_TH.to(torch.bfloat16)
         return aligned(x_TH), dtype_number(x_TH.dtype)
 
 
-def _layer(problem: Problem, packed: Packed, sms: int, target: Target, budget: Budget) -> launch.Layer:
+def _layer(problem: Problem, packed: Packed, sms: int, target: Target, budget: Budget) -> Layer:
     spec, t = problem.spec, packed.tensors
     first = "gate" if spec.gated else "up"
     static = problem.activations.static
-    up = launch.Matrix(
+    up = Matrix(
         format=_format(spec.up),
         codes=t["up.codes"],
         scales=t.get("up.scales"),
@@ -148,7 +157,7 @@ def _layer(problem: Problem, packed: Packed, sms: int, target: Target, budget: B
         up_expert_scale=t.get("up.global_scale"),
         input_scale=t["gate_up_input_scale"] if static else None,
     )
-    down = launch.Matrix(
+    down = Matrix(
         format=_format(spec.down),
         codes=t["down.codes"],
         scales=t.get("down.scales"),
@@ -158,12 +167,11 @@ def _layer(problem: Problem, packed: Packed, sms: int, target: Target, budget: B
         expert_scale=t.get("down.global_scale"),
         input_scale=t["down_input_scale"] if static else None,
     )
-    return launch.Layer(
+    return Layer(
         up=up,
         down=down,
         gated=spec.gated,
-        activation=_activation(problem.activation),
-        first_expert=spec.first_expert,
+        activation=ACTIVATION_ARGS[type(problem.activation)](problem.activation),
         experts=spec.local_experts,
         router_weight_on_input=problem.weight_on == "input",
         sms=sms,
@@ -173,14 +181,28 @@ def _layer(problem: Problem, packed: Packed, sms: int, target: Target, budget: B
 
 
 def _format(encoding: Encoding) -> str:
-    found = format_of(encoding)
+    found = weight_format(encoding)
     assert found is not None
     return found
 
 
-def _activation(activation: Activation) -> launch.Activation:
-    if isinstance(activation, SwiGLU):
-        return launch.Activation(0, activation.alpha, activation.beta, activation.limit or 0.0)
-    if isinstance(activation, GeGLU):
-        return launch.Activation(2 if activation.approximate == "tanh" else 1)
-    return launch.Activation(0)
+def _tiles(config: CudaConfig) -> Tiles:
+    return Tiles(config.block_m, config.down_block_m, config.narrow_m)
+
+
+def e4m3_rows(codes_TH: Tensor, scales_TG: Tensor, order: str) -> Tensor:
+    """Return quantized x as the first GEMM reads it: uint8 [T, row bytes].
+
+    Args:
+        codes_TH: float8_e4m3fn.
+        scales_TG: float32, one for each 128 columns, or one.
+        order: "natural", or "paired": of each 16 columns, for t from 0 to 3, columns 2t, 2t + 1, 2t + 8 and 2t + 9.
+    """
+    tokens, columns = codes_TH.shape
+    codes, scales = codes_TH.view(torch.uint8), scales_TG.contiguous().view(torch.uint8)
+    if order == "paired":
+        codes = codes.unflatten(1, (-1, 2, 4, 2)).transpose(2, 3).flatten(1)
+    rows = torch.empty(tokens, e4m3_row_bytes(columns), dtype=torch.uint8, device=codes.device)
+    rows[:, :columns] = codes
+    rows[:, columns : columns + scales.shape[1]] = scales
+    return rows

@@ -1,4 +1,4 @@
-"""What the cubins are made from: the sources in this folder, and others that come from the table :mod:`.sizes`, which
+"""What the cubins are made from: the sources in this folder, and others that come from the table :mod:`.spec`, which
 are written only where they are compiled: ``sizes.cuh``, and in ``instantiations/`` a file for each unit of GEMM
 kernels."""
 
@@ -11,20 +11,15 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from polymoe.kernels.cuda.sizes import (
-    E4M3_BLOCK_K,
-    E4M3_ROW_BYTES,
-    FAMILIES,
-    MAX_STAGES,
+from polymoe.kernels.cuda.launch.args import FewRowsArgs, GemmArgs, RoundingArgs
+from polymoe.kernels.cuda.pipelines import E4M3_BLOCK_K, E4M3_ROW_BYTES, MAX_STAGES, TeamPipeline
+from polymoe.kernels.cuda.spec import (
+    KERNEL_FAMILIES,
     PARTS,
     SM80_COPY_WARPS,
     TILE_ROWS,
     W4_FORMATS,
-    W4A16_MMA,
-    FamilySizes,
-    FewRowsFamilySizes,
-    MmaFamilySizes,
-    OrderedMmaFamilySizes,
+    KernelFamily,
 )
 from polymoe.kernels.cuda.targets import TARGETS, Target
 
@@ -40,7 +35,7 @@ COMPILER = {
 enough (release notes of CUDA 13.3, ptxas)."""
 
 _HERE = Path(__file__).parent
-_NOTICE = "// Generated from sizes.py by scripts/build-kernels; do not edit.\n"
+_NOTICE = "// Generated from spec.py by scripts/build-kernels; do not edit.\n"
 
 
 def sources() -> dict[str, str]:
@@ -49,79 +44,59 @@ def sources() -> dict[str, str]:
     found = {path.relative_to(_HERE).as_posix(): path.read_text(encoding="utf-8") for path in paths}
     found["sizes.cuh"] = _header()
     for target in TARGETS.values():
-        for family in (FAMILIES[name] for name in target.families):
-            for format, sizes in family.formats.items():
+        for family in (KERNEL_FAMILIES[name] for name in target.families):
+            for format, weights in family.formats.items():
                 source = f"instantiations/{target.source(family, format)}"
-                found[source] = unit_source(family, format, target.converts(sizes))
+                found[source] = unit_source(family, format, target.converts(weights))
     return found
 
 
 def _header() -> str:
-    mma = W4A16_MMA
     constants = {
         "kMaxStages": MAX_STAGES,
         "kTileRows": TILE_ROWS,
         "kE4m3BlockK": E4M3_BLOCK_K,
         "kE4m3RowBytes": E4M3_ROW_BYTES,
-        "kMmaConsumerWarps": mma.consumer_warps,
-        "kMmaProducerWarps": mma.producer_warps,
-        "kMmaStageBlocks": mma.stage_blocks,
+        "kMmaConsumerWarps": TeamPipeline.consumer_warps,
+        "kMmaProducerWarps": TeamPipeline.producer_warps,
+        "kMmaStageBlocks": TeamPipeline.stage_blocks,
     }
     lines = [f"constexpr int {name} = {value};\n" for name, value in constants.items()]
     lines.append(f"#ifdef POLYMOE_SM80\nconstexpr int kCopyWarps = {SM80_COPY_WARPS};\n#endif\n")
-    for name, sizes in W4_FORMATS.items():
+    for name, weights in W4_FORMATS.items():
         if name.endswith("_zp"):  # twice the bytes of the same without zero points: dequant/int4.cuh
             continue
         struct = "".join(part.capitalize() for part in name.split("_"))
-        values = f"kScaleBytes = {sizes.scale_bytes}, kScaleBlocks = {sizes.scale_blocks}"
+        values = f"kScaleBytes = {weights.scale_bytes}, kScaleBlocks = {weights.scale_blocks}"
         lines.append(f"\nstruct {struct}Sizes {{\n    static constexpr int {values};\n}};\n")
     return f"{_NOTICE}#pragma once\n\nnamespace polymoe {{\n\n{''.join(lines)}\n}}  // namespace polymoe\n"
 
 
-def _macro(family: FamilySizes) -> str:
-    """The macro for a family's kernels, after which one writes a name, threads and a function."""
-    if isinstance(family, MmaFamilySizes):
-        return "POLYMOE_FEW_ROWS_KERNEL"
-    return "POLYMOE_ROUNDING_KERNEL" if isinstance(family, FewRowsFamilySizes) else "POLYMOE_GEMM_KERNEL"
+_MACROS: Mapping[type[GemmArgs], str] = {
+    GemmArgs: "POLYMOE_GEMM_KERNEL",
+    FewRowsArgs: "POLYMOE_FEW_ROWS_KERNEL",
+    RoundingArgs: "POLYMOE_ROUNDING_KERNEL",
+}
+"""The macro for a kernel, by its argument. One writes the name, threads and a function after it."""
 
 
-def unit_source(family: FamilySizes, format: str, cvt: bool = False) -> str:
+def unit_source(family: KernelFamily, format: str, cvt: bool = False) -> str:
     """The source file with a family's kernels for a format. ``cvt``: instructions convert its codes and scales."""
-    meaning = "the part, consumer warpgroups, blocks of 64 rows of weights for each, blocks of 64 columns\n"
-    meaning += "// in a stage, bytes of a stage, block_m, and smaller widths for fewer rows of x."
-    if isinstance(family, MmaFamilySizes):
-        meaning = (
-            "the part, rows of x in multiples of 8, block_n, teams of warps, bytes of a stage, and whether sums are"
-        )
-        meaning += "\n// ordered."
-    if isinstance(family, FewRowsFamilySizes):
-        meaning = "the part, warps, bytes of a stage, and whether sums are ordered."
-    source = family.source or family.name
-    meaning = f"what shares a scale, {meaning}" if family.scales else meaning
-    includes = '#include "../dequant/fp4_cvt.cuh"\n' * cvt + f'#include "../gemm/{source}.cuh"\n'
-    lines = [f"{_NOTICE}{includes}", "// clang-format off", f"// Last arguments: {meaning}"]
-    sizes = family.formats[format]
+    source, weights = family.source or family.name, family.formats[format]
+    shared = "what shares a scale, " if family.scales else ""
+    headers = [*(["dequant/fp4_cvt"] if cvt else []), f"gemm/{source}"]
+    lines = [_NOTICE + "".join(f'#include "../{header}.cuh"\n' for header in headers)]
+    lines += ["// clang-format off", f"// Last arguments: {shared}the part, {family.warps.meaning}"]
+    cpp = weights.cvt if cvt else weights.cpp
     for part in family.parts:
         for block_m, tile in family.tiles.items():
-            stage = family.stage_bytes(format, block_m)
-            if isinstance(family, MmaFamilySizes):
-                if block_m % 8:
-                    continue  # runs in the kernel for the next multiple of 8
-                shapes = [(name, family.mma_variant(name)) for name in family.variants(part)]
-                ordered = ("true",) if isinstance(family, OrderedMmaFamilySizes) else ()
-                choices = [(name, (block_m // 8, v.block_n, v.teams, stage, *ordered)) for name, v in shapes]
-            elif isinstance(family, FewRowsFamilySizes):
-                choices = [("", (family.warps, stage, *(("true",) if family.ordered else ())))]
-            else:
-                numbers = (tile.warpgroups, tile.n_blocks, tile.k_blocks, stage, block_m, *tile.widths)
-                choices = [("", numbers)]
-            for variant, numbers in choices:
-                cpp = sizes and (sizes.cvt if cvt else sizes.cpp)
-                format_argument = [family.scales] if family.scales else []
-                format_argument += [cpp] if cpp and (len(family.formats) > 1 or family.source) else []
-                arguments = ", ".join([*format_argument, PARTS[part], *map(str, numbers)])
+            if block_m % 8:
+                continue  # runs in the kernel for the next multiple of 8
+            for variant in family.variants(part):
+                numbers = map(str, family.warps.template(weights, tile, variant))
+                arguments = ", ".join(filter(None, (family.scales, cpp, PARTS[part], *numbers)))
                 name, threads = family.kernel(part, block_m, variant), family.threads(block_m)
-                lines.append(f"{_macro(family)}({name}, {threads}, {source}_gemm<{arguments}>)")
+                lines.append(f"{_MACROS[family.args]}({name}, {threads}, {source}_gemm<{arguments}>)")
     return "\n".join(lines) + "\n"
 
 

@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from polymoe.kernels.cuda.sizes import (
-    FAMILIES,
-    SM80_COPY_WARPS,
-    W4A16_MMA,
-    W4A16_MMA_TILED,
-    W8A16_MMA,
-    W8A16_MMA_TILED,
-    Budget,
-    FamilySizes,
-    WeightFormat,
-)
+from polymoe.kernels.cuda.pipelines import Budget, WeightFormat
+from polymoe.kernels.cuda.spec import KERNEL_FAMILIES, SM80_COPY_WARPS, KernelFamily
 
 __all__ = ["SM90", "TARGETS", "Target", "target_for"]
 
@@ -38,6 +30,7 @@ class Target:
         fp4_cvt: whether instructions convert E2M1 codes and their scales: the kernels then read ``w4a16_fragments_cvt``
             instead of ``w4a16_fragments``.
         sm80: whether sources use instructions of SM80 alone: ``cp.async`` in place of bulk copies, no chained launches.
+        mma_sync_rate: rate of ``mma.sync`` over the rate of the device.
     """
 
     name: str
@@ -48,6 +41,7 @@ class Target:
     folder: Path
     fp4_cvt: bool = False
     sm80: bool = False
+    mma_sync_rate: float = 1.0
 
     def budget_on(self, shared_bytes: int) -> Budget:
         """Return the budget on a GPU where a CTA may have ``shared_bytes`` of shared memory."""
@@ -74,41 +68,39 @@ class Target:
     @property
     def units(self) -> dict[str, str]:
         """Units that are compiled, and the source file of each."""
-        families = (FAMILIES[name] for name in self.families)
+        families = (KERNEL_FAMILIES[name] for name in self.families)
         gemms = {f.unit(format): f"instantiations/{self.source(f, format)}" for f in families for format in f.formats}
         around = _AROUND[:-1] if self.sm80 else _AROUND  # SM80 has no E4M3
         return {**gemms, **{name: f"{name}.cu" for name in around}}
 
-    def source(self, family: FamilySizes, format: str) -> str:
+    def source(self, family: KernelFamily, format: str) -> str:
         """Return the name of the file in ``instantiations/`` with a family's kernels for a format."""
         return f"{family.unit(format)}{'_cvt' * self.converts(family.formats[format])}.cu"
 
-    def converts(self, format: WeightFormat | None) -> bool:
+    def converts(self, format: WeightFormat) -> bool:
         """Return whether instructions convert the format's codes and scales."""
-        return self.fp4_cvt and format is not None and bool(format.cvt)
+        return self.fp4_cvt and bool(format.cvt)
 
 
 def _target(
-    name: str, arch: str, sms: tuple[int, ...], shared_kib: int, families: tuple[str, ...], **options: bool
+    name: str, arch: str, sms: tuple[int, ...], shared_kib: int, instructions: tuple[str, ...], **options: Any
 ) -> Target:
     budget = Budget(shared_kib * 1024, options.pop("x_in_stages", True))
     capabilities = tuple(divmod(sm, 10) for sm in sms)
+    families = tuple(f.name for f in KERNEL_FAMILIES.values() if f.instructions in instructions)
     return Target(name, arch, capabilities, budget, families, _CUBINS / name, **options)
 
-
-_DECODE = (W4A16_MMA.name, W8A16_MMA.name)
-_TILED = (W4A16_MMA_TILED.name, W8A16_MMA_TILED.name)
-_A16 = (*_DECODE, *_TILED)
-_HOPPER = tuple(name for name in FAMILIES if name not in _TILED)
 
 TARGETS: dict[str, Target] = {
     t.name: t
     for t in (
         # One set for all of 8.x, so that the wheel stays small. SM86 and SM89 have 99 KiB of the shared memory.
-        _target("sm80", "80", (80, 86, 87, 89), 163, _DECODE, sm80=True),
-        _target("sm90", "90a", (90,), 227, _HOPPER, x_in_stages=False),
-        _target("sm100", "100f", (100, 103), 227, _A16, fp4_cvt=True),
-        _target("sm120", "120f", (120, 121), 99, _A16, fp4_cvt=True),
+        _target("sm80", "80", (80, 86, 87, 89), 163, ("mma",), sm80=True),
+        # mma.sync reaches 0.62 of an H200's nominal rate.
+        _target("sm90", "90a", (90,), 227, ("mma", "wgmma"), x_in_stages=False, mma_sync_rate=0.78),
+        # Assumed are as many operations for each clock of an SM100's SM, and an SM120's full rate.
+        _target("sm100", "100f", (100, 103), 227, ("mma", "mma_tiled"), fp4_cvt=True, mma_sync_rate=0.34),
+        _target("sm120", "120f", (120, 121), 99, ("mma", "mma_tiled"), fp4_cvt=True),
     )
 }
 """The sets that polymoe ships, by name."""

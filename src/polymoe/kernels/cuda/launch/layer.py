@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from polymoe.kernels.cuda.launch.args import GemmArgs, dtype_number
-from polymoe.kernels.cuda.sizes import Budget, Pipeline
+from polymoe.kernels.cuda.pipelines import Budget, Pipeline
 from polymoe.kernels.cuda.targets import Target
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Activation", "Layer", "Matrix"]
+__all__ = ["ActivationArgs", "Layer", "Matrix"]
+
+
+class ActivationArgs(NamedTuple):
+    """The function between the projections, as the kernels' arguments say it.
+
+    Attributes:
+        activation: 0 for SwiGLU, 1 for GeGLU, 2 for GeGLU with tanh. Without a gate, it is ReLU squared.
+        alpha, beta, limit: constants of SwiGLU; there is no limit if ``limit`` is 0.
+    """
+
+    activation: int
+    alpha: float = 1.0
+    beta: float = 0.0
+    limit: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -20,7 +34,7 @@ class Matrix:
     """Packed ``up`` (gate and up interleaved by 8 rows, where there is a gate) or ``down``.
 
     Attributes:
-        format: name of the weight format, as in ``sizes.FamilySizes.formats``.
+        format: name of the weight format, as in ``KernelFamily.formats``.
         codes, scales: uint8 [E, bytes]; scales are None for unquantized weights.
         n, k: rows and columns; n is 2F for ``up`` with a gate.
         bias, up_bias: bfloat16, float16 or float32, or None. With a gate: the biases of gate and up, [E, F]. Otherwise
@@ -41,37 +55,16 @@ class Matrix:
     up_expert_scale: Tensor | None = None
     input_scale: Tensor | None = None
 
-    def args(self, kind: type[GemmArgs], pipeline: Pipeline, block_m: int, activation: Activation) -> GemmArgs:
-        """Return the arguments of a GEMM, of type ``kind``, except for those that depend on the call."""
+    def args(self, kind: type[GemmArgs], pipeline: Pipeline, block_m: int, activation: ActivationArgs) -> GemmArgs:
+        """Return the arguments of a GEMM, of type ``kind``, with those that do not depend on the call."""
         parts = (self.codes, self.scales, self.bias, self.up_bias, self.expert_scale, self.up_expert_scale)
-        args = kind(*(None if part is None else part.data_ptr() for part in parts))
+        args = kind(*(None if part is None else part.data_ptr() for part in parts), **activation._asdict())
         args.codes_stride = self.codes.shape[1]
         args.scales_stride = 0 if self.scales is None else self.scales.shape[1]
         args.n, args.k, args.block_m = self.n, self.k, block_m
         args.stages, args.x_buffers = pipeline.stages, pipeline.x_buffers
         args.bias_dtype = 0 if self.bias is None else dtype_number(self.bias.dtype) + 1
-        args.activation, args.alpha, args.beta, args.limit = (
-            activation.kind,
-            activation.alpha,
-            activation.beta,
-            activation.limit,
-        )
         return args
-
-
-@dataclass(frozen=True, slots=True)
-class Activation:
-    """The function between the projections.
-
-    Attributes:
-        kind: 0 for SwiGLU, 1 for GeGLU, 2 for GeGLU with tanh. Without a gate, the activation is ReLU squared.
-        alpha, beta, limit: constants of SwiGLU; there is no limit if ``limit`` is 0.
-    """
-
-    kind: int
-    alpha: float = 1.0
-    beta: float = 0.0
-    limit: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +75,7 @@ class Layer:
         up, down: the packed matrices.
         gated: whether ``up`` holds gate and up.
         activation: the activation between them.
-        first_expert, experts: the first id and the number of experts on this rank.
+        experts: the number of experts on this rank.
         router_weight_on_input: whether router weights multiply the input of the activation, not the output.
         sms: number of SMs of the GPU; GEMMs launch one CTA per SM.
         target: the set of cubins for the GPU.
@@ -92,8 +85,7 @@ class Layer:
     up: Matrix
     down: Matrix
     gated: bool
-    activation: Activation
-    first_expert: int
+    activation: ActivationArgs
     experts: int
     router_weight_on_input: bool
     sms: int

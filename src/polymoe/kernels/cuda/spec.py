@@ -1,0 +1,666 @@
+"""The CUDA kernels: one row each, from which sources, checks, configurations, predictions and launches follow.
+
+:mod:`.build` makes ``sizes.cuh`` and ``instantiations/*.cu`` of the rows, :mod:`.launch` makes a layer's launches, and
+the backend ``cuda`` chooses between them. Thresholds and rates were fitted to measurements on one H200
+(``benchmarks/results``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from polymoe.kernels.cuda.launch.args import FewRowsArgs, GemmArgs, RoundingArgs
+from polymoe.kernels.cuda.launch.steps import (
+    BY_TOKEN,
+    PERMUTE_X,
+    GemmInput,
+    quantize_rows,
+    quantize_tiles,
+    quantize_whole_rows,
+)
+from polymoe.kernels.cuda.pipelines import (
+    E4M3_ROW_BYTES,
+    MAX_STAGES,
+    Budget,
+    CtaTile,
+    Pipeline,
+    TeamPipeline,
+    TeamVariant,
+    WarpgroupPipeline,
+    WarpPipeline,
+    WeightFormat,
+    round_up,
+)
+
+__all__ = [
+    "BF16",
+    "KERNEL_FAMILIES",
+    "PARTS",
+    "SM80_COPY_WARPS",
+    "TILE_ROWS",
+    "W4A8",
+    "W4A8_ROWS",
+    "W4A16_MMA",
+    "W4A16_MMA_ORDERED",
+    "W4A16_MMA_TILED",
+    "W4A16_WGMMA",
+    "W4_FORMATS",
+    "W8A8",
+    "W8A8_CHANNEL",
+    "W8A8_F16",
+    "W8A8_F16_CHANNEL",
+    "W8A8_MMA",
+    "W8A8_MMA_CHANNEL",
+    "W8A8_MMA_ORDERED",
+    "W8A8_MMA_ORDERED_CHANNEL",
+    "W8A16_MMA",
+    "W8A16_MMA_TILED",
+    "W8A16_WGMMA",
+    "Choice",
+    "KernelFamily",
+    "Rates",
+    "ShorterTiles",
+]  # fmt: skip
+
+SM80_COPY_WARPS = 3
+"""Warps that share in copying weights where there is no bulk copy engine."""
+
+TILE_ROWS = 8
+"""Rows of x per expert are padded to a multiple of this in permuted tiles."""
+
+PARTS = {"gate_up": "kGateUp", "up": "kUp", "down": "kDown", "gate_up_tiles": "kGateUpTiles"}
+"""Names in C++ of the parts: gate, up and the activation; up and the activation; down; or the first with x in permuted
+tiles."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Tiles that are the fastest up to a mean number of rows per expert that has any.
+
+    Attributes:
+        most_rows: the largest mean for which these tiles are the fastest.
+        block_m, block_n, narrow_m: sizes of the tiles, as in ``CudaConfig``.
+        last_rows: in place of ``most_rows`` where no family behind this one may be used; 0 if it is the same.
+    """
+
+    most_rows: float = float("inf")
+    block_m: int
+    block_n: int = 0
+    narrow_m: int = 0
+    last_rows: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Rates of the kernels: ``time = memory_us / bandwidth + compute_us / math + fixed_us``.
+
+    Attributes:
+        bandwidth, math: fractions of the device's memory bandwidth and MMA rate that the kernels reach.
+        fixed_us: time of the launches, in microseconds.
+        l2_math: fraction of the MMA rate that the L2 cache can supply with weights; 0 where it is not a limit.
+        rows: rows of an expert for which weights are read and decoded once; 0 where that is not a limit.
+        mma_sync: whether ``math`` is a fraction of the rate of ``mma.sync``, which is not every GPU's full rate.
+    """
+
+    bandwidth: float
+    math: float
+    fixed_us: float
+    l2_math: float = 0.0
+    rows: int = 0
+    mma_sync: bool = False
+
+    def time_us(self, memory_us: float, compute_us: float, rows: float) -> float:
+        """Return the time of one call, from its times at the full bandwidth and at the full MMA rate, and from the mean
+        number of rows of the experts that have any."""
+        times = max(1.0, rows / self.rows) if self.rows else 1.0
+        time_us = memory_us / self.bandwidth * times + compute_us / self.math
+        if self.l2_math:
+            time_us = max(time_us, compute_us / self.l2_math)
+        return time_us + self.fixed_us
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShorterTiles:
+    """A kernel to replace by one whose tiles have fewer rows of weights, where its last wave is fuller.
+
+    Attributes:
+        block_m: ``block_m`` of the kernel to replace.
+        instead: ``block_m`` of the replacement.
+        cost: time of the replacement for the same rows of weights, relative to the replaced kernel.
+    """
+
+    block_m: int
+    instead: int
+    cost: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KernelFamily:
+    """A spec row: kernels that compute in the same way.
+
+    Attributes:
+        name: in configurations and in tables of measured times; names of kernels and cubins begin with it.
+        source: name of the header in ``gemm/`` and of its function, where it is not the family's name.
+        instructions: what a GPU must have, of ``Target.instructions``.
+        formats: weight formats by name, as in ``FORMATS``, and with ``_zp`` if they have zero points.
+        activations: supported quantizations of x and h, as in ``ACTIVATIONS``.
+        layout: name of the layout of the weights.
+        cvt_layout: its name where a GPU converts the codes of one of the matrices by instructions.
+        scales: what shares a scale of 8-bit weights, as its name in C++; empty for others.
+        parts: the parts, of :data:`PARTS`, that have a kernel.
+        tiles: tiles by ``block_m``; for w4a16_mma, those of kernels with one team.
+        block_ns: values of ``block_n`` that a configuration may name; empty if it does not.
+        warps: how warps share work and shared memory.
+        args: the argument of the grouped GEMMs.
+        x: what the first GEMM reads; the first alternative whose condition holds.
+        gathers: most rows of weights with which the first GEMM gathers rows of x, by ``block_m``.
+        quantized_x: order in which the first GEMM reads codes of x that come quantized by token: "natural" or "paired",
+            the order of the MMA's operand; empty if it does not read such.
+        h: how the first GEMM writes h, of ``BUFFERS``.
+        rounded_h: the launch between the GEMMs, and what it writes; without one, the second GEMM reads h.
+        y: how the second GEMM writes y.
+        even_tiles: whether an expert's work tiles have about as many rows each.
+        wider_down: whether the down projection may run with a larger ``block_m``.
+        narrow: pairs of ``block_m`` and ``narrow_m`` with which work tiles of few rows have launches of their own.
+        choices: tiles by rows per expert, ascending. Of families for the same weights, those for fewer rows come first
+            in the table. Beyond all choices, the last family runs with its largest tile.
+        shorter: replacement tiles for calls where they fill the SMs better, or None.
+        fills: fewest tiles of gate and up for each SM with which the family is faster than ``otherwise``.
+        otherwise: name of the family that is taken for fewer tiles where it may be used.
+        most_fill: most tiles of gate and up for each SM with which the family is faster than those behind it.
+        rates: rates for the cost model.
+        rates_sm80: the same for SM80 to SM89, or None if there are no kernels for them.
+        batch_invariant: whether a token's result is bitwise identical in any batch and with any of the family's tiles.
+        gated_only: whether experts must have a gate.
+        output_weight_only: whether router weights must multiply the output.
+        check_tokens: tokens of the call that checks a layer at load.
+    """
+
+    name: str
+    source: str = ""
+    instructions: str
+    formats: Mapping[str, WeightFormat]
+    activations: tuple[str, ...]
+    layout: str
+    cvt_layout: str = ""
+    scales: str = ""
+    parts: tuple[str, ...]
+    tiles: Mapping[int, CtaTile]
+    block_ns: tuple[int, ...] = ()
+    warps: WarpgroupPipeline | TeamPipeline | WarpPipeline
+    args: type[GemmArgs] = GemmArgs
+    x: tuple[GemmInput, ...]
+    gathers: Mapping[int, int] = field(default_factory=dict)
+    quantized_x: str = ""
+    h: str
+    rounded_h: GemmInput = BY_TOKEN
+    y: str
+    even_tiles: bool = False
+    wider_down: bool = False
+    narrow: tuple[tuple[int, int], ...] = ()
+    choices: tuple[Choice, ...]
+    shorter: ShorterTiles | None = None
+    fills: float = 0.0
+    otherwise: str = ""
+    most_fill: float = float("inf")
+    rates: Rates
+    rates_sm80: Rates | None = None
+    batch_invariant: bool = True
+    gated_only: bool = False
+    output_weight_only: bool = False
+    check_tokens: int = 8
+
+    @property
+    def sorts_few_rows(self) -> bool:
+        """Whether its GEMMs sort few expanded rows by themselves."""
+        return issubclass(self.args, FewRowsArgs)
+
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """Names of the layouts of the weights on all GPUs."""
+        return tuple(filter(None, (self.layout, self.cvt_layout)))
+
+    def unit(self, format: str) -> str:
+        """Return the name of the cubin with the family's kernels for a format."""
+        return f"{self.name}_{format}"
+
+    def kernel(self, part: str, block_m: int, variant: str = "") -> str:
+        """Return the name of a kernel. It contains the name of the variant where the family has several."""
+        name = f"{self.name}_{part}_m{round_up(block_m, 8)}"
+        return f"{name}_{variant}" if variant else name
+
+    def variants(self, part: str) -> tuple[str, ...]:
+        """Return the variants of a part's kernels; an empty name alone if there are none."""
+        return self.warps.variants(part)
+
+    def variant(self, budget: Budget, format: str, part: str, block_m: int, k: int) -> str:
+        """Return the variant of the kernel for ``k`` columns of weights."""
+        return self.warps.variant(budget, self.formats[format], part, self.tiles[block_m], k)
+
+    def threads(self, block_m: int) -> int:
+        """Return the threads of a CTA."""
+        return self.warps.threads(self.tiles[block_m])
+
+    def stage_bytes(self, format: str, block_m: int) -> int:
+        """Return the bytes of a pipeline stage."""
+        return self.warps.stage_bytes(self.formats[format], self.tiles[block_m])
+
+    def pipeline(self, budget: Budget, format: str, part: str, block_m: int, k: int) -> Pipeline:
+        """Return the pipeline for ``k`` columns of weights, with as many stages as fit in shared memory."""
+        return self.warps.pipeline(budget, self.formats[format], part, self.tiles[block_m], k)
+
+    def fits(self, budget: Budget, format: str, part: str, block_m: int, k: int) -> bool:
+        """Return whether the pipeline has enough stages."""
+        return self.warps.fits(budget, self.formats[format], part, self.tiles[block_m], k)
+
+
+def _tiles(*tiles: CtaTile) -> dict[int, CtaTile]:
+    return {tile.block_m: tile for tile in tiles}
+
+
+_ALL, _GATED = ("gate_up", "up", "down"), ("gate_up", "down")
+
+W4_FORMATS: dict[str, WeightFormat] = {
+    "mxfp4": WeightFormat("Mxfp4", scale_bytes=128, cvt="Mxfp4Cvt"),
+    "nvfp4": WeightFormat("Nvfp4", scale_bytes=256, cvt="Nvfp4Cvt"),
+    "int4_g32": WeightFormat("Int4<32>", scale_bytes=256),
+    "int4_g128": WeightFormat("Int4<128>", scale_bytes=128, scale_blocks=2),
+    "int4_g32_zp": WeightFormat("Int4<32, true>", scale_bytes=512),
+    "int4_g128_zp": WeightFormat("Int4<128, true>", scale_bytes=256, scale_blocks=2),
+}
+"""Formats that the w4a16 kernels dequantize. With zero points (zp), an offset is stored beside each scale."""
+
+_K256 = TeamVariant(name="k256", block_n=128, teams=4, most_k=256)
+_K512 = TeamVariant(name="k512", teams=8, most_k=512)
+_SPLIT = TeamVariant(name="n64")
+_IN_ORDER = TeamVariant(name="", teams=4, x_in_stages=True)
+
+# For SM80: rates as on the H200 with two copy warps.
+# Fitted to 1 to 128 tokens of DeepSeek-V4-Flash in MXFP4: up to 3.2 rows per expert. K is split between warps, so that
+# the order of sums differs from w4a16_wgmma.
+W4A16_MMA = KernelFamily(
+    name="w4a16_mma",
+    instructions="mma",
+    formats=W4_FORMATS,
+    activations=("16bit",),
+    layout="w4a16_fragments",
+    cvt_layout="w4a16_fragments_cvt",
+    parts=_ALL,
+    tiles=_tiles(*(CtaTile(block_m=m, block_n=64, block_k=512) for m in (8, 12, 16))),
+    block_ns=(64,),
+    warps=TeamPipeline(down=(_K256, _K512, _SPLIT)),
+    args=FewRowsArgs,
+    x=(BY_TOKEN,),
+    h="bf16_rows",
+    y="float32_rows",
+    choices=(Choice(most_rows=4.4, block_m=8, block_n=64),),
+    rates=Rates(bandwidth=0.875, math=0.45, fixed_us=10.0, rows=16),
+    rates_sm80=Rates(bandwidth=0.6, math=0.45, fixed_us=14.0, rows=16),
+    batch_invariant=False,
+)
+"""4-bit weights decoded to bfloat16 for ``mma.sync``, for few rows per expert."""
+
+# Fitted to 1 to 128 tokens of DeepSeek-V4-Flash in MXFP4. With a tile for every other team of warps, 1.9 for an SM,
+# Kimi K2 TP8 is as fast as with w4a16_mma, with half of that slower.
+W4A16_MMA_ORDERED = replace(
+    W4A16_MMA,
+    name="w4a16_mma_ordered",
+    source="w4a16_mma",
+    instructions="wgmma",
+    cvt_layout="",
+    tiles=_tiles(CtaTile(block_m=8, block_n=64, block_k=512)),
+    warps=TeamPipeline(down=(_K256, _K512, _IN_ORDER), ordered=True, static_bytes=1024),
+    fills=1.8,
+    otherwise="w4a16_mma",
+    rates=Rates(bandwidth=0.93, math=0.32, fixed_us=9.0, rows=8),
+    rates_sm80=None,
+    batch_invariant=True,
+)
+"""The same, with sums in the order of w4a16_wgmma's."""
+
+# For GPUs without wgmma, where it never ran. One tile for all rows: a width for every 16 of them costs little code.
+# Four stages fit in 99 KB. Rates: fitted to 128 to 8192 tokens of DeepSeek-V4-Flash in its 99 KB configuration on an
+# H200. In every tile one accumulator adds K in order, 16 columns at a time, as in w4a16_wgmma.
+W4A16_MMA_TILED = KernelFamily(
+    name="w4a16_mma_tiled",
+    instructions="mma_tiled",
+    formats=W4_FORMATS,
+    activations=("16bit",),
+    layout="w4a16_fragments",
+    cvt_layout="w4a16_fragments_cvt",
+    parts=_ALL,
+    tiles=_tiles(CtaTile(block_m=96, block_n=256, block_k=64, warpgroups=2, widths=(16, 32, 48, 64, 80))),
+    warps=WarpgroupPipeline(x_bytes=128),
+    x=(GemmInput(buffer="bf16_tiles", step=PERMUTE_X, by_token=False),),
+    h="bf16_tiles",
+    y="bf16_rows",
+    choices=(Choice(block_m=96),),
+    rates=Rates(bandwidth=0.85, math=0.67, fixed_us=20.0, mma_sync=True),
+)
+"""4-bit weights decoded to bfloat16 in registers, for ``mma.sync``, for many rows per expert on GPUs without wgmma."""
+
+# Sizes are the fastest measured: many rows of weights per CTA for few rows of x. Fitted to 256 to 1024 tokens (6 to 24
+# rows), 2048 (48), 4096 (96), and more. In every tile, one accumulator adds K in order, 16 columns at a time. The cost
+# of `shorter` is the largest of DeepSeek-V4-Flash and Kimi K2 TP8 at 256 and 512 tokens. Narrow tiles were chosen by
+# times with uniform and with Zipf routing. Rows of x are gathered for two or three tiles of weights, each of which
+# gathers them again, and with 256 rows for none.
+W4A16_WGMMA = KernelFamily(
+    name="w4a16_wgmma",
+    instructions="wgmma",
+    formats=W4_FORMATS,
+    activations=("16bit",),
+    layout="w4a16_fragments",
+    parts=_ALL,
+    tiles=_tiles(
+        CtaTile(block_m=32, block_n=512, block_k=128, warpgroups=4, widths=(16,)),
+        CtaTile(block_m=64, block_n=256, block_k=128, warpgroups=4, widths=(32, 48)),
+        CtaTile(block_m=128, block_n=256, block_k=128, warpgroups=2, widths=(48, 96)),
+        CtaTile(block_m=256, block_n=128, block_k=64, warpgroups=2, widths=(96, 160, 192, 224)),
+    ),
+    warps=WarpgroupPipeline(x_bytes=128),
+    x=(
+        GemmInput(when="few_rows_of_weights"),
+        GemmInput(buffer="bf16_tiles", step=PERMUTE_X, by_token=False),
+    ),
+    gathers={32: 1024, 64: 768, 128: 768},
+    h="bf16_tiles",
+    y="bf16_rows",
+    wider_down=True,
+    narrow=((128, 32), (128, 64), (256, 64)),
+    choices=(
+        Choice(most_rows=5.7, block_m=32),
+        Choice(most_rows=29.0, block_m=128, narrow_m=32),
+        Choice(most_rows=140.0, block_m=128, narrow_m=64),
+        Choice(block_m=256, narrow_m=64),
+    ),
+    shorter=ShorterTiles(block_m=32, instead=64, cost=1.2),
+    rates=Rates(bandwidth=0.96, math=0.95, fixed_us=20.0),
+)
+"""4-bit weights decoded to bfloat16 in registers, for ``wgmma``."""
+
+# With a gate, 256 rows of weights are 128 columns of h, which share a scale. Scratch memory contains a table of
+# magnitudes, and the amax of each row of h for three alternating tiles. Fitted to 1 to 256 tokens of DeepSeek-V4-Flash
+# (up to 6 rows), 512 and 1024 (24), 2048 (48), and more.
+W4A8 = KernelFamily(
+    name="w4a8",
+    instructions="wgmma",
+    formats={"mxfp4": replace(W4_FORMATS["mxfp4"], cpp="")},
+    activations=("fp8_group128",),
+    layout="w4a8_fragments",
+    parts=_GATED,
+    tiles=_tiles(
+        CtaTile(block_m=16, block_n=256, block_k=256, warpgroups=4, widths=(8,)),
+        CtaTile(block_m=32, block_n=256, block_k=256, warpgroups=4, widths=(8, 16, 24)),
+        CtaTile(block_m=64, block_n=256, block_k=256, warpgroups=4, widths=(32, 48)),
+        CtaTile(block_m=128, block_n=256, block_k=128, warpgroups=2, widths=(32, 64, 96, 112)),
+    ),
+    warps=WarpgroupPipeline(x_bytes=E4M3_ROW_BYTES // 2, scratch_bytes=128, scratch_row_bytes=12),
+    x=(GemmInput(buffer="e4m3_tiles", step=quantize_tiles("quantize_permuted"), by_token=False),),
+    h="e4m3_tiles",
+    y="bf16_rows",
+    wider_down=True,
+    narrow=((128, 32), (128, 64)),
+    choices=(
+        Choice(most_rows=5.0, block_m=16),
+        Choice(most_rows=7.0, block_m=32),
+        Choice(most_rows=29.0, block_m=128, narrow_m=32),
+        Choice(block_m=128, narrow_m=64),
+    ),
+    rates=Rates(bandwidth=0.96, math=0.65, fixed_us=20.0),
+    gated_only=True,
+    output_weight_only=True,
+)
+"""MXFP4 weights decoded to E4M3 in registers, rows in E4M3."""
+
+# Scratch memory contains a table and, for each of up to 16 warps, the scales of the work tile's rows. A turn of the
+# main loop is as many stages as are added up in E4M3, so a stage has 128 columns: of INT4 one group, whose scale is in
+# float32, with the zero point in its last bits. From 4096 and 8192 tokens of DeepSeek-V4-Flash in MXFP4, math is 0.88
+# and 0.68.
+_, _PERMUTED_X_ROWS, _H_ROWS = quantize_whole_rows("quantize_row_tiles", tiles=True)
+W4A8_ROWS = replace(
+    W4A8,
+    name="w4a8_rows",
+    formats={
+        "mxfp4": replace(W4_FORMATS["mxfp4"], cpp="Mxfp4ToE4m3"),
+        "int4_g128": WeightFormat("Int4ToE4m3<false>", scale_bytes=256, scale_blocks=2),
+        "int4_g128_zp": WeightFormat("Int4ToE4m3<true>", scale_bytes=256, scale_blocks=2),
+    },
+    activations=("fp8_token", "fp8_static"),
+    tiles=_tiles(
+        CtaTile(block_m=32, block_n=256, block_k=128, warpgroups=4, widths=(8, 16, 24)),
+        CtaTile(block_m=64, block_n=256, block_k=128, warpgroups=4, widths=(32, 48)),
+        CtaTile(block_m=128, block_n=256, block_k=128, warpgroups=2, widths=(32, 64, 96, 112)),
+    ),
+    warps=WarpgroupPipeline(x_bytes=E4M3_ROW_BYTES // 2, scratch_bytes=256, scratch_row_bytes=64),
+    x=(GemmInput(buffer="e4m3_tiles", step=_PERMUTED_X_ROWS, by_token=False),),
+    h="float32_rows",
+    rounded_h=GemmInput(buffer="e4m3_tiles", step=_H_ROWS),
+    choices=W4A8.choices[1:],
+    rates=Rates(bandwidth=0.96, math=0.8, fixed_us=26.0),
+)
+"""The same with one scale for a row of x."""
+
+
+# Weights of 8 bits in the kernels of 4 bits. Decoding takes 25 issue slots where memory leaves 59 on an H200 and 38 on
+# a B200, so that bytes decide. From them 4.4 rows are derived, not timed (docs/performance/cuda.md). Other choices are
+# those of 4 bits, but for 5.7 to 7 rows. Rates of the first: fitted to 1 to 64 tokens of Qwen3-235B.
+def _eight_bits(family: KernelFamily, **changes: Any) -> KernelFamily:
+    return replace(
+        family,
+        name=family.name.replace("w4", "w8"),
+        source=family.name,
+        formats={"mxfp8": WeightFormat("Mxfp8", columns=32, scale_bytes=64)},
+        layout="w8a16_fragments",
+        cvt_layout="",
+        **changes,
+    )
+
+
+W8A16_MMA = _eight_bits(
+    W4A16_MMA,
+    warps=TeamPipeline(down=(_SPLIT,)),
+    rates=Rates(bandwidth=0.94, math=0.45, fixed_us=8.0, rows=16),
+)
+# It never ran. Rates: derived. Those of 4 bits, but with half of their loss of bandwidth, since a byte takes half as
+# many instructions; w8a16_mma was measured to lose half of what w4a16_mma loses.
+W8A16_MMA_TILED = _eight_bits(W4A16_MMA_TILED, rates=Rates(bandwidth=0.92, math=0.67, fixed_us=20.0, mma_sync=True))
+W8A16_WGMMA = _eight_bits(
+    W4A16_WGMMA,
+    choices=(
+        Choice(most_rows=7.0, block_m=32),
+        Choice(most_rows=29.0, block_m=128, narrow_m=32),
+        Choice(most_rows=115.0, block_m=128, narrow_m=64),
+        Choice(block_m=256, narrow_m=64),
+    ),
+)
+"""E4M3 weights with E8M0 scales, decoded to bfloat16 by the same kernels."""
+
+# Fitted to 1 to 8192 tokens of Qwen3-235B TP4 (up to 512 rows). Tiles of 320 rows are at most 1 % faster, where routing
+# is uniform and the GPU rested, and up to 36 % slower otherwise.
+BF16 = KernelFamily(
+    name="bf16",
+    instructions="wgmma",
+    formats={"bf16": WeightFormat(columns=16)},
+    activations=("16bit",),
+    layout="w16_swizzle128",
+    parts=_ALL,
+    tiles=_tiles(
+        CtaTile(block_m=32, block_n=128, block_k=128, warpgroups=2, widths=(8, 16, 24)),
+        CtaTile(block_m=64, block_n=128, block_k=128, warpgroups=2, widths=(16, 32, 48)),
+        CtaTile(block_m=128, block_n=256, block_k=64, warpgroups=2, widths=(32, 64, 96)),
+        CtaTile(block_m=160, block_n=256, block_k=64, warpgroups=2, widths=(32, 64, 96, 128)),
+        CtaTile(block_m=320, block_n=128, block_k=64, warpgroups=2, widths=(64, 128, 192, 256, 272, 288)),
+    ),
+    warps=WarpgroupPipeline(x_bytes=128),
+    x=(BY_TOKEN,),
+    h="bf16_tiles",
+    y="bf16_rows",
+    even_tiles=True,
+    wider_down=True,
+    choices=(
+        Choice(most_rows=14.0, block_m=32),
+        Choice(most_rows=45.0, block_m=64),
+        Choice(most_rows=90.0, block_m=128),
+        Choice(block_m=160),
+    ),
+    rates=Rates(bandwidth=0.99, math=1.6, fixed_us=12.0, l2_math=0.6),
+)
+"""bfloat16 weights, read by ``wgmma`` as they are."""
+
+_BARRIER_BYTES = 16 * (MAX_STAGES + 1)  # two for each stage, and two that alternate the warpgroups
+_QUEUE_BYTES = 28 * MAX_STAGES + 160  # a barrier and a tile for each stage; a tile for each of eight warps
+
+# A warp's blocks are 32 rows by 128 columns of weights. Fitted to 1 to 32 tokens of DeepSeek-V3 TP8: the fastest up to
+# 4 (1.05 rows), at 8 (1.11) no longer. K is split between warps. Where w8a8_f16 has tiles of 256 rows for 0.65 of the
+# SMs or more, which is 5.2 tiles of 32 rows for each, it is as fast or faster in five shapes.
+W8A8_MMA = KernelFamily(
+    name="w8a8_mma",
+    instructions="wgmma",
+    formats={"fp8_block128": WeightFormat(columns=32)},
+    activations=("fp8_group128",),
+    layout="w8_fragments",
+    scales="kBlock128",
+    parts=_GATED,
+    tiles=_tiles(CtaTile(block_m=8, block_n=32, block_k=128)),
+    warps=WarpPipeline(),
+    args=RoundingArgs,
+    x=(BY_TOKEN,),
+    quantized_x="natural",
+    h="float32_rows",
+    y="float32_rows",
+    choices=(Choice(most_rows=1.08, block_m=8),),
+    most_fill=5.2,
+    rates=Rates(bandwidth=0.87, math=0.45, fixed_us=9.0, rows=8),
+    batch_invariant=False,
+    gated_only=True,
+    output_weight_only=True,
+)
+"""E4M3 weights, and rows rounded to E4M3, both converted to float16 for ``mma.sync``, for few rows per expert."""
+
+# Fitted to 1 to 4 tokens.
+W8A8_MMA_ORDERED = replace(
+    W8A8_MMA,
+    name="w8a8_mma_ordered",
+    source="w8a8_mma",
+    warps=WarpPipeline(ordered=True),
+    rates=Rates(bandwidth=0.84, math=0.45, fixed_us=9.0, rows=8),
+    batch_invariant=True,
+)
+"""The same, with sums in the order of w8a8_f16's."""
+
+# A stage contains two scales for each row of x. Static memory contains a maximum per consumer warp, and two scales.
+# Fitted to 1 to 512 tokens of DeepSeek-V3 TP8 (up to 16 rows) and of three other shapes: from 12 rows on, w8a8 is as
+# fast with uniform routing, and 7 % slower to 15 % faster with Zipf. Sums of float16 products are exact enough to be
+# identical in every tile.
+W8A8_F16 = replace(
+    W8A8_MMA,
+    name="w8a8_f16",
+    tiles=_tiles(
+        CtaTile(block_m=32, block_n=256, block_k=128, warpgroups=2, widths=(16,)),
+        CtaTile(block_m=64, block_n=256, block_k=128, warpgroups=2, widths=(32, 48)),
+        CtaTile(block_m=96, block_n=256, block_k=128, warpgroups=2, widths=(48, 64, 80)),
+    ),
+    warps=WarpgroupPipeline(x_bytes=128, row_bytes=8, static_bytes=_BARRIER_BYTES, static_row_bytes=40),
+    args=GemmArgs,
+    x=(GemmInput(buffer="e4m3_rows", step=quantize_rows("quantize_rows")),),
+    h="e4m3_rows",
+    y="bf16_rows",
+    choices=(
+        Choice(most_rows=12.0, block_m=32, last_rows=20.0),
+        Choice(most_rows=12.0, block_m=64, last_rows=50.0),
+    ),
+    most_fill=float("inf"),
+    rates=Rates(bandwidth=0.92, math=0.5, fixed_us=14.0),
+    batch_invariant=True,
+)
+"""E4M3 weights and rows, both converted to float16, whose sums are exact."""
+
+# A stage contains a scale for each row of x, and where rounding leaves room two of weights. Static memory contains the
+# amax of each row of h for three alternating tiles. For more rows: sums of E4M3 products have 14 bits, errors of single
+# tokens reach 4e-2, those of 512 tokens together stay below 6e-3. Where a token has one expert, x is in permuted tiles,
+# which the first GEMM copies in bulk: with more, tiles have more bytes than x.
+W8A8 = replace(
+    W8A8_F16,
+    name="w8a8",
+    parts=(*_GATED, "gate_up_tiles"),
+    tiles=_tiles(
+        CtaTile(block_m=160, block_n=256, block_k=128, warpgroups=2, widths=(32, 64, 80, 96, 112, 128)),
+    ),
+    warps=WarpgroupPipeline(
+        x_bytes=64, row_bytes=4, static_bytes=_BARRIER_BYTES + _QUEUE_BYTES, static_row_bytes=12
+    ),
+    x=(
+        GemmInput(
+            buffer="e4m3_tiles", step=quantize_tiles("quantize_permuted_paired"), by_token=False,
+            part="gate_up_tiles", when="one_expert_a_token",
+        ),
+        GemmInput(buffer="e4m3_rows", step=quantize_rows("quantize_rows_paired")),
+    ),
+    quantized_x="paired",
+    h="e4m3_tiles",
+    choices=(Choice(block_m=160),),
+    rates=Rates(bandwidth=0.96, math=0.45, fixed_us=14.0),
+    batch_invariant=False,
+    check_tokens=512,
+)  # fmt: skip
+"""E4M3 weights and rows, multiplied in E4M3. Sums of 128 columns have 14 bits."""
+
+
+def _by_channel(family: KernelFamily, rates: Rates, **changes: Any) -> KernelFamily:
+    """Return the family for one scale for a row of weights and one for a row of x. Experts need no gate."""
+    return replace(
+        family,
+        name=f"{family.name}_channel",
+        source=family.source or family.name,
+        formats={"fp8_channel": WeightFormat(columns=32)},
+        activations=("fp8_token", "fp8_static"),
+        scales="kChannel",
+        parts=_ALL,
+        most_fill=float("inf"),
+        rates=rates,
+        gated_only=False,
+        output_weight_only=False,
+        **changes,
+    )
+
+
+def _rounded(kernel: str, *, tiles: bool) -> dict[str, Any]:
+    """Return how launches round x, with static scales, which are those of experts, by permuted row; and h."""
+    by_token, permuted, h = quantize_whole_rows(kernel, tiles=tiles)
+    static = GemmInput(buffer="e4m3_rows", step=permuted, by_token=False, when="static_scales")
+    return {
+        "x": (static, GemmInput(buffer="e4m3_rows", step=by_token)),
+        "h": "float32_rows",
+        "rounded_h": GemmInput(buffer="e4m3_tiles" if tiles else "e4m3_rows", step=h),
+    }
+
+
+# Fitted to 1 to 8192 tokens of DeepSeek-V3 TP8 with scales by channel. Wider tiles of w8a8_f16_channel are slower than
+# w8a8_channel.
+W8A8_MMA_CHANNEL = _by_channel(W8A8_MMA, W8A8_MMA.rates)
+W8A8_MMA_ORDERED_CHANNEL = _by_channel(W8A8_MMA_ORDERED, W8A8_MMA_ORDERED.rates)
+W8A8_F16_CHANNEL = _by_channel(
+    W8A8_F16,
+    Rates(bandwidth=0.89, math=0.5, fixed_us=16.0),
+    tiles=_tiles(W8A8_F16.tiles[32]),
+    choices=(Choice(most_rows=12.0, block_m=32),),
+    **_rounded("quantize_whole_rows", tiles=False),
+)
+W8A8_CHANNEL = _by_channel(
+    W8A8,
+    Rates(bandwidth=0.96, math=0.45, fixed_us=17.0),
+    **_rounded("quantize_whole_rows_paired", tiles=True),
+)
+
+KERNEL_FAMILIES: dict[str, KernelFamily] = {
+    family.name: family
+    for family in (
+        *(W4A16_MMA_ORDERED, W4A16_MMA, W4A16_MMA_TILED, W4A16_WGMMA, W4A8, W4A8_ROWS),
+        *(W8A16_MMA, W8A16_MMA_TILED, W8A16_WGMMA, BF16),
+        *(W8A8_MMA, W8A8_MMA_ORDERED, W8A8_F16, W8A8),
+        *(W8A8_MMA_CHANNEL, W8A8_MMA_ORDERED_CHANNEL, W8A8_F16_CHANNEL, W8A8_CHANNEL),
+    )
+}
+"""All rows by name. Those for the same weights are ordered by rows per expert."""
