@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from polymoe.engines.serving.hooks import Hook
+from polymoe.engines.hooks import Hook
 from polymoe.engines.serving.sources import SGLANG, VLLM
 from polymoe.engines.sglang.hooks import ASKED_SERVER_ARGS
 from polymoe.engines.sglang.hooks import HOOKS as SGLANG_HOOKS
@@ -68,7 +68,7 @@ def _vllm(sources: Sources) -> dict[str, Any]:
     created = _find(sources, f"{_LAYERS}fused_moe/routed_experts.py", "RoutedExperts.__init__")
     loaded = _find(sources, "vllm/model_executor/model_loader/reload/layerwise.py", "make_online_process_loader")
     return {
-        "hooks": {str(hook): _hook(sources, hook) for hook in (*VLLM_HOOKS, *MODULAR_HOOKS, *DEEPEP_HOOKS)},
+        "hooks": {hook.path: _hook(sources, hook) for hook in (*VLLM_HOOKS, *MODULAR_HOOKS, *DEEPEP_HOOKS)},
         "methods": _methods(sources, _LAYERS, VLLM),
         "selectors": dict(sorted(_selectors(sources))),
         "order": {
@@ -104,7 +104,7 @@ def _sglang(sources: Sources) -> dict[str, Any]:
         for name in _attributes(node)
     }
     return {
-        "hooks": {str(hook): _hook(sources, hook) for hook in SGLANG_HOOKS},
+        "hooks": {hook.path: _hook(sources, hook) for hook in SGLANG_HOOKS},
         "methods": _methods(sources, f"{_SRT}layers/quantization/", SGLANG),
         "layer": sorted(_assigned(created)),
         "server": sorted(options & {*ASKED_SERVER_ARGS, *_READ_SERVER_ARGS}),

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polymoe.engines.transformers.contract import PrivatePart, unsupported
+from polymoe.engines.hooks import Hook, differences
+from polymoe.engines.transformers.contract import unsupported
 from polymoe.engines.transformers.paged_attention import CAPTURED
 from polymoe.serve.sampling import TokenSampler, choose_tokens
 from polymoe.serve.settings import GenerationSettings
@@ -22,16 +23,20 @@ __all__ = ["PARTS", "SharedSampling", "require_parts"]
 
 _WITHIN = "transformers.generation.continuous_batching"
 PARTS = (
-    PrivatePart(f"{_WITHIN}.model_runner.ModelRunner._get_forward_fn", ("self", "use_block_table")),
-    PrivatePart(f"{_WITHIN}.model_runner.ModelRunner._sample", ("self", "scores", "output_ids")),
-    PrivatePart(f"{_WITHIN}.model_runner.ModelRunner.compute_batch", ("self", "model", "batch_data")),
-    PrivatePart(f"{_WITHIN}.input_outputs.ContinuousBatchingIOs.get_cb_kwargs", ("self",)),
-    PrivatePart(
-        f"{_WITHIN}.input_outputs.ContinuousBatchingIOs.prepare_batch_tensors", ("self", "requests_in_batch"), more=True
+    Hook(f"{_WITHIN}.model_runner", "ModelRunner._get_forward_fn", leading=("self", "use_block_table")),
+    Hook(f"{_WITHIN}.model_runner", "ModelRunner._sample", leading=("self", "scores", "output_ids")),
+    Hook(f"{_WITHIN}.model_runner", "ModelRunner.compute_batch", leading=("self", "model", "batch_data")),
+    Hook(f"{_WITHIN}.input_outputs", "ContinuousBatchingIOs.get_cb_kwargs", leading=("self",)),
+    Hook(
+        f"{_WITHIN}.input_outputs",
+        "ContinuousBatchingIOs.prepare_batch_tensors",
+        leading=("self", "requests_in_batch"),
+        more=True,
     ),
-    PrivatePart(
-        f"{_WITHIN}.input_outputs.ContinuousBatchingAsyncIOs.prepare_batch_tensors",
-        ("self", "requests_in_batch"),
+    Hook(
+        f"{_WITHIN}.input_outputs",
+        "ContinuousBatchingAsyncIOs.prepare_batch_tensors",
+        leading=("self", "requests_in_batch"),
         more=True,
     ),
 )
@@ -44,9 +49,8 @@ def require_parts() -> None:
     Raises:
         UnsupportedProblem: naming the first part that is not as expected.
     """
-    for part in PARTS:
-        if (difference := part.difference()) is not None:
-            raise unsupported(str(part), difference)
+    for part, got in differences(PARTS):
+        raise unsupported(str(part), got)
 
 
 class SharedSampling:

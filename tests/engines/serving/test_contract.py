@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from polymoe.engines.serving.hooks import Hook
+from polymoe.engines.hooks import Hook
 from polymoe.engines.serving.sources import SGLANG, VLLM, StackedSource
 from polymoe.engines.sglang.hooks import HOOKS as SGLANG_HOOKS
 from polymoe.engines.vllm.hooks import DEEPEP_HOOKS, MODULAR_HOOKS
@@ -41,7 +41,7 @@ def test_the_table_has_the_oldest_and_a_newer_version(
     ids=str,
 )
 def test_every_hook_exists(engine: str, version: str, hook: Hook) -> None:
-    found = TABLES[engine][version]["hooks"][str(hook)]
+    found = TABLES[engine][version]["hooks"][hook.path]
     assert found is not None, f"{engine} {version} has no {hook}"
     assert set(hook.uses) <= set(found)
 
@@ -58,7 +58,7 @@ REPLACED = [
 
 @pytest.mark.parametrize(("engine", "hook"), REPLACED, ids=str)
 def test_methods_that_we_replace_have_the_same_parameters_in_every_version(engine: str, hook: Hook) -> None:
-    found = {version: tuple(table["hooks"][str(hook)]) for version, table in TABLES[engine].items()}
+    found = {version: tuple(table["hooks"][hook.path]) for version, table in TABLES[engine].items()}
     assert set(found.values()) == {hook.uses}, found
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import polymoe
-from polymoe.engines.serving.hooks import Hook
+from polymoe.engines.hooks import Hook
 from polymoe.engines.vllm.hooks import DEEPEP_HOOKS, MODULAR_HOOKS, SELECTORS
 from polymoe.engines.vllm.neutral import _PLAIN
 from support.engine_contract import ENGINES
@@ -65,4 +65,4 @@ def test_deepep_has_the_parameters_of_what_needs_no_package(version: str, hook: 
     found = CONTRACT[version]["hooks"]
     step = hook.name.split(".")[1].removesuffix("_async")
     (modular,) = [h for h in MODULAR_HOOKS if h.name == f"FusedMoEPrepareAndFinalizeModular.{step}"]
-    assert found[str(hook)] == found[str(modular)]
+    assert found[hook.path] == found[modular.path]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from polymoe.engines.serving.hooks import Hook
+from polymoe.engines.hooks import Hook
 from polymoe.engines.serving.settings import EngineSettings
 from polymoe.engines.vllm.hooks import HOOKS, SELECTORS
 from polymoe.engines.vllm.plugin import install
@@ -36,7 +36,7 @@ def test_a_vllm_that_lacks_names_keeps_all_layers(caplog: pytest.LogCaptureFixtu
     assert record.levelname == "WARNING"
     said = record.getMessage()
     assert "stands aside for all layers: vLLM 0.20.0 lacks " in said
-    assert all(str(hook) in said for hook in HOOKS)
+    assert all(hook.path in said for hook in HOOKS)
 
 
 def test_require_makes_it_an_error() -> None:
@@ -60,7 +60,7 @@ def _stand_in(monkeypatch: pytest.MonkeyPatch, lacks: str = "", plain: str = "TR
             if name not in vars(owner):
                 setattr(owner, name, type(name, (), {}))
             owner = vars(owner)[name]
-        if str(hook) == lacks:
+        if hook.path == lacks:
             continue
         if last[0].isupper():
             found: Any = vars(owner).get(last) or type(last, (), {})
@@ -86,13 +86,13 @@ def test_a_vllm_that_chooses_backends_elsewhere_keeps_all_layers(
     selector: Hook, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Else it would choose one unseen while a method is made, and pad or transpose weights for it."""
-    layer = _stand_in(monkeypatch, lacks=str(selector))
+    layer = _stand_in(monkeypatch, lacks=selector.path)
     theirs = layer._get_quant_method
     with caplog.at_level(logging.INFO, "vllm.polymoe"):
         install(EngineSettings())
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert record.getMessage().endswith(f"stands aside for all layers: vLLM 0.20.0 lacks {selector}")
+    assert record.getMessage().endswith(f"stands aside for all layers: vLLM 0.20.0 lacks {selector.path}")
     assert layer._get_quant_method is theirs
 
 
@@ -102,5 +102,5 @@ def test_a_vllm_without_a_plain_backend_keeps_all_layers(
     layer = _stand_in(monkeypatch, plain="MARLIN")
     theirs = layer._get_quant_method
     install(EngineSettings())
-    assert f"lacks {SELECTORS[0]} with EMULATION or TRITON or XPU" in caplog.text
+    assert f"lacks {SELECTORS[0].path} with EMULATION or TRITON or XPU" in caplog.text
     assert layer._get_quant_method is theirs

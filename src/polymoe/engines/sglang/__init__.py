@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polymoe.engines.serving.hooks import missing_hooks
+from polymoe.engines.hooks import missing_hooks
 from polymoe.engines.serving.log import LayerLog
 from polymoe.engines.serving.settings import EngineSettings
 from polymoe.engines.sglang.hooks import HOOKS, INIT

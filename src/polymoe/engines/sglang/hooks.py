@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polymoe.engines.serving.hooks import Hook
+from polymoe.engines.hooks import Hook
 
 __all__ = ["ASKED_SERVER_ARGS", "FORWARD", "HOOKS", "INIT", "LAYER_ATTRIBUTES", "SETATTR", "TENSORS", "TOPK"]
 
@@ -23,7 +23,7 @@ TENSORS = f"{_UPDATER}.WeightUpdater.update_weights_from_tensor"
 """Hooked: weights are updated from tensors while the engine runs."""
 
 HOOKS: tuple[Hook, ...] = (
-    Hook("sglang.srt.plugins.hook_registry", "HookRegistry.register", ("cls", "target", "hook", "hook_type")),
+    Hook("sglang.srt.plugins.hook_registry", "HookRegistry.register", ("target", "hook", "hook_type")),
     Hook("sglang.srt.plugins.hook_registry", "HookType", ("AFTER", "AROUND", "BEFORE")),
     Hook("sglang.srt.runtime_context", "get_server_args", ()),
     Hook("sglang.srt.distributed.parallel_state", "get_tp_group", ()),

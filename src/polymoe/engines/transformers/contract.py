@@ -7,11 +7,8 @@ the list is complete.
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -20,127 +17,87 @@ import transformers
 from torch import Tensor
 
 from polymoe.checkpoint.architectures.interface import NEWEST, require_experts, unsupported
+from polymoe.engines.hooks import Hook, differences
 from polymoe.problem.call import DTYPES
 
-__all__ = ["NEWEST", "PARTS", "PrivatePart", "checked_call", "require_contract", "require_experts", "unsupported"]
+__all__ = ["NEWEST", "PARTS", "checked_call", "require_contract", "require_experts", "unsupported"]
 
-
-@dataclass(frozen=True, slots=True)
-class PrivatePart:
-    """One private part of Transformers.
-
-    Attributes:
-        path: module and name, such as ``"transformers.modeling_utils.get_hf_quantizer"``.
-        leading: names of the first positional parameters, in order; None for what is not called.
-        keywords: names of parameters that it takes by name.
-        more: whether it may need further parameters.
-    """
-
-    path: str
-    leading: tuple[str, ...] | None = None
-    keywords: tuple[str, ...] = ()
-    more: bool = False
-
-    def __str__(self) -> str:
-        if self.leading is None and not self.keywords:
-            return self.path
-        names = [*(self.leading or ()), *(f"{name}=" for name in self.keywords)]
-        return f"{self.path}({', '.join(names)})"
-
-    def difference(self) -> str | None:
-        """What the installed version has instead; None if it is as expected."""
-        module, names = self.path, []
-        while True:
-            try:
-                found: Any = importlib.import_module(module)
-                break
-            except ImportError:
-                module, _, name = module.rpartition(".")
-                names.insert(0, name)
-        for name in names:
-            if not hasattr(found, name):
-                return f"no {name} in {module}"
-            found, module = getattr(found, name), f"{module}.{name}"
-        if self.leading is None and not self.keywords:
-            return None
-        signature = inspect.signature(found)
-        return None if self._fits(signature) else f"{self.path}{signature}"
-
-    def _fits(self, signature: inspect.Signature) -> bool:
-        parameters = list(signature.parameters.values())
-        leading = self.leading or ()
-        positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-        any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        needed = {p.name for p in parameters if p.default is p.empty and p.kind not in variable}
-        return (
-            tuple(positional[: len(leading)]) == leading
-            and all(name in signature.parameters or any_keyword for name in self.keywords)
-            and (self.more or needed <= {*leading, *self.keywords})
-        )
-
-
-_QUANTIZER = "transformers.quantizers.base.HfQuantizer"
 
 PARTS = (
     # load and install
-    PrivatePart(
-        "transformers.modeling_utils.get_hf_quantizer",
-        ("config", "quantization_config", "device_map", "weights_only", "user_agent"),
+    Hook(
+        "transformers.modeling_utils",
+        "get_hf_quantizer",
+        leading=("config", "quantization_config", "device_map", "weights_only", "user_agent"),
     ),
-    PrivatePart(
-        "transformers.modeling_utils.PreTrainedModel._load_pretrained_model",
-        ("model", "state_dict", "checkpoint_files", "load_config"),
+    Hook(
+        "transformers.modeling_utils",
+        "PreTrainedModel._load_pretrained_model",
+        leading=("model", "state_dict", "checkpoint_files", "load_config"),
     ),
-    PrivatePart("transformers.modeling_utils.PreTrainedModel._keys_to_ignore_on_load_missing"),
-    PrivatePart("transformers.modeling_utils.LoadStateDictConfig", keywords=("hf_quantizer", "device_mesh")),
-    PrivatePart("transformers.quantizers.auto.AUTO_QUANTIZATION_CONFIG_MAPPING"),
-    PrivatePart("transformers.quantizers.auto.AUTO_QUANTIZER_MAPPING"),
-    PrivatePart("transformers.quantizers.auto.AutoHfQuantizer.from_config", ("quantization_config",)),
-    PrivatePart("transformers.quantizers.base.get_keys_to_not_convert", ("model",)),
-    PrivatePart(_QUANTIZER, ("quantization_config",)),
-    PrivatePart(f"{_QUANTIZER}._convert_model_for_quantization", ("self", "model")),
-    PrivatePart(f"{_QUANTIZER}._process_model_before_weight_loading", ("self", "model")),
-    PrivatePart(f"{_QUANTIZER}._process_model_after_weight_loading", ("self", "model")),
-    PrivatePart(f"{_QUANTIZER}.update_weight_conversions", ("self", "weight_conversions"), more=True),
-    PrivatePart(f"{_QUANTIZER}.param_element_size", ("self", "model", "param_name", "param")),
-    PrivatePart(f"{_QUANTIZER}.validate_environment", ("self",)),
-    PrivatePart(f"{_QUANTIZER}.is_serializable", ("self",)),
-    PrivatePart(f"{_QUANTIZER}.is_trainable"),
-    PrivatePart(f"{_QUANTIZER}.is_compileable"),
-    PrivatePart("transformers.utils.quantization_config.QuantizationConfigMixin"),
-    PrivatePart("transformers.utils.logging.tqdm"),
-    # names of model families
-    PrivatePart("transformers.models.auto.configuration_auto.CONFIG_MAPPING.register", ("key", "value")),
-    PrivatePart("transformers.models.auto.configuration_auto.CONFIG_MAPPING._extra_content"),
-    PrivatePart("transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING"),
-    PrivatePart("transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING"),
-    # tokenizers
-    PrivatePart("transformers.tokenization_utils_base.PreTrainedTokenizerBase"),
-    PrivatePart("transformers.utils.chat_template_utils.get_json_schema", ("func",)),
-    # experts
-    PrivatePart("transformers.integrations.moe.ExpertsInterface.register", ("key", "value")),
-    PrivatePart("transformers.integrations.moe.ExpertsInterface._global_mapping"),
-    PrivatePart(
-        "transformers.integrations.moe.grouped_mm_experts_forward",
-        ("self", "hidden_states", "top_k_index", "top_k_weights"),
-    ),
-    PrivatePart(
-        "transformers.integrations.moe.use_experts_implementation",
-        ("experts_class",),
-        ("is_concatenated", "is_transposed", "has_bias", "has_gate"),
-    ),
-    # decoding and continuous batching
-    PrivatePart("transformers.StaticCache", ("config", "max_cache_len")),
-    PrivatePart("transformers.AttentionInterface.register", ("key", "value")),
-    PrivatePart(
-        "transformers.generation.continuous_batching.PagedAttentionCache.update",
-        ("self", "key_states", "value_states", "layer_idx"),
+    Hook("transformers.modeling_utils", "PreTrainedModel._keys_to_ignore_on_load_missing"),
+    Hook("transformers.modeling_utils", "LoadStateDictConfig", ("hf_quantizer", "device_mesh")),
+    Hook("transformers.quantizers.auto", "AUTO_QUANTIZATION_CONFIG_MAPPING"),
+    Hook("transformers.quantizers.auto", "AUTO_QUANTIZER_MAPPING"),
+    Hook("transformers.quantizers.auto", "AutoHfQuantizer.from_config", leading=("quantization_config",)),
+    Hook("transformers.quantizers.base", "get_keys_to_not_convert", leading=("model",)),
+    Hook("transformers.quantizers.base", "HfQuantizer", leading=("quantization_config",)),
+    Hook("transformers.quantizers.base", "HfQuantizer._convert_model_for_quantization", leading=("self", "model")),
+    Hook("transformers.quantizers.base", "HfQuantizer._process_model_before_weight_loading", leading=("self", "model")),
+    Hook("transformers.quantizers.base", "HfQuantizer._process_model_after_weight_loading", leading=("self", "model")),
+    Hook(
+        "transformers.quantizers.base",
+        "HfQuantizer.update_weight_conversions",
+        leading=("self", "weight_conversions"),
         more=True,
     ),
-    PrivatePart(
-        "transformers.ContinuousBatchingConfig",
-        keywords=("use_cuda_graph", "use_async_batching", "q_padding_interval_size", "max_memory_percent"),
+    Hook(
+        "transformers.quantizers.base",
+        "HfQuantizer.param_element_size",
+        leading=("self", "model", "param_name", "param"),
+    ),
+    Hook("transformers.quantizers.base", "HfQuantizer.validate_environment", leading=("self",)),
+    Hook("transformers.quantizers.base", "HfQuantizer.is_serializable", leading=("self",)),
+    Hook("transformers.quantizers.base", "HfQuantizer.is_trainable"),
+    Hook("transformers.quantizers.base", "HfQuantizer.is_compileable"),
+    Hook("transformers.utils.quantization_config", "QuantizationConfigMixin"),
+    Hook("transformers.utils.logging", "tqdm"),
+    # names of model families
+    Hook("transformers.models.auto.configuration_auto", "CONFIG_MAPPING.register", leading=("key", "value")),
+    Hook("transformers.models.auto.configuration_auto", "CONFIG_MAPPING._extra_content"),
+    Hook("transformers.models.auto.modeling_auto", "MODEL_FOR_CAUSAL_LM_MAPPING"),
+    Hook("transformers.models.auto.modeling_auto", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING"),
+    # tokenizers
+    Hook("transformers.tokenization_utils_base", "PreTrainedTokenizerBase"),
+    Hook("transformers.utils.chat_template_utils", "get_json_schema", leading=("func",)),
+    # experts
+    Hook("transformers.integrations.moe", "ExpertsInterface.register", leading=("key", "value")),
+    Hook("transformers.integrations.moe", "ExpertsInterface._global_mapping"),
+    Hook(
+        "transformers.integrations.moe",
+        "grouped_mm_experts_forward",
+        leading=("self", "hidden_states", "top_k_index", "top_k_weights"),
+    ),
+    Hook(
+        "transformers.integrations.moe",
+        "use_experts_implementation",
+        ("is_concatenated", "is_transposed", "has_bias", "has_gate"),
+        leading=("experts_class",),
+    ),
+    # decoding and continuous batching
+    Hook("transformers", "StaticCache", leading=("config", "max_cache_len")),
+    Hook("transformers", "AttentionInterface.register", leading=("key", "value")),
+    Hook(
+        "transformers.generation.continuous_batching",
+        "PagedAttentionCache.update",
+        leading=("self", "key_states", "value_states", "layer_idx"),
+        more=True,
+    ),
+    Hook(
+        "transformers",
+        "ContinuousBatchingConfig",
+        ("use_cuda_graph", "use_async_batching", "q_padding_interval_size", "max_memory_percent"),
+        leading=(),
     ),
 )
 """What loading and running models rely on. What only ``polymoe serve`` uses is in the test."""
@@ -166,8 +123,7 @@ def _difference() -> tuple[str, str] | None:
             "tested with",
             stacklevel=4,
         )
-    differences = ((str(part), part.difference()) for part in PARTS)
-    return next(((part, got) for part, got in differences if got is not None), None)
+    return next(((str(part), got) for part, got in differences(PARTS)), None)
 
 
 def checked_call(where: str, args: tuple[Any, ...], others: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:

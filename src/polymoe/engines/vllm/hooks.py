@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polymoe.engines.serving.hooks import Hook
+from polymoe.engines.hooks import Hook
 
 __all__ = ["DEEPEP_HOOKS", "HOOKS", "MODULAR_HOOKS", "SELECTORS"]
 

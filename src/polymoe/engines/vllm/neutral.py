@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-from polymoe.engines.serving.hooks import Hook
+from polymoe.engines.hooks import Hook
 from polymoe.engines.vllm.hooks import SELECTORS
 
 __all__ = ["missing_plain_backends", "neutral_choice"]
@@ -27,7 +27,7 @@ _PLAIN = ("EMULATION", "TRITON", "XPU")
 def missing_plain_backends() -> tuple[str, ...]:
     """Return the functions that choose among backends of which none is plain. They must exist."""
     return tuple(
-        f"{hook} with {' or '.join(_PLAIN)}"
+        f"{hook.path} with {' or '.join(_PLAIN)}"
         for hook in SELECTORS
         if _plain_backend(importlib.import_module(hook.module)) is None
     )

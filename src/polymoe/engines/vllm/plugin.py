@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from polymoe.common.shapes import round_up
+from polymoe.engines.hooks import missing_hooks
 from polymoe.engines.serving.chooser import LayerChooser
-from polymoe.engines.serving.hooks import missing_hooks
 from polymoe.engines.serving.log import LayerLog
 from polymoe.engines.serving.settings import EngineSettings
 from polymoe.engines.serving.sources import VLLM

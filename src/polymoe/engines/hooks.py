@@ -1,0 +1,93 @@
+"""Hooks: names of an engine that polymoe uses, and the check that the installed engine has them as expected.
+
+The engines' own tests do not cover these names, and they change without notice. Each adapter has a table of them, which
+is compared with the installed engine before anything is patched or loaded; those of vLLM and SGLang also with the
+sources of several versions, in ``tests/engines``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Hook", "differences", "missing_hooks"]
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """A name of an engine.
+
+    Attributes:
+        module: where it is defined.
+        name: of a function or method (``Class.method``), of a class, or of anything else that a module has.
+        uses: parameters of the function that are used by name, or attributes of the class.
+        leading: of what polymoe calls or overrides in a fixed order, the names of the first positional parameters. It
+            may then need no parameters but these and ``uses``.
+        more: whether it may need further ones.
+    """
+
+    module: str
+    name: str
+    uses: tuple[str, ...] = ()
+    leading: tuple[str, ...] | None = None
+    more: bool = False
+
+    @property
+    def path(self) -> str:
+        """Module and name."""
+        return f"{self.module}.{self.name}"
+
+    def __str__(self) -> str:
+        names = [*(self.leading or ()), *(f"{name}=" for name in self.uses)]
+        return f"{self.path}({', '.join(names)})" if names or self.leading is not None else self.path
+
+    def difference(self) -> str | None:
+        """What the installed engine has instead: "none", "no NAMES" or another signature; None if it has the hook."""
+        try:
+            found: Any = importlib.import_module(self.module)
+            for part in self.name.split("."):
+                found = getattr(found, part)
+        except (ImportError, AttributeError):
+            return "none"
+        if self.leading is not None:
+            signature = inspect.signature(found)
+            return None if self._fits(signature, self.leading) else f"{self.path}{signature}"
+        names = _names(found)
+        lacking = [name for name in self.uses if name not in names and not hasattr(found, name)]
+        return f"no {', '.join(lacking)}" if lacking else None
+
+    def _fits(self, signature: inspect.Signature, leading: tuple[str, ...]) -> bool:
+        parameters = list(signature.parameters.values())
+        positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        needed = {p.name for p in parameters if p.default is p.empty and p.kind not in variable}
+        return (
+            tuple(positional[: len(leading)]) == leading
+            and all(name in signature.parameters or any_keyword for name in self.uses)
+            and (self.more or needed <= {*leading, *self.uses})
+        )
+
+
+def _names(found: Any) -> set[str]:
+    """Parameters of a function, or fields of a class, which are not attributes of it."""
+    if not inspect.isclass(found):
+        return set(inspect.signature(found).parameters) if callable(found) else set()
+    return {field.name for field in dataclasses.fields(found)} if dataclasses.is_dataclass(found) else set()
+
+
+def differences(hooks: Iterable[Hook]) -> Iterator[tuple[Hook, str]]:
+    """Yield each hook that the installed engine does not have as expected, with what it has instead."""
+    for hook in hooks:
+        got = hook.difference()
+        if got is not None:
+            yield hook, got
+
+
+def missing_hooks(hooks: Iterable[Hook]) -> tuple[str, ...]:
+    """Return what the installed engine lacks, by path."""
+    return tuple(hook.path if got == "none" else f"{hook.path} ({got})" for hook, got in differences(hooks))
