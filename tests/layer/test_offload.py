@@ -36,6 +36,7 @@ from polymoe.layer.sweep import Buffer, CopyStream
 from polymoe.layouts import Packed
 from polymoe.problem.call import CallArguments
 from polymoe.problem.numerics import relative_error
+from polymoe.problem.tensors import ExpertWeights
 from support.cuda_calls import gpu, pack
 from support.cuda_emulator import Emulator, compile_unit
 from support.problems import GPT_OSS, problem_of, random_call, random_experts, torn
@@ -240,6 +241,40 @@ def test_an_update_that_fails_changes_nothing() -> None:
     assert relative_error(offloaded(*arguments), resident(*arguments)) < 1e-6
     arguments = call(32, 0)
     assert torch.equal(offloaded(*arguments), resident(*arguments))
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_an_update_from_its_own_experts(taken: bool) -> None:
+    """Also from those of the resident layer, whose memory became the buffer that the new experts are packed in."""
+    order = [3, 1, 0, 4, 2, 7, 6, 5]
+    resident, expected = layer(seed=9), layer(seed=9)
+    offloaded = OffloadedExperts(resident, 3)
+    own, other = resident.weights if taken else offloaded.weights, expected.weights
+    expected.update(ExpertWeights(other.spec, lambda e: other.expert(order[e])))
+    offloaded.update(ExpertWeights(own.spec, lambda e: own.expert(order[e])), check=True)
+    for tokens in (1, 32):
+        arguments = call(tokens, 0)
+        assert relative_error(offloaded(*arguments), expected(*arguments)) < 1e-6
+
+
+def test_experts_of_inference_mode_are_updated_outside_it() -> None:
+    with torch.inference_mode():
+        offloaded = OffloadedExperts(layer(), 3)
+    offloaded.update(random_experts("mxfp4", bias=True, experts=EXPERTS, seed=1), check=True)
+    for tokens in (1, 32):
+        arguments = call(tokens, 0)
+        assert relative_error(offloaded(*arguments), layer(seed=1)(*arguments)) < 1e-6
+
+
+def test_slots_follow_their_buffers() -> None:
+    """Other code has replaced what is in them."""
+    resident, offloaded = layer(), OffloadedExperts(layer(), 3)
+    offloaded(*call(1, 0))
+    for buffer in offloaded.buffers():
+        buffer.data = torch.full_like(buffer, 127)
+    for seed in range(6):
+        arguments = call(1, seed)
+        assert relative_error(offloaded(*arguments), resident(*arguments)) < 1e-6
 
 
 def test_a_copy_that_fails_leaves_no_expert_in_a_wrong_slot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -457,6 +492,13 @@ def test_what_is_refused() -> None:
         offloaded.to("meta")
     with pytest.raises(UnsupportedProblem, match="copy"):
         copy.deepcopy(offloaded)
+    with pytest.raises(UnsupportedProblem, match=r"share_memory\(\)"):
+        offloaded.share_memory()
+    with pytest.raises(UnsupportedProblem, match=r"torch\.export: .*got experts in host memory"):
+        torch.export.export(offloaded, call(1, 0))
+    x, ids, weights = call(1, 0)
+    with pytest.raises(UnsupportedProblem, match=r"x_TH: .*a compiled graph has no backward"):
+        torch.compile(offloaded, backend="aot_eager")(x.requires_grad_(), ids, weights)
     with pytest.raises(ArgumentError, match="expert_map"):
         offloaded(*call(1, 0), expert_map=torch.arange(EXPERTS))
     assert offloaded.to(torch.float16) is offloaded

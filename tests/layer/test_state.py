@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from polymoe.errors import PlanError
+from polymoe.layer import packed_layer
 from polymoe.layer.experts import FusedExperts
 from polymoe.layer.runtime import PlanRequest
 from polymoe.layouts import LAYOUTS
@@ -107,7 +108,7 @@ class TestUpdateFromItself:
 
     def test_others_are_packed_in_place(self, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
         experts, other = layer(), layer(random_experts(seed=5))
-        monkeypatch.setattr(experts._layer, "_overwrite", None)
+        monkeypatch.setattr(packed_layer, "_overwrite", None)
         experts.update(permuted(other.weights))
         assert torch.equal(experts(*call), layer(permuted(random_experts(seed=5)))(*call))
 
@@ -231,6 +232,12 @@ def test_input_scales_that_the_layer_has_no_place_for_are_refused(call: Call) ->
     scaled.update(weights)  # experts without them: they were not calibrated
     assert scaled.weights.expert(0).gate_up_input_scale is None
     scaled.update(with_input_scales(weights), check=True)
+    own = scaled.weights  # read from itself, so packed aside
+    scaled.update(
+        ExpertWeights(own.spec, lambda e: replace(own.expert(e), gate_up_input_scale=None, down_input_scale=None)),
+        check=True,
+    )
+    assert scaled.weights.expert(0).gate_up_input_scale is None
 
 
 @pytest.mark.slow
@@ -327,3 +334,26 @@ def test_an_update_that_waits_for_calls(call: Call) -> None:
     updater.join(20)
     assert torch.equal(results[0], y)
     assert torch.equal(experts(*call), layer(random_experts(seed=5), backend="reference")(*call))
+
+
+def test_updates_from_two_threads_come_one_after_the_other(call: Call) -> None:
+    experts, reading, go = layer(backend="reference"), threading.Event(), threading.Event()
+    weights, seen = random_experts(seed=5), list[int]()
+
+    def read(e: int) -> Expert:
+        seen.append(e)
+        if seen.count(2) == 2 and not go.is_set():  # the layer holds new and old experts
+            reading.set()
+            assert go.wait(20)
+        return weights.expert(e)
+
+    first = threading.Thread(target=experts.update, args=(ExpertWeights(weights.spec, read),))
+    second = threading.Thread(target=experts.update, args=(random_experts(seed=6),))
+    first.start()
+    assert reading.wait(20)
+    second.start()
+    second.join(0.5)
+    go.set()
+    first.join(20)
+    second.join(20)
+    assert torch.equal(experts(*call), layer(random_experts(seed=6), backend="reference")(*call))

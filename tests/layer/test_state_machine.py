@@ -1,9 +1,11 @@
-"""Walks of a packed layer through its states, with the experts that it should hold beside it in float64."""
+"""Walks of packed layers, some with their experts in host memory, through their states, with the experts that each
+should hold beside it in float64."""
 
 from __future__ import annotations
 
 import copy
 import io
+import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -22,8 +24,9 @@ from hypothesis.stateful import (
 )
 from torch import Tensor
 
-from polymoe.errors import CheckpointError, PlanError
+from polymoe.errors import CheckpointError, PlanError, UnsupportedProblem
 from polymoe.layer.experts import FusedExperts
+from polymoe.layer.offload import OffloadedExperts
 from polymoe.problem.activations import SwiGLU
 from polymoe.problem.numerics import relative_error
 from polymoe.problem.routing import Routing
@@ -36,6 +39,9 @@ WALKS = {"none": (6, 15), "sample": (20, 25), "all": (150, 40)}
 FORMATS = ("mxfp4", "nvfp4", "int4_g32", "fp8_block128", "bf16")
 EXPERTS, HIDDEN, WIDTH = 4, 32, 32
 STEPS = {"taken": 0}
+
+SLOTS = st.sampled_from((0, 0, 2, 3))
+"""0: all experts are resident."""
 
 Experts = tuple[Expert, ...]
 Use = Callable[..., Tensor]
@@ -54,6 +60,7 @@ class Twin:
 
     def __init__(self, module: FusedExperts, experts: Experts) -> None:
         self.module, self.experts, self.whole = module, experts, True
+        self.offloaded = isinstance(module, OffloadedExperts)
         self.uses: list[Use] = []
 
 
@@ -64,21 +71,27 @@ class PackedLayers(RuleBasedStateMachine):
         super().__init__()
         self.twins: list[Twin] = []
 
-    @initialize(format=st.sampled_from(FORMATS), bias=st.booleans(), backend=st.sampled_from(("torch", "reference")))
-    def load(self, format: str, bias: bool, backend: str) -> None:
+    @initialize(
+        format=st.sampled_from(FORMATS),
+        bias=st.booleans(),
+        backend=st.sampled_from(("torch", "reference")),
+        slots=SLOTS,
+    )
+    def load(self, format: str, bias: bool, backend: str, slots: int) -> None:
         self.format, self.bias, self.backend = format, bias, backend
-        self._load(0, inference=False)
+        self._load(0, slots, inference=False)
 
-    def _load(self, seed: int, *, inference: bool) -> None:
+    def _load(self, seed: int, slots: int, *, inference: bool) -> None:
         experts = made(self.format, self.bias, seed)
         options: dict[str, Any] = {"top_k": 2, "device": "cpu", "backend": self.backend, "check": False}
         with torch.inference_mode(inference):
-            self.twins.append(Twin(FusedExperts.from_weights(weights_of(experts), SwiGLU(), **options), experts))
+            module = FusedExperts.from_weights(weights_of(experts), SwiGLU(), **options)
+            self.twins.append(Twin(OffloadedExperts(module, slots) if slots else module, experts))
 
     @precondition(lambda self: len(self.twins) < 4)
-    @rule(seed=st.integers(0, 5), inference=st.booleans())
-    def load_another(self, seed: int, inference: bool) -> None:
-        self._load(seed, inference=inference)
+    @rule(seed=st.integers(0, 5), slots=SLOTS, inference=st.booleans())
+    def load_another(self, seed: int, slots: int, inference: bool) -> None:
+        self._load(seed, slots, inference=inference)
 
     def _twin(self, at: int) -> Twin:
         return self.twins[at % len(self.twins)]
@@ -103,6 +116,21 @@ class PackedLayers(RuleBasedStateMachine):
         with torch.autocast("cpu") if how == "autocast" else within[how]():
             more = {"out": torch.empty(3, HIDDEN)} if out else {}
             self._answers(self._twin(at), self._twin(at).module, 1, **more)
+
+    @rule(at=st.integers(0, 9), seed=st.integers(0, 5))
+    def call_for_a_gradient(self, at: int, seed: int) -> None:
+        """Of x."""
+        twin = self._twin(at)
+        x, routing = random_call(3, HIDDEN, EXPERTS, seed=seed)
+        x.requires_grad_()
+        if not twin.whole:
+            with pytest.raises(PlanError, match="got a mixture"):
+                twin.module(x, *routing)
+            return
+        weights = weights_of(twin.experts)
+        expected = plain_experts(weights, problem_of(weights), x, Routing(*routing))
+        gradients = [torch.autograd.grad(y.sum(), x)[0] for y in (twin.module(x, *routing), expected)]
+        assert relative_error(*gradients) < 1e-5
 
     @rule(at=st.integers(0, 9))
     def call_from_threads(self, at: int) -> None:
@@ -158,7 +186,20 @@ class PackedLayers(RuleBasedStateMachine):
 
         with pytest.raises(CheckpointError, match=f"expert {first}"):
             twin.module.update(ExpertWeights(weights_of(new).spec, read))
-        twin.whole = False
+        twin.whole = twin.whole and twin.offloaded  # host memory is written when all experts are packed
+
+    @rule(at=st.integers(0, 9), seeds=st.permutations(range(6)))
+    def update_from_threads(self, at: int, seeds: list[int]) -> None:
+        """The last one counts, whichever that is."""
+        twin, new = self._twin(at), [made(self.format, self.bias, seed) for seed in seeds[:2]]
+        threads = [threading.Thread(target=twin.module.update, args=(weights_of(experts),)) for experts in new]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        found = twin.module.weights.expert(0).up.codes
+        (twin.experts,) = [e for e in new if torch.equal(e[0].up.codes.reshape(found.shape), found)]
+        twin.whole = True
 
     @rule(at=st.integers(0, 9), what=st.sampled_from(("format", "bias", "scales", "unreadable")))
     def update_that_is_refused(self, at: int, what: str) -> None:
@@ -183,6 +224,10 @@ class PackedLayers(RuleBasedStateMachine):
     @rule(at=st.integers(0, 9), how=st.sampled_from(("deepcopy", "save")), inside=st.booleans())
     def copy_deeply(self, at: int, how: str, inside: bool) -> None:
         twin = self._twin(at)
+        if twin.offloaded:
+            with pytest.raises(UnsupportedProblem, match="a copy of experts in host memory"):
+                (copy.deepcopy if how == "deepcopy" else pickle.dumps)(twin.module)
+            return
         with torch.inference_mode(inside):
             if how == "deepcopy":
                 module = copy.deepcopy(twin.module)
@@ -196,7 +241,7 @@ class PackedLayers(RuleBasedStateMachine):
     @rule(at=st.integers(0, 9))
     def copy_shallowly(self, at: int) -> None:
         twin = self._twin(at)
-        if len(twin.uses) < 3:
+        if len(twin.uses) < 3 and not twin.offloaded:
             twin.uses.append(copy.copy(twin.module))
 
     @rule(at=st.integers(0, 9), how=st.sampled_from(("compile", "export")))
@@ -210,11 +255,19 @@ class PackedLayers(RuleBasedStateMachine):
             twin.uses.append(torch.compile(lambda *a: module(*a), fullgraph=True, backend="eager"))
             return
         x, routing = random_call(3, HIDDEN, EXPERTS)
+        if twin.offloaded:
+            with pytest.raises(UnsupportedProblem, match=r"torch\.export"):
+                torch.export.export(module, (x, *routing))
+            return
         twin.uses.append(torch.export.export(module, (x, *routing)).module())
 
     @rule(at=st.integers(0, 9), how=st.sampled_from(("to", "half", "share", "data")), inside=st.booleans())
     def move(self, at: int, how: str, inside: bool) -> None:
         module = self._twin(at).module
+        if how == "share" and self._twin(at).offloaded:
+            with pytest.raises(UnsupportedProblem, match="share_memory"):
+                module.share_memory()
+            return
         # A graph that was exported holds the tensors of before.
         graphs = [use for use in self._twin(at).uses if isinstance(use, torch.fx.GraphModule)]
         if how == "data" and not graphs:

@@ -68,7 +68,7 @@ def test_a_transformers_without_what_is_used_is_refused(server: Running, monkeyp
     monkeypatch.setattr(continuous_batching, "_require_cuda", lambda _: None)
     other = shared_sampling.Hook("transformers.generation.continuous_batching.model_runner", "Other")
     monkeypatch.setattr(shared_sampling, "PARTS", (other,))
-    with pytest.raises(UnsupportedProblem, match="model_runner.Other, got none"):
+    with pytest.raises(UnsupportedProblem, match=r"model_runner\.Other, got none"):
         Batching.of(server.model, graphs=None, cache_memory=None)
 
 

@@ -18,12 +18,12 @@ from polymoe.common.units import format_bytes
 from polymoe.errors import ArgumentError, UnsupportedProblem
 from polymoe.layer.experts import FusedExperts
 from polymoe.layer.host_store import HostStore
-from polymoe.layer.load_check import check_layer, require_planned
-from polymoe.layer.runtime import LayerRuntime, on_device
+from polymoe.layer.load_check import check_layer
+from polymoe.layer.runtime import LayerRuntime, on_device, refuse_gradient
 from polymoe.layer.slots import CpuSlots, GpuSlots, run_in_waves
 from polymoe.layer.sweep import Buffer, SharedBuffers, after, rows_as_bytes
 from polymoe.layouts import Packed
-from polymoe.layouts.pack_check import pack_checked
+from polymoe.layouts.staging import ordinary_tensors
 from polymoe.machine.link import links
 from polymoe.problem import Problem
 from polymoe.problem.call import CallArguments
@@ -85,17 +85,22 @@ class OffloadedExperts(FusedExperts):
         problem, packed, choice = resident.problem, resident.packed, resident._plans.request
         require_slots(problem, slots)
         _require_rows(resident)
-        self._host = HostStore(packed)
+        with ordinary_tensors():
+            self._host = HostStore(packed)
+            rows = {name: t.new_empty(slots, *t.shape[1:]) for name, t in packed.tensors.items()}
         self.slots, self._swept, self._lock = slots, CacheStats(), threading.Lock()
         self._done: torch.cuda.Event | None = None
         self._key = str(next(_KEYS))
         self._on_buffers: dict[int, LayerRuntime] = {}
-        rows = {name: t.new_empty(slots, *t.shape[1:]) for name, t in packed.tensors.items()}
         super().__init__(problem, Packed(packed.layout, packed.spec, rows), choice)
-        kind = GpuSlots if self.device.type == "cuda" else CpuSlots
-        self._slots = kind(problem.spec, self._layer.tensors(self), self._host.tensors)
+        self._slots = self._empty_slots()
         self._shared = SharedBuffers.of(self, packed.tensors)
         _LAYERS[self._key] = self
+
+    def _empty_slots(self) -> CpuSlots | GpuSlots:
+        self._rows = self._runtime
+        kind = GpuSlots if self.device.type == "cuda" else CpuSlots
+        return kind(self.problem.spec, self._rows.tensors, self._host.tensors)
 
     @property
     def packed(self) -> Packed:
@@ -139,9 +144,12 @@ class OffloadedExperts(FusedExperts):
         call.check(self.problem, self.device)
         if not torch.compiler.is_compiling():
             return self._run(call)
-        y_TH = torch.ops.polymoe.offloaded_experts(
-            x_TH, topk_ids_TA, topk_weights_TA, self._key, call.out_dtype(self.problem), x_scales
-        )
+        if torch.compiler.is_exporting():  # the graph would know the layer by a number of this process
+            expected, hint = "experts whose tensors are the graph's", "load the experts without slots"
+            raise UnsupportedProblem("torch.export", expected=expected, got="experts in host memory", hint=hint)
+        (x_TH, ids_TA, weights_TA, *_), refused = call.without_gradients()
+        dtype = call.out_dtype(self.problem)
+        y_TH = torch.ops.polymoe.offloaded_experts(x_TH, ids_TA, weights_TA, self._key, dtype, x_scales, refused)
         return y_TH if out is None else out.copy_(y_TH)
 
     def _run(self, call: CallArguments) -> Tensor:
@@ -157,14 +165,16 @@ class OffloadedExperts(FusedExperts):
             needed = [e - first for e in ids_TA.unique().tolist() if first <= e < first + spec.local_experts]
         # Events order calls on several streams. A capture belongs to one stream; what replays it orders the replays.
         with self._lock, on_device(self.device):
+            if self._runtime is not self._rows:  # other code has replaced what is in the buffers
+                self._slots = self._empty_slots()
             if capturing and ids_TA.numel() > self.slots:
-                call, step = self._runtime.planned(call)
+                call, step = self._rows.planned(call)
                 run_in_waves(self._slots, step, self.problem, call, self.slots)
                 return call.out_TH
             if needed is not None and len(needed) > self.slots:
                 return self._sweep(call, needed)
             with nullcontext() if capturing else after(self):
-                return self._runtime.run(call._replace(topk_ids_TA=self._slots.place(ids_TA)))
+                return self._rows.run(call._replace(topk_ids_TA=self._slots.place(ids_TA)))
 
     def _sweep(self, call: CallArguments, needed: Sequence[int]) -> Tensor:
         """Run a call on a buffer of the whole layer: experts in slots from there, the others from host memory. Where
@@ -187,7 +197,7 @@ class OffloadedExperts(FusedExperts):
                 if here:  # as bytes: not every dtype of codes and scales can be indexed
                     slots = torch.tensor([slot_of[e] for e in here], device=self.device)
                     rows = torch.tensor(here, device=self.device)
-                    for to, kept in zip(buffer.tensors, self._layer.tensors(self), strict=True):
+                    for to, kept in zip(buffer.tensors, self._rows.tensors, strict=True):
                         rows_as_bytes(to).index_copy_(0, rows, rows_as_bytes(kept).index_select(0, slots))
                 shared.copies.wait(buffer)
                 result = self._on(buffer).run(call)
@@ -213,15 +223,10 @@ class OffloadedExperts(FusedExperts):
 
     def update(self, weights: ExpertWeights, *, check: bool = False, wait: bool = True) -> None:
         """Replace all experts, as :meth:`FusedExperts.update`; one that fails changes nothing, and it always waits."""
-        present = self._layer.layout, self.packed
-        require_planned(self.problem, weights, self.device, "update", "load these experts again", present)
         with self._lock, self._shared.lock, on_device(self.device):
             buffer = self._shared.settled()
             with after(self), after(buffer):
-                packed = self._plans.packed(buffer.tensors)
-                pack_checked(self._layer.layout, weights, self.device, "update", out=packed, compare=check)
-                if check:
-                    check_layer(self._on(buffer), self.problem, weights, "update")
+                self._layer.refill(self._on(buffer), weights, check=check)
                 self._host.copy_from(buffer.tensors)
                 self._slots.empty()
 
@@ -235,10 +240,13 @@ class OffloadedExperts(FusedExperts):
                 check_layer(self._on(buffer), self.problem, weights or self.weights, where)
 
     def _apply(self, fn: Any, recurse: bool = True) -> OffloadedExperts:
-        device = fn(torch.empty(0, dtype=torch.int8, device=self.device)).device
-        if device != self.device:
-            raise UnsupportedProblem("to(device)", expected=f"{self.device}, where the slots are", got=str(device),
-                                     hint="load the experts again on the other device")  # fmt: skip
+        probe = fn(torch.empty(1, dtype=torch.int8, device=self.device))
+        if probe.device != self.device:
+            expected, hint = f"{self.device}, where the slots are", "load the experts again on the other device"
+            raise UnsupportedProblem("to(device)", expected=expected, got=str(probe.device), hint=hint)
+        if probe.device.type == "cpu" and probe.is_shared():
+            expected, hint = "experts that processes can share", "load the experts without slots"
+            raise UnsupportedProblem("share_memory()", expected=expected, got="experts in host memory", hint=hint)
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -275,7 +283,9 @@ def _offloaded_experts(
     key: str,
     dtype: torch.dtype,
     x_scales: Tensor | None = None,
+    refused: str = "",
 ) -> Tensor:
+    refuse_gradient(refused)
     return _LAYERS[key]._run(CallArguments(x_TH, topk_ids_TA, topk_weights_TA, x_scales=x_scales))
 
 
@@ -287,6 +297,7 @@ def _(
     key: str,
     dtype: torch.dtype,
     x_scales: Tensor | None = None,
+    refused: str = "",
 ) -> Tensor:
     return torch.empty_like(x_TH, dtype=dtype, memory_format=torch.contiguous_format)
 

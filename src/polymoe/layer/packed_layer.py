@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ class PackedLayer:
         self._plans: PlanCache | None = None
         self._names: dict[str, torch.dtype] = {}
         self._bound: LayerRuntime | None = None
+        self._updates = threading.Lock()  # one at a time: two would leave a mixture and say that it is whole
 
     @property
     def problem(self) -> Problem:
@@ -135,35 +137,62 @@ class PackedLayer:
             if check:
                 check_layer(self.runtime(module), problem, weights, self.where)
             return
-        where = f"{self.where}: new weights"
-        require_planned(self.problem, weights, device, where, "start the engine again with them")
+        where, hint = f"{self.where}: new weights", "start the engine again with them"
+        require_planned(self.problem, weights, device, where, hint)
         packed = pack_checked(self.layout, weights, device, self.where)
         self._require_same_tensors(packed)
-        if in_place:
-            self._overwrite(module, packed)
-        else:
-            self._register(module, packed)
+        tensors = self._complete(packed)
         if check:
-            check_layer(LayerRuntime(self.plans, self.tensors(module)), self.problem, weights, self.where)
+            check_layer(LayerRuntime(self.plans, tensors), self.problem, weights, self.where)
+        if in_place:
+            _overwrite(self.tensors(module), tensors)
+        else:
+            self._register(module, self.plans.packed(tensors))
 
     def update(self, module: nn.Module, weights: ExpertWeights, *, check: bool, wait: bool) -> None:
         """Refill the tensors in place; see :meth:`polymoe.layer.experts.FusedExperts.update`."""
-        runtime, packed = self.runtime(module), self.packed(module)
-        device, hint = runtime.device, "load these experts again"
-        reads_itself = require_planned(self.problem, weights, device, "update", hint, (self.layout, packed))
+        with self._updates:
+            runtime = self.runtime(module)
+            self.refill(runtime, weights, check=check, begin=lambda: self._begin(runtime, wait=wait))
+            self.incomplete = runtime.incomplete = False
+
+    def refill(
+        self, runtime: LayerRuntime, weights: ExpertWeights, *, check: bool, begin: Callable[[], None] = lambda: None
+    ) -> None:
+        """Pack ``weights`` into the tensors of ``runtime``; aside and then there if they are read from these tensors.
+
+        Args:
+            runtime: of this layer's plans.
+            weights: the experts, which are refused before ``begin`` if they cannot take the place of the present ones.
+            check: compare bytes and results, as :meth:`update`.
+            begin: called before the first tensor changes.
+        """
+        present, hint = self.plans.packed(runtime.tensors), "load these experts again"
+        reads_itself = require_planned(self.problem, weights, runtime.device, "update", hint, (self.layout, present))
         if reads_itself:  # an expert would be read after another had taken its place
-            aside = pack_checked(self.layout, weights, device, "update", compare=check)
+            aside = pack_checked(self.layout, weights, runtime.device, "update", compare=check)
+            tensors = self._complete(aside)
             if check:
-                checked = LayerRuntime(self.plans, [aside.tensors[name] for name in self.plans.names])
-                check_layer(checked, self.problem, weights, "update")
-            self._begin(runtime, wait=wait)
-            self._overwrite(module, aside)
+                check_layer(LayerRuntime(self.plans, tensors), self.problem, weights, "update")
+            begin()
+            _overwrite(runtime.tensors, tensors)
         else:
-            self._begin(runtime, wait=wait)
-            pack_checked(self.layout, weights, device, "update", out=packed, compare=check)
+            begin()
+            pack_checked(self.layout, weights, runtime.device, "update", out=present, compare=check)
             if check:
                 check_layer(runtime, self.problem, weights, "update")
-        self.incomplete = runtime.incomplete = False
+
+    @ordinary_tensors()
+    def _complete(self, packed: Packed) -> list[Tensor]:
+        """The tensors of newly packed experts in the order of the layer's, with NaN for input scales that they lack."""
+        found, count = packed.tensors, self.problem.spec.local_experts
+        device = next(iter(found.values())).device
+        return [
+            torch.full((count,), float("nan"), dtype=dtype, device=device)
+            if name in INPUT_SCALES and name not in found
+            else found[name]
+            for name, dtype in self.plans.parts
+        ]
 
     def _begin(self, runtime: LayerRuntime, *, wait: bool) -> None:
         """Refuse calls from now on; with ``wait``, return when those that had begun have ended."""
@@ -185,15 +214,6 @@ class PackedLayer:
                 got=", ".join(f"{name} {found.get(name, 'absent')}" for name in other),
                 hint="start the engine again with them",
             )
-
-    @ordinary_tensors()
-    def _overwrite(self, module: nn.Module, packed: Packed) -> None:
-        for name, tensor in zip(self.plans.names, self.tensors(module), strict=True):
-            if name in packed.tensors:
-                tensor.copy_(packed.tensors[name])
-            else:
-                assert name in INPUT_SCALES
-                tensor.fill_(float("nan"))
 
     def __call__(self, module: nn.Module, x_TH: Tensor, topk_ids_TA: Tensor, topk_weights_TA: Tensor) -> Tensor:
         """Return this rank's weighted sum over each token's experts, [T, H] in x's dtype.
@@ -284,7 +304,16 @@ class PackedLayer:
         return bound
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_bound": None}  # a copy binds its own tensors
+        return {name: value for name, value in self.__dict__.items() if name not in ("_bound", "_updates")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _bound=None, _updates=threading.Lock())  # a copy binds its own tensors
+
+
+@ordinary_tensors()
+def _overwrite(tensors: list[Tensor], others: list[Tensor]) -> None:
+    for tensor, other in zip(tensors, others, strict=True):
+        tensor.copy_(other)
 
 
 def _attribute(name: str) -> str:

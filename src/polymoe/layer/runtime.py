@@ -21,7 +21,7 @@ from polymoe.backends.config import Config
 from polymoe.errors import ArgumentError, PlanError
 from polymoe.layouts import Layout, Packed
 from polymoe.layouts.pack_check import pack_checked, require_input_scales
-from polymoe.layouts.staging import kept
+from polymoe.layouts.staging import kept, ordinary_tensors
 from polymoe.machine import Machine
 from polymoe.planning.select import select
 from polymoe.planning.selection import Selection
@@ -31,7 +31,10 @@ from polymoe.problem.scale_range import measure_scales
 from polymoe.problem.tensors import ExpertWeights
 from polymoe.problem.verdict import Accepted
 
-__all__ = ["BoundStep", "LayerRuntime", "PlanCache", "PlanRequest", "incomplete_update", "on_device"]
+__all__ = [
+    "BoundStep", "LayerRuntime", "PlanCache", "PlanRequest", "compiled_call", "incomplete_update", "on_device",
+    "refuse_gradient",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +190,8 @@ class LayerRuntime:
 
     def __init__(self, plans: PlanCache, tensors: Sequence[Tensor]) -> None:
         self.plans, self.incomplete, self.in_flight = plans, False, set[int]()
-        self.tensors = [t.view(dtype) for t, (_, dtype) in zip(tensors, plans.parts, strict=True)]
+        with ordinary_tensors():  # views that an update may write to
+            self.tensors = [t.view(dtype) for t, (_, dtype) in zip(tensors, plans.parts, strict=True)]
         self.addresses, self.device = _addresses(tensors), tensors[0].device
         self._runners: dict[str, Runner] = {}
         self._steps: dict[torch.dtype, tuple[list[float], list[BoundStep]]] = {}
@@ -292,10 +296,7 @@ def compiled_call(plans: PlanCache, tensors: list[Tensor], call: CallArguments) 
         ArgumentError: if the shape, dtype or device of an argument is wrong.
     """
     call.check(plans.problem, tensors[0].device)
-    refused = ""
-    if call.requires_grad:
-        refused = call.requiring_gradients()[0]
-        call = CallArguments(*[None if part is None else part.detach() for part in call])  # type: ignore[arg-type]
+    call, refused = call.without_gradients()
     x_TH, ids_TA, weights_TA, out_TH, workspace, x_scales, expert_map = call
     given = (x_TH, ids_TA, weights_TA, tensors, plans.key)
     if out_TH is None:  # its memory, and the workspace's, is the graph's
@@ -333,10 +334,15 @@ def _require_options(step: BoundStep, call: CallArguments) -> None:
             raise ArgumentError("workspace", expected=f"at least {least} bytes", got=str(got), hint=hint)
 
 
-def _run_node(key: str, tensors: list[Tensor], call: CallArguments, refused: str) -> Tensor:
-    if refused:
+def refuse_gradient(argument: str) -> None:
+    """Raise UnsupportedProblem in a node of a compiled graph, for the argument that requires one, if any."""
+    if argument:
         hint = 'call under torch.no_grad(), or outside torch.compile with backend="reference"'
-        raise no_gradient(refused, "a compiled graph", hint)
+        raise no_gradient(argument, "a compiled graph", hint)
+
+
+def _run_node(key: str, tensors: list[Tensor], call: CallArguments, refused: str) -> Tensor:
+    refuse_gradient(refused)
     return _plans_of(key).layer(tensors).run(call)
 
 

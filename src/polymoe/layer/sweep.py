@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polymoe.layouts.staging import ordinary_tensors
+
 __all__ = ["Buffer", "CopyStream", "SharedBuffers", "after", "rows_as_bytes"]
 
 _PIECE_BYTES = 128 * 1024
@@ -122,7 +124,8 @@ class SharedBuffers:
         """Return a buffer for the next layer, with this key, beside the one that was taken; None without memory."""
         if len(self.buffers) < self._most:
             try:
-                self._add([torch.empty_like(t) for t in self.buffers[0].tensors])
+                with ordinary_tensors():
+                    self._add([torch.empty_like(t) for t in self.buffers[0].tensors])
             except torch.cuda.OutOfMemoryError:
                 self._most = 1
             else:  # kernels ahead in the stream may use its memory

@@ -116,6 +116,13 @@ class CallArguments(NamedTuple):
         """Return the names of the arguments that require a gradient."""
         return [name for name, t in zip(self._fields, self, strict=True) if t is not None and t.requires_grad]
 
+    def without_gradients(self) -> tuple[CallArguments, str]:
+        """Return the call of a node without a backward, and the argument that it must refuse, "" for none."""
+        if not self.requires_grad:
+            return self, ""
+        detached = CallArguments(*[None if part is None else part.detach() for part in self])  # type: ignore[arg-type]
+        return detached, self.requiring_gradients()[0]
+
     def check(self, problem: Problem, device: torch.device) -> None:
         """Check shapes, dtypes and devices.
 

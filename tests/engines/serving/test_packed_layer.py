@@ -137,11 +137,17 @@ def test_scales_that_reach_further_are_refused_at_a_refill() -> None:
         layer.pack(module, weights, CPU_DEVICE)
 
 
-def test_the_check_at_load_finds_experts_that_were_packed_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("in_place", [False, True])
+def test_new_weights_that_were_packed_wrongly_never_reach_the_layer(
+    in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layer, module = packed("sums-qwen3-fp8")
-    monkeypatch.setattr(PackedLayer, "_register", lambda *_: None)  # the new experts never arrive
+    before = layer(module, *call("sums-qwen3-fp8"))
+    complete = PackedLayer._complete
+    monkeypatch.setattr(PackedLayer, "_complete", lambda *args: [t.flip(0) for t in complete(*args)])
     with pytest.raises(VerificationError, match="layer, backend 'reference'"):
-        layer.pack(module, changed("sums-qwen3-fp8", 4.0)[1], CPU_DEVICE)
+        layer.pack(module, changed("sums-qwen3-fp8", 4.0)[1], CPU_DEVICE, in_place=in_place)
+    assert torch.equal(layer(module, *call("sums-qwen3-fp8")), before)
 
 
 def test_a_call_before_the_layer_was_loaded() -> None:
