@@ -328,6 +328,16 @@ class TestQuantize:
             assert text in table
         assert cli("run", out, "123+456=", "--device", "cpu")[1].strip().endswith("579")
 
+    def test_it_is_calibrated_with_text(self, cli: Cli, source: Path, tmp_path: Path) -> None:
+        texts = tmp_path / "texts.jsonl"
+        texts.write_text('{"prompt": "123+456=", "answer": "579"}\n' * 20)
+        options = ("--format", "nvfp4", "--out", tmp_path / "out", "--calibrate", texts, "--device", "cpu")
+        code, table, err = cli("quantize", source, *options)
+        assert code == 0
+        assert "weighted error" in table
+        assert re.search(r"\d+ tokens in 20 texts; \d+ experts were given too few of them", err)
+        assert cli("quantize", source, *options[:2], "--out", tmp_path / "b", "--calibrate", tmp_path)[0] == 2
+
     def test_json_is_the_report(self, cli: Cli, source: Path, tmp_path: Path) -> None:
         code, text, _ = cli("quantize", source, "--format", "mxfp4", "--out", tmp_path / "out", "--json")
         assert code == 0

@@ -21,17 +21,19 @@ import torch
 from torch import Tensor
 
 from polymoe.checkpoint.arrangement import Fused
+from polymoe.checkpoint.calibration import LEAST_TOKENS, Calibration, InputSquares
 from polymoe.checkpoint.config import parse_quantization
 from polymoe.checkpoint.layer import StoredLayer
 from polymoe.checkpoint.load import Checkpoint
 from polymoe.checkpoint.opener import read_bytes
+from polymoe.checkpoint.quantized import quantize_expert
 from polymoe.checkpoint.roundtrip import stored_names
 from polymoe.checkpoint.write import expert_tensors
 from polymoe.common.atomic import locked, replace_file
 from polymoe.errors import ArgumentError, CheckpointError
 from polymoe.problem.tensors import Expert
 
-__all__ = ["DIALECTS_OF", "quantize_checkpoint"]
+__all__ = ["DIALECTS_OF", "SEARCHED_FORMATS", "quantize_checkpoint"]
 
 DIALECTS_OF: Mapping[str, tuple[str, ...]] = {
     "mxfp4": ("compressed-tensors", "gpt-oss"),
@@ -41,6 +43,11 @@ DIALECTS_OF: Mapping[str, tuple[str, ...]] = {
     "fp8_block128": ("deepseek",),
 }
 """Dialects in which each format is written; the first is the usual one, and gpt-oss models in MXFP4 have their own."""
+
+SEARCHED_FORMATS = ("mxfp4", "nvfp4", "int4_g32", "int4_g128")
+"""Formats whose scales are searched, so that calibration changes them."""
+
+_NO_SEARCH = "whose scales follow from the largest weight"
 
 _WEIGHTS = {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": False, "actorder": None,
             "block_structure": None, "observer": "minmax", "observer_kwargs": {}}  # fmt: skip
@@ -58,6 +65,7 @@ def quantize_checkpoint(
     out: str | Path,
     *,
     dialect: str | None = None,
+    calibrate: Callable[[], Calibration] | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Write the checkpoint at ``path`` with its experts in ``format`` to a new directory; a killed run continues.
@@ -69,6 +77,8 @@ def quantize_checkpoint(
         format: a key of :data:`DIALECTS_OF`.
         out: the directory to create.
         dialect: one of the format's; None is its usual one.
+        calibrate: measures the inputs of the experts, by which the search of scales weighs errors; called when nothing
+            else can be refused.
         progress: called with each shard that begins.
 
     Returns:
@@ -87,6 +97,10 @@ def quantize_checkpoint(
     _require_new(out)
     with Checkpoint.open(path, experts=format) as checkpoint:
         job = _Job(checkpoint, format, _dialect(checkpoint, format, dialect))
+        if calibrate is not None:
+            if format not in SEARCHED_FORMATS:
+                raise ArgumentError("calibrate", expected=" or ".join(SEARCHED_FORMATS), got=f"{format}, {_NO_SEARCH}")
+            job.calibration = calibrate()
         out.parent.mkdir(parents=True, exist_ok=True)
         with _alone(out):
             work = out.with_name(f".{out.name}.quantizing")
@@ -167,6 +181,7 @@ class _Job:
     dialect: str
     config: dict[str, Any] = field(init=False)
     others: dict[str, list[str]] = field(init=False)
+    calibration: Calibration | None = field(default=None, init=False)
     layers: dict[tuple[int, int], StoredLayer] = field(init=False)
     """By layer and the number of its group of experts."""
     beside: dict[str, bytes] = field(init=False)
@@ -227,6 +242,7 @@ class _Job:
         files = sorted({c.files.shard_of(name) for name in c.files.names})
         stamp = {"polymoe": __version__, "config": self.config, "source": str(c.files.directory.resolve()),
                  "format": self.format, "dialect": self.dialect,
+                 "calibration": self.calibration and self.calibration.texts.digest,
                  "shards": [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]}  # fmt: skip
         file = work / ".job.json"
         if file.exists() and json.loads(file.read_text()) != stamp:
@@ -261,6 +277,9 @@ class _Job:
             reports += found["reports"]
         self._finish(work, index, total)
         report = {"source": c.name, "format": self.format, "dialect": self.dialect, "layers": reports}
+        if (made := self.calibration) is not None:
+            texts = made.texts
+            report["calibration"] = {"file": texts.file.name, "texts": len(texts.lines), "tokens": made.tokens}
         replace_file(work / "report.json", json.dumps(report, indent=2) + "\n")
         for file in work.glob(".*"):
             file.unlink()
@@ -296,15 +315,20 @@ class _Job:
 
     def _layer(self, shard: Path, layer: int, group: int) -> dict[str, Any]:
         stored, c = self.layers[layer, group], self.checkpoint.parts[group]
-        source, weights, count = c.layer(layer), c.weights(layer), c.moe.experts
+        source, count = c.layer(layer), c.moe.experts
         fused = stored.arrangement if isinstance(stored.arrangement, Fused) else None
-        errors: dict[str, list[float]] = {}
+        report = _Report(layer, group, None if self.calibration is None else self.calibration.layers[layer, group])
+
+        def quantized(e: int) -> Expert:
+            before = source.read(c.files, e)
+            where = partial(source.where, expert=e)
+            return report.note(e, before, quantize_expert(before, self.format, where, importance=report.importance(e)))
 
         def tensors(expert: Expert, e: int) -> dict[str, Tensor]:
             found = dict(expert_tensors(stored, expert, e))
             return {n: t.mT.contiguous() if fused and fused.k_first and t.dim() > 1 else t for n, t in found.items()}
 
-        first = weights.expert(0)
+        first = quantized(0)
         sizes: dict[str, tuple[str, list[int], int]] = {}
         for e in [0] if fused else range(count):
             for name, t in tensors(first, e).items():
@@ -313,27 +337,57 @@ class _Job:
         headers = {name: (dtype, shape) for name, (dtype, shape, _) in sizes.items()}
         with _ShardFile.create(shard, headers, lambda name: sizes[name][2]) as file:
             for e in range(count):
-                expert = first if e == 0 else weights.expert(e)
-                for name, t in tensors(expert, e).items():
+                for name, t in tensors(first if e == 0 else quantized(e), e).items():
                     file.write(name, t, e if fused else 0)
-                for part, error in _errors(source.read(c.files, e), expert).items():
-                    errors.setdefault(part, []).append(error)
-        report: dict[str, Any] = {"layer": layer, "group": group}
-        for part, each in errors.items():
-            worst = max(range(count), key=each.__getitem__)
-            mean = (sum(error**2 for error in each) / count) ** 0.5
-            report[part] = {"error": round(mean, 5), "worst_expert": worst, "worst_error": round(each[worst], 5)}
-        return {"tensors": list(headers), "bytes": file.total, "reports": [report]}
+        return {"tensors": list(headers), "bytes": file.total, "reports": [report.rows()]}
 
 
-def _errors(before: Expert, after: Expert) -> dict[str, float]:
-    """Relative error of each projection."""
-    found = {}
-    for name, q in after.projections.items():
-        wanted = before.projections[name].dequantize()
-        norm = wanted.norm()
-        found[name] = float((q.dequantize() - wanted).norm() / norm) if norm > 0 else 0.0
-    return found
+@dataclass(slots=True)
+class _Report:
+    """The errors of one layer's experts, by projection."""
+
+    layer: int
+    group: int
+    inputs: InputSquares | None
+    errors: dict[str, list[float]] = field(default_factory=dict)
+    weighted: dict[str, list[float]] = field(default_factory=dict)
+
+    def importance(self, expert: int) -> dict[str, Tensor] | None:
+        return None if self.inputs is None else self.inputs.importance(expert)
+
+    def note(self, e: int, before: Expert, after: Expert) -> Expert:
+        """Measure an expert, and return it."""
+        importance = self.importance(e)
+        for name, q in after.projections.items():
+            wanted = before.projections[name].dequantize()
+            difference = q.dequantize() - wanted
+            self.errors.setdefault(name, []).append(_ratio(difference, wanted))
+            if importance is not None:
+                root = importance["down" if name == "down" else "gate_up"].sqrt()
+                self.weighted.setdefault(name, []).append(_ratio(difference * root, wanted * root))
+        return after
+
+    def rows(self) -> dict[str, Any]:
+        """What report.json has of this layer."""
+        found: dict[str, Any] = {"layer": self.layer, "group": self.group}
+        if self.inputs is not None:
+            found["experts_without_tokens"] = int((self.inputs.tokens_E < LEAST_TOKENS).sum())
+        for part, each in self.errors.items():
+            worst = max(range(len(each)), key=each.__getitem__)
+            found[part] = {"error": _root(each), "worst_expert": worst, "worst_error": round(each[worst], 5)}
+            if part in self.weighted:
+                found[part]["weighted_error"] = _root(self.weighted[part])
+        return found
+
+
+def _ratio(difference: Tensor, wanted: Tensor) -> float:
+    norm = wanted.norm()
+    return float(difference.norm() / norm) if norm > 0 else 0.0
+
+
+def _root(errors: list[float]) -> float:
+    """The root mean square."""
+    return round((sum(error**2 for error in errors) / len(errors)) ** 0.5, 5)
 
 
 def _of_weights(name: str) -> bool:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from polymoe.cli.options import Checkpoint, Output, option, require_checkpoint
-from polymoe.cli.output import cells, print_json, print_table, say
+from polymoe.cli.options import Checkpoint, OnDevice, Output, option, require_checkpoint
+from polymoe.cli.output import cells, measured_on, print_json, print_table, say
 from polymoe.errors import PolymoeError
+
+if TYPE_CHECKING:
+    from polymoe.checkpoint.calibration import Calibration, Texts
 
 __all__ = ["command"]
 
@@ -24,18 +28,34 @@ class _Written:
     dialect: Literal["compressed-tensors", "modelopt", "gpt-oss", "deepseek"] | None = option(
         None, "How tensors are named and described. Default: as most engines read this format."
     )
+    calibrate: Path | None = option(
+        None, "JSON lines with text, or prompt and answer: one pass of the model over them weighs errors by column.",
+        "--calibrate",
+    )  # fmt: skip
 
 
-def command(checkpoint: Checkpoint, written: _Written, output: Output) -> None:
+def command(checkpoint: Checkpoint, written: _Written, place: OnDevice, output: Output) -> None:
     """Write a checkpoint with its experts in another format. All other tensors and files are copied unchanged.
 
     A run that was killed continues. report.json in the new directory has the error of each layer and projection.
     """
     require_checkpoint(checkpoint)
+    from polymoe.checkpoint.calibration import Texts
     from polymoe.checkpoint.quantize import quantize_checkpoint
 
+    device = measured_on(place.device)[1]
+    texts = Texts.read(written.calibrate) if written.calibrate else None
+
+    def calibrate(texts: Texts) -> Calibration:
+        from polymoe.engines.transformers.calibrate import calibrate
+
+        return calibrate(checkpoint, texts, device=device, progress=say)
+
     try:
-        report = quantize_checkpoint(checkpoint, written.format, written.out, dialect=written.dialect, progress=say)
+        report = quantize_checkpoint(
+            checkpoint, written.format, written.out, dialect=written.dialect, progress=say,
+            calibrate=partial(calibrate, texts) if texts else None,
+        )  # fmt: skip
     except (OSError, KeyboardInterrupt) as error:
         if isinstance(error, PolymoeError):  # such as a checkpoint that was not found: there is nothing to continue
             raise
@@ -45,11 +65,22 @@ def command(checkpoint: Checkpoint, written: _Written, output: Output) -> None:
         print_json(report)
         return
     rows = [
-        (f"{row['layer']}{group}", part, f"{found['error']:.4f}", found["worst_expert"], f"{found['worst_error']:.4f}")
+        (
+            f"{row['layer']}, group {row['group']}" if row["group"] else row["layer"], part, _error(found, "error"),
+            found["worst_expert"], _error(found, "worst_error"), _error(found, "weighted_error"),
+        )
         for row in report["layers"]
-        for group in [f", group {row['group']}" if row["group"] else ""]
         for part, found in row.items()
-        if part not in ("layer", "group")
-    ]
-    columns = ("layer", "projection", "relative error", "worst expert", "its error")
-    print_table(cells(columns, rows, f"{written.out}: {report['format']}, {report['dialect']}"))
+        if isinstance(found, dict)
+    ]  # fmt: skip
+    columns = ("layer", "projection", "relative error", "worst expert", "its error", "weighted error")
+    kept = slice(None) if written.calibrate else slice(-1)
+    title = f"{written.out}: {report['format']}, {report['dialect']}"
+    print_table(cells(columns[kept], [row[kept] for row in rows], title))
+    if texts := report.get("calibration"):
+        without = sum(row["experts_without_tokens"] for row in report["layers"])
+        say(f"{texts['tokens']} tokens in {texts['texts']} texts; {without} experts were given too few of them")
+
+
+def _error(found: dict[str, float], name: str) -> str | None:
+    return f"{found[name]:.4f}" if name in found else None

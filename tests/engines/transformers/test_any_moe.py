@@ -24,9 +24,10 @@ from polymoe import load
 from polymoe.checkpoint import Checkpoint
 from polymoe.checkpoint.architectures.config import model_class
 from polymoe.checkpoint.architectures.interface import has_interface, projections
+from polymoe.checkpoint.calibration import Texts
 from polymoe.checkpoint.dialects import DIALECTS
 from polymoe.checkpoint.quantize import quantize_checkpoint
-from polymoe.engines.transformers import PackedExperts
+from polymoe.engines.transformers import PackedExperts, calibrate
 from polymoe.errors import PolymoeError
 from polymoe.formats import FORMATS
 from polymoe.problem.tensors import Expert
@@ -214,3 +215,23 @@ def require_equal(got: Expert, wanted: Expert) -> None:
     for name, matrix in wanted.projections.items():
         for part, tensor in matrix.parts().items():
             assert torch.equal(got.projections[name].parts()[part], tensor), (name, part)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", [name for name in architectures() if name not in REFUSED])
+def test_calibrated(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pass that measures inputs computes what Transformers' own experts do."""
+    save(build(model_type), tmp_path)
+    forward, calls = calibrate._experts_forward, list[str]()
+
+    def compared(found: Any, experts: Any, *args: Tensor, **others: Any) -> Tensor:
+        out, wanted = forward(found, experts, *args, **others), type(experts).forward.__wrapped__(experts, *args)
+        assert error(out, wanted) < 2e-2
+        calls.append(type(experts).__name__)
+        return out
+
+    monkeypatch.setattr(calibrate, "_experts_forward", compared)
+    (tmp_path / "texts.jsonl").write_text('{"text": "' + "123+456=579 " * 16 + '"}\n')
+    found = calibrate.calibrate(tmp_path, Texts.read(tmp_path / "texts.jsonl"), device="cpu")
+    assert calls
+    assert any(squares.importance(e) for squares in found.layers.values() for e in range(len(squares.tokens_E)))

@@ -38,6 +38,7 @@ __all__ = [
     "TransformersFamily",
     "auto_class",
     "family_named",
+    "interface_modules",
     "pack_modules",
     "refuse_expert_tensors",
     "register_names",
@@ -256,7 +257,7 @@ def pack_modules(model: Any, family: TransformersFamily, parts: Sequence[Checkpo
             checkpoint.
     """
     layers: dict[str, tuple[int, int]] = {}
-    for name, index, layer in _listed(model, family) if family.module else _of_interface(model, parts):
+    for name, index, layer in _listed(model, family) if family.module else interface_modules(model, parts):
         model.set_submodule(name, family.packed(model.get_submodule(name)))
         # Some models initialize parameters of the experts where they initialize the block around them.
         model.get_submodule(name.rpartition(".")[0])._is_hf_initialized = True
@@ -272,7 +273,7 @@ def _listed(model: Any, family: TransformersFamily) -> list[tuple[str, int, int]
     return [(name, 0, int(re.findall(r"\.(\d+)\.", f".{name}")[-1])) for name in names]
 
 
-def _of_interface(model: Any, parts: Sequence[Checkpoint]) -> list[tuple[str, int, int]]:
+def interface_modules(model: Any, parts: Sequence[Checkpoint]) -> list[tuple[str, int, int]]:
     """Modules of the experts interface, the parts of the checkpoint with their experts, and their layers."""
     groups = expert_groups(model, parts[0].moe.top_k if parts else None)
     found = [_facts(group.moe) for group in groups]
