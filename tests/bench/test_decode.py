@@ -26,6 +26,7 @@ from polymoe.errors import UnsupportedProblem
 from polymoe.formats.elements import E2M1_VALUES
 from polymoe.layer.experts import FusedExperts
 from polymoe.machine import Machine
+from support.requantized import write
 
 MODELS = Path(__file__).parents[2] / "models"
 SUMS = MODELS / "sums-gpt-oss-mxfp4"
@@ -116,11 +117,28 @@ def test_a_record_names_the_backends_of_its_token_count() -> None:
 
 
 def test_json_of_one_way_has_no_ratios(cli: Cli) -> None:
-    code, stdout, _ = cli("bench", "decode", SUMS, *SMALL, "--experts", "packed", "--batch-size", 1, "--json")
+    code, stdout, _ = cli("bench", "decode", SUMS, *SMALL, "--measure", "packed", "--batch-size", 1, "--json")
     found = json.loads(stdout)
     assert code == 0
     assert [r["phase"] for r in found["records"]] == ["decode", "prefill"]
     assert found["packed_to_dequantized"] == found["packed_to_transformers_packed"] == found["not_measured"] == []
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "int4_g128"])
+def test_experts_that_are_quantized_while_loading(cli: Cli, tmp_path: Path, format: str) -> None:
+    """The dequantized model has the same numbers, so that its logits are those of the packed one."""
+    path, out = write("BF16", tmp_path / "bf16"), tmp_path / "r.jsonl"
+    args = ("--experts", format, "--batch-size", 2, "--implementations", "grouped_mm", "--out", out)
+    code, _, stderr = cli("bench", "decode", path, *SMALL, *args)
+    assert code == 0, stderr
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(r["experts"], r["phase"]) for r in rows] == [
+        (experts, phase) for experts in ("packed", "dequantized") for phase in ("decode", "prefill")
+    ]
+    assert {r["checkpoint"] for r in rows} == {f"bf16-{format}"}
+    assert rows[2]["difference"] < 0.02
+    assert f"transformers-packed: {path} packed by Transformers" in stderr
+    assert f"got {format} while loading" in stderr
 
 
 def test_other_logits_are_not_timed(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +149,7 @@ def test_other_logits_are_not_timed(cli: Cli, monkeypatch: pytest.MonkeyPatch) -
         return model
 
     monkeypatch.setattr("polymoe.engines.transformers.dequantized.load_dequantized", wrong)
-    args = ("--batch-size", 2, "--experts", "packed,dequantized", "--prefill-len", 0, "--json")
+    args = ("--batch-size", 2, "--measure", "packed,dequantized", "--prefill-len", 0, "--json")
     code, stdout, stderr = cli("bench", "decode", SUMS, *SMALL, *args)
     assert code == 1
     assert "dequantized (grouped_mm), batch 2: logits: expected logits within 0.05" in stderr
@@ -156,7 +174,7 @@ def test_what_transformers_cannot_run_is_said(cli: Cli, monkeypatch: pytest.Monk
 
 def test_what_transformers_packs_is_measured_and_compared(cli: Cli, stand_in_kernels: Any, tmp_path: Path) -> None:
     out = tmp_path / "r.jsonl"
-    args = ("--experts", "transformers-packed,packed", "--batch-size", 2, "--out", out)
+    args = ("--measure", "transformers-packed,packed", "--batch-size", 2, "--out", out)
     code, stdout, stderr = cli("bench", "decode", SUMS, *SMALL, *args)
     assert code == 0, stderr
     assert "prefill of 20 tokens, tokens/s, polymoe over the fastest transformers-packed" in stdout
@@ -176,7 +194,7 @@ def test_kernels_that_are_not_here_are_not_fetched(
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub_kernels, "get_kernel", find)
-    args = ("--experts", "packed,transformers-packed", "--batch-size", 1, "--prefill-len", 0)
+    args = ("--measure", "packed,transformers-packed", "--batch-size", 1, "--prefill-len", 0)
     code, stdout, stderr = cli("bench", "decode", SUMS, *SMALL, *args)
     assert code == 0
     assert "not measured" in stdout
@@ -241,13 +259,16 @@ def test_a_packed_prefill_that_fails_leaves_the_rest(cli: Cli, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("args", "code", "message"),
     [
-        ((SUMS, "--experts", "int8"), 2, "--experts: expected packed, dequantized, transformers-packed, got 'int8'"),
+        ((SUMS, "--measure", "int8"), 2, "--measure: expected packed, dequantized, transformers-packed, got 'int8'"),
+        ((SUMS, "--experts", "packed"), 2, "hint: --measure packed chooses what is measured"),
+        ((SUMS, "--experts", "int8"), 2, "--experts: expected mxfp4, nvfp4, int4_g32, int4_g128, fp8_block128, mxfp8"),
+        ((SUMS, "--device", "cpu", "--experts", "nvfp4"), 1, "expected experts in 16 bits, got mxfp4"),
         ((SUMS, "--batch-size", "0"), 2, "--batch-size: expected numbers"),
         ((SUMS, "--device", "cpu", "--graphs"), 2, "--graphs: expected a GPU"),
         ((SUMS, *SMALL, "--prefill-attention", "flash_attention_9"), 2, "--prefill-attention: got 'flash_attention_9'"),
         ((SUMS, "--device", "cpu", "--prompt-len", 250), 2, "--prompt-len: expected at most 256, the model's context"),
         ((SUMS, "--device", "cpu", "--prefill-len", 257), 2, "--prefill-len: expected at most 256"),
-        ((MODELS / "sums-nemotron-h-nvfp4", "--device", "cpu", "--experts", "dequantized"), 1, "--experts packed"),
+        ((MODELS / "sums-nemotron-h-nvfp4", "--device", "cpu", "--measure", "dequantized"), 1, "--measure packed"),
         ((MODELS / "none", "--device", "cpu"), 1, "none"),
     ],
 )

@@ -62,8 +62,9 @@ NEEDED: dict[str, list[str]] = {
 
 WRONG = {
     "--backend": "magic", "--backends": "magic", "--device": "warp", "--device-map": "magic", "--routing": "zipf:0",
-    "--tokens": "1,0", "--batch-size": "1,x", "--experts": "all", "--implementations": ",", "--attention": "magic",
-    "--prefill-attention": "magic", "--concurrency": "0", "--request-rate": "-1", "--input-len": "x",
+    "--tokens": "1,0", "--batch-size": "1,x", "--experts": "all", "--measure": "all", "--implementations": ",",
+    "--attention": "magic", "--prefill-attention": "magic", "--concurrency": "0", "--request-rate": "-1",
+    "--input-len": "x",
     "--output-len": "0", "--gpu-ids": "x", "--extra-body": "[1]", "--extra": "[1]", "--server": "nonsense",
     "--api-key": "\u00e4", "--tasks": ",", "--include-path": f"{README}/directory", "--out": f"{README}/file",
     "--plot": "plot.txt", "--profile": f"{README}/directory/file.json", "--markdown": f"{README}/file",

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
-from polymoe.cli.options import Checkpoint, Computing, RecordOutput, listed, option, require_checkpoint, token_counts
+from polymoe.cli.options import (
+    Checkpoint,
+    Computing,
+    ExpertsFormat,
+    RecordOutput,
+    listed,
+    option,
+    require_checkpoint,
+    token_counts,
+)
 from polymoe.cli.output import cells, command_line, console, measured_on, print_json, print_table, say
 from polymoe.cli.progress import Progress
 from polymoe.common.units import format_bytes
@@ -21,16 +30,26 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-_EXPERTS = ("packed", "dequantized", "transformers-packed")
+_MEASURED = ("packed", "dequantized", "transformers-packed")
+_FORMATS: tuple[str, ...] = get_args(ExpertsFormat)
 
 
 def _contenders(text: str, option: str) -> tuple[str, ...]:
     """Names of what is measured; packed first, with which the others are compared."""
     wanted = listed(text, option)
-    if unknown := [name for name in wanted if name not in _EXPERTS]:
-        hint = nearest(unknown[0], _EXPERTS)
-        raise ArgumentError(option, expected=", ".join(_EXPERTS), got=repr(unknown[0]), hint=hint)
+    if unknown := [name for name in wanted if name not in _MEASURED]:
+        hint = nearest(unknown[0], _MEASURED)
+        raise ArgumentError(option, expected=", ".join(_MEASURED), got=repr(unknown[0]), hint=hint)
     return tuple(sorted(wanted, key=lambda name: name != "packed"))
+
+
+def _format(text: str, option: str) -> str:
+    """A format of experts. What is measured had this option before."""
+    if text not in _FORMATS:
+        earlier = any(name in _MEASURED for name in text.split(","))
+        hint = f"--measure {text} chooses what is measured" if earlier else nearest(text, _FORMATS)
+        raise ArgumentError(option, expected=", ".join(_FORMATS), got=repr(text), hint=hint)
+    return text
 
 
 @dataclass(frozen=True)
@@ -48,8 +67,8 @@ class _Steps:
         None, "Tokens of the timed prefill; 0 for none. Default: 8192, or the whole context.", min=0
     )
     repeats: int = option(5, "Number of measurements of steps and of the prefill.", min=1)
-    experts: tuple[str, ...] = option(
-        ",".join(_EXPERTS), "What to measure, separated by commas.", "--experts", parse=_contenders
+    measure: tuple[str, ...] = option(
+        ",".join(_MEASURED), "What to measure, separated by commas.", "--measure", parse=_contenders
     )
 
 
@@ -57,6 +76,10 @@ class _Steps:
 class _Computing(Computing):
     """Device and backend."""
 
+    experts: str | None = option(
+        None, f"Quantize experts in 16 bits while loading: {', '.join(_FORMATS)}. Default: they stay as stored.",
+        "--experts", parse=_format,
+    )  # fmt: skip
     implementations: tuple[str, ...] = option(
         "grouped_mm,batched_mm", "Implementations of Transformers' own experts; the fastest counts.",
         "--implementations", parse=listed,
@@ -90,7 +113,7 @@ def command(checkpoint: Checkpoint, steps: _Steps, computing: _Computing, output
         check_writable(output.out)
     prompt_len, prefill_len = _lengths(checkpoint, steps.prompt_len, steps.steps, steps.prefill_len)
     bench = ModelBench(
-        checkpoint=Path(checkpoint).name,
+        checkpoint="-".join(filter(None, (Path(checkpoint).name, computing.experts))),
         prompt_len=prompt_len,
         steps=steps.steps,
         prefill_len=prefill_len,
@@ -104,7 +127,7 @@ def command(checkpoint: Checkpoint, steps: _Steps, computing: _Computing, output
     rows: list[ModelRecord | Failed] = []
     try:
         with Progress("bench decode") as progress:
-            for row in bench.rows([loads[name] for name in steps.experts], steps.batch_size, progress.update):
+            for row in bench.rows([loads[name] for name in steps.measure], steps.batch_size, progress.update):
                 rows.append(row)
                 if output.out is not None and isinstance(row, ModelRecord):
                     append(output.out, row)
@@ -133,6 +156,7 @@ def _loads(checkpoint: str, computing: _Computing, where: torch.device) -> dict[
     also: dict[str, Any] = {"device": where}
     if computing.attention is not None:
         also["attn_implementation"] = computing.attention
+    also["experts"] = computing.experts
     planned = {"backend": computing.backend, "role": computing.role}
     kinds = tuple(computing.implementations)
     return {
@@ -150,7 +174,7 @@ def _print(rows: list[ModelRecord | Failed], title: str, *, json: bool) -> None:
 
     measured = [row for row in rows if isinstance(row, ModelRecord)]
     failed = [row for row in rows if not isinstance(row, ModelRecord)]
-    ratios = {other: _ratios(measured, other) for other in _EXPERTS[1:]}
+    ratios = {other: _ratios(measured, other) for other in _MEASURED[1:]}
     if json and rows:
         print_json(
             {

@@ -49,7 +49,12 @@ def local_kernels() -> Iterator[None]:
 
 
 def load_transformers_packed(
-    path: str | os.PathLike[str], *, device: torch.device, dtype: torch.dtype | None = None, **kwargs: Any
+    path: str | os.PathLike[str],
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    experts: str | None = None,
+    **kwargs: Any,
 ) -> Any:
     """A model in evaluation mode whose experts stay packed in Transformers. Use and run it within
     :func:`local_kernels`.
@@ -58,6 +63,7 @@ def load_transformers_packed(
         path: a checkpoint's directory or a Hub id.
         device: one device for the whole model.
         dtype: of weights that are not quantized; None is bfloat16.
+        experts: must be None: Transformers packs what is stored in the format.
         kwargs: for Transformers' ``from_pretrained``.
 
     Raises:
@@ -67,9 +73,10 @@ def load_transformers_packed(
     where = f"{path} packed by Transformers {transformers.__version__}"
     with Checkpoint.open(os.fspath(path)) as checkpoint:
         method = checkpoint.quantization.method
-        if method not in _METHODS:
+        if method not in _METHODS or experts is not None:
             expected = "quantization " + " or ".join(map(repr, _METHODS))
-            raise UnsupportedProblem(where, expected=expected, got=repr(method))
+            got = repr(method) if experts is None else f"{experts} while loading"
+            raise UnsupportedProblem(where, expected=expected, got=got)
         config = use_own_name(model_config(checkpoint))
         device_map = {"": device} if device.type == "cuda" else None
         with _warnings() as said:
