@@ -37,6 +37,10 @@ def test_options_come_from_a_file_and_the_command_line(cli: Cli, served: dict[st
     assert (served["name"], served["port"], served["max_tokens"], served["grace_s"]) == ("sums", 0, 5, 1.5)
     assert (served["page"], served["continuous_batching"], served["api_key"]) == (False, True, "secret")
     assert served["cors_origins"] == ("https://a.b", "https://c.d")
+    file.write_text("no-ui: true\nno_graphs: false\ncontinuous-batching: true\n")
+    cli("serve", "some/model", "--config", str(file))
+    assert (served["page"], served["graphs"], served["continuous_batching"]) == (False, True, True)
+    file.write_text("port: 7000\n")
     cli("serve", "another/model", "--config", str(file))
     assert (served["checkpoint"], served["port"]) == ("another/model", 7000)
 
@@ -44,12 +48,13 @@ def test_options_come_from_a_file_and_the_command_line(cli: Cli, served: dict[st
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("prot: 1", "got 'prot'\n  hint: the options are access-log, "),
+        ("prot: 1", "got 'prot'\n  hint: did you mean 'port'? known: access-log, "),
         ("help: true", "got 'help'"),
         ("- port", "expected options and their values, such as port: 8000, got list"),
         ("", "got NoneType"),
         ("1: 2", "got dict"),
         ("port: {a: 1}", "port: expected a value, got {'a': 1}"),
+        ("no-ui: 1", "no-ui: expected true or false, got 1"),
         ("port:", "port: expected a value, got None"),
         ("port: [", "expected a YAML file, got while parsing"),
         ("a: !!python/object/apply:os.system ['true']", "could not determine a constructor"),

@@ -187,12 +187,15 @@ def test_ends_in_the_middle_of_a_long_prompt() -> None:
     assert [error.status_code for error in refused] == [503] * 3
 
 
-def test_a_path_that_does_not_exist_is_refused_before_slow_imports() -> None:
-    """Transformers, which takes seconds to import, is not imported."""
-    code = (
-        "import sys; from polymoe.cli import app\n"
-        "try: app(['serve', '/no/such/dir'], standalone_mode=False)\n"
-        "except Exception as error: print(type(error).__name__, 'transformers' in sys.modules)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "CheckpointNotFound False\n"
+def test_wrong_paths_and_ports_are_refused_before_slow_imports() -> None:
+    """Neither torch nor Transformers, which take seconds to import, is imported."""
+    with bind("127.0.0.1", 0) as taken:
+        port = str(taken.getsockname()[1])
+        for words, expected in ((["/no/such/dir"], "CheckpointNotFound"), ([".", "--port", port], "ArgumentError")):
+            code = (
+                "import sys; from polymoe.cli import app\n"
+                f"try: app(['serve', *{words}], standalone_mode=False)\n"
+                "except Exception as e: print(type(e).__name__, {'torch', 'transformers'} & set(sys.modules))\n"
+            )
+            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+            assert done.stdout == f"{expected} set()\n"

@@ -14,7 +14,7 @@ import typer
 
 from polymoe.cli.options import Checkpoint, Placement, Sampling, listed, option, require_checkpoint
 from polymoe.cli.output import say
-from polymoe.errors import ArgumentError
+from polymoe.errors import ArgumentError, nearest
 
 __all__ = ["command"]
 
@@ -98,19 +98,24 @@ def _read_config(context: typer.Context, file: Path | None) -> Path | None:
         raise ArgumentError(where, expected="a YAML file", got=" ".join(str(error).split())) from error
     options = {opt.lstrip("-"): param.name for param in context.command.params for opt in param.opts}
     options = {"model": "checkpoint", **options}
+    opposites = {opt.lstrip("-"): param.name for param in context.command.params for opt in param.secondary_opts}
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
         expected, got = "options and their values, such as port: 8000", type(found).__name__
         raise ArgumentError(where, expected=expected, got=got)
-    for name, value in found.items():
-        if name.replace("_", "-") not in options or name in ("config", "help", "h"):
-            hint = f"the options are {', '.join(sorted(options.keys() - {'config', 'help', 'h'}))}"
-            raise ArgumentError(where, expected="options of polymoe serve", got=repr(name), hint=hint)
-        if isinstance(value, dict) or value is None:
-            raise ArgumentError(f"{where}: {name}", expected="a value", got=repr(value))
-    context.default_map = {
-        options[name.replace("_", "-")]: ",".join(map(str, value)) if isinstance(value, list) else value
-        for name, value in found.items()
-    }
+    known, defaults = {**options, **opposites}.keys() - {"config", "help", "h"}, {}
+    for given, value in found.items():
+        name = given.replace("_", "-")
+        if name not in known:
+            hint = nearest(name, known)
+            raise ArgumentError(where, expected="options of polymoe serve", got=repr(given), hint=hint)
+        if isinstance(value, dict) or value is None or (name in opposites and not isinstance(value, bool)):
+            expected = "true or false" if name in opposites else "a value"
+            raise ArgumentError(f"{where}: {given}", expected=expected, got=repr(value))
+        if name in opposites:
+            defaults[opposites[name]] = not value
+        else:
+            defaults[options[name]] = ",".join(map(str, value)) if isinstance(value, list) else value
+    context.default_map = defaults
     return file
 
 

@@ -132,23 +132,23 @@ def serve(
         MissingDependency: if the serving packages are not installed.
         CheckpointError, UnsupportedProblem: as for loading.
     """
-    try:
-        from transformers.utils.logging import set_verbosity_error
-
+    with _missing_packages_named():
         from polymoe.serve.http_server import HttpServer, bind, connection_limit, is_loopback, url
-    except ImportError as error:
-        raise MissingDependency("polymoe serve", got=str(error), hint=install_hint("serve")) from error
-    from polymoe.engines.transformers import load
-    from polymoe.serve.app import ModelServer
-    from polymoe.serve.gate import Gate, cors
-    from polymoe.serve.logs import access_log
-    from polymoe.serve.profiling import add_profiler, check_directory
 
     o = ServerOptions(**options)
     connections = connection_limit(o.max_connections, o.max_concurrent_requests)
-    if o.profile is not None:
-        check_directory(Path(o.profile))
-    with bind(o.host, o.port) as listener:
+    with bind(o.host, o.port) as listener:  # before the imports that take seconds
+        with _missing_packages_named():
+            from transformers.utils.logging import set_verbosity_error
+
+            from polymoe.engines.transformers import load
+            from polymoe.serve.app import ModelServer
+            from polymoe.serve.gate import Gate, cors
+            from polymoe.serve.logs import access_log
+            from polymoe.serve.profiling import add_profiler, check_directory
+
+        if o.profile is not None:
+            check_directory(Path(o.profile))
         if o.api_key is None and not is_loopback(listener):
             log.warning("%s can be reached from other machines, and there is no API key", o.host)
         placed = {} if o.device_map is None else {"device_map": o.device_map}
@@ -165,6 +165,15 @@ def serve(
         gc.freeze()  # what is loaded stays: neither the garbage collector nor the end of the process has to visit it
         server = HttpServer(cors(gate, o.cors_origins), listener, most=connections, stop_s=o.grace_s + 2 * _STEP_S)
         return _run_until_signal(server, gate, served, o.grace_s, lambda: on_ready(url(listener)))
+
+
+@contextmanager
+def _missing_packages_named() -> Iterator[None]:
+    """Name the extra of packages that cannot be imported."""
+    try:
+        yield
+    except ImportError as error:
+        raise MissingDependency("polymoe serve", got=str(error), hint=install_hint("serve")) from error
 
 
 def _said(served: ModelServer, model: Any, options: ServerOptions, connections: int) -> str:

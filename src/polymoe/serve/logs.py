@@ -10,10 +10,11 @@ import queue
 import time
 import warnings
 from collections.abc import Callable, Iterator, MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from polymoe.serve.in_flight import InFlight
-from polymoe.serve.metrics import ServerMetrics
+if TYPE_CHECKING:
+    from polymoe.serve.in_flight import InFlight
+    from polymoe.serve.metrics import ServerMetrics
 
 __all__ = ["access_log", "log_throughput", "logging_to_stderr"]
 
