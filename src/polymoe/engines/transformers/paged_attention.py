@@ -117,7 +117,8 @@ def paged_attention(
     Args:
         module: the attention layer.
         query: ``[1, heads, T, D]``, the tokens of all requests one after the other.
-        key, value: of the new tokens, ``[1, kv heads, T, D]``.
+        key, value: of the new tokens, ``[1, kv heads, T, D]``; since Transformers 5.24 all that the layer reads,
+            ``[1, kv heads, K, D]``, because its models store the new ones themselves.
         attention_mask: must be None.
         scaling: of the scores; None is ``head_dim ** -0.5``.
         kwargs: the cache and the lengths of the requests, from continuous batching.
@@ -130,19 +131,24 @@ def paged_attention(
     """
     cache = kwargs.pop("cache", None)
     unknown = attention_mask is not None or kwargs.get("softcap") is not None
-    if cache is None or unknown:
+    stored = cache is None and isinstance(kwargs.get("cu_seq_lens_k"), Tensor)
+    if unknown or (cache is None and not stored):
         raise UnsupportedProblem(
             f'attn_implementation="{NAME}"',
             expected="continuous batching, without a mask or a capped softmax",
             got="a mask or softcap" if unknown else "no paged cache",
         )
     window = getattr(module, "sliding_window", None) or 0
-    if window:
+    if window and not stored:
         # If padded for a graph, these layers get as many indices as layers without a window.
         requests, tokens = len(kwargs["cu_seq_lens_q"]) - 1, query.shape[2]
         kwargs["read_index"] = [index[: requests * window + tokens] for index in kwargs["read_index"]]
     cu_q, max_q = kwargs["cu_seq_lens_q"], kwargs["max_length_q" if _TAKES_KWARGS else "max_seqlen_q"]
-    key_KHD, value_KHD, cu_k, max_k = _update(cache, module, key, value, window, kwargs)
+    if stored:
+        key_KHD, value_KHD = (x.squeeze(0).transpose(0, 1) for x in (key, value))
+        cu_k, max_k = kwargs["cu_seq_lens_k"], kwargs["max_length_k"]
+    else:
+        key_KHD, value_KHD, cu_k, max_k = _update(cache, module, key, value, window, kwargs)
     query_THD = query.squeeze(0).transpose(0, 1)
     width = value_KHD.shape[-1]
     if width < key_KHD.shape[-1]:  # flash attention needs keys and values of one width
