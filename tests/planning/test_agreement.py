@@ -38,8 +38,8 @@ def selected(
     return replace(choice(toys(*backends) if backends else toys()), role=role).select(problem)
 
 
-def outcomes(*selections: Selection | None) -> list[str]:
-    """What each rank says, all at the same time: "" for agreement."""
+def outcomes(*selections: Selection | None, slots: Sequence[int | None] = (None,)) -> list[str]:
+    """What each rank says, all at the same time: "" for agreement. Ranks beyond those of ``slots`` have the last."""
     ranks, barrier = len(selections), threading.Barrier(len(selections))
     sent, said = [b""] * ranks, ["" for _ in selections]
 
@@ -50,7 +50,7 @@ def outcomes(*selections: Selection | None) -> list[str]:
             return list(sent)
 
         try:
-            require_agreement(selections[rank], gather, "layer 3")
+            require_agreement(selections[rank], gather, "layer 3", slots=slots[min(rank, len(slots) - 1)])
         except PlanError as error:
             said[rank] = str(error)
 
@@ -98,6 +98,14 @@ def test_a_difference_is_refused_by_every_rank_and_named(other: Callable[[], Sel
     assert first == second
     assert first.startswith("layer 3: expected the same plan on all ranks of the group, got different ones:")
     assert re.search(says, first, re.DOTALL), first
+
+
+def test_slots_count() -> None:
+    assert outcomes(selected(), selected(), slots=(4, 4)) == ["", ""]
+    for slots in ((4, 5), (4, None)):
+        first, second = outcomes(selected(), selected(), slots=slots)
+        assert first == second
+        assert re.search("rank 0: polymoe runs them in 4 slots.*rank 1: polymoe runs them", first, re.DOTALL)
 
 
 def test_ranks_that_agree_are_named_together() -> None:

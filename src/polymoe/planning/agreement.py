@@ -30,7 +30,9 @@ _WAIT = timedelta(minutes=10)
 _EVERYWHERE = ("polymoe", "runs", "question")
 
 
-def require_agreement(selection: Selection | None, group: ProcessGroup | Gather, where: str = "experts") -> None:
+def require_agreement(
+    selection: Selection | None, group: ProcessGroup | Gather, where: str = "experts", *, slots: int | None = None
+) -> None:
     """Compare this rank's selection with those of all other ranks of its group.
 
     Every rank of the group has to call it, in the same order of layers, also one that cannot run the experts: for a
@@ -42,6 +44,7 @@ def require_agreement(selection: Selection | None, group: ProcessGroup | Gather,
         selection: this rank's, with a plan or without; None if this rank does not run these experts with polymoe.
         group: a process group of torch.distributed, or a function that gathers bytes.
         where: the layer's name for the message.
+        slots: of experts in host memory; None for experts on the GPU.
 
     Raises:
         PlanError: on every rank, unless all agree.
@@ -49,7 +52,7 @@ def require_agreement(selection: Selection | None, group: ProcessGroup | Gather,
     if not callable(group):
         _meet(group, where)
     gather = group if callable(group) else _gather_of(group)
-    mine = json.dumps(_statement(selection)).encode()
+    mine = json.dumps(_statement(selection, slots)).encode()
     stated: list[Mapping[str, str]] = [parse_json(content) for content in gather(mine)]
     for name in _EVERYWHERE:
         _compare(where, {rank: s[name] for rank, s in enumerate(stated)})
@@ -57,7 +60,7 @@ def require_agreement(selection: Selection | None, group: ProcessGroup | Gather,
         _compare(where, {rank: s["plan"] for rank, s in enumerate(stated) if s["sizes"] == sizes})
 
 
-def _statement(selection: Selection | None) -> dict[str, str]:
+def _statement(selection: Selection | None, slots: int | None) -> dict[str, str]:
     """What is compared: facts that are the same on every rank, and those that depend on the size of its part."""
     from polymoe import __version__
 
@@ -66,10 +69,11 @@ def _statement(selection: Selection | None) -> dict[str, str]:
         return {**stated, "runs": "polymoe does not run them" + _why_not(selection)}
     s, plan = selection.problem.spec, selection.plan
     steps = [f"{format_tokens(tokens)}: {step.backend} ({step.config})" for tokens, step in plan.ranges()]
+    asked = f"role {selection.role}, backend {selection.requested}"
     return {
         **stated,
-        "runs": "polymoe runs them",
-        "question": f"{_question(selection.problem)}, role {selection.role}, backend {selection.requested}",
+        "runs": "polymoe runs them" + ("" if slots is None else f" in {slots} slots"),
+        "question": f"{_question(selection.problem)}, {asked}",
         "sizes": f"F={s.intermediate}, {s.local_experts} experts",
         "plan": f"layout {plan.layout}, {', '.join(steps)}",
     }

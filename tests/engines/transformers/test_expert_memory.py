@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from polymoe.engines.transformers import load
+from polymoe.checkpoint import Checkpoint
+from polymoe.engines.transformers import PolymoeConfig, load, uninstall
 from polymoe.engines.transformers.generator import Generator
-from polymoe.errors import ArgumentError
+from polymoe.engines.transformers.quantizer import PackedQuantizer
+from polymoe.errors import ArgumentError, PolymoeError
 from polymoe.layer.offload import OffloadedExperts, slots_of
 from polymoe.problem.numerics import relative_error
 from support.problems import random_experts
@@ -58,9 +62,71 @@ def test_slots_of_a_memory() -> None:
         ({"expert_memory": "1000GiB"}, "less than all experts"),
         ({"expert_memory": "some"}, "32slots"),
         ({"expert_memory": "auto"}, "a GPU for auto"),
-        ({"expert_memory": "4slots", "device_map": "auto"}, "one device"),
+        ({"expert_memory": "auto", "device_map": "auto"}, "32slots or 16GiB"),
     ],
 )
 def test_bad_arguments_are_found_before_anything_is_read(arguments: dict[str, str], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         load(SUMS, **arguments)
+
+
+def offloaded_of(model: Any) -> list[OffloadedExperts]:
+    return [m for m in model.modules() if isinstance(m, OffloadedExperts)]
+
+
+def test_a_config_and_a_device_map() -> None:
+    expected, tokenizer = load(SUMS, device="cpu")
+    config = PolymoeConfig(expert_memory="4slots")
+    arguments: dict[str, Any] = {"dtype": "auto", "trust_remote_code": False}
+    try:
+        for place in ({}, {"device_map": {"": "cpu"}}):
+            model = AutoModelForCausalLM.from_pretrained(SUMS, quantization_config=config, **arguments, **place)
+            assert [layer.slots for layer in offloaded_of(model)] == [4] * model.config.num_hidden_layers
+            ids = tokenizer("123+456=", return_tensors="pt").input_ids
+            with torch.no_grad():
+                assert relative_error(model(ids).logits, expected(ids).logits) < 2e-2
+        with pytest.raises(ArgumentError, match=r"slots: expected 2.*to 7.*got 9"):
+            AutoModelForCausalLM.from_pretrained(
+                SUMS, quantization_config=PolymoeConfig(expert_memory="9slots"), **arguments
+            )
+        with pytest.raises(ArgumentError, match="16GiB or 512MiB"):
+            PolymoeConfig(expert_memory="auto")
+    finally:
+        uninstall()
+    model, _ = load(SUMS, device_map={"": "cpu"}, expert_memory="4slots")
+    assert offloaded_of(model)
+
+
+def test_device_maps_count_slots_and_two_whole_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On two GPUs of which neither holds all slots, and each fewer layers than without experts in host memory."""
+    pytest.importorskip("accelerate")
+
+    class Enough(PolymoeError):
+        pass
+
+    chosen: dict[str, Any] = {}
+
+    def stop(self: Any, model: Any, load_config: Any, tensors: Any) -> None:
+        chosen.update(load_config.device_map)
+        raise Enough("enough")
+
+    plain, _ = load(SUMS, device="cpu")
+    dense = sum(p.numel() * p.element_size() for p in plain.model.layers[0].parameters())
+    rest = sum(p.numel() * p.element_size() for p in plain.parameters()) - 4 * dense
+    with Checkpoint.open(SUMS) as checkpoint:
+        spec = checkpoint.spec(0)
+    memory = int(2 * spec.local_bytes + rest + 3.5 * (dense + 2 * spec.expert_bytes))
+    monkeypatch.setattr(PackedQuantizer, "read_others", stop)
+    on_first = []
+    for slots in (2, 4, 7):
+        with pytest.raises(Enough):
+            load(
+                SUMS,
+                device_map="sequential",
+                max_memory={0: memory, 1: 1 << 30, "cpu": 0},
+                expert_memory=f"{slots}slots",
+            )
+        on_first.append([chosen[f"model.layers.{layer}"] for layer in range(4)].count(0))
+    assert on_first[0] in (2, 3)
+    assert on_first == sorted(on_first, reverse=True)
+    assert on_first[0] > on_first[2]

@@ -56,6 +56,7 @@ PARTS = (
         "HfQuantizer.param_element_size",
         leading=("self", "model", "param_name", "param"),
     ),
+    Hook("transformers.quantizers.base", "HfQuantizer.adjust_max_memory", leading=("self", "max_memory")),
     Hook("transformers.quantizers.base", "HfQuantizer.validate_environment", leading=("self",)),
     Hook("transformers.quantizers.base", "HfQuantizer.is_serializable", leading=("self",)),
     Hook("transformers.quantizers.base", "HfQuantizer.is_trainable"),

@@ -88,8 +88,9 @@ def load(
         dense: what quantized matrices outside the experts become: "16bit" floats, or the result of Transformers'
             own quantizer ("transformers", for ``quant_method`` fp8 only).
         expert_memory: GPU memory for experts: "16GiB", "auto" (what the other weights and 8,192 tokens of context
-            leave), or "32slots" in each layer. All experts lie in host memory then, and those used last also on the GPU
-            (:class:`~polymoe.layer.offload.OffloadedExperts`). None: all lie on the GPU.
+            leave, on one device), or "32slots" in each layer. All experts lie in host memory then, and those used last
+            also on the GPU (:class:`~polymoe.layer.offload.OffloadedExperts`); device maps count slots, and two whole
+            layers on each GPU. None: all lie on the GPU.
         experts: a format to which experts in 16 bits are quantized while loading, one at a time, on the layer's device:
             "mxfp4", "nvfp4", "int4_g32", "int4_g128", "fp8_block128" or "mxfp8".
         kwargs: for Transformers' ``from_pretrained``, such as ``device_map``, which distributes layers over devices.
@@ -110,8 +111,8 @@ def load(
         raise ArgumentError("load(device_map=...)", got=f"device={str(device)!r} as well", hint="give only one of them")
     if isinstance(device_map, Mapping) and "disk" in map(str, device_map.values()):
         raise UnsupportedProblem("load(device_map=...)", expected="GPUs or the CPU", got="disk")
-    if expert_memory is not None and device_map is not None:
-        raise ArgumentError("load(expert_memory=...)", expected="one device", got=f"device_map={device_map!r} as well")
+    if expert_memory == "auto" and device_map is not None:
+        raise ArgumentError("load(expert_memory=...)", expected="32slots or 16GiB with a device_map", got="'auto'")
     target = _device(device if device_map is None else _first_of(device_map))
     if (file := Path(path)).is_file() and file.suffix == ".json":
         raise CheckpointError(str(path), expected="a directory or a Hub id", got="a file")
@@ -215,16 +216,29 @@ class PolymoeConfig(QuantizationConfigMixin):
 
     Args:
         backend, role, experts: as for :func:`load`.
+        expert_memory: as there, but not "auto".
 
     Raises:
+        ArgumentError: for another format or ``expert_memory``; by ``from_pretrained`` for slots that do not fit.
         CheckpointError, UnsupportedProblem: by ``from_pretrained``, for a checkpoint that is not quantized, unless
             ``experts`` says how, or without experts that polymoe runs.
     """
 
-    def __init__(self, *, backend: str = "auto", role: str = "mixed", experts: str | None = None, **_: Any) -> None:
+    def __init__(
+        self,
+        *,
+        backend: str = "auto",
+        role: str = "mixed",
+        experts: str | None = None,
+        expert_memory: str | None = None,
+        **_: Any,
+    ) -> None:
         require_contract()
+        if expert_memory == "auto":
+            hint = "polymoe.load finds out what other weights leave"
+            raise ArgumentError("expert_memory", expected="32slots, 16GiB or 512MiB", got="'auto'", hint=hint)
         self.quant_method = INTERFACE_NAME  # type: ignore[assignment]
-        self.backend, self.role = backend, role
+        self.backend, self.role, self.expert_memory = backend, role, expert_memory
         self.experts = None if experts is None else require_format(experts)
         register_names()
         _hook()
@@ -291,7 +305,7 @@ def _choose_quantizer(
     options = default
     if isinstance(quantization_config, PolymoeConfig):
         asked = quantization_config
-        options = {"backend": asked.backend, "role": asked.role, "experts": asked.experts}
+        options = {name: getattr(asked, name) for name in ("backend", "role", "experts", "expert_memory")}
         _require_packable(config, found or asked.experts, kwargs.get("gguf_file"))
         found = found or ({"quant_method": "none"} if asked.experts else None)
         quantization_config = None

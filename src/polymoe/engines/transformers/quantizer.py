@@ -35,6 +35,7 @@ from polymoe.layer.offload import slots_of
 from polymoe.machine import Machine
 from polymoe.planning.agreement import require_agreement
 from polymoe.problem.call import device_name
+from polymoe.problem.tensors import ExpertsSpec
 
 __all__ = ["PackedConfig", "PackedQuantizer"]
 
@@ -136,6 +137,7 @@ class PackedQuantizer(HfQuantizer):
         self.dense_tensors: DenseTensors | None = None
         self.dense: HfQuantizer | None = None
         self.experts: dict[str, tuple[int, int]] = {}
+        self.slots: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # The model is loaded: only loading reads the checkpoint, whose open files cannot be saved.
@@ -161,10 +163,16 @@ class PackedQuantizer(HfQuantizer):
         family = family_named(self.checkpoint.model_type)
         family.require_dtype(model.dtype)
         self.experts = pack_modules(model, family, self.checkpoint.parts)
-        for name, (part, layer) in self.experts.items():
+        specs = self._specs()
+        if (memory := self.quantization_config.expert_memory) is not None:
+            self.slots = slots_of(memory, list(specs.values()), max(p.moe.top_k for p in self.checkpoint.parts))
+        for name, spec in specs.items():
             # Device maps count this buffer. It takes no memory, and is removed before anything is read.
-            spec = self.checkpoint.parts[part].spec(layer)
-            reserved = torch.empty(spec.local_bytes, dtype=torch.uint8, device="meta")
+            reserved = torch.empty(
+                spec.local_bytes if self.slots is None else self.slots * spec.expert_bytes,
+                dtype=torch.uint8,
+                device="meta",
+            )
             module = model.get_submodule(name)
             module.register_buffer(RESERVED, reserved, persistent=False)
             split = getattr(model.config, "distributed_config", None)
@@ -172,6 +180,19 @@ class PackedQuantizer(HfQuantizer):
         if self.quantization_config.dense == "transformers":
             self.dense = dense_quantizer(model, self.quantization_config.source, self.experts, kwargs.get("device_map"))
         watch_loading()
+
+    def _specs(self) -> dict[str, ExpertsSpec]:
+        """The experts of each module, by its name."""
+        assert self.checkpoint is not None
+        return {name: self.checkpoint.parts[part].spec(layer) for name, (part, layer) in self.experts.items()}
+
+    def adjust_max_memory(self, max_memory: dict[Any, Any]) -> dict[Any, Any]:
+        """Memory of each device for a device map: with experts in host memory, each GPU has to hold two whole layers
+        beside its slots."""
+        if self.slots is None:
+            return max_memory
+        whole = 2 * max(spec.local_bytes for spec in self._specs().values())
+        return {place: max(0, size - whole) if isinstance(place, int) else size for place, size in max_memory.items()}
 
     def read_others(self, model: Any, load_config: Any, tensors: DenseTensors | None = None) -> Mapping[str, Any]:
         """The tensors that Transformers reads instead of the files' own: those given, or all but the experts'."""
@@ -219,11 +240,6 @@ class PackedQuantizer(HfQuantizer):
             )
         config = self.quantization_config
         machines: dict[torch.device, Machine] = {}
-        slots = None
-        if config.expert_memory is not None:
-            parts = self.checkpoint.parts
-            specs = [parts[part].spec(layer) for part, layer in self.experts.values()]
-            slots = slots_of(config.expert_memory, specs, max(part.moe.top_k for part in parts))
         for name, (part, layer) in logging.tqdm(self.experts.items(), desc="Loading experts"):
             sibling = next(model.get_submodule(name.rpartition(".")[0]).parameters())
             device = torch.device(config.device) if config.device else sibling.device
@@ -247,11 +263,11 @@ class PackedQuantizer(HfQuantizer):
                     backend=config.backend,
                     role=config.role,
                     dtype=model.dtype,
-                    slots=slots,
+                    slots=self.slots,
                     **share,
                 )
             if group is not None:
-                require_agreement(module.fused.explain(), group, name)
+                require_agreement(module.fused.explain(), group, name, slots=self.slots)
         if self.dense is not None:
             self.dense._process_model_after_weight_loading(model)
         self._report_dequantized(model.dtype)
