@@ -15,7 +15,8 @@ from polymoe.kernels.cuda.build import sources
 from polymoe.kernels.cuda.launch import args
 from polymoe.kernels.cuda.launch.call import Call
 from polymoe.kernels.cuda.launch.layer import ActivationArgs, Layer, Matrix
-from polymoe.kernels.cuda.launch.shape import CallShape, Tiles
+from polymoe.kernels.cuda.launch.shape import CallShape, Tiles, steps_of
+from polymoe.kernels.cuda.launch.steps import BY_TOKEN
 from polymoe.kernels.cuda.spec import KERNEL_FAMILIES, KernelFamily
 from polymoe.kernels.cuda.targets import SM90, TARGETS
 from support.cuda_emulator import Recorded
@@ -94,18 +95,17 @@ def test_launches_have_what_kernels_take(
     tiles = [Tiles(m, narrow_m=n) for m in family.tiles for n in (0, *(b for a, b in family.narrow if a == m))]
     for tile in tiles:
         call = Call(layer(family, static, gated), family, tile)
-        for tokens, top_k, quantized in (
-            (1, 1, 0),
-            (40, 1, 0),
-            (3000, 1, 0),
-            (3000, 2, 0),
-            (40, 2, bool(family.quantized_x)),
-        ):
+        rounded = bool(family.quantized_x) and not static
+        for tokens, top_k, quantized in ((1, 1, False), (40, 1, rounded), (3000, 1, False), (3000, 2, False)):
             made.clear()
-            call.resize(tokens, top_k, quantized=bool(quantized))
+            call.resize(tokens, top_k, quantized=quantized)
             call.run((16, 32, 48, 64), 1024, 0, (0, 1, True, 2))
-            shape = CallShape(call.layer, family, tile, tokens, top_k, bool(quantized))
-            steps = [step for step in shape.steps() if shape.values()[step.when]]
+            shape = CallShape(call.layer, family, tile, tokens, top_k)
+            steps = [
+                step
+                for step in steps_of(family, BY_TOKEN if quantized else shape.planned_input)
+                if shape.numbers()[step.when] and (tile.narrow_m or not step.narrow)
+            ]
             assert len(made) == len(steps)
             for step, (name, found, grid, threads) in zip(steps, made, strict=True):
                 assert signatures()[name] == type(found).__name__

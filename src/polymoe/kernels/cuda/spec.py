@@ -13,12 +13,14 @@ from typing import Any
 
 from polymoe.kernels.cuda.launch.args import FewRowsArgs, GemmArgs, RoundingArgs
 from polymoe.kernels.cuda.launch.steps import (
+    AS_WRITTEN,
     BY_TOKEN,
-    PERMUTE_X,
+    X_IN_TILES,
     GemmInput,
-    quantize_rows,
-    quantize_tiles,
-    quantize_whole_rows,
+    quantized_h,
+    quantized_rows,
+    quantized_tiles,
+    quantized_whole_rows,
 )
 from polymoe.kernels.cuda.pipelines import (
     E4M3_ROW_BYTES,
@@ -159,7 +161,7 @@ class KernelFamily:
         quantized_x: order in which the first GEMM reads codes of x that come quantized by token: "natural" or "paired",
             the order of the MMA's operand; empty if it does not read such.
         h: how the first GEMM writes h, of ``BUFFERS``.
-        rounded_h: the launch between the GEMMs, and what it writes; without one, the second GEMM reads h.
+        rounded_h: what the second GEMM reads: h, or what a launch between the GEMMs makes of it.
         y: how the second GEMM writes y.
         even_tiles: whether an expert's work tiles have about as many rows each.
         wider_down: whether the down projection may run with a larger ``block_m``.
@@ -195,7 +197,7 @@ class KernelFamily:
     gathers: Mapping[int, int] = field(default_factory=dict)
     quantized_x: str = ""
     h: str
-    rounded_h: GemmInput = BY_TOKEN
+    rounded_h: GemmInput = AS_WRITTEN
     y: str
     even_tiles: bool = False
     wider_down: bool = False
@@ -333,7 +335,7 @@ W4A16_MMA_TILED = KernelFamily(
     parts=_ALL,
     tiles=_tiles(CtaTile(block_m=96, block_n=256, block_k=64, warpgroups=2, widths=(16, 32, 48, 64, 80))),
     warps=WarpgroupPipeline(x_bytes=128),
-    x=(GemmInput(buffer="bf16_tiles", step=PERMUTE_X, by_token=False),),
+    x=(X_IN_TILES,),
     h="bf16_tiles",
     y="bf16_rows",
     choices=(Choice(block_m=96),),
@@ -362,7 +364,7 @@ W4A16_WGMMA = KernelFamily(
     warps=WarpgroupPipeline(x_bytes=128),
     x=(
         GemmInput(when="few_rows_of_weights"),
-        GemmInput(buffer="bf16_tiles", step=PERMUTE_X, by_token=False),
+        X_IN_TILES,
     ),
     gathers={32: 1024, 64: 768, 128: 768},
     h="bf16_tiles",
@@ -397,7 +399,7 @@ W4A8 = KernelFamily(
         CtaTile(block_m=128, block_n=256, block_k=128, warpgroups=2, widths=(32, 64, 96, 112)),
     ),
     warps=WarpgroupPipeline(x_bytes=E4M3_ROW_BYTES // 2, scratch_bytes=128, scratch_row_bytes=12),
-    x=(GemmInput(buffer="e4m3_tiles", step=quantize_tiles("quantize_permuted"), by_token=False),),
+    x=(quantized_tiles("quantize_permuted"),),
     h="e4m3_tiles",
     y="bf16_rows",
     wider_down=True,
@@ -418,7 +420,6 @@ W4A8 = KernelFamily(
 # main loop is as many stages as are added up in E4M3, so a stage has 128 columns: of INT4 one group, whose scale is in
 # float32, with the zero point in its last bits. From 4096 and 8192 tokens of DeepSeek-V4-Flash in MXFP4, math is 0.88
 # and 0.68.
-_, _PERMUTED_X_ROWS, _H_ROWS = quantize_whole_rows("quantize_row_tiles", tiles=True)
 W4A8_ROWS = replace(
     W4A8,
     name="w4a8_rows",
@@ -434,9 +435,9 @@ W4A8_ROWS = replace(
         CtaTile(block_m=128, block_n=256, block_k=128, warpgroups=2, widths=(32, 64, 96, 112)),
     ),
     warps=WarpgroupPipeline(x_bytes=E4M3_ROW_BYTES // 2, scratch_bytes=256, scratch_row_bytes=64),
-    x=(GemmInput(buffer="e4m3_tiles", step=_PERMUTED_X_ROWS, by_token=False),),
+    x=(quantized_whole_rows("quantize_row_tiles", "e4m3_tiles", by_token=False),),
     h="float32_rows",
-    rounded_h=GemmInput(buffer="e4m3_tiles", step=_H_ROWS),
+    rounded_h=quantized_h("quantize_row_tiles", "e4m3_tiles"),
     choices=W4A8.choices[1:],
     rates=Rates(bandwidth=0.96, math=0.8, fixed_us=26.0),
 )
@@ -564,7 +565,7 @@ W8A8_F16 = replace(
     ),
     warps=WarpgroupPipeline(x_bytes=128, row_bytes=8, static_bytes=_BARRIER_BYTES, static_row_bytes=40),
     args=GemmArgs,
-    x=(GemmInput(buffer="e4m3_rows", step=quantize_rows("quantize_rows")),),
+    x=(quantized_rows("quantize_rows"),),
     h="e4m3_rows",
     y="bf16_rows",
     choices=(
@@ -592,11 +593,8 @@ W8A8 = replace(
         x_bytes=64, row_bytes=4, static_bytes=_BARRIER_BYTES + _QUEUE_BYTES, static_row_bytes=12
     ),
     x=(
-        GemmInput(
-            buffer="e4m3_tiles", step=quantize_tiles("quantize_permuted_paired"), by_token=False,
-            part="gate_up_tiles", when="one_expert_a_token",
-        ),
-        GemmInput(buffer="e4m3_rows", step=quantize_rows("quantize_rows_paired")),
+        quantized_tiles("quantize_permuted_paired", part="gate_up_tiles", when="one_expert_a_token"),
+        quantized_rows("quantize_rows_paired"),
     ),
     quantized_x="paired",
     h="e4m3_tiles",
@@ -626,15 +624,10 @@ def _by_channel(family: KernelFamily, rates: Rates, **changes: Any) -> KernelFam
     )
 
 
-def _rounded(kernel: str, *, tiles: bool) -> dict[str, Any]:
+def _rounded(kernel: str, h: str) -> dict[str, Any]:
     """Return how launches round x, with static scales, which are those of experts, by permuted row; and h."""
-    by_token, permuted, h = quantize_whole_rows(kernel, tiles=tiles)
-    static = GemmInput(buffer="e4m3_rows", step=permuted, by_token=False, when="static_scales")
-    return {
-        "x": (static, GemmInput(buffer="e4m3_rows", step=by_token)),
-        "h": "float32_rows",
-        "rounded_h": GemmInput(buffer="e4m3_tiles" if tiles else "e4m3_rows", step=h),
-    }
+    static = quantized_whole_rows(kernel, by_token=False, when="static_scales")
+    return {"x": (static, quantized_whole_rows(kernel)), "h": "float32_rows", "rounded_h": quantized_h(kernel, h)}
 
 
 # Fitted to 1 to 8192 tokens of DeepSeek-V3 TP8 with scales by channel. Wider tiles of w8a8_f16_channel are slower than
@@ -646,12 +639,12 @@ W8A8_F16_CHANNEL = _by_channel(
     Rates(bandwidth=0.89, math=0.5, fixed_us=16.0),
     tiles=_tiles(W8A8_F16.tiles[32]),
     choices=(Choice(most_rows=12.0, block_m=32),),
-    **_rounded("quantize_whole_rows", tiles=False),
+    **_rounded("quantize_whole_rows", "e4m3_rows"),
 )
 W8A8_CHANNEL = _by_channel(
     W8A8,
     Rates(bandwidth=0.96, math=0.45, fixed_us=17.0),
-    **_rounded("quantize_whole_rows_paired", tiles=True),
+    **_rounded("quantize_whole_rows_paired", "e4m3_tiles"),
 )
 
 KERNEL_FAMILIES: dict[str, KernelFamily] = {

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from ctypes import Structure
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from polymoe.kernels.cuda import modules
 from polymoe.kernels.cuda.driver import Launch
 from polymoe.kernels.cuda.launch.args import FinalizeArgs, GemmArgs, dtype_number
 from polymoe.kernels.cuda.launch.layer import Layer
-from polymoe.kernels.cuda.launch.shape import FINALIZE_COLUMNS, CallShape, Tiles, steps_of
+from polymoe.kernels.cuda.launch.shape import FINALIZE_COLUMNS, CallShape, Tiles, layer_numbers, steps_of
 from polymoe.kernels.cuda.launch.steps import BY_TOKEN, FINALIZE, Step
 from polymoe.kernels.cuda.spec import KernelFamily
 
@@ -19,11 +19,31 @@ if TYPE_CHECKING:
 
 __all__ = ["Call", "add_rows"]
 
-_ADDRESSES = ("x", "ids", "router_weights", "out")
-_KINDS = ("x_dtype", "out_dtype", "long_ids", "first_expert")
+_ARRAYS = frozenset(
+    (
+        *("work_tiles", "narrow_tiles", "expanded_to_permuted", "lists", "permuted_to_expanded", "counts"),
+        *("gate_up_list", "down_list", "narrow_gate_up_list", "narrow_down_list", "x_rows", "h", "rounded_h", "y"),
+    )
+)
+_ADDRESSES = {"x": 0, "ids": 1, "sorted_ids": 1, "input_weights": 2, "output_weights": 2, "out": 3}
+_KINDS = {"x_dtype": 0, "out_dtype": 1, "long_ids": 2, "first_expert": 3}
+_NO_KINDS = (-1, -1, False, -1)
 
 _SECOND_LAUNCH = 2
 """``x_buffers`` of the launches for narrow work tiles, which tells them so."""
+
+
+class _Prepared(NamedTuple):
+    """A launch whose constants are set, and by what the other fields are set: pairs of a field and a name or index."""
+
+    launch: Launch
+    args: Structure
+    when: str
+    grid: tuple[str, ...]
+    numbers: list[tuple[str, str]]
+    arrays: list[tuple[str, str]]
+    addresses: list[tuple[str, str]]
+    kinds: list[tuple[Structure, str, int]]
 
 
 class Call:
@@ -42,25 +62,35 @@ class Call:
         self.layer, self.family, self.tiles = layer, family, tiles
         self.shape = (0, 0, False)
         self.bytes = 0
-        values = CallShape(layer, family, tiles, 1, 1).values()
-        inputs = (*family.x, BY_TOKEN) if family.quantized_x else family.x
-        steps = dict.fromkeys(step for x in inputs for step in steps_of(family, x))
-        used = [step for step in steps if tiles.narrow_m or not step.narrow]
-        self._prepared = {step: self._prepare(step, values) for step in used}
+        inputs = dict.fromkeys((*family.x, BY_TOKEN) if family.quantized_x else family.x)
+        steps = {x: [step for step in steps_of(family, x) if tiles.narrow_m or not step.narrow] for x in inputs}
+        constants = layer_numbers(layer, family, tiles)
+        prepared = {step: self._prepare(step, constants) for step in dict.fromkeys(chain.from_iterable(steps.values()))}
+        self._steps = {x: [prepared[step] for step in those] for x, those in steps.items()}
+        self._constants = constants
         self._launches: tuple[Launch, ...] = ()
-        self._set_by_call: dict[str, list[tuple[Structure, str]]] = {}
-        self._of_kinds: list[tuple[Structure, str, int]] = []
+        self._by_call: list[tuple[Structure, str, int]] = []
+        self._by_kind: list[tuple[Structure, str, int]] = []
         self._in_workspace: list[tuple[Structure, str, int]] = []
-        self._workspace, self._kinds = 0, (-1, -1, False, -1)
+        self._workspace, self._kinds, self._addresses = 0, _NO_KINDS, (0, 0, 0, 0)
 
-    def _prepare(self, step: Step, values: dict[str, int | None]) -> tuple[Structure, Launch]:
-        layer = self.layer
-        if not step.unit:
-            return self._prepare_gemm(step)
-        args = step.args()
-        threads = values[step.threads] if isinstance(step.threads, str) else step.threads
-        assert threads
-        return args, modules.kernel(step.unit, step.kernel, layer.target).prepare(args, threads)
+    def _prepare(self, step: Step, constants: dict[str, Any]) -> _Prepared:
+        if step.unit:
+            args, threads = step.args(), constants[step.threads] if isinstance(step.threads, str) else step.threads
+            assert threads
+            launch = modules.kernel(step.unit, step.kernel, self.layer.target).prepare(args, threads)
+        else:
+            args, launch = self._prepare_gemm(step)
+        found = _Prepared(launch, args, step.when, step.grid, [], [], [], [])
+        for field, name in step.fields.items():
+            if name in constants:
+                setattr(args, field, constants[name])
+            elif name in _KINDS:
+                found.kinds.append((args, field, _KINDS[name]))
+            else:
+                kind = found.addresses if name in _ADDRESSES else found.arrays if name in _ARRAYS else found.numbers
+                kind.append((field, name))
+        return found
 
     def _prepare_gemm(self, step: Step) -> tuple[GemmArgs, Launch]:
         layer, family, tiles = self.layer, self.family, self.tiles
@@ -68,44 +98,55 @@ class Call:
         matrix, part = layer.down if down else layer.up, step.kernel if layer.gated or down else "up"
         block_m = tiles.narrow_m if step.narrow else (down and tiles.down_block_m) or tiles.block_m
         sizes = (layer.budget, matrix.format, part, block_m, matrix.k)
-        pipeline = family.pipeline(*sizes)
+        pipeline, name = family.pipeline(*sizes), family.kernel(part, block_m, family.variant(*sizes))
         args = matrix.args(family.args, pipeline, block_m, layer.activation)
         if step.narrow:
             args.x_buffers = _SECOND_LAUNCH
-        kernel = modules.kernel(
-            family.unit(matrix.format), family.kernel(part, block_m, family.variant(*sizes)), layer.target
-        )
+        kernel = modules.kernel(family.unit(matrix.format), name, layer.target)
         launch = kernel.prepare(args, family.threads(block_m) + layer.target.more_threads, pipeline.shared_bytes)
         launch.set_grid(layer.sms)
         return args, launch
 
     def resize(self, tokens: int, top_k: int, *, quantized: bool = False) -> None:
-        """Prepare for calls of ``tokens`` tokens with ``top_k`` experts each. ``quantized``: see :class:`CallShape`."""
-        shape = CallShape(self.layer, self.family, self.tiles, tokens, top_k, quantized)
-        values, sources, (offsets, self.bytes) = shape.values(), shape.sources(), shape.workspace()
-        self._set_by_call = {name: [] for name in _ADDRESSES}
-        self._of_kinds, self._in_workspace, launches = [], [], []
-        for step in shape.steps():
-            if not values[step.when]:
+        """Prepare for calls of ``tokens`` tokens with ``top_k`` experts each. ``quantized``: x is as
+        the first GEMM reads it."""
+        shape = CallShape(self.layer, self.family, self.tiles, tokens, top_k)
+        (offsets, self.bytes), numbers = shape.workspace(), self._constants | shape.numbers()
+        on_input = self.layer.router_weight_on_input
+        null = {"output_weights" if on_input else "input_weights", *(() if shape.gemms_sort else ("sorted_ids",))}
+        launches: list[Launch] = []
+        self._by_call, self._by_kind, self._in_workspace = [], [], []
+        for step in self._steps[BY_TOKEN if quantized else shape.planned_input]:
+            if not numbers[step.when]:
                 continue
-            args, launch = self._prepared[step]
-            launches.append(launch)
+            args = step.args
+            launches.append(step.launch)
             if step.grid:
-                launch.set_grid(*(values[name] for name in step.grid))  # type: ignore[arg-type]
-            for field, name in step.fields.items():
-                source = sources.get(name, name)
-                if source in offsets:
-                    self._in_workspace.append((args, field, offsets[source]))
-                elif source in _ADDRESSES:
-                    self._set_by_call[source].append((args, field))
-                elif source in _KINDS:
-                    self._of_kinds.append((args, field, _KINDS.index(source)))
+                step.launch.set_grid(*(numbers[name] for name in step.grid))
+            for field, name in step.numbers:
+                setattr(args, field, numbers[name])
+            for field, name in step.arrays:
+                if name in offsets:
+                    self._in_workspace.append((args, field, offsets[name]))
                 else:
-                    setattr(args, field, values[source])
+                    setattr(args, field, None)
+            for field, name in step.addresses:
+                if name in null:
+                    setattr(args, field, None)
+                else:
+                    self._by_call.append((args, field, _ADDRESSES[name]))
+            self._by_kind += step.kinds
         self._launches = tuple(launches)
-        self._workspace, self._kinds, self.shape = 0, (-1, -1, False, -1), (tokens, top_k, quantized)
+        self._workspace, self._kinds, self._addresses = 0, _NO_KINDS, (0, 0, 0, 0)
+        self.shape = (tokens, top_k, quantized)
 
-    def run(self, addresses: Sequence[int], workspace: int, stream: int, kinds: tuple[int, int, bool, int]) -> None:
+    def run(
+        self,
+        addresses: tuple[int, int, int, int],
+        workspace: int,
+        stream: int,
+        kinds: tuple[int, int, bool, int],
+    ) -> None:
         """Launch the kernels of a call. All tensors are contiguous.
 
         Args:
@@ -120,12 +161,13 @@ class Call:
                 setattr(args, field, workspace + offset)
             self._workspace = workspace
         if kinds != self._kinds:
-            for args, field, kind in self._of_kinds:
+            for args, field, kind in self._by_kind:
                 setattr(args, field, kinds[kind])
             self._kinds = kinds
-        for places, address in zip(self._set_by_call.values(), addresses, strict=True):
-            for args, field in places:
-                setattr(args, field, address)
+        if addresses != self._addresses:
+            for args, field, address in self._by_call:
+                setattr(args, field, addresses[address])
+            self._addresses = addresses
         for launch in self._launches:
             launch(stream)
 

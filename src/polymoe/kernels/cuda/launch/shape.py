@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from polymoe.kernels.cuda.launch.args import DTYPES
 from polymoe.kernels.cuda.launch.layer import Layer, Matrix
-from polymoe.kernels.cuda.launch.steps import BY_TOKEN, FINALIZE, PERMUTATION, GemmInput, Step, gemm_steps
+from polymoe.kernels.cuda.launch.steps import FINALIZE, PERMUTATION, GemmInput, Step, gemm_steps
 from polymoe.kernels.cuda.pipelines import E4M3_BLOCK_K, E4M3_ROW_BYTES, e4m3_row_bytes, round_up
 from polymoe.kernels.cuda.spec import TILE_ROWS, KernelFamily
 
 __all__ = [
-    "BUFFERS", "FEW_ROWS", "FINALIZE_COLUMNS", "LIST_BYTES", "CallShape", "Tiles", "permutation_words", "sorting_ctas",
-    "steps_of", "tokens_per_cta",
+    "BUFFERS", "FEW_ROWS", "FINALIZE_COLUMNS", "LIST_BYTES", "CallShape", "Tiles", "layer_numbers",
+    "permutation_words", "sorting_ctas", "steps_of", "tokens_per_cta",
 ]  # fmt: skip
 
 FEW_ROWS = 32
@@ -99,14 +100,12 @@ class Tiles:
     narrow_m: int = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CallShape:
-    """What the values in :mod:`.steps` follow from.
+class CallShape(NamedTuple):
+    """What the numbers in :mod:`.steps` follow from.
 
     Attributes:
         layer, family, tiles: what is called.
         tokens, top_k: tokens, and experts of each.
-        quantized: whether x already is as the first GEMM reads it.
     """
 
     layer: Layer
@@ -114,7 +113,6 @@ class CallShape:
     tiles: Tiles
     tokens: int
     top_k: int
-    quantized: bool = False
 
     @property
     def rows(self) -> int:
@@ -122,21 +120,21 @@ class CallShape:
         return self.tokens * self.top_k
 
     @property
+    def gemms_sort(self) -> bool:
+        """Whether GEMMs sort rows by themselves."""
+        return self.family.sorts_few_rows and self.rows <= FEW_ROWS
+
+    @property
     def planned_input(self) -> GemmInput:
         """What the first GEMM reads where x is not quantized."""
         few = self.family.gathers.get(self.tiles.block_m, 0)
         holds = {
-            "always": True,
+            "true": True,
             "static_scales": self.layer.up.input_scale is not None,
             "one_expert_a_token": self.top_k == 1,
             "few_rows_of_weights": self.layer.up.n <= few,
         }
         return next(rows for rows in self.family.x if holds[rows.when])
-
-    @property
-    def input(self) -> GemmInput:
-        """What the first GEMM reads."""
-        return BY_TOKEN if self.quantized else self.planned_input
 
     def workspace(self) -> tuple[dict[str, int], int]:
         """Return the offset of each array in the workspace, and the bytes of all together."""
@@ -146,107 +144,86 @@ class CallShape:
         for name, count in words.items():
             offsets[name] = 4 * end
             end += count
-        offsets |= {name: offsets["lists"] + i * LIST_BYTES for i, name in enumerate(_LISTS)}
+        for i, name in enumerate(_LISTS):
+            offsets[name] = offsets["lists"] + i * LIST_BYTES
         padded = rows + (TILE_ROWS - 1) * min(layer.experts, rows)
-        regions = {
-            "permutation": 4 * end,
-            "x_rows": BUFFERS[x.buffer](self.tokens if x.by_token else rows, padded, layer.up.k),
-            "h": BUFFERS[family.h](rows, padded, layer.down.k),
-            "rounded_h": BUFFERS[family.rounded_h.buffer](rows, padded, layer.down.k),
-            "y": BUFFERS[family.y](rows, padded, layer.down.n),
-        }
-        end = 0
-        for name, size in regions.items():
+        end = round_up(4 * end, _ALIGNMENT)
+        for name, buffer, count, columns in (
+            ("x_rows", x.buffer, self.tokens if x.by_token else rows, layer.up.k),
+            ("h", family.h, rows, layer.down.k),
+            ("rounded_h", family.rounded_h.buffer, rows, layer.down.k),
+            ("y", family.y, rows, layer.down.n),
+        ):
             offsets[name] = end
-            end += round_up(size, _ALIGNMENT)
+            end += round_up(BUFFERS[buffer](count, padded, columns), _ALIGNMENT)
         return offsets, end
 
-    def steps(self) -> tuple[Step, ...]:
-        """Return the launches in order, those whose condition does not hold included."""
-        return steps_of(self.family, self.input)
-
-    def sources(self) -> dict[str, str]:
-        """Return the arrays that some names stand for; "nothing" for a null pointer."""
-        on_input = self.layer.router_weight_on_input
-        return {
-            "gate_up_x": "x" if self.input.step is None else "x_rows",
-            "down_x": "h" if self.family.rounded_h.step is None else "rounded_h",
-            "sorted_ids": "ids" if self._gemms_sort else "nothing",
-            "input_weights": "router_weights" if on_input else "nothing",
-            "output_weights": "nothing" if on_input else "router_weights",
-        }
-
-    def values(self) -> dict[str, int | None]:
-        """Return the values of all other names."""
-        layer, tokens, rows = self.layer, self.tokens, self.rows
-        x_rows = tokens if layer.up.input_scale is None else rows
-        x_threads, h_threads = (_row_threads(matrix.k) for matrix in (layer.up, layer.down))
-        x_per_cta, h_per_cta = max(1, _THREADS // x_threads), max(1, _THREADS // h_threads)
-        ctas, sorts = sorting_ctas(rows), not self._gemms_sort
+    def numbers(self) -> dict[str, int]:
+        """Return the numbers that follow from the tokens."""
+        layer, tokens, rows, sorts = self.layer, self.tokens, self.rows, not self.gemms_sort
+        ctas, x_rows = sorting_ctas(rows), tokens if layer.up.input_scale is None else rows
         each = tokens_per_cta(tokens, self.top_k, layer.down.n, layer.sms) if self.family.y == "bf16_rows" else 1
         return {
-            "always": True,
-            "nothing": None,
-            "expanded_to_permuted": None,  # where the workspace has no such array
-            "counts": None,
+            "true": True,
             "tokens": tokens,
             "top_k": self.top_k,
             "rows": rows,
-            "experts": layer.experts,
-            "sms": layer.sms,
-            "block_m": self.tiles.block_m,
-            "narrow_m": self.tiles.narrow_m,
-            "even_tiles": self.family.even_tiles,
-            "has_narrow_tiles": self.tiles.narrow_m > 0,
-            "hidden": layer.up.k,
-            "intermediate": layer.down.k,
-            "float32": DTYPES.index("float32"),
             "one_warp_sorts": sorts and rows <= FEW_ROWS,
             "one_cta_sorts": rows > FEW_ROWS and not ctas,
             "many_ctas_sort": ctas > 0,
             "sorting_ctas": ctas,
-            "gate_up_top_k": self.top_k if self.input.by_token else 0,
-            "up_input_scales": _scales(layer.up),
-            "down_input_scales": _scales(layer.down),
-            "hidden_ctas": -(-layer.up.k // (_COLUMNS_PER_THREAD * _THREADS)),
-            "x_row_ctas": -(-layer.up.k // (_COLUMNS_PER_THREAD * x_threads)),
-            "x_row_threads": x_threads,
-            "h_row_threads": h_threads,
-            "x_quantizing_threads": x_threads * x_per_cta,
-            "h_quantizing_threads": h_threads * h_per_cta,
-            "x_quantizing_ctas": -(-x_rows // x_per_cta),
-            "h_quantizing_ctas": -(-rows // h_per_cta),
             "x_quantized_rows": x_rows,
+            "x_quantizing_ctas": -(-x_rows // _rows_per_cta(layer.up)),
+            "h_quantizing_ctas": -(-rows // _rows_per_cta(layer.down)),
             "tokens_per_cta": each,
             "one_token_a_cta": each == 1,
             "many_tokens_a_cta": each > 1,
             "finalizing_ctas": -(-tokens // each),
-            "finalizing_column_ctas": -(-layer.down.n // FINALIZE_COLUMNS),
         }
 
-    @property
-    def _gemms_sort(self) -> bool:
-        """Whether GEMMs sort rows by themselves."""
-        return self.family.sorts_few_rows and self.rows <= FEW_ROWS
+
+def layer_numbers(layer: Layer, family: KernelFamily, tiles: Tiles) -> dict[str, Any]:
+    """Return the numbers, and addresses or None, that do not depend on the call."""
+    up, down = layer.up, layer.down
+    return {
+        "true": True,
+        "experts": layer.experts,
+        "sms": layer.sms,
+        "block_m": tiles.block_m,
+        "narrow_m": tiles.narrow_m,
+        "even_tiles": family.even_tiles,
+        "hidden": up.k,
+        "intermediate": down.k,
+        "float32": DTYPES.index("float32"),
+        "x_scales": None if up.input_scale is None else up.input_scale.data_ptr(),
+        "h_scales": None if down.input_scale is None else down.input_scale.data_ptr(),
+        "hidden_ctas": -(-up.k // (_COLUMNS_PER_THREAD * _THREADS)),
+        "x_row_ctas": -(-up.k // (_COLUMNS_PER_THREAD * _row_threads(up))),
+        "x_row_threads": _row_threads(up),
+        "h_row_threads": _row_threads(down),
+        "x_quantizing_threads": _row_threads(up) * _rows_per_cta(up),
+        "h_quantizing_threads": _row_threads(down) * _rows_per_cta(down),
+        "finalizing_column_ctas": -(-down.n // FINALIZE_COLUMNS),
+    }
 
 
 def steps_of(family: KernelFamily, x: GemmInput) -> tuple[Step, ...]:
-    """Return the launches of a family's calls in which the first GEMM reads ``x``."""
+    """Return the launches of a family's calls in which the first GEMM reads ``x``, in order."""
     found = (
         *PERMUTATION,
         x.step,
-        *gemm_steps(x.part, family.args),
+        *gemm_steps(family.args, x),
         family.rounded_h.step,
-        *gemm_steps("down", family.args),
+        *gemm_steps(family.args, family.rounded_h),
         *FINALIZE[family.y],
     )
     return tuple(step for step in found if step is not None)
 
 
-def _row_threads(columns: int) -> int:
+def _row_threads(matrix: Matrix) -> int:
     """Return the threads that round a row of so many columns."""
-    return min(_MOST_THREADS, round_up(columns // _COLUMNS_PER_THREAD, 32))
+    return min(_MOST_THREADS, round_up(matrix.k // _COLUMNS_PER_THREAD, 32))
 
 
-def _scales(matrix: Matrix) -> int | None:
-    return None if matrix.input_scale is None else matrix.input_scale.data_ptr()
+def _rows_per_cta(matrix: Matrix) -> int:
+    return max(1, _THREADS // _row_threads(matrix))

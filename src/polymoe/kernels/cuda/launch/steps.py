@@ -1,8 +1,8 @@
 """The launches of a call as data: kernels, their arguments by name, and on what they depend.
 
-A field's value is named: an address of the call, an array of the workspace, or an attribute of
-:class:`~polymoe.kernels.cuda.launch.shape.CallShape`, which follows from the layer and the number of tokens. So are
-grids, threads and the condition on which a launch is made. :class:`~polymoe.kernels.cuda.launch.call.Call` makes them.
+A field's value is named: an address or a kind of the call, an array of the workspace, or a number that follows from
+the layer or from the number of tokens (:mod:`.shape`). So are grids, threads and the condition on which a launch is
+made. :class:`~polymoe.kernels.cuda.launch.call.Call` makes them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from polymoe.kernels.cuda.launch.args import (
 )
 
 __all__ = [
-    "BY_TOKEN", "FINALIZE", "PERMUTATION", "PERMUTE_X", "GemmInput", "Step", "gemm_steps", "quantize_rows",
-    "quantize_tiles", "quantize_whole_rows",
+    "AS_WRITTEN", "BY_TOKEN", "FINALIZE", "PERMUTATION", "X_IN_TILES", "GemmInput", "Step", "gemm_steps", "quantized_h",
+    "quantized_rows", "quantized_tiles", "quantized_whole_rows",
 ]  # fmt: skip
 
 
@@ -51,34 +51,42 @@ class Step:
     fields: Mapping[str, str]
     grid: tuple[str, ...] = ()
     threads: int | str = 0
-    when: str = "always"
+    when: str = "true"
     narrow: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GemmInput:
     """Rows that a grouped GEMM reads.
 
     Attributes:
+        source: name of the array.
         buffer: how they lie in the workspace, a name of :data:`~polymoe.kernels.cuda.launch.shape.BUFFERS`; empty where
-            they are the call's x.
+            they lie elsewhere, or are what the GEMM before writes.
         step: the launch that writes them, or None.
         by_token: whether there is a row for each token, not for each of its experts.
         part: the part whose kernel reads them.
         when: name of the condition on which they are what the GEMM reads. Of a family's, the first that holds counts.
     """
 
+    source: str = "x"
     buffer: str = ""
     step: Step | None = None
     by_token: bool = True
     part: str = "gate_up"
-    when: str = "always"
+    when: str = "true"
 
 
 def _fields(same: str, **others: str) -> dict[str, str]:
     """Fields that have their values' names, and others."""
     return {**{name: name for name in same.split()}, **others}
 
+
+BY_TOKEN = GemmInput()
+"""The call's x, read where it lies."""
+
+AS_WRITTEN = GemmInput(source="h", by_token=False, part="down")
+"""h as the first GEMM writes it."""
 
 _TO_PERMUTE = _fields(
     "ids permuted_to_expanded work_tiles narrow_tiles lists expanded_to_permuted counts rows first_expert experts",
@@ -101,73 +109,79 @@ PERMUTATION = (
 )
 """Expanded rows (one per token and chosen expert) are sorted by expert and cut into work tiles."""
 
-PERMUTE_X = Step(
-    kernel="permute_x", unit="permute", args=PermuteArgs, grid=("tokens",), threads=256,
-    fields=_fields("x expanded_to_permuted top_k", out="x_rows", columns="hidden"),
+X_IN_TILES = GemmInput(
+    source="x_rows", buffer="bf16_tiles", by_token=False, step=Step(
+        kernel="permute_x", unit="permute", args=PermuteArgs, grid=("tokens",), threads=256,
+        fields=_fields("x expanded_to_permuted top_k", out="x_rows", columns="hidden"),
+    ),
 )  # fmt: skip
 """A token's row is copied once for each of its experts, to tiles of 64 columns."""
 
 
-def quantize_tiles(kernel: str) -> Step:
+def quantized_tiles(kernel: str, **changes: str) -> GemmInput:
     """A token's row is rounded once, with a scale for each 128 columns, and written once for each of its experts."""
-    return Step(
+    step = Step(
         kernel=kernel, unit="quantize", args=QuantizePermutedArgs, grid=("tokens", "hidden_ctas"), threads=256,
         fields=_fields("x expanded_to_permuted top_k x_dtype", out="x_rows", columns="hidden"),
     )  # fmt: skip
+    return GemmInput(source="x_rows", buffer="e4m3_tiles", step=step, by_token=False, **changes)
 
 
-def quantize_rows(kernel: str) -> Step:
+def quantized_rows(kernel: str) -> GemmInput:
     """A token's row is rounded, with a scale for each 128 columns."""
-    return Step(
+    step = Step(
         kernel=kernel, unit="quantize", args=QuantizeRowsArgs, grid=("tokens", "x_row_ctas"), threads="x_row_threads",
         fields=_fields("x x_dtype", out="x_rows", columns="hidden"),
     )  # fmt: skip
+    return GemmInput(source="x_rows", buffer="e4m3_rows", step=step)
 
 
-def quantize_whole_rows(kernel: str, tiles: bool = False) -> tuple[Step, Step, Step]:
-    """Rows are rounded, each with one scale: those of x by token; those of x by token, written once for each of a
-    token's experts; and those of h, to ``tiles`` or to rows."""
+def quantized_whole_rows(
+    kernel: str, buffer: str = "e4m3_rows", *, by_token: bool = True, when: str = "true"
+) -> GemmInput:
+    """A token's row is rounded with one scale, and written once, or once for each of its experts."""
+    where = {} if by_token else _fields("expanded_to_permuted")
     step = Step(
         kernel=kernel, unit="quantize", args=QuantizeWholeRowsArgs, grid=("x_quantizing_ctas",),
         threads="x_quantizing_threads", fields=_fields(
             "x x_dtype ids first_expert long_ids top_k", out="x_rows", columns="hidden", rows="x_quantized_rows",
-            threads="x_row_threads", input_scales="up_input_scales",
+            threads="x_row_threads", input_scales="x_scales", **where,
         ),
     )  # fmt: skip
-    h = _fields(
-        "ids first_expert long_ids expanded_to_permuted rows", x="h", out="rounded_h", columns="intermediate",
-        x_dtype="float32", threads="h_row_threads", input_scales="down_input_scales",
-        **{"tiles": "always"} if tiles else {},
+    return GemmInput(source="x_rows", buffer=buffer, step=step, by_token=by_token, when=when)
+
+
+def quantized_h(kernel: str, buffer: str) -> GemmInput:
+    """Rows of h are rounded, each with one scale."""
+    step = Step(
+        kernel=kernel, unit="quantize", args=QuantizeWholeRowsArgs, grid=("h_quantizing_ctas",),
+        threads="h_quantizing_threads", fields=_fields(
+            "ids first_expert long_ids expanded_to_permuted rows", x="h", out="rounded_h", columns="intermediate",
+            x_dtype="float32", threads="h_row_threads", input_scales="h_scales",
+            **({"tiles": "true"} if buffer == "e4m3_tiles" else {}),
+        ),
     )  # fmt: skip
-    permuted = {**step.fields, "expanded_to_permuted": "expanded_to_permuted"}
-    of_h = replace(step, fields=h, grid=("h_quantizing_ctas",), threads="h_quantizing_threads")
-    return step, replace(step, fields=permuted), of_h
-
-
-_SORTING = _fields("rows first_expert experts long_ids", ids="sorted_ids")
-_ROUNDING = {"x_dtype": "x_dtype", "input_scales": "up_input_scales"}
+    return replace(AS_WRITTEN, source="rounded_h", buffer=buffer, step=step)
 
 
 @cache
-def gemm_steps(part: str, args: type[GemmArgs]) -> tuple[Step, Step]:
-    """A part's grouped GEMM: for work tiles of ``block_m`` rows, and for narrow ones."""
-    down, sorts, rounds = part == "down", issubclass(args, FewRowsArgs), args is RoundingArgs
-    of_part = (
-        {"x": "down_x", "out": "y", **({"input_scales": "down_input_scales"} if rounds else {})}
-        if down
-        else _fields("", x="gate_up_x", out="h", top_k="gate_up_top_k", router_weights="input_weights")
-        | (_ROUNDING if rounds else {})
-    )
-    fields = _fields("permuted_to_expanded work_tiles", **of_part, **(_SORTING if sorts else {}))
-    lists = ("down_list", "narrow_down_list") if down else ("gate_up_list", "narrow_gate_up_list")
+def gemm_steps(args: type[GemmArgs], x: GemmInput) -> tuple[Step, Step]:
+    """A grouped GEMM that reads ``x``: for work tiles of ``block_m`` rows, and for narrow ones."""
+    if x.part == "down":
+        lists, fields = ("down_list", "narrow_down_list"), _fields("", out="y")
+    else:
+        lists, fields = ("gate_up_list", "narrow_gate_up_list"), _fields("", out="h", router_weights="input_weights")
+    fields |= _fields("permuted_to_expanded", x=x.source) | ({"top_k": "top_k"} if x.by_token else {})
+    if issubclass(args, FewRowsArgs):
+        fields |= _fields("rows first_expert experts long_ids", ids="sorted_ids")
+    if args is RoundingArgs:
+        fields |= {"input_scales": "h_scales"} if x.part == "down" else _fields("x_dtype", input_scales="x_scales")
+    wide = {**fields, "num_tiles": lists[0], "work_tiles": "work_tiles"}
     narrow = {**fields, "num_tiles": lists[1], "work_tiles": "narrow_tiles"}
-    return (
-        Step(kernel=part, args=args, fields={**fields, "num_tiles": lists[0]}),
-        Step(kernel=part, args=args, fields=narrow, when="has_narrow_tiles", narrow=True),
-    )
+    return Step(kernel=x.part, args=args, fields=wide), Step(kernel=x.part, args=args, fields=narrow, narrow=True)
 
 
-def _finalize(kernel: str, when: str = "always", **fields: str) -> Step:
+def _finalize(kernel: str, when: str = "true", **fields: str) -> Step:
     return Step(
         kernel=kernel, unit="finalize", args=FinalizeArgs, threads=128, when=when,
         grid=("finalizing_ctas", "finalizing_column_ctas"),
@@ -177,9 +191,6 @@ def _finalize(kernel: str, when: str = "always", **fields: str) -> Step:
         ),
     )  # fmt: skip
 
-
-BY_TOKEN = GemmInput()
-"""The call's x, read where it lies."""
 
 FINALIZE: Mapping[str, tuple[Step, ...]] = {
     "bf16_rows": (
