@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,8 @@ class TestUpdateFromItself:
 
     @pytest.mark.parametrize("name", ["natural", "dequantized", "w4a16_fragments"])
     def test_every_way_to_read_them(self, name: str) -> None:
-        """Views, tensors computed from the packed ones, experts read before, a mixture, and another module's."""
+        """Views, tensors computed from the packed ones, experts read before, a mixture, another module's, and experts
+        that another thread reads."""
         weights = random_experts(hidden=64, intermediate=128)
         new = random_experts(hidden=64, intermediate=128, seed=5)
 
@@ -88,9 +90,11 @@ class TestUpdateFromItself:
                 ExpertWeights(spec, lambda e: LAYOUTS[name].unpack(packed).expert(PERMUTED[e])),
                 ExpertWeights(spec, lambda e: new.expert(e) if e < 3 else own.weights.expert(PERMUTED[e])),
                 permuted(twin),
+                ExpertWeights(spec, lambda e: ahead.submit(own.weights.expert, PERMUTED[e]).result()),
             ]
 
-        for at in range(5):
+        ahead = ThreadPoolExecutor(1)
+        for at in range(6):
             own = in_layout(weights, name)
             source = rearranged(own)[at]
             wanted = [{n: part.clone() for n, part in source.expert(e).parts().items()} for e in range(5)]

@@ -121,8 +121,7 @@ class FusedExperts(nn.Module):
         Raises:
             PlanError: after an :meth:`update` that failed.
         """
-        self._layer.require_complete()
-        return self._layer.layout.unpack(self.packed)
+        return self._layer.weights(self)
 
     @property
     def device(self) -> torch.device:

@@ -126,7 +126,7 @@ def require_planned(
         present: the layer's layout and tensors, if the new weights are to be packed into them.
 
     Returns:
-        Whether the new weights are read from these tensors, so that packing into them would change the weights.
+        Whether this thread reads the new weights from these tensors, so that packing into them would change them.
 
     Raises:
         PlanError: if their spec differs, their scales reach further, or they have input scales or dtypes of biases for

@@ -110,6 +110,11 @@ class OffloadedExperts(FusedExperts):
         )
 
     @property
+    def weights(self) -> ExpertWeights:
+        """The experts as the checkpoint has them, read from host memory."""
+        return self._layer.layout.unpack(self.packed)
+
+    @property
     def expert_bytes(self) -> int:
         """Packed bytes of one expert: what a miss copies."""
         return self.packed.nbytes // self.problem.spec.local_experts

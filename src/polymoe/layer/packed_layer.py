@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -93,7 +94,23 @@ class PackedLayer:
             PlanError: after an update that failed.
         """
         self.require_complete()
-        return self.layout.unpack(self.packed(module))
+        runtime = self.runtime(module)
+        weights = self.layout.unpack(self.plans.packed(runtime.tensors))
+
+        def counted(read: Callable[..., Any] | None) -> Any:
+            def count(*args: int) -> Any:
+                runtime.reads += 1
+                assert read is not None
+                return read(*args)
+
+            return read and count
+
+        return replace(
+            weights,
+            read=counted(weights.read),
+            read_unchecked=counted(weights.read_unchecked),
+            read_stacked=counted(weights.read_stacked),
+        )
 
     def require_complete(self) -> None:
         """Raise PlanError if the tensors hold a mixture."""
@@ -168,8 +185,9 @@ class PackedLayer:
             begin: called before the first tensor changes.
         """
         present, hint = self.plans.packed(runtime.tensors), "load these experts again"
-        reads_itself = require_planned(self.problem, weights, runtime.device, "update", hint, (self.layout, present))
-        if reads_itself:  # an expert would be read after another had taken its place
+        reads = runtime.reads
+        touched = require_planned(self.problem, weights, runtime.device, "update", hint, (self.layout, present))
+        if touched or runtime.reads > reads:  # an expert would be read after another had taken its place
             aside = pack_checked(self.layout, weights, runtime.device, "update", compare=check)
             tensors = self._complete(aside)
             if check:

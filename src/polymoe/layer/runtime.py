@@ -186,10 +186,11 @@ class LayerRuntime:
         device: the device of all of them.
         incomplete: whether an update of the tensors has failed or has not finished, so that calls raise.
         in_flight: threads that are in a call.
+        reads: how often experts were read from the tensors, by whatever thread.
     """
 
     def __init__(self, plans: PlanCache, tensors: Sequence[Tensor]) -> None:
-        self.plans, self.incomplete, self.in_flight = plans, False, set[int]()
+        self.plans, self.incomplete, self.in_flight, self.reads = plans, False, set[int](), 0
         with ordinary_tensors():  # views that an update may write to
             self.tensors = [t.view(dtype) for t, (_, dtype) in zip(tensors, plans.parts, strict=True)]
         self.addresses, self.device = _addresses(tensors), tensors[0].device
