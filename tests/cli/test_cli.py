@@ -338,6 +338,13 @@ class TestQuantize:
         assert re.search(r"\d+ tokens in 20 texts; \d+ experts were given too few of them", err)
         assert cli("quantize", source, *options[:2], "--out", tmp_path / "b", "--calibrate", tmp_path)[0] == 2
 
+    def test_who_reads_the_result_is_said_first(self, cli: Cli, source: Path, tmp_path: Path) -> None:
+        err = cli("quantize", source, "--format", "mxfp4", "--out", tmp_path / "out")[2]
+        assert err.splitlines()[:2] == [
+            "vLLM 0.32.0 reads this format, for models that it has",
+            "Transformers 5.23.0 alone reads it, and expands the experts to 16 bits",
+        ]
+
     def test_json_is_the_report(self, cli: Cli, source: Path, tmp_path: Path) -> None:
         code, text, _ = cli("quantize", source, "--format", "mxfp4", "--out", tmp_path / "out", "--json")
         assert code == 0

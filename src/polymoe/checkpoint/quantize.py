@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -66,6 +66,7 @@ def quantize_checkpoint(
     *,
     dialect: str | None = None,
     calibrate: Callable[[], Calibration] | None = None,
+    begin: Callable[[Sequence[StoredLayer], bool], None] = lambda layers, stacked: None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Write the checkpoint at ``path`` with its experts in ``format`` to a new directory; a killed run continues.
@@ -79,6 +80,7 @@ def quantize_checkpoint(
         dialect: one of the format's; None is its usual one.
         calibrate: measures the inputs of the experts, by which the search of scales weighs errors; called when nothing
             else can be refused.
+        begin: called before the work with the layers that will be written, and whether the source stacks experts.
         progress: called with each shard that begins.
 
     Returns:
@@ -97,9 +99,10 @@ def quantize_checkpoint(
     _require_new(out)
     with Checkpoint.open(path, experts=format) as checkpoint:
         job = _Job(checkpoint, format, _dialect(checkpoint, format, dialect))
+        if calibrate is not None and format not in SEARCHED_FORMATS:
+            raise ArgumentError("calibrate", expected=" or ".join(SEARCHED_FORMATS), got=f"{format}, {_NO_SEARCH}")
+        begin([*job.layers.values()], job.stacked)
         if calibrate is not None:
-            if format not in SEARCHED_FORMATS:
-                raise ArgumentError("calibrate", expected=" or ".join(SEARCHED_FORMATS), got=f"{format}, {_NO_SEARCH}")
             job.calibration = calibrate()
         out.parent.mkdir(parents=True, exist_ok=True)
         with _alone(out):
@@ -182,6 +185,7 @@ class _Job:
     config: dict[str, Any] = field(init=False)
     others: dict[str, list[str]] = field(init=False)
     calibration: Calibration | None = field(default=None, init=False)
+    stacked: bool = field(init=False)
     layers: dict[tuple[int, int], StoredLayer] = field(init=False)
     """By layer and the number of its group of experts."""
     beside: dict[str, bytes] = field(init=False)
@@ -196,6 +200,7 @@ class _Job:
             (layer, group): part.layer(layer)
             for layer, group, part in sorted((n, i, part) for i, part in enumerate(c.parts) for n in part.layers)
         }
+        self.stacked = any(isinstance(layer.arrangement, Fused) for layer in stored.values())
         experts = {
             name
             for layer in stored.values()

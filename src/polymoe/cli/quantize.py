@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from polymoe.errors import PolymoeError
 
 if TYPE_CHECKING:
     from polymoe.checkpoint.calibration import Calibration, Texts
+    from polymoe.checkpoint.layer import StoredLayer
 
 __all__ = ["command"]
 
@@ -54,7 +56,7 @@ def command(checkpoint: Checkpoint, written: _Written, place: OnDevice, output: 
     try:
         report = quantize_checkpoint(
             checkpoint, written.format, written.out, dialect=written.dialect, progress=say,
-            calibrate=partial(calibrate, texts) if texts else None,
+            calibrate=partial(calibrate, texts) if texts else None, begin=_say_readers,
         )  # fmt: skip
     except (OSError, KeyboardInterrupt) as error:
         if isinstance(error, PolymoeError):  # such as a checkpoint that was not found: there is nothing to continue
@@ -80,6 +82,13 @@ def command(checkpoint: Checkpoint, written: _Written, place: OnDevice, output: 
     if texts := report.get("calibration"):
         without = sum(row["experts_without_tokens"] for row in report["layers"])
         say(f"{texts['tokens']} tokens in {texts['texts']} texts; {without} experts were given too few of them")
+
+
+def _say_readers(layers: Sequence[StoredLayer], stacked: bool) -> None:
+    from polymoe.engines.readers import readers
+
+    for sentence in readers(layers, stacked=stacked):
+        say(sentence)
 
 
 def _error(found: dict[str, float], name: str) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import torch
@@ -42,6 +42,9 @@ class Engine:
         maps_ids: whether it gives a rank of an expert parallel group the places of experts on this rank.
         multiples: by method, what the intermediate size of MXFP4 is padded to a multiple of.
         refines: whether it repeats the scales of FP8 blocks that ranks split; otherwise it refuses such ranks.
+        tested: the version that ran, or whose source was read.
+        unread: dialects with a method whose tensors this version does not load.
+        only_on: by dialect, the GPUs to which the engine limits it.
     """
 
     name: str
@@ -50,6 +53,9 @@ class Engine:
     maps_ids: bool
     multiples: Mapping[str, int]
     refines: bool
+    tested: str
+    unread: frozenset[str] = frozenset()
+    only_on: Mapping[str, str] = field(default_factory=dict)
 
 
 ENGINES: Mapping[str, Engine] = MappingProxyType(
@@ -78,6 +84,7 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
             maps_ids=False,
             multiples={name: row.multiple for name, row in VLLM.items()},
             refines=True,
+            tested="0.32.0",
         ),
         "sglang": Engine(
             name="SGLang",
@@ -100,6 +107,9 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
             maps_ids=True,
             multiples={"Mxfp4MoEMethod": 64},
             refines=False,
+            tested="0.5.17",
+            unread=frozenset({"ct_mxfp4"}),
+            only_on={"ct_nvfp4": "on Blackwell only", "modelopt_nvfp4": "on GPUs only"},
         ),
     }
 )
