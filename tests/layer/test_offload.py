@@ -496,6 +496,8 @@ def test_what_is_refused() -> None:
         offloaded.share_memory()
     with pytest.raises(UnsupportedProblem, match=r"torch\.export: .*got experts in host memory"):
         torch.export.export(offloaded, call(1, 0))
+    with pytest.raises(UnsupportedProblem, match=r"torch\.export: .*got experts in host memory"):
+        torch.jit.trace(offloaded, call(1, 0))
     x, ids, weights = call(1, 0)
     with pytest.raises(UnsupportedProblem, match=r"x_TH: .*a compiled graph has no backward"):
         torch.compile(offloaded, backend="aot_eager")(x.requires_grad_(), ids, weights)

@@ -264,6 +264,14 @@ def test_an_exported_graph_outlives_the_module(call: Call) -> None:
     assert torch.equal(graph(*call), y)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_traced_layer_follows_other_routings(call: Call) -> None:
+    experts = layer()
+    traced = torch.jit.trace(experts, call)
+    x, routing = random_call(6, 64, 5, seed=3)
+    assert torch.equal(traced(x, *routing), experts(x, *routing))
+
+
 PROCESS = """
 import sys, torch
 from polymoe.errors import PlanError

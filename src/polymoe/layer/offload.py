@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.jit import is_tracing  # pyright: ignore[reportPrivateImportUsage]
 
 from polymoe.common.units import format_bytes
 from polymoe.errors import ArgumentError, UnsupportedProblem
@@ -147,9 +148,9 @@ class OffloadedExperts(FusedExperts):
             raise ArgumentError("expert_map", expected="none: slots have places of their own", got="a tensor")
         call = CallArguments(x_TH, topk_ids_TA, topk_weights_TA, out, workspace, x_scales)
         call.check(self.problem, self.device)
-        if not torch.compiler.is_compiling():
+        if not (torch.compiler.is_compiling() or is_tracing()):
             return self._run(call)
-        if torch.compiler.is_exporting():  # the graph would know the layer by a number of this process
+        if torch.compiler.is_exporting() or is_tracing():  # the graph would know the layer by a number of this process
             expected, hint = "experts whose tensors are the graph's", "load the experts without slots"
             raise UnsupportedProblem("torch.export", expected=expected, got="experts in host memory", hint=hint)
         (x_TH, ids_TA, weights_TA, *_), refused = call.without_gradients()

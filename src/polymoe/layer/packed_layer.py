@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.jit import is_tracing  # pyright: ignore[reportPrivateImportUsage]
 
 from polymoe.errors import PlanError
 from polymoe.layer.load_check import check_layer, require_planned
@@ -248,8 +249,8 @@ class PackedLayer:
         return self.run(module, CallArguments(x_TH, topk_ids_TA, topk_weights_TA))
 
     def run(self, module: nn.Module, call: CallArguments) -> Tensor:
-        """Return the result of a call: at once, or as a node of the graph that torch is compiling."""
-        if torch.compiler.is_compiling():
+        """Return the result of a call: at once, or as a node of the graph that torch makes."""
+        if torch.compiler.is_compiling() or is_tracing():
             return compiled_call(self.plans, [getattr(module, name) for name in self._names], call)
         runtime = self.runtime(module)
         call.check(self.plans.problem, runtime.device)
