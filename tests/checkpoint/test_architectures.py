@@ -15,7 +15,7 @@ from polymoe.checkpoint.architectures.experts import expert_groups
 from polymoe.checkpoint.architectures.families import groups_of
 from polymoe.checkpoint.architectures.names import _Conversions, _Trial, stored_names
 from polymoe.checkpoint.arrangement import STACKED, UNFUSED, Fused, PerExpert
-from polymoe.checkpoint.families import FAMILIES, families_of
+from polymoe.checkpoint.families import MODEL_FAMILIES, families_of
 from polymoe.errors import CheckpointError, UnsupportedProblem
 from support.tiny_models import architectures, tiny_config
 
@@ -89,14 +89,14 @@ def test_other_prefixes_in_files_are_found() -> None:
     assert {container for container, _ in places} == {"model.layers.{layer}.mlp.experts", "layers.{layer}.mlp.experts"}
 
 
-TABLE = [name for name in architectures() if name in FAMILIES]
+TABLE = [name for name in architectures() if name in MODEL_FAMILIES]
 
 
 @pytest.mark.parametrize("model_type", TABLE)
 def test_the_table_says_the_same_as_transformers(model_type: str) -> None:
     config = fields(model_type)
     ((_, moe, places),) = groups_of(config)
-    row = FAMILIES[model_type]
+    row = MODEL_FAMILIES[model_type]
     described = row.moe(config)
     assert replace(described, routers=()) == moe
     if model_type != "gpt_oss":  # whose own dialect Transformers reads in code of its own

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from polymoe.checkpoint.families import FAMILIES, MoeConfig, family_of, text_config
+from polymoe.checkpoint.families import MODEL_FAMILIES, MoeConfig, family_of, text_config
 from polymoe.checkpoint.load import Checkpoint
 from polymoe.errors import CheckpointError, CheckpointNotFound
 from polymoe.problem.activations import ReLU2, SwiGLU
@@ -250,8 +250,8 @@ def test_layers_may_be_listed_twice() -> None:
 
 
 def test_no_model_type_is_claimed_twice() -> None:
-    rows = {row.name: row for row in FAMILIES.values()}
-    assert sum(len(row.model_types) for row in rows.values()) == len(FAMILIES)
+    rows = {row.name: row for row in MODEL_FAMILIES.values()}
+    assert sum(len(row.model_types) for row in rows.values()) == len(MODEL_FAMILIES)
 
 
 def test_the_text_part_of_a_wrapper_decides_where_the_wrapper_is_unknown() -> None:

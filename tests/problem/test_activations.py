@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from polymoe.errors import ArgumentError
-from polymoe.problem.activations import ACTIVATIONS, Activation, GeGLU, ReLU2, SwiGLU, parse_activation
+from polymoe.problem.activations import HIDDEN_ACTS, Activation, GeGLU, ReLU2, SwiGLU, parse_activation
 
 GPT_OSS = SwiGLU(alpha=1.702, beta=1.0, limit=7.0)
 DEEPSEEK_V4 = SwiGLU(limit=10.0)
@@ -141,9 +141,9 @@ def test_parse_refuses(hidden_act: str, options: dict[str, Any], message: str) -
 
 
 def test_table_is_sorted_and_read_only() -> None:
-    assert list(ACTIVATIONS) == sorted(ACTIVATIONS)
+    assert list(HIDDEN_ACTS) == sorted(HIDDEN_ACTS)
     with pytest.raises(TypeError):
-        ACTIVATIONS["mine"] = SwiGLU()  # pyright: ignore[reportIndexIssue]
+        HIDDEN_ACTS["mine"] = SwiGLU()  # pyright: ignore[reportIndexIssue]
 
 
 def test_describing_needs_no_torch() -> None:
@@ -151,10 +151,10 @@ def test_describing_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("hidden_act", list(ACTIVATIONS))
+@pytest.mark.parametrize("hidden_act", list(HIDDEN_ACTS))
 def test_against_transformers_activation(hidden_act: str) -> None:
     act2fn = pytest.importorskip("transformers.activations").ACT2FN
-    activation = ACTIVATIONS[hidden_act]
+    activation = HIDDEN_ACTS[hidden_act]
     gate, up = torch.randn(2, 64, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 4
     if isinstance(activation, ReLU2):
         ours, theirs = activation(up), act2fn[hidden_act](up)

@@ -1,4 +1,5 @@
-"""FAMILIES: one row for each model family, with the names of its expert tensors and the function that reads its config.
+"""MODEL_FAMILIES: one row for each model family, with the names of its expert tensors and the function that reads its
+config.
 
 A family without a row is described by its model in Transformers (:mod:`polymoe.checkpoint.architectures`). Rows are for
 what Transformers does not say - dialects, names of other tools, models that it does not have - and for use without it.
@@ -25,7 +26,7 @@ from polymoe.errors import MissingDependency, nearest
 from polymoe.formats.encoding import ScaleDtype
 
 __all__ = [
-    "FAMILIES",
+    "MODEL_FAMILIES",
     "Arrangement",
     "Fused",
     "ModelFamily",
@@ -40,7 +41,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
-    """A row of :data:`FAMILIES`.
+    """A row of :data:`MODEL_FAMILIES`.
 
     Attributes:
         name: of the model family.
@@ -102,9 +103,9 @@ def family_of(config: Mapping[str, Any]) -> ModelFamily:
 
 
 def families_of(config: Mapping[str, Any], names: Iterable[str] = ()) -> tuple[ModelFamily, ...]:
-    """Return the families of a config's experts: a row of :data:`FAMILIES`, by ``model_type`` or that of the text part,
-    or what the model in Transformers says, if it is installed. There is more than one where experts of a model differ
-    in size, or a layer has two kinds.
+    """Return the families of a config's experts: a row of :data:`MODEL_FAMILIES`, by ``model_type`` or that of the
+    text part, or what the model in Transformers says, if it is installed. There is more than one where experts of a
+    model differ in size, or a layer has two kinds.
 
     Args:
         config: ``config.json``.
@@ -116,8 +117,8 @@ def families_of(config: Mapping[str, Any], names: Iterable[str] = ()) -> tuple[M
     """
     types = [ConfigReader(c).text("model_type") for c in (config, text_config(config))]
     for name in types:
-        if name in FAMILIES:
-            return (FAMILIES[name],)
+        if name in MODEL_FAMILIES:
+            return (MODEL_FAMILIES[name],)
     if not any(_ROUTED.search(key) for part in (config, text_config(config)) for key in part):
         raise ConfigReader(config).error(
             "model_type",
@@ -130,8 +131,8 @@ def families_of(config: Mapping[str, Any], names: Iterable[str] = ()) -> tuple[M
             "model_type",
             "a known family",
             config.get("model_type"),
-            hint=f"{nearest(types[0], FAMILIES)}. With Transformers, polymoe knows all models that have its experts "
-            f"interface: {install_hint('transformers')}",
+            hint=f"{nearest(types[0], MODEL_FAMILIES)}. With Transformers, polymoe knows all models that have its "
+            f"experts interface: {install_hint('transformers')}",
         )
     return _by_transformers(json.dumps(config, sort_keys=True), tuple(sorted(names)))
 
@@ -142,7 +143,7 @@ def _by_transformers(config: str, names: tuple[str, ...]) -> tuple[ModelFamily, 
         from polymoe.checkpoint.architectures.families import groups_of
     except ImportError as error:  # of a name that another version does not have
         raise MissingDependency(
-            "a model without a row in polymoe.checkpoint.families.FAMILIES",
+            "a model without a row in polymoe.checkpoint.families.MODEL_FAMILIES",
             expected="Transformers 5.23, whose conversions of tensors polymoe asks",
             got=str(error),
             hint=install_hint("transformers"),
@@ -268,5 +269,5 @@ _ROWS = (
     ),
 )
 
-FAMILIES: Mapping[str, ModelFamily] = {model_type: row for row in _ROWS for model_type in row.model_types}
+MODEL_FAMILIES: Mapping[str, ModelFamily] = {model_type: row for row in _ROWS for model_type in row.model_types}
 """Families by ``model_type``."""

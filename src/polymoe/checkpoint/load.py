@@ -43,7 +43,7 @@ class Checkpoint:
     Attributes:
         name: the path or Hub id that was opened.
         files: its files.
-        family: its row in ``FAMILIES``, or what Transformers says of its experts.
+        family: its row in ``MODEL_FAMILIES``, or what Transformers says of its experts.
         parts: checkpoints of the same files for each group of equal experts, this one first. There is one, unless
             experts differ in size, or layers have two experts modules.
         moe: its experts according to the config.

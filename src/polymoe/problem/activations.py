@@ -22,7 +22,7 @@ from polymoe.errors import ArgumentError, nearest
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ACTIVATIONS", "Activation", "GeGLU", "ReLU2", "SwiGLU", "parse_activation"]
+__all__ = ["HIDDEN_ACTS", "Activation", "GeGLU", "ReLU2", "SwiGLU", "parse_activation"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ Activation = SwiGLU | GeGLU | ReLU2
 ``y = act(gate, up) if act.gated is True else act(up)``: with ``is True`` a type checker follows.
 """
 
-ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
+HIDDEN_ACTS: Mapping[str, Activation] = MappingProxyType(
     {
         "gelu": GeGLU(),
         "gelu_fast": GeGLU("tanh"),
@@ -160,7 +160,7 @@ def parse_activation(
     """Return the activation for a config's ``hidden_act``.
 
     Args:
-        hidden_act: the config's string, a key of :data:`ACTIVATIONS`.
+        hidden_act: the config's string, a key of :data:`HIDDEN_ACTS`.
         gated: whether the experts have a gate projection.
         alpha, beta, limit: constants of :class:`SwiGLU` that the model family or its config sets.
 
@@ -168,8 +168,8 @@ def parse_activation(
         ArgumentError: if the string is unknown or does not fit ``gated``, or if constants are given for an activation
             that has none.
     """
-    activation = ACTIVATIONS.get(hidden_act) if isinstance(hidden_act, str) else None
-    fitting = [name for name, known in ACTIVATIONS.items() if known.gated == gated]
+    activation = HIDDEN_ACTS.get(hidden_act) if isinstance(hidden_act, str) else None
+    fitting = [name for name, known in HIDDEN_ACTS.items() if known.gated == gated]
     experts = "experts with a gate" if gated else "experts without a gate"
     if activation is None:
         raise ArgumentError(

@@ -22,7 +22,7 @@ import transformers
 from polymoe.engines.hooks import Hook
 from polymoe.engines.transformers import contract, install, load
 from polymoe.engines.transformers.contract import PARTS, checked_call, require_contract, require_experts
-from polymoe.engines.transformers.families import FAMILIES, PackedExperts, TransformersFamily, pack_modules
+from polymoe.engines.transformers.families import TRANSFORMERS_FAMILIES, PackedExperts, TransformersFamily, pack_modules
 from polymoe.errors import UnsupportedProblem
 from polymoe.serve.shared_sampling import PARTS as SHARED_SAMPLING
 from support.packed_model import CHECKPOINT
@@ -155,7 +155,7 @@ def test_methods_take_what_transformers_hands_over(kind: type, name: str) -> Non
     inspect.signature(vars(kind)[name]).bind(*(p.name for p in given))
 
 
-@pytest.mark.parametrize("family", [row for row in FAMILIES if row.module], ids=lambda f: f.model_type)
+@pytest.mark.parametrize("family", [row for row in TRANSFORMERS_FAMILIES if row.module], ids=lambda f: f.model_type)
 def test_blocks_of_families_with_a_class_of_their_own_are_called_in_the_known_way(family: Any) -> None:
     import importlib
 

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.integrations.moe import ExpertsInterface
 
 from polymoe.errors import UnsupportedProblem, quoted
-from polymoe.problem.activations import ACTIVATIONS, Activation, SwiGLU
+from polymoe.problem.activations import HIDDEN_ACTS, Activation, SwiGLU
 
 __all__ = ["activation_of"]
 
@@ -72,7 +72,7 @@ def _has_default_gate(experts: Any) -> bool:
 
 
 def _candidates(experts: Any) -> Iterator[Activation]:
-    yield from (known for known in ACTIVATIONS.values() if known.gated == experts.has_gate)
+    yield from (known for known in HIDDEN_ACTS.values() if known.gated == experts.has_gate)
     if experts.has_gate:
         alphas, limits = _constants(experts, "alpha"), _constants(experts, "limit")
         for alpha, beta, limit in itertools.product((1.0, *alphas), (0.0, 1.0), (None, *limits)):

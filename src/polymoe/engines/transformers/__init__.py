@@ -39,13 +39,13 @@ except ImportError as error:
     ) from error
 
 from polymoe.engines.transformers.experts_interface import register
-from polymoe.engines.transformers.families import FAMILIES, PackedExperts, TransformersFamily
+from polymoe.engines.transformers.families import TRANSFORMERS_FAMILIES, PackedExperts, TransformersFamily
 from polymoe.engines.transformers.loading import PolymoeConfig, install, load, uninstall
 from polymoe.engines.transformers.quantizer import PackedQuantizer
 from polymoe.engines.transformers.tokenizer import load_tokenizer
 
 __all__ = [
-    "FAMILIES",
+    "TRANSFORMERS_FAMILIES",
     "Family",
     "PackedExperts",
     "PackedQuantizer",

@@ -2,7 +2,8 @@
 
 Every model in Transformers 5 that supports its experts interface has experts modules with the call
 ``experts(hidden_states_TH, top_k_index_TA, top_k_weights_TA)``, and needs nothing more. Llama-4 does not: there, the
-whole block of router, shared expert and experts is replaced. :data:`FAMILIES` has its row, and other exceptions.
+whole block of router, shared expert and experts is replaced. :data:`TRANSFORMERS_FAMILIES` has its row, and other
+exceptions.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from polymoe.errors import UnsupportedProblem
 from polymoe.layer.experts import FusedExperts
 
 __all__ = [
-    "FAMILIES",
+    "TRANSFORMERS_FAMILIES",
     "PackedExperts",
     "PackedLlama4Moe",
     "TransformersFamily",
@@ -164,7 +165,7 @@ class TransformersFamily:
 
 _LLAMA4 = functools.partial(TransformersFamily, module="Llama4TextMoe", packed=PackedLlama4Moe, experts="experts")
 
-FAMILIES = (
+TRANSFORMERS_FAMILIES = (
     TransformersFamily("kimi_k2", same_as="deepseek_v3"),
     TransformersFamily("deepseek_v4", since="5.20"),
     _LLAMA4("llama4"),
@@ -180,7 +181,7 @@ def family_named(model_type: str) -> TransformersFamily:
         UnsupportedProblem: as :func:`require_model`.
     """
     require_model(model_type)
-    return next((row for row in FAMILIES if row.model_type == model_type), TransformersFamily(model_type))
+    return next((row for row in TRANSFORMERS_FAMILIES if row.model_type == model_type), TransformersFamily(model_type))
 
 
 def require_model(model_type: str) -> None:
@@ -189,7 +190,7 @@ def require_model(model_type: str) -> None:
     Raises:
         UnsupportedProblem: if it has none.
     """
-    names = {row.model_type: row.same_as or row.model_type for row in FAMILIES}
+    names = {row.model_type: row.same_as or row.model_type for row in TRANSFORMERS_FAMILIES}
     if names.get(model_type, model_type) not in CONFIG_MAPPING:
         raise UnsupportedProblem(
             f"{model_type} in Transformers",
@@ -210,7 +211,7 @@ def auto_class(config: Any) -> Any:
 def register_names() -> tuple[str, ...]:
     """Register families that Transformers knows under another name; the names that are new to it."""
     new = []
-    for family in FAMILIES:
+    for family in TRANSFORMERS_FAMILIES:
         if family.same_as and family.same_as in CONFIG_MAPPING and family.model_type not in CONFIG_MAPPING:
             CONFIG_MAPPING.register(family.model_type, CONFIG_MAPPING[family.same_as])
             new.append(family.model_type)
@@ -235,7 +236,7 @@ def registered_names() -> Iterator[None]:
 
 def use_own_name(config: Any) -> Any:
     """``config`` with Transformers' name of the family, by which Transformers chooses how to convert tensors."""
-    for family in FAMILIES:
+    for family in TRANSFORMERS_FAMILIES:
         if family.same_as and config.model_type == family.model_type:
             config.model_type = family.same_as
     return config

@@ -36,7 +36,7 @@ from polymoe.engines.transformers.experts_interface import (
     unregister,
 )
 from polymoe.engines.transformers.families import (
-    FAMILIES,
+    TRANSFORMERS_FAMILIES,
     register_names,
     registered_names,
     require_model,
@@ -279,7 +279,7 @@ def install(*, backend: str = "auto", role: str = "mixed") -> None:
 def uninstall() -> None:
     """Undo :func:`install`: Transformers loads as before. Models that are already loaded stay packed."""
     unregister()
-    unregister_names(row.model_type for row in FAMILIES if row.same_as)
+    unregister_names(row.model_type for row in TRANSFORMERS_FAMILIES if row.same_as)
     if _hooked():
         modeling.get_hf_quantizer = modeling.get_hf_quantizer.args[0]
 
