@@ -354,7 +354,7 @@ def test_gptq_rules_change_and_leave_out_modules() -> None:
     ("changed", "message"),
     [
         ({"desc_act": True}, "quantize again without desc_act"),
-        ({"checkpoint_format": "gptq_v2"}, "checkpoint_format: expected one of gptq, got 'gptq_v2'"),
+        ({"checkpoint_format": "marlin"}, "checkpoint_format: expected one of gptq, gptq_v2, got 'marlin'"),
         ({"bits": 8}, "bits: expected 4, got 8"),
         ({"group_size": None}, "group_size: expected this key"),
         ({"sym": "yes"}, "sym: expected true or false"),
@@ -363,6 +363,47 @@ def test_gptq_rules_change_and_leave_out_modules() -> None:
 def test_gptq_that_is_refused(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         qwen_scheme(config("qwen3-gptq")["quantization_config"] | changed)
+
+
+def test_gptq_v2_is_a_dialect_of_its_own() -> None:
+    section = config("qwen3-gptq")["quantization_config"] | {"checkpoint_format": "gptq_v2"}
+    assert qwen_scheme(section).dialect == "gptq_v2"
+
+
+AUTO_ROUND = {
+    "quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True, "data_type": "int",
+    "packing_format": "auto_round:auto_gptq", "block_name_to_quantize": "model.layers",
+    "extra_config": {"model.layers.3.mlp.gate": {"bits": 16}, "model.layers.4.mlp.experts.0": {"group_size": 32}},
+}  # fmt: skip
+
+
+def test_auto_round_is_gptq_or_awq() -> None:
+    names = ("layers.3.mlp.experts.0.up_proj", "layers.3.mlp.gate", "layers.4.mlp.experts.0.up_proj")
+    found = [qwen_scheme(AUTO_ROUND, f"model.{name}") for name in names]
+    assert [(s.dialect, s.encoding.name) for s in found] == [
+        ("gptq", "int4_g128"), ("plain", "bf16"), ("gptq", "int4_g32"),
+    ]  # fmt: skip
+    assert qwen_scheme(AUTO_ROUND, "lm_head").dialect == "plain"
+    assert qwen_scheme(AUTO_ROUND, "model.layers_more.0.up_proj").dialect == "plain"
+    assert qwen_scheme(AUTO_ROUND | {"block_name_to_quantize": ["visual"]}).dialect == "plain"
+    awq = qwen_scheme(AUTO_ROUND | {"packing_format": "auto_round:auto_awq", "sym": False})
+    assert (awq.dialect, awq.encoding.name) == ("awq", "int4_g128_zp")
+    assert qwen_scheme(AUTO_ROUND | {"packing_format": "auto_round:auto_awq"}).encoding.name == "int4_g128"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"packing_format": "auto_round"}, "packing_format: expected one of auto_round:auto_gptq, auto_round:auto_awq"),
+        ({"data_type": "mx_fp"}, "data_type: expected one of int, got 'mx_fp'"),
+        ({"bits": 2}, "bits: expected 4, got 2"),
+        ({"extra_config": {"a": 5}}, "extra_config.a: expected an object"),
+        ({"block_name_to_quantize": 5}, "expected a list of str"),
+    ],
+)
+def test_auto_round_that_is_refused(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        qwen_scheme(AUTO_ROUND | changed)
 
 
 def test_awq_keys_under_their_other_names() -> None:
@@ -376,7 +417,7 @@ def test_awq_keys_under_their_other_names() -> None:
     ("section", "message"),
     [
         ({"quant_method": "mxpf4"}, "did you mean 'mxfp4'"),
-        ({"quant_method": "bitsandbytes"}, "known: awq, compressed-tensors, fp8, gptq, modelopt, mxfp4"),
+        ({"quant_method": "bitsandbytes"}, "known: auto-round, awq, compressed-tensors, fp8, gptq, modelopt, mxfp4"),
         ({"quant_method": "fbgemm_fp8"}, "a known method, got 'fbgemm_fp8'"),
         ({"bits": 4}, "quantization_config.quant_method"),
         (["fp8"], "quantization_config: expected an object"),

@@ -101,6 +101,12 @@ STORED = {
         "scales": torch.rand(K // 128, N).half(),
         "g_idx": torch.arange(K, dtype=torch.int32) // 128,
     },
+    "gptq_v2": lambda: {
+        "qweight": words(K // 8, N),
+        "qzeros": zero_words(K // 128, N // 8, 15),
+        "scales": torch.rand(K // 128, N).half(),
+        "g_idx": torch.arange(K, dtype=torch.int32) // 128,
+    },
     "awq": lambda: {
         "qweight": words(K, N // 8),
         "qzeros": zero_words(K // 128, N // 8, 15),
@@ -126,6 +132,7 @@ ENCODINGS = {
     "modelopt_fp8": "fp8_tensor",
     "modelopt_nvfp4": "nvfp4",
     "gptq": "int4_g128_zp",
+    "gptq_v2": "int4_g128_zp",
     "awq": "int4_g128_zp",
 }
 
@@ -176,8 +183,8 @@ def decode_by_hand(case: str, t: dict[str, Tensor], n: int, k: int) -> float:
             zero = nibble(int(t["weight_zero_point"][n // 8, k // group]), n % 8)
         return (nibble(int(t["weight_packed"][n, k // 8]), k % 8) - zero) * float(t["weight_scale"][n, k // group])
     scale = float(t["scales"][k // 128, n])
-    if name == "gptq":
-        zero = nibble(int(t["qzeros"][k // 128, n // 8]), n % 8) + 1
+    if name in ("gptq", "gptq_v2"):
+        zero = nibble(int(t["qzeros"][k // 128, n // 8]), n % 8) + (name == "gptq")
         return (nibble(int(t["qweight"][k // 8, n]), k % 8) - zero) * scale
     position = AWQ_ORDER.index(n % 8)
     zero = nibble(int(t["qzeros"][k // 128, n // 8]), position)
@@ -447,7 +454,7 @@ def test_choose_finds_the_dialect_whatever_the_config_says(case: str):
     named = "gpt_oss" if case != "gpt_oss" else "plain"
     found, encoding = choose(headers, (N, K), named)
     assert encoding.name == ENCODINGS[case]
-    alike = {"modelopt_fp8": "ct_float", "modelopt_mxfp8": "ct_mxfp8", "gptq": "gptq", "ct_mxfp4": "ct_mxfp4"}
+    alike = {"modelopt_fp8": "ct_float", "modelopt_mxfp8": "ct_mxfp8", "gptq_v2": "gptq", "ct_mxfp4": "ct_mxfp4"}
     assert found.name == alike.get(case.split()[0], case.split()[0])
 
 

@@ -232,9 +232,9 @@ def _gptq_scheme(keys: ConfigReader, scale_dtype: ScaleDtype) -> Scheme:
     if keys.flag("desc_act", False):
         hint = "reordered columns do not share scales in memory; quantize again without desc_act"
         raise keys.error("desc_act", "false", True, hint=hint)
-    keys.word("checkpoint_format", "gptq", default="gptq")
+    dialect = keys.word("checkpoint_format", "gptq", "gptq_v2", default="gptq")
     encoding = _int4_encoding(keys, ("bits",), ("group_size",), scale_dtype, zero_points=not keys.flag("sym", True))
-    return Scheme("gptq", encoding)
+    return Scheme(dialect, encoding)
 
 
 def _awq(context: Context) -> QuantizationConfig:
@@ -249,6 +249,43 @@ def _awq_scheme(keys: ConfigReader, scale_dtype: ScaleDtype) -> Scheme:
     bits, group_size = ("bits", "w_bit"), ("group_size", "q_group_size")
     zero_points = keys.flag("zero_point", True)
     return Scheme("awq", _int4_encoding(keys, bits, group_size, scale_dtype, zero_points=zero_points))
+
+
+def _auto_round(context: Context) -> QuantizationConfig:
+    """AutoRound's files in the dialects of GPTQ and AWQ. ``block_name_to_quantize`` names what is quantized, and
+    ``extra_config`` has other keys for some modules."""
+    keys = context.keys
+    keys.word("data_type", "int", default="int")
+    packing = keys.word("packing_format", "auto_round:auto_gptq", "auto_round:auto_awq", default="auto_round:auto_gptq")
+
+    def scheme(changed: Mapping[str, object]) -> Scheme:
+        merged = {**keys.config, **changed}
+        if packing.endswith("awq"):
+            merged = {"zero_point": not ConfigReader(merged, keys.where).flag("sym", True), **merged}
+            return _awq_scheme(ConfigReader(merged, keys.where), context.scale_dtype)
+        return _gptq_scheme(ConfigReader(merged, keys.where), context.scale_dtype)
+
+    left_out, others = list[str](), list[Target]()
+    where = keys.place("extra_config")
+    for name, part in ((name, keys.part("extra_config").part(name)) for name in keys.mapping("extra_config")):
+        if part.integer("bits", default=4, most=64) >= 16:
+            left_out.append(name)
+        elif part.config:
+            others.append((matcher([name], where), partial(scheme, part.config)))
+    blocks = keys.config.get("block_name_to_quantize")
+    listed = ConfigReader({"blocks": blocks.split(",") if isinstance(blocks, str) else blocks}, keys.where)
+    named = tuple(name.strip() for name in listed.items("blocks", str) or ())
+    skipped, excluded = _skipped(keys), matcher(left_out, where)
+    return replace(
+        context.nothing,
+        ignored=lambda module: (
+            skipped(module)
+            or excluded(module)
+            or (bool(named) and not any(f"{module}.".startswith(f"{name}.") for name in named))
+        ),
+        targets=tuple(others),
+        default=partial(scheme, {}),
+    )
 
 
 def _int4_encoding(
@@ -267,6 +304,7 @@ def _int4_encoding(
 
 
 QUANT_METHODS: Mapping[str, Callable[[Context], QuantizationConfig]] = {
+    "auto-round": _auto_round,
     "awq": _awq,
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,

@@ -44,6 +44,7 @@ DIALECTS: dict[str, Dialect] = {
         Mxfp8Dialect("minimax_mxfp8", "weight_scale_inv"),
         Fp4("modelopt_nvfp4", global_scale="weight_scale_2", input="input_scale"),
         Gptq("gptq"),
+        Gptq("gptq_v2", subtracted=0),
         Awq("awq"),
     )
 }

@@ -187,7 +187,12 @@ class Gptq(_KFirst):
     """GPTQ: ``qweight`` I32 [K/8, N], eight rows of a column in a word; ``qzeros`` hold the zero point minus one.
 
     ``g_idx`` has each row's group; any order but the natural one (``desc_act``) is refused.
+
+    Attributes:
+        subtracted: what is taken from zero points before they are stored: 1, or 0 in GPTQ v2.
     """
+
+    subtracted: int = 1
 
     @property
     def optional(self) -> tuple[str, ...]:
@@ -223,21 +228,21 @@ class Gptq(_KFirst):
 
     def _read_zeros(self, words: Tensor) -> Tensor:
         stored = unpack_words(words)
-        if bool((stored == 15).any()):
+        if self.subtracted and bool((stored == 15).any()):
             raise FormatError(
                 "qzeros",
                 expected="zero points minus one, 0 to 14",
                 got="15",
                 hint="this is another version of GPTQ (gptq_v2), or its packer overflowed on a zero point of 0",
             )
-        return stored + 1
+        return stored + self.subtracted
 
     def _write_zeros(self, zeros: Tensor) -> Tensor:
-        if bool((zeros == 0).any()):
+        if self.subtracted and bool((zeros == 0).any()):
             raise FormatError(
                 "qzeros", expected="zero points from 1", got="0", hint="GPTQ stores the zero point minus one"
             )
-        return pack_words(zeros - 1)
+        return pack_words(zeros - self.subtracted)
 
 
 @dataclass(frozen=True, slots=True)
