@@ -117,7 +117,7 @@ def test_experts_are_those_of_quantizing_while_loading(qwen3: Path, tmp_path: Pa
 
 def test_ways_are_known() -> None:
     assert WAYS[1] == ("nvfp4", "compressed-tensors")
-    assert len(WAYS) == 6
+    assert len(WAYS) == 8
 
 
 def test_gpt_oss_in_its_own_dialect(gpt_oss: Path, tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_sizes_that_the_format_does_not_allow(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("format", "dialect", "message"),
     [
-        ("mxfp8", None, "format: expected mxfp4 or nvfp4 or .*, got 'mxfp8'"),
+        ("mxfp6", None, "format: expected mxfp4 or nvfp4 or .*, got 'mxfp6'"),
         ("int4_g32", "modelopt", "dialect: expected compressed-tensors for int4_g32 of qwen3_moe, got 'modelopt'"),
         ("mxfp4", "gpt-oss", "dialect: expected compressed-tensors for mxfp4 of qwen3_moe, got 'gpt-oss'"),
     ],
@@ -302,7 +302,7 @@ def test_formats_and_dialects(qwen3: Path, tmp_path: Path, format: str, dialect:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("format", ["nvfp4", "int4_g32", "fp8_block128"])
+@pytest.mark.parametrize("format", ["nvfp4", "int4_g32", "fp8_block128", "mxfp8"])
 def test_gpt_oss_in_other_formats(gpt_oss: Path, tmp_path: Path, format: str) -> None:
     """A module for each projection of each expert, with its bias."""
     quantize_checkpoint(gpt_oss, format, tmp_path / "out")

@@ -30,6 +30,8 @@ READERS = {
     ("int4_g32", "compressed-tensors"): ["vLLM", "SGLang", "Transformers"],
     ("int4_g128", "compressed-tensors"): ["vLLM", "SGLang", "Transformers"],
     ("fp8_block128", "deepseek"): ["vLLM", "SGLang", "Transformers"],
+    ("mxfp8", "compressed-tensors"): ["vLLM"],
+    ("mxfp8", "modelopt"): ["vLLM"],
 }
 
 
@@ -74,7 +76,7 @@ def test_names_are_known() -> None:
     assert module._TRANSFORMERS.keys() <= DIALECTS.keys()
     for engine in ENGINES.values():
         assert engine.unread <= engine.methods.keys()
-        assert engine.only_on.keys() <= engine.methods.keys()
+        assert engine.limits.keys() <= engine.methods.keys()
 
 
 def test_the_document_has_the_same_table() -> None:

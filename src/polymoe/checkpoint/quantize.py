@@ -41,6 +41,7 @@ DIALECTS_OF: Mapping[str, tuple[str, ...]] = {
     "int4_g32": ("compressed-tensors",),
     "int4_g128": ("compressed-tensors",),
     "fp8_block128": ("deepseek",),
+    "mxfp8": ("compressed-tensors", "modelopt"),
 }
 """Dialects in which each format is written; the first is the usual one, and gpt-oss models in MXFP4 have their own."""
 
@@ -56,6 +57,7 @@ _COMPRESSED: Mapping[str, tuple[str, dict[str, Any]]] = {
     "nvfp4": ("nvfp4-pack-quantized", {"strategy": "tensor_group", "group_size": 16}),
     "int4_g32": ("pack-quantized", {"type": "int", "strategy": "group", "group_size": 32}),
     "int4_g128": ("pack-quantized", {"type": "int", "strategy": "group", "group_size": 128}),
+    "mxfp8": ("mxfp8-quantized", {"num_bits": 8, "strategy": "group", "group_size": 32}),
 }
 
 
@@ -158,15 +160,16 @@ def _description(format: str, dialect: str, ignore: list[str]) -> dict[str, Any]
         return {"quant_method": "mxfp4", "modules_to_not_convert": ignore}
     if dialect == "modelopt":
         producer = {"name": "modelopt", "version": "0.43.0"}
-        return {"producer": producer, "quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16,
-                "ignore": ignore}  # fmt: skip
+        algorithm = {"quant_algo": "NVFP4", "group_size": 16} if format == "nvfp4" else {"quant_algo": "MXFP8"}
+        return {"producer": producer, "quant_method": "modelopt", **algorithm, "ignore": ignore}
     if dialect == "deepseek":
         return {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
                 "modules_to_not_convert": ignore}  # fmt: skip
     name, weights = _COMPRESSED[format]
+    inputs = {**_WEIGHTS, **weights, "dynamic": True, "observer": None} if format == "mxfp8" else None
     group = {
         "format": name,
-        "input_activations": None,
+        "input_activations": inputs,
         "output_activations": None,
         "targets": ["Linear"],
         "weights": {**_WEIGHTS, **weights},

@@ -23,7 +23,7 @@ __all__ = ["command"]
 class _Written:
     """What is written."""
 
-    format: Literal["mxfp4", "nvfp4", "int4_g32", "int4_g128", "fp8_block128"] = option(
+    format: Literal["mxfp4", "nvfp4", "int4_g32", "int4_g128", "fp8_block128", "mxfp8"] = option(
         ..., "Format of the experts.", "--format", show_default=False
     )
     out: Path = option(..., "The directory to create.", "--out", show_default=False)

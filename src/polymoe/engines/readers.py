@@ -41,7 +41,7 @@ def readers(layers: Iterable[StoredLayer], *, stacked: bool) -> tuple[str, ...]:
     found = []
     for engine in ENGINES.values():
         if dialects <= engine.methods.keys() - engine.unread:
-            where = next((f", {engine.only_on[name]}" for name in dialects if name in engine.only_on), "")
+            where = next((f", {engine.limits[name]}" for name in dialects if name in engine.limits), "")
             found.append(f"{engine.name} {engine.tested} reads this format{where}, for models that it has")
     if dialects <= _TRANSFORMERS.keys():
         does = " and ".join(sorted({_TRANSFORMERS[name] for name in dialects}))

@@ -44,7 +44,7 @@ class Engine:
         refines: whether it repeats the scales of FP8 blocks that ranks split; otherwise it refuses such ranks.
         tested: the version that ran, or whose source was read.
         unread: dialects with a method whose tensors this version does not load.
-        only_on: by dialect, the GPUs to which the engine limits it.
+        limits: by dialect, where the engine reads it, or how far that is known.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Engine:
     refines: bool
     tested: str
     unread: frozenset[str] = frozenset()
-    only_on: Mapping[str, str] = field(default_factory=dict)
+    limits: Mapping[str, str] = field(default_factory=dict)
 
 
 ENGINES: Mapping[str, Engine] = MappingProxyType(
@@ -85,6 +85,7 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
             multiples={name: row.multiple for name, row in VLLM.items()},
             refines=True,
             tested="0.32.0",
+            limits=dict.fromkeys(("ct_mxfp8", "modelopt_mxfp8", "minimax_mxfp8"), "by its source and never run"),
         ),
         "sglang": Engine(
             name="SGLang",
@@ -109,7 +110,7 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
             refines=False,
             tested="0.5.17",
             unread=frozenset({"ct_mxfp4"}),
-            only_on={"ct_nvfp4": "on Blackwell only", "modelopt_nvfp4": "on GPUs only"},
+            limits={"ct_nvfp4": "on Blackwell only", "modelopt_nvfp4": "on GPUs only"},
         ),
     }
 )
