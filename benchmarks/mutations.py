@@ -56,6 +56,7 @@ _LAUNCH = " ".join((
     *(f"kernels/test_cuda.py::test_{name}" for name in
       ("work_tiles_of_any_routing_have_room", "ctas_of_a_permutation_have_rows_enough")),
     "backends/test_cuda_runner.py",
+    "kernels/test_cuda_launch.py",
     *(f"kernels/test_cuda_emulated.py::test_{name}" for name in ("permutation", "few_rows_sorted_by_gemms", "sizes")),
 ))  # fmt: skip
 _LAYOUTS = "layouts/test_cuda.py"
@@ -69,10 +70,10 @@ _MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         ("sorts and rows <= FEW_ROWS", "sorts and rows <= 2 * FEW_ROWS"),
         ("return min(_MOST_CTAS,", "return max(_MOST_CTAS,"),
         ('offsets["lists"] + i * LIST_BYTES', 'offsets["lists"]'),
-        ('"gate_up_top_k": self.top_k if', '"gate_up_top_k": 1 if'),
     )),
     ("kernels/cuda/launch/steps.py", _LAUNCH, (
-        ('long_ids="long_ids", even="even_tiles"', 'long_ids="nothing", even="even_tiles"'),
+        ('long_ids="long_ids", even="even_tiles"', 'long_ids="true", even="even_tiles"'),
+        ('({"top_k": "top_k"} if x.by_token', '({"top_k": "true"} if x.by_token'),
     )),
     ("kernels/cuda/build.py", "kernels/test_cuda.py::test_compiled_from_these_sources", (
         ("conditions[-1] = not conditions[-1]", "pass"),

@@ -72,6 +72,26 @@ def test_a_call_follows_the_number_of_tokens(made: Made, config: CudaConfig) -> 
             assert gate_up["num_tiles"] == made[0]["lists"]
 
 
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        (16, ["permutation_one_warp"]),
+        (17, ["permutation_one_cta"]),
+        (1024, ["permutation_one_cta"]),
+        (1025, ["permutation_count", "permutation_many_ctas"]),
+    ],
+)
+def test_which_kernels_sort_and_what_they_know_of_ids(made: Made, tokens: int, expected: list[str]) -> None:
+    runner = bound()
+    x, (ids, weights) = random_call(tokens, 128, 5, 2, torch.bfloat16)
+    for dtype in (torch.int32, torch.int64):
+        made.clear()
+        runner.run(CallArguments(x, ids.to(dtype), weights, torch.empty_like(x)), MANY)
+        assert [m["kernel"] for m in made][: len(expected)] == expected
+        assert not made[len(expected)]["kernel"].startswith("permutation")
+        assert {m["long_ids"] for m in made if "long_ids" in m} == {int(dtype is torch.int64)}
+
+
 @pytest.mark.parametrize("config", [FEW, MANY], ids=str)
 def test_arrays_of_a_call_lie_in_the_workspace_that_is_given(made: Made, config: CudaConfig) -> None:
     runner = bound()

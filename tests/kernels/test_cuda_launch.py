@@ -15,7 +15,7 @@ from polymoe.kernels.cuda.build import sources
 from polymoe.kernels.cuda.launch import args
 from polymoe.kernels.cuda.launch.call import Call
 from polymoe.kernels.cuda.launch.layer import ActivationArgs, Layer, Matrix
-from polymoe.kernels.cuda.launch.shape import CallShape, Tiles, steps_of
+from polymoe.kernels.cuda.launch.shape import CallShape, Tiles, permutation_words, steps_of
 from polymoe.kernels.cuda.launch.steps import BY_TOKEN
 from polymoe.kernels.cuda.spec import KERNEL_FAMILIES, KernelFamily
 from polymoe.kernels.cuda.targets import SM90, TARGETS
@@ -115,3 +115,19 @@ def test_launches_have_what_kernels_take(
                 constants = set(dict(args.GemmArgs._fields_)) if isinstance(found, args.GemmArgs) else set()
                 assert set(step.fields) <= fields
                 assert fields - set(step.fields) - constants <= NOT_SET
+
+
+@pytest.mark.parametrize("family", KERNEL_FAMILIES.values(), ids=lambda f: f.name)
+@pytest.mark.parametrize("tokens", [1, 33, 3000])
+def test_arrays_of_the_workspace_do_not_overlap(family: KernelFamily, tokens: int) -> None:
+    block_m = next(iter(family.tiles))
+    shape = CallShape(layer(family, False, True), family, Tiles(block_m), tokens, 2)
+    offsets, size = shape.workspace()
+    words = permutation_words(2 * tokens, 4, block_m, family.y == "bf16_rows")
+    ends = [offsets[name] + 4 * count for name, count in words.items()]
+    regions = [offsets[name] for name in ("x_rows", "h", "rounded_h", "y")]
+    assert [offsets[name] for name in words] == [0, *ends[:-1]]
+    assert ends[-1] <= regions[0] < ends[-1] + 256
+    assert [*regions, size] == sorted([*regions, size])
+    assert regions[1] - regions[0] >= (0 if shape.planned_input.step is None else tokens * 512)
+    assert size - regions[3] >= 2 * tokens * 512 * (2 if family.y == "bf16_rows" else 4)
