@@ -33,12 +33,12 @@ take them.
 - **BF16**: `polymoe.load` runs the experts in place, by `experts_implementation="polymoe"`.
 - **packed**: quantized experts stay packed, each projection of each expert under a name of its own: that of the
   release, or that of llm-compressor (`experts.7.gate_proj.weight_packed`).
-- **quantized**: `load(experts="mxfp4")` and [`polymoe quantize`](quantizing.md), with and without `--calibrate`, take every
-  architecture that the tables call packed.
+- **quantized**: `load(experts="mxfp4")` and [`polymoe quantize`](quantizing.md), with and without `--calibrate`, take
+  every architecture that the tables call packed.
 
 What runs is tested on a CPU, with a tiny model of two layers: logits differ from those of Transformers' own experts in
-float32 by less than 1e-4 of the largest logit, in BF16, packed in MXFP4 of compressed-tensors, and quantized to MXFP4, while
-loading and to a file, which give the same bits. The test for
+float32 by less than 1e-4 of the largest logit, in BF16, packed in MXFP4 of compressed-tensors, and quantized to MXFP4,
+while loading and to a file, which give the same bits. The test for
 `inkling_mm_model` needs scipy. No test on a GPU covers all of them. Stacked experts that are quantized as a stack are
 read for gpt-oss (its own MXFP4) and Llama-4 only.
 

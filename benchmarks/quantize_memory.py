@@ -67,7 +67,7 @@ def main() -> None:
         while not stop.wait(0.02):
             most[0] = max(most[0], own_bytes())
 
-    thread = threading.Thread(target=watch)
+    thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     wall, processor = time.perf_counter(), time.process_time()
     result = args.directory / f"{args.format}-{args.layers}-layers"
