@@ -67,23 +67,22 @@ def missing_calls(experts: int, slots: int, top_k: int, misses: int) -> list[lis
 
 
 class Link:
-    """The rate of the copy engine from host memory to the GPU, measured with a layer's own records.
+    """The rate of the copy engine from host memory to the GPU, for floors: no call may have a higher one.
 
     Attributes:
-        bytes_per_s: of copies of whole experts in a CUDA graph, one after the other.
+        bytes_per_s: of one copy of a layer's largest tensor. A prompt copies experts in runs, and gets more of the link
+            than copies of single experts do.
     """
 
     def __init__(self, experts: OffloadedExperts, device: torch.device) -> None:
-        host, count = experts.packed.tensors, min(16, experts.slots)
-        rows = {name: torch.empty_like(t[:count], device=device) for name, t in host.items()}
-        total = len(next(iter(host.values())))
+        largest = max(experts.packed.tensors.values(), key=lambda t: t.nbytes)
+        to = torch.empty_like(largest, device=device)
 
-        def copy(slot: int) -> None:
-            for name, row in rows.items():
-                row[slot].copy_(host[name][slot * 7 % total], non_blocking=True)
+        def copied() -> None:
+            to.copy_(largest, non_blocking=True)
 
-        timed = TimedCalls([partial(copy, slot) for slot in range(count)], device, graph=True)
-        self.bytes_per_s = experts.expert_bytes / timed.time(5).median_us * 1e6
+        timed = TimedCalls([copied], device, graph=True)
+        self.bytes_per_s = largest.nbytes / timed.time(5).p25_us * 1e6
 
 
 def slot_rows(
@@ -128,11 +127,15 @@ def slot_rows(
         progress(f"{m} misses")
         yield of.row([offloaded], resident, calls(cycles[m]), "cycle", m)
     stack = [offloaded]
+    # One call that fills the slots of a layer of the stack, as those of the first one are by then.
+    filled = torch.arange(slots // top_k * top_k, device=device).view(-1, top_k) + first
+    filling = x_TH.repeat(len(filled), 1), Routing(filled, weights_TA.repeat(len(filled), 1))
     for t in tokens:
         if t > 1:
             while t > _MOST_CAPTURED and len(stack) < _STACK:
                 progress(f"page-locking layer {len(stack) + 1}")
                 stack.append(OffloadedExperts(copy.deepcopy(resident), slots))
+                _call(stack[-1], *filling)
             progress(f"{t} tokens")
             drawn = draw_calls(problem, distribution, device, t)
             yield replace(of.row([resident], resident, drawn, distribution.name, 0), note=rate)
@@ -214,7 +217,7 @@ class _Timed:
         return BenchRow(name, tokens, record, note=f"{copied:g} misses" if copied else timing.by)
 
 
-def _call(layer: FusedExperts, x_TH: Tensor, routing: Routing, out_TH: Tensor) -> None:
+def _call(layer: FusedExperts, x_TH: Tensor, routing: Routing, out_TH: Tensor | None = None) -> None:
     layer(x_TH, *routing, out=out_TH)
 
 
