@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -102,6 +103,21 @@ def test_packed_beside_dequantized(cli: Cli, tmp_path: Path) -> None:
         assert (r["floor_us"] is None) == (r["phase"] == "prefill")
     assert records[0]["experts_read"] == 2
     assert 2 < records[1]["experts_read"] <= 6
+
+
+def test_experts_in_host_memory(cli: Cli) -> None:
+    """Each token has two experts in each layer, which are in slots or copied."""
+    asked = ("bench", "decode", SUMS, *SMALL, "--measure", "packed", "--batch-size", 1, "--expert-memory", "4slots")
+    code, stdout, stderr = cli(*asked, "--json")
+    assert code == 0, stderr
+    decode, prefill = json.loads(stdout)["records"]
+    assert decode["expert_memory"] == "4slots"
+    assert decode["hits"] + decode["misses"] == pytest.approx(2, abs=2e-3)
+    assert decode["copied_bytes"] > 1000 * decode["misses"] > 0
+    assert prefill["misses"] is None
+    code, stdout, stderr = cli(*asked)
+    assert code == 0, stderr
+    assert re.search(r"decode at batch 1, each step in each layer: [\d.]+ hits, [\d.]+ misses, ", stdout)
 
 
 def test_a_record_names_the_backends_of_its_token_count() -> None:

@@ -21,8 +21,10 @@ pytest.importorskip("openai")
 pytest.importorskip("prometheus_client")
 
 import httpx
+import torch
 
 from polymoe.engines.transformers import load
+from polymoe.layer.offload import cache_stats_of
 from polymoe.serve import logs
 from polymoe.serve.app import ModelServer
 from polymoe.serve.in_flight import InFlight
@@ -96,6 +98,21 @@ def test_lines_have_a_level(level: str, seen: list[str], capfd: pytest.CaptureFi
         assert written()
     found = [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in capfd.readouterr().err.splitlines()]
     assert found == seen
+
+
+def test_metrics_of_experts_in_host_memory(server: Running) -> None:
+    assert b"polymoe_expert" not in ServerMetrics(name="sums", model=server.model).text()
+    model, _ = load(CHECKPOINT, device="cpu", expert_memory="4slots")
+    metrics = ServerMetrics(name="sums", model=model)
+    model(torch.tensor([[1]]))
+    found = metrics.text().decode()
+    stats = cache_stats_of(model)
+    assert list(stats) == [f"model.layers.{number}.mlp.experts" for number in range(4)]
+    for layer, counted in stats.items():
+        assert counted["misses"] > 0
+        for key, number in counted.items():
+            shown = re.findall(rf'^polymoe_expert_{key}_total{{layer="{layer}"}} (\S+)$', found, re.M)
+            assert list(map(float, shown)) == ([] if key == "sweeps" else [number])
 
 
 def test_throughput_is_logged_while_there_are_requests(server: Running, caplog: pytest.LogCaptureFixture) -> None:

@@ -23,6 +23,7 @@ from polymoe.bench.records import Stamp
 from polymoe.bench.timing import Timing
 from polymoe.errors import ArgumentError, PolymoeError, VerificationError
 from polymoe.layer.experts import FusedExperts
+from polymoe.layer.offload import cache_stats_of
 from polymoe.machine import Device
 from polymoe.problem.numerics import relative_error
 
@@ -53,6 +54,7 @@ class Contender:
         foreign: whether kernels from elsewhere run it, which may be missing and raise anything. Then a failure is a
             result, and a step that does not compile as one graph is tried in parts, then as it is.
         within: makes the context in which it is loaded and measured.
+        expert_memory: GPU memory for experts, which lie in host memory then; as in records.
     """
 
     experts: str
@@ -60,6 +62,7 @@ class Contender:
     load: Callable[[], Any]
     foreign: bool = False
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
+    expert_memory: str | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,6 +90,7 @@ class ModelBench:
     stamp: Stamp
     _logits: dict[int, Tensor] = field(default_factory=dict, init=False)
     _floors: dict[int, tuple[float, float]] = field(default_factory=dict, init=False)  # and experts read, by batch
+    _expert_memory: str | None = field(default=None, init=False)  # of the model that is measured
 
     def rows(
         self, contenders: Sequence[Contender], batches: Sequence[int], say: Callable[[str], None]
@@ -112,7 +116,7 @@ class ModelBench:
     ) -> Iterator[ModelRecord | Failed]:
         from polymoe.engines.transformers.transformers_packed import fixed_kernels
 
-        experts = contender.experts
+        experts, self._expert_memory = contender.experts, contender.expert_memory
         say(f"loading {experts}")
         before = _free()
         try:
@@ -191,12 +195,28 @@ class ModelBench:
             difference = _compare(f"{what}: logits", got, self._logits[batch])
         elif experts == "packed":
             self._logits[batch] = got
-        timing = self._time(lambda: decoder.prefill(prompts_BT), lambda: _run_steps(decoder, given_NB1), model.device)
+        timed = (lambda: decoder.prefill(prompts_BT)), (lambda: _run_steps(decoder, given_NB1[: self.steps]))
+        timing = self._time(*timed, model.device)
         return self._record(
             model, experts, implementation, weight_bytes, phase="decode", batch=batch, tokens=self.prompt_len,
             timing=timing, count=self.steps, new=batch, floor_us=floor_us, experts_read=experts_read,
             difference=difference, attention=model.config._attn_implementation, graphs=way != "plain",
+            **self._copied(model, *timed),
         )  # fmt: skip
+
+    def _copied(self, model: Any, before: Callable[[], Any], steps: Callable[[], Any]) -> dict[str, float]:
+        """Counts of experts in host memory in a run of the steps, for each step and layer; none without slots."""
+        if not cache_stats_of(model):
+            return {}
+        before()
+        start = cache_stats_of(model)
+        steps()
+        end = cache_stats_of(model)
+        calls = len(end) * self.steps
+        return {
+            key: round(sum(end[layer][key] - start[layer][key] for layer in end) / calls, 3)
+            for key in ("hits", "misses", "copied_bytes")
+        }
 
     def prefill(self, model: Any, experts: str, implementation: str, weight_bytes: int) -> ModelRecord:
         """Time one prompt without compilation, as ``generate`` runs it.
@@ -273,6 +293,7 @@ class ModelBench:
             share=None if floor_us is None else round(floor_us / median_us, 4),
             experts_read=None if experts_read is None else round(experts_read, 3),
             weight_bytes=weight_bytes,
+            expert_memory=self._expert_memory,
             difference=None if difference is None else float(f"{difference:.3g}"),
             device=self.stamp.device,
             torch=self.stamp.torch,

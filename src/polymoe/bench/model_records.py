@@ -25,6 +25,8 @@ class ModelRecord:
             Transformers calls in its own way, floor and count are those of the packed model, or None without it.
         weight_bytes: memory of the loaded model.
         difference: of logits, relative to those of the packed model; None for the packed model.
+        expert_memory: as the user gave it; None with all experts on the GPU.
+        hits, misses, copied_bytes: of experts in host memory, for a step and a layer; else None.
         device, torch, transformers, triton, commit, date, command, bandwidth_tb_s: as in a bench record.
     """
 
@@ -53,6 +55,10 @@ class ModelRecord:
     date: str
     command: str
     bandwidth_tb_s: float | None = None
+    expert_memory: str | None = None
+    hits: float | None = None
+    misses: float | None = None
+    copied_bytes: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -80,6 +80,9 @@ class _Computing(Computing):
         None, f"Quantize experts in 16 bits while loading: {', '.join(_FORMATS)}. Default: they stay as stored.",
         "--experts", parse=_format,
     )  # fmt: skip
+    expert_memory: str | None = option(
+        None, "GPU memory for polymoe's experts: auto, 16GiB, or 32slots in each layer. Default: all lie on the GPU."
+    )
     implementations: tuple[str, ...] = option(
         "grouped_mm,batched_mm", "Implementations of Transformers' own experts; the fastest counts.",
         "--implementations", parse=listed,
@@ -157,10 +160,11 @@ def _loads(checkpoint: str, computing: _Computing, where: torch.device) -> dict[
     if computing.attention is not None:
         also["attn_implementation"] = computing.attention
     also["experts"] = computing.experts
-    planned = {"backend": computing.backend, "role": computing.role}
+    memory = computing.expert_memory
+    planned = {"backend": computing.backend, "role": computing.role, "expert_memory": memory}
     kinds = tuple(computing.implementations)
     return {
-        "packed": Contender("packed", (), lambda: load(checkpoint, **planned, **also)[0]),
+        "packed": Contender("packed", (), lambda: load(checkpoint, **planned, **also)[0], expert_memory=memory),
         "dequantized": Contender("dequantized", kinds, lambda: load_dequantized(checkpoint, **also)),
         "transformers-packed": Contender(
             "transformers-packed", kinds, lambda: load_transformers_packed(checkpoint, **also), foreign=True,
@@ -190,6 +194,10 @@ def _print(rows: list[ModelRecord | Failed], title: str, *, json: bool) -> None:
         print_table(_table(measured, failed, title))
         for what, ratio in [pair for pairs in ratios.values() for pair in pairs]:
             console().print(f"{what}: {ratio:.2f} x", highlight=False)
+    for r in measured if not json else []:
+        if r.misses is not None and r.hits is not None and r.copied_bytes is not None:
+            counted = f"{r.hits:.2f} hits, {r.misses:.2f} misses, {format_bytes(round(r.copied_bytes))} copied"
+            console().print(f"{r.phase} at batch {r.batch}, each step in each layer: {counted}", highlight=False)
     for row in failed:
         say(str(row))
 

@@ -30,7 +30,7 @@ from polymoe.problem import Problem
 from polymoe.problem.call import CallArguments
 from polymoe.problem.tensors import ExpertsSpec, ExpertWeights
 
-__all__ = ["CacheStats", "OffloadedExperts", "require_slots", "slots_in", "slots_of"]
+__all__ = ["CacheStats", "OffloadedExperts", "cache_stats_of", "require_slots", "slots_in", "slots_of"]
 
 _BACKENDS = ("cuda", "triton", "torch", "reference")
 """Those whose packed tensors are rows of experts that are read where they are, so that any row can hold any expert."""
@@ -274,6 +274,12 @@ class OffloadedExperts(FusedExperts):
     def extra_repr(self) -> str:
         """The problem, and where the experts lie."""
         return f"{self.problem}, {self._plans.layout}, {self.summary()}"
+
+
+def cache_stats_of(model: torch.nn.Module) -> dict[str, dict[str, int]]:
+    """Return :meth:`OffloadedExperts.cache_stats` of each layer of a model, by the name of its module."""
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, OffloadedExperts)]
+    return {name.removesuffix(".fused"): layer.cache_stats() for name, layer in layers}
 
 
 _KEYS = count()

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter as Count
+from collections.abc import Iterator
 from typing import Any
 
 from polymoe.common.install_command import install_hint
 from polymoe.errors import MissingDependency
 from polymoe.layer.experts import FusedExperts
+from polymoe.layer.offload import cache_stats_of
 from polymoe.serve.in_flight import InFlight
 
 try:
@@ -24,6 +26,8 @@ try:
         ProcessCollector,
         generate_latest,
     )
+    from prometheus_client.core import CounterMetricFamily
+    from prometheus_client.registry import Collector
 except ImportError as error:
     raise MissingDependency("polymoe serve", got=str(error), hint=install_hint("serve")) from error
 
@@ -87,6 +91,8 @@ class ServerMetrics:
         )
         for labels, layers in backends(model).items():
             layers_of.labels(name, *labels).set(layers)
+        if cache_stats_of(model):
+            registry.register(_Slots(model))
 
     def text(self) -> bytes:
         """The answer of ``/metrics``."""
@@ -126,6 +132,26 @@ class ServerMetrics:
             if status == 200:
                 self.answered_requests += 1
                 self._whole.observe(time.monotonic() - request.arrived_s)
+
+
+class _Slots(Collector):
+    """Counters of experts in host memory, which each layer keeps where its slots are."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Read them; waits for the GPU."""
+        found = cache_stats_of(self._model)
+        for key, name, what in (
+            ("hits", "polymoe_expert_hits", "Experts that a call needed and that were in a slot on the GPU."),
+            ("misses", "polymoe_expert_misses", "Experts that a call needed and that were in no slot."),
+            ("copied_bytes", "polymoe_expert_copied_bytes", "Bytes of experts copied from host memory."),
+        ):
+            family = CounterMetricFamily(name, what, labels=("layer",))
+            for layer, stats in found.items():
+                family.add_metric((layer,), stats[key])
+            yield family
 
 
 def _histogram(name: str, what: str, buckets: tuple[float, ...], registry: CollectorRegistry) -> Histogram:

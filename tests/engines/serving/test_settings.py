@@ -28,6 +28,12 @@ def test_a_mode_that_says_nothing_is_refused() -> None:
         EngineSettings.read({"POLYMOE": "requires"})
 
 
+def test_experts_in_host_memory_are_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"POLYMOE_EXPERT_MEMORY: expected nothing: .* all experts lie on the GPU"):
+        EngineSettings.read({"POLYMOE_EXPERT_MEMORY": "16GiB"})
+    assert EngineSettings.read({"POLYMOE": "0", "POLYMOE_EXPERT_MEMORY": "16GiB"}).mode == "off"
+
+
 def test_every_variable_is_in_the_table() -> None:
     changed = {
         "POLYMOE_LAYERS": "3",

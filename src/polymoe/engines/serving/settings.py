@@ -49,12 +49,15 @@ class EngineSettings:
         """Read the variables.
 
         Raises:
-            ArgumentError: for a value of ``POLYMOE`` or ``POLYMOE_LAYERS`` that says nothing. Names of backends,
-                activations and roles are checked where they are used.
+            ArgumentError: for a value of ``POLYMOE`` or ``POLYMOE_LAYERS`` that says nothing, and for
+                ``POLYMOE_EXPERT_MEMORY``. Names of backends, activations and roles are checked where they are used.
         """
         mode = environ.get("POLYMOE", "").lower()
         if mode not in _MODES:
             raise ArgumentError("POLYMOE", got=repr(mode), hint=nearest(mode, [m for m in _MODES if m]))
+        if _MODES[mode] != "off" and (memory := environ.get("POLYMOE_EXPERT_MEMORY")):
+            expected, hint = "nothing: in a serving engine all experts lie on the GPU", "polymoe serve --expert-memory"
+            raise ArgumentError("POLYMOE_EXPERT_MEMORY", expected=expected, got=repr(memory), hint=hint)
         return cls(
             mode=_MODES[mode],
             layers=environ.get("POLYMOE_LAYERS") or None,
