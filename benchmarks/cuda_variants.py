@@ -65,7 +65,7 @@ _NO_MMA = """            for (int m = 0; m < N_BLOCKS; ++m) {
 PIPELINE: Changes = (
     (
         "gemm/w4a16_wgmma.cuh",
-        "                mainloop.template run<WIDTHS...>(tile.rows);\n",
+        "            mainloop.template run<WIDTHS...>(tile.rows);\n",
         _NO_MMA,
     ),
 )

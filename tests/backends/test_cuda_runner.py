@@ -67,9 +67,9 @@ def test_a_call_follows_the_number_of_tokens(made: Made, config: CudaConfig) -> 
         gate_up, down = (m for m in made if "k" in m)
         assert gate_up["out"] == down["x"]
         assert down["out"] == made[-1]["y"]
-        assert down["num_tiles"] - gate_up["num_tiles"] == LIST_BYTES
+        assert down["tiles"] - gate_up["tiles"] == LIST_BYTES
         if permutations:
-            assert gate_up["num_tiles"] == made[0]["lists"]
+            assert gate_up["tiles"] == made[0]["lists"]
 
 
 @pytest.mark.parametrize(
@@ -105,13 +105,13 @@ def test_arrays_of_a_call_lie_in_the_workspace_that_is_given(made: Made, config:
         gate_up, down = (m for m in made if "k" in m)
         inside = [
             gate_up["out"],
-            gate_up["num_tiles"],
+            gate_up["tiles"],
             gate_up["work_tiles"],
             down["out"],
             made[0]["permuted_to_expanded"],
         ]
         assert all(begin <= at < end for at in inside)
-        assert len({gate_up["out"], down["out"], gate_up["work_tiles"], gate_up["num_tiles"], down["num_tiles"]}) == 5
+        assert len({gate_up["out"], down["out"], gate_up["work_tiles"], gate_up["tiles"], down["tiles"]}) == 5
     with pytest.raises(ArgumentError, match="workspace: expected an address that is a multiple of 16"):
         call(runner, config, 7, workspace=torch.empty(bytes + 1, dtype=torch.uint8)[1:])
 

@@ -50,6 +50,7 @@ def signatures() -> dict[str, str]:
         found |= dict(re.findall(r'extern "C" __global__[^;{]*?(\w+)\(const __grid_constant__ polymoe::(\w+)', text))
     for text in sources().values():
         found |= {name: macros[macro] for macro, name in re.findall(r"^(POLYMOE_\w+_KERNEL)\((\w+),", text, re.M)}
+        found |= dict(re.findall(r"^POLYMOE_KERNEL\((\w+), (\w+),", text, re.M))
     return found
 
 

@@ -1,4 +1,5 @@
 // After the last GEMM: each token's weighted sum of its experts' rows of y.
+#include "entry.cuh"
 #include "permuted_row.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/griddepcontrol.cuh"
@@ -172,17 +173,8 @@ __device__ __forceinline__ void finalize_many(const FinalizeArgs& args) {
 
 }  // namespace polymoe
 
-extern "C" __global__ void __launch_bounds__(128, 5) finalize_f32(const __grid_constant__ polymoe::FinalizeArgs args) {
-    polymoe::finalize<false>(args);
-}
-
+POLYMOE_KERNEL(finalize_f32, FinalizeArgs, (128, 5), finalize<false>)
 // Few registers, so that many CTAs run at a time; the other has what the loads of eight experts at once take.
-extern "C" __global__ void __launch_bounds__(128, 8) finalize_bf16(const __grid_constant__ polymoe::FinalizeArgs args) {
-    polymoe::finalize<true>(args);
-}
-
+POLYMOE_KERNEL(finalize_bf16, FinalizeArgs, (128, 8), finalize<true>)
 // With one CTA more to an SM registers spill.
-extern "C" __global__ void __launch_bounds__(128, 7)
-    finalize_many_bf16(const __grid_constant__ polymoe::FinalizeArgs args) {
-    polymoe::finalize_many(args);
-}
+POLYMOE_KERNEL(finalize_many_bf16, FinalizeArgs, (128, 7), finalize_many)

@@ -1,5 +1,6 @@
 // Ahead of the first GEMM: which expanded rows go to which expert, and x in permuted tiles.
-#include "gemm/tile_list.cuh"
+#include "entry.cuh"
+#include "gemm/args.cuh"
 #include "permuted_row.cuh"
 #include "ptx/griddepcontrol.cuh"
 
@@ -285,26 +286,8 @@ __device__ __forceinline__ void permute_x(const PermuteArgs& args) {
 
 }  // namespace polymoe
 
-extern "C" __global__ void __launch_bounds__(1024, 1)
-    permutation_one_cta(const __grid_constant__ polymoe::PermutationArgs args) {
-    polymoe::permutation_one_cta(args);
-}
-
-extern "C" __global__ void __launch_bounds__(1024, 1)
-    permutation_count(const __grid_constant__ polymoe::PermutationArgs args) {
-    polymoe::permutation_count(args);
-}
-
-extern "C" __global__ void __launch_bounds__(1024, 1)
-    permutation_many_ctas(const __grid_constant__ polymoe::PermutationArgs args) {
-    polymoe::permutation_many_ctas(args);
-}
-
-extern "C" __global__ void __launch_bounds__(32, 1)
-    permutation_one_warp(const __grid_constant__ polymoe::PermutationArgs args) {
-    polymoe::permutation_one_warp(args);
-}
-
-extern "C" __global__ void __launch_bounds__(256) permute_x(const __grid_constant__ polymoe::PermuteArgs args) {
-    polymoe::permute_x(args);
-}
+POLYMOE_KERNEL(permutation_one_cta, PermutationArgs, (1024, 1), polymoe::permutation_one_cta)
+POLYMOE_KERNEL(permutation_count, PermutationArgs, (1024, 1), polymoe::permutation_count)
+POLYMOE_KERNEL(permutation_many_ctas, PermutationArgs, (1024, 1), polymoe::permutation_many_ctas)
+POLYMOE_KERNEL(permutation_one_warp, PermutationArgs, (32, 1), polymoe::permutation_one_warp)
+POLYMOE_KERNEL(permute_x, PermuteArgs, (256), polymoe::permute_x)

@@ -1,8 +1,9 @@
 // x to E4M3 with a float32 scale for each row and 128 columns, to permuted tiles or row by row; and x or h row by row
 // with one scale for a row.
-#include "permuted_row.cuh"
 #include "dequant/e4m3.cuh"
+#include "entry.cuh"
 #include "exact_divide.cuh"
+#include "permuted_row.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "sizes.cuh"
@@ -33,32 +34,79 @@ __device__ __forceinline__ void load_x(const void* all, int dtype, long long fir
     }
 }
 
-// 16 of a row's columns in E4M3, and the scale of the 128 that eight neighbouring lanes have: 1 if all are zeros.
-__device__ __forceinline__ uint4 quantize_e4m3(const float (&x)[16], float& scale) {
-    scale = 0.0f;
+__device__ __forceinline__ float max_magnitude(const float (&x)[16], float most = 0.0f) {
 #pragma unroll
-    for (int i = 0; i < 16; ++i) scale = fmaxf(scale, fabsf(x[i]));
+    for (int i = 0; i < 16; ++i) most = fmaxf(most, fabsf(x[i]));
+    return most;
+}
+
+// The largest value of `LANES` neighbouring lanes.
+template <int LANES>
+__device__ __forceinline__ float max_of_lanes(float value) {
 #pragma unroll
-    for (int lanes = 1; lanes < 8; lanes *= 2) scale = fmaxf(scale, __shfl_xor_sync(0xFFFFFFFFu, scale, lanes));
-    scale /= 448.0f;
-    if (scale == 0.0f) scale = 1.0f;
-    const float inverse = fminf(1.0f / scale, 3.4028235e38f);
+    for (int lanes = 1; lanes < LANES; lanes *= 2) value = fmaxf(value, __shfl_xor_sync(0xFFFFFFFFu, value, lanes));
+    return value;
+}
+
+// The scale with which so large a number becomes the largest of E4M3; 1 for zero.
+__device__ __forceinline__ float scale_of(float amax) {
+    const float scale = amax / 448.0f;
+    return scale == 0.0f ? 1.0f : scale;
+}
+
+// 16 columns in E4M3, of which x keeps nothing: no register is taken for it while codes are stored.
+__device__ __forceinline__ uint4 round_e4m3(float (&x)[16], float scale, float inverse) {
     uint32_t words[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        float y[4];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) y[j] = exact_divide(x[4 * i + j], scale, inverse);
-        words[i] = pack_e4m3x2(y[0], y[1]) | pack_e4m3x2(y[2], y[3]) << 16;
+        for (int j = 0; j < 4; ++j) x[4 * i + j] = exact_divide(x[4 * i + j], scale, inverse);
+        words[i] = pack_e4m3x2(x[4 * i], x[4 * i + 1]) | pack_e4m3x2(x[4 * i + 2], x[4 * i + 3]) << 16;
     }
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// The order of columns that gemm/w8a8.cuh needs: of each 16, for each t those from 2t on and from 8 + 2t on, two each.
-__device__ __forceinline__ uint4 pair_columns(uint4 codes) {
+// PAIRED: in the order that gemm/w8a8.cuh needs, of each 16 columns, for each t those from 2t on and from 8 + 2t on,
+// two each.
+template <bool PAIRED>
+__device__ __forceinline__ uint4 arranged(uint4 codes) {
+    if (!PAIRED) return codes;
     return make_uint4(prmt(make_uint2(codes.x, codes.z), 0x5410), prmt(make_uint2(codes.x, codes.z), 0x7632),
                       prmt(make_uint2(codes.y, codes.w), 0x5410), prmt(make_uint2(codes.y, codes.w), 0x7632));
 }
+
+__device__ __forceinline__ float inverse_of(float scale) { return fminf(1.0f / scale, 3.4028235e38f); }
+
+// Where a row's codes and scales go: to a row of its own, or to permuted tiles, as epilogue/e4m3_tiles.cuh describes
+// them.
+struct Destination {
+    uint8_t* out;  // the row, or the work tile's tiles
+    float* scales;
+    bool tiles;
+    int row, padded_rows;  // of the work tile
+
+    static __device__ __forceinline__ Destination of_row(uint8_t* rows, int columns, int number) {
+        uint8_t* out = rows + number * static_cast<long long>(w8::row_bytes(columns));
+        return {out, reinterpret_cast<float*>(out + columns), false, 0, 0};
+    }
+
+    static __device__ __forceinline__ Destination of_tiles(uint8_t* tiles, int blocks, PermutedRow place) {
+        uint8_t* out = tiles + static_cast<long long>(place.tile_row) * blocks * kE4m3RowBytes;
+        return {out, reinterpret_cast<float*>(out + blocks * place.padded_rows * 128), true, place.row,
+                place.padded_rows};
+    }
+
+    // 16 columns.
+    __device__ __forceinline__ void store(int column, uint4 codes) const {
+        const int tile = column / 128 * padded_rows + row, chunk = (column / 16 % 8) ^ (row % 8);
+        *reinterpret_cast<uint4*>(out + (tiles ? tile * 128 + chunk * 16 : column)) = codes;
+    }
+
+    // Of 128 columns.
+    __device__ __forceinline__ void store_scale(int block, float scale) const {
+        scales[tiles ? block * padded_rows + row : block] = scale;
+    }
+};
 
 struct QuantizePermutedArgs {
     const void* x;                            // [tokens, columns]
@@ -68,16 +116,16 @@ struct QuantizePermutedArgs {
     int x_dtype;                              // 0 bfloat16, 1 float16, 2 float32
 };
 
-// To permuted tiles, as epilogue_e4m3.cuh describes them, with columns paired or not; missing columns of the last tile
+// A scale for each 128 columns, which eight neighbouring lanes have, and permuted tiles; missing columns of the last
 // are zeros. Grid: tokens by columns / 4096, 256 threads of 16 columns. A token is rounded once, for all its experts.
 template <bool PAIRED>
 __device__ __forceinline__ void quantize_permuted(const QuantizePermutedArgs& args) {
     const int token = blockIdx.x, column = (blockIdx.y * blockDim.x + threadIdx.x) * 16, lane = threadIdx.x % 32;
     // x was complete before the kernel ahead of this one let it start.
-    float x[16] = {}, scale;
+    float x[16] = {};
     if (column < args.columns) load_x(args.x, args.x_dtype, static_cast<long long>(token) * args.columns + column, x);
-    uint4 codes = quantize_e4m3(x, scale);
-    if (PAIRED) codes = pair_columns(codes);
+    const float scale = scale_of(max_of_lanes<8>(max_magnitude(x)));
+    const uint4 codes = arranged<PAIRED>(round_e4m3(x, scale, inverse_of(scale)));
     grid_dependency_wait();
     launch_dependents();
     const int blocks = (args.columns + 127) / 128;
@@ -91,13 +139,11 @@ __device__ __forceinline__ void quantize_permuted(const QuantizePermutedArgs& ar
             if (__shfl_sync(0xFFFFFFFFu, place.permuted_row, slot) < 0) continue;
             const int tile_row = __shfl_sync(0xFFFFFFFFu, place.tile_row, slot);
             const int row = __shfl_sync(0xFFFFFFFFu, place.row, slot);
-            const int padded = __shfl_sync(0xFFFFFFFFu, place.padded_rows, slot);
-            if (column < blocks * 128) {
-                uint8_t* out = args.out + static_cast<long long>(tile_row) * blocks * kE4m3RowBytes;
-                const int tile = column / 128 * padded + row, chunk = (column / 16 % 8) ^ (row % 8);
-                *reinterpret_cast<uint4*>(out + tile * 128 + chunk * 16) = codes;
-                if (column % 128 == 0) reinterpret_cast<float*>(out + blocks * padded * 128)[tile] = scale;
-            }
+            const int padded_rows = __shfl_sync(0xFFFFFFFFu, place.padded_rows, slot);
+            if (column >= blocks * 128) continue;
+            const Destination to = Destination::of_tiles(args.out, blocks, PermutedRow{0, tile_row, row, padded_rows});
+            to.store(column, codes);
+            if (column % 128 == 0) to.store_scale(column / 128, scale);
         }
     }
 }
@@ -109,20 +155,21 @@ struct QuantizeRowsArgs {
     int x_dtype;  // 0 bfloat16, 1 float16, 2 float32
 };
 
-// Row by row, with columns paired or not. Grid: rows by columns / (16 * threads); a thread has 16 columns.
+// A scale for each 128 columns, row by row. Grid: rows by columns / (16 * threads); a thread has 16 columns.
 template <bool PAIRED>
 __device__ __forceinline__ void quantize_rows(const QuantizeRowsArgs& args) {
     const int column = (blockIdx.y * blockDim.x + threadIdx.x) * 16;
     // x was complete before the kernel ahead of this one let it start, and nothing reads `out` any more.
     launch_dependents();
-    float x[16] = {}, scale;
+    float x[16] = {};
     if (column < args.columns)
         load_x(args.x, args.x_dtype, static_cast<long long>(blockIdx.x) * args.columns + column, x);
-    const uint4 codes = quantize_e4m3(x, scale);
+    const float scale = scale_of(max_of_lanes<8>(max_magnitude(x)));
+    const uint4 codes = round_e4m3(x, scale, inverse_of(scale));
     if (column < args.columns) {
-        uint8_t* row = args.out + static_cast<long long>(blockIdx.x) * w8::row_bytes(args.columns);
-        *reinterpret_cast<uint4*>(row + column) = PAIRED ? pair_columns(codes) : codes;
-        if (column % 128 == 0) reinterpret_cast<float*>(row + args.columns)[column / 128] = scale;
+        const Destination to = Destination::of_row(args.out, args.columns, blockIdx.x);
+        to.store(column, arranged<PAIRED>(codes));
+        if (column % 128 == 0) to.store_scale(column / 128, scale);
     }
     grid_dependency_wait();  // the next kernel relies on this one having waited for the kernel ahead of it
 }
@@ -134,65 +181,53 @@ struct QuantizeWholeRowsArgs {
     const PermutedRow* expanded_to_permuted;
     const float* input_scales;  // [E]: those of all rows of an expert; or null: of the row's maximum
     const void* ids;            // [expanded rows]: expert ids, where there are input scales
-    int rows;                   // expanded rows, or where out has the rows of x, these
-    int columns;                // a multiple of 16, for tiles of 128
+    int rows;                   // expanded rows, or where out has the rows of x, or x's are rounded once, these
+    int columns;                // a multiple of 16
     int x_dtype;                // 0 bfloat16, 1 float16, 2 float32
     int top_k;                  // where x is by token; 0 where it is by permuted row
-    int tiles;                  // whether out is permuted tiles, as epilogue_e4m3.cuh describes them
+    int tiles;                  // whether out is permuted tiles, as epilogue/e4m3_tiles.cuh describes them
     int threads;                // for a row, each with every so many 16 columns: a multiple of 32
     int first_expert, long_ids;
 };
 
-// The scale of a row of which each of `threads` threads has a maximum: 1 if all are zeros. (quantize_whole_rows, with
-// this function, would become other machine code than what was measured.)
-__device__ __forceinline__ float row_scale(float scale, float* maxima, int row_of_cta, int threads) {
-#pragma unroll
-    for (int lanes = 1; lanes < 32; lanes *= 2) scale = fmaxf(scale, __shfl_xor_sync(0xFFFFFFFFu, scale, lanes));
+// The largest value of the `threads` threads that have a row. `maxima`: room for a value of each of the CTA's warps.
+__device__ __forceinline__ float max_of_row(float value, float* maxima, int row_of_cta, int threads) {
+    value = max_of_lanes<32>(value);
     if (threads > 32) {
         const int warps = threads / 32, warp = row_of_cta * warps;
-        if (threadIdx.x % 32 == 0) maxima[threadIdx.x / 32] = scale;
+        if (threadIdx.x % 32 == 0) maxima[threadIdx.x / 32] = value;
         __syncthreads();
-        for (int i = 0; i < warps; ++i) scale = fmaxf(scale, maxima[warp + i]);
+        for (int i = 0; i < warps; ++i) value = fmaxf(value, maxima[warp + i]);
     }
-    scale /= 448.0f;
-    if (scale == 0.0f) scale = 1.0f;
-    return scale;
+    return value;
 }
 
-__device__ __forceinline__ uint4 round_e4m3(float (&x)[16], float scale, float inverse) {
-    uint32_t words[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) x[4 * i + j] = exact_divide(x[4 * i + j], scale, inverse);
-        words[i] = pack_e4m3x2(x[4 * i], x[4 * i + 1]) | pack_e4m3x2(x[4 * i + 2], x[4 * i + 3]) << 16;
-    }
-    return make_uint4(words[0], words[1], words[2], words[3]);
-}
-
-// Grid: the rows, as many at a time as a CTA has threads for.
-template <bool PAIRED>
+// One scale for a row. EXPERTS: to permuted tiles, with zeros for missing columns of the last, and a token's row once
+// for all its experts unless scales are theirs. Grid: rows, as many at a time as a CTA has threads for.
+template <bool PAIRED, bool EXPERTS>
 __device__ __forceinline__ void quantize_whole_rows(const QuantizeWholeRowsArgs& args) {
     __shared__ float maxima[16];
-    const int row_of_cta = threadIdx.x / args.threads, thread = threadIdx.x - row_of_cta * args.threads;
+    const int row_of_cta = threadIdx.x / args.threads, step = args.threads * 16;
     const int number = blockIdx.x * (blockDim.x / args.threads) + row_of_cta;
-    if (args.expanded_to_permuted) grid_dependency_wait();
-    launch_dependents();
-    PermutedRow place = {number < args.rows ? number : -1, 0, 0, 0};
-    long long from = number;
-    if (args.expanded_to_permuted && number < args.rows) {
-        place = args.expanded_to_permuted[number];
-        from = args.top_k ? number / args.top_k : place.permuted_row;
-    }
-    const bool there = place.permuted_row >= 0;
-    const int first = thread * 16, step = args.threads * 16;
-    const bool once = args.columns <= step;
+    const int first = threadIdx.x * 16 - row_of_cta * step;
+    const int copies = EXPERTS && args.top_k && !args.input_scales ? args.top_k : 1;
+    const bool permutes = EXPERTS || args.expanded_to_permuted;
+    // EXPERTS: down reads nothing but h that is not there when h's rounding starts. So it may start, too, and copy
+    // weights.
+    if (EXPERTS && !args.top_k) launch_dependents();
+    if (permutes) grid_dependency_wait();
+    if (!EXPERTS || args.top_k) launch_dependents();
+    const PermutedRow* places = args.expanded_to_permuted + static_cast<long long>(number) * copies;
+    const bool one = permutes && copies == 1;  // destination, which may be missing
+    const bool there = number < args.rows && (!one || places->permuted_row >= 0);
+    const long long from = !one ? number : !there ? 0 : args.top_k ? number / args.top_k : places->permuted_row;
+    const int blocks = (args.columns + 127) / 128, columns = EXPERTS ? blocks * 128 : args.columns;
+    const bool once = columns <= step;
     float x[16] = {}, scale = 0.0f;
     if (there && (once || !args.input_scales)) {
         for (int column = first; column < args.columns; column += step) {
             load_x(args.x, args.x_dtype, from * args.columns + column, x);
-#pragma unroll
-            for (int i = 0; i < 16; ++i) scale = fmaxf(scale, fabsf(x[i]));
+            scale = max_magnitude(x, scale);
         }
     }
     if (args.input_scales) {
@@ -201,124 +236,44 @@ __device__ __forceinline__ void quantize_whole_rows(const QuantizeWholeRowsArgs&
             args.long_ids ? static_cast<const long long*>(args.ids)[number] : static_cast<const int*>(args.ids)[number];
         scale = args.input_scales[id - args.first_expert];
     } else {
-#pragma unroll
-        for (int lanes = 1; lanes < 32; lanes *= 2) scale = fmaxf(scale, __shfl_xor_sync(0xFFFFFFFFu, scale, lanes));
-        if (args.threads > 32) {
-            const int warps = args.threads / 32, warp = row_of_cta * warps;
-            if (threadIdx.x % 32 == 0) maxima[threadIdx.x / 32] = scale;
-            __syncthreads();
-            for (int i = 0; i < warps; ++i) scale = fmaxf(scale, maxima[warp + i]);
-        }
-        scale /= 448.0f;
-        if (scale == 0.0f) scale = 1.0f;
+        scale = scale_of(max_of_row(scale, maxima, row_of_cta, args.threads));
         if (!there) return;
     }
-    const float inverse = fminf(1.0f / scale, 3.4028235e38f);
-    const int blocks = args.columns / 128;
-    const long long tile_row = static_cast<long long>(place.tile_row) * blocks * kE4m3RowBytes;
-    uint8_t* row =
-        args.out + (args.tiles ? tile_row : place.permuted_row * static_cast<long long>(w8::row_bytes(args.columns)));
-    for (int column = first; column < args.columns; column += step) {
-        if (!once) load_x(args.x, args.x_dtype, from * args.columns + column, x);
-        const uint4 codes = round_e4m3(x, scale, inverse);
-        const int chunk = (column / 16 % 8) ^ (place.row % 8);
-        const int at = args.tiles ? (column / 128 * place.padded_rows + place.row) * 128 + chunk * 16 : column;
-        *reinterpret_cast<uint4*>(row + at) = PAIRED ? pair_columns(codes) : codes;
-        if (column == 0) {
-            const int scale_at = args.tiles ? blocks * place.padded_rows * 128 + place.row * 4 : args.columns;
-            *reinterpret_cast<float*>(row + scale_at) = scale;
+    const float inverse = inverse_of(scale);
+    Destination to;
+    if (!EXPERTS) {
+        to = args.tiles ? Destination::of_tiles(args.out, blocks, *places)
+                        : Destination::of_row(args.out, args.columns, permutes ? places->permuted_row : number);
+    }
+    for (int column = first; column < columns; column += step) {
+        if (!once) {
+#pragma unroll
+            for (int i = 0; EXPERTS && i < 16; ++i) x[i] = 0.0f;
+            if (!EXPERTS || column < args.columns) {
+                load_x(args.x, args.x_dtype, from * args.columns + column, x);
+            }
+        }
+        const uint4 codes = arranged<PAIRED>(round_e4m3(x, scale, inverse));
+        for (int i = 0; i < copies; ++i) {
+            if (EXPERTS) {
+                const PermutedRow place = places[i];
+                if (place.permuted_row < 0) continue;
+                to = Destination::of_tiles(args.out, blocks, place);
+            }
+            to.store(column, codes);
+            if (column == 0) to.store_scale(0, scale);
         }
     }
     // The next kernel relies on this one having waited for the kernel ahead of it.
-    if (!args.expanded_to_permuted) grid_dependency_wait();
-}
-
-// To permuted tiles whatever the number of columns; missing ones of the last tile are zeros. A token's row is rounded
-// once for all its experts, unless scales are those of the experts. Grid: x's rows then, or expanded rows, as many at a
-// time as a CTA has threads for.
-__device__ __forceinline__ void quantize_row_tiles(const QuantizeWholeRowsArgs& args) {
-    __shared__ float maxima[16];
-    const int row_of_cta = threadIdx.x / args.threads, thread = threadIdx.x - row_of_cta * args.threads;
-    const int number = blockIdx.x * (blockDim.x / args.threads) + row_of_cta;
-    const int copies = args.top_k && !args.input_scales ? args.top_k : 1;
-    // Down reads nothing but h that is not there when h's rounding starts. So it may start, too, and copy weights.
-    if (!args.top_k) launch_dependents();
-    grid_dependency_wait();
-    if (args.top_k) launch_dependents();
-    const PermutedRow* places = args.expanded_to_permuted + static_cast<long long>(number) * copies;
-    const bool there = number < args.rows && (copies > 1 || places->permuted_row >= 0);
-    const long long from = copies > 1 ? number : !there ? 0 : args.top_k ? number / args.top_k : places->permuted_row;
-    const int first = thread * 16, step = args.threads * 16, blocks = (args.columns + 127) / 128;
-    const bool once = blocks * 128 <= step;
-    float x[16] = {}, scale = 0.0f;
-    if (there && (once || !args.input_scales)) {
-        for (int column = first; column < args.columns; column += step) {
-            load_x(args.x, args.x_dtype, from * args.columns + column, x);
-#pragma unroll
-            for (int i = 0; i < 16; ++i) scale = fmaxf(scale, fabsf(x[i]));
-        }
-    }
-    if (args.input_scales) {
-        if (!there) return;
-        const long long id =
-            args.long_ids ? static_cast<const long long*>(args.ids)[number] : static_cast<const int*>(args.ids)[number];
-        scale = args.input_scales[id - args.first_expert];
-    } else {
-        scale = row_scale(scale, maxima, row_of_cta, args.threads);
-        if (!there) return;
-    }
-    const float inverse = fminf(1.0f / scale, 3.4028235e38f);
-    for (int column = first; column < blocks * 128; column += step) {
-        if (!once) {
-#pragma unroll
-            for (int i = 0; i < 16; ++i) x[i] = 0.0f;
-            if (column < args.columns) load_x(args.x, args.x_dtype, from * args.columns + column, x);
-        }
-        const uint4 codes = round_e4m3(x, scale, inverse);
-        for (int i = 0; i < copies; ++i) {
-            const PermutedRow place = places[i];
-            if (place.permuted_row < 0) continue;
-            uint8_t* tile = args.out + static_cast<long long>(place.tile_row) * blocks * kE4m3RowBytes;
-            const int at = column / 128 * place.padded_rows + place.row, chunk = (column / 16 % 8) ^ (place.row % 8);
-            *reinterpret_cast<uint4*>(tile + at * 128 + chunk * 16) = codes;
-            if (column == 0) reinterpret_cast<float*>(tile + blocks * place.padded_rows * 128)[place.row] = scale;
-        }
-    }
+    if (!permutes) grid_dependency_wait();
 }
 
 }  // namespace polymoe
 
-extern "C" __global__ void __launch_bounds__(256)
-    quantize_permuted(const __grid_constant__ polymoe::QuantizePermutedArgs args) {
-    polymoe::quantize_permuted<false>(args);
-}
-
-extern "C" __global__ void __launch_bounds__(256)
-    quantize_permuted_paired(const __grid_constant__ polymoe::QuantizePermutedArgs args) {
-    polymoe::quantize_permuted<true>(args);
-}
-
-extern "C" __global__ void __launch_bounds__(512)
-    quantize_rows(const __grid_constant__ polymoe::QuantizeRowsArgs args) {
-    polymoe::quantize_rows<false>(args);
-}
-
-extern "C" __global__ void __launch_bounds__(512)
-    quantize_rows_paired(const __grid_constant__ polymoe::QuantizeRowsArgs args) {
-    polymoe::quantize_rows<true>(args);
-}
-
-extern "C" __global__ void __launch_bounds__(512)
-    quantize_whole_rows(const __grid_constant__ polymoe::QuantizeWholeRowsArgs args) {
-    polymoe::quantize_whole_rows<false>(args);
-}
-
-extern "C" __global__ void __launch_bounds__(512)
-    quantize_whole_rows_paired(const __grid_constant__ polymoe::QuantizeWholeRowsArgs args) {
-    polymoe::quantize_whole_rows<true>(args);
-}
-
-extern "C" __global__ void __launch_bounds__(512)
-    quantize_row_tiles(const __grid_constant__ polymoe::QuantizeWholeRowsArgs args) {
-    polymoe::quantize_row_tiles(args);
-}
+POLYMOE_KERNEL(quantize_permuted, QuantizePermutedArgs, (256), quantize_permuted<false>)
+POLYMOE_KERNEL(quantize_permuted_paired, QuantizePermutedArgs, (256), quantize_permuted<true>)
+POLYMOE_KERNEL(quantize_rows, QuantizeRowsArgs, (512), quantize_rows<false>)
+POLYMOE_KERNEL(quantize_rows_paired, QuantizeRowsArgs, (512), quantize_rows<true>)
+POLYMOE_KERNEL(quantize_whole_rows, QuantizeWholeRowsArgs, (512), quantize_whole_rows<false, false>)
+POLYMOE_KERNEL(quantize_whole_rows_paired, QuantizeWholeRowsArgs, (512), quantize_whole_rows<true, false>)
+POLYMOE_KERNEL(quantize_row_tiles, QuantizeWholeRowsArgs, (512), quantize_whole_rows<false, true>)

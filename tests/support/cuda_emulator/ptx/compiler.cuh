@@ -9,4 +9,9 @@ inline int warp_uniform(int value) { return __shfl_sync(0xFFFFFFFFu, value, 0); 
 inline void materialize(uint32_t&) {}
 inline void materialize(float&) {}
 
+template <uint32_t VALUE>
+uint32_t opaque_constant() {
+    return VALUE;
+}
+
 }  // namespace polymoe

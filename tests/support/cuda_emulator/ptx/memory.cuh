@@ -40,4 +40,8 @@ inline void st_shared_v4(uint32_t smem, uint4 v) { store_shared(smem, v); }
 inline void st_shared(uint32_t smem, uint32_t v) { store_shared(smem, v); }
 inline void fence_proxy_async() {}
 
+inline uint32_t ld_shared_u16(uint32_t smem) { return load_shared<uint16_t>(smem); }
+
+inline void st_shared_u16(uint32_t smem, uint16_t v) { store_shared(smem, v); }
+
 }  // namespace polymoe

@@ -1,7 +1,7 @@
 // E2M1 codes to bfloat16: MXFP4 and NVFP4. What a format's type has to offer is described in scales.cuh.
 #pragma once
 #include "../ptx/convert.cuh"
-#include "../ptx/opaque_constant.cuh"
+#include "../ptx/compiler.cuh"
 #include "../sizes.cuh"
 
 namespace polymoe {

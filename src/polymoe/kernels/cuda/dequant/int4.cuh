@@ -6,8 +6,8 @@
 #pragma once
 #include <type_traits>
 
-#include "../ptx/bf16x2.cuh"
-#include "../ptx/opaque_constant.cuh"
+#include "../ptx/convert.cuh"
+#include "../ptx/compiler.cuh"
 #include "../sizes.cuh"
 
 namespace polymoe {

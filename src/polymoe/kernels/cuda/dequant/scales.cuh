@@ -7,7 +7,6 @@
 // four registers of m16n8k16's A operand, not scaled yet (`codes`). Where the bits lie is described in
 // layouts/cuda/w4a16_fragments.py.
 #pragma once
-#include "../ptx/ld_shared_u16.cuh"
 #include "../ptx/memory.cuh"
 #include "block_columns.cuh"
 #include "fp4.cuh"

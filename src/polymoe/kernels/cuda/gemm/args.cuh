@@ -26,6 +26,16 @@ __device__ __forceinline__ WorkTile uniform_tile(WorkTile tile) {
     return tile;
 }
 
+// The work of one launch. A layer has one for each: gate and up, down; the same for narrow work tiles.
+struct __align__(16) TileList {
+    int work_tiles;  // in use
+    int ctas;        // CTAs that take part: those of smaller numbers
+    int next;        // the tile that nobody has taken yet
+    int unused;
+};
+
+constexpr int kLists = 2;  // from a list to that of the second launch
+
 struct GemmArgs {
     const uint8_t* codes;          // [E, bytes]
     const uint8_t* scales;         // [E, bytes], or null
@@ -34,8 +44,8 @@ struct GemmArgs {
     const float* expert_scale;     // [E]: multiplies all weights, with a gate the gate's; or null
     const float* up_expert_scale;  // [E], or null
     const uint16_t* x;             // rows of k elements, or permuted tiles
-    void* out;  // gate_up, up: h by permuted row; down: y, float32 by expanded row or bfloat16 by permuted row
-    const int* num_tiles;                   // work tiles in use
+    void* out;        // gate_up, up: h by permuted row; down: y, float32 by expanded row or bfloat16 by permuted row
+    TileList* tiles;  // how many work tiles are in use, and who takes them
     const WorkTile* work_tiles;             // by expert
     const int* permuted_to_expanded;        // expanded row of each permuted row
     const float* router_weights;            // [expanded rows]: multiply the input; or null
@@ -45,6 +55,7 @@ struct GemmArgs {
     int stages, x_buffers, block_m;  // of the pipeline; block_m: rows of x that a buffer has room for (w4a16_mma)
     int activation, bias_dtype;
     float alpha, beta, limit;
+    int second_launch;  // of two for the same matrices: that of the narrow work tiles
 };
 
 }  // namespace polymoe

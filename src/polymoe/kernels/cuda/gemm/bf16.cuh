@@ -7,13 +7,13 @@
 // x is by token: producers gather its rows. h comes in permuted tiles, as this kernel's own epilogue writes them. Where
 // weights lie is described in layouts/cuda/w16_swizzle128.py. y is by permuted row.
 #pragma once
-#include "../epilogue.cuh"
-#include "../ptx/griddepcontrol.cuh"
+#include "../epilogue/bf16.cuh"
 #include "../ptx/memory.cuh"
 #include "../ptx/setmaxnreg.cuh"
 #include "../ptx/wgmma.cuh"
 #include "gathered_rows.cuh"
-#include "tile_queue.cuh"
+#include "schedule.cuh"
+#include "widths.cuh"
 
 namespace polymoe {
 namespace bf16 {
@@ -28,82 +28,25 @@ using Stage = polymoe::Stage<N_BLOCKS * K_BLOCKS * kBlockBytes, K_BLOCKS * BLOCK
 template <int K_BLOCKS>
 constexpr int kStageBlockBytes = K_BLOCKS * kBlockBytes;
 
-// The tile number `tile16` of 16 rows of weights by all rows of the work tile. acc, for every eight rows of x: rows 2t
-// and 2t + 1 of x for the MMA's row g, then for g + 8. After movmatrix a lane has row g of x, and the MMA's rows 2t,
-// 2t + 1 and those 8 further on. With four times eight rows in flight, lanes wait less for each other's results.
+// The tile number `tile16` of 16 rows of weights by all rows of the work tile. Router weights that multiply the input
+// round before biases are added.
 template <int PART, int BLOCK_M>
 __device__ __forceinline__ void store(const GemmArgs& args, float* acc, WorkTile tile, int tile16) {
-    constexpr int kTogether = 4;
-    static_assert(BLOCK_M / 8 % kTogether == 0);
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, width = PART == kGateUp ? args.n / 2 : args.n;
-    const int row = tile16 * (PART == kGateUp ? 8 : 16);
-    const long long bias = static_cast<long long>(tile.expert) * width + row;
-    const float low_bias = load_bias(args.bias, args.bias_dtype, bias + tile_row<PART>(g, 0));
-    const float high_bias =
-        load_bias(PART == kGateUp ? args.up_bias : args.bias, args.bias_dtype, bias + tile_row<PART>(g, 1));
+    const WeightRows<PART, kNeighbours> rows(args, tile.expert, tile16);
     if (PART != kDown && args.router_weights) {
 #pragma unroll
         for (int m = 0; m < BLOCK_M; m += 8) {
             if (m >= tile.rows) break;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const int expanded = args.permuted_to_expanded[tile.row + min(m + 2 * t + i, tile.rows - 1)];
-                acc[m / 2 + i] *= args.router_weights[expanded], acc[m / 2 + 2 + i] *= args.router_weights[expanded];
+                const float weight = input_weight(args, tile, m + threadIdx.x % 4 * 2 + i);
+                acc[m / 2 + i] *= weight, acc[m / 2 + 2 + i] *= weight;
             }
         }
     }
-    uint16_t* out = static_cast<uint16_t*>(args.out);
-    if (PART == kDown) {
-        out += static_cast<long long>(tile.row + g) * args.n + row + 4 * t;
-    } else {  // 512 elements from eight rows to the next
-        out += static_cast<long long>(tile.padded_row) * ((width + 63) / 64 * 64) +
-               permuted_tile_offset(g, row + (PART == kGateUp ? 2 : 4) * t, tile.rows);
-    }
-    const long long step = PART == kDown ? 8LL * args.n : 512;
-    const bool swiglu = args.activation == kSwiglu;
-#pragma unroll
-    for (int m = 0; m < BLOCK_M; m += 8 * kTogether) {
-        if (m >= tile.rows) break;
-        uint2 v[kTogether];
-#pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
-            const float* c = acc + m / 2 + i * 4;
-            float low[2] = {c[0] + low_bias, c[1] + low_bias}, high[2] = {c[2] + high_bias, c[3] + high_bias};
-            if (PART == kUp) {
-#pragma unroll
-                for (int j = 0; j < 2; ++j) {
-                    low[j] = max_nan(low[j], 0.0f), high[j] = max_nan(high[j], 0.0f);
-                    low[j] *= low[j], high[j] *= high[j];
-                }
-            }
-            if (PART != kGateUp) {
-                v[i].x = movmatrix_trans(pack_bf16x2(low[0], low[1]));
-                v[i].y = movmatrix_trans(pack_bf16x2(high[0], high[1]));
-            } else if (swiglu) {
-                v[i].x = movmatrix_trans(
-                    pack_bf16x2(fast_swiglu(args, low[0], high[0]), fast_swiglu(args, low[1], high[1])));
-            }
-        }
-        if (PART == kGateUp && !swiglu) {
-#pragma unroll
-            for (int i = 0; i < kTogether; ++i) {
-                const float* c = acc + m / 2 + i * 4;
-                v[i].x = movmatrix_trans(pack_bf16x2(gated_activation(args, c[0] + low_bias, c[2] + high_bias),
-                                                     gated_activation(args, c[1] + low_bias, c[3] + high_bias)));
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
-            if (m + i * 8 + g < tile.rows) {
-                if (PART == kGateUp) {
-                    *reinterpret_cast<uint32_t*>(out) = v[i].x;
-                } else {
-                    *reinterpret_cast<uint2*>(out) = v[i];
-                }
-            }
-            out += step;
-        }
-    }
+    for_activation<PART>(args, [&](auto evaluates) {
+        store_bf16<BLOCK_M, 4, decltype(evaluates)::how, false>(args, tile, rows, acc, tile16);
+    });
 }
 
 // Gate and up read rows of x by token.
@@ -125,23 +68,16 @@ __device__ __forceinline__ void produce(const GemmArgs& args, Pipeline& pipeline
     const bool leader = threadIdx.x % 32 == 0, copies_x = !kGathers<PART> && producer == kProducerWarps - 1;
     const int tiles16 = args.n / 16, row_bytes = args.k * 2, k_blocks = (row_bytes + 127) / 128;
     GatheredRows<BLOCK_M> gathered;
-    bool waited = PART != kDown;
-    // One thread takes tiles, the next one ahead of its use.
+    WaitForX wait_for_x{PART != kDown};
     const bool takes = producer == 0 && leader;
-    int next = blockIdx.x;
-    WorkTile next_rows = {};
-    if (next < total) next_rows = args.work_tiles[next / n_tiles];
-    for (int n = 0; n <= total; ++n) {  // see TileQueue
-        if (takes) {
-            pipeline.wait_empty();
-            queue.put(pipeline, {next_rows, next < total ? next % n_tiles * N_BLOCKS : kNoTile});
-            queue.announce(pipeline);
-            if (next < total) next = atomicAdd(&tile_list(args)->next, 1);
-        }
+    TileTaker<N_BLOCKS> taker(args, total, n_tiles, blockIdx.x);
+    const auto next_tile = [&] {
+        if (takes) taker.put(queue, pipeline);
         if (kGathers<PART>) __syncwarp();
-        const QueuedTile queued = queue.wait(pipeline);
+        return queue.wait(pipeline);
+    };
+    for_each_tile(total, next_tile, [&](QueuedTile queued) {
         const int n_block = queued.n_block;
-        if (n_block == kNoTile) break;
         const WorkTile tile = queued.rows;
         const int x_bytes = padded_rows(tile.rows) * 128;
         const uint8_t* codes[kMine];
@@ -183,22 +119,17 @@ __device__ __forceinline__ void produce(const GemmArgs& args, Pipeline& pipeline
                 cp_async_mbarrier_arrive(barrier);
             }
             if (copies_x) {
-                if (!waited) {
-                    grid_dependency_wait();
-                    launch_dependents();
-                    waited = true;
-                }
+                wait_for_x();
                 bulk_copy_g2s(to + S::kX, x, blocks * x_bytes, barrier);
                 x += blocks * x_bytes;
             }
             pipeline.advance();
         }
-        if (takes && next < total) next_rows = args.work_tiles[next / n_tiles];
-    }
+        if (takes) taker.look_up();
+    });
     if (leader) mbarrier_arrive(pipeline.full_barrier());
     if (kGathers<PART>) mbarrier_arrive(pipeline.full_barrier());
-    // The next kernel relies on this one having waited for the kernel ahead of it.
-    if (!waited) grid_dependency_wait();
+    wait_for_x.end();
     if (kGathers<PART>) {  // until copies have landed
         for (int i = 1; i < pipeline.stages; ++i) {
             pipeline.advance();
@@ -277,43 +208,27 @@ __device__ __forceinline__ void mainloop(float (&acc)[N_BLOCKS][BLOCK_M / 2], Pi
     }
 }
 
-// In MMAs for M rows or, where the work tile has more, for the next of WIDER.
-template <int PART, int WARPGROUPS, int N_BLOCKS, int BLOCK_M, int K_BLOCKS, int M, int... WIDER>
-__device__ __forceinline__ void narrowest_mainloop(float (&acc)[N_BLOCKS][BLOCK_M / 2], Pipeline& pipeline, int rows,
-                                                   int k, const int (&width)[N_BLOCKS], int warpgroup) {
-    if constexpr (sizeof...(WIDER) > 0) {
-        if (rows > M) {
-            return narrowest_mainloop<PART, WARPGROUPS, N_BLOCKS, BLOCK_M, K_BLOCKS, WIDER...>(acc, pipeline, rows, k,
-                                                                                               width, warpgroup);
-        }
-    }
-    mainloop<PART, WARPGROUPS, N_BLOCKS, M, BLOCK_M, K_BLOCKS>(acc, pipeline, k, width, warpgroup,
-                                                               padded_rows(rows) * 128);
-}
-
 template <int PART, int WARPGROUPS, int N_BLOCKS, int K_BLOCKS, int BLOCK_M, int... WIDTHS>
 __device__ __forceinline__ void consume(const GemmArgs& args, Pipeline& pipeline, TileQueue& queue, int total) {
     const int warp = warp_uniform(threadIdx.x / 32), tiles16 = args.n / 16;
     float acc[N_BLOCKS][BLOCK_M / 2];
-    for (int n = 0; n <= total; ++n) {  // see TileQueue
-        const QueuedTile queued = queue.of_stage(pipeline);
-        if (queued.n_block == kNoTile) n = total;
-        if (queued.n_block != kNoTile) {
-            const WorkTile tile = queued.rows;
-            const int first = queued.n_block + warp / 4 * N_BLOCKS;
-            int width[N_BLOCKS];
+    queue.consume(pipeline, total, [&](QueuedTile queued) {
+        const WorkTile tile = queued.rows;
+        const int first = queued.n_block + warp / 4 * N_BLOCKS;
+        int width[N_BLOCKS];
 #pragma unroll
-            for (int m = 0; m < N_BLOCKS; ++m) width[m] = max(1, min(4, tiles16 - 4 * (first + m)));
-            narrowest_mainloop<PART, WARPGROUPS, N_BLOCKS, BLOCK_M, K_BLOCKS, WIDTHS..., BLOCK_M>(
-                acc, pipeline, tile.rows, args.k, width, warp / 4);
+        for (int m = 0; m < N_BLOCKS; ++m) width[m] = max(1, min(4, tiles16 - 4 * (first + m)));
+        with_narrowest<WIDTHS..., BLOCK_M>(tile.rows, [&](auto rows) {
+            mainloop<PART, WARPGROUPS, N_BLOCKS, decltype(rows)::value, BLOCK_M, K_BLOCKS>(
+                acc, pipeline, args.k, width, warp / 4, padded_rows(tile.rows) * 128);
+        });
 #pragma unroll
-            for (int m = 0; m < N_BLOCKS; ++m) {
-                const int tile16 = (first + m) * 4 + warp % 4;
-                if (tile16 >= tiles16) break;
-                store<PART, BLOCK_M>(args, acc[m], tile, tile16);
-            }
+        for (int m = 0; m < N_BLOCKS; ++m) {
+            const int tile16 = (first + m) * 4 + warp % 4;
+            if (tile16 >= tiles16) break;
+            store<PART, BLOCK_M>(args, acc[m], tile, tile16);
         }
-    }
+    });
 }
 
 }  // namespace bf16
@@ -336,13 +251,9 @@ __device__ __forceinline__ void bf16_gemm(const GemmArgs& args) {
         mbarrier_init_fence();
     }
     __syncthreads();
-    // For `down`, work tiles were complete before the kernel ahead of it let it start; x was not.
-    if (PART != kDown) {
-        grid_dependency_wait();
-        launch_dependents();
-    }
+    begin_launch<PART>();
     const int n_blocks = (args.n + 63) / 64, n_tiles = (n_blocks + kBlocks - 1) / kBlocks;
-    const int total = *args.num_tiles * n_tiles;
+    const int total = args.tiles->work_tiles * n_tiles;
 
     if (warp >= WARPGROUPS * 4) {
         reg_dealloc<bf16::kProducerRegs<PART>>();

@@ -3,9 +3,8 @@
 #pragma once
 #include "../dequant/block_columns.cuh"
 #include "../pipeline.cuh"
-#include "../ptx/griddepcontrol.cuh"
 #include "gathered_rows.cuh"
-#include "tile_queue.cuh"
+#include "schedule.cuh"
 
 namespace polymoe {
 
@@ -46,114 +45,103 @@ __device__ __forceinline__ void produce_w4(const GemmArgs& args, Pipeline& pipel
     constexpr int kScaleColumns = kBlockColumns<F> * F::kScaleBlocks;
     const int row_scales = (args.k + kScaleColumns - 1) / kScaleColumns;
     const int total = order.work_tiles * n_tiles;
-    bool waited = order.waited<PART>(), idle = true;
-    // The first producer takes tiles, the next one ahead of its use.
-    int next = static_cast<int>(blockIdx.x) < tile_list(args)->ctas ? blockIdx.x : total;
-    WorkTile next_rows = {};
-    if (next < total) next_rows = args.work_tiles[next / n_tiles];
-    for (int n = 0; n <= total; ++n) {  // see TileQueue
+    WaitForX wait_for_x{order.waited<PART>()};
+    bool idle = true;
+    TileTaker<N_BLOCKS> taker(args, total, n_tiles,
+                              static_cast<int>(blockIdx.x) < args.tiles->ctas ? blockIdx.x : total);
+    const auto next_tile = [&] {
         QueuedTile queued;
-        if (takes) {
-            pipeline.wait_empty();
-            queued = {next_rows, next < total ? next % n_tiles * N_BLOCKS : kNoTile};
-            queue.put(pipeline, queued);
-            queue.announce(pipeline);
-            if (next < total) next = atomicAdd(&tile_list(args)->next, 1);
-        }
+        if (takes) queued = taker.put(queue, pipeline);
         if (GATHERS) __syncwarp();
         if (GATHERS || !takes) queued = queue.wait(pipeline);
+        return QueuedTile{queued.rows, of_first_lane(queued.n_block)};
+    };
+    for_each_tile(total, next_tile, [&](QueuedTile queued) {
         const WorkTile tile = queued.rows;
-        const int n_block = of_first_lane(queued.n_block);
-        if (n_block == kNoTile) n = total;
-        if (n_block != kNoTile) {
-            idle = false;
-            const int padded = padded_rows(tile.rows), x_tiles = (args.k + X::kColumns - 1) / X::kColumns;
-            const uint8_t *codes[kMine], *scales[kMine];
-            int width[kMine];  // tiles of 16 rows
+        const int n_block = queued.n_block;
+        idle = false;
+        const int padded = padded_rows(tile.rows), x_tiles = (args.k + X::kColumns - 1) / X::kColumns;
+        const uint8_t *codes[kMine], *scales[kMine];
+        int width[kMine];  // tiles of 16 rows
+#pragma unroll
+        for (int i = 0; i < kMine; ++i) {
+            const int inner = i * kProducers + producer, block = n_block + inner;
+            width[i] = inner < N_BLOCKS ? max(0, min(4, tiles16 - 4 * block)) : 0;
+            codes[i] =
+                args.codes + tile.expert * args.codes_stride + static_cast<long long>(kColumnBytes<F>) * block * args.k;
+            scales[i] = args.scales + tile.expert * args.scales_stride +
+                        static_cast<long long>(block) * row_scales * F::kScaleBytes;
+        }
+        const uint8_t* x = reinterpret_cast<const uint8_t*>(args.x) +
+                           static_cast<long long>(tile.padded_row) * x_tiles * (128 + X::kScaleBytes);
+        const uint8_t* x_scales = x + x_tiles * padded * 128;
+        if constexpr (GATHERS) gathered.begin(args, tile, producer);
+        for (int k_block = 0; k_block < k_blocks; k_block += K_BLOCKS) {
+            const uint32_t barrier = pipeline.full_barrier(), to = pipeline.address();
+            const int blocks_64 = min(K_BLOCKS, k_blocks - k_block),
+                      columns = min(blocks_64 * 64, args.k - k_block * 64);
+            const int blocks = kStepWords<F> == 1 ? blocks_64 : (columns + kBlockColumns<F> - 1) / kBlockColumns<F>;
+            const int scale_bytes = (blocks + F::kScaleBlocks - 1) / F::kScaleBlocks * F::kScaleBytes;
+            const int x_rows = (columns + X::kColumns - 1) / X::kColumns * padded;  // rows of tiles
+            uint32_t bytes = copies_x ? x_rows * (128 + X::kScaleBytes) : 0;
 #pragma unroll
             for (int i = 0; i < kMine; ++i) {
-                const int inner = i * kProducers + producer, block = n_block + inner;
-                width[i] = inner < N_BLOCKS ? max(0, min(4, tiles16 - 4 * block)) : 0;
-                codes[i] = args.codes + tile.expert * args.codes_stride +
-                           static_cast<long long>(kColumnBytes<F>) * block * args.k;
-                scales[i] = args.scales + tile.expert * args.scales_stride +
-                            static_cast<long long>(block) * row_scales * F::kScaleBytes;
+                bytes += width[i] ? width[i] * columns * (kColumnBytes<F> / 4) + scale_bytes : 0;
             }
-            const uint8_t* x = reinterpret_cast<const uint8_t*>(args.x) +
-                               static_cast<long long>(tile.padded_row) * x_tiles * (128 + X::kScaleBytes);
-            const uint8_t* x_scales = x + x_tiles * padded * 128;
-            if constexpr (GATHERS) gathered.begin(args, tile, producer);
-            for (int k_block = 0; k_block < k_blocks; k_block += K_BLOCKS) {
-                const uint32_t barrier = pipeline.full_barrier(), to = pipeline.address();
-                const int blocks_64 = min(K_BLOCKS, k_blocks - k_block),
-                          columns = min(blocks_64 * 64, args.k - k_block * 64);
-                const int blocks = kStepWords<F> == 1 ? blocks_64 : (columns + kBlockColumns<F> - 1) / kBlockColumns<F>;
-                const int scale_bytes = (blocks + F::kScaleBlocks - 1) / F::kScaleBlocks * F::kScaleBytes;
-                const int x_rows = (columns + X::kColumns - 1) / X::kColumns * padded;  // rows of tiles
-                uint32_t bytes = copies_x ? x_rows * (128 + X::kScaleBytes) : 0;
+            pipeline.wait_empty();
+            if (takes && k_block) queue.announce(pipeline);
+            if (leader) mbarrier_arrive_expect_tx(barrier, bytes);
 #pragma unroll
-                for (int i = 0; i < kMine; ++i) {
-                    bytes += width[i] ? width[i] * columns * (kColumnBytes<F> / 4) + scale_bytes : 0;
-                }
-                pipeline.wait_empty();
-                if (takes && k_block) queue.announce(pipeline);
-                if (leader) mbarrier_arrive_expect_tx(barrier, bytes);
-#pragma unroll
-                for (int i = 0; i < kMine; ++i) {
-                    if (leader && width[i]) {
-                        const int inner = i * kProducers + producer;
-                        const uint32_t to_codes = to + S::kCodes + inner * S::kBlockCodes;
-                        // Where two blocks share scales and a stage has one, the second stage gets the same scales
-                        // again.
-                        const int first_scale = k_block * kStepWords<F> / F::kScaleBlocks * F::kScaleBytes;
-                        if (width[i] == 4) {
-                            bulk_copy_g2s(to_codes, codes[i], columns * kColumnBytes<F>, barrier);
-                        } else {  // blocks are as far apart as if they had all their rows
-                            const int narrow = opaque(width[i]);
+            for (int i = 0; i < kMine; ++i) {
+                if (leader && width[i]) {
+                    const int inner = i * kProducers + producer;
+                    const uint32_t to_codes = to + S::kCodes + inner * S::kBlockCodes;
+                    // Where two blocks share scales and a stage has one, the second stage gets the same scales
+                    // again.
+                    const int first_scale = k_block * kStepWords<F> / F::kScaleBlocks * F::kScaleBytes;
+                    if (width[i] == 4) {
+                        bulk_copy_g2s(to_codes, codes[i], columns * kColumnBytes<F>, barrier);
+                    } else {  // blocks are as far apart as if they had all their rows
+                        const int narrow = opaque(width[i]);
 #pragma unroll 1
-                            for (int b = 0; b < blocks; ++b) {
-                                bulk_copy_g2s(to_codes + b * 2048, codes[i] + b * narrow * 512,
-                                              min(kBlockColumns<F>, columns - b * kBlockColumns<F>) *
-                                                  (kColumnBytes<F> / 4) * narrow,
-                                              barrier);
-                            }
+                        for (int b = 0; b < blocks; ++b) {
+                            bulk_copy_g2s(
+                                to_codes + b * 2048, codes[i] + b * narrow * 512,
+                                min(kBlockColumns<F>, columns - b * kBlockColumns<F>) * (kColumnBytes<F> / 4) * narrow,
+                                barrier);
                         }
-                        bulk_copy_g2s(to + S::kScales + inner * S::kBlockScales, scales[i] + first_scale, scale_bytes,
-                                      barrier);
-                        codes[i] += width[i] * (S::kBlockCodes / 4);
                     }
+                    bulk_copy_g2s(to + S::kScales + inner * S::kBlockScales, scales[i] + first_scale, scale_bytes,
+                                  barrier);
+                    codes[i] += width[i] * (S::kBlockCodes / 4);
                 }
-                if constexpr (GATHERS) {
-#pragma unroll
-                    for (int i = 0; i < K_BLOCKS; ++i) {
-                        if (i < blocks_64) gathered.copy(args, to + i * padded * 128, k_block + i, producer);
-                    }
-                    cp_async_mbarrier_arrive(barrier);
-                }
-                if (copies_x) {
-                    if (!waited) {
-                        grid_dependency_wait();
-                        launch_dependents();
-                        waited = true;
-                    }
-                    bulk_copy_g2s(to, x, x_rows * 128, barrier);
-                    x += x_rows * 128;
-                    if constexpr (X::kScaleBytes != 0) {
-                        bulk_copy_g2s(to + S::kXScales, x_scales, x_rows * X::kScaleBytes, barrier);
-                        x_scales += x_rows * X::kScaleBytes;
-                    }
-                }
-                pipeline.advance();
             }
-            if (takes && next < total) next_rows = args.work_tiles[next / n_tiles];
+            if constexpr (GATHERS) {
+#pragma unroll
+                for (int i = 0; i < K_BLOCKS; ++i) {
+                    if (i < blocks_64) gathered.copy(args, to + i * padded * 128, k_block + i, producer);
+                }
+                cp_async_mbarrier_arrive(barrier);
+            }
+            if (copies_x) {
+                wait_for_x();
+                bulk_copy_g2s(to, x, x_rows * 128, barrier);
+                x += x_rows * 128;
+                if constexpr (X::kScaleBytes != 0) {
+                    bulk_copy_g2s(to + S::kXScales, x_scales, x_rows * X::kScaleBytes, barrier);
+                    x_scales += x_rows * X::kScaleBytes;
+                }
+            }
+            pipeline.advance();
         }
-    }
+        if (takes) taker.look_up();
+    });
     pipeline.wait_empty();
     if (leader) mbarrier_arrive(pipeline.full_barrier());
     if (GATHERS) mbarrier_arrive(pipeline.full_barrier());
     // The next kernel relies on this one having waited for the kernel ahead of it. One CTA is enough for that; others
     // without work leave their SMs to the next kernel.
-    if ((blockIdx.x == 0 || !idle) && (!waited || second_launch(args))) grid_dependency_wait();
+    if ((blockIdx.x == 0 || !idle) && (!wait_for_x.waited || args.second_launch)) grid_dependency_wait();
     if constexpr (GATHERS) {  // until copies have landed
         for (int i = 1; i < pipeline.stages; ++i) {
             pipeline.advance();

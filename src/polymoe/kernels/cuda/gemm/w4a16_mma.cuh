@@ -19,12 +19,14 @@
 // Up to 32 expanded rows are sorted by every CTA, so that there is no launch for that.
 #pragma once
 #include "../dequant/scales.cuh"
-#include "../epilogue.cuh"
+#include "../epilogue/f32_rows.cuh"
+#include "../pipeline.cuh"
+#include "../ptx/ldmatrix.cuh"
 #include "../ptx/compiler.cuh"
-#include "../ptx/griddepcontrol.cuh"
 #include "../ptx/mma.cuh"
 #include "../stage_copies.cuh"
 #include "few_rows.cuh"
+#include "schedule.cuh"
 
 namespace polymoe {
 namespace w4a16_mma {
@@ -142,42 +144,22 @@ struct OutRows {
 // computes them, which also rounds y to bfloat16.
 template <class F, int PART, bool ORDERED>
 __device__ __forceinline__ void store(const GemmArgs& args, const int* permuted_to_expanded, const float* c,
-                                      const ExpertScales<F, PART>& scales, const OutRows<PART>& to, int tile16,
-                                      int lane) {
-    const int g = lane / 4, n = PART == kGateUp ? tile16 * 8 + g : tile16 * 16 + g;
-    const int width = PART == kGateUp ? args.n / 2 : args.n;
-    const long long bias = static_cast<long long>(scales.expert) * width + n;
-    const float low_bias = load_bias(args.bias, args.bias_dtype, bias);
-    const float high_bias = PART == kGateUp ? load_bias(args.up_bias, args.bias_dtype, bias)
-                                            : load_bias(args.bias, args.bias_dtype, bias + 8);
+                                      const ExpertScales<F, PART>& scales, const OutRows<PART>& to, int tile16) {
+    using Out = std::conditional_t<PART == kDown, float, uint16_t>;
+    float weights[2] = {1.0f, 1.0f};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        if (to.row[i] < 0) break;
-        const long long at = static_cast<long long>(to.row[i]) * width + n;
-        float weight = 1.0f;
-        if (PART != kDown && args.router_weights) weight = args.router_weights[permuted_to_expanded[to.row[i]]];
-        float low, high;
-        if constexpr (ORDERED) {
-            low = c[i] * (scales.low * weight) + low_bias, high = c[2 + i] * (scales.high * weight) + high_bias;
-        } else {
-            low = c[i] * scales.low * weight + low_bias, high = c[2 + i] * scales.high * weight + high_bias;
-        }
-        if (PART == kDown) {
-            float* out = static_cast<float*>(args.out) + at;
-            if (ORDERED) low = bf16_to_f32(f32_to_bf16(low)), high = bf16_to_f32(f32_to_bf16(high));
-            out[0] = low, out[8] = high;
-        } else {
-            uint16_t* out = static_cast<uint16_t*>(args.out) + at;
-            if (PART == kGateUp) {
-                const bool fast = ORDERED && args.activation == kSwiglu;
-                out[0] = f32_to_bf16(fast ? fast_swiglu(args, low, high) : gated_activation(args, low, high));
-            } else {
-                const float a = ORDERED ? max_nan(low, 0.0f) : fmaxf(low, 0.0f);
-                const float b = ORDERED ? max_nan(high, 0.0f) : fmaxf(high, 0.0f);
-                out[0] = f32_to_bf16(a * a), out[8] = f32_to_bf16(b * b);
-            }
-        }
+        if (PART == kDown || !args.router_weights || to.row[i] < 0) continue;
+        weights[i] = args.router_weights[permuted_to_expanded[to.row[i]]];
     }
+    float sums[4] = {c[0], c[1], c[2], c[3]}, low_scale = scales.low, high_scale = scales.high;
+    if (!ORDERED && PART != kDown) {  // rounded before router weights multiply, unlike in other kernels
+#pragma unroll
+        for (int i = 0; i < 2; ++i) sums[i] *= low_scale, sums[2 + i] *= high_scale;
+        low_scale = high_scale = 1.0f;
+    }
+    const WeightRows<PART, kHalves> rows(args, scales.expert, tile16, low_scale, high_scale);
+    store_rows<Out, ORDERED ? kFast : kExact, ORDERED>(args, rows, sums, to.row, weights);
 }
 
 // A CTA's shared memory and its share of the tiles.
@@ -492,8 +474,7 @@ struct Cta {
                 const float c[4] = {sum.x, sum.y, sum.z, sum.w};
                 const WorkTile tile = work_tiles[index];
                 store<F, PART, ORDERED>(args, permuted_to_expanded, c, ExpertScales<F, PART>(args, tile.expert),
-                                        OutRows<PART>(permuted_to_expanded, tile, piece % M_BLOCKS * 8, lane), tile16,
-                                        lane);
+                                        OutRows<PART>(permuted_to_expanded, tile, piece % M_BLOCKS * 8, lane), tile16);
             }
             if (++n_tile == n_tiles) n_tile = 0, ++index;
         }
@@ -564,10 +545,10 @@ struct Cta {
                 for (int i = 0; i < 2; ++i) {
                     const int tile16 = n_block * 4 + half * 2 + i;
                     if (tile16 >= tiles16) break;
-                    store<F, PART, ORDERED>(args, permuted_to_expanded, acc[i][0], expert_scales, first, tile16, lane);
+                    store<F, PART, ORDERED>(args, permuted_to_expanded, acc[i][0], expert_scales, first, tile16);
                     if (!few) {
                         store<F, PART, ORDERED>(args, permuted_to_expanded, acc[i][M_BLOCKS - 1], expert_scales, second,
-                                                tile16, lane);
+                                                tile16);
                     }
                 }
             }
@@ -619,9 +600,9 @@ struct Cta {
             }
             if (tile < tiles) {
                 const WorkTile work_tile = work_tiles[index];
-                store<F, PART, ORDERED>(
-                    args, permuted_to_expanded, acc[0][0], ExpertScales<F, PART>(args, work_tile.expert),
-                    OutRows<PART>(permuted_to_expanded, work_tile, 0, lane), n_block * 4 + tile, lane);
+                store<F, PART, ORDERED>(args, permuted_to_expanded, acc[0][0],
+                                        ExpertScales<F, PART>(args, work_tile.expert),
+                                        OutRows<PART>(permuted_to_expanded, work_tile, 0, lane), n_block * 4 + tile);
             }
         }
     }
@@ -662,11 +643,8 @@ __device__ __forceinline__ void w4a16_mma_gemm(const FewRowsArgs& args) {
         sorted.sort(args);
     }
     __syncthreads();
-    if (PART != kDown) {
-        grid_dependency_wait();
-        launch_dependents();
-    }
-    cta.take_share(args.ids ? sorted.num_tiles : *args.num_tiles);
+    begin_launch<PART>();
+    cta.take_share(args.ids ? sorted.num_tiles : args.tiles->work_tiles);
     constexpr bool kRounds = kInRounds<BLOCK_N, TEAMS>;
     if (copies_weights(warp)) {
         if constexpr (kRounds) {
@@ -675,10 +653,7 @@ __device__ __forceinline__ void w4a16_mma_gemm(const FewRowsArgs& args) {
             if (kCopyLanes > 1 || lane == 0) cta.produce_weights();
         }
     } else if (warp == kMmaConsumerWarps + kCopyWarps) {
-        if (PART == kDown) {
-            grid_dependency_wait();
-            launch_dependents();
-        }
+        begin_x<PART>();
         if constexpr (kRounds) {
             cta.produce_x_in_rounds(lane);
         } else {

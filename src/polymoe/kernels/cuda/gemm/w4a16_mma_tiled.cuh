@@ -6,7 +6,7 @@
 // setmaxnreg, which SM120's compiler accepts and makes no use of.
 #pragma once
 #include "../dequant/scales.cuh"
-#include "../epilogue.cuh"
+#include "../epilogue/bf16.cuh"
 #include "../ptx/compiler.cuh"
 #include "../ptx/mma.cuh"
 #include "w4_producer.cuh"
@@ -151,7 +151,9 @@ struct W4a16MmaMainloop {
                 for (int i = 0; i < 4; ++i) acc[tile][m][i] = 0.0f;
             }
         }
-        if (k >= 64) run_narrowest<WIDTHS..., BLOCK_M>(*this, k / 64, rows);
+        if (k >= 64) {
+            with_narrowest<WIDTHS..., BLOCK_M>(rows, [&](auto width) { mma_stages<decltype(width)::value>(k / 64); });
+        }
         if (k % 64) mma_k_tail(pipeline.wait_full(), k % 64 / 16, rows);
     }
 };
@@ -162,7 +164,7 @@ template <class F, class S, int PART>
 __device__ __forceinline__ void produce_tiles(const GemmArgs& args, Pipeline& pipeline, int producer, int total,
                                               int n_tiles) {
     const int tiles16 = args.n / 16, k_blocks = (args.k + 63) / 64, row_scales = scale_blocks<F>(args.k);
-    bool waited = PART != kDown;
+    WaitForX wait_for_x{PART != kDown};
     for (int i_tile = blockIdx.x; i_tile < total; i_tile += gridDim.x) {
         const int index = i_tile / n_tiles, block = (i_tile - index * n_tiles) * 4 + producer;
         const WorkTile tile = args.work_tiles[index];
@@ -193,19 +195,14 @@ __device__ __forceinline__ void produce_tiles(const GemmArgs& args, Pipeline& pi
                 codes += blocks * width * 512;
             }
             if (x_bytes) {
-                if (!waited) {
-                    grid_dependency_wait();
-                    launch_dependents();
-                    waited = true;
-                }
+                wait_for_x();
                 bulk_copy_g2s(to, x, x_bytes, barrier);
                 x += x_bytes;
             }
             pipeline.advance();
         }
     }
-    // The next kernel relies on this one having waited for the kernel ahead of it.
-    if (!waited) grid_dependency_wait();
+    wait_for_x.end();
 }
 
 // 128 rows of weights for each of WARPGROUPS consumer warpgroups by up to BLOCK_M rows of x, multiplied by as many or,
@@ -224,12 +221,9 @@ __device__ __forceinline__ void w4a16_mma_tiled_gemm(const GemmArgs& args) {
         mbarrier_init_fence();
     }
     __syncthreads();
-    if (PART != kDown) {
-        grid_dependency_wait();
-        launch_dependents();
-    }
+    begin_launch<PART>();
     const int tiles16 = args.n / 16, n_blocks = (tiles16 + 3) / 4, n_tiles = (n_blocks + kBlocks - 1) / kBlocks;
-    const int total = warp_uniform(*args.num_tiles) * n_tiles;
+    const int total = warp_uniform(args.tiles->work_tiles) * n_tiles;
 
     if (warp >= WARPGROUPS * 4) {
         pipeline.parity = 1;
@@ -242,22 +236,21 @@ __device__ __forceinline__ void w4a16_mma_tiled_gemm(const GemmArgs& args) {
         float acc[2][BLOCK_M / 8][4];
         for (int i_tile = blockIdx.x; i_tile < total; i_tile += gridDim.x) {
             const int index = i_tile / n_tiles, n_block = (i_tile - index * n_tiles) * kBlocks;
-            const WorkTile tile = uniform_tile(args.work_tiles[index]);
+            WorkTile tile = uniform_tile(args.work_tiles[index]);
             W4a16MmaMainloop<F, WARPGROUPS, BLOCK_M>(acc, args, pipeline).template run<WIDTHS...>(tile.rows);
+            // Read anew: registers have no room for it beside the main loop.
+            if (PART != kDown) tile.padded_row = warp_uniform(args.work_tiles[index].padded_row);
             const float low_scale = acc_scale<F>(args.expert_scale, tile.expert);
             const float high_scale = PART == kGateUp ? acc_scale<F>(args.up_expert_scale, tile.expert) : low_scale;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const int tile16 = n_block * 4 + warp * 2 + i;
                 if (tile16 >= tiles16) break;
-                const int g = lane / 4, n = PART == kGateUp ? tile16 * 8 + g : tile16 * 16 + g;
-                const int width = PART == kGateUp ? args.n / 2 : args.n;
-                const long long bias = static_cast<long long>(tile.expert) * width + n;
-                const float low_bias = load_bias(args.bias, args.bias_dtype, bias);
-                const float high_bias = PART == kGateUp ? load_bias(args.up_bias, args.bias_dtype, bias)
-                                                        : load_bias(args.bias, args.bias_dtype, bias + 8);
-                store_tile<PART, BLOCK_M>(TileEpilogue{args, tile, low_scale, high_scale, low_bias, high_bias},
-                                          acc[i][0], tile16);
+                const WeightRows<PART, kHalves> rows(args, tile.expert, tile16, low_scale, high_scale);
+                for_activation<PART>(args, [&](auto evaluates) {
+                    store_bf16<BLOCK_M, 1, decltype(evaluates)::how, PART != kDown>(args, tile, rows, acc[i][0],
+                                                                                    tile16);
+                });
             }
         }
     }

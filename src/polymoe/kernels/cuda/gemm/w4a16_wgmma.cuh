@@ -5,12 +5,11 @@
 // columns, its rows of 128 bytes, swizzled, with room for a multiple of 8 rows. y is by permuted row.
 #pragma once
 #include "../dequant/scales.cuh"
-#include "../epilogue.cuh"
+#include "../epilogue/bf16.cuh"
 #include "../ptx/compiler.cuh"
 #include "../ptx/setmaxnreg.cuh"
 #include "../ptx/wgmma.cuh"
 #include "w4_producer.cuh"
-#include "w4a16_store.cuh"
 #include "widths.cuh"
 
 namespace polymoe {
@@ -187,7 +186,7 @@ struct W4a16Mainloop {
         }
         if (stages) {
             if (!kAhead) begin();
-            run_narrowest<WIDTHS..., BLOCK_M>(*this, stages, rows);
+            with_narrowest<WIDTHS..., BLOCK_M>(rows, [&](auto width) { mma_stages<decltype(width)::value>(stages); });
         }
         if (tail_steps) {
             mma_k_tail(wait_full(), tail_steps);
@@ -197,6 +196,26 @@ struct W4a16Mainloop {
         }
     }
 };
+
+// Writes h or y for the tile number `tile16` by all rows of the work tile.
+template <int PART, int BLOCK_M>
+__device__ __forceinline__ void store_w4a16_tile(const GemmArgs& args, WorkTile tile,
+                                                 const WeightRows<PART, kHalves>& rows, const float* acc, int tile16) {
+    constexpr int kTogether = BLOCK_M == 32 ? 1 : 4;  // for up to 32 rows it makes no difference
+    if constexpr (PART == kDown) {
+        store_bf16<BLOCK_M, kTogether, kFastSwiglu, false>(args, tile, rows, acc, tile16);
+    } else {
+        if constexpr (PART == kGateUp && kTogether > 1) {
+            if (args.activation == kSwiglu && !args.router_weights) {
+                store_bf16<BLOCK_M, kTogether, kFastSwiglu, false>(args, tile, rows, acc, tile16);
+                return;
+            }
+        }
+        for_activation<PART>(args, [&](auto evaluates) {
+            store_bf16<BLOCK_M, 1, decltype(evaluates)::how, true>(args, tile, rows, acc, tile16);
+        });
+    }
+}
 
 // N_BLOCKS blocks of 64 rows of weights for each of WARPGROUPS consumer warpgroups by up to BLOCK_M rows of x, in MMAs
 // for BLOCK_M rows or, where that is enough, for one of the smaller WIDTHS.
@@ -216,7 +235,7 @@ __device__ __forceinline__ void w4a16_wgmma_gemm(const GemmArgs& args) {
         mbarrier_init_fence();
     }
     __syncthreads();
-    if (gathers && !second_launch(args)) grid_dependency_wait();  // the kernel ahead writes the lists of tiles
+    if (gathers && !args.second_launch) grid_dependency_wait();  // the kernel ahead writes the lists of tiles
     const LaunchOrder order(args);
     order.begin<PART>();
     const int tiles16 = args.n / 16, n_blocks = (tiles16 + 3) / 4, n_tiles = (n_blocks + kBlocks - 1) / kBlocks;
@@ -238,33 +257,20 @@ __device__ __forceinline__ void w4a16_wgmma_gemm(const GemmArgs& args) {
         float acc[N_BLOCKS][BLOCK_M / 2];
         W4a16Mainloop<F, PART, WARPGROUPS, N_BLOCKS, BLOCK_M, K_BLOCKS> mainloop(acc, args, pipeline);
         if (mainloop.kAhead) mainloop.begin();
-        for (int n = 0; n <= total; ++n) {  // see TileQueue
-            const QueuedTile queued = queue.of_stage(pipeline);
+        queue.consume(pipeline, total, [&](QueuedTile queued) {
             const int n_block = queued.n_block;
-            if (n_block == kNoTile) n = total;
-            if (n_block != kNoTile) {
-                const WorkTile tile = queued.rows;
-                mainloop.template run<WIDTHS...>(tile.rows);
-                const float low_scale = acc_scale<F>(args.expert_scale, tile.expert);
-                const float high_scale = PART == kGateUp ? acc_scale<F>(args.up_expert_scale, tile.expert) : low_scale;
+            const WorkTile tile = queued.rows;
+            mainloop.template run<WIDTHS...>(tile.rows);
+            const float low_scale = acc_scale<F>(args.expert_scale, tile.expert);
+            const float high_scale = PART == kGateUp ? acc_scale<F>(args.up_expert_scale, tile.expert) : low_scale;
 #pragma unroll
-                for (int m = 0; m < N_BLOCKS; ++m) {
-                    const int tile16 = (n_block + warp / 4 * N_BLOCKS + m) * 4 + warp % 4;
-                    if (tile16 >= tiles16) break;
-                    float low_bias = 0.0f, high_bias = 0.0f;
-                    if (args.bias_dtype != kNone) {
-                        const int g = lane / 4, n = PART == kGateUp ? tile16 * 8 + g : tile16 * 16 + g;
-                        const int width = PART == kGateUp ? args.n / 2 : args.n;
-                        const long long bias = static_cast<long long>(tile.expert) * width + n;
-                        low_bias = load_bias(args.bias, args.bias_dtype, bias);
-                        high_bias = PART == kGateUp ? load_bias(args.up_bias, args.bias_dtype, bias)
-                                                    : load_bias(args.bias, args.bias_dtype, bias + 8);
-                    }
-                    store_w4a16_tile<PART, BLOCK_M>(
-                        TileEpilogue{args, tile, low_scale, high_scale, low_bias, high_bias}, acc[m], tile16);
-                }
+            for (int m = 0; m < N_BLOCKS; ++m) {
+                const int tile16 = (n_block + warp / 4 * N_BLOCKS + m) * 4 + warp % 4;
+                if (tile16 >= tiles16) break;
+                const WeightRows<PART, kHalves> rows(args, tile.expert, tile16, low_scale, high_scale);
+                store_w4a16_tile<PART, BLOCK_M>(args, tile, rows, acc[m], tile16);
             }
-        }
+        });
     }
 }
 

@@ -4,16 +4,16 @@
 // products with 14 bits, add up 128 columns; such sums are multiplied by x's scales and accumulated in float32. Where
 // weights lie is described in layouts/cuda/w4a8_fragments.py.
 //
-// x comes in permuted tiles, as quantize.cu and this kernel's own epilogue write them (epilogue_e4m3.cuh). y is by
-// permuted row.
+// x comes in permuted tiles, as quantize.cu and this kernel's own epilogue write them (epilogue/e4m3_tiles.cuh). y is
+// by permuted row.
 #pragma once
 #include "../dequant/fp4_to_e4m3.cuh"
-#include "../epilogue_e4m3.cuh"
+#include "../epilogue/bf16.cuh"
+#include "../epilogue/e4m3_tiles.cuh"
 #include "../ptx/compiler.cuh"
 #include "../ptx/setmaxnreg.cuh"
 #include "../ptx/wgmma.cuh"
 #include "w4_producer.cuh"
-#include "w4_store.cuh"
 #include "widths.cuh"
 
 namespace polymoe {
@@ -141,7 +141,7 @@ struct W4a8Mainloop {
             for (int i = 0; i < BLOCK_M / 2; ++i) acc[m][i] = 0.0f;
         }
         if (stages) {
-            run_narrowest<WIDTHS..., BLOCK_M>(*this, stages, rows);
+            with_narrowest<WIDTHS..., BLOCK_M>(rows, [&](auto width) { mma_stages<decltype(width)::value>(stages); });
         }
         if (tail_blocks) mma_k_tail(tail_blocks);
     }
@@ -190,40 +190,31 @@ __device__ __forceinline__ void w4a8_gemm(const GemmArgs& args) {
     PingPong ping_pong{smem_address(&ping_pong_barriers[warpgroup]),
                        smem_address(&ping_pong_barriers[(warpgroup + 1) % WARPGROUPS]), warpgroup == 0};
     float acc[N_BLOCKS][BLOCK_M / 2];
-    int buffer = 0;                     // of amax
-    for (int n = 0; n <= total; ++n) {  // see TileQueue
-        const QueuedTile queued = queue.of_stage(pipeline);
+    int buffer = 0;  // of amax
+    queue.consume(pipeline, total, [&](QueuedTile queued) {
         const int n_block = queued.n_block;
-        if (n_block == kNoTile) n = total;
-        if (n_block != kNoTile) {
-            const WorkTile tile = queued.rows;
-            W4a8Mainloop<WARPGROUPS, N_BLOCKS, BLOCK_M, K_BLOCKS>(acc, args, pipeline, ping_pong, tile.rows,
-                                                                  smem_address(scratch))
-                .template run<WIDTHS...>(tile.rows);
-            // The rows' largest scales come after all offsets into the table.
-            const uint8_t* row_max = args.scales + tile.expert * args.scales_stride + n_blocks * (args.k / 64) * 128;
-            if constexpr (PART == kGateUp) {
-                store_h_e4m3<WARPGROUPS, N_BLOCKS, BLOCK_M, Mxfp4ToE4m3>(args, acc, tile, n_block, row_max, amax,
-                                                                         buffer);
-                if (++buffer == 3) buffer = 0;
-            } else {
+        const WorkTile tile = queued.rows;
+        W4a8Mainloop<WARPGROUPS, N_BLOCKS, BLOCK_M, K_BLOCKS>(acc, args, pipeline, ping_pong, tile.rows,
+                                                              smem_address(scratch))
+            .template run<WIDTHS...>(tile.rows);
+        // The rows' largest scales come after all offsets into the table.
+        const uint8_t* row_max = args.scales + tile.expert * args.scales_stride + n_blocks * (args.k / 64) * 128;
+        if constexpr (PART == kGateUp) {
+            store_h_e4m3<WARPGROUPS, N_BLOCKS, BLOCK_M, Mxfp4ToE4m3>(args, acc, tile, n_block, row_max, amax, buffer);
+            if (++buffer == 3) buffer = 0;
+        } else {
 #pragma unroll
-                for (int m = 0; m < N_BLOCKS; ++m) {
-                    const int tile16 = (n_block + warp / 4 * N_BLOCKS + m) * 4 + warp % 4;
-                    if (tile16 >= args.n / 16) break;
-                    const long long bias = static_cast<long long>(tile.expert) * args.n + tile16 * 16 + lane / 4;
-                    const uint8_t* low = row_max + tile16 * 16 + lane / 4;
-                    const TileEpilogue epilogue{args,
-                                                tile,
-                                                Mxfp4ToE4m3::row_scale(low, args.expert_scale, tile.expert),
-                                                Mxfp4ToE4m3::row_scale(low + 8, args.expert_scale, tile.expert),
-                                                load_bias(args.bias, args.bias_dtype, bias),
-                                                load_bias(args.bias, args.bias_dtype, bias + 8)};
-                    store_y_tile<BLOCK_M>(epilogue, acc[m], tile16);
-                }
+            for (int m = 0; m < N_BLOCKS; ++m) {
+                const int tile16 = (n_block + warp / 4 * N_BLOCKS + m) * 4 + warp % 4;
+                if (tile16 >= args.n / 16) break;
+                const uint8_t* low = row_max + tile16 * 16 + lane / 4;
+                const WeightRows<kDown, kHalves> rows(args, tile.expert, tile16,
+                                                      Mxfp4ToE4m3::row_scale(low, args.expert_scale, tile.expert),
+                                                      Mxfp4ToE4m3::row_scale(low + 8, args.expert_scale, tile.expert));
+                store_bf16<BLOCK_M, 1, kFastSwiglu, false>(args, tile, rows, acc[m], tile16);
             }
         }
-    }
+    });
 }
 
 }  // namespace polymoe

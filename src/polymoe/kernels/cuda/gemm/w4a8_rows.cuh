@@ -5,17 +5,17 @@
 // After kPromoted columns, or where K ends, such sums are added to accumulators in float32. docs/performance/cuda.md
 // says what that leaves of the error. With INT4 weights each sum is that of a group, times its scale.
 //
-// x comes in permuted tiles, as quantize_row_tiles writes them: those of epilogue_e4m3.cuh, with a row's scale where
-// that of its first 128 columns would be. h is in float32, by permuted row; y is by permuted row.
+// x comes in permuted tiles, as quantize_row_tiles writes them: those of epilogue/e4m3_tiles.cuh, with a row's scale
+// where that of its first 128 columns would be. h is in float32, by permuted row; y is by permuted row.
 #pragma once
 #include "../dequant/fp4_to_e4m3.cuh"
 #include "../dequant/int4_to_e4m3.cuh"
-#include "../epilogue_f32.cuh"
+#include "../epilogue/bf16.cuh"
+#include "../epilogue/f32_rows.cuh"
 #include "../ptx/compiler.cuh"
 #include "../ptx/setmaxnreg.cuh"
 #include "../ptx/wgmma.cuh"
 #include "w4_producer.cuh"
-#include "w4_store.cuh"
 #include "widths.cuh"
 
 namespace polymoe {
@@ -254,7 +254,7 @@ struct W4a8RowsMainloop {
 #pragma unroll
             for (int i = 0; i < BLOCK_M / 2; ++i) acc[m][i] = 0.0f;
         }
-        run_narrowest<WIDTHS..., BLOCK_M>(*this, stages, rows);
+        with_narrowest<WIDTHS..., BLOCK_M>(rows, [&](auto width) { mma_stages<decltype(width)::value>(stages); });
     }
 };
 
@@ -314,43 +314,33 @@ __device__ __forceinline__ void w4a8_rows_gemm(const GemmArgs& args) {
     pipeline.parity = 0;
     const uint32_t row_scales = smem_address(scratch) + E4m3Operand<F>::kScratchBytes + warp * BLOCK_M * 4;
     float acc[N_BLOCKS][BLOCK_M / 2];
-    for (int n = 0; n <= total; ++n) {  // see TileQueue
-        const QueuedTile queued = queue.of_stage(pipeline);
+    queue.consume(pipeline, total, [&](QueuedTile queued) {
         const int n_block = queued.n_block;
-        if (n_block == kNoTile) n = total;
-        if (n_block != kNoTile) {
-            const WorkTile tile = queued.rows;
-            // The stages of the row's first 128 columns alone have its scale.
-            __syncwarp();
-            if (lane < BLOCK_M / 4) {
-                st_shared_v4(row_scales + lane * 16, ld_shared_v4(pipeline.address() + S::kXScales + lane * 16));
-            }
-            __syncwarp();
-            W4a8RowsMainloop<F, WARPGROUPS, N_BLOCKS, BLOCK_M>(acc, pipeline, smem_address(scratch))
-                .template run<WIDTHS...>((args.k + kE4m3BlockK - 1) / kE4m3BlockK, tile.rows);
-#pragma unroll
-            for (int m = 0; m < N_BLOCKS; ++m) {
-                const int tile16 = (n_block + warp / 4 * N_BLOCKS + m) * 4 + warp % 4;
-                if (tile16 >= tiles16) break;
-                const int row = tile16 * 16 + lane / 4;
-                const float* second = PART == kGateUp ? args.up_expert_scale : args.expert_scale;
-                scale_sums<BLOCK_M>(acc[m], row_scales + lane % 4 * 8, tile.rows,
-                                    E4m3Operand<F>::row_scale(args, args.expert_scale, tile.expert, row),
-                                    E4m3Operand<F>::row_scale(args, second, tile.expert, row + 8));
-                if constexpr (PART == kDown) {
-                    const long long bias = static_cast<long long>(tile.expert) * args.n + row;
-                    const TileEpilogue epilogue{args,
-                                                tile,
-                                                1.0f,
-                                                1.0f,
-                                                load_bias(args.bias, args.bias_dtype, bias),
-                                                load_bias(args.bias, args.bias_dtype, bias + 8)};
-                    store_y_tile<BLOCK_M>(epilogue, acc[m], tile16);
-                }
-            }
-            if constexpr (PART == kGateUp) store_h_f32<PART, N_BLOCKS, BLOCK_M>(args, acc, tile, n_block);
+        const WorkTile tile = queued.rows;
+        // The stages of the row's first 128 columns alone have its scale.
+        __syncwarp();
+        if (lane < BLOCK_M / 4) {
+            st_shared_v4(row_scales + lane * 16, ld_shared_v4(pipeline.address() + S::kXScales + lane * 16));
         }
-    }
+        __syncwarp();
+        W4a8RowsMainloop<F, WARPGROUPS, N_BLOCKS, BLOCK_M>(acc, pipeline, smem_address(scratch))
+            .template run<WIDTHS...>((args.k + kE4m3BlockK - 1) / kE4m3BlockK, tile.rows);
+#pragma unroll
+        for (int m = 0; m < N_BLOCKS; ++m) {
+            const int tile16 = (n_block + warp / 4 * N_BLOCKS + m) * 4 + warp % 4;
+            if (tile16 >= tiles16) break;
+            const int row = tile16 * 16 + lane / 4;
+            const float* second = PART == kGateUp ? args.up_expert_scale : args.expert_scale;
+            scale_sums<BLOCK_M>(acc[m], row_scales + lane % 4 * 8, tile.rows,
+                                E4m3Operand<F>::row_scale(args, args.expert_scale, tile.expert, row),
+                                E4m3Operand<F>::row_scale(args, second, tile.expert, row + 8));
+            if constexpr (PART == kDown) {
+                const WeightRows<kDown, kHalves> rows(args, tile.expert, tile16);
+                store_bf16<BLOCK_M, 1, kFastSwiglu, false>(args, tile, rows, acc[m], tile16);
+            }
+        }
+        if constexpr (PART == kGateUp) store_h_f32<PART, N_BLOCKS, BLOCK_M>(args, acc, tile, n_block);
+    });
 }
 
 }  // namespace polymoe

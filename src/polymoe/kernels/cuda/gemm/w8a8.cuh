@@ -10,17 +10,18 @@
 // is that of float16 MMAs, two codes a register (layouts/cuda/w8_fragments.py): two such registers are one of four
 // codes, of other columns than usual. So x and h have their columns in that order, too (pair_columns in quantize.cu).
 //
-// Rows of x are gathered, unless they come in permuted tiles (TILES), as h does; epilogue_e4m3.cuh describes them. With
-// kChannel, a row's one scale is where that of its first 128 columns is. y is by permuted row.
+// Rows of x are gathered, unless they come in permuted tiles (TILES), as h does; epilogue/e4m3_tiles.cuh describes
+// them. With kChannel, a row's one scale is where that of its first 128 columns is. y is by permuted row.
 #pragma once
 #include "../dequant/e4m3.cuh"
-#include "../epilogue_e4m3.cuh"
-#include "../epilogue_f32.cuh"
+#include "../epilogue/bf16.cuh"
+#include "../epilogue/e4m3_tiles.cuh"
+#include "../epilogue/f32_rows.cuh"
 #include "../ptx/compiler.cuh"
-#include "../ptx/griddepcontrol.cuh"
 #include "../ptx/setmaxnreg.cuh"
 #include "../ptx/wgmma.cuh"
-#include "tile_queue.cuh"
+#include "schedule.cuh"
+#include "widths.cuh"
 
 namespace polymoe {
 
@@ -176,15 +177,6 @@ struct Mainloop {
             pipeline.advance();
         }
     }
-
-    // In MMAs for ROWS or, where the work tile has more rows, for the next of WIDER.
-    template <int ROWS, int... WIDER>
-    __device__ __forceinline__ void run_narrowest(int k_blocks, int rows, const QueuedTile& held) {
-        if constexpr (sizeof...(WIDER) > 0) {
-            if (rows > ROWS) return run_narrowest<WIDER...>(k_blocks, rows, held);
-        }
-        run<ROWS>(k_blocks, held);
-    }
 };
 
 // Four warps: all that a stage needs, 128 columns of the tiles at a time. One thread copies weights, and permuted tiles
@@ -287,19 +279,13 @@ struct Producer {
     __device__ __forceinline__ void run(TileQueue& queue, int total, int n_tiles) {
         const int k_blocks = args.k / kE4m3BlockK;
         if (kOneThread && thread) return;
-        int next = blockIdx.x;
-        WorkTile next_rows = {};
-        if (next < total) next_rows = args.work_tiles[next / n_tiles];
-        for (int n = 0; n <= total; ++n) {  // see TileQueue
-            if (thread == 0) {
-                pipeline.wait_empty();
-                queue.put(pipeline, {next_rows, next < total ? next % n_tiles * (kTileBytes / kBlockBytes) : kNoTile});
-                queue.announce(pipeline);
-                if (next < total) next = atomicAdd(&tile_list(args)->next, 1);
-            }
+        TileTaker<kTileBytes / kBlockBytes> taker(args, total, n_tiles, blockIdx.x);
+        const auto next_tile = [&] {
+            if (thread == 0) taker.put(queue, pipeline);
             if (!kOneThread) __syncwarp();
-            const QueuedTile queued = queue.wait(pipeline);
-            if (queued.n_block == kNoTile) break;
+            return queue.wait(pipeline);
+        };
+        for_each_tile(total, next_tile, [&](QueuedTile queued) {
             const WorkTile tile = queued.rows;
             const int n_tile = queued.n_block / (kTileBytes / kBlockBytes);
             const uint32_t bytes = min(kTileBytes, args.n * 128 - n_tile * kTileBytes);
@@ -330,8 +316,8 @@ struct Producer {
                 if (k_block + 1 < k_blocks) fetch_scales(tile, k_block + 1);
                 pipeline.advance();
             }
-            if (thread == 0 && next < total) next_rows = args.work_tiles[next / n_tiles];
-        }
+            if (thread == 0) taker.look_up();
+        });
         for (int i = thread == 0 ? -1 : 0; i < kThreadArrivals; ++i) mbarrier_arrive(pipeline.full_barrier());
     }
 };
@@ -364,20 +350,13 @@ __device__ __forceinline__ void w8a8_gemm(const GemmArgs& args) {
     }
     for (int i = threadIdx.x; i < 3 * BLOCK_M; i += blockDim.x) amax[i] = 0.0f;
     __syncthreads();
-    // For `down`, work tiles were complete before the kernel ahead of it let it start; x was not.
-    if (PART != kDown) {
-        grid_dependency_wait();
-        launch_dependents();
-    }
-    const int n_tiles = (args.n + 255) / 256, total = warp_uniform(*args.num_tiles) * n_tiles;
+    begin_launch<PART>();
+    const int n_tiles = (args.n + 255) / 256, total = warp_uniform(args.tiles->work_tiles) * n_tiles;
 
     if (warp >= kWarps) {
         reg_dealloc<40>();
         pipeline.parity = 1;
-        if (PART == kDown) {
-            grid_dependency_wait();
-            launch_dependents();
-        }
+        begin_x<PART>();
         Producer(args, pipeline, threadIdx.x - kWarps * 32).run(queue, total, n_tiles);
         return;
     }
@@ -387,40 +366,38 @@ __device__ __forceinline__ void w8a8_gemm(const GemmArgs& args) {
     PingPong ping_pong{smem_address(&ping_pong_barriers[warpgroup]), smem_address(&ping_pong_barriers[1 - warpgroup]),
                        warpgroup == 0};
     float acc[kNBlocks][BLOCK_M / 2];
-    int buffer = 0;                     // of amax
-    for (int n = 0; n <= total; ++n) {  // see TileQueue
-        QueuedTile queued = queue.of_stage(pipeline);
-        if (queued.n_block == kNoTile) n = total;
-        if (queued.n_block != kNoTile) {
-            QueuedTile& held = held_tiles[warp];
-            if (SCALES == kChannel) {
-                if (threadIdx.x % 32 == 0) held = queued;
-                __syncwarp();
-            }
-            Mainloop<SCALES, BLOCK_M, kPart, kTiles>(args, acc, pipeline, ping_pong)
-                .template run_narrowest<WIDTHS..., BLOCK_M>(args.k / kE4m3BlockK, queued.rows.rows, held);
-            if (SCALES == kChannel) {  // the lane that writes it reads for all
-                queued = {};
-                if (threadIdx.x % 32 == 0) queued = held;
-                queued = {uniform_tile(queued.rows), warp_uniform(queued.n_block)};
-            }
-            const WorkTile tile = queued.rows;
-            const int n_block = queued.n_block;
-            if constexpr (PART == kDown) {
-#pragma unroll
-                for (int m = 0; m < kNBlocks; ++m) {
-                    const int block = n_block + warpgroup * kNBlocks + m;
-                    if (block < n_blocks) store_y<BLOCK_M, 4>(args, acc[m], tile, block);
-                }
-            } else if constexpr (SCALES == kChannel) {
-                store_h_f32<PART, kNBlocks, BLOCK_M>(args, acc, tile, n_block);
-            } else {
-                store_h_e4m3<kWarpgroups, kNBlocks, BLOCK_M, PairedColumns>(args, acc, tile, n_block, nullptr, amax,
-                                                                            buffer);
-                if (++buffer == 3) buffer = 0;
-            }
+    int buffer = 0;  // of amax
+    queue.consume(pipeline, total, [&](QueuedTile queued) {
+        QueuedTile& held = held_tiles[warp];
+        if (SCALES == kChannel) {
+            if (threadIdx.x % 32 == 0) held = queued;
+            __syncwarp();
         }
-    }
+        Mainloop<SCALES, BLOCK_M, kPart, kTiles> mainloop(args, acc, pipeline, ping_pong);
+        with_narrowest<WIDTHS..., BLOCK_M>(queued.rows.rows, [&](auto width) {
+            mainloop.template run<decltype(width)::value>(args.k / kE4m3BlockK, held);
+        });
+        if (SCALES == kChannel) {  // the lane that writes it reads for all
+            queued = {};
+            if (threadIdx.x % 32 == 0) queued = held;
+            queued = {uniform_tile(queued.rows), warp_uniform(queued.n_block)};
+        }
+        const WorkTile tile = queued.rows;
+        const int n_block = queued.n_block;
+        if constexpr (PART == kDown) {
+#pragma unroll
+            for (int m = 0; m < kNBlocks; ++m) {
+                const int block = n_block + warpgroup * kNBlocks + m;
+                if (block < n_blocks) store_y<BLOCK_M, 4>(args, acc[m], tile, block);
+            }
+        } else if constexpr (SCALES == kChannel) {
+            store_h_f32<PART, kNBlocks, BLOCK_M>(args, acc, tile, n_block);
+        } else {
+            store_h_e4m3<kWarpgroups, kNBlocks, BLOCK_M, PairedColumns>(args, acc, tile, n_block, nullptr, amax,
+                                                                        buffer);
+            if (++buffer == 3) buffer = 0;
+        }
+    });
 }
 
 }  // namespace polymoe

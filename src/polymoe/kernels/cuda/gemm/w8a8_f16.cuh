@@ -17,12 +17,14 @@
 // row maxima. With kChannel it writes h in float32.
 #pragma once
 #include "../dequant/e4m3.cuh"
-#include "../epilogue_f32.cuh"
-#include "../exact_divide.cuh"
+#include "../epilogue/bf16.cuh"
+#include "../epilogue/e4m3_rows.cuh"
+#include "../epilogue/f32_rows.cuh"
 #include "../ptx/compiler.cuh"
-#include "../ptx/griddepcontrol.cuh"
 #include "../ptx/setmaxnreg.cuh"
 #include "../ptx/wgmma.cuh"
+#include "schedule.cuh"
+#include "widths.cuh"
 
 namespace polymoe {
 namespace w8a8_f16 {
@@ -41,7 +43,8 @@ struct Stage : polymoe::Stage<kTileBytes, BLOCK_M * 256, BLOCK_M * kRowScaleByte
 template <Scales SCALES, int M, int BLOCK_M, int PART>
 struct Mainloop {
     using S = Stage<BLOCK_M>;
-    static constexpr int kSums = M <= 64 || SCALES == kChannel ? kNBlocks : 1;  // as many as registers have room for
+    // As many as registers have room for beside the accumulators.
+    static constexpr int kSums = M + BLOCK_M <= 144 || SCALES == kChannel ? kNBlocks : 1;
     float (&acc)[kNBlocks][BLOCK_M / 2];
     Pipeline& pipeline;
     uint32_t lane_weights, lane_scales;
@@ -175,104 +178,6 @@ struct Mainloop {
     }
 };
 
-// In MMAs for M rows or, where the work tile has more, for the next of WIDER.
-template <Scales SCALES, int BLOCK_M, int PART, int M, int... WIDER>
-__device__ __forceinline__ void narrowest_mainloop(float (&acc)[kNBlocks][BLOCK_M / 2], Pipeline& pipeline,
-                                                   int k_blocks, int rows, const ChannelScales<kNBlocks>* channels) {
-    if constexpr (sizeof...(WIDER) > 0) {
-        if (rows > M) {
-            return narrowest_mainloop<SCALES, BLOCK_M, PART, WIDER...>(acc, pipeline, k_blocks, rows, channels);
-        }
-    }
-    Mainloop<SCALES, M, BLOCK_M, PART>(acc, pipeline).run(k_blocks, channels);
-}
-
-// What a CTA's warps exchange of the rows of h.
-template <int BLOCK_M>
-struct RowMaxima {
-    float of_warp[kWarps][BLOCK_M];
-    float2 scale[BLOCK_M];  // and its reciprocal
-};
-
-// h of a block's rows g, in place of the first half of their accumulators, and the maximum of each row of x in this
-// warp.
-template <bool SWIGLU, int BLOCK_M>
-__device__ __forceinline__ void activate(const GemmArgs& args, float (&acc)[kNBlocks][BLOCK_M / 2], int rows, int bias,
-                                         float (&amax)[BLOCK_M]) {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    float low_bias[kNBlocks], high_bias[kNBlocks];
-#pragma unroll
-    for (int m = 0; m < kNBlocks; ++m) {
-        low_bias[m] = load_bias(args.bias, args.bias_dtype, bias + m * 32);
-        high_bias[m] = load_bias(args.up_bias, args.bias_dtype, bias + m * 32);
-    }
-#pragma unroll
-    for (int n = 0; n < BLOCK_M / 8; ++n) {
-        if (n * 8 >= rows) break;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            float most = 0.0f;
-#pragma unroll
-            for (int m = 0; m < kNBlocks; ++m) {
-                float* c = &acc[m][4 * n + i];
-                const float gate = c[0] + low_bias[m], up = c[2] + high_bias[m];
-                *c = SWIGLU ? fast_swiglu(args, gate, up) : gated_activation(args, gate, up);
-                most = fmaxf(most, fabsf(*c));
-            }
-#pragma unroll
-            for (int lanes = 4; lanes < 32; lanes *= 2) most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFFu, most, lanes));
-            if (g == 0) amax[n * 8 + 2 * t + i] = most;
-        }
-    }
-}
-
-// The activation, and 128 columns of h with their scales.
-template <int BLOCK_M>
-__device__ __forceinline__ void store_h(const GemmArgs& args, float (&acc)[kNBlocks][BLOCK_M / 2], WorkTile tile,
-                                        int n_tile, RowMaxima<BLOCK_M>& maxima) {
-    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, columns = args.n / 2;
-    const int first =
-        warp / 4 * kNBlocks * 32 + warp % 4 * 8;  // of the 128 columns, those of m = 0; of m = 1, 32 further on
-    const int bias = tile.expert * columns + n_tile * 128 + first + g;
-    if (args.activation == kSwiglu) {
-        activate<true, BLOCK_M>(args, acc, tile.rows, bias, maxima.of_warp[warp]);
-    } else {
-        activate<false, BLOCK_M>(args, acc, tile.rows, bias, maxima.of_warp[warp]);
-    }
-    named_barrier_sync(1, kWarps * 32);
-    const int bytes = row_bytes(columns);
-    uint8_t* out = static_cast<uint8_t*>(args.out) + static_cast<long long>(tile.row) * bytes;
-    if (threadIdx.x < tile.rows) {
-        float scale = 0.0f;
-#pragma unroll
-        for (int other = 0; other < kWarps; ++other) scale = fmaxf(scale, maxima.of_warp[other][threadIdx.x]);
-        scale /= 448.0f;
-        if (scale == 0.0f) scale = 1.0f;
-        maxima.scale[threadIdx.x] = make_float2(scale, fminf(1.0f / scale, 3.4028235e38f));
-        reinterpret_cast<float*>(out + static_cast<long long>(threadIdx.x) * bytes + columns)[n_tile] = scale;
-    }
-    named_barrier_sync(1, kWarps * 32);
-    out += static_cast<long long>(g) * bytes + n_tile * 128 + first + 2 * t;
-#pragma unroll
-    for (int n = 0; n < BLOCK_M / 8; ++n) {
-        if (n * 8 >= tile.rows) break;
-        uint32_t v = 0;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const float2 scale = maxima.scale[n * 8 + 2 * t + i];
-            v |= pack_e4m3x2(exact_divide(acc[0][4 * n + i], scale.x, scale.y),
-                             exact_divide(acc[1][4 * n + i], scale.x, scale.y))
-                 << 16 * i;
-        }
-        v = movmatrix_trans(v);  // columns 2t and 2t + 1 of a row, each of m = 0 and 1
-        if (n * 8 + g < tile.rows) {
-            uint16_t* to = reinterpret_cast<uint16_t*>(out + static_cast<long long>(n * 8) * bytes);
-            to[0] = static_cast<uint16_t>((v & 0xFF) | (v >> 8 & 0xFF00));
-            to[16] = static_cast<uint16_t>((v >> 8 & 0xFF) | (v >> 16 & 0xFF00));
-        }
-    }
-}
-
 template <Scales SCALES, int PART, int BLOCK_M, int... WIDTHS>
 __device__ __forceinline__ void consume(const GemmArgs& args, Pipeline& pipeline, RowMaxima<BLOCK_M>& maxima, int total,
                                         int n_tiles) {
@@ -282,23 +187,27 @@ __device__ __forceinline__ void consume(const GemmArgs& args, Pipeline& pipeline
         const int index = i_tile / n_tiles, n_tile = i_tile - index * n_tiles;
         WorkTile tile = args.work_tiles[index];
         tile.rows = warp_uniform(tile.rows);
-        const int k_blocks = args.k / kE4m3BlockK;
+        const auto multiply = [&](const ChannelScales<kNBlocks>* channels) {
+            with_narrowest<WIDTHS..., BLOCK_M>(tile.rows, [&](auto width) {
+                Mainloop<SCALES, decltype(width)::value, BLOCK_M, PART>(acc, pipeline)
+                    .run(args.k / kE4m3BlockK, channels);
+            });
+        };
         if constexpr (SCALES == kChannel) {
             const ChannelScales<kNBlocks> channels(args, tile.expert, (n_tile * kWarpgroups + warp / 4) * kNBlocks);
-            narrowest_mainloop<SCALES, BLOCK_M, PART, WIDTHS..., BLOCK_M>(acc, pipeline, k_blocks, tile.rows,
-                                                                          &channels);
+            multiply(&channels);
         } else {
-            narrowest_mainloop<SCALES, BLOCK_M, PART, WIDTHS..., BLOCK_M>(acc, pipeline, k_blocks, tile.rows, nullptr);
+            multiply(nullptr);
         }
         if constexpr (PART != kDown && SCALES == kChannel) {
             store_h_f32<PART, kNBlocks, BLOCK_M>(args, acc, tile, n_tile * kWarpgroups * kNBlocks);
         } else if constexpr (PART == kGateUp) {
-            store_h<BLOCK_M>(args, acc, tile, n_tile, maxima);
+            store_h_e4m3_rows<BLOCK_M>(args, acc, tile, n_tile, maxima);
         } else {
 #pragma unroll
             for (int m = 0; m < kNBlocks; ++m) {
                 const int n_block = (n_tile * kWarpgroups + warp / 4) * kNBlocks + m;
-                if (n_block < n_blocks) store_y<BLOCK_M>(args, acc[m], tile, n_block);
+                if (n_block < n_blocks) store_y<BLOCK_M, 1>(args, acc[m], tile, n_block);
             }
         }
     }
@@ -453,12 +362,8 @@ __device__ __forceinline__ void w8a8_f16_gemm(const GemmArgs& args) {
         mbarrier_init_fence();
     }
     __syncthreads();
-    // For `down`, work tiles were complete before the kernel ahead of it let it start; x was not.
-    if (PART != kDown) {
-        grid_dependency_wait();
-        launch_dependents();
-    }
-    const int n_tiles = (args.n + 255) / 256, total = warp_uniform(*args.num_tiles) * n_tiles;
+    begin_launch<PART>();
+    const int n_tiles = (args.n + 255) / 256, total = warp_uniform(args.tiles->work_tiles) * n_tiles;
 
     if (warp >= kWarps) {
         reg_dealloc<88>();
@@ -466,10 +371,7 @@ __device__ __forceinline__ void w8a8_f16_gemm(const GemmArgs& args) {
         if (warp == kWarps) {
             if (threadIdx.x % 32 == 0) produce_weights<BLOCK_M>(args, pipeline, total, n_tiles);
         } else {
-            if (PART == kDown) {
-                grid_dependency_wait();
-                launch_dependents();
-            }
+            begin_x<PART>();
             XProducer<SCALES, BLOCK_M, PART>(args, pipeline, threadIdx.x - (kWarps + 1) * 32).run(total, n_tiles);
         }
     } else {

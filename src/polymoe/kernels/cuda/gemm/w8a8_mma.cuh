@@ -17,13 +17,14 @@
 // first blocks need beside weights is loaded ahead of them: behind them it would wait until most of them are there.
 #pragma once
 #include "../dequant/e4m3.cuh"
-#include "../epilogue.cuh"
+#include "../epilogue/f32_rows.cuh"
+#include "../pipeline.cuh"
 #include "../exact_divide.cuh"
 #include "../ptx/compiler.cuh"
-#include "../ptx/griddepcontrol.cuh"
-#include "../ptx/mma_f16.cuh"
-#include "../ptx/st_shared_u16.cuh"
+#include "../ptx/mma.cuh"
+#include "../ptx/memory.cuh"
 #include "few_rows.cuh"
+#include "schedule.cuh"
 
 namespace polymoe {
 
@@ -66,7 +67,7 @@ struct WorkTiles {
 
     __device__ __forceinline__ explicit WorkTiles(const RoundingArgs& args) : args(args) {
         if (!args.ids) {
-            count = warp_uniform(*args.num_tiles);
+            count = warp_uniform(args.tiles->work_tiles);
             return;
         }
         const int lane = threadIdx.x % 32;
@@ -156,25 +157,21 @@ struct Weights {
     }
 };
 
-// The weights' scales of the warp's blocks of a unit: lane i has that of its block i for rows g of tiles, lane 16 + i
-// for rows g + 8.
-template <int PART>
+// The weights' scales of a unit. kBlock128: of the warp's blocks; lane i has that of its block i for rows g of tiles,
+// lane 16 + i for rows g + 8. kChannel: of the unit's rows, one a lane.
+template <Scales SCALES, int PART>
 __device__ __forceinline__ float weight_scales(const GemmArgs& args, const WorkTiles& tiles, const Share& share,
                                                int unit) {
     if (unit >= share.end) return 0.0f;
     const int index = unit / share.units, row = (unit - index * share.units) * kUnit, lane = threadIdx.x % 32;
-    const w8::WeightScales scales = w8::WeightScales::of<PART>(args, tiles.expert_of(index), row / 256);
-    const float* from = (PART == kDown ? row / 128 % 2 : lane / 16) ? scales.second : scales.first;
-    const int k_block = share.part + lane % 16 * share.parts;
-    return k_block < share.k_blocks ? from[k_block] : 0.0f;
-}
-
-// kChannel: the scales of a unit's rows of weights, one a lane.
-__device__ __forceinline__ float channel_scales(const GemmArgs& args, const WorkTiles& tiles, const Share& share,
-                                                int unit) {
-    if (unit >= share.end) return 0.0f;
-    const int index = unit / share.units, row = (unit - index * share.units) * kUnit + threadIdx.x % 32;
-    return reinterpret_cast<const float*>(args.scales + tiles.expert_of(index) * args.scales_stride)[row];
+    if constexpr (SCALES == kChannel) {
+        return reinterpret_cast<const float*>(args.scales + tiles.expert_of(index) * args.scales_stride)[row + lane];
+    } else {
+        const w8::WeightScales scales = w8::WeightScales::of<PART>(args, tiles.expert_of(index), row / 256);
+        const float* from = (PART == kDown ? row / 128 % 2 : lane / 16) ? scales.second : scales.first;
+        const int k_block = share.part + lane % 16 * share.parts;
+        return k_block < share.k_blocks ? from[k_block] : 0.0f;
+    }
 }
 
 __device__ __forceinline__ float warp_max(float v) {
@@ -333,35 +330,232 @@ __device__ __forceinline__ void add_blocks(float (&sum)[4], uint32_t from, uint3
     }
 }
 
-// h of rows g of a tile of 16 rows of weights (without a gate of all 16), for rows 2t and 2t + 1 of x, which are
-// `rows`; or y of all 16, which w8a8_f16.cuh rounds to bfloat16.
-template <int PART, bool ORDERED>
-__device__ __forceinline__ void store(const GemmArgs& args, const float (&c)[4], int expert, const int (&rows)[2],
-                                      int tile16) {
-    const int g = threadIdx.x % 32 / 4;
-    const int width = PART == kGateUp ? args.n / 2 : args.n;
-    const int low = PART == kGateUp ? tile16 * 8 + g : tile16 * 16 + tile_row<PART>(g, 0);
-    const int high = PART == kGateUp ? low : tile16 * 16 + tile_row<PART>(g, 1);
-    const long long bias = static_cast<long long>(expert) * width;
-    const float low_bias = load_bias(args.bias, args.bias_dtype, bias + low);
-    const float high_bias = load_bias(PART == kGateUp ? args.up_bias : args.bias, args.bias_dtype, bias + high);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        if (rows[i] < 0) continue;
-        float* out = static_cast<float*>(args.out) + static_cast<long long>(rows[i]) * width;
-        const float first = c[i] + low_bias, second = c[2 + i] + high_bias;
-        if (PART == kDown) {
-            out[low] = ORDERED ? bf16_to_f32(f32_to_bf16(first)) : first;
-            out[high] = ORDERED ? bf16_to_f32(f32_to_bf16(second)) : second;
-        } else if (PART == kUp) {
-            const float up = max_nan(first, 0.0f), second_up = max_nan(second, 0.0f);
-            out[low] = up * up, out[high] = second_up * second_up;
+// A warp, with a pipeline and an x of its own.
+template <Scales SCALES, int PART, bool ORDERED>
+struct Warp {
+    using XColumns = Columns<SCALES, PART, ORDERED>;
+    static constexpr int kExchange = ORDERED ? kExchangeBytes : kSums * 4;
+    const RoundingArgs& args;
+    const int warp, lane;
+    const uint32_t full, stages, exchanges;  // mbarriers; stages; two buffers of sums, of all warps
+    float* maxima;                           // [kWarps, kRows], of all warps (kChannel)
+    const WorkTiles tiles;
+    const Share share;
+    const uint32_t x_start;  // of the group's rounded x
+    XColumns columns;
+    Rows x;
+    int now;       // the work tile whose x is here, or on its way
+    bool fetched;  // the first columns of the first work tile
+    int rows[2];   // of out
+    int stage, buffer, turn;
+    uint32_t parity;
+
+    __device__ __forceinline__ Warp(const RoundingArgs& args, uint32_t memory, uint32_t full, float* maxima)
+        : args(args),
+          warp(warp_uniform(threadIdx.x / 32)),
+          lane(threadIdx.x % 32),
+          full(full),
+          stages(memory + warp * args.stages * kBlockBytes),
+          exchanges(memory + args.stages * kWarps * kBlockBytes),
+          maxima(maxima),
+          tiles(args),
+          share(args, tiles.count),
+          x_start(exchanges + 2 * kExchange + share.group * share.k_blocks * kXBytes),
+          x{},
+          now(-1),
+          fetched(PART != kDown),
+          rows{},
+          stage(0),
+          buffer(0),
+          turn(0),
+          parity(0) {}
+
+    // Of the warps that share a unit.
+    __device__ __forceinline__ void meet() const {
+        if (share.parts > 1) {
+            named_barrier_sync(1 + share.group, share.parts * 32);
         } else {
-            out[low] =
-                args.activation == kSwiglu ? fast_swiglu(args, first, second) : gated_activation(args, first, second);
+            __syncwarp();
         }
     }
-}
+
+    // kChannel: the scale of row lane % 8 of x: a given one, or that of the maximum of all warps that share a unit.
+    __device__ __forceinline__ float row_scale() {
+        if (args.input_scales) return args.input_scales[x.expert];
+        if (PART != kDown && args.x_dtype == 3) return 0.0f;  // x has it
+#pragma unroll 1
+        for (int g = 0; g < x.count; ++g) {
+            const int row = __shfl_sync(kAll, x.row, g * 4);
+            float most = 0.0f;
+#pragma unroll 1
+            for (int k_block = share.part; k_block < share.k_blocks; k_block += XColumns::kAtOnce * share.parts) {
+                if (!fetched) columns.fetch(args, share, row, k_block);
+                fetched = false;
+                most = fmaxf(most, columns.amax(args, share, k_block));
+            }
+            most = warp_max(most);
+            if (lane == 0) maxima[warp * kRows + g] = most;
+        }
+        meet();
+        float most = 0.0f;
+        for (int i = 0; i < share.parts; ++i) {
+            most = fmaxf(most, maxima[(warp - share.part + i) * kRows + lane % kRows]);
+        }
+        return scale_of<ORDERED>(most);
+    }
+
+    // x of the work tile number `index`.
+    __device__ __forceinline__ void round_x(int index) {
+        __syncwarp();  // all lanes have read the scales of the x before
+        if (!fetched) x = tiles[index];
+        now = index;
+        rows[0] = __shfl_sync(kAll, x.row, lane % 4 * 8), rows[1] = __shfl_sync(kAll, x.row, lane % 4 * 8 + 4);
+        const float of_row = SCALES == kChannel ? row_scale() : 0.0f;
+#pragma unroll 1
+        for (int g = 0; g < x.count; ++g) {
+            const int row = __shfl_sync(kAll, x.row, g * 4);
+            const float scale = __shfl_sync(kAll, of_row, g);
+#pragma unroll 1
+            for (int k_block = share.part; k_block < share.k_blocks; k_block += XColumns::kAtOnce * share.parts) {
+                if (!fetched) columns.fetch(args, share, row, k_block);
+                fetched = false;
+                columns.store(args, share, g, k_block, x_start + k_block * kXBytes, scale);
+            }
+        }
+        __syncwarp();
+    }
+
+    // Adds the next block's products with x to `sums`, and copies another block in its place.
+    __device__ __forceinline__ void multiply(float (&sums)[2][4], uint32_t x_block, Weights& weights) {
+        mbarrier_wait(full + 8 * stage, parity);
+        mma_block(sums, stages + stage * kBlockBytes, x_block);
+        __syncwarp();
+        weights.copy(stages + stage * kBlockBytes, full + 8 * stage);
+        if (++stage == args.stages) stage = 0, parity ^= 1;
+    }
+
+    // The scales of rows 2t and 2t + 1 of x, of a block at `x_block`.
+    __device__ __forceinline__ float2 x_scales(uint32_t x_block) const {
+        const uint2 v = ld_shared_v2(x_block + 1024 + lane % 4 * 8);
+        return make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
+    }
+
+    // kChannel: a tile's sums times the scales. They are rounded before biases are added, as in w8a8_f16.cuh.
+    __device__ __forceinline__ void scale_tile(float (&sums)[4], float scales, int tile) const {
+        const float2 of_x = x_scales(x_start + share.part * kXBytes);
+        float by[2] = {of_x.x, of_x.y};
+        const float low = __shfl_sync(kAll, scales, tile * 16 + lane / 4);
+        const float high = __shfl_sync(kAll, scales, tile * 16 + 8 + lane / 4);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            if (PART != kDown && args.router_weights && rows[i] >= 0) by[i] *= args.router_weights[rows[i]];
+            sums[i] = __fmul_rn(sums[i], by[i] * low), sums[2 + i] = __fmul_rn(sums[2 + i], by[i] * high);
+        }
+    }
+
+    // Ordered: adds the sums of a round's blocks, of which `first` is the first, for a tile.
+    __device__ __forceinline__ void add_round(float (&sum)[4], uint32_t exchange, int tile, int first) const {
+        const int warp_of_first = warp - share.part;
+        add_blocks<SCALES>(sum, exchange + warp_of_first * 1024 + tile * 512 + lane * 16,
+                           exchange + kSumsBytes + warp_of_first * 64 + lane % 4 * 16,
+                           min(share.parts, share.k_blocks - first));
+    }
+
+    // A block of each of the warps that share the unit is a round. Each warp adds its own blocks; ordered, warps
+    // exchange the sums of every round. There are two buffers for that: who writes to one has met, at the other one,
+    // those that read what was in it. `scales`: of weight_scales.
+    __device__ __forceinline__ void multiply_unit(int of_tile, float scales, Weights& weights) {
+        // Two of the warps have the sums of a tile each, from unit to unit other ones; or one has both.
+        const int own_tile = (share.part - 2 * turn++) & (share.parts - 1);
+        const uint32_t to = warp * 1024 + lane * 16;
+        float acc[2][4] = {}, sum[4] = {};
+        int i_block = 0, first = 0;
+        uint32_t exchange;
+#pragma unroll 1
+        for (;; first += share.parts, ++i_block) {
+            exchange = exchanges + buffer * kExchange;
+            const int k_block = first + share.part;
+            if (k_block < share.k_blocks) {
+                const uint32_t x_block = x_start + k_block * kXBytes;
+                float by[4];
+                if constexpr (SCALES == kBlock128) {
+                    const float low = __shfl_sync(kAll, scales, i_block),
+                                high = __shfl_sync(kAll, scales, 16 + i_block);
+                    const float2 of_x = x_scales(x_block);
+                    by[0] = low * of_x.x, by[1] = low * of_x.y, by[2] = high * of_x.x, by[3] = high * of_x.y;
+                    if (ORDERED && lane < 4) {
+                        st_shared_f4(exchange + kSumsBytes + warp * 64 + lane * 16, by[0], by[1], by[2], by[3]);
+                    }
+                }
+                if constexpr (ORDERED || SCALES == kBlock128) {
+                    float c[2][4] = {};
+                    multiply(c, x_block, weights);
+#pragma unroll
+                    for (int tile = 0; tile < 2; ++tile) {
+                        if constexpr (ORDERED) {
+                            st_shared_f4(exchange + to + tile * 512, c[tile][0], c[tile][1], c[tile][2], c[tile][3]);
+                        } else {
+#pragma unroll
+                            for (int i = 0; i < 4; ++i) acc[tile][i] = fmaf(c[tile][i], by[i], acc[tile][i]);
+                        }
+                    }
+                } else {
+                    multiply(acc, x_block, weights);
+                }
+            }
+            if (ORDERED) meet();
+            if (first + share.parts >= share.k_blocks) break;
+            if (ORDERED && own_tile < 2) add_round(sum, exchange, own_tile, first);
+            if (ORDERED) buffer ^= 1;
+        }
+        if constexpr (!ORDERED) {
+#pragma unroll
+            for (int tile = 0; tile < 2; ++tile) {
+                if (SCALES == kChannel) scale_tile(acc[tile], scales, tile);
+                st_shared_f4(exchange + to + tile * 512, acc[tile][0], acc[tile][1], acc[tile][2], acc[tile][3]);
+            }
+            meet();
+        }
+        buffer ^= 1;
+#pragma unroll 1
+        for (int tile = own_tile; tile < 2; tile += share.parts) {
+            if constexpr (ORDERED) {
+                add_round(sum, exchange, tile, first);
+                if (SCALES == kChannel) scale_tile(sum, scales, tile);
+            } else {
+#pragma unroll
+                for (int i = 0; i < kWarps; ++i) {
+                    if (i >= share.parts) break;
+                    const float4 more = ld_shared_f4(exchange + to + (i - share.part) * 1024 + tile * 512);
+                    sum[0] += more.x, sum[1] += more.y, sum[2] += more.z, sum[3] += more.w;
+                }
+            }
+            // Ordered, y is rounded to bfloat16, as w8a8_f16.cuh stores it.
+            const WeightRows<PART, kNeighbours> weight_rows(args, x.expert, of_tile * 2 + tile);
+            store_rows<float, kFast, ORDERED>(args, weight_rows, sum, rows, {1.0f, 1.0f});
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sum[i] = 0.0f;
+        }
+    }
+
+    __device__ __forceinline__ void run() {
+        float next_scales = weight_scales<SCALES, PART>(args, tiles, share, share.begin);
+        if (PART != kDown && share.begin < share.end) {
+            now = share.begin / share.units, x = tiles[now];
+            columns.fetch(args, share, warp_uniform(x.row), share.part);
+        }
+        Weights weights(args, tiles, share);
+        for (int i = 0; i < args.stages; ++i) weights.copy(stages + i * kBlockBytes, full + 8 * i);
+        begin_x<PART>();
+        for (int unit = share.begin; unit < share.end; unit += share.groups) {
+            const int index = unit / share.units;
+            if (index != now || fetched) round_x(index);
+            const float scales = next_scales;
+            next_scales = weight_scales<SCALES, PART>(args, tiles, share, unit + share.groups);
+            multiply_unit(unit - index * share.units, scales, weights);
+        }
+    }
+};
 
 }  // namespace w8a8_mma
 
@@ -372,224 +566,14 @@ __device__ __forceinline__ void w8a8_mma_gemm(const RoundingArgs& args) {
     extern __shared__ __align__(128) uint8_t memory[];
     __shared__ __align__(8) uint64_t barriers[kWarps * kStages];
     __shared__ float maxima[SCALES == kChannel ? kWarps * kRows : 1];
-    const int warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
-    const uint32_t full = smem_address(&barriers[warp * kStages]);
-    const uint32_t stages = smem_address(memory) + warp * args.stages * kBlockBytes;
-    float4* partial = reinterpret_cast<float4*>(memory + args.stages * STAGE_BYTES) + lane;
-    const uint32_t exchanges = smem_address(memory) + args.stages * STAGE_BYTES;
-    if (lane == 0) {
+    const uint32_t full = smem_address(&barriers[warp_uniform(threadIdx.x / 32) * kStages]);
+    if (threadIdx.x % 32 == 0) {
         for (int i = 0; i < args.stages; ++i) mbarrier_init(full + 8 * i, 1);
         mbarrier_init_fence();
     }
     __syncwarp();
-    // For `down`, ids and work tiles were complete before the kernel ahead of it let it start; x was not.
-    if (PART != kDown) {
-        grid_dependency_wait();
-        launch_dependents();
-    }
-    const WorkTiles tiles(args);
-    const Share share(args, tiles.count);
-    const uint32_t x_start =
-        exchanges + 2 * (ORDERED ? kExchangeBytes : kSums * 4) + (share.group * share.k_blocks) * kXBytes;
-    const auto scales_of = [&](int unit) {
-        return SCALES == kChannel ? channel_scales(args, tiles, share, unit)
-                                  : weight_scales<PART>(args, tiles, share, unit);
-    };
-    float next_scales = scales_of(share.begin);
-    Rows x = {};
-    Columns<SCALES, PART, ORDERED> columns;
-    int now = -1;  // the work tile whose x is here, or on its way
-    if (PART != kDown && share.begin < share.end) {
-        now = share.begin / share.units, x = tiles[now];
-        columns.fetch(args, share, warp_uniform(x.row), share.part);
-    }
-    Weights weights(args, tiles, share);
-    for (int i = 0; i < args.stages; ++i) weights.copy(stages + i * kBlockBytes, full + 8 * i);
-    if (PART == kDown) {
-        grid_dependency_wait();
-        launch_dependents();
-    }
-
-    int stage = 0, buffer = 0, turn = 0;
-    uint32_t parity = 0;
-    bool fetched = PART != kDown;  // the first columns of the first work tile
-    constexpr int kAtOnce = Columns<SCALES, PART, ORDERED>::kAtOnce;
-    int rows[2] = {};
-    for (int unit = share.begin; unit < share.end; unit += share.groups) {
-        const int index = unit / share.units, of_tile = unit - index * share.units;
-        if (index != now || fetched) {
-            if (!fetched) x = tiles[index];
-            now = index;
-            rows[0] = __shfl_sync(kAll, x.row, lane % 4 * 8), rows[1] = __shfl_sync(kAll, x.row, lane % 4 * 8 + 4);
-            // kChannel: the scales of all rows, from the maxima of all warps that share a unit.
-            const bool given = SCALES == kChannel && args.input_scales;
-            float row_scale = given ? args.input_scales[x.expert] : 0.0f;  // of row lane % 8
-            if (SCALES == kChannel && !given && (PART == kDown || args.x_dtype != 3)) {
-#pragma unroll 1
-                for (int g = 0; g < x.count; ++g) {
-                    const int row = __shfl_sync(kAll, x.row, g * 4);
-                    float most = 0.0f;
-#pragma unroll 1
-                    for (int k_block = share.part; k_block < share.k_blocks; k_block += kAtOnce * share.parts) {
-                        if (!fetched) columns.fetch(args, share, row, k_block);
-                        fetched = false;
-                        most = fmaxf(most, columns.amax(args, share, k_block));
-                    }
-                    most = warp_max(most);
-                    if (lane == 0) maxima[warp * kRows + g] = most;
-                }
-                if (share.parts > 1) {
-                    named_barrier_sync(1 + share.group, share.parts * 32);
-                } else {
-                    __syncwarp();
-                }
-                for (int i = 0; i < share.parts; ++i) {
-                    row_scale = fmaxf(row_scale, maxima[(warp - share.part + i) * kRows + lane % kRows]);
-                }
-                row_scale = scale_of<ORDERED>(row_scale);
-            }
-#pragma unroll 1
-            for (int g = 0; g < x.count; ++g) {
-                const int row = __shfl_sync(kAll, x.row, g * 4);
-                const float scale = __shfl_sync(kAll, row_scale, g);
-#pragma unroll 1
-                for (int k_block = share.part; k_block < share.k_blocks; k_block += kAtOnce * share.parts) {
-                    if (!fetched) columns.fetch(args, share, row, k_block);
-                    fetched = false;
-                    columns.store(args, share, g, k_block, x_start + k_block * kXBytes, scale);
-                }
-            }
-            __syncwarp();
-        }
-        const float scales = next_scales;
-        next_scales = scales_of(unit + share.groups);
-        if constexpr (ORDERED) {
-            // Two of the warps that share the unit add a tile each, from unit to unit other ones; or one adds both.
-            const int own_tile = (share.part - 2 * turn++) & (share.parts - 1), first_warp = warp - share.part;
-            float sum[4] = {};
-            int i_block = 0;
-#pragma unroll 1
-            for (int first = 0; first < share.k_blocks; first += share.parts, ++i_block) {
-                // There are two buffers: who writes to one has met, at the other one, those that read what was in it.
-                const uint32_t exchange = exchanges + buffer * kExchangeBytes;
-                buffer ^= 1;
-                const int k_block = first + share.part;
-                if (k_block < share.k_blocks) {
-                    const uint32_t x_block = x_start + k_block * kXBytes, to = exchange + warp * 1024 + lane * 16;
-                    if constexpr (SCALES == kBlock128) {
-                        const float low = __shfl_sync(kAll, scales, i_block);
-                        const float high = __shfl_sync(kAll, scales, 16 + i_block);
-                        const uint2 of_x = ld_shared_v2(x_block + 1024 + lane % 4 * 8);
-                        const float x0 = __uint_as_float(of_x.x), x1 = __uint_as_float(of_x.y);
-                        const uint32_t by = exchange + kSumsBytes + warp * 64 + lane * 16;
-                        if (lane < 4) st_shared_f4(by, low * x0, low * x1, high * x0, high * x1);
-                    }
-                    float c[2][4] = {};
-                    mbarrier_wait(full + 8 * stage, parity);
-                    mma_block(c, stages + stage * kBlockBytes, x_block);
-                    __syncwarp();
-                    weights.copy(stages + stage * kBlockBytes, full + 8 * stage);
-                    if (++stage == args.stages) stage = 0, parity ^= 1;
-                    st_shared_f4(to, c[0][0], c[0][1], c[0][2], c[0][3]);
-                    st_shared_f4(to + 512, c[1][0], c[1][1], c[1][2], c[1][3]);
-                }
-                if (share.parts > 1) {
-                    named_barrier_sync(1 + share.group, share.parts * 32);
-                } else {
-                    __syncwarp();
-                }
-#pragma unroll 1
-                for (int tile = own_tile; tile < 2; tile += share.parts) {
-                    const int blocks = min(share.parts, share.k_blocks - first);
-                    add_blocks<SCALES>(sum, exchange + first_warp * 1024 + tile * 512 + lane * 16,
-                                       exchange + kSumsBytes + first_warp * 64 + lane % 4 * 16, blocks);
-                    if (first + blocks < share.k_blocks) break;
-                    if constexpr (SCALES == kChannel) {
-                        const uint2 of_x = ld_shared_v2(x_start + share.part * kXBytes + 1024 + lane % 4 * 8);
-                        float by[2] = {__uint_as_float(of_x.x), __uint_as_float(of_x.y)};
-                        const float low = __shfl_sync(kAll, scales, tile * 16 + lane / 4);
-                        const float high = __shfl_sync(kAll, scales, tile * 16 + 8 + lane / 4);
-#pragma unroll
-                        for (int i = 0; i < 2; ++i) {  // rounded before biases are added, as in w8a8_f16.cuh
-                            if (PART != kDown && args.router_weights && rows[i] >= 0) {
-                                by[i] *= args.router_weights[rows[i]];
-                            }
-                            sum[i] = __fmul_rn(sum[i], by[i] * low), sum[2 + i] = __fmul_rn(sum[2 + i], by[i] * high);
-                        }
-                    }
-                    store<PART, ORDERED>(args, sum, x.expert, rows, of_tile * 2 + tile);
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) sum[i] = 0.0f;
-                }
-            }
-            continue;
-        }
-        float acc[2][4] = {};
-        int i_block = 0;
-#pragma unroll 1
-        for (int k_block = share.part; k_block < share.k_blocks; k_block += share.parts, ++i_block) {
-            const uint32_t x_block = x_start + k_block * kXBytes;
-            if constexpr (SCALES == kChannel) {
-                mbarrier_wait(full + 8 * stage, parity);
-                mma_block(acc, stages + stage * kBlockBytes, x_block);
-                __syncwarp();
-                weights.copy(stages + stage * kBlockBytes, full + 8 * stage);
-                if (++stage == args.stages) stage = 0, parity ^= 1;
-                continue;
-            }
-            const float low = __shfl_sync(kAll, scales, i_block), high = __shfl_sync(kAll, scales, 16 + i_block);
-            const uint2 of_x = ld_shared_v2(x_block + 1024 + lane % 4 * 8);
-            const float first = __uint_as_float(of_x.x), second = __uint_as_float(of_x.y);
-            const float by[4] = {low * first, low * second, high * first, high * second};
-            float sums[2][4] = {};
-            mbarrier_wait(full + 8 * stage, parity);
-            mma_block(sums, stages + stage * kBlockBytes, x_block);
-            __syncwarp();
-            weights.copy(stages + stage * kBlockBytes, full + 8 * stage);
-            if (++stage == args.stages) stage = 0, parity ^= 1;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                acc[0][i] = fmaf(sums[0][i], by[i], acc[0][i]), acc[1][i] = fmaf(sums[1][i], by[i], acc[1][i]);
-            }
-        }
-        if constexpr (SCALES == kChannel) {
-            const uint2 of_x = ld_shared_v2(x_start + share.part * kXBytes + 1024 + lane % 4 * 8);
-            float by[2] = {__uint_as_float(of_x.x), __uint_as_float(of_x.y)};
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                if (PART != kDown && args.router_weights && rows[i] >= 0) by[i] *= args.router_weights[rows[i]];
-            }
-#pragma unroll
-            for (int tile = 0; tile < 2; ++tile) {
-                const float low = __shfl_sync(kAll, scales, tile * 16 + lane / 4);
-                const float high = __shfl_sync(kAll, scales, tile * 16 + 8 + lane / 4);
-#pragma unroll
-                for (int i = 0; i < 2; ++i) acc[tile][i] *= by[i] * low, acc[tile][2 + i] *= by[i] * high;
-            }
-        }
-        // The warps' sums, added in order by two of them, from unit to unit by other ones. There are two buffers: who
-        // writes to one has met, at the other one, those that read what was in it.
-        float4* to = partial + buffer % 2 * (kSums / 4);
-#pragma unroll
-        for (int tile = 0; tile < 2; ++tile) {
-            const float* c = acc[tile];
-            to[(warp * 2 + tile) * 32] = make_float4(c[0], c[1], c[2], c[3]);
-        }
-        if (share.parts > 1) named_barrier_sync(1 + share.group, share.parts * 32);
-#pragma unroll 1
-        for (int tile = 0; tile < 2; ++tile) {
-            if ((2 * buffer + tile - share.part) % share.parts) continue;
-            float sum[4] = {};
-#pragma unroll
-            for (int i = 0; i < kWarps; ++i) {
-                if (i >= share.parts) break;
-                const float4 more = to[((warp - share.part + i) * 2 + tile) * 32];
-                sum[0] += more.x, sum[1] += more.y, sum[2] += more.z, sum[3] += more.w;
-            }
-            store<PART, ORDERED>(args, sum, x.expert, rows, of_tile * 2 + tile);
-        }
-        ++buffer;
-    }
+    begin_launch<PART>();
+    Warp<SCALES, PART, ORDERED>(args, smem_address(memory), full, maxima).run();
 }
 
 }  // namespace polymoe

@@ -3,14 +3,19 @@
 
 namespace polymoe {
 
-// Calls the mainloop's mma_stages<N> or, where there are more rows, that of the next of WIDER. Each width is compiled
-// on its own and keeps its accumulators in registers of its own.
-template <int N, int... WIDER, class Mainloop>
-__device__ __forceinline__ void run_narrowest(Mainloop& mainloop, int stages, int rows) {
+template <int N>
+struct Width {
+    static constexpr int value = N;
+};
+
+// Calls run(Width<N>) where N, or else the first of WIDER, is enough for `rows`. Each width is compiled on its own and
+// keeps its accumulators in registers of its own.
+template <int N, int... WIDER, class Run>
+__device__ __forceinline__ void with_narrowest(int rows, Run run) {
     if constexpr (sizeof...(WIDER) > 0) {
-        if (rows > N) return run_narrowest<WIDER...>(mainloop, stages, rows);
+        if (rows > N) return with_narrowest<WIDER...>(rows, run);
     }
-    mainloop.template mma_stages<N>(stages);
+    run(Width<N>{});
 }
 
 }  // namespace polymoe

@@ -44,11 +44,12 @@ class GemmArgs(ctypes.Structure):
 
     _fields_ = (
         *((name, _POINTER) for name in ("codes", "scales", "bias", "up_bias", "expert_scale", "up_expert_scale")),
-        *((name, _POINTER) for name in ("x", "out", "num_tiles", "work_tiles", "permuted_to_expanded")),
+        *((name, _POINTER) for name in ("x", "out", "tiles", "work_tiles", "permuted_to_expanded")),
         ("router_weights", _POINTER),
         *((name, _LONG) for name in ("codes_stride", "scales_stride")),
         *((name, _INT) for name in ("n", "k", "top_k", "stages", "x_buffers", "block_m", "activation", "bias_dtype")),
         *((name, _FLOAT) for name in ("alpha", "beta", "limit")),
+        ("second_launch", _INT),
     )
 
 

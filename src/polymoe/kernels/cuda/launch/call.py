@@ -29,9 +29,6 @@ _ADDRESSES = {"x": 0, "ids": 1, "sorted_ids": 1, "input_weights": 2, "output_wei
 _KINDS = {"x_dtype": 0, "out_dtype": 1, "long_ids": 2, "first_expert": 3}
 _NO_KINDS = (-1, -1, False, -1)
 
-_SECOND_LAUNCH = 2
-"""``x_buffers`` of the launches for narrow work tiles, which tells them so."""
-
 
 class _Prepared(NamedTuple):
     """A launch whose constants are set, and by what the other fields are set: pairs of a field and a name or index."""
@@ -101,7 +98,7 @@ class Call:
         pipeline, name = family.pipeline(*sizes), family.kernel(part, block_m, family.variant(*sizes))
         args = matrix.args(family.args, pipeline, block_m, layer.activation)
         if step.narrow:
-            args.x_buffers = _SECOND_LAUNCH
+            args.second_launch = 1
         kernel = modules.kernel(family.unit(matrix.format), name, layer.target)
         launch = kernel.prepare(args, family.threads(block_m) + layer.target.more_threads, pipeline.shared_bytes)
         launch.set_grid(layer.sms)

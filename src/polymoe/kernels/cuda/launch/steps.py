@@ -176,8 +176,8 @@ def gemm_steps(args: type[GemmArgs], x: GemmInput) -> tuple[Step, Step]:
         fields |= _fields("rows first_expert experts long_ids", ids="sorted_ids")
     if args is RoundingArgs:
         fields |= {"input_scales": "h_scales"} if x.part == "down" else _fields("x_dtype", input_scales="x_scales")
-    wide = {**fields, "num_tiles": lists[0], "work_tiles": "work_tiles"}
-    narrow = {**fields, "num_tiles": lists[1], "work_tiles": "narrow_tiles"}
+    wide = {**fields, "tiles": lists[0], "work_tiles": "work_tiles"}
+    narrow = {**fields, "tiles": lists[1], "work_tiles": "narrow_tiles"}
     return Step(kernel=x.part, args=args, fields=wide), Step(kernel=x.part, args=args, fields=narrow, narrow=True)
 
 

@@ -4,7 +4,6 @@
 #pragma once
 #include <cstdint>
 
-#include "bf16x2.cuh"
 #include "convert.cuh"
 
 namespace polymoe {

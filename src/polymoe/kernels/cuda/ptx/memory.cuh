@@ -48,4 +48,14 @@ __device__ __forceinline__ void st_shared(uint32_t smem, uint32_t v) {
 // Makes this thread's writes to shared memory visible to bulk copies and to wgmma.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+__device__ __forceinline__ uint32_t ld_shared_u16(uint32_t smem) {
+    uint16_t v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(smem));
+    return v;
+}
+
+__device__ __forceinline__ void st_shared_u16(uint32_t smem, uint16_t v) {
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(smem), "h"(v) : "memory");
+}
+
 }  // namespace polymoe
