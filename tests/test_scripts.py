@@ -119,7 +119,7 @@ def clone(tmp_path: Path) -> Path:
     for name in (*scripts, ".ci/run", "pyproject.toml", "constraints.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
-    for folder in ("bin", "transformers-5.17.0", "triton-3.6.0", "triton-3.9.0"):
+    for folder in ("bin", "transformers-5.17.0", "transformers-5.24.0", "triton-3.6.0", "triton-3.9.0"):
         (tmp_path / ".venv" / folder).mkdir(parents=True)
     for name in ("python", "ruff", "pyright", "clang-format", "mkdocs"):
         program = tmp_path / ".venv" / "bin" / name
@@ -159,6 +159,7 @@ def test_tiers(clone: Path, arguments: tuple[str, ...], asked: str, code: int) -
 
 OTHERS = {
     "transformers 5.17.0": "tests/engines tests/problem/test_routing_transformers.py",
+    "transformers 5.24.0": "tests/engines/transformers/test_paged_attention.py",
     "triton 3.6.0": "tests/kernels/test_triton.py tests/kernels/test_triton_compiles.py",
     "triton 3.9.0": "--slow none tests/kernels/test_triton.py tests/kernels/test_triton_compiles.py",
 }
