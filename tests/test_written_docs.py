@@ -148,6 +148,7 @@ def test_check_names_what_is_not_current(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(write_docs, "ROOT", tmp_path)
     # Which take seconds.
     monkeypatch.setattr(write_docs, "backends_document", lambda: "what backends say\n")
+    monkeypatch.setattr(write_docs, "models", lambda path: path.read_text(encoding="utf-8"))
     monkeypatch.setattr(write_docs, "compared", cache(write_docs.compared))
     monkeypatch.setattr("sys.argv", ["write_docs.py", "--check"])
     with pytest.raises(SystemExit, match=r"^docs/backends\.md: differs from code and records"):

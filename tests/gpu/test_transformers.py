@@ -70,7 +70,8 @@ def test_captured_steps() -> None:
 def test_captured_steps_of_experts_in_host_memory() -> None:
     """With as few slots as can be, so that a step of several sequences runs in waves; and compiled by generate."""
     got = []
-    for memory in (None, f"{AutoConfig.from_pretrained(CHECKPOINT).num_experts_per_tok}slots"):
+    config = AutoConfig.from_pretrained(CHECKPOINT, trust_remote_code=False)
+    for memory in (None, f"{config.num_experts_per_tok}slots"):
         model, tokenizer = load(CHECKPOINT, device="cuda", dtype=torch.bfloat16, expert_memory=memory)
         got.append(step_by_step(Decoder(model, max_tokens=LENGTH + STEPS), prompts().cuda(), given_tokens().cuda()))
     assert torch.equal(*got)

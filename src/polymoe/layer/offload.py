@@ -150,7 +150,9 @@ class OffloadedExperts(FusedExperts):
         call.check(self.problem, self.device)
         if not (torch.compiler.is_compiling() or is_tracing()):
             return self._run(call)
-        if torch.compiler.is_exporting() or is_tracing():  # the graph would know the layer by a number of this process
+        # An exported graph would know the layer by a number of this process. With torch 2.11, is_exporting() is true
+        # whenever Dynamo traces; the flag behind it is not.
+        if getattr(torch.compiler, "_is_exporting_flag", False) or is_tracing():
             expected, hint = "experts whose tensors are the graph's", "load the experts without slots"
             raise UnsupportedProblem("torch.export", expected=expected, got="experts in host memory", hint=hint)
         (x_TH, ids_TA, weights_TA, *_), refused = call.without_gradients()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -77,18 +78,16 @@ def offloaded_of(model: Any) -> list[OffloadedExperts]:
 def test_a_config_and_a_device_map() -> None:
     expected, tokenizer = load(SUMS, device="cpu")
     config = PolymoeConfig(expert_memory="4slots")
-    arguments: dict[str, Any] = {"dtype": "auto", "trust_remote_code": False}
+    load_model = functools.partial(AutoModelForCausalLM.from_pretrained, SUMS, dtype="auto", trust_remote_code=False)
     try:
         for place in ({}, {"device_map": {"": "cpu"}}):
-            model = AutoModelForCausalLM.from_pretrained(SUMS, quantization_config=config, **arguments, **place)
+            model = load_model(quantization_config=config, **place)
             assert [layer.slots for layer in offloaded_of(model)] == [4] * model.config.num_hidden_layers
             ids = tokenizer("123+456=", return_tensors="pt").input_ids
             with torch.no_grad():
                 assert relative_error(model(ids).logits, expected(ids).logits) < 2e-2
         with pytest.raises(ArgumentError, match=r"slots: expected 2.*to 7.*got 9"):
-            AutoModelForCausalLM.from_pretrained(
-                SUMS, quantization_config=PolymoeConfig(expert_memory="9slots"), **arguments
-            )
+            load_model(quantization_config=PolymoeConfig(expert_memory="9slots"))
         with pytest.raises(ArgumentError, match="16GiB or 512MiB"):
             PolymoeConfig(expert_memory="auto")
     finally:
