@@ -413,7 +413,7 @@ def _fused_experts_out(
     topk_weights_TA: Tensor,
     tensors: list[Tensor],
     key: str,
-    workspace: Tensor | None = None,
+    workspace: Tensor | None,  # no default: torch 2.11 looks for an argument that is written at its place
     x_scales: Tensor | None = None,
     expert_map: Tensor | None = None,
     refused: str = "",

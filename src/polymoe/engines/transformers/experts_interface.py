@@ -8,6 +8,7 @@ Interface: https://huggingface.co/docs/transformers/experts_interface
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import logging
 import warnings
@@ -114,12 +115,12 @@ def experts_forward(experts: nn.Module, *args: Tensor, backend: str = "auto", **
     x_TH, ids_TA, _ = call[:3]
     parameters = {name: _autocast(parameter.detach()) for name, parameter in parameters.items()}
     state = (backend, *[(name, p.dtype, p.device, p.shape) for name, p in parameters.items()])
-    question = experts, state, x_TH.dtype, ids_TA.shape[1]
+    asked = state, x_TH.dtype, ids_TA.shape[1]
     if torch.compiler.is_compiling():
         known: _Known | None = getattr(experts, _NAME, None)
-        plans = _traced_plans(*question) if known is None or known.state != state else known.plans
+        plans = _traced_plans(id(experts), *asked) if known is None or known.state != state else known.plans
         return compiled_call(plans, list(_views(experts, parameters).values()), call)
-    known = _known(*question)
+    known = _known(experts, *asked)
     _note_capture(experts, known, x_TH)
     layer = known.plans.layer(list(_views(experts, parameters).values()))
     call.check(layer.plans.problem, layer.device)
@@ -171,12 +172,14 @@ def _known(experts: nn.Module, state: tuple[Any, ...], x_dtype: torch.dtype, top
 
 
 @torch.compiler.assume_constant_result
-def _traced_plans(experts: nn.Module, state: tuple[Any, ...], x_dtype: torch.dtype, top_k: int) -> PlanCache:
+def _traced_plans(address: int, state: tuple[Any, ...], x_dtype: torch.dtype, top_k: int) -> PlanCache:
     """As :func:`_known`, while torch compiles. It is called then, and its result is a constant of the graph.
 
     A graph compiled with it holds for this module only. What it keeps has another name, because torch has noted that
-    the module has none of the usual one, and would compile again.
+    the module has none of the usual one, and would compile again. The module is handed over by its ``id``, because
+    torch 2.11 takes no module here; the call that is traced keeps it alive.
     """
+    experts: nn.Module = ctypes.cast(address, ctypes.py_object).value
     known: _Known | None = vars(experts).get(_TRACED)
     if known is None or known.state != state:
         with _disable_current_modes():  # of torch.export: the activation is established with real tensors
