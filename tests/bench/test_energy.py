@@ -58,5 +58,5 @@ def test_without_nvml_or_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ArgumentError, match="energy: expected a GPU, got cpu"):
         EnergyMeter(torch.device("cpu"))
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    with pytest.raises(MissingDependency, match="nvidia-ml-py"):
+    with pytest.raises(MissingDependency, match="pynvml"):
         EnergyMeter.of_indices([0])

@@ -46,6 +46,7 @@ def test_every_file_names_this_command() -> None:
 
 
 def test_hints_name_extras_that_exist() -> None:
-    named = {name for path in SOURCES for name in re.findall(r'install_hint\("([^"]*)"\)', path.read_text("utf-8"))}
+    uses = re.compile(r'(?:install_hint|packages_of)\("([^"]*)"')
+    named = {name for path in SOURCES for name in uses.findall(path.read_text("utf-8"))}
     assert named == {"bench", "eval", "serve", "transformers"}
     assert named <= set(EXTRAS)

@@ -21,6 +21,7 @@ from polymoe.bench.model_bytes import experts_modules, held_bytes, step_bytes
 from polymoe.bench.model_records import Failed, ModelRecord
 from polymoe.bench.records import Stamp
 from polymoe.bench.timing import Timing
+from polymoe.engines.transformers.model_config import context_length
 from polymoe.errors import ArgumentError, PolymoeError, VerificationError
 from polymoe.layer.experts import FusedExperts
 from polymoe.layer.offload import cache_stats_of
@@ -245,7 +246,7 @@ class ModelBench:
         """Return prompts [B, T] and the tokens to decode [N, B, 1]."""
         g = torch.Generator().manual_seed(1)
         most = self.prompt_len + max(self.steps, COMPARED)
-        context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        context = context_length(model)
         if context is not None and max(most, self.prefill_len) > context:
             got = str(max(most, self.prefill_len))
             raise ArgumentError("tokens", expected=f"at most {context}, the model's context", got=got)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from polymoe.common.install_command import install_hint
-from polymoe.errors import ArgumentError, MissingDependency
+from polymoe.common.install_command import packages_of
+from polymoe.errors import ArgumentError
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +19,7 @@ class EnergyMeter:
 
     Raises:
         ArgumentError: without a GPU or NVML, or for a GPU without the counter (before Volta).
-        MissingDependency: without nvidia-ml-py.
+        MissingDependency: without nvidia-ml-py (``pynvml``).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -40,12 +40,8 @@ class EnergyMeter:
         return self
 
     def _open(self, argument: str) -> None:
-        try:
+        with packages_of("bench", argument):
             import pynvml
-        except ImportError as error:
-            raise MissingDependency(
-                argument, expected="nvidia-ml-py", got=str(error), hint=install_hint("bench")
-            ) from error
         self._nvml: Any = pynvml
         self._argument = argument
         self._handles: list[Any] = []

@@ -33,7 +33,7 @@ from polymoe.layouts import LAYOUTS
 from polymoe.machine import Machine
 from polymoe.problem.routing import Routing
 
-__all__ = ["Link", "missing_calls", "slot_rows"]
+__all__ = ["missing_calls", "slot_rows"]
 
 _CALLS = 32  # at least, of one graph
 _MOST_CAPTURED = 256  # tokens of a step for which engines capture graphs
@@ -66,23 +66,17 @@ def missing_calls(experts: int, slots: int, top_k: int, misses: int) -> list[lis
     return calls
 
 
-class Link:
-    """The rate of the copy engine from host memory to the GPU, for floors: no call may have a higher one.
+def _link_bytes_per_s(experts: OffloadedExperts, device: torch.device) -> float:
+    """The rate of the copy engine from host memory to the GPU, for floors: no call may have a higher one. It is that of
+    one copy of a layer's largest tensor: a prompt copies experts in runs, and gets more of the link than copies of
+    single experts do."""
+    largest = max(experts.packed.tensors.values(), key=lambda t: t.nbytes)
+    to = torch.empty_like(largest, device=device)
 
-    Attributes:
-        bytes_per_s: of one copy of a layer's largest tensor. A prompt copies experts in runs, and gets more of the link
-            than copies of single experts do.
-    """
+    def copied() -> None:
+        to.copy_(largest, non_blocking=True)
 
-    def __init__(self, experts: OffloadedExperts, device: torch.device) -> None:
-        largest = max(experts.packed.tensors.values(), key=lambda t: t.nbytes)
-        to = torch.empty_like(largest, device=device)
-
-        def copied() -> None:
-            to.copy_(largest, non_blocking=True)
-
-        timed = TimedCalls([copied], device, graph=True)
-        self.bytes_per_s = largest.nbytes / timed.time(5).p25_us * 1e6
+    return largest.nbytes / TimedCalls([copied], device, graph=True).time(5).p25_us * 1e6
 
 
 def slot_rows(
@@ -111,7 +105,7 @@ def slot_rows(
     resident = _packed(workload, machine, device)
     progress(f"page-locking {count} experts")
     offloaded = OffloadedExperts(copy.deepcopy(resident), slots)
-    link = Link(offloaded, device)
+    link = _link_bytes_per_s(offloaded, device)
     x_TH = torch.randn(1, problem.spec.hidden, device=device).bfloat16()
     weights_TA = torch.full((1, top_k), 1 / top_k, device=device)
     first = problem.spec.first_expert
@@ -120,7 +114,7 @@ def slot_rows(
         return [(x_TH, Routing(torch.tensor([e], device=device) + first, weights_TA)) for e in cycle]
 
     of = _Timed(workload, offloaded, machine, stamp, link)
-    rate = f"link {link.bytes_per_s / 1e9:.1f} GB/s"
+    rate = f"link {link / 1e9:.1f} GB/s"
     if misses:
         yield replace(of.row([resident], resident, calls(cycles[misses[0]]), "cycle", 0), note=rate)
     for m in misses:
@@ -150,7 +144,7 @@ class _Timed:
     offloaded: OffloadedExperts
     machine: Machine
     stamp: Stamp
-    link: Link
+    link_bytes_per_s: float
 
     def row(
         self,
@@ -190,7 +184,7 @@ class _Timed:
             each = (timing.median_us, timing.p25_us, timing.p75_us)
             timing = Timing(*(us / len(calls) for us in each), by=timing.by)
         floor = floor_us(problem, self.machine.device, [routed for _, routed in calls])
-        copies = copied * offloaded.expert_bytes / self.link.bytes_per_s * 1e6
+        copies = copied * offloaded.expert_bytes / self.link_bytes_per_s * 1e6
         floor = max(floor, copies) if stacked else floor + copies
         step = resident.explain().require().step(tokens)
         case, slots = self.workload.case, offloaded.slots

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from polymoe.cli.options import Output, option
 from polymoe.cli.output import print_json, say
@@ -39,8 +39,6 @@ def command(measured: _Measured, output: Output) -> None:
 
 
 def _link(output: Output) -> None:
-    from dataclasses import asdict
-
     from polymoe.bench.link import measure_link
 
     link = measure_link()

@@ -1,4 +1,4 @@
-"""The command that installs polymoe (leaf: imports nothing of ours).
+"""The command that installs polymoe, and the error that names it where a package is missing.
 
 Hints, README, the documentation and scripts name it; a test compares all of them with :func:`install_command`.
 """
@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
-__all__ = ["install_command", "install_hint"]
+from polymoe.errors import MissingDependency
+
+__all__ = ["install_command", "install_hint", "packages_of"]
 
 _CLONE = Path(__file__).parents[3]
 _COMMAND, _WHERE = "pip install -e '.{extra}'", "in a clone of polymoe: "
@@ -29,6 +33,25 @@ def install_hint(extra: str) -> str:
     if (_CLONE / "pyproject.toml").is_file():
         return _WHERE + install_command(extra)
     return f"for the extra {extra!r}: pip install {shlex.join(_packages(extra))}"
+
+
+@contextmanager
+def packages_of(extra: str, what: str) -> Iterator[None]:
+    """Around imports of an extra's packages, which may not be installed.
+
+    Args:
+        extra: of ``pyproject.toml``.
+        what: what needs them, for the message.
+
+    Raises:
+        MissingDependency: for a package that cannot be imported.
+    """
+    try:
+        yield
+    except MissingDependency:
+        raise
+    except ImportError as error:
+        raise MissingDependency(what, got=str(error), hint=install_hint(extra)) from error
 
 
 def _packages(extra: str) -> list[str]:

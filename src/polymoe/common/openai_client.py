@@ -12,16 +12,17 @@ import asyncio
 import email.utils
 import random
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from polymoe.common.install_command import packages_of
 from polymoe.common.json_input import parse_json
 from polymoe.common.server_replies import MAX_BYTES, error_message, one_line
-from polymoe.errors import ArgumentError, MissingDependency, ServerError, nearest
+from polymoe.errors import ArgumentError, ServerError, nearest
 
 if TYPE_CHECKING:
     import httpx
@@ -170,7 +171,7 @@ class ServerConnection:
 
     def __init__(self, server: Server) -> None:
         self.server = server
-        with _installed():
+        with packages_of("eval", "requests to a server"):
             import httpx
             from httpx_aiohttp import AiohttpTransport
 
@@ -299,16 +300,6 @@ class ServerConnection:
         most = known[chosen].get("max_model_len")
         owner = one_line(str(known[chosen].get("owned_by") or ""))
         return Model(chosen, owner, most if type(most) is int and most > 0 else None)
-
-
-@contextmanager
-def _installed() -> Iterator[None]:
-    from polymoe.common.install_command import install_hint
-
-    try:
-        yield
-    except ImportError as error:
-        raise MissingDependency("requests to a server", got=str(error), hint=install_hint("eval")) from error
 
 
 def _limited(stream: Any, most: int) -> httpx.AsyncByteStream:

@@ -17,37 +17,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from polymoe.common.install_command import install_hint
-from polymoe.errors import MissingDependency
+from fastapi import HTTPException, Request, Response, Security
+from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
+from fastapi.security import HTTPBearer
+from fastapi_offline import FastAPIOffline
 
-try:
-    from fastapi import HTTPException, Request, Response, Security
-    from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
-    from fastapi.security import HTTPBearer
-    from fastapi_offline import FastAPIOffline
-
-    from polymoe.engines.transformers.replies import ReplyReader
-    from polymoe.serve.answers import ChatWriter, CompletionWriter, Writer, stream_answers, whole_answers
-    from polymoe.serve.choices import AnswerChoice, ChoicePart
-    from polymoe.serve.errors import answer_errors, failed, refusal
-    from polymoe.serve.generation import Generation
-    from polymoe.serve.in_flight import current
-    from polymoe.serve.limits import MAX_ANSWERS, Limits
-    from polymoe.serve.metrics import ServerMetrics
-    from polymoe.serve.prompts import Preparation, PromptReader, longest_token
-    from polymoe.serve.requests import ChatRequest, CompletionRequest, read_request, settings_of
-    from polymoe.serve.sampling import TokenSampler, end_tokens, with_defaults
-    from polymoe.serve.settings import GenerationSettings
-    from polymoe.serve.strict_json import parse_object
-except ImportError as error:
-    if isinstance(error, MissingDependency):
-        raise
-    raise MissingDependency(
-        "polymoe serve",
-        expected="the packages of a server",
-        got=str(error),
-        hint=install_hint("serve"),
-    ) from error
+from polymoe.engines.transformers.model_config import context_length
+from polymoe.engines.transformers.replies import ReplyReader
+from polymoe.serve.answers import ChatWriter, CompletionWriter, Writer, stream_answers, whole_answers
+from polymoe.serve.choices import AnswerChoice, ChoicePart
+from polymoe.serve.errors import answer_errors, failed, refusal
+from polymoe.serve.generation import Generation
+from polymoe.serve.in_flight import current
+from polymoe.serve.limits import MAX_ANSWERS, Limits
+from polymoe.serve.metrics import ServerMetrics
+from polymoe.serve.prompts import Preparation, PromptReader, longest_token
+from polymoe.serve.requests import ChatRequest, CompletionRequest, read_request, settings_of
+from polymoe.serve.sampling import TokenSampler, end_tokens, with_defaults
+from polymoe.serve.settings import GenerationSettings
+from polymoe.serve.strict_json import parse_object
 
 __all__ = ["Limits", "ModelServer"]
 
@@ -102,7 +90,7 @@ class ModelServer:
     ) -> None:
         self.name = name
         config = model.config.get_text_config()
-        context = getattr(config, "max_position_embeddings", None)
+        context = context_length(model)
         characters = None if context is None else context * longest_token(tokenizer)
         self.limits = limits = Limits(context, max_tokens, characters=characters, vocabulary=config.vocab_size)
         self.metrics = ServerMetrics(name=name, model=model)
@@ -163,7 +151,8 @@ class ModelServer:
         return FileResponse(Path(__file__).with_name("page.html"), headers={"content-security-policy": _PAGE_MAY})
 
     async def _metrics(self) -> Response:
-        return Response(self.metrics.text(), media_type=self.metrics.content_type)
+        text = await asyncio.to_thread(self.metrics.text)  # it may wait for the GPU
+        return Response(text, media_type=self.metrics.content_type)
 
 
 def _other_model(asked: str, own: str) -> HTTPException:

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from polymoe.common.install_command import install_hint
+from polymoe.common.install_command import packages_of
 from polymoe.common.units import format_bytes
-from polymoe.errors import ArgumentError, MissingDependency
+from polymoe.errors import ArgumentError
 
 if TYPE_CHECKING:
     from polymoe.serve.app import ModelServer
@@ -132,13 +132,13 @@ def serve(
         MissingDependency: if the serving packages are not installed.
         CheckpointError, UnsupportedProblem: as for loading.
     """
-    with _missing_packages_named():
+    with packages_of("serve", "polymoe serve"):
         from polymoe.serve.http_server import HttpServer, bind, connection_limit, is_loopback, url
 
     o = ServerOptions(**options)
     connections = connection_limit(o.max_connections, o.max_concurrent_requests)
     with bind(o.host, o.port) as listener:  # before the imports that take seconds
-        with _missing_packages_named():
+        with packages_of("serve", "polymoe serve"):
             from transformers.utils.logging import set_verbosity_error
 
             from polymoe.engines.transformers import load
@@ -165,15 +165,6 @@ def serve(
         gc.freeze()  # what is loaded stays: neither the garbage collector nor the end of the process has to visit it
         server = HttpServer(cors(gate, o.cors_origins), listener, most=connections, stop_s=o.grace_s + 2 * _STEP_S)
         return _run_until_signal(server, gate, served, o.grace_s, lambda: on_ready(url(listener)))
-
-
-@contextmanager
-def _missing_packages_named() -> Iterator[None]:
-    """Name the extra of packages that cannot be imported."""
-    try:
-        yield
-    except ImportError as error:
-        raise MissingDependency("polymoe serve", got=str(error), hint=install_hint("serve")) from error
 
 
 def _said(served: ModelServer, model: Any, options: ServerOptions, connections: int) -> str:

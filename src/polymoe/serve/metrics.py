@@ -10,26 +10,21 @@ from collections import Counter as Count
 from collections.abc import Iterator
 from typing import Any
 
-from polymoe.common.install_command import install_hint
-from polymoe.errors import MissingDependency
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
+
 from polymoe.layer.experts import FusedExperts
 from polymoe.layer.offload import cache_stats_of
 from polymoe.serve.in_flight import InFlight
-
-try:
-    from prometheus_client import (
-        CONTENT_TYPE_LATEST,
-        CollectorRegistry,
-        Counter,
-        Gauge,
-        Histogram,
-        ProcessCollector,
-        generate_latest,
-    )
-    from prometheus_client.core import CounterMetricFamily
-    from prometheus_client.registry import Collector
-except ImportError as error:
-    raise MissingDependency("polymoe serve", got=str(error), hint=install_hint("serve")) from error
 
 __all__ = ["ServerMetrics", "backends"]
 

@@ -25,18 +25,10 @@ The modules, each of which imports only from those below it (``tests/test_import
 
 from __future__ import annotations
 
-from polymoe.common.install_command import install_hint
-from polymoe.errors import MissingDependency
+from polymoe.common.install_command import packages_of
 
-try:
+with packages_of("transformers", "polymoe.engines.transformers"):
     import transformers as _transformers  # noqa: F401
-except ImportError as error:
-    raise MissingDependency(
-        "polymoe.engines.transformers",
-        expected="transformers 5.16 or newer",
-        got=str(error),
-        hint=install_hint("transformers"),
-    ) from error
 
 from polymoe.engines.transformers.experts_interface import register
 from polymoe.engines.transformers.families import TRANSFORMERS_FAMILIES, PackedExperts, TransformersFamily

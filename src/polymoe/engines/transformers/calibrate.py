@@ -20,6 +20,7 @@ from polymoe.checkpoint.moe_config import MoeConfig
 from polymoe.engines.transformers.contract import checked_call
 from polymoe.engines.transformers.families import interface_modules
 from polymoe.engines.transformers.loading import load
+from polymoe.engines.transformers.model_config import context_length
 from polymoe.errors import ArgumentError, CheckpointError
 from polymoe.problem.activations import Activation
 
@@ -63,10 +64,11 @@ def calibrate(
             layers[layer, group] = _zeros(moe, next(module.parameters()).device)
             measured[module] = layers[layer, group], moe.activation
     tokens, at = 0, next(model.parameters()).device
+    most = min(_MOST_TOKENS, context_length(model) or _MOST_TOKENS)
     with torch.inference_mode(), _measuring(model, measured):
         for number, text in enumerate(texts.lines, 1):
             progress(f"text {number} of {len(texts.lines)}")
-            ids = tokenizer(text, return_tensors="pt", truncation=True, max_length=_most(model))["input_ids"].to(at)
+            ids = tokenizer(text, return_tensors="pt", truncation=True, max_length=most)["input_ids"].to(at)
             if ids.numel():
                 model(input_ids=ids, attention_mask=torch.ones_like(ids))
                 tokens += ids.numel()
@@ -80,11 +82,6 @@ def calibrate(
             got=f"{tokens} tokens in {len(texts.lines)} texts", hint="give more text",
         )  # fmt: skip
     return Calibration(texts, tokens, found)
-
-
-def _most(model: Any) -> int:
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return min(_MOST_TOKENS, context or _MOST_TOKENS)
 
 
 def _zeros(moe: MoeConfig, device: torch.device) -> InputSquares:

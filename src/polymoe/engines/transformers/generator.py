@@ -14,6 +14,7 @@ from polymoe.common.untrusted import reading
 from polymoe.engines.transformers.chat_template import ChatTemplateError
 from polymoe.engines.transformers.decode_graph import require_capturable
 from polymoe.engines.transformers.loading import load
+from polymoe.engines.transformers.model_config import context_length
 from polymoe.engines.transformers.replies import read_reply
 from polymoe.errors import ArgumentError, CheckpointError
 from polymoe.layer.experts import FusedExperts
@@ -146,7 +147,7 @@ class Generator:
     @property
     def context(self) -> int | None:
         """Most tokens of a prompt and its answer; None if the config does not say."""
-        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return context_length(self.model)
 
     def generate(self, inputs: Mapping[str, Any], *, max_tokens: int, **options: Any) -> list[list[int]]:
         """Tokens of each answer, without padding; time and tokens are counted.

@@ -102,20 +102,9 @@ def load(
         ArgumentError: for an unknown device, backend or role, or an argument that contradicts packing.
     """
     require_contract()
-    for name, instead in _INSTEAD.items():
-        if kwargs.get(name):
-            raise ArgumentError(f"load({name}=...)", got=repr(kwargs[name]), hint=instead)
-    dtype = _given_dtype(dtype)
-    device_map = kwargs.get("device_map")
-    if device_map is not None and device != "auto":
-        raise ArgumentError("load(device_map=...)", got=f"device={str(device)!r} as well", hint="give only one of them")
-    if isinstance(device_map, Mapping) and "disk" in map(str, device_map.values()):
-        raise UnsupportedProblem("load(device_map=...)", expected="GPUs or the CPU", got="disk")
-    if expert_memory == "auto" and device_map is not None:
-        raise ArgumentError("load(expert_memory=...)", expected="32slots or 16GiB with a device_map", got="'auto'")
+    _require_arguments(path, device, expert_memory, kwargs)
+    dtype, device_map = _given_dtype(dtype), kwargs.get("device_map")
     target = _device(device if device_map is None else _first_of(device_map))
-    if (file := Path(path)).is_file() and file.suffix == ".json":
-        raise CheckpointError(str(path), expected="a directory or a Hub id", got="a file")
     # Errors of the checkpoint, its family and the backend are raised here, before anything large is read.
     hub = {name: kwargs.pop(name) for name in _HUB_ARGUMENTS if name in kwargs}
     checkpoint = Checkpoint.open(os.fspath(path), config_only=True, experts=experts, **hub)
@@ -136,28 +125,9 @@ def load(
         for part in checkpoint.parts:
             for layer in part.layers:
                 part.weights(layer)  # raises if a tensor of its experts is missing
-        with registered_names():
-            config = use_own_name(model_config(checkpoint))
-            tokenizer = load_tokenizer(checkpoint.files.directory, config=config)
-            if quantized:
-                source = quantization_source(checkpoint.files.config, checkpoint.files.side)
-                place = str(target) if device_map is None else None
-                options = {
-                    "backend": backend,
-                    "role": role,
-                    "dense": dense,
-                    "device": place,
-                    "expert_memory": expert_memory,
-                }
-                _request_packing(config, source, checkpoint=checkpoint, **options)
-            else:
-                register()
-                kwargs["experts_implementation"] = interface_name(backend)
-            tensors = checkpoint.dense_tensors(as_stored=dense != "16bit") if quantized else checkpoint.all_tensors()
-            dtype = dtype or _dtype(config, checkpoint.name)
-            kwargs.setdefault("generation_config", generation_config(checkpoint))
-            model = model_from_tensors(config, tensors, checkpoint.name, dtype=dtype, **kwargs)
-            note_groups(model)
+        place = str(target) if device_map is None else None
+        how = {"backend": backend, "role": role, "dense": dense, "device": place, "expert_memory": expert_memory}
+        model, tokenizer = _built(checkpoint, dtype, how if quantized else None, backend, kwargs)
         model = model.to(target) if device_map is None else model
         # Packed experts are not trained, and most backends have no backward: a plain call must not record gradients.
         model.requires_grad_(False)
@@ -166,6 +136,51 @@ def load(
             _compute_once(model, checkpoint.name)
         if checkpoint.files.has("adapter_config.json"):
             log.warning("%s: the adapter beside the weights is not loaded: model.load_adapter(path) does", path)
+    return model, tokenizer
+
+
+def _require_arguments(
+    path: str | os.PathLike[str], device: torch.device | str, expert_memory: str | None, kwargs: Mapping[str, Any]
+) -> None:
+    """Check the arguments of :func:`load` that contradict packing or each other."""
+    for name, instead in _INSTEAD.items():
+        if kwargs.get(name):
+            raise ArgumentError(f"load({name}=...)", got=repr(kwargs[name]), hint=instead)
+    device_map = kwargs.get("device_map")
+    if device_map is not None and device != "auto":
+        raise ArgumentError("load(device_map=...)", got=f"device={str(device)!r} as well", hint="give only one of them")
+    if isinstance(device_map, Mapping) and "disk" in map(str, device_map.values()):
+        raise UnsupportedProblem("load(device_map=...)", expected="GPUs or the CPU", got="disk")
+    if expert_memory == "auto" and device_map is not None:
+        raise ArgumentError("load(expert_memory=...)", expected="32slots or 16GiB with a device_map", got="'auto'")
+    if (file := Path(path)).is_file() and file.suffix == ".json":
+        raise CheckpointError(str(path), expected="a directory or a Hub id", got="a file")
+
+
+def _built(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype | None,
+    packing: Mapping[str, Any] | None,
+    backend: str,
+    kwargs: dict[str, Any],
+) -> tuple[Any, Any]:
+    """The model, by ``from_pretrained`` with ``kwargs``, and the tokenizer. ``packing`` is how quantized experts are
+    packed; None runs those of an unquantized checkpoint by ``experts_implementation``."""
+    with registered_names():
+        config = use_own_name(model_config(checkpoint))
+        tokenizer = load_tokenizer(checkpoint.files.directory, config=config)
+        if packing is None:
+            register()
+            kwargs["experts_implementation"] = interface_name(backend)
+            tensors = checkpoint.all_tensors()
+        else:
+            source = quantization_source(checkpoint.files.config, checkpoint.files.side)
+            _request_packing(config, source, checkpoint=checkpoint, **packing)
+            tensors = checkpoint.dense_tensors(as_stored=packing["dense"] != "16bit")
+        dtype = dtype or _dtype(config, checkpoint.name)
+        kwargs.setdefault("generation_config", generation_config(checkpoint))
+        model = model_from_tensors(config, tensors, checkpoint.name, dtype=dtype, **kwargs)
+        note_groups(model)
     return model, tokenizer
 
 

@@ -16,7 +16,7 @@ from polymoe.checkpoint.files import CONFIG, GENERATION
 from polymoe.common.untrusted import reading
 from polymoe.errors import CheckpointError, quoted
 
-__all__ = ["check_tokens", "generation_config", "model_config"]
+__all__ = ["check_tokens", "context_length", "generation_config", "model_config"]
 
 
 def model_config(checkpoint: Checkpoint) -> Any:
@@ -33,6 +33,11 @@ def model_config(checkpoint: Checkpoint) -> Any:
         config: Any = CONFIG_MAPPING[checkpoint.model_type].from_dict(fields)
         config.name_or_path = checkpoint.name
     return config
+
+
+def context_length(model: Any) -> int | None:
+    """Most tokens of a prompt and its answer in a model of Transformers; None if its config does not say."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 def generation_config(checkpoint: Checkpoint) -> GenerationConfig | None:
