@@ -14,7 +14,7 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("openai")
 pytest.importorskip("prometheus_client")
 
-from polymoe.serve import prompts
+from polymoe.serve import app, prompts
 from polymoe.serve.limits import Limits
 from polymoe.serve.prompts import PromptReader, longest_token
 from polymoe.serve.requests import ChatRequest
@@ -99,7 +99,7 @@ def test_other_requests_are_answered_while_one_is_tokenized(monkeypatch: pytest.
             released.wait(20)
         return tokenize(self, prompt)
 
-    monkeypatch.setattr(prompts, "LARGE_BYTES", 200)
+    monkeypatch.setattr(app, "LARGE_BYTES", 200)
     monkeypatch.setattr(PromptReader, "of_completion", slow)
     replies: list[Reply] = []
     with running_server() as server:

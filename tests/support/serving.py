@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import http.client
 import json
 import os
@@ -141,7 +140,7 @@ class Running:
     def held(self, *, busy: bool = False) -> Iterator[None]:
         """Stop the model, once it is idle unless ``busy``, at its next forward pass until the end of the block."""
         if not busy:  # it may still work for a client that has left, whose request is not in flight any more
-            contextvars.copy_context().run(self.served.generation.sequential.thread.submit, lambda: None).result(20)
+            self.served.generation.sequential.thread.submit(lambda: None).result(20)
         self.released.clear()
         try:
             yield

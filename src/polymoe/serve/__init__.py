@@ -23,7 +23,7 @@ The modules, from the outside in. A request takes this way, and a module imports
     strict_json          the body, with limits
     limits               on the lengths and numbers of prompts and answers
     metrics              what is counted
-    in_flight, settings  a request's state and threads, and how its answers are generated
+    in_flight, settings  a request's state, and how its answers are generated
     errors               errors in OpenAI's form
 
 The model and its attention are :mod:`polymoe.engines.transformers`'.

@@ -13,6 +13,7 @@ import logging
 import re
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,10 +29,10 @@ from polymoe.serve.answers import ChatWriter, CompletionWriter, Writer, stream_a
 from polymoe.serve.choices import AnswerChoice, ChoicePart
 from polymoe.serve.errors import answer_errors, failed, refusal
 from polymoe.serve.generation import Generation
-from polymoe.serve.in_flight import current
+from polymoe.serve.in_flight import current, in_thread
 from polymoe.serve.limits import MAX_ANSWERS, Limits
 from polymoe.serve.metrics import ServerMetrics
-from polymoe.serve.prompts import Preparation, PromptReader, longest_token
+from polymoe.serve.prompts import PromptReader, longest_token
 from polymoe.serve.requests import ChatRequest, CompletionRequest, read_request, settings_of
 from polymoe.serve.sampling import TokenSampler, end_tokens, with_defaults
 from polymoe.serve.settings import GenerationSettings
@@ -46,6 +47,8 @@ _PAGE_MAY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 """What the page to chat in may do: ask this server, and nothing else."""
+LARGE_BYTES = 64 * 1024
+"""Requests above this size are prepared in a thread of their own, so that the others do not wait for them."""
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -66,8 +69,9 @@ class ModelServer:
     Attributes:
         app: the ASGI application.
         metrics: what it counts.
-        name: as given.
+        name, model, tokenizer, temperature: as given.
         limits: of every request.
+        prompts: reads their prompts.
         generation: what runs requests.
 
     Raises:
@@ -88,7 +92,7 @@ class ModelServer:
         temperature: float | None = None,
         page: bool = True,
     ) -> None:
-        self.name = name
+        self.name, self.model, self.tokenizer, self.temperature = name, model, tokenizer, temperature
         config = model.config.get_text_config()
         context = context_length(model)
         characters = None if context is None else context * longest_token(tokenizer)
@@ -97,7 +101,7 @@ class ModelServer:
         self.generation = Generation(
             model, self.metrics, shared=continuous_batching, graphs=graphs, cache_memory=cache_memory
         )
-        self._preparation = Preparation()
+        self.prompts = PromptReader(tokenizer, limits)
         about = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "polymoe"}
         self._model = {**about, "max_model_len": context}
         # A redirect's address would contain the Host header, which may be anything.
@@ -108,11 +112,13 @@ class ModelServer:
             redirect_slashes=False,
             dependencies=[Security(HTTPBearer(auto_error=False))],  # for /docs; the gate checks the key
         )
-        shared = _Shared(name, model, tokenizer, limits, temperature, PromptReader(tokenizer, limits))
+        small = ThreadPoolExecutor(2, "polymoe small prompts")
+        large = ThreadPoolExecutor(1, "polymoe large prompts")  # each takes 100 times its size in memory
         for path, kind in (("/v1/chat/completions", _Chat), ("/v1/completions", _Completion)):
-            endpoint = kind(shared, self._preparation, self.generation, self.metrics)
             body = {"required": True, "content": {"application/json": {"schema": kind.kind.model_json_schema()}}}
-            self.app.add_api_route(path, endpoint.answer, methods=["POST"], openapi_extra={"requestBody": body})
+            self.app.add_api_route(
+                path, kind(self, small, large).answer, methods=["POST"], openapi_extra={"requestBody": body}
+            )
         self.app.add_api_route("/v1/models", self._list)
         self.app.add_api_route("/v1/models/{name:path}", self._one)
         for path, get in (("/health", self._health), ("/metrics", self._metrics)):
@@ -164,19 +170,6 @@ def _other_model(asked: str, own: str) -> HTTPException:
 
 
 @dataclass(frozen=True, slots=True)
-class _Shared:
-    """What both endpoints have: the model with its name and tokenizer, limits, the temperature of requests that name
-    none, and what reads prompts."""
-
-    name: str
-    model: Any
-    tokenizer: Any
-    limits: Limits
-    temperature: float | None
-    prompts: PromptReader
-
-
-@dataclass(frozen=True, slots=True)
 class _Prepared:
     """A request that was read: its settings, its prompts with the room for answers to them, and what reads these."""
 
@@ -192,10 +185,8 @@ class _Endpoint:
     kind: ClassVar[type[Any]]
     writer: ClassVar[type[Writer]]
 
-    def __init__(
-        self, shared: _Shared, preparation: Preparation, generation: Generation, metrics: ServerMetrics
-    ) -> None:
-        self._shared, self._preparation, self._generation, self._metrics = shared, preparation, generation, metrics
+    def __init__(self, server: ModelServer, small: ThreadPoolExecutor, large: ThreadPoolExecutor) -> None:
+        self._server, self._small, self._large = server, small, large
 
     async def answer(self, request: Request) -> Response:
         """The response to a request."""
@@ -213,18 +204,19 @@ class _Endpoint:
         return response
 
     async def _answer(self, content: bytes, request_id: str) -> Response:
-        prepared = await self._preparation.run(len(content), self._prepare, content)
+        server, threads = self._server, self._large if len(content) > LARGE_BYTES else self._small
+        prepared = await in_thread(threads, self._prepare, content)
         request, out = current(), asyncio.Queue[ChoicePart]()
         request.prompt_tokens = sum(map(len, prepared.prompts))
         choices = self._choices(prepared, out)
-        writer = self.writer(request_id, self._shared.name, self._shared.tokenizer)
+        writer = self.writer(request_id, server.name, server.tokenizer)
 
         def on_token() -> None:
-            self._metrics.generated(request)
+            server.metrics.generated(request)
 
         def on_end() -> None:
             if all(choice.ended for choice in choices):
-                self._metrics.ended(request)
+                server.metrics.ended(request)
 
         def leave(why: HTTPException) -> None:
             for choice in choices:
@@ -233,7 +225,7 @@ class _Endpoint:
         for choice in choices:
             choice.on_token, choice.on_end = on_token, on_end
         request.on_leave(leave)
-        self._generation.start(choices, request)
+        server.generation.start(choices, request)
         s = prepared.settings
         if s.stream:
             events = stream_answers(choices, out, writer, include_usage=s.include_usage, continuous=s.continuous_usage)
@@ -243,23 +235,23 @@ class _Endpoint:
 
     def _prepare(self, content: bytes) -> _Prepared:
         """Check a request and read its prompts. Called in a thread."""
-        shared = self._shared
+        server = self._server
         body = parse_object(content)
         request = read_request(body, self.kind)
-        if request.model not in (None, shared.name):
-            raise _other_model(request.model, shared.name)
-        config = shared.model.generation_config
-        settings = with_defaults(settings_of(request, shared.limits), config, shared.temperature)
+        if request.model not in (None, server.name):
+            raise _other_model(request.model, server.name)
+        config = server.model.generation_config
+        settings = with_defaults(settings_of(request, server.limits), config, server.temperature)
         prompts = self._prompts(request)
         if len(prompts) * settings.n > MAX_ANSWERS:
             raise refusal(f"n must be at most {MAX_ANSWERS // len(prompts)} with {len(prompts)} prompts", param="n")
-        room = [shared.limits.bound(len(prompt), settings.max_tokens or 1) for prompt in prompts]
+        room = [server.limits.bound(len(prompt), settings.max_tokens or 1) for prompt in prompts]
         readers = [self._reader(request, prompt) for prompt in prompts for _ in range(settings.n)]
         return _Prepared(settings, prompts, room, readers)
 
     def _choices(self, prepared: _Prepared, out: asyncio.Queue[ChoicePart]) -> list[AnswerChoice]:
         settings, choices = prepared.settings, list[AnswerChoice]()
-        ends = () if settings.ignore_eos else end_tokens(self._shared.model.generation_config)
+        ends = () if settings.ignore_eos else end_tokens(self._server.model.generation_config)
         ends = (*ends, *settings.stop_token_ids)
         for prompt, most in zip(prepared.prompts, prepared.max_tokens, strict=True):
             for number in range(settings.n):
@@ -284,10 +276,10 @@ class _Chat(_Endpoint):
     def _prompts(self, request: ChatRequest) -> list[list[int]]:
         if request.messages is None:
             raise refusal("messages must be a list with at least one message", param="messages")
-        return [self._shared.prompts.of_chat(request)]
+        return [self._server.prompts.of_chat(request)]
 
     def _reader(self, request: ChatRequest, prompt: list[int]) -> ReplyReader:
-        return ReplyReader(self._shared.model, self._shared.tokenizer, prompt, tools=request.tools)
+        return ReplyReader(self._server.model, self._server.tokenizer, prompt, tools=request.tools)
 
 
 class _Completion(_Endpoint):
@@ -298,7 +290,7 @@ class _Completion(_Endpoint):
     def _prompts(self, request: CompletionRequest) -> list[list[int]]:
         if request.prompt is None:
             raise refusal(f"prompt must be {CompletionRequest.model_fields['prompt'].description}", param="prompt")
-        return self._shared.prompts.of_completion(request.prompt)
+        return self._server.prompts.of_completion(request.prompt)
 
     def _reader(self, request: CompletionRequest, prompt: list[int]) -> ReplyReader:
-        return ReplyReader(self._shared.model, self._shared.tokenizer, prompt, raw=True)
+        return ReplyReader(self._server.model, self._server.tokenizer, prompt, raw=True)

@@ -1,20 +1,20 @@
-"""InFlight: the state of a request that is in the server, shared by the gate and the generation; and threads for it."""
+"""InFlight: the state of a request that is in the server, shared by the gate and the generation."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Executor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import HTTPException
 
-__all__ = ["IN_FLIGHT", "InFlight", "Threads", "current"]
+__all__ = ["IN_FLIGHT", "InFlight", "current", "in_thread"]
+
+_T = TypeVar("_T")
 
 
 @dataclass(slots=True, eq=False)
@@ -26,8 +26,7 @@ class InFlight:
             token was generated, by :func:`time.monotonic`; None if that has not happened yet.
         prompt_tokens, new_tokens: counts so far.
         running: whether the model is working on the request; otherwise it waits or is finished.
-        left: why nobody waits for the answer any more.
-        gone: set once nobody reads the answer any more; the generation then ends at its next token.
+        left: why nobody waits for the answer any more, or None; the generation then ends at its next token.
     """
 
     arrived_s: float = field(default_factory=time.monotonic)
@@ -36,7 +35,6 @@ class InFlight:
     prompt_tokens: int = 0
     new_tokens: int = 0
     running: bool = False
-    gone: threading.Event = field(default_factory=threading.Event)
     left: HTTPException | None = None
     _callbacks: list[Callable[[HTTPException], object]] = field(default_factory=list)
 
@@ -44,7 +42,6 @@ class InFlight:
         """Record that nobody waits for the answer, and run the callbacks of :meth:`on_leave` once."""
         if self.left is None:
             self.left = why
-            self.gone.set()
             for callback in self._callbacks:
                 callback(why)
         self._callbacks.clear()
@@ -70,50 +67,22 @@ def current() -> InFlight:
     return request
 
 
-class Threads:
-    """Threads that run calls in order. Unlike those of an executor, they do not outlive the program: what they compute
-    cannot be interrupted.
+async def in_thread(threads: Executor, fn: Callable[..., _T], *args: Any) -> _T:
+    """The result of ``fn(*args)``, called in a thread unless the client of the current request leaves before.
 
-    Args:
-        name: of the threads.
-        number: of them.
+    Raises:
+        HTTPException: the reason, if the client leaves.
+        RuntimeError: for an error that is no Exception, as those of the tokenizers package.
     """
-
-    def __init__(self, name: str, number: int = 1) -> None:
-        self._calls: SimpleQueue[tuple[Future, Callable, tuple[Any, ...]]] = SimpleQueue()
-        for _ in range(number):
-            threading.Thread(target=self._run, daemon=True, name=name).start()
-
-    def submit(self, fn: Callable, *args: Any) -> Future:
-        """Call ``fn(*args)``, unless the client of the current request leaves before."""
-        future: Future = Future()
-        self._calls.put((future, fn, args))
-        current().on_leave(lambda _: future.cancel())
-        return future
-
-    async def result(self, fn: Callable, *args: Any) -> Any:
-        """The result of ``fn(*args)``.
-
-        Raises:
-            HTTPException: the reason, if the client of the current request leaves.
-        """
-        request, waiting = current(), asyncio.wrap_future(self.submit(fn, *args))
-        request.on_leave(lambda _: waiting.cancel())
-        try:
-            return await waiting
-        except asyncio.CancelledError:
-            if request.left is None:
-                raise
-            raise request.left from None
-
-    def _run(self) -> None:
-        while True:
-            future, fn, args = self._calls.get()
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(fn(*args))
-                except Exception as error:
-                    future.set_exception(error)
-                except BaseException as error:  # the tokenizers package has errors that are no Exception
-                    future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
-            del future, fn, args  # free the prompt and the answer
+    request, waiting = current(), asyncio.wrap_future(threads.submit(fn, *args))
+    request.on_leave(lambda _: waiting.cancel())
+    try:
+        return await waiting
+    except asyncio.CancelledError:
+        if request.left is None:
+            raise
+        raise request.left from None
+    except Exception:
+        raise
+    except BaseException as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error

@@ -52,28 +52,20 @@ class ServerMetrics:
         self._registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         self._requests = Counter("polymoe_requests", "Requests by status.", ("path", "status"), registry=registry)
-        self._prompt_tokens = Counter(
-            "polymoe_prompt_tokens", "Prompt tokens of generations that have started.", registry=registry
-        )
+        what = "Prompt tokens of generations that have started."
+        self._prompt_tokens = Counter("polymoe_prompt_tokens", what, registry=registry)
         self._new_tokens = Counter("polymoe_generation_tokens", "Tokens generated.", registry=registry)
-        self._queue = _histogram(
-            "polymoe_queue_seconds", "Time that a request waits for the model.", _SECONDS, registry
-        )
-        self._first = _histogram(
-            "polymoe_time_to_first_token_seconds",
-            "Time from a request's arrival to its first token.",
-            _SECONDS,
-            registry,
-        )
-        self._per_token = _histogram(
-            "polymoe_time_per_output_token_seconds",
-            "Mean time between the tokens of an answer.",
-            _SECONDS_A_TOKEN,
-            registry,
-        )
-        self._whole = _histogram(
-            "polymoe_request_seconds", "Time from a request's arrival to the end of its answer.", _SECONDS, registry
-        )
+
+        def histogram(name: str, what: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
+            return Histogram(name, what, buckets=buckets, registry=registry)
+
+        self._queue = histogram("polymoe_queue_seconds", "Time that a request waits for the model.")
+        what = "Time from a request's arrival to its first token."
+        self._first = histogram("polymoe_time_to_first_token_seconds", what)
+        what = "Mean time between the tokens of an answer."
+        self._per_token = histogram("polymoe_time_per_output_token_seconds", what, _SECONDS_A_TOKEN)
+        what = "Time from a request's arrival to the end of its answer."
+        self._whole = histogram("polymoe_request_seconds", what)
         running = Gauge("polymoe_requests_running", "Generations that the model is working on.", registry=registry)
         running.set_function(lambda: sum(request.running for request in list(self.in_flight)))
         waiting = Gauge("polymoe_requests_waiting", "Generations that wait for the model.", registry=registry)
@@ -147,10 +139,6 @@ class _Slots(Collector):
             for layer, stats in found.items():
                 family.add_metric((layer,), stats[key])
             yield family
-
-
-def _histogram(name: str, what: str, buckets: tuple[float, ...], registry: CollectorRegistry) -> Histogram:
-    return Histogram(name, what, buckets=buckets, registry=registry)
 
 
 def backends(model: Any) -> Count[tuple[str, str, str]]:

@@ -11,15 +11,12 @@ from typing import Any
 from polymoe.common.untrusted import reading
 from polymoe.errors import CheckpointError
 from polymoe.serve.errors import refusal
-from polymoe.serve.in_flight import Threads
 from polymoe.serve.limits import Limits
 from polymoe.serve.messages import read_messages
 from polymoe.serve.requests import ChatRequest
 
-__all__ = ["LARGE_BYTES", "Preparation", "PromptReader", "longest_token"]
+__all__ = ["PromptReader", "longest_token"]
 
-LARGE_BYTES = 64 * 1024
-"""Requests above this size are prepared in a thread of their own, so that the others do not wait for them."""
 START = 16
 """Of a prompt with more characters than this times the context, the start is tokenized first."""
 
@@ -30,23 +27,6 @@ def longest_token(tokenizer: Any) -> int:
     A prompt of n tokens has at most n times as many characters, unless the tokenizer drops some.
     """
     return max(map(len, tokenizer.get_vocab()))
-
-
-class Preparation:
-    """The threads in which requests are checked and tokenized."""
-
-    def __init__(self) -> None:
-        self._small = Threads("polymoe small prompts", 2)
-        self._large = Threads("polymoe large prompts")  # each takes 100 times its size in memory
-
-    async def run(self, size: int, fn: Any, *args: Any) -> Any:
-        """The result of ``fn(*args)``, called in a thread.
-
-        Args:
-            size: of the request in bytes.
-            fn: what to call, with its arguments.
-        """
-        return await (self._large if size > LARGE_BYTES else self._small).result(fn, *args)
 
 
 class PromptReader:
